@@ -1,0 +1,50 @@
+# On a machine with python3 (and its venv module) and make: `make demo` or `make test` do everything.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+EXTRAS := hf,sklearn,dask,cli,report,bench,test,lint
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-all lint bench reproduce docs clean setup
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "bochner needs python3 >= 3.10; '$(PYTHON)' was not found. Install it or call: make PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "bochner needs Python >= 3.10; '$(PYTHON)' is older. Call: make PYTHON=/path/to/newer/python"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "bochner needs Python's venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(STAMP) ## linearise a real pretrained model and report how good the result is
+	$(BIN)/bochner demo
+
+test: $(STAMP) ## the tests (under 10 minutes on 2 cores)
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-all: $(STAMP) ## the tests and the long statistical runs
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m ''
+
+lint: $(STAMP) ## style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## the benchmarks: ratios against peers and the floor, as JSON and tables
+	$(BIN)/python benchmarks/run.py
+
+reproduce: $(STAMP) ## the papers' figures and tables
+	$(BIN)/python experiments/run.py
+
+docs: $(STAMP) ## the documentation site, in site/
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict
+
+clean: ## remove the virtual environment and build products
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,94 @@
+"""Validation at the public entry: one exception class, one sentence per mistake."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class BochnerError(ValueError):
+    """The one error of this library: names the argument, the value and the remedy."""
+
+
+class BochnerWarning(UserWarning):
+    """Something was computed, but not as well as the caller may think."""
+
+
+def positive_int(value: Any, name: str, owner: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise BochnerError(f"The {name!r} of {owner} must be a positive int, got {value!r}.")
+    return value
+
+
+def positive_float(value: Any, name: str, owner: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise BochnerError(f"The {name!r} of {owner} must be a positive finite number, got {value!r}.")
+    return float(value)
+
+
+def one_of(value: Any, name: str, owner: str, valid: Iterable[Any]) -> Any:
+    valid = list(valid)
+    if value not in valid:
+        raise BochnerError(f"The {name!r} of {owner} must be one of {valid}, got {value!r}.")
+    return value
+
+
+def lookup(registry: Mapping[str, T], name: Any, what: str) -> T:
+    """The entry of a registry; an unknown name lists the valid ones."""
+    if not isinstance(name, str) or name not in registry:
+        raise BochnerError(f"Unknown {what} {name!r}; the valid names are {sorted(registry)}.")
+    return registry[name]
+
+
+def floating(x: Any, name: str, owner: str) -> Tensor:
+    """A floating-point tensor, or a sentence saying what came instead."""
+    if not isinstance(x, Tensor):
+        raise BochnerError(f"The {name!r} of {owner} must be a torch.Tensor, got {type(x).__name__}.")
+    if not x.is_floating_point():
+        raise BochnerError(
+            f"The {name!r} of {owner} must be a floating-point tensor, got {x.dtype}; call .float() on it."
+        )
+    return x
+
+
+def finite(x: Tensor, name: str, owner: str) -> Tensor:
+    """Refuse NaN and infinity, saying where the first one is. Skipped while tracing or compiling."""
+    if torch.compiler.is_compiling() or x.is_meta:
+        return x
+    # A sum is one pass without a temporary; only a bad or overflowing tensor pays for the full search.
+    if not torch.isfinite(x.detach().sum(dtype=accumulation_dtype(x.dtype))):
+        bad = ~torch.isfinite(x.detach())
+        if bad.any():
+            where = tuple(bad.nonzero()[0].tolist())
+            raise BochnerError(
+                f"The {name!r} of {owner} must be finite, got {x[where].item()} at index {where} "
+                f"({int(bad.sum())} of {x.numel()} entries are not finite)."
+            )
+    return x
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays float64, everything else accumulates in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def make_generator(seed: int | None, generator: torch.Generator | None = None) -> torch.Generator:
+    """A CPU generator of its own; the global random state is never touched."""
+    if generator is not None:
+        if seed is not None:
+            raise BochnerError("Give 'seed' or 'generator', not both.")
+        return generator
+    g = torch.Generator(device="cpu")
+    if seed is None:
+        g.seed()
+    elif isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise BochnerError(f"The 'seed' must be a non-negative int or None, got {seed!r}.")
+    else:
+        g.manual_seed(seed)
+    return g
