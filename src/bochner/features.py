@@ -1,0 +1,687 @@
+"""Softmax, Gaussian and generalised feature maps.
+
+A kernel estimate is a pair of feature maps, `K(x, y) ~ phi(x) . psi(y)`. A map returns `Features(values, log_scale)`:
+the true feature is `values * exp(log_scale)`, with bounded `values` and one `log_scale` per row, so that nothing
+over- or underflows in any dtype. Inputs are already scaled: the softmax kernel is `exp(x . y)`, the Gaussian kernel
+`exp(-|x - y|^2 / 2)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from bochner._checks import (
+    BochnerError,
+    accumulation_dtype,
+    finite,
+    floating,
+    make_generator,
+    one_of,
+    positive_int,
+)
+from bochner.projections import DenseProjection, FullPrecisionModule, Projection, make_projection
+
+KERNELS = ("softmax", "gaussian")
+ROLES = ("query", "key")
+
+
+class Features(NamedTuple):
+    """The true feature is `values * exp(log_scale)`: values (..., n, m) bounded, log_scale (..., n, 1)."""
+
+    values: Tensor
+    log_scale: Tensor
+
+    def dense(self) -> Tensor:
+        """The features themselves; may overflow where the scaled pair does not."""
+        return self.values * self.log_scale.exp()
+
+
+class FeatureMap(FullPrecisionModule):
+    """Base of all feature maps: validation, roles, seeds, calibration.
+
+    A subclass sets `feature_dim`, the length of its features, states `positive` (features never negative) and
+    `unbiased` (for projections whose rows are exactly Gaussian), and gives `_features(x, role)` on inputs in the
+    accumulation dtype. `kernel_matrix` is what it estimates.
+
+    `dim`: d, the head size. `num_features`: m, the number of projections. `num_heads`: h for a projection and
+    statistics per head, with inputs (..., h, n, d); None for one map shared by all. `kernel`: `"softmax"` or
+    `"gaussian"`. `projection`: a name or an instance.
+    """
+
+    positive: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = True
+    feature_dim: int
+
+    def __init__(
+        self, dim: int, num_features: int, *, num_heads: int | None = None, kernel: str = "softmax"
+    ) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        self.dim = positive_int(dim, "dim", owner)
+        self.num_features = positive_int(num_features, "num_features", owner)
+        self.num_heads = None if num_heads is None else positive_int(num_heads, "num_heads", owner)
+        self.kernel = kernel
+        self.feature_dim = self.num_features
+
+    def forward(self, x: Tensor, role: str = "query") -> Features:
+        """The features of the rows of x (..., n, d); with `num_heads`, of (..., h, n, d)."""
+        one_of(role, "role", type(self).__name__, ROLES)
+        x = finite(self.check_input(x, "x"), "x", type(self).__name__)
+        return self.prepare(role)(x)
+
+    def prepare(self, role: str) -> Callable[[Tensor], Features]:
+        """The map of one role as a plain function, with whatever does not depend on x computed once.
+
+        Attention calls it block by block; it neither validates nor checks for finiteness.
+        """
+        return lambda x: self._features(x.to(accumulation_dtype(x.dtype)), role)
+
+    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> FeatureMap:
+        """Draw new random parts in place; learned parameters and calibration stay."""
+        g = make_generator(seed, generator)
+        for module in self.modules():
+            if isinstance(module, Projection):
+                module.redraw_(generator=g)
+        return self
+
+    @torch.no_grad()
+    def calibrate_(self, q: Tensor, k: Tensor) -> FeatureMap:
+        """Fix data statistics from scaled queries and keys; a map without any leaves itself as it is.
+
+        q, k: (..., n, d), with `num_heads` (..., h, n, d); with fewer key heads than query heads the query heads of
+        a group are pooled. Statistics of the sequence being processed would leak the future, so they are
+        taken here, once, and fixed.
+        """
+        owner = type(self).__name__
+        q, k = (self._samples(finite(self.check_input(t, n), n, owner), n) for t, n in ((q, "q"), (k, "k")))
+        self._calibrate(q, k)
+        return self
+
+    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
+        """The exact kernel that the map estimates, (..., n, s)."""
+        return KERNEL_FUNCTIONS[self.kernel](x, y)
+
+    def trainable_(self, names: Sequence[str] | None = None) -> FeatureMap:
+        """Turn named buffers (default: all floating-point ones) into parameters, keeping their state_dict keys."""
+        for module in self.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if buffer is not None and buffer.is_floating_point() and (names is None or name in names):
+                    delattr(module, name)
+                    module.register_parameter(name, nn.Parameter(buffer.clone()))
+        return self
+
+    def check_input(self, x: Any, name: str) -> Tensor:
+        """A floating tensor whose last axis is d and, with heads, whose head axis fits; else one sentence."""
+        owner = type(self).__name__
+        x = floating(x, name, owner)
+        if x.ndim < 2 or x.shape[-1] != self.dim:
+            raise BochnerError(
+                f"The {name!r} of {owner} must have shape (..., n, {self.dim}), got {tuple(x.shape)}; "
+                f"build the map with dim={x.shape[-1] if x.ndim else 0} or pass the right tensor."
+            )
+        if self.num_heads is not None and (x.ndim < 3 or x.shape[-3] % self.num_heads):
+            raise BochnerError(
+                f"The {name!r} of {owner} must have shape (..., {self.num_heads}, n, {self.dim}) for a map with "
+                f"num_heads={self.num_heads}, got {tuple(x.shape)}."
+            )
+        if self.num_heads is not None and x.shape[-3] != self.num_heads and name == "x":
+            raise BochnerError(
+                f"The 'x' of {owner} has {x.shape[-3]} heads, the map num_heads={self.num_heads}; "
+                f"group them as (..., {self.num_heads}, n, {self.dim})."
+            )
+        return x
+
+    def _samples(self, x: Tensor, name: str) -> Tensor:
+        """Calibration rows as (h or 1, N, d) in float64."""
+        x = x.detach().to(torch.float64)
+        if self.num_heads is None:
+            x = x.reshape(1, -1, self.dim)
+        else:
+            group = x.shape[-3] // self.num_heads
+            x = x.reshape(-1, self.num_heads, group * x.shape[-2], self.dim)
+            x = x.transpose(0, 1).reshape(self.num_heads, -1, self.dim)
+        if x.shape[1] < 2:
+            raise BochnerError(
+                f"calibrate_ needs at least 2 rows of {name!r} per head, got {x.shape[1]}; give more samples."
+            )
+        return x
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        raise NotImplementedError
+
+    def _calibrate(self, q: Tensor, k: Tensor) -> None:
+        """Statistics from q (h or 1, N, d) and k (h or 1, S, d), float64."""
+
+    def _spread(self, b: Tensor, x: Tensor) -> Tensor:
+        """A per-head buffer (h, ...) as it broadcasts against (..., h, n, ...), in x's dtype."""
+        return b.to(x.dtype) if self.num_heads is None else b.to(x.dtype).unsqueeze(-2)
+
+    def extra_repr(self) -> str:
+        heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
+        return f"dim={self.dim}, num_features={self.num_features}{heads}, kernel={self.kernel!r}"
+
+
+# --- the exponential family ----------------------------------------------------------------------------------------
+
+
+class ExponentialFeatures(FeatureMap):
+    """The positive family, `phi(x) = exp(g(w) + w . C (x - c) - |P (x - c)|^2 / 2 + l . x + r) / sqrt(m)`.
+
+    Every positive map of the theory is this one function with different constants: an importance weight `g(w)` for
+    the proposal the frequencies stand for, a linear change of variables, a centre, and a row factor. Subclasses say
+    which constants. Unbiased, positive; MSE in `theory`. Cost O(m d) per row.
+    """
+
+    positive = True
+    antithetic: ClassVar[bool] = False
+    norms: ClassVar[str] = "chi"
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        projection: str | Projection = "orthogonal",
+        num_heads: int | None = None,
+        kernel: str = "softmax",
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__(dim, num_features, num_heads=num_heads, kernel=kernel)
+        one_of(kernel, "kernel", type(self).__name__, KERNELS)
+        self.projection = make_projection(
+            projection,
+            dim,
+            num_features,
+            num_heads=num_heads,
+            norms=self.norms,
+            seed=seed,
+            generator=generator,
+        )
+        if self.antithetic:
+            self.feature_dim = 2 * num_features
+
+    def prepare(self, role: str) -> Callable[[Tensor], Features]:
+        log_norm = -0.5 * math.log(self.feature_dim)
+        change = self._change(role)
+        log_weight = self._log_weight()
+        folded: dict[torch.dtype, tuple[Tensor, Tensor | None]] = {}
+
+        def features(x: Tensor) -> Features:
+            x = x.to(accumulation_dtype(x.dtype))
+            x, row = change(x)
+            if isinstance(self.projection, DenseProjection):
+                # Frequencies with their change of variables, and the offset of each feature, are x-independent.
+                if x.dtype not in folded:
+                    folded[x.dtype] = self._folded(x.dtype, log_weight)
+                w, offset = folded[x.dtype]
+                logits = x @ w.mT
+                if offset is not None:
+                    logits = logits + offset if logits.requires_grad else logits.add_(offset)
+            else:
+                logits = self.projection(self._shape_x(x))
+                if log_weight is not None:
+                    logits = logits + self._spread(log_weight, x)
+            return exponential(logits, row + log_norm, antithetic=self.antithetic)
+
+        return features
+
+    def _folded(self, dtype: torch.dtype, log_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        w = self._shape_w(self.projection.matrix()).to(dtype)
+        if log_weight is None:
+            return w, None
+        offset = log_weight.to(dtype)
+        return w, offset if self.num_heads is None else offset.unsqueeze(-2)
+
+    def _change(self, role: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """x to its changed variable and the log of its row factor (..., n, 1)."""
+
+        def change(x: Tensor) -> tuple[Tensor, Tensor]:
+            half = 0.5 if self.kernel == "softmax" else 1.0
+            return x, -half * x.square().sum(-1, keepdim=True)
+
+        return change
+
+    def _log_weight(self) -> Tensor | None:
+        """g(w) for every frequency (h?, m), or None when it is zero."""
+        return None
+
+    def _shape_w(self, w: Tensor) -> Tensor:
+        """The linear map of the frequencies, where they are a matrix."""
+        return w
+
+    def _shape_x(self, x: Tensor) -> Tensor:
+        """The transpose of `_shape_w`, on x, where the frequencies are only an operator."""
+        return x
+
+
+def exponential(logits: Tensor, log_row: Tensor, *, antithetic: bool = False) -> Features:
+    """`exp(logits)` with the largest logit of each row moved into the log scale; consumes `logits`."""
+    if antithetic:
+        logits = torch.cat([logits, -logits], dim=-1)
+    peak = logits.detach().amax(-1, keepdim=True)
+    values = (logits - peak).exp() if logits.requires_grad else logits.sub_(peak).exp_()
+    return Features(values, log_row + peak)
+
+
+class PositiveFeatures(ExponentialFeatures):
+    """FAVOR+, `phi(x) = exp(w . x - |x|^2/2) / sqrt(m)`.
+
+    Unbiased, positive. MSE: `theory.mse_positive`. O(m d) per row. Choromanski et al. 2021, Lemma 1, eq. (5).
+
+    >>> phi = PositiveFeatures(dim=4, num_features=16, seed=0)
+    >>> phi(torch.zeros(3, 4)).values.shape
+    torch.Size([3, 16])
+    """
+
+
+class HyperbolicFeatures(ExponentialFeatures):
+    """Positive features in antithetic pairs, `exp(-|x|^2/2) [exp(w.x), exp(-w.x)] / sqrt(2 m)`.
+
+    Unbiased, positive, variance at most half of `positive` at twice the features. MSE: `theory.mse_hyperbolic`.
+    `feature_dim` is 2 m. Choromanski et al. 2021, Lemma 1 (hyp+).
+    """
+
+    antithetic = True
+
+
+class RegularizedFeatures(ExponentialFeatures):
+    """SMREG: positive features with every |w| = sqrt(d).
+
+    Biased, by the factor `theory.smreg_ratio` in (0, 1], in exchange for bounded features. Positive.
+    Choromanski et al. 2021, Theorem 1.
+    """
+
+    unbiased = False
+    norms = "fixed"
+
+
+class OptimalFeatures(ExponentialFeatures):
+    """OPRF (FAVOR++), `(1-4A)^(d/4) exp(A |w|^2 + sqrt(1-4A) w . x - |x|^2/2) / sqrt(m)` with one scalar A.
+
+    Unbiased, positive. `A=0` is `positive`; `calibrate_` takes the A that minimises the variance at the mean of
+    |x + y|^2 over the calibration pairs (per head). MSE: `theory.mse_optimal`. Likhosherstov et al. 2022.
+
+    `A`: a number below 1/8, to fix it without data.
+    """
+
+    A: Tensor
+
+    def __init__(self, dim: int, num_features: int, *, A: float = 0.0, **options: Any) -> None:
+        super().__init__(dim, num_features, **options)
+        if not isinstance(A, (int, float)) or not -math.inf < A < 0.125:
+            raise BochnerError(f"The 'A' of OptimalFeatures must be a number below 1/8, got {A!r}.")
+        shape = () if self.num_heads is None else (self.num_heads,)
+        self.register_buffer("A", torch.full(shape, float(A), device="cpu"))
+
+    def _calibrate(self, q: Tensor, k: Tensor) -> None:
+        psi = torch.diagonal(second_moment_of_sum(q, k), dim1=-2, dim2=-1).sum(-1)
+        self.A.copy_(optimal_a(psi / self.dim).reshape(self.A.shape))
+
+    def _log_weight(self) -> Tensor | None:
+        norms = self.projection.matrix().square().sum(-1)
+        A = self.A.unsqueeze(-1)
+        return A * norms + 0.25 * self.dim * torch.log1p(-4 * A)
+
+    def _factor(self) -> Tensor:
+        return (1 - 4 * self.A).sqrt()[..., None, None]
+
+    def _shape_w(self, w: Tensor) -> Tensor:
+        return w * self._factor().to(w.dtype)
+
+    def _shape_x(self, x: Tensor) -> Tensor:
+        return x * self._factor().to(x.dtype)
+
+
+class CalibratedFeatures(ExponentialFeatures):
+    """Centring, balanced basis and dense A: the positive map for real attention.
+
+    Three exact moves, fixed by `calibrate_(q, k)`, per head:
+
+    1. centring, `exp(x.y) = exp((x-a).(y-b)) exp(a.y) exp((x-a).b)` with the means a, b;
+    2. the balanced basis, `x.y = (M x).(M^-1 y)`, with M equalising the two second moments;
+    3. SDERF's dense A, `det(I-4A)^(1/4) exp(w'Aw + w'(I-4A)^(1/2) U'x - |x|^2/2)`, in the eigenbasis U of the
+       second moment of x + y.
+
+    Unbiased and positive whatever the statistics; without `calibrate_` it is `positive`. MSE: `theory.mse_dense`.
+    For the Gaussian kernel centring moves both by the same vector and M is the identity: only these leave
+    |x - y| alone. O(m d + d^2) per row.
+
+    `centre`, `balance`, `dense`: switch a move off, for study.
+    """
+
+    centre_query: Tensor
+    centre_key: Tensor
+    basis_query: Tensor
+    basis_key: Tensor
+    a: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        centre: bool = True,
+        balance: bool = True,
+        dense: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(dim, num_features, **options)
+        self.centre, self.balance, self.dense = centre, balance, dense
+        lead = () if self.num_heads is None else (self.num_heads,)
+        eye = torch.eye(dim, device="cpu").expand(*lead, dim, dim)
+        for name, value in {
+            "centre_query": torch.zeros(*lead, dim, device="cpu"),
+            "centre_key": torch.zeros(*lead, dim, device="cpu"),
+            "basis_query": eye.clone(),  # U'M, so that a changed query is U'M (x - a)
+            "basis_key": eye.clone(),  # U'M^-1
+            "a": torch.zeros(*lead, dim, device="cpu"),
+        }.items():
+            self.register_buffer(name, value)
+
+    def _calibrate(self, q: Tensor, k: Tensor) -> None:
+        # 1. Centres.
+        a, b = q.mean(1), k.mean(1)
+        if self.kernel == "gaussian":
+            a = b = (a + b) / 2
+        if not self.centre:
+            a, b = torch.zeros_like(a), torch.zeros_like(b)
+        q, k = q - a[:, None], k - b[:, None]
+        # 2. The balanced basis, from second moments floored so that no direction is blown up by lack of data.
+        cq, ck = (floored_moment(t) for t in (q, k))
+        if self.balance and self.kernel == "softmax":
+            m, m_inv = balancing_basis(cq, ck)
+        else:
+            m = m_inv = torch.eye(self.dim, dtype=q.dtype, device=q.device).expand_as(cq)
+        # 3. The eigenbasis of z = x + y and its optimal a.
+        moment = second_moment_of_sum(q @ m.mT, k @ m_inv.mT)
+        if self.dense:
+            eigenvalues, u = torch.linalg.eigh(moment)
+            alpha = optimal_a(eigenvalues.clamp_min(0))
+        else:
+            u = torch.eye(self.dim, dtype=q.dtype, device=q.device).expand_as(m)
+            alpha = torch.zeros_like(a)
+        for name, value in {
+            "centre_query": a,
+            "centre_key": b,
+            "basis_query": u.mT @ m,
+            "basis_key": u.mT @ m_inv,
+            "a": alpha,
+        }.items():
+            buffer = getattr(self, name)
+            buffer.copy_(value.reshape(buffer.shape))
+
+    def _change(self, role: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        basis = self.basis_query if role == "query" else self.basis_key
+        centre = self.centre_query if role == "query" else self.centre_key
+        other = self.centre_key if role == "query" else self.centre_query
+
+        def change(x: Tensor) -> tuple[Tensor, Tensor]:
+            c, o = self._spread(centre, x), self._spread(other, x)
+            t = x - c
+            z = t @ basis.to(x.dtype).mT
+            half = -0.5 * z.square().sum(-1, keepdim=True)
+            if self.kernel == "gaussian":
+                return z, half - 0.5 * t.square().sum(-1, keepdim=True)
+            # exp((x-a).b) belongs to the query's row, exp(a.y) to the key's.
+            linear = ((t if role == "query" else x) * o).sum(-1, keepdim=True)
+            return z, half + linear
+
+        return change
+
+    def _log_weight(self) -> Tensor | None:
+        w2 = self.projection.matrix().square()
+        weight = (w2 @ self.a.unsqueeze(-1)).squeeze(-1)
+        return weight + 0.25 * torch.log1p(-4 * self.a).sum(-1, keepdim=True)
+
+    def _shape_w(self, w: Tensor) -> Tensor:
+        return w * (1 - 4 * self.a).sqrt().unsqueeze(-2).to(w.dtype)
+
+    def _shape_x(self, x: Tensor) -> Tensor:
+        return x * self._spread((1 - 4 * self.a).sqrt(), x)
+
+
+def optimal_a(l: Tensor) -> Tensor:
+    """The a that minimises the variance of a coordinate with mean z^2 = l: `(1-u)/8`, u the larger root."""
+    t = 1 + 2 * l
+    return (1 - (t + (t * t + 8 * l).sqrt()) / 2) / 8
+
+
+def second_moment_of_sum(q: Tensor, k: Tensor) -> Tensor:
+    """mean over all pairs of (x+y)(x+y)' from two moments and two means: q (h, N, d), k (h, S, d) to (h, d, d)."""
+    cross = q.mean(1).unsqueeze(-1) * k.mean(1).unsqueeze(-2)
+    return q.mT @ q / q.shape[1] + k.mT @ k / k.shape[1] + cross + cross.mT
+
+
+def floored_moment(x: Tensor, floor: float = 1e-2) -> Tensor:
+    """Second moment of x (h, N, d), shrunk by sample size and with eigenvalues at least `floor` of their mean."""
+    n, d = x.shape[-2:]
+    c = x.mT @ x / n
+    mean = torch.diagonal(c, dim1=-2, dim2=-1).mean(-1)[:, None, None].clamp_min(1e-12)
+    eye = torch.eye(d, dtype=c.dtype, device=c.device)
+    rho = d / (n + d)  # fewer samples than dimensions: mostly the isotropic guess
+    values, vectors = torch.linalg.eigh((1 - rho) * c + rho * mean * eye)
+    values = torch.maximum(values, floor * mean[..., 0])
+    return (vectors * values.unsqueeze(-2)) @ vectors.mT
+
+
+def balancing_basis(cx: Tensor, cy: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric M with `M Cx M = M^-1 Cy M^-1`, and its inverse: `M^2 = Cx^-1/2 (Cx^1/2 Cy Cx^1/2)^1/2 Cx^-1/2`."""
+    root, inverse = matrix_power(cx, 0.5), matrix_power(cx, -0.5)
+    m2 = inverse @ matrix_power(root @ cy @ root, 0.5) @ inverse
+    return matrix_power(m2, 0.5), matrix_power(m2, -0.5)
+
+
+def matrix_power(c: Tensor, power: float) -> Tensor:
+    """A real power of a symmetric positive-definite matrix."""
+    values, vectors = torch.linalg.eigh((c + c.mT) / 2)
+    values = values.clamp_min(values.amax(-1, keepdim=True) * 1e-15)
+    return (vectors * values.pow(power).unsqueeze(-2)) @ vectors.mT
+
+
+# --- trigonometric and generalised maps ----------------------------------------------------------------------------
+
+
+class TrigFeatures(FeatureMap):
+    """`phi(x) = exp(|x|^2/2) [sin w.x, cos w.x] / sqrt(m)` (without the factor for the Gaussian kernel).
+
+    Unbiased, signed: a normaliser can vanish. `feature_dim` is 2 m. MSE: `theory.mse_trig`.
+    Rahimi and Recht 2007; Choromanski et al. 2021, eq. (4).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        projection: str | Projection = "orthogonal",
+        num_heads: int | None = None,
+        kernel: str = "softmax",
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__(dim, num_features, num_heads=num_heads, kernel=kernel)
+        one_of(kernel, "kernel", type(self).__name__, KERNELS)
+        self.projection = make_projection(
+            projection, dim, num_features, num_heads=num_heads, seed=seed, generator=generator
+        )
+        self.feature_dim = 2 * num_features
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        t = self.projection(x)
+        log_scale = torch.full_like(x[..., :1], -0.5 * math.log(self.num_features))
+        if self.kernel == "softmax":
+            log_scale = log_scale + 0.5 * x.square().sum(-1, keepdim=True)
+        return Features(torch.cat([t.sin(), t.cos()], dim=-1), log_scale)
+
+
+class GeneralizedFeatures(FeatureMap):
+    """`phi(x) = (f(w . x) + kernel_epsilon) / sqrt(m)`: the kernel `E[(f(w.x) + eps)(f(w.y) + eps)]`.
+
+    Unbiased for that kernel (`kernel_matrix`), positive when f is. Choromanski et al. 2021, section 2.2 and
+    appendix; the names are those of f. `num_features=None` applies f to x itself (with `elu` and
+    `kernel_epsilon=0` the linear transformer of Katharopoulos et al. 2020).
+    """
+
+    function: ClassVar[Callable[[Tensor], Tensor]]
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int | None,
+        *,
+        kernel_epsilon: float = 1e-3,
+        projection: str | Projection = "orthogonal",
+        num_heads: int | None = None,
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__(dim, dim if num_features is None else num_features, num_heads=num_heads)
+        if not isinstance(kernel_epsilon, (int, float)) or not 0 <= kernel_epsilon < math.inf:
+            raise BochnerError(
+                f"The 'kernel_epsilon' of {type(self).__name__} must be a number >= 0, got {kernel_epsilon!r}."
+            )
+        self.kernel = "generalized"
+        self.kernel_epsilon = float(kernel_epsilon)
+        self.projection: nn.Module = (
+            nn.Identity()
+            if num_features is None
+            else make_projection(
+                projection, dim, num_features, num_heads=num_heads, seed=seed, generator=generator
+            )
+        )
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        t = type(self).function(self.projection(x)) + self.kernel_epsilon
+        # A row of zeros (a relu that never fires, without epsilon) keeps the scale 1.
+        size = t.detach().abs().amax(-1, keepdim=True)
+        size = torch.where(size > 0, size, torch.ones_like(size))
+        return Features(t / size, size.log() - 0.5 * math.log(self.feature_dim))
+
+    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
+        f, eps = type(self).function, self.kernel_epsilon
+        if isinstance(self.projection, nn.Identity):
+            return (f(x) + eps) @ (f(y) + eps).mT / self.feature_dim
+        return expected_product(lambda t: f(t) + eps, x, y)
+
+
+class ExpFeatures(GeneralizedFeatures):
+    """`f = exp`: the kernel exp(|x + y|^2 / 2), kept in the log scale."""
+
+    positive = True
+    function = staticmethod(torch.exp)
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        t = self.projection(x)
+        peak = t.detach().amax(-1, keepdim=True).clamp_min(0)
+        return Features(
+            (t - peak).exp() + self.kernel_epsilon * (-peak).exp(), peak - 0.5 * math.log(self.feature_dim)
+        )
+
+
+class ReluFeatures(GeneralizedFeatures):
+    """`f = relu`, the default generalised attention of Performers: the arc-cosine kernel of order 1, half of it."""
+
+    positive = True
+    function = staticmethod(F.relu)
+
+
+class SigmoidFeatures(GeneralizedFeatures):
+    """`f = sigmoid`."""
+
+    positive = True
+    function = staticmethod(torch.sigmoid)
+
+
+class AbsFeatures(GeneralizedFeatures):
+    """`f = abs`."""
+
+    positive = True
+    function = staticmethod(torch.abs)
+
+
+class EluFeatures(GeneralizedFeatures):
+    """`f(t) = elu(t) + 1`."""
+
+    positive = True
+    function = staticmethod(lambda t: F.elu(t) + 1)
+
+
+class GeluFeatures(GeneralizedFeatures):
+    """`f = gelu`, signed."""
+
+    function = staticmethod(F.gelu)
+
+
+class CosFeatures(GeneralizedFeatures):
+    """`f = cos`, signed."""
+
+    function = staticmethod(torch.cos)
+
+
+class TanhFeatures(GeneralizedFeatures):
+    """`f = tanh`, signed."""
+
+    function = staticmethod(torch.tanh)
+
+
+class IdentityFeatures(GeneralizedFeatures):
+    """`f(t) = t`: the linear kernel x . y, signed."""
+
+    function = staticmethod(lambda t: t)
+
+
+def kernel_estimate(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
+    """The estimated kernel matrix `phi(x) . psi(y)` with the log scales put back, (..., n, s); quadratic, for study.
+
+    >>> phi = PositiveFeatures(dim=2, num_features=8, seed=0)
+    >>> kernel_estimate(phi, torch.zeros(1, 2), torch.zeros(1, 2))
+    tensor([[1.]])
+    """
+    q, k = phi(x, "query"), phi(y, "key")
+    return (q.values @ k.values.mT) * (q.log_scale + k.log_scale.mT).exp()
+
+
+# --- kernels -------------------------------------------------------------------------------------------------------
+
+
+def softmax_kernel(x: Tensor, y: Tensor) -> Tensor:
+    """`exp(x . y)`, (..., n, s)."""
+    return (x @ y.mT).exp()
+
+
+def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
+    """`exp(-|x - y|^2 / 2)`, (..., n, s)."""
+    d2 = x.square().sum(-1, keepdim=True) + y.square().sum(-1, keepdim=True).mT - 2 * x @ y.mT
+    return (-0.5 * d2.clamp_min(0)).exp()
+
+
+def expected_product(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, nodes: int = 400) -> Tensor:
+    """`E[f(w.x) f(w.y)]`, w ~ N(0, I), by quadrature in the plane of x and y; (..., n, s).
+
+    Polar coordinates: a kink of f at 0 is a ray, which the angular rule places between two nodes.
+    """
+    nx, ny = x.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True)
+    cos = (x @ y.mT) / (nx * ny.mT).clamp_min(torch.finfo(x.dtype).tiny)
+    angle = cos.clamp(-1, 1).acos()
+    radius = torch.linspace(0, 10, nodes, dtype=x.dtype, device=x.device)
+    weight = radius * (-0.5 * radius.square()).exp() * (radius[1] - radius[0])
+    total = torch.zeros_like(angle)
+    thetas = (torch.arange(nodes, dtype=x.dtype, device=x.device) + 0.5) * (2 * math.pi / nodes)
+    for theta in thetas:
+        u = f(nx[..., None] * (radius * theta.cos()))  # (..., n, 1, r)
+        v = f(ny.mT[..., None] * (radius * (theta - angle)[..., None].cos()))
+        total = total + (u * v * weight).sum(-1)
+    return total / nodes
+
+
+KERNEL_FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "softmax": softmax_kernel,
+    "gaussian": gaussian_kernel,
+}

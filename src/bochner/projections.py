@@ -1,0 +1,426 @@
+"""The frequencies w: m random directions in R^d, one class per law.
+
+Every projection draws on the CPU in float64 from a seed and is then cast, so that one seed gives one
+projection on every device and in every dtype. ``projection(x)`` is ``x @ matrix().T``; structured laws
+apply it without forming the matrix.
+
+| name         | rows                                      | marginal law of a row | product       |
+|--------------|-------------------------------------------|-----------------------|---------------|
+| `iid`        | independent                               | N(0, I), exactly      | O(m d)        |
+| `orthogonal` | Haar blocks, chi norms                    | N(0, I), exactly      | O(m d)        |
+| `simplex`    | Haar-rotated simplex blocks, chi norms    | N(0, I), exactly      | O(m d)        |
+| `halton`     | scrambled Halton points, normal quantile  | N(0, I), exactly      | O(m d)        |
+| `sobol`      | scrambled Sobol points, normal quantile   | N(0, I), exactly      | O(m d)        |
+| `fastfood`   | S H G P H B blocks                        | N(0, I), exactly      | O(m log d)    |
+| `hadamard`   | H D H D H D blocks, chi norms             | N(0, I), nearly       | O(m log d)    |
+| `givens`     | products of random rotations, chi norms   | N(0, I), nearly       | O(m log d)    |
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.special import ndtri
+from scipy.stats import qmc
+from torch import Generator, Tensor, nn
+
+from bochner._checks import BochnerError, lookup, make_generator, one_of, positive_int
+
+
+class FullPrecisionModule(nn.Module):
+    """A module whose floating-point state never drops below float32.
+
+    ``model.to(torch.bfloat16)`` would round the frequencies and the exponents built from them; here such a
+    cast only moves the device. float64 and float32 casts go through.
+    """
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        def keep(t: Tensor) -> Tensor:
+            out = fn(t)
+            if out.is_floating_point() and out.dtype not in (torch.float32, torch.float64):
+                return t.to(device=out.device, dtype=torch.promote_types(t.dtype, torch.float32))
+            return out
+
+        return super()._apply(keep, recurse)
+
+
+class Projection(FullPrecisionModule):
+    """Base of all projections: `num_features` (m) directions in R^`dim` (d), per head if `num_heads` is given.
+
+    `norms`: `"chi"` gives each row the length of a Gaussian vector; `"fixed"` the length sqrt(d), as the
+    regularised softmax kernel wants it.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        num_heads: int | None = None,
+        norms: str = "chi",
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        self.dim = positive_int(dim, "dim", owner)
+        self.num_features = positive_int(num_features, "num_features", owner)
+        self.num_heads = None if num_heads is None else positive_int(num_heads, "num_heads", owner)
+        self.norms = one_of(norms, "norms", owner, ("chi", "fixed"))
+        for name, value in self._draw_heads(make_generator(seed, generator)).items():
+            dtype = torch.float32 if value.is_floating_point() else value.dtype
+            self.register_buffer(name, value.to(dtype))
+
+    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> Projection:
+        """Draw new frequencies in place."""
+        for name, value in self._draw_heads(make_generator(seed, generator)).items():
+            getattr(self, name).copy_(value)
+        return self
+
+    def matrix(self) -> Tensor:
+        """The frequencies as rows: (m, d), or (h, m, d) with heads."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., n, d), with heads (..., h, n, d), to x @ matrix().T (..., n, m)."""
+        raise NotImplementedError
+
+    def _draw(self, g: Generator) -> dict[str, Tensor]:
+        """One head's draw, in float64 on the CPU."""
+        raise NotImplementedError
+
+    def _draw_heads(self, g: Generator) -> dict[str, Tensor]:
+        if self.num_heads is None:
+            return self._draw(g)
+        draws = [self._draw(g) for _ in range(self.num_heads)]
+        return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+
+    def extra_repr(self) -> str:
+        heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
+        return f"dim={self.dim}, num_features={self.num_features}{heads}"
+
+
+class DenseProjection(Projection):
+    """A projection kept as its matrix."""
+
+    weight: Tensor
+
+    def matrix(self) -> Tensor:
+        return self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.to(x.dtype).mT
+
+    def _draw(self, g: Generator) -> dict[str, Tensor]:
+        w = self._rows(g)
+        if self.norms == "fixed":
+            w = w * (math.sqrt(self.dim) / w.norm(dim=-1, keepdim=True))
+        return {"weight": w}
+
+    def _rows(self, g: Generator) -> Tensor:
+        raise NotImplementedError
+
+
+class IIDProjection(DenseProjection):
+    """Independent Gaussian rows."""
+
+    def _rows(self, g: Generator) -> Tensor:
+        return gaussian(self.num_features, self.dim, g=g)
+
+
+class OrthogonalProjection(DenseProjection):
+    """Blocks of d orthogonal rows, each row marginally N(0, I): for positive features Theorem 2 of Performers."""
+
+    def _rows(self, g: Generator) -> Tensor:
+        blocks = -(-self.num_features // self.dim)
+        w = torch.cat([self._block(g) for _ in range(blocks)])[: self.num_features]
+        return w * chi(self.num_features, dof=self.dim, g=g)[:, None]
+
+    def _block(self, g: Generator) -> Tensor:
+        return haar(self.dim, g)
+
+
+class SimplexProjection(OrthogonalProjection):
+    """Rows towards the vertices of a randomly rotated simplex: pairwise angles beyond 90 degrees.
+
+    Reid et al. 2023, *Simplex Random Features*: of all fixed couplings of directions with independent norms, the
+    one with the smallest variance for positive features.
+    """
+
+    def _block(self, g: Generator) -> Tensor:
+        return simplex_vertices(self.dim) @ haar(self.dim, g)
+
+
+class QuasiProjection(DenseProjection):
+    """Scrambled low-discrepancy points pushed through the normal quantile; each row is marginally N(0, I)."""
+
+    def _points(self, d: int, m: int, seed: int) -> np.ndarray:
+        raise NotImplementedError
+
+    def _rows(self, g: Generator) -> Tensor:
+        seed = int(torch.randint(2**31, (), generator=g, device="cpu"))
+        u = self._points(self.dim, self.num_features, seed)
+        return torch.from_numpy(ndtri(np.clip(u, 1e-15, 1 - 1e-15)))
+
+
+class HaltonProjection(QuasiProjection):
+    """Scrambled Halton points."""
+
+    def _points(self, d: int, m: int, seed: int) -> np.ndarray:
+        return qmc.Halton(d, scramble=True, seed=np.random.default_rng(seed)).random(m)
+
+
+class SobolProjection(QuasiProjection):
+    """Scrambled Sobol points; balanced best when m is a power of two."""
+
+    def _points(self, d: int, m: int, seed: int) -> np.ndarray:
+        sobol = qmc.Sobol(d, scramble=True, bits=52, seed=np.random.default_rng(seed))
+        return sobol.random_base2((m - 1).bit_length())[:m]
+
+
+class StructuredProjection(Projection):
+    """A projection applied in O(m log d) without its matrix: blocks of p rows, `p = padded_dim(d)`.
+
+    A subclass gives `_rotate(x)`, which takes (..., n, blocks, p) through its random operator, and a row `scale`.
+    """
+
+    scale: Tensor
+
+    @property
+    def padded(self) -> int:
+        return self.dim
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.num_features // self.padded)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.pad(x, (0, self.padded - self.dim)).unsqueeze(-2)
+        x = x.expand(*x.shape[:-2], self.blocks, self.padded)
+        out = self._rotate(x, self._state(x)).flatten(-2)
+        return out[..., : self.num_features] * self._spread(self.scale).to(out.dtype)
+
+    def matrix(self) -> Tensor:
+        eye = torch.eye(self.dim, dtype=self.scale.dtype, device=self.scale.device)
+        if self.num_heads is not None:
+            eye = eye.expand(self.num_heads, -1, -1)
+        return self(eye).mT
+
+    def _state(self, x: Tensor) -> dict[str, Tensor]:
+        """The random parts, shaped to broadcast against (..., n, blocks, p)."""
+        parts = {name: self._spread(b) for name, b in self.named_buffers() if name != "scale"}
+        return {k: v.to(x.dtype) if v.is_floating_point() else v for k, v in parts.items()}
+
+    def _spread(self, b: Tensor) -> Tensor:
+        return b if self.num_heads is None else b.unsqueeze(1)
+
+    def _rotate(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def _parts(self, g: Generator) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _draw(self, g: Generator) -> dict[str, Tensor]:
+        parts = self._parts(g)
+        scale = parts.pop("scale")
+        if self.norms == "fixed":
+            eye = torch.eye(self.padded, dtype=torch.float64, device="cpu")[: self.dim, None, :]
+            rows = self._rotate(eye.expand(-1, self.blocks, -1), parts).flatten(-2).mT[: self.num_features]
+            scale = math.sqrt(self.dim) / rows.norm(dim=-1)
+        return {**parts, "scale": scale}
+
+
+class HadamardProjection(StructuredProjection):
+    """Three randomised Hadamard transforms: rows orthogonal for d a power of two, nearly Gaussian.
+
+    The bias is that of a row `H D H D H D e_i` against the uniform law on the sphere; it falls with d (measured in
+    the projections page of the documentation).
+    """
+
+    @property
+    def padded(self) -> int:
+        return padded_dim(self.dim)
+
+    def _parts(self, g: Generator) -> dict[str, Tensor]:
+        p = self.padded
+        signs = rademacher(3, self.blocks, p, g=g)
+        # The rows of the plain transform are visited in random order, so that a truncated block has no fixed row.
+        order = torch.stack([permutation(p, g) for _ in range(self.blocks)])
+        return {
+            "signs_a": signs[0],
+            "signs_b": signs[1],
+            "signs_c": signs[2],
+            "order": order,
+            "scale": chi(self.num_features, dof=p, g=g) * p**-1.5,
+        }
+
+    def _rotate(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        for name in ("signs_a", "signs_b", "signs_c"):
+            x = hadamard_transform(x * parts[name])
+        return torch.take_along_dim(x, parts["order"].expand(x.shape), dim=-1)
+
+
+class FastfoodProjection(StructuredProjection):
+    """`V = S H G P H B / sqrt(p)` (Le, Sarlos, Smola 2013) with chi row norms: each row exactly N(0, I).
+
+    Row i is `(H_i * g) / |g|` turned by an orthogonal matrix, uniform on the sphere whatever p; rows of one block
+    share g and are not independent.
+    """
+
+    @property
+    def padded(self) -> int:
+        return padded_dim(self.dim)
+
+    def _parts(self, g: Generator) -> dict[str, Tensor]:
+        p = self.padded
+        gauss = gaussian(self.blocks, p, g=g)
+        order = torch.stack([permutation(p, g) for _ in range(self.blocks)])
+        row_norms = chi(self.num_features, dof=p, g=g)
+        block_norms = gauss.norm(dim=-1).repeat_interleave(p)[: self.num_features]
+        return {
+            "signs": rademacher(self.blocks, p, g=g),
+            "gauss": gauss,
+            "order": order,
+            "scale": row_norms / (block_norms * math.sqrt(p)),
+        }
+
+    def _rotate(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        x = hadamard_transform(x * parts["signs"])
+        x = torch.take_along_dim(x, parts["order"].expand(x.shape), dim=-1)
+        return hadamard_transform(x * parts["gauss"])
+
+
+class GivensProjection(StructuredProjection):
+    """Rounds of Givens rotations on random disjoint pairs: rows exactly orthogonal, nearly Haar.
+
+    `2 ceil(log2 d) + 2` rounds; in each every coordinate (but one when d is odd) is rotated once with another, by
+    its own uniform angle. A first diagonal of random signs makes both orientations reachable.
+    """
+
+    @property
+    def rounds(self) -> int:
+        return 0 if self.dim == 1 else 2 * math.ceil(math.log2(self.dim)) + 2
+
+    def _parts(self, g: Generator) -> dict[str, Tensor]:
+        k, nb, d = self.rounds, self.blocks, self.dim
+        order = torch.stack([permutation(d, g) for _ in range(max(k, 1) * nb)]).view(max(k, 1), nb, d)
+        angle = (
+            2 * math.pi * torch.rand(max(k, 1), nb, d // 2, dtype=torch.float64, generator=g, device="cpu")
+        )
+        # Round-major parts are stored last-axis flat so that heads can lead.
+        return {
+            "signs": rademacher(nb, d, g=g),
+            "order": order.transpose(0, 1).contiguous().view(nb, -1),
+            "angle": angle.transpose(0, 1).contiguous().view(nb, -1),
+            "scale": chi(self.num_features, dof=d, g=g),
+        }
+
+    def _rotate(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        d, half = self.dim, self.dim // 2
+        x = x * parts["signs"]
+        for r in range(self.rounds):
+            order = parts["order"][..., r * d : (r + 1) * d]
+            angle = parts["angle"][..., r * half : (r + 1) * half]
+            x = torch.take_along_dim(x, order.expand(x.shape), dim=-1)
+            u, v, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+            c, s = angle.cos(), angle.sin()
+            x = torch.cat([c * u - s * v, s * u + c * v, rest], dim=-1)
+        return x
+
+
+def gaussian(*shape: int, g: Generator) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=g, device="cpu")
+
+
+def rademacher(*shape: int, g: Generator) -> Tensor:
+    return torch.randint(2, shape, generator=g, device="cpu").to(torch.float64) * 2 - 1
+
+
+def permutation(n: int, g: Generator) -> Tensor:
+    return torch.randperm(n, generator=g, device="cpu")
+
+
+def chi(m: int, *, dof: int, g: Generator) -> Tensor:
+    """Lengths of m independent Gaussian vectors in R^dof."""
+    return gaussian(m, dof, g=g).norm(dim=-1)
+
+
+def haar(d: int, g: Generator) -> Tensor:
+    """A uniformly distributed orthogonal matrix.
+
+    QR alone is not uniform: LAPACK's signs make R's diagonal what it happens to be, and positive features built on
+    such rows are biased. Fixing the diagonal's sign restores the Haar measure (Mezzadri 2007).
+    """
+    q, r = torch.linalg.qr(gaussian(d, d, g=g))
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+
+
+def simplex_vertices(d: int) -> Tensor:
+    """d unit vectors in R^d with pairwise inner products -1/(d-1), as rows."""
+    if d == 1:
+        return torch.ones(1, 1, dtype=torch.float64, device="cpu")
+    s = math.sqrt(d / (d - 1)) * torch.eye(d, dtype=torch.float64, device="cpu")
+    s[:, : d - 1] -= (math.sqrt(d) + 1) / (d - 1) ** 1.5
+    s[d - 1] = 0
+    s[d - 1, : d - 1] = 1 / math.sqrt(d - 1)
+    s[:, d - 1] = 0
+    return s
+
+
+def padded_dim(d: int) -> int:
+    """The least power of two that holds d coordinates."""
+    return 1 << (d - 1).bit_length()
+
+
+def hadamard_transform(x: Tensor) -> Tensor:
+    """The unnormalised fast Walsh-Hadamard transform of the last axis, O(p log p); p a power of two."""
+    shape, p = x.shape, x.shape[-1]
+    h = 1
+    while h < p:
+        x = x.reshape(*shape[:-1], p // (2 * h), 2, h)
+        a, b = x.unbind(-2)
+        x = torch.stack((a + b, a - b), dim=-2)
+        h *= 2
+    return x.reshape(shape)
+
+
+PROJECTIONS: dict[str, type[Projection]] = {
+    "iid": IIDProjection,
+    "orthogonal": OrthogonalProjection,
+    "hadamard": HadamardProjection,
+    "givens": GivensProjection,
+    "simplex": SimplexProjection,
+    "halton": HaltonProjection,
+    "sobol": SobolProjection,
+    "fastfood": FastfoodProjection,
+}
+
+
+def make_projection(
+    projection: str | Projection,
+    dim: int,
+    num_features: int,
+    *,
+    num_heads: int | None = None,
+    norms: str = "chi",
+    seed: int | None = 0,
+    generator: Generator | None = None,
+) -> Projection:
+    """A projection by name, or the given instance after checking that it fits.
+
+    >>> make_projection("orthogonal", dim=4, num_features=8, seed=0).matrix().shape
+    torch.Size([8, 4])
+    """
+    if isinstance(projection, Projection):
+        got = (projection.dim, projection.num_features, projection.num_heads)
+        if got != (dim, num_features, num_heads):
+            raise BochnerError(
+                f"The 'projection' has (dim, num_features, num_heads) = {got}, but the feature map needs "
+                f"{(dim, num_features, num_heads)}; build it with those."
+            )
+        return projection
+    cls = lookup(PROJECTIONS, projection, "projection")
+    return cls(dim, num_features, num_heads=num_heads, norms=norms, seed=seed, generator=generator)
