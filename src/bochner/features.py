@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from bochner._checks import (
@@ -58,9 +57,7 @@ class FeatureMap(FullPrecisionModule):
     unbiased: ClassVar[bool] = True
     feature_dim: int
 
-    def __init__(
-        self, dim: int, num_features: int, *, num_heads: int | None = None, kernel: str = "softmax"
-    ) -> None:
+    def __init__(self, dim: int, num_features: int, *, num_heads: int | None = None, kernel: str = "softmax") -> None:
         super().__init__()
         owner = type(self).__name__
         self.dim = positive_int(dim, "dim", owner)
@@ -165,9 +162,6 @@ class FeatureMap(FullPrecisionModule):
     def extra_repr(self) -> str:
         heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
         return f"dim={self.dim}, num_features={self.num_features}{heads}, kernel={self.kernel!r}"
-
-
-# --- the exponential family ----------------------------------------------------------------------------------------
 
 
 class ExponentialFeatures(FeatureMap):
@@ -485,9 +479,6 @@ def matrix_power(c: Tensor, power: float) -> Tensor:
     return (vectors * values.pow(power).unsqueeze(-2)) @ vectors.mT
 
 
-# --- trigonometric and generalised maps ----------------------------------------------------------------------------
-
-
 class TrigFeatures(FeatureMap):
     """`phi(x) = exp(|x|^2/2) [sin w.x, cos w.x] / sqrt(m)` (without the factor for the Gaussian kernel).
 
@@ -521,122 +512,6 @@ class TrigFeatures(FeatureMap):
         return Features(torch.cat([t.sin(), t.cos()], dim=-1), log_scale)
 
 
-class GeneralizedFeatures(FeatureMap):
-    """`phi(x) = (f(w . x) + kernel_epsilon) / sqrt(m)`: the kernel `E[(f(w.x) + eps)(f(w.y) + eps)]`.
-
-    Unbiased for that kernel (`kernel_matrix`), positive when f is. Choromanski et al. 2021, section 2.2 and
-    appendix; the names are those of f. `num_features=None` applies f to x itself (with `elu` and
-    `kernel_epsilon=0` the linear transformer of Katharopoulos et al. 2020).
-    """
-
-    function: ClassVar[Callable[[Tensor], Tensor]]
-
-    def __init__(
-        self,
-        dim: int,
-        num_features: int | None,
-        *,
-        kernel_epsilon: float = 1e-3,
-        projection: str | Projection = "orthogonal",
-        num_heads: int | None = None,
-        seed: int | None = 0,
-        generator: Generator | None = None,
-    ) -> None:
-        super().__init__(dim, dim if num_features is None else num_features, num_heads=num_heads)
-        if not isinstance(kernel_epsilon, (int, float)) or not 0 <= kernel_epsilon < math.inf:
-            raise BochnerError(
-                f"The 'kernel_epsilon' of {type(self).__name__} must be a number >= 0, got {kernel_epsilon!r}."
-            )
-        self.kernel = "generalized"
-        self.kernel_epsilon = float(kernel_epsilon)
-        self.projection: nn.Module = (
-            nn.Identity()
-            if num_features is None
-            else make_projection(
-                projection, dim, num_features, num_heads=num_heads, seed=seed, generator=generator
-            )
-        )
-
-    def _features(self, x: Tensor, role: str) -> Features:
-        t = type(self).function(self.projection(x)) + self.kernel_epsilon
-        # A row of zeros (a relu that never fires, without epsilon) keeps the scale 1.
-        size = t.detach().abs().amax(-1, keepdim=True)
-        size = torch.where(size > 0, size, torch.ones_like(size))
-        return Features(t / size, size.log() - 0.5 * math.log(self.feature_dim))
-
-    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
-        f, eps = type(self).function, self.kernel_epsilon
-        if isinstance(self.projection, nn.Identity):
-            return (f(x) + eps) @ (f(y) + eps).mT / self.feature_dim
-        return expected_product(lambda t: f(t) + eps, x, y)
-
-
-class ExpFeatures(GeneralizedFeatures):
-    """`f = exp`: the kernel exp(|x + y|^2 / 2), kept in the log scale."""
-
-    positive = True
-    function = staticmethod(torch.exp)
-
-    def _features(self, x: Tensor, role: str) -> Features:
-        t = self.projection(x)
-        peak = t.detach().amax(-1, keepdim=True).clamp_min(0)
-        return Features(
-            (t - peak).exp() + self.kernel_epsilon * (-peak).exp(), peak - 0.5 * math.log(self.feature_dim)
-        )
-
-
-class ReluFeatures(GeneralizedFeatures):
-    """`f = relu`, the default generalised attention of Performers: the arc-cosine kernel of order 1, half of it."""
-
-    positive = True
-    function = staticmethod(F.relu)
-
-
-class SigmoidFeatures(GeneralizedFeatures):
-    """`f = sigmoid`."""
-
-    positive = True
-    function = staticmethod(torch.sigmoid)
-
-
-class AbsFeatures(GeneralizedFeatures):
-    """`f = abs`."""
-
-    positive = True
-    function = staticmethod(torch.abs)
-
-
-class EluFeatures(GeneralizedFeatures):
-    """`f(t) = elu(t) + 1`."""
-
-    positive = True
-    function = staticmethod(lambda t: F.elu(t) + 1)
-
-
-class GeluFeatures(GeneralizedFeatures):
-    """`f = gelu`, signed."""
-
-    function = staticmethod(F.gelu)
-
-
-class CosFeatures(GeneralizedFeatures):
-    """`f = cos`, signed."""
-
-    function = staticmethod(torch.cos)
-
-
-class TanhFeatures(GeneralizedFeatures):
-    """`f = tanh`, signed."""
-
-    function = staticmethod(torch.tanh)
-
-
-class IdentityFeatures(GeneralizedFeatures):
-    """`f(t) = t`: the linear kernel x . y, signed."""
-
-    function = staticmethod(lambda t: t)
-
-
 def kernel_estimate(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
     """The estimated kernel matrix `phi(x) . psi(y)` with the log scales put back, (..., n, s); quadratic, for study.
 
@@ -648,9 +523,6 @@ def kernel_estimate(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
     return (q.values @ k.values.mT) * (q.log_scale + k.log_scale.mT).exp()
 
 
-# --- kernels -------------------------------------------------------------------------------------------------------
-
-
 def softmax_kernel(x: Tensor, y: Tensor) -> Tensor:
     """`exp(x . y)`, (..., n, s)."""
     return (x @ y.mT).exp()
@@ -660,25 +532,6 @@ def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
     """`exp(-|x - y|^2 / 2)`, (..., n, s)."""
     d2 = x.square().sum(-1, keepdim=True) + y.square().sum(-1, keepdim=True).mT - 2 * x @ y.mT
     return (-0.5 * d2.clamp_min(0)).exp()
-
-
-def expected_product(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, nodes: int = 400) -> Tensor:
-    """`E[f(w.x) f(w.y)]`, w ~ N(0, I), by quadrature in the plane of x and y; (..., n, s).
-
-    Polar coordinates: a kink of f at 0 is a ray, which the angular rule places between two nodes.
-    """
-    nx, ny = x.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True)
-    cos = (x @ y.mT) / (nx * ny.mT).clamp_min(torch.finfo(x.dtype).tiny)
-    angle = cos.clamp(-1, 1).acos()
-    radius = torch.linspace(0, 10, nodes, dtype=x.dtype, device=x.device)
-    weight = radius * (-0.5 * radius.square()).exp() * (radius[1] - radius[0])
-    total = torch.zeros_like(angle)
-    thetas = (torch.arange(nodes, dtype=x.dtype, device=x.device) + 0.5) * (2 * math.pi / nodes)
-    for theta in thetas:
-        u = f(nx[..., None] * (radius * theta.cos()))  # (..., n, 1, r)
-        v = f(ny.mT[..., None] * (radius * (theta - angle)[..., None].cos()))
-        total = total + (u * v * weight).sum(-1)
-    return total / nodes
 
 
 KERNEL_FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bochner import features
+from bochner import features, generalized
 from bochner._checks import BochnerError, lookup
 from bochner.features import FeatureMap
 
@@ -15,15 +15,15 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "regularized": features.RegularizedFeatures,
     "optimal": features.OptimalFeatures,
     "calibrated": features.CalibratedFeatures,
-    "relu": features.ReluFeatures,
-    "exp": features.ExpFeatures,
-    "sigmoid": features.SigmoidFeatures,
-    "abs": features.AbsFeatures,
-    "gelu": features.GeluFeatures,
-    "cos": features.CosFeatures,
-    "tanh": features.TanhFeatures,
-    "identity": features.IdentityFeatures,
-    "elu": features.EluFeatures,
+    "relu": generalized.ReluFeatures,
+    "exp": generalized.ExpFeatures,
+    "sigmoid": generalized.SigmoidFeatures,
+    "abs": generalized.AbsFeatures,
+    "gelu": generalized.GeluFeatures,
+    "cos": generalized.CosFeatures,
+    "tanh": generalized.TanhFeatures,
+    "identity": generalized.IdentityFeatures,
+    "elu": generalized.EluFeatures,
 }
 
 

@@ -307,9 +307,7 @@ class GivensProjection(StructuredProjection):
     def _parts(self, g: Generator) -> dict[str, Tensor]:
         k, nb, d = self.rounds, self.blocks, self.dim
         order = torch.stack([permutation(d, g) for _ in range(max(k, 1) * nb)]).view(max(k, 1), nb, d)
-        angle = (
-            2 * math.pi * torch.rand(max(k, 1), nb, d // 2, dtype=torch.float64, generator=g, device="cpu")
-        )
+        angle = 2 * math.pi * torch.rand(max(k, 1), nb, d // 2, dtype=torch.float64, generator=g, device="cpu")
         # Round-major parts are stored last-axis flat so that heads can lead.
         return {
             "signs": rademacher(nb, d, g=g),

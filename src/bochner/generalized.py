@@ -1,0 +1,146 @@
+"""Generalised kernels of Performers: `E[f(w.x) f(w.y)]` for any function f, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from bochner._checks import BochnerError
+from bochner.features import FeatureMap, Features
+from bochner.projections import Projection, make_projection
+
+
+class GeneralizedFeatures(FeatureMap):
+    """`phi(x) = (f(w . x) + kernel_epsilon) / sqrt(m)`: the kernel `E[(f(w.x) + eps)(f(w.y) + eps)]`.
+
+    Unbiased for that kernel (`kernel_matrix`), positive when f is. Choromanski et al. 2021, section 2.2 and
+    appendix; the names are those of f. `num_features=None` applies f to x itself (with `elu` and
+    `kernel_epsilon=0` the linear transformer of Katharopoulos et al. 2020).
+    """
+
+    function: ClassVar[Any]
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int | None,
+        *,
+        kernel_epsilon: float = 1e-3,
+        projection: str | Projection = "orthogonal",
+        num_heads: int | None = None,
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__(dim, dim if num_features is None else num_features, num_heads=num_heads)
+        if not isinstance(kernel_epsilon, (int, float)) or not 0 <= kernel_epsilon < math.inf:
+            raise BochnerError(
+                f"The 'kernel_epsilon' of {type(self).__name__} must be a number >= 0, got {kernel_epsilon!r}."
+            )
+        self.kernel = "generalized"
+        self.kernel_epsilon = float(kernel_epsilon)
+        self.projection: nn.Module = (
+            nn.Identity()
+            if num_features is None
+            else make_projection(projection, dim, num_features, num_heads=num_heads, seed=seed, generator=generator)
+        )
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        t = type(self).function(self.projection(x)) + self.kernel_epsilon
+        # A row of zeros (a relu that never fires, without epsilon) keeps the scale 1.
+        size = t.detach().abs().amax(-1, keepdim=True)
+        size = torch.where(size > 0, size, torch.ones_like(size))
+        return Features(t / size, size.log() - 0.5 * math.log(self.feature_dim))
+
+    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
+        f, eps = type(self).function, self.kernel_epsilon
+        if isinstance(self.projection, nn.Identity):
+            return (f(x) + eps) @ (f(y) + eps).mT / self.feature_dim
+        return expected_product(lambda t: f(t) + eps, x, y)
+
+
+class ExpFeatures(GeneralizedFeatures):
+    """`f = exp`: the kernel exp(|x + y|^2 / 2), kept in the log scale."""
+
+    positive = True
+    function = staticmethod(torch.exp)
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        t = self.projection(x)
+        peak = t.detach().amax(-1, keepdim=True).clamp_min(0)
+        return Features((t - peak).exp() + self.kernel_epsilon * (-peak).exp(), peak - 0.5 * math.log(self.feature_dim))
+
+
+class ReluFeatures(GeneralizedFeatures):
+    """`f = relu`, the default generalised attention of Performers: the arc-cosine kernel of order 1, half of it."""
+
+    positive = True
+    function = staticmethod(F.relu)
+
+
+class SigmoidFeatures(GeneralizedFeatures):
+    """`f = sigmoid`."""
+
+    positive = True
+    function = staticmethod(torch.sigmoid)
+
+
+class AbsFeatures(GeneralizedFeatures):
+    """`f = abs`."""
+
+    positive = True
+    function = staticmethod(torch.abs)
+
+
+class EluFeatures(GeneralizedFeatures):
+    """`f(t) = elu(t) + 1`."""
+
+    positive = True
+    function = staticmethod(lambda t: F.elu(t) + 1)
+
+
+class GeluFeatures(GeneralizedFeatures):
+    """`f = gelu`, signed."""
+
+    function = staticmethod(F.gelu)
+
+
+class CosFeatures(GeneralizedFeatures):
+    """`f = cos`, signed."""
+
+    function = staticmethod(torch.cos)
+
+
+class TanhFeatures(GeneralizedFeatures):
+    """`f = tanh`, signed."""
+
+    function = staticmethod(torch.tanh)
+
+
+class IdentityFeatures(GeneralizedFeatures):
+    """`f(t) = t`: the linear kernel x . y, signed."""
+
+    function = staticmethod(lambda t: t)
+
+
+def expected_product(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, nodes: int = 400) -> Tensor:
+    """`E[f(w.x) f(w.y)]`, w ~ N(0, I), by quadrature in the plane of x and y; (..., n, s).
+
+    Polar coordinates: a kink of f at 0 is a ray, which the angular rule places between two nodes.
+    """
+    nx, ny = x.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True)
+    cos = (x @ y.mT) / (nx * ny.mT).clamp_min(torch.finfo(x.dtype).tiny)
+    angle = cos.clamp(-1, 1).acos()
+    radius = torch.linspace(0, 10, nodes, dtype=x.dtype, device=x.device)
+    weight = radius * (-0.5 * radius.square()).exp() * (radius[1] - radius[0])
+    total = torch.zeros_like(angle)
+    thetas = (torch.arange(nodes, dtype=x.dtype, device=x.device) + 0.5) * (2 * math.pi / nodes)
+    for theta in thetas:
+        u = f(nx[..., None] * (radius * theta.cos()))  # (..., n, 1, r)
+        v = f(ny.mT[..., None] * (radius * (theta - angle)[..., None].cos()))
+        total = total + (u * v * weight).sum(-1)
+    return total / nodes
