@@ -132,8 +132,9 @@ def check_paired_less(
 ) -> Report:
     """Fail unless the mean of ``a`` is below the mean of ``b`` in every entry (one-sided paired t-test).
 
-    ``a[i]`` and ``b[i]`` may share their randomness or be independent. ``strict``: the difference must be significant. Otherwise it must not be significantly positive, and unless it is significantly
-    negative an excess of ``detect * mean(b)`` must be detectable.
+    ``a[i]`` and ``b[i]`` may share their randomness or be independent. ``strict``: the difference must be
+    significant. Otherwise it must not be significantly positive, and unless it is significantly negative an
+    excess of ``detect * mean(b)`` must be detectable.
     """
     x, y = _draws(a), _draws(b)
     if x.shape != y.shape:
@@ -228,8 +229,8 @@ def _require_power(
         needed = math.ceil(m.draws * (relative[i] / detect) ** 2) if np.isfinite(relative[i]) else m.draws
         raise AssertionError(
             f"This test of the {what} is vacuous: at entry {_index(i, shape)} it would miss a relative "
-            f"deviation of {relative[i]:.3g}, and must see {detect:.3g} with {m.draws} draws; {hint.format(needed)} "
-            "or use inputs of smaller norm."
+            f"deviation of {relative[i]:.3g}, and must see {detect:.3g} with {m.draws} draws; "
+            f"{hint.format(needed)} or use inputs of smaller norm."
         )
     return float(relative.max())
 
@@ -239,9 +240,7 @@ def _draws(samples: Any) -> np.ndarray:
     if x.ndim == 0 or len(x) < 30:
         raise AssertionError(f"Samples must be (draws, ...) with at least 30 draws, got shape {x.shape}.")
     if x.size == 0 or not np.isfinite(x).all():
-        raise AssertionError(
-            f"Samples must be finite and not empty, got {int((~np.isfinite(x)).sum())} bad entries."
-        )
+        raise AssertionError(f"Samples must be finite and not empty, got {int((~np.isfinite(x)).sum())} bad entries.")
     return x
 
 
