@@ -77,11 +77,11 @@ def test_calibration_and_heldout_prose_are_disjoint() -> None:
     heldout = data.paragraphs("heldout", 60, source="python")
     assert all(len(p.split()) == 110 for p in calibration + heldout)
 
-    def shingles(texts: list[str]) -> set[str]:
+    def runs(texts: list[str]) -> set[str]:
         split = [t.split() for t in texts]
-        return {" ".join(w[i : i + 12]) for w in split for i in range(len(w) - 12)}
+        return {" ".join(w[i : i + 20]) for w in split for i in range(len(w) - 20)}
 
-    assert not shingles(calibration) & shingles(heldout)
+    assert not runs(calibration) & runs(heldout)
     assert data.paragraphs("heldout", 60, source="python") == heldout
 
 

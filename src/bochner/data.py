@@ -340,11 +340,19 @@ def _texts(split: str, source: str) -> list[str]:
         return [(folder / name).read_text(encoding="latin-1") for name in BOOKS[split]]
     from pydoc_data.topics import topics
 
-    # Topics repeat each other: each paragraph counts once, then the first half is one set and the second the other.
-    found = dict.fromkeys(p for key in sorted(topics) for p in re.split(r"\n\s*\n", topics[key]))
-    unique = list(found)
-    half = len(unique) // 2
-    return ["\n\n".join(unique[:half] if split == "calibration" else unique[half:])]
+    # Topics repeat each other: the held-out set drops every paragraph with an 8-word run of the other set.
+    found = [" ".join(p.split()) for key in sorted(topics) for p in re.split(r"\n\s*\n", topics[key])]
+    half = len(found) // 2
+    if split == "calibration":
+        return ["\n\n".join(found[:half])]
+    seen = _runs(found[:half])
+    return ["\n\n".join(p for p in found[half:] if len(p.split()) >= 8 and seen.isdisjoint(_runs([p])))]
+
+
+def _runs(texts: list[str], length: int = 8) -> set[tuple[str, ...]]:
+    """Every run of `length` consecutive words."""
+    split = [t.split() for t in texts]
+    return {tuple(w[i : i + length]) for w in split for i in range(len(w) - length + 1)}
 
 
 def _passages(text: str, words: int) -> list[str]:
