@@ -29,6 +29,10 @@ from bochner.projections import DenseProjection, FullPrecisionModule, Projection
 KERNELS = ("softmax", "gaussian")
 ROLES = ("query", "key")
 
+# Inside attention the largest feature of a row is exp(HEADROOM), not 1: a product of a query's and a key's features
+# whose peaks lie at different frequencies then has exp(-2 * HEADROOM) more room before it underflows in float32.
+HEADROOM = 30.0
+
 
 class Features(NamedTuple):
     """The true feature is `values * exp(log_scale)`: values (..., n, m) bounded, log_scale (..., n, 1)."""
@@ -70,7 +74,8 @@ class FeatureMap(FullPrecisionModule):
         """The features of the rows of x (..., n, d); with `num_heads`, of (..., h, n, d)."""
         one_of(role, "role", type(self).__name__, ROLES)
         x = finite(self.check_input(x, "x"), "x", type(self).__name__)
-        return self.prepare(role)(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.prepare(role)(x)
 
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         """The map of one role as a plain function, with whatever does not depend on x computed once.
@@ -201,6 +206,10 @@ class ExponentialFeatures(FeatureMap):
         if self.antithetic:
             self.feature_dim = 2 * num_features
 
+    def forward(self, x: Tensor, role: str = "query") -> Features:
+        values, log_scale = super().forward(x, role)
+        return Features(values * math.exp(-HEADROOM), log_scale + HEADROOM)
+
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         log_norm = -0.5 * math.log(self.feature_dim)
         change = self._change(role)
@@ -256,10 +265,10 @@ class ExponentialFeatures(FeatureMap):
 
 
 def exponential(logits: Tensor, log_row: Tensor, *, antithetic: bool = False) -> Features:
-    """`exp(logits)` with the largest logit of each row moved into the log scale; consumes `logits`."""
+    """`exp(logits)`, the largest logit of each row less `HEADROOM` moved into the log scale; consumes `logits`."""
     if antithetic:
         logits = torch.cat([logits, -logits], dim=-1)
-    peak = logits.detach().amax(-1, keepdim=True)
+    peak = logits.detach().amax(-1, keepdim=True) - HEADROOM
     values = (logits - peak).exp() if logits.requires_grad else logits.sub_(peak).exp_()
     return Features(values, log_row + peak)
 

@@ -1,0 +1,390 @@
+"""Linear attention: one monoid, five uses.
+
+`State(kv, norm, log_scale)` summarises any set of keys and values: `kv = sum psi(k_j) v_j'` and `norm = sum psi(k_j)`,
+both relative to `exp(log_scale)`, a running maximum. `absorb` adds keys, `merge` joins two states (associative),
+`read` answers queries. Bidirectional attention is one absorb and one read; causal attention a chunked scan; decoding
+one step; sequences over several ranks a merge (`bochner.parallel`); a document too long for memory a stream.
+
+Rows are processed in blocks that stay in cache, and under autograd every block is recomputed in the backward pass, so
+memory is O(L d), never O(L m).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from bochner import _window
+from bochner._checks import (
+    BochnerError,
+    accumulation_dtype,
+    finite,
+    floating,
+    one_of,
+)
+from bochner.features import FeatureMap, Features
+from bochner.maps import feature_map
+from bochner.state import (
+    MASKED,
+    Partial,
+    State,
+    absorb,
+    cat_rows,
+    empty_state,
+    merge,
+    normalize_partial,
+    read,
+    read_partial,
+    spread_mask,
+)
+
+__all__ = [
+    "State",
+    "absorb",
+    "empty_state",
+    "linear_attention",
+    "merge",
+    "read",
+]
+
+CHUNK = 128  # rows of one causal chunk
+BLOCK_ELEMENTS = 2**20  # features of one block of rows on the CPU: 4 MB in float32
+POLICIES = ("clamp", "zero", "raise")
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: FeatureMap | str,
+    *,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    cu_seqlens: Tensor | None = None,
+    state: State | None = None,
+    return_state: bool = False,
+    normalize: bool = True,
+    on_small_normalizer: str = "clamp",
+    recompute: bool = True,
+) -> Any:
+    """Attention in linear time, `out_i = sum_j K(q_i, k_j) v_j / sum_j K(q_i, k_j)` with `K ~ phi . psi`.
+
+    Cost O(L m (d + v)) time, O(L (d + v) + m v) memory, also under autograd (features are recomputed).
+
+    q (b, h, n, d); k (b, g, s, d) and v (b, g, s, v) with g = h or, for grouped heads, a divisor of h: query heads
+    `i * h/g ... (i+1) * h/g - 1` share key head i, as in transformers. Returns (b, h, n, v) in q's dtype;
+    accumulation is in float32 (float64 for float64 inputs).
+
+    - `phi`: a feature map or its name. With heads of its own it has `num_heads = g`.
+    - `is_causal`: row i sees keys up to i (n = s).
+    - `key_padding_mask` (b, s) bool, True = ignore: such keys enter neither sum. A row with no key gives zeros.
+    - `scale`: multiplies q . k; default d^-1/2.
+    - `window=w`, `sinks=t`: exact softmax on keys within the window (`i - w < j <= i`, or `|i - j| < w` when not
+      causal) and on the first t unpadded keys, the kernel elsewhere, one normaliser for all.
+    - `cu_seqlens` (B + 1,) int: several sequences packed along n in a batch of 1, as in flash-attention.
+    - `state`, `return_state`: resume causal attention after the keys of `state`; returns (out, state).
+    - `normalize=False`: the numerator alone.
+    - `on_small_normalizer`: signed maps can have a normaliser near or below zero. `"clamp"` raises it to a floor,
+      `"zero"` zeroes the row, both with a `BochnerWarning` that counts the rows; `"raise"` refuses.
+    - `recompute=False` keeps features for the backward pass: O(L m) memory.
+
+    >>> q, k, v = (torch.randn(1, 2, 10, 4) for _ in range(3))
+    >>> linear_attention(q, k, v, feature_map("positive", dim=4, num_features=16), is_causal=True).shape
+    torch.Size([1, 2, 10, 4])
+    """
+    phi = feature_map(phi, dim=q.shape[-1])
+    _check(q, k, v, phi, is_causal, key_padding_mask, window, sinks, state, on_small_normalizer, cu_seqlens)
+    if return_state and not is_causal:
+        raise BochnerError("'return_state' needs is_causal=True; for bidirectional attention use absorb and read.")
+    scale = q.shape[-1] ** -0.5 if scale is None else _positive_scale(scale)
+    if cu_seqlens is not None:
+        options = {"is_causal": is_causal, "scale": scale, "window": window, "sinks": sinks, "normalize": normalize}
+        options |= {"on_small_normalizer": on_small_normalizer, "recompute": recompute}
+        bounds = cu_seqlens.tolist()
+        parts = [
+            linear_attention(q[..., i:j, :], k[..., i:j, :], v[..., i:j, :], phi, **options)  # type: ignore[arg-type]
+            for i, j in pairwise(bounds)
+            if j > i
+        ]
+        return torch.cat(parts, dim=-2)
+
+    with torch.autocast(q.device.type, enabled=False):
+        call = _Call(phi, q, k, v, math.sqrt(scale), recompute)
+        if key_padding_mask is not None:
+            # What a masked key holds must not matter, not even NaN.
+            hole = spread_mask(key_padding_mask)
+            k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
+        if window is not None or sinks:
+            partial, state = _window.attend(call, q, k, v, key_padding_mask, is_causal, window or 0, sinks, state)
+        elif is_causal:
+            partial, state = call.causal(q, k, v, key_padding_mask, state, keep_query_scale=not normalize)
+        else:
+            partial, state = call.bidirectional(q, k, v, key_padding_mask, keep_query_scale=not normalize)
+        _refuse_non_finite(partial, state, q, k, v)
+        out = normalize_partial(partial, on_small_normalizer) if normalize else partial.num * partial.log_ref.exp()
+    out = out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+    return (out, state) if return_state else out
+
+
+class _Call:
+    """One call of linear attention: the prepared maps, the block size, and how a block is run."""
+
+    def __init__(self, phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, root: float, recompute: bool) -> None:
+        self.phi, self.root = phi, root
+        self.groups = q.shape[1] // k.shape[1]
+        self.dtype = accumulation_dtype(q.dtype)
+        query, key = phi.prepare("query"), phi.prepare("key")
+        self.query: Callable[[Tensor], Features] = lambda x: query(x.to(self.dtype) * root)
+        self.key: Callable[[Tensor], Features] = lambda x: key(x.to(self.dtype) * root)
+        self.tracing = torch.compiler.is_compiling()
+        learns = any(t.requires_grad for t in (q, k, v)) or any(p.requires_grad for p in phi.parameters())
+        self.recompute = recompute and learns and torch.is_grad_enabled() and not self.tracing
+        lead = q.shape[0] * k.shape[1]
+        elements = BLOCK_ELEMENTS * (1 if q.device.type == "cpu" else 64) * (4 if self.recompute else 1)
+        self.rows = max(CHUNK, elements // (lead * phi.feature_dim) // CHUNK * CHUNK)
+
+    def run(self, block: Callable[..., Any], *args: Any) -> Any:
+        """A block, its features recomputed in the backward pass if there will be one."""
+        if self.recompute:
+            return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
+        return block(*args)
+
+    def blocks(self, length: int, unit: int = 1) -> list[int]:
+        """Sizes of the row blocks: multiples of `unit`, then what remains."""
+        rows = max(unit, (length if self.tracing else self.rows // unit * unit))
+        whole = length // unit * unit
+        sizes = [min(rows, whole - start) for start in range(0, whole, rows)]
+        return sizes + ([length - whole] if length > whole else [])
+
+    def bidirectional(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, keep_query_scale: bool
+    ) -> tuple[Partial, State]:
+        state = self.absorb_all(k, v, mask)
+        q = q.reshape(*k.shape[:2], -1, q.shape[-1])
+
+        def block(x: Tensor, *state: Any) -> Partial:
+            f = self.query(x)
+            return read_partial(State(*state), f, positive=self.phi.positive, keep_query_scale=keep_query_scale)
+
+        parts = [self.run(block, x, *state[:3]) for x in q.split(self.blocks(q.shape[-2]), dim=-2)]
+        return cat_rows(parts), state
+
+    def absorb_all(self, k: Tensor, v: Tensor, mask: Tensor | None) -> State:
+        state = empty_state(k.shape[:2], self.phi.feature_dim, v.shape[-1], dtype=self.dtype, device=k.device)
+
+        def block(x: Tensor, u: Tensor, hole: Tensor | None, *state: Any) -> State:
+            return absorb(State(*state), self.key(x), u, hole)
+
+        for x, u, hole in self.split(k, v, mask, self.blocks(k.shape[-2])):
+            if self.recompute:  # only the block's own sums are kept for the backward pass
+                fresh = empty_state(k.shape[:2], self.phi.feature_dim, v.shape[-1], dtype=self.dtype, device=k.device)
+                state = merge(state, State(*self.run(block, x, u, hole, *fresh[:3])[:3]))
+            else:
+                state = block(x, u, hole, *state[:3])
+        return state
+
+    def causal(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        state: State | None,
+        *,
+        keep_query_scale: bool,
+    ) -> tuple[Partial, State]:
+        """The kernel part of causal attention, rows grouped as (b, g, h/g * n)."""
+        b, g, n, _ = k.shape
+        q = q.reshape(b, g, self.groups, n, q.shape[-1])
+        if state is None:
+            state = empty_state((b, g), self.phi.feature_dim, v.shape[-1], dtype=self.dtype, device=k.device)
+        sizes = self.blocks(n, CHUNK)
+        parts = []
+        chunks = zip(q.split(sizes, dim=-2), self.split(k, v, mask, sizes), strict=True)
+        for x, (y, u, hole) in chunks:
+            part, state = self.run(self._causal_block, x, y, u, hole, keep_query_scale, *state[:3])
+            parts.append(part)
+        joined = cat_rows(parts)
+        return Partial(*(None if t is None else t.reshape(b, g, -1, t.shape[-1]) for t in joined)), state  # type: ignore[arg-type]
+
+    def _causal_block(
+        self, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, keep_query_scale: bool, *carried: Tensor
+    ) -> tuple[Partial, State]:
+        """Some chunks of c rows: q (b, g, r, rows, d), k and v (b, g, rows, .), after the state `carried`.
+
+        No statistic of a later key enters an earlier row's arithmetic, so that the future cannot move the past even by
+        rounding.
+        """
+        b, g, r, rows, d = q.shape
+        c = min(CHUNK, rows)
+        chunks = rows // c
+        # 1. Features, chunk by chunk: queries (b, g, chunks, r c, m), keys (b, g, chunks, c, m).
+        x = q.reshape(b, g, r, chunks, c, d).transpose(2, 3).reshape(b, g, -1, d)
+        fq, lq = (t.view(b, g, chunks, r * c, -1) for t in self.query(x))
+        fk, lk = (t.view(b, g, chunks, c, -1) for t in self.key(k))
+        v = v.to(self.dtype).reshape(b, g, chunks, c, -1)
+        if hole is not None:
+            lk = lk.masked_fill(hole[:, None, :, None].view(b, 1, chunks, c, 1), MASKED)
+        # 2. References: before each chunk, and for each row the largest key scale up to it.
+        kv, norm, log_scale = carried
+        peak = lk.detach().squeeze(-1).cummax(-1).values
+        before = [log_scale]
+        for j in range(chunks):
+            before.append(torch.maximum(before[-1], peak[:, :, j, -1]))
+        ref = torch.stack(before, dim=-1)  # (b, g, chunks + 1)
+        row_ref = torch.maximum(peak, ref[..., :-1, None])  # (b, g, chunks, c)
+        # 3. Inside a chunk: the masked scores.
+        decay = (lk.mT - row_ref.unsqueeze(-1)).exp().tril()  # (b, g, chunks, c, c)
+        scores = (fq @ fk.mT).view(b, g, chunks, r, c, c) * decay.unsqueeze(3)
+        scores = scores.view(b, g, chunks, r * c, c)
+        num, den = scores @ v, scores.sum(-1, keepdim=True)
+        bound = None if self.phi.positive else scores.detach().abs().sum(-1, keepdim=True)
+        # 4. Before a chunk: the state, read and then carried on.
+        carry = (ref[..., :-1, None] - row_ref).exp()
+        carry = carry.unsqueeze(3).expand(b, g, chunks, r, c).reshape(b, g, chunks, r * c, 1)
+        weight = (lk - ref[..., 1:, None, None]).exp()
+        fade = (ref[..., :-1] - ref[..., 1:]).exp()
+        weighted = v * weight
+        nums, dens, bounds = [], [], []
+        for j in range(chunks):
+            part = read_partial(
+                State(kv, norm, log_scale), Features(fq[:, :, j], lq[:, :, j]), positive=self.phi.positive
+            )
+            nums.append(part.num)
+            dens.append(part.den)
+            bounds.append(part.bound)
+            kv = kv * fade[..., j, None, None] + fk[:, :, j].mT @ weighted[:, :, j]
+            norm = norm * fade[..., j, None] + (weight[:, :, j].mT @ fk[:, :, j]).squeeze(-2)
+        num = num + torch.stack(nums, dim=2) * carry
+        den = den + torch.stack(dens, dim=2) * carry
+        if bound is not None:
+            bound = bound + torch.stack(bounds, dim=2) * carry  # type: ignore[arg-type]
+        log_ref = row_ref.unsqueeze(3).expand(b, g, chunks, r, c).reshape(b, g, chunks, r * c, 1)
+        if keep_query_scale:
+            log_ref = log_ref + lq
+
+        def rows_of(t: Tensor) -> Tensor:
+            return t.view(b, g, chunks, r, c, -1).transpose(2, 3).reshape(b, g, r, rows, -1)
+
+        partial = Partial(rows_of(num), rows_of(den), rows_of(log_ref), None if bound is None else rows_of(bound))
+        return partial, State(kv, norm, ref[..., -1])
+
+    @staticmethod
+    def split(
+        k: Tensor, v: Tensor, mask: Tensor | None, sizes: list[int]
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        holes = [None] * len(sizes) if mask is None else mask.split(sizes, dim=-1)
+        return zip(k.split(sizes, dim=-2), v.split(sizes, dim=-2), holes, strict=True)
+
+
+def _positive_scale(scale: Any) -> float:
+    if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+        raise BochnerError(f"The 'scale' of linear_attention must be a positive finite number, got {scale!r}.")
+    return float(scale)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: FeatureMap,
+    is_causal: bool,
+    mask: Tensor | None,
+    window: int | None,
+    sinks: int,
+    state: State | None,
+    policy: str,
+    cu_seqlens: Tensor | None,
+) -> None:
+    owner = "linear_attention"
+    check_qkv(q, k, v, owner)
+    one_of(policy, "on_small_normalizer", owner, POLICIES)
+    for x, name in ((q, "q"), (k, "k")):
+        phi.check_input(x, name)
+    if phi.num_heads is not None and phi.num_heads != k.shape[1]:
+        raise BochnerError(
+            f"The map has num_heads={phi.num_heads} but 'k' has {k.shape[1]} heads; build it with "
+            f"num_heads={k.shape[1]} (query heads of a group share their key head's map) or num_heads=None."
+        )
+    n, s = q.shape[-2], k.shape[-2]
+    if is_causal and n != s:
+        raise BochnerError(
+            f"Causal attention needs as many queries as keys, got n={n} and s={s}; pass earlier keys by 'state'."
+        )
+    check_mask(mask, k, owner)
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise BochnerError(f"The 'window' of {owner} must be a positive int or None, got {window!r}.")
+    if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
+        raise BochnerError(f"The 'sinks' of {owner} must be an int >= 0, got {sinks!r}.")
+    if window is not None and n != s:
+        raise BochnerError(f"A 'window' needs as many queries as keys, got n={n} and s={s}; use window=None.")
+    if state is not None:
+        if not is_causal:
+            raise BochnerError("A 'state' can be resumed only with is_causal=True.")
+        want = (k.shape[0], k.shape[1], phi.feature_dim, v.shape[-1])
+        if tuple(state.kv.shape) != want:
+            raise BochnerError(
+                f"The 'state' has kv of shape {tuple(state.kv.shape)}, this call needs {want}: it belongs to another "
+                "map, batch or value size."
+            )
+        _window.check_state(state.window, window, sinks)
+    if cu_seqlens is not None:
+        if mask is not None or state is not None or q.shape[0] != 1 or n != s:
+            raise BochnerError("'cu_seqlens' needs a batch of 1, n = s, and neither 'key_padding_mask' nor 'state'.")
+        bounds = cu_seqlens.tolist()
+        if bounds[:1] != [0] or bounds[-1] != n or any(i > j for i, j in pairwise(bounds)):
+            raise BochnerError(f"'cu_seqlens' must rise from 0 to n={n}, got {bounds}.")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, owner: str) -> None:
+    """Shapes, heads, dtypes, devices and finiteness of the three tensors of attention."""
+    for x, name in ((q, "q"), (k, "k"), (v, "v")):
+        floating(x, name, owner)
+        if x.ndim != 4:
+            raise BochnerError(f"The {name!r} of {owner} must have 4 axes (b, h, n, d), got shape {tuple(x.shape)}.")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise BochnerError(
+                f"q, k and v of {owner} must share dtype and device, got {q.dtype} on {q.device} for 'q' and {x.dtype} "
+                f"on {x.device} for {name!r}; cast or move one."
+            )
+    if k.shape[:3] != v.shape[:3]:
+        raise BochnerError(
+            f"'k' and 'v' of {owner} must agree in batch, heads and length, got {tuple(k.shape)} and {tuple(v.shape)}."
+        )
+    if q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1] or q.shape[-1] != k.shape[-1]:
+        raise BochnerError(
+            f"'q' and 'k' of {owner} must agree in batch and head size, with q's heads a multiple of k's, got "
+            f"{tuple(q.shape)} and {tuple(k.shape)}."
+        )
+    if q.shape[-2] == 0 or k.shape[-2] == 0:
+        raise BochnerError(f"{owner} needs at least one query and one key, got n={q.shape[-2]}, s={k.shape[-2]}.")
+
+
+def _refuse_non_finite(partial: Partial, state: State | None, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """NaN or infinity in an input shows in the small sums; only then are the inputs searched, to say where it is."""
+    if torch.compiler.is_compiling():
+        return
+    sums = [partial.den.detach().sum(), *(t.detach().sum() for t in (state or ())[:2])]
+    if not all(math.isfinite(float(t)) for t in sums):
+        for x, name in ((q, "q"), (k, "k"), (v, "v")):
+            finite(x, name, "linear_attention")
+
+
+def check_mask(mask: Tensor | None, k: Tensor, owner: str) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != (k.shape[0], k.shape[2]):
+        got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise BochnerError(
+            f"The 'key_padding_mask' of {owner} must be a bool tensor of shape {(k.shape[0], k.shape[2])}, True for "
+            f"keys to ignore, got {got}."
+        )

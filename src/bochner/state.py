@@ -1,0 +1,171 @@
+"""The monoid behind attention: a state summarises keys and values, and states merge.
+
+`State(kv, norm, log_scale)`: `kv = sum psi(k_j) v_j'` and `norm = sum psi(k_j)`, both relative to `exp(log_scale)`, a
+running maximum. `absorb` adds keys, `merge` joins two states, `read` answers queries.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bochner._checks import BochnerError, BochnerWarning
+from bochner.features import Features
+
+EMPTY = -1e30  # the log scale of nothing: finite, so that differences are never NaN
+MASKED = -2e30  # below EMPTY, so that exp(MASKED - EMPTY) is 0
+SMALL_NORMALIZER = 1e-6  # of its Cauchy-Schwarz bound; a signed map's normaliser below it is not used
+
+
+class WindowState(NamedTuple):
+    """The exact keys of windowed attention: the last w keys and the first t unpadded ones.
+
+    k, v (b, g, w, .); padded, sink (b, w) bool: of those keys, which are padding and which are sinks; sink_k, sink_v
+    (b, g, t, .), sink_position (b, t), its place in the sequence or -1 for a sink not seen yet; `seen`, keys so far.
+    """
+
+    k: Tensor
+    v: Tensor
+    padded: Tensor
+    sink: Tensor
+    sink_k: Tensor
+    sink_v: Tensor
+    sink_position: Tensor
+    seen: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self if isinstance(t, Tensor))
+
+
+class State(NamedTuple):
+    """Everything attention needs to know of the keys seen: relative to `exp(log_scale)`.
+
+    kv (b, h, m, v), norm (b, h, m), log_scale (b, h); `window` holds the exact keys of windowed attention.
+    """
+
+    kv: Tensor
+    norm: Tensor
+    log_scale: Tensor
+    window: WindowState | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, independent of how many keys were absorbed."""
+        own = sum(t.numel() * t.element_size() for t in (self.kv, self.norm, self.log_scale))
+        return own + (0 if self.window is None else self.window.nbytes)
+
+
+class Partial(NamedTuple):
+    """Unnormalised attention of some rows over some keys: `num`, `den`, relative to `exp(log_ref)`, and |den|'s bound.
+
+    num (..., n, v); den, log_ref, bound (..., n, 1). `bound` is None for positive maps.
+    """
+
+    num: Tensor
+    den: Tensor
+    log_ref: Tensor
+    bound: Tensor | None = None
+
+
+def empty_state(
+    batch: tuple[int, ...], num_features: int, value_dim: int, *, dtype: torch.dtype, device: Any = None
+) -> State:
+    """The state of no keys, the unit of `merge`: batch is (b, h), `num_features` the map's `feature_dim`."""
+    return State(
+        torch.zeros(*batch, num_features, value_dim, dtype=dtype, device=device),
+        torch.zeros(*batch, num_features, dtype=dtype, device=device),
+        torch.full(batch, EMPTY, dtype=dtype, device=device),
+    )
+
+
+def absorb(state: State, features: Features, v: Tensor, key_padding_mask: Tensor | None = None) -> State:
+    """Add keys (their features (..., s, m)) with values v (..., s, v) to a state; masked keys add nothing."""
+    values, log_scale = features
+    if key_padding_mask is not None:
+        log_scale = log_scale.masked_fill(spread_mask(key_padding_mask), MASKED)
+    ref = torch.maximum(state.log_scale, log_scale.detach().amax((-2, -1)))
+    weight = (log_scale - ref[..., None, None]).exp()
+    carry = (state.log_scale - ref).exp()
+    return State(
+        state.kv * carry[..., None, None] + values.mT @ (v.to(values.dtype) * weight),
+        state.norm * carry[..., None] + (weight.mT @ values).squeeze(-2),
+        ref,
+        state.window,
+    )
+
+
+def merge(a: State, b: State) -> State:
+    """The state of the keys of both; associative up to rounding, with `empty_state` as its unit."""
+    if a.window is not None or b.window is not None:
+        raise BochnerError("States with an exact window cannot be merged; merge states of plain linear attention.")
+    if a.kv.shape != b.kv.shape:
+        raise BochnerError(
+            f"Only states of one map and batch merge, got kv of shapes {tuple(a.kv.shape)} and {tuple(b.kv.shape)}."
+        )
+    ref = torch.maximum(a.log_scale, b.log_scale)
+    wa, wb = (a.log_scale - ref).exp(), (b.log_scale - ref).exp()
+    return State(
+        a.kv * wa[..., None, None] + b.kv * wb[..., None, None],
+        a.norm * wa[..., None] + b.norm * wb[..., None],
+        ref,
+    )
+
+
+def read(state: State, features: Features, *, positive: bool = True, on_small_normalizer: str = "clamp") -> Tensor:
+    """Normalised attention of queries (their features (..., n, m)) over the keys of a state, (..., n, v)."""
+    return normalize_partial(read_partial(state, features, positive=positive), on_small_normalizer)
+
+
+def read_partial(state: State, features: Features, *, positive: bool, keep_query_scale: bool = False) -> Partial:
+    values, log_scale = features
+    num = values @ state.kv
+    den = (state.norm.unsqueeze(-2) @ values.mT).mT
+    log_ref = state.log_scale[..., None, None]
+    log_ref = log_ref + log_scale if keep_query_scale else log_ref.expand_as(den)
+    bound = None
+    if not positive:
+        bound = values.detach().norm(dim=-1, keepdim=True) * state.norm.detach().norm(dim=-1)[..., None, None]
+    return Partial(num, den, log_ref, bound)
+
+
+def cat_rows(parts: list[Partial]) -> Partial:
+    if len(parts) == 1:
+        return parts[0]
+    num, den, log_ref, bound = zip(*parts, strict=True)
+    return Partial(
+        torch.cat(num, dim=-2),
+        torch.cat(den, dim=-2),
+        torch.cat(log_ref, dim=-2),
+        None if bound[0] is None else torch.cat(bound, dim=-2),
+    )
+
+
+def normalize_partial(partial: Partial, policy: str) -> Tensor:
+    """num / den; zeros where nothing was attended to; signed maps under the policy for small normalisers."""
+    num, den, _, bound = partial
+    if bound is not None:
+        small = (den < SMALL_NORMALIZER * bound) & (bound > 0)
+        if not torch.compiler.is_compiling():
+            count = int(small.sum())
+            if count:
+                message = (
+                    f"{count} of {small.numel()} attention rows have a normaliser near or below zero: the signed "
+                    "feature map is too noisy here; use a positive map or more features"
+                )
+                if policy == "raise":
+                    raise BochnerError(message + ", or on_small_normalizer='clamp'.")
+                warnings.warn(f"{message} (policy: {policy}).", BochnerWarning, stacklevel=4)
+        if policy == "zero":
+            num = num.masked_fill(small, 0)
+        den = torch.where(small, (SMALL_NORMALIZER * bound).clamp_min(torch.finfo(den.dtype).tiny), den)
+    nothing = den == 0
+    return (num / den.masked_fill(nothing, 1)).masked_fill(nothing, 0)
+
+
+def spread_mask(mask: Tensor) -> Tensor:
+    """(b, s) to (b, 1, s, 1)."""
+    return mask[:, None, :, None]
