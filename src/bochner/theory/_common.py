@@ -1,0 +1,124 @@
+"""Shared pieces of the closed forms: input checks and stable special functions, all in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bochner._checks import BochnerError, finite, floating
+
+Number = int | float | Tensor
+"""A scalar, or a tensor that broadcasts against the batch shape of the vectors."""
+
+_BLOCK = 1 << 20  # entries of a series table held at once
+
+
+def vector(x: Tensor, name: str, owner: str) -> Tensor:
+    """A finite floating-point tensor of shape (..., d), in float64."""
+    x = floating(x, name, owner)
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise BochnerError(
+            f"The {name!r} of {owner} must have shape (..., d) with d >= 1, got {tuple(x.shape)}."
+        )
+    return finite(x, name, owner).double()
+
+
+def pair(x: Tensor, y: Tensor, owner: str) -> tuple[Tensor, Tensor]:
+    """Two vectors of one dimension whose batch shapes broadcast."""
+    x, y = vector(x, "x", owner), vector(y, "y", owner)
+    if x.shape[-1] != y.shape[-1]:
+        raise BochnerError(
+            f"The 'x' and 'y' of {owner} must have the same last dimension, got {x.shape[-1]} and {y.shape[-1]}."
+        )
+    return x, y
+
+
+def positive(value: Any, name: str, owner: str) -> Tensor:
+    """A positive number or tensor, in float64."""
+    t = torch.as_tensor(value, dtype=torch.float64)
+    if not (torch.isfinite(t).all() and (t > 0).all()):
+        raise BochnerError(f"The {name!r} of {owner} must be positive and finite, got {value!r}.")
+    return t
+
+
+def whole(value: Any, name: str, owner: str, least: int = 1) -> Tensor:
+    """A count of at least ``least``, in float64."""
+    t = torch.as_tensor(value, dtype=torch.float64)
+    if not (torch.isfinite(t).all() and (t >= least).all() and (t == t.round()).all()):
+        raise BochnerError(f"The {name!r} of {owner} must be whole and at least {least}, got {value!r}.")
+    return t
+
+
+def log1mexp(t: Tensor) -> Tensor:
+    """``log(1 - exp(-t))`` for t >= 0, without cancellation; -inf at 0."""
+    small = t < math.log(2.0)
+    a = torch.log(-torch.expm1(-torch.where(small, t, 1.0)))
+    b = torch.log1p(-torch.exp(-torch.where(small, 1.0, t)))
+    return torch.where(small, a, b)
+
+
+def logexpm1(t: Tensor) -> Tensor:
+    """``log(exp(t) - 1)`` for t >= 0, finite wherever t is; -inf at 0."""
+    return t + log1mexp(t)
+
+
+def log_subtract(a: Tensor, b: Tensor) -> Tensor:
+    """``log(exp(a) - b)`` for ``0 <= b <= exp(a)`` up to rounding."""
+    some = a > -math.inf
+    return a + torch.log1p(
+        torch.where(some, (-b * torch.exp(-torch.where(some, a, 0.0))).clamp(min=-1.0), 0.0)
+    )
+
+
+def _in_blocks(f: Callable[[Tensor], Tensor], t: Tensor, width: int) -> Tensor:
+    """Apply ``f`` (which makes a table of ``width`` columns per entry) without holding the whole table."""
+    flat = t.reshape(-1)
+    rows = max(1, _BLOCK // width)
+    return torch.cat([f(part) for part in flat.split(rows)]).reshape(t.shape)
+
+
+def poisson_mean(values: Callable[[int], Tensor], rate: Tensor) -> Tensor:
+    """``E[v_N]`` for N ~ Poisson(rate), where ``values(k)`` tables the bounded v_0 .. v_{k-1}."""
+    top = float(rate.detach().max()) if rate.numel() else 0.0
+    count = int(top + 12 * math.sqrt(top) + 60)
+    table, k = values(count), torch.arange(count, dtype=torch.float64)
+    log_factorial = torch.lgamma(k + 1)
+
+    def mean(r: Tensor) -> Tensor:
+        r = r[:, None]
+        return (torch.exp(torch.special.xlogy(k, r) - r - log_factorial) * table).sum(-1)
+
+    return _in_blocks(mean, rate, count)
+
+
+def log_hyp0f1(b: float, q: Tensor) -> Tensor:
+    """``log 0F1(; b; q) = log sum_k q^k / (k! (b)_k)`` for q >= 0, by a window around the largest term."""
+    peak = (torch.sqrt((b - 1) ** 2 + 4 * q) - (b - 1)) / 2
+    reach = int(12 * math.sqrt(max(float(peak.detach().max()) if q.numel() else 0.0, 0.0)) + 60)
+    offsets = torch.arange(-reach, reach + 1, dtype=torch.float64)
+
+    def series(s: Tensor) -> Tensor:
+        s = s[:, None]
+        centre = torch.floor((torch.sqrt((b - 1) ** 2 + 4 * s.detach()) - (b - 1)) / 2)
+        k = centre + offsets
+        valid = k >= 1
+        k = k.clamp(min=1)
+        log_pochhammer = torch.lgamma(b + k) - math.lgamma(b)
+        terms = torch.special.xlogy(k, s) - torch.lgamma(k + 1) - log_pochhammer
+        tail = torch.logsumexp(torch.where(valid, terms, -math.inf), -1)
+        return torch.logaddexp(torch.zeros_like(tail), tail)
+
+    return _in_blocks(series, q, 2 * reach + 1)
+
+
+def angle(x: Tensor, y: Tensor) -> Tensor:
+    """The angle between x and y in [0, pi], accurate at both ends (Kahan)."""
+    nx, ny = x.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True)
+    if not ((nx > 0).all() and (ny > 0).all()):
+        raise BochnerError("The angle between 'x' and 'y' needs vectors that are not zero.")
+    p, q = x / nx, y / ny
+    return 2 * torch.atan2((p - q).norm(dim=-1), (p + q).norm(dim=-1))

@@ -1,0 +1,278 @@
+"""Errors of the complex exponential and the hybrid estimators.
+
+Reference: Choromanski et al., *Hybrid random features*, 2022 ("HRF"). Notation as in
+:mod:`bochner.theory.softmax`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bochner._checks import BochnerError
+from bochner.theory._common import Number, angle, pair, positive, whole
+from bochner.theory.softmax import _log_kernel, log_mse
+
+
+class Moments(NamedTuple):
+    """Moments of a random hybrid coefficient: ``E l``, ``E l^2``, ``E (1-l)^2``, ``E l(1-l)``."""
+
+    mean: Tensor
+    square: Tensor
+    complement: Tensor
+    cross: Tensor
+
+
+def mse_complex(x: Tensor, y: Tensor, num_features: Number, A: Tensor, *, kernel: str = "softmax") -> Tensor:
+"""Mean squared error of the real part of the complex exponential estimator (HRF, eq. 16) for an invertible A.
+
+    With ``u = A x + (A')^-1 y = p + iq``, bilinear products throughout,
+    ``K^2 [ (exp(|u|^2) + exp(|p|^2 - |q|^2) cos(2 p.q)) / 2 - 1 ] / m``: zero exactly where ``u = 0`` (HRF,
+    eq. 17). ``A``: a real or complex scalar, a diagonal (d,), or a matrix (d, d). ``A = 1`` is positive,
+    ``A = i`` is trig.
+
+    >>> import torch
+    >>> from bochner.theory import mse_positive, mse_trig
+    >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
+    >>> torch.allclose(mse_complex(x, y, 4, torch.tensor(1.0)), mse_positive(x, y, 4))
+    True
+    >>> torch.allclose(mse_complex(x, y, 4, torch.tensor(1j)), mse_trig(x, y, 4))
+    True
+    """
+    x, y = pair(x, y, "mse_complex")
+    m = whole(num_features, "num_features", "mse_complex")
+    u = _complex_sum(x, y, A)
+    alpha, beta, q = u.real.square().sum(-1), u.imag.square().sum(-1), 2 * (u.real * u.imag).sum(-1)
+    total = alpha + beta
+    # Small |u|: every difference written out. Large |u|: the leading exponential taken out of the logarithm.
+    small = total < 20
+    a, b = torch.where(small, alpha, 0.0), torch.where(small, beta, 0.0)
+    near = torch.expm1(a) * torch.cosh(b) + 2 * torch.sinh(b / 2).square()
+    near = near - torch.exp(a - b) * torch.sin(q / 2).square()
+    far = total + torch.log((1 + torch.exp(-2 * beta) * torch.cos(q)) / 2 - torch.exp(-total))
+    log_rel = torch.where(small, torch.log(near.clamp(min=0.0)), far)
+    return torch.exp(log_rel - torch.log(m) + 2 * _log_kernel(x, y, kernel))
+
+
+def angular_moments(x: Tensor, y: Tensor, num_coefficients: Number) -> Moments:
+    """Moments of the angular coefficient estimated by n signs (HRF, Lemma 3.2): with ``a = theta/pi``,
+    ``E l = a``, ``E l^2 = a (a - a/n + 1/n)``.
+
+    >>> import torch
+    >>> angular_moments(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), 1).square.item()
+    0.5
+    """
+    x, y = pair(x, y, "angular_moments")
+    n = whole(num_coefficients, "num_coefficients", "angular_moments")
+    a = angle(x, y) / math.pi
+    c = angle(x, -y) / math.pi  # 1 - a, without cancellation
+    return Moments(a, a * (a * (1 - 1 / n) + 1 / n), c * (c * (1 - 1 / n) + 1 / n), a * c * (1 - 1 / n))
+
+
+def gaussian_moments(
+    x: Tensor, y: Tensor, num_coefficients: Number, *, radius: Number, bandwidth: Number = 1.0
+) -> Moments:
+    """Moments of the normalised Gaussian coefficient estimated by n cosines (HRF, Theorem F.1, eq. 67-75).
+
+    ``l = (1 - e)/rho``, ``e = exp(-s^2 |x-y|^2 / 2)``, ``rho = 1 - exp(-2 s^2 r^2)``, where ``bandwidth`` is
+    s and ``radius`` r: 0 at angle 0 and 1 at angle pi for inputs of norm r. The estimate has variance
+    ``(1 - e^2)^2 / (2 n rho^2)``.
+
+    >>> import torch
+    >>> x = torch.tensor([1.0, 0.0])
+    >>> gaussian_moments(x, x, 4, radius=1.0).square.item()
+    0.0
+    """
+    x, y = pair(x, y, "gaussian_moments")
+    n = whole(num_coefficients, "num_coefficients", "gaussian_moments")
+    s2 = positive(bandwidth, "bandwidth", "gaussian_moments").square()
+    r2 = positive(radius, "radius", "gaussian_moments").square()
+    t = s2 * (x - y).square().sum(-1) / 2
+    rho = -torch.expm1(-2 * s2 * r2)
+    lam = -torch.expm1(-t) / rho
+    rest = torch.exp(-t) * -torch.expm1(t - 2 * s2 * r2) / rho  # 1 - lam
+    var = torch.expm1(-2 * t).square() / (2 * n * rho.square())
+    return Moments(lam, lam.square() + var, rest.square() + var, lam * rest - var)
+
+
+def mse_hybrid(
+    x: Tensor, y: Tensor, num_features: Number, moments: Moments, *, shared: bool = False, kernel: str = "softmax"
+) -> Tensor:
+    """Mean squared error of the bipolar hybrid ``l hyp+ + (1 - l) trig`` (HRF, Theorem 3.1).
+
+    ``E[l^2] MSE(hyp+) + E[(1-l)^2] MSE(trig)`` with independent projections (eq. 22). ``shared`` projections
+    subtract ``(2/m) K^2 (1 - cos(|x|^2 - |y|^2)) E[l(1-l)]`` (eq. 23). The coefficient is independent of
+    both.
+
+    >>> import torch
+    >>> x, y = torch.tensor([0.9, 0.0]), torch.tensor([0.0, 0.5])
+    >>> c = angular_moments(x, y, 4)
+    >>> bool(mse_hybrid(x, y, 8, c, shared=True) < mse_hybrid(x, y, 8, c))
+    True
+    """
+    x, y = pair(x, y, "mse_hybrid")
+    out = moments.square * log_mse(x, y, num_features, map="hyperbolic", kernel=kernel).exp()
+    out = out + moments.complement * log_mse(x, y, num_features, map="trig", kernel=kernel).exp()
+    if shared:
+        m = whole(num_features, "num_features", "mse_hybrid")
+        half = (x.square().sum(-1) - y.square().sum(-1)) / 2
+        scale = torch.exp(2 * _log_kernel(x, y, kernel))
+        out = out - 4 / m * scale * torch.sin(half).square() * moments.cross
+    return out
+
+
+def mse_angular_hybrid(
+    x: Tensor,
+    y: Tensor,
+    num_features: Number,
+    num_coefficients: Number,
+    *,
+    shared: bool = False,
+    kernel: str = "softmax",
+) -> Tensor:
+    """Mean squared error of the angular hybrid (HRF, Theorem D.1): zero at angles 0 and pi for equal norms.
+
+    >>> import torch
+    >>> x = torch.tensor([0.6, 0.8])
+    >>> mse_angular_hybrid(x, x, 8, 4).item(), mse_angular_hybrid(x, -x, 8, 4).item()
+    (0.0, 0.0)
+    """
+    moments = angular_moments(x, y, num_coefficients)
+    return mse_hybrid(x, y, num_features, moments, shared=shared, kernel=kernel)
+
+
+def mse_gaussian_hybrid(
+    x: Tensor,
+    y: Tensor,
+    num_features: Number,
+    num_coefficients: Number,
+    *,
+    radius: Number,
+    bandwidth: Number = 1.0,
+    shared: bool = False,
+    kernel: str = "softmax",
+) -> Tensor:
+    """Mean squared error of the normalised Gaussian hybrid (HRF, Theorems F.1 and F.2).
+
+    >>> import torch
+    >>> x = torch.tensor([0.6, 0.8])
+    >>> mse_gaussian_hybrid(x, x, 8, 4, radius=1.0).item()
+    0.0
+    """
+    moments = gaussian_moments(x, y, num_coefficients, radius=radius, bandwidth=bandwidth)
+    return mse_hybrid(x, y, num_features, moments, shared=shared, kernel=kernel)
+
+
+def mse_mixture(squares: Sequence[Number], mses: Sequence[Number]) -> Tensor: """``sum_k E[l_k^2] MSE_k``: a
+hybrid of independent unbiased estimators whose coefficients sum to one (HRF, eq. 8).
+
+    The coefficients may depend on one another; they are independent of the estimators.
+
+    >>> mse_mixture([0.25, 0.25], [1.0, 3.0]).item()
+    1.0
+    """
+    if len(squares) != len(mses) or not squares:
+        raise BochnerError(
+            f"The 'squares' and 'mses' of mse_mixture must be as many, got {len(squares)} and {len(mses)}."
+        )
+    terms = [torch.as_tensor(s, dtype=torch.float64) * e for s, e in zip(squares, mses, strict=True)]
+    return torch.stack(torch.broadcast_tensors(*terms)).sum(0)
+
+
+def max_relative_error(radius: Number, num_features: Number) -> Tensor:
+    """Largest relative error on the sphere of trig and of hyperbolic features (HRF, Lemma 3.4, eq. 26).
+
+    ``exp(2 r^2) (1 - exp(-4 r^2)) / sqrt(2m) = 2 sinh(2 r^2) / sqrt(2m)``, reached at angle pi (trig) and 0
+    (hyp+).
+
+    >>> round(max_relative_error(1.0, 2).item(), 4)
+    3.6269
+    """
+    r = positive(radius, "radius", "max_relative_error")
+    m = whole(num_features, "num_features", "max_relative_error")
+    return 2 * torch.sinh(2 * r.square()) / torch.sqrt(2 * m)
+
+
+def radius_for(num_features: Number, target: Number) -> Tensor:
+    """The largest norm at which :func:`max_relative_error` is at most ``target``: its inverse in the radius.
+
+    >>> import torch
+    >>> torch.allclose(max_relative_error(radius_for(64, 0.5), 64), torch.tensor(0.5, dtype=torch.float64))
+    True
+    """
+    m = whole(num_features, "num_features", "radius_for")
+    t = positive(target, "target", "radius_for")
+    return torch.sqrt(torch.asinh(t * torch.sqrt(m / 2)) / 2)
+
+
+def relative_error_angular(theta: Tensor, radius: Number, num_features: Number, num_coefficients: Number) -> Tensor:
+    """Relative error of the angular hybrid for two inputs of norm r at angle ``theta`` (HRF, eq. 47).
+
+    >>> import torch
+    >>> relative_error_angular(torch.tensor([0.0, torch.pi]), 1.0, 8, 4).tolist()[0]
+    0.0
+    """
+    t = torch.as_tensor(theta, dtype=torch.float64)
+    r2 = positive(radius, "radius", "relative_error_angular").square()
+    m = whole(num_features, "num_features", "relative_error_angular")
+    n = whole(num_coefficients, "num_coefficients", "relative_error_angular")
+    a, c = t / math.pi, 1 - t / math.pi
+    plus, minus = 2 * r2 * torch.cos(t / 2).square(), 2 * r2 * torch.sin(t / 2).square()
+    square = a * (a * (1 - 1 / n) + 1 / n) * torch.sinh(plus).square()
+    square = square + c * (c * (1 - 1 / n) + 1 / n) * torch.sinh(minus).square()
+    return torch.sqrt(2 * square / m)
+
+
+def max_relative_error_angular(radius: float, num_features: int, num_coefficients: int) -> float:
+    """Largest relative error of the angular hybrid on the sphere, by maximising eq. 47 of HRF over the angle.
+
+    >>> max_relative_error_angular(1.5, 8, 8) < max_relative_error(1.5, 8).item()
+    True
+    """
+    # By symmetry about pi/2 the left half suffices; a fine grid, then two refinements.
+    low, high = 0.0, math.pi / 2
+    best = 0.0
+    for _ in range(3):
+        grid = torch.linspace(low, high, 2001, dtype=torch.float64)
+        errors = relative_error_angular(grid, radius, num_features, num_coefficients)
+        i = int(errors.argmax())
+        best = float(errors[i])
+        low, high = float(grid[max(i - 1, 0)]), float(grid[min(i + 1, 2000)])
+    return best
+
+
+def max_relative_error_angular_bound(radius: Number, num_features: Number, num_coefficients: Number) -> Tensor:
+    """An upper bound of :func:`max_relative_error_angular` (HRF, Theorem 3.5).
+
+    ``W(r) / sqrt(2m) * sqrt( (1 - 1/n)/(pi r^2) + 1/(n sqrt(pi) r) )``, ``W(r) = 2 sinh(2 r^2)``: what the
+    paper's proof gives (its eq. 63-65). The statement takes ``1/r`` out of both terms, which is too small
+    once r exceeds about 4 at n = 1.
+
+    >>> bool(max_relative_error_angular_bound(2.0, 8, 4) >= max_relative_error_angular(2.0, 8, 4))
+    True
+    """
+    r = positive(radius, "radius", "max_relative_error_angular_bound")
+    n = whole(num_coefficients, "num_coefficients", "max_relative_error_angular_bound")
+    share = (1 - 1 / n) / (math.pi * r.square()) + 1 / (n * math.sqrt(math.pi) * r)
+    return max_relative_error(r, num_features) * torch.sqrt(share)
+
+
+def _complex_sum(x: Tensor, y: Tensor, A: Tensor) -> Tensor:
+    """``A x + (A')^-1 y`` for a scalar, a diagonal or a matrix."""
+    A = torch.as_tensor(A).to(torch.complex128)
+    if A.ndim < 2:
+        if A.ndim == 1 and A.shape[0] != x.shape[-1]:
+            raise BochnerError(f"The diagonal 'A' must have {x.shape[-1]} entries, got {A.shape[0]}.")
+        if (A == 0).any():
+            raise BochnerError("The 'A' of a complex exponential estimator must be invertible, got a zero entry.")
+        return A * x + y / A
+    if A.shape[-2:] != (x.shape[-1], x.shape[-1]):
+        raise BochnerError(f"The 'A' must have shape ({x.shape[-1]}, {x.shape[-1]}), got {tuple(A.shape)}.")
+    solved, info = torch.linalg.solve_ex(A.mT, y.to(A.dtype)[..., None])
+    if (info != 0).any() or not torch.isfinite(solved.abs()).all():
+        raise BochnerError("The 'A' of a complex exponential estimator must be invertible, got a singular matrix.")
+    return (A @ x.to(A.dtype)[..., None] + solved).squeeze(-1)

@@ -1,0 +1,137 @@
+"""Closed forms of the learned kernels: Gaussian mixtures of frequencies.
+
+Reference: Chowdhury et al., *On learning the Transformer kernel*, 2022 ("Learned kernels"). A frequency of
+component c is ``w = L_c n + mu_c`` with ``n ~ N(0, I)``: ``L_c`` is a factor of the covariance ``L_c L_c'``
+(the paper writes ``Sigma_c n`` in eq. 5 and 10 and calls ``Sigma_c`` the covariance in eq. 4).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bochner._checks import BochnerError
+from bochner.theory._common import Number, pair, vector, whole
+
+
+def gmm_rks(x: Tensor, y: Tensor, means: Tensor, factors: Tensor) -> Tensor: """The kernel of GMM-RKS:
+``mean_c cos(mu_c.D) exp(-|L_c'D|^2 / 2)``, ``D = x - y`` (Learned kernels, eq. 4).
+
+    ``means`` (C, d); ``factors`` (C, d, d), or (C, d) for diagonal ones.
+
+    >>> import torch
+    >>> x = torch.tensor([0.3, -0.1])
+    >>> gmm_rks(x, x, torch.randn(3, 2), torch.randn(3, 2, 2)).item()
+    1.0
+    """
+    x, y = pair(x, y, "gmm_rks")
+    mu, proj = _project(x - y, means, factors, "gmm_rks")
+    return (torch.cos(mu) * torch.exp(-proj.square().sum(-1) / 2)).mean(-1)
+
+
+def gmm_prf(x: Tensor, y: Tensor, means: Tensor, factors: Tensor, *, g: float = 0.5) -> Tensor:
+    """The kernel of GMM-PRF: ``mean_c exp(mu_c.z + |L_c'z|^2 / 2 - g (|x|^2 + |y|^2))``, ``z = x + y``.
+
+    Learned kernels, eq. 8-10, print ``g = 1``; at ``L = I, mu = 0`` the softmax kernel needs ``g = 1/2``, the
+    default.
+
+    >>> import torch
+    >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
+    >>> k = gmm_prf(x, y, torch.zeros(1, 2), torch.ones(1, 2))
+    >>> torch.allclose(k, torch.exp(x @ y).double())
+    True
+    """
+    x, y = pair(x, y, "gmm_prf")
+    mu, proj = _project(x + y, means, factors, "gmm_prf")
+    norms = (x.square().sum(-1) + y.square().sum(-1))[..., None]
+    return torch.exp(mu + proj.square().sum(-1) / 2 - g * norms).mean(-1)
+
+
+def mse_gmm_rks(
+    x: Tensor, y: Tensor, means: Tensor, factors: Tensor, num_features: Number, *, shared_noise: bool = True
+) -> Tensor:
+    """Mean squared error of GMM-RKS with ``num_features`` noise vectors a component.
+
+    ``shared_noise`` (Learned kernels, eq. 5): every component transforms the same noise, and the covariances
+    of components count; otherwise each draws its own.
+
+    >>> import torch
+    >>> x = torch.tensor([0.3, -0.1])
+    >>> mse_gmm_rks(x, x, torch.zeros(2, 2), torch.ones(2, 2), 8).item()
+    0.0
+    """
+    x, y = pair(x, y, "mse_gmm_rks")
+    mu, proj = _project(x - y, means, factors, "mse_gmm_rks")
+    k = torch.cos(mu) * torch.exp(-proj.square().sum(-1) / 2)
+
+    def half(sign: int) -> Tensor:
+        shift = mu[..., :, None] + sign * mu[..., None, :]
+        width = (proj[..., :, None, :] + sign * proj[..., None, :, :]).square().sum(-1)
+        return torch.cos(shift) * torch.exp(-width / 2)
+
+    cov = (half(1) + half(-1)) / 2 - k[..., :, None] * k[..., None, :]
+    return _average(cov, num_features, shared_noise, "mse_gmm_rks")
+
+
+def mse_gmm_prf(
+    x: Tensor,
+    y: Tensor,
+    means: Tensor,
+    factors: Tensor,
+    num_features: Number,
+    *,
+    g: float = 0.5,
+    shared_noise: bool = True,
+) -> Tensor:
+    """Mean squared error of GMM-PRF with ``num_features`` noise vectors a component; see :func:`mse_gmm_rks`.
+
+    >>> import torch
+    >>> from bochner.theory import mse_positive
+    >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
+    >>> e = mse_gmm_prf(x, y, torch.zeros(1, 2), torch.ones(1, 2), 8)
+    >>> torch.allclose(e, mse_positive(x, y, 8))
+    True
+    """
+    x, y = pair(x, y, "mse_gmm_prf")
+    mu, proj = _project(x + y, means, factors, "mse_gmm_prf")
+    norms = (x.square().sum(-1) + y.square().sum(-1))[..., None]
+    log_k = mu + proj.square().sum(-1) / 2 - g * norms
+    inner = (proj[..., :, None, :] * proj[..., None, :, :]).sum(-1)
+    cov = torch.exp(log_k[..., :, None] + log_k[..., None, :]) * torch.expm1(inner)
+    return _average(cov, num_features, shared_noise, "mse_gmm_prf")
+
+
+def mse_fourier(value: Number, doubled: Number, num_features: Number) -> Tensor:
+    """Mean squared error of m cosines for any shift-invariant kernel: ``[ (1 + k(2r))/2 - k(r)^2 ] / m``.
+
+    ``value`` is k(r) and ``doubled`` k(2r). Covers random kitchen sinks with any spectrum, and the Laplace
+    and Gaussian local masks.
+
+    >>> mse_fourier(1.0, 1.0, 8).item()
+    0.0
+    """
+    k = torch.as_tensor(value, dtype=torch.float64)
+    return ((1 + torch.as_tensor(doubled, dtype=torch.float64)) / 2 - k.square()) / whole(
+        num_features, "num_features", "mse_fourier"
+    )
+
+
+def _project(v: Tensor, means: Tensor, factors: Tensor, owner: str) -> tuple[Tensor, Tensor]:
+    """``mu_c.v`` (..., C) and ``L_c'v`` (..., C, d)."""
+    mu, L = vector(means, "means", owner), vector(factors, "factors", owner)
+    d = v.shape[-1]
+    if mu.ndim != 2 or mu.shape[1] != d:
+        raise BochnerError(f"The 'means' of {owner} must have shape (C, {d}), got {tuple(mu.shape)}.")
+    if L.shape not in ((mu.shape[0], d), (mu.shape[0], d, d)):
+        raise BochnerError(
+            f"The 'factors' of {owner} must have shape ({mu.shape[0]}, {d}) or ({mu.shape[0]}, {d}, {d}), "
+            f"got {tuple(L.shape)}."
+        )
+    proj = L * v[..., None, :] if L.ndim == 2 else torch.einsum("cij,...i->...cj", L, v)
+    return (mu * v[..., None, :]).sum(-1), proj
+
+
+def _average(cov: Tensor, num_features: Number, shared: bool, owner: str) -> Tensor:
+    m, count = whole(num_features, "num_features", owner), cov.shape[-1]
+    total = cov.sum((-1, -2)) if shared else cov.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return total / (m * count**2)

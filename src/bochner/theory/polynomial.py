@@ -1,0 +1,150 @@
+"""Variances of the random features of polynomial kernels ``(x.y)^n``.
+
+References: Lucyszyn, *Data mining problems*, 2025, problem 2 ("Problem 2"); Pham and Pagh, *Fast and scalable
+polynomial kernels*, 2013; Avron, Nguyen and Woodruff, *Subspace embeddings for the polynomial kernel*, 2014.
+For ``(x.y + c)^n`` append ``sqrt(c)`` to both vectors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bochner._checks import BochnerError, one_of
+from bochner.theory._common import Number, pair, positive, vector, whole
+
+
+def mse_sum_poly(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> Tensor:
+    """Mean squared error of sum decomposition (m uniform index tuples) for ``(x.y)^n``.
+
+    ``[ d^n (sum_i x_i^2 y_i^2)^n - (x.y)^(2n) ] / m``: Problem 2, eq. 7, with the square its second term
+    lacks.
+
+    >>> import torch
+    >>> x = torch.tensor([0.6, 0.8])
+    >>> round(mse_sum_poly(x, x, 1, 1).item(), 4)
+    0.0784
+    """
+    x, y = pair(x, y, "mse_sum_poly")
+    m, n = whole(num_features, "num_features", "mse_sum_poly"), whole(degree, "degree", "mse_sum_poly")
+    p = x * y
+    first, second = x.shape[-1] * p.square().sum(-1), p.sum(-1).square()
+    return ((first**n) - torch.minimum(first, second) ** n) / m
+
+
+def mse_tensor_sketch(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> Tensor:
+    """Mean squared error of TensorSketch with m buckets for ``(x.y)^n``, exactly.
+
+    With ``q = (x.y)^2``, ``s = sum_i x_i^2 y_i^2``, ``b = |x|^2 |y|^2 - s``, ``c = q - s``:
+    ``[ (q+b)^n + (q+c)^n - 2 q^n ] / m + gcd(2, m) [ (q+b+c)^n - (q+b)^n - (q+c)^n + q^n ] / m^2``. Bucket
+    hashes pairwise and signs 4-wise independent. Counting sign patterns coordinate by coordinate: a
+    coordinate is matched, or swaps its indices in step with or against the others. At most
+    :func:`tensor_sketch_bound`; Problem 2's eq. 21 is below it for n >= 2.
+
+    >>> import torch
+    >>> x = torch.full((8,), 8 ** -0.5)
+    >>> bool(256 * mse_tensor_sketch(x, x, 256, 3) > 2)      # what eq. 21 allows
+    True
+    """
+    x, y = pair(x, y, "mse_tensor_sketch")
+    m, n = (
+        whole(num_features, "num_features", "mse_tensor_sketch"),
+        whole(degree, "degree", "mse_tensor_sketch"),
+    )
+    first, second = _sketch_terms(x, y, n)
+    twice = torch.where(m % 2 == 0, 2.0, 1.0)
+    return (first / m + twice * second / m.square()).clamp(min=0)
+
+
+def tensor_sketch_bound(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> Tensor:
+    """``(2 + 3^n) |x|^(2n) |y|^(2n) / m``: Avron et al. 2014, Theorem 2.2; in place of Problem 2, eq. 21.
+
+    >>> import torch
+    >>> x = torch.tensor([0.6, 0.8])
+    >>> round(tensor_sketch_bound(x, x, 11, 2).item(), 6)
+    1.0
+    """
+    x, y = pair(x, y, "tensor_sketch_bound")
+    m, n = (
+        whole(num_features, "num_features", "tensor_sketch_bound"),
+        whole(degree, "degree", "tensor_sketch_bound"),
+    )
+    return (2 + 3**n) * (x.square().sum(-1) * y.square().sum(-1)) ** n / m
+
+
+def polynomial_features_needed(
+    x: Tensor, y: Tensor, target: Number, degree: Number, *, map: str = "tensor_sketch", relative: bool = True
+) -> Tensor:
+    """Features with which ``sum_poly`` or ``tensor_sketch`` has root mean squared error at most ``target``.
+
+    ``relative``: against ``|x.y|^n`` (infinite where x.y = 0). For TensorSketch the count is safe for either
+    parity.
+
+    >>> import torch
+    >>> x = torch.tensor([0.6, 0.8])
+    >>> m = polynomial_features_needed(x, x, 0.1, 2)
+    >>> bool(mse_tensor_sketch(x, x, m, 2) <= 0.01)
+    True
+    """
+    owner = "polynomial_features_needed"
+    one_of(map, "map", owner, ["sum_poly", "tensor_sketch"])
+    n, t = whole(degree, "degree", owner), positive(target, "target", owner)
+    x, y = pair(x, y, owner)
+    goal = t.square() * ((x * y).sum(-1).square() ** n if relative else 1.0)
+    if map == "sum_poly":
+        return torch.ceil(mse_sum_poly(x, y, 1, degree) / goal).clamp(min=1)
+    # first / m + 2 second / m^2 <= goal: a quadratic, with the larger (even) second term.
+    first, second = _sketch_terms(x, y, n)
+    root = torch.sqrt(first.square() + 8 * goal * second.clamp(min=0))
+    return torch.ceil((first + root) / (2 * goal)).clamp(min=1)
+
+
+def mse_maclaurin(
+    x: Tensor, y: Tensor, num_features: Number, coefficients: Tensor, probabilities: Tensor
+) -> Tensor:
+    """Mean squared error of random Maclaurin features (Kar and Karnick 2012) for ``sum_k a_k (x.y)^k``.
+
+    Each feature draws a degree k with probability p_k and k sign vectors:
+    ``[ sum_k a_k^2/p_k (|x|^2 |y|^2 + 2 (x.y)^2 - 2 sum_i x_i^2 y_i^2)^k - K^2 ] / m``. Coefficients must be
+    zero where probabilities are.
+
+    >>> import torch
+    >>> x = torch.tensor([0.6, 0.8])
+    >>> one = torch.tensor([1.0])
+    >>> mse_maclaurin(x, x, 4, one, one).item()
+    0.0
+    """
+    owner = "mse_maclaurin"
+    x, y = pair(x, y, owner)
+    m = whole(num_features, "num_features", owner)
+    a, p = vector(coefficients, "coefficients", owner), vector(probabilities, "probabilities", owner)
+    dot = (x * y).sum(-1)
+    second = x.square().sum(-1) * y.square().sum(-1) + 2 * dot.square() - 2 * (x * y).square().sum(-1)
+    k = torch.arange(a.shape[-1], dtype=torch.float64)
+    weights = square_over(a, p, owner)
+    return ((weights * second[..., None] ** k).sum(-1) - (a * dot[..., None] ** k).sum(-1).square()) / m
+
+
+def square_over(a: Tensor, p: Tensor, owner: str) -> Tensor:
+    """``a_k^2 / p_k`` with ``0 / 0 = 0``; refuses a term that is never drawn and a p that is no law."""
+    if a.shape != p.shape:
+        raise BochnerError(
+            f"The coefficients and probabilities of {owner} must be as many, got {a.shape}, {p.shape}."
+        )
+    if (p < 0).any() or float(p.sum()) > 1 + 1e-9:
+        raise BochnerError(
+            f"The 'probabilities' of {owner} must be >= 0 with sum <= 1, got sum {p.sum().item():.6g}."
+        )
+    if ((p == 0) & (a != 0)).any():
+        raise BochnerError(
+            f"The 'probabilities' of {owner} must be positive wherever a coefficient is not zero."
+        )
+    return torch.where(a == 0, 0.0, a.square() / torch.where(p > 0, p, 1.0))
+
+
+def _sketch_terms(x: Tensor, y: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """The 1/m and the 1/m^2 coefficient of TensorSketch's variance."""
+    q, s = (x * y).sum(-1).square(), (x * y).square().sum(-1)
+    b, c = (x.square().sum(-1) * y.square().sum(-1) - s).clamp(min=0), q - s
+    first = (q + b) ** n + (q + c) ** n - 2 * q**n
+    return first, (q + b + c) ** n - (q + b) ** n - (q + c) ** n + q**n

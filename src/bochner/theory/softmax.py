@@ -1,0 +1,615 @@
+"""Errors of the trigonometric and positive estimators of the softmax and Gaussian kernels.
+
+Throughout, ``x`` and ``y`` are already scaled (softmax kernel ``exp(x.y)``, Gaussian
+``exp(-|x - y|^2 / 2)``), ``z = x + y``, ``D = x - y``, and ``m`` is the number of projections. Every error is
+computed in the log domain in float64: it is infinite only where the true value exceeds float64.
+
+References: Choromanski et al., *Rethinking attention with Performers*, 2021 ("Performers"); Likhosherstov et
+al., *Chefs' random tables*, 2022 (OPRF); Likhosherstov et al., *FAVOR#*, 2023 (dense A).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import special
+from torch import Tensor
+
+from bochner._checks import BochnerError, one_of
+from bochner.theory._common import (
+    Number,
+    log1mexp,
+    log_hyp0f1,
+    log_subtract,
+    logexpm1,
+    pair,
+    poisson_mean,
+    positive,
+    vector,
+    whole,
+)
+
+KERNELS = ("softmax", "gaussian")
+MAPS = ("trig", "positive", "hyperbolic", "regularized", "optimal", "dense")
+PROJECTIONS = ("iid", "orthogonal")
+
+
+def kernel_value(x: Tensor, y: Tensor, *, kernel: str = "softmax") -> Tensor:
+    """The kernel itself: ``exp(x.y)`` or ``exp(-|x - y|^2 / 2)``.
+
+    >>> import torch
+    >>> kernel_value(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])).item()
+    1.0
+    """
+    x, y = pair(x, y, "kernel_value")
+    return _log_kernel(x, y, kernel).exp()
+
+
+def mse_trig(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softmax", projection: str = "iid") -> Tensor:
+    """Mean squared error of the trigonometric estimator.
+
+    ``exp(|x|^2 + |y|^2) (1 - exp(-|D|^2))^2 / (2m)`` (Performers, Lemma 2, eq. 8). Orthogonal projections:
+    exact, the pairs of one block contribute ``1F1(d; d/2; -|D|^2/2)`` instead of ``exp(-|D|^2)``.
+
+    >>> import torch
+    >>> x = torch.tensor([0.3, -0.1])
+    >>> mse_trig(x, x, 8).item()
+    0.0
+    """
+    return log_mse(x, y, num_features, map="trig", kernel=kernel, projection=projection).exp()
+
+
+def mse_positive(
+    x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softmax", projection: str = "iid"
+) -> Tensor:
+    """Mean squared error of positive features (FAVOR+).
+
+    ``exp(|z|^2) SM^2 (1 - exp(-|z|^2)) / m`` (Performers, Lemma 2, eq. 8); it vanishes at ``y = -x``.
+    Orthogonal projections: exact, see :func:`orthogonal_gap`.
+
+    >>> import torch
+    >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
+    >>> bool(mse_positive(x, y, 2, projection="orthogonal") < mse_positive(x, y, 2))
+    True
+    """
+    return log_mse(x, y, num_features, map="positive", kernel=kernel, projection=projection).exp()
+
+
+def mse_hyperbolic(
+    x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softmax", projection: str = "iid"
+) -> Tensor:
+    """Mean squared error of hyperbolic features (two exponentials a projection).
+
+    ``exp(|z|^2) SM^2 (1 - exp(-|z|^2))^2 / (2m)`` (Performers, Lemma 2, eq. 8).
+
+    >>> import torch
+    >>> x = torch.tensor([0.3, -0.1])
+    >>> bool(mse_hyperbolic(x, x, 4) < mse_positive(x, x, 8))
+    True
+    """
+    return log_mse(x, y, num_features, map="hyperbolic", kernel=kernel, projection=projection).exp()
+
+
+def mse_optimal(
+    x: Tensor,
+    y: Tensor,
+    num_features: Number,
+    A: Number,
+    *,
+    kernel: str = "softmax",
+    projection: str = "iid",
+) -> Tensor:
+    """Mean squared error of OPRF (FAVOR++) with parameter ``A < 1/8``; ``A = 0`` is positive features.
+
+    ``SM^2 [ (1-4A)^d (1-8A)^(-d/2) exp(|z|^2 / (1-8A)) - 1 ] / m`` (Chefs' random tables, Theorem 3.2).
+
+    >>> import torch
+    >>> x = torch.tensor([1.0, -0.5])
+    >>> A = optimal_A(4 * (x @ x), 2)
+    >>> bool(mse_optimal(x, x, 8, A) < mse_positive(x, x, 8))
+    True
+    """
+    return log_mse(x, y, num_features, map="optimal", kernel=kernel, projection=projection, A=A).exp()
+
+
+def mse_dense(
+    x: Tensor, y: Tensor, num_features: Number, a: Tensor, U: Tensor | None = None, *, kernel: str = "softmax"
+) -> Tensor:
+    """Mean squared error of dense-A features (SDERF, FAVOR#) with ``A = U diag(a) U'``, every ``a_i < 1/8``.
+
+    ``SM^2 [ prod_i (1-4a_i)(1-8a_i)^(-1/2) exp((U'z)_i^2 / (1-8a_i)) - 1 ] / m``: the OPRF factor, coordinate
+    by coordinate. There is no closed form for orthogonal projections, the weight not being isotropic.
+
+    >>> import torch
+    >>> x = torch.tensor([1.0, 0.0])
+    >>> a, U = dense_a(4 * torch.outer(x, x))
+    >>> bool(mse_dense(x, x, 8, a, U) < mse_optimal(x, x, 8, optimal_A(4.0, 2)))
+    True
+    """
+    return log_mse(x, y, num_features, map="dense", kernel=kernel, a=a, U=U).exp()
+
+
+def mse_regularized(
+    x: Tensor,
+    y: Tensor,
+    num_features: Number,
+    *,
+    kernel: str = "softmax",
+    projection: str = "iid",
+    about: str = "kernel",
+) -> Tensor:
+    """Mean squared error of regularised features (frequencies on the sphere of radius sqrt(d)).
+
+    ``about="kernel"``: about the softmax or Gaussian kernel, the squared bias included; ``"mean"``: the
+    variance about the estimator's own mean, ``SMREG``. With ``F(q) = 0F1(; d/2; q)`` one projection has
+    relative second moment ``exp(-|z|^2) F(d |z|^2)``, an orthogonal pair ``exp(-|z|^2) F(d |z|^2 / 2)``.
+
+    >>> import torch
+    >>> x = torch.tensor([0.3, -0.1])
+    >>> bool(mse_regularized(x, x, 8, about="mean") < mse_regularized(x, x, 8))
+    True
+    """
+    return log_mse(x, y, num_features, map="regularized", kernel=kernel, projection=projection, about=about).exp()
+
+
+def log_mse(
+    x: Tensor,
+    y: Tensor,
+    num_features: Number,
+    *,
+    map: str = "positive",
+    kernel: str = "softmax",
+    projection: str = "iid",
+    relative: bool = False,
+    A: Number = 0.0,
+    a: Tensor | None = None,
+    U: Tensor | None = None,
+    about: str = "kernel",
+) -> Tensor:
+    """Logarithm of the mean squared error of any map of this module; of the error over K^2 if ``relative``.
+
+    Finite where the error itself overflows. ``A`` is for ``optimal``; ``a``, ``U`` for ``dense``; ``about``
+    for ``regularized``.
+
+    >>> import torch
+    >>> x = torch.full((4,), 100.0)
+    >>> bool(torch.isfinite(log_mse(x, x, 64)))
+    True
+    """
+    x, y = pair(x, y, "log_mse")
+    m = whole(num_features, "num_features", "log_mse")
+    one_of(map, "map", "log_mse", MAPS)
+    one_of(projection, "projection", "log_mse", PROJECTIONS)
+    log_k = _log_kernel(x, y, kernel)
+    d = x.shape[-1]
+    if map == "trig":
+        # In units of the Gaussian kernel, where everything is at most 1.
+        delta = (x - y).square().sum(-1)
+        out = 2 * log1mexp(delta) - math.log(2.0)
+        if projection == "orthogonal":
+            out = log_subtract(out, block_pairs(m, d) / m * _trig_gap(delta, d))
+        return out - torch.log(m) + (delta if relative else 2 * log_k + delta)
+    if map == "regularized":
+        out = _log_relative_regularized(x, y, m, projection, about)
+    else:
+        lam = (x + y).square().sum(-1)
+        out = _log_relative_positive(map, x, y, lam, A, a, U) - torch.log(m)
+        if projection == "orthogonal":
+            if map == "dense":
+                raise BochnerError(
+                    "The 'dense' map has no closed form for projection='orthogonal'; use 'iid' as an upper estimate."
+                )
+            out = log_subtract(out, block_pairs(m, d) / m.square() * _positive_gap(lam, d))
+    return out if relative else out + 2 * log_k
+
+
+def relative_error(x: Tensor, y: Tensor, num_features: Number, *, map: str = "positive", **options: Any) -> Tensor:
+    """Root mean squared error over the kernel, ``sqrt(MSE) / K`` (Definition 3.3 of Hybrid random features).
+
+    ``options`` are those of :func:`log_mse`. The same for the softmax and the Gaussian kernel.
+
+    >>> import torch
+    >>> x = torch.tensor([0.3, -0.1])
+    >>> relative_error(x, -x, 16).item()
+    0.0
+    """
+    return torch.exp(log_mse(x, y, num_features, map=map, **{**options, "relative": True}) / 2)
+
+
+def features_needed(
+    x: Tensor,
+    y: Tensor,
+    target: Number,
+    *,
+    map: str = "positive",
+    relative: bool = True,
+    kernel: str = "softmax",
+    projection: str = "iid",
+    **options: Any,
+) -> Tensor:
+    """The least number of projections whose root mean squared error is at most ``target``, for every pair.
+
+    ``relative``: the error is measured against the kernel value. The inverse of :func:`log_mse`; whole
+    numbers in float64 (infinite where even 2^1000 would not do, as for the biased ``regularized`` map beyond
+    its bias).
+
+    >>> import torch
+    >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
+    >>> m = features_needed(x, y, 0.1)
+    >>> bool(relative_error(x, y, m) <= 0.1 < relative_error(x, y, m - 1))
+    True
+    """
+    x, y = pair(x, y, "features_needed")
+    x, y = torch.broadcast_tensors(x, y)
+    goal = 2 * torch.log(positive(target, "target", "features_needed"))
+    shared = dict(map=map, kernel=kernel, projection=projection, relative=relative, **options)
+
+    def short(m: Tensor) -> Tensor:
+        return log_mse(x, y, m, **shared) > goal
+
+    # Double until it is enough, then bisect: the error falls with m for every map and projection here.
+    high = torch.ones(x.shape[:-1], dtype=torch.float64)
+    todo = short(high)
+    while todo.any() and bool((high[todo] < 2.0**1000).any()):
+        high = torch.where(todo, 2 * high, high)
+        todo = short(high)
+    low = torch.where(high > 1, high / 2, torch.zeros_like(high))
+    while bool(((high - low > 1) & (high - low > high * 2.0**-51)).any()):
+        mid = torch.floor((low + high) / 2).clamp(min=1)
+        bad = short(mid)
+        low, high = torch.where(bad, mid, low), torch.where(bad, high, torch.minimum(high, mid))
+    return torch.where(todo, math.inf, high)
+
+
+def block_pairs(num_features: Number, dim: int) -> Tensor:
+    """Ordered pairs of projections in one orthogonal block: ``sum_blocks b (b - 1)``, blocks of ``dim`` rows.
+
+    >>> block_pairs(5, 4).item()
+    12.0
+    """
+    m = whole(num_features, "num_features", "block_pairs")
+    full, rest = torch.floor(m / dim), m % dim
+    return full * dim * (dim - 1) + rest * (rest - 1)
+
+
+def orthogonal_gap(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softmax") -> Tensor:
+    """What orthogonality takes off the mean squared error of positive, hyperbolic and OPRF features, exactly.
+
+    ``(1 - 1/m) K^2 E[1 - r_N]`` for m <= d, with ``N ~ Poisson(|z|^2)`` and
+    ``r_n = prod_{j<n} (d+j)/(d+2j)``; for m > d the factor counts the pairs inside blocks. It comes from the
+    product of two orthogonal exponentials having mean ``exp(-|x|^2-|y|^2) 1F1(d; d/2; |z|^2/2)`` (the moments
+    of eq. 54-63 of Performers, summed by Vandermonde).
+
+    >>> import torch
+    >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
+    >>> bool(orthogonal_gap(x, y, 2) >= orthogonal_gap_bound(x, y, 2))
+    True
+    """
+    x, y = pair(x, y, "orthogonal_gap")
+    m = whole(num_features, "num_features", "orthogonal_gap")
+    gap = _positive_gap((x + y).square().sum(-1), x.shape[-1])
+    return block_pairs(m, x.shape[-1]) / m.square() * gap * torch.exp(2 * _log_kernel(x, y, kernel))
+
+
+def orthogonal_gap_bound(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softmax") -> Tensor:
+    """A lower bound of :func:`orthogonal_gap`: ``(1 - 1/m) 2/(d+2) (K - K_0)^2`` for m <= d.
+
+    ``K_0`` is the kernel's constant term, ``exp(-(|x|^2+|y|^2)/2)`` for softmax: Theorem 2 of Performers (eq.
+    10) with its proof repaired. The printed bound, with ``SM^2`` for ``(SM - K_0)^2``, exceeds the whole
+    error near ``y = -x``.
+
+    >>> import torch
+    >>> x = torch.tensor([0.3, -0.1])
+    >>> orthogonal_gap_bound(x, -x, 2).item()
+    0.0
+    """
+    x, y = pair(x, y, "orthogonal_gap_bound")
+    m, d = whole(num_features, "num_features", "orthogonal_gap_bound"), x.shape[-1]
+    share = -torch.expm1(-(x + y).square().sum(-1) / 2)  # (K - K_0) / K
+    scale = torch.exp(2 * _log_kernel(x, y, kernel))
+    return block_pairs(m, d) / m.square() * 2 / (d + 2) * share.square() * scale
+
+
+def regularized_ratio(x: Tensor, y: Tensor) -> Tensor:
+    """``SMREG / SM``: the mean of regularised features over the kernel (Performers, eq. 30).
+
+    ``exp(-u) sum_k u^k/k! prod_{j<k} d/(d+2j)``, ``u = |z|^2/2``; in (0, 1], at least
+    :func:`regularized_ratio_bound`.
+
+    >>> import torch
+    >>> x = torch.tensor([0.3, -0.1])
+    >>> regularized_ratio(x, -x).item()
+    1.0
+    """
+    x, y = pair(x, y, "regularized_ratio")
+    return _log_ratio((x + y).square().sum(-1), x.shape[-1]).exp()
+
+
+def regularized_ratio_bound(x: Tensor, y: Tensor, *, method: str = "jensen") -> Tensor:
+    """A lower bound of :func:`regularized_ratio`.
+
+    ``"jensen"``: ``exp(-|z|^4 / (4d))``, from Jensen's inequality applied to eq. 30 of Performers.
+    ``"theorem1"``: the last exact step of that paper's proof of Theorem 1 (eq. 32),
+    ``f(l, d) P[Poisson(|z|^2/2) <= l]`` with ``l = floor(d^(1/3))``; it tends to ``1 - 2 d^(-1/3)`` and is
+    the weaker of the two unless |z| is large.
+
+    >>> import torch
+    >>> x = torch.tensor([0.3, -0.1, 0.2, 0.0])
+    >>> bool(regularized_ratio_bound(x, x) <= regularized_ratio(x, x))
+    True
+    """
+    x, y = pair(x, y, "regularized_ratio_bound")
+    u, d = (x + y).square().sum(-1) / 2, x.shape[-1]
+    if one_of(method, "method", "regularized_ratio_bound", ["jensen", "theorem1"]) == "jensen":
+        return torch.exp(-u.square() / d)
+    l = math.floor(round(d ** (1 / 3), 9))
+    log_f = -sum(math.log1p(2 * j / d) for j in range(l))
+    return math.exp(log_f) * torch.special.gammaincc(torch.full_like(u, l + 1.0), u)
+
+
+def regularized_tail_bound( x: Tensor, y: Tensor, threshold: Number, num_features: int, *, projection: str =
+"iid", num_nodes: int = 256 ) -> Tensor: """An upper bound of ``P[SMREG_m(x, y) > threshold]`` for
+``threshold > SMREG(x, y)`` (Performers, Theorem 3).
+
+    iid: Chernoff's ``exp(-m L(a))`` with the Legendre transform of one projection. Orthogonal, m <= d: the
+    printed factor ``d/(d+2)`` is not valid for every threshold (its proof counts terms that cancel); the
+    repaired bound is ``min_t exp(-t m a) [ d M^m + 2 (b^m + m b^(m-1) (M - b)) ] / (d+2)``, with
+    ``M = E exp(t X)`` and ``b = exp(t X_0)``, ``X_0 = exp(-(|x|^2+|y|^2)/2)``. Expectations by
+    Gauss-Gegenbauer quadrature with ``num_nodes`` nodes.
+
+    >>> import torch
+    >>> x = torch.tensor([0.3, -0.1])
+    >>> bool(regularized_tail_bound(x, x, 2.0, 2) < 1)
+    True
+    """
+    owner = "regularized_tail_bound"
+    x, y = pair(x, y, owner)
+    d = x.shape[-1]
+    m = float(whole(num_features, "num_features", owner))
+    if one_of(projection, "projection", owner, PROJECTIONS) == "orthogonal" and m > d:
+        raise BochnerError(f"The 'num_features' of {owner} must be at most d = {d} when orthogonal, got {int(m)}.")
+    log_x0 = -(x.square().sum(-1) + y.square().sum(-1)) / 2
+    nodes, weights = _sphere_rule(d, num_nodes)
+    # Work with X / X_0 >= 0: values exp(s t_i), threshold a / X_0.
+    s = math.sqrt(d) * (x + y).norm(dim=-1)
+    a = positive(threshold, "threshold", owner) * torch.exp(-log_x0)
+    s, a = torch.broadcast_tensors(s, a)
+    values = torch.exp(s[..., None] * nodes)
+    log_w = torch.log(weights)
+
+    def log_bound(t: Tensor) -> Tensor:
+        log_m = torch.logsumexp(t[..., None] * values + log_w, -1)
+        if projection == "iid":
+            return m * (log_m - t * a)
+        log_excess = t + logexpm1((log_m - t).clamp(min=0))  # log(M - b), b = exp(t)
+        inner = torch.stack(
+            [
+                math.log(d) + m * log_m,
+                math.log(2.0) + m * t,
+                math.log(2.0 * m) + (m - 1) * t + log_excess,
+            ]
+        )
+        return torch.logsumexp(inner, 0) - math.log(d + 2) - m * t * a
+
+    # The exponent is convex in t for iid; both are unimodal in log t. Golden section on log t.
+    low, high = torch.full_like(a, -30.0), torch.log(1000.0 / values.amax(-1).clamp(max=1e300)).clamp(min=-29.0)
+    ratio = (math.sqrt(5.0) - 1) / 2
+    for _ in range(120):
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        worse = log_bound(left.exp()) > log_bound(right.exp())
+        low, high = torch.where(worse, left, low), torch.where(worse, high, right)
+    best = log_bound(((low + high) / 2).exp())
+    return torch.where(a >= torch.exp(s), 0.0, torch.exp(best.clamp(max=0.0)))
+
+
+def features_uniform(dim: int, radius: float, eps: float, *, constant: float = 1.0) -> int:
+    """Projections for ``max_ij |A_hat - A| <= eps`` with orthogonal trig features (Performers, Theorem 4).
+
+    ``constant * d / delta^2 * log(4 d^(3/4) R / delta)`` with ``delta = eps exp(-R^2 / sqrt d)``; ``radius``
+    R bounds the norms of the queries and keys before scaling. The theorem leaves the constant open: this is
+    the scaling law, and :func:`features_pairs` the bound with a stated probability. Independent of the
+    sequence length.
+
+    >>> features_uniform(4, 1.0, 0.5) > features_uniform(4, 1.0, 1.0)
+    True
+    """
+    owner = "features_uniform"
+    d, R = float(whole(dim, "dim", owner)), float(positive(radius, "radius", owner))
+    log_delta = math.log(float(positive(eps, "eps", owner))) - R * R / math.sqrt(d)
+    log_term = math.log(4 * d**0.75 * R) - log_delta
+    c = float(positive(constant, "constant", owner))
+    return max(1, math.ceil(c * d * math.exp(-2 * log_delta) * max(log_term, 0.0)))
+
+
+def features_pairs(num_pairs: int, radius: float, eps: float, *, failure: float = 0.01) -> int: """Projections
+with which iid trig features have ``|A_hat - A| <= eps`` on all pairs, except with ``failure``.
+
+    Hoeffding's inequality and a union bound: ``2 / delta^2 * log(2 N / p)``, ``delta = eps exp(-r^2)``, for
+    inputs already scaled and of norm at most ``radius`` r. A proof with constants where Theorem 4 of
+    Performers has none.
+
+    >>> features_pairs(100, 0.5, 0.5)
+    131
+    """
+    owner = "features_pairs"
+    n, r = float(whole(num_pairs, "num_pairs", owner)), float(positive(radius, "radius", owner))
+    p, e = float(positive(failure, "failure", owner)), float(positive(eps, "eps", owner))
+    return max(1, math.ceil(2 * math.exp(2 * r * r) / e**2 * math.log(2 * n / p)))
+
+
+def optimal_A(mean_square: Number, dim: int) -> Tensor: """OPRF's best ``A <= 0`` for
+``mean_square = mean |x + y|^2`` over the pairs (Chefs' random tables, Theorem 3.3).
+
+    ``A = (1 - u)/8``, ``u = [(1 + 2l) + sqrt((1 + 2l)^2 + 8l)]/2``, ``l = mean_square / dim``.
+
+    >>> abs(optimal_A(0.0, 8).item())
+    0.0
+    """
+    d = float(whole(dim, "dim", "optimal_A"))
+    l = torch.as_tensor(mean_square, dtype=torch.float64) / d
+    if not (torch.isfinite(l).all() and (l >= 0).all()):
+        raise BochnerError(f"The 'mean_square' of optimal_A must be finite and not negative, got {mean_square!r}.")
+    return _best_a(l)
+
+
+def dense_a(second_moment: Tensor) -> tuple[Tensor, Tensor]: """SDERF's best ``a`` and basis ``U`` for the
+second moment ``mean z z'`` (FAVOR#): OPRF along each eigenvector.
+
+    >>> import torch
+    >>> a, U = dense_a(torch.eye(3))
+    >>> torch.allclose(a, optimal_A(3.0, 3))
+    True
+    """
+    C = vector(second_moment, "second_moment", "dense_a")
+    if C.ndim < 2 or C.shape[-1] != C.shape[-2]:
+        raise BochnerError(f"The 'second_moment' of dense_a must have shape (..., d, d), got {tuple(C.shape)}.")
+    l, U = torch.linalg.eigh((C + C.mT) / 2)
+    return _best_a(l.clamp(min=0)), U
+
+
+def pair_second_moment(x: Tensor, y: Tensor) -> Tensor: """``mean (x_i + y_j)(x_i + y_j)'`` over all pairs of
+rows of (..., n, d) and (..., s, d), in O((n + s) d^2).
+
+    >>> import torch
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> pair_second_moment(x, -x)[0, 0].item()
+    0.5
+    """
+    x, y = pair(x, y, "pair_second_moment")
+    mx, my = x.mean(-2), y.mean(-2)
+    cross = mx[..., :, None] * my[..., None, :]
+    return x.mT @ x / x.shape[-2] + y.mT @ y / y.shape[-2] + cross + cross.mT
+
+
+def centre(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``x - a``, ``y - b`` and the log of the factor that makes centring exact.
+
+    ``exp(x.y) = exp((x-a).(y-b)) exp(a.y + (x-a).b)``: of the factor, ``exp(a.y)`` belongs to the key and
+    ``exp((x-a).b)`` to the query.
+
+    >>> import torch
+    >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
+    >>> p, q, log_factor = centre(x, y, x, y)
+    >>> torch.allclose(log_factor, (x @ y).double())
+    True
+    """
+    x, y = pair(x, y, "centre")
+    a, b = vector(a, "a", "centre"), vector(b, "b", "centre")
+    return x - a, y - b, (a * y).sum(-1) + ((x - a) * b).sum(-1)
+
+
+def mse_centred(
+    x: Tensor, y: Tensor, num_features: Number, a: Tensor, b: Tensor, *, map: str = "positive", **options: Any
+) -> Tensor:
+    """Mean squared error of a softmax estimator applied to centred inputs and multiplied back.
+
+    ``exp(2 log_factor) MSE(x - a, y - b)``; the relative error is that of the centred pair.
+
+    >>> import torch
+    >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
+    >>> mse_centred(x, y, 8, x, y).item()
+    0.0
+    """
+    p, q, log_factor = centre(x, y, a, b)
+    return torch.exp(log_mse(p, q, num_features, map=map, **options) + 2 * log_factor)
+
+
+def _log_kernel(x: Tensor, y: Tensor, kernel: str) -> Tensor:
+    if one_of(kernel, "kernel", "theory", KERNELS) == "softmax":
+        return (x * y).sum(-1)
+    return -(x - y).square().sum(-1) / 2
+
+
+def _log_relative_positive(
+    map: str, x: Tensor, y: Tensor, lam: Tensor, A: Number, a: Tensor | None, U: Tensor | None
+) -> Tensor:
+    """log of m MSE / K^2 for the exponential family: a second moment exp(e), minus one."""
+    if map == "positive":
+        return logexpm1(lam)
+    if map == "hyperbolic":
+        return lam + 2 * log1mexp(lam) - math.log(2.0)
+    if map == "optimal":
+        t = _below_eighth(torch.as_tensor(A, dtype=torch.float64), "A")
+        d = x.shape[-1]
+        return logexpm1(d * _log_weight(t) + lam / (1 - 8 * t))
+    if a is None:
+        raise BochnerError("The 'dense' map needs its 'a' (d,) and, unless it is diagonal, its basis 'U' (d, d).")
+    z = x + y
+    if U is not None:
+        z = (vector(U, "U", "theory").mT @ z[..., None]).squeeze(-1)
+    t = _below_eighth(vector(a, "a", "theory"), "a")
+    return logexpm1((_log_weight(t) + z.square() / (1 - 8 * t)).sum(-1).clamp(min=0))
+
+
+def _log_weight(t: Tensor) -> Tensor:
+    """``log[(1-4t) (1-8t)^(-1/2)]``, not negative; ``(1-4t)^2 / (1-8t) = 1 + 16 t^2 / (1-8t)``."""
+    return torch.log1p(16 * t.square() / (1 - 8 * t)) / 2
+
+
+def _below_eighth(t: Tensor, name: str) -> Tensor:
+    if not (torch.isfinite(t).all() and (t < 0.125).all()):
+        raise BochnerError(f"The {name!r} must be below 1/8, where the second moment exists, got {t.max().item()!r}.")
+    return t
+
+
+def _best_a(l: Tensor) -> Tensor:
+    # (1 - u)/8 written without the cancellation at l = 0: u - 1 = [2l - 1 + sqrt((1+2l)^2 + 8l)]/2.
+    root = torch.sqrt((1 + 2 * l).square() + 8 * l)
+    return -(l + (4 * l.square() + 12 * l) / (2 * (root + 1))) / 8
+
+
+def _log_relative_regularized(x: Tensor, y: Tensor, m: Tensor, projection: str, about: str) -> Tensor:
+    one_of(about, "about", "mse_regularized", ["kernel", "mean"])
+    lam, d = (x + y).square().sum(-1), x.shape[-1]
+    log_r = _log_ratio(lam, d)
+    log_second = log_hyp0f1(d / 2, d * lam) - lam
+    out = 2 * log_r + logexpm1((log_second - 2 * log_r).clamp(min=0)) - torch.log(m)
+    if projection == "orthogonal":
+        log_pair = log_hyp0f1(d / 2, d * lam / 2) - lam
+        gap = -torch.expm1((log_pair - 2 * log_r).clamp(max=0)) * torch.exp(2 * log_r)
+        out = log_subtract(out, block_pairs(m, d) / m.square() * gap)
+    if about == "kernel":
+        out = torch.logaddexp(out, 2 * torch.log(-torch.expm1(log_r)))
+    return out
+
+
+def _log_ratio(lam: Tensor, d: int) -> Tensor:
+    """log SMREG/SM at |z|^2 = lam: ``-lam/2 + log 0F1(; d/2; d lam / 4)``."""
+    return (log_hyp0f1(d / 2, d * lam / 4) - lam / 2).clamp(max=0.0)
+
+
+def _one_minus_r(count: int, d: int) -> Tensor:
+    """``1 - prod_{j<n} (d+j)/(d+2j)`` for n = 0 .. count-1."""
+    j = torch.arange(count - 1, dtype=torch.float64)
+    logs = torch.cumsum(torch.log1p(-j / (d + 2 * j)), 0)
+    return -torch.expm1(torch.cat([logs.new_zeros(1), logs]))
+
+
+def _positive_gap(lam: Tensor, d: int) -> Tensor: """``1 - exp(-lam) 1F1(d; d/2; lam/2) = E[1 - r_N]``, N ~
+Poisson(lam); it is 1 in float64 beyond the clamp.""" return poisson_mean(lambda count: _one_minus_r(count,
+d), lam.clamp(max=100 + 40 * math.sqrt(d)))
+
+
+def _trig_gap(delta: Tensor, d: int) -> Tensor: """``exp(-delta) - 1F1(d; d/2; -delta/2)``; of either sign.
+Series near zero, Kummer's transformation elsewhere.""" n = torch.arange(40, dtype=torch.float64) small =
+delta.clamp(max=1.0)[..., None] terms = torch.exp(torch.special.xlogy(n, small) - torch.lgamma(n + 1)) *
+_one_minus_r(40, d) series = (terms * (1 - 2 * (n % 2))).sum(-1)
+
+    def values(count: int) -> Tensor:
+        j = torch.arange(count - 1, dtype=torch.float64)
+        return torch.cat([j.new_ones(1), torch.cumprod((j - d / 2) / (j + d / 2), 0)])
+
+    direct = torch.exp(-delta) - poisson_mean(values, (delta / 2).clamp(max=1e4))
+    return torch.where(delta <= 1, series, direct)
+
+
+def _sphere_rule(d: int, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """Nodes and weights of the first coordinate of a uniform point of the unit sphere in R^d."""
+    if d == 1:
+        return torch.tensor([-1.0, 1.0], dtype=torch.float64), torch.full((2,), 0.5, dtype=torch.float64)
+    nodes, weights = special.roots_jacobi(num_nodes, (d - 3) / 2, (d - 3) / 2)
+    keep = weights > 0
+    return torch.from_numpy(nodes[keep]), torch.from_numpy(weights[keep] / np.sum(weights))
