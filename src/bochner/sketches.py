@@ -1,0 +1,444 @@
+"""Polynomial and dot-product kernels in linear time: `(x . y + c)^n` and `sum_k a_k (x . y)^k`.
+
+| name               | feature of x                                        | size of one row's work |
+|--------------------|-----------------------------------------------------|------------------------|
+| `sum_poly`         | products of n randomly chosen coordinates           | O(n m)                 |
+| `tensor_sketch`    | circular convolution of n count sketches            | O(n (d + m log m))     |
+| `maclaurin`        | products of random signed sums, degree by degree    | O(sum_k k m_k d)       |
+| `nonnegative_poly` | a sketch of half the degree times itself            | that of the sketch + m |
+
+All are signed except the last, whose kernel estimate is a square. The constant c enters as one more coordinate
+`sqrt(c)`. Rows are scaled to length one before anything is multiplied, and the length goes into the log scale, so
+no degree over- or underflows. The closed-form errors stand at the foot of the module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from bochner._checks import BochnerError, make_generator, positive_int
+from bochner.features import FeatureMap, Features
+from bochner.projections import rademacher
+
+
+class DrawnFeatures(FeatureMap):
+    """A map whose random parts are buffers of its own: a subclass gives `_draw(g)`, one head's parts by name."""
+
+    def _register_draws(self, seed: int | None, generator: Generator | None) -> None:
+        for name, value in self._draw_heads(make_generator(seed, generator)).items():
+            self.register_buffer(name, value.to(torch.float32) if value.is_floating_point() else value)
+
+    @torch.no_grad()
+    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> FeatureMap:
+        for name, value in self._draw_heads(make_generator(seed, generator)).items():
+            getattr(self, name).copy_(value)
+        return self
+
+    def _draw_heads(self, g: Generator) -> dict[str, Tensor]:
+        if self.num_heads is None:
+            return self._draw(g)
+        draws = [self._draw(g) for _ in range(self.num_heads)]
+        return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+
+    def _draw(self, g: Generator) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
+class PolynomialFeatures(DrawnFeatures):
+    """Base of the sketches of `(x . y + c)^n`: `degree` n >= 1, `coef` c >= 0, `num_features` m."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        degree: int = 2,
+        coef: float = 0.0,
+        num_heads: int | None = None,
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__(dim, num_features, num_heads=num_heads, kernel="polynomial")
+        owner = type(self).__name__
+        self.degree = positive_int(degree, "degree", owner)
+        self.coef = _non_negative(coef, "coef", owner)
+        self._build()
+        self._register_draws(seed, generator)
+
+    def _build(self) -> None:
+        """Sizes that the draw needs."""
+
+    @property
+    def width(self) -> int:
+        """d, plus one where the constant is a coordinate."""
+        return self.dim + (self.coef > 0)
+
+    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x @ y.mT + self.coef) ** self.degree
+
+    def _units(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x with its constant coordinate, scaled to length one, and the log of the length (..., n, 1)."""
+        if self.coef > 0:
+            x = torch.cat([x, torch.full_like(x[..., :1], math.sqrt(self.coef))], dim=-1)
+        return unit_rows(x)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, degree={self.degree}, coef={self.coef}"
+
+
+class SumPolyFeatures(PolynomialFeatures):
+    """Sum decomposition: `phi_j(x) = sqrt(d^n/m) x_{i_1} ... x_{i_n}` for m uniform tuples (i_1, ..., i_n).
+
+    Unbiased, signed. MSE: `mse_sum_poly`, with the factor d^n unless x and y are spread evenly over the coordinates.
+    O(n m) per row. Document 000, eq. (3); its eq. (7) lacks the square on the second term.
+
+    >>> phi = SumPolyFeatures(dim=4, num_features=16, degree=2)
+    >>> phi(torch.ones(3, 4)).dense().square().sum(-1)
+    tensor([16., 16., 16.])
+    """
+
+    index: Tensor
+
+    def _draw(self, g: Generator) -> dict[str, Tensor]:
+        size = (self.degree, self.num_features)
+        return {"index": torch.randint(self.width, size, generator=g, device="cpu")}
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        u, log_length = self._units(x)
+        values: Tensor | None = None
+        for t in range(self.degree):
+            index = self.index[..., t, :]
+            if self.num_heads is None:
+                factor = u.index_select(-1, index)
+            else:
+                factor = torch.take_along_dim(u, index.unsqueeze(-2).expand(*u.shape[:-1], -1), dim=-1)
+            values = factor if values is None else values * factor
+        assert values is not None
+        constant = 0.5 * (self.degree * math.log(self.width) - math.log(self.num_features))
+        return rescaled(values, self.degree * log_length + constant)
+
+
+class TensorSketchFeatures(PolynomialFeatures):
+    """TensorSketch: the circular convolution of n count sketches, `phi(x) = IFFT(prod_t FFT(C_t x))`.
+
+    `C_t x` adds `s_t(i) x_i` into slot `h_t(i)` of m, with independent uniform slots and signs. Unbiased, signed.
+    MSE: `mse_tensor_sketch`, exact; bound: `bound_tensor_sketch`. O(n (d + m log m)) per row; any m works, a power
+    of two is the fastest and an odd m has the smallest variance. Pham and Pagh 2013; Avron et al. 2014, Lemma 1;
+    document 000, eq. (19), whose bound (21) is false.
+
+    >>> phi = TensorSketchFeatures(dim=4, num_features=16, degree=3, coef=1.0)
+    >>> phi(torch.zeros(2, 4)).values.shape
+    torch.Size([2, 16])
+    """
+
+    slot: Tensor
+    sign: Tensor
+
+    def _draw(self, g: Generator) -> dict[str, Tensor]:
+        return draw_count_sketches(self.degree, self.width, self.num_features, g)
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        u, log_length = self._units(x)
+        values = tensor_sketch(u, self.slot, self.sign, self.num_features, heads=self.num_heads is not None)
+        return Features(values, self.degree * log_length)
+
+
+class MaclaurinFeatures(DrawnFeatures):
+    """Random Maclaurin features of `sum_k a_k (x . y)^k`, all `a_k >= 0`: `sqrt(a_k/m_k) (s_1 . x) ... (s_k . x)`.
+
+    Degree k has its own m_k of the m features, each a product of k random signed sums s . x. Unbiased, signed. MSE:
+    `mse_maclaurin`. O(sum_k k m_k d) per row. Kar and Karnick 2012, Algorithm 1; there the degree of each feature is
+    drawn at random, here the features are dealt to the degrees beforehand, which removes that part of the variance.
+
+    `series`: `"polynomial"` for `(x . y + coef)^degree`, `"exp"` for exp(x . y), a sequence of a_0, a_1, ..., or a
+    function k -> a_k. `degree`: the last degree kept (2 for `"polynomial"`, 12 otherwise); a longer series is cut
+    there, and `kernel_matrix` is the cut one. `radius`: the length of x that the dealing assumes.
+
+    >>> phi = MaclaurinFeatures(dim=4, num_features=32, series="exp")
+    >>> phi.kernel_matrix(torch.zeros(1, 4), torch.zeros(1, 4))
+    tensor([[1.]])
+    """
+
+    signs: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        series: str | Sequence[float] | Callable[[int], float] = "polynomial",
+        degree: int | None = None,
+        coef: float = 0.0,
+        radius: float = 1.0,
+        num_heads: int | None = None,
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__(dim, num_features, num_heads=num_heads, kernel="maclaurin")
+        owner = type(self).__name__
+        if degree is not None:
+            positive_int(degree, "degree", owner)
+        self.coefficients = dot_product_series(series, degree, _non_negative(coef, "coef", owner), owner)
+        self.degree = len(self.coefficients) - 1
+        self.counts = deal_features(self.coefficients, num_features, _non_negative(radius, "radius", owner), owner)
+        # Features of degree above t all need a sum number t: `rows[t]` of them.
+        self.rows = [sum(self.counts[t + 1 :]) for t in range(self.degree)]
+        self._register_draws(seed, generator)
+
+    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
+        p = x @ y.mT
+        total = torch.zeros_like(p)
+        for a in reversed(self.coefficients):
+            total = total * p + a
+        return total
+
+    def _draw(self, g: Generator) -> dict[str, Tensor]:
+        return {"signs": rademacher(sum(self.rows), self.dim, g=g)}
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        u, log_length = unit_rows(x)
+        sums = (u @ self.signs.to(u.dtype).mT).split(self.rows, dim=-1)
+        # 1. The size of degree k in this row, relative to the largest of them.
+        kept = [k for k, count in enumerate(self.counts) if count]
+        log_weight = {k: 0.5 * math.log(self.coefficients[k] / self.counts[k]) + k * log_length for k in kept}
+        top = torch.cat(list(log_weight.values()), dim=-1).amax(-1, keepdim=True)
+        # 2. Products of one more sum at each degree; a degree hands out its features and the rest goes on.
+        parts = []
+        if self.counts[0]:
+            parts.append((log_weight[0] - top).exp().expand(*u.shape[:-1], self.counts[0]))
+        product = None
+        for t, s in enumerate(sums):
+            product = s if product is None else product * s
+            done, product = product.split([self.counts[t + 1], product.shape[-1] - self.counts[t + 1]], dim=-1)
+            if self.counts[t + 1]:
+                parts.append(done * (log_weight[t + 1] - top).exp())
+        return rescaled(torch.cat(parts, dim=-1), top)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, counts={self.counts}"
+
+
+class NonnegativePolyFeatures(PolynomialFeatures):
+    """A polynomial kernel of even degree as a square, `(psi(x) . psi(y))^2`: the estimate is never negative.
+
+    `psi` is a TensorSketch of degree n/2 with r slots (x itself when n = 2 and r holds it: then the map is exact), and
+    the features are the r (r + 1)/2 different entries of `psi psi'`, off-diagonal ones times sqrt 2. r is the largest
+    with r (r + 1)/2 <= `num_features`, and `feature_dim` that number. A normaliser is a sum of squares and cannot
+    vanish or change sign. Biased upwards by the variance of psi: the mean is `mean_matrix`, the second moment of
+    TensorSketch. Features signed, kernel not. O((n/2)(d + r log r) + m) per row.
+
+    >>> phi = NonnegativePolyFeatures(dim=4, num_features=10, degree=2)
+    >>> x = torch.tensor([[1.0, 2.0, 0.0, 1.0]])
+    >>> phi(x).dense().square().sum()
+    tensor(36.)
+    """
+
+    unbiased = False
+    slot: Tensor
+    sign: Tensor
+
+    def _build(self) -> None:
+        if self.degree % 2:
+            raise BochnerError(
+                f"The 'degree' of {type(self).__name__} must be even, got {self.degree}; an odd power of x . y is "
+                "negative where x . y is: use degree + 1, or 'tensor_sketch'."
+            )
+        r = (math.isqrt(8 * self.num_features + 1) - 1) // 2
+        self.exact = self.degree == 2 and r >= self.width
+        self.rank = self.width if self.exact else r
+        self.feature_dim = self.rank * (self.rank + 1) // 2
+
+    def _draw(self, g: Generator) -> dict[str, Tensor]:
+        return {} if self.exact else draw_count_sketches(self.degree // 2, self.width, self.rank, g)
+
+    def mean_matrix(self, x: Tensor, y: Tensor) -> Tensor:
+        """The mean of the estimate, (..., n, s): the kernel plus the variance of psi(x) . psi(y)."""
+        if self.exact:
+            return self.kernel_matrix(x, y)
+        x, y = x.unsqueeze(-2), y.unsqueeze(-3)
+        return second_moment_tensor_sketch(x, y, self.rank, degree=self.degree // 2, coef=self.coef)
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        u, log_length = self._units(x)
+        if not self.exact:
+            u = tensor_sketch(u, self.slot, self.sign, self.rank, heads=self.num_heads is not None)
+        row, column = torch.triu_indices(self.rank, self.rank, device=u.device).unbind()
+        weight = (1 + (row != column).to(u.dtype)).sqrt()
+        values = u.index_select(-1, row) * u.index_select(-1, column) * weight
+        return rescaled(values, self.degree * log_length)
+
+
+def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of length one (a zero row stays zero) and the log of the length, which carries no gradient.
+
+    A homogeneous feature may be evaluated at `x / c` and multiplied by `c^n` for any constant c, so the length counts
+    as a constant and the derivative stays right.
+    """
+    # Twice, so that the square of a very long or very short row neither over- nor underflows.
+    size = x.detach().abs().amax(-1, keepdim=True)
+    size = torch.where(size > 0, size, torch.ones_like(size))
+    length = size * (x.detach() / size).square().sum(-1, keepdim=True).sqrt()
+    length = torch.where(length > 0, length, torch.ones_like(length))
+    return x / length, length.log()
+
+
+def rescaled(values: Tensor, log_scale: Tensor) -> Features:
+    """Values of largest size one, the factor moved to the log scale."""
+    size = values.detach().abs().amax(-1, keepdim=True)
+    size = torch.where(size > 0, size, torch.ones_like(size))
+    return Features(values / size, log_scale + size.log())
+
+
+def draw_count_sketches(degree: int, width: int, m: int, g: Generator) -> dict[str, Tensor]:
+    """n independent slots and signs for every coordinate, (n, d) each."""
+    return {
+        "slot": torch.randint(m, (degree, width), generator=g, device="cpu"),
+        "sign": rademacher(degree, width, g=g),
+    }
+
+
+def count_sketch(x: Tensor, slot: Tensor, sign: Tensor, m: int, *, heads: bool = False) -> Tensor:
+    """`sum of sign_i x_i over slot_i = j`, (..., n, d) to (..., n, m); with heads slot and sign are (h, d)."""
+    signed = x * (sign.to(x.dtype).unsqueeze(-2) if heads else sign.to(x.dtype))
+    if heads:
+        # All heads side by side, each with slots of its own: one scatter for all.
+        h = slot.shape[0]
+        signed = signed.transpose(-3, -2).flatten(-2)
+        slot = (slot + m * torch.arange(h, device=slot.device).unsqueeze(-1)).flatten()
+        total = m * h
+    else:
+        total = m
+    rows = signed.reshape(-1, signed.shape[-1])
+    out = rows.new_zeros(rows.shape[0], total).index_add(1, slot, rows)
+    out = out.view(*signed.shape[:-1], total)
+    return out.unflatten(-1, (-1, m)).transpose(-3, -2) if heads else out
+
+
+def tensor_sketch(x: Tensor, slot: Tensor, sign: Tensor, m: int, *, heads: bool = False) -> Tensor:
+    """The TensorSketch of x^(tensor n), (..., n, m), from slots and signs (h?, n, d)."""
+    degree = slot.shape[-2]
+    if degree == 1:
+        return count_sketch(x, slot[..., 0, :], sign[..., 0, :], m, heads=heads)
+    spectrum = None
+    for t in range(degree):
+        f = torch.fft.rfft(count_sketch(x, slot[..., t, :], sign[..., t, :], m, heads=heads))
+        spectrum = f if spectrum is None else spectrum * f
+    return torch.fft.irfft(spectrum, n=m)
+
+
+def dot_product_series(
+    series: str | Sequence[float] | Callable[[int], float], degree: int | None, coef: float, owner: str
+) -> list[float]:
+    """a_0, ..., a_n of a dot-product kernel, checked: finite, not negative, not all zero."""
+    if series == "polynomial":
+        n = 2 if degree is None else degree
+        a = [math.comb(n, k) * coef ** (n - k) for k in range(n + 1)]
+    elif series == "exp":
+        a = [1 / math.factorial(k) for k in range((12 if degree is None else degree) + 1)]
+    elif callable(series):
+        a = [float(series(k)) for k in range((12 if degree is None else degree) + 1)]
+    elif isinstance(series, Sequence) and not isinstance(series, str):
+        a = [float(v) for v in series]
+        a = a if degree is None else a[: degree + 1]
+    else:
+        raise BochnerError(
+            f"The 'series' of {owner} must be 'polynomial', 'exp', a sequence of coefficients or a function of the "
+            f"degree, got {series!r}."
+        )
+    bad = [k for k, v in enumerate(a) if not 0 <= v < math.inf]
+    if bad or not any(a[1:]):
+        what = f"coefficient {a[bad[0]]} at degree {bad[0]}" if bad else "no positive coefficient above degree 0"
+        raise BochnerError(
+            f"The 'series' of {owner} needs finite coefficients >= 0 and a positive one above degree 0, got {what}; "
+            "a negative coefficient is not a positive-definite kernel."
+        )
+    while not a[-1]:
+        a.pop()
+    return a
+
+
+def deal_features(a: Sequence[float], m: int, radius: float, owner: str) -> list[int]:
+    """m features over the degrees with a_k > 0: one for degree 0, the rest as `a_k radius^(2k)`, at least one each.
+
+    The standard deviation of one feature of degree k is about `a_k (|x||y|)^k`: the best split is proportional to it.
+    """
+    used = [k for k, v in enumerate(a) if v > 0]
+    if m < len(used):
+        raise BochnerError(
+            f"The 'num_features' of {owner} must be at least {len(used)}, one for each degree of the series, got {m}; "
+            "raise it or lower 'degree'."
+        )
+    counts = [0] * len(a)
+    for k in used:
+        counts[k] = 1
+    free = m - len(used)
+    share = [0.0 if k == 0 else v * radius ** (2 * k) for k, v in enumerate(a)]
+    total = sum(share)
+    exact = [free * s / total if total else 0.0 for s in share]
+    whole = [math.floor(e) for e in exact]
+    order = sorted(range(len(a)), key=lambda k: whole[k] - exact[k])
+    for k in order[: free - sum(whole)]:
+        whole[k] += 1
+    return [c + w for c, w in zip(counts, whole, strict=True)]
+
+
+def mse_sum_poly(x: Tensor, y: Tensor, m: int, *, degree: int = 2, coef: float = 0.0) -> Tensor:
+    """`[d^n (sum x_i^2 y_i^2)^n - (x.y)^(2n)] / m`, for pairs (..., d); with c, of the rows with sqrt(c) appended."""
+    dot, _, same, d = _pair_moments(x, y, coef)
+    return ((d * same) ** degree - dot ** (2 * degree)) / m
+
+
+def second_moment_tensor_sketch(x: Tensor, y: Tensor, m: int, *, degree: int = 2, coef: float = 0.0) -> Tensor:
+    """`E[(phi(x) . phi(y))^2]` of TensorSketch, exactly, for pairs (..., d).
+
+    With `A = (x.y)^2`, `s = sum x_i^2 y_i^2`, `B = |x|^2|y|^2 - s`, `C = A - s` and g = 2 for even m, 1 for odd:
+    `A^n + [(A+B)^n + (A+C)^n - 2 A^n]/m + g [(A+B+C)^n - (A+B)^n - (A+C)^n + A^n]/m^2`. In each of the n
+    modes the four indices of the square pair up as (ij)(kl), (ik)(jl) or (il)(jk), with weights A, B, C; the two
+    slot differences are then 0 and 0, equal, or opposite, and their sums must both be 0 modulo m.
+    """
+    dot, norms, same, _ = _pair_moments(x, y, coef)
+    a = dot.square()
+    b, c = norms - same, a - same
+    an, ab, ac, abc = a**degree, (a + b) ** degree, (a + c) ** degree, (a + b + c) ** degree
+    return an + (ab + ac - 2 * an) / m + math.gcd(2, m) * (abc - ab - ac + an) / m**2
+
+
+def mse_tensor_sketch(x: Tensor, y: Tensor, m: int, *, degree: int = 2, coef: float = 0.0) -> Tensor:
+    """The exact MSE of TensorSketch for pairs (..., d): its second moment less `(x.y + c)^(2n)`."""
+    kernel = _pair_moments(x, y, coef)[0] ** degree
+    return second_moment_tensor_sketch(x, y, m, degree=degree, coef=coef) - kernel.square()
+
+
+def bound_tensor_sketch(x: Tensor, y: Tensor, m: int, *, degree: int = 2, coef: float = 0.0) -> Tensor:
+    """Avron et al. 2014: `MSE <= (2 + 3^n) |x|^(2n) |y|^(2n) / m`, for pairs (..., d)."""
+    return (2 + 3**degree) * _pair_moments(x, y, coef)[1] ** degree / m
+
+
+def mse_maclaurin(x: Tensor, y: Tensor, coefficients: Sequence[float], counts: Sequence[int]) -> Tensor:
+    """`sum_k a_k^2 [(|x|^2|y|^2 + 2 (x.y)^2 - 2 sum x_i^2 y_i^2)^k - (x.y)^(2k)] / m_k`, for pairs (..., d)."""
+    dot, norms, same, _ = _pair_moments(x, y, 0.0)
+    second = norms + 2 * dot.square() - 2 * same
+    total = torch.zeros_like(dot)
+    for k, (a, count) in enumerate(zip(coefficients, counts, strict=True)):
+        if count:
+            total = total + a**2 * (second**k - dot.square() ** k) / count
+    return total
+
+
+def _pair_moments(x: Tensor, y: Tensor, coef: float) -> tuple[Tensor, Tensor, Tensor, int]:
+    """x.y, |x|^2 |y|^2, sum x_i^2 y_i^2 and d, of rows with sqrt(c) appended when c > 0."""
+    dot = (x * y).sum(-1) + coef
+    norms = (x.square().sum(-1) + coef) * (y.square().sum(-1) + coef)
+    same = (x * y).square().sum(-1) + coef**2
+    return dot, norms, same, x.shape[-1] + (coef > 0)
+
+
+def _non_negative(value: Any, name: str, owner: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise BochnerError(f"The {name!r} of {owner} must be a finite number >= 0, got {value!r}.")
+    return float(value)
