@@ -1,8 +1,7 @@
 """Closed-form errors of every estimator, and their inverses: how many features for a target error.
 
-Pure functions of tensors of shape (..., d), computed in float64 in the log domain. ``x`` and ``y`` are
-already scaled. Every formula is tested against Monte Carlo; where it departs from its paper, the project's
-errata say why.
+Pure functions of tensors of shape (..., d), computed in float64 in the log domain. ``x`` and ``y`` are already scaled.
+Every formula is tested against Monte Carlo; where it departs from its paper, the errata in the documentation say why.
 """
 
 from bochner.theory.hybrid import (
@@ -41,6 +40,11 @@ from bochner.theory.learned import (
     mse_gmm_prf,
     mse_gmm_rks,
 )
+from bochner.theory.planning import (
+    features_needed,
+    features_pairs,
+    features_uniform,
+)
 from bochner.theory.polynomial import (
     mse_maclaurin,
     mse_sum_poly,
@@ -48,13 +52,15 @@ from bochner.theory.polynomial import (
     polynomial_features_needed,
     tensor_sketch_bound,
 )
+from bochner.theory.regularized import (
+    regularized_ratio,
+    regularized_ratio_bound,
+    regularized_tail_bound,
+)
 from bochner.theory.softmax import (
     block_pairs,
     centre,
     dense_a,
-    features_needed,
-    features_pairs,
-    features_uniform,
     kernel_value,
     log_mse,
     mse_centred,
@@ -68,9 +74,6 @@ from bochner.theory.softmax import (
     orthogonal_gap,
     orthogonal_gap_bound,
     pair_second_moment,
-    regularized_ratio,
-    regularized_ratio_bound,
-    regularized_tail_bound,
     relative_error,
 )
 

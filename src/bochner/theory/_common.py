@@ -21,9 +21,7 @@ def vector(x: Tensor, name: str, owner: str) -> Tensor:
     """A finite floating-point tensor of shape (..., d), in float64."""
     x = floating(x, name, owner)
     if x.ndim == 0 or x.shape[-1] == 0:
-        raise BochnerError(
-            f"The {name!r} of {owner} must have shape (..., d) with d >= 1, got {tuple(x.shape)}."
-        )
+        raise BochnerError(f"The {name!r} of {owner} must have shape (..., d) with d >= 1, got {tuple(x.shape)}.")
     return finite(x, name, owner).double()
 
 
@@ -69,9 +67,7 @@ def logexpm1(t: Tensor) -> Tensor:
 def log_subtract(a: Tensor, b: Tensor) -> Tensor:
     """``log(exp(a) - b)`` for ``0 <= b <= exp(a)`` up to rounding."""
     some = a > -math.inf
-    return a + torch.log1p(
-        torch.where(some, (-b * torch.exp(-torch.where(some, a, 0.0))).clamp(min=-1.0), 0.0)
-    )
+    return a + torch.log1p(torch.where(some, (-b * torch.exp(-torch.where(some, a, 0.0))).clamp(min=-1.0), 0.0))
 
 
 def _in_blocks(f: Callable[[Tensor], Tensor], t: Tensor, width: int) -> Tensor:

@@ -28,7 +28,7 @@ class Moments(NamedTuple):
 
 
 def mse_complex(x: Tensor, y: Tensor, num_features: Number, A: Tensor, *, kernel: str = "softmax") -> Tensor:
-"""Mean squared error of the real part of the complex exponential estimator (HRF, eq. 16) for an invertible A.
+    """Mean squared error of the real part of the complex exponential estimator (HRF, eq. 16) for an invertible A.
 
     With ``u = A x + (A')^-1 y = p + iq``, bilinear products throughout,
     ``K^2 [ (exp(|u|^2) + exp(|p|^2 - |q|^2) cos(2 p.q)) / 2 - 1 ] / m``: zero exactly where ``u = 0`` (HRF,
@@ -167,8 +167,8 @@ def mse_gaussian_hybrid(
     return mse_hybrid(x, y, num_features, moments, shared=shared, kernel=kernel)
 
 
-def mse_mixture(squares: Sequence[Number], mses: Sequence[Number]) -> Tensor: """``sum_k E[l_k^2] MSE_k``: a
-hybrid of independent unbiased estimators whose coefficients sum to one (HRF, eq. 8).
+def mse_mixture(squares: Sequence[Number], mses: Sequence[Number]) -> Tensor:
+    """``sum_k E[l_k^2] MSE_k``: a hybrid of independent unbiased estimators whose coefficients sum to one (HRF, eq. 8).
 
     The coefficients may depend on one another; they are independent of the estimators.
 

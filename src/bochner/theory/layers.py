@@ -28,8 +28,8 @@ def gelu_second_derivative(t: Tensor) -> Tensor:
     return (2 - t.square()) * torch.exp(-t.square() / 2) / math.sqrt(2 * math.pi)
 
 
-def gelu_second_sup(low: Number, high: Number) -> Tensor: """``max |GELU''|`` on [low, high], exactly: at an
-end, at 0 or at +-2, where the third derivative vanishes.
+def gelu_second_sup(low: Number, high: Number) -> Tensor:
+    """``max |GELU''|`` on [low, high], exactly: at an end, at 0 or at +-2, where the third derivative vanishes.
 
     >>> gelu_second_sup(-1.0, 1.0).item() == gelu_second_derivative(0.0).item()
     True
@@ -40,7 +40,7 @@ end, at 0 or at +-2, where the third derivative vanishes.
 
 
 def bernstein_bound(low: Number, high: Number, degree: Number, second_sup: Number) -> Tensor:
-"""``(b - a)^2 sup|f''| / (8n)``: largest error of the Bernstein polynomial of degree n (Problem 3, eq. 42).
+    """``(b - a)^2 sup|f''| / (8n)``: largest error of the Bernstein polynomial of degree n (Problem 3, eq. 42).
 
     >>> bernstein_bound(0.0, 2.0, 4, 1.0).item()
     0.125
@@ -60,9 +60,10 @@ def bernstein_degree(low: Number, high: Number, target: Number, second_sup: Numb
     return torch.ceil(bernstein_bound(low, high, 1, second_sup) / t).clamp(min=1)
 
 
-def layer_variance( W: Tensor, x: Tensor, coefficients: Tensor, num_features: Tensor, *, map: str =
-"tensor_sketch" ) -> Tensor: """Variance of a layer linearised degree by degree:
-``sum_i sum_k alpha_ik^2 Var_k(w_i, x)`` (Problem 3, Result 10).
+def layer_variance(
+    W: Tensor, x: Tensor, coefficients: Tensor, num_features: Tensor, *, map: str = "tensor_sketch"
+) -> Tensor:
+    """Variance of a layer linearised degree by degree: ``sum_i sum_k alpha_ik^2 Var_k(w_i, x)`` (Problem 3, Result 10).
 
     ``W`` (o, d), ``x`` (..., d), ``coefficients`` (o, n+1) or (n+1,) in the monomial basis, ``num_features``
     (n,) for the degrees 1..n, drawn independently of one another. ``map``: exact variances of
@@ -148,8 +149,8 @@ def gelu_taylor(terms: int) -> Tensor:
     return a
 
 
-def geometric_law(rho: float, terms: int) -> Tensor: """``p_k = (1 - rho)^k rho``, k < terms; its mean over
-all k is ``1/rho - 1`` (Problem 3 says ``1/rho + 1``).
+def geometric_law(rho: float, terms: int) -> Tensor:
+    """``p_k = (1 - rho)^k rho``, k < terms; its mean over all k is ``1/rho - 1`` (Problem 3 says ``1/rho + 1``).
 
     >>> geometric_law(0.5, 3).tolist()
     [0.5, 0.25, 0.125]
@@ -186,9 +187,10 @@ def optimal_law(coefficients: Tensor, second_moments: Tensor) -> Tensor:
     return p / p.sum()
 
 
-def variance_taylor( t: Number, coefficients: Tensor, probabilities: Tensor, variances: Tensor | None = None,
-*, draws: Number = 1 ) -> Tensor: """Variance of the Taylor-composition estimator
-``a_K/p_K phi_K(w).phi_K(x)`` at ``t = w.x`` (Problem 3, eq. 57).
+def variance_taylor(
+    t: Number, coefficients: Tensor, probabilities: Tensor, variances: Tensor | None = None, *, draws: Number = 1
+) -> Tensor:
+    """Variance of the Taylor-composition estimator ``a_K/p_K phi_K(w).phi_K(x)`` at ``t = w.x`` (Problem 3, eq. 57).
 
     ``[ sum_k a_k^2/p_k (t^(2k) + Var_k) - f(t)^2 ] / draws``. ``variances`` (n,): those of the features of
     each degree (zero if the powers are exact), for instance from :func:`~bochner.theory.mse_tensor_sketch`.

@@ -14,8 +14,8 @@ from bochner._checks import BochnerError
 from bochner.theory._common import Number, pair, vector, whole
 
 
-def gmm_rks(x: Tensor, y: Tensor, means: Tensor, factors: Tensor) -> Tensor: """The kernel of GMM-RKS:
-``mean_c cos(mu_c.D) exp(-|L_c'D|^2 / 2)``, ``D = x - y`` (Learned kernels, eq. 4).
+def gmm_rks(x: Tensor, y: Tensor, means: Tensor, factors: Tensor) -> Tensor:
+    """The kernel of GMM-RKS: ``mean_c cos(mu_c.D) exp(-|L_c'D|^2 / 2)``, ``D = x - y`` (Learned kernels, eq. 4).
 
     ``means`` (C, d); ``factors`` (C, d, d), or (C, d) for diagonal ones.
 

@@ -57,7 +57,7 @@ def mse_tensor_sketch(x: Tensor, y: Tensor, num_features: Number, degree: Number
 
 
 def tensor_sketch_bound(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> Tensor:
-    """``(2 + 3^n) |x|^(2n) |y|^(2n) / m``: Avron et al. 2014, Theorem 2.2; in place of Problem 2, eq. 21.
+    """``(2 + 3^n) |x|^(2n) |y|^(2n) / m``: Avron et al. 2014; in place of Problem 2, eq. 21.
 
     >>> import torch
     >>> x = torch.tensor([0.6, 0.8])
@@ -99,9 +99,7 @@ def polynomial_features_needed(
     return torch.ceil((first + root) / (2 * goal)).clamp(min=1)
 
 
-def mse_maclaurin(
-    x: Tensor, y: Tensor, num_features: Number, coefficients: Tensor, probabilities: Tensor
-) -> Tensor:
+def mse_maclaurin(x: Tensor, y: Tensor, num_features: Number, coefficients: Tensor, probabilities: Tensor) -> Tensor:
     """Mean squared error of random Maclaurin features (Kar and Karnick 2012) for ``sum_k a_k (x.y)^k``.
 
     Each feature draws a degree k with probability p_k and k sign vectors:
@@ -128,17 +126,11 @@ def mse_maclaurin(
 def square_over(a: Tensor, p: Tensor, owner: str) -> Tensor:
     """``a_k^2 / p_k`` with ``0 / 0 = 0``; refuses a term that is never drawn and a p that is no law."""
     if a.shape != p.shape:
-        raise BochnerError(
-            f"The coefficients and probabilities of {owner} must be as many, got {a.shape}, {p.shape}."
-        )
+        raise BochnerError(f"The coefficients and probabilities of {owner} must be as many, got {a.shape}, {p.shape}.")
     if (p < 0).any() or float(p.sum()) > 1 + 1e-9:
-        raise BochnerError(
-            f"The 'probabilities' of {owner} must be >= 0 with sum <= 1, got sum {p.sum().item():.6g}."
-        )
+        raise BochnerError(f"The 'probabilities' of {owner} must be >= 0 with sum <= 1, got sum {p.sum().item():.6g}.")
     if ((p == 0) & (a != 0)).any():
-        raise BochnerError(
-            f"The 'probabilities' of {owner} must be positive wherever a coefficient is not zero."
-        )
+        raise BochnerError(f"The 'probabilities' of {owner} must be positive wherever a coefficient is not zero.")
     return torch.where(a == 0, 0.0, a.square() / torch.where(p > 0, p, 1.0))
 
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
-from scipy import special
 from torch import Tensor
 
 from bochner._checks import BochnerError, one_of
@@ -27,7 +25,6 @@ from bochner.theory._common import (
     logexpm1,
     pair,
     poisson_mean,
-    positive,
     vector,
     whole,
 )
@@ -104,7 +101,7 @@ def mse_optimal(
 ) -> Tensor:
     """Mean squared error of OPRF (FAVOR++) with parameter ``A < 1/8``; ``A = 0`` is positive features.
 
-    ``SM^2 [ (1-4A)^d (1-8A)^(-d/2) exp(|z|^2 / (1-8A)) - 1 ] / m`` (Chefs' random tables, Theorem 3.2).
+    ``SM^2 [ (1-4A)^d (1-8A)^(-d/2) exp(|z|^2 / (1-8A)) - 1 ] / m`` (Chefs' random tables).
 
     >>> import torch
     >>> x = torch.tensor([1.0, -0.5])
@@ -219,51 +216,6 @@ def relative_error(x: Tensor, y: Tensor, num_features: Number, *, map: str = "po
     return torch.exp(log_mse(x, y, num_features, map=map, **{**options, "relative": True}) / 2)
 
 
-def features_needed(
-    x: Tensor,
-    y: Tensor,
-    target: Number,
-    *,
-    map: str = "positive",
-    relative: bool = True,
-    kernel: str = "softmax",
-    projection: str = "iid",
-    **options: Any,
-) -> Tensor:
-    """The least number of projections whose root mean squared error is at most ``target``, for every pair.
-
-    ``relative``: the error is measured against the kernel value. The inverse of :func:`log_mse`; whole
-    numbers in float64 (infinite where even 2^1000 would not do, as for the biased ``regularized`` map beyond
-    its bias).
-
-    >>> import torch
-    >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
-    >>> m = features_needed(x, y, 0.1)
-    >>> bool(relative_error(x, y, m) <= 0.1 < relative_error(x, y, m - 1))
-    True
-    """
-    x, y = pair(x, y, "features_needed")
-    x, y = torch.broadcast_tensors(x, y)
-    goal = 2 * torch.log(positive(target, "target", "features_needed"))
-    shared = dict(map=map, kernel=kernel, projection=projection, relative=relative, **options)
-
-    def short(m: Tensor) -> Tensor:
-        return log_mse(x, y, m, **shared) > goal
-
-    # Double until it is enough, then bisect: the error falls with m for every map and projection here.
-    high = torch.ones(x.shape[:-1], dtype=torch.float64)
-    todo = short(high)
-    while todo.any() and bool((high[todo] < 2.0**1000).any()):
-        high = torch.where(todo, 2 * high, high)
-        todo = short(high)
-    low = torch.where(high > 1, high / 2, torch.zeros_like(high))
-    while bool(((high - low > 1) & (high - low > high * 2.0**-51)).any()):
-        mid = torch.floor((low + high) / 2).clamp(min=1)
-        bad = short(mid)
-        low, high = torch.where(bad, mid, low), torch.where(bad, high, torch.minimum(high, mid))
-    return torch.where(todo, math.inf, high)
-
-
 def block_pairs(num_features: Number, dim: int) -> Tensor:
     """Ordered pairs of projections in one orthogonal block: ``sum_blocks b (b - 1)``, blocks of ``dim`` rows.
 
@@ -313,135 +265,8 @@ def orthogonal_gap_bound(x: Tensor, y: Tensor, num_features: Number, *, kernel: 
     return block_pairs(m, d) / m.square() * 2 / (d + 2) * share.square() * scale
 
 
-def regularized_ratio(x: Tensor, y: Tensor) -> Tensor:
-    """``SMREG / SM``: the mean of regularised features over the kernel (Performers, eq. 30).
-
-    ``exp(-u) sum_k u^k/k! prod_{j<k} d/(d+2j)``, ``u = |z|^2/2``; in (0, 1], at least
-    :func:`regularized_ratio_bound`.
-
-    >>> import torch
-    >>> x = torch.tensor([0.3, -0.1])
-    >>> regularized_ratio(x, -x).item()
-    1.0
-    """
-    x, y = pair(x, y, "regularized_ratio")
-    return _log_ratio((x + y).square().sum(-1), x.shape[-1]).exp()
-
-
-def regularized_ratio_bound(x: Tensor, y: Tensor, *, method: str = "jensen") -> Tensor:
-    """A lower bound of :func:`regularized_ratio`.
-
-    ``"jensen"``: ``exp(-|z|^4 / (4d))``, from Jensen's inequality applied to eq. 30 of Performers.
-    ``"theorem1"``: the last exact step of that paper's proof of Theorem 1 (eq. 32),
-    ``f(l, d) P[Poisson(|z|^2/2) <= l]`` with ``l = floor(d^(1/3))``; it tends to ``1 - 2 d^(-1/3)`` and is
-    the weaker of the two unless |z| is large.
-
-    >>> import torch
-    >>> x = torch.tensor([0.3, -0.1, 0.2, 0.0])
-    >>> bool(regularized_ratio_bound(x, x) <= regularized_ratio(x, x))
-    True
-    """
-    x, y = pair(x, y, "regularized_ratio_bound")
-    u, d = (x + y).square().sum(-1) / 2, x.shape[-1]
-    if one_of(method, "method", "regularized_ratio_bound", ["jensen", "theorem1"]) == "jensen":
-        return torch.exp(-u.square() / d)
-    l = math.floor(round(d ** (1 / 3), 9))
-    log_f = -sum(math.log1p(2 * j / d) for j in range(l))
-    return math.exp(log_f) * torch.special.gammaincc(torch.full_like(u, l + 1.0), u)
-
-
-def regularized_tail_bound( x: Tensor, y: Tensor, threshold: Number, num_features: int, *, projection: str =
-"iid", num_nodes: int = 256 ) -> Tensor: """An upper bound of ``P[SMREG_m(x, y) > threshold]`` for
-``threshold > SMREG(x, y)`` (Performers, Theorem 3).
-
-    iid: Chernoff's ``exp(-m L(a))`` with the Legendre transform of one projection. Orthogonal, m <= d: the
-    printed factor ``d/(d+2)`` is not valid for every threshold (its proof counts terms that cancel); the
-    repaired bound is ``min_t exp(-t m a) [ d M^m + 2 (b^m + m b^(m-1) (M - b)) ] / (d+2)``, with
-    ``M = E exp(t X)`` and ``b = exp(t X_0)``, ``X_0 = exp(-(|x|^2+|y|^2)/2)``. Expectations by
-    Gauss-Gegenbauer quadrature with ``num_nodes`` nodes.
-
-    >>> import torch
-    >>> x = torch.tensor([0.3, -0.1])
-    >>> bool(regularized_tail_bound(x, x, 2.0, 2) < 1)
-    True
-    """
-    owner = "regularized_tail_bound"
-    x, y = pair(x, y, owner)
-    d = x.shape[-1]
-    m = float(whole(num_features, "num_features", owner))
-    if one_of(projection, "projection", owner, PROJECTIONS) == "orthogonal" and m > d:
-        raise BochnerError(f"The 'num_features' of {owner} must be at most d = {d} when orthogonal, got {int(m)}.")
-    log_x0 = -(x.square().sum(-1) + y.square().sum(-1)) / 2
-    nodes, weights = _sphere_rule(d, num_nodes)
-    # Work with X / X_0 >= 0: values exp(s t_i), threshold a / X_0.
-    s = math.sqrt(d) * (x + y).norm(dim=-1)
-    a = positive(threshold, "threshold", owner) * torch.exp(-log_x0)
-    s, a = torch.broadcast_tensors(s, a)
-    values = torch.exp(s[..., None] * nodes)
-    log_w = torch.log(weights)
-
-    def log_bound(t: Tensor) -> Tensor:
-        log_m = torch.logsumexp(t[..., None] * values + log_w, -1)
-        if projection == "iid":
-            return m * (log_m - t * a)
-        log_excess = t + logexpm1((log_m - t).clamp(min=0))  # log(M - b), b = exp(t)
-        inner = torch.stack(
-            [
-                math.log(d) + m * log_m,
-                math.log(2.0) + m * t,
-                math.log(2.0 * m) + (m - 1) * t + log_excess,
-            ]
-        )
-        return torch.logsumexp(inner, 0) - math.log(d + 2) - m * t * a
-
-    # The exponent is convex in t for iid; both are unimodal in log t. Golden section on log t.
-    low, high = torch.full_like(a, -30.0), torch.log(1000.0 / values.amax(-1).clamp(max=1e300)).clamp(min=-29.0)
-    ratio = (math.sqrt(5.0) - 1) / 2
-    for _ in range(120):
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        worse = log_bound(left.exp()) > log_bound(right.exp())
-        low, high = torch.where(worse, left, low), torch.where(worse, high, right)
-    best = log_bound(((low + high) / 2).exp())
-    return torch.where(a >= torch.exp(s), 0.0, torch.exp(best.clamp(max=0.0)))
-
-
-def features_uniform(dim: int, radius: float, eps: float, *, constant: float = 1.0) -> int:
-    """Projections for ``max_ij |A_hat - A| <= eps`` with orthogonal trig features (Performers, Theorem 4).
-
-    ``constant * d / delta^2 * log(4 d^(3/4) R / delta)`` with ``delta = eps exp(-R^2 / sqrt d)``; ``radius``
-    R bounds the norms of the queries and keys before scaling. The theorem leaves the constant open: this is
-    the scaling law, and :func:`features_pairs` the bound with a stated probability. Independent of the
-    sequence length.
-
-    >>> features_uniform(4, 1.0, 0.5) > features_uniform(4, 1.0, 1.0)
-    True
-    """
-    owner = "features_uniform"
-    d, R = float(whole(dim, "dim", owner)), float(positive(radius, "radius", owner))
-    log_delta = math.log(float(positive(eps, "eps", owner))) - R * R / math.sqrt(d)
-    log_term = math.log(4 * d**0.75 * R) - log_delta
-    c = float(positive(constant, "constant", owner))
-    return max(1, math.ceil(c * d * math.exp(-2 * log_delta) * max(log_term, 0.0)))
-
-
-def features_pairs(num_pairs: int, radius: float, eps: float, *, failure: float = 0.01) -> int: """Projections
-with which iid trig features have ``|A_hat - A| <= eps`` on all pairs, except with ``failure``.
-
-    Hoeffding's inequality and a union bound: ``2 / delta^2 * log(2 N / p)``, ``delta = eps exp(-r^2)``, for
-    inputs already scaled and of norm at most ``radius`` r. A proof with constants where Theorem 4 of
-    Performers has none.
-
-    >>> features_pairs(100, 0.5, 0.5)
-    131
-    """
-    owner = "features_pairs"
-    n, r = float(whole(num_pairs, "num_pairs", owner)), float(positive(radius, "radius", owner))
-    p, e = float(positive(failure, "failure", owner)), float(positive(eps, "eps", owner))
-    return max(1, math.ceil(2 * math.exp(2 * r * r) / e**2 * math.log(2 * n / p)))
-
-
-def optimal_A(mean_square: Number, dim: int) -> Tensor: """OPRF's best ``A <= 0`` for
-``mean_square = mean |x + y|^2`` over the pairs (Chefs' random tables, Theorem 3.3).
+def optimal_A(mean_square: Number, dim: int) -> Tensor:
+    """OPRF's best ``A <= 0`` for ``mean_square = mean |x + y|^2`` over the pairs (Chefs' random tables).
 
     ``A = (1 - u)/8``, ``u = [(1 + 2l) + sqrt((1 + 2l)^2 + 8l)]/2``, ``l = mean_square / dim``.
 
@@ -455,8 +280,8 @@ def optimal_A(mean_square: Number, dim: int) -> Tensor: """OPRF's best ``A <= 0`
     return _best_a(l)
 
 
-def dense_a(second_moment: Tensor) -> tuple[Tensor, Tensor]: """SDERF's best ``a`` and basis ``U`` for the
-second moment ``mean z z'`` (FAVOR#): OPRF along each eigenvector.
+def dense_a(second_moment: Tensor) -> tuple[Tensor, Tensor]:
+    """SDERF's best ``a`` and basis ``U`` for the second moment ``mean z z'`` (FAVOR#): OPRF along each eigenvector.
 
     >>> import torch
     >>> a, U = dense_a(torch.eye(3))
@@ -470,8 +295,8 @@ second moment ``mean z z'`` (FAVOR#): OPRF along each eigenvector.
     return _best_a(l.clamp(min=0)), U
 
 
-def pair_second_moment(x: Tensor, y: Tensor) -> Tensor: """``mean (x_i + y_j)(x_i + y_j)'`` over all pairs of
-rows of (..., n, d) and (..., s, d), in O((n + s) d^2).
+def pair_second_moment(x: Tensor, y: Tensor) -> Tensor:
+    """``mean (x_i + y_j)(x_i + y_j)'`` over all pairs of rows of (..., n, d) and (..., s, d), in O((n + s) d^2).
 
     >>> import torch
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -588,15 +413,17 @@ def _one_minus_r(count: int, d: int) -> Tensor:
     return -torch.expm1(torch.cat([logs.new_zeros(1), logs]))
 
 
-def _positive_gap(lam: Tensor, d: int) -> Tensor: """``1 - exp(-lam) 1F1(d; d/2; lam/2) = E[1 - r_N]``, N ~
-Poisson(lam); it is 1 in float64 beyond the clamp.""" return poisson_mean(lambda count: _one_minus_r(count,
-d), lam.clamp(max=100 + 40 * math.sqrt(d)))
+def _positive_gap(lam: Tensor, d: int) -> Tensor:
+    """``1 - exp(-lam) 1F1(d; d/2; lam/2) = E[1 - r_N]``, N ~ Poisson(lam); it is 1 in float64 beyond the clamp."""
+    return poisson_mean(lambda count: _one_minus_r(count, d), lam.clamp(max=100 + 40 * math.sqrt(d)))
 
 
-def _trig_gap(delta: Tensor, d: int) -> Tensor: """``exp(-delta) - 1F1(d; d/2; -delta/2)``; of either sign.
-Series near zero, Kummer's transformation elsewhere.""" n = torch.arange(40, dtype=torch.float64) small =
-delta.clamp(max=1.0)[..., None] terms = torch.exp(torch.special.xlogy(n, small) - torch.lgamma(n + 1)) *
-_one_minus_r(40, d) series = (terms * (1 - 2 * (n % 2))).sum(-1)
+def _trig_gap(delta: Tensor, d: int) -> Tensor:
+    """``exp(-delta) - 1F1(d; d/2; -delta/2)``, of either sign: a series near zero, else Kummer's transformation."""
+    n = torch.arange(40, dtype=torch.float64)
+    small = delta.clamp(max=1.0)[..., None]
+    terms = torch.exp(torch.special.xlogy(n, small) - torch.lgamma(n + 1)) * _one_minus_r(40, d)
+    series = (terms * (1 - 2 * (n % 2))).sum(-1)
 
     def values(count: int) -> Tensor:
         j = torch.arange(count - 1, dtype=torch.float64)
@@ -604,12 +431,3 @@ _one_minus_r(40, d) series = (terms * (1 - 2 * (n % 2))).sum(-1)
 
     direct = torch.exp(-delta) - poisson_mean(values, (delta / 2).clamp(max=1e4))
     return torch.where(delta <= 1, series, direct)
-
-
-def _sphere_rule(d: int, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of the first coordinate of a uniform point of the unit sphere in R^d."""
-    if d == 1:
-        return torch.tensor([-1.0, 1.0], dtype=torch.float64), torch.full((2,), 0.5, dtype=torch.float64)
-    nodes, weights = special.roots_jacobi(num_nodes, (d - 3) / 2, (d - 3) / 2)
-    keep = weights > 0
-    return torch.from_numpy(nodes[keep]), torch.from_numpy(weights[keep] / np.sum(weights))
