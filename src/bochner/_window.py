@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner.state import EMPTY, MASKED, Partial, State, WindowState, cat_rows
+from bochner.state import EMPTY, MASKED, Partial, State, WindowState, cat_rows, flatten_groups
 
 if TYPE_CHECKING:
     from bochner.attention import _Call
@@ -53,9 +53,9 @@ def attend(
     # 3. The kernel, on keys at least w places back (and, if not causal, ahead).
     if window or is_causal:
         delayed = (keys[:, :, :n], values[:, :, :n], kernel_holes[:, :n])
-        kernel, new = call.causal(q, *delayed, state, keep_query_scale=True)
+        kernel, new = call.causal(q, *delayed, state, _keep)
     else:
-        kernel, new = call.bidirectional(q, k, v, kernel_holes, keep_query_scale=True)
+        kernel, new = call.bidirectional(q, k, v, kernel_holes, _keep)
     parts.append(kernel)
     if window and not is_causal:
         parts.append(_ahead(call, q, k, v, kernel_holes[:, window:], window))
@@ -122,7 +122,7 @@ def _band(call: _Call, q: Tensor, keys: Tensor, values: Tensor, holes: Tensor, w
         reach = slice(start, min(stop + window + ahead, keys.shape[-2]))
         x, y, u = q[..., start:stop, :], keys[:, :, reach], values[:, :, reach]
         parts.append(call.run(block, start, x, y, u, holes[:, reach]))
-    return _flat(cat_rows(parts))
+    return flatten_groups(cat_rows(parts))
 
 
 def _sinks(
@@ -132,7 +132,7 @@ def _sinks(
     i = torch.arange(seen, seen + q.shape[-2], device=q.device)[None, :, None]
     j = position[:, None, :]
     far = (j <= i - window) if is_causal else ((i - j).abs() >= window)
-    return _flat(call.run(_exact, call, q, k, v, ~far | (j < 0)))
+    return flatten_groups(call.run(_exact, call, q, k, v, ~far | (j < 0)))
 
 
 def _ahead(call: _Call, q: Tensor, k: Tensor, v: Tensor, holes: Tensor, window: int) -> Partial:
@@ -141,7 +141,7 @@ def _ahead(call: _Call, q: Tensor, k: Tensor, v: Tensor, holes: Tensor, window: 
     n = k.shape[-2]
     keys, values = (pad(t.flip(-2), (0, 0, window, 0))[:, :, :n] for t in (k, v))
     late = pad(holes.flip(-1), (window, 0), value=True)[:, :n]
-    part, _ = call.causal(q.flip(-2), keys, values, late, None, keep_query_scale=True)
+    part, _ = call.causal(q.flip(-2), keys, values, late, None, _keep)
 
     def back(t: Tensor) -> Tensor:
         return t.unflatten(-2, (call.groups, n)).flip(-2).flatten(-3, -2)
@@ -169,9 +169,8 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
 
 
-def _flat(p: Partial) -> Partial:
-    """(b, g, r, n, .) to (b, g, r n, .)."""
-    return Partial(p.num.flatten(2, 3), p.den.flatten(2, 3), p.log_ref.flatten(2, 3))
+def _keep(partial: Partial) -> Partial:
+    return partial
 
 
 def check_state(held: WindowState | None, window: int | None, sinks: int) -> None:

@@ -12,6 +12,7 @@ memory is O(L d), never O(L m).
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from bochner import _window
 from bochner._checks import (
     BochnerError,
+    BochnerWarning,
     accumulation_dtype,
     finite,
     floating,
@@ -37,6 +39,7 @@ from bochner.state import (
     absorb,
     cat_rows,
     empty_state,
+    flatten_groups,
     merge,
     normalize_partial,
     read,
@@ -118,30 +121,40 @@ def linear_attention(
         return torch.cat(parts, dim=-2)
 
     with torch.autocast(q.device.type, enabled=False):
-        call = _Call(phi, q, k, v, math.sqrt(scale), recompute)
+        call = _Call(phi, q, k, v, math.sqrt(scale), recompute, normalize, on_small_normalizer)
         if key_padding_mask is not None:
             # What a masked key holds must not matter, not even NaN.
             hole = spread_mask(key_padding_mask)
             k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
         if window is not None or sinks:
             partial, state = _window.attend(call, q, k, v, key_padding_mask, is_causal, window or 0, sinks, state)
+            out = call.finish(partial)
         elif is_causal:
-            partial, state = call.causal(q, k, v, key_padding_mask, state, keep_query_scale=not normalize)
+            out, state = call.causal(q, k, v, key_padding_mask, state, call.finish)
         else:
-            partial, state = call.bidirectional(q, k, v, key_padding_mask, keep_query_scale=not normalize)
-        _refuse_non_finite(partial, state, q, k, v)
-        out = normalize_partial(partial, on_small_normalizer) if normalize else partial.num * partial.log_ref.exp()
-    out = out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+            out, state = call.bidirectional(q, k, v, key_padding_mask, call.finish)
+        call.report(state, q, k, v)
+    out = out.reshape(*q.shape[:-1], v.shape[-1])
     return (out, state) if return_state else out
 
 
 class _Call:
-    """One call of linear attention: the prepared maps, the block size, and how a block is run."""
+    """One call of linear attention: the prepared maps, the block size, how a block is run and finished."""
 
-    def __init__(self, phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, root: float, recompute: bool) -> None:
-        self.phi, self.root = phi, root
+    def __init__(
+        self,
+        phi: FeatureMap,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        root: float,
+        recompute: bool,
+        normalize: bool,
+        policy: str,
+    ) -> None:
+        self.phi, self.root, self.normalize, self.policy = phi, root, normalize, policy
         self.groups = q.shape[1] // k.shape[1]
-        self.dtype = accumulation_dtype(q.dtype)
+        self.out_dtype, self.dtype = q.dtype, accumulation_dtype(q.dtype)
         query, key = phi.prepare("query"), phi.prepare("key")
         self.query: Callable[[Tensor], Features] = lambda x: query(x.to(self.dtype) * root)
         self.key: Callable[[Tensor], Features] = lambda x: key(x.to(self.dtype) * root)
@@ -151,6 +164,36 @@ class _Call:
         lead = q.shape[0] * k.shape[1]
         elements = BLOCK_ELEMENTS * (1 if q.device.type == "cpu" else 64) * (4 if self.recompute else 1)
         self.rows = max(CHUNK, elements // (lead * phi.feature_dim) // CHUNK * CHUNK)
+        self.health: list[tuple[Tensor, Tensor | None, int]] | None = [] if not self.tracing else None
+
+    def finish(self, partial: Partial) -> Tensor:
+        """The output rows of a partial result; what `report` needs is noted."""
+        if not self.normalize:
+            return (partial.num * partial.log_ref.exp()).to(self.out_dtype)
+        out, small = normalize_partial(partial, self.policy)
+        if self.health is not None:
+            count = None if small is None else small.sum()
+            self.health.append((partial.den.detach().sum(), count, partial.den.numel()))
+        return out.to(self.out_dtype)
+
+    def report(self, state: State | None, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Refuse non-finite inputs, which show in the small sums; count the rows with a small normaliser."""
+        health, self.health = self.health, None  # a recomputed block notes nothing
+        if health is None:
+            return
+        sums = [den for den, _, _ in health] + [t.detach().sum() for t in (state or ())[:2]]
+        if not all(math.isfinite(float(t)) for t in sums):
+            for x, name in ((q, "q"), (k, "k"), (v, "v")):
+                finite(x, name, "linear_attention")
+        count = sum(int(small) for _, small, _ in health if small is not None)
+        if count:
+            message = (
+                f"{count} of {sum(rows for _, _, rows in health)} attention rows have a normaliser near or below zero: "
+                f"the signed map {type(self.phi).__name__} is too noisy here; use a positive map or more features"
+            )
+            if self.policy == "raise":
+                raise BochnerError(f"{message}, or on_small_normalizer='clamp'.")
+            warnings.warn(f"{message} (policy: {self.policy}).", BochnerWarning, stacklevel=3)
 
     def run(self, block: Callable[..., Any], *args: Any) -> Any:
         """A block, its features recomputed in the backward pass if there will be one."""
@@ -166,31 +209,33 @@ class _Call:
         return sizes + ([length - whole] if length > whole else [])
 
     def bidirectional(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, keep_query_scale: bool
-    ) -> tuple[Partial, State]:
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, finish: Callable[[Partial], Any]
+    ) -> tuple[Any, State]:
+        """One absorb and one read; rows grouped as (b, g, h/g * n), each block passed through `finish`."""
         state = self.absorb_all(k, v, mask)
         q = q.reshape(*k.shape[:2], -1, q.shape[-1])
 
-        def block(x: Tensor, *state: Any) -> Partial:
-            f = self.query(x)
-            return read_partial(State(*state), f, positive=self.phi.positive, keep_query_scale=keep_query_scale)
+        def block(x: Tensor, *state: Any) -> Any:
+            return finish(read_partial(State(*state), self.query(x), positive=self.phi.positive))
 
         parts = [self.run(block, x, *state[:3]) for x in q.split(self.blocks(q.shape[-2]), dim=-2)]
         return cat_rows(parts), state
 
     def absorb_all(self, k: Tensor, v: Tensor, mask: Tensor | None) -> State:
-        state = empty_state(k.shape[:2], self.phi.feature_dim, v.shape[-1], dtype=self.dtype, device=k.device)
+        state = self.empty(k, v)
 
         def block(x: Tensor, u: Tensor, hole: Tensor | None, *state: Any) -> State:
             return absorb(State(*state), self.key(x), u, hole)
 
         for x, u, hole in self.split(k, v, mask, self.blocks(k.shape[-2])):
             if self.recompute:  # only the block's own sums are kept for the backward pass
-                fresh = empty_state(k.shape[:2], self.phi.feature_dim, v.shape[-1], dtype=self.dtype, device=k.device)
-                state = merge(state, State(*self.run(block, x, u, hole, *fresh[:3])[:3]))
+                state = merge(state, self.run(block, x, u, hole, *self.empty(k, v)[:3]))
             else:
                 state = block(x, u, hole, *state[:3])
         return state
+
+    def empty(self, k: Tensor, v: Tensor) -> State:
+        return empty_state(k.shape[:2], self.phi.feature_dim, v.shape[-1], dtype=self.dtype, device=k.device)
 
     def causal(
         self,
@@ -199,25 +244,27 @@ class _Call:
         v: Tensor,
         mask: Tensor | None,
         state: State | None,
-        *,
-        keep_query_scale: bool,
-    ) -> tuple[Partial, State]:
-        """The kernel part of causal attention, rows grouped as (b, g, h/g * n)."""
+        finish: Callable[[Partial], Any],
+    ) -> tuple[Any, State]:
+        """A scan over chunks; rows grouped as (b, g, h/g * n), each block passed through `finish`."""
         b, g, n, _ = k.shape
         q = q.reshape(b, g, self.groups, n, q.shape[-1])
         if state is None:
-            state = empty_state((b, g), self.phi.feature_dim, v.shape[-1], dtype=self.dtype, device=k.device)
+            state = self.empty(k, v)
+
+        def block(*args: Any) -> Any:
+            partial, state = self._causal_block(*args)
+            return finish(partial), state
+
         sizes = self.blocks(n, CHUNK)
         parts = []
-        chunks = zip(q.split(sizes, dim=-2), self.split(k, v, mask, sizes), strict=True)
-        for x, (y, u, hole) in chunks:
-            part, state = self.run(self._causal_block, x, y, u, hole, keep_query_scale, *state[:3])
+        for x, (y, u, hole) in zip(q.split(sizes, dim=-2), self.split(k, v, mask, sizes), strict=True):
+            part, state = self.run(block, x, y, u, hole, *state[:3])
             parts.append(part)
-        joined = cat_rows(parts)
-        return Partial(*(None if t is None else t.reshape(b, g, -1, t.shape[-1]) for t in joined)), state  # type: ignore[arg-type]
+        return flatten_groups(cat_rows(parts)), state
 
     def _causal_block(
-        self, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, keep_query_scale: bool, *carried: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, *carried: Tensor
     ) -> tuple[Partial, State]:
         """Some chunks of c rows: q (b, g, r, rows, d), k and v (b, g, rows, .), after the state `carried`.
 
@@ -269,8 +316,7 @@ class _Call:
         if bound is not None:
             bound = bound + torch.stack(bounds, dim=2) * carry  # type: ignore[arg-type]
         log_ref = row_ref.unsqueeze(3).expand(b, g, chunks, r, c).reshape(b, g, chunks, r * c, 1)
-        if keep_query_scale:
-            log_ref = log_ref + lq
+        log_ref = log_ref + lq
 
         def rows_of(t: Tensor) -> Tensor:
             return t.view(b, g, chunks, r, c, -1).transpose(2, 3).reshape(b, g, r, rows, -1)
@@ -367,16 +413,6 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, owner: str) -> None:
         )
     if q.shape[-2] == 0 or k.shape[-2] == 0:
         raise BochnerError(f"{owner} needs at least one query and one key, got n={q.shape[-2]}, s={k.shape[-2]}.")
-
-
-def _refuse_non_finite(partial: Partial, state: State | None, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """NaN or infinity in an input shows in the small sums; only then are the inputs searched, to say where it is."""
-    if torch.compiler.is_compiling():
-        return
-    sums = [partial.den.detach().sum(), *(t.detach().sum() for t in (state or ())[:2])]
-    if not all(math.isfinite(float(t)) for t in sums):
-        for x, name in ((q, "q"), (k, "k"), (v, "v")):
-            finite(x, name, "linear_attention")
 
 
 def check_mask(mask: Tensor | None, k: Tensor, owner: str) -> None:

@@ -6,13 +6,12 @@ running maximum. `absorb` adds keys, `merge` joins two states, `read` answers qu
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bochner._checks import BochnerError, BochnerWarning
+from bochner._checks import BochnerError
 from bochner.features import Features
 
 EMPTY = -1e30  # the log scale of nothing: finite, so that differences are never NaN
@@ -115,55 +114,52 @@ def merge(a: State, b: State) -> State:
     )
 
 
-def read(state: State, features: Features, *, positive: bool = True, on_small_normalizer: str = "clamp") -> Tensor:
-    """Normalised attention of queries (their features (..., n, m)) over the keys of a state, (..., n, v)."""
-    return normalize_partial(read_partial(state, features, positive=positive), on_small_normalizer)
+def read(state: State, features: Features, *, positive: bool = True) -> Tensor:
+    """Normalised attention of queries (their features (..., n, m)) over the keys of a state, (..., n, v).
+
+    `positive=False` for signed maps: normalisers near or below zero are raised to a floor.
+    """
+    return normalize_partial(read_partial(state, features, positive=positive), "clamp")[0]
 
 
-def read_partial(state: State, features: Features, *, positive: bool, keep_query_scale: bool = False) -> Partial:
+def read_partial(state: State, features: Features, *, positive: bool) -> Partial:
     values, log_scale = features
     num = values @ state.kv
     den = (state.norm.unsqueeze(-2) @ values.mT).mT
-    log_ref = state.log_scale[..., None, None]
-    log_ref = log_ref + log_scale if keep_query_scale else log_ref.expand_as(den)
     bound = None
     if not positive:
         bound = values.detach().norm(dim=-1, keepdim=True) * state.norm.detach().norm(dim=-1)[..., None, None]
-    return Partial(num, den, log_ref, bound)
+    return Partial(num, den, state.log_scale[..., None, None] + log_scale, bound)
 
 
-def cat_rows(parts: list[Partial]) -> Partial:
+def cat_rows(parts: list[Any]) -> Any:
+    """Blocks of output rows, or of partial results, joined along the rows."""
     if len(parts) == 1:
         return parts[0]
-    num, den, log_ref, bound = zip(*parts, strict=True)
-    return Partial(
-        torch.cat(num, dim=-2),
-        torch.cat(den, dim=-2),
-        torch.cat(log_ref, dim=-2),
-        None if bound[0] is None else torch.cat(bound, dim=-2),
-    )
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts, dim=-2)
+    fields = zip(*parts, strict=True)
+    return Partial(*(None if field[0] is None else torch.cat(field, dim=-2) for field in fields))  # type: ignore[arg-type]
 
 
-def normalize_partial(partial: Partial, policy: str) -> Tensor:
-    """num / den; zeros where nothing was attended to; signed maps under the policy for small normalisers."""
+def flatten_groups(rows: Any) -> Any:
+    """(b, g, r, n, .) to (b, g, r n, .), for output rows or a partial result."""
+    if isinstance(rows, Tensor):
+        return rows.flatten(2, 3)
+    return Partial(*(None if t is None else t.flatten(2, 3) for t in rows))  # type: ignore[arg-type]
+
+
+def normalize_partial(partial: Partial, policy: str) -> tuple[Tensor, Tensor | None]:
+    """num / den, zeros where nothing was attended to; and, for signed maps, which normalisers were too small."""
     num, den, _, bound = partial
+    small = None
     if bound is not None:
         small = (den < SMALL_NORMALIZER * bound) & (bound > 0)
-        if not torch.compiler.is_compiling():
-            count = int(small.sum())
-            if count:
-                message = (
-                    f"{count} of {small.numel()} attention rows have a normaliser near or below zero: the signed "
-                    "feature map is too noisy here; use a positive map or more features"
-                )
-                if policy == "raise":
-                    raise BochnerError(message + ", or on_small_normalizer='clamp'.")
-                warnings.warn(f"{message} (policy: {policy}).", BochnerWarning, stacklevel=4)
         if policy == "zero":
             num = num.masked_fill(small, 0)
         den = torch.where(small, (SMALL_NORMALIZER * bound).clamp_min(torch.finfo(den.dtype).tiny), den)
-    nothing = den == 0
-    return (num / den.masked_fill(nothing, 1)).masked_fill(nothing, 0)
+    # Where the normaliser is exactly zero, so is the numerator: nothing was attended to.
+    return num / den.masked_fill(den == 0, 1), small
 
 
 def spread_mask(mask: Tensor) -> Tensor:
