@@ -45,6 +45,7 @@ from bochner.state import (
     read,
     read_partial,
     spread_mask,
+    unflatten_groups,
 )
 
 __all__ = [
@@ -121,12 +122,13 @@ def linear_attention(
         return torch.cat(parts, dim=-2)
 
     with torch.autocast(q.device.type, enabled=False):
-        call = _Call(phi, q, k, v, math.sqrt(scale), recompute, normalize, on_small_normalizer)
+        exact_terms = window is not None or sinks > 0
+        call = _Call(phi, q, k, v, math.sqrt(scale), recompute, normalize, on_small_normalizer, exact_terms)
         if key_padding_mask is not None:
             # What a masked key holds must not matter, not even NaN.
             hole = spread_mask(key_padding_mask)
             k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
-        if window is not None or sinks:
+        if exact_terms:
             partial, state = _window.attend(call, q, k, v, key_padding_mask, is_causal, window or 0, sinks, state)
             out = call.finish(partial)
         elif is_causal:
@@ -151,19 +153,22 @@ class _Call:
         recompute: bool,
         normalize: bool,
         policy: str,
+        exact_terms: bool,
     ) -> None:
+        scale_cancels = normalize and not exact_terms
         self.phi, self.root, self.normalize, self.policy = phi, root, normalize, policy
         self.groups = q.shape[1] // k.shape[1]
         self.out_dtype, self.dtype = q.dtype, accumulation_dtype(q.dtype)
-        query, key = phi.prepare("query"), phi.prepare("key")
+        query, key = phi.prepare_attention("query", scale_cancels=scale_cancels), phi.prepare_attention("key")
         self.query: Callable[[Tensor], Features] = lambda x: query(x.to(self.dtype) * root)
         self.key: Callable[[Tensor], Features] = lambda x: key(x.to(self.dtype) * root)
         self.tracing = torch.compiler.is_compiling()
-        learns = any(t.requires_grad for t in (q, k, v)) or any(p.requires_grad for p in phi.parameters())
-        self.recompute = recompute and learns and torch.is_grad_enabled() and not self.tracing
+        tensors = (q, k, v, *phi.parameters())
+        self.learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        self.recompute = recompute and self.learns and not self.tracing
         lead = q.shape[0] * k.shape[1]
         elements = BLOCK_ELEMENTS * (1 if q.device.type == "cpu" else 64) * (4 if self.recompute else 1)
-        self.rows = max(CHUNK, elements // (lead * phi.feature_dim) // CHUNK * CHUNK)
+        self.rows = max(64, elements // (lead * phi.feature_dim) // 64 * 64)
         self.health: list[tuple[Tensor, Tensor | None, int]] | None = [] if not self.tracing else None
 
     def finish(self, partial: Partial) -> Tensor:
@@ -201,12 +206,10 @@ class _Call:
             return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
         return block(*args)
 
-    def blocks(self, length: int, unit: int = 1) -> list[int]:
-        """Sizes of the row blocks: multiples of `unit`, then what remains."""
-        rows = max(unit, (length if self.tracing else self.rows // unit * unit))
-        whole = length // unit * unit
-        sizes = [min(rows, whole - start) for start in range(0, whole, rows)]
-        return sizes + ([length - whole] if length > whole else [])
+    def blocks(self, length: int) -> list[int]:
+        """Sizes of the row blocks."""
+        rows = length if self.tracing else self.rows
+        return [min(rows, length - start) for start in range(0, length, rows)]
 
     def bidirectional(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, finish: Callable[[Partial], Any]
@@ -218,8 +221,10 @@ class _Call:
         def block(x: Tensor, *state: Any) -> Any:
             return finish(read_partial(State(*state), self.query(x), positive=self.phi.positive))
 
-        parts = [self.run(block, x, *state[:3]) for x in q.split(self.blocks(q.shape[-2]), dim=-2)]
-        return cat_rows(parts), state
+        rows = self.new_rows(q.shape[-2])
+        for x in q.split(self.blocks(q.shape[-2]), dim=-2):
+            rows.add(self.run(block, x, *state[:3]))
+        return rows.join(), state
 
     def absorb_all(self, k: Tensor, v: Tensor, mask: Tensor | None) -> State:
         state = self.empty(k, v)
@@ -253,76 +258,61 @@ class _Call:
             state = self.empty(k, v)
 
         def block(*args: Any) -> Any:
-            partial, state = self._causal_block(*args)
+            partial, state = self._causal_chunk(*args)
             return finish(partial), state
 
-        sizes = self.blocks(n, CHUNK)
-        parts = []
+        sizes = [min(CHUNK, n - start) for start in range(0, n, CHUNK)]
+        rows = self.new_rows(n)
         for x, (y, u, hole) in zip(q.split(sizes, dim=-2), self.split(k, v, mask, sizes), strict=True):
             part, state = self.run(block, x, y, u, hole, *state[:3])
-            parts.append(part)
-        return flatten_groups(cat_rows(parts)), state
+            rows.add(part)
+        return flatten_groups(rows.join()), state
 
-    def _causal_block(
-        self, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, *carried: Tensor
+    def _causal_chunk(
+        self, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, *carried: Any
     ) -> tuple[Partial, State]:
-        """Some chunks of c rows: q (b, g, r, rows, d), k and v (b, g, rows, .), after the state `carried`.
+        """One chunk of c rows after the state `carried`: q (b, g, r, c, d), k and v (b, g, c, .).
 
         No statistic of a later key enters an earlier row's arithmetic, so that the future cannot move the past even by
         rounding.
         """
-        b, g, r, rows, d = q.shape
-        c = min(CHUNK, rows)
-        chunks = rows // c
-        # 1. Features, chunk by chunk: queries (b, g, chunks, r c, m), keys (b, g, chunks, c, m).
-        x = q.reshape(b, g, r, chunks, c, d).transpose(2, 3).reshape(b, g, -1, d)
-        fq, lq = (t.view(b, g, chunks, r * c, -1) for t in self.query(x))
-        fk, lk = (t.view(b, g, chunks, c, -1) for t in self.key(k))
-        v = v.to(self.dtype).reshape(b, g, chunks, c, -1)
+        state = State(*carried)
+        b, g, r, c, d = q.shape
+        fq, fk = self.query(q.reshape(b, g, r * c, d)), self.key(k)
+        v, lk = v.to(self.dtype), fk.log_scale
         if hole is not None:
-            lk = lk.masked_fill(hole[:, None, :, None].view(b, 1, chunks, c, 1), MASKED)
-        # 2. References: before each chunk, and for each row the largest key scale up to it.
-        kv, norm, log_scale = carried
+            lk = lk.masked_fill(spread_mask(hole), MASKED)
+        # 1. Each row's reference: the largest key scale up to it.
         peak = lk.detach().squeeze(-1).cummax(-1).values
-        before = [log_scale]
-        for j in range(chunks):
-            before.append(torch.maximum(before[-1], peak[:, :, j, -1]))
-        ref = torch.stack(before, dim=-1)  # (b, g, chunks + 1)
-        row_ref = torch.maximum(peak, ref[..., :-1, None])  # (b, g, chunks, c)
-        # 3. Inside a chunk: the masked scores.
-        decay = (lk.mT - row_ref.unsqueeze(-1)).exp().tril()  # (b, g, chunks, c, c)
-        scores = (fq @ fk.mT).view(b, g, chunks, r, c, c) * decay.unsqueeze(3)
-        scores = scores.view(b, g, chunks, r * c, c)
-        num, den = scores @ v, scores.sum(-1, keepdim=True)
-        bound = None if self.phi.positive else scores.detach().abs().sum(-1, keepdim=True)
-        # 4. Before a chunk: the state, read and then carried on.
-        carry = (ref[..., :-1, None] - row_ref).exp()
-        carry = carry.unsqueeze(3).expand(b, g, chunks, r, c).reshape(b, g, chunks, r * c, 1)
-        weight = (lk - ref[..., 1:, None, None]).exp()
-        fade = (ref[..., :-1] - ref[..., 1:]).exp()
-        weighted = v * weight
-        nums, dens, bounds = [], [], []
-        for j in range(chunks):
-            part = read_partial(
-                State(kv, norm, log_scale), Features(fq[:, :, j], lq[:, :, j]), positive=self.phi.positive
-            )
-            nums.append(part.num)
-            dens.append(part.den)
-            bounds.append(part.bound)
-            kv = kv * fade[..., j, None, None] + fk[:, :, j].mT @ weighted[:, :, j]
-            norm = norm * fade[..., j, None] + (weight[:, :, j].mT @ fk[:, :, j]).squeeze(-2)
-        num = num + torch.stack(nums, dim=2) * carry
-        den = den + torch.stack(dens, dim=2) * carry
-        if bound is not None:
-            bound = bound + torch.stack(bounds, dim=2) * carry  # type: ignore[arg-type]
-        log_ref = row_ref.unsqueeze(3).expand(b, g, chunks, r, c).reshape(b, g, chunks, r * c, 1)
-        log_ref = log_ref + lq
+        row_ref = torch.maximum(peak, state.log_scale[..., None])  # (b, g, c)
+        ref = row_ref[..., -1]
+        # 2. Keys before the chunk, by the state.
+        before = read_partial(state, fq, positive=self.phi.positive)
+        carry = self._per_row(state.log_scale[..., None] - row_ref).exp()
+        # 3. Keys inside the chunk, by masked scores. Later keys are clamped before exp, so that it cannot overflow.
+        lower = torch.ones(c, c, dtype=v.dtype, device=v.device).tril()
+        decay = (lk.mT - row_ref.unsqueeze(-1)).clamp_max(0).exp() * lower
+        scores = (fq.values @ fk.values.mT).view(b, g, r, c, c) * decay.unsqueeze(2)
+        scores = scores.view(b, g, r * c, c)
+        num = scores @ v + before.num * carry
+        den = scores.sum(-1, keepdim=True) + before.den * carry
+        bound = None
+        if before.bound is not None:
+            bound = scores.detach().abs().sum(-1, keepdim=True) + before.bound * carry
+        partial = Partial(num, den, self._per_row(row_ref) + fq.log_scale, bound)
+        # 4. The state after the chunk.
+        weight = (lk - ref[..., None, None]).exp()
+        fade = (state.log_scale - ref).exp()
+        kv = state.kv * fade[..., None, None] + fk.values.mT @ (v * weight)
+        norm = state.norm * fade[..., None] + (weight.mT @ fk.values).squeeze(-2)
+        return unflatten_groups(partial, r), State(kv, norm, ref)
 
-        def rows_of(t: Tensor) -> Tensor:
-            return t.view(b, g, chunks, r, c, -1).transpose(2, 3).reshape(b, g, r, rows, -1)
+    def _per_row(self, t: Tensor) -> Tensor:
+        """(b, g, c) to (b, g, r c, 1): what all query heads of a group share."""
+        return t.repeat(1, 1, self.groups).unsqueeze(-1)
 
-        partial = Partial(rows_of(num), rows_of(den), rows_of(log_ref), None if bound is None else rows_of(bound))
-        return partial, State(kv, norm, ref[..., -1])
+    def new_rows(self, length: int) -> _Rows:
+        return _Rows(None if self.learns or self.tracing else length)
 
     @staticmethod
     def split(
@@ -330,6 +320,27 @@ class _Call:
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         holes = [None] * len(sizes) if mask is None else mask.split(sizes, dim=-1)
         return zip(k.split(sizes, dim=-2), v.split(sizes, dim=-2), holes, strict=True)
+
+
+class _Rows:
+    """Blocks of rows being joined: copied into place while in cache, or kept for one `cat` under autograd."""
+
+    def __init__(self, length: int | None) -> None:
+        self.length, self.start = length, 0
+        self.parts: list[Any] = []
+        self.out: Tensor | None = None
+
+    def add(self, part: Any) -> None:
+        if self.length is None or not isinstance(part, Tensor):
+            self.parts.append(part)
+            return
+        if self.out is None:
+            self.out = part.new_empty(*part.shape[:-2], self.length, part.shape[-1])
+        self.out[..., self.start : self.start + part.shape[-2], :] = part
+        self.start += part.shape[-2]
+
+    def join(self) -> Any:
+        return cat_rows(self.parts) if self.out is None else self.out
 
 
 def _positive_scale(scale: Any) -> float:

@@ -80,9 +80,16 @@ class FeatureMap(FullPrecisionModule):
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         """The map of one role as a plain function, with whatever does not depend on x computed once.
 
-        Attention calls it block by block; it neither validates nor checks for finiteness.
+        It neither validates nor checks for finiteness.
         """
         return lambda x: self._features(x.to(accumulation_dtype(x.dtype)), role)
+
+    def prepare_attention(self, role: str, *, scale_cancels: bool = False) -> Callable[[Tensor], Features]:
+        """`prepare` as attention calls it, block by block: values may reach exp(HEADROOM).
+
+        `scale_cancels`: the row's log scale will not be used (a query's, in normalised attention) and may be wrong.
+        """
+        return self.prepare(role)
 
     def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> FeatureMap:
         """Draw new random parts in place; learned parameters and calibration stay."""
@@ -206,13 +213,15 @@ class ExponentialFeatures(FeatureMap):
         if self.antithetic:
             self.feature_dim = 2 * num_features
 
-    def forward(self, x: Tensor, role: str = "query") -> Features:
-        values, log_scale = super().forward(x, role)
-        return Features(values * math.exp(-HEADROOM), log_scale + HEADROOM)
-
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
+        return self._prepare(role, headroom=0.0, with_row=True)
+
+    def prepare_attention(self, role: str, *, scale_cancels: bool = False) -> Callable[[Tensor], Features]:
+        return self._prepare(role, headroom=HEADROOM, with_row=not scale_cancels)
+
+    def _prepare(self, role: str, *, headroom: float, with_row: bool) -> Callable[[Tensor], Features]:
         log_norm = -0.5 * math.log(self.feature_dim)
-        change = self._change(role)
+        change = self._change(role, with_row)
         log_weight = self._log_weight()
         folded: dict[torch.dtype, tuple[Tensor, Tensor | None]] = {}
 
@@ -231,7 +240,7 @@ class ExponentialFeatures(FeatureMap):
                 logits = self.projection(self._shape_x(x))
                 if log_weight is not None:
                     logits = logits + self._spread(log_weight, x)
-            return exponential(logits, row + log_norm, antithetic=self.antithetic)
+            return exponential(logits, row + log_norm, antithetic=self.antithetic, headroom=headroom)
 
         return features
 
@@ -242,12 +251,12 @@ class ExponentialFeatures(FeatureMap):
         offset = log_weight.to(dtype)
         return w, offset if self.num_heads is None else offset.unsqueeze(-2)
 
-    def _change(self, role: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """x to its changed variable and the log of its row factor (..., n, 1)."""
+    def _change(self, role: str, with_row: bool) -> Callable[[Tensor], tuple[Tensor, Tensor | float]]:
+        """x to its changed variable and the log of its row factor (..., n, 1), or 0.0 when no row factor is wanted."""
+        half = 0.5 if self.kernel == "softmax" else 1.0
 
-        def change(x: Tensor) -> tuple[Tensor, Tensor]:
-            half = 0.5 if self.kernel == "softmax" else 1.0
-            return x, -half * x.square().sum(-1, keepdim=True)
+        def change(x: Tensor) -> tuple[Tensor, Tensor | float]:
+            return x, -half * x.square().sum(-1, keepdim=True) if with_row else 0.0
 
         return change
 
@@ -264,11 +273,13 @@ class ExponentialFeatures(FeatureMap):
         return x
 
 
-def exponential(logits: Tensor, log_row: Tensor, *, antithetic: bool = False) -> Features:
-    """`exp(logits)`, the largest logit of each row less `HEADROOM` moved into the log scale; consumes `logits`."""
+def exponential(
+    logits: Tensor, log_row: Tensor | float, *, antithetic: bool = False, headroom: float = 0.0
+) -> Features:
+    """`exp(logits)`, the largest logit of each row less `headroom` moved into the log scale; consumes `logits`."""
     if antithetic:
         logits = torch.cat([logits, -logits], dim=-1)
-    peak = logits.detach().amax(-1, keepdim=True) - HEADROOM
+    peak = logits.detach().amax(-1, keepdim=True) - headroom
     values = (logits - peak).exp() if logits.requires_grad else logits.sub_(peak).exp_()
     return Features(values, log_row + peak)
 
@@ -420,20 +431,21 @@ class CalibratedFeatures(ExponentialFeatures):
             buffer = getattr(self, name)
             buffer.copy_(value.reshape(buffer.shape))
 
-    def _change(self, role: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    def _change(self, role: str, with_row: bool) -> Callable[[Tensor], tuple[Tensor, Tensor | float]]:
         basis = self.basis_query if role == "query" else self.basis_key
         centre = self.centre_query if role == "query" else self.centre_key
         other = self.centre_key if role == "query" else self.centre_query
 
-        def change(x: Tensor) -> tuple[Tensor, Tensor]:
-            c, o = self._spread(centre, x), self._spread(other, x)
-            t = x - c
+        def change(x: Tensor) -> tuple[Tensor, Tensor | float]:
+            t = x - self._spread(centre, x)
             z = t @ basis.to(x.dtype).mT
+            if not with_row:
+                return z, 0.0
             half = -0.5 * z.square().sum(-1, keepdim=True)
             if self.kernel == "gaussian":
                 return z, half - 0.5 * t.square().sum(-1, keepdim=True)
             # exp((x-a).b) belongs to the query's row, exp(a.y) to the key's.
-            linear = ((t if role == "query" else x) * o).sum(-1, keepdim=True)
+            linear = ((t if role == "query" else x) * self._spread(other, x)).sum(-1, keepdim=True)
             return z, half + linear
 
         return change

@@ -149,6 +149,11 @@ def flatten_groups(rows: Any) -> Any:
     return Partial(*(None if t is None else t.flatten(2, 3) for t in rows))  # type: ignore[arg-type]
 
 
+def unflatten_groups(partial: Partial, r: int) -> Partial:
+    """The inverse of `flatten_groups` on a partial result."""
+    return Partial(*(None if t is None else t.unflatten(2, (r, -1)) for t in partial))  # type: ignore[arg-type]
+
+
 def normalize_partial(partial: Partial, policy: str) -> tuple[Tensor, Tensor | None]:
     """num / den, zeros where nothing was attended to; and, for signed maps, which normalisers were too small."""
     num, den, _, bound = partial
