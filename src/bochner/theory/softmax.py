@@ -394,8 +394,9 @@ def _log_relative_regularized(x: Tensor, y: Tensor, m: Tensor, projection: str, 
     out = 2 * log_r + logexpm1((log_second - 2 * log_r).clamp(min=0)) - torch.log(m)
     if projection == "orthogonal":
         log_pair = log_hyp0f1(d / 2, d * lam / 2) - lam
-        gap = -torch.expm1((log_pair - 2 * log_r).clamp(max=0)) * torch.exp(2 * log_r)
-        out = log_subtract(out, block_pairs(m, d) / m.square() * gap)
+        log_gap = 2 * log_r + log1mexp((2 * log_r - log_pair).clamp(min=0)) + torch.log(block_pairs(m, d) / m.square())
+        some = log_gap > -math.inf
+        out = torch.where(some, out + log1mexp(torch.where(some, out - log_gap, 1.0).clamp(min=0)), out)
     if about == "kernel":
         out = torch.logaddexp(out, 2 * torch.log(-torch.expm1(log_r)))
     return out
