@@ -1,0 +1,424 @@
+"""Local masks as features of positions, and their product with any attention map.
+
+A mask is a kernel `k(p - q)` of positions in R^d (a token's index, a pixel's row and column, or the queries
+themselves), estimated from frequencies w as `mean c(w) cos(w . (p - q))`: the features of a query are
+`sqrt|c| [cos w.p, sin w.p]`, those of a key the same times the sign of c. The Hadamard rule multiplies features:
+`ProductFeatures(mask, attention)` estimates `k(p - q) K(x, y)`, still in linear time.
+
+| name             | mask                                  | frequencies             | m MSE                          |
+|------------------|---------------------------------------|-------------------------|--------------------------------|
+| `local_l1`       | `P(|r + s g|_1 <= delta)`, g ~ N(0,I) | importance-sampled      | at most E[c^2], grows fast in d |
+| `local_laplace`  | `exp(-|r|_1 / delta)`                 | Cauchy / delta, exactly | `(1 - k^2) / 2`                |
+| `local_gaussian` | `exp(-|r|^2 / (2 delta^2))`           | normal / delta, exactly | `(1 - k^2)^2 / 2` (iid)        |
+
+The indicator of an L1 ball is discontinuous, its spectrum is not integrable and no density is proportional to it;
+`local_l1` therefore estimates the mollified indicator. Document 000, section 3, with its (69)-(74) corrected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+
+from bochner._checks import BochnerError, floating, make_generator, one_of, positive_float
+from bochner.features import ExponentialFeatures, FeatureMap, Features, TrigFeatures
+from bochner.generalized import GeneralizedFeatures
+from bochner.projections import DenseProjection, Projection, gaussian, make_projection
+from bochner.sketches import SumPolyFeatures
+
+SCALES = 8  # Gaussians in the proposal of the L1 ball
+
+
+class CauchyProjection(DenseProjection):
+    """Independent standard Cauchy entries: the spectral law of `exp(-|r|_1)`."""
+
+    def _rows(self, g: Generator) -> Tensor:
+        u = torch.rand(self.num_features, self.dim, dtype=torch.float64, generator=g, device="cpu")
+        return torch.tan(math.pi * (u - 0.5))
+
+
+class L1BallProjection(DenseProjection):
+    """Frequencies for the mollified unit L1 ball and their signed importance `c(w) = k_hat_s(w) / ((2 pi)^d p(w))`.
+
+    The proposal p is a mixture of isotropic Gaussians, with scales in geometric progression from the width of the
+    spectrum's core, about (d + 1)/2, to 1/s, where the mollifier ends it. The last one alone bounds c; the mixture
+    keeps E[c^2] within a factor of two of its least value for a 1/s of up to ten.
+    """
+
+    importance: Tensor
+
+    def __init__(self, dim: int, num_features: int, *, smooth: float, **options: Any) -> None:
+        self.smooth = smooth  # the draw, in the base class's constructor, needs it
+        super().__init__(dim, num_features, **options)
+
+    def _draw(self, g: Generator) -> dict[str, Tensor]:
+        m, d = self.num_features, self.dim
+        top = 1 / self.smooth
+        sigma = torch.logspace(math.log(min((d + 1) / 2, top)), math.log(top), SCALES, base=math.e, dtype=torch.float64)
+        which = torch.randint(SCALES, (m,), generator=g, device="cpu")
+        # The stored float32 frequency is the one that gets its weight.
+        w = (gaussian(m, d, g=g) * sigma[which, None]).float().double()
+        square = w.square().sum(-1, keepdim=True)
+        log_p = -0.5 * square / sigma**2 - d * sigma.log() - 0.5 * d * math.log(2 * math.pi)
+        log_p = log_p.logsumexp(-1) - math.log(SCALES)
+        decay = -0.5 * self.smooth**2 * square[:, 0] - d * math.log(2 * math.pi) - log_p
+        return {"weight": w, "importance": l1_ball_spectrum(w) * decay.exp()}
+
+
+class LocalFeatures(FeatureMap):
+    """Base of the local masks: `[cos w.p, sin w.p] sqrt(|c| / m)`, signed; `feature_dim` is 2 m.
+
+    `dim`: d, the number of position coordinates. `delta`: the radius, in units of position.
+    """
+
+    projection: Projection
+
+    def __init__(self, dim: int, num_features: int, *, delta: float, num_heads: int | None = None, kernel: str) -> None:
+        super().__init__(dim, num_features, num_heads=num_heads, kernel=kernel)
+        self.delta = positive_float(delta, "delta", type(self).__name__)
+        self.feature_dim = 2 * num_features
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        t = self.projection(x / self.delta)
+        return Features(torch.cat([t.cos(), t.sin()], dim=-1), self._log_scale(x, 1.0))
+
+    def error_bound(self) -> float:
+        """An upper bound of the root mean squared error at any pair, `sqrt(E[c^2] / m)`."""
+        return self.num_features**-0.5
+
+    def _log_scale(self, x: Tensor, size: float) -> Tensor:
+        return torch.full_like(x[..., :1], math.log(size) - 0.5 * math.log(self.num_features))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, delta={self.delta}"
+
+
+class LocalLaplaceFeatures(LocalFeatures):
+    """The mask `exp(-|p - q|_1 / delta)`, from Cauchy frequencies.
+
+    Unbiased, signed. MSE `(1 - k^2) / (2 m)`: `mse_local_laplace`. O(m d) per row. Rahimi and Recht 2007, table 1.
+
+    >>> phi = LocalLaplaceFeatures(dim=1, num_features=8, delta=4.0)
+    >>> phi.kernel_matrix(torch.zeros(1, 1), torch.tensor([[4.0]]))
+    tensor([[0.3679]])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        delta: float = 1.0,
+        num_heads: int | None = None,
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__(dim, num_features, delta=delta, num_heads=num_heads, kernel="local_laplace")
+        self.projection = CauchyProjection(dim, num_features, num_heads=num_heads, seed=seed, generator=generator)
+
+    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
+        return (-_differences(x, y).abs().sum(-1) / self.delta).exp()
+
+
+class LocalGaussianFeatures(LocalFeatures):
+    """The mask `exp(-|p - q|^2 / (2 delta^2))`, from normal frequencies of any projection.
+
+    Unbiased, signed. MSE with iid frequencies `(1 - k^2)^2 / (2 m)`: `mse_local_gaussian`; orthogonal ones, the
+    default, are below it. O(m d) per row. Rahimi and Recht 2007, table 1.
+
+    >>> phi = LocalGaussianFeatures(dim=2, num_features=8, delta=2.0)
+    >>> phi.kernel_matrix(torch.zeros(1, 2), torch.tensor([[2.0, 2.0]]))
+    tensor([[0.3679]])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        delta: float = 1.0,
+        projection: str | Projection = "orthogonal",
+        num_heads: int | None = None,
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__(dim, num_features, delta=delta, num_heads=num_heads, kernel="local_gaussian")
+        self.projection = make_projection(
+            projection, dim, num_features, num_heads=num_heads, seed=seed, generator=generator
+        )
+
+    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
+        return (-_differences(x, y).square().sum(-1) / (2 * self.delta**2)).exp()
+
+
+class LocalL1Features(LocalFeatures):
+    """The mollified L1-ball mask `k(r) = P(|r + s g|_1 <= delta)`, g ~ N(0, I).
+
+    One well inside the ball, zero well outside, with a step of width s. Unbiased for this mask, signed. MSE at most
+    `E[c^2] / m` (`error_bound`), which grows with delta / s and fast with d: the documentation's table says where it
+    is useless. O(m d) per row; the draw costs one (2d + 1)-dimensional matrix exponential per frequency.
+    Document 000, eqs. (69)-(74), corrected.
+
+    `smooth`: s, by default delta / (2 d + 2), at which k(0) is about 1.
+
+    >>> phi = LocalL1Features(dim=1, num_features=8, delta=4.0, smooth=0.5)
+    >>> phi.kernel_matrix(torch.zeros(1, 1), torch.tensor([[0.0], [4.0]]))
+    tensor([[1.0000, 0.5000]])
+    """
+
+    projection: L1BallProjection
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        delta: float = 1.0,
+        smooth: float | None = None,
+        num_heads: int | None = None,
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__(dim, num_features, delta=delta, num_heads=num_heads, kernel="local_l1")
+        self.smooth = self.delta / (2 * dim + 2) if smooth is None else smooth
+        positive_float(self.smooth, "smooth", type(self).__name__)
+        self.projection = L1BallProjection(
+            dim, num_features, smooth=self.smooth / self.delta, num_heads=num_heads, seed=seed, generator=generator
+        )
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        t = self.projection(x / self.delta)
+        c = self.projection.importance
+        size = c.detach().abs().amax().sqrt()
+        amplitude = c.abs().sqrt() / size * (c.sign() if role == "key" else 1)
+        amplitude = self._spread(amplitude, x)
+        log_scale = (size.log() - 0.5 * math.log(self.num_features)).to(x.dtype).expand(x[..., :1].shape)
+        return Features(torch.cat([t.cos() * amplitude, t.sin() * amplitude], dim=-1), log_scale)
+
+    def error_bound(self) -> float:
+        return float(self.projection.importance.square().mean().sqrt()) * self.num_features**-0.5
+
+    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
+        return mollified_l1_ball(_differences(x, y), self.delta, self.smooth)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, smooth={self.smooth}"
+
+
+class ProductFeatures(FeatureMap):
+    """The Hadamard rule: a map for `k(p, q) K(x, y)` from a `mask` of positions and an `attention` map of vectors.
+
+    The input is the row `[x, p]`, the attention vector followed by its position: `dim` is the sum of the two.
+    `with_positions(q, p)` scales and joins them; then call `linear_attention(..., scale=1.0)`, since a default scale
+    would shrink the positions.
+
+    `rule="paired"` multiplies feature by feature, `sqrt(m) phi_k(x) chi_k(p)`: m frequencies of each map in, m
+    products out (times 2 for the cosine and sine of a mask). It needs maps whose every feature is an estimate by itself
+    (softmax, trigonometric, generalised, `sum_poly` and local maps). `rule="outer"` takes all products: any two maps,
+    `feature_dim` the product of theirs, smaller variance. Both are unbiased when the maps are; the two maps must be
+    independent, so both are redrawn here from one `seed` (pass `redraw=False` to keep maps that already are).
+    Positive when both maps are. Document 000, eqs. (79)-(82).
+
+    >>> mask = LocalGaussianFeatures(dim=1, num_features=16, delta=8.0)
+    >>> phi = ProductFeatures(mask, TrigFeatures(dim=4, num_features=16))
+    >>> phi.dim, phi.feature_dim
+    (5, 64)
+    """
+
+    def __init__(
+        self,
+        mask: FeatureMap,
+        attention: FeatureMap,
+        *,
+        rule: str = "paired",
+        redraw: bool = True,
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        owner = type(self).__name__
+        for value, name in ((mask, "mask"), (attention, "attention")):
+            if not isinstance(value, FeatureMap):
+                raise BochnerError(
+                    f"The {name!r} of {owner} must be a FeatureMap, got {type(value).__name__}; "
+                    "build it with bochner.feature_map."
+                )
+        heads = {m.num_heads for m in (mask, attention)} - {None}
+        if len(heads) > 1:
+            raise BochnerError(f"The maps of {owner} must have the same num_heads, got {sorted(heads, key=str)}.")
+        super().__init__(
+            attention.dim + mask.dim, attention.num_features, num_heads=heads.pop() if heads else None, kernel="product"
+        )
+        self.rule = one_of(rule, "rule", owner, ("paired", "outer"))
+        self.mask, self.attention = mask, attention
+        self.unbiased = mask.unbiased and attention.unbiased  # type: ignore[misc]
+        self.positive = mask.positive and attention.positive  # type: ignore[misc]
+        if rule == "outer":
+            self.feature_dim = mask.feature_dim * attention.feature_dim
+        else:
+            if mask.num_features != attention.num_features:
+                raise BochnerError(
+                    f"rule='paired' of {owner} needs one num_features for both maps, got {mask.num_features} for the "
+                    f"mask and {attention.num_features} for attention; make them equal or use rule='outer'."
+                )
+            self.feature_dim = _blocks(mask) * _blocks(attention) * self.num_features
+        if redraw:
+            self.redraw_(seed, generator=generator)
+
+    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> FeatureMap:
+        g = make_generator(seed, generator)
+        self.mask.redraw_(generator=g)
+        self.attention.redraw_(generator=g)
+        return self
+
+    def prepare(self, role: str) -> Callable[[Tensor], Features]:
+        attend, mask = self.attention.prepare(role), self.mask.prepare(role)
+        d, m = self.attention.dim, self.num_features
+        log_norm = 0.5 * math.log(m) if self.rule == "paired" else 0.0
+
+        def features(x: Tensor) -> Features:
+            a, p = attend(x[..., :d]), mask(x[..., d:])
+            if self.rule == "outer":
+                values = p.values.unsqueeze(-1) * a.values.unsqueeze(-2)
+                return Features(values.flatten(-2), a.log_scale + p.log_scale)
+            # A map's features are blocks of m (cosines, then sines): every block with every block, index by index.
+            left = p.values.unflatten(-1, (-1, 1, m))
+            right = a.values.unflatten(-1, (1, -1, m))
+            return Features((left * right).flatten(-3), a.log_scale + p.log_scale + log_norm)
+
+        return features
+
+    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
+        d = self.attention.dim
+        mask = self.mask.kernel_matrix(x[..., d:], y[..., d:])
+        return mask * self.attention.kernel_matrix(x[..., :d], y[..., :d])
+
+    def _calibrate(self, q: Tensor, k: Tensor) -> None:
+        d = self.attention.dim
+        for part, x, y in ((self.attention, q[..., :d], k[..., :d]), (self.mask, q[..., d:], k[..., d:])):
+            if part.num_heads is None:
+                x, y = x.flatten(0, 1).unsqueeze(0), y.flatten(0, 1).unsqueeze(0)
+            part._calibrate(x, y)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rule={self.rule!r}"
+
+
+def with_positions(x: Tensor, positions: Tensor, *, scale: float | None = None) -> Tensor:
+    """Rows `[x scale^(1/2), p]` for `ProductFeatures`; x (..., n, d), positions (n,) or (..., n, d_p).
+
+    `scale`: of the dot products, d^-1/2 unless given, as in attention; queries and keys take its square root each.
+
+    >>> with_positions(torch.ones(2, 3, 4), torch.arange(3.0)).shape
+    torch.Size([2, 3, 5])
+    """
+    x, positions = floating(x, "x", "with_positions"), floating(positions, "positions", "with_positions")
+    if positions.ndim == 1:
+        positions = positions.unsqueeze(-1)
+    if positions.ndim > x.ndim or positions.shape[-2] != x.shape[-2]:
+        raise BochnerError(
+            f"The 'positions' of with_positions must have shape (n,) or (..., n, d_p) with n = {x.shape[-2]}, got "
+            f"{tuple(positions.shape)}."
+        )
+    scale = x.shape[-1] ** -0.5 if scale is None else positive_float(scale, "scale", "with_positions")
+    positions = positions.to(x.dtype).expand(*x.shape[:-1], positions.shape[-1])
+    return torch.cat([x * math.sqrt(scale), positions], dim=-1)
+
+
+def l1_ball_spectrum(w: Tensor) -> Tensor:
+    """`k_hat(w)`, the integral of exp(-i w.r) over |r|_1 <= 1, for w (..., d) in float64: (...).
+
+    It is the inverse Laplace transform at 1 of `(1/s) prod_j 2s/(s^2 + w_j^2)`. Its residues are a divided difference
+    that cancels where frequencies nearly coincide; here it is read off the chain of oscillators with that transfer
+    function, `u_j' = 2 u_(j-1) - w_j v_j`, `v_j' = w_j u_j`, driven by a constant: one matrix exponential, in which
+    coinciding frequencies are nothing special.
+    """
+    w = w.to(torch.float64)
+    d = w.shape[-1]
+    a = torch.zeros(*w.shape[:-1], 2 * d + 1, 2 * d + 1, dtype=torch.float64, device=w.device)
+    for j in range(d):
+        u = 2 * j + 1
+        a[..., u, max(u - 2, 0)] = 2
+        a[..., u, u + 1] = -w[..., j]
+        a[..., u + 1, u] = w[..., j]
+    return torch.linalg.matrix_exp(a)[..., 2 * d - 1, 0]
+
+
+def mollified_l1_ball(r: Tensor, delta: float, smooth: float) -> Tensor:
+    """`P(|r + s g|_1 <= delta)` for r (..., d), by repeated convolution of folded normals; float64 inside.
+
+    `F_j(t) = int_0^t f_j(t - u) F_(j-1)(u) du`, Gauss-Legendre in u and Chebyshev interpolation in t: to rounding for
+    s of at least delta / 50.
+    """
+    dtype, shape, d = r.dtype, r.shape[:-1], r.shape[-1]
+    s = smooth / delta
+    size = min(300, max(32, math.ceil(6 / s)))
+    rows = max(1, 2**22 // size**2)
+    out = [_l1_probability(block, s, size) for block in (r.to(torch.float64) / delta).reshape(-1, d).split(rows)]
+    return torch.cat(out).reshape(shape).to(dtype) if out else r.new_zeros(shape)
+
+
+def _l1_probability(r: Tensor, s: float, size: int) -> Tensor:
+    """P(|r + s g|_1 <= 1) for r (p, d)."""
+
+    def cdf(j: int, t: Tensor) -> Tensor:
+        x = r[:, j].reshape(-1, *[1] * t.ndim)
+        return torch.special.ndtr((t - x) / s) - torch.special.ndtr((-t - x) / s)
+
+    def density(j: int, t: Tensor) -> Tensor:
+        x = r[:, j].reshape(-1, *[1] * t.ndim)
+        folded = (-0.5 * ((t - x) / s) ** 2).exp() + (-0.5 * ((t + x) / s) ** 2).exp()
+        return folded / (s * math.sqrt(2 * math.pi))
+
+    d = r.shape[-1]
+    if d == 1:
+        return cdf(0, r.new_ones(()))
+    xi, omega = (torch.from_numpy(a).to(r.device) for a in np.polynomial.legendre.leggauss(size))
+    xi, omega = (xi + 1) / 2, omega / 2
+    # 1. F_1 in closed form; F_2 ... F_(d-1) on Chebyshev nodes t, from values between them.
+    nodes = np.cos(np.pi * (np.arange(size) + 0.5) / size)
+    inverse = np.linalg.inv(np.polynomial.chebyshev.chebvander(nodes, size - 1))
+    t = torch.from_numpy((nodes + 1) / 2).to(r.device)
+    u = t[:, None] * xi
+
+    def between(points: Tensor) -> Tensor:
+        table = np.polynomial.chebyshev.chebvander(2 * points.cpu().numpy() - 1, size - 1) @ inverse
+        return torch.from_numpy(table).to(r.device)
+
+    inner, at_end = cdf(0, u), cdf(0, xi)
+    for j in range(1, d - 1):
+        f = (density(j, t[:, None] - u) * inner * omega).sum(-1) * t
+        at_end = f @ between(xi).mT
+        if j < d - 2:
+            inner = torch.einsum("tqn,pn->ptq", between(u), f)
+    # 2. The last convolution, at t = 1 alone.
+    return (density(d - 1, 1 - xi) * at_end * omega).sum(-1).clamp(0, 1)
+
+
+def mse_local_laplace(x: Tensor, y: Tensor, m: int, *, delta: float = 1.0) -> Tensor:
+    """`(1 - k^2) / (2 m)` with `k = exp(-|x - y|_1 / delta)`, for pairs (..., d)."""
+    return -torch.expm1(-2 * (x - y).abs().sum(-1) / delta) / (2 * m)
+
+
+def mse_local_gaussian(x: Tensor, y: Tensor, m: int, *, delta: float = 1.0) -> Tensor:
+    """`(1 - k^2)^2 / (2 m)` with `k = exp(-|x - y|^2 / (2 delta^2))`, iid frequencies, for pairs (..., d)."""
+    return torch.expm1(-(x - y).square().sum(-1) / delta**2).square() / (2 * m)
+
+
+def _differences(x: Tensor, y: Tensor) -> Tensor:
+    return x.unsqueeze(-2) - y.unsqueeze(-3)
+
+
+def _blocks(phi: FeatureMap) -> int:
+    """How many blocks of m features the map has, each feature of a block being an estimate (or half of one) itself."""
+    single = (ExponentialFeatures, TrigFeatures, GeneralizedFeatures, SumPolyFeatures, LocalFeatures)
+    if not isinstance(phi, single) or phi.feature_dim % phi.num_features:
+        raise BochnerError(
+            f"rule='paired' of ProductFeatures cannot pair the features of {type(phi).__name__}, which estimate the "
+            "kernel only together; use rule='outer'."
+        )
+    return phi.feature_dim // phi.num_features

@@ -1,0 +1,299 @@
+"""Local masks: unbiased for the mask they name, with their error, alone and times any attention map."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import mpmath
+import pytest
+import torch
+from stats import check_mean, check_mse, check_mse_at_most
+from torch import Tensor
+
+from bochner._checks import BochnerError
+from bochner.attention import linear_attention
+from bochner.features import (
+    CalibratedFeatures,
+    FeatureMap,
+    HyperbolicFeatures,
+    PositiveFeatures,
+    TrigFeatures,
+    kernel_estimate,
+)
+from bochner.local import (
+    L1BallProjection,
+    LocalGaussianFeatures,
+    LocalL1Features,
+    LocalLaplaceFeatures,
+    ProductFeatures,
+    l1_ball_spectrum,
+    mollified_l1_ball,
+    mse_local_gaussian,
+    mse_local_laplace,
+    with_positions,
+)
+from bochner.sketches import SumPolyFeatures, TensorSketchFeatures
+
+MAPS: dict[str, Any] = {
+    "local_l1": LocalL1Features,
+    "local_laplace": LocalLaplaceFeatures,
+    "local_gaussian": LocalGaussianFeatures,
+}
+
+
+def rows(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def offsets(d: int) -> Tensor:
+    """Position differences inside, near the edge of and outside the unit ball."""
+    direction = torch.linspace(1, 2, d, dtype=torch.float64)
+    return torch.tensor([0.0, 0.4, 0.9, 1.5], dtype=torch.float64)[:, None] * direction / direction.sum()
+
+
+def draws(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
+    """One estimate of K(x_i, y_i) per head: (draws, pairs)."""
+    h = phi.num_heads
+    assert h is not None
+    q, k = phi(x.expand(h, *x.shape)), phi(y.expand(h, *y.shape), "key")
+    return (q.values * k.values).sum(-1) * (q.log_scale + k.log_scale).exp()[..., 0]
+
+
+def single_draws(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
+    """The estimates of K(x_i, y_i) by each of the m frequencies alone, iid ones: (m, pairs)."""
+    q, k, m = phi(x), phi(y, "key"), phi.num_features
+    each = (q.values * k.values).unflatten(-1, (-1, m)).sum(-2)
+    return (m * each * (q.log_scale + k.log_scale).exp()).mT
+
+
+def residues(w: Iterable[Any], dps: int) -> float:
+    """The spectrum by residues, a divided difference, in `dps` digits."""
+    with mpmath.workdps(dps):
+        x = [mpmath.mpf(v) for v in w]
+        total = mpmath.mpf(0)
+        for k, a in enumerate(x):
+            s = mpmath.mpc(0, a)
+            others = mpmath.fprod(s**2 + b**2 for j, b in enumerate(x) if j != k)
+            total += 2 * mpmath.re((2 * s) ** len(x) * mpmath.exp(s) / (2 * s**2 * others))
+        return float(total)
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 4, 6])
+def test_spectrum_is_the_sum_of_residues(d: int) -> None:
+    w = 10 * rows(20, d)
+    exact = torch.tensor([residues(row.tolist(), 60) for row in w], dtype=torch.float64)
+    torch.testing.assert_close(l1_ball_spectrum(w), exact, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("gap", [0.0, 1e-12, 1e-8, 1e-5])
+def test_spectrum_is_stable_where_frequencies_coincide(gap: float) -> None:
+    w = torch.tensor([3.0, 3.0 + gap, -3.0 + gap, 5.0], dtype=torch.float64)
+    with mpmath.workdps(120):  # the residues need distinct frequencies
+        apart = [mpmath.mpf(v) + e for v, e in zip(w.tolist(), (0, 1e-30, 2e-30, 0), strict=True)]
+    exact = residues(apart, 120)
+    assert abs(l1_ball_spectrum(w).item() - exact) < 1e-12 * (2**4 / math.factorial(4))
+    if gap > 0:
+        assert (
+            abs(residues(w.tolist(), 15) - exact) > 1e-7 or gap == 1e-5
+        )  # the plain formula in double precision is not
+
+
+def test_spectrum_at_zero_is_the_volume() -> None:
+    for d in (1, 2, 4, 7):
+        assert l1_ball_spectrum(torch.zeros(d)).item() == pytest.approx(2**d / math.factorial(d), rel=1e-12)
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 4])
+def test_mollified_ball_is_the_probability_of_staying_inside(d: int) -> None:
+    r, s = offsets(d), 0.15
+    noise = s * rows(200_000, d)
+    inside = ((r[:, None] + noise).abs().sum(-1) <= 1).double().mT
+    check_mean(inside, mollified_l1_ball(3 * r, 3.0, 3 * s), scale=0.2)
+
+
+@pytest.mark.parametrize("d", [1, 2, 4])
+def test_l1_mask_is_unbiased_for_the_mollified_mask(d: int) -> None:
+    r = 2 * offsets(d)
+    phi = LocalL1Features(d, 200_000, delta=2.0)
+    x, y = r + 0.5, torch.full_like(r, 0.5)
+    truth = torch.diagonal(phi.kernel_matrix(x, y))
+    samples = single_draws(phi, x, y)
+    check_mean(samples, truth, scale=1.0, detect=0.15)
+    check_mse_at_most(samples, truth, phi.num_features * phi.error_bound() ** 2)
+
+
+def test_l1_mask_needs_many_times_more_features_in_four_dimensions() -> None:
+    second = [L1BallProjection(d, 20_000, smooth=1 / (2 * d + 2)).importance.square().mean().item() for d in (1, 2, 4)]
+    # Features for a root mean squared error of 0.1: a hundred times these, about 180, 370 and 2,300.
+    assert second[0] < 2.5 < second[1] < 6 < 15 < second[2] < 35
+
+
+def test_the_discontinuous_mask_has_no_finite_variance() -> None:
+    second = [L1BallProjection(2, 4000, smooth=s).importance.square().mean().item() for s in (0.1, 0.03, 0.01)]
+    assert second[0] < second[1] / 1.5 < second[2] / 2.5  # grows without bound as the mollifier goes
+
+
+@pytest.mark.parametrize("d", [1, 2, 4])
+def test_laplace_mask_is_unbiased_with_its_mse(d: int) -> None:
+    x, y = offsets(d)[1:] + 3.0, torch.full((3, d), 3.0, dtype=torch.float64)
+    phi = LocalLaplaceFeatures(d, 100_000, delta=1.5)
+    truth = torch.diagonal(phi.kernel_matrix(x, y))
+    samples = single_draws(phi, x, y)
+    check_mean(samples, truth)
+    check_mse(samples, truth, mse_local_laplace(x, y, 1, delta=1.5))
+
+
+@pytest.mark.parametrize("d", [1, 2, 4])
+def test_gaussian_mask_is_unbiased_with_its_mse(d: int) -> None:
+    x, y = 2 * offsets(d)[1:], torch.zeros(3, d, dtype=torch.float64)
+    phi = LocalGaussianFeatures(d, 200_000, delta=1.5, projection="iid")
+    truth = torch.diagonal(phi.kernel_matrix(x, y))
+    samples = single_draws(phi, x, y)
+    check_mean(samples, truth, detect=0.15)
+    check_mse(samples, truth, mse_local_gaussian(x, y, 1, delta=1.5), detect=0.2)
+
+
+PAIR = (
+    torch.tensor([[0.4, 0.3, 5.0], [0.2, 0.4, 5.6]], dtype=torch.float64),
+    torch.tensor([[0.3, 0.4, 5.2], [0.3, 0.1, 5.0]], dtype=torch.float64),
+)
+
+
+@pytest.mark.parametrize("mask", MAPS)
+@pytest.mark.parametrize("attention", [PositiveFeatures, HyperbolicFeatures, TrigFeatures, SumPolyFeatures])
+def test_paired_product_of_a_mask_and_an_attention_map_is_unbiased(mask: str, attention: Any) -> None:
+    m, iid = 150_000, {"projection": "iid"}
+    phi = ProductFeatures(
+        MAPS[mask](1, m, **(iid if mask == "local_gaussian" else {})),
+        attention(2, m, **({} if attention is SumPolyFeatures else iid)),
+    )
+    check_mean(single_draws(phi, *PAIR), torch.diagonal(phi.kernel_matrix(*PAIR)), scale=0.6)
+
+
+@pytest.mark.parametrize("mask", MAPS)
+@pytest.mark.parametrize("attention", [PositiveFeatures, TensorSketchFeatures])
+def test_outer_product_of_a_mask_and_an_attention_map_is_unbiased(mask: str, attention: Any) -> None:
+    h, m, n = 2000, 8, 12
+    phi = ProductFeatures(MAPS[mask](1, m, num_heads=h), attention(2, n, num_heads=h), rule="outer")
+    assert phi.feature_dim == 2 * m * n
+    check_mean(draws(phi, *PAIR), torch.diagonal(phi.kernel_matrix(*PAIR)), detect=0.3, scale=0.6)
+
+
+def test_a_product_of_maps_that_share_their_draws_would_be_biased() -> None:
+    mask, attention = (cls(2, 50_000, projection="iid") for cls in (LocalGaussianFeatures, TrigFeatures))
+    x, y = torch.tensor([[0.9, 0.3, 0.9, 0.3]], dtype=torch.float64), torch.zeros(1, 4, dtype=torch.float64)
+    shared = ProductFeatures(mask, attention, redraw=False)
+    with pytest.raises(AssertionError, match="claimed"):
+        check_mean(single_draws(shared, x, y), shared.kernel_matrix(x, y).flatten())
+    redrawn = ProductFeatures(mask, attention)
+    check_mean(single_draws(redrawn, x, y), redrawn.kernel_matrix(x, y).flatten())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_masked_attention_in_linear_time_is_the_quadratic_one(is_causal: bool) -> None:
+    q, k, v = (rows(1, 2, 40, 4, seed=s) for s in range(3))
+    p = torch.arange(40, dtype=torch.float64)
+    mask = LocalGaussianFeatures(1, 64, delta=12.0)
+    phi = ProductFeatures(mask, PositiveFeatures(4, 64), rule="outer")
+    qp, kp = with_positions(q, p), with_positions(k, p)
+    a = kernel_estimate(phi, qp, kp)
+    if is_causal:
+        a = a.tril()
+    expected = a @ v  # normalisers of a signed map may be small: compare the numerators
+    out = linear_attention(qp, kp, v, phi, is_causal=is_causal, scale=1.0, normalize=False)
+    torch.testing.assert_close(out, expected)
+
+
+def test_masked_attention_approaches_exact_masked_attention() -> None:
+    q, k, v = (rows(1, 1, 64, 4, seed=s) / 2 for s in range(3))
+    p = torch.arange(64, dtype=torch.float64)
+    errors = []
+    for m in (256, 16_384):
+        phi = ProductFeatures(LocalLaplaceFeatures(1, m, delta=32.0), PositiveFeatures(4, m))
+        qp, kp = with_positions(q, p), with_positions(k, p)
+        a = phi.kernel_matrix(qp, kp)
+        expected = (a / a.sum(-1, keepdim=True)) @ v
+        out = linear_attention(qp, kp, v, phi, scale=1.0)
+        errors.append(((out - expected).norm() / expected.norm()).item())
+    assert errors[1] < errors[0] / 3
+    assert errors[1] < 0.1
+
+
+def test_product_calibrates_its_attention_map() -> None:
+    q, k = rows(2, 30, 3, seed=1) + 1.0, rows(2, 30, 3, seed=2) - 0.5
+    phi = ProductFeatures(LocalGaussianFeatures(1, 8), CalibratedFeatures(3, 8, num_heads=2))
+    alone = CalibratedFeatures(3, 8, num_heads=2)
+    alone.calibrate_(q, k)
+    p = torch.arange(30, dtype=torch.float64)
+    phi.calibrate_(with_positions(q, p, scale=1.0), with_positions(k, p, scale=1.0))
+    assert isinstance(phi.attention, CalibratedFeatures)
+    torch.testing.assert_close(phi.attention.a, alone.a)
+    assert phi.num_heads == 2
+
+
+def build(name: str, heads: int | None = None, seed: int = 0) -> FeatureMap:
+    if name != "product":
+        return MAPS[name](2, 6, delta=1.5, num_heads=heads, seed=seed)
+    mask = LocalL1Features(1, 6, delta=1.5, num_heads=heads)
+    return ProductFeatures(mask, PositiveFeatures(1, 6, num_heads=heads), seed=seed)
+
+
+@pytest.mark.parametrize("name", [*MAPS, "product"])
+def test_seed_state_and_redraw(name: str) -> None:
+    x = rows(4, 2)
+    a, b, c = (build(name, seed=s) for s in (1, 1, 2))
+    assert torch.equal(a(x, "key").dense(), b(x, "key").dense())
+    assert not torch.equal(a(x).dense(), c(x).dense())
+    c.load_state_dict(a.state_dict())
+    assert torch.equal(a(x, "key").dense(), c(x, "key").dense())
+    c.redraw_(seed=5)
+    assert not torch.equal(a(x).dense(), c(x).dense())
+    assert torch.equal(c(x).dense(), b.redraw_(seed=5)(x).dense())
+
+
+@pytest.mark.parametrize("name", [*MAPS, "product"])
+def test_heads_are_independent_maps(name: str) -> None:
+    phi, one = build(name, heads=3), build(name)
+    x = rows(2, 3, 5, 2)
+    for role in ("query", "key"):
+        f = phi(x, role).dense()
+        assert f.shape == (2, 3, 5, phi.feature_dim)
+        for head in range(3):
+            for key, value in one.state_dict().items():
+                value.copy_(phi.state_dict()[key][head])
+            torch.testing.assert_close(one(x[:, head], role).dense(), f[:, head])
+
+
+@pytest.mark.parametrize("heads", [None, 2])
+@pytest.mark.parametrize("name", [*MAPS, "product"])
+def test_gradients(name: str, heads: int | None) -> None:
+    phi = build(name, heads).double()
+    shape = (3, 2) if heads is None else (2, 3, 2)
+    x, y = (rows(*shape, seed=s).requires_grad_() for s in (0, 1))
+    assert torch.autograd.gradcheck(lambda a, b: kernel_estimate(phi, a, b), (x, y))
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_values_are_bounded_far_from_the_origin(name: str) -> None:
+    f = build(name)(torch.tensor([[1e4, -1e4], [0.0, 0.0]]), "key")
+    assert f.values.abs().max() <= 1 + 1e-6
+    assert torch.isfinite(f.log_scale).all()
+
+
+def test_bad_arguments_are_one_sentence() -> None:
+    with pytest.raises(BochnerError, match=r"'delta' .* positive finite number, got 0"):
+        LocalLaplaceFeatures(1, 8, delta=0)
+    with pytest.raises(BochnerError, match=r"'smooth' .* positive finite number, got -1"):
+        LocalL1Features(1, 8, smooth=-1.0)
+    with pytest.raises(BochnerError, match=r"cannot pair the features of TensorSketchFeatures.*rule='outer'"):
+        ProductFeatures(LocalGaussianFeatures(1, 8), TensorSketchFeatures(2, 8))
+    with pytest.raises(BochnerError, match="8 for the mask and 9 for attention"):
+        ProductFeatures(LocalGaussianFeatures(1, 8), PositiveFeatures(2, 9))
+    with pytest.raises(BochnerError, match="'mask' of ProductFeatures must be a FeatureMap, got str"):
+        ProductFeatures("local_l1", PositiveFeatures(2, 9))  # type: ignore[arg-type]
+    with pytest.raises(BochnerError, match="same num_heads"):
+        ProductFeatures(LocalGaussianFeatures(1, 8, num_heads=2), PositiveFeatures(2, 8, num_heads=3))
+    with pytest.raises(BochnerError, match=r"'positions' .* n = 3, got \(4, 1\)"):
+        with_positions(torch.ones(3, 2), torch.arange(4.0))
