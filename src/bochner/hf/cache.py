@@ -1,0 +1,174 @@
+"""Decoding in constant memory: a cache layer that holds states instead of keys and values.
+
+The layer's `update` hands the new keys and values back unchanged and remembers that it was asked; the attention call
+that follows takes it up (`take_pending`), advances the states of the linear heads and appends to the keys of the exact
+ones. Any `DynamicCache`, made by `generate` or by the user, gets such layers when the first converted module sees it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
+
+from bochner._checks import BochnerError
+from bochner.state import State, WindowState
+
+GROWTH = 256  # tokens by which the keys of exact heads grow at a time
+
+
+class _Pending(threading.local):
+    layer: RecurrentLayer | None = None
+
+
+_pending = _Pending()
+
+
+def take_pending() -> RecurrentLayer | None:
+    """The cache layer whose `update` was just called, for the attention call that follows it."""
+    layer, _pending.layer = _pending.layer, None
+    return layer
+
+
+class RecurrentLayer(CacheLayerMixin):
+    """The cache of one converted attention module: a state per kind of linear head, keys of the exact heads only."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.seen = 0
+        self.states: dict[str, State] = {}
+        self.filled = 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.seen += key_states.shape[-2]
+        _pending.layer = self
+        return key_states, value_states
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (b, g, n, .) of the exact heads; returns all of them so far."""
+        n = key.shape[-2]
+        if self.keys is None or self.values is None:
+            self.keys, self.values = (t.new_empty(*t.shape[:2], 0, t.shape[-1]) for t in (key, value))
+        if self.filled + n > self.keys.shape[-2]:
+            room = -(-(self.filled + n) // GROWTH) * GROWTH - self.filled
+            self.keys, self.values = (
+                torch.cat([old[..., : self.filled, :], old.new_zeros(*old.shape[:2], room, old.shape[-1])], dim=-2)
+                for old in (self.keys, self.values)
+            )
+        self.keys[..., self.filled : self.filled + n, :] = key
+        self.values[..., self.filled : self.filled + n, :] = value
+        self.filled += n
+        return self.keys[..., : self.filled, :], self.values[..., : self.filled, :]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the linear heads: they do not grow."""
+        return sum(state.nbytes for state in self.states.values())
+
+    @property
+    def nbytes(self) -> int:
+        kept = sum(t.numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
+        return kept + self.state_bytes
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.keys = self.values = None
+        self.states, self.seen, self.filled = {}, 0, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise BochnerError(
+                "The state of linear attention cannot forget tokens, so that assisted decoding, which takes tokens "
+                "back, is not possible; generate without an assistant."
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(lambda t: t[indices])
+
+    def offload(self) -> None:
+        self._select(lambda t: t.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """States are small and move with the next call."""
+
+    def _select(self, f: Any) -> None:
+        """Apply f to every tensor; all have the batch in front."""
+        self.states = {kind: _map_state(state, f) for kind, state in self.states.items()}
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = f(self.keys), f(self.values)
+
+
+def _map_state(state: State, f: Any) -> State:
+    window = state.window
+    if window is not None:
+        window = WindowState(*(f(t) if isinstance(t, Tensor) else t for t in window))  # type: ignore[arg-type]
+    return State(f(state.kv), f(state.norm), f(state.log_scale), window)
+
+
+def install_hook(module: nn.Module, index: int) -> Any:
+    """Before each call of an attention module, make the cache layer it will use a recurrent one; returns the handle."""
+
+    def prepare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, (Cache, EncoderDecoderCache))), None)
+        if cache is None:
+            return
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        make_recurrent(cache, index)
+
+    return module.register_forward_pre_hook(prepare, with_kwargs=True)
+
+
+def make_recurrent(cache: Cache, index: int) -> None:
+    """Put a recurrent layer in place `index` of a cache, unless it is there already."""
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= index:
+            cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[index]
+    if isinstance(layer, RecurrentLayer):
+        return
+    if type(layer) is not DynamicLayer:
+        raise BochnerError(
+            f"Linear attention decodes with its own state, not with {type(layer).__name__} of {type(cache).__name__}; "
+            "leave cache_implementation unset, or pass a DynamicCache."
+        )
+    if layer.get_seq_length():
+        raise BochnerError(
+            "This cache holds keys and values of another attention; start from an empty cache with a converted model."
+        )
+    cache.layers[index] = RecurrentLayer()
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes that a cache holds: states and keys of a converted model, keys and values of any other."""
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, RecurrentLayer):
+            total += layer.nbytes
+        else:
+            total += sum(t.numel() * t.element_size() for t in (layer.keys, layer.values) if isinstance(t, Tensor))
+    return total

@@ -1,0 +1,161 @@
+"""The plan of a conversion: for every layer and head, what computes its attention."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bochner._checks import BochnerError, one_of, positive_int
+
+FORMAT = 1
+KINDS = ("exact", "window", "hybrid", "kernel")
+LETTERS = dict(zip(KINDS, "EWHK", strict=True))
+
+
+@dataclass
+class LayerPlan:
+    """One attention module: its shape, what each query head becomes, and the map of its linear heads.
+
+    `kinds`, one per query head: `"exact"` softmax; `"window"`, exact in the window and on the sinks and nothing else;
+    `"hybrid"`, the same with the kernel elsewhere; `"kernel"` alone. `scores`: mean peak of each head's attention
+    outside window and sinks, where it was measured.
+    """
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    kinds: list[str]
+    window: int | None = None
+    sinks: int = 0
+    feature_map: str = "calibrated"
+    num_features: int = 128
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    is_causal: bool = False
+    is_cross: bool = False
+    scores: list[float] | None = None
+
+    def check(self) -> LayerPlan:
+        owner = f"the plan of {self.name!r}"
+        for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim", "num_features"):
+            positive_int(getattr(self, name), name, owner)
+        if len(self.kinds) != self.num_heads:
+            raise BochnerError(f"The 'kinds' of {owner} must name {self.num_heads} heads, got {len(self.kinds)}.")
+        for kind in self.kinds:
+            one_of(kind, "kinds", owner, KINDS)
+        if self.window is not None:
+            positive_int(self.window, "window", owner)
+        if self.sinks < 0:
+            raise BochnerError(f"The 'sinks' of {owner} must be at least 0, got {self.sinks}.")
+        near = self.window is not None or self.sinks > 0
+        if not near and {"window", "hybrid"} & set(self.kinds):
+            raise BochnerError(f"{owner} has heads with a window but neither 'window' nor 'sinks'; set one of them.")
+        if self.is_cross and self.window is not None and {"window", "hybrid"} & set(self.kinds):
+            raise BochnerError(f"{owner} is cross-attention, which has no local window; use kind 'kernel' or 'exact'.")
+        return self
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    def kv_heads_of(self, kind: str) -> list[int]:
+        """The key heads that have a query head of this kind."""
+        return sorted({h // self.group for h, k in enumerate(self.kinds) if k == kind})
+
+    def cache_bytes(self, length: int, *, element_size: int = 4, converted: bool = True) -> int:
+        """Bytes that decoding keeps for one sequence of `length` tokens."""
+        per_token = (self.head_dim + self.value_dim) * element_size
+        if not converted:
+            return self.num_kv_heads * per_token * length
+        total = len(self.kv_heads_of("exact")) * per_token * length
+        for kind in ("window", "hybrid", "kernel"):
+            heads = len(self.kv_heads_of(kind))
+            if kind != "kernel":
+                total += heads * per_token * ((self.window or 0) + self.sinks)
+            if kind != "window":
+                total += heads * self.num_features * (self.value_dim + 1) * 4
+        return total
+
+
+@dataclass
+class Plan:
+    """What every attention module of a model becomes: print it, edit it, save it, pass it back to `convert`.
+
+    >>> layer = LayerPlan("layers.0.self_attn", 2, 1, 4, 4, ["exact", "hybrid"], window=8, sinks=1, num_features=16)
+    >>> print(Plan([layer]))
+    Plan: 1 layers, 2 heads: 1 exact, 1 hybrid
+      layers.0.self_attn  EH  window 8, sinks 1, calibrated m=16
+    """
+
+    layers: list[LayerPlan]
+    model_type: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise BochnerError("A plan needs at least one layer.")
+        for layer in self.layers:
+            layer.check()
+
+    def __str__(self) -> str:
+        counts = {k: sum(layer.kinds.count(k) for layer in self.layers) for k in KINDS}
+        total = sum(counts.values())
+        found = ", ".join(f"{n} {k}" for k, n in counts.items() if n)
+        lines = [f"Plan: {len(self.layers)} layers, {total} heads: {found}"]
+        width = max(len(layer.name) for layer in self.layers)
+        for layer in self.layers:
+            heads = "".join(LETTERS[k] for k in layer.kinds)
+            near = f"window {layer.window}, sinks {layer.sinks}, " if layer.window or layer.sinks else ""
+            lines.append(
+                f"  {layer.name.ljust(width)}  {heads}  {near}{layer.feature_map} m={layer.num_features}"
+                + (" (cross)" if layer.is_cross else "")
+            )
+        return "\n".join(lines)
+
+    def count(self, kind: str) -> int:
+        """How many query heads are of this kind."""
+        return sum(layer.kinds.count(one_of(kind, "kind", "Plan.count", KINDS)) for layer in self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        return sum(layer.num_heads for layer in self.layers)
+
+    def cache_bytes(self, length: int, *, element_size: int = 4, converted: bool = True) -> int:
+        """Bytes that decoding keeps for one sequence of `length` tokens, converted or as before."""
+        return sum(x.cache_bytes(length, element_size=element_size, converted=converted) for x in self.layers)
+
+    def copy(self) -> Plan:
+        return copy.deepcopy(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, "model_type": self.model_type, "layers": [asdict(layer) for layer in self.layers]}
+
+    @classmethod
+    def from_dict(cls, d: Any) -> Plan:
+        if not isinstance(d, dict) or "layers" not in d:
+            raise BochnerError(
+                "This is not a plan: it has no 'layers'. Plans are made by convert and saved by Plan.save."
+            )
+        if d.get("format") != FORMAT:
+            raise BochnerError(f"The plan has format {d.get('format')!r}, this version reads format {FORMAT}.")
+        try:
+            layers = [LayerPlan(**layer) for layer in d["layers"]]
+        except TypeError as error:
+            raise BochnerError(f"The plan has unknown or missing fields: {error}.") from error
+        return cls(layers, d.get("model_type", ""))
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, json.JSONDecodeError) as error:
+            raise BochnerError(f"No plan could be read from {str(path)!r}: {error}.") from error
