@@ -19,11 +19,10 @@ from bochner.sketches import (
     NonnegativePolyFeatures,
     SumPolyFeatures,
     TensorSketchFeatures,
-    bound_tensor_sketch,
-    mse_maclaurin,
-    mse_sum_poly,
-    mse_tensor_sketch,
+    tensor_sketch_variance,
+    with_constant,
 )
+from bochner.theory import mse_sum_poly, mse_tensor_sketch, tensor_sketch_bound
 
 X = torch.tensor([0.6, 0.5, -0.3, 0.4], dtype=torch.float64)
 Y = torch.tensor([0.5, 0.4, -0.2, 0.7], dtype=torch.float64)
@@ -51,7 +50,9 @@ def test_sum_decomposition_is_unbiased_with_its_mse(degree: int, coef: float) ->
     samples, _ = draws(SumPolyFeatures, X, Y, 40_000, 8, degree=degree, coef=coef)
     truth = float((X @ Y + coef) ** degree)
     check_mean(samples, truth)
-    check_mse(samples, truth, mse_sum_poly(X, Y, 8, degree=degree, coef=coef).item(), detect=0.2)
+    check_mse(
+        samples, truth, mse_sum_poly(with_constant(X, coef), with_constant(Y, coef), 8, degree).item(), detect=0.2
+    )
 
 
 def test_the_documents_sum_decomposition_error_is_rejected() -> None:
@@ -69,26 +70,28 @@ def test_tensor_sketch_is_unbiased_with_its_exact_mse(degree: int, coef: float, 
     samples, _ = draws(TensorSketchFeatures, X, Y, 40_000, m, degree=degree, coef=coef)
     truth = float((X @ Y + coef) ** degree)
     check_mean(samples, truth)
-    check_mse(samples, truth, mse_tensor_sketch(X, Y, m, degree=degree, coef=coef).item(), detect=0.4)
+    check_mse(
+        samples, truth, mse_tensor_sketch(with_constant(X, coef), with_constant(Y, coef), m, degree).item(), detect=0.4
+    )
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
 def test_the_documents_tensor_sketch_bound_is_false_and_avrons_holds(degree: int) -> None:
     m, x = 64, torch.full((8,), 8**-0.5, dtype=torch.float64)
     samples, _ = draws(TensorSketchFeatures, x, x, 20_000, m, degree=degree)
-    check_mse_at_most(samples, 1.0, bound_tensor_sketch(x, x, m, degree=degree).item(), detect=0.5)
-    assert mse_tensor_sketch(x, x, m, degree=degree) <= bound_tensor_sketch(x, x, m, degree=degree)
+    check_mse_at_most(samples, 1.0, tensor_sketch_bound(x, x, m, degree).item(), detect=0.5)
+    assert mse_tensor_sketch(x, x, m, degree) <= tensor_sketch_bound(x, x, m, degree)
     with pytest.raises(AssertionError, match="exceeds the document's bound"):
         check_mse_at_most(samples, 1.0, (1.0 + 1.0) / m, what="document's bound")  # (21): (x.y)^2n + |x|^2n |y|^2n = 2
 
 
-def test_the_exact_tensor_sketch_mse_never_exceeds_avrons_bound() -> None:
-    x, y = rows(200, 6, seed=1), rows(200, 6, seed=2)
-    for m in (1, 2, 9, 64):
-        for degree in (1, 2, 3, 5):
-            exact = mse_tensor_sketch(x, y, m, degree=degree, coef=0.3)
-            assert (exact <= bound_tensor_sketch(x, y, m, degree=degree, coef=0.3)).all()
-            assert (exact >= -1e-9).all()
+def test_variance_of_all_pairs_is_that_of_each() -> None:
+    x, y = rows(5, 6, seed=1), rows(7, 6, seed=2)
+    for m in (2, 9):
+        for degree in (1, 2, 5):
+            each = mse_tensor_sketch(x[:, None], y, m, degree)
+            torch.testing.assert_close(tensor_sketch_variance(x, y, m, degree), each)
+            assert (each <= tensor_sketch_bound(x[:, None], y, m, degree)).all()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +102,7 @@ def test_maclaurin_is_unbiased_with_its_mse(options: dict[str, Any]) -> None:
     assert isinstance(phi, MaclaurinFeatures)
     truth = phi.kernel_matrix(X[None], Y[None]).item()
     check_mean(samples, truth)
-    check_mse(samples, truth, mse_maclaurin(X, Y, phi.coefficients, phi.counts).item(), detect=0.4)
+    check_mse(samples, truth, phi.mse(X, Y).item(), detect=0.4)
 
 
 def test_maclaurin_series_are_the_kernels_they_name() -> None:
@@ -153,7 +156,7 @@ def test_tensor_sketch_has_the_error_of_scikit_learn() -> None:
     for seed in range(5000):
         f = PolynomialCountSketch(degree=2, n_components=m, random_state=seed).fit_transform(x.numpy())
         samples.append(float(f[0] @ f[1]))
-    check_mse(samples, kernel, mse_tensor_sketch(X, Y, m).item(), detect=0.6)
+    check_mse(samples, kernel, mse_tensor_sketch(X, Y, m, 2).item(), detect=0.6)
 
 
 @pytest.mark.parametrize(("n", "d", "m", "degree"), [(1000, 64, 256, 2), (500, 384, 1000, 3), (2000, 16, 250, 4)])

@@ -9,7 +9,7 @@
 
 All are signed except the last, whose kernel estimate is a square. The constant c enters as one more coordinate
 `sqrt(c)`. Rows are scaled to length one before anything is multiplied, and the length goes into the log scale, so
-no degree over- or underflows. The closed-form errors stand at the foot of the module.
+no degree over- or underflows. Errors: `theory.polynomial`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Generator, Tensor
 from bochner._checks import BochnerError, make_generator, positive_int
 from bochner.features import FeatureMap, Features
 from bochner.projections import rademacher
+from bochner.theory import mse_maclaurin
 
 
 class DrawnFeatures(FeatureMap):
@@ -83,9 +84,7 @@ class PolynomialFeatures(DrawnFeatures):
 
     def _units(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x with its constant coordinate, scaled to length one, and the log of the length (..., n, 1)."""
-        if self.coef > 0:
-            x = torch.cat([x, torch.full_like(x[..., :1], math.sqrt(self.coef))], dim=-1)
-        return unit_rows(x)
+        return unit_rows(with_constant(x, self.coef))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, degree={self.degree}, coef={self.coef}"
@@ -94,7 +93,7 @@ class PolynomialFeatures(DrawnFeatures):
 class SumPolyFeatures(PolynomialFeatures):
     """Sum decomposition: `phi_j(x) = sqrt(d^n/m) x_{i_1} ... x_{i_n}` for m uniform tuples (i_1, ..., i_n).
 
-    Unbiased, signed. MSE: `mse_sum_poly`, with the factor d^n unless x and y are spread evenly over the coordinates.
+    Unbiased, signed. MSE: `theory.mse_sum_poly`, with the factor d^n unless x and y are spread evenly over the coordinates.
     O(n m) per row. Document 000, eq. (3); its eq. (7) lacks the square on the second term.
 
     >>> phi = SumPolyFeatures(dim=4, num_features=16, degree=2)
@@ -127,7 +126,7 @@ class TensorSketchFeatures(PolynomialFeatures):
     """TensorSketch: the circular convolution of n count sketches, `phi(x) = IFFT(prod_t FFT(C_t x))`.
 
     `C_t x` adds `s_t(i) x_i` into slot `h_t(i)` of m, with independent uniform slots and signs. Unbiased, signed.
-    MSE: `mse_tensor_sketch`, exact; bound: `bound_tensor_sketch`. O(n (d + m log m)) per row; any m works, a power
+    MSE: `theory.mse_tensor_sketch`, exact; bound: `theory.tensor_sketch_bound`. O(n (d + m log m)) per row; any m works, a power
     of two is the fastest and an odd m has the smallest variance. Pham and Pagh 2013; Avron et al. 2014, Lemma 1;
     document 000, eq. (19), whose bound (21) is false.
 
@@ -152,7 +151,7 @@ class MaclaurinFeatures(DrawnFeatures):
     """Random Maclaurin features of `sum_k a_k (x . y)^k`, all `a_k >= 0`: `sqrt(a_k/m_k) (s_1 . x) ... (s_k . x)`.
 
     Degree k has its own m_k of the m features, each a product of k random signed sums s . x. Unbiased, signed. MSE:
-    `mse_maclaurin`. O(sum_k k m_k d) per row. Kar and Karnick 2012, Algorithm 1; there the degree of each feature is
+    the method `mse`. O(sum_k k m_k d) per row. Kar and Karnick 2012, Algorithm 1; there the degree of each feature is
     drawn at random, here the features are dealt to the degrees beforehand, which removes that part of the variance.
 
     `series`: `"polynomial"` for `(x . y + coef)^degree`, `"exp"` for exp(x . y), a sequence of a_0, a_1, ..., or a
@@ -195,6 +194,16 @@ class MaclaurinFeatures(DrawnFeatures):
         total = torch.zeros_like(p)
         for a in reversed(self.coefficients):
             total = total * p + a
+        return total
+
+    def mse(self, x: Tensor, y: Tensor) -> Tensor:
+        """The MSE for pairs (..., d): `theory.mse_maclaurin` degree by degree, each with its own m_k features."""
+        total = torch.zeros((), dtype=torch.float64)
+        for k, count in enumerate(self.counts):
+            if count:
+                only = torch.zeros(k + 1, dtype=torch.float64)
+                only[k] = 1
+                total = total + mse_maclaurin(x, y, count, self.coefficients[k] * only, only)
         return total
 
     def _draw(self, g: Generator) -> dict[str, Tensor]:
@@ -260,8 +269,8 @@ class NonnegativePolyFeatures(PolynomialFeatures):
         """The mean of the estimate, (..., n, s): the kernel plus the variance of psi(x) . psi(y)."""
         if self.exact:
             return self.kernel_matrix(x, y)
-        x, y = x.unsqueeze(-2), y.unsqueeze(-3)
-        return second_moment_tensor_sketch(x, y, self.rank, degree=self.degree // 2, coef=self.coef)
+        x, y = with_constant(x, self.coef), with_constant(y, self.coef)
+        return (x @ y.mT) ** self.degree + tensor_sketch_variance(x, y, self.rank, self.degree // 2)
 
     def _features(self, x: Tensor, role: str) -> Features:
         u, log_length = self._units(x)
@@ -271,6 +280,11 @@ class NonnegativePolyFeatures(PolynomialFeatures):
         weight = (1 + (row != column).to(u.dtype)).sqrt()
         values = u.index_select(-1, row) * u.index_select(-1, column) * weight
         return rescaled(values, self.degree * log_length)
+
+
+def with_constant(x: Tensor, coef: float) -> Tensor:
+    """Rows with the coordinate sqrt(c) appended, so that their products are `x . y + c`; c = 0 leaves them alone."""
+    return torch.cat([x, torch.full_like(x[..., :1], math.sqrt(coef))], dim=-1) if coef > 0 else x
 
 
 def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -387,55 +401,17 @@ def deal_features(a: Sequence[float], m: int, radius: float, owner: str) -> list
     return [c + w for c, w in zip(counts, whole, strict=True)]
 
 
-def mse_sum_poly(x: Tensor, y: Tensor, m: int, *, degree: int = 2, coef: float = 0.0) -> Tensor:
-    """`[d^n (sum x_i^2 y_i^2)^n - (x.y)^(2n)] / m`, for pairs (..., d); with c, of the rows with sqrt(c) appended."""
-    dot, _, same, d = _pair_moments(x, y, coef)
-    return ((d * same) ** degree - dot ** (2 * degree)) / m
+def tensor_sketch_variance(x: Tensor, y: Tensor, m: int, degree: int) -> Tensor:
+    """The exact variance of TensorSketch for all pairs of rows, (..., n, s): `theory.mse_tensor_sketch` as products.
 
-
-def second_moment_tensor_sketch(x: Tensor, y: Tensor, m: int, *, degree: int = 2, coef: float = 0.0) -> Tensor:
-    """`E[(phi(x) . phi(y))^2]` of TensorSketch, exactly, for pairs (..., d).
-
-    With `A = (x.y)^2`, `s = sum x_i^2 y_i^2`, `B = |x|^2|y|^2 - s`, `C = A - s` and g = 2 for even m, 1 for odd:
-    `A^n + [(A+B)^n + (A+C)^n - 2 A^n]/m + g [(A+B+C)^n - (A+B)^n - (A+C)^n + A^n]/m^2`. In each of the n
-    modes the four indices of the square pair up as (ij)(kl), (ik)(jl) or (il)(jk), with weights A, B, C; the two
-    slot differences are then 0 and 0, equal, or opposite, and their sums must both be 0 modulo m.
+    `[(A+B)^n + (A+C)^n - 2 A^n]/m + gcd(2, m) [(A+B+C)^n - (A+B)^n - (A+C)^n + A^n]/m^2` with `A = (x.y)^2`,
+    `s = sum x_i^2 y_i^2`, `B = |x|^2|y|^2 - s` and `C = A - s`.
     """
-    dot, norms, same, _ = _pair_moments(x, y, coef)
-    a = dot.square()
-    b, c = norms - same, a - same
-    an, ab, ac, abc = a**degree, (a + b) ** degree, (a + c) ** degree, (a + b + c) ** degree
-    return an + (ab + ac - 2 * an) / m + math.gcd(2, m) * (abc - ab - ac + an) / m**2
-
-
-def mse_tensor_sketch(x: Tensor, y: Tensor, m: int, *, degree: int = 2, coef: float = 0.0) -> Tensor:
-    """The exact MSE of TensorSketch for pairs (..., d): its second moment less `(x.y + c)^(2n)`."""
-    kernel = _pair_moments(x, y, coef)[0] ** degree
-    return second_moment_tensor_sketch(x, y, m, degree=degree, coef=coef) - kernel.square()
-
-
-def bound_tensor_sketch(x: Tensor, y: Tensor, m: int, *, degree: int = 2, coef: float = 0.0) -> Tensor:
-    """Avron et al. 2014: `MSE <= (2 + 3^n) |x|^(2n) |y|^(2n) / m`, for pairs (..., d)."""
-    return (2 + 3**degree) * _pair_moments(x, y, coef)[1] ** degree / m
-
-
-def mse_maclaurin(x: Tensor, y: Tensor, coefficients: Sequence[float], counts: Sequence[int]) -> Tensor:
-    """`sum_k a_k^2 [(|x|^2|y|^2 + 2 (x.y)^2 - 2 sum x_i^2 y_i^2)^k - (x.y)^(2k)] / m_k`, for pairs (..., d)."""
-    dot, norms, same, _ = _pair_moments(x, y, 0.0)
-    second = norms + 2 * dot.square() - 2 * same
-    total = torch.zeros_like(dot)
-    for k, (a, count) in enumerate(zip(coefficients, counts, strict=True)):
-        if count:
-            total = total + a**2 * (second**k - dot.square() ** k) / count
-    return total
-
-
-def _pair_moments(x: Tensor, y: Tensor, coef: float) -> tuple[Tensor, Tensor, Tensor, int]:
-    """x.y, |x|^2 |y|^2, sum x_i^2 y_i^2 and d, of rows with sqrt(c) appended when c > 0."""
-    dot = (x * y).sum(-1) + coef
-    norms = (x.square().sum(-1) + coef) * (y.square().sum(-1) + coef)
-    same = (x * y).square().sum(-1) + coef**2
-    return dot, norms, same, x.shape[-1] + (coef > 0)
+    a, same = (x @ y.mT).square(), x.square() @ y.square().mT
+    b = x.square().sum(-1, keepdim=True) * y.square().sum(-1, keepdim=True).mT - same
+    an, ab, ac = a**degree, (a + b) ** degree, (2 * a - same) ** degree
+    both = (2 * a + b - same) ** degree
+    return (ab + ac - 2 * an) / m + math.gcd(2, m) * (both - ab - ac + an) / m**2
 
 
 def _non_negative(value: Any, name: str, owner: str) -> float:
