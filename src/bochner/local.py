@@ -12,7 +12,7 @@ themselves), estimated from frequencies w as `mean c(w) cos(w . (p - q))`: the f
 | `local_gaussian` | `exp(-|r|^2 / (2 delta^2))`           | normal / delta, exactly | `(1 - k^2)^2 / 2` (iid)        |
 
 The indicator of an L1 ball is discontinuous, its spectrum is not integrable and no density is proportional to it;
-`local_l1` therefore estimates the mollified indicator. Document 000, section 3, with its (69)-(74) corrected.
+`local_l1` therefore estimates the mollified indicator. Lucyszyn 2025, problem 4, with its (69)-(74) corrected.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class LocalL1Features(LocalFeatures):
     One well inside the ball, zero well outside, with a step of width s. Unbiased for this mask, signed. MSE at most
     `E[c^2] / m` (`error_bound`), which grows with delta / s and fast with d: the documentation's table says where it
     is useless. O(m d) per row; the draw costs one (2d + 1)-dimensional matrix exponential per frequency.
-    Document 000, eqs. (69)-(74), corrected.
+    Lucyszyn 2025, problem 4, eqs. (69)-(74), corrected.
 
     `smooth`: s, by default delta / (2 d + 2), at which k(0) is about 1.
 
@@ -222,7 +222,7 @@ class ProductFeatures(FeatureMap):
     (softmax, trigonometric, generalised, `sum_poly` and local maps). `rule="outer"` takes all products: any two maps,
     `feature_dim` the product of theirs, smaller variance. Both are unbiased when the maps are; the two maps must be
     independent, so both are redrawn here from one `seed` (pass `redraw=False` to keep maps that already are).
-    Positive when both maps are. Document 000, eqs. (79)-(82).
+    Positive when both maps are. Lucyszyn 2025, problem 4, eqs. (79)-(82).
 
     >>> mask = LocalGaussianFeatures(dim=1, num_features=16, delta=8.0)
     >>> phi = ProductFeatures(mask, TrigFeatures(dim=4, num_features=16))

@@ -93,8 +93,8 @@ class PolynomialFeatures(DrawnFeatures):
 class SumPolyFeatures(PolynomialFeatures):
     """Sum decomposition: `phi_j(x) = sqrt(d^n/m) x_{i_1} ... x_{i_n}` for m uniform tuples (i_1, ..., i_n).
 
-    Unbiased, signed. MSE: `theory.mse_sum_poly`, with the factor d^n unless x and y are spread evenly over the coordinates.
-    O(n m) per row. Document 000, eq. (3); its eq. (7) lacks the square on the second term.
+    Unbiased, signed. MSE: `theory.mse_sum_poly`, with the factor d^n unless x and y are spread evenly over the
+    coordinates. O(n m) per row. Lucyszyn 2025, problem 2, eq. (3); its (7) lacks the square on the second term.
 
     >>> phi = SumPolyFeatures(dim=4, num_features=16, degree=2)
     >>> phi(torch.ones(3, 4)).dense().square().sum(-1)
@@ -126,9 +126,9 @@ class TensorSketchFeatures(PolynomialFeatures):
     """TensorSketch: the circular convolution of n count sketches, `phi(x) = IFFT(prod_t FFT(C_t x))`.
 
     `C_t x` adds `s_t(i) x_i` into slot `h_t(i)` of m, with independent uniform slots and signs. Unbiased, signed.
-    MSE: `theory.mse_tensor_sketch`, exact; bound: `theory.tensor_sketch_bound`. O(n (d + m log m)) per row; any m works, a power
-    of two is the fastest and an odd m has the smallest variance. Pham and Pagh 2013; Avron et al. 2014, Lemma 1;
-    document 000, eq. (19), whose bound (21) is false.
+    MSE: `theory.mse_tensor_sketch`, exact; bound: `theory.tensor_sketch_bound`. O(n (d + m log m)) per row; any m
+    works, a power of two is the fastest and an odd m has the smallest variance. Pham and Pagh 2013; Avron et al. 2014;
+    Lucyszyn 2025, problem 2, eq. (19), whose bound (21) is false.
 
     >>> phi = TensorSketchFeatures(dim=4, num_features=16, degree=3, coef=1.0)
     >>> phi(torch.zeros(2, 4)).values.shape
