@@ -213,7 +213,8 @@ def padding_mask(
         what = getattr(mask_function, "__qualname__", repr(mask_function)).split(".")[0]
         raise BochnerError(
             f"Linear attention cannot honour this model's mask ({what}): only causal or bidirectional masks with "
-            "padding. Sliding windows, chunks, packed sequences and prefix masks need attn_implementation='sdpa'."
+            "padding. Sliding windows (unless the config sets them to None), chunks, packed sequences and prefix masks "
+            "need attn_implementation='sdpa'."
         )
     length = kv_length
     if not compiling:  # slots of a fixed-size cache that are not filled yet
