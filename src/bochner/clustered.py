@@ -1,0 +1,256 @@
+"""The clustered hybrid: one complex exponential estimator for every pair of a query and a key cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Generator, Tensor
+
+from bochner._checks import BochnerError, accumulation_dtype, make_generator, one_of, positive_float, positive_int
+from bochner.features import KERNELS, Features, exponential
+from bochner.hybrid import MixedFeatureMap, _row_factor, _spawn, compose
+from bochner.projections import Projection, make_projection
+
+_LARGEST = 10.0  # of the entries of A and of their inverses: beyond, one bad coordinate would rule the variance
+
+
+class ClusteredFeatures(MixedFeatureMap):
+    """A hybrid of complex exponential estimators, one for each pair of clusters, each quiet near its centres.
+
+    `calibrate_(q, k)` runs k-means on queries and keys (per head) and gives pair (i, j) a diagonal `A_ij`. With
+    `u = A_ij x + A_ij^-1 y` the relative second moment of the estimator is `exp(|u|^2)`, so each entry minimises
+    `E|u_k|^2` over the two clusters: modulus `(E[y_k^2]/E[x_k^2])^(1/4)`, real where the centres differ in sign,
+    imaginary where they agree. For tight clusters this is the paper's `sqrt(-r_jk/r_ik)`, which makes u = 0 at the
+    centres, and a centre with a zero coordinate needs no special case. Unbiased with or without `calibrate_` (without,
+    it is `positive`). MSE of a pair: `theory.mse_complex`. Choromanski et al. 2022, section 2.4, H.2.
+
+    `coefficients`: `"indicator"` (Definition H.2): x and y pick their clusters and so their estimator; features of
+    length `I J m` (complex: twice), of which a row fills `J m` or `I m`; O(J m d) per query. `"gaussian"` (Definition
+    H.1): `lam_ij = exp(-|u|^2/(2 t^2))`, smooth in x and y, estimated by n cosines, the rest taken by `positive`.
+    `diagonal`: `"complex"`, or `"real"` for half the length and, with indicators, positive features.
+    `num_clusters`: I and J, or one number for both. `num_coefficients`: n; `breadth`: t, relative to the root of the
+    clusters' own mean `|u|^2`; both for `"gaussian"` only.
+
+    >>> x = torch.randn(100, 4, generator=torch.Generator().manual_seed(0)) * 0.1 + torch.tensor([1.0, 0, 0, -1])
+    >>> phi = ClusteredFeatures(dim=4, num_features=8, num_clusters=2, seed=0).calibrate_(x, -x)
+    >>> phi(x).values.shape
+    torch.Size([100, 64])
+    """
+
+    centres_query: Tensor
+    centres_key: Tensor
+    modulus: Tensor
+    imaginary: Tensor
+    spread: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        num_clusters: int | tuple[int, int] = 2,
+        coefficients: str = "indicator",
+        diagonal: str = "complex",
+        num_coefficients: int = 8,
+        breadth: float = 1.0,
+        projection: str | Projection = "orthogonal",
+        num_heads: int | None = None,
+        kernel: str = "softmax",
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__(dim, num_features, num_heads=num_heads, kernel=kernel)
+        owner = type(self).__name__
+        one_of(kernel, "kernel", owner, KERNELS)
+        pair = num_clusters if isinstance(num_clusters, (tuple, list)) else (num_clusters, num_clusters)
+        if len(pair) != 2:
+            raise BochnerError(f"The 'num_clusters' of {owner} must be one number or a pair, got {num_clusters!r}.")
+        I, J = (positive_int(c, "num_clusters", owner) for c in pair)
+        self.num_clusters = (I, J)
+        self.coefficients = one_of(coefficients, "coefficients", owner, ("indicator", "gaussian"))
+        self.diagonal = one_of(diagonal, "diagonal", owner, ("complex", "real"))
+        self.breadth = positive_float(breadth, "breadth", owner)
+        self.num_coefficients = positive_int(num_coefficients, "num_coefficients", owner)
+        lead = () if num_heads is None else (num_heads,)
+        for name, value in {
+            "centres_query": torch.zeros(*lead, I, dim, device="cpu"),
+            "centres_key": torch.zeros(*lead, J, dim, device="cpu"),
+            "modulus": torch.ones(*lead, I, J, dim, device="cpu"),
+            "imaginary": torch.zeros(*lead, I, J, dim, device="cpu"),  # 1 where the entry of A is imaginary
+            "spread": torch.ones(*lead, I, J, device="cpu"),  # mean |u|^2 of the pair
+        }.items():
+            self.register_buffer(name, value)
+        g = make_generator(seed, generator)
+        self.projection = make_projection(projection, dim, num_features, num_heads=num_heads, seed=None, generator=g)
+        length = num_features * (2 if self.diagonal == "complex" else 1)
+        if self.coefficients == "indicator":
+            self.feature_dim = I * J * length
+            self.positive = self.diagonal == "real"  # type: ignore[misc]
+        else:
+            law = "orthogonal" if isinstance(projection, Projection) else projection
+            n = self.num_coefficients
+            self.coefficient_projection = make_projection(law, dim, n, num_heads=num_heads, seed=_spawn(g))
+            self.feature_dim = (2 * I * J * 2 * n + 1) * length
+
+    def _calibrate(self, q: Tensor, k: Tensor) -> None:
+        I, J = self.num_clusters
+        # 1. Centres, and the second moment of each coordinate in each cluster, floored against the mean of all.
+        (rq, mq), (rk, mk) = (_clusters(t, c, n) for t, c, n in ((q, I, "q"), (k, J, "k")))
+        # 2. A for every pair, and the mean |u|^2 it leaves.
+        rq, mq, rk, mk = rq.unsqueeze(2), mq.unsqueeze(2), rk.unsqueeze(1), mk.unsqueeze(1)
+        modulus = (mk / mq).pow(0.25).clamp(1 / _LARGEST, _LARGEST)
+        same = (rq * rk > 0).to(q.dtype) if self.diagonal == "complex" else torch.zeros_like(modulus)
+        spread = modulus.square() * mq + mk / modulus.square() + 2 * rq * rk * (1 - 2 * same)
+        for name, value in {
+            "centres_query": rq,
+            "centres_key": rk,
+            "modulus": modulus,
+            "imaginary": same,
+            "spread": spread.sum(-1).clamp_min(1e-6),
+        }.items():
+            buffer = getattr(self, name)
+            buffer.copy_(value.reshape(buffer.shape))
+
+    def _prepare(self, role: str, headroom: float) -> Callable[[Tensor], Features]:
+        features = self._indicator if self.coefficients == "indicator" else self._mixture
+        return lambda x: features(x.to(accumulation_dtype(x.dtype)), role, headroom)
+
+    def _indicator(self, x: Tensor, role: str, headroom: float) -> Features:
+        # 1. The cluster of each row, as a one-hot vector.
+        centres = (self.centres_query if role == "query" else self.centres_key).to(x.dtype)
+        score = x @ centres.mT - 0.5 * centres.square().sum(-1).unsqueeze(-2)
+        hot = torch.nn.functional.one_hot(score.argmax(-1), centres.shape[-2]).to(x.dtype)
+        # 2. The matrices of the pairs it belongs to: (..., n, other, d).
+        modulus, imaginary = self._matrices(role, x.dtype)
+        other = modulus.shape[-2]
+        modulus, imaginary = (torch.matmul(hot, t.flatten(-2)).unflatten(-1, (other, -1)) for t in (modulus, imaginary))
+        # 3. Its features in those pairs, at one scale.
+        logits, phase = self._exponents(x.unsqueeze(-2) * modulus, imaginary)
+        log_norm = 0.5 * math.log(self.num_features)
+        size = exponential(logits.flatten(-2), _row_factor(x, self.kernel) - log_norm, headroom=headroom)
+        values = size.values.unflatten(-1, (other, -1))
+        values = _real_parts(values, phase)
+        # 4. Zeros in all other pairs.
+        if role == "query":
+            values = hot[..., :, None, None] * values[..., None, :, :]
+        else:
+            values = hot[..., None, :, None] * values[..., :, None, :]
+        return Features(values.flatten(-3), size.log_scale)
+
+    def _mixture(self, x: Tensor, role: str, headroom: float) -> Features:
+        # 1. A of all pairs in a row, and after them the identity for the base that takes the rest.
+        modulus, imaginary = (t.flatten(-3, -2) for t in self._matrices("query", x.dtype))
+        if role == "key":
+            modulus = 1 / modulus
+        changed = x.unsqueeze(-2) * self._rows(modulus)
+        every = torch.cat([changed, x.unsqueeze(-2)], dim=-2)
+        mask = torch.cat([imaginary, torch.zeros_like(imaginary[..., :1, :])], dim=-2)
+        # 2. The base features of each.
+        logits, phase = self._exponents(every, self._rows(mask))
+        row = _row_factor(x, self.kernel) - 0.5 * math.log(self.num_features)
+        bases = []
+        for p in range(logits.shape[-2]):
+            size = exponential(logits[..., p, :].clone(), row, headroom=headroom)
+            bases.append(
+                Features(_real_parts(size.values, None if phase is None else phase[..., p, :]), size.log_scale)
+            )
+        # 3. lam = exp(-|u|^2 / (2 t^2)): a Gaussian kernel of A x and -(+) y / A.
+        t = self.breadth * self.spread.to(x.dtype).flatten(-2).sqrt().unsqueeze(-1)
+        sign = 1.0 if role == "query" else self._rows(2 * imaginary - 1)
+        angle = self._project(self.coefficient_projection, changed * sign / self._rows(t))
+        scale = torch.full_like(x[..., :1], -0.5 * math.log(self.num_coefficients))
+        xi = [
+            Features(torch.cat([angle[..., p, :].cos(), angle[..., p, :].sin()], dim=-1), scale)
+            for p in range(angle.shape[-2])
+        ]
+        return compose(bases, xi, [0.0] * len(xi), [1.0] * len(xi), role)
+
+    def _matrices(self, role: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Moduli and imaginary masks, (h?, own, other, d); keys have the inverses and their own clusters first."""
+        modulus, imaginary = self.modulus.to(dtype), self.imaginary.to(dtype)
+        if role == "query":
+            return modulus, imaginary
+        return 1 / modulus.transpose(-3, -2), imaginary.transpose(-3, -2)
+
+    def _rows(self, t: Tensor) -> Tensor:
+        """(h?, pairs, d) as it broadcasts against (..., n, pairs, d)."""
+        return t if self.num_heads is None else t.unsqueeze(-3)
+
+    def _exponents(self, changed: Tensor, imaginary: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`Re(w.t - t.t/2)` and `Im(w.t)`, (..., n, pairs, m), for t = changed where real, i changed elsewhere.
+
+        Each coordinate is real or imaginary, so t.t is real. The imaginary part of a key's 1/(i a) is negative: the
+        sign is left to `_real_parts`, where it meets that of the key's feature.
+        """
+        re = changed * (1 - imaginary)
+        square = (changed.square() * (1 - 2 * imaginary)).sum(-1, keepdim=True)
+        logits = self._project(self.projection, re) - 0.5 * square
+        if self.diagonal == "real":
+            return logits, None
+        return logits, self._project(self.projection, changed * imaginary)
+
+    def _project(self, projection: Projection, t: Tensor) -> Tensor:
+        """(..., n, pairs, d) through a projection that takes (..., n, d)."""
+        return projection(t.flatten(-3, -2)).unflatten(-2, t.shape[-3:-1])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, num_clusters={self.num_clusters}, coefficients={self.coefficients!r}"
+
+
+def _real_parts(size: Tensor, phase: Tensor | None) -> Tensor:
+    """`[Re, Im]` of a query, `[Re, -Im]` of a key, whose phase is minus the one given: one formula for both."""
+    return size if phase is None else torch.cat([size * phase.cos(), size * phase.sin()], dim=-1)
+
+
+def _clusters(x: Tensor, count: int, name: str) -> tuple[Tensor, Tensor]:
+    """Centres (h, c, d) and second moments of the coordinates in the clusters (h, c, d)."""
+    centres = kmeans(x, count, name=name)
+    hot = torch.nn.functional.one_hot(torch.cdist(x, centres).argmin(-1), count).to(x.dtype)
+    moments = hot.mT @ x.square() / hot.sum(1).unsqueeze(-1)
+    floor = 1e-6 * x.square().mean((1, 2))[:, None, None] + 1e-30
+    return centres, moments + floor
+
+
+def kmeans(
+    x: Tensor, count: int, *, restarts: int = 4, iterations: int = 100, seed: int = 0, name: str = "x"
+) -> Tensor:
+    """Lloyd's algorithm from k-means++ starts, the best of several: x (h, N, d) to centres (h, c, d)."""
+    g = make_generator(seed)
+    out = []
+    for rows in x:
+        best, best_cost = None, math.inf
+        for _ in range(restarts):
+            centres = _spread_start(rows, count, g, name)
+            cost = math.inf
+            for _ in range(iterations):
+                distance = torch.cdist(rows, centres).square()
+                nearest, label = distance.min(-1)
+                if not nearest.sum() < cost * (1 - 1e-12):
+                    break
+                cost = float(nearest.sum())
+                hot = torch.nn.functional.one_hot(label, count).to(rows.dtype)
+                size = hot.sum(0).unsqueeze(-1)
+                # A cluster that lost all its rows keeps its centre.
+                centres = torch.where(size > 0, hot.mT @ rows / size.clamp_min(1), centres)
+            if cost < best_cost:
+                best, best_cost = centres, cost
+        assert best is not None
+        out.append(best)
+    return torch.stack(out)
+
+
+def _spread_start(rows: Tensor, count: int, g: Generator, name: str) -> Tensor:
+    """k-means++: each next centre a row drawn with probability proportional to its squared distance."""
+    picks = [int(torch.randint(len(rows), (), generator=g, device="cpu"))]
+    nearest = (rows - rows[picks[0]]).square().sum(-1)
+    for _ in range(count - 1):
+        if not bool(nearest.max() > 0):
+            raise BochnerError(
+                f"The {name!r} of calibrate_ has only {len(picks)} distinct rows for {count} clusters; give more data "
+                "or a smaller 'num_clusters'."
+            )
+        picks.append(int(torch.multinomial(nearest.cpu(), 1, generator=g)))
+        nearest = torch.minimum(nearest, (rows - rows[picks[-1]]).square().sum(-1))
+    return rows[picks].clone()
