@@ -1,5 +1,6 @@
 """Bochner: linear-time attention and kernel methods for PyTorch, with their error stated."""
 
+from bochner import nn, parallel
 from bochner._checks import BochnerError, BochnerWarning
 from bochner.attention import State, absorb, empty_state, linear_attention, merge, read
 from bochner.features import FeatureMap, Features, kernel_estimate
@@ -22,5 +23,7 @@ __all__ = [
     "kernel_estimate",
     "linear_attention",
     "merge",
+    "nn",
+    "parallel",
     "read",
 ]

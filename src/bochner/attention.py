@@ -123,7 +123,7 @@ def linear_attention(
 
     with torch.autocast(q.device.type, enabled=False):
         exact_terms = window is not None or sinks > 0
-        call = _Call(phi, q, k, v, math.sqrt(scale), recompute, normalize, on_small_normalizer, exact_terms)
+        call = _Call(phi, q, k, v, math.sqrt(scale), recompute, normalize, on_small_normalizer, exact_terms, state)
         if key_padding_mask is not None:
             # What a masked key holds must not matter, not even NaN.
             hole = spread_mask(key_padding_mask)
@@ -154,6 +154,7 @@ class _Call:
         normalize: bool,
         policy: str,
         exact_terms: bool,
+        state: State | None = None,
     ) -> None:
         scale_cancels = normalize and not exact_terms
         self.phi, self.root, self.normalize, self.policy = phi, root, normalize, policy
@@ -163,7 +164,7 @@ class _Call:
         self.query: Callable[[Tensor], Features] = lambda x: query(x.to(self.dtype) * root)
         self.key: Callable[[Tensor], Features] = lambda x: key(x.to(self.dtype) * root)
         self.tracing = torch.compiler.is_compiling()
-        tensors = (q, k, v, *phi.parameters())
+        tensors = (q, k, v, *phi.parameters(), *(() if state is None else state[:3]))
         self.learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         self.recompute = recompute and self.learns and not self.tracing
         lead = q.shape[0] * k.shape[1]
@@ -216,7 +217,10 @@ class _Call:
     ) -> tuple[Any, State]:
         """One absorb and one read; rows grouped as (b, g, h/g * n), each block passed through `finish`."""
         state = self.absorb_all(k, v, mask)
-        q = q.reshape(*k.shape[:2], -1, q.shape[-1])
+        return self.read_all(q, state, k.shape[1], finish), state
+
+    def read_all(self, q: Tensor, state: State, heads: int, finish: Callable[[Partial], Any]) -> Any:
+        q = q.reshape(q.shape[0], heads, -1, q.shape[-1])
 
         def block(x: Tensor, *state: Any) -> Any:
             return finish(read_partial(State(*state), self.query(x), positive=self.phi.positive))
@@ -224,7 +228,7 @@ class _Call:
         rows = self.new_rows(q.shape[-2])
         for x in q.split(self.blocks(q.shape[-2]), dim=-2):
             rows.add(self.run(block, x, *state[:3]))
-        return rows.join(), state
+        return rows.join()
 
     def absorb_all(self, k: Tensor, v: Tensor, mask: Tensor | None) -> State:
         state = self.empty(k, v)

@@ -223,33 +223,19 @@ class ExponentialFeatures(FeatureMap):
         log_norm = -0.5 * math.log(self.feature_dim)
         change = self._change(role, with_row)
         log_weight = self._log_weight()
-        folded: dict[torch.dtype, tuple[Tensor, Tensor | None]] = {}
+        # Frequencies with their change of variables do not depend on x; where they are a matrix, it is formed here.
+        dense = isinstance(self.projection, DenseProjection)
+        w = self._shape_w(self.projection.matrix()) if dense else None
 
         def features(x: Tensor) -> Features:
-            x = x.to(accumulation_dtype(x.dtype))
-            x, row = change(x)
-            if isinstance(self.projection, DenseProjection):
-                # Frequencies with their change of variables, and the offset of each feature, are x-independent.
-                if x.dtype not in folded:
-                    folded[x.dtype] = self._folded(x.dtype, log_weight)
-                w, offset = folded[x.dtype]
-                logits = x @ w.mT
-                if offset is not None:
-                    logits = logits + offset if logits.requires_grad else logits.add_(offset)
-            else:
-                logits = self.projection(self._shape_x(x))
-                if log_weight is not None:
-                    logits = logits + self._spread(log_weight, x)
+            x, row = change(x.to(accumulation_dtype(x.dtype)))
+            logits = self.projection(self._shape_x(x)) if w is None else x @ w.to(x.dtype).mT
+            if log_weight is not None:
+                offset = self._spread(log_weight, x)
+                logits = logits + offset if logits.requires_grad else logits.add_(offset)
             return exponential(logits, row + log_norm, antithetic=self.antithetic, headroom=headroom)
 
         return features
-
-    def _folded(self, dtype: torch.dtype, log_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        w = self._shape_w(self.projection.matrix()).to(dtype)
-        if log_weight is None:
-            return w, None
-        offset = log_weight.to(dtype)
-        return w, offset if self.num_heads is None else offset.unsqueeze(-2)
 
     def _change(self, role: str, with_row: bool) -> Callable[[Tensor], tuple[Tensor, Tensor | float]]:
         """x to its changed variable and the log of its row factor (..., n, 1), or 0.0 when no row factor is wanted."""

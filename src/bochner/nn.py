@@ -1,0 +1,253 @@
+"""Module shells around linear attention."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bochner._checks import BochnerError, floating
+from bochner.attention import State, linear_attention
+from bochner.features import FeatureMap
+from bochner.maps import feature_map as make_feature_map
+from bochner.oracle import attention_matrix
+
+
+class DecodingState(NamedTuple):
+    """What `MultiheadAttention.step` carries from token to token: the attention state and the position."""
+
+    attention: State | None
+    position: int
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with linear attention inside: same signature, parameters and state_dict keys.
+
+    A torch state_dict loads (the feature map keeps its own state), and the module can take the place of `self_attn` in
+    `torch.nn.TransformerEncoderLayer` and `TransformerDecoderLayer`. What linear attention cannot honour is refused in
+    one sentence: dropout of attention weights, and any `attn_mask` that is not causal. One deliberate departure:
+    `need_weights` is False unless asked for, since the weights are quadratic.
+
+    - `feature_map`, `num_features`, `projection`, `seed`, `map_options`: the map, by name (one per head with
+      `per_head=True`) or an instance.
+    - `window`, `sinks`: exact softmax near the diagonal and on the first keys, see `linear_attention`.
+    - `rotary`: rotate queries and keys by their positions (`rotary_base`), Su et al. 2021.
+
+    >>> attention = MultiheadAttention(16, 4, feature_map="positive", num_features=32, batch_first=True)
+    >>> x = torch.randn(2, 10, 16)
+    >>> out, _ = attention(x, x, x, is_causal=True)
+    >>> out.shape
+    torch.Size([2, 10, 16])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        feature_map: str | FeatureMap = "positive",
+        num_features: int = 256,
+        projection: str = "orthogonal",
+        per_head: bool = False,
+        map_options: dict[str, Any] | None = None,
+        seed: int | None = 0,
+        window: int | None = None,
+        sinks: int = 0,
+        rotary: bool = False,
+        rotary_base: float = 10_000.0,
+    ) -> None:
+        if dropout:
+            raise BochnerError(
+                f"The 'dropout' of MultiheadAttention must be 0, got {dropout!r}: linear attention never forms the "
+                "weights to be dropped; put dropout after the module."
+            )
+        if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
+            raise BochnerError(
+                f"'embed_dim' must be a positive multiple of 'num_heads', got {embed_dim!r} and {num_heads!r}."
+            )
+        super().__init__(
+            embed_dim, num_heads, 0.0, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self.window, self.sinks = window, sinks
+        self.rotary, self.rotary_base = rotary, rotary_base
+        if isinstance(feature_map, FeatureMap):
+            self.feature_map = feature_map
+        else:
+            options = {"projection": projection, "seed": seed, **(map_options or {})}
+            options |= {"num_heads": num_heads if per_head else None}
+            self.feature_map = make_feature_map(feature_map, self.head_dim, num_features, **options)
+            if device is not None:
+                self.feature_map.to(device)
+        if self.feature_map.dim != self.head_dim:
+            raise BochnerError(
+                f"The 'feature_map' has dim={self.feature_map.dim}, but embed_dim / num_heads is {self.head_dim}."
+            )
+        self.register_load_state_dict_pre_hook(_keep_own_map)
+        self._built = True
+
+    # In evaluation mode torch's TransformerEncoderLayer would hand in_proj_weight to its own fused softmax kernel, past
+    # this module, if this flag were true. After construction it reads False, and the layer calls us.
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        return self._packed and not getattr(self, "_built", False)
+
+    @_qkv_same_embed_dim.setter
+    def _qkv_same_embed_dim(self, value: bool) -> None:
+        self._packed = value
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `torch.nn.MultiheadAttention.forward`; returns (output, weights or None)."""
+        for x, name in ((query, "query"), (key, "key"), (value, "value")):
+            floating(x, name, "MultiheadAttention")
+            if x.is_nested:
+                raise BochnerError(
+                    f"The {name!r} is a nested tensor; build TransformerEncoder with enable_nested_tensor=False."
+                )
+        is_causal = is_causal or _is_causal_mask(attn_mask)
+        padding = _bool_padding(key_padding_mask)
+        batched = query.ndim == 3
+        if not batched:
+            query, key, value = (t.unsqueeze(0 if self.batch_first else 1) for t in (query, key, value))
+            padding = None if padding is None else padding.unsqueeze(0)
+        if not self.batch_first:
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        q, k, v = self._heads(query, key, value)
+        if self.rotary:
+            q, k = rotate(q, 0, self.rotary_base), rotate(k, 0, self.rotary_base)
+        k, v, padding = self._extra_keys(k, v, padding, is_causal)
+        options: dict[str, Any] = {"is_causal": is_causal, "key_padding_mask": padding}
+        options |= {"window": self.window, "sinks": self.sinks}
+        out = linear_attention(q, k, v, self.feature_map, **options)
+        out = self.out_proj(out.transpose(1, 2).flatten(-2))
+        weights = None
+        if need_weights:
+            weights = attention_matrix(q, k, self.feature_map, **options)
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights if batched else weights.squeeze(0)
+        if not self.batch_first:
+            out = out.transpose(0, 1)
+        return (out if batched else out.squeeze(0 if self.batch_first else 1)), weights
+
+    def step(self, x: Tensor, state: DecodingState | None = None) -> tuple[Tensor, DecodingState]:
+        """Causal self-attention of the next tokens x (b, n, e), n usually 1; memory does not grow with the position.
+
+        `x` is (b, n, embed_dim) whatever `batch_first` is. Pass the returned state to the next call.
+        """
+        held = DecodingState(None, 0) if state is None else state
+        q, k, v = self._heads(x, x, x)
+        if self.rotary:
+            q, k = (rotate(t, held.position, self.rotary_base) for t in (q, k))
+        options: dict[str, Any] = {"window": self.window, "sinks": self.sinks, "state": held.attention}
+        out, attention = linear_attention(q, k, v, self.feature_map, is_causal=True, return_state=True, **options)
+        return self.out_proj(out.transpose(1, 2).flatten(-2)), DecodingState(attention, held.position + x.shape[1])
+
+    @torch.no_grad()
+    def calibrate_(self, query: Tensor, key: Tensor | None = None) -> MultiheadAttention:
+        """Fix the map's statistics from module inputs (b, n, embed_dim), as `FeatureMap.calibrate_` does from heads."""
+        key = query if key is None else key
+        q, k, _ = self._heads(query, key, key)
+        if self.rotary:
+            q, k = rotate(q, 0, self.rotary_base), rotate(k, 0, self.rotary_base)
+        root = self.head_dim**-0.25
+        self.feature_map.calibrate_(q * root, k * root)
+        return self
+
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Projected inputs (b, n, e) as heads (b, h, n, d)."""
+        if self._packed:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        projected = (
+            nn.functional.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)
+        )
+        q, k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for t in projected)
+        return q, k, v
+
+    def _extra_keys(
+        self, k: Tensor, v: Tensor, padding: Tensor | None, is_causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The learned bias key and the zero key of torch's module, appended."""
+        extra = []
+        if self.bias_k is not None and self.bias_v is not None:
+            extra.append(tuple(t.view(1, self.num_heads, 1, self.head_dim) for t in (self.bias_k, self.bias_v)))
+        if self.add_zero_attn:
+            extra.append((torch.zeros_like(k[:1, :, :1]), torch.zeros_like(v[:1, :, :1])))
+        if extra and is_causal:
+            raise BochnerError("'add_bias_kv' and 'add_zero_attn' cannot be combined with causal attention here.")
+        for a, c in extra:
+            k, v = (torch.cat([t, e.expand(t.shape[0], -1, -1, -1)], dim=2) for t, e in ((k, a), (v, c)))
+            padding = None if padding is None else nn.functional.pad(padding, (0, 1))
+        return k, v, padding
+
+
+def rotate(x: Tensor, position: int = 0, base: float = 10_000.0) -> Tensor:
+    """Rotary positions: coordinate pairs (i, i + d/2) of x (..., n, d) turned by `(position + row) * base^(-2i/d)`.
+
+    Dot products of rotated queries and keys depend on positions only through their difference.
+    """
+    n, d = x.shape[-2:]
+    if d % 2:
+        raise BochnerError(f"Rotary positions need an even head size, got {d}.")
+    place = torch.arange(position, position + n, device=x.device, dtype=torch.float32)
+    frequency = base ** (-torch.arange(0, d, 2, device=x.device, dtype=torch.float32) / d)
+    angle = place[:, None] * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def _bool_padding(mask: Tensor | None) -> Tensor | None:
+    """torch's layers turn a bool padding mask into 0 / -inf; back to bool, or refuse other weights."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    ignored = mask == -torch.inf
+    if not torch.compiler.is_compiling() and not bool((ignored | (mask == 0)).all()):
+        raise BochnerError("A float 'key_padding_mask' may hold only 0 and -inf; additive biases cannot be linearised.")
+    return ignored
+
+
+def _is_causal_mask(mask: Tensor | None) -> bool:
+    """True for the square causal mask, False for no mask at all; anything else is refused."""
+    if mask is None:
+        return False
+    hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
+    if mask.ndim == 2 and mask.shape[0] == mask.shape[1]:
+        causal = torch.ones_like(hidden).triu(1)
+        if bool((hidden == causal).all()) and (mask.dtype == torch.bool or bool((mask[~causal] == 0).all())):
+            return True
+    if not bool(hidden.any()) and (mask.dtype == torch.bool or bool((mask == 0).all())):
+        return False
+    raise BochnerError(
+        f"The 'attn_mask' of shape {tuple(mask.shape)} is neither causal nor empty, and linear attention cannot honour "
+        "an arbitrary mask; use key_padding_mask, is_causal, or window."
+    )
+
+
+def _keep_own_map(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A state_dict of torch's own module has no feature map: keep ours."""
+    own = f"{prefix}feature_map."
+    if not any(name.startswith(own) for name in state_dict):
+        assert isinstance(module, MultiheadAttention)
+        state_dict.update({own + name: t for name, t in module.feature_map.state_dict().items()})
