@@ -1,0 +1,571 @@
+"""Learned kernels: spectral laws with parameters, trained end to end.
+
+*On Learning the Transformer Kernel* (Chowdhury et al. 2022) writes a kernel as an expectation over frequencies w and
+learns the law of w, in three ways (a Gaussian mixture, a Fastfood product with learned diagonals, a generator network),
+each with two kinds of features: random kitchen sinks (`_rks`, cosines and sines, signed) and positive random features
+(`_prf`). All start at the softmax or the Gaussian kernel.
+
+What is learned is a parameter, what is random a buffer. The noise of epoch e, `e = steps // redraw_interval`, is a
+function of the map's own seed and e alone: equal on all ranks, and the same after a resume. Call `phi.step_()` once per
+training step (or `step_maps_(model)` for all maps of a model); nothing is redrawn behind the back of a forward pass, so
+queries, keys and a recomputed backward pass always see the same noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Generator, Tensor, nn
+
+from bochner._checks import (
+    BochnerError,
+    accumulation_dtype,
+    make_generator,
+    one_of,
+    positive_float,
+    positive_int,
+)
+from bochner.features import HEADROOM, KERNELS, FeatureMap, Features, exponential
+from bochner.projections import (
+    Projection,
+    chi,
+    gaussian,
+    hadamard_transform,
+    make_projection,
+    padded_dim,
+    permutation,
+    rademacher,
+)
+
+
+class SpectralFeatures(FeatureMap):
+    """Base of the learned kernels: frequencies from noise and parameters, two kinds of features, timed redraws.
+
+    Random kitchen sinks: `phi(x) = exp(-g |x|^2) [cos w.x, sin w.x] / sqrt(M)`, the kernel
+    `E cos(w.(x - y)) exp(-g (|x|^2 + |y|^2))`. Positive features: `phi(x) = exp(w.x - g |x|^2) / sqrt(M)`, the kernel
+    `E exp(w.(x + y)) exp(-g (|x|^2 + |y|^2))`. A subclass says how w comes about.
+
+    `num_features`: M. `kernel`: the kernel before training; it sets g. `g`: 1/2 makes positive features start at the
+    softmax kernel, 1 (the paper's eq. 8 and 9) at the Gaussian; for kitchen sinks these are -1/2 and 0. Any other value
+    may be given. `redraw_interval`: training steps between redraws of the noise, None for never.
+    """
+
+    sinks: ClassVar[bool]
+    steps: Tensor
+    noise_seed: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        num_heads: int | None = None,
+        kernel: str | None = None,
+        g: float | None = None,
+        redraw_interval: int | None = 100,
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        owner = type(self).__name__
+        if kernel is None:
+            kernel = "gaussian" if self.sinks else "softmax"
+        super().__init__(dim, num_features, num_heads=num_heads, kernel=one_of(kernel, "kernel", owner, KERNELS))
+        if g is None:
+            g = (0.5 if kernel == "softmax" else 1.0) - (1.0 if self.sinks else 0.0)
+        if isinstance(g, bool) or not isinstance(g, (int, float)) or not math.isfinite(g):
+            raise BochnerError(f"The 'g' of {owner} must be a finite number, got {g!r}.")
+        self.g = float(g)
+        self.redraw_interval = (
+            None if redraw_interval is None else positive_int(redraw_interval, "redraw_interval", owner)
+        )
+        self.feature_dim = (2 if self.sinks else 1) * num_features
+        base = torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu")
+        self.register_buffer("noise_seed", base)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device="cpu"))
+
+    @torch.no_grad()
+    def step_(self, steps: int = 1) -> SpectralFeatures:
+        """Count training steps; redraw the noise when an interval has passed. Once per step, on every rank."""
+        before = self._epoch()
+        self.steps += positive_int(steps, "steps", f"{type(self).__name__}.step_")
+        if self._epoch() != before:
+            self._draw_noise(self._noise_generator())
+        return self
+
+    @torch.no_grad()
+    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> SpectralFeatures:
+        """New noise, from a new seed of the map's own; learned parameters and the count of steps stay."""
+        self.noise_seed.copy_(torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu"))
+        self._draw_noise(self._noise_generator())
+        return self
+
+    def prepare(self, role: str) -> Callable[[Tensor], Features]:
+        return self._prepare(0.0)
+
+    def prepare_attention(self, role: str, *, scale_cancels: bool = False) -> Callable[[Tensor], Features]:
+        return self._prepare(HEADROOM)
+
+    def _prepare(self, headroom: float) -> Callable[[Tensor], Features]:
+        projections: dict[torch.dtype, Callable[[Tensor], Tensor]] = {}
+        log_norm = -0.5 * math.log(self.num_features)
+
+        def features(x: Tensor) -> Features:
+            x = x.to(accumulation_dtype(x.dtype))
+            if x.dtype not in projections:
+                projections[x.dtype] = self._projection_of(x.dtype)
+            t = projections[x.dtype](x)
+            row = log_norm - self.g * x.square().sum(-1, keepdim=True)
+            weight = self._weights(x)
+            if not self.sinks:
+                return exponential(t if weight is None else t + weight.log(), row, headroom=headroom)
+            if weight is None:
+                return Features(torch.cat([t.cos(), t.sin()], dim=-1), row)
+            return Features(torch.cat([weight * t.cos(), weight * t.sin()], dim=-1), row)
+
+        return features
+
+    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
+        """The kernel of the present parameters, the expectation over the noise: (..., n, s)."""
+        x2, y2 = (t.square().sum(-1, keepdim=True) for t in (x, y))
+        return self._expectation(x, y) * (-self.g * (x2 + y2.mT)).exp()
+
+    def _projection_of(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """x to w.x, (..., n, M), with whatever does not depend on x computed once."""
+        omega = self.frequencies().to(dtype).mT
+        return lambda x: x @ omega
+
+    def frequencies(self) -> Tensor:
+        """The present frequencies w, (M, d) or (h, M, d)."""
+        raise NotImplementedError
+
+    def _weights(self, x: Tensor) -> Tensor | None:
+        """Weights of the features, (M,), where they are not all 1."""
+        return None
+
+    def _expectation(self, x: Tensor, y: Tensor) -> Tensor:
+        """`E cos(w.(x - y))` or `E exp(w.(x + y))`."""
+        raise NotImplementedError
+
+    def _draw_noise(self, g: Generator) -> None:
+        raise NotImplementedError
+
+    def _epoch(self) -> int:
+        return 0 if self.redraw_interval is None else int(self.steps) // self.redraw_interval
+
+    def _noise_generator(self, stream: int = 0) -> Generator:
+        """The stream of the present epoch's noise, or another one of the same seed."""
+        mixed = np.random.SeedSequence([int(self.noise_seed), self._epoch(), stream]).generate_state(1, np.uint64)
+        return make_generator(int(mixed[0]) % 2**63)
+
+    def _pair_norms(self, px: Tensor, py: Tensor) -> Tensor:
+        """`|px - py|^2` for kitchen sinks, `|px + py|^2` for positive features, (..., n, s)."""
+        cross = px @ py.mT
+        sums = px.square().sum(-1, keepdim=True) + py.square().sum(-1, keepdim=True).mT
+        return (sums + (-2 if self.sinks else 2) * cross).clamp_min(0)
+
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        return () if self.num_heads is None else (self.num_heads,)
+
+
+class GMMFeatures(SpectralFeatures):
+    """Frequencies from a mixture of C Gaussians, `w = L_c n + mu_c`, with learned factors `L_c` and means `mu_c`.
+
+    `num_components`: C; each has M/C of the M features (give or take one, weighted so that the mixture is uniform).
+    `factors`: `"full"` or `"diagonal"`, or None for what the paper uses. `init_std`: spread of the initial means; 0
+    makes the initial kernel exact, a little more tells the components apart from the first step. `projection`: the law
+    of n.
+    """
+
+    mu: Tensor
+    factor: Tensor
+    weights: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        num_components: int = 2,
+        factors: str | None = None,
+        init_std: float = 0.0,
+        projection: str | Projection = "orthogonal",
+        num_heads: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(dim, num_features, num_heads=num_heads, **options)
+        owner = type(self).__name__
+        C = self.num_components = positive_int(num_components, "num_components", owner)
+        if num_features < C:
+            raise BochnerError(
+                f"The 'num_features' of {owner} must be at least its 'num_components', got {num_features} features for "
+                f"{C} components; give every component a feature."
+            )
+        default = "full" if self.sinks else "diagonal"
+        self.factors = one_of(default if factors is None else factors, "factors", owner, ("full", "diagonal"))
+        if not isinstance(init_std, (int, float)) or not 0 <= init_std < math.inf:
+            raise BochnerError(f"The 'init_std' of {owner} must be a number >= 0, got {init_std!r}.")
+        noise = self._noise_generator()
+        self.projection = make_projection(
+            projection, dim, num_features, num_heads=num_heads, seed=None, generator=noise
+        )
+        self.sizes = [num_features // C + (c < num_features % C) for c in range(C)]
+        one = torch.ones(dim, device="cpu") if self.factors == "diagonal" else torch.eye(dim, device="cpu")
+        self.factor = nn.Parameter(one.expand(*self._lead, C, *one.shape).clone())
+        self.mu = nn.Parameter(init_std * gaussian(*self._lead, C, dim, g=self._noise_generator(1)).float())
+        # A component with fewer features has heavier ones.
+        share = torch.tensor([num_features / (C * size) for size in self.sizes for _ in range(size)], device="cpu")
+        weights = None if len(set(self.sizes)) == 1 else share.sqrt()
+        self.register_buffer("weights", weights, persistent=False)
+
+    def frequencies(self) -> Tensor:
+        parts = []
+        for c, n in enumerate(self.projection.matrix().split(self.sizes, dim=-2)):
+            n = n.to(self.factor.dtype)
+            w = n * self._factor(c).unsqueeze(-2) if self.factors == "diagonal" else n @ self._factor(c).mT
+            parts.append(w + self.mu[..., c, None, :])
+        return torch.cat(parts, dim=-2)
+
+    def _factor(self, c: int) -> Tensor:
+        return self.factor[..., c, :] if self.factors == "diagonal" else self.factor[..., c, :, :]
+
+    def _weights(self, x: Tensor) -> Tensor | None:
+        return None if self.weights is None else self.weights.to(x.dtype)
+
+    def _expectation(self, x: Tensor, y: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for c in range(self.num_components):
+            L = self._factor(c).to(x.dtype)
+            px, py = (t * L.unsqueeze(-2) if self.factors == "diagonal" else t @ L for t in (x, y))
+            mx, my = (t @ self.mu[..., c, :, None].to(t.dtype) for t in (x, y))
+            norms = self._pair_norms(px, py)
+            total = total + (
+                (-0.5 * norms).exp() * (mx - my.mT).cos() if self.sinks else (0.5 * norms + mx + my.mT).exp()
+            )
+        return total / self.num_components
+
+    def _draw_noise(self, g: Generator) -> None:
+        self.projection.redraw_(generator=g)
+
+
+class GMMSinkFeatures(GMMFeatures):
+    """GMM-RKS: the kernel `mean_c cos(mu_c.(x-y)) exp(-|L_c'(x-y)|^2 / 2)`, full factors by default.
+
+    Unbiased for that kernel, signed; MSE: `theory.mse_gmm_rks` with `shared_noise=False`. O(M d) per row and O(M d^2)
+    once per call. Chowdhury et al. 2022, eq. (4)-(5), where Sigma_c is the factor L_c.
+
+    >>> phi = GMMSinkFeatures(dim=4, num_features=8, num_components=2, seed=0)
+    >>> phi(torch.zeros(3, 4)).values.shape
+    torch.Size([3, 16])
+    """
+
+    sinks = True
+
+
+class GMMPositiveFeatures(GMMFeatures):
+    """GMM-PRF: the kernel `mean_c exp(mu_c.z + |L_c'z|^2 / 2 - g (|x|^2+|y|^2))`, `z = x + y`, diagonal by default.
+
+    Unbiased for that kernel, positive; MSE: `theory.mse_gmm_prf` with `shared_noise=False`. O(M d) per row.
+    Chowdhury et al. 2022, eq. (8)-(10).
+
+    >>> phi = GMMPositiveFeatures(dim=4, num_features=8, num_components=2, seed=0)
+    >>> phi(torch.zeros(3, 4)).values.shape
+    torch.Size([3, 8])
+    """
+
+    sinks = False
+    positive = True
+
+
+class FastfoodFeatures(SpectralFeatures):
+    """Frequencies `V = S H G P H B / (sigma sqrt p)` with learned diagonals: O(M log d) per row, O(M) parameters.
+
+    H is the Walsh-Hadamard matrix of size p, the power of two that holds d; M is reached by blocks, the last cut off.
+    Here S, G and B are products of a random part and a learned factor that starts at 1: the lengths of the rows, a
+    Gaussian direction, signs. A length times the direction is a Gaussian vector, so with `U = G P H B / (sigma sqrt p)`
+    in learned factors and signs alone, row i is `N(0, S_i^2 U'U)` and the kernel is the mean over the rows of
+    `exp(-S_i^2 |U (x - y)|^2 / 2)` (kitchen sinks) or `exp(S_i^2 |U (x + y)|^2 / 2)`, in closed form at every moment of
+    training. Signs and permutation are fixed once for all; directions and lengths are the noise that is redrawn.
+
+    `learnable`: `"SGB"` (the paper's main variant), `"S"`, or None. `sigma`: a bandwidth.
+    """
+
+    signs: Tensor
+    order: Tensor
+    direction: Tensor
+    lengths: Tensor
+    S: Tensor
+    G: Tensor
+    B: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        learnable: str | None = "SGB",
+        sigma: float = 1.0,
+        num_heads: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(dim, num_features, num_heads=num_heads, **options)
+        owner = type(self).__name__
+        self.learnable = one_of(learnable, "learnable", owner, ("SGB", "S", None))
+        self.sigma = positive_float(sigma, "sigma", owner)
+        self.padded = p = padded_dim(dim)
+        self.blocks = blocks = -(-num_features // p)
+        g = make_generator(0)  # any signs and any permutation will do: one choice for all seeds, kept by redraws
+        count = math.prod(self._lead) * blocks
+        order = torch.stack([permutation(p, g) for _ in range(count)]).view(*self._lead, blocks, p)
+        self.register_buffer("order", order)
+        self.register_buffer("signs", rademacher(*self._lead, blocks, p, g=g).float())
+        self.register_buffer("direction", torch.empty(*self._lead, blocks, p, device="cpu"))
+        self.register_buffer("lengths", torch.empty(*self._lead, num_features, device="cpu"))
+        self._draw_noise(self._noise_generator())
+        for name, shape in (("S", (num_features,)), ("G", (blocks, p)), ("B", (blocks, p))):
+            one = torch.ones(*self._lead, *shape, device="cpu")
+            if name in (self.learnable or ""):
+                self.register_parameter(name, nn.Parameter(one))
+            else:
+                self.register_buffer(name, one)
+
+    def frequencies(self) -> Tensor:
+        eye = torch.eye(self.dim, dtype=self.S.dtype, device=self.S.device)
+        return self._projection_of(eye.dtype)(eye.expand(*self._lead, -1, -1)).mT
+
+    def _projection_of(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        b, order, g = self.signs * self.B, self.order, self.direction * self.G
+        s = self.lengths * self.S / (self.sigma * math.sqrt(self.padded))
+        b, g, s = (self._rows(t).to(dtype) for t in (b, g, s))
+        order = self._rows(order)
+
+        def project(x: Tensor) -> Tensor:
+            t = hadamard_transform(self._in_blocks(x) * b)
+            t = torch.take_along_dim(t, order.expand(t.shape), dim=-1)
+            t = hadamard_transform(t * g).flatten(-2)
+            return t[..., : self.num_features] * s
+
+        return project
+
+    def _expectation(self, x: Tensor, y: Tensor) -> Tensor:
+        b, g = (self._rows(t).to(x.dtype) for t in (self.signs * self.B, self.G))
+        order = self._rows(self.order)
+
+        def shape(t: Tensor) -> Tensor:
+            t = hadamard_transform(self._in_blocks(t) * b)
+            return torch.take_along_dim(t, order.expand(t.shape), dim=-1) * g / (self.sigma * math.sqrt(self.padded))
+
+        px, py = shape(x), shape(y)
+        total = x.new_zeros(())
+        for i, s in enumerate(self.S.to(x.dtype).split(self.padded, dim=-1)):
+            norms = self._pair_norms(px[..., i, :], py[..., i, :]).unsqueeze(-3)
+            scale = s.square()[..., None, None] * (-0.5 if self.sinks else 0.5)
+            total = total + (scale * norms).exp().sum(-3)
+        return total / self.num_features
+
+    def _in_blocks(self, x: Tensor) -> Tensor:
+        """(..., n, d) padded and repeated: (..., n, blocks, p)."""
+        x = nn.functional.pad(x, (0, self.padded - self.dim)).unsqueeze(-2)
+        return x.expand(*x.shape[:-2], self.blocks, self.padded)
+
+    def _rows(self, t: Tensor) -> Tensor:
+        """A part (h?, ...) as it broadcasts against (..., h?, n, ...)."""
+        return t if self.num_heads is None else t.unsqueeze(1)
+
+    def _draw_noise(self, g: Generator) -> None:
+        direction = gaussian(*self.direction.shape, g=g)
+        self.direction.copy_(direction / direction.norm(dim=-1, keepdim=True))
+        lengths = chi(self.lengths.numel(), dof=self.padded, g=g)
+        self.lengths.copy_(lengths.view(self.lengths.shape))
+
+
+class FastfoodSinkFeatures(FastfoodFeatures):
+    """Fastfood-RKS: learned Fastfood frequencies in cosines and sines.
+
+    Unbiased for `kernel_matrix`, signed. Rows of a block share one Gaussian direction, so the MSE has the closed form
+    `theory.mse_fourier` for M = 1 only. O(M log d) per row. Chowdhury et al. 2022, eq. (6) and appendix C.
+
+    >>> phi = FastfoodSinkFeatures(dim=6, num_features=10, seed=0)
+    >>> phi(torch.zeros(3, 6)).values.shape
+    torch.Size([3, 20])
+    """
+
+    sinks = True
+
+
+class FastfoodPositiveFeatures(FastfoodFeatures):
+    """Fastfood-PRF: learned Fastfood frequencies in exponentials.
+
+    Unbiased for `kernel_matrix`, positive. O(M log d) per row. Chowdhury et al. 2022, eq. (12) and appendix C.
+
+    >>> phi = FastfoodPositiveFeatures(dim=6, num_features=10, learnable="S", seed=0)
+    >>> phi(torch.zeros(3, 6)).values.shape
+    torch.Size([3, 10])
+    """
+
+    sinks = False
+    positive = True
+
+
+class GenerativeFeatures(SpectralFeatures):
+    """Frequencies from a generator network, `w = n + reach * tanh(W_5 f(n))`, f four layers with batch norm.
+
+    Each of the four is fully connected, batch norm, LeakyReLU. The paper has `w = tanh(W_5 f(n))`; here the network
+    moves the noise instead of replacing it, and `W_5` starts at zero, so that the initial frequencies are exactly
+    normal and the initial kernel is the softmax or the Gaussian. Batch norm is over the M noise vectors of a head, in
+    training and in evaluation: a running average would change with the number of forward passes.
+
+    `hidden_dim`: width of the layers, default d. `reach`: how far a coordinate can be moved. `projection`: the law of
+    n.
+    """
+
+    SLOPE: ClassVar[float] = 0.2
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        hidden_dim: int | None = None,
+        reach: float = 1.0,
+        projection: str | Projection = "orthogonal",
+        num_heads: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(dim, num_features, num_heads=num_heads, **options)
+        owner = type(self).__name__
+        hidden = self.hidden_dim = dim if hidden_dim is None else positive_int(hidden_dim, "hidden_dim", owner)
+        self.reach = positive_float(reach, "reach", owner)
+        if num_features < 2:
+            raise BochnerError(
+                f"The 'num_features' of {owner} must be at least 2 (batch norm is over the noise vectors), got "
+                f"{num_features}."
+            )
+        noise = self._noise_generator()
+        self.projection = make_projection(
+            projection, dim, num_features, num_heads=num_heads, seed=None, generator=noise
+        )
+        g = self._noise_generator(1)
+        widths = [dim, hidden, hidden, hidden, hidden]
+        lead = self._lead
+        self.layers = nn.ParameterList(
+            nn.Parameter((gaussian(*lead, b, a, g=g) * math.sqrt(2 / a)).float()) for a, b in pairwise(widths)
+        )
+        self.gains = nn.ParameterList(nn.Parameter(torch.ones(*lead, 1, hidden, device="cpu")) for _ in range(4))
+        self.shifts = nn.ParameterList(nn.Parameter(torch.zeros(*lead, 1, hidden, device="cpu")) for _ in range(4))
+        self.last = nn.Parameter(torch.zeros(*lead, dim, hidden, device="cpu"))
+        self.last_bias = nn.Parameter(torch.zeros(*lead, 1, dim, device="cpu"))
+
+    def frequencies(self) -> Tensor:
+        return self._generate(self.projection.matrix().to(self.last.dtype))
+
+    def _generate(self, n: Tensor) -> Tensor:
+        t = n
+        for weight, gain, shift in zip(self.layers, self.gains, self.shifts, strict=True):
+            t = t @ weight.mT
+            t = (t - t.mean(-2, keepdim=True)) / (t.var(-2, keepdim=True, unbiased=False) + 1e-5).sqrt()
+            t = nn.functional.leaky_relu(t * gain + shift, self.SLOPE)
+        return n + self.reach * torch.tanh(t @ self.last.mT + self.last_bias)
+
+    def _expectation(self, x: Tensor, y: Tensor, draws: int = 256) -> Tensor:
+        # A network that does not move the noise yet has a closed form.
+        if not bool(self.last.any()) and not bool(self.last_bias.any()):
+            norms = self._pair_norms(x, y)
+            return (-0.5 * norms).exp() if self.sinks else (0.5 * norms).exp()
+        # The implicit law has none: the mean over fresh noise, the same at every call.
+        g = make_generator(0)
+        total = x.new_zeros(())
+        for _ in range(draws):
+            n = gaussian(*self._lead, self.num_features, self.dim, g=g).to(self.last)
+            w = self._generate(n).to(x.dtype)
+            tx, ty = x @ w.mT, y @ w.mT
+            if self.sinks:
+                total = total + tx.cos() @ ty.cos().mT + tx.sin() @ ty.sin().mT
+            else:
+                total = total + tx.exp() @ ty.exp().mT
+        return total / (draws * self.num_features)
+
+    def _draw_noise(self, g: Generator) -> None:
+        self.projection.redraw_(generator=g)
+
+
+class GenerativeSinkFeatures(GenerativeFeatures):
+    """Generative-RKS: frequencies from a generator network, in cosines and sines.
+
+    Unbiased for the kernel of the network's law, signed; `kernel_matrix` is exact before training and an average over
+    256 redraws after. O(M d) per row and O(M d^2) once per call. Chowdhury et al. 2022, eq. (7).
+
+    >>> phi = GenerativeSinkFeatures(dim=4, num_features=8, seed=0)
+    >>> phi(torch.zeros(3, 4)).values.shape
+    torch.Size([3, 16])
+    """
+
+    sinks = True
+
+
+class GenerativePositiveFeatures(GenerativeFeatures):
+    """Generative-PRF: frequencies from a generator network, in exponentials.
+
+    Unbiased for the kernel of the network's law, positive; `kernel_matrix` as for `generative_rks`.
+    Chowdhury et al. 2022, eq. (11).
+    """
+
+    sinks = False
+    positive = True
+
+
+class HedgehogFeatures(FeatureMap):
+    """`phi(x) = softmax([W x + b, -W x - b])`: a learned positive map with one W for queries and one for keys.
+
+    Deterministic and positive; it estimates no kernel but has its own, `phi(x).psi(y)`, trained (usually distilled) to
+    resemble a softmax. `W` starts at the identity, repeated or cut to `num_features` (m) rows. `feature_dim` is 2 m.
+    `tied`: one W for both roles. O(m d) per row. Zhang et al. 2024, *The Hedgehog & the Porcupine*.
+
+    >>> phi = HedgehogFeatures(dim=4, num_features=4)
+    >>> phi(torch.zeros(1, 4)).values.detach()
+    tensor([[0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250, 0.1250]])
+    """
+
+    positive = True
+    unbiased = False
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        tied: bool = False,
+        num_heads: int | None = None,
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__(dim, num_features, num_heads=num_heads, kernel="hedgehog")
+        self.tied = bool(tied)
+        self.feature_dim = 2 * num_features
+        lead = () if num_heads is None else (num_heads,)
+        rows = torch.eye(dim, device="cpu").repeat(-(-num_features // dim), 1)[:num_features]
+        for name in ("query",) if self.tied else ("query", "key"):
+            self.register_parameter(f"weight_{name}", nn.Parameter(rows.expand(*lead, -1, -1).clone()))
+            self.register_parameter(f"bias_{name}", nn.Parameter(torch.zeros(*lead, num_features, device="cpu")))
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        name = "query" if self.tied else role
+        weight, bias = getattr(self, f"weight_{name}"), getattr(self, f"bias_{name}")
+        t = x @ weight.to(x.dtype).mT + self._spread(bias, x)
+        return Features(torch.cat([t, -t], dim=-1).softmax(-1), torch.zeros_like(x[..., :1]))
+
+    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
+        return self(x, "query").values @ self(y, "key").values.mT
+
+
+def step_maps_(model: nn.Module, steps: int = 1) -> int:
+    """`step_` on every learned map of a model, once per training step; how many there are."""
+    maps = [m for m in model.modules() if isinstance(m, SpectralFeatures)]
+    for phi in maps:
+        phi.step_(steps)
+    return len(maps)

@@ -1,0 +1,346 @@
+"""Learned kernels: unbiased for their closed forms, right at the start, reproducible while they train."""
+
+import copy
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from stats import check_mean, check_mse
+from torch.func import functional_call
+
+from bochner import BochnerError, kernel_estimate, theory
+from bochner.features import PositiveFeatures, gaussian_kernel, softmax_kernel
+from bochner.learned import (
+    FastfoodPositiveFeatures,
+    FastfoodSinkFeatures,
+    GenerativePositiveFeatures,
+    GenerativeSinkFeatures,
+    GMMPositiveFeatures,
+    GMMSinkFeatures,
+    HedgehogFeatures,
+    step_maps_,
+)
+
+X = torch.tensor([[0.3, -0.2, 0.3], [0.1, 0.4, -0.2]], dtype=torch.float64)
+Y = torch.tensor([[-0.2, 0.3, 0.2], [0.3, 0.1, -0.3]], dtype=torch.float64)
+MAPS = {
+    "gmm_rks": GMMSinkFeatures,
+    "gmm_prf": GMMPositiveFeatures,
+    "fastfood_rks": FastfoodSinkFeatures,
+    "fastfood_prf": FastfoodPositiveFeatures,
+    "generative_rks": GenerativeSinkFeatures,
+    "generative_prf": GenerativePositiveFeatures,
+}
+GMM = {name: MAPS[name] for name in ("gmm_rks", "gmm_prf")}
+FASTFOOD = {name: MAPS[name] for name in ("fastfood_rks", "fastfood_prf")}
+GENERATIVE = {name: MAPS[name] for name in ("generative_rks", "generative_prf")}
+KERNELS = {"softmax": softmax_kernel, "gaussian": gaussian_kernel}
+
+
+def pairs():
+    return X[:, None].expand(-1, len(Y), -1), Y[None].expand(len(X), -1, -1)
+
+
+@torch.no_grad()
+def move_(phi, seed=0, size=0.15):
+    """Parameters as training might leave them, the same in every head."""
+    g = torch.Generator().manual_seed(seed)
+    for p in phi.parameters():
+        shape = p.shape if phi.num_heads is None else p.shape[1:]
+        p += size * torch.randn(shape, generator=g)
+    return phi
+
+
+@torch.no_grad()
+def draws(phi):
+    """The estimates of all heads, which differ in their noise only: (heads, n, s)."""
+    return kernel_estimate(phi.double(), X.expand(phi.num_heads, -1, -1), Y.expand(phi.num_heads, -1, -1))
+
+
+def truth(phi):
+    with torch.no_grad():
+        return phi.double().kernel_matrix(X, Y)
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_initial_kernel_is_softmax_or_gaussian(name, kernel):
+    for projection in ("iid", "orthogonal"):
+        options = {} if "fastfood" in name else {"projection": projection}
+        phi = MAPS[name](3, 5, kernel=kernel, **options)
+        torch.testing.assert_close(truth(phi), KERNELS[kernel](X, Y))
+        check_mean(draws(MAPS[name](3, 5, kernel=kernel, num_heads=5_000, seed=1, **options)), KERNELS[kernel](X, Y))
+
+
+def test_the_papers_exponent_starts_positive_features_at_the_gaussian_kernel():
+    torch.testing.assert_close(truth(GMMPositiveFeatures(3, 4, g=1.0)), gaussian_kernel(X, Y))
+
+
+def test_before_training_positive_features_of_a_mixture_are_those_of_favor():
+    ours = GMMPositiveFeatures(3, 6, seed=4).double()
+    plain = PositiveFeatures(3, 6, projection=ours.projection)
+    torch.testing.assert_close(kernel_estimate(ours, X, Y), kernel_estimate(plain, X, Y))
+
+
+@pytest.mark.parametrize("factors", ["full", "diagonal"])
+@pytest.mark.parametrize("name", GMM)
+def test_a_mixture_is_unbiased_with_the_mse_of_its_closed_form(name, factors):
+    options = {"num_components": 2, "factors": factors, "projection": "iid", "init_std": 0.3}
+    single = move_(GMM[name](3, 4, **options))
+    phi = GMM[name](3, 4, num_heads=50_000, **options)
+    for p, q in zip(phi.parameters(), single.parameters(), strict=True):
+        p.data.copy_(q.data.expand_as(p))
+    means, L = single.mu.detach(), single.factor.detach()
+    closed, error = (getattr(theory, f"{part}{name}") for part in ("", "mse_"))
+    torch.testing.assert_close(truth(single), closed(*pairs(), means, L))
+    samples = draws(phi)
+    check_mean(samples, truth(single))
+    check_mse(samples, truth(single), error(*pairs(), means, L, 2, shared_noise=False), detect=0.3)
+
+
+@pytest.mark.parametrize("name", GMM)
+def test_components_of_unequal_size_still_make_a_uniform_mixture(name):
+    options = {"num_components": 3, "init_std": 0.5, "projection": "iid"}
+    single = GMM[name](3, 5, **options)
+    phi = GMM[name](3, 5, num_heads=20_000, **options)
+    assert [len(t) for t in single.frequencies().split(single.sizes)] == [2, 2, 1]
+    phi.mu.data.copy_(single.mu.data.expand_as(phi.mu))
+    check_mean(draws(phi), truth(single))
+
+
+@pytest.mark.parametrize("learnable", ["SGB", "S", None])
+@pytest.mark.parametrize("name", FASTFOOD)
+def test_fastfood_is_unbiased_for_the_kernel_of_its_learned_diagonals(name, learnable):
+    single = move_(FASTFOOD[name](3, 6, learnable=learnable, sigma=1.2))
+    phi = FASTFOOD[name](3, 6, learnable=learnable, sigma=1.2, num_heads=20_000)
+    for (key, p), q in zip(phi.named_parameters(), single.parameters(), strict=True):
+        assert key in (learnable or "")
+        p.data.copy_(q.data.expand_as(p))
+    for fixed in ("signs", "order"):
+        getattr(phi, fixed).copy_(getattr(single, fixed).expand_as(getattr(phi, fixed)))
+    check_mean(draws(phi), truth(single))
+
+
+@pytest.mark.parametrize("name", FASTFOOD)
+def test_one_fastfood_row_has_the_mse_of_one_gaussian_frequency(name):
+    samples = draws(FASTFOOD[name](3, 1, num_heads=60_000))
+    if name == "fastfood_rks":
+        mse = theory.mse_fourier(gaussian_kernel(X, Y), gaussian_kernel(2 * X, 2 * Y), 1)
+        check_mse(samples, gaussian_kernel(X, Y), mse, detect=0.3)
+    else:
+        check_mse(samples, softmax_kernel(X, Y), theory.mse_positive(*pairs(), 1), detect=0.5)
+
+
+def test_fastfood_frequencies_are_the_matrix_product_of_the_paper():
+    d, p, M = 3, 4, 7
+    phi = move_(FastfoodSinkFeatures(d, M, sigma=1.5)).double()
+    H = torch.tensor([[1.0]], dtype=torch.float64)
+    while len(H) < p:
+        H = torch.cat([torch.cat([H, H], 1), torch.cat([H, -H], 1)])
+    rows = []
+    with torch.no_grad():
+        for b in range(2):
+            P = torch.eye(p, dtype=torch.float64)[phi.order[b]]
+            G, B = torch.diag(phi.direction[b] * phi.G[b]), torch.diag(phi.signs[b] * phi.B[b])
+            rows.append(H @ G @ P @ H @ B / (1.5 * math.sqrt(p)))
+        V = torch.cat(rows)[:M, :d] * (phi.lengths * phi.S)[:, None]
+        torch.testing.assert_close(phi.frequencies(), V)
+        t = X @ V.mT
+        torch.testing.assert_close(phi(X).dense(), torch.cat([t.cos(), t.sin()], -1) / math.sqrt(M))
+
+
+@pytest.mark.parametrize(("dim", "size"), [(1, 1), (5, 3), (6, 20), (8, 8), (12, 33)])
+@pytest.mark.parametrize("name", FASTFOOD)
+def test_fastfood_takes_sizes_that_are_no_powers_of_two(name, dim, size):
+    phi = FASTFOOD[name](dim, size)
+    assert phi.frequencies().shape == (size, dim)
+    x = 0.1 * torch.ones(2, dim)
+    assert phi(x).values.shape[-1] == phi.feature_dim
+    assert torch.isfinite(phi(x).values).all()
+
+
+@pytest.mark.parametrize("name", GENERATIVE)
+def test_the_generator_starts_with_normal_noise_and_then_moves_it(name):
+    phi = GENERATIVE[name](3, 16).double()
+    assert torch.equal(phi.frequencies(), phi.projection.matrix())
+    move_(phi, size=0.5)
+    shift = (phi.frequencies() - phi.projection.matrix()).abs()
+    assert 0.01 < shift.max() <= phi.reach
+    # Trained, the kernel is an average over fresh noise: batch norm ties the rows of one draw, and the mean stays.
+    single = move_(GENERATIVE[name](3, 16, projection="iid"), size=0.3)
+    many = GENERATIVE[name](3, 16, projection="iid", num_heads=3_000)
+    for p, q in zip(many.parameters(), single.parameters(), strict=True):
+        p.data.copy_(q.data.expand_as(p))
+    torch.testing.assert_close(draws(many).mean(0), truth(single), rtol=0.05, atol=0)
+
+
+def test_the_generator_has_four_normalised_layers_and_one_bounded_one():
+    phi = GenerativeSinkFeatures(4, 32, hidden_dim=6)
+    assert [tuple(w.shape) for w in phi.layers] == [(6, 4), (6, 6), (6, 6), (6, 6)]
+    assert tuple(phi.last.shape) == (4, 6)
+    # Batch norm: scaling the weights of a layer changes nothing.
+    move_(phi)
+    before = phi.frequencies()
+    phi.layers[1].data.mul_(7.0)
+    torch.testing.assert_close(phi.frequencies(), before, rtol=1e-3, atol=1e-3)
+
+
+LEARNED = {
+    **{name: (cls, {}) for name, cls in MAPS.items()},
+    "gmm_rks diagonal": (GMMSinkFeatures, {"factors": "diagonal"}),
+    "gmm_prf full": (GMMPositiveFeatures, {"factors": "full"}),
+    "fastfood_rks S": (FastfoodSinkFeatures, {"learnable": "S"}),
+    "hedgehog": (HedgehogFeatures, {}),
+    "hedgehog tied": (HedgehogFeatures, {"tied": True}),
+}
+
+
+@pytest.mark.parametrize("heads", [None, 2])
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_of_all_learned_parameters_are_those_of_finite_differences(name, heads):
+    cls, options = LEARNED[name]
+    phi = move_(cls(3, 4, num_heads=heads, **options)).double()
+    names = [n for n, _ in phi.named_parameters()]
+    x, y = (X, Y) if heads is None else (X.expand(heads, -1, -1), Y.expand(heads, -1, -1))
+
+    def f(x, y, *values):
+        new = dict(zip(names, values, strict=True))
+        q, k = (functional_call(phi, new, (t, role)) for t, role in ((x, "query"), (y, "key")))
+        return q.values @ k.values.mT * (q.log_scale + k.log_scale.mT).exp()
+
+    inputs = [t.detach().clone().requires_grad_() for t in (x, y, *phi.parameters())]
+    assert torch.autograd.gradcheck(f, inputs)
+    loss = f(*inputs).square().sum()
+    assert all(grad.abs().max() > 0 for grad in torch.autograd.grad(loss, inputs))
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_noise_is_redrawn_every_interval_and_not_between(name):
+    phi = MAPS[name](3, 4, redraw_interval=3)
+    seen = [kernel_estimate(phi, X, Y).detach()]
+    for _ in range(7):
+        seen.append(kernel_estimate(phi.step_(), X, Y).detach())
+    changed = [not torch.equal(a, b) for a, b in pairwise(seen)]
+    assert changed == [False, False, True, False, False, True, False]
+    never = MAPS[name](3, 4, redraw_interval=None)
+    before = kernel_estimate(never, X, Y)
+    assert torch.equal(kernel_estimate(never.step_(1000), X, Y), before)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_ranks_and_a_resumed_run_see_the_same_noise(name):
+    one, two = (MAPS[name](3, 4, redraw_interval=2, seed=9) for _ in range(2))
+    torch.manual_seed(5)  # the global state is nobody's business
+    torch.randn(3)
+    for _ in range(3):
+        one.step_(), two.step_()
+    saved = copy.deepcopy(one.state_dict())
+    for _ in range(5):
+        one.step_(), two.step_()
+    expected = kernel_estimate(one, X, Y)
+    assert torch.equal(kernel_estimate(two, X, Y), expected)
+    resumed = MAPS[name](3, 4, redraw_interval=2, seed=1)
+    resumed.load_state_dict(saved)
+    assert torch.equal(kernel_estimate(resumed.step_(5), X, Y), expected)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_redraw_keeps_what_was_learned_and_reproduces_the_seed(name):
+    phi = MAPS[name](3, 6, seed=0)
+    fresh = kernel_estimate(MAPS[name](3, 6, seed=5), X, Y)
+    torch.testing.assert_close(kernel_estimate(phi.redraw_(5), X, Y), fresh)
+    move_(phi)
+    parameters = [p.clone() for p in phi.parameters()]
+    kernel = phi.kernel_matrix(X, Y)
+    before = kernel_estimate(phi, X, Y)
+    assert not torch.equal(kernel_estimate(phi.redraw_(6), X, Y), before)
+    assert all(torch.equal(p, q) for p, q in zip(phi.parameters(), parameters, strict=True))
+    assert torch.equal(phi.kernel_matrix(X, Y), kernel)
+
+
+@pytest.mark.parametrize("name", [*MAPS, "hedgehog"])
+def test_heads_are_maps_of_their_own_and_state_makes_the_round_trip(name):
+    cls = HedgehogFeatures if name == "hedgehog" else MAPS[name]
+    phi, other = (cls(3, 4, num_heads=2, seed=s) for s in (0, 1))
+    with torch.no_grad():
+        for p in phi.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    x, y = X.expand(5, 2, -1, -1), Y.expand(5, 2, -1, -1)
+    out = kernel_estimate(phi, x, y)
+    assert out.shape == (5, 2, 2, 2)
+    assert not torch.equal(out[:, 0], out[:, 1])
+    other.load_state_dict(phi.state_dict())
+    assert torch.equal(kernel_estimate(other, x, y), out)
+    torch.testing.assert_close(phi.kernel_matrix(x[0], y[0]).shape, torch.Size([2, 2, 2]))
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_large_inputs_neither_overflow_nor_vanish_in_single_precision(name):
+    values, log_scale = MAPS[name](3, 8)((30 * X).float())
+    assert torch.isfinite(log_scale).all()
+    assert values.detach().abs().amax(-1).min() > 0.1
+    assert values.detach().abs().max() < 2
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_positive_maps_are_positive_and_only_they_say_so(name):
+    phi = move_(MAPS[name](3, 8))
+    assert phi.positive == ("prf" in name)
+    assert bool((phi(X).values > 0).all()) == phi.positive
+
+
+def test_the_maps_of_a_model_step_together():
+    model = torch.nn.ModuleDict({name: cls(3, 4, redraw_interval=2) for name, cls in MAPS.items()})
+    model["plain"] = PositiveFeatures(3, 4)
+    assert step_maps_(model) == len(MAPS)
+    assert all(int(model[name].steps) == 1 for name in MAPS)
+
+
+def test_learning_moves_the_kernel_towards_a_target():
+    target = gaussian_kernel(2 * X, 2 * Y)
+    for cls in (GMMSinkFeatures, FastfoodSinkFeatures, GenerativeSinkFeatures):
+        phi = cls(3, 64, redraw_interval=10, seed=0).double()
+        start = (truth(phi) - target).square().mean()
+        optimiser = torch.optim.Adam(phi.parameters(), lr=0.03)
+        for _ in range(60):
+            optimiser.zero_grad()
+            (kernel_estimate(phi, X, Y) - target).square().mean().backward()
+            optimiser.step()
+            phi.step_()
+        assert (truth(phi) - target).square().mean() < 0.2 * start
+
+
+def test_hedgehog_starts_as_a_softmax_of_the_coordinates_and_their_negation():
+    phi = HedgehogFeatures(3, 5)
+    x = torch.cat([X, X[:, :2]], -1)
+    torch.testing.assert_close(phi(X).dense().detach(), torch.cat([x, -x], -1).softmax(-1))
+    torch.testing.assert_close(phi(X, "key").dense(), phi(X, "query").dense())
+    assert phi.positive
+    assert not phi.unbiased
+    torch.testing.assert_close(kernel_estimate(phi, X, Y), phi.kernel_matrix(X, Y))
+    torch.testing.assert_close(phi(X).values.sum(-1).detach(), torch.ones(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: GMMSinkFeatures(3, 2, num_components=3), "at least its 'num_components'"),
+        (lambda: GMMSinkFeatures(3, 2, num_components=0), "num_components"),
+        (lambda: GMMPositiveFeatures(3, 4, factors="low-rank"), "factors"),
+        (lambda: GMMPositiveFeatures(3, 4, g=math.inf), "'g'"),
+        (lambda: GMMPositiveFeatures(3, 4, init_std=-1.0), "init_std"),
+        (lambda: GMMPositiveFeatures(3, 4, kernel="laplace"), "kernel"),
+        (lambda: GMMPositiveFeatures(3, 4, redraw_interval=0), "redraw_interval"),
+        (lambda: GMMPositiveFeatures(3, 4).step_(0), "steps"),
+        (lambda: FastfoodSinkFeatures(3, 4, learnable="G"), "learnable"),
+        (lambda: FastfoodSinkFeatures(3, 4, sigma=0.0), "sigma"),
+        (lambda: GenerativeSinkFeatures(3, 1), "at least 2"),
+        (lambda: GenerativeSinkFeatures(3, 4, reach=0.0), "reach"),
+        (lambda: GenerativeSinkFeatures(3, 4, hidden_dim=0), "hidden_dim"),
+        (lambda: HedgehogFeatures(3, 0), "num_features"),
+    ],
+)
+def test_bad_input_is_one_sentence(call, match):
+    with pytest.raises(BochnerError, match=match):
+        call()
