@@ -6,7 +6,7 @@ import pytest
 import torch
 from stats import check_mean, check_mse, check_mse_at_most
 
-from bochner import BochnerError, kernel_estimate, theory
+from bochner import BochnerError, attention_matrix, kernel_estimate, linear_attention, theory
 from bochner.features import HyperbolicFeatures, PositiveFeatures, TrigFeatures, gaussian_kernel, softmax_kernel
 from bochner.hybrid import (
     AngularHybridFeatures,
@@ -324,3 +324,24 @@ def test_calibration_sets_the_radius_of_the_gaussian_hybrid():
 def test_bad_input_is_one_sentence(call, match):
     with pytest.raises(BochnerError, match=match):
         call()
+
+
+ATTENTION = {
+    "complex": lambda **o: ComplexExponentialFeatures(8, 256, A=[1.0, 0.8, 1.2, 1.0, 1j, 1.1, 0.9, 1.0], **o),
+    "dense": lambda **o: ComplexExponentialFeatures(8, 256, A=torch.eye(8) + 0.1, **o),
+    "angular": lambda **o: AngularHybridFeatures(8, 512, **o),
+    "gaussian": lambda **o: GaussianHybridFeatures(8, 512, **o),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_linear_attention_is_the_quadratic_product_of_the_same_features(name, causal):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (0.5 * torch.randn(2, 2, 70, 8, generator=g, dtype=torch.float64) for _ in range(3))
+    phi = ATTENTION[name](num_heads=2, seed=1)
+    K = kernel_estimate(phi, q * 8**-0.25, k * 8**-0.25)
+    K = K.tril() if causal else K
+    expected = K @ v / K.sum(-1, keepdim=True)
+    torch.testing.assert_close(linear_attention(q, k, v, phi, is_causal=causal), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attention_matrix(q, k, phi, is_causal=causal) @ v, expected, rtol=1e-5, atol=1e-6)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from stats import check_mean, check_mse, check_paired_less
 
-from bochner import BochnerError, kernel_estimate, theory
+from bochner import BochnerError, kernel_estimate, linear_attention, theory
 from bochner.clustered import ClusteredFeatures, kmeans
 from bochner.features import PositiveFeatures, TrigFeatures, gaussian_kernel, softmax_kernel
 
@@ -182,3 +182,16 @@ def test_kmeans_finds_separated_clusters_and_does_not_depend_on_the_global_seed(
 def test_bad_input_is_one_sentence(call, match):
     with pytest.raises(BochnerError, match=match):
         call()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("coefficients", ["indicator", "gaussian"])
+def test_linear_attention_is_the_quadratic_product_of_the_same_features(coefficients, causal):
+    q, k = (t[::5].expand(1, 2, -1, -1) for t in (X, Y))
+    v = torch.randn(q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    phi = ClusteredFeatures(4, 64, num_coefficients=4, coefficients=coefficients, num_heads=2)
+    phi.calibrate_(q, k)
+    K = kernel_estimate(phi, q, k)
+    K = K.tril() if causal else K
+    out = linear_attention(q, k, v, phi, is_causal=causal, scale=1.0)
+    torch.testing.assert_close(out, K @ v / K.sum(-1, keepdim=True), rtol=1e-5, atol=1e-6)

@@ -9,7 +9,7 @@ import torch
 from stats import check_mean, check_mse
 from torch.func import functional_call
 
-from bochner import BochnerError, kernel_estimate, theory
+from bochner import BochnerError, kernel_estimate, linear_attention, theory
 from bochner.features import PositiveFeatures, gaussian_kernel, softmax_kernel
 from bochner.learned import (
     FastfoodPositiveFeatures,
@@ -344,3 +344,21 @@ def test_hedgehog_starts_as_a_softmax_of_the_coordinates_and_their_negation():
 def test_bad_input_is_one_sentence(call, match):
     with pytest.raises(BochnerError, match=match):
         call()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", [*MAPS, "hedgehog"])
+def test_linear_attention_and_its_recomputed_gradients_are_those_of_the_quadratic_product(name, causal):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (0.5 * torch.randn(1, 2, 130, 4, generator=g, dtype=torch.float64) for _ in range(3))
+    cls = HedgehogFeatures if name == "hedgehog" else MAPS[name]
+    phi = cls(4, 256, num_heads=2).double()
+    move_(phi, size=0.05)
+    K = kernel_estimate(phi, q * 4**-0.25, k * 4**-0.25)
+    K = K.tril() if causal else K
+    expected = K @ v / K.sum(-1, keepdim=True)
+    out = linear_attention(q, k, v, phi, is_causal=causal)
+    torch.testing.assert_close(out, expected)
+    ours, theirs = (torch.autograd.grad(t.square().sum(), list(phi.parameters())) for t in (out, expected))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)

@@ -90,13 +90,11 @@ class ComplexExponentialFeatures(MixedFeatureMap):
             self.feature_dim = 2 * num_features
 
     def _prepare(self, role: str, headroom: float) -> Callable[[Tensor], Features]:
-        changes: dict[torch.dtype, tuple[Tensor, Tensor | None]] = {}
+        # Here and not in the function below: a block recomputed in a backward pass must find nothing cached.
+        real, imag = self._change(role)
 
         def features(x: Tensor) -> Features:
             x = x.to(accumulation_dtype(x.dtype))
-            if x.dtype not in changes:
-                changes[x.dtype] = self._change(role, x.dtype)
-            real, imag = changes[x.dtype]
             re, im = self._apply_change(real, x), None if imag is None else self._apply_change(imag, x)
             row = _row_factor(x, self.kernel) - 0.5 * math.log(self.num_features)
             logits = self.projection(re)
@@ -105,9 +103,9 @@ class ComplexExponentialFeatures(MixedFeatureMap):
 
         return features
 
-    def _change(self, role: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def _change(self, role: str) -> tuple[Tensor, Tensor | None]:
         """A for queries, its inverse transpose for keys: real and imaginary part."""
-        real, imag = self.A_real.to(dtype), None if self.A_imag is None else self.A_imag.to(dtype)
+        real, imag = self.A_real, self.A_imag
         if role == "query":
             return real, imag
         if self.diagonal:
@@ -117,7 +115,7 @@ class ComplexExponentialFeatures(MixedFeatureMap):
         return (inverse, None) if imag is None else (inverse.real, inverse.imag)
 
     def _apply_change(self, a: Tensor, x: Tensor) -> Tensor:
-        return x * self._spread(a, x) if self.diagonal else x @ a.mT
+        return x * self._spread(a, x) if self.diagonal else x @ a.to(x.dtype).mT
 
 
 def complex_exponential(

@@ -111,14 +111,13 @@ class SpectralFeatures(FeatureMap):
         return self._prepare(HEADROOM)
 
     def _prepare(self, headroom: float) -> Callable[[Tensor], Features]:
-        projections: dict[torch.dtype, Callable[[Tensor], Tensor]] = {}
+        # Here and not in the function below: a block recomputed in a backward pass must find nothing cached.
+        project = self._projector()
         log_norm = -0.5 * math.log(self.num_features)
 
         def features(x: Tensor) -> Features:
             x = x.to(accumulation_dtype(x.dtype))
-            if x.dtype not in projections:
-                projections[x.dtype] = self._projection_of(x.dtype)
-            t = projections[x.dtype](x)
+            t = project(x)
             row = log_norm - self.g * x.square().sum(-1, keepdim=True)
             weight = self._weights(x)
             if not self.sinks:
@@ -134,10 +133,10 @@ class SpectralFeatures(FeatureMap):
         x2, y2 = (t.square().sum(-1, keepdim=True) for t in (x, y))
         return self._expectation(x, y) * (-self.g * (x2 + y2.mT)).exp()
 
-    def _projection_of(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def _projector(self) -> Callable[[Tensor], Tensor]:
         """x to w.x, (..., n, M), with whatever does not depend on x computed once."""
-        omega = self.frequencies().to(dtype).mT
-        return lambda x: x @ omega
+        omega = self.frequencies().mT
+        return lambda x: x @ omega.to(x.dtype)
 
     def frequencies(self) -> Tensor:
         """The present frequencies w, (M, d) or (h, M, d)."""
@@ -336,19 +335,18 @@ class FastfoodFeatures(SpectralFeatures):
 
     def frequencies(self) -> Tensor:
         eye = torch.eye(self.dim, dtype=self.S.dtype, device=self.S.device)
-        return self._projection_of(eye.dtype)(eye.expand(*self._lead, -1, -1)).mT
+        return self._projector()(eye.expand(*self._lead, -1, -1)).mT
 
-    def _projection_of(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def _projector(self) -> Callable[[Tensor], Tensor]:
         b, order, g = self.signs * self.B, self.order, self.direction * self.G
         s = self.lengths * self.S / (self.sigma * math.sqrt(self.padded))
-        b, g, s = (self._rows(t).to(dtype) for t in (b, g, s))
-        order = self._rows(order)
+        b, g, s, order = (self._rows(t) for t in (b, g, s, order))
 
         def project(x: Tensor) -> Tensor:
-            t = hadamard_transform(self._in_blocks(x) * b)
+            t = hadamard_transform(self._in_blocks(x) * b.to(x.dtype))
             t = torch.take_along_dim(t, order.expand(t.shape), dim=-1)
-            t = hadamard_transform(t * g).flatten(-2)
-            return t[..., : self.num_features] * s
+            t = hadamard_transform(t * g.to(x.dtype)).flatten(-2)
+            return t[..., : self.num_features] * s.to(x.dtype)
 
         return project
 
