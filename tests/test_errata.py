@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -369,3 +371,10 @@ def test_004_eq_34_integrates_over_the_half_line() -> None:
     right = math.sqrt(math.pi / a) * math.exp(-x * x / a)
     assert value == pytest.approx(right)
     assert abs(value - right / 2) > 0.5
+
+
+def test_every_erratum_names_its_test_and_every_test_is_named() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "errata.md").read_text()
+    named = set(re.findall(r"`(test_00\d_\w+)`", page))
+    here = {name for name in globals() if re.match(r"test_00\d_", name)}
+    assert named == here

@@ -130,6 +130,19 @@ def test_shared_projections_reduce_the_error_of_inputs_of_unequal_norm() -> None
     assert gap > 0
 
 
+def test_shared_projections_have_the_covariance_of_theorem_3_1() -> None:
+    # A fixed coefficient of 1/2 and |x|^2 - |y|^2 about 1: the correction of eq. 23 is more than half of the error.
+    x, y = torch.tensor([1.05, 0.0]).double(), torch.tensor([0.0, 0.3]).double()
+    half = theory.Moments(*(torch.tensor(v).double() for v in (0.5, 0.25, 0.25, 0.25)))
+    m, scale = 3, torch.exp(-(x @ x + y @ y) / 2)
+    w = normal(200_000, m, 2)
+    samples = (torch.cosh(w @ (x + y)) * scale + torch.cos(w @ (x - y)) / scale).mean(-1) / 2
+    mse = theory.mse_hybrid(x, y, m, half, shared=True)
+    assert mse < 0.5 * theory.mse_hybrid(x, y, m, half)
+    check_mean(samples, 1.0)
+    check_mse(samples, 1.0, mse, detect=0.3)
+
+
 def test_hybrid_in_gaussian_units_is_the_rescaled_softmax_one() -> None:
     soft = theory.mse_angular_hybrid(X, Y, 4, 3, shared=True)
     gauss = theory.mse_angular_hybrid(X, Y, 4, 3, shared=True, kernel="gaussian")

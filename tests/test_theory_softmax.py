@@ -181,6 +181,12 @@ def test_orthogonal_tail_bound_is_below_the_iid_one() -> None:
     assert (theory.regularized_tail_bound(X, Y, threshold, M, projection="orthogonal") < iid).all()
 
 
+def test_one_orthogonal_projection_is_one_independent_projection() -> None:
+    threshold = 1.4 * SM
+    one = [theory.regularized_tail_bound(X, Y, threshold, 1, projection=p) for p in ["iid", "orthogonal"]]
+    assert torch.allclose(*one, rtol=1e-9)
+
+
 def test_tail_bound_is_zero_above_the_largest_value() -> None:
     x = X[0]
     top = torch.exp(math.sqrt(D) * (2 * x).norm() - x @ x)
