@@ -58,9 +58,10 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "albert": {**TEXT, "embedding_size": 16},
 }
 DECODERS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(["llama", "qwen2", "qwen3", "gemma", "phi3", "phi", "olmo", "olmo2", "starcoder2"], GROUPED),
+    **dict.fromkeys(["llama", "qwen2", "qwen3", "phi3", "phi", "olmo", "olmo2", "starcoder2"], GROUPED),
     **dict.fromkeys(["stablelm", "granite", "cohere", "smollm3", "glm", "nemotron"], GROUPED),
     **dict.fromkeys(["gpt_neox", "biogpt", "persimmon"], TEXT),
+    "gemma": {**GROUPED, "head_dim": 8},
     "mistral": {**GROUPED, "sliding_window": None},
     "opt": {**TEXT, "ffn_dim": 32, "word_embed_proj_dim": 32},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60, "n_positions": 512},

@@ -72,20 +72,23 @@ class PairMoments:
         b, h, n, d = call.query.shape
         g = call.key.shape[1]
         root = call.scale**0.5
-        q = (call.query.double() * root).view(b, g, -1, d)  # the query heads of a group, one after another
-        k = call.key.double() * root
-        uniform = far.far.expand(b, h, n, -1).double()
-        attended = weights.double() * uniform
-        mass = attended.sum((0, 2, 3), keepdim=True)
-        share = mass / uniform.sum((0, 2, 3), keepdim=True).clamp_min(1)
-        w = (attended + share * uniform).view(b, g, -1, k.shape[-2])  # (b, g, h/g n, s)
+        q = (call.query.float() * root).reshape(b, g, -1, d)  # the query heads of a group, one after another
+        k = call.key.float() * root
+        uniform = far.far.expand(b, h, n, -1)
+        attended = weights * uniform
+        share = attended.sum((0, 2, 3), keepdim=True) / uniform.sum((0, 2, 3), keepdim=True).clamp_min(1)
+        w = (attended + share * uniform).reshape(b, g, -1, k.shape[-2])  # (b, g, h/g n, s)
         row, column = w.sum(-1, keepdim=True), w.sum(-2).unsqueeze(-1)
-        self.weight = self.weight + row.sum((0, 2))  # (g, 1)
-        self.q = self.q + (row * q).sum((0, 2))
-        self.k = self.k + (column * k).sum((0, 2))
-        self.qq = self.qq + ((row * q).mT @ q).sum(0)
-        self.kk = self.kk + ((column * k).mT @ k).sum(0)
-        self.qk = self.qk + (q.mT @ (w @ k)).sum(0)
+        sums = {
+            "weight": row.sum((0, 2)),  # (g, 1)
+            "q": (row * q).sum((0, 2)),
+            "k": (column * k).sum((0, 2)),
+            "qq": ((row * q).mT @ q).sum(0),
+            "kk": ((column * k).mT @ k).sum(0),
+            "qk": (q.mT @ (w @ k)).sum(0),
+        }
+        for name, value in sums.items():
+            setattr(self, name, getattr(self, name) + value.double())
         self.rows += int(far.allowed.any(-1).sum())
 
 

@@ -1,0 +1,296 @@
+"""`convert`: plans to edit and pass back, exact round trips, a way back, and refusals that change nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import GROUPED, REFUSED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  # noqa: E402
+
+from bochner import BochnerError  # noqa: E402
+from bochner.hf import LayerPlan, Plan, convert, layers_of, plan_of, relative_errors, revert  # noqa: E402
+from bochner.hf.layer import exact  # noqa: E402
+
+
+def bert() -> Any:
+    return build("bert", TEXT)
+
+
+def outputs(model: Any, x: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**(inputs(model) if x is None else x))[0]
+
+
+def convert_bert(**options: Any) -> Any:
+    return convert(bert(), **{"num_features": 16, "calibration": texts_as_batches(), **options})
+
+
+def test_all_heads_exact_is_the_original_model() -> None:
+    model = bert()
+    before = outputs(model)
+    convert(model, calibration=texts_as_batches(), num_features=16, exact_heads=1.0)
+    keep = inputs(model)["attention_mask"].bool()
+    torch.testing.assert_close(outputs(model)[keep], before[keep], atol=1e-5, rtol=1e-4)
+
+
+def test_more_features_come_closer_to_the_original() -> None:
+    errors = []
+    for m in (8, 256):
+        model = convert_bert(num_features=m)
+        errors.append(torch.stack(list(relative_errors(model, texts_as_batches(2, seed=9)).values())).mean())
+    assert errors[1] < 0.6 * errors[0]
+
+
+def test_a_window_as_long_as_the_sequence_is_exact() -> None:
+    model = bert()
+    x = texts_as_batches(1)[0]
+    before = outputs(model, x)
+    convert(model, calibration=texts_as_batches(), num_features=8, window=64, select=False)
+    torch.testing.assert_close(outputs(model, x), before, atol=1e-4, rtol=1e-3)
+
+
+def test_revert_restores_the_model_bit_by_bit() -> None:
+    model = bert()
+    before, keys = outputs(model), set(model.state_dict())
+    convert(model, calibration=texts_as_batches(), num_features=16, window=8, sinks=1)
+    assert not torch.allclose(outputs(model), before)
+    assert set(model.state_dict()) > keys
+    revert(model)
+    assert torch.equal(outputs(model), before)
+    assert set(model.state_dict()) == keys
+    assert "bochner" not in model.config.to_dict()
+    with pytest.raises(BochnerError, match="not converted"):
+        revert(model)
+
+
+def test_converting_twice_is_refused() -> None:
+    model = convert_bert()
+    with pytest.raises(BochnerError, match="converted already"):
+        convert(model, calibration=texts_as_batches())
+
+
+def test_one_seed_gives_one_model() -> None:
+    a, b, c = convert_bert(seed=3), convert_bert(seed=3), convert_bert(seed=4)
+    assert torch.equal(outputs(a), outputs(b))
+    assert not torch.allclose(outputs(a), outputs(c))
+
+
+def test_a_plan_is_printed_saved_edited_and_passed_back(tmp_path: Path) -> None:
+    model = convert_bert(window=8, sinks=1, exact_heads=0.25)
+    plan = plan_of(model)
+    assert plan.count("exact") == 2
+    assert "window 8, sinks 1" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    again = convert(bert(), plan=loaded, calibration=texts_as_batches())
+    assert torch.equal(outputs(again), outputs(model))
+    loaded.layers[0].kinds = ["exact"] * 4
+    edited = convert(bert(), plan=loaded, calibration=texts_as_batches())
+    assert plan_of(edited).layers[0].kinds == ["exact"] * 4
+    assert not torch.allclose(outputs(edited), outputs(model))
+
+
+def test_the_plan_of_another_model_is_refused() -> None:
+    plan = plan_of(convert_bert())
+    model = build("llama", GROUPED)
+    before = outputs(model)
+    with pytest.raises(BochnerError, match="not an attention module"):
+        convert(model, plan=plan, calibration=texts_as_batches())
+    assert torch.equal(outputs(model), before)
+
+
+def test_a_broken_plan_is_refused(tmp_path: Path) -> None:
+    layer = {"name": "a", "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "value_dim": 4}
+    with pytest.raises(BochnerError, match="must name 2 heads"):
+        Plan([LayerPlan(**layer, kinds=["kernel"])])
+    with pytest.raises(BochnerError, match="neither 'window' nor 'sinks'"):
+        Plan([LayerPlan(**layer, kinds=["kernel", "hybrid"])])
+    with pytest.raises(BochnerError, match="one of"):
+        Plan([LayerPlan(**layer, kinds=["kernel", "wrong"])])
+    (tmp_path / "p.json").write_text("[]")
+    with pytest.raises(BochnerError, match="not a plan"):
+        Plan.load(tmp_path / "p.json")
+    (tmp_path / "p.json").write_text(json.dumps({"format": 99, "layers": []}))
+    with pytest.raises(BochnerError, match="format 99"):
+        Plan.load(tmp_path / "p.json")
+
+
+def test_the_exact_heads_are_those_that_look_far_away() -> None:
+    model = bert()
+    with torch.no_grad():  # head 2 of layer 1 gets sharp, the others stay diffuse
+        model.encoder.layer[1].attention.self.query.weight[16:24] *= 40
+    convert(model, calibration=texts_as_batches(), num_features=16, window=4, exact_heads=0.125)
+    peaks: list[tuple[float, int, int]] = []
+    for i, layer in enumerate(plan_of(model).layers):
+        peaks += [(score, i, h) for h, score in enumerate(layer.scores or [])]
+    assert max(peaks)[1:] == (1, 2)
+    assert plan_of(model).layers[1].kinds[2] == "exact"
+    assert plan_of(model).count("exact") == 1
+
+
+def test_heads_whose_kernel_does_not_help_go_without() -> None:
+    model = convert_bert(feature_map="positive", num_features=2, window=8, sinks=1)
+    assert plan_of(model).count("window") > 0
+    kept = convert_bert(feature_map="positive", num_features=2, window=8, sinks=1, select=False)
+    assert plan_of(kept).count("window") == 0
+    errors = [relative_errors(m, texts_as_batches()[:3]) for m in (model, kept)]  # what the choice was made on
+    squares = [torch.stack(list(e.values())).square().sum() for e in errors]
+    assert squares[0] < squares[1]
+
+
+def test_heads_of_different_kinds_in_one_group_each_get_their_own() -> None:
+    model = build("llama", GROUPED)
+    x = texts_as_batches(1)[0]
+    convert(model, calibration=texts_as_batches(), num_features=16, window=6, exact_heads=[(0, 0)], select=False)
+    layer = layers_of(model)["layers.0.self_attn"]
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 30, 8, generator=g) for h in (4, 2, 2))
+    out = layer(q, k, v, is_causal=True, padding=None, scale=0.3)
+    truth = exact(q, k, v, True, None, 0.3)
+    torch.testing.assert_close(out[:, 0], truth[:, 0])
+    assert not torch.allclose(out[:, 1], truth[:, 1], atol=1e-3)
+    everything = layer._linear("hybrid", q, k, v, True, None, 0.3, None)
+    torch.testing.assert_close(out[:, 1:], everything[:, 1:])
+    assert outputs(model, x).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_maps_stay_in_full_precision(dtype: torch.dtype) -> None:
+    model = convert_bert(window=8)
+    model.to(dtype)
+    for layer in layers_of(model).values():
+        assert all(b.dtype == torch.float32 for b in layer.buffers() if b.is_floating_point())
+    q, k, v = (torch.randn(1, 4, 20, 8).to(dtype) for _ in range(3))
+    layer = next(iter(layers_of(model).values()))
+    out = layer(q, k, v, is_causal=False, padding=None, scale=0.3)
+    full = layer(q.float(), k.float(), v.float(), is_causal=False, padding=None, scale=0.3)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), full, atol=2e-2, rtol=2e-2)
+
+
+SCRIPT = """
+import sys, torch, transformers
+folders = sys.argv[1:]
+try:
+    transformers.AutoModel.from_pretrained(folders[0])
+except ValueError as error:
+    assert "bochner" in str(error)
+else:
+    raise SystemExit("a conversion was loaded as softmax")
+import bochner.hf
+bochner.hf.register()
+for folder, head in zip(folders, (transformers.AutoModel, transformers.AutoModelForCausalLM)):
+    model = head.from_pretrained(folder).eval()
+    with torch.no_grad():
+        out = model(**torch.load(folder + "/inputs.pt", weights_only=True))[0]
+    torch.save(out, folder + "/outputs.pt")
+"""
+
+
+def test_saved_in_one_process_and_loaded_in_another_is_bit_identical(tmp_path: Path) -> None:
+    """And a process that does not know bochner raises instead of silently giving softmax."""
+    want = {}
+    for family, settings, head in (("bert", TEXT, "AutoModel"), ("llama", GROUPED, "AutoModelForCausalLM")):
+        model = build(family, settings, head=head)
+        convert(model, calibration=texts_as_batches(), num_features=16, window=6, sinks=1, exact_heads=0.25)
+        folder = tmp_path / family
+        want[folder] = outputs(model, inputs(model))
+        model.save_pretrained(folder)
+        assert list(folder.glob("*.safetensors"))
+        assert not list(folder.glob("*.bin"))
+        torch.save(inputs(model), folder / "inputs.pt")
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *map(str, want)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for folder, out in want.items():
+        assert torch.equal(torch.load(folder / "outputs.pt", weights_only=True), out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_loading_in_any_precision_keeps_the_maps(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = convert_bert(window=6)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path, dtype=dtype).eval()
+    want, got = layers_of(model), layers_of(loaded)
+    for name, layer in want.items():
+        for key, value in layer.state_dict().items():
+            assert torch.equal(got[name].state_dict()[key], value), key
+
+
+def test_a_saved_base_model_loads_under_a_head(tmp_path: Path) -> None:
+    model = convert_bert()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    x = inputs(model)
+    with torch.no_grad():
+        hidden = loaded.bert(**x)[0]
+    assert torch.equal(hidden, outputs(model, x))
+
+
+def test_an_encoder_decoder_converts_its_cross_attention() -> None:
+    model = build("bart", SEQ2SEQ)
+    batches = [{**b, "decoder_input_ids": b["input_ids"][:, :30]} for b in texts_as_batches()]
+    convert(model, calibration=batches, num_features=16, window=6, sinks=1, select=False)
+    plan = plan_of(model)
+    kinds = {layer.is_cross: set(layer.kinds) for layer in plan.layers}
+    assert kinds == {False: {"hybrid"}, True: {"kernel"}}
+    assert outputs(model).isfinite().all()
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no calibration": ({"calibration": None}, "needs 'calibration'"),
+    "empty calibration": ({"calibration": []}, "empty"),
+    "little calibration": ({"calibration": texts_as_batches(1, 1, 8)}, "Too little calibration"),
+    "texts without tokenizer": ({"calibration": ["a text"]}, "tokenizer"),
+    "numbers": ({"calibration": [1, 2]}, "got int"),
+    "unknown map": ({"feature_map": "wrong"}, "Unknown feature map"),
+    "features": ({"num_features": 0}, "num_features"),
+    "window": ({"window": -1}, "window"),
+    "sinks": ({"sinks": -1}, "sinks"),
+    "fraction": ({"exact_heads": 1.5}, "fraction"),
+    "word": ({"exact_heads": "some"}, "auto"),
+    "head": ({"exact_heads": [(9, 9)]}, "no head"),
+    "nothing": ({"feature_map": None}, "nothing else"),
+    "plan": ({"plan": {"layers": []}}, "must be a bochner.hf.Plan"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(BAD))
+def test_bad_input_is_one_clear_sentence_and_leaves_the_model_untouched(case: str) -> None:
+    options, message = BAD[case]
+    model = bert()
+    before, keys = outputs(model), set(model.state_dict())
+    with pytest.raises(BochnerError, match=message):
+        convert(model, **{"num_features": 16, "calibration": texts_as_batches(), **options})
+    assert torch.equal(outputs(model), before)
+    assert set(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("family", ["deberta", "t5", "gemma2"])
+def test_a_model_that_cannot_be_converted_is_refused_and_untouched(family: str) -> None:
+    settings, reason = REFUSED[family]
+    model = build(family, settings)
+    x = inputs(model)
+    before = outputs(model, x)
+    with pytest.raises(BochnerError, match=reason):
+        convert(model, "positive", 16)
+    assert torch.equal(outputs(model, x), before)
+
+
+def test_things_that_are_no_models_are_refused() -> None:
+    with pytest.raises(BochnerError, match="transformers model"):
+        convert("bert")
+    with pytest.raises(BochnerError, match="transformers model"):
+        convert(torch.nn.Linear(2, 2), "positive")
+    with torch.device("meta"):
+        model = transformers.BertModel(transformers.BertConfig(**TEXT))
+    with pytest.raises(BochnerError, match="meta"):
+        convert(model, "positive", 16)
