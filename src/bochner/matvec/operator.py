@@ -1,0 +1,689 @@
+"""`KernelOperator`: the Gaussian kernel matrix as a scipy linear operator, with its error stated."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor
+
+from .._checks import BochnerError, make_generator, one_of, positive_float, positive_int
+from . import cells as cells_module
+from .certificate import Cost, Estimate, HoldOut, hold_out
+from .engines import Applied, CellsEngine, Engine, ExactEngine, FeaturesEngine, PaperEngine
+from .exact import COLUMNS, FLOOR, Tiles, exact_product, left, make_frame, right, rounding_error
+from .features import frequencies
+from .paper import Constants
+from .planning import Planned, make_plan
+
+METHODS = ("auto", "exact", "cells", "paper", "features")
+SMALL = 1 << 24  # pairs below which exact is simply fastest
+WORTHWHILE = 0.5  # of the exact cost: above, approximating does not pay
+FLOORS = {torch.float32: 1e-6, torch.float64: 1e-13}
+RESOLUTION = 0.5  # of eps: m rows can miss a fraction 3/m of bad ones, so an estimate never claims less
+OWNER = "KernelOperator"
+
+
+class KernelOperator(LinearOperator):
+    """The matrix `K_ij = exp(-|q_i - k_j|^2 / (2 sigma^2))` as an operator: `y = K @ x` for any signed x.
+
+    The contract is |Kx - y|_2 <= eps |x|_2. Every product is checked against exact hold-out rows (about 256 of
+    them) and repaired when they say otherwise: more pairs first, exact at last. `matvec_with_certificate` states
+    how large the error can be and how surely.
+
+    Args:
+        queries: (n, d) array, numpy or torch, float32 or float64.
+        keys: (s, d); None means the queries, and then K is symmetric and so is the operator.
+        bandwidth: sigma. Give this or `gamma` = 1 / (2 sigma^2).
+        eps: the error allowed, relative to |x|_2.
+        method: "exact" tiles; "cells" near tiles and blurred far cells (sparse or clustered kernels); "paper"
+            hashing and sampling; "features" random Fourier features (smooth kernels); "auto" measures and chooses.
+        seed: the operator is a deterministic function of its arguments.
+        cells: number of key cells; None means about 2 sqrt(s).
+        num_features: number of Fourier frequencies for method="features".
+        adaptive: check and repair products. False: strictly linear in x, unchecked.
+        confidence: of the statement in a certificate.
+        constants: of method="paper".
+
+    Unbiased: exact, features (over seeds); paper up to the median. Linear in x and repeatable: exact, cells,
+    features, except for products that needed repair; paper is repeatable only.
+    Cost: exact n s pairs (half if symmetric); cells about n sqrt(s) far pairs and the near pairs; see `explain()`.
+    Reference: kernel matrix-vector multiplication under sparsity assumptions, theorem 1.1, for the contract.
+
+    Example:
+        >>> import torch, bochner.matvec as bm
+        >>> points = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
+        >>> K = bm.KernelOperator(points, bandwidth=1.0)
+        >>> y = K @ torch.ones(500)
+        >>> bool((y >= 1).all())
+        True
+        >>> K.method
+        'exact'
+    """
+
+    def __init__(
+        self,
+        queries: Any,
+        keys: Any = None,
+        *,
+        bandwidth: float | None = None,
+        gamma: float | None = None,
+        eps: float = 0.1,
+        method: str = "auto",
+        seed: int = 0,
+        cells: int | None = None,
+        num_features: int = 1024,
+        adaptive: bool = True,
+        confidence: float = 0.95,
+        constants: Constants | None = None,
+    ) -> None:
+        points = as_points(queries, "queries")
+        other = points if keys is None else as_points(keys, "keys")
+        if points.shape[1] != other.shape[1]:
+            raise BochnerError(
+                f"The 'queries' and 'keys' of {OWNER} must have the same number of columns, got {points.shape[1]} "
+                f"and {other.shape[1]}."
+            )
+        dtype = torch.promote_types(points.dtype, other.dtype)
+        self._symmetric = keys is None
+        self._queries = points.to(dtype)
+        self._keys = self._queries if keys is None else other.to(dtype)
+        self.bandwidth = resolve_bandwidth(bandwidth, gamma)
+        self.eps = positive_float(eps, "eps", OWNER)
+        if self.eps < FLOORS[dtype]:
+            remedy = "pass float64 points" if dtype == torch.float32 else "no dtype here is finer"
+            raise BochnerError(
+                f"The 'eps' of {OWNER} is {eps!r}, below what {dtype} can resolve ({FLOORS[dtype]:g}); {remedy}."
+            )
+        self.requested = one_of(method, "method", OWNER, METHODS)
+        make_generator(seed)
+        if seed is None:
+            raise BochnerError(f"The 'seed' of {OWNER} must be an int: the operator has to be repeatable.")
+        self.seed = seed
+        self.num_cells = None if cells is None else positive_int(cells, "cells", OWNER)
+        self.num_features = positive_int(num_features, "num_features", OWNER)
+        if not 0.5 <= confidence < 1:
+            raise BochnerError(f"The 'confidence' of {OWNER} must be in [0.5, 1), got {confidence!r}.")
+        self.confidence, self.adaptive = float(confidence), bool(adaptive)
+        self.constants = constants or Constants()
+        self._configure(None)
+
+    # ---- choosing ---------------------------------------------------------------------------------------------
+
+    def _configure(self, index: cells_module.KeyIndex | None) -> None:
+        """Set shape and dtype, then build the engine that `method` asks for."""
+        n, s = self._queries.shape[0], self._keys.shape[0]
+        numpy_dtype = np.float32 if self._queries.dtype == torch.float32 else np.float64
+        super().__init__(np.dtype(numpy_dtype), (n, s))
+        begun = time.perf_counter()
+        method = self.requested
+        self._planned_keys = s
+        self._planned: Planned | None = None
+        self.reason = "as asked"
+        if method == "auto" and n * s <= SMALL and index is None:
+            method, self.reason = "exact", f"{n} x {s} is small: exact is fastest"
+        if method in ("auto", "cells"):
+            self._engine: Engine = self._cells_engine(index)
+            if method == "auto":
+                self._engine = self._judge(self._engine)
+        elif method == "exact":
+            self._engine = self._exact_engine()
+        elif method == "paper":
+            frame = make_frame(self._keys, self.bandwidth, "float32" if self._single else "float64")
+            self._engine = PaperEngine(
+                frame,
+                frame.place(self._queries),
+                frame.place(self._keys),
+                self.eps,
+                self.constants,
+                self.seed,
+                self._symmetric,
+            )
+        else:
+            frame = make_frame(self._keys, self.bandwidth, "float32" if self._single else "float64")
+            omega = frequencies(frame.centre.numel(), self.num_features, make_generator(self.seed))
+            self._engine = FeaturesEngine(frame.place(self._queries), frame.place(self._keys), omega)
+        self.build_seconds = time.perf_counter() - begun
+
+    @property
+    def _single(self) -> bool:
+        """Whether approximate methods may work in single precision: eps is far above its rounding."""
+        return self._queries.dtype == torch.float32 or self.eps >= 1e-3
+
+    @property
+    def method(self) -> str:
+        """The method in use; differs from the one asked for only if that was "auto"."""
+        return self._engine.name
+
+    @property
+    def gamma(self) -> float:
+        """1 / (2 bandwidth^2), scikit-learn's convention."""
+        return 0.5 / self.bandwidth**2
+
+    def _exact_engine(self, arithmetic: str | None = None) -> ExactEngine:
+        tolerance = min(self.eps / 10, 1e-4)
+        candidates = ["float32", "float64"] if self._queries.dtype == torch.float32 else ["float64"]
+        for name in [arithmetic] if arithmetic else candidates:
+            frame = make_frame(self._keys, self.bandwidth, name)
+            z = frame.place(self._queries)
+            w = z if self._symmetric else frame.place(self._keys)
+            if arithmetic or max(rounding_error(z), rounding_error(w)) <= tolerance:
+                return ExactEngine(frame, z, w, self._symmetric)
+        return self._exact_engine("difference")
+
+    def _cells_engine(self, index: cells_module.KeyIndex | None) -> CellsEngine:
+        generator = make_generator(self.seed)
+        if index is None:
+            frame = make_frame(self._keys, self.bandwidth, "float32" if self._single else "float64")
+            number = self.num_cells or max(1, math.ceil(2 * math.sqrt(self._keys.shape[0])))
+            index = cells_module.build_index(frame, frame.place(self._keys), number, generator)
+        label, z = None, None
+        if self._symmetric:  # the queries' cells are the keys' cells
+            label, z = torch.empty_like(index.order), torch.empty_like(index.keys[:, :-2])
+            label[index.order], z[index.order] = index.label, index.keys[:, :-2]
+        else:
+            z = index.frame.place(self._queries)
+        self._planned = make_plan(index, z, self.eps, generator, self._symmetric, label=label)
+        return CellsEngine(index, self._planned)
+
+    def _judge(self, engine: CellsEngine) -> Engine:
+        """Keep the cells if they meet eps for less than half the exact cost; else exact. Says why."""
+        planned = engine.planned
+        n, s = self.shape
+        pairs = planned.plan.pairs(engine.index) + n * engine.index.count.numel()
+        exact_pairs = n * s / 2 if self._symmetric else n * s
+        facts = (
+            f"a row sums to {planned.mean_row_sum:.3g} on average, {planned.fraction:.1%} of the pairs near give a "
+            f"predicted error of {planned.predicted:.2g} |x|"
+        )
+        if planned.met and pairs <= WORTHWHILE * exact_pairs:
+            self.reason = f"sparse enough: {facts}"
+            return engine
+        self.reason = f"not sparse enough at this bandwidth and eps: {facts}"
+        return self._exact_engine()
+
+    def explain(self) -> str:
+        """What was chosen, why, and what it costs, in words."""
+        n, s = self.shape
+        lines = [
+            f"{n} x {s} Gaussian kernel, bandwidth {self.bandwidth:.6g} (gamma {self.gamma:.6g}), eps {self.eps:g}.",
+            f"Method: {self.method} ({self.reason}). Built in {self.build_seconds:.2g} s.",
+        ]
+        if isinstance(self._engine, CellsEngine):
+            plan, index = self._engine.plan, self._engine.index
+            near = plan.pairs(index)
+            far = n * index.count.numel()
+            lines.append(
+                f"{index.count.numel()} cells; a product evaluates {near} near and {far} far pairs, "
+                f"{(near + far) / (n * s):.2%} of the matrix."
+            )
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return (
+            f"KernelOperator(shape={self.shape}, bandwidth={self.bandwidth:.6g}, gamma={self.gamma:.6g}, "
+            f"eps={self.eps:g}, method={self.method!r}, dtype={self.dtype})"
+        )
+
+    # ---- products ---------------------------------------------------------------------------------------------
+
+    def matvec(self, x: Any) -> Any:
+        """`K x` for x of shape (s,) or (s, 1)."""
+        return self._public(x, adjoint=False, columns=False)
+
+    def rmatvec(self, x: Any) -> Any:
+        """`K' x` for x of shape (n,) or (n, 1)."""
+        return self._public(x, adjoint=True, columns=False)
+
+    def matmat(self, X: Any) -> Any:
+        """`K X` for X of shape (s, r): one pass for all columns."""
+        return self._public(X, adjoint=False, columns=True)
+
+    def rmatmat(self, X: Any) -> Any:
+        """`K' X` for X of shape (n, r)."""
+        return self._public(X, adjoint=True, columns=True)
+
+    def dot(self, x: Any) -> Any:
+        """`K x`, `K X`, or the composition with a scalar or another operator."""
+        if isinstance(x, Tensor) and x.ndim > 0:
+            return self.matvec(x) if x.ndim == 1 else self.matmat(x)
+        return super().dot(x)
+
+    def __matmul__(self, other: Any) -> Any:
+        return self.dot(other) if isinstance(other, Tensor) else super().__matmul__(other)
+
+    def _matvec(self, x: np.ndarray) -> np.ndarray:
+        return self.matvec(x)
+
+    def _matmat(self, X: np.ndarray) -> np.ndarray:
+        return self.matmat(X)
+
+    def _rmatvec(self, x: np.ndarray) -> np.ndarray:
+        return self.rmatvec(x)
+
+    def _rmatmat(self, X: np.ndarray) -> np.ndarray:
+        return self.rmatmat(X)
+
+    def _adjoint(self) -> LinearOperator:
+        return self if self._symmetric and self.method != "paper" else super()._adjoint()
+
+    def _transpose(self) -> LinearOperator:
+        return self._adjoint()
+
+    def _public(self, x: Any, adjoint: bool, columns: bool) -> Any:
+        table, restore, _ = self._coerce(x, adjoint, columns)
+        value, _, _ = self._solve(table, adjoint, certify=False)
+        return restore(value)
+
+    def _coerce(self, x: Any, adjoint: bool, columns: bool) -> tuple[Tensor, Any, float]:
+        """x as a (length, r) tensor in the engine's dtype, the function that gives the answer its form, and the
+        power of two by which x was divided: neither tiny nor huge x must meet the ends of single precision.
+        """
+        length = self.shape[0] if adjoint else self.shape[1]
+        is_tensor = isinstance(x, Tensor)
+        tensor = x.detach() if is_tensor else torch.from_numpy(np.ascontiguousarray(np.asarray(x, dtype=_real(x))))
+        shape = tuple(tensor.shape)
+        valid = tensor.ndim == 2 if columns else tensor.ndim == 1 or (tensor.ndim == 2 and shape[1] == 1)
+        if not valid or shape[0] != length:
+            wanted = f"({length}, r)" if columns else f"({length},)"
+            raise BochnerError(f"The 'x' of {OWNER} must have shape {wanted}, got {shape}.")
+        if not bool(torch.isfinite(tensor).all()):
+            where = tuple((~torch.isfinite(tensor)).nonzero()[0].tolist())
+            raise BochnerError(f"The 'x' of {OWNER} must be finite, got {tensor[where].item()} at index {where}.")
+        largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+        factor = 2.0 ** (math.frexp(largest)[1] if largest > 0 else 0)
+        table = (tensor.reshape(length, -1).double() / factor).to(self._work_dtype)
+
+        def restore(value: Tensor) -> Any:
+            out = (value.double() * factor).reshape(-1, *shape[1:]).to(self._queries.dtype)
+            return out if is_tensor else out.numpy()
+
+        return table, restore, factor
+
+    @property
+    def _work_dtype(self) -> torch.dtype:
+        engine = self._engine
+        if isinstance(engine, CellsEngine):
+            return engine.index.keys.dtype
+        return engine.z.dtype  # type: ignore[attr-defined]
+
+    def _exact_rows(self, x: Tensor, adjoint: bool) -> Any:
+        """The function ids -> exact rows of the product, in float64."""
+        rows, others = (self._keys, self._queries) if adjoint else (self._queries, self._keys)
+        frame = make_frame(self._keys, self.bandwidth, "float64")
+        x = x.double()
+
+        def truth(ids: Tensor) -> Tensor:
+            z = left(frame.place(rows[ids]))
+            tiles = Tiles(frame)
+            total = torch.zeros(ids.numel(), x.shape[1], dtype=torch.float64)
+            for i in range(0, others.shape[0], 16 * COLUMNS):
+                part = right(frame.place(others[i : i + 16 * COLUMNS]))
+                total += exact_product(tiles, z, part, x[i : i + 16 * COLUMNS])
+            return total
+
+        return truth
+
+    def _solve(self, x: Tensor, adjoint: bool, certify: bool) -> tuple[Tensor, Applied, list[Any]]:
+        """Multiply; check on hold-out rows; repair columns whose upper estimate exceeds eps |x|.
+
+        The confidence of the k-th attempt is halved each time, so that stopping at the first success keeps it.
+        """
+        engine = self._engine
+        applied = engine.apply(x, adjoint)
+        if engine.exact or not (self.adaptive or certify):
+            return applied.value, applied, []
+        limit = (self.eps * x.double().norm(dim=0)).square()
+        truth = self._exact_rows(x, adjoint)
+        value, scores = applied.value, applied.scores
+        fraction = self._planned.fraction if self._planned else 1.0
+        repairs: list[Any] = []
+        held: HoldOut | None = None
+        for attempt in range(8):
+            confidence = 1 - (1 - self.confidence) * 0.5 ** (attempt + 1)
+            generator = torch.Generator().manual_seed(self.seed + 7919 * (attempt + 1))
+            rows = 256 if attempt == 0 and not certify else 1024
+            held = hold_out(value, truth, scores, rows, confidence, generator)
+            bad = (held.bound > limit).nonzero()[:, 0]
+            if bad.numel() == 0:
+                break
+            if attempt == 0:
+                continue  # the first check is small: look again before spending more
+            fraction = max(0.01, 4 * fraction)
+            better = None if fraction > WORTHWHILE or adjoint else engine.repair(x[:, bad], fraction)
+            if better is None:
+                repairs.append("exact")
+                exact = self._exact_engine("float64").apply(x[:, bad].double(), adjoint)
+                value = value.to(torch.float64)
+                value[:, bad] = exact.value
+                applied = Applied(value, applied.pairs + exact.pairs)
+                break
+            repairs.append(f"near {fraction:.1%}")
+            value = value.clone()
+            value[:, bad] = better.value
+            scores = better.scores
+            applied = Applied(value, applied.pairs + better.pairs, scores, better.far, better.plan)
+        return value, applied, [*repairs, held]
+
+    def matvec_with_certificate(self, x: Any) -> Estimate:
+        """`K x` for one x of shape (s,), with a statement about |Kx - y|_2.
+
+        Tries the deterministic bound, then the guarantee at `confidence`, and states the strongest one that is
+        within eps |x|; otherwise the estimate. If even the estimate misses eps, the product is repaired first.
+        Cost: one product, 1,024 exact rows, and n cells pairs for the deterministic bound.
+
+        Example:
+            >>> import torch, bochner.matvec as bm
+            >>> points = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
+            >>> K = bm.KernelOperator(points, bandwidth=1.0)
+            >>> K.matvec_with_certificate(torch.ones(300)).kind
+            'deterministic'
+        """
+        begun = time.perf_counter()
+        table, restore, factor = self._coerce(x, adjoint=False, columns=False)
+        value, applied, extra = self._solve(table, adjoint=False, certify=True)
+        repairs = [r for r in extra if isinstance(r, str)]
+        held = next((h for h in extra if isinstance(h, HoldOut)), None)
+        norm = float(table.double().norm())
+        limit = self.eps * norm
+        pairs = applied.pairs
+        if self._engine.exact or "exact" in repairs:
+            if self._engine.exact:
+                deterministic, more = self._rounding_bound(table)
+                pairs += more
+                if deterministic > limit and value.dtype == torch.float32:
+                    engine = self._exact_engine("float64")
+                    value = engine.apply(table.double()).value
+                    repairs.append("float64")
+                    deterministic = 2.0**-29 * deterministic + 2.0**-23 * float(value.norm())
+            else:
+                unit = torch.finfo(self._queries.dtype).eps  # the exact value is rounded once, to the output
+                deterministic = (unit + 1e-12) * float(value.double().norm()) + 1e-12 * norm * math.sqrt(self.shape[0])
+            kind, bound, stderr, rows = "deterministic", deterministic, 0.0, 0
+        else:
+            assert held is not None
+            row_bound = self._engine.row_bound(table[:, 0], applied)
+            stderr, kind = math.sqrt(float(held.mean)), "estimate"
+            bound = max(math.sqrt(float(held.bound)), RESOLUTION * limit)
+            deterministic, rows = math.inf, held.rows
+            if row_bound is not None:
+                rounding, more = self._rounding_of(table, applied)
+                pairs += more
+                deterministic = float(row_bound.double().norm()) + float(rounding.norm())
+                if deterministic <= limit:
+                    kind, bound = "deterministic", deterministic
+                else:
+                    again = hold_out(
+                        value,
+                        self._exact_rows(table, False),
+                        [*applied.scores, row_bound],
+                        1024,
+                        1 - (1 - self.confidence) / 2,
+                        torch.Generator().manual_seed(self.seed + 7919 * (16 + len(repairs))),
+                        row_bound.double() + rounding,
+                    )
+                    guaranteed = math.sqrt(float(again.guarantee))
+                    if guaranteed <= limit:
+                        kind, bound, stderr, rows = "guarantee", guaranteed, math.sqrt(float(again.mean)), again.rows
+        cost = Cost(pairs, self.shape[0] * self.shape[1], time.perf_counter() - begun, tuple(repairs))
+        return Estimate(
+            restore(value),
+            stderr * factor,
+            bound * factor,
+            1.0 if kind == "deterministic" else self.confidence,
+            kind,
+            cost,
+            self.method,
+            self.eps,
+            norm * factor,
+            deterministic * factor,
+            rows,
+        )
+
+    def _rounding_bound(self, x: Tensor) -> tuple[float, int]:
+        """Rounding of the exact product of one column: entry error times K|x|, and the sums."""
+        engine = self._engine
+        assert isinstance(engine, ExactEngine)
+        absolute = engine.apply(x.abs())
+        unit = torch.finfo(x.dtype).eps
+        d = engine.z.shape[1] - 2
+        entry = max(rounding_error(engine.z[:, :d]), rounding_error(engine.w[:, :d])) + 4 * unit
+        if engine.frame.arithmetic == "difference":
+            entry = 1e-12
+        relative = entry + unit * (COLUMNS + self.shape[1] / COLUMNS)
+        floor = 2.0**FLOOR * float(x.abs().sum()) * math.sqrt(self.shape[0])
+        return relative * float(absolute.value.double().norm()) + floor, absolute.pairs
+
+    def _rounding_of(self, x: Tensor, applied: Applied) -> tuple[Tensor, int]:
+        """Rounding of each row of a cells product: measured entry error and summation, times K|x|."""
+        assert applied.plan is not None
+        absolute = self._engine.apply(x.abs())
+        relative = applied.plan.rounding + 256 * torch.finfo(x.dtype).eps
+        return relative * absolute.value[:, 0].double().abs() + 2.0**FLOOR * float(x.abs().sum()), absolute.pairs
+
+    # ---- other queries, streaming, saving ---------------------------------------------------------------------
+
+    def with_queries(self, queries: Any, *, seed: int | None = None) -> KernelOperator:
+        """The operator for other queries and the same keys; the index of the keys is shared, not rebuilt."""
+        points = as_points(queries, "queries")
+        if points.shape[1] != self._keys.shape[1]:
+            raise BochnerError(
+                f"The 'queries' of {OWNER}.with_queries must have {self._keys.shape[1]} columns, got {points.shape[1]}."
+            )
+        other = object.__new__(KernelOperator)
+        other.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_engine", "_planned")})
+        other._queries, other._symmetric = points.to(self._keys.dtype), False
+        if seed is not None:
+            other.seed = seed
+        other._configure(self._engine.index if isinstance(self._engine, CellsEngine) else None)
+        return other
+
+    def add(self, keys: Any) -> None:
+        """Append keys (and queries, if they are the same points) without rebuilding: x grows at its end.
+
+        New keys join the nearest cell, whose moments are updated; the plan is measured again once the keys have
+        grown by a quarter. Cost: O(m cells d) for m new keys and one copy of the points.
+        """
+        points = as_points(keys, "keys").to(self._keys.dtype)
+        if points.shape[1] != self._keys.shape[1]:
+            raise BochnerError(
+                f"The 'keys' of {OWNER}.add must have {self._keys.shape[1]} columns, got {points.shape[1]}."
+            )
+        self._update(torch.cat([self._keys, points]), torch.arange(self._keys.shape[0]), points)
+
+    def remove(self, ids: Sequence[int] | np.ndarray | Tensor) -> None:
+        """Delete the keys at these positions, as `numpy.delete` does; without rebuilding."""
+        drop = torch.as_tensor(np.asarray(ids)).long().reshape(-1)
+        s = self._keys.shape[0]
+        if drop.numel() and (int(drop.min()) < 0 or int(drop.max()) >= s):
+            raise BochnerError(f"The 'ids' of {OWNER}.remove must be in 0..{s - 1}, got {drop.tolist()[:5]}.")
+        keep = torch.ones(s, dtype=torch.bool)
+        keep[drop] = False
+        if not bool(keep.any()):
+            raise BochnerError(f"The 'ids' of {OWNER}.remove name every key; an operator needs at least one.")
+        kept = keep.nonzero()[:, 0]
+        self._update(self._keys[kept], kept, self._keys[:0])
+
+    def _update(self, keys: Tensor, kept: Tensor, fresh: Tensor) -> None:
+        """New keys: the kept old ones followed by fresh ones."""
+        old = self._engine
+        self._keys = keys
+        if self._symmetric:
+            self._queries = keys
+        grown = abs(keys.shape[0] - self._planned_keys) > 0.25 * self._planned_keys
+        if not isinstance(old, CellsEngine):
+            self._configure(None)
+            return
+        label = torch.empty_like(old.index.order)
+        label[old.index.order] = old.index.label
+        label = torch.cat([label[kept], cells_module.assign(old.index.frame.place(fresh), old.index.centres)])
+        index, filled = cells_module.index_from_labels(
+            old.index.frame, old.index.frame.place(keys), label, old.index.centres
+        )
+        if grown:
+            self._configure(index)
+            return
+        super().__init__(self.dtype, (self._queries.shape[0], keys.shape[0]))
+        reuse = (old.plan.near[filled][:, filled], old.plan.beta)
+        query_label = (filled.cumsum(0) - 1)[label] if self._symmetric else None
+        planned = make_plan(
+            index,
+            index.frame.place(self._queries),
+            self.eps,
+            make_generator(self.seed),
+            self._symmetric,
+            reuse,
+            query_label,
+        )
+        planned.score = old.planned.score[filled][:, filled]
+        planned.predicted, planned.mean_row_sum = old.planned.predicted, old.planned.mean_row_sum
+        self._planned = planned
+        self._engine = CellsEngine(index, planned)
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Everything needed to restore the operator, as plain arrays (settings as JSON text)."""
+        settings = {
+            "bandwidth": self.bandwidth,
+            "eps": self.eps,
+            "method": self.requested,
+            "seed": self.seed,
+            "cells": self.num_cells,
+            "num_features": self.num_features,
+            "adaptive": self.adaptive,
+            "confidence": self.confidence,
+            "constants": self.constants.__dict__,
+            "chosen": self.method,
+            "reason": self.reason,
+        }
+        arrays = {"settings": np.array(json.dumps(settings)), "queries": self._queries.numpy()}
+        if not self._symmetric:
+            arrays["keys"] = self._keys.numpy()
+        if isinstance(self._engine, CellsEngine):
+            index, planned = self._engine.index, self._engine.planned
+            label = torch.empty_like(index.order)
+            label[index.order] = index.label
+            arrays |= {
+                "centre": index.frame.centre.numpy(),
+                "centres": index.centres.numpy(),
+                "label": label.numpy().astype(np.int32),
+                "near": planned.plan.near.numpy(),
+                "score": planned.score.numpy(),
+                "plan": np.array(
+                    [planned.plan.beta, planned.predicted, planned.mean_row_sum, planned.fraction, self._planned_keys]
+                ),
+            }
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, np.ndarray]) -> KernelOperator:
+        """The inverse of `to_arrays`: no clustering, no measuring, the same products."""
+        settings = json.loads(str(arrays["settings"]))
+        self = object.__new__(cls)
+        self._queries = torch.from_numpy(np.array(arrays["queries"]))
+        self._symmetric = "keys" not in arrays
+        self._keys = self._queries if self._symmetric else torch.from_numpy(np.array(arrays["keys"]))
+        self.bandwidth, self.eps, self.seed = settings["bandwidth"], settings["eps"], settings["seed"]
+        self.num_cells, self.num_features = settings["cells"], settings["num_features"]
+        self.adaptive, self.confidence = settings["adaptive"], settings["confidence"]
+        self.constants = Constants(**settings["constants"])
+        self.requested = settings["method"]
+        if "centres" not in arrays:
+            self.requested = settings["chosen"]
+            self._configure(None)
+            self.requested, self.reason = settings["method"], settings["reason"]
+            return self
+        begun = time.perf_counter()
+        super(KernelOperator, self).__init__(
+            np.dtype(arrays["queries"].dtype), (self._queries.shape[0], self._keys.shape[0])
+        )
+        centres = torch.from_numpy(np.array(arrays["centres"]))
+        frame = make_frame(self._keys, self.bandwidth, "float32" if centres.dtype == torch.float32 else "float64")
+        frame = frame._replace(centre=torch.from_numpy(np.array(arrays["centre"])))
+        label = torch.from_numpy(arrays["label"].astype(np.int64))
+        index, _ = cells_module.index_from_labels(frame, frame.place(self._keys), label, centres)
+        beta, predicted, row_sum, fraction, planned_keys = (float(v) for v in arrays["plan"])
+        near = torch.from_numpy(np.array(arrays["near"]))
+        query_label = label if self._symmetric else None
+        planned = make_plan(
+            index,
+            frame.place(self._queries),
+            self.eps,
+            make_generator(self.seed),
+            self._symmetric,
+            (near, beta),
+            query_label,
+        )
+        planned.score = torch.from_numpy(np.array(arrays["score"]))
+        planned.predicted, planned.mean_row_sum, planned.fraction = predicted, row_sum, fraction
+        self._planned, self._planned_keys, self.reason = planned, int(planned_keys), settings["reason"]
+        self._engine = CellsEngine(index, planned)
+        self.build_seconds = time.perf_counter() - begun
+        return self
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write an .npz file; nothing in it is pickled."""
+        with open(path, "wb") as file:
+            np.savez(file, **self.to_arrays())  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> KernelOperator:
+        """Read what `save` wrote."""
+        with np.load(path, allow_pickle=False) as file:
+            return cls.from_arrays(dict(file))
+
+    def __reduce__(self) -> Any:
+        return (KernelOperator.from_arrays, (self.to_arrays(),))
+
+
+def _real(x: Any) -> Any:
+    """The floating dtype numpy input is read as: float32 and float64 stay, integers become float64."""
+    dtype = np.asarray(x).dtype
+    if np.issubdtype(dtype, np.complexfloating):
+        raise BochnerError(f"The 'x' of {OWNER} must be real, got {dtype}.")
+    return dtype if dtype in (np.float32, np.float64) else np.float64
+
+
+def as_points(points: Any, name: str) -> Tensor:
+    """A finite (n, d) float32 or float64 tensor from numpy or torch, or one sentence saying what is wrong."""
+    if isinstance(points, Tensor):
+        tensor = points.detach().cpu()
+        if not tensor.is_floating_point():
+            tensor = tensor.double()
+    elif isinstance(points, np.ndarray) or hasattr(points, "__array__") or isinstance(points, (list, tuple)):
+        array = np.asarray(points)
+        if array.dtype.kind not in "fiub":
+            raise BochnerError(f"The {name!r} of {OWNER} must be a real array, got dtype {array.dtype}.")
+        tensor = torch.from_numpy(np.ascontiguousarray(array if array.dtype.kind == "f" else array.astype(float)))
+    else:
+        raise BochnerError(f"The {name!r} of {OWNER} must be a numpy array or a tensor, got {type(points).__name__}.")
+    if tensor.dtype not in (torch.float32, torch.float64):
+        tensor = tensor.float()
+    if tensor.ndim != 2 or 0 in tensor.shape:
+        raise BochnerError(f"The {name!r} of {OWNER} must have shape (n, d) with n, d >= 1, got {tuple(tensor.shape)}.")
+    if not bool(torch.isfinite(tensor).all()):
+        row = int((~torch.isfinite(tensor)).any(1).nonzero()[0])
+        raise BochnerError(f"The {name!r} of {OWNER} must be finite; row {row} has a NaN or an infinity.")
+    return tensor
+
+
+def resolve_bandwidth(bandwidth: float | None, gamma: float | None) -> float:
+    """sigma from exactly one of the two conventions."""
+    if (bandwidth is None) == (gamma is None):
+        raise BochnerError(
+            f"Give {OWNER} exactly one of 'bandwidth' (sigma, in exp(-|q-k|^2 / (2 sigma^2))) and 'gamma' "
+            f"(in exp(-gamma |q-k|^2)), got bandwidth={bandwidth!r} and gamma={gamma!r}."
+        )
+    if bandwidth is not None:
+        return positive_float(_scalar(bandwidth), "bandwidth", OWNER)
+    return 1.0 / math.sqrt(2.0 * positive_float(_scalar(gamma), "gamma", OWNER))
+
+
+def _scalar(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,175 @@
+"""Which blocks are near: ranked by a model, cut where measured rows meet eps.
+
+The cut is measured, not derived: exact kernel rows of a sample of queries give, for any set of near blocks, the
+error of the product with a random x, with x = 1 and with x along the dense regions (where the top eigenvectors
+live). The cheapest set of blocks that keeps all of them below their share of eps is the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cells import KeyIndex, Plan, segment_sum, sort_queries
+from .exact import FLOOR, ROWS, Tiles, left, right, rounding_error
+
+RANDOM_SHARE, COHERENT_SHARE = 0.1, 0.3  # of eps; a random x at eps/10 leaves room for the worst single column
+SAMPLE_ROWS = 256
+FRACTIONS = [0.0, *(2.0 ** (-k / 2) for k in range(16, 0, -1))]  # of all pairs, tried as near pairs
+
+
+@dataclass
+class Planned:
+    """A plan, the blocks' ranking it was cut from, what it is predicted to achieve and what it costs."""
+
+    plan: Plan
+    score: Tensor  # (cells, cells): larger means more kernel mass per pair
+    predicted: float  # largest of the measured errors, relative to |x|
+    met: bool  # whether the sample of rows meets its share of eps
+    fraction: float  # of all pairs evaluated near
+    mean_row_sum: float
+    pairs: int  # spent on planning
+
+
+class Ranking:
+    """Blocks from most to least kernel mass per pair; `near(fraction)` cuts the ranking."""
+
+    def __init__(self, score: Tensor, cost: Tensor) -> None:
+        self.score = score
+        self.order = score.flatten().argsort(descending=True)
+        self.spent = cost.flatten()[self.order].cumsum(0)
+
+    def near(self, fraction: float) -> Tensor:
+        """The best-ranked blocks worth `fraction` of all pairs, and every block with an infinite score."""
+        chosen = self.order[self.spent <= fraction * float(self.spent[-1])]
+        near = torch.zeros(self.score.numel(), dtype=torch.bool)
+        near[chosen] = True
+        return near.view_as(self.score) | torch.isinf(self.score)
+
+
+def scores(index: KeyIndex, queries: Tensor, start: Tensor) -> list[Tensor]:
+    """Two rankings of the blocks: mean squared blurred kernel, and distance of the centres.
+
+    The first is right for cells that look Gaussian, the second for thin or curved ones; calibration picks.
+    A cell's own block always comes first.
+    """
+    cells = index.count.numel()
+    squared = queries.new_zeros(cells, cells)
+    blurred = index.blurred()
+    for a, (lo, hi) in enumerate(zip(start[:-1].tolist(), start[1:].tolist(), strict=True)):
+        for i in range(lo, hi, ROWS):
+            rows = torch.mm(queries[i : min(i + ROWS, hi)], blurred.T)
+            squared[a] += rows.clamp_min_(FLOOR / 2).exp2_().square_().sum(0)
+    squared /= start.diff().clamp_min(1)[:, None]
+    distance = -torch.cdist(index.centres, index.mean)
+    distance = torch.maximum(distance, distance.T)
+    squared = torch.maximum(squared, squared.T)
+    diagonal = torch.full((cells,), torch.inf, dtype=squared.dtype)
+    return [squared.diagonal_scatter(diagonal), distance.diagonal_scatter(diagonal)]
+
+
+def make_plan(
+    index: KeyIndex,
+    z: Tensor,
+    eps: float,
+    generator: torch.Generator,
+    symmetric: bool,
+    reuse: tuple[Tensor, float] | None = None,
+    label: Tensor | None = None,
+) -> Planned:
+    """Sort the placed queries `z` and choose the near blocks.
+
+    `reuse`: (near, beta) of a plan over the same key cells, for queries of the same kind (blocks of a long array,
+    keys that come and go): no measuring. `label`: the queries' cells, if known.
+    """
+    queries, order, start = sort_queries(index, z, label)
+    rounding = max(rounding_error(z), rounding_error(index.keys[:, :-2]))
+    local = rounding > min(eps / 20, 1e-3)
+    if local:
+        rounding = 4 * rounding_error(index.keys[:, :-2] - index.mean[index.label])
+    cost = start.diff().double()[:, None] * index.count.double()
+    total = float(cost.sum())
+    if reuse is not None:
+        near, beta = reuse
+        plan = Plan(queries, order, start, near, beta, local, rounding, symmetric)
+        return Planned(plan, near.to(z.dtype), float("nan"), True, float(cost[near].sum()) / total, float("nan"), 0)
+
+    # 1. Exact rows of a sample: kernel mass and squared mass per cell, and the far field's guess of the mass.
+    n, s = z.shape[0], index.keys.shape[0]
+    picked = torch.randperm(n, generator=generator)[:SAMPLE_ROWS].sort().values
+    tiles = Tiles(index.frame)
+    mass, squared = sampled_rows(index, queries[picked], local, tiles)
+    cell = torch.searchsorted(start, picked, right=True) - 1
+    guess = torch.mm(queries[picked], index.blurred().T).clamp_min_(FLOOR).exp2_() * index.count
+    density = (torch.zeros(cost.shape[0], dtype=z.dtype).index_add_(0, cell, mass.sum(1))) / torch.bincount(
+        cell, minlength=cost.shape[0]
+    ).clamp_min(1)
+    directions = torch.stack([torch.ones_like(density), density, density.square()], 1)
+    directions /= (directions.square() * index.count[:, None]).sum(0).sqrt().clamp_min(1e-30)
+
+    # 2. For each ranking, the smallest fraction whose measured errors meet their shares of eps.
+    best: Planned | None = None
+    for score in scores(index, queries, start):
+        ranking = Ranking(score, cost)
+        for fraction in FRACTIONS:
+            near = ranking.near(fraction)
+            if symmetric:  # equal scores may straddle the cut
+                near = near | near.T
+            skipped = ~near[cell]
+            beta = fit_beta(mass, guess, skipped)
+            random, coherent = measured_errors(index, mass, squared, guess * beta, skipped, directions, n, s)
+            met = random <= RANDOM_SHARE * eps and coherent <= COHERENT_SHARE * eps
+            spent = float(cost[near].sum()) / total
+            if met or fraction == FRACTIONS[-1]:
+                plan = Plan(queries, order, start, near, beta, local, rounding, symmetric)
+                row_sum = float(mass.sum(1).mean())
+                pairs = tiles.pairs + n * cost.shape[0]
+                found = Planned(plan, score, max(random, coherent), met, spent, row_sum, pairs)
+                if best is None or (found.met, -found.fraction) > (best.met, -best.fraction):
+                    best = found
+                break
+    assert best is not None
+    return best
+
+
+def sampled_rows(index: KeyIndex, queries: Tensor, local: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """Exact kernel mass and squared mass of each query in each cell, (b, cells) twice."""
+    if local:  # a sample of rows spans the whole cloud: double precision instead of one origin per cell
+        tiles = Tiles(index.frame._replace(arithmetic="float64"))
+        queries, keys = left(queries[:, :-2].double()), right(index.keys[:, :-2].double())
+    else:
+        keys = index.keys
+    parts = []
+    for rows in queries.split(32):
+        tile = tiles(rows, keys)
+        mass = segment_sum(tile, index.start)
+        parts.append((mass, segment_sum(tile.square_(), index.start)))
+    dtype = index.keys.dtype
+    return torch.cat([p[0] for p in parts]).to(dtype), torch.cat([p[1] for p in parts]).to(dtype)
+
+
+def fit_beta(mass: Tensor, guess: Tensor, skipped: Tensor) -> float:
+    """Least-squares factor between the true mass of skipped cells and the blurred guess, within [0, 4]."""
+    g = guess * skipped
+    top = float((g * mass).sum())
+    return min(4.0, top / max(float((g * g).sum()), 1e-30)) if top > 0 else 0.0
+
+
+def measured_errors(
+    index: KeyIndex, mass: Tensor, squared: Tensor, guess: Tensor, skipped: Tensor, directions: Tensor, n: int, s: int
+) -> tuple[float, float]:
+    """Upper estimates, relative to |x|, of the error for a random x and for coherent x."""
+    residual = (squared - 2 * guess * mass / index.count + guess.square() / index.count) * skipped
+    rows = residual.sum(1).clamp_min(0.0)
+    coherent = ((mass - guess) * skipped) @ directions
+    # Sums of many terms of one sign also carry rounding, about 8 units in the last place of the sum.
+    rounding = 8 * torch.finfo(mass.dtype).eps * _upper_norm((mass @ directions).square() * n)
+    return _upper_norm(rows[:, None] * (n / s)), _upper_norm(coherent.square() * n) + rounding
+
+
+def _upper_norm(rows: Tensor) -> float:
+    """Square root of the mean over sampled rows plus two standard errors; the worst column."""
+    spread = rows.std(0) / rows.shape[0] ** 0.5 if rows.shape[0] > 1 else torch.zeros_like(rows[0])
+    return float((rows.mean(0) + 2 * spread).clamp_min(0).sqrt().max())

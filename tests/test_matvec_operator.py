@@ -1,0 +1,270 @@
+"""The kernel operator as users meet it: forms in and out, linear algebra, bad input, streaming, saving."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from scipy.sparse.linalg import LinearOperator, cg, eigsh, lsqr
+
+from bochner._checks import BochnerError
+from bochner.matvec import Constants, KernelOperator
+
+torch.set_num_threads(1)
+
+
+def clusters(n, d=8, centres=40, spread=6.0, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    middle = rng.normal(size=(centres, d)) * spread
+    return (middle[rng.integers(centres, size=n)] + rng.normal(size=(n, d))).astype(dtype)
+
+
+def dense(queries, keys, bandwidth):
+    q, k = np.asarray(queries, dtype=np.float64), np.asarray(keys, dtype=np.float64)
+    squared = ((q[:, None] - k[None]) ** 2).sum(-1)
+    return np.exp(-squared / (2 * bandwidth**2))
+
+
+@pytest.fixture(scope="module")
+def points():
+    return clusters(900)
+
+
+@pytest.mark.parametrize("method", ["exact", "cells", "features", "paper"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_answer_has_the_form_and_dtype_of_the_question(points, method, dtype):
+    q, k = points[:300].astype(dtype), points[300:].astype(dtype)
+    K = KernelOperator(q, k, bandwidth=1.0, method=method, eps=0.5)
+    assert isinstance(K, LinearOperator)
+    assert K.shape == (300, 600)
+    assert K.dtype == dtype
+    x = np.ones(600, dtype)
+    y = K @ x
+    assert isinstance(y, np.ndarray)
+    assert y.dtype == dtype
+    assert y.shape == (300,)
+    t = K @ torch.from_numpy(x)
+    assert isinstance(t, torch.Tensor)
+    np.testing.assert_array_equal(t.numpy(), y)
+    assert (K @ x[:, None]).shape == (300, 1)
+    assert (K @ np.ones((600, 3), dtype)).shape == (300, 3)
+    assert K.rmatvec(np.ones(300, dtype)).shape == (600,)
+    assert (K.T @ np.ones((300, 2), dtype)).shape == (600, 2)
+
+
+@pytest.mark.parametrize("method", ["exact", "cells"])
+def test_products_agree_with_the_dense_matrix(points, method):
+    q, k = points[:350], points[300:]
+    truth = dense(q, k, 1.3)
+    K = KernelOperator(q, k, bandwidth=1.3, method=method, eps=0.01, adaptive=False)
+    rng = np.random.default_rng(1)
+    x, z = rng.normal(size=(600, 4)), rng.normal(size=(350, 4))
+    allowed = 1e-4 if method == "exact" else 0.01
+    for got, want, size in [(K @ x, truth @ x, x), (K.rmatmat(z), truth.T @ z, z)]:
+        error = np.linalg.norm(got - want, axis=0) / np.linalg.norm(size, axis=0)
+        assert error.max() <= allowed
+
+
+def test_gamma_and_bandwidth_name_the_same_kernel(points):
+    a = KernelOperator(points, bandwidth=2.0)
+    b = KernelOperator(points, gamma=0.125)
+    np.testing.assert_array_equal(a @ points[:, 0], b @ points[:, 0])
+    assert "bandwidth=2" in repr(b)
+    assert "gamma=0.125" in repr(a)
+
+
+@pytest.mark.parametrize("method", ["exact", "cells", "features"])
+def test_unrepaired_products_are_linear_and_repeatable(points, method):
+    K = KernelOperator(points, bandwidth=1.0, method=method, adaptive=False)
+    rng = np.random.default_rng(0)
+    x, z = rng.normal(size=(2, 900)).astype(np.float32)
+    np.testing.assert_array_equal(K @ x, K @ x)
+    np.testing.assert_allclose(K @ (2 * x - 3 * z), 2 * (K @ x) - 3 * (K @ z), atol=2e-4)
+    again = KernelOperator(points, bandwidth=1.0, method=method, adaptive=False)
+    np.testing.assert_array_equal(K @ x, again @ x)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_adjoint_is_the_adjoint(symmetric):
+    q, k = clusters(400, seed=1), clusters(700, seed=1)
+    K = KernelOperator(q, None if symmetric else k, bandwidth=1.5, method="cells", adaptive=False)
+    rng = np.random.default_rng(2)
+    x, z = rng.normal(size=K.shape[1]), rng.normal(size=K.shape[0])
+    assert z @ (K @ x) == pytest.approx(x @ K.rmatvec(z), rel=1e-4)
+    if symmetric:
+        np.testing.assert_allclose(K @ z, K.rmatvec(z), atol=1e-5)
+
+
+def test_eigenvalues_agree_with_the_dense_ones_within_eps():
+    X = clusters(1500, d=6, centres=30, dtype=np.float64)
+    K = KernelOperator(X, bandwidth=1.0, eps=0.05, method="cells")
+    truth = np.linalg.eigvalsh(dense(X, X, 1.0))[-5:]
+    np.testing.assert_allclose(eigsh(K, k=5, return_eigenvectors=False, tol=1e-4), truth, atol=0.05)
+
+
+def test_conjugate_gradients_and_lsqr_converge():
+    X = clusters(1200, d=6, centres=30, dtype=np.float64)
+    K = KernelOperator(X, bandwidth=0.7, eps=0.01, method="cells")
+    b = np.sin(X[:, 0])
+    shifted = LinearOperator(K.shape, matvec=lambda v: K @ v + 0.5 * v.reshape(-1), dtype=np.float64)
+    solution, status = cg(shifted, b, rtol=1e-5, maxiter=500)
+    assert status == 0
+    truth = np.linalg.solve(dense(X, X, 0.7) + 0.5 * np.eye(1200), b)
+    assert np.linalg.norm(solution - truth) <= 0.05 * np.linalg.norm(truth)
+    rect = KernelOperator(X[:800], X[800:], bandwidth=0.7, method="exact")
+    v = np.random.default_rng(0).normal(size=400)
+    found = lsqr(rect, rect @ v, damp=1e-6, iter_lim=400)[0]
+    assert np.linalg.norm(rect @ found - rect @ v) <= 1e-3 * np.linalg.norm(rect @ v)
+
+
+def test_auto_is_exact_when_small_and_when_not_sparse_and_says_why():
+    X = clusters(5000, d=4, centres=200, spread=20.0)
+    small = KernelOperator(X[:500], bandwidth=1.0)
+    assert small.method == "exact"
+    assert "small" in small.explain()
+    sparse = KernelOperator(X, bandwidth=0.3)
+    assert sparse.method == "cells"
+    assert "sparse enough" in sparse.explain()
+    rng = np.random.default_rng(0)
+    flat = KernelOperator(rng.normal(size=(5000, 16)).astype(np.float32), bandwidth=2.0)
+    assert flat.method == "exact"
+    assert "not sparse" in flat.reason
+
+
+X2 = np.zeros((5, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: KernelOperator(np.array([[np.nan, 1.0]]), bandwidth=1.0), "'queries'.*finite.*row 0"),
+        (lambda: KernelOperator(X2, np.array([[0.0, np.inf]]), bandwidth=1.0), "'keys'.*finite"),
+        (lambda: KernelOperator(X2, bandwidth=0.0), "'bandwidth'.*positive.*0.0"),
+        (lambda: KernelOperator(X2, bandwidth=-1.0), "'bandwidth'.*positive"),
+        (lambda: KernelOperator(X2, gamma=float("nan")), "'gamma'.*positive"),
+        (lambda: KernelOperator(X2), "exactly one of 'bandwidth'"),
+        (lambda: KernelOperator(X2, bandwidth=1.0, gamma=1.0), "exactly one of 'bandwidth'"),
+        (lambda: KernelOperator(X2, bandwidth=1.0, eps=1e-8), "'eps'.*float32.*float64"),
+        (lambda: KernelOperator(X2, bandwidth=1.0, eps=0.0), "'eps'.*positive"),
+        (lambda: KernelOperator(X2, np.zeros((4, 3)), bandwidth=1.0), "same number of columns.*2 and 3"),
+        (lambda: KernelOperator(np.zeros(5), bandwidth=1.0), r"shape \(n, d\)"),
+        (lambda: KernelOperator(np.zeros((0, 2)), bandwidth=1.0), r"n, d >= 1"),
+        (lambda: KernelOperator("points", bandwidth=1.0), "numpy array or a tensor, got str"),
+        (lambda: KernelOperator(X2.astype(complex), bandwidth=1.0), "real array"),
+        (lambda: KernelOperator(X2, bandwidth=1.0, method="magic"), "'method'.*'auto'.*'magic'"),
+        (lambda: KernelOperator(X2, bandwidth=1.0, seed=-1), "'seed'"),
+        (lambda: KernelOperator(X2, bandwidth=1.0, cells=0), "'cells'.*positive int"),
+        (lambda: KernelOperator(X2, bandwidth=1.0, confidence=1.0), "'confidence'"),
+        (lambda: KernelOperator(X2, bandwidth=1.0) @ np.ones(4), r"shape \(5,\), got \(4,\)"),
+        (lambda: KernelOperator(X2, bandwidth=1.0) @ torch.ones(4, 2), r"shape \(5, r\), got \(4, 2\)"),
+        (lambda: KernelOperator(X2, bandwidth=1.0).matvec(np.full(5, np.nan)), "'x'.*finite"),
+        (lambda: KernelOperator(X2, bandwidth=1.0).matvec(np.ones(5) * 1j), "'x'.*real"),
+        (lambda: KernelOperator(X2, bandwidth=1.0).add(np.ones((2, 3))), "2 columns, got 3"),
+        (lambda: KernelOperator(X2, bandwidth=1.0).remove([7]), r"0\.\.4"),
+        (lambda: KernelOperator(X2, bandwidth=1.0).remove(range(5)), "every key"),
+        (lambda: KernelOperator(X2, bandwidth=1.0).with_queries(np.ones((2, 3))), "2 columns"),
+    ],
+)
+def test_bad_input_gets_one_clear_sentence(call, words):
+    with pytest.raises(BochnerError, match=words):
+        call()
+
+
+@pytest.mark.parametrize("method", ["exact", "cells", "paper"])
+@pytest.mark.parametrize(
+    "X",
+    [
+        np.ones((1, 3)),
+        np.ones((50, 3)),
+        np.repeat(np.arange(20.0)[:, None], 3, 0),
+        np.linspace(0, 1, 40)[:, None],
+        np.zeros((30, 2)) + 1e6,
+    ],
+    ids=["one point", "all equal", "duplicates", "d = 1", "far from the origin"],
+)
+def test_degenerate_points_give_right_answers(X, method):
+    K = KernelOperator(X, bandwidth=0.5, method=method, eps=0.1)
+    x = np.cos(np.arange(len(X)))
+    error = np.linalg.norm(K @ x - dense(X, X, 0.5) @ x)
+    assert error <= 0.1 * np.linalg.norm(x)
+
+
+def test_clouds_many_bandwidths_wide_keep_their_accuracy():
+    X = clusters(800, d=3, centres=100, spread=5e4, dtype=np.float64)
+    x = np.random.default_rng(0).normal(size=800)
+    for dtype in (np.float32, np.float64):
+        Y = X.astype(dtype)
+        K = KernelOperator(Y, bandwidth=1.0, method="exact")
+        error = np.linalg.norm(K @ x.astype(dtype) - dense(Y, Y, 1.0) @ x.astype(dtype)) / np.linalg.norm(x)
+        assert error <= 1e-4
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_the_scale_of_x_does_not_matter(points, scale):
+    K = KernelOperator(points, bandwidth=1.0, method="cells", adaptive=False)
+    x = np.random.default_rng(0).normal(size=900).astype(np.float32)
+    np.testing.assert_allclose((K @ (x * np.float32(scale))) / np.float32(scale), K @ x, rtol=1e-4, atol=1e-5)
+    assert not np.any(K @ (0 * x))
+
+
+@pytest.mark.parametrize("method", ["exact", "cells"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_adding_and_removing_keys_gives_the_operator_of_the_remaining_keys(method, symmetric):
+    X, extra = clusters(800, seed=3), clusters(90, seed=3)[::-1].copy()
+    q = clusters(300, seed=5)
+    K = KernelOperator(X if symmetric else q, None if symmetric else X, bandwidth=1.0, method=method, eps=0.05)
+    K.add(extra)
+    gone = np.arange(0, 400, 3)
+    K.remove(gone)
+    keys = np.delete(np.concatenate([X, extra]), gone, axis=0)
+    rows = keys if symmetric else q
+    assert K.shape == (len(rows), len(keys))
+    x = np.random.default_rng(0).normal(size=len(keys)).astype(np.float32)
+    error = np.linalg.norm(K @ x - dense(rows, keys, 1.0) @ x) / np.linalg.norm(x)
+    assert error <= 0.05
+
+
+def test_adding_does_not_rebuild_until_the_keys_have_grown_by_a_quarter():
+    K = KernelOperator(clusters(1000), bandwidth=1.0, method="cells")
+    centres = K._engine.index.centres
+    planned = K._planned.score
+    K.add(clusters(100, seed=0))
+    assert torch.equal(K._engine.index.centres, centres)
+    assert torch.equal(K._planned.score, planned)
+    K.add(clusters(300, seed=0))
+    assert torch.equal(K._engine.index.centres, centres)
+    assert not torch.equal(K._planned.score, planned)
+
+
+@pytest.mark.parametrize("method", ["exact", "cells", "paper", "features"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_saved_and_pickled_operators_multiply_the_same(tmp_path, points, method, symmetric):
+    K = KernelOperator(
+        points[:400], None if symmetric else points, bandwidth=1.0, method=method, constants=Constants(tables=0.2)
+    )
+    x = np.random.default_rng(0).normal(size=K.shape[1]).astype(np.float32)
+    K.save(tmp_path / "operator.npz")
+    with np.load(tmp_path / "operator.npz", allow_pickle=False) as file:
+        assert "queries" in file
+    for copy in (KernelOperator.load(tmp_path / "operator.npz"), pickle.loads(pickle.dumps(K))):
+        assert repr(copy) == repr(K)
+        np.testing.assert_array_equal(copy @ x, K @ x)
+
+
+def test_other_queries_share_the_index_of_the_keys(points):
+    K = KernelOperator(points, bandwidth=1.0, method="cells", eps=0.05)
+    q = clusters(200, seed=0)
+    other = K.with_queries(q)
+    assert other._engine.index is K._engine.index
+    x = np.random.default_rng(0).normal(size=900).astype(np.float32)
+    error = np.linalg.norm(other @ x - dense(q, points, 1.0) @ x) / np.linalg.norm(x)
+    assert error <= 0.05
+
+
+def test_the_global_random_state_is_left_alone(points):
+    before, numpy_before = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    K = KernelOperator(points, bandwidth=1.0, method="paper", constants=Constants(tables=0.1))
+    K @ np.ones(900)
+    KernelOperator(points, bandwidth=1.0, method="cells").matvec_with_certificate(np.ones(900))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert np.array_equal(numpy_before, np.random.get_state()[1])  # noqa: NPY002
