@@ -168,7 +168,7 @@ class KernelOperator(LinearOperator):
         return 0.5 / self.bandwidth**2
 
     def _exact_engine(self, arithmetic: str | None = None) -> ExactEngine:
-        tolerance = min(self.eps / 10, 1e-4)
+        tolerance = min(self.eps / 10, 1e-3)
         candidates = ["float32", "float64"] if self._queries.dtype == torch.float32 else ["float64"]
         for name in [arithmetic] if arithmetic else candidates:
             frame = make_frame(self._keys, self.bandwidth, name)
@@ -459,6 +459,7 @@ class KernelOperator(LinearOperator):
             entry = 1e-12
         relative = entry + unit * (COLUMNS + self.shape[1] / COLUMNS)
         floor = 2.0**FLOOR * float(x.abs().sum()) * math.sqrt(self.shape[0])
+        relative += torch.finfo(self._queries.dtype).eps  # the answer is rounded to the dtype of the points
         return relative * float(absolute.value.double().norm()) + floor, absolute.pairs
 
     def _rounding_of(self, x: Tensor, applied: Applied) -> tuple[Tensor, int]:

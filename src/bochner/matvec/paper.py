@@ -170,6 +170,7 @@ def approximate_product(
     variance = draws.mean(1) * (1.0 + size**-0.218)
     if draws.shape[1] > 1:
         variance = variance + 2.0 * draws.std(1) / draws.shape[1] ** 0.5
+    variance = variance.clamp_min(float(variance.mean()))  # an empty bucket is no evidence of an empty tail
     groups = max(3, math.ceil(constants.medians * math.log(max(size, 2)))) | 1
     repetitions = (constants.samples * s * variance / eps**2).ceil().clamp_min(1.0)
 
