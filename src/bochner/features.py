@@ -24,6 +24,15 @@ from bochner._checks import (
     one_of,
     positive_int,
 )
+from bochner.moments import (
+    PairMoments,
+    attended_pairs,
+    balancing_basis,
+    floored,
+    floored_moment,  # noqa: F401
+    optimal_a,
+    second_moment_of_sum,
+)
 from bochner.projections import DenseProjection, FullPrecisionModule, Projection, make_projection
 
 KERNELS = ("softmax", "gaussian")
@@ -108,8 +117,8 @@ class FeatureMap(FullPrecisionModule):
         taken here, once, and fixed.
         """
         owner = type(self).__name__
-        q, k = (self._samples(finite(self.check_input(t, n), n, owner), n) for t, n in ((q, "q"), (k, "k")))
-        self._calibrate(q, k)
+        q, k = (self._sequences(finite(self.check_input(t, n), n, owner), n) for t, n in ((q, "q"), (k, "k")))
+        self._calibrate_sequences(q, k)
         return self
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
@@ -146,26 +155,26 @@ class FeatureMap(FullPrecisionModule):
             )
         return x
 
-    def _samples(self, x: Tensor, name: str) -> Tensor:
-        """Calibration rows as (h or 1, N, d) in float64."""
+    def _sequences(self, x: Tensor, name: str) -> Tensor:
+        """Calibration rows as (b, h or 1, n, d) in float64; the query heads of a group one after another."""
         x = x.detach().to(torch.float64)
-        if self.num_heads is None:
-            x = x.reshape(1, -1, self.dim)
-        else:
-            group = x.shape[-3] // self.num_heads
-            x = x.reshape(-1, self.num_heads, group * x.shape[-2], self.dim)
-            x = x.transpose(0, 1).reshape(self.num_heads, -1, self.dim)
-        if x.shape[1] < 2:
-            raise BochnerError(
-                f"calibrate_ needs at least 2 rows of {name!r} per head, got {x.shape[1]}; give more samples."
-            )
+        x = x.reshape(-1, self.num_heads or 1, x.shape[-2] * self._group(x), self.dim)
+        if x.shape[0] * x.shape[-2] < 2:
+            raise BochnerError(f"calibrate_ needs at least 2 rows of {name!r} per head, got 1; give more samples.")
         return x
+
+    def _group(self, x: Tensor) -> int:
+        return 1 if self.num_heads is None else x.shape[-3] // self.num_heads
 
     def _features(self, x: Tensor, role: str) -> Features:
         raise NotImplementedError
 
+    def _calibrate_sequences(self, q: Tensor, k: Tensor) -> None:
+        """Statistics from sequences q (b, h or 1, n, d) and k (b', h or 1, s, d), float64; pooled unless overridden."""
+        self._calibrate(pooled(q), pooled(k))
+
     def _calibrate(self, q: Tensor, k: Tensor) -> None:
-        """Statistics from q (h or 1, N, d) and k (h or 1, S, d), float64."""
+        """Statistics from rows q (h or 1, N, d) and k (h or 1, S, d), float64."""
 
     def _spread(self, b: Tensor, x: Tensor) -> Tensor:
         """A per-head buffer (h, ...) as it broadcasts against (..., h, n, ...), in x's dtype."""
@@ -342,7 +351,8 @@ class OptimalFeatures(ExponentialFeatures):
 class CalibratedFeatures(ExponentialFeatures):
     """Centring, balanced basis and dense A: the positive map for real attention.
 
-    Three exact moves, fixed by `calibrate_(q, k)`, per head:
+    Three exact moves, fixed by `calibrate_(q, k)`, per head. Moments are taken over the pairs of each calibration
+    sequence q[i], k[i], weighted half by their attention and half uniformly: errors where nobody looks matter less.
 
     1. centring, `exp(x.y) = exp((x-a).(y-b)) exp(a.y) exp((x-a).b)` with the means a, b;
     2. the balanced basis, `x.y = (M x).(M^-1 y)`, with M equalising the two second moments;
@@ -385,37 +395,48 @@ class CalibratedFeatures(ExponentialFeatures):
         }.items():
             self.register_buffer(name, value)
 
+    def _calibrate_sequences(self, q: Tensor, k: Tensor) -> None:
+        if q.shape[0] != k.shape[0]:  # not the same sequences: any query may meet any key
+            self._calibrate(pooled(q), pooled(k))
+        else:
+            self.fit_(attended_pairs(q, k, self.kernel))
+
     def _calibrate(self, q: Tensor, k: Tensor) -> None:
+        self.fit_(attended_pairs(q[None], k[None], self.kernel))
+
+    @torch.no_grad()
+    def fit_(self, moments: PairMoments) -> CalibratedFeatures:
+        """Fix the three moves from the moments of (query, key) pairs; `calibrate_` does it from sequences."""
         # 1. Centres.
-        a, b = q.mean(1), k.mean(1)
+        mean = moments.mean()
+        a, b = mean.x, mean.y
         if self.kernel == "gaussian":
             a = b = (a + b) / 2
         if not self.centre:
             a, b = torch.zeros_like(a), torch.zeros_like(b)
-        q, k = q - a[:, None], k - b[:, None]
+        m = moments.centred(a, b)
         # 2. The balanced basis, from second moments floored so that no direction is blown up by lack of data.
-        cq, ck = (floored_moment(t) for t in (q, k))
+        eye = torch.eye(self.dim, dtype=a.dtype, device=a.device).expand_as(m.xx)
+        basis, inverse = eye, eye
         if self.balance and self.kernel == "softmax":
-            m, m_inv = balancing_basis(cq, ck)
-        else:
-            m = m_inv = torch.eye(self.dim, dtype=q.dtype, device=q.device).expand_as(cq)
+            basis, inverse = balancing_basis(floored(m.xx, m.rows), floored(m.yy, m.rows))
         # 3. The eigenbasis of z = x + y and its optimal a.
-        moment = second_moment_of_sum(q @ m.mT, k @ m_inv.mT)
+        u, alpha = eye, torch.zeros_like(a)
         if self.dense:
-            eigenvalues, u = torch.linalg.eigh(moment)
+            cross = basis @ m.xy @ inverse.mT
+            z = basis @ m.xx @ basis.mT + inverse @ m.yy @ inverse.mT + cross + cross.mT
+            eigenvalues, u = torch.linalg.eigh((z + z.mT) / 2)
             alpha = optimal_a(eigenvalues.clamp_min(0))
-        else:
-            u = torch.eye(self.dim, dtype=q.dtype, device=q.device).expand_as(m)
-            alpha = torch.zeros_like(a)
         for name, value in {
             "centre_query": a,
             "centre_key": b,
-            "basis_query": u.mT @ m,
-            "basis_key": u.mT @ m_inv,
+            "basis_query": u.mT @ basis,
+            "basis_key": u.mT @ inverse,
             "a": alpha,
         }.items():
             buffer = getattr(self, name)
             buffer.copy_(value.reshape(buffer.shape))
+        return self
 
     def _change(self, role: str, with_row: bool) -> Callable[[Tensor], tuple[Tensor, Tensor | float]]:
         basis = self.basis_query if role == "query" else self.basis_key
@@ -448,42 +469,9 @@ class CalibratedFeatures(ExponentialFeatures):
         return x * self._spread((1 - 4 * self.a).sqrt(), x)
 
 
-def optimal_a(l: Tensor) -> Tensor:
-    """The a that minimises the variance of a coordinate with mean z^2 = l: `(1-u)/8`, u the larger root."""
-    t = 1 + 2 * l
-    return (1 - (t + (t * t + 8 * l).sqrt()) / 2) / 8
-
-
-def second_moment_of_sum(q: Tensor, k: Tensor) -> Tensor:
-    """mean over all pairs of (x+y)(x+y)' from two moments and two means: q (h, N, d), k (h, S, d) to (h, d, d)."""
-    cross = q.mean(1).unsqueeze(-1) * k.mean(1).unsqueeze(-2)
-    return q.mT @ q / q.shape[1] + k.mT @ k / k.shape[1] + cross + cross.mT
-
-
-def floored_moment(x: Tensor, floor: float = 1e-2) -> Tensor:
-    """Second moment of x (h, N, d), shrunk by sample size and with eigenvalues at least `floor` of their mean."""
-    n, d = x.shape[-2:]
-    c = x.mT @ x / n
-    mean = torch.diagonal(c, dim1=-2, dim2=-1).mean(-1)[:, None, None].clamp_min(1e-12)
-    eye = torch.eye(d, dtype=c.dtype, device=c.device)
-    rho = d / (n + d)  # fewer samples than dimensions: mostly the isotropic guess
-    values, vectors = torch.linalg.eigh((1 - rho) * c + rho * mean * eye)
-    values = torch.maximum(values, floor * mean[..., 0])
-    return (vectors * values.unsqueeze(-2)) @ vectors.mT
-
-
-def balancing_basis(cx: Tensor, cy: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric M with `M Cx M = M^-1 Cy M^-1`, and its inverse: `M^2 = Cx^-1/2 (Cx^1/2 Cy Cx^1/2)^1/2 Cx^-1/2`."""
-    root, inverse = matrix_power(cx, 0.5), matrix_power(cx, -0.5)
-    m2 = inverse @ matrix_power(root @ cy @ root, 0.5) @ inverse
-    return matrix_power(m2, 0.5), matrix_power(m2, -0.5)
-
-
-def matrix_power(c: Tensor, power: float) -> Tensor:
-    """A real power of a symmetric positive-definite matrix."""
-    values, vectors = torch.linalg.eigh((c + c.mT) / 2)
-    values = values.clamp_min(values.amax(-1, keepdim=True) * 1e-15)
-    return (vectors * values.pow(power).unsqueeze(-2)) @ vectors.mT
+def pooled(x: Tensor) -> Tensor:
+    """Sequences (b, h, n, d) as one pool of rows per head, (h, b n, d)."""
+    return x.transpose(0, 1).flatten(1, 2)
 
 
 class TrigFeatures(FeatureMap):

@@ -1,0 +1,123 @@
+"""Moments of queries and keys, and the optimal constants that follow from them: what `calibrate_` needs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ATTENDED = 0.5  # the share of attention itself in the weights of pairs; the rest is uniform
+FLOOR = 1e-2  # eigenvalues of a second moment are at least this much of their mean
+MAX_PAIRS = 2**24  # of one sequence and head; longer ones are thinned evenly
+
+
+class PairMoments(NamedTuple):
+    """Sums over weighted pairs (x, y) per head: weight (h,), x and y (h, d), xx, yy and xy (h, d, d); rows seen."""
+
+    weight: Tensor
+    x: Tensor
+    y: Tensor
+    xx: Tensor
+    yy: Tensor
+    xy: Tensor
+    rows: int
+
+    def __add__(self, other: PairMoments) -> PairMoments:  # type: ignore[override]
+        return PairMoments(*(a + b for a, b in zip(self, other, strict=True)))  # type: ignore[operator]
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, w: Tensor) -> PairMoments:
+        """The moments of x (h, n, d) and y (h, s, d) with pair weights w (h, n, s)."""
+        row, column = w.sum(-1, keepdim=True), w.sum(-2).unsqueeze(-1)
+        return cls(
+            row.sum((-2, -1)),
+            (row * x).sum(-2),
+            (column * y).sum(-2),
+            (row * x).mT @ x,
+            (column * y).mT @ y,
+            x.mT @ (w @ y),
+            x.shape[-2],
+        )
+
+    def mean(self) -> PairMoments:
+        """The moments for a total weight of one."""
+        total = self.weight.clamp_min(1e-300)
+        x, y = (t / total[:, None] for t in (self.x, self.y))
+        xx, yy, xy = (t / total[:, None, None] for t in (self.xx, self.yy, self.xy))
+        return PairMoments(torch.ones_like(total), x, y, xx, yy, xy, self.rows)
+
+    def centred(self, a: Tensor, b: Tensor) -> PairMoments:
+        """The mean moments of (x - a, y - b)."""
+        m = self.mean()
+        xx = m.xx - outer(m.x, a) - outer(a, m.x) + outer(a, a)
+        yy = m.yy - outer(m.y, b) - outer(b, m.y) + outer(b, b)
+        xy = m.xy - outer(m.x, b) - outer(a, m.y) + outer(a, b)
+        return PairMoments(m.weight, m.x - a, m.y - b, xx, yy, xy, m.rows)
+
+
+def attended_pairs(q: Tensor, k: Tensor, kernel: str = "softmax") -> PairMoments:
+    """Moments of pairs within each sequence, half by their attention and half uniform: q (b, h, n, d), k (b, h, s, d).
+
+    The error of attention is `sum_j A_ij^2 relvar(x_i + y_j)`: pairs that are attended to count most, yet a pair that
+    is not must not be given a wild estimate either.
+    """
+    _, h, n, d = q.shape
+    s = k.shape[-2]
+    step = max(1, n * s // MAX_PAIRS)
+    q = q[..., ::step, :]
+    zero = q.new_zeros
+    total = PairMoments(zero(h), zero(h, d), zero(h, d), zero(h, d, d), zero(h, d, d), zero(h, d, d), 0)
+    for x, y in zip(q, k, strict=True):
+        for rows in x.split(max(1, 2**22 // (h * s)), dim=-2):
+            logits = rows @ y.mT
+            if kernel == "gaussian":
+                logits = logits - 0.5 * y.square().sum(-1).unsqueeze(-2)
+            total = total + PairMoments.of(rows, y, ATTENDED * logits.softmax(-1) + (1 - ATTENDED) / s)
+    return total
+
+
+def optimal_a(l: Tensor) -> Tensor:
+    """The a that minimises the variance of a coordinate with mean z^2 = l: `(1-u)/8`, u the larger root."""
+    t = 1 + 2 * l
+    return (1 - (t + (t * t + 8 * l).sqrt()) / 2) / 8
+
+
+def second_moment_of_sum(q: Tensor, k: Tensor) -> Tensor:
+    """mean over all pairs of (x+y)(x+y)' from two moments and two means: q (h, N, d), k (h, S, d) to (h, d, d)."""
+    cross = outer(q.mean(1), k.mean(1))
+    return q.mT @ q / q.shape[1] + k.mT @ k / k.shape[1] + cross + cross.mT
+
+
+def floored(c: Tensor, rows: int) -> Tensor:
+    """A second moment (h, d, d), shrunk by sample size and with eigenvalues at least `FLOOR` of their mean."""
+    d = c.shape[-1]
+    mean = torch.diagonal(c, dim1=-2, dim2=-1).mean(-1)[:, None, None].clamp_min(1e-12)
+    rho = d / (rows + d)  # fewer samples than dimensions: mostly the isotropic guess
+    eye = torch.eye(d, dtype=c.dtype, device=c.device)
+    values, vectors = torch.linalg.eigh((1 - rho) * (c + c.mT) / 2 + rho * mean * eye)
+    values = torch.maximum(values, FLOOR * mean[..., 0])
+    return (vectors * values.unsqueeze(-2)) @ vectors.mT
+
+
+def floored_moment(x: Tensor) -> Tensor:
+    """The floored second moment of rows x (h, n, d)."""
+    return floored(x.mT @ x / x.shape[-2], x.shape[-2])
+
+
+def balancing_basis(cx: Tensor, cy: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric M with `M Cx M = M^-1 Cy M^-1`, and its inverse: `M^2 = Cx^-1/2 (Cx^1/2 Cy Cx^1/2)^1/2 Cx^-1/2`."""
+    root, inverse = matrix_power(cx, 0.5), matrix_power(cx, -0.5)
+    m2 = inverse @ matrix_power(root @ cy @ root, 0.5) @ inverse
+    return matrix_power(m2, 0.5), matrix_power(m2, -0.5)
+
+
+def matrix_power(c: Tensor, power: float) -> Tensor:
+    """A real power of a symmetric positive-definite matrix."""
+    values, vectors = torch.linalg.eigh((c + c.mT) / 2)
+    values = values.clamp_min(values.amax(-1, keepdim=True) * 1e-15)
+    return (vectors * values.pow(power).unsqueeze(-2)) @ vectors.mT
+
+
+def outer(x: Tensor, y: Tensor) -> Tensor:
+    return x.unsqueeze(-1) * y.unsqueeze(-2)
