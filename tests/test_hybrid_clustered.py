@@ -89,6 +89,31 @@ def test_the_matrices_minimise_the_mean_square_of_the_sum_they_make():
 
 
 @pytest.mark.parametrize("diagonal", ["complex", "real"])
+def test_gaussian_coefficients_are_those_of_the_length_of_u(diagonal):
+    options = {"coefficients": "gaussian", "diagonal": diagonal, "breadth": 1.5, "num_coefficients": 2}
+    single = ClusteredFeatures(4, 4, **options).double().calibrate_(X, Y)
+    phi = in_heads(single, 8_000, **options)
+    x, y = X[::150], Y[::150]
+    q, k = (phi._coefficient_features(t.expand(8_000, -1, -1), r) for t, r in ((x, "query"), (y, "key")))
+    A = (torch.where(single.imaginary > 0, 1j, 1.0) * single.modulus).flatten(0, 1)
+    for pair, (f, g) in enumerate(zip(q, k, strict=True)):
+        samples = f.values @ g.values.mT * (f.log_scale + g.log_scale.mT).exp()
+        u = (A[pair] * x)[:, None] + (y / A[pair])[None]
+        t2 = 1.5**2 * single.spread.flatten()[pair]
+        check_mean(samples, torch.exp(-u.abs().square().sum(-1) / (2 * t2)), scale=1.0)
+
+
+def test_the_expansion_of_a_gaussian_coefficient_has_the_softmax_kernel_of_minus_y():
+    # Eq. (93) of the paper prints SM(x/t, y/t) and is off by the square of that factor.
+    a, t = torch.tensor([0.7, 1.3, 0.9, 1.1], dtype=torch.float64), 1.4
+    x, y = X[:5], Y[:5]
+    ax, by = (v.square().sum(-1) / (2 * t**2) for v in (a * x, y / a))
+    lam = torch.exp(-(a * x + y / a).square().sum(-1) / (2 * t**2))
+    torch.testing.assert_close(lam, torch.exp(-ax - by) * torch.exp(-(x * y).sum(-1) / t**2))
+    assert not torch.allclose(lam, torch.exp(-ax - by) * torch.exp((x * y).sum(-1) / t**2), rtol=0.01)
+
+
+@pytest.mark.parametrize("diagonal", ["complex", "real"])
 @pytest.mark.parametrize("m", [20, 50, 100, 200])
 def test_on_clustered_data_it_is_below_positive_and_trig_at_every_size(m, diagonal):
     # Section H.3 of the paper: two clusters of each, d = 50, opposite signs in most coordinates, unit length.

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import time
 from itertools import pairwise
 
 import pytest
@@ -362,3 +363,18 @@ def test_linear_attention_and_its_recomputed_gradients_are_those_of_the_quadrati
     ours, theirs = (torch.autograd.grad(t.square().sum(), list(phi.parameters())) for t in (out, expected))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["gmm_prf", "fastfood_rks"])
+def test_attention_through_a_learned_map_is_linear_in_the_length(name):
+    phi = MAPS[name](16, 32)
+    lengths = (4096, 32768)
+    best = dict.fromkeys(lengths, math.inf)
+    for _ in range(5):
+        for length in lengths:
+            q, k, v = 0.3 * torch.ones(3, 1, 1, length, 16)
+            start = time.process_time()
+            with torch.no_grad():
+                linear_attention(q, k, v, phi)
+            best[length] = min(best[length], time.process_time() - start)
+    assert math.log(best[32768] / best[4096]) / math.log(8) < 1.05

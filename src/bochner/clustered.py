@@ -140,32 +140,39 @@ class ClusteredFeatures(MixedFeatureMap):
         return Features(values.flatten(-3), size.log_scale)
 
     def _mixture(self, x: Tensor, role: str, headroom: float) -> Features:
-        # 1. A of all pairs in a row, and after them the identity for the base that takes the rest.
-        modulus, imaginary = (t.flatten(-3, -2) for t in self._matrices("query", x.dtype))
-        if role == "key":
-            modulus = 1 / modulus
-        changed = x.unsqueeze(-2) * self._rows(modulus)
+        # 1. All pairs, and after them the identity for the base that takes the rest.
+        changed, imaginary = self._all_pairs(x, role)
         every = torch.cat([changed, x.unsqueeze(-2)], dim=-2)
         mask = torch.cat([imaginary, torch.zeros_like(imaginary[..., :1, :])], dim=-2)
         # 2. The base features of each.
-        logits, phase = self._exponents(every, self._rows(mask))
+        logits, phase = self._exponents(every, mask)
         row = _row_factor(x, self.kernel) - 0.5 * math.log(self.num_features)
         bases = []
         for p in range(logits.shape[-2]):
             size = exponential(logits[..., p, :].clone(), row, headroom=headroom)
-            bases.append(
-                Features(_real_parts(size.values, None if phase is None else phase[..., p, :]), size.log_scale)
-            )
-        # 3. lam = exp(-|u|^2 / (2 t^2)): a Gaussian kernel of A x and -(+) y / A.
-        t = self.breadth * self.spread.to(x.dtype).flatten(-2).sqrt().unsqueeze(-1)
-        sign = 1.0 if role == "query" else self._rows(2 * imaginary - 1)
-        angle = self._project(self.coefficient_projection, changed * sign / self._rows(t))
-        scale = torch.full_like(x[..., :1], -0.5 * math.log(self.num_coefficients))
-        xi = [
-            Features(torch.cat([angle[..., p, :].cos(), angle[..., p, :].sin()], dim=-1), scale)
-            for p in range(angle.shape[-2])
-        ]
+            values = _real_parts(size.values, None if phase is None else phase[..., p, :])
+            bases.append(Features(values, size.log_scale))
+        # 3. Their coefficients.
+        xi = self._coefficient_features(x, role)
         return compose(bases, xi, [0.0] * len(xi), [1.0] * len(xi), role)
+
+    def _coefficient_features(self, x: Tensor, role: str) -> list[Features]:
+        """`lam = exp(-|u|^2 / (2 t^2))` of each pair: a Gaussian kernel of the moduli's x and minus (plus) y.
+
+        |u| is the length of the complex vector. The paper's eq. (93) has the bilinear square, which is negative along
+        imaginary entries (lam would grow without bound), and SM(x/t, y/t) where its expansion gives SM(x/t, -y/t).
+        """
+        changed, imaginary = self._all_pairs(x, role)
+        t = self.breadth * self._rows(self.spread.to(x.dtype).flatten(-2).sqrt().unsqueeze(-1))
+        sign = 1.0 if role == "query" else 2 * imaginary - 1
+        angle = self._project(self.coefficient_projection, changed * sign / t)
+        scale = torch.full_like(x[..., :1], -0.5 * math.log(self.num_coefficients))
+        return [Features(torch.cat([a.cos(), a.sin()], dim=-1), scale) for a in angle.unbind(-2)]
+
+    def _all_pairs(self, x: Tensor, role: str) -> tuple[Tensor, Tensor]:
+        """x times the moduli of all pairs, (..., n, I J, d), and the imaginary masks that broadcast against it."""
+        modulus, imaginary = (self._rows(t.flatten(-3, -2)) for t in self._matrices("query", x.dtype))
+        return x.unsqueeze(-2) * (modulus if role == "query" else 1 / modulus), imaginary
 
     def _matrices(self, role: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Moduli and imaginary masks, (h?, own, other, d); keys have the inverses and their own clusters first."""
