@@ -1,0 +1,253 @@
+"""The unbiased Taylor-composition estimator of a layer `f(W x + b)`: one random power at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from bochner._checks import (
+    BochnerError,
+    accumulation_dtype,
+    finite,
+    floating,
+    lookup,
+    make_generator,
+    one_of,
+    positive_float,
+    positive_int,
+)
+from bochner.projections import FullPrecisionModule
+from bochner.sketches import draw_count_sketches, tensor_sketch, tensor_sketch_variance, unit_rows
+from bochner.theory import gelu_taylor, geometric_law, optimal_law, poisson_law
+
+LAWS = ("optimal", "geometric", "poisson")
+TERMS = 200  # the longest series considered
+TAIL = 1e-9  # what may be cut off it
+
+
+class Series(NamedTuple):
+    """a_0 ... a_(terms-1) at zero, and the radius of convergence."""
+
+    coefficients: Callable[[int], Tensor]
+    radius: float
+
+
+def tanh_taylor(terms: int) -> Tensor:
+    """Coefficients of tanh at zero, from `y' = 1 - y^2`."""
+    a = [0.0] * max(terms, 1)
+    for k in range(terms - 1):
+        a[k + 1] = ((k == 0) - sum(a[i] * a[k - i] for i in range(k + 1))) / (k + 1)
+    return torch.tensor(a[:terms], dtype=torch.float64)
+
+
+def sigmoid_taylor(terms: int) -> Tensor:
+    """`sigmoid(t) = 1/2 + tanh(t/2)/2`."""
+    a = tanh_taylor(terms) * 0.5 ** (torch.arange(terms, dtype=torch.float64) + 1)
+    a[0] += 0.5
+    return a
+
+
+def silu_taylor(terms: int) -> Tensor:
+    """`silu(t) = t sigmoid(t)`."""
+    return torch.cat([torch.zeros(1, dtype=torch.float64), sigmoid_taylor(terms)[:-1]])
+
+
+TAYLOR: dict[str, Series] = {
+    "gelu": Series(gelu_taylor, math.inf),
+    "tanh": Series(tanh_taylor, math.pi / 2),
+    "sigmoid": Series(sigmoid_taylor, math.pi),
+    "silu": Series(silu_taylor, math.pi),
+    "exp": Series(lambda n: torch.exp(-torch.lgamma(torch.arange(n, dtype=torch.float64) + 1)), math.inf),
+}
+
+
+class TaylorComposition(FullPrecisionModule):
+    """An unbiased estimate of `f(W x + b)`: `a_0 + a_1 t + mean_r a_K/p_K phi_K(w) . phi_K(x)` with K ~ p, t = w.x + b.
+
+    phi_k is a TensorSketch of degree k of `[x, 1]` and `[w, b]` with m features; the first two terms need none. Each of
+    R `draws` has its own K and sketch. Unbiased for the series cut where its tail over the calibration data is below
+    1e-9. Variance: `variance(x)`, exactly (eq. 57 of Lucyszyn 2025, problem 3, divided by R, less the exact terms). It
+    grows like `exp(|w|^2 |x|^2)` for GELU: useful for short vectors only. Cost O(R (K (d + m log m) + m o)) per row.
+
+    `weight` (o, d), `bias` (o,) or None. `activation`: one of `TAYLOR`, or a sequence of Taylor coefficients (then a
+    polynomial). `calibration` (N, d): rows that fix the tail and the optimal law. `law`: `"optimal"`, `p_k`
+    proportional to `|a_k| sqrt(second moment)`; `"geometric"` with `parameter` rho (1/2); `"poisson"` with the rate
+    (2). A law is restricted to the powers k >= 2 that occur; unrestricted, the geometric one has mean 1/rho - 1.
+
+    >>> layer = TaylorComposition(torch.eye(2) / 2, None, "gelu", torch.randn(10, 2), draws=4, num_features=8)
+    >>> layer(torch.zeros(1, 2))
+    tensor([[0., 0.]])
+    """
+
+    weight: Tensor
+    degrees: Tensor
+    slot: Tensor
+    sign: Tensor
+    coefficients: Tensor
+    probabilities: Tensor
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | Sequence[float],
+        calibration: Tensor,
+        *,
+        law: str = "optimal",
+        parameter: float | None = None,
+        draws: int = 16,
+        num_features: int = 64,
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        self.draws = positive_int(draws, "draws", owner)
+        self.num_features = positive_int(num_features, "num_features", owner)
+        self.law = one_of(law, "law", owner, LAWS)
+        w = finite(floating(weight, "weight", owner), "weight", owner).detach().double().cpu()
+        x = finite(floating(calibration, "calibration", owner), "calibration", owner).detach().double().cpu()
+        if w.ndim != 2 or x.shape[-1] != w.shape[-1]:
+            raise BochnerError(
+                f"The 'weight' of {owner} must be (o, d) and 'calibration' (N, d), got {tuple(w.shape)} and "
+                f"{tuple(x.shape)}."
+            )
+        self.has_bias = bias is not None
+        x = self._input(x.reshape(-1, x.shape[-1]))
+        if bias is not None:
+            b = finite(floating(bias, "bias", owner), "bias", owner).detach().double().cpu()
+            w = torch.cat([w, b[:, None]], dim=-1)
+        # 1. The series, as long as the data needs it.
+        a = series_for(activation, float((x @ w.mT).abs().max()), owner)
+        # 2. The law of the index, on the powers above the first that occur.
+        p = self._law(a, w, x, parameter)
+        self.register_buffer("weight", w.float())
+        self.register_buffer("coefficients", a)
+        self.register_buffer("probabilities", p)
+        for name, value in self._draw(make_generator(seed, generator)).items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The estimate of f(W x + b), (..., o), for x (..., d)."""
+        out_dtype = x.dtype
+        x = self._input(x.to(accumulation_dtype(x.dtype)))
+        w = self.weight.to(x.dtype)
+        a = self.coefficients.to(x.dtype)
+        out = a[0] + a[1] * (x @ w.mT) if len(a) > 1 else a[0].expand(*x.shape[:-1], len(w))
+        if not self.probabilities.any():
+            return out.to(out_dtype)
+        u, log_x = unit_rows(x)
+        v, log_w = unit_rows(w)
+        typical = log_w.mean()  # lengths are split between the two sides so that neither overflows
+        for r in range(self.draws):
+            k = int(self.degrees[r])
+            phi_x = self._sketch(u, r, k) * (k * (log_x + typical)).exp()
+            phi_w = self._sketch(v, r, k) * (k * (log_w - typical)).exp()
+            factor = self.coefficients[k] / (self.probabilities[k] * self.draws)
+            out = out + phi_x @ (phi_w * factor.to(x.dtype)).mT
+        return out.to(out_dtype)
+
+    @torch.no_grad()
+    def variance(self, x: Tensor) -> Tensor:
+        """The exact variance of each output, (N, o), for x (N, d): `[sum a_k^2/p_k E[sketch_k^2] - rest^2] / R`."""
+        x, w = self._input(x.double()), self.weight.double()
+        t = x @ w.mT
+        second, rest = torch.zeros_like(t), torch.zeros_like(t)
+        for k in range(2, len(self.coefficients)):
+            a, p = float(self.coefficients[k]), float(self.probabilities[k])
+            if a:
+                power = t**k
+                second += a**2 / p * (power.square() + tensor_sketch_variance(x, w, self.num_features, k))
+                rest += a * power
+        return (second - rest.square()) / self.draws
+
+    @torch.no_grad()
+    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> TaylorComposition:
+        """New indices and sketches in place; the law stays."""
+        for name, value in self._draw(make_generator(seed, generator)).items():
+            getattr(self, name).copy_(value)
+        return self
+
+    def _input(self, x: Tensor) -> Tensor:
+        """The bias is one more weight, of a coordinate that is always 1."""
+        return torch.cat([x, torch.ones_like(x[..., :1])], dim=-1) if self.has_bias else x
+
+    def _sketch(self, x: Tensor, r: int, k: int) -> Tensor:
+        return tensor_sketch(x, self.slot[r, :k], self.sign[r, :k], self.num_features)
+
+    def _law(self, a: Tensor, w: Tensor, x: Tensor, parameter: float | None) -> Tensor:
+        owner, terms = type(self).__name__, len(a)
+        used = a != 0
+        used[:2] = False
+        if not used.any():
+            return torch.zeros_like(a)
+        if self.law == "optimal":
+            rows = x[:: max(1, len(x) // 256)]
+            moments = torch.ones_like(a)
+            for k in used.nonzero().flatten().tolist():
+                variance = tensor_sketch_variance(rows, w, self.num_features, k)
+                moments[k] = ((rows @ w.mT) ** (2 * k) + variance).mean()
+            p = optimal_law(torch.where(used, a, 0.0), moments)
+        elif self.law == "geometric":
+            p = geometric_law(0.5 if parameter is None else parameter, terms)
+        else:
+            rate = 2.0 if parameter is None else positive_float(parameter, "parameter", owner)
+            p = poisson_law(rate, terms)
+        p = torch.where(used, p, 0.0)
+        if (p[used] == 0).any():
+            k = int((used & (p == 0)).nonzero()[0])
+            raise BochnerError(
+                f"The 'law' of {owner} gives the power {k} probability zero in double precision although the series "
+                "needs it; use law='optimal' or a heavier 'parameter'."
+            )
+        return p / p.sum()
+
+    def _draw(self, g: Generator) -> dict[str, Tensor]:
+        terms, width, r = len(self.coefficients), self.weight.shape[-1], self.draws
+        p = self.probabilities.cpu()
+        degrees = torch.multinomial(p, r, replacement=True, generator=g) if p.any() else torch.zeros(r).long()
+        # Sketches as long as the longest power, so that a redraw fits the same buffers.
+        parts = [draw_count_sketches(max(terms - 1, 1), width, self.num_features, g) for _ in range(r)]
+        return {
+            "degrees": degrees,
+            "slot": torch.stack([part["slot"] for part in parts]),
+            "sign": torch.stack([part["sign"] for part in parts]).float(),
+        }
+
+
+def series_for(activation: str | Sequence[float], reach: float, owner: str) -> Tensor:
+    """The Taylor coefficients of an activation, cut where the tail on |t| <= reach is below 1e-9."""
+    if not isinstance(activation, str):
+        if callable(activation) or not isinstance(activation, Sequence):
+            raise BochnerError(
+                f"The 'activation' of {owner} must be one of {sorted(TAYLOR)} or a sequence of Taylor coefficients: "
+                "those of an arbitrary function are not known."
+            )
+        return torch.tensor([float(v) for v in activation], dtype=torch.float64)
+    if activation in ("relu", "gelu_tanh"):
+        reason = "no derivative at 0" if activation == "relu" else "no closed-form Taylor series here"
+        raise BochnerError(
+            f"The 'activation' of {owner} cannot be {activation!r}: it has {reason}; use LinearizedLayer, or one of "
+            f"{sorted(TAYLOR)}."
+        )
+    series = lookup(TAYLOR, activation, "Taylor series")
+    if reach >= series.radius:
+        raise BochnerError(
+            f"The Taylor series of {activation!r} converges for |t| < {series.radius:.4g} only, but the calibration "
+            f"data reaches |w.x + b| = {reach:.4g}; use LinearizedLayer, or a smaller layer."
+        )
+    a = series.coefficients(TERMS)
+    k = torch.arange(TERMS, dtype=torch.float64)
+    size = a.abs() * torch.exp(k * math.log(max(reach, 1e-300)))
+    tail = size.flip(0).cumsum(0).flip(0)
+    if tail[-10:].sum() > TAIL:
+        raise BochnerError(
+            f"The Taylor series of {activation!r} needs more than {TERMS} terms at |w.x + b| = {reach:.4g}; use "
+            "LinearizedLayer."
+        )
+    keep = int((tail > TAIL).sum())
+    return a[: max(keep, 2)]
