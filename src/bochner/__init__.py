@@ -1,6 +1,6 @@
 """Bochner: linear-time attention and kernel methods for PyTorch, with their error stated."""
 
-from bochner import nn, parallel
+from bochner import nn, parallel, theory
 from bochner._checks import BochnerError, BochnerWarning
 from bochner.attention import State, absorb, empty_state, linear_attention, merge, read
 from bochner.features import FeatureMap, Features, kernel_estimate
@@ -26,4 +26,5 @@ __all__ = [
     "nn",
     "parallel",
     "read",
+    "theory",
 ]

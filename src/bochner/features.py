@@ -303,7 +303,7 @@ class HyperbolicFeatures(ExponentialFeatures):
 class RegularizedFeatures(ExponentialFeatures):
     """SMREG: positive features with every |w| = sqrt(d).
 
-    Biased, by the factor `theory.smreg_ratio` in (0, 1], in exchange for bounded features. Positive.
+    Biased, by the factor `theory.regularized_ratio` in (0, 1], in exchange for bounded features. Positive.
     Choromanski et al. 2021, Theorem 1.
     """
 

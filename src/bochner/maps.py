@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from bochner import features, generalized
+from bochner import clustered, features, generalized, hybrid, learned, local, sketches
 from bochner._checks import BochnerError, lookup
 from bochner.features import FeatureMap
+from bochner.projections import Projection
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "trig": features.TrigFeatures,
@@ -24,16 +25,54 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "tanh": generalized.TanhFeatures,
     "identity": generalized.IdentityFeatures,
     "elu": generalized.EluFeatures,
+    "complex_exponential": hybrid.ComplexExponentialFeatures,
+    "angular_hybrid": hybrid.AngularHybridFeatures,
+    "gaussian_hybrid": hybrid.GaussianHybridFeatures,
+    "clustered": clustered.ClusteredFeatures,
+    "gmm_rks": learned.GMMSinkFeatures,
+    "gmm_prf": learned.GMMPositiveFeatures,
+    "fastfood_rks": learned.FastfoodSinkFeatures,
+    "fastfood_prf": learned.FastfoodPositiveFeatures,
+    "generative_rks": learned.GenerativeSinkFeatures,
+    "generative_prf": learned.GenerativePositiveFeatures,
+    "hedgehog": learned.HedgehogFeatures,
+    "sum_poly": sketches.SumPolyFeatures,
+    "tensor_sketch": sketches.TensorSketchFeatures,
+    "maclaurin": sketches.MaclaurinFeatures,
+    "nonnegative_poly": sketches.NonnegativePolyFeatures,
+    "local_l1": local.LocalL1Features,
+    "local_laplace": local.LocalLaplaceFeatures,
+    "local_gaussian": local.LocalGaussianFeatures,
 }
+
+# These draw something other than Gaussian directions.
+WITHOUT_PROJECTION = frozenset(
+    {
+        "fastfood_rks",
+        "fastfood_prf",
+        "hedgehog",
+        "sum_poly",
+        "tensor_sketch",
+        "maclaurin",
+        "nonnegative_poly",
+        "local_l1",
+        "local_laplace",
+    }
+)
 
 
 def feature_map(
-    name: str | FeatureMap, dim: int | None = None, num_features: int | None = 256, **options: Any
+    name: str | FeatureMap,
+    dim: int | None = None,
+    num_features: int | None = 256,
+    projection: str | Projection = "orthogonal",
+    **options: Any,
 ) -> FeatureMap:
     """A feature map by name, or the given instance.
 
-    `dim`: d, the head size. `num_features`: m. Further keywords go to the map: `projection`, `num_heads`, `kernel`,
-    `seed` or `generator` for most; each class documents its own.
+    `dim`: d, the head size. `num_features`: m. `projection`: the law of the directions, for the maps that have any.
+    Further keywords go to the map: `num_heads`, `seed` or `generator` for all, `kernel` for most; each class documents
+    its own.
 
     >>> feature_map("positive", dim=64, num_features=256, projection="orthogonal", num_heads=None, seed=0)
     PositiveFeatures(
@@ -46,6 +85,10 @@ def feature_map(
     cls = lookup(FEATURE_MAPS, name, "feature map")
     if dim is None:
         raise BochnerError(f"The 'dim' of feature map {name!r} is missing; give the head size d.")
+    if name not in WITHOUT_PROJECTION:
+        options["projection"] = projection
+    elif projection != "orthogonal":
+        raise BochnerError(f"The feature map {name!r} has no 'projection', got {projection!r}; leave it out.")
     try:
         return cls(dim, num_features, **options)  # type: ignore[arg-type]
     except TypeError as error:

@@ -16,7 +16,7 @@ from bochner.features import Features
 
 EMPTY = -1e30  # the log scale of nothing: finite, so that differences are never NaN
 MASKED = -2e30  # below EMPTY, so that exp(MASKED - EMPTY) is 0
-SMALL_NORMALIZER = 1e-6  # of its Cauchy-Schwarz bound; a signed map's normaliser below it is not used
+SMALL_NORMALIZER = 1e-4  # of its Cauchy-Schwarz bound; a signed map's normaliser below it is not used
 
 
 class WindowState(NamedTuple):
