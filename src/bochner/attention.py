@@ -29,6 +29,7 @@ from bochner._checks import (
     finite,
     floating,
     one_of,
+    positive_float,
 )
 from bochner.features import FeatureMap, Features
 from bochner.maps import feature_map
@@ -99,23 +100,31 @@ def linear_attention(
     - `normalize=False`: the numerator alone.
     - `on_small_normalizer`: signed maps can have a normaliser near or below zero. `"clamp"` raises it to a floor,
       `"zero"` zeroes the row, both with a `BochnerWarning` that counts the rows; `"raise"` refuses.
-    - `recompute=False` keeps features for the backward pass: O(L m) memory.
+    - `recompute=False` keeps features for the backward pass: O(L m) memory. Second derivatives work either way.
 
     >>> q, k, v = (torch.randn(1, 2, 10, 4) for _ in range(3))
     >>> linear_attention(q, k, v, feature_map("positive", dim=4, num_features=16), is_causal=True).shape
     torch.Size([1, 2, 10, 4])
     """
-    phi = feature_map(phi, dim=q.shape[-1])
+    phi = feature_map(phi, dim=floating(q, "q", "linear_attention").shape[-1])
     _check(q, k, v, phi, is_causal, key_padding_mask, window, sinks, state, on_small_normalizer, cu_seqlens)
-    if return_state and not is_causal:
-        raise BochnerError("'return_state' needs is_causal=True; for bidirectional attention use absorb and read.")
-    scale = q.shape[-1] ** -0.5 if scale is None else _positive_scale(scale)
+    if return_state and (not is_causal or cu_seqlens is not None):
+        raise BochnerError(
+            "'return_state' needs is_causal=True and no 'cu_seqlens'; for bidirectional attention use absorb and read."
+        )
+    scale = check_scale(scale, q, "linear_attention")
     if cu_seqlens is not None:
-        options = {"is_causal": is_causal, "scale": scale, "window": window, "sinks": sinks, "normalize": normalize}
+        options: dict[str, Any] = {
+            "is_causal": is_causal,
+            "scale": scale,
+            "window": window,
+            "sinks": sinks,
+            "normalize": normalize,
+        }
         options |= {"on_small_normalizer": on_small_normalizer, "recompute": recompute}
         bounds = cu_seqlens.tolist()
         parts = [
-            linear_attention(q[..., i:j, :], k[..., i:j, :], v[..., i:j, :], phi, **options)  # type: ignore[arg-type]
+            linear_attention(q[..., i:j, :], k[..., i:j, :], v[..., i:j, :], phi, **options)
             for i, j in pairwise(bounds)
             if j > i
         ]
@@ -128,6 +137,10 @@ def linear_attention(
             # What a masked key holds must not matter, not even NaN.
             hole = spread_mask(key_padding_mask)
             k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
+        if exact_terms or not normalize:
+            # The sums that `report` looks at do not hold every row here.
+            for x, name in ((q, "q"), (k, "k"), (v, "v")):
+                finite(x, name, "linear_attention")
         if exact_terms:
             partial, state = _window.attend(call, q, k, v, key_padding_mask, is_causal, window or 0, sinks, state)
             out = call.finish(partial)
@@ -347,10 +360,9 @@ class _Rows:
         return cat_rows(self.parts) if self.out is None else self.out
 
 
-def _positive_scale(scale: Any) -> float:
-    if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
-        raise BochnerError(f"The 'scale' of linear_attention must be a positive finite number, got {scale!r}.")
-    return float(scale)
+def check_scale(scale: Any, q: Tensor, owner: str) -> float:
+    """The factor of q . k: a positive number, d^-1/2 unless given."""
+    return q.shape[-1] ** -0.5 if scale is None else positive_float(scale, "scale", owner)
 
 
 def _check(
@@ -389,6 +401,8 @@ def _check(
     if window is not None and n != s:
         raise BochnerError(f"A 'window' needs as many queries as keys, got n={n} and s={s}; use window=None.")
     if state is not None:
+        if not isinstance(state, State):
+            raise BochnerError(f"The 'state' of {owner} must be a bochner.State, got {type(state).__name__}.")
         if not is_causal:
             raise BochnerError("A 'state' can be resumed only with is_causal=True.")
         want = (k.shape[0], k.shape[1], phi.feature_dim, v.shape[-1])
@@ -397,10 +411,18 @@ def _check(
                 f"The 'state' has kv of shape {tuple(state.kv.shape)}, this call needs {want}: it belongs to another "
                 "map, batch or value size."
             )
+        dtype = accumulation_dtype(q.dtype)
+        if state.kv.dtype != dtype or state.kv.device != q.device:
+            raise BochnerError(
+                f"The 'state' is {state.kv.dtype} on {state.kv.device}, this call needs {dtype} on {q.device}; "
+                "resume with the dtype and device that the state was made with."
+            )
         _window.check_state(state.window, window, sinks)
     if cu_seqlens is not None:
         if mask is not None or state is not None or q.shape[0] != 1 or n != s:
             raise BochnerError("'cu_seqlens' needs a batch of 1, n = s, and neither 'key_padding_mask' nor 'state'.")
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
+            raise BochnerError("'cu_seqlens' must be an int tensor of shape (B + 1,), the bounds of the sequences.")
         bounds = cu_seqlens.tolist()
         if bounds[:1] != [0] or bounds[-1] != n or any(i > j for i, j in pairwise(bounds)):
             raise BochnerError(f"'cu_seqlens' must rise from 0 to n={n}, got {bounds}.")
@@ -417,6 +439,11 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, owner: str) -> None:
                 f"q, k and v of {owner} must share dtype and device, got {q.dtype} on {q.device} for 'q' and {x.dtype} "
                 f"on {x.device} for {name!r}; cast or move one."
             )
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        raise BochnerError(
+            f"{owner} needs at least one sequence, head, query and key, got shapes {tuple(q.shape)}, {tuple(k.shape)} "
+            f"and {tuple(v.shape)}."
+        )
     if k.shape[:3] != v.shape[:3]:
         raise BochnerError(
             f"'k' and 'v' of {owner} must agree in batch, heads and length, got {tuple(k.shape)} and {tuple(v.shape)}."
@@ -426,8 +453,6 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, owner: str) -> None:
             f"'q' and 'k' of {owner} must agree in batch and head size, with q's heads a multiple of k's, got "
             f"{tuple(q.shape)} and {tuple(k.shape)}."
         )
-    if q.shape[-2] == 0 or k.shape[-2] == 0:
-        raise BochnerError(f"{owner} needs at least one query and one key, got n={q.shape[-2]}, s={k.shape[-2]}.")
 
 
 def check_mask(mask: Tensor | None, k: Tensor, owner: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype
-from bochner.attention import check_mask, check_qkv
+from bochner.attention import check_mask, check_qkv, check_scale
 from bochner.features import KERNELS, FeatureMap
 from bochner.maps import feature_map
 
@@ -42,7 +42,7 @@ def exact_attention(
     """
     check_qkv(q, k, v, "exact_attention")
     check_mask(key_padding_mask, k, "exact_attention")
-    root = math.sqrt(q.shape[-1] ** -0.5 if scale is None else scale)
+    root = math.sqrt(check_scale(scale, q, "exact_attention"))
     x, y, u = _scaled(q, k, v, root)
     rows = []
     for start in range(0, q.shape[-2], chunk):
@@ -81,7 +81,7 @@ def attention_matrix(
     phi = feature_map(phi, dim=q.shape[-1])
     check_qkv(q, k, k, "attention_matrix")
     check_mask(key_padding_mask, k, "attention_matrix")
-    root = math.sqrt(q.shape[-1] ** -0.5 if scale is None else scale)
+    root = math.sqrt(check_scale(scale, q, "attention_matrix"))
     n, s, g = q.shape[-2], k.shape[-2], k.shape[1]
     fq = phi(q.reshape(q.shape[0], g, -1, q.shape[-1]) * root, "query")
     fk = phi(k * root, "key")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner.attention import _Call, _check, linear_attention
+from bochner.attention import _Call, _check, check_scale, linear_attention
 from bochner.features import FeatureMap
 from bochner.maps import feature_map
 from bochner.state import EMPTY, State, merge, spread_mask
@@ -44,7 +44,7 @@ def sequence_parallel_attention(
         raise BochnerError("sequence_parallel_attention needs torch.distributed; call init_process_group first.")
     phi = feature_map(phi, dim=q.shape[-1])
     _check(q, k, v, phi, is_causal, key_padding_mask, None, 0, None, on_small_normalizer, None)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = check_scale(scale, q, "sequence_parallel_attention")
     options: dict[str, Any] = {"scale": scale, "on_small_normalizer": on_small_normalizer}
     local = summarize(q, k, v, phi, key_padding_mask=key_padding_mask, scale=scale)
     if is_causal:
