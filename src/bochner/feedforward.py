@@ -500,10 +500,10 @@ class LinearizedMLP(FullPrecisionModule):
         f = activation_function(activation)
         x = x.detach().reshape(-1, first.in_features)
         exact = block_output(first, activation, second, x)
-        error = (self(x.double()) - exact).square().sum() / (exact - exact.mean(0)).square().sum()
+        rows = x.to(first.weight.dtype)
+        error = (self(rows).double() - exact).square().sum() / (exact - exact.mean(0)).square().sum()
         ours = sum(b.numel() for b in self.buffers())
         theirs = sum(p.numel() for layer in (first, second) for p in layer.parameters())
-        rows = x.to(first.weight.dtype)
         speed = _seconds(lambda: second(f(first(rows))), lambda: self(rows))
         return MLPReport(math.sqrt(float(error)), ours / theirs, speed)
 
@@ -539,7 +539,9 @@ def _ridge(features: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def _ridge_paths(features: Tensor, y: Tensor, penalties: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
     """Ridge solutions for several penalties, relative to each feature's variance, from one eigendecomposition."""
     mean, target = features.mean(0), y.mean(0)
-    scale = features.std(0).clamp_min(1e-12)
+    # A slot that no pair of coordinates reaches holds rounding noise: it must not be blown up to unit variance.
+    scale = features.std(0)
+    scale = scale.clamp_min(1e-4 * float(scale.max()) + 1e-30)
     g = (features - mean) / scale
     values, vectors = torch.linalg.eigh(g.mT @ g / len(g))
     projected = vectors.mT @ (g.mT @ (y - target) / len(g))
