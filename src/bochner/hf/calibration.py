@@ -7,16 +7,17 @@ the softmax, half is uniform. With an exact window only pairs outside it count.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bochner.features import CalibratedFeatures, FeatureMap, balancing_basis, optimal_a
+from bochner.features import FeatureMap
 from bochner.hf.interface import Call
+from bochner.moments import PairMoments
 
-FLOOR = 1e-2  # smallest eigenvalue of a second moment, relative to their mean
 ROWS = 4096  # rows kept of each head for maps that calibrate on samples
 
 
@@ -55,76 +56,33 @@ def attention_weights(call: Call, allowed: Tensor) -> Tensor:
     return logits.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
 
 
-@dataclass
-class PairMoments:
-    """Weighted first and second moments of (query, key) pairs of each key head, summed over calls."""
+def far_pairs(call: Call, weights: Tensor, far: Far) -> PairMoments:
+    """Moments of the pairs outside the window, half by attention and half uniform, per key head.
 
-    weight: Any = 0.0
-    q: Any = 0.0
-    k: Any = 0.0
-    qq: Any = 0.0
-    kk: Any = 0.0
-    qk: Any = 0.0
-    rows: int = 0
-
-    def add(self, call: Call, weights: Tensor, far: Far) -> None:
-        """Half attention, half uniform, over the pairs outside the window; the two parts weigh the same."""
-        b, h, n, d = call.query.shape
-        g = call.key.shape[1]
-        root = call.scale**0.5
-        q = (call.query.float() * root).reshape(b, g, -1, d)  # the query heads of a group, one after another
-        k = call.key.float() * root
-        uniform = far.far.expand(b, h, n, -1)
-        attended = weights * uniform
-        share = attended.sum((0, 2, 3), keepdim=True) / uniform.sum((0, 2, 3), keepdim=True).clamp_min(1)
-        w = (attended + share * uniform).reshape(b, g, -1, k.shape[-2])  # (b, g, h/g n, s)
-        row, column = w.sum(-1, keepdim=True), w.sum(-2).unsqueeze(-1)
-        sums = {
-            "weight": row.sum((0, 2)),  # (g, 1)
-            "q": (row * q).sum((0, 2)),
-            "k": (column * k).sum((0, 2)),
-            "qq": ((row * q).mT @ q).sum(0),
-            "kk": ((column * k).mT @ k).sum(0),
-            "qk": (q.mT @ (w @ k)).sum(0),
-        }
-        for name, value in sums.items():
-            setattr(self, name, getattr(self, name) + value.double())
-        self.rows += int(far.allowed.any(-1).sum())
+    As in `CalibratedFeatures.calibrate_`, but under the call's own masks.
+    """
+    b, h, n, d = call.query.shape
+    g, root = call.key.shape[1], call.scale**0.5
+    q = (call.query.float() * root).reshape(b, g, -1, d)  # the query heads of a group, one after another
+    k = call.key.float() * root
+    uniform = far.far.expand(b, h, n, -1)
+    attended = weights * uniform
+    share = attended.sum((0, 2, 3), keepdim=True) / uniform.sum((0, 2, 3), keepdim=True).clamp_min(1)
+    w = (attended + share * uniform).reshape(b, g, -1, k.shape[-2])  # (b, g, h/g n, s)
+    sums = [PairMoments.of(x, y, u) for x, y, u in zip(q, k, w, strict=True)]
+    first = sums[0]
+    for other in sums[1:]:
+        first = first + other
+    return _each(first, lambda t: t.double())._replace(rows=int(far.allowed.any(-1).sum()))
 
 
-def fit(phi: CalibratedFeatures, moments: PairMoments, heads: list[int]) -> None:
-    """Centres, balanced basis and dense A of a calibrated map from pair moments, for some of the key heads."""
-    total = moments.weight[heads].clamp_min(1e-30)
-    a, b = moments.q[heads] / total, moments.k[heads] / total
-    total = total.unsqueeze(-1)
-    cq, ck, cross = moments.qq[heads] / total, moments.kk[heads] / total, moments.qk[heads] / total
-    cq, ck = cq - outer(a, a), ck - outer(b, b)
-    cross = cross - outer(a, b)
-    m, m_inv = balancing_basis(floored(cq), floored(ck))
-    mixed = m @ cross @ m_inv.mT
-    second = m @ cq @ m.mT + m_inv @ ck @ m_inv.mT + mixed + mixed.mT  # of z = x + y, the cross moment included
-    values, u = torch.linalg.eigh((second + second.mT) / 2)
-    for name, value in {
-        "centre_query": a,
-        "centre_key": b,
-        "basis_query": u.mT @ m,
-        "basis_key": u.mT @ m_inv,
-        "a": optimal_a(values.clamp_min(0)),
-    }.items():
-        buffer = getattr(phi, name)
-        buffer.data.copy_(value.reshape(buffer.shape))
+def of_heads(moments: PairMoments, heads: list[int]) -> PairMoments:
+    """The moments of some of the key heads."""
+    return _each(moments, lambda t: t[heads])
 
 
-def outer(x: Tensor, y: Tensor) -> Tensor:
-    return x.unsqueeze(-1) * y.unsqueeze(-2)
-
-
-def floored(c: Tensor) -> Tensor:
-    """A second moment whose eigenvalues are at least `FLOOR` of their mean (and not zero for a constant head)."""
-    c = (c + c.mT) / 2
-    mean = torch.diagonal(c, dim1=-2, dim2=-1).mean(-1)[..., None].clamp_min(1e-8)
-    values, vectors = torch.linalg.eigh(c)
-    return (vectors * torch.maximum(values, FLOOR * mean).unsqueeze(-2)) @ vectors.mT
+def _each(m: PairMoments, f: Callable[[Tensor], Tensor]) -> PairMoments:
+    return PairMoments(f(m.weight), f(m.x), f(m.y), f(m.xx), f(m.yy), f(m.xy), m.rows)
 
 
 @dataclass
@@ -162,6 +120,11 @@ class HeadStatistics:
     def mean(self, name: str) -> Tensor:
         value = getattr(self, name)
         return value if name == "logit" else value / max(self.rows, 1)
+
+
+def peaks(call: Call, weights: Tensor, far: Far) -> Tensor:
+    """The largest weight of each row outside window and sinks, (b, h, n)."""
+    return (weights * far.far).amax(-1)
 
 
 @dataclass

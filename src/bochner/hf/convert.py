@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from bochner._checks import BochnerError, one_of, positive_int
 from bochner.features import CalibratedFeatures
 from bochner.hf import capture
-from bochner.hf.calibration import Far, HeadStatistics, PairMoments, Samples, attention_weights, fit
-from bochner.hf.interface import Call, register
-from bochner.hf.layer import LinearAttention, exact
+from bochner.hf.calibration import of_heads
+from bochner.hf.interface import register
+from bochner.hf.layer import LinearAttention
+from bochner.hf.observe import Statistics, head_errors, observe, observe_retrieval
 from bochner.hf.plan import LayerPlan, Plan
 from bochner.hf.serialize import equip, strip
 
-AUTO_PEAK = 0.1  # exact_heads="auto": heads whose attention outside the window peaks above this on average
+AUTO_SHARE = 0.005  # exact_heads="auto": heads with at least this share of all scores
 AUTO_FRACTION = 0.1  # and at most this fraction of all heads
 ROWS_PER_DIMENSION = 4  # calibration tokens wanted per head dimension
 
@@ -30,6 +31,7 @@ def convert(
     window: int | None = None,
     sinks: int = 0,
     exact_heads: float | str | Iterable[tuple[int, int]] = 0.0,
+    exact_unit: str = "head",
     calibration: Any = None,
     tokenizer: Any = None,
     plan: Plan | None = None,
@@ -50,7 +52,9 @@ def convert(
     linear heads; `feature_map=None` is a window and sinks and nothing else. `window`, `sinks`: exact softmax
     on near keys and on the first ones, jointly normalised with the kernel; cross-attention has none.
     `exact_heads`: a fraction of all heads, `"auto"`, or pairs (layer, head): they stay softmax. Fractions and "auto"
-    take the heads whose attention outside window and sinks has the highest mean peak, the ones that retrieve.
+    take the heads that retrieve. In a language model these are the heads whose exactness lowers the loss most when a
+    passage of the calibration text is repeated; elsewhere those whose attention outside window and sinks peaks highest.
+    `exact_unit`: choose single heads, or with `"group"` whole key-value groups: less memory for as many heads.
     `calibration`: texts (with `tokenizer`), one batch or several. `select`: a linear head keeps its kernel term only if
     it lowers the head's error on the calibration data (default: where there is a window). `plan`: a `Plan` instead
     of all this. `distill`: True, a dict of options or a `bochner.distill.Distillation`: attention transfer on the
@@ -72,6 +76,7 @@ def convert(
             window=window,
             sinks=sinks,
             exact_heads=exact_heads,
+            exact_unit=exact_unit,
             calibration=calibration,
             tokenizer=tokenizer,
             plan=plan,
@@ -102,9 +107,13 @@ def convert(
     if data is not None:
         statistics = observe(model, draft, data, say)
         _check_enough(draft, statistics)
+        if plan is None and _retrieves(model, draft, data) and _wants_choice(exact_heads):
+            say("looking for heads that retrieve")
+            has_head = getattr(model, "get_output_embeddings", lambda: None)() is not None
+            observe_retrieval(model, draft, data, statistics, "gradient" if has_head else "peak")
     # 2. The heads that stay exact.
     if plan is None:
-        _choose_exact(draft, exact_heads, statistics)
+        _choose_exact(draft, exact_heads, exact_unit, statistics)
     # 3. Maps, calibrated.
     layers = {layer.name: LinearAttention(layer) for layer in draft.layers}
     if statistics is not None:
@@ -159,71 +168,15 @@ def layers_of(model: Any) -> dict[str, LinearAttention]:
     }
 
 
-class Statistics:
-    """What one pass over the calibration data found, by attention module."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        names = list(names)
-        self.moments = {n: PairMoments() for n in names}
-        self.heads = {n: HeadStatistics() for n in names}
-        self.samples = {n: Samples() for n in names}
-
-
-def observe(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]], say: Any = None) -> Statistics:
-    """Run the exact model over the data and gather the statistics of every module of the plan."""
-    found = Statistics(layer.name for layer in plan.layers)
-    near = {layer.name: (layer.window, layer.sinks) for layer in plan.layers}
-
-    def look(name: str, call: Call) -> None:
-        if name in near:
-            far = Far.of(call, *near[name])
-            weights = attention_weights(call, far.allowed)
-            found.moments[name].add(call, weights, far)
-            found.heads[name].add(call, weights, far)
-            found.samples[name].add(call)
-
-    with capture.recording(model, look):
-        for i, batch in enumerate(data):
-            if say:
-                say(f"calibrating, batch {i + 1} of {len(data)}")
-            capture.run(model, batch)
-    return found
-
-
 def calibrate(layers: dict[str, LinearAttention], statistics: Statistics) -> None:
     """Fit every map to the statistics of its module."""
     for name, module in layers.items():
         for kind in module.map_norm:
             phi, heads = module.map_of(kind), module.plan.kv_heads_of(kind)
             if type(phi) is CalibratedFeatures:
-                fit(phi, statistics.moments[name], heads)
+                phi.fit_(of_heads(statistics.moments[name], heads))
             else:
                 statistics.samples[name].calibrate(phi, heads, module.plan.group)
-
-
-def head_errors(model: Any, layers: dict[str, LinearAttention], data: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Relative error of each head's output under its plan, |out - exact| / |exact| over the data, on exact inputs."""
-    sums: dict[str, list[Tensor]] = {}
-
-    def look(name: str, call: Call) -> Tensor | None:
-        if name not in layers:
-            return None
-        truth = exact(call.query, call.key, call.value, call.is_causal, call.padding, call.scale)
-        out = layers[name](
-            call.query, call.key, call.value, is_causal=call.is_causal, padding=call.padding, scale=call.scale
-        )
-        error, size = (out - truth).double(), truth.double()
-        if call.padding is not None and call.padding.shape[1] == truth.shape[-2]:
-            keep = ~call.padding[:, None, :, None]
-            error, size = error * keep, size * keep
-        pair = [t.square().sum((0, 2, 3)) for t in (error, size)]
-        sums[name] = pair if name not in sums else [x + y for x, y in zip(sums[name], pair, strict=True)]
-        return truth
-
-    with capture.recording(model, look):
-        for batch in data:
-            capture.run(model, batch)
-    return {name: (e / s.clamp_min(1e-30)).sqrt() for name, (e, s) in sums.items()}
 
 
 def _drop_useless_kernels(
@@ -306,19 +259,21 @@ def _draft(
     return Plan(layers, getattr(model.config, "model_type", ""))
 
 
-def _choose_exact(draft: Plan, wanted: Any, statistics: Statistics | None) -> None:
+def _choose_exact(draft: Plan, wanted: Any, unit: str, statistics: Statistics | None) -> None:
     """Mark the heads that stay exact, and note every head's score in the plan."""
     if statistics is not None:
         for layer in draft.layers:
-            layer.scores = [round(x, 6) for x in statistics.heads[layer.name].mean("peak").tolist()]
+            score = statistics.retrieval.get(layer.name, statistics.heads[layer.name].mean("peak"))
+            layer.scores = [round(x, 6) for x in score.tolist()]
     if isinstance(wanted, (int, float)) and not isinstance(wanted, bool):
         if not 0 <= wanted <= 1:
             raise BochnerError(f"The 'exact_heads' of convert must be a fraction in [0, 1], got {wanted!r}.")
-        pairs = ranked(draft)[: round(wanted * draft.num_heads)] if wanted else []
+        pairs = ranked(draft, unit)[: round(wanted * draft.num_heads)] if wanted else []
     elif isinstance(wanted, str):
         one_of(wanted, "exact_heads", "convert", ("auto",))
-        limit = int(AUTO_FRACTION * draft.num_heads)
-        pairs = [(i, h) for i, h in ranked(draft)[:limit] if (draft.layers[i].scores or [])[h] > AUTO_PEAK]
+        pairs = ranked(draft, unit)[: int(AUTO_FRACTION * draft.num_heads)]
+        least = AUTO_SHARE * sum(max(s, 0.0) for layer in draft.layers for s in layer.scores or [])
+        pairs = [(i, h) for i, h in pairs if (draft.layers[i].scores or [])[h] > least]
     else:
         try:
             pairs = [(int(i), int(h)) for i, h in wanted]
@@ -333,11 +288,25 @@ def _choose_exact(draft: Plan, wanted: Any, statistics: Statistics | None) -> No
         draft.layers[i].kinds[h] = "exact"
 
 
-def ranked(plan: Plan) -> list[tuple[int, int]]:
-    """All heads, the one with the highest score first."""
-    scored = [
-        (-(s or 0.0), i, h) for i, x in enumerate(plan.layers) for h, s in enumerate(x.scores or [0.0] * x.num_heads)
-    ]
+def _wants_choice(exact_heads: Any) -> bool:
+    return isinstance(exact_heads, str) or (isinstance(exact_heads, (int, float)) and exact_heads > 0)
+
+
+def _retrieves(model: Any, draft: Plan, data: Any) -> bool:
+    """Whether probes with a repeated passage make sense: a causal model over tokens."""
+    causal = all(layer.is_causal for layer in draft.layers)
+    return causal and not getattr(model.config, "is_encoder_decoder", False) and "input_ids" in data[0]
+
+
+def ranked(plan: Plan, unit: str = "head") -> list[tuple[int, int]]:
+    """All heads, the one with the highest score first; by whole groups, the one with the highest sum first."""
+    one_of(unit, "exact_unit", "convert", ("head", "group"))
+    scored = []
+    for i, layer in enumerate(plan.layers):
+        scores = layer.scores or [0.0] * layer.num_heads
+        size = layer.group
+        sums = [sum(scores[h - h % size : h - h % size + size]) for h in range(layer.num_heads)]
+        scored += [(-(sums[h] if unit == "group" else scores[h]), i, h) for h in range(layer.num_heads)]
     return [(i, h) for _, i, h in sorted(scored)]
 
 
@@ -368,7 +337,7 @@ def _check_calibration(draft: Plan, data: Any, exact_heads: Any) -> None:
             "The feature map 'calibrated' needs 'calibration': some texts of the kind the model will see. Without any, "
             "use feature_map='positive', and expect much worse."
         )
-    if data is None and (isinstance(exact_heads, str) or (isinstance(exact_heads, float) and exact_heads > 0)):
+    if data is None and _wants_choice(exact_heads):
         raise BochnerError("Choosing 'exact_heads' needs 'calibration': the heads are chosen by what they attend to.")
 
 

@@ -20,8 +20,8 @@ class LayerPlan:
     """One attention module: its shape, what each query head becomes, and the map of its linear heads.
 
     `kinds`, one per query head: `"exact"` softmax; `"window"`, exact in the window and on the sinks and nothing else;
-    `"hybrid"`, the same with the kernel elsewhere; `"kernel"` alone. `scores`: mean peak of each head's attention
-    outside window and sinks, where it was measured.
+    `"hybrid"`, the same with the kernel elsewhere; `"kernel"` alone. `scores`: how high each head's attention
+    peaks outside window and sinks (decoders: how much higher on repeated text), where it was measured.
     """
 
     name: str

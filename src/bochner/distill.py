@@ -1,0 +1,408 @@
+"""Attention transfer: teach the feature maps of a converted model what its original attention computed.
+
+First layer by layer: the model is run with exact attention, and each layer's maps are trained so that its linear
+attention gives the same outputs on the same queries, keys and values. Layers do not depend on each other, so that this
+can be stopped and resumed at any layer. Then, if wanted, end to end: the outputs of the whole converted model are
+fitted to those of the original. No labels are needed, only text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from bochner._checks import BochnerError, positive_float, positive_int
+from bochner.features import CalibratedFeatures
+from bochner.hf import capture
+from bochner.hf.convert import layers_of
+from bochner.hf.interface import Call
+from bochner.hf.layer import LinearAttention, exact
+
+MEMORY = 2**29  # bytes of queries, keys and values held at a time
+MAX_A = 0.12  # the dense A stays below 1/8, where the variance of the map ends
+
+
+@dataclass
+class LayerReport:
+    """Relative error of one layer's attention output on validation data, mean over heads, before and after."""
+
+    name: str
+    before: float
+    after: float
+    steps: int
+    seconds: float
+
+
+@dataclass
+class DistillReport:
+    """What distillation did: per layer, and the loss of the end-to-end stage if there was one."""
+
+    layers: list[LayerReport] = field(default_factory=list)
+    end_to_end: tuple[float, float] | None = None
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        width = max([5, *(len(layer.name) for layer in self.layers)])
+        lines = [f"{'layer'.ljust(width)}  before   after  steps  seconds"]
+        for x in self.layers:
+            lines.append(f"{x.name.ljust(width)}  {x.before:6.3f}  {x.after:6.3f}  {x.steps:5d}  {x.seconds:7.1f}")
+        if self.layers:
+            mean = [sum(getattr(x, n) for x in self.layers) / len(self.layers) for n in ("before", "after")]
+            lines.append(f"{'mean'.ljust(width)}  {mean[0]:6.3f}  {mean[1]:6.3f}")
+        if self.end_to_end is not None:
+            lines.append(f"end to end: loss {self.end_to_end[0]:.5f} before, {self.end_to_end[1]:.5f} after")
+        return "\n".join(lines)
+
+
+def distill(
+    model: Any,
+    data: Any,
+    *,
+    tokenizer: Any = None,
+    steps: int = 60,
+    lr: float = 5e-3,
+    projections: bool = True,
+    layers: Sequence[str] | None = None,
+    patience: int = 3,
+    end_to_end: int = 0,
+    end_to_end_lr: float = 1e-3,
+    part: str = "maps",
+    seconds: float | None = None,
+    checkpoint: str | Path | None = None,
+    max_length: int = 256,
+    batch_size: int = 8,
+    progress: bool = False,
+) -> DistillReport:
+    """Train the maps of a converted model on unlabelled data, in place; returns what it did, layer by layer.
+
+    `data`: texts (with `tokenizer`) or batches; the last eighth is kept for validation, and each layer keeps the state
+    that was best on it. `steps`, `lr`: Adam steps per layer. `projections`: also learn the frequencies, which makes
+    a random map a learned one. `layers`: names of attention modules; default all. `patience`: stop a layer
+    after so many checks without progress. `end_to_end`: steps of a second stage that fits the outputs of the whole
+    model; `part`: what it trains, `"maps"` or a regular expression over parameter names (`revert` does not restore
+    those).
+    `seconds`: a time limit for everything. `checkpoint`: a directory; what is there is taken up, and every finished
+    layer is written to it.
+
+    Maps stay what they are in every other respect: `save_pretrained`, decoding and `revert` work as before.
+    """
+    positive_int(steps, "steps", "distill")
+    positive_float(lr, "lr", "distill")
+    positive_int(patience, "patience", "distill")
+    attached = layers_of(model)
+    names = list(attached) if layers is None else list(layers)
+    for name in names:
+        if name not in attached:
+            raise BochnerError(f"There is no converted attention module {name!r}; the names are {sorted(attached)}.")
+    batches = capture.batches(data, tokenizer, max_length=max_length, batch_size=batch_size)
+    if len(batches) < 2:
+        raise BochnerError("distill needs at least two batches, one of them for validation; give more texts.")
+    held = max(1, len(batches) // 8)
+    train, validation = batches[:-held], batches[-held:]
+    clock = _Clock(seconds)
+    say = _speaker(progress)
+    store = _Checkpoint(checkpoint, attached)
+    report = DistillReport()
+    todo = [n for n in names if any(True for _ in attached[n].map_norm)]
+    # The teacher's outputs for the second stage, before anything changes.
+    targets = [_final(model, b, original=True) for b in batches] if end_to_end else []
+    for group in _groups(todo, model, batches):
+        pending = [n for n in group if store.restore(n, report) is None]
+        if not pending or clock.over():
+            continue
+        records = _records(model, pending, train), _records(model, pending, validation)
+        for name in pending:
+            if clock.over():
+                break
+            done = _fit_layer(
+                name, attached[name], records[0][name], records[1][name], steps, lr, projections, patience, clock
+            )
+            report.layers.append(done)
+            store.keep(done)
+            say(f"distilled {name}: error {done.before:.3f} to {done.after:.3f} in {done.seconds:.0f} s")
+    if end_to_end and not clock.over():
+        report.end_to_end = _fit_model(
+            model, batches, targets, held, end_to_end, end_to_end_lr, projections, part, clock, say
+        )
+    report.seconds = clock.elapsed()
+    return report
+
+
+def trainable_maps_(model: Any, *, projections: bool = False) -> list[nn.Parameter]:
+    """Make the learned parts of a converted model's maps parameters that require gradients; returns them.
+
+    Random frequencies stay buffers unless `projections`. All are named under `linear_attn.map_norm`, which trainers
+    leave out of weight decay and PEFT can be told to train by `modules_to_save=["linear_attn"]`.
+    """
+    found = []
+    for layer in layers_of(model).values():
+        found += _open(layer, projections)
+    if not found:
+        raise BochnerError(
+            "The maps of this model have nothing to learn; convert it with 'calibrated' or a learned map."
+        )
+    return found
+
+
+def _open(layer: LinearAttention, projections: bool) -> list[nn.Parameter]:
+    """The parameters of a layer's maps, made of buffers where the map has none of its own."""
+    found = []
+    for phi in layer.map_norm.values():
+        own = list(phi.parameters())
+        if isinstance(phi, CalibratedFeatures):
+            phi.trainable_(["centre_query", "centre_key", "basis_query", "basis_key", "a"])
+            if projections:
+                phi.trainable_(["weight"])
+        elif projections and not own:
+            phi.trainable_()  # type: ignore[operator]
+        phi.requires_grad_(True)
+        found += list(phi.parameters())
+    return found
+
+
+def _clamp(layer: LinearAttention) -> None:
+    for phi in layer.map_norm.values():
+        if isinstance(phi, CalibratedFeatures):
+            phi.a.data.clamp_(max=MAX_A)
+
+
+def _fit_layer(
+    name: str,
+    layer: LinearAttention,
+    train: list[Call],
+    validation: list[Call],
+    steps: int,
+    lr: float,
+    projections: bool,
+    patience: int,
+    clock: _Clock,
+) -> LayerReport:
+    start = time.monotonic()
+    parameters = _open(layer, projections)
+    optimizer = torch.optim.Adam(parameters, lr=lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=lr / 10)
+
+    def measure() -> float:
+        with torch.no_grad():
+            return sum(_error(layer, call).sqrt().mean().item() for call in validation) / len(validation)
+
+    def state() -> dict[str, Tensor]:
+        return {k: v.detach().clone() for k, v in layer.state_dict().items()}
+
+    before = best = measure()
+    kept, waited, step = state(), 0, 0
+    every = max(5, steps // 10)
+    try:
+        while step < steps and not clock.over():
+            call = train[step % len(train)]
+            optimizer.zero_grad()
+            _error(layer, call).mean().backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+            _clamp(layer)
+            step += 1
+            if step % every == 0 or step == steps:
+                now = measure()
+                waited = 0 if now < best else waited + 1
+                if now < best:
+                    best, kept = now, state()
+                if waited >= patience:
+                    break
+    finally:
+        layer.load_state_dict(kept)
+        layer.requires_grad_(False)
+    return LayerReport(name, before, best, step, time.monotonic() - start)
+
+
+def _error(layer: LinearAttention, call: Call) -> Tensor:
+    """Squared relative error of each head on one recorded call, (h,)."""
+    out = layer(call.query, call.key, call.value, is_causal=call.is_causal, padding=call.padding, scale=call.scale)
+    truth = exact(call.query, call.key, call.value, call.is_causal, call.padding, call.scale)
+    if call.padding is not None and call.padding.shape[1] == truth.shape[-2]:
+        keep = ~call.padding[:, None, :, None]
+        out, truth = out * keep, truth * keep
+    return (out - truth).square().sum((0, 2, 3)) / truth.square().sum((0, 2, 3)).clamp_min(1e-30)
+
+
+def _records(model: Any, names: Iterable[str], batches: Sequence[dict[str, Tensor]]) -> dict[str, list[Call]]:
+    """Every call of some modules under exact attention."""
+    found: dict[str, list[Call]] = {name: [] for name in names}
+
+    def look(name: str, call: Call) -> None:
+        if name in found:
+            found[name].append(call)
+
+    with capture.recording(model, look):
+        for batch in batches:
+            capture.run(model, batch)
+    return found
+
+
+def _groups(names: Sequence[str], model: Any, batches: Sequence[dict[str, Tensor]]) -> list[list[str]]:
+    """Modules whose recorded calls fit into memory together."""
+    layers = layers_of(model)
+    tokens = sum(next(iter(b.values())).shape[:2].numel() for b in batches)
+    groups: list[list[str]] = []
+    used = MEMORY + 1
+    for name in names:
+        plan = layers[name].plan
+        need = 4 * tokens * plan.head_dim * (plan.num_heads + 2 * plan.num_kv_heads)
+        if used + need > MEMORY:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += need
+    return groups
+
+
+def _final(model: Any, batch: dict[str, Tensor], *, original: bool = False) -> Tensor:
+    """The model's final output, hidden states or logits."""
+    if original:
+        with capture.recording(model, lambda name, call: None):
+            return capture.run(model, batch)[0].detach()
+    return model(**batch, use_cache=False)[0] if "input_ids" in batch else model(**batch)[0]
+
+
+def _loss(out: Tensor, target: Tensor, batch: dict[str, Tensor], is_logits: bool) -> Tensor:
+    """KL divergence of token distributions, or the mean squared relative distance of hidden states."""
+    mask = batch.get("attention_mask")
+    keep = torch.ones(out.shape[:2], dtype=torch.bool) if mask is None or mask.shape != out.shape[:2] else mask.bool()
+    keep = keep.to(out.device)
+    if is_logits:
+        p, q = target[keep].float().log_softmax(-1), out[keep].float().log_softmax(-1)
+        return torch.nn.functional.kl_div(q, p, log_target=True, reduction="batchmean")
+    # Tokens one by one and, as embeddings are, pooled over the text.
+    weight = keep.unsqueeze(-1).to(out.dtype)
+    tokens = ((out - target) * weight).square().sum() / (target * weight).square().sum()
+    a, b = ((t * weight).sum(1) / weight.sum(1) for t in (out, target))
+    return tokens + (1 - torch.nn.functional.cosine_similarity(a, b, dim=-1)).mean()
+
+
+def _fit_model(
+    model: Any,
+    batches: Sequence[dict[str, Tensor]],
+    targets: Sequence[Tensor],
+    held: int,
+    steps: int,
+    lr: float,
+    projections: bool,
+    part: str,
+    clock: _Clock,
+    say: Callable[[str], None],
+) -> tuple[float, float]:
+    attached = layers_of(model)
+    parameters: list[nn.Parameter] = []
+    for layer in attached.values():
+        parameters += _open(layer, projections)
+    trained = {id(p) for p in parameters}
+    before_grad = {id(p): p.requires_grad for p in model.parameters()}
+    if part != "maps":
+        chosen = [p for n, p in model.named_parameters() if re.search(part, n) and id(p) not in trained]
+        if not chosen:
+            raise BochnerError(f"The 'part' of distill, {part!r}, matches no parameter of the model.")
+        parameters += chosen
+        trained |= {id(p) for p in chosen}
+    was_training = model.training
+    model.eval()
+    for p in model.parameters():
+        p.requires_grad_(id(p) in trained)
+    optimizer = torch.optim.Adam(parameters, lr=lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=lr / 10)
+    is_logits = hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
+    pairs = list(zip(batches, targets, strict=True))
+
+    def measure() -> float:
+        with torch.no_grad():
+            losses = [_loss(_final(model, b), t, b, is_logits).item() for b, t in pairs[-held:]]
+        return sum(losses) / len(losses)
+
+    before = best = measure()
+    kept = [p.detach().clone() for p in parameters]
+    try:
+        for step in range(steps):
+            if clock.over():
+                break
+            batch, target = pairs[step % (len(pairs) - held)]
+            optimizer.zero_grad()
+            loss = _loss(_final(model, batch), target, batch, is_logits)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+            for layer in attached.values():
+                _clamp(layer)
+            if (step + 1) % max(5, steps // 10) == 0 or step + 1 == steps:
+                now = measure()
+                say(f"end to end, step {step + 1} of {steps}: loss {now:.5f}")
+                if now < best:
+                    best, kept = now, [p.detach().clone() for p in parameters]
+    finally:
+        with torch.no_grad():
+            for p, value in zip(parameters, kept, strict=True):
+                p.copy_(value)
+        for p in model.parameters():
+            p.requires_grad_(before_grad.get(id(p), False))
+        for layer in attached.values():
+            layer.requires_grad_(False)
+        model.train(was_training)
+    return before, best
+
+
+class _Clock:
+    def __init__(self, limit: float | None) -> None:
+        self.start, self.limit = time.monotonic(), limit
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.start
+
+    def over(self) -> bool:
+        return self.limit is not None and self.elapsed() > self.limit
+
+
+class _Checkpoint:
+    """Finished layers in a directory: tensors as safetensors, figures as JSON."""
+
+    def __init__(self, path: str | Path | None, layers: dict[str, LinearAttention]) -> None:
+        self.path, self.layers = None if path is None else Path(path), layers
+        if self.path is not None:
+            self.path.mkdir(parents=True, exist_ok=True)
+
+    def keep(self, done: LayerReport) -> None:
+        if self.path is None:
+            return
+        tensors = {k: v.contiguous() for k, v in self.layers[done.name].state_dict().items()}
+        save_file(tensors, self.path / f"{done.name}.safetensors")
+        (self.path / f"{done.name}.json").write_text(json.dumps(done.__dict__), encoding="utf-8")
+
+    def restore(self, name: str, report: DistillReport) -> LayerReport | None:
+        if self.path is None or not (self.path / f"{name}.json").exists():
+            return None
+        done = LayerReport(**json.loads((self.path / f"{name}.json").read_text(encoding="utf-8")))
+        tensors = load_file(self.path / f"{name}.safetensors")
+        own = self.layers[name].state_dict()
+        if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in tensors.items()}:
+            raise BochnerError(
+                f"The checkpoint of {name!r} in {str(self.path)!r} belongs to other maps; use another directory."
+            )
+        self.layers[name].load_state_dict(tensors)
+        report.layers.append(done)
+        return done
+
+
+def _speaker(progress: bool) -> Callable[[str], None]:
+    def say(text: str) -> None:
+        if progress:
+            print(f"bochner: {text}", file=sys.stderr, flush=True)
+
+    return say
