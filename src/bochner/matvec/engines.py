@@ -86,7 +86,10 @@ class CellsEngine(Engine):
         if not adjoint or plan.symmetric:
             missed = torch.empty_like(out.missed)
             missed[query_side] = out.missed
-            scores = [missed[:, 0], missed[:, 1]]
+            count = plan.start.diff()
+            by_cell = torch.empty_like(missed[:, 0])  # squared: every cell equally likely, since errors cluster
+            by_cell[query_side] = torch.repeat_interleave(count.clamp_min(1).to(x.dtype).rsqrt(), count)
+            scores = [missed[:, 0], missed[:, 1], by_cell]
         return Applied(value, out.pairs, scores, far, plan)
 
     def apply(self, x: Tensor, adjoint: bool = False) -> Applied:
@@ -105,11 +108,8 @@ class CellsEngine(Engine):
     def repair(self, x: Tensor, fraction: float) -> Applied | None:
         """More probes where this x has weight: blocks ranked by kernel mass times the energy of x in the cell."""
         energy = self.index.cell_sums(x[self.index.order].square().sum(1, True))[:, 0] / self.index.count
-        score = self.planned.score.clone()
-        finite = torch.isfinite(score)
-        if bool((score[finite] < 0).any()):  # ranked by distance: turn into a decreasing positive score
-            score[finite] = torch.exp2(-0.1 * score[finite].square().clamp_max(1000.0))
-        score = torch.where(finite, score * energy, score)
+        score = self.planned.score
+        score = torch.where(torch.isfinite(score), score * energy, score)
         cost = self.plan.start.diff().double()[:, None] * self.index.count.double()
         near = Ranking(score, cost).near(fraction) | self.plan.near
         near &= energy > 0  # cells on which x vanishes contribute nothing

@@ -1,8 +1,10 @@
-"""Which blocks are near: ranked by a model, cut where measured rows meet eps.
+"""Which blocks are near: ranked by a model and by measured rows, cut where other measured rows meet eps.
 
-The cut is measured, not derived: exact kernel rows of a sample of queries give, for any set of near blocks, the
-error of the product with a random x, with x = 1 and with x along the dense regions (where the top eigenvectors
-live). The cheapest set of blocks that keeps all of them below their share of eps is the plan.
+Errors come in blocks: a dense patch hidden in a wide cell spoils every row near it. So rows are measured in every
+query cell: one exact kernel row per cell for the ranking, another one for the cut. The cut is measured, not
+derived: for any set of near blocks, exact rows give the error of the product with a random x, with x = 1 and with x
+along the dense regions (where the top eigenvectors live). The cheapest set of blocks that keeps all of them below
+their share of eps is the plan.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from .cells import KeyIndex, Plan, segment_sum, sort_queries
 from .exact import FLOOR, ROWS, Tiles, left, right, rounding_error
 
 RANDOM_SHARE, COHERENT_SHARE = 0.1, 0.3  # of eps; a random x at eps/10 leaves room for the worst single column
-SAMPLE_ROWS = 256
 FRACTIONS = [0.0, *(2.0 ** (-k / 2) for k in range(16, 0, -1))]  # of all pairs, tried as near pairs
 
 
@@ -49,11 +50,12 @@ class Ranking:
         return near.view_as(self.score) | torch.isinf(self.score)
 
 
-def scores(index: KeyIndex, queries: Tensor, start: Tensor) -> list[Tensor]:
-    """Two rankings of the blocks: mean squared blurred kernel, and distance of the centres.
+def rankings(index: KeyIndex, queries: Tensor, start: Tensor, measured: Tensor) -> list[Tensor]:
+    """Scores of the blocks: the blurred or measured squared kernel, the measured one and then distance, distance.
 
-    The first is right for cells that look Gaussian, the second for thin or curved ones; calibration picks.
-    A cell's own block always comes first.
+    The model is right for cells that look Gaussian, distances for thin or curved ones, measuring for the rest;
+    calibration picks. `measured` (cells, cells) is the squared kernel per pair seen from one row of each query
+    cell. A cell's own block always comes first.
     """
     cells = index.count.numel()
     squared = queries.new_zeros(cells, cells)
@@ -63,11 +65,22 @@ def scores(index: KeyIndex, queries: Tensor, start: Tensor) -> list[Tensor]:
             rows = torch.mm(queries[i : min(i + ROWS, hi)], blurred.T)
             squared[a] += rows.clamp_min_(FLOOR / 2).exp2_().square_().sum(0)
     squared /= start.diff().clamp_min(1)[:, None]
-    distance = -torch.cdist(index.centres, index.mean)
-    distance = torch.maximum(distance, distance.T)
-    squared = torch.maximum(squared, squared.T)
+    distance = torch.cdist(index.centres, index.mean)
+    nearness = 1.0 / (1e-6 + torch.minimum(distance, distance.T))
+    squared, measured = torch.maximum(squared, squared.T), torch.maximum(measured, measured.T)
     diagonal = torch.full((cells,), torch.inf, dtype=squared.dtype)
-    return [squared.diagonal_scatter(diagonal), distance.diagonal_scatter(diagonal)]
+    candidates = [torch.maximum(squared, measured), measured + 1e-12 * nearness, nearness]
+    return [score.diagonal_scatter(diagonal) for score in candidates]
+
+
+def rows_of_every_cell(start: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Two positions in every non-empty cell (the same one twice in a cell of one), and the cells."""
+    count = start.diff()
+    cell = (count > 0).nonzero()[:, 0]
+    size = count[cell]
+    first = (torch.rand(cell.numel(), generator=generator) * size).long().clamp_max(size - 1)
+    step = 1 + (torch.rand(cell.numel(), generator=generator) * (size - 1)).long().clamp_max((size - 2).clamp_min(0))
+    return start[cell] + first, start[cell] + (first + step) % size, cell
 
 
 def make_plan(
@@ -96,22 +109,22 @@ def make_plan(
         plan = Plan(queries, order, start, near, beta, local, rounding, symmetric)
         return Planned(plan, near.to(z.dtype), float("nan"), True, float(cost[near].sum()) / total, float("nan"), 0)
 
-    # 1. Exact rows of a sample: kernel mass and squared mass per cell, and the far field's guess of the mass.
+    # 1. Exact rows: kernel mass and squared mass per cell, and the far field's guess of the mass.
     n, s = z.shape[0], index.keys.shape[0]
-    picked = torch.randperm(n, generator=generator)[:SAMPLE_ROWS].sort().values
     tiles = Tiles(index.frame)
-    mass, squared = sampled_rows(index, queries[picked], local, tiles)
-    cell = torch.searchsorted(start, picked, right=True) - 1
-    guess = torch.mm(queries[picked], index.blurred().T).clamp_min_(FLOOR).exp2_() * index.count
-    density = (torch.zeros(cost.shape[0], dtype=z.dtype).index_add_(0, cell, mass.sum(1))) / torch.bincount(
-        cell, minlength=cost.shape[0]
-    ).clamp_min(1)
+    to_rank, to_judge, cell = rows_of_every_cell(start, generator)
+    _, seen = sampled_rows(index, queries[to_rank], local, tiles)
+    mass, squared = sampled_rows(index, queries[to_judge], local, tiles)
+    weight = start.diff()[cell].to(z.dtype) * (cell.numel() / n)
+    guess = torch.mm(queries[to_judge], index.blurred().T).clamp_min_(FLOOR).exp2_() * index.count
+    measured = torch.zeros_like(cost, dtype=z.dtype).index_copy_(0, cell, seen / index.count)
+    density = torch.zeros_like(measured[0]).index_copy_(0, cell, mass.sum(1))
     directions = torch.stack([torch.ones_like(density), density, density.square()], 1)
     directions /= (directions.square() * index.count[:, None]).sum(0).sqrt().clamp_min(1e-30)
 
     # 2. For each ranking, the smallest fraction whose measured errors meet their shares of eps.
     best: Planned | None = None
-    for score in scores(index, queries, start):
+    for score in rankings(index, queries, start, measured):
         ranking = Ranking(score, cost)
         for fraction in FRACTIONS:
             near = ranking.near(fraction)
@@ -119,12 +132,12 @@ def make_plan(
                 near = near | near.T
             skipped = ~near[cell]
             beta = fit_beta(mass, guess, skipped)
-            random, coherent = measured_errors(index, mass, squared, guess * beta, skipped, directions, n, s)
+            random, coherent = measured_errors(index, mass, squared, guess * beta, skipped, directions, weight, n, s)
             met = random <= RANDOM_SHARE * eps and coherent <= COHERENT_SHARE * eps
             spent = float(cost[near].sum()) / total
             if met or fraction == FRACTIONS[-1]:
                 plan = Plan(queries, order, start, near, beta, local, rounding, symmetric)
-                row_sum = float(mass.sum(1).mean())
+                row_sum = float((weight * mass.sum(1)).mean())
                 pairs = tiles.pairs + n * cost.shape[0]
                 found = Planned(plan, score, max(random, coherent), met, spent, row_sum, pairs)
                 if best is None or (found.met, -found.fraction) > (best.met, -best.fraction):
@@ -158,15 +171,24 @@ def fit_beta(mass: Tensor, guess: Tensor, skipped: Tensor) -> float:
 
 
 def measured_errors(
-    index: KeyIndex, mass: Tensor, squared: Tensor, guess: Tensor, skipped: Tensor, directions: Tensor, n: int, s: int
+    index: KeyIndex,
+    mass: Tensor,
+    squared: Tensor,
+    guess: Tensor,
+    skipped: Tensor,
+    directions: Tensor,
+    weight: Tensor,
+    n: int,
+    s: int,
 ) -> tuple[float, float]:
     """Upper estimates, relative to |x|, of the error for a random x and for coherent x."""
     residual = (squared - 2 * guess * mass / index.count + guess.square() / index.count) * skipped
-    rows = residual.sum(1).clamp_min(0.0)
+    rows = residual.sum(1).clamp_min(0.0) * weight
     coherent = ((mass - guess) * skipped) @ directions
     # Sums of many terms of one sign also carry rounding, about 8 units in the last place of the sum.
-    rounding = 8 * torch.finfo(mass.dtype).eps * _upper_norm((mass @ directions).square() * n)
-    return _upper_norm(rows[:, None] * (n / s)), _upper_norm(coherent.square() * n) + rounding
+    whole = _upper_norm((mass @ directions).square() * weight[:, None] * n)
+    rounding = 8 * torch.finfo(mass.dtype).eps * whole
+    return _upper_norm(rows[:, None] * (n / s)), _upper_norm(coherent.square() * weight[:, None] * n) + rounding
 
 
 def _upper_norm(rows: Tensor) -> float:
