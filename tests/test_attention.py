@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -154,9 +155,7 @@ def test_packed_sequences_equal_separate_calls(options: dict[str, Any]) -> None:
     bounds = [0, 1, 1, 64, 193, 210]
     got = linear_attention(q, k, v, phi, cu_seqlens=torch.tensor(bounds), **options)
     parts = [
-        linear_attention(q[:, :, i:j], k[:, :, i:j], v[:, :, i:j], phi, **options)
-        for i, j in zip(bounds, bounds[1:], strict=False)
-        if j > i
+        linear_attention(q[:, :, i:j], k[:, :, i:j], v[:, :, i:j], phi, **options) for i, j in pairwise(bounds) if j > i
     ]
     want = torch.cat(parts, dim=2)
     assert torch.equal(got, want)

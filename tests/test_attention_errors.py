@@ -1,0 +1,131 @@
+"""Bad input is refused in one sentence that names the argument and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from naive import draw_qkv
+
+from bochner import (
+    BochnerError,
+    attention_matrix,
+    empty_state,
+    exact_attention,
+    feature_map,
+    linear_attention,
+)
+
+PHI = feature_map("positive", dim=4, num_features=8)
+Q, K, V = draw_qkv(10, dtype=torch.float32)
+STATE = empty_state((2, 2), 8, 3, dtype=torch.float32)
+_, WINDOWED = linear_attention(Q, K, V, PHI, is_causal=True, return_state=True, window=3, sinks=1)
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "no tensor": ({"q": [1.0]}, "'q' of linear_attention must be a torch.Tensor, got list"),
+    "integers": ({"k": K.long()}, "'k' of linear_attention must be a floating-point tensor, got torch.int64"),
+    "three axes": ({"v": V[0]}, r"'v' of linear_attention must have 4 axes \(b, h, n, d\)"),
+    "no batch": ({"q": Q[:0], "k": K[:0], "v": V[:0]}, "at least one sequence, head, query and key"),
+    "no heads": ({"k": K[:, :0], "v": V[:, :0]}, "at least one sequence, head, query and key"),
+    "no keys": ({"k": K[:, :, :0], "v": V[:, :, :0]}, "at least one sequence, head, query and key"),
+    "heads": ({"q": Q[:, :1].repeat(1, 3, 1, 1)}, "q's heads a multiple of k's"),
+    "head size": ({"k": K[..., :3]}, "must agree in batch and head size"),
+    "batch": ({"q": Q[:1]}, "must agree in batch and head size"),
+    "values": ({"v": V[:, :, :5]}, "'k' and 'v' of linear_attention must agree in batch, heads and length"),
+    "dtype": ({"k": K.double()}, "must share dtype and device, got torch.float32 on cpu for 'q' and torch.float64"),
+    "device": ({"v": V.to("meta")}, "must share dtype and device, .* on meta for 'v'"),
+    "map size": ({"phi": feature_map("positive", dim=5)}, r"must have shape \(..., n, 5\)"),
+    "map heads": ({"phi": feature_map("positive", dim=4, num_heads=1)}, "The map has num_heads=1 but 'k' has 2"),
+    "map name": ({"phi": "performer"}, "Unknown feature map 'performer'; the valid names are"),
+    "map type": ({"phi": 3}, "Unknown feature map 3"),
+    "mask shape": ({"key_padding_mask": torch.zeros(2, 9, dtype=torch.bool)}, r"bool tensor of shape \(2, 10\)"),
+    "mask dtype": ({"key_padding_mask": torch.zeros(2, 10)}, "bool tensor .* got torch.float32"),
+    "mask type": ({"key_padding_mask": [True]}, "bool tensor .* got list"),
+    "scale zero": ({"scale": 0}, "'scale' of linear_attention must be a positive finite number, got 0"),
+    "scale nan": ({"scale": float("nan")}, "positive finite number, got nan"),
+    "scale tensor": ({"scale": torch.ones(())}, "positive finite number, got tensor"),
+    "window zero": ({"window": 0}, "'window' of linear_attention must be a positive int or None, got 0"),
+    "window float": ({"window": 2.5}, "'window' of linear_attention must be a positive int or None, got 2.5"),
+    "window bool": ({"window": True}, "'window' of linear_attention must be a positive int or None, got True"),
+    "window cross": ({"q": Q[:, :, :5], "window": 2}, "A 'window' needs as many queries as keys, got n=5 and s=10"),
+    "sinks": ({"sinks": -1}, "'sinks' of linear_attention must be an int >= 0, got -1"),
+    "policy": ({"on_small_normalizer": "eps"}, "must be one of .*'clamp', 'zero', 'raise'.*, got 'eps'"),
+    "causal cross": ({"q": Q[:, :, :5], "is_causal": True}, "needs as many queries as keys, got n=5 and s=10"),
+    "state type": ({"is_causal": True, "state": (1, 2, 3)}, "must be a bochner.State, got tuple"),
+    "state of a map": (
+        {"is_causal": True, "state": empty_state((2, 2), 9, 3, dtype=torch.float32)},
+        r"kv of shape \(2, 2, 9, 3\), this call needs \(2, 2, 8, 3\): it belongs to another map",
+    ),
+    "state dtype": (
+        {"is_causal": True, "state": empty_state((2, 2), 8, 3, dtype=torch.float64)},
+        "The 'state' is torch.float64 on cpu, this call needs torch.float32",
+    ),
+    "state window": ({"is_causal": True, "state": STATE, "window": 3}, "made with window=0 and sinks=0, this call has"),
+    "state sinks": (
+        {"is_causal": True, "state": WINDOWED, "window": 3, "sinks": 2},
+        "made with window=3 and sinks=1, this call has window=3 and sinks=2",
+    ),
+    "state not causal": ({"state": STATE}, "can be resumed only with is_causal=True"),
+    "return_state": ({"return_state": True}, "'return_state' needs is_causal=True"),
+}
+PACKED: dict[str, tuple[dict[str, Any], str]] = {
+    "list": ({"cu_seqlens": [0, 10]}, "must be an int tensor"),
+    "float": ({"cu_seqlens": torch.tensor([0.0, 10.0])}, "must be an int tensor"),
+    "falling": ({"cu_seqlens": torch.tensor([0, 7, 3, 10])}, r"must rise from 0 to n=10, got \[0, 7, 3, 10\]"),
+    "short": ({"cu_seqlens": torch.tensor([0, 7])}, "must rise from 0 to n=10"),
+    "empty": ({"cu_seqlens": torch.tensor([], dtype=torch.long)}, "must rise from 0 to n=10"),
+    "mask": (
+        {"cu_seqlens": torch.tensor([0, 10]), "key_padding_mask": torch.zeros(1, 10, dtype=torch.bool)},
+        "needs a batch of 1, n = s, and neither 'key_padding_mask' nor 'state'",
+    ),
+    "state": ({"cu_seqlens": torch.tensor([0, 10]), "is_causal": True, "return_state": True}, "no 'cu_seqlens'"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_refused_in_one_sentence(case: str) -> None:
+    change, message = CASES[case]
+    with pytest.raises(BochnerError, match=message) as caught:
+        linear_attention(**{"q": Q, "k": K, "v": V, "phi": PHI} | change)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_bad_packing_is_refused_in_one_sentence(case: str) -> None:
+    change, message = PACKED[case]
+    with pytest.raises(BochnerError, match=message):
+        linear_attention(Q[:1], K[:1], V[:1], PHI, **change)
+
+
+def test_packing_needs_a_batch_of_one() -> None:
+    with pytest.raises(BochnerError, match="needs a batch of 1"):
+        linear_attention(Q, K, V, PHI, cu_seqlens=torch.tensor([0, 10]))
+
+
+@pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("options", [{}, {"normalize": False}, {"window": 3}, {"sinks": 2}])
+def test_values_that_are_not_finite_are_found(name: str, bad: float, is_causal: bool, options: dict[str, Any]) -> None:
+    inputs = {"q": Q, "k": K, "v": V}
+    inputs[name] = inputs[name].clone()
+    inputs[name][1, 0, 8, 2] = bad
+    with pytest.raises(BochnerError, match=rf"'{name}' of linear_attention must be finite.*\(1, 0, 8, 2\)"):
+        linear_attention(**inputs, phi=PHI, is_causal=is_causal, **options)
+
+
+@pytest.mark.parametrize("owner", [exact_attention, attention_matrix])
+def test_the_oracles_refuse_the_same(owner: Any) -> None:
+    rest = (K, V) if owner is exact_attention else (K, PHI)
+    with pytest.raises(BochnerError, match=f"{owner.__name__} must be a positive finite number, got -1.0"):
+        owner(Q, *rest, scale=-1.0)
+    with pytest.raises(BochnerError, match=f"'key_padding_mask' of {owner.__name__} must be a bool tensor"):
+        owner(Q, *rest, key_padding_mask=torch.zeros(2, 10))
+    with pytest.raises(BochnerError, match="must agree in batch and head size"):
+        owner(Q[..., :3], *rest[:1], V if owner is exact_attention else feature_map("positive", dim=3))
+
+
+def test_an_unknown_kernel_is_refused() -> None:
+    with pytest.raises(BochnerError, match=r"must be one of \('softmax', 'gaussian'\), a function or a map, got 'rbf'"):
+        exact_attention(Q, K, V, kernel="rbf")

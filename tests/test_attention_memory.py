@@ -1,0 +1,93 @@
+"""What the backward pass keeps, and derivatives of derivatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from naive import draw_qkv
+from torch import Tensor
+
+from bochner import feature_map, linear_attention
+
+
+def saved_bytes(inputs: tuple[Tensor, ...], m: int, **options: Any) -> int:
+    """Bytes of distinct storages that autograd holds after the forward pass."""
+    kept: dict[int, int] = {}
+    holders = []
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        holders.append(t)
+        return t
+
+    phi = feature_map("positive", dim=inputs[0].shape[-1], num_features=m)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = linear_attention(*inputs, phi, **options)
+    out.sum().backward()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "window": 16, "sinks": 1}])
+def test_saved_memory_does_not_grow_with_features_times_length(options: dict[str, Any]) -> None:
+    def size(n: int, m: int, **more: Any) -> int:
+        inputs = tuple(t.requires_grad_() for t in draw_qkv(n, b=1, d=8, v=8, dtype=torch.float32))
+        return saved_bytes(inputs, m, **options, **more)
+
+    # What a length of 1024 costs above one of 512 must be the same for 16 and 64 features, but for the states between
+    # chunks: (m (v + 1) + 1) floats per head and chunk. Keeping features would cost 512 m floats per head.
+    growth = {m: size(1024, m) - size(512, m) for m in (16, 64)}
+    chunks = 512 // 128
+    states = 4 * 2 * chunks * (64 - 16) * (8 + 1)
+    features = 4 * 2 * 512 * (64 - 16)
+    assert growth[64] - growth[16] <= 3 * states < 0.7 * features
+    kept = {m: size(1024, m, recompute=False) - size(512, m, recompute=False) for m in (16, 64)}
+    assert kept[64] - kept[16] >= features
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("exact", [{}, {"window": 3, "sinks": 1}])
+def test_first_and_second_derivatives_are_right(is_causal: bool, recompute: bool, exact: dict[str, Any]) -> None:
+    phi = feature_map("positive", dim=3, num_features=4)
+    inputs = tuple(t.requires_grad_() for t in draw_qkv(7, b=1, h=2, g=1, d=3, v=2))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return linear_attention(q, k, v, phi, is_causal=is_causal, recompute=recompute, **exact)
+
+    assert torch.autograd.gradcheck(attend, inputs)
+    assert torch.autograd.gradgradcheck(attend, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_second_derivatives_cross_chunks(recompute: bool) -> None:
+    phi = feature_map("positive", dim=2, num_features=3)
+    q, k, v = (t.requires_grad_() for t in draw_qkv(131, b=1, h=1, d=2, v=1))
+
+    def penalty(x: Tensor) -> Tensor:
+        out = linear_attention(q, x, v, phi, is_causal=True, recompute=recompute)
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    (got,) = torch.autograd.grad(penalty(k), k)
+    with torch.no_grad():
+        direction = torch.ones_like(k)
+    step = 1e-5
+    with torch.enable_grad():
+        ahead, behind = (penalty((k + s * direction).detach().requires_grad_()) for s in (step, -step))
+    slope = (ahead - behind).item() / (2 * step)
+    assert got.isfinite().all()
+    assert float((got * direction).sum()) == pytest.approx(slope, rel=1e-6, abs=1e-8)
+
+
+def test_gradients_flow_through_a_resumed_state() -> None:
+    phi = feature_map("positive", dim=3, num_features=4)
+    q, k, v = (t.requires_grad_() for t in draw_qkv(9, b=1, h=1, d=3, v=2))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first, state = linear_attention(q[:, :, :4], k[:, :, :4], v[:, :, :4], phi, is_causal=True, return_state=True)
+        second = linear_attention(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], phi, is_causal=True, state=state)
+        return torch.cat([first, second], dim=2)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v))
