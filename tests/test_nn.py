@@ -1,0 +1,284 @@
+"""The module shell: torch's signature, parameters and layers, with linear attention inside."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from naive import assert_same, draw, naive_attention
+from torch import Tensor, nn
+
+from bochner import BochnerError, feature_map
+from bochner.nn import MultiheadAttention, rotate
+
+E, H, D = 12, 3, 4
+
+
+def make(**options: Any) -> MultiheadAttention:
+    torch.manual_seed(0)
+    module = MultiheadAttention(E, H, **{"batch_first": True, "num_features": 16, "dtype": torch.float64, **options})
+    for p in (module.in_proj_bias, module.out_proj.bias):
+        if p is not None:
+            nn.init.normal_(p, std=0.1)
+    return module
+
+
+def torch_module(**options: Any) -> nn.MultiheadAttention:
+    torch.manual_seed(0)
+    return nn.MultiheadAttention(E, H, **{"batch_first": True, "dtype": torch.float64, **options})
+
+
+def through_weights(module: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """The module's output with the attention of `naive_attention`, written out with its parameters."""
+    packed = module.in_proj_weight is not None
+    w = module.in_proj_weight.split(E) if packed else (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    bias = (0, 0, 0) if module.in_proj_bias is None else module.in_proj_bias.split(E)
+    heads = [
+        (x @ m.T + b).view(x.shape[0], -1, H, D).transpose(1, 2) for x, m, b in zip((q, k, v), w, bias, strict=True)
+    ]
+    out = naive_attention(*heads, module.feature_map, **options)
+    return module.out_proj(out.transpose(1, 2).reshape(q.shape[0], -1, E))
+
+
+def test_signature_starts_with_that_of_torch() -> None:
+    for method in ("__init__", "forward"):
+        ours, theirs = (
+            list(inspect.signature(getattr(c, method)).parameters) for c in (MultiheadAttention, nn.MultiheadAttention)
+        )
+        assert ours[: len(theirs)] == theirs
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 5, "vdim": 7}, {"add_bias_kv": True}])
+def test_a_torch_state_dict_loads_and_saves_under_its_own_names(options: dict[str, Any]) -> None:
+    ours, theirs = make(**options), torch_module(**options)
+    own_map = {name: t.clone() for name, t in ours.feature_map.state_dict().items()}
+    assert ours.load_state_dict(theirs.state_dict(), strict=True).missing_keys == []
+    assert all(torch.equal(t, ours.state_dict()[name]) for name, t in theirs.state_dict().items())
+    assert all(torch.equal(t, ours.feature_map.state_dict()[name]) for name, t in own_map.items())
+    extra = set(ours.state_dict()) - set(theirs.state_dict())
+    assert extra == {f"feature_map.{name}" for name in own_map}
+    other = make(**options, seed=5)
+    other.load_state_dict(ours.state_dict())
+    assert all(torch.equal(t, other.state_dict()[name]) for name, t in ours.state_dict().items())
+
+
+def test_a_torch_state_dict_loads_inside_a_larger_model() -> None:
+    ours, theirs = nn.Sequential(nn.Linear(2, 2), make()), nn.Sequential(nn.Linear(2, 2), torch_module())
+    ours.load_state_dict(theirs.double().state_dict())
+    assert torch.equal(ours[1].in_proj_weight, theirs[1].in_proj_weight)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"per_head": True}, {"window": 3, "sinks": 1}])
+def test_output_is_the_quadratic_attention_of_its_heads(is_causal: bool, options: dict[str, Any]) -> None:
+    module = make(**options)
+    x = draw(2, 20, E)
+    mask = torch.arange(20).expand(2, -1) >= torch.tensor([[20], [13]])
+    exact = {name: options[name] for name in ("window", "sinks") if name in options}
+    want = through_weights(module, x, x, x, is_causal=is_causal, key_padding_mask=mask, **exact)
+    got, weights = module(x, x, x, key_padding_mask=mask, is_causal=is_causal)
+    assert weights is None
+    assert_same(got, want)
+    causal = nn.Transformer.generate_square_subsequent_mask(20, dtype=torch.float64)
+    if is_causal:
+        for attn_mask in (causal, causal == -torch.inf):
+            assert torch.equal(module(x, x, x, key_padding_mask=mask, attn_mask=attn_mask)[0], got)
+
+
+def test_cross_attention_takes_other_sizes_and_lengths() -> None:
+    module = make(kdim=5, vdim=7)
+    q, k, v = draw(2, 6, E), draw(2, 9, 5, seed=1), draw(2, 9, 7, seed=2)
+    assert_same(module(q, k, v)[0], through_weights(module, q, k, v))
+
+
+def test_extra_keys_are_those_of_torch() -> None:
+    module = make(add_bias_kv=True, add_zero_attn=True)
+    theirs = torch_module(add_bias_kv=True, add_zero_attn=True)
+    theirs.load_state_dict({k: t for k, t in module.state_dict().items() if not k.startswith("feature_map")})
+    module.window = 100  # exact everywhere: must then be softmax attention with torch's extra keys
+    x = draw(2, 8, E)
+    with pytest.raises(BochnerError, match="as many queries as keys"):
+        module(x, x, x)
+    module.window, module.sinks = None, 100
+    mask = torch.arange(8).expand(2, -1) >= 6
+    assert_same(module(x, x, x, key_padding_mask=mask)[0], theirs(x, x, x, key_padding_mask=mask)[0])
+    with pytest.raises(BochnerError, match="cannot be combined with causal"):
+        module(x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_with_a_window_over_everything_it_is_torchs_module(batch_first: bool, is_causal: bool) -> None:
+    """Axes, unbatched input, returned weights: exact attention shows every departure."""
+    ours, theirs = make(batch_first=batch_first, window=50), torch_module(batch_first=batch_first)
+    ours.load_state_dict(theirs.state_dict())
+    causal = nn.Transformer.generate_square_subsequent_mask(10, dtype=torch.float64) if is_causal else None
+    for x in (draw(10, E), draw(2, 10, E) if batch_first else draw(10, 2, E)):
+        for average in (False, True):
+            got, want = (
+                m(x, x, x, need_weights=True, average_attn_weights=average, attn_mask=causal) for m in (ours, theirs)
+            )
+            assert_same(got, want)
+
+
+class Recorder(MultiheadAttention):
+    """Counts its calls, so that a layer that goes past the module is seen."""
+
+    calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("no_grad", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_it_replaces_self_attention_in_torchs_encoder(training: bool, no_grad: bool, padded: bool) -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"dim_feedforward": 8, "dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+    layer = nn.TransformerEncoderLayer(E, H, **options)
+    # A window over everything makes it exact attention: the whole layer must then be torch's.
+    module = Recorder(E, H, batch_first=True, dtype=torch.float64, window=99)
+    module.load_state_dict(layer.self_attn.state_dict())
+    ours = nn.TransformerEncoderLayer(E, H, **options)
+    ours.load_state_dict(layer.state_dict())
+    ours.self_attn = module
+    x = draw(2, 9, E)
+    mask = torch.arange(9).expand(2, -1) >= torch.tensor([[9], [6]]) if padded else None
+    causal = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
+    with torch.set_grad_enabled(not no_grad):
+        for attn_mask in (None, causal, causal == -torch.inf):
+            hole = mask
+            if mask is not None and attn_mask is not None and attn_mask.is_floating_point():
+                hole = torch.zeros(2, 9, dtype=torch.float64).masked_fill(mask, -torch.inf)  # torch wants one dtype
+            call: dict[str, Any] = {"src_mask": attn_mask, "src_key_padding_mask": hole}
+            call |= {"is_causal": attn_mask is not None}
+            got, want = (m.train(training)(x, **call) for m in (ours, layer))
+            valid = slice(None) if mask is None else ~mask
+            assert_same(got[valid], want[valid])
+    assert module.calls == 3
+
+
+def test_a_whole_encoder_and_decoder_run_with_it() -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"dim_feedforward": 8, "dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+    exact: dict[str, Any] = {"batch_first": True, "dtype": torch.float64}
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, **options), 2, enable_nested_tensor=False)
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(E, H, **options), 2)
+    x, y = draw(2, 9, E), draw(2, 7, E, seed=1)
+    causal = nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.float64)
+    mask = torch.arange(9).expand(2, -1) >= torch.tensor([[9], [6]])
+
+    def run() -> Tensor:
+        memory = encoder.eval()(x, src_key_padding_mask=mask)
+        return decoder.eval()(y, memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=mask)
+
+    with torch.no_grad():
+        want = run()
+        for layer in (*encoder.layers, *decoder.layers):
+            for name, reach in (("self_attn", {"window": 99}), ("multihead_attn", {"sinks": 99})):
+                if hasattr(layer, name):
+                    module = MultiheadAttention(E, H, **exact, **reach)
+                    module.load_state_dict(getattr(layer, name).state_dict())
+                    setattr(layer, name, module)
+        assert_same(run(), want)
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary": True}, {"window": 3, "sinks": 1, "rotary": True}])
+def test_decoding_steps_equal_one_causal_pass(options: dict[str, Any]) -> None:
+    module = make(**options)
+    x = draw(2, 20, E)
+    want = module(x, x, x, is_causal=True)[0]
+    for sizes in ([1] * 20, [7, 1, 12]):
+        state, rows, held = None, [], set()
+        for part in x.split(sizes, dim=1):
+            out, state = module.step(part, state)
+            rows.append(out)
+            held.add(state.attention.nbytes)
+        assert_same(torch.cat(rows, dim=1), want)
+        assert state.position == 20
+        assert len(held) == 1
+
+
+def test_rotated_products_depend_on_the_difference_of_positions_only() -> None:
+    q, k = draw(1, 6, seed=1), draw(1, 6, seed=2)
+    products = torch.stack([rotate(q.float(), i) @ rotate(k.float(), i + 5).mT for i in (0, 1, 100, 4000)])
+    assert_same(products, products[:1].expand_as(products), tol=1e-3)
+    assert float((rotate(q, 0) @ rotate(k, 3).mT - rotate(q, 0) @ rotate(k, 5).mT).abs().max()) > 1e-2
+    x = draw(3, 8, 6)
+    assert_same(rotate(x).norm(dim=-1), x.norm(dim=-1), tol=1e-6)
+    assert torch.equal(rotate(x[:, :1]), x[:, :1])
+    assert torch.equal(rotate(x)[:, 3:], rotate(x[:, 3:], 3))
+
+
+def test_rotary_attention_does_not_see_a_common_shift() -> None:
+    module = make(rotary=True, window=50)  # exact attention: the map itself is not rotation invariant
+    x = draw(1, 10, E)
+    out = module(x, x, x)[0]
+    q, k, v = module._heads(x, x, x)
+    shifted = naive_attention(rotate(q, 17), rotate(k, 17), v, module.feature_map, window=50)
+    assert_same(module.out_proj(shifted.transpose(1, 2).flatten(-2)), out, tol=1e-5)
+    plain = make(window=50)
+    assert float((plain(x, x, x)[0] - out).detach().abs().max()) > 1e-3
+
+
+def test_calibration_from_module_inputs_changes_the_map_and_lowers_the_error() -> None:
+    x = draw(8, 100, E) + 1.5
+    exact = make(window=1000)
+    plain, calibrated = (make(feature_map="calibrated", per_head=True, num_features=32) for _ in range(2))
+    assert calibrated.calibrate_(x) is calibrated
+    want = exact(x, x, x)[0]
+    errors = [float((m(x, x, x)[0] - want).detach().norm()) for m in (plain, calibrated)]
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_a_map_of_ones_own_is_taken() -> None:
+    phi = feature_map("relu", dim=D, num_features=8)
+    assert make(feature_map=phi).feature_map is phi
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        ({"dropout": 0.1}, "'dropout' of MultiheadAttention must be 0, got 0.1"),
+        ({"embed_dim": 13}, "'embed_dim' must be a positive multiple of 'num_heads', got 13 and 3"),
+        ({"num_heads": 0}, "'embed_dim' must be a positive multiple of 'num_heads', got 12 and 0"),
+        ({"feature_map": "nope"}, "Unknown feature map 'nope'"),
+        ({"feature_map": feature_map("positive", dim=5)}, "has dim=5, but embed_dim / num_heads is 4"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(build: dict[str, Any], message: str) -> None:
+    with pytest.raises(BochnerError, match=message):
+        MultiheadAttention(**{"embed_dim": E, "num_heads": H} | build)
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    module, x = make(), draw(2, 5, E)
+    band = torch.ones(5, 5, dtype=torch.bool).triu(2)
+    bias = draw(5, 5, seed=3)
+    for mask in (band, bias, bias.expand(6, 5, 5), torch.ones(5, 5, dtype=torch.bool)):
+        with pytest.raises(BochnerError, match="neither causal nor empty"):
+            module(x, x, x, attn_mask=mask)
+    for empty in (torch.zeros(5, 5), torch.zeros(5, 5, dtype=torch.bool)):
+        assert torch.equal(module(x, x, x, attn_mask=empty)[0], module(x, x, x)[0])
+    with pytest.raises(BochnerError, match="may hold only 0 and -inf"):
+        module(x, x, x, key_padding_mask=draw(2, 5))
+    with pytest.raises(BochnerError, match="'query' of MultiheadAttention must be a floating-point tensor"):
+        module(x.long(), x, x)
+    with pytest.raises(BochnerError, match="even head size, got 3"):
+        MultiheadAttention(9, 3, rotary=True)(torch.randn(5, 2, 9), torch.randn(5, 2, 9), torch.randn(5, 2, 9))
+    nested = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
+    with pytest.raises(BochnerError, match="nested tensor"):
+        module(nested, nested, nested)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_module_keeps_its_frequencies_in_full_precision(dtype: torch.dtype) -> None:
+    module = make().to(dtype)
+    x = draw(2, 8, E, dtype=dtype)
+    out = module(x, x, x)[0]
+    assert out.dtype == dtype
+    assert all(b.dtype == torch.float32 for b in module.feature_map.buffers() if b.is_floating_point())

@@ -1,0 +1,116 @@
+"""Exact softmax in a window and on the first keys, jointly normalised with the kernel elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from naive import assert_same, draw, draw_qkv, gradients, naive_attention
+from torch import Tensor
+
+from bochner import attention_matrix, exact_attention, feature_map, linear_attention
+from bochner.features import FeatureMap
+
+
+def make(name: str = "positive", **options: Any) -> FeatureMap:
+    return feature_map(name, dim=4, **{"num_features": 8, "seed": 3, **options})
+
+
+def padding(b: int, s: int) -> Tensor:
+    mask = draw(b, s, seed=5) < -0.4
+    mask[0, : s // 4] = True
+    return mask
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 127, 129, 300])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (5, 2), (130, 4), (None, 1), (None, 3)])
+def test_output_and_gradients_are_those_of_the_quadratic_definition(
+    n: int, is_causal: bool, window: int | None, sinks: int
+) -> None:
+    phi = make()
+    q, k, v = (t.requires_grad_() for t in draw_qkv(n))
+    options: dict[str, Any] = {"is_causal": is_causal, "window": window, "sinks": sinks}
+    want = naive_attention(q, k, v, phi, **options)
+    got = linear_attention(q, k, v, phi, **options)
+    assert_same(got, want)
+    assert_same(gradients(got, q, k, v), gradients(want, q, k, v))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("g", [1, 2, 4])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_masks_and_grouped_heads_follow_the_definition(
+    is_causal: bool, window: int | None, g: int, normalize: bool
+) -> None:
+    phi = make(num_heads=g)
+    q, k, v = (t.requires_grad_() for t in draw_qkv(140, h=4, g=g))
+    options: dict[str, Any] = {"is_causal": is_causal, "window": window, "sinks": 2, "normalize": normalize}
+    options |= {"key_padding_mask": padding(2, 140)}
+    want = naive_attention(q, k, v, phi, **options)
+    got = linear_attention(q, k, v, phi, **options)
+    assert_same(got, want)
+    assert_same(gradients(got, q, k, v), gradients(want, q, k, v))
+    assert_same(attention_matrix(q, k, phi, **options) @ v.repeat_interleave(4 // g, dim=1), want)
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
+@pytest.mark.parametrize("name", ["positive", "calibrated", "trig"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_window_holds_the_maps_own_exact_kernel(kernel: str, name: str, is_causal: bool) -> None:
+    phi = make(name, kernel=kernel, num_features=64).calibrate_(draw(50, 4) + 0.3, draw(50, 4, seed=1))
+    q, k, v = draw_qkv(80, scale=0.4)
+    options: dict[str, Any] = {"is_causal": is_causal, "window": 7, "sinks": 1}
+    assert_same(linear_attention(q, k, v, phi, **options), naive_attention(q, k, v, phi, **options))
+
+
+@pytest.mark.parametrize("n", [1, 50, 200])
+@pytest.mark.parametrize("exact", [{"window": 200}, {"sinks": 200}, {"window": 10_000}])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_window_over_everything_is_softmax_attention(n: int, exact: dict[str, Any], is_causal: bool) -> None:
+    q, k, v = draw_qkv(n, scale=3.0)
+    want = exact_attention(q, k, v, is_causal=is_causal)
+    got = linear_attention(q, k, v, make(), is_causal=is_causal, **exact)
+    assert_same(got, want)
+
+
+def error(q: Tensor, k: Tensor, v: Tensor, **exact: Any) -> float:
+    """Distance from softmax attention, for a map of 64 features."""
+    want = exact_attention(q, k, v, is_causal=True)
+    return float((linear_attention(q, k, v, make(num_features=64), is_causal=True, **exact) - want).norm())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sink_cures_a_first_key_that_draws_all_attention(seed: int) -> None:
+    q, k, v = draw_qkv(256, seed=seed)
+    q = q + 2
+    k[:, :, 0] = 3
+    assert error(q, k, v, sinks=1) < 0.2 * error(q, k, v)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_window_cures_attention_that_stays_near(seed: int) -> None:
+    q, _, v = draw_qkv(256, seed=seed)
+    walk = q.cumsum(2) / 4
+    assert error(walk, walk, v, window=32) < 0.7 * error(walk, walk, v)
+
+
+def test_sinks_take_part_in_cross_attention() -> None:
+    q, k, v = (t.requires_grad_() for t in draw_qkv(30, s=70))
+    mask = padding(2, 70)
+    want = naive_attention(q, k, v, make(), sinks=3, key_padding_mask=mask)
+    got = linear_attention(q, k, v, make(), sinks=3, key_padding_mask=mask)
+    assert_same(got, want)
+    assert_same(gradients(got, q, k, v), gradients(want, q, k, v))
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 300.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_large_inputs_stay_finite_with_gradients(scale: float, is_causal: bool) -> None:
+    q, k, v = (t.requires_grad_() for t in draw_qkv(200, scale=scale, dtype=torch.float32))
+    out = linear_attention(q, k, v, make(), is_causal=is_causal, window=5, sinks=1)
+    assert out.isfinite().all()
+    assert (out != 0).any(-1).all()
+    assert all(t.isfinite().all() for t in gradients(out, q, k, v))
