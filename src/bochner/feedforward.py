@@ -183,7 +183,8 @@ def _plan_for_target(
                 "method='chebyshev', which needs far fewer, or a larger eps."
             )
     for n in range(1, MAX_DEGREE + 1) if degree is None else [degree]:
-        fit = _fit(data, activation, n, method)
+        # The guarantee is for the whole interval: a least-squares fit weighs all of it, not the samples.
+        fit = fit_polynomial(activation, data.lower, data.upper, n, method=method)
         bias = float(fit.error.square().sum())
         if bias <= eps / 2:
             break
