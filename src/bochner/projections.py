@@ -227,10 +227,18 @@ class StructuredProjection(Projection):
         parts = self._parts(g)
         scale = parts.pop("scale")
         if self.norms == "fixed":
-            eye = torch.eye(self.padded, dtype=torch.float64, device="cpu")[: self.dim, None, :]
-            rows = self._rotate(eye.expand(-1, self.blocks, -1), parts).flatten(-2).mT[: self.num_features]
-            scale = math.sqrt(self.dim) / rows.norm(dim=-1)
+            rows = self._rows(parts)
+            while not (lengths := rows.norm(dim=-1)).all():  # a padded transform can have a row of zeros: draw again
+                parts = self._parts(g)
+                del parts["scale"]
+                rows = self._rows(parts)
+            scale = math.sqrt(self.dim) / lengths
         return {**parts, "scale": scale}
+
+    def _rows(self, parts: dict[str, Tensor]) -> Tensor:
+        """The unscaled rows (m, d) of one head's parts."""
+        eye = torch.eye(self.padded, dtype=torch.float64, device="cpu")[: self.dim, None, :]
+        return self._rotate(eye.expand(-1, self.blocks, -1), parts).flatten(-2).mT[: self.num_features]
 
 
 class HadamardProjection(StructuredProjection):
