@@ -28,7 +28,7 @@ LAYERS = [
     ["oracle"],
     ["nn", "parallel", "matvec"],
     ["hf", "distill", "estimators"],
-    ["advisor", "report"],
+    ["advisor", "report", "demo"],
     ["cli"],
 ]
 RANK = {name: i for i, row in enumerate(LAYERS) for name in row}

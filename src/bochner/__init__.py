@@ -1,30 +1,99 @@
 """Bochner: linear-time attention and kernel methods for PyTorch, with their error stated."""
 
-from bochner import nn, parallel, theory
+from importlib import import_module
+from typing import Any
+
+from bochner import (
+    clustered,
+    data,
+    feedforward,
+    generalized,
+    hybrid,
+    learned,
+    local,
+    matvec,
+    nn,
+    parallel,
+    sketches,
+    theory,
+)
 from bochner._checks import BochnerError, BochnerWarning
 from bochner.attention import State, absorb, empty_state, linear_attention, merge, read
 from bochner.features import FeatureMap, Features, kernel_estimate
 from bochner.maps import feature_map
+from bochner.matvec import Estimate, KernelOperator
 from bochner.oracle import attention_matrix, exact_attention
 
 __version__ = "0.1.0.dev0"
 
+# These need an extra (transformers, scikit-learn, typer ...) and are imported when first asked for.
+_LAZY = {
+    "hf": "bochner.hf",
+    "advisor": "bochner.advisor",
+    "cli": "bochner.cli",
+    "report": "bochner.report",
+    "convert": "bochner.hf:convert",
+    "revert": "bochner.hf:revert",
+    "advise": "bochner.advisor:advise",
+    "distill": "bochner.distill",
+    "sparsity": "bochner.matvec.sparsity:sparsity",
+}
+
 __all__ = [
     "BochnerError",
     "BochnerWarning",
+    "Estimate",
     "FeatureMap",
     "Features",
+    "KernelOperator",
     "State",
     "absorb",
+    "advise",
     "attention_matrix",
+    "clustered",
+    "convert",
+    "data",
+    "distill",
     "empty_state",
     "exact_attention",
     "feature_map",
+    "feedforward",
+    "generalized",
+    "hf",
+    "hybrid",
     "kernel_estimate",
+    "learned",
     "linear_attention",
+    "local",
+    "matvec",
     "merge",
     "nn",
     "parallel",
     "read",
+    "revert",
+    "sketches",
+    "sparsity",
     "theory",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'bochner' has no attribute {name!r}")
+    module, _, member = _LAZY[name].partition(":")
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as missing:
+        if missing.name and missing.name.startswith("bochner"):
+            raise
+        raise ImportError(
+            f"bochner.{name} needs the package {missing.name!r}; install the extra it belongs to, for example: "
+            "pip install 'bochner[hf,sklearn,cli,report]'"
+        ) from missing
+    value = getattr(found, member) if member else found
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
