@@ -1,0 +1,157 @@
+"""Attention transfer lowers the error of every layer, keeps the best state, stops, resumes, touches nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import GROUPED, TEXT, build, inputs, texts_as_batches  # noqa: E402
+
+from bochner import BochnerError  # noqa: E402
+from bochner.distill import distill, trainable_maps_  # noqa: E402
+from bochner.hf import convert, layers_of, relative_errors, revert  # noqa: E402
+
+
+def student(feature_map: str = "calibrated", family: str = "bert", **options: Any) -> Any:
+    head = "AutoModel" if family == "bert" else "AutoModelForCausalLM"
+    model = build(family, TEXT if family == "bert" else GROUPED, head=head)
+    return convert(model, feature_map, calibration=texts_as_batches(), num_features=16, **options)
+
+
+def mean_error(model: Any) -> float:
+    return torch.stack(list(relative_errors(model, texts_as_batches(2, seed=7)).values())).mean().item()
+
+
+@pytest.mark.parametrize("feature_map", ["calibrated", "hedgehog", "positive"])
+def test_transfer_lowers_the_error_on_other_data(feature_map: str) -> None:
+    model = student(feature_map)
+    before = mean_error(model)
+    report = distill(model, texts_as_batches(8), steps=30, lr=2e-2)
+    assert len(report.layers) == 2
+    assert all(layer.after < 0.9 * layer.before for layer in report.layers)
+    assert mean_error(model) < 0.9 * before
+    assert "mean" in str(report)
+
+
+def test_a_causal_windowed_model_is_distilled_too() -> None:
+    model = student(family="llama", window=6, sinks=1, select=False)
+    report = distill(model, texts_as_batches(6), steps=20, lr=2e-2)
+    assert all(layer.after < layer.before for layer in report.layers)
+
+
+def test_only_the_maps_change_and_revert_gives_the_original_back() -> None:
+    model = build("bert", TEXT)
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    x = inputs(model)
+    with torch.no_grad():
+        before = model(**x)[0]
+    convert(model, calibration=texts_as_batches(), num_features=16)
+    distill(model, texts_as_batches(4), steps=5, end_to_end=4)
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in weights.items())
+    assert not any(p.requires_grad for layer in layers_of(model).values() for p in layer.parameters())
+    assert all(p.requires_grad for k, p in model.named_parameters() if "linear_attn" not in k)
+    revert(model)
+    with torch.no_grad():
+        assert torch.equal(model(**x)[0], before)
+
+
+def test_a_step_too_far_keeps_the_best_state() -> None:
+    model = student()
+    report = distill(model, texts_as_batches(4), steps=10, lr=10.0)
+    assert all(layer.after <= layer.before for layer in report.layers)
+
+
+def test_a_layer_without_progress_stops_early() -> None:
+    report = distill(student(), texts_as_batches(4), steps=200, lr=10.0, patience=2)
+    assert all(layer.steps < 200 for layer in report.layers)
+
+
+def test_the_end_to_end_stage_brings_the_outputs_closer() -> None:
+    for family in ("bert", "llama"):
+        model = student(family=family)
+        report = distill(model, texts_as_batches(6), steps=1, end_to_end=25, end_to_end_lr=1e-2)
+        assert report.end_to_end is not None
+        assert report.end_to_end[1] < 0.9 * report.end_to_end[0]
+
+
+def test_a_chosen_part_is_trained_end_to_end() -> None:
+    model = student()
+    key = model.encoder.layer[0].attention.self.key
+    before, other = key.weight.clone(), model.encoder.layer[0].intermediate.dense.weight.clone()
+    distill(model, texts_as_batches(4), steps=1, end_to_end=5, part=r"attention\.self\.(query|key)\.weight")
+    assert not torch.equal(key.weight, before)
+    assert torch.equal(model.encoder.layer[0].intermediate.dense.weight, other)
+    with pytest.raises(BochnerError, match="matches no parameter"):
+        distill(model, texts_as_batches(4), steps=1, end_to_end=1, part="nothing")
+
+
+def test_a_checkpoint_is_taken_up(tmp_path: Path) -> None:
+    first = student()
+    report = distill(first, texts_as_batches(4), steps=8, checkpoint=tmp_path)
+    second = student()
+    again = distill(second, texts_as_batches(4), steps=8, checkpoint=tmp_path)
+    assert [x.after for x in again.layers] == [x.after for x in report.layers]
+    for name, layer in layers_of(first).items():
+        for key, value in layer.state_dict().items():
+            assert torch.equal(value, layers_of(second)[name].state_dict()[key])
+    # Half of it is there: only the other half is trained.
+    name = report.layers[1].name
+    for suffix in ("json", "safetensors"):
+        (tmp_path / f"{name}.{suffix}").unlink()
+    third = student()
+    distill(third, texts_as_batches(4), steps=8, checkpoint=tmp_path)
+    assert torch.equal(
+        layers_of(third)[report.layers[0].name].map_norm["kernel"].a,
+        layers_of(first)[report.layers[0].name].map_norm["kernel"].a,
+    )
+    other = convert(build("bert", TEXT), calibration=texts_as_batches(), num_features=8)
+    with pytest.raises(BochnerError, match="other maps"):
+        distill(other, texts_as_batches(4), steps=1, checkpoint=tmp_path)
+
+
+def test_a_time_limit_is_kept() -> None:
+    report = distill(student(), texts_as_batches(4), steps=10**6, seconds=0.5)
+    assert report.seconds < 20
+
+
+def test_a_distilled_model_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = student()
+    distill(model, texts_as_batches(4), steps=5)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    x = inputs(model)
+    with torch.no_grad():
+        assert torch.equal(loaded(**x)[0], model(**x)[0])
+
+
+def test_convert_distills_when_asked() -> None:
+    plain = student()
+    taught = student(distill={"steps": 20, "lr": 2e-2})
+    assert mean_error(taught) < mean_error(plain)
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(BochnerError, match="not converted"):
+        distill(build("bert", TEXT), texts_as_batches(4))
+    model = student()
+    with pytest.raises(BochnerError, match="two batches"):
+        distill(model, texts_as_batches(1))
+    with pytest.raises(BochnerError, match="steps"):
+        distill(model, texts_as_batches(2), steps=0)
+    with pytest.raises(BochnerError, match="no converted attention"):
+        distill(model, texts_as_batches(2), layers=["x"])
+
+
+def test_trainable_maps_leave_random_frequencies_alone() -> None:
+    model = student()
+    found = trainable_maps_(model)
+    names = {n for n, p in model.named_parameters() if any(p is q for q in found)}
+    assert all("linear_attn.map_norm" in n for n in names)
+    assert not any("projection" in n for n in names)
+    with pytest.raises(BochnerError, match="nothing to learn"):
+        trainable_maps_(student("positive"))

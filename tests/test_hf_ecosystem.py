@@ -1,0 +1,119 @@
+"""Converted models inside Trainer, PEFT, sentence-transformers, and under torch.compile."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import GROUPED, TEXT, build, inputs, texts_as_batches  # noqa: E402
+
+from bochner.distill import trainable_maps_  # noqa: E402
+from bochner.hf import convert, layers_of, plan_of, revert  # noqa: E402
+
+
+def classifier() -> Any:
+    model = build("bert", {**TEXT, "attention_probs_dropout_prob": 0.0}, head="AutoModelForSequenceClassification")
+    return convert(model, calibration=texts_as_batches(), num_features=16, window=6)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        ids = torch.randint(4, 50, (16,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "attention_mask": torch.ones(16, dtype=torch.long), "labels": i % 2}
+
+
+def test_trainer_trains_the_learned_parts_and_decays_none_of_them(tmp_path: Path) -> None:
+    model = classifier()
+    trainable_maps_(model)
+    layer = next(iter(layers_of(model).values())).map_norm["hybrid"]
+    basis, weight = layer.basis_query.detach().clone(), layer.projection.weight.clone()
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=4, weight_decay=0.1, learning_rate=1e-2, report_to=[],
+        use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no",
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=Rows())
+    decayed = trainer.get_decay_parameter_names(model)
+    assert decayed
+    assert not any("linear_attn" in n for n in decayed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    assert not torch.equal(layer.basis_query, basis)
+    assert torch.equal(layer.projection.weight, weight)  # the random part stays
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
+    x = {k: v[None] if isinstance(v, torch.Tensor) else torch.tensor([v]) for k, v in Rows()[0].items()}
+    with torch.no_grad():
+        assert torch.equal(loaded(**x).logits, model.eval()(**x).logits)
+
+
+def test_without_trainable_maps_nothing_of_the_conversion_has_gradients() -> None:
+    model = classifier()
+    assert not [n for n, p in model.named_parameters() if "linear_attn" in n]
+
+
+def test_peft_trains_and_saves_the_maps(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = build("llama", GROUPED, head="AutoModelForCausalLM")
+    convert(model, calibration=texts_as_batches(), num_features=16)
+    trainable_maps_(model)
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["linear_attn"], r=2, task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(model, config)
+    trained = [n for n, p in adapted.named_parameters() if p.requires_grad]
+    assert any("linear_attn.modules_to_save" in n for n in trained)
+    x = texts_as_batches(1)[0]
+    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.5)
+    before = adapted(**x).logits.detach()
+    loss = adapted(**x, labels=x["input_ids"]).loss
+    loss.backward()
+    optimizer.step()
+    after = adapted(**x).logits.detach()
+    assert not torch.allclose(before, after)
+    grads = [p.grad for n, p in adapted.named_parameters() if "linear_attn.modules_to_save" in n]
+    assert any(g is not None and g.abs().sum() > 0 for g in grads)
+    adapted.save_pretrained(tmp_path)
+    assert list(tmp_path.glob("*.safetensors"))
+
+
+def test_torch_compile_gives_the_same_numbers() -> None:
+    model = build("bert", {**TEXT, "num_hidden_layers": 1})
+    convert(model, calibration=texts_as_batches(), num_features=16)
+    x = inputs(model)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        eager = model(**x)[0]
+        compiled = torch.compile(model, backend="aot_eager")(**x)[0]
+    torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.model
+def test_a_sentence_transformer_is_converted_reverted_and_encodes() -> None:
+    st = pytest.importorskip("sentence_transformers")
+    from bochner import data
+
+    try:
+        path = data.fetch("minilm")
+    except data.ArtefactUnavailable as error:
+        pytest.skip(str(error))
+    model = st.SentenceTransformer(str(path), device="cpu")
+    texts = data.paragraphs("heldout", 3, source="python")
+    before = torch.from_numpy(model.encode(texts))
+    convert(model, calibration=data.paragraphs("calibration", 8, source="python"), window=16, sinks=1)
+    after = torch.from_numpy(model.encode(texts))
+    cosine = torch.nn.functional.cosine_similarity(before, after)
+    assert cosine.min() > 0.8
+    assert cosine.max() < 1 - 1e-4
+    assert plan_of(model[0].auto_model).num_heads == 72
+    revert(model)
+    assert torch.allclose(torch.from_numpy(model.encode(texts)), before, atol=1e-5)
