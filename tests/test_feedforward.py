@@ -237,6 +237,8 @@ def test_bad_arguments_are_one_sentence() -> None:
         TaylorComposition(W, B, torch.sin, CALIBRATION)  # type: ignore[arg-type]
     with pytest.raises(BochnerError, match="needs more than 200 terms"):
         TaylorComposition(40 * W, B, "gelu", CALIBRATION)
+    with pytest.raises(BochnerError, match=r"useless for this layer: at \|w\|\|x\| ="):
+        TaylorComposition(torch.tensor([[1e9, 0.1]]), None, "gelu", torch.tensor([[0.0, 10.0], [0.0, -5.0]]))
     with pytest.raises(BochnerError, match="interval of unit 1 has zero width"):
         LinearizedLayer(W * torch.tensor([[1.0], [0.0], [1.0]]), B, "gelu", CALIBRATION)
     with pytest.raises(BochnerError, match=r"'degree' of plan_layer must be a positive int, got 0"):

@@ -13,12 +13,15 @@ from stats import check_mean, check_mse, check_mse_at_most
 from torch import Tensor
 
 from bochner._checks import BochnerError
+from bochner.attention import linear_attention
 from bochner.features import FeatureMap, kernel_estimate
 from bochner.sketches import (
     MaclaurinFeatures,
     NonnegativePolyFeatures,
     SumPolyFeatures,
     TensorSketchFeatures,
+    tensor_sketch,
+    tensor_sketch_real,
     tensor_sketch_variance,
     with_constant,
 )
@@ -171,6 +174,26 @@ def test_tensor_sketch_is_at_least_as_fast_as_scikit_learn(n: int, d: int, m: in
             run()
             best[name] = min(best[name], time.perf_counter() - start)
     assert best["ours"] <= best["theirs"]
+
+
+@pytest.mark.parametrize("heads", [None, 2])
+@pytest.mark.parametrize(("degree", "m"), [(2, 8), (3, 7), (4, 1), (2, 2)])
+def test_real_arithmetic_gives_the_same_sketch(degree: int, m: int, heads: int | None) -> None:
+    phi = TensorSketchFeatures(5, m, degree=degree, num_heads=heads)
+    x = rows(3, 2, 4, 5)
+    plain = tensor_sketch(x, phi.slot, phi.sign, m, heads=heads is not None)
+    torch.testing.assert_close(tensor_sketch_real(x, phi.slot, phi.sign, m), plain)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_polynomial_attention_in_linear_time_is_the_quadratic_one(name: str, is_causal: bool) -> None:
+    phi = MAPS[name](6, 21, degree=4, coef=1.0)
+    q, k, v = (rows(2, 2, 30, 6, seed=s) / 2 for s in range(3))
+    a = kernel_estimate(phi, q * 6**-0.25, k * 6**-0.25)
+    expected = (a.tril() if is_causal else a) @ v
+    out = linear_attention(q, k, v, phi, is_causal=is_causal, normalize=False)
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("name", MAPS)

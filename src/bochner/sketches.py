@@ -338,11 +338,33 @@ def tensor_sketch(x: Tensor, slot: Tensor, sign: Tensor, m: int, *, heads: bool 
     degree = slot.shape[-2]
     if degree == 1:
         return count_sketch(x, slot[..., 0, :], sign[..., 0, :], m, heads=heads)
+    if torch.compiler.is_compiling():
+        return tensor_sketch_real(x, slot, sign, m)
     spectrum = None
     for t in range(degree):
         f = torch.fft.rfft(count_sketch(x, slot[..., t, :], sign[..., t, :], m, heads=heads))
         spectrum = f if spectrum is None else spectrum * f
     return torch.fft.irfft(spectrum, n=m)
+
+
+def tensor_sketch_real(x: Tensor, slot: Tensor, sign: Tensor, m: int) -> Tensor:
+    """`tensor_sketch` by products with tables of cosines, O(n d m + m^2): compilers generate no complex arithmetic."""
+    k = torch.arange(m, device=slot.device)
+    turn = torch.arange(m, dtype=torch.float64, device=slot.device) * (2 * math.pi / m)
+    cos, sin = turn.cos().to(x.dtype), turn.sin().to(x.dtype)
+    half = k[: m // 2 + 1]
+    re, im = None, None
+    for t in range(slot.shape[-2]):
+        phase = (slot[..., t, :, None] * half) % m  # (h?, d, m/2 + 1)
+        s = sign[..., t, :, None].to(x.dtype)
+        a, b = x @ (s * cos[phase]), -(x @ (s * sin[phase]))
+        re, im = (a, b) if re is None or im is None else (re * a - im * b, re * b + im * a)
+    assert re is not None
+    assert im is not None
+    # The inverse transform: frequencies other than 0 and m/2 stand for two.
+    weight = torch.where((half == 0) | (2 * half == m), 1.0, 2.0).to(x.dtype)[:, None] / m
+    phase = (half[:, None] * k) % m
+    return re @ (weight * cos[phase]) - im @ (weight * sin[phase])
 
 
 def dot_product_series(

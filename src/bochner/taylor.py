@@ -191,6 +191,12 @@ class TaylorComposition(FullPrecisionModule):
             for k in used.nonzero().flatten().tolist():
                 variance = tensor_sketch_variance(rows, w, self.num_features, k)
                 moments[k] = ((rows @ w.mT) ** (2 * k) + variance).mean()
+            if not torch.isfinite(moments).all():
+                longest = float(rows.norm(dim=-1).max() * w.norm(dim=-1).max())
+                raise BochnerError(
+                    f"Taylor composition is useless for this layer: at |w||x| = {longest:.4g} the variance of its "
+                    "sketched powers overflows double precision; use LinearizedLayer, or keep the layer."
+                )
             p = optimal_law(torch.where(used, a, 0.0), moments)
         elif self.law == "geometric":
             p = geometric_law(0.5 if parameter is None else parameter, terms)
