@@ -1,0 +1,82 @@
+"""`torch.compile(fullgraph=True)` and `torch.export` on modules that use linear attention."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from naive import assert_same, draw
+from torch import Tensor, nn
+
+from bochner.nn import MultiheadAttention
+
+CASES: dict[str, tuple[dict[str, Any], bool]] = {
+    "bidirectional": ({}, False),
+    "causal": ({}, True),
+    "window": ({"window": 8, "sinks": 1}, True),
+    "calibrated": ({"feature_map": "calibrated", "per_head": True}, True),
+    "signed": ({"feature_map": "trig"}, False),
+    "structured": ({"projection": "hadamard"}, False),
+}
+# torch's own tracing warns about its internals, which is no concern of ours.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
+
+
+class Block(nn.Module):
+    def __init__(self, is_causal: bool, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = MultiheadAttention(8, 2, batch_first=True, num_features=8, **options)
+        self.is_causal = is_causal
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.attention(x, x, x, key_padding_mask=mask, is_causal=self.is_causal)[0]
+
+
+def make(name: str) -> tuple[Block, Tensor, Tensor]:
+    options, is_causal = CASES[name]
+    mask = torch.zeros(2, 140, dtype=torch.bool)
+    mask[1, 120:] = True
+    return Block(is_causal, **options), draw(2, 140, 8, dtype=torch.float32, scale=0.5), mask
+
+
+def check(compiled: Any, block: Block, x: Tensor, mask: Tensor) -> None:
+    """The same outputs and gradients."""
+    results = []
+    for f in (compiled, block):
+        out = f(x, mask)
+        results.append((out, *torch.autograd.grad(out.square().sum(), tuple(block.attention.out_proj.parameters()))))
+        results[-1] += torch.autograd.grad(f(x, mask).square().sum(), (block.attention.in_proj_weight,))
+    assert_same(results[0], results[1], tol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_whole_call_is_one_graph_with_the_same_gradients(name: str) -> None:
+    torch.compiler.reset()
+    block, x, mask = make(name)
+    check(torch.compile(block, fullgraph=True, backend="aot_eager"), block, x, mask)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler")
+@pytest.mark.parametrize(
+    "name",
+    ["bidirectional", pytest.param("causal", marks=pytest.mark.slow), pytest.param("window", marks=pytest.mark.slow)],
+)
+def test_the_default_compiler_generates_right_code(name: str) -> None:
+    torch.compiler.reset()
+    block, x, mask = make(name)
+    check(torch.compile(block, fullgraph=True), block, x, mask)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_exported_program_is_the_module_for_any_batch(name: str) -> None:
+    block, x, mask = make(name)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(block, (x, mask), dynamic_shapes={"x": {0: batch}, "mask": {0: batch}})
+    with torch.no_grad():
+        for size in (2, 5):
+            y = draw(size, 140, 8, seed=size, dtype=torch.float32, scale=0.5)
+            hole = mask[:1].expand(size, -1).clone()
+            assert_same(program.module()(y, hole), block(y, hole), tol=1e-6)
