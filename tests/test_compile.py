@@ -59,10 +59,15 @@ def test_the_whole_call_is_one_graph_with_the_same_gradients(name: str) -> None:
     check(torch.compile(block, fullgraph=True, backend="aot_eager"), block, x, mask)
 
 
+def test_a_structured_projection_is_exported_too() -> None:
+    block, x, mask = make("structured")
+    program = torch.export.export(block, (x, mask))
+    assert_same(program.module()(x, mask), block(x, mask), tol=1e-6)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler")
 @pytest.mark.parametrize(
-    "name",
-    ["bidirectional", pytest.param("causal", marks=pytest.mark.slow), pytest.param("window", marks=pytest.mark.slow)],
+    "name", ["bidirectional", *(pytest.param(name, marks=pytest.mark.slow) for name in ("causal", "window"))]
 )
 def test_the_default_compiler_generates_right_code(name: str) -> None:
     torch.compiler.reset()
@@ -70,7 +75,7 @@ def test_the_default_compiler_generates_right_code(name: str) -> None:
     check(torch.compile(block, fullgraph=True), block, x, mask)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["bidirectional", "causal", "window", "signed"])
 def test_an_exported_program_is_the_module_for_any_batch(name: str) -> None:
     block, x, mask = make(name)
     batch = torch.export.Dim("batch", min=2, max=64)
