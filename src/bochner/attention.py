@@ -132,7 +132,8 @@ def linear_attention(
 
     with torch.autocast(q.device.type, enabled=False):
         exact_terms = window is not None or sinks > 0
-        call = _Call(phi, q, k, v, math.sqrt(scale), recompute, normalize, on_small_normalizer, exact_terms, state)
+        flags = (recompute, normalize, on_small_normalizer, exact_terms, is_causal)
+        call = _Call(phi, q, k, v, math.sqrt(scale), *flags, state)
         if key_padding_mask is not None:
             # What a masked key holds must not matter, not even NaN.
             hole = spread_mask(key_padding_mask)
@@ -167,13 +168,15 @@ class _Call:
         normalize: bool,
         policy: str,
         exact_terms: bool,
+        rows_alone: bool,
         state: State | None = None,
     ) -> None:
         scale_cancels = normalize and not exact_terms
         self.phi, self.root, self.normalize, self.policy = phi, root, normalize, policy
         self.groups = q.shape[1] // k.shape[1]
         self.out_dtype, self.dtype = q.dtype, accumulation_dtype(q.dtype)
-        query, key = phi.prepare_attention("query", scale_cancels=scale_cancels), phi.prepare_attention("key")
+        query = phi.prepare_attention("query", scale_cancels=scale_cancels, rows_alone=rows_alone)
+        key = phi.prepare_attention("key", rows_alone=rows_alone)
         self.query: Callable[[Tensor], Features] = lambda x: query(x.to(self.dtype) * root)
         self.key: Callable[[Tensor], Features] = lambda x: key(x.to(self.dtype) * root)
         self.tracing = torch.compiler.is_compiling()

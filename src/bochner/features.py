@@ -93,10 +93,13 @@ class FeatureMap(FullPrecisionModule):
         """
         return lambda x: self._features(x.to(accumulation_dtype(x.dtype)), role)
 
-    def prepare_attention(self, role: str, *, scale_cancels: bool = False) -> Callable[[Tensor], Features]:
+    def prepare_attention(
+        self, role: str, *, scale_cancels: bool = False, rows_alone: bool = True
+    ) -> Callable[[Tensor], Features]:
         """`prepare` as attention calls it, block by block: values may reach exp(HEADROOM).
 
         `scale_cancels`: the row's log scale will not be used (a query's, in normalised attention) and may be wrong.
+        `rows_alone`: a row's rounding may not depend on the other rows of its block, as causal attention demands.
         """
         return self.prepare(role)
 
@@ -223,12 +226,14 @@ class ExponentialFeatures(FeatureMap):
             self.feature_dim = 2 * num_features
 
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
-        return self._prepare(role, headroom=0.0, with_row=True)
+        return self._prepare(role, headroom=0.0, with_row=True, rows_alone=True)
 
-    def prepare_attention(self, role: str, *, scale_cancels: bool = False) -> Callable[[Tensor], Features]:
-        return self._prepare(role, headroom=HEADROOM, with_row=not scale_cancels)
+    def prepare_attention(
+        self, role: str, *, scale_cancels: bool = False, rows_alone: bool = True
+    ) -> Callable[[Tensor], Features]:
+        return self._prepare(role, headroom=HEADROOM, with_row=not scale_cancels, rows_alone=rows_alone)
 
-    def _prepare(self, role: str, *, headroom: float, with_row: bool) -> Callable[[Tensor], Features]:
+    def _prepare(self, role: str, *, headroom: float, with_row: bool, rows_alone: bool) -> Callable[[Tensor], Features]:
         log_norm = -0.5 * math.log(self.feature_dim)
         change = self._change(role, with_row)
         log_weight = self._log_weight()
@@ -242,7 +247,8 @@ class ExponentialFeatures(FeatureMap):
             if log_weight is not None:
                 offset = self._spread(log_weight, x)
                 logits = logits + offset if logits.requires_grad else logits.add_(offset)
-            return exponential(logits, row + log_norm, antithetic=self.antithetic, headroom=headroom)
+            options = {"antithetic": self.antithetic, "rows_alone": rows_alone}
+            return exponential(logits, row + log_norm, headroom=headroom, **options)
 
         return features
 
@@ -269,14 +275,33 @@ class ExponentialFeatures(FeatureMap):
 
 
 def exponential(
-    logits: Tensor, log_row: Tensor | float, *, antithetic: bool = False, headroom: float = 0.0
+    logits: Tensor,
+    log_row: Tensor | float,
+    *,
+    antithetic: bool = False,
+    headroom: float = 0.0,
+    rows_alone: bool = True,
 ) -> Features:
-    """`exp(logits)`, the largest logit of each row less `headroom` moved into the log scale; consumes `logits`."""
+    """`exp(logits)`, the largest logit of each row less `headroom` moved into the log scale; consumes `logits`.
+
+    Where rows need not stand alone and all their largest logits are small, they stay where they are: one pass less.
+    """
     if antithetic:
         logits = torch.cat([logits, -logits], dim=-1)
-    peak = logits.detach().amax(-1, keepdim=True) - headroom
+    peak = logits.detach().amax(-1, keepdim=True)
+    if not rows_alone and _all_within(peak, headroom):
+        return Features(logits.exp_(), torch.zeros_like(peak) + log_row)
+    peak = peak - headroom
     values = (logits - peak).exp() if logits.requires_grad else logits.sub_(peak).exp_()
     return Features(values, log_row + peak)
+
+
+def _all_within(peak: Tensor, headroom: float) -> bool:
+    """Every |peak| at most `headroom`; False where to look would cost a synchronisation, a graph or a gradient."""
+    if peak.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    low, high = peak.aminmax()
+    return -headroom <= float(low) and float(high) <= headroom
 
 
 class PositiveFeatures(ExponentialFeatures):
