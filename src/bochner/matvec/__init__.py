@@ -1,7 +1,28 @@
 """Kernel matrix-vector products with a stated error: `KernelOperator` and what is built on it."""
 
+from .apps import KernelDensity, KernelRidge, NadarayaWatson, attention, noisy_power_method, top_eigenvalues
 from .certificate import Cost, Estimate
+from .distributed import dask_product, stream_product
 from .operator import KernelOperator
 from .paper import Constants
+from .sparsity import Sparsity, head_to_tail, kernel_of_attention, reduce_attention, sparsity
 
-__all__ = ["Constants", "Cost", "Estimate", "KernelOperator"]
+__all__ = [
+    "Constants",
+    "Cost",
+    "Estimate",
+    "KernelDensity",
+    "KernelOperator",
+    "KernelRidge",
+    "NadarayaWatson",
+    "Sparsity",
+    "attention",
+    "dask_product",
+    "head_to_tail",
+    "kernel_of_attention",
+    "noisy_power_method",
+    "reduce_attention",
+    "sparsity",
+    "stream_product",
+    "top_eigenvalues",
+]

@@ -71,6 +71,13 @@ class KeyIndex:
     def label(self) -> Tensor:
         return torch.repeat_interleave(torch.arange(self.count.numel()), self.count)
 
+    @property
+    def caller_label(self) -> Tensor:
+        """The cell of each key, in the caller's order."""
+        label = torch.empty_like(self.order)
+        label[self.order] = self.label
+        return label
+
     def blurred(self, inflate: float = 1.0) -> Tensor:
         """(cells, d+2): the right factor whose product with a query row is log2 of the blurred kernel."""
         d = self.mean.shape[1]

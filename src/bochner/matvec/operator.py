@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -16,10 +15,12 @@ from torch import Tensor
 
 from .._checks import BochnerError, make_generator, one_of, positive_float, positive_int
 from . import cells as cells_module
+from . import storage
 from .certificate import Cost, Estimate, HoldOut, hold_out
 from .engines import Applied, CellsEngine, Engine, ExactEngine, FeaturesEngine, PaperEngine
 from .exact import COLUMNS, FLOOR, Tiles, exact_product, left, make_frame, right, rounding_error
 from .features import frequencies
+from .inputs import OWNER, as_points, real_dtype, resolve_bandwidth
 from .paper import Constants
 from .planning import Planned, make_plan
 
@@ -28,13 +29,12 @@ SMALL = 1 << 24  # pairs below which exact is simply fastest
 WORTHWHILE = 0.5  # of the exact cost: above, approximating does not pay
 FLOORS = {torch.float32: 1e-6, torch.float64: 1e-13}
 RESOLUTION = 0.5  # of eps: m rows can miss a fraction 3/m of bad ones, so an estimate never claims less
-OWNER = "KernelOperator"
 
 
 class KernelOperator(LinearOperator):
     """The matrix `K_ij = exp(-|q_i - k_j|^2 / (2 sigma^2))` as an operator: `y = K @ x` for any signed x.
 
-    The contract is |Kx - y|_2 <= eps |x|_2. Every product is checked against exact hold-out rows (about 256 of
+    The contract is |Kx - y|_2 <= eps |x|_2. Every product is checked against exact hold-out rows (512 of
     them) and repaired when they say otherwise: more pairs first, exact at last. `matvec_with_certificate` states
     how large the error can be and how surely.
 
@@ -127,7 +127,8 @@ class KernelOperator(LinearOperator):
         self._planned_keys = s
         self._planned: Planned | None = None
         self.reason = "as asked"
-        if method == "auto" and n * s <= SMALL and index is None:
+        self._index = index
+        if method == "auto" and n * s <= SMALL:
             method, self.reason = "exact", f"{n} x {s} is small: exact is fastest"
         if method in ("auto", "cells"):
             self._engine: Engine = self._cells_engine(index)
@@ -178,16 +179,24 @@ class KernelOperator(LinearOperator):
                 return ExactEngine(frame, z, w, self._symmetric)
         return self._exact_engine("difference")
 
+    def _build_index(self, generator: torch.Generator) -> cells_module.KeyIndex:
+        frame = make_frame(self._keys, self.bandwidth, "float32" if self._single else "float64")
+        number = self.num_cells or max(1, math.ceil(2 * math.sqrt(self._keys.shape[0])))
+        return cells_module.build_index(frame, frame.place(self._keys), number, generator)
+
+    def share_index(self) -> KernelOperator:
+        """Build the index of the keys now if the method may use one, so that `with_queries` need not; returns self."""
+        if self._index is None and self.requested in ("auto", "cells"):
+            self._index = self._build_index(make_generator(self.seed))
+        return self
+
     def _cells_engine(self, index: cells_module.KeyIndex | None) -> CellsEngine:
         generator = make_generator(self.seed)
-        if index is None:
-            frame = make_frame(self._keys, self.bandwidth, "float32" if self._single else "float64")
-            number = self.num_cells or max(1, math.ceil(2 * math.sqrt(self._keys.shape[0])))
-            index = cells_module.build_index(frame, frame.place(self._keys), number, generator)
+        index = self._index = index or self._build_index(generator)
         label, z = None, None
         if self._symmetric:  # the queries' cells are the keys' cells
-            label, z = torch.empty_like(index.order), torch.empty_like(index.keys[:, :-2])
-            label[index.order], z[index.order] = index.label, index.keys[:, :-2]
+            label, z = index.caller_label, torch.empty_like(index.keys[:, :-2])
+            z[index.order] = index.keys[:, :-2]
         else:
             z = index.frame.place(self._queries)
         self._planned = make_plan(index, z, self.eps, generator, self._symmetric, label=label)
@@ -288,7 +297,7 @@ class KernelOperator(LinearOperator):
         """
         length = self.shape[0] if adjoint else self.shape[1]
         is_tensor = isinstance(x, Tensor)
-        tensor = x.detach() if is_tensor else torch.from_numpy(np.ascontiguousarray(np.asarray(x, dtype=_real(x))))
+        tensor = x.detach() if is_tensor else torch.from_numpy(np.ascontiguousarray(np.asarray(x, dtype=real_dtype(x))))
         shape = tuple(tensor.shape)
         valid = tensor.ndim == 2 if columns else tensor.ndim == 1 or (tensor.ndim == 2 and shape[1] == 1)
         if not valid or shape[0] != length:
@@ -314,8 +323,22 @@ class KernelOperator(LinearOperator):
             return engine.index.keys.dtype
         return engine.z.dtype  # type: ignore[attr-defined]
 
-    def _exact_rows(self, x: Tensor, adjoint: bool) -> Any:
-        """The function ids -> exact rows of the product, in float64."""
+    def _exact_rows(self, x: Tensor, adjoint: bool, certify: bool) -> Any:
+        """The function ids -> exact rows of the product: in float64, or as placed by the cells where that will do.
+
+        Single precision will do for a mere check, when neither wide clouds nor long sums lose eps/20 to rounding.
+        """
+        engine = self._engine
+        if isinstance(engine, CellsEngine) and not (certify or adjoint or engine.plan.local):
+            lost = engine.plan.rounding + 16 * torch.finfo(x.dtype).eps
+            if lost * engine.planned.mean_row_sum <= self.eps / 20:
+                index, table = engine.index, x[engine.index.order]
+
+                def single(ids: Tensor) -> Tensor:
+                    z = left(index.frame.place(self._queries[ids]))
+                    return exact_product(Tiles(index.frame), z, index.keys, table).double()
+
+                return single
         rows, others = (self._keys, self._queries) if adjoint else (self._queries, self._keys)
         frame = make_frame(self._keys, self.bandwidth, "float64")
         x = x.double()
@@ -341,7 +364,7 @@ class KernelOperator(LinearOperator):
         if engine.exact or not (self.adaptive or certify):
             return applied.value, applied, []
         limit = (self.eps * x.double().norm(dim=0)).square()
-        truth = self._exact_rows(x, adjoint)
+        truth = self._exact_rows(x, adjoint, certify)
         value, scores = applied.value, applied.scores
         fraction = self._planned.fraction if self._planned else 1.0
         repairs: list[Any] = []
@@ -349,7 +372,7 @@ class KernelOperator(LinearOperator):
         for attempt in range(8):
             confidence = 1 - (1 - self.confidence) * 0.5 ** (attempt + 1)
             generator = torch.Generator().manual_seed(self.seed + 7919 * (attempt + 1))
-            rows = 256 if attempt == 0 and not certify else 1024
+            rows = 1024 if attempt or certify else min(1024, max(512, self.shape[0] // 64))
             held = hold_out(value, truth, scores, rows, confidence, generator)
             bad = (held.bound > limit).nonzero()[:, 0]
             if bad.numel() == 0:
@@ -422,7 +445,7 @@ class KernelOperator(LinearOperator):
                 else:
                     again = hold_out(
                         value,
-                        self._exact_rows(table, False),
+                        self._exact_rows(table, False, True),
                         [*applied.scores, row_bound],
                         1024,
                         1 - (1 - self.confidence) / 2,
@@ -478,12 +501,14 @@ class KernelOperator(LinearOperator):
             raise BochnerError(
                 f"The 'queries' of {OWNER}.with_queries must have {self._keys.shape[1]} columns, got {points.shape[1]}."
             )
+        if points.shape[0] * self._keys.shape[0] > SMALL:
+            self.share_index()
         other = object.__new__(KernelOperator)
         other.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_engine", "_planned")})
         other._queries, other._symmetric = points.to(self._keys.dtype), False
         if seed is not None:
             other.seed = seed
-        other._configure(self._engine.index if isinstance(self._engine, CellsEngine) else None)
+        other._configure(self._index)
         return other
 
     def add(self, keys: Any) -> None:
@@ -519,16 +544,13 @@ class KernelOperator(LinearOperator):
         if self._symmetric:
             self._queries = keys
         grown = abs(keys.shape[0] - self._planned_keys) > 0.25 * self._planned_keys
-        if not isinstance(old, CellsEngine):
+        if self._index is None:
             self._configure(None)
             return
-        label = torch.empty_like(old.index.order)
-        label[old.index.order] = old.index.label
-        label = torch.cat([label[kept], cells_module.assign(old.index.frame.place(fresh), old.index.centres)])
-        index, filled = cells_module.index_from_labels(
-            old.index.frame, old.index.frame.place(keys), label, old.index.centres
-        )
-        if grown:
+        frame, centres = self._index.frame, self._index.centres
+        label = torch.cat([self._index.caller_label[kept], cells_module.assign(frame.place(fresh), centres)])
+        index, filled = cells_module.index_from_labels(frame, frame.place(keys), label, centres)
+        if grown or not isinstance(old, CellsEngine):
             self._configure(index)
             return
         super().__init__(self.dtype, (self._queries.shape[0], keys.shape[0]))
@@ -545,88 +567,17 @@ class KernelOperator(LinearOperator):
         )
         planned.score = old.planned.score[filled][:, filled]
         planned.predicted, planned.mean_row_sum = old.planned.predicted, old.planned.mean_row_sum
-        self._planned = planned
+        self._planned, self._index = planned, index
         self._engine = CellsEngine(index, planned)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Everything needed to restore the operator, as plain arrays (settings as JSON text)."""
-        settings = {
-            "bandwidth": self.bandwidth,
-            "eps": self.eps,
-            "method": self.requested,
-            "seed": self.seed,
-            "cells": self.num_cells,
-            "num_features": self.num_features,
-            "adaptive": self.adaptive,
-            "confidence": self.confidence,
-            "constants": self.constants.__dict__,
-            "chosen": self.method,
-            "reason": self.reason,
-        }
-        arrays = {"settings": np.array(json.dumps(settings)), "queries": self._queries.numpy()}
-        if not self._symmetric:
-            arrays["keys"] = self._keys.numpy()
-        if isinstance(self._engine, CellsEngine):
-            index, planned = self._engine.index, self._engine.planned
-            label = torch.empty_like(index.order)
-            label[index.order] = index.label
-            arrays |= {
-                "centre": index.frame.centre.numpy(),
-                "centres": index.centres.numpy(),
-                "label": label.numpy().astype(np.int32),
-                "near": planned.plan.near.numpy(),
-                "score": planned.score.numpy(),
-                "plan": np.array(
-                    [planned.plan.beta, planned.predicted, planned.mean_row_sum, planned.fraction, self._planned_keys]
-                ),
-            }
-        return arrays
+        return storage.to_arrays(self)
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray]) -> KernelOperator:
         """The inverse of `to_arrays`: no clustering, no measuring, the same products."""
-        settings = json.loads(str(arrays["settings"]))
-        self = object.__new__(cls)
-        self._queries = torch.from_numpy(np.array(arrays["queries"]))
-        self._symmetric = "keys" not in arrays
-        self._keys = self._queries if self._symmetric else torch.from_numpy(np.array(arrays["keys"]))
-        self.bandwidth, self.eps, self.seed = settings["bandwidth"], settings["eps"], settings["seed"]
-        self.num_cells, self.num_features = settings["cells"], settings["num_features"]
-        self.adaptive, self.confidence = settings["adaptive"], settings["confidence"]
-        self.constants = Constants(**settings["constants"])
-        self.requested = settings["method"]
-        if "centres" not in arrays:
-            self.requested = settings["chosen"]
-            self._configure(None)
-            self.requested, self.reason = settings["method"], settings["reason"]
-            return self
-        begun = time.perf_counter()
-        super(KernelOperator, self).__init__(
-            np.dtype(arrays["queries"].dtype), (self._queries.shape[0], self._keys.shape[0])
-        )
-        centres = torch.from_numpy(np.array(arrays["centres"]))
-        frame = make_frame(self._keys, self.bandwidth, "float32" if centres.dtype == torch.float32 else "float64")
-        frame = frame._replace(centre=torch.from_numpy(np.array(arrays["centre"])))
-        label = torch.from_numpy(arrays["label"].astype(np.int64))
-        index, _ = cells_module.index_from_labels(frame, frame.place(self._keys), label, centres)
-        beta, predicted, row_sum, fraction, planned_keys = (float(v) for v in arrays["plan"])
-        near = torch.from_numpy(np.array(arrays["near"]))
-        query_label = label if self._symmetric else None
-        planned = make_plan(
-            index,
-            frame.place(self._queries),
-            self.eps,
-            make_generator(self.seed),
-            self._symmetric,
-            (near, beta),
-            query_label,
-        )
-        planned.score = torch.from_numpy(np.array(arrays["score"]))
-        planned.predicted, planned.mean_row_sum, planned.fraction = predicted, row_sum, fraction
-        self._planned, self._planned_keys, self.reason = planned, int(planned_keys), settings["reason"]
-        self._engine = CellsEngine(index, planned)
-        self.build_seconds = time.perf_counter() - begun
-        return self
+        return storage.from_arrays(object.__new__(cls), arrays)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write an .npz file; nothing in it is pickled."""
@@ -641,50 +592,3 @@ class KernelOperator(LinearOperator):
 
     def __reduce__(self) -> Any:
         return (KernelOperator.from_arrays, (self.to_arrays(),))
-
-
-def _real(x: Any) -> Any:
-    """The floating dtype numpy input is read as: float32 and float64 stay, integers become float64."""
-    dtype = np.asarray(x).dtype
-    if np.issubdtype(dtype, np.complexfloating):
-        raise BochnerError(f"The 'x' of {OWNER} must be real, got {dtype}.")
-    return dtype if dtype in (np.float32, np.float64) else np.float64
-
-
-def as_points(points: Any, name: str) -> Tensor:
-    """A finite (n, d) float32 or float64 tensor from numpy or torch, or one sentence saying what is wrong."""
-    if isinstance(points, Tensor):
-        tensor = points.detach().cpu()
-        if not tensor.is_floating_point():
-            tensor = tensor.double()
-    elif isinstance(points, np.ndarray) or hasattr(points, "__array__") or isinstance(points, (list, tuple)):
-        array = np.asarray(points)
-        if array.dtype.kind not in "fiub":
-            raise BochnerError(f"The {name!r} of {OWNER} must be a real array, got dtype {array.dtype}.")
-        tensor = torch.from_numpy(np.ascontiguousarray(array if array.dtype.kind == "f" else array.astype(float)))
-    else:
-        raise BochnerError(f"The {name!r} of {OWNER} must be a numpy array or a tensor, got {type(points).__name__}.")
-    if tensor.dtype not in (torch.float32, torch.float64):
-        tensor = tensor.float()
-    if tensor.ndim != 2 or 0 in tensor.shape:
-        raise BochnerError(f"The {name!r} of {OWNER} must have shape (n, d) with n, d >= 1, got {tuple(tensor.shape)}.")
-    if not bool(torch.isfinite(tensor).all()):
-        row = int((~torch.isfinite(tensor)).any(1).nonzero()[0])
-        raise BochnerError(f"The {name!r} of {OWNER} must be finite; row {row} has a NaN or an infinity.")
-    return tensor
-
-
-def resolve_bandwidth(bandwidth: float | None, gamma: float | None) -> float:
-    """sigma from exactly one of the two conventions."""
-    if (bandwidth is None) == (gamma is None):
-        raise BochnerError(
-            f"Give {OWNER} exactly one of 'bandwidth' (sigma, in exp(-|q-k|^2 / (2 sigma^2))) and 'gamma' "
-            f"(in exp(-gamma |q-k|^2)), got bandwidth={bandwidth!r} and gamma={gamma!r}."
-        )
-    if bandwidth is not None:
-        return positive_float(_scalar(bandwidth), "bandwidth", OWNER)
-    return 1.0 / math.sqrt(2.0 * positive_float(_scalar(gamma), "gamma", OWNER))
-
-
-def _scalar(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value

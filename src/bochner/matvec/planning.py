@@ -9,6 +9,7 @@ their share of eps is the plan.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from .cells import KeyIndex, Plan, segment_sum, sort_queries
 from .exact import FLOOR, ROWS, Tiles, left, right, rounding_error
 
 RANDOM_SHARE, COHERENT_SHARE = 0.1, 0.3  # of eps; a random x at eps/10 leaves room for the worst single column
+JUDGED_ROWS = 512  # at least; one per query cell
 FRACTIONS = [0.0, *(2.0 ** (-k / 2) for k in range(16, 0, -1))]  # of all pairs, tried as near pairs
 
 
@@ -73,14 +75,12 @@ def rankings(index: KeyIndex, queries: Tensor, start: Tensor, measured: Tensor) 
     return [score.diagonal_scatter(diagonal) for score in candidates]
 
 
-def rows_of_every_cell(start: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Two positions in every non-empty cell (the same one twice in a cell of one), and the cells."""
+def rows_of_every_cell(start: Tensor, rounds: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """`rounds` random positions in every non-empty cell, round after round, and their cells."""
     count = start.diff()
-    cell = (count > 0).nonzero()[:, 0]
-    size = count[cell]
-    first = (torch.rand(cell.numel(), generator=generator) * size).long().clamp_max(size - 1)
-    step = 1 + (torch.rand(cell.numel(), generator=generator) * (size - 1)).long().clamp_max((size - 2).clamp_min(0))
-    return start[cell] + first, start[cell] + (first + step) % size, cell
+    cell = (count > 0).nonzero()[:, 0].repeat(rounds)
+    offset = (torch.rand(cell.numel(), generator=generator) * count[cell]).long()
+    return start[cell] + torch.minimum(offset, count[cell] - 1), cell
 
 
 def make_plan(
@@ -112,13 +112,15 @@ def make_plan(
     # 1. Exact rows: kernel mass and squared mass per cell, and the far field's guess of the mass.
     n, s = z.shape[0], index.keys.shape[0]
     tiles = Tiles(index.frame)
-    to_rank, to_judge, cell = rows_of_every_cell(start, generator)
+    to_rank, ranked = rows_of_every_cell(start, 1, generator)
+    rounds = math.ceil(JUDGED_ROWS / ranked.numel())
+    to_judge, cell = rows_of_every_cell(start, rounds, generator)
     _, seen = sampled_rows(index, queries[to_rank], local, tiles)
     mass, squared = sampled_rows(index, queries[to_judge], local, tiles)
     weight = start.diff()[cell].to(z.dtype) * (cell.numel() / n)
     guess = torch.mm(queries[to_judge], index.blurred().T).clamp_min_(FLOOR).exp2_() * index.count
-    measured = torch.zeros_like(cost, dtype=z.dtype).index_copy_(0, cell, seen / index.count)
-    density = torch.zeros_like(measured[0]).index_copy_(0, cell, mass.sum(1))
+    measured = torch.zeros_like(cost, dtype=z.dtype).index_copy_(0, ranked, seen / index.count)
+    density = torch.zeros_like(measured[0]).index_add_(0, cell, mass.sum(1) / rounds)
     directions = torch.stack([torch.ones_like(density), density, density.square()], 1)
     directions /= (directions.square() * index.count[:, None]).sum(0).sqrt().clamp_min(1e-30)
 
