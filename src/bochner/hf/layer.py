@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bochner.attention import linear_attention
 from bochner.features import FeatureMap, Features
 from bochner.hf.plan import LayerPlan
+from bochner.hf.step import can_step, step
 from bochner.maps import feature_map
 from bochner.state import EMPTY
 
@@ -66,6 +67,7 @@ class LinearAttention(nn.Module):
                 for i in range(plan.group):
                     place[kind, g * plan.group + i] = len(place)
         self.order = [place[kind, head] for head, kind in enumerate(plan.kinds)]
+        self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self.in_order = self.order == list(range(plan.num_heads)) and len(place) == plan.num_heads
 
     def map_of(self, kind: str) -> FeatureMap:
@@ -93,7 +95,7 @@ class LinearAttention(nn.Module):
             else:
                 outs.append(self._linear(kind, x, y, u, is_causal, padding, scale, cache))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-        return out if self.in_order else out[:, self.order]
+        return out if self.in_order else out.index_select(1, self._index(tuple(self.order), out.device))
 
     def _linear(
         self,
@@ -112,6 +114,10 @@ class LinearAttention(nn.Module):
             options |= {"window": self.plan.window, "sinks": self.plan.sinks}
         phi = self.map_of(kind)
         if cache is not None:
+            held = cache.states.get(kind)
+            if n == 1 and held is not None and not torch.is_grad_enabled() and can_step(phi, held, padding):
+                out, cache.states[kind] = step(None if kind == "window" else phi, q, k, v, held, scale)
+                return out
             hole = None if padding is None else padding[:, -n:]
             out, cache.states[kind] = linear_attention(
                 q,
@@ -120,7 +126,7 @@ class LinearAttention(nn.Module):
                 phi,
                 is_causal=True,
                 key_padding_mask=hole,
-                state=cache.states.get(kind),
+                state=held,
                 return_state=True,
                 **options,
             )
@@ -130,11 +136,17 @@ class LinearAttention(nn.Module):
         out = linear_attention(q, k, v, phi, is_causal=is_causal, key_padding_mask=padding, **options)
         return out[..., -n:, :]
 
-    @staticmethod
-    def _pick(t: Tensor, heads: list[int], group: int) -> Tensor:
+    def _pick(self, t: Tensor, heads: list[int], group: int) -> Tensor:
         if len(heads) * group == t.shape[1]:
             return t
-        return t[:, [g * group + i for g in heads for i in range(group)]]
+        return t.index_select(1, self._index(tuple(g * group + i for g in heads for i in range(group)), t.device))
+
+    def _index(self, places: tuple[int, ...], device: torch.device) -> Tensor:
+        # Not buffers: models built on the meta device would leave those that are not saved without values.
+        key = (places, device)
+        if key not in self._indices:
+            self._indices[key] = torch.tensor(places, device=device)
+        return self._indices[key]
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, padding: Tensor | None, scale: float) -> Tensor:
