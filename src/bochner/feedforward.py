@@ -442,7 +442,8 @@ class LinearizedMLP(FullPrecisionModule):
             generator=generator,
             **options,
         )
-        self.plan, self.sketches = hidden.plan, hidden.sketches
+        self.plan = hidden.plan
+        self.sketches: nn.Module = hidden.sketches if hidden.plan.counts else nn.Identity()
         x = calibration.detach().double().cpu().reshape(-1, first.in_features)
         if method == "regression":
             y = block_output(first, activation, second, x)
