@@ -6,7 +6,8 @@ matrix product yield the whole exponent:
     [z, -|z|^2/2, 1] . [w, 1, -|w|^2/2] = -|z - w|^2 / 2
 
 `exp2` in place and a product with x finish a tile. The exponent is clamped at -100 first: below 2**-126 single
-precision is denormal, and arithmetic on denormals is 3 to 30 times slower; 2**-100 is 8e-31, far below rounding.
+precision is denormal, and arithmetic on denormals is 3 to 30 times slower; 2**-100 is 8e-31, far below rounding
+(double precision: 2**-1000).
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class Tiles:
 
     def __init__(self, frame: Frame) -> None:
         self.difference = frame.arithmetic == "difference"
+        self.floor = FLOOR if frame.dtype == torch.float32 else 10 * FLOOR
         self.buffer = torch.empty(0, dtype=frame.dtype)
         self.pairs = 0
 
@@ -91,7 +93,7 @@ class Tiles:
             self.buffer = torch.empty(n * s, dtype=z.dtype)
         tile = self.buffer[: n * s].view(n, s)
         torch.mm(z, w.T, out=tile)
-        return tile.clamp_min_(FLOOR).exp2_()
+        return tile.clamp_min_(self.floor).exp2_()
 
 
 def exact_product(tiles: Tiles, z: Tensor, w: Tensor, x: Tensor) -> Tensor:

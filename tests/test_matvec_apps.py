@@ -1,0 +1,183 @@
+"""What is built on kernel products: densities, regression, eigenvalues, attention, sparsity of attention."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from bochner._checks import BochnerError
+from bochner.matvec import (
+    KernelDensity,
+    KernelOperator,
+    KernelRidge,
+    NadarayaWatson,
+    attention,
+    head_to_tail,
+    kernel_of_attention,
+    noisy_power_method,
+    reduce_attention,
+    sparsity,
+    top_eigenvalues,
+)
+from bochner.matvec.sparsity import neighbour_ratios
+
+torch.set_num_threads(1)
+
+
+def dense(queries, keys, bandwidth):
+    squared = ((queries[:, None] - keys[None]) ** 2).sum(-1)
+    return np.exp(-squared / (2 * bandwidth**2))
+
+
+def clusters(n, d=4, centres=20, seed=0):
+    rng = np.random.default_rng(seed)
+    return 5 * rng.normal(size=(centres, d))[rng.integers(centres, size=n)] + rng.normal(size=(n, d))
+
+
+def test_importing_bochner_imports_no_extra():
+    code = (
+        "import sys, bochner.matvec as m; print([e for e in ('dask', 'sklearn', 'transformers') if e in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_density_agrees_with_scikit_learn():
+    neighbors = pytest.importorskip("sklearn.neighbors")
+    X, Q, w = clusters(500), clusters(50, seed=1), np.random.default_rng(0).random(500)
+    ours = KernelDensity(bandwidth=0.8).fit(X, sample_weight=w)
+    # One leaf: pruned trees of scikit-learn are off by 0.1 in the log at some of these points.
+    theirs = neighbors.KernelDensity(bandwidth=0.8, leaf_size=1000).fit(X, sample_weight=w)
+    np.testing.assert_allclose(ours.score_samples(Q), theirs.score_samples(Q), rtol=1e-9)
+
+
+def test_signed_weights_give_differences_of_densities():
+    X = clusters(400)
+    w = np.where(np.arange(400) < 200, 1.0, -1.0)
+    signed = KernelDensity(bandwidth=0.8).fit(X, sample_weight=w).density(X[:20])
+    halves = [KernelDensity(bandwidth=0.8).fit(part).density(X[:20]) for part in (X[:200], X[200:])]
+    np.testing.assert_allclose(signed, (halves[0] - halves[1]) / 2, atol=1e-12)
+    with pytest.raises(BochnerError, match="non-negative weights"):
+        KernelDensity().fit(X, sample_weight=w).score_samples(X)
+
+
+def test_estimators_follow_the_parameter_protocol():
+    base = pytest.importorskip("sklearn.base")
+    for model in (KernelDensity(bandwidth=2.0), KernelRidge(alpha=0.5), NadarayaWatson(eps=0.2)):
+        copy = base.clone(model)
+        assert repr(copy) == repr(model)
+        with pytest.raises(BochnerError, match="Unknown parameter"):
+            model.set_params(nothing=1)
+    with pytest.raises(BochnerError, match="not fitted"):
+        KernelDensity().density([[0.0]])
+
+
+@pytest.mark.parametrize("method", ["exact", "cells"])
+def test_ridge_regression_solves_the_normal_equations(method):
+    X = clusters(900)
+    y = np.stack([np.sin(X[:, 0]), X[:, 1]], 1)
+    model = KernelRidge(alpha=1.0, bandwidth=0.7, eps=0.01, method=method).fit(X, y)
+    truth = np.linalg.solve(dense(X, X, 0.7) + np.eye(900), y)
+    assert np.linalg.norm(model.dual_coef_ - truth) <= 0.02 * np.linalg.norm(truth)
+    Q = clusters(60, seed=2)
+    expected = dense(Q, X, 0.7) @ truth
+    assert np.linalg.norm(model.predict(Q) - expected) <= 0.05 * np.linalg.norm(truth)
+    with pytest.raises(BochnerError, match="did not reach"):
+        KernelRidge(alpha=1e-6, bandwidth=3.0, method="exact", max_iter=2).fit(X, y)
+
+
+def test_kernel_regression_is_the_weighted_mean_even_far_away():
+    X = clusters(600)
+    y = X[:, 0]
+    Q = np.concatenate([X[:40] + 0.1, np.full((1, 4), 500.0)])
+    got = NadarayaWatson(bandwidth=0.8, eps=0.01).fit(X, y).predict(Q)
+    K = dense(Q[:40], X, 0.8)
+    np.testing.assert_allclose(got[:40], (K @ y) / K.sum(1), rtol=1e-4, atol=1e-4)
+    nearest = np.argmin(((X - 500.0) ** 2).sum(1))
+    assert got[40] == pytest.approx(y[nearest], abs=1e-6)
+
+
+def test_eigenvalues_by_lanczos_and_by_the_noisy_power_method():
+    X = clusters(1000)
+    truth = np.linalg.eigvalsh(dense(X, X, 1.0))[::-1]
+    K = KernelOperator(X, bandwidth=1.0, eps=0.05, method="cells")
+    np.testing.assert_allclose(top_eigenvalues(K, 3), truth[:3], atol=0.05)
+    value, vector = noisy_power_method(K, iterations=200, tol=1e-5)
+    assert truth[0] * 0.97 <= value <= truth[0] + 0.05
+    assert np.linalg.norm(vector) == pytest.approx(1.0)
+    assert top_eigenvalues(K, method="power", tol=1e-5)[0] == pytest.approx(truth[0], rel=0.03)
+    with pytest.raises(BochnerError, match="one eigenvalue"):
+        top_eigenvalues(K, 2, method="power")
+    with pytest.raises(BochnerError, match="symmetric"):
+        top_eigenvalues(KernelOperator(X, X, bandwidth=1.0, method="exact"))
+
+
+def test_the_reduction_turns_attention_into_a_gaussian_kernel():
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 30, 8, generator=generator, dtype=torch.float64)
+    x = torch.randn(30, generator=generator, dtype=torch.float64)
+    root = 8**0.5
+    left = torch.exp(q @ k.T / root) @ x
+    factor = torch.exp(q.square().sum(1) / (2 * root)) * torch.exp(k.square().sum(1).max() / (2 * root))
+    torch.testing.assert_close(left, factor * (kernel_of_attention(q, k) @ x))
+    a, b = reduce_attention(q, k)
+    torch.testing.assert_close(b.square().sum(1), k.square().sum(1).max().expand(30))
+    assert not a[:, -1].any()
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 6.0])
+def test_attention_by_kernel_products_is_softmax_attention(scale):
+    generator = torch.Generator().manual_seed(1)
+    q, k = scale * torch.randn(2, 700, 16, generator=generator, dtype=torch.float64)
+    v = torch.randn(700, 5, generator=generator, dtype=torch.float64)
+    truth = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+    got = attention(q, k, v, eps=0.01, method="cells")
+    assert float((got - truth).norm() / truth.norm()) <= 0.05
+
+
+def test_head_to_tail_ratios_of_known_matrices():
+    assert float(head_to_tail(torch.eye(10))) == 0.0
+    assert float(head_to_tail(torch.ones(10, 10))) == 9.0
+    after, double = neighbour_ratios(torch.diag(torch.full((6,), 4.0)) + 0.5)
+    assert float(after) == 9.0
+    assert float(double) == 9.0
+
+
+def test_sparsity_of_given_queries_and_keys():
+    generator = torch.Generator().manual_seed(0)
+    sharp = torch.nn.functional.normalize(torch.randn(2, 3, 120, 16, generator=generator), dim=-1) * 12
+    measured = sparsity([(sharp, sharp)], min_length=50, stride=35)
+    assert measured.max_ratio.shape == (2, 3)
+    assert measured.lengths.tolist() == [50, 85, 120]
+    flat = sparsity([(0.01 * sharp, 0.01 * sharp)], min_length=50, stride=35)
+    assert flat.max_ratio.min() > 50 > 5 > measured.max_ratio.max()
+    assert flat.growth == pytest.approx(1.0, abs=0.1)
+    assert "the paper" in str(measured)
+    with pytest.raises(BochnerError, match="at least min_length"):
+        sparsity([(sharp[..., :20, :], sharp[..., :20, :])])
+    with pytest.raises(BochnerError, match="transformers model with 'texts'"):
+        sparsity(42)
+
+
+def test_sparsity_reads_a_transformers_model_and_leaves_it_unchanged(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32
+    )
+    model = transformers.BertModel(config).eval()
+    before = model.config._attn_implementation
+
+    def tokenizer(text, return_tensors, truncation, max_length):
+        ids = torch.tensor([[ord(c) % 50 for c in text]])[:, :max_length]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    texts = ["the quick brown fox jumps over the lazy dog " * 2, "a much longer text, " * 6]
+    measured = sparsity(model, texts, tokenizer=tokenizer, min_length=40, stride=20)
+    assert measured.max_ratio.shape == (2, 4)
+    assert measured.texts == 2
+    assert model.config._attn_implementation == before
+    measured.figure(str(tmp_path / "sparsity.png"))
+    assert (tmp_path / "sparsity.png").stat().st_size > 1000
