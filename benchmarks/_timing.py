@@ -1,0 +1,75 @@
+"""Times that can be compared on a machine that is not quiet, and peak memory of a call."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+
+def best_times(
+    calls: Mapping[str, Call], *, repeats: int = 5, budget: float = 3.0, warm_up: bool = True
+) -> dict[str, float]:
+    """Seconds of each call: the best of several rounds in which the calls take turns.
+
+    Taking turns lets all of them see the same disturbances, the minimum discards most of these. At least two rounds,
+    at most `repeats`; no round is begun after `budget` seconds per call.
+    """
+    if warm_up:
+        for call in calls.values():
+            call()
+    best = dict.fromkeys(calls, float("inf"))
+    start = time.perf_counter()
+    for turn in range(repeats):
+        if turn >= 2 and time.perf_counter() - start > budget * len(calls):
+            break
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            best[name] = min(best[name], time.perf_counter() - began)
+    return best
+
+
+def peak_memory(call: Call) -> int:
+    """Bytes that a call holds at most beyond what was held before, by torch's own record of CPU allocations.
+
+    What the call returns is counted while it runs.
+    """
+    call()
+    gc.collect()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def machine(threads: int) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as info:
+            names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+        return names[0] if names else platform.processor()
+    except OSError:
+        return platform.processor()

@@ -1,0 +1,469 @@
+"""Linear attention against exact attention, performer-pytorch and the floor of four bare matrix products.
+
+    python benchmarks/attention.py [--quick] [--output FILE.json] [--plot FILE.png] [--page FILE.md] [--threads 2]
+
+8 heads, d = 64, m = 256 unless said otherwise. Times are the best of several rounds in which the methods take turns;
+memory is the peak beyond the inputs. Nothing is reported if the quick check of correctness fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _timing import best_times, machine, peak_memory
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from bochner import absorb, attention_matrix, empty_state, feature_map, linear_attention
+from bochner.attention import BLOCK_ELEMENTS, CHUNK
+from bochner.features import FeatureMap
+
+HEADS, D, M = 8, 64, 256
+LENGTHS = [2**i for i in range(8, 17)]
+SLOW = 12.0  # seconds; a call predicted to take longer is left out
+LARGE = 4 * 2**30  # bytes; so is one predicted to hold more
+CROSSOVER_FEATURES = (64, 128, 256, 512, 1024)
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Row = dict[str, Any]
+
+
+# The subjects.
+
+
+def bochner_attention(is_causal: bool, m: int = M) -> Attention:
+    phi = feature_map("positive", dim=D, num_features=m)
+    return lambda q, k, v: linear_attention(q, k, v, phi, is_causal=is_causal)
+
+
+def exact(is_causal: bool) -> Attention:
+    return lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def performer(is_causal: bool) -> Attention:
+    from performer_pytorch import FastAttention
+
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints that its CUDA extension is missing
+        return FastAttention(dim_heads=D, nb_features=M, causal=is_causal)
+
+
+def floor(is_causal: bool) -> Attention:
+    """Two projections, keys' features times values, queries' features times the state: in our blocks, without exp."""
+    w = feature_map("positive", dim=D, num_features=M).projection.matrix()
+
+    def products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        wt = w.to(q.dtype).mT
+        rows = CHUNK if is_causal else max(64, BLOCK_ELEMENTS // (q.shape[0] * q.shape[1] * M) // 64 * 64)
+        out = torch.empty_like(v)
+        kv = torch.zeros(*k.shape[:2], M, v.shape[-1], dtype=q.dtype)
+        blocks = [slice(i, i + rows) for i in range(0, q.shape[-2], rows)]
+        for block in blocks:
+            kv += (k[..., block, :] @ wt).mT @ v[..., block, :]
+            if is_causal:
+                out[..., block, :] = (q[..., block, :] @ wt) @ kv
+        if not is_causal:
+            for block in blocks:
+                out[..., block, :] = (q[..., block, :] @ wt) @ kv
+        return out
+
+    return products
+
+
+SUBJECTS: dict[str, Callable[[bool], Attention]] = {
+    "bochner": bochner_attention,
+    "exact": exact,
+    "performer": performer,
+    "floor": floor,
+}
+
+
+def inputs(n: int, dtype: torch.dtype = torch.float32, *, learns: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(n)
+    q, k, v = (torch.randn(1, HEADS, n, D, generator=g).to(dtype).requires_grad_(learns) for _ in range(3))
+    return q, k, v
+
+
+# The gate.
+
+
+def gate() -> list[str]:
+    """What is wrong with the results, in words; empty when all is well."""
+    wrong = []
+    q, k, v = (t.double() for t in inputs(300))
+    phi = feature_map("positive", dim=D, num_features=M)
+    for is_causal in (False, True):
+        out = linear_attention(q, k, v, phi, is_causal=is_causal)
+        want = attention_matrix(q, k, phi, is_causal=is_causal) @ v
+        if float((out - want).abs().max()) > 1e-10:
+            wrong.append(f"linear_attention(is_causal={is_causal}) differs from the attention matrix")
+        single = linear_attention(q.float(), k.float(), v.float(), phi, is_causal=is_causal)
+        if float((single - want).norm() / want.norm()) > 1e-4:
+            wrong.append(f"linear_attention(is_causal={is_causal}) is inaccurate in float32")
+    late = torch.cat([k[:, :, :200], 1e3 * k[:, :, 200:]], dim=2)
+    past = (linear_attention(q, x, v, phi, is_causal=True)[:, :, :200] for x in (k, late))
+    if not torch.equal(*past):
+        wrong.append("a large future key changes the past")
+    return wrong
+
+
+# The measurements.
+
+
+def forward(attend: Attention, qkv: tuple[Tensor, Tensor, Tensor]) -> Callable[[], Any]:
+    def call() -> Tensor:
+        with torch.no_grad():
+            return attend(*qkv)
+
+    return call
+
+
+def backward(attend: Attention, qkv: tuple[Tensor, Tensor, Tensor]) -> Callable[[], Any]:
+    learning = tuple(t.detach().requires_grad_() for t in qkv)
+
+    def call() -> Any:
+        return torch.autograd.grad(attend(*learning).sum(), learning)
+
+    return call
+
+
+def predicted(name: str, n: int, known: dict[int, float], is_causal: bool, passes: str) -> tuple[float, float]:
+    """Seconds and bytes of a call, from shorter lengths and from what the method is known to keep."""
+    seconds = 0.0
+    if known:
+        longest = max(known)
+        seconds = known[longest] * (n / longest) ** (2 if name == "exact" else 1)
+    memory = 0.0
+    if name == "performer":
+        rows = n if passes == "forward+backward" else n / 128
+        memory = 4.0 * HEADS * (3 * rows * M * D if is_causal else 4 * n * M)
+    return seconds, memory
+
+
+def measure_times(lengths: list[int], dtypes: list[torch.dtype], passes: list[str], budget: float) -> list[Row]:
+    rows: list[Row] = []
+    for dtype in dtypes:
+        for is_causal in (False, True):
+            for which in passes:
+                known: dict[str, dict[int, float]] = {name: {} for name in SUBJECTS}
+                names = [name for name in SUBJECTS if not (name == "floor" and which != "forward")]
+                for n in lengths:
+                    qkv = inputs(n, dtype)
+                    calls, left_out = {}, {}
+                    for name in names:
+                        seconds, memory = predicted(name, n, known[name], is_causal, which)
+                        if seconds > SLOW:
+                            left_out[name] = f"would take {seconds:.0f} s"
+                        elif memory > LARGE:
+                            left_out[name] = f"would hold {memory / 2**30:.0f} GiB"
+                        elif name == "performer" and dtype != torch.float32:
+                            left_out[name] = "float32 only"
+                        else:
+                            make = forward if which == "forward" else backward
+                            calls[name] = make(SUBJECTS[name](is_causal), qkv)
+                    for name, seconds in best_times(calls, budget=budget).items():
+                        known[name][n] = seconds
+                    row = {"dtype": str(dtype).split(".")[1], "is_causal": is_causal, "passes": which, "length": n}
+                    rows.append({**row, "seconds": {x: known[x][n] for x in calls}, "left_out": left_out})
+                    show_times(rows[-1])
+    return rows
+
+
+def show_times(row: Row) -> None:
+    kind = "causal" if row["is_causal"] else "bidirectional"
+    times = "  ".join(f"{name} {1e3 * s:9.2f} ms" for name, s in row["seconds"].items())
+    print(f"{row['dtype']:9} {kind:13} {row['passes']:16} L={row['length']:6d}  {times}", flush=True)
+
+
+def measure_memory(lengths: list[int]) -> list[Row]:
+    """Peak of forward+backward beyond the inputs, also as a multiple of q, k and v together."""
+    rows = []
+    for is_causal in (False, True):
+        for n in lengths:
+            qkv = inputs(n)
+            own = sum(t.numel() * t.element_size() for t in qkv)
+            row: Row = {"is_causal": is_causal, "length": n, "qkv_bytes": own, "bytes": {}}
+            for name in ("bochner", "exact", "performer"):
+                too_large = predicted(name, n, {}, is_causal, "forward+backward")[1] > LARGE / 2
+                if not too_large and not (name == "exact" and n > 8192):
+                    row["bytes"][name] = peak_memory(backward(SUBJECTS[name](is_causal), qkv))
+            rows.append(row)
+            multiples = "  ".join(f"{name} {b / own:6.2f}x" for name, b in row["bytes"].items())
+            print(f"memory  causal={is_causal!s:5}  L={n:6d}  peak / (q, k, v): {multiples}", flush=True)
+    return rows
+
+
+def measure_crossover(lengths: list[int], features: tuple[int, ...], budget: float) -> list[Row]:
+    """The length from which linear attention is faster than exact attention, forward, float32."""
+    rows = []
+    for is_causal in (False, True):
+        times: dict[int, dict[str, float]] = {}
+        for n in lengths:
+            qkv = inputs(n)
+            calls = {str(m): forward(bochner_attention(is_causal, m), qkv) for m in features}
+            times[n] = best_times({"exact": forward(exact(is_causal), qkv), **calls}, budget=budget)
+        for m in features:
+            ratio = {n: t[str(m)] / t["exact"] for n, t in times.items()}
+            rows.append({"is_causal": is_causal, "num_features": m, "length": crossing(ratio), "ratio": ratio})
+            print(
+                f"crossover  causal={is_causal!s:5}  m={m:5d}  L = {crossing(ratio) or f'> {lengths[-1]}'}", flush=True
+            )
+    return rows
+
+
+def crossing(ratio: dict[int, float]) -> int | None:
+    """Where a ratio falls below 1 for good, interpolated in logarithms; None if it does not."""
+    lengths = sorted(ratio)
+    above = [n for n in lengths if ratio[n] >= 1]
+    if not above:
+        return lengths[0]
+    last = above[-1]
+    if last == lengths[-1]:
+        return None
+    after = lengths[lengths.index(last) + 1]
+    share = math.log(ratio[last]) / (math.log(ratio[last]) - math.log(ratio[after]))
+    return round(last * (after / last) ** share)
+
+
+def measure_decoding(budget: float, positions: tuple[int, int] = (10, 100_000)) -> Row:
+    """One decoding step after few and after many keys, and exact attention over a cache of as many keys."""
+    phi = feature_map("positive", dim=D, num_features=M)
+    token = inputs(1)
+    calls, sizes = {}, {}
+    for n in positions:
+        _, k, v = inputs(n)
+        state = empty_state((1, HEADS), M, D, dtype=torch.float32)
+        for y, u in zip((k * D**-0.25).split(4096, dim=-2), v.split(4096, dim=-2), strict=True):
+            state = absorb(state, phi(y, "key"), u)
+        sizes[n] = state.nbytes
+        calls[f"bochner {n}"] = _step(phi, state, token)
+        calls[f"exact {n}"] = forward(exact(False), (token[0], k, v))
+    times = best_times(calls, repeats=200, budget=budget)
+    row = {"positions": positions, "state_bytes": sizes, "seconds": times}
+    few, many = (times[f"bochner {n}"] for n in positions)
+    print(f"decoding  step at {positions[1]} / step at {positions[0]} = {many / few:.3f}", flush=True)
+    return row
+
+
+def _step(phi: FeatureMap, state: Any, token: tuple[Tensor, Tensor, Tensor]) -> Callable[[], Any]:
+    return forward(lambda q, k, v: linear_attention(q, k, v, phi, is_causal=True, state=state), token)
+
+
+# The claims.
+
+
+def claims(results: Row) -> list[Row]:
+    """Each claim with what was measured; `holds` is None where the run was too short to tell."""
+    times = {(r["dtype"], r["is_causal"], r["passes"], r["length"]): r["seconds"] for r in results["times"]}
+
+    def get(causal: bool, n: int, name: str) -> float:
+        return times.get(("float32", causal, "forward", n), {}).get(name, math.nan)
+
+    def ratio(causal: bool, n: int, above: str, below: str) -> float:
+        return get(causal, n, above) / get(causal, n, below)
+
+    found = [
+        ("bidirectional forward at 16,384, of the floor", ratio(False, 16384, "bochner", "floor"), "<=", 1.5),
+        (
+            "bidirectional forward at 16,384, faster than performer",
+            ratio(False, 16384, "performer", "bochner"),
+            ">=",
+            3,
+        ),
+        ("causal forward at 4,096, of the floor", ratio(True, 4096, "bochner", "floor"), "<=", 3),
+        ("causal forward at 4,096, faster than performer", ratio(True, 4096, "performer", "bochner"), ">=", 15),
+    ]
+    for causal, kind in ((False, "bidirectional"), (True, "causal")):
+        per_token = get(causal, 65536, "bochner") / 16 / get(causal, 4096, "bochner")
+        found.append((f"{kind} time per token at 65,536, of that at 4,096", per_token, "<=", 1.1))
+    longer = [n for n in (2048, 4096, 8192, 16384) if not math.isnan(get(False, n, "exact"))]
+    slowest = min((ratio(False, n, "exact", "bochner") for n in longer), default=math.nan)
+    found.append(("bidirectional forward from 2,048 on, faster than exact", slowest, ">=", 1))
+    multiples = [r["bytes"]["bochner"] / r["qkv_bytes"] for r in results["memory"]]
+    found.append(("peak memory of forward+backward, of q, k, v", max(multiples), "<=", 6))
+    seconds, (few, many) = results["decoding"]["seconds"], results["decoding"]["positions"]
+    found.append(
+        (
+            f"decoding step at {many:,}, of that at {few}",
+            seconds[f"bochner {many}"] / seconds[f"bochner {few}"],
+            "<=",
+            1.1,
+        )
+    )
+    sizes = set(results["decoding"]["state_bytes"].values())
+    found.append(("sizes of the decoding state", float(len(sizes)), "<=", 1))
+    rows = []
+    for what, value, sign, bound in found:
+        holds = None if math.isnan(value) else (value <= bound if sign == "<=" else value >= bound)
+        rows.append(
+            {"what": what, "value": None if math.isnan(value) else value, "claim": f"{sign} {bound}", "holds": holds}
+        )
+    return rows
+
+
+# The report.
+
+
+def plot(results: Row, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = {"bochner": "#0b6e4f", "exact": "#c0392b", "performer": "#8e7cc3", "floor": "#7f8c8d"}
+    labels = {
+        "bochner": "bochner, m = 256",
+        "exact": "exact (torch)",
+        "performer": "performer-pytorch",
+        "floor": "floor",
+    }
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4))
+    for axis, is_causal in zip(axes[:2], (False, True), strict=True):
+        for name in SUBJECTS:
+            points = [
+                (r["length"], r["seconds"][name] / r["length"] * 1e6)
+                for r in results["times"]
+                if r["is_causal"] == is_causal
+                and r["dtype"] == "float32"
+                and r["passes"] == "forward"
+                and name in r["seconds"]
+            ]
+            if points:
+                style = "--" if name == "floor" else "o-"
+                axis.plot(*zip(*points, strict=True), style, ms=4, color=colours[name], label=labels[name])
+        axis.set_title(f"{'Causal' if is_causal else 'Bidirectional'}, forward, float32")
+        axis.set_ylabel("microseconds per token, 8 heads")
+    for name in ("bochner", "exact", "performer"):
+        points = [
+            (r["length"], r["bytes"][name] / 2**20) for r in results["memory"] if name in r["bytes"] and r["is_causal"]
+        ]
+        if points:
+            axes[2].plot(*zip(*points, strict=True), "o-", ms=4, color=colours[name], label=labels[name])
+    own = [(r["length"], r["qkv_bytes"] / 2**20) for r in results["memory"] if r["is_causal"]]
+    axes[2].plot(*zip(*own, strict=True), ":", color="black", label="q, k, v")
+    axes[2].set_title("Causal, forward+backward: peak memory")
+    axes[2].set_ylabel("MiB beyond the inputs")
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("sequence length")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].legend(frameon=False, fontsize=9)
+    axes[2].legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def tables(results: Row) -> str:
+    """The report as Markdown."""
+    lines = [
+        f"Measured on {results['machine']['processor']}, {results['machine']['threads']} threads, torch "
+        f"{results['machine']['torch']}; {HEADS} heads, d = {D}, m = {M}.",
+        "",
+    ]
+    lines += ["| claim | wanted | measured | |", "|---|---|---|---|"]
+    for c in results["claims"]:
+        value = "not measured" if c["value"] is None else f"{c['value']:.2f}"
+        lines.append(f"| {c['what']} | {c['claim']} | {value} | {_word(c['holds'])} |")
+    for dtype in dict.fromkeys(r["dtype"] for r in results["times"]):
+        for which in dict.fromkeys(r["passes"] for r in results["times"]):
+            for causal in (False, True):
+                chosen = [
+                    r for r in results["times"] if (r["dtype"], r["passes"], r["is_causal"]) == (dtype, which, causal)
+                ]
+                if chosen:
+                    names = [n for n in SUBJECTS if any(n in r["seconds"] for r in chosen)]
+                    kind = "Causal" if causal else "Bidirectional"
+                    lines += ["", f"{kind}, {which}, {dtype}, milliseconds:", ""]
+                    lines += ["| L | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+                    for r in chosen:
+                        cells = (
+                            f"{1e3 * r['seconds'][n]:.1f}" if n in r["seconds"] else r["left_out"][n] for n in names
+                        )
+                        lines.append(f"| {r['length']:,} | " + " | ".join(cells) + " |")
+    lines += ["", "Length from which linear attention is faster than exact attention (forward, float32):", ""]
+    features = list(dict.fromkeys(r["num_features"] for r in results["crossover"]))
+    lines += ["| | " + " | ".join(f"m = {m}" for m in features) + " |", "|---|" + "---|" * len(features)]
+    for causal in (False, True):
+        cells = [
+            f"{r['length']:,}" if r["length"] else f"> {max(int(n) for n in r['ratio']):,}"
+            for r in results["crossover"]
+            if r["is_causal"] == causal
+        ]
+        lines.append(f"| {'causal' if causal else 'bidirectional'} | " + " | ".join(cells) + " |")
+    lines += ["", "Peak memory of forward+backward beyond the inputs, in multiples of q, k and v together:", ""]
+    lines += ["| L | direction | bochner | exact | performer |", "|---|---|---|---|---|"]
+    for r in results["memory"]:
+        cells = [
+            f"{r['bytes'][n] / r['qkv_bytes']:.1f}" if n in r["bytes"] else ""
+            for n in ("bochner", "exact", "performer")
+        ]
+        kind = "causal" if r["is_causal"] else "bidirectional"
+        lines.append(f"| {r['length']:,} | {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _word(holds: bool | None) -> str:
+    return "" if holds is None else "yes" if holds else "**no**"
+
+
+def write_page(path: Path, text: str) -> None:
+    """Replace what stands between the two markers of a page."""
+    begin, end = "<!-- attention:begin -->", "<!-- attention:end -->"
+    page = path.read_text()
+    before, rest = page.split(begin, 1)
+    after = rest.split(end, 1)[1]
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="short lengths, float32 only, under 90 seconds")
+    parser.add_argument("--output", type=Path, default=None, help="write the numbers as JSON")
+    parser.add_argument("--plot", type=Path, default=None, help="write the figure")
+    parser.add_argument("--page", type=Path, default=None, help="replace the tables between the markers of this page")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    wrong = gate()
+    if wrong:
+        print("No report: " + "; ".join(wrong) + ".", file=sys.stderr)
+        raise SystemExit(1)
+    results: dict[str, Any] = {"machine": machine(options.threads), "heads": HEADS, "d": D, "m": M}
+    both, single = [torch.float32, torch.bfloat16], [torch.float32]
+    if options.quick:
+        results["times"] = measure_times([256, 1024, 4096], single, ["forward"], budget=0.5)
+        results["memory"] = measure_memory([1024, 2048])
+        results["crossover"] = measure_crossover([512, 1024, 2048], (64, 256), budget=0.3)
+        results["decoding"] = measure_decoding(budget=0.5)
+    else:
+        results["times"] = measure_times(LENGTHS, single, ["forward"], budget=2.0)
+        results["times"] += measure_times(LENGTHS[::2], single, ["forward+backward"], budget=1.5)
+        results["times"] += measure_times(LENGTHS[::2], both[1:], ["forward", "forward+backward"], budget=1.0)
+        results["memory"] = measure_memory(LENGTHS[::2])
+        results["crossover"] = measure_crossover(LENGTHS[:7], CROSSOVER_FEATURES, budget=1.0)
+        results["decoding"] = measure_decoding(budget=2.0)
+    results["claims"] = claims(results)
+    print("\n" + tables(results))
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
+    if options.plot:
+        plot(results, options.plot)
+    if options.page:
+        write_page(options.page, tables(results))
+    return results
+
+
+if __name__ == "__main__":
+    main()
