@@ -307,10 +307,10 @@ def _recommend(
     layers = list(calls)
     kept: list[tuple[int, int]] = []
     for h in heads:
-        if near and h.measured["window"] <= target and h.measured["window"] <= h.measured[best]:
-            h.verdict = "window is enough"
-        elif h.measured.get(f"calibrated {m}", 1.0) <= target:
+        if h.measured[f"calibrated {m}"] <= target:
             h.verdict = "kernel is enough"
+        elif near and h.measured["window"] <= target:
+            h.verdict = "window is enough"
         elif h.measured[best] <= target:
             h.verdict = "window and kernel"
         else:

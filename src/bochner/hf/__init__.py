@@ -4,6 +4,11 @@
 >>> bochner.hf.register()  # then attn_implementation="bochner" in any model whose attention can be linear
 """
 
+try:
+    import transformers as _  # noqa: F401
+except ImportError as error:
+    raise ImportError("bochner.hf needs transformers; install bochner[hf].") from error
+
 from bochner.hf.cache import RecurrentLayer, cache_bytes
 from bochner.hf.capture import discover, recording
 from bochner.hf.convert import convert, layers_of, plan_of, relative_errors, revert

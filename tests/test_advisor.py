@@ -1,0 +1,104 @@
+"""The advisor measures on other data than it calibrates on, predicts, and says when conversion is not worth it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from hf_models import GROUPED, TEXT, build, texts_as_batches
+
+from bochner import BochnerError
+from bochner.advisor import advise
+from bochner.hf import convert, plan_of
+
+
+def normal(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size
+
+
+def test_small_queries_need_no_more_than_a_kernel() -> None:
+    q, k, v = (normal(6, 2, 60, 8, seed=i, size=0.5) for i in range(3))
+    advice = advise(q, k, v, num_features=(64,))
+    assert {h.verdict for h in advice.heads} == {"kernel is enough"}
+    assert advice.config == {"feature_map": "calibrated", "num_features": 64}
+    for h in advice.heads:
+        assert h.measured["calibrated 64"] < h.measured["uniform"]
+
+
+def test_sharp_far_attention_is_hopeless_and_stays_exact() -> None:
+    q = normal(6, 2, 80, 8, seed=0, size=6.0)
+    k, v = q.flip(-2), normal(6, 2, 80, 8, seed=2)  # each query finds its key at the other end of the sequence
+    advice = advise(q, k, v, num_features=(32,), window=4)
+    assert all("keep exact" in h.verdict for h in advice.heads)
+    assert advice.config["exact_heads"] == [(0, 0), (0, 1)]
+    assert not advice.worthwhile
+    assert any("not worth it" in r for r in advice.reasons)
+
+
+def test_local_attention_is_given_a_window() -> None:
+    place = torch.arange(100.0)
+    angle = place[:, None] / torch.tensor([2.0, 5.0, 11.0, 23.0])
+    q = 3.5 * torch.cat([angle.sin(), angle.cos()], dim=-1).expand(4, 1, 100, 8)
+    v = normal(4, 1, 100, 8)
+    (head,) = advise(q, q, v, num_features=(16,), window=16).heads
+    assert head.verdict == "window is enough"
+    assert head.outside < 0.1
+
+
+def test_predictions_follow_the_measurements() -> None:
+    errors = []
+    for size in (0.3, 0.8, 1.4):
+        q, k, v = (normal(4, 1, 80, 8, seed=i, size=size) for i in range(3))
+        (head,) = advise(q, k, v, num_features=(64,)).heads
+        errors.append((head.predicted["positive 64"], head.measured["positive 64"]))
+        assert head.predicted["calibrated 64"] <= head.predicted["positive 64"] + 1e-6
+    assert errors == sorted(errors)
+    # Where it is small, the prediction for iid projections is close to what orthogonal ones give.
+    assert errors[0][0] == pytest.approx(errors[0][1], rel=1.0)
+
+
+def test_uniform_attention_has_full_entropy_and_no_uniform_error() -> None:
+    q, k, v = torch.zeros(2, 1, 50, 4), normal(2, 1, 50, 4), normal(2, 1, 50, 4)
+    (head,) = advise(q, k, v, num_features=(8,)).heads
+    assert head.entropy == pytest.approx(torch.tensor(50.0).log().item(), rel=1e-4)
+    assert head.measured["uniform"] < 1e-5
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_what_it_recommends_for_a_model_is_accepted_by_convert(family: str) -> None:
+    head = "AutoModel" if family == "bert" else "AutoModelForCausalLM"
+    model: Any = build(family, TEXT if family == "bert" else GROUPED, head=head)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    advice = advise(model, texts_as_batches(4), num_features=(16,), window=8, length=128)
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
+    assert len(advice.heads) == 8
+    text = str(advice)
+    assert "recommended: bochner.convert" in text
+    assert "uniform" in text
+    convert(model, calibration=texts_as_batches(), **advice.config)
+    assert plan_of(model).num_heads == 8
+
+
+def test_it_says_when_exact_attention_is_faster() -> None:
+    q = normal(2, 1, 40, 8)
+    advice = advise(q, q, num_features=(256,), length=16)
+    assert not advice.worthwhile
+    assert any("exact attention is faster" in r for r in advice.reasons)
+    assert 4096 in advice.memory
+
+
+def test_bad_input_is_refused() -> None:
+    q = normal(2, 1, 10, 4)
+    with pytest.raises(BochnerError, match="num_features"):
+        advise(q, q, num_features=())
+    with pytest.raises(BochnerError, match="target"):
+        advise(q, q, target=-1.0)
+    with pytest.raises(BochnerError, match="two batches"):
+        advise(build("bert", TEXT), texts_as_batches(1))
+    with pytest.raises(BochnerError, match="4 axes"):
+        advise(q[0], q[0], q[0])

@@ -1,0 +1,103 @@
+"""The command line: its commands run, its errors are one line, its report is self-contained."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from bochner import cli
+from bochner.report import Report, line_chart
+
+runner = CliRunner()
+
+
+def test_the_artefacts_are_listed() -> None:
+    done = runner.invoke(cli.app, ["fetch"])
+    assert done.exit_code == 0
+    assert "minilm" in done.output
+
+
+def test_errors_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["convert", str(tmp_path), "out"], ["demo", "--model", "x"], ["fetch", "nothing"]):
+        monkeypatch.setattr(sys, "argv", ["bochner", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert stopped.value.code == 1
+        captured = capsys.readouterr()
+        assert "error:" in captured.err
+        assert "Traceback" not in captured.err
+
+
+def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from hf_models import TEXT, build
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(56))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    model, tokenizer = build("bert", TEXT), transformers.BertTokenizer(str(tmp_path / "vocab.txt"))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    passages = [" ".join(f"w{(7 * i + j * j) % 56}" for j in range(40)) for i in range(10)]
+    (tmp_path / "text.txt").write_text("\n\n".join(passages))
+    common = [str(tmp_path / "model"), "--text", str(tmp_path / "text.txt")]
+    advised = runner.invoke(cli.app, ["advise", *common, "--length", "64"])
+    assert advised.exit_code == 0, advised.output
+    assert "recommended" in advised.output
+    done = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "out"), "--features", "16", "--window", "8"])
+    assert done.exit_code == 0, done.output
+    assert "Plan: 2 layers, 8 heads" in done.output
+    loaded = transformers.AutoModel.from_pretrained(tmp_path / "out")
+    assert loaded.config.bochner["layers"]
+    again = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "out2"), "--features", "16"])
+    assert again.exit_code == 0, again.output
+
+
+def test_importing_bochner_does_not_import_the_extras() -> None:
+    script = "import sys, bochner; print([m for m in ('transformers', 'rich', 'typer', 'sklearn') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_report_is_self_contained_and_escaped(tmp_path: Path) -> None:
+    page = (
+        Report("a < b")
+        .heading("h")
+        .text("x & y", note=True)
+        .code("<pre>")
+        .table(["n", "v"], [["a", 0.12345], [3, 1e-9]])
+    )
+    page.chart("t", {"one": [(1, 1.0), (10, 100.0)], "two": [(1, 2.0), (10, 3.0)]}, log=True, x_label="n", y_label="s")
+    text = page.save(tmp_path / "deep" / "r.html").read_text()
+    assert "a &lt; b" in text
+    assert "0.123" in text
+    assert text.count("<polyline") == 2
+    assert not re.search(r"(src|href)=|https?://|<script", text)
+
+
+def test_a_chart_of_one_point_or_none_does_not_fail() -> None:
+    assert line_chart("t", {}) == ""
+    assert "<circle" in line_chart("t", {"a": [(1.0, 2.0)]})
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_demonstration_runs(tmp_path: Path) -> None:
+    from bochner import data
+
+    try:
+        data.fetch("minilm")
+    except data.ArtefactUnavailable as error:
+        pytest.skip(str(error))
+    done = runner.invoke(cli.app, ["demo", "--quick", "--out", str(tmp_path / "r.html")])
+    assert done.exit_code == 0, done.output
+    assert "distilled" in (tmp_path / "r.html").read_text()
