@@ -225,7 +225,9 @@ class _Call:
 
     def blocks(self, length: int) -> list[int]:
         """Sizes of the row blocks."""
-        rows = length if self.tracing else self.rows
+        # Under autograd at least four blocks, unless short: a block holds several copies of its features.
+        most = max(256, length // 4) if self.recompute else length
+        rows = length if self.tracing else min(self.rows, most)
         return [min(rows, length - start) for start in range(0, length, rows)]
 
     def bidirectional(
