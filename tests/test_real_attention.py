@@ -43,7 +43,7 @@ def heads():
         return [[t for j, t in captured if j == i] for i in range(len(layers))]
 
     with torch.no_grad():
-        return run("calibration", 24), run("heldout", 8)
+        return run("calibration", 24), run("heldout", 16)
 
 
 def mean_error(heads, name: str, m: int, seed: int = 0) -> float:
@@ -55,7 +55,7 @@ def mean_error(heads, name: str, m: int, seed: int = 0) -> float:
         phi = None
         if name != "uniform":
             phi = feature_map(name, dim=32, num_features=m, num_heads=12, seed=100 * seed + layer)
-            phi.calibrate_(*(torch.cat([t[i][0] for t in seen], dim=1) for i in range(2)))
+            phi.calibrate_(*([t[i] for t in seen] for i in range(2)))
         for q, k, v in unseen:
             exact = (q @ k.mT).softmax(-1) @ v
             if phi is None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -112,16 +114,17 @@ class FeatureMap(FullPrecisionModule):
         return self
 
     @torch.no_grad()
-    def calibrate_(self, q: Tensor, k: Tensor) -> FeatureMap:
+    def calibrate_(self, q: Tensor | Sequence[Tensor], k: Tensor | Sequence[Tensor]) -> FeatureMap:
         """Fix data statistics from scaled queries and keys; a map without any leaves itself as it is.
 
-        q, k: (..., n, d), with `num_heads` (..., h, n, d); with fewer key heads than query heads the query heads of
-        a group are pooled. Statistics of the sequence being processed would leak the future, so they are
-        taken here, once, and fixed.
+        q, k: (..., n, d), with `num_heads` (..., h, n, d), or lists of such tensors for sequences of different
+        lengths; with fewer key heads than query heads the query heads of a group are pooled. Statistics of the
+        sequence being processed would leak the future, so they are taken here, once, and fixed.
         """
-        owner = type(self).__name__
-        q, k = (self._sequences(finite(self.check_input(t, n), n, owner), n) for t, n in ((q, "q"), (k, "k")))
-        self._calibrate_sequences(q, k)
+        qs, ks = ([t] if isinstance(t, Tensor) else list(t) for t in (q, k))
+        if len(qs) != len(ks) or not qs:
+            raise BochnerError(f"calibrate_ needs as many 'k' as 'q', and at least one, got {len(ks)} and {len(qs)}.")
+        self._calibrate_sequences([self._sequences(t, "q") for t in qs], [self._sequences(t, "k") for t in ks])
         return self
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
@@ -160,7 +163,7 @@ class FeatureMap(FullPrecisionModule):
 
     def _sequences(self, x: Tensor, name: str) -> Tensor:
         """Calibration rows as (b, h or 1, n, d) in float64; the query heads of a group one after another."""
-        x = x.detach().to(torch.float64)
+        x = finite(self.check_input(x, name), name, type(self).__name__).detach().to(torch.float64)
         x = x.reshape(-1, self.num_heads or 1, x.shape[-2] * self._group(x), self.dim)
         if x.shape[0] * x.shape[-2] < 2:
             raise BochnerError(f"calibrate_ needs at least 2 rows of {name!r} per head, got 1; give more samples.")
@@ -172,9 +175,9 @@ class FeatureMap(FullPrecisionModule):
     def _features(self, x: Tensor, role: str) -> Features:
         raise NotImplementedError
 
-    def _calibrate_sequences(self, q: Tensor, k: Tensor) -> None:
-        """Statistics from sequences q (b, h or 1, n, d) and k (b', h or 1, s, d), float64; pooled unless overridden."""
-        self._calibrate(pooled(q), pooled(k))
+    def _calibrate_sequences(self, q: list[Tensor], k: list[Tensor]) -> None:
+        """Statistics from batches of sequences (b, h or 1, n, d), float64; pooled unless overridden."""
+        self._calibrate(*(torch.cat([pooled(t) for t in part], dim=1) for part in (q, k)))
 
     def _calibrate(self, q: Tensor, k: Tensor) -> None:
         """Statistics from rows q (h or 1, N, d) and k (h or 1, S, d), float64."""
@@ -420,14 +423,16 @@ class CalibratedFeatures(ExponentialFeatures):
         }.items():
             self.register_buffer(name, value)
 
-    def _calibrate_sequences(self, q: Tensor, k: Tensor) -> None:
-        if q.shape[0] != k.shape[0]:  # not the same sequences: any query may meet any key
-            self._calibrate(pooled(q), pooled(k))
-        else:
-            self.fit_(attended_pairs(q, k, self.kernel))
+    def _calibrate_sequences(self, q: list[Tensor], k: list[Tensor]) -> None:
+        # Of different sequences any query may meet any key.
+        pairs = [
+            (x, y) if x.shape[0] == y.shape[0] else (pooled(x)[None], pooled(y)[None])
+            for x, y in zip(q, k, strict=True)
+        ]
+        self.fit_(reduce(add, (attended_pairs(x, y, self.kernel) for x, y in pairs)))
 
     def _calibrate(self, q: Tensor, k: Tensor) -> None:
-        self.fit_(attended_pairs(q[None], k[None], self.kernel))
+        self._calibrate_sequences([q[None]], [k[None]])
 
     @torch.no_grad()
     def fit_(self, moments: PairMoments) -> CalibratedFeatures:
