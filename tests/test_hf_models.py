@@ -1,0 +1,116 @@
+"""Real pretrained models, calibrated on some authors and measured on others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from bochner import data  # noqa: E402
+from bochner.demo import decoding_cost, write  # noqa: E402
+from bochner.distill import distill  # noqa: E402
+from bochner.hf import RecurrentLayer, cache_bytes, convert, plan_of, revert  # noqa: E402
+from bochner.hf.evaluate import compare_embeddings, embed, perplexity, recall  # noqa: E402
+from bochner.hf.models import load_minilm, load_smollm2  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+
+def loaded(load: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    try:
+        return load()
+    except data.ArtefactUnavailable as error:
+        pytest.skip(str(error))
+
+
+def minilm_quality(model: Any, tokenizer: Any, texts: int = 16, **recipe: Any) -> Any:
+    held = data.paragraphs("heldout", texts)
+    original = embed(model, tokenizer, held, max_length=150)
+    taught = recipe.pop("taught", 0)
+    calibration = data.paragraphs("calibration", 64 if taught else 24)
+    convert(model, calibration=calibration[:48], tokenizer=tokenizer, max_length=150, select=False, **recipe)
+    if taught:
+        distill(model, calibration, tokenizer=tokenizer, max_length=150, steps=taught, batch_size=4, seconds=600)
+    return compare_embeddings(original, embed(model, tokenizer, held, max_length=150))
+
+
+def test_minilm_keeps_its_embeddings_without_any_training() -> None:
+    model, tokenizer = loaded(load_minilm)
+    plain = minilm_quality(model, tokenizer, feature_map="positive", num_features=128)
+    revert(model)
+    kernel = minilm_quality(model, tokenizer, num_features=128)
+    revert(model)
+    near = minilm_quality(model, tokenizer, num_features=128, window=32, sinks=1)
+    assert plain.cosine < 0.75
+    assert kernel.cosine >= 0.80
+    assert near.cosine >= 0.94
+    assert near.rank_correlation > 0.9
+
+
+@pytest.mark.slow
+def test_minilm_distilled_is_nearly_the_original() -> None:
+    model, tokenizer = loaded(load_minilm)
+    quality = minilm_quality(model, tokenizer, 32, num_features=128, window=32, sinks=1, taught=40)
+    assert quality.cosine >= 0.98
+    assert quality.rank_correlation >= 0.97
+
+
+@pytest.mark.slow
+def test_smollm2_keeps_perplexity_and_recall_with_a_tenth_of_its_heads_exact() -> None:
+    model, tokenizer = loaded(load_smollm2)
+    ordinary = data.paragraphs("heldout", 6)
+    pairs = data.paragraphs("heldout", 7, words=130)[1:]
+    exact = perplexity(model, tokenizer, ordinary, max_length=150), recall(model, tokenizer, pairs)
+    assert exact[1] < 1.4
+    before = write(model, tokenizer, 20)
+    recipe: dict[str, Any] = {"feature_map": None, "window": 64, "sinks": 4, "max_length": 320, "batch_size": 1}
+    texts = data.paragraphs("calibration", 6, words=250)
+    convert(model, calibration=texts, tokenizer=tokenizer, exact_heads=0.1, **recipe)
+    plan = plan_of(model)
+    assert plan.count("exact") <= 0.1 * plan.num_heads
+    assert plan.cache_bytes(4000) < plan.cache_bytes(4000, converted=False) / 3
+    assert perplexity(model, tokenizer, ordinary, max_length=150) / exact[0] <= 1.03
+    assert recall(model, tokenizer, pairs) <= 2.0
+    assert write(model, tokenizer, 20)[:30] == before[:30]
+    revert(model)
+    convert(model, calibration=texts[:2], tokenizer=tokenizer, **recipe)
+    assert recall(model, tokenizer, pairs) > 10  # without them, recall is gone
+
+
+@pytest.mark.slow
+def test_smollm2_decodes_in_less_memory_and_time_than_its_cache() -> None:
+    model, _ = loaded(load_smollm2)
+    times: dict[str, list[float]] = {"exact": [], "linear": []}
+    exact_heads = [(i, 3 * (i % 3)) for i in range(27)]
+    for _ in range(2):
+        seconds, size = decoding_cost(model, 4000)
+        times["exact"].append(seconds)
+        convert(model, None, window=64, sinks=4, exact_heads=exact_heads)
+        seconds, small = decoding_cost(model, 4000)
+        times["linear"].append(seconds)
+        assert small < size / 3
+        revert(model)
+    assert min(times["linear"]) < min(times["exact"])
+
+
+@pytest.mark.slow
+def test_smollm2_recurrent_and_full_logits_agree() -> None:
+    model, tokenizer = loaded(load_smollm2)
+    texts = data.paragraphs("calibration", 2, words=150)
+    convert(
+        model, calibration=texts, tokenizer=tokenizer, num_features=64, window=64, sinks=4, select=False, max_length=200
+    )
+    ids = tokenizer(data.paragraphs("heldout", 1, words=150)[0], return_tensors="pt").input_ids[:, :150]
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        parts = [model(ids[:, :100], past_key_values=cache).logits]
+        held = cache_bytes(cache)
+        parts += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(100, 150)]
+    assert all(isinstance(layer, RecurrentLayer) for layer in cache.layers)
+    assert cache_bytes(cache) == held
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=0)
