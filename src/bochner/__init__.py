@@ -14,7 +14,9 @@ from bochner import (
     matvec,
     nn,
     parallel,
+    polyfit,
     sketches,
+    taylor,
     theory,
 )
 from bochner._checks import BochnerError, BochnerWarning
@@ -69,10 +71,12 @@ __all__ = [
     "merge",
     "nn",
     "parallel",
+    "polyfit",
     "read",
     "revert",
     "sketches",
     "sparsity",
+    "taylor",
     "theory",
 ]
 
