@@ -46,7 +46,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=8, help="held-out texts for each figure")
     parser.add_argument("--threads", type=int, default=2)
@@ -54,7 +54,11 @@ def main() -> None:
     parser.add_argument("--json", default="", help="write the rows to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    model, tokenizer = load_smollm2()
+    try:
+        model, tokenizer = load_smollm2()
+    except data.ArtefactUnavailable as error:
+        print(f"skipped: {error}")
+        return 0
     ordinary = data.paragraphs("heldout", arguments.texts)
     long = data.paragraphs("heldout", max(1, arguments.texts // 2), words=350)
     pairs = data.paragraphs("heldout", arguments.texts + 1, words=130)[1:]
@@ -100,7 +104,14 @@ def main() -> None:
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as f:
             json.dump({"exact": exact, "rows": rows}, f, indent=1)
+    found = {row["recipe"]: row for row in rows}
+    bare, best = found.get("window + sinks"), found.get("window + sinks, 10 % exact")
+    if bare is None or best is None:
+        return 0
+    holds = bare["recall"] > 10 and best["ratio"] <= 1.03 and best["recall"] <= 2.0 and best["memory"] <= 1 / 3
+    print(f"claim {'holds' if holds else 'does not hold'}: ratio {best['ratio']:.3f}, recall {best['recall']:.2f}")
+    return int(not holds)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

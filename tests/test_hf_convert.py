@@ -71,6 +71,14 @@ def test_revert_restores_the_model_bit_by_bit() -> None:
         revert(model)
 
 
+def test_revert_gives_back_the_kind_of_softmax_there_was() -> None:
+    model = bert()
+    model.set_attn_implementation("eager")
+    convert(model, calibration=texts_as_batches(), num_features=16)
+    revert(model)
+    assert model.config._attn_implementation == "eager"
+
+
 def test_converting_twice_is_refused() -> None:
     model = convert_bert()
     with pytest.raises(BochnerError, match="converted already"):
@@ -233,6 +241,34 @@ def test_a_saved_base_model_loads_under_a_head(tmp_path: Path) -> None:
     with torch.no_grad():
         hidden = loaded.bert(**x)[0]
     assert torch.equal(hidden, outputs(model, x))
+
+
+@pytest.mark.parametrize("change", [{"num_features": 8}, {"feature_map": "optimal"}, {"kinds": ["window"] * 4}])
+def test_a_checkpoint_of_another_map_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    convert_bert(window=6, select=False).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for layer in config["bochner"]["layers"]:
+        layer.update(change)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BochnerError, match="not those of the plan"):
+        transformers.AutoModel.from_pretrained(tmp_path)
+
+
+def test_a_model_that_was_not_converted_loads_as_before(tmp_path: Path) -> None:
+    model = bert()
+    model.save_pretrained(tmp_path)
+    loaded, info = transformers.AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert torch.equal(outputs(loaded.eval()), outputs(model))
+
+
+def test_an_encoder_decoder_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = build("bart", SEQ2SEQ)
+    batches = [{**b, "decoder_input_ids": b["input_ids"][:, :30]} for b in texts_as_batches()]
+    convert(model, calibration=batches, num_features=16, window=6)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(outputs(loaded), outputs(model))
 
 
 def test_an_encoder_decoder_converts_its_cross_attention() -> None:

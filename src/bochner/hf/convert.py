@@ -139,14 +139,18 @@ def convert(
     return model
 
 
-def revert(model: Any, attn_implementation: str = "sdpa") -> Any:
-    """Undo `convert`: softmax attention again, nothing of the conversion left; returns the model."""
+def revert(model: Any, attn_implementation: str | None = None) -> Any:
+    """Undo `convert`: softmax attention again, nothing of the conversion left; returns the model.
+
+    `attn_implementation`: which softmax; default the one the model had before.
+    """
     if hasattr(model, "tokenize") and hasattr(model, "encode"):
         revert(_inside(model)[0], attn_implementation)
         return model
     plan_of(model)
     strip(model)
-    model.set_attn_implementation(attn_implementation)
+    before = model.__dict__.pop("_bochner_before", "sdpa")
+    model.set_attn_implementation(attn_implementation or before)
     return model
 
 

@@ -6,6 +6,7 @@ implementation by name, so that a process that does not know `bochner` raises in
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,10 @@ from bochner.hf.plan import Plan
 
 KEY = "bochner"
 CHILD = "linear_attn"
+MISFIT = (
+    "The maps in this checkpoint are not those of the plan in its config.json: it was saved from another conversion, "
+    "or edited. Convert the original model again with this plan."
+)
 
 
 def find_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
@@ -50,6 +55,8 @@ def equip(model: nn.Module, plan: Plan, layers: dict[str, LinearAttention] | Non
             index = getattr(module, "layer_idx", None)
             module._bochner_hook = install_hook(module, place if index is None else index)
     config: Any = model.config
+    before = config._attn_implementation_internal
+    model.__dict__.setdefault("_bochner_before", "sdpa" if before in (None, NAME) else before)
     config.bochner = plan.to_dict()
     config.attn_implementation = NAME
     for part in own_configs(model):
@@ -90,6 +97,15 @@ def own_configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
+class _Building(threading.local):
+    """The plan of the model that is being loaded."""
+
+    plan: Plan | None = None
+
+
+_building = _Building()
+
+
 def equip_models_when_built(base: Any) -> None:
     """Make `from_pretrained` of a saved conversion build its maps before the weights are read."""
     if getattr(base, "_bochner_equips", False):
@@ -106,6 +122,24 @@ def equip_models_when_built(base: Any) -> None:
             except BochnerError:
                 return  # a part of the model that holds none of the plan's modules
             equip(self, plan)
+            _building.plan = plan
+
+    load = base.from_pretrained.__func__
+
+    def from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        _building.plan = None
+        try:
+            model, info = load(cls, *args, output_loading_info=True, **kwargs)
+        except RuntimeError as error:
+            if _building.plan is not None and "mismatched_sizes" in str(error):
+                raise BochnerError(MISFIT) from error
+            raise
+        lost = [str(k) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for k in info.get(kind, ())]
+        # A conversion read as what it is has all its maps; one read without its plan is refused by its name.
+        if any(f".{CHILD}." in key for key in lost):
+            raise BochnerError(MISFIT)
+        return (model, info) if output_loading_info else model
 
     base.post_init = equipped_post_init
+    base.from_pretrained = classmethod(from_pretrained)
     base._bochner_equips = True
