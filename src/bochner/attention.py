@@ -31,22 +31,25 @@ from bochner._checks import (
     one_of,
     positive_float,
 )
-from bochner.features import FeatureMap, Features
+from bochner.features import HEADROOM, FeatureMap, Features
 from bochner.maps import feature_map
 from bochner.state import (
     MASKED,
     Partial,
     State,
     absorb,
+    any_lost,
     cat_rows,
     empty_state,
     flatten_groups,
+    lost_below,
     merge,
     normalize_partial,
     read,
     read_partial,
     spread_mask,
     unflatten_groups,
+    widen,
 )
 
 __all__ = [
@@ -130,6 +133,7 @@ def linear_attention(
         ]
         return torch.cat(parts, dim=-2)
 
+    given = state
     with torch.autocast(q.device.type, enabled=False):
         exact_terms = window is not None or sinks > 0
         flags = (recompute, normalize, on_small_normalizer, exact_terms, is_causal)
@@ -149,8 +153,15 @@ def linear_attention(
             out, state = call.causal(q, k, v, key_padding_mask, state, call.finish)
         else:
             out, state = call.bidirectional(q, k, v, key_padding_mask, call.finish)
-        call.report(state, q, k, v)
+        lost = call.report(state, q, k, v)
     out = out.reshape(*q.shape[:-1], v.shape[-1])
+    if lost and q.dtype != torch.float64 and q.device.type != "mps":
+        # Some rows' terms span more than float32 holds (from about 10 sigma on), and such rows are zero so far. Taking
+        # them, and only them, from float64 leaves every other row's rounding alone.
+        how: dict[str, Any] = {"is_causal": is_causal, "key_padding_mask": key_padding_mask, "scale": scale}
+        how |= {"window": window, "sinks": sinks, "state": None if given is None else widen(given)}
+        wide = linear_attention(q.double(), k.double(), v.double(), phi, **how, recompute=recompute)
+        out = torch.where((out == 0).all(-1, keepdim=True), wide.to(out.dtype), out)
     return (out, state) if return_state else out
 
 
@@ -175,6 +186,8 @@ class _Call:
         self.phi, self.root, self.normalize, self.policy = phi, root, normalize, policy
         self.groups = q.shape[1] // k.shape[1]
         self.out_dtype, self.dtype = q.dtype, accumulation_dtype(q.dtype)
+        raised = type(phi).prepare_attention is not FeatureMap.prepare_attention
+        self.floor = lost_below(self.dtype, HEADROOM if raised else 0.0)
         query = phi.prepare_attention("query", scale_cancels=scale_cancels, rows_alone=rows_alone)
         key = phi.prepare_attention("key", rows_alone=rows_alone)
         self.query: Callable[[Tensor], Features] = lambda x: query(x.to(self.dtype) * root)
@@ -186,28 +199,33 @@ class _Call:
         lead = q.shape[0] * k.shape[1]
         elements = BLOCK_ELEMENTS * (1 if q.device.type == "cpu" else 64) * (4 if self.recompute else 1)
         self.rows = max(64, elements // (lead * phi.feature_dim) // 64 * 64)
-        self.health: list[tuple[Tensor, Tensor | None, int]] | None = [] if not self.tracing else None
+        self.health: list[tuple[Tensor, Tensor, int]] | None = [] if not self.tracing else None
 
     def finish(self, partial: Partial) -> Tensor:
         """The output rows of a partial result; what `report` needs is noted."""
         if not self.normalize:
             return (partial.num * partial.log_ref.exp()).to(self.out_dtype)
-        out, small = normalize_partial(partial, self.policy)
+        out, small = normalize_partial(partial, self.policy, self.floor)
         if self.health is not None:
-            count = None if small is None else small.sum()
-            self.health.append((partial.den.detach().sum(), count, partial.den.numel()))
+            trouble = any_lost(partial, self.floor) if small is None else small.sum()
+            self.health.append((partial.den.detach().sum(), trouble, partial.den.numel()))
         return out.to(self.out_dtype)
 
-    def report(self, state: State | None, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Refuse non-finite inputs, which show in the small sums; count the rows with a small normaliser."""
+    def report(self, state: State | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Refuse non-finite inputs, which show in the small sums; count the rows with a small normaliser.
+
+        True if the normaliser of a row of a positive map was lost to underflow.
+        """
         health, self.health = self.health, None  # a recomputed block notes nothing
         if health is None:
-            return
+            return False
         sums = [den for den, _, _ in health] + [t.detach().sum() for t in (state or ())[:2]]
         if not all(math.isfinite(float(t)) for t in sums):
             for x, name in ((q, "q"), (k, "k"), (v, "v")):
                 finite(x, name, "linear_attention")
-        count = sum(int(small) for _, small, _ in health if small is not None)
+        count = sum(int(trouble) for _, trouble, _ in health)
+        if self.phi.positive:
+            return count > 0
         if count:
             message = (
                 f"{count} of {sum(rows for _, _, rows in health)} attention rows have a normaliser near or below zero: "
@@ -216,6 +234,7 @@ class _Call:
             if self.policy == "raise":
                 raise BochnerError(f"{message}, or on_small_normalizer='clamp'.")
             warnings.warn(f"{message} (policy: {self.policy}).", BochnerWarning, stacklevel=3)
+        return False
 
     def run(self, block: Callable[..., Any], *args: Any) -> Any:
         """A block, its features recomputed in the backward pass if there will be one."""

@@ -300,11 +300,11 @@ def exponential(
 
 
 def _all_within(peak: Tensor, headroom: float) -> bool:
-    """Every |peak| at most `headroom`; False where to look would cost a synchronisation, a graph or a gradient."""
+    """Every peak between 0 and `headroom`; False where to look would cost a synchronisation, a graph or a gradient."""
     if peak.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
     low, high = peak.aminmax()
-    return -headroom <= float(low) and float(high) <= headroom
+    return float(low) >= 0 and float(high) <= headroom
 
 
 class PositiveFeatures(ExponentialFeatures):

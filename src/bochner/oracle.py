@@ -83,13 +83,14 @@ def attention_matrix(
     check_mask(key_padding_mask, k, "attention_matrix")
     root = math.sqrt(check_scale(scale, q, "attention_matrix"))
     n, s, g = q.shape[-2], k.shape[-2], k.shape[1]
-    fq = phi(q.reshape(q.shape[0], g, -1, q.shape[-1]) * root, "query")
-    fk = phi(k * root, "key")
+    # In float64: the terms of a weight can span more than float32 holds.
+    fq = phi(q.double().reshape(q.shape[0], g, -1, q.shape[-1]) * root, "query")
+    fk = phi(k.double() * root, "key")
     # One shift per query row (over its keys, causal or not, a row's weights are relative) keeps exponents finite.
     exponent = fk.log_scale.mT.unflatten(-2, (1, 1)) + fq.log_scale.unflatten(-2, (q.shape[1] // g, n))
     products = (fq.values @ fk.values.mT).unflatten(-2, (q.shape[1] // g, n))
     hidden = _hidden(n, s, 0, is_causal, key_padding_mask, q.device)[:, :, None]
-    x, y, _ = _scaled(q, k, k, root)
+    x, y, _ = _scaled(q.double(), k.double(), k.double(), root)
     exact = _log_kernel(x, y, "gaussian" if phi.kernel == "gaussian" else "softmax").view_as(products)
     near = _near(n, s, window, sinks, key_padding_mask, q.device)[:, :, None]
     exponent = torch.where(near, exact, exponent).masked_fill(hidden, -torch.inf)

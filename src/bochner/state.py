@@ -6,6 +6,7 @@ running maximum. `absorb` adds keys, `merge` joins two states, `read` answers qu
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -119,7 +120,8 @@ def read(state: State, features: Features, *, positive: bool = True) -> Tensor:
 
     `positive=False` for signed maps: normalisers near or below zero are raised to a floor.
     """
-    return normalize_partial(read_partial(state, features, positive=positive), "clamp")[0]
+    partial = read_partial(state, features, positive=positive)
+    return normalize_partial(partial, "clamp", lost_below(partial.den.dtype))[0]
 
 
 def read_partial(state: State, features: Features, *, positive: bool) -> Partial:
@@ -154,8 +156,11 @@ def unflatten_groups(partial: Partial, r: int) -> Partial:
     return Partial(*(None if t is None else t.unflatten(2, (r, -1)) for t in partial))  # type: ignore[arg-type]
 
 
-def normalize_partial(partial: Partial, policy: str) -> tuple[Tensor, Tensor | None]:
-    """num / den, zeros where nothing was attended to; and, for signed maps, which normalisers were too small."""
+def normalize_partial(partial: Partial, policy: str, floor: float) -> tuple[Tensor, Tensor | None]:
+    """num / den, zeros where nothing was attended to; and, for signed maps, which normalisers were too small.
+
+    Positive maps give zeros also where the normaliser is lost: below `floor`, see `lost_below`.
+    """
     num, den, _, bound = partial
     small = None
     if bound is not None:
@@ -163,8 +168,33 @@ def normalize_partial(partial: Partial, policy: str) -> tuple[Tensor, Tensor | N
         if policy == "zero":
             num = num.masked_fill(small, 0)
         den = torch.where(small, (SMALL_NORMALIZER * bound).clamp_min(torch.finfo(den.dtype).tiny), den)
-    # Where the normaliser is exactly zero, so is the numerator: nothing was attended to.
-    return num / den.masked_fill(den == 0, 1), small
+        # Where the normaliser is exactly zero, so is the numerator: nothing was attended to.
+        return num / den.masked_fill(den == 0, 1), small
+    lost = den < floor
+    return num.masked_fill(lost, 0) / den.masked_fill(lost, 1), None
+
+
+def lost_below(dtype: torch.dtype, headroom: float = 0.0) -> float:
+    """The normaliser of a positive map below which terms of it may have underflowed and its gradient may overflow.
+
+    `headroom`: the logarithm of the largest feature. In float32 a normaliser then spans 70 of the 88 + 103 powers of e
+    from the largest product down; the rest is for the number of terms, their rounding, and the backward pass.
+    """
+    return math.exp(2 * headroom - 70) if dtype == torch.float32 else 1e-200
+
+
+def any_lost(partial: Partial, floor: float) -> Tensor:
+    """Whether a row has keys to attend to and yet, for a positive map, a normaliser that underflowed."""
+    return ((partial.den.detach() < floor) & (partial.log_ref.detach() > 0.5 * EMPTY)).any()
+
+
+def widen(state: State) -> State:
+    """A state in float64."""
+    window = state.window
+    if window is not None:
+        parts = (t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in window)
+        window = WindowState(*parts)  # type: ignore[arg-type]
+    return State(state.kv.double(), state.norm.double(), state.log_scale.double(), window)
 
 
 def spread_mask(mask: Tensor) -> Tensor:
