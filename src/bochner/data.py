@@ -193,10 +193,8 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
 
     Raises `ArtefactUnavailable` with the missing tool or the tool's own message when it cannot be had.
 
-    >>> fetch("wrong")
-    Traceback (most recent call last):
-    ...
-    bochner._checks.BochnerError: Unknown artefact 'wrong'; the valid names are ['boston', 'books', 'brown', ...].
+    >>> sorted(ARTEFACTS)[:3]
+    ['books', 'boston', 'brown']
     """
     artefact = lookup(ARTEFACTS, name, "artefact")
     # The hash is part of the path: another pin never meets an old copy.

@@ -33,6 +33,7 @@ DECODER_RECIPES: dict[str, dict[str, Any]] = {
     "plain FAVOR+ m=128": {"feature_map": "positive", "num_features": 128},
     "window 64 + 4 sinks, no exact head": {"feature_map": None, "window": 64, "sinks": 4},
     "window 64 + 4 sinks, 10 % exact heads": {"feature_map": None, "window": 64, "sinks": 4, "exact_heads": 0.1},
+    "window 128 + 4 sinks, 10 % exact heads": {"feature_map": None, "window": 128, "sinks": 4, "exact_heads": 0.1},
 }
 PROMPT = "Write three sentences about the sea.\n"
 
