@@ -268,3 +268,9 @@ def test_the_global_random_state_is_left_alone(points):
     KernelOperator(points, bandwidth=1.0, method="cells").matvec_with_certificate(np.ones(900))
     assert torch.equal(before, torch.random.get_rng_state())
     assert np.array_equal(numpy_before, np.random.get_state()[1])  # noqa: NPY002
+
+
+def test_the_reported_row_sum_is_the_mean_row_sum(points):
+    K = KernelOperator(points, bandwidth=2.0, method="cells")
+    truth = dense(points, points, 2.0).sum(1)
+    assert K._planned.mean_row_sum == pytest.approx(truth.mean(), rel=0.2)

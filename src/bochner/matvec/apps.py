@@ -12,7 +12,6 @@ from scipy.sparse.linalg import LinearOperator, cg, eigsh
 from torch import Tensor
 
 from .._checks import BochnerError, make_generator, one_of, positive_float, positive_int
-from .exact import COLUMNS
 from .inputs import as_points
 from .operator import KernelOperator
 from .sparsity import reduce_attention
@@ -78,9 +77,8 @@ class KernelDensity(_Estimator):
         if not np.any(self.weight_):
             raise BochnerError("The 'sample_weight' of KernelDensity.fit is zero everywhere.")
         self.operator_ = KernelOperator(
-            points[:1], points, bandwidth=self.bandwidth, eps=self.eps, method="exact", seed=self.seed
+            points[:1], points, bandwidth=self.bandwidth, eps=self.eps, method=self.method, seed=self.seed
         )
-        self.operator_.requested = self.method
         self.n_features_in_ = points.shape[1]
         return self
 
@@ -160,9 +158,8 @@ class NadarayaWatson(_Estimator):
         points = as_points(X, "X")
         self.y_ = _targets(y, points.shape[0], "NadarayaWatson.fit")
         self.operator_ = KernelOperator(
-            points[:1], points, bandwidth=self.bandwidth, eps=self.eps, method="exact", seed=self.seed
+            points[:1], points, bandwidth=self.bandwidth, eps=self.eps, method=self.method, seed=self.seed
         )
-        self.operator_.requested = self.method
         return self
 
     def predict(self, X: Any) -> np.ndarray:
@@ -197,18 +194,11 @@ def attention(
     eps / mass. With sharp attention that is every row, and this is exact attention; it pays when tokens attend
     to many keys near them.
     """
-    q_reduced, k_reduced = reduce_attention(q, k)
-    K = KernelOperator(q_reduced, k_reduced, bandwidth=q.shape[1] ** 0.25, eps=eps, method=method, seed=seed)
     if v.ndim != 2 or v.shape[0] != k.shape[0]:
         raise BochnerError(f"The 'v' of attention must have shape ({k.shape[0]}, v), got {tuple(v.shape)}.")
-    table = torch.cat([torch.ones(len(v), 1, dtype=torch.float64), v.double()], 1)
-    product = (K @ table).double()
-    out = product[:, 1:] / product[:, :1].clamp_min(1e-300)
-    small = (product[:, 0] < exact_below).nonzero()[:, 0]
-    for rows in small.split(COLUMNS):
-        logits = q[rows].double() @ k.double().T / math.sqrt(q.shape[1])
-        out[rows] = torch.softmax(logits, 1) @ v.double()
-    return out.to(v.dtype)
+    q_reduced, k_reduced = reduce_attention(q, k)
+    K = KernelOperator(q_reduced, k_reduced, bandwidth=q.shape[1] ** 0.25, eps=eps, method=method, seed=seed)
+    return _quotient(K, v, exact_below)[0].to(v.dtype)
 
 
 def top_eigenvalues(K: KernelOperator, k: int = 1, *, method: str = "eigsh", tol: float = 1e-3) -> np.ndarray:

@@ -26,6 +26,7 @@ from .planning import Planned, make_plan
 
 METHODS = ("auto", "exact", "cells", "paper", "features")
 SMALL = 1 << 24  # pairs below which exact is simply fastest
+HOLD_OUT_ROWS = 1024
 WORTHWHILE = 0.5  # of the exact cost: above, approximating does not pay
 FLOORS = {torch.float32: 1e-6, torch.float64: 1e-13}
 RESOLUTION = 0.5  # of eps: m rows can miss a fraction 3/m of bad ones, so an estimate never claims less
@@ -34,8 +35,8 @@ RESOLUTION = 0.5  # of eps: m rows can miss a fraction 3/m of bad ones, so an es
 class KernelOperator(LinearOperator):
     """The matrix `K_ij = exp(-|q_i - k_j|^2 / (2 sigma^2))` as an operator: `y = K @ x` for any signed x.
 
-    The contract is |Kx - y|_2 <= eps |x|_2. Every product is checked against exact hold-out rows (512 of
-    them) and repaired when they say otherwise: more pairs first, exact at last. `matvec_with_certificate` states
+    The contract is |Kx - y|_2 <= eps |x|_2. Every product is checked against exact hold-out rows (1,024
+    of them) and repaired when they say otherwise: more pairs first, exact at last. `matvec_with_certificate` states
     how large the error can be and how surely.
 
     Args:
@@ -372,13 +373,12 @@ class KernelOperator(LinearOperator):
         for attempt in range(8):
             confidence = 1 - (1 - self.confidence) * 0.5 ** (attempt + 1)
             generator = torch.Generator().manual_seed(self.seed + 7919 * (attempt + 1))
-            rows = 1024 if attempt or certify else min(1024, max(512, self.shape[0] // 64))
-            held = hold_out(value, truth, scores, rows, confidence, generator)
+            held = hold_out(value, truth, scores, HOLD_OUT_ROWS, confidence, generator)
             bad = (held.bound > limit).nonzero()[:, 0]
             if bad.numel() == 0:
                 break
             if attempt == 0:
-                continue  # the first check is small: look again before spending more
+                continue  # one draw can look worse than it is: draw again before spending more
             fraction = max(0.01, 4 * fraction)
             better = None if fraction > WORTHWHILE or adjoint else engine.repair(x[:, bad], fraction)
             if better is None:
@@ -447,7 +447,7 @@ class KernelOperator(LinearOperator):
                         value,
                         self._exact_rows(table, False, True),
                         [*applied.scores, row_bound],
-                        1024,
+                        HOLD_OUT_ROWS,
                         1 - (1 - self.confidence) / 2,
                         torch.Generator().manual_seed(self.seed + 7919 * (16 + len(repairs))),
                         row_bound.double() + rounding,

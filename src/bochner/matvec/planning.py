@@ -18,7 +18,7 @@ from torch import Tensor
 from .cells import KeyIndex, Plan, segment_sum, sort_queries
 from .exact import FLOOR, ROWS, Tiles, left, right, rounding_error
 
-RANDOM_SHARE, COHERENT_SHARE = 0.1, 0.3  # of eps; a random x at eps/10 leaves room for the worst single column
+RANDOM_SHARE, COHERENT_SHARE = 0.1, 0.15  # of eps; a random x at eps/10 leaves room for the worst single column
 JUDGED_ROWS = 512  # at least; one per query cell
 FRACTIONS = [0.0, *(2.0 ** (-k / 2) for k in range(16, 0, -1))]  # of all pairs, tried as near pairs
 
@@ -117,7 +117,7 @@ def make_plan(
     to_judge, cell = rows_of_every_cell(start, rounds, generator)
     _, seen = sampled_rows(index, queries[to_rank], local, tiles)
     mass, squared = sampled_rows(index, queries[to_judge], local, tiles)
-    weight = start.diff()[cell].to(z.dtype) * (cell.numel() / n)
+    weight = start.diff()[cell].to(z.dtype) * (ranked.numel() / n)  # one on average
     guess = torch.mm(queries[to_judge], index.blurred().T).clamp_min_(FLOOR).exp2_() * index.count
     measured = torch.zeros_like(cost, dtype=z.dtype).index_copy_(0, ranked, seen / index.count)
     density = torch.zeros_like(measured[0]).index_add_(0, cell, mass.sum(1) / rounds)
