@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,6 +55,12 @@ def peak_memory(call: Call) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+def bfloat16_works() -> bool:
+    """Whether this machine multiplies bfloat16 matrices: some virtual ones announce AMX and then die of it."""
+    probe = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+    return subprocess.run([sys.executable, "-c", probe], check=False, capture_output=True).returncode == 0
 
 
 def machine(threads: int) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""Low precision: finite on large inputs, and no worse than plain code in the same precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from naive import draw, draw_qkv, gradients
+from torch import Tensor
+
+from bochner import attention_matrix, feature_map, linear_attention
+from bochner.features import FeatureMap
+
+HALF = (torch.float16, torch.bfloat16)
+Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+
+
+def inputs(dtype: torch.dtype, sigma: float, d: int = 16, n: int = 300) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys of `sigma`, values of one, rounded to `dtype`."""
+    q, k, _ = draw_qkv(n, b=1, d=d, dtype=dtype, scale=sigma)
+    return q, k, draw(1, 2, n, d, seed=9, dtype=dtype)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """A matrix product that accumulates in float32 and rounds its result, as hardware does in half precision."""
+    return (a.float() @ b.float()).to(a.dtype)
+
+
+def plain_map_attention(phi: FeatureMap) -> Attention:
+    """The same estimator as a textbook writes it, every step in the input's dtype, stabilised by row maxima."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        w = phi.projection.matrix().to(q.dtype)
+        x, y = q * q.shape[-1] ** -0.25, k * k.shape[-1] ** -0.25
+        queries = product(x, w.mT)
+        keys = product(y, w.mT) - 0.5 * y.square().sum(-1, keepdim=True)
+        queries = (queries - queries.amax(-1, keepdim=True)).exp()
+        keys = (keys - keys.amax((-2, -1), keepdim=True)).exp()
+        weights = product(queries, keys.mT)
+        weights = weights.tril() if is_causal else weights
+        total = weights.sum(-1, keepdim=True)
+        return product(weights, v) / torch.where(total == 0, torch.ones_like(total), total)
+
+    return attend
+
+
+def plain_softmax_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """Softmax attention, every step in the input's dtype."""
+    logits = product(q * q.shape[-1] ** -0.5, k.mT)
+    if is_causal:
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+    return product(logits.softmax(-1), v)
+
+
+def error(got: Tensor, truth: Tensor) -> float:
+    return float((got.double() - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("sigma", [1.0, 3.0, 30.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("d", [16, 64])
+def test_error_is_at_most_twice_that_of_plain_code_for_the_same_map(
+    dtype: torch.dtype, sigma: float, is_causal: bool, d: int
+) -> None:
+    q, k, v = inputs(dtype, sigma, d)
+    phi = feature_map("positive", dim=d, num_features=4 * d)
+    truth = attention_matrix(q.double(), k.double(), phi, is_causal=is_causal) @ v.double()
+    got = linear_attention(q, k, v, phi, is_causal=is_causal)
+    assert got.dtype == dtype
+    assert got.isfinite().all()
+    plain = plain_map_attention(phi)(q, k, v, is_causal).nan_to_num(0)
+    assert error(got, truth) <= 2 * error(plain, truth)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("sigma", [1.0, 3.0, 10.0, 30.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_error_is_at_most_twice_that_of_plain_softmax_attention(
+    dtype: torch.dtype, sigma: float, is_causal: bool
+) -> None:
+    q, k, v = inputs(dtype, sigma)
+    wide = tuple(t.double() for t in (q, k, v))
+    phi = feature_map("positive", dim=16, num_features=64)
+    own = error(
+        linear_attention(q, k, v, phi, is_causal=is_causal),
+        attention_matrix(*wide[:2], phi, is_causal=is_causal) @ wide[2],
+    )
+    plain = error(plain_softmax_attention(q, k, v, is_causal), plain_softmax_attention(*wide, is_causal))
+    assert own <= 2 * plain
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("sigma", [3.0, 30.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_only_error_in_half_precision_is_that_of_rounding_the_output(
+    dtype: torch.dtype, sigma: float, is_causal: bool
+) -> None:
+    q, k, v = inputs(dtype, sigma, d=64)
+    phi = feature_map("positive", dim=64, num_features=256)
+    truth = attention_matrix(q.double(), k.double(), phi, is_causal=is_causal) @ v.double()
+    got = linear_attention(q, k, v, phi, is_causal=is_causal)
+    assert error(got, truth) <= 1.1 * error(truth.to(dtype), truth)
+
+
+@pytest.mark.parametrize("sigma", [1.0, 3.0, 10.0, 30.0, 50.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_single_precision_is_accurate_to_its_rounding(sigma: float, is_causal: bool) -> None:
+    """Logits grow as sigma^2, and so does what one rounding of them does to a weight."""
+    q, k, v = inputs(torch.float32, sigma, d=64)
+    phi = feature_map("positive", dim=64, num_features=256)
+    truth = attention_matrix(q.double(), k.double(), phi, is_causal=is_causal) @ v.double()
+    rounding = 2.0**-24 * max(100, 10 * sigma**2)
+    for got in (
+        linear_attention(q, k, v, phi, is_causal=is_causal),
+        attention_matrix(q, k, phi, is_causal=is_causal) @ v,
+    ):
+        assert error(got, truth) < rounding
+        assert (got != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("exact", [{}, {"window": 4, "sinks": 1}])
+def test_gradients_of_rows_beyond_single_precision_are_right(is_causal: bool, exact: dict[str, Any]) -> None:
+    q, k, v = inputs(torch.float32, 30.0, d=64)
+    phi = feature_map("positive", dim=64, num_features=256)
+    single, double = (
+        tuple(t.to(dtype).requires_grad_() for t in (q, k, v)) for dtype in (torch.float32, torch.float64)
+    )
+    for a, b in zip(
+        gradients(linear_attention(*single, phi, is_causal=is_causal, **exact), *single),
+        gradients(linear_attention(*double, phi, is_causal=is_causal, **exact), *double),
+        strict=True,
+    ):
+        assert error(a, b) < 1e-3
+
+
+def test_rows_beyond_single_precision_leave_the_others_and_the_past_alone() -> None:
+    q, k, v = inputs(torch.float32, 30.0, d=64)
+    phi = feature_map("positive", dim=64, num_features=256)
+    out = linear_attention(q, k, v, phi, is_causal=True)
+    for cut in (40, 200):
+        calm = (torch.cat([t[:, :, :cut], 0.01 * t[:, :, cut:]], dim=2) for t in (q, k))
+        assert torch.equal(linear_attention(*calm, v, phi, is_causal=True)[:, :, :cut], out[:, :, :cut])
+        assert torch.equal(
+            linear_attention(q[:, :, :cut], k[:, :, :cut], v[:, :, :cut], phi, is_causal=True)[:, :, :40],
+            out[:, :, :40],
+        )
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize("sigma", [3.0, 30.0, 300.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["positive", "hyperbolic", "calibrated", "relu", "exp"])
+def test_outputs_and_gradients_stay_finite(dtype: torch.dtype, sigma: float, is_causal: bool, name: str) -> None:
+    q, k, v = (t.requires_grad_() for t in inputs(dtype, sigma, n=150))
+    phi = feature_map(name, dim=16, num_features=32)
+    for exact in ({}, {"window": 4, "sinks": 1}):
+        out = linear_attention(q, k, v, phi, is_causal=is_causal, **exact)
+        assert out.isfinite().all()
+        assert float(out.detach().abs().max()) <= 1.01 * float(v.detach().abs().max())
+        assert all(t.isfinite().all() for t in gradients(out, q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_rounding_does_not_build_up_over_a_long_stream(dtype: torch.dtype) -> None:
+    """20,000 tokens in chunks: the error of the last rows is that of the first."""
+    q, k, v = draw_qkv(20_000, b=1, h=1, d=8, v=8, dtype=dtype)
+    phi = feature_map("positive", dim=8, num_features=16)
+    got = linear_attention(q, k, v + 1, phi, is_causal=True)
+    truth = linear_attention(q.double(), k.double(), (v + 1).double(), phi, is_causal=True)
+    first, last = (error(got[:, :, rows], truth[:, :, rows]) for rows in (slice(100, 1100), slice(-1000, None)))
+    assert last <= 3 * first
