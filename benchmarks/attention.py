@@ -456,7 +456,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         results["times"] += measure_times(LENGTHS[::2], single, ["forward+backward"], budget=1.5)
         results["times"] += measure_times(LENGTHS[::2], both[1:], ["forward", "forward+backward"], budget=1.0)
         results["memory"] = measure_memory(LENGTHS[::2])
-        results["crossover"] = measure_crossover(LENGTHS[:7], CROSSOVER_FEATURES, budget=1.0)
+        results["crossover"] = measure_crossover(LENGTHS[:6], CROSSOVER_FEATURES, budget=1.0)
         results["decoding"] = measure_decoding(budget=2.0)
     results["claims"] = claims(results)
     print("\n" + tables(results))

@@ -105,7 +105,7 @@ def test_the_only_error_in_half_precision_is_that_of_rounding_the_output(
     assert error(got, truth) <= 1.1 * error(truth.to(dtype), truth)
 
 
-@pytest.mark.parametrize("sigma", [1.0, 3.0, 10.0, 30.0, 50.0])
+@pytest.mark.parametrize("sigma", [1.0, 3.0, 10.0, 30.0])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_single_precision_is_accurate_to_its_rounding(sigma: float, is_causal: bool) -> None:
     """Logits grow as sigma^2, and so does what one rounding of them does to a weight."""
@@ -113,10 +113,8 @@ def test_single_precision_is_accurate_to_its_rounding(sigma: float, is_causal: b
     phi = feature_map("positive", dim=64, num_features=256)
     truth = attention_matrix(q.double(), k.double(), phi, is_causal=is_causal) @ v.double()
     rounding = 2.0**-24 * max(100, 10 * sigma**2)
-    for got in (
-        linear_attention(q, k, v, phi, is_causal=is_causal),
-        attention_matrix(q, k, phi, is_causal=is_causal) @ v,
-    ):
+    matrix = attention_matrix(q, k, phi, is_causal=is_causal)
+    for got in (linear_attention(q, k, v, phi, is_causal=is_causal), matrix @ v):
         assert error(got, truth) < rounding
         assert (got != 0).any(-1).all()
 
@@ -126,9 +124,8 @@ def test_single_precision_is_accurate_to_its_rounding(sigma: float, is_causal: b
 def test_gradients_of_rows_beyond_single_precision_are_right(is_causal: bool, exact: dict[str, Any]) -> None:
     q, k, v = inputs(torch.float32, 30.0, d=64)
     phi = feature_map("positive", dim=64, num_features=256)
-    single, double = (
-        tuple(t.to(dtype).requires_grad_() for t in (q, k, v)) for dtype in (torch.float32, torch.float64)
-    )
+    single = tuple(t.clone().requires_grad_() for t in (q, k, v))
+    double = tuple(t.double().requires_grad_() for t in (q, k, v))
     for a, b in zip(
         gradients(linear_attention(*single, phi, is_causal=is_causal, **exact), *single),
         gradients(linear_attention(*double, phi, is_causal=is_causal, **exact), *double),
