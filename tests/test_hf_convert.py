@@ -16,7 +16,17 @@ transformers = pytest.importorskip("transformers")
 from hf_models import GROUPED, REFUSED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
 from bochner import BochnerError  # noqa: E402
-from bochner.hf import LayerPlan, Plan, convert, layers_of, plan_of, relative_errors, revert  # noqa: E402
+from bochner.hf import (  # noqa: E402
+    LayerPlan,
+    Plan,
+    convert,
+    layers_of,
+    observe,
+    plan_of,
+    redraw_,
+    relative_errors,
+    revert,
+)
 from bochner.hf.layer import exact  # noqa: E402
 
 
@@ -145,8 +155,62 @@ def test_the_exact_heads_are_those_that_look_far_away() -> None:
     assert plan_of(model).count("exact") == 1
 
 
+def test_the_scores_of_a_language_model_add_up_to_what_exactness_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The gradient integrated along the gates is the difference of the losses at its ends.
+    monkeypatch.setattr(observe, "GATES", tuple((i + 0.5) / 12 for i in range(12)))
+    model = build("llama", GROUPED, head="AutoModelForCausalLM", std=0.15)
+    convert(model, None, window=4, sinks=1, calibration=texts_as_batches(), exact_heads=0.25)
+    plan = plan_of(model)
+    assert plan.count("exact") == 2
+    revert(model)
+    total = sum(score for layer in plan.layers for score in layer.scores or [])
+    tokens = torch.cat([b["input_ids"].flatten() for b in texts_as_batches()])
+    losses = []
+    for exact_heads in (0.0, 1.0):
+        convert(model, None, window=4, sinks=1, calibration=texts_as_batches(), exact_heads=exact_heads)
+        found = []
+        for i in range(3):
+            a, b = tokens[240 * i : 240 * (i + 1)].split(120)
+            ids = torch.cat([a, b, a])[None]
+            with torch.no_grad():
+                logits = model(ids, use_cache=False).logits[:, -120:-1]
+            found.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, -119:]))
+        losses.append(torch.stack(found).mean().item())
+        revert(model)
+    assert total == pytest.approx(losses[0] - losses[1], rel=0.05)
+    best = max(range(8), key=lambda i: [s for x in plan.layers for s in x.scores or []][i])
+    assert plan.layers[best // 4].kinds[best % 4] == "exact"
+
+
+def test_auto_keeps_at_most_a_tenth_and_groups_stay_whole() -> None:
+    settings = {**GROUPED, "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 64}
+    model = build("llama", settings, head="AutoModelForCausalLM", std=0.4)
+    convert(model, None, window=4, calibration=texts_as_batches(), exact_heads="auto")
+    assert plan_of(model).count("exact") <= 3
+    revert(model)
+    convert(model, None, window=4, calibration=texts_as_batches(), exact_heads=4 / 32, exact_unit="group")
+    plan = plan_of(model)
+    assert plan.count("exact") == 4
+    assert sum(len(layer.kv_heads_of("exact")) for layer in plan.layers) == 2
+
+
+def test_redrawing_is_the_same_on_every_rank_and_keeps_calibration() -> None:
+    a, b = convert_bert(), convert_bert()
+    before = {n: x.map_norm["kernel"].basis_query.clone() for n, x in layers_of(a).items()}
+    first = outputs(a)
+    redraw_(a, 7)
+    assert not torch.allclose(outputs(a), first)
+    redraw_(b, 3)
+    redraw_(b, 7)
+    assert torch.equal(outputs(a), outputs(b))
+    for name, layer in layers_of(a).items():
+        assert torch.equal(layer.map_norm["kernel"].basis_query, before[name])
+    weights = [x.map_norm["kernel"].projection.weight for x in layers_of(a).values()]
+    assert not torch.equal(weights[0], weights[1])
+
+
 def test_heads_whose_kernel_does_not_help_go_without() -> None:
-    model = convert_bert(feature_map="positive", num_features=2, window=8, sinks=1)
+    model = convert_bert(feature_map="positive", num_features=2, window=8, sinks=1, select=True)
     assert plan_of(model).count("window") > 0
     kept = convert_bert(feature_map="positive", num_features=2, window=8, sinks=1, select=False)
     assert plan_of(kept).count("window") == 0

@@ -75,6 +75,10 @@ class Advice:
             cells = "  ".join(f"{mean[n]:{c}.3f}" for n, c in zip(names, columns, strict=True))
             name = (layer or "mean of all").ljust(width)
             lines.append(f"{name}  {q:4.1f} {k:4.1f}  {logit:6.1f}  {entropy:5.2f}   {outside:5.2f}   {cells}")
+        theory_means = [
+            f"{n} {sum(h.predicted[n] for h in self.heads) / len(self.heads):.2f}" for n in self.heads[0].predicted
+        ]
+        lines.append("predicted by theory for iid projections (1 is hopeless): " + ", ".join(theory_means))
         counts: dict[str, int] = {}
         for h in self.heads:
             counts[h.verdict] = counts.get(h.verdict, 0) + 1

@@ -11,7 +11,7 @@ except ImportError as error:
 
 from bochner.hf.cache import RecurrentLayer, cache_bytes
 from bochner.hf.capture import discover, recording
-from bochner.hf.convert import convert, layers_of, plan_of, relative_errors, revert
+from bochner.hf.convert import convert, layers_of, plan_of, redraw_, relative_errors, revert
 from bochner.hf.interface import register, supported
 from bochner.hf.layer import LinearAttention
 from bochner.hf.plan import LayerPlan, Plan
@@ -27,6 +27,7 @@ __all__ = [
     "layers_of",
     "plan_of",
     "recording",
+    "redraw_",
     "register",
     "relative_errors",
     "revert",

@@ -110,10 +110,10 @@ class RecurrentLayer(CacheLayerMixin):
         self._select(lambda t: t[indices])
 
     def offload(self) -> None:
-        self._select(lambda t: t.to("cpu", non_blocking=True))
+        """States are small: they stay where they are."""
 
     def prefetch(self) -> None:
-        """States are small and move with the next call."""
+        """There is nothing to bring back."""
 
     def _select(self, f: Any) -> None:
         """Apply f to every tensor; all have the batch in front."""

@@ -56,9 +56,9 @@ def convert(
     passage of the calibration text is repeated; elsewhere those whose attention outside window and sinks peaks highest.
     `exact_unit`: choose single heads, or with `"group"` whole key-value groups: less memory for as many heads.
     `calibration`: texts (with `tokenizer`), one batch or several. `select`: a linear head keeps its kernel term only if
-    it lowers the head's error on the calibration data (default: where there is a window). `plan`: a `Plan` instead
-    of all this. `distill`: True, a dict of options or a `bochner.distill.Distillation`: attention transfer on the
-    calibration data after converting.
+    it lowers the head's error on the calibration data (default: in decoders; in encoders the noise of many kernels
+    averages out, the bias of windows does not). `plan`: a `Plan` instead of all this. `distill`: True, or a dict of
+    options of `bochner.distill.distill`: attention transfer on the calibration data after converting.
 
     >>> from transformers import BertConfig, BertModel
     >>> config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
@@ -118,7 +118,7 @@ def convert(
     layers = {layer.name: LinearAttention(layer) for layer in draft.layers}
     if statistics is not None:
         calibrate(layers, statistics)
-        select = (window is not None or sinks > 0) if select is None else select
+        select = all(layer.is_causal for layer in draft.layers) if select is None else select
         if plan is None and select and feature_map is not None and draft.count("hybrid"):
             layers = _drop_useless_kernels(model, draft, layers, data or [], say)
     device = next(model.parameters()).device
@@ -151,6 +151,20 @@ def revert(model: Any, attn_implementation: str | None = None) -> Any:
     strip(model)
     before = model.__dict__.pop("_bochner_before", "sdpa")
     model.set_attn_implementation(attn_implementation or before)
+    return model
+
+
+def redraw_(model: Any, step: int, *, seed: int = 0) -> Any:
+    """New random frequencies for every map, from the training step and the layer: ranks and resumed runs agree.
+
+    For training with random maps. Calibration and learned parts stay; frequencies that were made trainable are learned
+    parts and stay too.
+    """
+    for i, layer in enumerate(layers_of(model).values()):
+        for phi in layer.map_norm.values():
+            fixed = not any(p.requires_grad for n, p in phi.named_parameters() if "projection" in n)
+            if fixed:
+                phi.redraw_(seed=(seed * 1_000_003 + step) * 1_009 + i)  # type: ignore[operator]
     return model
 
 
