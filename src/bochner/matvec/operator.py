@@ -298,7 +298,11 @@ class KernelOperator(LinearOperator):
         """
         length = self.shape[0] if adjoint else self.shape[1]
         is_tensor = isinstance(x, Tensor)
-        tensor = x.detach() if is_tensor else torch.from_numpy(np.ascontiguousarray(np.asarray(x, dtype=real_dtype(x))))
+        tensor = (
+            x.detach().cpu()
+            if is_tensor
+            else torch.from_numpy(np.ascontiguousarray(np.asarray(x, dtype=real_dtype(x))))
+        )
         shape = tuple(tensor.shape)
         valid = tensor.ndim == 2 if columns else tensor.ndim == 1 or (tensor.ndim == 2 and shape[1] == 1)
         if not valid or shape[0] != length:
@@ -313,7 +317,7 @@ class KernelOperator(LinearOperator):
 
         def restore(value: Tensor) -> Any:
             out = (value.double() * factor).reshape(-1, *shape[1:]).to(self._queries.dtype)
-            return out if is_tensor else out.numpy()
+            return out.to(x.device) if is_tensor else out.numpy()
 
         return table, restore, factor
 
