@@ -80,6 +80,7 @@ def test_what_it_recommends_for_a_model_is_accepted_by_convert(family: str) -> N
     text = str(advice)
     assert "recommended: bochner.convert" in text
     assert "uniform" in text
+    assert (family == "llama") == (advice.config.get("exact_heads") == 0.1)
     convert(model, calibration=texts_as_batches(), **advice.config)
     assert plan_of(model).num_heads == 8
 

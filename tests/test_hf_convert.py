@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, REFUSED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError  # noqa: E402
+from bochner import BochnerError, feature_map  # noqa: E402
 from bochner.hf import (  # noqa: E402
     LayerPlan,
     Plan,
@@ -352,6 +352,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "texts without tokenizer": ({"calibration": ["a text"]}, "tokenizer"),
     "numbers": ({"calibration": [1, 2]}, "got int"),
     "unknown map": ({"feature_map": "wrong"}, "Unknown feature map"),
+    "map instance": ({"feature_map": feature_map("positive", dim=8)}, "must be a name"),
     "features": ({"num_features": 0}, "num_features"),
     "window": ({"window": -1}, "window"),
     "sinks": ({"sinks": -1}, "sinks"),

@@ -100,8 +100,8 @@ def advise(
     tokenizer: Any = None,
     scale: float | None = None,
     is_causal: bool = False,
-    window: int = 32,
-    sinks: int = 1,
+    window: int | None = None,
+    sinks: int | None = None,
     num_features: Sequence[int] = (64, 128),
     target: float = 0.5,
     length: int | None = None,
@@ -114,13 +114,15 @@ def advise(
     `advise(model, texts, tokenizer=...)`: all layers and heads of a transformers model. `advise(q, k, v)`: one layer's
     queries (b, h, n, d), keys and values before scaling; without v, random values stand in. Half of the sequences
     calibrate the maps, the other half measures them. `target`: the relative error of a head's output that is good
-    enough. `length`: the number of tokens you care about, for speed and memory.
+    enough. `length`: the number of tokens you care about, for speed and memory. `window`, `sinks`: those to consider;
+    default 32 and 1, for causal attention 128 and 4.
 
     >>> q = torch.randn(4, 2, 40, 8, generator=torch.Generator().manual_seed(0))
     >>> advise(q, q, num_features=(32,), length=64).config["num_features"]
     32
     """
-    positive_int(window, "window", "advise")
+    if window is not None:
+        positive_int(window, "window", "advise")
     positive_float(target, "target", "advise")
     sizes = [positive_int(m, "num_features", "advise") for m in num_features]
     if not sizes:
@@ -129,10 +131,14 @@ def advise(
         calls = _calls_of_model(first, second, tokenizer, max_length, batch_size)
     else:
         calls = {"attention": _calls_of_tensors(first, second, values, scale, is_causal)}
+    causal = all(c.is_causal for found in calls.values() for c in found[0])
+    window = window or (128 if causal else 32)
+    sinks = (4 if causal else 1) if sinks is None else sinks
     heads: list[HeadAdvice] = []
     for i, (name, found) in enumerate(calls.items()):
         heads += _examine(name, found, window, sinks, sizes, seed + 1000 * i)
-    return _recommend(heads, calls, window, sinks, sizes, target, length)
+    is_language_model = causal and getattr(first, "get_output_embeddings", lambda: None)() is not None
+    return _recommend(heads, calls, window, sinks, sizes, target, length, is_language_model)
 
 
 def _calls_of_tensors(
@@ -303,8 +309,13 @@ def _recommend(
     sizes: Sequence[int],
     target: float,
     length: int | None,
+    is_language_model: bool,
 ) -> Advice:
-    """One configuration for all, the heads it leaves exact, and whether to do it at all."""
+    """One configuration for all, the heads it leaves exact, and whether to do it at all.
+
+    In a language model the error of a head's output does not say whether the head retrieves: there `convert` chooses
+    the exact heads itself, by the loss on repeated text.
+    """
     m = max(sizes)
     near = all("window" in h.measured for h in heads)
     best = f"window+calibrated {m}" if near else f"calibrated {m}"
@@ -325,9 +336,14 @@ def _recommend(
     config: dict[str, Any] = {"feature_map": "calibrated", "num_features": m}
     if near and not alone:
         config |= {"window": window, "sinks": sinks}
-    if kept:
-        config["exact_heads"] = kept
     share = len(kept) / len(heads)
+    if is_language_model:
+        means = [sum(h.measured[n] for h in heads) / len(heads) for n in ("window", best)]
+        config |= {"window": window, "sinks": sinks, "exact_heads": 0.1}
+        if means[0] <= 1.1 * means[1]:  # an untrained kernel must lower the error clearly to be worth its noise
+            config["feature_map"] = None
+    elif kept:
+        config["exact_heads"] = kept
     speed = _time(next(iter(calls.values()))[1][0], config, length)
     crossover = _crossover(speed)
     memory = {n: _memory(calls, config, n) for n in sorted({length or 4096, 4096})}
@@ -399,10 +415,15 @@ def _memory(calls: dict[str, tuple[list[Call], list[Call]]], config: dict[str, A
     """Bytes of the decoding cache of all layers, as it is and converted."""
     before = after = 0
     kept = config.get("exact_heads", [])
+    if isinstance(kept, float):  # spread evenly, for want of knowing which
+        every = round(1 / kept)
+        kept = [
+            (i, j) for i, n in enumerate(calls) for j in range(calls[n][1][0].query.shape[1]) if (i + j) % every == 0
+        ]
     for i, (name, (_, held)) in enumerate(calls.items()):
         c = held[0]
         h = c.query.shape[1]
-        kind = "hybrid" if "window" in config else "kernel"
+        kind = "kernel" if "window" not in config else ("window" if config["feature_map"] is None else "hybrid")
         kinds = ["exact" if (i, j) in kept else kind for j in range(h)]
         plan = LayerPlan(
             name,
@@ -421,5 +442,5 @@ def _memory(calls: dict[str, tuple[list[Call], list[Call]]], config: dict[str, A
 
 
 def _arguments(config: dict[str, Any]) -> str:
-    shown = {k: (f"[{len(v)} pairs]" if k == "exact_heads" and len(v) > 8 else repr(v)) for k, v in config.items()}
+    shown = {k: f"[{len(v)} pairs]" if isinstance(v, list) and len(v) > 8 else repr(v) for k, v in config.items()}
     return ", ".join(f"{k}={v}" for k, v in shown.items())

@@ -119,8 +119,8 @@ def advise(
     text: Annotated[Path | None, typer.Option(help="text of the kind the model will see; default: books")] = None,
     passages: Annotated[int, typer.Option(help="how many passages to look at")] = 16,
     length: Annotated[int, typer.Option(help="the number of tokens you care about")] = 4096,
-    window: Annotated[int, typer.Option(help="the window to consider")] = 32,
-    sinks: Annotated[int, typer.Option(help="the sinks to consider")] = 1,
+    window: Annotated[int | None, typer.Option(help="the window to consider; default by the model")] = None,
+    sinks: Annotated[int | None, typer.Option(help="the sinks to consider; default by the model")] = None,
 ) -> None:
     """Say what linear attention would do to a model, and whether to convert it."""
     from bochner.advisor import advise as diagnose

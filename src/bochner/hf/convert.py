@@ -241,6 +241,11 @@ def _draft(
     options: dict[str, Any] | None,
 ) -> Plan:
     positive_int(num_features, "num_features", "convert")
+    if name is not None and not isinstance(name, str):
+        raise BochnerError(
+            f"The 'feature_map' of convert must be a name or None, got {type(name).__name__}: every layer gets a map "
+            "of its own; pass the map's keywords as 'options'."
+        )
     if window is not None:
         positive_int(window, "window", "convert")
     if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
