@@ -100,6 +100,7 @@ def make_plan(
     queries, order, start = sort_queries(index, z, label)
     rounding = max(rounding_error(z), rounding_error(index.keys[:, :-2]))
     local = rounding > min(eps / 20, 1e-3)
+    coarse = rounding > 0.02  # planning itself can live with 2 % per entry
     if local:
         rounding = 4 * rounding_error(index.keys[:, :-2] - index.mean[index.label])
     cost = start.diff().double()[:, None] * index.count.double()
@@ -115,8 +116,8 @@ def make_plan(
     to_rank, ranked = rows_of_every_cell(start, 1, generator)
     rounds = math.ceil(JUDGED_ROWS / ranked.numel())
     to_judge, cell = rows_of_every_cell(start, rounds, generator)
-    _, seen = sampled_rows(index, queries[to_rank], local, tiles)
-    mass, squared = sampled_rows(index, queries[to_judge], local, tiles)
+    _, seen = sampled_rows(index, queries[to_rank], coarse, tiles)
+    mass, squared = sampled_rows(index, queries[to_judge], coarse, tiles)
     weight = start.diff()[cell].to(z.dtype) * (ranked.numel() / n)  # one on average
     guess = torch.mm(queries[to_judge], index.blurred().T).clamp_min_(FLOOR).exp2_() * index.count
     measured = torch.zeros_like(cost, dtype=z.dtype).index_copy_(0, ranked, seen / index.count)
@@ -149,9 +150,9 @@ def make_plan(
     return best
 
 
-def sampled_rows(index: KeyIndex, queries: Tensor, local: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
+def sampled_rows(index: KeyIndex, queries: Tensor, coarse: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """Exact kernel mass and squared mass of each query in each cell, (b, cells) twice."""
-    if local:  # a sample of rows spans the whole cloud: double precision instead of one origin per cell
+    if coarse:  # a sample of rows spans the whole cloud: double precision instead of one origin per cell
         tiles = Tiles(index.frame._replace(arithmetic="float64"))
         queries, keys = left(queries[:, :-2].double()), right(index.keys[:, :-2].double())
     else:
