@@ -366,7 +366,7 @@ def _check_calibration(draft: Plan, data: Any, exact_heads: Any) -> None:
 
 def _check_enough(draft: Plan, statistics: Statistics) -> None:
     for layer in draft.layers:
-        rows = statistics.moments[layer.name].rows
+        rows = int(statistics.heads[layer.name].rows)
         wanted = ROWS_PER_DIMENSION * layer.head_dim
         if rows < wanted:
             raise BochnerError(

@@ -34,15 +34,17 @@ def observe(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]], say: Any 
     """Run the exact model over the data and gather the statistics of every module of the plan."""
     found = Statistics(layer.name for layer in plan.layers)
     near = {layer.name: (layer.window, layer.sinks) for layer in plan.layers}
+    mapped = {layer.name for layer in plan.layers if {"hybrid", "kernel"} & set(layer.kinds)}
 
     def look(name: str, call: Call) -> None:
         if name in near:
             far = Far.of(call, *near[name])
             weights = attention_weights(call, far.allowed)
-            moments = far_pairs(call, weights, far)
-            found.moments[name] = found.moments[name] + moments if name in found.moments else moments
+            if name in mapped:
+                moments = far_pairs(call, weights, far)
+                found.moments[name] = found.moments[name] + moments if name in found.moments else moments
+                found.samples[name].add(call)
             found.heads[name].add(call, weights, far)
-            found.samples[name].add(call)
 
     with capture.recording(model, look):
         for i, batch in enumerate(data):
