@@ -7,7 +7,8 @@
 The baseline is the fastest exact product we know on a CPU: one single-precision matrix product per tile gives the
 whole exponent, `exp2` in place, then a matrix-vector product; exponents clamped at -100 so that denormals do not
 slow it down ("clamped"), and, because that is what is usually written, the same without the clamp ("plain").
-Speed-ups are against the clamped one, in core-seconds of one thread. Before any time is reported the product must meet eps on every x tried.
+Speed-ups are against the clamped one, in core-seconds of one thread. Before any time is reported the product must
+meet eps on every x tried.
 """
 
 from __future__ import annotations
