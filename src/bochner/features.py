@@ -260,7 +260,7 @@ class ExponentialFeatures(FeatureMap):
         half = 0.5 if self.kernel == "softmax" else 1.0
 
         def change(x: Tensor) -> tuple[Tensor, Tensor | float]:
-            return x, -half * x.square().sum(-1, keepdim=True) if with_row else 0.0
+            return x, -half * squared_norm(x) if with_row else 0.0
 
         return change
 
@@ -478,9 +478,9 @@ class CalibratedFeatures(ExponentialFeatures):
             z = t @ basis.to(x.dtype).mT
             if not with_row:
                 return z, 0.0
-            half = -0.5 * z.square().sum(-1, keepdim=True)
+            half = -0.5 * squared_norm(z)
             if self.kernel == "gaussian":
-                return z, half - 0.5 * t.square().sum(-1, keepdim=True)
+                return z, half - 0.5 * squared_norm(t)
             # exp((x-a).b) belongs to the query's row, exp(a.y) to the key's.
             linear = ((t if role == "query" else x) * self._spread(other, x)).sum(-1, keepdim=True)
             return z, half + linear
@@ -497,6 +497,13 @@ class CalibratedFeatures(ExponentialFeatures):
 
     def _shape_x(self, x: Tensor) -> Tensor:
         return x * self._spread((1 - 4 * self.a).sqrt(), x)
+
+
+def squared_norm(x: Tensor) -> Tensor:
+    """|x|^2 of each row (..., n, 1); without gradients in one pass."""
+    if x.requires_grad:
+        return x.square().sum(-1, keepdim=True)
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
 
 
 def pooled(x: Tensor) -> Tensor:
@@ -533,7 +540,7 @@ class TrigFeatures(FeatureMap):
         t = self.projection(x)
         log_scale = torch.full_like(x[..., :1], -0.5 * math.log(self.num_features))
         if self.kernel == "softmax":
-            log_scale = log_scale + 0.5 * x.square().sum(-1, keepdim=True)
+            log_scale = log_scale + 0.5 * squared_norm(x)
         return Features(torch.cat([t.sin(), t.cos()], dim=-1), log_scale)
 
 

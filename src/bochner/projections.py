@@ -268,7 +268,7 @@ class HadamardProjection(StructuredProjection):
     def _rotate(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
         for name in ("signs_a", "signs_b", "signs_c"):
             x = hadamard_transform(x * parts[name])
-        return torch.take_along_dim(x, parts["order"].expand(x.shape), dim=-1)
+        return x.gather(-1, parts["order"].expand(x.shape))
 
 
 class FastfoodProjection(StructuredProjection):
@@ -297,7 +297,7 @@ class FastfoodProjection(StructuredProjection):
 
     def _rotate(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
         x = hadamard_transform(x * parts["signs"])
-        x = torch.take_along_dim(x, parts["order"].expand(x.shape), dim=-1)
+        x = x.gather(-1, parts["order"].expand(x.shape))
         return hadamard_transform(x * parts["gauss"])
 
 
@@ -330,7 +330,7 @@ class GivensProjection(StructuredProjection):
         for r in range(self.rounds):
             order = parts["order"][..., r * d : (r + 1) * d]
             angle = parts["angle"][..., r * half : (r + 1) * half]
-            x = torch.take_along_dim(x, order.expand(x.shape), dim=-1)
+            x = x.gather(-1, order.expand(x.shape))
             u, v, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
             c, s = angle.cos(), angle.sin()
             x = torch.cat([c * u - s * v, s * u + c * v, rest], dim=-1)

@@ -169,9 +169,10 @@ def normalize_partial(partial: Partial, policy: str, floor: float) -> tuple[Tens
             num = num.masked_fill(small, 0)
         den = torch.where(small, (SMALL_NORMALIZER * bound).clamp_min(torch.finfo(den.dtype).tiny), den)
         # Where the normaliser is exactly zero, so is the numerator: nothing was attended to.
-        return num / den.masked_fill(den == 0, 1), small
-    lost = den < floor
-    return num.masked_fill(lost, 0) / den.masked_fill(lost, 1), None
+        den = den.masked_fill(den == 0, 1)
+    else:
+        den = den.masked_fill(den < floor, torch.inf)
+    return (num / den if num.requires_grad else num.div_(den)), small
 
 
 def lost_below(dtype: torch.dtype, headroom: float = 0.0) -> float:
