@@ -500,10 +500,8 @@ class CalibratedFeatures(ExponentialFeatures):
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """|x|^2 of each row (..., n, 1); without gradients in one pass."""
-    if x.requires_grad:
-        return x.square().sum(-1, keepdim=True)
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+    """|x|^2 of each row, (..., n, 1)."""
+    return x.square().sum(-1, keepdim=True)
 
 
 def pooled(x: Tensor) -> Tensor:
