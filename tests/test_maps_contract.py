@@ -94,6 +94,14 @@ def test_half_precision_casts_leave_the_frequencies_in_float32(name):
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_a_map_moves_with_its_model(name):
+    """The meta device stands for any other: every tensor of the map must follow."""
+    model = torch.nn.Sequential(build(name))
+    model.to("meta")
+    assert all(t.device.type == "meta" for t in model.state_dict().values())
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_estimates_agree_across_dtypes_up_to_rounding(name):
     x, y = inputs(4), inputs(5, seed=1)
     one = kernel_estimate(build(name, seed=3), x, y)
