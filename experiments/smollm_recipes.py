@@ -5,7 +5,7 @@ heads exact, chosen by what their exactness does to the loss on repeated text, k
 Expected (windows of 64 tokens, 4 sinks): a kernel alone destroys the model (ratio above 10), window and sinks alone
 keep the perplexity (ratio about 1.03) and lose recall (above 30, exact about 1.3), 10 % exact heads bring it below 1.4.
 
-    python experiments/smollm_recipes.py [--texts 8] [--threads 2] [--only NAME] [--json OUT]
+    python experiments/smollm_recipes.py [--texts 8] [--threads 1] [--only NAME] [--json OUT]
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=8, help="held-out texts for each figure")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", default="", help="run recipes whose name contains this")
     parser.add_argument("--json", default="", help="write the rows to this file")
     arguments = parser.parse_args()

@@ -49,7 +49,7 @@ def demo(
     model: Annotated[str, typer.Option(help="minilm (an encoder) or smollm2 (a decoder)")] = "minilm",
     out: Annotated[Path, typer.Option(help="where to write the report")] = Path("bochner-demo.html"),
     quick: Annotated[bool, typer.Option(help="less text and fewer steps")] = False,
-    threads: Annotated[int, typer.Option(help="threads; 0 leaves torch's choice")] = 0,
+    threads: Annotated[int, typer.Option(help="threads; 0 is torch's choice, slow if the cores are busy")] = 1,
 ) -> None:
     """Convert a real pretrained model and report how good the result is."""
     import torch
