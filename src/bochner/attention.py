@@ -36,6 +36,7 @@ from bochner.maps import feature_map
 from bochner.state import (
     MASKED,
     Partial,
+    Quotient,
     State,
     absorb,
     any_lost,
@@ -62,7 +63,7 @@ __all__ = [
 ]
 
 CHUNK = 128  # rows of one causal chunk
-BLOCK_ELEMENTS = 2**20  # features of one block of rows on the CPU: 4 MB in float32
+BLOCK_ELEMENTS = 2**21  # features of one block of rows on the CPU: 8 MB in float32
 POLICIES = ("clamp", "zero", "raise")
 
 
@@ -136,7 +137,7 @@ def linear_attention(
     given = state
     with torch.autocast(q.device.type, enabled=False):
         exact_terms = window is not None or sinks > 0
-        flags = (recompute, normalize, on_small_normalizer, exact_terms, is_causal)
+        flags = (recompute, normalize, on_small_normalizer, exact_terms)
         call = _Call(phi, q, k, v, math.sqrt(scale), *flags, state)
         if key_padding_mask is not None:
             # What a masked key holds must not matter, not even NaN.
@@ -148,7 +149,9 @@ def linear_attention(
                 finite(x, name, "linear_attention")
         if exact_terms:
             partial, state = _window.attend(call, q, k, v, key_padding_mask, is_causal, window or 0, sinks, state)
-            out = call.finish(partial)
+            rows = call.new_rows(partial.num.shape[-2])
+            rows.add(call.finish(partial))
+            out = rows.join()
         elif is_causal:
             out, state = call.causal(q, k, v, key_padding_mask, state, call.finish)
         else:
@@ -179,7 +182,6 @@ class _Call:
         normalize: bool,
         policy: str,
         exact_terms: bool,
-        rows_alone: bool,
         state: State | None = None,
     ) -> None:
         scale_cancels = normalize and not exact_terms
@@ -188,28 +190,27 @@ class _Call:
         self.out_dtype, self.dtype = q.dtype, accumulation_dtype(q.dtype)
         raised = type(phi).prepare_attention is not FeatureMap.prepare_attention
         self.floor = lost_below(self.dtype, HEADROOM if raised else 0.0)
-        query = phi.prepare_attention("query", scale_cancels=scale_cancels, rows_alone=rows_alone)
-        key = phi.prepare_attention("key", rows_alone=rows_alone)
+        query, key = phi.prepare_attention("query", scale_cancels=scale_cancels), phi.prepare_attention("key")
         self.query: Callable[[Tensor], Features] = lambda x: query(x.to(self.dtype) * root)
         self.key: Callable[[Tensor], Features] = lambda x: key(x.to(self.dtype) * root)
+        self.lower = torch.ones(CHUNK, CHUNK, dtype=self.dtype, device=q.device).tril()
         self.tracing = torch.compiler.is_compiling()
         tensors = (q, k, v, *phi.parameters(), *(() if state is None else state[:3]))
         self.learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         self.recompute = recompute and self.learns and not self.tracing
         lead = q.shape[0] * k.shape[1]
-        elements = BLOCK_ELEMENTS * (1 if q.device.type == "cpu" else 64) * (4 if self.recompute else 1)
+        elements = BLOCK_ELEMENTS * (1 if q.device.type == "cpu" else 64) * (2 if self.recompute else 1)
         self.rows = max(64, elements // (lead * phi.feature_dim) // 64 * 64)
-        self.health: list[tuple[Tensor, Tensor, int]] | None = [] if not self.tracing else None
+        self.health: list[tuple[Tensor, Tensor, Tensor | None]] | None = [] if not self.tracing else None
 
-    def finish(self, partial: Partial) -> Tensor:
-        """The output rows of a partial result; what `report` needs is noted."""
+    def finish(self, partial: Partial) -> Tensor | Quotient:
+        """The output rows of a partial result, undivided where they can be divided into place; `report` is told."""
         if not self.normalize:
             return (partial.num * partial.log_ref.exp()).to(self.out_dtype)
-        out, small = normalize_partial(partial, self.policy, self.floor)
+        quotient, small = normalize_partial(partial, self.policy, self.floor)
         if self.health is not None:
-            trouble = any_lost(partial, self.floor) if small is None else small.sum()
-            self.health.append((partial.den.detach().sum(), trouble, partial.den.numel()))
-        return out.to(self.out_dtype)
+            self.health.append((partial.den.detach(), partial.log_ref.detach(), small))
+        return (quotient.num / quotient.den).to(self.out_dtype) if self.learns or self.tracing else quotient
 
     def report(self, state: State | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Refuse non-finite inputs, which show in the small sums; count the rows with a small normaliser.
@@ -217,18 +218,19 @@ class _Call:
         True if the normaliser of a row of a positive map was lost to underflow.
         """
         health, self.health = self.health, None  # a recomputed block notes nothing
-        if health is None:
+        if not health:
             return False
-        sums = [den for den, _, _ in health] + [t.detach().sum() for t in (state or ())[:2]]
+        den = torch.cat([t.flatten() for t, _, _ in health])
+        sums = [den.sum(), *(t.detach().sum() for t in (state or ())[:2])]
         if not all(math.isfinite(float(t)) for t in sums):
             for x, name in ((q, "q"), (k, "k"), (v, "v")):
                 finite(x, name, "linear_attention")
-        count = sum(int(trouble) for _, trouble, _ in health)
         if self.phi.positive:
-            return count > 0
+            return any_lost(den, torch.cat([t.flatten() for _, t, _ in health]), self.floor)
+        count = sum(int(small.sum()) for _, _, small in health if small is not None)
         if count:
             message = (
-                f"{count} of {sum(rows for _, _, rows in health)} attention rows have a normaliser near or below zero: "
+                f"{count} of {den.numel()} attention rows have a normaliser near or below zero: "
                 f"the signed map {type(self.phi).__name__} is too noisy here; use a positive map or more features"
             )
             if self.policy == "raise":
@@ -331,12 +333,11 @@ class _Call:
         before = read_partial(state, fq, positive=self.phi.positive)
         carry = self._per_row(state.log_scale[..., None] - row_ref).exp()
         # 3. Keys inside the chunk, by masked scores. Later keys are clamped before exp, so that it cannot overflow.
-        lower = torch.ones(c, c, dtype=v.dtype, device=v.device).tril()
-        decay = (lk.mT - row_ref.unsqueeze(-1)).clamp_max(0).exp() * lower
+        decay = (lk.mT - row_ref.unsqueeze(-1)).clamp_max(0).exp() * self.lower[:c, :c]
         scores = (fq.values @ fk.values.mT).view(b, g, r, c, c) * decay.unsqueeze(2)
         scores = scores.view(b, g, r * c, c)
-        num = scores @ v + before.num * carry
-        den = scores.sum(-1, keepdim=True) + before.den * carry
+        num = torch.addcmul(scores @ v, before.num, carry)
+        den = torch.addcmul(scores.sum(-1, keepdim=True), before.den, carry)
         bound = None
         if before.bound is not None:
             bound = scores.detach().abs().sum(-1, keepdim=True) + before.bound * carry
@@ -344,16 +345,16 @@ class _Call:
         # 4. The state after the chunk.
         weight = (lk - ref[..., None, None]).exp()
         fade = (state.log_scale - ref).exp()
-        kv = state.kv * fade[..., None, None] + fk.values.mT @ (v * weight)
-        norm = state.norm * fade[..., None] + (weight.mT @ fk.values).squeeze(-2)
+        kv = torch.addcmul(fk.values.mT @ (v * weight), state.kv, fade[..., None, None])
+        norm = torch.addcmul((weight.mT @ fk.values).squeeze(-2), state.norm, fade[..., None])
         return unflatten_groups(partial, r), State(kv, norm, ref)
 
     def _per_row(self, t: Tensor) -> Tensor:
         """(b, g, c) to (b, g, r c, 1): what all query heads of a group share."""
-        return t.repeat(1, 1, self.groups).unsqueeze(-1)
+        return (t if self.groups == 1 else t.repeat(1, 1, self.groups)).unsqueeze(-1)
 
     def new_rows(self, length: int) -> _Rows:
-        return _Rows(None if self.learns or self.tracing else length)
+        return _Rows(length, self.out_dtype)
 
     @staticmethod
     def split(
@@ -364,21 +365,26 @@ class _Call:
 
 
 class _Rows:
-    """Blocks of rows being joined: copied into place while in cache, or kept for one `cat` under autograd."""
+    """Blocks of rows being joined: divided into place while in cache, or kept for one `cat` under autograd."""
 
-    def __init__(self, length: int | None) -> None:
-        self.length, self.start = length, 0
+    def __init__(self, length: int, dtype: torch.dtype) -> None:
+        self.length, self.dtype, self.start = length, dtype, 0
         self.parts: list[Any] = []
         self.out: Tensor | None = None
 
     def add(self, part: Any) -> None:
-        if self.length is None or not isinstance(part, Tensor):
+        if not isinstance(part, Quotient):
             self.parts.append(part)
             return
+        num, den = part
         if self.out is None:
-            self.out = part.new_empty(*part.shape[:-2], self.length, part.shape[-1])
-        self.out[..., self.start : self.start + part.shape[-2], :] = part
-        self.start += part.shape[-2]
+            self.out = num.new_empty(*num.shape[:-2], self.length, num.shape[-1], dtype=self.dtype)
+        place = self.out[..., self.start : self.start + num.shape[-2], :]
+        self.start += num.shape[-2]
+        if num.dtype == self.dtype:
+            torch.div(num, den, out=place)
+        else:
+            place.copy_(num / den)
 
     def join(self) -> Any:
         return cat_rows(self.parts) if self.out is None else self.out

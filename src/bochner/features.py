@@ -95,13 +95,11 @@ class FeatureMap(FullPrecisionModule):
         """
         return lambda x: self._features(x.to(accumulation_dtype(x.dtype)), role)
 
-    def prepare_attention(
-        self, role: str, *, scale_cancels: bool = False, rows_alone: bool = True
-    ) -> Callable[[Tensor], Features]:
+    def prepare_attention(self, role: str, *, scale_cancels: bool = False) -> Callable[[Tensor], Features]:
         """`prepare` as attention calls it, block by block: values may reach exp(HEADROOM).
 
-        `scale_cancels`: the row's log scale will not be used (a query's, in normalised attention) and may be wrong.
-        `rows_alone`: a row's rounding may not depend on the other rows of its block, as causal attention demands.
+        The values of one call may live in a buffer that the next call overwrites. `scale_cancels`: the row's log scale
+        will not be used (a query's, in normalised attention) and may be wrong.
         """
         return self.prepare(role)
 
@@ -229,29 +227,27 @@ class ExponentialFeatures(FeatureMap):
             self.feature_dim = 2 * num_features
 
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
-        return self._prepare(role, headroom=0.0, with_row=True, rows_alone=True)
+        return self._prepare(role, headroom=0.0, with_row=True, reuse=False)
 
-    def prepare_attention(
-        self, role: str, *, scale_cancels: bool = False, rows_alone: bool = True
-    ) -> Callable[[Tensor], Features]:
-        return self._prepare(role, headroom=HEADROOM, with_row=not scale_cancels, rows_alone=rows_alone)
+    def prepare_attention(self, role: str, *, scale_cancels: bool = False) -> Callable[[Tensor], Features]:
+        return self._prepare(role, headroom=HEADROOM, with_row=not scale_cancels, reuse=True)
 
-    def _prepare(self, role: str, *, headroom: float, with_row: bool, rows_alone: bool) -> Callable[[Tensor], Features]:
+    def _prepare(self, role: str, *, headroom: float, with_row: bool, reuse: bool) -> Callable[[Tensor], Features]:
         log_norm = -0.5 * math.log(self.feature_dim)
         change = self._change(role, with_row)
         log_weight = self._log_weight()
         # Frequencies with their change of variables do not depend on x; where they are a matrix, it is formed here.
         dense = isinstance(self.projection, DenseProjection)
         w = self._shape_w(self.projection.matrix()) if dense else None
+        product = Product(reuse)
 
         def features(x: Tensor) -> Features:
             x, row = change(x.to(accumulation_dtype(x.dtype)))
-            logits = self.projection(self._shape_x(x)) if w is None else x @ w.to(x.dtype).mT
+            logits = self.projection(self._shape_x(x)) if w is None else product(x, w.to(x.dtype).mT)
             if log_weight is not None:
                 offset = self._spread(log_weight, x)
                 logits = logits + offset if logits.requires_grad else logits.add_(offset)
-            options = {"antithetic": self.antithetic, "rows_alone": rows_alone}
-            return exponential(logits, row + log_norm, headroom=headroom, **options)
+            return exponential(logits, row + log_norm, antithetic=self.antithetic, headroom=headroom)
 
         return features
 
@@ -277,34 +273,33 @@ class ExponentialFeatures(FeatureMap):
         return x
 
 
-def exponential(
-    logits: Tensor,
-    log_row: Tensor | float,
-    *,
-    antithetic: bool = False,
-    headroom: float = 0.0,
-    rows_alone: bool = True,
-) -> Features:
-    """`exp(logits)`, the largest logit of each row less `headroom` moved into the log scale; consumes `logits`.
+class Product:
+    """`x @ w`; with `reuse`, into one buffer for all calls of a shape where nothing has to be kept for a gradient.
 
-    Where rows need not stand alone and all their largest logits are small, they stay where they are: one pass less.
+    A fresh tensor of several megabytes costs as much in page faults as the product itself.
     """
+
+    def __init__(self, reuse: bool) -> None:
+        self.reuse = reuse
+        self.buffer: Tensor | None = None
+
+    def __call__(self, x: Tensor, w: Tensor) -> Tensor:
+        if not self.reuse or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return x @ w
+        if self.buffer is None or self.buffer.shape[:-1] != x.shape[:-1] or self.buffer.dtype != x.dtype:
+            self.buffer = x.new_empty(*x.shape[:-1], w.shape[-1])
+        return torch.matmul(x, w, out=self.buffer)
+
+
+def exponential(
+    logits: Tensor, log_row: Tensor | float, *, antithetic: bool = False, headroom: float = 0.0
+) -> Features:
+    """`exp(logits)`, the largest logit of each row less `headroom` moved into the log scale; consumes `logits`."""
     if antithetic:
         logits = torch.cat([logits, -logits], dim=-1)
-    peak = logits.detach().amax(-1, keepdim=True)
-    if not rows_alone and _all_within(peak, headroom):
-        return Features(logits.exp_(), torch.zeros_like(peak) + log_row)
-    peak = peak - headroom
+    peak = logits.detach().amax(-1, keepdim=True) - headroom
     values = (logits - peak).exp() if logits.requires_grad else logits.sub_(peak).exp_()
     return Features(values, log_row + peak)
-
-
-def _all_within(peak: Tensor, headroom: float) -> bool:
-    """Every peak between 0 and `headroom`; False where to look would cost a synchronisation, a graph or a gradient."""
-    if peak.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return False
-    low, high = peak.aminmax()
-    return float(low) >= 0 and float(high) <= headroom
 
 
 class PositiveFeatures(ExponentialFeatures):

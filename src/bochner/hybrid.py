@@ -37,9 +37,7 @@ class MixedFeatureMap(FeatureMap):
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         return self._prepare(role, 0.0)
 
-    def prepare_attention(
-        self, role: str, *, scale_cancels: bool = False, rows_alone: bool = True
-    ) -> Callable[[Tensor], Features]:
+    def prepare_attention(self, role: str, *, scale_cancels: bool = False) -> Callable[[Tensor], Features]:
         return self._prepare(role, HEADROOM)
 
     def _prepare(self, role: str, headroom: float) -> Callable[[Tensor], Features]:

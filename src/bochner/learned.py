@@ -107,9 +107,7 @@ class SpectralFeatures(FeatureMap):
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         return self._prepare(0.0)
 
-    def prepare_attention(
-        self, role: str, *, scale_cancels: bool = False, rows_alone: bool = True
-    ) -> Callable[[Tensor], Features]:
+    def prepare_attention(self, role: str, *, scale_cancels: bool = False) -> Callable[[Tensor], Features]:
         return self._prepare(HEADROOM)
 
     def _prepare(self, headroom: float) -> Callable[[Tensor], Features]:

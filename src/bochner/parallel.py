@@ -53,7 +53,7 @@ def sequence_parallel_attention(
             q, k, v, phi, is_causal=True, key_padding_mask=key_padding_mask, state=before, **options
         )
     with torch.autocast(q.device.type, enabled=False):
-        call = _Call(phi, q, k, v, math.sqrt(scale), True, True, on_small_normalizer, False, False)
+        call = _Call(phi, q, k, v, math.sqrt(scale), True, True, on_small_normalizer, False)
         out = call.read_all(q, all_reduce(local, group), k.shape[1], call.finish)
         call.report(None, q, k, v)
     return out.reshape(*q.shape[:-1], v.shape[-1])
@@ -67,7 +67,7 @@ def summarize(
         if key_padding_mask is not None:
             hole = spread_mask(key_padding_mask)
             k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
-        call = _Call(phi, q, k, v, math.sqrt(scale), True, True, "clamp", False, True)
+        call = _Call(phi, q, k, v, math.sqrt(scale), True, True, "clamp", False)
         return call.absorb_all(k, v, key_padding_mask)
 
 

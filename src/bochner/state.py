@@ -91,8 +91,8 @@ def absorb(state: State, features: Features, v: Tensor, key_padding_mask: Tensor
     weight = (log_scale - ref[..., None, None]).exp()
     carry = (state.log_scale - ref).exp()
     return State(
-        state.kv * carry[..., None, None] + values.mT @ (v.to(values.dtype) * weight),
-        state.norm * carry[..., None] + (weight.mT @ values).squeeze(-2),
+        torch.addcmul(values.mT @ (v.to(values.dtype) * weight), state.kv, carry[..., None, None]),
+        torch.addcmul((weight.mT @ values).squeeze(-2), state.norm, carry[..., None]),
         ref,
         state.window,
     )
@@ -121,10 +121,12 @@ def read(state: State, features: Features, *, positive: bool = True) -> Tensor:
     `positive=False` for signed maps: normalisers near or below zero are raised to a floor.
     """
     partial = read_partial(state, features, positive=positive)
-    return normalize_partial(partial, "clamp", lost_below(partial.den.dtype))[0]
+    quotient, _ = normalize_partial(partial, "clamp", lost_below(partial.den.dtype))
+    return quotient.num / quotient.den
 
 
 def read_partial(state: State, features: Features, *, positive: bool) -> Partial:
+    """Unnormalised attention of queries over the keys of a state."""
     values, log_scale = features
     num = values @ state.kv
     den = (state.norm.unsqueeze(-2) @ values.mT).mT
@@ -156,23 +158,27 @@ def unflatten_groups(partial: Partial, r: int) -> Partial:
     return Partial(*(None if t is None else t.unflatten(2, (r, -1)) for t in partial))  # type: ignore[arg-type]
 
 
-def normalize_partial(partial: Partial, policy: str, floor: float) -> tuple[Tensor, Tensor | None]:
-    """num / den, zeros where nothing was attended to; and, for signed maps, which normalisers were too small.
+class Quotient(NamedTuple):
+    """Attention not yet divided: num (..., n, v) by a safe den (..., n, 1)."""
+
+    num: Tensor
+    den: Tensor
+
+
+def normalize_partial(partial: Partial, policy: str, floor: float) -> tuple[Quotient, Tensor | None]:
+    """A safe num and den, giving zeros where nothing was attended to; and which normalisers of signed maps were small.
 
     Positive maps give zeros also where the normaliser is lost: below `floor`, see `lost_below`.
     """
     num, den, _, bound = partial
-    small = None
-    if bound is not None:
-        small = (den < SMALL_NORMALIZER * bound) & (bound > 0)
-        if policy == "zero":
-            num = num.masked_fill(small, 0)
-        den = torch.where(small, (SMALL_NORMALIZER * bound).clamp_min(torch.finfo(den.dtype).tiny), den)
-        # Where the normaliser is exactly zero, so is the numerator: nothing was attended to.
-        den = den.masked_fill(den == 0, 1)
-    else:
-        den = den.masked_fill(den < floor, torch.inf)
-    return (num / den if num.requires_grad else num.div_(den)), small
+    if bound is None:
+        return Quotient(num, den.masked_fill(den < floor, torch.inf)), None
+    small = (den < SMALL_NORMALIZER * bound) & (bound > 0)
+    if policy == "zero":
+        num = num.masked_fill(small, 0)
+    den = torch.where(small, (SMALL_NORMALIZER * bound).clamp_min(torch.finfo(den.dtype).tiny), den)
+    # Where the normaliser is exactly zero, so is the numerator: nothing was attended to.
+    return Quotient(num, den.masked_fill(den == 0, 1)), small
 
 
 def lost_below(dtype: torch.dtype, headroom: float = 0.0) -> float:
@@ -184,9 +190,10 @@ def lost_below(dtype: torch.dtype, headroom: float = 0.0) -> float:
     return math.exp(2 * headroom - 70) if dtype == torch.float32 else 1e-200
 
 
-def any_lost(partial: Partial, floor: float) -> Tensor:
+def any_lost(den: Tensor, log_ref: Tensor, floor: float) -> bool:
     """Whether a row has keys to attend to and yet, for a positive map, a normaliser that underflowed."""
-    return ((partial.den.detach() < floor) & (partial.log_ref.detach() > 0.5 * EMPTY)).any()
+    lost = den < floor
+    return bool(lost.any()) and bool((lost & (log_ref > 0.5 * EMPTY)).any())
 
 
 def widen(state: State) -> State:
