@@ -246,8 +246,8 @@ class _Call:
 
     def blocks(self, length: int) -> list[int]:
         """Sizes of the row blocks."""
-        # Under autograd at least four blocks, unless short: a block holds several copies of its features.
-        most = max(256, length // 4) if self.recompute else length
+        # Under autograd at least four blocks, unless very short: a block holds several copies of its features.
+        most = max(64, length // 4) if self.recompute else length
         rows = length if self.tracing else min(self.rows, most)
         return [min(rows, length - start) for start in range(0, length, rows)]
 
@@ -304,7 +304,8 @@ class _Call:
             partial, state = self._causal_chunk(*args)
             return finish(partial), state
 
-        sizes = [min(CHUNK, n - start) for start in range(0, n, CHUNK)]
+        chunk = CHUNK // 2 if self.recompute and n < 4 * CHUNK else CHUNK  # short sequences: less memory for backward
+        sizes = [min(chunk, n - start) for start in range(0, n, chunk)]
         rows = self.new_rows(n)
         for x, (y, u, hole) in zip(q.split(sizes, dim=-2), self.split(k, v, mask, sizes), strict=True):
             part, state = self.run(block, x, y, u, hole, *state[:3])
