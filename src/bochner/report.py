@@ -91,7 +91,9 @@ def line_chart(
     log: bool = False,
 ) -> str:
     """One SVG with axes, ticks, lines, points and a legend."""
-    width, height, left, bottom, top = 640, 340, 70, 50, 30
+    height, left, bottom, top = 340, 70, 50, 30
+    legend = 40 + 7 * max((len(name) for name in series), default=0)  # wide enough for the longest name
+    width = 480 + legend
     points = [p for line in series.values() for p in line]
     if not points:
         return ""
@@ -106,19 +108,22 @@ def line_chart(
     x1, y1 = (x1 if x1 > x0 else x0 + 1), (y1 if y1 > y0 else y0 + 1)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        u = left + (scale(x) - x0) / (x1 - x0) * (width - left - 160)
+        u = left + (scale(x) - x0) / (x1 - x0) * (width - left - legend)
         return u, height - bottom - (scale(y) - y0) / (y1 - y0) * (height - bottom - top)
 
     parts = [f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">']
     parts.append(f'<text x="{left}" y="16" font-weight="bold">{html.escape(title)}</text>')
+    places = sorted({x for x, _ in points})
+    for x in places if len(places) <= 10 else places[:: len(places) // 5]:
+        u, _ = place(x, points[0][1])
+        parts.append(f'<text x="{u:.1f}" y="{height - bottom + 18}" text-anchor="middle">{tick(x)}</text>')
     for i in range(5):
-        fx, fy = x0 + (x1 - x0) * i / 4, y0 + (y1 - y0) * i / 4
-        vx, vy = (10**fx, 10**fy) if log else (fx, fy)
-        u, w = place(vx, vy)
-        parts.append(f'<line x1="{left}" x2="{width - 160}" y1="{w:.1f}" y2="{w:.1f}" stroke="#8884"/>')
+        fy = y0 + (y1 - y0) * i / 4
+        vy = 10**fy if log else fy
+        _, w = place(points[0][0], vy)
+        parts.append(f'<line x1="{left}" x2="{width - legend}" y1="{w:.1f}" y2="{w:.1f}" stroke="#8884"/>')
         parts.append(f'<text x="{left - 6}" y="{w + 4:.1f}" text-anchor="end">{tick(vy)}</text>')
-        parts.append(f'<text x="{u:.1f}" y="{height - bottom + 18}" text-anchor="middle">{tick(vx)}</text>')
-    middle = (left + width - 160) / 2
+    middle = (left + width - legend) / 2
     parts.append(f'<text x="{middle}" y="{height - 10}" text-anchor="middle">{html.escape(x_label)}</text>')
     parts.append(f'<text x="14" y="{height / 2}" transform="rotate(-90 14 {height / 2})">{html.escape(y_label)}</text>')
     for i, (name, line) in enumerate(series.items()):
@@ -128,8 +133,8 @@ def line_chart(
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [f'<circle cx="{u:.1f}" cy="{w:.1f}" r="3" fill="{colour}"/>' for u, w in placed]
         y = top + 16 * i + 8
-        parts.append(f'<rect x="{width - 150}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{width - 135}" y="{y}">{html.escape(name)}</text>')
+        parts.append(f'<rect x="{width - legend + 10}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{width - legend + 25}" y="{y}">{html.escape(name)}</text>')
     return "".join(parts) + "</svg>"
 
 
