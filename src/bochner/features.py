@@ -31,7 +31,6 @@ from bochner.moments import (
     attended_pairs,
     balancing_basis,
     floored,
-    floored_moment,  # noqa: F401
     optimal_a,
     second_moment_of_sum,
 )

@@ -32,7 +32,7 @@ from bochner._checks import (
     positive_float,
     positive_int,
 )
-from bochner.features import balancing_basis, floored_moment
+from bochner.moments import balancing_basis, floored_moment
 from bochner.polyfit import (
     METHODS,
     PolynomialFit,
