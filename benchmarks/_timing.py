@@ -17,25 +17,26 @@ Call = Callable[[], Any]
 
 
 def best_times(
-    calls: Mapping[str, Call], *, repeats: int = 5, budget: float = 3.0, warm_up: bool = True
+    calls: Mapping[str, Call], *, repeats: int = 20, budget: float = 3.0, warm_up: bool = True
 ) -> dict[str, float]:
     """Seconds of each call: the best of several rounds in which the calls take turns.
 
-    Taking turns lets all of them see the same disturbances, the minimum discards most of these. At least two rounds,
-    at most `repeats`; no round is begun after `budget` seconds per call.
+    Taking turns lets all of them see the same disturbances, the minimum discards most of these. A call takes part in at
+    least two rounds and at most `repeats`, and in no further one once it has had `budget` seconds.
     """
     if warm_up:
         for call in calls.values():
             call()
     best = dict.fromkeys(calls, float("inf"))
-    start = time.perf_counter()
+    spent = dict.fromkeys(calls, 0.0)
     for turn in range(repeats):
-        if turn >= 2 and time.perf_counter() - start > budget * len(calls):
-            break
         for name, call in calls.items():
-            began = time.perf_counter()
-            call()
-            best[name] = min(best[name], time.perf_counter() - began)
+            if turn < 2 or spent[name] < budget:
+                began = time.perf_counter()
+                call()
+                seconds = time.perf_counter() - began
+                spent[name] += seconds
+                best[name] = min(best[name], seconds)
     return best
 
 

@@ -62,17 +62,24 @@ def floor(is_causal: bool) -> Attention:
 
     def products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         wt = w.to(q.dtype).mT
-        rows = CHUNK if is_causal else max(64, BLOCK_ELEMENTS // (q.shape[0] * q.shape[1] * M) // 64 * 64)
+        rows = min(CHUNK if is_causal else max(64, BLOCK_ELEMENTS // (q.shape[0] * q.shape[1] * M)), q.shape[-2])
         out = torch.empty_like(v)
         kv = torch.zeros(*k.shape[:2], M, v.shape[-1], dtype=q.dtype)
+        features, part = (q.new_empty(*q.shape[:2], rows, size) for size in (M, v.shape[-1]))
+
+        def absorb(block: slice) -> None:
+            kv.add_(torch.matmul(k[..., block, :], wt, out=features).mT @ v[..., block, :])
+
+        def read(block: slice) -> None:
+            out[..., block, :] = torch.matmul(torch.matmul(q[..., block, :], wt, out=features), kv, out=part)
+
         blocks = [slice(i, i + rows) for i in range(0, q.shape[-2], rows)]
         for block in blocks:
-            kv += (k[..., block, :] @ wt).mT @ v[..., block, :]
+            absorb(block)
             if is_causal:
-                out[..., block, :] = (q[..., block, :] @ wt) @ kv
-        if not is_causal:
-            for block in blocks:
-                out[..., block, :] = (q[..., block, :] @ wt) @ kv
+                read(block)
+        for block in blocks if not is_causal else ():
+            read(block)
         return out
 
     return products

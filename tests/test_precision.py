@@ -10,8 +10,8 @@ import torch
 from naive import draw, draw_qkv, gradients
 from torch import Tensor
 
-from bochner import attention_matrix, feature_map, linear_attention
-from bochner.features import FeatureMap
+from bochner import attention_matrix, feature_map, features, linear_attention
+from bochner.features import HEADROOM, FeatureMap
 
 HALF = (torch.float16, torch.bfloat16)
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
@@ -132,6 +132,32 @@ def test_gradients_of_rows_beyond_single_precision_are_right(is_causal: bool, ex
         strict=True,
     ):
         assert error(a, b) < 1e-3
+
+
+@pytest.mark.parametrize(("size", "shifted"), [(1.0, False), (3.0, True), (30.0, True)])
+def test_row_maxima_are_left_out_only_where_that_is_safe(
+    monkeypatch: pytest.MonkeyPatch, size: float, shifted: bool
+) -> None:
+    """Queries and keys along frequencies: rows whose largest feature is far above the others."""
+    asked = []
+    inner = features.exponential
+
+    def exponential(*args: Any, headroom: float | None = 0.0, **options: Any) -> features.Features:
+        asked.append(headroom)
+        return inner(*args, headroom=headroom, **options)
+
+    phi = feature_map("positive", dim=16, num_features=64)
+    w = torch.nn.functional.normalize(phi.projection.matrix(), dim=-1)
+    q, k, v = inputs(torch.float32, 0.3 * size)
+    q, k = (t + 4 * size * w[torch.arange(300) % 64] for t in (q, k))
+    truth = attention_matrix(q.double(), k.double(), phi) @ v.double()
+    monkeypatch.setattr(features, "exponential", exponential)
+    got = linear_attention(q, k, v, phi)
+    assert None in asked
+    assert (HEADROOM in asked) == shifted
+    assert error(got, truth) < 1e-5 * size**2
+    grad = linear_attention(q.requires_grad_(), k, v, phi)
+    assert error(grad.detach(), truth) < 1e-5 * size**2
 
 
 def test_rows_beyond_single_precision_leave_the_others_and_the_past_alone() -> None:

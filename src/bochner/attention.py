@@ -31,6 +31,7 @@ from bochner._checks import (
     one_of,
     positive_float,
 )
+from bochner._scratch import Scratch
 from bochner.features import HEADROOM, FeatureMap, Features
 from bochner.maps import feature_map
 from bochner.state import (
@@ -41,6 +42,7 @@ from bochner.state import (
     absorb,
     any_lost,
     cat_rows,
+    chunks_to_heads,
     empty_state,
     flatten_groups,
     lost_below,
@@ -49,7 +51,6 @@ from bochner.state import (
     read,
     read_partial,
     spread_mask,
-    unflatten_groups,
     widen,
 )
 
@@ -63,7 +64,8 @@ __all__ = [
 ]
 
 CHUNK = 128  # rows of one causal chunk
-BLOCK_ELEMENTS = 2**21  # features of one block of rows on the CPU: 8 MB in float32
+BLOCK_ELEMENTS = 2**22  # features of one block of rows on the CPU: 16 MB in float32
+BOUND = math.exp(HEADROOM)  # of any feature
 POLICIES = ("clamp", "zero", "raise")
 
 
@@ -135,28 +137,28 @@ def linear_attention(
         return torch.cat(parts, dim=-2)
 
     given = state
+    exact_terms = window is not None or sinks > 0
     with torch.autocast(q.device.type, enabled=False):
-        exact_terms = window is not None or sinks > 0
-        flags = (recompute, normalize, on_small_normalizer, exact_terms)
-        call = _Call(phi, q, k, v, math.sqrt(scale), *flags, state)
-        if key_padding_mask is not None:
-            # What a masked key holds must not matter, not even NaN.
-            hole = spread_mask(key_padding_mask)
-            k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
-        if exact_terms or not normalize:
-            # The sums that `report` looks at do not hold every row here.
-            for x, name in ((q, "q"), (k, "k"), (v, "v")):
-                finite(x, name, "linear_attention")
-        if exact_terms:
-            partial, state = _window.attend(call, q, k, v, key_padding_mask, is_causal, window or 0, sinks, state)
-            rows = call.new_rows(partial.num.shape[-2])
-            rows.add(call.finish(partial))
-            out = rows.join()
-        elif is_causal:
-            out, state = call.causal(q, k, v, key_padding_mask, state, call.finish)
-        else:
-            out, state = call.bidirectional(q, k, v, key_padding_mask, call.finish)
-        lost = call.report(state, q, k, v)
+        call = _Call(phi, q, k, v, math.sqrt(scale), recompute, normalize, on_small_normalizer, exact_terms, state)
+        with torch.set_grad_enabled(call.learns):
+            if key_padding_mask is not None:
+                # What a masked key holds must not matter, not even NaN.
+                hole = spread_mask(key_padding_mask)
+                k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
+            if exact_terms or not normalize:
+                # The sums that `report` looks at do not hold every row here.
+                for x, name in ((q, "q"), (k, "k"), (v, "v")):
+                    finite(x, name, "linear_attention")
+            if exact_terms:
+                partial, state = _window.attend(call, q, k, v, key_padding_mask, is_causal, window or 0, sinks, state)
+                rows = call.new_rows(partial.num.shape[-2])
+                rows.add(call.finish(partial))
+                out = rows.join()
+            elif is_causal:
+                out, state = call.causal(q, k, v, key_padding_mask, state, call.finish)
+            else:
+                out, state = call.bidirectional(q, k, v, key_padding_mask, call.finish)
+            lost = call.report(state, q, k, v)
     out = out.reshape(*q.shape[:-1], v.shape[-1])
     if lost and q.dtype != torch.float64 and q.device.type != "mps":
         # Some rows' terms span more than float32 holds (from about 10 sigma on), and such rows are zero so far. Taking
@@ -184,24 +186,31 @@ class _Call:
         exact_terms: bool,
         state: State | None = None,
     ) -> None:
-        scale_cancels = normalize and not exact_terms
+        self.scale_cancels = normalize and not exact_terms
         self.phi, self.root, self.normalize, self.policy = phi, root, normalize, policy
         self.groups = q.shape[1] // k.shape[1]
         self.out_dtype, self.dtype = q.dtype, accumulation_dtype(q.dtype)
         raised = type(phi).prepare_attention is not FeatureMap.prepare_attention
         self.floor = lost_below(self.dtype, HEADROOM if raised else 0.0)
-        query, key = phi.prepare_attention("query", scale_cancels=scale_cancels), phi.prepare_attention("key")
-        self.query: Callable[[Tensor], Features] = lambda x: query(x.to(self.dtype) * root)
-        self.key: Callable[[Tensor], Features] = lambda x: key(x.to(self.dtype) * root)
+        self.query, self.key = self.prepare("query"), self.prepare("key")
         self.lower = torch.ones(CHUNK, CHUNK, dtype=self.dtype, device=q.device).tril()
+        self.scratch = Scratch()
         self.tracing = torch.compiler.is_compiling()
         tensors = (q, k, v, *phi.parameters(), *(() if state is None else state[:3]))
-        self.learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        learns = any(t.requires_grad for t in tensors)
+        self.learns = torch.is_grad_enabled() and (learns or self.tracing)
+        # Exponentials without row maxima, checked afterwards; few features may all be tiny, and then have to be raised.
+        plain = q.device.type == "cpu" and not self.tracing and not self.learns
+        self.bold = plain and phi.bold and phi.num_features >= phi.dim
         self.recompute = recompute and self.learns and not self.tracing
         lead = q.shape[0] * k.shape[1]
-        elements = BLOCK_ELEMENTS * (1 if q.device.type == "cpu" else 64) * (2 if self.recompute else 1)
+        elements = BLOCK_ELEMENTS * (1 if q.device.type == "cpu" else 64)
         self.rows = max(64, elements // (lead * phi.feature_dim) // 64 * 64)
         self.health: list[tuple[Tensor, Tensor, Tensor | None]] | None = [] if not self.tracing else None
+
+    def prepare(self, role: str, *, bold: bool = False) -> Callable[[Tensor], Features]:
+        cancels = self.scale_cancels and role == "query"
+        return self.phi.prepare_attention(role, root=self.root, scale_cancels=cancels, bold=bold)
 
     def finish(self, partial: Partial) -> Tensor | Quotient:
         """The output rows of a partial result, undivided where they can be divided into place; `report` is told."""
@@ -260,9 +269,18 @@ class _Call:
 
     def read_all(self, q: Tensor, state: State, heads: int, finish: Callable[[Partial], Any]) -> Any:
         q = q.reshape(q.shape[0], heads, -1, q.shape[-1])
+        scratch = self.scratch if finish == self.finish else None  # else a block's result is kept
+        bold = self.prepare("query", bold=True)
 
         def block(x: Tensor, *state: Any) -> Any:
-            return finish(read_partial(State(*state), self.query(x), positive=self.phi.positive))
+            keys, positive = State(*state), self.phi.positive
+            if self.bold:
+                partial = read_partial(keys, bold(x), positive=positive, scratch=scratch)
+                # phi_i norm_i <= den for every feature i.
+                if bool((partial.den.amax((-2, -1)) <= BOUND * keys.norm.amin(-1)).all()):
+                    return finish(partial)
+                self.bold = False
+            return finish(read_partial(keys, self.query(x), positive=positive, scratch=scratch))
 
         rows = self.new_rows(q.shape[-2])
         for x in q.split(self.blocks(q.shape[-2]), dim=-2):
@@ -271,9 +289,19 @@ class _Call:
 
     def absorb_all(self, k: Tensor, v: Tensor, mask: Tensor | None) -> State:
         state = self.empty(k, v)
+        bold = self.prepare("key", bold=True)
 
         def block(x: Tensor, u: Tensor, hole: Tensor | None, *state: Any) -> State:
-            return absorb(State(*state), self.key(x), u, hole)
+            before = State(*state)
+            if self.bold:
+                features = bold(x)
+                after = absorb(before, features, u, hole, scratch=self.scratch)
+                # psi_i weight <= norm_i for every key and feature i.
+                weight = (features.log_scale.amin((-2, -1)) - after.log_scale).exp()
+                if bool((after.norm.amax(-1) <= BOUND * weight).all()):
+                    return after
+                self.bold = False
+            return absorb(before, self.key(x), u, hole, scratch=self.scratch)
 
         for x, u, hole in self.split(k, v, mask, self.blocks(k.shape[-2])):
             if self.recompute:  # only the block's own sums are kept for the backward pass
@@ -296,63 +324,91 @@ class _Call:
     ) -> tuple[Any, State]:
         """A scan over chunks; rows grouped as (b, g, h/g * n), each block passed through `finish`."""
         b, g, n, _ = k.shape
-        q = q.reshape(b, g, self.groups, n, q.shape[-1])
         if state is None:
             state = self.empty(k, v)
+        if n == 1:
+            part, state = self.run(self._step, q.reshape(b, g, -1, q.shape[-1]), k, v, mask, finish, *state[:3])
+            rows = self.new_rows(self.groups)
+            rows.add(part)
+            return rows.join(), state
+        q = q.reshape(b, g, self.groups, n, q.shape[-1])
 
         def block(*args: Any) -> Any:
-            partial, state = self._causal_chunk(*args)
+            partial, state = self._causal_block(*args)
             return finish(partial), state
 
         chunk = CHUNK // 2 if self.recompute and n < 4 * CHUNK else CHUNK  # short sequences: less memory for backward
-        sizes = [min(chunk, n - start) for start in range(0, n, chunk)]
+        # A block is several chunks, for fewer and larger operations; a traced graph must not depend on the batch size.
+        chunks = 1 if self.recompute else 4 if self.tracing else max(1, self.rows // 4 // chunk)
+        whole = n - n % chunk  # the last chunk may be shorter; it is a block of its own
+        sizes = [min(chunks * chunk, whole - start) for start in range(0, whole, chunks * chunk)]
+        sizes += [n - whole] * (n > whole)
         rows = self.new_rows(n)
         for x, (y, u, hole) in zip(q.split(sizes, dim=-2), self.split(k, v, mask, sizes), strict=True):
-            part, state = self.run(block, x, y, u, hole, *state[:3])
+            part, state = self.run(block, x, y, u, hole, min(chunk, y.shape[-2]), *state[:3])
             rows.add(part)
         return flatten_groups(rows.join()), state
 
-    def _causal_chunk(
-        self, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, *carried: Any
+    def _step(
+        self, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, finish: Callable[[Partial], Any], *carried: Any
+    ) -> tuple[Any, State]:
+        """One key: absorb it, then read."""
+        state = absorb(State(*carried), self.key(k), v, hole)
+        return finish(read_partial(state, self.query(q), positive=self.phi.positive)), state
+
+    def _causal_block(
+        self, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, c: int, *carried: Any
     ) -> tuple[Partial, State]:
-        """One chunk of c rows after the state `carried`: q (b, g, r, c, d), k and v (b, g, c, .).
+        """A block of t chunks of c rows after the state `carried`: q (b, g, r, t c, d), k and v (b, g, t c, .).
 
         No statistic of a later key enters an earlier row's arithmetic, so that the future cannot move the past even by
         rounding.
         """
         state = State(*carried)
-        b, g, r, c, d = q.shape
-        fq, fk = self.query(q.reshape(b, g, r * c, d)), self.key(k)
-        v, lk = v.to(self.dtype), fk.log_scale
+        b, g, r, n, d = q.shape
+        t = n // c
+        # Rows of queries in the order of chunks, then of the heads of the group.
+        fq = self.query(q.unflatten(3, (t, c)).transpose(2, 3).reshape(b, g, t * r * c, d))
+        fk = self.key(k)
+        phi, psi = fq.values.unflatten(2, (t, r * c)), fk.values.unflatten(2, (t, c))
+        lq, lk = fq.log_scale.unflatten(2, (t, r * c)), fk.log_scale
         if hole is not None:
             lk = lk.masked_fill(spread_mask(hole), MASKED)
         # 1. Each row's reference: the largest key scale up to it.
         peak = lk.detach().squeeze(-1).cummax(-1).values
-        row_ref = torch.maximum(peak, state.log_scale[..., None])  # (b, g, c)
-        ref = row_ref[..., -1]
-        # 2. Keys before the chunk, by the state.
-        before = read_partial(state, fq, positive=self.phi.positive)
-        carry = self._per_row(state.log_scale[..., None] - row_ref).exp()
-        # 3. Keys inside the chunk, by masked scores. Later keys are clamped before exp, so that it cannot overflow.
-        decay = (lk.mT - row_ref.unsqueeze(-1)).clamp_max(0).exp() * self.lower[:c, :c]
-        scores = (fq.values @ fk.values.mT).view(b, g, r, c, c) * decay.unsqueeze(2)
-        scores = scores.view(b, g, r * c, c)
-        num = torch.addcmul(scores @ v, before.num, carry)
-        den = torch.addcmul(scores.sum(-1, keepdim=True), before.den, carry)
+        row_ref = torch.maximum(peak, state.log_scale[..., None]).unflatten(2, (t, c))
+        ref = row_ref[..., -1]  # after each chunk
+        start = torch.cat([state.log_scale[..., None], ref[..., :-1]], dim=-1)  # before it
+        # 2. Keys of earlier chunks, by the state; and the state after each chunk.
+        lk, v = lk.unflatten(2, (t, c)), v.to(self.dtype).unflatten(2, (t, c))
+        weight = (lk - ref[..., None, None]).exp()
+        weighted = self.scratch.mul(v, weight)
+        fade = (start - ref).exp()
+        parts = []
+        for i in range(t):
+            parts.append(read_partial(state, Features(phi[:, :, i], lq[:, :, i]), positive=self.phi.positive))
+            y, f = psi[:, :, i], fade[:, :, i, None]
+            kv = torch.addcmul(y.mT @ weighted[:, :, i], state.kv, f.unsqueeze(-1))
+            norm = torch.addcmul((weight[:, :, i].mT @ y).squeeze(-2), state.norm, f)
+            state = State(kv, norm, ref[..., i])
+        before = cat_rows(parts)
+        # 3. Keys of the same chunk, by scores. Later keys' are clamped before exp, so that it cannot overflow.
+        decay = (lk.mT - row_ref.unsqueeze(-1)).clamp_max_(0).exp_().unsqueeze(3)
+        scores = self.scratch.matmul(phi, psi.mT).unflatten(3, (r, c)).mul_(decay).mul_(self.lower[:c, :c])
+        scores = scores.flatten(3, 4)
+        carry = self._per_row(start.unsqueeze(-1) - row_ref).exp()
+        num = (before.num * carry).view(-1, r * c, v.shape[-1])
+        num = torch.baddbmm(num, scores.flatten(0, 2), v.reshape(-1, *v.shape[-2:]))
+        den = torch.addcmul(scores.sum(-1, keepdim=True).flatten(2, 3), before.den, carry)
         bound = None
         if before.bound is not None:
-            bound = scores.detach().abs().sum(-1, keepdim=True) + before.bound * carry
-        partial = Partial(num, den, self._per_row(row_ref) + fq.log_scale, bound)
-        # 4. The state after the chunk.
-        weight = (lk - ref[..., None, None]).exp()
-        fade = (state.log_scale - ref).exp()
-        kv = torch.addcmul(fk.values.mT @ (v * weight), state.kv, fade[..., None, None])
-        norm = torch.addcmul((weight.mT @ fk.values).squeeze(-2), state.norm, fade[..., None])
-        return unflatten_groups(partial, r), State(kv, norm, ref)
+            bound = scores.detach().abs().sum(-1, keepdim=True).flatten(2, 3) + before.bound * carry
+        partial = Partial(num.view_as(before.num), den, self._per_row(row_ref) + fq.log_scale, bound)
+        return chunks_to_heads(partial, (t, r, c)), state
 
-    def _per_row(self, t: Tensor) -> Tensor:
-        """(b, g, c) to (b, g, r c, 1): what all query heads of a group share."""
-        return (t if self.groups == 1 else t.repeat(1, 1, self.groups)).unsqueeze(-1)
+    def _per_row(self, x: Tensor) -> Tensor:
+        """(b, g, t, c) to (b, g, t r c, 1): what all query heads of a group share."""
+        return (x if self.groups == 1 else x.repeat(1, 1, 1, self.groups)).flatten(2).unsqueeze(-1)
 
     def new_rows(self, length: int) -> _Rows:
         return _Rows(length, self.out_dtype)

@@ -26,6 +26,7 @@ from bochner._checks import (
     one_of,
     positive_int,
 )
+from bochner._scratch import Scratch
 from bochner.moments import (
     PairMoments,
     attended_pairs,
@@ -69,6 +70,7 @@ class FeatureMap(FullPrecisionModule):
 
     positive: ClassVar[bool] = False
     unbiased: ClassVar[bool] = True
+    bold: ClassVar[bool] = False
     feature_dim: int
 
     def __init__(self, dim: int, num_features: int, *, num_heads: int | None = None, kernel: str = "softmax") -> None:
@@ -94,13 +96,16 @@ class FeatureMap(FullPrecisionModule):
         """
         return lambda x: self._features(x.to(accumulation_dtype(x.dtype)), role)
 
-    def prepare_attention(self, role: str, *, scale_cancels: bool = False) -> Callable[[Tensor], Features]:
-        """`prepare` as attention calls it, block by block: values may reach exp(HEADROOM).
+    def prepare_attention(
+        self, role: str, *, root: float = 1.0, scale_cancels: bool = False, bold: bool = False
+    ) -> Callable[[Tensor], Features]:
+        """`prepare` as attention calls it, block by block, on `root * x`: values may reach exp(HEADROOM).
 
         The values of one call may live in a buffer that the next call overwrites. `scale_cancels`: the row's log scale
-        will not be used (a query's, in normalised attention) and may be wrong.
+        will not be used (a query's, in normalised attention) and may be wrong. `bold`, for maps that have it: rows are
+        not shifted to exp(HEADROOM), and the caller has to see to it that none is beyond.
         """
-        return self.prepare(role)
+        return scaled(self.prepare(role), root)
 
     def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> FeatureMap:
         """Draw new random parts in place; learned parameters and calibration stay."""
@@ -188,6 +193,11 @@ class FeatureMap(FullPrecisionModule):
         return f"dim={self.dim}, num_features={self.num_features}{heads}, kernel={self.kernel!r}"
 
 
+def scaled(features: Callable[[Tensor], Features], root: float) -> Callable[[Tensor], Features]:
+    """The features of `root * x`, in the accumulation dtype."""
+    return lambda x: features(x.to(accumulation_dtype(x.dtype)) * root)
+
+
 class ExponentialFeatures(FeatureMap):
     """The positive family, `phi(x) = exp(g(w) + w . C (x - c) - |P (x - c)|^2 / 2 + l . x + r) / sqrt(m)`.
 
@@ -197,6 +207,7 @@ class ExponentialFeatures(FeatureMap):
     """
 
     positive = True
+    bold = True
     antithetic: ClassVar[bool] = False
     norms: ClassVar[str] = "chi"
 
@@ -226,38 +237,46 @@ class ExponentialFeatures(FeatureMap):
             self.feature_dim = 2 * num_features
 
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
-        return self._prepare(role, headroom=0.0, with_row=True, reuse=False)
+        return self._prepare(role, 1.0, headroom=0.0, with_row=True, reuse=False, bold=False)
 
-    def prepare_attention(self, role: str, *, scale_cancels: bool = False) -> Callable[[Tensor], Features]:
-        return self._prepare(role, headroom=HEADROOM, with_row=not scale_cancels, reuse=True)
+    def prepare_attention(
+        self, role: str, *, root: float = 1.0, scale_cancels: bool = False, bold: bool = False
+    ) -> Callable[[Tensor], Features]:
+        return self._prepare(role, root, headroom=HEADROOM, with_row=not scale_cancels, reuse=True, bold=bold)
 
-    def _prepare(self, role: str, *, headroom: float, with_row: bool, reuse: bool) -> Callable[[Tensor], Features]:
+    def _prepare(
+        self, role: str, root: float, *, headroom: float, with_row: bool, reuse: bool, bold: bool
+    ) -> Callable[[Tensor], Features]:
         log_norm = -0.5 * math.log(self.feature_dim)
-        change = self._change(role, with_row)
+        change = self._change(role, root, with_row)
         log_weight = self._log_weight()
         # Frequencies with their change of variables do not depend on x; where they are a matrix, it is formed here.
         dense = isinstance(self.projection, DenseProjection)
         w = self._shape_w(self.projection.matrix()) if dense else None
-        product = Product(reuse)
+        scratch = Scratch(reuse)
 
         def features(x: Tensor) -> Features:
-            x, row = change(x.to(accumulation_dtype(x.dtype)))
-            logits = self.projection(self._shape_x(x)) if w is None else product(x, w.to(x.dtype).mT)
+            z, row = change(x.to(accumulation_dtype(x.dtype)))
+            if w is None:
+                logits = self.projection(self._shape_x(z * root))
+            else:
+                logits = scratch.matmul(z, (root * w.to(z.dtype)).mT)
+            if with_row:
+                row = row + log_norm - self._half() * root**2 * squared_norm(z)
             if log_weight is not None:
-                offset = self._spread(log_weight, x)
+                offset = self._spread(log_weight, z)
                 logits = logits + offset if logits.requires_grad else logits.add_(offset)
-            return exponential(logits, row + log_norm, antithetic=self.antithetic, headroom=headroom)
+            return exponential(logits, row, antithetic=self.antithetic, headroom=None if bold else headroom)
 
         return features
 
-    def _change(self, role: str, with_row: bool) -> Callable[[Tensor], tuple[Tensor, Tensor | float]]:
-        """x to its changed variable and the log of its row factor (..., n, 1), or 0.0 when no row factor is wanted."""
-        half = 0.5 if self.kernel == "softmax" else 1.0
+    def _half(self) -> float:
+        """The factor of -|z|^2 in a row's log scale."""
+        return 0.5 if self.kernel == "softmax" else 1.0
 
-        def change(x: Tensor) -> tuple[Tensor, Tensor | float]:
-            return x, -half * squared_norm(x) if with_row else 0.0
-
-        return change
+    def _change(self, role: str, root: float, with_row: bool) -> Callable[[Tensor], tuple[Tensor, Tensor | float]]:
+        """x to z, `root * z` being the changed variable of `root * x`, and the log of its row factor but for |z|^2."""
+        return lambda x: (x, 0.0)
 
     def _log_weight(self) -> Tensor | None:
         """g(w) for every frequency (h?, m), or None when it is zero."""
@@ -272,30 +291,17 @@ class ExponentialFeatures(FeatureMap):
         return x
 
 
-class Product:
-    """`x @ w`; with `reuse`, into one buffer for all calls of a shape where nothing has to be kept for a gradient.
-
-    A fresh tensor of several megabytes costs as much in page faults as the product itself.
-    """
-
-    def __init__(self, reuse: bool) -> None:
-        self.reuse = reuse
-        self.buffer: Tensor | None = None
-
-    def __call__(self, x: Tensor, w: Tensor) -> Tensor:
-        if not self.reuse or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return x @ w
-        if self.buffer is None or self.buffer.shape[:-1] != x.shape[:-1] or self.buffer.dtype != x.dtype:
-            self.buffer = x.new_empty(*x.shape[:-1], w.shape[-1])
-        return torch.matmul(x, w, out=self.buffer)
-
-
 def exponential(
-    logits: Tensor, log_row: Tensor | float, *, antithetic: bool = False, headroom: float = 0.0
+    logits: Tensor, log_row: Tensor | float, *, antithetic: bool = False, headroom: float | None = 0.0
 ) -> Features:
-    """`exp(logits)`, the largest logit of each row less `headroom` moved into the log scale; consumes `logits`."""
+    """`exp(logits)`, the largest logit of each row less `headroom` moved into the log scale; consumes `logits`.
+
+    `headroom=None` leaves rows where they are.
+    """
     if antithetic:
         logits = torch.cat([logits, -logits], dim=-1)
+    if headroom is None:
+        return Features(logits.exp_(), torch.as_tensor(log_row, dtype=logits.dtype, device=logits.device))
     peak = logits.detach().amax(-1, keepdim=True) - headroom
     values = (logits - peak).exp() if logits.requires_grad else logits.sub_(peak).exp_()
     return Features(values, log_row + peak)
@@ -462,22 +468,23 @@ class CalibratedFeatures(ExponentialFeatures):
             buffer.copy_(value.reshape(buffer.shape))
         return self
 
-    def _change(self, role: str, with_row: bool) -> Callable[[Tensor], tuple[Tensor, Tensor | float]]:
+    def _half(self) -> float:
+        return 0.5
+
+    def _change(self, role: str, root: float, with_row: bool) -> Callable[[Tensor], tuple[Tensor, Tensor | float]]:
         basis = self.basis_query if role == "query" else self.basis_key
         centre = self.centre_query if role == "query" else self.centre_key
         other = self.centre_key if role == "query" else self.centre_query
 
         def change(x: Tensor) -> tuple[Tensor, Tensor | float]:
-            t = x - self._spread(centre, x)
+            t = x - self._spread(centre, x) / root
             z = t @ basis.to(x.dtype).mT
             if not with_row:
                 return z, 0.0
-            half = -0.5 * squared_norm(z)
             if self.kernel == "gaussian":
-                return z, half - 0.5 * squared_norm(t)
+                return z, -0.5 * root**2 * squared_norm(t)
             # exp((x-a).b) belongs to the query's row, exp(a.y) to the key's.
-            linear = ((t if role == "query" else x) * self._spread(other, x)).sum(-1, keepdim=True)
-            return z, half + linear
+            return z, ((t if role == "query" else x) * (root * self._spread(other, x))).sum(-1, keepdim=True)
 
         return change
 
@@ -495,7 +502,9 @@ class CalibratedFeatures(ExponentialFeatures):
 
 def squared_norm(x: Tensor) -> Tensor:
     """|x|^2 of each row, (..., n, 1)."""
-    return x.square().sum(-1, keepdim=True)
+    if torch.is_grad_enabled():
+        return x.square().sum(-1, keepdim=True)
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()  # in one pass, but no second derivative at 0
 
 
 def pooled(x: Tensor) -> Tensor:

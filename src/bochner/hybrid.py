@@ -24,7 +24,7 @@ from bochner._checks import (
     positive_float,
     positive_int,
 )
-from bochner.features import HEADROOM, KERNELS, FeatureMap, Features, exponential
+from bochner.features import HEADROOM, KERNELS, FeatureMap, Features, exponential, scaled
 from bochner.projections import Projection, make_projection
 
 
@@ -37,8 +37,10 @@ class MixedFeatureMap(FeatureMap):
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         return self._prepare(role, 0.0)
 
-    def prepare_attention(self, role: str, *, scale_cancels: bool = False) -> Callable[[Tensor], Features]:
-        return self._prepare(role, HEADROOM)
+    def prepare_attention(
+        self, role: str, *, root: float = 1.0, scale_cancels: bool = False, bold: bool = False
+    ) -> Callable[[Tensor], Features]:
+        return scaled(self._prepare(role, HEADROOM), root)
 
     def _prepare(self, role: str, headroom: float) -> Callable[[Tensor], Features]:
         raise NotImplementedError

@@ -30,7 +30,7 @@ from bochner._checks import (
     positive_float,
     positive_int,
 )
-from bochner.features import HEADROOM, KERNELS, FeatureMap, Features, exponential
+from bochner.features import HEADROOM, KERNELS, FeatureMap, Features, exponential, scaled
 from bochner.projections import (
     Projection,
     chi,
@@ -107,8 +107,10 @@ class SpectralFeatures(FeatureMap):
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         return self._prepare(0.0)
 
-    def prepare_attention(self, role: str, *, scale_cancels: bool = False) -> Callable[[Tensor], Features]:
-        return self._prepare(HEADROOM)
+    def prepare_attention(
+        self, role: str, *, root: float = 1.0, scale_cancels: bool = False, bold: bool = False
+    ) -> Callable[[Tensor], Features]:
+        return scaled(self._prepare(HEADROOM), root)
 
     def _prepare(self, headroom: float) -> Callable[[Tensor], Features]:
         # Here and not in the function below: a block recomputed in a backward pass must find nothing cached.

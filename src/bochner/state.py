@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
+from bochner._scratch import Scratch
 from bochner.features import Features
 
 EMPTY = -1e30  # the log scale of nothing: finite, so that differences are never NaN
 MASKED = -2e30  # below EMPTY, so that exp(MASKED - EMPTY) is 0
+FRESH = Scratch(reuse=False)
 SMALL_NORMALIZER = 1e-4  # of its Cauchy-Schwarz bound; a signed map's normaliser below it is not used
 
 
@@ -82,7 +84,14 @@ def empty_state(
     )
 
 
-def absorb(state: State, features: Features, v: Tensor, key_padding_mask: Tensor | None = None) -> State:
+def absorb(
+    state: State,
+    features: Features,
+    v: Tensor,
+    key_padding_mask: Tensor | None = None,
+    *,
+    scratch: Scratch | None = None,
+) -> State:
     """Add keys (their features (..., s, m)) with values v (..., s, v) to a state; masked keys add nothing."""
     values, log_scale = features
     if key_padding_mask is not None:
@@ -90,8 +99,9 @@ def absorb(state: State, features: Features, v: Tensor, key_padding_mask: Tensor
     ref = torch.maximum(state.log_scale, log_scale.detach().amax((-2, -1)))
     weight = (log_scale - ref[..., None, None]).exp()
     carry = (state.log_scale - ref).exp()
+    weighted = (scratch or FRESH).mul(v.to(values.dtype), weight)
     return State(
-        torch.addcmul(values.mT @ (v.to(values.dtype) * weight), state.kv, carry[..., None, None]),
+        torch.addcmul(values.mT @ weighted, state.kv, carry[..., None, None]),
         torch.addcmul((weight.mT @ values).squeeze(-2), state.norm, carry[..., None]),
         ref,
         state.window,
@@ -125,10 +135,10 @@ def read(state: State, features: Features, *, positive: bool = True) -> Tensor:
     return quotient.num / quotient.den
 
 
-def read_partial(state: State, features: Features, *, positive: bool) -> Partial:
+def read_partial(state: State, features: Features, *, positive: bool, scratch: Scratch | None = None) -> Partial:
     """Unnormalised attention of queries over the keys of a state."""
     values, log_scale = features
-    num = values @ state.kv
+    num = (scratch or FRESH).matmul(values, state.kv)
     den = (state.norm.unsqueeze(-2) @ values.mT).mT
     bound = None
     if not positive:
@@ -153,9 +163,9 @@ def flatten_groups(rows: Any) -> Any:
     return Partial(*(None if t is None else t.flatten(2, 3) for t in rows))  # type: ignore[arg-type]
 
 
-def unflatten_groups(partial: Partial, r: int) -> Partial:
-    """The inverse of `flatten_groups` on a partial result."""
-    return Partial(*(None if t is None else t.unflatten(2, (r, -1)) for t in partial))  # type: ignore[arg-type]
+def chunks_to_heads(partial: Partial, shape: tuple[int, int, int]) -> Partial:
+    """Rows in the order of t chunks, r heads, c rows, as (b, g, r, t c, .)."""
+    return Partial(*(None if x is None else x.unflatten(2, shape).transpose(2, 3).flatten(3, 4) for x in partial))  # type: ignore[arg-type]
 
 
 class Quotient(NamedTuple):
