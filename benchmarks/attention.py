@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import best_times, bfloat16_works, machine, peak_memory
+from _timing import best_times, bfloat16_works, machine, peak_memory, write_page
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -428,15 +428,6 @@ def _word(holds: bool | None) -> str:
     return "" if holds is None else "yes" if holds else "**no**"
 
 
-def write_page(path: Path, text: str) -> None:
-    """Replace what stands between the two markers of a page."""
-    begin, end = "<!-- attention:begin -->", "<!-- attention:end -->"
-    page = path.read_text()
-    before, rest = page.split(begin, 1)
-    after = rest.split(end, 1)[1]
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
-
-
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="short lengths, float32 only, under 90 seconds")
@@ -473,7 +464,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if options.plot:
         plot(results, options.plot)
     if options.page:
-        write_page(options.page, tables(results))
+        write_page(options.page, "attention", tables(results))
     return results
 
 

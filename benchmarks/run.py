@@ -1,7 +1,7 @@
 """Every benchmark of this folder, one after another: `python benchmarks/run.py [--quick] [name ...]`.
 
-A full run writes `benchmarks/results/<name>.json`, and for attention the figure and tables of the documentation; a
-quick one only prints. Each benchmark is a process of its own, so that none inherits another's memory or threads.
+A full run writes `benchmarks/results/<name>.json`, and for attention and kernel products the tables of the
+documentation; a quick one only prints. Each benchmark is a process of its own, so that none inherits another's memory or threads.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ def command(name: str, quick: bool) -> list[str]:
     line += ["--output", str(HERE / "results" / f"{name}.json")]
     if name == "attention":
         line += ["--plot", str(DOCS / "images" / "attention.png"), "--page", str(DOCS / "benchmarks.md")]
+    if name == "matvec":
+        line += ["--page", str(DOCS / "kernel-operator.md")]
     return line
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import time
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from bochner._checks import BochnerError
-from bochner.matvec import KernelOperator, dask_product, stream_product
+from bochner.matvec import KernelOperator, dask_compute, dask_product, stream_product
 
 torch.set_num_threads(1)
 
@@ -44,6 +45,37 @@ def test_a_stream_from_a_memory_map_equals_the_whole_within_eps(tmp_path, keys, 
         stream_product(operator, keys[:, :3], x)
 
 
+def test_an_interrupted_stream_goes_on_where_it_stopped(keys, operator, x):
+    def stop(done, total):
+        if done == 800:
+            raise KeyboardInterrupt
+
+    whole = stream_product(operator, keys, x, rows=400)
+    out = np.full(1500, np.nan, np.float32)
+    with pytest.raises(KeyboardInterrupt):
+        stream_product(operator, keys, x, rows=400, out=out, progress=stop)
+    assert np.isnan(out[800:]).all()
+    np.testing.assert_array_equal(stream_product(operator, keys, x, rows=400, out=out, done=800), whole)
+    for wrong in ({"done": 300, "out": out}, {"done": 400}, {"done": 1600, "out": out}):
+        with pytest.raises(BochnerError, match="'done'"):
+            stream_product(operator, keys, x, rows=400, **wrong)
+
+
+def test_progress_is_shown_in_the_terminal_only_when_asked_for(keys, operator, x, capsys, monkeypatch):
+    quiet = stream_product(operator, keys, x, rows=400)
+    exact = KernelOperator(keys, bandwidth=1.0, method="exact")
+    exact @ x
+    assert capsys.readouterr().err == ""
+    np.testing.assert_array_equal(stream_product(operator, keys, x, rows=400, progress=True), quiet)
+    assert "100%" in capsys.readouterr().err
+    exact.progress = True
+    exact @ x
+    assert "exact product" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    exact @ x
+    assert capsys.readouterr().err.splitlines()[-1] == "exact product: 100 %"
+
+
 def test_a_stream_from_zarr(tmp_path, keys, operator, x):
     zarr = pytest.importorskip("zarr")
     stored = zarr.open(str(tmp_path / "queries.zarr"), mode="w", shape=keys.shape, chunks=(300, 6), dtype="f4")
@@ -62,6 +94,7 @@ def test_dask_gives_the_same_with_any_scheduler(keys, operator, x):
     expected = stream_product(operator, keys, x, rows=400)
     np.testing.assert_array_equal(lazy.compute(scheduler="synchronous"), expected)
     np.testing.assert_array_equal(lazy.compute(scheduler="threads", num_workers=2), expected)
+    np.testing.assert_array_equal(dask_compute(lazy), expected)
     with pytest.raises(BochnerError, match="dask array"):
         dask_product(operator, keys, x)
     with pytest.raises(BochnerError, match="shape"):
@@ -90,3 +123,15 @@ def test_a_killed_worker_loses_nothing(keys, operator, x):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[0], signal.SIGKILL)
         np.testing.assert_array_equal(futures.result(timeout=120), expected)
+
+
+@pytest.mark.distributed
+def test_a_cluster_shows_its_progress_in_the_terminal(keys, operator, x, capsys):
+    distributed = pytest.importorskip("distributed")
+    da = pytest.importorskip("dask.array")
+    options = {"n_workers": 1, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+    with distributed.Client(**options, silence_logs=50) as client:
+        lazy = dask_product(operator, da.from_array(keys, chunks=(400, 6)), x, client=client)
+        got = dask_compute(lazy, client=client)
+    np.testing.assert_array_equal(got, stream_product(operator, keys, x, rows=400))
+    assert "100%" in capsys.readouterr().err

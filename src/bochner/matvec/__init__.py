@@ -2,7 +2,7 @@
 
 from .apps import KernelDensity, KernelRidge, NadarayaWatson, attention, noisy_power_method, top_eigenvalues
 from .certificate import Cost, Estimate
-from .distributed import dask_product, stream_product
+from .distributed import dask_compute, dask_product, stream_product
 from .operator import KernelOperator
 from .paper import Constants
 from .sparsity import Sparsity, head_to_tail, kernel_of_attention, reduce_attention, sparsity
@@ -17,6 +17,7 @@ __all__ = [
     "NadarayaWatson",
     "Sparsity",
     "attention",
+    "dask_compute",
     "dask_product",
     "head_to_tail",
     "kernel_of_attention",

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._progress import track
 from .exact import FLOOR, LN2, ROWS, Frame, Tiles, left, right
 
 NEAR_KEYS = 4096  # keys gathered at once for one query cell
@@ -32,9 +33,9 @@ def assign(points: Tensor, centres: Tensor) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
 
 
-def k_means(points: Tensor, cells: int, generator: torch.Generator, rounds: int = 6) -> Tensor:
-    """Centres of about `cells` cells: Lloyd's iteration on a sample of 40 points per cell. Cost O(cells^2 d)."""
-    sample = points[torch.randperm(points.shape[0], generator=generator)[: 40 * cells]]
+def k_means(points: Tensor, cells: int, generator: torch.Generator, rounds: int = 5) -> Tensor:
+    """Centres of about `cells` cells: Lloyd's iteration on a sample of 20 points per cell. Cost O(cells^2 d)."""
+    sample = points[torch.randperm(points.shape[0], generator=generator)[: 20 * cells]]
     centres = sample[:cells].clone()
     for _ in range(rounds):
         label = assign(sample, centres)
@@ -151,7 +152,7 @@ class Product:
     pairs: int
 
 
-def product(index: KeyIndex, plan: Plan, x: Tensor, adjoint: bool = False) -> Product:
+def product(index: KeyIndex, plan: Plan, x: Tensor, adjoint: bool = False, progress: bool = False) -> Product:
     """`K x` (or `K' x`) with near tiles and the far field; x (s, r) sorted by cell.
 
     Cost: `plan.pairs` near pairs and n cells far pairs. Linear in x up to rounding; exactly symmetric when the
@@ -184,7 +185,8 @@ def product(index: KeyIndex, plan: Plan, x: Tensor, adjoint: bool = False) -> Pr
         y += collected[index.label]
     y *= share * plan.beta
     far_part = y.clone()
-    for a in range(plan.start.numel() - 1):
+    blocks = range(plan.start.numel() - 1)
+    for a in track(blocks, len(blocks), "near cells", progress):
         _near_blocks(index, plan, tiles, x, y, a, adjoint)
     return Product(y, far_part, missed, tiles.pairs + n * blurred.shape[0])
 
@@ -200,7 +202,7 @@ def _near_blocks(index: KeyIndex, plan: Plan, tiles: Tiles, x: Tensor, y: Tensor
     begin, end = index.start[near], index.start[near + 1]
     keys = torch.cat([torch.arange(b, e) for b, e in zip(begin.tolist(), end.tolist(), strict=True)] or [begin])
     for part in keys.split(NEAR_KEYS):
-        w = index.keys[part]
+        w = index.keys.index_select(0, part)
         for i in range(lo, hi, ROWS):
             j = min(i + ROWS, hi)
             z = plan.queries[i:j]
@@ -213,7 +215,7 @@ def _near_blocks(index: KeyIndex, plan: Plan, tiles: Tiles, x: Tensor, y: Tensor
             if adjoint and not plan.symmetric:
                 y.index_add_(0, part, tile.T @ x[i:j])
                 continue
-            y[i:j].addmm_(tile, x[part])
+            y[i:j].addmm_(tile, x.index_select(0, part))
             if plan.symmetric:
                 inside = int((part < hi).sum())  # keys of cell a itself come first: their block is its own mirror
                 if inside < part.numel():

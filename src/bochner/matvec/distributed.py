@@ -6,13 +6,15 @@ the block, so that results depend neither on the number of workers nor on which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from .._checks import BochnerError, positive_int
+from .._progress import track
 from .operator import KernelOperator
 
 
@@ -36,8 +38,7 @@ def dask_product(operator: KernelOperator, queries: Any, x: Any, *, client: Any 
         client: a `distributed.Client`. The operator and x are then sent to every worker once; without it dask's
             local schedulers are used. A worker that dies loses nothing: its blocks are computed elsewhere.
 
-    Progress is on the client's dashboard; in a terminal use `dask.diagnostics.ProgressBar` or
-    `distributed.progress`.
+    Progress is on the client's dashboard; `dask_compute` shows it in the terminal.
     """
     try:
         import dask
@@ -66,6 +67,21 @@ def dask_product(operator: KernelOperator, queries: Any, x: Any, *, client: Any 
     return da.concatenate(parts)
 
 
+def dask_compute(product: Any, *, client: Any = None) -> np.ndarray:
+    """Compute a `dask_product` with a progress bar in the terminal; `client` as given to it."""
+    if client is None:
+        from dask.diagnostics import ProgressBar
+
+        with ProgressBar(out=sys.stderr):
+            return np.asarray(product.compute())
+    from distributed import as_completed
+
+    parts = client.compute(list(product.to_delayed().ravel()))
+    for _ in track(as_completed(parts), len(parts), "blocks"):
+        pass
+    return np.concatenate(client.gather(parts))
+
+
 def stream_product(
     operator: KernelOperator,
     queries: Any,
@@ -73,12 +89,15 @@ def stream_product(
     *,
     rows: int = 65536,
     out: Any = None,
-    progress: Callable[[int, int], None] | None = None,
+    done: int = 0,
+    progress: bool | Callable[[int, int], None] = False,
 ) -> Any:
     """`K(queries, keys) x` for queries that do not fit into memory: anything with `.shape` and row slices.
 
     Memory-mapped numpy files, zarr and HDF5 arrays are read `rows` at a time. `out`: where to write (the same
-    kinds of array); None returns a numpy array. `progress(done, total)` is called after each block.
+    kinds of array); None returns a numpy array. `progress`: True for a bar in the terminal, or a function of the rows
+    done and their total, called after each block. `done`: go on after an interruption, with the `out` of then and the
+    number of rows, whole blocks, that were done.
 
     Example:
         >>> import numpy as np
@@ -93,16 +112,18 @@ def stream_product(
         raise BochnerError(
             f"The 'queries' of stream_product must have shape (n, {operator._keys.shape[1]}), got {shape}."
         )
+    if done and (out is None or done % rows or not 0 < done <= shape[0]):
+        raise BochnerError(
+            f"The 'done' of stream_product must be a multiple of rows={rows} up to {shape[0]}, with the 'out' that was "
+            f"begun, got {done!r} with {'no out' if out is None else 'out'}."
+        )
     values = np.asarray(x)
     if out is None:
         out = np.empty((shape[0], *values.shape[1:]), dtype=operator.dtype)
-    for number, (lo, hi) in enumerate(_blocks(shape[0], rows)):
-        out[lo:hi] = block_product(queries[lo:hi], operator, values, number)
-        if progress is not None:
+    starts = range(done, shape[0], rows)
+    for lo in track(starts, len(starts), "blocks", progress is True):
+        hi = min(lo + rows, shape[0])
+        out[lo:hi] = block_product(queries[lo:hi], operator, values, lo // rows)
+        if callable(progress):
             progress(hi, shape[0])
     return out
-
-
-def _blocks(n: int, rows: int) -> Iterator[tuple[int, int]]:
-    for lo in range(0, n, rows):
-        yield lo, min(lo + rows, n)

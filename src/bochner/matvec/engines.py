@@ -30,10 +30,11 @@ class Applied:
 
 
 class Engine:
-    """`apply` multiplies; `symmetric` engines are their own adjoint."""
+    """`apply` multiplies, with a bar if `progress`; `symmetric` engines are their own adjoint."""
 
     name = ""
     exact = False
+    progress = False
 
     def apply(self, x: Tensor, adjoint: bool = False) -> Applied:
         raise NotImplementedError
@@ -58,10 +59,10 @@ class ExactEngine(Engine):
         tiles = Tiles(self.frame)
         if adjoint and not self.symmetric:
             d = self.z.shape[1] - 2
-            value = exact_product(tiles, left(self.w[:, :d]), right(self.z[:, :d]), x)
+            value = exact_product(tiles, left(self.w[:, :d]), right(self.z[:, :d]), x, self.progress)
         else:
             multiply = exact_symmetric if self.symmetric else exact_product
-            value = multiply(tiles, self.z, self.w, x)
+            value = multiply(tiles, self.z, self.w, x, self.progress)
         return Applied(value, tiles.pairs)
 
 
@@ -79,7 +80,7 @@ class CellsEngine(Engine):
         key_side, query_side = self.index.order, plan.order
         if adjoint and not plan.symmetric:
             key_side, query_side = query_side, key_side
-        out = cells.product(self.index, plan, x[key_side], adjoint)
+        out = cells.product(self.index, plan, x[key_side], adjoint, self.progress)
         value, far = torch.empty_like(out.value), torch.empty_like(out.far)
         value[query_side], far[query_side] = out.value, out.far
         scores = []

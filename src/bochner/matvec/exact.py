@@ -18,10 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._progress import track
+
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 FLOOR = -100.0
-ROWS, COLUMNS, SQUARE = 512, 1024, 768  # tiles of about 2 MB in float32 stay in the second-level cache
+ROWS, COLUMNS, SQUARE = 384, 768, 512  # tiles of about 1 MB in float32 stay in the second-level cache
 
 
 class Frame(NamedTuple):
@@ -96,21 +98,23 @@ class Tiles:
         return tile.clamp_min_(self.floor).exp2_()
 
 
-def exact_product(tiles: Tiles, z: Tensor, w: Tensor, x: Tensor) -> Tensor:
+def exact_product(tiles: Tiles, z: Tensor, w: Tensor, x: Tensor, progress: bool = False) -> Tensor:
     """`K x` for augmented queries `z` (n, d+2), keys `w` (s, d+2) and `x` (s, r): n s pairs, O(1) memory."""
     y = z.new_zeros(z.shape[0], x.shape[1])
-    for i in range(0, z.shape[0], ROWS):
+    starts = range(0, z.shape[0], ROWS)
+    for i in track(starts, len(starts), "exact product", progress):
         rows = y[i : i + ROWS]
         for j in range(0, w.shape[0], COLUMNS):
             rows.addmm_(tiles(z[i : i + ROWS], w[j : j + COLUMNS]), x[j : j + COLUMNS])
     return y
 
 
-def exact_symmetric(tiles: Tiles, z: Tensor, w: Tensor, x: Tensor) -> Tensor:
+def exact_symmetric(tiles: Tiles, z: Tensor, w: Tensor, x: Tensor, progress: bool = False) -> Tensor:
     """`K x` when queries and keys are the same points: a tile serves its mirror image too, n^2/2 pairs."""
     y = z.new_zeros(z.shape[0], x.shape[1])
     n = z.shape[0]
-    for i in range(0, n, SQUARE):
+    starts = range(0, n, SQUARE)
+    for i in track(starts, len(starts), "exact product", progress):
         for j in range(i, n, SQUARE):
             tile = tiles(z[i : i + SQUARE], w[j : j + SQUARE])
             y[i : i + SQUARE].addmm_(tile, x[j : j + SQUARE])

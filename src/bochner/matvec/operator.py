@@ -52,6 +52,7 @@ class KernelOperator(LinearOperator):
         adaptive: check and repair products. False: strictly linear in x, unchecked.
         confidence: of the statement in a certificate.
         constants: of method="paper".
+        progress: show a bar in the terminal during products; also an attribute that can be set later.
 
     Unbiased: exact, features (over seeds); paper up to the median. Linear in x and repeatable: exact, cells,
     features, except for products that needed repair; paper is repeatable only.
@@ -69,6 +70,8 @@ class KernelOperator(LinearOperator):
         'exact'
     """
 
+    progress = False
+
     def __init__(
         self,
         queries: Any,
@@ -84,7 +87,9 @@ class KernelOperator(LinearOperator):
         adaptive: bool = True,
         confidence: float = 0.95,
         constants: Constants | None = None,
+        progress: bool = False,
     ) -> None:
+        self.progress = bool(progress)
         points = as_points(queries, "queries")
         other = points if keys is None else as_points(keys, "keys")
         if points.shape[1] != other.shape[1]:
@@ -365,6 +370,7 @@ class KernelOperator(LinearOperator):
         The confidence of the k-th attempt is halved each time, so that stopping at the first success keeps it.
         """
         engine = self._engine
+        engine.progress = self.progress
         applied = engine.apply(x, adjoint)
         if engine.exact or not (self.adaptive or certify):
             return applied.value, applied, []

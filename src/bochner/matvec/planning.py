@@ -100,7 +100,7 @@ def make_plan(
     queries, order, start = sort_queries(index, z, label)
     rounding = max(rounding_error(z), rounding_error(index.keys[:, :-2]))
     local = rounding > min(eps / 20, 1e-3)
-    coarse = rounding > 0.02  # planning itself can live with 2 % per entry
+    coarse = rounding > 0.1  # planning itself can live with that much per entry of the outermost points
     if local:
         rounding = 4 * rounding_error(index.keys[:, :-2] - index.mean[index.label])
     cost = start.diff().double()[:, None] * index.count.double()
@@ -125,27 +125,29 @@ def make_plan(
     directions = torch.stack([torch.ones_like(density), density, density.square()], 1)
     directions /= (directions.square() * index.count[:, None]).sum(0).sqrt().clamp_min(1e-30)
 
-    # 2. For each ranking, the smallest fraction whose measured errors meet their shares of eps.
+    # 2. For each ranking, by bisection, the smallest fraction whose measured errors meet their shares of eps.
+    row_sum, pairs = float((weight * mass.sum(1)).mean()), tiles.pairs + n * cost.shape[0]
     best: Planned | None = None
     for score in rankings(index, queries, start, measured):
         ranking = Ranking(score, cost)
-        for fraction in FRACTIONS:
-            near = ranking.near(fraction)
+        low, high = 0, len(FRACTIONS) - 1
+        middle = 0  # often no more than the cells themselves is needed
+        while low <= high:
+            near = ranking.near(FRACTIONS[middle])
             if symmetric:  # equal scores may straddle the cut
                 near = near | near.T
             skipped = ~near[cell]
             beta = fit_beta(mass, guess, skipped)
             random, coherent = measured_errors(index, mass, squared, guess * beta, skipped, directions, weight, n, s)
             met = random <= RANDOM_SHARE * eps and coherent <= COHERENT_SHARE * eps
-            spent = float(cost[near].sum()) / total
-            if met or fraction == FRACTIONS[-1]:
+            if met or middle == len(FRACTIONS) - 1:
+                spent = float(cost[near].sum()) / total
                 plan = Plan(queries, order, start, near, beta, local, rounding, symmetric)
-                row_sum = float((weight * mass.sum(1)).mean())
-                pairs = tiles.pairs + n * cost.shape[0]
                 found = Planned(plan, score, max(random, coherent), met, spent, row_sum, pairs)
                 if best is None or (found.met, -found.fraction) > (best.met, -best.fraction):
                     best = found
-                break
+            low, high = (low, middle - 1) if met else (middle + 1, high)
+            middle = (low + high) // 2
     assert best is not None
     return best
 
