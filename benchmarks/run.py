@@ -1,7 +1,8 @@
 """Every benchmark of this folder, one after another: `python benchmarks/run.py [--quick] [name ...]`.
 
 A full run writes `benchmarks/results/<name>.json`, and for attention and kernel products the tables of the
-documentation; a quick one only prints. Each benchmark is a process of its own, so that none inherits another's memory or threads.
+documentation; a quick one only prints. Each benchmark is a process of its own, so that none inherits another's memory
+or threads.
 """
 
 from __future__ import annotations

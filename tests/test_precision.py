@@ -10,7 +10,7 @@ import torch
 from naive import draw, draw_qkv, gradients
 from torch import Tensor
 
-from bochner import attention_matrix, feature_map, features, linear_attention
+from bochner import attention, attention_matrix, feature_map, features, linear_attention
 from bochner.features import HEADROOM, FeatureMap
 
 HALF = (torch.float16, torch.bfloat16)
@@ -158,6 +158,19 @@ def test_row_maxima_are_left_out_only_where_that_is_safe(
     assert error(got, truth) < 1e-5 * size**2
     grad = linear_attention(q.requires_grad_(), k, v, phi)
     assert error(grad.detach(), truth) < 1e-5 * size**2
+
+
+def test_features_that_are_all_small_are_raised() -> None:
+    """An importance weight of exp(-40) on every feature: nothing is lost to it, and float64 is not needed."""
+    phi = feature_map("optimal", dim=64, num_features=128)
+    phi.A.fill_(-0.9)
+    q, k, v = inputs(torch.float32, 1.0, d=64)
+    call = attention._Call(phi, q, k, v, 64**-0.25, True, True, "clamp", False)
+    state = call.absorb_all(k, v, None)
+    out = call.read_all(q, state, 2, call.finish)
+    assert not call.report(state, q, k, v)
+    truth = attention_matrix(q.double(), k.double(), phi) @ v.double()
+    assert error(out, truth) < 1e-5
 
 
 def test_rows_beyond_single_precision_leave_the_others_and_the_past_alone() -> None:

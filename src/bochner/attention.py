@@ -65,7 +65,8 @@ __all__ = [
 
 CHUNK = 128  # rows of one causal chunk
 BLOCK_ELEMENTS = 2**22  # features of one block of rows on the CPU: 16 MB in float32
-BOUND = math.exp(HEADROOM)  # of any feature
+LARGEST = math.exp(HEADROOM)  # feature of a row that was not shifted
+SMALLEST = 1e-3  # sum of such features: smaller ones leave too little room below
 POLICIES = ("clamp", "zero", "raise")
 
 
@@ -193,15 +194,13 @@ class _Call:
         raised = type(phi).prepare_attention is not FeatureMap.prepare_attention
         self.floor = lost_below(self.dtype, HEADROOM if raised else 0.0)
         self.query, self.key = self.prepare("query"), self.prepare("key")
-        self.lower = torch.ones(CHUNK, CHUNK, dtype=self.dtype, device=q.device).tril()
         self.scratch = Scratch()
         self.tracing = torch.compiler.is_compiling()
         tensors = (q, k, v, *phi.parameters(), *(() if state is None else state[:3]))
         learns = any(t.requires_grad for t in tensors)
         self.learns = torch.is_grad_enabled() and (learns or self.tracing)
-        # Exponentials without row maxima, checked afterwards; few features may all be tiny, and then have to be raised.
-        plain = q.device.type == "cpu" and not self.tracing and not self.learns
-        self.bold = plain and phi.bold and phi.num_features >= phi.dim
+        # Exponentials without row maxima, checked afterwards: where asking is cheap and nothing has to be recomputed.
+        self.bold = phi.bold and q.device.type == "cpu" and not self.tracing and not self.learns
         self.recompute = recompute and self.learns and not self.tracing
         lead = q.shape[0] * k.shape[1]
         elements = BLOCK_ELEMENTS * (1 if q.device.type == "cpu" else 64)
@@ -277,7 +276,8 @@ class _Call:
             if self.bold:
                 partial = read_partial(keys, bold(x), positive=positive, scratch=scratch)
                 # phi_i norm_i <= den for every feature i.
-                if bool((partial.den.amax((-2, -1)) <= BOUND * keys.norm.amin(-1)).all()):
+                least, most = partial.den.amin((-2, -1)), partial.den.amax((-2, -1))
+                if bool(((most <= LARGEST * keys.norm.amin(-1)) & (least >= SMALLEST)).all()):
                     return finish(partial)
                 self.bold = False
             return finish(read_partial(keys, self.query(x), positive=positive, scratch=scratch))
@@ -298,7 +298,8 @@ class _Call:
                 after = absorb(before, features, u, hole, scratch=self.scratch)
                 # psi_i weight <= norm_i for every key and feature i.
                 weight = (features.log_scale.amin((-2, -1)) - after.log_scale).exp()
-                if bool((after.norm.amax(-1) <= BOUND * weight).all()):
+                least, most = after.norm.aminmax(dim=-1)
+                if bool(((most <= LARGEST * weight) & (least >= SMALLEST)).all()):
                     return after
                 self.bold = False
             return absorb(before, self.key(x), u, hole, scratch=self.scratch)
@@ -394,7 +395,8 @@ class _Call:
         before = cat_rows(parts)
         # 3. Keys of the same chunk, by scores. Later keys' are clamped before exp, so that it cannot overflow.
         decay = (lk.mT - row_ref.unsqueeze(-1)).clamp_max_(0).exp_().unsqueeze(3)
-        scores = self.scratch.matmul(phi, psi.mT).unflatten(3, (r, c)).mul_(decay).mul_(self.lower[:c, :c])
+        lower = torch.ones(c, c, dtype=self.dtype, device=q.device).tril()
+        scores = self.scratch.matmul(phi, psi.mT).unflatten(3, (r, c)).mul_(decay).mul_(lower)
         scores = scores.flatten(3, 4)
         carry = self._per_row(start.unsqueeze(-1) - row_ref).exp()
         num = (before.num * carry).view(-1, r * c, v.shape[-1])
