@@ -234,7 +234,7 @@ class _Call:
             for x, name in ((q, "q"), (k, "k"), (v, "v")):
                 finite(x, name, "linear_attention")
         if self.phi.positive:
-            return any_lost(den, torch.cat([t.flatten() for _, t, _ in health]), self.floor)
+            return bool((den < self.floor).any()) and any(any_lost(x, ref, self.floor) for x, ref, _ in health)
         count = sum(int(small.sum()) for _, _, small in health if small is not None)
         if count:
             message = (

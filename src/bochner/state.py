@@ -202,8 +202,7 @@ def lost_below(dtype: torch.dtype, headroom: float = 0.0) -> float:
 
 def any_lost(den: Tensor, log_ref: Tensor, floor: float) -> bool:
     """Whether a row has keys to attend to and yet, for a positive map, a normaliser that underflowed."""
-    lost = den < floor
-    return bool(lost.any()) and bool((lost & (log_ref > 0.5 * EMPTY)).any())
+    return bool(((den < floor) & (log_ref > 0.5 * EMPTY)).any())
 
 
 def widen(state: State) -> State:
