@@ -137,7 +137,7 @@ X2 = np.zeros((5, 2), np.float32)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: KernelOperator(np.array([[np.nan, 1.0]]), bandwidth=1.0), "'queries'.*finite.*row 0"),
+        (lambda: KernelOperator(np.array([[np.nan, 1.0]]), bandwidth=1.0), "'queries'.*finite.*index \\(0, 0\\)"),
         (lambda: KernelOperator(X2, np.array([[0.0, np.inf]]), bandwidth=1.0), "'keys'.*finite"),
         (lambda: KernelOperator(X2, bandwidth=0.0), "'bandwidth'.*positive.*0.0"),
         (lambda: KernelOperator(X2, bandwidth=-1.0), "'bandwidth'.*positive"),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .._progress import track
-from .exact import FLOOR, LN2, ROWS, Frame, Tiles, left, right
+from .exact import FLOOR, LN2, ROWS, Frame, Tiles, left, move_right, right
 
 NEAR_KEYS = 4096  # keys gathered at once for one query cell
 
@@ -199,19 +199,17 @@ def _near_blocks(index: KeyIndex, plan: Plan, tiles: Tiles, x: Tensor, y: Tensor
     near = plan.near[a].nonzero()[:, 0]
     if plan.symmetric:
         near = near[near >= a]
-    begin, end = index.start[near], index.start[near + 1]
-    keys = torch.cat([torch.arange(b, e) for b, e in zip(begin.tolist(), end.tolist(), strict=True)] or [begin])
+    begin, count = index.start[near], index.count[near]
+    keys = torch.arange(int(count.sum())) + torch.repeat_interleave(begin - count.cumsum(0) + count, count)
+    origin = index.mean[a] if plan.local else None
+    rows = [(i, min(i + ROWS, hi)) for i in range(lo, hi, ROWS)]
+    queries = [plan.queries[i:j] if origin is None else left(plan.queries[i:j, :-2] - origin) for i, j in rows]
     for part in keys.split(NEAR_KEYS):
         w = index.keys.index_select(0, part)
-        for i in range(lo, hi, ROWS):
-            j = min(i + ROWS, hi)
-            z = plan.queries[i:j]
-            if plan.local:
-                origin = index.mean[a]
-                z, w_local = left(z[:, :-2] - origin), right(w[:, :-2] - origin)
-            else:
-                w_local = w
-            tile = tiles(z, w_local)
+        if origin is not None:
+            move_right(w, origin)
+        for (i, j), z in zip(rows, queries, strict=True):
+            tile = tiles(z, w)
             if adjoint and not plan.symmetric:
                 y.index_add_(0, part, tile.T @ x[i:j])
                 continue

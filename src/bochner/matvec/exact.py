@@ -39,12 +39,15 @@ class Frame(NamedTuple):
 
     def place(self, points: Tensor) -> Tensor:
         """The points in this frame, (n, d); differences are taken in float64 before rounding."""
-        return ((points.double() - self.centre) * self.scale).to(self.dtype)
+        placed = torch.empty(points.shape, dtype=self.dtype)
+        for source, target in zip(points.split(4096), placed.split(4096), strict=True):
+            target.copy_((source.double() - self.centre) * self.scale)
+        return placed
 
 
 def make_frame(keys: Tensor, bandwidth: float, arithmetic: str) -> Frame:
     """The frame centred on the keys, in which one bandwidth is sqrt(log2 e) long."""
-    return Frame(keys.double().mean(0), math.sqrt(LOG2E) / bandwidth, arithmetic)
+    return Frame(keys.mean(0, dtype=torch.float64), math.sqrt(LOG2E) / bandwidth, arithmetic)
 
 
 def rounding_error(z: Tensor) -> float:
@@ -73,6 +76,12 @@ def right(w: Tensor) -> Tensor:
     """Rows of keys with the two extra columns: [w, 1, -|w|^2/2]."""
     h = w.square().sum(1, keepdim=True).mul_(-0.5)
     return torch.cat([w, torch.ones_like(h), h], 1)
+
+
+def move_right(w: Tensor, origin: Tensor) -> None:
+    """Move augmented rows of keys to another origin, in place."""
+    w[:, :-2] -= origin
+    torch.linalg.vector_norm(w[:, :-2], dim=1, out=w[:, -1]).square_().mul_(-0.5)
 
 
 class Tiles:

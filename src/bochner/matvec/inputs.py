@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import BochnerError, positive_float
+from .._checks import BochnerError, finite, positive_float
 
 OWNER = "KernelOperator"
 
@@ -39,10 +39,7 @@ def as_points(points: Any, name: str) -> Tensor:
         tensor = tensor.float()
     if tensor.ndim != 2 or 0 in tensor.shape:
         raise BochnerError(f"The {name!r} of {OWNER} must have shape (n, d) with n, d >= 1, got {tuple(tensor.shape)}.")
-    if not bool(torch.isfinite(tensor).all()):
-        row = int((~torch.isfinite(tensor)).any(1).nonzero()[0])
-        raise BochnerError(f"The {name!r} of {OWNER} must be finite; row {row} has a NaN or an infinity.")
-    return tensor
+    return finite(tensor, name, OWNER)
 
 
 def resolve_bandwidth(bandwidth: float | None, gamma: float | None) -> float:

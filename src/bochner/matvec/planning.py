@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class Ranking:
 
     def __init__(self, score: Tensor, cost: Tensor) -> None:
         self.score = score
-        self.order = score.flatten().argsort(descending=True)
+        self.order = torch.from_numpy(np.argsort(-score.flatten().numpy()))  # several times faster than torch's
         self.spent = cost.flatten()[self.order].cumsum(0)
 
     def near(self, fraction: float) -> Tensor:
