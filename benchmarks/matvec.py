@@ -451,7 +451,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             options.output.write_text(json.dumps(found, indent=1))
         return found
     sizes = [10_000, 20_000] if options.quick else [10_000, 100_000, 1_000_000]
-    most = {"attention": 20_000, "glove": 400_000}
+    most = {"attention": 20_000, "glove": 400_000, "patches": 400_000}
     results: dict[str, Any] = {"eps": EPS, "machine": machine(1)}
     floor = exact_floor(20_000)
     results["exact"] = floor

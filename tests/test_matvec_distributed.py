@@ -105,8 +105,8 @@ def test_dask_gives_the_same_with_any_scheduler(keys, operator, x):
 def test_a_killed_worker_loses_nothing(keys, operator, x):
     distributed = pytest.importorskip("distributed")
     da = pytest.importorskip("dask.array")
-    queries = da.from_array(np.tile(keys, (8, 1)), chunks=(500, 6))
-    expected = stream_product(operator, np.tile(keys, (8, 1)), x, rows=500)
+    queries = da.from_array(np.tile(keys, (14, 1)), chunks=(500, 6))
+    expected = stream_product(operator, np.tile(keys, (14, 1)), x, rows=500)
     with (
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50

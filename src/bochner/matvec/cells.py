@@ -133,10 +133,9 @@ class Plan:
         return int((near.double() * count[:, None] * index.count.double()).sum())
 
 
-def sort_queries(index: KeyIndex, z: Tensor, label: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def sort_queries(index: KeyIndex, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Placed queries sorted by nearest cell, augmented; their order; where each cell begins."""
-    if label is None:
-        label = assign(z, index.centres)
+    label = assign(z, index.centres)
     order = label.argsort(stable=True)
     count = torch.bincount(label, minlength=index.centres.shape[0])
     return left(z[order]), order, torch.cat([count.new_zeros(1), count.cumsum(0)])

@@ -199,13 +199,8 @@ class KernelOperator(LinearOperator):
     def _cells_engine(self, index: cells_module.KeyIndex | None) -> CellsEngine:
         generator = make_generator(self.seed)
         index = self._index = index or self._build_index(generator)
-        label, z = None, None
-        if self._symmetric:  # the queries' cells are the keys' cells
-            label, z = index.caller_label, torch.empty_like(index.keys[:, :-2])
-            z[index.order] = index.keys[:, :-2]
-        else:
-            z = index.frame.place(self._queries)
-        self._planned = make_plan(index, z, self.eps, generator, self._symmetric, label=label)
+        z = None if self._symmetric else index.frame.place(self._queries)
+        self._planned = make_plan(index, z, self.eps, generator)
         return CellsEngine(index, self._planned)
 
     def _judge(self, engine: CellsEngine) -> Engine:
@@ -565,16 +560,8 @@ class KernelOperator(LinearOperator):
             return
         super().__init__(self.dtype, (self._queries.shape[0], keys.shape[0]))
         reuse = (old.plan.near[filled][:, filled], old.plan.beta)
-        query_label = (filled.cumsum(0) - 1)[label] if self._symmetric else None
-        planned = make_plan(
-            index,
-            index.frame.place(self._queries),
-            self.eps,
-            make_generator(self.seed),
-            self._symmetric,
-            reuse,
-            query_label,
-        )
+        z = None if self._symmetric else index.frame.place(self._queries)
+        planned = make_plan(index, z, self.eps, make_generator(self.seed), reuse)
         planned.score = old.planned.score[filled][:, filled]
         planned.predicted, planned.mean_row_sum = old.planned.predicted, old.planned.mean_row_sum
         self._planned, self._index = planned, index

@@ -20,6 +20,7 @@ from .cells import KeyIndex, Plan, segment_sum, sort_queries
 from .exact import FLOOR, ROWS, Tiles, left, right, rounding_error
 
 RANDOM_SHARE, COHERENT_SHARE = 0.1, 0.15  # of eps; a random x at eps/10 leaves room for the worst single column
+EVERY = 4  # at least: one row in so many stands for its cell in the model
 JUDGED_ROWS = 512  # at least; one per query cell
 FRACTIONS = [0.0, *(2.0 ** (-k / 2) for k in range(16, 0, -1))]  # of all pairs, tried as near pairs
 
@@ -64,10 +65,9 @@ def rankings(index: KeyIndex, queries: Tensor, start: Tensor, measured: Tensor) 
     squared = queries.new_zeros(cells, cells)
     blurred = index.blurred()
     for a, (lo, hi) in enumerate(zip(start[:-1].tolist(), start[1:].tolist(), strict=True)):
-        for i in range(lo, hi, ROWS):
-            rows = torch.mm(queries[i : min(i + ROWS, hi)], blurred.T)
-            squared[a] += rows.clamp_min_(FLOOR / 2).exp2_().square_().sum(0)
-    squared /= start.diff().clamp_min(1)[:, None]
+        if lo < hi:
+            rows = torch.mm(queries[lo : hi : max(EVERY, (hi - lo) // ROWS)], blurred.T)
+            squared[a] = rows.clamp_min_(FLOOR / 2).exp2_().square_().mean(0)
     distance = torch.cdist(index.centres, index.mean)
     nearness = 1.0 / (1e-6 + torch.minimum(distance, distance.T))
     squared, measured = torch.maximum(squared, squared.T), torch.maximum(measured, measured.T)
@@ -86,42 +86,45 @@ def rows_of_every_cell(start: Tensor, rounds: int, generator: torch.Generator) -
 
 def make_plan(
     index: KeyIndex,
-    z: Tensor,
+    z: Tensor | None,
     eps: float,
     generator: torch.Generator,
-    symmetric: bool,
     reuse: tuple[Tensor, float] | None = None,
-    label: Tensor | None = None,
 ) -> Planned:
-    """Sort the placed queries `z` and choose the near blocks.
+    """Sort the placed queries `z` and choose the near blocks; None: the queries are the keys.
 
     `reuse`: (near, beta) of a plan over the same key cells, for queries of the same kind (blocks of a long array,
-    keys that come and go): no measuring. `label`: the queries' cells, if known.
+    keys that come and go): no measuring.
     """
-    queries, order, start = sort_queries(index, z, label)
-    rounding = max(rounding_error(z), rounding_error(index.keys[:, :-2]))
+    keys = index.keys[:, :-2]
+    symmetric, rounding, dtype = z is None, rounding_error(keys), keys.dtype
+    if z is None:  # sorted already
+        queries, order, start = left(keys), index.order, index.start
+    else:
+        queries, order, start = sort_queries(index, z)
+        rounding = max(rounding, rounding_error(z))
     local = rounding > min(eps / 20, 1e-3)
     coarse = rounding > 0.1  # planning itself can live with that much per entry of the outermost points
     if local:
-        rounding = 4 * rounding_error(index.keys[:, :-2] - index.mean[index.label])
+        rounding = 4 * rounding_error(keys - index.mean[index.label])
     cost = start.diff().double()[:, None] * index.count.double()
     total = float(cost.sum())
     if reuse is not None:
         near, beta = reuse
         plan = Plan(queries, order, start, near, beta, local, rounding, symmetric)
-        return Planned(plan, near.to(z.dtype), float("nan"), True, float(cost[near].sum()) / total, float("nan"), 0)
+        return Planned(plan, near.to(dtype), float("nan"), True, float(cost[near].sum()) / total, float("nan"), 0)
 
     # 1. Exact rows: kernel mass and squared mass per cell, and the far field's guess of the mass.
-    n, s = z.shape[0], index.keys.shape[0]
+    n, s = queries.shape[0], keys.shape[0]
     tiles = Tiles(index.frame)
     to_rank, ranked = rows_of_every_cell(start, 1, generator)
     rounds = math.ceil(JUDGED_ROWS / ranked.numel())
     to_judge, cell = rows_of_every_cell(start, rounds, generator)
     _, seen = sampled_rows(index, queries[to_rank], coarse, tiles)
     mass, squared = sampled_rows(index, queries[to_judge], coarse, tiles)
-    weight = start.diff()[cell].to(z.dtype) * (ranked.numel() / n)  # one on average
+    weight = start.diff()[cell].to(dtype) * (ranked.numel() / n)  # one on average
     guess = torch.mm(queries[to_judge], index.blurred().T).clamp_min_(FLOOR).exp2_() * index.count
-    measured = torch.zeros_like(cost, dtype=z.dtype).index_copy_(0, ranked, seen / index.count)
+    measured = torch.zeros_like(cost, dtype=dtype).index_copy_(0, ranked, seen / index.count)
     density = torch.zeros_like(measured[0]).index_add_(0, cell, mass.sum(1) / rounds)
     directions = torch.stack([torch.ones_like(density), density, density.square()], 1)
     directions /= (directions.square() * index.count[:, None]).sum(0).sqrt().clamp_min(1e-30)

@@ -65,7 +65,7 @@ def from_arrays(operator: KernelOperator, arrays: dict[str, np.ndarray]) -> Kern
     operator.num_cells, operator.num_features = settings["cells"], settings["num_features"]
     operator.adaptive, operator.confidence = settings["adaptive"], settings["confidence"]
     operator.constants = Constants(**settings["constants"])
-    index = label = None
+    index = None
     if "centres" in arrays:
         centres = torch.from_numpy(np.array(arrays["centres"]))
         frame = make_frame(operator._keys, operator.bandwidth, str(centres.dtype).removeprefix("torch."))
@@ -81,15 +81,8 @@ def from_arrays(operator: KernelOperator, arrays: dict[str, np.ndarray]) -> Kern
         )
         beta, predicted, row_sum, fraction, planned_keys = arrays["plan"].tolist()
         reuse = (torch.from_numpy(np.array(arrays["near"])), beta)
-        planned = make_plan(
-            index,
-            index.frame.place(operator._queries),
-            operator.eps,
-            make_generator(operator.seed),
-            operator._symmetric,
-            reuse,
-            label if operator._symmetric else None,
-        )
+        z = None if operator._symmetric else index.frame.place(operator._queries)
+        planned = make_plan(index, z, operator.eps, make_generator(operator.seed), reuse)
         planned.score = torch.from_numpy(np.array(arrays["score"]))
         planned.predicted, planned.mean_row_sum, planned.fraction = predicted, row_sum, fraction
         operator._planned, operator._planned_keys, operator._index = planned, int(planned_keys), index
