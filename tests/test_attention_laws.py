@@ -91,6 +91,26 @@ def test_the_past_sends_no_gradient_to_the_future(variant: str) -> None:
             assert (grad[:, :, :cut] != 0).any()
 
 
+def test_gradients_reach_whatever_requires_them() -> None:
+    """Also a buffer of the map, and the exact keys of a state alone."""
+    q, k, v = draw_qkv(20)
+    phi = feature_map("calibrated", dim=q.shape[-1], num_features=16).double()
+    phi.a = torch.full_like(phi.a, -0.1).requires_grad_()
+    (grad,) = torch.autograd.grad(linear_attention(q, k, v, phi).square().sum(), phi.a)
+    assert (grad != 0).any()
+    _, state = linear_attention(q, k, v, make(), is_causal=True, window=4, return_state=True)
+    learned = state.window.k.clone().requires_grad_()
+    state = state._replace(window=state.window._replace(k=learned))
+    out = linear_attention(q, k, v, make(), is_causal=True, window=4, state=state)
+    assert (torch.autograd.grad(out.square().sum(), learned)[0] != 0).any()
+
+
+def test_a_state_holds_no_more_than_it_says() -> None:
+    for n in (1, 128, 1000):
+        _, state = linear_attention(*draw_qkv(n), make(), is_causal=True, return_state=True)
+        assert sum(t.untyped_storage().nbytes() for t in state[:3]) == state.nbytes
+
+
 # Padding.
 
 

@@ -10,7 +10,7 @@ import torch
 from naive import draw, draw_qkv, gradients
 from torch import Tensor
 
-from bochner import attention, attention_matrix, feature_map, features, linear_attention
+from bochner import BochnerError, attention, attention_matrix, feature_map, features, linear_attention
 from bochner.features import HEADROOM, FeatureMap
 
 HALF = (torch.float16, torch.bfloat16)
@@ -170,9 +170,34 @@ def test_features_that_are_all_small_are_raised() -> None:
     call = attention._Call(phi, q, k, v, 64**-0.25, True, True, "clamp", False)
     state = call.absorb_all(k, v, None)
     out = call.read_all(q, state, 2, call.finish)
-    assert not call.report(state, q, k, v)
+    assert call.report(q, k, v) is None
     truth = attention_matrix(q.double(), k.double(), phi) @ v.double()
     assert error(out, truth) < 1e-5
+
+
+def test_lost_later_rows_do_not_touch_earlier_rows_that_cancel_to_zero() -> None:
+    phi = feature_map("positive", dim=4, num_features=16)
+    axis = torch.eye(4)
+    k = (-300 * axis[0]).expand(1, 1, 6, 4).clone()
+    k[0, 0, 1, 1] = 1e-9
+    v = torch.tensor([1.0, -1, 1, -1, 1, -1]).view(1, 1, 6, 1)
+    q = draw(1, 1, 6, 4, dtype=torch.float32) - axis[0]
+    later = q.clone()
+    later[:, :, 4:] = 300 * axis[0]
+    out, other = (linear_attention(x, k, v, phi, is_causal=True) for x in (q, later))
+    assert (out[:, :, 1] == 0).all()
+    assert torch.equal(out[:, :, :4], other[:, :, :4])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_values_that_overflow_single_precision_on_the_way_come_out_right(is_causal: bool) -> None:
+    q, k, v = inputs(torch.float32, 10.0, d=64)
+    phi = feature_map("positive", dim=64, num_features=128)
+    small = linear_attention(q.double(), k.double(), v.double(), phi, is_causal=is_causal)
+    large = linear_attention(q, k, v * 1e25, phi, is_causal=is_causal)
+    assert error(large / 1e25, small) < 1e-4
+    with pytest.raises(BochnerError, match="'v' of linear_attention is too large for gradients"):
+        linear_attention(q.requires_grad_(), k, v * 1e25, phi, is_causal=is_causal)
 
 
 def test_rows_beyond_single_precision_leave_the_others_and_the_past_alone() -> None:

@@ -40,11 +40,11 @@ from bochner.state import (
     Quotient,
     State,
     absorb,
-    any_lost,
     cat_rows,
     chunks_to_heads,
     empty_state,
     flatten_groups,
+    is_lost,
     lost_below,
     merge,
     normalize_partial,
@@ -159,15 +159,23 @@ def linear_attention(
                 out, state = call.causal(q, k, v, key_padding_mask, state, call.finish)
             else:
                 out, state = call.bidirectional(q, k, v, key_padding_mask, call.finish)
-            lost = call.report(state, q, k, v)
+            lost = call.report(q, k, v)
     out = out.reshape(*q.shape[:-1], v.shape[-1])
-    if lost and q.dtype != torch.float64 and q.device.type != "mps":
+    if call.overflowed:
+        if call.learns:
+            raise BochnerError(
+                f"The 'v' of linear_attention is too large for gradients in {call.dtype}, up to "
+                f"{float(v.detach().abs().max()):.3g}; scale it or pass float64."
+            )
+        far = ~out.isfinite().all(-1, keepdim=True)
+        lost = far if lost is None else lost | far
+    if lost is not None and q.dtype != torch.float64 and q.device.type != "mps":
         # Some rows' terms span more than float32 holds (from about 10 sigma on), and such rows are zero so far. Taking
         # them, and only them, from float64 leaves every other row's rounding alone.
         how: dict[str, Any] = {"is_causal": is_causal, "key_padding_mask": key_padding_mask, "scale": scale}
         how |= {"window": window, "sinks": sinks, "state": None if given is None else widen(given)}
         wide = linear_attention(q.double(), k.double(), v.double(), phi, **how, recompute=recompute)
-        out = torch.where((out == 0).all(-1, keepdim=True), wide.to(out.dtype), out)
+        out = torch.where(lost, wide.to(out.dtype), out)
     return (out, state) if return_state else out
 
 
@@ -196,8 +204,9 @@ class _Call:
         self.query, self.key = self.prepare("query"), self.prepare("key")
         self.scratch = Scratch()
         self.tracing = torch.compiler.is_compiling()
-        tensors = (q, k, v, *phi.parameters(), *(() if state is None else state[:3]))
-        learns = any(t.requires_grad for t in tensors)
+        carried = () if state is None else (*state[:3], *(state.window or ()))
+        tensors = (q, k, v, *phi.parameters(), *phi.buffers(), *carried)
+        learns = any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
         self.learns = torch.is_grad_enabled() and (learns or self.tracing)
         # Exponentials without row maxima, checked afterwards: where asking is cheap and nothing has to be recomputed.
         self.bold = phi.bold and q.device.type == "cpu" and not self.tracing and not self.learns
@@ -205,7 +214,8 @@ class _Call:
         lead = q.shape[0] * k.shape[1]
         elements = BLOCK_ELEMENTS * (1 if q.device.type == "cpu" else 64)
         self.rows = max(64, elements // (lead * phi.feature_dim) // 64 * 64)
-        self.health: list[tuple[Tensor, Tensor, Tensor | None]] | None = [] if not self.tracing else None
+        self.health: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] | None = None if self.tracing else []
+        self.overflowed = False
 
     def prepare(self, role: str, *, bold: bool = False) -> Callable[[Tensor], Features]:
         cancels = self.scale_cancels and role == "query"
@@ -217,25 +227,30 @@ class _Call:
             return (partial.num * partial.log_ref.exp()).to(self.out_dtype)
         quotient, small = normalize_partial(partial, self.policy, self.floor)
         if self.health is not None:
-            self.health.append((partial.den.detach(), partial.log_ref.detach(), small))
+            self.health.append((partial.num.detach().sum(), partial.den.detach(), partial.log_ref.detach(), small))
         return (quotient.num / quotient.den).to(self.out_dtype) if self.learns or self.tracing else quotient
 
-    def report(self, state: State | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Refuse non-finite inputs, which show in the small sums; count the rows with a small normaliser.
+    def report(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """Refuse non-finite inputs, which show in the sums; count the rows with a small normaliser.
 
-        True if the normaliser of a row of a positive map was lost to underflow.
+        Returns which rows of a positive map, (b, h, n, 1), lost their normaliser to underflow, if any. Sets `overflowed`
+        if numerators of finite inputs are not finite.
         """
         health, self.health = self.health, None  # a recomputed block notes nothing
         if not health:
-            return False
-        den = torch.cat([t.flatten() for t, _, _ in health])
-        sums = [den.sum(), *(t.detach().sum() for t in (state or ())[:2])]
-        if not all(math.isfinite(float(t)) for t in sums):
+            return None
+        den = torch.cat([x for _, x, _, _ in health], dim=-2)
+        sums = torch.stack([*(total for total, _, _, _ in health), den.sum()])
+        if not bool(sums.isfinite().all()):
             for x, name in ((q, "q"), (k, "k"), (v, "v")):
                 finite(x, name, "linear_attention")
+            self.overflowed = True
         if self.phi.positive:
-            return bool((den < self.floor).any()) and any(any_lost(x, ref, self.floor) for x, ref, _ in health)
-        count = sum(int(small.sum()) for _, _, small in health if small is not None)
+            if not bool((den < self.floor).any()):
+                return None
+            lost = torch.cat([is_lost(x, ref, self.floor) for _, x, ref, _ in health], dim=-2)
+            return lost.reshape(*q.shape[:-1], 1) if bool(lost.any()) else None
+        count = sum(int(small.sum()) for _, _, _, small in health if small is not None)
         if count:
             message = (
                 f"{count} of {den.numel()} attention rows have a normaliser near or below zero: "
@@ -244,7 +259,7 @@ class _Call:
             if self.policy == "raise":
                 raise BochnerError(f"{message}, or on_small_normalizer='clamp'.")
             warnings.warn(f"{message} (policy: {self.policy}).", BochnerWarning, stacklevel=3)
-        return False
+        return None
 
     def run(self, block: Callable[..., Any], *args: Any) -> Any:
         """A block, its features recomputed in the backward pass if there will be one."""
@@ -269,7 +284,7 @@ class _Call:
     def read_all(self, q: Tensor, state: State, heads: int, finish: Callable[[Partial], Any]) -> Any:
         q = q.reshape(q.shape[0], heads, -1, q.shape[-1])
         scratch = self.scratch if finish == self.finish else None  # else a block's result is kept
-        bold = self.prepare("query", bold=True)
+        bold = self.prepare("query", bold=True) if self.bold else self.query
 
         def block(x: Tensor, *state: Any) -> Any:
             keys, positive = State(*state), self.phi.positive
@@ -289,7 +304,7 @@ class _Call:
 
     def absorb_all(self, k: Tensor, v: Tensor, mask: Tensor | None) -> State:
         state = self.empty(k, v)
-        bold = self.prepare("key", bold=True)
+        bold = self.prepare("key", bold=True) if self.bold else self.key
 
         def block(x: Tensor, u: Tensor, hole: Tensor | None, *state: Any) -> State:
             before = State(*state)
@@ -340,7 +355,8 @@ class _Call:
 
         chunk = CHUNK // 2 if self.recompute and n < 4 * CHUNK else CHUNK  # short sequences: less memory for backward
         # A block is several chunks, for fewer and larger operations; a traced graph must not depend on the batch size.
-        chunks = 1 if self.recompute else 4 if self.tracing else max(1, self.rows // 4 // chunk)
+        size = 4 * self.groups * max(1.0, chunk / self.phi.feature_dim)  # of its queries and scores beside its keys
+        chunks = 1 if self.recompute else 4 if self.tracing else max(1, int(self.rows / size) // chunk)
         whole = n - n % chunk  # the last chunk may be shorter; it is a block of its own
         sizes = [min(chunks * chunk, whole - start) for start in range(0, whole, chunks * chunk)]
         sizes += [n - whole] * (n > whole)
@@ -406,7 +422,7 @@ class _Call:
         if before.bound is not None:
             bound = scores.detach().abs().sum(-1, keepdim=True).flatten(2, 3) + before.bound * carry
         partial = Partial(num.view_as(before.num), den, self._per_row(row_ref) + fq.log_scale, bound)
-        return chunks_to_heads(partial, (t, r, c)), state
+        return chunks_to_heads(partial, (t, r, c)), state._replace(log_scale=state.log_scale.clone())
 
     def _per_row(self, x: Tensor) -> Tensor:
         """(b, g, t, c) to (b, g, t r c, 1): what all query heads of a group share."""

@@ -9,13 +9,14 @@ partial gradients; DistributedDataParallel (over all ranks) or one all-reduce ad
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bochner._checks import BochnerError
+from bochner._checks import BochnerError, BochnerWarning
 from bochner.attention import _Call, _check, check_scale, linear_attention
 from bochner.features import FeatureMap
 from bochner.maps import feature_map
@@ -55,7 +56,14 @@ def sequence_parallel_attention(
     with torch.autocast(q.device.type, enabled=False):
         call = _Call(phi, q, k, v, math.sqrt(scale), True, True, on_small_normalizer, False)
         out = call.read_all(q, all_reduce(local, group), k.shape[1], call.finish)
-        call.report(None, q, k, v)
+        lost = call.report(q, k, v)
+        if lost is not None:
+            warnings.warn(
+                f"{int(lost.sum())} of {lost.numel()} attention rows are zero: their terms span more than {call.dtype} "
+                "holds; pass float64.",
+                BochnerWarning,
+                stacklevel=2,
+            )
     return out.reshape(*q.shape[:-1], v.shape[-1])
 
 

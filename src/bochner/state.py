@@ -200,9 +200,9 @@ def lost_below(dtype: torch.dtype, headroom: float = 0.0) -> float:
     return math.exp(2 * headroom - 70) if dtype == torch.float32 else 1e-200
 
 
-def any_lost(den: Tensor, log_ref: Tensor, floor: float) -> bool:
-    """Whether a row has keys to attend to and yet, for a positive map, a normaliser that underflowed."""
-    return bool(((den < floor) & (log_ref > 0.5 * EMPTY)).any())
+def is_lost(den: Tensor, log_ref: Tensor, floor: float) -> Tensor:
+    """Which rows have keys to attend to and yet, for a positive map, a normaliser that underflowed."""
+    return (den < floor) & (log_ref > 0.5 * EMPTY)
 
 
 def widen(state: State) -> State:
