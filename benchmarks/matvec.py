@@ -340,40 +340,6 @@ def keops_seconds(points: np.ndarray, x: np.ndarray, flags: str, label: str) -> 
     return None
 
 
-def attention_sparsity(figure: str | None, texts: int = 12) -> dict[str, Any]:
-    """Assumption A on a pretrained encoder and a pretrained decoder; the paper's claim beside our numbers."""
-    from transformers import AutoModel, AutoTokenizer, logging
-
-    from bochner.data import fetch, paragraphs
-    from bochner.matvec import sparsity
-
-    logging.set_verbosity_error()
-    prose = paragraphs("calibration", count=texts, words=400)
-    decoder = Path(fetch("smollm2"))
-    where = {
-        "all-MiniLM-L6-v2": (str(fetch("minilm")), {}),
-        "SmolLM2-135M-Instruct": (str(decoder.parent), {"gguf_file": decoder.name}),
-    }
-    out: dict[str, Any] = {}
-    for name, (path, options) in where.items():
-        model = AutoModel.from_pretrained(path, **options).eval()
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        measured = sparsity(model, prose, tokenizer=tokenizer)
-        print(f"{name}: {measured}", flush=True)
-        out[name] = {
-            "largest": float(measured.max_ratio.max()),
-            "growth": measured.growth,
-            "lengths": measured.lengths.tolist(),
-            "by_length": measured.mean_by_length.tolist(),
-            "median_next": float(np.median(measured.median_next)),
-            "median_double": float(np.median(measured.median_double)),
-        }
-        if figure:
-            target = Path(figure)
-            measured.figure(str(target.with_stem(f"{target.stem}-{name}")))
-    return out
-
-
 def in_its_own_process(name: str, n: int, full_error: bool) -> dict[str, Any]:
     """`compare` in a fresh process."""
     import subprocess
@@ -433,8 +399,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="n up to 2e4")
     parser.add_argument("--data", nargs="*", choices=sorted(DATA), default=sorted(DATA))
-    parser.add_argument("--sparsity", action="store_true", help="only assumption A on pretrained models")
-    parser.add_argument("--figure", default=None, help="with --sparsity: write the paper's figures here")
     parser.add_argument("--output", type=Path, default=None, help="write the numbers as JSON")
     parser.add_argument("--page", type=Path, default=None, help="replace the tables between the markers of this page")
     parser.add_argument("--case", nargs=2, metavar=("DATA", "N"), help="one case only; its numbers are the last line")
@@ -445,11 +409,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         case = compare(options.case[0], int(options.case[1]), options.full_error)
         print(json.dumps(case))
         return case
-    if options.sparsity:
-        found: dict[str, Any] = {"sparsity": attention_sparsity(options.figure)}
-        if options.output:
-            options.output.write_text(json.dumps(found, indent=1))
-        return found
     sizes = [10_000, 20_000] if options.quick else [10_000, 100_000, 1_000_000]
     most = {"attention": 20_000, "glove": 400_000, "patches": 400_000}
     results: dict[str, Any] = {"eps": EPS, "machine": machine(1)}

@@ -233,8 +233,8 @@ class _Call:
     def report(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """Refuse non-finite inputs, which show in the sums; count the rows with a small normaliser.
 
-        Returns which rows of a positive map, (b, h, n, 1), lost their normaliser to underflow, if any. Sets `overflowed`
-        if numerators of finite inputs are not finite.
+        Returns which rows of a positive map, (b, h, n, 1), lost their normaliser to underflow, or None. `overflowed` is
+        set if numerators of finite inputs are not finite.
         """
         health, self.health = self.health, None  # a recomputed block notes nothing
         if not health:
