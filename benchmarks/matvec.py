@@ -257,7 +257,7 @@ def exact_floor(n: int) -> dict[str, Any]:
     rect = KernelOperator(points, points.copy(), bandwidth=3.0, method="exact")
     square = KernelOperator(points, bandwidth=3.0, method="exact")
     seconds = {"floor": math.inf, "exact": math.inf, "exact_symmetric": math.inf, "baseline": math.inf}
-    for _ in range(4):
+    for _ in range(8):
         for key, call in {
             "floor": floor,
             "exact": lambda: rect @ x,

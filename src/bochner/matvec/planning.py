@@ -20,6 +20,7 @@ from .cells import KeyIndex, Plan, segment_sum, sort_queries
 from .exact import FLOOR, ROWS, Tiles, left, right, rounding_error
 
 RANDOM_SHARE, COHERENT_SHARE = 0.1, 0.15  # of eps; a random x at eps/10 leaves room for the worst single column
+MOST_JUDGES = 3  # fresh samples of rows to judge by
 EVERY = 4  # at least: one row in so many stands for its cell in the model
 JUDGED_ROWS = 512  # at least; one per query cell
 FRACTIONS = [0.0, *(2.0 ** (-k / 2) for k in range(16, 0, -1))]  # of all pairs, tried as near pairs
@@ -119,39 +120,46 @@ def make_plan(
     tiles = Tiles(index.frame)
     to_rank, ranked = rows_of_every_cell(start, 1, generator)
     rounds = math.ceil(JUDGED_ROWS / ranked.numel())
-    to_judge, cell = rows_of_every_cell(start, rounds, generator)
     _, seen = sampled_rows(index, queries[to_rank], coarse, tiles)
-    mass, squared = sampled_rows(index, queries[to_judge], coarse, tiles)
-    weight = start.diff()[cell].to(dtype) * (ranked.numel() / n)  # one on average
-    guess = torch.mm(queries[to_judge], index.blurred().T).clamp_min_(FLOOR).exp2_() * index.count
     measured = torch.zeros_like(cost, dtype=dtype).index_copy_(0, ranked, seen / index.count)
-    density = torch.zeros_like(measured[0]).index_add_(0, cell, mass.sum(1) / rounds)
-    directions = torch.stack([torch.ones_like(density), density, density.square()], 1)
-    directions /= (directions.square() * index.count[:, None]).sum(0).sqrt().clamp_min(1e-30)
-
-    # 2. For each ranking, by bisection, the smallest fraction whose measured errors meet their shares of eps.
-    row_sum, pairs = float((weight * mass.sum(1)).mean()), tiles.pairs + n * cost.shape[0]
     best: Planned | None = None
-    for score in rankings(index, queries, start, measured):
-        ranking = Ranking(score, cost)
-        low, high = 0, len(FRACTIONS) - 1
-        middle = 0  # often no more than the cells themselves is needed
-        while low <= high:
-            near = ranking.near(FRACTIONS[middle])
-            if symmetric:  # equal scores may straddle the cut
-                near = near | near.T
-            skipped = ~near[cell]
-            beta = fit_beta(mass, guess, skipped)
-            random, coherent = measured_errors(index, mass, squared, guess * beta, skipped, directions, weight, n, s)
-            met = random <= RANDOM_SHARE * eps and coherent <= COHERENT_SHARE * eps
-            if met or middle == len(FRACTIONS) - 1:
+    for _ in range(MOST_JUDGES):
+        to_judge, cell = rows_of_every_cell(start, rounds, generator)
+        mass, squared = sampled_rows(index, queries[to_judge], coarse, tiles)
+        weight = start.diff()[cell].to(dtype) * (ranked.numel() / n)  # one on average
+        guess = torch.mm(queries[to_judge], index.blurred().T).clamp_min_(FLOOR).exp2_() * index.count
+        density = torch.zeros_like(measured[0]).index_add_(0, cell, mass.sum(1) / rounds)
+        directions = torch.stack([torch.ones_like(density), density, density.square()], 1)
+        directions /= (directions.square() * index.count[:, None]).sum(0).sqrt().clamp_min(1e-30)
+        row_sum, pairs = float((weight * mass.sum(1)).mean()), tiles.pairs + n * cost.shape[0]
+
+        # 2. For each ranking, the smallest fraction whose measured errors meet their shares of eps. They need not fall
+        # with the fraction, so it is searched from below.
+        for score in rankings(index, queries, start, measured):
+            ranking = Ranking(score, cost)
+            for fraction in FRACTIONS:
+                near = ranking.near(fraction)
+                if symmetric:  # equal scores may straddle the cut
+                    near = near | near.T
                 spent = float(cost[near].sum()) / total
-                plan = Plan(queries, order, start, near, beta, local, rounding, symmetric)
-                found = Planned(plan, score, max(random, coherent), met, spent, row_sum, pairs)
-                if best is None or (found.met, -found.fraction) > (best.met, -best.fraction):
-                    best = found
-            low, high = (low, middle - 1) if met else (middle + 1, high)
-            middle = (low + high) // 2
+                if best is not None and best.met and spent >= best.fraction:
+                    break
+                skipped = ~near[cell]
+                beta = fit_beta(mass, guess, skipped)
+                random, coherent = measured_errors(
+                    index, mass, squared, guess * beta, skipped, directions, weight, n, s
+                )
+                met = random <= RANDOM_SHARE * eps and coherent <= COHERENT_SHARE * eps
+                if met or fraction == FRACTIONS[-1]:
+                    plan = Plan(queries, order, start, near, beta, local, rounding, symmetric)
+                    found = Planned(plan, score, max(random, coherent), met, spent, row_sum, pairs)
+                    if best is None or (found.met, -found.fraction) > (best.met, -best.fraction):
+                        best = found
+                    break
+        if best is not None and best.fraction * n <= 10 * to_judge.numel():
+            break
+        # 3. Costly, often because of a few judged rows whose like the ranking had not seen. Now it has: judge anew.
+        measured = measured.index_reduce(0, cell, squared / index.count, "amax")
     assert best is not None
     return best
 
