@@ -123,6 +123,7 @@ def make_plan(
     _, seen = sampled_rows(index, queries[to_rank], coarse, tiles)
     measured = torch.zeros_like(cost, dtype=dtype).index_copy_(0, ranked, seen / index.count)
     best: Planned | None = None
+    before = math.inf
     for _ in range(MOST_JUDGES):
         to_judge, cell = rows_of_every_cell(start, rounds, generator)
         mass, squared = sampled_rows(index, queries[to_judge], coarse, tiles)
@@ -156,10 +157,13 @@ def make_plan(
                     if best is None or (found.met, -found.fraction) > (best.met, -best.fraction):
                         best = found
                     break
-        if best is not None and best.fraction * n <= 10 * to_judge.numel():
+        # No more judges where they would cost as much as they can save, or where the last one did not help.
+        if best is None or best.fraction * n <= 10 * to_judge.numel() or best.fraction > 0.5 * before:
             break
+        before = best.fraction
         # 3. Costly, often because of a few judged rows whose like the ranking had not seen. Now it has: judge anew.
-        measured = measured.index_reduce(0, cell, squared / index.count, "amax")
+        seen = squared / index.count
+        measured = measured.scatter_reduce(0, cell[:, None].expand_as(seen), seen, "amax")
     assert best is not None
     return best
 
