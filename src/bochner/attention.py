@@ -212,7 +212,8 @@ class _Call:
         self.bold = phi.bold and q.device.type == "cpu" and not self.tracing and not self.learns
         self.recompute = recompute and self.learns and not self.tracing
         lead = q.shape[0] * k.shape[1]
-        elements = BLOCK_ELEMENTS * (1 if q.device.type == "cpu" else 64)
+        # Most maps hold several temporaries as large as their features, the exponential ones none.
+        elements = BLOCK_ELEMENTS // (1 if phi.bold else 4) * (1 if q.device.type == "cpu" else 64)
         self.rows = max(64, elements // (lead * phi.feature_dim) // 64 * 64)
         self.health: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] | None = None if self.tracing else []
         self.overflowed = False
