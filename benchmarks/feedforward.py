@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError
-from bochner.feedforward import LinearizedMLP, calibrate_layer, plan_layer
-from bochner.taylor import TaylorComposition
+from bochner.feedforward.layer import LinearizedMLP, calibrate_layer, plan_layer
+from bochner.feedforward.taylor import TaylorComposition
 
 METHODS = ("bernstein", "chebyshev", "least_squares", "regression")
 

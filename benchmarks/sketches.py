@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerWarning
-from bochner.attention import linear_attention
-from bochner.features import FeatureMap, PositiveFeatures, kernel_estimate
-from bochner.local import (
+from bochner.attention.core import linear_attention
+from bochner.maps.base import FeatureMap, kernel_estimate
+from bochner.maps.exponential import PositiveFeatures
+from bochner.maps.local import (
     L1BallProjection,
     LocalGaussianFeatures,
     LocalL1Features,
@@ -29,7 +30,7 @@ from bochner.local import (
     ProductFeatures,
     with_positions,
 )
-from bochner.sketches import MaclaurinFeatures, NonnegativePolyFeatures, SumPolyFeatures, TensorSketchFeatures
+from bochner.maps.polynomial import MaclaurinFeatures, NonnegativePolyFeatures, SumPolyFeatures, TensorSketchFeatures
 from bochner.theory import mse_tensor_sketch
 
 

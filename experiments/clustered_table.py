@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from bochner import FeatureMap, kernel_estimate
-from bochner.clustered import ClusteredFeatures
-from bochner.features import PositiveFeatures, TrigFeatures
+from bochner.maps.clustered import ClusteredFeatures
+from bochner.maps.exponential import PositiveFeatures
+from bochner.maps.trig import TrigFeatures
 from bochner.projections import haar
 
 DIM, ROWS, SIZES = 50, 1000, (20, 50, 80, 100, 120, 150, 200)

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from bochner import BochnerWarning, FeatureMap, exact_attention, kernel_estimate, linear_attention, theory
-from bochner.features import HyperbolicFeatures, TrigFeatures
-from bochner.hybrid import AngularHybridFeatures, GaussianHybridFeatures
+from bochner.maps.exponential import HyperbolicFeatures
+from bochner.maps.hybrid import AngularHybridFeatures, GaussianHybridFeatures
+from bochner.maps.trig import TrigFeatures
 
 DIM, M, RADII, CHUNK = 64, 128, (1.0, 1.5), 250
 

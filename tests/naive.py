@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bochner.features import FeatureMap
+from bochner.maps.base import FeatureMap
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:

@@ -13,7 +13,7 @@ from naive import assert_same, draw, draw_qkv, gradients, naive_attention, naive
 from torch import Tensor
 
 from bochner import BochnerError, BochnerWarning, attention_matrix, exact_attention, feature_map, linear_attention
-from bochner.features import FeatureMap, Features
+from bochner.maps.base import FeatureMap, Features
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000)
 MAPS: dict[str, dict[str, Any]] = {
@@ -79,7 +79,7 @@ def test_many_row_blocks_give_the_same_as_one(is_causal: bool, rows: int, monkey
     mask = padding(2, 300)
     want = naive_attention(*inputs, phi, is_causal=is_causal, key_padding_mask=mask)
     want_grads = gradients(want, *inputs)
-    monkeypatch.setattr("bochner.attention.BLOCK_ELEMENTS", rows * 2 * 8 // 4)
+    monkeypatch.setattr("bochner.attention.core.BLOCK_ELEMENTS", rows * 2 * 8 // 4)
     for recompute in (True, False):
         got = linear_attention(*inputs, phi, is_causal=is_causal, key_padding_mask=mask, recompute=recompute)
         assert_same(got, want)

@@ -11,7 +11,7 @@ from naive import assert_same, draw, draw_qkv, gradients
 from torch import Tensor
 
 from bochner import BochnerError, Features, State, absorb, empty_state, feature_map, linear_attention, merge, read
-from bochner.features import FeatureMap
+from bochner.maps.base import FeatureMap
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},

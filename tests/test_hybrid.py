@@ -7,8 +7,9 @@ import torch
 from stats import check_mean, check_mse, check_mse_at_most
 
 from bochner import BochnerError, attention_matrix, kernel_estimate, linear_attention, theory
-from bochner.features import HyperbolicFeatures, PositiveFeatures, TrigFeatures, gaussian_kernel, softmax_kernel
-from bochner.hybrid import (
+from bochner.maps.base import gaussian_kernel, softmax_kernel
+from bochner.maps.exponential import HyperbolicFeatures, PositiveFeatures
+from bochner.maps.hybrid import (
     AngularHybridFeatures,
     Coefficient,
     ComplexExponentialFeatures,
@@ -17,6 +18,7 @@ from bochner.hybrid import (
     SignFeatures,
     worst_relative_error,
 )
+from bochner.maps.trig import TrigFeatures
 from bochner.projections import make_projection
 
 X = torch.tensor([[0.3, -0.2, 0.3], [0.1, 0.4, -0.2]], dtype=torch.float64)

@@ -5,8 +5,10 @@ import torch
 from stats import check_mean, check_mse, check_paired_less
 
 from bochner import BochnerError, kernel_estimate, linear_attention, theory
-from bochner.clustered import ClusteredFeatures, kmeans
-from bochner.features import PositiveFeatures, TrigFeatures, gaussian_kernel, softmax_kernel
+from bochner.maps.base import gaussian_kernel, softmax_kernel
+from bochner.maps.clustered import ClusteredFeatures, kmeans
+from bochner.maps.exponential import PositiveFeatures
+from bochner.maps.trig import TrigFeatures
 
 KERNELS = {"softmax": softmax_kernel, "gaussian": gaussian_kernel}
 CENTRES_X = torch.tensor([[0.5, -0.4, 0.25, 0.0], [-0.3, 0.5, 0.4, 0.1]], dtype=torch.float64)

@@ -11,8 +11,9 @@ from stats import check_mean, check_mse
 from torch.func import functional_call
 
 from bochner import BochnerError, kernel_estimate, linear_attention, theory
-from bochner.features import PositiveFeatures, gaussian_kernel, softmax_kernel
-from bochner.learned import (
+from bochner.maps.base import gaussian_kernel, softmax_kernel
+from bochner.maps.exponential import PositiveFeatures
+from bochner.maps.learned import (
     FastfoodPositiveFeatures,
     FastfoodSinkFeatures,
     GenerativePositiveFeatures,

@@ -13,16 +13,10 @@ from stats import check_mean, check_mse, check_mse_at_most
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner.attention import linear_attention
-from bochner.features import (
-    CalibratedFeatures,
-    FeatureMap,
-    HyperbolicFeatures,
-    PositiveFeatures,
-    TrigFeatures,
-    kernel_estimate,
-)
-from bochner.local import (
+from bochner.attention.core import linear_attention
+from bochner.maps.base import FeatureMap, kernel_estimate
+from bochner.maps.exponential import CalibratedFeatures, HyperbolicFeatures, PositiveFeatures
+from bochner.maps.local import (
     L1BallProjection,
     LocalGaussianFeatures,
     LocalL1Features,
@@ -34,7 +28,8 @@ from bochner.local import (
     mse_local_laplace,
     with_positions,
 )
-from bochner.sketches import SumPolyFeatures, TensorSketchFeatures
+from bochner.maps.polynomial import SumPolyFeatures, TensorSketchFeatures
+from bochner.maps.trig import TrigFeatures
 
 MAPS: dict[str, Any] = {
     "local_l1": LocalL1Features,

@@ -12,9 +12,9 @@ from naive import assert_same, draw, draw_qkv
 from torch import Tensor, nn
 
 from bochner import BochnerError, feature_map, linear_attention
-from bochner.features import FeatureMap
+from bochner.attention.parallel import sequence_parallel_attention
+from bochner.maps.base import FeatureMap
 from bochner.nn import MultiheadAttention
-from bochner.parallel import sequence_parallel_attention
 
 pytestmark = pytest.mark.distributed
 

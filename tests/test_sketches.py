@@ -13,9 +13,9 @@ from stats import check_mean, check_mse, check_mse_at_most
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner.attention import linear_attention
-from bochner.features import FeatureMap, kernel_estimate
-from bochner.sketches import (
+from bochner.attention.core import linear_attention
+from bochner.maps.base import FeatureMap, kernel_estimate
+from bochner.maps.polynomial import (
     MaclaurinFeatures,
     NonnegativePolyFeatures,
     SumPolyFeatures,

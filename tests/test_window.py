@@ -10,7 +10,7 @@ from naive import assert_same, draw, draw_qkv, gradients, naive_attention
 from torch import Tensor
 
 from bochner import attention_matrix, exact_attention, feature_map, linear_attention
-from bochner.features import FeatureMap
+from bochner.maps.base import FeatureMap
 
 
 def make(name: str = "positive", **options: Any) -> FeatureMap:

@@ -3,28 +3,33 @@
 from importlib import import_module
 from typing import Any
 
-from bochner import (
+from bochner import attention, data, feedforward, maps, matvec, nn, theory
+from bochner._checks import BochnerError, BochnerWarning
+from bochner.attention import (
+    State,
+    absorb,
+    attention_matrix,
+    empty_state,
+    exact_attention,
+    linear_attention,
+    merge,
+    parallel,
+    read,
+)
+from bochner.feedforward import polyfit, taylor
+from bochner.maps import (
+    FeatureMap,
+    Features,
     clustered,
-    data,
-    feedforward,
+    feature_map,
     generalized,
     hybrid,
+    kernel_estimate,
     learned,
     local,
-    matvec,
-    nn,
-    parallel,
-    polyfit,
-    sketches,
-    taylor,
-    theory,
 )
-from bochner._checks import BochnerError, BochnerWarning
-from bochner.attention import State, absorb, empty_state, linear_attention, merge, read
-from bochner.features import FeatureMap, Features, kernel_estimate
-from bochner.maps import feature_map
+from bochner.maps import polynomial as sketches
 from bochner.matvec import Estimate, KernelOperator
-from bochner.oracle import attention_matrix, exact_attention
 
 __version__ = "0.1.0.dev0"
 
@@ -51,6 +56,7 @@ __all__ = [
     "State",
     "absorb",
     "advise",
+    "attention",
     "attention_matrix",
     "clustered",
     "convert",
@@ -67,6 +73,7 @@ __all__ = [
     "learned",
     "linear_attention",
     "local",
+    "maps",
     "matvec",
     "merge",
     "nn",

@@ -17,13 +17,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bochner import theory
 from bochner._checks import BochnerError, positive_float, positive_int
-from bochner.attention import check_qkv, linear_attention
-from bochner.features import CalibratedFeatures, FeatureMap
+from bochner.attention.core import check_qkv, linear_attention
 from bochner.hf.calibration import Far, HeadStatistics, Samples, attention_weights, far_pairs
 from bochner.hf.interface import Call
 from bochner.hf.layer import LinearAttention, exact
 from bochner.hf.plan import LayerPlan
 from bochner.maps import feature_map
+from bochner.maps.base import FeatureMap
+from bochner.maps.exponential import CalibratedFeatures
 
 HOPELESS = 0.9  # a kernel with an error above this share of uniform averaging's has learned nothing of the head
 PREDICTION_PAIRS = 256  # rows and keys of the pairs that predictions are averaged over

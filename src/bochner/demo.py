@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from bochner import data
-from bochner.attention import linear_attention
+from bochner.attention.core import linear_attention
 from bochner.distill import distill
 from bochner.hf import cache_bytes, convert, plan_of, relative_errors, revert
 from bochner.hf.capture import batches

@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError, positive_float, positive_int
-from bochner.features import CalibratedFeatures
 from bochner.hf import capture
 from bochner.hf.convert import layers_of
 from bochner.hf.interface import Call
 from bochner.hf.layer import LinearAttention, exact
+from bochner.maps.exponential import CalibratedFeatures
 
 MEMORY = 2**29  # bytes of queries, keys and values held at a time
 MAX_A = 0.12  # the dense A stays below 1/8, where the variance of the map ends

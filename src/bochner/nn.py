@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError, floating
-from bochner.attention import State, linear_attention
-from bochner.features import FeatureMap
+from bochner.attention.core import State, linear_attention
+from bochner.attention.exact import attention_matrix
 from bochner.maps import feature_map as make_feature_map
-from bochner.oracle import attention_matrix
+from bochner.maps.base import FeatureMap
 
 
 class DecodingState(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
 from bochner._checks import BochnerError
-from bochner.state import State, WindowState
+from bochner.attention.state import State, WindowState
 
 GROWTH = 256  # tokens by which the keys of exact heads grow at a time
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bochner.features import FeatureMap
 from bochner.hf.interface import Call
+from bochner.maps.base import FeatureMap
 from bochner.moments import PairMoments
 
 ROWS = 4096  # rows kept of each head for maps that calibrate on samples

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError, one_of, positive_int
-from bochner.features import CalibratedFeatures
 from bochner.hf import capture
 from bochner.hf.calibration import of_heads
 from bochner.hf.interface import register
@@ -17,6 +16,7 @@ from bochner.hf.layer import LinearAttention
 from bochner.hf.observe import Statistics, head_errors, observe, observe_retrieval
 from bochner.hf.plan import LayerPlan, Plan
 from bochner.hf.serialize import equip, strip
+from bochner.maps.exponential import CalibratedFeatures
 
 AUTO_SHARE = 0.005  # exact_heads="auto": heads with at least this share of all scores
 AUTO_FRACTION = 0.1  # and at most this fraction of all heads

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError, BochnerWarning
-from bochner.attention import linear_attention
-from bochner.features import FeatureMap
+from bochner.attention.core import linear_attention
 from bochner.maps import feature_map
+from bochner.maps.base import FeatureMap
 
 NAME = "bochner"
 

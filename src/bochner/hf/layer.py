@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bochner.attention import linear_attention
-from bochner.features import FeatureMap, Features
+from bochner.attention.core import linear_attention
+from bochner.attention.state import EMPTY
 from bochner.hf.plan import LayerPlan
 from bochner.hf.step import can_step, step
 from bochner.maps import feature_map
-from bochner.state import EMPTY
+from bochner.maps.base import FeatureMap, Features
 
 if TYPE_CHECKING:
     from bochner.hf.cache import RecurrentLayer

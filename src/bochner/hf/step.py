@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bochner.features import FeatureMap
-from bochner.state import State, WindowState, absorb, read_partial
+from bochner.attention.state import State, WindowState, absorb, read_partial
+from bochner.maps.base import FeatureMap
 
 
 def can_step(phi: FeatureMap, state: State | None, padding: Tensor | None) -> bool:

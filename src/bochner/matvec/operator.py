@@ -183,7 +183,9 @@ class KernelOperator(LinearOperator):
             z = frame.place(self._queries)
             w = z if self._symmetric else frame.place(self._keys)
             if arithmetic or max(rounding_error(z), rounding_error(w)) <= tolerance:
-                return ExactEngine(frame, z, w, self._symmetric)
+                engine = ExactEngine(frame, z, w, self._symmetric)
+                engine.progress = self.progress
+                return engine
         return self._exact_engine("difference")
 
     def _build_index(self, generator: torch.Generator) -> cells_module.KeyIndex:

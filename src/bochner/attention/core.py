@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bochner import _window
 from bochner._checks import (
     BochnerError,
     BochnerWarning,
@@ -32,9 +31,8 @@ from bochner._checks import (
     positive_float,
 )
 from bochner._scratch import Scratch
-from bochner.features import HEADROOM, FeatureMap, Features
-from bochner.maps import feature_map
-from bochner.state import (
+from bochner.attention import window as _window
+from bochner.attention.state import (
     MASKED,
     Partial,
     Quotient,
@@ -53,6 +51,9 @@ from bochner.state import (
     spread_mask,
     widen,
 )
+from bochner.maps import feature_map
+from bochner.maps.base import FeatureMap, Features
+from bochner.maps.exponential import HEADROOM
 
 __all__ = [
     "State",
@@ -161,13 +162,13 @@ def linear_attention(
                 out, state = call.bidirectional(q, k, v, key_padding_mask, call.finish)
             lost = call.report(q, k, v)
     out = out.reshape(*q.shape[:-1], v.shape[-1])
-    if call.overflowed:
-        if call.learns:
+    if call.overflowed:  # in the sums at least
+        far = ~out.detach().isfinite().all(-1, keepdim=True)
+        if call.learns and bool(far.any()):
             raise BochnerError(
                 f"The 'v' of linear_attention is too large for gradients in {call.dtype}, up to "
                 f"{float(v.detach().abs().max()):.3g}; scale it or pass float64."
             )
-        far = ~out.isfinite().all(-1, keepdim=True)
         lost = far if lost is None else lost | far
     if lost is not None and q.dtype != torch.float64 and q.device.type != "mps":
         # Some rows' terms span more than float32 holds (from about 10 sigma on), and such rows are zero so far. Taking
@@ -235,7 +236,7 @@ class _Call:
         """Refuse non-finite inputs, which show in the sums; count the rows with a small normaliser.
 
         Returns which rows of a positive map, (b, h, n, 1), lost their normaliser to underflow, or None. `overflowed` is
-        set if numerators of finite inputs are not finite.
+        set if the sum of the numerators of finite inputs is not finite.
         """
         health, self.health = self.health, None  # a recomputed block notes nothing
         if not health:

@@ -32,8 +32,7 @@ from bochner._checks import (
     positive_float,
     positive_int,
 )
-from bochner.moments import balancing_basis, floored_moment
-from bochner.polyfit import (
+from bochner.feedforward.polyfit import (
     METHODS,
     PolynomialFit,
     activation_function,
@@ -41,8 +40,9 @@ from bochner.polyfit import (
     second_derivative_sup,
     shift_monomials,
 )
+from bochner.maps.polynomial import TensorSketchFeatures, tensor_sketch_variance
+from bochner.moments import balancing_basis, floored_moment
 from bochner.projections import FullPrecisionModule
-from bochner.sketches import TensorSketchFeatures, tensor_sketch_variance
 from bochner.theory import allocate_features, bernstein_bound
 
 MAX_DEGREE = 64  # beyond it no sketch is affordable and powers stop being usable

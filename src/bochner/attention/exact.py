@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype
-from bochner.attention import check_mask, check_qkv, check_scale
-from bochner.features import KERNELS, FeatureMap
+from bochner.attention.core import check_mask, check_qkv, check_scale
 from bochner.maps import feature_map
+from bochner.maps.base import KERNELS, FeatureMap
 
 Kernel = str | FeatureMap | Callable[[Tensor, Tensor], Tensor]
 

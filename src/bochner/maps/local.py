@@ -26,10 +26,12 @@ import torch
 from torch import Generator, Tensor
 
 from bochner._checks import BochnerError, floating, make_generator, one_of, positive_float
-from bochner.features import ExponentialFeatures, FeatureMap, Features, TrigFeatures
-from bochner.generalized import GeneralizedFeatures
+from bochner.maps.base import FeatureMap, Features
+from bochner.maps.exponential import ExponentialFeatures
+from bochner.maps.generalized import GeneralizedFeatures
+from bochner.maps.polynomial import SumPolyFeatures
+from bochner.maps.trig import TrigFeatures
 from bochner.projections import DenseProjection, Projection, gaussian, make_projection
-from bochner.sketches import SumPolyFeatures
 
 SCALES = 8  # Gaussians in the proposal of the L1 ball
 

@@ -22,7 +22,7 @@ import torch
 from torch import Generator, Tensor
 
 from bochner._checks import BochnerError, make_generator, positive_int
-from bochner.features import FeatureMap, Features
+from bochner.maps.base import FeatureMap, Features
 from bochner.projections import rademacher
 from bochner.theory import mse_maclaurin
 

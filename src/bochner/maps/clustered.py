@@ -9,8 +9,9 @@ import torch
 from torch import Generator, Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype, make_generator, one_of, positive_float, positive_int
-from bochner.features import KERNELS, Features, exponential
-from bochner.hybrid import MixedFeatureMap, _row_factor, _spawn, compose
+from bochner.maps.base import KERNELS, Features
+from bochner.maps.exponential import exponential
+from bochner.maps.hybrid import MixedFeatureMap, _row_factor, _spawn, compose
 from bochner.projections import Projection, make_projection
 
 _LARGEST = 10.0  # of the entries of A and of their inverses: beyond, one bad coordinate would rule the variance

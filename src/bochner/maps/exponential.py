@@ -1,32 +1,23 @@
-"""Softmax, Gaussian and generalised feature maps.
-
-A kernel estimate is a pair of feature maps, `K(x, y) ~ phi(x) . psi(y)`. A map returns `Features(values, log_scale)`:
-the true feature is `values * exp(log_scale)`, with bounded `values` and one `log_scale` per row, so that nothing
-over- or underflows in any dtype. Inputs are already scaled: the softmax kernel is `exp(x . y)`, the Gaussian kernel
-`exp(-|x - y|^2 / 2)`.
-"""
+"""The positive maps: one exponential family with different constants."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import reduce
 from operator import add
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from bochner._checks import (
     BochnerError,
     accumulation_dtype,
-    finite,
-    floating,
-    make_generator,
     one_of,
-    positive_int,
 )
 from bochner._scratch import Scratch
+from bochner.maps.base import KERNELS, FeatureMap, Features, pooled, squared_norm
 from bochner.moments import (
     PairMoments,
     attended_pairs,
@@ -35,167 +26,11 @@ from bochner.moments import (
     optimal_a,
     second_moment_of_sum,
 )
-from bochner.projections import DenseProjection, FullPrecisionModule, Projection, make_projection
-
-KERNELS = ("softmax", "gaussian")
-ROLES = ("query", "key")
+from bochner.projections import DenseProjection, Projection, make_projection
 
 # Inside attention the largest feature of a row is exp(HEADROOM), not 1: a product of a query's and a key's features
 # whose peaks lie at different frequencies then has exp(-2 * HEADROOM) more room before it underflows in float32.
 HEADROOM = 30.0
-
-
-class Features(NamedTuple):
-    """The true feature is `values * exp(log_scale)`: values (..., n, m) bounded, log_scale (..., n, 1)."""
-
-    values: Tensor
-    log_scale: Tensor
-
-    def dense(self) -> Tensor:
-        """The features themselves; may overflow where the scaled pair does not."""
-        return self.values * self.log_scale.exp()
-
-
-class FeatureMap(FullPrecisionModule):
-    """Base of all feature maps: validation, roles, seeds, calibration.
-
-    A subclass sets `feature_dim`, the length of its features, states `positive` (features never negative) and
-    `unbiased` (for projections whose rows are exactly Gaussian), and gives `_features(x, role)` on inputs in the
-    accumulation dtype. `kernel_matrix` is what it estimates.
-
-    `dim`: d, the head size. `num_features`: m, the number of projections. `num_heads`: h for a projection and
-    statistics per head, with inputs (..., h, n, d); None for one map shared by all. `kernel`: `"softmax"` or
-    `"gaussian"`. `projection`: a name or an instance.
-    """
-
-    positive: ClassVar[bool] = False
-    unbiased: ClassVar[bool] = True
-    bold: ClassVar[bool] = False
-    feature_dim: int
-
-    def __init__(self, dim: int, num_features: int, *, num_heads: int | None = None, kernel: str = "softmax") -> None:
-        super().__init__()
-        owner = type(self).__name__
-        self.dim = positive_int(dim, "dim", owner)
-        self.num_features = positive_int(num_features, "num_features", owner)
-        self.num_heads = None if num_heads is None else positive_int(num_heads, "num_heads", owner)
-        self.kernel = kernel
-        self.feature_dim = self.num_features
-
-    def forward(self, x: Tensor, role: str = "query") -> Features:
-        """The features of the rows of x (..., n, d); with `num_heads`, of (..., h, n, d)."""
-        one_of(role, "role", type(self).__name__, ROLES)
-        x = finite(self.check_input(x, "x"), "x", type(self).__name__)
-        with torch.autocast(x.device.type, enabled=False):
-            return self.prepare(role)(x)
-
-    def prepare(self, role: str) -> Callable[[Tensor], Features]:
-        """The map of one role as a plain function, with whatever does not depend on x computed once.
-
-        It neither validates nor checks for finiteness.
-        """
-        return lambda x: self._features(x.to(accumulation_dtype(x.dtype)), role)
-
-    def prepare_attention(
-        self, role: str, *, root: float = 1.0, scale_cancels: bool = False, bold: bool = False
-    ) -> Callable[[Tensor], Features]:
-        """`prepare` as attention calls it, block by block, on `root * x`: values may reach exp(HEADROOM).
-
-        The values of one call may live in a buffer that the next call overwrites. `scale_cancels`: the row's log scale
-        will not be used (a query's, in normalised attention) and may be wrong. `bold`, for maps that have it: rows are
-        not shifted to exp(HEADROOM), and the caller has to see to it that none is beyond.
-        """
-        return scaled(self.prepare(role), root)
-
-    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> FeatureMap:
-        """Draw new random parts in place; learned parameters and calibration stay."""
-        g = make_generator(seed, generator)
-        for module in self.modules():
-            if isinstance(module, Projection):
-                module.redraw_(generator=g)
-        return self
-
-    @torch.no_grad()
-    def calibrate_(self, q: Tensor | Sequence[Tensor], k: Tensor | Sequence[Tensor]) -> FeatureMap:
-        """Fix data statistics from scaled queries and keys; a map without any leaves itself as it is.
-
-        q, k: (..., n, d), with `num_heads` (..., h, n, d), or lists of such tensors for sequences of different
-        lengths; with fewer key heads than query heads the query heads of a group are pooled. Statistics of the
-        sequence being processed would leak the future, so they are taken here, once, and fixed.
-        """
-        qs, ks = ([t] if isinstance(t, Tensor) else list(t) for t in (q, k))
-        if len(qs) != len(ks) or not qs:
-            raise BochnerError(f"calibrate_ needs as many 'k' as 'q', and at least one, got {len(ks)} and {len(qs)}.")
-        self._calibrate_sequences([self._sequences(t, "q") for t in qs], [self._sequences(t, "k") for t in ks])
-        return self
-
-    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
-        """The exact kernel that the map estimates, (..., n, s)."""
-        return KERNEL_FUNCTIONS[self.kernel](x, y)
-
-    def trainable_(self, names: Sequence[str] | None = None) -> FeatureMap:
-        """Turn named buffers (default: all floating-point ones) into parameters, keeping their state_dict keys."""
-        for module in self.modules():
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                if buffer is not None and buffer.is_floating_point() and (names is None or name in names):
-                    delattr(module, name)
-                    module.register_parameter(name, nn.Parameter(buffer.clone()))
-        return self
-
-    def check_input(self, x: Any, name: str) -> Tensor:
-        """A floating tensor whose last axis is d and, with heads, whose head axis fits; else one sentence."""
-        owner = type(self).__name__
-        x = floating(x, name, owner)
-        if x.ndim < 2 or x.shape[-1] != self.dim:
-            raise BochnerError(
-                f"The {name!r} of {owner} must have shape (..., n, {self.dim}), got {tuple(x.shape)}; "
-                f"build the map with dim={x.shape[-1] if x.ndim else 0} or pass the right tensor."
-            )
-        if self.num_heads is not None and (x.ndim < 3 or x.shape[-3] % self.num_heads):
-            raise BochnerError(
-                f"The {name!r} of {owner} must have shape (..., {self.num_heads}, n, {self.dim}) for a map with "
-                f"num_heads={self.num_heads}, got {tuple(x.shape)}."
-            )
-        if self.num_heads is not None and x.shape[-3] != self.num_heads and name == "x":
-            raise BochnerError(
-                f"The 'x' of {owner} has {x.shape[-3]} heads, the map num_heads={self.num_heads}; "
-                f"group them as (..., {self.num_heads}, n, {self.dim})."
-            )
-        return x
-
-    def _sequences(self, x: Tensor, name: str) -> Tensor:
-        """Calibration rows as (b, h or 1, n, d) in float64; the query heads of a group one after another."""
-        x = finite(self.check_input(x, name), name, type(self).__name__).detach().to(torch.float64)
-        x = x.reshape(-1, self.num_heads or 1, x.shape[-2] * self._group(x), self.dim)
-        if x.shape[0] * x.shape[-2] < 2:
-            raise BochnerError(f"calibrate_ needs at least 2 rows of {name!r} per head, got 1; give more samples.")
-        return x
-
-    def _group(self, x: Tensor) -> int:
-        return 1 if self.num_heads is None else x.shape[-3] // self.num_heads
-
-    def _features(self, x: Tensor, role: str) -> Features:
-        raise NotImplementedError
-
-    def _calibrate_sequences(self, q: list[Tensor], k: list[Tensor]) -> None:
-        """Statistics from batches of sequences (b, h or 1, n, d), float64; pooled unless overridden."""
-        self._calibrate(*(torch.cat([pooled(t) for t in part], dim=1) for part in (q, k)))
-
-    def _calibrate(self, q: Tensor, k: Tensor) -> None:
-        """Statistics from rows q (h or 1, N, d) and k (h or 1, S, d), float64."""
-
-    def _spread(self, b: Tensor, x: Tensor) -> Tensor:
-        """A per-head buffer (h, ...) as it broadcasts against (..., h, n, ...), in x's dtype."""
-        return b.to(x.dtype) if self.num_heads is None else b.to(x.dtype).unsqueeze(-2)
-
-    def extra_repr(self) -> str:
-        heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
-        return f"dim={self.dim}, num_features={self.num_features}{heads}, kernel={self.kernel!r}"
-
-
-def scaled(features: Callable[[Tensor], Features], root: float) -> Callable[[Tensor], Features]:
-    """The features of `root * x`, in the accumulation dtype."""
-    return lambda x: features(x.to(accumulation_dtype(x.dtype)) * root)
 
 
 class ExponentialFeatures(FeatureMap):
@@ -498,76 +333,3 @@ class CalibratedFeatures(ExponentialFeatures):
 
     def _shape_x(self, x: Tensor) -> Tensor:
         return x * self._spread((1 - 4 * self.a).sqrt(), x)
-
-
-def squared_norm(x: Tensor) -> Tensor:
-    """|x|^2 of each row, (..., n, 1)."""
-    if torch.is_grad_enabled():
-        return x.square().sum(-1, keepdim=True)
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()  # in one pass, but no second derivative at 0
-
-
-def pooled(x: Tensor) -> Tensor:
-    """Sequences (b, h, n, d) as one pool of rows per head, (h, b n, d)."""
-    return x.transpose(0, 1).flatten(1, 2)
-
-
-class TrigFeatures(FeatureMap):
-    """`phi(x) = exp(|x|^2/2) [sin w.x, cos w.x] / sqrt(m)` (without the factor for the Gaussian kernel).
-
-    Unbiased, signed: a normaliser can vanish. `feature_dim` is 2 m. MSE: `theory.mse_trig`.
-    Rahimi and Recht 2007; Choromanski et al. 2021, eq. (4).
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        num_features: int,
-        *,
-        projection: str | Projection = "orthogonal",
-        num_heads: int | None = None,
-        kernel: str = "softmax",
-        seed: int | None = 0,
-        generator: Generator | None = None,
-    ) -> None:
-        super().__init__(dim, num_features, num_heads=num_heads, kernel=kernel)
-        one_of(kernel, "kernel", type(self).__name__, KERNELS)
-        self.projection = make_projection(
-            projection, dim, num_features, num_heads=num_heads, seed=seed, generator=generator
-        )
-        self.feature_dim = 2 * num_features
-
-    def _features(self, x: Tensor, role: str) -> Features:
-        t = self.projection(x)
-        log_scale = torch.full_like(x[..., :1], -0.5 * math.log(self.num_features))
-        if self.kernel == "softmax":
-            log_scale = log_scale + 0.5 * squared_norm(x)
-        return Features(torch.cat([t.sin(), t.cos()], dim=-1), log_scale)
-
-
-def kernel_estimate(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
-    """The estimated kernel matrix `phi(x) . psi(y)` with the log scales put back, (..., n, s); quadratic, for study.
-
-    >>> phi = PositiveFeatures(dim=2, num_features=8, seed=0)
-    >>> kernel_estimate(phi, torch.zeros(1, 2), torch.zeros(1, 2))
-    tensor([[1.]])
-    """
-    q, k = phi(x, "query"), phi(y, "key")
-    return (q.values @ k.values.mT) * (q.log_scale + k.log_scale.mT).exp()
-
-
-def softmax_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """`exp(x . y)`, (..., n, s)."""
-    return (x @ y.mT).exp()
-
-
-def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """`exp(-|x - y|^2 / 2)`, (..., n, s)."""
-    d2 = x.square().sum(-1, keepdim=True) + y.square().sum(-1, keepdim=True).mT - 2 * x @ y.mT
-    return (-0.5 * d2.clamp_min(0)).exp()
-
-
-KERNEL_FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "softmax": softmax_kernel,
-    "gaussian": gaussian_kernel,
-}

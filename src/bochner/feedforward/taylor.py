@@ -20,8 +20,8 @@ from bochner._checks import (
     positive_float,
     positive_int,
 )
+from bochner.maps.polynomial import draw_count_sketches, tensor_sketch, tensor_sketch_variance, unit_rows
 from bochner.projections import FullPrecisionModule
-from bochner.sketches import draw_count_sketches, tensor_sketch, tensor_sketch_variance, unit_rows
 from bochner.theory import gelu_taylor, geometric_law, optimal_law, poisson_law
 
 LAWS = ("optimal", "geometric", "poisson")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bochner._checks import BochnerError
 from bochner._scratch import Scratch
-from bochner.features import Features
+from bochner.maps.base import Features
 
 EMPTY = -1e30  # the log scale of nothing: finite, so that differences are never NaN
 MASKED = -2e30  # below EMPTY, so that exp(MASKED - EMPTY) is 0

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from bochner import clustered, features, generalized, hybrid, learned, local, sketches
 from bochner._checks import BochnerError, lookup
-from bochner.features import FeatureMap
+from bochner.maps import clustered, exponential, generalized, hybrid, learned, local, polynomial, trig
+from bochner.maps.base import FeatureMap, Features, kernel_estimate
 from bochner.projections import Projection
 
+__all__ = ["FEATURE_MAPS", "FeatureMap", "Features", "feature_map", "kernel_estimate"]
+
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
-    "trig": features.TrigFeatures,
-    "positive": features.PositiveFeatures,
-    "hyperbolic": features.HyperbolicFeatures,
-    "regularized": features.RegularizedFeatures,
-    "optimal": features.OptimalFeatures,
-    "calibrated": features.CalibratedFeatures,
+    "trig": trig.TrigFeatures,
+    "positive": exponential.PositiveFeatures,
+    "hyperbolic": exponential.HyperbolicFeatures,
+    "regularized": exponential.RegularizedFeatures,
+    "optimal": exponential.OptimalFeatures,
+    "calibrated": exponential.CalibratedFeatures,
     "relu": generalized.ReluFeatures,
     "exp": generalized.ExpFeatures,
     "sigmoid": generalized.SigmoidFeatures,
@@ -36,10 +38,10 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "generative_rks": learned.GenerativeSinkFeatures,
     "generative_prf": learned.GenerativePositiveFeatures,
     "hedgehog": learned.HedgehogFeatures,
-    "sum_poly": sketches.SumPolyFeatures,
-    "tensor_sketch": sketches.TensorSketchFeatures,
-    "maclaurin": sketches.MaclaurinFeatures,
-    "nonnegative_poly": sketches.NonnegativePolyFeatures,
+    "sum_poly": polynomial.SumPolyFeatures,
+    "tensor_sketch": polynomial.TensorSketchFeatures,
+    "maclaurin": polynomial.MaclaurinFeatures,
+    "nonnegative_poly": polynomial.NonnegativePolyFeatures,
     "local_l1": local.LocalL1Features,
     "local_laplace": local.LocalLaplaceFeatures,
     "local_gaussian": local.LocalGaussianFeatures,

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bochner._checks import BochnerError, BochnerWarning
-from bochner.attention import _Call, _check, check_scale, linear_attention
-from bochner.features import FeatureMap
+from bochner.attention.core import _Call, _check, check_scale, linear_attention
+from bochner.attention.state import EMPTY, State, merge, spread_mask
 from bochner.maps import feature_map
-from bochner.state import EMPTY, State, merge, spread_mask
+from bochner.maps.base import FeatureMap
 
 
 def sequence_parallel_attention(

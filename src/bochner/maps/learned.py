@@ -30,7 +30,8 @@ from bochner._checks import (
     positive_float,
     positive_int,
 )
-from bochner.features import HEADROOM, KERNELS, FeatureMap, Features, exponential, scaled
+from bochner.maps.base import KERNELS, FeatureMap, Features, scaled
+from bochner.maps.exponential import HEADROOM, exponential
 from bochner.projections import (
     Projection,
     chi,

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner.state import EMPTY, MASKED, Partial, State, WindowState, cat_rows, flatten_groups
+from bochner.attention.state import EMPTY, MASKED, Partial, State, WindowState, cat_rows, flatten_groups
 
 if TYPE_CHECKING:
-    from bochner.attention import _Call
+    from bochner.attention.core import _Call
 
 
 def attend(

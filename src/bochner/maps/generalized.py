@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from bochner._checks import BochnerError
-from bochner.features import FeatureMap, Features
+from bochner.maps.base import FeatureMap, Features
 from bochner.projections import Projection, make_projection
 
 
