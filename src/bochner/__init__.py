@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from bochner import attention, data, feedforward, maps, matvec, nn, theory
-from bochner._checks import BochnerError, BochnerWarning
+from bochner._checks import BochnerError, BochnerWarning, MissingExtraError
 from bochner.attention import (
     State,
     absorb,
@@ -53,6 +53,7 @@ __all__ = [
     "FeatureMap",
     "Features",
     "KernelOperator",
+    "MissingExtraError",
     "State",
     "absorb",
     "advise",
@@ -97,7 +98,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as missing:
         if missing.name and missing.name.startswith("bochner"):
             raise
-        raise ImportError(
+        raise MissingExtraError(
             f"bochner.{name} needs the package {missing.name!r}; install the extra it belongs to, for example: "
             "pip install 'bochner[hf,sklearn,cli,report]'"
         ) from missing

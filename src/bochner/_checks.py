@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +16,10 @@ T = TypeVar("T")
 
 class BochnerError(ValueError):
     """The one error of this library: names the argument, the value and the remedy."""
+
+
+class MissingExtraError(BochnerError, ImportError):
+    """A package that is not installed is needed for this; the message says what to install."""
 
 
 class BochnerWarning(UserWarning):
@@ -73,6 +79,20 @@ def finite(x: Tensor, name: str, owner: str) -> Tensor:
     return x
 
 
+def extra(package: str, name: str, what: str) -> Any:
+    """The module `package`, which comes with the extra `name` and which `what` needs; else `MissingExtraError`.
+
+    >>> extra("math", "hf", "bochner.hf").sqrt(4.0)
+    2.0
+    """
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] != package.split(".")[0]:
+            raise
+        raise MissingExtraError(f"{what} needs {package}; install it with: pip install 'bochner[{name}]'.") from error
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 stays float64, everything else accumulates in float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -92,3 +112,15 @@ def make_generator(seed: int | None, generator: torch.Generator | None = None) -
     else:
         g.manual_seed(seed)
     return g
+
+
+def spawn_seed(seed: int, *key: int) -> int:
+    """An independent seed for one of many parts (a layer, a step, a head), from the user's seed and the part's numbers.
+
+    The one rule of the library: sums such as `seed + 1000 * layer` collide, a `numpy.random.SeedSequence` does not.
+
+    >>> spawn_seed(0, 1) == spawn_seed(0, 1), spawn_seed(0, 1) == spawn_seed(1, 0)
+    (True, False)
+    """
+    state = np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)
+    return int(state[0]) >> 1
