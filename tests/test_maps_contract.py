@@ -40,7 +40,7 @@ def test_features_have_one_scale_per_row_and_bounded_values(name, heads):
             assert (f.values >= 0).all()
 
 
-@pytest.mark.parametrize(("name", "projection"), itertools.product(PROJECTED, PROJECTIONS))
+@pytest.mark.parametrize(("name", "projection"), list(itertools.product(PROJECTED, PROJECTIONS)))
 def test_every_map_takes_every_projection(name, projection):
     try:
         phi = build(name, projection=projection, num_heads=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from stats import check_mean
 
-from bochner import BochnerError
+from bochner import BochnerError, feature_map
 from bochner.projections import (
     PROJECTIONS,
     Projection,
@@ -154,3 +154,13 @@ def test_bad_projections_are_refused_in_one_sentence():
     with pytest.raises(BochnerError, match="not both"):
         make_projection("iid", 4, 4, seed=0, generator=torch.Generator())
     assert isinstance(make_projection("iid", 4, 4, seed=None), Projection)
+
+
+def test_a_projection_with_norms_of_another_law_is_refused():
+    """Regularised features on Gaussian lengths would be positive features under a wrong name, and the other way round."""
+    chi, fixed = (make_projection("iid", 4, 8, norms=norms) for norms in ("chi", "fixed"))
+    with pytest.raises(BochnerError, match="norms='chi'.*needs 'fixed'"):
+        feature_map("regularized", 4, 8, projection=chi)
+    with pytest.raises(BochnerError, match="norms='fixed'.*needs 'chi'"):
+        feature_map("positive", 4, 8, projection=fixed)
+    assert feature_map("regularized", 4, 8, projection=fixed).projection is fixed

@@ -1,9 +1,9 @@
 """Bochner: linear-time attention and kernel methods for PyTorch, with their error stated."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bochner import attention, data, feedforward, maps, matvec, nn, theory
+from bochner import attention, data, feedforward, maps, nn, theory
 from bochner._checks import BochnerError, BochnerWarning, MissingExtraError
 from bochner.attention import (
     State,
@@ -29,12 +29,18 @@ from bochner.maps import (
     local,
 )
 from bochner.maps import polynomial as sketches
-from bochner.matvec import Estimate, KernelOperator
+
+if TYPE_CHECKING:
+    from bochner import matvec
+    from bochner.matvec import Estimate, KernelOperator
 
 __version__ = "0.1.0.dev0"
 
-# These need an extra (transformers, scikit-learn, typer ...) and are imported when first asked for.
+# Imported when first asked for: they need an extra (transformers, scikit-learn, typer ...) or the larger half of scipy.
 _LAZY = {
+    "matvec": "bochner.matvec",
+    "KernelOperator": "bochner.matvec:KernelOperator",
+    "Estimate": "bochner.matvec:Estimate",
     "hf": "bochner.hf",
     "advisor": "bochner.advisor",
     "cli": "bochner.cli",

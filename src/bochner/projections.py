@@ -23,8 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import ndtri
-from scipy.stats import qmc
 from torch import Generator, Tensor, nn
 
 from bochner._checks import BochnerError, lookup, make_generator, one_of, positive_int
@@ -163,13 +161,15 @@ class QuasiProjection(DenseProjection):
     def _rows(self, g: Generator) -> Tensor:
         seed = int(torch.randint(2**31, (), generator=g, device="cpu"))
         u = self._points(self.dim, self.num_features, seed)
-        return torch.from_numpy(ndtri(np.clip(u, 1e-15, 1 - 1e-15)))
+        return torch.special.ndtri(torch.from_numpy(np.clip(u, 1e-15, 1 - 1e-15)))
 
 
 class HaltonProjection(QuasiProjection):
     """Scrambled Halton points."""
 
     def _points(self, d: int, m: int, seed: int) -> np.ndarray:
+        from scipy.stats import qmc
+
         return qmc.Halton(d, scramble=True, seed=np.random.default_rng(seed)).random(m)
 
 
@@ -177,6 +177,8 @@ class SobolProjection(QuasiProjection):
     """Scrambled Sobol points; balanced best when m is a power of two."""
 
     def _points(self, d: int, m: int, seed: int) -> np.ndarray:
+        from scipy.stats import qmc
+
         sobol = qmc.Sobol(d, scramble=True, bits=52, seed=np.random.default_rng(seed))
         return sobol.random_base2((m - 1).bit_length())[:m]
 
@@ -426,6 +428,11 @@ def make_projection(
             raise BochnerError(
                 f"The 'projection' has (dim, num_features, num_heads) = {got}, but the feature map needs "
                 f"{(dim, num_features, num_heads)}; build it with those."
+            )
+        if projection.norms != norms:  # lengths of another law: the kernel would be another one, without a word
+            raise BochnerError(
+                f"The 'projection' has norms={projection.norms!r}, but the feature map needs {norms!r}; build it with "
+                f"norms={norms!r}."
             )
         return projection
     cls = lookup(PROJECTIONS, projection, "projection")

@@ -74,9 +74,10 @@ def attention_matrix(
 ) -> Tensor:
     """What a map attends to: the (b, h, n, s) weights that `linear_attention` applies without forming them.
 
-    >>> q = torch.randn(1, 1, 3, 4)
-    >>> attention_matrix(q, q, "positive").sum(-1)
-    tensor([[[1., 1., 1.]]])
+    >>> q = torch.zeros(1, 1, 2, 4)
+    >>> attention_matrix(q, q, "positive")
+    tensor([[[[0.5000, 0.5000],
+              [0.5000, 0.5000]]]])
     """
     phi = feature_map(phi, dim=q.shape[-1])
     check_qkv(q, k, k, "attention_matrix")

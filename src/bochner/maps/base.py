@@ -199,7 +199,8 @@ def pooled(x: Tensor) -> Tensor:
 def kernel_estimate(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
     """The estimated kernel matrix `phi(x) . psi(y)` with the log scales put back, (..., n, s); quadratic, for study.
 
-    >>> phi = PositiveFeatures(dim=2, num_features=8, seed=0)
+    >>> from bochner.maps import feature_map
+    >>> phi = feature_map("positive", dim=2, num_features=8, seed=0)
     >>> kernel_estimate(phi, torch.zeros(1, 2), torch.zeros(1, 2))
     tensor([[1.]])
     """

@@ -161,7 +161,8 @@ class HybridFeatures(MixedFeatureMap):
     making them from the base and coefficient features costs as much. MSE: `theory.mse_mixture`, `theory.mse_hybrid`.
     Choromanski et al. 2022, eq. (8)-(11), Lemma 2.3.
 
-    >>> from bochner.features import PositiveFeatures, TrigFeatures
+    >>> from bochner.maps.exponential import PositiveFeatures
+    >>> from bochner.maps.trig import TrigFeatures
     >>> bases = [PositiveFeatures(4, 8, seed=0), TrigFeatures(4, 8, seed=1)]
     >>> phi = HybridFeatures(bases, [Coefficient(SignFeatures(4, 3, seed=2), constant=0.5, weight=-0.5)])
     >>> phi.feature_dim

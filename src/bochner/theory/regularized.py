@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import torch
-from scipy import special
 from torch import Tensor
 
 from bochner._checks import BochnerError, one_of
@@ -111,6 +110,8 @@ def _sphere_rule(d: int, num_nodes: int) -> tuple[Tensor, Tensor]:
     """Nodes and weights of the first coordinate of a uniform point of the unit sphere in R^d."""
     if d == 1:
         return torch.tensor([-1.0, 1.0], dtype=torch.float64), torch.full((2,), 0.5, dtype=torch.float64)
-    nodes, weights = special.roots_jacobi(num_nodes, (d - 3) / 2, (d - 3) / 2)
+    from scipy.special import roots_jacobi
+
+    nodes, weights = roots_jacobi(num_nodes, (d - 3) / 2, (d - 3) / 2)
     keep = weights > 0
     return torch.from_numpy(nodes[keep]), torch.from_numpy(weights[keep] / np.sum(weights))

@@ -1,0 +1,152 @@
+"""The pages of the documentation: their code runs, page by page in one namespace, from the names a page presupposes.
+
+A snippet that cannot run by itself has the comment `<!-- not run: why -->` above it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bochner
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPET = re.compile(r"(?:<!-- not run: (?P<why>[^\n]+?) -->\n+)?```python\n(?P<code>.*?)```", flags=re.DOTALL)
+
+
+def snippets(page: Path) -> list[tuple[str, str | None]]:
+    """The code of a page, each piece with the reason for which it is not run, if it has one."""
+    return [(found["code"], found["why"]) for found in SNIPPET.finditer(page.read_text())]
+
+
+def attention_inputs() -> dict[str, Any]:
+    q, k, v = torch.randn(3, 1, 2, 300, 64, generator=torch.Generator().manual_seed(0)) * 0.5
+    return {"torch": torch, "bochner": bochner, "q": q, "k": k, "v": v}
+
+
+def a_trained_step() -> dict[str, Any]:
+    phi = bochner.feature_map("gmm_prf", dim=64, num_features=8)
+    model = nn.ModuleList([phi])
+    loss = phi(torch.randn(5, 64)).values.sum()
+    return {
+        **attention_inputs(),
+        "PositiveFeatures": bochner.maps.exponential.PositiveFeatures,
+        "TrigFeatures": bochner.maps.trig.TrigFeatures,
+        "model": model,
+        "loss": loss,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3),
+    }
+
+
+def a_wide_block() -> dict[str, Any]:
+    calibration = torch.randn(200, 16, generator=torch.Generator().manual_seed(0)) * 0.2
+    # Wide enough for the measured speed to speak for itself on a busy machine.
+    return {"first": nn.Linear(16, 4096), "second": nn.Linear(4096, 16), "calibration": calibration}
+
+
+def minilm(kind: str) -> dict[str, Any]:
+    """Names of the pages on pretrained models: MiniLM's tokenizer, and a model of the kind the page is about."""
+    transformers = pytest.importorskip("transformers")
+    try:
+        path = bochner.data.fetch("minilm", quiet=True)
+        texts = bochner.data.paragraphs("calibration", 24, words=20)
+    except bochner.data.ArtefactUnavailable as reason:
+        pytest.skip(str(reason))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    torch.manual_seed(0)
+    model: Any = None
+    small = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if kind in ("encoder", "converted"):
+        model = transformers.AutoModel.from_pretrained(path).eval()
+        if kind == "converted":
+            bochner.convert(model, num_features=16, calibration=texts, tokenizer=tokenizer)
+    elif kind == "decoder":
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, **small
+            )
+        ).eval()
+    elif kind == "seq2seq":
+        sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+        heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 2}
+        model = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes, **heads, **small)).eval()
+    inputs = tokenizer(texts[0], return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    names = {"path": path, "tokenizer": tokenizer, "texts": texts, "model": model, "inputs": inputs}
+    return {"torch": torch, "bochner": bochner, **names, "pairs": list(itertools.pairwise(texts))}
+
+
+def images() -> dict[str, Any]:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    model = transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=16, patch_size=4)).eval()
+
+    def processor(images: torch.Tensor, return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"pixel_values": images}
+
+    return {"bochner": bochner, "model": model, "processor": processor, "chunks": torch.randn(3, 2, 3, 16, 16)}
+
+
+# What the code of a page presupposes; pages that are not here presuppose nothing.
+PRESUPPOSED: dict[str, Callable[[], dict[str, Any]]] = {
+    "feedforward.md": a_wide_block,
+    "maps-hybrid-learned.md": a_trained_step,
+    "maps-polynomial-local.md": attention_inputs,
+    "howto-encoders.md": lambda: minilm("encoder"),
+    "howto-diagnosis.md": lambda: minilm("encoder"),
+    "howto-training.md": lambda: minilm("converted"),
+    "howto-decoders.md": lambda: minilm("decoder"),
+    "howto-seq2seq.md": lambda: minilm("seq2seq"),
+    "howto-vision-audio.md": images,
+    "README.md": lambda: minilm("none"),
+}
+NEEDS_A_MODEL = {"README.md", *(name for name in PRESUPPOSED if name.startswith("howto"))}
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """A process group of one, for pages that speak of several."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[pytest.mark.model] if page.name in NEEDS_A_MODEL else [])
+        for page in PAGES
+        if snippets(page)
+    ],
+)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: Any, one_process: None) -> None:
+    names = {"__name__": page.stem} | PRESUPPOSED.get(page.name, dict)()
+    monkeypatch.chdir(tmp_path)
+    for number, (code, why) in enumerate(snippets(page), start=1):
+        if why is None:
+            exec(compile(code, f"{page.name}, snippet {number}", "exec"), names)
+
+
+def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name in navigation, f"{page.name} is not in mkdocs.yml"
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_unfinished_and_unmarked_snippets_are_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\na = 1\n```\n\n<!-- not run: takes hours -->\n```python\nb = 2\n```\n```bash\nls\n```\n")
+    assert snippets(page) == [("a = 1\n", None), ("b = 2\n", "takes hours")]
