@@ -1,4 +1,4 @@
-"""What is built on kernel products: densities, regression, eigenvalues, attention, sparsity of attention."""
+"""What is built on kernel products: eigenvalues, attention, sparsity of attention."""
 
 import subprocess
 import sys
@@ -9,10 +9,7 @@ import torch
 
 from bochner._checks import BochnerError
 from bochner.matvec import (
-    KernelDensity,
     KernelOperator,
-    KernelRidge,
-    NadarayaWatson,
     attention,
     head_to_tail,
     kernel_of_attention,
@@ -42,61 +39,6 @@ def test_importing_bochner_imports_no_extra():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_the_density_agrees_with_scikit_learn():
-    neighbors = pytest.importorskip("sklearn.neighbors")
-    X, Q, w = clusters(500), clusters(50, seed=1), np.random.default_rng(0).random(500)
-    ours = KernelDensity(bandwidth=0.8).fit(X, sample_weight=w)
-    # One leaf: pruned trees of scikit-learn are off by 0.1 in the log at some of these points.
-    theirs = neighbors.KernelDensity(bandwidth=0.8, leaf_size=1000).fit(X, sample_weight=w)
-    np.testing.assert_allclose(ours.score_samples(Q), theirs.score_samples(Q), rtol=1e-9)
-
-
-def test_signed_weights_give_differences_of_densities():
-    X = clusters(400)
-    w = np.where(np.arange(400) < 200, 1.0, -1.0)
-    signed = KernelDensity(bandwidth=0.8).fit(X, sample_weight=w).density(X[:20])
-    halves = [KernelDensity(bandwidth=0.8).fit(part).density(X[:20]) for part in (X[:200], X[200:])]
-    np.testing.assert_allclose(signed, (halves[0] - halves[1]) / 2, atol=1e-12)
-    with pytest.raises(BochnerError, match="non-negative weights"):
-        KernelDensity().fit(X, sample_weight=w).score_samples(X)
-
-
-def test_estimators_follow_the_parameter_protocol():
-    base = pytest.importorskip("sklearn.base")
-    for model in (KernelDensity(bandwidth=2.0), KernelRidge(alpha=0.5), NadarayaWatson(eps=0.2)):
-        copy = base.clone(model)
-        assert repr(copy) == repr(model)
-        with pytest.raises(BochnerError, match="Unknown parameter"):
-            model.set_params(nothing=1)
-    with pytest.raises(BochnerError, match="not fitted"):
-        KernelDensity().density([[0.0]])
-
-
-@pytest.mark.parametrize("method", ["exact", "cells"])
-def test_ridge_regression_solves_the_normal_equations(method):
-    X = clusters(900)
-    y = np.stack([np.sin(X[:, 0]), X[:, 1]], 1)
-    model = KernelRidge(alpha=1.0, bandwidth=0.7, eps=0.01, method=method).fit(X, y)
-    truth = np.linalg.solve(dense(X, X, 0.7) + np.eye(900), y)
-    assert np.linalg.norm(model.dual_coef_ - truth) <= 0.02 * np.linalg.norm(truth)
-    Q = clusters(60, seed=2)
-    expected = dense(Q, X, 0.7) @ truth
-    assert np.linalg.norm(model.predict(Q) - expected) <= 0.05 * np.linalg.norm(truth)
-    with pytest.raises(BochnerError, match="did not reach"):
-        KernelRidge(alpha=1e-6, bandwidth=3.0, method="exact", max_iter=2).fit(X, y)
-
-
-def test_kernel_regression_is_the_weighted_mean_even_far_away():
-    X = clusters(600)
-    y = X[:, 0]
-    Q = np.concatenate([X[:40] + 0.1, np.full((1, 4), 500.0)])
-    got = NadarayaWatson(bandwidth=0.8, eps=0.01).fit(X, y).predict(Q)
-    K = dense(Q[:40], X, 0.8)
-    np.testing.assert_allclose(got[:40], (K @ y) / K.sum(1), rtol=1e-4, atol=1e-4)
-    nearest = np.argmin(((X - 500.0) ** 2).sum(1))
-    assert got[40] == pytest.approx(y[nearest], abs=1e-6)
 
 
 def test_eigenvalues_by_lanczos_and_by_the_noisy_power_method():

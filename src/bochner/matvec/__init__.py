@@ -1,20 +1,18 @@
 """Kernel matrix-vector products with a stated error: `KernelOperator` and what is built on it."""
 
-from .apps import KernelDensity, KernelRidge, NadarayaWatson, attention, noisy_power_method, top_eigenvalues
 from .certificate import Cost, Estimate
 from .distributed import dask_compute, dask_product, stream_product
 from .operator import KernelOperator
 from .paper import Constants
+from .quotient import attention
 from .sparsity import Sparsity, head_to_tail, kernel_of_attention, reduce_attention, sparsity
+from .spectrum import noisy_power_method, top_eigenvalues
 
 __all__ = [
     "Constants",
     "Cost",
     "Estimate",
-    "KernelDensity",
     "KernelOperator",
-    "KernelRidge",
-    "NadarayaWatson",
     "Sparsity",
     "attention",
     "dask_compute",

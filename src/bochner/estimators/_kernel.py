@@ -1,0 +1,131 @@
+"""What the estimators share: bandwidths, points, and a Gaussian kernel that is strictly linear in x."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from bochner._checks import BochnerError, positive_float
+from bochner.matvec import KernelOperator
+
+DIRECT = 2048  # rows up to which everything is exact, in float64, by factorisation
+MEMORY = 1 << 31  # bytes that a kernel matrix kept for repeated products may take
+SIDE = 512  # of its tiles: 1 MB in float32
+Product = Callable[[Tensor], Tensor]
+
+
+def draw_seed(rng: np.random.RandomState) -> int:
+    """One seed from scikit-learn's random state."""
+    return int(rng.randint(np.iinfo(np.int32).max))
+
+
+def resolve_gamma(gamma: Any, X: Any, owner: str, weight: np.ndarray | None = None) -> float:
+    """A number, or `"scale"`: 1 / (d var(X)) with rows counted by weight, one where X does not vary."""
+    if isinstance(gamma, str):
+        if gamma != "scale":
+            raise BochnerError(f"The 'gamma' of {owner} must be a positive number or 'scale', got {gamma!r}.")
+        if sparse.issparse(X):
+            variance = X.multiply(X).mean() - X.mean() ** 2
+        else:
+            middle = np.average(X.mean(1, dtype=np.float64), weights=weight)
+            variance = np.average(np.square(X - middle).mean(1), weights=weight)
+        return 1.0 / (X.shape[1] * variance) if variance > 0 else 1.0
+    return positive_float(gamma.item() if isinstance(gamma, np.generic) else gamma, "gamma", owner)
+
+
+def resolve_bandwidth(bandwidth: Any, shape: tuple[int, int], weight: np.ndarray, owner: str) -> float:
+    """A number, or the rule of Scott or Silverman for columns of unit variance and the effective number of rows."""
+    if not isinstance(bandwidth, str):
+        plain = bandwidth.item() if isinstance(bandwidth, np.generic) else bandwidth
+        return positive_float(plain, "bandwidth", owner)
+    d = shape[1]
+    effective = float(np.abs(weight).sum() ** 2 / np.square(weight).sum())
+    if bandwidth == "scott":
+        return effective ** (-1 / (d + 4))
+    if bandwidth == "silverman":
+        return (effective * (d + 2) / 4) ** (-1 / (d + 4))
+    raise BochnerError(
+        f"The 'bandwidth' of {owner} must be a positive number, 'scott' or 'silverman', got {bandwidth!r}."
+    )
+
+
+class Points(NamedTuple):
+    """Training rows about their mean, in the precision that `eps` asks for."""
+
+    rows: np.ndarray
+    mean: np.ndarray
+
+    def place(self, X: np.ndarray) -> np.ndarray:
+        return (X - self.mean).astype(self.rows.dtype, copy=False)
+
+
+def centred(X: np.ndarray, gamma: float, eps: float) -> Points:
+    """Rows about their mean: in float32 where rounding them moves K, as an operator, by far less than eps.
+
+    A coordinate rounded by u moves an entry by about u |x| / sigma; independent roundings of all entries add up to
+    2 sqrt(n) of that in operator norm.
+    """
+    mean = X.mean(0, dtype=np.float64)
+    rows = X - mean
+    radius = math.sqrt(2 * gamma * float(np.square(rows).sum(1).mean()))
+    if len(X) <= DIRECT:
+        return Points(rows.astype(np.float64, copy=False), mean)
+    moved = 2 * math.sqrt(len(X)) * np.finfo(np.float32).eps * max(1.0, radius)
+    return Points(rows.astype(np.float32 if moved <= 0.1 * eps else np.float64, copy=False), mean)
+
+
+def tile(x: Tensor, y: Tensor, gamma: float) -> Tensor:
+    """`exp(-gamma |x_i - y_j|^2)`, (n, s), by one matrix product."""
+    root = math.sqrt(2 * gamma)
+    x, y = x * root, y * root
+    out = torch.addmm(-0.5 * y.square().sum(1)[None], x, y.T).sub_(0.5 * x.square().sum(1, keepdim=True))
+    # exp of less than -87 takes a slow path in single precision.
+    return out.clamp_(-80.0 if out.dtype == torch.float32 else -700.0, 0.0).exp_()
+
+
+class LinearKernel(NamedTuple):
+    """The kernel matrix of the training rows as one fixed linear map, and how it is multiplied."""
+
+    product: Product
+    method: str
+
+
+def linear_kernel(points: np.ndarray, gamma: float, eps: float, method: str, seed: int) -> LinearKernel:
+    """K as conjugate gradients and Lanczos want it: strictly linear, the same in every call, float64 in and out.
+
+    `KernelOperator` without its checks of each product; where it would multiply exact tiles again and again and the
+    matrix fits in `MEMORY`, the matrix itself.
+    """
+    K = KernelOperator(points, gamma=gamma, eps=eps, method=method, seed=seed, adaptive=False)
+    if K.method == "exact" and len(points) ** 2 * points.itemsize <= 2 * MEMORY:
+        return LinearKernel(SymmetricMatrix(torch.from_numpy(points), gamma), "matrix")
+    return LinearKernel(lambda x: K.matmat(x).double(), K.method)
+
+
+class SymmetricMatrix:
+    """The kernel matrix as the tiles on and above its diagonal; each is read once and used on both sides."""
+
+    def __init__(self, points: Tensor, gamma: float) -> None:
+        self.n = len(points)
+        parts = points.split(SIDE)
+        self.places = [(i, j) for i in range(len(parts)) for j in range(i, len(parts))]
+        self.tiles = torch.empty(len(self.places), SIDE, SIDE, dtype=points.dtype)
+        for t, (i, j) in zip(self.tiles, self.places, strict=True):
+            t[: len(parts[i]), : len(parts[j])] = tile(parts[i], parts[j], gamma)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x_parts = x.to(self.tiles.dtype).split(SIDE)
+        y = torch.zeros(x.shape, dtype=self.tiles.dtype)
+        y_parts = y.split(SIDE)
+        for t, (i, j) in zip(self.tiles, self.places, strict=True):
+            t = t[: len(x_parts[i]), : len(x_parts[j])]
+            y_parts[i].addmm_(t, x_parts[j])
+            if j > i:
+                y_parts[j].addmm_(t.T, x_parts[i])
+        return y.double()

@@ -1,0 +1,183 @@
+"""Solving `(K + alpha I) c = y`: randomly pivoted Cholesky as preconditioner, conjugate gradients in lockstep."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bochner.estimators._kernel import DIRECT, Product, linear_kernel, tile
+
+BLOCK = 128
+
+
+def pivoted_cholesky(points: Tensor, gamma: float, rank: int, level: float, generator: torch.Generator) -> Tensor:
+    """A factor F (n, r) with `K ~ F F'`, r <= rank; stops when the trace of what is left is at most `level` r.
+
+    Pivots are drawn in proportion to the remaining diagonal, a block at a time with rejection, which has the law of
+    drawing them one by one (Chen, Epperly, Tropp and Webber 2025; Epperly, Tropp and Webber 2024). The remainder is
+    positive semidefinite, so that its trace bounds its norm. O(n r^2) and n r kernel entries.
+    """
+    n = len(points)
+    points = points.double()
+    factor = torch.empty(n, min(rank, n), dtype=torch.float64)
+    left = torch.ones(n, dtype=torch.float64)  # the diagonal of K - F F'
+    r = 0
+    while r < factor.shape[1] and float(left.sum()) > level * r:
+        drawn = torch.multinomial(left, min(BLOCK, factor.shape[1] - r), replacement=True, generator=generator)
+        block = tile(points[drawn], points[drawn], gamma) - factor[drawn, :r] @ factor[drawn, :r].T
+        drawn = drawn[_accepted(block.numpy(), generator)]
+        columns = tile(points, points[drawn], gamma)
+        columns.addmm_(factor[:, :r], factor[drawn, :r].T, alpha=-1)
+        core = columns[drawn]
+        core.diagonal().add_(1e-14 * float(core.trace()) + 1e-300)
+        lower, failed = torch.linalg.cholesky_ex((core + core.T) / 2)
+        if int(failed):  # what is left is rounding
+            break
+        new = torch.linalg.solve_triangular(lower, columns.T, upper=False).T
+        factor[:, r : r + len(drawn)] = new
+        r += len(drawn)
+        left = (left - new.square().sum(1)).clamp_(min=0.0)
+        left[drawn] = 0.0
+    return factor[:, :r]
+
+
+def _accepted(block: np.ndarray, generator: torch.Generator) -> Tensor:
+    """Which of the proposed pivots to keep: each with the share of its diagonal that the earlier ones left."""
+    a = block.copy()
+    first = a.diagonal().copy()
+    u = torch.rand(len(a), generator=generator, dtype=torch.float64).numpy()
+    keep = np.zeros(len(a), dtype=bool)
+    for i in range(len(a)):
+        if a[i, i] > 1e-12 and u[i] * first[i] < a[i, i]:
+            keep[i] = True
+            column = a[i:, i] / math.sqrt(a[i, i])
+            a[i:, i:] -= np.outer(column, column)
+    return torch.from_numpy(keep)
+
+
+@dataclass(frozen=True)
+class Preconditioner:
+    """`(F F' + alpha I)^-1` by Woodbury's identity, in float64: the difference cancels when alpha is small."""
+
+    factor: Tensor
+    lower: Tensor
+    alpha: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        inner = torch.cholesky_solve(self.factor.T @ x, self.lower)
+        return torch.addmm(x, self.factor, inner, alpha=-1).div_(self.alpha)
+
+
+def preconditioner(factor: Tensor, alpha: float) -> Preconditioner:
+    gram = factor.T @ factor
+    gram.diagonal().add_(alpha)
+    return Preconditioner(factor, torch.linalg.cholesky(gram), alpha)
+
+
+class Solution(NamedTuple):
+    value: Tensor
+    steps: int
+    residual: float  # the largest |r| / |y| over the columns
+
+    def converged(self, tol: float) -> bool:
+        return self.residual <= tol
+
+
+def conjugate_gradients(
+    product: Product, alpha: float, y: Tensor, precondition: Product | None, tol: float, max_iter: int
+) -> Solution:
+    """`(K + alpha I) x = y` for every column of y (n, r) at once: one product with K serves them all.
+
+    The columns are independent runs of preconditioned conjugate gradients; one that has converged stands still.
+    """
+    x = torch.zeros_like(y)
+    r = y.clone()
+    norm = y.norm(dim=0).clamp_min(1e-300)
+    z = r if precondition is None else precondition(r)
+    p = z.clone()
+    rz = (r * z).sum(0)
+    steps = 0
+    for steps in range(1, max_iter + 1):
+        going = r.norm(dim=0) > tol * norm
+        if not bool(going.any()):
+            steps -= 1
+            break
+        q = product(p).add_(p, alpha=alpha)
+        step = torch.where(going, rz / (p * q).sum(0).clamp_min(1e-300), 0.0)
+        x += step * p
+        r -= step * q
+        z = r if precondition is None else precondition(r)
+        fresh = (r * z).sum(0)
+        p = z + torch.where(going, fresh / rz.clamp_min(1e-300), 0.0) * p
+        rz = fresh
+    return Solution(x, steps, float((r.norm(dim=0) / norm).max()))
+
+
+class System:
+    """`(S K S + alpha I) c = y` for the rows of `points` and S = diag(sqrt(weight)), solved for any y.
+
+    Up to `DIRECT` rows by Cholesky factorisation in float64, beyond by preconditioned conjugate gradients on a strictly
+    linear kernel (`linear_kernel`). `rank` of the preconditioner: None takes up to 1,000 pivots, and stops at the r
+    whose remainder has a trace of 2 r alpha: its largest eigenvalue is then a few alpha, and about 12 steps suffice. 0
+    goes without.
+    """
+
+    def __init__(
+        self,
+        points: np.ndarray,
+        gamma: float,
+        alpha: float,
+        root_weight: np.ndarray | None,
+        *,
+        eps: float,
+        method: str,
+        rank: int | None,
+        seed: int,
+    ) -> None:
+        self.points, self.gamma, self.alpha, self.eps, self.seed = points, gamma, alpha, eps, seed
+        self.requested = method
+        self.root = None if root_weight is None else torch.from_numpy(root_weight)[:, None]
+        n = len(points)
+        self.direct = method == "auto" and n <= DIRECT
+        self.precondition: Preconditioner | None = None
+        self.lower: Tensor | None = None
+        self.product: Product | None = None
+        if self.direct:
+            z = torch.from_numpy(points).double()
+            matrix = self._weigh(tile(z, z, gamma))
+            matrix.diagonal().add_(alpha)
+            self.lower = torch.linalg.cholesky(matrix)
+            self.method = "cholesky"
+            return
+        self._connect()
+        if rank is None or rank > 0:
+            most = min(n // 4, 1000 if rank is None else rank)
+            generator = torch.Generator().manual_seed(seed)
+            factor = pivoted_cholesky(torch.from_numpy(points), gamma, most, 2 * alpha, generator)
+            factor = factor if self.root is None else self.root * factor
+            self.precondition = preconditioner(factor, alpha)
+
+    def _weigh(self, matrix: Tensor) -> Tensor:
+        return matrix if self.root is None else self.root * matrix * self.root.T
+
+    def _connect(self) -> None:
+        kernel = linear_kernel(self.points, self.gamma, self.eps, self.requested, self.seed)
+        self.method, root = kernel.method, self.root
+        self.product = kernel.product if root is None else lambda x: root * kernel.product(root * x)
+
+    def solve(self, y: Tensor, tol: float, max_iter: int) -> Solution:
+        """c for every column of y (n, r), float64."""
+        if self.lower is not None:
+            return Solution(torch.cholesky_solve(y, self.lower), 1, 0.0)
+        if self.product is None:
+            self._connect()
+        assert self.product is not None
+        return conjugate_gradients(self.product, self.alpha, y, self.precondition, tol, max_iter)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "product": None}  # a closure; built again when it is needed
