@@ -1,4 +1,4 @@
-"""Times that can be compared on a machine that is not quiet, and peak memory of a call."""
+"""What benchmarks share: times, peak memory, the machine, the page of results."""
 
 from __future__ import annotations
 
@@ -7,38 +7,17 @@ import os
 import platform
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bochner._timing import best_times
+
+__all__ = ["best_times", "bfloat16_works", "machine", "peak_memory", "write_page"]
+
 Call = Callable[[], Any]
-
-
-def best_times(
-    calls: Mapping[str, Call], *, repeats: int = 20, budget: float = 3.0, warm_up: bool = True
-) -> dict[str, float]:
-    """Seconds of each call: the best of several rounds in which the calls take turns.
-
-    Taking turns lets all of them see the same disturbances, the minimum discards most of these. A call takes part in at
-    least two rounds and at most `repeats`, and in no further one once it has had `budget` seconds.
-    """
-    if warm_up:
-        for call in calls.values():
-            call()
-    best = dict.fromkeys(calls, float("inf"))
-    spent = dict.fromkeys(calls, 0.0)
-    for turn in range(repeats):
-        for name, call in calls.items():
-            if turn < 2 or spent[name] < budget:
-                began = time.perf_counter()
-                call()
-                seconds = time.perf_counter() - began
-                spent[name] += seconds
-                best[name] = min(best[name], seconds)
-    return best
 
 
 def peak_memory(call: Call) -> int:

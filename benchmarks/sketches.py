@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _timing import best_times
 from torch import Tensor
 
 from bochner._checks import BochnerWarning
@@ -38,17 +38,6 @@ def rows(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def interleaved(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Best seconds of each, taken in turns."""
-    best = dict.fromkeys(runs, math.inf)
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
-
-
 def against_sklearn(rounds: int) -> list[dict[str, Any]]:
     """TensorSketch and PolynomialCountSketch at equal size: the same features on the same hashes, and their time."""
     from sklearn.kernel_approximation import PolynomialCountSketch
@@ -62,7 +51,7 @@ def against_sklearn(rounds: int) -> list[dict[str, Any]]:
         exact = (x[:200] @ x[:200].mT) ** degree
         errors = [float((k - exact).square().mean().sqrt()) for k in (ours, torch.from_numpy(theirs @ theirs.T))]
         predicted = mse_tensor_sketch(x[:200, None], x[:200], m, degree).mean().sqrt().item()
-        seconds = interleaved({"ours": partial(phi, x), "theirs": partial(peer.transform, x.numpy())}, rounds)
+        seconds = best_times({"ours": partial(phi, x), "theirs": partial(peer.transform, x.numpy())}, repeats=rounds)
         table.append(
             {
                 "n": n,
@@ -112,7 +101,7 @@ def growth(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
         runs = {str(n): partial(linear_attention, *qkv, phi) for n, qkv in inputs.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BochnerWarning)  # a signed map has a few small normalisers
-            seconds = list(interleaved(runs, rounds).values())
+            seconds = list(best_times(runs, repeats=rounds).values())
         slope = math.log(seconds[-1] / seconds[0]) / math.log(lengths[-1] / lengths[0])
         table.append({"map": name, "lengths": lengths, "seconds": seconds, "exponent": slope})
     return table

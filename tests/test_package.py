@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "bochner"
 
 # A module may import from its own row and the rows above it.
 LAYERS = [
-    ["_checks", "_progress", "_scratch"],
+    ["_checks", "_progress", "_scratch", "_timing"],
     ["projections", "moments", "data", "theory"],
     ["maps"],
     ["attention", "feedforward"],

@@ -157,10 +157,10 @@ def test_bad_projections_are_refused_in_one_sentence():
 
 
 def test_a_projection_with_norms_of_another_law_is_refused():
-    """Regularised features on Gaussian lengths would be positive features under a wrong name, and the other way round."""
+    """Regularised features on Gaussian lengths are positive features under a wrong name, and the other way round."""
     chi, fixed = (make_projection("iid", 4, 8, norms=norms) for norms in ("chi", "fixed"))
-    with pytest.raises(BochnerError, match="norms='chi'.*needs 'fixed'"):
+    with pytest.raises(BochnerError, match=r"norms='chi'.*needs 'fixed'"):
         feature_map("regularized", 4, 8, projection=chi)
-    with pytest.raises(BochnerError, match="norms='fixed'.*needs 'chi'"):
+    with pytest.raises(BochnerError, match=r"norms='fixed'.*needs 'chi'"):
         feature_map("positive", 4, 8, projection=fixed)
     assert feature_map("regularized", 4, 8, projection=fixed).projection is fixed

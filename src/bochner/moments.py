@@ -78,15 +78,19 @@ def attended_pairs(q: Tensor, k: Tensor, kernel: str = "softmax") -> PairMoments
 
 
 def optimal_a(l: Tensor) -> Tensor:
-    """The a that minimises the variance of a coordinate with mean z^2 = l: `(1-u)/8`, u the larger root."""
-    t = 1 + 2 * l
-    return (1 - (t + (t * t + 8 * l).sqrt()) / 2) / 8
+    """The a <= 0 that minimises the variance of a coordinate with mean z^2 = l (Chefs' random tables).
+
+    `(1 - u)/8`, u the larger root of `u^2 - (1 + 2l) u - 2l`, written without the cancellation at l = 0:
+    `u - 1 = [2l - 1 + sqrt((1 + 2l)^2 + 8l)]/2`.
+    """
+    root = torch.sqrt((1 + 2 * l).square() + 8 * l)
+    return -(l + (4 * l.square() + 12 * l) / (2 * (root + 1))) / 8
 
 
-def second_moment_of_sum(q: Tensor, k: Tensor) -> Tensor:
-    """mean over all pairs of (x+y)(x+y)' from two moments and two means: q (h, N, d), k (h, S, d) to (h, d, d)."""
-    cross = outer(q.mean(1), k.mean(1))
-    return q.mT @ q / q.shape[1] + k.mT @ k / k.shape[1] + cross + cross.mT
+def second_moment_of_sum(x: Tensor, y: Tensor) -> Tensor:
+    """`mean (x_i + y_j)(x_i + y_j)'` over all pairs of rows of x (..., n, d) and y (..., s, d), from their moments."""
+    cross = outer(x.mean(-2), y.mean(-2))
+    return x.mT @ x / x.shape[-2] + y.mT @ y / y.shape[-2] + cross + cross.mT
 
 
 def floored(c: Tensor, rows: int) -> Tensor:

@@ -15,7 +15,6 @@ The unbiased estimator without a polynomial is `bochner.taylor`.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ from bochner._checks import (
     positive_float,
     positive_int,
 )
+from bochner._timing import best_times
 from bochner.feedforward.polyfit import (
     METHODS,
     PolynomialFit,
@@ -40,10 +40,10 @@ from bochner.feedforward.polyfit import (
     second_derivative_sup,
     shift_monomials,
 )
-from bochner.maps.polynomial import TensorSketchFeatures, tensor_sketch_variance
+from bochner.maps.polynomial import TensorSketchFeatures
 from bochner.moments import balancing_basis, floored_moment
 from bochner.projections import FullPrecisionModule
-from bochner.theory import allocate_features, bernstein_bound
+from bochner.theory import allocate_features, bernstein_bound, mse_tensor_sketch_matrix, tensor_sketch_bound
 
 MAX_DEGREE = 64  # beyond it no sketch is affordable and powers stop being usable
 
@@ -215,15 +215,14 @@ def _variances(data: Calibration, fit: PolynomialFit, *, bound: bool = False) ->
     """For k = 2 ... n, the variance of one feature summed over units: mean over rows, or Avron's bound at every row."""
     alpha, w = _powers(data, fit), data.weight
     rows = data.rows[:: max(1, len(data.rows) // 128)]
-    longest = float(data.rows.square().sum(-1).max())
+    longest = data.rows[data.rows.square().sum(-1).argmax()]
     each = []
     for k in range(2, fit.degree + 1):
         if bound:
-            unit = (2 + 3**k) * (w.square().sum(-1) * longest) ** k
-            each.append(float((alpha[:, k].square() * unit).sum()))
+            each.append(float((alpha[:, k].square() * tensor_sketch_bound(w, longest, 1, k)).sum()))
         else:
             m = 1024
-            variance = m * tensor_sketch_variance(rows, w, m, k).mean(0)
+            variance = m * mse_tensor_sketch_matrix(rows, w, m, k).mean(0)
             each.append(float((alpha[:, k].square() * variance).sum()))
     return each
 
@@ -358,7 +357,7 @@ class LinearizedLayer(FullPrecisionModule):
         y, w = self._rows(x), self.weight.double()
         total = torch.zeros(len(y), len(w), dtype=torch.float64, device=y.device)
         for k, m in enumerate(self.plan.counts, start=2):
-            total += self.alpha[:, k].double().square() * tensor_sketch_variance(y, w, m, k)
+            total += self.alpha[:, k].double().square() * mse_tensor_sketch_matrix(y, w, m, k)
         return total
 
     @torch.no_grad()
@@ -506,8 +505,8 @@ class LinearizedMLP(FullPrecisionModule):
         error = (self(rows).double() - exact).square().sum() / (exact - exact.mean(0)).square().sum()
         ours = sum(b.numel() for b in self.buffers())
         theirs = sum(p.numel() for layer in (first, second) for p in layer.parameters())
-        speed = _seconds(lambda: second(f(first(rows))), lambda: self(rows))
-        return MLPReport(math.sqrt(float(error)), ours / theirs, speed)
+        seconds = best_times({"exact": lambda: second(f(first(rows))), "ours": lambda: self(rows)}, repeats=5)
+        return MLPReport(math.sqrt(float(error)), ours / theirs, seconds["exact"] / seconds["ours"])
 
     def _features(self, x: Tensor) -> Tensor:
         return torch.cat([x, self.sketches(x)], dim=-1) if self.plan.counts else x
@@ -550,17 +549,6 @@ def _ridge_paths(features: Tensor, y: Tensor, penalties: Sequence[float]) -> Ite
     for penalty in penalties:
         matrix = (vectors @ (projected / (values.clamp_min(0) + penalty)[:, None])).mT / scale
         yield matrix, target - matrix @ mean
-
-
-def _seconds(exact: Callable[[], Any], ours: Callable[[], Any], rounds: int = 5) -> float:
-    """How many times faster the second is: interleaved, best of several."""
-    best = [math.inf, math.inf]
-    for _ in range(rounds):
-        for i, run in enumerate((exact, ours)):
-            start = time.perf_counter()
-            run()
-            best[i] = min(best[i], time.perf_counter() - start)
-    return best[0] / best[1]
 
 
 def _check_block(first: Any, second: Any, owner: str) -> None:

@@ -20,9 +20,9 @@ from bochner._checks import (
     positive_float,
     positive_int,
 )
-from bochner.maps.polynomial import draw_count_sketches, tensor_sketch, tensor_sketch_variance, unit_rows
+from bochner.maps.polynomial import draw_count_sketches, tensor_sketch, unit_rows
 from bochner.projections import FullPrecisionModule
-from bochner.theory import gelu_taylor, geometric_law, optimal_law, poisson_law
+from bochner.theory import gelu_taylor, geometric_law, mse_tensor_sketch_matrix, optimal_law, poisson_law
 
 LAWS = ("optimal", "geometric", "poisson")
 TERMS = 200  # the longest series considered
@@ -161,7 +161,7 @@ class TaylorComposition(FullPrecisionModule):
             a, p = float(self.coefficients[k]), float(self.probabilities[k])
             if a:
                 power = t**k
-                second += a**2 / p * (power.square() + tensor_sketch_variance(x, w, self.num_features, k))
+                second += a**2 / p * (power.square() + mse_tensor_sketch_matrix(x, w, self.num_features, k))
                 rest += a * power
         return (second - rest.square()) / self.draws
 
@@ -189,7 +189,7 @@ class TaylorComposition(FullPrecisionModule):
             rows = x[:: max(1, len(x) // 256)]
             moments = torch.ones_like(a)
             for k in used.nonzero().flatten().tolist():
-                variance = tensor_sketch_variance(rows, w, self.num_features, k)
+                variance = mse_tensor_sketch_matrix(rows, w, self.num_features, k)
                 moments[k] = ((rows @ w.mT) ** (2 * k) + variance).mean()
             if not torch.isfinite(moments).all():
                 longest = float(rows.norm(dim=-1).max() * w.norm(dim=-1).max())

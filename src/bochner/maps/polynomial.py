@@ -24,7 +24,7 @@ from torch import Generator, Tensor
 from bochner._checks import BochnerError, make_generator, positive_int
 from bochner.maps.base import FeatureMap, Features
 from bochner.projections import rademacher
-from bochner.theory import mse_maclaurin
+from bochner.theory import mse_maclaurin, mse_tensor_sketch_matrix
 
 
 class DrawnFeatures(FeatureMap):
@@ -270,7 +270,7 @@ class NonnegativePolyFeatures(PolynomialFeatures):
         if self.exact:
             return self.kernel_matrix(x, y)
         x, y = with_constant(x, self.coef), with_constant(y, self.coef)
-        return (x @ y.mT) ** self.degree + tensor_sketch_variance(x, y, self.rank, self.degree // 2)
+        return (x @ y.mT) ** self.degree + mse_tensor_sketch_matrix(x, y, self.rank, self.degree // 2).to(x.dtype)
 
     def _features(self, x: Tensor, role: str) -> Features:
         u, log_length = self._units(x)
@@ -421,19 +421,6 @@ def deal_features(a: Sequence[float], m: int, radius: float, owner: str) -> list
     for k in order[: free - sum(whole)]:
         whole[k] += 1
     return [c + w for c, w in zip(counts, whole, strict=True)]
-
-
-def tensor_sketch_variance(x: Tensor, y: Tensor, m: int, degree: int) -> Tensor:
-    """The exact variance of TensorSketch for all pairs of rows, (..., n, s): `theory.mse_tensor_sketch` as products.
-
-    `[(A+B)^n + (A+C)^n - 2 A^n]/m + gcd(2, m) [(A+B+C)^n - (A+B)^n - (A+C)^n + A^n]/m^2` with `A = (x.y)^2`,
-    `s = sum x_i^2 y_i^2`, `B = |x|^2|y|^2 - s` and `C = A - s`.
-    """
-    a, same = (x @ y.mT).square(), x.square() @ y.square().mT
-    b = x.square().sum(-1, keepdim=True) * y.square().sum(-1, keepdim=True).mT - same
-    an, ab, ac = a**degree, (a + b) ** degree, (2 * a - same) ** degree
-    both = (2 * a + b - same) ** degree
-    return (ab + ac - 2 * an) / m + math.gcd(2, m) * (both - ab - ac + an) / m**2
 
 
 def _non_negative(value: Any, name: str, owner: str) -> float:

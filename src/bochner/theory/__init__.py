@@ -8,6 +8,7 @@ from bochner.theory.hybrid import (
     Moments,
     angular_moments,
     gaussian_moments,
+    hybrid_split,
     max_relative_error,
     max_relative_error_angular,
     max_relative_error_angular_bound,
@@ -18,6 +19,8 @@ from bochner.theory.hybrid import (
     mse_mixture,
     radius_for,
     relative_error_angular,
+    relative_error_hybrid,
+    sphere_pair,
 )
 from bochner.theory.layers import (
     allocate_features,
@@ -49,6 +52,7 @@ from bochner.theory.polynomial import (
     mse_maclaurin,
     mse_sum_poly,
     mse_tensor_sketch,
+    mse_tensor_sketch_matrix,
     polynomial_features_needed,
     tensor_sketch_bound,
 )
@@ -96,6 +100,7 @@ __all__ = [
     "geometric_law",
     "gmm_prf",
     "gmm_rks",
+    "hybrid_split",
     "kernel_value",
     "layer_mse_bound",
     "layer_variance",
@@ -120,6 +125,7 @@ __all__ = [
     "mse_regularized",
     "mse_sum_poly",
     "mse_tensor_sketch",
+    "mse_tensor_sketch_matrix",
     "mse_trig",
     "optimal_A",
     "optimal_law",
@@ -134,6 +140,8 @@ __all__ = [
     "regularized_tail_bound",
     "relative_error",
     "relative_error_angular",
+    "relative_error_hybrid",
+    "sphere_pair",
     "tensor_sketch_bound",
     "variance_taylor",
 ]

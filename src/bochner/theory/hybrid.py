@@ -7,7 +7,7 @@ Reference: Choromanski et al., *Hybrid random features*, 2022 ("HRF"). Notation 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,9 +68,8 @@ def angular_moments(x: Tensor, y: Tensor, num_coefficients: Number) -> Moments:
     """
     x, y = pair(x, y, "angular_moments")
     n = whole(num_coefficients, "num_coefficients", "angular_moments")
-    a = angle(x, y) / math.pi
-    c = angle(x, -y) / math.pi  # 1 - a, without cancellation
-    return Moments(a, a * (a * (1 - 1 / n) + 1 / n), c * (c * (1 - 1 / n) + 1 / n), a * c * (1 - 1 / n))
+    # The complement is an angle too: 1 - a would cancel.
+    return _angular(angle(x, y) / math.pi, angle(x, -y) / math.pi, n)
 
 
 def gaussian_moments(
@@ -217,14 +216,60 @@ def relative_error_angular(theta: Tensor, radius: Number, num_features: Number, 
     0.0
     """
     t = torch.as_tensor(theta, dtype=torch.float64)
-    r2 = positive(radius, "radius", "relative_error_angular").square()
-    m = whole(num_features, "num_features", "relative_error_angular")
     n = whole(num_coefficients, "num_coefficients", "relative_error_angular")
-    a, c = t / math.pi, 1 - t / math.pi
+    return relative_error_hybrid(t, radius, num_features, _angular(t / math.pi, 1 - t / math.pi, n))
+
+
+def relative_error_hybrid(theta: Tensor, radius: Number, num_features: Number, moments: Moments) -> Tensor:
+    """Relative error of a bipolar hybrid for two inputs of norm r at angle ``theta``, from its coefficient's moments.
+
+    ``sqrt( 2/m [ E[l^2] sinh^2(2 r^2 cos^2(theta/2)) + E[(1-l)^2] sinh^2(2 r^2 sin^2(theta/2)) ] )``: HRF, Theorem
+    3.1 on the sphere, where shared projections change nothing.
+
+    >>> import torch
+    >>> x, y = sphere_pair(torch.tensor(1.0), 2.0)
+    >>> both = relative_error_hybrid(torch.tensor(1.0), 2.0, 8, angular_moments(x, y, 4))
+    >>> torch.allclose(both, relative_error_angular(torch.tensor(1.0), 2.0, 8, 4))
+    True
+    """
+    t = torch.as_tensor(theta, dtype=torch.float64)
+    r2 = positive(radius, "radius", "relative_error_hybrid").square()
+    m = whole(num_features, "num_features", "relative_error_hybrid")
     plus, minus = 2 * r2 * torch.cos(t / 2).square(), 2 * r2 * torch.sin(t / 2).square()
-    square = a * (a * (1 - 1 / n) + 1 / n) * torch.sinh(plus).square()
-    square = square + c * (c * (1 - 1 / n) + 1 / n) * torch.sinh(minus).square()
+    square = moments.square * torch.sinh(plus).square() + moments.complement * torch.sinh(minus).square()
     return torch.sqrt(2 * square / m)
+
+
+def sphere_pair(theta: Tensor, radius: Number = 1.0) -> tuple[Tensor, Tensor]:
+    """Two vectors of norm r at angle ``theta``, (..., 2) each.
+
+    >>> import torch
+    >>> x, y = sphere_pair(torch.tensor(0.5))
+    >>> round((x @ y).item(), 6) == round(math.cos(0.5), 6)
+    True
+    """
+    half = torch.as_tensor(theta, dtype=torch.float64) / 2
+    r = positive(radius, "radius", "sphere_pair")
+    c, s = r * torch.cos(half), r * torch.sin(half)
+    return torch.stack([c, s], -1), torch.stack([c, -s], -1)
+
+
+def hybrid_split(moments: Callable[[Tensor, Tensor, int], Moments], num_features: int, width: int) -> tuple[int, int]:
+    """The best split (m, n) of a budget: projections of each base, and of the coefficient.
+
+    ``4 m (width n + 1) <= 2 num_features`` and the smallest worst relative error on the unit sphere. ``moments(x, y,
+    n)`` are those of the coefficient, ``width`` its features for each projection.
+
+    >>> hybrid_split(angular_moments, 256, 1)
+    (42, 2)
+    """
+    candidates = [(num_features // (2 * (width * n + 1)), n) for n in range(1, 65)]
+    candidates = [(m, n) for m, n in candidates if m > 0] or [(1, 1)]
+    with torch.device("cpu"):  # a plan is a pair of numbers, also for a map that is built on no device
+        theta = torch.linspace(0, math.pi, 513, dtype=torch.float64)
+        x, y = sphere_pair(theta)
+        worst = [float(relative_error_hybrid(theta, 1.0, m, moments(x, y, n)).max()) for m, n in candidates]
+    return candidates[worst.index(min(worst))]
 
 
 def max_relative_error_angular(radius: float, num_features: int, num_coefficients: int) -> float:
@@ -259,6 +304,11 @@ def max_relative_error_angular_bound(radius: Number, num_features: Number, num_c
     n = whole(num_coefficients, "num_coefficients", "max_relative_error_angular_bound")
     share = (1 - 1 / n) / (math.pi * r.square()) + 1 / (n * math.sqrt(math.pi) * r)
     return max_relative_error(r, num_features) * torch.sqrt(share)
+
+
+def _angular(a: Tensor, c: Tensor, n: Tensor) -> Moments:
+    """Moments of a mean of n signs that are equal with probability c = 1 - a."""
+    return Moments(a, a * (a * (1 - 1 / n) + 1 / n), c * (c * (1 - 1 / n) + 1 / n), a * c * (1 - 1 / n))
 
 
 def _complex_sum(x: Tensor, y: Tensor, A: Tensor) -> Tensor:

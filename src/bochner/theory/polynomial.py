@@ -7,6 +7,8 @@ For ``(x.y + c)^n`` append ``sqrt(c)`` to both vectors.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -51,9 +53,24 @@ def mse_tensor_sketch(x: Tensor, y: Tensor, num_features: Number, degree: Number
         whole(num_features, "num_features", "mse_tensor_sketch"),
         whole(degree, "degree", "mse_tensor_sketch"),
     )
-    first, second = _sketch_terms(x, y, n)
-    twice = torch.where(m % 2 == 0, 2.0, 1.0)
-    return (first / m + twice * second / m.square()).clamp(min=0)
+    return _sketch_mse(_pairs(x, y), m, n)
+
+
+def mse_tensor_sketch_matrix(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> Tensor:
+    """:func:`mse_tensor_sketch` for all pairs of rows of x (..., n, d) and y (..., s, d), by products: (..., n, s).
+
+    >>> import torch
+    >>> x, y = torch.randn(3, 4), torch.randn(2, 4)
+    >>> one = mse_tensor_sketch(x[2], y[1], 8, 3)
+    >>> torch.allclose(mse_tensor_sketch_matrix(x, y, 8, 3)[2, 1], one)
+    True
+    """
+    owner = "mse_tensor_sketch_matrix"
+    x, y = pair(x, y, owner)
+    m, n = whole(num_features, "num_features", owner), whole(degree, "degree", owner)
+    x2, y2 = x.square(), y.square()
+    lengths = x2.sum(-1, keepdim=True) * y2.sum(-1, keepdim=True).mT
+    return _sketch_mse(_Products((x @ y.mT).square(), x2 @ y2.mT, lengths), m, n)
 
 
 def tensor_sketch_bound(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> Tensor:
@@ -94,7 +111,7 @@ def polynomial_features_needed(
     if map == "sum_poly":
         return torch.ceil(mse_sum_poly(x, y, 1, degree) / goal).clamp(min=1)
     # first / m + 2 second / m^2 <= goal: a quadratic, with the larger (even) second term.
-    first, second = _sketch_terms(x, y, n)
+    first, second = _sketch_terms(_pairs(x, y), n)
     root = torch.sqrt(first.square() + 8 * goal * second.clamp(min=0))
     return torch.ceil((first + root) / (2 * goal)).clamp(min=1)
 
@@ -134,9 +151,28 @@ def square_over(a: Tensor, p: Tensor, owner: str) -> Tensor:
     return torch.where(a == 0, 0.0, a.square() / torch.where(p > 0, p, 1.0))
 
 
-def _sketch_terms(x: Tensor, y: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+class _Products(NamedTuple):
+    """What the variance of a sketch depends on: ``(x.y)^2``, ``sum_i x_i^2 y_i^2`` and ``|x|^2 |y|^2``."""
+
+    dot: Tensor
+    same: Tensor
+    lengths: Tensor
+
+
+def _pairs(x: Tensor, y: Tensor) -> _Products:
+    p = x * y
+    return _Products(p.sum(-1).square(), p.square().sum(-1), x.square().sum(-1) * y.square().sum(-1))
+
+
+def _sketch_mse(products: _Products, m: Tensor, n: Tensor) -> Tensor:
+    first, second = _sketch_terms(products, n)
+    twice = torch.where(m % 2 == 0, 2.0, 1.0)
+    return (first / m + twice * second / m.square()).clamp(min=0)
+
+
+def _sketch_terms(products: _Products, n: Tensor) -> tuple[Tensor, Tensor]:
     """The 1/m and the 1/m^2 coefficient of TensorSketch's variance."""
-    q, s = (x * y).sum(-1).square(), (x * y).square().sum(-1)
-    b, c = (x.square().sum(-1) * y.square().sum(-1) - s).clamp(min=0), q - s
+    q, s, lengths = products
+    b, c = (lengths - s).clamp(min=0), q - s
     first = (q + b) ** n + (q + c) ** n - 2 * q**n
     return first, (q + b + c) ** n - (q + b) ** n - (q + c) ** n + q**n

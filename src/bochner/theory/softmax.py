@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError, one_of
+from bochner.moments import optimal_a, second_moment_of_sum
 from bochner.theory._common import (
     Number,
     log1mexp,
@@ -277,7 +278,7 @@ def optimal_A(mean_square: Number, dim: int) -> Tensor:
     l = torch.as_tensor(mean_square, dtype=torch.float64) / d
     if not (torch.isfinite(l).all() and (l >= 0).all()):
         raise BochnerError(f"The 'mean_square' of optimal_A must be finite and not negative, got {mean_square!r}.")
-    return _best_a(l)
+    return optimal_a(l)
 
 
 def dense_a(second_moment: Tensor) -> tuple[Tensor, Tensor]:
@@ -292,7 +293,7 @@ def dense_a(second_moment: Tensor) -> tuple[Tensor, Tensor]:
     if C.ndim < 2 or C.shape[-1] != C.shape[-2]:
         raise BochnerError(f"The 'second_moment' of dense_a must have shape (..., d, d), got {tuple(C.shape)}.")
     l, U = torch.linalg.eigh((C + C.mT) / 2)
-    return _best_a(l.clamp(min=0)), U
+    return optimal_a(l.clamp(min=0)), U
 
 
 def pair_second_moment(x: Tensor, y: Tensor) -> Tensor:
@@ -303,10 +304,7 @@ def pair_second_moment(x: Tensor, y: Tensor) -> Tensor:
     >>> pair_second_moment(x, -x)[0, 0].item()
     0.5
     """
-    x, y = pair(x, y, "pair_second_moment")
-    mx, my = x.mean(-2), y.mean(-2)
-    cross = mx[..., :, None] * my[..., None, :]
-    return x.mT @ x / x.shape[-2] + y.mT @ y / y.shape[-2] + cross + cross.mT
+    return second_moment_of_sum(*pair(x, y, "pair_second_moment"))
 
 
 def centre(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -378,12 +376,6 @@ def _below_eighth(t: Tensor, name: str) -> Tensor:
     if not (torch.isfinite(t).all() and (t < 0.125).all()):
         raise BochnerError(f"The {name!r} must be below 1/8, where the second moment exists, got {t.max().item()!r}.")
     return t
-
-
-def _best_a(l: Tensor) -> Tensor:
-    # (1 - u)/8 written without the cancellation at l = 0: u - 1 = [2l - 1 + sqrt((1+2l)^2 + 8l)]/2.
-    root = torch.sqrt((1 + 2 * l).square() + 8 * l)
-    return -(l + (4 * l.square() + 12 * l) / (2 * (root + 1))) / 8
 
 
 def _log_relative_regularized(x: Tensor, y: Tensor, m: Tensor, projection: str, about: str) -> Tensor:
