@@ -150,3 +150,26 @@ def test_unfinished_and_unmarked_snippets_are_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\na = 1\n```\n\n<!-- not run: takes hours -->\n```python\nb = 2\n```\n```bash\nls\n```\n")
     assert snippets(page) == [("a = 1\n", None), ("b = 2\n", "takes hours")]
+
+
+def test_the_pages_say_which_map_has_a_closed_form_and_which_has_none() -> None:
+    """The table of docs/theory.md names every map once and functions that exist; the README gives their number."""
+    table = (ROOT / "docs" / "theory.md").read_text().partition("## Which map has which")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    named = [name for maps, _ in rows for name in re.findall(r"`(\w+)`", maps)]
+    assert sorted(named) == sorted(bochner.maps.FEATURE_MAPS)
+    with_form = 0
+    for maps, form in rows:
+        functions = re.findall(r"`(\w+)`", form)
+        assert all(hasattr(bochner.theory, name) for name in functions), form
+        assert bool(functions) != ("none" in form)
+        with_form += len(re.findall(r"`(\w+)`", maps)) if functions else 0
+    readme = (ROOT / "README.md").read_text()
+    assert f"{len(named)} feature maps" in readme
+    assert f"closed-form error of the {with_form} maps that have one" in readme
+
+
+def test_the_page_of_the_theory_names_every_function() -> None:
+    page = (ROOT / "docs" / "theory.md").read_text()
+    missing = [name for name in bochner.theory.__all__ if name[0].islower() and f"`{name}`" not in page]
+    assert missing == []

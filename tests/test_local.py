@@ -24,12 +24,11 @@ from bochner.maps.local import (
     ProductFeatures,
     l1_ball_spectrum,
     mollified_l1_ball,
-    mse_local_gaussian,
-    mse_local_laplace,
     with_positions,
 )
 from bochner.maps.polynomial import SumPolyFeatures, TensorSketchFeatures
 from bochner.maps.trig import TrigFeatures
+from bochner.theory import mse_local_gaussian, mse_local_laplace
 
 MAPS: dict[str, Any] = {
     "local_l1": LocalL1Features,

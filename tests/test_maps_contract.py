@@ -206,7 +206,8 @@ def test_bad_input_gets_one_clear_sentence():
             lambda: feature_map("favor", dim=D),
             r"Unknown feature map 'favor'; the valid names are \['abs', 'angular_hybrid'",
         ),
-        (lambda: feature_map("positive", dim=D, colour=1), r"'positive' does not take these options"),
+        (lambda: feature_map("positive", dim=D, colour=1), r"'positive' does not take the options \['colour'\]; it"),
+        (lambda: feature_map("optimal", dim=D, colour=1), r"it takes \['A', 'generator', 'kernel', 'num_heads', 'proj"),
         (lambda: feature_map("positive", dim=D, kernel="laplace"), r"must be one of \['softmax', 'gaussian'\]"),
         (lambda: feature_map("hedgehog", dim=D, projection="iid"), r"has no 'projection', got 'iid'"),
         (lambda: feature_map("positive"), r"'dim' of feature map 'positive' is missing"),
@@ -222,6 +223,14 @@ def test_bad_input_gets_one_clear_sentence():
     for call, message in cases:
         with pytest.raises(BochnerError, match=message):
             call()
+
+
+def test_an_error_inside_a_constructor_is_not_taken_for_a_wrong_option():
+    def series(k: int) -> float:
+        return "one" / k  # type: ignore[operator]
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        feature_map("maclaurin", dim=D, series=series)
 
 
 def test_a_projection_instance_can_be_given():

@@ -198,3 +198,19 @@ def test_calibration_lowers_the_error_of_attention_on_shifted_anisotropic_data()
         error[name] = torch.stack(runs).mean()
     assert error["calibrated"] < 0.5 * error["positive"]
     assert error["calibrated"] < error["optimal"]
+
+
+@pytest.mark.parametrize("size", [0.5, 5.0, 6.0, 9.0])
+def test_the_kernel_of_exponentials_is_exact_at_every_length(size):
+    """E[(e^(w.x) + eps)(e^(w.y) + eps)], the mass of which lies near |w| = |x + y|: far from the origin at size 9."""
+    x = torch.tensor([[size, 0.0], [0.0, size]], dtype=torch.float64)
+    eps = 0.5
+    sums = (x[:, None] + x[None]).square().sum(-1)
+    expected = torch.exp(sums / 2) + 2 * eps * math.exp(size**2 / 2) + eps**2
+    found = feature_map("exp", 2, 4, kernel_epsilon=eps).double().kernel_matrix(x, x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
+    # On the diagonal it is an integral over a line.
+    w = torch.linspace(-12, 2 * size + 12, 4001, dtype=torch.float64)
+    density = torch.exp(-0.5 * w.square()) / math.sqrt(2 * math.pi)
+    integral = torch.trapezoid(((size * w).exp() + eps).square() * density, w)
+    torch.testing.assert_close(found[0, 0], integral, rtol=1e-10, atol=0.0)

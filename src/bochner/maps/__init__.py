@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from bochner._checks import BochnerError, lookup
@@ -91,7 +92,20 @@ def feature_map(
         options["projection"] = projection
     elif projection != "orthogonal":
         raise BochnerError(f"The feature map {name!r} has no 'projection', got {projection!r}; leave it out.")
-    try:
-        return cls(dim, num_features, **options)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise BochnerError(f"The feature map {name!r} does not take these options: {error}.") from error
+    valid = _options(cls)
+    unknown = sorted(set(options) - valid)
+    if unknown:
+        raise BochnerError(f"The feature map {name!r} does not take the options {unknown}; it takes {sorted(valid)}.")
+    return cls(dim, num_features, **options)  # type: ignore[arg-type]
+
+
+def _options(cls: type[FeatureMap]) -> set[str]:
+    """The keywords of a map's constructor, and of those it passes the rest on to."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+            names |= {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    return names

@@ -103,7 +103,7 @@ class LocalFeatures(FeatureMap):
 class LocalLaplaceFeatures(LocalFeatures):
     """The mask `exp(-|p - q|_1 / delta)`, from Cauchy frequencies.
 
-    Unbiased, signed. MSE `(1 - k^2) / (2 m)`: `mse_local_laplace`. O(m d) per row. Rahimi and Recht 2007, table 1.
+    Unbiased, signed. MSE `(1 - k^2) / (2 m)`: `theory.mse_local_laplace`. O(m d) per row. Rahimi and Recht 2007.
 
     >>> phi = LocalLaplaceFeatures(dim=1, num_features=8, delta=4.0)
     >>> phi.kernel_matrix(torch.zeros(1, 1), torch.tensor([[4.0]]))
@@ -130,8 +130,8 @@ class LocalLaplaceFeatures(LocalFeatures):
 class LocalGaussianFeatures(LocalFeatures):
     """The mask `exp(-|p - q|^2 / (2 delta^2))`, from normal frequencies of any projection.
 
-    Unbiased, signed. MSE with iid frequencies `(1 - k^2)^2 / (2 m)`: `mse_local_gaussian`; orthogonal ones, the
-    default, are below it. O(m d) per row. Rahimi and Recht 2007, table 1.
+    Unbiased, signed. MSE with iid frequencies `(1 - k^2)^2 / (2 m)`: `theory.mse_local_gaussian`; orthogonal ones, the
+    default, are below it. O(m d) per row. Rahimi and Recht 2007.
 
     >>> phi = LocalGaussianFeatures(dim=2, num_features=8, delta=2.0)
     >>> phi.kernel_matrix(torch.zeros(1, 2), torch.tensor([[2.0, 2.0]]))
@@ -399,16 +399,6 @@ def _l1_probability(r: Tensor, s: float, size: int) -> Tensor:
             inner = torch.einsum("tqn,pn->ptq", between(u), f)
     # 2. The last convolution, at t = 1 alone.
     return (density(d - 1, 1 - xi) * at_end * omega).sum(-1).clamp(0, 1)
-
-
-def mse_local_laplace(x: Tensor, y: Tensor, m: int, *, delta: float = 1.0) -> Tensor:
-    """`(1 - k^2) / (2 m)` with `k = exp(-|x - y|_1 / delta)`, for pairs (..., d)."""
-    return -torch.expm1(-2 * (x - y).abs().sum(-1) / delta) / (2 * m)
-
-
-def mse_local_gaussian(x: Tensor, y: Tensor, m: int, *, delta: float = 1.0) -> Tensor:
-    """`(1 - k^2)^2 / (2 m)` with `k = exp(-|x - y|^2 / (2 delta^2))`, iid frequencies, for pairs (..., d)."""
-    return torch.expm1(-(x - y).square().sum(-1) / delta**2).square() / (2 * m)
 
 
 def _differences(x: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Closed-form errors of every estimator, and their inverses: how many features for a target error.
+"""Closed-form errors of the estimators that have one, and their inverses: how many features for a target error.
 
 Pure functions of tensors of shape (..., d), computed in float64 in the log domain. ``x`` and ``y`` are already scaled.
 Every formula is tested against Monte Carlo; where it departs from its paper, the errata in the documentation say why.
@@ -42,6 +42,8 @@ from bochner.theory.learned import (
     mse_fourier,
     mse_gmm_prf,
     mse_gmm_rks,
+    mse_local_gaussian,
+    mse_local_laplace,
 )
 from bochner.theory.planning import (
     features_needed,
@@ -118,6 +120,8 @@ __all__ = [
     "mse_gmm_rks",
     "mse_hybrid",
     "mse_hyperbolic",
+    "mse_local_gaussian",
+    "mse_local_laplace",
     "mse_maclaurin",
     "mse_mixture",
     "mse_optimal",

@@ -1,4 +1,4 @@
-"""Closed forms of the learned kernels: Gaussian mixtures of frequencies.
+"""Closed forms of kernels from their spectrum: Gaussian mixtures of frequencies, and local masks.
 
 Reference: Chowdhury et al., *On learning the Transformer kernel*, 2022 ("Learned kernels"). A frequency of
 component c is ``w = L_c n + mu_c`` with ``n ~ N(0, I)``: ``L_c`` is a factor of the covariance ``L_c L_c'``
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner.theory._common import Number, pair, vector, whole
+from bochner.theory._common import Number, pair, positive, vector, whole
 
 
 def gmm_rks(x: Tensor, y: Tensor, means: Tensor, factors: Tensor) -> Tensor:
@@ -114,6 +114,34 @@ def mse_fourier(value: Number, doubled: Number, num_features: Number) -> Tensor:
     return ((1 + torch.as_tensor(doubled, dtype=torch.float64)) / 2 - k.square()) / whole(
         num_features, "num_features", "mse_fourier"
     )
+
+
+def mse_local_laplace(x: Tensor, y: Tensor, num_features: Number, *, delta: Number = 1.0) -> Tensor:
+    """Mean squared error of the Laplace mask ``k = exp(-|x - y|_1 / delta)``: ``(1 - k^2) / (2m)``.
+
+    >>> import torch
+    >>> p = torch.tensor([0.3, -0.1])
+    >>> mse_local_laplace(p, p, 8).item()
+    0.0
+    """
+    x, y = pair(x, y, "mse_local_laplace")
+    scale = positive(delta, "delta", "mse_local_laplace")
+    m = whole(num_features, "num_features", "mse_local_laplace")
+    return -torch.expm1(-2 * (x - y).abs().sum(-1) / scale) / (2 * m)
+
+
+def mse_local_gaussian(x: Tensor, y: Tensor, num_features: Number, *, delta: Number = 1.0) -> Tensor:
+    """Mean squared error of the Gaussian mask ``k = exp(-|x - y|^2 / (2 delta^2))``, iid: ``(1 - k^2)^2 / (2m)``.
+
+    >>> import torch
+    >>> p = torch.tensor([0.3, -0.1])
+    >>> mse_local_gaussian(p, p, 8).item()
+    0.0
+    """
+    x, y = pair(x, y, "mse_local_gaussian")
+    scale = positive(delta, "delta", "mse_local_gaussian").square()
+    m = whole(num_features, "num_features", "mse_local_gaussian")
+    return torch.expm1(-(x - y).square().sum(-1) / scale).square() / (2 * m)
 
 
 def _project(v: Tensor, means: Tensor, factors: Tensor, owner: str) -> tuple[Tensor, Tensor]:
