@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from bochner import data
-from bochner.hf import convert, plan_of, revert
-from bochner.hf.evaluate import perplexity, recall
-from bochner.hf.models import load_smollm2
+from bochner import convert, data, revert
+from bochner.demo import load_smollm2
+from bochner.hf import plan_of
+from bochner.hf.measure import perplexity, recall
 
 NEAR = {"window": 64, "sinks": 4}
 RECIPES: dict[str, dict[str, Any]] = {

@@ -12,9 +12,8 @@ pytest.importorskip("transformers")
 
 from hf_models import GROUPED, TEXT, build, texts_as_batches
 
-from bochner import BochnerError
-from bochner.advisor import advise
-from bochner.hf import convert, plan_of
+from bochner import BochnerError, advise, convert
+from bochner.hf import plan_of
 
 
 def normal(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:

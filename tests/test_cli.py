@@ -42,6 +42,8 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     transformers = pytest.importorskip("transformers")
     from hf_models import TEXT, build
 
+    from bochner.hf import plan_of
+
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(56))]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     model, tokenizer = build("bert", TEXT), transformers.BertTokenizer(str(tmp_path / "vocab.txt"))
@@ -57,7 +59,7 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     assert done.exit_code == 0, done.output
     assert "Plan: 2 layers, 8 heads" in done.output
     loaded = transformers.AutoModel.from_pretrained(tmp_path / "out")
-    assert loaded.config.bochner["layers"]
+    assert plan_of(loaded).num_heads == 8
     again = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "out2"), "--features", "16"])
     assert again.exit_code == 0, again.output
 

@@ -12,9 +12,8 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError  # noqa: E402
-from bochner.distill import distill, trainable_maps_  # noqa: E402
-from bochner.hf import convert, layers_of, relative_errors, revert  # noqa: E402
+from bochner import BochnerError, convert, distill, revert  # noqa: E402
+from bochner.hf import layers_of, relative_errors, trainable_maps_  # noqa: E402
 
 
 def student(feature_map: str = "calibrated", family: str = "bert", **options: Any) -> Any:

@@ -11,8 +11,8 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import DECODERS, GROUPED, SEQ2SEQ, build, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError  # noqa: E402
-from bochner.hf import RecurrentLayer, cache_bytes, convert, plan_of, revert  # noqa: E402
+from bochner import BochnerError, convert, revert  # noqa: E402
+from bochner.hf import RecurrentLayer, cache_bytes, plan_of  # noqa: E402
 
 MIXED = {"num_features": 16, "window": 5, "sinks": 2, "exact_heads": [(0, 1), (1, 3)], "select": False}
 

@@ -13,8 +13,8 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
-from bochner.distill import trainable_maps_  # noqa: E402
-from bochner.hf import convert, layers_of, plan_of, revert  # noqa: E402
+from bochner import convert, revert  # noqa: E402
+from bochner.hf import layers_of, plan_of, trainable_maps_  # noqa: E402
 
 
 def classifier() -> Any:

@@ -14,14 +14,15 @@ from hf_models import REFUSED, SUPPORTED, TEXT, build, inputs  # noqa: E402
 from transformers.masking_utils import eager_mask  # noqa: E402
 
 from bochner import BochnerError, hf, kernel_estimate  # noqa: E402
-from bochner.hf import interface  # noqa: E402
+from bochner.hf import patches  # noqa: E402
 
 
 def oracle(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: Any = None, **kw: Any) -> Any:
     """The same map, quadratically, under transformers' own 4-D mask."""
     b, h, n, d = q.shape
     group, root = h // k.shape[1], (d**-0.5 if scaling is None else scaling) ** 0.5
-    e = kernel_estimate(interface._maps[module], (q * root).reshape(b, -1, group * n, d), k * root).view(b, h, n, -1)
+    phi = patches._default_maps[module]
+    e = kernel_estimate(phi, (q * root).reshape(b, -1, group * n, d), k * root).view(b, h, n, -1)
     if mask is not None:
         e = e * (mask > -1)
     elif kw.get("is_causal", getattr(module, "is_causal", False)) and n > 1:
@@ -83,13 +84,13 @@ def test_a_soft_cap_and_sinks_as_logits_are_refused() -> None:
     module = torch.nn.Identity()
     for name in ("softcap", "s_aux", "sliding_window", "cache"):
         with pytest.raises(BochnerError, match=name):
-            interface.attention_forward(module, q, q, q, None, **{name: 3.0})
+            patches.attention_forward(module, q, q, q, None, **{name: 3.0})
 
 
 def test_a_four_dimensional_mask_is_refused() -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(BochnerError, match="padding masks"):
-        interface.attention_forward(torch.nn.Identity(), q, q, q, torch.zeros(1, 1, 4, 4))
+        patches.attention_forward(torch.nn.Identity(), q, q, q, torch.zeros(1, 1, 4, 4))
 
 
 def test_packed_sequences_are_refused() -> None:

@@ -11,12 +11,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from bochner import data  # noqa: E402
-from bochner.demo import decoding_cost, write  # noqa: E402
-from bochner.distill import distill  # noqa: E402
-from bochner.hf import RecurrentLayer, cache_bytes, convert, plan_of, revert  # noqa: E402
-from bochner.hf.evaluate import compare_embeddings, embed, perplexity, recall  # noqa: E402
-from bochner.hf.models import load_minilm, load_smollm2  # noqa: E402
+from bochner import convert, data, distill, revert  # noqa: E402
+from bochner.demo import decoding_cost, load_minilm, load_smollm2, write  # noqa: E402
+from bochner.hf import RecurrentLayer, cache_bytes, plan_of  # noqa: E402
+from bochner.hf.measure import compare_embeddings, embed, perplexity, recall  # noqa: E402
 
 pytestmark = pytest.mark.model
 

@@ -22,13 +22,13 @@ LAYERS = [
     ["maps"],
     ["attention", "feedforward"],
     ["nn", "matvec"],
-    ["hf", "distill", "estimators", "sampling", "tasks"],
-    ["advisor", "report", "demo"],
+    ["hf", "estimators", "sampling", "tasks"],
+    ["report", "demo"],
     ["cli"],
 ]
 RANK = {name: i for i, row in enumerate(LAYERS) for name in row}
 # Parts that are being rebuilt, whose modules may still import each other in a circle.
-UNFINISHED = {"hf", "distill", "advisor", "matvec", "attention"}
+UNFINISHED = {"matvec", "attention"}
 OPTIONAL = {"transformers", "safetensors", "accelerate", "sklearn", "dask", "distributed", "typer", "rich", "plotly"}
 OPTIONAL |= {"matplotlib", "peft", "faiss", "pykeops", "gguf", "sentence_transformers", "zarr"}
 

@@ -42,14 +42,13 @@ _LAZY = {
     "KernelOperator": "bochner.matvec:KernelOperator",
     "Estimate": "bochner.matvec:Estimate",
     "hf": "bochner.hf",
-    "advisor": "bochner.advisor",
     "cli": "bochner.cli",
     "estimators": "bochner.estimators",
     "report": "bochner.report",
-    "convert": "bochner.hf:convert",
-    "revert": "bochner.hf:revert",
-    "advise": "bochner.advisor:advise",
-    "distill": "bochner.distill",
+    "convert": "bochner.hf.convert:convert",
+    "revert": "bochner.hf.convert:revert",
+    "advise": "bochner.hf.advise:advise",
+    "distill": "bochner.hf.distill:distill",
     "sparsity": "bochner.matvec.sparsity:sparsity",
 }
 

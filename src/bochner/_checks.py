@@ -85,12 +85,13 @@ def extra(package: str, name: str, what: str) -> Any:
     >>> extra("math", "hf", "bochner.hf").sqrt(4.0)
     2.0
     """
+    root = package.split(".")[0]
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] != package.split(".")[0]:
+        if error.name is not None and error.name.split(".")[0] != root:
             raise
-        raise MissingExtraError(f"{what} needs {package}; install it with: pip install 'bochner[{name}]'.") from error
+        raise MissingExtraError(f"{what} needs {root}; install it with: pip install 'bochner[{name}]'.") from error
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

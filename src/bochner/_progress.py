@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -24,3 +24,13 @@ def track(items: Iterable[T], total: int, what: str, shown: bool = True) -> Iter
                 print(f"{what}: {(i + 1) * 100 // total} %", file=sys.stderr, flush=True)
         return
     yield from bar(items, description=what, total=total, console=Console(stderr=True))
+
+
+def speaker(shown: bool = True) -> Callable[[str], None]:
+    """A function that says what is being done, on the standard error stream, or nothing."""
+
+    def say(text: str) -> None:
+        if shown:
+            print(f"bochner: {text}", file=sys.stderr, flush=True)
+
+    return say

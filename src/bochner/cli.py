@@ -81,8 +81,10 @@ def fetch(name: Annotated[str, typer.Argument(help="an artefact; without one, li
 def convert(
     model: Annotated[str, typer.Argument(help="a directory with a transformers model, or minilm, smollm2")],
     out: Annotated[Path, typer.Argument(help="where to save the converted model")],
-    features: Annotated[int, typer.Option(help="features per head; 0 is no kernel")] = 128,
-    feature_map: Annotated[str, typer.Option("--map", help="the feature map")] = "calibrated",
+    num_features: Annotated[
+        int, typer.Option("--num-features", "--features", help="features per head; 0 is no kernel")
+    ] = 128,
+    feature_map: Annotated[str, typer.Option("--feature-map", "--map", help="the feature map")] = "calibrated",
     window: Annotated[int, typer.Option(help="exact local window; 0 is none")] = 0,
     sinks: Annotated[int, typer.Option(help="first tokens kept exact")] = 0,
     exact_heads: Annotated[str, typer.Option(help="a fraction of the heads, or auto")] = "0",
@@ -91,14 +93,14 @@ def convert(
     steps: Annotated[int, typer.Option(help="distillation steps per layer; 0 is none")] = 0,
 ) -> None:
     """Convert a model, print its plan and save it."""
-    from bochner.hf import convert as to_linear
-    from bochner.hf import plan_of
+    from bochner.hf.convert import convert as to_linear
+    from bochner.hf.io import plan_of
 
     loaded, tokenizer = load(model)
     to_linear(
         loaded,
-        feature_map if features else None,
-        features or 128,
+        feature_map if num_features else None,
+        num_features or 128,
         window=window or None,
         sinks=sinks,
         exact_heads=exact_heads if exact_heads == "auto" else float(exact_heads),
@@ -123,7 +125,7 @@ def advise(
     sinks: Annotated[int | None, typer.Option(help="the sinks to consider; default by the model")] = None,
 ) -> None:
     """Say what linear attention would do to a model, and whether to convert it."""
-    from bochner.advisor import advise as diagnose
+    from bochner.hf.advise import advise as diagnose
 
     loaded, tokenizer = load(model)
     advice = diagnose(loaded, texts(text, passages), tokenizer=tokenizer, length=length, window=window, sinks=sinks)
@@ -132,10 +134,10 @@ def advise(
 
 def load(name: str) -> tuple[Any, Any]:
     """A model and its tokenizer from a directory, or one of the two known ones."""
-    from bochner.hf import models
+    from bochner import demo as demonstration
 
     if name in ("minilm", "smollm2"):
-        return models.load_minilm() if name == "minilm" else models.load_smollm2()
+        return demonstration.load_minilm() if name == "minilm" else demonstration.load_smollm2()
     path = Path(name)
     if not (path / "config.json").exists():
         raise BochnerError(f"There is no model in {name!r}: a directory with config.json, or minilm, or smollm2.")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from bochner import data
-from bochner.attention.core import linear_attention
-from bochner.distill import distill
-from bochner.hf import cache_bytes, convert, plan_of, relative_errors, revert
+from bochner._timing import best_times
+from bochner.attention import linear_attention
+from bochner.hf.cache import cache_bytes
 from bochner.hf.capture import batches
-from bochner.hf.evaluate import compare_embeddings, embed, perplexity, recall
-from bochner.hf.models import load_minilm, load_smollm2
+from bochner.hf.convert import convert, relative_errors, revert
+from bochner.hf.distill import distill
+from bochner.hf.io import plan_of
+from bochner.hf.measure import compare_embeddings, embed, perplexity, recall
 from bochner.maps import feature_map
 from bochner.report import Report, show
 
@@ -127,18 +132,12 @@ def attention_times(heads: int, dim: int, lengths: list[int]) -> dict[int, dict[
     found = {}
     for n in lengths:
         q, k, v = (torch.randn(1, heads, n, dim, generator=g) for _ in range(3))
-        runs: dict[str, Callable[[], Any]] = {
-            "exact": lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v),  # type: ignore[misc]
-            "calibrated": lambda q=q, k=k, v=v: linear_attention(q, k, v, phi),  # type: ignore[misc]
-            "window + calibrated": lambda q=q, k=k, v=v: linear_attention(q, k, v, phi, **NEAR),  # type: ignore[misc]
+        runs = {
+            "exact": partial(scaled_dot_product_attention, q, k, v),
+            "calibrated": partial(linear_attention, q, k, v, phi),
+            "window + calibrated": partial(linear_attention, q, k, v, phi, **NEAR),
         }
-        best = dict.fromkeys(runs, float("inf"))
-        for _ in range(3):
-            for name, run in runs.items():
-                start = time.perf_counter()
-                run()
-                best[name] = min(best[name], time.perf_counter() - start)
-        found[n] = best
+        found[n] = best_times(runs, repeats=3, warm_up=False)
     return found
 
 
@@ -223,3 +222,62 @@ def run(
         rows, page = decoder(say, quick=quick)
         head = ["recipe", "perplexity ratio", "recall", "memory at 4,000", "seconds"]
     return head, [[show(c) for c in row] for row in rows], page.save(out)
+
+
+def load_minilm() -> tuple[Any, Any]:
+    """all-MiniLM-L6-v2, a sentence-embedding BERT, and its tokenizer."""
+    from transformers import AutoModel, AutoTokenizer
+
+    path = data.fetch("minilm")
+    with quietly():
+        return AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+
+
+def load_smollm2() -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct, a Llama-type decoder, dequantized to float32, and its tokenizer.
+
+    The first call reads the GGUF file (about a minute) and keeps a safetensors copy beside it in the cache.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = data.fetch("smollm2")
+    copy = source.parents[1] / "safetensors"
+    with quietly():
+        if not (copy / "model.safetensors").exists():
+            _dequantize(source, copy)
+        return AutoModelForCausalLM.from_pretrained(copy).eval(), AutoTokenizer.from_pretrained(copy)
+
+
+def _dequantize(source: Path, copy: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    with tempfile.TemporaryDirectory(dir=copy.parent) as tmp:
+        model.save_pretrained(tmp)
+        tokenizer.save_pretrained(tmp)
+        os.replace(tmp, copy)
+        os.mkdir(tmp)  # for the context manager to remove
+
+
+class quietly:
+    """Silence transformers' progress bars and advice for a while."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self.level = logging.get_verbosity()
+        self.bars = logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+    def __exit__(self, *exc: object) -> None:
+        from transformers.utils import logging
+
+        logging.set_verbosity(self.level)
+        if self.bars:
+            logging.enable_progress_bar()

@@ -1,35 +1,46 @@
-"""transformers: register linear attention, convert pretrained models, decode in constant memory.
+"""transformers: register linear attention, convert pretrained models, train new ones, decode in constant memory.
+
+`bochner.convert`, `bochner.revert`, `bochner.advise` and `bochner.distill` are the functions most people want; here is
+what they are made of. Nothing needs transformers before it is used.
 
 >>> import bochner
 >>> bochner.hf.register()  # then attn_implementation="bochner" in any model whose attention can be linear
 """
 
-try:
-    import transformers as _  # noqa: F401
-except ImportError as error:
-    raise ImportError("bochner.hf needs transformers; install bochner[hf].") from error
+from importlib import import_module
+from typing import Any
 
-from bochner.hf.cache import RecurrentLayer, cache_bytes
-from bochner.hf.capture import discover, recording
-from bochner.hf.convert import convert, layers_of, plan_of, redraw_, relative_errors, revert
-from bochner.hf.interface import register, supported
-from bochner.hf.layer import LinearAttention
-from bochner.hf.plan import LayerPlan, Plan
+# Names are imported when first asked for: some of their modules need transformers, `advise(q, k, v)` does not.
+_LAZY = {
+    "LayerPlan": "plan",
+    "LinearAttention": "layer",
+    "Plan": "plan",
+    "RecurrentLayer": "cache",
+    "RedrawCallback": "train",
+    "cache_bytes": "cache",
+    "discover": "capture",
+    "layers_of": "io",
+    "parameter_groups": "train",
+    "plan_of": "io",
+    "recording": "capture",
+    "redraw_": "train",
+    "register": "patches",
+    "relative_errors": "convert",
+    "revert": "convert",
+    "supported": "capture",
+    "trainable_maps_": "train",
+    "unregister": "patches",
+}
+__all__ = sorted(_LAZY)
 
-__all__ = [
-    "LayerPlan",
-    "LinearAttention",
-    "Plan",
-    "RecurrentLayer",
-    "cache_bytes",
-    "convert",
-    "discover",
-    "layers_of",
-    "plan_of",
-    "recording",
-    "redraw_",
-    "register",
-    "relative_errors",
-    "revert",
-    "supported",
-]
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'bochner.hf' has no attribute {name!r}")
+    value = getattr(import_module(f"bochner.hf.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,35 +1,43 @@
 """Decoding in constant memory: a cache layer that holds states instead of keys and values.
 
-The layer's `update` hands the new keys and values back unchanged and remembers that it was asked; the attention call
-that follows takes it up (`take_pending`), advances the states of the linear heads and appends to the keys of the exact
-ones. Any `DynamicCache`, made by `generate` or by the user, gets such layers when the first converted module sees it.
+The layer's `update` hands the new keys and values back unchanged and waits for the attention call that gets them: the
+call finds its layer by the identity of the key tensor (`layer_of`), advances the states of the linear heads and appends
+to the keys of the exact ones. Keys belong to one call, so that any number of threads and models may decode at once. Any
+`DynamicCache`, made by `generate` or by the user, gets such layers when the first converted module sees it.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
-from bochner._checks import BochnerError
+from bochner._checks import BochnerError, extra
 from bochner.attention.state import State, WindowState
+
+extra("transformers", "hf", "bochner.hf")
+from transformers.cache_utils import (  # noqa: E402
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    EncoderDecoderCache,
+)
 
 GROWTH = 256  # tokens by which the keys of exact heads grow at a time
 
-
-class _Pending(threading.local):
-    layer: RecurrentLayer | None = None
-
-
-_pending = _Pending()
+# Layers between `update` and their attention call, by the id of the key tensor. The layer holds the tensor until then,
+# so that no other tensor can have its id.
+_waiting: WeakValueDictionary[int, RecurrentLayer] = WeakValueDictionary()
 
 
-def take_pending() -> RecurrentLayer | None:
-    """The cache layer whose `update` was just called, for the attention call that follows it."""
-    layer, _pending.layer = _pending.layer, None
+def layer_of(key: Tensor) -> RecurrentLayer | None:
+    """The cache layer that handed out `key`, for the attention call that got it; None for keys from elsewhere."""
+    layer = _waiting.pop(id(key), None)
+    if layer is None or layer.handed_out is not key:
+        return None
+    layer.handed_out = None
     return layer
 
 
@@ -44,14 +52,21 @@ class RecurrentLayer(CacheLayerMixin):
         self.seen = 0
         self.states: dict[str, State] = {}
         self.filled = 0
+        self.handed_out: Tensor | None = None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.handed_out is not None:
+            raise BochnerError(
+                "The keys that this cache handed out last did not reach the attention function: the model changes them "
+                "after the cache, or the call was interrupted; use a new cache, or use_cache=False."
+            )
         self.seen += key_states.shape[-2]
-        _pending.layer = self
+        self.handed_out = key_states
+        _waiting[id(key_states)] = self
         return key_states, value_states
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +106,7 @@ class RecurrentLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.keys = self.values = None
-        self.states, self.seen, self.filled = {}, 0, 0
+        self.states, self.seen, self.filled, self.handed_out = {}, 0, 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:

@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bochner.attention.core import linear_attention
+from bochner._checks import spawn_seed
+from bochner.attention import linear_attention
 from bochner.attention.state import EMPTY
 from bochner.hf.plan import LayerPlan
 from bochner.hf.step import can_step, step
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap, Features
+from bochner.maps.exponential import CalibratedFeatures
 
 if TYPE_CHECKING:
     from bochner.hf.cache import RecurrentLayer
 
+CHILD = "linear_attn"  # the name under which an attention module holds its `LinearAttention`
 LINEAR = ("window", "hybrid", "kernel")
+WITH_MAP = ("hybrid", "kernel")
+MAX_A = 0.12  # the dense A of a calibrated map stays below 1/8, where its variance ends
+LEARNED = ("centre_query", "centre_key", "basis_query", "basis_key", "a")  # what of a calibrated map can be trained
+
+
+class Call(NamedTuple):
+    """One attention call: query (b, h, n, d), key (b, g, s, d), value (b, g, s, v); `padding` (b, s) True at padding.
+
+    With fewer queries than keys in causal attention, the queries are the last ones.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool
+    padding: Tensor | None
+    scale: float
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.query.shape[1] // self.key.shape[1]
 
 
 class NoFeatures(FeatureMap):
@@ -38,14 +63,16 @@ class NoFeatures(FeatureMap):
 class LinearAttention(nn.Module):
     """Attention of one module by its plan: each kind of head runs on its own key heads, then the heads are put back.
 
-    Key heads whose query heads differ in kind run under each of them; memory is saved by whole key heads.
+    Key heads whose query heads differ in kind run under each of them; memory is saved by whole key heads. With
+    `plan.train` the learned parts of the maps are parameters that require gradients, else nothing does.
     """
 
     def __init__(self, plan: LayerPlan) -> None:
         super().__init__()
         self.plan = plan.check()
+        self.conversion: Any = None  # what `io.equip` changed when it attached this, to be undone with it
         maps: dict[str, FeatureMap] = {}
-        for kind in ("hybrid", "kernel"):
+        for i, kind in enumerate(WITH_MAP):
             heads = plan.kv_heads_of(kind)
             if heads:
                 maps[kind] = feature_map(
@@ -53,7 +80,7 @@ class LinearAttention(nn.Module):
                     dim=plan.head_dim,
                     num_features=plan.num_features,
                     num_heads=len(heads),
-                    seed=plan.seed,
+                    seed=spawn_seed(plan.seed, i),
                     **plan.options,
                 )
         # Trainers leave parameters under a name ending in "_norm" out of weight decay, where learned maps belong.
@@ -69,72 +96,89 @@ class LinearAttention(nn.Module):
         self.order = [place[kind, head] for head, kind in enumerate(plan.kinds)]
         self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self.in_order = self.order == list(range(plan.num_heads)) and len(place) == plan.num_heads
+        self.trained = False
+        self.requires_grad_(False)
+        if plan.train:
+            self.open_()
 
     def map_of(self, kind: str) -> FeatureMap:
         return self._nothing if kind == "window" else self.map_norm[kind]  # type: ignore[return-value]
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        is_causal: bool,
-        padding: Tensor | None,
-        scale: float,
-        cache: RecurrentLayer | None = None,
-    ) -> Tensor:
-        """(b, h, n, v). `padding` (b, s) is True at keys to ignore; with a cache, k and v are the new ones only."""
+    def open_(self, *, projections: bool = False) -> list[nn.Parameter]:
+        """Make the learned parts of the maps parameters that require gradients; returns them.
+
+        A calibrated map's centres, bases and A are learned parts; with `projections` random frequencies are too.
+        """
+        self.trained = True
+        found = []
+        for kind in self.map_norm:
+            phi = self.map_of(kind)
+            if isinstance(phi, CalibratedFeatures):
+                phi.trainable_([*LEARNED, "weight"] if projections else LEARNED)
+            elif projections and not list(phi.parameters()):
+                phi.trainable_()
+            phi.requires_grad_(True)
+            found += list(phi.parameters())
+        return found
+
+    @torch.no_grad()
+    def hold_(self) -> None:
+        """Keep what is trained where the maps are defined; every forward pass of trained maps begins with it."""
+        for kind in self.map_norm:
+            phi = self.map_of(kind)
+            if isinstance(phi, CalibratedFeatures):
+                phi.a.clamp_(max=MAX_A)
+
+    def forward(self, call: Call, cache: RecurrentLayer | None = None) -> Tensor:
+        """(b, h, n, v). With a cache, key and value are the new ones only and `padding` is that of all keys."""
+        if self.trained:
+            self.hold_()
         outs = []
         for kind, heads in self.parts:
-            x, y, u = self._pick(q, heads, self.plan.group), self._pick(k, heads, 1), self._pick(v, heads, 1)
-            if kind == "exact":
-                if cache is not None:
-                    y, u = cache.append(y, u)
-                outs.append(exact(x, y, u, is_causal, padding, scale))
-            else:
-                outs.append(self._linear(kind, x, y, u, is_causal, padding, scale, cache))
+            part = call._replace(
+                query=self._pick(call.query, heads, self.plan.group),
+                key=self._pick(call.key, heads, 1),
+                value=self._pick(call.value, heads, 1),
+            )
+            if kind != "exact":
+                outs.append(self._linear(kind, part) if cache is None else self._recurrent(kind, part, cache))
+                continue
+            if cache is not None:
+                key, value = cache.append(part.key, part.value)
+                part = part._replace(key=key, value=value)
+            outs.append(exact(part))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
         return out if self.in_order else out.index_select(1, self._index(tuple(self.order), out.device))
 
-    def _linear(
-        self,
-        kind: str,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        is_causal: bool,
-        padding: Tensor | None,
-        scale: float,
-        cache: RecurrentLayer | None,
-    ) -> Tensor:
-        n, s = q.shape[-2], k.shape[-2]
-        options: dict[str, Any] = {"scale": scale}
-        if kind != "kernel":
-            options |= {"window": self.plan.window, "sinks": self.plan.sinks}
-        phi = self.map_of(kind)
-        if cache is not None:
-            held = cache.states.get(kind)
-            if n == 1 and held is not None and not torch.is_grad_enabled() and can_step(phi, held, padding):
-                out, cache.states[kind] = step(None if kind == "window" else phi, q, k, v, held, scale)
-                return out
-            hole = None if padding is None else padding[:, -n:]
-            out, cache.states[kind] = linear_attention(
-                q,
-                k,
-                v,
-                phi,
-                is_causal=True,
-                key_padding_mask=hole,
-                state=held,
-                return_state=True,
-                **options,
-            )
+    def _linear(self, kind: str, call: Call) -> Tensor:
+        near = {} if kind == "kernel" else self._near()
+        return attend(call, self.map_of(kind), **near)
+
+    def _recurrent(self, kind: str, call: Call, cache: RecurrentLayer) -> Tensor:
+        q, k, v, padding, scale = call.query, call.key, call.value, call.padding, call.scale
+        phi, held, n = self.map_of(kind), cache.states.get(kind), q.shape[-2]
+        if n == 1 and held is not None and not torch.is_grad_enabled() and can_step(phi, held, padding):
+            out, cache.states[kind] = step(None if kind == "window" else phi, q, k, v, held, scale)
             return out
-        if is_causal and n < s:  # the queries are the last ones: earlier rows, thrown away, put them in their places
-            q = torch.cat([q.new_zeros(*q.shape[:2], s - n, q.shape[-1]), q], dim=-2)
-        out = linear_attention(q, k, v, phi, is_causal=is_causal, key_padding_mask=padding, **options)
-        return out[..., -n:, :]
+        out, cache.states[kind] = linear_attention(
+            q,
+            k,
+            v,
+            phi,
+            is_causal=True,
+            key_padding_mask=None if padding is None else padding[:, -n:],
+            state=held,
+            return_state=True,
+            scale=scale,
+            **({} if kind == "kernel" else self._near()),
+        )
+        return out
+
+    def _near(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"window": self.plan.window, "sinks": self.plan.sinks}
+        if self.plan.window_kind != "sliding":
+            options["window_kind"] = self.plan.window_kind
+        return options
 
     def _pick(self, t: Tensor, heads: list[int], group: int) -> Tensor:
         if len(heads) * group == t.shape[1]:
@@ -149,24 +193,37 @@ class LinearAttention(nn.Module):
         return self._indices[key]
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, padding: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention; with fewer queries than keys the queries are the last ones."""
-    n, s = q.shape[-2], k.shape[-2]
-    causal = is_causal and n > 1
+def attend(call: Call, phi: FeatureMap, **near: Any) -> Tensor:
+    """Linear attention of a call, (b, h, n, v); `near`: window and sinks."""
+    q, n, s = call.query, call.query.shape[-2], call.key.shape[-2]
+    causal = call.is_causal and (n > 1 or bool(near))
+    if causal and n < s:  # earlier rows, thrown away, put the queries in their places
+        q = torch.cat([q.new_zeros(*q.shape[:2], s - n, q.shape[-1]), q], dim=-2)
+    out = linear_attention(
+        q, call.key, call.value, phi, is_causal=causal, key_padding_mask=call.padding, scale=call.scale, **near
+    )
+    return out[..., -n:, :]
+
+
+def exact(call: Call, dropout: float = 0.0) -> Tensor:
+    """Softmax attention of a call, (b, h, n, v)."""
+    n, s = call.query.shape[-2], call.key.shape[-2]
+    causal = call.is_causal and n > 1
     allowed = None
-    if padding is not None or (causal and n < s):
-        allowed = torch.ones(n, s, dtype=torch.bool, device=q.device)
+    if call.padding is not None or (causal and n < s):
+        allowed = torch.ones(n, s, dtype=torch.bool, device=call.query.device)
         if causal:
             allowed = allowed.tril(s - n)
-        if padding is not None:
-            allowed = allowed & ~padding[:, None, None, :]
+        if call.padding is not None:
+            allowed = allowed & ~call.padding[:, None, None, :]
             allowed = allowed | ~allowed.any(-1, keepdim=True)  # rows of padding: any finite value will do
     return scaled_dot_product_attention(
-        q,
-        k,
-        v,
+        call.query,
+        call.key,
+        call.value,
         attn_mask=allowed,
+        dropout_p=dropout,
         is_causal=causal and allowed is None,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        scale=call.scale,
+        enable_gqa=call.group != 1,
     )

@@ -10,8 +10,9 @@ from typing import Any
 
 from bochner._checks import BochnerError, one_of, positive_int
 
-FORMAT = 1
+FORMAT = 2
 KINDS = ("exact", "window", "hybrid", "kernel")
+WINDOW_KINDS = ("block", "sliding")
 LETTERS = dict(zip(KINDS, "EWHK", strict=True))
 
 
@@ -20,8 +21,9 @@ class LayerPlan:
     """One attention module: its shape, what each query head becomes, and the map of its linear heads.
 
     `kinds`, one per query head: `"exact"` softmax; `"window"`, exact in the window and on the sinks and nothing else;
-    `"hybrid"`, the same with the kernel elsewhere; `"kernel"` alone. `scores`: how high each head's attention
-    peaks outside window and sinks (decoders: how much higher on repeated text), where it was measured.
+    `"hybrid"`, the same with the kernel elsewhere; `"kernel"` alone. `window_kind`: as in `linear_attention`.
+    `scores`: how high each head's attention peaks outside window and sinks (decoders: how much higher on repeated
+    text), where it was measured. `train`: the learned parts of the maps are parameters that are to be trained.
     """
 
     name: str
@@ -32,6 +34,7 @@ class LayerPlan:
     kinds: list[str]
     window: int | None = None
     sinks: int = 0
+    window_kind: str = "sliding"
     feature_map: str = "calibrated"
     num_features: int = 128
     options: dict[str, Any] = field(default_factory=dict)
@@ -39,6 +42,7 @@ class LayerPlan:
     is_causal: bool = False
     is_cross: bool = False
     scores: list[float] | None = None
+    train: bool = False
 
     def check(self) -> LayerPlan:
         owner = f"the plan of {self.name!r}"
@@ -50,6 +54,7 @@ class LayerPlan:
             one_of(kind, "kinds", owner, KINDS)
         if self.window is not None:
             positive_int(self.window, "window", owner)
+        one_of(self.window_kind, "window_kind", owner, WINDOW_KINDS)
         if self.sinks < 0:
             raise BochnerError(f"The 'sinks' of {owner} must be at least 0, got {self.sinks}.")
         near = self.window is not None or self.sinks > 0
@@ -140,10 +145,15 @@ class Plan:
             raise BochnerError(
                 "This is not a plan: it has no 'layers'. Plans are made by convert and saved by Plan.save."
             )
-        if d.get("format") != FORMAT:
-            raise BochnerError(f"The plan has format {d.get('format')!r}, this version reads format {FORMAT}.")
+        if d.get("format") not in (1, FORMAT):
+            raise BochnerError(
+                f"The plan has format {d.get('format')!r}, this version reads formats 1 and {FORMAT}; convert the "
+                "original model again."
+            )
+        # Format 1 knew sliding windows only, which is what the field says where it is missing.
+        old = {"window_kind": "sliding"} if d["format"] == 1 else {}
         try:
-            layers = [LayerPlan(**layer) for layer in d["layers"]]
+            layers = [LayerPlan(**{**old, **layer}) for layer in d["layers"]]
         except TypeError as error:
             raise BochnerError(f"The plan has unknown or missing fields: {error}.") from error
         return cls(layers, d.get("model_type", ""))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,18 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, positive_float, positive_int
+from bochner._checks import BochnerError, extra, positive_float, positive_int
+from bochner._progress import speaker
 from bochner.hf import capture
-from bochner.hf.convert import layers_of
-from bochner.hf.interface import Call
-from bochner.hf.layer import LinearAttention, exact
-from bochner.maps.exponential import CalibratedFeatures
+from bochner.hf.io import layers_of
+from bochner.hf.layer import Call, LinearAttention
+from bochner.hf.measure import HeadErrors, error_on
 
 MEMORY = 2**29  # bytes of queries, keys and values held at a time
-MAX_A = 0.12  # the dense A stays below 1/8, where the variance of the map ends
 
 
 @dataclass
@@ -66,9 +63,8 @@ class DistillReport:
 
 def distill(
     model: Any,
-    data: Any,
+    calibration: Any,
     *,
-    tokenizer: Any = None,
     steps: int = 60,
     lr: float = 5e-3,
     projections: bool = True,
@@ -79,18 +75,18 @@ def distill(
     part: str = "maps",
     seconds: float | None = None,
     checkpoint: str | Path | None = None,
+    tokenizer: Any = None,
     max_length: int = 256,
     batch_size: int = 8,
     progress: bool = False,
 ) -> DistillReport:
     """Train the maps of a converted model on unlabelled data, in place; returns what it did, layer by layer.
 
-    `data`: texts (with `tokenizer`) or batches; the last eighth is kept for validation, and each layer keeps the state
-    that was best on it. `steps`, `lr`: Adam steps per layer. `projections`: also learn the frequencies, which makes
-    a random map a learned one. `layers`: names of attention modules; default all. `patience`: stop a layer
-    after so many checks without progress. `end_to_end`: steps of a second stage that fits the outputs of the whole
-    model; `part`: what it trains, `"maps"` or a regular expression over parameter names (`revert` does not restore
-    those).
+    `calibration`: texts (with `tokenizer`) or batches; the last eighth is kept for validation, and each layer keeps the
+    state that was best on it. `steps`, `lr`: Adam steps per layer. `projections`: also learn the frequencies, which
+    makes a random map a learned one. `layers`: names of attention modules; default all. `patience`: stop a layer after
+    so many checks without progress. `end_to_end`: steps of a second stage that fits the outputs of the whole model;
+    `part`: what it trains, `"maps"` or a regular expression over parameter names (`revert` does not restore those).
     `seconds`: a time limit for everything. `checkpoint`: a directory; what is there is taken up, and every finished
     layer is written to it.
 
@@ -99,18 +95,19 @@ def distill(
     positive_int(steps, "steps", "distill")
     positive_float(lr, "lr", "distill")
     positive_int(patience, "patience", "distill")
+    model, tokenizer = capture.unwrap(model, tokenizer)
     attached = layers_of(model)
     names = list(attached) if layers is None else list(layers)
     for name in names:
         if name not in attached:
             raise BochnerError(f"There is no converted attention module {name!r}; the names are {sorted(attached)}.")
-    batches = capture.batches(data, tokenizer, max_length=max_length, batch_size=batch_size)
+    batches = capture.batches(calibration, tokenizer, model=model, max_length=max_length, batch_size=batch_size)
     if len(batches) < 2:
         raise BochnerError("distill needs at least two batches, one of them for validation; give more texts.")
     held = max(1, len(batches) // 8)
     train, validation = batches[:-held], batches[-held:]
     clock = _Clock(seconds)
-    say = _speaker(progress)
+    say = speaker(progress)
     store = _Checkpoint(checkpoint, attached)
     report = DistillReport()
     todo = [n for n in names if any(True for _ in attached[n].map_norm)]
@@ -138,44 +135,6 @@ def distill(
     return report
 
 
-def trainable_maps_(model: Any, *, projections: bool = False) -> list[nn.Parameter]:
-    """Make the learned parts of a converted model's maps parameters that require gradients; returns them.
-
-    Random frequencies stay buffers unless `projections`. All are named under `linear_attn.map_norm`, which trainers
-    leave out of weight decay and PEFT can be told to train by `modules_to_save=["linear_attn"]`.
-    """
-    found = []
-    for layer in layers_of(model).values():
-        found += _open(layer, projections)
-    if not found:
-        raise BochnerError(
-            "The maps of this model have nothing to learn; convert it with 'calibrated' or a learned map."
-        )
-    return found
-
-
-def _open(layer: LinearAttention, projections: bool) -> list[nn.Parameter]:
-    """The parameters of a layer's maps, made of buffers where the map has none of its own."""
-    found = []
-    for phi in layer.map_norm.values():
-        own = list(phi.parameters())
-        if isinstance(phi, CalibratedFeatures):
-            phi.trainable_(["centre_query", "centre_key", "basis_query", "basis_key", "a"])
-            if projections:
-                phi.trainable_(["weight"])
-        elif projections and not own:
-            phi.trainable_()  # type: ignore[operator]
-        phi.requires_grad_(True)
-        found += list(phi.parameters())
-    return found
-
-
-def _clamp(layer: LinearAttention) -> None:
-    for phi in layer.map_norm.values():
-        if isinstance(phi, CalibratedFeatures):
-            phi.a.data.clamp_(max=MAX_A)
-
-
 def _fit_layer(
     name: str,
     layer: LinearAttention,
@@ -188,13 +147,12 @@ def _fit_layer(
     clock: _Clock,
 ) -> LayerReport:
     start = time.monotonic()
-    parameters = _open(layer, projections)
+    parameters = layer.open_(projections=projections)
     optimizer = torch.optim.Adam(parameters, lr=lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=lr / 10)
 
     def measure() -> float:
-        with torch.no_grad():
-            return sum(_error(layer, call).sqrt().mean().item() for call in validation) / len(validation)
+        return error_on(validation, layer).mean().item()
 
     def state() -> dict[str, Tensor]:
         return {k: v.detach().clone() for k, v in layer.state_dict().items()}
@@ -206,11 +164,11 @@ def _fit_layer(
         while step < steps and not clock.over():
             call = train[step % len(train)]
             optimizer.zero_grad()
-            _error(layer, call).mean().backward()
+            HeadErrors().add(call, layer(call)).squared().mean().backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             schedule.step()
-            _clamp(layer)
+            layer.hold_()
             step += 1
             if step % every == 0 or step == steps:
                 now = measure()
@@ -221,18 +179,8 @@ def _fit_layer(
                     break
     finally:
         layer.load_state_dict(kept)
-        layer.requires_grad_(False)
+        layer.requires_grad_(layer.plan.train)
     return LayerReport(name, before, best, step, time.monotonic() - start)
-
-
-def _error(layer: LinearAttention, call: Call) -> Tensor:
-    """Squared relative error of each head on one recorded call, (h,)."""
-    out = layer(call.query, call.key, call.value, is_causal=call.is_causal, padding=call.padding, scale=call.scale)
-    truth = exact(call.query, call.key, call.value, call.is_causal, call.padding, call.scale)
-    if call.padding is not None and call.padding.shape[1] == truth.shape[-2]:
-        keep = ~call.padding[:, None, :, None]
-        out, truth = out * keep, truth * keep
-    return (out - truth).square().sum((0, 2, 3)) / truth.square().sum((0, 2, 3)).clamp_min(1e-30)
 
 
 def _records(model: Any, names: Iterable[str], batches: Sequence[dict[str, Tensor]]) -> dict[str, list[Call]]:
@@ -304,7 +252,7 @@ def _fit_model(
     attached = layers_of(model)
     parameters: list[nn.Parameter] = []
     for layer in attached.values():
-        parameters += _open(layer, projections)
+        parameters += layer.open_(projections=projections)
     trained = {id(p) for p in parameters}
     before_grad = {id(p): p.requires_grad for p in model.parameters()}
     if part != "maps":
@@ -341,7 +289,7 @@ def _fit_model(
             optimizer.step()
             schedule.step()
             for layer in attached.values():
-                _clamp(layer)
+                layer.hold_()
             if (step + 1) % max(5, steps // 10) == 0 or step + 1 == steps:
                 now = measure()
                 say(f"end to end, step {step + 1} of {steps}: loss {now:.5f}")
@@ -354,7 +302,7 @@ def _fit_model(
         for p in model.parameters():
             p.requires_grad_(before_grad.get(id(p), False))
         for layer in attached.values():
-            layer.requires_grad_(False)
+            layer.requires_grad_(layer.plan.train)
         model.train(was_training)
     return before, best
 
@@ -382,14 +330,14 @@ class _Checkpoint:
         if self.path is None:
             return
         tensors = {k: v.contiguous() for k, v in self.layers[done.name].state_dict().items()}
-        save_file(tensors, self.path / f"{done.name}.safetensors")
+        _safetensors().save_file(tensors, self.path / f"{done.name}.safetensors")
         (self.path / f"{done.name}.json").write_text(json.dumps(done.__dict__), encoding="utf-8")
 
     def restore(self, name: str, report: DistillReport) -> LayerReport | None:
         if self.path is None or not (self.path / f"{name}.json").exists():
             return None
         done = LayerReport(**json.loads((self.path / f"{name}.json").read_text(encoding="utf-8")))
-        tensors = load_file(self.path / f"{name}.safetensors")
+        tensors = _safetensors().load_file(self.path / f"{name}.safetensors")
         own = self.layers[name].state_dict()
         if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in tensors.items()}:
             raise BochnerError(
@@ -400,9 +348,5 @@ class _Checkpoint:
         return done
 
 
-def _speaker(progress: bool) -> Callable[[str], None]:
-    def say(text: str) -> None:
-        if progress:
-            print(f"bochner: {text}", file=sys.stderr, flush=True)
-
-    return say
+def _safetensors() -> Any:
+    return extra("safetensors.torch", "hf", "A checkpoint of bochner.distill")

@@ -1,0 +1,414 @@
+"""Diagnosis before conversion: what each head's attention looks like, what each map would do to it, and what to use.
+
+Errors are measured on other sequences than the maps were calibrated on, and predicted by `theory`; speed is measured on
+this machine. The advice says when conversion is not worth it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from bochner import theory
+from bochner._checks import BochnerError, positive_float, positive_int, spawn_seed
+from bochner._timing import best_times
+from bochner.attention import linear_attention
+from bochner.attention.core import check_qkv
+from bochner.hf import capture
+from bochner.hf.layer import Call, LinearAttention
+from bochner.hf.measure import Far, HeadStatistics, attention_weights, error_on, far_pairs
+from bochner.hf.plan import LayerPlan
+from bochner.maps import feature_map
+from bochner.maps.base import FeatureMap
+from bochner.maps.exponential import CalibratedFeatures
+
+HOPELESS = 0.9  # a kernel with an error above this share of uniform averaging's has learned nothing of the head
+PREDICTION_PAIRS = 256  # rows and keys of the pairs that predictions are averaged over
+
+
+@dataclass
+class HeadAdvice:
+    """One head: its attention, the error of every candidate, and what to do with it."""
+
+    layer: str
+    head: int
+    query_norm: float
+    key_norm: float
+    largest_logit: float
+    entropy: float
+    outside: float  # attention mass outside window and sinks
+    peak: float
+    measured: dict[str, float]
+    predicted: dict[str, float]
+    verdict: str = ""
+
+
+@dataclass
+class Advice:
+    """What to convert to, and whether. `config` are keywords of `convert`."""
+
+    heads: list[HeadAdvice]
+    config: dict[str, Any]
+    worthwhile: bool
+    reasons: list[str]
+    speed: dict[int, tuple[float, float]] = field(default_factory=dict)  # length: seconds exact, linear
+    memory: dict[int, tuple[int, int]] = field(default_factory=dict)  # length: bytes of the cache, exact, linear
+    crossover: int | None = None
+
+    def __str__(self) -> str:
+        names = list(self.heads[0].measured)
+        layers = list(dict.fromkeys(h.layer for h in self.heads))
+        width = max(len("mean of all"), *(len(x) for x in layers))
+        columns = [max(len(n), 7) for n in names]
+        head = f"{'layer'.ljust(width)}   norms    logit entropy outside  "
+        lines = [head + "  ".join(n.rjust(c) for n, c in zip(names, columns, strict=True))]
+        for layer in [*layers, None]:
+            rows = [h for h in self.heads if layer is None or h.layer == layer]
+            mean = {n: sum(h.measured[n] for h in rows) / len(rows) for n in names}
+            q, k, logit, entropy, outside = (
+                sum(getattr(h, n) for h in rows) / len(rows)
+                for n in ("query_norm", "key_norm", "largest_logit", "entropy", "outside")
+            )
+            cells = "  ".join(f"{mean[n]:{c}.3f}" for n, c in zip(names, columns, strict=True))
+            name = (layer or "mean of all").ljust(width)
+            lines.append(f"{name}  {q:4.1f} {k:4.1f}  {logit:6.1f}  {entropy:5.2f}   {outside:5.2f}   {cells}")
+        theory_means = [
+            f"{n} {sum(h.predicted[n] for h in self.heads) / len(self.heads):.2f}" for n in self.heads[0].predicted
+        ]
+        lines.append("predicted by theory for iid projections (1 is hopeless): " + ", ".join(theory_means))
+        counts: dict[str, int] = {}
+        for h in self.heads:
+            counts[h.verdict] = counts.get(h.verdict, 0) + 1
+        lines.append("heads: " + ", ".join(f"{n} {v}" for v, n in sorted(counts.items())))
+        for n, (a, b) in sorted(self.speed.items()):
+            lines.append(f"attention of one layer at {n} tokens: exact {a * 1e3:.1f} ms, linear {b * 1e3:.1f} ms")
+        for n, (x, y) in sorted(self.memory.items()):
+            lines.append(f"decoding memory at {n} tokens: {x / 1e6:.2f} MB as it is, {y / 1e6:.2f} MB converted")
+        lines += self.reasons
+        lines.append(f"recommended: bochner.convert(model, {_arguments(self.config)}, calibration=texts)")
+        return "\n".join(lines)
+
+
+class Layer(NamedTuple):
+    """The recorded calls of one layer: those that calibrate, and those that are measured."""
+
+    name: str
+    calibration: list[Call]
+    held: list[Call]
+
+    @property
+    def shape(self) -> Call:
+        return self.held[0]
+
+    @property
+    def is_cross(self) -> bool:
+        return any(c.query.shape[-2] != c.key.shape[-2] for c in self.held)
+
+    def plan(self, kind: str, **options: Any) -> LayerPlan:
+        """A plan with all heads of one kind."""
+        (_, h, _, d), (_, g, _, v) = self.shape.query.shape, self.shape.value.shape
+        return LayerPlan(self.name, h, g, d, v, [kind] * h, is_cross=self.is_cross, **options)
+
+
+def advise(
+    model: Any,
+    calibration: Any,
+    values: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    num_features: Sequence[int] = (64, 128),
+    window: int | None = None,
+    sinks: int | None = None,
+    target: float = 0.5,
+    length: int | None = None,
+    tokenizer: Any = None,
+    max_length: int = 256,
+    batch_size: int = 4,
+    seed: int = 0,
+) -> Advice:
+    """Measure your attention and say which map, window and heads to use: `advise(model, texts)` or `advise(q, k, v)`.
+
+    `advise(model, calibration, tokenizer=...)`: all layers and heads of a transformers model. `advise(q, k, v)`: one
+    layer's queries (b, h, n, d), keys and values before scaling, with `scale` and `is_causal`; without v, random values
+    stand in; transformers is not needed. Half of the sequences calibrate the maps, the other half measures them.
+    `target`: the relative error of a head's output that is good enough. `length`: the number of tokens you care about,
+    for speed and memory. `window`, `sinks`: those to consider; default 32 and 1, for causal attention 128 and 4.
+
+    >>> q = torch.randn(4, 2, 40, 8, generator=torch.Generator().manual_seed(0))
+    >>> advise(q, q, num_features=(32,), length=64).config["num_features"]
+    32
+    """
+    if window is not None:
+        positive_int(window, "window", "advise")
+    positive_float(target, "target", "advise")
+    sizes = [positive_int(m, "num_features", "advise") for m in num_features]
+    if not sizes:
+        raise BochnerError("The 'num_features' of advise is empty; give at least one number of features.")
+    if isinstance(model, nn.Module):
+        capture.transformers_module()
+        model, tokenizer = capture.unwrap(model, tokenizer)
+        data = capture.batches(calibration, tokenizer, model=model, max_length=max_length, batch_size=batch_size)
+        layers = _layers_of_model(model, data)
+    else:
+        layers = [_layer_of_tensors(model, calibration, values, scale, is_causal)]
+    causal = all(layer.shape.is_causal for layer in layers)
+    near = {
+        "window": window or (128 if causal else 32),
+        "sinks": (4 if causal else 1) if sinks is None else sinks,
+    }
+    heads: list[HeadAdvice] = []
+    for i, layer in enumerate(layers):
+        heads += _examine(layer, {} if layer.is_cross else near, sizes, spawn_seed(seed, i))
+    is_language_model = causal and getattr(model, "get_output_embeddings", lambda: None)() is not None
+    return _recommend(heads, layers, near, max(sizes), target, length, is_language_model)
+
+
+def _layer_of_tensors(q: Any, k: Any, v: Tensor | None, scale: float | None, is_causal: bool) -> Layer:
+    if v is None:
+        shape = k.shape if isinstance(k, Tensor) else ()
+        v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(k) if len(shape) == 4 else k
+    check_qkv(q, k, v, "advise")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rows = [slice(i, i + 1) for i in range(len(q))]
+    calls = [Call(q[i], k[i], v[i], is_causal, None, scale) for i in rows]
+    half = len(calls) // 2
+    # One sequence alone has to serve for both.
+    return Layer("attention", calls[:half] or calls, calls[half:])
+
+
+def _layers_of_model(model: Any, data: Sequence[dict[str, Tensor]]) -> list[Layer]:
+    if len(data) < 2:
+        raise BochnerError("advise needs at least two batches of text, one to calibrate on and one to measure on.")
+    capture.discover(model, capture.first_row(data[0]))
+    found: dict[str, list[Call]] = {}
+
+    def look(name: str, call: Call) -> None:
+        found.setdefault(name, []).append(call)
+
+    with capture.recording(model, look):
+        for batch in data:
+            capture.run(model, batch)
+    half = len(data) // 2
+    return [Layer(name, calls[:half], calls[half:]) for name, calls in found.items()]
+
+
+def _examine(layer: Layer, near: dict[str, Any], sizes: Sequence[int], seed: int) -> list[HeadAdvice]:
+    """Every candidate on every head of one layer; `near`: window and sinks, empty for cross-attention."""
+    statistics = HeadStatistics()
+    moments: dict[str, Any] = {}
+    for call in layer.calibration:
+        for kind, options in (("kernel", {}), ("hybrid", near)):
+            far = Far.of(call, options.get("window"), options.get("sinks", 0))
+            weights = attention_weights(call, far.allowed)
+            new = far_pairs(call, weights, far)
+            moments[kind] = moments[kind] + new if kind in moments else new
+        statistics.add(call, weights, far)
+    # What computes the heads, by the candidate's name; and the maps that theory can say something of.
+    candidates: dict[str, Callable[[Call], Tensor]] = {"uniform": uniform}
+    maps: dict[str, FeatureMap] = {}
+    if near:
+        candidates["window"] = LinearAttention(layer.plan("window", **near))
+    for m in sizes:
+        for kind, map_name in (("kernel", "positive"), ("kernel", "calibrated"), ("hybrid", "calibrated")):
+            if kind == "hybrid" and not near:
+                continue
+            options = near if kind == "hybrid" else {}
+            made = LinearAttention(layer.plan(kind, feature_map=map_name, num_features=m, seed=seed, **options))
+            phi = made.map_of(kind)
+            if isinstance(phi, CalibratedFeatures):
+                phi.fit_(moments[kind])
+            label = f"{map_name} {m}" if kind == "kernel" else f"window+{map_name} {m}"
+            candidates[label] = made
+            if kind == "kernel":
+                maps[label] = phi
+    measured = {label: error_on(layer.held, attention) for label, attention in candidates.items()}
+    predicted = {label: _predict(phi, layer.shape) for label, phi in maps.items()}
+    means = {name: statistics.mean(name) for name in ("query_norm", "key_norm", "logit", "entropy", "mass", "peak")}
+    return [
+        HeadAdvice(
+            layer=layer.name,
+            head=i,
+            query_norm=means["query_norm"][i].item(),
+            key_norm=means["key_norm"][i].item(),
+            largest_logit=means["logit"][i].item(),
+            entropy=means["entropy"][i].item(),
+            outside=means["mass"][i].item(),
+            peak=means["peak"][i].item(),
+            measured={label: e[i].item() for label, e in measured.items()},
+            predicted={label: e[i].item() for label, e in predicted.items()},
+        )
+        for i in range(layer.shape.query.shape[1])
+    ]
+
+
+def uniform(call: Call) -> Tensor:
+    """The mean of the values that each query may attend to: what attention is without queries and keys."""
+    allowed = Far.of(call, None, 0).allowed.to(call.value.dtype)
+    mean = allowed / allowed.sum(-1, keepdim=True).clamp_min(1)
+    return mean @ call.value.repeat_interleave(call.group, dim=1)
+
+
+@torch.no_grad()
+def _predict(phi: FeatureMap, call: Call) -> Tensor:
+    """`mean_i min(1, sqrt(sum_j A_ij^2 r_ij^2))`: r the relative error of the kernel by `theory`, A the attention.
+
+    The error of the numerator's weights, row by row, for iid projections; attention saturates where it exceeds one.
+    """
+    group, root = call.group, call.scale**0.5
+    small = call._replace(query=call.query[:1, :, :PREDICTION_PAIRS], key=call.key[:1, :, :PREDICTION_PAIRS])
+    x = (small.query.float() * root).unflatten(1, (-1, group))[0]
+    y = (small.key.float() * root)[0]
+    options: dict[str, Any] = {"map": "positive"}
+    if isinstance(phi, CalibratedFeatures):
+        a, b = phi.centre_query[:, None, None], phi.centre_key[:, None]
+        x, y = (x - a) @ phi.basis_query.mT[:, None], (y - b) @ phi.basis_key.mT
+    allowed = torch.ones(x.shape[-2], y.shape[-2], dtype=torch.bool)
+    if call.is_causal:
+        allowed = allowed.tril()
+    weights = attention_weights(small, allowed)[0].unflatten(0, (-1, group))
+    errors = []
+    for g in range(y.shape[0]):
+        if isinstance(phi, CalibratedFeatures):
+            options = {"map": "dense", "a": phi.a[g]}
+        r = theory.relative_error(x[g].unsqueeze(-2), y[g][None, None], phi.num_features, **options)
+        row = (weights[g].double() * r.double().clamp_max(1e6)).square().sum(-1).sqrt().clamp_max(1.0)
+        errors.append(row.mean(-1))
+    return torch.cat(errors)
+
+
+def _recommend(
+    heads: list[HeadAdvice],
+    layers: list[Layer],
+    near: dict[str, int],
+    m: int,
+    target: float,
+    length: int | None,
+    is_language_model: bool,
+) -> Advice:
+    """One configuration for all, the heads it leaves exact, and whether to do it at all."""
+    kernel, both = f"calibrated {m}", f"window+calibrated {m}"
+    windows = all("window" in h.measured for h in heads)
+    best = both if windows else kernel
+    for h in heads:
+        h.verdict = _verdict(h.measured, kernel, best, target)
+    config = _configuration(heads, layers, near if windows else {}, m, best, is_language_model)
+    speed = _time(layers[0].shape, config, length)
+    crossover = _crossover(speed)
+    memory = {n: _memory(layers, config, n) for n in sorted({length or 4096, 4096})}
+    errors = {n: sum(h.measured[n] for h in heads) / len(heads) for n in ("uniform", f"positive {m}", best)}
+    reasons = [
+        f"error of the attention output: uniform averaging {errors['uniform']:.2f}, plain FAVOR+ m={m} "
+        f"{errors[f'positive {m}']:.2f}, {best} {errors[best]:.2f}."
+    ]
+    worthwhile = True
+    share = sum("keep exact" in h.verdict for h in heads) / len(heads)
+    if share > 0.5:
+        worthwhile = False
+        reasons.append(
+            f"{share:.0%} of the heads would have to stay exact: converting is not worth it as it is; distill."
+        )
+    if crossover is None:
+        reasons.append(
+            "Exact attention was faster at every length measured: convert for memory in decoding, not for speed."
+        )
+    else:
+        reasons.append(f"Linear attention is faster from about {crossover} tokens on, on this machine.")
+    if length is not None and (crossover is None or length < crossover):
+        worthwhile = False
+        reasons.append(
+            f"At your {length} tokens exact attention is faster: keep it, unless decoding memory is the matter."
+        )
+    return Advice(heads, config, worthwhile, reasons, speed, memory, crossover)
+
+
+def _verdict(measured: dict[str, float], kernel: str, best: str, target: float) -> str:
+    """What to do with a head, by its measured errors."""
+    if measured[kernel] <= target:
+        return "kernel is enough"
+    if measured.get("window", math.inf) <= target:
+        return "window is enough"
+    if measured[best] <= target:
+        return "window and kernel"
+    hopeless = measured[kernel] > HOPELESS * measured["uniform"]
+    return "hopeless for kernels, keep exact" if hopeless else "above target, keep exact"
+
+
+def _configuration(
+    heads: list[HeadAdvice], layers: list[Layer], near: dict[str, int], m: int, best: str, is_language_model: bool
+) -> dict[str, Any]:
+    """The keywords of `convert`.
+
+    In a language model the error of a head's output does not say whether the head retrieves: there `convert` chooses
+    the exact heads itself, by the loss on repeated text.
+    """
+    config: dict[str, Any] = {"feature_map": "calibrated", "num_features": m}
+    if near and not all(h.verdict == "kernel is enough" for h in heads):
+        config |= near
+    places = {layer.name: i for i, layer in enumerate(layers)}
+    kept = [(places[h.layer], h.head) for h in heads if "keep exact" in h.verdict]
+    if is_language_model:
+        config |= {**near, "exact_heads": 0.1}
+        window, ours = (sum(h.measured[n] for h in heads) / len(heads) for n in ("window", best))
+        if window <= 1.1 * ours:  # an untrained kernel must lower the error clearly to be worth its noise
+            config["feature_map"] = None
+    elif kept:
+        config["exact_heads"] = kept
+    return config
+
+
+@torch.no_grad()
+def _time(call: Call, config: dict[str, Any], length: int | None) -> dict[int, tuple[float, float]]:
+    """Seconds of one layer's attention, exact and linear, at a few lengths on this machine."""
+    h, g, d, v = call.query.shape[1], call.key.shape[1], call.query.shape[-1], call.value.shape[-1]
+    phi = feature_map("calibrated", dim=d, num_features=config["num_features"], num_heads=g)
+    near = {k: config[k] for k in ("window", "sinks") if k in config}
+    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale}
+    found = {}
+    for n in sorted({512, 2048, *([length] if length is not None and length <= 8192 else [])}):
+        generator = torch.Generator().manual_seed(n)
+        q, k, u = (torch.randn(1, heads, n, e, generator=generator) for heads, e in ((h, d), (g, d), (g, v)))
+        runs = {
+            "exact": partial(scaled_dot_product_attention, q, k, u, enable_gqa=h != g, **options),
+            "linear": partial(linear_attention, q, k, u, phi, **options, **near),
+        }
+        seconds = best_times(runs, repeats=3, warm_up=False)
+        found[n] = (seconds["exact"], seconds["linear"])
+    return found
+
+
+def _crossover(speed: dict[int, tuple[float, float]]) -> int | None:
+    """Where a n^2 = b n, from the longest measurement; None when it is beyond eight times what was measured."""
+    n = max(speed)
+    plain, linear = speed[n]
+    where = round(n * linear / plain)
+    return where if where <= 8 * n else None
+
+
+def _memory(layers: list[Layer], config: dict[str, Any], length: int) -> tuple[int, int]:
+    """Bytes of the decoding cache of all layers, as it is and converted."""
+    kept = config.get("exact_heads", [])
+    every = round(1 / kept) if isinstance(kept, float) else 0  # spread evenly, for want of knowing which
+    kind = "kernel" if "window" not in config else ("window" if config["feature_map"] is None else "hybrid")
+    near = {k: config[k] for k in ("window", "sinks") if k in config}
+    before = after = 0
+    for i, layer in enumerate(layers):
+        plan = layer.plan(kind, num_features=config["num_features"], **near)
+        for h in range(plan.num_heads):
+            if (i + h) % every == 0 if every else (i, h) in kept:
+                plan.kinds[h] = "exact"
+        before += plan.cache_bytes(length, converted=False)
+        after += plan.cache_bytes(length)
+    return before, after
+
+
+def _arguments(config: dict[str, Any]) -> str:
+    shown = {k: f"[{len(v)} pairs]" if isinstance(v, list) and len(v) > 8 else repr(v) for k, v in config.items()}
+    return ", ".join(f"{k}={v}" for k, v in shown.items())

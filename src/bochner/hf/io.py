@@ -1,0 +1,173 @@
+"""Attaching maps to a model, and saving and loading it with transformers' own `save_pretrained` and `from_pretrained`.
+
+Every attention module holds its own plan in its `LinearAttention`. In a saved model the plans are a key of config.json
+and the maps are tensors of the safetensors file; config.json also asks for the attention implementation by name, so
+that a process that does not know it raises instead of silently giving softmax back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from bochner._checks import BochnerError
+from bochner.hf import capture
+from bochner.hf.layer import CHILD, LinearAttention
+from bochner.hf.plan import Plan
+
+NAME = "bochner"  # the attention implementation of models that `convert` has not seen
+CONVERTED = "bochner_converted"  # that of converted models: modules with maps use them, others stay softmax
+KEY = "bochner"  # of the plan in config.json
+MISFIT = (
+    "The maps in this checkpoint are not those of the plan in its config.json: it was saved from another conversion, "
+    "or edited. Convert the original model again with this plan."
+)
+
+
+@dataclass
+class Conversion:
+    """What one conversion changed besides adding maps: the implementations its configurations had, and its size."""
+
+    before: list[tuple[Any, str]]
+    size: int
+
+
+def layers_of(model: Any) -> dict[str, LinearAttention]:
+    """The attached modules of a converted model, by the name of their attention module."""
+    found = {
+        name.removesuffix(CHILD).removesuffix("."): module
+        for name, module in getattr(model, "named_modules", dict)()
+        if isinstance(module, LinearAttention) and name.endswith(CHILD)
+    }
+    if not found:
+        raise BochnerError(f"This {type(model).__name__} is not converted; call bochner.convert first.")
+    return found
+
+
+def plan_of(model: Any) -> Plan:
+    """The plan of a converted model, a copy."""
+    layers = [replace(layer.plan, name=name) for name, layer in layers_of(model).items()]
+    return Plan(layers, getattr(getattr(model, "config", None), "model_type", "")).copy()
+
+
+def find_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
+    """The attention modules of a plan by the plan's names; a head on top or its absence does not matter."""
+    modules = dict(model.named_modules())
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    found = {}
+    for layer in plan.layers:
+        names = (layer.name, prefix + layer.name, layer.name.removeprefix(prefix))
+        name = next((n for n in names if n in modules), None)
+        if name is None:
+            raise BochnerError(
+                f"The plan names an attention module {layer.name!r} that {type(model).__name__} does not have; it was "
+                "made for another model."
+            )
+        found[layer.name] = modules[name]
+    return found
+
+
+def equip(model: nn.Module, plan: Plan, layers: dict[str, LinearAttention] | None = None) -> None:
+    """Attach maps and decoding hooks, and switch the configurations above them to `CONVERTED`.
+
+    `layers`: what to attach, by the plan's names; None makes it from the plan, for a model that is being loaded.
+    """
+    from bochner.hf.cache import install_hook
+
+    found = find_modules(model, plan)
+    attached = []
+    for place, layer in enumerate(plan.layers):
+        module = found[layer.name]
+        attached.append(LinearAttention(layer) if layers is None else layers[layer.name])
+        module.add_module(CHILD, attached[-1])
+        if layer.is_causal and not layer.is_cross:
+            index = getattr(module, "layer_idx", None)
+            module._bochner_hook = install_hook(module, place if index is None else index)
+    switched = _configs_above(model, set(map(id, attached)))
+    loaded = layers is None
+    conversion = Conversion([(config, _softmax_of(model, config, loaded)) for config in switched], len(attached))
+    for child in attached:
+        child.conversion = conversion
+    for config in capture.configs_of(model):
+        if any(config is c for c in switched):
+            config._attn_implementation_internal = CONVERTED
+        elif loaded:  # a part that was not converted: only the name in config.json has switched it
+            config._attn_implementation_internal = _softmax_of(model, config, loaded)
+    for module in model.modules():
+        if hasattr(module, "_keep_in_fp32_modules_strict"):
+            kept: Any = module._keep_in_fp32_modules_strict
+            module.__dict__["_keep_in_fp32_modules_strict"] = {*(kept or ()), CHILD}
+
+
+def strip(model: nn.Module) -> None:
+    """Remove what `equip` attached and give the configurations their implementations back."""
+    children = list(layers_of(model).values())
+    conversions = {id(child.conversion): child.conversion for child in children}
+    if sum(c.size for c in conversions.values()) != len(children):
+        raise BochnerError(
+            f"This {type(model).__name__} was converted as part of a larger model; revert that one, or convert it anew "
+            "with a plan whose heads are 'exact' here."
+        )
+    for module in model.modules():
+        if CHILD in module._modules:
+            delattr(module, CHILD)
+            hook = module.__dict__.pop("_bochner_hook", None)
+            if hook is not None:
+                hook.remove()
+    # The latest conversion first: what it found may be the work of an earlier one.
+    for conversion in reversed(list(conversions.values())):
+        for config, implementation in conversion.before:
+            config._attn_implementation_internal = implementation
+
+
+@contextlib.contextmanager
+def plan_in_config(model: Any) -> Iterator[None]:
+    """While a converted model is being saved, its configuration holds its plan."""
+    try:
+        plan = plan_of(model)
+    except BochnerError:
+        yield
+        return
+    config = model.config
+    config.bochner, config.attn_implementation = plan.to_dict(), CONVERTED
+    try:
+        yield
+    finally:
+        del config.bochner, config.attn_implementation
+
+
+def equip_as_saved(model: Any) -> None:
+    """Build the maps of a model whose configuration comes from a saved conversion, before its weights are read."""
+    saved = getattr(model.config, KEY, None)
+    if saved is None:
+        return
+    plan = Plan.from_dict(saved)
+    try:
+        find_modules(model, plan)
+    except BochnerError:
+        return  # a part of the model that holds none of the plan's modules
+    equip(model, plan)
+    for name in (KEY, "attn_implementation"):
+        model.config.__dict__.pop(name, None)
+
+
+def _configs_above(model: nn.Module, children: set[int]) -> list[Any]:
+    """The configurations of the modules that hold one of the attached children."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal") and any(id(m) in children for m in module.modules()):
+            found[id(config)] = config
+    return list(found.values())
+
+
+def _softmax_of(model: Any, config: Any, loaded: bool) -> str:
+    """The implementation to go back to: the present one, unless that is ours by name alone."""
+    present = config._attn_implementation_internal
+    if present in (None, NAME) or (loaded and present == CONVERTED):
+        return "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
+    return str(present)

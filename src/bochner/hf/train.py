@@ -1,0 +1,83 @@
+"""Training with maps: their parameters in groups of their own, and new random frequencies on schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from bochner._checks import BochnerError, extra, positive_int, spawn_seed
+from bochner.hf.io import layers_of
+from bochner.hf.layer import LinearAttention
+
+extra("transformers", "hf", "bochner.hf")
+from transformers import TrainerCallback  # noqa: E402
+
+
+def trainable_maps_(model: Any, *, projections: bool = False) -> list[nn.Parameter]:
+    """Make the learned parts of a converted model's maps parameters that require gradients; returns them.
+
+    Random frequencies stay buffers unless `projections`. All are named under `linear_attn.map_norm`, which trainers
+    leave out of weight decay and PEFT can be told to train by `modules_to_save=["linear_attn"]`. A model converted with
+    `train=True` has this done already, and is saved and loaded that way.
+    """
+    found = []
+    for layer in layers_of(model).values():
+        found += layer.open_(projections=projections)
+    if not found:
+        raise BochnerError(
+            "The maps of this model have nothing to learn; convert it with 'calibrated' or a learned map."
+        )
+    return found
+
+
+def parameter_groups(
+    model: Any, lr: float, *, map_lr: float | None = None, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer: matrices, which decay; vectors, which do not; maps, which do not either.
+
+    `map_lr`: the learning rate of the maps, default `lr`. Only what requires gradients is listed, and each parameter
+    once: `torch.optim.AdamW(parameter_groups(model, 1e-4, map_lr=1e-3, weight_decay=0.01))`.
+    """
+    maps = {id(p) for m in model.modules() if isinstance(m, LinearAttention) for p in m.parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if id(p) not in maps and p.ndim > 1], "lr": lr, "weight_decay": weight_decay},
+        {"params": [p for p in trained if id(p) not in maps and p.ndim <= 1], "lr": lr, "weight_decay": 0.0},
+        {
+            "params": [p for p in trained if id(p) in maps],
+            "lr": lr if map_lr is None else map_lr,
+            "weight_decay": 0.0,
+        },
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def redraw_(model: Any, step: int, *, seed: int = 0) -> Any:
+    """New random frequencies for every map, from the training step, the layer and the seed alone: ranks and resumed
+    runs agree.
+
+    Calibration and learned parts stay; frequencies that were made trainable are learned parts and stay too.
+    """
+    for i, layer in enumerate(layers_of(model).values()):
+        for j, kind in enumerate(layer.map_norm):
+            phi = layer.map_of(kind)
+            if not any(p.requires_grad for n, p in phi.named_parameters() if "projection" in n):
+                phi.redraw_(seed=spawn_seed(seed, step, i, j))
+    return model
+
+
+class RedrawCallback(TrainerCallback):
+    """Redraw the random parts of a converted model's maps every `every` optimizer steps of transformers' Trainer.
+
+    The draw is a function of the global step, the layer and `seed`. Between redraws it is part of the model's state, so
+    that a run resumed from a checkpoint continues as if it had not been stopped, and a saved model evaluates as it did.
+    """
+
+    def __init__(self, every: int = 100, *, seed: int = 0) -> None:
+        self.every, self.seed = positive_int(every, "every", "RedrawCallback"), seed
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Called by the trainer after each optimizer step."""
+        if state.global_step % self.every == 0:
+            redraw_(model, state.global_step, seed=self.seed)

@@ -1,0 +1,162 @@
+"""Maps that are trained with their model: seen by the optimizer, saved, loaded, redrawn on schedule."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import GROUPED, TEXT, build, inputs  # noqa: E402
+
+from bochner import convert  # noqa: E402
+from bochner._checks import spawn_seed  # noqa: E402
+from bochner.hf import RedrawCallback, layers_of, parameter_groups, plan_of, redraw_  # noqa: E402
+
+LEARNED = ["gmm_prf", "fastfood_prf", "generative_prf", "hedgehog", "calibrated"]
+SETTINGS = {**TEXT, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+
+
+def classifier(feature_map: str = "gmm_prf", **options: Any) -> Any:
+    model = build("bert", SETTINGS, head="AutoModelForSequenceClassification")
+    return convert(model, feature_map, 8, train=True, **options)
+
+
+def map_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    return {n: p for n, p in model.named_parameters() if ".linear_attn." in n}
+
+
+@pytest.mark.parametrize("feature_map", LEARNED)
+def test_learned_maps_are_trained_saved_and_loaded(feature_map: str, tmp_path: Path) -> None:
+    model = classifier(feature_map)
+    x = inputs(model)
+    found = map_parameters(model)
+    assert found
+    assert all(p.requires_grad for p in found.values())
+    assert found.keys() <= model.state_dict().keys()
+    before = {n: p.detach().clone() for n, p in found.items()}
+    optimizer = torch.optim.AdamW(parameter_groups(model, 1e-2, map_lr=1e-1))
+    model.train()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(**x, labels=torch.tensor([0, 1])).loss.backward()
+        optimizer.step()
+    model.eval()
+    assert not [n for n, p in found.items() if torch.equal(p, before[n])]
+    with torch.no_grad():
+        assert model(**x).logits.isfinite().all()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert plan_of(loaded) == plan_of(model)
+    with torch.no_grad():
+        assert torch.equal(loaded(**x).logits, model(**x).logits)
+    again = map_parameters(loaded)
+    assert again.keys() == found.keys()
+    assert all(p.requires_grad for p in again.values())
+
+
+def test_a_decoder_is_trained_too() -> None:
+    model = build("llama", GROUPED, head="AutoModelForCausalLM")
+    convert(model, "gmm_prf", 8, window=4, sinks=1, train=True)
+    x = inputs(model)
+    model.train()
+    model(**x, labels=x["input_ids"]).loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in map_parameters(model).values())
+
+
+def test_random_maps_have_no_parameters_but_are_part_of_the_model() -> None:
+    model = classifier("positive")
+    assert not map_parameters(model)
+    assert any("linear_attn" in name for name in model.state_dict())
+
+
+def test_maps_of_a_converted_model_are_not_trained_unless_asked() -> None:
+    model = convert(build("bert", TEXT), "gmm_prf", 8)
+    assert map_parameters(model)
+    assert not any(p.requires_grad for p in map_parameters(model).values())
+
+
+def test_parameter_groups_list_everything_once_and_decay_no_map() -> None:
+    model = classifier()
+    groups = parameter_groups(model, 1e-3, map_lr=1e-2, weight_decay=0.1)
+    places = {id(p): group for group in groups for p in group["params"]}
+    assert sum(len(group["params"]) for group in groups) == len(places) == len(list(model.parameters()))
+    maps = {id(p) for p in map_parameters(model).values()}
+    for p in model.parameters():
+        group = places[id(p)]
+        assert group["lr"] == (1e-2 if id(p) in maps else 1e-3)
+        assert group["weight_decay"] == (0.1 if p.ndim > 1 and id(p) not in maps else 0.0)
+
+
+def noise(model: Any) -> list[torch.Tensor]:
+    return [layer.map_norm["kernel"].projection.weight.clone() for layer in layers_of(model).values()]
+
+
+def test_redraws_depend_on_step_layer_and_seed_alone() -> None:
+    a, b = classifier(), classifier()
+    redraw_(a, 5)
+    redraw_(b, 1, seed=9)
+    assert not torch.equal(noise(a)[0], noise(b)[0])
+    redraw_(b, 5)
+    assert all(torch.equal(x, y) for x, y in zip(noise(a), noise(b), strict=True))
+    seen = [w for step, seed in ((5, 0), (5, 1), (6, 0)) for w in noise(redraw_(a, step, seed=seed))]
+    assert len({w.sum().item() for w in seen}) == 6
+
+
+def test_seeds_of_parts_do_not_collide() -> None:
+    keys = [(seed, step, layer) for seed in range(20) for step in range(20) for layer in range(20)]
+    assert len({spawn_seed(*key) for key in keys}) == len(keys)
+    assert len({spawn_seed(0), spawn_seed(0, 0), spawn_seed(0, 0, 0)}) == 3
+    assert all(0 <= spawn_seed(s, 1) < 2**63 for s in range(100))
+    for one, other in ((0, 1000), (1000, 0)):  # what seed + 1000 * layer could not tell apart
+        assert spawn_seed(one, 1) != spawn_seed(other, 0)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        ids = torch.randint(4, 50, (16,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "attention_mask": torch.ones(16, dtype=torch.long), "labels": i % 2}
+
+
+def trained(folder: Path, *, resume: bool = False) -> tuple[Any, list[list[torch.Tensor]]]:
+    """A model after 6 steps with redraws every 2, and the frequencies at every step."""
+    model = classifier()
+    seen: list[list[torch.Tensor]] = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            seen.append(noise(model))
+
+    arguments = transformers.TrainingArguments(
+        str(folder), max_steps=6, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], use_cpu=True,
+        disable_tqdm=True, save_strategy="steps", save_steps=3, logging_strategy="no", seed=1,
+    )  # fmt: skip
+    callbacks = [Watch(), RedrawCallback(2, seed=3)]
+    trainer = transformers.Trainer(model, arguments, train_dataset=Rows(), callbacks=callbacks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
+    return model, seen
+
+
+def test_a_resumed_run_redraws_and_ends_like_one_that_was_not_stopped(tmp_path: Path) -> None:
+    whole, draws = trained(tmp_path)
+    assert len(draws) == 6
+    same = [all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) for a, b in pairwise(draws)]
+    assert same == [True, False, True, False, True]  # new ones after steps 2 and 4
+    resumed, rest = trained(tmp_path, resume=True)
+    assert len(rest) == 3
+    for a, b in zip(draws[3:], rest, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    want, got = whole.state_dict(), resumed.state_dict()
+    assert want.keys() == got.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, atol=1e-6, rtol=1e-5, msg=name)
