@@ -1,0 +1,148 @@
+"""What a sampler of classes is, and the simple ones: uniform, log-uniform, exact."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor, nn
+
+from bochner._checks import BochnerError, finite, floating, positive_int
+
+BLOCK = 1 << 22  # logits held at a time by the exact sampler
+
+
+class Draws(NamedTuple):
+    """Classes drawn for each query, ids (b, k), and the log probability of each under the sampler, (b, k)."""
+
+    ids: Tensor
+    log_prob: Tensor
+
+
+class Sampler(nn.Module):
+    """Draws classes for queries, with replacement, and knows the probability of every class.
+
+    `draw(x, k, generator=g)` and `log_prob(x, ids)` are without gradient. Samplers that follow the class vectors take
+    them by `set_classes_(vectors, bias)`, and single rows by `update_(ids, vectors, bias)`.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.num_classes = positive_int(num_classes, "num_classes", type(self).__name__)
+
+    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
+        """`num_samples` classes for each row of x (b, d), independent and with replacement."""
+        raise NotImplementedError
+
+    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        """The log probability with which each of ids (b, k) is drawn for the rows of x (b, d)."""
+        raise NotImplementedError
+
+    def set_classes_(self, vectors: Tensor, bias: Tensor | None = None) -> Sampler:
+        """All class vectors (n, d) and their bias (n,) anew; nothing for samplers that do not look at them."""
+        return self
+
+    def update_(self, ids: Tensor, vectors: Tensor, bias: Tensor | None = None) -> Sampler:
+        """New vectors (u, d) and bias (u,) of the classes ids (u,)."""
+        return self
+
+    def extra_repr(self) -> str:
+        return f"num_classes={self.num_classes}"
+
+
+class UniformSampler(Sampler):
+    """Every class alike.
+
+    >>> UniformSampler(4).log_prob(torch.zeros(1, 2), torch.tensor([[0, 3]])).exp()
+    tensor([[0.2500, 0.2500]])
+    """
+
+    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
+        ids = torch.randint(self.num_classes, (len(x), num_samples), generator=generator).to(x.device)
+        return Draws(ids, self.log_prob(x, ids))
+
+    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        return torch.full(ids.shape, -math.log(self.num_classes), device=x.device)
+
+
+class LogUniformSampler(Sampler):
+    """`p(j) = log((j + 2) / (j + 1)) / log(n + 1)`: Zipf's law for classes numbered by descending frequency.
+
+    >>> p = LogUniformSampler(3).log_prob(torch.zeros(1, 2), torch.arange(3)[None]).exp()
+    >>> round(p.sum().item(), 6), bool(p[0, 0] > p[0, 1] > p[0, 2])
+    (1.0, True)
+    """
+
+    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
+        u = torch.rand(len(x), num_samples, generator=generator, dtype=torch.float64)
+        ids = (torch.expm1(u * math.log1p(self.num_classes))).long().clamp_(max=self.num_classes - 1).to(x.device)
+        return Draws(ids, self.log_prob(x, ids))
+
+    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        share = torch.log1p(1 / (ids.double() + 1)) / math.log1p(self.num_classes)
+        return share.log().to(x.device, torch.float32)
+
+
+class ExactSampler(Sampler):
+    """The softmax itself, `p(j | x) = exp(x . y_j + b_j) / Z(x)`: O(n d) a query, the yardstick of the others."""
+
+    vectors: Tensor
+    bias: Tensor
+
+    def __init__(self, vectors: Tensor, bias: Tensor | None = None) -> None:
+        vectors = check_vectors(vectors, type(self).__name__)
+        super().__init__(len(vectors))
+        self.register_buffer("vectors", vectors, persistent=False)
+        self.register_buffer("bias", check_bias(bias, vectors, type(self).__name__), persistent=False)
+
+    @torch.no_grad()
+    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
+        parts = []
+        for block in x.split(max(1, BLOCK // self.num_classes)):
+            logs = self._log_softmax(block)
+            # Inversion in float64: torch.multinomial is limited to 2^24 classes and slower.
+            u = torch.rand(len(block), num_samples, generator=generator, dtype=torch.float64).to(x.device)
+            ids = torch.searchsorted(logs.double().exp().cumsum_(1), u).clamp_(max=self.num_classes - 1)
+            parts.append((ids, logs.gather(1, ids)))
+        return Draws(*(torch.cat(p) for p in zip(*parts, strict=True)))
+
+    @torch.no_grad()
+    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        rows = max(1, BLOCK // self.num_classes)
+        parts = [self._log_softmax(b).gather(1, i) for b, i in zip(x.split(rows), ids.split(rows), strict=True)]
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def set_classes_(self, vectors: Tensor, bias: Tensor | None = None) -> ExactSampler:
+        self.vectors.copy_(vectors)
+        if bias is not None:
+            self.bias.copy_(bias)
+        return self
+
+    @torch.no_grad()
+    def update_(self, ids: Tensor, vectors: Tensor, bias: Tensor | None = None) -> ExactSampler:
+        self.vectors[ids] = vectors.to(self.vectors.dtype)
+        if bias is not None:
+            self.bias[ids] = bias.to(self.bias.dtype)
+        return self
+
+    def _log_softmax(self, x: Tensor) -> Tensor:
+        return torch.log_softmax(torch.addmm(self.bias, x.to(self.vectors.dtype), self.vectors.T), 1)
+
+
+def check_vectors(vectors: Tensor, owner: str) -> Tensor:
+    """A copy of the class vectors (n, d), detached."""
+    vectors = finite(floating(vectors, "vectors", owner).detach(), "vectors", owner)
+    if vectors.ndim != 2 or 0 in vectors.shape:
+        raise BochnerError(f"The 'vectors' of {owner} must have shape (n, d), got {tuple(vectors.shape)}.")
+    return vectors.clone()
+
+
+def check_bias(bias: Tensor | None, vectors: Tensor, owner: str) -> Tensor:
+    """A copy of the bias (n,), zeros if there is none."""
+    if bias is None:
+        return vectors.new_zeros(len(vectors))
+    if bias.shape != vectors.shape[:1]:
+        raise BochnerError(f"The 'bias' of {owner} must have shape ({len(vectors)},), got {tuple(bias.shape)}.")
+    return finite(floating(bias, "bias", owner).detach(), "bias", owner).to(vectors.dtype, copy=True)

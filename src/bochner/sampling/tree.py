@@ -1,0 +1,435 @@
+"""A tree of feature sums: classes drawn from an estimated softmax in O(m log n)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from bochner._checks import BochnerError, finite, floating, positive_float, positive_int
+from bochner.maps import FeatureMap, Features, feature_map
+from bochner.sampling.samplers import Draws, Sampler, check_bias, check_vectors
+
+FAN = 8  # children of a node
+BLOCK = 1 << 20  # numbers gathered at a time: they stay in cache
+CALIBRATION_ROWS = 2048
+ROOM = 30.0  # a class may grow by exp(30) beyond the largest at the last build before the scale is taken anew
+ROWS = 1 << 16  # classes whose features are computed at a time
+
+
+class Partition(NamedTuple):
+    """`log Z(x)` of each query and the relative standard error of Z, both (b,)."""
+
+    log_value: Tensor
+    relative_error: Tensor
+
+
+class Top(NamedTuple):
+    """The best classes found, ids and scores (b, k), and a bound (b,) on the score of every class not looked at.
+
+    Where `bound <= scores[:, -1]` they are the true top k.
+    """
+
+    ids: Tensor
+    scores: Tensor
+    bound: Tensor
+
+
+class FeatureTree(Sampler):
+    """Classes drawn in proportion to an estimate of `exp(x . y_j + b_j)`, one branch after another.
+
+    A leaf holds `leaf_size` classes, a node 8 children, and each the sum S of the features `psi(y_j) exp(b_j)` of the
+    classes under it: `phi(x) . S` estimates their share of the partition function, and a draw goes down by these
+    shares. In the leaf it takes the exact softmax of the few classes there (`leaf_size=1`: features to the last class,
+    the method of the papers). With positive features every share is positive; with signed ones negative shares count
+    as zero, and a draw is uniform with probability `uniform`, so that no class is out of reach.
+
+    Args:
+        vectors: y, (n, d). The tree keeps its own copy.
+        bias: b, (n,).
+        feature_map: a name or an instance for the softmax kernel; `num_features` m and `projection` as there.
+        leaf_size: classes in a leaf.
+        scale: the logits are `scale x . y + b`.
+        normalize: a length to which x and y are brought for sampling alone, as appendix I of the paper does: another
+            distribution with less variance, whose probabilities are still known.
+        uniform: the share of uniform draws; None means 0 for positive maps and 0.1 for signed ones.
+        seed: of the feature map.
+
+    Cost: a draw O(m log n + leaf_size d); `update_` of u classes O(u m (d leaf_size + log n)); memory n d for the
+    vectors and about 1.15 n m / leaf_size for the sums.
+    References: Blanc and Rendle 2018; Rawat et al. 2019; Choromanski et al. 2022, section 4.2.
+
+    >>> g = torch.Generator().manual_seed(0)
+    >>> tree = FeatureTree(torch.randn(1000, 16, generator=g) / 4, seed=0)
+    >>> ids, log_prob = tree.draw(torch.randn(3, 16, generator=g), 5, generator=g)
+    >>> ids.shape, bool((log_prob < 0).all())
+    (torch.Size([3, 5]), True)
+    """
+
+    vectors: Tensor
+    bias: Tensor
+    order: Tensor
+    place: Tensor
+
+    def __init__(
+        self,
+        vectors: Tensor,
+        bias: Tensor | None = None,
+        *,
+        feature_map: str | FeatureMap = "calibrated",
+        num_features: int = 64,
+        projection: str = "orthogonal",
+        leaf_size: int = 16,
+        scale: float = 1.0,
+        normalize: float | None = None,
+        uniform: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        owner = type(self).__name__
+        y = check_vectors(vectors, owner)
+        super().__init__(len(y))
+        self.leaf_size = positive_int(leaf_size, "leaf_size", owner)
+        self.scale = positive_float(scale, "scale", owner)
+        self.normalize = None if normalize is None else positive_float(normalize, "normalize", owner)
+        self.phi = _softmax_map(feature_map, y.shape[1], num_features, projection, seed)
+        self.uniform = (0.0 if self.phi.positive else 0.1) if uniform is None else uniform
+        if not 0 <= self.uniform <= 1:
+            raise BochnerError(f"The 'uniform' of {owner} must be in [0, 1], got {uniform!r}.")
+        order = similar_order(y)
+        y, b = y[order], check_bias(bias, y, owner)[order]
+        self.register_buffer("order", order, persistent=False)  # the class at each place
+        self.register_buffer(
+            "place", torch.empty_like(order).scatter_(0, order, torch.arange(len(y))), persistent=False
+        )
+        self.register_buffer("vectors", y, persistent=False)  # by place
+        self.register_buffer("bias", b, persistent=False)
+        self._shift = 0.0
+        self._sums: list[Tensor] = []  # leaves first; each level a multiple of FAN rows, the last the root's children
+        self._balls: list[Tensor] | None = None
+        self._build()
+
+    # ---- building -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def calibrate_(self, queries: Tensor) -> FeatureTree:
+        """Fit the statistics of the map to queries (b, d) like those to come, and to the classes; builds anew."""
+        queries = self._check(queries)
+        pick = torch.linspace(0, self.num_classes - 1, min(self.num_classes, CALIBRATION_ROWS)).long()
+        self.phi.calibrate_(self._scaled(queries[:CALIBRATION_ROWS]), self._scaled(self.vectors[pick]))
+        self._build()
+        return self
+
+    @torch.no_grad()
+    def set_classes_(self, vectors: Tensor, bias: Tensor | None = None) -> FeatureTree:
+        self.vectors.copy_(vectors.detach()[self.order])
+        if bias is not None:
+            self.bias.copy_(bias.detach()[self.order])
+        self._build()
+        return self
+
+    @torch.no_grad()
+    def update_(self, ids: Tensor, vectors: Tensor, bias: Tensor | None = None) -> FeatureTree:
+        """New vectors of some classes: the sums on their paths are added up again, so that no rounding piles up."""
+        place = self.place[ids]
+        self.vectors[place] = vectors.detach().to(self.vectors.dtype)
+        if bias is not None:
+            self.bias[place] = bias.detach().to(self.bias.dtype)
+        leaves = torch.unique(place // self.leaf_size)
+        members = (leaves[:, None] * self.leaf_size + torch.arange(self.leaf_size)).flatten()
+        sums, top = self._leaf_sums(members)
+        if top > self._shift + ROOM:
+            self._build()
+            return self
+        self._sums[0][leaves] = sums
+        node = leaves
+        for level in range(1, len(self._sums)):
+            node = torch.unique(node // FAN)
+            self._sums[level][node] = self._sums[level - 1].view(-1, FAN, sums.shape[1])[node].sum(1)
+        self._balls = None
+        return self
+
+    def _build(self) -> None:
+        self._shift = -math.inf
+        for i in range(0, self.num_classes, ROWS):
+            self._shift = max(self._shift, float(self._log_scales(i, i + ROWS).max()))
+        leaves = -(-self.num_classes // self.leaf_size)
+        sums = torch.zeros(_padded(leaves), self.phi.feature_dim, dtype=self._dtype)
+        step = max(1, ROWS // self.leaf_size)
+        for i in range(0, leaves, step):
+            members = torch.arange(i * self.leaf_size, min(i + step, leaves) * self.leaf_size)
+            sums[i : i + step][: len(members) // self.leaf_size] = self._leaf_sums(members)[0]
+        self._sums = [sums]
+        while len(sums) > FAN:
+            sums = sums.view(-1, FAN, sums.shape[1]).sum(1)
+            sums = torch.cat([sums, sums.new_zeros(_padded(len(sums)) - len(sums), sums.shape[1])])
+            self._sums.append(sums)
+        self._balls = None
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float64 if self.vectors.dtype == torch.float64 else torch.float32
+
+    def _log_scales(self, start: int, stop: int) -> Tensor:
+        features = self._features(self.vectors[start:stop], "key")
+        return features.log_scale[:, 0] + self.bias[start:stop]
+
+    def _leaf_sums(self, members: Tensor) -> tuple[Tensor, float]:
+        """The sums of whole leaves, given all their places (those beyond n are empty), and the largest log scale."""
+        real = members < self.num_classes
+        place = members.clamp(max=self.num_classes - 1)
+        values, log_scale = self._features(self.vectors[place], "key")
+        logs = log_scale[:, 0] + self.bias[place]
+        weight = torch.where(real, (logs - self._shift).exp(), 0.0)
+        sums = (values * weight[:, None]).view(-1, self.leaf_size, values.shape[1]).sum(1)
+        return sums.to(self._dtype), float(torch.where(real, logs, -math.inf).max())
+
+    # ---- drawing --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
+        x = self._check(x)
+        positive_int(num_samples, "num_samples", type(self).__name__)
+        parts = []
+        for block in x.split(max(1, BLOCK // (num_samples * FAN * self.phi.feature_dim))):
+            parts.append(self._draw(block, num_samples, generator))
+        return Draws(*(torch.cat(p) for p in zip(*parts, strict=True)))
+
+    def _draw(self, x: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
+        f = self._features(x, "query").values
+        u = torch.rand(len(self._sums) + 1, len(x), k, generator=generator, dtype=f.dtype).to(x.device)
+        node = torch.zeros(len(x), k, dtype=torch.long, device=x.device)
+        logs = torch.zeros(len(x), k, dtype=f.dtype, device=x.device)
+        for level in reversed(range(len(self._sums))):
+            child, log = _choose(self._shares(level, node, f), u[level])
+            node, logs = node * FAN + child, logs + log
+        if self.leaf_size > 1:
+            child, log = _choose(self._leaf(node, x), u[-1])
+            node, logs = node * self.leaf_size + child, logs + log
+        if self.uniform > 0:
+            other = torch.rand(len(x), k, generator=generator).to(x.device) < self.uniform
+            anywhere = torch.randint(self.num_classes, (len(x), k), generator=generator).to(x.device)
+            node = torch.where(other, anywhere, node)
+            if bool(other.any()):  # what was not walked to has a probability to be found
+                rows = other.nonzero()[:, 0]
+                logs[other] = self._walk(x[rows], node[other][:, None])[:, 0]
+            logs = self._mixed(logs)
+        return self.order[node], logs
+
+    @torch.no_grad()
+    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        x = self._check(x)
+        rows = max(1, BLOCK // (ids.shape[1] * FAN * self.phi.feature_dim))
+        place = self.place[ids]
+        logs = torch.cat([self._walk(b, p) for b, p in zip(x.split(rows), place.split(rows), strict=True)])
+        return self._mixed(logs) if self.uniform > 0 else logs
+
+    def _walk(self, x: Tensor, place: Tensor) -> Tensor:
+        """The log probability of going down to each place (b, k)."""
+        f = self._features(x, "query").values
+        node = place // self.leaf_size
+        logs = torch.zeros(place.shape, dtype=f.dtype, device=x.device)
+        if self.leaf_size > 1:
+            logs += _log_share(self._leaf(node, x), place % self.leaf_size)
+        for level in range(len(self._sums)):
+            logs += _log_share(self._shares(level, node // FAN, f), node % FAN)
+            node = node // FAN
+        return logs
+
+    def _mixed(self, logs: Tensor) -> Tensor:
+        flat = torch.full_like(logs, math.log(self.uniform / self.num_classes))
+        return flat if self.uniform == 1 else torch.logaddexp(logs + math.log1p(-self.uniform), flat)
+
+    def _shares(self, level: int, parent: Tensor, f: Tensor) -> Tensor:
+        """The masses of the children of nodes (b, k), not negative, (b, k, FAN); by number where all vanish."""
+        sums = self._sums[level]
+        b, k = parent.shape
+        children = sums.view(-1, FAN * sums.shape[1])[parent.flatten()].view(b, k * FAN, sums.shape[1])
+        mass = torch.bmm(children, f.unsqueeze(-1)).view(b, k, FAN).clamp_(min=0)
+        lost = mass.sum(-1) <= 0
+        if bool(lost.any()):
+            mass[lost] = self._counts(level, parent[lost]).to(mass.dtype)
+        return mass
+
+    def _counts(self, level: int, parent: Tensor) -> Tensor:
+        """Classes under each child of the nodes (t,), (t, FAN)."""
+        size = self.leaf_size * FAN**level
+        first = (parent[:, None] * FAN + torch.arange(FAN, device=parent.device)) * size
+        return (self.num_classes - first).clamp(0, size)
+
+    def _leaf(self, leaf: Tensor, x: Tensor) -> Tensor:
+        """The softmax of the classes of leaves (b, k) up to a factor, (b, k, leaf_size)."""
+        b, k = leaf.shape
+        place = leaf[..., None] * self.leaf_size + torch.arange(self.leaf_size, device=leaf.device)
+        real = place < self.num_classes
+        place = place.clamp_(max=self.num_classes - 1).view(b, k * self.leaf_size)
+        y = self._scaled(self.vectors[place.flatten()]).view(b, k * self.leaf_size, -1)
+        logits = torch.bmm(y, self._scaled(x).to(y.dtype).unsqueeze(-1)).squeeze(-1) + self.bias[place]
+        logits = logits.view(real.shape).masked_fill_(~real, -math.inf)
+        return (logits - logits.amax(-1, keepdim=True)).exp_()
+
+    # ---- estimates ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def log_partition(self, x: Tensor) -> Tensor:
+        """`log Z(x)` by features alone, (b,): O(m) a query, with the error of the map; -inf where Z is not positive."""
+        values, log_scale = self._features(self._check(x), "query")
+        return (values @ self._sums[-1].sum(0)).clamp_min(0).log() + log_scale[:, 0] + self._shift
+
+    @torch.no_grad()
+    def partition(self, x: Tensor, num_samples: int = 100, *, generator: Generator | None = None) -> Partition:
+        """`log Z(x)` from draws, `Z ~ mean exp(x . y_j + b_j) / q(j | x)`: Z unbiased, with its standard error."""
+        if positive_int(num_samples, "num_samples", "partition") < 2:
+            raise BochnerError(f"The 'num_samples' of partition must be at least 2, got {num_samples}.")
+        x = self._check(x)
+        ids, log_q = self.draw(x, num_samples, generator=generator)
+        logs = self.logits(x, ids) - log_q
+        top = logs.amax(1, keepdim=True)
+        weight = (logs - top).exp()
+        mean = weight.mean(1)
+        return Partition(top[:, 0] + mean.log(), weight.std(1) / (mean * math.sqrt(num_samples)))
+
+    def logits(self, x: Tensor, ids: Tensor) -> Tensor:
+        """`scale x . y_j + b_j` for ids (b, k), without gradient."""
+        place = self.place[ids]
+        y = self.vectors[place.flatten()].view(*place.shape, -1)
+        return self.scale * torch.bmm(y, x.to(y.dtype).unsqueeze(-1)).squeeze(-1) + self.bias[place]
+
+    @torch.no_grad()
+    def top(self, x: Tensor, k: int = 1, *, beam: int = 64) -> Top:
+        """The classes with the largest `scale x . y_j + b_j` among the `beam` best nodes of every level.
+
+        The classes of a node lie in a ball of centre c and radius r, none of them above `scale (x . c + |x| r) + b`:
+        that bounds what was left out. Nodes are ranked by the score to expect of the best of N points in the ball, with
+        r sqrt(2 log N / d) for r. Cost O(beam d log n); exact, and known to be, when the bound says so.
+        """
+        x = self._check(x)
+        positive_int(beam, "beam", type(self).__name__)
+        if not 0 < k <= min(beam * self.leaf_size, self.num_classes):
+            raise BochnerError(
+                f"The 'k' of top must be in 1..{min(beam * self.leaf_size, self.num_classes)}, got {k!r}."
+            )
+        parts = [self._top(b, k, beam) for b in x.split(max(1, BLOCK // (beam * FAN * x.shape[1])))]
+        return Top(*(torch.cat(p) for p in zip(*parts, strict=True)))
+
+    def _top(self, x: Tensor, k: int, beam: int) -> tuple[Tensor, Tensor, Tensor]:
+        if self._balls is None:
+            self._balls = self._enclose()
+        x = x.to(self.vectors.dtype)
+        length = x.norm(dim=1, keepdim=True)
+        node = torch.zeros(len(x), 1, dtype=torch.long)
+        missed = torch.full((len(x),), -math.inf, dtype=x.dtype)
+        d = x.shape[1]
+        for level in reversed(range(len(self._sums))):
+            child = (node[..., None] * FAN + torch.arange(FAN)).flatten(1)
+            balls = self._balls[level]
+            ball = balls[child.clamp(max=len(balls) - 1).flatten()].view(*child.shape, d + 2)
+            middle = self.scale * torch.bmm(ball[..., :d], x.unsqueeze(-1)).squeeze(-1) + ball[..., d + 1]
+            middle = middle.masked_fill_(child >= len(balls), -math.inf)
+            reach = self.scale * length * ball[..., d]
+            likely = min(1.0, math.sqrt(2 * math.log(self.leaf_size * float(FAN) ** level) / d))
+            where = (middle + likely * reach).argsort(1, descending=True)
+            left_out = (middle + reach).gather(1, where[:, beam:])
+            if left_out.shape[1]:
+                missed = torch.maximum(missed, left_out.amax(1))
+            node = child.gather(1, where[:, :beam])
+        place = (node[..., None] * self.leaf_size + torch.arange(self.leaf_size)).flatten(1)
+        real = place < self.num_classes
+        ids = self.order[place.clamp(max=self.num_classes - 1)]
+        scores, where = self.logits(x, ids).masked_fill_(~real, -math.inf).topk(k, 1)
+        return ids.gather(1, where), scores, missed
+
+    def _enclose(self) -> list[Tensor]:
+        """For every node the centre, radius and largest bias of its classes, (nodes, d + 2); empty ones bias -inf."""
+        d = self.vectors.shape[1]
+        size = len(self._sums[0]) * self.leaf_size
+        y = torch.cat([self.vectors, self.vectors.new_zeros(size - self.num_classes, d)]).view(-1, self.leaf_size, d)
+        b = torch.cat([self.bias, self.bias.new_full((size - self.num_classes,), -math.inf)]).view(-1, self.leaf_size)
+        real = (b > -math.inf).to(y.dtype)
+        count = real.sum(1)
+        centre = (y * real[..., None]).sum(1) / count.clamp_min(1)[:, None]
+        radius = ((y - centre[:, None]).norm(dim=2) * real).amax(1)
+        top = b.amax(1)
+        balls = [torch.cat([centre, radius[:, None], top[:, None]], 1)]
+        for level in range(1, len(self._sums)):
+            inner, n = balls[-1].view(-1, FAN, d + 2), count.view(-1, FAN)
+            count = n.sum(1)
+            centre = (inner[..., :d] * n[..., None]).sum(1) / count.clamp_min(1)[:, None]
+            reach = (inner[..., :d] - centre[:, None]).norm(dim=2) + inner[..., d]
+            ball = torch.cat(
+                [centre, (reach * (n > 0)).amax(1, keepdim=True), inner[..., d + 1].amax(1, keepdim=True)], 1
+            )
+            pad = len(self._sums[level]) - len(ball)
+            empty = ball.new_zeros(pad, d + 2)
+            empty[:, -1] = -math.inf
+            balls.append(torch.cat([ball, empty]))
+            count = torch.cat([count, count.new_zeros(pad)])
+        return balls
+
+    # ---- inputs ---------------------------------------------------------------------------------------------------
+
+    def _check(self, x: Any) -> Tensor:
+        owner = type(self).__name__
+        x = floating(x, "x", owner).detach()
+        if x.ndim != 2 or x.shape[1] != self.vectors.shape[1]:
+            raise BochnerError(
+                f"The 'x' of {owner} must have shape (b, {self.vectors.shape[1]}), got {tuple(x.shape)}."
+            )
+        return finite(x, "x", owner)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """x or y as the kernel `exp(x . y)` takes it."""
+        if self.normalize is not None:
+            x = torch.nn.functional.normalize(x, dim=-1) * self.normalize
+        return x * math.sqrt(self.scale)
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        return self.phi(self._scaled(x).to(self._dtype), role)
+
+    def extra_repr(self) -> str:
+        return f"num_classes={self.num_classes}, leaf_size={self.leaf_size}, levels={len(self._sums)}"
+
+
+def _softmax_map(name: str | FeatureMap, d: int, m: int, projection: str, seed: int) -> FeatureMap:
+    phi = feature_map(name, dim=d, num_features=m, projection=projection, seed=seed) if isinstance(name, str) else name
+    if phi.dim != d or phi.num_heads is not None or phi.kernel != "softmax":
+        raise BochnerError(
+            f"The 'feature_map' of FeatureTree must estimate the softmax kernel in {d} dimensions, without heads, got "
+            f"{type(phi).__name__} of kernel {phi.kernel!r}, dim={phi.dim}, num_heads={phi.num_heads}."
+        )
+    return phi
+
+
+def _padded(count: int) -> int:
+    return max(1, -(-count // FAN)) * FAN
+
+
+def _choose(mass: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """One of the last axis in proportion to its mass, by inversion of u in [0, 1), and the log of its share."""
+    total = mass.cumsum(-1)
+    # Rounding must not carry u past the last entry with any mass.
+    aim = (u * (1 - 1e-6)).unsqueeze(-1) * total[..., -1:]
+    child = (total <= aim).sum(-1)
+    return child, _log_share(mass, child)
+
+
+def _log_share(mass: Tensor, child: Tensor) -> Tensor:
+    return (mass.gather(-1, child.unsqueeze(-1)).squeeze(-1) / mass.sum(-1)).log()
+
+
+def similar_order(y: Tensor, smallest: int = 64) -> Tensor:
+    """An order in which neighbours are alike: halves along the line of a far pair, again and again; O(n d log n)."""
+    order = torch.arange(len(y))
+    stack = [(0, len(y))]
+    while stack:
+        low, high = stack.pop()
+        part = order[low:high]
+        rows = y[part]
+        first = rows[(rows - rows[0]).square().sum(1).argmax()]
+        second = rows[(rows - first).square().sum(1).argmax()]
+        order[low:high] = part[(rows @ (second - first)).argsort()]
+        if high - low > smallest:
+            middle = (low + high) // 2
+            stack += [(low, middle), (middle, high)]
+    return order

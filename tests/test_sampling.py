@@ -1,0 +1,299 @@
+"""Samplers draw from the distribution they state, and the loss built on them estimates the softmax loss."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+from torch.nn import functional as F
+
+import bochner
+from bochner import BochnerError, feature_map, kernel_estimate
+from bochner.sampling import (
+    ExactSampler,
+    FeatureTree,
+    LogUniformSampler,
+    SampledSoftmaxLoss,
+    UniformSampler,
+)
+
+torch.set_num_threads(1)
+ALPHA = 1e-6  # of every statistical test here
+DIM = 8
+SIZES = [1, 7, 16, 17, 129, 1000]
+
+
+def problem(n=300, b=4, seed=0, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    y, x = (torch.randn(k, DIM, generator=g, dtype=dtype) for k in (n, b))
+    return y / 2, torch.randn(n, generator=g, dtype=dtype) / 2, x / 2
+
+
+def samplers(y, b):
+    return {
+        "uniform": UniformSampler(len(y)),
+        "log-uniform": LogUniformSampler(len(y)),
+        "exact": ExactSampler(y, b),
+        "tree": FeatureTree(y, b),
+        "pure tree": FeatureTree(y, b, leaf_size=1, feature_map="positive"),
+        "signed tree": FeatureTree(y, b, feature_map="trig", leaf_size=4),
+        "normalised tree": FeatureTree(y, b, normalize=0.7, scale=1.5),
+    }
+
+
+NAMES = list(samplers(*problem()[:2]))
+
+
+def every_class(x, n):
+    return torch.arange(n).expand(len(x), n)
+
+
+def chi_square(ids, p):
+    """The p-value of draws (k,) against probabilities (n,): neighbours are pooled until 10 draws are expected."""
+    counts, expected = torch.bincount(ids, minlength=len(p)).double(), p.double() * len(ids)
+    group = (expected.cumsum(0) / 10).floor().long().clamp_(max=max(1, int(expected.sum() / 10)) - 1)
+    cells = int(group.max()) + 1
+    observed, wanted = (torch.zeros(cells, dtype=torch.float64).index_add_(0, group, t) for t in (counts, expected))
+    kept = wanted > 0
+    assert not observed[~kept].any()
+    return stats.chisquare(observed[kept], wanted[kept] * observed.sum() / wanted.sum()).pvalue
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_draws_have_the_stated_law(name):
+    y, b, x = problem()
+    sampler = samplers(y, b)[name]
+    log_p = sampler.log_prob(x, every_class(x, len(y)))
+    torch.testing.assert_close(log_p.exp().sum(1), torch.ones(len(x), dtype=log_p.dtype), rtol=1e-5, atol=0)
+    ids, log_q = sampler.draw(x, 40_000, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(log_q, log_p.gather(1, ids), rtol=1e-4, atol=1e-5)
+    for row, p in zip(ids, log_p.exp(), strict=True):
+        assert chi_square(row, p) > ALPHA
+
+
+def test_the_chi_square_test_rejects_another_law():
+    y, b, x = problem()
+    ids = FeatureTree(y, b).draw(x[:1], 40_000, generator=torch.Generator().manual_seed(1)).ids[0]
+    other = ExactSampler(y, b * 0.9).log_prob(x[:1], every_class(x[:1], len(y)))[0].exp()
+    assert chi_square(ids, other) < ALPHA
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("leaf_size", [1, 5, 16])
+def test_the_tree_is_the_softmax_of_its_estimates(n, leaf_size):
+    """The law by hand: leaves in proportion to the sum of their estimates, in a leaf the exact softmax."""
+    y, b, x = problem(n)
+    tree = FeatureTree(y, b, leaf_size=leaf_size, feature_map="positive", num_features=16, seed=3)
+    phi = feature_map("positive", dim=DIM, num_features=16, seed=3)
+    estimate = kernel_estimate(phi, x, y) * b.exp()
+    exact = (x @ y.T + b).exp()
+    expected = torch.empty_like(exact)
+    for members in tree.order.split(leaf_size):
+        share = estimate[:, members].sum(1) / estimate.sum(1)
+        inside = exact[:, members] / exact[:, members].sum(1, keepdim=True)
+        expected[:, members] = share[:, None] * inside
+    torch.testing.assert_close(tree.log_prob(x, every_class(x, n)).exp(), expected, rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(tree.log_partition(x), estimate.sum(1).log())
+
+
+def test_calibration_brings_the_tree_closer_to_the_softmax():
+    y, b, x = problem(500, 64)
+    x, y = x + 1.0, y - 0.5
+    truth = ExactSampler(y, b).log_prob(x, every_class(x, len(y))).exp()
+    tree = FeatureTree(y, b)
+    before = (tree.log_prob(x, every_class(x, len(y))).exp() - truth).abs().sum(1).mean()
+    after = (tree.calibrate_(x).log_prob(x, every_class(x, len(y))).exp() - truth).abs().sum(1).mean()
+    assert after < 0.7 * before
+
+
+@pytest.mark.parametrize("name", ["exact", "tree", "pure tree", "signed tree", "normalised tree"])
+@pytest.mark.parametrize("growth", [1.0, 30.0])
+def test_updates_give_what_a_new_sampler_has(name, growth):
+    y, b, x = problem(200)
+    sampler, ids = samplers(y, b)[name], torch.tensor([0, 5, 17, 199, 100])
+    fresh_y, fresh_b = y.clone(), b.clone()
+    fresh_y[ids], fresh_b[ids] = growth * y[ids].flip(0), b[ids] + 1
+    sampler.update_(ids, fresh_y[ids], fresh_b[ids])
+    other = samplers(y, b)[name].set_classes_(fresh_y, fresh_b)
+    every = every_class(x, len(y))
+    torch.testing.assert_close(sampler.log_prob(x, every), other.log_prob(x, every), rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(sampler.log_prob(x, every), samplers(y, b)[name].log_prob(x, every))
+
+
+def test_many_updates_leave_no_rounding_behind():
+    y, b, x = problem(200, dtype=torch.float32)
+    tree = FeatureTree(y, b)
+    before = tree.log_prob(x, every_class(x, 200))
+    for step in range(50):
+        ids = torch.randperm(200, generator=torch.Generator().manual_seed(step))[:40]
+        tree.update_(ids, y[ids] * 3, b[ids] + 2)
+        tree.update_(ids, y[ids], b[ids])
+    torch.testing.assert_close(tree.log_prob(x, every_class(x, 200)), before, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tree", "pure tree", "signed tree", "normalised tree"])
+def test_the_partition_function_is_unbiased_and_its_error_is_right(name):
+    """A z-test over 400 repetitions at 5 standard errors; the stated error against their spread, within 30 %."""
+    y, b, x = problem()
+    tree = samplers(y, b)[name]
+    scale = tree.scale
+    truth = (scale * x @ y.T + b).logsumexp(1)
+    g = torch.Generator().manual_seed(0)
+    parts = [tree.partition(x, 100, generator=g) for _ in range(400)]
+    ratio = torch.stack([(p.log_value - truth).exp() for p in parts])
+    spread = ratio.std(0)
+    assert ((ratio.mean(0) - 1).abs() < 5 * spread / 20).all()
+    stated = torch.stack([p.relative_error for p in parts]).square().mean(0).sqrt()
+    assert ((stated / spread - 1).abs() < 0.3).all()
+
+
+@pytest.mark.parametrize("n", [1, 17, 1000])
+def test_the_best_classes_and_the_bound_on_the_others(n):
+    y, b, x = problem(n, 20)
+    tree = FeatureTree(y, b, leaf_size=4)
+    truth = x @ y.T + b
+    k = min(3, n)
+    for beam in (1, 8, 300):
+        ids, scores, bound = tree.top(x, k, beam=beam)
+        torch.testing.assert_close(scores, truth.gather(1, ids))
+        left_out = truth.scatter(1, ids, -math.inf).amax(1)
+        assert (torch.maximum(bound, scores[:, -1]) >= left_out - 1e-9).all()
+        sure = bound <= scores[:, -1]
+        torch.testing.assert_close(scores[sure], truth.topk(k, 1).values[sure])
+    assert sure.all()
+
+
+def test_the_best_classes_follow_updates():
+    y, b, x = problem(300)
+    tree = FeatureTree(y, b, leaf_size=4)
+    tree.top(x, 1)
+    tree.update_(torch.tensor([7]), 100 * x[:1])
+    assert tree.top(x[:1], 1, beam=4).ids.item() == 7
+
+
+def test_queries_without_any_mass_are_drawn_by_number():
+    y = torch.full((50, DIM), 20.0)
+    tree = FeatureTree(y, feature_map="trig", uniform=0.0, num_features=4)
+    tree._sums = [s.zero_() for s in tree._sums]
+    p = tree.log_prob(torch.ones(1, DIM), torch.arange(50)[None]).exp()
+    torch.testing.assert_close(p, torch.full((1, 50), 1 / 50))
+
+
+def test_draws_leave_the_global_generator_alone_and_repeat_with_their_own():
+    y, b, x = problem()
+    for sampler in samplers(y, b).values():
+        torch.manual_seed(0)
+        before = torch.random.get_rng_state()
+        first = sampler.draw(x, 5, generator=torch.Generator().manual_seed(1)).ids
+        assert torch.equal(first, sampler.draw(x, 5, generator=torch.Generator().manual_seed(1)).ids)
+        assert torch.equal(before, torch.random.get_rng_state())
+
+
+# ---- the loss -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "normalised tree"])
+def test_the_estimate_of_the_normaliser_is_unbiased(name):
+    """`exp(loss + o_t)` is the estimate of Z: a z-test over 4,000 draws of 8 classes at 5 standard errors."""
+    y, b, x = problem()
+    target = torch.tensor([3])
+    loss = SampledSoftmaxLoss(samplers(y, b)[name], 8, reduction="none")
+    repeated = x[:1].expand(4000, -1)
+    o = x[:1] @ y.T + b
+    values = (loss(repeated, target.expand(4000), y, b) + o[0, 3]).exp() / o.exp().sum()
+    assert abs(values.mean() - 1) < 5 * values.std() / math.sqrt(4000)
+    assert values.std() > 0
+
+
+@pytest.mark.parametrize("name", ["uniform", "exact", "tree", "signed tree"])
+def test_gradients_approach_those_of_the_softmax(name):
+    y, b, x = problem(50)
+    target = torch.tensor([3, 0, 49, 7])
+    inputs = [t.clone().requires_grad_() for t in (x, y, b)]
+    loss = SampledSoftmaxLoss(samplers(y, b)[name], 20_000)
+    got = torch.autograd.grad(loss(inputs[0], target, inputs[1], inputs[2]), inputs)
+    exact = torch.autograd.grad(loss.eval()(inputs[0], target, inputs[1], inputs[2]), inputs)
+    for g, e in zip(got, exact, strict=True):
+        assert (g - e).norm() < 0.05 * e.norm()
+
+
+def test_in_eval_the_loss_is_the_cross_entropy():
+    y, b, x = problem(b=600)
+    target = torch.arange(600) % len(y)
+    target[5] = -100
+    loss = SampledSoftmaxLoss(UniformSampler(len(y)), 4).eval()
+    torch.testing.assert_close(loss(x, target, y, b), F.cross_entropy(x @ y.T + b, target))
+    torch.testing.assert_close(loss(x, target, y), F.cross_entropy(x @ y.T, target))
+
+
+def test_reductions_and_ignored_targets():
+    y, b, x = problem()
+    target = torch.tensor([[1, -100], [2, 3]])
+    none, mean, total = (
+        SampledSoftmaxLoss(UniformSampler(len(y)), 9, reduction=r)(x.view(2, 2, -1), target, y, b)
+        for r in ("none", "mean", "sum")
+    )
+    assert none.shape == (2, 2)
+    assert none[0, 1] == 0
+    torch.testing.assert_close(mean, none.sum() / 3)
+    torch.testing.assert_close(total, none.sum())
+
+
+def test_sparse_gradients_are_the_dense_ones():
+    y, _, x = problem()
+    grads = []
+    for sparse in (False, True):
+        weight = y.clone().requires_grad_()
+        SampledSoftmaxLoss(FeatureTree(y), 5, sparse=sparse)(x, torch.tensor([1, 1, 2, 3]), weight).backward()
+        grads.append(weight.grad)
+    assert grads[1].is_sparse
+    torch.testing.assert_close(grads[0], grads[1].to_dense())
+
+
+def test_refreshing_after_a_step_keeps_the_tree_true():
+    y, b, x = problem()
+    weight, bias = y.clone().requires_grad_(), b.clone().requires_grad_()
+    loss = SampledSoftmaxLoss(FeatureTree(y, b), 20)
+    optimizer = torch.optim.SGD([weight, bias], lr=5.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(x, torch.tensor([1, 5, 2, 3]), weight, bias).backward()
+        optimizer.step()
+        loss.refresh_(weight, bias)
+    every = every_class(x, len(y))
+    now = loss.sampler.log_prob(x, every)
+    torch.testing.assert_close(now, FeatureTree(y, b).set_classes_(weight, bias).log_prob(x, every))
+    assert not torch.allclose(now, FeatureTree(y, b).log_prob(x, every), atol=1e-3)
+    with torch.no_grad():
+        weight.mul_(0.5)
+    loss.refresh_(weight, bias, all_classes=True)
+    expected = FeatureTree(y, b).set_classes_(weight, bias).log_prob(x, every)
+    torch.testing.assert_close(loss.sampler.log_prob(x, every), expected)
+
+
+def test_mistakes_are_named():
+    y, b, x = problem()
+    with pytest.raises(BochnerError, match="'x' of FeatureTree must have shape"):
+        FeatureTree(y).draw(x[:, :3], 2)
+    with pytest.raises(BochnerError, match="'vectors' of FeatureTree must be finite"):
+        FeatureTree(y / 0)
+    with pytest.raises(BochnerError, match=r"'bias' of FeatureTree must have shape \(300,\)"):
+        FeatureTree(y, b[:5])
+    with pytest.raises(BochnerError, match=r"'uniform' of FeatureTree.*2"):
+        FeatureTree(y, uniform=2.0)
+    with pytest.raises(BochnerError, match="must estimate the softmax kernel"):
+        FeatureTree(y, feature_map="relu")
+    with pytest.raises(BochnerError, match="'k' of top"):
+        FeatureTree(y).top(x, 0)
+    with pytest.raises(BochnerError, match="'num_samples' of partition"):
+        FeatureTree(y).partition(x, 1)
+    with pytest.raises(BochnerError, match="'sampler'"):
+        SampledSoftmaxLoss(None, 3)
+    with pytest.raises(BochnerError, match="weight"):
+        SampledSoftmaxLoss(UniformSampler(300), 3)(x, torch.zeros(4, dtype=torch.long), y[:5])
+
+
+def test_sampling_is_reached_from_the_package():
+    assert bochner.sampling.FeatureTree is FeatureTree
