@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from bochner._checks import BochnerError, lookup
-from bochner.maps import clustered, exponential, generalized, hybrid, learned, local, polynomial, trig
+from bochner.maps import clustered, exponential, generalized, hybrid, landmark, learned, local, polynomial, trig
 from bochner.maps.base import FeatureMap, Features, kernel_estimate
 from bochner.projections import Projection
 
@@ -19,6 +19,7 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "regularized": exponential.RegularizedFeatures,
     "optimal": exponential.OptimalFeatures,
     "calibrated": exponential.CalibratedFeatures,
+    "landmark": landmark.LandmarkFeatures,
     "relu": generalized.ReluFeatures,
     "exp": generalized.ExpFeatures,
     "sigmoid": generalized.SigmoidFeatures,
@@ -54,6 +55,7 @@ WITHOUT_PROJECTION = frozenset(
         "fastfood_rks",
         "fastfood_prf",
         "hedgehog",
+        "landmark",
         "sum_poly",
         "tensor_sketch",
         "maclaurin",
