@@ -64,6 +64,17 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     assert again.exit_code == 0, again.output
 
 
+def test_without_its_extra_the_command_says_so_in_one_line() -> None:
+    script = (
+        "import sys; sys.modules['typer'] = None; sys.argv = ['bochner']; from bochner.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "error: The command line needs typer; install it with: pip install 'bochner[cli]'."
+    helped = subprocess.run([sys.executable, "-m", "bochner", "--help"], capture_output=True, text=True, check=True)
+    assert "convert" in helped.stdout
+
+
 def test_importing_bochner_does_not_import_the_extras() -> None:
     script = "import sys, bochner; print([m for m in ('transformers', 'rich', 'typer', 'sklearn') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

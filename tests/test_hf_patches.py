@@ -189,6 +189,31 @@ def test_converting_a_part_leaves_the_others_as_they_were(part: str, tmp_path: P
     assert torch.equal(cached, plain)
 
 
+def test_the_tower_of_a_composite_model_is_converted_alone(tmp_path: Path) -> None:
+    image = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    config = transformers.CLIPConfig(
+        text_config=TEXT, vision_config={**image, "image_size": 16, "patch_size": 4}, projection_dim=16
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.CLIPModel(config).eval()
+    g = torch.Generator().manual_seed(0)
+    x = {"pixel_values": torch.randn(2, 3, 16, 16, generator=g), "input_ids": torch.randint(4, 50, (2, 10))}
+    before = outputs(model, x)
+    convert(model.vision_model, "positive", 16)
+    after = outputs(model, x)
+    assert not torch.allclose(after, before, atol=1e-3)
+    assert model.text_model.config._attn_implementation == "sdpa"
+    model.save_pretrained(tmp_path)
+    loaded = transformers.CLIPModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(outputs(loaded, x), after)
+    assert loaded.text_model.config._attn_implementation == "sdpa"
+    assert torch.equal(outputs(revert(loaded), x), before)
+    revert(model)
+    with pytest.raises(BochnerError, match=r"made-up inputs.*calibration"):
+        convert(model, "positive", 16)
+    assert torch.equal(outputs(model, x), before)
+
+
 def test_a_part_of_a_conversion_cannot_be_reverted_alone() -> None:
     model = build("bart", SEQ2SEQ)
     convert(model, "positive", 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import architecture
@@ -25,6 +26,7 @@ LAYERS = [
     ["hf", "estimators", "sampling", "tasks"],
     ["report", "demo"],
     ["cli"],
+    ["__main__"],
 ]
 RANK = {name: i for i, row in enumerate(LAYERS) for name in row}
 # Parts that are being rebuilt, whose modules may still import each other in a circle.
@@ -54,6 +56,19 @@ def test_imports_have_no_cycle():
 def test_private_names_stay_in_their_package():
     found = [i for i in architecture.imports() if architecture.room(i.importer) not in UNFINISHED]
     assert architecture.private_across(found) == []
+
+
+def test_no_module_is_shadowed_by_a_function_of_its_name():
+    for name in bochner.__all__:
+        getattr(bochner, name)  # whatever is imported when first asked for
+    for name in architecture.modules():
+        if architecture.room(name) in UNFINISHED:
+            continue
+        module = import_module(name)
+        package, _, last = name.rpartition(".")
+        assert not package or getattr(import_module(package), last) is module, name
+    assert callable(bochner.distill)
+    assert callable(bochner.advise)
 
 
 def test_the_reader_of_imports_sees_relative_and_lazy_ones(tmp_path):

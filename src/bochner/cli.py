@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from bochner._checks import BochnerError
+from bochner._checks import BochnerError, extra
 
-try:
-    import typer
-    from rich.console import Console
-    from rich.table import Table
-except ImportError:  # pragma: no cover - the extra is missing
-    print("The command line needs typer and rich; install bochner[cli].", file=sys.stderr)
-    raise SystemExit(1) from None
+for package in ("typer", "rich"):
+    extra(package, "cli", "The command line")
+import typer  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Linear-time attention, with its error stated.")
 console = Console()
@@ -128,7 +125,9 @@ def advise(
     from bochner.hf.advise import advise as diagnose
 
     loaded, tokenizer = load(model)
-    advice = diagnose(loaded, texts(text, passages), tokenizer=tokenizer, length=length, window=window, sinks=sinks)
+    advice = diagnose(
+        loaded, texts(text, passages), tokenizer=tokenizer, length=length, window=window, sinks=sinks, progress=True
+    )
     print(advice)
 
 
@@ -160,7 +159,3 @@ def texts(path: Path | None, count: int) -> list[str]:
     if not found:
         raise BochnerError(f"The text file {str(path)!r} is empty.")
     return found[:count]
-
-
-if __name__ == "__main__":
-    main()

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bochner import theory
 from bochner._checks import BochnerError, positive_float, positive_int, spawn_seed
+from bochner._progress import track
 from bochner._timing import best_times
 from bochner.attention import linear_attention
 from bochner.attention.core import check_qkv
@@ -133,6 +134,7 @@ def advise(
     max_length: int = 256,
     batch_size: int = 4,
     seed: int = 0,
+    progress: bool = False,
 ) -> Advice:
     """Measure your attention and say which map, window and heads to use: `advise(model, texts)` or `advise(q, k, v)`.
 
@@ -165,7 +167,7 @@ def advise(
         "sinks": (4 if causal else 1) if sinks is None else sinks,
     }
     heads: list[HeadAdvice] = []
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(track(layers, len(layers), "measuring", progress)):
         heads += _examine(layer, {} if layer.is_cross else near, sizes, spawn_seed(seed, i))
     is_language_model = causal and getattr(model, "get_output_embeddings", lambda: None)() is not None
     return _recommend(heads, layers, near, max(sizes), target, length, is_language_model)

@@ -258,10 +258,25 @@ def discover(model: nn.Module, batch: dict[str, Tensor] | None = None) -> dict[s
         found.setdefault(name, Shape.of(name, call))
 
     with recording(model, observe):
-        run(model, dummy_inputs(model) if batch is None else batch)
+        if batch is not None:
+            run(model, batch)
+        else:
+            _run_on_dummies(model)
     if not found:
         raise BochnerError(unsupported_message(model))
     return found
+
+
+def _run_on_dummies(model: Any) -> None:
+    try:
+        run(model, dummy_inputs(model))
+    except BochnerError:
+        raise
+    except Exception as error:  # whatever it is, the inputs were ours
+        raise BochnerError(
+            f"{type(model).__name__} could not be run on made-up inputs ({type(error).__name__}: {error}); pass "
+            "'calibration', batches with the inputs it needs."
+        ) from error
 
 
 def dummy_inputs(model: Any) -> dict[str, Tensor]:
