@@ -156,18 +156,18 @@ class LandmarkFeatures(FeatureMap):
 
     def _features(self, x: Tensor, role: str) -> Features:
         if role == "query":
-            logits = x @ self.key_landmarks.to(x.dtype).mT + self._spread(self.key_log_weights, x)
+            logits = _added(x @ self.key_landmarks.to(x.dtype).mT, self._spread(self.key_log_weights, x))
             peak = logits.detach().amax(-1, keepdim=True)
-            weights = (logits - peak).exp()
+            weights = _added(logits, -peak).exp_()
             total = weights.sum(-1, keepdim=True)
-            values = weights @ self.mix_query.to(x.dtype) / total
+            values = (weights @ self.mix_query.to(x.dtype)).div_(total)
             return Features(rectified(values) if self.positive else values, peak + total.log())
-        logits = x @ self.query_landmarks.to(x.dtype).mT - self._spread(self.offsets, x)
-        hidden = torch.minimum(logits, self._spread(self.caps, x)).exp()
+        logits = _added(x @ self.query_landmarks.to(x.dtype).mT, -self._spread(self.offsets, x))
+        hidden = torch.minimum(logits, self._spread(self.caps, x)).exp_()
         # The last feature is 1, whatever training does to the coefficients.
         mix, bias = pad(self.mix_key, (0, 1)), pad(self.bias_key, (0, 1), value=1.0)
-        values = hidden @ mix.to(x.dtype) + self._spread(bias, x)
-        return Features(values.clamp_min(0) if self.positive else values, torch.zeros_like(x[..., :1]))
+        values = _added(hidden @ mix.to(x.dtype), self._spread(bias, x))
+        return Features(values.clamp_min_(0) if self.positive else values, torch.zeros_like(x[..., :1]))
 
     def _draw(self, seed: int | None, generator: Generator | None) -> int:
         """Random landmarks and coefficients that sort them into features; returns the seed of the next calibration."""
@@ -243,6 +243,11 @@ class LandmarkFeatures(FeatureMap):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, positive={self.positive}, num_landmarks={self.num_landmarks}"
+
+
+def _added(x: Tensor, y: Tensor) -> Tensor:
+    """x + y, in the memory of x where no gradient needs it."""
+    return x + y if x.requires_grad or y.requires_grad else x.add_(y)
 
 
 def _some_seed(seed: int | None, generator: Generator | None) -> int:
