@@ -58,6 +58,7 @@ from bochner.theory.polynomial import (
     polynomial_features_needed,
     tensor_sketch_bound,
 )
+from bochner.theory.rank import rank_floor
 from bochner.theory.regularized import (
     regularized_ratio,
     regularized_ratio_bound,
@@ -139,6 +140,7 @@ __all__ = [
     "poisson_law",
     "polynomial_features_needed",
     "radius_for",
+    "rank_floor",
     "regularized_ratio",
     "regularized_ratio_bound",
     "regularized_tail_bound",

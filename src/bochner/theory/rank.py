@@ -1,0 +1,52 @@
+"""What no map can do: attention through m features has rank m wherever it is the map's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from bochner._checks import BochnerError, finite, floating, positive_int
+
+
+def rank_floor(weights: Tensor, num_features: int, far: Tensor | None = None) -> Tensor:
+    """A lower bound on the relative error |A' - A| / |A| (Frobenius) of attention weights through m features.
+
+    Whatever the map, its unnormalised weights are a product of two matrices with m columns, and dividing rows keeps
+    the rank: over any rectangle of pairs that are all left to the map, A' has rank at most m and by Eckart and Young
+    misses A by at least the root of `sum_{i > m} sigma_i^2`. Over all pairs that bound is attained by the singular
+    vectors of A, which no map knows; under a mask it is the sum over disjoint squares inside it.
+
+    `weights`: A, exact attention weights (..., n, s), one sequence each; the ratio is of sums over n and s alone.
+    `num_features`: m. `far`: (n, s) bool, the pairs left to the map, default all; the others may be exact.
+
+    >>> rank_floor(torch.eye(4), 3)
+    tensor(0.5000, dtype=torch.float64)
+    """
+    owner = "rank_floor"
+    a = finite(floating(weights, "weights", owner), "weights", owner).double()
+    m = positive_int(num_features, "num_features", owner)
+    if a.ndim < 2 or (far is not None and (far.dtype != torch.bool or far.shape != a.shape[-2:])):
+        raise BochnerError(
+            f"The 'weights' of {owner} must be (..., n, s) and 'far' a bool tensor (n, s), got {tuple(a.shape)} and "
+            f"{None if far is None else tuple(far.shape)}."
+        )
+    whole = torch.ones(a.shape[-2:], dtype=torch.bool) if far is None else far
+    left = a.new_zeros(a.shape[:-2])
+    for rows, columns in _rectangles(whole, m):
+        left = left + torch.linalg.svdvals(a[..., rows, columns])[..., m:].square().sum(-1)
+    return (left / a.square().sum((-2, -1)).clamp_min(1e-300)).sqrt()
+
+
+def _rectangles(allowed: Tensor, m: int, top: int = 0, left: int = 0) -> Iterator[tuple[slice, slice]]:
+    """Disjoint rectangles of a mask (n, s) with True throughout, larger than m both ways, by halving."""
+    n, s = allowed.shape
+    if min(n, s) <= m or not bool(allowed.any()):
+        return
+    if bool(allowed.all()):
+        yield slice(top, top + n), slice(left, left + s)
+        return
+    for i, j in ((i, j) for i in (0, n // 2) for j in (0, s // 2)):
+        part = allowed[i : n // 2 if i == 0 else n, j : s // 2 if j == 0 else s]
+        yield from _rectangles(part, m, top + i, left + j)
