@@ -29,7 +29,8 @@ from _timing import machine, write_page
 from torch import Tensor
 
 from bochner.matvec import KernelOperator
-from bochner.matvec.exact import COLUMNS, ROWS, Tiles, exact_product, left, make_frame, right
+from bochner.matvec.kernels import KERNELS
+from bochner.matvec.tiles import COLUMNS, ROWS, Tiles, exact_product, left, make_frame, right
 
 EPS = 0.1
 
@@ -84,7 +85,7 @@ def attention(n: int, seed: int = 0) -> np.ndarray:
     from transformers import AutoModel, AutoTokenizer
 
     from bochner.data import fetch, paragraphs
-    from bochner.matvec.sparsity import queries_and_keys, reduce_attention
+    from bochner.matvec.reduction import queries_and_keys, reduce_attention
 
     where = str(fetch("minilm"))
     model, tokenizer = AutoModel.from_pretrained(where).eval(), AutoTokenizer.from_pretrained(where)
@@ -124,7 +125,7 @@ def vectors(n: int) -> dict[str, np.ndarray]:
 
 
 def prepared(points: np.ndarray, bandwidth: float) -> tuple[Tensor, Tensor]:
-    frame = make_frame(torch.from_numpy(points), bandwidth, "float32")
+    frame = make_frame(KERNELS["gaussian"], torch.from_numpy(points), bandwidth, "float32")
     z = frame.place(torch.from_numpy(points))
     return left(z), right(z)
 
@@ -147,7 +148,7 @@ def baseline(z: Tensor, w: Tensor, x: Tensor, clamp: bool, rows: int = ROWS, col
 
 def exact_rows(points: np.ndarray, bandwidth: float, rows: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Rows of K x in double precision."""
-    frame = make_frame(torch.from_numpy(points), bandwidth, "float64")
+    frame = make_frame(KERNELS["gaussian"], torch.from_numpy(points), bandwidth, "float64")
     w = right(frame.place(torch.from_numpy(points)))
     z = left(frame.place(torch.from_numpy(points[rows])))
     return exact_product(Tiles(frame), z, w, torch.from_numpy(x)).numpy()

@@ -15,7 +15,7 @@ import torch
 
 from bochner.data import fetch, paragraphs
 from bochner.matvec import sparsity
-from bochner.matvec.sparsity import CLAIMS
+from bochner.matvec.reduction import CLAIMS
 
 HERE = Path(__file__).resolve().parent
 TEXTS = 12

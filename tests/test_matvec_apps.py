@@ -18,7 +18,7 @@ from bochner.matvec import (
     sparsity,
     top_eigenvalues,
 )
-from bochner.matvec.sparsity import neighbour_ratios
+from bochner.matvec.reduction import neighbour_ratios
 
 torch.set_num_threads(1)
 

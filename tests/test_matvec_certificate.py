@@ -9,6 +9,8 @@ from scipy.stats import binom
 
 from bochner.matvec import KernelOperator
 from bochner.matvec.certificate import hold_out, probabilities
+from bochner.matvec.engines.cells import CellsEngine
+from bochner.matvec.measured import measured_plan
 
 torch.set_num_threads(1)
 N = 4000
@@ -116,7 +118,10 @@ def test_a_sabotaged_plan_is_detected_and_repaired():
     points, bandwidth = SETS["touching clusters"]
     X = points.astype(np.float32)
     K = KernelOperator(X, bandwidth=bandwidth, method="cells", eps=0.05)
-    plan = K._engine.plan
+    index = K._engine.index
+    K._engine = CellsEngine(index, measured_plan(index, None, 0.05, torch.Generator().manual_seed(0)))
+    assert not K.certain
+    plan = K.plan
     plan.near = torch.zeros_like(plan.near)
     plan.beta = 0.0
     x = torch.randn(N, generator=torch.Generator().manual_seed(1))

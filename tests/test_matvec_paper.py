@@ -8,8 +8,15 @@ import torch
 from stats import check_mean
 
 from bochner.matvec import Constants, KernelOperator
-from bochner.matvec.exact import make_frame
-from bochner.matvec.paper import approximate_product, collision_probability, find_heavy, hash_shape, kernel_pairs
+from bochner.matvec.engines.paper import (
+    approximate_product,
+    collision_probability,
+    find_heavy,
+    hash_shape,
+    kernel_pairs,
+)
+from bochner.matvec.kernels import KERNELS
+from bochner.matvec.tiles import make_frame
 
 torch.set_num_threads(1)
 
@@ -22,7 +29,7 @@ def groups(n, size=8, d=12, seed=0):
 
 
 def placed(points, bandwidth=1.0):
-    frame = make_frame(points, bandwidth, "float64")
+    frame = make_frame(KERNELS["gaussian"], points, bandwidth, "float64")
     return frame, frame.place(points)
 
 

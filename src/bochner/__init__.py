@@ -50,7 +50,7 @@ _LAZY = {
     "revert": "bochner.hf.convert:revert",
     "advise": "bochner.hf.advise:advise",
     "distill": "bochner.hf.distill:distill",
-    "sparsity": "bochner.matvec.sparsity:sparsity",
+    "sparsity": "bochner.matvec.reduction:sparsity",
 }
 
 __all__ = [

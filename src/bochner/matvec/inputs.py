@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,20 +13,21 @@ from torch import Tensor
 from .._checks import BochnerError, finite, positive_float
 
 OWNER = "KernelOperator"
+BANDWIDTHS = (1e-140, 1e140)  # squares of distances must neither vanish nor overflow in double precision
 
 
-def real_dtype(x: Any) -> Any:
-    """The floating dtype numpy input is read as: float32 and float64 stay, integers become float64."""
-    dtype = np.asarray(x).dtype
-    if np.issubdtype(dtype, np.complexfloating):
-        raise BochnerError(f"The 'x' of {OWNER} must be real, got {dtype}.")
-    return dtype if dtype in (np.float32, np.float64) else np.float64
+def on_the_cpu(x: Tensor, name: str) -> Tensor:
+    if x.device.type != "cpu":
+        raise BochnerError(
+            f"The {name!r} of {OWNER} must be on the CPU, where products are computed, got {x.device}; call .cpu()."
+        )
+    return x.detach()
 
 
 def as_points(points: Any, name: str) -> Tensor:
     """A finite (n, d) float32 or float64 tensor from numpy or torch, or one sentence saying what is wrong."""
     if isinstance(points, Tensor):
-        tensor = points.detach().cpu()
+        tensor = on_the_cpu(points, name)
         if not tensor.is_floating_point():
             tensor = tensor.double()
     elif isinstance(points, np.ndarray) or hasattr(points, "__array__") or isinstance(points, (list, tuple)):
@@ -42,6 +44,38 @@ def as_points(points: Any, name: str) -> Tensor:
     return finite(tensor, name, OWNER)
 
 
+def as_values(x: Any, length: int, columns: bool, dtype: torch.dtype) -> tuple[Tensor, Callable[[Tensor], Any], Tensor]:
+    """x as a (length, r) float64 tensor, the function that gives the answer its form, and the scale of each column.
+
+    Every column is divided by a power of two near its largest entry: neither tiny nor huge columns must meet the ends
+    of single precision, nor may a large one hide a small one.
+    """
+    if isinstance(x, Tensor):
+        tensor = on_the_cpu(x, "x")
+    else:
+        array = np.asarray(x)
+        if np.issubdtype(array.dtype, np.complexfloating):
+            raise BochnerError(f"The 'x' of {OWNER} must be real, got {array.dtype}.")
+        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
+    shape = tuple(tensor.shape)
+    valid = tensor.ndim == 2 if columns else tensor.ndim == 1 or (tensor.ndim == 2 and shape[1] == 1)
+    if not valid or shape[0] != length:
+        wanted = f"({length}, r)" if columns else f"({length},)"
+        raise BochnerError(f"The 'x' of {OWNER} must have shape {wanted}, got {shape}.")
+    if not bool(torch.isfinite(tensor).all()):
+        where = tuple((~torch.isfinite(tensor)).nonzero()[0].tolist())
+        raise BochnerError(f"The 'x' of {OWNER} must be finite, got {tensor[where].item()} at index {where}.")
+    table = tensor.reshape(length, -1).double()
+    scale = torch.exp2(torch.frexp(table.abs().amax(0)).exponent.double())
+    table = table / scale
+
+    def restore(value: Tensor) -> Any:
+        out = (value.double() * scale).reshape(-1, *shape[1:]).to(dtype)
+        return out if isinstance(x, Tensor) else out.numpy()
+
+    return table, restore, scale
+
+
 def resolve_bandwidth(bandwidth: float | None, gamma: float | None) -> float:
     """sigma from exactly one of the two conventions."""
     if (bandwidth is None) == (gamma is None):
@@ -49,9 +83,16 @@ def resolve_bandwidth(bandwidth: float | None, gamma: float | None) -> float:
             f"Give {OWNER} exactly one of 'bandwidth' (sigma, in exp(-|q-k|^2 / (2 sigma^2))) and 'gamma' "
             f"(in exp(-gamma |q-k|^2)), got bandwidth={bandwidth!r} and gamma={gamma!r}."
         )
-    if bandwidth is not None:
-        return positive_float(_scalar(bandwidth), "bandwidth", OWNER)
-    return 1.0 / math.sqrt(2.0 * positive_float(_scalar(gamma), "gamma", OWNER))
+    if bandwidth is None:
+        sigma = 1.0 / math.sqrt(2.0 * positive_float(_scalar(gamma), "gamma", OWNER))
+    else:
+        sigma = positive_float(_scalar(bandwidth), "bandwidth", OWNER)
+    if not BANDWIDTHS[0] <= sigma <= BANDWIDTHS[1]:
+        raise BochnerError(
+            f"The 'bandwidth' of {OWNER} must be between {BANDWIDTHS[0]:g} and {BANDWIDTHS[1]:g}, got {sigma:g}; "
+            "rescale the points."
+        )
+    return sigma
 
 
 def _scalar(value: Any) -> Any:

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from .._checks import BochnerError
 from .operator import KernelOperator
-from .sparsity import reduce_attention
+from .reduction import reduce_attention
 
 
 def _quotient(K: KernelOperator, values: Tensor, exact_below: float) -> tuple[Tensor, Tensor]:
     """(K V) / (K 1) in float64 and the rows done exactly because their denominator is small."""
-    queries, keys = K._queries.double(), K._keys.double()
+    queries, keys = K.queries.double(), K.keys.double()
     table = torch.cat([torch.ones(len(values), 1, dtype=torch.float64), values.double()], 1)
     product = (K @ table).double()
     denominator = product[:, :1]

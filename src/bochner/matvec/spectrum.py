@@ -20,7 +20,7 @@ def top_eigenvalues(K: KernelOperator, k: int = 1, *, method: str = "eigsh", tol
     """
     one_of(method, "method", "top_eigenvalues", ("eigsh", "power"))
     positive_int(k, "k", "top_eigenvalues")
-    if K.shape[0] != K.shape[1] or not K._symmetric:
+    if K.shape[0] != K.shape[1] or not K.symmetric:
         raise BochnerError("The operator of top_eigenvalues must be symmetric: build it with keys=None.")
     if method == "power":
         if k != 1:

@@ -7,7 +7,28 @@ import math
 import torch
 from torch import Tensor
 
-from .exact import LN2
+from ..kernels import LN2
+from ..problem import Problem
+from ..tiles import make_frame
+from .base import Applied, Engine
+
+
+class FeaturesEngine(Engine):
+    """Products by m random Fourier features; Gaussian kernels only. No bound: products are checked."""
+
+    name = "features"
+
+    def __init__(self, problem: Problem, num_features: int) -> None:
+        frame = make_frame(problem.kernel, problem.keys, problem.bandwidth, problem.arithmetic)
+        self.dtype = frame.dtype
+        self.z = frame.place(problem.queries)
+        self.w = self.z if problem.symmetric else frame.place(problem.keys)
+        self.omega = frequencies(problem.keys.shape[1], num_features, problem.generator())
+
+    def apply(self, x: Tensor, adjoint: bool = False) -> Applied:
+        z, w = (self.w, self.z) if adjoint else (self.z, self.w)
+        # No kernel entry is evaluated; a feature pair costs about as much as one.
+        return Applied(feature_product(z, w, x, self.omega), math.ceil((z.shape[0] + w.shape[0]) * self.omega.shape[1]))
 
 
 def frequencies(d: int, m: int, generator: torch.Generator) -> Tensor:

@@ -1,0 +1,141 @@
+"""Which engine: the one asked for, or the cheapest that keeps the contract; and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .._checks import BochnerError
+from .certificate import HOLD_OUT_ROWS, WORTHWHILE
+from .engines.base import Engine
+from .engines.cells import CellsEngine
+from .engines.exact import TYPICAL, exact_engine
+from .engines.features import FeaturesEngine
+from .engines.paper import Constants, PaperEngine
+from .index import KeyIndex, build_index, index_from_labels, sort_queries
+from .inputs import OWNER
+from .measured import measured_plan
+from .plan import Plan, certain_plan, near_rounding
+from .problem import Problem
+from .tiles import argument_error, extent, make_frame
+
+METHODS = ("auto", "exact", "cells", "paper", "features")
+SMALL = 1 << 24  # pairs below which exact is simply fastest
+GAUSSIAN_ONLY = ("paper", "features")
+FEW = 0.15  # of all pairs: a certain plan that costs no more is taken without looking for another
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to multiply, as far as the caller has said."""
+
+    method: str = "auto"
+    cells: int | None = None
+    num_features: int = 1024
+    constants: Constants = field(default_factory=Constants)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine, why it was chosen, and the index of the keys if one was built."""
+
+    engine: Engine
+    reason: str
+    index: KeyIndex | None = None
+
+
+def choose(problem: Problem, options: Options, index: KeyIndex | None = None) -> Choice:
+    """Build the engine that `options.method` asks for; `index`: of the same keys, if there is one."""
+    n, s = problem.shape
+    method, reason = options.method, "as asked"
+    if method in GAUSSIAN_ONLY and problem.kernel.name != "gaussian":
+        raise BochnerError(
+            f"The 'method' {method!r} of {OWNER} needs kernel='gaussian', got {problem.kernel.name!r}; use 'auto'."
+        )
+    if method == "auto" and n * s <= SMALL:
+        method, reason = "exact", f"{n} x {s} is small: exact is fastest"
+    if method == "exact":
+        return Choice(exact_engine(problem), reason, index)
+    if method == "paper":
+        return Choice(PaperEngine(problem, options.constants), reason, index)
+    if method == "features":
+        return Choice(FeaturesEngine(problem, options.num_features), reason, index)
+    engine = cells_engine(problem, index or make_index(problem, options))
+    return judged(problem, engine) if method == "auto" else Choice(engine, reason, engine.index)
+
+
+def judged(problem: Problem, engine: CellsEngine) -> Choice:
+    """Keep the cells if they meet eps for less than half the exact cost; else exact. Says why."""
+    plan, index = engine.plan, engine.index
+    n, s = problem.shape
+    exact_pairs = n * s / 2 if problem.symmetric else n * s
+    facts = (
+        f"a row sums to {plan.mean_row_sum:.3g} on average, {plan.fraction(index):.1%} of the pairs near give "
+        f"{'an error of at most' if plan.certain else 'a predicted error of'} {plan.predicted:.2g} |x|"
+    )
+    if plan.met and product_pairs(plan, index) <= WORTHWHILE * exact_pairs:
+        return Choice(engine, f"sparse enough: {facts}", index)
+    return Choice(exact_engine(problem), f"not sparse enough at this bandwidth and eps: {facts}", index)
+
+
+def product_pairs(plan: Plan, index: KeyIndex) -> int:
+    """What a product costs in pairs, its check included."""
+    n, s = plan.queries.rows.shape[0], index.keys.rows.shape[0]
+    far = n * index.cells if plan.beta > 0 else 0
+    return plan.pairs(index) + far + (0 if plan.certain else min(n, HOLD_OUT_ROWS) * s)
+
+
+def make_index(problem: Problem, options: Options) -> KeyIndex:
+    """Cells of the keys, in the cheapest arithmetic whose rounding within a cell stays far below eps."""
+    kernel, keys, bandwidth = problem.kernel, problem.keys, problem.bandwidth
+    frame = make_frame(kernel, keys, bandwidth, problem.arithmetic)
+    reach = extent(frame, keys)
+    if not reach < (1e15 if problem.single else 1e150):
+        frame = frame._replace(arithmetic="difference")
+    number = options.cells or max(1, math.ceil(2 * math.sqrt(keys.shape[0])))
+    index = build_index(frame, keys, number, problem.generator())
+    while index.frame.arithmetic != "difference":
+        floor = math.sqrt(-2 * kernel.floor(torch.float32))
+        span = 2 * float(index.keys.radius.max()) + min(floor, 2 * reach)
+        lost = kernel.change(argument_error(span, keys.shape[1], index.frame) / TYPICAL)
+        if lost <= min(problem.eps / 20, 1e-3):
+            break
+        index = reframe(index, "float64" if index.frame.arithmetic == "float32" else "difference")
+    return index
+
+
+def reframe(index: KeyIndex, arithmetic: str) -> KeyIndex:
+    """The same cells in another arithmetic."""
+    frame = index.frame._replace(arithmetic=arithmetic)
+    return index_from_labels(frame, index.keys.points, index.keys.caller_label, frame.place(index.origin))[0]
+
+
+def cells_engine(problem: Problem, index: KeyIndex) -> CellsEngine:
+    """Cells with a certain plan where that is cheap; else with the cheaper of a certain and a measured one."""
+    queries = None if problem.symmetric else sort_queries(index, problem.queries)
+    plan = certain_plan(index, queries, problem.eps)
+    if plan.fraction(index) > FEW:
+        other = measured_plan(index, queries, problem.eps, problem.generator())
+        if other.met and product_pairs(other, index) < product_pairs(plan, index):
+            return CellsEngine(index, other)
+    engine = CellsEngine(index, plan)
+    ones = torch.ones(problem.shape[1], 1, dtype=engine.dtype)
+    row_sums = engine.apply(ones).value
+    plan.mean_row_sum = float(row_sums.mean())
+    # Long sums of one sign: single precision must not eat up eps.
+    lost = float(plan.rounding.max()) / TYPICAL + 16 * torch.finfo(engine.dtype).eps
+    if engine.dtype == torch.float32 and lost * float(row_sums.max()) > problem.eps / 4:
+        return cells_engine(problem, reframe(index, "float64"))
+    return engine
+
+
+def replanned(problem: Problem, index: KeyIndex, plan: Plan, filled: Tensor) -> CellsEngine:
+    """A measured plan for the keys of `index`, whose cells are the `filled` ones of the plan's; nothing is measured."""
+    queries = index.keys if problem.symmetric else sort_queries(index, problem.queries)
+    near = plan.near[filled][:, filled]
+    score = None if plan.score is None else plan.score[filled][:, filled]
+    rounding = near_rounding(index, queries, near, index.distances())
+    return CellsEngine(index, replace(plan, queries=queries, near=near, score=score, rounding=rounding))

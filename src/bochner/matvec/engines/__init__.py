@@ -1,0 +1,1 @@
+"""One file per way to multiply; `base.Engine` is what they have in common."""

@@ -1,0 +1,195 @@
+"""The contract |Kx - y| <= eps |x| for every x that can be thought of, and statements that are never false."""
+
+import numpy as np
+import pytest
+import torch
+
+from bochner._checks import BochnerError
+from bochner.matvec import KernelOperator
+from bochner.matvec.certificate import hold_out_generator, split_columns
+from bochner.matvec.plan import kernel_bound, nearest_to_middle
+
+torch.set_num_threads(1)
+N = 1200
+
+
+def dense(queries, keys, bandwidth):
+    """The kernel by differences in float64: the oracle."""
+    q, k = np.asarray(queries, dtype=np.float64), np.asarray(keys, dtype=np.float64)
+    squared = np.zeros((len(q), len(k)))
+    for column in range(q.shape[1]):
+        squared += ((q[:, column, None] - k[None, :, column]) / bandwidth) ** 2
+    return np.exp(-squared / 2)
+
+
+def data_sets():
+    """Name, points, bandwidth: what has broken, or could break, a product."""
+    rng = np.random.default_rng(11)
+    normal = rng.normal(size=(N, 2))
+    middle = 4 * rng.normal(size=(40, 20))
+    curve = rng.normal(size=(N, 3))
+    duplicates = np.repeat(rng.normal(size=(N // 10, 5)), 10, 0)
+    return {
+        "scales from 1e-3 to 1e3": (normal * 10.0 ** rng.integers(-3, 4, size=(N, 1)), 0.0852),
+        "heavy tails": (rng.standard_t(2, size=(N, 8)), 0.12),
+        "mixture": (middle[rng.integers(40, size=N)] + rng.normal(size=(N, 20)), 1.5),
+        "a curved surface": (np.concatenate([curve, np.sin(2 * curve), np.cos(3 * curve)], 1), 0.06),
+        "no clusters, many dimensions": (rng.normal(size=(N, 40)), 1.5),
+        "two clouds a million apart": (normal * 0.3 + 1e6 * np.sign(normal[:, :1]), 0.1),
+        "duplicates": (duplicates, 0.2),
+        "a dense patch in a wide cell": (np.concatenate([5 * normal[:-60], 0.01 * normal[-60:] + 3.0]), 0.02),
+    }
+
+
+SETS = data_sets()
+
+
+def adversaries(error, seed=0):
+    """Vectors an enemy would choose who knows the error matrix (n, s): columns (s, r) of norm one."""
+    rng = np.random.default_rng(seed)
+    s = error.shape[1]
+    eye = np.eye(s)
+    worst = np.argsort(-np.linalg.norm(error, axis=0))[:10]
+    right = np.linalg.svd(error[np.argsort(-np.linalg.norm(error, axis=1))[:200]], full_matrices=False)[2][:3].T
+    v = rng.normal(size=s)
+    for _ in range(30):
+        v = error.T @ (error @ v) + 1e-300
+        v /= np.linalg.norm(v)
+    sparse = np.zeros((s, 2))
+    sparse[worst[:5], 0] = 1.0
+    sparse[rng.choice(s, 30, replace=False), 1] = rng.normal(size=30)
+    dense_kinds = [v, np.ones(s), 1.0 - 2.0 * (np.arange(s) % 2), rng.normal(size=s), rng.standard_t(1.1, size=s)]
+    x = np.concatenate([eye[:, worst], eye[:, rng.choice(s, 10)], right, sparse, np.stack(dense_kinds, 1)], 1)
+    return x / np.linalg.norm(x, axis=0)
+
+
+@pytest.mark.parametrize("eps", [0.1, 0.01, 0.001])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", list(SETS))
+def test_no_vector_breaks_the_contract(name, dtype, eps):
+    points, bandwidth = SETS[name]
+    X = points.astype(dtype)
+    truth = dense(X, X, bandwidth)
+    linear = KernelOperator(X, bandwidth=bandwidth, eps=eps, method="cells", adaptive=False)
+    error = truth - np.asarray(linear @ np.eye(N), dtype=np.float64)
+    x = adversaries(error)
+    K = KernelOperator(X, bandwidth=bandwidth, eps=eps, method="cells")
+    missed = np.linalg.norm(K @ x - truth @ x, axis=0)
+    assert missed.max() <= eps
+    for column in x.T[::7]:
+        estimate = K.matvec_with_certificate(column)
+        assert np.linalg.norm(estimate.value - truth @ column) <= estimate.bound
+
+
+@pytest.mark.parametrize("method", ["exact", "cells", "features"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", list(SETS))
+def test_deterministic_statements_are_true(name, dtype, method):
+    points, bandwidth = SETS[name]
+    X = points[:900].astype(dtype)
+    truth = dense(X, X, bandwidth)
+    K = KernelOperator(X, bandwidth=bandwidth, eps=0.2, method=method, num_features=64)
+    rng = np.random.default_rng(3)
+    for x in [rng.normal(size=900), np.ones(900), np.eye(900)[7], 1e25 * rng.standard_t(1, size=900)]:
+        estimate = K.matvec_with_certificate(x)
+        if estimate.kind == "deterministic":
+            assert np.linalg.norm(estimate.value - truth @ x) <= estimate.bound
+
+
+def test_bounds_of_what_is_skipped_hold_for_every_row_and_column():
+    points, bandwidth = SETS["heavy tails"]
+    q, k = points[:500].astype(np.float32), points[500:].astype(np.float32)
+    K = KernelOperator(q, k, bandwidth=bandwidth, method="cells", adaptive=False)
+    assert K.certain
+    error = np.abs(dense(q, k, bandwidth) - K @ np.eye(K.shape[1]))
+    rounding = 1e-5 * dense(q, k, bandwidth)
+    plan, index = K.plan, K._engine.index
+    assert (np.maximum(error - rounding, 0).sum(1)[plan.queries.order] <= plan.rows.numpy() + 1e-30).all()
+    assert (np.maximum(error - rounding, 0).sum(0)[index.keys.order] <= plan.columns.numpy() + 1e-30).all()
+    assert plan.skipped_norm <= 0.05
+    assert np.linalg.norm(error, 2) <= 0.1
+
+
+@pytest.mark.parametrize("name", list(SETS))
+def test_the_kernel_between_cells_is_below_its_bound(name):
+    points, bandwidth = SETS[name]
+    K = KernelOperator(points.astype(np.float32), bandwidth=20 * bandwidth, method="cells", adaptive=False)
+    index = K._engine.index
+    distances = index.distances()
+    opposite = nearest_to_middle(index, index.keys, distances)
+    truth = dense(points.astype(np.float32), points.astype(np.float32), 20 * bandwidth)
+    truth = truth[index.keys.order][:, index.keys.order]
+    largest = np.maximum.reduceat(truth, index.keys.start[:-1].numpy(), axis=1)
+    for a, (lo, hi) in enumerate(index.keys.ranges()):
+        bound = kernel_bound(
+            index,
+            index.keys.rows[lo:hi],
+            a,
+            distances[a],
+            opposite[:, a],
+            index.keys.radius,
+            float(index.keys.radius[a]),
+        )
+        assert (bound.numpy() >= largest[lo:hi] * (1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("method", ["exact", "cells"])
+@pytest.mark.parametrize("bandwidth", [1e-10, 1e-30, 1e-120])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_tiny_bandwidths_leave_the_duplicates(method, bandwidth, dtype):
+    X = np.random.default_rng(0).normal(size=(300, 4)).astype(dtype)
+    X = np.concatenate([X, X[:100]])
+    x = np.random.default_rng(1).normal(size=400)
+    expected = x + np.concatenate([x[300:], np.zeros(200), x[:100]])
+    y = KernelOperator(X, bandwidth=bandwidth, method=method) @ x
+    assert np.isfinite(y).all()
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
+
+
+def test_bandwidths_beyond_double_precision_are_refused():
+    with pytest.raises(BochnerError, match=r"'bandwidth'.*between.*rescale"):
+        KernelOperator(np.ones((3, 2)), bandwidth=1e-200)
+
+
+@pytest.mark.parametrize("method", ["exact", "cells", "features", "paper"])
+def test_every_column_is_judged_by_its_own_scale(method):
+    points, bandwidth = SETS["mixture"]
+    X = points.astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(N, 4)) * [1e30, 1.0, 1e-30, 0.0]
+    truth = dense(X, X, bandwidth) @ x
+    y = np.asarray(KernelOperator(X.astype(np.float64), bandwidth=bandwidth, method=method, eps=0.1) @ x)
+    error = np.linalg.norm(y - truth, axis=0)
+    assert (error <= 0.1 * np.linalg.norm(x, axis=0)).all()
+    assert not y[:, 3].any()
+
+
+def test_concentrated_columns_are_split_off_and_spread_ones_are_not():
+    x = torch.zeros(1000, 4, dtype=torch.float64)
+    x[:, 0] = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[5, 1] = 1.0
+    x[:, 2] = 1e-3
+    x[17, 2] = 1.0
+    x[3:9, 3] = torch.arange(6.0)
+    ids, rest = split_columns(x, 32)
+    assert ids.tolist() == [4, 5, 6, 7, 8, 17]
+    assert torch.equal(rest[:, 0], x[:, 0])
+    assert not rest[:, [1, 3]].any()
+    assert rest[17, 2] == 0
+    assert rest[16, 2] == 1e-3
+
+
+def test_hold_out_rows_differ_from_product_to_product_and_repeat():
+    K = KernelOperator(SETS["mixture"][0], bandwidth=1.0)
+    x, z = torch.randn(2, N, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    draws = [torch.rand(5, generator=hold_out_generator(K._problem, v, t)) for v, t in [(x, 0), (x, 0), (z, 0), (x, 1)]]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+    assert not torch.equal(draws[0], draws[3])
+
+
+def test_other_devices_are_refused():
+    X = torch.ones(4, 2)
+    with pytest.raises(BochnerError, match=r"'queries'.*on the CPU.*meta.*\.cpu\(\)"):
+        KernelOperator(X.to("meta"), bandwidth=1.0)
+    with pytest.raises(BochnerError, match=r"'x'.*on the CPU.*meta"):
+        KernelOperator(X, bandwidth=1.0) @ torch.ones(4, device="meta")
