@@ -30,7 +30,7 @@ LAYERS = [
 ]
 RANK = {name: i for i, row in enumerate(LAYERS) for name in row}
 # Parts that are being rebuilt, whose modules may still import each other in a circle.
-UNFINISHED = {"matvec", "attention"}
+UNFINISHED = {"attention"}
 OPTIONAL = {"transformers", "safetensors", "accelerate", "sklearn", "dask", "distributed", "typer", "rich", "plotly"}
 OPTIONAL |= {"matplotlib", "peft", "faiss", "pykeops", "gguf", "sentence_transformers", "zarr"}
 

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._checks import spawn_seed
 from .engines.base import Engine
 from .engines.exact import precise_engine
 from .problem import Problem
@@ -176,9 +177,8 @@ class Checked:
 
 def hold_out_generator(problem: Problem, x: Tensor, attempt: int) -> torch.Generator:
     """Other rows for every x and attempt, the same rows for the same ones."""
-    entropy = [problem.seed, zlib.crc32(np.ascontiguousarray(x.numpy()).tobytes()), attempt]
-    seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
-    return torch.Generator().manual_seed(seed)
+    content = zlib.crc32(np.ascontiguousarray(x.numpy()).tobytes())
+    return torch.Generator().manual_seed(spawn_seed(problem.seed, content, attempt))
 
 
 def split_columns(x: Tensor, most: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import BochnerError
+from .._checks import BochnerError, extra
 from .._progress import track
 from .operator import KernelOperator
 from .stream import block_product
@@ -27,11 +27,7 @@ def dask_product(operator: KernelOperator, queries: Any, x: Any, *, client: Any 
 
     Progress is on the client's dashboard; `dask_compute` shows it in the terminal.
     """
-    try:
-        import dask
-        import dask.array as da
-    except ImportError as error:
-        raise BochnerError("dask_product needs dask; install bochner[dask].") from error
+    dask, da = extra("dask", "dask", "dask_product"), extra("dask.array", "dask", "dask_product")
     if not isinstance(queries, da.Array) or queries.ndim != 2:
         raise BochnerError(f"The 'queries' of dask_product must be a dask array (n, d), got {type(queries).__name__}.")
     values = np.asarray(x)

@@ -373,12 +373,34 @@ class KernelOperator(LinearOperator):
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Everything needed to restore the operator, as plain arrays (settings as JSON text)."""
-        return storage.to_arrays(self)
+        return storage.to_arrays(
+            storage.Stored(
+                self._problem,
+                self._options,
+                self.adaptive,
+                self.method,
+                self.reason,
+                self._planned_keys,
+                self._engine,
+                self._index,
+            )
+        )
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray]) -> KernelOperator:
         """The inverse of `to_arrays`: no clustering, no measuring, the same products."""
-        return storage.from_arrays(object.__new__(cls), arrays)
+        begun = time.perf_counter()
+        stored = storage.from_arrays(arrays)
+        operator = object.__new__(cls)
+        operator._problem, operator.adaptive = stored.problem, stored.adaptive
+        operator._options = replace(stored.options, method=stored.method)
+        if stored.engine is None:
+            operator._configure(stored.index)
+        else:
+            operator._install(stored.engine, stored.reason, stored.index)
+        operator._options, operator._planned_keys, operator.reason = stored.options, stored.planned_keys, stored.reason
+        operator.build_seconds = time.perf_counter() - begun
+        return operator
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write an .npz file; nothing in it is pickled."""

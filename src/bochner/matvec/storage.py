@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from .choose import Options
+from .engines.base import Engine
 from .engines.cells import CellsEngine
 from .engines.paper import Constants
 from .index import KeyIndex, index_from_labels, sort_queries
@@ -19,25 +19,36 @@ from .plan import Plan, near_rounding
 from .problem import Problem
 from .tiles import make_frame
 
-if TYPE_CHECKING:
-    from .operator import KernelOperator
+
+@dataclass(frozen=True)
+class Stored:
+    """What an operator is made of. `engine` None: it is built again from the problem and the options."""
+
+    problem: Problem
+    options: Options
+    adaptive: bool
+    method: str
+    reason: str
+    planned_keys: int
+    engine: Engine | None
+    index: KeyIndex | None
 
 
-def to_arrays(operator: KernelOperator) -> dict[str, np.ndarray]:
+def to_arrays(stored: Stored) -> dict[str, np.ndarray]:
     """Points, settings (JSON text), the cells of the index, and the plan."""
-    problem, options, engine = operator._problem, operator._options, operator._engine
-    index = engine.index if isinstance(engine, CellsEngine) else operator._index
-    settings = {
+    problem, engine = stored.problem, stored.engine
+    index = engine.index if isinstance(engine, CellsEngine) else stored.index
+    settings: dict[str, Any] = {
         "kernel": problem.kernel.name,
         "bandwidth": problem.bandwidth,
         "eps": problem.eps,
         "seed": problem.seed,
         "confidence": problem.confidence,
-        "adaptive": operator.adaptive,
-        "options": asdict(options),
-        "chosen": operator.method,
-        "reason": operator.reason,
-        "planned_keys": operator._planned_keys,
+        "adaptive": stored.adaptive,
+        "options": asdict(stored.options),
+        "chosen": stored.method,
+        "reason": stored.reason,
+        "planned_keys": stored.planned_keys,
     }
     arrays = {"queries": problem.queries.numpy()}
     if not problem.symmetric:
@@ -64,13 +75,12 @@ def to_arrays(operator: KernelOperator) -> dict[str, np.ndarray]:
     return arrays
 
 
-def from_arrays(operator: KernelOperator, arrays: dict[str, np.ndarray]) -> KernelOperator:
-    """Fill an empty operator from `to_arrays`: no clustering, no measuring."""
-    begun = time.perf_counter()
+def from_arrays(arrays: dict[str, np.ndarray]) -> Stored:
+    """The inverse of `to_arrays`: no clustering, no measuring."""
     settings = json.loads(str(arrays["settings"]))
     queries = torch.from_numpy(np.array(arrays["queries"]))
     keys = torch.from_numpy(np.array(arrays["keys"])) if "keys" in arrays else queries
-    operator._problem = Problem(
+    problem = Problem(
         KERNELS[settings["kernel"]],
         settings["bandwidth"],
         queries,
@@ -80,19 +90,20 @@ def from_arrays(operator: KernelOperator, arrays: dict[str, np.ndarray]) -> Kern
         settings["confidence"],
         settings["seed"],
     )
-    options = {**settings["options"], "constants": Constants(**settings["options"]["constants"])}
-    operator.adaptive = settings["adaptive"]
-    index = _index(operator._problem, settings, arrays)
+    index = _index(problem, settings, arrays)
+    engine = None
     if "plan" in settings and index is not None:
-        engine = CellsEngine(index, _plan(operator._problem, index, settings["plan"], arrays))
-        operator._install(engine, settings["reason"], index)
-        operator.build_seconds = time.perf_counter() - begun
-    else:
-        operator._options = Options(**{**options, "method": settings["chosen"]})
-        operator._configure(index)
-    operator._options, operator._planned_keys = Options(**options), settings["planned_keys"]
-    operator.reason = settings["reason"]
-    return operator
+        engine = CellsEngine(index, _plan(problem, index, settings["plan"], arrays))
+    return Stored(
+        problem,
+        Options(**{**settings["options"], "constants": Constants(**settings["options"]["constants"])}),
+        settings["adaptive"],
+        settings["chosen"],
+        settings["reason"],
+        settings["planned_keys"],
+        engine,
+        index,
+    )
 
 
 def _index(problem: Problem, settings: dict, arrays: dict[str, np.ndarray]) -> KeyIndex | None:

@@ -1,6 +1,6 @@
 """Beyond memory: queries in blocks of rows, keys and index shared.
 
-Every block is multiplied by `operator.with_queries(block, seed=operator.seed + block number)`: a pure function of
+Every block is multiplied by `operator.with_queries(block, seed=...)` with a seed of its number: a pure function of
 the block, so that results depend on nothing but the block.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._checks import BochnerError, positive_int
+from .._checks import BochnerError, positive_int, spawn_seed
 from .._progress import track
 from .operator import KernelOperator
 
@@ -22,7 +22,7 @@ def block_product(block: Any, operator: KernelOperator, x: Any, number: int) -> 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rows = operator.with_queries(np.ascontiguousarray(block), seed=operator.seed + number)
+        rows = operator.with_queries(np.ascontiguousarray(block), seed=spawn_seed(operator.seed, number))
         return np.asarray(rows @ np.asarray(x))
     finally:
         torch.set_num_threads(threads)

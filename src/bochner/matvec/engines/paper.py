@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..._checks import spawn_seed
 from ..problem import Problem
 from ..tiles import Frame, Tiles, exact_product, left, make_frame, right
 from .base import Applied, Engine
@@ -225,7 +226,7 @@ class PaperEngine(Engine):
             heavy = self._adjoint_heavy
         columns, pairs = [], 0
         for column in x.unbind(1):
-            generator = torch.Generator().manual_seed(self.problem.seed + 1)
+            generator = torch.Generator().manual_seed(spawn_seed(self.problem.seed, 1))
             y, spent = approximate_product(self.frame, z, w, column, heavy, self.problem.eps, self.constants, generator)
             columns.append(y)
             pairs += spent
