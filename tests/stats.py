@@ -9,7 +9,8 @@ skewed, so the critical value is widened by the second term of the Cornish-Fishe
 statistic, ``|skew| (2 t^2 + 1) / (6 sqrt(draws))``.
 
 How the power is kept. A test that could not have seen a relative deviation of ``detect`` fails as vacuous and
-says how many draws it needs; one that sees a variance of zero demands equality up to rounding.
+says how many draws it needs; one that sees a variance of zero demands equality up to rounding. ``detect`` is at
+most ``LEAST_POWER``: a test that misses a factor of two in either direction is no test.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from scipy import stats as _scipy_stats
 ALPHA = 1e-6
 SUITE_TESTS = 2000
 ROUNDING = 1e-9
+LEAST_POWER = 0.5
 _POWER_QUANTILE = 2.33  # a deviation of `detect` is rejected with probability 0.99
 
 
@@ -221,6 +223,11 @@ def _require_power(
     m: _Moments, size: np.ndarray, exact: np.ndarray, detect: float, shape: tuple[int, ...], what: str
 ) -> float:
     """The smallest relative deviation seen with probability 0.99; fail when it exceeds ``detect``."""
+    if not 0 < detect <= LEAST_POWER:
+        raise AssertionError(
+            f"The 'detect' of a test must lie in (0, {LEAST_POWER}], got {detect}: a claim wrong by a factor of "
+            "two must be seen; draw more samples or use inputs of smaller norm."
+        )
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(exact | (m.se == 0), 0.0, (m.critical + _POWER_QUANTILE) * m.se / size)
     if not (relative <= detect).all():

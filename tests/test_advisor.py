@@ -50,15 +50,16 @@ def test_local_attention_is_given_a_window() -> None:
 
 
 def test_predictions_follow_the_measurements() -> None:
+    """For iid projections and without the normaliser: above what is measured, and by no more than two and a half."""
     errors = []
-    for size in (0.3, 0.8, 1.4):
+    for size in (0.3, 0.5, 0.8):
         q, k, v = (normal(4, 1, 80, 8, seed=i, size=size) for i in range(3))
         (head,) = advise(q, k, v, num_features=(64,)).heads
         errors.append((head.predicted["positive 64"], head.measured["positive 64"]))
         assert head.predicted["calibrated 64"] <= head.predicted["positive 64"] + 1e-6
+        for name in ("positive 64", "calibrated 64"):
+            assert 0.4 < head.measured[name] / head.predicted[name] < 1.1, f"{name} at size {size}"
     assert errors == sorted(errors)
-    # Where it is small, the prediction for iid projections is close to what orthogonal ones give.
-    assert errors[0][0] == pytest.approx(errors[0][1], rel=1.0)
 
 
 def test_uniform_attention_has_full_entropy_and_no_uniform_error() -> None:

@@ -43,9 +43,12 @@ def test_layer_has_its_polynomial_as_mean_and_its_variance(method: str) -> None:
     mean = layer.polynomial(POINTS)
     t = POINTS @ W.mT + B
     torch.testing.assert_close(mean, layer.fit(t), rtol=1e-5, atol=1e-5)
-    samples = redraws(layer, POINTS, 3000)
-    check_mean(samples, mean, scale=0.3, detect=0.2)
-    check_mse(samples, mean, layer.variance(POINTS), detect=0.9)
+    # One estimator for all methods, which only choose its coefficients: only one of them needs power for the variance.
+    count, detect = (9000, 0.45) if method == "chebyshev" else (1000, None)
+    samples = redraws(layer, POINTS, count)
+    check_mean(samples, mean, scale=0.3, detect=0.02)
+    if detect is not None:
+        check_mse(samples, mean, layer.variance(POINTS), detect=detect)
 
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, torch.sin, nn.GELU(), nn.SiLU()])
@@ -75,7 +78,7 @@ def test_plan_for_a_target_reaches_it() -> None:
     assert ((layer.polynomial(x) - exact).square().sum(-1) <= plan.bias * (1 + 1e-4) + 1e-9).all()
     assert (layer.variance(x).sum(-1) <= plan.variance * (1 + 1e-6)).all()
     samples = redraws(layer, x[:2], 200)
-    check_mse_at_most((samples - exact[:2]).norm(dim=-1), 0.0, eps, detect=1.0)
+    check_mse_at_most((samples - exact[:2]).norm(dim=-1), 0.0, eps, detect=0.05)
 
 
 def test_bernstein_needs_a_much_higher_degree_than_chebyshev_for_the_same_target() -> None:
@@ -190,9 +193,9 @@ def test_taylor_composition_of_gelu_is_unbiased_with_its_variance(law: str) -> N
         W, B, "gelu", CALIBRATION, law=law, parameter=parameter, draws=8, num_features=16
     ).double()
     exact = nn.functional.gelu(POINTS @ W.mT + B)
-    samples = redraws(layer, POINTS, 1500)
-    check_mean(samples, exact, scale=0.2, detect=0.2)
-    check_mse(samples, exact, layer.variance(POINTS), detect=2.0)
+    samples = redraws(layer, POINTS, 2500)
+    check_mean(samples, exact, scale=0.2, detect=0.05)
+    check_mse(samples, exact, layer.variance(POINTS), detect=0.48)
 
 
 def test_taylor_variance_is_the_one_of_the_theory() -> None:

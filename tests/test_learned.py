@@ -131,7 +131,7 @@ def test_one_fastfood_row_has_the_mse_of_one_gaussian_frequency(name):
         mse = theory.mse_fourier(gaussian_kernel(X, Y), gaussian_kernel(2 * X, 2 * Y), 1)
         check_mse(samples, gaussian_kernel(X, Y), mse, detect=0.3)
     else:
-        check_mse(samples, softmax_kernel(X, Y), theory.mse_positive(*pairs(), 1), detect=0.5)
+        check_mse(samples, softmax_kernel(X, Y), theory.mse_positive(*pairs(), 1), detect=0.35)
 
 
 def test_fastfood_frequencies_are_the_matrix_product_of_the_paper():

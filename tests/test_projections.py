@@ -44,10 +44,10 @@ def test_every_row_is_marginally_gaussian(name):
     w = draws(name, d, 7, 2500)
     zero, eye = torch.zeros(7, d), torch.eye(d, dtype=torch.float64)
     check_mean(w, zero, scale=1.0, detect=0.3)
-    check_mean(w[..., :, None] * w[..., None, :], eye.expand(7, d, d), scale=1.0, detect=0.5)
+    check_mean(w[..., :, None] * w[..., None, :], eye.expand(7, d, d), scale=1.0, detect=0.4)
     # The fourth moment of a coordinate and of the length tell a Gaussian from a scaled sphere.
-    check_mean(w.pow(4).mean(-1), torch.full((7,), 3.0), detect=0.5)
-    check_mean(w.square().sum(-1).square(), torch.full((7,), float(d * (d + 2))), detect=0.5)
+    check_mean(w.pow(4).mean(-1), torch.full((7,), 3.0), detect=0.4)
+    check_mean(w.square().sum(-1).square(), torch.full((7,), float(d * (d + 2))), detect=0.35)
 
 
 @pytest.mark.parametrize("name", ["orthogonal", "givens"])

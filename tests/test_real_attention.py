@@ -37,5 +37,6 @@ def test_calibrated_features_do_what_many_more_plain_ones_do():
         plain = {m: experiment.mean_error(*sets, "positive", m) for m in (256, 1024)}
         calibrated = {m: experiment.mean_error(*sets, "calibrated", m) for m in (64, 256)}
     assert calibrated[64] < plain[1024]
-    assert calibrated[256] <= 0.58
+    assert calibrated[256] < 0.8 * plain[256]
+    assert calibrated[256] < 0.9 * calibrated[64]
     assert plain[256] > 0.9 * uniform  # plain FAVOR+ is hardly better than averaging

@@ -152,3 +152,39 @@ def test_malformed_samples_are_refused() -> None:
         check_mean(np.ones(50) * 1j, 1.0)
     with pytest.raises(AssertionError, match="one shape"):
         check_paired_less(np.ones((50, 2)), np.ones((50, 3)))
+
+
+def test_a_test_that_would_miss_a_factor_of_two_is_refused() -> None:
+    samples = positive(gaussian(20_000, M, D))
+    mse = mse_positive(X, Y, M)
+    for call in (
+        lambda detect: check_mean(samples, SM, detect=detect),
+        lambda detect: check_mse(samples, SM, mse, detect=detect),
+        lambda detect: check_mse_at_most(samples, SM, mse, detect=detect),
+        lambda detect: check_paired_less(samples, samples, strict=False, detect=detect),
+    ):
+        call(0.5)
+        for detect in (0.0, 0.51, 2.0, math.nan):
+            with pytest.raises(AssertionError, match="factor of two"):
+                call(detect)
+
+
+def test_a_deviation_as_large_as_the_one_called_detectable_is_detected() -> None:
+    """The power that a passed check reports is there: planted deviations of that size are rejected, nearly always."""
+    helpers = {
+        "mean": lambda s, size: check_mean(s, SM * (1 + size)),
+        "mse": lambda s, size: check_mse(s, SM, mse_positive(X, Y, M) * (1 + size), detect=0.5),
+        "bound": lambda s, size: check_mse_at_most(s, SM, mse_positive(X, Y, M) * (1 - size), detect=0.5),
+        "order": lambda s, size: check_paired_less(s * (1 + size), s.flip(0), strict=False),
+    }
+    for name, helper in helpers.items():
+        rejected = 0
+        for seed in range(40):
+            samples = positive(gaussian(20_000, M, D, seed=seed))
+            size = helper(samples, 0.0).detectable
+            try:
+                helper(samples, size)
+            except AssertionError as verdict:
+                rejected += "vacuous" not in str(verdict)
+        # Promised with probability 0.99, approximately; a helper without power would reject none.
+        assert rejected >= 35, f"{name}: {rejected} of 40"

@@ -260,9 +260,10 @@ def uniform(call: Call) -> Tensor:
 
 @torch.no_grad()
 def _predict(phi: FeatureMap, call: Call) -> Tensor:
-    """`mean_i min(1, sqrt(sum_j A_ij^2 r_ij^2))`: r the relative error of the kernel by `theory`, A the attention.
+    """`mean_i min(1, sqrt(sum_j A_ij^2 r_ij^2 / sum_j A_ij^2))`: r the error of the kernel, A attention.
 
-    The error of the numerator's weights, row by row, for iid projections; attention saturates where it exceeds one.
+    The error of the numerator over its size, for values without structure and iid projections: somewhat more than is
+    measured, for the normaliser takes the common part of a row's errors away. Attention saturates where it exceeds one.
     """
     group, root = call.group, call.scale**0.5
     small = call._replace(query=call.query[:1, :, :PREDICTION_PAIRS], key=call.key[:1, :, :PREDICTION_PAIRS])
@@ -281,8 +282,9 @@ def _predict(phi: FeatureMap, call: Call) -> Tensor:
         if isinstance(phi, CalibratedFeatures):
             options = {"map": "dense", "a": phi.a[g]}
         r = theory.relative_error(x[g].unsqueeze(-2), y[g][None, None], phi.num_features, **options)
-        row = (weights[g].double() * r.double().clamp_max(1e6)).square().sum(-1).sqrt().clamp_max(1.0)
-        errors.append(row.mean(-1))
+        share = weights[g].double().square()
+        square = (share * r.double().clamp_max(1e6).square()).sum(-1) / share.sum(-1)
+        errors.append(square.sqrt().clamp_max(1.0).mean(-1))
     return torch.cat(errors)
 
 
