@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import threading
@@ -214,12 +215,36 @@ def test_the_tower_of_a_composite_model_is_converted_alone(tmp_path: Path) -> No
     assert torch.equal(outputs(model, x), before)
 
 
-def test_a_part_of_a_conversion_cannot_be_reverted_alone() -> None:
+def test_parts_that_share_a_configuration_are_converted_and_reverted_in_any_order() -> None:
     model = build("bart", SEQ2SEQ)
-    convert(model, "positive", 8)
-    with pytest.raises(BochnerError, match="part of a larger model"):
-        revert(model.encoder)
-    revert(model)
+    x = inputs(model)
+    before = outputs(model, x)
+    hidden = torch.randn(2, 50, 32, generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": b["input_ids"][:, :40], "encoder_hidden_states": hidden} for b in texts_as_batches()]
+    convert(model.encoder, "calibrated", 8, window=4, calibration=texts_as_batches())
+    encoder = outputs(model, x)
+    convert(model.decoder, "calibrated", 8, calibration=batches)
+    both = outputs(model, x)
+    copied = copy.deepcopy(model)
+    revert(model.decoder)
+    torch.testing.assert_close(outputs(model, x), encoder, atol=1e-5, rtol=1e-4)
+    revert(model.encoder)
+    assert torch.equal(outputs(model, x), before)
+    # The copy is a conversion of its own, and the other order is as good.
+    assert torch.equal(outputs(copied, x), both)
+    revert(copied.encoder)
+    assert not torch.allclose(outputs(copied, x), before, atol=1e-3)
+    revert(copied.decoder)
+    assert torch.equal(outputs(copied, x), before)
+
+
+def test_a_plan_that_found_no_modules_is_not_silently_softmax() -> None:
+    hf.register()
+    model = build("bert", TEXT)
+    model.config.bochner = {"format": 2, "layers": []}
+    model.set_attn_implementation("bochner_converted")
+    with pytest.raises(BochnerError, match="has no maps"):
+        outputs(model)
 
 
 def test_switching_by_name_keeps_a_conversion_a_conversion() -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from bochner._checks import BochnerError
 from bochner.hf import capture
-from bochner.hf.layer import CHILD, LinearAttention
+from bochner.hf.layer import CHILD, LinearAttention, Origin
 from bochner.hf.plan import Plan
 
 NAME = "bochner"  # the attention implementation of models that `convert` has not seen
@@ -28,21 +28,18 @@ MISFIT = (
 )
 
 
-@dataclass
-class Conversion:
-    """What one conversion changed besides adding maps: the implementations its configurations had, and its size."""
-
-    before: list[tuple[Any, str]]
-    size: int
-
-
-def layers_of(model: Any) -> dict[str, LinearAttention]:
-    """The attached modules of a converted model, by the name of their attention module."""
-    found = {
+def attached_to(model: Any) -> dict[str, LinearAttention]:
+    """The attached modules of a model, by the name of their attention module; empty if it is not converted."""
+    return {
         name.removesuffix(CHILD).removesuffix("."): module
         for name, module in getattr(model, "named_modules", dict)()
         if isinstance(module, LinearAttention) and name.endswith(CHILD)
     }
+
+
+def layers_of(model: Any) -> dict[str, LinearAttention]:
+    """The attached modules of a converted model, by the name of their attention module."""
+    found = attached_to(model)
     if not found:
         raise BochnerError(f"This {type(model).__name__} is not converted; call bochner.convert first.")
     return found
@@ -78,20 +75,16 @@ def equip(model: nn.Module, plan: Plan, layers: dict[str, LinearAttention] | Non
     """
     from bochner.hf.cache import install_hook
 
-    found = find_modules(model, plan)
-    attached = []
-    for place, layer in enumerate(plan.layers):
-        module = found[layer.name]
-        attached.append(LinearAttention(layer) if layers is None else layers[layer.name])
-        module.add_module(CHILD, attached[-1])
+    loaded = layers is None
+    for place, (layer, module) in enumerate(zip(plan.layers, find_modules(model, plan).values(), strict=True)):
+        child = LinearAttention(layer) if layers is None else layers[layer.name]
+        config = getattr(module, "config", None) or model.config
+        child.origin = Origin(config, _softmax_of(model, config, loaded))
+        module.add_module(CHILD, child)
         if layer.is_causal and not layer.is_cross:
             index = getattr(module, "layer_idx", None)
             module._bochner_hook = install_hook(module, place if index is None else index)
-    switched = _configs_above(model, set(map(id, attached)))
-    loaded = layers is None
-    conversion = Conversion([(config, _softmax_of(model, config, loaded)) for config in switched], len(attached))
-    for child in attached:
-        child.conversion = conversion
+    switched = _configs_above_maps(model)
     for config in capture.configs_of(model):
         if any(config is c for c in switched):
             config._attn_implementation_internal = CONVERTED
@@ -104,36 +97,35 @@ def equip(model: nn.Module, plan: Plan, layers: dict[str, LinearAttention] | Non
 
 
 def strip(model: nn.Module) -> None:
-    """Remove what `equip` attached and give the configurations their implementations back."""
-    children = list(layers_of(model).values())
-    conversions = {id(child.conversion): child.conversion for child in children}
-    if sum(c.size for c in conversions.values()) != len(children):
-        raise BochnerError(
-            f"This {type(model).__name__} was converted as part of a larger model; revert that one, or convert it anew "
-            "with a plan whose heads are 'exact' here."
-        )
+    """Remove what `equip` attached and give the configurations their implementations back.
+
+    A configuration that is shared with modules elsewhere that keep their maps stays as it is.
+    """
+    before = next(iter(layers_of(model).values())).origin
+    switched = _configs_above_maps(model)
     for module in model.modules():
         if CHILD in module._modules:
+            for child in getattr(module, CHILD).modules():
+                if isinstance(child, LinearAttention):  # one, unless somebody has wrapped it
+                    child.origin = None
             delattr(module, CHILD)
             hook = module.__dict__.pop("_bochner_hook", None)
             if hook is not None:
                 hook.remove()
-    # The latest conversion first: what it found may be the work of an earlier one.
-    for conversion in reversed(list(conversions.values())):
-        for config, implementation in conversion.before:
-            config._attn_implementation_internal = implementation
+    needed = [child.origin.config for child in LinearAttention.everywhere if child.origin is not None]
+    for config in switched:
+        if before is not None and not any(config is c for c in needed):
+            config._attn_implementation_internal = before.implementation
 
 
 @contextlib.contextmanager
 def plan_in_config(model: Any) -> Iterator[None]:
     """While a converted model is being saved, its configuration holds its plan."""
-    try:
-        plan = plan_of(model)
-    except BochnerError:
+    if not attached_to(model):
         yield
         return
     config = model.config
-    config.bochner, config.attn_implementation = plan.to_dict(), CONVERTED
+    config.bochner, config.attn_implementation = plan_of(model).to_dict(), CONVERTED
     try:
         yield
     finally:
@@ -155,19 +147,22 @@ def equip_as_saved(model: Any) -> None:
         model.config.__dict__.pop(name, None)
 
 
-def _configs_above(model: nn.Module, children: set[int]) -> list[Any]:
-    """The configurations of the modules that hold one of the attached children."""
+def _configs_above_maps(model: nn.Module) -> list[Any]:
+    """The configurations of the modules that hold an attached one."""
     found: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal") and any(id(m) in children for m in module.modules()):
+        if hasattr(config, "_attn_implementation_internal") and any(CHILD in m._modules for m in module.modules()):
             found[id(config)] = config
     return list(found.values())
 
 
 def _softmax_of(model: Any, config: Any, loaded: bool) -> str:
-    """The implementation to go back to: the present one, unless that is ours by name alone."""
+    """The implementation to go back to: the present one, unless that is ours."""
     present = config._attn_implementation_internal
-    if present in (None, NAME) or (loaded and present == CONVERTED):
+    if present == CONVERTED and not loaded:  # another part of the model was converted before
+        origins = [child.origin for child in LinearAttention.everywhere if child.origin is not None]
+        present = next((origin.implementation for origin in origins if origin.config is config), None)
+    if present in (None, NAME, CONVERTED):
         return "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
     return str(present)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,13 @@ class NoFeatures(FeatureMap):
         return Features(zero, zero + EMPTY)
 
 
+class Origin(NamedTuple):
+    """Where a `LinearAttention` is attached: the configuration of its module, and the implementation it had before."""
+
+    config: Any
+    implementation: str
+
+
 class LinearAttention(nn.Module):
     """Attention of one module by its plan: each kind of head runs on its own key heads, then the heads are put back.
 
@@ -67,10 +75,14 @@ class LinearAttention(nn.Module):
     `plan.train` the learned parts of the maps are parameters that require gradients, else nothing does.
     """
 
+    # All there are, so that one conversion can tell whether another one needs a configuration they share.
+    everywhere: ClassVar[WeakSet[LinearAttention]] = WeakSet()
+
     def __init__(self, plan: LayerPlan) -> None:
         super().__init__()
+        self.everywhere.add(self)
         self.plan = plan.check()
-        self.conversion: Any = None  # what `io.equip` changed when it attached this, to be undone with it
+        self.origin: Origin | None = None
         maps: dict[str, FeatureMap] = {}
         for i, kind in enumerate(WITH_MAP):
             heads = plan.kv_heads_of(kind)
@@ -100,6 +112,10 @@ class LinearAttention(nn.Module):
         self.requires_grad_(False)
         if plan.train:
             self.open_()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of deep copies
+        super().__setstate__(state)
+        self.everywhere.add(self)
 
     def map_of(self, kind: str) -> FeatureMap:
         return self._nothing if kind == "window" else self.map_norm[kind]  # type: ignore[return-value]

@@ -185,6 +185,12 @@ def _by_default(module: nn.Module, call: Call, dropout: float) -> Tensor:
 
 
 def _stay_exact(module: nn.Module, call: Call, dropout: float) -> Tensor:
+    """Softmax; but not where a plan was to be followed."""
+    if getattr(getattr(module, "config", None), io.KEY, None) is not None:
+        raise BochnerError(
+            f"The model's configuration holds a conversion plan, but {type(module).__name__} has no maps: the plan was "
+            "made for another model."
+        )
     return exact(call, dropout)
 
 
