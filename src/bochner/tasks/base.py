@@ -75,6 +75,7 @@ class Task:
     metric: str = "accuracy"
     larger: bool = True
     artefacts: Sequence[str] = ()
+    further: Sequence[str] = ()  # splits to test on besides "test"
     baseline: Callable[[Preset], dict[str, float]] | None = None
 
     @property
@@ -188,10 +189,13 @@ class Pairs(Dataset):
 
 
 class Collator:
-    """Pads token sequences to one fixed length, with their mask; `multiple` for attentions that work in blocks."""
+    """Pads token sequences to one fixed length.
 
-    def __init__(self, length: int, multiple: int = 1) -> None:
-        self.length = -(-length // multiple) * multiple
+    `multiple`: for attentions that work in blocks. `masks`: whether the model takes any.
+    """
+
+    def __init__(self, length: int, multiple: int = 1, *, masks: bool = True) -> None:
+        self.length, self.masks = -(-length // multiple) * multiple, masks
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         if "input_features" in items[0]:
@@ -200,7 +204,8 @@ class Collator:
         for name, mask in (("input_ids", "attention_mask"), ("other_ids", "other_mask")):
             if name in items[0]:
                 batch[name] = self._pad([x[name] for x in items], PAD)
-                batch[mask] = (batch[name] != PAD).long()
+                if self.masks:
+                    batch[mask] = (batch[name] != PAD).long()
         labels = [x["labels"] for x in items]
         batch["labels"] = self._pad(labels, IGNORE) if isinstance(labels[0], Tensor) else torch.tensor(labels)
         return batch
@@ -269,7 +274,8 @@ def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
 def summary(kind: str, found: np.ndarray) -> dict[str, float]:
     """Figures of a data set from the `figures` of its batches: loss, accuracy, perplexity, bits; error rate for CTC."""
     if kind == "ctc":
-        return {"error_rate": float(found[..., 0].sum() / found[..., 1].sum())}
+        edits, symbols = found.reshape(-1, 2).astype(np.float64).sum(0)
+        return {"error_rate": float(edits / symbols)}
     loss, accuracy = np.nanmean(found.reshape(-1, 2).astype(np.float64), axis=0)
     out = {"loss": float(loss), "accuracy": float(accuracy)}
     if kind in ("causal", "masked"):

@@ -7,6 +7,7 @@ than to anything else: the answer is in the picture, and only in the connection.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +45,9 @@ def picture(seed: int, index: int) -> Picture:
     first, second = curves[0], curves[1]
     ends = [first[0, 0], first[-1, 1], second[0, 0], second[-1, 1]]
     swap = int(rng.integers(2))
-    discs = [ends[2 * swap], ends[2 * swap + 1]] if same else [ends[int(rng.integers(2))], ends[2 + int(rng.integers(2))]]
+    discs = (
+        [ends[2 * swap], ends[2 * swap + 1]] if same else [ends[int(rng.integers(2))], ends[2 + int(rng.integers(2))]]
+    )
     return Picture(
         np.concatenate(curves), np.repeat(np.arange(len(curves)), [len(c) for c in curves]), np.array(discs), same
     )
@@ -67,7 +70,7 @@ def _curves(rng: np.random.Generator) -> list[np.ndarray] | None:
             return None
         curves.append(curve)
         ends = np.concatenate([curve[:1, 0], curve[:, 1]])
-        taken = np.concatenate([taken, *(a + LADDER * (b - a) for a, b in zip(ends[:-1], ends[1:], strict=True))])
+        taken = np.concatenate([taken, *(a + LADDER * (b - a) for a, b in pairwise(ends))])
     return curves
 
 

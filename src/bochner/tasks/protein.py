@@ -34,7 +34,7 @@ def held_out(name: str) -> bool:
 
 def sequences(preset: Preset, split: str) -> Sequences:
     """`"train"`, `"validation"`, `"test"` of the same families, and `"unseen"`: families that were held out."""
-    arrays = stored("protein-1", _read)
+    arrays = stored("protein-2", _read)
     every = Sequences(arrays["tokens"], arrays["offsets"], None, preset.length)
     unseen = np.flatnonzero(arrays["held_out"])
     known = np.flatnonzero(~arrays["held_out"])
@@ -55,7 +55,7 @@ def _read() -> dict[str, np.ndarray]:
     rows: list[np.ndarray] = []
     out: list[bool] = []
     with gzip.open(data.fetch("proteins") / "DB.fasta.gz", "rt", encoding="ascii") as file:
-        for record in file.read().split(">")[1:]:
+        for record in re.split(r"^>", file.read(), flags=re.MULTILINE)[1:]:
             header, _, letters = record.partition("\n")
             rows.append(number[np.frombuffer(letters.replace("\n", "").encode(), np.uint8)])
             out.append(held_out(family(header)))

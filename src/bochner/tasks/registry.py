@@ -1,16 +1,18 @@
 """The tasks and their presets.
 
-`paper`: table 4 of paper 004 (listops, text, retrieval, image), its table 6 (pretraining, sentiment, nli) and appendix A of
-paper 003 (lm, protein, pixels); table 5 of paper 004 gives the features of learned maps. Departures: transformers' BERT
-ties the head size to width / heads, so that image has 8 heads of 16 (not 8) and the tasks of table 6 have 10 heads of
-30 (not 64); attention dropout is 0 everywhere, because linear attention has no weights to drop. Where a paper has no
-figures (pathfinder, speech) the preset is ours.
+`paper`: table 4 of paper 004 (listops, text, retrieval, image), its table 6 (pretraining, sentiment, nli) and
+appendix A of paper 003 (lm, protein, pixels); table 5 of paper 004 gives the features of learned maps. Departures:
+transformers' BERT ties the head size to width / heads, so that image has 8 heads of 16 (not 8) and the tasks of table 6
+have 10 heads of 30 (not 64); attention dropout is 0 everywhere, because linear attention has no weights to drop. Where a
+paper has no figures (pathfinder, speech) the preset is ours.
 `small`: the same tasks, shorter and with less data, for one core and some minutes.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+
+from torch.utils.data import Dataset
 
 from bochner._checks import BochnerError, lookup
 from bochner.tasks import images, listops, pathfinder, protein, speech, text
@@ -380,6 +382,7 @@ TASKS: dict[str, Task] = {
             protein.masked,
             PROTEIN,
             artefacts=("proteins",),
+            further=("unseen",),
             baseline=protein.baseline,
         ),
         Task(
@@ -392,6 +395,7 @@ TASKS: dict[str, Task] = {
             PROTEIN,
             metric="accuracy",
             artefacts=("proteins",),
+            further=("unseen",),
             baseline=protein.baseline,
         ),
         Task(
@@ -468,3 +472,9 @@ def preset_of(chosen: Task, name: str, **changes: object) -> Preset:
     if unknown:
         raise BochnerError(f"A preset has no {unknown[0]!r}; it has {sorted(vars(found))}.")
     return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def dataset(name: str, split: str = "train", preset: str = "small") -> Dataset:
+    """The examples of a task, as a torch data set of token ids and labels; fetched or made on first use."""
+    chosen = task(name)
+    return chosen.load(preset_of(chosen, preset), split)

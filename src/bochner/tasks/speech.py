@@ -92,5 +92,3 @@ def _read() -> dict[str, np.ndarray]:
         "syllable": np.array(syllable),
         "alphabet": np.array([ord(c) for c in letters]),
     }
-
-

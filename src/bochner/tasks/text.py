@@ -54,7 +54,7 @@ def thirds(count: int, test: int | None, seed: int = 0) -> dict[str, np.ndarray]
 
 
 def imdb(preset: Preset, split: str) -> Sequences:
-    """Film reviews as bytes, 1 is praise. The official halves; validation is the last 2,000 of a shuffled train half."""
+    """Film reviews as bytes, 1 is praise. The official halves; 2,000 of the training half are for validation."""
     reviews = json.loads(data.fetch("imdb").read_text(encoding="utf-8"))
     # The file holds test/neg, train/neg, test/pos, train/pos, 12,500 each.
     half = {"train": np.r_[12_500:25_000, 37_500:50_000], "test": np.r_[0:12_500, 25_000:37_500]}
@@ -203,7 +203,10 @@ def _manuals() -> dict[str, np.ndarray]:
             home.append(i)
             references.append(seen)
     found = {
-        (a, names[home[a], wanted]) for a, seen in enumerate(references) for wanted in seen if (home[a], wanted) in names
+        (a, names[home[a], wanted])
+        for a, seen in enumerate(references)
+        for wanted in seen
+        if (home[a], wanted) in names
     }
     if not found:
         raise BochnerError("No manual page refers to another: the collections were not unpacked as expected.")

@@ -1,0 +1,84 @@
+"""A run's directory: its configuration, its metrics line by line, and checkpoints that survive being killed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from bochner._checks import BochnerError
+
+COMPLETE = "complete"  # written last: a checkpoint without it was interrupted
+
+
+def write_json(path: Path, content: Any) -> None:
+    """All of it or nothing."""
+    tmp = path.with_suffix(".tmp")
+    tmp.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    tmp.replace(path)
+
+
+def prepare(output: Path, configuration: dict[str, Any], *, resume: bool) -> None:
+    """Claim a directory for a run, or take up the run that is there if it is the same one."""
+    path = output / "run.json"
+    if path.exists():
+        there = json.loads(path.read_text(encoding="utf-8"))
+        differ = sorted(k for k in {*there, *configuration} if there.get(k) != configuration.get(k))
+        if differ:
+            said = ", ".join(f"{k} {there.get(k)!r} there and {configuration.get(k)!r} here" for k in differ)
+            raise BochnerError(f"The run in {str(output)!r} is another one: {said}; choose another output.")
+        if not resume:
+            raise BochnerError(f"There is a run in {str(output)!r} already; resume it, or choose another output.")
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(path, configuration)
+
+
+def last_checkpoint(output: Path) -> Path | None:
+    """The newest complete checkpoint; interrupted ones are removed."""
+    found: list[tuple[int, Path]] = []
+    for path in output.glob("checkpoint-*"):
+        if (path / COMPLETE).exists():
+            found.append((int(path.name.removeprefix("checkpoint-")), path))
+        else:
+            shutil.rmtree(path)
+    return max(found)[1] if found else None
+
+
+class Journal(TrainerCallback):
+    """Marks checkpoints as complete and writes metrics as JSON lines; those after the checkpoint are written again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and self.path.exists():
+            kept = [x for x in lines(self.path) if x["step"] <= state.global_step]
+            tmp = self.path.with_suffix(".tmp")
+            tmp.write_text("".join(json.dumps(x) + "\n" for x in kept), encoding="utf-8")
+            tmp.replace(self.path)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs or "train_runtime" in logs:
+            return
+        timing = ("_runtime", "_per_second")
+        kept = {k: v for k, v in logs.items() if not k.endswith(timing) and k != "epoch"}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": state.global_step, **kept}) + "\n")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The entries of a JSON-lines file; a last line that was cut off is left out."""
+    out = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            out.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return out

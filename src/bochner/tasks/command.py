@@ -1,0 +1,62 @@
+"""`bochner train`: the command line of `train`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bochner._checks import BochnerError
+
+
+def train(
+    task: Annotated[str, typer.Argument(help="the task; without one, list tasks and attentions")] = "",
+    attention: Annotated[str, typer.Option(help="any map, window+MAP, exact, identity, or a peer")] = "exact",
+    preset: Annotated[str, typer.Option(help="small, or paper")] = "small",
+    features: Annotated[int | None, typer.Option(help="features per head; default by the preset")] = None,
+    window: Annotated[int | None, typer.Option(help="block of window+MAP; default by the preset")] = None,
+    seed: Annotated[int, typer.Option(help="of the model, the maps and the order of the data")] = 0,
+    output: Annotated[Path | None, typer.Option(help="default runs/TASK-ATTENTION-PRESET-SEED")] = None,
+    resume: Annotated[bool, typer.Option(help="go on where the run was stopped")] = False,
+    start: Annotated[Path | None, typer.Option(help="output of a run whose encoder is taken over")] = None,
+    steps: Annotated[int | None, typer.Option(help="default by the preset")] = None,
+    tensorboard: Annotated[bool, typer.Option(help="write event files for TensorBoard too")] = False,
+    threads: Annotated[int, typer.Option(help="threads; 0 is torch's choice")] = 1,
+) -> None:
+    """Train a fresh model on one of the papers' tasks and test it."""
+    import torch
+    import transformers
+
+    from bochner.tasks.models import attentions
+    from bochner.tasks.registry import TASKS
+    from bochner.tasks.training import train as run
+
+    if not task:
+        for name, entry in TASKS.items():
+            typer.echo(f"{name:15s} {entry.what} ({entry.metric})")
+        typer.echo("attentions: " + " ".join(a for a in attentions() if "+" not in a) + " window+MAP")
+        return
+    if threads < 0:
+        raise BochnerError(f"The --threads must be at least 0, got {threads}.")
+    if threads:
+        torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()  # of files being written; the bar of the training stays
+    changes: dict[str, Any] = {} if steps is None else {"steps": steps}
+    result = run(
+        task,
+        attention=attention,
+        preset=preset,
+        features=features,
+        window=window,
+        seed=seed,
+        output=output,
+        resume=resume,
+        start=start,
+        tensorboard=tensorboard,
+        **changes,
+    )
+    shown = {k: result[k] for k in ("task", "attention", "seed", "metrics", "baseline", "seconds") if k in result}
+    typer.echo(json.dumps(shown, indent=1))

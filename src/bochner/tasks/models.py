@@ -1,0 +1,167 @@
+"""The model of a task with a given attention: transformers' own, freshly initialised."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bochner._checks import BochnerError, extra, positive_int
+from bochner.hf.convert import convert
+from bochner.maps import FEATURE_MAPS
+from bochner.tasks import peers
+from bochner.tasks.base import Preset, Task
+
+transformers = extra("transformers", "train", "bochner.tasks")
+
+REPLACED = ("identity", "linformer", "performer_pytorch")
+RENAMED = {"identity_kernel": "identity"}  # the generalised kernel f(x) = x; "identity" is attention that returns v
+BASE = {"classify": "bert", "match": "bert", "masked": "bert", "causal": "gpt2", "ctc": "conformer"}
+AUTO = {
+    "classify": "AutoModelForSequenceClassification",
+    "match": "AutoModel",
+    "masked": "AutoModelForMaskedLM",
+    "causal": "AutoModelForCausalLM",
+    "ctc": "AutoModelForCTC",
+}
+
+
+def attentions() -> list[str]:
+    """Every name that `train` takes; with `window+` before a map, exact attention near and the kernel elsewhere."""
+    maps = sorted({*FEATURE_MAPS, *RENAMED} - {"identity"})
+    return ["exact", *REPLACED, "window", *maps, *(f"window+{m}" for m in maps), *peers.PEERS]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A choice of attention, checked: `features` m and `window` where they mean something, else 0."""
+
+    name: str
+    features: int = 0
+    window: int = 0
+
+    @property
+    def feature_map(self) -> str | None:
+        base = self.name.removeprefix("window+")
+        base = RENAMED.get(base, base)
+        return base if base in FEATURE_MAPS and self.name != "identity" else None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name == "window" or self.feature_map is not None
+
+    @property
+    def multiple(self) -> int:
+        return peers.PEERS[self.name].multiple if self.name in peers.PEERS else 1
+
+    @property
+    def takes_mask(self) -> bool:
+        return self.name not in peers.PEERS or peers.PEERS[self.name].takes_mask
+
+
+def choose(task: Task, name: str, preset: Preset, features: int | None = None, window: int | None = None) -> Attention:
+    """The attention of that name with the preset's sizes; refused if it cannot do the task."""
+    if name not in attentions():
+        short = [a for a in attentions() if not a.startswith("window+")]
+        raise BochnerError(f"Unknown attention {name!r}; the valid names are {short}, and 'window+' before any map.")
+    able: tuple[str, ...] = (*peers.BOTH_WAYS, "causal", "ctc")
+    if name in peers.PEERS:
+        able = peers.PEERS[name].kinds
+    elif name == "linformer":
+        able = peers.BOTH_WAYS
+    elif name == "performer_pytorch":
+        able = (*peers.BOTH_WAYS, "causal")
+    if task.kind not in able:
+        wanted = {"causal": "causal attention", "ctc": "a Conformer"}[task.kind]
+        raise BochnerError(f"The task {task.name!r} needs {wanted}, which {name!r} has not; take 'exact' or a map.")
+    chosen = Attention(name)
+    m = features or preset.features_of.get(chosen.feature_map or "", preset.features)
+    needs = chosen.feature_map is not None or name in ("linformer", "performer_pytorch")
+    near = name.startswith("window")
+    return Attention(
+        name,
+        positive_int(m, "features", "train") if needs else 0,
+        positive_int(window or preset.window, "window", "train") if near else 0,
+    )
+
+
+class Matcher(nn.Module):
+    """Two sequences, encoded apart by one encoder, and a small classifier on both: [a, b, a - b, a * b]."""
+
+    def __init__(self, encoder: Any, width: int, classes: int, *, takes_mask: bool = True) -> None:
+        super().__init__()
+        self.encoder, self.takes_mask = encoder, takes_mask
+        self.head = nn.Sequential(nn.Linear(4 * width, width), nn.GELU(), nn.Linear(width, classes))
+
+    def encode(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        masked = {"attention_mask": mask} if self.takes_mask else {}
+        hidden: Tensor = self.encoder(input_ids=ids, **masked).last_hidden_state[:, 0]
+        return hidden
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        other_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        other_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        a, b = self.encode(input_ids, attention_mask), self.encode(other_ids, other_mask)
+        logits = self.head(torch.cat([a, b, a - b, a * b], dim=-1))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def build(task: Task, preset: Preset, attention: Attention, *, seed: int = 0) -> nn.Module:
+    """A fresh model for the task; the global random state is as before."""
+    length = -(-preset.length // attention.multiple) * attention.multiple
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _build(task, preset, attention, length, seed)
+
+
+def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: int) -> nn.Module:
+    peer = peers.PEERS.get(attention.name)
+    config = (peer.config if peer else getattr(peers, BASE[task.kind]))(task, preset, length)
+    options: dict[str, Any] = {}
+    if attention.name in REPLACED:
+        peers.register()
+        options["attn_implementation"] = "bochner_peer"
+    if task.kind == "match" and peer is None:
+        options["add_pooling_layer"] = False
+    model = getattr(transformers, AUTO[task.kind]).from_config(config, **options)
+    if preset.positions == "sinusoidal" and task.kind != "ctc":
+        sinusoids_(model, preset.width**-0.5)
+    if attention.name == "linformer":
+        peers.attach(model, lambda _: peers.Linformer(length, attention.features))
+    elif attention.name == "performer_pytorch":
+        size = preset.width // preset.heads
+        peers.attach(model, lambda _: peers.Favor(size, attention.features, task.is_causal))
+    elif attention.is_ours:
+        more: dict[str, Any] = {"train": True, "seed": seed}
+        if attention.window:
+            more |= {"window": attention.window, "window_kind": "block"}
+        if task.kind == "ctc":  # what goes in cannot be told from the config
+            more["calibration"] = {"input_features": torch.randn(4, 512, config.encoder_config.num_mel_bins)}
+        convert(model, attention.feature_map, attention.features or 1, **more)
+    if task.kind == "match":
+        width = preset.width * (2 if attention.name == "reformer" else 1)  # its two streams side by side
+        return Matcher(model, width, task.classes, takes_mask=attention.takes_mask)
+    return model
+
+
+def sinusoids_(model: nn.Module, size: float) -> None:
+    """Fixed sinusoidal positions of about the size of the other embeddings (Vaswani et al. 2017)."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and ("position_embeddings" in name or name.endswith("wpe")):
+            n, d = module.weight.shape
+            rate = torch.exp(torch.arange(0, d, 2) * (-math.log(10_000.0) / d))
+            angle = torch.arange(n)[:, None] * rate
+            with torch.no_grad():
+                module.weight[:, 0::2] = size * math.sqrt(2) * angle.sin()
+                module.weight[:, 1::2] = size * math.sqrt(2) * angle.cos()[:, : d // 2]
+            module.weight.requires_grad_(False)

@@ -1,0 +1,272 @@
+"""`train`: a task, an attention and a preset, by transformers' Trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+from bochner._checks import BochnerError, extra
+from bochner.hf.train import RedrawCallback, parameter_groups
+from bochner.tasks import models
+from bochner.tasks.base import Collator, Preset, Task, figures, summary
+from bochner.tasks.checkpoints import Journal, last_checkpoint, prepare, write_json
+from bochner.tasks.registry import preset_of
+from bochner.tasks.registry import task as task_of
+
+transformers = extra("transformers", "train", "bochner.tasks")
+extra("accelerate", "train", "bochner.tasks")
+
+LOGS, SAVES = 50, 10  # per run
+GLIMPSE = 256  # validation examples looked at while training
+
+
+def train(
+    task: str,
+    *,
+    attention: str = "exact",
+    preset: str = "small",
+    features: int | None = None,
+    window: int | None = None,
+    seed: int = 0,
+    output: str | Path | None = None,
+    resume: bool = False,
+    start: str | Path | None = None,
+    progress: bool = True,
+    tensorboard: bool = False,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Train a fresh model on a task and test it; returns the result, which is also `result.json` of the output.
+
+    `attention`: see `attentions()`. `preset`: `"small"` or `"paper"`; `changes` replace single values of it.
+    `features`: m; `window`: of `window+` attentions. `output`: default `runs/TASK-ATTENTION-PRESET-SEED`; holds
+    `run.json`, `metrics.jsonl`, checkpoints and `result.json`. `resume`: go on where the run in `output` was
+    stopped, however it was; a finished run returns its result. `start`: the output of a run on another task with the
+    same sizes, whose encoder is taken over (pretraining). Under `accelerate launch` the batch is shared by the
+    processes.
+    """
+    chosen = task_of(task)
+    sizes = preset_of(chosen, preset, **changes)
+    kind = models.choose(chosen, attention, sizes, features, window)
+    where = Path(output) if output else Path("runs") / f"{task}-{attention}-{preset}-{seed}"
+    described = {
+        "task": task,
+        "attention": attention,
+        "seed": seed,
+        **{k: v for k, v in asdict(sizes).items() if k != "features_of"},
+        "features": kind.features,
+        "window": kind.window,
+        "start": None if start is None else str(start),
+    }
+    configuration = json.loads(json.dumps(described))  # as it will be read back
+    prepare(where, configuration, resume=resume)
+    if (where / "result.json").exists():
+        found: dict[str, Any] = json.loads((where / "result.json").read_text(encoding="utf-8"))
+        return found
+    model = models.build(chosen, sizes, kind, seed=seed)
+    if start is not None:
+        take_over_(model, Path(start))
+    begin = time.perf_counter()
+    trainer = make_trainer(chosen, sizes, kind, model, where, seed=seed, progress=progress, tensorboard=tensorboard)
+    checkpoint = last_checkpoint(where)
+    with warnings.catch_warnings():
+        # Trainer warns of tensors it gathers from one process; nothing is lost.
+        warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")
+        warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        metrics = trainer.test()
+    result = {
+        **configuration,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "metrics": metrics,
+        "score": metrics[chosen.metric],
+        "resumed": checkpoint is not None,
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
+    if chosen.baseline is not None:
+        result["baseline"] = chosen.baseline(sizes)
+    if trainer.is_world_process_zero():
+        trainer.save_model(str(where / "model"))
+        write_json(where / "result.json", result)
+    return result
+
+
+def make_trainer(
+    task: Task,
+    preset: Preset,
+    attention: models.Attention,
+    model: nn.Module,
+    output: Path,
+    *,
+    seed: int = 0,
+    progress: bool = False,
+    tensorboard: bool = False,
+) -> TaskTrainer:
+    """transformers' Trainer with the data, the optimizer and the schedule of a preset."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if preset.batch % world:
+        raise BochnerError(f"The batch of {preset.batch} cannot be shared by {world} processes; choose a multiple.")
+    every = max(1, preset.steps // LOGS)
+    saving = every * max(1, LOGS // SAVES)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(output),
+        max_steps=preset.steps,
+        per_device_train_batch_size=preset.batch // world,
+        per_device_eval_batch_size=2 * preset.batch // world,
+        learning_rate=preset.learning_rate,
+        lr_scheduler_type=preset.schedule,
+        warmup_steps=min(preset.warmup, preset.steps),
+        max_grad_norm=preset.clip,
+        logging_steps=every,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=saving,
+        save_strategy="steps",
+        save_steps=saving,
+        save_total_limit=2,
+        report_to="none",
+        seed=seed,
+        data_seed=seed,
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+        disable_tqdm=not progress,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        ddp_find_unused_parameters=False,
+    )
+    callbacks: list[Any] = [Journal(output / "metrics.jsonl")]
+    if attention.feature_map is not None and preset.redraw:
+        callbacks.append(RedrawCallback(preset.redraw, seed=seed))
+    if tensorboard:
+        extra("tensorboard", "train", "TensorBoard")
+        from torch.utils.tensorboard import SummaryWriter
+        from transformers.integrations import TensorBoardCallback
+
+        callbacks.append(TensorBoardCallback(SummaryWriter(str(output / "tensorboard"))))
+    groups = parameter_groups(model, preset.learning_rate, weight_decay=preset.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=preset.learning_rate, betas=preset.betas)
+    validation = task.load(preset, "validation")
+    return TaskTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=task.load(preset, "train"),
+        eval_dataset=Subset(validation, range(min(GLIMPSE, len(validation)))),  # type: ignore[arg-type]
+        data_collator=Collator(preset.length, attention.multiple, masks=attention.takes_mask),
+        compute_metrics=lambda found: summary(task.kind, found.predictions),
+        preprocess_logits_for_metrics=lambda logits, labels: figures(task.kind, _first(logits), labels),
+        optimizers=(optimizer, None),
+        callbacks=callbacks,
+        task=task,
+        preset=preset,
+    )
+
+
+def _first(logits: Any) -> Tensor:
+    return logits[0] if isinstance(logits, tuple) else logits
+
+
+class TaskTrainer(transformers.Trainer):  # type: ignore[name-defined]
+    """Trainer that stops at the first loss or gradient that is not finite, with the place named, and can test."""
+
+    def __init__(self, *args: Any, task: Task, preset: Preset, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.task, self.preset = task, preset
+        # The losses of these models are means over the batch of a process: Trainer must not scale them again.
+        self.model_accepts_loss_kwargs = False
+        self.add_callback(FiniteGradients())
+        self.remove_callback(transformers.PrinterCallback)  # the journal has it all
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        try:
+            out = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        except BochnerError as error:
+            place = first_bad(model, inputs)
+            if place is None:
+                raise
+            raise BochnerError(f"Training stopped at step {self.state.global_step}: {place} {error}") from error
+        loss = out[0] if return_outputs else out
+        if not torch.isfinite(loss):
+            place = first_bad(model, inputs) or "No single layer is to blame."
+            raise BochnerError(
+                f"Training stopped at step {self.state.global_step}: the loss is {loss.item()}. {place} "
+                "Lower the learning rate, or take another attention."
+            )
+        return out
+
+    def test(self) -> dict[str, float]:
+        """Figures on the test split, and on the further ones of the task under their name."""
+        out: dict[str, float] = {}
+        for split in ("test", *self.task.further):
+            found = self.evaluate(self.task.load(self.preset, split), metric_key_prefix=split)
+            kept = {k.removeprefix(f"{split}_"): v for k, v in found.items() if np.isfinite(v)}
+            kept = {k: v for k, v in kept.items() if k in ("loss", "accuracy", "perplexity", "bits", "error_rate")}
+            out |= kept if split == "test" else {f"{split}_{k}": v for k, v in kept.items()}
+        return out
+
+
+class FiniteGradients(transformers.TrainerCallback):  # type: ignore[name-defined]
+    """Stops before a gradient that is not finite reaches the weights."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and not torch.isfinite(parameter.grad.sum()):
+                raise BochnerError(
+                    f"Training stopped at step {state.global_step}: the gradient of {name!r} is not finite. "
+                    "Lower the learning rate, or take another attention."
+                )
+
+
+def first_bad(model: nn.Module, inputs: dict[str, Any]) -> str | None:
+    """A sentence that names the first weight or layer that is not finite on these inputs, or None."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            return f"The weight {name!r} is not finite."
+    found: list[str] = []
+
+    def look(name: str) -> Any:
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
+            values = output if isinstance(output, (tuple, list)) else [output]
+            bad = any(isinstance(t, Tensor) and t.is_floating_point() and not torch.isfinite(t).all() for t in values)
+            if bad and not found:
+                found.append(f"The first layer whose output is not finite is {name!r} ({type(module).__name__}).")
+
+        return hook
+
+    handles = [m.register_forward_hook(look(n)) for n, m in model.named_modules() if n]
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    except BochnerError:
+        pass  # what it refused comes from the layer that was found
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def take_over_(model: nn.Module, start: Path) -> None:
+    """Take over the weights of another run wherever name and shape agree; the heads stay fresh."""
+    path = start / "model" / "model.safetensors"
+    if not path.exists():
+        raise BochnerError(f"There is no finished run in {str(start)!r}: {path.name} is missing.")
+    from safetensors.torch import load_file
+
+    weights = load_file(path)
+    own = model.state_dict()
+    common = {k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}
+    inside = [k for k in own if ".encoder." in k or ".embeddings." in k]
+    missing = [k for k in inside if k not in common]
+    if missing:
+        raise BochnerError(
+            f"The run in {str(start)!r} has other sizes or another attention: {missing[0]!r} is not the same there."
+        )
+    model.load_state_dict(common, strict=False)

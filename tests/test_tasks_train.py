@@ -1,0 +1,314 @@
+"""Training: every attention learns, a killed run ends as if it had not been, and what cannot be done is said first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bochner import BochnerError
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("bochner.hf.train")
+
+from bochner import tasks
+from bochner.tasks import checkpoints, models, peers, training
+
+TINY: dict[str, Any] = {
+    "length": 48,
+    "layers": 1,
+    "heads": 2,
+    "width": 16,
+    "feedforward": 16,
+    "batch": 8,
+    "features": 8,
+    "window": 8,
+    "train": 400,
+    "test": 32,
+    "data": {"low": 8, "high": 48},
+}
+KINDS = [
+    "exact",
+    "identity",
+    "positive",
+    "fastfood_prf",
+    "gmm_rks",
+    "elu",
+    "window+positive",
+    "linformer",
+    *peers.PEERS,
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOCHNER_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def run(output: Path, attention: str = "exact", **options: Any) -> dict[str, Any]:
+    return tasks.train("listops", attention=attention, output=output, progress=False, **{**TINY, **options})
+
+
+@pytest.mark.parametrize("attention", KINDS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_attention_learns_something(attention: str, tmp_path: Path) -> None:
+    options = {"steps": 60, "warmup": 5, "learning_rate": 3e-3, "train": 8}  # few enough to be learned by heart
+    result = run(tmp_path, attention, **options)
+    seen = [x["loss"] for x in checkpoints.lines(tmp_path / "metrics.jsonl") if "loss" in x]
+    assert sum(seen[-5:]) / 5 < 0.9 * sum(seen[:3]) / 3
+    assert 0 <= result["metrics"]["accuracy"] <= 1
+    assert json.loads((tmp_path / "result.json").read_text())["metrics"] == result["metrics"]
+    assert run(tmp_path, attention, resume=True, **options) == result
+
+
+CODE = """
+import json, sys, torch
+torch.set_num_threads(1)
+from bochner import tasks
+tasks.train("listops", output=sys.argv[1], resume=True, progress=False, **json.loads(sys.argv[2]))
+"""
+
+
+def test_a_killed_run_ends_with_the_metrics_of_one_that_was_not(tmp_path: Path) -> None:
+    options = {**TINY, "attention": "fastfood_prf", "steps": 200, "dropout": 0.1, "redraw": 30}
+    command = [sys.executable, "-c", CODE]
+
+    def start(where: str) -> subprocess.Popen:
+        return subprocess.Popen([*command, str(tmp_path / where), json.dumps(options)], stderr=subprocess.DEVNULL)
+
+    assert start("whole").wait() == 0
+    process = start("killed")
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "killed" / "checkpoint-60" / checkpoints.COMPLETE).exists():
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "result.json").exists()
+    assert start("killed").wait() == 0
+    ends = [json.loads((tmp_path / w / "result.json").read_text()) for w in ("whole", "killed")]
+    assert [e["resumed"] for e in ends] == [False, True]
+    assert ends[0]["metrics"] == ends[1]["metrics"]
+    curves = [checkpoints.lines(tmp_path / w / "metrics.jsonl") for w in ("whole", "killed")]
+    assert curves[0] == curves[1]
+    assert len(curves[0]) > 50
+
+
+def test_an_interrupted_checkpoint_is_not_used(tmp_path: Path) -> None:
+    for step, whole in ((10, True), (20, True), (30, False)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if whole:
+            (tmp_path / f"checkpoint-{step}" / checkpoints.COMPLETE).touch()
+    assert checkpoints.last_checkpoint(tmp_path) == tmp_path / "checkpoint-20"
+    assert not (tmp_path / "checkpoint-30").exists()
+
+
+def test_lines_after_the_checkpoint_are_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
+    assert [x["step"] for x in checkpoints.lines(path)] == [1, 2]
+
+    class State:
+        is_world_process_zero, global_step = True, 1
+
+    checkpoints.Journal(path).on_train_begin(None, State(), None)
+    assert path.read_text() == '{"step": 1, "loss": 3.0}\n'
+
+
+@pytest.mark.distributed
+def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
+    options = {**TINY, "attention": "positive", "steps": 12, "dropout": 0.0}
+    script = tmp_path / "run.py"
+    script.write_text(CODE)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29611", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for where, command in (("one", [sys.executable, str(script)]), ("two", launch)):
+        done = subprocess.run(
+            [*command, str(tmp_path / where), json.dumps(options)], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (
+        [x["loss"] for x in checkpoints.lines(tmp_path / w / "metrics.jsonl") if "loss" in x] for w in ("one", "two")
+    )
+    assert len(one) == 12
+    torch.testing.assert_close(torch.tensor(one), torch.tensor(two), rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_layer_named(tmp_path: Path) -> None:
+    task = tasks.task("listops")
+    preset = tasks.preset_of(task, "small", **{**TINY, "steps": 4})
+    attention = models.choose(task, "exact", preset)
+    model = models.build(task, preset, attention)
+    trainer = training.make_trainer(task, preset, attention, model, tmp_path)
+    sick = model.get_submodule("bert.encoder.layer.0.intermediate")
+    sick.register_forward_hook(lambda module, args, out: out / 0.0)
+    with pytest.raises(BochnerError, match=r"step 0: the loss is nan.*'bert.encoder.layer.0.intermediate'"):
+        trainer.train()
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    task = tasks.task("listops")
+    preset = tasks.preset_of(task, "small", **{**TINY, "steps": 4})
+    attention = models.choose(task, "positive", preset)
+    model = models.build(task, preset, attention)
+    with torch.no_grad():
+        model.get_parameter("bert.encoder.layer.0.attention.self.key.weight").fill_(torch.inf)
+    trainer = training.make_trainer(task, preset, attention, model, tmp_path)
+    with pytest.raises(BochnerError, match=r"stopped at step 0.*'bert.encoder.layer.0.attention.self.key.weight'"):
+        trainer.train()
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(tmp_path: Path) -> None:
+    task = tasks.task("listops")
+    preset = tasks.preset_of(task, "small", **{**TINY, "steps": 4})
+    attention = models.choose(task, "exact", preset)
+    model = models.build(task, preset, attention)
+    weight = model.get_parameter("classifier.weight")
+    before = weight.detach().clone()
+    weight.register_hook(lambda g: g * torch.inf)
+    trainer = training.make_trainer(task, preset, attention, model, tmp_path)
+    with pytest.raises(BochnerError, match=r"gradient of 'classifier.weight'"):
+        trainer.train()
+    assert torch.equal(weight, before)
+
+
+def test_another_run_in_the_directory_is_refused_with_the_difference(tmp_path: Path) -> None:
+    run(tmp_path, steps=2)
+    with pytest.raises(BochnerError, match="resume it"):
+        run(tmp_path, steps=2)
+    with pytest.raises(BochnerError, match=r"attention 'exact' there and 'positive' here, .*seed 0 there and 1 here"):
+        run(tmp_path, "positive", steps=2, resume=True, seed=1)
+
+
+def test_what_cannot_be_done_is_said_before_training(tmp_path: Path) -> None:
+    with pytest.raises(BochnerError, match=r"Unknown attention 'softmacks'.*exact.*positive.*window"):
+        run(tmp_path / "a", "softmacks")
+    with pytest.raises(BochnerError, match="'lm' needs causal attention, which 'linformer' has not"):
+        tasks.train("lm", attention="linformer", output=tmp_path / "b")
+    with pytest.raises(BochnerError, match="needs a Conformer"):
+        tasks.train("speech", attention="fnet", output=tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_linformer_with_every_position_is_softmax() -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 10, 4, generator=g) for _ in range(3))
+    layer = peers.Linformer(10, 10)
+    with torch.no_grad():
+        layer.projection.copy_(torch.eye(10))
+    exact = (0.5 * q @ k.mT).softmax(-1) @ v
+    torch.testing.assert_close(layer(q, k, v, None, 0.5), exact)
+    padding = torch.zeros(2, 10, dtype=torch.bool)
+    padding[:, 7:] = True
+    changed = [t.clone() for t in (k, v)]
+    for t in changed:
+        t[:, :, 7:] = 9.0
+    torch.testing.assert_close(layer(q, *changed, padding, 0.5), layer(q, k, v, padding, 0.5))
+
+
+def outputs_after_a_change(attention: str, seed: int = 0) -> torch.Tensor:
+    """How much each position's hidden state moves when token 5 changes."""
+    task = tasks.task("listops")
+    preset = tasks.preset_of(task, "small", **TINY)
+    model = models.build(task, preset, models.choose(task, attention, preset), seed=seed).eval()
+    ids = torch.randint(4, 19, (1, 48), generator=torch.Generator().manual_seed(1))
+    other = ids.clone()
+    other[0, 5] = 4 + (int(ids[0, 5]) - 3) % 15
+    with torch.no_grad():
+        a, b = (model.bert(input_ids=x).last_hidden_state for x in (ids, other))  # type: ignore[operator, union-attr]
+    return (a - b).abs().amax(-1)[0]
+
+
+def test_identity_lets_nothing_through_and_attention_does() -> None:
+    assert outputs_after_a_change("identity").gt(0).tolist() == [i == 5 for i in range(48)]
+    for attention in ("exact", "positive", "linformer", "performer_pytorch"):
+        if attention == "performer_pytorch":
+            pytest.importorskip("performer_pytorch")
+        assert outputs_after_a_change(attention).gt(0).all()
+
+
+def test_matched_sequences_do_not_see_each_other() -> None:
+    task = tasks.task("retrieval")
+    preset = tasks.preset_of(task, "small", **{**TINY, "data": {}})
+    model = models.build(task, preset, models.choose(task, "positive", preset)).eval()
+    g = torch.Generator().manual_seed(0)
+    a, b, c = (torch.randint(4, 260, (2, 48), generator=g) for _ in range(3))
+    ones = torch.ones(2, 48, dtype=torch.long)
+    seen: list[torch.Tensor] = []
+    model.head.register_forward_pre_hook(lambda module, args: seen.append(args[0][:, :16]))  # type: ignore[union-attr]
+    with torch.no_grad():
+        one, two = (model(a, other, ones, ones)["logits"] for other in (b, c))
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(one, two)
+
+
+def test_a_pretrained_encoder_is_taken_over(tmp_path: Path) -> None:
+    run(tmp_path / "first", "relu", steps=3)
+    task = tasks.task("listops")
+    preset = tasks.preset_of(task, "small", **TINY)
+    fresh = models.build(task, preset, models.choose(task, "relu", preset), seed=5)
+    training.take_over_(fresh, tmp_path / "first")
+    from safetensors.torch import load_file
+
+    weights = load_file(tmp_path / "first" / "model" / "model.safetensors")
+    name = "bert.encoder.layer.0.output.dense.weight"
+    assert torch.equal(fresh.state_dict()[name], weights[name])
+    wider = tasks.preset_of(task, "small", **{**TINY, "feedforward": 32})
+    with pytest.raises(BochnerError, match="has other sizes"):
+        training.take_over_(models.build(task, wider, models.choose(task, "relu", wider)), tmp_path / "first")
+    with pytest.raises(BochnerError, match="no finished run"):
+        training.take_over_(fresh, tmp_path / "nothing")
+
+
+def test_models_are_built_from_the_seed_and_leave_the_global_state_alone() -> None:
+    task = tasks.task("listops")
+    preset = tasks.preset_of(task, "small", **TINY)
+    attention = models.choose(task, "gmm_prf", preset)
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    one, two, three = (models.build(task, preset, attention, seed=s) for s in (0, 0, 1))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    same = [torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True)]
+    assert all(same)
+    weights = [m.get_parameter("bert.encoder.layer.0.attention.self.key.weight") for m in (one, three)]
+    assert not torch.equal(*weights)
+
+
+def test_sinusoidal_positions_are_fixed_and_of_the_size_of_the_rest() -> None:
+    task = tasks.task("text")
+    preset = tasks.preset_of(task, "small", layers=1)
+    model = models.build(task, preset, models.choose(task, "exact", preset))
+    table = model.get_submodule("bert.embeddings.position_embeddings")
+    words = model.get_submodule("bert.embeddings.word_embeddings")
+    assert isinstance(table, nn.Embedding)
+    assert isinstance(words, nn.Embedding)
+    assert not table.weight.requires_grad
+    assert 0.5 < (table.weight.std() / words.weight.std()).item() < 2
+    torch.testing.assert_close(table.weight[:, 0], 2**0.5 / 8 * torch.arange(1000).float().sin(), atol=1e-4, rtol=0)
+
+
+def test_the_command_lists_tasks_and_runs_one(tmp_path: Path) -> None:
+    typer = pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from bochner.tasks.command import train as command
+
+    app = typer.Typer()
+    app.command()(command)
+    listed = CliRunner().invoke(app, [])
+    assert "pathfinder" in listed.output
+    assert "fastfood_prf" in listed.output
+    where = str(tmp_path / "run")
+    wrong = CliRunner().invoke(app, ["chess", "--output", where])
+    assert isinstance(wrong.exception, BochnerError)
