@@ -46,6 +46,7 @@ _LAZY = {
     "estimators": "bochner.estimators",
     "sampling": "bochner.sampling",
     "report": "bochner.report",
+    "tasks": "bochner.tasks",
     "convert": "bochner.hf.convert:convert",
     "revert": "bochner.hf.convert:revert",
     "advise": "bochner.hf.advise:advise",
@@ -93,6 +94,7 @@ __all__ = [
     "sampling",
     "sketches",
     "sparsity",
+    "tasks",
     "taylor",
     "theory",
 ]

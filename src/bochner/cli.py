@@ -1,4 +1,4 @@
-"""The command line: `bochner demo`, `bochner advise`, `bochner convert`, `bochner fetch`."""
+"""The command line: `bochner demo`, `bochner advise`, `bochner convert`, `bochner train`, `bochner fetch`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ for package in ("typer", "rich"):
 import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+
+from bochner.tasks.command import train  # noqa: E402
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Linear-time attention, with its error stated.")
 console = Console()
@@ -129,6 +131,9 @@ def advise(
         loaded, texts(text, passages), tokenizer=tokenizer, length=length, window=window, sinks=sinks, progress=True
     )
     print(advice)
+
+
+app.command("train")(train)
 
 
 def load(name: str) -> tuple[Any, Any]:

@@ -3,8 +3,8 @@
 `paper`: table 4 of paper 004 (listops, text, retrieval, image), its table 6 (pretraining, sentiment, nli) and
 appendix A of paper 003 (lm, protein, pixels); table 5 of paper 004 gives the features of learned maps. Departures:
 transformers' BERT ties the head size to width / heads, so that image has 8 heads of 16 (not 8) and the tasks of table 6
-have 10 heads of 30 (not 64); attention dropout is 0 everywhere, because linear attention has no weights to drop. Where a
-paper has no figures (pathfinder, speech) the preset is ours.
+have 10 heads of 30 (not 64); attention dropout is 0 everywhere, because linear attention has no weights to drop. Where
+a paper has no figures (pathfinder, speech) the preset is ours.
 `small`: the same tasks, shorter and with less data, for one core and some minutes.
 """
 
