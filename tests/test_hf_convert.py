@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -15,9 +16,12 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, REFUSED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError, convert, feature_map, revert  # noqa: E402
+from bochner import BochnerError, convert, feature_map, linear_attention, revert  # noqa: E402
 from bochner.hf import LayerPlan, Plan, choose, layers_of, plan_of, redraw_, relative_errors  # noqa: E402
-from bochner.hf.layer import Call, exact  # noqa: E402
+from bochner.hf.layer import Call, LinearAttention, exact  # noqa: E402
+from bochner.hf.measure import Far, attention_weights  # noqa: E402
+
+WINDOW_KINDS = ["sliding", *(["block"] if "window_kind" in inspect.signature(linear_attention).parameters else [])]
 
 
 def bert() -> Any:
@@ -213,6 +217,23 @@ def test_heads_whose_kernel_does_not_help_go_without() -> None:
     errors = [relative_errors(m, texts_as_batches()[:3]) for m in (model, kept)]  # what the choice was made on
     squares = [torch.stack(list(e.values())).square().sum() for e in errors]
     assert squares[0] < squares[1]
+
+
+@pytest.mark.parametrize("window_kind", WINDOW_KINDS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_far_pairs_are_those_that_a_window_head_does_not_see(window_kind: str, is_causal: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 23, 8, generator=g) for _ in range(3))
+    padding = torch.zeros(2, 23, dtype=torch.bool)
+    padding[1, :3] = True
+    call = Call(q, k, v, is_causal, padding, 0.5)
+    near: dict[str, Any] = {"window": 4, "sinks": 2, "window_kind": window_kind}
+    far = Far.of(call, **near)
+    seen = attention_weights(call, far.allowed & ~far.far) @ v
+    out = LinearAttention(LayerPlan("a", 2, 2, 8, 8, ["window"] * 2, **near))(call)
+    rows = ~padding[:, None, :, None]
+    torch.testing.assert_close(out * rows, seen * rows, atol=1e-5, rtol=1e-4)
+    assert 0 < far.far.sum() < far.allowed.sum()
 
 
 def test_heads_of_different_kinds_in_one_group_each_get_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import DECODERS, GROUPED, SEQ2SEQ, build, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError, convert, revert  # noqa: E402
+from bochner import BochnerError, convert, linear_attention, revert  # noqa: E402
 from bochner.hf import RecurrentLayer, cache_bytes, plan_of  # noqa: E402
 
+WINDOW_KINDS = ["sliding", *(["block"] if "window_kind" in inspect.signature(linear_attention).parameters else [])]
 MIXED = {"num_features": 16, "window": 5, "sinks": 2, "exact_heads": [(0, 1), (1, 3)], "select": False}
 
 
@@ -39,9 +41,10 @@ def test_recurrent_and_full_sequence_logits_agree(family: str) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("window_kind", WINDOW_KINDS)
 @pytest.mark.parametrize("kind", ["hybrid", "kernel", "window", "exact"])
-def test_each_kind_of_head_decodes_as_it_computes(kind: str) -> None:
-    options: dict[str, Any] = {"exact_heads": 0.0}
+def test_each_kind_of_head_decodes_as_it_computes(kind: str, window_kind: str) -> None:
+    options: dict[str, Any] = {"exact_heads": 0.0, "window_kind": window_kind}
     if kind == "kernel":
         options |= {"window": None, "sinks": 0}
     elif kind == "window":

@@ -14,22 +14,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from bochner import theory
-from bochner._checks import BochnerError, positive_float, positive_int, spawn_seed
+from bochner._checks import BochnerError, one_of, positive_float, positive_int, spawn_seed
 from bochner._progress import track
 from bochner._timing import best_times
-from bochner.attention import linear_attention
 from bochner.attention.core import check_qkv
 from bochner.hf import capture
-from bochner.hf.layer import Call, LinearAttention
+from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import Far, HeadStatistics, attention_weights, error_on, far_pairs
-from bochner.hf.plan import LayerPlan
-from bochner.maps import feature_map
+from bochner.hf.plan import WINDOW_KINDS, LayerPlan
 from bochner.maps.base import FeatureMap
 from bochner.maps.exponential import CalibratedFeatures
 
+NEAR = ("window", "sinks", "window_kind")
 HOPELESS = 0.9  # a kernel with an error above this share of uniform averaging's has learned nothing of the head
 PREDICTION_PAIRS = 256  # rows and keys of the pairs that predictions are averaged over
 
@@ -128,6 +126,7 @@ def advise(
     num_features: Sequence[int] = (64, 128),
     window: int | None = None,
     sinks: int | None = None,
+    window_kind: str = "sliding",
     target: float = 0.5,
     length: int | None = None,
     tokenizer: Any = None,
@@ -142,7 +141,8 @@ def advise(
     layer's queries (b, h, n, d), keys and values before scaling, with `scale` and `is_causal`; without v, random values
     stand in; transformers is not needed. Half of the sequences calibrate the maps, the other half measures them.
     `target`: the relative error of a head's output that is good enough. `length`: the number of tokens you care about,
-    for speed and memory. `window`, `sinks`: those to consider; default 32 and 1, for causal attention 128 and 4.
+    for speed and memory. `window`, `sinks`, `window_kind`: those to consider; default 32 and 1, for causal attention
+    128 and 4.
 
     >>> q = torch.randn(4, 2, 40, 8, generator=torch.Generator().manual_seed(0))
     >>> advise(q, q, num_features=(32,), length=64).config["num_features"]
@@ -162,7 +162,8 @@ def advise(
     else:
         layers = [_layer_of_tensors(model, calibration, values, scale, is_causal)]
     causal = all(layer.shape.is_causal for layer in layers)
-    near = {
+    near: dict[str, Any] = {
+        "window_kind": one_of(window_kind, "window_kind", "advise", WINDOW_KINDS),
         "window": window or (128 if causal else 32),
         "sinks": (4 if causal else 1) if sinks is None else sinks,
     }
@@ -208,7 +209,7 @@ def _examine(layer: Layer, near: dict[str, Any], sizes: Sequence[int], seed: int
     moments: dict[str, Any] = {}
     for call in layer.calibration:
         for kind, options in (("kernel", {}), ("hybrid", near)):
-            far = Far.of(call, options.get("window"), options.get("sinks", 0))
+            far = Far.of(call, **options)
             weights = attention_weights(call, far.allowed)
             new = far_pairs(call, weights, far)
             moments[kind] = moments[kind] + new if kind in moments else new
@@ -253,7 +254,7 @@ def _examine(layer: Layer, near: dict[str, Any], sizes: Sequence[int], seed: int
 
 def uniform(call: Call) -> Tensor:
     """The mean of the values that each query may attend to: what attention is without queries and keys."""
-    allowed = Far.of(call, None, 0).allowed.to(call.value.dtype)
+    allowed = Far.of(call).allowed.to(call.value.dtype)
     mean = allowed / allowed.sum(-1, keepdim=True).clamp_min(1)
     return mean @ call.value.repeat_interleave(call.group, dim=1)
 
@@ -291,7 +292,7 @@ def _predict(phi: FeatureMap, call: Call) -> Tensor:
 def _recommend(
     heads: list[HeadAdvice],
     layers: list[Layer],
-    near: dict[str, int],
+    near: dict[str, Any],
     m: int,
     target: float,
     length: int | None,
@@ -304,7 +305,7 @@ def _recommend(
     for h in heads:
         h.verdict = _verdict(h.measured, kernel, best, target)
     config = _configuration(heads, layers, near if windows else {}, m, best, is_language_model)
-    speed = _time(layers[0].shape, config, length)
+    speed = _time(layers[0], config, length)
     crossover = _crossover(speed)
     memory = {n: _memory(layers, config, n) for n in sorted({length or 4096, 4096})}
     errors = {n: sum(h.measured[n] for h in heads) / len(heads) for n in ("uniform", f"positive {m}", best)}
@@ -346,7 +347,7 @@ def _verdict(measured: dict[str, float], kernel: str, best: str, target: float) 
 
 
 def _configuration(
-    heads: list[HeadAdvice], layers: list[Layer], near: dict[str, int], m: int, best: str, is_language_model: bool
+    heads: list[HeadAdvice], layers: list[Layer], near: dict[str, Any], m: int, best: str, is_language_model: bool
 ) -> dict[str, Any]:
     """The keywords of `convert`.
 
@@ -368,22 +369,24 @@ def _configuration(
     return config
 
 
+def _recommended(layer: Layer, config: dict[str, Any]) -> LayerPlan:
+    """The plan of a layer under the configuration, before any head stays exact."""
+    kind = "kernel" if "window" not in config else ("window" if config["feature_map"] is None else "hybrid")
+    near = {k: config[k] for k in NEAR if k in config and not layer.is_cross}
+    kind = "kernel" if layer.is_cross else kind
+    return layer.plan(kind, num_features=config["num_features"], **near)
+
+
 @torch.no_grad()
-def _time(call: Call, config: dict[str, Any], length: int | None) -> dict[int, tuple[float, float]]:
-    """Seconds of one layer's attention, exact and linear, at a few lengths on this machine."""
-    h, g, d, v = call.query.shape[1], call.key.shape[1], call.query.shape[-1], call.value.shape[-1]
-    phi = feature_map("calibrated", dim=d, num_features=config["num_features"], num_heads=g)
-    near = {k: config[k] for k in ("window", "sinks") if k in config}
-    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale}
+def _time(layer: Layer, config: dict[str, Any], length: int | None) -> dict[int, tuple[float, float]]:
+    """Seconds of one layer's attention, exact and as recommended, at a few lengths on this machine."""
+    linear, call = LinearAttention(_recommended(layer, config)), layer.shape
     found = {}
     for n in sorted({512, 2048, *([length] if length is not None and length <= 8192 else [])}):
-        generator = torch.Generator().manual_seed(n)
-        q, k, u = (torch.randn(1, heads, n, e, generator=generator) for heads, e in ((h, d), (g, d), (g, v)))
-        runs = {
-            "exact": partial(scaled_dot_product_attention, q, k, u, enable_gqa=h != g, **options),
-            "linear": partial(linear_attention, q, k, u, phi, **options, **near),
-        }
-        seconds = best_times(runs, repeats=3, warm_up=False)
+        g = torch.Generator().manual_seed(n)
+        q, k, v = (torch.randn(1, t.shape[1], n, t.shape[-1], generator=g) for t in call[:3])
+        made = call._replace(query=q, key=k, value=v, padding=None)
+        seconds = best_times({"exact": partial(exact, made), "linear": partial(linear, made)}, repeats=3, warm_up=False)
         found[n] = (seconds["exact"], seconds["linear"])
     return found
 
@@ -400,11 +403,9 @@ def _memory(layers: list[Layer], config: dict[str, Any], length: int) -> tuple[i
     """Bytes of the decoding cache of all layers, as it is and converted."""
     kept = config.get("exact_heads", [])
     every = round(1 / kept) if isinstance(kept, float) else 0  # spread evenly, for want of knowing which
-    kind = "kernel" if "window" not in config else ("window" if config["feature_map"] is None else "hybrid")
-    near = {k: config[k] for k in ("window", "sinks") if k in config}
     before = after = 0
     for i, layer in enumerate(layers):
-        plan = layer.plan(kind, num_features=config["num_features"], **near)
+        plan = _recommended(layer, config)
         for h in range(plan.num_heads):
             if (i + h) % every == 0 if every else (i, h) in kept:
                 plan.kinds[h] = "exact"

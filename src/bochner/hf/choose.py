@@ -161,8 +161,8 @@ def retrieval_scores(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]]) 
     """
     stream = [row[mask.bool()] for b in data for row, mask in zip(b["input_ids"], _mask_of(b), strict=True)]
     tokens = torch.cat(stream)
-    near = {layer.name: (layer.window, layer.sinks) for layer in plan.layers if not layer.is_cross}
-    length = max(PROBE, *((w or 0) // 2 + 32 for w, _ in near.values()))
+    near = {layer.name: layer.near for layer in plan.layers if not layer.is_cross}
+    length = max(PROBE, *(layer.reach // 2 + 32 for layer in plan.layers))
     length = min(length, len(tokens) // 2)
     pieces = [tokens[start : start + 2 * length].split(length) for start in range(0, len(tokens), 2 * length)]
     probes = [torch.cat([p[0], p[1], p[0]])[None] for p in pieces[:PROBES] if len(p) == 2 and len(p[1]) == length]
@@ -172,7 +172,7 @@ def retrieval_scores(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]]) 
 
     def look(name: str, call: Call) -> None:
         if name in near:
-            far = Far.of(call, *near[name])
+            far = Far.of(call, **near[name])
             peak = peaks(call, attention_weights(call, far.allowed), far).double()
             rise = peak[..., 2 * length :].mean((0, 2)) - peak[..., length : 2 * length].mean((0, 2))
             found[name] = found.get(name, 0) + rise / len(probes)

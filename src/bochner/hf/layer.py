@@ -167,13 +167,16 @@ class LinearAttention(nn.Module):
         return out if self.in_order else out.index_select(1, self._index(tuple(self.order), out.device))
 
     def _linear(self, kind: str, call: Call) -> Tensor:
-        near = {} if kind == "kernel" else self._near()
-        return attend(call, self.map_of(kind), **near)
+        return attend(call, self.map_of(kind), **self._near(kind))
+
+    def _near(self, kind: str) -> dict[str, Any]:
+        return {} if kind == "kernel" else self.plan.near
 
     def _recurrent(self, kind: str, call: Call, cache: RecurrentLayer) -> Tensor:
         q, k, v, padding, scale = call.query, call.key, call.value, call.padding, call.scale
         phi, held, n = self.map_of(kind), cache.states.get(kind), q.shape[-2]
-        if n == 1 and held is not None and not torch.is_grad_enabled() and can_step(phi, held, padding):
+        sliding = kind == "kernel" or self.plan.window_kind == "sliding"
+        if n == 1 and sliding and held is not None and not torch.is_grad_enabled() and can_step(phi, held, padding):
             out, cache.states[kind] = step(None if kind == "window" else phi, q, k, v, held, scale)
             return out
         out, cache.states[kind] = linear_attention(
@@ -186,15 +189,9 @@ class LinearAttention(nn.Module):
             state=held,
             return_state=True,
             scale=scale,
-            **({} if kind == "kernel" else self._near()),
+            **self._near(kind),
         )
         return out
-
-    def _near(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"window": self.plan.window, "sinks": self.plan.sinks}
-        if self.plan.window_kind != "sliding":
-            options["window_kind"] = self.plan.window_kind
-        return options
 
     def _pick(self, t: Tensor, heads: list[int], group: int) -> Tensor:
         if len(heads) * group == t.shape[1]:

@@ -96,7 +96,7 @@ class Far:
     far: Tensor
 
     @classmethod
-    def of(cls, call: Call, window: int | None, sinks: int) -> Far:
+    def of(cls, call: Call, window: int | None = None, sinks: int = 0, window_kind: str = "sliding") -> Far:
         n, s = call.query.shape[-2], call.key.shape[-2]
         i = torch.arange(s - n, s, device=call.key.device)[:, None]
         j = torch.arange(s, device=call.key.device)[None, :]
@@ -108,7 +108,8 @@ class Far:
         allowed = allowed.expand(call.query.shape[0], 1, n, s)
         far = allowed
         if window is not None:
-            far = far & ((i - j).abs() >= window)
+            block = window_kind == "block"
+            far = far & ((i // window - j // window).abs() > 1 if block else (i - j).abs() >= window)
         if sinks:
             first = (allowed.any(-2, keepdim=True).cumsum(-1) <= sinks) & allowed.any(-2, keepdim=True)
             far = far & ~first
@@ -243,12 +244,12 @@ class Statistics:
 def observe(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]], say: Any = None) -> Statistics:
     """Run the exact model over the data and gather the statistics of every module of the plan."""
     found = Statistics(layer.name for layer in plan.layers)
-    near = {layer.name: (layer.window, layer.sinks) for layer in plan.layers}
+    near = {layer.name: layer.near for layer in plan.layers}
     mapped = {layer.name for layer in plan.layers if {"hybrid", "kernel"} & set(layer.kinds)}
 
     def look(name: str, call: Call) -> None:
         if name in near:
-            far = Far.of(call, *near[name])
+            far = Far.of(call, **near[name])
             weights = attention_weights(call, far.allowed)
             if name in mapped:
                 moments = far_pairs(call, weights, far)

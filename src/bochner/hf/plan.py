@@ -65,6 +65,17 @@ class LayerPlan:
         return self
 
     @property
+    def near(self) -> dict[str, Any]:
+        """The keywords of `linear_attention` that say what is attended to exactly."""
+        kind = {} if self.window_kind == "sliding" else {"window_kind": self.window_kind}
+        return {"window": self.window, "sinks": self.sinks, **kind}
+
+    @property
+    def reach(self) -> int:
+        """How many keys a window holds at most: blocks hold the one before the present one, too."""
+        return (self.window or 0) * (2 if self.window_kind == "block" else 1)
+
+    @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
@@ -81,7 +92,7 @@ class LayerPlan:
         for kind in ("window", "hybrid", "kernel"):
             heads = len(self.kv_heads_of(kind))
             if kind != "kernel":
-                total += heads * per_token * ((self.window or 0) + self.sinks)
+                total += heads * per_token * (self.reach + self.sinks)
             if kind != "window":
                 total += heads * self.num_features * (self.value_dim + 1) * 4
         return total
@@ -114,7 +125,8 @@ class Plan:
         width = max(len(layer.name) for layer in self.layers)
         for layer in self.layers:
             heads = "".join(LETTERS[k] for k in layer.kinds)
-            near = f"window {layer.window}, sinks {layer.sinks}, " if layer.window or layer.sinks else ""
+            block = "block " if layer.window_kind == "block" and layer.window else ""
+            near = f"{block}window {layer.window}, sinks {layer.sinks}, " if layer.window or layer.sinks else ""
             lines.append(
                 f"  {layer.name.ljust(width)}  {heads}  {near}{layer.feature_map} m={layer.num_features}"
                 + (" (cross)" if layer.is_cross else "")
