@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import BochnerError, positive_int
+from .._checks import BochnerError, extra, positive_int
 
 CLAIMS = {"BERT": 4.6, "GPT": 5.15, "RoBERTa": 5.39}
 
@@ -104,11 +104,8 @@ class Sparsity:
 
     def figure(self, path: str) -> None:
         """Figures 1, 2 and 4 of the paper from these numbers, as one image."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise BochnerError("Sparsity.figure needs matplotlib; install bochner[report].") from error
-        canvas = Figure(figsize=(15, 3.6), layout="constrained")
+        figure = extra("matplotlib.figure", "report", "Sparsity.figure")
+        canvas = figure.Figure(figsize=(15, 3.6), layout="constrained")
         axes = canvas.subplots(1, 4, width_ratios=[1, 1, 1, 1.2])
         tables = [
             (self.max_ratio, "(i) log10 largest tail/head\n(paper: at most 0.73)"),
@@ -135,11 +132,10 @@ def queries_and_keys(model: Any, **inputs: Any) -> list[tuple[Tensor, Tensor]]:
 
     `model`: any transformers model whose attention is selectable; its implementation is put back afterwards.
     """
-    try:
-        from transformers import AttentionInterface
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    except ImportError as error:
-        raise BochnerError("Reading a model's queries and keys needs transformers; install bochner[hf].") from error
+    extra("transformers", "hf", "Reading a model's queries and keys")
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     captured: list[tuple[Tensor, Tensor]] = []
 
     def capture(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **rest: Any) -> Any:

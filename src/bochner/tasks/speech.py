@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from bochner import data
-from bochner._checks import BochnerError
+from bochner._checks import BochnerError, extra
 from bochner.tasks.base import Preset, shuffled, stored
 
 BANDS = 64
@@ -57,10 +57,7 @@ def alphabet() -> list[str]:
 
 
 def _read() -> dict[str, np.ndarray]:
-    try:
-        import soundfile
-    except ImportError as error:
-        raise BochnerError("The task 'speech' reads Ogg files with soundfile; install bochner[train].") from error
+    soundfile = extra("soundfile", "train", "The task 'speech', which reads Ogg files,")
     from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
     filters = mel_filter_bank(
