@@ -16,7 +16,6 @@ from bochner.maps.hybrid import (
     GaussianHybridFeatures,
     HybridFeatures,
     SignFeatures,
-    worst_relative_error,
 )
 from bochner.maps.trig import TrigFeatures
 from bochner.projections import make_projection
@@ -179,10 +178,32 @@ def test_the_planned_split_is_no_longer_than_trig_and_has_a_smaller_worst_relati
         phi = AngularHybridFeatures(8, budget)
         assert phi.feature_dim <= 2 * budget
         for radius in (1.0, 1.5):
-            ours = worst_relative_error(phi._moments, phi.num_projections, phi.num_coefficients, radius)
+            ours = theory.max_relative_error_angular(radius, phi.num_projections, phi.num_coefficients)
             assert ours < theory.max_relative_error(radius, budget)
-            exact = theory.max_relative_error_angular(radius, phi.num_projections, phi.num_coefficients)
-            assert ours == pytest.approx(exact, rel=1e-4)
+
+
+@pytest.mark.parametrize("smoothness", [0.3, 1.0, 2.0, 4.0])
+def test_the_split_of_the_gaussian_hybrid_is_the_best_for_its_smoothness(smoothness):
+    """Against the error of every split, from the closed form for pairs on the circle."""
+    budget = 512
+    angle = torch.linspace(0, math.pi, 400, dtype=torch.float64)
+    x = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    y = torch.stack([angle.cos(), angle.sin()], dim=-1)
+
+    def worst(m, n):
+        mse = theory.mse_gaussian_hybrid(x, y, m, n, radius=1.0, bandwidth=smoothness)
+        return (mse.sqrt() / theory.kernel_value(x, y)).max().item()
+
+    every = {n: worst(budget // (2 * (2 * n + 1)), n) for n in range(1, 65)}
+    phi = GaussianHybridFeatures(8, budget, smoothness=smoothness)
+    assert worst(phi.num_projections, phi.num_coefficients) == pytest.approx(min(every.values()), rel=1e-3)
+    assert max(every.values()) > 1.2 * min(every.values())
+
+
+def test_splits_differ_with_the_smoothness():
+    assert GaussianHybridFeatures(8, 512, smoothness=0.3).num_coefficients != (
+        GaussianHybridFeatures(8, 512, smoothness=4.0).num_coefficients
+    )
 
 
 def test_the_general_hybrid_of_two_bases_is_the_bipolar_one():

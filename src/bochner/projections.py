@@ -200,8 +200,7 @@ class StructuredProjection(Projection):
         return -(-self.num_features // self.padded)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.pad(x, (0, self.padded - self.dim)).unsqueeze(-2)
-        x = x.expand(*x.shape[:-2], self.blocks, self.padded)
+        x = in_blocks(x, self.blocks, self.padded)
         out = self._rotate(x, self._state(x)).flatten(-2)
         return out[..., : self.num_features] * self._spread(self.scale).to(out.dtype)
 
@@ -298,9 +297,7 @@ class FastfoodProjection(StructuredProjection):
         }
 
     def _rotate(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        x = hadamard_transform(x * parts["signs"])
-        x = x.gather(-1, parts["order"].expand(x.shape))
-        return hadamard_transform(x * parts["gauss"])
+        return hadamard_transform(mixed(x, parts["signs"], parts["order"]) * parts["gauss"])
 
 
 class GivensProjection(StructuredProjection):
@@ -393,6 +390,18 @@ def hadamard_transform(x: Tensor) -> Tensor:
         x = torch.stack((a + b, a - b), dim=-2)
         h *= 2
     return x.reshape(shape)
+
+
+def in_blocks(x: Tensor, blocks: int, padded: int) -> Tensor:
+    """(..., n, d) padded with zeros and repeated: (..., n, blocks, p)."""
+    x = nn.functional.pad(x, (0, padded - x.shape[-1])).unsqueeze(-2)
+    return x.expand(*x.shape[:-2], blocks, padded)
+
+
+def mixed(x: Tensor, signs: Tensor, order: Tensor) -> Tensor:
+    """`P H B x` of the last axis: signs B, the Hadamard transform, the permutation P. The first half of Fastfood."""
+    x = hadamard_transform(x * signs)
+    return x.gather(-1, order.expand(x.shape))
 
 
 PROJECTIONS: dict[str, type[Projection]] = {

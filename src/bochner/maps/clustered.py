@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 
@@ -216,49 +218,29 @@ def _clusters(x: Tensor, count: int, name: str) -> tuple[Tensor, Tensor]:
     """Centres (h, c, d) and second moments of the coordinates in the clusters (h, c, d)."""
     centres = kmeans(x, count, name=name)
     hot = torch.nn.functional.one_hot(torch.cdist(x, centres).argmin(-1), count).to(x.dtype)
-    moments = hot.mT @ x.square() / hot.sum(1).unsqueeze(-1)
+    moments = hot.mT @ x.square() / hot.sum(1).clamp_min(1).unsqueeze(-1)
     floor = 1e-6 * x.square().mean((1, 2))[:, None, None] + 1e-30
     return centres, moments + floor
 
 
-def kmeans(
-    x: Tensor, count: int, *, restarts: int = 4, iterations: int = 100, seed: int = 0, name: str = "x"
-) -> Tensor:
-    """Lloyd's algorithm from k-means++ starts, the best of several: x (h, N, d) to centres (h, c, d)."""
-    g = make_generator(seed)
-    out = []
-    for rows in x:
-        best, best_cost = None, math.inf
-        for _ in range(restarts):
-            centres = _spread_start(rows, count, g, name)
-            cost = math.inf
-            for _ in range(iterations):
-                distance = torch.cdist(rows, centres).square()
-                nearest, label = distance.min(-1)
-                if not nearest.sum() < cost * (1 - 1e-12):
-                    break
-                cost = float(nearest.sum())
-                hot = torch.nn.functional.one_hot(label, count).to(rows.dtype)
-                size = hot.sum(0).unsqueeze(-1)
-                # A cluster that lost all its rows keeps its centre.
-                centres = torch.where(size > 0, hot.mT @ rows / size.clamp_min(1), centres)
-            if cost < best_cost:
-                best, best_cost = centres, cost
-        assert best is not None
-        out.append(best)
-    return torch.stack(out)
+def kmeans(x: Tensor, count: int, *, restarts: int = 4, iterations: int = 50, seed: int = 0, name: str = "x") -> Tensor:
+    """Lloyd's algorithm (scipy's) from k-means++ starts, the best of several: x (h, N, d) to centres (h, c, d)."""
+    from scipy.cluster.vq import kmeans2, vq
 
-
-def _spread_start(rows: Tensor, count: int, g: Generator, name: str) -> Tensor:
-    """k-means++: each next centre a row drawn with probability proportional to its squared distance."""
-    picks = [int(torch.randint(len(rows), (), generator=g, device="cpu"))]
-    nearest = (rows - rows[picks[0]]).square().sum(-1)
-    for _ in range(count - 1):
-        if not bool(nearest.max() > 0):
+    rng = np.random.default_rng(seed)
+    found = []
+    for rows in x.cpu().numpy():
+        distinct = len(np.unique(rows, axis=0))
+        if distinct < count:
             raise BochnerError(
-                f"The {name!r} of calibrate_ has only {len(picks)} distinct rows for {count} clusters; give more data "
+                f"The {name!r} of calibrate_ has only {distinct} distinct rows for {count} clusters; give more data "
                 "or a smaller 'num_clusters'."
             )
-        picks.append(int(torch.multinomial(nearest.cpu(), 1, generator=g)))
-        nearest = torch.minimum(nearest, (rows - rows[picks[-1]]).square().sum(-1))
-    return rows[picks].clone()
+        runs = []
+        for _ in range(restarts):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a cluster that lost all its rows: another start may do better
+                centres, _ = kmeans2(rows, count, iter=iterations, minit="++", seed=rng)
+            runs.append((np.square(vq(rows, centres)[1]).sum(), centres))
+        found.append(min(runs, key=lambda run: run[0])[1])
+    return torch.from_numpy(np.stack(found)).to(x)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from bochner._checks import (
 from bochner.maps.base import KERNELS, FeatureMap, Features, scaled
 from bochner.maps.exponential import HEADROOM, exponential
 from bochner.projections import Projection, make_projection
+from bochner.theory import Moments, angular_moments, gaussian_moments, hybrid_split
 
 
 class MixedFeatureMap(FeatureMap):
@@ -330,10 +332,11 @@ def _signs(t: Tensor, x: Tensor) -> Features:
 class BipolarFeatures(MixedFeatureMap):
     """`lam K_hyp + (1 - lam) K_trig`: hyperbolic features for small kernel values, trigonometric for large ones.
 
-    A subclass says what lam is. `num_coefficients` (n): given, `num_features` is the m of the paper, the number of
-    projections of each base, and the features have length `4 m (q n + 1)`, q features for each coefficient
-    projection. None: `num_features` is a budget, and (m, n) is the split with the smallest worst relative error on the
-    unit sphere among those whose features are no longer than the `2 num_features` of `trig` and `hyperbolic`.
+    A subclass says what lam is; `moments(x, y, n)` are those of its estimate. `num_coefficients` (n): given,
+    `num_features` is the m of the paper, the number of projections of each base, and the features have length
+    `4 m (q n + 1)`, q features for each coefficient projection. None: `num_features` is a budget, and (m, n) is the
+    split with the smallest worst relative error on the unit sphere (`theory.hybrid_split`) among those whose features
+    are no longer than the `2 num_features` of `trig` and `hyperbolic`.
     `shared`: both bases on one set of projections, which is cheaper and never worse (Theorem 3.1). Cost
     O(n d + m d + m n) per row.
     """
@@ -344,6 +347,7 @@ class BipolarFeatures(MixedFeatureMap):
         self,
         dim: int,
         num_features: int,
+        moments: Callable[[Tensor, Tensor, int], Moments],
         *,
         num_coefficients: int | None = None,
         shared: bool = True,
@@ -357,7 +361,7 @@ class BipolarFeatures(MixedFeatureMap):
         owner = type(self).__name__
         one_of(kernel, "kernel", owner, KERNELS)
         if num_coefficients is None:
-            m, n = plan_split(self._moments, num_features, self.width)
+            m, n = hybrid_split(moments, num_features, self.width)
         else:
             m, n = num_features, positive_int(num_coefficients, "num_coefficients", owner)
         self.num_projections, self.num_coefficients, self.shared = m, n, bool(shared)
@@ -387,11 +391,6 @@ class BipolarFeatures(MixedFeatureMap):
         """The features of the coefficient, its constant and its weight."""
         raise NotImplementedError
 
-    @staticmethod
-    def _moments(angle: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """`E[lam^2]` and `E[(1 - lam)^2]` at an angle on the unit sphere."""
-        raise NotImplementedError
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, m={self.num_projections}, n={self.num_coefficients}"
 
@@ -414,14 +413,11 @@ class AngularHybridFeatures(BipolarFeatures):
 
     width = 1
 
+    def __init__(self, dim: int, num_features: int, **options: Any) -> None:
+        super().__init__(dim, num_features, angular_moments, **options)
+
     def _coefficient(self, x: Tensor) -> tuple[Features, float | Tensor, float | Tensor]:
         return _signs(self.coefficient_projection(x), x), 0.5, -0.5
-
-    @staticmethod
-    def _moments(angle: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        a = angle / math.pi
-        b = 1 - a
-        return a * (a - a / n + 1 / n), b * (b - b / n + 1 / n)
 
 
 class GaussianHybridFeatures(BipolarFeatures):
@@ -442,9 +438,10 @@ class GaussianHybridFeatures(BipolarFeatures):
     def __init__(
         self, dim: int, num_features: int, *, radius: float = 1.0, smoothness: float = 1.0, **options: Any
     ) -> None:
-        super().__init__(dim, num_features, **options)
         owner = type(self).__name__
-        self.smoothness = positive_float(smoothness, "smoothness", owner)
+        s = positive_float(smoothness, "smoothness", owner)
+        super().__init__(dim, num_features, partial(gaussian_moments, radius=1.0, bandwidth=s), **options)
+        self.smoothness = s
         shape = () if self.num_heads is None else (self.num_heads,)
         self.register_buffer("radius", torch.full(shape, positive_float(radius, "radius", owner), device="cpu"))
 
@@ -458,34 +455,6 @@ class GaussianHybridFeatures(BipolarFeatures):
     def _calibrate(self, q: Tensor, k: Tensor) -> None:
         r2 = (q.square().sum(-1).mean(-1) + k.square().sum(-1).mean(-1)) / 2
         self.radius.copy_(r2.sqrt().clamp_min(1e-6).reshape(self.radius.shape))
-
-    @staticmethod
-    def _moments(angle: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        e = (-2 * (angle / 2).sin().square()).exp()
-        rho = 1 - math.exp(-2)
-        noise = (1 - e * e).square() / (2 * n)
-        return ((1 - e).square() + noise) / rho**2, ((rho - 1 + e).square() + noise) / rho**2
-
-
-def plan_split(
-    moments: Callable[[Tensor, int], tuple[Tensor, Tensor]], num_features: int, width: int
-) -> tuple[int, int]:
-    """(m, n) with `4 m (width n + 1) <= 2 num_features` and the smallest worst relative error on the unit sphere."""
-    positive_int(num_features, "num_features", "a hybrid map")
-    candidates = [(num_features // (2 * (width * n + 1)), n) for n in range(1, 65)]
-    candidates = [(m, n) for m, n in candidates if m > 0] or [(1, 1)]
-    return min(candidates, key=lambda mn: worst_relative_error(moments, mn[0], mn[1], radius=1.0))
-
-
-def worst_relative_error(
-    moments: Callable[[Tensor, int], tuple[Tensor, Tensor]], m: int, n: int, radius: float
-) -> float:
-    """The largest over angles of root MSE over kernel for a bipolar hybrid on the sphere (Definition 3.3)."""
-    angle = torch.linspace(0, math.pi, 513, dtype=torch.float64, device="cpu")
-    z2, d2 = (4 * radius**2 * f(angle / 2).square() for f in (torch.cos, torch.sin))
-    hyp, trig = (t.exp() * (1 - (-t).exp()).square() / (2 * m) for t in (z2, d2))
-    lam, rest = moments(angle, n)
-    return float((lam * hyp + rest * trig).max().sqrt())
 
 
 def _row_factor(x: Tensor, kernel: str) -> Tensor:

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
@@ -29,6 +28,7 @@ from bochner._checks import (
     one_of,
     positive_float,
     positive_int,
+    spawn_seed,
 )
 from bochner.maps.base import KERNELS, FeatureMap, Features, scaled
 from bochner.maps.exponential import HEADROOM, exponential
@@ -37,7 +37,9 @@ from bochner.projections import (
     chi,
     gaussian,
     hadamard_transform,
+    in_blocks,
     make_projection,
+    mixed,
     padded_dim,
     permutation,
     rademacher,
@@ -161,8 +163,7 @@ class SpectralFeatures(FeatureMap):
 
     def _noise_generator(self, stream: int = 0) -> Generator:
         """The stream of the present epoch's noise, or another one of the same seed."""
-        mixed = np.random.SeedSequence([int(self.noise_seed), self._epoch(), stream]).generate_state(1, np.uint64)
-        return make_generator(int(mixed[0]) % 2**63)
+        return make_generator(spawn_seed(int(self.noise_seed), self._epoch(), stream))
 
     def _pair_norms(self, px: Tensor, py: Tensor) -> Tensor:
         """`|px - py|^2` for kitchen sinks, `|px + py|^2` for positive features, (..., n, s)."""
@@ -346,8 +347,7 @@ class FastfoodFeatures(SpectralFeatures):
         b, g, s, order = (self._rows(t) for t in (b, g, s, order))
 
         def project(x: Tensor) -> Tensor:
-            t = hadamard_transform(self._in_blocks(x) * b.to(x.dtype))
-            t = torch.take_along_dim(t, order.expand(t.shape), dim=-1)
+            t = mixed(in_blocks(x, self.blocks, self.padded), b.to(x.dtype), order)
             t = hadamard_transform(t * g.to(x.dtype)).flatten(-2)
             return t[..., : self.num_features] * s.to(x.dtype)
 
@@ -358,8 +358,8 @@ class FastfoodFeatures(SpectralFeatures):
         order = self._rows(self.order)
 
         def shape(t: Tensor) -> Tensor:
-            t = hadamard_transform(self._in_blocks(t) * b)
-            return torch.take_along_dim(t, order.expand(t.shape), dim=-1) * g / (self.sigma * math.sqrt(self.padded))
+            t = mixed(in_blocks(t, self.blocks, self.padded), b, order)
+            return t * g / (self.sigma * math.sqrt(self.padded))
 
         px, py = shape(x), shape(y)
         total = x.new_zeros(())
@@ -368,11 +368,6 @@ class FastfoodFeatures(SpectralFeatures):
             scale = s.square()[..., None, None] * (-0.5 if self.sinks else 0.5)
             total = total + (scale * norms).exp().sum(-3)
         return total / self.num_features
-
-    def _in_blocks(self, x: Tensor) -> Tensor:
-        """(..., n, d) padded and repeated: (..., n, blocks, p)."""
-        x = nn.functional.pad(x, (0, self.padded - self.dim)).unsqueeze(-2)
-        return x.expand(*x.shape[:-2], self.blocks, self.padded)
 
     def _rows(self, t: Tensor) -> Tensor:
         """A part (h?, ...) as it broadcasts against (..., h?, n, ...)."""
