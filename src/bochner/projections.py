@@ -133,23 +133,18 @@ class OrthogonalProjection(DenseProjection):
     """Blocks of d orthogonal rows, each row marginally N(0, I): for positive features Theorem 2 of Performers."""
 
     def _rows(self, g: Generator) -> Tensor:
-        blocks = -(-self.num_features // self.dim)
-        w = torch.cat([self._block(g) for _ in range(blocks)])[: self.num_features]
-        return w * chi(self.num_features, dof=self.dim, g=g)[:, None]
-
-    def _block(self, g: Generator) -> Tensor:
-        return haar(self.dim, g)
+        return gaussian_blocks(self.num_features, self.dim, g=g)
 
 
-class SimplexProjection(OrthogonalProjection):
+class SimplexProjection(DenseProjection):
     """Rows towards the vertices of a randomly rotated simplex: pairwise angles beyond 90 degrees.
 
     Reid et al. 2023, *Simplex Random Features*: of all fixed couplings of directions with independent norms, the
     one with the smallest variance for positive features.
     """
 
-    def _block(self, g: Generator) -> Tensor:
-        return simplex_vertices(self.dim) @ haar(self.dim, g)
+    def _rows(self, g: Generator) -> Tensor:
+        return gaussian_blocks(self.num_features, self.dim, g=g, directions=simplex_vertices(self.dim))
 
 
 class QuasiProjection(DenseProjection):
@@ -361,6 +356,13 @@ def haar(d: int, g: Generator) -> Tensor:
     """
     q, r = torch.linalg.qr(gaussian(d, d, g=g))
     return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+
+
+def gaussian_blocks(m: int, d: int, *, g: Generator, directions: Tensor | None = None) -> Tensor:
+    """m rows, each marginally N(0, I): blocks of d directions (orthogonal unless given), rotated, with chi lengths."""
+    rotations = [haar(d, g) for _ in range(-(-m // d))]
+    rows = torch.cat(rotations if directions is None else [directions @ r for r in rotations])[:m]
+    return rows * chi(m, dof=d, g=g)[:, None]
 
 
 def simplex_vertices(d: int) -> Tensor:

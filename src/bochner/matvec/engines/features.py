@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ...projections import gaussian_blocks
 from ..kernels import LN2
 from ..problem import Problem
 from ..tiles import make_frame
@@ -33,13 +34,8 @@ class FeaturesEngine(Engine):
 
 def frequencies(d: int, m: int, generator: torch.Generator) -> Tensor:
     """(d, m) orthogonal blocks of Gaussian frequencies, float64 (Yu et al. 2016); unit bandwidth in the frame."""
-    blocks = []
-    for _ in range(math.ceil(m / d)):
-        q, r = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))
-        q = q * r.diagonal().sign()  # Haar: QR alone is not uniform over rotations
-        blocks.append(q * torch.randn(d, d, generator=generator, dtype=torch.float64).norm(dim=0))
     # In the frame K = exp(-ln2 |z - w|^2 / 2): frequencies of variance ln 2.
-    return torch.cat(blocks, 1)[:, :m] * math.sqrt(LN2)
+    return gaussian_blocks(m, d, g=generator).mT * math.sqrt(LN2)
 
 
 def fourier_features(z: Tensor, omega: Tensor) -> Tensor:
