@@ -55,6 +55,11 @@ def machine(threads: int) -> dict[str, Any]:
     }
 
 
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A table for a page."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
+
+
 def write_page(path: Path, name: str, text: str) -> None:
     """Replace what stands between the two markers of a page."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"

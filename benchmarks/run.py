@@ -28,8 +28,9 @@ def command(name: str, quick: bool) -> list[str]:
     line += ["--output", str(HERE / "results" / f"{name}.json")]
     if name == "attention":
         line += ["--plot", str(DOCS / "images" / "attention.png"), "--page", str(DOCS / "benchmarks.md")]
-    if name == "matvec":
-        line += ["--page", str(DOCS / "kernel-operator.md")]
+    pages = {"matvec": "kernel-operator.md", "estimators": "estimators.md", "sampling": "sampling.md"}
+    if name in pages:
+        line += ["--page", str(DOCS / pages[name])]
     return line
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 def main(names: list[str]) -> int:
     here = Path(__file__).parent
-    scripts = [p for p in sorted(here.glob("*.py")) if p.name != "run.py" and (not names or p.stem in names)]
+    found = (p for p in sorted(here.glob("[!_]*.py")) if p.name != "run.py")
+    scripts = [p for p in found if not names or p.stem in names]
     failed = []
     for i, script in enumerate(scripts, 1):
         print(f"[{i}/{len(scripts)}] {script.stem}", flush=True)

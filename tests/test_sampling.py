@@ -134,14 +134,15 @@ def test_many_updates_leave_no_rounding_behind():
 
 
 @pytest.mark.parametrize("name", ["tree", "pure tree", "signed tree", "normalised tree"])
-def test_the_partition_function_is_unbiased_and_its_error_is_right(name):
+@pytest.mark.parametrize("beam", [0, 2])
+def test_the_partition_function_is_unbiased_and_its_error_is_right(name, beam):
     """A z-test over 400 repetitions at 5 standard errors; the stated error against their spread, within 30 %."""
     y, b, x = problem()
     tree = samplers(y, b)[name]
     scale = tree.scale
     truth = (scale * x @ y.T + b).logsumexp(1)
     g = torch.Generator().manual_seed(0)
-    parts = [tree.partition(x, 100, generator=g) for _ in range(400)]
+    parts = [tree.partition(x, 100, beam=beam, generator=g) for _ in range(400)]
     ratio = torch.stack([(p.log_value - truth).exp() for p in parts])
     spread = ratio.std(0)
     assert ((ratio.mean(0) - 1).abs() < 5 * spread / 20).all()
@@ -163,6 +164,13 @@ def test_the_best_classes_and_the_bound_on_the_others(n):
         sure = bound <= scores[:, -1]
         torch.testing.assert_close(scores[sure], truth.topk(k, 1).values[sure])
     assert sure.all()
+
+
+def test_a_partition_function_whose_head_is_everything_is_exact():
+    y, b, x = problem(100)
+    log_z, error = FeatureTree(y, b, leaf_size=4).partition(x, 5, beam=64)
+    torch.testing.assert_close(log_z, (x @ y.T + b).logsumexp(1))
+    assert not error.any()
 
 
 def test_the_best_classes_follow_updates():

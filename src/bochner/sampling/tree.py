@@ -278,17 +278,31 @@ class FeatureTree(Sampler):
         return (values @ self._sums[-1].sum(0)).clamp_min(0).log() + log_scale[:, 0] + self._shift
 
     @torch.no_grad()
-    def partition(self, x: Tensor, num_samples: int = 100, *, generator: Generator | None = None) -> Partition:
-        """`log Z(x)` from draws, `Z ~ mean exp(x . y_j + b_j) / q(j | x)`: Z unbiased, with its standard error."""
+    def partition(
+        self, x: Tensor, num_samples: int = 100, *, beam: int = 16, generator: Generator | None = None
+    ) -> Partition:
+        """`log Z(x)`, exact over the `beam` most promising leaves and by draws over the others; Z is unbiased.
+
+        `Z ~ sum_head exp(o_j) + mean [j not in head] exp(o_j) / q(j | x)`, o = x . y + b. The head takes away the few
+        classes that would dominate; `beam=0` goes without. The stated error is of the draws and sees only what
+        they saw: it is too small where a rare class outside the head has a large share that q does not know of.
+        """
         if positive_int(num_samples, "num_samples", "partition") < 2:
             raise BochnerError(f"The 'num_samples' of partition must be at least 2, got {num_samples}.")
         x = self._check(x)
         ids, log_q = self.draw(x, num_samples, generator=generator)
         logs = self.logits(x, ids) - log_q
-        top = logs.amax(1, keepdim=True)
-        weight = (logs - top).exp()
-        mean = weight.mean(1)
-        return Partition(top[:, 0] + mean.log(), weight.std(1) / (mean * math.sqrt(num_samples)))
+        head = torch.full_like(logs[:, 0], -math.inf)
+        if beam > 0:
+            parts = [self._search(b, beam)[0] for b in x.split(max(1, BLOCK // (beam * FAN * x.shape[1])))]
+            leaves = torch.cat(parts)
+            inside = ((self.place[ids] // self.leaf_size)[..., None] == leaves[:, None]).any(-1)
+            logs = logs.masked_fill(inside, -math.inf)
+            head = self._members(leaves, x)[1].logsumexp(1)
+        top = torch.maximum(head, logs.amax(1))
+        weight = (logs - top[:, None]).exp()
+        total = (head - top).exp() + weight.mean(1)
+        return Partition(top + total.log(), weight.std(1) / (total * math.sqrt(num_samples)))
 
     def logits(self, x: Tensor, ids: Tensor) -> Tensor:
         """`scale x . y_j + b_j` for ids (b, k), without gradient."""
@@ -314,6 +328,19 @@ class FeatureTree(Sampler):
         return Top(*(torch.cat(p) for p in zip(*parts, strict=True)))
 
     def _top(self, x: Tensor, k: int, beam: int) -> tuple[Tensor, Tensor, Tensor]:
+        leaves, missed = self._search(x, beam)
+        ids, logits = self._members(leaves, x)
+        scores, where = logits.topk(k, 1)
+        return ids.gather(1, where), scores, missed
+
+    def _members(self, leaves: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The classes of leaves (b, w) and their logits, (b, w leaf_size); -inf for empty places."""
+        place = (leaves[..., None] * self.leaf_size + torch.arange(self.leaf_size)).flatten(1)
+        ids = self.order[place.clamp(max=self.num_classes - 1)]
+        return ids, self.logits(x, ids).masked_fill_(place >= self.num_classes, -math.inf)
+
+    def _search(self, x: Tensor, beam: int) -> tuple[Tensor, Tensor]:
+        """The most promising leaves (b, at most beam) and a bound (b,) on the logits of all others."""
         if self._balls is None:
             self._balls = self._enclose()
         x = x.to(self.vectors.dtype)
@@ -334,11 +361,7 @@ class FeatureTree(Sampler):
             if left_out.shape[1]:
                 missed = torch.maximum(missed, left_out.amax(1))
             node = child.gather(1, where[:, :beam])
-        place = (node[..., None] * self.leaf_size + torch.arange(self.leaf_size)).flatten(1)
-        real = place < self.num_classes
-        ids = self.order[place.clamp(max=self.num_classes - 1)]
-        scores, where = self.logits(x, ids).masked_fill_(~real, -math.inf).topk(k, 1)
-        return ids.gather(1, where), scores, missed
+        return node, missed
 
     def _enclose(self) -> list[Tensor]:
         """For every node the centre, radius and largest bias of its classes, (nodes, d + 2); empty ones bias -inf."""
