@@ -215,11 +215,11 @@ def unwrap(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
     return inner, tokenizer or model.tokenizer
 
 
-def run(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    """One forward pass without cache or gradient, on the model's device."""
+def run(model: nn.Module, batch: dict[str, Tensor], *, gradient: bool = False) -> Any:
+    """One forward pass without cache, on the model's device."""
     device = next(model.parameters()).device
     moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradient):
         try:
             return model(**moved, use_cache=False)
         except TypeError as error:

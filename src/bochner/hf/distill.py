@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from bochner._checks import BochnerError, extra, positive_float, positive_int
 from bochner._progress import speaker
 from bochner.hf import capture
 from bochner.hf.io import layers_of
-from bochner.hf.layer import Call, LinearAttention
+from bochner.hf.layer import CHILD, Call, LinearAttention
 from bochner.hf.measure import HeadErrors, error_on
 
 MEMORY = 2**29  # bytes of queries, keys and values held at a time
@@ -92,9 +92,7 @@ def distill(
 
     Maps stay what they are in every other respect: `save_pretrained`, decoding and `revert` work as before.
     """
-    positive_int(steps, "steps", "distill")
-    positive_float(lr, "lr", "distill")
-    positive_int(patience, "patience", "distill")
+    training = _Training(steps, lr, patience, projections, _Clock(seconds), speaker(progress))
     model, tokenizer = capture.unwrap(model, tokenizer)
     attached = layers_of(model)
     names = list(attached) if layers is None else list(layers)
@@ -105,82 +103,90 @@ def distill(
     if len(batches) < 2:
         raise BochnerError("distill needs at least two batches, one of them for validation; give more texts.")
     held = max(1, len(batches) // 8)
-    train, validation = batches[:-held], batches[-held:]
-    clock = _Clock(seconds)
-    say = speaker(progress)
-    store = _Checkpoint(checkpoint, attached)
-    report = DistillReport()
-    todo = [n for n in names if any(True for _ in attached[n].map_norm)]
+    store, report = _Checkpoint(checkpoint, attached), DistillReport()
     # The teacher's outputs for the second stage, before anything changes.
     targets = [_final(model, b, original=True) for b in batches] if end_to_end else []
-    for group in _groups(todo, model, batches):
+    for group in _groups([n for n in names if len(attached[n].map_norm)], model, batches):
         pending = [n for n in group if store.restore(n, report) is None]
-        if not pending or clock.over():
+        if not pending or training.clock.over():
             continue
-        records = _records(model, pending, train), _records(model, pending, validation)
+        records = _records(model, pending, batches)
         for name in pending:
-            if clock.over():
+            if training.clock.over():
                 break
-            done = _fit_layer(
-                name, attached[name], records[0][name], records[1][name], steps, lr, projections, patience, clock
-            )
+            done = _fit_layer(name, attached[name], records[name][:-held], records[name][-held:], training)
             report.layers.append(done)
             store.keep(done)
-            say(f"distilled {name}: error {done.before:.3f} to {done.after:.3f} in {done.seconds:.0f} s")
-    if end_to_end and not clock.over():
-        report.end_to_end = _fit_model(
-            model, batches, targets, held, end_to_end, end_to_end_lr, projections, part, clock, say
-        )
-    report.seconds = clock.elapsed()
+            training.say(f"distilled {name}: error {done.before:.3f} to {done.after:.3f} in {done.seconds:.0f} s")
+    if end_to_end and not training.clock.over():
+        training = replace(training, steps=end_to_end, lr=end_to_end_lr, patience=end_to_end)
+        report.end_to_end = _fit_model(model, list(zip(batches, targets, strict=True)), held, part, training)
+    report.seconds = training.clock.elapsed()
     return report
 
 
+@dataclass(frozen=True)
+class _Training:
+    """How to descend: Adam with a falling rate, the best state kept, an end when nothing improves or time is over."""
+
+    steps: int
+    lr: float
+    patience: int
+    projections: bool
+    clock: _Clock
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        positive_int(self.steps, "steps", "distill")
+        positive_float(self.lr, "lr", "distill")
+        positive_int(self.patience, "patience", "distill")
+
+    def descend(
+        self, parameters: Sequence[Tensor], loss: Callable[[int], Tensor], measure: Callable[[], float]
+    ) -> tuple[float, float, int]:
+        """Minimise `loss(step)`; the measure before and at its best, where the parameters are left, and the steps."""
+        optimizer = torch.optim.Adam(parameters, lr=self.lr, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps, eta_min=self.lr / 10)
+        before = best = measure()
+        kept, waited, step = [p.detach().clone() for p in parameters], 0, 0
+        try:
+            while step < self.steps and waited < self.patience and not self.clock.over():
+                optimizer.zero_grad()
+                loss(step).backward()
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+                schedule.step()
+                step += 1
+                if step % max(5, self.steps // 10) == 0 or step == self.steps:
+                    now = measure()
+                    waited = 0 if now < best else waited + 1
+                    if now < best:
+                        best, kept = now, [p.detach().clone() for p in parameters]
+        finally:
+            with torch.no_grad():
+                for p, value in zip(parameters, kept, strict=True):
+                    p.copy_(value)
+        return before, best, step
+
+
 def _fit_layer(
-    name: str,
-    layer: LinearAttention,
-    train: list[Call],
-    validation: list[Call],
-    steps: int,
-    lr: float,
-    projections: bool,
-    patience: int,
-    clock: _Clock,
+    name: str, layer: LinearAttention, train: Sequence[Call], validation: Sequence[Call], training: _Training
 ) -> LayerReport:
     start = time.monotonic()
-    parameters = layer.open_(projections=projections)
-    optimizer = torch.optim.Adam(parameters, lr=lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=lr / 10)
+
+    def loss(step: int) -> Tensor:
+        call = train[step % len(train)]
+        return HeadErrors().add(call, layer(call)).squared().mean()
 
     def measure() -> float:
         return error_on(validation, layer).mean().item()
 
-    def state() -> dict[str, Tensor]:
-        return {k: v.detach().clone() for k, v in layer.state_dict().items()}
-
-    before = best = measure()
-    kept, waited, step = state(), 0, 0
-    every = max(5, steps // 10)
+    parameters = layer.open_(projections=training.projections)
     try:
-        while step < steps and not clock.over():
-            call = train[step % len(train)]
-            optimizer.zero_grad()
-            HeadErrors().add(call, layer(call)).squared().mean().backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            schedule.step()
-            layer.hold_()
-            step += 1
-            if step % every == 0 or step == steps:
-                now = measure()
-                waited = 0 if now < best else waited + 1
-                if now < best:
-                    best, kept = now, state()
-                if waited >= patience:
-                    break
+        before, after, steps = training.descend(parameters, loss, measure)
     finally:
-        layer.load_state_dict(kept)
-        layer.requires_grad_(layer.plan.train)
-    return LayerReport(name, before, best, step, time.monotonic() - start)
+        layer.close_()
+    return LayerReport(name, before, after, steps, time.monotonic() - start)
 
 
 def _records(model: Any, names: Iterable[str], batches: Sequence[dict[str, Tensor]]) -> dict[str, list[Call]]:
@@ -215,11 +221,11 @@ def _groups(names: Sequence[str], model: Any, batches: Sequence[dict[str, Tensor
 
 
 def _final(model: Any, batch: dict[str, Tensor], *, original: bool = False) -> Tensor:
-    """The model's final output, hidden states or logits."""
+    """The model's final output, hidden states or logits; with `original`, that of exact attention."""
     if original:
         with capture.recording(model, lambda name, call: None):
-            return capture.run(model, batch)[0].detach()
-    return model(**batch, use_cache=False)[0] if "input_ids" in batch else model(**batch)[0]
+            return capture.run(model, batch)[0]
+    return capture.run(model, batch, gradient=torch.is_grad_enabled())[0]
 
 
 def _loss(out: Tensor, target: Tensor, batch: dict[str, Tensor], is_logits: bool) -> Tensor:
@@ -238,73 +244,42 @@ def _loss(out: Tensor, target: Tensor, batch: dict[str, Tensor], is_logits: bool
 
 
 def _fit_model(
-    model: Any,
-    batches: Sequence[dict[str, Tensor]],
-    targets: Sequence[Tensor],
-    held: int,
-    steps: int,
-    lr: float,
-    projections: bool,
-    part: str,
-    clock: _Clock,
-    say: Callable[[str], None],
+    model: Any, pairs: Sequence[tuple[dict[str, Tensor], Tensor]], held: int, part: str, training: _Training
 ) -> tuple[float, float]:
-    attached = layers_of(model)
-    parameters: list[nn.Parameter] = []
-    for layer in attached.values():
-        parameters += layer.open_(projections=projections)
-    trained = {id(p) for p in parameters}
+    """Fit the outputs of the whole model to targets; the loss on the last `held` before and after."""
     before_grad = {id(p): p.requires_grad for p in model.parameters()}
+    parameters: list[nn.Parameter] = []
     if part != "maps":
-        chosen = [p for n, p in model.named_parameters() if re.search(part, n) and id(p) not in trained]
-        if not chosen:
+        parameters = [p for n, p in model.named_parameters() if re.search(part, n) and f".{CHILD}." not in n]
+        if not parameters:
             raise BochnerError(f"The 'part' of distill, {part!r}, matches no parameter of the model.")
-        parameters += chosen
-        trained |= {id(p) for p in chosen}
+    for layer in layers_of(model).values():
+        parameters += layer.open_(projections=training.projections)
+    trained = {id(p) for p in parameters}
+    is_logits = hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
+
+    def loss(step: int) -> Tensor:
+        batch, target = pairs[step % (len(pairs) - held)]
+        return _loss(_final(model, batch), target, batch, is_logits)
+
+    @torch.no_grad()
+    def measure() -> float:
+        losses = [_loss(_final(model, b), t, b, is_logits).item() for b, t in pairs[-held:]]
+        training.say(f"end to end: loss {sum(losses) / held:.5f}")
+        return sum(losses) / held
+
     was_training = model.training
     model.eval()
-    for p in model.parameters():
-        p.requires_grad_(id(p) in trained)
-    optimizer = torch.optim.Adam(parameters, lr=lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=lr / 10)
-    is_logits = hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
-    pairs = list(zip(batches, targets, strict=True))
-
-    def measure() -> float:
-        with torch.no_grad():
-            losses = [_loss(_final(model, b), t, b, is_logits).item() for b, t in pairs[-held:]]
-        return sum(losses) / len(losses)
-
-    before = best = measure()
-    kept = [p.detach().clone() for p in parameters]
     try:
-        for step in range(steps):
-            if clock.over():
-                break
-            batch, target = pairs[step % (len(pairs) - held)]
-            optimizer.zero_grad()
-            loss = _loss(_final(model, batch), target, batch, is_logits)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            schedule.step()
-            for layer in attached.values():
-                layer.hold_()
-            if (step + 1) % max(5, steps // 10) == 0 or step + 1 == steps:
-                now = measure()
-                say(f"end to end, step {step + 1} of {steps}: loss {now:.5f}")
-                if now < best:
-                    best, kept = now, [p.detach().clone() for p in parameters]
+        for p in model.parameters():
+            p.requires_grad_(id(p) in trained)
+        return training.descend(parameters, loss, measure)[:2]
     finally:
-        with torch.no_grad():
-            for p, value in zip(parameters, kept, strict=True):
-                p.copy_(value)
         for p in model.parameters():
             p.requires_grad_(before_grad.get(id(p), False))
-        for layer in attached.values():
-            layer.requires_grad_(layer.plan.train)
+        for layer in layers_of(model).values():
+            layer.close_()
         model.train(was_training)
-    return before, best
 
 
 class _Clock:

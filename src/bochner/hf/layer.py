@@ -108,8 +108,7 @@ class LinearAttention(nn.Module):
         self.order = [place[kind, head] for head, kind in enumerate(plan.kinds)]
         self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self.in_order = self.order == list(range(plan.num_heads)) and len(place) == plan.num_heads
-        self.trained = False
-        self.requires_grad_(False)
+        self.close_()
         if plan.train:
             self.open_()
 
@@ -136,6 +135,11 @@ class LinearAttention(nn.Module):
             phi.requires_grad_(True)
             found += list(phi.parameters())
         return found
+
+    def close_(self) -> None:
+        """Back to what the plan says of training."""
+        self.trained = self.plan.train
+        self.requires_grad_(self.plan.train)
 
     @torch.no_grad()
     def hold_(self) -> None:
