@@ -22,7 +22,7 @@ LAYERS = [
     ["projections", "moments", "data", "theory"],
     ["maps"],
     ["attention", "feedforward"],
-    ["nn", "matvec"],
+    ["nn", "matvec", "migrate"],
     ["hf", "estimators", "sampling", "tasks"],
     ["report", "demo"],
     ["cli"],

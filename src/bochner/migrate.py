@@ -1,0 +1,112 @@
+"""Models trained with performer-pytorch: their projections and settings in our maps.
+
+`performer_(model)` replaces every `FastAttention` inside a model, in place; weights, projections and settings are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bochner._checks import BochnerError
+from bochner.attention import absorb, empty_state, linear_attention, read
+from bochner.maps import feature_map
+from bochner.maps.base import Features
+
+GENERALIZED_EPSILON = 1e-3  # performer-pytorch adds it to f(w . x)
+SOFTMAX_EPSILON = 1e-4  # and this to positive features, after their maximum is taken off
+FUNCTIONS = {"ReLU": "relu", "GELU": "gelu", "Sigmoid": "sigmoid", "Tanh": "tanh"}
+
+
+class PerformerAttention(nn.Module):
+    """What a trained `FastAttention` computes, called in the same way: q, k, v (b, h, n, d) to (b, h, n, v).
+
+    A generalised kernel is our map of that function with the stored projection, in every direction. For the softmax
+    kernel performer-pytorch adds 1e-4 to every feature, relative to the largest projection of the whole sequence;
+    trained models rely on it, so that with `epsilon` the features are
+
+        phi(q_i) = exp(w . q_i - |q_i|^2/2 - max_w w . q_i) + epsilon
+        psi(k_j) = exp(w . k_j - |k_j|^2/2 - max_{w, j} w . k_j) + epsilon
+
+    and without it (`epsilon=0`, always when causal, where that maximum would look into the future) they are
+    `PositiveFeatures`. `feature_map` is the map to use elsewhere.
+    """
+
+    def __init__(self, projection: Tensor, *, kernel: str = "positive", causal: bool = False, epsilon: float) -> None:
+        super().__init__()
+        if projection.ndim != 2:
+            raise BochnerError(f"The 'projection' must be a matrix (m, d), got shape {tuple(projection.shape)}.")
+        m, d = projection.shape
+        self.causal, self.epsilon = causal, epsilon
+        options: dict[str, Any] = {} if kernel == "positive" else {"kernel_epsilon": epsilon}
+        self.feature_map = feature_map(kernel, d, m, projection="iid", **options)
+        self.kernel = kernel
+        with torch.no_grad():
+            self.feature_map.get_submodule("projection").get_buffer("weight").copy_(projection)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.kernel != "positive" or self.causal or not self.epsilon:
+            return linear_attention(q, k, v, self.feature_map, is_causal=self.causal)
+        queries, keys = self._softmax(q, "query"), self._softmax(k, "key")
+        state = empty_state(tuple(k.shape[:-2]), keys.values.shape[-1], v.shape[-1], dtype=v.dtype, device=v.device)
+        return read(absorb(state, keys, v), queries).to(v.dtype)
+
+    def _softmax(self, x: Tensor, role: str) -> Features:
+        x = x * x.shape[-1] ** -0.25
+        t: Tensor = self.feature_map.get_submodule("projection")(x)
+        peak = t.detach().amax((-1,) if role == "query" else (-1, -2), keepdim=True)
+        values = (t - 0.5 * x.square().sum(-1, keepdim=True) - peak).exp() + self.epsilon
+        # The peak of a query cancels; that of the keys is one number for all of them and cancels too.
+        return Features(values, torch.zeros_like(values[..., :1]))
+
+
+def fast_attention(source: Any, *, epsilon: float | None = None) -> PerformerAttention:
+    """Our counterpart of one `performer_pytorch.FastAttention`, with its stored projection and settings.
+
+    `epsilon`: what is added to features, default what performer-pytorch adds; 0 gives the unbiased estimate.
+    """
+    missing = [n for n in ("projection_matrix", "generalized_attention", "causal") if not hasattr(source, n)]
+    if missing:
+        raise BochnerError(
+            f"A FastAttention of performer-pytorch was expected; {type(source).__name__} has no {missing[0]!r}."
+        )
+    if getattr(source, "no_projection", False):
+        raise BochnerError("FastAttention with 'no_projection' is a softmax of queries and of keys, not a feature map.")
+    kernel = "positive"
+    if source.generalized_attention:
+        function = type(source.kernel_fn).__name__
+        if function not in FUNCTIONS:
+            raise BochnerError(
+                f"The 'kernel_fn' {function!r} has no counterpart; the known ones are {sorted(FUNCTIONS)}."
+            )
+        kernel = FUNCTIONS[function]
+    default = SOFTMAX_EPSILON if kernel == "positive" else GENERALIZED_EPSILON
+    made = PerformerAttention(
+        source.projection_matrix.detach(),
+        kernel=kernel,
+        causal=bool(source.causal),
+        epsilon=default if epsilon is None else epsilon,
+    )
+    return made.to(source.projection_matrix.device)
+
+
+def performer_(model: nn.Module, *, epsilon: float | None = None) -> nn.Module:
+    """Replace every `FastAttention` of performer-pytorch inside `model` by our attention; returns the model.
+
+    Padding is left as the model has it: performer-pytorch takes padded keys out of the values only.
+    """
+    found = [name for name, m in model.named_modules() if type(m).__name__ == "FastAttention"]
+    if not found:
+        raise BochnerError(f"This {type(model).__name__} has no FastAttention of performer-pytorch inside.")
+    for name in found:
+        parent, _, child = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        if isinstance(owner.get_submodule(child), PerformerAttention):
+            continue  # the same module under a second name
+        setattr(owner, child, fast_attention(owner.get_submodule(child), epsilon=epsilon))
+    for module in model.modules():
+        if type(module).__name__ == "ProjectionUpdater":
+            module.feature_redraw_interval = None  # type: ignore[assignment]  # what was stored is what was trained
+    return model
