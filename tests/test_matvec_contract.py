@@ -7,7 +7,7 @@ import torch
 from bochner._checks import BochnerError
 from bochner.matvec import KernelOperator
 from bochner.matvec.certificate import hold_out_generator, split_columns
-from bochner.matvec.plan import kernel_bound, nearest_to_middle
+from bochner.matvec.plan import Between, nearest_to_middle
 
 torch.set_num_threads(1)
 N = 1200
@@ -121,15 +121,8 @@ def test_the_kernel_between_cells_is_below_its_bound(name):
     truth = truth[index.keys.order][:, index.keys.order]
     largest = np.maximum.reduceat(truth, index.keys.start[:-1].numpy(), axis=1)
     for a, (lo, hi) in enumerate(index.keys.ranges()):
-        bound = kernel_bound(
-            index,
-            index.keys.rows[lo:hi],
-            a,
-            distances[a],
-            opposite[:, a],
-            index.keys.radius,
-            float(index.keys.radius[a]),
-        )
+        between = Between(a, None, distances[a], opposite[:, a], index.keys.radius, float(index.keys.radius[a]))
+        bound = between.kernel_bound(index, index.keys.rows[lo:hi])
         assert (bound.numpy() >= largest[lo:hi] * (1 - 1e-6)).all()
 
 

@@ -33,7 +33,7 @@ from .._checks import spawn_seed
 from .engines.base import Engine
 from .engines.exact import precise_engine
 from .problem import Problem
-from .tiles import PRECISE, ExactRows
+from .tiles import PRECISE, ExactRows, make_frame
 
 HOLD_OUT_ROWS = 1024
 ATTEMPTS = 8
@@ -199,10 +199,11 @@ def split_columns(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return ids, rest
 
 
-def exact_rows(problem: Problem, x: Tensor, adjoint: bool) -> ExactRows:
-    """Exact rows of the product in double precision."""
+def exact_rows(problem: Problem, x: Tensor, adjoint: bool, rough: bool = False) -> ExactRows:
+    """Exact rows of the product in double precision; `rough`: in single precision, for a mere check."""
     rows, others = (problem.keys, problem.queries) if adjoint else (problem.queries, problem.keys)
-    return ExactRows(problem.kernel, rows, others, problem.bandwidth, x)
+    frame = make_frame(problem.kernel, others, problem.bandwidth, "float32") if rough else None
+    return ExactRows(problem.kernel, rows, others, problem.bandwidth, x, frame)
 
 
 def multiply(problem: Problem, engine: Engine, x: Tensor, adjoint: bool, check: bool) -> Checked:
@@ -248,7 +249,7 @@ def _judge(
     The confidence of the k-th attempt is halved each time, so that stopping at the first success keeps it.
     """
     limit = (problem.eps * x[:, busy].norm(dim=0)).square()
-    truth = exact_rows(problem, x[:, busy], adjoint)
+    truth = exact_rows(problem, x[:, busy], adjoint, engine.rough)
     parts = parts.double()
     fraction = 0.0
     for attempt in range(ATTEMPTS):
@@ -315,6 +316,14 @@ def state(problem: Problem, engine: Engine, x: Tensor, checked: Checked) -> Stat
             bound, pairs = exact.error_bound(x.to(exact.dtype))
             checked.pairs += pairs
             deterministic = float(bound) + unit * float(checked.value.norm())
+        finer = None if deterministic <= limit or maker.exact else maker.precise()
+        if finer is not None:
+            applied = finer.apply(x)
+            bound, pairs = finer.error_bound(x)
+            if float(bound) + unit * float(applied.value.norm()) < deterministic:
+                deterministic = float(bound) + unit * float(applied.value.norm())
+                checked.value, checked.pairs = applied.value, checked.pairs + applied.pairs + pairs
+                checked.repairs.append("float64")
         if deterministic <= limit or maker.exact:
             return Statement("deterministic", deterministic, 0.0, deterministic)
     repaired = any(repair.startswith("near") for repair in checked.repairs)  # then by another plan than the engine's

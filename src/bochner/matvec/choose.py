@@ -12,15 +12,15 @@ from .._checks import BochnerError
 from .certificate import HOLD_OUT_ROWS, WORTHWHILE
 from .engines.base import Engine
 from .engines.cells import CellsEngine
-from .engines.exact import TYPICAL, exact_engine
+from .engines.exact import exact_engine
 from .engines.features import FeaturesEngine
 from .engines.paper import Constants, PaperEngine
-from .index import KeyIndex, build_index, index_from_labels, sort_queries
+from .index import KeyIndex, build_index, reframe, sort_queries
 from .inputs import OWNER
 from .measured import measured_plan
 from .plan import Plan, certain_plan, near_rounding
 from .problem import Problem
-from .tiles import argument_error, extent, make_frame
+from .tiles import TYPICAL, argument_error, extent, make_frame
 
 METHODS = ("auto", "exact", "cells", "paper", "features")
 SMALL = 1 << 24  # pairs below which exact is simply fastest
@@ -101,16 +101,10 @@ def make_index(problem: Problem, options: Options) -> KeyIndex:
         floor = math.sqrt(-2 * kernel.floor(torch.float32))
         span = 2 * float(index.keys.radius.max()) + min(floor, 2 * reach)
         lost = kernel.change(argument_error(span, keys.shape[1], index.frame) / TYPICAL)
-        if lost <= min(problem.eps / 20, 1e-3):
+        if lost <= problem.eps / 20:
             break
         index = reframe(index, "float64" if index.frame.arithmetic == "float32" else "difference")
     return index
-
-
-def reframe(index: KeyIndex, arithmetic: str) -> KeyIndex:
-    """The same cells in another arithmetic."""
-    frame = index.frame._replace(arithmetic=arithmetic)
-    return index_from_labels(frame, index.keys.points, index.keys.caller_label, frame.place(index.origin))[0]
 
 
 def cells_engine(problem: Problem, index: KeyIndex) -> CellsEngine:
@@ -126,8 +120,10 @@ def cells_engine(problem: Problem, index: KeyIndex) -> CellsEngine:
     row_sums = engine.apply(ones).value
     plan.mean_row_sum = float(row_sums.mean())
     # Long sums of one sign: single precision must not eat up eps.
-    lost = float(plan.rounding.max()) / TYPICAL + 16 * torch.finfo(engine.dtype).eps
-    if engine.dtype == torch.float32 and lost * float(row_sums.max()) > problem.eps / 4:
+    lost = torch.empty_like(row_sums[:, 0]).index_copy_(0, plan.queries.order, plan.rounding[plan.queries.label])
+    sums = row_sums[:, 0].abs()
+    lost = lost / TYPICAL * sums.sqrt() + 16 * torch.finfo(engine.dtype).eps * sums  # errors of entries are independent
+    if engine.dtype == torch.float32 and float(lost.max()) > problem.eps / 4:
         return cells_engine(problem, reframe(index, "float64"))
     return engine
 

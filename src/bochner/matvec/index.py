@@ -94,9 +94,10 @@ class KeyIndex:
     def count(self) -> Tensor:
         return self.keys.count
 
-    def offsets(self, a: int) -> Tensor:
-        """(cells, d): the origins of all cells as seen from the origin of cell a."""
-        return ((self.origin - self.origin[a]) * self.frame.scale).to(self.frame.dtype)
+    def offsets(self, a: int, cells: Tensor | None = None) -> Tensor:
+        """(cells, d): the origins of these cells (None: of all) as seen from the origin of cell a."""
+        origin = self.origin if cells is None else self.origin[cells]
+        return ((origin - self.origin[a]) * self.frame.scale).to(self.frame.dtype)
 
     def distances(self) -> Tensor:
         """(cells, cells) between origins."""
@@ -164,3 +165,9 @@ def index_from_labels(frame: Frame, keys: Tensor, label: Tensor, centres: Tensor
 def sort_queries(index: KeyIndex, queries: Tensor) -> Side:
     """Queries sorted by nearest cell."""
     return sort_side(index.frame, queries, assign(queries, index.frame, index.centres), index.origin)
+
+
+def reframe(index: KeyIndex, arithmetic: str) -> KeyIndex:
+    """The same cells in another arithmetic."""
+    frame = index.frame._replace(arithmetic=arithmetic)
+    return index_from_labels(frame, index.keys.points, index.keys.caller_label, frame.place(index.origin))[0]

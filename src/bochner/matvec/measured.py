@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .index import KeyIndex, Side
 from .plan import Plan, near_rounding
-from .tiles import ROWS, Frame, Tiles, argument_error, extent, left, right, swapped
+from .tiles import ROWS, TYPICAL, Frame, Tiles, argument_error, extent, left, right, swapped
 
 RANDOM_SHARE, COHERENT_SHARE = 0.1, 0.15  # of eps, for the average row
 WORST_SHARE = 0.7  # of eps, for what one row or column leaves out
@@ -69,7 +69,8 @@ class Sampler:
         for arithmetic in ("float32", "float64", "difference"):  # a plan can live with a tenth per entry
             self.frame: Frame = frame._replace(arithmetic=arithmetic)
             lost = argument_error(wide, d, self.frame) if wide < 1e15 or arithmetic != "float32" else math.inf
-            if frame.kernel.change(lost / 8) <= 0.05:
+            self.lost = frame.kernel.change(lost / TYPICAL)
+            if self.lost <= 0.05:
                 break
         self.tiles = Tiles(self.frame)
 
@@ -190,6 +191,7 @@ def measured_plan(index: KeyIndex, queries: Side | None, eps: float, generator: 
         )
     assert best is not None
     plan = best[2]
+    plan.rough = sampler.frame.arithmetic == "float32" and sampler.lost * plan.mean_row_sum <= eps / 20
     if plan.met:
         admit_worst(index, plan, eps, sampler, generator)
     plan.rounding = near_rounding(index, side, plan.near, distances)
@@ -262,9 +264,13 @@ def admit_worst(index: KeyIndex, plan: Plan, eps: float, sampler: Sampler, gener
     if not plan.symmetric:
         sides.append((index.keys, Sampler(index, index.keys, plan.queries), True))
     for side, sample_rows, transposed in sides:
-        for _ in range(ROUNDS):
+        orders = [
+            score.topk(min(ROUNDS * SUSPECTS, score.numel())).indices
+            for score in suspects(index, side, plan.near.T if transposed else plan.near)
+        ]
+        for k in range(ROUNDS):
             near = plan.near.T if transposed else plan.near
-            chosen = [score.topk(min(SUSPECTS, score.numel())).indices for score in suspects(index, side, near)]
+            chosen = [order[k * SUSPECTS : (k + 1) * SUSPECTS] for order in orders]
             ids = torch.cat([*chosen, rows_of_every_cell(side.start, 1, generator)]).unique()
             sample = sample_rows(ids, guess=not transposed)
             if transposed:

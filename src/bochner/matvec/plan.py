@@ -12,6 +12,7 @@ Where that would evaluate too much (unclustered data in many dimensions), `measu
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,7 @@ class Plan:
     predicted: float = 0.0  # error relative to |x|: a bound if certain, else the largest measured one
     met: bool = True
     mean_row_sum: float = math.nan
+    rough: bool = False  # measured plans: single precision, from one origin, loses far less than eps
 
     @property
     def certain(self) -> bool:
@@ -66,9 +68,9 @@ class Plan:
         return float((self.near.double() * count[:, None] * index.count.double()).sum()) / total
 
 
-def projections(index: KeyIndex, rows: Tensor, a: int, distance: Tensor) -> Tensor:
-    """(b, cells): how far rows of cell a lie from the middle between the origins of a and of each cell, towards a."""
-    direction = index.offsets(a).div_(-distance[:, None].clamp_min(torch.finfo(distance.dtype).tiny))
+def projections(index: KeyIndex, rows: Tensor, a: int, distance: Tensor, cells: Tensor | None = None) -> Tensor:
+    """(b, cells): how far rows of cell a lie from the middle between the origins of a and of other cells, towards a."""
+    direction = index.offsets(a, cells).div_(-distance[:, None].clamp_min(torch.finfo(distance.dtype).tiny))
     return torch.addmm(0.5 * distance, rows[:, :-2], direction.T)
 
 
@@ -81,69 +83,85 @@ def nearest_to_middle(index: KeyIndex, side: Side, distances: Tensor) -> Tensor:
     return smallest
 
 
-def kernel_bound(
-    index: KeyIndex, rows: Tensor, a: int, distance: Tensor, opposite: Tensor, radius: Tensor, own: float
-) -> Tensor:
-    """(b, cells): an upper bound on the kernel between rows of cell a and every point of each other cell.
-
-    `opposite`: `nearest_to_middle` of the other side, for a; `radius`: of its cells; `own`: radius of these rows.
-    """
-    unit = torch.finfo(rows.dtype).eps
-    slack = (rows.shape[1] + 12) * unit * (distance + own + radius)
-    middle = projections(index, rows, a, distance)
-    # |q - m_b|^2 from the same product: |r|^2 + L^2 + 2 r.(m_a - m_b), and the last term is 2 L (middle - L/2).
-    squared = (middle * 2.0 - distance).mul_(distance).add_(distance.square()).sub_(2.0 * rows[:, -1:])
-    ball = squared.sub_(slack * (distance + own)).clamp_min_(0.0).sqrt_().sub_(radius)
-    gap = torch.maximum(middle.add_(opposite), ball).sub_(slack).clamp_min_(0.0)
-    gap[:, distance == 0] = 0.0
-    return index.frame.kernel.at_distance(gap)
+def slack(distance: Tensor, own: float | Tensor, radius: Tensor, d: int) -> Tensor:
+    """What rounding can hide in a projection."""
+    return (d + 14) * torch.finfo(distance.dtype).eps * (distance + own + radius)
 
 
-def skippable(index: KeyIndex, side: Side, other: Side, distances: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+@dataclass
+class Between:
+    """What bounds of the kernel between the points of one cell and of others need, one entry per other cell."""
+
+    a: int
+    cells: Tensor | None  # which other cells; None: all
+    distance: Tensor  # between the origins
+    opposite: Tensor  # `nearest_to_middle` of the other cells' points
+    radius: Tensor  # of the other cells
+    own: float  # radius of this one
+
+    def kernel_bound(self, index: KeyIndex, rows: Tensor) -> Tensor:
+        """(b, cells): an upper bound on the kernel between each of these rows of cell a and any point of a cell."""
+        distance, lost = self.distance, slack(self.distance, self.own, self.radius, rows.shape[1] - 2)
+        middle = projections(index, rows, self.a, distance, self.cells)
+        # |q - m_b|^2 from the same product: |r|^2 + L^2 + 2 r.(m_a - m_b), and the last term is 2 L (middle - L/2).
+        squared = (middle * 2.0 - distance).mul_(distance).add_(distance.square()).sub_(2.0 * rows[:, -1:])
+        ball = squared.sub_(lost * (distance + self.own)).clamp_min_(0.0).sqrt_().sub_(self.radius)
+        gap = torch.maximum(middle.add_(self.opposite), ball).sub_(lost).clamp_min_(0.0)
+        gap[:, distance == 0] = 0.0
+        return index.frame.kernel.at_distance(gap)
+
+
+def skippable(
+    index: KeyIndex, side: Side, other: Side, distances: Tensor, middles: tuple[Tensor, Tensor], limit: float
+) -> tuple[Tensor, Tensor]:
     """For each cell of `side`, which cells of `other` must be near, and what each row then skips at most.
 
-    Blocks are skipped from the least kernel upwards while no row's sum exceeds `limit`.
+    Blocks are skipped from the least kernel upwards while no row's sum exceeds `limit`. `middles`: `nearest_to_middle`
+    of both sides.
     """
-    cells = index.cells
-    near = torch.ones(cells, cells, dtype=torch.bool)
+    near = torch.ones(index.cells, index.cells, dtype=torch.bool)
     skipped = side.rows.new_zeros(side.rows.shape[0])
-    opposite = nearest_to_middle(index, other, distances)
-    count, filled = other.count.to(distances.dtype), other.count > 0
+    count, filled, d = other.count.to(distances.dtype), other.count > 0, side.points.shape[1]
     for a, (lo, hi) in enumerate(side.ranges()):
         if lo == hi:
             near[a] = False
             continue
-        largest = torch.zeros(cells, dtype=distances.dtype)
-        parts = []
-        for i in range(lo, hi, 1024):
-            rows = side.rows[i : min(i + 1024, hi)]
-            bound = kernel_bound(index, rows, a, distances[a], opposite[:, a], other.radius, float(side.radius[a]))
-            parts.append(bound.mul_(count))
-            largest = torch.maximum(largest, bound.amax(0))
-        largest[a] = torch.inf if filled[a] else 0.0
-        order = largest.argsort()
-        order = order[largest[order] <= limit]
-        if order.numel() == 0:
-            continue
-        sums = torch.cat([part[:, order].cumsum_(1) for part in parts])
-        kept = int((sums.amax(0) <= limit).sum())
-        near[a, order[:kept]] = False
-        if kept:
-            skipped[lo:hi] = sums[:, kept - 1] * (1.0 + 1e-5)  # the sum's own rounding
-    near &= filled
-    return near, skipped
+        distance, own = distances[a], float(side.radius[a])
+        # 1. Whole blocks, by the closest points of both cells: nearly all of them, for a tenth of the limit.
+        gap = torch.maximum(middles[0][a] + middles[1][:, a], distance - own - other.radius)
+        gap = gap.sub_(slack(distance, own, other.radius, d)).clamp_min_(0.0)
+        gap[distance == 0] = 0.0
+        block = index.frame.kernel.at_distance(gap).mul_(count)
+        block[a] = torch.inf if filled[a] else 0.0
+        order = block.argsort()
+        sums = block[order].cumsum(0)
+        whole = int((sums <= 0.1 * limit).sum())
+        near[a, order[:whole]] = False
+        spent = float(sums[whole - 1]) if whole else 0.0
+        # 2. The others row by row.
+        some = order[whole:][torch.isfinite(block[order[whole:]])]
+        between = Between(a, some, distance[some], middles[1][some, a], other.radius[some], own)
+        rows = [between.kernel_bound(index, part).mul_(count[some]) for part in side.rows[lo:hi].split(1024)]
+        by_size = torch.stack([part.amax(0) for part in rows]).amax(0).argsort()
+        table = torch.cat([part[:, by_size].cumsum_(1) for part in rows]).add_(spent)
+        kept = int((table.amax(0) <= limit).sum()) if some.numel() else 0
+        near[a, some[by_size[:kept]]] = False
+        skipped[lo:hi] = (table[:, kept - 1] if kept else spent) * (1.0 + 1e-4)  # the sum's own rounding
+    return near & filled, skipped
 
 
 def certain_plan(index: KeyIndex, queries: Side | None, eps: float) -> Plan:
     """Skip what provably sums to at most eps/2 per row and per column. Cost: two passes of n cells pairs per side."""
     symmetric = queries is None
     side = index.keys if queries is None else queries
-    distances = index.distances()
-    near, rows = skippable(index, side, index.keys, distances, SKIP_SHARE * eps)
+    distances, limit = index.distances(), SKIP_SHARE * eps
+    keys = nearest_to_middle(index, index.keys, distances)
+    others = keys if queries is None else nearest_to_middle(index, queries, distances)
+    near, rows = skippable(index, side, index.keys, distances, (others, keys), limit)
     if symmetric:
         near, columns = near | near.T, rows
     else:
-        back, columns = skippable(index, index.keys, side, distances, SKIP_SHARE * eps)
+        back, columns = skippable(index, index.keys, side, distances, (keys, others), limit)
         near = near | back.T
     plan = Plan(side, near, 0.0, symmetric, near_rounding(index, side, near, distances), rows, columns)
     plan.predicted = plan.skipped_norm
@@ -168,32 +186,36 @@ def near_rounding(index: KeyIndex, side: Side, near: Tensor, distances: Tensor) 
     return out
 
 
-def near_keys(index: KeyIndex, plan: Plan, a: int) -> Tensor:
-    """Positions of the sorted keys in the near blocks of query cell a; of a symmetric plan those from a onwards."""
-    near = plan.near[a].nonzero()[:, 0]
-    if plan.symmetric:
-        near = near[near >= a]
-    begin, count = index.keys.start[near], index.count[near]
-    return torch.arange(int(count.sum())) + torch.repeat_interleave(begin - count.cumsum(0) + count, count)
-
-
 class NearTiles:
     """Tiles of the near blocks, one query cell at a time, as seen from that cell's origin."""
 
     def __init__(self, index: KeyIndex, plan: Plan, slope: bool = False) -> None:
         self.index, self.plan = index, plan
         self.tiles = Tiles(index.frame._replace(scale=1.0), slope)  # coordinates are scaled already
-        self.label = index.keys.label
 
     def rows(self, lo: int, hi: int) -> Tensor:
+        """Augmented (`left`) queries at these sorted positions."""
         return swapped(self.plan.queries.rows[lo:hi])
 
-    def keys(self, part: Tensor, offsets: Tensor) -> Tensor:
-        """Augmented keys at these positions, seen from the origin whose `offsets` are given."""
-        w = self.index.keys.rows.index_select(0, part)
-        w[:, :-2] += offsets.index_select(0, self.label[part])
-        w[:, -1] = norms(w[:, :-2]).square_().mul_(-0.5)
-        return w
+    def keys(self, a: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Sorted positions and augmented (`right`) keys of the near blocks of query cell a, at most `most` at once.
+
+        Of a symmetric plan only the blocks from a onwards: the others are their mirror images.
+        """
+        near = self.plan.near[a].nonzero()[:, 0]
+        if self.plan.symmetric:
+            near = near[near >= a]
+        if near.numel() == 0:
+            return
+        begin, count = self.index.keys.start[near], self.index.count[near]
+        which = torch.repeat_interleave(torch.arange(near.numel()), count)
+        position = torch.arange(which.numel()) + (begin - count.cumsum(0) + count)[which]
+        offsets = self.index.offsets(a, near)
+        for part, cell in zip(position.split(most), which.split(most), strict=True):
+            w = self.index.keys.rows.index_select(0, part)
+            w[:, :-2] += offsets.index_select(0, cell)
+            w[:, -1] = norms(w[:, :-2]).square_().mul_(-0.5)
+            yield part, w
 
     def __call__(self, z: Tensor, w: Tensor) -> Tensor:
         return self.tiles(z, w)

@@ -65,6 +65,7 @@ def to_arrays(stored: Stored) -> dict[str, np.ndarray]:
             "predicted": plan.predicted,
             "met": plan.met,
             "mean_row_sum": plan.mean_row_sum,
+            "rough": plan.rough,
         }
         arrays["near"] = plan.near.numpy()
         for name in ("score", "rows", "columns"):

@@ -22,6 +22,7 @@ from .kernels import Kernel
 
 ROWS, COLUMNS, SQUARE = 384, 768, 512  # tiles of about 1 MB in float32 stay in the second-level cache
 BLOCK = 8192  # points moved at once
+TYPICAL = 32.0  # the root mean square of rounding errors is this much smaller than their bound (measured: 37 to 250)
 PRECISE = 1e-9  # relative error of an entry in double precision, at most
 
 
@@ -155,9 +156,17 @@ class ExactRows:
     Keys are placed block by block, so that no second copy of them is held.
     """
 
-    def __init__(self, kernel: Kernel, queries: Tensor, keys: Tensor, bandwidth: float, x: Tensor) -> None:
-        self.queries, self.keys, self.x = queries, keys, x.double()
-        self.frame = precise_frame(kernel, queries, keys, bandwidth)
+    def __init__(
+        self,
+        kernel: Kernel,
+        queries: Tensor,
+        keys: Tensor,
+        bandwidth: float,
+        x: Tensor,
+        frame: Frame | None = None,
+    ) -> None:
+        self.frame = frame or precise_frame(kernel, queries, keys, bandwidth)
+        self.queries, self.keys, self.x = queries, keys, x.to(self.frame.dtype)
 
     def __call__(self, ids: Tensor) -> Tensor:
         z = left(self.frame.place(self.queries[ids]))

@@ -29,6 +29,7 @@ class Engine:
     exact = False
     certain = False
     progress = False
+    rough = False  # whether single precision is good enough to check its products
     dtype: torch.dtype = torch.float32
 
     def apply(self, x: Tensor, adjoint: bool = False) -> Applied:
@@ -48,6 +49,10 @@ class Engine:
 
     def repair(self, x: Tensor, fraction: float) -> Applied | None:
         """A better product for this x, spending about `fraction` of all pairs, or None: go exact."""
+        return None
+
+    def precise(self) -> Engine | None:
+        """The same approximation in double precision, or None."""
         return None
 
     def describe(self) -> str:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..._progress import track
-from ..index import KeyIndex
+from ..index import KeyIndex, reframe, sort_side
 from ..measured import Ranking
-from ..plan import NearTiles, Plan, kernel_bound, near_keys, nearest_to_middle
+from ..plan import Between, NearTiles, Plan, near_rounding, nearest_to_middle
 from ..tiles import ROWS, swapped
 from .base import Applied, Engine
 
@@ -27,6 +27,7 @@ class CellsEngine(Engine):
 
     def __init__(self, index: KeyIndex, plan: Plan) -> None:
         self.index, self.plan, self.dtype = index, plan, index.frame.dtype
+        self.rough = plan.rough
 
     @property
     def certain(self) -> bool:  # type: ignore[override]
@@ -97,11 +98,9 @@ class CellsEngine(Engine):
         lo, hi = int(plan.queries.start[a]), int(plan.queries.start[a + 1])
         if lo == hi:
             return
-        offsets = self.index.offsets(a)
         rows = [(i, min(i + ROWS, hi)) for i in range(lo, hi, ROWS)]
         queries = [near.rows(i, j) for i, j in rows]
-        for part in near_keys(self.index, plan, a).split(NEAR_KEYS):
-            w = near.keys(part, offsets)
+        for part, w in near.keys(a, NEAR_KEYS):
             for (i, j), z in zip(rows, queries, strict=True):
                 tile = near(z, w)
                 if adjoint and not plan.symmetric:
@@ -165,14 +164,25 @@ class CellsEngine(Engine):
         for a, (lo, hi) in enumerate(plan.queries.ranges()):
             skipped = torch.where(plan.near[a], 0.0, weight)
             own = float(plan.queries.radius[a])
+            between = Between(a, None, distances[a], opposite[:, a], index.keys.radius, own)
             for i in range(lo, hi, ROWS):
                 rows = plan.queries.rows[i : min(i + ROWS, hi)]
-                kernel = kernel_bound(index, rows, a, distances[a], opposite[:, a], index.keys.radius, own)
-                bound[i : i + rows.shape[0]] = kernel @ skipped
+                bound[i : i + rows.shape[0]] = between.kernel_bound(index, rows) @ skipped
         far = applied.far if applied.far is not None else torch.zeros_like(applied.value)
         out = torch.empty_like(bound).index_copy_(0, plan.queries.order, bound).double() * (1 + 1e-5)
         floor = index.frame.kernel.floor_value(self.dtype) * float(x.abs().sum())
         return out + far[:, 0].double() + self._rounding(applied.value, False)[:, 0] + floor
+
+    def precise(self) -> CellsEngine | None:
+        if self.dtype == torch.float64:
+            return None
+        index = reframe(self.index, "float64")
+        side = index.keys
+        if not self.plan.symmetric:
+            queries = self.plan.queries
+            side = sort_side(index.frame, queries.points, queries.caller_label, index.origin)
+        plan = replace(self.plan, queries=side, rounding=near_rounding(index, side, self.plan.near, index.distances()))
+        return CellsEngine(index, plan)
 
     # ---- repairs ----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..problem import Problem
 from ..tiles import (
+    TYPICAL,
     Frame,
     Tiles,
     argument_error,
@@ -23,8 +24,6 @@ from ..tiles import (
     summation_error,
 )
 from .base import Applied, Engine
-
-TYPICAL = 8.0  # rounding errors are this much smaller than their bound, as a rule
 
 
 class ExactEngine(Engine):
