@@ -208,7 +208,7 @@ def exact_rows(problem: Problem, x: Tensor, adjoint: bool, rough: bool = False) 
 
 def multiply(problem: Problem, engine: Engine, x: Tensor, adjoint: bool, check: bool) -> Checked:
     """`K x` for x in float64, columns of about unit size; checked and repaired unless the engine is certain anyway."""
-    if engine.certain or not check:
+    if engine.certain or engine.linear or not check:
         applied = engine.apply(x.to(engine.dtype), adjoint)
         return Checked(applied.value, applied.pairs, (engine, x) if engine.exact else None)
 

@@ -15,6 +15,7 @@ from .engines.cells import CellsEngine
 from .engines.exact import exact_engine
 from .engines.features import FeaturesEngine
 from .engines.paper import Constants, PaperEngine
+from .engines.sparse import SparseEngine, TooLarge
 from .index import KeyIndex, build_index, reframe, sort_queries
 from .inputs import OWNER
 from .measured import measured_plan
@@ -22,9 +23,10 @@ from .plan import Plan, certain_plan, near_rounding
 from .problem import Problem
 from .tiles import TYPICAL, argument_error, extent, make_frame
 
-METHODS = ("auto", "exact", "cells", "paper", "features")
+METHODS = ("auto", "exact", "cells", "sparse", "paper", "features")
 SMALL = 1 << 24  # pairs below which exact is simply fastest
 GAUSSIAN_ONLY = ("paper", "features")
+SEVERAL = 4  # products for which keeping the near entries pays
 FEW = 0.15  # of all pairs: a certain plan that costs no more is taken without looking for another
 
 
@@ -36,6 +38,8 @@ class Options:
     cells: int | None = None
     num_features: int = 1024
     constants: Constants = field(default_factory=Constants)
+    products: int = 1
+    memory: int = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,24 @@ def choose(problem: Problem, options: Options, index: KeyIndex | None = None) ->
     if method == "features":
         return Choice(FeaturesEngine(problem, options.num_features), reason, index)
     engine = cells_engine(problem, index or make_index(problem, options))
-    return judged(problem, engine) if method == "auto" else Choice(engine, reason, engine.index)
+    if method == "sparse":
+        return Choice(SparseEngine(engine.index, engine.plan, problem.eps, options.memory), reason, engine.index)
+    if method == "cells":
+        return Choice(engine, reason, engine.index)
+    choice = judged(problem, engine)
+    return kept(problem, options, choice) if options.products >= SEVERAL else choice
+
+
+def kept(problem: Problem, options: Options, choice: Choice) -> Choice:
+    """For several products: keep the near entries, if they fit into memory."""
+    cells = choice.engine
+    if not isinstance(cells, CellsEngine):
+        return choice
+    try:
+        engine = SparseEngine(cells.index, cells.plan, problem.eps, options.memory)
+    except TooLarge:
+        return replace(choice, reason=f"{choice.reason}; too many near entries to keep in {options.memory >> 20} MB")
+    return replace(choice, engine=engine, reason=f"{choice.reason}; entries kept for {options.products} products")
 
 
 def judged(problem: Problem, engine: CellsEngine) -> Choice:

@@ -45,14 +45,17 @@ class KernelOperator(LinearOperator):
         bandwidth: sigma. Give this or `gamma` = 1 / (2 sigma^2).
         kernel: "gaussian", or "laplace" (= "matern12"), "matern32", "matern52", "student".
         eps: the error allowed, relative to |x|_2.
-        method: "exact" tiles; "cells" near tiles and blurred far cells (sparse or clustered kernels); "paper"
-            hashing and sampling; "features" random Fourier features; "auto" measures and chooses.
+        method: "exact" tiles; "cells" near tiles and, where needed, blurred far cells (sparse or clustered kernels);
+            "sparse" the near entries evaluated once and kept, for many products (strictly linear, never checked);
+            "paper" hashing and sampling; "features" random Fourier features; "auto" measures and chooses.
         seed: the operator is a deterministic function of its arguments.
         cells: number of key cells; None means about 2 sqrt(s).
         num_features: number of Fourier frequencies for method="features".
         adaptive: check and repair products that need it. False: strictly linear in x, unchecked.
         confidence: of the statement in a certificate.
         constants: of method="paper".
+        products: how many products are expected; from 4 on, "auto" keeps what can be kept ("sparse").
+        memory: bytes that kept entries may take, while they are collected.
         progress: show a bar in the terminal during products; also an attribute that can be set later.
 
     Unbiased: exact, features (over seeds); paper up to the median. Linear in x and repeatable: exact, cells,
@@ -89,6 +92,8 @@ class KernelOperator(LinearOperator):
         adaptive: bool = True,
         confidence: float = 0.95,
         constants: Constants | None = None,
+        products: int = 1,
+        memory: int = 1 << 31,
         progress: bool = False,
     ) -> None:
         self.progress = bool(progress)
@@ -127,6 +132,8 @@ class KernelOperator(LinearOperator):
             None if cells is None else positive_int(cells, "cells", OWNER),
             positive_int(num_features, "num_features", OWNER),
             constants or Constants(),
+            positive_int(products, "products", OWNER),
+            positive_int(memory, "memory", OWNER),
         )
         self.adaptive = bool(adaptive)
         self._configure(None)
@@ -306,11 +313,39 @@ class KernelOperator(LinearOperator):
             hold_out_rows=said.rows,
         )
 
+    def materialize(self, *, memory: int | None = None) -> KernelOperator:
+        """The same operator made ready for many products (cg, eigsh): near entries are evaluated now and kept.
+
+        Strictly linear. Returns this operator if its method has nothing to keep, or if that would take more than
+        `memory` bytes.
+
+        Example:
+            >>> import numpy as np, bochner.matvec as bm
+            >>> points = np.arange(6000.0)[:, None]
+            >>> K = bm.KernelOperator(points, bandwidth=0.5, eps=1e-6).materialize()
+            >>> K.method
+            'sparse'
+        """
+        engine = self._engine
+        if not isinstance(engine, CellsEngine):
+            return self
+        begun = time.perf_counter()
+        other = object.__new__(KernelOperator)
+        other.__dict__.update(self.__dict__)
+        if memory is not None:
+            other._options = replace(self._options, memory=positive_int(memory, "memory", "materialize"))
+        choice = choose.kept(self._problem, other._options, choose.Choice(engine, self.reason, engine.index))
+        if choice.engine is engine:
+            return self
+        other._install(choice.engine, choice.reason, choice.index)
+        other.build_seconds = time.perf_counter() - begun
+        return other
+
     # ---- other queries, streaming, saving ---------------------------------------------------------------------------
 
     def share_index(self) -> KernelOperator:
         """Build the index of the keys now if the method may use one, so that `with_queries` need not; returns self."""
-        if self._index is None and self.requested in ("auto", "cells"):
+        if self._index is None and self.requested in ("auto", "cells", "sparse"):
             self._index = choose.make_index(self._problem, self._options)
         return self
 

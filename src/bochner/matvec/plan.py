@@ -172,17 +172,18 @@ def near_rounding(index: KeyIndex, side: Side, near: Tensor, distances: Tensor) 
     """(cells,): bound on the relative rounding of the near entries of each query cell.
 
     Points of the other cells are seen from the origin of the query cell: |z| + |w| <= own radius + distance + radius.
-    Where that is safe, only pairs within the kernel's reach count, for which |w| <= |z| + reach.
+    Only pairs within the kernel's reach count: |z| <= |w| + reach and, where that is safe, |w| <= |z| + reach.
     """
     kernel, frame, d = index.frame.kernel, index.frame, side.points.shape[1]
     span = torch.where(near, distances + index.keys.radius, 0.0).amax(1)
     reach = math.sqrt(-2.0 * kernel.floor(frame.dtype))
     out = torch.zeros_like(side.radius)
     for a, (own, other) in enumerate(zip(side.radius.tolist(), span.tolist(), strict=True)):
+        own = min(own, other + reach)
         whole = argument_error(own + other, d, frame)
         if whole <= 1.0:
             whole = min(whole, argument_error(2 * own + min(reach, other), d, frame))
-        out[a] = kernel.change(whole)
+        out[a] = min(kernel.change(whole), 1e30)
     return out
 
 

@@ -13,6 +13,7 @@ from .choose import Options
 from .engines.base import Engine
 from .engines.cells import CellsEngine
 from .engines.paper import Constants
+from .engines.sparse import SparseEngine
 from .index import KeyIndex, index_from_labels, sort_queries
 from .kernels import KERNELS
 from .plan import Plan, near_rounding
@@ -37,7 +38,7 @@ class Stored:
 def to_arrays(stored: Stored) -> dict[str, np.ndarray]:
     """Points, settings (JSON text), the cells of the index, and the plan."""
     problem, engine = stored.problem, stored.engine
-    index = engine.index if isinstance(engine, CellsEngine) else stored.index
+    index = engine.index if isinstance(engine, (CellsEngine, SparseEngine)) else stored.index
     settings: dict[str, Any] = {
         "kernel": problem.kernel.name,
         "bandwidth": problem.bandwidth,
@@ -58,7 +59,7 @@ def to_arrays(stored: Stored) -> dict[str, np.ndarray]:
         arrays["centre"] = index.frame.centre.numpy()
         arrays["centres"] = index.centres.numpy()
         arrays["label"] = index.keys.caller_label.numpy().astype(np.int32)
-    if isinstance(engine, CellsEngine):
+    if isinstance(engine, (CellsEngine, SparseEngine)):
         plan = engine.plan
         settings["plan"] = {
             "beta": plan.beta,
@@ -91,13 +92,16 @@ def from_arrays(arrays: dict[str, np.ndarray]) -> Stored:
         settings["confidence"],
         settings["seed"],
     )
+    options = Options(**{**settings["options"], "constants": Constants(**settings["options"]["constants"])})
     index = _index(problem, settings, arrays)
-    engine = None
+    engine: Engine | None = None
     if "plan" in settings and index is not None:
-        engine = CellsEngine(index, _plan(problem, index, settings["plan"], arrays))
+        plan = _plan(problem, index, settings["plan"], arrays)
+        kept = settings["chosen"] == "sparse"
+        engine = SparseEngine(index, plan, problem.eps, options.memory) if kept else CellsEngine(index, plan)
     return Stored(
         problem,
-        Options(**{**settings["options"], "constants": Constants(**settings["options"]["constants"])}),
+        options,
         settings["adaptive"],
         settings["chosen"],
         settings["reason"],

@@ -29,6 +29,7 @@ class Engine:
     exact = False
     certain = False
     progress = False
+    linear = False  # strictly, on purpose: products are never split or repaired
     rough = False  # whether single precision is good enough to check its products
     dtype: torch.dtype = torch.float32
 

@@ -1,0 +1,131 @@
+"""Kept entries: the same products, known bounds for every row and column, strictly linear, within memory."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.sparse.linalg import LinearOperator, cg, eigsh
+
+from bochner._checks import BochnerError
+from bochner.matvec import KernelOperator
+from bochner.matvec.engines.cells import CellsEngine
+from bochner.matvec.engines.sparse import SparseEngine
+from bochner.matvec.measured import measured_plan
+
+torch.set_num_threads(1)
+
+
+def clusters(n, d=6, centres=30, spread=6.0, seed=0):
+    rng = np.random.default_rng(seed)
+    middle = np.random.default_rng(99).normal(size=(centres, d)) * spread
+    return middle[rng.integers(centres, size=n)] + rng.normal(size=(n, d))
+
+
+def dense(q, k, bandwidth):
+    return np.exp(-((q[:, None] - k[None]) ** 2).sum(-1) / (2 * bandwidth**2))
+
+
+@pytest.mark.parametrize("eps", [0.1, 0.01, 1e-4])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_error_matrix_is_within_the_bounds_of_its_rows_and_columns(symmetric, eps):
+    q, k = clusters(700), clusters(1100, seed=1)
+    K = KernelOperator(q, None if symmetric else k, bandwidth=1.2, eps=eps, method="sparse")
+    assert K.certain
+    engine, keys = K._engine, q if symmetric else k
+    error = np.abs(dense(q, keys, 1.2) - K @ np.eye(len(keys)))
+    assert engine.entries < 0.5 * error.size
+    assert np.linalg.norm(error, 2) <= engine.norm_bound + 1e-6 <= eps
+    rows, columns = engine.lost_rows.double(), engine.lost_columns.double()
+    if symmetric:
+        rows = columns = rows + columns
+    allowed_rows = (rows + engine.plan.rows)[engine.plan.queries.order.argsort()].numpy()
+    allowed_columns = (columns + engine.plan.columns)[engine.index.keys.order.argsort()].numpy()
+    assert (error.sum(1) <= allowed_rows * (1 + 1e-3) + 1e-4 * eps + 2e-5).all()
+    assert (error.sum(0) <= allowed_columns * (1 + 1e-3) + 1e-4 * eps + 2e-5).all()
+    back = K.rmatvec(np.ones(len(q)))
+    assert np.linalg.norm(back - dense(q, keys, 1.2).sum(0)) <= eps * len(q) ** 0.5
+
+
+def test_products_are_strictly_linear_and_symmetric():
+    X = clusters(900)
+    K = KernelOperator(X, bandwidth=1.2, method="sparse")
+    x, z = np.random.default_rng(0).normal(size=(2, 900))
+    np.testing.assert_allclose(K @ (2 * x - 3 * z), 2 * (K @ x) - 3 * (K @ z), atol=1e-4)
+    M = K @ np.eye(900)
+    np.testing.assert_array_equal(M, M.T)
+    np.testing.assert_array_equal(np.diag(M), 1.0)
+    np.testing.assert_allclose(K @ np.stack([x, z], 1), np.stack([K @ x, K @ z], 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["laplace", "matern32", "matern52", "student"])
+def test_other_kernels_are_kept_too(kernel):
+    X = clusters(600)
+    x = np.random.default_rng(0).normal(size=600)
+    truth = KernelOperator(X, bandwidth=0.3, kernel=kernel, method="exact") @ x
+    y = KernelOperator(X, bandwidth=0.3, kernel=kernel, method="sparse", eps=0.02) @ x
+    assert np.linalg.norm(y - truth) <= 0.02 * np.linalg.norm(x)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_measured_plan_keeps_its_far_cells(symmetric):
+    X, q = clusters(1500, d=3), clusters(800, d=3, seed=2)
+    K = KernelOperator(X if symmetric else q, None if symmetric else X, bandwidth=1.0, method="cells", adaptive=False)
+    index = K._engine.index
+    side = None if symmetric else K.plan.queries
+    plan = measured_plan(index, side, 0.1, torch.Generator().manual_seed(0))
+    assert plan.beta > 0
+    cells, kept = CellsEngine(index, plan), SparseEngine(index, plan, 0.1, 1 << 30)
+    for adjoint in (False, True):
+        x = torch.randn(K.shape[0 if adjoint else 1], 2, generator=torch.Generator().manual_seed(1))
+        a, b = cells.apply(x.to(cells.dtype), adjoint).value, kept.apply(x.to(cells.dtype), adjoint).value
+        assert float((a - b).norm(dim=0).max()) <= 0.06 * float(x.norm(dim=0).min())
+    assert kept.far.nnz > 0
+
+
+def test_materialized_operators_solve_and_find_eigenvalues():
+    X = clusters(5000, d=4)
+    K = KernelOperator(X, bandwidth=0.5, eps=0.01)
+    kept = K.materialize()
+    assert (K.method, kept.method) == ("cells", "sparse")
+    assert kept.materialize() is kept
+    assert "kept" in kept.explain()
+    np.testing.assert_allclose(
+        eigsh(kept, k=3, return_eigenvectors=False), eigsh(K, k=3, return_eigenvectors=False), atol=0.02
+    )
+    b = np.sin(X[:, 0])
+    shifted = LinearOperator(kept.shape, matvec=lambda v: kept @ v + v.reshape(-1), dtype=np.float64)
+    solution, status = cg(shifted, b, rtol=1e-6)
+    assert status == 0
+    assert np.linalg.norm(K @ solution + solution - b) <= 0.02 * np.linalg.norm(b)
+
+
+def test_auto_keeps_entries_when_several_products_are_expected_and_they_fit():
+    X = clusters(5000, d=4)
+    assert KernelOperator(X, bandwidth=0.5).method == "cells"
+    several = KernelOperator(X, bandwidth=0.5, products=50)
+    assert several.method == "sparse"
+    assert "50 products" in several.reason
+    small = KernelOperator(X, bandwidth=0.5, products=50, memory=10_000)
+    assert small.method == "cells"
+    assert "too many" in small.reason
+    with pytest.raises(BochnerError, match=r"GB.*raise 'memory'"):
+        KernelOperator(X, bandwidth=0.5, method="sparse", memory=10_000)
+
+
+def test_statements_about_kept_products_are_true_and_deterministic():
+    X = clusters(1500)
+    for dtype in (np.float32, np.float64):
+        K = KernelOperator(X.astype(dtype), bandwidth=1.2, method="sparse", eps=0.05)
+        for x in (np.ones(1500), np.eye(1500)[3], np.random.default_rng(0).normal(size=1500)):
+            estimate = K.matvec_with_certificate(x)
+            assert estimate.kind == "deterministic"
+            exact = (dense(X.astype(dtype).astype(float), X.astype(dtype).astype(float), 1.2)) @ x
+            assert np.linalg.norm(estimate.value - exact) <= estimate.bound <= 0.05 * np.linalg.norm(x)
+
+
+@pytest.mark.parametrize("method", ["sparse", "cells"])
+def test_rows_without_any_near_key_are_zero(method):
+    X = clusters(600)
+    far = np.concatenate([X[:50], np.full((5, 6), 1e4)])
+    y = KernelOperator(far, X, bandwidth=0.8, method=method) @ np.ones(600)
+    assert np.isfinite(y).all()
+    assert not y[50:].any() or np.abs(y[50:]).max() < 1e-20
