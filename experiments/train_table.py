@@ -1,8 +1,8 @@
 """Every attention on listops, text and image, trained from scratch with preset `small`: table 2 of paper 004, in small.
 
 Claims: (1) all three tasks are learned by a linear attention (listops clearly above the majority class of 17 %, text
-above 60 %, image above 30 %); (2) paper 004: a learned kernel beats the fixed ones. The verdict on (2) asks for more than the
-spread over seeds.
+above 60 %, image above 30 %); (2) paper 004: a learned kernel beats the fixed ones. The verdict on (2) asks for more
+than the spread over seeds.
 
 One run at a time, each resumable: stop the script whenever you like and call it again. Results are kept in
 results/train_table.json; cells that were not run are shown as missing, never guessed. `--status` only prints the table,

@@ -1,9 +1,9 @@
 """A published, trained Performer with our attention inside: the TIS Transformer, which finds start codons.
 
 Claim: with its stored projections the outputs of all five human folds are reproduced to 1e-4: the probability of a
-start at every position. The model is built from the settings in its checkpoint and run on random transcripts; what matters is
-that both attentions see the same. `without_epsilon` is how far the model moves if the 1e-4 that performer-pytorch adds
-to every feature is left out: it was trained to rely on it.
+start at every position. The model is built from the settings in its checkpoint and run on random transcripts; what
+matters is that both attentions see the same. `without_epsilon` is how far the model moves if the 1e-4 that
+performer-pytorch adds to every feature is left out: it was trained to rely on it.
 """
 
 from __future__ import annotations

@@ -311,3 +311,22 @@ def test_the_command_lists_tasks_and_runs_one(tmp_path: Path) -> None:
     where = str(tmp_path / "run")
     wrong = CliRunner().invoke(app, ["chess", "--output", where])
     assert isinstance(wrong.exception, BochnerError)
+
+
+@pytest.mark.parametrize("attention", ["exact", "identity", "positive", "window+relu"])
+def test_a_conformer_takes_maps_and_does_not_see_padding(attention: str) -> None:
+    task = tasks.task("speech")
+    preset = tasks.preset_of(task, "small", layers=1, width=16, feedforward=16, features=8)
+    model = models.build(task, preset, models.choose(task, attention, preset)).eval()
+    g = torch.Generator().manual_seed(0)
+    sound = torch.randn(1, 60, 64, generator=g)
+    longer = torch.cat([sound, torch.randn(1, 40, 64, generator=g)], dim=1)
+    with torch.no_grad():
+        short = model(input_features=sound, attention_mask=torch.ones(1, 60, dtype=torch.long)).logits
+        mask = (torch.arange(100) < 60).long()[None]
+        padded = model(input_features=longer, attention_mask=mask).logits[:, : short.shape[1]]
+    # The last frames see the padding through the convolution that shortens the sequence, as exact attention has it.
+    torch.testing.assert_close(padded[:, :-3], short[:, :-3], rtol=1e-3, atol=1e-3)
+    batch = {"input_features": sound, "attention_mask": torch.ones(1, 60, dtype=torch.long)}
+    loss = model(**batch, labels=torch.tensor([[3, 7]])).loss
+    assert torch.isfinite(loss)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError, extra, positive_int
+from bochner.hf.capture import Mask
 from bochner.hf.convert import convert
 from bochner.maps import FEATURE_MAPS
 from bochner.tasks import peers
@@ -146,12 +147,27 @@ def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: 
         if attention.window:
             more["window"] = attention.window
         if task.kind == "ctc":  # what goes in cannot be told from the config
-            more["calibration"] = {"input_features": torch.randn(4, 512, config.encoder_config.num_mel_bins)}
+            more["calibration"] = {"input_features": torch.randn(8, 512, config.encoder_config.num_mel_bins)}
+            plain_masks_(model)
         convert(model, attention.feature_map, attention.features or 1, **more)
     if task.kind == "match":
         width = preset.width * (2 if attention.name == "reformer" else 1)  # its two streams side by side
         return Matcher(model, width, task.classes, takes_mask=attention.takes_mask)
     return model
+
+
+def plain_masks_(model: nn.Module) -> None:
+    """Give the convolutions of a Conformer, which see the mask of its attention too, the mask they understand."""
+
+    def unpack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Mask):
+            kwargs = {**kwargs, "attention_mask": mask.keep.bool()[:, None, None, :]}
+        return args, kwargs
+
+    for module in model.modules():
+        if type(module).__name__ == "LasrEncoderConvolutionModule":
+            module.register_forward_pre_hook(unpack, with_kwargs=True)
 
 
 def sinusoids_(model: nn.Module, size: float) -> None:

@@ -129,7 +129,7 @@ def conformer(task: Task, p: Preset, length: int) -> Any:
         "intermediate_size": p.feedforward,
         "num_mel_bins": BANDS,
         "subsampling_conv_channels": p.width,
-        "conv_kernel_size": 8,
+        "conv_kernel_size": 9,
         "dropout": p.dropout,
         "activation_dropout": p.dropout,
         "attention_dropout": 0.0,
