@@ -36,13 +36,13 @@ def prepare(output: Path, configuration: dict[str, Any], *, resume: bool) -> Non
     write_json(path, configuration)
 
 
-def last_checkpoint(output: Path) -> Path | None:
-    """The newest complete checkpoint; interrupted ones are removed."""
+def last_checkpoint(output: Path, *, tidy: bool = True) -> Path | None:
+    """The newest complete checkpoint; with `tidy` interrupted ones are removed."""
     found: list[tuple[int, Path]] = []
     for path in output.glob("checkpoint-*"):
         if (path / COMPLETE).exists():
             found.append((int(path.name.removeprefix("checkpoint-")), path))
-        else:
+        elif tidy:
             shutil.rmtree(path)
     return max(found)[1] if found else None
 

@@ -31,6 +31,7 @@ def train(
 
     from bochner.tasks.models import attentions
     from bochner.tasks.registry import TASKS
+    from bochner.tasks.training import is_first
     from bochner.tasks.training import train as run
 
     if not task:
@@ -58,5 +59,7 @@ def train(
         tensorboard=tensorboard,
         **changes,
     )
+    if not is_first():
+        return
     shown = {k: result[k] for k in ("task", "attention", "seed", "metrics", "baseline", "seconds") if k in result}
     typer.echo(json.dumps(shown, indent=1))

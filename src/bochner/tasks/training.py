@@ -68,7 +68,8 @@ def train(
         "start": None if start is None else str(start),
     }
     configuration = json.loads(json.dumps(described))  # as it will be read back
-    prepare(where, configuration, resume=resume)
+    if is_first():
+        prepare(where, configuration, resume=resume)
     if (where / "result.json").exists():
         found: dict[str, Any] = json.loads((where / "result.json").read_text(encoding="utf-8"))
         return found
@@ -77,7 +78,7 @@ def train(
         take_over_(model, Path(start))
     begin = time.perf_counter()
     trainer = make_trainer(chosen, sizes, kind, model, where, seed=seed, progress=progress, tensorboard=tensorboard)
-    checkpoint = last_checkpoint(where)
+    checkpoint = last_checkpoint(where, tidy=is_first())
     with warnings.catch_warnings():
         # Trainer warns of tensors it gathers from one process; nothing is lost.
         warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")
@@ -98,6 +99,11 @@ def train(
         trainer.save_model(str(where / "model"))
         write_json(where / "result.json", result)
     return result
+
+
+def is_first() -> bool:
+    """Whether this is the only process, or the first of those that `accelerate launch` started."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def make_trainer(
