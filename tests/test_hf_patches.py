@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,17 @@ def test_a_learned_map_is_said_to_be_frozen() -> None:
     with pytest.warns(bochner.BochnerWarning, match=r"frozen.*train=True"):
         hf.register("gmm_prf", 8)
     hf.register("positive", 8)  # nothing to say
+
+
+@pytest.mark.parametrize("feature_map", ["hedgehog", "elu", "gmm_prf", "calibrated"])
+def test_any_map_can_be_registered(feature_map: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hf.register(feature_map, 8)
+    model = build("bert", TEXT)
+    model.set_attn_implementation("bochner")
+    assert outputs(model).isfinite().all()
+    hf.register("positive", 8)
 
 
 def decoder(seed: int) -> Any:

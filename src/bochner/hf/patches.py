@@ -12,6 +12,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -179,7 +180,8 @@ def _by_default(module: nn.Module, call: Call, dropout: float) -> Tensor:
     heads, dim = call.key.shape[1], call.key.shape[-1]
     if phi is None or (phi.num_heads, phi.dim) != (heads, dim):
         phi = _default_maps[module] = _settings.make(dim, heads, _places.get(module, 0))
-    if next(phi.buffers()).device != call.key.device:
+    part = next(chain(phi.buffers(), phi.parameters()), None)
+    if part is not None and part.device != call.key.device:
         phi.to(call.key.device)
     return attend(call, phi)
 
