@@ -237,7 +237,7 @@ def test_adding_does_not_measure_again_until_the_keys_have_grown_by_a_quarter():
     assert K.plan.score is None or not torch.equal(K.plan.score, score)
 
 
-@pytest.mark.parametrize("method", ["exact", "cells", "sparse", "paper", "features"])
+@pytest.mark.parametrize("method", ["exact", "cells", "sparse", "lowrank", "paper", "features"])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_saved_and_pickled_operators_multiply_the_same(tmp_path, points, method, symmetric):
     K = KernelOperator(

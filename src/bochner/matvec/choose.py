@@ -12,8 +12,9 @@ from .._checks import BochnerError
 from .certificate import HOLD_OUT_ROWS, WORTHWHILE
 from .engines.base import Engine
 from .engines.cells import CellsEngine
-from .engines.exact import exact_engine
+from .engines.exact import ExactEngine, exact_engine
 from .engines.features import FeaturesEngine
+from .engines.lowrank import LowRankEngine
 from .engines.paper import Constants, PaperEngine
 from .engines.sparse import SparseEngine, TooLarge
 from .index import KeyIndex, build_index, reframe, sort_queries
@@ -23,7 +24,7 @@ from .plan import Plan, certain_plan, near_rounding
 from .problem import Problem
 from .tiles import TYPICAL, argument_error, extent, make_frame
 
-METHODS = ("auto", "exact", "cells", "sparse", "paper", "features")
+METHODS = ("auto", "exact", "cells", "sparse", "lowrank", "paper", "features")
 SMALL = 1 << 24  # pairs below which exact is simply fastest
 GAUSSIAN_ONLY = ("paper", "features")
 SEVERAL = 4  # products for which keeping the near entries pays
@@ -40,6 +41,7 @@ class Options:
     constants: Constants = field(default_factory=Constants)
     products: int = 1
     memory: int = 1 << 31
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def choose(problem: Problem, options: Options, index: KeyIndex | None = None) ->
         method, reason = "exact", f"{n} x {s} is small: exact is fastest"
     if method == "exact":
         return Choice(exact_engine(problem), reason, index)
+    if method == "lowrank":
+        return Choice(LowRankEngine(problem, most_columns(problem, options)), reason, index)
     if method == "paper":
         return Choice(PaperEngine(problem, options.constants), reason, index)
     if method == "features":
@@ -77,8 +81,10 @@ def choose(problem: Problem, options: Options, index: KeyIndex | None = None) ->
 
 
 def kept(problem: Problem, options: Options, choice: Choice) -> Choice:
-    """For several products: keep the near entries, if they fit into memory."""
+    """For several products: keep the near entries, or the factor of a smooth kernel, if they fit into memory."""
     cells = choice.engine
+    if isinstance(cells, ExactEngine):
+        return low_rank(problem, options, choice)
     if not isinstance(cells, CellsEngine):
         return choice
     try:
@@ -86,6 +92,25 @@ def kept(problem: Problem, options: Options, choice: Choice) -> Choice:
     except TooLarge:
         return replace(choice, reason=f"{choice.reason}; too many near entries to keep in {options.memory >> 20} MB")
     return replace(choice, engine=engine, reason=f"{choice.reason}; entries kept for {options.products} products")
+
+
+def most_columns(problem: Problem, options: Options) -> int:
+    """The rank asked for, or the largest that fits into memory."""
+    n, s = problem.shape
+    rows = s if problem.symmetric else n + s
+    return options.rank or max(1, min(s, options.memory // (16 * rows)))
+
+
+def low_rank(problem: Problem, options: Options, choice: Choice) -> Choice:
+    """A factor in place of exact tiles, if it meets eps."""
+    if math.prod(problem.shape) <= SMALL:
+        return choice
+    worthwhile = math.ceil(0.1 * min(problem.shape))  # products by a factor must be much cheaper than exact ones
+    engine = LowRankEngine(problem, min(worthwhile, most_columns(problem, options)))
+    if not engine.certain and engine.probe() > problem.eps:
+        said = f"rank {engine.factor.rank} leaves out {engine.bound:.2g} |x|"
+        return replace(choice, reason=f"{choice.reason}; nor smooth enough: {said}")
+    return replace(choice, engine=engine, reason=f"{choice.reason}, but smooth: a factor serves many products")
 
 
 def judged(problem: Problem, engine: CellsEngine) -> Choice:
