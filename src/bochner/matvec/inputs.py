@@ -76,7 +76,7 @@ def as_values(x: Any, length: int, columns: bool, dtype: torch.dtype) -> tuple[T
     return table, restore, scale
 
 
-def resolve_bandwidth(bandwidth: float | None, gamma: float | None) -> float:
+def resolve_bandwidth(bandwidth: float | Tensor | None, gamma: float | None) -> float:
     """sigma from exactly one of the two conventions."""
     if (bandwidth is None) == (gamma is None):
         raise BochnerError(
@@ -96,4 +96,5 @@ def resolve_bandwidth(bandwidth: float | None, gamma: float | None) -> float:
 
 
 def _scalar(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+    one = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+    return value.item() if one else value

@@ -25,7 +25,7 @@ class Kernel:
     `change(delta)`: bound on |K(t')/K(t) - 1| for |t' - t| <= delta.
     `floors`: t below which a profile is evaluated at the floor instead, in float32 and in float64; denormal numbers are
     3 to 30 times slower than others, and the kernel there is below 1e-30 (or 1e-290).
-    `slope`: in place, from t and a copy of the kernel values, bandwidth * dK/dbandwidth = -2 t dK/dt * (-1).
+    `slope(t)`: bandwidth * dK/dbandwidth = -2 t dK/dt.
     """
 
     name: str
@@ -76,7 +76,7 @@ def _student(t: Tensor) -> Tensor:
     return t.mul_(-2.0).add_(1.0).reciprocal_()
 
 
-# bandwidth * dK/dbandwidth, from t: with a = |z - w| this is -a dK/da.
+# With a = |z - w|, slopes are -a dK/da.
 def _gaussian_slope(t: Tensor) -> Tensor:
     return torch.exp2(t).mul_(t).mul_(-2.0 * LN2)
 

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from .._checks import BochnerError, lookup, make_generator, one_of, positive_float, positive_int
 from . import choose, storage
+from .autograd import KernelProduct
 from .certificate import Cost, Estimate, multiply, state
 from .choose import METHODS, SMALL, Options
 from .engines.base import Engine
 from .engines.cells import CellsEngine
+from .engines.exact import exact_engine
 from .engines.lowrank import LowRankEngine, pivoted_cholesky, preconditioner
 from .engines.paper import Constants
 from .index import KeyIndex, assign, index_from_labels
@@ -43,7 +45,8 @@ class KernelOperator(LinearOperator):
     Args:
         queries: (n, d) array, numpy or torch (on the CPU), float32 or float64.
         keys: (s, d); None means the queries, and then K is symmetric and so is the operator.
-        bandwidth: sigma. Give this or `gamma` = 1 / (2 sigma^2).
+        bandwidth: sigma. Give this or `gamma` = 1 / (2 sigma^2). A tensor that requires a gradient receives one from
+            products with tensors, as x does.
         kernel: "gaussian", or "laplace" (= "matern12"), "matern32", "matern52", "student".
         eps: the error allowed, relative to |x|_2.
         method: "exact" tiles; "cells" near tiles and, where needed, blurred far cells (sparse or clustered kernels);
@@ -78,13 +81,14 @@ class KernelOperator(LinearOperator):
     """
 
     progress = False
+    _bandwidth: Tensor | None = None
 
     def __init__(
         self,
         queries: Any,
         keys: Any = None,
         *,
-        bandwidth: float | None = None,
+        bandwidth: float | Tensor | None = None,
         gamma: float | None = None,
         kernel: str = "gaussian",
         eps: float = 0.1,
@@ -141,6 +145,7 @@ class KernelOperator(LinearOperator):
             None if rank is None else positive_int(rank, "rank", OWNER),
         )
         self.adaptive = bool(adaptive)
+        self._bandwidth = bandwidth if isinstance(bandwidth, Tensor) else None
         self._configure(None)
 
     def _configure(self, index: KeyIndex | None) -> None:
@@ -279,6 +284,31 @@ class KernelOperator(LinearOperator):
         return self._adjoint()
 
     def _public(self, x: Any, adjoint: bool, columns: bool) -> Any:
+        learns = self._bandwidth is not None and self._bandwidth.requires_grad
+        if isinstance(x, Tensor) and torch.is_grad_enabled() and (x.requires_grad or learns):
+            return KernelProduct.apply(
+                x,
+                self._bandwidth,
+                lambda v: self._product(v, adjoint, columns),
+                lambda g: self._product(g, not adjoint, columns),
+                lambda v: self._slope(v, adjoint, columns),
+            )
+        return self._product(x, adjoint, columns)
+
+    def _slope(self, x: Tensor, adjoint: bool, columns: bool) -> Tensor:
+        """bandwidth * dK/dbandwidth x: by the near blocks if the plan is certain, else by exact tiles."""
+        length = self.shape[0] if adjoint else self.shape[1]
+        table, restore, _ = as_values(x, length, columns, self._problem.dtype)
+        value = None if adjoint else self._engine.slope(table)
+        if value is None:
+            problem = self._problem
+            if adjoint:
+                problem = replace(problem, queries=problem.keys, keys=problem.queries)
+            exact = exact_engine(problem)
+            value = exact.slope(table.to(exact.dtype))
+        return restore(value)
+
+    def _product(self, x: Any, adjoint: bool, columns: bool) -> Any:
         length = self.shape[0] if adjoint else self.shape[1]
         table, restore, _ = as_values(x, length, columns, self._problem.dtype)
         self._engine.progress = self.progress
@@ -384,6 +414,7 @@ class KernelOperator(LinearOperator):
             self.share_index()
         other = object.__new__(KernelOperator)
         other.progress, other.adaptive, other._options = self.progress, self.adaptive, self._options
+        other._bandwidth = self._bandwidth
         seed = self.seed if seed is None else seed
         other._problem = replace(self._problem, queries=points, symmetric=False, seed=seed)
         other._configure(self._index)

@@ -23,6 +23,7 @@ from ..index import KeyIndex
 from ..plan import NearTiles, Plan
 from ..tiles import ROWS, swapped
 from .base import Applied, Engine
+from .cells import CellsEngine
 
 TOTAL_SHARE = 0.9  # of eps, for what is skipped and what is dropped together
 FAR_SHARE = 0.05  # of eps, for the smallest far cells
@@ -171,6 +172,9 @@ class SparseEngine(Engine):
         y = self._multiply(sorted_x, back)
         value = torch.empty(y.shape, dtype=self.dtype).index_copy_(0, outward, torch.from_numpy(y))
         return Applied(value, self.entries)
+
+    def slope(self, x: Tensor) -> Tensor | None:
+        return CellsEngine(self.index, self.plan).slope(x)
 
     def _multiply(self, x: np.ndarray, back: bool) -> np.ndarray:
         y = self.near.T @ x if back else self.near @ x
