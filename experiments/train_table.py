@@ -1,8 +1,9 @@
-"""Every attention on listops, text and image, trained from scratch with preset `small`: table 2 of paper 004, in small.
+"""Every attention on five tasks, trained from scratch with preset `small`: table 2 of paper 004, in small.
 
-Claims: (1) all three tasks are learned by a linear attention (listops clearly above the majority class of 17 %, text
-above 60 %, image above 30 %); (2) paper 004: a learned kernel beats the fixed ones. The verdict on (2) asks for more
-than the spread over seeds.
+Claims: (1) every task is learned by a linear attention: listops clearly above the majority class of 17 %, text above
+60 %, image above 30 %, protein above the frequencies of letters; (2) the bits per byte of lm are within 5 % of exact
+attention for at least one linear attention, after the same steps; (3) paper 004: a learned kernel beats the fixed ones,
+where beating means by more than the spread over seeds.
 
 One run at a time, each resumable: stop the script whenever you like and call it again. Results are kept in
 results/train_table.json; cells that were not run are shown as missing, never guessed. `--status` only prints the table,
@@ -23,60 +24,83 @@ from bochner import tasks
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "train_table.json"
-FLOOR = {"listops": 0.17, "text": 0.60, "image": 0.30}
+FLOOR = {"listops": 0.17, "text": 0.60, "image": 0.30}  # what must be beaten; protein has a baseline of its own
+COLUMNS = {"listops": "accuracy", "text": "accuracy", "image": "accuracy", "protein": "accuracy", "lm": "bits"}
 FIXED = ("positive", "relu", "elu", "trig")
 LEARNED = ("fastfood_prf", "gmm_prf", "generative_prf", "gmm_rks")
-OTHERS = ("exact", "identity", "window+positive")
 PEERS = ("performer_pytorch", "linformer", "nystromformer", "big_bird", "fnet")
-ATTENTIONS = ("exact", *FIXED, *LEARNED, "identity", "window+positive", *PEERS)
-SEVERAL_SEEDS = ("exact", "positive", "relu", "fastfood_prf", "window+positive")
+ATTENTIONS = ("exact", *FIXED, *LEARNED, "window+positive", "identity", *PEERS)
+BRIEF = ("exact", "positive", "relu", "fastfood_prf", "window+positive")  # several seeds, and all five tasks
 PAGE = ROOT / "docs" / "training.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 def wanted() -> list[tuple[str, str, int]]:
     """Every cell, the most telling first."""
-    first = [(task, a, 0) for a in ("fastfood_prf", "positive", "exact", "relu") for task in FLOOR]
-    rest = [(task, a, 0) for a in ATTENTIONS for task in FLOOR if (task, a, 0) not in first]
-    more = [(task, a, seed) for seed in (1, 2) for a in SEVERAL_SEEDS for task in FLOOR]
-    return [*first, *rest, *more]
+    first = [(task, a, 0) for a in ("fastfood_prf", "positive", "exact") for task in COLUMNS]
+    rest = [(task, a, 0) for a in ATTENTIONS for task in COLUMNS if task in FLOOR or a in BRIEF]
+    more = [(task, a, seed) for seed in (1, 2) for a in BRIEF for task in FLOOR]
+    return [*first, *(cell for cell in rest if cell not in first), *more]
 
 
 def known() -> dict[str, dict]:
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    """Results of the presets as they are now: a preset with other steps is another run."""
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return {k: v for k, v in found.items() if v["steps"] == tasks.task(k.split("/")[0]).presets["small"].steps}
 
 
 def key(task: str, attention: str, seed: int) -> str:
     return f"{task}/{attention}/{seed}"
 
 
+def score(found: dict[str, dict], task: str, attention: str, seed: int = 0) -> float | None:
+    """The figure of a cell: accuracy in percent or bits; None if it was not run."""
+    cell = found.get(key(task, attention, seed))
+    if cell is None:
+        return None
+    return cell["bits"] if COLUMNS[task] == "bits" else 100 * cell["accuracy"]
+
+
 def table(found: dict[str, dict]) -> str:
-    """The table in Markdown: mean accuracy, spread where there are several seeds, and a dash for what was not run."""
-    lines = ["| attention | " + " | ".join(FLOOR) + " |", "|---|" + "---|" * len(FLOOR)]
+    """The table in Markdown: the mean, and the spread where there are several seeds."""
+    heads = [f"{task} ({'bits per byte' if figure == 'bits' else '%'})" for task, figure in COLUMNS.items()]
+    lines = ["| attention | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
     for attention in ATTENTIONS:
         cells = []
-        for task in FLOOR:
-            seen = [100 * found[k]["accuracy"] for s in range(3) if (k := key(task, attention, s)) in found]
-            spread = f" ± {statistics.stdev(seen):.1f} ({len(seen)} seeds)" if len(seen) > 1 else ""
-            cells.append(f"{statistics.mean(seen):.1f}{spread}" if seen else "not run")
+        for task, figure in COLUMNS.items():
+            seen = [x for s in range(3) if (x := score(found, task, attention, s)) is not None]
+            digits = 3 if figure == "bits" else 1
+            spread = f" ± {statistics.stdev(seen):.{digits}f} ({len(seen)} seeds)" if len(seen) > 1 else ""
+            planned = (task, attention, 0) in wanted()
+            missing = "not run" if planned else ""
+            cells.append(f"{statistics.mean(seen):.{digits}f}{spread}" if seen else missing)
         lines.append(f"| `{attention}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def verdict(found: dict[str, dict]) -> bool:
-    """Print what the results say of each claim; True if nothing speaks against the first."""
+    """Print what the results say of each claim; True if nothing that was run speaks against the first two."""
     holds = True
-    for task, floor in FLOOR.items():
-        seen = {a: found[k]["accuracy"] for a in (*FIXED, *LEARNED) if (k := key(task, a, 0)) in found}
+    for task in COLUMNS:
+        seen = {a: x for a in (*FIXED, *LEARNED) if (x := score(found, task, a)) is not None}
         if not seen:
             print(f"{task}: no linear attention was run yet")
             continue
-        best = max(seen, key=lambda a: seen[a])
+        best = (min if task == "lm" else max)(seen, key=lambda a: seen[a])
+        if task == "lm":
+            exact = score(found, task, "exact")
+            if exact is None:
+                print(f"lm: best linear attention {best} {seen[best]:.3f}; exact attention was not run yet")
+                continue
+            holds &= seen[best] <= 1.05 * exact
+            print(f"lm: best linear attention {best} {seen[best]:.3f} bits per byte, exact {exact:.3f}")
+            continue
+        floor = 100 * (FLOOR[task] if task in FLOOR else found[key(task, best, 0)]["baseline"])
         holds &= seen[best] > floor
-        print(f"{task}: best linear attention {best} {100 * seen[best]:.1f} %, asked for more than {100 * floor:.0f} %")
+        print(f"{task}: best linear attention {best} {seen[best]:.1f} %, to be beaten {floor:.1f} %")
         fixed, learned = ([seen[a] for a in names if a in seen] for names in (FIXED, LEARNED))
         if fixed and learned:
-            print(f"  best learned minus best fixed: {100 * (max(learned) - max(fixed)):+.1f} points")
+            print(f"  best learned minus best fixed: {max(learned) - max(fixed):+.1f} points")
     missing = [key(*cell) for cell in wanted() if key(*cell) not in found]
     print(f"{len(wanted()) - len(missing)} of {len(wanted())} cells; missing: {', '.join(missing) or 'none'}")
     return holds
@@ -104,10 +128,12 @@ def main(argv: list[str] | None = None) -> int:
         result = tasks.train(
             task, attention=attention, seed=seed, output=options.runs / name, resume=True, progress=False
         )
-        kept = {"accuracy": result["metrics"]["accuracy"], "loss": result["metrics"]["loss"]}
+        kept = {k: v for k, v in result["metrics"].items() if k in ("accuracy", "loss", "bits", "unseen_accuracy")}
+        if "baseline" in result:
+            kept["baseline"] = result["baseline"]["accuracy"]
         kept |= {k: result[k] for k in ("steps", "features", "parameters", "seconds", "resumed")}
         RESULTS.write_text(json.dumps({**known(), name: kept}, indent=1) + "\n")
-        print(f"{name}: {100 * kept['accuracy']:.1f} %", flush=True)
+        print(f"{name}: {kept}", flush=True)
     found = known()
     print(table(found))
     write_page(found)

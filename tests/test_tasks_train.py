@@ -330,3 +330,21 @@ def test_a_conformer_takes_maps_and_does_not_see_padding(attention: str) -> None
     batch = {"input_features": sound, "attention_mask": torch.ones(1, 60, dtype=torch.long)}
     loss = model(**batch, labels=torch.tensor([[3, 7]])).loss
     assert torch.isfinite(loss)
+
+
+def test_event_files_are_written_when_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run(tmp_path, steps=2, tensorboard=True)
+    assert list((tmp_path / "tensorboard").glob("events.out.*"))
+
+
+def test_the_table_shows_means_spreads_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "experiments"))
+    import train_table
+
+    steps = tasks.task("text").presets["small"].steps
+    found = {f"text/relu/{s}": {"accuracy": x, "steps": steps} for s, x in enumerate((0.60, 0.62, 0.64))}
+    row = next(line for line in train_table.table(found).splitlines() if "`relu`" in line)
+    assert row == "| `relu` | not run | 62.0 ± 2.0 (3 seeds) | not run | not run | not run |"
+    assert ("text", "relu", 0) in train_table.wanted()
+    assert len(set(train_table.wanted())) == len(train_table.wanted())

@@ -152,12 +152,8 @@ def make_trainer(
     callbacks: list[Any] = [Journal(output / "metrics.jsonl")]
     if attention.feature_map is not None and preset.redraw:
         callbacks.append(RedrawCallback(preset.redraw, seed=seed))
-    if tensorboard:
-        extra("tensorboard", "train", "TensorBoard")
-        from torch.utils.tensorboard import SummaryWriter
-        from transformers.integrations import TensorBoardCallback
-
-        callbacks.append(TensorBoardCallback(SummaryWriter(str(output / "tensorboard"))))
+    if tensorboard and is_first():
+        callbacks.append(events(output / "tensorboard"))
     groups = parameter_groups(model, preset.learning_rate, weight_decay=preset.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=preset.learning_rate, betas=preset.betas)
     validation = task.load(preset, "validation")
@@ -174,6 +170,15 @@ def make_trainer(
         task=task,
         preset=preset,
     )
+
+
+def events(folder: Path) -> Any:
+    """The callback that writes event files for TensorBoard."""
+    extra("tensorboard", "train", "TensorBoard")
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations import TensorBoardCallback
+
+    return TensorBoardCallback(SummaryWriter(str(folder)))
 
 
 def _first(logits: Any) -> Tensor:
