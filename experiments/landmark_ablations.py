@@ -1,0 +1,215 @@
+"""What each part of the landmark fit is worth: MiniLM's heads, signed map, m = 32, every part changed on its own.
+
+Claim: caps, the normaliser of each query and the ridge are needed; the metric and a weight on outputs are not worth
+much; landmarks count more than features; a few thousand tokens suffice. Errors on texts by other authors, and on modern
+film reviews for the shift of domain.
+
+    python experiments/landmark_ablations.py [--layers 3] [--only NAME] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from landmark_frontier import Sequences, heads_of
+from torch import Tensor
+
+from bochner import data, demo
+from bochner.maps import landmark_fit as fit
+
+RESULTS = Path(__file__).parent / "results" / "landmark_ablations.json"
+
+
+@contextlib.contextmanager
+def changed(owner: Any, **parts: Any) -> Iterator[None]:
+    """Some names of a module or class replaced for a while."""
+    before = {name: getattr(owner, name) for name in parts}
+    for name, part in parts.items():
+        setattr(owner, name, part)
+    try:
+        yield
+    finally:
+        for name, part in before.items():
+            setattr(owner, name, part)
+
+
+def random_landmarks(rows: Tensor, metric: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    pick = torch.randperm(len(rows), generator=generator)[:count]
+    return rows[pick], torch.full((count,), 1 / count)
+
+
+def plain_landmarks(rows: Tensor, metric: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return LANDMARKS(rows, torch.eye(rows.shape[-1]), count, generator)
+
+
+def without_caps(sequences: Any, count: int, near: fit.Near, generator: torch.Generator) -> Any:
+    hidden, problem = POSE(sequences, count, near, generator)
+    return hidden._replace(cap=torch.full_like(hidden.cap, 60.0)), problem
+
+
+def one_normaliser(self: fit.Hidden, x: Tensor) -> tuple[Tensor, Tensor]:
+    """One z for all queries: the same hidden features without a normaliser of their own."""
+    logits = x @ self.c.mT + self.log_w
+    return logits.clamp_max(30).exp(), torch.zeros_like(logits[:, :1])
+
+
+def sampled_normaliser(self: fit.Hidden, x: Tensor) -> tuple[Tensor, Tensor]:
+    """z from every second landmark: half as good an estimate of the row's normaliser."""
+    logits = x @ self.c.mT + self.log_w
+    z = logits[:, ::2].logsumexp(-1, keepdim=True) + math.log(2)
+    return (logits - z).clamp_max(5).exp(), z
+
+
+def with_outputs(weight: float) -> Callable[..., Any]:
+    """The regression also fits outputs: `T V` of every sequence, V its normalised values and a one, as further keys."""
+
+    def pose(sequences: list[fit.Rows], count: int, near: fit.Near, generator: torch.Generator) -> Any:
+        hidden, problem = POSE(sequences, count, near, generator)
+        x = torch.cat([s.x for s in sequences])
+        x = x[torch.randperm(len(x), generator=generator)[: len(problem.f)]]
+        y = torch.cat([s.y for s in sequences])
+        y = y[torch.randperm(len(y), generator=generator)[: len(problem.g)]]
+        f, z = hidden.query(x)
+        length = sum(len(s.y) for s in sequences) / len(sequences)
+
+        def target(y: Tensor) -> Tensor:
+            return (x @ y.mT - z).clamp_max(math.log(length)).exp()
+
+        def key(y: Tensor) -> Tensor:
+            return torch.nn.functional.pad(hidden.key(y), (0, 1), value=1.0) / problem.g_scale
+
+        targets, keys = [target(y)], [key(y)]
+        for s in sequences:
+            v = s.v / s.v.square().mean().sqrt() / math.sqrt(s.v.shape[-1])
+            v = math.sqrt(weight) * torch.nn.functional.pad(v, (0, 1), value=1.0)
+            targets.append(target(s.y) @ v)
+            keys.append(v.mT @ key(s.y))
+        return hidden, problem._replace(f=f / problem.f_scale, g=torch.cat(keys), target=torch.cat(targets, dim=1))
+
+    return pose
+
+
+LANDMARKS, POSE = fit.landmarks, fit._pose
+BESIDE = fit.Near(window=32, sinks=1, window_kind="sliding")
+
+
+class Variant(NamedTuple):
+    """What is changed in the fit, the map's sizes, what it is fitted beside and used beside, calibration texts."""
+
+    parts: dict[str, Any] | None = None
+    m: int = 32
+    M: int = 64
+    positive: bool = False
+    fitted: fit.Near = fit.Near()
+    used: fit.Near = fit.Near()
+    texts: int = 40
+
+
+VARIANTS: dict[str, Variant] = {
+    "as it is": Variant(),
+    "landmarks: random rows": Variant({"landmarks": random_landmarks}),
+    "landmarks: k-means, no metric": Variant({"landmarks": plain_landmarks}),
+    "normaliser: one for all queries": Variant({"query": one_normaliser}),
+    "normaliser: from half of the landmarks": Variant({"query": sampled_normaliser}),
+    "no caps": Variant({"_pose": without_caps}),
+    **{f"ridge {r:g}": Variant({"RIDGES": (r,)}) for r in (1e-5, 1e-3, 1e-2, 1e-1, 1.0)},
+    **{f"top-up {t:g}": Variant({"TOP_UPS": (t,)}) for t in (0.02, 0.1, 0.5)},
+    **{f"output weight {w:g}": Variant({"_pose": with_outputs(w)}) for w in (0.3, 3.0)},
+    **{f"m = {m}, M = {M}": Variant(m=m, M=M) for m in (16, 32, 64) for M in (32, 64, 128, 256) if m <= M},
+    **{f"calibration: {texts} texts": Variant(texts=texts) for texts in (8, 16, 100, 350)},
+    "positive": Variant(positive=True),
+    "window": Variant(m=16, fitted=BESIDE, used=BESIDE),
+    "window, fitted to all pairs": Variant(m=16, used=BESIDE),
+    "window, filled in once": Variant({"FILLS": 1}, m=16, fitted=BESIDE, used=BESIDE),
+}
+
+
+def reviews(count: int, words: int) -> list[str]:
+    """Modern prose: the beginnings of film reviews, spread over the set."""
+    found = json.loads(data.fetch("imdb").read_text(encoding="utf-8"))
+    texts = (r["t"].replace("<br />", " ").split() for r in found[:: len(found) // (3 * count)])
+    return [" ".join(t[:words]) for t in texts if len(t) >= words][:count]
+
+
+def rows_of(sequences: Sequences, head: int) -> list[fit.Rows]:
+    found = []
+    for parts in sequences:
+        q, k, v = (t[head].float() for t in parts)
+        found.append(fit.Rows(q, k, v, torch.arange(len(q)), torch.arange(len(k))))
+    return found
+
+
+@torch.no_grad()
+def run(variant: Variant, calibration: list[Sequences], sets: dict[str, list[Sequences]]) -> dict[str, float]:
+    """Mean errors over heads: stated by the fit, and on every set."""
+    errors: dict[str, list[float]] = {name: [] for name in ("stated", *sets)}
+    of_hidden = {name: part for name, part in (variant.parts or {}).items() if name == "query"}
+    of_fit = {name: part for name, part in (variant.parts or {}).items() if name not in of_hidden}
+    with changed(fit, **of_fit), changed(fit.Hidden, **of_hidden):
+        for layer, seen in enumerate(calibration):
+            seen = seen[:: max(1, len(seen) // variant.texts)][: variant.texts]
+            for h in range(seen[0][0].shape[0]):
+                g = torch.Generator().manual_seed(h)
+                head = fit.fit_head(
+                    rows_of(seen, h), variant.m, variant.M, variant.fitted, positive=variant.positive, generator=g
+                )
+                errors["stated"].append(head.error)
+                for name, found in sets.items():
+                    wrong, total = fit.measure(head, rows_of(found[layer], h), variant.used, (head.top_up,))
+                    errors[name].append(fit.relative_error(wrong[0], total)[0])
+    return {name: sum(e) / len(e) for name, e in errors.items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="results, kept and resumed")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    try:
+        model, tokenizer = demo.load_minilm()
+        texts = {"other authors": data.paragraphs("heldout", 16), "modern": reviews(16, 110)}
+        seen = data.paragraphs("calibration", 350)
+    except data.ArtefactUnavailable as error:
+        print(f"skipped: {error}")
+        return 0
+    calibration = heads_of(model, tokenizer, seen, 150, arguments.layers)
+    sets = {name: heads_of(model, tokenizer, t, 150, arguments.layers) for name, t in texts.items()}
+    result = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    print(f"{'variant':40s} {'stated':>8s} {'others':>8s} {'modern':>8s}")
+    for name, variant in VARIANTS.items():
+        if arguments.only not in name:
+            continue
+        if name not in result:
+            result[name] = run(variant, calibration, sets)
+            arguments.json.parent.mkdir(exist_ok=True)
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        row = result[name]
+        print(f"{name:40s} {row['stated']:8.3f} {row['other authors']:8.3f} {row['modern']:8.3f}", flush=True)
+    if len(result) < len(VARIANTS):
+        return 0
+
+    def error(name: str) -> float:
+        return result[name]["other authors"]
+
+    usual = error("as it is")
+    holds = (
+        min(error("no caps"), error("normaliser: one for all queries"), error("ridge 1e-05")) > 1.05 * usual
+        and min(error("landmarks: k-means, no metric"), error("output weight 0.3")) > 0.95 * usual
+        and error("m = 16, M = 128") < error("m = 32, M = 32")
+        and error("calibration: 350 texts") > 0.9 * usual
+    )
+    print(f"claim {'holds' if holds else 'FAILS'}")
+    return int(not holds)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
