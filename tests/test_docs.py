@@ -100,6 +100,7 @@ def images() -> dict[str, Any]:
 # What the code of a page presupposes; pages that are not here presuppose nothing.
 PRESUPPOSED: dict[str, Callable[[], dict[str, Any]]] = {
     "feedforward.md": a_wide_block,
+    "landmark.md": attention_inputs,
     "maps-hybrid-learned.md": a_trained_step,
     "maps-polynomial-local.md": attention_inputs,
     "howto-encoders.md": lambda: minilm("encoder"),

@@ -227,7 +227,7 @@ def test_fitting_far_pairs_alone_helps_beside_a_window():
         return torch.cat([q, turn.expand(16, -1, -1)], -1), torch.cat([k, turn.expand(16, -1, -1)], -1), v
 
     seen, fresh = data(0), data(1)
-    far = LandmarkFeatures(D + 2, 8, positive=False).calibrate_(*seen, window=8)
+    far = LandmarkFeatures(D + 2, 8, positive=False).calibrate_(*seen, window=8, window_kind="block")
     every = LandmarkFeatures(D + 2, 8, positive=False).calibrate_(*seen)
     assert attention_error(far, *fresh, near) < 0.9 * attention_error(every, *fresh, near)
 

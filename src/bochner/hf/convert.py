@@ -182,10 +182,11 @@ def _check_plan(plan: Plan, shapes: dict[str, capture.Shape]) -> Plan:
 
 def _check_needs_no_data(plan: Plan, recipe: Recipe | None) -> None:
     mapped = [layer for layer in plan.layers if {"hybrid", "kernel"} & set(layer.kinds) and not layer.train]
-    if any(layer.feature_map in ("calibrated", "optimal") for layer in mapped):
+    needy = [layer.feature_map for layer in mapped if layer.feature_map in ("landmark", "calibrated", "optimal")]
+    if needy:
         raise BochnerError(
-            "The feature map 'calibrated' needs 'calibration': some texts of the kind the model will see. Without any, "
-            "use feature_map='positive', and expect much worse."
+            f"The feature map {needy[0]!r} needs 'calibration': some texts of the kind the model will see. Without "
+            "any, use feature_map='positive', and expect much worse."
         )
     if recipe is not None and recipe.ranks_heads:
         raise BochnerError("Choosing 'exact_heads' needs 'calibration': the heads are chosen by what they attend to.")

@@ -17,6 +17,7 @@ from bochner.hf.step import can_step, step
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap, Features
 from bochner.maps.exponential import CalibratedFeatures
+from bochner.maps.landmark import LandmarkFeatures
 
 if TYPE_CHECKING:
     from bochner.hf.cache import RecurrentLayer
@@ -122,7 +123,8 @@ class LinearAttention(nn.Module):
     def open_(self, *, projections: bool = False) -> list[nn.Parameter]:
         """Make the learned parts of the maps parameters that require gradients; returns them.
 
-        A calibrated map's centres, bases and A are learned parts; with `projections` random frequencies are too.
+        A calibrated map's centres, bases and A are learned parts, and all of a landmark map but its caps; with
+        `projections` random frequencies are too.
         """
         self.trained = True
         found = []
@@ -130,7 +132,7 @@ class LinearAttention(nn.Module):
             phi = self.map_of(kind)
             if isinstance(phi, CalibratedFeatures):
                 phi.trainable_([*LEARNED, "weight"] if projections else LEARNED)
-            elif projections and not list(phi.parameters()):
+            elif isinstance(phi, LandmarkFeatures) or (projections and not list(phi.parameters())):
                 phi.trainable_()
             phi.requires_grad_(True)
             found += list(phi.parameters())

@@ -19,12 +19,13 @@ from torch import Tensor
 from bochner._checks import BochnerError
 from bochner.hf import capture
 from bochner.hf.layer import Call, LinearAttention, exact
-from bochner.hf.plan import Plan
+from bochner.hf.plan import LayerPlan, Plan
 from bochner.maps.base import FeatureMap
 from bochner.maps.exponential import CalibratedFeatures
+from bochner.maps.landmark import LandmarkFeatures
 from bochner.moments import PairMoments
 
-ROWS = 4096  # rows kept of each head for maps that calibrate on samples
+ROWS = 4096  # keys kept of each head for maps that calibrate on samples
 
 
 class HeadErrors:
@@ -195,10 +196,11 @@ def peaks(call: Call, weights: Tensor, far: Far) -> Tensor:
 
 @dataclass
 class Samples:
-    """Rows of queries and keys of each head, for maps that calibrate on samples; the first `ROWS` seen."""
+    """Sequences of queries, keys and values of each head, for maps that calibrate on them; the first `ROWS` keys."""
 
     q: list[Tensor] = field(default_factory=list)
     k: list[Tensor] = field(default_factory=list)
+    v: list[Tensor] = field(default_factory=list)
     rows: int = 0
 
     def add(self, call: Call) -> None:
@@ -206,20 +208,27 @@ class Samples:
             return
         root = call.scale**0.5
         for b in range(call.query.shape[0]):
-            q, k = call.query[b], call.key[b]
+            q, k, v = call.query[b], call.key[b], call.value[b]
             if call.padding is not None:
                 keep = ~call.padding[b]
-                k = k[:, keep]
+                k, v = k[:, keep], v[:, keep]
                 q = q[:, keep] if q.shape[1] == keep.shape[0] else q
             self.q.append(q.float() * root)
             self.k.append(k.float() * root)
+            self.v.append(v.float())
             self.rows += k.shape[1]
 
-    def calibrate(self, phi: FeatureMap, heads: list[int], group: int) -> None:
+    def calibrate(self, phi: FeatureMap, plan: LayerPlan, kind: str) -> None:
+        """Calibrate the map of one kind of heads."""
         if not self.q:
             return
-        rows = [g * group + i for g in heads for i in range(group)]
-        phi.calibrate_(torch.cat(self.q, dim=1)[rows], torch.cat(self.k, dim=1)[heads])
+        heads = plan.kv_heads_of(kind)
+        rows = [g * plan.group + i for g in heads for i in range(plan.group)]
+        q, k, v = [t[rows] for t in self.q], [t[heads] for t in self.k], [t[heads] for t in self.v]
+        if isinstance(phi, LandmarkFeatures):
+            phi.calibrate_(q, k, v, is_causal=plan.is_causal, **(plan.near if kind == "hybrid" else {}))
+        else:
+            phi.calibrate_(torch.cat(q, dim=1), torch.cat(k, dim=1))
 
 
 class Statistics:
@@ -234,11 +243,11 @@ class Statistics:
     def calibrate(self, name: str, layer: LinearAttention) -> None:
         """Fit the maps of one module to what was found of it."""
         for kind in layer.map_norm:
-            phi, heads = layer.map_of(kind), layer.plan.kv_heads_of(kind)
+            phi = layer.map_of(kind)
             if type(phi) is CalibratedFeatures:
-                phi.fit_(of_heads(self.moments[name], heads))
+                phi.fit_(of_heads(self.moments[name], layer.plan.kv_heads_of(kind)))
             else:
-                self.samples[name].calibrate(phi, heads, layer.plan.group)
+                self.samples[name].calibrate(phi, layer.plan, kind)
 
 
 def observe(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]], say: Any = None) -> Statistics:

@@ -122,7 +122,7 @@ class LandmarkFeatures(FeatureMap):
         is_causal: bool = False,
         window: int | None = None,
         sinks: int = 0,
-        window_kind: str = "block",
+        window_kind: str = "sliding",
         progress: bool = False,
     ) -> LandmarkFeatures:
         """Fit the map to scaled queries and keys of whole sequences, per key head; see `FeatureMap.calibrate_`.
