@@ -22,7 +22,7 @@ from bochner._timing import best_times
 from bochner.attention.core import check_qkv
 from bochner.hf import capture
 from bochner.hf.layer import Call, LinearAttention, exact
-from bochner.hf.measure import Far, HeadStatistics, attention_weights, error_on, far_pairs
+from bochner.hf.measure import Far, HeadStatistics, Samples, attention_weights, error_on, far_pairs
 from bochner.hf.plan import WINDOW_KINDS, LayerPlan
 from bochner.maps.base import FeatureMap
 from bochner.maps.exponential import CalibratedFeatures
@@ -113,7 +113,8 @@ class Layer(NamedTuple):
     def plan(self, kind: str, **options: Any) -> LayerPlan:
         """A plan with all heads of one kind."""
         (_, h, _, d), (_, g, _, v) = self.shape.query.shape, self.shape.value.shape
-        return LayerPlan(self.name, h, g, d, v, [kind] * h, is_cross=self.is_cross, **options)
+        options |= {"is_causal": self.shape.is_causal, "is_cross": self.is_cross}
+        return LayerPlan(self.name, h, g, d, v, [kind] * h, **options)
 
 
 def advise(
@@ -205,7 +206,7 @@ def _layers_of_model(model: Any, data: Sequence[dict[str, Tensor]]) -> list[Laye
 
 def _examine(layer: Layer, near: dict[str, Any], sizes: Sequence[int], seed: int) -> list[HeadAdvice]:
     """Every candidate on every head of one layer; `near`: window and sinks, empty for cross-attention."""
-    statistics = HeadStatistics()
+    statistics, samples = HeadStatistics(), Samples()
     moments: dict[str, Any] = {}
     for call in layer.calibration:
         for kind, options in (("kernel", {}), ("hybrid", near)):
@@ -214,6 +215,7 @@ def _examine(layer: Layer, near: dict[str, Any], sizes: Sequence[int], seed: int
             new = far_pairs(call, weights, far)
             moments[kind] = moments[kind] + new if kind in moments else new
         statistics.add(call, weights, far)
+        samples.add(call)
     # What computes the heads, by the candidate's name; and the maps that theory can say something of.
     candidates: dict[str, Callable[[Call], Tensor]] = {"uniform": uniform}
     maps: dict[str, FeatureMap] = {}
@@ -232,6 +234,12 @@ def _examine(layer: Layer, near: dict[str, Any], sizes: Sequence[int], seed: int
             candidates[label] = made
             if kind == "kernel":
                 maps[label] = phi
+    # A fit of every head takes a while: the largest size only, and beside the window if there is one.
+    kind, m = "hybrid" if near else "kernel", max(sizes)
+    if samples.rows >= m:
+        made = LinearAttention(layer.plan(kind, feature_map="landmark", num_features=m, seed=seed, **near))
+        samples.calibrate(made.map_of(kind), made.plan, kind)
+        candidates[f"window+landmark {m}" if near else f"landmark {m}"] = made
     measured = {label: error_on(layer.held, attention) for label, attention in candidates.items()}
     predicted = {label: _predict(phi, layer.shape) for label, phi in maps.items()}
     means = {name: statistics.mean(name) for name in ("query_norm", "key_norm", "logit", "entropy", "mass", "peak")}
@@ -299,16 +307,21 @@ def _recommend(
     is_language_model: bool,
 ) -> Advice:
     """One configuration for all, the heads it leaves exact, and whether to do it at all."""
-    kernel, both = f"calibrated {m}", f"window+calibrated {m}"
     windows = all("window" in h.measured for h in heads)
-    best = both if windows else kernel
+    kernel, beside = f"calibrated {m}", "window+" if windows else ""
+
+    def mean(name: str) -> float:
+        return sum(h.measured[name] for h in heads) / len(heads)
+
+    names = [f"{beside}{name} {m}" for name in ("landmark", "calibrated")]
+    best = min((n for n in names if all(n in h.measured for h in heads)), key=mean)
     for h in heads:
         h.verdict = _verdict(h.measured, kernel, best, target)
     config = _configuration(heads, layers, near if windows else {}, m, best, is_language_model)
     speed = _time(layers[0], config, length)
     crossover = _crossover(speed)
     memory = {n: _memory(layers, config, n) for n in sorted({length or 4096, 4096})}
-    errors = {n: sum(h.measured[n] for h in heads) / len(heads) for n in ("uniform", f"positive {m}", best)}
+    errors = {n: mean(n) for n in ("uniform", f"positive {m}", best)}
     reasons = [
         f"error of the attention output: uniform averaging {errors['uniform']:.2f}, plain FAVOR+ m={m} "
         f"{errors[f'positive {m}']:.2f}, {best} {errors[best]:.2f}."
@@ -354,7 +367,7 @@ def _configuration(
     In a language model the error of a head's output does not say whether the head retrieves: there `convert` chooses
     the exact heads itself, by the loss on repeated text.
     """
-    config: dict[str, Any] = {"feature_map": "calibrated", "num_features": m}
+    config: dict[str, Any] = {"feature_map": "landmark" if "landmark" in best else "calibrated", "num_features": m}
     if near and not all(h.verdict == "kernel is enough" for h in heads):
         config |= near
     places = {layer.name: i for i, layer in enumerate(layers)}
@@ -374,7 +387,8 @@ def _recommended(layer: Layer, config: dict[str, Any]) -> LayerPlan:
     kind = "kernel" if "window" not in config else ("window" if config["feature_map"] is None else "hybrid")
     near = {k: config[k] for k in NEAR if k in config and not layer.is_cross}
     kind = "kernel" if layer.is_cross else kind
-    return layer.plan(kind, num_features=config["num_features"], **near)
+    map_name = config["feature_map"] or "calibrated"
+    return layer.plan(kind, feature_map=map_name, num_features=config["num_features"], **near)
 
 
 @torch.no_grad()

@@ -130,7 +130,7 @@ class LandmarkFeatures(FeatureMap):
         The last quarter of the sequences is held back to choose the ridge and to measure the error. `v`: values
         (..., s, v), for the error of the attention output; without them it is the error of the attention weights.
         `is_causal`, `window`, `sinks`, `window_kind`: how attention will be called; the map is then fitted to the
-        pairs that are left to it. 4,000 rows per head are plenty, fewer than `num_landmarks` too few.
+        pairs that are left to it. 4,000 rows per head are plenty, fewer than `num_landmarks` few.
         """
         qs, ks, vs = self._given(q, k, v)
         near = _near(is_causal, window, sinks, window_kind, qs, ks)
@@ -200,10 +200,10 @@ class LandmarkFeatures(FeatureMap):
                 )
         qs, ks = [self._sequences(t, "q") for t in qs], [self._sequences(t, "k") for t in ks]
         rows = sum(t.shape[0] * t.shape[2] for t in ks)
-        if rows < self.num_landmarks:
+        if rows < self.num_features:
             warnings.warn(
-                f"calibrate_ was given {rows} keys per head for {self.num_landmarks} landmarks: give at least as many, "
-                "better 2,000, or build the map with a smaller 'num_landmarks'.",
+                f"calibrate_ was given {rows} keys per head for {self.num_features} features, which can be fitted to "
+                "anything: give at least as many keys as landmarks, better 2,000.",
                 BochnerWarning,
                 stacklevel=3,
             )
