@@ -367,8 +367,10 @@ def _configuration(
     In a language model the error of a head's output does not say whether the head retrieves: there `convert` chooses
     the exact heads itself, by the loss on repeated text.
     """
-    config: dict[str, Any] = {"feature_map": "landmark" if "landmark" in best else "calibrated", "num_features": m}
-    if near and not all(h.verdict == "kernel is enough" for h in heads):
+    alone = not near or all(h.verdict == "kernel is enough" for h in heads)
+    fitted = "landmark" in best and not (near and alone)  # beside a window it was not measured alone
+    config: dict[str, Any] = {"feature_map": "landmark" if fitted else "calibrated", "num_features": m}
+    if not alone:
         config |= near
     places = {layer.name: i for i, layer in enumerate(layers)}
     kept = [(places[h.layer], h.head) for h in heads if "keep exact" in h.verdict]
