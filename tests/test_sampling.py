@@ -179,6 +179,8 @@ def test_the_best_classes_follow_updates():
     tree.top(x, 1)
     tree.update_(torch.tensor([7]), 100 * x[:1])
     assert tree.top(x[:1], 1, beam=4).ids.item() == 7
+    for old, new in zip(tree._balls, tree._enclose(), strict=True):
+        torch.testing.assert_close(old, new)
 
 
 def test_queries_without_any_mass_are_drawn_by_number():

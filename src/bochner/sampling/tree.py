@@ -143,11 +143,14 @@ class FeatureTree(Sampler):
             self._build()
             return self
         self._sums[0][leaves] = sums
+        if self._balls is not None:
+            self._balls[0][leaves] = self._leaf_balls(leaves)
         node = leaves
         for level in range(1, len(self._sums)):
             node = torch.unique(node // FAN)
             self._sums[level][node] = self._sums[level - 1].view(-1, FAN, sums.shape[1])[node].sum(1)
-        self._balls = None
+            if self._balls is not None:
+                self._balls[level][node] = self._node_balls(self._balls[level - 1], level, node)
         return self
 
     def _build(self) -> None:
@@ -365,30 +368,32 @@ class FeatureTree(Sampler):
 
     def _enclose(self) -> list[Tensor]:
         """For every node the centre, radius and largest bias of its classes, (nodes, d + 2); empty ones bias -inf."""
-        d = self.vectors.shape[1]
-        size = len(self._sums[0]) * self.leaf_size
-        y = torch.cat([self.vectors, self.vectors.new_zeros(size - self.num_classes, d)]).view(-1, self.leaf_size, d)
-        b = torch.cat([self.bias, self.bias.new_full((size - self.num_classes,), -math.inf)]).view(-1, self.leaf_size)
-        real = (b > -math.inf).to(y.dtype)
-        count = real.sum(1)
-        centre = (y * real[..., None]).sum(1) / count.clamp_min(1)[:, None]
-        radius = ((y - centre[:, None]).norm(dim=2) * real).amax(1)
-        top = b.amax(1)
-        balls = [torch.cat([centre, radius[:, None], top[:, None]], 1)]
+        leaves = torch.arange(len(self._sums[0]))
+        balls = [torch.cat([self._leaf_balls(part) for part in leaves.split(max(1, ROWS // self.leaf_size))])]
         for level in range(1, len(self._sums)):
-            inner, n = balls[-1].view(-1, FAN, d + 2), count.view(-1, FAN)
-            count = n.sum(1)
-            centre = (inner[..., :d] * n[..., None]).sum(1) / count.clamp_min(1)[:, None]
-            reach = (inner[..., :d] - centre[:, None]).norm(dim=2) + inner[..., d]
-            ball = torch.cat(
-                [centre, (reach * (n > 0)).amax(1, keepdim=True), inner[..., d + 1].amax(1, keepdim=True)], 1
-            )
-            pad = len(self._sums[level]) - len(ball)
-            empty = ball.new_zeros(pad, d + 2)
+            ball = self._node_balls(balls[-1], level, torch.arange(len(balls[-1]) // FAN))
+            empty = ball.new_zeros(len(self._sums[level]) - len(ball), ball.shape[1])
             empty[:, -1] = -math.inf
             balls.append(torch.cat([ball, empty]))
-            count = torch.cat([count, count.new_zeros(pad)])
         return balls
+
+    def _leaf_balls(self, leaves: Tensor) -> Tensor:
+        place = leaves[:, None] * self.leaf_size + torch.arange(self.leaf_size)
+        real = place < self.num_classes
+        place = place.clamp(max=self.num_classes - 1)
+        y, b = self.vectors[place], self.bias[place].masked_fill(~real, -math.inf)
+        weight = real.to(y.dtype)
+        centre = (y * weight[..., None]).sum(1) / weight.sum(1).clamp_min(1)[:, None]
+        radius = ((y - centre[:, None]).norm(dim=2) * weight).amax(1)
+        return torch.cat([centre, radius[:, None], b.amax(1)[:, None]], 1)
+
+    def _node_balls(self, inner: Tensor, level: int, nodes: Tensor) -> Tensor:
+        """The balls around the balls of the children, `inner` being those of the level below."""
+        d = self.vectors.shape[1]
+        ball, count = inner.view(-1, FAN, d + 2)[nodes], self._counts(level - 1, nodes).to(inner.dtype)
+        centre = (ball[..., :d] * count[..., None]).sum(1) / count.sum(1).clamp_min(1)[:, None]
+        reach = ((ball[..., :d] - centre[:, None]).norm(dim=2) + ball[..., d]) * (count > 0)
+        return torch.cat([centre, reach.amax(1)[:, None], ball[..., d + 1].amax(1)[:, None]], 1)
 
     # ---- inputs ---------------------------------------------------------------------------------------------------
 
