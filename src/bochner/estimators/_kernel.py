@@ -16,6 +16,7 @@ from bochner.matvec import KernelOperator
 
 DIRECT = 2048  # rows up to which everything is exact, in float64, by factorisation
 MEMORY = 1 << 31  # bytes that a kernel matrix kept for repeated products may take
+PRODUCTS = 16  # to expect of conjugate gradients and Lanczos
 SIDE = 512  # of its tiles: 1 MB in float32
 Product = Callable[[Tensor], Tensor]
 
@@ -102,7 +103,9 @@ def linear_kernel(points: np.ndarray, gamma: float, eps: float, method: str, see
     `KernelOperator` without its checks of each product; where it would multiply exact tiles again and again and the
     matrix fits in `MEMORY`, the matrix itself.
     """
-    K = KernelOperator(points, gamma=gamma, eps=eps, method=method, seed=seed, adaptive=False)
+    K = KernelOperator(
+        points, gamma=gamma, eps=eps, method=method, seed=seed, adaptive=False, products=PRODUCTS, memory=MEMORY
+    )
     if K.method == "exact" and len(points) ** 2 * points.itemsize <= 2 * MEMORY:
         return LinearKernel(SymmetricMatrix(torch.from_numpy(points), gamma), "matrix")
     return LinearKernel(lambda x: K.matmat(x).double(), K.method)
