@@ -78,8 +78,8 @@ def divergence(one: Model, other: Model, held: Tensor, count: int = 2000) -> flo
     return float((logs[0].exp() * (logs[0] - logs[1])).sum(1).mean())
 
 
-def run(steps: int, seeds: int) -> dict[str, Any]:
-    done: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+def run(steps: int, seeds: int, path: Path) -> dict[str, Any]:
+    done: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if done.get("steps") != steps:
         done = {"steps": steps, "draws": DRAWS, "runs": {}}
     words, held = corpus()
@@ -105,7 +105,7 @@ def run(steps: int, seeds: int) -> dict[str, Any]:
             "divergence": divergence(exact[seed], model, held),
         }
         print(f"{name}, seed {seed}: {curve[-1]:.3f}, {time.perf_counter() - began:.0f} s", flush=True)
-        RESULT.write_text(json.dumps(done, indent=1) + "\n")
+        path.write_text(json.dumps(done, indent=1) + "\n")
     return done
 
 
@@ -135,10 +135,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", type=Path, default=RESULT)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    RESULT.parent.mkdir(exist_ok=True)
-    return 0 if report(run(options.steps, options.seeds)) else 1
+    return 0 if report(run(options.steps, options.seeds, options.json)) else 1
 
 
 if __name__ == "__main__":
