@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "bochner"
+PAGE = ROOT / "docs" / "architecture.md"
 
 
 class Import(NamedTuple):
@@ -111,3 +113,112 @@ def private_across(found: Iterable[Import]) -> list[Import]:
         if room(i.importer) != room(i.module)
         and ((i.name or "").startswith("_") or any(p.startswith("_") for p in i.module.split(".")[2:]))
     ]
+
+
+def summary(path: Path) -> str:
+    """The first sentence of a module's docstring, on one line."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s", text)[0].rstrip(".")
+
+
+def tree(source: Path = SOURCE) -> str:
+    """The modules as a tree, each with the first sentence of its docstring; a package has that of its `__init__`."""
+    lines = [f"{source.name}/"]
+
+    def walk(folder: Path, depth: int) -> None:
+        entries = [p for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+        for entry in sorted(entries, key=lambda p: (p.is_file(), p.name)):
+            if entry.name == "__init__.py":
+                continue
+            name = "  " * depth + entry.name + ("/" if entry.is_dir() else "")
+            lines.append(f"{name:<24} {summary(entry / '__init__.py' if entry.is_dir() else entry)}")
+            if entry.is_dir():
+                walk(entry, depth + 1)
+
+    walk(source, 1)
+    return "```text\n" + "\n".join(lines) + "\n```"
+
+
+def levels(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The parts in rows: a part stands one row above the highest of those it imports. The graph has no cycle."""
+    height: dict[str, int] = {}
+
+    def measure(node: str) -> int:
+        if node not in height:
+            height[node] = 1 + max((measure(other) for other in graph.get(node, ())), default=-1)
+        return height[node]
+
+    nodes = sorted(set(graph) | {other for others in graph.values() for other in others})
+    rows: list[list[str]] = [[] for _ in range(1 + max(map(measure, nodes)))]
+    for node in nodes:
+        rows[height[node]].append(node)
+    return rows
+
+
+def picture(graph: dict[str, set[str]]) -> str:
+    """The import graph as a table, the highest parts first; each row imports from lower rows only."""
+    lines = ["| row | part | imports |", "|---|---|---|"]
+    for number, row in reversed(list(enumerate(levels(graph)))):
+        for part in row:
+            lines.append(f"| {number} | `{part}` | {', '.join(f'`{p}`' for p in sorted(graph.get(part, ()))) or '-'} |")
+    return "\n".join(lines)
+
+
+def diagram(graph: dict[str, set[str]]) -> str:
+    """The same as a drawing, without the edges that follow from others and without the private helpers."""
+    shown = {part: {o for o in others if not o.startswith("_")} for part, others in graph.items() if part[0] != "_"}
+
+    def reach(part: str) -> set[str]:
+        below = shown.get(part, set())
+        return below.union(*(reach(other) for other in below))
+
+    lines = ["```mermaid", "graph TD"]
+    for part in sorted(shown):
+        direct = {o for o in shown[part] if not any(o in reach(other) for other in shown[part] - {o})}
+        lines += [f"  {part} --> {other}" for other in sorted(direct)]
+    return "\n".join([*lines, "```"])
+
+
+def generated(source: Path = SOURCE) -> dict[str, str]:
+    """The generated parts of the page, by the names of their markers."""
+    graph = room_graph(imports(source))
+    return {"tree": tree(source), "diagram": diagram(graph), "imports": picture(graph)}
+
+
+def with_generated(page: str, parts: dict[str, str]) -> str:
+    """A page with everything between its markers replaced."""
+    for name, text in parts.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, _, rest = page.partition(begin)
+        after = rest.partition(end)[2]
+        if not rest:
+            raise ValueError(f"the page has no marker {begin}")
+        page = f"{before}{begin}\n\n{text}\n\n{end}{after}"
+    return page
+
+
+def defined(name: str, source: Path = SOURCE) -> bool:
+    """Whether a dotted name such as `maps.base.FeatureMap.prepare` is a module, or defined in one, with its members."""
+    known = modules(source)
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        module = ".".join([source.name, *parts[:cut]])
+        if module in known:
+            body: list[ast.stmt] = ast.parse(known[module].read_text()).body
+            for part in parts[cut:]:
+                found = [
+                    node
+                    for node in body
+                    if (isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part)
+                    or (isinstance(node, ast.AnnAssign) and getattr(node.target, "id", None) == part)
+                    or (isinstance(node, ast.Assign) and any(getattr(t, "id", None) == part for t in node.targets))
+                ]
+                if not found:
+                    return False
+                body = getattr(found[0], "body", [])
+            return True
+    return False
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_generated(PAGE.read_text(), generated()))

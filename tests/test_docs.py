@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import architecture
 import pytest
 import torch
 import torch.distributed as dist
@@ -174,3 +175,27 @@ def test_the_page_of_the_theory_names_every_function() -> None:
     page = (ROOT / "docs" / "theory.md").read_text()
     missing = [name for name in bochner.theory.__all__ if name[0].islower() and f"`{name}`" not in page]
     assert missing == []
+
+
+def test_the_page_of_the_architecture_is_drawn_from_the_code() -> None:
+    page = architecture.PAGE.read_text()
+    assert page == architecture.with_generated(page, architecture.generated()), "run python tests/architecture.py"
+
+
+def test_every_name_on_the_walks_through_the_architecture_is_in_the_code() -> None:
+    walks = architecture.PAGE.read_text().partition("## Three walks")[2]
+    names = {name for name in re.findall(r"`([\w.]+)`", walks) if "." in name}
+    assert len(names) > 25
+    assert [name for name in sorted(names) if not architecture.defined(name)] == []
+    # Planted defects: a member, a function and a module that do not exist.
+    for wrong in ("maps.base.FeatureMap.absent", "maps.base.absent", "absent.base"):
+        assert not architecture.defined(wrong)
+
+
+def test_rows_of_the_architecture_import_from_lower_rows_only() -> None:
+    graph = architecture.room_graph(architecture.imports())
+    row = {part: i for i, parts in enumerate(architecture.levels(graph)) for part in parts}
+    assert all(row[other] < row[part] for part, others in graph.items() for other in others)
+    assert architecture.levels({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == [["c"], ["b"], ["a"]]
+    edges = architecture.diagram({"a": {"b", "c"}, "b": {"c", "_d"}, "c": set()}).splitlines()[2:-1]
+    assert edges == ["  a --> b", "  b --> c"]

@@ -104,6 +104,9 @@ class RecurrentLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def get_max_cache_shape(self) -> int:  # what older releases of transformers call it
+        return -1
+
     def reset(self) -> None:
         self.keys = self.values = None
         self.states, self.seen, self.filled, self.handed_out = {}, 0, 0, None
