@@ -86,6 +86,29 @@ def test_a_bad_parameter_is_named(model, message):
         model.fit(X, X[:, 0])
 
 
+def test_weights_and_alphas_that_cannot_be_are_named():
+    X = np.repeat(clusters(30), 3, axis=0)
+    with pytest.raises(BochnerError, match="zero everywhere"):
+        KernelDensity().fit(X, sample_weight=np.zeros(90))
+    with pytest.raises(BochnerError, match="not negative"):
+        KernelRidge().fit(X, X[:, 0], sample_weight=-np.ones(90))
+    with pytest.raises(BochnerError, match="shape"):
+        NadarayaWatson().fit(X, X[:, 0], sample_weight=np.ones(5))
+    with pytest.raises(BochnerError, match="raise 'alpha'"):
+        KernelRidge(alpha=1e-18, gamma=1e-3).fit(X, X[:, 0])
+
+
+def test_densities_and_averages_of_many_rows_are_those_of_few_in_double_precision():
+    """Beyond 2,048 rows the points are in single precision: the same answers, far from the origin too."""
+    X = clusters(2500) + 1e4
+    y = X[:, 0]
+    Q = X[:50] + 0.1
+    K = rbf_kernel(Q, X, gamma=0.5)
+    np.testing.assert_allclose(NadarayaWatson().fit(X, y).predict(Q), K @ y / K.sum(1), atol=1e-3)
+    density = K.sum(1) / 2500 / (2 * np.pi) ** 2
+    np.testing.assert_allclose(KernelDensity().fit(X).density(Q), density, rtol=1e-4)
+
+
 # ---- random features ------------------------------------------------------------------------------------------
 
 

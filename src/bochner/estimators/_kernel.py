@@ -56,14 +56,25 @@ def resolve_bandwidth(bandwidth: Any, shape: tuple[int, int], weight: np.ndarray
     )
 
 
+def check_weight(weight: Any, n: int, owner: str, *, signed: bool = False) -> np.ndarray:
+    """Weights of the rows (n,), float64: ones if there are none, one number for all; finite and not all zero."""
+    w = np.ones(n) if weight is None else np.asarray(weight, dtype=np.float64)
+    w = np.full(n, float(w)) if w.ndim == 0 else w
+    if w.shape != (n,):
+        raise BochnerError(f"The 'sample_weight' of {owner} must have shape ({n},), got {w.shape}.")
+    if not np.isfinite(w).all() or not (signed or (w >= 0).all()):
+        wanted = "finite" if signed else "finite and not negative"
+        raise BochnerError(f"The 'sample_weight' of {owner} must be {wanted}, got {w.min()} to {w.max()}.")
+    if not w.any():
+        raise BochnerError(f"The 'sample_weight' of {owner} is zero everywhere.")
+    return w
+
+
 class Points(NamedTuple):
     """Training rows about their mean, in the precision that `eps` asks for."""
 
     rows: np.ndarray
     mean: np.ndarray
-
-    def place(self, X: np.ndarray) -> np.ndarray:
-        return (X - self.mean).astype(self.rows.dtype, copy=False)
 
 
 def centred(X: np.ndarray, gamma: float, eps: float) -> Points:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bochner._checks import BochnerError
 from bochner.estimators._kernel import DIRECT, Product, linear_kernel, tile
 
 BLOCK = 128
@@ -76,7 +77,14 @@ class Preconditioner:
 def preconditioner(factor: Tensor, alpha: float) -> Preconditioner:
     gram = factor.T @ factor
     gram.diagonal().add_(alpha)
-    return Preconditioner(factor, torch.linalg.cholesky(gram), alpha)
+    return Preconditioner(factor, _cholesky(gram, alpha), alpha)
+
+
+def _cholesky(matrix: Tensor, alpha: float) -> Tensor:
+    lower, failed = torch.linalg.cholesky_ex(matrix)
+    if int(failed):
+        raise BochnerError(f"The kernel matrix plus alpha={alpha:g} is singular to double precision; raise 'alpha'.")
+    return lower
 
 
 class Solution(NamedTuple):
@@ -151,7 +159,7 @@ class System:
             z = torch.from_numpy(points).double()
             matrix = self._weigh(tile(z, z, gamma))
             matrix.diagonal().add_(alpha)
-            self.lower = torch.linalg.cholesky(matrix)
+            self.lower = _cholesky(matrix, alpha)
             self.method = "cholesky"
             return
         self._connect()

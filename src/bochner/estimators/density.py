@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted, validate_data
 
-from bochner._checks import BochnerError
-from bochner.estimators._kernel import draw_seed, resolve_bandwidth
+from bochner._checks import BochnerError, positive_float
+from bochner.estimators._kernel import centred, check_weight, draw_seed, resolve_bandwidth
 from bochner.matvec import KernelOperator
 
 
@@ -54,12 +54,10 @@ class KernelDensity(BaseEstimator):
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelDensity:
         X = validate_data(self, X, dtype=[np.float64, np.float32])
-        self.weight_ = _check_sample_weight(sample_weight, X, dtype=np.float64)
-        if not self.weight_.any():
-            raise BochnerError("The 'sample_weight' of KernelDensity.fit is zero everywhere.")
+        self.weight_ = check_weight(sample_weight, len(X), "KernelDensity.fit", signed=True)
         self.bandwidth_ = resolve_bandwidth(self.bandwidth, X.shape, self.weight_, type(self).__name__)
-        self.mean_ = X.mean(0, dtype=np.float64)
-        self._rows = X - self.mean_
+        points = centred(X, 0.5 / self.bandwidth_**2, positive_float(self.eps, "eps", type(self).__name__))
+        self.mean_, self._rows = points.mean, points.rows
         seed = draw_seed(check_random_state(self.random_state))
         self.operator_ = KernelOperator(
             self._rows[:1], self._rows, bandwidth=self.bandwidth_, eps=self.eps, method=self.method, seed=seed
@@ -95,7 +93,7 @@ class KernelDensity(BaseEstimator):
         """The sign and the log of the modulus."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        queries = X - self.mean_
+        queries = (X - self.mean_).astype(self._rows.dtype, copy=False)
         largest = np.abs(self.weight_).max()
         weight = self.weight_ / largest
         value = np.asarray(self.operator_.with_queries(queries) @ weight, dtype=np.float64)

@@ -10,10 +10,10 @@ import torch
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from bochner._checks import BochnerError, positive_float
-from bochner.estimators._kernel import centred, draw_seed, resolve_bandwidth, resolve_gamma, tile
+from bochner.estimators._kernel import centred, check_weight, draw_seed, resolve_bandwidth, resolve_gamma, tile
 from bochner.estimators._solve import System
 from bochner.matvec import KernelOperator
 
@@ -26,7 +26,9 @@ class _DualRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def _fit_dual(self, X: np.ndarray, y: np.ndarray, alpha: float, weight: np.ndarray | None) -> None:
         owner = type(self).__name__
         self.gamma_ = resolve_gamma(self.gamma, X, owner, weight)
-        self.eps_ = min(0.1, alpha / 10) if self.eps is None else positive_float(_plain(self.eps), "eps", owner)
+        self.eps_ = (
+            min(0.1, max(alpha / 10, 1e-12)) if self.eps is None else positive_float(_plain(self.eps), "eps", owner)
+        )
         rank = _plain(self.rank)
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
             raise BochnerError(f"The 'rank' of {owner} must be None or a non-negative int, got {rank!r}.")
@@ -118,9 +120,7 @@ class KernelRidge(_DualRegressor):
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> KernelRidge:
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], multi_output=True, y_numeric=True)
-        weight = None
-        if sample_weight is not None:
-            weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        weight = None if sample_weight is None else check_weight(sample_weight, len(X), "KernelRidge.fit")
         self._fit_dual(X, y, positive_float(_plain(self.alpha), "alpha", type(self).__name__), weight)
         return self
 
@@ -241,13 +241,11 @@ class NadarayaWatson(MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> NadarayaWatson:
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], multi_output=True, y_numeric=True)
-        self.weight_ = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        if not self.weight_.any():
-            raise BochnerError("The 'sample_weight' of NadarayaWatson.fit is zero everywhere.")
+        self.weight_ = check_weight(sample_weight, len(X), "NadarayaWatson.fit")
         self.bandwidth_ = resolve_bandwidth(self.bandwidth, X.shape, self.weight_, type(self).__name__)
         self.y_ = np.asarray(y, dtype=np.float64)
-        self.mean_ = X.mean(0, dtype=np.float64)
-        rows = X - self.mean_
+        points = centred(X, 0.5 / self.bandwidth_**2, positive_float(_plain(self.eps), "eps", type(self).__name__))
+        self.mean_, rows = points.mean, points.rows
         seed = draw_seed(check_random_state(self.random_state))
         self.operator_ = KernelOperator(
             rows[:1], rows, bandwidth=self.bandwidth_, eps=self.eps, method=self.method, seed=seed
@@ -258,7 +256,7 @@ class NadarayaWatson(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def predict(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
         X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        queries = X - self.mean_
+        queries = (X - self.mean_).astype(self._rows.dtype, copy=False)
         # Weights are scaled to a largest of 1, so that the mass counts neighbours; y is centred, so that what the
         # products round is its variation.
         weight = self.weight_ / self.weight_.max()
