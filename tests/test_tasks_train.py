@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from bochner import BochnerError
+from bochner import BochnerError, data
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -348,3 +348,24 @@ def test_the_table_shows_means_spreads_and_what_is_missing(monkeypatch: pytest.M
     assert row == "| `relu` | not run | 62.0 ± 2.0 (3 seeds) | not run | not run | not run |"
     assert ("text", "relu", 0) in train_table.wanted()
     assert len(set(train_table.wanted())) == len(train_table.wanted())
+
+
+@pytest.mark.model
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(tasks.TASKS))
+def test_every_task_can_be_trained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tasks.task(name).artefacts:
+        monkeypatch.delenv("BOCHNER_CACHE")
+        for artefact in tasks.task(name).artefacts:
+            try:
+                data.fetch(artefact, quiet=True)
+            except data.ArtefactUnavailable as reason:
+                pytest.skip(str(reason))
+    if name == "speech":
+        pytest.importorskip("soundfile")
+    small = {k: v for k, v in TINY.items() if k not in ("data", "length")} | {"train": 16, "test": 8, "batch": 4}
+    result = tasks.train(name, attention="positive", output=tmp_path, progress=False, steps=2, **small)
+    assert result["score"] == result["metrics"][tasks.task(name).metric]
+    if tasks.task(name).baseline:
+        assert 0 < result["baseline"]["accuracy"] < 1
+        assert "unseen_accuracy" in result["metrics"]

@@ -105,7 +105,10 @@ def books_bytes(preset: Preset, split: str) -> Blocks:
 
 def books_pieces(preset: Preset, split: str) -> Blocks:
     """Books in word pieces."""
-    return _at_most(Blocks(np.concatenate(_pieces(_paragraphs(split))), preset.length), preset, split)
+    tokens = stored(f"pieces-1-{PIECES}-{split}", lambda: {"tokens": np.concatenate(_pieces(_paragraphs(split)))})[
+        "tokens"
+    ]
+    return _at_most(Blocks(tokens, preset.length), preset, split)
 
 
 def _paragraphs(split: str) -> list[str]:
