@@ -140,7 +140,8 @@ def test_the_oldest_versions_are_those_of_the_project_file():
     pinned = dict(re.findall(r"^([a-z-]+)==([\d.]+)$", (ROOT / "constraints-min.txt").read_text(), flags=re.MULTILINE))
     core = {"torch", "numpy", "scipy", "transformers", "scikit-learn", "dask", "typer", "matplotlib"}
     assert core <= set(pinned)
-    for name, version in pinned.items():
+    for name in pinned.keys() & promised.keys():
+        version = pinned[name]
         release = [int(part) for part in version.split(".")]
         bound = [int(part) for part in promised[name].split(".")]
         assert release[: len(bound)] == bound, f"{name} is promised from {promised[name]} and pinned to {version}"
