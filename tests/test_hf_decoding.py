@@ -72,14 +72,20 @@ def test_only_exact_heads_keep_keys_and_values() -> None:
             states.append(sum(layer.state_bytes for layer in cache.layers))
     assert len(set(states)) == 1  # linear heads hold what they held after the first piece
     assert sizes[-1] > sizes[0]  # exact heads grow
-    linear = converted(exact_heads=0.0)
-    cache = transformers.DynamicCache(config=linear.config)
+
+
+@pytest.mark.parametrize("window_kind", WINDOW_KINDS)
+def test_linear_heads_hold_what_their_plan_says(window_kind: str) -> None:
+    model = converted(exact_heads=0.0, window_kind=window_kind)
+    cache = transformers.DynamicCache(config=model.config)
+    sizes = []
     with torch.no_grad():
-        linear(ids(1, 50), past_key_values=cache)
-        before = cache_bytes(cache)
-        linear(ids(1, 400), past_key_values=cache)
-    assert cache_bytes(cache) == before
-    assert before == pytest.approx(plan_of(linear).cache_bytes(450), rel=0.05)
+        for length in (50, 400, *[1] * 10):
+            model(ids(1, length), past_key_values=cache)
+            sizes.append(cache_bytes(cache))
+    assert sizes[-6] == sizes[-1]  # blocks of 5 fill and start again, sliding windows are always full
+    assert len(set(sizes)) == (1 if window_kind == "sliding" else 5)
+    assert max(sizes) == pytest.approx(plan_of(model).cache_bytes(460), rel=0.1)
 
 
 def greedy_by_recomputation(model: Any, x: torch.Tensor, mask: torch.Tensor, steps: int) -> torch.Tensor:

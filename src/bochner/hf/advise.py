@@ -23,7 +23,7 @@ from bochner.attention.core import check_qkv
 from bochner.hf import capture
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import Far, HeadStatistics, Samples, attention_weights, error_on, far_pairs
-from bochner.hf.plan import WINDOW_KINDS, LayerPlan
+from bochner.hf.plan import WINDOW_KINDS, LayerPlan, default_window_kind
 from bochner.maps.base import FeatureMap
 from bochner.maps.exponential import CalibratedFeatures
 
@@ -127,7 +127,7 @@ def advise(
     num_features: Sequence[int] = (64, 128),
     window: int | None = None,
     sinks: int | None = None,
-    window_kind: str = "sliding",
+    window_kind: str | None = None,
     target: float = 0.5,
     length: int | None = None,
     tokenizer: Any = None,
@@ -163,8 +163,9 @@ def advise(
     else:
         layers = [_layer_of_tensors(model, calibration, values, scale, is_causal)]
     causal = all(layer.shape.is_causal for layer in layers)
+    one_of(window_kind, "window_kind", "advise", (None, *WINDOW_KINDS))
     near: dict[str, Any] = {
-        "window_kind": one_of(window_kind, "window_kind", "advise", WINDOW_KINDS),
+        "window_kind": window_kind or default_window_kind(causal),
         "window": window or (128 if causal else 32),
         "sinks": (4 if causal else 1) if sinks is None else sinks,
     }

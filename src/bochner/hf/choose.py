@@ -13,7 +13,7 @@ from bochner._checks import BochnerError, one_of, positive_int, spawn_seed
 from bochner.hf import capture
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import Far, Statistics, attention_weights, head_errors, peaks
-from bochner.hf.plan import WINDOW_KINDS, LayerPlan, Plan
+from bochner.hf.plan import WINDOW_KINDS, LayerPlan, Plan, default_window_kind
 
 AUTO_SHARE = 0.005  # exact_heads="auto": heads with at least this share of all scores
 AUTO_FRACTION = 0.1  # and at most this fraction of all heads
@@ -30,7 +30,7 @@ class Recipe:
     num_features: int = 128
     window: int | None = None
     sinks: int = 0
-    window_kind: str = "sliding"
+    window_kind: str | None = None
     exact_heads: Any = 0.0
     exact_unit: str = "head"
     select: bool | None = None
@@ -49,7 +49,7 @@ class Recipe:
             positive_int(self.window, "window", "convert")
         if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
             raise BochnerError(f"The 'sinks' of convert must be an int >= 0, got {self.sinks!r}.")
-        one_of(self.window_kind, "window_kind", "convert", WINDOW_KINDS)
+        one_of(self.window_kind, "window_kind", "convert", (None, *WINDOW_KINDS))
         one_of(self.exact_unit, "exact_unit", "convert", ("head", "group"))
         if self.feature_map is None and not self.near:
             raise BochnerError(
@@ -85,7 +85,7 @@ class Recipe:
                     kinds=[kind] * shape.num_heads,
                     window=self.window if local else None,
                     sinks=self.sinks if local else 0,
-                    window_kind=self.window_kind,
+                    window_kind=self.window_kind or default_window_kind(shape.is_causal),
                     feature_map=self.feature_map or "calibrated",
                     num_features=self.num_features,
                     options=dict(self.options),

@@ -28,7 +28,7 @@ def convert(
     *,
     window: int | None = None,
     sinks: int = 0,
-    window_kind: str = "sliding",
+    window_kind: str | None = None,
     exact_heads: ExactHeads = 0.0,
     exact_unit: str = "head",
     select: bool | None = None,
@@ -53,7 +53,7 @@ def convert(
     `model`: a transformers model or a part of one, or a SentenceTransformer. `feature_map`, `num_features` (m),
     `options`: the map of linear heads; `feature_map=None` is a window and sinks and nothing else. `window`, `sinks`,
     `window_kind`: exact softmax on near keys and on the first ones, jointly normalised with the kernel, as in
-    `linear_attention`; cross-attention has none.
+    `linear_attention`; cross-attention has none. The kind is `"sliding"` unless given.
     `exact_heads`: a fraction of all heads, `"auto"`, or pairs (layer, head): they stay softmax. Fractions and "auto"
     take the heads that retrieve. In a language model these are the heads whose exactness lowers the loss most when a
     passage of the calibration text is repeated; elsewhere those whose attention outside window and sinks peaks highest.

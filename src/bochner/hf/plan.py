@@ -16,6 +16,11 @@ WINDOW_KINDS = ("block", "sliding")
 LETTERS = dict(zip(KINDS, "EWHK", strict=True))
 
 
+def default_window_kind(is_causal: bool) -> str:
+    """The kind of window of layers for which none is given."""
+    return "sliding"
+
+
 @dataclass
 class LayerPlan:
     """One attention module: its shape, what each query head becomes, and the map of its linear heads.
