@@ -1,13 +1,15 @@
 """Kernel products against the honest baseline, KeOps and scikit-learn: time, pairs, achieved error, growth.
 
-    python benchmarks/matvec.py --quick          n up to 2e4, seconds
-    python benchmarks/matvec.py                  n = 1e4, 1e5, 1e6 and the growth from 2e4 to 4e5 on GloVe, half an hour
+    python benchmarks/matvec.py --quick                      n up to 2e4, seconds
+    python benchmarks/matvec.py --output results.json        n = 1e4, 1e5, 1e6, smooth kernels, growth; half an hour
+    python benchmarks/matvec.py --output results.json --part "glove 100000"      one part; others in the file stay
 
 The baseline is the fastest exact product we know on a CPU: one single-precision matrix product per tile gives the
 whole exponent, `exp2` in place, then a matrix-vector product; exponents clamped at -100 so that denormals do not
 slow it down ("clamped"), and, because that is what is usually written, the same without the clamp ("plain").
 Speed-ups are against the clamped one, in core-seconds of one thread. Before any time is reported the product must
-meet eps on every x tried. Each case runs in a process of its own, whose peak memory is its own.
+meet eps on every x tried. Each part runs in a process of its own, whose peak memory is its own, and is written to the
+file when it is done: a run that was interrupted goes on with what is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _timing import machine, write_page
+from _timing import machine, table, write_page
 from torch import Tensor
 
 from bochner.matvec import KernelOperator
@@ -33,6 +35,8 @@ from bochner.matvec.kernels import KERNELS
 from bochner.matvec.tiles import COLUMNS, ROWS, Tiles, exact_product, left, make_frame, right
 
 EPS = 0.1
+PAIRS = 2e9  # of a baseline that is timed; larger ones are extrapolated
+KEPT_MEMORY = 1 << 33
 
 
 def best(call: Callable[[], object], repeat: int = 3) -> float:
@@ -158,7 +162,7 @@ def exact_rows(points: np.ndarray, bandwidth: float, rows: np.ndarray, x: np.nda
 
 
 def compare(name: str, n: int, full_error: bool) -> dict[str, Any]:
-    """One data set at one size: baselines, build, product, error for every x."""
+    """One data set at one size: baselines, build, product, kept product, error for every x."""
     make, bandwidth = DATA[name]
     points = make(n)
     n = len(points)
@@ -169,32 +173,33 @@ def compare(name: str, n: int, full_error: bool) -> dict[str, Any]:
         begun = time.process_time()
         K = KernelOperator(points, bandwidth=bandwidth, eps=EPS)
         build = min(build, time.process_time() - begun)
-    products = np.stack([K @ x for x in xs.values()], 1)
-    table = np.stack(list(xs.values()), 1).astype(np.float64)
-    checked = np.arange(n) if full_error and n <= 100_000 else np.random.default_rng(0).choice(n, 4000, replace=False)
-    truth = exact_rows(points, bandwidth, checked, table)
-    errors = np.linalg.norm(truth - products[checked], axis=0) / np.linalg.norm(table, axis=0)
-    norms = np.sqrt(n / len(checked)) * errors
-    worst = float(norms.max())
-    if worst > EPS:
-        sys.exit(f"refused: on {name}, n = {n}, the error {worst:.3g} |x| exceeds eps = {EPS}; no time is reported.")
+    one = xs["gaussian"]
+    K @ one
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    begun = time.process_time()
+    kept = K.materialize(memory=KEPT_MEMORY)
+    materialize = time.process_time() - begun
+    worst = {label: worst_error(operator, points, xs, full_error) for label, operator in (("once", K), ("kept", kept))}
+    if max(worst.values()) > EPS:
+        sys.exit(f"refused: on {name}, n = {n}, the errors {worst} exceed eps = {EPS}; no time is reported.")
     z, w = prepared(points, bandwidth)
-    one = torch.from_numpy(xs["gaussian"])[:, None]
-    rows = min(n, math.ceil(1e10 / n))  # a larger baseline is extrapolated from a share of the rows
-    clamped = product = math.inf
-    for _ in range(2 if K.method != "exact" or n < 100_000 else 1):  # taking turns
-        clamped = min(clamped, best(lambda: baseline(z[:rows], w, one, clamp=True), 1) * n / rows)
-        product = min(product, best(lambda: K @ xs["gaussian"], 2))
+    column = torch.from_numpy(one)[:, None]
+    rows = min(n, math.ceil(PAIRS / n))  # a larger baseline is extrapolated from a share of the rows
+    clamped = product = again = math.inf
+    for _ in range(3):  # taking turns
+        clamped = min(clamped, best(lambda: baseline(z[:rows], w, column, clamp=True), 1) * n / rows)
+        product = min(product, best(lambda: K @ one, 1))
+        again = min(again, best(lambda: kept @ one, 1 if kept is K else 3))
     few = max(min(n, ROWS), rows // 8)
-    plain = best(lambda: baseline(z[:few], w, one, clamp=False), 1) * n / few
-    estimate = K.matvec_with_certificate(xs["gaussian"])
+    plain = best(lambda: baseline(z[:few], w, column, clamp=False), 1) * n / few
+    estimate = K.matvec_with_certificate(one)
     row: dict[str, Any] = {
         "data": name,
         "n": n,
         "d": points.shape[1],
         "bandwidth": bandwidth,
         "method": K.method,
+        "certain": K.certain,
         "baseline_s": clamped,
         "baseline_plain_s": plain,
         "build_s": build,
@@ -202,17 +207,73 @@ def compare(name: str, n: int, full_error: bool) -> dict[str, Any]:
         "speedup": clamped / product,
         "speedup_with_build": clamped / (product + build),
         "speedup_over_plain": plain / product,
+        "kept_method": kept.method,
+        "kept_build_s": materialize,
+        "kept_product_s": again,
         "pairs": estimate.cost.fraction,
-        "errors": dict(zip(xs, norms.tolist(), strict=True)),
+        "error": worst["once"],
+        "kept_error": worst["kept"],
         "certificate": str(estimate),
         "points_mb": points.nbytes / 2**20,
         "peak_memory_mb": memory,
     }
     print(
         f"{name:9s} n={n:<8d} baseline {clamped:7.2f} s (plain {plain:7.2f})  build {build:5.2f}"
-        f"  product {product:6.3f}"
-        f"  speed-up {clamped / product:5.1f}x, with build {clamped / (product + build):5.1f}x"
-        f"  pairs {estimate.cost.fraction:6.2%}  worst error {worst:.2g} |x|",
+        f"  product {product:6.3f}  speed-up {clamped / product:5.1f}x, with build {clamped / (product + build):5.1f}x"
+        f"  kept in {materialize:5.2f} product {again:.4f}  error {worst['once']:.2g} {worst['kept']:.2g} |x|",
+        flush=True,
+    )
+    return row
+
+
+def worst_error(K: KernelOperator, points: np.ndarray, xs: dict[str, np.ndarray], full: bool) -> float:
+    """The largest |Kx - y| / |x| over the kinds of x; from a sample of rows unless `full`."""
+    n = len(points)
+    table = np.stack(list(xs.values()), 1).astype(np.float64)
+    products = np.asarray(K @ table)
+    checked = np.arange(n) if full and n <= 20_000 else np.random.default_rng(0).choice(n, min(n, 4000), replace=False)
+    truth = exact_rows(points, K.bandwidth, checked, table)
+    errors = np.linalg.norm(truth - products[checked], axis=0) / np.linalg.norm(table, axis=0)
+    return float(np.sqrt(n / len(checked)) * errors.max())
+
+
+def smooth(n: int) -> dict[str, Any]:
+    """A real table at the usual bandwidth, the median distance: exact tiles against the factor that `auto` takes."""
+    from bochner.data import fetch
+
+    table = np.genfromtxt(fetch("casp"), delimiter=",", skip_header=1)[:, 1:]
+    table = (table - table.mean(0)) / table.std(0)
+    points = table[np.random.default_rng(0).permutation(len(table))[:n]].astype(np.float32)
+    n = len(points)
+    bandwidth = float(np.median(np.linalg.norm(points[:1000, None] - points[None, 1000:2000], axis=-1)))
+    exact = KernelOperator(points, bandwidth=bandwidth, eps=EPS, method="exact")
+    begun = time.process_time()
+    K = KernelOperator(points, bandwidth=bandwidth, eps=EPS, products=50)
+    build = time.process_time() - begun
+    xs = vectors(n)
+    worst = worst_error(K, points, xs, full=False)
+    if worst > EPS:
+        sys.exit(f"refused: on CASP, n = {n}, the error {worst:.3g} |x| exceeds eps = {EPS}; no time is reported.")
+    tiles = product = math.inf
+    for _ in range(3):
+        tiles = min(tiles, best(lambda: exact @ xs["gaussian"], 1))
+        product = min(product, best(lambda: K @ xs["gaussian"], 3))
+    row = {
+        "data": "CASP",
+        "n": n,
+        "d": points.shape[1],
+        "bandwidth": bandwidth,
+        "method": K.method,
+        "exact_s": tiles,
+        "build_s": build,
+        "product_s": product,
+        "error": worst,
+        "bound": K.matvec_with_certificate(xs["gaussian"]).relative,
+        "explained": K.explain(),
+    }
+    print(
+        f"smooth n={n}: exact {tiles:.3f} s, {K.method} {product:.4f} s after {build:.1f} s, {tiles / product:.1f}x, "
+        f"error {worst:.2g}, bound {row['bound']:.2g} |x|",
         flush=True,
     )
     return row
@@ -272,10 +333,12 @@ def exact_floor(n: int) -> dict[str, Any]:
     return row
 
 
-def peers(n: int, exact_seconds: float) -> dict[str, Any]:
+def peers(n: int) -> dict[str, Any]:
     """KeOps as it comes and with -march=native -ffast-math; scikit-learn's KernelDensity and Nystroem."""
     points = mixture(n)
     x = vectors(n)["gaussian"]
+    rect = KernelOperator(points, points.copy(), bandwidth=3.0, method="exact")
+    exact_seconds = best(lambda: rect @ x)
     out: dict[str, Any] = {"n": n, "exact_s": exact_seconds}
     for label, flags in (("keops", ""), ("keops_native", "-march=native -ffast-math")):
         seconds = keops_seconds(points, x, flags, label)
@@ -341,11 +404,25 @@ def keops_seconds(points: np.ndarray, x: np.ndarray, flags: str, label: str) -> 
     return None
 
 
-def in_its_own_process(name: str, n: int, full_error: bool) -> dict[str, Any]:
-    """`compare` in a fresh process."""
+def parts(quick: bool) -> dict[str, Callable[[], Any]]:
+    """Everything there is to measure, by name."""
+    sizes = [10_000, 20_000] if quick else [10_000, 100_000, 1_000_000]
+    most = {"attention": 20_000, "glove": 400_000, "patches": 400_000}
+    out: dict[str, Callable[[], Any]] = {"exact": lambda: exact_floor(20_000), "peers": lambda: peers(20_000)}
+    for name in sorted(DATA):
+        for n in dict.fromkeys(min(n, most.get(name, n)) for n in sizes):
+            out[f"{name} {n}"] = lambda name=name, n=n: compare(name, n, not quick)
+    for n in [20_000] if quick else [20_000, 45_730]:
+        out[f"smooth {n}"] = lambda n=n: smooth(n)
+    counts = [5_000, 10_000, 20_000] if quick else [20_000, 50_000, 100_000, 200_000]
+    return {**out, "growth": lambda: growth(counts)}
+
+
+def in_its_own_process(name: str, quick: bool) -> Any:
+    """One part in a fresh process."""
     import subprocess
 
-    line = [sys.executable, str(Path(__file__).resolve()), "--case", name, str(n), *(["--full-error"] * full_error)]
+    line = [sys.executable, str(Path(__file__).resolve()), "--part", name, *(["--quick"] * quick)]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.exit(done.returncode)
@@ -356,74 +433,121 @@ def in_its_own_process(name: str, n: int, full_error: bool) -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> str:
     """The report as Markdown."""
-    machine, exact, peers, growth = (results[x] for x in ("machine", "exact", "peers", "growth"))
-    columns = ["data", "n", "exact tiles (without clamp)", "build", "product", "speed-up", "with build", "pairs"]
-    columns += ["worst error of 5 kinds of x", "memory (points), MB"]
+    machine, found = results["machine"], results["parts"]
+    head = ["data", "n", "exact tiles (without clamp)", "build", "product", "speed-up", "with build", "for every x"]
+    head += ["kept: build", "product", "of `cells`", "worst error (kept)", "memory (points), MB"]
+    rows = [found[name] for name in parts(False) if name in found and name.split()[0] in DATA]
     lines = [
-        f"One run, one core ({machine['processor']}, torch {machine['torch']}), eps = {results['eps']}, core-seconds:",
+        f"One core ({machine['processor']}, torch {machine['torch']}), eps = {results['eps']}, core-seconds; "
+        "worst error of 5 kinds of x:",
         "",
-        f"| {' | '.join(columns)} |",
-        "|" + "---|" * len(columns),
+        table(
+            head,
+            [
+                [
+                    f"{r['data']}, d = {r['d']}, sigma {r['bandwidth']:.3g}",
+                    f"{r['n']:,}",
+                    f"{r['baseline_s']:.3g} ({r['baseline_plain_s']:.3g})",
+                    f"{r['build_s']:.2g}",
+                    f"{r['product_s']:.2g} ({r['method']})",
+                    f"{r['speedup']:.1f}x",
+                    f"{r['speedup_with_build']:.1f}x",
+                    "yes" if r["certain"] else "checked",
+                    *kept_columns(r),
+                    f"{r['error']:.1g} ({r['kept_error']:.1g})",
+                    f"{r['peak_memory_mb']:.0f} ({r['points_mb']:.0f})",
+                ]
+                for r in rows
+            ],
+        ),
+        "",
     ]
-    for r in results["products"]:
-        lines.append(
-            f"| {r['data']}, d = {r['d']}, sigma {r['bandwidth']:.3g} | {r['n']:,} | {r['baseline_s']:.3g} "
-            f"({r['baseline_plain_s']:.3g}) | {r['build_s']:.2g} | {r['product_s']:.2g} ({r['method']}) | "
-            f"{r['speedup']:.1f}x | {r['speedup_with_build']:.1f}x | {r['pairs']:.2%} | "
-            f"{max(r['errors'].values()):.1g} | {r['peak_memory_mb']:.0f} ({r['points_mb']:.0f}) |"
-        )
-    lines += [
-        "",
-        f"On GloVe the time of a product grows like n^{growth['exponent']:.2f} from {growth['sizes'][0]:,} to "
-        f"{growth['sizes'][-1]:,} points (with the build n^{growth['exponent_with_build']:.2f}).",
-        "",
-        f"`exact` takes {exact['exact_over_floor']:.2f} times a bare matrix product and `exp2` of the same tiles "
-        f"({exact['exact_symmetric'] / exact['floor']:.2f} times when queries are keys). n = {exact['n']:,}, d = 64:",
-        "",
-        "| method | core-seconds | of our exact product |",
-        "|---|---|---|",
+    smooth_rows = [r for name, r in found.items() if name.startswith("smooth")]
+    if smooth_rows:
+        head = ["data", "n", "exact tiles, symmetric", "method", "build", "product", "speed-up", "error", "bound"]
+        body = [
+            [
+                f"{r['data']}, d = {r['d']}, sigma {r['bandwidth']:.3g}",
+                f"{r['n']:,}",
+                f"{r['exact_s']:.3g}",
+                r["method"],
+                f"{r['build_s']:.2g}",
+                f"{r['product_s']:.2g}",
+                f"{r['exact_s'] / r['product_s']:.1f}x",
+                f"{r['error']:.1g}",
+                f"{r['bound']:.2g}",
+            ]
+            for r in smooth_rows
+        ]
+        lines += [
+            "At the median distance as bandwidth, many products expected (`products=50`):",
+            "",
+            table(head, body),
+            "",
+        ]
+    if "growth" in found:
+        growth = found["growth"]
+        lines += [
+            f"On GloVe the time of a product grows like n^{growth['exponent']:.2f} from {growth['sizes'][0]:,} to "
+            f"{growth['sizes'][-1]:,} points (with the build n^{growth['exponent_with_build']:.2f}).",
+            "",
+        ]
+    if "exact" in found and "peers" in found:
+        lines += peer_lines(found["exact"], found["peers"])
+    return "\n".join(lines)
+
+
+def kept_columns(r: dict[str, Any]) -> list[str]:
+    if r["kept_method"] == r["method"]:
+        return ["", "", ""]
+    return [
+        f"{r['kept_build_s']:.2g}",
+        f"{r['kept_product_s']:.2g} ({r['kept_method']})",
+        f"1/{r['product_s'] / r['kept_product_s']:.0f}",
     ]
+
+
+def peer_lines(exact: dict[str, Any], peers: dict[str, Any]) -> list[str]:
+    """Our exact product against its floor and against others."""
     named = {
-        "exact_s": "exact",
         "keops_s": "KeOps as it comes",
         "keops_native_s": "KeOps with -march=native -ffast-math",
         "kernel_density_s": "scikit-learn KernelDensity (densities only, rtol = 0.1)",
         "nystroem_s": f"scikit-learn Nystroem, 1,000 landmarks (error {peers.get('nystroem_error', math.nan):.2g})",
     }
-    for key, label in named.items():
-        if key in peers:
-            lines.append(f"| {label} | {peers[key]:.3g} | {peers[key] / peers['exact_s']:.1f}x |")
-    return "\n".join(lines)
+    rows = [["exact", f"{exact['exact']:.3g}", "1.0x"]]
+    rows += [
+        [label, f"{peers[k]:.3g}", f"{peers[k] / peers['exact_s']:.1f}x"] for k, label in named.items() if k in peers
+    ]
+    return [
+        f"`exact` takes {exact['exact_over_floor']:.2f} times a bare matrix product and `exp2` of the same tiles "
+        f"({exact['exact_symmetric'] / exact['floor']:.2f} times when queries are keys). n = {exact['n']:,}, d = 64:",
+        "",
+        table(["method", "core-seconds", "of our exact product"], rows),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="n up to 2e4")
-    parser.add_argument("--data", nargs="*", choices=sorted(DATA), default=sorted(DATA))
-    parser.add_argument("--output", type=Path, default=None, help="write the numbers as JSON")
+    parser.add_argument("--output", type=Path, default=None, help="write the numbers as JSON; parts in it are kept")
     parser.add_argument("--page", type=Path, default=None, help="replace the tables between the markers of this page")
-    parser.add_argument("--case", nargs=2, metavar=("DATA", "N"), help="one case only; its numbers are the last line")
-    parser.add_argument("--full-error", action="store_true", help="with --case: check every row up to n = 1e5")
+    parser.add_argument("--part", default=None, help="one part only; its numbers are the last line")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.case:
-        case = compare(options.case[0], int(options.case[1]), options.full_error)
-        print(json.dumps(case))
-        return case
-    sizes = [10_000, 20_000] if options.quick else [10_000, 100_000, 1_000_000]
-    most = {"attention": 20_000, "glove": 400_000, "patches": 400_000}
-    results: dict[str, Any] = {"eps": EPS, "machine": machine(1)}
-    floor = exact_floor(20_000)
-    results["exact"] = floor
-    results["peers"] = peers(20_000, float(floor["exact"]))
-    cases = list(dict.fromkeys((name, min(n, most.get(name, n))) for name in options.data for n in sizes))
-    results["products"] = [in_its_own_process(name, n, not options.quick) for name, n in cases]
-    if "glove" in options.data:
-        results["growth"] = growth(
-            [5_000, 10_000, 20_000] if options.quick else [20_000, 50_000, 100_000, 200_000, 400_000]
-        )
-    if options.output:
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
+    results: dict[str, Any] = {"eps": EPS, "machine": machine(1), "parts": {}}
+    if options.output and options.output.exists():
+        results["parts"] = json.loads(options.output.read_text()).get("parts", {})
+    chosen = parts(options.quick)
+    if options.part is not None and options.part not in chosen:
+        parser.error(f"unknown part {options.part!r}; there are {list(chosen)}")
+    if options.part is not None and not options.output:
+        print(json.dumps(chosen[options.part]()))
+        return results
+    for name in [options.part] if options.part else [n for n in chosen if n not in results["parts"]]:
+        results["parts"][name] = chosen[name]() if options.part else in_its_own_process(name, options.quick)
+        if options.output:
+            options.output.write_text(json.dumps(results, indent=1) + "\n")
     if options.page:
         write_page(options.page, "matvec", tables(results))
     return results

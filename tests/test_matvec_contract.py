@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import bochner
 from bochner._checks import BochnerError
 from bochner.matvec import KernelOperator
 from bochner.matvec.certificate import hold_out_generator, split_columns
@@ -63,7 +64,7 @@ def adversaries(error, seed=0):
     return x / np.linalg.norm(x, axis=0)
 
 
-@pytest.mark.parametrize("eps", [0.1, 0.01, 0.001])
+@pytest.mark.parametrize("eps", [0.1, pytest.param(0.01, marks=pytest.mark.slow), 0.001])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", list(SETS))
 def test_no_vector_breaks_the_contract(name, dtype, eps):
@@ -186,3 +187,66 @@ def test_other_devices_are_refused():
         KernelOperator(X.to("meta"), bandwidth=1.0)
     with pytest.raises(BochnerError, match=r"'x'.*on the CPU.*meta"):
         KernelOperator(X, bandwidth=1.0) @ torch.ones(4, device="meta")
+
+
+def real_points(name, n=3000):
+    """Rows of real tables, word vectors, patches of photographs; and a bandwidth at which they are sparse."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    rng = np.random.default_rng(0)
+    try:
+        if name == "words":
+            table = np.load(bochner.data.fetch("glove", quiet=True), mmap_mode="r")
+            return np.array(table[np.sort(rng.choice(len(table), n, replace=False))], dtype=np.float32), 0.8
+        if name == "proteins":
+            table = np.genfromtxt(bochner.data.fetch("casp", quiet=True), delimiter=",", skip_header=1)[:, 1:]
+    except bochner.data.ArtefactUnavailable as reason:
+        pytest.skip(str(reason))
+    if name == "patches":
+        grey = datasets.load_sample_images().images[0].astype(np.float32).mean(-1) / 255
+        window = np.lib.stride_tricks.sliding_window_view(grey, (8, 8))
+        rows, columns = rng.integers(0, window.shape[0], n), rng.integers(0, window.shape[1], n)
+        return window[rows, columns].reshape(n, 64), 0.04
+    if name in ("digits", "cancer", "diabetes"):
+        load = {"digits": "load_digits", "cancer": "load_breast_cancer", "diabetes": "load_diabetes"}[name]
+        table = getattr(datasets, load)().data
+    table = (table - table.mean(0)) / (table.std(0) + 1e-12)
+    chosen = rng.permutation(len(table))[:n]
+    return table[chosen], {"proteins": 0.1, "digits": 2.0, "cancer": 0.8, "diabetes": 0.5}[name]
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize("eps", [0.1, 0.01, 0.001])
+@pytest.mark.parametrize("name", ["words", "proteins", "patches", "digits", "cancer", "diabetes"])
+def test_no_vector_breaks_the_contract_on_real_data(name, eps):
+    X, bandwidth = real_points(name)
+    truth = dense(X, X, bandwidth)
+    linear = KernelOperator(X, bandwidth=bandwidth, eps=eps, method="cells", adaptive=False)
+    x = adversaries(truth - np.asarray(linear @ np.eye(len(X)), dtype=np.float64))
+    K = KernelOperator(X, bandwidth=bandwidth, eps=eps, method="cells")
+    assert np.linalg.norm(K @ x - truth @ x, axis=0).max() <= eps
+    for column in x.T:
+        estimate = K.matvec_with_certificate(column)
+        assert np.linalg.norm(estimate.value - truth @ column) <= estimate.bound
+
+
+@pytest.mark.slow
+def test_ten_thousand_deterministic_statements_are_all_true():
+    stated = 0
+    for seed in range(500):
+        rng = np.random.default_rng(seed)
+        n, d = int(rng.integers(30, 200)), int(rng.integers(1, 30))
+        X = rng.normal(size=(n, d)) * 10.0 ** rng.integers(-3, 4, size=(n if seed % 2 else 1, 1))
+        X = (X + rng.choice([0.0, 1e3, 1e7])).astype([np.float32, np.float64][seed % 2])
+        bandwidth = float(10.0 ** rng.uniform(-3, 2))
+        truth = dense(X, X, bandwidth)
+        method = ["exact", "cells", "sparse", "features", "lowrank"][seed % 5]
+        K = KernelOperator(X, bandwidth=bandwidth, eps=[0.2, 0.01, 1e-4][seed % 3], method=method, num_features=16)
+        for t in range(25):
+            x = rng.standard_t(1.5, size=n) * 10.0 ** rng.integers(-20, 20)
+            x = np.where(rng.random(n) < 0.1, x, 0.0) if t % 3 == 0 else x
+            estimate = K.matvec_with_certificate(x)
+            if estimate.kind == "deterministic":
+                stated += 1
+                assert np.linalg.norm(estimate.value - truth @ x) <= estimate.bound * (1 + 1e-12), (seed, t, method)
+    assert stated >= 10_000

@@ -161,14 +161,16 @@ def cells_engine(problem: Problem, index: KeyIndex) -> CellsEngine:
         other = measured_plan(index, queries, problem.eps, problem.generator())
         if other.met and product_pairs(other, index) < product_pairs(plan, index):
             return CellsEngine(index, other)
+        plan.mean_row_sum = other.mean_row_sum
     engine = CellsEngine(index, plan)
-    ones = torch.ones(problem.shape[1], 1, dtype=engine.dtype)
-    row_sums = engine.apply(ones).value
-    plan.mean_row_sum = float(row_sums.mean())
-    # Long sums of one sign: single precision must not eat up eps.
-    lost = torch.empty_like(row_sums[:, 0]).index_copy_(0, plan.queries.order, plan.rounding[plan.queries.label])
-    sums = row_sums[:, 0].abs()
-    lost = lost / TYPICAL * sums.sqrt() + 16 * torch.finfo(engine.dtype).eps * sums  # errors of entries are independent
+    if plan.fraction(index) <= WORTHWHILE:
+        sums = engine.apply(torch.ones(problem.shape[1], 1, dtype=engine.dtype)).value[:, 0].abs()
+        plan.mean_row_sum = float(sums.mean())
+    else:  # a product to find them would be as dear as an exact one
+        sums = torch.full((problem.shape[0],), 4 * plan.mean_row_sum, dtype=engine.dtype)
+    # Rounding of entries, which are independent, and of long sums of one sign: single precision must not eat up eps.
+    lost = torch.empty_like(sums).index_copy_(0, plan.queries.order, plan.rounding[plan.queries.label])
+    lost = lost / TYPICAL * sums.sqrt() + 16 * torch.finfo(engine.dtype).eps * sums
     if engine.dtype == torch.float32 and float(lost.max()) > problem.eps / 4:
         return cells_engine(problem, reframe(index, "float64"))
     return engine

@@ -22,6 +22,7 @@ from .index import KeyIndex, Side
 from .tiles import Tiles, argument_error, norms, swapped
 
 SKIP_SHARE = 0.5  # of eps, for what a certain plan skips
+TRIED, HOPELESS = 16, 0.5  # one cell in so many is tried; giving up if this part of the pairs is near
 
 
 @dataclass
@@ -117,7 +118,7 @@ def skippable(
     """For each cell of `side`, which cells of `other` must be near, and what each row then skips at most.
 
     Blocks are skipped from the least kernel upwards while no row's sum exceeds `limit`. `middles`: `nearest_to_middle`
-    of both sides.
+    of both sides. Where little can be skipped in the first cells, the others are not looked at: everything is near.
     """
     near = torch.ones(index.cells, index.cells, dtype=torch.bool)
     skipped = side.rows.new_zeros(side.rows.shape[0])
@@ -147,6 +148,8 @@ def skippable(
         kept = int((table.amax(0) <= limit).sum()) if some.numel() else 0
         near[a, some[by_size[:kept]]] = False
         skipped[lo:hi] = (table[:, kept - 1] if kept else spent) * (1.0 + 1e-4)  # the sum's own rounding
+        if a == index.cells // TRIED and float((near[: a + 1].to(count.dtype) @ count).mean()) > HOPELESS * count.sum():
+            return filled.expand_as(near).clone(), torch.zeros_like(skipped)
     return near & filled, skipped
 
 

@@ -76,11 +76,10 @@ class CellsEngine(Engine):
         weights = self.index.keys.cell_sums(torch.cat([x, x.abs().amax(1, True)], 1)) if forward else None
         collected = x.new_zeros(self.index.cells, r)
         for a, (lo, hi) in enumerate(plan.queries.ranges()):
-            near = plan.near[a]
+            near = plan.near[a].nonzero()[:, 0]
             for i in range(lo, hi, ROWS):
                 j = min(i + ROWS, hi)
-                far = self.index.far(swapped(plan.queries.rows[i:j]), a)
-                far[:, near] = 0.0
+                far = self.index.far(swapped(plan.queries.rows[i:j]), a).index_fill_(1, near, 0.0)
                 if backward:
                     collected.addmm_(far.T, x[i:j])
                 if weights is not None and missed is not None:
