@@ -113,7 +113,7 @@ class SparseEngine(Engine):
         near = NearTiles(index, plan)
         tau, fraction = self._first_threshold(near)
         expected = 2 * BYTES * fraction * plan.pairs(index)  # twice: parts and whole, for a moment
-        if expected > 4 * memory:
+        if expected > 2 * memory:
             raise TooLarge(_too_large(expected, memory))
         collected, total, start = Collected([], [], []), 0, tau
         cells = range(index.cells)
