@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,14 +27,19 @@ class BochnerWarning(UserWarning):
     """Something was computed, but not as well as the caller may think."""
 
 
+def is_int(value: Any) -> bool:
+    """Whether a value counts something: an int of Python, numpy or torch's tracing, but no bool."""
+    return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
+
+
 def positive_int(value: Any, name: str, owner: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+    if not is_int(value) or value <= 0:
         raise BochnerError(f"The {name!r} of {owner} must be a positive int, got {value!r}.")
-    return value
+    return int(value)
 
 
 def positive_float(value: Any, name: str, owner: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
         raise BochnerError(f"The {name!r} of {owner} must be a positive finite number, got {value!r}.")
     return float(value)
 
@@ -108,10 +114,10 @@ def make_generator(seed: int | None, generator: torch.Generator | None = None) -
     g = torch.Generator(device="cpu")
     if seed is None:
         g.seed()
-    elif isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+    elif not is_int(seed) or seed < 0:
         raise BochnerError(f"The 'seed' must be a non-negative int or None, got {seed!r}.")
     else:
-        g.manual_seed(seed)
+        g.manual_seed(int(seed))
     return g
 
 

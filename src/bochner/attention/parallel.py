@@ -9,16 +9,19 @@ partial gradients; DistributedDataParallel (over all ranks) or one all-reduce ad
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bochner._checks import BochnerError, BochnerWarning
-from bochner.attention.core import _Call, _check, check_scale, linear_attention
-from bochner.attention.state import EMPTY, State, merge, spread_mask
+from bochner._checks import BochnerError, accumulation_dtype, finite, one_of
+from bochner.attention.bidirectional import key_sums, read_rows
+from bochner.attention.call import Call
+from bochner.attention.checks import POLICIES, check_map, check_mask, check_qkv, check_scale
+from bochner.attention.core import linear_attention, report
+from bochner.attention.numerics import EMPTY
+from bochner.attention.state import State, merge, packed, spread_mask, unpacked
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap
 
@@ -44,39 +47,41 @@ def sequence_parallel_attention(
     if not (dist.is_available() and dist.is_initialized()):
         raise BochnerError("sequence_parallel_attention needs torch.distributed; call init_process_group first.")
     phi = feature_map(phi, dim=q.shape[-1])
-    _check(q, k, v, phi, is_causal, key_padding_mask, None, 0, None, on_small_normalizer, None)
-    scale = check_scale(scale, q, "sequence_parallel_attention")
-    options: dict[str, Any] = {"scale": scale, "on_small_normalizer": on_small_normalizer}
-    local = summarize(q, k, v, phi, key_padding_mask=key_padding_mask, scale=scale)
-    if is_causal:
-        before = exclusive_scan(local, group)
-        return linear_attention(
-            q, k, v, phi, is_causal=True, key_padding_mask=key_padding_mask, state=before, **options
-        )
+    owner = "sequence_parallel_attention"
+    check_qkv(q, k, v, owner)
+    check_map(phi, q, k)
+    check_mask(key_padding_mask, k, owner)
+    one_of(on_small_normalizer, "on_small_normalizer", owner, POLICIES)
+    scale = check_scale(scale, q, owner)
+    if key_padding_mask is not None:
+        hole = spread_mask(key_padding_mask)
+        k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
+    _all_finite(q, k, v, group)
+    call = Call(phi, math.sqrt(scale), accumulation_dtype(q.dtype), q.shape[1] // k.shape[1], policy=on_small_normalizer)
     with torch.autocast(q.device.type, enabled=False):
-        call = _Call(phi, q, k, v, math.sqrt(scale), True, True, on_small_normalizer, False)
-        out = call.read_all(q, all_reduce(local, group), k.shape[1], call.finish)
-        lost = call.report(q, k, v)
-        if lost is not None:
-            warnings.warn(
-                f"{int(lost.sum())} of {lost.numel()} attention rows are zero: their terms span more than {call.dtype} "
-                "holds; pass float64.",
-                BochnerWarning,
-                stacklevel=2,
-            )
-    return out.reshape(*q.shape[:-1], v.shape[-1])
+        local = unpacked(*key_sums(call, k, v, key_padding_mask))
+        if is_causal:
+            options: dict[str, Any] = {"scale": scale, "on_small_normalizer": on_small_normalizer}
+            options |= {"is_causal": True, "key_padding_mask": key_padding_mask}
+            return linear_attention(q, k, v, phi, state=exclusive_scan(local, group), **options)  # type: ignore[no-any-return]
+        total = all_reduce(local, group)
+        rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
+        result = report(call, read_rows(call, rows, packed(total), total.log_scale), stacklevel=3)
+    return result.out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
 
-def summarize(
-    q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, *, key_padding_mask: Tensor | None, scale: float
-) -> State:
-    """The state of a shard's keys; q gives only dtype and heads."""
-    with torch.autocast(q.device.type, enabled=False):
-        if key_padding_mask is not None:
-            hole = spread_mask(key_padding_mask)
-            k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
-        call = _Call(phi, q, k, v, math.sqrt(scale), True, True, "clamp", False)
-        return call.absorb_all(k, v, key_padding_mask)
+def _all_finite(q: Tensor, k: Tensor, v: Tensor, group: Any) -> None:
+    """Refuse non-finite inputs, on all ranks if on any: else the others would wait, or go on with NaN."""
+    problem: BochnerError | None = None
+    try:
+        for x, name in ((q, "q"), (k, "k"), (v, "v")):
+            finite(x, name, "sequence_parallel_attention")
+    except BochnerError as error:
+        problem = error
+    bad = torch.tensor(float(problem is not None), device=q.device)
+    dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
+    if bool(bad):
+        raise problem or BochnerError("q, k or v of sequence_parallel_attention are not finite on another rank.")
 
 
 def all_reduce(state: State, group: Any = None) -> State:
@@ -84,22 +89,19 @@ def all_reduce(state: State, group: Any = None) -> State:
     ref = state.log_scale.detach().clone()
     dist.all_reduce(ref, op=dist.ReduceOp.MAX, group=group)
     weight = (state.log_scale - ref).exp()
-    packed = torch.cat([state.kv, state.norm.unsqueeze(-1)], dim=-1) * weight[..., None, None]
-    total = _Sum.apply(packed, group)
-    return State(total[..., :-1], total[..., -1], ref)
+    return unpacked(_Sum.apply(packed(state) * weight[..., None, None], group), ref)
 
 
 def exclusive_scan(state: State, group: Any = None) -> State:
     """The merge of the states of all lower ranks; empty on rank 0."""
     rank = dist.get_rank(group)
-    packed = torch.cat([state.kv, state.norm.unsqueeze(-1)], dim=-1)
-    gathered = _Gather.apply(packed, group)
+    gathered = _Gather.apply(packed(state), group)
     scales = [torch.empty_like(state.log_scale) for _ in range(dist.get_world_size(group))]
     dist.all_gather(scales, state.log_scale.detach().contiguous(), group=group)
     # Every rank touches the whole gathered tensor, so that all of them take part in its backward.
-    before = State(gathered[0, ..., :-1] * 0, gathered[0, ..., -1] * 0, torch.full_like(state.log_scale, EMPTY))
+    before = unpacked(gathered[0] * 0, torch.full_like(state.log_scale, EMPTY))
     for i in range(rank):
-        before = merge(before, State(gathered[i, ..., :-1], gathered[i, ..., -1], scales[i]))
+        before = merge(before, unpacked(gathered[i], scales[i]))
     return before
 
 

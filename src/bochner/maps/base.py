@@ -42,6 +42,31 @@ class Features(NamedTuple):
         return self.values * self.log_scale.exp()
 
 
+class Exponent(NamedTuple):
+    """An exponential map of one role, as what it exponentiates: `phi_i(x) = exp(w_i . z + offset_i + row)`.
+
+    `change` takes x (..., n, d) to z (..., n, d) and row (..., n, 1); `weight` (m, d) holds the w_i and `offset` (m,)
+    their offsets, both with a leading axis of heads where the map has them.
+    """
+
+    change: Callable[[Tensor], tuple[Tensor, Tensor]]
+    weight: Tensor
+    offset: Tensor | None = None
+
+    def logits(self, z: Tensor) -> Tensor:
+        """`w_i . z + offset_i`, (..., n, m)."""
+        logits = z @ self.weight.to(z.dtype).mT
+        return logits if self.offset is None else logits + self.offset.to(z.dtype).unsqueeze(-2)
+
+
+def exponential(logits: Tensor, log_row: Tensor | float, *, antithetic: bool = False) -> Features:
+    """`exp(logits)` with the largest logit of each row moved into the log scale."""
+    if antithetic:
+        logits = torch.cat([logits, -logits], dim=-1)
+    peak = logits.detach().amax(-1, keepdim=True)
+    return Features((logits - peak).exp(), log_row + peak)
+
+
 class FeatureMap(FullPrecisionModule):
     """Base of all feature maps: validation, roles, seeds, calibration.
 
@@ -56,7 +81,6 @@ class FeatureMap(FullPrecisionModule):
 
     positive: ClassVar[bool] = False
     unbiased: ClassVar[bool] = True
-    bold: ClassVar[bool] = False
     feature_dim: int
 
     def __init__(self, dim: int, num_features: int, *, num_heads: int | None = None, kernel: str = "softmax") -> None:
@@ -80,18 +104,19 @@ class FeatureMap(FullPrecisionModule):
 
         It neither validates nor checks for finiteness.
         """
-        return lambda x: self._features(x.to(accumulation_dtype(x.dtype)), role)
+        exponent = self.exponent(role)
+        if exponent is None:
+            return lambda x: self._features(x.to(accumulation_dtype(x.dtype)), role)
 
-    def prepare_attention(
-        self, role: str, *, root: float = 1.0, scale_cancels: bool = False, bold: bool = False
-    ) -> Callable[[Tensor], Features]:
-        """`prepare` as attention calls it, block by block, on `root * x`: values may reach exp(HEADROOM).
+        def features(x: Tensor) -> Features:
+            z, row = exponent.change(x.to(accumulation_dtype(x.dtype)))
+            return exponential(exponent.logits(z), row)
 
-        The values of one call may live in a buffer that the next call overwrites. `scale_cancels`: the row's log scale
-        will not be used (a query's, in normalised attention) and may be wrong. `bold`, for maps that have it: rows are
-        not shifted to exp(HEADROOM), and the caller has to see to it that none is beyond.
-        """
-        return scaled(self.prepare(role), root)
+        return features
+
+    def exponent(self, role: str) -> Exponent | None:
+        """What a map that is one exponential computes, for attention to keep in range; None for all others."""
+        return None
 
     def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> FeatureMap:
         """Draw new random parts in place; learned parameters and calibration stay."""
@@ -177,11 +202,6 @@ class FeatureMap(FullPrecisionModule):
     def extra_repr(self) -> str:
         heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
         return f"dim={self.dim}, num_features={self.num_features}{heads}, kernel={self.kernel!r}"
-
-
-def scaled(features: Callable[[Tensor], Features], root: float) -> Callable[[Tensor], Features]:
-    """The features of `root * x`, in the accumulation dtype."""
-    return lambda x: features(x.to(accumulation_dtype(x.dtype)) * root)
 
 
 def squared_norm(x: Tensor) -> Tensor:

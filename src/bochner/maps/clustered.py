@@ -11,15 +11,14 @@ import torch
 from torch import Generator, Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype, make_generator, one_of, positive_float, positive_int
-from bochner.maps.base import KERNELS, Features
-from bochner.maps.exponential import exponential
-from bochner.maps.hybrid import MixedFeatureMap, _row_factor, _spawn, compose
+from bochner.maps.base import KERNELS, FeatureMap, Features, exponential
+from bochner.maps.hybrid import _row_factor, _spawn, compose
 from bochner.projections import Projection, make_projection
 
 _LARGEST = 10.0  # of the entries of A and of their inverses: beyond, one bad coordinate would rule the variance
 
 
-class ClusteredFeatures(MixedFeatureMap):
+class ClusteredFeatures(FeatureMap):
     """A hybrid of complex exponential estimators, one for each pair of clusters, each quiet near its centres.
 
     `calibrate_(q, k)` runs k-means on queries and keys (per head) and gives pair (i, j) a diagonal `A_ij`. With
@@ -116,11 +115,11 @@ class ClusteredFeatures(MixedFeatureMap):
             buffer = getattr(self, name)
             buffer.copy_(value.reshape(buffer.shape))
 
-    def _prepare(self, role: str, headroom: float) -> Callable[[Tensor], Features]:
+    def prepare(self, role: str) -> Callable[[Tensor], Features]:
         features = self._indicator if self.coefficients == "indicator" else self._mixture
-        return lambda x: features(x.to(accumulation_dtype(x.dtype)), role, headroom)
+        return lambda x: features(x.to(accumulation_dtype(x.dtype)), role)
 
-    def _indicator(self, x: Tensor, role: str, headroom: float) -> Features:
+    def _indicator(self, x: Tensor, role: str) -> Features:
         # 1. The cluster of each row, as a one-hot vector.
         centres = (self.centres_query if role == "query" else self.centres_key).to(x.dtype)
         score = x @ centres.mT - 0.5 * centres.square().sum(-1).unsqueeze(-2)
@@ -132,7 +131,7 @@ class ClusteredFeatures(MixedFeatureMap):
         # 3. Its features in those pairs, at one scale.
         logits, phase = self._exponents(x.unsqueeze(-2) * modulus, imaginary)
         log_norm = 0.5 * math.log(self.num_features)
-        size = exponential(logits.flatten(-2), _row_factor(x, self.kernel) - log_norm, headroom=headroom)
+        size = exponential(logits.flatten(-2), _row_factor(x, self.kernel) - log_norm)
         values = size.values.unflatten(-1, (other, -1))
         values = _real_parts(values, phase)
         # 4. Zeros in all other pairs.
@@ -142,7 +141,7 @@ class ClusteredFeatures(MixedFeatureMap):
             values = hot[..., None, :, None] * values[..., :, None, :]
         return Features(values.flatten(-3), size.log_scale)
 
-    def _mixture(self, x: Tensor, role: str, headroom: float) -> Features:
+    def _mixture(self, x: Tensor, role: str) -> Features:
         # 1. All pairs, and after them the identity for the base that takes the rest.
         changed, imaginary = self._all_pairs(x, role)
         every = torch.cat([changed, x.unsqueeze(-2)], dim=-2)
@@ -152,7 +151,7 @@ class ClusteredFeatures(MixedFeatureMap):
         row = _row_factor(x, self.kernel) - 0.5 * math.log(self.num_features)
         bases = []
         for p in range(logits.shape[-2]):
-            size = exponential(logits[..., p, :].clone(), row, headroom=headroom)
+            size = exponential(logits[..., p, :].clone(), row)
             values = _real_parts(size.values, None if phase is None else phase[..., p, :])
             bases.append(Features(values, size.log_scale))
         # 3. Their coefficients.

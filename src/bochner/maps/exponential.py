@@ -13,11 +13,9 @@ from torch import Generator, Tensor
 
 from bochner._checks import (
     BochnerError,
-    accumulation_dtype,
     one_of,
 )
-from bochner._scratch import Scratch
-from bochner.maps.base import KERNELS, FeatureMap, Features, pooled, squared_norm
+from bochner.maps.base import KERNELS, Exponent, FeatureMap, pooled, squared_norm
 from bochner.moments import (
     PairMoments,
     attended_pairs,
@@ -26,11 +24,7 @@ from bochner.moments import (
     optimal_a,
     second_moment_of_sum,
 )
-from bochner.projections import DenseProjection, Projection, make_projection
-
-# Inside attention the largest feature of a row is exp(HEADROOM), not 1: a product of a query's and a key's features
-# whose peaks lie at different frequencies then has exp(-2 * HEADROOM) more room before it underflows in float32.
-HEADROOM = 30.0
+from bochner.projections import Projection, make_projection
 
 
 class ExponentialFeatures(FeatureMap):
@@ -42,7 +36,6 @@ class ExponentialFeatures(FeatureMap):
     """
 
     positive = True
-    bold = True
     antithetic: ClassVar[bool] = False
     norms: ClassVar[str] = "chi"
 
@@ -71,46 +64,24 @@ class ExponentialFeatures(FeatureMap):
         if self.antithetic:
             self.feature_dim = 2 * num_features
 
-    def prepare(self, role: str) -> Callable[[Tensor], Features]:
-        return self._prepare(role, 1.0, headroom=0.0, with_row=True, reuse=False, bold=False)
+    def exponent(self, role: str) -> Exponent:
+        w, log_weight = self._shape_w(self.projection.matrix()), self._log_weight()
+        if self.antithetic:
+            w = torch.cat([w, -w], dim=-2)
+        change, log_norm = self._change(role), -0.5 * math.log(self.feature_dim)
 
-    def prepare_attention(
-        self, role: str, *, root: float = 1.0, scale_cancels: bool = False, bold: bool = False
-    ) -> Callable[[Tensor], Features]:
-        return self._prepare(role, root, headroom=HEADROOM, with_row=not scale_cancels, reuse=True, bold=bold)
+        def with_norm(x: Tensor) -> tuple[Tensor, Tensor]:
+            z, row = change(x)
+            return z, row + log_norm - self._half() * squared_norm(z)
 
-    def _prepare(
-        self, role: str, root: float, *, headroom: float, with_row: bool, reuse: bool, bold: bool
-    ) -> Callable[[Tensor], Features]:
-        log_norm = -0.5 * math.log(self.feature_dim)
-        change = self._change(role, root, with_row)
-        log_weight = self._log_weight()
-        # Frequencies with their change of variables do not depend on x; where they are a matrix, it is formed here.
-        dense = isinstance(self.projection, DenseProjection)
-        w = self._shape_w(self.projection.matrix()) if dense else None
-        scratch = Scratch(reuse)
-
-        def features(x: Tensor) -> Features:
-            z, row = change(x.to(accumulation_dtype(x.dtype)))
-            if w is None:
-                logits = self.projection(self._shape_x(z * root))
-            else:
-                logits = scratch.matmul(z, (root * w.to(z.dtype)).mT)
-            if with_row:
-                row = row + log_norm - self._half() * root**2 * squared_norm(z)
-            if log_weight is not None:
-                offset = self._spread(log_weight, z)
-                logits = logits + offset if logits.requires_grad else logits.add_(offset)
-            return exponential(logits, row, antithetic=self.antithetic, headroom=None if bold else headroom)
-
-        return features
+        return Exponent(with_norm, w, log_weight)
 
     def _half(self) -> float:
         """The factor of -|z|^2 in a row's log scale."""
         return 0.5 if self.kernel == "softmax" else 1.0
 
-    def _change(self, role: str, root: float, with_row: bool) -> Callable[[Tensor], tuple[Tensor, Tensor | float]]:
-        """x to z, `root * z` being the changed variable of `root * x`, and the log of its row factor but for |z|^2."""
+    def _change(self, role: str) -> Callable[[Tensor], tuple[Tensor, Tensor | float]]:
+        """x to z, and the log of its row factor but for |z|^2."""
         return lambda x: (x, 0.0)
 
     def _log_weight(self) -> Tensor | None:
@@ -118,28 +89,8 @@ class ExponentialFeatures(FeatureMap):
         return None
 
     def _shape_w(self, w: Tensor) -> Tensor:
-        """The linear map of the frequencies, where they are a matrix."""
+        """The linear map of the frequencies."""
         return w
-
-    def _shape_x(self, x: Tensor) -> Tensor:
-        """The transpose of `_shape_w`, on x, where the frequencies are only an operator."""
-        return x
-
-
-def exponential(
-    logits: Tensor, log_row: Tensor | float, *, antithetic: bool = False, headroom: float | None = 0.0
-) -> Features:
-    """`exp(logits)`, the largest logit of each row less `headroom` moved into the log scale; consumes `logits`.
-
-    `headroom=None` leaves rows where they are.
-    """
-    if antithetic:
-        logits = torch.cat([logits, -logits], dim=-1)
-    if headroom is None:
-        return Features(logits.exp_(), torch.as_tensor(log_row, dtype=logits.dtype, device=logits.device))
-    peak = logits.detach().amax(-1, keepdim=True) - headroom
-    values = (logits - peak).exp() if logits.requires_grad else logits.sub_(peak).exp_()
-    return Features(values, log_row + peak)
 
 
 class PositiveFeatures(ExponentialFeatures):
@@ -201,14 +152,8 @@ class OptimalFeatures(ExponentialFeatures):
         A = self.A.unsqueeze(-1)
         return A * norms + 0.25 * self.dim * torch.log1p(-4 * A)
 
-    def _factor(self) -> Tensor:
-        return (1 - 4 * self.A).sqrt()[..., None, None]
-
     def _shape_w(self, w: Tensor) -> Tensor:
-        return w * self._factor().to(w.dtype)
-
-    def _shape_x(self, x: Tensor) -> Tensor:
-        return x * self._factor().to(x.dtype)
+        return w * (1 - 4 * self.A).sqrt()[..., None, None].to(w.dtype)
 
 
 class CalibratedFeatures(ExponentialFeatures):
@@ -306,30 +251,25 @@ class CalibratedFeatures(ExponentialFeatures):
     def _half(self) -> float:
         return 0.5
 
-    def _change(self, role: str, root: float, with_row: bool) -> Callable[[Tensor], tuple[Tensor, Tensor | float]]:
+    def _change(self, role: str) -> Callable[[Tensor], tuple[Tensor, Tensor | float]]:
         basis = self.basis_query if role == "query" else self.basis_key
         centre = self.centre_query if role == "query" else self.centre_key
         other = self.centre_key if role == "query" else self.centre_query
 
         def change(x: Tensor) -> tuple[Tensor, Tensor | float]:
-            t = x - self._spread(centre, x) / root
+            t = x - self._spread(centre, x)
             z = t @ basis.to(x.dtype).mT
-            if not with_row:
-                return z, 0.0
             if self.kernel == "gaussian":
-                return z, -0.5 * root**2 * squared_norm(t)
+                return z, -0.5 * squared_norm(t)
             # exp((x-a).b) belongs to the query's row, exp(a.y) to the key's.
-            return z, ((t if role == "query" else x) * (root * self._spread(other, x))).sum(-1, keepdim=True)
+            return z, (t if role == "query" else x) @ other.to(x.dtype).unsqueeze(-1)
 
         return change
 
     def _log_weight(self) -> Tensor | None:
-        w2 = self.projection.matrix().square()
+        w2 = self.projection.matrix().to(self.a.dtype).square()
         weight = (w2 @ self.a.unsqueeze(-1)).squeeze(-1)
         return weight + 0.25 * torch.log1p(-4 * self.a).sum(-1, keepdim=True)
 
     def _shape_w(self, w: Tensor) -> Tensor:
         return w * (1 - 4 * self.a).sqrt().unsqueeze(-2).to(w.dtype)
-
-    def _shape_x(self, x: Tensor) -> Tensor:
-        return x * self._spread((1 - 4 * self.a).sqrt(), x)

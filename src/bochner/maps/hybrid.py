@@ -25,31 +25,12 @@ from bochner._checks import (
     positive_float,
     positive_int,
 )
-from bochner.maps.base import KERNELS, FeatureMap, Features, scaled
-from bochner.maps.exponential import HEADROOM, exponential
+from bochner.maps.base import KERNELS, FeatureMap, Features, exponential
 from bochner.projections import Projection, make_projection
 from bochner.theory import Moments, angular_moments, gaussian_moments, hybrid_split
 
 
-class MixedFeatureMap(FeatureMap):
-    """A map with exponentials among its features: `_prepare(role, headroom)` for both ways of calling it.
-
-    Parts at different scales share one row, so a row's scale is never dropped.
-    """
-
-    def prepare(self, role: str) -> Callable[[Tensor], Features]:
-        return self._prepare(role, 0.0)
-
-    def prepare_attention(
-        self, role: str, *, root: float = 1.0, scale_cancels: bool = False, bold: bool = False
-    ) -> Callable[[Tensor], Features]:
-        return scaled(self._prepare(role, HEADROOM), root)
-
-    def _prepare(self, role: str, headroom: float) -> Callable[[Tensor], Features]:
-        raise NotImplementedError
-
-
-class ComplexExponentialFeatures(MixedFeatureMap):
+class ComplexExponentialFeatures(FeatureMap):
     """`phi(x) = exp(-(Ax).(Ax)/2) exp(w.Ax) / sqrt(m)`, keys with `B = (A')^-1` in place of A; no conjugates.
 
     Unbiased for every invertible A; the real part of the product is kept. Real A: m positive features. Complex A: 2 m
@@ -94,7 +75,7 @@ class ComplexExponentialFeatures(MixedFeatureMap):
         else:
             self.feature_dim = 2 * num_features
 
-    def _prepare(self, role: str, headroom: float) -> Callable[[Tensor], Features]:
+    def prepare(self, role: str) -> Callable[[Tensor], Features]:
         # Here and not in the function below: a block recomputed in a backward pass must find nothing cached.
         real, imag = self._change(role)
 
@@ -104,7 +85,7 @@ class ComplexExponentialFeatures(MixedFeatureMap):
             row = _row_factor(x, self.kernel) - 0.5 * math.log(self.num_features)
             logits = self.projection(re)
             phase = None if im is None else self.projection(im)
-            return complex_exponential(logits, phase, re, im, row, role, headroom)
+            return complex_exponential(logits, phase, re, im, row, role)
 
         return features
 
@@ -130,7 +111,6 @@ def complex_exponential(
     im: Tensor | None,
     log_row: Tensor,
     role: str,
-    headroom: float = 0.0,
 ) -> Features:
     """The features `exp(w.t - t.t/2)` of `t = re + i im` as real numbers; `logits = w.re` is consumed, `phase = w.im`.
 
@@ -138,8 +118,8 @@ def complex_exponential(
     """
     log_row = log_row - 0.5 * re.square().sum(-1, keepdim=True)
     if im is None or phase is None:
-        return exponential(logits, log_row, headroom=headroom)
-    size = exponential(logits, log_row + 0.5 * im.square().sum(-1, keepdim=True), headroom=headroom)
+        return exponential(logits, log_row)
+    size = exponential(logits, log_row + 0.5 * im.square().sum(-1, keepdim=True))
     phase = phase - (re * im).sum(-1, keepdim=True)
     sine = phase.sin() if role == "query" else -phase.sin()
     return Features(torch.cat([size.values * phase.cos(), size.values * sine], dim=-1), size.log_scale)
@@ -153,7 +133,7 @@ class Coefficient(NamedTuple):
     weight: float = 1.0
 
 
-class HybridFeatures(MixedFeatureMap):
+class HybridFeatures(FeatureMap):
     """The general hybrid, `sum_k lam_k K_k + (1 - sum_k lam_k) K_last`, of any base maps and coefficients.
 
     Each `K_k` is the estimate of a base map, each `lam_k = a_k + b_k xi_k(x).eta_k(y)` that of a `Coefficient`.
@@ -203,8 +183,8 @@ class HybridFeatures(MixedFeatureMap):
         )
         self.feature_dim += bases[-1].feature_dim * (sum(lengths) + (sum(self.constants) != 1))
 
-    def _prepare(self, role: str, headroom: float) -> Callable[[Tensor], Features]:
-        bases = [b.prepare_attention(role) if headroom else b.prepare(role) for b in self.bases]  # type: ignore[operator]
+    def prepare(self, role: str) -> Callable[[Tensor], Features]:
+        bases = [b.prepare(role) for b in self.bases]  # type: ignore[operator]
         coefficients = [c.prepare(role) for c in self.coefficients]  # type: ignore[operator]
 
         def features(x: Tensor) -> Features:
@@ -329,7 +309,7 @@ def _signs(t: Tensor, x: Tensor) -> Features:
     )
 
 
-class BipolarFeatures(MixedFeatureMap):
+class BipolarFeatures(FeatureMap):
     """`lam K_hyp + (1 - lam) K_trig`: hyperbolic features for small kernel values, trigonometric for large ones.
 
     A subclass says what lam is; `moments(x, y, n)` are those of its estimate. `num_coefficients` (n): given,
@@ -373,7 +353,7 @@ class BipolarFeatures(MixedFeatureMap):
         self.trig_projection = None if shared else make_projection(law, dim, m, num_heads=num_heads, seed=_spawn(g))
         self.feature_dim = 4 * m * (self.width * n + 1)
 
-    def _prepare(self, role: str, headroom: float) -> Callable[[Tensor], Features]:
+    def prepare(self, role: str) -> Callable[[Tensor], Features]:
         def features(x: Tensor) -> Features:
             x = x.to(accumulation_dtype(x.dtype))
             t = self.projection(x)
@@ -381,7 +361,7 @@ class BipolarFeatures(MixedFeatureMap):
             half = 0.5 * x.square().sum(-1, keepdim=True)
             row = _row_factor(x, self.kernel) - 0.5 * math.log(self.num_projections)
             trig = Features(torch.cat([u.sin(), u.cos()], dim=-1), row + half)
-            hyp = exponential(t, row - half - 0.5 * math.log(2), antithetic=True, headroom=headroom)
+            hyp = exponential(t, row - half - 0.5 * math.log(2), antithetic=True)
             xi, constant, weight = self._coefficient(x)
             return compose([hyp, trig], [xi], [constant], [weight], role)
 

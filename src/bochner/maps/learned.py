@@ -30,8 +30,7 @@ from bochner._checks import (
     positive_int,
     spawn_seed,
 )
-from bochner.maps.base import KERNELS, FeatureMap, Features, scaled
-from bochner.maps.exponential import HEADROOM, exponential
+from bochner.maps.base import KERNELS, Exponent, FeatureMap, Features
 from bochner.projections import (
     Projection,
     chi,
@@ -107,31 +106,31 @@ class SpectralFeatures(FeatureMap):
         self._draw_noise(self._noise_generator())
         return self
 
+    def exponent(self, role: str) -> Exponent | None:
+        if self.sinks:
+            return None
+        weights = self._weights()
+        offset = None if weights is None else weights.log()
+        return Exponent(lambda x: (x, self._log_row(x)), self.frequencies(), offset)
+
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
-        return self._prepare(0.0)
-
-    def prepare_attention(
-        self, role: str, *, root: float = 1.0, scale_cancels: bool = False, bold: bool = False
-    ) -> Callable[[Tensor], Features]:
-        return scaled(self._prepare(HEADROOM), root)
-
-    def _prepare(self, headroom: float) -> Callable[[Tensor], Features]:
+        if not self.sinks:
+            return super().prepare(role)
         # Here and not in the function below: a block recomputed in a backward pass must find nothing cached.
-        project = self._projector()
-        log_norm = -0.5 * math.log(self.num_features)
+        project, weights = self._projector(), self._weights()
 
         def features(x: Tensor) -> Features:
             x = x.to(accumulation_dtype(x.dtype))
             t = project(x)
-            row = log_norm - self.g * x.square().sum(-1, keepdim=True)
-            weight = self._weights(x)
-            if not self.sinks:
-                return exponential(t if weight is None else t + weight.log(), row, headroom=headroom)
-            if weight is None:
-                return Features(torch.cat([t.cos(), t.sin()], dim=-1), row)
-            return Features(torch.cat([weight * t.cos(), weight * t.sin()], dim=-1), row)
+            parts = torch.cat([t.cos(), t.sin()], dim=-1)
+            if weights is not None:
+                parts = parts * torch.cat([weights, weights]).to(x.dtype)
+            return Features(parts, self._log_row(x))
 
         return features
+
+    def _log_row(self, x: Tensor) -> Tensor:
+        return -0.5 * math.log(self.num_features) - self.g * x.square().sum(-1, keepdim=True)
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
         """The kernel of the present parameters, the expectation over the noise: (..., n, s)."""
@@ -147,7 +146,7 @@ class SpectralFeatures(FeatureMap):
         """The present frequencies w, (M, d) or (h, M, d)."""
         raise NotImplementedError
 
-    def _weights(self, x: Tensor) -> Tensor | None:
+    def _weights(self) -> Tensor | None:
         """Weights of the features, (M,), where they are not all 1."""
         return None
 
@@ -237,8 +236,8 @@ class GMMFeatures(SpectralFeatures):
     def _factor(self, c: int) -> Tensor:
         return self.factor[..., c, :] if self.factors == "diagonal" else self.factor[..., c, :, :]
 
-    def _weights(self, x: Tensor) -> Tensor | None:
-        return None if self.weights is None else self.weights.to(x.dtype)
+    def _weights(self) -> Tensor | None:
+        return self.weights
 
     def _expectation(self, x: Tensor, y: Tensor) -> Tensor:
         total = x.new_zeros(())

@@ -1,0 +1,160 @@
+"""Attention over all keys: one absorb, one read.
+
+For an exponential map both are softmax attention. With the frequencies w_i as queries the keys are summed up,
+`kv_i / norm_i = softmax_j(w_i . y_j + row_j) v_j`; with the w_i as keys they are read,
+`out = softmax_i(w_i . x + log norm_i) kv_i / norm_i`. Both are stable at any scale. Any other map sums its features
+block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bochner.attention.call import Call, Result
+from bochner.attention.flash import attend
+from bochner.attention.numerics import EMPTY, MASKED, Buffers, adjoint, finish, flags, is_composed, join_rows
+from bochner.attention.recompute import Traced, add_up, run_scan
+from bochner.attention.state import State, cauchy_schwarz, packed, spread_mask, unpacked
+from bochner.maps.base import Exponent
+
+pad = torch.nn.functional.pad
+
+
+def bidirectional(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None) -> Result:
+    """Rows of q (b, g, N, d), the query heads of a group one after another, over all keys k, v (b, g, s, .)."""
+    query, key = call.phi.exponent("query"), call.phi.exponent("key")
+    if query is not None and key is not None and call.normalize and (q.device.type == "cpu" or is_composed()):
+        return Result(_exponential(call, query, key, q, k, v, hole))
+    result = read_rows(call, q, *key_sums(call, k, v, hole))
+    if call.phi.positive and call.may_look(q) and result.lost is not None and bool(result.lost.any()):
+        wide = replace(call, dtype=torch.float64)
+        again = read_rows(wide, q.double(), *key_sums(wide, k.double(), v.double(), hole))
+        return again._replace(out=again.out.to(call.dtype))
+    return result
+
+
+def _exponential(
+    call: Call, query: Exponent, key: Exponent, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None
+) -> Tensor:
+    dtype, lead = call.dtype, k.shape[:2]
+    # 1. Keys: their row factor is one more coordinate.
+    y, row = key.change(k.to(dtype) * call.root)
+    if hole is not None:
+        row = row.masked_fill(spread_mask(hole), MASKED)
+    w = pad(key.weight.to(dtype), (0, 1), value=1.0).expand(*lead, -1, -1)
+    kv, log_norm = attend(w, torch.cat([y, row], dim=-1), pad(v.to(dtype), (0, 1)))
+    # 2. Queries: so is the normaliser of each frequency.
+    for offset in (key.offset, query.offset):
+        if offset is not None:
+            log_norm = log_norm + offset.to(dtype).unsqueeze(-1)
+    x, _ = query.change(q.to(dtype) * call.root)
+    w = torch.cat([query.weight.to(dtype).expand(*lead, -1, -1), log_norm], dim=-1)
+    return attend(pad(x, (0, 1), value=1.0), w, kv)[0][..., :-1]
+
+
+def key_sums(call: Call, k: Tensor, v: Tensor, hole: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The packed state of all keys, (b, g, m, v + 1), and its log scale (b, g)."""
+    sums, ref = run_scan(SumScan(call, hole), call.phi, call.parameters, k, v)
+    return sums, ref
+
+
+def read_rows(call: Call, q: Tensor, sums: Tensor, ref: Tensor) -> Result:
+    """Rows of q (b, g, N, d) over the keys of a packed state."""
+    out, lost, small = run_scan(ReadScan(call, ref), call.phi, call.parameters, q, sums)
+    return Result(out, None, lost, small)
+
+
+def absorb_keys(call: Call, state: State, k: Tensor, v: Tensor, hole: Tensor | None) -> State:
+    """A state after more keys k, v (b, g, s, .), block by block."""
+    sums, ref = key_sums(call, k, v, hole)
+    top = torch.maximum(state.log_scale, ref)
+    old, new = ((x - top).exp()[..., None, None] for x in (state.log_scale, ref))
+    return unpacked(packed(state) * old + sums * new, top)
+
+
+def blocks(call: Call, length: int, lead: int, device: torch.device) -> list[slice]:
+    """Row blocks that stay in cache; one block while everything must be plain operations."""
+    rows = length if is_composed() else call.rows(lead, device)
+    return [slice(i, min(i + rows, length)) for i in range(0, length, rows)]
+
+
+@dataclass(frozen=True)
+class SumScan:
+    """The packed state of keys, and its scale."""
+
+    call: Call
+    hole: Tensor | None
+    num_smooth: int = 1
+
+    def run(self, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        call, (b, g, s, _) = self.call, k.shape
+        features, buffers = call.features("key"), Buffers()
+        sums = torch.zeros(b, g, call.phi.feature_dim, v.shape[-1] + 1, dtype=call.dtype, device=k.device)
+        ref = torch.full((b, g), EMPTY, dtype=call.dtype, device=k.device)
+        for part in blocks(call, s, b * g, k.device):
+            f = features(k[..., part, :])
+            scale = self._masked(f.log_scale, part)
+            new = torch.maximum(ref, scale.detach().amax((-2, -1)))
+            weighted = pad(v[..., part, :].to(call.dtype), (0, 1), value=1.0) * (scale - new[..., None, None]).exp()
+            more = buffers.matmul("sums", f.values.mT, weighted)
+            sums = torch.addcmul(more, sums, (ref - new).exp()[..., None, None])
+            ref = new
+        return (sums, ref), ref
+
+    def back(self, tensors: Sequence[Tensor], kept: Any, grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        call, (k, v), dsums = self.call, tensors, grads[0]
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        dparams: list[Tensor | None] = [None] * len(call.parameters)
+        features = call.features("key")
+        for part in blocks(call, k.shape[-2], k.shape[0] * k.shape[1], k.device):
+            f = Traced(features, k[..., part, :], call.parameters)
+            weight = (self._masked(f.log_scale, part) - kept[..., None, None]).exp()
+            dpsi = (pad(v[..., part, :].to(call.dtype), (0, 1), value=1.0) * weight) @ dsums.mT
+            dv[..., part, :] = (f.values @ dsums[..., :-1]) * weight
+            dk[..., part, :], more = f.pull(dpsi, (f.values * dpsi).sum(-1, keepdim=True))
+            dparams = add_up(dparams, more)
+        return dk, dv, *dparams
+
+    def _masked(self, log_scale: Tensor, part: slice) -> Tensor:
+        return log_scale if self.hole is None else log_scale.masked_fill(spread_mask(self.hole[:, part]), MASKED)
+
+
+@dataclass(frozen=True)
+class ReadScan:
+    """Rows (b, g, N, v) over a packed state of the scale `ref`; which are lost and which small, (b, g, N, 1)."""
+
+    call: Call
+    ref: Tensor
+    num_smooth: int = 1
+
+    def run(self, q: Tensor, sums: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        call, features, buffers, parts = self.call, self.call.features("query"), Buffers(), []
+        for part in blocks(call, q.shape[-2], q.shape[0] * q.shape[1], q.device):
+            f = features(q[..., part, :])
+            bound = None if call.phi.positive else cauchy_schwarz(f.values, sums[..., -1].unsqueeze(-2))
+            own = f.log_scale if call.row_scale_matters else torch.zeros_like(f.log_scale)
+            total = buffers.matmul("read", f.values, sums)
+            log_ref = self.ref[..., None, None] + own
+            parts.append(finish(total, log_ref, bound, None, call.normalize, call.policy, call.floor))
+        rows = join_rows(parts, q.shape[-2])
+        return (rows.out, *flags(rows)), rows
+
+    def back(self, tensors: Sequence[Tensor], kept: Any, grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        call, (q, sums) = self.call, tensors
+        total = adjoint(kept, grads[0], call.normalize)
+        dq, dsums = torch.empty_like(q), torch.zeros_like(sums)
+        dparams: list[Tensor | None] = [None] * len(call.parameters)
+        features = call.features("query")
+        for part in blocks(call, q.shape[-2], q.shape[0] * q.shape[1], q.device):
+            f, g = Traced(features, q[..., part, :], call.parameters), total[..., part, :]
+            dsums += f.values.mT @ g
+            dphi = g @ sums.mT
+            dscale = (f.values * dphi).sum(-1, keepdim=True) if call.row_scale_matters else None
+            dq[..., part, :], more = f.pull(dphi, dscale)
+            dparams = add_up(dparams, more)
+        return dq, dsums, *dparams

@@ -1,0 +1,183 @@
+"""What the functions of attention accept: one sentence for a mistake, at the entry."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bochner._checks import BochnerError, accumulation_dtype, floating, is_int, one_of, positive_float
+from bochner.attention.state import State
+from bochner.attention.window import check_state
+from bochner.maps.base import FeatureMap
+
+POLICIES = ("clamp", "zero", "raise")
+WINDOW_KINDS = ("block", "sliding")
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: FeatureMap,
+    mask: Tensor | None,
+    state: State | None,
+    cu_seqlens: Tensor | None,
+    return_state: bool,
+    *,
+    is_causal: bool,
+    window: int | None,
+    sinks: int,
+    window_kind: str,
+    normalize: bool,
+    on_small_normalizer: str,
+) -> tuple[int, int]:
+    """Refuse what `linear_attention` cannot do; returns the window, 0 for none, and the number of sinks."""
+    owner = "linear_attention"
+    check_qkv(q, k, v, owner)
+    one_of(on_small_normalizer, "on_small_normalizer", owner, POLICIES)
+    one_of(window_kind, "window_kind", owner, WINDOW_KINDS)
+    for flag, name in ((is_causal, "is_causal"), (normalize, "normalize"), (return_state, "return_state")):
+        check_flag(flag, name, owner)
+    check_map(phi, q, k)
+    n, s = q.shape[-2], k.shape[-2]
+    if is_causal and n > s:
+        raise BochnerError(
+            f"Causal attention needs at least as many keys as queries, got n={n} and s={s}; pass earlier keys by 'state'."
+        )
+    check_mask(mask, k, owner)
+    if window is not None and (not is_int(window) or window < 1):
+        raise BochnerError(f"The 'window' of {owner} must be a positive int or None, got {window!r}.")
+    if not is_int(sinks) or sinks < 0:
+        raise BochnerError(f"The 'sinks' of {owner} must be an int >= 0, got {sinks!r}.")
+    if window is not None and n != s and not is_causal:
+        raise BochnerError(
+            f"A 'window' that is not causal needs as many queries as keys, got n={n} and s={s}; use window=None."
+        )
+    if return_state and (not is_causal or cu_seqlens is not None):
+        raise BochnerError(
+            "'return_state' needs is_causal=True and no 'cu_seqlens'; for bidirectional attention use absorb and read."
+        )
+    window, sinks = int(window or 0), int(sinks)
+    if state is not None:
+        _check_resumed(q, k, v, phi, state, is_causal)
+        check_state(state.window, (window, sinks, window_kind))
+    if cu_seqlens is not None:
+        _check_packing(q, k, mask, state, cu_seqlens)
+    return window, sinks
+
+
+def check_map(phi: FeatureMap, q: Tensor, k: Tensor) -> None:
+    for x, name in ((q, "q"), (k, "k")):
+        phi.check_input(x, name)
+    if phi.num_heads is not None and phi.num_heads != k.shape[1]:
+        raise BochnerError(
+            f"The map has num_heads={phi.num_heads} but 'k' has {k.shape[1]} heads; build it with "
+            f"num_heads={k.shape[1]} (query heads of a group share their key head's map) or num_heads=None."
+        )
+
+
+def check_flag(value: Any, name: str, owner: str) -> None:
+    if not isinstance(value, (bool, torch.SymBool)):
+        raise BochnerError(f"The {name!r} of {owner} must be True or False, got {value!r}.")
+
+
+def _check_resumed(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: Any, is_causal: bool) -> None:
+    if not isinstance(state, State):
+        raise BochnerError(f"The 'state' of linear_attention must be a bochner.State, got {type(state).__name__}.")
+    if not is_causal:
+        raise BochnerError("A 'state' can be resumed only with is_causal=True.")
+    want = (k.shape[0], k.shape[1], phi.feature_dim, v.shape[-1])
+    if tuple(state.kv.shape) != want:
+        raise BochnerError(
+            f"The 'state' has kv of shape {tuple(state.kv.shape)}, this call needs {want}: it belongs to another "
+            "map, batch or value size."
+        )
+    dtype = accumulation_dtype(q.dtype)
+    if state.kv.dtype != dtype or state.kv.device != q.device:
+        raise BochnerError(
+            f"The 'state' is {state.kv.dtype} on {state.kv.device}, this call needs {dtype} on {q.device}; "
+            "resume with the dtype and device that the state was made with."
+        )
+
+
+def check_origin(state: State, phi: FeatureMap, scale: float) -> None:
+    """Refuse a state that another map, or another scale, has made."""
+    if state.origin is None or torch.compiler.is_compiling():
+        return
+    name, content, made = state.origin
+    if made != scale:
+        raise BochnerError(f"The 'state' was made with scale={made:.6g}, this call has scale={scale:.6g}; use the same.")
+    if (name, content) != origin_of(phi, scale)[:2]:
+        raise BochnerError(
+            f"The 'state' was made by another map ({name}) or before this one was redrawn, trained or calibrated; "
+            "resume with the map that made it, or start again."
+        )
+
+
+def origin_of(phi: FeatureMap, scale: float) -> tuple[str, float, float]:
+    """What tells maps apart: the class, and a checksum of its state."""
+    tensors = [t for t in (*phi.parameters(), *phi.buffers()) if t.is_floating_point()]
+    key = tuple((id(t), t._version) for t in tensors)
+    known = phi.__dict__.get("_origin")
+    if known is None or known[0] != key:
+        sums = [float(t.detach().double().sum()) for t in tensors if not t.is_meta]
+        known = (key, hash(tuple(sums)))
+        phi.__dict__["_origin"] = known
+    return type(phi).__name__, known[1], scale
+
+
+def _check_packing(q: Tensor, k: Tensor, mask: Tensor | None, state: State | None, cu_seqlens: Any) -> None:
+    n = q.shape[-2]
+    if mask is not None or state is not None or q.shape[0] != 1 or n != k.shape[-2]:
+        raise BochnerError("'cu_seqlens' needs a batch of 1, n = s, and neither 'key_padding_mask' nor 'state'.")
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
+        raise BochnerError("'cu_seqlens' must be an int tensor of shape (B + 1,), the bounds of the sequences.")
+    bounds = cu_seqlens.tolist()
+    if bounds[:1] != [0] or bounds[-1] != n or any(i > j for i, j in pairwise(bounds)):
+        raise BochnerError(f"'cu_seqlens' must rise from 0 to n={n}, got {bounds}.")
+
+
+def check_scale(scale: Any, q: Tensor, owner: str) -> float:
+    """The factor of q . k: a positive number, d^-1/2 unless given."""
+    return q.shape[-1] ** -0.5 if scale is None else positive_float(scale, "scale", owner)
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, owner: str) -> None:
+    """Shapes, heads, dtypes and devices of the three tensors of attention."""
+    for x, name in ((q, "q"), (k, "k"), (v, "v")):
+        floating(x, name, owner)
+        if x.ndim != 4:
+            raise BochnerError(f"The {name!r} of {owner} must have 4 axes (b, h, n, d), got shape {tuple(x.shape)}.")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise BochnerError(
+                f"q, k and v of {owner} must share dtype and device, got {q.dtype} on {q.device} for 'q' and {x.dtype} "
+                f"on {x.device} for {name!r}; cast or move one."
+            )
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        raise BochnerError(
+            f"{owner} needs at least one sequence, head, query and key, got shapes {tuple(q.shape)}, {tuple(k.shape)} "
+            f"and {tuple(v.shape)}."
+        )
+    if k.shape[:3] != v.shape[:3]:
+        raise BochnerError(
+            f"'k' and 'v' of {owner} must agree in batch, heads and length, got {tuple(k.shape)} and {tuple(v.shape)}."
+        )
+    if q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1] or q.shape[-1] != k.shape[-1]:
+        raise BochnerError(
+            f"'q' and 'k' of {owner} must agree in batch and head size, with q's heads a multiple of k's, got "
+            f"{tuple(q.shape)} and {tuple(k.shape)}."
+        )
+
+
+def check_mask(mask: Tensor | None, k: Tensor, owner: str) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != (k.shape[0], k.shape[2]):
+        got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise BochnerError(
+            f"The 'key_padding_mask' of {owner} must be a bool tensor of shape {(k.shape[0], k.shape[2])}, True for "
+            f"keys to ignore, got {got}."
+        )

@@ -1,0 +1,187 @@
+"""How attention keeps features in range: exponentials, references, lost rows, buffers.
+
+Maps say what they compute; here it is decided how it is kept. A feature of an exponential map is `exp(w.z + row)`.
+Rows whose logits are known to be small (`|w| |z|` bounds them) are exponentiated as they are, all others relative to
+their largest logit; either way the choice for a row depends on that row alone, so that no later row can move it even by
+rounding. Sums that nevertheless leave the range show as normalisers below `floor`, or as non-finite ones: such rows are
+*lost*, and computed again in the log domain (`bochner.attention.careful`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bochner.maps.base import FeatureMap, Features
+
+EMPTY = -1e30  # the log scale of nothing: finite, so that differences are never NaN
+MASKED = -2e30  # below EMPTY, so that exp(MASKED - EMPTY) is 0
+SMALL_NORMALIZER = 1e-4  # of its Cauchy-Schwarz bound; a signed map's normaliser below it is not used
+
+FeatureFunction = Callable[[Tensor], Features]
+
+
+class Range(NamedTuple):
+    """What a dtype holds, in powers of e.
+
+    `calm`: logits up to here are exponentiated as they are; `peak`: where the largest logit of any other row is put.
+    Twice either is below the largest exponent. `rise`: how far a key may exceed the reference of its chunk. `floor`: the
+    least normaliser of exponential features from which no term that mattered has underflowed.
+    """
+
+    calm: float
+    peak: float
+    rise: float
+    floor: float
+
+
+RANGES = {torch.float32: Range(43.0, 30.0, 25.0, 6e-6), torch.float64: Range(340.0, 250.0, 100.0, 1e-80)}
+BOUNDED_FLOOR = {torch.float32: 1e-30, torch.float64: 1e-200}  # the same for features that are at most 1
+
+
+def floor_of(phi: FeatureMap, dtype: torch.dtype) -> float:
+    """The normaliser of a positive map below which a row counts as lost."""
+    return BOUNDED_FLOOR[dtype] if phi.exponent("key") is None else RANGES[dtype].floor
+
+
+def feature_function(phi: FeatureMap, role: str, root: float, dtype: torch.dtype) -> FeatureFunction:
+    """The features of `root * x` in `dtype`, as attention wants them: x (..., n, d) to values and log scales."""
+    exponent = phi.exponent(role)
+    if exponent is None:
+        plain = phi.prepare(role)
+        return lambda x: plain(x.to(dtype) * root)
+    limits = RANGES[dtype]
+    weight = exponent.weight.to(dtype)
+    reach = torch.linalg.vector_norm(weight.detach(), dim=-1).amax(-1)[..., None, None]
+    offset = None if exponent.offset is None else exponent.offset.to(dtype).unsqueeze(-2)
+    lift = 0.0 if offset is None else offset.detach().abs().amax(-1, keepdim=True)
+
+    def features(x: Tensor) -> Features:
+        z, row = exponent.change(x.to(dtype) * root)
+        bound = torch.linalg.vector_norm(z.detach(), dim=-1, keepdim=True) * reach + lift
+        logits = z @ weight.mT
+        if offset is not None:
+            logits = logits + offset if logits.requires_grad else logits.add_(offset)
+        if may_look(x) and bool(bound.amax() <= limits.calm):
+            return Features(logits.exp_(), row)
+        shift = torch.where(bound <= limits.calm, 0, logits.detach().amax(-1, keepdim=True) - limits.peak)
+        return Features((logits - shift).exp_(), row + shift)
+
+    return features
+
+
+def may_look(x: Tensor) -> bool:
+    """Whether asking for a value is cheap and possible: not on other devices, not while tracing or transforming."""
+    return x.device.type == "cpu" and not is_composed()
+
+
+def is_composed() -> bool:
+    """Whether everything must be plain differentiable operations: while compiling, exporting, or under torch.func."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+class Rows(NamedTuple):
+    """Finished rows: their values, the factor that normalised each (0 for lost rows), and what was wrong with any.
+
+    out (..., n, v), factor (..., n, 1). `live` (..., n, 1): where the normaliser was not replaced by a floor. `lost` and
+    `small` (..., n, 1) or None: rows of a positive map to be computed again, rows of a signed map with a small
+    normaliser.
+    """
+
+    out: Tensor
+    factor: Tensor
+    live: Tensor | None = None
+    lost: Tensor | None = None
+    small: Tensor | None = None
+
+
+def finish(
+    total: Tensor,
+    log_ref: Tensor,
+    bound: Tensor | None,
+    beyond: Tensor | None,
+    normalize: bool,
+    policy: str,
+    floor: float,
+) -> Rows:
+    """Divide the sums (..., n, v + 1), values then normaliser, relative to exp(log_ref).
+
+    `bound` (..., n, 1): of a signed map's normaliser, None for positive ones. `beyond` (..., n, 1): rows known to be lost.
+    """
+    num, den = total[..., :-1], total[..., -1:]
+    if not normalize:
+        factor = log_ref.exp()
+        return Rows(num * factor, factor, lost=beyond)
+    if bound is not None:
+        small = (den < SMALL_NORMALIZER * bound) & (bound > 0)
+        den = torch.where(small, (SMALL_NORMALIZER * bound).clamp_min(torch.finfo(den.dtype).tiny), den)
+        bad = den == 0  # so is the numerator: nothing was attended to
+        lost = beyond
+        gone = bad if policy != "zero" else bad | small
+    else:
+        small = None
+        gone = bad = ~((den >= floor) & (den < torch.inf))
+        lost = bad & (log_ref > 0.5 * EMPTY)
+        if beyond is not None:
+            lost = lost | beyond
+    if beyond is not None:
+        gone = gone | beyond
+    factor = torch.where(gone, 0, 1 / torch.where(bad, 1, den))
+    out = num * factor
+    if is_composed() or beyond is not None:
+        out = torch.where(gone, 0, out)  # not zero times infinity
+    return Rows(out, factor, None if small is None else ~small, lost, small)
+
+
+def join_rows(parts: list[Rows], length: int) -> Rows:
+    """Blocks of finished rows, joined along the rows and cut to their number."""
+
+    def join(field: tuple[Tensor | None, ...]) -> Tensor | None:
+        found = [t for t in field if t is not None]
+        if not found:
+            return None
+        if len(found) < len(field):  # some blocks had nothing to say
+            found = [torch.zeros_like(p.factor, dtype=torch.bool) if t is None else t for t, p in zip(field, parts)]  # noqa: B905
+        return (found[0] if len(found) == 1 else torch.cat(found, dim=-2))[..., :length, :]
+
+    return Rows(*(join(field) for field in zip(*parts, strict=True)))  # type: ignore[arg-type]
+
+
+def flags(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Which rows are lost and which small, as tensors."""
+    nothing = torch.zeros_like(rows.factor, dtype=torch.bool)
+    return (nothing if rows.lost is None else rows.lost, nothing if rows.small is None else rows.small)
+
+
+def adjoint(rows: Rows, grad: Tensor, normalize: bool) -> Tensor:
+    """The gradient of the sums (..., n, v + 1) that `finish` divided, from that of its rows."""
+    values = grad * rows.factor
+    if not normalize:
+        return torch.nn.functional.pad(values, (0, 1))
+    den = -(grad * rows.out).sum(-1, keepdim=True) * rows.factor
+    if rows.live is not None:
+        den = den * rows.live
+    return torch.cat([values, den], dim=-1)
+
+
+class Buffers:
+    """Results of large products in memory that is used again, where no gradient may need them.
+
+    A fresh tensor of several megabytes costs as much in page faults as the product that fills it.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[Any, Tensor] = {}
+
+    def matmul(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """`a @ b`, valid until the next product of this name."""
+        if torch.is_grad_enabled() or is_composed():
+            return a @ b
+        shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+        buffer = self.held.get(name)
+        if buffer is None or buffer.shape != shape:
+            buffer = self.held[name] = a.new_empty(shape)
+        return torch.matmul(a, b, out=buffer)

@@ -1,0 +1,105 @@
+"""Backward passes that recompute: inputs are saved, features made again block by block, memory O(L d).
+
+A `Scan` computes rows from tensors and knows its own adjoint: the algebra of sums and states is differentiated by hand,
+a map through its own graph. Where a second derivative or a transformation is asked for, the same scan runs as plain
+differentiable operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bochner._checks import BochnerError
+from bochner.attention.numerics import FeatureFunction, is_composed
+from bochner.maps.base import Features
+
+
+class Scan(Protocol):
+    """Rows of attention with a hand-made adjoint.
+
+    `run(*tensors)` returns its outputs and whatever `back` needs besides the tensors; the first `num_smooth` outputs are
+    differentiable. `back(tensors, kept, grads)` returns one gradient per tensor and then one per parameter of the map.
+    """
+
+    num_smooth: int
+
+    def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Any]: ...
+
+    def back(self, tensors: Sequence[Tensor], kept: Any, grads: Sequence[Tensor]) -> Sequence[Tensor | None]: ...
+
+
+def run_scan(scan: Scan, phi: nn.Module, parameters: tuple[Tensor, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of a scan, differentiable with respect to tensors and parameters."""
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters))
+    if not learns or is_composed():
+        return scan.run(*tensors)[0]
+    return _Recomputed.apply(scan, phi, len(tensors), *tensors, *parameters)  # type: ignore[no-any-return]
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scan: Scan, phi: nn.Module, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs, ctx.kept = scan.run(*tensors[:count])
+        ctx.scan, ctx.phi, ctx.count, ctx.versions = scan, phi, count, versions(phi)
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*outputs[scan.num_smooth :])
+        ctx.set_materialize_grads(True)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if versions(ctx.phi) != ctx.versions:
+            raise BochnerError(
+                f"The map {type(ctx.phi).__name__} was redrawn or changed in place between the forward and the backward "
+                "pass of linear_attention; call redraw_, step_ or the optimizer after backward."
+            )
+        tensors, scan = ctx.saved_tensors, ctx.scan
+        smooth = grads[: scan.num_smooth]
+        if torch.is_grad_enabled():  # a second derivative will be wanted
+            outputs, _ = scan.run(*tensors[: ctx.count])
+            wanted = [t for t in tensors if t.requires_grad]
+            found = iter(
+                torch.autograd.grad(
+                    outputs[: scan.num_smooth], wanted, smooth, create_graph=True, materialize_grads=True
+                )
+            )
+            return (None, None, None, *(next(found) if t.requires_grad else None for t in tensors))
+        return (None, None, None, *scan.back(tensors[: ctx.count], ctx.kept, smooth))
+
+
+def versions(phi: nn.Module) -> tuple[tuple[int, int], ...]:
+    """What changes when a parameter or buffer is written in place or replaced."""
+    return tuple((id(t), t._version) for t in (*phi.parameters(), *phi.buffers()))
+
+
+class Traced:
+    """The features of some rows with their own graph, to pull gradients back through the map once."""
+
+    def __init__(self, features: FeatureFunction, x: Tensor, parameters: tuple[Tensor, ...]) -> None:
+        self.x, self.parameters = x.detach().requires_grad_(), parameters
+        with torch.enable_grad():
+            self.features = features(self.x)
+        self.values, self.log_scale = (t.detach() for t in self.features)
+
+    def pull(self, values: Tensor, log_scale: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+        """The gradients of x and of the parameters, from those of the values and the log scale."""
+        outputs, grads = _smooth(self.features, (values, log_scale))
+        with torch.enable_grad():
+            dx, *rest = torch.autograd.grad(
+                outputs, (self.x, *self.parameters), grads, allow_unused=True, retain_graph=bool(self.parameters)
+            )
+        return torch.zeros_like(self.x) if dx is None else dx, rest
+
+
+def _smooth(features: Features, grads: tuple[Tensor, Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    pairs = [(f, g) for f, g in zip(features, grads, strict=True) if g is not None and f.requires_grad]
+    return [f for f, _ in pairs], [g for _, g in pairs]
+
+
+def add_up(total: list[Tensor | None], more: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients of the parameters, summed over blocks."""
+    return [b if a is None else a if b is None else a + b for a, b in zip(total, more, strict=True)]
