@@ -34,6 +34,7 @@ def naive_weights(
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
+    window_kind: str = "sliding",
     sinks: int = 0,
 ) -> Tensor:
     """Unnormalised weights (b, h, n, s), entry by entry from their definition."""
@@ -53,10 +54,12 @@ def naive_weights(
         exact = torch.einsum("bid,bjd->bij", x, y)
         if phi.kernel == "gaussian":
             exact = -0.5 * (x[:, :, None] - y[:, None, :]).square().sum(-1)
-        rows.append(torch.where(_exact_places(b, n, s, key_padding_mask, window, sinks), exact.exp(), kernel))
+        rows.append(
+            torch.where(_exact_places(b, n, s, key_padding_mask, window, window_kind, sinks), exact.exp(), kernel)
+        )
     weights = torch.stack(rows, dim=1)
     if is_causal:
-        weights = weights * torch.ones(n, s, dtype=q.dtype).tril()
+        weights = weights * torch.ones(n, s, dtype=q.dtype).tril(s - n)
     if key_padding_mask is not None:
         weights = weights * (~key_padding_mask)[:, None, None, :]
     return weights
@@ -70,15 +73,15 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, *, normali
     return weights @ v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 
-def _exact_places(b: int, n: int, s: int, mask: Tensor | None, window: int | None, sinks: int) -> Tensor:
-    """(b, n, s): inside the window, or one of the first unpadded keys."""
+def _exact_places(b: int, n: int, s: int, mask: Tensor | None, window: int | None, kind: str, sinks: int) -> Tensor:
+    """(b, n, s): inside the window, or one of the first unpadded keys; the queries are the last n."""
     near = torch.zeros(b, n, s, dtype=torch.bool)
     for sequence in range(b):
         unpadded = [j for j in range(s) if mask is None or not mask[sequence, j]]
         near[sequence, :, unpadded[:sinks]] = True
     if window is not None:
-        i, j = torch.arange(n)[:, None], torch.arange(s)[None, :]
-        near = near | ((i - j).abs() < window)
+        i, j = torch.arange(s - n, s)[:, None], torch.arange(s)[None, :]
+        near = near | ((i // window - j // window).abs() <= 1 if kind == "block" else (i - j).abs() < window)
     return near
 
 

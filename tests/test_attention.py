@@ -79,7 +79,7 @@ def test_many_row_blocks_give_the_same_as_one(is_causal: bool, rows: int, monkey
     mask = padding(2, 300)
     want = naive_attention(*inputs, phi, is_causal=is_causal, key_padding_mask=mask)
     want_grads = gradients(want, *inputs)
-    monkeypatch.setattr("bochner.attention.core.BLOCK_ELEMENTS", rows * 2 * 8 // 4)
+    monkeypatch.setattr("bochner.attention.call.BLOCK_ELEMENTS", rows * 2 * 8 // 4)
     for recompute in (True, False):
         got = linear_attention(*inputs, phi, is_causal=is_causal, key_padding_mask=mask, recompute=recompute)
         assert_same(got, want)

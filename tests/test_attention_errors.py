@@ -48,10 +48,16 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "window zero": ({"window": 0}, "'window' of linear_attention must be a positive int or None, got 0"),
     "window float": ({"window": 2.5}, "'window' of linear_attention must be a positive int or None, got 2.5"),
     "window bool": ({"window": True}, "'window' of linear_attention must be a positive int or None, got True"),
-    "window cross": ({"q": Q[:, :, :5], "window": 2}, "A 'window' needs as many queries as keys, got n=5 and s=10"),
+    "window cross": (
+        {"q": Q[:, :, :5], "window": 2},
+        "A 'window' that is not causal needs as many queries as keys, got n=5 and s=10",
+    ),
     "sinks": ({"sinks": -1}, "'sinks' of linear_attention must be an int >= 0, got -1"),
     "policy": ({"on_small_normalizer": "eps"}, "must be one of .*'clamp', 'zero', 'raise'.*, got 'eps'"),
-    "causal cross": ({"q": Q[:, :, :5], "is_causal": True}, "needs as many queries as keys, got n=5 and s=10"),
+    "causal cross": (
+        {"k": Q[:, :, :5], "v": Q[:, :, :5], "is_causal": True},
+        "needs at least as many keys as queries, got n=10 and s=5",
+    ),
     "state type": ({"is_causal": True, "state": (1, 2, 3)}, "must be a bochner.State, got tuple"),
     "state of a map": (
         {"is_causal": True, "state": empty_state((2, 2), 9, 3, dtype=torch.float32)},
@@ -61,10 +67,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"is_causal": True, "state": empty_state((2, 2), 8, 3, dtype=torch.float64)},
         "The 'state' is torch.float64 on cpu, this call needs torch.float32",
     ),
-    "state window": ({"is_causal": True, "state": STATE, "window": 3}, "made with window=0 and sinks=0, this call has"),
+    "state window": ({"is_causal": True, "state": STATE, "window": 3}, "made with window=0, sinks=0, this call has"),
     "state sinks": (
         {"is_causal": True, "state": WINDOWED, "window": 3, "sinks": 2},
-        "made with window=3 and sinks=1, this call has window=3 and sinks=2",
+        "made with window=3, sinks=1, window_kind='sliding', this call has window=3, sinks=2",
     ),
     "state not causal": ({"state": STATE}, "can be resumed only with is_causal=True"),
     "return_state": ({"return_state": True}, "'return_state' needs is_causal=True"),

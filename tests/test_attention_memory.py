@@ -42,6 +42,8 @@ def test_saved_memory_does_not_grow_with_features_times_length(options: dict[str
     states = 4 * 2 * chunks * (64 - 16) * (8 + 1)
     features = 4 * 2 * 512 * (64 - 16)
     assert growth[64] - growth[16] <= 3 * states < 0.7 * features
+    if not options:  # two softmax attentions: there are no features to keep
+        return
     kept = {m: size(1024, m, recompute=False) - size(512, m, recompute=False) for m in (16, 64)}
     assert kept[64] - kept[16] >= features
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError, floating
-from bochner.attention.core import State, linear_attention
+from bochner.attention.core import linear_attention
 from bochner.attention.exact import attention_matrix
+from bochner.attention.state import State
 from bochner.maps import feature_map as make_feature_map
 from bochner.maps.base import FeatureMap
 

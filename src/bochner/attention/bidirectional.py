@@ -17,19 +17,17 @@ from torch import Tensor
 
 from bochner.attention.call import Call, Result
 from bochner.attention.flash import attend
-from bochner.attention.numerics import EMPTY, MASKED, Buffers, adjoint, finish, flags, is_composed, join_rows
+from bochner.attention.numerics import EMPTY, MASKED, adjoint, finish, flags, is_composed, join_rows, product
 from bochner.attention.recompute import Traced, add_up, run_scan
 from bochner.attention.state import State, cauchy_schwarz, packed, spread_mask, unpacked
-from bochner.maps.base import Exponent
 
 pad = torch.nn.functional.pad
 
 
 def bidirectional(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None) -> Result:
     """Rows of q (b, g, N, d), the query heads of a group one after another, over all keys k, v (b, g, s, .)."""
-    query, key = call.phi.exponent("query"), call.phi.exponent("key")
-    if query is not None and key is not None and call.normalize and (q.device.type == "cpu" or is_composed()):
-        return Result(_exponential(call, query, key, q, k, v, hole))
+    if call.phi.is_exponential and call.normalize and (q.device.type == "cpu" or is_composed()):
+        return Result(_exponential(call, q, k, v, hole))
     result = read_rows(call, q, *key_sums(call, k, v, hole))
     if call.phi.positive and call.may_look(q) and result.lost is not None and bool(result.lost.any()):
         wide = replace(call, dtype=torch.float64)
@@ -38,9 +36,10 @@ def bidirectional(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | No
     return result
 
 
-def _exponential(
-    call: Call, query: Exponent, key: Exponent, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None
-) -> Tensor:
+def _exponential(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None) -> Tensor:
+    query, key = call.phi.exponent("query"), call.phi.exponent("key")
+    assert query is not None
+    assert key is not None
     dtype, lead = call.dtype, k.shape[:2]
     # 1. Keys: their row factor is one more coordinate.
     y, row = key.change(k.to(dtype) * call.root)
@@ -59,13 +58,13 @@ def _exponential(
 
 def key_sums(call: Call, k: Tensor, v: Tensor, hole: Tensor | None) -> tuple[Tensor, Tensor]:
     """The packed state of all keys, (b, g, m, v + 1), and its log scale (b, g)."""
-    sums, ref = run_scan(SumScan(call, hole), call.phi, call.parameters, k, v)
+    sums, ref = run_scan(SumScan(call, hole), k, v)
     return sums, ref
 
 
 def read_rows(call: Call, q: Tensor, sums: Tensor, ref: Tensor) -> Result:
     """Rows of q (b, g, N, d) over the keys of a packed state."""
-    out, lost, small = run_scan(ReadScan(call, ref), call.phi, call.parameters, q, sums)
+    out, lost, small = run_scan(ReadScan(call, ref), q, sums)
     return Result(out, None, lost, small)
 
 
@@ -91,9 +90,11 @@ class SumScan:
     hole: Tensor | None
     num_smooth: int = 1
 
-    def run(self, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        call, (b, g, s, _) = self.call, k.shape
-        features, buffers = call.features("key"), Buffers()
+    def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        call, (k, v) = self.call, tensors
+        b, g, s, _ = k.shape
+        features = call.features("key")
+        buffers: Buffers = {}
         sums = torch.zeros(b, g, call.phi.feature_dim, v.shape[-1] + 1, dtype=call.dtype, device=k.device)
         ref = torch.full((b, g), EMPTY, dtype=call.dtype, device=k.device)
         for part in blocks(call, s, b * g, k.device):
@@ -101,7 +102,7 @@ class SumScan:
             scale = self._masked(f.log_scale, part)
             new = torch.maximum(ref, scale.detach().amax((-2, -1)))
             weighted = pad(v[..., part, :].to(call.dtype), (0, 1), value=1.0) * (scale - new[..., None, None]).exp()
-            more = buffers.matmul("sums", f.values.mT, weighted)
+            more = product(buffers, "sums", f.values.mT, weighted)
             sums = torch.addcmul(more, sums, (ref - new).exp()[..., None, None])
             ref = new
         return (sums, ref), ref
@@ -110,7 +111,7 @@ class SumScan:
         call, (k, v), dsums = self.call, tensors, grads[0]
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         dparams: list[Tensor | None] = [None] * len(call.parameters)
-        features = call.features("key")
+        features = call.traced_features("key")
         for part in blocks(call, k.shape[-2], k.shape[0] * k.shape[1], k.device):
             f = Traced(features, k[..., part, :], call.parameters)
             weight = (self._masked(f.log_scale, part) - kept[..., None, None]).exp()
@@ -132,13 +133,15 @@ class ReadScan:
     ref: Tensor
     num_smooth: int = 1
 
-    def run(self, q: Tensor, sums: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        call, features, buffers, parts = self.call, self.call.features("query"), Buffers(), []
+    def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        call, (q, sums) = self.call, tensors
+        features, parts = call.features("query"), []
+        buffers: Buffers = {}
         for part in blocks(call, q.shape[-2], q.shape[0] * q.shape[1], q.device):
             f = features(q[..., part, :])
             bound = None if call.phi.positive else cauchy_schwarz(f.values, sums[..., -1].unsqueeze(-2))
             own = f.log_scale if call.row_scale_matters else torch.zeros_like(f.log_scale)
-            total = buffers.matmul("read", f.values, sums)
+            total = product(buffers, "read", f.values, sums)
             log_ref = self.ref[..., None, None] + own
             parts.append(finish(total, log_ref, bound, None, call.normalize, call.policy, call.floor))
         rows = join_rows(parts, q.shape[-2])
@@ -149,7 +152,7 @@ class ReadScan:
         total = adjoint(kept, grads[0], call.normalize)
         dq, dsums = torch.empty_like(q), torch.zeros_like(sums)
         dparams: list[Tensor | None] = [None] * len(call.parameters)
-        features = call.features("query")
+        features = call.traced_features("query")
         for part in blocks(call, q.shape[-2], q.shape[0] * q.shape[1], q.device):
             f, g = Traced(features, q[..., part, :], call.parameters), total[..., part, :]
             dsums += f.values.mT @ g

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,8 @@ class Call:
     """What is asked of attention, apart from the tensors.
 
     `root`: the square root of the scale, applied to queries and keys alike. `groups`: query heads per key head, r.
-    `window` is 0 where there is none. `learns`: whether a backward pass may come.
+    `window` is 0 where there is none. `parameters`: what of the map a gradient can reach. `learns`: whether a backward
+    pass may come.
     """
 
     phi: FeatureMap
@@ -34,7 +34,9 @@ class Call:
     sinks: int = 0
     normalize: bool = True
     policy: str = "clamp"
+    parameters: tuple[Tensor, ...] = ()
     learns: bool = False
+    recompute: bool = True
     diagnostics: bool = True
 
     def may_look(self, x: Tensor) -> bool:
@@ -50,22 +52,22 @@ class Call:
         """Whether a query's own scale does not cancel."""
         return self.exact_terms or not self.normalize
 
-    @cached_property
+    @property
     def floor(self) -> float:
         return floor_of(self.phi, self.dtype)
-
-    @cached_property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """What of the map a gradient can reach."""
-        return tuple(t for t in (*self.phi.parameters(), *self.phi.buffers()) if t.requires_grad)
 
     def features(self, role: str) -> FeatureFunction:
         return feature_function(self.phi, role, self.root, self.dtype)
 
+    def traced_features(self, role: str) -> FeatureFunction:
+        """The same with a graph to the parameters of the map, for a backward pass."""
+        with torch.enable_grad():
+            return self.features(role)
+
     def rows(self, lead: int, device: torch.device) -> int:
         """How many rows of `lead` sequences and heads make a block, a multiple of 64."""
         # Most maps hold several temporaries as large as their features, the exponential ones none; so does a backward.
-        share = (1 if self.phi.exponent("key") is not None else 4) * (4 if self.learns else 1)
+        share = (1 if self.phi.is_exponential else 4) * (4 if self.learns else 1)
         elements = BLOCK_ELEMENTS // share * (1 if device.type == "cpu" else 64)
         return max(64, elements // (lead * self.phi.feature_dim) // 64 * 64)
 

@@ -1,8 +1,8 @@
 """Rows that left the range, computed again: slower, in the log domain, right at any scale.
 
-For an exponential map the sums of some keys are kept per feature, as `log norm_i` and the mean value `kv_i / norm_i`. To a
-row they are m more keys with logits `log phi_i + log norm_i`, and its attention is one softmax over all of: exact keys,
-sinks, kernel keys of its zone, and those. Other maps have bounded features, and float64 holds them.
+For an exponential map the sums of some keys are kept per feature, as `log norm_i` and the mean value `kv_i / norm_i`.
+To a row they are m more keys with logits `log phi_i + log norm_i`, and its attention is one softmax over all of: exact
+keys, sinks, kernel keys of its zone, and those. Other maps have bounded features, and float64 holds them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bochner.attention.call import Call
 from bochner.attention.geometry import Geometry
+from bochner.attention.numerics import EMPTY
 from bochner.attention.recompute import run_scan
 from bochner.attention.state import State, packed
 from bochner.attention.zone import ZoneScan
@@ -34,9 +35,8 @@ class Summary(NamedTuple):
     def add(self, log_psi: Tensor, v: Tensor) -> Summary:
         """With more keys: log features (b, g, s, m) and values (b, g, s, v)."""
         log_norm = torch.logaddexp(self.log_norm, log_psi.logsumexp(-2))
-        safe = log_norm.clamp_min(torch.finfo(v.dtype).min)
-        mean = self.mean * (self.log_norm - safe).exp().unsqueeze(-1) + (log_psi - safe.unsqueeze(-2)).exp().mT @ v
-        return Summary(log_norm, mean)
+        mean = self.mean * (self.log_norm - log_norm).exp().unsqueeze(-1)
+        return Summary(log_norm, mean + (log_psi - log_norm.unsqueeze(-2)).exp().mT @ v)
 
 
 def careful_rows(scan: ZoneScan, tensors: tuple[Tensor, ...], lost: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,18 +48,19 @@ def careful_rows(scan: ZoneScan, tensors: tuple[Tensor, ...], lost: Tensor) -> t
     call, place = scan.call, scan.place
     query, key = call.phi.exponent("query"), call.phi.exponent("key")
     if query is None or key is None:
-        wide = replace(scan, call=replace(call, dtype=torch.float64))
-        out, _, still, _, _ = run_scan(wide, call.phi, call.parameters, *(t.double() for t in tensors))
+        wide = replace(scan, call=replace(call, dtype=torch.float64), buffers={})
+        out, _, still, _, _ = run_scan(wide, *(t.double() for t in tensors))
         return out.to(call.dtype), still
-    log_psi = _log_features(key, k.to(call.dtype) * call.root).masked_fill(scan.far_holes[:, None, :, None], -torch.inf)
-    values = v.to(call.dtype)
-    norm = sums[..., -1]
-    mean = sums[..., :-1] / torch.where(norm > 0, norm, 1).unsqueeze(-1)
-    before = Summary(norm.log() + ref.unsqueeze(-1), mean)
+    log_psi = _log_features(key, k.to(call.dtype) * call.root).masked_fill(scan.far_holes[:, None, :, None], EMPTY)
+    values, norm = v.to(call.dtype), sums[..., -1]
+    safe = torch.where(norm > 0, norm, 1)
+    log_norm = torch.where(norm > 0, safe.log() + ref.unsqueeze(-1), EMPTY)
+    before = Summary(log_norm, sums[..., :-1] / safe.unsqueeze(-1))
     # Features of the state that may have underflowed are known only to be below this.
-    gone = torch.where(norm < UNDERFLOW[call.dtype], ref.unsqueeze(-1) + math.log(UNDERFLOW[call.dtype]), -torch.inf)
+    gone = torch.where(norm < UNDERFLOW[call.dtype], ref.unsqueeze(-1) + math.log(UNDERFLOW[call.dtype]), EMPTY)
     wanted = lost.unflatten(3, (place.blocks, -1)).any(-1).any(-1).flatten(0, 2).any(0).tolist()
-    out, doubtful = [], []
+    outs: list[Tensor] = []
+    doubts: list[Tensor] = []
     for i in range(place.blocks):
         blocks = slice(i, i + 1)
         if wanted[i]:
@@ -68,22 +69,22 @@ def careful_rows(scan: ZoneScan, tensors: tuple[Tensor, ...], lost: Tensor) -> t
         else:
             rows = values.new_zeros(*q.shape[:3], place.block, v.shape[-1])
             doubt = torch.zeros_like(rows[..., :1], dtype=torch.bool)
-        out.append(rows)
-        doubtful.append(doubt)
+        outs.append(rows)
+        doubts.append(doubt)
         if call.is_causal and not place.single:
             leaves = slice(i * place.block, (i + 1) * place.block)
             before = before.add(log_psi[..., leaves, :], values[..., leaves, :])
-    return torch.cat(out, dim=3), torch.cat(doubtful, dim=3)
+    return torch.cat(outs, dim=3), torch.cat(doubts, dim=3)
 
 
 def careful_causal(
     call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, state: State, lost: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Plain causal rows (b, g, r n, v) of q (b, g, r, n, d), where `lost` (b, g, r n, 1): a window of no width."""
-    place = Geometry.of(call, q.shape[-2], 0, 0)
+    place = Geometry.of(call, q.shape[-2], 0, 0, k.shape[-2])
     hole = torch.zeros(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if hole is None else hole
     holes = place.place_holes(hole)
-    scan = ZoneScan(call, place, holes, holes, hole[:, :0].long(), None)
+    scan = ZoneScan(call, place, holes, holes, hole[:, :0].long(), None, {})
     placed = (place.place_rows(q), place.place_keys(k), place.place_keys(v), k[..., :0, :], v[..., :0, :])
     wanted = place.place_rows(lost.unflatten(2, (call.groups, -1)))
     rows, doubtful = careful_rows(scan, (*placed, packed(state), state.log_scale), wanted)
@@ -110,22 +111,22 @@ def _block(
     holes = scan.holes[:, span][:, None, None, None, :]
     nowhere = torch.zeros((), dtype=torch.bool, device=q.device)
     exact, kernel = place.exact(q.device), place.by_kernel(q.device)
-    logits = [_exact(call.phi.kernel, x, y).masked_fill(holes | (nowhere if exact is None else ~exact), -torch.inf)]
+    logits = [_exact(call.phi.kernel, x, y).masked_fill(holes | (nowhere if exact is None else ~exact), EMPTY)]
     parts = [values[..., span, :]]
     if sink_k.shape[-2]:
         sees = place.sees_sinks(scan.sink_position, blocks)[:, 0]
-        logits.append(_exact(call.phi.kernel, x, sink_y).masked_fill(~sees[:, None, None], -torch.inf))
+        logits.append(_exact(call.phi.kernel, x, sink_y).masked_fill(~sees[:, None, None], EMPTY))
         parts.append(sink_v.to(call.dtype))
     if kernel is not None:
         near = log_psi[..., span, :]
         pairs = [(log_phi[..., i, None, :] + near.unsqueeze(2)).logsumexp(-1) for i in range(place.block)]
-        logits.append(torch.stack(pairs, dim=3).masked_fill(~kernel, -torch.inf))
+        logits.append(torch.stack(pairs, dim=3).masked_fill(~kernel, EMPTY))
         parts.append(values[..., span, :])
     logits.append(log_phi + beyond.log_norm[:, :, None, None])
     parts.append(beyond.mean)
     joined = torch.cat(logits, dim=-1)
     top = joined.detach().amax(-1, keepdim=True)
-    weights = (joined - torch.where(top > -torch.inf, top, 0)).exp()
+    weights = (joined - top).exp() * (joined > 0.5 * EMPTY)
     den = weights.sum(-1, keepdim=True)
     rows = (weights.flatten(2, 3) @ torch.cat(parts, dim=2)).unflatten(2, x.shape[2:4])
     unknown = (log_phi.detach() + gone[:, :, None, None]).amax(-1, keepdim=True)
@@ -151,6 +152,6 @@ def _all_but(log_psi: Tensor, values: Tensor, span: slice) -> Summary:
     """All keys outside a span."""
     outside = torch.ones(log_psi.shape[-2], dtype=torch.bool, device=log_psi.device)
     outside[span] = False
-    empty = torch.full_like(log_psi[..., 0, :], -torch.inf)
+    empty = torch.full_like(log_psi[..., 0, :], EMPTY)
     nothing = Summary(empty, torch.zeros(*empty.shape, values.shape[-1], dtype=values.dtype, device=values.device))
     return nothing.add(log_psi[..., outside, :], values[..., outside, :])

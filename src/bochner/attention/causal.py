@@ -8,7 +8,7 @@ beyond that is lost, and computed again with care.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,9 @@ from bochner.attention.numerics import (
     flags,
     is_composed,
     join_rows,
+    map_rows,
     may_look,
+    product,
 )
 from bochner.attention.recompute import Traced, add_up, run_scan
 from bochner.attention.state import State, packed, spread_mask, unpacked
@@ -38,16 +40,16 @@ pad = torch.nn.functional.pad
 
 def causal(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, state: State) -> Result:
     """Rows of q (b, g, r, n, d) over the keys before and at each, k and v (b, g, n, .), after those of `state`."""
-    scan = CausalScan(call, hole)
-    out, sums, lost, small, ref = run_scan(scan, call.phi, call.parameters, q, k, v, packed(state), state.log_scale)
+    scan = CausalScan(call, hole, {})
+    out, sums, lost, small, ref = run_scan(scan, q, k, v, packed(state), state.log_scale)
     return Result(out.flatten(2, 3), unpacked(sums, ref), lost.flatten(2, 3), small.flatten(2, 3))
 
 
 class Keys(NamedTuple):
     """Features and values of the keys of t chunks of c, and the references of their scales.
 
-    psi (b, g, t, c, m); log_scale (b, g, t, c, 1); values (b, g, t, c, v + 1), with ones beside; refs (b, g, t + 1), the
-    largest scale before each chunk and after the last.
+    psi (b, g, t, c, m); log_scale (b, g, t, c, 1); values (b, g, t, c, v + 1), with ones beside; refs (b, g, t + 1),
+    the largest scale before each chunk and after the last.
     """
 
     psi: Tensor
@@ -92,7 +94,7 @@ class Keys(NamedTuple):
 
 
 def prefix(sums: Tensor, refs: Tensor, first: Tensor) -> Tensor:
-    """What precedes each of t blocks, and all: (b, g, t + 1, m, v); block i and its sums are relative to refs[i + 1]."""
+    """What precedes each of t blocks, and all: (b, g, t + 1, m, v); the sums of block i are relative to refs[i + 1]."""
     t = sums.shape[2]
     if torch.compiler.is_compiling():  # t may be symbolic: no loop, quadratic in t with a small constant
         i = torch.arange(t + 1, device=sums.device)
@@ -128,10 +130,11 @@ class CausalScan:
 
     call: Call
     hole: Tensor | None
+    buffers: Buffers
     num_smooth: int = 2
-    buffers: Buffers = field(default_factory=Buffers)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, ref: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+    def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        q, k, v, sums, ref = tensors
         query, key, n = self.call.features("query"), self.call.features("key"), q.shape[-2]
         q, k, v, hole = self._whole(q, k, v)
         parts, starts = [], []
@@ -140,7 +143,7 @@ class CausalScan:
             keys = Keys.gather(key(k[..., part, :]), v[..., part, :], None if hole is None else hole[:, part], ref, c)
             states = keys.states(sums)
             rows = self._rows(query(by_chunk(q[..., part, :], c)), keys, states)
-            parts.append(Rows(*(None if t is None else by_head(t, self.call.groups) for t in rows)))
+            parts.append(map_rows(rows, lambda t: by_head(t, self.call.groups)))
             sums, ref = states[:, :, -1], keys.refs[..., -1]
         rows = join_rows(parts, n)
         return (rows.out, sums.clone(), *flags(rows), ref.clone()), (starts, rows)
@@ -149,8 +152,8 @@ class CausalScan:
         """Finished rows (b, g, t, r c, .): the states before their chunk, and the chunk up to them."""
         call, (_, _, t, c, _) = self.call, keys.psi.shape
         phi = fq.values.unflatten(2, (t, -1))
-        far = self.buffers.matmul("far", phi, states[:, :, :-1])
-        scores = self.buffers.matmul("scores", phi, keys.psi.mT).unflatten(3, (-1, c))
+        far = product(self.buffers, "far", phi, states[:, :, :-1])
+        scores = product(self.buffers, "scores", phi, keys.psi.mT).unflatten(3, (-1, c))
         beyond = None
         if is_composed():  # rows that are lost could not be computed again: a reference for every row
             ref = keys.peak()
@@ -165,7 +168,9 @@ class CausalScan:
             weight = keys.near(start)
             scores = (scores.tril() if scores.requires_grad else scores.tril_()).flatten(3, 4)
             total = scores @ (keys.values * weight) + far
-            seen = None if call.phi.positive else (keys.psi * weight).cumsum(-2) + states[:, :, :-1, :, -1].unsqueeze(-2)
+            seen = (
+                None if call.phi.positive else (keys.psi * weight).cumsum(-2) + states[:, :, :-1, :, -1].unsqueeze(-2)
+            )
             peak = keys.peak()
             rise = peak - ref
             ref = torch.where(peak > EMPTY, ref, EMPTY)
@@ -182,7 +187,7 @@ class CausalScan:
 
     def back(self, tensors: Sequence[Tensor], kept: Any, grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
         (q, k, v, _, _), (starts, rows), call = tensors, kept, self.call
-        query, key = call.features("query"), call.features("key")
+        query, key = call.traced_features("query"), call.traced_features("key")
         total = adjoint(rows, grads[0], call.normalize)
         dsums = grads[1]
         dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
@@ -207,7 +212,7 @@ class CausalScan:
     def _chunk_adjoint(
         self, phi: Tensor, keys: Keys, sums: Tensor, g: Tensor, dsums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of phi, psi, the values with ones, and the state before, from g (b, g, t, r c, v + 1) of the sums."""
+        """Gradients of phi, psi, values with ones and the state before, from g (b, g, t, r c, v + 1) of the sums."""
         c, states = keys.psi.shape[-2], keys.states(sums)
         near, far = keys.near(keys.start()), keys.far()
         values = keys.values * near

@@ -45,7 +45,8 @@ def check_call(
     n, s = q.shape[-2], k.shape[-2]
     if is_causal and n > s:
         raise BochnerError(
-            f"Causal attention needs at least as many keys as queries, got n={n} and s={s}; pass earlier keys by 'state'."
+            f"Causal attention needs at least as many keys as queries, got n={n} and s={s}; "
+            "pass earlier keys by 'state'."
         )
     check_mask(mask, k, owner)
     if window is not None and (not is_int(window) or window < 1):
@@ -109,7 +110,9 @@ def check_origin(state: State, phi: FeatureMap, scale: float) -> None:
         return
     name, content, made = state.origin
     if made != scale:
-        raise BochnerError(f"The 'state' was made with scale={made:.6g}, this call has scale={scale:.6g}; use the same.")
+        raise BochnerError(
+            f"The 'state' was made with scale={made:.6g}, this call has scale={scale:.6g}; use the same."
+        )
     if (name, content) != origin_of(phi, scale)[:2]:
         raise BochnerError(
             f"The 'state' was made by another map ({name}) or before this one was redrawn, trained or calibrated; "

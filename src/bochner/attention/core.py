@@ -40,6 +40,7 @@ def linear_attention(
     return_state: bool = False,
     normalize: bool = True,
     on_small_normalizer: str = "clamp",
+    recompute: bool = True,
     diagnostics: bool = True,
 ) -> Any:
     """Attention in linear time, `out_i = sum_j K(q_i, k_j) v_j / sum_j K(q_i, k_j)` with `K ~ phi . psi`.
@@ -63,6 +64,7 @@ def linear_attention(
     - `normalize=False`: the numerator alone.
     - `on_small_normalizer`: signed maps can have a normaliser near or below zero. `"clamp"` raises it to a floor,
       `"zero"` zeroes the row, both with a `BochnerWarning` that counts the rows; `"raise"` refuses.
+    - `recompute=False` keeps features for the backward pass: O(L m) memory. Second derivatives work either way.
     - `diagnostics=False`: trust the inputs; no look at results, so none of NaN inputs refused, small normalisers
       counted, or rows beyond the range of the dtype computed again.
 
@@ -78,10 +80,12 @@ def linear_attention(
     if state is not None:
         check_origin(state, phi, scale)
     if cu_seqlens is not None:
-        options |= {"scale": scale, "diagnostics": diagnostics}
+        options |= {"scale": scale, "recompute": recompute, "diagnostics": diagnostics}
         spans = [slice(i, j) for i, j in pairwise(cu_seqlens.tolist()) if j > i]
         parts = [linear_attention(q[..., s, :], k[..., s, :], v[..., s, :], phi, **options) for s in spans]
         return torch.cat(parts, dim=-2)
+    learns = torch.is_grad_enabled()
+    parameters = tuple(t for t in (*phi.parameters(), *phi.buffers()) if t.requires_grad) if learns else ()
     call = Call(
         phi,
         math.sqrt(scale),
@@ -93,13 +97,18 @@ def linear_attention(
         sinks,
         normalize,
         on_small_normalizer,
-        torch.is_grad_enabled() and _learns(q, k, v, phi, state),
+        parameters,
+        learns and (bool(parameters) or _learns(q, k, v, state)),
+        recompute,
         diagnostics,
     )
     with torch.autocast(q.device.type, enabled=False):
         if key_padding_mask is not None:  # what a masked key holds must not matter, not even NaN
             hole = spread_mask(key_padding_mask)
             k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
+        if diagnostics:
+            for x, name in ((q, "q"), (k, "k"), (v, "v")):
+                finite(x, name, "linear_attention")
         result = attend(call, q, k, v, key_padding_mask, state)
         if diagnostics and not is_composed():
             result = _look(call, result, q, k, v, key_padding_mask, state)
@@ -135,14 +144,11 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, sta
 def _look(
     call: Call, result: Result, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, state: State | None
 ) -> Result:
-    """Refuse non-finite inputs, which show in the rows, and say what did not come out."""
+    """Compute again what overflowed on the way, and say what did not come out."""
     rows = result.out.detach()
     if not bool(rows.sum().isfinite()) and not bool(rows.isfinite().all()):
-        for x, name in ((q, "q"), (k, "k"), (v, "v")):
-            finite(x, name, "linear_attention")
-        # Values that overflow on the way: attention is linear in them.
         size = v.detach().abs().amax().to(call.dtype)
-        if state is None and bool(size > 1):
+        if state is None and bool(size > 1):  # attention is linear in the values
             again = attend(call, q, k, v / size.to(v.dtype), hole, None)
             new = again.state
             if new is not None:
@@ -181,8 +187,7 @@ def _scaled_window(state: State, size: Tensor) -> WindowState | None:
     return window._replace(**{name: getattr(window, name) * size.to(window.v.dtype) for name in ("v", "sink_v")})
 
 
-def _learns(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: State | None) -> bool:
-    """Whether a gradient can reach anything of the call."""
+def _learns(q: Tensor, k: Tensor, v: Tensor, state: State | None) -> bool:
+    """Whether a gradient can reach any of the tensors."""
     carried = () if state is None else (*state[:3], *(state.window or ()))
-    tensors = (q, k, v, *phi.parameters(), *phi.buffers(), *carried)
-    return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    return any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v, *carried))

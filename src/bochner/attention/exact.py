@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype
-from bochner.attention.core import check_mask, check_qkv, check_scale
+from bochner.attention.checks import check_map, check_mask, check_qkv, check_scale
 from bochner.maps import feature_map
 from bochner.maps.base import KERNELS, FeatureMap
 
@@ -27,14 +27,15 @@ def exact_attention(
     scale: float | None = None,
     window: int | None = None,
     sinks: int = 0,
+    window_kind: str = "sliding",
     normalize: bool = True,
     chunk: int = 512,
 ) -> Tensor:
     """Attention with every kernel value formed, `chunk` query rows at a time: O(L^2) time, O(chunk L) memory.
 
     `kernel`: `"softmax"`, `"gaussian"`, a function of scaled (x, y), or a feature map, for the kernel it *estimates*.
-    `window` and `sinks` restrict nothing here: the exact kernel is the same everywhere. They are accepted so that a
-    call of `linear_attention` can be compared without change.
+    With `window` or `sinks` a row sees only its window and the sinks: what `linear_attention` would be without its
+    kernel term.
 
     >>> q = torch.randn(1, 2, 5, 4)
     >>> torch.allclose(exact_attention(q, q, q), torch.nn.functional.scaled_dot_product_attention(q, q, q), atol=1e-6)
@@ -44,10 +45,13 @@ def exact_attention(
     check_mask(key_padding_mask, k, "exact_attention")
     root = math.sqrt(check_scale(scale, q, "exact_attention"))
     x, y, u = _scaled(q, k, v, root)
-    rows = []
-    for start in range(0, q.shape[-2], chunk):
+    n, s, rows = q.shape[-2], k.shape[-2], []
+    for start in range(0, n, chunk):
         part = x[..., start : start + chunk, :]
-        hidden = _hidden(part.shape[-2], k.shape[-2], start, is_causal, key_padding_mask, x.device)
+        i = torch.arange(start, start + part.shape[-2], device=x.device) + (s - n if is_causal else 0)
+        hidden = _hidden(i, s, is_causal, key_padding_mask)
+        if window or sinks:
+            hidden = hidden | ~_near(i, s, window, sinks, window_kind, key_padding_mask)
         if kernel in KERNELS:
             weights = _log_kernel(part, y, kernel).masked_fill(hidden, -torch.inf)
             if normalize:
@@ -70,37 +74,46 @@ def attention_matrix(
     scale: float | None = None,
     window: int | None = None,
     sinks: int = 0,
+    window_kind: str = "sliding",
     normalize: bool = True,
 ) -> Tensor:
     """What a map attends to: the (b, h, n, s) weights that `linear_attention` applies without forming them.
 
-    >>> q = torch.zeros(1, 1, 2, 4)
-    >>> attention_matrix(q, q, "positive")
-    tensor([[[[0.5000, 0.5000],
-              [0.5000, 0.5000]]]])
+    >>> q = torch.randn(1, 1, 3, 4)
+    >>> attention_matrix(q, q, "positive").sum(-1)
+    tensor([[[1., 1., 1.]]])
     """
-    phi = feature_map(phi, dim=q.shape[-1])
     check_qkv(q, k, k, "attention_matrix")
+    phi = feature_map(phi, dim=q.shape[-1])
+    check_map(phi, q, k)
     check_mask(key_padding_mask, k, "attention_matrix")
     root = math.sqrt(check_scale(scale, q, "attention_matrix"))
-    n, s, g = q.shape[-2], k.shape[-2], k.shape[1]
-    # In float64: the terms of a weight can span more than float32 holds.
-    fq = phi(q.double().reshape(q.shape[0], g, -1, q.shape[-1]) * root, "query")
-    fk = phi(k.double() * root, "key")
-    # One shift per query row (over its keys, causal or not, a row's weights are relative) keeps exponents finite.
-    exponent = fk.log_scale.mT.unflatten(-2, (1, 1)) + fq.log_scale.unflatten(-2, (q.shape[1] // g, n))
-    products = (fq.values @ fk.values.mT).unflatten(-2, (q.shape[1] // g, n))
-    hidden = _hidden(n, s, 0, is_causal, key_padding_mask, q.device)[:, :, None]
+    n, s = q.shape[-2], k.shape[-2]
+    # In float64, and as logarithms with their signs: the terms of a weight can span more than a dtype holds.
     x, y, _ = _scaled(q.double(), k.double(), k.double(), root)
-    exact = _log_kernel(x, y, "gaussian" if phi.kernel == "gaussian" else "softmax").view_as(products)
-    near = _near(n, s, window, sinks, key_padding_mask, q.device)[:, :, None]
-    exponent = torch.where(near, exact, exponent).masked_fill(hidden, -torch.inf)
-    peak = exponent.amax(-1, keepdim=True)
-    if not normalize:
-        peak = torch.zeros_like(peak)
-    weights = torch.where(near, 1.0, products) * (exponent - torch.where(peak > -torch.inf, peak, 0)).exp()
-    weights = weights.reshape(q.shape[0], q.shape[1], n, s)
+    grouped = (q.double() * root).reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
+    sign, log_weights = (t.view(*q.shape[:-1], s) for t in _signed_logs(phi, grouped, k.double() * root))
+    i = torch.arange(s - n, s, device=q.device) if is_causal else torch.arange(n, device=q.device)
+    near = _near(i, s, window, sinks, window_kind, key_padding_mask)
+    exact = _log_kernel(x, y, "gaussian" if phi.kernel == "gaussian" else "softmax")
+    log_weights = torch.where(near, exact, log_weights)
+    log_weights = log_weights.masked_fill(_hidden(i, s, is_causal, key_padding_mask), -torch.inf)
+    peak = log_weights.amax(-1, keepdim=True) if normalize else torch.zeros_like(log_weights[..., :1])
+    weights = torch.where(near, 1.0, sign) * (log_weights - torch.where(peak > -torch.inf, peak, 0)).exp()
     return (_normalized(weights) if normalize else weights).to(q.dtype)
+
+
+def _signed_logs(phi: FeatureMap, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Sign and logarithm of the estimated kernel, (b, g, N, s)."""
+    query, key = phi.exponent("query"), phi.exponent("key")
+    if query is None or key is None:
+        fq, fk = phi(x, "query"), phi(y, "key")
+        products = fq.values @ fk.values.mT
+        return products.sign(), products.abs().log() + fq.log_scale + fk.log_scale.mT
+    (z, a), (w, b) = query.change(x), key.change(y)
+    left, right = query.logits(z) + a, key.logits(w) + b
+    logs = [(left[..., i, None, :] + right).logsumexp(-1) for i in range(x.shape[-2])]
+    return torch.ones((), dtype=x.dtype, device=x.device).expand(*x.shape[:-1], y.shape[-2]), torch.stack(logs, dim=-2)
 
 
 def _scaled(q: Tensor, k: Tensor, v: Tensor, root: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,21 +140,22 @@ def _kernel_function(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
     )
 
 
-def _hidden(n: int, s: int, start: int, is_causal: bool, mask: Tensor | None, device: torch.device) -> Tensor:
-    """(b or 1, 1, n, s), True where a query may not look."""
-    hidden = torch.zeros(1, 1, n, s, dtype=torch.bool, device=device)
+def _hidden(i: Tensor, s: int, is_causal: bool, mask: Tensor | None) -> Tensor:
+    """(b or 1, 1, n, s), True where the queries at places i (n,) may not look."""
+    hidden = torch.zeros(1, 1, i.shape[0], s, dtype=torch.bool, device=i.device)
     if is_causal:
-        i = torch.arange(start, start + n, device=device)[:, None]
-        hidden = hidden | (torch.arange(s, device=device)[None, :] > i)
+        hidden = hidden | (torch.arange(s, device=i.device)[None, :] > i[:, None])
     return hidden if mask is None else hidden | mask[:, None, None, :]
 
 
-def _near(n: int, s: int, window: int | None, sinks: int, mask: Tensor | None, device: torch.device) -> Tensor:
+def _near(i: Tensor, s: int, window: int | None, sinks: int, kind: str, mask: Tensor | None) -> Tensor:
     """(b or 1, 1, n, s), True where attention is exact."""
-    i, j = torch.arange(n, device=device)[:, None], torch.arange(s, device=device)[None, :]
-    near = ((i - j).abs() < (window or 0))[None, None]
+    i, j = i[:, None], torch.arange(s, device=i.device)[None, :]
+    near = torch.zeros(1, 1, i.shape[0], s, dtype=torch.bool, device=i.device)
+    if window:
+        near = near | ((i // window - j // window).abs() <= 1 if kind == "block" else (i - j).abs() < window)
     if sinks:
-        valid = torch.ones(1, s, dtype=torch.bool, device=device) if mask is None else ~mask
+        valid = torch.ones(1, s, dtype=torch.bool, device=i.device) if mask is None else ~mask
         near = near | (valid & (valid.cumsum(1) <= sinks))[:, None, None, :]
     return near
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bochner.attention.numerics import is_composed
+from bochner.attention.recompute import differentiate
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -44,10 +45,10 @@ class _Attend(torch.autograd.Function):
         return out[..., : v.shape[-1]], log_norm.unsqueeze(-1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_norm = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative will be wanted
-            return torch.autograd.grad(composed(q, k, v), (q, k, v), grads, create_graph=True, materialize_grads=True)
+            return tuple(differentiate(composed(q, k, v), (q, k, v), grads))
         x, y, u = _widened(q, k, v)
         width = u.shape[-1]
         # The kernel's gradient of a logit is p (g.v - g.out). With v = 0, out = 1 and g = -d in the last column this

@@ -31,22 +31,23 @@ class Geometry:
     lead: int
     rows: int
     held: int
+    keys: int
     before: int
     after: int
     single: bool
 
     @classmethod
-    def of(cls, call: Call, n: int, seen: int, held: int) -> Geometry:
-        """For n rows after `seen` keys, of which the last `held` are given again."""
+    def of(cls, call: Call, n: int, seen: int, held: int, keys: int) -> Geometry:
+        """For n rows after `seen` keys; `keys` are given, of which the first `held` are the last of those."""
         w = call.window
         aligned = w > 0 and call.window_kind == "block"
         c = w if aligned else max(w, SLIDING_BLOCK)
         lead = seen % w if aligned else 0
-        if not torch.compiler.is_compiling() and lead + n <= c:
-            return cls(call, 1, n, seen, 0, n, held, 0, 0, True)
+        if not keys or (not torch.compiler.is_compiling() and lead + n <= c):
+            return cls(call, 1, n, seen, 0, n, held, keys, 0, 0, True)
         near = 1 if w else 0
         t = (lead + n + c - 1) // c
-        return cls(call, t, c, seen - lead, lead, n, held - lead, near, 0 if call.is_causal else near, False)
+        return cls(call, t, c, seen - lead, lead, n, held - lead, keys, near, 0 if call.is_causal else near, False)
 
     @property
     def front(self) -> int:
@@ -55,7 +56,7 @@ class Geometry:
     @property
     def width(self) -> int:
         """Keys of a zone."""
-        return self.held + self.rows if self.single else (1 + self.before + self.after) * self.block
+        return self.keys if self.single else (1 + self.before + self.after) * self.block
 
     @property
     def absorbed(self) -> int:

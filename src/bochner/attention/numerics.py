@@ -10,7 +10,7 @@ rounding. Sums that nevertheless leave the range show as normalisers below `floo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ class Range(NamedTuple):
     """What a dtype holds, in powers of e.
 
     `calm`: logits up to here are exponentiated as they are; `peak`: where the largest logit of any other row is put.
-    Twice either is below the largest exponent. `rise`: how far a key may exceed the reference of its chunk. `floor`: the
-    least normaliser of exponential features from which no term that mattered has underflowed.
+    Twice either is below the largest exponent. `rise`: how far a key may exceed the reference of its chunk.
+    `floor`: the least normaliser of exponential features from which no term that mattered has underflowed.
     """
 
     calm: float
@@ -44,7 +44,7 @@ BOUNDED_FLOOR = {torch.float32: 1e-30, torch.float64: 1e-200}  # the same for fe
 
 def floor_of(phi: FeatureMap, dtype: torch.dtype) -> float:
     """The normaliser of a positive map below which a row counts as lost."""
-    return BOUNDED_FLOOR[dtype] if phi.exponent("key") is None else RANGES[dtype].floor
+    return RANGES[dtype].floor if phi.is_exponential else BOUNDED_FLOOR[dtype]
 
 
 def feature_function(phi: FeatureMap, role: str, root: float, dtype: torch.dtype) -> FeatureFunction:
@@ -86,8 +86,8 @@ def is_composed() -> bool:
 class Rows(NamedTuple):
     """Finished rows: their values, the factor that normalised each (0 for lost rows), and what was wrong with any.
 
-    out (..., n, v), factor (..., n, 1). `live` (..., n, 1): where the normaliser was not replaced by a floor. `lost` and
-    `small` (..., n, 1) or None: rows of a positive map to be computed again, rows of a signed map with a small
+    out (..., n, v), factor (..., n, 1). `live` (..., n, 1): where the normaliser was not replaced by a floor. `lost`
+    and `small` (..., n, 1) or None: rows of a positive map to be computed again, rows of a signed map with a small
     normaliser.
     """
 
@@ -109,16 +109,17 @@ def finish(
 ) -> Rows:
     """Divide the sums (..., n, v + 1), values then normaliser, relative to exp(log_ref).
 
-    `bound` (..., n, 1): of a signed map's normaliser, None for positive ones. `beyond` (..., n, 1): rows known to be lost.
+    `bound` (..., n, 1): of a signed map's normaliser, None for positive ones. `beyond` (..., n, 1): rows known to be
+    lost.
     """
     num, den = total[..., :-1], total[..., -1:]
     if not normalize:
         factor = log_ref.exp()
         return Rows(num * factor, factor, lost=beyond)
     if bound is not None:
-        small = (den < SMALL_NORMALIZER * bound) & (bound > 0)
-        den = torch.where(small, (SMALL_NORMALIZER * bound).clamp_min(torch.finfo(den.dtype).tiny), den)
-        bad = den == 0  # so is the numerator: nothing was attended to
+        small = ((den < SMALL_NORMALIZER * bound) | (den == 0)) & (log_ref > 0.5 * EMPTY)
+        den = torch.where(small, SMALL_NORMALIZER * bound, den)
+        bad = den.abs() < torch.finfo(den.dtype).tiny  # nothing was attended to, or nothing is left to divide by
         lost = beyond
         gone = bad if policy != "zero" else bad | small
     else:
@@ -150,6 +151,11 @@ def join_rows(parts: list[Rows], length: int) -> Rows:
     return Rows(*(join(field) for field in zip(*parts, strict=True)))  # type: ignore[arg-type]
 
 
+def map_rows(rows: Rows, f: Callable[[Tensor], Tensor]) -> Rows:
+    """Every tensor of finished rows through f."""
+    return Rows(*(None if t is None else f(t) for t in rows))  # type: ignore[arg-type]
+
+
 def flags(rows: Rows) -> tuple[Tensor, Tensor]:
     """Which rows are lost and which small, as tensors."""
     nothing = torch.zeros_like(rows.factor, dtype=torch.bool)
@@ -167,21 +173,18 @@ def adjoint(rows: Rows, grad: Tensor, normalize: bool) -> Tensor:
     return torch.cat([values, den], dim=-1)
 
 
-class Buffers:
-    """Results of large products in memory that is used again, where no gradient may need them.
+Buffers = dict[str, Tensor]  # results of large products, in memory that is used again
+
+
+def product(buffers: Buffers, name: str, a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`, valid until the next product of this name, where no gradient may need it.
 
     A fresh tensor of several megabytes costs as much in page faults as the product that fills it.
     """
-
-    def __init__(self) -> None:
-        self.held: dict[Any, Tensor] = {}
-
-    def matmul(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """`a @ b`, valid until the next product of this name."""
-        if torch.is_grad_enabled() or is_composed():
-            return a @ b
-        shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-        buffer = self.held.get(name)
-        if buffer is None or buffer.shape != shape:
-            buffer = self.held[name] = a.new_empty(shape)
-        return torch.matmul(a, b, out=buffer)
+    if torch.is_grad_enabled() or is_composed():
+        return a @ b
+    shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    buffer = buffers.get(name)
+    if buffer is None or buffer.shape != shape:
+        buffer = buffers[name] = a.new_empty(shape)
+    return torch.matmul(a, b, out=buffer)

@@ -57,13 +57,21 @@ def sequence_parallel_attention(
         hole = spread_mask(key_padding_mask)
         k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
     _all_finite(q, k, v, group)
-    call = Call(phi, math.sqrt(scale), accumulation_dtype(q.dtype), q.shape[1] // k.shape[1], policy=on_small_normalizer)
+    call = Call(
+        phi,
+        math.sqrt(scale),
+        accumulation_dtype(q.dtype),
+        q.shape[1] // k.shape[1],
+        policy=on_small_normalizer,
+        parameters=tuple(t for t in (*phi.parameters(), *phi.buffers()) if t.requires_grad),
+        learns=torch.is_grad_enabled(),
+    )
     with torch.autocast(q.device.type, enabled=False):
         local = unpacked(*key_sums(call, k, v, key_padding_mask))
         if is_causal:
             options: dict[str, Any] = {"scale": scale, "on_small_normalizer": on_small_normalizer}
             options |= {"is_causal": True, "key_padding_mask": key_padding_mask}
-            return linear_attention(q, k, v, phi, state=exclusive_scan(local, group), **options)  # type: ignore[no-any-return]
+            return linear_attention(q, k, v, phi, state=exclusive_scan(local, group), **options)
         total = all_reduce(local, group)
         rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
         result = report(call, read_rows(call, rows, packed(total), total.log_scale), stacklevel=3)

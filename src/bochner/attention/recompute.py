@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError
+from bochner.attention.call import Call
 from bochner.attention.numerics import FeatureFunction, is_composed
 from bochner.maps.base import Features
 
@@ -21,30 +22,36 @@ from bochner.maps.base import Features
 class Scan(Protocol):
     """Rows of attention with a hand-made adjoint.
 
-    `run(*tensors)` returns its outputs and whatever `back` needs besides the tensors; the first `num_smooth` outputs are
-    differentiable. `back(tensors, kept, grads)` returns one gradient per tensor and then one per parameter of the map.
+    `run(*tensors)` returns its outputs and whatever `back` needs besides the tensors; the first `num_smooth` outputs
+    are differentiable. `back(tensors, kept, grads)` returns one gradient per tensor, then one per parameter of the map.
     """
 
-    num_smooth: int
+    @property
+    def call(self) -> Call: ...
+
+    @property
+    def num_smooth(self) -> int: ...
 
     def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Any]: ...
 
     def back(self, tensors: Sequence[Tensor], kept: Any, grads: Sequence[Tensor]) -> Sequence[Tensor | None]: ...
 
 
-def run_scan(scan: Scan, phi: nn.Module, parameters: tuple[Tensor, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of a scan, differentiable with respect to tensors and parameters."""
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters))
-    if not learns or is_composed():
+def run_scan(scan: Scan, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of a scan, differentiable with respect to the tensors and the parameters of its map."""
+    call = scan.call
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *call.parameters))
+    if learns and call.recompute and not is_composed():
+        return _Recomputed.apply(scan, len(tensors), *tensors, *call.parameters)  # type: ignore[no-any-return]
+    with torch.set_grad_enabled(learns):
         return scan.run(*tensors)[0]
-    return _Recomputed.apply(scan, phi, len(tensors), *tensors, *parameters)  # type: ignore[no-any-return]
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scan: Scan, phi: nn.Module, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, scan: Scan, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs, ctx.kept = scan.run(*tensors[:count])
-        ctx.scan, ctx.phi, ctx.count, ctx.versions = scan, phi, count, versions(phi)
+        ctx.scan, ctx.count, ctx.versions = scan, count, versions(scan.call.phi)
         ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(*outputs[scan.num_smooth :])
         ctx.set_materialize_grads(True)
@@ -52,23 +59,26 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if versions(ctx.phi) != ctx.versions:
+        tensors, scan = ctx.saved_tensors, ctx.scan
+        if versions(scan.call.phi) != ctx.versions:
             raise BochnerError(
-                f"The map {type(ctx.phi).__name__} was redrawn or changed in place between the forward and the backward "
+                f"The map {type(scan.call.phi).__name__} was redrawn or changed between the forward and the backward "
                 "pass of linear_attention; call redraw_, step_ or the optimizer after backward."
             )
-        tensors, scan = ctx.saved_tensors, ctx.scan
         smooth = grads[: scan.num_smooth]
         if torch.is_grad_enabled():  # a second derivative will be wanted
             outputs, _ = scan.run(*tensors[: ctx.count])
-            wanted = [t for t in tensors if t.requires_grad]
-            found = iter(
-                torch.autograd.grad(
-                    outputs[: scan.num_smooth], wanted, smooth, create_graph=True, materialize_grads=True
-                )
-            )
-            return (None, None, None, *(next(found) if t.requires_grad else None for t in tensors))
-        return (None, None, None, *scan.back(tensors[: ctx.count], ctx.kept, smooth))
+            return (None, None, *differentiate(outputs[: scan.num_smooth], tensors, smooth))
+        return (None, None, *scan.back(tensors[: ctx.count], ctx.kept, smooth))
+
+
+def differentiate(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of all inputs that have one, themselves differentiable."""
+    pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
+    wanted = [t for t in inputs if t.requires_grad]
+    outs, grads = [y for y, _ in pairs], [g for _, g in pairs]
+    found = iter(torch.autograd.grad(outs, wanted, grads, create_graph=True, materialize_grads=True))
+    return [next(found) if t.requires_grad else None for t in inputs]
 
 
 def versions(phi: nn.Module) -> tuple[tuple[int, int], ...]:

@@ -42,8 +42,8 @@ class WindowState(NamedTuple):
 class State(NamedTuple):
     """Everything attention needs to know of the keys seen: relative to `exp(log_scale)`.
 
-    kv (b, h, m, v), norm (b, h, m), log_scale (b, h); `window` holds the exact keys of windowed attention; `origin` tells
-    which map and scale made it.
+    kv (b, h, m, v), norm (b, h, m), log_scale (b, h); `window` holds the exact keys of windowed attention; `origin`
+    tells which map and scale made it.
     """
 
     kv: Tensor
@@ -130,7 +130,7 @@ def packed(state: State) -> Tensor:
 
 def unpacked(sums: Tensor, log_scale: Tensor) -> State:
     """The inverse of `packed`."""
-    return State(sums[..., :-1], sums[..., -1], log_scale)
+    return State(sums[..., :-1].contiguous(), sums[..., -1].contiguous(), log_scale)
 
 
 def cauchy_schwarz(values: Tensor, norm: Tensor) -> Tensor:

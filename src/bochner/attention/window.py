@@ -1,7 +1,8 @@
 """Exact softmax near each row and on the first keys, the kernel elsewhere, one normaliser.
 
-Keys come in blocks of c. A row sees the *zone* of its block exactly (kind `"block"`: its own and the neighbouring blocks;
-causal: up to itself) and all farther blocks by the kernel, from sums of block states: no kernel product is ever masked.
+Keys come in blocks of c. A row sees the *zone* of its block exactly (kind `"block"`: its own and the neighbouring
+blocks; causal: up to itself) and all farther blocks by the kernel, from sums of block states: no kernel product is ever
+masked. Blocks are counted from the first place of the batch, padding included.
 Kind `"sliding"` is the same with a band of the zone exact and the rest of the zone by the kernel.
 """
 
@@ -21,6 +22,7 @@ from bochner.attention.numerics import EMPTY
 from bochner.attention.recompute import run_scan
 from bochner.attention.state import State, WindowState, absorb, packed, unpacked
 from bochner.attention.zone import ZoneScan
+
 
 class Sinks(NamedTuple):
     """The first t unpadded keys: k, v (b, g, t, .); position (b, t), -1 for one that does not exist (yet)."""
@@ -43,15 +45,18 @@ def windowed(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, s
     keys, values = torch.cat([past.k, k], dim=2), torch.cat([past.v, v], dim=2)
     holes = torch.cat([past.padded, padded], dim=1)
     far_holes = holes | torch.cat([past.sink, is_sink], dim=1)
-    geometry = Geometry.of(call, n, past.seen, past.k.shape[2])
+    if not (call.window or call.is_causal):  # no zones: the kernel sees all keys but the sinks
+        state = absorb_keys(call, state, keys, values, far_holes)
+        keys, values, holes, far_holes = keys[..., :0, :], values[..., :0, :], holes[:, :0], far_holes[:, :0]
+    geometry = Geometry.of(call, n, past.seen, past.k.shape[2], keys.shape[2])
     # 2. The rows.
     sees_any = None if hole is None else geometry.place_rows(_sees_any(call, holes, n, past, state))
     scan = ZoneScan(
-        call, geometry, geometry.place_holes(holes), geometry.place_holes(far_holes), sinks.position, sees_any
+        call, geometry, geometry.place_holes(holes), geometry.place_holes(far_holes), sinks.position, sees_any, {}
     )
     placed = (geometry.place_rows(q), geometry.place_keys(keys), geometry.place_keys(values), sinks.k, sinks.v)
     tensors = (*placed, packed(state), state.log_scale)
-    out, sums, lost, small, ref = run_scan(scan, call.phi, call.parameters, *tensors)
+    out, sums, lost, small, ref = run_scan(scan, *tensors)
     if call.may_look(lost) and bool(lost.any()):
         again, doubtful = careful_rows(scan, tensors, lost)
         out, lost = torch.where(lost, again, out), lost & doubtful
@@ -117,8 +122,8 @@ def find_sinks(call: Call, past: WindowState, k: Tensor, v: Tensor, padded: Tens
     count = min(call.sinks, position.shape[1])
     chosen = torch.argsort(is_sink.to(torch.int8), dim=1, descending=True, stable=True)[:, :count]
     where = torch.where(is_sink, position, -1).gather(1, chosen)
-    taken = (_take(torch.cat([old, new], dim=2), chosen) for old, new in ((past.sink_k, k), (past.sink_v, v)))
-    return Sinks(*taken, where), is_sink[:, past.sink_position.shape[1] :]
+    sink_k, sink_v = (_take(torch.cat([old, new], dim=2), chosen) for old, new in ((past.sink_k, k), (past.sink_v, v)))
+    return Sinks(sink_k, sink_v, where), is_sink[:, past.sink_position.shape[1] :]
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

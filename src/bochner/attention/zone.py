@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,20 @@ from torch import Tensor
 from bochner.attention.call import Call
 from bochner.attention.causal import by_head, prefix, prefix_adjoint
 from bochner.attention.geometry import Geometry, around, around_adjoint
-from bochner.attention.numerics import EMPTY, MASKED, Buffers, Rows, adjoint, finish, flags, is_composed, join_rows
+from bochner.attention.numerics import (
+    EMPTY,
+    MASKED,
+    Buffers,
+    Rows,
+    adjoint,
+    finish,
+    flags,
+    is_composed,
+    join_rows,
+    map_rows,
+    may_look,
+    product,
+)
 from bochner.attention.recompute import Traced, add_up
 from bochner.attention.state import cauchy_schwarz, spread_mask
 from bochner.maps.base import Features
@@ -37,15 +50,15 @@ class Zone(NamedTuple):
 
 
 class Near(NamedTuple):
-    """The kernel in the zones of a sliding window: psi (b, g, t, z, m); log_scale (b, g, t, r c, z) of what rows see."""
+    """The kernel in the zones of a sliding window: psi (b, g, t, z, m), log_scale (b, g, t, r c, z) of what is seen."""
 
     psi: Tensor
     log_scale: Tensor
 
 
 class Weights(NamedTuple):
-    """Exponentials relative to every row's log_ref (b, g, t, r c, 1): of zone, sinks, sums beyond; the kernel's decay in
-    the zone of a sliding window (else None)."""
+    """Exponentials relative to every row's log_ref (b, g, t, r c, 1): of zone, sinks, sums beyond; the kernel's decay
+    in the zone of a sliding window (else None)."""
 
     log_ref: Tensor
     zone: Tensor
@@ -68,8 +81,8 @@ class ZoneScan:
     far_holes: Tensor
     sink_position: Tensor
     sees_any: Tensor | None
+    buffers: Buffers
     num_smooth: int = 2
-    buffers: Buffers = field(default_factory=Buffers)
 
     def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         q, k, v, sink_k, sink_v, sums, ref = tensors
@@ -81,7 +94,7 @@ class ZoneScan:
             fq = query(self._pick(q, part).flatten(2, 3))
             weights = self._weights(zone, fq.log_scale, near, sink_k, part)
             rows = self._rows(zone, weights, fq.values, near, sink_v, part)
-            parts.append(Rows(*(None if t is None else by_head(t, self.call.groups) for t in rows)))
+            parts.append(map_rows(rows, lambda t: by_head(t, self.call.groups)))
         rows = join_rows(parts, q.shape[-2])
         return (rows.out, far[:, :, -1].clone(), *flags(rows), refs[..., -1].clone()), (far, refs, ends, rows)
 
@@ -92,7 +105,7 @@ class ZoneScan:
         dfar[:, :, -1] = grads[1]
         dq, dk, dv, dsk, dsv = (torch.zeros_like(t, dtype=call.dtype) for t in (q, k, v, sink_k, sink_v))
         dparams: list[Tensor | None] = [None] * len(call.parameters)
-        query, key = call.features("query"), call.features("key")
+        query, key = call.traced_features("query"), call.traced_features("key")
         for part in self._parts(q):
             span = self.place.span(part[0])
             zone = self._zone(q, k, v, far, refs, part)
@@ -165,7 +178,7 @@ class ZoneScan:
             width = 1 + place.before + place.after
             dblocks = around_adjoint(dfar, (ends[..., 1:] - ends[..., -1:]).exp(), width)
             dsums = torch.zeros_like(dfar[:, :, 0])
-        features, done = call.features("key"), 0
+        features, done = call.traced_features("key"), 0
         for span in self._spans(k, dblocks.shape[2]):
             f = Traced(features, k[..., span, :], call.parameters)
             psi, scale, values = self._keys(Features(f.values, f.log_scale), v, span)
@@ -191,7 +204,7 @@ class ZoneScan:
     @property
     def _is_mixed(self) -> bool:
         """Whether a zone has both exact and kernel terms."""
-        return self.place.by_kernel(self.holes.device) is not None
+        return self.place.width > 0 and self.place.by_kernel(self.holes.device) is not None
 
     def _parts(self, q: Tensor) -> list[Part]:
         """Blocks of rows whose exact logits stay in cache; of very large blocks some rows at a time."""
@@ -226,8 +239,7 @@ class ZoneScan:
         call, place, span = self.call, self.place, self.place.span(part[0])
         x = self._pick(q, part).to(call.dtype) * call.root
         y = place.zones(k[..., span, :].to(call.dtype) * call.root)
-        there = (~self.holes[:, span]).to(call.dtype)[:, None, :, None].expand(*v.shape[:2], -1, 1)
-        u = place.zones(torch.cat([v[..., span, :].to(call.dtype), there], dim=-1))
+        u = place.zones(pad(v[..., span, :].to(call.dtype), (0, 1), value=1.0))
         return Zone(x, y, u, far[:, :, part[0]], refs[..., part[0]])
 
     def _sink_keys(self, sink_k: Tensor) -> Tensor:
@@ -247,18 +259,26 @@ class ZoneScan:
         return Near(self.place.zones(f.values), scale.masked_fill(~seen, MASKED))
 
     def _logits(self, name: str, x: Tensor, y: Tensor) -> Tensor:
-        logits = self.buffers.matmul(name, x, y.mT)
+        logits = product(self.buffers, name, x, y.mT)
         if self.call.phi.kernel == "gaussian":
             logits = logits - 0.5 * (x.square().sum(-1, keepdim=True) + y.square().sum(-1, keepdim=True).mT)
         return logits
+
+    def _hidden(self, part: Part) -> Tensor | None:
+        """Which keys of its zone a row does not see exactly, (b, 1, t, r c, z) or less, None for none."""
+        holes, exact = self.holes[:, self.place.span(part[0])], self.place.exact(self.holes.device)
+        hidden = None if exact is None else ~exact[part[1]].repeat(self.call.groups, 1)
+        if may_look(holes) and not bool(holes.any()):
+            return hidden
+        zones = self.place.zones(holes[:, None, :, None]).mT
+        return zones if hidden is None else zones | hidden
 
     def _weights(self, zone: Zone, log_scale: Tensor, near: Near | None, sink_k: Tensor, part: Part) -> Weights:
         own = log_scale.unflatten(2, zone.x.shape[2:4])
         # 1. Exact logits; what a row may not see exactly is -inf.
         logits = self._logits("zone", zone.x, zone.y)
-        exact = self.place.exact(logits.device)
-        if exact is not None:
-            hidden = ~exact[part[1]].repeat(self.call.groups, 1)
+        hidden = self._hidden(part)
+        if hidden is not None:
             logits = (logits.masked_fill if _kept(logits) else logits.masked_fill_)(hidden, -torch.inf)
         sinks = self._logits("sinks", zone.x, self._sink_keys(sink_k))
         if sinks.shape[-1]:
@@ -278,15 +298,13 @@ class ZoneScan:
         weights = (logits - ref).exp() if _kept(logits) else logits.sub_(ref).exp_()
         return Weights(ref, weights, (sinks - ref).exp(), (beyond - ref).exp(), decay)
 
-    def _rows(
-        self, zone: Zone, weights: Weights, phi: Tensor, near: Near | None, sink_v: Tensor, part: Part
-    ) -> Rows:
+    def _rows(self, zone: Zone, weights: Weights, phi: Tensor, near: Near | None, sink_v: Tensor, part: Part) -> Rows:
         call, phi = self.call, phi.unflatten(2, zone.x.shape[2:4])
         total = weights.zone @ zone.u
         if weights.sinks.shape[-1]:
             total = total + weights.sinks @ self._sink_values(sink_v)
         bound = None if call.phi.positive else total[..., -1:].detach()
-        total = torch.addcmul(total, self.buffers.matmul("far", phi, zone.far), weights.far)
+        total = torch.addcmul(total, product(self.buffers, "far", phi, zone.far), weights.far)
         if near is not None and weights.decay is not None:
             total = total + ((phi @ near.psi.mT) * weights.decay) @ zone.u
         if bound is not None:  # exact terms are their own bound

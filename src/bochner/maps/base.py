@@ -114,6 +114,11 @@ class FeatureMap(FullPrecisionModule):
 
         return features
 
+    @property
+    def is_exponential(self) -> bool:
+        """Whether the map is one exponential, which `exponent` describes."""
+        return type(self).exponent is not FeatureMap.exponent
+
     def exponent(self, role: str) -> Exponent | None:
         """What a map that is one exponential computes, for attention to keep in range; None for all others."""
         return None

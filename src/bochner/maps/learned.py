@@ -106,6 +106,10 @@ class SpectralFeatures(FeatureMap):
         self._draw_noise(self._noise_generator())
         return self
 
+    @property
+    def is_exponential(self) -> bool:
+        return not self.sinks
+
     def exponent(self, role: str) -> Exponent | None:
         if self.sinks:
             return None
