@@ -39,7 +39,7 @@ def positive_int(value: Any, name: str, owner: str) -> int:
 
 
 def positive_float(value: Any, name: str, owner: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise BochnerError(f"The {name!r} of {owner} must be a positive finite number, got {value!r}.")
     return float(value)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bochner.attention.call import Call, Result
 from bochner.attention.flash import attend
-from bochner.attention.numerics import EMPTY, MASKED, adjoint, finish, flags, is_composed, join_rows, product
+from bochner.attention.numerics import EMPTY, MASKED, Buffers, adjoint, finish, flags, is_composed, join_rows, product
 from bochner.attention.recompute import Traced, add_up, run_scan
 from bochner.attention.state import State, cauchy_schwarz, packed, spread_mask, unpacked
 

@@ -97,8 +97,8 @@ def prefix(sums: Tensor, refs: Tensor, first: Tensor) -> Tensor:
     """What precedes each of t blocks, and all: (b, g, t + 1, m, v); the sums of block i are relative to refs[i + 1]."""
     t = sums.shape[2]
     if torch.compiler.is_compiling():  # t may be symbolic: no loop, quadratic in t with a small constant
-        i = torch.arange(t + 1, device=sums.device)
-        weight = (refs[..., None, 1:] - refs[..., :, None]).clamp_max(0).exp() * (i[:, None] > i[None, :-1])
+        place = torch.arange(t + 1, device=sums.device)
+        weight = (refs[..., None, 1:] - refs[..., :, None]).clamp_max(0).exp() * (place[:, None] > place[None, :-1])
         total = (weight.to(sums.dtype) @ sums.flatten(3)).unflatten(-1, sums.shape[3:])
         return total + first.unsqueeze(2) * (refs[..., :1] - refs).exp()[..., None, None]
     fade = (refs[..., :-1] - refs[..., 1:]).exp()[..., None, None]

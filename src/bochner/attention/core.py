@@ -16,6 +16,7 @@ from bochner.attention.call import Call, Result
 from bochner.attention.careful import careful_causal
 from bochner.attention.causal import causal
 from bochner.attention.checks import check_call, check_origin, check_scale, origin_of
+from bochner.attention.decode import can_step, step
 from bochner.attention.numerics import is_composed
 from bochner.attention.state import State, WindowState, empty_state, spread_mask
 from bochner.attention.window import windowed
@@ -125,6 +126,10 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, sta
     n, d = q.shape[-2:]
     if not (call.is_causal or call.exact_terms):
         return bidirectional(call, q.reshape(b, g, -1, d), k, v, hole)
+    if state is not None and can_step(call, q, k, hole, state):
+        result = step(call, q, k, v, state)
+        if result.lost is None or not bool(result.lost.any()):
+            return result
     if state is None:
         state = empty_state((b, g), call.phi.feature_dim, v.shape[-1], dtype=call.dtype, device=k.device)
     q = q.reshape(b, g, call.groups, n, d)

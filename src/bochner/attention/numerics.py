@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ MASKED = -2e30  # below EMPTY, so that exp(MASKED - EMPTY) is 0
 SMALL_NORMALIZER = 1e-4  # of its Cauchy-Schwarz bound; a signed map's normaliser below it is not used
 
 FeatureFunction = Callable[[Tensor], Features]
+Versions = tuple[tuple[int, int], ...]
+_PREPARED: WeakKeyDictionary[FeatureMap, dict[tuple[str, float, torch.dtype], tuple[Versions, FeatureFunction]]]
+_PREPARED = WeakKeyDictionary()
 
 
 class Range(NamedTuple):
@@ -48,7 +52,25 @@ def floor_of(phi: FeatureMap, dtype: torch.dtype) -> float:
 
 
 def feature_function(phi: FeatureMap, role: str, root: float, dtype: torch.dtype) -> FeatureFunction:
-    """The features of `root * x` in `dtype`, as attention wants them: x (..., n, d) to values and log scales."""
+    """The features of `root * x` in `dtype`, as attention wants them: x (..., n, d) to values and log scales.
+
+    What does not depend on x is kept with the map until its state changes, unless a gradient may need it.
+    """
+    if is_composed() or torch.is_grad_enabled():
+        return _feature_function(phi, role, root, dtype)
+    key, now = (role, root, dtype), versions(phi)
+    known = _PREPARED.setdefault(phi, {})
+    if key not in known or known[key][0] != now:
+        known[key] = (now, _feature_function(phi, role, root, dtype))
+    return known[key][1]
+
+
+def versions(phi: FeatureMap) -> Versions:
+    """What changes when a parameter or buffer is written in place or replaced."""
+    return tuple((id(t), t._version) for t in (*phi.parameters(), *phi.buffers()))
+
+
+def _feature_function(phi: FeatureMap, role: str, root: float, dtype: torch.dtype) -> FeatureFunction:
     exponent = phi.exponent(role)
     if exponent is None:
         plain = phi.prepare(role)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bochner._checks import BochnerError
 from bochner.attention.call import Call
-from bochner.attention.numerics import FeatureFunction, is_composed
+from bochner.attention.numerics import FeatureFunction, is_composed, versions
 from bochner.maps.base import Features
 
 
@@ -42,7 +42,7 @@ def run_scan(scan: Scan, *tensors: Tensor) -> tuple[Tensor, ...]:
     call = scan.call
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *call.parameters))
     if learns and call.recompute and not is_composed():
-        return _Recomputed.apply(scan, len(tensors), *tensors, *call.parameters)  # type: ignore[no-any-return]
+        return _Recomputed.apply(scan, len(tensors), *tensors, *call.parameters)
     with torch.set_grad_enabled(learns):
         return scan.run(*tensors)[0]
 
@@ -81,11 +81,6 @@ def differentiate(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Se
     return [next(found) if t.requires_grad else None for t in inputs]
 
 
-def versions(phi: nn.Module) -> tuple[tuple[int, int], ...]:
-    """What changes when a parameter or buffer is written in place or replaced."""
-    return tuple((id(t), t._version) for t in (*phi.parameters(), *phi.buffers()))
-
-
 class Traced:
     """The features of some rows with their own graph, to pull gradients back through the map once."""
 
@@ -102,7 +97,7 @@ class Traced:
             dx, *rest = torch.autograd.grad(
                 outputs, (self.x, *self.parameters), grads, allow_unused=True, retain_graph=bool(self.parameters)
             )
-        return torch.zeros_like(self.x) if dx is None else dx, rest
+        return torch.zeros_like(self.x) if dx is None else dx, list(rest)
 
 
 def _smooth(features: Features, grads: tuple[Tensor, Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:

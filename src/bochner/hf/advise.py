@@ -19,7 +19,7 @@ from bochner import theory
 from bochner._checks import BochnerError, one_of, positive_float, positive_int, spawn_seed
 from bochner._progress import track
 from bochner._timing import best_times
-from bochner.attention.core import check_qkv
+from bochner.attention.checks import check_qkv
 from bochner.hf import capture
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import Far, HeadStatistics, Samples, attention_weights, error_on, far_pairs

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError, extra
-from bochner.attention.state import State, WindowState
+from bochner.attention.state import State
 
 extra("transformers", "hf", "bochner.hf")
 from transformers.cache_utils import (  # noqa: E402
@@ -135,16 +135,9 @@ class RecurrentLayer(CacheLayerMixin):
 
     def _select(self, f: Any) -> None:
         """Apply f to every tensor; all have the batch in front."""
-        self.states = {kind: _map_state(state, f) for kind, state in self.states.items()}
+        self.states = {kind: state.map(f) for kind, state in self.states.items()}
         if self.keys is not None and self.values is not None:
             self.keys, self.values = f(self.keys), f(self.values)
-
-
-def _map_state(state: State, f: Any) -> State:
-    window = state.window
-    if window is not None:
-        window = WindowState(*(f(t) if isinstance(t, Tensor) else t for t in window))  # type: ignore[arg-type]
-    return State(f(state.kv), f(state.norm), f(state.log_scale), window)
 
 
 def install_hook(module: nn.Module, index: int) -> Any:

@@ -11,9 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bochner._checks import spawn_seed
 from bochner.attention import linear_attention
-from bochner.attention.state import EMPTY
+from bochner.attention.numerics import EMPTY
 from bochner.hf.plan import LayerPlan
-from bochner.hf.step import can_step, step
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap, Features
 from bochner.maps.exponential import CalibratedFeatures
@@ -148,7 +147,7 @@ class LinearAttention(nn.Module):
         """Keep what is trained where the maps are defined; every forward pass of trained maps begins with it."""
         for kind in self.map_norm:
             phi = self.map_of(kind)
-            if isinstance(phi, CalibratedFeatures):
+            if isinstance(phi, CalibratedFeatures) and bool((phi.a > MAX_A).any()):
                 phi.a.clamp_(max=MAX_A)
 
     def forward(self, call: Call, cache: RecurrentLayer | None = None) -> Tensor:
@@ -181,10 +180,6 @@ class LinearAttention(nn.Module):
     def _recurrent(self, kind: str, call: Call, cache: RecurrentLayer) -> Tensor:
         q, k, v, padding, scale = call.query, call.key, call.value, call.padding, call.scale
         phi, held, n = self.map_of(kind), cache.states.get(kind), q.shape[-2]
-        sliding = kind == "kernel" or self.plan.window_kind == "sliding"
-        if n == 1 and sliding and held is not None and not torch.is_grad_enabled() and can_step(phi, held, padding):
-            out, cache.states[kind] = step(None if kind == "window" else phi, q, k, v, held, scale)
-            return out
         out, cache.states[kind] = linear_attention(
             q,
             k,
@@ -214,14 +209,8 @@ class LinearAttention(nn.Module):
 
 def attend(call: Call, phi: FeatureMap, **near: Any) -> Tensor:
     """Linear attention of a call, (b, h, n, v); `near`: window and sinks."""
-    q, n, s = call.query, call.query.shape[-2], call.key.shape[-2]
-    causal = call.is_causal and (n > 1 or bool(near))
-    if causal and n < s:  # earlier rows, thrown away, put the queries in their places
-        q = torch.cat([q.new_zeros(*q.shape[:2], s - n, q.shape[-1]), q], dim=-2)
-    out = linear_attention(
-        q, call.key, call.value, phi, is_causal=causal, key_padding_mask=call.padding, scale=call.scale, **near
-    )
-    return out[..., -n:, :]
+    options: dict[str, Any] = {"is_causal": call.is_causal, "key_padding_mask": call.padding, "scale": call.scale}
+    return linear_attention(call.query, call.key, call.value, phi, **options, **near)
 
 
 def exact(call: Call, dropout: float = 0.0) -> Tensor:
