@@ -196,7 +196,7 @@ def log_domain_attention(
     fq, fk = phi.exponent("query"), phi.exponent("key")
     assert fq is not None
     assert fk is not None
-    (x, a), (y, b) = fq.change(q * root), fk.change(k * root)
+    (x, a), (y, b) = fq.at(q * root), fk.at(k * root)
     terms = (fq.logits(x) + a).unsqueeze(-2) + (fk.logits(y) + b).unsqueeze(-3)
     logits = terms.logsumexp(-1)
     i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None, :]

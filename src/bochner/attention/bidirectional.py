@@ -17,7 +17,20 @@ from torch import Tensor
 
 from bochner.attention.call import Call, Result
 from bochner.attention.flash import attend
-from bochner.attention.numerics import EMPTY, MASKED, Buffers, adjoint, finish, flags, is_composed, join_rows, product
+from bochner.attention.numerics import (
+    EMPTY,
+    MASKED,
+    Buffers,
+    adjoint,
+    changed,
+    finish,
+    flags,
+    is_composed,
+    join_rows,
+    product,
+    scaled_weight,
+    topped_up,
+)
 from bochner.attention.recompute import Traced, add_up, run_scan
 from bochner.attention.state import State, cauchy_schwarz, packed, spread_mask, unpacked
 
@@ -29,7 +42,7 @@ def bidirectional(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | No
     if call.phi.is_exponential and call.normalize and (q.device.type == "cpu" or is_composed()):
         return Result(_exponential(call, q, k, v, hole))
     result = read_rows(call, q, *key_sums(call, k, v, hole))
-    if call.phi.positive and call.may_look(q) and result.lost is not None and bool(result.lost.any()):
+    if call.positive and call.may_look(q) and result.lost is not None and bool(result.lost.any()):
         wide = replace(call, dtype=torch.float64)
         again = read_rows(wide, q.double(), *key_sums(wide, k.double(), v.double(), hole))
         return again._replace(out=again.out.to(call.dtype))
@@ -37,23 +50,23 @@ def bidirectional(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | No
 
 
 def _exponential(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None) -> Tensor:
-    query, key = call.phi.exponent("query"), call.phi.exponent("key")
+    query, key, dtype = call.phi.exponent("query"), call.phi.exponent("key"), call.dtype
     assert query is not None
     assert key is not None
-    dtype, lead = call.dtype, k.shape[:2]
-    # 1. Keys: their row factor is one more coordinate.
-    y, row = key.change(k.to(dtype) * call.root)
+    # 1. Keys, summed up for each frequency.
+    w, scale = scaled_weight(key, call.root, dtype)
+    y, extra, square = changed(key, k.to(dtype), call.root)
+    row = key.constant + extra - (key.half * scale**2) * square
     if hole is not None:
         row = row.masked_fill(spread_mask(hole), MASKED)
-    w = pad(key.weight.to(dtype), (0, 1), value=1.0).expand(*lead, -1, -1)
-    kv, log_norm = attend(w, torch.cat([y, row], dim=-1), pad(v.to(dtype), (0, 1)))
-    # 2. Queries: so is the normaliser of each frequency.
+    kv, log_norm = attend(w.expand(*k.shape[:2], -1, -1), y, v.to(dtype), row.mT)
+    # 2. Queries, over the frequencies.
     for offset in (key.offset, query.offset):
         if offset is not None:
             log_norm = log_norm + offset.to(dtype).unsqueeze(-1)
-    x, _ = query.change(q.to(dtype) * call.root)
-    w = torch.cat([query.weight.to(dtype).expand(*lead, -1, -1), log_norm], dim=-1)
-    return attend(pad(x, (0, 1), value=1.0), w, kv)[0][..., :-1]
+    w, _ = scaled_weight(query, call.root, dtype)
+    x, _, _ = changed(query, q.to(dtype), call.root)
+    return attend(x, w.expand(*k.shape[:2], -1, -1), kv, log_norm.mT)[0]
 
 
 def key_sums(call: Call, k: Tensor, v: Tensor, hole: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -139,9 +152,11 @@ class ReadScan:
         buffers: Buffers = {}
         for part in blocks(call, q.shape[-2], q.shape[0] * q.shape[1], q.device):
             f = features(q[..., part, :])
-            bound = None if call.phi.positive else cauchy_schwarz(f.values, sums[..., -1].unsqueeze(-2))
+            bound = None if call.positive else cauchy_schwarz(f.values, sums[..., -1].unsqueeze(-2))
             own = f.log_scale if call.row_scale_matters else torch.zeros_like(f.log_scale)
             total = product(buffers, "read", f.values, sums)
+            if call.top_up is not None:
+                total = topped_up(total, sums[..., -1:, :], call.top_up.squeeze(-1))
             log_ref = self.ref[..., None, None] + own
             parts.append(finish(total, log_ref, bound, None, call.normalize, call.policy, call.floor))
         rows = join_rows(parts, q.shape[-2])

@@ -53,6 +53,17 @@ class Call:
         return self.exact_terms or not self.normalize
 
     @property
+    def positive(self) -> bool:
+        """Whether normalisers are positive by themselves."""
+        return self.phi.positive or self.phi.top_up is not None
+
+    @property
+    def top_up(self) -> Tensor | None:
+        """The map's least share as it broadcasts against (b, g, t, n, 1)."""
+        least = self.phi.top_up
+        return None if least is None else least.to(self.dtype).reshape(-1, 1, 1, 1)
+
+    @property
     def floor(self) -> float:
         return floor_of(self.phi, self.dtype)
 

@@ -137,7 +137,7 @@ def _block(
 
 
 def _log_features(exponent: Exponent, x: Tensor) -> Tensor:
-    z, row = exponent.change(x)
+    z, row = exponent.at(x)
     return exponent.logits(z) + row
 
 

@@ -29,6 +29,7 @@ from bochner.attention.numerics import (
     map_rows,
     may_look,
     product,
+    topped_up,
 )
 from bochner.attention.recompute import Traced, add_up, run_scan
 from bochner.attention.state import State, packed, spread_mask, unpacked
@@ -161,16 +162,20 @@ class CausalScan:
             carry = (keys.refs[..., :-1, None] - ref).exp().unsqueeze(-1)
             scores = (scores * decay.unsqueeze(3)).flatten(3, 4)
             total = scores @ keys.values + far * self._per_row(carry)
-            seen = None if call.phi.positive else decay @ keys.psi + states[:, :, :-1, :, -1].unsqueeze(-2) * carry
+            if call.top_up is not None:
+                last = states[:, :, :-1, -1:] * carry + (decay * keys.psi[..., -1:].mT) @ keys.values
+                total = topped_up(total, self._per_row(last), call.top_up)
+            seen = None if call.positive else decay @ keys.psi + states[:, :, :-1, :, -1].unsqueeze(-2) * carry
         else:
             start = keys.start()
             ref = start.unsqueeze(-1).expand(*start.shape, c)
             weight = keys.near(start)
             scores = (scores.tril() if scores.requires_grad else scores.tril_()).flatten(3, 4)
             total = scores @ (keys.values * weight) + far
-            seen = (
-                None if call.phi.positive else (keys.psi * weight).cumsum(-2) + states[:, :, :-1, :, -1].unsqueeze(-2)
-            )
+            if call.top_up is not None:
+                last = states[:, :, :-1, -1:] + (keys.values * weight * keys.psi[..., -1:]).cumsum(-2)
+                total = topped_up(total, self._per_row(last), call.top_up)
+            seen = None if call.positive else (keys.psi * weight).cumsum(-2) + states[:, :, :-1, :, -1].unsqueeze(-2)
             peak = keys.peak()
             rise = peak - ref
             ref = torch.where(peak > EMPTY, ref, EMPTY)

@@ -173,7 +173,7 @@ def report(call: Call, result: Result, stacklevel: int) -> Result:
             BochnerWarning,
             stacklevel=stacklevel,
         )
-    small = 0 if result.small is None or call.phi.positive else int(result.small.sum())
+    small = 0 if result.small is None or call.positive else int(result.small.sum())
     if small and result.small is not None:
         message = (
             f"{small} of {result.small.numel()} attention rows have a normaliser near or below zero: "

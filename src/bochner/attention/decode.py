@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bochner.attention.call import Call, Result
-from bochner.attention.numerics import EMPTY, MASKED, finish
+from bochner.attention.numerics import EMPTY, MASKED, finish, topped_up
 from bochner.attention.state import State, WindowState, packed, unpacked
 from bochner.attention.window import held_from
 
@@ -15,7 +15,7 @@ pad = torch.nn.functional.pad
 
 def can_step(call: Call, q: Tensor, k: Tensor, hole: Tensor | None, state: State | None) -> bool:
     """Whether `step` applies: one unpadded token, no gradients, and all sinks there."""
-    if q.shape[-2] != 1 or k.shape[-2] != 1 or state is None or not call.phi.positive or not call.is_causal:
+    if q.shape[-2] != 1 or k.shape[-2] != 1 or state is None or not call.positive or not call.is_causal:
         return False
     if torch.is_grad_enabled() or not call.may_look(q) or (hole is not None and bool(hole.any())):
         return False
@@ -34,7 +34,7 @@ def step(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State) -> Result:
     past = state.window
     if past is None:
         sums, ref = _absorbed(call, state, k, v, None)
-        total, log_ref = fq.values @ sums, ref[..., None, None] + fq.log_scale
+        total, log_ref = _kernel(call, fq.values, sums), ref[..., None, None] + fq.log_scale
         rows = finish(total, log_ref, None, None, call.normalize, call.policy, call.floor)
         return Result(rows.out, unpacked(sums, ref), rows.lost)
     keys, values = torch.cat([past.k, k], dim=2), torch.cat([past.v, v], dim=2)
@@ -57,13 +57,18 @@ def step(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State) -> Result:
     beyond = ref[..., None, None] + fq.log_scale
     log_ref = torch.maximum(near.amax(-1, keepdim=True), beyond).clamp_min(EMPTY)
     u = pad(torch.cat([past.sink_v, values[..., first:, :]], dim=2).to(call.dtype), (0, 1), value=1.0)
-    total = torch.addcmul((near - log_ref).exp() @ u, fq.values @ sums, (beyond - log_ref).exp())
+    total = torch.addcmul((near - log_ref).exp() @ u, _kernel(call, fq.values, sums), (beyond - log_ref).exp())
     rows = finish(total, log_ref, None, None, call.normalize, call.policy, call.floor)
     if left and not slides:
         sums, ref = _absorbed(call, state, keys[..., :left, :], values[..., :left, :], (padded | sink)[:, :left])
     kept = (keys[..., left:, :], values[..., left:, :], padded[:, left:], sink[:, left:])
     window = WindowState(*kept, *past[4:7], seen, past.setting)
     return Result(rows.out, unpacked(sums, ref)._replace(window=window), rows.lost)
+
+
+def _kernel(call: Call, phi: Tensor, sums: Tensor) -> Tensor:
+    total = phi @ sums
+    return total if call.top_up is None else topped_up(total, sums[..., -1:, :], call.top_up.squeeze(-1))
 
 
 def _logits(call: Call, x: Tensor, k: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def _signed_logs(phi: FeatureMap, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]
         fq, fk = phi(x, "query"), phi(y, "key")
         products = fq.values @ fk.values.mT
         return products.sign(), products.abs().log() + fq.log_scale + fk.log_scale.mT
-    (z, a), (w, b) = query.change(x), key.change(y)
+    (z, a), (w, b) = query.at(x), key.at(y)
     left, right = query.logits(z) + a, key.logits(w) + b
     logs = [(left[..., i, None, :] + right).logsumexp(-1) for i in range(x.shape[-2])]
     return torch.ones((), dtype=x.dtype, device=x.device).expand(*x.shape[:-1], y.shape[-2]), torch.stack(logs, dim=-2)

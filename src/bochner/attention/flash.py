@@ -1,8 +1,8 @@
 """Softmax attention that also says its normaliser: the one primitive of positive exponential features.
 
-`attend(q, k, v)` returns `softmax(q k') v` and the logarithm of every row's normaliser, with gradients of both, in
-memory O(L d). On the CPU it is torch's fused kernel; elsewhere, and where a second derivative or a transformation is
-asked for, plain operations.
+`attend(q, k, v, bias)` returns `softmax(q k' + bias) v` and the logarithm of every row's normaliser, with gradients of
+both, in memory O(L d). On the CPU it is torch's fused kernel; elsewhere, and where a second derivative or a
+transformation is asked for, plain operations.
 """
 
 from __future__ import annotations
@@ -17,54 +17,82 @@ from bochner.attention.recompute import differentiate
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+KEYS = 4096  # keys at a time
+pad = torch.nn.functional.pad
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`softmax(q k') v` (b, h, n, v) and `logsumexp(q k')` (b, h, n, 1); no scale, no mask.
-
-    The last column of v must be zero: the fused backward pass carries the gradient of the normaliser there.
-    """
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """`softmax(q k' + bias) v` (b, h, n, v) and `logsumexp(q k' + bias)` (b, h, n, 1); bias (b, h, 1, s), no scale."""
     if q.device.type != "cpu" or is_composed():
-        return composed(q, k, v)
-    return _Attend.apply(q, k, v)
+        return composed(q, k, v, bias)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, bias)):
+        return _Attend.apply(q, k, v, bias)
+    return _blocked(q, k, v, bias)
 
 
-def composed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def composed(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """The same by plain operations, in O(n s) memory."""
-    logits = q @ k.mT
+    logits = q @ k.mT + bias
     log_norm = logits.logsumexp(-1, keepdim=True)
     return (logits - log_norm).exp() @ v, log_norm
 
 
+def _blocked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Without gradients: many keys in blocks that stay in cache, joined by their normalisers."""
+    d = v.shape[-1]
+    parts = []
+    for i in range(0, k.shape[-2], KEYS):
+        span = slice(i, i + KEYS)
+        x, y, u = _widened(q, k[..., span, :], v[..., span, :])
+        mask = bias[..., span].expand(*q.shape[:-1], y.shape[-2])
+        out, log_norm = FORWARD(x, y, u, 0.0, False, attn_mask=mask, scale=1.0)
+        parts.append((out[..., :d], log_norm.unsqueeze(-1)))
+    if len(parts) == 1:
+        return parts[0]
+    log_norms = torch.cat([log_norm for _, log_norm in parts], dim=-1)
+    total = log_norms.logsumexp(-1, keepdim=True)
+    shares = (log_norms - total).exp()
+    out = sum(part * shares[..., i : i + 1] for i, (part, _) in enumerate(parts))
+    assert isinstance(out, Tensor)
+    return out, total
+
+
 class _Attend(torch.autograd.Function):
+    """With gradients: the bias is one more coordinate of the keys, so that the fused backward pass yields
+    its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        x, y, u = _widened(q, k, v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        x, y, u = _with_bias(q, k, v, bias)
         out, log_norm = FORWARD(x, y, u, 0.0, False, scale=1.0)
-        ctx.save_for_backward(q, k, v, out, log_norm)
+        ctx.save_for_backward(q, k, v, bias, out, log_norm)
         return out[..., : v.shape[-1]], log_norm.unsqueeze(-1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_norm = ctx.saved_tensors
+        q, k, v, bias, out, log_norm = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative will be wanted
-            return tuple(differentiate(composed(q, k, v), (q, k, v), grads))
-        x, y, u = _widened(q, k, v)
-        width = u.shape[-1]
+            return tuple(differentiate(composed(q, k, v, bias), (q, k, v, bias), grads))
+        x, y, u = _with_bias(q, k, v, bias)
         # The kernel's gradient of a logit is p (g.v - g.out). With v = 0, out = 1 and g = -d in the last column this
         # becomes p (g.v - g.out + d), which is what a gradient d of the normaliser adds.
-        g = torch.nn.functional.pad(grads[0], (0, width - grads[0].shape[-1]))
+        g = pad(grads[0], (0, u.shape[-1] - v.shape[-1]))
         g[..., -1:] = -grads[1]
         out = out.clone()
         out[..., -1] = 1
-        dq, dk, dv = BACKWARD(g, x, y, u, out, log_norm, 0.0, False, scale=1.0)
-        dv = dv[..., : v.shape[-1]].clone()
-        dv[..., -1] = 0 if v.shape[-1] == width else dv[..., -1]
-        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv
+        dx, dy, du = BACKWARD(g, x, y, u, out, log_norm, 0.0, False, scale=1.0)
+        d = q.shape[-1]
+        return dx[..., :d], dy[..., :d], du[..., : v.shape[-1]], dy[..., d : d + 1].mT
+
+
+def _with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One more coordinate for the bias, and at least one more of zeros for the values."""
+    x, y = pad(q, (0, 1), value=1.0), torch.cat([k, bias.mT.expand(*k.shape[:-1], 1)], dim=-1)
+    return _widened(x, y, pad(v, (0, 1)))
 
 
 def _widened(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Zeros appended to the shorter rows: the kernel wants one size for all."""
     width = max(q.shape[-1], v.shape[-1])
-    x, y, u = (torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
+    x, y, u = (t if t.shape[-1] == width else pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
     return x, y, u

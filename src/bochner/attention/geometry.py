@@ -10,6 +10,7 @@ from torch import Tensor
 from bochner.attention.call import Call
 from bochner.attention.numerics import is_composed
 
+FEW = 128  # blocks whose sums are one product: quadratic, but without a loop
 SLIDING_BLOCK = 64  # rows of a block of a sliding window, at least
 pad = torch.nn.functional.pad
 
@@ -65,7 +66,7 @@ class Geometry:
 
     def place_rows(self, q: Tensor) -> Tensor:
         """Rows (b, g, r, n, d) as whole blocks."""
-        if self.single:
+        if self.single or self.blocks * self.block == self.rows:
             return q
         return pad(q, (0, 0, self.lead, self.blocks * self.block - self.lead - self.rows))
 
@@ -91,13 +92,20 @@ class Geometry:
             return slice(0, self.width)
         return slice(blocks.start * self.block, (blocks.stop + self.before + self.after) * self.block)
 
-    def zones(self, x: Tensor) -> Tensor:
-        """A span of laid-out keys (b, g, keys, d) as the zones of its blocks of rows, (b, g, t, z, d)."""
+    def zones(self, x: Tensor, first: Tensor | None = None) -> Tensor:
+        """A span of laid-out keys (b, g, keys, d) as the zones of its blocks of rows, (b, g, t, z, d).
+
+        `first` (b, g, s, d): keys that every zone begins with.
+        """
         if self.single:
-            return x.unsqueeze(2)
-        x = x.unflatten(2, (-1, self.block))
-        t = x.shape[2] - self.before - self.after
-        return torch.cat([x[:, :, i : i + t] for i in range(1 + self.before + self.after)], dim=3)
+            parts = [x.unsqueeze(2)]
+        else:
+            x = x.unflatten(2, (-1, self.block))
+            t = x.shape[2] - self.before - self.after
+            parts = [x[:, :, i : i + t] for i in range(1 + self.before + self.after)]
+        if first is not None and first.shape[2]:
+            parts.insert(0, first.unsqueeze(2).expand(-1, -1, parts[0].shape[2], -1, -1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
     def zones_adjoint(self, zones: Tensor) -> Tensor:
         """The gradient of the span from that of its zones."""
@@ -147,22 +155,28 @@ def around(sums: Tensor, weight: Tensor, width: int) -> Tensor:
 
     Sums from either side; nothing is subtracted.
     """
-    t = sums.shape[2] - width + 1
+    t, count = sums.shape[2] - width + 1, sums.shape[2]
+    if not torch.compiler.is_compiling() and t <= FEW:
+        i, j = torch.arange(t, device=sums.device)[:, None], torch.arange(count, device=sums.device)[None, :]
+        outside = ((j < i) | (j >= i + width)).to(sums.dtype)
+        return ((weight.unsqueeze(-2) * outside) @ sums.flatten(3)).unflatten(-1, sums.shape[3:])
     weight = weight[..., None, None]
     if torch.is_grad_enabled() or is_composed():
         weighted = sums * weight
         before = pad(weighted[:, :, : t - 1].cumsum(2), (0, 0, 0, 0, 1, 0))
         behind = pad(weighted[:, :, width:].flip(2).cumsum(2).flip(2), (0, 0, 0, 0, 0, 1))
         return before + behind
-    out = sums.new_empty(*sums.shape[:2], t, *sums.shape[3:])
-    out[:, :, 0] = 0
+    # Blocks in front: each step then works on contiguous memory.
+    sums, weight = sums.transpose(0, 2).contiguous(), weight.transpose(0, 2).contiguous()
+    out = torch.empty_like(sums[:t])
+    out[0] = 0
     for i in range(t - 1):
-        torch.addcmul(out[:, :, i], sums[:, :, i], weight[:, :, i], out=out[:, :, i + 1])
-    behind = torch.zeros_like(out[:, :, 0])
+        torch.addcmul(out[i], sums[i], weight[i], out=out[i + 1])
+    behind = torch.zeros_like(out[0])
     for i in reversed(range(t - 1)):
-        behind.addcmul_(sums[:, :, i + width], weight[:, :, i + width])
-        out[:, :, i] += behind
-    return out
+        behind.addcmul_(sums[i + width], weight[i + width])
+        out[i] += behind
+    return out.transpose(0, 2)
 
 
 def around_adjoint(grads: Tensor, weight: Tensor, width: int) -> Tensor:

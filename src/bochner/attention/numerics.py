@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from bochner.maps.base import FeatureMap, Features
+from bochner.maps.base import Exponent, FeatureMap, Features, squared_norm
 
 EMPTY = -1e30  # the log scale of nothing: finite, so that differences are never NaN
 MASKED = -2e30  # below EMPTY, so that exp(MASKED - EMPTY) is 0
@@ -75,24 +75,36 @@ def _feature_function(phi: FeatureMap, role: str, root: float, dtype: torch.dtyp
     if exponent is None:
         plain = phi.prepare(role)
         return lambda x: plain(x.to(dtype) * root)
-    limits = RANGES[dtype]
-    weight = exponent.weight.to(dtype)
+    limits, (weight, scale) = RANGES[dtype], scaled_weight(exponent, root, dtype)
     reach = torch.linalg.vector_norm(weight.detach(), dim=-1).amax(-1)[..., None, None]
     offset = None if exponent.offset is None else exponent.offset.to(dtype).unsqueeze(-2)
     lift = 0.0 if offset is None else offset.detach().abs().amax(-1, keepdim=True)
 
     def features(x: Tensor) -> Features:
-        z, row = exponent.change(x.to(dtype) * root)
-        bound = torch.linalg.vector_norm(z.detach(), dim=-1, keepdim=True) * reach + lift
+        z, extra, square = changed(exponent, x.to(dtype), root)
+        bound = square.detach().sqrt() * reach + lift
         logits = z @ weight.mT
         if offset is not None:
             logits = logits + offset if logits.requires_grad else logits.add_(offset)
+        row = exponent.constant + extra - (exponent.half * scale**2) * square
         if may_look(x) and bool(bound.amax() <= limits.calm):
             return Features(logits.exp_(), row)
         shift = torch.where(bound <= limits.calm, 0, logits.detach().amax(-1, keepdim=True) - limits.peak)
         return Features((logits - shift).exp_(), row + shift)
 
     return features
+
+
+def scaled_weight(exponent: Exponent, root: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """The frequencies for what `changed` returns, and its scale: where nothing is changed, x need not be multiplied."""
+    scale = root if exponent.change is None else 1.0
+    return exponent.weight.to(dtype) * scale, scale
+
+
+def changed(exponent: Exponent, x: Tensor, root: float) -> tuple[Tensor, Tensor | float, Tensor]:
+    """z of `root * x`, but for the scale, its extra row term and its squared norm (..., n, 1)."""
+    z, extra = (x, 0.0) if exponent.change is None else exponent.change(x * root)
+    return z, extra, squared_norm(z)
 
 
 def may_look(x: Tensor) -> bool:
@@ -182,6 +194,17 @@ def flags(rows: Rows) -> tuple[Tensor, Tensor]:
     """Which rows are lost and which small, as tensors."""
     nothing = torch.zeros_like(rows.factor, dtype=torch.bool)
     return (nothing if rows.lost is None else rows.lost, nothing if rows.small is None else rows.small)
+
+
+def topped_up(total: Tensor, last: Tensor, least: Tensor) -> Tensor:
+    """Kernel sums (..., n, v + 1) with what their share lacks given to all keys alike.
+
+    `last` (..., n, v + 1): the sums of a key feature that is 1, so values and number of keys; `least` times that number
+    is the least share.
+    """
+    count = last[..., -1:]
+    lack = least - total[..., -1:] / torch.where(count > 0, count, 1)
+    return total + lack.clamp_min(0) * last
 
 
 def adjoint(rows: Rows, grad: Tensor, normalize: bool) -> Tensor:

@@ -42,7 +42,7 @@ def windowed(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, s
     padded = torch.zeros(k.shape[0], n, dtype=torch.bool, device=k.device) if hole is None else hole
     sinks, is_sink = find_sinks(call, past, k, v, padded)
     # 1. Keys from the first that any row sees exactly, and where they lie.
-    keys, values = torch.cat([past.k, k], dim=2), torch.cat([past.v, v], dim=2)
+    keys, values = _joined(past.k, k), _joined(past.v, v)
     holes = torch.cat([past.padded, padded], dim=1)
     far_holes = holes | torch.cat([past.sink, is_sink], dim=1)
     if not (call.window or call.is_causal):  # no zones: the kernel sees all keys but the sinks
@@ -124,6 +124,11 @@ def find_sinks(call: Call, past: WindowState, k: Tensor, v: Tensor, padded: Tens
     where = torch.where(is_sink, position, -1).gather(1, chosen)
     sink_k, sink_v = (_take(torch.cat([old, new], dim=2), chosen) for old, new in ((past.sink_k, k), (past.sink_v, v)))
     return Sinks(sink_k, sink_v, where), is_sink[:, past.sink_position.shape[1] :]
+
+
+def _joined(old: Tensor, new: Tensor) -> Tensor:
+    """Keys or values (b, g, s, d) one after another."""
+    return torch.cat([old, new], dim=2) if old.shape[2] else new
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

@@ -25,12 +25,13 @@ from bochner.attention.numerics import (
     map_rows,
     may_look,
     product,
+    topped_up,
 )
 from bochner.attention.recompute import Traced, add_up
 from bochner.attention.state import cauchy_schwarz, spread_mask
 from bochner.maps.base import Features
 
-ZONE_ELEMENTS = 2**20  # exact logits and features of one part on the CPU: 4 MB in float32
+ZONE_ELEMENTS = 2**21  # exact logits and features of one part on the CPU: 8 MB in float32
 pad = torch.nn.functional.pad
 Part = tuple[slice, slice]  # some blocks, and some rows of each
 
@@ -38,8 +39,8 @@ Part = tuple[slice, slice]  # some blocks, and some rows of each
 class Zone(NamedTuple):
     """What some rows see: all (b, g, t, ...).
 
-    x (r c, d): queries; y (z, d), u (z, v + 1): keys of the zone, values with ones; far (m, v + 1): sums of the blocks
-    beyond, relative to exp(ref), ().
+    x (r c, d): queries times the scale; y (s + z, d), u (s + z, v + 1): the sinks and the keys of the zone, values with
+    ones; far (m, v + 1): sums of the blocks beyond, relative to exp(ref), ().
     """
 
     x: Tensor
@@ -57,12 +58,11 @@ class Near(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Exponentials relative to every row's log_ref (b, g, t, r c, 1): of zone, sinks, sums beyond; the kernel's decay
-    in the zone of a sliding window (else None)."""
+    """Exponentials relative to every row's log_ref (b, g, t, r c, 1): of sinks and zone, of the sums beyond, and of the
+    kernel in the zone of a sliding window (else None)."""
 
     log_ref: Tensor
     zone: Tensor
-    sinks: Tensor
     far: Tensor
     decay: Tensor | None
 
@@ -89,11 +89,11 @@ class ZoneScan:
         far, refs, ends = self._beyond(k, v, sums, ref)
         query, key, parts = self.call.features("query"), self.call.features("key"), []
         for part in self._parts(q):
-            zone = self._zone(q, k, v, far, refs, part)
+            zone = self._zone(q, k, v, sink_k, sink_v, far, refs, part)
             near = self._near(key(k[..., self.place.span(part[0]), :]), part) if self._is_mixed else None
             fq = query(self._pick(q, part).flatten(2, 3))
-            weights = self._weights(zone, fq.log_scale, near, sink_k, part)
-            rows = self._rows(zone, weights, fq.values, near, sink_v, part)
+            weights = self._weights(zone, fq.log_scale, near, part)
+            rows = self._rows(zone, weights, fq.values, near, part)
             parts.append(map_rows(rows, lambda t: by_head(t, self.call.groups)))
         rows = join_rows(parts, q.shape[-2])
         return (rows.out, far[:, :, -1].clone(), *flags(rows), refs[..., -1].clone()), (far, refs, ends, rows)
@@ -108,25 +108,23 @@ class ZoneScan:
         query, key = call.traced_features("query"), call.traced_features("key")
         for part in self._parts(q):
             span = self.place.span(part[0])
-            zone = self._zone(q, k, v, far, refs, part)
+            zone = self._zone(q, k, v, sink_k, sink_v, far, refs, part)
             fq = Traced(query, self._pick(q, part).flatten(2, 3), call.parameters)
             fk = Traced(key, k[..., span, :], call.parameters) if self._is_mixed else None
             near = None if fk is None else self._near(Features(fk.values, fk.log_scale), part)
-            weights = self._weights(zone, fq.log_scale, near, sink_k, part)
+            weights = self._weights(zone, fq.log_scale, near, part)
             g, phi = self._pick(total, part), fq.values.unflatten(2, zone.x.shape[2:4])
-            dx, dy, du = self._exact_adjoint(zone.x, zone.y, zone.u, weights.zone, g)
-            if weights.sinks.shape[-1]:
-                more, dsy, dsu = self._exact_adjoint(
-                    zone.x, self._sink_keys(sink_k), self._sink_values(sink_v), weights.sinks, g
-                )
-                dx, dsk, dsv = dx + more, dsk + dsy.sum(2), dsv + dsu[..., :-1].sum(2)
+            dx, dy, du = self._exact_adjoint(zone, weights.zone, g)
+            count = sink_k.shape[2]
+            dsk, dsv = dsk + dy[..., :count, :].sum(2), dsv + du[..., :count, :-1].sum(2)
+            dy, du, u = dy[..., count:, :], du[..., count:, :], zone.u[..., count:, :]
             scaled = g * weights.far
             dphi = scaled @ zone.far.mT
             dfar[:, :, part[0]] += phi.mT @ scaled
             if fk is not None and near is not None and weights.decay is not None:
-                back = (g @ zone.u.mT) * weights.decay
+                back = (g @ u.mT) * weights.decay
                 dphi += back @ near.psi
-                du += ((phi @ near.psi.mT) * weights.decay).mT @ g
+                du = du + ((phi @ near.psi.mT) * weights.decay).mT @ g
                 dpsi = self.place.zones_adjoint(back.mT @ phi)
                 more, params = fk.pull(dpsi, (fk.values * dpsi).sum(-1, keepdim=True))
                 dk[..., span, :] += more
@@ -235,19 +233,14 @@ class ZoneScan:
         """(b, g, t, r c, d) to (b, g, r, t, c, d)."""
         return x.unflatten(3, (self.call.groups, -1)).transpose(2, 3)
 
-    def _zone(self, q: Tensor, k: Tensor, v: Tensor, far: Tensor, refs: Tensor, part: Part) -> Zone:
+    def _zone(
+        self, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, far: Tensor, refs: Tensor, part: Part
+    ) -> Zone:
         call, place, span = self.call, self.place, self.place.span(part[0])
-        x = self._pick(q, part).to(call.dtype) * call.root
-        y = place.zones(k[..., span, :].to(call.dtype) * call.root)
-        u = place.zones(pad(v[..., span, :].to(call.dtype), (0, 1), value=1.0))
-        return Zone(x, y, u, far[:, :, part[0]], refs[..., part[0]])
-
-    def _sink_keys(self, sink_k: Tensor) -> Tensor:
-        return (sink_k.to(self.call.dtype) * self.call.root).unsqueeze(2)
-
-    def _sink_values(self, sink_v: Tensor) -> Tensor:
-        there = (self.sink_position >= 0).to(self.call.dtype)[:, None, :, None].expand(*sink_v.shape[:-1], 1)
-        return torch.cat([sink_v.to(self.call.dtype), there], dim=-1).unsqueeze(2)
+        x = self._pick(q, part).to(call.dtype) * call.root**2
+        y = place.zones(k[..., span, :], sink_k).to(call.dtype)
+        ones = [pad(t.to(call.dtype), (0, 1), value=1.0) for t in (v[..., span, :], sink_v)]
+        return Zone(x, y, place.zones(*ones), far[:, :, part[0]], refs[..., part[0]])
 
     def _near(self, f: Features, part: Part) -> Near:
         """The kernel in the zones of a sliding window."""
@@ -258,10 +251,20 @@ class ZoneScan:
         seen = seen[part[1]].repeat(self.call.groups, 1)
         return Near(self.place.zones(f.values), scale.masked_fill(~seen, MASKED))
 
-    def _logits(self, name: str, x: Tensor, y: Tensor) -> Tensor:
-        logits = product(self.buffers, name, x, y.mT)
-        if self.call.phi.kernel == "gaussian":
-            logits = logits - 0.5 * (x.square().sum(-1, keepdim=True) + y.square().sum(-1, keepdim=True).mT)
+    def _hide(self, logits: Tensor, part: Part) -> Tensor:
+        """Logits (b, g, t, r c, s + z) with -inf where a row does not see a sink or a key of its zone exactly."""
+        count = self.sink_position.shape[1]
+        parts = list(logits.split([count, logits.shape[-1] - count], dim=-1))
+        masks: list[Tensor | None] = [None, self._hidden(part)]
+        if count:
+            sees = self.place.sees_sinks(self.sink_position, part[0])[:, :, part[1]]
+            masks[0] = ~sees.repeat(1, 1, self.call.groups, 1).unsqueeze(1)
+        if logits.requires_grad or is_composed():
+            hidden = [t if m is None else t.masked_fill(m, -torch.inf) for t, m in zip(parts, masks, strict=True)]
+            return torch.cat(hidden, dim=-1)
+        for t, m in zip(parts, masks, strict=True):
+            if m is not None and t.shape[-1]:
+                t.masked_fill_(m, -torch.inf)
         return logits
 
     def _hidden(self, part: Part) -> Tensor | None:
@@ -273,40 +276,42 @@ class ZoneScan:
         zones = self.place.zones(holes[:, None, :, None]).mT
         return zones if hidden is None else zones | hidden
 
-    def _weights(self, zone: Zone, log_scale: Tensor, near: Near | None, sink_k: Tensor, part: Part) -> Weights:
+    def _weights(self, zone: Zone, log_scale: Tensor, near: Near | None, part: Part) -> Weights:
         own = log_scale.unflatten(2, zone.x.shape[2:4])
-        # 1. Exact logits; what a row may not see exactly is -inf.
-        logits = self._logits("zone", zone.x, zone.y)
-        hidden = self._hidden(part)
-        if hidden is not None:
-            logits = (logits.masked_fill if _kept(logits) else logits.masked_fill_)(hidden, -torch.inf)
-        sinks = self._logits("sinks", zone.x, self._sink_keys(sink_k))
-        if sinks.shape[-1]:
-            sees = self.place.sees_sinks(self.sink_position, part[0])[:, :, part[1]]
-            sinks = sinks.masked_fill(~sees.repeat(1, 1, self.call.groups, 1).unsqueeze(1), -torch.inf)
+        # 1. Exact logits.
+        logits = product(self.buffers, "zone", zone.x, zone.y.mT)
+        if self.call.phi.kernel == "gaussian":
+            scale = self.call.root**2
+            square = zone.x.square().sum(-1, keepdim=True) / scale + scale * zone.y.square().sum(-1, keepdim=True).mT
+            logits = logits - 0.5 * square
+        logits = self._hide(logits, part)
         # 2. Every row's reference: the largest of all that it sees.
         beyond = zone.ref[..., None, None] + own
-        tops = [beyond, *(t.amax(-1, keepdim=True) for t in (logits, sinks) if t.shape[-1])]
+        ref = beyond.detach()
+        if logits.shape[-1]:
+            ref = torch.maximum(ref, logits.detach().amax(-1, keepdim=True))
         if near is not None:
-            tops.append(near.log_scale.amax(-1, keepdim=True) + own)
-        ref = tops[0].detach()
-        for top in tops[1:]:
-            ref = torch.maximum(ref, top.detach())
+            ref = torch.maximum(ref, (near.log_scale.amax(-1, keepdim=True) + own).detach())
         ref = ref.clamp_min(EMPTY)
         # 3. Relative to it.
         decay = None if near is None else (near.log_scale + (own - ref)).exp()
-        weights = (logits - ref).exp() if _kept(logits) else logits.sub_(ref).exp_()
-        return Weights(ref, weights, (sinks - ref).exp(), (beyond - ref).exp(), decay)
+        kept = logits.requires_grad or is_composed()
+        weights = (logits - ref).exp() if kept else logits.sub_(ref).exp_()
+        return Weights(ref, weights, (beyond - ref).exp(), decay)
 
-    def _rows(self, zone: Zone, weights: Weights, phi: Tensor, near: Near | None, sink_v: Tensor, part: Part) -> Rows:
+    def _rows(self, zone: Zone, weights: Weights, phi: Tensor, near: Near | None, part: Part) -> Rows:
         call, phi = self.call, phi.unflatten(2, zone.x.shape[2:4])
-        total = weights.zone @ zone.u
-        if weights.sinks.shape[-1]:
-            total = total + weights.sinks @ self._sink_values(sink_v)
-        bound = None if call.phi.positive else total[..., -1:].detach()
-        total = torch.addcmul(total, product(self.buffers, "far", phi, zone.far), weights.far)
+        u = zone.u[..., self.sink_position.shape[1] :, :]
+        total = product(self.buffers, "exact", weights.zone, zone.u)
+        bound = None if call.positive else total[..., -1:].detach()
+        kernel = product(self.buffers, "far", phi, zone.far) * weights.far
         if near is not None and weights.decay is not None:
-            total = total + ((phi @ near.psi.mT) * weights.decay) @ zone.u
+            kernel = kernel + ((phi @ near.psi.mT) * weights.decay) @ u
+        if call.top_up is not None:
+            last = zone.far[..., -1:, :] * weights.far
+            if near is not None and weights.decay is not None:
+                last = last + (weights.decay * near.psi[..., -1:].mT) @ u
+            kernel = topped_up(kernel, last, call.top_up)
         if bound is not None:  # exact terms are their own bound
             norm = zone.far[..., -1].unsqueeze(-2) * weights.far
             norm = norm if near is None or weights.decay is None else norm + weights.decay @ near.psi
@@ -314,19 +319,14 @@ class ZoneScan:
         log_ref = weights.log_ref
         if self.sees_any is not None:
             log_ref = torch.where(self._pick(self.sees_any, part), log_ref, EMPTY)
-        return finish(total, log_ref, bound, None, call.normalize, call.policy, call.floor)
+        return finish(total + kernel, log_ref, bound, None, call.normalize, call.policy, call.floor)
 
-    def _exact_adjoint(
-        self, x: Tensor, y: Tensor, u: Tensor, weights: Tensor, g: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys (both before scaling) and values with ones, from g of the sums."""
-        dlogits = weights * (g @ u.mT)
-        dx, dy = dlogits @ y, dlogits.mT @ x
+    def _exact_adjoint(self, zone: Zone, weights: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, of keys and of values with ones, from g of the sums."""
+        scale = self.call.root**2
+        dlogits = weights * (g @ zone.u.mT)
+        dx, dy = (dlogits @ zone.y) * scale, dlogits.mT @ zone.x
         if self.call.phi.kernel == "gaussian":
-            dx, dy = dx - x * dlogits.sum(-1, keepdim=True), dy - y * dlogits.sum(-2).unsqueeze(-1)
-        return dx * self.call.root, dy * self.call.root, weights.mT @ g
-
-
-def _kept(x: Tensor) -> bool:
-    """Whether a tensor must not be overwritten."""
-    return x.requires_grad or is_composed()
+            dx = dx - zone.x * dlogits.sum(-1, keepdim=True)
+            dy = dy - scale * zone.y * dlogits.sum(-2).unsqueeze(-1)
+        return dx, dy, weights.mT @ g

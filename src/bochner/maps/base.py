@@ -45,13 +45,21 @@ class Features(NamedTuple):
 class Exponent(NamedTuple):
     """An exponential map of one role, as what it exponentiates: `phi_i(x) = exp(w_i . z + offset_i + row)`.
 
-    `change` takes x (..., n, d) to z (..., n, d) and row (..., n, 1); `weight` (m, d) holds the w_i and `offset` (m,)
-    their offsets, both with a leading axis of heads where the map has them.
+    `weight` (m, d) holds the w_i and `offset` (m,) their offsets, both with a leading axis of heads where the map has
+    them; `row = constant + extra - half |z|^2`. `change` takes x (..., n, d) to z (..., n, d) and extra (..., n, 1);
+    without it z is x itself and extra is 0.
     """
 
-    change: Callable[[Tensor], tuple[Tensor, Tensor]]
     weight: Tensor
     offset: Tensor | None = None
+    constant: float = 0.0
+    half: float = 0.5
+    change: Callable[[Tensor], tuple[Tensor, Tensor | float]] | None = None
+
+    def at(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """z (..., n, d) and the row term (..., n, 1)."""
+        z, extra = (x, 0.0) if self.change is None else self.change(x)
+        return z, self.constant + extra - self.half * squared_norm(z)
 
     def logits(self, z: Tensor) -> Tensor:
         """`w_i . z + offset_i`, (..., n, m)."""
@@ -109,10 +117,18 @@ class FeatureMap(FullPrecisionModule):
             return lambda x: self._features(x.to(accumulation_dtype(x.dtype)), role)
 
         def features(x: Tensor) -> Features:
-            z, row = exponent.change(x.to(accumulation_dtype(x.dtype)))
+            z, row = exponent.at(x.to(accumulation_dtype(x.dtype)))
             return exponential(exponent.logits(z), row)
 
         return features
+
+    @property
+    def top_up(self) -> Tensor | None:
+        """Least share of the kernel in a row's normaliser per head, that of uniform attention being the number of keys.
+
+        For maps whose last key feature is the constant 1: what is missing is given to all keys alike. None for others.
+        """
+        return None
 
     @property
     def is_exponential(self) -> bool:

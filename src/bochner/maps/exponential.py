@@ -65,24 +65,19 @@ class ExponentialFeatures(FeatureMap):
             self.feature_dim = 2 * num_features
 
     def exponent(self, role: str) -> Exponent:
-        w, log_weight = self._shape_w(self.projection.matrix()), self._log_weight()
+        w = self._shape_w(self.projection.matrix())
         if self.antithetic:
             w = torch.cat([w, -w], dim=-2)
-        change, log_norm = self._change(role), -0.5 * math.log(self.feature_dim)
-
-        def with_norm(x: Tensor) -> tuple[Tensor, Tensor]:
-            z, row = change(x)
-            return z, row + log_norm - self._half() * squared_norm(z)
-
-        return Exponent(with_norm, w, log_weight)
+        constant = -0.5 * math.log(self.feature_dim)
+        return Exponent(w, self._log_weight(), constant, self._half(), self._change(role))
 
     def _half(self) -> float:
         """The factor of -|z|^2 in a row's log scale."""
         return 0.5 if self.kernel == "softmax" else 1.0
 
-    def _change(self, role: str) -> Callable[[Tensor], tuple[Tensor, Tensor | float]]:
-        """x to z, and the log of its row factor but for |z|^2."""
-        return lambda x: (x, 0.0)
+    def _change(self, role: str) -> Callable[[Tensor], tuple[Tensor, Tensor | float]] | None:
+        """x to z, and the log of its row factor but for |z|^2; None where z is x."""
+        return None
 
     def _log_weight(self) -> Tensor | None:
         """g(w) for every frequency (h?, m), or None when it is zero."""

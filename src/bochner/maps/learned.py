@@ -115,7 +115,7 @@ class SpectralFeatures(FeatureMap):
             return None
         weights = self._weights()
         offset = None if weights is None else weights.log()
-        return Exponent(lambda x: (x, self._log_row(x)), self.frequencies(), offset)
+        return Exponent(self.frequencies(), offset, -0.5 * math.log(self.num_features), self.g)
 
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         if not self.sinks:
