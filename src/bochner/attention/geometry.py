@@ -157,8 +157,8 @@ def around(sums: Tensor, weight: Tensor, width: int) -> Tensor:
     """
     t, count = sums.shape[2] - width + 1, sums.shape[2]
     if not torch.compiler.is_compiling() and t <= FEW:
-        i, j = torch.arange(t, device=sums.device)[:, None], torch.arange(count, device=sums.device)[None, :]
-        outside = ((j < i) | (j >= i + width)).to(sums.dtype)
+        row, block = torch.arange(t, device=sums.device)[:, None], torch.arange(count, device=sums.device)[None, :]
+        outside = ((block < row) | (block >= row + width)).to(sums.dtype)
         return ((weight.unsqueeze(-2) * outside) @ sums.flatten(3)).unflatten(-1, sums.shape[3:])
     weight = weight[..., None, None]
     if torch.is_grad_enabled() or is_composed():
