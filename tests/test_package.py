@@ -29,8 +29,6 @@ LAYERS = [
     ["__main__"],
 ]
 RANK = {name: i for i, row in enumerate(LAYERS) for name in row}
-# Parts that are being rebuilt, whose modules may still import each other in a circle.
-UNFINISHED = {"attention"}
 OPTIONAL = {"transformers", "safetensors", "accelerate", "sklearn", "dask", "distributed", "typer", "rich", "plotly"}
 OPTIONAL |= {"matplotlib", "peft", "faiss", "pykeops", "gguf", "sentence_transformers", "zarr"}
 
@@ -48,13 +46,13 @@ def test_imports_flow_one_way():
 
 
 def test_imports_have_no_cycle():
-    found = [i for i in architecture.imports() if architecture.room(i.importer) not in UNFINISHED]
+    found = architecture.imports()
     assert architecture.cycle(architecture.room_graph(found)) == []
     assert architecture.cycle(architecture.module_graph(found)) == []
 
 
 def test_private_names_stay_in_their_package():
-    found = [i for i in architecture.imports() if architecture.room(i.importer) not in UNFINISHED]
+    found = architecture.imports()
     assert architecture.private_across(found) == []
 
 
@@ -62,8 +60,6 @@ def test_no_module_is_shadowed_by_a_function_of_its_name():
     for name in bochner.__all__:
         getattr(bochner, name)  # whatever is imported when first asked for
     for name in architecture.modules():
-        if architecture.room(name) in UNFINISHED:
-            continue
         module = import_module(name)
         package, _, last = name.rpartition(".")
         assert not package or getattr(import_module(package), last) is module, name
