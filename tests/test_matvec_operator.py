@@ -275,3 +275,10 @@ def test_the_reported_row_sum_is_the_mean_row_sum(points):
     K = KernelOperator(points, bandwidth=2.0, method="cells")
     truth = dense(points, points, 2.0).sum(1)
     assert K.plan.mean_row_sum == pytest.approx(truth.mean(), rel=0.2)
+
+
+def test_operators_of_an_earlier_version_are_refused_in_one_sentence(points):
+    arrays = KernelOperator(points, bandwidth=1.0).to_arrays()
+    arrays["settings"] = np.array('{"bandwidth": 1.0}')
+    with pytest.raises(BochnerError, match="earlier version; build it again"):
+        KernelOperator.from_arrays(arrays)

@@ -29,7 +29,7 @@ def top_eigenvalues(K: KernelOperator, k: int = 1, *, method: str = "eigsh", tol
     if k >= K.shape[0]:
         return np.sort(np.linalg.eigvalsh(K @ np.eye(K.shape[0], dtype=K.dtype)))[::-1][:k]
     start = np.ones(K.shape[0], dtype=K.dtype)
-    return np.sort(eigsh(K, k=k, return_eigenvectors=False, tol=tol, v0=start))[::-1]
+    return np.sort(eigsh(K.materialize(), k=k, return_eigenvectors=False, tol=tol, v0=start))[::-1]
 
 
 def noisy_power_method(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .._checks import BochnerError
 from .choose import Options
 from .engines.base import Engine
 from .engines.cells import CellsEngine
@@ -80,6 +81,8 @@ def to_arrays(stored: Stored) -> dict[str, np.ndarray]:
 def from_arrays(arrays: dict[str, np.ndarray]) -> Stored:
     """The inverse of `to_arrays`: no clustering, no measuring."""
     settings = json.loads(str(arrays["settings"]))
+    if "kernel" not in settings:
+        raise BochnerError("This kernel operator was saved by an earlier version; build it again and save it.")
     queries = torch.from_numpy(np.array(arrays["queries"]))
     keys = torch.from_numpy(np.array(arrays["keys"])) if "keys" in arrays else queries
     problem = Problem(
