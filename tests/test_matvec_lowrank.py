@@ -66,6 +66,7 @@ def test_a_rank_too_small_is_never_called_certain_and_the_estimate_covers_its_er
     assert estimate.kind == "estimate"
     assert error <= estimate.bound
     assert not estimate.met
+    assert estimate.deterministic_bound < np.inf
     assert estimate.deterministic_bound >= np.linalg.norm(dense(X, X, 0.7) - K @ np.eye(1500), 2) * np.linalg.norm(x)
 
 

@@ -304,7 +304,7 @@ def state(problem: Problem, engine: Engine, x: Tensor, checked: Checked) -> Stat
     limit = problem.eps * float(x.norm())
     unit = torch.finfo(problem.dtype).eps / 2  # the answer is rounded to the dtype of the points
     deterministic = math.inf
-    if checked.exact_by is not None or engine.certain:
+    if checked.exact_by is not None or engine.certain or engine.linear:
         maker, argument = checked.exact_by or (engine, x)
         bound, pairs = maker.error_bound(argument.to(maker.dtype))
         checked.pairs += pairs
