@@ -32,6 +32,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "window + sinks + positive m=128": {"feature_map": "positive", "num_features": 128, "select": False, **NEAR},
     "window + sinks + calibrated m=64": {"num_features": 64, "select": False, **NEAR},
     "window + sinks + calibrated m=64 where it helps": {"num_features": 64, "select": True, **NEAR},
+    "window + sinks + landmark m=64": {"feature_map": "landmark", "num_features": 64, "select": False, **NEAR},
     "window + sinks, 5 % exact": {"feature_map": None, "exact_heads": 0.05, **NEAR},
     "window + sinks, 10 % exact": {"feature_map": None, "exact_heads": 0.1, **NEAR},
     "window + sinks, 10 % exact by groups": {
@@ -46,6 +47,13 @@ RECIPES: dict[str, dict[str, Any]] = {
         "exact_heads": 0.1,
         "select": False,
         "distill": {"steps": 20},
+        **NEAR,
+    },
+    "window + sinks + landmark m=64, 10 % exact": {
+        "feature_map": "landmark",
+        "num_features": 64,
+        "exact_heads": 0.1,
+        "select": False,
         **NEAR,
     },
     "window 128 + sinks, 10 % exact": {"feature_map": None, "exact_heads": 0.1, "window": 128, "sinks": 4},
@@ -85,6 +93,7 @@ def main() -> int:
         if arguments.only not in name:
             continue
         start = time.monotonic()
+        recipe = {"feature_map": "calibrated", **recipe}
         convert(model, calibration=calibration, tokenizer=tokenizer, max_length=320, batch_size=1, **recipe)
         seconds = time.monotonic() - start
         plan = plan_of(model)

@@ -189,7 +189,7 @@ def test_auto_keeps_at_most_a_tenth_and_groups_stay_whole() -> None:
 
 
 def test_redrawing_is_the_same_on_every_rank_and_keeps_calibration() -> None:
-    a, b = convert_bert(), convert_bert()
+    a, b = (convert_bert(feature_map="calibrated") for _ in range(2))
     before = {n: x.map_norm["kernel"].basis_query.clone() for n, x in layers_of(a).items()}
     first = outputs(a)
     redraw_(a, 7)

@@ -82,8 +82,8 @@ def convert(
     out: Annotated[Path, typer.Argument(help="where to save the converted model")],
     num_features: Annotated[
         int, typer.Option("--num-features", "--features", help="features per head; 0 is no kernel")
-    ] = 128,
-    feature_map: Annotated[str, typer.Option("--feature-map", "--map", help="the feature map")] = "calibrated",
+    ] = 64,
+    feature_map: Annotated[str, typer.Option("--feature-map", "--map", help="the feature map")] = "auto",
     window: Annotated[int, typer.Option(help="exact local window; 0 is none")] = 0,
     sinks: Annotated[int, typer.Option(help="first tokens kept exact")] = 0,
     exact_heads: Annotated[str, typer.Option(help="a fraction of the heads, or auto")] = "0",
@@ -99,7 +99,7 @@ def convert(
     to_linear(
         loaded,
         feature_map if num_features else None,
-        num_features or 128,
+        num_features or None,
         window=window or None,
         sinks=sinks,
         exact_heads=exact_heads if exact_heads == "auto" else float(exact_heads),

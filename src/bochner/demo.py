@@ -30,9 +30,11 @@ TOKENS = 150  # of a held-out paragraph
 NEAR: dict[str, Any] = {"window": 32, "sinks": 1}
 ENCODER_RECIPES: dict[str, dict[str, Any]] = {
     "plain FAVOR+ m=256": {"feature_map": "positive", "num_features": 256},
-    "calibrated m=128": {"num_features": 128},
+    "calibrated m=128": {"feature_map": "calibrated", "num_features": 128},
+    "landmark m=128": {"feature_map": "landmark", "num_features": 128},
     "window 32 + sink, no kernel": {"feature_map": None, **NEAR},
-    "window 32 + sink + calibrated m=128": {"num_features": 128, **NEAR},
+    "window 32 + sink + calibrated m=128": {"feature_map": "calibrated", "num_features": 128, **NEAR},
+    "window 32 + sink + landmark m=64": {"feature_map": "landmark", "num_features": 64, **NEAR},
 }
 DECODER_RECIPES: dict[str, dict[str, Any]] = {
     "plain FAVOR+ m=128": {"feature_map": "positive", "num_features": 128},
@@ -44,7 +46,7 @@ PROMPT = "Write three sentences about the sea.\n"
 
 
 def encoder(say: Say, *, texts: int = 32, steps: int = 30, quick: bool = False) -> tuple[list[list[Any]], Report]:
-    """MiniLM under four recipes and after distillation: the rows of the table, and the report."""
+    """MiniLM under six recipes and after distillation: the rows of the table, and the report."""
     say("loading all-MiniLM-L6-v2")
     model, tokenizer = load_minilm()
     calibration = data.paragraphs("calibration", 16 if quick else 64)

@@ -23,8 +23,8 @@ Batches = Sequence[dict[str, Tensor]]
 
 def convert(
     model: Any,
-    feature_map: str | None = "calibrated",
-    num_features: int = 128,
+    feature_map: str | None = "auto",
+    num_features: int | None = None,
     *,
     window: int | None = None,
     sinks: int = 0,
@@ -51,9 +51,10 @@ def convert(
     head. Nothing is changed if anything is refused.
 
     `model`: a transformers model or a part of one, or a SentenceTransformer. `feature_map`, `num_features` (m),
-    `options`: the map of linear heads; `feature_map=None` is a window and sinks and nothing else. `window`, `sinks`,
-    `window_kind`: exact softmax on near keys and on the first ones, jointly normalised with the kernel, as in
-    `linear_attention`; cross-attention has none. The kind is `"sliding"` unless given.
+    `options`: the map of linear heads. `"auto"` is `landmark`, m = 64; for a model that is going to be trained
+    `calibrated`. Other maps have m = 128 by default; `feature_map=None` is a window and sinks and nothing else.
+    `window`, `sinks`, `window_kind`: exact softmax on near keys and on the first ones, jointly normalised with the
+    kernel, as in `linear_attention`; cross-attention has none. The kind is `"sliding"` unless given.
     `exact_heads`: a fraction of all heads, `"auto"`, or pairs (layer, head): they stay softmax. Fractions and "auto"
     take the heads that retrieve. In a language model these are the heads whose exactness lowers the loss most when a
     passage of the calibration text is repeated; elsewhere those whose attention outside window and sinks peaks highest.
@@ -75,6 +76,10 @@ def convert(
     inner, tokenizer = capture.unwrap(model, tokenizer)
     register_once()
     _check_model(inner)
+    if feature_map == "auto":
+        feature_map = "calibrated" if train else "landmark"
+    if num_features is None:
+        num_features = 64 if feature_map == "landmark" else 128
     recipe = Recipe(
         feature_map, num_features, window, sinks, window_kind, exact_heads, exact_unit, select, train, seed,
         options or {},
