@@ -19,7 +19,7 @@ from bochner.hf import layers_of, plan_of, trainable_maps_  # noqa: E402
 
 def classifier() -> Any:
     model = build("bert", {**TEXT, "attention_probs_dropout_prob": 0.0}, head="AutoModelForSequenceClassification")
-    return convert(model, calibration=texts_as_batches(), num_features=16, window=6)
+    return convert(model, "calibrated", 16, calibration=texts_as_batches(), window=6)
 
 
 class Rows(torch.utils.data.Dataset):

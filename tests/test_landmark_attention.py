@@ -19,11 +19,22 @@ def sequences(n: int, seed: int = 0, heads: int = 2) -> tuple[torch.Tensor, ...]
     return tuple(torch.randn(2, heads, n, D, generator=g) for _ in range(3))
 
 
-@pytest.fixture(scope="module")
-def phi() -> LandmarkFeatures:
+@pytest.fixture(scope="module", params=[True, False], ids=["positive", "signed"])
+def phi(request: pytest.FixtureRequest) -> LandmarkFeatures:
     q, k, v = sequences(60, seed=5)
     root = D**-0.25
-    return LandmarkFeatures(D, 12, num_heads=2, seed=1).calibrate_(q * root, k * root, v, is_causal=True)
+    made = LandmarkFeatures(D, 12, positive=request.param, num_heads=2, seed=1)
+    return made.calibrate_(q * root, k * root, v, is_causal=True)
+
+
+def topped_up(phi: LandmarkFeatures, kernel: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
+    """Weights of far pairs (b, h, n, s) in units of exp(z), with what is missing given to all of them alike."""
+    kernel = kernel * far
+    if phi.top_up is None:
+        return kernel
+    count = far.sum(-1, keepdim=True)
+    lack = phi.top_up[:, None, None].to(kernel.dtype) * count - kernel.sum(-1, keepdim=True)
+    return kernel + lack.clamp_min(0) * far / count.clamp_min(1)
 
 
 @pytest.mark.parametrize("near", [{}, {"window": 6, "sinks": 2}])
@@ -34,8 +45,10 @@ def test_attention_is_its_own_matrix(phi: LandmarkFeatures, near: dict[str, Any]
     i = torch.arange(40)
     allowed = i[None, :] <= i[:, None]
     exact = (i[:, None] - i[None, :] < near.get("window", 0)) | (i[None, :] < near.get("sinks", 0))
-    kernel = (a.values @ b.values.mT).double() * a.log_scale.double().exp()
-    weights = torch.where(exact, (q @ k.mT * D**-0.5).double().exp(), kernel) * allowed
+    kernel = topped_up(phi, (a.values @ b.values.mT).double(), allowed & ~exact)
+    shown = (q @ k.mT * D**-0.5 - a.log_scale).double().exp() * (allowed & exact)
+    weights = kernel + shown
+    assert phi.positive or bool((weights.sum(-1) > (a.values @ b.values.mT * allowed).sum(-1) + 1e-3).any() or near)
     want = weights @ v.double() / weights.sum(-1, keepdim=True)
     out = linear_attention(q, k, v, phi, is_causal=True, **near)
     torch.testing.assert_close(out.double(), want, atol=2e-5, rtol=2e-5)
@@ -81,13 +94,14 @@ def test_half_precision_inputs_lose_no_more_than_their_own_rounding(phi: Landmar
 
 def test_gradients_are_those_of_plain_operations(phi: LandmarkFeatures) -> None:
     q, k, v = (t[:1, :, :20].double().requires_grad_() for t in sequences(20))
-    wide = LandmarkFeatures(D, 12, num_heads=2)
+    wide = LandmarkFeatures(D, 12, positive=phi.positive, num_heads=2)
     wide.load_state_dict(phi.state_dict())
     wide.double().trainable_()
     root = D**-0.25
 
     def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        weights = (wide(q * root, "query").values @ wide(k * root, "key").values.mT).tril()
+        far = torch.ones(20, 20, dtype=torch.bool).tril()
+        weights = topped_up(wide, wide(q * root, "query").values @ wide(k * root, "key").values.mT, far)
         return weights @ v / weights.sum(-1, keepdim=True)
 
     grads = []
