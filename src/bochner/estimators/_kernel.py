@@ -17,6 +17,7 @@ from bochner.matvec import KernelOperator
 DIRECT = 2048  # rows up to which everything is exact, in float64, by factorisation
 MEMORY = 1 << 31  # bytes that a kernel matrix kept for repeated products may take
 PRODUCTS = 16  # to expect of conjugate gradients and Lanczos
+SMALL, FULL = 1e-3, 0.1  # a kernel with a tenth of its entries above a thousandth is not sparse
 SIDE = 512  # of its tiles: 1 MB in float32
 Product = Callable[[Tensor], Tensor]
 
@@ -114,11 +115,20 @@ def linear_kernel(points: np.ndarray, gamma: float, eps: float, method: str, see
     `KernelOperator` without its checks of each product; where it would multiply exact tiles again and again and the
     matrix fits in `MEMORY`, the matrix itself.
     """
+    z = torch.from_numpy(points)
+    fits = len(points) ** 2 * points.itemsize <= 2 * MEMORY
+    # A glance at 128 rows spares kernels that are plainly not sparse the search for a plan.
+    if (
+        method == "auto"
+        and fits
+        and float((tile(z[:: max(1, len(z) // 128)], z, gamma) > SMALL).double().mean()) > FULL
+    ):
+        return LinearKernel(SymmetricMatrix(z, gamma), "matrix")
     K = KernelOperator(
         points, gamma=gamma, eps=eps, method=method, seed=seed, adaptive=False, products=PRODUCTS, memory=MEMORY
     )
-    if K.method == "exact" and len(points) ** 2 * points.itemsize <= 2 * MEMORY:
-        return LinearKernel(SymmetricMatrix(torch.from_numpy(points), gamma), "matrix")
+    if K.method == "exact" and fits:
+        return LinearKernel(SymmetricMatrix(z, gamma), "matrix")
     return LinearKernel(lambda x: K.matmat(x).double(), K.method)
 
 
