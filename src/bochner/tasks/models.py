@@ -145,7 +145,7 @@ def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: 
     elif attention.is_ours:
         more: dict[str, Any] = {"train": True, "seed": seed}
         if attention.window:
-            more["window"] = attention.window
+            more |= {"window": attention.window, "window_kind": "block"}
         if task.kind == "ctc":  # what goes in cannot be told from the config
             more["calibration"] = {"input_features": torch.randn(8, 512, config.encoder_config.num_mel_bins)}
             plain_masks_(model)
