@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError, floating
+from bochner.attention.checks import check_flag
 from bochner.attention.core import linear_attention
 from bochner.attention.exact import attention_matrix
 from bochner.attention.state import State
@@ -124,7 +125,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 raise BochnerError(
                     f"The {name!r} is a nested tensor; build TransformerEncoder with enable_nested_tensor=False."
                 )
-        is_causal = is_causal or _is_causal_mask(attn_mask)
+        check_flag(is_causal, "is_causal", "MultiheadAttention")
+        axis = -2 if query.ndim == 2 or self.batch_first else 0
+        is_causal = is_causal or _is_causal_mask(attn_mask, query.shape[axis], key.shape[axis])
         padding = _bool_padding(key_padding_mask)
         batched = query.ndim == 3
         if not batched:
@@ -229,12 +232,16 @@ def _bool_padding(mask: Tensor | None) -> Tensor | None:
     return ignored
 
 
-def _is_causal_mask(mask: Tensor | None) -> bool:
-    """True for the square causal mask, False for no mask at all; anything else is refused."""
+def _is_causal_mask(mask: Tensor | None, n: int, s: int) -> bool:
+    """True for the causal mask of n queries and s keys, False for no mask at all; anything else is refused."""
     if mask is None:
         return False
     hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
-    if mask.ndim == 2 and mask.shape[0] == mask.shape[1]:
+    if mask.ndim not in (2, 3) or tuple(mask.shape[-2:]) != (n, s):
+        raise BochnerError(
+            f"The 'attn_mask' must have shape (n, s) = {(n, s)} or (b h, n, s), got {tuple(mask.shape)}."
+        )
+    if n == s:
         causal = torch.ones_like(hidden).triu(1)
         if bool((hidden == causal).all()) and (mask.dtype == torch.bool or bool((mask[~causal] == 0).all())):
             return True

@@ -103,11 +103,15 @@ def linear_attention(
         recompute,
         diagnostics,
     )
+    if q.is_meta:  # only shapes are asked for
+        if return_state:
+            raise BochnerError("A 'state' cannot be returned for tensors on the meta device; use real tensors.")
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
     with torch.autocast(q.device.type, enabled=False):
         if key_padding_mask is not None:  # what a masked key holds must not matter, not even NaN
             hole = spread_mask(key_padding_mask)
             k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
-        if diagnostics:
+        if diagnostics and not is_composed():
             for x, name in ((q, "q"), (k, "k"), (v, "v")):
                 finite(x, name, "linear_attention")
         result = attend(call, q, k, v, key_padding_mask, state)

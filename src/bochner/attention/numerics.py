@@ -113,8 +113,10 @@ def may_look(x: Tensor) -> bool:
 
 
 def is_composed() -> bool:
-    """Whether everything must be plain differentiable operations: while compiling, exporting, or under torch.func."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    """Whether everything must be plain differentiable operations: while tracing in any way, or under torch.func."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 class Rows(NamedTuple):

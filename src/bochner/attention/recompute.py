@@ -40,9 +40,11 @@ class Scan(Protocol):
 def run_scan(scan: Scan, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The outputs of a scan, differentiable with respect to the tensors and the parameters of its map."""
     call = scan.call
+    if is_composed():
+        return scan.run(*tensors)[0]
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *call.parameters))
     # The adjoints of the scans know nothing of top-ups: such maps are differentiated as they are.
-    if learns and call.recompute and call.top_up is None and not is_composed():
+    if learns and call.recompute and call.top_up is None:
         return _Recomputed.apply(scan, len(tensors), *tensors, *call.parameters)
     with torch.set_grad_enabled(learns):
         return scan.run(*tensors)[0]

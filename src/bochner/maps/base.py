@@ -229,7 +229,7 @@ def squared_norm(x: Tensor) -> Tensor:
     """|x|^2 of each row, (..., n, 1)."""
     if torch.is_grad_enabled():
         return x.square().sum(-1, keepdim=True)
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()  # in one pass, but no second derivative at 0
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()  # in one pass, but no second derivative at 0
 
 
 def pooled(x: Tensor) -> Tensor:

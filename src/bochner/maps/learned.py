@@ -455,10 +455,11 @@ class GenerativeFeatures(SpectralFeatures):
         self.layers = nn.ParameterList(
             nn.Parameter((gaussian(*lead, b, a, g=g) * math.sqrt(2 / a)).float()) for a, b in pairwise(widths)
         )
-        self.gains = nn.ParameterList(nn.Parameter(torch.ones(*lead, 1, hidden, device="cpu")) for _ in range(4))
-        self.shifts = nn.ParameterList(nn.Parameter(torch.zeros(*lead, 1, hidden, device="cpu")) for _ in range(4))
-        self.last = nn.Parameter(torch.zeros(*lead, dim, hidden, device="cpu"))
-        self.last_bias = nn.Parameter(torch.zeros(*lead, 1, dim, device="cpu"))
+        ones, zeros = (f(*lead, 1, hidden, dtype=torch.float32, device="cpu") for f in (torch.ones, torch.zeros))
+        self.gains = nn.ParameterList(nn.Parameter(ones.clone()) for _ in range(4))
+        self.shifts = nn.ParameterList(nn.Parameter(zeros.clone()) for _ in range(4))
+        self.last = nn.Parameter(torch.zeros(*lead, dim, hidden, dtype=torch.float32, device="cpu"))
+        self.last_bias = nn.Parameter(torch.zeros(*lead, 1, dim, dtype=torch.float32, device="cpu"))
 
     def frequencies(self) -> Tensor:
         return self._generate(self.projection.matrix().to(self.last.dtype))
