@@ -369,3 +369,17 @@ def test_every_task_can_be_trained(name: str, tmp_path: Path, monkeypatch: pytes
     if tasks.task(name).baseline:
         assert 0 < result["baseline"]["accuracy"] < 1
         assert "unseen_accuracy" in result["metrics"]
+
+
+def test_maps_are_redrawn_on_schedule_but_not_in_the_last_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr("bochner.hf.train.redraw_", lambda model, step, *, seed=0: seen.append(step))
+
+    class State:
+        max_steps, global_step = 100, 0
+
+    callback = training.Redraw(20)
+    for step in range(1, 101):
+        State.global_step = step
+        callback.on_step_end(None, State, None, model=nn.Linear(1, 1))
+    assert seen == [20, 40, 60, 80]

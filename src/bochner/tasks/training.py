@@ -151,7 +151,7 @@ def make_trainer(
     )
     callbacks: list[Any] = [Journal(output / "metrics.jsonl")]
     if attention.feature_map is not None and preset.redraw:
-        callbacks.append(RedrawCallback(preset.redraw, seed=seed))
+        callbacks.append(Redraw(preset.redraw, seed=seed))
     if tensorboard and is_first():
         callbacks.append(events(output / "tensorboard"))
     groups = parameter_groups(model, preset.learning_rate, weight_decay=preset.weight_decay)
@@ -222,6 +222,14 @@ class TaskTrainer(transformers.Trainer):  # type: ignore[name-defined]
             kept = {k: v for k, v in kept.items() if k in ("loss", "accuracy", "perplexity", "bits", "error_rate")}
             out |= kept if split == "test" else {f"{split}_{k}": v for k, v in kept.items()}
         return out
+
+
+class Redraw(RedrawCallback):
+    """Redraws on schedule, but not in the last period: a model is tested with projections it was trained with."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step + self.every <= state.max_steps:
+            super().on_step_end(args, state, control, model=model, **kwargs)
 
 
 class FiniteGradients(transformers.TrainerCallback):  # type: ignore[name-defined]
