@@ -86,7 +86,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             self.feature_map = feature_map
         else:
             options = {"projection": projection, "seed": seed, **(map_options or {})}
-            options |= {"num_heads": num_heads if per_head else None}
+            options.update({"num_heads": num_heads if per_head else None})
             self.feature_map = make_feature_map(feature_map, self.head_dim, num_features, **options)
             if device is not None:
                 self.feature_map.to(device)
@@ -140,7 +140,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             q, k = rotate(q, 0, self.rotary_base), rotate(k, 0, self.rotary_base)
         k, v, padding = self._extra_keys(k, v, padding, is_causal)
         options: dict[str, Any] = {"is_causal": is_causal, "key_padding_mask": padding}
-        options |= {"window": self.window, "sinks": self.sinks}
+        options.update({"window": self.window, "sinks": self.sinks})
         out = linear_attention(q, k, v, self.feature_map, **options)
         out = self.out_proj(out.transpose(1, 2).flatten(-2))
         weights = None

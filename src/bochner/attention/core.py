@@ -75,13 +75,13 @@ def linear_attention(
     """
     phi = feature_map(phi, dim=floating(q, "q", "linear_attention").shape[-1])
     options: dict[str, Any] = {"is_causal": is_causal, "window": window, "sinks": sinks, "window_kind": window_kind}
-    options |= {"normalize": normalize, "on_small_normalizer": on_small_normalizer}
+    options.update({"normalize": normalize, "on_small_normalizer": on_small_normalizer})
     window, sinks = check_call(q, k, v, phi, key_padding_mask, state, cu_seqlens, return_state, **options)
     scale = check_scale(scale, q, "linear_attention")
     if state is not None:
         check_origin(state, phi, scale)
     if cu_seqlens is not None:
-        options |= {"scale": scale, "recompute": recompute, "diagnostics": diagnostics}
+        options.update({"scale": scale, "recompute": recompute, "diagnostics": diagnostics})
         spans = [slice(i, j) for i, j in pairwise(cu_seqlens.tolist()) if j > i]
         parts = [linear_attention(q[..., s, :], k[..., s, :], v[..., s, :], phi, **options) for s in spans]
         return torch.cat(parts, dim=-2)
