@@ -171,3 +171,15 @@ def test_steps_are_finite_wherever_whole_sequences_are(sigma: float, options: di
                 rows.append(out)
         assert whole.isfinite().all()
         assert torch.cat(rows, dim=2).isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 4, "window_kind": "block"}])
+def test_in_a_compiled_graph_a_later_nan_leaves_earlier_rows_alone(options: dict[str, Any]) -> None:
+    phi = feature_map("positive", dim=4, num_features=8)
+    q, k, v = draw_qkv(40, dtype=torch.float32)
+    attend = torch.compile(lambda q, k, v: linear_attention(q, k, v, phi, is_causal=True, **options), fullgraph=True)
+    bad = v.clone()
+    bad[:, :, 30] = torch.nan
+    out = attend(q, k, bad)
+    assert out[:, :, 30:].isnan().all()
+    assert_same(out[:, :, :30], linear_attention(q, k, v, phi, is_causal=True, **options)[:, :, :30], tol=1e-5)

@@ -33,7 +33,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     - `feature_map`, `num_features`, `projection`, `seed`, `map_options`: the map, by name (one per head with
       `per_head=True`) or an instance.
-    - `window`, `sinks`: exact softmax near the diagonal and on the first keys, see `linear_attention`.
+    - `window`, `sinks`, `window_kind`: exact softmax near the diagonal and on the first keys, see `linear_attention`.
     - `rotary`: rotate queries and keys by their positions (`rotary_base`), Su et al. 2021.
 
     >>> attention = MultiheadAttention(16, 4, feature_map="positive", num_features=32, batch_first=True)
@@ -65,6 +65,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         seed: int | None = 0,
         window: int | None = None,
         sinks: int = 0,
+        window_kind: str = "sliding",
         rotary: bool = False,
         rotary_base: float = 10_000.0,
     ) -> None:
@@ -80,7 +81,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, 0.0, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        self.window, self.sinks = window, sinks
+        self.window, self.sinks, self.window_kind = window, sinks, window_kind
         self.rotary, self.rotary_base = rotary, rotary_base
         if isinstance(feature_map, FeatureMap):
             self.feature_map = feature_map
@@ -140,7 +141,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             q, k = rotate(q, 0, self.rotary_base), rotate(k, 0, self.rotary_base)
         k, v, padding = self._extra_keys(k, v, padding, is_causal)
         options: dict[str, Any] = {"is_causal": is_causal, "key_padding_mask": padding}
-        options.update({"window": self.window, "sinks": self.sinks})
+        options.update({"window": self.window, "sinks": self.sinks, "window_kind": self.window_kind})
         out = linear_attention(q, k, v, self.feature_map, **options)
         out = self.out_proj(out.transpose(1, 2).flatten(-2))
         weights = None
@@ -161,8 +162,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = self._heads(x, x, x)
         if self.rotary:
             q, k = (rotate(t, held.position, self.rotary_base) for t in (q, k))
-        options: dict[str, Any] = {"window": self.window, "sinks": self.sinks, "state": held.attention}
-        out, attention = linear_attention(q, k, v, self.feature_map, is_causal=True, return_state=True, **options)
+        options: dict[str, Any] = {"window": self.window, "sinks": self.sinks, "window_kind": self.window_kind}
+        options |= {"is_causal": True, "state": held.attention, "return_state": True}
+        out, attention = linear_attention(q, k, v, self.feature_map, **options)
         return self.out_proj(out.transpose(1, 2).flatten(-2)), DecodingState(attention, held.position + x.shape[1])
 
     @torch.no_grad()

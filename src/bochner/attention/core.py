@@ -85,24 +85,7 @@ def linear_attention(
         spans = [slice(i, j) for i, j in pairwise(cu_seqlens.tolist()) if j > i]
         parts = [linear_attention(q[..., s, :], k[..., s, :], v[..., s, :], phi, **options) for s in spans]
         return torch.cat(parts, dim=-2)
-    learns = torch.is_grad_enabled()
-    parameters = tuple(t for t in (*phi.parameters(), *phi.buffers()) if t.requires_grad) if learns else ()
-    call = Call(
-        phi,
-        math.sqrt(scale),
-        accumulation_dtype(q.dtype),
-        q.shape[1] // k.shape[1],
-        is_causal,
-        window,
-        window_kind,
-        sinks,
-        normalize,
-        on_small_normalizer,
-        parameters,
-        learns and (bool(parameters) or _learns(q, k, v, state)),
-        recompute,
-        diagnostics,
-    )
+    call = _describe(q, k, v, phi, state, scale, (window, sinks), recompute, diagnostics, options)
     if q.is_meta:  # only shapes are asked for
         if return_state:
             raise BochnerError("A 'state' cannot be returned for tensors on the meta device; use real tensors.")
@@ -111,17 +94,67 @@ def linear_attention(
         if key_padding_mask is not None:  # what a masked key holds must not matter, not even NaN
             hole = spread_mask(key_padding_mask)
             k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
-        if diagnostics and not is_composed():
-            for x, name in ((q, "q"), (k, "k"), (v, "v")):
-                finite(x, name, "linear_attention")
-        result = attend(call, q, k, v, key_padding_mask, state)
-        if diagnostics and not is_composed():
-            result = _look(call, result, q, k, v, key_padding_mask, state)
+        if torch.compiler.is_compiling():
+            result = _traced(call, q, k, v, key_padding_mask, state)
+        else:
+            if diagnostics and not is_composed():
+                for x, name in ((q, "q"), (k, "k"), (v, "v")):
+                    finite(x, name, "linear_attention")
+            result = attend(call, q, k, v, key_padding_mask, state)
+            if diagnostics and not is_composed():
+                result = _look(call, result, q, k, v, key_padding_mask, state)
     out = result.out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
     if not return_state:
         return out
     assert result.state is not None
     return out, result.state._replace(origin=origin_of(phi, scale))
+
+
+def _describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: FeatureMap,
+    state: State | None,
+    scale: float,
+    near: tuple[int, int],
+    recompute: bool,
+    diagnostics: bool,
+    options: dict[str, Any],
+) -> Call:
+    learns = torch.is_grad_enabled()
+    parameters = tuple(t for t in (*phi.parameters(), *phi.buffers()) if t.requires_grad) if learns else ()
+    return Call(
+        phi,
+        math.sqrt(scale),
+        accumulation_dtype(q.dtype),
+        q.shape[1] // k.shape[1],
+        options["is_causal"],
+        near[0],
+        options["window_kind"],
+        near[1],
+        options["normalize"],
+        options["on_small_normalizer"],
+        parameters,
+        learns and (bool(parameters) or _learns(q, k, v, state)),
+        recompute,
+        diagnostics,
+    )
+
+
+def _traced(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, state: State | None) -> Result:
+    """A compiled graph can refuse nothing: what sees a key or value that is not finite is NaN, the past is not."""
+    if not call.is_causal:
+        return attend(call, q, k, v, hole, state)
+    bad = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+    k, v = (t.masked_fill(bad.unsqueeze(-1), 0) for t in (k, v))
+    result = attend(call, q, k, v, hole, state)
+    seen = (bad.cumsum(-1) > 0)[..., -q.shape[-2] :].repeat(1, 1, call.groups).unsqueeze(-1)
+    result = result._replace(out=result.out.masked_fill(seen, torch.nan))
+    if result.state is not None:
+        poisoned = result.state.kv.masked_fill(bad.any(-1)[..., None, None], torch.nan)
+        result = result._replace(state=result.state._replace(kv=poisoned))
+    return result
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, state: State | None) -> Result:
