@@ -1,8 +1,8 @@
 """What each part of the landmark fit is worth: MiniLM's heads, signed map, m = 32, every part changed on its own.
 
-Claim: caps, the normaliser of each query and the ridge are needed; the metric and a weight on outputs are not worth
-much; landmarks count more than features; a few thousand tokens suffice. Errors on texts by other authors, and on modern
-film reviews for the shift of domain.
+Claim: landmarks must lie at the data, and count more than features; beside a window the far pairs must be fitted alone;
+a strong ridge hurts; the metric of k-means and a weight on outputs are not worth much; 2,000 tokens do what 50,000 do.
+Errors on texts by other authors, and on modern film reviews for the shift of domain.
 
     python experiments/landmark_ablations.py [--layers 3] [--only NAME] [--json OUT]
 """
@@ -127,7 +127,7 @@ VARIANTS: dict[str, Variant] = {
     "positive": Variant(positive=True),
     "window": Variant(m=16, fitted=BESIDE, used=BESIDE),
     "window, fitted to all pairs": Variant(m=16, used=BESIDE),
-    "window, filled in once": Variant({"FILLS": 1}, m=16, fitted=BESIDE, used=BESIDE),
+    "window, filled in half as often": Variant({"FILLS": 2}, m=16, fitted=BESIDE, used=BESIDE),
 }
 
 
@@ -169,7 +169,7 @@ def run(variant: Variant, calibration: list[Sequences], sets: dict[str, list[Seq
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--json", type=Path, default=RESULTS, help="results, kept and resumed")
     arguments = parser.parse_args(argv)
@@ -202,10 +202,11 @@ def main(argv: list[str] | None = None) -> int:
 
     usual = error("as it is")
     holds = (
-        min(error("no caps"), error("normaliser: one for all queries"), error("ridge 1e-05")) > 1.05 * usual
-        and min(error("landmarks: k-means, no metric"), error("output weight 0.3")) > 0.95 * usual
+        min(error("landmarks: random rows"), error("ridge 1")) > 1.1 * usual
+        and error("window, fitted to all pairs") > 1.2 * error("window")
         and error("m = 16, M = 128") < error("m = 32, M = 32")
-        and error("calibration: 350 texts") > 0.9 * usual
+        and min(error("landmarks: k-means, no metric"), error("output weight 0.3")) > 0.97 * usual
+        and error("calibration: 16 texts") < 1.05 * error("calibration: 350 texts")
     )
     print(f"claim {'holds' if holds else 'FAILS'}")
     return int(not holds)
