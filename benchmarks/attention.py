@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bochner import absorb, attention_matrix, empty_state, feature_map, linear_attention
-from bochner.attention.core import BLOCK_ELEMENTS, CHUNK
+from bochner.attention.call import BLOCK_ELEMENTS
+from bochner.attention.causal import CHUNK
 from bochner.maps.base import FeatureMap
 
 HEADS, D, M = 8, 64, 256

@@ -28,7 +28,12 @@ def command(name: str, quick: bool) -> list[str]:
     line += ["--output", str(HERE / "results" / f"{name}.json")]
     if name == "attention":
         line += ["--plot", str(DOCS / "images" / "attention.png"), "--page", str(DOCS / "benchmarks.md")]
-    pages = {"matvec": "kernel-operator.md", "estimators": "estimators.md", "sampling": "sampling.md"}
+    pages = {
+        "windows": "benchmarks.md",
+        "matvec": "kernel-operator.md",
+        "estimators": "estimators.md",
+        "sampling": "sampling.md",
+    }
     if name in pages:
         line += ["--page", str(DOCS / pages[name])]
     return line

@@ -17,7 +17,7 @@ from bochner.attention.recompute import differentiate
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-KEYS = 4096  # keys at a time
+BLOCK = 4096  # rows or keys at a time
 pad = torch.nn.functional.pad
 
 
@@ -41,8 +41,8 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Ten
     """Without gradients: many keys in blocks that stay in cache, joined by their normalisers."""
     d = v.shape[-1]
     parts = []
-    for i in range(0, k.shape[-2], KEYS):
-        span = slice(i, i + KEYS)
+    for i in range(0, k.shape[-2], BLOCK):
+        span = slice(i, i + BLOCK)
         x, y, u = _widened(q, k[..., span, :], v[..., span, :])
         mask = bias[..., span].expand(*q.shape[:-1], y.shape[-2])
         out, log_norm = FORWARD(x, y, u, 0.0, False, attn_mask=mask, scale=1.0)
@@ -58,31 +58,38 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Ten
 
 
 class _Attend(torch.autograd.Function):
-    """With gradients: the bias is one more coordinate of the keys, so that the fused backward pass yields
+    """With gradients. In the backward pass the bias is one more coordinate of the keys, so that the fused kernel yields
     its gradient."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        x, y, u = _with_bias(q, k, v, bias)
-        out, log_norm = FORWARD(x, y, u, 0.0, False, scale=1.0)
+        out, log_norm = _blocked(q, k, v, bias)
         ctx.save_for_backward(q, k, v, bias, out, log_norm)
-        return out[..., : v.shape[-1]], log_norm.unsqueeze(-1)
+        return out, log_norm
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias, out, log_norm = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative will be wanted
             return tuple(differentiate(composed(q, k, v, bias), (q, k, v, bias), grads))
-        x, y, u = _with_bias(q, k, v, bias)
-        # The kernel's gradient of a logit is p (g.v - g.out). With v = 0, out = 1 and g = -d in the last column this
-        # becomes p (g.v - g.out + d), which is what a gradient d of the normaliser adds.
-        g = pad(grads[0], (0, u.shape[-1] - v.shape[-1]))
-        g[..., -1:] = -grads[1]
-        out = out.clone()
-        out[..., -1] = 1
-        dx, dy, du = BACKWARD(g, x, y, u, out, log_norm, 0.0, False, scale=1.0)
-        d = q.shape[-1]
-        return dx[..., :d], dy[..., :d], du[..., : v.shape[-1]], dy[..., d : d + 1].mT
+        (n, d), s, size = q.shape[-2:], k.shape[-2], v.shape[-1]
+        dq, dk, dv, dbias = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, bias))
+        for i in range(0, n, BLOCK):
+            rows = slice(i, i + BLOCK)
+            # The kernel's gradient of a logit is p (g.v - g.out). With v = 0, out = 1 and g = -d in the last column
+            # this becomes p (g.v - g.out + d), which is what a gradient d of the normaliser adds.
+            g, o = (pad(t[..., rows, :], (0, max(d, size) + 1 - size)) for t in (grads[0], out))
+            g[..., -1:], o[..., -1] = -grads[1][..., rows, :], 1
+            for j in range(0, s, BLOCK):
+                keys = slice(j, j + BLOCK)
+                x, y, u = _with_bias(q[..., rows, :], k[..., keys, :], v[..., keys, :], bias[..., keys])
+                log_norms = log_norm[..., rows, 0].contiguous()
+                dx, dy, du = BACKWARD(g, x, y, u, o, log_norms, 0.0, False, scale=1.0)
+                dq[..., rows, :] += dx[..., :d]
+                dk[..., keys, :] += dy[..., :d]
+                dv[..., keys, :] += du[..., :size]
+                dbias[..., keys] += dy[..., d : d + 1].mT
+        return dq, dk, dv, dbias
 
 
 def _with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
