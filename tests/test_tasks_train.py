@@ -294,7 +294,8 @@ def test_sinusoidal_positions_are_fixed_and_of_the_size_of_the_rest() -> None:
     assert isinstance(words, nn.Embedding)
     assert not table.weight.requires_grad
     assert 0.5 < (table.weight.std() / words.weight.std()).item() < 2
-    torch.testing.assert_close(table.weight[:, 0], 2**0.5 / 8 * torch.arange(1000).float().sin(), atol=1e-4, rtol=0)
+    size = (2 / words.embedding_dim) ** 0.5
+    torch.testing.assert_close(table.weight[:, 0], size * torch.arange(1000).float().sin(), atol=1e-4, rtol=0)
 
 
 def test_the_command_lists_tasks_and_runs_one(tmp_path: Path) -> None:

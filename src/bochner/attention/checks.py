@@ -125,7 +125,7 @@ def origin_of(phi: FeatureMap, scale: float) -> tuple[str, float, float]:
     tensors = [t for t in (*phi.parameters(), *phi.buffers()) if t.is_floating_point()]
     key = tuple((id(t), t._version) for t in tensors)
     known = phi.__dict__.get("_origin")
-    if known is None or known[0] != key:
+    if known is None or known[0] != key or next(phi.parameters(), None) is not None:
         sums = [float(t.detach().double().sum()) for t in tensors if not t.is_meta]
         known = (key, hash(tuple(sums)))
         phi.__dict__["_origin"] = known

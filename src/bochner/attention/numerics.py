@@ -54,9 +54,10 @@ def floor_of(phi: FeatureMap, dtype: torch.dtype) -> float:
 def feature_function(phi: FeatureMap, role: str, root: float, dtype: torch.dtype) -> FeatureFunction:
     """The features of `root * x` in `dtype`, as attention wants them: x (..., n, d) to values and log scales.
 
-    What does not depend on x is kept with the map until its state changes, unless a gradient may need it.
+    What does not depend on x is kept with the map until its state changes, unless a gradient may need it or the map has
+    parameters: fused optimizers change those without leaving a trace.
     """
-    if is_composed() or torch.is_grad_enabled():
+    if is_composed() or torch.is_grad_enabled() or next(phi.parameters(), None) is not None:
         return _feature_function(phi, role, root, dtype)
     key, now = (role, root, dtype), versions(phi)
     known = _PREPARED.setdefault(phi, {})
