@@ -44,7 +44,7 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Ten
     for i in range(0, k.shape[-2], BLOCK):
         span = slice(i, i + BLOCK)
         x, y, u = _widened(q, k[..., span, :], v[..., span, :])
-        mask = bias[..., span].expand(*q.shape[:-1], y.shape[-2])
+        mask = bias[..., span].contiguous().expand(*q.shape[:-1], y.shape[-2])
         out, log_norm = FORWARD(x, y, u, 0.0, False, attn_mask=mask, scale=1.0)
         parts.append((out[..., :d], log_norm.unsqueeze(-1)))
     if len(parts) == 1:
@@ -99,7 +99,8 @@ def _with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, T
 
 
 def _widened(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros appended to the shorter rows: the kernel wants one size for all."""
+    """Zeros appended to the shorter rows: the kernel wants one size for all, and numbers of a row side by side."""
     width = max(q.shape[-1], v.shape[-1])
-    x, y, u = (t if t.shape[-1] == width else pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
+    x, y, u = (pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (q, k, v))
+    x, y, u = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, y, u))
     return x, y, u
