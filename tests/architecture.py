@@ -111,7 +111,7 @@ def private_across(found: Iterable[Import]) -> list[Import]:
         i
         for i in found
         if room(i.importer) != room(i.module)
-        and ((i.name or "").startswith("_") or any(p.startswith("_") for p in i.module.split(".")[2:]))
+        and (re.match(r"_(?!_)", i.name or "") or any(p.startswith("_") for p in i.module.split(".")[2:]))
     ]
 
 

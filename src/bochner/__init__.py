@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from bochner import attention, data, feedforward, maps, nn, theory
 from bochner._checks import BochnerError, BochnerWarning, MissingExtraError
+from bochner._version import __version__
 from bochner.attention import (
     State,
     absorb,
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from bochner import matvec
     from bochner.matvec import Estimate, KernelOperator
 
-__version__ = "0.1.0.dev0"
-
 # Imported when first asked for: they need an extra (transformers, scikit-learn, typer ...) or the larger half of scipy.
 _LAZY = {
     "matvec": "bochner.matvec",
@@ -63,6 +62,7 @@ __all__ = [
     "KernelOperator",
     "MissingExtraError",
     "State",
+    "__version__",
     "absorb",
     "advise",
     "attention",

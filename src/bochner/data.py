@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -17,15 +18,17 @@ import sys
 import tarfile
 import tempfile
 import time
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from bochner._checks import BochnerError, lookup, one_of, positive_int
+from bochner._checks import BochnerError, BochnerWarning, lookup, one_of, positive_int
 
 SPLITS = ("calibration", "heldout")
 SECONDS = 900  # the longest a download may take
+SEAL = ".bochner.json"  # size and sha256 of every file of a directory, written when it was made
 
 
 class Artefact(NamedTuple):
@@ -282,7 +285,9 @@ def cache_dir() -> Path:
 def fetch(name: str, *, quiet: bool = False) -> Path:
     """The file or directory of a pinned artefact, downloaded, verified and unpacked on first use.
 
-    Raises `ArtefactUnavailable` with the missing tool or the tool's own message when it cannot be had.
+    The files are compared with the sizes and hashes they were unpacked with, once in every process; a changed or
+    missing one has the artefact fetched again. Raises `ArtefactUnavailable` with the missing tool or the tool's own
+    message when it cannot be had.
 
     >>> sorted(ARTEFACTS)[:3]
     ['books', 'boston', 'brown']
@@ -291,9 +296,10 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
     # The hash is part of the path: another pin never meets an old copy.
     home = cache_dir() / f"{name}-{artefact.version}-{artefact.sha256[:12]}"
     path = home / artefact.member
-    if home.exists() and not path.exists():  # somebody tidied up inside the cache
-        shutil.rmtree(home)
-    if not home.exists():
+    fault = damage(home, artefact.member)
+    if fault:
+        if home.exists() and not quiet:
+            print(f"bochner: {name} in the cache is fetched again: {fault}", file=sys.stderr, flush=True)
         try:
             _obtain(name, artefact, home, quiet)
         except OSError as error:
@@ -321,8 +327,45 @@ def _obtain(name: str, artefact: Artefact, home: Path, quiet: bool) -> None:
             archive = _download(name, artefact, Path(tmp) / "again", quiet)
         _verify(artefact, archive)
         _unpack(archive, Path(tmp) / "content")
+        seal(Path(tmp) / "content")
+        if home.exists():  # aside first, so that those who are reading it keep their files
+            home.replace(Path(tmp) / "damaged")
         with contextlib.suppress(OSError):  # another process was first: its copy is the same
             (Path(tmp) / "content").replace(home)
+
+
+def seal(directory: Path) -> None:
+    """Note size and sha256 of every file in a directory of the cache, for `damage` to compare."""
+    files = sorted(p for p in directory.rglob("*") if p.is_file() and not p.is_symlink() and p.name != SEAL)
+    found = {p.relative_to(directory).as_posix(): [p.stat().st_size, _digest(p)] for p in files}
+    (directory / SEAL).write_text(json.dumps(found), encoding="utf-8")
+
+
+def damage(directory: Path, member: str = "") -> str:
+    """What is wrong with a sealed directory, or with one file or folder of it; nothing if it is as it was made.
+
+    Every file is read once in a process: hashing takes about a second for 500 MB.
+    """
+    if (directory, member) in _intact and (directory / member).exists():
+        return ""
+    try:
+        files = json.loads((directory / SEAL).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"there is no list of its files ({SEAL})"
+    wanted = {n: v for n, v in files.items() if not member or n == member or n.startswith(f"{member}/")}
+    if not (directory / member).exists():
+        return f"{member} is missing"
+    for name, (size, digest) in wanted.items():
+        file = directory / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size or _digest(file) != digest:
+            return f"{name} has changed since it was written"
+    _intact.add((directory, member))
+    return ""
+
+
+_intact: set[tuple[Path, str]] = set()  # what this process has compared already
 
 
 def _command(artefact: Artefact, into: Path) -> tuple[list[str], str]:
@@ -398,8 +441,12 @@ def _size(directory: Path) -> int:
     return total
 
 
-def _digest(archive: Path) -> str:
-    return hashlib.sha256(archive.read_bytes()).hexdigest()
+def _digest(file: Path) -> str:
+    found = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
 
 
 def _verify(artefact: Artefact, archive: Path) -> None:
@@ -427,8 +474,8 @@ def paragraphs(split: str, count: int = 64, *, words: int = 110, source: str | N
 
     `split`: `"calibration"` or `"heldout"`; the two share no book and no author. `source`: `"books"` (public-domain
     books, fetched once), `"python"` (the language reference that comes with Python: no download) or None, which
-    takes the books and falls back on the reference where they cannot be had. The passages are spread evenly over
-    the texts and always the same ones.
+    takes the books and falls back on the reference, with a warning, where they cannot be had. The passages are spread
+    evenly over the texts and always the same ones.
 
     >>> len(paragraphs("heldout", 3, source="python"))
     3
@@ -441,8 +488,14 @@ def paragraphs(split: str, count: int = 64, *, words: int = 110, source: str | N
         try:
             fetch("books")
             source = "books"
-        except ArtefactUnavailable:
+        except ArtefactUnavailable as reason:
             source = "python"
+            warnings.warn(
+                f"Text of Python's language reference stands in for the books, which could not be had: {reason} "
+                "Figures measured on it are not those of the documentation; source='python' says that this is wanted.",
+                BochnerWarning,
+                stacklevel=2,
+            )
     passages = [_passages(text, words) for text in _texts(split, source)]
     # Round-robin over the texts, each at an even stride, so that no book dominates.
     share = -(-count // len(passages))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -245,7 +246,7 @@ def load_smollm2() -> tuple[Any, Any]:
     source = data.fetch("smollm2")
     copy = source.parents[1] / "safetensors"
     with quietly():
-        if not (copy / "model.safetensors").exists():
+        if data.damage(copy):
             _dequantize(source, copy)
         return AutoModelForCausalLM.from_pretrained(copy).eval(), AutoTokenizer.from_pretrained(copy)
 
@@ -262,6 +263,8 @@ def _dequantize(source: Path, copy: Path) -> None:
     with tempfile.TemporaryDirectory(dir=copy.parent) as tmp:
         model.save_pretrained(tmp)
         tokenizer.save_pretrained(tmp)
+        data.seal(Path(tmp))
+        shutil.rmtree(copy, ignore_errors=True)
         os.replace(tmp, copy)
         os.mkdir(tmp)  # for the context manager to remove
 

@@ -151,6 +151,8 @@ def advise(
     """
     if window is not None:
         positive_int(window, "window", "advise")
+    if length is not None:
+        positive_int(length, "length", "advise")
     positive_float(target, "target", "advise")
     sizes = [positive_int(m, "num_features", "advise") for m in num_features]
     if not sizes:
@@ -339,7 +341,11 @@ def _recommend(
             "Exact attention was faster at every length measured: convert for memory in decoding, not for speed."
         )
     else:
-        reasons.append(f"Linear attention is faster from about {crossover} tokens on, on this machine.")
+        threads = torch.get_num_threads()
+        reasons.append(
+            f"Linear attention is faster from about {crossover} tokens on, on this machine with {threads} "
+            f"thread{'s' if threads > 1 else ''}; times on busy cores depend on their number."
+        )
     if length is not None and (crossover is None or length < crossover):
         worthwhile = False
         reasons.append(

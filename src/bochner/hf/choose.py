@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, one_of, positive_int, spawn_seed
+from bochner._checks import BochnerError, lookup, one_of, positive_int, spawn_seed
 from bochner.hf import capture
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import Far, Statistics, attention_weights, head_errors, peaks
 from bochner.hf.plan import WINDOW_KINDS, LayerPlan, Plan, default_window_kind
+from bochner.maps import FEATURE_MAPS
 
 AUTO_SHARE = 0.005  # exact_heads="auto": heads with at least this share of all scores
 AUTO_FRACTION = 0.1  # and at most this fraction of all heads
@@ -45,6 +46,8 @@ class Recipe:
                 f"The 'feature_map' of convert must be a name or None, got {type(self.feature_map).__name__}: every "
                 "layer gets a map of its own; pass the map's keywords as 'options'."
             )
+        if self.feature_map is not None:
+            lookup(FEATURE_MAPS, self.feature_map, "feature map")
         if self.window is not None:
             positive_int(self.window, "window", "convert")
         if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
@@ -95,7 +98,9 @@ class Recipe:
                     train=self.train,
                 )
             )
-        return Plan(layers, model_type)
+        plan = Plan(layers, model_type)
+        LinearAttention(layers[0])  # wrong options are refused here, before anything is measured
+        return plan
 
 
 def choose_exact(

@@ -1,0 +1,161 @@
+"""What the commands share: where they speak, tables and JSON, and models and texts from the user's disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bochner._checks import BochnerError
+
+KNOWN = ("minilm", "smollm2")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "*.spm", "*.bpe")
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
+UNKNOWN_SHARE = 0.5  # a tokenizer that knows fewer of the tokens than this belongs to another model
+
+console = Console()
+log = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document instead of text")]
+Threads = Annotated[int, typer.Option(min=0, help="threads; 0 is torch's choice, slow if the cores are busy")]
+
+
+def say(text: str) -> None:
+    log.print(f"[dim]bochner:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def show(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    table = Table(title=title or None)
+    for i, name in enumerate(head):
+        table.add_column(name, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def print_json(value: Any) -> None:
+    """One document on the standard output; NaN has no place in JSON and becomes null."""
+    print(json.dumps(_plain(value), indent=1, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def use_threads(threads: int) -> None:
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def one_line(error: BaseException) -> str:
+    """The first sentence or so of another library's message."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 240 else text[:237] + "..."
+
+
+def load(name: str) -> tuple[Any, Any]:
+    """A model of text and its tokenizer from a directory, or one of the known ones."""
+    from bochner import demo
+
+    if name in KNOWN:
+        return demo.load_minilm() if name == "minilm" else demo.load_smollm2()
+    path = Path(name)
+    if not (path / "config.json").is_file():
+        raise BochnerError(f"There is no model in {name!r}: a directory with config.json, or {' or '.join(KNOWN)}.")
+    try:
+        json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise BochnerError(f"The config.json in {name!r} cannot be read: {one_line(error)}.") from error
+    if not any(list(path.glob(pattern)) for pattern in WEIGHT_FILES):
+        raise BochnerError(f"There are no weights in {name!r}: neither *.safetensors nor pytorch_model.bin.")
+    import transformers
+
+    from bochner.hf.patches import register_once
+
+    register_once()  # a converted model is recognised, and then refused with its own sentence
+    try:
+        with demo.quietly():
+            config = transformers.AutoConfig.from_pretrained(path)
+            architecture = (config.architectures or ["AutoModel"])[0]
+            cls = getattr(transformers, architecture, transformers.AutoModel)
+            model = cls.from_pretrained(path).eval()
+    except BochnerError:
+        raise
+    except Exception as error:  # transformers raises whatever its model code raises
+        raise BochnerError(f"transformers cannot load the model in {name!r}: {one_line(error)}") from error
+    if model.main_input_name != "input_ids":
+        raise BochnerError(
+            f"The model in {name!r} takes {model.main_input_name}, not text; the command line has text only. In "
+            "Python: bochner.convert(model, calibration=batches)."
+        )
+    return model, _tokenizer(path, name)
+
+
+def _tokenizer(path: Path, name: str) -> Any:
+    """The tokenizer beside a model: transformers makes an empty one up where the files are missing."""
+    import transformers
+
+    if not any(list(path.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise BochnerError(
+            f"There is no tokenizer in {name!r}; save it beside the model: tokenizer.save_pretrained({name!r})."
+        )
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        raise BochnerError(f"transformers cannot load the tokenizer in {name!r}: {one_line(error)}") from error
+
+
+def check_tokenizer(model: Any, tokenizer: Any, passages: Sequence[str]) -> None:
+    """Refuse a tokenizer that does not know the text, or has more tokens than the model."""
+    ids = [i for text in passages[:8] for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    if not ids:
+        raise BochnerError("The tokenizer makes no tokens of the text; it belongs to another model, or is empty.")
+    unknown = sum(i == tokenizer.unk_token_id for i in ids) / len(ids)
+    if unknown > UNKNOWN_SHARE:
+        raise BochnerError(
+            f"The tokenizer knows {1 - unknown:.0%} of the tokens of the text; it belongs to another model, or the "
+            "text is in another language."
+        )
+    size = model.get_input_embeddings().num_embeddings
+    if max(ids) >= size:
+        raise BochnerError(
+            f"The tokenizer makes token {max(ids)} of the text and the model knows {size}: they do not belong together."
+        )
+
+
+def texts(path: Path | None, count: int) -> tuple[list[str], str]:
+    """Passages of a text file, or of the books; and what they are."""
+    from bochner import data
+
+    if path is None:
+        try:
+            return data.paragraphs("calibration", count, source="books"), "public-domain books"
+        except data.ArtefactUnavailable as reason:
+            say(f"the books cannot be had, Python's language reference stands in for them ({reason})")
+            return data.paragraphs(
+                "calibration", count, source="python"
+            ), "Python's language reference, for want of books"
+    if not path.is_file():
+        raise BochnerError(f"There is no text file {str(path)!r}.")
+    try:
+        whole = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BochnerError(f"The text file {str(path)!r} is not UTF-8: {one_line(error)}.") from error
+    found = [p.strip() for p in whole.split("\n\n") if p.strip()]
+    if not found:
+        raise BochnerError(f"The text file {str(path)!r} is empty.")
+    return found[:count], path.name

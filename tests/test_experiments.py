@@ -1,0 +1,85 @@
+"""The runner of the experiments: arguments, exit codes, resuming, and what counts as broken."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`run.py` on a folder of three experiments: one whose claim holds, one whose does not, one that breaks."""
+    spec = importlib.util.spec_from_file_location("experiments_run", EXPERIMENTS / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = tmp_path / "experiments"
+    (folder / "results").mkdir(parents=True)
+    write = "import pathlib, sys\npath = pathlib.Path(__file__)\n"
+    write += "result = path.parent / 'results' / (path.stem + '.json')\n"
+    count = "open(path.parent / (path.stem + '.runs'), 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
+    holds = f'"""Holds."""\n{write}{count}result.write_text("{{}}")\nparser = ["--quick"]\n'
+    (folder / "holds.py").write_text(holds)
+    (folder / "fails.py").write_text(f'"""Fails."""\n{write}{count}result.write_text("{{}}")\nsys.exit(1)\n')
+    (folder / "breaks.py").write_text(f'"""Breaks."""\n{write}{count}raise ZeroDivisionError\n')
+    monkeypatch.setattr(module, "HERE", folder)
+    return module
+
+
+def runs(module: ModuleType, name: str, folder: Path | None = None) -> int:
+    file = (folder or module.HERE) / f"{name}.runs"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def test_a_typo_is_refused_and_help_runs_nothing(runner: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code in ((["typo"], 2), (["--fast"], 2), (["--help"], 0)):
+        with pytest.raises(SystemExit) as stopped:
+            runner.main(arguments)
+        assert stopped.value.code == code
+    assert "unknown experiment typo; there are breaks, fails, holds" in capsys.readouterr().err
+    assert runner.main(["--list"]) == 0
+    assert not any(runs(runner, n) for n in ("holds", "fails", "breaks"))
+
+
+def test_what_ran_is_not_run_again_until_it_changes(runner: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+    assert runner.main(["holds"]) == 0
+    assert runner.main([]) == 1  # a claim fails that is said to hold, and one script breaks
+    said = capfd.readouterr().out
+    assert "broke down: breaks" in said
+    assert "of these the gallery says that they hold: fails" in said
+    assert [runs(runner, n) for n in ("holds", "fails", "breaks")] == [1, 1, 1]
+    runner.main([])
+    assert [runs(runner, n) for n in ("holds", "fails", "breaks")] == [1, 1, 2]
+    (runner.HERE / "holds.py").write_text((runner.HERE / "holds.py").read_text() + "# changed\n")
+    runner.main([])
+    assert runs(runner, "holds") == 2
+    runner.main(["--again", "fails"])
+    assert runs(runner, "fails") == 2
+
+
+def test_a_claim_that_is_known_not_to_hold_is_no_failure(runner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "NOT_REPRODUCED", {"fails"})
+    assert runner.main(["holds", "fails"]) == 0
+    assert runner.main(["breaks"]) == 1
+
+
+def test_quick_runs_small_forms_in_a_copy(runner: ModuleType) -> None:
+    assert runner.main(["--quick"]) == 0
+    copy = runner.HERE.parent / ".quick" / "experiments"
+    assert (copy / "holds.runs").read_text() == "--quick\n"
+    assert not (runner.HERE / "results" / "holds.json").exists()
+    assert not (copy / "fails.runs").exists()  # it has no small form
+
+
+def test_the_script_itself_answers_help() -> None:
+    done = subprocess.run([sys.executable, str(EXPERIMENTS / "run.py"), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "--quick" in done.stdout
