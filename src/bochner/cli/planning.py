@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,7 +41,7 @@ def features(
     y[0], y[1] = norm * math.cos(math.radians(angle)), norm * math.sin(math.radians(angle))
     rows: dict[str, dict[str, float]] = {}
     for name in MAPS:
-        options = {"A": optimal_a((x + y).square().sum() / dim)} if name == "optimal" else {}
+        options: dict[str, Any] = {"A": optimal_a((x + y).square().sum() / dim)} if name == "optimal" else {}
         rows[name] = {
             p: float(theory.features_needed(x, y, error, map=name, projection=p, **options))
             for p in ("iid", "orthogonal")
