@@ -85,12 +85,14 @@ def test_before_training_positive_features_of_a_mixture_are_those_of_favor():
     torch.testing.assert_close(kernel_estimate(ours, X, Y), kernel_estimate(plain, X, Y))
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("factors", ["full", "diagonal"])
 @pytest.mark.parametrize("name", GMM)
-def test_a_mixture_is_unbiased_with_the_mse_of_its_closed_form(name, factors):
-    options = {"num_components": 2, "factors": factors, "projection": "iid", "init_std": 0.3}
-    single = move_(GMM[name](3, 4, **options))
-    phi = GMM[name](3, 4, num_heads=50_000, **options)
+def test_a_mixture_is_unbiased_with_the_mse_of_its_closed_form(name, factors, shared):
+    options = {"num_components": 2, "factors": factors, "projection": "iid", "init_std": 0.3, "shared_noise": shared}
+    M = 2 if shared else 4  # two noise vectors a component, the same ones or not
+    single = move_(GMM[name](3, M, **options))
+    phi = GMM[name](3, M, num_heads=50_000, **options)
     for p, q in zip(phi.parameters(), single.parameters(), strict=True):
         p.data.copy_(q.data.expand_as(p))
     means, L = single.mu.detach(), single.factor.detach()
@@ -98,7 +100,7 @@ def test_a_mixture_is_unbiased_with_the_mse_of_its_closed_form(name, factors):
     torch.testing.assert_close(truth(single), closed(*pairs(), means, L))
     samples = draws(phi)
     check_mean(samples, truth(single))
-    check_mse(samples, truth(single), error(*pairs(), means, L, 2, shared_noise=False), detect=0.3)
+    check_mse(samples, truth(single), error(*pairs(), means, L, 2, shared_noise=shared), detect=0.3)
 
 
 @pytest.mark.parametrize("name", GMM)
@@ -109,6 +111,22 @@ def test_components_of_unequal_size_still_make_a_uniform_mixture(name):
     assert [len(t) for t in single.frequencies().split(single.sizes)] == [2, 2, 1]
     phi.mu.data.copy_(single.mu.data.expand_as(phi.mu))
     check_mean(draws(phi), truth(single))
+
+
+@pytest.mark.parametrize("name", GMM)
+def test_shared_noise_is_transformed_by_every_component(name):
+    C, M = 3, 2
+    phi = move_(GMM[name](3, M, num_components=C, shared_noise=True, factors="full", init_std=0.4)).double()
+    noise = phi.projection.matrix()
+    assert noise.shape == (M, 3)
+    wanted = [phi.factor[c] @ noise[i] + phi.mu[c] for c in range(C) for i in range(M)]
+    torch.testing.assert_close(phi.frequencies(), torch.stack(wanted))
+    with torch.no_grad():
+        t = X @ torch.stack(wanted).mT
+        size = (-phi.g * X.square().sum(-1, keepdim=True)).exp() / math.sqrt(C * M)
+        plain = torch.cat([t.cos(), t.sin()], -1) if phi.sinks else t.exp()
+        assert phi.feature_dim == plain.shape[-1]
+        torch.testing.assert_close(phi(X).dense(), plain * size)
 
 
 @pytest.mark.parametrize("learnable", ["SGB", "S", None])
@@ -188,10 +206,33 @@ def test_the_generator_has_four_normalised_layers_and_one_bounded_one():
     torch.testing.assert_close(phi.frequencies(), before, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", GENERATIVE)
+def test_the_generator_without_residual_is_the_network_of_the_paper(name):
+    phi = move_(GENERATIVE[name](3, 16, residual=False, hidden_dim=5, projection="iid")).double()
+    layers = []
+    for weight, gain, shift in zip(phi.layers, phi.gains, phi.shifts, strict=True):
+        linear, norm = torch.nn.Linear(*weight.shape[::-1], bias=False), torch.nn.BatchNorm1d(len(weight))
+        linear.weight, norm.weight, norm.bias = (torch.nn.Parameter(t.data.squeeze()) for t in (weight, gain, shift))
+        layers += [linear, norm, torch.nn.LeakyReLU(0.2)]
+    last = torch.nn.Linear(5, 3)
+    last.weight, last.bias = (torch.nn.Parameter(t.data.squeeze()) for t in (phi.last, phi.last_bias))
+    network = torch.nn.Sequential(*layers, last, torch.nn.Tanh()).double().train()
+    torch.testing.assert_close(phi.frequencies(), network(phi.projection.matrix()))
+    single = GENERATIVE[name](3, 16, residual=False, projection="iid")
+    assert single.last.any(), "all frequencies would be zero"
+    many = GENERATIVE[name](3, 16, residual=False, projection="iid", num_heads=3_000)
+    for p, q in zip(many.parameters(), single.parameters(), strict=True):
+        p.data.copy_(q.data.expand_as(p))
+    torch.testing.assert_close(draws(many).mean(0), truth(single), rtol=0.02, atol=0)
+    assert (truth(single) / KERNELS[single.kernel](X, Y) - 1).abs().max() > 0.03, "it starts at no known kernel"
+
+
 LEARNED = {
     **{name: (cls, {}) for name, cls in MAPS.items()},
     "gmm_rks diagonal": (GMMSinkFeatures, {"factors": "diagonal"}),
     "gmm_prf full": (GMMPositiveFeatures, {"factors": "full"}),
+    "gmm_prf shared": (GMMPositiveFeatures, {"shared_noise": True}),
+    "generative_prf without residual": (GenerativePositiveFeatures, {"residual": False}),
     "fastfood_rks S": (FastfoodSinkFeatures, {"learnable": "S"}),
     "hedgehog": (HedgehogFeatures, {}),
     "hedgehog tied": (HedgehogFeatures, {"tied": True}),

@@ -61,7 +61,7 @@ def test_one_seed_gives_one_map_and_redraw_another(name):
     a, b = (build(name, seed=4) for _ in range(2))
     torch.testing.assert_close(values(a), values(b), rtol=0, atol=0)
     # Hedgehog is learned from a fixed start; the square of so short a sketch is exact: nothing random to redraw.
-    if name in ("hedgehog", "nonnegative_poly"):
+    if name in ("hedgehog", "nonnegative_poly", "linear_elu"):
         return
     before = values(a)
     a.redraw_(5)
@@ -110,7 +110,7 @@ def test_estimates_agree_across_dtypes_up_to_rounding(name):
 
 
 # Functions with kinks or jumps at the drawn points are excluded: sign features are piecewise constant.
-SMOOTH = [name for name in FEATURE_MAPS if name not in ("angular_hybrid", "clustered", "relu", "abs")]
+SMOOTH = [name for name in FEATURE_MAPS if name not in ("angular_hybrid", "clustered", "relu", "abs", "generalized")]
 
 
 @pytest.mark.parametrize("name", SMOOTH)

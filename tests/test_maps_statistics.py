@@ -8,7 +8,7 @@ import pytest
 import torch
 from stats import check_mean, check_mse, check_paired_less
 
-from bochner import feature_map, kernel_estimate, theory
+from bochner import BochnerError, feature_map, kernel_estimate, theory
 
 EXACT = ["iid", "orthogonal", "simplex", "halton", "sobol", "fastfood"]
 NEAR = ["hadamard", "givens"]
@@ -134,6 +134,43 @@ def test_generalised_maps_estimate_their_kernel(name):
     x, _ = points()
     scale = (feature_map(name, dim=D, num_features=16).kernel_matrix(x, x).diagonal().abs().max()).clamp_min(0.05)
     check_mean(samples, truth, scale=scale, detect=0.2)
+
+
+def test_a_function_of_ones_own_makes_an_unbiased_map():
+    """softplus is in no list: the estimate is right for `E[f(w.x) f(w.y)]`, and wrong for that of a nearby f."""
+    options = {"f": torch.nn.functional.softplus, "positive": True}
+    samples, truth = estimates("generalized", 3000, m=16, kernel_epsilon=0.05, **options)
+    check_mean(samples, truth, detect=0.2)
+    x, y = points()
+    w = torch.randn(200_000, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    fx, fy = (torch.nn.functional.softplus(t @ w.mT) + 0.05 for t in (x.double(), y.double()))
+    torch.testing.assert_close(truth.double(), fx @ fy.mT / len(w), rtol=0.01, atol=0)
+    relu, _ = estimates("relu", 3000, m=16, kernel_epsilon=0.05)
+    assert not torch.allclose(relu.double().mean(0), truth.double(), rtol=0.1)
+
+
+def test_the_linear_transformer_needs_no_settings():
+    x, y = (t.float() for t in points())
+    phi = feature_map("linear_elu", dim=D)
+    elu = [torch.where(t > 0, t + 1, t.exp()) for t in (x, y)]
+    assert phi.feature_dim == D
+    torch.testing.assert_close(kernel_estimate(phi, x, y), elu[0] @ elu[1].mT / D)
+    torch.testing.assert_close(phi.kernel_matrix(x, y), elu[0] @ elu[1].mT / D)
+
+
+def test_a_function_can_be_learned_and_must_keep_shapes():
+    phi = feature_map("generalized", dim=D, num_features=8, f=torch.nn.PReLU())
+    x, _ = points()
+    phi(x.float()).dense().sum().backward()
+    assert [n for n, p in phi.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0] == [
+        "function.weight"
+    ]
+    assert not phi.positive
+    for f, said in ((3, "must be a function"), (lambda t: t.sum(-1), "must be elementwise")):
+        with pytest.raises(BochnerError, match=said):
+            feature_map("generalized", dim=D, f=f)
+    with pytest.raises(BochnerError, match="negative in places"):
+        feature_map("generalized", dim=D, f=torch.sin, positive=True)
 
 
 def test_generalised_kernels_agree_with_their_closed_forms():

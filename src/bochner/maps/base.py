@@ -87,7 +87,7 @@ class FeatureMap(FullPrecisionModule):
     `"gaussian"`. `projection`: a name or an instance.
     """
 
-    positive: ClassVar[bool] = False
+    positive: bool = False
     unbiased: ClassVar[bool] = True
     feature_dim: int
 

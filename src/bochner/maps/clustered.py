@@ -89,7 +89,7 @@ class ClusteredFeatures(FeatureMap):
         length = num_features * (2 if self.diagonal == "complex" else 1)
         if self.coefficients == "indicator":
             self.feature_dim = I * J * length
-            self.positive = self.diagonal == "real"  # type: ignore[misc]
+            self.positive = self.diagonal == "real"
         else:
             law = "orthogonal" if isinstance(projection, Projection) else projection
             n = self.num_coefficients

@@ -1,10 +1,10 @@
-"""Generalised kernels of Performers: `E[f(w.x) f(w.y)]` for any function f, by name."""
+"""Generalised kernels of Performers: `E[f(w.x) f(w.y)]` for any function f, by name or given."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,10 @@ class GeneralizedFeatures(FeatureMap):
     """`phi(x) = (f(w . x) + kernel_epsilon) / sqrt(m)`: the kernel `E[(f(w.x) + eps)(f(w.y) + eps)]`.
 
     Unbiased for that kernel (`kernel_matrix`), positive when f is. Choromanski et al. 2021, section 2.2 and
-    appendix; the names are those of f. `num_features=None` applies f to x itself (with `elu` and
-    `kernel_epsilon=0` the linear transformer of Katharopoulos et al. 2020).
+    appendix; the names are those of f. `num_features=None` applies f to x itself.
     """
 
-    function: ClassVar[Any]
+    function: Any
 
     def __init__(
         self,
@@ -50,14 +49,14 @@ class GeneralizedFeatures(FeatureMap):
         )
 
     def _features(self, x: Tensor, role: str) -> Features:
-        t = type(self).function(self.projection(x)) + self.kernel_epsilon
+        t = self.function(self.projection(x)) + self.kernel_epsilon
         # A row of zeros (a relu that never fires, without epsilon) keeps the scale 1.
         size = t.detach().abs().amax(-1, keepdim=True)
         size = torch.where(size > 0, size, torch.ones_like(size))
         return Features(t / size, size.log() - 0.5 * math.log(self.feature_dim))
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
-        f, eps = type(self).function, self.kernel_epsilon
+        f, eps = self.function, self.kernel_epsilon
         if isinstance(self.projection, nn.Identity):
             return (f(x) + eps) @ (f(y) + eps).mT / self.feature_dim
         return expected_product(lambda t: f(t) + eps, x, y)
@@ -133,6 +132,63 @@ class IdentityFeatures(GeneralizedFeatures):
     """`f(t) = t`: the linear kernel x . y, signed."""
 
     function = staticmethod(lambda t: t)
+
+
+class LinearEluFeatures(EluFeatures):
+    """The linear transformer: `phi(x) = elu(x) + 1`, d features of x itself, nothing drawn and nothing added.
+
+    `num_features` and `seed` are those of every map and mean nothing here. The paper does not divide `q . k` by
+    `sqrt(d)`: for its attention pass `scale=1`. Katharopoulos et al. 2020.
+
+    >>> LinearEluFeatures(2)(torch.tensor([[0.0, 1.0]])).dense() * 2**0.5
+    tensor([[1., 2.]])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int | None = None,
+        *,
+        num_heads: int | None = None,
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__(dim, None, kernel_epsilon=0.0, num_heads=num_heads)
+
+
+class FunctionFeatures(GeneralizedFeatures):
+    """`phi(x) = (f(w . x) + kernel_epsilon) / sqrt(m)` for an f of your own, an `nn.Module` if it is to be learned.
+
+    `f`: takes a tensor and gives one of the same shape, elementwise; default relu. `positive`: whether f is never
+    negative, which attention may then rely on. `kernel_matrix` is a quadrature for f of polynomial growth.
+
+    >>> phi = FunctionFeatures(2, 8, f=torch.nn.functional.softplus, positive=True)
+    >>> phi(torch.zeros(3, 2)).values.shape
+    torch.Size([3, 8])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int | None,
+        *,
+        f: Callable[[Tensor], Tensor] = F.relu,
+        positive: bool | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(dim, num_features, **options)
+        owner = type(self).__name__
+        if not callable(f):
+            raise BochnerError(f"The 'f' of {owner} must be a function of a tensor, got {f!r}.")
+        probe = torch.linspace(-3, 3, 12, device="cpu").view(3, 4)
+        with torch.no_grad():
+            seen = f(probe)
+        if not isinstance(seen, Tensor) or seen.shape != probe.shape:
+            raise BochnerError(f"The 'f' of {owner} must be elementwise and keep the shape of its tensor, got {f!r}.")
+        if positive and bool((seen < 0).any()):
+            raise BochnerError(f"The 'f' of {owner} is negative in places, so that 'positive' cannot be True.")
+        self.positive = (f is F.relu) if positive is None else bool(positive)
+        self.function = f
 
 
 def expected_product(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, nodes: int = 400) -> Tensor:

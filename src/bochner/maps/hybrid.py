@@ -71,7 +71,7 @@ class ComplexExponentialFeatures(FeatureMap):
             projection, dim, num_features, num_heads=num_heads, seed=seed, generator=generator
         )
         if self.A_imag is None:
-            self.positive = True  # type: ignore[misc]
+            self.positive = True
         else:
             self.feature_dim = 2 * num_features
 

@@ -77,7 +77,7 @@ class LandmarkFeatures(FeatureMap):
             raise BochnerError(
                 f"The 'num_features' of LandmarkFeatures must be at least 2, one being constant, got {num_features}."
             )
-        self.positive = bool(positive)  # type: ignore[misc]
+        self.positive = bool(positive)
         M, m = max(FEWEST, num_features) if num_landmarks is None else num_landmarks, num_features
         self.num_landmarks = positive_int(M, "num_landmarks", "LandmarkFeatures")
         shapes: dict[str, tuple[int, ...]] = {

@@ -85,6 +85,7 @@ class SpectralFeatures(FeatureMap):
         self.redraw_interval = (
             None if redraw_interval is None else positive_int(redraw_interval, "redraw_interval", owner)
         )
+        self.num_frequencies = num_features
         self.feature_dim = (2 if self.sinks else 1) * num_features
         base = torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu")
         self.register_buffer("noise_seed", base)
@@ -115,7 +116,7 @@ class SpectralFeatures(FeatureMap):
             return None
         weights = self._weights()
         offset = None if weights is None else weights.log()
-        return Exponent(self.frequencies(), offset, -0.5 * math.log(self.num_features), self.g)
+        return Exponent(self.frequencies(), offset, -0.5 * math.log(self.num_frequencies), self.g)
 
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         if not self.sinks:
@@ -134,7 +135,7 @@ class SpectralFeatures(FeatureMap):
         return features
 
     def _log_row(self, x: Tensor) -> Tensor:
-        return -0.5 * math.log(self.num_features) - self.g * x.square().sum(-1, keepdim=True)
+        return -0.5 * math.log(self.num_frequencies) - self.g * x.square().sum(-1, keepdim=True)
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
         """The kernel of the present parameters, the expectation over the noise: (..., n, s)."""
@@ -183,6 +184,8 @@ class GMMFeatures(SpectralFeatures):
     """Frequencies from a mixture of C Gaussians, `w = L_c n + mu_c`, with learned factors `L_c` and means `mu_c`.
 
     `num_components`: C; each has M/C of the M features (give or take one, weighted so that the mixture is uniform).
+    `shared_noise`: as eq. (5) of the paper has it, M noise vectors that every component transforms, C M frequencies;
+    off by default, because C M independent ones cost the same and their errors do not add up across components.
     `factors`: `"full"` or `"diagonal"`, or None for what the paper uses. `init_std`: spread of the initial means; 0
     makes the initial kernel exact, a little more tells the components apart from the first step. `projection`: the law
     of n.
@@ -198,6 +201,7 @@ class GMMFeatures(SpectralFeatures):
         num_features: int,
         *,
         num_components: int = 2,
+        shared_noise: bool = False,
         factors: str | None = None,
         init_std: float = 0.0,
         projection: str | Projection = "orthogonal",
@@ -207,10 +211,11 @@ class GMMFeatures(SpectralFeatures):
         super().__init__(dim, num_features, num_heads=num_heads, **options)
         owner = type(self).__name__
         C = self.num_components = positive_int(num_components, "num_components", owner)
-        if num_features < C:
+        self.shared_noise = bool(shared_noise)
+        if num_features < C and not self.shared_noise:
             raise BochnerError(
                 f"The 'num_features' of {owner} must be at least its 'num_components', got {num_features} features for "
-                f"{C} components; give every component a feature."
+                f"{C} components; give every component a feature, or use shared_noise=True."
             )
         default = "full" if self.sinks else "diagonal"
         self.factors = one_of(default if factors is None else factors, "factors", owner, ("full", "diagonal"))
@@ -220,18 +225,25 @@ class GMMFeatures(SpectralFeatures):
         self.projection = make_projection(
             projection, dim, num_features, num_heads=num_heads, seed=None, generator=noise
         )
-        self.sizes = [num_features // C + (c < num_features % C) for c in range(C)]
+        if self.shared_noise:
+            self.num_frequencies = C * num_features
+            self.feature_dim *= C
+        self.sizes = [self.num_frequencies // C + (c < self.num_frequencies % C) for c in range(C)]
         one = torch.ones(dim, device="cpu") if self.factors == "diagonal" else torch.eye(dim, device="cpu")
         self.factor = nn.Parameter(one.expand(*self._lead, C, *one.shape).clone())
         self.mu = nn.Parameter(init_std * gaussian(*self._lead, C, dim, g=self._noise_generator(1)).float())
         # A component with fewer features has heavier ones.
-        share = torch.tensor([num_features / (C * size) for size in self.sizes for _ in range(size)], device="cpu")
+        share = torch.tensor(
+            [self.num_frequencies / (C * size) for size in self.sizes for _ in range(size)], device="cpu"
+        )
         weights = None if len(set(self.sizes)) == 1 else share.sqrt()
         self.register_buffer("weights", weights, persistent=False)
 
     def frequencies(self) -> Tensor:
+        noise = self.projection.matrix()
+        own = [noise] * self.num_components if self.shared_noise else noise.split(self.sizes, dim=-2)
         parts = []
-        for c, n in enumerate(self.projection.matrix().split(self.sizes, dim=-2)):
+        for c, n in enumerate(own):
             n = n.to(self.factor.dtype)
             w = n * self._factor(c).unsqueeze(-2) if self.factors == "diagonal" else n @ self._factor(c).mT
             parts.append(w + self.mu[..., c, None, :])
@@ -262,8 +274,9 @@ class GMMFeatures(SpectralFeatures):
 class GMMSinkFeatures(GMMFeatures):
     """GMM-RKS: the kernel `mean_c cos(mu_c.(x-y)) exp(-|L_c'(x-y)|^2 / 2)`, full factors by default.
 
-    Unbiased for that kernel, signed; MSE: `theory.mse_gmm_rks` with `shared_noise=False`. O(M d) per row and O(M d^2)
-    once per call. Chowdhury et al. 2022, eq. (4)-(5), where Sigma_c is the factor L_c.
+    Unbiased for that kernel, signed; MSE: `theory.mse_gmm_rks` with M/C noise vectors a component, or M and
+    `shared_noise=True`. O(M d) per row and O(M d^2) once per call. Chowdhury et al. 2022, eq. (4)-(5), where Sigma_c
+    is the factor L_c.
 
     >>> phi = GMMSinkFeatures(dim=4, num_features=8, num_components=2, seed=0)
     >>> phi(torch.zeros(3, 4)).values.shape
@@ -276,7 +289,7 @@ class GMMSinkFeatures(GMMFeatures):
 class GMMPositiveFeatures(GMMFeatures):
     """GMM-PRF: the kernel `mean_c exp(mu_c.z + |L_c'z|^2 / 2 - g (|x|^2+|y|^2))`, `z = x + y`, diagonal by default.
 
-    Unbiased for that kernel, positive; MSE: `theory.mse_gmm_prf` with `shared_noise=False`. O(M d) per row.
+    Unbiased for that kernel, positive; MSE: `theory.mse_gmm_prf`, as for `gmm_rks`. O(M d) per row.
     Chowdhury et al. 2022, eq. (8)-(10).
 
     >>> phi = GMMPositiveFeatures(dim=4, num_features=8, num_components=2, seed=0)
@@ -414,13 +427,15 @@ class FastfoodPositiveFeatures(FastfoodFeatures):
 class GenerativeFeatures(SpectralFeatures):
     """Frequencies from a generator network, `w = n + reach * tanh(W_5 f(n))`, f four layers with batch norm.
 
-    Each of the four is fully connected, batch norm, LeakyReLU. The paper has `w = tanh(W_5 f(n))`; here the network
-    moves the noise instead of replacing it, and `W_5` starts at zero, so that the initial frequencies are exactly
-    normal and the initial kernel is the softmax or the Gaussian. Batch norm is over the M noise vectors of a head, in
-    training and in evaluation: a running average would change with the number of forward passes.
+    Each of the four is fully connected, batch norm, LeakyReLU. The paper has `w = tanh(W_5 f(n))`, which is
+    `residual=False`; here the network moves the noise instead of replacing it, and `W_5` starts at zero, so that the
+    initial frequencies are exactly normal and the initial kernel is the softmax or the Gaussian. Without the residual
+    `W_5` starts at random, no kernel is aimed at, and frequencies stay within `reach` in every coordinate. Batch norm
+    is over the M noise vectors of a head, in training and in evaluation: a running average would change with the number
+    of forward passes.
 
-    `hidden_dim`: width of the layers, default d. `reach`: how far a coordinate can be moved. `projection`: the law of
-    n.
+    `hidden_dim`: width of the layers, default d. `reach`: how far a coordinate can be moved. `residual`: add the noise
+    itself. `projection`: the law of n.
     """
 
     SLOPE: ClassVar[float] = 0.2
@@ -432,6 +447,7 @@ class GenerativeFeatures(SpectralFeatures):
         *,
         hidden_dim: int | None = None,
         reach: float = 1.0,
+        residual: bool = True,
         projection: str | Projection = "orthogonal",
         num_heads: int | None = None,
         **options: Any,
@@ -440,6 +456,7 @@ class GenerativeFeatures(SpectralFeatures):
         owner = type(self).__name__
         hidden = self.hidden_dim = dim if hidden_dim is None else positive_int(hidden_dim, "hidden_dim", owner)
         self.reach = positive_float(reach, "reach", owner)
+        self.residual = bool(residual)
         if num_features < 2:
             raise BochnerError(
                 f"The 'num_features' of {owner} must be at least 2 (batch norm is over the noise vectors), got "
@@ -458,7 +475,8 @@ class GenerativeFeatures(SpectralFeatures):
         ones, zeros = (f(*lead, 1, hidden, dtype=torch.float32, device="cpu") for f in (torch.ones, torch.zeros))
         self.gains = nn.ParameterList(nn.Parameter(ones.clone()) for _ in range(4))
         self.shifts = nn.ParameterList(nn.Parameter(zeros.clone()) for _ in range(4))
-        self.last = nn.Parameter(torch.zeros(*lead, dim, hidden, dtype=torch.float32, device="cpu"))
+        last = gaussian(*lead, dim, hidden, g=g) * (0.0 if self.residual else hidden**-0.5)
+        self.last = nn.Parameter(last.float())
         self.last_bias = nn.Parameter(torch.zeros(*lead, 1, dim, dtype=torch.float32, device="cpu"))
 
     def frequencies(self) -> Tensor:
@@ -470,11 +488,12 @@ class GenerativeFeatures(SpectralFeatures):
             t = t @ weight.mT
             t = (t - t.mean(-2, keepdim=True)) / (t.var(-2, keepdim=True, unbiased=False) + 1e-5).sqrt()
             t = nn.functional.leaky_relu(t * gain + shift, self.SLOPE)
-        return n + self.reach * torch.tanh(t @ self.last.mT + self.last_bias)
+        moved = self.reach * torch.tanh(t @ self.last.mT + self.last_bias)
+        return n + moved if self.residual else moved
 
     def _expectation(self, x: Tensor, y: Tensor, draws: int = 256) -> Tensor:
         # A network that does not move the noise yet has a closed form.
-        if not bool(self.last.any()) and not bool(self.last_bias.any()):
+        if self.residual and not bool(self.last.any()) and not bool(self.last_bias.any()):
             norms = self._pair_norms(x, y)
             return (-0.5 * norms).exp() if self.sinks else (0.5 * norms).exp()
         # The implicit law has none: the mean over fresh noise, the same at every call.

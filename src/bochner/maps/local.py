@@ -258,7 +258,7 @@ class ProductFeatures(FeatureMap):
         self.rule = one_of(rule, "rule", owner, ("paired", "outer"))
         self.mask, self.attention = mask, attention
         self.unbiased = mask.unbiased and attention.unbiased  # type: ignore[misc]
-        self.positive = mask.positive and attention.positive  # type: ignore[misc]
+        self.positive = mask.positive and attention.positive
         if rule == "outer":
             self.feature_dim = mask.feature_dim * attention.feature_dim
         else:

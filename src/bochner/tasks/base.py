@@ -28,9 +28,10 @@ class Preset:
     """Sizes of the model and of its training.
 
     `length`: tokens a sequence has at most, the leading CLS included. `positions`: `"sinusoidal"` (fixed) or
-    `"learned"`. `schedule`: a scheduler of transformers; `"inverse_sqrt"` with `learning_rate` the peak. `features`: m,
-    with `features_of` for single maps. `train`, `test`: at most so many examples. `data`: what the task's own loader
-    takes.
+    `"learned"`. `pooling`: what a classifier sees, the `"first"` row or the `"mean"`. `schedule`: a scheduler of
+    transformers; `"inverse_sqrt"` with `learning_rate` the peak. `features`: m, with `features_of` for single maps.
+    `redraw`: steps between redraws, 0 for none. `train`, `test`: at most so many examples. `data`: what the task's own
+    loader takes.
     """
 
     length: int
@@ -48,6 +49,7 @@ class Preset:
     clip: float = 1.0
     dropout: float = 0.1
     positions: str = "sinusoidal"
+    pooling: str = "first"
     features: int = 64
     features_of: Mapping[str, int] = field(default_factory=dict)
     window: int = 32

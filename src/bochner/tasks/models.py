@@ -14,7 +14,7 @@ from bochner.hf.capture import Mask
 from bochner.hf.convert import convert
 from bochner.maps import FEATURE_MAPS
 from bochner.tasks import peers
-from bochner.tasks.base import Preset, Task
+from bochner.tasks.base import PAD, Preset, Task
 
 transformers = extra("transformers", "train", "bochner.tasks")
 
@@ -23,7 +23,6 @@ RENAMED = {"identity_kernel": "identity"}  # the generalised kernel f(x) = x; "i
 BASE = {"classify": "bert", "match": "bert", "masked": "bert", "causal": "gpt2", "ctc": "conformer"}
 AUTO = {
     "classify": "AutoModelForSequenceClassification",
-    "match": "AutoModel",
     "masked": "AutoModelForMaskedLM",
     "causal": "AutoModelForCausalLM",
     "ctc": "AutoModelForCTC",
@@ -89,18 +88,41 @@ def choose(task: Task, name: str, preset: Preset, features: int | None = None, w
     )
 
 
-class Matcher(nn.Module):
-    """Two sequences, encoded apart by one encoder, and a small classifier on both: [a, b, a - b, a * b]."""
+class Pooled(nn.Module):
+    """An encoder whose rows are made one: the first, or the mean of those that are not padding."""
 
-    def __init__(self, encoder: Any, width: int, classes: int, *, takes_mask: bool = True) -> None:
+    def __init__(self, encoder: Any, pooling: str, *, takes_mask: bool = True) -> None:
         super().__init__()
-        self.encoder, self.takes_mask = encoder, takes_mask
-        self.head = nn.Sequential(nn.Linear(4 * width, width), nn.GELU(), nn.Linear(width, classes))
+        self.encoder, self.pooling, self.takes_mask = encoder, pooling, takes_mask
 
     def encode(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         masked = {"attention_mask": mask} if self.takes_mask else {}
-        hidden: Tensor = self.encoder(input_ids=ids, **masked).last_hidden_state[:, 0]
-        return hidden
+        rows: Tensor = self.encoder(input_ids=ids, **masked).last_hidden_state
+        if self.pooling == "first":
+            return rows[:, 0]
+        keep = (ids != PAD).to(rows.dtype)[..., None]
+        return (rows * keep).sum(1) / keep.sum(1)
+
+
+class Classifier(Pooled):
+    """One sequence and a linear classifier on its pooled rows."""
+
+    def __init__(self, encoder: Any, pooling: str, width: int, classes: int, *, takes_mask: bool = True) -> None:
+        super().__init__(encoder, pooling, takes_mask=takes_mask)
+        self.head = nn.Linear(width, classes)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        return _judged(self.head(self.encode(input_ids, attention_mask)), labels)
+
+
+class Matcher(Pooled):
+    """Two sequences, encoded apart by one encoder, and a small classifier on both: [a, b, a - b, a * b]."""
+
+    def __init__(self, encoder: Any, pooling: str, width: int, classes: int, *, takes_mask: bool = True) -> None:
+        super().__init__(encoder, pooling, takes_mask=takes_mask)
+        self.head = nn.Sequential(nn.Linear(4 * width, width), nn.GELU(), nn.Linear(width, classes))
 
     def forward(
         self,
@@ -111,10 +133,13 @@ class Matcher(nn.Module):
         labels: Tensor | None = None,
     ) -> dict[str, Tensor]:
         a, b = self.encode(input_ids, attention_mask), self.encode(other_ids, other_mask)
-        logits = self.head(torch.cat([a, b, a - b, a * b], dim=-1))
-        if labels is None:
-            return {"logits": logits}
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+        return _judged(self.head(torch.cat([a, b, a - b, a * b], dim=-1)), labels)
+
+
+def _judged(logits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+    if labels is None:
+        return {"logits": logits}
+    return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 def build(task: Task, preset: Preset, attention: Attention, *, seed: int = 0) -> nn.Module:
@@ -132,9 +157,10 @@ def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: 
     if attention.name in REPLACED:
         peers.register()
         options["attn_implementation"] = "bochner_peer"
-    if task.kind == "match" and peer is None:
+    pooled = task.kind == "match" or (task.kind == "classify" and preset.pooling == "mean")
+    if pooled and peer is None:
         options["add_pooling_layer"] = False
-    model = getattr(transformers, AUTO[task.kind]).from_config(config, **options)
+    model = getattr(transformers, "AutoModel" if pooled else AUTO[task.kind]).from_config(config, **options)
     if preset.positions == "sinusoidal" and task.kind != "ctc":
         sinusoids_(model, preset.width**-0.5)
     if attention.name == "linformer":
@@ -150,9 +176,10 @@ def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: 
             more["calibration"] = {"input_features": torch.randn(8, 512, config.encoder_config.num_mel_bins)}
             plain_masks_(model)
         convert(model, attention.feature_map, attention.features or 1, **more)
-    if task.kind == "match":
+    if pooled:
         width = preset.width * (2 if attention.name == "reformer" else 1)  # its two streams side by side
-        return Matcher(model, width, task.classes, takes_mask=attention.takes_mask)
+        shell = Matcher if task.kind == "match" else Classifier
+        return shell(model, preset.pooling, width, task.classes, takes_mask=attention.takes_mask)
     return model
 
 
