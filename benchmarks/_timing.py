@@ -1,8 +1,10 @@
-"""What benchmarks share: times, peak memory, the machine, the page of results."""
+"""What benchmarks share: arguments, times, peak memory, the machine, results and their page."""
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import os
 import platform
 import subprocess
@@ -13,11 +15,44 @@ from typing import Any
 
 import torch
 
-from bochner._timing import best_times
-
-__all__ = ["best_times", "bfloat16_works", "machine", "peak_memory", "write_page"]
+from bochner._timing import best_times as best_times  # for all benchmarks
 
 Call = Callable[[], Any]
+
+
+def arguments(
+    doc: str | None, quick: str, *, parts: tuple[str, ...] = (), page: bool = True
+) -> argparse.ArgumentParser:
+    """The arguments that benchmarks have in common; `quick` says what is left out, `parts` what can be chosen."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--output", type=Path, default=None, help="write the numbers as JSON; parts in it are kept")
+    if page:
+        parser.add_argument("--page", type=Path, default=None, help="replace the tables between the page's markers")
+    if parts:
+        parser.add_argument("--part", nargs="*", choices=parts, default=list(parts))
+    return parser
+
+
+def kept(output: Path | None) -> dict[str, Any]:
+    """What was measured before and is kept."""
+    return json.loads(output.read_text()) if output is not None and output.exists() else {}
+
+
+def write(results: dict[str, Any], options: argparse.Namespace, name: str = "", text: str = "") -> None:
+    """Results as JSON, and as the tables of a page, where the arguments ask for it."""
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
+    if getattr(options, "page", None) is not None:
+        write_page(options.page, name, text)
+
+
+def show(rows: list[dict[str, Any]], title: str = "") -> None:
+    """Rows as a table on the screen."""
+    keys = [k for k in rows[0] if not isinstance(rows[0][k], list)]
+    cells = [[f"{row[k]:.3g}" if isinstance(row[k], float) else str(row[k]) for k in keys] for row in rows]
+    print((f"\n{title}\n" if title else "") + table(keys, cells))
 
 
 def peak_memory(call: Call) -> int:

@@ -8,10 +8,8 @@ memory is the peak beyond the inputs. Nothing is reported if the quick check of 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
-import json
 import math
 import os
 import sys
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import best_times, bfloat16_works, machine, peak_memory, write_page
+from _timing import arguments, best_times, bfloat16_works, machine, peak_memory, write
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -429,14 +427,11 @@ def _word(holds: bool | None) -> str:
     return "" if holds is None else "yes" if holds else "**no**"
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="short lengths, float32 only, under 90 seconds")
-    parser.add_argument("--output", type=Path, default=None, help="write the numbers as JSON")
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = arguments(__doc__, "short lengths, float32 only, under 90 seconds")
     parser.add_argument("--plot", type=Path, default=None, help="write the figure")
-    parser.add_argument("--page", type=Path, default=None, help="replace the tables between the markers of this page")
     parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     wrong = gate()
     if wrong:
@@ -459,13 +454,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         results["decoding"] = measure_decoding(budget=2.0)
     results["claims"] = claims(results)
     print("\n" + tables(results))
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
+    write(results, options, "attention", tables(results))
     if options.plot:
         plot(results, options.plot)
-    if options.page:
-        write_page(options.page, "attention", tables(results))
     return results
 
 

@@ -8,7 +8,6 @@ whose kernel matrix would take 80 GB in scikit-learn: memory, steps and error.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
@@ -16,12 +15,11 @@ import resource
 import tarfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from _timing import best_times, machine, table, write_page
+from _timing import arguments, best_times, kept, machine, table, write
 from sklearn.datasets import load_sample_images
 from sklearn.kernel_approximation import Nystroem, RBFSampler
 from sklearn.linear_model import Ridge
@@ -195,20 +193,11 @@ def tables(results: dict[str, Any]) -> str:
     return text
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="small sizes; prints, writes nothing")
-    parser.add_argument(
-        "--part", nargs="*", choices=("features", "ridge", "large"), default=["features", "ridge", "large"]
-    )
-    parser.add_argument(
-        "--output", type=Path, default=None, help="write the numbers as JSON; other parts in it are kept"
-    )
-    parser.add_argument("--page", type=Path, default=None, help="replace the tables between the markers of this page")
-    options = parser.parse_args(arguments)
+def main(argv: list[str] | None = None) -> None:
+    parts = ("features", "ridge", "large")
+    options = arguments(__doc__, "small sizes; prints, writes nothing", parts=parts).parse_args(argv)
     torch.set_num_threads(1)
-    kept = options.output is not None and options.output.exists()
-    results: dict[str, Any] = json.loads(options.output.read_text()) if kept else {}
+    results = kept(options.output)
     results["machine"] = machine(1)
     if "features" in options.part:
         lengths = [100] if options.quick else [100, 500, 1000]
@@ -217,10 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
         results["ridge"] = [ridge(name, 4000 if options.quick else 20_000) for name in TABLES]
     if "large" in options.part:
         results["large"] = large(6000 if options.quick else 100_000)
-    if options.output:
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
-    if options.page:
-        write_page(options.page, "estimators", tables(results))
+    write(results, options, "estimators", tables(results))
 
 
 if __name__ == "__main__":

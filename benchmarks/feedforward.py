@@ -8,13 +8,11 @@ exact output (1 is as bad as answering its mean); memory and speed relative to t
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
+from _timing import arguments, show, write
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError
@@ -122,18 +120,8 @@ def verdict(table: list[dict[str, Any]]) -> str:
     return " ".join(lines)
 
 
-def show(table: list[dict[str, Any]]) -> None:
-    keys = list(table[0])
-    print("| " + " | ".join(keys) + " |\n|" + "---|" * len(keys))
-    for row in table:
-        print("| " + " | ".join(f"{row[k]:.3g}" if isinstance(row[k], float) else str(row[k]) for k in keys) + " |")
-
-
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="one layer, two sizes")
-    parser.add_argument("--output", type=Path, default=None, help="write the numbers as JSON")
-    options = parser.parse_args(arguments)
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    options = arguments(__doc__, "one layer, two sizes", page=False).parse_args(argv)
     table = measure([0, 256], [3], 16) if options.quick else measure([0, 64, 256, 1024], [0, 3, 5], 32)
     plans = targets(3, 8 if options.quick else 24)
     show(table)
@@ -141,8 +129,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     show([{**r, "features": f"{r['features']:.3g}" if math.isfinite(r["features"]) else "inf"} for r in plans])
     print("\n" + verdict(table))
     results = {"blocks": table, "targets": plans, "verdict": verdict(table)}
-    if options.output is not None:
-        options.output.write_text(json.dumps(results, indent=1))
+    write(results, options)
     return results
 
 

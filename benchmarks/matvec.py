@@ -14,7 +14,6 @@ file when it is done: a run that was interrupted goes on with what is missing.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -27,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _timing import machine, table, write_page
+from _timing import arguments, machine, table, write_page
 from torch import Tensor
 
 from bochner.matvec import KernelOperator
@@ -528,13 +527,10 @@ def peer_lines(exact: dict[str, Any], peers: dict[str, Any]) -> list[str]:
     ]
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="n up to 2e4")
-    parser.add_argument("--output", type=Path, default=None, help="write the numbers as JSON; parts in it are kept")
-    parser.add_argument("--page", type=Path, default=None, help="replace the tables between the markers of this page")
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = arguments(__doc__, "n up to 2e4")
     parser.add_argument("--part", default=None, help="one part only; its numbers are the last line")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     results: dict[str, Any] = {"eps": EPS, "machine": machine(1), "parts": {}}
     if options.output and options.output.exists():

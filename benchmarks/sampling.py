@@ -7,14 +7,12 @@ ones as queries.
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from _timing import best_times, machine, table, write_page
+from _timing import arguments, best_times, kept, machine, table, write
 
 from bochner import data
 from bochner.sampling import ExactSampler, FeatureTree, UniformSampler
@@ -106,27 +104,16 @@ def tables(results: dict[str, Any]) -> str:
     return text + table(head, rows)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="small sizes; prints, writes nothing")
-    parser.add_argument("--part", nargs="*", choices=("speed", "quality"), default=["speed", "quality"])
-    parser.add_argument(
-        "--output", type=Path, default=None, help="write the numbers as JSON; other parts in it are kept"
-    )
-    parser.add_argument("--page", type=Path, default=None, help="replace the tables between the markers of this page")
-    options = parser.parse_args(arguments)
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(__doc__, "small sizes; prints, writes nothing", parts=("speed", "quality")).parse_args(argv)
     torch.set_num_threads(1)
-    kept = options.output is not None and options.output.exists()
-    results: dict[str, Any] = json.loads(options.output.read_text()) if kept else {}
+    results = kept(options.output)
     results["machine"] = machine(1)
     if "speed" in options.part:
         results["speed"] = [speed(n) for n in ([10_000] if options.quick else [10_000, 100_000, 1_000_000])]
     if "quality" in options.part:
         results["quality"] = [quality(10_000, length=length) for length in (1.0, 3.0)]
-    if options.output:
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
-    if options.page:
-        write_page(options.page, "sampling", tables(results))
+    write(results, options, "sampling", tables(results))
 
 
 if __name__ == "__main__":

@@ -5,17 +5,14 @@ python benchmarks/sketches.py [--quick] [--output FILE.json]
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import best_times
+from _timing import arguments, best_times, show, write
 from torch import Tensor
 
 from bochner._checks import BochnerWarning
@@ -143,19 +140,8 @@ def masked_attention(length: int, counts: list[int]) -> list[dict[str, Any]]:
     return table
 
 
-def show(title: str, table: list[dict[str, Any]]) -> None:
-    print(f"\n{title}")
-    keys = [k for k in table[0] if not isinstance(table[0][k], list)]
-    print("| " + " | ".join(keys) + " |\n|" + "---|" * len(keys))
-    for row in table:
-        print("| " + " | ".join(f"{row[k]:.3g}" if isinstance(row[k], float) else str(row[k]) for k in keys) + " |")
-
-
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, seconds")
-    parser.add_argument("--output", type=Path, default=None, help="write the numbers as JSON")
-    options = parser.parse_args(arguments)
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    options = arguments(__doc__, "smaller sizes, seconds", page=False).parse_args(argv)
     quick = options.quick
     results = {
         "against_sklearn": against_sklearn(3 if quick else 10),
@@ -164,13 +150,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "mask_noise": mask_noise(2000 if quick else 20_000),
         "masked_attention": masked_attention(512, [256, 1024] if quick else [256, 1024, 4096, 16384]),
     }
-    show("TensorSketch against scikit-learn's PolynomialCountSketch", results["against_sklearn"])
-    show("Relative RMSE of (x.y)^2, 256 features, d = 32", results["equal_size"])
-    show("Polynomial attention, time against L", results["growth"])
-    show("Noise of the L1-ball mask", results["mask_noise"])
-    show("Masked attention, L = 512, d = 16", results["masked_attention"])
-    if options.output is not None:
-        options.output.write_text(json.dumps(results, indent=1))
+    show(results["against_sklearn"], "TensorSketch against scikit-learn's PolynomialCountSketch")
+    show(results["equal_size"], "Relative RMSE of (x.y)^2, 256 features, d = 32")
+    show(results["growth"], "Polynomial attention, time against L")
+    show(results["mask_noise"], "Noise of the L1-ball mask")
+    show(results["masked_attention"], "Masked attention, L = 512, d = 16")
+    write(results, options)
     return results
 
 

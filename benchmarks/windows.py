@@ -8,14 +8,11 @@ causal, window 64, four sinks); training at 8 heads, d = 64. Best of several rou
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import best_times, machine, write_page
+from _timing import arguments, best_times, machine, write
 from attention import backward, exact, forward, gate, performer
 from torch import Tensor
 
@@ -127,13 +124,10 @@ def tables(results: Row) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> Row:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer lengths and rounds")
-    parser.add_argument("--output", type=Path, default=None, help="write the numbers as JSON")
-    parser.add_argument("--page", type=Path, default=None, help="replace the tables between the markers of this page")
+def main(argv: list[str] | None = None) -> Row:
+    parser = arguments(__doc__, "fewer lengths and rounds")
     parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     wrong = gate()
     if wrong:
@@ -145,12 +139,8 @@ def main(arguments: list[str] | None = None) -> Row:
     results["training"] = measure_training(
         [256, 1024] if options.quick else [256, 512, 1024, 2560, 16_384], (64, 256), budget
     )
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
-    if options.page:
-        write_page(options.page, "windows", tables(results))
-    else:
+    write(results, options, "windows", tables(results))
+    if not options.page:
         print("\n" + tables(results))
     return results
 

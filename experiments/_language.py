@@ -58,6 +58,15 @@ def batches(words: Tensor, batch: int = BATCH) -> Iterator[tuple[Tensor, Tensor]
         yield rows[:, i : i + LENGTH], rows[:, i + 1 : i + LENGTH + 1]
 
 
+def trained(steps: int) -> tuple[Model, Tensor, Tensor]:
+    """A model after some steps of the exact loss, the words it was trained on and those held out."""
+    words, held = corpus()
+    model = Model(0)
+    weight, bias = model.embedding.weight, model.bias
+    train(model, words, steps, lambda h, t: nn.functional.cross_entropy(torch.addmm(bias, h, weight.T), t))
+    return model, words, held
+
+
 @torch.no_grad()
 def hidden_states(model: Model, words: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """`count` pairs of hidden state and target."""

@@ -51,7 +51,7 @@ class Case(NamedTuple):
 CASES = {
     "minilm": Case(demo.load_minilm, 110, 150, Near(), "MiniLM, 150 tokens"),
     "minilm, window": Case(
-        demo.load_minilm, 110, 150, Near(window=32, sinks=1, window_kind="sliding"), "MiniLM, window 32, 1 sink"
+        demo.load_minilm, 110, 150, Near(window=32, sinks=1, window_kind="block"), "MiniLM, blocks of 32, 1 sink"
     ),
     "smollm2": Case(demo.load_smollm2, 380, 450, Near(is_causal=True), "SmolLM2, 450 tokens"),
     "smollm2, window": Case(

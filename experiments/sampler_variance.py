@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _language import CLASSES, Model, corpus, hidden_states, train
+from _language import CLASSES, hidden_states, trained
 from sampled_softmax import PAPER
 
 from bochner.sampling import ExactSampler, FeatureTree, LogUniformSampler, UniformSampler
@@ -30,11 +30,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=500)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    words, held = corpus()
-    model = Model(0)
+    model, words, held = trained(options.steps)
     weight, bias = model.embedding.weight, model.bias
-    cross_entropy = torch.nn.functional.cross_entropy
-    train(model, words, options.steps, lambda h, t: cross_entropy(torch.addmm(bias, h, weight.T), t))
     y, b = weight.detach(), bias.detach()
     calibration = hidden_states(model, words, 2000)[0]
     x = hidden_states(model, held, 20 * QUERIES)[0][::20]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _language import DIM, Model, corpus, hidden_states, train, validation_loss
+from _language import DIM, hidden_states, trained, validation_loss
 from torch import Tensor
 
 from bochner import feature_map, kernel_estimate
@@ -60,11 +60,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=10)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    words, held = corpus()
-    model = Model(0)
+    model, words, held = trained(options.steps)
     weight, bias = model.embedding.weight, model.bias
-    cross_entropy = torch.nn.functional.cross_entropy
-    train(model, words, options.steps, lambda h, t: cross_entropy(torch.addmm(bias, h, weight.T), t))
     loss = validation_loss(model, held)
     y = weight.detach().double()
     calibration = hidden_states(model, words, 2000)[0].double()

@@ -179,6 +179,32 @@ def diagram(graph: dict[str, set[str]]) -> str:
     return "\n".join([*lines, "```"])
 
 
+def repeated(folders: Iterable[Path], lines: int = 6) -> list[tuple[str, str]]:
+    """Runs of statements, `lines` or more, that stand in two places of function bodies to the letter.
+
+    What must be written out each time does not count: signatures, docstrings, and constructors that store arguments.
+    """
+    seen: dict[str, str] = {}
+    found: set[tuple[str, str]] = set()
+    for path in sorted(p for folder in folders for p in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef | ast.For | ast.While | ast.If | ast.With | ast.Try):
+                continue
+            texts = [(s.lineno, ast.unparse(s)) for s in node.body if not isinstance(s, ast.Expr | ast.Import)]
+            texts = [(line, text) for line, text in texts if not re.fullmatch(r"self\.(\w+) = \1", text)]
+            for start in range(len(texts)):
+                run = ""
+                for _, text in texts[start:]:
+                    run += text + "\n"
+                    if run.count("\n") >= lines:
+                        break
+                if run.count("\n") >= lines:
+                    place = f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}:{texts[start][0]}"
+                    if place != seen.setdefault(run, place):
+                        found.add((seen[run], place))
+    return sorted(found)
+
+
 def generated(source: Path = SOURCE) -> dict[str, str]:
     """The generated parts of the page, by the names of their markers."""
     graph = room_graph(imports(source))

@@ -127,3 +127,25 @@ def texts_as_batches(count: int = 6, batch: int = 2, length: int = 64, seed: int
         {"input_ids": torch.randint(4, 50, shape, generator=g), "attention_mask": torch.ones(shape, dtype=torch.long)}
         for _ in range(count)
     ]
+
+
+class Labelled(torch.utils.data.Dataset):
+    """Short random texts with two classes, as a Trainer takes them."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        ids = torch.randint(4, 50, (16,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "attention_mask": torch.ones(16, dtype=torch.long), "labels": i % 2}
+
+
+@torch.no_grad()
+def whole_and_pieces(model: Any, ids: Tensor, cuts: list[int], cache: Any) -> tuple[Tensor, Tensor]:
+    """The logits of a sequence at once, and those of its pieces, cut at `cuts`, through a cache."""
+    pieces = zip([0, *cuts], [*cuts, ids.shape[1]], strict=True)
+    parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in pieces]
+    return model(ids, use_cache=False).logits, torch.cat(parts, dim=1)

@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import DECODERS, GROUPED, SEQ2SEQ, build, texts_as_batches  # noqa: E402
+from hf_models import DECODERS, GROUPED, SEQ2SEQ, build, texts_as_batches, whole_and_pieces  # noqa: E402
 
 from bochner import BochnerError, convert, linear_attention, revert  # noqa: E402
 from bochner.hf import RecurrentLayer, cache_bytes, plan_of  # noqa: E402
@@ -32,13 +32,10 @@ def ids(batch: int = 2, length: int = 40) -> torch.Tensor:
 def test_recurrent_and_full_sequence_logits_agree(family: str) -> None:
     model = converted(family, DECODERS[family])
     x = ids()
-    with torch.no_grad():
-        whole = model(x, use_cache=False).logits
-        cache = transformers.DynamicCache(config=model.config)
-        pieces = [(0, 17), (17, 18), (18, 19), (19, 30), (30, 40)]
-        parts = [model(x[:, a:b], past_key_values=cache).logits for a, b in pieces]
+    cache = transformers.DynamicCache(config=model.config)
+    whole, parts = whole_and_pieces(model, x, [17, 18, 19, 30], cache)
     assert all(isinstance(layer, RecurrentLayer) for layer in cache.layers)
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(parts, whole, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("window_kind", WINDOW_KINDS)
@@ -54,11 +51,9 @@ def test_each_kind_of_head_decodes_as_it_computes(kind: str, window_kind: str) -
     model = converted(**options)
     assert plan_of(model).count(kind) == plan_of(model).num_heads
     x = ids()
-    with torch.no_grad():
-        whole = model(x, use_cache=False).logits
-        cache = transformers.DynamicCache(config=model.config)
-        parts = [model(x[:, i : i + 1], past_key_values=cache).logits for i in range(x.shape[1])]
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
+    cache = transformers.DynamicCache(config=model.config)
+    whole, parts = whole_and_pieces(model, x, list(range(1, x.shape[1])), cache)
+    torch.testing.assert_close(parts, whole, atol=1e-4, rtol=1e-4)
 
 
 def test_only_exact_heads_keep_keys_and_values() -> None:

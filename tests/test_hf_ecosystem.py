@@ -11,7 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import GROUPED, TEXT, build, inputs, texts_as_batches  # noqa: E402
+from hf_models import GROUPED, TEXT, Labelled, build, inputs, texts_as_batches  # noqa: E402
 
 from bochner import convert, revert  # noqa: E402
 from bochner.hf import layers_of, plan_of, trainable_maps_  # noqa: E402
@@ -20,15 +20,6 @@ from bochner.hf import layers_of, plan_of, trainable_maps_  # noqa: E402
 def classifier() -> Any:
     model = build("bert", {**TEXT, "attention_probs_dropout_prob": 0.0}, head="AutoModelForSequenceClassification")
     return convert(model, "calibrated", 16, calibration=texts_as_batches(), window=6)
-
-
-class Rows(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        ids = torch.randint(4, 50, (16,), generator=torch.Generator().manual_seed(i))
-        return {"input_ids": ids, "attention_mask": torch.ones(16, dtype=torch.long), "labels": i % 2}
 
 
 def test_trainer_trains_the_learned_parts_and_decays_none_of_them(tmp_path: Path) -> None:
@@ -40,7 +31,7 @@ def test_trainer_trains_the_learned_parts_and_decays_none_of_them(tmp_path: Path
         str(tmp_path), max_steps=2, per_device_train_batch_size=4, weight_decay=0.1, learning_rate=1e-2, report_to=[],
         use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no",
     )  # fmt: skip
-    trainer = transformers.Trainer(model, arguments, train_dataset=Rows())
+    trainer = transformers.Trainer(model, arguments, train_dataset=Labelled(8))
     decayed = trainer.get_decay_parameter_names(model)
     assert decayed
     assert not any("linear_attn" in n for n in decayed)
@@ -51,7 +42,7 @@ def test_trainer_trains_the_learned_parts_and_decays_none_of_them(tmp_path: Path
     assert torch.equal(layer.projection.weight, weight)  # the random part stays
     trainer.save_model(str(tmp_path / "saved"))
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
-    x = {k: v[None] if isinstance(v, torch.Tensor) else torch.tensor([v]) for k, v in Rows()[0].items()}
+    x = {k: v[None] if isinstance(v, torch.Tensor) else torch.tensor([v]) for k, v in Labelled(8)[0].items()}
     with torch.no_grad():
         assert torch.equal(loaded(**x).logits, model.eval()(**x).logits)
 

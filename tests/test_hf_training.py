@@ -12,7 +12,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import GROUPED, TEXT, build, inputs  # noqa: E402
+from hf_models import GROUPED, TEXT, Labelled, build, inputs  # noqa: E402
 
 from bochner import convert  # noqa: E402
 from bochner._checks import spawn_seed  # noqa: E402
@@ -117,15 +117,6 @@ def test_seeds_of_parts_do_not_collide() -> None:
         assert spawn_seed(one, 1) != spawn_seed(other, 0)
 
 
-class Rows(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        ids = torch.randint(4, 50, (16,), generator=torch.Generator().manual_seed(i))
-        return {"input_ids": ids, "attention_mask": torch.ones(16, dtype=torch.long), "labels": i % 2}
-
-
 def trained(folder: Path, *, resume: bool = False) -> tuple[Any, list[list[torch.Tensor]]]:
     """A model after 6 steps with redraws every 2, and the frequencies at every step."""
     model = classifier()
@@ -140,7 +131,7 @@ def trained(folder: Path, *, resume: bool = False) -> tuple[Any, list[list[torch
         disable_tqdm=True, save_strategy="steps", save_steps=3, logging_strategy="no", seed=1,
     )  # fmt: skip
     callbacks = [Watch(), RedrawCallback(2, seed=3)]
-    trainer = transformers.Trainer(model, arguments, train_dataset=Rows(), callbacks=callbacks)
+    trainer = transformers.Trainer(model, arguments, train_dataset=Labelled(24), callbacks=callbacks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)

@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "bochner"
 
 # A module may import from its own row and the rows above it.
 LAYERS = [
-    ["_checks", "_progress", "_scratch", "_timing", "_version"],
+    ["_checks", "_lazy", "_progress", "_scratch", "_timing", "_version"],
     ["projections", "moments", "data", "theory"],
     ["maps"],
     ["attention", "feedforward"],
@@ -96,6 +96,14 @@ def test_the_reader_of_imports_sees_relative_and_lazy_ones(tmp_path):
     assert architecture.cycle(architecture.room_graph(without)) == []
     assert architecture.cycle(architecture.module_graph(without)) == ["pkg.high.side", "pkg.high.top", "pkg.high.side"]
     assert [(i.importer, i.name) for i in architecture.private_across(found)] == [("pkg.low", "_h")]
+
+
+def test_nothing_is_written_twice(tmp_path):
+    assert architecture.repeated(ROOT / part for part in ("src", "benchmarks", "experiments")) == []
+    body = "\n".join(f"    x{i} = f(x, {i})" for i in range(6))
+    (tmp_path / "twice.py").write_text(f"def a(x):\n{body}\n\ndef b(x, y):\n    y = g(y)\n{body}\n    return y\n")
+    assert architecture.repeated([tmp_path]) == [("twice.py:2", "twice.py:11")]
+    assert architecture.repeated([tmp_path], lines=7) == []
 
 
 def test_importing_the_package_imports_neither_extras_nor_the_larger_half_of_scipy():

@@ -144,12 +144,18 @@ def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(one), torch.tensor(two), rtol=1e-4, atol=1e-5)
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_layer_named(tmp_path: Path) -> None:
+def four_steps(attention: str) -> tuple[Any, ...]:
+    """Task, preset, attention and model of a short run, as `make_trainer` takes them."""
     task = tasks.task("listops")
     preset = tasks.preset_of(task, "small", **{**TINY, "steps": 4})
-    attention = models.choose(task, "exact", preset)
-    model = models.build(task, preset, attention)
-    trainer = training.make_trainer(task, preset, attention, model, tmp_path)
+    chosen = models.choose(task, attention, preset)
+    return task, preset, chosen, models.build(task, preset, chosen)
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_layer_named(tmp_path: Path) -> None:
+    run = four_steps("exact")
+    model = run[3]
+    trainer = training.make_trainer(*run, tmp_path)
     sick = model.get_submodule("bert.encoder.layer.0.intermediate")
     sick.register_forward_hook(lambda module, args, out: out / 0.0)
     with pytest.raises(BochnerError, match=r"step 0: the loss is nan.*'bert.encoder.layer.0.intermediate'"):
@@ -157,26 +163,22 @@ def test_a_loss_that_is_not_finite_stops_with_the_layer_named(tmp_path: Path) ->
 
 
 def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
-    task = tasks.task("listops")
-    preset = tasks.preset_of(task, "small", **{**TINY, "steps": 4})
-    attention = models.choose(task, "positive", preset)
-    model = models.build(task, preset, attention)
+    run = four_steps("positive")
+    model = run[3]
     with torch.no_grad():
         model.get_parameter("bert.encoder.layer.0.attention.self.key.weight").fill_(torch.inf)
-    trainer = training.make_trainer(task, preset, attention, model, tmp_path)
+    trainer = training.make_trainer(*run, tmp_path)
     with pytest.raises(BochnerError, match=r"stopped at step 0.*'bert.encoder.layer.0.attention.self.key.weight'"):
         trainer.train()
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(tmp_path: Path) -> None:
-    task = tasks.task("listops")
-    preset = tasks.preset_of(task, "small", **{**TINY, "steps": 4})
-    attention = models.choose(task, "exact", preset)
-    model = models.build(task, preset, attention)
+    run = four_steps("exact")
+    model = run[3]
     weight = model.get_parameter("classifier.weight")
     before = weight.detach().clone()
     weight.register_hook(lambda g: g * torch.inf)
-    trainer = training.make_trainer(task, preset, attention, model, tmp_path)
+    trainer = training.make_trainer(*run, tmp_path)
     with pytest.raises(BochnerError, match=r"gradient of 'classifier.weight'"):
         trainer.train()
     assert torch.equal(weight, before)

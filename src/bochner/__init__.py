@@ -1,10 +1,10 @@
 """Bochner: linear-time attention and kernel methods for PyTorch, with their error stated."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bochner import attention, data, feedforward, maps, nn, theory
 from bochner._checks import BochnerError, BochnerWarning, MissingExtraError
+from bochner._lazy import lazy
 from bochner._version import __version__
 from bochner.attention import (
     State,
@@ -100,23 +100,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'bochner' has no attribute {name!r}")
-    module, _, member = _LAZY[name].partition(":")
-    try:
-        found = import_module(module)
-    except ModuleNotFoundError as missing:
-        if missing.name and missing.name.startswith("bochner"):
-            raise
-        raise MissingExtraError(
-            f"bochner.{name} needs the package {missing.name!r}; install the extra it belongs to, for example: "
-            "pip install 'bochner[hf,sklearn,cli,report]'"
-        ) from missing
-    value = getattr(found, member) if member else found
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+__getattr__, __dir__ = lazy(__name__, _LAZY)

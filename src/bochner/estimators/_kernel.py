@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from scipy import sparse
+from sklearn.utils import check_random_state
 from torch import Tensor
 
 from bochner._checks import BochnerError, positive_float
@@ -91,6 +92,18 @@ def centred(X: np.ndarray, gamma: float, eps: float) -> Points:
         return Points(rows.astype(np.float64, copy=False), mean)
     moved = 2 * math.sqrt(len(X)) * np.finfo(np.float32).eps * max(1.0, radius)
     return Points(rows.astype(np.float32 if moved <= 0.1 * eps else np.float64, copy=False), mean)
+
+
+def smoother(
+    X: np.ndarray, bandwidth: float, eps: Any, method: str, random_state: Any, owner: str
+) -> tuple[Points, KernelOperator]:
+    """Rows about their mean, and their kernel as an operator that takes other queries."""
+    plain = eps.item() if isinstance(eps, np.generic) else eps
+    points = centred(X, 0.5 / bandwidth**2, positive_float(plain, "eps", owner))
+    seed = draw_seed(check_random_state(random_state))
+    return points, KernelOperator(
+        points.rows[:1], points.rows, bandwidth=bandwidth, eps=plain, method=method, seed=seed
+    )
 
 
 def tile(x: Tensor, y: Tensor, gamma: float) -> Tensor:

@@ -11,9 +11,8 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from bochner._checks import BochnerError, positive_float
-from bochner.estimators._kernel import centred, check_weight, draw_seed, resolve_bandwidth
-from bochner.matvec import KernelOperator
+from bochner._checks import BochnerError
+from bochner.estimators._kernel import check_weight, resolve_bandwidth, smoother
 
 
 class KernelDensity(BaseEstimator):
@@ -56,12 +55,10 @@ class KernelDensity(BaseEstimator):
         X = validate_data(self, X, dtype=[np.float64, np.float32])
         self.weight_ = check_weight(sample_weight, len(X), "KernelDensity.fit", signed=True)
         self.bandwidth_ = resolve_bandwidth(self.bandwidth, X.shape, self.weight_, type(self).__name__)
-        points = centred(X, 0.5 / self.bandwidth_**2, positive_float(self.eps, "eps", type(self).__name__))
-        self.mean_, self._rows = points.mean, points.rows
-        seed = draw_seed(check_random_state(self.random_state))
-        self.operator_ = KernelOperator(
-            self._rows[:1], self._rows, bandwidth=self.bandwidth_, eps=self.eps, method=self.method, seed=seed
+        points, self.operator_ = smoother(
+            X, self.bandwidth_, self.eps, self.method, self.random_state, type(self).__name__
         )
+        self.mean_, self._rows = points.mean, points.rows
         return self
 
     def density(self, X: Any) -> np.ndarray:

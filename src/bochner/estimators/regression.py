@@ -13,7 +13,15 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from bochner._checks import BochnerError, positive_float
-from bochner.estimators._kernel import centred, check_weight, draw_seed, resolve_bandwidth, resolve_gamma, tile
+from bochner.estimators._kernel import (
+    centred,
+    check_weight,
+    draw_seed,
+    resolve_bandwidth,
+    resolve_gamma,
+    smoother,
+    tile,
+)
 from bochner.estimators._solve import System
 from bochner.matvec import KernelOperator
 
@@ -244,13 +252,10 @@ class NadarayaWatson(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self.weight_ = check_weight(sample_weight, len(X), "NadarayaWatson.fit")
         self.bandwidth_ = resolve_bandwidth(self.bandwidth, X.shape, self.weight_, type(self).__name__)
         self.y_ = np.asarray(y, dtype=np.float64)
-        points = centred(X, 0.5 / self.bandwidth_**2, positive_float(_plain(self.eps), "eps", type(self).__name__))
-        self.mean_, rows = points.mean, points.rows
-        seed = draw_seed(check_random_state(self.random_state))
-        self.operator_ = KernelOperator(
-            rows[:1], rows, bandwidth=self.bandwidth_, eps=self.eps, method=self.method, seed=seed
+        points, self.operator_ = smoother(
+            X, self.bandwidth_, self.eps, self.method, self.random_state, type(self).__name__
         )
-        self._rows = rows
+        self.mean_, self._rows = points.mean, points.rows
         return self
 
     def predict(self, X: Any) -> np.ndarray:

@@ -7,8 +7,7 @@ what they are made of. Nothing needs transformers before it is used.
 >>> bochner.hf.register()  # then attn_implementation="bochner" in any model whose attention can be linear
 """
 
-from importlib import import_module
-from typing import Any
+from bochner._lazy import lazy
 
 # Names are imported when first asked for: some of their modules need transformers, `advise(q, k, v)` does not.
 _LAZY = {
@@ -34,13 +33,4 @@ _LAZY = {
 __all__ = sorted(_LAZY)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'bochner.hf' has no attribute {name!r}")
-    value = getattr(import_module(f"bochner.hf.{_LAZY[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+__getattr__, __dir__ = lazy(__name__, {name: f"bochner.hf.{module}:{name}" for name, module in _LAZY.items()})

@@ -5,9 +5,7 @@
 ['image', 'listops', 'lm', 'lm_pieces']
 """
 
-from importlib import import_module
-from typing import Any
-
+from bochner._lazy import lazy
 from bochner.tasks.base import Collator, Preset, Task
 from bochner.tasks.registry import TASKS, dataset, preset_of, task
 
@@ -28,13 +26,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'bochner.tasks' has no attribute {name!r}")
-    value = getattr(import_module(f"bochner.tasks.{_LAZY[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+__getattr__, __dir__ = lazy(__name__, {name: f"bochner.tasks.{module}:{name}" for name, module in _LAZY.items()})

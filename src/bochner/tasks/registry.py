@@ -32,15 +32,31 @@ def _arena(rate: float, warmup: int) -> dict:
     return {"learning_rate": rate / warmup**0.5, "warmup": warmup, "schedule": "inverse_sqrt", "weight_decay": 0.1}
 
 
+# Every preset by length, layers, heads, width, feedforward, batch, steps.
+SIZES = {
+    "listops, paper": (2_000, 6, 8, 512, 2_048, 32, 10_000),
+    "listops, small": (200, 2, 2, 64, 128, 32, 600),
+    "text, paper": (4_000, 4, 4, 256, 1_024, 32, 20_000),
+    "text, small": (1_000, 1, 2, 32, 64, 32, 1_500),
+    "retrieval, paper": (4_000, 4, 4, 128, 512, 32, 5_000),
+    "retrieval, small": (500, 2, 2, 64, 128, 16, 1_000),
+    "image, paper": (1_025, 1, 8, 128, 128, 256, 35_156),  # 200 epochs of 45,000
+    "image, small": (257, 2, 2, 64, 128, 32, 2_500),
+    "pathfinder, paper": (1_025, 4, 8, 128, 128, 256, 62_500),  # 100 epochs
+    "pathfinder, small": (1_025, 2, 2, 64, 128, 16, 1_000),
+    "performer": (8_192, 6, 8, 512, 2_048, 8, 100_000),
+    "lm, small": (256, 2, 2, 64, 256, 16, 1_500),
+    "protein, small": (256, 2, 2, 64, 128, 16, 1_500),
+    "pixels, small": (768, 2, 2, 64, 256, 8, 1_000),
+    "table_6": (512, 3, 10, 300, 512, 64, 25_000),
+    "brief": (64, 2, 2, 64, 128, 32, 2_000),
+    "speech, paper": (256, 17, 8, 512, 2_048, 64, 20_000),
+    "speech, small": (160, 2, 2, 64, 128, 32, 1_500),
+}
+
 LISTOPS = {
     "paper": Preset(
-        length=2_000,
-        layers=6,
-        heads=8,
-        width=512,
-        feedforward=2_048,
-        batch=32,
-        steps=10_000,
+        *SIZES["listops, paper"],
         **_arena(5e-3, 1_000),
         features=256,
         features_of=_table_5(256, 64, 256, 256, 64, 128),
@@ -48,13 +64,7 @@ LISTOPS = {
         data={"low": 500, "high": 2_000},
     ),
     "small": Preset(
-        length=200,
-        layers=2,
-        heads=2,
-        width=64,
-        feedforward=128,
-        batch=32,
-        steps=600,
+        *SIZES["listops, small"],
         learning_rate=2e-3,
         warmup=60,
         dropout=0.0,
@@ -69,73 +79,29 @@ LISTOPS = {
 
 TEXT = {
     "paper": Preset(
-        length=4_000,
-        layers=4,
-        heads=4,
-        width=256,
-        feedforward=1_024,
-        batch=32,
-        steps=20_000,
+        *SIZES["text, paper"],
         **_arena(5e-2, 8_000),
         features=256,
         features_of=_table_5(128, 64, 256, 256, 64, 128),
         window=64,
     ),
-    "small": Preset(
-        length=1_000,
-        layers=1,
-        heads=2,
-        width=32,
-        feedforward=64,
-        batch=32,
-        steps=1_500,
-        learning_rate=1e-3,
-        warmup=100,
-        dropout=0.0,
-        features=16,
-        test=2_000,
-    ),
+    "small": Preset(*SIZES["text, small"], learning_rate=1e-3, warmup=100, dropout=0.0, features=16, test=2_000),
 }
 
 RETRIEVAL = {
     "paper": Preset(
-        length=4_000,
-        layers=4,
-        heads=4,
-        width=128,
-        feedforward=512,
-        batch=32,
-        steps=5_000,
+        *SIZES["retrieval, paper"],
         **_arena(5e-2, 8_000),
         features=128,
         features_of=_table_5(64, 32, 128, 128, 32, 64),
         window=64,
     ),
-    "small": Preset(
-        length=500,
-        layers=2,
-        heads=2,
-        width=64,
-        feedforward=128,
-        batch=16,
-        steps=1_000,
-        learning_rate=2e-3,
-        warmup=100,
-        dropout=0.0,
-        features=32,
-        test=1_000,
-    ),
+    "small": Preset(*SIZES["retrieval, small"], learning_rate=2e-3, warmup=100, dropout=0.0, features=32, test=1_000),
 }
 
 IMAGE = {
     "paper": Preset(
-        length=1_025,
-        layers=1,
-        heads=8,
-        width=128,
-        feedforward=128,
-        batch=256,
-        steps=35_156,  # 200 epochs of 45,000
+        *SIZES["image, paper"],
         learning_rate=5e-4,
         warmup=175,
         dropout=0.3,
@@ -145,13 +111,7 @@ IMAGE = {
         data={"side": 32},
     ),
     "small": Preset(
-        length=257,
-        layers=2,
-        heads=2,
-        width=64,
-        feedforward=128,
-        batch=32,
-        steps=2_500,
+        *SIZES["image, small"],
         learning_rate=1e-3,
         warmup=250,
         dropout=0.0,
@@ -164,27 +124,9 @@ IMAGE = {
 }
 
 PATHFINDER = {
-    "paper": Preset(
-        length=1_025,
-        layers=4,
-        heads=8,
-        width=128,
-        feedforward=128,
-        batch=256,
-        steps=62_500,  # 100 epochs
-        learning_rate=1e-3,
-        warmup=1_000,
-        positions="learned",
-        features=128,
-    ),
+    "paper": Preset(*SIZES["pathfinder, paper"], learning_rate=1e-3, warmup=1_000, positions="learned", features=128),
     "small": Preset(
-        length=1_025,
-        layers=2,
-        heads=2,
-        width=64,
-        feedforward=128,
-        batch=16,
-        steps=1_000,
+        *SIZES["pathfinder, small"],
         learning_rate=1e-3,
         warmup=100,
         dropout=0.0,
@@ -197,13 +139,7 @@ PATHFINDER = {
 
 # Appendix A.2 of paper 003: fixed rate 1e-3 for Adam (0.9, 0.98), decay 0.1, clipping at 0.5, dropout 0.1, m = 256.
 PERFORMER = Preset(
-    length=8_192,
-    layers=6,
-    heads=8,
-    width=512,
-    feedforward=2_048,
-    batch=8,
-    steps=100_000,
+    *SIZES["performer"],
     learning_rate=1e-3,
     warmup=1_000,
     schedule="constant_with_warmup",
@@ -217,13 +153,7 @@ PERFORMER = Preset(
 LM = {
     "paper": PERFORMER,
     "small": Preset(
-        length=256,
-        layers=2,
-        heads=2,
-        width=64,
-        feedforward=256,
-        batch=16,
-        steps=1_500,
+        *SIZES["lm, small"],
         learning_rate=3e-3,
         warmup=150,
         weight_decay=0.01,
@@ -237,13 +167,7 @@ LM = {
 PROTEIN = {
     "paper": replace(PERFORMER, length=1_024, layers=36, feedforward=1_024, batch=64),
     "small": Preset(
-        length=256,
-        layers=2,
-        heads=2,
-        width=64,
-        feedforward=128,
-        batch=16,
-        steps=1_500,
+        *SIZES["protein, small"],
         learning_rate=2e-3,
         warmup=150,
         dropout=0.0,
@@ -255,13 +179,7 @@ PROTEIN = {
 PIXELS = {
     "paper": replace(PERFORMER, length=3_072, data={"side": 32}),
     "small": Preset(
-        length=768,
-        layers=2,
-        heads=2,
-        width=64,
-        feedforward=256,
-        batch=8,
-        steps=1_000,
+        *SIZES["pixels, small"],
         learning_rate=2e-3,
         warmup=100,
         dropout=0.0,
@@ -273,13 +191,7 @@ PIXELS = {
 }
 
 TABLE_6 = Preset(
-    length=512,
-    layers=3,
-    heads=10,
-    width=300,
-    feedforward=512,
-    batch=64,
-    steps=25_000,
+    *SIZES["table_6"],
     learning_rate=5e-4,
     warmup=10_000,
     schedule="linear",
@@ -288,48 +200,12 @@ TABLE_6 = Preset(
     features=128,
 )
 BRIEF = Preset(
-    length=64,
-    layers=2,
-    heads=2,
-    width=64,
-    feedforward=128,
-    batch=32,
-    steps=2_000,
-    learning_rate=2e-3,
-    warmup=200,
-    weight_decay=0.01,
-    dropout=0.0,
-    features=32,
-    window=16,
-    test=2_000,
+    *SIZES["brief"], learning_rate=2e-3, warmup=200, weight_decay=0.01, dropout=0.0, features=32, window=16, test=2_000
 )
 
 SPEECH = {
-    "paper": Preset(
-        length=256,
-        layers=17,
-        heads=8,
-        width=512,
-        feedforward=2_048,
-        batch=64,
-        steps=20_000,
-        learning_rate=1e-3,
-        warmup=2_000,
-        features=128,
-    ),
-    "small": Preset(
-        length=160,
-        layers=2,
-        heads=2,
-        width=64,
-        feedforward=128,
-        batch=32,
-        steps=1_500,
-        learning_rate=2e-3,
-        warmup=150,
-        features=32,
-        window=8,
-    ),
+    "paper": Preset(*SIZES["speech, paper"], learning_rate=1e-3, warmup=2_000, features=128),
+    "small": Preset(*SIZES["speech, small"], learning_rate=2e-3, warmup=150, features=32, window=8),
 }
 
 TASKS: dict[str, Task] = {
