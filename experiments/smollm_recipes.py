@@ -93,7 +93,7 @@ def main() -> int:
         if arguments.only not in name:
             continue
         start = time.monotonic()
-        recipe = {"feature_map": "calibrated", **recipe}
+        recipe = {"feature_map": "calibrated", "exact_below": 0, **recipe}
         convert(model, calibration=calibration, tokenizer=tokenizer, max_length=320, batch_size=1, **recipe)
         seconds = time.monotonic() - start
         plan = plan_of(model)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def every_call_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny inputs lie below every measured crossover: here `convert` takes `exact_below=0` unless it is given."""
+    if "transformers" in sys.modules:
+        monkeypatch.setattr("bochner.hf.convert.crossover", lambda plan: 0)

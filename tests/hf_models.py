@@ -83,9 +83,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "wavlm": (AUDIO, "interface"),
     "mpt": (TEXT, "interface"),
     "t5": ({"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 60}, "position_bias"),
-    "modernbert": (TEXT, "mask"),
-    "gemma2": (GROUPED, "mask"),
-    "mistral": (GROUPED, "mask"),
+    "modernbert": (TEXT, "sliding_window"),
+    "gemma2": (GROUPED, "softcap"),
+    "mistral": (GROUPED, "sliding_window"),
 }
 
 

@@ -145,9 +145,10 @@ def test_an_encoder_decoder_generates_with_its_states() -> None:
 
 def test_caches_that_cannot_hold_a_state_are_refused() -> None:
     model = converted()
-    static = transformers.StaticCache(config=model.config, max_cache_len=64)
-    with pytest.raises(BochnerError, match="StaticLayer"):
-        model(ids(1, 5), past_key_values=static)
+    sliding = transformers.DynamicCache(config=model.config)
+    sliding.layers = [transformers.cache_utils.DynamicSlidingWindowLayer(sliding_window=8) for _ in range(2)]
+    with pytest.raises(BochnerError, match="DynamicSlidingWindowLayer"):
+        model(ids(1, 5), past_key_values=sliding)
     cache = transformers.DynamicCache(config=model.config)
     model(ids(1, 5), past_key_values=cache)
     with pytest.raises(BochnerError, match="cannot forget"):

@@ -79,10 +79,10 @@ def test_what_cannot_be_honoured_is_refused_with_its_reason(family: str) -> None
             type(model)._from_config(model.config, attn_implementation="bochner")
 
 
-def test_a_soft_cap_and_sinks_as_logits_are_refused() -> None:
+def test_soft_caps_and_windows_are_refused() -> None:
     q = torch.randn(1, 2, 4, 8)
     module = torch.nn.Identity()
-    for name in ("softcap", "s_aux", "sliding_window", "cache"):
+    for name in ("softcap", "position_bias", "sliding_window", "cache"):
         with pytest.raises(BochnerError, match=name):
             patches.attention_forward(module, q, q, q, None, **{name: 3.0})
 
@@ -91,14 +91,6 @@ def test_a_four_dimensional_mask_is_refused() -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(BochnerError, match="padding masks"):
         patches.attention_forward(torch.nn.Identity(), q, q, q, torch.zeros(1, 1, 4, 4))
-
-
-def test_packed_sequences_are_refused() -> None:
-    model = build("llama", {**TEXT, "num_key_value_heads": 2})
-    model.set_attn_implementation("bochner")
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
-    with pytest.raises(BochnerError, match="mask"), torch.no_grad():
-        model(input_ids=torch.ones(1, 8, dtype=torch.long), position_ids=positions, use_cache=False)
 
 
 def test_padding_does_not_move_valid_outputs() -> None:

@@ -68,7 +68,8 @@ def encoder(say: Say, *, texts: int = 32, steps: int = 30, quick: bool = False) 
     for name, recipe in ENCODER_RECIPES.items():
         say(f"converting: {name}")
         start = time.monotonic()
-        convert(model, calibration=calibration[:48], tokenizer=tokenizer, max_length=TOKENS, select=False, **recipe)
+        recipe = {"calibration": calibration[:48], "max_length": TOKENS, "select": False, "exact_below": 0, **recipe}
+        convert(model, tokenizer=tokenizer, **recipe)
         measure(name, time.monotonic() - start)
         if name != last:
             revert(model)
@@ -160,7 +161,8 @@ def decoder(say: Say, *, texts: int = 6, quick: bool = False) -> tuple[list[list
     for name, recipe in DECODER_RECIPES.items():
         say(f"converting: {name}")
         start = time.monotonic()
-        convert(model, calibration=calibration, tokenizer=tokenizer, max_length=320, batch_size=1, **recipe)
+        recipe = {"calibration": calibration, "max_length": 320, "batch_size": 1, "exact_below": 0, **recipe}
+        convert(model, tokenizer=tokenizer, **recipe)
         seconds = time.monotonic() - start
         plan = plan_of(model)
         ratio = perplexity(model, tokenizer, ordinary, max_length=TOKENS) / exact[0]

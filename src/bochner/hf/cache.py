@@ -2,8 +2,10 @@
 
 The layer's `update` hands the new keys and values back unchanged and waits for the attention call that gets them: the
 call finds its layer by the identity of the key tensor (`layer_of`), advances the states of the linear heads and appends
-to the keys of the exact ones. Keys belong to one call, so that any number of threads and models may decode at once. Any
-`DynamicCache`, made by `generate` or by the user, gets such layers when the first converted module sees it.
+to the keys of the exact ones. Below `exact_below` tokens the layer is an ordinary one, with all keys; the call that
+reaches that many gets all of them, to be absorbed. Keys belong to one call, so that any number of threads and models
+may decode at once. Any `DynamicCache` or `StaticCache`, made by `generate` or by the user, gets such layers when the
+first converted module sees it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from transformers.cache_utils import (  # noqa: E402
     CacheLayerMixin,
     DynamicLayer,
     EncoderDecoderCache,
+    StaticLayer,
 )
 
 GROWTH = 256  # tokens by which the keys of exact heads grow at a time
@@ -42,13 +45,17 @@ def layer_of(key: Tensor) -> RecurrentLayer | None:
 
 
 class RecurrentLayer(CacheLayerMixin):
-    """The cache of one converted attention module: a state per kind of linear head, keys of the exact heads only."""
+    """The cache of one converted attention module: a state per kind of linear head, keys of the exact heads only.
+
+    `exact_below`: until there are so many tokens, all keys and values, as the attention before conversion has them.
+    """
 
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, exact_below: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.exact_below = exact_below
         self.seen = 0
         self.states: dict[str, State] = {}
         self.filled = 0
@@ -64,7 +71,16 @@ class RecurrentLayer(CacheLayerMixin):
                 "The keys that this cache handed out last did not reach the attention function: the model changes them "
                 "after the cache, or the call was interrupted; use a new cache, or use_cache=False."
             )
+        short = self.seen < self.exact_below
         self.seen += key_states.shape[-2]
+        if short:
+            if self.keys is not None and self.values is not None:
+                key_states = torch.cat([self.keys, key_states], dim=-2)
+                value_states = torch.cat([self.values, value_states], dim=-2)
+            if self.seen < self.exact_below:
+                self.keys, self.values = key_states, value_states
+                return key_states, value_states
+            self.keys = self.values = None  # the attention call that gets them now absorbs them
         self.handed_out = key_states
         _waiting[id(key_states)] = self
         return key_states, value_states
@@ -140,7 +156,7 @@ class RecurrentLayer(CacheLayerMixin):
             self.keys, self.values = f(self.keys), f(self.values)
 
 
-def install_hook(module: nn.Module, index: int) -> Any:
+def install_hook(module: nn.Module, index: int, exact_below: int = 0) -> Any:
     """Before each call of an attention module, make the cache layer it will use a recurrent one; returns the handle."""
 
     def prepare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -149,12 +165,12 @@ def install_hook(module: nn.Module, index: int) -> Any:
             return
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
-        make_recurrent(cache, index)
+        make_recurrent(cache, index, exact_below)
 
     return module.register_forward_pre_hook(prepare, with_kwargs=True)
 
 
-def make_recurrent(cache: Cache, index: int) -> None:
+def make_recurrent(cache: Cache, index: int, exact_below: int = 0) -> None:
     """Put a recurrent layer in place `index` of a cache, unless it is there already."""
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= index:
@@ -162,16 +178,17 @@ def make_recurrent(cache: Cache, index: int) -> None:
     layer = cache.layers[index]
     if isinstance(layer, RecurrentLayer):
         return
-    if type(layer) is not DynamicLayer:
+    # A static layer would allocate its slots at the first token: the state has none and is of constant size anyway.
+    if type(layer) not in (DynamicLayer, StaticLayer):
         raise BochnerError(
             f"Linear attention decodes with its own state, not with {type(layer).__name__} of {type(cache).__name__}; "
-            "leave cache_implementation unset, or pass a DynamicCache."
+            "leave cache_implementation unset, or pass a DynamicCache or a StaticCache."
         )
-    if layer.get_seq_length():
+    if int(layer.get_seq_length()):  # type: ignore[union-attr]
         raise BochnerError(
             "This cache holds keys and values of another attention; start from an empty cache with a converted model."
         )
-    cache.layers[index] = RecurrentLayer()
+    cache.layers[index] = RecurrentLayer(exact_below)
 
 
 def cache_bytes(cache: Any) -> int:

@@ -1,9 +1,8 @@
 """What a model's attention really computes: every call of a forward pass, understood and handed to an observer.
 
 transformers hands over queries (b, h, n, d), keys and values (b, g, s, d) with rotary and norms applied, a mask made by
-the mask function of the implementation's name, and a scale. Whatever linear attention cannot honour is refused with its
-reason: ignoring it would give wrong numbers. Modules and head sizes are found by running the model once under a
-recording attention function, never by the names of attributes.
+the mask function of the implementation's name, and a scale. Modules and head sizes are found by running the model once
+under a recording attention function, never by the names of attributes.
 """
 
 from __future__ import annotations
@@ -16,138 +15,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, extra
-from bochner.hf.layer import CHILD, Call, exact
+from bochner._checks import BochnerError
+from bochner.hf.layer import CHILD, Call
+from bochner.hf.original import Obstacle, as_before, make_mask, obstacle, softmax_of, transformers_module, understand
 
+OURS = ("bochner", "bochner_converted")
 RECORDER = "bochner_recorder"
 Observer = Callable[[str, Call], "Tensor | None"]
 
-# Keywords of transformers' attention calls that change the result; each with the reason for refusing it.
-REFUSED = {
-    "position_bias": "a position bias added to the logits (T5) is not a kernel of query and key",
-    "bias": "a bias added to the logits is not a kernel of query and key",
-    "softcap": "a soft cap on the logits (Gemma-2) is not a softmax kernel",
-    "sliding_window": "its layers attend to a sliding window only, which is linear already",
-    "s_aux": "attention sinks as extra logits (gpt-oss) are not supported",
-    "cache": "the paged cache of continuous batching is not supported",
-    "indices": "sparse attention by indices is linear already",
-    "block_indices": "block-sparse attention is linear already",
-    "cu_seq_lens_q": "packed sequences are not supported; pad them instead",
-    "cu_seq_lens_k": "packed sequences are not supported; pad them instead",
-}
-
-
-def transformers_module() -> Any:
-    """The package transformers, or the sentence that says what to install."""
-    extra("transformers.masking_utils", "hf", "bochner.hf")
-    return extra("transformers", "hf", "bochner.hf")
-
-
-class Mask(NamedTuple):
-    """What our mask function makes: which keys count, (b, s), and whether later ones are hidden from earlier rows."""
-
-    keep: Tensor
-    is_causal: bool
-
-
-def make_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    mask_function: Any = None,
-    attention_mask: Tensor | None = None,
-    device: Any = None,
-    **kwargs: Any,
-) -> Mask:
-    """The mask function of our attention functions; refuses masks beyond causal or bidirectional plus padding."""
-    masking = transformers_module().masking_utils
-    causal = mask_function is masking.causal_mask_function
-    compiling = torch.compiler.is_compiling()
-    # While compiling, packing cannot be told from its absence, and Llama then always reports it.
-    if compiling and not causal and mask_function is not masking.bidirectional_mask_function:
-        causal = True
-    elif not causal and mask_function is not masking.bidirectional_mask_function:
-        what = getattr(mask_function, "__qualname__", repr(mask_function)).split(".")[0]
-        raise BochnerError(
-            f"Linear attention cannot honour this model's mask ({what}): only causal or bidirectional masks with "
-            "padding. Sliding windows (unless the config sets them to None), chunks, packed sequences and prefix masks "
-            "need attn_implementation='sdpa'."
-        )
-    length = kv_length
-    if not compiling:  # slots of a fixed-size cache that are not filled yet
-        length = min(kv_length, int(q_offset) + q_length) if causal else kv_length
-    if attention_mask is None:
-        return Mask(torch.ones(batch_size, length, dtype=torch.bool, device=device), causal)
-    return Mask(attention_mask[:, kv_offset : kv_offset + length].bool(), causal)
-
-
-def understand(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask | Tensor | None,
-    scaling: float | None,
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
-) -> Call:
-    """An attention call as transformers makes it; what linear attention cannot honour is refused."""
-    owner = type(module).__name__
-    for name, reason in REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise BochnerError(f"{owner} cannot use linear attention: it passes {name!r}, and {reason}.")
-    keep = mask.keep if isinstance(mask, Mask) else mask
-    if keep is not None and keep.ndim != 2:
-        raise BochnerError(
-            f"{owner} cannot use linear attention: it passes a mask of shape {tuple(keep.shape)}, and "
-            "only padding masks (b, s) can be honoured; pass the 2-D attention mask of the tokenizer."
-        )
-    if isinstance(mask, Mask):
-        causal = mask.is_causal
-    else:  # models that make no mask say it by is_causal
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
-    padding = None
-    if keep is not None:
-        # In a cache of fixed size the slots beyond the mask hold zeros, and the feature of zero is not zero.
-        key, value = key[..., : keep.shape[1], :], value[..., : keep.shape[1], :]
-        padding = ~keep.bool()
-        if not torch.compiler.is_compiling() and not padding.any():
-            padding = None
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return Call(query, key, value, bool(causal), padding, scale)
-
-
-# Who looks at the calls of an attention module at present: its name and the observer, by the module's id.
-_observers: dict[int, tuple[str, Observer]] = {}
+# Who looks at the calls of an attention module at present, by the module's id: its name, the implementation it has
+# otherwise, the observer, and where to note calls that linear attention cannot honour.
+_observers: dict[int, tuple[str, str, Observer, dict[str, tuple[Obstacle, Shape]]]] = {}
 
 
 def _record(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Mask | Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    call = understand(module, query, key, value, attention_mask, scaling, is_causal, kwargs)
-    name, observer = _observers[id(module)]
-    out = observer(name, call)
-    if out is None:
-        out = exact(call)
-    return out.transpose(1, 2).contiguous(), None
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    name, implementation, observer, obstacles = _observers[id(module)]
+    found = obstacle(attention_mask, kwargs)
+    if found is not None:
+        causal = bool(getattr(attention_mask, "is_causal", getattr(module, "is_causal", False)))
+        obstacles.setdefault(name, (found, Shape.of(name, Call(query, key, value, causal, None, 1.0))))
+    else:
+        call = understand(module, query, key, value, attention_mask, **kwargs)
+        out = observer(name, call)
+        if out is not None:
+            return out.transpose(1, 2).contiguous(), None
+    return as_before(module, implementation, query, key, value, attention_mask, kwargs)
 
 
 @contextlib.contextmanager
-def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Run the model's attention exactly, showing every call to `observer(name, call)`.
+def recording(model: nn.Module, observer: Observer) -> Iterator[dict[str, tuple[Obstacle, Shape]]]:
+    """Run the model's own attention, showing every call that linear attention could honour to `observer(name, call)`.
 
-    An observer that returns a tensor (b, h, n, v) replaces the attention's output by it. The model's own attention
-    implementation and training mode come back at the end.
+    An observer that returns a tensor (b, h, n, v) replaces the attention's output by it. Gives the layers with other
+    calls, by name. The model's own attention implementation and training mode come back at the end.
     """
     transformers = transformers_module()
     if not isinstance(model, transformers.PreTrainedModel):
@@ -158,15 +60,18 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
     transformers.masking_utils.AttentionMaskInterface.register(RECORDER, make_mask)
     before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
     was_training = [m for m in model.modules() if m.training]
-    names = {id(module): name for name, module in model.named_modules()}
-    if names.keys() & _observers.keys():
+    names = {id(module) for module in model.modules()}
+    if names & _observers.keys():
         raise BochnerError("This model is being observed already; do one thing at a time with one model.")
-    _observers.update({place: (name, observer) for place, name in names.items()})
+    obstacles: dict[str, tuple[Obstacle, Shape]] = {}
+    for name, module in model.named_modules():
+        implementation = _softmax_now(model, getattr(module, "config", None) or model.config)
+        _observers[id(module)] = (name, implementation, observer, obstacles)
     try:
         for config, _ in before:
             config._attn_implementation_internal = RECORDER
         model.eval()
-        yield
+        yield obstacles
     finally:
         for config, implementation in before:
             config._attn_implementation_internal = implementation
@@ -174,6 +79,14 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
             module.training = True
         for place in names:
             del _observers[place]
+
+
+def _softmax_now(model: Any, config: Any) -> str:
+    """The softmax implementation of a configuration, also if it is converted."""
+    present = getattr(config, "_attn_implementation_internal", None)
+    if present in OURS:
+        present = softmax_of(config) if present != OURS[0] else None
+    return present or ("sdpa" if getattr(model, "_supports_sdpa", True) else "eager")
 
 
 def configs_of(model: nn.Module) -> list[Any]:
@@ -238,6 +151,12 @@ class Shape(NamedTuple):
     value_dim: int
     is_causal: bool
     is_cross: bool
+    obstacle: Obstacle | None = None
+
+    @property
+    def part(self) -> str:
+        """Which part of an encoder-decoder it belongs to."""
+        return "cross" if self.is_cross else ("decoder" if self.is_causal else "encoder")
 
     @classmethod
     def of(cls, name: str, call: Call) -> Shape:
@@ -245,10 +164,11 @@ class Shape(NamedTuple):
         return cls(name, h, g, d, v, call.is_causal, n != s)
 
 
-def discover(model: nn.Module, batch: dict[str, Tensor] | None = None) -> dict[str, Shape]:
-    """The attention modules that go through transformers' interface, in order of their first call.
+def discover(model: nn.Module, batch: dict[str, Tensor] | None = None, unsupported: str = "keep") -> dict[str, Shape]:
+    """The attention modules that go through transformers' interface, in the order in which the model holds them.
 
-    Raises when there is none, or when one of them asks for something linear attention cannot honour.
+    Those that ask for something linear attention cannot honour have an `obstacle`, or with `unsupported="raise"` are
+    refused. Raises when there is none at all.
     """
     if any(hasattr(m, CHILD) for m in model.modules()):
         raise BochnerError("This model is converted already; call bochner.revert(model) first.")
@@ -257,14 +177,18 @@ def discover(model: nn.Module, batch: dict[str, Tensor] | None = None) -> dict[s
     def observe(name: str, call: Call) -> None:
         found.setdefault(name, Shape.of(name, call))
 
-    with recording(model, observe):
+    with recording(model, observe) as obstacles:
         if batch is not None:
             run(model, batch)
         else:
             _run_on_dummies(model)
+    for name, (reason, shape) in obstacles.items():
+        if unsupported == "raise":
+            raise BochnerError(f"{name} cannot use linear attention: {reason.reason}; pass unsupported='keep'.")
+        found[name] = shape._replace(obstacle=reason)
     if not found:
         raise BochnerError(unsupported_message(model))
-    return found
+    return {name: found[name] for name, _ in model.named_modules() if name in found}
 
 
 def _run_on_dummies(model: Any) -> None:

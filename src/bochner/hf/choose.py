@@ -76,8 +76,9 @@ class Recipe:
         for i, shape in enumerate(shapes.values()):
             local = self.near and not shape.is_cross
             kind = "kernel" if not local else ("window" if self.feature_map is None else "hybrid")
-            if shape.is_cross and self.feature_map is None:
+            if shape.obstacle is not None or (shape.is_cross and self.feature_map is None):
                 kind = "exact"
+            reason, limit = shape.obstacle or ("", 0)
             layers.append(
                 LayerPlan(
                     name=shape.name,
@@ -96,6 +97,8 @@ class Recipe:
                     is_causal=shape.is_causal,
                     is_cross=shape.is_cross,
                     train=self.train,
+                    reason=reason,
+                    limit=limit,
                 )
             )
         plan = Plan(layers, model_type)
@@ -108,10 +111,10 @@ def choose_exact(
 ) -> None:
     """Mark the heads that stay exact, and note every head's score in the plan."""
     if statistics is not None:
-        scores = {layer.name: statistics.heads[layer.name].mean("peak") for layer in plan.layers}
+        scores = {layer.name: statistics.heads[layer.name].mean("peak") for layer in plan.converted}
         if recipe.ranks_heads and _retrieves(model, plan, data):
             scores |= retrieval_scores(model, plan, data)
-        for layer in plan.layers:
+        for layer in plan.converted:
             layer.scores = [round(x, 6) for x in scores[layer.name].tolist()]
     for i, h in _exact_pairs(plan, recipe.exact_heads, recipe.exact_unit):
         plan.layers[i].kinds[h] = "exact"
@@ -121,10 +124,11 @@ def _exact_pairs(plan: Plan, wanted: Any, unit: str) -> list[tuple[int, int]]:
     if isinstance(wanted, (int, float)) and not isinstance(wanted, bool):
         if not 0 <= wanted <= 1:
             raise BochnerError(f"The 'exact_heads' of convert must be a fraction in [0, 1], got {wanted!r}.")
-        return ranked(plan, unit)[: round(wanted * plan.num_heads)] if wanted else []
+        heads = sum(layer.num_heads for layer in plan.converted)
+        return ranked(plan, unit)[: round(wanted * heads)] if wanted else []
     if isinstance(wanted, str):
         one_of(wanted, "exact_heads", "convert", ("auto",))
-        pairs = ranked(plan, unit)[: int(AUTO_FRACTION * plan.num_heads)]
+        pairs = ranked(plan, unit)[: int(AUTO_FRACTION * sum(x.num_heads for x in plan.converted))]
         least = AUTO_SHARE * sum(max(s, 0.0) for layer in plan.layers for s in layer.scores or [])
         return [(i, h) for i, h in pairs if (plan.layers[i].scores or [])[h] > least]
     try:
@@ -143,6 +147,8 @@ def ranked(plan: Plan, unit: str = "head") -> list[tuple[int, int]]:
     """All heads, the one with the highest score first; by whole groups, the one with the highest sum first."""
     scored = []
     for i, layer in enumerate(plan.layers):
+        if layer.untouched:
+            continue
         scores = layer.scores or [0.0] * layer.num_heads
         size = layer.group
         sums = [sum(scores[h - h % size : h - h % size + size]) for h in range(layer.num_heads)]
@@ -152,7 +158,7 @@ def ranked(plan: Plan, unit: str = "head") -> list[tuple[int, int]]:
 
 def _retrieves(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]]) -> bool:
     """Whether probes with a repeated passage make sense: a causal model over tokens."""
-    causal = all(layer.is_causal for layer in plan.layers)
+    causal = all(layer.is_causal for layer in plan.converted)
     return causal and not getattr(model.config, "is_encoder_decoder", False) and "input_ids" in data[0]
 
 
@@ -166,8 +172,8 @@ def retrieval_scores(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]]) 
     """
     stream = [row[mask.bool()] for b in data for row, mask in zip(b["input_ids"], _mask_of(b), strict=True)]
     tokens = torch.cat(stream)
-    near = {layer.name: layer.near for layer in plan.layers if not layer.is_cross}
-    length = max(PROBE, *(layer.reach // 2 + 32 for layer in plan.layers))
+    near = {layer.name: layer.near for layer in plan.converted if not layer.is_cross}
+    length = max(PROBE, *(layer.reach // 2 + 32 for layer in plan.converted))
     length = min(length, len(tokens) // 2)
     pieces = [tokens[start : start + 2 * length].split(length) for start in range(0, len(tokens), 2 * length)]
     probes = [torch.cat([p[0], p[1], p[0]])[None] for p in pieces[:PROBES] if len(p) == 2 and len(p[1]) == length]
@@ -191,10 +197,10 @@ def retrieval_scores(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]]) 
 def _gate_gradients(model: Any, plan: Plan, probes: Sequence[Tensor], length: int) -> dict[str, Tensor]:
     """Fall of the loss on the last `length` tokens per head, integrated along gates from 0 (window) to 1 (exact)."""
     bare = plan.copy()
-    for layer in bare.layers:
+    for layer in bare.converted:
         kind = "window" if layer.window is not None or layer.sinks else "kernel"
         layer.kinds = [kind] * layer.num_heads
-    windows = {x.name: LinearAttention(x) for x in bare.layers if not x.is_cross}
+    windows = {x.name: LinearAttention(x) for x in bare.converted if not x.is_cross}
     device = next(model.parameters()).device
     for module in windows.values():
         module.to(device)
@@ -247,6 +253,9 @@ def drop_useless_kernels(
     without = head_errors(model, {x.name: LinearAttention(x) for x in bare.layers}, sample)
     chosen = {}
     for layer in plan.layers:
+        if layer.untouched:
+            chosen[layer.name] = layers[layer.name]
+            continue
         gains = (without[layer.name] ** 2 - with_kernel[layer.name] ** 2).view(layer.num_kv_heads, -1).sum(-1)
         old = layers[layer.name]
         before = layer.kv_heads_of("hybrid")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError
+from bochner._checks import BochnerError, BochnerWarning, is_int, one_of
 from bochner._progress import speaker
 from bochner.hf import capture, io, measure
 from bochner.hf.choose import ExactHeads, Recipe, choose_exact, drop_useless_kernels
+from bochner.hf.cost import crossover
 from bochner.hf.distill import distill as transfer
 from bochner.hf.layer import LinearAttention
 from bochner.hf.measure import Statistics
+from bochner.hf.original import Obstacle
 from bochner.hf.patches import register_once
 from bochner.hf.plan import Plan
 
+PARTS = ("encoder", "decoder", "cross")
 ROWS_PER_DIMENSION = 4  # calibration tokens wanted per head dimension
 Batches = Sequence[dict[str, Tensor]]
 
@@ -32,6 +36,9 @@ def convert(
     exact_heads: ExactHeads = 0.0,
     exact_unit: str = "head",
     select: bool | None = None,
+    exact_below: int | None = None,
+    unsupported: str = "keep",
+    parts: Sequence[str] | None = None,
     train: bool = False,
     plan: Plan | None = None,
     distill: Any = None,
@@ -62,6 +69,12 @@ def convert(
     `exact_unit`: choose single heads, or with `"group"` whole key-value groups: less memory for as many heads.
     `select`: a linear head keeps its kernel term only if it lowers the head's error on the calibration data (default:
     in decoders; in encoders the noise of many kernels averages out, the bias of windows does not).
+    `exact_below`: calls with fewer keys than this are left to the attention that the model had before, bit by bit; a
+    decoder keeps its keys until there are so many tokens and then absorbs them into its states. Default: where
+    conversion begins to be faster, measured on this machine (0 with `train`); 0 converts every call.
+    `unsupported`: layers that linear attention cannot honour (windows and chunks of their own, soft caps, position
+    biases, other masks) stay as they were and the plan says why, or with `"raise"` refuse the model.
+    `parts`: of an encoder-decoder, which of `"encoder"`, `"decoder"` and `"cross"` to convert; default all.
     `plan`: a `Plan` instead of all this. `distill`: True, or a dict of options of `bochner.distill`: attention transfer
     on the calibration data after converting.
     `calibration`: texts (with `tokenizer`), one batch or several.
@@ -77,6 +90,9 @@ def convert(
     inner, tokenizer = capture.unwrap(model, tokenizer)
     register_once()
     _check_model(inner)
+    one_of(unsupported, "unsupported", "convert", ("keep", "raise"))
+    if exact_below is not None and (not is_int(exact_below) or exact_below < 0):
+        raise BochnerError(f"The 'exact_below' of convert must be an int >= 0 or None, got {exact_below!r}.")
     if feature_map == "auto":
         feature_map = "calibrated" if train else "landmark"
     if num_features is None:
@@ -90,9 +106,11 @@ def convert(
         data = capture.batches(calibration, tokenizer, model=inner, max_length=max_length, batch_size=batch_size)
     say = speaker(progress)
     # 1. Observe the exact model; 2. choose what each head becomes; 3. build the maps; 4. only now change the model.
-    draft, statistics = _observe(inner, recipe, plan, data, say)
+    shapes = _shapes(inner, data, unsupported, parts)
+    draft, statistics = _observe(inner, shapes, recipe, plan, data, say)
     if plan is None:
         choose_exact(inner, draft, recipe, statistics, data)
+    _set_border(draft, exact_below, recipe if plan is None else None, say)
     layers = _build(inner, draft, recipe if plan is None else None, statistics, data, say)
     io.equip(inner, draft, layers)
     if distill is not None and distill is not False:
@@ -124,18 +142,54 @@ def relative_errors(model: Any, data: Batches) -> dict[str, Tensor]:
     return measure.head_errors(model, io.layers_of(model), data)
 
 
+def _shapes(model: Any, data: Batches, unsupported: str, parts: Sequence[str] | None) -> dict[str, capture.Shape]:
+    """The attention modules of the model, with an obstacle where they are to stay as they are."""
+    shapes = capture.discover(model, capture.first_row(data[0]) if data else None, unsupported)
+    if parts is not None:
+        wanted = {one_of(part, "parts", "convert", PARTS) for part in ([parts] if isinstance(parts, str) else parts)}
+        found = {shape.part for shape in shapes.values()}
+        if not wanted & found:
+            raise BochnerError(f"The model has no attention among 'parts' {sorted(wanted)}: it has {sorted(found)}.")
+        for name, shape in shapes.items():
+            if shape.part not in wanted and shape.obstacle is None:
+                shapes[name] = shape._replace(obstacle=Obstacle(f"'parts' leaves out {shape.part}"))
+    reasons = [shape.obstacle.reason for shape in shapes.values() if shape.obstacle is not None]
+    if len(reasons) == len(shapes):
+        warnings.warn(
+            f"Nothing of this {type(model).__name__} can be converted, it stays as it was: {reasons[0]}.",
+            BochnerWarning,
+            stacklevel=3,
+        )
+    return shapes
+
+
+def _set_border(plan: Plan, exact_below: int | None, recipe: Recipe | None, say: Callable[[str], None]) -> None:
+    """Below which number of tokens the model is as it was."""
+    if exact_below is None:
+        if recipe is None or recipe.train:  # a plan says it itself
+            return
+        say("measuring from how many tokens on conversion is faster")
+        exact_below = crossover(plan)
+    for layer in plan.converted:
+        layer.exact_below = exact_below
+
+
 def _observe(
-    model: Any, recipe: Recipe, plan: Plan | None, data: Batches, say: Callable[[str], None]
+    model: Any,
+    shapes: dict[str, capture.Shape],
+    recipe: Recipe,
+    plan: Plan | None,
+    data: Batches,
+    say: Callable[[str], None],
 ) -> tuple[Plan, Statistics | None]:
     """The plan before any choice, and the statistics of the exact attention, in one pass."""
-    shapes = capture.discover(model, capture.first_row(data[0]) if data else None)
     model_type = getattr(model.config, "model_type", "")
     draft = recipe.draft(shapes, model_type) if plan is None else _check_plan(plan, shapes)
     if not data:
         _check_needs_no_data(draft, recipe if plan is None else None)
         return draft, None
     statistics = measure.observe(model, draft, data, say)
-    for layer in draft.layers:
+    for layer in draft.converted:
         rows, wanted = int(statistics.heads[layer.name].rows), ROWS_PER_DIMENSION * layer.head_dim
         if rows < wanted:
             raise BochnerError(
@@ -158,9 +212,10 @@ def _build(
     layers = {layer.name: LinearAttention(layer) for layer in plan.layers}
     if statistics is not None:
         for name, layer in layers.items():
-            statistics.calibrate(name, layer)
+            if not layer.plan.untouched:
+                statistics.calibrate(name, layer)
         if recipe is not None and recipe.feature_map is not None and plan.count("hybrid"):
-            decoder = all(layer.is_causal for layer in plan.layers)
+            decoder = all(layer.is_causal for layer in plan.converted)
             if recipe.select or (recipe.select is None and decoder):
                 say("measuring which heads gain from the kernel")
                 layers = drop_useless_kernels(model, plan, layers, data)
@@ -178,6 +233,8 @@ def _check_plan(plan: Plan, shapes: dict[str, capture.Shape]) -> Plan:
         theirs = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim)
         if theirs != (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim):
             raise BochnerError(f"The plan of {layer.name!r} is for other head sizes than this model's {theirs}.")
+        if shape.obstacle is not None and not layer.untouched:
+            raise BochnerError(f"The plan converts {layer.name!r}, which cannot be: {shape.obstacle.reason}.")
     missing = set(shapes) - {layer.name for layer in plan.layers}
     if missing:
         raise BochnerError(

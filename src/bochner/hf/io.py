@@ -78,13 +78,15 @@ def equip(model: nn.Module, plan: Plan, layers: dict[str, LinearAttention] | Non
     loaded = layers is None
     for place, (layer, module) in enumerate(zip(plan.layers, find_modules(model, plan).values(), strict=True)):
         child = LinearAttention(layer) if layers is None else layers[layer.name]
-        config = getattr(module, "config", None) or model.config
-        child.origin = Origin(config, _softmax_of(model, config, loaded))
         module.add_module(CHILD, child)
-        if layer.is_causal and not layer.is_cross:
+        if layer.is_causal and not layer.is_cross and not layer.untouched:
             index = getattr(module, "layer_idx", None)
-            module._bochner_hook = install_hook(module, place if index is None else index)
+            module._bochner_hook = install_hook(module, place if index is None else index, layer.exact_below)
     switched = _configs_above_maps(model)
+    origins = [Origin(config, _softmax_of(model, config, loaded)) for config in switched]
+    for module in find_modules(model, plan).values():
+        own = getattr(module, "config", None) or model.config
+        getattr(module, CHILD).origins = tuple(sorted(origins, key=lambda origin: origin.config is not own))
     for config in capture.configs_of(model):
         if any(config is c for c in switched):
             config._attn_implementation_internal = CONVERTED
@@ -101,21 +103,22 @@ def strip(model: nn.Module) -> None:
 
     A configuration that is shared with modules elsewhere that keep their maps stays as it is.
     """
-    before = next(iter(layers_of(model).values())).origin
+    before = next(iter(layers_of(model).values())).origins
     switched = _configs_above_maps(model)
     for module in model.modules():
         if CHILD in module._modules:
             for child in getattr(module, CHILD).modules():
                 if isinstance(child, LinearAttention):  # one, unless somebody has wrapped it
-                    child.origin = None
+                    child.origins = ()
             delattr(module, CHILD)
             hook = module.__dict__.pop("_bochner_hook", None)
             if hook is not None:
                 hook.remove()
-    needed = [child.origin.config for child in LinearAttention.everywhere if child.origin is not None]
+    needed = [origin.config for child in LinearAttention.everywhere for origin in child.origins]
     for config in switched:
-        if before is not None and not any(config is c for c in needed):
-            config._attn_implementation_internal = before.implementation
+        if before and not any(config is c for c in needed):
+            origin = next((o for o in before if o.config is config), before[0])
+            config._attn_implementation_internal = origin.implementation
 
 
 @contextlib.contextmanager
@@ -161,7 +164,7 @@ def _softmax_of(model: Any, config: Any, loaded: bool) -> str:
     """The implementation to go back to: the present one, unless that is ours."""
     present = config._attn_implementation_internal
     if present == CONVERTED and not loaded:  # another part of the model was converted before
-        origins = [child.origin for child in LinearAttention.everywhere if child.origin is not None]
+        origins = [origin for child in LinearAttention.everywhere for origin in child.origins]
         present = next((origin.implementation for origin in origins if origin.config is config), None)
     if present in (None, NAME, CONVERTED):
         return "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
@@ -31,7 +32,9 @@ LEARNED = ("centre_query", "centre_key", "basis_query", "basis_key", "a")  # wha
 class Call(NamedTuple):
     """One attention call: query (b, h, n, d), key (b, g, s, d), value (b, g, s, v); `padding` (b, s) True at padding.
 
-    With fewer queries than keys in causal attention, the queries are the last ones.
+    With fewer queries than keys in causal attention, the queries are the last ones. `sink_logits` (h,): the logit of a
+    key without a value, which enters each row's normaliser and nothing else. `segments` (b, n): the sequence that each
+    token of a packed batch belongs to.
     """
 
     query: Tensor
@@ -40,6 +43,8 @@ class Call(NamedTuple):
     is_causal: bool
     padding: Tensor | None
     scale: float
+    sink_logits: Tensor | None = None
+    segments: Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -62,7 +67,7 @@ class NoFeatures(FeatureMap):
 
 
 class Origin(NamedTuple):
-    """Where a `LinearAttention` is attached: the configuration of its module, and the implementation it had before."""
+    """A configuration above a `LinearAttention`, and the attention implementation that it had before."""
 
     config: Any
     implementation: str
@@ -82,7 +87,7 @@ class LinearAttention(nn.Module):
         super().__init__()
         self.everywhere.add(self)
         self.plan = plan.check()
-        self.origin: Origin | None = None
+        self.origins: tuple[Origin, ...] = ()  # the first is that of its own module
         maps: dict[str, FeatureMap] = {}
         for i, kind in enumerate(WITH_MAP):
             heads = plan.kv_heads_of(kind)
@@ -150,10 +155,16 @@ class LinearAttention(nn.Module):
             if isinstance(phi, CalibratedFeatures) and bool((phi.a > MAX_A).any()):
                 phi.a.clamp_(max=MAX_A)
 
+    def leaves(self, keys: int) -> bool:
+        """Whether a call with so many keys is left to the attention that the module had before."""
+        return self.plan.untouched or (keys < self.plan.exact_below and not self.trained)
+
     def forward(self, call: Call, cache: RecurrentLayer | None = None) -> Tensor:
-        """(b, h, n, v). With a cache, key and value are the new ones only and `padding` is that of all keys."""
+        """(b, h, n, v). With a cache, key and value are those it has not seen and `padding` is that of all keys."""
         if self.trained:
             self.hold_()
+        if call.segments is not None:
+            return one_by_one(call, self)
         outs = []
         for kind, heads in self.parts:
             part = call._replace(
@@ -161,6 +172,8 @@ class LinearAttention(nn.Module):
                 key=self._pick(call.key, heads, 1),
                 value=self._pick(call.value, heads, 1),
             )
+            if call.sink_logits is not None:
+                part = part._replace(sink_logits=self._pick(call.sink_logits[None], heads, self.plan.group)[0])
             if kind != "exact":
                 outs.append(self._linear(kind, part) if cache is None else self._recurrent(kind, part, cache))
                 continue
@@ -178,21 +191,24 @@ class LinearAttention(nn.Module):
         return {} if kind == "kernel" else self.plan.near
 
     def _recurrent(self, kind: str, call: Call, cache: RecurrentLayer) -> Tensor:
-        q, k, v, padding, scale = call.query, call.key, call.value, call.padding, call.scale
-        phi, held, n = self.map_of(kind), cache.states.get(kind), q.shape[-2]
+        held, near, new = cache.states.get(kind), self._near(kind), call
+        if call.padding is not None:
+            new = call._replace(padding=call.padding[:, -call.key.shape[-2] :])
+        if call.sink_logits is not None:
+            new, near = with_sink(new, first=held is None), one_more(near)
         out, cache.states[kind] = linear_attention(
-            q,
-            k,
-            v,
-            phi,
+            new.query,
+            new.key,
+            new.value,
+            self.map_of(kind),
             is_causal=True,
-            key_padding_mask=None if padding is None else padding[:, -n:],
+            key_padding_mask=new.padding,
             state=held,
             return_state=True,
-            scale=scale,
-            **self._near(kind),
+            scale=new.scale,
+            **near,
         )
-        return out
+        return out if call.sink_logits is None else without_sink(out, call.sink_logits)
 
     def _pick(self, t: Tensor, heads: list[int], group: int) -> Tensor:
         if len(heads) * group == t.shape[1]:
@@ -209,12 +225,64 @@ class LinearAttention(nn.Module):
 
 def attend(call: Call, phi: FeatureMap, **near: Any) -> Tensor:
     """Linear attention of a call, (b, h, n, v); `near`: window and sinks."""
+    if call.segments is not None:
+        return one_by_one(call, lambda part: attend(part, phi, **near))
+    if call.sink_logits is not None:
+        return without_sink(attend(with_sink(call), phi, **one_more(near)), call.sink_logits)
     options: dict[str, Any] = {"is_causal": call.is_causal, "key_padding_mask": call.padding, "scale": call.scale}
     return linear_attention(call.query, call.key, call.value, phi, **options, **near)
 
 
+def one_by_one(call: Call, attention: Callable[[Call], Tensor]) -> Tensor:
+    """The sequences of a packed batch, each by itself."""
+    assert call.segments is not None
+    rows = []
+    for b, segments in enumerate(call.segments):
+        lengths = segments.unique_consecutive(return_counts=True)[1].tolist()
+        parts = zip(*(t[b : b + 1].split(lengths, dim=-2) for t in call[:3]), strict=True)
+        alone = call._replace(padding=None, segments=None)
+        rows.append(torch.cat([attention(alone._replace(query=q, key=k, value=v)) for q, k, v in parts], dim=-2))
+    return torch.cat(rows)
+
+
+def with_sink(call: Call, first: bool = True) -> Call:
+    """The call with a key 0 in front, whose value is 1 in a new column where all others are 0.
+
+    Seen exactly its weight is exp(0) = 1, so that the new column of the output is 1 over the normaliser of a row. With
+    `first=False` the key is in the cache already.
+    """
+    value, key, padding = torch.nn.functional.pad(call.value, (0, 1)), call.key, call.padding
+    if first:
+        front = torch.zeros_like(value[..., :1, :])
+        front[..., -1] = 1
+        key = torch.cat([torch.zeros_like(key[..., :1, :]), key], dim=-2)
+        value = torch.cat([front, value], dim=-2)
+        padding = None if padding is None else torch.nn.functional.pad(padding, (1, 0))
+    return call._replace(key=key, value=value, padding=padding, sink_logits=None)
+
+
+def without_sink(out: Tensor, sink_logits: Tensor) -> Tensor:
+    """The output of `with_sink` with the weight exp(sink logit) in its normaliser in place of 1, the column dropped.
+
+    With Z the sum of all other weights and p = 1 / (Z + 1), it is `(Z + 1) / (Z + e^s) = 1 / (1 + p (e^s - 1))` times
+    what was computed.
+    """
+    share = out[..., -1:].float()
+    raised = 1 + share * torch.expm1(sink_logits.float())[:, None, None]
+    return (out[..., :-1].float() / raised).to(out.dtype)
+
+
+def one_more(near: dict[str, Any]) -> dict[str, Any]:
+    """Window and sinks with one sink more, the key of `with_sink`."""
+    return {**near, "sinks": near.get("sinks", 0) + 1}
+
+
 def exact(call: Call, dropout: float = 0.0) -> Tensor:
     """Softmax attention of a call, (b, h, n, v)."""
+    if call.segments is not None:
+        return one_by_one(call, exact)
+    if call.sink_logits is not None:
+        return without_sink(exact(with_sink(call), dropout), call.sink_logits)
     n, s = call.query.shape[-2], call.key.shape[-2]
     causal = call.is_causal and n > 1
     allowed = None

@@ -120,8 +120,11 @@ class Far:
 def attention_weights(call: Call, allowed: Tensor) -> Tensor:
     """The softmax weights (b, h, n, s) in float32; rows that see nothing are zero."""
     key = call.key.repeat_interleave(call.group, dim=1)
-    logits = (call.query.float() @ key.float().mT) * call.scale
-    return logits.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
+    logits = ((call.query.float() @ key.float().mT) * call.scale).masked_fill(~allowed, -torch.inf)
+    if call.sink_logits is not None:
+        sink = call.sink_logits.float()[:, None, None].expand(*logits.shape[:-1], 1)
+        return torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
+    return logits.softmax(-1).nan_to_num(0.0)
 
 
 def far_pairs(call: Call, weights: Tensor, far: Far) -> PairMoments:
@@ -252,8 +255,8 @@ class Statistics:
 
 def observe(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]], say: Any = None) -> Statistics:
     """Run the exact model over the data and gather the statistics of every module of the plan."""
-    found = Statistics(layer.name for layer in plan.layers)
-    near = {layer.name: layer.near for layer in plan.layers}
+    found = Statistics(layer.name for layer in plan.converted)
+    near = {layer.name: layer.near for layer in plan.converted}
     mapped = {layer.name for layer in plan.layers if {"hybrid", "kernel"} & set(layer.kinds)}
 
     def look(name: str, call: Call) -> None:

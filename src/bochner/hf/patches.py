@@ -2,7 +2,7 @@
 
 Two attention implementations are registered. `"bochner"`, for models that `convert` has not seen: every attention
 module gets a frozen map, drawn from a seed, at its first call. `"bochner_converted"`, for those it has: modules with
-maps of their own use them, and the others stay softmax. Five methods of `PreTrainedModel` are replaced, below with
+maps of their own use them, and the others stay as they were. Five methods of `PreTrainedModel` are replaced, below with
 their reasons.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -23,15 +22,12 @@ from bochner._checks import BochnerError, BochnerWarning, spawn_seed
 from bochner.hf import io
 from bochner.hf.capture import (
     RECORDER,
-    Mask,
-    make_mask,
     supported,
-    transformers_module,
-    understand,
     unsupported_message,
 )
 from bochner.hf.io import CONVERTED, NAME
-from bochner.hf.layer import CHILD, Call, attend, exact
+from bochner.hf.layer import CHILD, Call, attend
+from bochner.hf.original import as_before, make_mask, softmax_of, transformers_module, understand
 from bochner.maps import feature_map as make_feature_map
 from bochner.maps.base import FeatureMap
 
@@ -120,56 +116,29 @@ def register_once() -> None:
 
 
 def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Mask | Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
     """Attention in linear time under transformers' calling convention; returns (b, n, h, v) and no weights."""
-    return _forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs, _by_default)
+    dropout = kwargs.pop("dropout", 0.0)
+    call = understand(module, query, key, value, attention_mask, **kwargs)
+    return _by_default(module, call, dropout).transpose(1, 2).contiguous(), None
 
 
 def converted_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Mask | Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The same for converted models, in which modules without maps stay softmax."""
-    return _forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs, _stay_exact)
-
-
-def _forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask | Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
-    otherwise: Callable[[nn.Module, Call, float], Tensor],
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """The same for converted models, in which modules and calls that are not converted go the way they went before."""
     from bochner.hf.cache import layer_of
 
-    call = understand(module, query, key, value, mask, scaling, is_causal, kwargs)
-    own = getattr(module, CHILD, None)
+    own, cache = getattr(module, CHILD, None), layer_of(key)
     if own is None:
-        out = otherwise(module, call, dropout)
-    else:
-        _warn_of_dropout(module, dropout)
-        out = own(call, layer_of(key))
+        _check_plan(module)
+        return as_before(module, softmax_of(getattr(module, "config", None)), query, key, value, attention_mask, kwargs)
+    if cache is None and own.leaves(key.shape[-2]):
+        implementation = own.origins[0].implementation
+        return as_before(module, implementation, query, key, value, attention_mask, kwargs)
+    _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
+    out = own(understand(module, query, key, value, attention_mask, **kwargs), cache)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -186,14 +155,12 @@ def _by_default(module: nn.Module, call: Call, dropout: float) -> Tensor:
     return attend(call, phi)
 
 
-def _stay_exact(module: nn.Module, call: Call, dropout: float) -> Tensor:
-    """Softmax; but not where a plan was to be followed."""
+def _check_plan(module: nn.Module) -> None:
     if getattr(getattr(module, "config", None), io.KEY, None) is not None:
         raise BochnerError(
             f"The model's configuration holds a conversion plan, but {type(module).__name__} has no maps: the plan was "
             "made for another model."
         )
-    return exact(call, dropout)
 
 
 def _warn_of_dropout(module: nn.Module, dropout: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from bochner._checks import BochnerError, one_of, positive_int
 
-FORMAT = 2
+FORMAT = 3
 KINDS = ("exact", "window", "hybrid", "kernel")
 WINDOW_KINDS = ("block", "sliding")
 LETTERS = dict(zip(KINDS, "EWHK", strict=True))
@@ -33,6 +33,8 @@ class LayerPlan:
     `"hybrid"`, the same with the kernel elsewhere; `"kernel"` alone. `window_kind`: as in `linear_attention`.
     `scores`: how high each head's attention peaks outside window and sinks (decoders: how much higher on repeated
     text), where it was measured. `train`: the learned parts of the maps are parameters that are to be trained.
+    `exact_below`: calls with fewer keys are left to the attention that the module had before. A layer with exact heads
+    only is left to it altogether; `reason` says why, and `limit` how many keys it keeps if it has a window of its own.
     """
 
     name: str
@@ -52,6 +54,9 @@ class LayerPlan:
     is_cross: bool = False
     scores: list[float] | None = None
     train: bool = False
+    exact_below: int = 0
+    reason: str = ""
+    limit: int = 0
 
     def check(self) -> LayerPlan:
         owner = f"the plan of {self.name!r}"
@@ -64,6 +69,10 @@ class LayerPlan:
         if self.window is not None:
             positive_int(self.window, "window", owner)
         one_of(self.window_kind, "window_kind", owner, WINDOW_KINDS)
+        if self.exact_below < 0:
+            raise BochnerError(f"The 'exact_below' of {owner} must be at least 0, got {self.exact_below}.")
+        if self.reason and not self.untouched:
+            raise BochnerError(f"{owner} must have exact heads only: {self.reason}.")
         if self.sinks < 0:
             raise BochnerError(f"The 'sinks' of {owner} must be at least 0, got {self.sinks}.")
         near = self.window is not None or self.sinks > 0
@@ -72,6 +81,11 @@ class LayerPlan:
         if self.is_cross and self.window is not None and {"window", "hybrid"} & set(self.kinds):
             raise BochnerError(f"{owner} is cross-attention, which has no local window; use kind 'kernel' or 'exact'.")
         return self
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing of the layer is converted."""
+        return all(kind == "exact" for kind in self.kinds)
 
     @property
     def near(self) -> dict[str, Any]:
@@ -95,8 +109,8 @@ class LayerPlan:
     def cache_bytes(self, length: int, *, element_size: int = 4, converted: bool = True) -> int:
         """Bytes that decoding keeps for one sequence of `length` tokens."""
         per_token = (self.head_dim + self.value_dim) * element_size
-        if not converted:
-            return self.num_kv_heads * per_token * length
+        if not converted or self.untouched or length < self.exact_below:
+            return self.num_kv_heads * per_token * (min(length, self.limit) if self.limit else length)
         total = len(self.kv_heads_of("exact")) * per_token * length
         for kind in ("window", "hybrid", "kernel"):
             heads = len(self.kv_heads_of(kind))
@@ -136,10 +150,14 @@ class Plan:
             heads = "".join(LETTERS[k] for k in layer.kinds)
             block = "block " if layer.window_kind == "block" and layer.window else ""
             near = f"{block}window {layer.window}, sinks {layer.sinks}, " if layer.window or layer.sinks else ""
-            lines.append(
-                f"  {layer.name.ljust(width)}  {heads}  {near}{layer.feature_map} m={layer.num_features}"
-                + (" (cross)" if layer.is_cross else "")
-            )
+            what = "as it was" + f": {layer.reason}" * bool(layer.reason)
+            if not layer.untouched:
+                mapped = {"hybrid", "kernel"} & set(layer.kinds)
+                what = near + (f"{layer.feature_map} m={layer.num_features}" if mapped else "no kernel")
+            lines.append(f"  {layer.name.ljust(width)}  {heads}  {what}" + (" (cross)" if layer.is_cross else ""))
+        lengths = sorted({layer.exact_below for layer in self.layers if not layer.untouched} - {0})
+        if lengths:
+            lines.append(f"  as it was below {' or '.join(map(str, lengths))} tokens")
         return "\n".join(lines)
 
     def count(self, kind: str) -> int:
@@ -149,6 +167,11 @@ class Plan:
     @property
     def num_heads(self) -> int:
         return sum(layer.num_heads for layer in self.layers)
+
+    @property
+    def converted(self) -> list[LayerPlan]:
+        """The layers of which something is converted."""
+        return [layer for layer in self.layers if not layer.untouched]
 
     def cache_bytes(self, length: int, *, element_size: int = 4, converted: bool = True) -> int:
         """Bytes that decoding keeps for one sequence of `length` tokens, converted or as before."""
@@ -166,12 +189,12 @@ class Plan:
             raise BochnerError(
                 "This is not a plan: it has no 'layers'. Plans are made by convert and saved by Plan.save."
             )
-        if d.get("format") not in (1, FORMAT):
+        if d.get("format") not in (1, 2, FORMAT):
             raise BochnerError(
-                f"The plan has format {d.get('format')!r}, this version reads formats 1 and {FORMAT}; convert the "
+                f"The plan has format {d.get('format')!r}, this version reads formats 1 to {FORMAT}; convert the "
                 "original model again."
             )
-        # Format 1 knew sliding windows only, which is what the field says where it is missing.
+        # Format 2 knew no 'exact_below', which is 0 where it is missing; format 1 knew sliding windows only.
         old = {"window_kind": "sliding"} if d["format"] == 1 else {}
         try:
             layers = [LayerPlan(**{**old, **layer}) for layer in d["layers"]]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError, extra, positive_int
-from bochner.hf.capture import Mask
 from bochner.hf.convert import convert
+from bochner.hf.original import Mask
 from bochner.maps import FEATURE_MAPS
 from bochner.tasks import peers
 from bochner.tasks.base import PAD, Preset, Task
