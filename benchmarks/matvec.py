@@ -175,9 +175,13 @@ def compare(name: str, n: int, full_error: bool) -> dict[str, Any]:
     one = xs["gaussian"]
     K @ one
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    begun = time.process_time()
-    kept = K.materialize(memory=KEPT_MEMORY)
-    materialize = time.process_time() - begun
+    touch_memory()
+    materialize = math.inf
+    for _ in range(2 if n <= 100_000 else 1):
+        kept = K  # frees the first before the second is built
+        begun = time.process_time()
+        kept = K.materialize(memory=KEPT_MEMORY)
+        materialize = min(materialize, time.process_time() - begun)
     worst = {"once": worst_error(K, points, xs, full_error)}
     worst["kept"] = worst["once"] if kept is K else worst_error(kept, points, xs, full_error)
     if max(worst.values()) > EPS:
@@ -224,6 +228,11 @@ def compare(name: str, n: int, full_error: bool) -> dict[str, Any]:
         flush=True,
     )
     return row
+
+
+def touch_memory(size: int = 1 << 31) -> None:
+    """Use and free so many bytes: a virtual machine may take a millisecond for two new megabytes, once."""
+    np.empty(size, dtype=np.uint8).fill(1)
 
 
 def worst_error(K: KernelOperator, points: np.ndarray, xs: dict[str, np.ndarray], full: bool) -> float:

@@ -10,58 +10,31 @@ and used on both sides.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
-from scipy import sparse
 from torch import Tensor
 
 from ..._checks import BochnerError
 from ..._progress import track
+from ..csr import BYTES, CompressedRows, RowWriter
 from ..index import KeyIndex
 from ..plan import NearTiles, Plan
 from ..tiles import ROWS, swapped
 from .base import Applied, Engine
 from .cells import CellsEngine
 
-TOTAL_SHARE = 0.9  # of eps, for what is skipped and what is dropped together
+TOTAL_SHARE = 0.95  # of eps, for what is skipped and what is dropped together
 FAR_SHARE = 0.05  # of eps, for the smallest far cells
 ENTRIES = 1 << 18  # of a tile
 PROBED_CELLS = 48  # whose tiles say at which size entries can be dropped
-BYTES = 8  # of an entry: a float and the position of its column
+COMMON = 0.03  # of the kept entries, whose rows ask for a lower threshold than the first one
+LESS = 16.0  # a threshold that drops too much is divided by this
 
 
 class TooLarge(BochnerError):
     """The kept entries do not fit into the memory allowed."""
-
-
-@dataclass
-class Collected:
-    """Rows of a sparse matrix as they come: entries and columns of consecutive rows."""
-
-    values: list[np.ndarray]
-    columns: list[np.ndarray]
-    counts: list[np.ndarray]
-
-    def add(self, tile: Tensor, keep: Tensor, positions: np.ndarray) -> int:
-        mask = keep.numpy()
-        where, count = np.flatnonzero(mask), np.count_nonzero(mask, axis=1)
-        self.values.append(tile.numpy().reshape(-1)[where])
-        where -= np.repeat(np.arange(mask.shape[0]) * mask.shape[1], count)
-        self.columns.append(positions[where])
-        self.counts.append(count)
-        return where.size
-
-    def matrix(self, shape: tuple[int, int]) -> sparse.csr_array:
-        start = np.zeros(shape[0] + 1, dtype=np.int64)
-        np.cumsum(np.concatenate(self.counts), out=start[1:])
-        columns = np.concatenate(self.columns)
-        self.columns.clear()
-        values = np.concatenate(self.values)
-        self.values.clear()
-        kind = np.int32 if start[-1] < 2**31 else np.int64
-        return sparse.csr_array((values, columns.astype(kind, copy=False), start.astype(kind)), shape=shape)
 
 
 class SparseEngine(Engine):
@@ -73,6 +46,7 @@ class SparseEngine(Engine):
         n, s = plan.queries.rows.shape[0], index.keys.rows.shape[0]
         self.lost_rows, self.lost_columns = torch.zeros(n, dtype=self.dtype), torch.zeros(s, dtype=self.dtype)
         self.near = self._collect(memory, progress)
+        self.mirror = self.near.transposed() if plan.symmetric else None
         self.far = self._collect_far(eps) if plan.beta > 0 else None
 
     @property
@@ -82,7 +56,12 @@ class SparseEngine(Engine):
     @property
     def entries(self) -> int:
         """Kept entries of the matrix, mirror images not counted."""
-        return sum(m.nnz for m in (self.near, self.far) if m is not None)
+        return sum(m.entries for m in (self.near, self.far) if m is not None)
+
+    @cached_property
+    def _backward(self) -> tuple[CompressedRows, CompressedRows | None]:
+        """The transposes of both matrices; of a symmetric near matrix it is there from the beginning."""
+        return self.mirror or self.near.transposed(), None if self.far is None else self.far.transposed()
 
     # ---- building ---------------------------------------------------------------------------------------------------
 
@@ -99,68 +78,77 @@ class SparseEngine(Engine):
         """Entries below this can be dropped from an ordinary row; and the kept fraction of the near pairs."""
         filled = (self.plan.queries.count > 0).nonzero()[:, 0]
         chosen = filled[torch.linspace(0, filled.numel() - 1, min(PROBED_CELLS, filled.numel())).long()]
-        taus, kept, seen = [], 0, 0
+        taus, counts, seen = [], [], 0
         for a in chosen.tolist():
             for lo, hi, _, w in self._tiles(near, a)[:1]:
                 rows = near(near.rows(lo, min(hi, lo + 16)), w).sort(1).values
-                index = (rows.cumsum(1) <= 0.25 * self.budget).sum(1).clamp_max(rows.shape[1] - 1)
+                index = (rows.cumsum(1) <= 0.5 * self.budget).sum(1).clamp_max(rows.shape[1] - 1)
                 taus.append(rows.gather(1, index[:, None])[:, 0])
-                kept, seen = kept + int((rows.shape[1] - index).sum()), seen + rows.numel()
-        return float(torch.cat(taus).quantile(0.25)), kept / max(1, seen)
+                counts.append(rows.shape[1] - index)
+                seen += rows.numel()
+        tau, order = torch.cat(taus).sort()
+        kept = torch.cat(counts)[order].cumsum(0)
+        return float(tau[int((kept < COMMON * kept[-1]).sum())]), int(kept[-1]) / seen
 
-    def _collect(self, memory: int, progress: bool) -> sparse.csr_array:
+    def _collect(self, memory: int, progress: bool) -> CompressedRows:
         plan, index = self.plan, self.index
         near = NearTiles(index, plan)
         tau, fraction = self._first_threshold(near)
-        expected = 2 * BYTES * fraction * plan.pairs(index)  # twice: parts and whole, for a moment
-        if expected > 2 * memory:
-            raise TooLarge(_too_large(expected, memory))
-        collected, total, start = Collected([], [], []), 0, tau
+        copies = 2 if plan.symmetric else 1  # a symmetric matrix is kept with its mirror image
+        expected = fraction * plan.pairs(index)
+        if copies * BYTES * expected > 2 * memory:
+            raise TooLarge(_too_large(copies * BYTES * expected, memory))
+        written = RowWriter(self.lost_rows.numpy().dtype, int(2 * expected))
         cells = range(index.cells)
         for a in track(cells, len(cells), "keeping near entries", progress):
-            for lo, hi, position, w in self._tiles(near, a):
+            tiles = self._tiles(near, a)
+            if not tiles:
+                written.skip(int(plan.queries.count[a]))
+            for lo, hi, position, w in tiles:
                 tile = near(near.rows(lo, hi), w)
-                if plan.symmetric:
-                    self._upper(tile, lo, position)
-                keep, start = self._threshold(tile, lo, hi, position, min(tau, 4 * start))
-                total += collected.add(tile, keep, position.to(torch.int32).numpy())
-            if 2 * BYTES * total > memory:
-                raise TooLarge(_too_large(max(expected, 2 * BYTES * total), memory))
-        return collected.matrix((self.lost_rows.numel(), self.lost_columns.numel()))
+                if plan.symmetric:  # ones on the diagonal, and below it what is kept above
+                    own = int(plan.queries.start[a])
+                    tile[:, : int(plan.queries.start[a + 1]) - own].triu_(lo - own + 1)
+                dropped = self._drop(tile, lo, position, tau)
+                keep = np.not_equal(tile.numpy(), dropped.numpy())
+                written.add(tile.numpy(), keep, position.to(torch.int32).numpy())
+            if copies * BYTES * written.size > memory:
+                raise TooLarge(_too_large(copies * BYTES * max(expected, written.size), memory))
+        return written.matrix((self.lost_rows.numel(), self.lost_columns.numel()))
 
-    def _upper(self, tile: Tensor, lo: int, position: Tensor) -> None:
-        """Clear what is on and below the diagonal: ones, and what is kept above it."""
-        inside = int((position < lo + tile.shape[0]).sum())
-        below = position[:inside] <= torch.arange(lo, lo + tile.shape[0])[:, None]
-        tile[:, :inside].masked_fill_(below, 0.0)
+    def _drop(self, tile: Tensor, lo: int, position: Tensor, tau: float) -> Tensor:
+        """The entries of a tile to be dropped: those up to tau, less in rows and columns whose budgets are exhausted.
 
-    def _threshold(self, tile: Tensor, lo: int, hi: int, position: Tensor, tau: float) -> tuple[Tensor, float]:
-        """Which entries to keep: dropped ones must fit into what is left of their rows' and columns' budgets."""
-        share = 0.5 * self.budget if self.plan.symmetric else self.budget
-        room = share - self.lost_columns[position]
-        while True:
-            small = tile - torch.nn.functional.threshold(tile, tau, 0.0)
-            rows, columns = small.sum(1), small.sum(0)
-            if tau == 0.0 or (bool((rows <= share).all()) and bool((columns <= room).all())):
-                break
-            tau = tau / 4 if tau > 1e-30 else 0.0
-        self.lost_rows[lo:hi] += rows
-        self.lost_columns[position] += columns
-        return tile > tau, tau
+        A row of a symmetric matrix is also a column, which may lose half of its budget; when the row's turn comes, it
+        has what is left.
+        """
+        symmetric, n = self.plan.symmetric, tile.shape[0]
+        small = tile - torch.hardshrink(tile, tau)
+        room = self.budget - self.lost_columns[lo : lo + n] if symmetric else torch.full((n,), self.budget)
+        _spare(small, room, tau)
+        before = self.lost_columns[position]
+        _spare(small.T, (0.5 if symmetric else 1.0) * self.budget - before, tau)
+        if symmetric:  # of the rows that are columns of this very tile
+            own = int((position < lo).sum())
+            _spare(small, room - small[:, own : own + n].sum(0), 0.0)
+        self.lost_rows[lo : lo + n] += small.sum(1)
+        self.lost_columns[position] = before + small.sum(0)
+        return small
 
-    def _collect_far(self, eps: float) -> sparse.csr_array:
+    def _collect_far(self, eps: float) -> CompressedRows:
         """beta times the blurred kernel of far cells, (n, cells), without the smallest."""
         plan, index = self.plan, self.index
-        collected = Collected([], [], [])
+        n = plan.queries.rows.shape[0]
+        written = RowWriter(self.lost_rows.numpy().dtype, n)
         names = np.arange(index.cells, dtype=np.int32)
         share = 0.5 if plan.symmetric else 1.0
-        smallest = FAR_SHARE * eps / index.cells / index.count.to(self.dtype)
+        smallest = (FAR_SHARE * eps / index.cells / index.count.to(self.dtype)).numpy()
         for a, (lo, hi) in enumerate(plan.queries.ranges()):
             for i in range(lo, hi, ROWS):
                 far = index.far(swapped(plan.queries.rows[i : min(i + ROWS, hi)]), a).mul_(plan.beta * share)
                 far[:, plan.near[a]] = 0.0
-                collected.add(far, far > smallest, names)
-        return collected.matrix((plan.queries.rows.shape[0], index.cells))
+                written.add(far.numpy(), far.numpy() > smallest, names)
+        return written.matrix((n, index.cells))
 
     # ---- products ---------------------------------------------------------------------------------------------------
 
@@ -168,24 +156,23 @@ class SparseEngine(Engine):
         keys, queries = self.index.keys.order, self.plan.queries.order
         back = adjoint and not self.plan.symmetric
         inward, outward = (queries, keys) if back else (keys, queries)
-        sorted_x = x.to(self.dtype)[inward].numpy()
-        y = self._multiply(sorted_x, back)
-        value = torch.empty(y.shape, dtype=self.dtype).index_copy_(0, outward, torch.from_numpy(y))
-        return Applied(value, self.entries)
+        y = self._multiply(x.to(self.dtype)[inward], back)
+        return Applied(torch.empty_like(y).index_copy_(0, outward, y), self.entries)
 
     def slope(self, x: Tensor) -> Tensor | None:
         return CellsEngine(self.index, self.plan).slope(x)
 
-    def _multiply(self, x: np.ndarray, back: bool) -> np.ndarray:
-        y = self.near.T @ x if back else self.near @ x
-        if self.plan.symmetric:
-            y += self.near.T @ x
+    def _multiply(self, x: Tensor, back: bool) -> Tensor:
+        """The product with sorted x."""
+        y = self._backward[0] @ x if back else self.near @ x
+        if self.mirror is not None:
+            y += self.mirror @ x
             y += x
         if self.far is not None:
             if not back:
-                y += self.far @ self.index.keys.cell_sums(torch.from_numpy(x)).numpy()
-            if back or self.plan.symmetric:
-                y += (self.far.T @ x)[self.index.keys.label.numpy()]
+                y += self.far @ self.index.keys.cell_sums(x)
+            if (back or self.plan.symmetric) and (transpose := self._backward[1]) is not None:
+                y += (transpose @ x)[self.index.keys.label]
         return y
 
     def error_bound(self, x: Tensor, adjoint: bool = False) -> tuple[Tensor, int]:
@@ -193,8 +180,8 @@ class SparseEngine(Engine):
             return super().error_bound(x, adjoint)
         applied = self.apply(x.abs(), adjoint)
         unit = torch.finfo(self.dtype).eps / 2
-        terms = int(np.diff(self.near.indptr).max(initial=0))
-        columns = int(np.bincount(self.near.indices, minlength=1).max())
+        terms = self.near.longest_row()
+        columns = int(np.bincount(self.near.columns, minlength=1).max())
         terms = terms + columns + 1 if self.plan.symmetric else columns if adjoint else terms
         relative = float(self.plan.rounding.max()) + unit * (terms + 8)
         x = x.double()
@@ -219,6 +206,18 @@ class SparseEngine(Engine):
         if self.certain:
             line += f" What is left out is at most {self.norm_bound:.2g} |x|, for every x."
         return line
+
+
+def _spare(small: Tensor, room: Tensor, tau: float) -> None:
+    """Take the largest out of rows of `small` whose sums exceed `room`, in place: entries were dropped up to tau."""
+    sums = small.sum(1)
+    bad = (sums > room).nonzero()[:, 0]
+    while bad.numel():
+        tau = tau / LESS if tau > 1e-30 else 0.0
+        part = small[bad]
+        part -= torch.hardshrink(part, tau)
+        small[bad] = part
+        bad = bad[part.sum(1) > room[bad].clamp_min(0.0)]
 
 
 def _too_large(expected: float, memory: int) -> str:
