@@ -62,11 +62,12 @@ def as_values(x: Any, length: int, columns: bool, dtype: torch.dtype) -> tuple[T
     if not valid or shape[0] != length:
         wanted = f"({length}, r)" if columns else f"({length},)"
         raise BochnerError(f"The 'x' of {OWNER} must have shape {wanted}, got {shape}.")
-    if not bool(torch.isfinite(tensor).all()):
+    table = tensor.reshape(length, -1).double()
+    largest = table.abs().amax(0)
+    if not bool(torch.isfinite(largest).all()):
         where = tuple((~torch.isfinite(tensor)).nonzero()[0].tolist())
         raise BochnerError(f"The 'x' of {OWNER} must be finite, got {tensor[where].item()} at index {where}.")
-    table = tensor.reshape(length, -1).double()
-    scale = torch.exp2(torch.frexp(table.abs().amax(0)).exponent.double())
+    scale = torch.exp2(torch.frexp(largest).exponent.double())
     table = table / scale
 
     def restore(value: Tensor) -> Any:

@@ -59,6 +59,12 @@ class SparseEngine(Engine):
         return sum(m.entries for m in (self.near, self.far) if m is not None)
 
     @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Where each query, and each key, of the caller's order is in the sorted one."""
+        queries = self.plan.queries.order.argsort()
+        return queries, queries if self.plan.symmetric else self.index.keys.order.argsort()
+
+    @cached_property
     def _backward(self) -> tuple[CompressedRows, CompressedRows | None]:
         """The transposes of both matrices; of a symmetric near matrix it is there from the beginning."""
         return self.mirror or self.near.transposed(), None if self.far is None else self.far.transposed()
@@ -155,9 +161,9 @@ class SparseEngine(Engine):
     def apply(self, x: Tensor, adjoint: bool = False) -> Applied:
         keys, queries = self.index.keys.order, self.plan.queries.order
         back = adjoint and not self.plan.symmetric
-        inward, outward = (queries, keys) if back else (keys, queries)
-        y = self._multiply(x.to(self.dtype)[inward], back)
-        return Applied(torch.empty_like(y).index_copy_(0, outward, y), self.entries)
+        inward, outward = (queries, self._places[1]) if back else (keys, self._places[0])
+        y = self._multiply(_permuted(x.to(self.dtype), inward), back)
+        return Applied(_permuted(y, outward), self.entries)
 
     def slope(self, x: Tensor) -> Tensor | None:
         return CellsEngine(self.index, self.plan).slope(x)
@@ -206,6 +212,11 @@ class SparseEngine(Engine):
         if self.certain:
             line += f" What is left out is at most {self.norm_bound:.2g} |x|, for every x."
         return line
+
+
+def _permuted(x: Tensor, order: Tensor) -> Tensor:
+    """The rows of x (n, r) in this order; single columns as vectors, which torch permutes four times faster."""
+    return x[:, 0].index_select(0, order)[:, None] if x.shape[1] == 1 else x.index_select(0, order)
 
 
 def _spare(small: Tensor, room: Tensor, tau: float) -> None:
