@@ -32,6 +32,7 @@ TINY: dict[str, Any] = {
     "batch": 8,
     "features": 8,
     "window": 8,
+    "pooling": "first",
     "train": 400,
     "test": 32,
     "data": {"low": 8, "high": 48},
@@ -127,7 +128,7 @@ def test_lines_after_the_checkpoint_are_written_again(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
-    options = {**TINY, "attention": "positive", "steps": 12, "dropout": 0.0}
+    options = {**TINY, "attention": "positive", "steps": 12, "dropout": 0.0, "pooling": "mean"}
     script = tmp_path / "run.py"
     script.write_text(CODE.replace("resume=True, ", ""))  # the second process must not take the first for another run
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29611", str(script)]
@@ -237,6 +238,25 @@ def test_identity_lets_nothing_through_and_attention_does() -> None:
         if attention == "performer_pytorch":
             pytest.importorskip("performer_pytorch")
         assert outputs_after_a_change(attention).gt(0).all()
+
+
+def test_the_mean_row_is_that_of_the_symbols_alone() -> None:
+    """Against torch's batch norm: padding does not count, and a batch is standardised as there."""
+    task = tasks.task("listops")
+    preset = tasks.preset_of(task, "small", **{**TINY, "pooling": "mean"})
+    model = models.build(task, preset, models.choose(task, "positive", preset))
+    ids = torch.randint(4, task.symbols, (3, 20), generator=torch.Generator().manual_seed(0))
+    ids[0, 12:] = 0
+    rows = model.encoder(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
+    means = torch.stack([rows[0, :12].mean(0), rows[1].mean(0), rows[2].mean(0)])
+    norm = nn.BatchNorm1d(16, affine=False)
+    wanted = model.head[1](norm(means))
+    found = model(ids, (ids != 0).long())["logits"]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.head[0].mean, norm.running_mean)
+    model.eval()
+    wanted = model.head[1]((means - norm.running_mean) / (model.head[0].var + 1e-5).sqrt())
+    torch.testing.assert_close(model(ids, (ids != 0).long())["logits"], wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_matched_sequences_do_not_see_each_other() -> None:
