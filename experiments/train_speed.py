@@ -1,9 +1,11 @@
-"""Time of a training step against length, for every kind of attention and the peers: the speed of figure 3 of 004.
+"""Time and memory of a training step against length, for every attention and the peers: figures 3 and 4 of 004.
 
-Claim: from 1,024 to 16,384 tokens the time of a step grows with an exponent of at most 1.1 for every linear attention,
-and there is a length from which they beat exact attention. One encoder layer of width 64 with 2 heads and 32 features,
-one sequence, one thread: forward, backward and optimizer. Best of interleaved rounds. Call it on an idle machine; it
-says how long the rounds took. Writes results/train_speed.json and docs/images/train_speed.png. `--plot` only draws.
+Claims: from 1,024 to 16,384 tokens the time of a step grows with an exponent of at most 1.1 for every linear attention,
+and so does its memory; there is a length from which a linear attention beats the exact one. One encoder layer of width
+64 with 2 heads and 32 features, one sequence, one thread: forward, backward and optimizer. Time is the best of
+interleaved rounds, one length after the other (call it on an idle machine); memory is what a fresh process adds to its
+resident set at its peak. Writes results/train_speed.json after every length, docs/images/train_speed.png and
+docs/images/train_memory.png; what is known is not measured again unless asked for (`--again time --lengths 128 256`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
+import re
 import time
 from pathlib import Path
 
@@ -21,11 +25,14 @@ from bochner import tasks
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "train_speed.json"
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+FROM = 1024  # exponents are fitted from here
 LINEAR = ("positive", "relu", "elu", "fastfood_prf", "gmm_prf", "generative_prf", "gmm_rks", "window+positive")
 PEERS = ("performer_pytorch", "linformer", "nystromformer", "longformer", "big_bird", "reformer", "fnet")
 ATTENTIONS = ("exact", "identity", *LINEAR, *PEERS)
 LIMIT = {"exact": 8192}  # beyond it one step takes longer than everything else together
+
+Table = dict[str, dict[str, float]]  # attention, length, figure
 
 
 class Step:
@@ -51,35 +58,65 @@ class Step:
         return time.perf_counter() - start
 
 
-def measure(attentions: list[str], rounds: int, budget: float) -> dict[str, dict[str, float]]:
-    """Best time of each attention at each length; a round is left out once the budget of seconds is spent."""
-    begin = time.perf_counter()
-    steps = {(a, n): Step(a, n) for a in attentions for n in LENGTHS if n <= LIMIT.get(a, n)}
-    best: dict[tuple[str, int], float] = {}
-    done = 0
-    for _ in range(rounds + 1):  # the first round warms up
-        for cell, step in steps.items():
-            seconds = step()
-            if done:
-                best[cell] = min(best.get(cell, math.inf), seconds)
-        done += 1
-        if time.perf_counter() - begin > budget and done > 1:
-            break
-    print(f"{done - 1} rounds of {len(steps)} steps in {time.perf_counter() - begin:.0f} s", flush=True)
-    return {a: {str(n): best[a, n] for n in LENGTHS if (a, n) in best} for a in attentions}
+def seconds(length: int, rounds: int) -> dict[str, float]:
+    """Best time of each attention at a length, over interleaved rounds."""
+    steps = {a: Step(a, length) for a in ATTENTIONS if length <= LIMIT.get(a, length)}
+    best = dict.fromkeys(steps, math.inf)
+    for i in range(rounds + 1):  # the first round warms up
+        for attention, step in steps.items():
+            taken = step()
+            if i:
+                best[attention] = min(best[attention], taken)
+    return best
 
 
-def exponent(times: dict[str, float]) -> float:
-    n, t = (np.log([float(x) for x in part]) for part in (times.keys(), times.values()))
-    return float(np.polyfit(n, t, 1)[0])
+def resident(kind: str) -> float:
+    """Megabytes of this process: `RSS` now, `HWM` at most since it was last cleared."""
+    found = re.search(rf"Vm{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    if found is None:
+        raise OSError("/proc/self/status has no memory figures: memory is measured on Linux only")
+    return int(found[1]) / 1024
 
 
-def crossover(times: dict[str, float], exact: dict[str, float]) -> int | None:
-    """The first length measured at which an attention is faster than exact attention."""
-    return next((int(n) for n in exact if n in times and times[n] < exact[n]), None)
+def _memory(attention: str, length: int, out: multiprocessing.SimpleQueue) -> None:
+    torch.set_num_threads(1)
+    step = Step(attention, length)
+    before = resident("RSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    step()
+    out.put(resident("HWM") - before)
 
 
-def plot(found: dict[str, dict[str, float]]) -> None:
+def megabytes(length: int) -> dict[str, float]:
+    """Peak memory that a step adds to a process of its own."""
+    context = multiprocessing.get_context("fork")
+    found = {}
+    for attention in ATTENTIONS:
+        Step(attention, 128)()  # what a first step loads is not the length's doing
+    for attention in ATTENTIONS:
+        if length <= LIMIT.get(attention, length):
+            out = context.SimpleQueue()
+            process = context.Process(target=_memory, args=(attention, length, out))
+            process.start()
+            found[attention] = out.get()
+            process.join()
+    return found
+
+
+def exponent(figures: dict[str, float]) -> float:
+    """The slope in logarithms from `FROM` tokens on."""
+    points = np.log([(float(n), x) for n, x in figures.items() if int(n) >= FROM])
+    return float(np.polyfit(points[:, 0], points[:, 1], 1)[0])
+
+
+def crossover(figures: dict[str, float], exact: dict[str, float]) -> int | None:
+    """The first measured length from which an attention stays below exact attention; None if there is none."""
+    common = sorted(int(n) for n in exact if n in figures)
+    worse = [n for n in common if figures[str(n)] >= exact[str(n)]]
+    return next((n for n in common if not worse or n > worse[-1]), None)
+
+
+def plot(found: Table, unit: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -87,14 +124,11 @@ def plot(found: dict[str, dict[str, float]]) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), dpi=150, sharey=True)
     for axes, names, title in ((left, LINEAR, "linear attentions"), (right, PEERS, "peers")):
-        for i, name in enumerate(names):
+        lines = [(name, {"marker": "o", "markersize": 3, "color": f"C{i}"}) for i, name in enumerate(names)]
+        lines += [("exact", {"color": "0.2"}), ("identity", {"color": "0.2", "linestyle": ":"})]
+        for name, style in lines:
             if name in found:
-                lengths = [int(n) for n in found[name]]
-                axes.plot(lengths, list(found[name].values()), marker="o", markersize=3, color=f"C{i}", label=name)
-        for name, style in (("exact", "-"), ("identity", ":")):
-            if name in found:
-                lengths = [int(n) for n in found[name]]
-                axes.plot(lengths, list(found[name].values()), style, color="0.2", linewidth=1.5, label=name)
+                axes.plot([int(n) for n in found[name]], list(found[name].values()), label=name, **style)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(LENGTHS, [str(n) for n in LENGTHS])
@@ -102,31 +136,49 @@ def plot(found: dict[str, dict[str, float]]) -> None:
         axes.set_title(title, fontsize=9)
         axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
         axes.spines[["top", "right"]].set_visible(False)
-    left.set_ylabel("seconds per training step")
+    left.set_ylabel(f"{unit} per training step")
     figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "images" / "train_speed.png")
+    figure.savefig(path)
+
+
+def report(found: dict[str, Table]) -> bool:
+    """Print every figure, exponent and crossover; whether the claims hold."""
+    holds = True
+    for kind, table in found.items():
+        print(f"\n{kind} of a step")
+        for name, figures in table.items():
+            first = crossover(figures, table["exact"]) if name != "exact" else None
+            shown = " ".join(f"{1000 * x if kind == 'time' else x:8.1f}" for x in figures.values())
+            print(f"{name:18s} {shown}   exponent {exponent(figures):.2f}   below exact from {first}")
+        worst = max((exponent(table[a]), a) for a in LINEAR if a in table)
+        holds &= worst[0] <= 1.1
+        print(f"claim (exponent at most 1.1): {'holds' if worst[0] <= 1.1 else 'FAILS'}; {worst[0]:.2f}, {worst[1]}")
+    return holds
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no further round begins")
+    parser.add_argument("--again", choices=("time", "memory"), help="measure this again, even where it is known")
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--plot", action="store_true")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    if not options.plot:
-        RESULTS.write_text(json.dumps(measure(list(ATTENTIONS), options.rounds, options.budget), indent=1) + "\n")
-    found = json.loads(RESULTS.read_text())
-    for name, times in found.items():
-        first = crossover(times, found["exact"]) if name != "exact" else None
-        shown = " ".join(f"{1000 * t:8.1f}" for t in times.values())
-        print(f"{name:18s} {shown} ms   exponent {exponent(times):.2f}   faster than exact from {first}")
-    plot(found)
-    worst = max((exponent(found[a]), a) for a in LINEAR)
-    print(
-        f"claim (exponent at most 1.1): {'holds' if worst[0] <= 1.1 else 'FAILS'}; largest {worst[0]:.2f}, {worst[1]}"
-    )
-    return 0 if worst[0] <= 1.1 else 1
+    found: dict[str, Table] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for kind in ("time", "memory"):
+        table = found.setdefault(kind, {})
+        for n in () if options.plot else options.lengths:
+            known = str(n) in table.get("positive", {})
+            if options.again != kind if options.again else known:
+                continue
+            for attention, figure in (seconds(n, options.rounds) if kind == "time" else megabytes(n)).items():
+                row = {**table.get(attention, {}), str(n): figure}
+                table[attention] = dict(sorted(row.items(), key=lambda item: int(item[0])))
+            RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    holds = report(found)
+    plot(found["time"], "seconds", ROOT / "docs" / "images" / "train_speed.png")
+    plot(found["memory"], "megabytes", ROOT / "docs" / "images" / "train_memory.png")
+    return 0 if holds else 1
 
 
 if __name__ == "__main__":

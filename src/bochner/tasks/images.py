@@ -53,11 +53,15 @@ def _some(preset: Preset, split: str, count: int) -> np.ndarray:
 
 
 def grey(preset: Preset, split: str) -> Sequences:
-    """Rows of grey pixels, 0.2989 R + 0.587 G + 0.114 B, and the class of the picture."""
+    """Rows of grey pixels, 0.2989 R + 0.587 G + 0.114 B, and the class of the picture.
+
+    The preset's `side`: pictures are averaged down to it. `levels`: greys that are told apart, default all 256.
+    """
     pictures, labels = cifar(split)
     chosen = _some(preset, split, len(labels))
     light = np.rint(pictures[chosen] @ np.array([0.2989, 0.587, 0.114], np.float32)).astype(np.uint8)
-    flat = shrink(light, preset.data["side"]).reshape(len(chosen), -1)
+    light = shrink(light, preset.data["side"]) // (256 // preset.data.get("levels", 256))
+    flat = light.reshape(len(chosen), -1)
     return Sequences.of(list(flat), labels[chosen], preset.length)
 
 

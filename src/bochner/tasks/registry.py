@@ -35,18 +35,18 @@ def _arena(rate: float, warmup: int) -> dict:
 # Every preset by length, layers, heads, width, feedforward, batch, steps.
 SIZES = {
     "listops, paper": (2_000, 6, 8, 512, 2_048, 32, 10_000),
-    "listops, small": (200, 2, 2, 64, 128, 32, 600),
+    "listops, small": (200, 2, 2, 64, 128, 32, 300),
     "text, paper": (4_000, 4, 4, 256, 1_024, 32, 20_000),
-    "text, small": (1_000, 1, 2, 32, 64, 32, 1_500),
+    "text, small": (512, 1, 2, 32, 64, 32, 800),
     "retrieval, paper": (4_000, 4, 4, 128, 512, 32, 5_000),
     "retrieval, small": (500, 2, 2, 64, 128, 16, 1_000),
     "image, paper": (1_025, 1, 8, 128, 128, 256, 35_156),  # 200 epochs of 45,000
-    "image, small": (257, 2, 2, 64, 128, 32, 2_500),
+    "image, small": (257, 1, 2, 32, 64, 64, 600),
     "pathfinder, paper": (1_025, 4, 8, 128, 128, 256, 62_500),  # 100 epochs
     "pathfinder, small": (1_025, 2, 2, 64, 128, 16, 1_000),
     "performer": (8_192, 6, 8, 512, 2_048, 8, 100_000),
-    "lm, small": (256, 2, 2, 64, 256, 16, 1_500),
-    "protein, small": (256, 2, 2, 64, 128, 16, 1_500),
+    "lm, small": (256, 2, 2, 64, 256, 16, 800),
+    "protein, small": (256, 2, 2, 64, 128, 16, 600),
     "pixels, small": (768, 2, 2, 64, 256, 8, 1_000),
     "table_6": (512, 3, 10, 300, 512, 64, 25_000),
     "brief": (64, 2, 2, 64, 128, 32, 2_000),
@@ -66,11 +66,13 @@ LISTOPS = {
     "small": Preset(
         *SIZES["listops, small"],
         learning_rate=2e-3,
-        warmup=60,
+        warmup=30,
         dropout=0.0,
         positions="learned",
+        pooling="mean",
         features=32,
         window=16,
+        redraw=0,
         train=40_000,
         test=2_000,
         data={"low": 50, "high": 200},
@@ -85,7 +87,16 @@ TEXT = {
         features_of=_table_5(128, 64, 256, 256, 64, 128),
         window=64,
     ),
-    "small": Preset(*SIZES["text, small"], learning_rate=1e-3, warmup=100, dropout=0.0, features=16, test=2_000),
+    "small": Preset(
+        *SIZES["text, small"],
+        learning_rate=8e-3,
+        warmup=40,
+        dropout=0.0,
+        pooling="mean",
+        features=32,
+        redraw=0,
+        test=2_000,
+    ),
 }
 
 RETRIEVAL = {
@@ -112,14 +123,16 @@ IMAGE = {
     ),
     "small": Preset(
         *SIZES["image, small"],
-        learning_rate=1e-3,
-        warmup=250,
+        learning_rate=4e-3,
+        warmup=60,
         dropout=0.0,
         positions="learned",
+        pooling="mean",
         features=32,
         window=16,
+        redraw=0,
         test=2_000,
-        data={"side": 16},
+        data={"side": 16, "levels": 16},
     ),
 }
 
@@ -155,12 +168,13 @@ LM = {
     "small": Preset(
         *SIZES["lm, small"],
         learning_rate=3e-3,
-        warmup=150,
+        warmup=80,
         weight_decay=0.01,
         dropout=0.0,
         positions="learned",
         features=64,
         window=32,
+        redraw=0,
         test=128,
     ),
 }
@@ -169,10 +183,11 @@ PROTEIN = {
     "small": Preset(
         *SIZES["protein, small"],
         learning_rate=2e-3,
-        warmup=150,
+        warmup=60,
         dropout=0.0,
         positions="learned",
         features=32,
+        redraw=0,
         test=500,
     ),
 }
