@@ -90,9 +90,9 @@ def _memory(attention: str, length: int, out: multiprocessing.SimpleQueue) -> No
 def megabytes(length: int) -> dict[str, float]:
     """Peak memory that a step adds to a process of its own."""
     context = multiprocessing.get_context("fork")
-    found = {}
     for attention in ATTENTIONS:
         Step(attention, 128)()  # what a first step loads is not the length's doing
+    found = {}
     for attention in ATTENTIONS:
         if length <= LIMIT.get(attention, length):
             out = context.SimpleQueue()
@@ -145,6 +145,8 @@ def report(found: dict[str, Table]) -> bool:
     """Print every figure, exponent and crossover; whether the claims hold."""
     holds = True
     for kind, table in found.items():
+        if not table:
+            continue
         print(f"\n{kind} of a step")
         for name, figures in table.items():
             first = crossover(figures, table["exact"]) if name != "exact" else None
@@ -169,7 +171,8 @@ def main(argv: list[str] | None = None) -> int:
         table = found.setdefault(kind, {})
         for n in () if options.plot else options.lengths:
             known = str(n) in table.get("positive", {})
-            if options.again != kind if options.again else known:
+            small = kind == "memory" and n < FROM  # less than what an allocator keeps in stock
+            if small or (options.again != kind if options.again else known):
                 continue
             for attention, figure in (seconds(n, options.rounds) if kind == "time" else megabytes(n)).items():
                 row = {**table.get(attention, {}), str(n): figure}

@@ -37,11 +37,11 @@ SIZES = {
     "listops, paper": (2_000, 6, 8, 512, 2_048, 32, 10_000),
     "listops, small": (200, 2, 2, 64, 128, 32, 300),
     "text, paper": (4_000, 4, 4, 256, 1_024, 32, 20_000),
-    "text, small": (512, 1, 2, 32, 64, 32, 800),
+    "text, small": (1_024, 1, 2, 32, 64, 16, 600),
     "retrieval, paper": (4_000, 4, 4, 128, 512, 32, 5_000),
     "retrieval, small": (500, 2, 2, 64, 128, 16, 1_000),
     "image, paper": (1_025, 1, 8, 128, 128, 256, 35_156),  # 200 epochs of 45,000
-    "image, small": (257, 1, 2, 32, 64, 64, 600),
+    "image, small": (257, 1, 2, 32, 64, 64, 400),
     "pathfinder, paper": (1_025, 4, 8, 128, 128, 256, 62_500),  # 100 epochs
     "pathfinder, small": (1_025, 2, 2, 64, 128, 16, 1_000),
     "performer": (8_192, 6, 8, 512, 2_048, 8, 100_000),
@@ -89,13 +89,13 @@ TEXT = {
     ),
     "small": Preset(
         *SIZES["text, small"],
-        learning_rate=8e-3,
-        warmup=40,
+        learning_rate=1e-2,
+        warmup=30,
         dropout=0.0,
         pooling="mean",
         features=32,
         redraw=0,
-        test=2_000,
+        test=5_000,
     ),
 }
 
@@ -124,7 +124,7 @@ IMAGE = {
     "small": Preset(
         *SIZES["image, small"],
         learning_rate=4e-3,
-        warmup=60,
+        warmup=40,
         dropout=0.0,
         positions="learned",
         pooling="mean",
