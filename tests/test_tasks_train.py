@@ -308,7 +308,7 @@ def test_models_are_built_from_the_seed_and_leave_the_global_state_alone() -> No
 
 def test_sinusoidal_positions_are_fixed_and_of_the_size_of_the_rest() -> None:
     task = tasks.task("text")
-    preset = tasks.preset_of(task, "small", layers=1)
+    preset = tasks.preset_of(task, "small", length=1000, pooling="first")
     model = models.build(task, preset, models.choose(task, "exact", preset))
     table = model.get_submodule("bert.embeddings.position_embeddings")
     words = model.get_submodule("bert.embeddings.word_embeddings")
