@@ -38,6 +38,29 @@ def test_output_and_gradients_are_those_of_the_quadratic_definition(
     assert_same(gradients(got, q, k, v), gradients(want, q, k, v))
 
 
+@pytest.mark.parametrize("rows", [3, 16, 100])
+@pytest.mark.parametrize("kind", ["block", "sliding"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["positive", "gmm_prf"])
+def test_segments_and_cuts_do_not_show(
+    rows: int, kind: str, is_causal: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 8 (sliding: 64) rows, so many at a time that segments have less than, exactly or more than one."""
+    phi = make(name).double()
+    parameters = [p for p in phi.parameters() if p.requires_grad]
+    q, k, v = (t.requires_grad_() for t in draw_qkv(220, h=4, g=2))
+    options: dict[str, Any] = {"is_causal": is_causal, "window": 8, "window_kind": kind, "sinks": 2}
+    options |= {"key_padding_mask": padding(2, 220)}
+    want = naive_attention(q, k, v, phi, **options)
+    width = (3 - is_causal) * (8 if kind == "block" else 64)
+    monkeypatch.setattr("bochner.attention.zone.ZONE_ELEMENTS", rows * 2 * 2 * 2 * (width + phi.feature_dim))
+    got = linear_attention(q, k, v, phi, **options)
+    assert_same(got, want)
+    assert_same(gradients(got, q, k, v, *parameters), gradients(want, q, k, v, *parameters))
+    with torch.no_grad():
+        assert_same(linear_attention(q, k, v, phi, **options), want)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("g", [1, 2, 4])

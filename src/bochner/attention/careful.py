@@ -18,7 +18,7 @@ from bochner.attention.call import Call
 from bochner.attention.geometry import Geometry
 from bochner.attention.numerics import EMPTY
 from bochner.attention.recompute import run_scan
-from bochner.attention.state import State, packed
+from bochner.attention.state import State, packed, spread_mask
 from bochner.attention.zone import ZoneScan
 from bochner.maps.base import Exponent
 
@@ -40,9 +40,9 @@ class Summary(NamedTuple):
 
 
 def careful_rows(scan: ZoneScan, tensors: tuple[Tensor, ...], lost: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows (b, g, r, t c, v) of a scan, and which of them are still doubtful (b, g, r, t c, 1).
+    """The rows (b, g, r, n, v) of a scan, and which of them are still doubtful (b, g, r, n, 1).
 
-    Blocks without a row in `lost` (b, g, r, t c, 1) are left zero.
+    Blocks without a row in `lost` (b, g, r, n, 1) are left zero.
     """
     q, k, v, sink_k, sink_v, sums, ref = tensors
     call, place = scan.call, scan.place
@@ -51,14 +51,16 @@ def careful_rows(scan: ZoneScan, tensors: tuple[Tensor, ...], lost: Tensor) -> t
         wide = replace(scan, call=replace(call, dtype=torch.float64), buffers={})
         out, _, still, _, _ = run_scan(wide, *(t.double() for t in tensors))
         return out.to(call.dtype), still
-    log_psi = _log_features(key, k.to(call.dtype) * call.root).masked_fill(scan.far_holes[:, None, :, None], EMPTY)
+    q, k, v = place.all_rows(q), place.take(k, place.everything), place.take(v, place.everything)
+    far_holes = place.take_mask(scan.far_holes, place.everything)
+    log_psi = _log_features(key, k.to(call.dtype) * call.root).masked_fill(spread_mask(far_holes), EMPTY)
     values, norm = v.to(call.dtype), sums[..., -1]
     safe = torch.where(norm > 0, norm, 1)
     log_norm = torch.where(norm > 0, safe.log() + ref.unsqueeze(-1), EMPTY)
     before = Summary(log_norm, sums[..., :-1] / safe.unsqueeze(-1))
     # Features of the state that may have underflowed are known only to be below this.
     gone = torch.where(norm < UNDERFLOW[call.dtype], ref.unsqueeze(-1) + math.log(UNDERFLOW[call.dtype]), EMPTY)
-    wanted = lost.unflatten(3, (place.blocks, -1)).any(-1).any(-1).flatten(0, 2).any(0).tolist()
+    wanted = place.all_rows(lost).unflatten(3, (place.blocks, -1)).any(-1).any(-1).flatten(0, 2).any(0).tolist()
     outs: list[Tensor] = []
     doubts: list[Tensor] = []
     for i in range(place.blocks):
@@ -74,7 +76,8 @@ def careful_rows(scan: ZoneScan, tensors: tuple[Tensor, ...], lost: Tensor) -> t
         if call.is_causal and not place.single:
             leaves = slice(i * place.block, (i + 1) * place.block)
             before = before.add(log_psi[..., leaves, :], values[..., leaves, :])
-    return torch.cat(outs, dim=3), torch.cat(doubts, dim=3)
+    own = slice(place.lead, place.lead + place.rows)
+    return torch.cat(outs, dim=3)[..., own, :], torch.cat(doubts, dim=3)[..., own, :]
 
 
 def careful_causal(
@@ -83,12 +86,10 @@ def careful_causal(
     """Plain causal rows (b, g, r n, v) of q (b, g, r, n, d), where `lost` (b, g, r n, 1): a window of no width."""
     place = Geometry.of(call, q.shape[-2], 0, 0, k.shape[-2])
     hole = torch.zeros(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if hole is None else hole
-    holes = place.place_holes(hole)
-    scan = ZoneScan(call, place, holes, holes, hole[:, :0].long(), None, {})
-    placed = (place.place_rows(q), place.place_keys(k), place.place_keys(v), k[..., :0, :], v[..., :0, :])
-    wanted = place.place_rows(lost.unflatten(2, (call.groups, -1)))
-    rows, doubtful = careful_rows(scan, (*placed, packed(state), state.log_scale), wanted)
-    return place.take_rows(rows), place.take_rows(doubtful)
+    scan = ZoneScan(call, place, hole, hole, hole[:, :0].long(), None, {})
+    tensors = (q, k, v, k[..., :0, :], v[..., :0, :], packed(state), state.log_scale)
+    rows, doubtful = careful_rows(scan, tensors, lost.unflatten(2, (call.groups, -1)))
+    return rows.flatten(2, 3), doubtful.flatten(2, 3)
 
 
 def _block(
@@ -108,7 +109,8 @@ def _block(
     x = q.unflatten(3, (-1, place.block))[:, :, :, blocks.start].to(call.dtype) * call.root  # (b, g, r, c, d)
     log_phi = _log_features(query, x.flatten(2, 3)).unflatten(2, x.shape[2:4])
     y, sink_y = (t.to(call.dtype).unsqueeze(2) * call.root for t in (k[..., span, :], sink_k))
-    holes = scan.holes[:, span][:, None, None, None, :]
+    holes = torch.zeros_like(scan.far_holes) if scan.holes is None else scan.holes
+    holes = place.take_mask(holes, span)[:, None, None, None, :]
     nowhere = torch.zeros((), dtype=torch.bool, device=q.device)
     exact, kernel = place.exact(q.device), place.by_kernel(q.device)
     logits = [_exact(call.phi.kernel, x, y).masked_fill(holes | (nowhere if exact is None else ~exact), EMPTY)]

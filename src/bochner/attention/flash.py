@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bochner.attention.numerics import is_composed
+from bochner.attention.numerics import MASKED, is_composed
 from bochner.attention.recompute import differentiate
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -55,6 +55,22 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Ten
     out = sum(part * shares[..., i : i + 1] for i, (part, _) in enumerate(parts))
     assert isinstance(out, Tensor)
     return out, total
+
+
+def attend_zones(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax attention of many small pieces, without gradients: rows q (b, g, t, n, d) over k, v (b, g, t, z, .).
+
+    k and v may be overlapping views. `hidden` (b, g, t, n, z) or less: pairs that do not see each other. Returns the
+    rows and the logarithm of their normalisers (b, g, t, n, 1); that of a row that sees nothing is at most EMPTY.
+    """
+    d = v.shape[-1]
+    x, y, u = _widened(*(t.flatten(0, 1) for t in (q, k, v)))
+    mask = None
+    if hidden is not None:
+        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, MASKED)
+        mask = mask.expand(*q.shape[:3], *mask.shape[-2:]).flatten(0, 1).expand(*x.shape[:3], y.shape[2])
+    out, log_norm = FORWARD(x, y, u, 0.0, False, attn_mask=mask, scale=scale)
+    return out[..., :d].unflatten(0, q.shape[:2]), log_norm.unflatten(0, q.shape[:2]).unsqueeze(-1)
 
 
 class _Attend(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Where the rows and keys of windowed attention lie, and sums over all blocks outside a zone."""
+"""Where the rows and keys of windowed attention lie."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from bochner.attention.call import Call
-from bochner.attention.numerics import is_composed
 
-FEW = 128  # blocks whose sums are one product: quadratic, but without a loop
 SLIDING_BLOCK = 64  # rows of a block of a sliding window, at least
 pad = torch.nn.functional.pad
 
@@ -64,27 +62,48 @@ class Geometry:
         """How many of the given keys lie before the zone of the last block."""
         return 0 if self.single else max(0, (self.blocks - 1) * self.block - self.front)
 
-    def place_rows(self, q: Tensor) -> Tensor:
-        """Rows (b, g, r, n, d) as whole blocks."""
-        if self.single or self.blocks * self.block == self.rows:
-            return q
-        return pad(q, (0, 0, self.lead, self.blocks * self.block - self.lead - self.rows))
+    def take_rows(self, q: Tensor, blocks: slice) -> Tensor:
+        """Rows (b, g, r, n, d) of some blocks, (b, g, r, t, c, d), zeros where there is none."""
+        if self.single:
+            return q.unsqueeze(3)
+        c = self.block
+        return _cut(q, 3, blocks.start * c - self.lead, blocks.stop * c - self.lead).unflatten(3, (-1, c))
 
-    def take_rows(self, x: Tensor) -> Tensor:
-        """The inverse, as (b, g, r n, .)."""
-        return x[..., self.lead : self.lead + self.rows, :].flatten(2, 3)
+    def all_rows(self, q: Tensor) -> Tensor:
+        """Rows (b, g, r, n, d) as whole blocks, (b, g, r, t c, d)."""
+        return self.take_rows(q, slice(0, self.blocks)).flatten(3, 4)
 
-    def place_keys(self, k: Tensor) -> Tensor:
-        """Keys (b, g, s, d) laid out, zeros where there is none."""
-        return k if self.single else pad(k, (0, 0, *self._margins(k.shape[-2])))
+    def put_rows(self, total: Tensor, blocks: slice, more: Tensor) -> None:
+        """Add what belongs to the rows (b, g, r, t c, d) of some blocks to all, (b, g, r, n, d)."""
+        start = blocks.start * self.block - self.lead
+        first, last = max(0, start), min(self.rows, start + more.shape[3])
+        total[:, :, :, first:last] += more[:, :, :, first - start : last - start]
 
-    def place_holes(self, hole: Tensor) -> Tensor:
+    def take(self, k: Tensor, span: slice) -> Tensor:
+        """Keys (b, g, s, d) of a span of the layout, zeros where there is none."""
+        return k if self.single else _cut(k, 2, span.start - self.front, span.stop - self.front)
+
+    def take_mask(self, hole: Tensor, span: slice) -> Tensor:
         """The same for a mask (b, s), True where there is none."""
-        return hole if self.single else pad(hole, self._margins(hole.shape[-1]), value=True)
+        if self.single:
+            return hole
+        return _cut(hole.unsqueeze(-1), 1, span.start - self.front, span.stop - self.front, 1.0).squeeze(-1)
 
-    def _margins(self, s: int) -> tuple[int, int]:
-        total = (self.blocks + self.before + self.after) * self.block
-        return self.front, total - self.front - s
+    def put(self, total: Tensor, span: slice, more: Tensor) -> None:
+        """Add what belongs to a span of the layout to the keys (b, g, s, d)."""
+        start, stop = (0, self.keys) if self.single else (span.start - self.front, span.stop - self.front)
+        first, last = max(0, start), min(total.shape[2], stop)
+        if first < last:
+            total[:, :, first:last] += more[:, :, first - start : last - start]
+
+    @property
+    def everything(self) -> slice:
+        """The span of all laid-out keys."""
+        return self.span(slice(0, self.blocks))
+
+    def has_gaps(self, span: slice) -> bool:
+        """Whether some places of a span have no key."""
+        return not self.single and (span.start < self.front or span.stop - self.front > self.keys)
 
     def span(self, blocks: slice) -> slice:
         """The laid-out keys that some blocks of rows see."""
@@ -92,20 +111,9 @@ class Geometry:
             return slice(0, self.width)
         return slice(blocks.start * self.block, (blocks.stop + self.before + self.after) * self.block)
 
-    def zones(self, x: Tensor, first: Tensor | None = None) -> Tensor:
-        """A span of laid-out keys (b, g, keys, d) as the zones of its blocks of rows, (b, g, t, z, d).
-
-        `first` (b, g, s, d): keys that every zone begins with.
-        """
-        if self.single:
-            parts = [x.unsqueeze(2)]
-        else:
-            x = x.unflatten(2, (-1, self.block))
-            t = x.shape[2] - self.before - self.after
-            parts = [x[:, :, i : i + t] for i in range(1 + self.before + self.after)]
-        if first is not None and first.shape[2]:
-            parts.insert(0, first.unsqueeze(2).expand(-1, -1, parts[0].shape[2], -1, -1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+    def zones(self, x: Tensor) -> Tensor:
+        """A span of laid-out keys (b, g, keys, d) as the zones of its blocks of rows, (b, g, t, z, d): views."""
+        return x.unsqueeze(2) if self.single else x.unfold(2, self.width, self.block).mT
 
     def zones_adjoint(self, zones: Tensor) -> Tensor:
         """The gradient of the span from that of its zones."""
@@ -150,44 +158,14 @@ class Geometry:
         return (far & (j >= 0)).unflatten(1, (-1, self.block))
 
 
-def around(sums: Tensor, weight: Tensor, width: int) -> Tensor:
-    """For each zone of `width` blocks the weighted sum of all others: (b, g, t + width - 1, m, v) to (b, g, t, m, v).
-
-    Sums from either side; nothing is subtracted.
-    """
-    t, count = sums.shape[2] - width + 1, sums.shape[2]
-    if not torch.compiler.is_compiling() and t <= FEW:
-        row, block = torch.arange(t, device=sums.device)[:, None], torch.arange(count, device=sums.device)[None, :]
-        outside = ((block < row) | (block >= row + width)).to(sums.dtype)
-        return ((weight.unsqueeze(-2) * outside) @ sums.flatten(3)).unflatten(-1, sums.shape[3:])
-    weight = weight[..., None, None]
-    if torch.is_grad_enabled() or is_composed():
-        weighted = sums * weight
-        before = pad(weighted[:, :, : t - 1].cumsum(2), (0, 0, 0, 0, 1, 0))
-        behind = pad(weighted[:, :, width:].flip(2).cumsum(2).flip(2), (0, 0, 0, 0, 0, 1))
-        return before + behind
-    # Blocks in front: each step then works on contiguous memory.
-    sums, weight = sums.transpose(0, 2).contiguous(), weight.transpose(0, 2).contiguous()
-    out = torch.empty_like(sums[:t])
-    out[0] = 0
-    for i in range(t - 1):
-        torch.addcmul(out[i], sums[i], weight[i], out=out[i + 1])
-    behind = torch.zeros_like(out[0])
-    for i in reversed(range(t - 1)):
-        behind.addcmul_(sums[i + width], weight[i + width])
-        out[i] += behind
-    return out.transpose(0, 2)
-
-
-def around_adjoint(grads: Tensor, weight: Tensor, width: int) -> Tensor:
-    """The gradients of the sums, from those of what lies around each zone."""
-    t = grads.shape[2]
-    out = torch.zeros(*grads.shape[:2], t + width - 1, *grads.shape[3:], dtype=grads.dtype, device=grads.device)
-    after, before = torch.zeros_like(grads[:, :, 0]), torch.zeros_like(grads[:, :, 0])
-    for i in reversed(range(t - 1)):  # block i is before the zones of rows i + 1 and later
-        after += grads[:, :, i + 1]
-        out[:, :, i] = after
-    for i in range(t - 1):  # block i + width is behind the zones of rows up to i
-        before += grads[:, :, i]
-        out[:, :, i + width] += before
-    return out.mul_(weight[..., None, None])
+def _cut(x: Tensor, dim: int, start: int, stop: int, value: float = 0.0) -> Tensor:
+    """Places `start` to `stop` of a dimension of x, `value` where it has none; a view where it has all."""
+    size = x.shape[dim]
+    if torch.compiler.is_compiling():
+        return pad(x, (0, 0) * (x.dim() - 1 - dim) + (-start, stop - size), value=value)  # negative: cut off
+    first, last = min(max(start, 0), size), min(max(stop, 0), size)
+    found = x.narrow(dim, first, last - first)
+    if last - first == stop - start:
+        return found
+    front = min(max(-start, 0), stop - start)
+    return pad(found, (0, 0) * (x.dim() - 1 - dim) + (front, stop - start - front - (last - first)), value=value)

@@ -50,17 +50,15 @@ def windowed(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, s
         keys, values, holes, far_holes = keys[..., :0, :], values[..., :0, :], holes[:, :0], far_holes[:, :0]
     geometry = Geometry.of(call, n, past.seen, past.k.shape[2], keys.shape[2])
     # 2. The rows.
-    sees_any = None if hole is None else geometry.place_rows(_sees_any(call, holes, n, past, state))
-    scan = ZoneScan(
-        call, geometry, geometry.place_holes(holes), geometry.place_holes(far_holes), sinks.position, sees_any, {}
-    )
-    placed = (geometry.place_rows(q), geometry.place_keys(keys), geometry.place_keys(values), sinks.k, sinks.v)
-    tensors = (*placed, packed(state), state.log_scale)
+    sees_any = None if hole is None else _sees_any(call, holes, n, past, state)
+    known = holes if hole is not None or past.k.shape[2] else None
+    scan = ZoneScan(call, geometry, known, far_holes, sinks.position, sees_any, {})
+    tensors = (q, keys, values, sinks.k, sinks.v, packed(state), state.log_scale)
     out, sums, lost, small, ref = run_scan(scan, *tensors)
     if call.may_look(lost) and bool(lost.any()):
         again, doubtful = careful_rows(scan, tensors, lost)
         out, lost = torch.where(lost, again, out), lost & doubtful
-    out, lost, small = (geometry.take_rows(t) for t in (out, lost, small))
+    out, lost, small = (t.flatten(2, 3) for t in (out, lost, small))
     # 3. The state after them: what has left the window enters the kernel.
     new = None
     if call.is_causal:

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bochner.attention.beyond import Beyond, Outside, Sums
 from bochner.attention.call import Call
-from bochner.attention.causal import by_head, prefix, prefix_adjoint
-from bochner.attention.geometry import Geometry, around, around_adjoint
+from bochner.attention.causal import by_head
+from bochner.attention.flash import attend_zones
+from bochner.attention.geometry import Geometry
 from bochner.attention.numerics import (
     EMPTY,
     MASKED,
@@ -29,7 +31,7 @@ from bochner.attention.numerics import (
 )
 from bochner.attention.recompute import Traced, add_up
 from bochner.attention.state import cauchy_schwarz, spread_mask
-from bochner.maps.base import Features
+from bochner.maps.base import Features, squared_norm
 
 ZONE_ELEMENTS = 2**21  # exact logits and features of one part on the CPU: 8 MB in float32
 pad = torch.nn.functional.pad
@@ -39,8 +41,8 @@ Part = tuple[slice, slice]  # some blocks, and some rows of each
 class Zone(NamedTuple):
     """What some rows see: all (b, g, t, ...).
 
-    x (r c, d): queries times the scale; y (s + z, d), u (s + z, v + 1): the sinks and the keys of the zone, values with
-    ones; far (m, v + 1): sums of the blocks beyond, relative to exp(ref), ().
+    x (r c, d): queries; y (z, d), u (z, v): keys and values of the zone, views of what zones share; far
+    (m, v + 1): sums of the blocks beyond, relative to exp(ref), ().
     """
 
     x: Tensor
@@ -50,6 +52,14 @@ class Zone(NamedTuple):
     ref: Tensor
 
 
+class Sinks(NamedTuple):
+    """Logits (b, g, t, r c, s) of sinks that a row sees beside its zone; their keys, values with ones (b, g, s, .)."""
+
+    logits: Tensor
+    k: Tensor
+    u: Tensor
+
+
 class Near(NamedTuple):
     """The kernel in the zones of a sliding window: psi (b, g, t, z, m), log_scale (b, g, t, r c, z) of what is seen."""
 
@@ -57,27 +67,17 @@ class Near(NamedTuple):
     log_scale: Tensor
 
 
-class Weights(NamedTuple):
-    """Exponentials relative to every row's log_ref (b, g, t, r c, 1): of sinks and zone, of the sums beyond, and of the
-    kernel in the zone of a sliding window (else None)."""
-
-    log_ref: Tensor
-    zone: Tensor
-    far: Tensor
-    decay: Tensor | None
-
-
 @dataclass(frozen=True)
 class ZoneScan:
-    """Rows (b, g, r, t c, v); the packed state of all blocks before the last zone; lost and small rows; its scale.
+    """Rows (b, g, r, n, v); the packed state of all blocks before the last zone; lost and small rows; its scale.
 
-    `holes`, `far_holes` (b, keys): keys that count for nothing, and those that the kernel leaves out. `sees_any`
-    (b, 1, r t c or 1, 1): rows with any key to look at, None for all.
+    `holes`, `far_holes` (b, keys): keys that count for nothing, None for none, and those that the kernel leaves out.
+    `sees_any` (b, 1, r, n, 1): rows with any key to look at, None for all.
     """
 
     call: Call
     place: Geometry
-    holes: Tensor
+    holes: Tensor | None
     far_holes: Tensor
     sink_position: Tensor
     sees_any: Tensor | None
@@ -86,247 +86,272 @@ class ZoneScan:
 
     def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         q, k, v, sink_k, sink_v, sums, ref = tensors
-        far, refs, ends = self._beyond(k, v, sums, ref)
-        query, key, parts = self.call.features("query"), self.call.features("key"), []
-        for part in self._parts(q):
-            zone = self._zone(q, k, v, sink_k, sink_v, far, refs, part)
-            near = self._near(key(k[..., self.place.span(part[0]), :]), part) if self._is_mixed else None
-            fq = query(self._pick(q, part).flatten(2, 3))
-            weights = self._weights(zone, fq.log_scale, near, part)
-            rows = self._rows(zone, weights, fq.values, near, part)
-            parts.append(map_rows(rows, lambda t: by_head(t, self.call.groups)))
-        rows = join_rows(parts, q.shape[-2])
-        return (rows.out, far[:, :, -1].clone(), *flags(rows), refs[..., -1].clone()), (far, refs, ends, rows)
+        segments, beyond, before = self._segments(q), self._beyond, Sums(sums, ref)
+        query, key, parts, kept = self.call.features("query"), self.call.features("key"), [], []
+        for blocks, behind in zip(segments, beyond.behind(k, v, segments), strict=True):
+            start, fk = before, key(self.place.take(k, self._span(blocks))) if self._needs_keys else None
+            outside, before = self._outside(fk, v, blocks, before, behind)
+            log_refs = []
+            for rows in self._cuts(q):
+                part = (blocks, rows)
+                zone = self._zone(q, k, v, outside, part)
+                near = self._near(fk, part) if fk is not None and self._is_mixed else None
+                sinks = self._sinks(zone.x, sink_k, sink_v, part)
+                done, log_ref = self._rows(zone, sinks, query(zone.x.flatten(2, 3)), near, part)
+                log_refs.append(log_ref)
+                parts.append(map_rows(done, lambda t: by_head(t, self.call.groups)))
+            kept.append((start, behind, log_refs))
+        first = self.place.lead
+        done = map_rows(join_rows(parts, first + q.shape[-2]), lambda t: t[..., first:, :])
+        state, scale = outside.far[:, :, -1].clone(), outside.refs[..., -1].clone()
+        return (done.out, state, *flags(done), scale), (kept, done)
 
     def back(self, tensors: Sequence[Tensor], kept: Any, grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        (q, k, v, sink_k, sink_v, _, _), (far, refs, ends, rows), call = tensors, kept, self.call
-        total = adjoint(rows, grads[0], call.normalize)
-        dfar = torch.zeros_like(far)
-        dfar[:, :, -1] = grads[1]
+        (q, k, v, sink_k, sink_v, sums, _), (kept, done), call = tensors, kept, self.call
+        segments, beyond, total = self._segments(q), self._beyond, adjoint(done, grads[0], call.normalize)
         dq, dk, dv, dsk, dsv = (torch.zeros_like(t, dtype=call.dtype) for t in (q, k, v, sink_k, sink_v))
         dparams: list[Tensor | None] = [None] * len(call.parameters)
         query, key = call.traced_features("query"), call.traced_features("key")
-        for part in self._parts(q):
-            span = self.place.span(part[0])
-            zone = self._zone(q, k, v, sink_k, sink_v, far, refs, part)
-            fq = Traced(query, self._pick(q, part).flatten(2, 3), call.parameters)
-            fk = Traced(key, k[..., span, :], call.parameters) if self._is_mixed else None
-            near = None if fk is None else self._near(Features(fk.values, fk.log_scale), part)
-            weights = self._weights(zone, fq.log_scale, near, part)
-            g, phi = self._pick(total, part), fq.values.unflatten(2, zone.x.shape[2:4])
-            dx, dy, du = self._exact_adjoint(zone, weights.zone, g)
-            count = sink_k.shape[2]
-            dsk, dsv = dsk + dy[..., :count, :].sum(2), dsv + du[..., :count, :-1].sum(2)
-            dy, du, u = dy[..., count:, :], du[..., count:, :], zone.u[..., count:, :]
-            scaled = g * weights.far
-            dphi = scaled @ zone.far.mT
-            dfar[:, :, part[0]] += phi.mT @ scaled
-            if fk is not None and near is not None and weights.decay is not None:
-                back = (g @ u.mT) * weights.decay
-                dphi += back @ near.psi
-                du = du + ((phi @ near.psi.mT) * weights.decay).mT @ g
-                dpsi = self.place.zones_adjoint(back.mT @ phi)
-                more, params = fk.pull(dpsi, (fk.values * dpsi).sum(-1, keepdim=True))
-                dk[..., span, :] += more
+        dbefore, dstate, dbehind = torch.zeros_like(sums), grads[1], []
+        for blocks, (before, behind, log_refs) in reversed(list(zip(segments, kept, strict=True))):
+            span = self._span(blocks)
+            trace = Traced(key, self.place.take(k, span), call.parameters) if self._needs_keys else None
+            fk = None if trace is None else Features(trace.values, trace.log_scale)
+            outside, _ = self._outside(fk, v, blocks, before, behind)
+            dfar = torch.zeros_like(outside.far)
+            if dstate is not None:
+                dfar[:, :, -1], dstate = dstate, None
+            dpsi = None if fk is None else torch.zeros_like(fk.values)
+            for rows, log_ref in zip(self._cuts(q), log_refs, strict=True):
+                part = (blocks, rows)
+                zone = self._zone(q, k, v, outside, part)
+                sinks = self._sinks(zone.x, sink_k, sink_v, part)
+                fq = Traced(query, zone.x.flatten(2, 3), call.parameters)
+                g = self._pick(total, part)
+                phi, own = (t.unflatten(2, g.shape[2:4]) for t in (fq.values, fq.log_scale))
+                # 1. Exact terms.
+                dx, dy, du = self._exact_adjoint(zone, log_ref, g, part)
+                dx, dsk, dsv = self._sinks_adjoint(sinks, zone.x, log_ref, g, dx, dsk, dsv)
+                # 2. The sums beyond.
+                scaled = g * (zone.ref[..., None, None] + own - log_ref).exp()
+                dphi = scaled @ zone.far.mT
+                dfar += phi.mT @ scaled
+                # 3. The kernel in the zone.
+                if fk is not None and dpsi is not None and self._is_mixed:
+                    near = self._near(fk, part)
+                    decay = self._decay(near, own, log_ref)
+                    back = (g[..., :-1] @ zone.u.mT + g[..., -1:]) * decay
+                    dphi += back @ near.psi
+                    du = du + ((phi @ near.psi.mT) * decay).mT @ g[..., :-1]
+                    dpsi += self.place.zones_adjoint(back.mT @ phi)
+                self.place.put(dk, self.place.span(blocks), self.place.zones_adjoint(dy))
+                self.place.put(dv, self.place.span(blocks), self.place.zones_adjoint(du))
+                more, params = fq.pull(dphi.flatten(2, 3), (phi * dphi).sum(-1, keepdim=True).flatten(2, 3))
+                self._put(dq, part, dx + more.view_as(dx))
                 dparams = add_up(dparams, params)
-            dk[..., span, :] += self.place.zones_adjoint(dy)
-            dv[..., span, :] += self.place.zones_adjoint(du[..., :-1])
-            more, params = fq.pull(dphi.flatten(2, 3), (phi * dphi).sum(-1, keepdim=True).flatten(2, 3))
-            self._pick(dq, part, view=True).copy_(self._split_heads(dx + more.view_as(dx)))
+            # 4. The keys of those sums.
+            if self.place.single:
+                dbefore = dfar[:, :, 0]
+            if trace is None or fk is None or dpsi is None:
+                continue
+            if not self.place.single:
+                more, du, dbefore, later = beyond.outside_adjoint(fk, v, blocks, before, behind, dfar, dbefore)
+                dpsi[..., : more.shape[2], :] += more
+                self.place.put(dv, beyond.span(blocks), du)
+                dbehind.append(later)
+            more, params = trace.pull(dpsi, (trace.values * dpsi).sum(-1, keepdim=True))
+            self.place.put(dk, span, more)
             dparams = add_up(dparams, params)
-        dsums, params = self._beyond_adjoint(k, v, dfar, ends, dk, dv)
+        for span, more, du, params in beyond.behind_adjoint(k, v, segments, [b for _, b, _ in kept], dbehind[::-1]):
+            self.place.put(dk, span, more)
+            self.place.put(dv, span, du)
+            dparams = add_up(dparams, params)
         found = [d.to(t.dtype) for d, t in zip((dq, dk, dv, dsk, dsv), tensors, strict=False)]
-        return *found, dsums, None, *add_up(dparams, params)
+        return *found, dbefore, None, *dparams
 
-    # What lies beyond the zones.
+    @property
+    def _beyond(self) -> Beyond:
+        return Beyond(self.call, self.place, self.far_holes)
 
-    def _beyond(self, k: Tensor, v: Tensor, sums: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums beyond each zone (b, g, t, m, v + 1), their references (b, g, t), and those of the blocks."""
-        place = self.place
-        if place.single:
-            return sums.unsqueeze(2), ref.unsqueeze(-1), ref.unsqueeze(-1)
-        count = place.blocks - 1 if self.call.is_causal else place.blocks + place.before + place.after
-        features, parts, refs = self.call.features("key"), [], [ref.unsqueeze(-1)]
-        for span in self._spans(k, count):
-            psi, scale, values = self._keys(features(k[..., span, :]), v, span)
-            tops = scale.detach().amax((-2, -1))
-            refs.append(torch.cat([refs[-1][..., -1:], tops], dim=-1).cummax(-1).values[..., 1:])
-            parts.append(psi.mT @ (values * (scale - refs[-1][..., None, None]).exp()))
-        ends = torch.cat(refs, dim=-1)
-        if not parts:
-            return sums.unsqueeze(2), ref.unsqueeze(-1), ends
-        blocks = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
-        if self.call.is_causal:
-            return prefix(blocks, ends, sums), ends, ends
-        top = ends[..., -1:]
-        width = 1 + place.before + place.after
-        return around(blocks, (ends[..., 1:] - top).exp(), width), top.expand(*top.shape[:2], place.blocks), ends
-
-    def _beyond_adjoint(
-        self, k: Tensor, v: Tensor, dfar: Tensor, ends: Tensor, dk: Tensor, dv: Tensor
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Adds to the gradients of keys and values; returns those of the first sums and of the parameters."""
-        call, place = self.call, self.place
-        dparams: list[Tensor | None] = [None] * len(call.parameters)
-        if place.single or ends.shape[-1] == 1:
-            return dfar[:, :, 0], dparams
-        if call.is_causal:
-            dblocks, dsums = prefix_adjoint(dfar[:, :, :-1], ends, dfar[:, :, -1])
-        else:
-            width = 1 + place.before + place.after
-            dblocks = around_adjoint(dfar, (ends[..., 1:] - ends[..., -1:]).exp(), width)
-            dsums = torch.zeros_like(dfar[:, :, 0])
-        features, done = call.traced_features("key"), 0
-        for span in self._spans(k, dblocks.shape[2]):
-            f = Traced(features, k[..., span, :], call.parameters)
-            psi, scale, values = self._keys(Features(f.values, f.log_scale), v, span)
-            size = psi.shape[2]
-            grad = dblocks[:, :, done : done + size]
-            weight = (scale - ends[..., 1 + done : 1 + done + size, None, None]).exp()
-            dpsi = ((values * weight) @ grad.mT).flatten(2, 3)
-            dv[..., span, :] += ((psi @ grad[..., :-1]) * weight).flatten(2, 3)
-            dx, more = f.pull(dpsi, (f.values * dpsi).sum(-1, keepdim=True))
-            dk[..., span, :] += dx
-            dparams, done = add_up(dparams, more), done + size
-        return dsums, dparams
-
-    def _keys(self, f: Features, v: Tensor, span: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Features, log scales and values with ones of some keys, by blocks (b, g, t, c, .)."""
-        c = self.place.block
-        scale = f.log_scale.masked_fill(spread_mask(self.far_holes[:, span]), MASKED).unflatten(2, (-1, c))
-        values = pad(v[..., span, :].to(self.call.dtype), (0, 1), value=1.0)
-        return f.values.unflatten(2, (-1, c)), scale, values.unflatten(2, (-1, c))
-
-    # The rows.
+    def _outside(
+        self, f: Features | None, v: Tensor, blocks: slice, before: Sums, behind: Sums | None
+    ) -> tuple[Outside, Sums]:
+        """What lies beyond the zones of a segment, and before the next."""
+        if f is None or self.place.single:
+            return Outside(before.total.unsqueeze(2), before.ref.unsqueeze(-1)), before
+        return self._beyond.outside(f, v, blocks, before, behind)
 
     @property
     def _is_mixed(self) -> bool:
         """Whether a zone has both exact and kernel terms."""
-        return self.place.width > 0 and self.place.by_kernel(self.holes.device) is not None
+        return self.place.width > 0 and self.place.by_kernel(self.far_holes.device) is not None
 
-    def _parts(self, q: Tensor) -> list[Part]:
-        """Blocks of rows whose exact logits stay in cache; of very large blocks some rows at a time."""
-        place, t = self.place, self.place.blocks
+    @property
+    def _needs_keys(self) -> bool:
+        """Whether features of the keys given are needed."""
+        return self._is_mixed or not self.place.single
+
+    def _span(self, blocks: slice) -> slice:
+        """The laid-out keys whose features a segment needs."""
+        return self.place.span(blocks) if self._is_mixed else self._beyond.span(blocks)
+
+    def _segments(self, q: Tensor) -> list[slice]:
+        """Blocks of rows whose features, zones and sums stay in cache."""
+        t, c = self.place.blocks, self.place.block
         if is_composed():
-            return [(slice(0, t), slice(0, place.block))]
-        row = q.shape[0] * q.shape[1] * self.call.groups * (place.width + self.call.phi.feature_dim)
-        rows = max(1, ZONE_ELEMENTS // row)
-        if rows >= place.block:
-            size = rows // place.block
-            return [(slice(i, min(i + size, t)), slice(0, place.block)) for i in range(0, t, size)]
-        cuts = [slice(i, min(i + rows, place.block)) for i in range(0, place.block, rows)]
-        return [(slice(i, i + 1), cut) for i in range(t) for cut in cuts]
+            return [slice(0, t)]
+        size = max(1, self._rows_in_cache(q) // c)
+        return [slice(i, min(i + size, t)) for i in range(0, t, size)]
 
-    def _spans(self, k: Tensor, count: int) -> list[slice]:
-        """Spans of laid-out keys, whole blocks, of the first `count` blocks."""
+    def _cuts(self, q: Tensor) -> list[slice]:
+        """All rows of a block; of very large blocks some at a time."""
         c = self.place.block
-        rows = self.call.rows(k.shape[0] * k.shape[1], k.device)
-        size = count if is_composed() else max(1, rows // c)
-        return [slice(i * c, min(i + size, count) * c) for i in range(0, count, size)] if size else []
+        size = c if is_composed() else self._rows_in_cache(q)
+        return [slice(i, min(i + size, c)) for i in range(0, c, size)]
 
-    def _pick(self, x: Tensor, part: Part, view: bool = False) -> Tensor:
-        """Rows (b, g, r, t c, d) of a part, (b, g, t, r c, d); or as they lie, (b, g, r, t, c, d)."""
-        x = x.unflatten(3, (-1, self.place.block))[:, :, :, part[0], part[1]]
-        return x if view else x.transpose(2, 3).flatten(3, 4)
+    def _rows_in_cache(self, q: Tensor) -> int:
+        row = self.call.groups * (self.place.width + self.call.phi.feature_dim)
+        return max(1, ZONE_ELEMENTS // (q.shape[0] * q.shape[1] * row))
 
-    def _split_heads(self, x: Tensor) -> Tensor:
-        """(b, g, t, r c, d) to (b, g, r, t, c, d)."""
-        return x.unflatten(3, (self.call.groups, -1)).transpose(2, 3)
+    def _pick(self, x: Tensor, part: Part) -> Tensor:
+        """Rows (b, g, r, n, d) of a part, (b, g, t, r c, d)."""
+        return self.place.take_rows(x, part[0])[..., part[1], :].transpose(2, 3).flatten(3, 4)
 
-    def _zone(
-        self, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, far: Tensor, refs: Tensor, part: Part
-    ) -> Zone:
-        call, place, span = self.call, self.place, self.place.span(part[0])
-        x = self._pick(q, part).to(call.dtype) * call.root**2
-        y = place.zones(k[..., span, :], sink_k).to(call.dtype)
-        ones = [pad(t.to(call.dtype), (0, 1), value=1.0) for t in (v[..., span, :], sink_v)]
-        return Zone(x, y, place.zones(*ones), far[:, :, part[0]], refs[..., part[0]])
+    def _put(self, total: Tensor, part: Part, rows: Tensor) -> None:
+        """The inverse: add rows (b, g, t, r c, d) of a part to all."""
+        blocks, cut = part
+        rows = rows.unflatten(3, (self.call.groups, -1)).transpose(2, 3)
+        self.place.put_rows(total, blocks, pad(rows, (0, 0, cut.start, self.place.block - cut.stop)).flatten(3, 4))
+
+    def _zone(self, q: Tensor, k: Tensor, v: Tensor, outside: Outside, part: Part) -> Zone:
+        place, span = self.place, self.place.span(part[0])
+        y, u = (place.zones(place.take(t, span).to(self.call.dtype)) for t in (k, v))
+        return Zone(self._pick(q, part).to(self.call.dtype), y, u, *outside)
+
+    def _sinks(self, x: Tensor, k: Tensor, v: Tensor, part: Part) -> Sinks | None:
+        if not k.shape[2]:
+            return None
+        k, v = k.to(self.call.dtype), v.to(self.call.dtype)
+        sees = self.place.sees_sinks(self.sink_position, part[0])[:, :, part[1]].repeat(1, 1, self.call.groups, 1)
+        logits = self._logits(x.flatten(2, 3), k).unflatten(2, x.shape[2:4])
+        return Sinks(logits.masked_fill(~sees.unsqueeze(1), MASKED), k, pad(v, (0, 1), value=1.0))
 
     def _near(self, f: Features, part: Part) -> Near:
         """The kernel in the zones of a sliding window."""
-        holes = self.far_holes[:, self.place.span(part[0])]
+        holes = self.place.take_mask(self.far_holes, self.place.span(part[0]))
         scale = self.place.zones(f.log_scale.masked_fill(spread_mask(holes), MASKED)).mT
         seen = self.place.by_kernel(scale.device)
         assert seen is not None
         seen = seen[part[1]].repeat(self.call.groups, 1)
         return Near(self.place.zones(f.values), scale.masked_fill(~seen, MASKED))
 
-    def _hide(self, logits: Tensor, part: Part) -> Tensor:
-        """Logits (b, g, t, r c, s + z) with -inf where a row does not see a sink or a key of its zone exactly."""
-        count = self.sink_position.shape[1]
-        parts = list(logits.split([count, logits.shape[-1] - count], dim=-1))
-        masks: list[Tensor | None] = [None, self._hidden(part)]
-        if count:
-            sees = self.place.sees_sinks(self.sink_position, part[0])[:, :, part[1]]
-            masks[0] = ~sees.repeat(1, 1, self.call.groups, 1).unsqueeze(1)
-        if logits.requires_grad or is_composed():
-            hidden = [t if m is None else t.masked_fill(m, -torch.inf) for t, m in zip(parts, masks, strict=True)]
-            return torch.cat(hidden, dim=-1)
-        for t, m in zip(parts, masks, strict=True):
-            if m is not None and t.shape[-1]:
-                t.masked_fill_(m, -torch.inf)
-        return logits
+    def _decay(self, near: Near, own: Tensor, log_ref: Tensor) -> Tensor:
+        """Weights of the kernel in the zone, (b, g, t, r c, z), relative to every row's log_ref."""
+        return (near.log_scale + (own - log_ref)).exp()
 
     def _hidden(self, part: Part) -> Tensor | None:
-        """Which keys of its zone a row does not see exactly, (b, 1, t, r c, z) or less, None for none."""
-        holes, exact = self.holes[:, self.place.span(part[0])], self.place.exact(self.holes.device)
+        """Which keys of its zone a row does not see exactly, (b, 1, t, r c or 1, z) or less, None for none."""
+        span, exact = self.place.span(part[0]), self.place.exact(self.far_holes.device)
         hidden = None if exact is None else ~exact[part[1]].repeat(self.call.groups, 1)
+        holes = self.holes
+        if holes is None and (torch.compiler.is_compiling() or self.place.has_gaps(span)):
+            holes = torch.zeros_like(self.far_holes)
+        if holes is None:
+            return hidden
+        holes = self.place.take_mask(holes, span)
         if may_look(holes) and not bool(holes.any()):
             return hidden
         zones = self.place.zones(holes[:, None, :, None]).mT
         return zones if hidden is None else zones | hidden
 
-    def _weights(self, zone: Zone, log_scale: Tensor, near: Near | None, part: Part) -> Weights:
-        own = log_scale.unflatten(2, zone.x.shape[2:4])
-        # 1. Exact logits.
-        logits = product(self.buffers, "zone", zone.x, zone.y.mT)
-        if self.call.phi.kernel == "gaussian":
-            scale = self.call.root**2
-            square = zone.x.square().sum(-1, keepdim=True) / scale + scale * zone.y.square().sum(-1, keepdim=True).mT
-            logits = logits - 0.5 * square
-        logits = self._hide(logits, part)
-        # 2. Every row's reference: the largest of all that it sees.
-        beyond = zone.ref[..., None, None] + own
-        ref = beyond.detach()
-        if logits.shape[-1]:
-            ref = torch.maximum(ref, logits.detach().amax(-1, keepdim=True))
-        if near is not None:
-            ref = torch.maximum(ref, (near.log_scale.amax(-1, keepdim=True) + own).detach())
-        ref = ref.clamp_min(EMPTY)
-        # 3. Relative to it.
-        decay = None if near is None else (near.log_scale + (own - ref)).exp()
-        kept = logits.requires_grad or is_composed()
-        weights = (logits - ref).exp() if kept else logits.sub_(ref).exp_()
-        return Weights(ref, weights, (beyond - ref).exp(), decay)
-
-    def _rows(self, zone: Zone, weights: Weights, phi: Tensor, near: Near | None, part: Part) -> Rows:
-        call, phi = self.call, phi.unflatten(2, zone.x.shape[2:4])
-        u = zone.u[..., self.sink_position.shape[1] :, :]
-        total = product(self.buffers, "exact", weights.zone, zone.u)
-        bound = None if call.positive else total[..., -1:].detach()
-        kernel = product(self.buffers, "far", phi, zone.far) * weights.far
-        if near is not None and weights.decay is not None:
-            kernel = kernel + ((phi @ near.psi.mT) * weights.decay) @ u
-        if call.top_up is not None:
-            last = zone.far[..., -1:, :] * weights.far
-            if near is not None and weights.decay is not None:
-                last = last + (weights.decay * near.psi[..., -1:].mT) @ u
-            kernel = topped_up(kernel, last, call.top_up)
-        if bound is not None:  # exact terms are their own bound
-            norm = zone.far[..., -1].unsqueeze(-2) * weights.far
-            norm = norm if near is None or weights.decay is None else norm + weights.decay @ near.psi
-            bound = bound + cauchy_schwarz(phi, norm)
-        log_ref = weights.log_ref
-        if self.sees_any is not None:
-            log_ref = torch.where(self._pick(self.sees_any, part), log_ref, EMPTY)
-        return finish(total + kernel, log_ref, bound, None, call.normalize, call.policy, call.floor)
-
-    def _exact_adjoint(self, zone: Zone, weights: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, of keys and of values with ones, from g of the sums."""
+    def _logits(self, x: Tensor, y: Tensor) -> Tensor:
+        """Exact logits of rows x (..., n, d) and keys y (..., z, d)."""
         scale = self.call.root**2
-        dlogits = weights * (g @ zone.u.mT)
-        dx, dy = (dlogits @ zone.y) * scale, dlogits.mT @ zone.x
+        logits = (x * scale) @ y.mT
         if self.call.phi.kernel == "gaussian":
-            dx = dx - zone.x * dlogits.sum(-1, keepdim=True)
-            dy = dy - scale * zone.y * dlogits.sum(-2).unsqueeze(-1)
-        return dx, dy, weights.mT @ g
+            logits = logits - 0.5 * scale * (squared_norm(x) + squared_norm(y).mT)
+        return logits
+
+    def _zone_logits(self, zone: Zone, part: Part) -> Tensor:
+        logits, hidden = self._logits(zone.x, zone.y), self._hidden(part)
+        return logits if hidden is None else logits.masked_fill(hidden, MASKED)
+
+    def _exact(self, zone: Zone, part: Part) -> tuple[Tensor, Tensor]:
+        """Softmax attention to the zone alone, (b, g, t, r c, v), and its log normaliser (b, g, t, r c, 1)."""
+        if self.call.phi.kernel == "softmax" and may_look(zone.x) and not torch.is_grad_enabled():
+            return attend_zones(zone.x, zone.y, zone.u, self._hidden(part), self.call.root**2)
+        logits = self._zone_logits(zone, part)
+        log_norm = logits.logsumexp(-1, keepdim=True)
+        return (logits - log_norm).exp() @ zone.u, log_norm
+
+    def _rows(
+        self, zone: Zone, sinks: Sinks | None, fq: Features, near: Near | None, part: Part
+    ) -> tuple[Rows, Tensor]:
+        """Finished rows (b, g, t, r c, .), and what their weights are relative to."""
+        call = self.call
+        phi, own = (t.unflatten(2, zone.x.shape[2:4]) for t in fq)
+        # 1. Every row's reference: the largest of all that it sees.
+        beyond = zone.ref[..., None, None] + own
+        log_ref = beyond.detach()
+        if self.place.width:
+            mean, log_norm = self._exact(zone, part)
+            log_ref = torch.maximum(log_ref, log_norm.detach())
+        if sinks is not None:
+            log_ref = torch.maximum(log_ref, sinks.logits.detach().amax(-1, keepdim=True))
+        if near is not None:
+            log_ref = torch.maximum(log_ref, (near.log_scale.amax(-1, keepdim=True) + own).detach())
+        log_ref = log_ref.clamp_min(EMPTY)
+        # 2. The kernel.
+        carry = (beyond - log_ref).exp()
+        total = product(self.buffers, "far", phi, zone.far) * carry
+        if near is not None:
+            decay = self._decay(near, own, log_ref)
+            u = pad(zone.u, (0, 1), value=1.0)
+            total = total + ((phi @ near.psi.mT) * decay) @ u
+        if call.top_up is not None:
+            last = zone.far[..., -1:, :] * carry
+            if near is not None:
+                last = last + (decay * near.psi[..., -1:].mT) @ u
+            total = topped_up(total, last, call.top_up)
+        bound = None
+        if not call.positive:
+            norm = zone.far[..., -1].unsqueeze(-2) * carry
+            norm = norm if near is None else norm + decay @ near.psi
+            bound = cauchy_schwarz(phi, norm)
+        # 3. Exact terms, which are their own bound.
+        exact = torch.zeros_like(total)
+        if self.place.width:
+            exact = pad(mean, (0, 1), value=1.0) * (log_norm - log_ref).exp()
+        if sinks is not None:
+            exact = exact + ((sinks.logits - log_ref).exp().flatten(2, 3) @ sinks.u).view_as(exact)
+        if bound is not None:
+            bound = bound + exact[..., -1:].detach()
+        seen = log_ref
+        if self.sees_any is not None:
+            seen = torch.where(self._pick(self.sees_any, part), log_ref, EMPTY)
+        return finish(total + exact, seen, bound, None, call.normalize, call.policy, call.floor), log_ref
+
+    def _exact_adjoint(self, zone: Zone, log_ref: Tensor, g: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the queries, keys and values of zones, from g of the sums relative to log_ref."""
+        weights = (self._zone_logits(zone, part) - log_ref).exp()
+        dlogits = weights * (g[..., :-1] @ zone.u.mT + g[..., -1:])
+        return *self._logits_adjoint(dlogits, zone.x, zone.y), weights.mT @ g[..., :-1]
+
+    def _sinks_adjoint(
+        self, sinks: Sinks | None, x: Tensor, log_ref: Tensor, g: Tensor, dx: Tensor, dk: Tensor, dv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Adds what the sinks contribute to the gradients of queries and of sinks."""
+        if sinks is None:
+            return dx, dk, dv
+        g, x, weights = (t.flatten(2, 3) for t in (g, x, (sinks.logits - log_ref).exp()))
+        more, dy = self._logits_adjoint(weights * (g @ sinks.u.mT), x, sinks.k)
+        return dx + more.view_as(dx), dk + dy, dv + weights.mT @ g[..., :-1]
+
+    def _logits_adjoint(self, dlogits: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of rows and keys from those of their exact logits."""
+        scale = self.call.root**2
+        dx, dy = dlogits @ y, dlogits.mT @ x
+        if self.call.phi.kernel == "gaussian":
+            dx = dx - x * dlogits.sum(-1, keepdim=True)
+            dy = dy - y * dlogits.sum(-2).unsqueeze(-1)
+        return dx * scale, dy * scale
