@@ -17,12 +17,10 @@ from torch import Tensor
 
 from bochner.attention.call import Call
 from bochner.attention.geometry import Geometry
-from bochner.attention.numerics import MASKED
+from bochner.attention.numerics import EMPTY, MASKED, add_product, may_look, weighted
 from bochner.attention.recompute import Traced
 from bochner.attention.state import spread_mask
 from bochner.maps.base import Features
-
-pad = torch.nn.functional.pad
 
 
 class Sums(NamedTuple):
@@ -74,9 +72,9 @@ class Beyond:
             last, ref = found[-1], scale.detach().amax((-2, -1))
             if last is not None:
                 ref = torch.maximum(ref, last.ref)
-            total = psi.mT @ (values * (scale - ref[..., None, None]).exp())
+            total = psi.mT @ weighted(values, (scale - ref[..., None, None]).exp())
             if last is not None:
-                total = torch.addcmul(total, last.total, (last.ref - ref).exp()[..., None, None])
+                total = add_product(total, last.total, (last.ref - ref).exp()[..., None, None])
             found.append(Sums(total, ref))
         return found[::-1]
 
@@ -102,14 +100,12 @@ class Beyond:
         """For a segment, from features of keys that begin with its `span`; and what lies before the next segment."""
         psi, scale, values = self._keys(f, v, self.span(blocks))
         mix = self._mixture(scale, blocks, before, behind)
-        sums = psi.mT @ (values * (scale - mix.key_refs[..., None, None]).exp())
-        total = mix.blocks @ sums.flatten(3)
-        total = total.unflatten(-1, sums.shape[3:])
-        parts = [(before.total, mix.before)]
+        sums = psi.mT @ weighted(values, (scale - mix.key_refs[..., None, None]).exp())
+        total = (mix.blocks @ sums.flatten(3)).unflatten(-1, sums.shape[3:])
+        if not may_look(before.ref) or bool((before.ref > EMPTY).any()):
+            total = add_product(total, before.total.unsqueeze(2), mix.before[..., None, None])
         if behind is not None and mix.behind is not None:
-            parts.append((behind.total, mix.behind))
-        for base, factor in parts:
-            total = _add_product(total, base.unsqueeze(2), factor[..., None, None])
+            total = add_product(total, behind.total.unsqueeze(2), mix.behind[..., None, None])
         return Outside(total[:, :, :-1], mix.refs[..., :-1]), Sums(total[:, :, -1], mix.refs[..., -1])
 
     def outside_adjoint(
@@ -136,11 +132,11 @@ class Beyond:
         return slice((blocks.start + near) * c, (blocks.stop + near) * c)
 
     def _keys(self, f: Features, v: Tensor, span: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Features, log scales and values with ones of some keys, by blocks (b, g, l, c, .)."""
+        """Features, log scales and values of some keys, by blocks (b, g, l, c, .)."""
         c, place = self.place.block, self.place
         psi, scale = (t[..., : span.stop - span.start, :] for t in f)
         scale = scale.masked_fill(spread_mask(place.take_mask(self.holes, span)), MASKED)
-        values = pad(place.take(v, span).to(self.call.dtype), (0, 1), value=1.0)
+        values = place.take(v, span).to(self.call.dtype)
         return psi.unflatten(2, (-1, c)), scale.unflatten(2, (-1, c)), values.unflatten(2, (-1, c))
 
     def _mixture(self, scale: Tensor, blocks: slice, before: Sums, behind: Sums | None) -> Mixture:
@@ -166,9 +162,4 @@ class Beyond:
 def _sums_adjoint(psi: Tensor, log_weight: Tensor, values: Tensor, dsums: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of features (b, g, l c, m) and values (b, g, l c, v) of blocks, from those of their sums."""
     weight = log_weight.exp()
-    return ((values * weight) @ dsums.mT).flatten(2, 3), ((psi @ dsums[..., :-1]) * weight).flatten(2, 3)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`total + a b`, in place where no gradient may need it."""
-    return total + a * b if total.requires_grad or a.requires_grad else total.addcmul_(a, b)
+    return (weighted(values, weight) @ dsums.mT).flatten(2, 3), ((psi @ dsums[..., :-1]) * weight).flatten(2, 3)

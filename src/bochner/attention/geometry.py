@@ -38,8 +38,7 @@ class Geometry:
     @classmethod
     def of(cls, call: Call, n: int, seen: int, held: int, keys: int) -> Geometry:
         """For n rows after `seen` keys; `keys` are given, of which the first `held` are the last of those."""
-        w = call.window
-        aligned = w > 0 and call.window_kind == "block"
+        w, aligned = call.window, call.window > 0 and call.window_kind == "block"
         c = w if aligned else max(w, SLIDING_BLOCK)
         lead = seen % w if aligned else 0
         if not keys or (not torch.compiler.is_compiling() and lead + n <= c):
@@ -47,6 +46,11 @@ class Geometry:
         near = 1 if w else 0
         t = (lead + n + c - 1) // c
         return cls(call, t, c, seen - lead, lead, n, held - lead, keys, near, 0 if call.is_causal else near, False)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether zones are whole blocks: nothing in them is left to the kernel."""
+        return self.call.window > 0 and self.call.window_kind == "block"
 
     @property
     def front(self) -> int:
@@ -133,16 +137,18 @@ class Geometry:
 
     def exact(self, device: torch.device) -> Tensor | None:
         """Which keys of its zone a row sees exactly, (c, z), None for all."""
+        if self.aligned and not self.call.is_causal:
+            return None
         w, offset = self.call.window, self.offsets(device)
-        if self.call.window_kind == "block" and w:
-            return offset <= 0 if self.call.is_causal else None
+        if self.aligned:
+            return offset <= 0
         return (offset > -w) & (offset <= 0) if self.call.is_causal else offset.abs() < w
 
     def by_kernel(self, device: torch.device) -> Tensor | None:
         """Which keys of its zone a row sees by the kernel, (c, z), None for none."""
-        w, offset = self.call.window, self.offsets(device)
-        if self.call.window_kind == "block" and w:
+        if self.aligned:
             return None
+        w, offset = self.call.window, self.offsets(device)
         return offset <= -w if self.call.is_causal else offset.abs() >= w
 
     def sees_sinks(self, position: Tensor, blocks: slice) -> Tensor:
@@ -150,7 +156,7 @@ class Geometry:
         start = self.origin + blocks.start * self.block
         i = start + torch.arange((blocks.stop - blocks.start) * self.block, device=position.device)[:, None]
         j, w = position[:, None, :], self.call.window
-        if self.call.window_kind == "block" and w:
+        if self.aligned:
             apart = i // w - torch.div(j, w, rounding_mode="floor")
             far = apart > 1 if self.call.is_causal else apart.abs() > 1
         else:

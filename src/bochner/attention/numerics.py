@@ -236,3 +236,20 @@ def product(buffers: Buffers, name: str, a: Tensor, b: Tensor) -> Tensor:
     if buffer is None or buffer.shape != shape:
         buffer = buffers[name] = a.new_empty(shape)
     return torch.matmul(a, b, out=buffer)
+
+
+def weighted(values: Tensor, weight: Tensor) -> Tensor:
+    """Values (..., n, v) times weights (..., n, 1), with the weights beside: (..., n, v + 1)."""
+    if torch.is_grad_enabled() or is_composed():
+        return torch.cat([values * weight, weight.expand(*values.shape[:-1], 1)], dim=-1)
+    out = values.new_empty(*values.shape[:-1], values.shape[-1] + 1)
+    torch.mul(values, weight, out=out[..., :-1])
+    out[..., -1:] = weight
+    return out
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor | float) -> Tensor:
+    """`total + a b`, in place where no gradient may need it."""
+    if torch.is_grad_enabled() or is_composed():
+        return total + a * b
+    return total.addcmul_(a, b) if isinstance(b, Tensor) else total.add_(a, alpha=b)

@@ -19,6 +19,7 @@ from bochner.attention.numerics import (
     MASKED,
     Buffers,
     Rows,
+    add_product,
     adjoint,
     finish,
     flags,
@@ -184,7 +185,7 @@ class ZoneScan:
     @property
     def _is_mixed(self) -> bool:
         """Whether a zone has both exact and kernel terms."""
-        return self.place.width > 0 and self.place.by_kernel(self.far_holes.device) is not None
+        return self.place.width > 0 and not self.place.aligned
 
     @property
     def _needs_keys(self) -> bool:
@@ -267,7 +268,7 @@ class ZoneScan:
     def _logits(self, x: Tensor, y: Tensor) -> Tensor:
         """Exact logits of rows x (..., n, d) and keys y (..., z, d)."""
         scale = self.call.root**2
-        logits = (x * scale) @ y.mT
+        logits = x @ (y * scale).mT if y.shape[-2] < x.shape[-2] else (x * scale) @ y.mT
         if self.call.phi.kernel == "gaussian":
             logits = logits - 0.5 * scale * (squared_norm(x) + squared_norm(y).mT)
         return logits
@@ -292,44 +293,45 @@ class ZoneScan:
         phi, own = (t.unflatten(2, zone.x.shape[2:4]) for t in fq)
         # 1. Every row's reference: the largest of all that it sees.
         beyond = zone.ref[..., None, None] + own
-        log_ref = beyond.detach()
-        if self.place.width:
-            mean, log_norm = self._exact(zone, part)
-            log_ref = torch.maximum(log_ref, log_norm.detach())
+        mean, log_norm = self._exact(zone, part) if self.place.width else (zone.x[..., :0], beyond)
+        log_ref = torch.maximum(beyond, log_norm).detach()
         if sinks is not None:
             log_ref = torch.maximum(log_ref, sinks.logits.detach().amax(-1, keepdim=True))
         if near is not None:
             log_ref = torch.maximum(log_ref, (near.log_scale.amax(-1, keepdim=True) + own).detach())
         log_ref = log_ref.clamp_min(EMPTY)
-        # 2. The kernel.
+        # 2. The kernel, relative to exp(log_ref - carry).
         carry = (beyond - log_ref).exp()
-        total = product(self.buffers, "far", phi, zone.far) * carry
+        kernel = product(self.buffers, "far", phi, zone.far)
+        last, norm = zone.far[..., -1:, :], zone.far[..., -1].unsqueeze(-2)
         if near is not None:
             decay = self._decay(near, own, log_ref)
             u = pad(zone.u, (0, 1), value=1.0)
-            total = total + ((phi @ near.psi.mT) * decay) @ u
+            kernel = kernel * carry + ((phi @ near.psi.mT) * decay) @ u
+            last, norm = last * carry + (decay * near.psi[..., -1:].mT) @ u, norm * carry + decay @ near.psi
+            carry = torch.ones_like(carry)
         if call.top_up is not None:
-            last = zone.far[..., -1:, :] * carry
-            if near is not None:
-                last = last + (decay * near.psi[..., -1:].mT) @ u
-            total = topped_up(total, last, call.top_up)
-        bound = None
-        if not call.positive:
-            norm = zone.far[..., -1].unsqueeze(-2) * carry
-            norm = norm if near is None else norm + decay @ near.psi
-            bound = cauchy_schwarz(phi, norm)
-        # 3. Exact terms, which are their own bound.
-        exact = torch.zeros_like(total)
-        if self.place.width:
-            exact = pad(mean, (0, 1), value=1.0) * (log_norm - log_ref).exp()
+            kernel = topped_up(kernel, last, call.top_up)
+        # 3. The normaliser; exact terms are their own bound.
+        exact = [(log_norm - log_ref).exp()] if self.place.width else []
         if sinks is not None:
-            exact = exact + ((sinks.logits - log_ref).exp().flatten(2, 3) @ sinks.u).view_as(exact)
-        if bound is not None:
-            bound = bound + exact[..., -1:].detach()
+            exact.append((sinks.logits - log_ref).exp())
+        sum_exact = sum(t.sum(-1, keepdim=True) for t in exact)
+        bound = None if call.positive else cauchy_schwarz(phi, norm * carry) + sum_exact.detach()
         seen = log_ref
         if self.sees_any is not None:
             seen = torch.where(self._pick(self.sees_any, part), log_ref, EMPTY)
-        return finish(total + exact, seen, bound, None, call.normalize, call.policy, call.floor), log_ref
+        rows = finish(kernel[..., -1:] * carry + sum_exact, seen, bound, None, call.normalize, call.policy, call.floor)
+        # 4. The values.
+        out = kernel[..., :-1] * (carry * rows.factor)
+        if self.place.width:
+            out = add_product(out, mean, exact[0] * rows.factor)
+        if sinks is not None:
+            more = (exact[-1] * rows.factor).flatten(2, 3) @ sinks.u[..., :-1]
+            out = add_product(out, more.view_as(out), 1.0)
+        if is_composed():
+            out = torch.where(rows.factor == 0, 0, out)  # not zero times infinity
+        return rows._replace(out=out), log_ref
 
     def _exact_adjoint(self, zone: Zone, log_ref: Tensor, g: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the queries, keys and values of zones, from g of the sums relative to log_ref."""
