@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -93,3 +94,22 @@ def test_gradients_flow_through_a_resumed_state() -> None:
         return torch.cat([first, second], dim=2)
 
     assert torch.autograd.gradcheck(attend, (q, k, v))
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": 16, "window_kind": "block", "sinks": 1}])
+def test_memory_that_is_used_again_never_shows(options: dict[str, Any]) -> None:
+    """Large products are written into memory that a thread keeps: results of one call must survive the next."""
+    phi = feature_map("relu", dim=16, num_features=64, seed=1)
+    calls = [draw_qkv(600, b=1, h=4, d=16, v=16, seed=i, dtype=torch.float32) for i in range(4)]
+
+    def run(i: int) -> Tensor:
+        with torch.inference_mode() if i % 2 else torch.no_grad():  # tensors of one mode may not be written in the other
+            return linear_attention(*calls[i], phi, **options)
+
+    wanted = [linear_attention(*(t.requires_grad_() for t in c), phi, **options).detach() for c in calls]
+    found = [run(i) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        threads = list(pool.map(run, [0, 1, 2, 3] * 4))
+    for i in range(4):
+        torch.testing.assert_close(found[i], wanted[i], atol=1e-5, rtol=1e-5)
+        assert all(torch.equal(t, found[i]) for t in threads[i::4])

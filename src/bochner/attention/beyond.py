@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bochner.attention.call import Call
 from bochner.attention.geometry import Geometry
-from bochner.attention.numerics import EMPTY, MASKED, add_product, may_look, weighted
+from bochner.attention.numerics import EMPTY, MASKED, add_product, may_look, product, weighted
 from bochner.attention.recompute import Traced
 from bochner.attention.state import spread_mask
 from bochner.maps.base import Features
@@ -67,7 +67,7 @@ class Beyond:
         features = self.call.features("key")
         for blocks in reversed(segments[1:]):
             span = self._shifted(blocks)
-            psi, scale, values = self._keys(features(self.place.take(k, span)), v, span)
+            psi, scale, values = self._keys(features(self.place.take(k, span)), self.place.take(v, span), span)
             psi, scale, values = (t.flatten(2, 3) for t in (psi, scale, values))
             last, ref = found[-1], scale.detach().amax((-2, -1))
             if last is not None:
@@ -91,22 +91,22 @@ class Beyond:
                 more = torch.addcmul(more, grad, (sums.ref - last).exp()[..., None, None])
             grad, last, span = more, sums.ref, self._shifted(blocks)
             f = Traced(features, self.place.take(k, span), call.parameters)
-            psi, scale, values = self._keys(Features(f.values, f.log_scale), v, span)
+            psi, scale, values = self._keys(Features(f.values, f.log_scale), self.place.take(v, span), span)
             dpsi, dv = _sums_adjoint(psi, scale - last[..., None, None, None], values, grad.unsqueeze(2))
             dk, params = f.pull(dpsi, (f.values * dpsi).sum(-1, keepdim=True))
             yield span, dk, dv, params
 
     def outside(self, f: Features, v: Tensor, blocks: slice, before: Sums, behind: Sums | None) -> tuple[Outside, Sums]:
-        """For a segment, from features of keys that begin with its `span`; and what lies before the next segment."""
+        """For a segment, from features and values of its `span` or of more keys; and what lies before the next."""
         psi, scale, values = self._keys(f, v, self.span(blocks))
         mix = self._mixture(scale, blocks, before, behind)
-        sums = psi.mT @ weighted(values, (scale - mix.key_refs[..., None, None]).exp())
-        total = (mix.blocks @ sums.flatten(3)).unflatten(-1, sums.shape[3:])
+        sums = product("sums", psi.mT, weighted(values, (scale - mix.key_refs[..., None, None]).exp()))
+        total = product("outside", mix.blocks, sums.flatten(3)).unflatten(-1, sums.shape[3:])
         if not may_look(before.ref) or bool((before.ref > EMPTY).any()):
             total = add_product(total, before.total.unsqueeze(2), mix.before[..., None, None])
         if behind is not None and mix.behind is not None:
             total = add_product(total, behind.total.unsqueeze(2), mix.behind[..., None, None])
-        return Outside(total[:, :, :-1], mix.refs[..., :-1]), Sums(total[:, :, -1], mix.refs[..., -1])
+        return Outside(total[:, :, :-1], mix.refs[..., :-1]), Sums(total[:, :, -1].clone(), mix.refs[..., -1])
 
     def outside_adjoint(
         self, f: Features, v: Tensor, blocks: slice, before: Sums, behind: Sums | None, dfar: Tensor, dnext: Tensor
@@ -134,10 +134,9 @@ class Beyond:
     def _keys(self, f: Features, v: Tensor, span: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Features, log scales and values of some keys, by blocks (b, g, l, c, .)."""
         c, place = self.place.block, self.place
-        psi, scale = (t[..., : span.stop - span.start, :] for t in f)
+        psi, scale, values = (t[..., : span.stop - span.start, :] for t in (*f, v))
         scale = scale.masked_fill(spread_mask(place.take_mask(self.holes, span)), MASKED)
-        values = place.take(v, span).to(self.call.dtype)
-        return psi.unflatten(2, (-1, c)), scale.unflatten(2, (-1, c)), values.unflatten(2, (-1, c))
+        return psi.unflatten(2, (-1, c)), scale.unflatten(2, (-1, c)), values.to(psi.dtype).unflatten(2, (-1, c))
 
     def _mixture(self, scale: Tensor, blocks: slice, before: Sums, behind: Sums | None) -> Mixture:
         tops = scale.detach().amax((-2, -1))

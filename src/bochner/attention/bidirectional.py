@@ -20,7 +20,6 @@ from bochner.attention.flash import attend
 from bochner.attention.numerics import (
     EMPTY,
     MASKED,
-    Buffers,
     adjoint,
     changed,
     finish,
@@ -107,7 +106,6 @@ class SumScan:
         call, (k, v) = self.call, tensors
         b, g, s, _ = k.shape
         features = call.features("key")
-        buffers: Buffers = {}
         sums = torch.zeros(b, g, call.phi.feature_dim, v.shape[-1] + 1, dtype=call.dtype, device=k.device)
         ref = torch.full((b, g), EMPTY, dtype=call.dtype, device=k.device)
         for part in blocks(call, s, b * g, k.device):
@@ -115,7 +113,7 @@ class SumScan:
             scale = self._masked(f.log_scale, part)
             new = torch.maximum(ref, scale.detach().amax((-2, -1)))
             weighted = pad(v[..., part, :].to(call.dtype), (0, 1), value=1.0) * (scale - new[..., None, None]).exp()
-            more = product(buffers, "sums", f.values.mT, weighted)
+            more = product("sums", f.values.mT, weighted)
             sums = torch.addcmul(more, sums, (ref - new).exp()[..., None, None])
             ref = new
         return (sums, ref), ref
@@ -149,12 +147,11 @@ class ReadScan:
     def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         call, (q, sums) = self.call, tensors
         features, parts = call.features("query"), []
-        buffers: Buffers = {}
         for part in blocks(call, q.shape[-2], q.shape[0] * q.shape[1], q.device):
             f = features(q[..., part, :])
             bound = None if call.positive else cauchy_schwarz(f.values, sums[..., -1].unsqueeze(-2))
             own = f.log_scale if call.row_scale_matters else torch.zeros_like(f.log_scale)
-            total = product(buffers, "read", f.values, sums)
+            total = product("read", f.values, sums)
             if call.top_up is not None:
                 total = topped_up(total, sums[..., -1:, :], call.top_up.squeeze(-1))
             log_ref = self.ref[..., None, None] + own

@@ -48,7 +48,7 @@ def careful_rows(scan: ZoneScan, tensors: tuple[Tensor, ...], lost: Tensor) -> t
     call, place = scan.call, scan.place
     query, key = call.phi.exponent("query"), call.phi.exponent("key")
     if query is None or key is None:
-        wide = replace(scan, call=replace(call, dtype=torch.float64), buffers={})
+        wide = replace(scan, call=replace(call, dtype=torch.float64))
         out, _, still, _, _ = run_scan(wide, *(t.double() for t in tensors))
         return out.to(call.dtype), still
     q, k, v = place.all_rows(q), place.take(k, place.everything), place.take(v, place.everything)
@@ -86,7 +86,7 @@ def careful_causal(
     """Plain causal rows (b, g, r n, v) of q (b, g, r, n, d), where `lost` (b, g, r n, 1): a window of no width."""
     place = Geometry.of(call, q.shape[-2], 0, 0, k.shape[-2])
     hole = torch.zeros(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if hole is None else hole
-    scan = ZoneScan(call, place, hole, hole, hole[:, :0].long(), None, {})
+    scan = ZoneScan(call, place, hole, hole, hole[:, :0].long(), None)
     tensors = (q, k, v, k[..., :0, :], v[..., :0, :], packed(state), state.log_scale)
     rows, doubtful = careful_rows(scan, tensors, lost.unflatten(2, (call.groups, -1)))
     return rows.flatten(2, 3), doubtful.flatten(2, 3)

@@ -19,7 +19,6 @@ from bochner.attention.numerics import (
     EMPTY,
     MASKED,
     RANGES,
-    Buffers,
     Rows,
     adjoint,
     finish,
@@ -41,7 +40,7 @@ pad = torch.nn.functional.pad
 
 def causal(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, state: State) -> Result:
     """Rows of q (b, g, r, n, d) over the keys before and at each, k and v (b, g, n, .), after those of `state`."""
-    scan = CausalScan(call, hole, {})
+    scan = CausalScan(call, hole)
     out, sums, lost, small, ref = run_scan(scan, q, k, v, packed(state), state.log_scale)
     return Result(out.flatten(2, 3), unpacked(sums, ref), lost.flatten(2, 3), small.flatten(2, 3))
 
@@ -131,7 +130,6 @@ class CausalScan:
 
     call: Call
     hole: Tensor | None
-    buffers: Buffers
     num_smooth: int = 2
 
     def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Any]:
@@ -153,8 +151,8 @@ class CausalScan:
         """Finished rows (b, g, t, r c, .): the states before their chunk, and the chunk up to them."""
         call, (_, _, t, c, _) = self.call, keys.psi.shape
         phi = fq.values.unflatten(2, (t, -1))
-        far = product(self.buffers, "far", phi, states[:, :, :-1])
-        scores = product(self.buffers, "scores", phi, keys.psi.mT).unflatten(3, (-1, c))
+        far = product("far", phi, states[:, :, :-1])
+        scores = product("scores", phi, keys.psi.mT).unflatten(3, (-1, c))
         beyond = None
         if is_composed():  # rows that are lost could not be computed again: a reference for every row
             ref = keys.peak()

@@ -9,7 +9,9 @@ rounding. Sums that nevertheless leave the range show as normalisers below `floo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import threading
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +23,8 @@ from bochner.maps.base import Exponent, FeatureMap, Features, squared_norm
 EMPTY = -1e30  # the log scale of nothing: finite, so that differences are never NaN
 MASKED = -2e30  # below EMPTY, so that exp(MASKED - EMPTY) is 0
 SMALL_NORMALIZER = 1e-4  # of its Cauchy-Schwarz bound; a signed map's normaliser below it is not used
+
+WORTHWHILE, LARGEST = 2**14, 2**22  # elements of a product between which its memory is kept: at most 16 MB in float32
 
 FeatureFunction = Callable[[Tensor], Features]
 Versions = tuple[tuple[int, int], ...]
@@ -54,6 +58,7 @@ def floor_of(phi: FeatureMap, dtype: torch.dtype) -> float:
 def feature_function(phi: FeatureMap, role: str, root: float, dtype: torch.dtype) -> FeatureFunction:
     """The features of `root * x` in `dtype`, as attention wants them: x (..., n, d) to values and log scales.
 
+    The values are valid until the next features of this role (`product`).
     What does not depend on x is kept with the map until its state changes, unless a gradient may need it or the map has
     parameters: fused optimizers change those without leaving a trace.
     """
@@ -84,7 +89,7 @@ def _feature_function(phi: FeatureMap, role: str, root: float, dtype: torch.dtyp
     def features(x: Tensor) -> Features:
         z, extra, square = changed(exponent, x.to(dtype), root)
         bound = square.detach().sqrt() * reach + lift
-        logits = z @ weight.mT
+        logits = product(role, z, weight.mT)
         if offset is not None:
             logits = logits + offset if logits.requires_grad else logits.add_(offset)
         row = exponent.constant + extra - (exponent.half * scale**2) * square
@@ -221,21 +226,37 @@ def adjoint(rows: Rows, grad: Tensor, normalize: bool) -> Tensor:
     return torch.cat([values, den], dim=-1)
 
 
-Buffers = dict[str, Tensor]  # results of large products, in memory that is used again
+class _Workspace(threading.local):
+    """Memory of one thread that large products are written into again and again, by name."""
+
+    def __init__(self) -> None:
+        self.memory: dict[tuple[str, torch.dtype, bool], Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size = math.prod(shape)
+        key = (name, dtype, torch.is_inference_mode_enabled())  # what is made in inference mode must stay there
+        memory = self.memory.get(key)
+        if memory is None or len(memory) < size:
+            memory = self.memory[key] = torch.empty(size, dtype=dtype, device="cpu")
+        return memory[:size].view(*shape)
 
 
-def product(buffers: Buffers, name: str, a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`, valid until the next product of this name, where no gradient may need it.
+_WORKSPACE = _Workspace()
+
+
+def product(name: str, a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`, valid on this thread until the next product of this name, where no gradient may need it.
 
     A fresh tensor of several megabytes costs as much in page faults as the product that fills it.
     """
-    if torch.is_grad_enabled() or is_composed():
+    if torch.is_grad_enabled() or is_composed() or a.device.type != "cpu":
         return a @ b
-    shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-    buffer = buffers.get(name)
-    if buffer is None or buffer.shape != shape:
-        buffer = buffers[name] = a.new_empty(shape)
-    return torch.matmul(a, b, out=buffer)
+    same = b.dim() == 2 or a.shape[:-2] == b.shape[:-2]
+    lead = a.shape[:-2] if same else torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    shape = (*lead, a.shape[-2], b.shape[-1])
+    if not WORTHWHILE <= math.prod(shape) <= LARGEST:
+        return a @ b
+    return torch.matmul(a, b, out=_WORKSPACE.take(name, shape, a.dtype))
 
 
 def weighted(values: Tensor, weight: Tensor) -> Tensor:

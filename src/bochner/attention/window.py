@@ -18,7 +18,7 @@ from bochner.attention.bidirectional import absorb_keys
 from bochner.attention.call import Call, Result
 from bochner.attention.careful import careful_rows
 from bochner.attention.geometry import Geometry
-from bochner.attention.numerics import EMPTY
+from bochner.attention.numerics import EMPTY, may_look
 from bochner.attention.recompute import run_scan
 from bochner.attention.state import State, WindowState, absorb, packed, unpacked
 from bochner.attention.zone import ZoneScan
@@ -52,7 +52,7 @@ def windowed(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, s
     # 2. The rows.
     sees_any = None if hole is None else _sees_any(call, holes, n, past, state)
     known = holes if hole is not None or past.k.shape[2] else None
-    scan = ZoneScan(call, geometry, known, far_holes, sinks.position, sees_any, {})
+    scan = ZoneScan(call, geometry, known, far_holes, sinks.position, sees_any)
     tensors = (q, keys, values, sinks.k, sinks.v, packed(state), state.log_scale)
     out, sums, lost, small, ref = run_scan(scan, *tensors)
     if call.may_look(lost) and bool(lost.any()):
@@ -114,6 +114,8 @@ def find_sinks(call: Call, past: WindowState, k: Tensor, v: Tensor, padded: Tens
     if not call.sinks:
         return Sinks(past.sink_k, past.sink_v, past.sink_position), torch.zeros_like(padded)
     here = torch.arange(past.seen, past.seen + s, device=k.device).expand(b, s)
+    if not past.seen and may_look(padded) and not bool(padded.any()):
+        return Sinks(k[..., : call.sinks, :], v[..., : call.sinks, :], here[:, : call.sinks]), here < call.sinks
     position = torch.cat([past.sink_position, torch.where(padded, -1, here)], dim=1)
     found = (position >= 0).cumsum(1)
     is_sink = (position >= 0) & (found <= call.sinks)

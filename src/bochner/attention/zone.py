@@ -17,7 +17,6 @@ from bochner.attention.geometry import Geometry
 from bochner.attention.numerics import (
     EMPTY,
     MASKED,
-    Buffers,
     Rows,
     add_product,
     adjoint,
@@ -82,20 +81,20 @@ class ZoneScan:
     far_holes: Tensor
     sink_position: Tensor
     sees_any: Tensor | None
-    buffers: Buffers
     num_smooth: int = 2
 
     def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         q, k, v, sink_k, sink_v, sums, ref = tensors
-        segments, beyond, before = self._segments(q), self._beyond, Sums(sums, ref)
+        segments, before = self._segments(q), Sums(sums, ref)
         query, key, parts, kept = self.call.features("query"), self.call.features("key"), [], []
-        for blocks, behind in zip(segments, beyond.behind(k, v, segments), strict=True):
-            start, fk = before, key(self.place.take(k, self._span(blocks))) if self._needs_keys else None
-            outside, before = self._outside(fk, v, blocks, before, behind)
+        for blocks, behind in zip(segments, self._beyond.behind(k, v, segments), strict=True):
+            start, keys, values = before, *self._keys(k, v, blocks)
+            fk = key(keys[..., self._used(blocks), :]) if self._needs_features else None
+            outside, before = self._outside(fk, values, blocks, before, behind)
             log_refs = []
             for rows in self._cuts(q):
                 part = (blocks, rows)
-                zone = self._zone(q, k, v, outside, part)
+                zone = self._zone(q, keys, values, outside, part)
                 near = self._near(fk, part) if fk is not None and self._is_mixed else None
                 sinks = self._sinks(zone.x, sink_k, sink_v, part)
                 done, log_ref = self._rows(zone, sinks, query(zone.x.flatten(2, 3)), near, part)
@@ -113,19 +112,21 @@ class ZoneScan:
         dq, dk, dv, dsk, dsv = (torch.zeros_like(t, dtype=call.dtype) for t in (q, k, v, sink_k, sink_v))
         dparams: list[Tensor | None] = [None] * len(call.parameters)
         query, key = call.traced_features("query"), call.traced_features("key")
-        dbefore, dstate, dbehind = torch.zeros_like(sums), grads[1], []
+        dbefore, dstate, dbehind = torch.zeros_like(sums), grads[1:2], []
         for blocks, (before, behind, log_refs) in reversed(list(zip(segments, kept, strict=True))):
-            span = self._span(blocks)
-            trace = Traced(key, self.place.take(k, span), call.parameters) if self._needs_keys else None
+            span, (keys, values) = self.place.span(blocks), self._keys(k, v, blocks)
+            used = self._used(blocks)
+            trace = Traced(key, keys[..., used, :], call.parameters) if self._needs_features else None
             fk = None if trace is None else Features(trace.values, trace.log_scale)
-            outside, _ = self._outside(fk, v, blocks, before, behind)
+            outside, _ = self._outside(fk, values, blocks, before, behind)
             dfar = torch.zeros_like(outside.far)
-            if dstate is not None:
-                dfar[:, :, -1], dstate = dstate, None
+            for d in dstate:  # of the last segment alone
+                dfar[:, :, -1] = d
+            dstate = ()
             dpsi = None if fk is None else torch.zeros_like(fk.values)
             for rows, log_ref in zip(self._cuts(q), log_refs, strict=True):
                 part = (blocks, rows)
-                zone = self._zone(q, k, v, outside, part)
+                zone = self._zone(q, keys, values, outside, part)
                 sinks = self._sinks(zone.x, sink_k, sink_v, part)
                 fq = Traced(query, zone.x.flatten(2, 3), call.parameters)
                 g = self._pick(total, part)
@@ -145,8 +146,8 @@ class ZoneScan:
                     dphi += back @ near.psi
                     du = du + ((phi @ near.psi.mT) * decay).mT @ g[..., :-1]
                     dpsi += self.place.zones_adjoint(back.mT @ phi)
-                self.place.put(dk, self.place.span(blocks), self.place.zones_adjoint(dy))
-                self.place.put(dv, self.place.span(blocks), self.place.zones_adjoint(du))
+                self.place.put(dk, span, self.place.zones_adjoint(dy))
+                self.place.put(dv, span, self.place.zones_adjoint(du))
                 more, params = fq.pull(dphi.flatten(2, 3), (phi * dphi).sum(-1, keepdim=True).flatten(2, 3))
                 self._put(dq, part, dx + more.view_as(dx))
                 dparams = add_up(dparams, params)
@@ -156,12 +157,12 @@ class ZoneScan:
             if trace is None or fk is None or dpsi is None:
                 continue
             if not self.place.single:
-                more, du, dbefore, later = beyond.outside_adjoint(fk, v, blocks, before, behind, dfar, dbefore)
+                more, du, dbefore, later = beyond.outside_adjoint(fk, values, blocks, before, behind, dfar, dbefore)
                 dpsi[..., : more.shape[2], :] += more
                 self.place.put(dv, beyond.span(blocks), du)
                 dbehind.append(later)
             more, params = trace.pull(dpsi, (trace.values * dpsi).sum(-1, keepdim=True))
-            self.place.put(dk, span, more)
+            self.place.put(dk, slice(span.start, span.start + more.shape[2]), more)
             dparams = add_up(dparams, params)
         for span, more, du, params in beyond.behind_adjoint(k, v, segments, [b for _, b, _ in kept], dbehind[::-1]):
             self.place.put(dk, span, more)
@@ -188,13 +189,19 @@ class ZoneScan:
         return self.place.width > 0 and not self.place.aligned
 
     @property
-    def _needs_keys(self) -> bool:
+    def _needs_features(self) -> bool:
         """Whether features of the keys given are needed."""
         return self._is_mixed or not self.place.single
 
-    def _span(self, blocks: slice) -> slice:
-        """The laid-out keys whose features a segment needs."""
-        return self.place.span(blocks) if self._is_mixed else self._beyond.span(blocks)
+    def _keys(self, k: Tensor, v: Tensor, blocks: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values of the zones of a segment."""
+        span, dtype = self.place.span(blocks), self.call.dtype
+        return self.place.take(k, span).to(dtype), self.place.take(v, span).to(dtype)
+
+    def _used(self, blocks: slice) -> slice:
+        """Those of them whose features a segment needs."""
+        span = self.place.span(blocks) if self._is_mixed else self._beyond.span(blocks)
+        return slice(0, span.stop - span.start)
 
     def _segments(self, q: Tensor) -> list[slice]:
         """Blocks of rows whose features, zones and sums stay in cache."""
@@ -224,10 +231,9 @@ class ZoneScan:
         rows = rows.unflatten(3, (self.call.groups, -1)).transpose(2, 3)
         self.place.put_rows(total, blocks, pad(rows, (0, 0, cut.start, self.place.block - cut.stop)).flatten(3, 4))
 
-    def _zone(self, q: Tensor, k: Tensor, v: Tensor, outside: Outside, part: Part) -> Zone:
-        place, span = self.place, self.place.span(part[0])
-        y, u = (place.zones(place.take(t, span).to(self.call.dtype)) for t in (k, v))
-        return Zone(self._pick(q, part).to(self.call.dtype), y, u, *outside)
+    def _zone(self, q: Tensor, keys: Tensor, values: Tensor, outside: Outside, part: Part) -> Zone:
+        x = self._pick(q, part).to(self.call.dtype)
+        return Zone(x, self.place.zones(keys), self.place.zones(values), *outside)
 
     def _sinks(self, x: Tensor, k: Tensor, v: Tensor, part: Part) -> Sinks | None:
         if not k.shape[2]:
@@ -302,7 +308,7 @@ class ZoneScan:
         log_ref = log_ref.clamp_min(EMPTY)
         # 2. The kernel, relative to exp(log_ref - carry).
         carry = (beyond - log_ref).exp()
-        kernel = product(self.buffers, "far", phi, zone.far)
+        kernel = product("far", phi, zone.far)
         last, norm = zone.far[..., -1:, :], zone.far[..., -1].unsqueeze(-2)
         if near is not None:
             decay = self._decay(near, own, log_ref)
@@ -316,7 +322,7 @@ class ZoneScan:
         exact = [(log_norm - log_ref).exp()] if self.place.width else []
         if sinks is not None:
             exact.append((sinks.logits - log_ref).exp())
-        sum_exact = sum(t.sum(-1, keepdim=True) for t in exact)
+        sum_exact = torch.cat(exact, dim=-1).sum(-1, keepdim=True)
         bound = None if call.positive else cauchy_schwarz(phi, norm * carry) + sum_exact.detach()
         seen = log_ref
         if self.sees_any is not None:
