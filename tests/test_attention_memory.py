@@ -98,12 +98,12 @@ def test_gradients_flow_through_a_resumed_state() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": 16, "window_kind": "block", "sinks": 1}])
 def test_memory_that_is_used_again_never_shows(options: dict[str, Any]) -> None:
-    """Large products are written into memory that a thread keeps: results of one call must survive the next."""
+    """Large products go to memory that a thread keeps: results survive the next call, in inference mode or not."""
     phi = feature_map("relu", dim=16, num_features=64, seed=1)
     calls = [draw_qkv(600, b=1, h=4, d=16, v=16, seed=i, dtype=torch.float32) for i in range(4)]
 
     def run(i: int) -> Tensor:
-        with torch.inference_mode() if i % 2 else torch.no_grad():  # tensors of one mode may not be written in the other
+        with torch.inference_mode() if i % 2 else torch.no_grad():
             return linear_attention(*calls[i], phi, **options)
 
     wanted = [linear_attention(*(t.requires_grad_() for t in c), phi, **options).detach() for c in calls]
