@@ -4,17 +4,16 @@ Claim: the clustered hybrid is below positive and trigonometric features at ever
 that differ in the spread of the clusters and in how well a real diagonal A can fit them (Section H.3). The
 paper uses real A; with complex A the fit is exact at the centres.
 
-    python experiments/clustered_table.py [--repetitions 20] [--json OUT]
+    python experiments/clustered_table.py [--repetitions 20]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
+from _gallery import figure, finish, save
 
 from bochner import FeatureMap, kernel_estimate
 from bochner.maps.clustered import ClusteredFeatures
@@ -94,16 +93,44 @@ def report(rows: list[dict[str, Any]]) -> bool:
     return holds
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "clustered_table.json")
-    args = parser.parse_args()
-    rows = run(args.repetitions)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = run(options.repetitions)
     holds = report(rows)
-    args.json.write_text(json.dumps(rows, indent=1) + "\n")
-    raise SystemExit(0 if holds else 1)
+    draw(rows)
+    gains = []
+    for name, *_ in DATA:
+        mean = {r["map"]: sum(r["mse"]) / len(r["mse"]) for r in rows if (r["data"], r["m"]) == (name, 100)}
+        best = min(mean["positive"], mean["trig"])
+        gains.append(f"{name} {best / mean['clustered, real']:.1f} (complex A {best / mean['clustered, complex']:.1f})")
+    return finish(
+        "clustered_table",
+        {"repetitions": options.repetitions, "rows": rows},
+        claim="On clustered data the clustered hybrid has a smaller error than positive and trigonometric features at "
+        "every number of features.",
+        ours="the error of the better plain map over that of the clustered one at m = 100: " + ", ".join(gains) + ".",
+        verdict="reproduced" if holds else "partly",
+        why="" if holds else "a plain map is as good on one of the four data sets",
+    )
+
+
+def draw(rows: list[dict[str, Any]]) -> None:
+    fig, axes = figure(len(DATA), figsize=(14, 3.4), sharey=True)
+    labels = list(dict.fromkeys(r["map"] for r in rows))
+    for ax, (name, spread, agreeing) in zip(axes, DATA, strict=True):
+        for label in labels:
+            found = {r["m"]: r["mse"] for r in rows if (r["data"], r["map"]) == (name, label)}
+            (line,) = ax.plot(list(found), [sum(e) / len(e) for e in found.values()], "o-", ms=3, label=label)
+            low, high = ([f(e) for e in found.values()] for f in (min, max))
+            ax.fill_between(list(found), low, high, alpha=0.15, color=line.get_color())
+        ax.set(yscale="log", xlabel="m", title=f"{name}: spread {spread:.2g}, agreeing {agreeing:.0%}")
+    axes[0].set_ylabel("mean squared error")
+    axes[0].legend(fontsize=7, frameon=False)
+    save(fig, "clustered_table")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -4,25 +4,23 @@ Claim: the error of trigonometric features vanishes at angle 0, that of hyperbol
 angular hybrid at both. By the closed forms on a grid of lengths up to 5, and by simulation where its tails allow it
 (length 1).
 
-    python experiments/hybrid_surface.py [--figure OUT.png]
+    python experiments/hybrid_surface.py
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
+from _gallery import figure, finish, save
 
 from bochner import kernel_estimate, theory
 from bochner.maps.exponential import HyperbolicFeatures
 from bochner.maps.hybrid import AngularHybridFeatures
 from bochner.maps.trig import TrigFeatures
 
-RESULT = Path(__file__).parent / "results" / "hybrid_surface.json"
 M, N, DIM = 10, 1, 8
 LENGTHS = [0.5, 1.0, 2.0, 3.0, 4.0, 5.0]
 ANGLES = torch.linspace(0, math.pi, 33, dtype=torch.float64)
@@ -71,8 +69,7 @@ def simulated(r: float) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figure", type=Path)
-    options = parser.parse_args()
+    parser.parse_args()
     torch.set_num_threads(1)
     surface = {r: closed_forms(r) for r in LENGTHS}
     wanted = {"trig": (True, False), "hyperbolic": (False, True), "angular hybrid": (True, True)}
@@ -92,42 +89,38 @@ def main() -> int:
     agrees = worst < 5
     print(f"\nsimulation at length 0.5, {DRAWS:,} draws: at most {worst:.1f} standard errors from the closed forms")
     print(f"claim, only the hybrid vanishes at both ends: {'holds' if holds and agrees else 'FAILS'}")
-    RESULT.write_text(
-        json.dumps(
-            {
-                "m": M,
-                "n": N,
-                "angles": ANGLES.tolist(),
-                "mse": {str(r): {k: v.tolist() for k, v in e.items()} for r, e in surface.items()},
-                "standard_errors_off": worst,
-                "verdict": "holds" if holds and agrees else "fails",
-            },
-            indent=1,
-        )
-        + "\n"
+    draw(surface)
+    return finish(
+        "hybrid_surface",
+        {
+            "m": M,
+            "n": N,
+            "angles": ANGLES.tolist(),
+            "mse": {str(r): {k: v.tolist() for k, v in e.items()} for r, e in surface.items()},
+            "standard_errors_off": worst,
+        },
+        claim="The error of trigonometric features vanishes at angle 0, that of hyperbolic ones at pi, and only "
+        "that of "
+        "the angular hybrid at both.",
+        ours=f"so it is at all {len(LENGTHS)} lengths up to {max(LENGTHS):g} by the closed forms; {DRAWS:,} draws "
+        f"at length 0.5 "
+        f"lie within {worst:.1f} standard errors of them.",
+        verdict="reproduced" if holds and agrees else "not",
+        why="" if holds and agrees else "an error does not vanish where it should, or simulation differs",
     )
-    if options.figure:
-        draw(surface, options.figure)
-    return 0 if holds and agrees else 1
 
 
-def draw(surface: dict[float, dict[str, torch.Tensor]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+def draw(surface: dict[float, dict[str, torch.Tensor]]) -> None:
     names = list(surface[LENGTHS[0]])
-    figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3.2), sharey=True)
+    fig, axes = figure(len(names), figsize=(12, 3.4), sharey=True)
     for ax, name in zip(axes, names, strict=True):
         for r, errors in surface.items():
-            ax.semilogy(ANGLES, errors[name].clamp_min(1e-12), label=f"r = {r}")
-        ax.set_title(name)
-        ax.set_xlabel("angle")
+            ax.semilogy(ANGLES, errors[name].clamp_min(1e-12), label=f"length {r:g}")
+        ax.set(title=name, xlabel="angle")
+        ax.set_xticks([0, math.pi / 2, math.pi], ["0", "π/2", "π"])
     axes[0].set_ylabel("mean squared error")
-    axes[-1].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    axes[-1].legend(fontsize=7, frameon=False)
+    save(fig, "hybrid_surface")
 
 
 if __name__ == "__main__":

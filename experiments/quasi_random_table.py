@@ -14,18 +14,16 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
+from _gallery import COLOURS, figure, finish, save
 from sklearn.datasets import load_wine
 
 from bochner import data, feature_map, kernel_estimate
 from bochner.maps.hybrid import AngularHybridFeatures
 
-RESULT = Path(__file__).parent / "results" / "quasi_random_table.json"
 M, PAIRS, COEFFICIENTS = 512, 100, (1, 2, 4, 8)
 PROJECTIONS = ("iid", "orthogonal", "hadamard", "halton")
 BASES, LENGTHS = ("trig", "positive", "hyperbolic"), (0.5, 1.0)
@@ -93,9 +91,37 @@ def main() -> int:
     print()
     for key, holds in verdicts.items():
         print(f"claim, {key}: {'holds' if holds else 'FAILS'}")
-    result["verdict"] = {k: "holds" if v else "fails" for k, v in verdicts.items()}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(verdicts.values()) else 1
+    wins = {base: sum(v for k, v in verdicts.items() if k.endswith(f"below {base} features")) for base in BASES}
+    each = len(verdicts) // len(BASES)
+    draw(result["mse"])
+    holds = all(verdicts.values())
+    return finish(
+        "quasi_random_table",
+        {**result, "verdicts": verdicts},
+        claim="At equal FLOPs the angular hybrid has a smaller error on rows of the wine and Boston tables than plain "
+        "features on orthogonal, Hadamard or Halton directions.",
+        ours=", ".join(f"below {base} features in {n} of {each} cases" for base, n in wins.items())
+        + " (two tables, rows of length 0.5 and 1, orthogonal and independent hybrids).",
+        verdict="reproduced" if holds else "partly",
+        why=""
+        if holds
+        else "the paper does not say which features stand on the directions nor how rows were scaled; "
+        "against the best plain map of each kind the hybrid wins only in some cases",
+    )
+
+
+def draw(tables: dict[str, dict[str, list[float]]]) -> None:
+    fig, axes = figure(len(tables), figsize=(15, 4.2))
+    for ax, (title, rows) in zip(axes, tables.items(), strict=True):
+        best = {"hybrid, orthogonal": "n = 4, orthogonal", "hybrid, iid": "n = 4, iid"}
+        shown = {label: rows[f"angular hybrid, {key}"] for label, key in best.items()}
+        shown |= {label: value for label, value in rows.items() if not label.startswith("angular")}
+        order = sorted(shown, key=lambda k: shown[k][0], reverse=True)
+        colours = [COLOURS[1] if k.startswith("hybrid") else COLOURS[0] for k in order]
+        ax.barh(order, [shown[k][0] for k in order], xerr=[shown[k][1] for k in order], color=colours)
+        ax.set(xscale="log", title=title, xlabel="MSE, thousandths")
+        ax.tick_params(axis="y", labelsize=7)
+    save(fig, "quasi_random_table")
 
 
 if __name__ == "__main__":

@@ -83,3 +83,51 @@ def test_the_script_itself_answers_help() -> None:
     done = subprocess.run([sys.executable, str(EXPERIMENTS / "run.py"), "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "--quick" in done.stdout
+
+
+def gallery() -> ModuleType:
+    sys.path.insert(0, str(EXPERIMENTS))
+    try:
+        import gallery as module
+    finally:
+        sys.path.remove(str(EXPERIMENTS))
+    return module
+
+
+def test_every_figure_and_table_of_the_papers_has_an_entry() -> None:
+    papers = {p.key: p for p in gallery().PAPERS}
+    counts = {"001": (11, 5), "002": (4, 0), "003": (20, 2), "004": (6, 7)}
+    for key, (figures, tables) in counts.items():
+        labels = [item.label for item in papers[key].items]
+        for kind, count in (("Figure", figures), ("Table", tables)):
+            missing = [n for n in range(1, count + 1) if not any(x.split(",")[0] == f"{kind} {n}" for x in labels)]
+            assert missing == [], f"{kind} of {key}"
+    for paper in papers.values():
+        for item in paper.items:
+            assert bool(item.script) != bool(item.reason or item.page) or item.script, f"{paper.key} {item.label}"
+            assert not item.script or (EXPERIMENTS / f"{item.script}.py").exists(), item.script
+            assert not item.page or (EXPERIMENTS.parent / "docs" / item.page).exists(), item.page
+
+
+def test_every_experiment_is_in_the_gallery_and_its_result_can_be_read() -> None:
+    module = gallery()
+    scripts = {p.stem for p in EXPERIMENTS.glob("[!_]*.py")} - {"run", "gallery"}
+    text = module.page()
+    assert [s for s in scripts if f"### {s}\n" not in text and f"`experiments/{s}.py`" not in text] == []
+    for script in scripts:
+        said = module.said_of(script)
+        if said is not None:
+            assert said.verdict in ("reproduced", "partly", "not")
+            assert said.claim
+            assert said.ours
+            assert said.why or said.verdict == "reproduced", script
+
+
+def test_the_page_has_a_section_for_every_script_and_is_made_of_the_results() -> None:
+    text = gallery().page()
+    for paper in gallery().PAPERS:
+        for item in paper.items:
+            assert f"| {item.label} |" in text
+            if item.script:
+                assert f"### {item.script}\n" in text
+    assert "Verdict: **reproduced**" in text

@@ -1,0 +1,403 @@
+"""Every figure and table of the five papers: which script reproduces it, or why none does.
+
+An item with a script takes claim, finding and verdict from the script's stored JSON: from its `gallery` entry, or for
+scripts that write none through a function here that reads their figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Said(NamedTuple):
+    """What the gallery says of one script."""
+
+    claim: str
+    ours: str
+    verdict: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One figure, table or statement of a paper: a script, or the reason for which there is none."""
+
+    label: str
+    title: str
+    script: str = ""
+    reason: str = ""
+    page: str = ""  # of the documentation, that says more
+    needs: str = ""  # part of the key of a run without which the script has nothing to say about this item
+
+
+@dataclass(frozen=True)
+class Paper:
+    key: str
+    title: str
+    items: tuple[Item, ...] = field(default_factory=tuple)
+
+
+DRAWING = "a drawing of the method; the library's own is in the architecture and on the page about attention"
+LARGE = "needs accelerators: {} on 2 cores would take months"
+NO_MODEL = "the model or the data is not in a package registry: {}"
+PARAMETERS = "a list of settings, not a result; ours are the presets of `bochner train`"
+
+PAPERS = (
+    Paper(
+        "000",
+        "Data Mining Problems (Lucyszyn, 2025)",
+        (
+            Item("Section 1.3", "time of exact and sketched polynomial attention", "polynomial_timings"),
+            Item(
+                "Results 1-7, eq. 7-24", "variance of sum decomposition and TensorSketch", reason="", page="errata.md"
+            ),
+            Item("Section 2", "linearised feed-forward layers", reason="", page="feedforward.md"),
+            Item("Section 3", "smoothed local masks", reason="", page="maps-polynomial-local.md"),
+        ),
+    ),
+    Paper(
+        "001",
+        "Hybrid Random Features (Choromanski et al., 2022)",
+        (
+            Item("Figure 1", "error of three estimators by length and angle", "hybrid_surface"),
+            Item("Figure 2", "pointwise estimates by angle, lengths 1 and 1.5", "hybrid_angles"),
+            Item("Table 1", "estimators on the wine and Boston tables", "quasi_random_table"),
+            Item("Figure 3", "softmax of a language model, Penn Treebank", "softmax_metrics"),
+            Item(
+                "Table 2",
+                "word error rate of a Conformer-Transducer",
+                reason=NO_MODEL.format("LibriSpeech and the model"),
+            ),
+            Item("Figure 4, left", "locomotion policies with implicit attention", "attention_policies"),
+            Item(
+                "Figure 4, right",
+                "robotic-arm manipulation",
+                reason=NO_MODEL.format("the simulator and its demonstrations"),
+            ),
+            Item("Figure 5", "pointwise estimates by angle, lengths 1, 1.25 and 1.5", "hybrid_angles"),
+            Item("Figure 6", "clustered data", "clustered_table"),
+            Item("Table 3", "clustered data, smallest and largest errors", "clustered_table"),
+            Item("Table 4", "softmax of a language model, ten runs", "softmax_metrics"),
+            Item("Figure 7", "lengths of keys and queries, Penn Treebank", "softmax_metrics"),
+            Item(
+                "Figure 8",
+                "softmax of a language model, WikiText-2",
+                reason=NO_MODEL.format("WikiText-2; the Brown corpus is figure 3"),
+            ),
+            Item(
+                "Table 5",
+                "softmax of a language model, WikiText-2",
+                reason=NO_MODEL.format("WikiText-2; the Brown corpus is table 4"),
+            ),
+            Item("Figure 9", "lengths of keys and queries, WikiText-2", reason=NO_MODEL.format("WikiText-2")),
+            Item("Figure 10", "training with a sampled softmax", "sampled_softmax", page="sampling.md"),
+            Item("Figure 11", "camera image of the manipulation task", reason="an illustration of the task"),
+            Item("Beyond the paper", "what a draw of each sampler is worth", "sampler_variance", page="sampling.md"),
+        ),
+    ),
+    Paper(
+        "002",
+        "Improved algorithms for kernel matrix-vector multiplication under sparsity assumptions (2025)",
+        (
+            Item(
+                "Algorithms 1-3", "run time against n, and the error", "kernel_product_time", page="kernel-operator.md"
+            ),
+            Item("Figure 1", "largest ratios, BERT", "sparsity_prefixes"),
+            Item("Figure 2", "ratios of neighbouring entries", "attention_sparsity"),
+            Item("Figure 3", "largest ratios, RoBERTa and GPT", "sparsity_prefixes"),
+            Item("Figure 4", "the ratio against the length", "sparsity_prefixes"),
+        ),
+    ),
+    Paper(
+        "003",
+        "Rethinking Attention with Performers (Choromanski et al., 2021)",
+        (
+            Item("Figure 1", "order of the products", reason=DRAWING, page="attention.md"),
+            Item("Figure 2", "positive against trigonometric features", "positive_variance"),
+            Item("Figure 3", "time of forward and backward passes", "train_speed", page="benchmarks.md"),
+            Item("Figure 4", "error of the attention output against m", "attention_output_error"),
+            Item(
+                "Figure 5",
+                "weights of a Transformer in a Performer, then fine-tuned",
+                "smollm_recipes",
+                page="howto-decoders.md",
+            ),
+            Item("Figure 6", "36-layer protein models", reason=LARGE.format("36 layers"), page="training.md"),
+            Item(
+                "Figure 7", "ImageNet64 and proteins of 8,192 tokens", reason=LARGE.format("12,288 pixels, 12 layers")
+            ),
+            Item("Figure 8", "the prefix sum", reason=DRAWING, page="attention.md"),
+            Item("Table 1", "statistics of the proteins", "protein_statistics"),
+            Item("Figure 9", "distribution of the amino acids", "protein_statistics"),
+            Item(
+                "Table 2",
+                "protein models: accuracy and perplexity",
+                "train_table",
+                page="training.md",
+                needs="protein/",
+            ),
+            Item(
+                "Figure 10",
+                "attention of a protein model",
+                reason="needs a well-trained protein model: 500,000 steps in the paper",
+            ),
+            Item("Figure 11", "two heads of it", reason="needs the model of figure 10"),
+            Item("Figure 12", "its first 25 tokens", reason="needs the model of figure 10"),
+            Item("Figure 13", "similarity of amino acids by its attention", reason="needs the model of figure 10"),
+            Item("Figure 14", "error through the layers", "error_propagation"),
+            Item(
+                "Figure 15",
+                "redrawing, ReLU, instability of trig",
+                "train_table",
+                page="training.md",
+                needs="protein/trig",
+            ),
+            Item(
+                "Figure 16", "generalised kernels on proteins", "train_table", page="training.md", needs="protein/relu"
+            ),
+            Item(
+                "Figure 17",
+                "generalised kernels, with and without normaliser",
+                "train_table",
+                page="training.md",
+                needs="protein/relu",
+            ),
+            Item("Figure 18", "gradients of the Linear Transformer", reason=LARGE.format("125,000 steps of 36 layers")),
+            Item("Figure 19", "Long Range Arena", "train_table", page="training.md", needs="text/"),
+            Item("Figure 20", "time against layers and length", "train_speed", page="benchmarks.md"),
+            Item(
+                "Theorem 2, Algorithm 1",
+                "orthogonal features; the bias of QR",
+                "projection_bias",
+                page="projections.md",
+            ),
+            Item("A published Performer", "a trained model with our attention inside", "train_tis", page="training.md"),
+            Item("Beyond the paper", "its features on the heads of a real model", "minilm_heads"),
+            Item("Beyond the paper", "features fitted to the heads", "landmark_frontier", page="landmark.md"),
+            Item("Beyond the paper", "what each part of the fit is worth", "landmark_ablations", page="landmark.md"),
+        ),
+    ),
+    Paper(
+        "004",
+        "On Learning the Transformer Kernel (Chowdhury et al., 2022)",
+        (
+            Item("Theorem 1", "a Turing machine in attention", "turing_machine"),
+            Item(
+                "Figure 1",
+                "memory, accuracy and speed of efficient transformers (speed)",
+                "train_speed",
+                page="training.md",
+            ),
+            Item("Figure 2", "generative features", reason=DRAWING, page="maps-hybrid-learned.md"),
+            Item("Table 1", "complexity of the kernels", "train_speed"),
+            Item("Table 2", "Long Range Arena", "train_table", page="training.md", needs="text/"),
+            Item(
+                "Figure 3",
+                "memory, accuracy and speed of the learned kernels (speed)",
+                "train_speed",
+                page="training.md",
+            ),
+            Item(
+                "Figure 4",
+                "memory against length",
+                reason="peak memory of attention against length is measured by `make bench` and linear",
+                page="benchmarks.md",
+            ),
+            Item(
+                "Table 3",
+                "GLUE after pre-training on WikiText-103",
+                reason=LARGE.format("pre-training on 103 million words"),
+            ),
+            Item("Table 4", "settings of the Long Range Arena", reason=PARAMETERS),
+            Item("Table 5", "numbers of random samples", reason=PARAMETERS),
+            Item(
+                "Figure 5",
+                "memory across data sets",
+                reason="peak memory of attention against length is measured by `make bench` and linear",
+                page="benchmarks.md",
+            ),
+            Item("Table 6", "settings of GLUE", reason=PARAMETERS),
+            Item("Figure 6", "memory and accuracy on ListOps", "train_table", page="training.md", needs="listops/"),
+            Item("Table 7", "Fastfood variants on GLUE", reason=LARGE.format("pre-training and five fine-tunings")),
+        ),
+    ),
+)
+
+
+def _projection_bias(r: Any) -> Said:
+    unsigned, fixed = r["QR, signs not fixed"]["8"][0], r["orthogonal"]["8"]
+    return Said(
+        "Orthogonal features are unbiased.",
+        f"with the signs of QR fixed the relative bias at d = 8 is {fixed[0]:+.4f} +- {fixed[1]:.4f}; without, "
+        f"{unsigned:+.3f}.",
+        "reproduced",
+    )
+
+
+def _minilm_heads(r: Any) -> Said:
+    return Said(
+        "Positive orthogonal features approximate softmax attention well enough to replace it.",
+        f"on 72 real heads, error of the output: 256 positive features {r['positive']['256']:.2f}, averaging the "
+        f"values "
+        f"{r['uniform']:.2f}, 256 calibrated features {r['calibrated']['256']:.2f}.",
+        "not",
+        "real queries and keys are long and off-centre: untrained plain features hardly beat the mean of the values",
+    )
+
+
+def _landmark_frontier(r: Any) -> Said:
+    rows = r["minilm"]
+    return Said(
+        "Ours: 32 landmark features are closer than 256 calibrated ones.",
+        f"landmark m = 32 {rows['landmark']['32']:.2f}, calibrated m = 256 {rows['calibrated']['256']:.2f}.",
+        "reproduced" if rows["landmark"]["32"] < rows["calibrated"]["256"] else "not",
+        "" if rows["landmark"]["32"] < rows["calibrated"]["256"] else "the order is reversed",
+    )
+
+
+def _landmark_ablations(r: Any) -> Said:
+    base, random = (r[k]["other authors"] for k in ("as it is", "landmarks: random rows"))
+    return Said(
+        "Ours: landmarks must lie at the data.",
+        f"error {base:.2f} as it is, {random:.2f} with random rows.",
+        "reproduced",
+    )
+
+
+def _attention_sparsity(r: Any) -> Said:
+    said = "; ".join(
+        f"{n}: median ratio of the n-th to the next entry {v['median_next']:.3f}, to the 2n-th {v['median_double']:.1f}"
+        for n, v in r.items()
+    )
+    return Said(
+        "The n-th largest entry of a kernel matrix is about as large as the next (ratio about 1), and at most "
+        "about 20 times "
+        "the 2n-th.",
+        said + ".",
+        "reproduced" if all(v["median_next"] < 1.1 and v["median_double"] < 20 for v in r.values()) else "partly",
+        ""
+        if all(v["median_next"] < 1.1 and v["median_double"] < 20 for v in r.values())
+        else "one model has larger steps",
+    )
+
+
+def _softmax_metrics(r: Any) -> Said:
+    wins = "; ".join(f"{k} {v}" for k, v in r["verdict"].items())
+    return Said(
+        "Hybrids are closer to the softmax of a language model than positive and trigonometric features of equal "
+        "FLOPs.",
+        f"{wins}; mean lengths: queries {r['lengths']['queries']:.1f}, classes {r['lengths']['classes']:.1f}.",
+        "reproduced" if all(v.startswith("at 4") for v in r["verdict"].values()) else "partly",
+        ""
+        if all(v.startswith("at 4") for v in r["verdict"].values())
+        else "not at every size and metric; vectors of our model are longer than the paper's",
+    )
+
+
+def _sampled_softmax(r: Any) -> Said:
+    runs: dict[str, list[float]] = {}
+    for key, run in r["runs"].items():
+        runs.setdefault(key.split("/")[0], []).append(run["loss"])
+    means = {k: sum(v) / len(v) for k, v in runs.items()}
+    return Said(
+        "Training with sampled classes comes close to exact training, features below uniform sampling.",
+        "held-out cross entropy: " + ", ".join(f"{k} {v:.2f}" for k, v in means.items()) + ".",
+        "partly",
+        "our tree comes close to exact training; samplers on vectors of length 1, as in the paper, do not",
+    )
+
+
+def _sampler_variance(r: Any) -> Said:
+    v = {k: row[0] for k, row in r["variance"].items()}
+    return Said(
+        "Ours: a draw of the calibrated tree is worth hundreds of uniform ones.",
+        "relative variance of the partition function from one draw: "
+        + ", ".join(f"{k} {x:.3g}" for k, x in v.items())
+        + ".",
+        "reproduced",
+    )
+
+
+def _smollm_recipes(r: Any) -> Said:
+    rows = {row["recipe"]: row for row in r["rows"]}
+    plain = rows["kernel only, positive m=128"]
+    best = min((x for x in r["rows"] if x["recall"] < 2), key=lambda x: x["memory"], default=plain)
+    return Said(
+        "A pretrained Transformer's weights are usable in a Performer after a little fine-tuning.",
+        f"without training, FAVOR+ alone multiplies the perplexity of SmolLM2-135M by {plain['ratio']:.0f}; "
+        f"{best['recipe']} by "
+        f"{best['ratio']:.2f}, with recall {best['recall']:.2f}.",
+        "partly",
+        "another model and no fine-tuning of its weights: an exact window and a tenth of the heads take its place",
+    )
+
+
+def _train_speed(r: Any) -> Said:
+    lengths = sorted(int(n) for n in r["exact"])
+    n = str(lengths[-1])
+    linear = {
+        k: v[n]
+        for k, v in r.items()
+        if isinstance(v, dict) and n in v and k in ("positive", "relu", "gmm_prf", "fastfood_prf")
+    }
+    return Said(
+        "The time of a training step is linear in the length, close to that of attention that only returns the values.",
+        f"a training step at {int(n):,} tokens: exact {1e3 * r['exact'][n]:.0f} ms, identity "
+        f"{1e3 * r['identity'][n]:.0f} ms, " + ", ".join(f"{k} {1e3 * t:.0f} ms" for k, t in linear.items()) + ".",
+        "reproduced",
+    )
+
+
+def _train_table(r: Any) -> Said:
+    cells: dict[str, dict[str, float]] = {}
+    for key, run in r.items():
+        task, attention, _ = key.split("/")
+        score = run.get("accuracy", run.get("loss"))
+        if score is not None:
+            cells.setdefault(task, {})[attention] = score
+    shown = "; ".join(
+        f"{task}: " + ", ".join(f"{a} {s:.3f}" for a, s in sorted(row.items(), key=lambda x: -x[1])[:5])
+        for task, row in cells.items()
+    )
+    return Said(
+        "Learned kernels are on par with softmax attention and better on some tasks.",
+        f"small presets, what was trained so far ({len(r)} runs): {shown}.",
+        "partly",
+        "small models and few steps; cells that were not trained are not guessed",
+    )
+
+
+def _train_tis(r: Any) -> Said:
+    worst = max(v["probability"] for v in r.values())
+    return Said(
+        "A trained Performer keeps its outputs with our attention inside.",
+        f"largest difference of a probability over {len(r)} published models: {worst:.1e}.",
+        "reproduced" if worst < 1e-4 else "not",
+        "" if worst < 1e-4 else "an output differs",
+    )
+
+
+# Scripts whose JSON has no entry for the gallery.
+READERS: dict[str, Callable[[Any], Said]] = {
+    "attention_sparsity": _attention_sparsity,
+    "landmark_ablations": _landmark_ablations,
+    "landmark_frontier": _landmark_frontier,
+    "minilm_heads": _minilm_heads,
+    "projection_bias": _projection_bias,
+    "sampled_softmax": _sampled_softmax,
+    "sampler_variance": _sampler_variance,
+    "smollm_recipes": _smollm_recipes,
+    "softmax_metrics": _softmax_metrics,
+    "train_speed": _train_speed,
+    "train_table": _train_table,
+    "train_tis": _train_tis,
+}
+# Pictures that lie elsewhere than in the gallery's folder.
+PICTURES = {
+    "attention_sparsity": "images/sparsity_minilm.png",
+    "landmark_frontier": "images/landmark_frontier.png",
+    "minilm_heads": "images/minilm_heads.png",
+    "train_speed": "images/train_speed.png",
+}
