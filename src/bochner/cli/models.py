@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,7 +82,7 @@ def advise(
         progress=not as_json,
     )
     if as_json:
-        print_json(asdict(advice))
+        print_json(advice.to_dict())
     else:
         print(advice)
 

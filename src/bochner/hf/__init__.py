@@ -12,10 +12,12 @@ from bochner._lazy import lazy
 # Names are imported when first asked for: some of their modules need transformers, `advise(q, k, v)` does not.
 _LAZY = {
     "LayerPlan": "plan",
+    "ConversionReport": "convert",
     "LinearAttention": "layer",
     "Plan": "plan",
     "RecurrentLayer": "cache",
     "RedrawCallback": "train",
+    "TargetReport": "aim",
     "cache_bytes": "cache",
     "discover": "capture",
     "layers_of": "io",
@@ -25,6 +27,7 @@ _LAZY = {
     "redraw_": "train",
     "register": "patches",
     "relative_errors": "convert",
+    "report_of": "convert",
     "revert": "convert",
     "supported": "capture",
     "trainable_maps_": "train",

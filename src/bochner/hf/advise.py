@@ -1,4 +1,4 @@
-"""Diagnosis before conversion: what each head's attention looks like, what each map would do to it, and what to use.
+"""Diagnosis before conversion: for a model the search for a target; for one layer's tensors what each map does to them.
 
 Errors are measured on other sequences than the maps were calibrated on, and predicted by `theory`; speed is measured on
 this machine. The advice says when conversion is not worth it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from bochner import theory
 from bochner._checks import BochnerError, one_of, positive_float, positive_int, spawn_seed
-from bochner._progress import track
+from bochner._progress import speaker
 from bochner._timing import best_times
 from bochner.attention.checks import check_qkv
 from bochner.hf import capture
+from bochner.hf.aim import aim, goal_of, target_data
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import Far, HeadStatistics, Samples, attention_weights, error_on, far_pairs
 from bochner.hf.plan import WINDOW_KINDS, LayerPlan, default_window_kind
@@ -60,6 +61,10 @@ class Advice:
     speed: dict[int, tuple[float, float]] = field(default_factory=dict)  # length: seconds exact, linear
     memory: dict[int, tuple[int, int]] = field(default_factory=dict)  # length: bytes of the cache, exact, linear
     crossover: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON and for reports."""
+        return asdict(self)
 
     def __str__(self) -> str:
         names = list(self.heads[0].measured)
@@ -130,20 +135,23 @@ def advise(
     window_kind: str | None = None,
     target: float = 0.5,
     length: int | None = None,
+    keep: float = 0.99,
+    minimize: str | None = None,
     tokenizer: Any = None,
-    max_length: int = 256,
-    batch_size: int = 4,
+    batch_size: int = 8,
     seed: int = 0,
     progress: bool = False,
-) -> Advice:
-    """Measure your attention and say which map, window and heads to use: `advise(model, texts)` or `advise(q, k, v)`.
+) -> Any:
+    """Measure your attention and say what to use: `advise(model, texts)` or `advise(q, k, v)`.
 
-    `advise(model, calibration, tokenizer=...)`: all layers and heads of a transformers model. `advise(q, k, v)`: one
-    layer's queries (b, h, n, d), keys and values before scaling, with `scale` and `is_causal`; without v, random values
-    stand in; transformers is not needed. Half of the sequences calibrate the maps, the other half measures them.
-    `target`: the relative error of a head's output that is good enough. `length`: the number of tokens you care about,
-    for speed and memory. `window`, `sinks`, `window_kind`: those to consider; default 32 and 1, for causal attention
-    128 and 4.
+    `advise(model, calibration, tokenizer=..., keep=0.99, length=n)`: the search of `convert(..., keep=...)` without the
+    change, and the rank floor of every head; returns a `bochner.hf.TargetReport`, whose `config` are keywords of
+    `convert`. The first of `num_features` is taken; `window`, `sinks` and `window_kind` are chosen unless given.
+    `advise(q, k, v)`: one layer's queries (b, h, n, d), keys and values before scaling, with `scale` and `is_causal`;
+    without v, random values stand in; transformers is not needed. Half of the sequences calibrate the maps, the other
+    half measures them; returns an `Advice`. `target`: the relative error of a head's output that is good enough.
+    `length`: the number of tokens you care about, for speed and memory. `window`, `sinks`, `window_kind`: those to
+    consider; default 32 and 1, for causal attention 128 and 4.
 
     >>> q = torch.randn(4, 2, 40, 8, generator=torch.Generator().manual_seed(0))
     >>> advise(q, q, num_features=(32,), length=64).config["num_features"]
@@ -157,25 +165,24 @@ def advise(
     sizes = [positive_int(m, "num_features", "advise") for m in num_features]
     if not sizes:
         raise BochnerError("The 'num_features' of advise is empty; give at least one number of features.")
+    one_of(window_kind, "window_kind", "advise", (None, *WINDOW_KINDS))
     if isinstance(model, nn.Module):
         capture.transformers_module()
+        near: dict[str, Any] = {"window": window, "sinks": sinks, "window_kind": window_kind}
         model, tokenizer = capture.unwrap(model, tokenizer)
-        data = capture.batches(calibration, tokenizer, model=model, max_length=max_length, batch_size=batch_size)
-        layers = _layers_of_model(model, data)
-    else:
-        layers = [_layer_of_tensors(model, calibration, values, scale, is_causal)]
-    causal = all(layer.shape.is_causal for layer in layers)
-    one_of(window_kind, "window_kind", "advise", (None, *WINDOW_KINDS))
-    near: dict[str, Any] = {
-        "window_kind": window_kind or default_window_kind(causal),
-        "window": window or (128 if causal else 32),
-        "sinks": (4 if causal else 1) if sinks is None else sinks,
+        data = target_data(model, calibration, tokenizer, length, batch_size)
+        shapes = capture.discover(model, capture.first_row(data[0]))
+        goal = goal_of(model, shapes, data, keep, minimize, length)
+        options: dict[str, Any] = {"num_features": sizes[0], "floors": True, "seed": seed, "say": speaker(progress)}
+        return aim(model, shapes, goal, data, **options, **near)[0]
+    layer = _layer_of_tensors(model, calibration, values, scale, is_causal)
+    near = {
+        "window_kind": window_kind or default_window_kind(is_causal),
+        "window": window or (128 if is_causal else 32),
+        "sinks": (4 if is_causal else 1) if sinks is None else sinks,
     }
-    heads: list[HeadAdvice] = []
-    for i, layer in enumerate(track(layers, len(layers), "measuring", progress)):
-        heads += _examine(layer, {} if layer.is_cross else near, sizes, spawn_seed(seed, i))
-    is_language_model = causal and getattr(model, "get_output_embeddings", lambda: None)() is not None
-    return _recommend(heads, layers, near, max(sizes), target, length, is_language_model)
+    heads = _examine(layer, {} if layer.is_cross else near, sizes, spawn_seed(seed, 0))
+    return _recommend(heads, [layer], near, max(sizes), target, length)
 
 
 def _layer_of_tensors(q: Any, k: Any, v: Tensor | None, scale: float | None, is_causal: bool) -> Layer:
@@ -189,22 +196,6 @@ def _layer_of_tensors(q: Any, k: Any, v: Tensor | None, scale: float | None, is_
     half = len(calls) // 2
     # One sequence alone has to serve for both.
     return Layer("attention", calls[:half] or calls, calls[half:])
-
-
-def _layers_of_model(model: Any, data: Sequence[dict[str, Tensor]]) -> list[Layer]:
-    if len(data) < 2:
-        raise BochnerError("advise needs at least two batches of text, one to calibrate on and one to measure on.")
-    capture.discover(model, capture.first_row(data[0]))
-    found: dict[str, list[Call]] = {}
-
-    def look(name: str, call: Call) -> None:
-        found.setdefault(name, []).append(call)
-
-    with capture.recording(model, look):
-        for batch in data:
-            capture.run(model, batch)
-    half = len(data) // 2
-    return [Layer(name, calls[:half], calls[half:]) for name, calls in found.items()]
 
 
 def _examine(layer: Layer, near: dict[str, Any], sizes: Sequence[int], seed: int) -> list[HeadAdvice]:
@@ -307,7 +298,6 @@ def _recommend(
     m: int,
     target: float,
     length: int | None,
-    is_language_model: bool,
 ) -> Advice:
     """One configuration for all, the heads it leaves exact, and whether to do it at all."""
     windows = all("window" in h.measured for h in heads)
@@ -320,7 +310,7 @@ def _recommend(
     best = min((n for n in names if all(n in h.measured for h in heads)), key=mean)
     for h in heads:
         h.verdict = _verdict(h.measured, kernel, best, target)
-    config = _configuration(heads, layers, near if windows else {}, m, best, is_language_model)
+    config = _configuration(heads, layers, near if windows else {}, m, best)
     speed = _time(layers[0], config, length)
     crossover = _crossover(speed)
     memory = {n: _memory(layers, config, n) for n in sorted({length or 4096, 4096})}
@@ -367,13 +357,9 @@ def _verdict(measured: dict[str, float], kernel: str, best: str, target: float) 
 
 
 def _configuration(
-    heads: list[HeadAdvice], layers: list[Layer], near: dict[str, Any], m: int, best: str, is_language_model: bool
+    heads: list[HeadAdvice], layers: list[Layer], near: dict[str, Any], m: int, best: str
 ) -> dict[str, Any]:
-    """The keywords of `convert`.
-
-    In a language model the error of a head's output does not say whether the head retrieves: there `convert` chooses
-    the exact heads itself, by the loss on repeated text.
-    """
+    """The keywords of `convert`."""
     alone = not near or all(h.verdict == "kernel is enough" for h in heads)
     fitted = "landmark" in best and not (near and alone)  # beside a window it was not measured alone
     config: dict[str, Any] = {"feature_map": "landmark" if fitted else "calibrated", "num_features": m}
@@ -381,12 +367,7 @@ def _configuration(
         config |= near
     places = {layer.name: i for i, layer in enumerate(layers)}
     kept = [(places[h.layer], h.head) for h in heads if "keep exact" in h.verdict]
-    if is_language_model:
-        config |= {**near, "exact_heads": 0.1}
-        window, ours = (sum(h.measured[n] for h in heads) / len(heads) for n in ("window", best))
-        if window <= 1.1 * ours:  # an untrained kernel must lower the error clearly to be worth its noise
-            config["feature_map"] = None
-    elif kept:
+    if kept:
         config["exact_heads"] = kept
     return config
 
@@ -425,12 +406,11 @@ def _crossover(speed: dict[int, tuple[float, float]]) -> int | None:
 def _memory(layers: list[Layer], config: dict[str, Any], length: int) -> tuple[int, int]:
     """Bytes of the decoding cache of all layers, as it is and converted."""
     kept = config.get("exact_heads", [])
-    every = round(1 / kept) if isinstance(kept, float) else 0  # spread evenly, for want of knowing which
     before = after = 0
     for i, layer in enumerate(layers):
         plan = _recommended(layer, config)
         for h in range(plan.num_heads):
-            if (i + h) % every == 0 if every else (i, h) in kept:
+            if (i, h) in kept:
                 plan.kinds[h] = "exact"
         before += plan.cache_bytes(length, converted=False)
         after += plan.cache_bytes(length)

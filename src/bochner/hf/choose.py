@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,41 +195,61 @@ def retrieval_scores(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]]) 
 
 
 def _gate_gradients(model: Any, plan: Plan, probes: Sequence[Tensor], length: int) -> dict[str, Tensor]:
-    """Fall of the loss on the last `length` tokens per head, integrated along gates from 0 (window) to 1 (exact)."""
+    """Fall of the loss on the last `length` tokens per head as it goes from window and sinks to exact attention."""
     bare = plan.copy()
     for layer in bare.converted:
         kind = "window" if layer.window is not None or layer.sinks else "kernel"
         layer.kinds = [kind] * layer.num_heads
     windows = {x.name: LinearAttention(x) for x in bare.converted if not x.is_cross}
+
+    def loss(index: int, output: Any) -> Tensor:
+        target = probes[index][:, -length + 1 :].to(output.logits.device)
+        return nn.functional.cross_entropy(output.logits[:, -length:-1].float().transpose(1, 2), target)
+
+    return gate_gradients(model, windows, [{"input_ids": ids} for ids in probes], loss)
+
+
+def gate_gradients(
+    model: Any,
+    layers: Mapping[str, LinearAttention],
+    batches: Sequence[dict[str, Tensor]],
+    loss: Callable[[int, Any], Tensor],
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Tensor]:
+    """How much a loss falls per head, integrated along gates from 0 (the head of `layers`) to 1 (exact).
+
+    `loss(index, output)`: of the model's output for one of the batches; the mean over them counts.
+    """
     device = next(model.parameters()).device
-    for module in windows.values():
+    for module in layers.values():
         module.to(device)
     frozen = [p for p in model.parameters() if p.requires_grad]
     gates: dict[str, Tensor] = {}
     total: dict[str, Tensor] = {}
 
     def look(name: str, call: Call) -> Tensor | None:
-        if name not in windows:
+        if name not in layers:
             return None
-        near = windows[name](call)
+        near = layers[name](call)
         g = gates[name][None, :, None, None].to(near.dtype)
         return g * exact(call) + (1 - g) * near
 
     for p in frozen:
         p.requires_grad_(False)
     try:
-        for level in GATES:
-            gates = {n: torch.full((m.plan.num_heads,), level, device=device) for n, m in windows.items()}
+        for i, level in enumerate(GATES):
+            gates = {n: torch.full((m.plan.num_heads,), level, device=device) for n, m in layers.items()}
             for g in gates.values():
                 g.requires_grad_(True)
-            for ids in probes:
-                with capture.recording(model, look), torch.enable_grad():
-                    logits = model(input_ids=ids.to(device), use_cache=False).logits[:, -length:-1].float()
-                    loss = nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, -length + 1 :].to(device))
-                    loss.backward()
+            for j, batch in enumerate(batches):
+                say(f"weighing heads, pass {i * len(batches) + j + 1} of {len(GATES) * len(batches)}")
+                with capture.recording(model, look):
+                    output = capture.run(model, batch, gradient=True)
+                    with torch.enable_grad():
+                        loss(j, output).backward()
             for name, g in gates.items():
-                assert g.grad is not None
-                total[name] = total.get(name, 0) - g.grad.double().cpu() / (len(GATES) * len(probes))
+                if g.grad is not None:
+                    total[name] = total.get(name, 0) - g.grad.double().cpu() / (len(GATES) * len(batches))
     finally:
         for p in frozen:
             p.requires_grad_(True)
@@ -270,7 +290,12 @@ def drop_useless_kernels(
 def _keep_maps(new: LinearAttention, old: LinearAttention, before: list[int]) -> LinearAttention:
     """Copy the maps of the key heads that stay hybrid."""
     if "hybrid" in new.map_norm:
-        rows = [before.index(g) for g in new.plan.kv_heads_of("hybrid")]
-        source = old.map_norm["hybrid"].state_dict()
-        new.map_norm["hybrid"].load_state_dict({k: v[rows] if v.ndim else v for k, v in source.items()})
+        take_maps(new, "hybrid", old, before)
     return new
+
+
+def take_maps(new: LinearAttention, kind: str, old: LinearAttention, before: list[int]) -> None:
+    """Give a layer's key heads of one kind the maps that `old` has for them; `before`: the key heads of that map."""
+    rows = [before.index(g) for g in new.plan.kv_heads_of(kind)]
+    source = old.map_norm[kind].state_dict()
+    new.map_norm[kind].load_state_dict({k: v[rows] if v.ndim else v for k, v in source.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from bochner._checks import BochnerError, BochnerWarning, is_int, one_of
 from bochner._progress import speaker
 from bochner.hf import capture, io, measure
+from bochner.hf.aim import TargetReport, aim, goal_of, target_data
 from bochner.hf.choose import ExactHeads, Recipe, choose_exact, drop_useless_kernels
 from bochner.hf.cost import crossover
+from bochner.hf.distill import DistillReport
 from bochner.hf.distill import distill as transfer
 from bochner.hf.layer import LinearAttention
 from bochner.hf.measure import Statistics
@@ -37,6 +40,9 @@ def convert(
     exact_unit: str = "head",
     select: bool | None = None,
     exact_below: int | None = None,
+    keep: float | None = None,
+    minimize: str | None = None,
+    length: int | None = None,
     unsupported: str = "keep",
     parts: Sequence[str] | None = None,
     train: bool = False,
@@ -69,6 +75,12 @@ def convert(
     `exact_unit`: choose single heads, or with `"group"` whole key-value groups: less memory for as many heads.
     `select`: a linear head keeps its kernel term only if it lowers the head's error on the calibration data (default:
     in decoders; in encoders the noise of many kernels averages out, the bias of windows does not).
+    `keep`: a target in place of a recipe, the share of its quality that the model is to keep, at `length` tokens
+    (default 4096, in encoders the longest calibration text), with the least `minimize`: `"memory"` of decoding (default
+    of language models) or `"time"`. What each head becomes is then searched for on a part of the calibration texts and
+    verified on another, end to end; `bochner.hf.report_of(model)` has the frontier, and it is printed with `progress`.
+    A language model keeps the least of 1 / (ratio of perplexities) and of the share of what it gains on a passage that
+    comes again after `length` tokens; an encoder the least of cosine and rank correlation of its embeddings.
     `exact_below`: calls with fewer keys than this are left to the attention that the model had before, bit by bit; a
     decoder keeps its keys until there are so many tokens and then absorbs them into its states. Default: where
     conversion begins to be faster, measured on this machine (0 with `train`); 0 converts every call.
@@ -101,25 +113,84 @@ def convert(
         feature_map, num_features, window, sinks, window_kind, exact_heads, exact_unit, select, train, seed,
         options or {},
     )  # fmt: skip
-    data: Batches = []
-    if calibration is not None:
-        data = capture.batches(calibration, tokenizer, model=inner, max_length=max_length, batch_size=batch_size)
     say = speaker(progress)
-    # 1. Observe the exact model; 2. choose what each head becomes; 3. build the maps; 4. only now change the model.
-    shapes = _shapes(inner, data, unsupported, parts)
-    draft, statistics = _observe(inner, shapes, recipe, plan, data, say)
-    if plan is None:
-        choose_exact(inner, draft, recipe, statistics, data)
-    _set_border(draft, exact_below, recipe if plan is None else None, say)
-    layers = _build(inner, draft, recipe if plan is None else None, statistics, data, say)
+    found: TargetReport | None = None
+    if keep is not None:
+        _check_target(recipe, plan, calibration, train)
+        data = target_data(inner, calibration, tokenizer, length, batch_size)
+        shapes = _shapes(inner, data, unsupported, parts)
+        goal = goal_of(inner, shapes, data, keep, minimize, length)
+        settings: dict[str, Any] = {"num_features": num_features, "exact_below": exact_below, "seed": seed, "say": say}
+        found, layers = aim(inner, shapes, goal, data, **settings)
+        draft = found.plan
+        _tell(found, say)
+    else:
+        if minimize is not None or length is not None:
+            raise BochnerError("'minimize' and 'length' belong to a target: give 'keep', the share of quality to keep.")
+        data = []
+        if calibration is not None:
+            data = capture.batches(calibration, tokenizer, model=inner, max_length=max_length, batch_size=batch_size)
+        # 1. Observe the exact model; 2. choose what each head becomes; 3. build the maps; 4. only now change the model.
+        shapes = _shapes(inner, data, unsupported, parts)
+        draft, statistics = _observe(inner, shapes, recipe, plan, data, say)
+        if plan is None:
+            choose_exact(inner, draft, recipe, statistics, data)
+        _set_border(draft, exact_below, recipe if plan is None else None, say)
+        layers = _build(inner, draft, recipe if plan is None else None, statistics, data, say)
     io.equip(inner, draft, layers)
-    if distill is not None and distill is not False:
-        try:
-            transfer(inner, data, progress=progress, **(distill if isinstance(distill, dict) else {}))
-        except BaseException:
-            revert(inner)
-            raise
+    inner._bochner_report = ConversionReport(found, _distilled(inner, data, distill, progress))
     return model
+
+
+@dataclass
+class ConversionReport:
+    """What `convert` found and did beside the plan: the search for a target, and distillation, where asked for."""
+
+    target: TargetReport | None = None
+    distillation: DistillReport | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON and for reports."""
+        distilled = None if self.distillation is None else asdict(self.distillation)
+        return {"target": None if self.target is None else self.target.to_dict(), "distillation": distilled}
+
+    def __str__(self) -> str:
+        return "\n".join(str(part) for part in (self.target, self.distillation) if part is not None)
+
+
+def report_of(model: Any) -> ConversionReport:
+    """The report of a model that `convert` has changed in this process."""
+    inner, _ = capture.unwrap(model)
+    io.layers_of(inner)
+    return getattr(inner, "_bochner_report", None) or ConversionReport()
+
+
+def _tell(found: TargetReport, say: Callable[[str], None]) -> None:
+    say(f"\n{found}")
+    if not found.met:
+        warnings.warn(found.reasons[0], BochnerWarning, stacklevel=3)
+
+
+def _distilled(model: Any, data: Batches, distill: Any, progress: bool) -> DistillReport | None:
+    """Attention transfer after converting, if it is wanted; a failure undoes the conversion."""
+    if distill is None or distill is False:
+        return None
+    try:
+        return transfer(model, data, progress=progress, **(distill if isinstance(distill, dict) else {}))
+    except BaseException:
+        revert(model)
+        raise
+
+
+def _check_target(recipe: Recipe, plan: Plan | None, calibration: Any, train: bool) -> None:
+    default = Recipe(recipe.feature_map, recipe.num_features, seed=recipe.seed, train=train)
+    if plan is not None or train or recipe != default or recipe.feature_map != "landmark":
+        raise BochnerError(
+            "With a target ('keep') the heads' kinds, maps and windows are searched for: leave out 'feature_map', "
+            "'window', 'sinks', 'exact_heads', 'select', 'options', 'plan' and 'train', or leave out 'keep'."
+        )
+    if calibration is None:
+        raise BochnerError("A target ('keep') needs 'calibration': texts to search on and texts to verify on.")
 
 
 def revert(model: Any, attn_implementation: str | None = None) -> Any:
@@ -129,6 +200,7 @@ def revert(model: Any, attn_implementation: str | None = None) -> Any:
     """
     inner, _ = capture.unwrap(model)
     io.strip(inner)
+    inner.__dict__.pop("_bochner_report", None)
     if attn_implementation is not None:
         inner.set_attn_implementation(attn_implementation)
     return model

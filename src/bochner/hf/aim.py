@@ -1,0 +1,408 @@
+"""From a target to a plan: one part of the texts is searched on, another verifies the choice, and all is reported."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bochner import theory
+from bochner._checks import BochnerError
+from bochner._timing import best_times
+from bochner.hf import capture, io
+from bochner.hf.judge import PASSAGE, Judge, Language, Outputs, Quality, Reading, compare_readings, read, repeated
+from bochner.hf.layer import Call, LinearAttention
+from bochner.hf.measure import Far, attention_weights
+from bochner.hf.plan import Plan
+from bochner.hf.target import BUDGETS, RETREATS, Candidate, Goal, Option, Say, Search
+
+FIT_LENGTH = 640  # tokens of the pieces that maps are fitted to
+FIT_TOKENS = 4096
+VERIFIED_TOKENS = 4096  # of held-back text, at least one sequence of the goal's length
+SHARES = (0.3, 0.6)  # where fitting ends, where choosing ends: the rest is held back
+FLOOR_LENGTH = 384  # tokens of the attention matrices whose rank floor is computed
+ALWAYS = 2**31  # an 'exact_below' that every call is below of
+
+
+@dataclass
+class HeadFigures:
+    """One head: what it became, how much it matters, its relative error as each option, and what no map can be below.
+
+    `rank_floor`: the error of the best approximation of rank m of its attention matrix outside the window of the first
+    hybrid option, a bound for every feature map with m features; None if it was not asked for.
+    """
+
+    layer: str
+    head: int
+    kind: str
+    sensitivity: float
+    errors: dict[str, float]
+    rank_floor: float | None = None
+
+
+@dataclass
+class TargetReport:
+    """What a search for a target found: the frontier, the chosen point, and figures of the whole model.
+
+    `candidates`: points of the frontier, the cheapest first; `chosen`: its place among them. `verified`: figures on the
+    texts held back, at `verified_length` tokens. `whole`: of the original and the converted model, seconds and bytes.
+    """
+
+    keep: float
+    minimize: str
+    length: int
+    plan: Plan
+    candidates: list[Candidate]
+    chosen: int
+    met: bool
+    verified: Quality
+    verified_length: int
+    whole: dict[str, dict[str, float]]
+    heads: list[HeadFigures]
+    reasons: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Keywords of `convert` that do what was found."""
+        return {"plan": self.plan}
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether the target is met by a model that is not the original."""
+        return self.met and bool(self.plan.converted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON and for reports."""
+        return {
+            "keep": self.keep,
+            "minimize": self.minimize,
+            "length": self.length,
+            "met": self.met,
+            "chosen": self.chosen,
+            "candidates": [c.to_dict() for c in self.candidates],
+            "verified": {"kept": self.verified.kept, **self.verified.figures, "length": self.verified_length},
+            "whole": self.whole,
+            "heads": [asdict(h) for h in self.heads],
+            "plan": self.plan.to_dict(),
+            "reasons": self.reasons,
+            "seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        names = list(self.candidates[-1].quality.figures)
+        lines = [
+            f"target: keep {self.keep:g} of the quality at {self.length} tokens with the least {self.minimize}",
+            "    kept  memory  attention s  exact window hybrid kernel  " + "  ".join(names),
+        ]
+        for i, c in enumerate(self.candidates):
+            heads = "  ".join(f"{c.plan.count(k):5d}" for k in ("exact", "window", "hybrid", "kernel"))
+            figures = "  ".join(f"{c.quality.figures.get(n, 1.0):{len(n)}.3f}" for n in names)
+            mark = ">" if i == self.chosen else " "
+            cost = f"{c.memory:6.3f}  {c.attention_seconds:11.3f}"
+            lines.append(f"{mark} {c.quality.kept:6.3f}  {cost}  {heads}   {figures}")
+        told = ", ".join(f"{n} {x:.4g}" for n, x in self.verified.figures.items())
+        where = f"verified at {self.verified_length} tokens on texts held back"
+        lines.append(f"{where}: kept {self.verified.kept:.4f} ({told})")
+        for name, whole in self.whole.items():
+            lines.append(f"{name}: " + ", ".join(f"{n.replace('_', ' ')} {x:.4g}" for n, x in whole.items()))
+        floors = [h.rank_floor for h in self.heads if h.rank_floor is not None]
+        if floors:
+            over = sum(f > 0.5 for f in floors)
+            lines.append(
+                f"rank floor of the heads: median {sorted(floors)[len(floors) // 2]:.2f}; no map of this size can "
+                f"bring {over} of {len(floors)} below 0.5"
+            )
+        lines += self.reasons
+        lines.append("recommended: bochner.convert(model, plan=report.plan, calibration=texts)")
+        return "\n".join(lines)
+
+
+@dataclass
+class Split:
+    """The data in three parts: for fitting maps, for choosing, and held back."""
+
+    fit: list[dict[str, Tensor]]
+    choose: Any  # tokens (n,) of a language model, else batches
+    held: Any
+    is_language: bool
+
+    def judge(self, model: Any, keep: float) -> Judge:
+        return Language(model, self.choose, keep) if self.is_language else Outputs(model, self.choose, keep)
+
+
+def split(data: Sequence[dict[str, Tensor]], is_language: bool) -> Split:
+    """Split batches; those of a language model are taken for one stream of tokens."""
+    if is_language:
+        rows = [row[mask.bool()] for b in data for row, mask in zip(b["input_ids"], _mask(b), strict=True)]
+        tokens = torch.cat(rows)
+        a, b = (int(share * len(tokens)) for share in SHARES)
+        pieces = tokens[: min(a, FIT_TOKENS)].split(FIT_LENGTH)
+        return Split([{"input_ids": piece[None]} for piece in pieces], tokens[a:b], tokens[b:], True)
+    if len(data) < 3:
+        raise BochnerError(
+            f"A target needs at least three batches of 'calibration', got {len(data)}: for fitting, for choosing and "
+            "for verifying; give more texts or a smaller 'batch_size'."
+        )
+    a = max(1, int(SHARES[0] * len(data)))
+    b = max(a + 1, int(SHARES[1] * len(data)))
+    return Split(list(data[:a]), list(data[a:b]), list(data[b:]), False)
+
+
+def _mask(batch: dict[str, Tensor]) -> Tensor:
+    mask = batch.get("attention_mask")
+    return torch.ones_like(batch["input_ids"]) if mask is None else mask
+
+
+def is_language_model(model: Any, shapes: dict[str, capture.Shape]) -> bool:
+    """Whether it predicts the next token and nothing else."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    causal = all(shape.is_causal and not shape.is_cross for shape in shapes.values())
+    return head is not None and causal and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def target_data(
+    model: Any, calibration: Any, tokenizer: Any, length: int | None, batch_size: int
+) -> list[dict[str, Tensor]]:
+    """Calibration for a target: batches as they are; texts whole, for language models one after another, else joined.
+
+    Models that do not predict the next token get texts of `length` tokens, as far as they have positions.
+    """
+    texts = [calibration] if isinstance(calibration, str) else calibration
+    if not (isinstance(texts, Sequence) and all(isinstance(t, str) for t in texts)):
+        return capture.batches(calibration, tokenizer, model=model)
+    one_by_one = capture.batches(texts, tokenizer, model=model, max_length=2**20, batch_size=1)
+    start = {k: v[:1, :16] for k, v in one_by_one[0].items()}
+    if is_language_model(model, capture.discover(model, start)):
+        stream = torch.cat([batch["input_ids"][0] for batch in one_by_one])
+        return [{"input_ids": piece[None]} for piece in stream.split(FIT_LENGTH)]
+    sizes = [_length(batch) for batch in one_by_one]
+    wanted = min(length or max(sizes), getattr(model.config, "max_position_embeddings", None) or 2**20)
+    joined, open_size = [""], 0
+    for text, size in zip(texts, sizes, strict=True):
+        if open_size >= wanted:
+            joined, open_size = [*joined, ""], 0
+        joined[-1] = f"{joined[-1]} {text}".strip()
+        open_size += size
+    size = max(1, min(batch_size, len(joined) // 6))
+    return capture.batches(joined, tokenizer, model=model, max_length=wanted, batch_size=size)
+
+
+def goal_of(
+    model: Any,
+    shapes: dict[str, capture.Shape],
+    data: Sequence[dict[str, Tensor]],
+    keep: float,
+    minimize: str | None,
+    length: int | None,
+) -> Goal:
+    """The goal, with the defaults that fit the model."""
+    language = is_language_model(model, shapes)
+    if length is None:
+        length = 4096 if language else max(_length(batch) for batch in data)
+    return Goal(keep, minimize or ("memory" if language else "time"), length)
+
+
+def aim(
+    model: Any,
+    shapes: dict[str, capture.Shape],
+    goal: Goal,
+    data: Sequence[dict[str, Tensor]],
+    *,
+    num_features: int = 64,
+    exact_below: int | None = None,
+    floors: bool = False,
+    seed: int = 0,
+    say: Say = lambda text: None,
+    **near: Any,
+) -> tuple[TargetReport, dict[str, LinearAttention]]:
+    """Search, verify and report; the model is as before. Returns the layers of the chosen plan, too.
+
+    `floors`: compute the rank floor of every head. `near`: `window`, `sinks`, `window_kind` if they are given.
+    """
+    began = time.monotonic()
+    parts = split(data, is_language_model(model, shapes))
+    search = Search(model, shapes, goal, num_features, seed, say, **near)
+    judge = parts.judge(model, goal.keep)
+    search.prepare(parts.fit, judge)
+    search.frontier(judge)
+    trial = Trial(model, search, parts, exact_below)
+    chosen, layers = trial.settle(judge)
+    candidates = sorted(search.tried, key=search.price)
+    assert chosen.verified is not None
+    search.seconds["in all"] = time.monotonic() - began
+    report = TargetReport(
+        goal.keep, goal.minimize, goal.length, chosen.plan, candidates, candidates.index(chosen),
+        chosen.verified.kept >= goal.keep, chosen.verified, trial.length, trial.whole,
+        _heads(search, chosen, judge if floors else None), [], search.seconds,
+    )  # fmt: skip
+    report.reasons = _reasons(report, trial)
+    return report, layers
+
+
+class Trial:
+    """Verification: the original and the converted model on the texts held back, whole and at the goal's length."""
+
+    def __init__(self, model: Any, search: Search, parts: Split, exact_below: int | None) -> None:
+        self.model, self.search, self.exact_below = model, search, exact_below
+        self.whole: dict[str, dict[str, float]] = {}
+        self.length = search.goal.length
+        self.is_language = parts.is_language
+        if parts.is_language:
+            self.length = min(self.length, len(parts.held))
+            count = max(1, min(VERIFIED_TOKENS, len(parts.held)) // self.length)
+            self.passage = min(PASSAGE, self.length // 4)
+            pieces = parts.held[: count * self.length].split(self.length)
+            self.texts = [repeated(piece, self.passage) for piece in pieces]
+        else:
+            self.length = max(_length(batch) for batch in parts.held)
+            self.held = Outputs(model, parts.held, search.goal.keep)
+        self.before: list[Reading] = []
+        self.figures: dict[int, dict[str, dict[str, float]]] = {}  # of the whole model, by the candidate's id
+
+    def settle(self, judge: Judge) -> tuple[Candidate, dict[str, LinearAttention]]:
+        """The cheapest choice that keeps the target on the texts held back, else the best; with its layers."""
+        search = self.search
+        good = [c for c in search.tried if search.keeps(c)] or [max(search.tried, key=lambda c: c.quality.kept)]
+        budgets = sorted((b for b, c in search.by_budget.items() if c in good), reverse=True)
+        budget = budgets[0]
+        runs: list[tuple[Candidate, Quality, dict[str, LinearAttention]]] = []
+        while len(runs) < RETREATS and budget > 2.0 ** (BUDGETS[0] - 8):
+            candidate = search.by_budget.get(budget) or search.evaluate(budget, judge)
+            if candidate.verified is None:
+                layers = self.verify(candidate)
+                assert candidate.verified is not None
+                runs.append((candidate, candidate.verified, layers))
+                if candidate.verified.kept >= search.goal.keep:
+                    break
+                search.say(f"kept {candidate.verified.kept:.4f} on the texts held back: a costlier choice is tried")
+            budget = max([b for b in search.by_budget if b < budget / 1.9], default=budget / 4)
+        best = max(runs, key=lambda run: (min(run[1].kept, search.goal.keep), -search.price(run[0])))
+        self.whole = self.figures[id(best[0])]
+        return best[0], best[2]
+
+    def verify(self, candidate: Candidate) -> dict[str, LinearAttention]:
+        """Run a choice as it will be used; notes its quality and the figures of the whole model, returns its layers."""
+        plan, search = candidate.plan, self.search
+        search.say(f"verifying at {self.length} tokens on texts held back")
+        border = search.border(plan) if self.exact_below is None else self.exact_below
+        for layer in plan.converted:
+            layer.exact_below = border
+        layers = search.build(plan)
+        if self.is_language:
+            if not self.before:
+                self.before = [read(self.model, ids) for ids in self.texts]
+            with installed(self.model, plan, layers):
+                after = [read(self.model, ids) for ids in self.texts]
+            candidate.verified = compare_readings(self.before, after, self.passage)
+            self.figures[id(candidate)] = {"original": _figures(self.before[0]), "converted": _figures(after[0])}
+            return layers
+        with installed(self.model, plan, layers):
+            candidate.verified = self.held.quality(lambda batch: capture.run(self.model, batch))
+            seconds = whole_seconds(self.model, layers, capture.first_row(self.held.batches[0]))
+        self.figures[id(candidate)] = {name: {"seconds": x} for name, x in seconds.items()}
+        return layers
+
+
+def whole_seconds(model: Any, layers: dict[str, LinearAttention], batch: dict[str, Tensor]) -> dict[str, float]:
+    """Seconds of a whole forward pass, with the attention it had before and with the present one, taking turns."""
+
+    def run(border: int) -> None:
+        for layer in layers.values():
+            layer.plan.exact_below = border
+        capture.run(model, batch)
+
+    borders = {name: layer.plan.exact_below for name, layer in layers.items()}
+    try:
+        return best_times({"original": lambda: run(ALWAYS), "converted": lambda: run(0)}, repeats=5, budget=2.0)
+    finally:
+        for name, layer in layers.items():
+            layer.plan.exact_below = borders[name]
+
+
+@contextlib.contextmanager
+def installed(model: Any, plan: Plan, layers: dict[str, LinearAttention]) -> Iterator[None]:
+    """The model converted for a while."""
+    io.equip(model, plan, layers)
+    try:
+        yield
+    finally:
+        io.strip(model)
+
+
+def _length(batch: dict[str, Tensor]) -> int:
+    main = next(iter(batch.values()))
+    return int(main.shape[1]) if main.ndim == 2 else int(main.shape[-1])
+
+
+def _figures(reading: Reading) -> dict[str, float]:
+    return {
+        "prefill_seconds": reading.prefill_seconds,
+        "step_seconds": reading.step_seconds,
+        "cache_bytes": float(reading.cache_bytes),
+    }
+
+
+def _heads(search: Search, chosen: Candidate, judge: Judge | None) -> list[HeadFigures]:
+    floors = {} if judge is None else rank_floors(search, judge.batches[0])
+    found = []
+    for plan in chosen.plan.layers:
+        layer = search.layers.get(plan.name)
+        if layer is None or not layer.made:
+            continue
+        for h in range(plan.num_heads):
+            errors = {str(option): e[h].item() for option, e in layer.errors.items()}
+            floor = floors[plan.name][h].item() if plan.name in floors else None
+            found.append(HeadFigures(plan.name, h, plan.kinds[h], layer.sensitivity[h].item(), errors, floor))
+    return found
+
+
+def rank_floors(search: Search, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The rank floor of every head, (h,), on the first tokens of the first row of a batch."""
+    found: dict[str, Tensor] = {}
+
+    def look(name: str, call: Call) -> None:
+        layer = search.layers.get(name)
+        if layer is None or name in found:
+            return
+        n = FLOOR_LENGTH
+        q, k, v = (t[:1, :, :n] for t in call[:3])
+        part = call._replace(query=q, key=k, value=v, padding=None, segments=None)
+        window = next((option.window for option in layer.made if option.kind == "hybrid"), None)
+        near = {} if window is None else layer.planned([Option("hybrid", window)] * layer.plan.num_kv_heads).near
+        far = Far.of(part, **near)
+        weights = attention_weights(part, far.allowed)[0]
+        m = layer.plan.num_features
+        found[name] = torch.stack([theory.rank_floor(w, m, far.far[0, 0]) for w in weights])
+
+    search.say("computing rank floors")
+    with capture.recording(search.model, look):
+        capture.run(search.model, capture.first_row(batch))
+    return found
+
+
+def _reasons(report: TargetReport, trial: Trial) -> list[str]:
+    """Sentences for people."""
+    found = []
+    if not report.plan.converted:
+        found.append(f"Nothing is converted: at {report.length} tokens the original has the least {report.minimize}.")
+    elif report.met:
+        found.append(f"The target is met with {report.candidates[report.chosen].memory:.3f} of the decoding memory.")
+    else:
+        found.append(
+            f"The target cannot be met: {report.verified.kept:.4f} is the best that was found, {report.keep:g} was "
+            "asked for; distill, or ask for less."
+        )
+    if trial.length < report.length:
+        found.append(
+            f"The texts held back have {trial.length} tokens only: give more of them to verify at {report.length}."
+        )
+    borders = {layer.exact_below for layer in report.plan.converted} - {0}
+    if borders:
+        found.append(f"Below {max(borders)} tokens the model is the original, bit by bit.")
+    return found

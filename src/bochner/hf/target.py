@@ -1,0 +1,406 @@
+"""A target instead of a recipe: what each head may become, so that the model keeps a share of its quality.
+
+1. Every layer's heads are tried as windows of several sizes, as windows with a kernel beside, and as kernels: the
+   errors of their outputs are measured. 2. How much an error of a head matters is the gradient of a gate between the
+   head and its exact attention, integrated from one to the other, of the divergence from the original's predictions.
+3. The damage of a choice is then a sum, sensitivity times squared error, and so is its cost: for every budget of damage
+   the cheapest choice is a minimisation head by head. 4. Budgets are tried end to end until the cheapest that keeps the
+   target is found. 5. It is verified on texts that had no part in this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bochner._checks import BochnerError, one_of, positive_int, spawn_seed
+from bochner.hf import capture
+from bochner.hf.choose import gate_gradients, take_maps
+from bochner.hf.cost import crossover, layer_seconds
+from bochner.hf.judge import Judge, Quality
+from bochner.hf.layer import Call, LinearAttention, exact
+from bochner.hf.measure import HeadErrors, Samples
+from bochner.hf.plan import LayerPlan, Plan, default_window_kind
+
+CAUSAL_WINDOWS, WINDOWS = (64, 128, 256), (16, 32, 64, 128)
+CAUSAL_SINKS, SINKS = 4, 1
+WIDEST_HYBRID = 128  # wider windows are not tried with a kernel beside
+LEAST_ERROR = 0.02  # errors below this say nothing about a head's sensitivity
+BUDGETS = (-5.0, 7.0)  # log2 of the damages that are tried, in units of what the target allows
+REFINEMENTS = 2  # halvings of the last step between a budget that keeps the target and one that does not
+RETREATS = 3  # choices that are verified before giving up
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What to keep, what to save, and at how many tokens."""
+
+    keep: float
+    minimize: str
+    length: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keep, bool) or not isinstance(self.keep, (int, float)) or not 0.5 <= self.keep < 1:
+            raise BochnerError(f"The 'keep' of convert must be a share in [0.5, 1), got {self.keep!r}.")
+        one_of(self.minimize, "minimize", "convert", ("memory", "time"))
+        positive_int(self.length, "length", "convert")
+
+
+class Option(NamedTuple):
+    """What a key head may become."""
+
+    kind: str
+    window: int | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.window is None else f"{self.kind} {self.window}"
+
+
+EXACT = Option("exact")
+
+
+@dataclass
+class Layer:
+    """One attention module: what its heads may become, with errors (h,), costs per key head, and sensitivities (h,)."""
+
+    plan: LayerPlan
+    made: dict[Option, LinearAttention]
+    whole: bool  # whether all heads become the same
+    errors: dict[Option, Tensor] = field(default_factory=dict)
+    seconds: dict[Option, float] = field(default_factory=dict)  # of the whole layer
+    sensitivity: Tensor = field(default_factory=lambda: torch.zeros(0))
+    tables: list[tuple[list[Option], Tensor, Tensor]] = field(default_factory=list)
+
+    def damage(self, option: Option) -> Tensor:
+        """What each key head loses by becoming an option, (g,)."""
+        if option == EXACT:
+            return torch.zeros(self.plan.num_kv_heads, dtype=torch.float64)
+        damages = self.sensitivity * self.errors[option].double().square()
+        return damages.view(self.plan.num_kv_heads, -1).sum(-1)
+
+    def cost(self, option: Option, goal: Goal) -> float:
+        """Bytes or seconds of one key head."""
+        if goal.minimize == "time":
+            return self.seconds[option] / self.plan.num_kv_heads
+        return self.planned([option] * self.plan.num_kv_heads).cache_bytes(goal.length) / self.plan.num_kv_heads
+
+    def planned(self, options: Sequence[Option]) -> LayerPlan:
+        """The plan in which each key head becomes what is given; all have one window."""
+        windows = {option.window for option in options if option.window is not None}
+        assert len(windows) <= 1
+        kinds = [option.kind for option in options for _ in range(self.plan.group)]
+        window = min(windows) if windows else None
+        return replace(self.plan, kinds=kinds, window=window, sinks=self.plan.sinks if window else 0)
+
+    def tabulate(self, goal: Goal) -> None:
+        """For every window the options that go with it, their damages (options, g) and their costs (options,)."""
+        self.tables = []
+        for window in sorted({option.window or 0 for option in self.made}) or [0]:
+            tried = [EXACT, *(o for o in self.made if (o.window or 0) == window)]
+            damages = torch.stack([self.damage(o) for o in tried])
+            self.tables.append((tried, damages, torch.tensor([self.cost(o, goal) for o in tried], dtype=torch.float64)))
+
+    def best(self, price: float) -> tuple[list[Option], float]:
+        """The options with the least damage + price x cost, one per key head, and their damage."""
+        found: tuple[float, list[Option], float] | None = None
+        for tried, damages, costs in self.tables:
+            totals = damages + price * costs[:, None]
+            if self.whole:
+                totals = totals.sum(-1, keepdim=True).expand_as(totals)
+            chosen = totals.argmin(0)
+            damage = damages.gather(0, chosen[None]).sum().item()
+            total = damage + price * costs[chosen].sum().item()
+            if found is None or total < found[0]:
+                found = (total, [tried[i] for i in chosen.tolist()], damage)
+        assert found is not None
+        return found[1:]
+
+    def build(self, plan: LayerPlan) -> LinearAttention:
+        """The maps of a plan, taken from the layers that were tried."""
+        layer = LinearAttention(plan)
+        for kind in layer.map_norm:
+            old = self.made[Option(kind, plan.window if kind == "hybrid" else None)]
+            take_maps(layer, kind, old, list(range(plan.num_kv_heads)))
+        return layer
+
+
+@dataclass
+class Candidate:
+    """One point of the frontier: what is kept and what it costs, `predicted` its damage in units of the target's."""
+
+    plan: Plan
+    predicted: float
+    quality: Quality
+    memory: float  # of the cache at the goal's length, as a share of the original's
+    attention_seconds: float  # of all attention layers at the goal's length
+    verified: Quality | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        kinds = {kind: self.plan.count(kind) for kind in ("exact", "window", "hybrid", "kernel")}
+        return {
+            "kept": self.quality.kept,
+            "figures": self.quality.figures,
+            "memory": self.memory,
+            "attention_seconds": self.attention_seconds,
+            "predicted_damage": self.predicted,
+            "heads": kinds,
+            "verified": None if self.verified is None else {"kept": self.verified.kept, **self.verified.figures},
+        }
+
+
+class Search:
+    """The workspace of one search: layers with their options, the judge, and what was tried."""
+
+    def __init__(
+        self,
+        model: Any,
+        shapes: dict[str, capture.Shape],
+        goal: Goal,
+        num_features: int,
+        seed: int,
+        say: Say,
+        window: int | None = None,
+        sinks: int | None = None,
+        window_kind: str | None = None,
+    ) -> None:
+        self.model, self.goal, self.say, self.windows = model, goal, say, None if window is None else (window,)
+        self.layers: dict[str, Layer] = {}
+        self.draft = Plan(
+            [_as_it_is(shape, num_features, spawn_seed(seed, i)) for i, shape in enumerate(shapes.values())],
+            getattr(model.config, "model_type", ""),
+        )
+        for plan in self.draft.layers:
+            if not plan.reason:
+                plan.sinks = plan.sinks if sinks is None or plan.is_cross else sinks
+                plan.window_kind = window_kind or plan.window_kind
+                self.layers[plan.name] = Layer(plan, {}, whole=not plan.is_causal or goal.minimize == "time")
+        self.tried: list[Candidate] = []
+        self.by_budget: dict[float, Candidate] = {}
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def original_bytes(self) -> int:
+        return self.draft.cache_bytes(self.goal.length, converted=False)
+
+    def prepare(self, data: Sequence[dict[str, Tensor]], judge: Judge) -> None:
+        """Fit the maps of all options, measure their errors, their times and the heads' sensitivities."""
+        self._fit(data)
+        self._measure_errors(judge)
+        self._measure_times()
+        self._measure_sensitivities(judge)
+        for layer in self.layers.values():
+            layer.tabulate(self.goal)
+
+    def _fit(self, data: Sequence[dict[str, Tensor]]) -> None:
+        began = time.monotonic()
+        samples = {name: Samples() for name in self.layers}
+
+        def look(name: str, call: Call) -> None:
+            if name in samples:
+                samples[name].add(call)
+
+        self.say(f"observing attention on {len(data)} batches")
+        with capture.recording(self.model, look):
+            for batch in data:
+                capture.run(self.model, batch)
+        longest = max((s.k[0].shape[1] for s in samples.values() if s.k), default=0)
+        for i, (name, layer) in enumerate(self.layers.items()):
+            self.say(f"fitting maps, layer {i + 1} of {len(self.layers)}")
+            for option in _options(layer.plan, min(longest, self.goal.length), self.windows):
+                plan = layer.planned([option] * layer.plan.num_kv_heads)
+                if option.kind in ("hybrid", "kernel") and samples[name].rows < 2 * plan.num_features:
+                    continue
+                made = LinearAttention(plan)
+                if option.kind != "window":
+                    samples[name].calibrate(made.map_of(option.kind), plan, option.kind)
+                layer.made[option] = made.to(next(self.model.parameters()).device)
+            del samples[name]
+        self.seconds["fitting maps"] = time.monotonic() - began
+
+    def _measure_errors(self, judge: Judge) -> None:
+        began = time.monotonic()
+        found = {name: {option: HeadErrors() for option in layer.made} for name, layer in self.layers.items()}
+
+        @torch.no_grad()
+        def look(name: str, call: Call) -> Tensor | None:
+            if name not in found:
+                return None
+            truth = exact(call)
+            for option, made in self.layers[name].made.items():
+                found[name][option].add(call, made(call), truth)
+            return truth
+
+        with capture.recording(self.model, look):
+            for i, batch in enumerate(judge.batches):
+                self.say(f"measuring errors, batch {i + 1} of {len(judge.batches)}")
+                capture.run(self.model, batch)
+        for name, layer in self.layers.items():
+            layer.errors = {option: errors.relative().cpu() for option, errors in found[name].items()}
+        self.seconds["measuring errors"] = time.monotonic() - began
+
+    def _measure_times(self) -> None:
+        """Layers that are alike are timed once."""
+        began, known = time.monotonic(), {}
+        for layer in self.layers.values():
+            plan = layer.plan
+            alike = (*layer.made, plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.value_dim, plan.is_causal)
+            if alike not in known:
+                self.say(f"timing attention at {self.goal.length} tokens")
+                pairs = layer_seconds(list(layer.made.values()), self.goal.length, rounds=3)
+                known[alike] = {option: own for option, (_, own) in zip(layer.made, pairs, strict=True)}
+                known[alike][EXACT] = min((plain for plain, _ in pairs), default=0.0)
+            layer.seconds = known[alike]
+        self.seconds["timing"] = time.monotonic() - began
+
+    def _measure_sensitivities(self, judge: Judge) -> None:
+        began = time.monotonic()
+        reference = {name: _reference(layer) for name, layer in self.layers.items() if layer.made}
+        layers = {name: self.layers[name].made[option] for name, option in reference.items()}
+        falls = gate_gradients(self.model, layers, judge.batches, judge.loss, self.say)
+        for name, option in reference.items():
+            error = self.layers[name].errors[option].double().clamp_min(LEAST_ERROR)
+            self.layers[name].sensitivity = falls[name].cpu() / error.square()
+        # Gradients are noisy: no head is taken to be wholly indifferent.
+        every = torch.cat([self.layers[name].sensitivity for name in reference])
+        least = 0.1 * every.clamp_min(0).median().item()
+        for name in reference:
+            self.layers[name].sensitivity.clamp_(min=least)
+        self.seconds["weighing heads"] = time.monotonic() - began
+
+    def choose(self, budget: float) -> tuple[Plan, float]:
+        """The cheapest plan whose predicted damage is at most `budget`, and that damage."""
+        low, high = 0.0, 1e-6
+
+        def total(price: float) -> float:
+            return sum(layer.best(price)[1] for layer in self.layers.values())
+
+        while total(high) < budget and high < 1e30:
+            low, high = high, high * 8
+        for _ in range(40):
+            middle = (low * high) ** 0.5 if low else high / 8
+            low, high = (middle, high) if total(middle) <= budget else (low, middle)
+            if low and high / low < 1.001:
+                break
+        chosen = {name: layer.best(low) for name, layer in self.layers.items()}
+        plans = {name: self.layers[name].planned(options) for name, (options, _) in chosen.items()}
+        plan = Plan([plans.get(layer.name, layer) for layer in self.draft.layers], self.draft.model_type)
+        return plan, sum(damage for _, damage in chosen.values())
+
+    def build(self, plan: Plan) -> dict[str, LinearAttention]:
+        """The layers of a plan, with their maps."""
+        device = next(self.model.parameters()).device
+        found = {}
+        for layer in plan.layers:
+            made = self.layers[layer.name].build(layer) if layer.name in self.layers else LinearAttention(layer)
+            found[layer.name] = made.to(device)
+        return found
+
+    def evaluate(self, budget: float, judge: Judge) -> Candidate:
+        """Choose for a budget and run the result end to end; the same choice is run once."""
+        plan, predicted = self.choose(budget)
+        for candidate in self.tried:
+            if candidate.plan.to_dict() == plan.to_dict():
+                self.by_budget[budget] = candidate
+                return candidate
+        layers = self.build(plan)
+
+        def replaced(name: str, call: Call) -> Tensor | None:
+            return layers[name](call) if name in layers and not layers[name].plan.untouched else None
+
+        def outputs(batch: dict[str, Tensor]) -> Any:
+            with capture.recording(self.model, replaced):
+                return capture.run(self.model, batch)
+
+        memory = plan.cache_bytes(self.goal.length) / max(self.original_bytes, 1)
+        seconds = sum(self._seconds(layer) for layer in plan.layers)
+        candidate = Candidate(plan, predicted, judge.quality(outputs), memory, seconds)
+        self.tried.append(candidate)
+        self.by_budget[budget] = candidate
+        self.say(f"kept {candidate.quality.kept:.4f} with {memory:.3f} of the memory")
+        return candidate
+
+    def _seconds(self, plan: LayerPlan) -> float:
+        if plan.name not in self.layers:
+            return 0.0
+        layer = self.layers[plan.name]
+        kinds = plan.kinds[:: plan.group]
+        options = [EXACT if k == "exact" else Option(k, None if k == "kernel" else plan.window) for k in kinds]
+        return sum(layer.seconds[option] for option in options) / len(options)
+
+    def frontier(self, judge: Judge) -> list[Candidate]:
+        """Candidates around the cheapest that keeps the target, cheapest first."""
+        began = time.monotonic()
+        low, high = BUDGETS
+        middle: float
+        if self.keeps(self.evaluate(2.0**high, judge)):
+            low = high
+        while high - low > 1:
+            middle = round((low + high) / 2)
+            low, high = (middle, high) if self.keeps(self.evaluate(2.0**middle, judge)) else (low, middle)
+        for _ in range(REFINEMENTS if high > low else 0):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.keeps(self.evaluate(2.0**middle, judge)) else (low, middle)
+        if not any(map(self.keeps, self.tried)):
+            self.evaluate(2.0 ** BUDGETS[0], judge)
+        self.seconds["searching"] = time.monotonic() - began
+        return sorted(self.tried, key=self.price)
+
+    def keeps(self, candidate: Candidate) -> bool:
+        return candidate.quality.kept >= self.goal.keep
+
+    def price(self, candidate: Candidate) -> float:
+        return candidate.memory if self.goal.minimize == "memory" else candidate.attention_seconds
+
+    def border(self, plan: Plan) -> int:
+        """The default of `exact_below`: where the plan is faster; to save memory, where its memory is reached."""
+        limit = self.goal.length
+        if self.goal.minimize == "memory":
+            limit = int(limit * plan.cache_bytes(limit) / max(self.original_bytes, 1))
+        return min(crossover(plan), limit)
+
+
+def _as_it_is(shape: capture.Shape, num_features: int, seed: int) -> LayerPlan:
+    reason, limit = shape.obstacle or ("", 0)
+    return LayerPlan(
+        name=shape.name,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        kinds=["exact"] * shape.num_heads,
+        sinks=0 if shape.is_cross else (CAUSAL_SINKS if shape.is_causal else SINKS),
+        window_kind=default_window_kind(shape.is_causal),
+        feature_map="landmark",
+        num_features=num_features,
+        seed=seed,
+        is_causal=shape.is_causal,
+        is_cross=shape.is_cross,
+        reason=reason,
+        limit=limit,
+    )
+
+
+def _options(plan: LayerPlan, length: int, windows: Sequence[int] | None = None) -> list[Option]:
+    """What the heads of a layer may become in sequences of some length, but exact."""
+    if plan.is_cross:
+        return [Option("kernel")]
+    if windows is None:
+        sizes = CAUSAL_WINDOWS if plan.is_causal else WINDOWS
+        reach = 1 if plan.is_causal else 3  # blocks see their neighbours on both sides
+        windows = [w for w in sizes if reach * w <= length // 2] or [sizes[0]]
+    found = [Option("window", w) for w in windows]
+    found += [Option("hybrid", w) for w in windows if w <= WIDEST_HYBRID or len(windows) == 1]
+    return found if plan.is_causal else [*found, Option("kernel")]
+
+
+def _reference(layer: Layer) -> Option:
+    """The option along which sensitivities are measured: the second window, or what there is."""
+    windows = [option for option in layer.made if option.kind == "window"]
+    return windows[min(1, len(windows) - 1)] if windows else next(iter(layer.made))

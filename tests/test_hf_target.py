@@ -1,0 +1,221 @@
+"""A target instead of a recipe: the search finds what is cheap and harmless, and says what it could not keep."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import GROUPED, TEXT, build, texts_as_batches  # noqa: E402
+
+from bochner import BochnerError, BochnerWarning, convert, revert  # noqa: E402
+from bochner.hf import plan_of, report_of  # noqa: E402
+from bochner.hf.aim import is_language_model, split, whole_seconds  # noqa: E402
+from bochner.hf.capture import Shape, discover  # noqa: E402
+from bochner.hf.judge import Language, Outputs, compare_readings, language_quality, read, repeated  # noqa: E402
+from bochner.hf.layer import LinearAttention  # noqa: E402
+from bochner.hf.target import EXACT, Goal, Layer, Option, Search  # noqa: E402
+
+
+def ids(n: int, seed: int = 0) -> Tensor:
+    return torch.randint(4, 50, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def llama() -> Any:
+    return build("llama", GROUPED, head="AutoModelForCausalLM")
+
+
+def shape(heads: int = 4, kv: int = 2) -> Shape:
+    return Shape("layer", heads, kv, 8, 8, True, False)
+
+
+def searched(model: Any, goal: Goal, errors: dict[Option, Tensor], sensitivity: Tensor) -> Search:
+    """A search of one layer with given measurements."""
+    search = Search(model, {"layer": shape()}, goal, 16, 0, lambda text: None)
+    layer = search.layers["layer"]
+    for option in errors:
+        layer.made[option] = LinearAttention(layer.planned([option] * 2))
+    layer.errors, layer.sensitivity = errors, sensitivity.double()
+    layer.seconds = {EXACT: 1.0, **{option: 0.1 * (i + 1) for i, option in enumerate(errors)}}
+    layer.tabulate(goal)
+    return search
+
+
+def test_the_choice_is_the_cheapest_of_all_within_its_budget() -> None:
+    """Against all choices there are: a window, and for each of two key heads what it becomes."""
+    options = {Option("window", 8): 0.5, Option("hybrid", 8): 0.2, Option("window", 32): 0.3, Option("hybrid", 32): 0.1}
+    errors = {o: torch.tensor([e, e / 2, e / 4, e]) for o, e in options.items()}
+    goal = Goal(0.9, "memory", 400)
+    search = searched(llama(), goal, errors, torch.tensor([1.0, 2.0, 0.1, 0.3]))
+    layer: Layer = search.layers["layer"]
+    every = []
+    for window in (8, 32):
+        kinds = [EXACT, Option("window", window), Option("hybrid", window)]
+        for a in kinds:
+            for b in kinds:
+                damage = (layer.damage(a)[0] + layer.damage(b)[1]).item()
+                every.append((damage, layer.planned([a, b]).cache_bytes(400)))
+    for budget in (0.01, 0.03, 0.1, 0.3, 1.0):
+        plan, damage = search.choose(budget)
+        assert damage <= budget
+        cost = plan.cache_bytes(400)
+        # Prices reach the corners of the convex hull: nothing that harms as little costs less than the next corner.
+        assert not any(d <= damage + 1e-12 and c < cost for d, c in every)
+    assert search.choose(1e-9)[0].count("exact") == 4
+    assert search.choose(1e9)[0].count("window") == 4
+
+
+def test_a_target_of_time_converts_layers_as_a_whole() -> None:
+    errors = {Option("window", 8): torch.tensor([0.1, 0.1, 0.9, 0.9]), Option("kernel"): torch.full((4,), 0.3)}
+    search = searched(llama(), Goal(0.9, "time", 400), errors, torch.ones(4))
+    for budget in (0.01, 0.4, 10.0):
+        plan, _ = search.choose(budget)
+        assert len(set(plan.layers[0].kinds)) == 1
+    assert search.choose(0.4)[0].count("kernel") == 4  # 4 x 0.09; the window would do 1.64
+
+
+def test_the_quality_of_a_language_model_is_the_least_of_perplexity_and_recall() -> None:
+    kept = language_quality(rise=0.01, gain=3.0, again=0.2, now=0.2)
+    assert kept.kept == pytest.approx(math.exp(-0.01))
+    lost = language_quality(rise=0.0, gain=3.0, again=0.2, now=0.5)
+    assert lost.kept == pytest.approx(0.9)
+    assert lost.figures["recall"] == pytest.approx(math.exp(0.5))
+    never_had = language_quality(rise=0.0, gain=0.1, again=3.0, now=3.5)
+    assert never_had.kept == 1.0
+
+
+def test_the_original_loses_nothing_and_its_loss_is_zero() -> None:
+    model = llama()
+    judge = Language(model, ids(600), 0.9)
+    assert all(
+        torch.equal(b["input_ids"][0, -judge.passage :], b["input_ids"][0, : judge.passage]) for b in judge.batches
+    )
+    with torch.no_grad():
+        assert judge.quality(lambda batch: model(**batch)).kept == 1.0
+        assert judge.loss(0, model(**judge.batches[0])).item() == pytest.approx(0.0, abs=1e-5)
+    encoder = build("bert", TEXT)
+    outputs = Outputs(encoder, texts_as_batches(4), 0.9)
+    with torch.no_grad():
+        assert outputs.quality(lambda batch: encoder(**batch)).kept == pytest.approx(1.0)
+        other = build("bert", TEXT, std=0.3)
+        assert outputs.quality(lambda batch: other(**batch)).kept < 0.9
+        assert outputs.loss(0, other(**outputs.batches[0])) > 1
+
+
+def test_reading_in_pieces_gives_the_losses_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bochner.hf.judge.PIECE", 16)
+    model, x = llama(), repeated(ids(50), 10)
+    reading = read(model, x)
+    with torch.no_grad():
+        logits = model(x, use_cache=False).logits[0, :-1]
+    wanted = torch.nn.functional.cross_entropy(logits, x[0, 1:], reduction="none")
+    torch.testing.assert_close(reading.losses, wanted, atol=1e-4, rtol=1e-4)
+    assert compare_readings([reading], [reading], 10).kept == 1.0
+
+
+def test_the_parts_of_the_data_have_nothing_in_common() -> None:
+    data = texts_as_batches(10)
+    parts = split(data, is_language=True)
+    fit = torch.cat([b["input_ids"][0] for b in parts.fit])
+    every = torch.cat([b["input_ids"].flatten() for b in data])
+    assert torch.equal(torch.cat([fit, parts.choose, parts.held]), every)
+    parts = split(data, is_language=False)
+    assert len(parts.fit) + len(parts.choose) + len(parts.held) == 10
+    with pytest.raises(BochnerError, match="three batches"):
+        split(data[:2], is_language=False)
+
+
+def test_a_decoder_meets_its_target_on_texts_that_had_no_part_in_the_search() -> None:
+    model = llama()
+    convert(model, calibration=texts_as_batches(16), keep=0.9, length=300, num_features=16, exact_below=0)
+    report = report_of(model).target
+    assert report is not None
+    assert report.met
+    assert report.verified.kept >= 0.9
+    assert report.plan.to_dict()["layers"] == plan_of(model).to_dict()["layers"]
+    chosen = report.candidates[report.chosen]
+    assert chosen.memory < 0.6
+    prices = [c.memory for c in report.candidates]
+    assert prices == sorted(prices)
+    assert report.whole["converted"]["cache_bytes"] < report.whole["original"]["cache_bytes"]
+    told = json.loads(json.dumps(report_of(model).to_dict()))
+    assert told["target"]["verified"]["kept"] == report.verified.kept
+    assert len(told["target"]["heads"]) == 8
+    assert "verified" in str(report)
+    with torch.no_grad():
+        model(ids(40)[None])
+    revert(model)
+    with pytest.raises(BochnerError, match="not converted"):
+        report_of(model)
+
+
+def test_where_the_original_is_fastest_nothing_is_converted() -> None:
+    """At 64 tokens no window pays; the model stays what it was."""
+    model = build("bert", TEXT)
+    x = ids(64)[None]
+    with torch.no_grad():
+        before = model(x)[0]
+        convert(model, calibration=texts_as_batches(8), keep=0.98, num_features=16)
+        assert torch.equal(model(x)[0], before)
+    report = report_of(model).target
+    assert report is not None
+    assert not report.worthwhile
+    assert any("Nothing is converted" in reason for reason in report.reasons)
+
+
+def test_a_target_that_cannot_be_met_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bochner.hf.target.Search.keeps", lambda self, candidate: False)
+    monkeypatch.setattr("bochner.hf.target.Search.choose", lambda self, budget: always(self))
+
+    def always(search: Search) -> Any:
+        layers = [search.layers[x.name].planned([Option("kernel")] * x.num_kv_heads) for x in search.draft.layers]
+        return type(search.draft)(layers, ""), 9.0
+
+    with pytest.warns(BochnerWarning, match="cannot be met"):
+        convert(build("bert", TEXT, std=0.4), calibration=texts_as_batches(8), keep=0.999, num_features=8)
+
+
+def test_a_target_and_a_recipe_exclude_each_other() -> None:
+    data = texts_as_batches(6)
+    with pytest.raises(BochnerError, match="leave out"):
+        convert(build("bert", TEXT), calibration=data, keep=0.9, window=8)
+    with pytest.raises(BochnerError, match="'keep'"):
+        convert(build("bert", TEXT), calibration=data, length=128)
+    with pytest.raises(BochnerError, match=r"\[0.5, 1\)"):
+        convert(build("bert", TEXT), calibration=data, keep=1.5)
+    with pytest.raises(BochnerError, match="memory"):
+        convert(build("bert", TEXT), calibration=data, keep=0.9, minimize="money")
+    with pytest.raises(BochnerError, match="calibration"):
+        convert(build("bert", TEXT), keep=0.9)
+
+
+def test_a_language_model_is_told_from_others() -> None:
+    model = llama()
+    assert is_language_model(model, discover(model))
+    for other in (build("bert", TEXT, head="AutoModelForMaskedLM"), build("llama", GROUPED)):
+        assert not is_language_model(other, discover(other))
+
+
+def test_timing_the_whole_model_leaves_its_border_alone() -> None:
+    model = convert(build("bert", TEXT), "positive", 8, exact_below=7)
+    from bochner.hf import layers_of
+
+    seconds = whole_seconds(model, layers_of(model), {"input_ids": ids(20)[None]})
+    assert set(seconds) == {"original", "converted"}
+    assert {layer.exact_below for layer in plan_of(model).layers} == {7}
+
+
+def test_distillation_reports_through_convert() -> None:
+    model = convert(
+        build("bert", TEXT), calibration=texts_as_batches(), num_features=16, distill={"steps": 5}, exact_below=0
+    )
+    report = report_of(model).distillation
+    assert report is not None
+    assert len(report.layers) == 2
+    assert json.dumps(report_of(model).to_dict())
