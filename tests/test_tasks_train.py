@@ -361,6 +361,17 @@ def test_event_files_are_written_when_asked_for(tmp_path: Path) -> None:
     assert list((tmp_path / "tensorboard").glob("events.out.*"))
 
 
+def test_a_crossover_is_where_an_attention_stays_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "experiments"))
+    import train_speed
+
+    exact = {"128": 1.0, "256": 2.0, "512": 4.0, "1024": 16.0}
+    assert train_speed.crossover({"128": 0.9, "256": 3.0, "512": 3.9, "1024": 5.0, "2048": 9.0}, exact) == 512
+    assert train_speed.crossover({"128": 0.9, "256": 1.0, "512": 1.5, "1024": 2.0}, exact) == 128
+    assert train_speed.crossover({"128": 2.0, "256": 3.0, "512": 5.0, "1024": 20.0}, exact) is None
+    assert train_speed.exponent({"512": 99.0, "1024": 1.0, "2048": 3.0, "4096": 9.0}) == pytest.approx(1.585, abs=1e-3)
+
+
 def test_the_table_shows_means_spreads_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "experiments"))
     import train_table
@@ -369,6 +380,9 @@ def test_the_table_shows_means_spreads_and_what_is_missing(monkeypatch: pytest.M
     found = {f"text/relu/{s}": {"accuracy": x, "steps": steps} for s, x in enumerate((0.60, 0.62, 0.64))}
     row = next(line for line in train_table.table(found).splitlines() if "`relu`" in line)
     assert row == "| `relu` | not run | 62.0 ± 2.0 (3 seeds) | not run | not run | not run |"
+    assert train_table.learned_or_fixed(found, "text") is None
+    found |= {f"text/gmm_prf/{s}": {"accuracy": x} for s, x in enumerate((0.65, 0.66))}
+    assert train_table.learned_or_fixed(found, "text") == pytest.approx((3.5, 2.0))
     assert ("text", "relu", 0) in train_table.wanted()
     assert len(set(train_table.wanted())) == len(train_table.wanted())
 

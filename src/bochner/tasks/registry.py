@@ -41,7 +41,7 @@ SIZES = {
     "retrieval, paper": (4_000, 4, 4, 128, 512, 32, 5_000),
     "retrieval, small": (500, 2, 2, 64, 128, 16, 1_000),
     "image, paper": (1_025, 1, 8, 128, 128, 256, 35_156),  # 200 epochs of 45,000
-    "image, small": (257, 1, 2, 32, 64, 64, 400),
+    "image, small": (257, 1, 2, 32, 64, 64, 600),
     "pathfinder, paper": (1_025, 4, 8, 128, 128, 256, 62_500),  # 100 epochs
     "pathfinder, small": (1_025, 2, 2, 64, 128, 16, 1_000),
     "performer": (8_192, 6, 8, 512, 2_048, 8, 100_000),
@@ -123,7 +123,7 @@ IMAGE = {
     ),
     "small": Preset(
         *SIZES["image, small"],
-        learning_rate=4e-3,
+        learning_rate=1e-2,
         warmup=40,
         dropout=0.0,
         positions="learned",
