@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, TEXT, Labelled, build, inputs  # noqa: E402
 
-from bochner import convert  # noqa: E402
+from bochner import BochnerError, convert  # noqa: E402
 from bochner._checks import spawn_seed  # noqa: E402
 from bochner.hf import RedrawCallback, layers_of, parameter_groups, plan_of, redraw_  # noqa: E402
 
@@ -31,9 +31,13 @@ def map_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     return {n: p for n, p in model.named_parameters() if ".linear_attn." in n}
 
 
-@pytest.mark.parametrize("feature_map", LEARNED)
-def test_learned_maps_are_trained_saved_and_loaded(feature_map: str, tmp_path: Path) -> None:
-    model = classifier(feature_map)
+PAPER = {"gmm_prf": {"shared_noise": True}, "generative_prf": {"residual": False}}  # options, to the letter
+SPELLED = [*((name, {}) for name in LEARNED), *PAPER.items()]
+
+
+@pytest.mark.parametrize(("feature_map", "options"), SPELLED)
+def test_learned_maps_are_trained_saved_and_loaded(feature_map: str, options: dict, tmp_path: Path) -> None:
+    model = classifier(feature_map, options=options)
     x = inputs(model)
     found = map_parameters(model)
     assert found
@@ -58,6 +62,11 @@ def test_learned_maps_are_trained_saved_and_loaded(feature_map: str, tmp_path: P
     again = map_parameters(loaded)
     assert again.keys() == found.keys()
     assert all(p.requires_grad for p in again.values())
+
+
+def test_a_function_that_cannot_be_saved_is_refused() -> None:
+    with pytest.raises(BochnerError, match=r"option 'f' of .* is a function, which no config.json can hold"):
+        classifier("generalized", options={"f": torch.sin})
 
 
 def test_a_decoder_is_trained_too() -> None:

@@ -69,6 +69,12 @@ class LayerPlan:
         if self.window is not None:
             positive_int(self.window, "window", owner)
         one_of(self.window_kind, "window_kind", owner, WINDOW_KINDS)
+        functions = [name for name, value in self.options.items() if callable(value)]
+        if functions:
+            raise BochnerError(
+                f"The option {functions[0]!r} of {owner} is a function, which no config.json can hold; take a map whose "
+                "function has a name, or use the map in bochner.nn."
+            )
         if self.exact_below < 0:
             raise BochnerError(f"The 'exact_below' of {owner} must be at least 0, got {self.exact_below}.")
         if self.reason and not self.untouched:
