@@ -72,8 +72,8 @@ class LayerPlan:
         functions = [name for name, value in self.options.items() if callable(value)]
         if functions:
             raise BochnerError(
-                f"The option {functions[0]!r} of {owner} is a function, which no config.json can hold; take a map whose "
-                "function has a name, or use the map in bochner.nn."
+                f"The option {functions[0]!r} of {owner} is a function, which no config.json can hold; take a map "
+                "whose function has a name, or use the map in bochner.nn."
             )
         if self.exact_below < 0:
             raise BochnerError(f"The 'exact_below' of {owner} must be at least 0, got {self.exact_below}.")
