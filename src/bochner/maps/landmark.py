@@ -35,9 +35,9 @@ class LandmarkFeatures(FeatureMap):
     the weight of uniform attention, what is missing being given to all keys alike. That is what the last feature of a
     key, the constant 1, is for.
 
-    Biased and deterministic: its error is measured, `error` per head on held-back sequences with the 95 % confidence
-    interval `error_interval` (0 to infinity if fewer than two were held back). Before `calibrate_` the landmarks are
-    random, and the map estimates nothing in particular.
+    Biased and deterministic: its error is measured, `error` per head on held-back sequences; a new sequence of the same
+    kind has an error in `error_interval` with probability 95 % (0 to infinity if fewer than two were held back). Before
+    `calibrate_` the landmarks are random, and the map estimates nothing in particular.
 
     `num_features`: m, the constant among them. `num_landmarks`: M, default max(64, m). Cost O(M (d + m)) per row.
 
@@ -219,7 +219,7 @@ class LandmarkFeatures(FeatureMap):
             j = torch.arange(s)
             i = j.repeat(q.shape[2] // s) if q.shape[2] % s == 0 else torch.arange(q.shape[2])
             for b in range(k.shape[0]):
-                v = torch.randn(s, 32, generator=g) if vs is None else vs[at][b, head].float().cpu()
+                v = torch.randn(s, 32, generator=g, dtype=torch.float32) if vs is None else vs[at][b, head].float().cpu()
                 found.append(Rows(q[b, head].float().cpu(), k[b, head].float().cpu(), v, i, j))
         return found
 

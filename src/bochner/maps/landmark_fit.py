@@ -29,6 +29,7 @@ HELD_BACK = 16  # sequences at most to choose and measure on
 MEASURED_ROWS = 512  # of each of them
 CONFIDENCE = 0.95
 UNKNOWN = (0.0, math.inf)
+NOTHING = 1e-5  # an error that is rounding alone
 WINDOW_KINDS = ("block", "sliding")
 
 
@@ -278,16 +279,22 @@ def measure(head: Head, sequences: list[Rows], near: Near, top_ups: tuple[float,
 
 
 def relative_error(wrong: Tensor, total: Tensor) -> tuple[float, tuple[float, float]]:
-    """The root of a ratio of sums over sequences, and its confidence interval by Student's t and the delta method."""
+    """The root of a ratio of sums over sequences, and the prediction interval for the error on one new sequence.
+
+    With l the logarithms of the sequences' own errors, `mean(l) +- t std(l) sqrt(1 + 1/n)`, t the quantile of Student's
+    law with n - 1 degrees: exact if they are normal. Sequences too short to leave the map a pair do not count.
+    """
     from scipy.special import stdtrit
 
-    n, ratio = len(total), float(wrong.sum() / total.sum().clamp_min(1e-300))
-    error = math.sqrt(ratio)
-    if n < 2 or error == 0:
+    error = math.sqrt(float(wrong.sum() / total.sum().clamp_min(1e-300)))
+    own = (wrong / total.clamp_min(1e-300)).sqrt()
+    own = own[own > NOTHING]
+    n = len(own)
+    if n < 2:
         return error, UNKNOWN
-    deviation = (wrong - ratio * total).square().sum() / (n * (n - 1)) / total.mean().square()
-    half = float(stdtrit(n - 1, 0.5 + CONFIDENCE / 2)) * math.sqrt(float(deviation)) / (2 * error)
-    return error, (max(0.0, error - half), error + half)
+    middle, spread = float(own.log().mean()), float(own.log().std())
+    half = float(stdtrit(n - 1, 0.5 + CONFIDENCE / 2)) * spread * math.sqrt(1 + 1 / n)
+    return error, (math.exp(middle - half), math.exp(min(middle + half, 700.0)))
 
 
 def _pose(sequences: list[Rows], num_landmarks: int, near: Near, generator: torch.Generator) -> tuple[Hidden, Problem]:
