@@ -194,7 +194,7 @@ def test_sequences_that_leave_nothing_to_the_map_say_nothing():
 
 @pytest.mark.parametrize("positive", [True, False])
 def test_the_stated_error_holds_on_fresh_sequences(positive):
-    """Twelve heads, fifteen held-back sequences and sixty fresh ones each; heads are the unit of a t-test, alpha 1e-3."""
+    """Twelve heads, fifteen held-back sequences and sixty fresh ones each; a t-test over heads, alpha 1e-3."""
     laws = 12
     data = [torch.stack(t, dim=1) for t in zip(*(heads(60, 50, law=i) for i in range(laws)), strict=True)]
     phi = LandmarkFeatures(D, 16, positive=positive, num_heads=laws).calibrate_(*data)

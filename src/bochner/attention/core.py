@@ -107,7 +107,7 @@ def linear_attention(
     if not return_state:
         return out
     assert result.state is not None
-    return out, result.state._replace(origin=origin_of(phi, scale))
+    return out, State(*result.state[:-1], origin_of(phi, scale))
 
 
 def _describe(
@@ -150,11 +150,11 @@ def _traced(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, st
     k, v = (t.masked_fill(bad.unsqueeze(-1), 0) for t in (k, v))
     result = attend(call, q, k, v, hole, state)
     seen = (bad.cumsum(-1) > 0)[..., -q.shape[-2] :].repeat(1, 1, call.groups).unsqueeze(-1)
-    result = result._replace(out=result.out.masked_fill(seen, torch.nan))
-    if result.state is not None:
-        poisoned = result.state.kv.masked_fill(bad.any(-1)[..., None, None], torch.nan)
-        result = result._replace(state=result.state._replace(kv=poisoned))
-    return result
+    # Written out, for the compiler of torch 2.5 does not follow `_replace`.
+    out, after, lost, small = result
+    if after is not None:
+        after = State(after.kv.masked_fill(bad.any(-1)[..., None, None], torch.nan), *after[1:])
+    return Result(out.masked_fill(seen, torch.nan), after, lost, small)
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, state: State | None) -> Result:

@@ -70,7 +70,7 @@ def windowed(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, s
             new = absorb(new, features, values[..., left, :], far_holes[:, left])
         kept = (keys[..., held, :], values[..., held, :], holes[:, held], (far_holes & ~holes)[:, held])
         setting = (call.window, call.sinks, call.window_kind)
-        new = new._replace(window=WindowState(*kept, *sinks, past.seen + n, setting))
+        new = State(*new[:3], WindowState(*kept, *sinks, past.seen + n, setting))
     return Result(out, new, lost, small)
 
 

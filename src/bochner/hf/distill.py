@@ -2,19 +2,20 @@
 
 First layer by layer: the model is run with exact attention, and each layer's maps are trained so that its linear
 attention gives the same outputs on the same queries, keys and values. Layers do not depend on each other, so that this
-can be stopped and resumed at any layer. Then, if wanted, end to end: the outputs of the whole converted model are
-fitted to those of the original. No labels are needed, only text.
+can be stopped and resumed at any layer. Then end to end: the hidden states of the whole converted model are fitted to
+those of the original, so that errors are weighed by what they do later. No labels are needed, only text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from bochner.hf import capture
 from bochner.hf.io import layers_of
 from bochner.hf.layer import CHILD, Call, LinearAttention
 from bochner.hf.measure import HeadErrors, error_on
+from bochner.maps.landmark import LandmarkFeatures
 
 MEMORY = 2**29  # bytes of queries, keys and values held at a time
 
@@ -66,12 +68,12 @@ def distill(
     calibration: Any,
     *,
     steps: int = 60,
-    lr: float = 5e-3,
+    lr: float = 4e-3,
     projections: bool = True,
     layers: Sequence[str] | None = None,
     patience: int = 3,
-    end_to_end: int = 0,
-    end_to_end_lr: float = 1e-3,
+    end_to_end: int = 60,
+    end_to_end_lr: float = 3e-3,
     part: str = "maps",
     seconds: float | None = None,
     checkpoint: str | Path | None = None,
@@ -83,12 +85,14 @@ def distill(
     """Train the maps of a converted model on unlabelled data, in place; returns what it did, layer by layer.
 
     `calibration`: texts (with `tokenizer`) or batches; the last eighth is kept for validation, and each layer keeps the
-    state that was best on it. `steps`, `lr`: Adam steps per layer. `projections`: also learn the frequencies, which
+    state that was best on it. `steps`, `lr`: Adam steps per layer; rates of landmark maps and of the model's own
+    parameters are in units of the size of each row. `projections`: also learn the frequencies, which
     makes a random map a learned one. `layers`: names of attention modules; default all. `patience`: stop a layer after
-    so many checks without progress. `end_to_end`: steps of a second stage that fits the outputs of the whole model;
+    so many checks without progress. `end_to_end`, `end_to_end_lr`: steps of a second stage that fits the hidden states
+    and outputs of the whole model, 0 for none, which needs no gradients through it;
     `part`: what it trains, `"maps"` or a regular expression over parameter names (`revert` does not restore those).
-    `seconds`: a time limit for everything. `checkpoint`: a directory; what is there is taken up, and every finished
-    layer is written to it.
+    `seconds`: a time limit, the first stage having half of it. `checkpoint`: a directory; what is there is taken up,
+    and every finished layer is written to it.
 
     Maps stay what they are in every other respect: `save_pretrained`, decoding and `revert` work as before.
     """
@@ -105,14 +109,14 @@ def distill(
     held = max(1, len(batches) // 8)
     store, report = _Checkpoint(checkpoint, attached), DistillReport()
     # The teacher's outputs for the second stage, before anything changes.
-    targets = [_final(model, b, original=True) for b in batches] if end_to_end else []
+    targets = [_outputs(model, b, original=True) for b in batches] if end_to_end else []
     for group in _groups([n for n in names if len(attached[n].map_norm)], model, batches):
         pending = [n for n in group if store.restore(n, report) is None]
-        if not pending or training.clock.over():
+        if not pending or training.clock.over(0.5 if end_to_end else 1.0):
             continue
         records = _records(model, pending, batches)
         for name in pending:
-            if training.clock.over():
+            if training.clock.over(0.5 if end_to_end else 1.0):
                 break
             done = _fit_layer(name, attached[name], records[name][:-held], records[name][-held:], training)
             report.layers.append(done)
@@ -142,9 +146,16 @@ class _Training:
         positive_int(self.patience, "patience", "distill")
 
     def descend(
-        self, parameters: Sequence[Tensor], loss: Callable[[int], Tensor], measure: Callable[[], float]
+        self,
+        parameters: Sequence[Tensor],
+        units: Sequence[Tensor],
+        loss: Callable[[int], Tensor],
+        measure: Callable[[], float],
     ) -> tuple[float, float, int]:
-        """Minimise `loss(step)`; the measure before and at its best, where the parameters are left, and the steps."""
+        """Minimise `loss(step)`; the measure before and at its best, where the parameters are left, and the steps.
+
+        `units`: what the rate of each parameter is relative to; Adam itself takes steps of one size.
+        """
         optimizer = torch.optim.Adam(parameters, lr=self.lr, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps, eta_min=self.lr / 10)
         before = best = measure()
@@ -154,8 +165,12 @@ class _Training:
                 optimizer.zero_grad()
                 loss(step).backward()
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                last = [p.detach().clone() for p in parameters]
                 optimizer.step()
                 schedule.step()
+                with torch.no_grad():
+                    for p, old, unit in zip(parameters, last, units, strict=True):
+                        p.copy_(torch.lerp(old, p, unit.expand_as(p)))
                 step += 1
                 if step % max(5, self.steps // 10) == 0 or step == self.steps:
                     now = measure()
@@ -183,10 +198,29 @@ def _fit_layer(
 
     parameters = layer.open_(projections=training.projections)
     try:
-        before, after, steps = training.descend(parameters, loss, measure)
+        before, after, steps = training.descend(parameters, _units(layer), loss, measure)
     finally:
         layer.close_()
     return LayerReport(name, before, after, steps, time.monotonic() - start)
+
+
+def _units(layer: LinearAttention) -> list[Tensor]:
+    """What the rates of a layer's parameters are relative to: in landmark maps the size of each row, elsewhere 1.
+
+    Coefficients of landmarks that few rows are near are larger than others by orders of magnitude.
+    """
+    maps = [layer.map_of(kind) for kind in layer.map_norm]
+    return [
+        row_sizes(p) if isinstance(phi, LandmarkFeatures) else torch.ones_like(p)
+        for phi in maps
+        for p in phi.parameters()
+    ]
+
+
+def row_sizes(p: Tensor) -> Tensor:
+    """The root mean square of each row, (..., 1), and 1 for a row of zeros."""
+    size = p.detach().square().mean(-1, keepdim=True).sqrt()
+    return torch.where(size > 0, size, 1.0)
 
 
 def _records(model: Any, names: Iterable[str], batches: Sequence[dict[str, Tensor]]) -> dict[str, list[Call]]:
@@ -220,31 +254,51 @@ def _groups(names: Sequence[str], model: Any, batches: Sequence[dict[str, Tensor
     return groups
 
 
-def _final(model: Any, batch: dict[str, Tensor], *, original: bool = False) -> Tensor:
-    """The model's final output, hidden states or logits; with `original`, that of exact attention."""
-    if original:
-        with capture.recording(model, lambda name, call: None):
-            return capture.run(model, batch)[0]
-    return capture.run(model, batch, gradient=torch.is_grad_enabled())[0]
+class _Outputs(NamedTuple):
+    """What a model computes: its final output, hidden states or logits, and the hidden states after every layer."""
+
+    final: Tensor
+    hidden: tuple[Tensor, ...]
 
 
-def _loss(out: Tensor, target: Tensor, batch: dict[str, Tensor], is_logits: bool) -> Tensor:
-    """KL divergence of token distributions, or the mean squared relative distance of hidden states."""
+def _outputs(model: Any, batch: dict[str, Tensor], *, original: bool = False) -> _Outputs:
+    """The outputs of a converted model; with `original`, those of exact attention."""
+    watch = capture.recording(model, lambda name, call: None) if original else contextlib.nullcontext()
+    asked: dict[str, Any] = {**batch, "output_hidden_states": True}
+    with watch:
+        out = capture.run(model, asked, gradient=torch.is_grad_enabled() and not original)
+    names = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
+    return _Outputs(out[0], tuple(h for name in names for h in (getattr(out, name, None) or ())[1:]))
+
+
+def _loss(out: _Outputs, target: _Outputs, batch: dict[str, Tensor], is_logits: bool) -> Tensor:
+    """Squared relative distances of the hidden states of all layers, and of the final output.
+
+    Of token distributions the KL divergence; of hidden states the cosine of the mean over the text, as embeddings are.
+    """
     mask = batch.get("attention_mask")
-    keep = torch.ones(out.shape[:2], dtype=torch.bool) if mask is None or mask.shape != out.shape[:2] else mask.bool()
-    keep = keep.to(out.device)
+
+    def keep(t: Tensor) -> Tensor:
+        own = mask is not None and mask.shape == t.shape[:2]
+        return mask.bool().to(t.device) if own else torch.ones(t.shape[:2], dtype=torch.bool, device=t.device)  # type: ignore[union-attr]
+
+    def distance(a: Tensor, b: Tensor) -> Tensor:
+        weight = keep(b).unsqueeze(-1).to(b.dtype)
+        return ((a - b) * weight).square().sum() / (b * weight).square().sum()
+
+    pairs = list(zip(out.hidden, target.hidden, strict=True)) or [(out.final, target.final)]
+    layers = torch.stack([distance(a, b) for a, b in pairs]).sum()
+    seen = keep(target.final)
     if is_logits:
-        p, q = target[keep].float().log_softmax(-1), out[keep].float().log_softmax(-1)
-        return torch.nn.functional.kl_div(q, p, log_target=True, reduction="batchmean")
-    # Tokens one by one and, as embeddings are, pooled over the text.
-    weight = keep.unsqueeze(-1).to(out.dtype)
-    tokens = ((out - target) * weight).square().sum() / (target * weight).square().sum()
-    a, b = ((t * weight).sum(1) / weight.sum(1) for t in (out, target))
-    return tokens + (1 - torch.nn.functional.cosine_similarity(a, b, dim=-1)).mean()
+        p, q = (t.final[seen].float().log_softmax(-1) for t in (target, out))
+        return layers + torch.nn.functional.kl_div(q, p, log_target=True, reduction="batchmean")
+    weight = seen.unsqueeze(-1).to(out.final.dtype)
+    a, b = ((t.final * weight).sum(1) / weight.sum(1) for t in (out, target))
+    return layers + (1 - torch.nn.functional.cosine_similarity(a, b, dim=-1)).mean()
 
 
 def _fit_model(
-    model: Any, pairs: Sequence[tuple[dict[str, Tensor], Tensor]], held: int, part: str, training: _Training
+    model: Any, pairs: Sequence[tuple[dict[str, Tensor], _Outputs]], held: int, part: str, training: _Training
 ) -> tuple[float, float]:
     """Fit the outputs of the whole model to targets; the loss on the last `held` before and after."""
     before_grad = {id(p): p.requires_grad for p in model.parameters()}
@@ -253,18 +307,20 @@ def _fit_model(
         parameters = [p for n, p in model.named_parameters() if re.search(part, n) and f".{CHILD}." not in n]
         if not parameters:
             raise BochnerError(f"The 'part' of distill, {part!r}, matches no parameter of the model.")
+    units = [row_sizes(p) for p in parameters]
     for layer in layers_of(model).values():
         parameters += layer.open_(projections=training.projections)
+        units += _units(layer)
     trained = {id(p) for p in parameters}
     is_logits = hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
 
     def loss(step: int) -> Tensor:
         batch, target = pairs[step % (len(pairs) - held)]
-        return _loss(_final(model, batch), target, batch, is_logits)
+        return _loss(_outputs(model, batch), target, batch, is_logits)
 
     @torch.no_grad()
     def measure() -> float:
-        losses = [_loss(_final(model, b), t, b, is_logits).item() for b, t in pairs[-held:]]
+        losses = [_loss(_outputs(model, b), t, b, is_logits).item() for b, t in pairs[-held:]]
         training.say(f"end to end: loss {sum(losses) / held:.5f}")
         return sum(losses) / held
 
@@ -273,7 +329,7 @@ def _fit_model(
     try:
         for p in model.parameters():
             p.requires_grad_(id(p) in trained)
-        return training.descend(parameters, loss, measure)[:2]
+        return training.descend(parameters, units, loss, measure)[:2]
     finally:
         for p in model.parameters():
             p.requires_grad_(before_grad.get(id(p), False))
@@ -289,8 +345,8 @@ class _Clock:
     def elapsed(self) -> float:
         return time.monotonic() - self.start
 
-    def over(self) -> bool:
-        return self.limit is not None and self.elapsed() > self.limit
+    def over(self, share: float = 1.0) -> bool:
+        return self.limit is not None and self.elapsed() > share * self.limit
 
 
 class _Checkpoint:

@@ -219,8 +219,8 @@ class LandmarkFeatures(FeatureMap):
             j = torch.arange(s)
             i = j.repeat(q.shape[2] // s) if q.shape[2] % s == 0 else torch.arange(q.shape[2])
             for b in range(k.shape[0]):
-                v = torch.randn(s, 32, generator=g, dtype=torch.float32) if vs is None else vs[at][b, head].float().cpu()
-                found.append(Rows(q[b, head].float().cpu(), k[b, head].float().cpu(), v, i, j))
+                v = torch.randn(s, 32, generator=g, dtype=torch.float32) if vs is None else vs[at][b, head]
+                found.append(Rows(q[b, head].float().cpu(), k[b, head].float().cpu(), v.float().cpu(), i, j))
         return found
 
     def _take(self, heads: list[Head]) -> None:
