@@ -337,7 +337,7 @@ class ZoneScan:
             out = add_product(out, more.view_as(out), 1.0)
         if is_composed():
             out = torch.where(rows.factor == 0, 0, out)  # not zero times infinity
-        return rows._replace(out=out), log_ref
+        return Rows(out, *rows[1:]), log_ref
 
     def _exact_adjoint(self, zone: Zone, log_ref: Tensor, g: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the queries, keys and values of zones, from g of the sums relative to log_ref."""
