@@ -16,6 +16,7 @@ from torch import nn
 
 from bochner._checks import BochnerError
 from bochner.hf import capture
+from bochner.hf.familiar import Alarm
 from bochner.hf.layer import CHILD, LinearAttention, Origin
 from bochner.hf.plan import Plan
 
@@ -84,7 +85,9 @@ def equip(model: nn.Module, plan: Plan, layers: dict[str, LinearAttention] | Non
             module._bochner_hook = install_hook(module, place if index is None else index, layer.exact_below)
     switched = _configs_above_maps(model)
     origins = [Origin(config, _softmax_of(model, config, loaded)) for config in switched]
+    alarm = Alarm()
     for module in find_modules(model, plan).values():
+        getattr(module, CHILD).alarm = alarm
         own = getattr(module, "config", None) or model.config
         getattr(module, CHILD).origins = tuple(sorted(origins, key=lambda origin: origin.config is not own))
     for config in capture.configs_of(model):

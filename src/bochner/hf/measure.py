@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bochner._checks import BochnerError
 from bochner.hf import capture
+from bochner.hf.familiar import note
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.plan import LayerPlan, Plan
 from bochner.maps.base import FeatureMap
@@ -245,6 +246,8 @@ class Statistics:
 
     def calibrate(self, name: str, layer: LinearAttention) -> None:
         """Fit the maps of one module to what was found of it."""
+        if len(layer.map_norm):
+            note(layer.plan, self.samples[name].q, self.samples[name].k)
         for kind in layer.map_norm:
             phi = layer.map_of(kind)
             if type(phi) is CalibratedFeatures:

@@ -25,8 +25,9 @@ from bochner.hf.capture import (
     supported,
     unsupported_message,
 )
+from bochner.hf.familiar import FAR, distance
 from bochner.hf.io import CONVERTED, NAME
-from bochner.hf.layer import CHILD, Call, attend
+from bochner.hf.layer import CHILD, Call, LinearAttention, attend
 from bochner.hf.original import as_before, make_mask, softmax_of, transformers_module, understand
 from bochner.maps import feature_map as make_feature_map
 from bochner.maps.base import FeatureMap
@@ -138,7 +139,9 @@ def converted_forward(
         implementation = own.origins[0].implementation
         return as_before(module, implementation, query, key, value, attention_mask, kwargs)
     _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
-    out = own(understand(module, query, key, value, attention_mask, **kwargs), cache)
+    call = understand(module, query, key, value, attention_mask, **kwargs)
+    _warn_of_strangers(own, call, cache)
+    out = own(call, cache)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -171,6 +174,16 @@ def _warn_of_dropout(module: nn.Module, dropout: float) -> None:
             BochnerWarning,
             stacklevel=4,
         )
+
+
+def _warn_of_strangers(own: LinearAttention, call: Call, cache: Any) -> None:
+    """Warn of inputs unlike those that were calibrated on; pieces of a sequence after its first are not looked at."""
+    if own.alarm is None or own.alarm.rung or own.trained or torch.compiler.is_compiling():
+        return
+    if cache is None or cache.seen == call.key.shape[-2]:
+        far = distance(own.plan, call)
+        if far is not None and far > FAR:
+            own.alarm.ring(own.plan.name, far)
 
 
 def _replace_methods(base: Any) -> None:

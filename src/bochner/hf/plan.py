@@ -35,6 +35,7 @@ class LayerPlan:
     text), where it was measured. `train`: the learned parts of the maps are parameters that are to be trained.
     `exact_below`: calls with fewer keys are left to the attention that the module had before. A layer with exact heads
     only is left to it altogether; `reason` says why, and `limit` how many keys it keeps if it has a window of its own.
+    `seen`: what the calibration data looked like (`bochner.hf.familiar`).
     """
 
     name: str
@@ -57,6 +58,7 @@ class LayerPlan:
     exact_below: int = 0
     reason: str = ""
     limit: int = 0
+    seen: dict[str, Any] | None = None
 
     def check(self) -> LayerPlan:
         owner = f"the plan of {self.name!r}"

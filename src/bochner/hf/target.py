@@ -22,6 +22,7 @@ from bochner._checks import BochnerError, one_of, positive_int, spawn_seed
 from bochner.hf import capture
 from bochner.hf.choose import gate_gradients, take_maps
 from bochner.hf.cost import crossover, layer_seconds
+from bochner.hf.familiar import note
 from bochner.hf.judge import Judge, Quality
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import HeadErrors, Samples
@@ -213,6 +214,7 @@ class Search:
         longest = max((s.k[0].shape[1] for s in samples.values() if s.k), default=0)
         for i, (name, layer) in enumerate(self.layers.items()):
             self.say(f"fitting maps, layer {i + 1} of {len(self.layers)}")
+            note(layer.plan, samples[name].q, samples[name].k)
             for option in _options(layer.plan, min(longest, self.goal.length), self.windows):
                 plan = layer.planned([option] * layer.plan.num_kv_heads)
                 if option.kind in ("hybrid", "kernel") and samples[name].rows < 2 * plan.num_features:

@@ -1,0 +1,78 @@
+"""Whether inputs are of the kind that the maps were calibrated on: a few numbers per layer, a warning once.
+
+Maps are fitted to the queries and keys of the calibration texts, and can be far off for others. A sequence's signature
+is the mean of its first queries and keys, over a fixed number of places so that rotary positions are the same, in a few
+random directions. Its mean and spread over the calibration sequences are noted in the plan; a call whose signatures lie
+many spreads away is unlike all that was seen.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bochner._checks import BochnerWarning
+from bochner.hf.layer import Call
+from bochner.hf.plan import LayerPlan
+
+DIRECTIONS = 8
+PLACES = 64  # places of a sequence that its signature is the mean of, at most
+SEQUENCES = 8  # fewer calibration sequences tell nothing of their spread
+FAR = 4.0  # spreads beyond which a call is unlike the calibration
+
+
+class Alarm:
+    """Shared by all layers of a converted model: it warns once."""
+
+    def __init__(self) -> None:
+        self.rung = False
+
+    def ring(self, name: str, distance: float) -> None:
+        self.rung = True
+        warnings.warn(
+            f"These inputs are unlike the calibration data: in {name} queries and keys lie {distance:.0f} spreads from "
+            "their mean there, and the maps were fitted to others; calibrate on inputs of this kind, or expect worse.",
+            BochnerWarning,
+            stacklevel=5,
+        )
+
+
+def signature(q: Tensor, k: Tensor, places: int, seed: int) -> Tensor:
+    """Mean queries (..., h, n, d) and keys (..., g, n, d) of the first places in random directions, (..., r)."""
+    mean = torch.cat([t[..., :places, :].float().mean(-2).flatten(-2) for t in (q, k)], dim=-1)
+    g = torch.Generator().manual_seed(seed)
+    directions = torch.randn(DIRECTIONS, mean.shape[-1], generator=g) / mean.shape[-1] ** 0.5
+    return mean @ directions.to(mean).mT
+
+
+def note(plan: LayerPlan, q: Sequence[Tensor], k: Sequence[Tensor]) -> None:
+    """Note in a layer's plan what the calibration sequences look like: q, k (h, n, d) each, scaled."""
+    lengths = sorted(min(x.shape[-2], y.shape[-2]) for x, y in zip(q, k, strict=True))
+    if len(lengths) < SEQUENCES or plan.is_cross:
+        return
+    places = min(PLACES, lengths[len(lengths) // 4])
+    found = torch.stack(
+        [signature(x, y, places, plan.seed) for x, y in zip(q, k, strict=True) if x.shape[-2] >= places]
+    ).double()
+    spread = found.std(0)
+    plan.seen = {"places": places, "mean": found.mean(0).tolist(), "spread": spread.clamp_min(1e-12).tolist()}
+
+
+def distance(plan: LayerPlan, call: Call) -> float | None:
+    """How many spreads the sequences of a call lie from the calibration's mean; None if it cannot be told."""
+    seen: dict[str, Any] | None = plan.seen
+    if seen is None or min(call.query.shape[-2], call.key.shape[-2]) < seen["places"] or call.segments is not None:
+        return None
+    q, k, root = call.query, call.key, call.scale**0.5
+    if call.padding is not None:
+        whole = ~call.padding[:, : seen["places"]].any(-1)
+        q, k = q[whole], k[whole]
+        if not len(q):
+            return None
+    found = signature(q * root, k * root, seen["places"], plan.seed)
+    mean, spread = (torch.tensor(seen[name], dtype=found.dtype, device=found.device) for name in ("mean", "spread"))
+    return ((found - mean) / spread).square().mean(-1).sqrt().mean().item()
