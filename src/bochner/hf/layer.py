@@ -21,7 +21,6 @@ from bochner.maps.landmark import LandmarkFeatures
 
 if TYPE_CHECKING:
     from bochner.hf.cache import RecurrentLayer
-    from bochner.hf.familiar import Alarm
 
 CHILD = "linear_attn"  # the name under which an attention module holds its `LinearAttention`
 LINEAR = ("window", "hybrid", "kernel")
@@ -88,7 +87,7 @@ class LinearAttention(nn.Module):
         super().__init__()
         self.everywhere.add(self)
         self.plan = plan.check()
-        self.alarm: Alarm | None = None  # of the model it is attached to
+        self.alarm: Any = None  # a `familiar.Alarm`, that of the model it is attached to
         self.origins: tuple[Origin, ...] = ()  # the first is that of its own module
         maps: dict[str, FeatureMap] = {}
         for i, kind in enumerate(WITH_MAP):
