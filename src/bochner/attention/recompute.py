@@ -43,8 +43,7 @@ def run_scan(scan: Scan, *tensors: Tensor) -> tuple[Tensor, ...]:
     if is_composed():
         return scan.run(*tensors)[0]
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *call.parameters))
-    # The adjoints of the scans know nothing of top-ups: such maps are differentiated as they are.
-    if learns and call.recompute and call.top_up is None:
+    if learns and call.recompute:
         return _Recomputed.apply(scan, len(tensors), *tensors, *call.parameters)
     with torch.set_grad_enabled(learns):
         return scan.run(*tensors)[0]
@@ -69,18 +68,22 @@ class _Recomputed(torch.autograd.Function):
                 "pass of linear_attention; call redraw_, step_ or the optimizer after backward."
             )
         smooth = grads[: scan.num_smooth]
-        if torch.is_grad_enabled():  # a second derivative will be wanted
-            outputs, _ = scan.run(*tensors[: ctx.count])
-            return (None, None, *differentiate(outputs[: scan.num_smooth], tensors, smooth))
+        again = torch.is_grad_enabled()  # a second derivative will be wanted
+        if again or scan.call.top_up is not None:  # the adjoints by hand know nothing of top-ups
+            with torch.enable_grad():
+                outputs, _ = scan.run(*tensors[: ctx.count])
+                return (None, None, *differentiate(outputs[: scan.num_smooth], tensors, smooth, again=again))
         return (None, None, *scan.back(tensors[: ctx.count], ctx.kept, smooth))
 
 
-def differentiate(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of all inputs that have one, themselves differentiable."""
+def differentiate(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor], *, again: bool = True
+) -> list[Tensor | None]:
+    """The gradients of all inputs that have one, themselves differentiable unless not `again`."""
     pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     wanted = [t for t in inputs if t.requires_grad]
     outs, grads = [y for y, _ in pairs], [g for _, g in pairs]
-    found = iter(torch.autograd.grad(outs, wanted, grads, create_graph=True, materialize_grads=True))
+    found = iter(torch.autograd.grad(outs, wanted, grads, create_graph=again, materialize_grads=True))
     return [next(found) if t.requires_grad else None for t in inputs]
 
 
