@@ -12,7 +12,6 @@ from torch import Tensor
 
 from bochner import feature_map, linear_attention
 
-
 SIGNED = {"name": "landmark", "positive": False}  # topped up, which has no adjoint by hand
 
 
