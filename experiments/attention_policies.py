@@ -6,7 +6,7 @@ wall of lava, reach the goal; the gap changes with every episode), the tokens ar
 keeps the 8 cells that get most attention. Queries and keys have length 1, as in the paper. Parameters are trained by
 CMA-ES (the package cma); exact attention, a small FAVOR+ and a policy without attention stand beside.
 
-    python experiments/attention_policies.py [--quick] [--seeds 3] [--generations 120]     (goes on where it stopped)
+    python experiments/attention_policies.py [--quick] [--seeds 2] [--generations 120]     (goes on where it stopped)
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ POPULATION, EPISODES, STEPS, TESTS = 32, 6, 20, 50
 OBJECTS = {1: 0, 2: 1, 9: 2, 8: 3}  # empty, wall, lava, goal; everything else is the fifth kind
 _X, _Y = np.meshgrid((np.arange(7) - 3) / 3, (6 - np.arange(7)) / 6, indexing="ij")
 PLACES = np.stack([_X, _Y], -1)
+Key = tuple[Any, ...]  # gap, place and direction: all that a view depends on
 PARTIAL = RESULTS / "attention_policies.partial.json"
 
 
@@ -67,9 +68,8 @@ def flops(name: str) -> float:
 class Worlds:
     """Many lava gaps, stepped together."""
 
-    seen: ClassVar[
-        dict[tuple[Any, ...], Any]
-    ] = {}  # views by gap, place and direction: there are few, and drawing is slow
+    # Tokens of every view by gap, place and direction: there are about a hundred, and drawing them is slow.
+    tokens: ClassVar[dict[Key, Tensor]] = {}
 
     def __init__(self, count: int) -> None:
         self.envs = [gymnasium.make("MiniGrid-LavaGapS5-v0", max_steps=STEPS).unwrapped for _ in range(count)]
@@ -77,44 +77,40 @@ class Worlds:
             env.gen_obs = partial(self._view, env, env.gen_obs)
 
     @classmethod
-    def _view(cls, env: Any, draw: Any) -> Any:
+    def _view(cls, env: Any, draw: Any) -> Key:
         key = (tuple(env.gap_pos), tuple(env.agent_pos), env.agent_dir)
-        if key not in cls.seen:
-            cls.seen[key] = draw()
-        return cls.seen[key]
+        if key not in cls.tokens:
+            cls.tokens[key] = cells(draw()["image"][..., 0])
+        return key
 
     def reset(self, seeds: list[int]) -> None:
-        self.views = [env.reset(seed=s)[0]["image"] for env, s in zip(self.envs, seeds, strict=True)]
+        self.views = [env.reset(seed=s)[0] for env, s in zip(self.envs, seeds, strict=True)]
         self.alive = [True] * len(self.envs)
         self.returns = np.zeros(len(self.envs))
         self.solved = np.zeros(len(self.envs), dtype=bool)
 
-    def step(self, actions: list[int]) -> None:
-        for i, (env, action) in enumerate(zip(self.envs, actions, strict=True)):
-            if not self.alive[i]:
-                continue
-            before = self._distance(env)
-            view, reward, done, cut, _ = env.step(action)
-            # Progress counts, as the distance walked counts in the paper's task.
-            self.returns[i] += 0.1 * (before - self._distance(env)) + reward
-            self.views[i], self.alive[i], self.solved[i] = view["image"], not (done or cut), reward > 0
+    def step(self, i: int, action: int) -> None:
+        env = self.envs[i]
+        before = self._distance(env)
+        self.views[i], reward, done, cut, _ = env.step(action)
+        # Progress counts, as the distance walked counts in the paper's task.
+        self.returns[i] += 0.1 * (before - self._distance(env)) + reward
+        self.alive[i], self.solved[i] = not (done or cut), reward > 0
 
     @staticmethod
     def _distance(env: Any) -> int:
         goal = (env.width - 2, env.height - 2)
         return abs(goal[0] - env.agent_pos[0]) + abs(goal[1] - env.agent_pos[1])
 
-    def tokens(self) -> Tensor:
-        """(worlds, cells, TOKEN): the kind of a cell, alone and times its place seen from the agent, and 1."""
-        kinds = np.stack(
-            [v[..., 0] for v in self.views]
-        )  # (worlds, 7, 7), the agent stands in the middle of the last column
-        index = np.full_like(kinds, 4)
-        for code, place in OBJECTS.items():
-            index[kinds == code] = place
-        one_hot = np.eye(5)[index]
-        parts = [one_hot, one_hot * PLACES[..., :1], one_hot * PLACES[..., 1:], np.ones((*kinds.shape, 1))]
-        return torch.from_numpy(np.concatenate(parts, -1).reshape(len(kinds), CELLS, TOKEN)).float()
+
+def cells(kinds: np.ndarray) -> Tensor:
+    """(cells, TOKEN) of a view (7, 7): the kind of a cell, alone and times its place seen from the agent, and 1."""
+    index = np.full_like(kinds, 4)
+    for code, place in OBJECTS.items():
+        index[kinds == code] = place
+    one_hot = np.eye(5)[index]
+    parts = [one_hot, one_hot * PLACES[..., :1], one_hot * PLACES[..., 1:], np.ones((*kinds.shape, 1))]
+    return torch.from_numpy(np.concatenate(parts, -1).reshape(CELLS, TOKEN)).float()
 
 
 SIZE = 2 * HEADS * TOKEN * DIM + HEADS * TOKEN * ACTIONS + ACTIONS
@@ -133,32 +129,38 @@ class Policy:
         self.phi = phi
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Actions of (population, episodes, cells, TOKEN)."""
-        p, e = tokens.shape[:2]
+    def __call__(self, who: list[int], tokens: Tensor) -> list[int]:
+        """The actions of members `who` (n,) of the population on views (n, cells, TOKEN)."""
+        n = len(who)
         if self.phi is False:
-            pooled = tokens.mean(2)[:, :, None].expand(p, e, HEADS, TOKEN)
+            pooled = tokens.mean(1)[:, None].expand(n, HEADS, TOKEN)
         else:
             q, k = (
-                torch.nn.functional.normalize(torch.einsum("pect,phtd->pehcd", tokens, w), dim=-1).flatten(0, 1)
+                torch.nn.functional.normalize(torch.einsum("nct,nhtd->nhcd", tokens, w[who]), dim=-1)
                 for w in (self.wq, self.wk)
             )
             exact = self.phi is None
             weights = torch.softmax(q @ k.mT, -1) if exact else attention_matrix(q, k, self.phi, scale=1.0)
-            kept = weights.sum(-2).unflatten(0, (p, e)).topk(KEPT, dim=-1).indices  # (p, e, h, KEPT)
-            chosen = tokens[:, :, None].expand(p, e, HEADS, CELLS, TOKEN)
-            pooled = chosen.gather(3, kept[..., None].expand(*kept.shape, TOKEN)).mean(3)
-        return (torch.einsum("pef,pfa->pea", pooled.flatten(2), self.wa) + self.bias[:, None]).argmax(-1)
+            kept = weights.sum(-2).topk(KEPT, dim=-1).indices  # (n, h, KEPT)
+            chosen = tokens[:, None].expand(n, HEADS, CELLS, TOKEN)
+            pooled = chosen.gather(2, kept[..., None].expand(*kept.shape, TOKEN)).mean(2)
+        scores = torch.einsum("nf,nfa->na", pooled.flatten(1), self.wa[who]) + self.bias[who]
+        return [int(a) for a in scores.argmax(-1)]
 
 
 def play(policy: Policy, worlds: Worlds, population: int, seeds: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Returns and successes (population, episodes): everybody plays the same worlds."""
     worlds.reset(seeds * population)
+    known: dict[tuple[int, Key], int] = {}  # policies are functions of the view: each is asked once for each view
     for _ in range(STEPS):
-        if not any(worlds.alive):
-            break
-        actions = policy(worlds.tokens().unflatten(0, (population, -1)))
-        worlds.step(actions.flatten().tolist())
+        moving = [i for i, alive in enumerate(worlds.alive) if alive]
+        new = {(i // len(seeds), worlds.views[i]) for i in moving} - known.keys()
+        asked = sorted(new)
+        if asked:
+            views = torch.stack([Worlds.tokens[key] for _, key in asked])
+            known.update(zip(asked, policy([who for who, _ in asked], views), strict=True))
+        for i in moving:
+            worlds.step(i, known[i // len(seeds), worlds.views[i]])
     return worlds.returns.reshape(population, -1), worlds.solved.reshape(population, -1)
 
 
@@ -180,7 +182,7 @@ def train(phi: Any, seed: int, generations: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--generations", type=int, default=120)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()

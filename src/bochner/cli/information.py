@@ -2,58 +2,11 @@
 
 from __future__ import annotations
 
-import platform
-from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from bochner._version import __version__
 from bochner.cli.common import Json, print_json, show
-
-PACKAGES = {
-    "torch": "core",
-    "numpy": "core",
-    "scipy": "core",
-    "transformers": "hf",
-    "scikit-learn": "sklearn",
-    "dask": "dask",
-    "typer": "cli",
-    "tokenizers": "train",
-    "matplotlib": "report",
-    "performer-pytorch": "bench",
-    "mkdocs-material": "docs",
-    "pytest": "test",
-}
-
-
-def facts() -> dict[str, Any]:
-    """Versions, the machine and the cache, as reports and bug reports need them."""
-    import os
-
-    import torch
-
-    from bochner import data
-
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    cache = data.cache_dir()
-    return {
-        "bochner": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processor": torch.backends.cpu.get_cpu_capability(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "packages": versions,
-        "cache": str(cache),
-        "cached": [n for n, a in data.ARTEFACTS.items() if (cache / f"{n}-{a.version}-{a.sha256[:12]}").exists()],
-    }
 
 
 def info(as_json: Json = False) -> None:
@@ -61,6 +14,8 @@ def info(as_json: Json = False) -> None:
 
     Example: `bochner info --json`
     """
+    from bochner.report.machine import PACKAGES, facts
+
     found = facts()
     if as_json:
         print_json(found)

@@ -24,6 +24,8 @@ from bochner.cli.common import (
     use_threads,
 )
 
+MOST_HEADS = 300  # of which a page shows the attention
+Keep = Annotated[float, typer.Option(help="the share of the quality to keep, as 0.99")]
 Model = Annotated[str, typer.Argument(help="a directory with a transformers model, or minilm, smollm2")]
 
 
@@ -54,33 +56,38 @@ def demo(
 def advise(
     model: Model,
     text: Annotated[Path | None, typer.Option(help="text of the kind the model will see; default: books")] = None,
-    passages: Annotated[int, typer.Option(min=2, help="how many passages to look at")] = 16,
-    length: Annotated[int, typer.Option(min=1, help="the number of tokens you care about")] = 4096,
-    window: Annotated[int | None, typer.Option(min=1, help="the window to consider; default by the model")] = None,
-    sinks: Annotated[int | None, typer.Option(min=0, help="the sinks to consider; default by the model")] = None,
+    passages: Annotated[int, typer.Option(min=6, help="how many passages to look at")] = 48,
+    keep: Keep = 0.99,
+    minimize: Annotated[str | None, typer.Option(help="memory (of decoding) or time; default by the model")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="the number of tokens you care about")] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="the window to consider; default: chosen")] = None,
+    sinks: Annotated[int | None, typer.Option(min=0, help="the sinks to consider; default: chosen")] = None,
+    report: Annotated[Path | None, typer.Option(help="write an HTML report here")] = None,
     threads: Threads = 1,
     as_json: Json = False,
 ) -> None:
     """Say what linear attention would do to a model, and whether to convert it.
 
-    Example: `bochner advise my-model --text sample.txt --length 8192`
+    Searches for the cheapest conversion that keeps a share of the quality, verifies it on text held back, and leaves
+    the model as it is. Times are of this machine with --threads threads.
+
+    Example: `bochner advise my-model --text sample.txt --length 8192 --report advice.html`
     """
     from bochner.hf.advise import advise as diagnose
 
+    check_goal(keep, minimize)
     use_threads(threads)
-    passages_found, _ = texts(text, passages)
+    found, source = texts(text, passages)
     loaded, tokenizer = load(model)
-    check_tokenizer(loaded, tokenizer, passages_found)
-    advice = diagnose(
-        loaded,
-        passages_found,
-        tokenizer=tokenizer,
-        length=length,
-        window=window,
-        sinks=sinks,
-        batch_size=max(1, min(4, len(passages_found) // 2)),
-        progress=not as_json,
-    )
+    check_tokenizer(loaded, tokenizer, found)
+    near: dict[str, Any] = {"window": window, "sinks": sinks}
+    goal: dict[str, Any] = {"keep": keep, "minimize": minimize, "length": length}
+    advice = diagnose(loaded, found, tokenizer=tokenizer, progress=not as_json, **goal, **near)
+    if report is not None:
+        from bochner.hf.convert import convert as to_linear
+
+        to_linear(loaded, plan=advice.plan, calibration=found, tokenizer=tokenizer, exact_below=0)
+        write_report(report, advice, loaded, tokenizer, model, source)
     if as_json:
         print_json(advice.to_dict())
     else:
@@ -90,6 +97,11 @@ def advise(
 def convert(
     model: Model,
     out: Annotated[Path, typer.Argument(help="where to save the converted model")],
+    keep: Annotated[
+        float | None, typer.Option(help="a target instead of a recipe: the share of the quality to keep, as 0.99")
+    ] = None,
+    minimize: Annotated[str | None, typer.Option(help="with --keep: memory or time; default by the model")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="with --keep: the number of tokens you care about")] = None,
     num_features: Annotated[
         int, typer.Option("--num-features", "--features", min=0, help="features per head; 0 is no kernel")
     ] = 64,
@@ -100,14 +112,17 @@ def convert(
     text: Annotated[Path | None, typer.Option(help="calibration text, one passage a paragraph; default: books")] = None,
     passages: Annotated[int, typer.Option(min=1, help="how many passages to calibrate on")] = 48,
     steps: Annotated[int, typer.Option(min=0, help="distillation steps per layer; 0 is none")] = 0,
+    report: Annotated[Path | None, typer.Option(help="with --keep: write an HTML report here")] = None,
     threads: Threads = 1,
     as_json: Json = False,
 ) -> None:
-    """Convert a model, print its plan and save it.
+    """Convert a model, print its plan and save it: to a target with --keep, else by a recipe.
 
-    Example: `bochner convert my-model my-linear-model --features 64 --window 32 --sinks 1`
+    Example: `bochner convert my-model out --keep 0.99 --length 8192 --report report.html`, or
+    `bochner convert my-model out --features 64 --window 32 --sinks 1`
     """
     from bochner.hf.convert import convert as to_linear
+    from bochner.hf.convert import report_of
     from bochner.hf.io import plan_of
     from bochner.maps import FEATURE_MAPS
 
@@ -116,31 +131,58 @@ def convert(
     if num_features and feature_map != "auto":
         lookup(FEATURE_MAPS, feature_map, "feature map")
     fraction = heads_of(exact_heads)
+    check_goal(keep, minimize)
+    if report is not None and keep is None:
+        raise BochnerError("A --report needs a target; give --keep, as --keep 0.99.")
     if out.is_file():
         raise BochnerError(f"The place to save to, {str(out)!r}, is a file; give a directory.")
     found, source = texts(text, passages)
     loaded, tokenizer = load(model)
     check_tokenizer(loaded, tokenizer, found)
-    to_linear(
-        loaded,
-        feature_map if num_features else None,
-        num_features or None,
-        window=window or None,
-        sinks=sinks,
-        exact_heads=fraction,
-        calibration=found,
-        tokenizer=tokenizer,
-        distill={"steps": steps} if steps else None,
-        progress=not as_json,
-    )
+    recipe: dict[str, Any] = {"num_features": num_features or None, "window": window or None, "sinks": sinks}
+    if keep is None:
+        recipe |= {"feature_map": feature_map if num_features else None, "exact_heads": fraction}
+    else:
+        recipe |= {"keep": keep, "minimize": minimize, "length": length}
+    distill = {"steps": steps} if steps else None
+    to_linear(loaded, calibration=found, tokenizer=tokenizer, distill=distill, progress=not as_json, **recipe)
     plan = plan_of(loaded)
     save(loaded, tokenizer, out)
+    target = report_of(loaded).target if keep is not None else None
+    if report is not None and target is not None:
+        write_report(report, target, loaded, tokenizer, model, source)
     if as_json:
-        print_json({"plan": plan.to_dict(), "calibration": source, "saved": str(out)})
+        print_json(
+            {"plan": plan.to_dict(), "calibration": source, "saved": str(out), "target": target and target.to_dict()}
+        )
         return
     console.print(str(plan), highlight=False)
     console.print(f"calibrated on {len(found)} passages of {source}", highlight=False)
     console.print(f"saved to {out}; call bochner.hf.register() before from_pretrained", highlight=False)
+
+
+def check_goal(keep: float | None, minimize: str | None) -> None:
+    if keep is not None and not 0 < keep < 1:
+        raise BochnerError(f"The --keep must be a share between 0 and 1, as 0.99, got {keep}.")
+    if minimize not in (None, "memory", "time"):
+        raise BochnerError(f"The --minimize must be memory or time, got {minimize!r}.")
+
+
+def write_report(path: Path, found: Any, model: Any, tokenizer: Any, name: str, source: str) -> None:
+    """The page of a target's search; the model is converted."""
+    from bochner import data
+    from bochner.report.model import head_pictures, layer_times, target_page, typical_layer
+
+    try:
+        text = data.paragraphs("heldout", 1, source="books")[0]
+    except data.ArtefactUnavailable:
+        text = data.paragraphs("heldout", 1, source="python")[0]
+    pictures = head_pictures(model, tokenizer, text) if found.plan.num_heads <= MOST_HEADS else None
+    lengths = [n for n in (512, 1024, 2048, 4096, 8192) if n <= 2 * max(found.length, 1024)]
+    times = layer_times({"as chosen": typical_layer(found.plan)}, lengths)
+    title = f"{Path(name).name} with linear attention"
+    page = target_page(title, found, times=times, pictures=pictures, source=source, place=name)
+    say(f"report: {page.save(path)}")
 
 
 def heads_of(text: str) -> float | str:

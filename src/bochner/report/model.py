@@ -1,0 +1,236 @@
+"""Pages about a converted model: what a search for a target found, and what a recipe did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from bochner._timing import best_times
+from bochner.hf import capture, io
+from bochner.hf.aim import TargetReport
+from bochner.hf.cost import random_call
+from bochner.hf.layer import Call, LinearAttention, exact
+from bochner.hf.measure import Far, HeadErrors, attention_weights
+from bochner.hf.plan import LayerPlan, Plan
+from bochner.report import Number, Report
+from bochner.report.charts import frontier_chart, line_chart
+from bochner.report.viewer import HeadPictures
+
+TOKENS, MOST_TOKENS, MOST_HEADS = 72, 96, 300  # of the text whose attention is shown; heads on one page
+Times = dict[int, dict[str, float]]
+
+
+@torch.no_grad()
+def head_pictures(model: Any, tokenizer: Any, text: str, max_tokens: int = MOST_TOKENS) -> HeadPictures:
+    """Weights of every head of a converted model on a text, exact and as converted, on the exact model's inputs.
+
+    The weights of linear attention are its outputs for values that are unit vectors.
+    """
+    layers = io.layers_of(model)
+    batch = capture.batches([text], tokenizer, max_length=max_tokens)[0]
+    found = HeadPictures([], [], [], [], [])
+
+    def look(name: str, call: Call) -> None:
+        if name not in layers or call.query.shape[-2] != call.key.shape[-2]:
+            return
+        n, g = call.key.shape[-2], call.key.shape[1]
+        units = torch.eye(n, dtype=call.value.dtype).expand(1, g, n, n)
+        found.exact.append(attention_weights(call, Far.of(call).allowed)[0])
+        found.converted.append(layers[name](call._replace(value=units))[0].float())
+        found.errors.append(HeadErrors().add(call, layers[name](call)).relative().tolist())
+
+    with capture.recording(model, look):
+        capture.run(model, batch)
+    ids = batch["input_ids"][0].tolist()
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    # WordPiece marks what continues a word, byte-level BPE and SentencePiece what begins one.
+    starts = [p.startswith(("Ġ", "▁")) for p in pieces]
+    marked = any(starts)
+    continues = [(not s if marked else p.startswith("##")) for s, p in zip(starts, pieces, strict=True)]
+    found.joined = [*continues[1:], False]
+    found.tokens = [tokenizer.decode([i]).strip().removeprefix("##") or "·" for i in ids]
+    found.caption = f"{len(ids)} tokens of text that was not calibrated on."
+    return found
+
+
+@torch.no_grad()
+def layer_times(layers: Mapping[str, LayerPlan], lengths: Sequence[int], rounds: int = 3) -> Times:
+    """Seconds of one attention layer by exact attention and under each plan, taking turns, at some lengths."""
+    made = {name: LinearAttention(plan) for name, plan in layers.items()}
+    found: Times = {}
+    for n in lengths:
+        call = random_call(next(iter(layers.values())), n)
+        runs: dict[str, Any] = {"exact": partial(exact, call)}
+        runs |= {name: partial(layer, call) for name, layer in made.items()}
+        found[n] = best_times(runs, repeats=rounds, budget=1.0, warm_up=False)
+    return found
+
+
+def crossing(times: Times, name: str) -> float | None:
+    """The length from which `name` is faster than exact attention, between measured lengths; None if it never is.
+
+    >>> crossing({100: {"exact": 1.0, "a": 2.0}, 200: {"exact": 4.0, "a": 2.0}}, "a")
+    141.4213562373095
+    >>> crossing({100: {"exact": 1.0, "a": 0.5}}, "a"), crossing({100: {"exact": 1.0, "a": 2.0}}, "a")
+    (100.0, None)
+    """
+    lengths = sorted(times)
+    ratios = [math.log(times[n][name] / times[n]["exact"]) for n in lengths]
+    if ratios[-1] > 0:
+        return None
+    last = max((i for i, r in enumerate(ratios) if r > 0), default=-1)
+    if last < 0:
+        return float(lengths[0])
+    share = ratios[last] / (ratios[last] - ratios[last + 1])
+    return lengths[last] * (lengths[last + 1] / lengths[last]) ** share
+
+
+def typical_layer(plan: Plan) -> LayerPlan:
+    """The layer whose kinds of heads are the most common in a plan."""
+    converted = plan.converted or plan.layers
+    return max(converted, key=lambda layer: sum(sorted(layer.kinds) == sorted(other.kinds) for other in converted))
+
+
+def add_speed(page: Report, times: Times, names: Sequence[str], what: str = "one attention layer") -> float | None:
+    """The chart of times against length, with the crossing of the first name; returns the crossing."""
+    where = crossing(times, names[0])
+    colours = {"exact": 0, names[0]: 1} | {name: 2 + i for i, name in enumerate(names[1:])}
+    series = {k: [(n, 1e3 * t[k]) for n, t in sorted(times.items())] for k in ("exact", *names)}
+    marks = {} if where is None or where <= min(times) else {f"faster from about {round_length(where):,} tokens": where}
+    chart = line_chart(
+        f"time of {what}", series, x_label="tokens", y_label="milliseconds", log=True, colours=colours, marks=marks
+    )
+    page.heading("Speed against length").figure(chart, crossing_sentence(where, times, names[0]))
+    return where
+
+
+def crossing_sentence(where: float | None, times: Times, name: str) -> str:
+    low, high = min(times), max(times)
+    if where is None:
+        return f"Exact attention is faster than {name} at every length measured, up to {high:,} tokens."
+    if where <= low:
+        return f"{name} is faster at every length measured, from {low:,} tokens on."
+    return f"Below about {round_length(where):,} tokens exact attention is faster: keep it there ('exact_below')."
+
+
+def round_length(value: float) -> int:
+    """A length to two digits, as exact as a crossing of measured lines is."""
+    step = 10 ** max(0, math.floor(math.log10(max(value, 1))) - 1)
+    return int(round(value / step) * step)
+
+
+def memory_number(plan: Plan, length: int) -> Number:
+    """The memory of decoding, as a number of the verdict; encoders keep none."""
+    if not any(layer.is_causal for layer in plan.layers):
+        return Number("memory", "as before", "an encoder keeps nothing between calls")
+    before, after = plan.cache_bytes(length, converted=False), plan.cache_bytes(length)
+    return Number(
+        "memory",
+        f"{after / before:.0%}",
+        f"of the cache at {length:,} tokens: {after / 1e6:.1f} of {before / 1e6:.1f} MB",
+    )
+
+
+def add_memory(page: Report, plan: Plan, lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384, 32768)) -> None:
+    """The cache against length, for decoders."""
+    if not any(layer.is_causal for layer in plan.layers):
+        return
+    series = {
+        "as it was": [(float(n), plan.cache_bytes(n, converted=False) / 1e6) for n in lengths],
+        "converted": [(float(n), plan.cache_bytes(n) / 1e6) for n in lengths],
+    }
+    chart = line_chart("memory of decoding, one sequence", series, x_label="tokens", y_label="megabytes", log=True)
+    page.heading("Memory against length").figure(chart, "All layers, float32, computed from the plan.")
+
+
+def target_page(
+    title: str,
+    report: TargetReport,
+    *,
+    times: Times,
+    pictures: HeadPictures | None = None,
+    source: str = "",
+    place: str = "",
+) -> Report:
+    """What `advise` and `convert(keep=...)` found, as a page."""
+    page = Report(title)
+    plan, length, kept = report.plan, report.length, report.verified.kept
+    linear = plan.num_heads - plan.count("exact")
+    ratio = report.candidates[report.chosen].attention_seconds / _exact_seconds(report)
+    if report.worthwhile:
+        sentence = (
+            f"Convert it: {linear} of {plan.num_heads} heads can be linear and the model keeps {kept:.1%} of its "
+            f"quality "
+            f"(asked: {report.keep:.1%}), verified on text that was held back."
+        )
+    else:
+        sentence = "Do not convert it as it is: " + (
+            report.reasons[0] if report.reasons else "nothing cheaper keeps the target."
+        )
+    numbers = [
+        Number("kept", f"{kept:.1%}", f"of the quality, {_figures(report.verified.figures)}"),
+        memory_number(plan, length),
+        Number("time", f"{ratio:.2f} x", f"exact attention's, all layers at {length:,} tokens"),
+    ]
+    page.verdict(sentence, numbers, good=report.worthwhile)
+    page.steps(_steps(report, place))
+    if pictures is not None:
+        page.heading("What the heads look at").heads(pictures)
+    page.heading("Loss against cost")
+    points = {
+        f"{c.plan.num_heads - c.plan.count('exact')} of {c.plan.num_heads} heads linear": c for c in report.candidates
+    }
+    chosen = next((n for n, c in points.items() if c is report.candidates[report.chosen]), "")
+    by_memory = any(layer.is_causal for layer in plan.layers)
+    for wanted, label, cost in (
+        (by_memory, f"memory of the cache at {length:,} tokens, share", lambda c: c.memory),
+        (True, f"seconds of all attention at {length:,} tokens", lambda c: c.attention_seconds),
+    ):
+        if wanted:
+            found = {n: (cost(c), 1 - c.quality.kept) for n, c in points.items()}
+            page.figure(
+                frontier_chart("what is lost, by cost", found, x_label=label, y_label="share lost", chosen=chosen)
+            )
+    page.text("Every point was measured on text for choosing; the chosen one again on text held back.", note=True)
+    add_speed(page, times, ["as chosen"])
+    add_memory(page, plan)
+    if source:
+        page.text(f"Text: {source}.", note=True)
+    for reason in report.reasons:
+        page.text(reason, note=True)
+    return page.code(str(plan), "The plan, head by head").code(str(report), "All figures")
+
+
+def _exact_seconds(report: TargetReport) -> float:
+    """The time of exact attention: that of the candidate with the most exact heads."""
+    return max(report.candidates, key=lambda c: c.plan.count("exact")).attention_seconds or 1.0
+
+
+def _figures(figures: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+
+
+def _steps(report: TargetReport, place: str) -> list[tuple[str, str]]:
+    if not report.worthwhile:
+        return [
+            (
+                "Ask for less, or for shorter sequences.",
+                f"bochner advise {place or 'MODEL'} --keep {report.keep - 0.02:.2f}",
+            ),
+            ("Or distill: a few minutes of training recover much of what is lost.", "bochner.distill(model, texts)"),
+        ]
+    return [
+        (
+            "Convert it and save it.",
+            f"bochner convert {place or 'MODEL'} OUT --keep {report.keep:g} --length {report.length}",
+        ),
+        (
+            "Load it anywhere transformers runs.",
+            "import bochner\nbochner.hf.register()\nmodel = AutoModel.from_pretrained('OUT')",
+        ),
+        ("If a little more quality matters, distill it.", "bochner.distill(model, texts)"),
+    ]

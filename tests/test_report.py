@@ -1,0 +1,193 @@
+"""The report: what it says first, its charts, and in a real browser: no errors, plots there, choosing a head works."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from bochner.report import HeadPictures, Number, Report, error_map, frontier_chart, line_chart
+from bochner.report.charts import apart, log_ticks, number, round_ticks
+from bochner.report.viewer import packed
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def pictures(layers: int = 2, heads: int = 3, n: int = 6) -> HeadPictures:
+    g = torch.Generator().manual_seed(0)
+    exact = [torch.softmax(3 * torch.randn(heads, n, n, generator=g), -1) for _ in range(layers)]
+    errors = [[0.1 * (h + layer + 1) for h in range(heads)] for layer in range(layers)]
+    tokens = ["the", "cat", "sat", "on", "<b>", "mats"][:n]
+    return HeadPictures(tokens, [False] * n, exact, [e.flip(-1) for e in exact], errors, "A caption.")
+
+
+def page() -> Report:
+    times = {512: 1.0, 1024: 4.0, 2048: 16.0}
+    report = Report("a < b").verdict("It is worth it.", [Number("kept", "99 %", "of all")])
+    report.steps([("Convert.", "bochner convert x y --keep 0.99")])
+    report.heads(pictures())
+    lines = {"exact": list(times.items()), "linear": [(512, 3.0), (1024, 6.0), (2048, 12.0)]}
+    report.figure(line_chart("time", lines, log=True, x_label="tokens", y_label="ms", marks={"from here": 1500.0}))
+    report.figure(frontier_chart("loss", {"a": (1.0, 0.1), "b": (2.0, 0.01), "c": (3.0, 0.2)}, chosen="b"))
+    return report.table(["n", "v"], [["a", 0.12345], [3, 1e-9]], chosen="a").code("<pre>", "More")
+
+
+def test_a_report_is_self_contained_and_escaped(tmp_path: Path) -> None:
+    text = page().save(tmp_path / "deep" / "r.html").read_text()
+    assert "a &lt; b" in text
+    assert "0.123" in text
+    assert "&lt;pre&gt;" in text
+    assert not re.search(r"""(src|href)\s*=|https?://|@import|url\(""", text)
+    assert text.index("It is worth it.") < text.index("What to do next") < text.index("<svg")
+    for said in ("bochner 0", "UTC", "torch", "thread"):
+        assert said in text.partition("<footer>")[2]
+
+
+def test_ticks_are_round_and_cover_the_range() -> None:
+    for low, high in ((0.0, 0.265), (0.0, 1.06), (-3.0, 7.0), (0.61, 0.987), (0.0, 31000.0)):
+        ticks = round_ticks(low, high)
+        assert ticks[0] <= low
+        assert ticks[-1] >= high
+        assert 3 <= len(ticks) <= 9
+        assert all(len(number(t).replace(",", "").replace("-", "")) <= 5 for t in ticks), ticks
+    assert log_ticks(1, 1000) == [1, 10, 100, 1000]
+    assert 0.265 not in round_ticks(0, 0.53)
+
+
+def test_labels_do_not_overlap_and_stay_inside() -> None:
+    places = apart([100.0, 101.0, 102.0, 320.0, 327.0, 328.0], 16, 34, 328)
+    ordered = sorted(places)
+    assert all(b - a >= 15.999 for a, b in itertools.pairwise(ordered))
+    assert ordered[-1] <= 328
+
+
+def test_the_frontier_joins_what_nothing_beats() -> None:
+    chart = frontier_chart("t", {"a": (1.0, 0.1), "b": (2.0, 0.01), "beaten": (3.0, 0.2)}, chosen="b")
+    joined = re.search(r'<polyline class="mark" points="([^"]*)"', chart)
+    assert joined is not None
+    assert len(joined[1].split()) == 2
+    assert re.search(r"fill:var\(--c7\)\">beaten<", chart)
+
+
+def test_empty_and_single_charts_do_not_fail() -> None:
+    assert line_chart("t", {}) == ""
+    assert "<circle" in line_chart("t", {"a": [(1.0, 2.0)]})
+    assert frontier_chart("t", {}) == ""
+    assert error_map("t", []) == ""
+
+
+def test_weights_survive_packing() -> None:
+    import base64
+
+    w = torch.tensor([[[0.0, 0.001, 0.999]]])
+    back = torch.frombuffer(bytearray(base64.b64decode(packed([w]))), dtype=torch.uint8).float() / 255
+    assert torch.allclose(back.square(), w.flatten(), atol=0.004)
+
+
+def in_browser(html: str, tmp_path: Path, width: int = 1200) -> tuple[str, str]:
+    """The page after its scripts have run, and what the browser's console said."""
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium on this machine")
+    file = tmp_path / "page.html"
+    file.write_text(html, encoding="utf-8")
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command += [f"--window-size={width},900", "--virtual-time-budget=3000", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run([*command, f"file://{file}"], capture_output=True, text=True, timeout=120)
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def test_in_a_browser_the_plots_are_there_and_choosing_a_head_works(tmp_path: Path) -> None:
+    # What a reader does: choose a cell of the map, then a token, then another head in the list.
+    clicks = """<script>
+    const box = document.querySelector("section.viewer"), log = [];
+    const note = () => log.push([Number(box.dataset.head), Number(box.dataset.row),
+      box.querySelector(".converted .tokens span:last-of-type").title, box.querySelectorAll(".cell.on").length]);
+    note();
+    box.querySelectorAll(".cell")[4].dispatchEvent(new MouseEvent("click", { bubbles: true })); note();
+    box.querySelectorAll(".exact .tokens span")[0].click(); note();
+    const select = box.querySelector("select"); select.value = "1"; select.dispatchEvent(new Event("change")); note();
+    document.body.dataset.log = JSON.stringify(log);
+    document.body.dataset.size = JSON.stringify([document.documentElement.scrollWidth, innerWidth,
+      box.querySelector("canvas").width, document.querySelectorAll("svg").length]);
+    </script></body>"""
+    for width in (1200, 480):
+        dom, console = in_browser(page().html().replace("</body>", clicks), tmp_path, width)
+        assert console == ""
+        found = re.search(r'data-log="([^"]*)"', dom)
+        assert found is not None, dom[-500:]
+        log = json.loads(found[1].replace("&quot;", '"'))
+        assert [entry[0] for entry in log] == [2, 4, 4, 1]
+        assert [entry[1] for entry in log] == [3, 3, 0, 0]
+        assert all(entry[3] == 1 for entry in log)
+        # The shades are the head's own weights: of the first token by head 1 of the first layer, converted.
+        wanted = 100 * float(pictures().converted[0][1, 0, -1])
+        assert abs(float(log[-1][2].rstrip(" %")) - wanted) < 0.5
+        size = re.search(r'data-size="\[(\d+),(\d+),(\d+),(\d+)\]"', dom)
+        assert size is not None
+        page_width, window, canvas, charts = map(int, size.groups())
+        assert page_width <= window, f"the page is wider than a screen of {window}"
+        assert canvas == 6
+        assert charts == 3
+
+
+@pytest.mark.model
+def test_the_weights_shown_are_those_of_the_model() -> None:
+    pytest.importorskip("transformers")
+    from hf_models import TEXT, build
+
+    import bochner
+    from bochner.hf.capture import Call, recording, run
+    from bochner.hf.measure import Far, attention_weights
+    from bochner.report.model import head_pictures
+
+    class Words:
+        """A tokenizer of three-letter words."""
+
+        pad_token = "w0"
+
+        def __call__(self, texts: list[str], **_: object) -> dict[str, torch.Tensor]:
+            return {"input_ids": torch.tensor([[int(w[1:]) for w in texts[0].split()]])}
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return [f"w{i}" for i in ids]
+
+        def decode(self, ids: list[int]) -> str:
+            return f"w{ids[0]}"
+
+    model = build("bert", TEXT)
+    bochner.convert(model, "positive", 16, exact_below=0)
+    text = " ".join(f"w{i}" for i in range(1, 13))
+    shown = head_pictures(model, Words(), text)
+    assert shown.tokens[:2] == ["w1", "w2"]
+    seen: list[torch.Tensor] = []
+
+    def look(name: str, call: Call) -> None:
+        seen.append(attention_weights(call, Far.of(call).allowed)[0])
+
+    bochner.revert(model)
+    with recording(model, look):
+        run(model, Words()([text]))
+    for exact, mine, converted in zip(seen, shown.exact, shown.converted, strict=True):
+        assert torch.allclose(exact, mine, atol=1e-5)
+        assert torch.allclose(converted.sum(-1), torch.ones(converted.shape[:-1]), atol=1e-4)
+        assert not torch.allclose(exact, converted, atol=1e-2)
+
+
+def test_the_crossing_is_where_the_lines_cross_and_the_sentence_agrees() -> None:
+    pytest.importorskip("transformers")
+    from bochner.report.model import crossing, crossing_sentence, round_length
+
+    never = {512: {"exact": 1.0, "a": 2.0}, 1024: {"exact": 2.0, "a": 3.0}}
+    assert crossing(never, "a") is None
+    assert "faster than a at every length" in crossing_sentence(None, never, "a")
+    later = {512: {"exact": 1.0, "a": 2.0}, 2048: {"exact": 16.0, "a": 8.0}}
+    where = crossing(later, "a")
+    assert where == pytest.approx(1024, rel=1e-6)
+    assert "Below about 1,000 tokens" in crossing_sentence(where, later, "a")
+    assert round_length(937) == 940
