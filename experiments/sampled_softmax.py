@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _language import CLASSES, Model, corpus, hidden_states, train, validation_loss
+from _language import CLASSES, DIM, Model, corpus, hidden_states, train, validation_loss
 from torch import Tensor
 
+from bochner.maps import FeatureMap
+from bochner.maps.hybrid import AngularHybridFeatures, GaussianHybridFeatures
 from bochner.sampling import ExactSampler, FeatureTree, LogUniformSampler, SampledSoftmaxLoss, UniformSampler
 
 RESULT = Path(__file__).parent / "results" / "sampled_softmax.json"
 DRAWS = 20
-PAPER: dict[str, Any] = {"normalize": 1.0, "leaf_size": 1, "num_features": 64, "projection": "iid"}
+IID: dict[str, Any] = {"projection": "iid"}
+PAPER: dict[str, Any] = {"normalize": 1.0, "leaf_size": 1, "num_features": 64, **IID}
 SAMPLERS: dict[str, Any] = {
     "uniform": lambda y, b: UniformSampler(CLASSES),
     "tree": lambda y, b: FeatureTree(y, b),
@@ -34,8 +37,17 @@ SAMPLERS: dict[str, Any] = {
     "softmax itself": lambda y, b: ExactSampler(y, b),
     "positive, as the paper": lambda y, b: FeatureTree(y, b, feature_map="positive", **PAPER),
     "trig, as the paper": lambda y, b: FeatureTree(y, b, feature_map="trig", **PAPER),
-    "angular hybrid, as the paper": lambda y, b: FeatureTree(y, b, feature_map="angular_hybrid", **PAPER),
+    # 8 projections of each base and 8 coefficients cost about as much as 64 plain features.
+    "angular hybrid, as the paper": lambda y, b: hybrid(y, b, AngularHybridFeatures(DIM, 8, num_coefficients=8, **IID)),
+    "gaussian hybrid, as the paper": lambda y, b: hybrid(
+        y, b, GaussianHybridFeatures(DIM, 8, num_coefficients=8, radius=1.0, **IID)
+    ),
 }
+
+
+def hybrid(y: Tensor, b: Tensor, phi: FeatureMap) -> FeatureTree:
+    return FeatureTree(y, b, feature_map=phi, normalize=1.0, leaf_size=1)
+
 
 
 def fit(name: str, seed: int, steps: int, words: Tensor, held: Tensor) -> tuple[Model, list[float]]:

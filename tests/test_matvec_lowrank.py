@@ -1,5 +1,7 @@
 """Randomly pivoted Cholesky: its bounds hold, it is chosen for smooth kernels, it preconditions."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -121,3 +123,36 @@ def test_other_kernels_have_factors(kernel):
     K = KernelOperator(X, bandwidth=3.0, kernel=kernel, method="exact")
     factor = pivoted_cholesky(K._problem, 400, 1e-6)
     np.testing.assert_allclose((factor.keys @ factor.keys.T).numpy(), K @ np.eye(400), atol=1e-5)
+
+
+@pytest.mark.parametrize(("kernel", "bandwidth"), [("gaussian", 3.0), ("matern52", 20.0)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_a_factor_leaves_is_kept_where_it_is_large_and_bounded_elsewhere(symmetric, kernel, bandwidth):
+    """A smooth core and outlying pairs: the factor is spent on the core, the pairs are entries of the rest."""
+    rng = np.random.default_rng(0)
+    pairs = np.repeat(rng.normal(size=(100, 4)) * 20 * bandwidth, 2, 0) + 0.5 * rng.normal(size=(200, 4))
+    X = np.concatenate([rng.normal(size=(900, 4)), pairs])
+    q = X if symmetric else np.concatenate([X[::3], pairs + 0.1])
+    K = KernelOperator(
+        q, None if symmetric else X, bandwidth=bandwidth, kernel=kernel, eps=0.05, method="lowrank+sparse", rank=128
+    )
+    assert K.method == "lowrank+sparse"
+    engine = K._engine
+    assert engine.factor.trace_bound > 0.05
+    assert K.certain
+    truth = KernelOperator(q, X.copy(), bandwidth=bandwidth, kernel=kernel, method="exact") @ np.eye(len(X))
+    error = truth - K @ np.eye(len(X))
+    assert 0 < np.linalg.norm(error, 2) <= engine.bound <= 0.05
+    assert np.abs(error).sum(1).max() <= (engine.bound if symmetric else 0.05) + 1e-8
+    assert engine.remainder.entries < 0.05 * truth.size
+    x = rng.normal(size=len(X))
+    assert K.matvec_with_certificate(x).kind == "deterministic"
+    z = rng.normal(size=len(q))
+    np.testing.assert_allclose(K.rmatvec(z), (truth - error).T @ z, atol=1e-8)
+    again = pickle.loads(pickle.dumps(K))
+    np.testing.assert_array_equal(again @ x, K @ x)
+
+
+def test_a_remainder_that_is_not_sparse_is_refused():
+    with pytest.raises(BochnerError, match=r"entries.*raise 'rank'"):
+        KernelOperator(smooth(800, d=12), bandwidth=2.0, eps=0.01, method="lowrank+sparse", rank=20)

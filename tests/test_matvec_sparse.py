@@ -35,7 +35,7 @@ def test_the_error_matrix_is_within_the_bounds_of_its_rows_and_columns(symmetric
     error = np.abs(dense(q, keys, 1.2) - K @ np.eye(len(keys)))
     assert engine.entries < 0.5 * error.size
     assert np.linalg.norm(error, 2) <= engine.norm_bound + 1e-6 <= eps
-    rows, columns = engine.lost_rows.double(), engine.lost_columns.double()
+    rows, columns = engine.lost.rows.double(), engine.lost.columns.double()
     if symmetric:
         rows = columns = rows + columns
     allowed_rows = (rows + engine.plan.rows)[engine.plan.queries.order.argsort()].numpy()

@@ -14,7 +14,7 @@ from .engines.base import Engine
 from .engines.cells import CellsEngine
 from .engines.exact import ExactEngine, exact_engine
 from .engines.features import FeaturesEngine
-from .engines.lowrank import LowRankEngine
+from .engines.lowrank import KEPT_SHARE, LowRankEngine
 from .engines.paper import Constants, PaperEngine
 from .engines.sparse import SparseEngine, TooLarge
 from .index import KeyIndex, build_index, reframe, sort_queries
@@ -24,7 +24,7 @@ from .plan import Plan, certain_plan, near_rounding
 from .problem import Problem
 from .tiles import TYPICAL, argument_error, extent, make_frame
 
-METHODS = ("auto", "exact", "cells", "sparse", "lowrank", "paper", "features")
+METHODS = ("auto", "exact", "cells", "sparse", "lowrank", "lowrank+sparse", "paper", "features")
 SMALL = 1 << 24  # pairs below which exact is simply fastest
 GAUSSIAN_ONLY = ("paper", "features")
 SEVERAL = 4  # products for which keeping the near entries pays
@@ -67,6 +67,8 @@ def choose(problem: Problem, options: Options, index: KeyIndex | None = None) ->
         return Choice(exact_engine(problem), reason, index)
     if method == "lowrank":
         return Choice(LowRankEngine(problem, most_columns(problem, options)), reason, index)
+    if method == "lowrank+sparse":
+        return Choice(low_rank_sparse(problem, options), reason, index)
     if method == "paper":
         return Choice(PaperEngine(problem, options.constants), reason, index)
     if method == "features":
@@ -105,12 +107,32 @@ def low_rank(problem: Problem, options: Options, choice: Choice) -> Choice:
     """A factor in place of exact tiles, if it meets eps."""
     if math.prod(problem.shape) <= SMALL:
         return choice
-    worthwhile = math.ceil(0.1 * min(problem.shape))  # products by a factor must be much cheaper than exact ones
-    engine = LowRankEngine(problem, min(worthwhile, most_columns(problem, options)))
+    engine = LowRankEngine(problem, worthwhile_rank(problem, options))
+    # The remainder costs as much as this number of exact products.
+    dear = engine.factor.rank / (problem.keys.shape[1] + 32)
+    if not engine.certain and options.products >= dear and engine.keep_remainder(options.memory):
+        said = "but smooth: a factor and few entries of the rest serve many products"
+        return replace(choice, engine=engine, reason=f"{choice.reason}, {said}")
     if not engine.certain and engine.probe() > problem.eps:
         said = f"rank {engine.factor.rank} leaves out {engine.bound:.2g} |x|"
         return replace(choice, reason=f"{choice.reason}; nor smooth enough: {said}")
     return replace(choice, engine=engine, reason=f"{choice.reason}, but smooth: a factor serves many products")
+
+
+def worthwhile_rank(problem: Problem, options: Options) -> int:
+    """Products by a factor must be much cheaper than exact ones, and it must fit into memory."""
+    return min(math.ceil(0.1 * min(problem.shape)), most_columns(problem, options))
+
+
+def low_rank_sparse(problem: Problem, options: Options) -> LowRankEngine:
+    """A factor and the larger entries of what it leaves, as asked."""
+    engine = LowRankEngine(problem, options.rank or worthwhile_rank(problem, options))
+    if not engine.certain and not engine.keep_remainder(options.memory):
+        raise TooLarge(
+            f"More than {KEPT_SHARE:.0%} of the entries that a factor of rank {engine.factor.rank} leaves would have to "
+            f"be kept, or more than 'memory' allows; raise 'rank', 'eps' or 'memory', or use method='auto'."
+        )
+    return engine
 
 
 def judged(problem: Problem, engine: CellsEngine) -> Choice:

@@ -19,6 +19,10 @@ BYTES = 8  # of an entry: a float and the position of its column
 LARGEST = 2**31 - 1  # entries that 32-bit positions can count
 
 
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
 class CompressedRows:
     """`values` and `columns` of the kept entries, row after row; row i begins at `start[i]`."""
 

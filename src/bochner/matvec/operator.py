@@ -51,7 +51,8 @@ class KernelOperator(LinearOperator):
         eps: the error allowed, relative to |x|_2.
         method: "exact" tiles; "cells" near tiles and, where needed, blurred far cells (sparse or clustered kernels);
             "sparse" the near entries evaluated once and kept, for many products (strictly linear, never checked);
-            "lowrank" a factor by randomly pivoted Cholesky, for smooth kernels (the same);
+            "lowrank" a factor by randomly pivoted Cholesky, for smooth kernels (the same); "lowrank+sparse" with the
+            larger entries of what the factor leaves;
             "paper" hashing and sampling; "features" random Fourier features; "auto" measures and chooses.
         seed: the operator is a deterministic function of its arguments.
         cells: number of key cells; None means about 2 sqrt(s).
@@ -61,7 +62,7 @@ class KernelOperator(LinearOperator):
         constants: of method="paper".
         products: how many products are expected; from 4 on, "auto" keeps what can be kept ("sparse", "lowrank").
         memory: bytes that kept entries, or a factor, may take while they are built.
-        rank: at most, for method="lowrank"; None: as much as memory and time allow.
+        rank: at most, of the factor; None: as much as memory and time allow.
         progress: show a bar in the terminal during products; also an attribute that can be set later.
 
     Unbiased: exact, features (over seeds); paper up to the median. Linear in x and repeatable: exact, cells,

@@ -7,6 +7,9 @@ slowly; Gaussian vectors w give a sharper bound that holds with probability 1 - 
 over q of them (Halko, Martinsson and Tropp 2011, lemma 4.1). Where queries are keys, the diagonal of R is added back:
 the sparse part of the residual, which costs nothing and makes isolated points right.
 
+Where the trace stays too large, `keep_remainder` evaluates R itself, keeps its larger entries as a sparse matrix and
+knows what every row and column of the rest sums to: a deterministic bound again, `budget.Budget`'s.
+
 The same factor solves: (F F' + ridge I)^-1 is a preconditioner.
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,6 +25,8 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from ..._checks import spawn_seed
+from ..budget import Budget, first_threshold
+from ..csr import BYTES, CompressedRows, RowWriter
 from ..problem import Problem
 from ..tiles import PRECISE, Tiles, left, precise_frame, right
 from .base import Applied, Engine
@@ -28,6 +34,9 @@ from .exact import exact_engine
 
 BLOCK = 128  # pivots drawn at once
 PROBES = 8  # Gaussian vectors of the sharper bound
+PROBED = 64  # rows of the residual that say how many of its entries would be kept
+STRIP = 64  # rows of the residual evaluated at once
+KEPT_SHARE = 0.05  # of the entries, at most: a sparse remainder must stay sparse
 DEPENDENT = 1e-8  # pivots this close to the span of the others are left out
 
 
@@ -95,6 +104,9 @@ class LowRankEngine(Engine):
     name, linear = "lowrank", True
     dtype = torch.float64
 
+    remainder: CompressedRows | None = None
+    mirror: CompressedRows | None = None  # of the remainder, if queries are keys
+
     def __init__(self, problem: Problem, rank: int) -> None:
         self.problem = problem
         self.factor = pivoted_cholesky(problem, rank, 0.5 * problem.eps)
@@ -113,7 +125,62 @@ class LowRankEngine(Engine):
         y = rows @ (columns.T @ x)
         if self.problem.symmetric:
             y += self.factor.left_keys[:, None] * x
-        return Applied(y, (rows.shape[0] + columns.shape[0]) * self.factor.rank)
+        pairs = (rows.shape[0] + columns.shape[0]) * self.factor.rank
+        if self.remainder is not None:
+            back = adjoint and not self.problem.symmetric
+            y += self._transposed @ x if back else self.remainder @ x
+            if self.mirror is not None:
+                y += self.mirror @ x
+            pairs += self.remainder.entries
+        return Applied(y, pairs)
+
+    @cached_property
+    def _transposed(self) -> CompressedRows:
+        assert self.remainder is not None
+        return self.remainder.transposed()
+
+    # ---- the sparse remainder ---------------------------------------------------------------------------------------
+
+    def keep_remainder(self, memory: int) -> bool:
+        """Keep the entries of R = K - F F' that are too large to drop, if those are few; whether it was done.
+
+        Cost: O(n s rank), in double precision; half if queries are keys.
+        """
+        problem, (n, s) = self.problem, self.problem.shape
+        frame = precise_frame(problem.kernel, problem.queries, problem.keys, problem.bandwidth)
+        tiles, w = Tiles(frame), right(frame.place(problem.keys))
+
+        def residual(rows: Tensor, begin: int) -> Tensor:
+            """Rows of R from a column onwards."""
+            tile = tiles(left(frame.place(problem.queries[rows])), w[begin:])
+            return tile.addmm_(self.factor.queries[rows], self.factor.keys[begin:].T, alpha=-1)
+
+        some = torch.arange(0, n, max(1, n // PROBED))
+        sizes = residual(some, 0).abs_()
+        if problem.symmetric:
+            sizes[torch.arange(some.numel()), some] = 0.0
+        limit = 0.9 * problem.eps
+        tau, share = first_threshold([sizes.sort(1).values], limit)
+        if share > KEPT_SHARE or 2 * BYTES * share * n * s > memory:
+            return False
+        lost = Budget(n, s, limit, problem.symmetric, torch.float64)
+        written = RowWriter(np.dtype(np.float64), int(share * n * s))
+        for lo in range(0, n, STRIP):
+            rows = torch.arange(lo, min(lo + STRIP, n))
+            begin = lo if problem.symmetric else 0
+            tile = residual(rows, begin)
+            if problem.symmetric:
+                tile.triu_(1)
+            position = torch.arange(begin, s)
+            dropped = lost.drop(tile, lo, position, tau, signed=True)
+            written.add(tile.numpy(), np.not_equal(tile.numpy(), dropped.numpy()), position.to(torch.int32).numpy())
+        self.name = "lowrank+sparse"
+        self.remainder = written.matrix((n, s))
+        self.mirror = self.remainder.transposed() if problem.symmetric else None
+        self.bound, self.confidence = min(lost.norm, self.factor.trace_bound), 1.0
+        return True
+
+    # ---- bounds -----------------------------------------------------------------------------------------------------
 
     def probe(self) -> float:
         """The sharper bound on |R|_2, with probability 1 - 2^-8. Cost: one exact product with 8 vectors."""
@@ -133,11 +200,13 @@ class LowRankEngine(Engine):
         size = float(self.factor.queries.norm()) * float(self.factor.keys.norm()) + 1.0
         rounding = unit * (x.shape[0] + self.factor.rank) * size
         entries = 10 * PRECISE * math.sqrt(math.prod(self.problem.shape))  # those the factor was made from
-        return (self.factor.trace_bound + rounding + entries) * x.norm(dim=0), 0
+        known = self.bound if self.confidence == 1.0 else self.factor.trace_bound
+        return (known + rounding + entries) * x.norm(dim=0), 0
 
     def describe(self) -> str:
         how = "" if self.confidence == 1.0 else f" with probability {self.confidence:.1%}"
-        return f"Rank {self.factor.rank}; what is left out is at most {self.bound:.2g} |x|{how}, for every x."
+        kept = "" if self.remainder is None else f" and {self.remainder.entries} entries of the rest"
+        return f"Rank {self.factor.rank}{kept}; what is left out is at most {self.bound:.2g} |x|{how}, for every x."
 
 
 def preconditioner(factor: Tensor, ridge: float) -> LinearOperator:

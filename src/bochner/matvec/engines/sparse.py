@@ -10,6 +10,7 @@ and used on both sides.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from ..._checks import BochnerError
 from ..._progress import track
-from ..csr import BYTES, CompressedRows, RowWriter
+from ..budget import Budget, first_threshold
+from ..csr import BYTES, CompressedRows, RowWriter, numpy_dtype
 from ..index import KeyIndex
 from ..plan import NearTiles, Plan
 from ..tiles import ROWS, swapped
@@ -29,8 +31,6 @@ TOTAL_SHARE = 0.95  # of eps, for what is skipped and what is dropped together
 FAR_SHARE = 0.05  # of eps, for the smallest far cells
 ENTRIES = 1 << 18  # of a tile
 PROBED_CELLS = 48  # whose tiles say at which size entries can be dropped
-COMMON = 0.03  # of the kept entries, whose rows ask for a lower threshold than the first one
-LESS = 16.0  # a threshold that drops too much is divided by this
 
 
 class TooLarge(BochnerError):
@@ -42,9 +42,9 @@ class SparseEngine(Engine):
 
     def __init__(self, index: KeyIndex, plan: Plan, eps: float, memory: int, progress: bool = False) -> None:
         self.index, self.plan, self.dtype = index, plan, index.frame.dtype
-        self.budget = TOTAL_SHARE * eps - (plan.skipped_norm if plan.certain else 0.5 * eps)
+        limit = TOTAL_SHARE * eps - (plan.skipped_norm if plan.certain else 0.5 * eps)
         n, s = plan.queries.rows.shape[0], index.keys.rows.shape[0]
-        self.lost_rows, self.lost_columns = torch.zeros(n, dtype=self.dtype), torch.zeros(s, dtype=self.dtype)
+        self.lost = Budget(n, s, limit, plan.symmetric, self.dtype)
         self.near = self._collect(memory, progress)
         self.mirror = self.near.transposed() if plan.symmetric else None
         self.far = self._collect_far(eps) if plan.beta > 0 else None
@@ -80,31 +80,23 @@ class SparseEngine(Engine):
             out += [(i, min(i + step, hi), position, w) for i in range(lo, hi, step)]
         return out
 
-    def _first_threshold(self, near: NearTiles) -> tuple[float, float]:
-        """Entries below this can be dropped from an ordinary row; and the kept fraction of the near pairs."""
+    def _probed_rows(self, near: NearTiles) -> Iterator[Tensor]:
+        """A few rows of some cells against all their near keys, sorted upwards."""
         filled = (self.plan.queries.count > 0).nonzero()[:, 0]
         chosen = filled[torch.linspace(0, filled.numel() - 1, min(PROBED_CELLS, filled.numel())).long()]
-        taus, counts, seen = [], [], 0
         for a in chosen.tolist():
             for lo, hi, _, w in self._tiles(near, a)[:1]:
-                rows = near(near.rows(lo, min(hi, lo + 16)), w).sort(1).values
-                index = (rows.cumsum(1) <= 0.5 * self.budget).sum(1).clamp_max(rows.shape[1] - 1)
-                taus.append(rows.gather(1, index[:, None])[:, 0])
-                counts.append(rows.shape[1] - index)
-                seen += rows.numel()
-        tau, order = torch.cat(taus).sort()
-        kept = torch.cat(counts)[order].cumsum(0)
-        return float(tau[int((kept < COMMON * kept[-1]).sum())]), int(kept[-1]) / seen
+                yield near(near.rows(lo, min(hi, lo + 16)), w).sort(1).values
 
     def _collect(self, memory: int, progress: bool) -> CompressedRows:
         plan, index = self.plan, self.index
         near = NearTiles(index, plan)
-        tau, fraction = self._first_threshold(near)
+        tau, fraction = first_threshold(list(self._probed_rows(near)), self.lost.limit)
         copies = 2 if plan.symmetric else 1  # a symmetric matrix is kept with its mirror image
         expected = fraction * plan.pairs(index)
         if copies * BYTES * expected > 2 * memory:
             raise TooLarge(_too_large(copies * BYTES * expected, memory))
-        written = RowWriter(self.lost_rows.numpy().dtype, int(2 * expected))
+        written = RowWriter(numpy_dtype(self.dtype), int(2 * expected))
         cells = range(index.cells)
         for a in track(cells, len(cells), "keeping near entries", progress):
             tiles = self._tiles(near, a)
@@ -115,37 +107,18 @@ class SparseEngine(Engine):
                 if plan.symmetric:  # ones on the diagonal, and below it what is kept above
                     own = int(plan.queries.start[a])
                     tile[:, : int(plan.queries.start[a + 1]) - own].triu_(lo - own + 1)
-                dropped = self._drop(tile, lo, position, tau)
+                dropped = self.lost.drop(tile, lo, position, tau)
                 keep = np.not_equal(tile.numpy(), dropped.numpy())
                 written.add(tile.numpy(), keep, position.to(torch.int32).numpy())
             if copies * BYTES * written.size > memory:
                 raise TooLarge(_too_large(copies * BYTES * max(expected, written.size), memory))
-        return written.matrix((self.lost_rows.numel(), self.lost_columns.numel()))
-
-    def _drop(self, tile: Tensor, lo: int, position: Tensor, tau: float) -> Tensor:
-        """The entries of a tile to be dropped: those up to tau, less in rows and columns whose budgets are exhausted.
-
-        A row of a symmetric matrix is also a column, which may lose half of its budget; when the row's turn comes, it
-        has what is left.
-        """
-        symmetric, n = self.plan.symmetric, tile.shape[0]
-        small = tile - torch.hardshrink(tile, tau)
-        room = self.budget - self.lost_columns[lo : lo + n] if symmetric else torch.full((n,), self.budget)
-        _spare(small, room, tau)
-        before = self.lost_columns[position]
-        _spare(small.T, (0.5 if symmetric else 1.0) * self.budget - before, tau)
-        if symmetric:  # of the rows that are columns of this very tile
-            own = int((position < lo).sum())
-            _spare(small, room - small[:, own : own + n].sum(0), 0.0)
-        self.lost_rows[lo : lo + n] += small.sum(1)
-        self.lost_columns[position] = before + small.sum(0)
-        return small
+        return written.matrix((self.lost.rows.numel(), self.lost.columns.numel()))
 
     def _collect_far(self, eps: float) -> CompressedRows:
         """beta times the blurred kernel of far cells, (n, cells), without the smallest."""
         plan, index = self.plan, self.index
         n = plan.queries.rows.shape[0]
-        written = RowWriter(self.lost_rows.numpy().dtype, n)
+        written = RowWriter(numpy_dtype(self.dtype), n)
         names = np.arange(index.cells, dtype=np.int32)
         share = 0.5 if plan.symmetric else 1.0
         smallest = (FAR_SHARE * eps / index.cells / index.count.to(self.dtype)).numpy()
@@ -198,11 +171,7 @@ class SparseEngine(Engine):
     @property
     def norm_bound(self) -> float:
         """Bound on |E|_2 of what is skipped and dropped; inf if the plan is not certain."""
-        if self.plan.symmetric:
-            dropped = float((self.lost_rows + self.lost_columns).max())
-        else:
-            dropped = math.sqrt(float(self.lost_rows.max()) * float(self.lost_columns.max()))
-        return self.plan.skipped_norm + dropped * (1 + 1e-4)
+        return self.plan.skipped_norm + self.lost.norm
 
     def describe(self) -> str:
         n, s = self.near.shape
@@ -217,18 +186,6 @@ class SparseEngine(Engine):
 def _permuted(x: Tensor, order: Tensor) -> Tensor:
     """The rows of x (n, r) in this order; single columns as vectors, which torch permutes four times faster."""
     return x[:, 0].index_select(0, order)[:, None] if x.shape[1] == 1 else x.index_select(0, order)
-
-
-def _spare(small: Tensor, room: Tensor, tau: float) -> None:
-    """Take the largest out of rows of `small` whose sums exceed `room`, in place: entries were dropped up to tau."""
-    sums = small.sum(1)
-    bad = (sums > room).nonzero()[:, 0]
-    while bad.numel():
-        tau = tau / LESS if tau > 1e-30 else 0.0
-        part = small[bad]
-        part -= torch.hardshrink(part, tau)
-        small[bad] = part
-        bad = bad[part.sum(1) > room[bad].clamp_min(0.0)]
 
 
 def _too_large(expected: float, memory: int) -> str:
