@@ -49,7 +49,6 @@ def hybrid(y: Tensor, b: Tensor, phi: FeatureMap) -> FeatureTree:
     return FeatureTree(y, b, feature_map=phi, normalize=1.0, leaf_size=1)
 
 
-
 def fit(name: str, seed: int, steps: int, words: Tensor, held: Tensor) -> tuple[Model, list[float]]:
     model = Model(seed)
     weight, bias = model.embedding.weight, model.bias

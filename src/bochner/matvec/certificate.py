@@ -341,9 +341,12 @@ def state(problem: Problem, engine: Engine, x: Tensor, checked: Checked) -> Stat
         generator = hold_out_generator(problem, x, ATTEMPTS + len(checked.repairs))
         again = hold_out(checked.value, truth, scores, HOLD_OUT_ROWS, half, generator, rows)
         checked.pairs += again.rows * problem.shape[1]
-        if math.sqrt(float(again.guarantee)) <= limit:
-            error = math.sqrt(float(again.mean))
-            return Statement("guarantee", math.sqrt(float(again.guarantee)), error, deterministic, again.rows)
-        held = held or again
+        # Hold-out rows are exact up to PRECISE, and the answer is rounded after it was compared with them.
+        lost = unit * float(checked.value.double().norm())
+        lost += PRECISE * float(x.abs().sum()) * math.sqrt(checked.value.shape[0])
+        if math.sqrt(float(again.guarantee)) + lost <= limit:
+            bound, error = math.sqrt(float(again.guarantee)) + lost, math.sqrt(float(again.mean))
+            return Statement("guarantee", bound, error, deterministic, again.rows)
+        held = again if held is None or float(again.bound) > float(held.bound) else held
     upper = max(math.sqrt(float(held.bound)), RESOLUTION * limit)
     return Statement("estimate", upper, math.sqrt(float(held.mean)), deterministic, held.rows)

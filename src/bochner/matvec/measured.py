@@ -11,20 +11,21 @@ added until none of them, nor any of a fresh sample, can break eps alone.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .index import KeyIndex, Side
-from .plan import Plan, near_rounding
+from .plan import NearTiles, Plan, near_rounding, nearest_to_middle
 from .tiles import ROWS, TYPICAL, Frame, Tiles, argument_error, extent, left, right, swapped
 
 RANDOM_SHARE, COHERENT_SHARE = 0.1, 0.15  # of eps, for the average row
 WORST_SHARE = 0.7  # of eps, for what one row or column leaves out
 MOST_JUDGES = 3  # fresh samples of rows to judge by
 ROUNDS = 6  # of looking for the worst rows and columns
+CLOSE_SHARE, CLOSE_PAIRS = 0.2, 0.03  # of eps, what one skipped block may hold; of all pairs, to look for more
 SUSPECTS = 256  # rows looked at in each round, per score
 EVERY = 4  # at least: one row in so many stands for its cell in the model
 JUDGED_ROWS = 512  # at least; one per query cell
@@ -193,6 +194,7 @@ def measured_plan(index: KeyIndex, queries: Side | None, eps: float, generator: 
     plan = best[2]
     plan.rough = sampler.frame.arithmetic == "float32" and sampler.lost * plan.mean_row_sum <= eps / 20
     if plan.met:
+        admit_close(index, plan, eps, distances)
         admit_worst(index, plan, eps, sampler, generator)
     plan.rounding = near_rounding(index, side, plan.near, distances)
     return plan
@@ -252,6 +254,43 @@ def suspects(index: KeyIndex, side: Side, near: Tensor) -> tuple[Tensor, Tensor]
             scores[i : i + far.shape[0], 0] = far @ weight
             scores[i : i + far.shape[0], 1] = far.sqrt_().sqrt_() @ weight
     return scores[:, 0], scores[:, 1]
+
+
+def admit_close(index: KeyIndex, plan: Plan, eps: float, distances: Tensor) -> None:
+    """Evaluate skipped blocks whose closest points may be close, and make near those in which they are.
+
+    A pair of neighbours in different cells is one entry in one row: samples of rows miss it, and it can break eps by
+    itself. Bounds on the distance between two cells leave few blocks in which there may be one, or many: then those
+    with the closest points are looked at, as long as that costs `CLOSE_PAIRS` of all pairs.
+    """
+    side, count, kernel = plan.queries, index.count.double(), index.frame.kernel
+    keys = nearest_to_middle(index, index.keys, distances)
+    others = keys if plan.symmetric else nearest_to_middle(index, side, distances)
+    ball = distances - side.radius[:, None] - index.keys.radius
+    gap = torch.maximum(others + keys.T, ball).clamp_min_(0.0)
+    largest = kernel.at_distance(torch.where(torch.isfinite(gap), gap, 1e15))
+    largest = torch.where(plan.near | (distances == 0), 0.0, largest)
+    if plan.symmetric:
+        largest = largest.triu(1)
+    cost = (side.count.double()[:, None] * count).flatten()
+    order = torch.from_numpy(np.argsort(-largest.flatten().numpy()))
+    affordable = cost[order].cumsum(0) <= CLOSE_PAIRS * float(cost.sum())
+    order = order[affordable & (largest.flatten()[order] > CLOSE_SHARE * eps)]
+    looked = torch.zeros(largest.numel(), dtype=torch.bool).index_fill_(0, order, True).view_as(largest)
+    near = NearTiles(index, replace(plan, near=looked))
+    for a in looked.any(1).nonzero()[:, 0].tolist():
+        cells = looked[a].nonzero()[:, 0]
+        begin = (index.count[cells].cumsum(0) - index.count[cells]).numpy()
+        worst = torch.zeros(cells.numel(), dtype=largest.dtype)
+        for _, w in near.keys(a, 1 << 62):
+            for lo in range(int(side.start[a]), int(side.start[a + 1]), ROWS):
+                tile = near(near.rows(lo, min(lo + ROWS, int(side.start[a + 1]))), w).numpy()
+                worst = torch.maximum(worst, torch.from_numpy(np.add.reduceat(tile, begin, axis=1).max(0)))
+                columns = torch.from_numpy(np.maximum.reduceat(tile.sum(0), begin))
+                worst = torch.maximum(worst, columns)
+        plan.near[a, cells[worst > CLOSE_SHARE * eps]] = True
+    if plan.symmetric:
+        plan.near |= plan.near.T.clone()
 
 
 def admit_worst(index: KeyIndex, plan: Plan, eps: float, sampler: Sampler, generator: torch.Generator) -> None:

@@ -1,0 +1,108 @@
+"""Points that have broken, or could break, a kernel product; real tables; and the oracle."""
+
+import numpy as np
+
+from bochner import data
+from bochner.matvec import KernelOperator
+
+REAL = ["words", "proteins", "patches", "digits", "cancer", "diabetes"]
+
+
+def dense(queries, keys, bandwidth):
+    """The kernel by differences in float64: the oracle."""
+    q, k = np.asarray(queries, dtype=np.float64), np.asarray(keys, dtype=np.float64)
+    squared = np.zeros((len(q), len(k)))
+    for column in range(q.shape[1]):
+        squared += ((q[:, column, None] - k[None, :, column]) / bandwidth) ** 2
+    return np.exp(-squared / 2)
+
+
+def hostile_sets(n):
+    """Name, points, bandwidth: what has broken, or could break, a product."""
+    rng = np.random.default_rng(11)
+    normal = rng.normal(size=(n, 2))
+    middle = 4 * rng.normal(size=(40, 20))
+    curve = rng.normal(size=(n, 3))
+    duplicates = np.repeat(rng.normal(size=(n // 10, 5)), 10, 0)
+    return {
+        "scales from 1e-3 to 1e3": (normal * 10.0 ** rng.integers(-3, 4, size=(n, 1)), 0.0852),
+        "heavy tails": (rng.standard_t(2, size=(n, 8)), 0.12),
+        "mixture": (middle[rng.integers(40, size=n)] + rng.normal(size=(n, 20)), 1.5),
+        "a curved surface": (np.concatenate([curve, np.sin(2 * curve), np.cos(3 * curve)], 1), 0.06),
+        "no clusters, many dimensions": (rng.normal(size=(n, 40)), 1.5),
+        "two clouds a million apart": (normal * 0.3 + 1e6 * np.sign(normal[:, :1]), 0.1),
+        "duplicates": (duplicates, 0.2),
+        "a dense patch in a wide cell": (np.concatenate([5 * normal[:-60], 0.01 * normal[-60:] + 3.0]), 0.02),
+    }
+
+
+def real_set(name, n):
+    """At most n rows of a real table, word vectors or patches of photographs; and a bandwidth at which they are sparse."""
+    from sklearn import datasets
+
+    rng = np.random.default_rng(0)
+    if name == "words":
+        table = np.load(data.fetch("glove", quiet=True), mmap_mode="r")
+        return np.array(table[np.sort(rng.choice(len(table), n, replace=False))], dtype=np.float32), 0.8
+    if name == "patches":
+        grey = datasets.load_sample_images().images[0].astype(np.float32).mean(-1) / 255
+        window = np.lib.stride_tricks.sliding_window_view(grey, (8, 8))
+        rows, columns = rng.integers(0, window.shape[0], n), rng.integers(0, window.shape[1], n)
+        return window[rows, columns].reshape(n, 64), 0.04
+    if name == "proteins":
+        table = np.genfromtxt(data.fetch("casp", quiet=True), delimiter=",", skip_header=1)[:, 1:]
+    else:
+        load = {"digits": "load_digits", "cancer": "load_breast_cancer", "diabetes": "load_diabetes"}[name]
+        table = getattr(datasets, load)().data
+    table = (table - table.mean(0)) / (table.std(0) + 1e-12)
+    chosen = rng.permutation(len(table))[:n]
+    return table[chosen], {"proteins": 0.1, "digits": 2.0, "cancer": 0.8, "diabetes": 0.5}[name]
+
+
+def hostile_operator(seed):
+    """An operator on points of any scale and place, by one method after the other; the matrix; 25 vectors x."""
+    rng = np.random.default_rng(seed)
+    n, d = int(rng.integers(30, 200)), int(rng.integers(1, 30))
+    X = rng.normal(size=(n, d)) * 10.0 ** rng.integers(-3, 4, size=(n if seed % 2 else 1, 1))
+    X = (X + rng.choice([0.0, 1e3, 1e7])).astype([np.float32, np.float64][seed % 2])
+    bandwidth = float(10.0 ** rng.uniform(-3, 2))
+    method = ["exact", "cells", "sparse", "features", "lowrank"][seed % 5]
+    K = KernelOperator(X, bandwidth=bandwidth, eps=[0.2, 0.01, 1e-4][seed % 3], method=method, num_features=16)
+    xs = rng.standard_t(1.5, size=(25, n)) * 10.0 ** rng.integers(-20, 20, size=(25, 1))
+    xs[::3] = np.where(rng.random((9, n)) < 0.1, xs[::3], 0.0)
+    return K, dense(X, X, bandwidth), xs
+
+
+def statements(X, bandwidth, eps, seed, count, truth, force_samples):
+    """`count` statements of one operator, each (kind, |Kx - y|, bound, best guess, eps |x|).
+
+    `force_samples`: by a plan made from samples, even where a certain one would do.
+    """
+    import torch
+
+    from bochner.matvec.engines.cells import CellsEngine
+    from bochner.matvec.measured import measured_plan
+
+    K = KernelOperator(X, bandwidth=bandwidth, eps=eps, seed=seed, method="cells")
+    if force_samples and K.certain:
+        index = K._engine.index
+        K._engine = CellsEngine(index, measured_plan(index, None, eps, torch.Generator().manual_seed(seed)))
+    rng = np.random.default_rng(1000 + seed)
+    out = []
+    for t in range(count):
+        x = some_x(t % 5, len(X), rng)
+        estimate = K.matvec_with_certificate(x)
+        error = float(np.linalg.norm(estimate.value - truth @ x))
+        out.append((estimate.kind, error, estimate.bound, estimate.error, eps * estimate.norm_x))
+    return out
+
+
+def some_x(kind, n, rng):
+    """Gaussian, ones, one-hot, signs, heavy-tailed."""
+    if kind == 0:
+        return rng.normal(size=n)
+    if kind == 1:
+        return np.ones(n)
+    if kind == 2:
+        return np.eye(1, n, int(rng.integers(n)))[0]
+    return rng.choice([-1.0, 1.0], size=n) if kind == 3 else rng.standard_t(1.0, size=n)
