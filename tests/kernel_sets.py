@@ -37,7 +37,7 @@ def hostile_sets(n):
 
 
 def real_set(name, n):
-    """At most n rows of a real table, word vectors or patches of photographs; and a bandwidth at which they are sparse."""
+    """At most n rows of a real table, word vectors or patches; and a bandwidth at which they are sparse."""
     from sklearn import datasets
 
     rng = np.random.default_rng(0)

@@ -27,6 +27,7 @@ PLANNED = {"trig": 2, "positive": 1, "hyperbolic": 2, "optimal": 1}  # features 
 CALIBRATION_ROWS = 2048
 PAIRS = 4096
 BLOCK = 1 << 16  # features computed at a time: they stay in the second-level cache
+EVEN = 16  # columns up to which low-discrepancy points are more even than random ones
 SINGLE = 256.0  # the largest scaled norm whose phases single precision resolves to 1e-4
 
 
@@ -34,8 +35,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     """Features whose inner products estimate a kernel, `phi(x) . phi(y) ~ K(x, y)`, for any linear model after it.
 
     `kernel="gaussian"` is `exp(-gamma |x - y|^2)`, `"softmax"` is `exp(2 gamma x.y)`, the same without its row factors:
-    the map sees `sqrt(2 gamma) x`. Unlike `sklearn.kernel_approximation.RBFSampler` the frequencies are orthogonal by
-    default and each gives a sine and a cosine: a smaller error from half the projections. The maps other than the
+    the map sees `sqrt(2 gamma) x`. Unlike `sklearn.kernel_approximation.RBFSampler` the frequencies depend on each
+    other and each gives a sine and a cosine: a smaller error from half the projections. The maps other than the
     softmax family (`tensor_sketch`, `relu`, ...) estimate kernels of their own, and `kernel` is not used.
 
     Args:
@@ -46,7 +47,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         kernel: `"gaussian"` or `"softmax"`, for the maps that estimate both.
         gamma: a positive number, or `"scale"`: 1 / (d var(X)), as in `RBFSampler`.
         target: for `n_components="auto"`.
-        projection: the law of the frequencies.
+        projection: the law of the frequencies; `"auto"` is `"halton"` for `trig` in up to 16 columns, where points spread
+            evenly serve a regression best, else `"orthogonal"`.
         map_params: further keywords of the map, such as `{"degree": 3}`.
         random_state: of the frequencies.
 
@@ -69,7 +71,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         kernel: str = "gaussian",
         gamma: float | str = "scale",
         target: float = 0.05,
-        projection: str = "orthogonal",
+        projection: str = "auto",
         map_params: dict[str, Any] | None = None,
         random_state: Any = None,
     ) -> None:
@@ -91,6 +93,9 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
                 f"The feature map {self.feature_map!r} has no kernel 'softmax'; these have: {sorted(TWO_KERNELS)}."
             )
         self.gamma_ = resolve_gamma(self.gamma, X, owner)
+        self.projection_ = self.projection
+        if self.projection == "auto":
+            self.projection_ = "halton" if self.feature_map == "trig" and X.shape[1] <= EVEN else "orthogonal"
         rng = check_random_state(self.random_state)
         seed = draw_seed(rng)
         # The Gaussian kernel does not see a shift; single precision does.
@@ -137,7 +142,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         options: dict[str, Any] = dict(self.map_params or {})
         if self.feature_map in TWO_KERNELS:
             options.setdefault("kernel", self.kernel)
-        options.setdefault("projection", self.projection)
+        options.setdefault("projection", self.projection_)
         probe = feature_map(self.feature_map, dim=d, num_features=16, seed=0, **options)
         factor = max(1, round(probe.feature_dim / 16))
         return feature_map(self.feature_map, dim=d, num_features=max(1, length // factor), seed=seed, **options)
@@ -157,7 +162,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
             self.target,
             feature_map=self.feature_map,
             kernel=self.kernel,
-            projection=self.projection,
+            projection=self.projection_,
         )
 
 

@@ -68,7 +68,7 @@ def _spare(small: Tensor, room: Tensor, tau: float, signed: bool) -> None:
 
 
 def first_threshold(rows: list[Tensor], limit: float) -> tuple[float, float]:
-    """From whole rows, sizes sorted upwards: what can be dropped from an ordinary one; and the kept share of entries."""
+    """From whole rows, sizes sorted upwards: what an ordinary one can drop; and the kept share of the entries."""
     taus, counts = [], []
     for table in rows:
         place = (table.cumsum(1) <= 0.5 * limit).sum(1)

@@ -129,8 +129,8 @@ def low_rank_sparse(problem: Problem, options: Options) -> LowRankEngine:
     engine = LowRankEngine(problem, options.rank or worthwhile_rank(problem, options))
     if not engine.certain and not engine.keep_remainder(options.memory):
         raise TooLarge(
-            f"More than {KEPT_SHARE:.0%} of the entries that a factor of rank {engine.factor.rank} leaves would have to "
-            f"be kept, or more than 'memory' allows; raise 'rank', 'eps' or 'memory', or use method='auto'."
+            f"More than {KEPT_SHARE:.0%} of the entries that a factor of rank {engine.factor.rank} leaves would have "
+            f"to be kept, or more than 'memory' allows; raise 'rank', 'eps' or 'memory', or use method='auto'."
         )
     return engine
 
