@@ -47,8 +47,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         kernel: `"gaussian"` or `"softmax"`, for the maps that estimate both.
         gamma: a positive number, or `"scale"`: 1 / (d var(X)), as in `RBFSampler`.
         target: for `n_components="auto"`.
-        projection: the law of the frequencies; `"auto"` is `"halton"` for `trig` in up to 16 columns, where points spread
-            evenly serve a regression best, else `"orthogonal"`.
+        projection: the law of the frequencies; `"auto"` is `"halton"` for `trig` in up to 16 columns, where evenly
+            spread points serve a regression best, else `"orthogonal"`.
         map_params: further keywords of the map, such as `{"degree": 3}`.
         random_state: of the frequencies.
 
