@@ -344,9 +344,9 @@ def state(problem: Problem, engine: Engine, x: Tensor, checked: Checked) -> Stat
         # Hold-out rows are exact up to PRECISE, and the answer is rounded after it was compared with them.
         lost = unit * float(checked.value.double().norm())
         lost += PRECISE * float(x.abs().sum()) * math.sqrt(checked.value.shape[0])
-        if math.sqrt(float(again.guarantee)) + lost <= limit:
-            bound, error = math.sqrt(float(again.guarantee)) + lost, math.sqrt(float(again.mean))
-            return Statement("guarantee", bound, error, deterministic, again.rows)
+        guarantee = math.sqrt(float(again.guarantee)) + lost
+        if guarantee <= limit:
+            return Statement("guarantee", guarantee, math.sqrt(float(again.mean)), deterministic, again.rows)
         held = again if held is None or float(again.bound) > float(held.bound) else held
     upper = max(math.sqrt(float(held.bound)), RESOLUTION * limit)
     return Statement("estimate", upper, math.sqrt(float(held.mean)), deterministic, held.rows)
