@@ -41,7 +41,8 @@ def searched(model: Any, goal: Goal, errors: dict[Option, Tensor], sensitivity: 
     layer = search.layers["layer"]
     for option in errors:
         layer.made[option] = LinearAttention(layer.planned([option] * 2))
-    layer.errors, layer.sensitivity = errors, sensitivity.double()
+    layer.errors = errors
+    layer.sensitivity = dict.fromkeys(("window", "hybrid", "kernel"), sensitivity.double())
     layer.seconds = {EXACT: 1.0, **{option: 0.1 * (i + 1) for i, option in enumerate(errors)}}
     layer.tabulate(goal)
     return search
@@ -219,3 +220,44 @@ def test_distillation_reports_through_convert() -> None:
     assert report is not None
     assert len(report.layers) == 2
     assert json.dumps(report_of(model).to_dict())
+
+
+class Counted:
+    """A judge of a made-up model, of which every exact key head keeps its share."""
+
+    WORTH = (0.5, 0.3, 0.004, 0.002)
+
+    def __init__(self) -> None:
+        self.batches = [{"input_ids": ids(8)[None]}]
+
+    def light(self) -> Counted:
+        return self
+
+    def loss(self, index: int, output: Any) -> Tensor:
+        return torch.tensor(1 - self._kept(output))
+
+    def quality(self, outputs: Any) -> Any:
+        from bochner.hf.judge import Quality
+
+        return Quality(self._kept(outputs(self.batches[0])))
+
+    def _kept(self, exact: list[int]) -> float:
+        return 1 - sum(w for g, w in enumerate(self.WORTH) if g not in exact)
+
+
+def test_exact_heads_that_do_not_matter_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum thinks all four alike; measured one by one, two of them can go and two cannot."""
+    search = Search(llama(), {"layer": shape(4, 4)}, Goal(0.99, "memory", 400), 16, 0, lambda text: None)
+    layer = search.layers["layer"]
+    option = Option("window", 8)
+    layer.made[option] = LinearAttention(layer.planned([option] * 4))
+    layer.errors, layer.sensitivity = {option: torch.ones(4)}, {"window": torch.ones(4).double()}
+    layer.seconds = {EXACT: 1.0, option: 0.5}
+    layer.tabulate(search.goal)
+    monkeypatch.setattr(Search, "_output", lambda self, layers, batch: layers["layer"].plan.kv_heads_of("exact"))
+    judge = Counted()
+    start = search.run(search.draft, 0.0, judge)
+    assert start.quality.kept == 1.0
+    end = search.polish(start, judge)
+    assert end.plan.layers[0].kv_heads_of("exact") == [0, 1]
+    assert end.memory < start.memory

@@ -40,7 +40,7 @@ class HeadFigures:
     layer: str
     head: int
     kind: str
-    sensitivity: float
+    sensitivity: dict[str, float]
     errors: dict[str, float]
     rank_floor: float | None = None
 
@@ -268,23 +268,30 @@ class Trial:
     def settle(self, judge: Judge) -> tuple[Candidate, dict[str, LinearAttention]]:
         """The cheapest choice that keeps the target on the texts held back, else the best; with its layers."""
         search = self.search
-        good = [c for c in search.tried if search.keeps(c)] or [max(search.tried, key=lambda c: c.quality.kept)]
-        budgets = sorted((b for b, c in search.by_budget.items() if c in good), reverse=True)
-        budget = budgets[0]
+        kept = sorted((c for c in search.tried if search.keeps(c)), key=search.price)
+        waiting = kept[:1] or [max(search.tried, key=lambda c: c.quality.kept)]
         runs: list[tuple[Candidate, Quality, dict[str, LinearAttention]]] = []
-        while len(runs) < RETREATS and budget > 2.0 ** (BUDGETS[0] - 8):
-            candidate = search.by_budget.get(budget) or search.evaluate(budget, judge)
-            if candidate.verified is None:
-                layers = self.verify(candidate)
-                assert candidate.verified is not None
-                runs.append((candidate, candidate.verified, layers))
-                if candidate.verified.kept >= search.goal.keep:
-                    break
-                search.say(f"kept {candidate.verified.kept:.4f} on the texts held back: a costlier choice is tried")
-            budget = max([b for b in search.by_budget if b < budget / 1.9], default=budget / 4)
+        while waiting and len(runs) < RETREATS:
+            candidate = waiting.pop()
+            layers = self.verify(candidate)
+            assert candidate.verified is not None
+            runs.append((candidate, candidate.verified, layers))
+            if candidate.verified.kept >= search.goal.keep:
+                break
+            search.say(f"kept {candidate.verified.kept:.4f} on the texts held back: a costlier choice is tried")
+            waiting = self._next(candidate, judge)
         best = max(runs, key=lambda run: (min(run[1].kept, search.goal.keep), -search.price(run[0])))
         self.whole = self.figures[id(best[0])]
         return best[0], best[2]
+
+    def _next(self, failed: Candidate, judge: Judge) -> list[Candidate]:
+        """A choice that costs at least a fifth more than one that failed, if there is one."""
+        search = self.search
+        for exponent in range(int(BUDGETS[1]), int(BUDGETS[0]) - 4, -1):
+            plan, predicted = search.choose(2.0**exponent)
+            if search.price_of(plan) >= 1.2 * search.price(failed):
+                return [search.run(plan, predicted, judge)]
+        return []
 
     def verify(self, candidate: Candidate) -> dict[str, LinearAttention]:
         """Run a choice as it will be used; notes its quality and the figures of the whole model, returns its layers."""
@@ -358,7 +365,8 @@ def _heads(search: Search, chosen: Candidate, judge: Judge | None) -> list[HeadF
         for h in range(plan.num_heads):
             errors = {str(option): e[h].item() for option, e in layer.errors.items()}
             floor = floors[plan.name][h].item() if plan.name in floors else None
-            found.append(HeadFigures(plan.name, h, plan.kinds[h], layer.sensitivity[h].item(), errors, floor))
+            sensitivity = {kind: x[h].item() for kind, x in layer.sensitivity.items()}
+            found.append(HeadFigures(plan.name, h, plan.kinds[h], sensitivity, errors, floor))
     return found
 
 

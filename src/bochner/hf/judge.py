@@ -21,8 +21,9 @@ from bochner.hf import capture
 from bochner.hf.measure import compare_embeddings
 
 PASSAGE = 128  # tokens of the passage that is repeated
-PROBE, PROBES = 768, 3  # tokens of a probe during the search, and how many
+PROBE, PROBES = 768, 2  # tokens of a probe during the search, and how many
 PIECE = 512  # tokens that a long text is read at a time
+LIGHT = 384  # tokens of the probe that single heads are tried on
 LEAST_GAIN = 0.3  # nats on a repeated passage: models that gain less do not look it up
 STEPS = 4  # single tokens that are timed behind it
 Batches = Sequence[dict[str, Tensor]]
@@ -50,6 +51,10 @@ class Judge(Protocol):
         """Figures over all batches; `outputs` runs the changed model."""
         ...
 
+    def light(self) -> Judge:
+        """The same with one short batch, for losses that are asked for many times."""
+        ...
+
 
 class Language:
     """Probes of a causal language model: a passage, other text, the passage again.
@@ -58,14 +63,15 @@ class Language:
     what `keep` allows of it.
     """
 
-    def __init__(self, model: Any, tokens: Tensor, keep: float) -> None:
-        length = min(PROBE, len(tokens) // 2)
+    def __init__(self, model: Any, tokens: Tensor, keep: float, length: int = PROBE) -> None:
+        self.model, self.tokens, self.keep = model, tokens, keep
+        length = min(length, len(tokens) // 2)
         self.passage = min(PASSAGE, length // 4)
         if self.passage < 8:
             raise BochnerError(f"Too little text to judge a language model by: {len(tokens)} tokens; give more texts.")
         step = max(1, (len(tokens) - length) // PROBES)
-        starts = range(0, len(tokens) - length + 1, step)
-        self.batches = [{"input_ids": repeated(tokens[i : i + length], self.passage)} for i in starts][:PROBES]
+        starts = list(range(0, len(tokens) - length + 1, step))[: 1 if length == LIGHT else PROBES]
+        self.batches = [{"input_ids": repeated(tokens[i : i + length], self.passage)} for i in starts]
         self.budget = -math.log(keep)
         self.truth: list[Tensor] = []
         self.losses: list[Tensor] = []
@@ -76,6 +82,10 @@ class Language:
                 self.truth.append(self._rows(logits).log_softmax(-1))
         self.first, self.again = (_mean(self.losses, self._part(name)) for name in ("first", "again"))
         self.gain = self.first - self.again
+
+    def light(self) -> Language:
+        start = max(0, len(self.tokens) - 2 * LIGHT)
+        return Language(self.model, self.tokens[start : start + 2 * LIGHT], self.keep, LIGHT)
 
     def _part(self, name: str) -> slice:
         """Places of predictions: of the passage at first, of ordinary text, and of the passage again."""
@@ -131,10 +141,14 @@ class Outputs:
     """Batches of any other model: the loss and the figures are distances from the original's outputs."""
 
     def __init__(self, model: Any, data: Batches, keep: float) -> None:
+        self.model, self.keep = model, keep
         self.batches, self.budget = list(data), 1 - keep
         self.is_logits = getattr(model, "get_output_embeddings", lambda: None)() is not None
         with torch.no_grad():
             self.truth = [_main(capture.run(model, batch)).float() for batch in self.batches]
+
+    def light(self) -> Outputs:
+        return Outputs(self.model, self.batches[:1], self.keep)
 
     def loss(self, index: int, output: Any) -> Tensor:
         out, truth, batch = _main(output).float(), self.truth[index], self.batches[index]

@@ -5,7 +5,8 @@
    head and its exact attention, integrated from one to the other, of the divergence from the original's predictions.
 3. The damage of a choice is then a sum, sensitivity times squared error, and so is its cost: for every budget of damage
    the cheapest choice is a minimisation head by head. 4. Budgets are tried end to end until the cheapest that keeps the
-   target is found. 5. It is verified on texts that had no part in this.
+   target is found. 5. Sums know nothing of heads that stand in for each other: what is exact in it is then left out bit
+   by bit, in the order of measured damage, while the target is kept. 6. `aim` verifies it on other texts.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from bochner.hf.plan import LayerPlan, Plan, default_window_kind
 
 CAUSAL_WINDOWS, WINDOWS = (64, 128, 256), (16, 32, 64, 128)
 CAUSAL_SINKS, SINKS = 4, 1
-WIDEST_HYBRID = 128  # wider windows are not tried with a kernel beside
+CAUSAL_HYBRID, WIDEST_HYBRID = 128, 128  # the window of decoders, and the widest, that is tried with a kernel beside
 LEAST_ERROR = 0.02  # errors below this say nothing about a head's sensitivity
 BUDGETS = (-5.0, 7.0)  # log2 of the damages that are tried, in units of what the target allows
 REFINEMENTS = 2  # halvings of the last step between a budget that keeps the target and one that does not
+UNITS = 24  # exact parts whose omission is measured, in each of
+ROUNDS = 3  # rounds of leaving out
 RETREATS = 3  # choices that are verified before giving up
 Say = Callable[[str], None]
 
@@ -75,14 +78,14 @@ class Layer:
     whole: bool  # whether all heads become the same
     errors: dict[Option, Tensor] = field(default_factory=dict)
     seconds: dict[Option, float] = field(default_factory=dict)  # of the whole layer
-    sensitivity: Tensor = field(default_factory=lambda: torch.zeros(0))
+    sensitivity: dict[str, Tensor] = field(default_factory=dict)  # by kind
     tables: list[tuple[list[Option], Tensor, Tensor]] = field(default_factory=list)
 
     def damage(self, option: Option) -> Tensor:
         """What each key head loses by becoming an option, (g,)."""
         if option == EXACT:
             return torch.zeros(self.plan.num_kv_heads, dtype=torch.float64)
-        damages = self.sensitivity * self.errors[option].double().square()
+        damages = self.sensitivity[option.kind] * self.errors[option].double().square()
         return damages.view(self.plan.num_kv_heads, -1).sum(-1)
 
     def cost(self, option: Option, goal: Goal) -> float:
@@ -183,7 +186,6 @@ class Search:
                 plan.window_kind = window_kind or plan.window_kind
                 self.layers[plan.name] = Layer(plan, {}, whole=not plan.is_causal or goal.minimize == "time")
         self.tried: list[Candidate] = []
-        self.by_budget: dict[float, Candidate] = {}
         self.seconds: dict[str, float] = {}
 
     @property
@@ -262,18 +264,23 @@ class Search:
         self.seconds["timing"] = time.monotonic() - began
 
     def _measure_sensitivities(self, judge: Judge) -> None:
+        """By kind: an error of a kernel does not do what an error of a window does."""
         began = time.monotonic()
-        reference = {name: _reference(layer) for name, layer in self.layers.items() if layer.made}
-        layers = {name: self.layers[name].made[option] for name, option in reference.items()}
-        falls = gate_gradients(self.model, layers, judge.batches, judge.loss, self.say)
-        for name, option in reference.items():
-            error = self.layers[name].errors[option].double().clamp_min(LEAST_ERROR)
-            self.layers[name].sensitivity = falls[name].cpu() / error.square()
-        # Gradients are noisy: no head is taken to be wholly indifferent.
-        every = torch.cat([self.layers[name].sensitivity for name in reference])
-        least = 0.1 * every.clamp_min(0).median().item()
-        for name in reference:
-            self.layers[name].sensitivity.clamp_(min=least)
+        for kind in ("window", "hybrid", "kernel"):
+            reference = {name: o for name, layer in self.layers.items() if (o := _reference(layer, kind)) is not None}
+            if not reference:
+                continue
+            layers = {name: self.layers[name].made[option] for name, option in reference.items()}
+            batches = judge.batches if kind == "window" else judge.batches[:1]
+            falls = gate_gradients(self.model, layers, batches, judge.loss, self.say)
+            found = {}
+            for name, option in reference.items():
+                error = self.layers[name].errors[option].double().clamp_min(LEAST_ERROR)
+                found[name] = falls[name].cpu() / error.square()
+            # Gradients are noisy: no head is taken to be wholly indifferent.
+            least = 0.1 * torch.cat(list(found.values())).clamp_min(0).median().item()
+            for name, sensitivity in found.items():
+                self.layers[name].sensitivity[kind] = sensitivity.clamp_min(least)
         self.seconds["weighing heads"] = time.monotonic() - began
 
     def choose(self, budget: float) -> tuple[Plan, float]:
@@ -305,36 +312,101 @@ class Search:
         return found
 
     def evaluate(self, budget: float, judge: Judge) -> Candidate:
-        """Choose for a budget and run the result end to end; the same choice is run once."""
-        plan, predicted = self.choose(budget)
+        """Choose for a budget and run the result end to end."""
+        return self.run(*self.choose(budget), judge)
+
+    def run(self, plan: Plan, predicted: float, judge: Judge) -> Candidate:
+        """Run a choice end to end, unless that was done."""
         for candidate in self.tried:
             if candidate.plan.to_dict() == plan.to_dict():
-                self.by_budget[budget] = candidate
                 return candidate
         layers = self.build(plan)
+
+        def outputs(batch: dict[str, Tensor]) -> Any:
+            return self._output(layers, batch)
+
+        memory, seconds = self.costs(plan)
+        candidate = Candidate(plan, predicted, judge.quality(outputs), memory, seconds)
+        self.tried.append(candidate)
+        self.say(f"kept {candidate.quality.kept:.4f} with {memory:.3f} of the memory")
+        return candidate
+
+    def _output(self, layers: dict[str, LinearAttention], batch: dict[str, Tensor]) -> Any:
+        """The model's output with some layers in place of its own."""
 
         def replaced(name: str, call: Call) -> Tensor | None:
             return layers[name](call) if name in layers and not layers[name].plan.untouched else None
 
-        def outputs(batch: dict[str, Tensor]) -> Any:
-            with capture.recording(self.model, replaced):
-                return capture.run(self.model, batch)
+        with capture.recording(self.model, replaced):
+            return capture.run(self.model, batch)
 
-        memory = plan.cache_bytes(self.goal.length) / max(self.original_bytes, 1)
-        seconds = sum(self._seconds(layer) for layer in plan.layers)
-        candidate = Candidate(plan, predicted, judge.quality(outputs), memory, seconds)
-        self.tried.append(candidate)
-        self.by_budget[budget] = candidate
-        self.say(f"kept {candidate.quality.kept:.4f} with {memory:.3f} of the memory")
+    def polish(self, candidate: Candidate, judge: Judge) -> Candidate:
+        """Leave out exact parts of a choice, those first whose omission is measured to harm least, while it keeps."""
+        began, light = time.monotonic(), judge.light()
+        for _ in range(ROUNDS):
+            units = self._units(candidate.plan)
+            if len(units) < 2:
+                break
+            rises = {}
+            for i, unit in enumerate(units):
+                self.say(f"leaving out exact heads, {i + 1} of {len(units)}")
+                layers = self.build(self._without(candidate.plan, [unit]))
+                with torch.no_grad():
+                    rises[unit] = light.loss(0, self._output(layers, light.batches[0])).item()
+            order = sorted(units, key=lambda unit: rises[unit])
+            count, better = max(1, len(units) // 3), candidate
+            while count:
+                tried = self.run(self._without(candidate.plan, order[:count]), candidate.predicted, judge)
+                if self.keeps(tried) and self.price(tried) < self.price(candidate):
+                    better = tried
+                    break
+                count //= 2
+            if better is candidate:
+                break
+            candidate = better
+        self.seconds["leaving out"] = time.monotonic() - began
         return candidate
 
-    def _seconds(self, plan: LayerPlan) -> float:
+    def _units(self, plan: Plan) -> list[tuple[str, int]]:
+        """Exact parts that could be left out, (layer, key head) or (layer, -1) for whole layers: the least harmful."""
+        found = []
+        for x in plan.layers:
+            layer = self.layers.get(x.name)
+            if layer is None or not layer.made:
+                continue
+            exact_heads = x.kv_heads_of("exact")
+            if layer.whole:
+                exact_heads = [-1] if x.untouched else []
+            option = self._instead(x)
+            if layer.cost(option, self.goal) >= layer.cost(EXACT, self.goal):
+                continue
+            for g in exact_heads:
+                damages = layer.damage(option)
+                found.append(((damages.sum() if g < 0 else damages[g]).item(), x.name, g))
+        return [(name, g) for _, name, g in sorted(found)[:UNITS]]
+
+    def _instead(self, plan: LayerPlan) -> Option:
+        """What an exact part of a layer becomes: the least harmful that goes with the window of the rest."""
+        layer = self.layers[plan.name]
+        fitting = [o for o in layer.made if layer.whole or plan.window is None or o.window == plan.window]
+        return min(fitting, key=lambda o: layer.damage(o).sum().item())
+
+    def _without(self, plan: Plan, units: Sequence[tuple[str, int]]) -> Plan:
+        changed = plan.copy()
+        for i, x in enumerate(plan.layers):
+            heads = [g for name, g in units if name == x.name]
+            if heads:
+                option, every = self._instead(x), [_option(x, g) for g in range(x.num_kv_heads)]
+                options = [option if g in heads or -1 in heads else o for g, o in enumerate(every)]
+                changed.layers[i] = self.layers[x.name].planned(options)
+        return changed
+
+    def seconds_of(self, plan: LayerPlan) -> float:
+        """Of the attention of one layer at the goal's length."""
         if plan.name not in self.layers:
             return 0.0
-        layer = self.layers[plan.name]
-        kinds = plan.kinds[:: plan.group]
-        options = [EXACT if k == "exact" else Option(k, None if k == "kernel" else plan.window) for k in kinds]
-        return sum(layer.seconds[option] for option in options) / len(options)
+        options = [_option(plan, g) for g in range(plan.num_kv_heads)]
+        return sum(self.layers[plan.name].seconds[option] for option in options) / len(options)
 
     def frontier(self, judge: Judge) -> list[Candidate]:
         """Candidates around the cheapest that keeps the target, cheapest first."""
@@ -352,6 +424,9 @@ class Search:
         if not any(map(self.keeps, self.tried)):
             self.evaluate(2.0 ** BUDGETS[0], judge)
         self.seconds["searching"] = time.monotonic() - began
+        kept = [c for c in self.tried if self.keeps(c)]
+        if kept:
+            self.polish(min(kept, key=self.price), judge)
         return sorted(self.tried, key=self.price)
 
     def keeps(self, candidate: Candidate) -> bool:
@@ -359,6 +434,14 @@ class Search:
 
     def price(self, candidate: Candidate) -> float:
         return candidate.memory if self.goal.minimize == "memory" else candidate.attention_seconds
+
+    def price_of(self, plan: Plan) -> float:
+        return self.costs(plan)[0 if self.goal.minimize == "memory" else 1]
+
+    def costs(self, plan: Plan) -> tuple[float, float]:
+        """The memory of a plan as a share of the original's, and the seconds of its attention."""
+        memory = plan.cache_bytes(self.goal.length) / max(self.original_bytes, 1)
+        return memory, sum(self.seconds_of(layer) for layer in plan.layers)
 
     def border(self, plan: Plan) -> int:
         """The default of `exact_below`: where the plan is faster; to save memory, where its memory is reached."""
@@ -398,11 +481,19 @@ def _options(plan: LayerPlan, length: int, windows: Sequence[int] | None = None)
         reach = 1 if plan.is_causal else 3  # blocks see their neighbours on both sides
         windows = [w for w in sizes if reach * w <= length // 2] or [sizes[0]]
     found = [Option("window", w) for w in windows]
+    if plan.is_causal and CAUSAL_HYBRID in windows:
+        return [*found, Option("hybrid", CAUSAL_HYBRID)]
     found += [Option("hybrid", w) for w in windows if w <= WIDEST_HYBRID or len(windows) == 1]
     return found if plan.is_causal else [*found, Option("kernel")]
 
 
-def _reference(layer: Layer) -> Option:
-    """The option along which sensitivities are measured: the second window, or what there is."""
-    windows = [option for option in layer.made if option.kind == "window"]
-    return windows[min(1, len(windows) - 1)] if windows else next(iter(layer.made))
+def _option(plan: LayerPlan, g: int) -> Option:
+    """What a key head of a plan is."""
+    kind = plan.kinds[g * plan.group]
+    return Option(kind, plan.window if kind in ("window", "hybrid") else None)
+
+
+def _reference(layer: Layer, kind: str) -> Option | None:
+    """The option of a kind along which sensitivities are measured: the second window, or what there is."""
+    found = [option for option in layer.made if option.kind == kind]
+    return found[min(1, len(found) - 1)] if found else None

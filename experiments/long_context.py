@@ -1,0 +1,131 @@
+"""Quality of SmolLM2-135M over a whole book: perplexity by position, and recall of passages 500 to 6,000 tokens back.
+
+Claim: what a conversion loses is far away. Windows alone keep the perplexity at every position and recall nothing
+beyond them; a few exact heads bring recall back; a kernel beside the window is no substitute for them.
+
+The text is a book of a held-out author, read piece by piece as generation would, followed by three passages of it
+again, those that began 500, 2,000 and 6,000 tokens before its end. Every recipe is measured once and kept in the JSON
+file: a run that was stopped goes on where it was.
+
+    python experiments/long_context.py [--length 7500] [--only NAME] [--threads 1] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import _smollm
+import torch
+
+from bochner import convert, data, revert
+from bochner.hf import plan_of
+from bochner.hf.judge import read
+
+BACK = (500, 2000, 6000)
+PASSAGE, LEAD = 96, 8  # tokens of a repeat, of which the first only tell what is repeated
+BOUNDS = (0, 500, 1000, 2000, 4000, 8000)
+NEAR = {"window": 128, "sinks": 4}
+RECIPES: dict[str, dict[str, Any] | None] = {
+    "exact": None,
+    "window 128": {"feature_map": None, **NEAR},
+    "window 256": {"feature_map": None, "window": 256, "sinks": 4},
+    "window 128, 10 % exact heads": {"feature_map": None, "exact_heads": 0.1, **NEAR},
+    "window 128 + landmark m=64": {"num_features": 64, "select": False, **NEAR},
+    "window 128 + landmark m=64, 10 % exact heads": {"num_features": 64, "exact_heads": 0.1, "select": False, **NEAR},
+    "window 128 + landmark m=64, 10 % exact heads, distilled": {
+        "num_features": 64,
+        "exact_heads": 0.1,
+        "select": False,
+        "distill": {"steps": 20, "seconds": 600},
+        **NEAR,
+    },
+    "keep 0.99 at 4,000 tokens": {"keep": 0.99, "length": 4000},
+}
+
+
+def text(tokenizer: Any, length: int) -> torch.Tensor:
+    """Tokens (1, n): a book's first `length`, and the passages again."""
+    words = " ".join(data.paragraphs("heldout", 1, words=length))
+    book = tokenizer(words, return_tensors="pt").input_ids[0, :length]
+    again = [book[length - back : length - back + PASSAGE] for back in BACK]
+    return torch.cat([book, *again])[None]
+
+
+def figures(model: Any, ids: torch.Tensor, length: int) -> dict[str, Any]:
+    """Perplexity by position, recall by distance, and what reading took."""
+    reading = read(model, ids)
+    losses = reading.losses  # of tokens 1, 2, ...
+    by_place = {
+        f"{a}-{min(b, length)}": math.exp(losses[max(a - 1, 0) : min(b, length) - 1].mean().item())
+        for a, b in pairwise(BOUNDS)
+        if a < length
+    }
+    starts = [length + i * PASSAGE - 1 for i in range(len(BACK))]
+    recalled = {
+        str(back): math.exp(losses[start + LEAD : start + PASSAGE].mean().item())
+        for back, start in zip(BACK, starts, strict=True)
+    }
+    return {
+        "perplexity": by_place,
+        "recall": recalled,
+        "prefill_seconds": reading.prefill_seconds,
+        "step_seconds": reading.step_seconds,
+        "cache_bytes": reading.cache_bytes,
+    }
+
+
+def converted(model: Any, tokenizer: Any, recipe: dict[str, Any]) -> Any:
+    target = "keep" in recipe
+    texts = data.paragraphs("calibration", 28 if target else 6, words=350 if target else 250)
+    size = {} if target else {"max_length": 320, "batch_size": 1, "exact_below": 0}
+    return convert(model, calibration=texts, tokenizer=tokenizer, progress=True, **size, **recipe)
+
+
+def main() -> int:
+    parser = _smollm.parser(__doc__)
+    parser.add_argument("--length", type=int, default=7500, help="tokens of the book; the model has 8,192 positions")
+    parser.add_argument("--only", default="", help="run recipes whose name contains this")
+    arguments, model, tokenizer = _smollm.begin(parser)
+    path = Path(arguments.json) if arguments.json else None
+    rows: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
+    ids = text(tokenizer, arguments.length)
+    for name, recipe in RECIPES.items():
+        if name in rows or arguments.only not in name:
+            continue
+        if recipe is not None:
+            converted(model, tokenizer, recipe)
+        row = figures(model, ids, arguments.length)
+        row["memory"] = 1.0
+        if recipe is not None:
+            plan = plan_of(model)
+            row["memory"] = plan.cache_bytes(4000) / plan.cache_bytes(4000, converted=False)
+            revert(model)
+        rows[name] = row
+        show(name, row)
+        if path is not None:
+            path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return int(not holds(rows))
+
+
+def show(name: str, row: dict[str, Any], out: Callable[[str], None] = print) -> None:
+    places = "  ".join(f"{a} {p:.2f}" for a, p in row["perplexity"].items())
+    recalled = "  ".join(f"{b} back {p:.2f}" for b, p in row["recall"].items())
+    out(f"{name}: perplexity {places}; recall {recalled}; memory at 4,000 {row['memory']:.3f}")
+
+
+def holds(rows: dict[str, Any]) -> bool:
+    exact, window, some = (rows.get(n) for n in ("exact", "window 128", "window 128, 10 % exact heads"))
+    if exact is None or window is None or some is None:
+        return True
+    last = list(exact["perplexity"])[-1]
+    keeps = all(row["perplexity"][last] <= 1.1 * exact["perplexity"][last] for row in (window, some))
+    return keeps and window["recall"]["2000"] > 3 * some["recall"]["2000"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
