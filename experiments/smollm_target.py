@@ -40,8 +40,8 @@ def main() -> int:
     assert report is not None
     print(plan_of(model))
     print(
-        f"other authors: perplexity ratio {row['ratio']:.4f} (150 tokens), {row['ratio_long']:.4f} (450 tokens), recall "
-        f"{row['recall']:.3f} (exact {before[2]:.3f}), memory at 4,000 tokens {row['memory']:.3f}; "
+        f"other authors: perplexity ratio {row['ratio']:.4f} (150 tokens), {row['ratio_long']:.4f} (450 tokens), "
+        f"recall {row['recall']:.3f} (exact {before[2]:.3f}), memory at 4,000 tokens {row['memory']:.3f}; "
         f"{spent:.0f} s of processor time"
     )
     if arguments.json:
