@@ -5,7 +5,7 @@ beside a window 16 of them leave less than half of the error of the window alone
 and the best approximation of rank m of each attention matrix by itself, which needs the matrix. Maps are calibrated on
 some authors and measured on others. Writes docs/images/landmark_frontier.png.
 
-    python experiments/landmark_frontier.py [--cases minilm "minilm, window"] [--layers 3] [--json OUT]
+    python experiments/landmark_frontier.py [--cases minilm "minilm, window"] [--layers 3] [--sizes 16 64] [--json OUT]
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Case(NamedTuple):
     tokens: int
     near: Near
     title: str
+    texts: tuple[int, int] = (24, 8)  # to calibrate on and to measure on
 
 
 CASES = {
@@ -53,13 +54,14 @@ CASES = {
     "minilm, window": Case(
         demo.load_minilm, 110, 150, Near(window=32, sinks=1, window_kind="block"), "MiniLM, blocks of 32, 1 sink"
     ),
-    "smollm2": Case(demo.load_smollm2, 380, 450, Near(is_causal=True), "SmolLM2, 450 tokens"),
+    "smollm2": Case(demo.load_smollm2, 380, 450, Near(is_causal=True), "SmolLM2, 450 tokens", (12, 4)),
     "smollm2, window": Case(
         demo.load_smollm2,
         380,
         450,
         Near(is_causal=True, window=64, sinks=4, window_kind="sliding"),
         "SmolLM2, window 64, 4 sinks",
+        (12, 4),
     ),
 }
 
@@ -156,12 +158,12 @@ def floor(sequences: Sequences, near: Near, m: int) -> float:
     return float(torch.cat(found).square().mean().sqrt())
 
 
-def measure(case: Case, layers: int, result: dict[str, Any], save: Callable[[], None]) -> None:
+def measure(case: Case, layers: int, sizes: list[int], result: dict[str, Any], save: Callable[[], None]) -> None:
     """Every map at every size on one case; what is there already is not measured again."""
     model, tokenizer = case.load()
     sets = [
         heads_of(model, tokenizer, data.paragraphs(split, count, words=case.words), case.tokens, layers)
-        for split, count in (("calibration", 24), ("heldout", 8))
+        for split, count in zip(("calibration", "heldout"), case.texts, strict=True)
     ]
     del model
     near = case.near
@@ -178,7 +180,7 @@ def measure(case: Case, layers: int, result: dict[str, Any], save: Callable[[], 
     note("uniform", "all", lambda: mean(softmax_on(lambda near, i: near.allowed(i, i), flat=True)))
     if near.window is not None:
         note("window alone", "all", lambda: mean(softmax_on(lambda near, i: near.allowed(i, i) & ~near.far(i, i))))
-    for m in SIZES:
+    for m in sizes:
         for name, (kind, options) in MAPS.items():
             note(name, m, lambda kind=kind, options=options, m=m: map_error(kind, options, m, sets, near))  # type: ignore[misc]
         if near == Near():
@@ -241,6 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--layers", type=int, default=6, help="attention layers measured of each model")
+    parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES), help="numbers of features")
     parser.add_argument("--json", type=Path, default=RESULTS, help="results, kept and resumed")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -253,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in arguments.cases:
         print(name, flush=True)
         try:
-            measure(CASES[name], arguments.layers, result.setdefault(name, {}), save)
+            measure(CASES[name], arguments.layers, arguments.sizes, result.setdefault(name, {}), save)
         except data.ArtefactUnavailable as error:
             print(f"skipped: {error}")
     print(f"figure: {plot(result).relative_to(ROOT)}")
