@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bochner.attention.call import Call
 from bochner.attention.geometry import Geometry
-from bochner.attention.numerics import EMPTY, MASKED, add_product, may_look, product, weighted
+from bochner.attention.numerics import EMPTY, MASKED, add_product, may_look, mixed, product, weighted
 from bochner.attention.recompute import Traced
 from bochner.attention.state import spread_mask
 from bochner.maps.base import Features
@@ -101,12 +101,11 @@ class Beyond:
         psi, scale, values = self._keys(f, v, self.span(blocks))
         mix = self._mixture(scale, blocks, before, behind)
         sums = product("sums", psi.mT, weighted(values, (scale - mix.key_refs[..., None, None]).exp()))
-        total = product("outside", mix.blocks, sums.flatten(3)).unflatten(-1, sums.shape[3:])
-        if not may_look(before.ref) or bool((before.ref > EMPTY).any()):
-            total = add_product(total, before.total.unsqueeze(2), mix.before[..., None, None])
+        more = [(before.total, mix.before)] if not may_look(before.ref) or bool((before.ref > EMPTY).any()) else []
         if behind is not None and mix.behind is not None:
-            total = add_product(total, behind.total.unsqueeze(2), mix.behind[..., None, None])
-        return Outside(total[:, :, :-1], mix.refs[..., :-1]), Sums(total[:, :, -1].clone(), mix.refs[..., -1])
+            more.append((behind.total, mix.behind))
+        far, last = mixed("outside", mix.blocks, sums, more)
+        return Outside(far, mix.refs[..., :-1]), Sums(last, mix.refs[..., -1])
 
     def outside_adjoint(
         self, f: Features, v: Tensor, blocks: slice, before: Sums, behind: Sums | None, dfar: Tensor, dnext: Tensor

@@ -20,6 +20,7 @@ from bochner.attention.numerics import (
     MASKED,
     RANGES,
     Rows,
+    add_product,
     adjoint,
     finish,
     flags,
@@ -27,14 +28,16 @@ from bochner.attention.numerics import (
     join_rows,
     map_rows,
     may_look,
+    mixed,
     product,
     topped_up,
+    weighted,
 )
 from bochner.attention.recompute import Traced, add_up, run_scan
 from bochner.attention.state import State, packed, spread_mask, unpacked
 from bochner.maps.base import Features
 
-CHUNK = 128  # rows of one causal chunk
+CHUNK = 64  # rows of one causal chunk
 pad = torch.nn.functional.pad
 
 
@@ -48,7 +51,7 @@ def causal(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, sta
 class Keys(NamedTuple):
     """Features and values of the keys of t chunks of c, and the references of their scales.
 
-    psi (b, g, t, c, m); log_scale (b, g, t, c, 1); values (b, g, t, c, v + 1), with ones beside; refs (b, g, t + 1),
+    psi (b, g, t, c, m); log_scale (b, g, t, c, 1); values (b, g, t, c, v); refs (b, g, t + 1),
     the largest scale before each chunk and after the last.
     """
 
@@ -66,8 +69,7 @@ class Keys(NamedTuple):
         log_scale = log_scale.unflatten(2, (-1, c))
         tops = log_scale.detach().amax((-2, -1))
         refs = torch.cat([ref.unsqueeze(-1), tops], dim=-1).cummax(-1).values
-        values = pad(v.to(psi.dtype), (0, 1), value=1.0)
-        return cls(psi.unflatten(2, (-1, c)), log_scale, values.unflatten(2, (-1, c)), refs)
+        return cls(psi.unflatten(2, (-1, c)), log_scale, v.to(psi.dtype).unflatten(2, (-1, c)), refs)
 
     def start(self) -> Tensor:
         """The reference of each chunk's rows, (b, g, t): past keys', else the first key's, which all of them see."""
@@ -88,30 +90,19 @@ class Keys(NamedTuple):
         """Weights relative to the end of the chunk, (b, g, t, c, 1)."""
         return (self.log_scale - self.refs[..., 1:, None, None]).exp()
 
-    def states(self, first: Tensor) -> Tensor:
-        """The packed state before each chunk and after the last, (b, g, t + 1, m, v + 1)."""
-        return prefix(self.psi.mT @ (self.values * self.far()), self.refs, first)
+    def states(self, first: Tensor) -> tuple[Tensor, Tensor]:
+        """The packed state before each chunk, (b, g, t, m, v + 1), and after the last."""
+        return prefix(product("sums", self.psi.mT, weighted(self.values, self.far())), self.refs, first)
 
 
-def prefix(sums: Tensor, refs: Tensor, first: Tensor) -> Tensor:
-    """What precedes each of t blocks, and all: (b, g, t + 1, m, v); the sums of block i are relative to refs[i + 1]."""
-    t = sums.shape[2]
-    if torch.compiler.is_compiling():  # t may be symbolic: no loop, quadratic in t with a small constant
-        place = torch.arange(t + 1, device=sums.device)
-        weight = (refs[..., None, 1:] - refs[..., :, None]).clamp_max(0).exp() * (place[:, None] > place[None, :-1])
-        total = (weight.to(sums.dtype) @ sums.flatten(3)).unflatten(-1, sums.shape[3:])
-        return total + first.unsqueeze(2) * (refs[..., :1] - refs).exp()[..., None, None]
-    fade = (refs[..., :-1] - refs[..., 1:]).exp()[..., None, None]
-    if torch.is_grad_enabled() or is_composed():
-        parts = [first]
-        for i in range(t):
-            parts.append(parts[-1] * fade[:, :, i] + sums[:, :, i])
-        return torch.stack(parts, dim=2)
-    out = sums.new_empty(*sums.shape[:2], t + 1, *sums.shape[3:])
-    out[:, :, 0] = first
-    for i in range(t):
-        torch.addcmul(sums[:, :, i], out[:, :, i], fade[:, :, i], out=out[:, :, i + 1])
-    return out
+def prefix(sums: Tensor, refs: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """What precedes each of t blocks, (b, g, t, m, v), and all; the sums of block i are relative to refs[i + 1].
+
+    One product with a triangle of weights: quadratic in t, with a small constant. Valid until the next one.
+    """
+    place = torch.arange(sums.shape[2] + 1, device=sums.device)
+    weight = (refs[..., None, 1:] - refs[..., :, None]).clamp_max(0).exp() * (place[:, None] > place[None, :-1])
+    return mixed("states", weight.to(sums.dtype), sums, [(first, (refs[..., :1] - refs).exp())])
 
 
 def prefix_adjoint(grads: Tensor, refs: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,18 +131,18 @@ class CausalScan:
         for part, c in self._blocks(q):
             starts.append((sums, ref))
             keys = Keys.gather(key(k[..., part, :]), v[..., part, :], None if hole is None else hole[:, part], ref, c)
-            states = keys.states(sums)
+            states, sums = keys.states(sums)
             rows = self._rows(query(by_chunk(q[..., part, :], c)), keys, states)
             parts.append(map_rows(rows, lambda t: by_head(t, self.call.groups)))
-            sums, ref = states[:, :, -1], keys.refs[..., -1]
+            ref = keys.refs[..., -1]
         rows = join_rows(parts, n)
-        return (rows.out, sums.clone(), *flags(rows), ref.clone()), (starts, rows)
+        return (rows.out, sums, *flags(rows), ref.clone()), (starts, rows)
 
     def _rows(self, fq: Features, keys: Keys, states: Tensor) -> Rows:
         """Finished rows (b, g, t, r c, .): the states before their chunk, and the chunk up to them."""
         call, (_, _, t, c, _) = self.call, keys.psi.shape
         phi = fq.values.unflatten(2, (t, -1))
-        far = product("far", phi, states[:, :, :-1])
+        far = product("far", phi, states)
         scores = product("scores", phi, keys.psi.mT).unflatten(3, (-1, c))
         beyond = None
         if is_composed():  # rows that are lost could not be computed again: a reference for every row
@@ -159,21 +150,23 @@ class CausalScan:
             decay = (keys.log_scale.mT - ref.unsqueeze(-1)).clamp_max(0).exp().tril()
             carry = (keys.refs[..., :-1, None] - ref).exp().unsqueeze(-1)
             scores = (scores * decay.unsqueeze(3)).flatten(3, 4)
-            total = scores @ keys.values + far * self._per_row(carry)
+            values = pad(keys.values, (0, 1), value=1.0)
+            total = scores @ values + far * self._per_row(carry)
             if call.top_up is not None:
-                last = states[:, :, :-1, -1:] * carry + (decay * keys.psi[..., -1:].mT) @ keys.values
+                last = states[..., -1:, :] * carry + (decay * keys.psi[..., -1:].mT) @ values
                 total = topped_up(total, self._per_row(last), call.top_up)
-            seen = None if call.positive else decay @ keys.psi + states[:, :, :-1, :, -1].unsqueeze(-2) * carry
+            seen = None if call.positive else decay @ keys.psi + states[..., -1].unsqueeze(-2) * carry
         else:
             start = keys.start()
             ref = start.unsqueeze(-1).expand(*start.shape, c)
             weight = keys.near(start)
             scores = (scores.tril() if scores.requires_grad else scores.tril_()).flatten(3, 4)
-            total = scores @ (keys.values * weight) + far
+            values = weighted(keys.values, weight)
+            total = add_product(far, product("near", scores, values), 1.0)
             if call.top_up is not None:
-                last = states[:, :, :-1, -1:] + (keys.values * weight * keys.psi[..., -1:]).cumsum(-2)
+                last = states[..., -1:, :] + (values * keys.psi[..., -1:]).cumsum(-2)
                 total = topped_up(total, self._per_row(last), call.top_up)
-            seen = None if call.positive else (keys.psi * weight).cumsum(-2) + states[:, :, :-1, :, -1].unsqueeze(-2)
+            seen = None if call.positive else (keys.psi * weight).cumsum(-2) + states[..., -1].unsqueeze(-2)
             peak = keys.peak()
             rise = peak - ref
             ref = torch.where(peak > EMPTY, ref, EMPTY)
@@ -209,25 +202,25 @@ class CausalScan:
             dparams = add_up(dparams, more)
             dk[..., part, :], more = fk.pull(dpsi, (fk.values * dpsi).sum(-1, keepdim=True))
             dparams = add_up(dparams, more)
-            dv[..., part, :] = dvalues.flatten(2, 3)[..., :-1]
+            dv[..., part, :] = dvalues.flatten(2, 3)
         return dq, dk, dv, dsums, None, *dparams
 
     def _chunk_adjoint(
         self, phi: Tensor, keys: Keys, sums: Tensor, g: Tensor, dsums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of phi, psi, values with ones and the state before, from g (b, g, t, r c, v + 1) of the sums."""
-        c, states = keys.psi.shape[-2], keys.states(sums)
+        """Gradients of phi, psi, values and the state before, from g (b, g, t, r c, v + 1) of the sums."""
+        c, (states, _) = keys.psi.shape[-2], keys.states(sums)
         near, far = keys.near(keys.start()), keys.far()
-        values = keys.values * near
+        values = weighted(keys.values, near)
         # 1. The own chunk.
         scores = (phi @ keys.psi.mT).unflatten(3, (-1, c)).tril_().flatten(3, 4)
         back = (g @ values.mT).unflatten(3, (-1, c)).tril_().flatten(3, 4)
-        dphi, dpsi, dvalues = back @ keys.psi, back.mT @ phi, (scores.mT @ g) * near
+        dphi, dpsi, dvalues = back @ keys.psi, back.mT @ phi, (scores.mT @ g[..., :-1]) * near
         # 2. The chunks before it.
-        dphi += g @ states[:, :, :-1].mT
+        dphi += g @ states.mT
         dstates, dsums = prefix_adjoint(phi.mT @ g, keys.refs, dsums)
-        dpsi += (keys.values * far) @ dstates.mT
-        dvalues += (keys.psi @ dstates) * far
+        dpsi += weighted(keys.values, far) @ dstates.mT
+        dvalues += (keys.psi @ dstates[..., :-1]) * far
         return dphi, dpsi, dvalues, dsums
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -248,8 +241,9 @@ class CausalScan:
             return [(slice(0, n), CHUNK)]
         c = CHUNK
         m, r = self.call.phi.feature_dim, self.call.groups
-        # A block holds features of keys and of r heads of queries, and scores.
-        chunks = max(1, int(self.call.rows(q.shape[0] * q.shape[1], q.device) / ((1 + r) * max(1.0, c / m))) // c)
+        # A block holds features of keys and of r heads of queries, scores, and sums that are as large.
+        share = (1 + r) * max(1.0, c / m) * (1 if self.call.learns else 2)
+        chunks = max(1, int(self.call.rows(q.shape[0] * q.shape[1], q.device) / share) // c)
         whole = n - n % c
         found = [(slice(i, min(i + chunks * c, whole)), c) for i in range(0, whole, chunks * c)]
         return [*found, (slice(whole, n), n - whole)] if n > whole else found

@@ -274,3 +274,18 @@ def add_product(total: Tensor, a: Tensor, b: Tensor | float) -> Tensor:
     if torch.is_grad_enabled() or is_composed():
         return total + a * b
     return total.addcmul_(a, b) if isinstance(b, Tensor) else total.add_(a, alpha=b)
+
+
+def mixed(name: str, weight: Tensor, sums: Tensor, more: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Weighted sums of blocks: `weight` (.., t + 1, l) times (b, g, l, m, v), as the first t and the last.
+
+    `more`: sums (b, g, m, v) of other keys with their weights (b, g, t + 1). The first t, (b, g, t, m, v), are a
+    `product` of this name; they lie together, as the products that read them want it.
+    """
+    flat = sums.flatten(3)
+    rows = product(name, weight[..., :-1, :], flat).unflatten(-1, sums.shape[3:])
+    last = (weight[..., -1:, :] @ flat).squeeze(2).unflatten(-1, sums.shape[3:])
+    for total, factor in more:
+        rows = add_product(rows, total.unsqueeze(2), factor[..., :-1, None, None])
+        last = add_product(last, total, factor[..., -1:, None])
+    return rows, last

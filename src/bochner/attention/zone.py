@@ -33,7 +33,7 @@ from bochner.attention.recompute import Traced, add_up
 from bochner.attention.state import cauchy_schwarz, spread_mask
 from bochner.maps.base import Features, squared_norm
 
-ZONE_ELEMENTS = 2**21  # exact logits and features of one part on the CPU: 8 MB in float32
+ZONE_ELEMENTS = 2**22  # exact logits and features of one segment on the CPU: 16 MB in float32
 pad = torch.nn.functional.pad
 Part = tuple[slice, slice]  # some blocks, and some rows of each
 
