@@ -39,26 +39,41 @@ def test_output_and_gradients_are_those_of_the_quadratic_definition(
 
 
 @pytest.mark.parametrize("rows", [3, 16, 100])
-@pytest.mark.parametrize("kind", ["block", "sliding"])
+@pytest.mark.parametrize(("kind", "window"), [("block", 8), ("sliding", 8), ("sliding", 20)])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", ["positive", "gmm_prf"])
 def test_segments_and_cuts_do_not_show(
-    rows: int, kind: str, is_causal: bool, name: str, monkeypatch: pytest.MonkeyPatch
+    rows: int, kind: str, window: int, is_causal: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of 8 (sliding: 64) rows, so many at a time that segments have less than, exactly or more than one."""
+    """So many rows at a time that segments have less than, exactly or more than one block."""
     phi = make(name).double()
     parameters = [p for p in phi.parameters() if p.requires_grad]
     q, k, v = (t.requires_grad_() for t in draw_qkv(220, h=4, g=2))
-    options: dict[str, Any] = {"is_causal": is_causal, "window": 8, "window_kind": kind, "sinks": 2}
+    options: dict[str, Any] = {"is_causal": is_causal, "window": window, "window_kind": kind, "sinks": 2}
     options |= {"key_padding_mask": padding(2, 220)}
     want = naive_attention(q, k, v, phi, **options)
-    width = (3 - is_causal) * (8 if kind == "block" else 64)
+    width = (3 - is_causal) * (window if kind == "block" else max(window, 16 if is_causal else 64))
     monkeypatch.setattr("bochner.attention.zone.ZONE_ELEMENTS", rows * 2 * 2 * 2 * (width + phi.feature_dim))
     got = linear_attention(q, k, v, phi, **options)
     assert_same(got, want)
     assert_same(gradients(got, q, k, v, *parameters), gradients(want, q, k, v, *parameters))
     with torch.no_grad():
         assert_same(linear_attention(q, k, v, phi, **options), want)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("block", 8), ("sliding", 8), ("sliding", 20)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_signed_maps_follow_the_definition(kind: str, window: int, is_causal: bool) -> None:
+    q, k, v = (t.requires_grad_() for t in draw_qkv(150, h=4, g=2, scale=0.3))
+    how: dict[str, Any] = {"is_causal": is_causal, "window": window, "window_kind": kind, "sinks": 1}
+    want = naive_attention(q, k, v, make("trig", num_features=256), **how)
+    got = linear_attention(q, k, v, make("trig", num_features=256), **how)
+    assert_same(got, want)
+    assert_same(gradients(got, q, k, v), gradients(want, q, k, v))
+    phi = feature_map("landmark", dim=4, num_features=8, num_heads=2, positive=False).double()  # topped up
+    phi.calibrate_(*(draw(8, 2, 60, 4, seed=i) for i in range(2)), is_causal=is_causal, window=window, window_kind=kind)
+    want = attention_matrix(q, k, phi, **how) @ v.repeat_interleave(2, dim=1)
+    assert_same(linear_attention(q, k, v, phi, **how), want)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -67,7 +67,7 @@ class Beyond:
         features = self.call.features("key")
         for blocks in reversed(segments[1:]):
             span = self._shifted(blocks)
-            psi, scale, values = self._keys(features(self.place.take(k, span)), self.place.take(v, span), span)
+            psi, scale, values = self.by_blocks(features(self.place.take(k, span)), self.place.take(v, span), span)
             psi, scale, values = (t.flatten(2, 3) for t in (psi, scale, values))
             last, ref = found[-1], scale.detach().amax((-2, -1))
             if last is not None:
@@ -91,14 +91,14 @@ class Beyond:
                 more = torch.addcmul(more, grad, (sums.ref - last).exp()[..., None, None])
             grad, last, span = more, sums.ref, self._shifted(blocks)
             f = Traced(features, self.place.take(k, span), call.parameters)
-            psi, scale, values = self._keys(Features(f.values, f.log_scale), self.place.take(v, span), span)
+            psi, scale, values = self.by_blocks(Features(f.values, f.log_scale), self.place.take(v, span), span)
             dpsi, dv = _sums_adjoint(psi, scale - last[..., None, None, None], values, grad.unsqueeze(2))
             dk, params = f.pull(dpsi, (f.values * dpsi).sum(-1, keepdim=True))
             yield span, dk, dv, params
 
     def outside(self, f: Features, v: Tensor, blocks: slice, before: Sums, behind: Sums | None) -> tuple[Outside, Sums]:
         """For a segment, from features and values of its `span` or of more keys; and what lies before the next."""
-        psi, scale, values = self._keys(f, v, self.span(blocks))
+        psi, scale, values = self.by_blocks(f, v, self.span(blocks))
         mix = self._mixture(scale, blocks, before, behind)
         sums = product("sums", psi.mT, weighted(values, (scale - mix.key_refs[..., None, None]).exp()))
         more = [(before.total, mix.before)] if not may_look(before.ref) or bool((before.ref > EMPTY).any()) else []
@@ -111,7 +111,7 @@ class Beyond:
         self, f: Features, v: Tensor, blocks: slice, before: Sums, behind: Sums | None, dfar: Tensor, dnext: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of the features and values of the `span`, and of the sums before and behind."""
-        psi, scale, values = self._keys(f, v, self.span(blocks))
+        psi, scale, values = self.by_blocks(f, v, self.span(blocks))
         mix = self._mixture(scale, blocks, before, behind)
         grads = torch.cat([dfar, dnext.unsqueeze(2)], dim=2)
         dbefore = (grads * mix.before[..., None, None]).sum(2)
@@ -130,7 +130,7 @@ class Beyond:
         c, near = self.place.block, self.place.before + self.place.after
         return slice((blocks.start + near) * c, (blocks.stop + near) * c)
 
-    def _keys(self, f: Features, v: Tensor, span: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def by_blocks(self, f: Features, v: Tensor, span: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Features, log scales and values of some keys, by blocks (b, g, l, c, .)."""
         c, place = self.place.block, self.place
         psi, scale, values = (t[..., : span.stop - span.start, :] for t in (*f, v))

@@ -92,23 +92,28 @@ def attention_matrix(
     # In float64, and as logarithms with their signs: the terms of a weight can span more than a dtype holds.
     x, y, _ = _scaled(q.double(), k.double(), k.double(), root)
     grouped = (q.double() * root).reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
-    sign, log_weights = (t.view(*q.shape[:-1], s) for t in _signed_logs(phi, grouped, k.double() * root))
     i = torch.arange(s - n, s, device=q.device) if is_causal else torch.arange(n, device=q.device)
-    near = _near(i, s, window, sinks, window_kind, key_padding_mask)
+    near, hidden = _near(i, s, window, sinks, window_kind, key_padding_mask), _hidden(i, s, is_causal, key_padding_mask)
+    far = ~(near | hidden).repeat(1, 1, q.shape[1] // k.shape[1], 1)
+    sign, log_weights = (t.view(*q.shape[:-1], s) for t in _signed_logs(phi, grouped, k.double() * root, far))
     exact = _log_kernel(x, y, "gaussian" if phi.kernel == "gaussian" else "softmax")
     log_weights = torch.where(near, exact, log_weights)
-    log_weights = log_weights.masked_fill(_hidden(i, s, is_causal, key_padding_mask), -torch.inf)
+    log_weights = log_weights.masked_fill(hidden, -torch.inf)
     peak = log_weights.amax(-1, keepdim=True) if normalize else torch.zeros_like(log_weights[..., :1])
     weights = torch.where(near, 1.0, sign) * (log_weights - torch.where(peak > -torch.inf, peak, 0)).exp()
     return (_normalized(weights) if normalize else weights).to(q.dtype)
 
 
-def _signed_logs(phi: FeatureMap, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Sign and logarithm of the estimated kernel, (b, g, N, s)."""
+def _signed_logs(phi: FeatureMap, x: Tensor, y: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
+    """Sign and logarithm of the estimated kernel, (b, g, N, s), of which the pairs `far` are used."""
     query, key = phi.exponent("query"), phi.exponent("key")
     if query is None or key is None:
         fq, fk = phi(x, "query"), phi(y, "key")
         products = fq.values @ fk.values.mT
+        if phi.top_up is not None:  # what the share of these keys lacks is given to all of them alike
+            count = far.sum(-1, keepdim=True).clamp_min(1)
+            share = (products * far).sum(-1, keepdim=True) / count
+            products = products + (phi.top_up.to(x.dtype).reshape(-1, 1, 1) - share).clamp_min(0)
         return products.sign(), products.abs().log() + fq.log_scale + fk.log_scale.mT
     (z, a), (w, b) = query.at(x), key.at(y)
     left, right = query.logits(z) + a, key.logits(w) + b

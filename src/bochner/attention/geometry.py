@@ -9,7 +9,8 @@ from torch import Tensor
 
 from bochner.attention.call import Call
 
-SLIDING_BLOCK = 64  # rows of a block of a sliding window, at least
+SLIDING_BLOCK = 64  # rows of a block of a symmetric sliding window, at least
+CAUSAL_BLOCK = 16  # the same for a causal one
 pad = torch.nn.functional.pad
 
 
@@ -39,7 +40,7 @@ class Geometry:
     def of(cls, call: Call, n: int, seen: int, held: int, keys: int) -> Geometry:
         """For n rows after `seen` keys; `keys` are given, of which the first `held` are the last of those."""
         w, aligned = call.window, call.window > 0 and call.window_kind == "block"
-        c = w if aligned else max(w, SLIDING_BLOCK)
+        c = w if aligned else max(w, CAUSAL_BLOCK if call.is_causal else SLIDING_BLOCK)
         lead = seen % w if aligned else 0
         if not keys or (not torch.compiler.is_compiling() and lead + n <= c):
             return cls(call, 1, n, seen, 0, n, held, keys, 0, 0, True)
@@ -51,6 +52,11 @@ class Geometry:
     def aligned(self) -> bool:
         """Whether zones are whole blocks: nothing in them is left to the kernel."""
         return self.call.window > 0 and self.call.window_kind == "block"
+
+    @property
+    def is_stairs(self) -> bool:
+        """Whether the kernel sees of a zone the block before the rows, row i its places up to i."""
+        return not (self.single or self.aligned) and self.call.is_causal and self.block == self.call.window
 
     @property
     def front(self) -> int:

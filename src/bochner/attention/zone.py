@@ -28,8 +28,10 @@ from bochner.attention.numerics import (
     may_look,
     product,
     topped_up,
+    weighted,
 )
 from bochner.attention.recompute import Traced, add_up
+from bochner.attention.sliding import Band, Stairs
 from bochner.attention.state import cauchy_schwarz, spread_mask
 from bochner.maps.base import Features, squared_norm
 
@@ -60,13 +62,6 @@ class Sinks(NamedTuple):
     u: Tensor
 
 
-class Near(NamedTuple):
-    """The kernel in the zones of a sliding window: psi (b, g, t, z, m), log_scale (b, g, t, r c, z) of what is seen."""
-
-    psi: Tensor
-    log_scale: Tensor
-
-
 @dataclass(frozen=True)
 class ZoneScan:
     """Rows (b, g, r, n, v); the packed state of all blocks before the last zone; lost and small rows; its scale.
@@ -95,7 +90,7 @@ class ZoneScan:
             for rows in self._cuts(q):
                 part = (blocks, rows)
                 zone = self._zone(q, keys, values, outside, part)
-                near = self._near(fk, part) if fk is not None and self._is_mixed else None
+                near = self._near(fk, zone, values, part) if fk is not None and self._is_mixed else None
                 sinks = self._sinks(zone.x, sink_k, sink_v, part)
                 done, log_ref = self._rows(zone, sinks, query(zone.x.flatten(2, 3)), near, part)
                 log_refs.append(log_ref)
@@ -140,12 +135,10 @@ class ZoneScan:
                 dfar += phi.mT @ scaled
                 # 3. The kernel in the zone.
                 if fk is not None and dpsi is not None and self._is_mixed:
-                    near = self._near(fk, part)
-                    decay = self._decay(near, own, log_ref)
-                    back = (g[..., :-1] @ zone.u.mT + g[..., -1:]) * decay
-                    dphi += back @ near.psi
-                    du = du + ((phi @ near.psi.mT) * decay).mT @ g[..., :-1]
-                    dpsi += self.place.zones_adjoint(back.mT @ phi)
+                    more, dnear, dvalues = self._near(fk, zone, values, part).adjoint(phi, own, log_ref, g)
+                    dphi += more
+                    dpsi[..., : dnear.shape[2], :] += dnear
+                    self.place.put(dv, slice(span.start, span.start + dvalues.shape[2]), dvalues)
                 self.place.put(dk, span, self.place.zones_adjoint(dy))
                 self.place.put(dv, span, self.place.zones_adjoint(du))
                 more, params = fq.pull(dphi.flatten(2, 3), (phi * dphi).sum(-1, keepdim=True).flatten(2, 3))
@@ -243,18 +236,21 @@ class ZoneScan:
         logits = self._logits(x.flatten(2, 3), k).unflatten(2, x.shape[2:4])
         return Sinks(logits.masked_fill(~sees.unsqueeze(1), MASKED), k, pad(v, (0, 1), value=1.0))
 
-    def _near(self, f: Features, part: Part) -> Near:
-        """The kernel in the zones of a sliding window."""
-        holes = self.place.take_mask(self.far_holes, self.place.span(part[0]))
-        scale = self.place.zones(f.log_scale.masked_fill(spread_mask(holes), MASKED)).mT
-        seen = self.place.by_kernel(scale.device)
+    def _near(self, f: Features, zone: Zone, values: Tensor, part: Part) -> Band | Stairs:
+        """What the kernel sees of the zones of a sliding window."""
+        place, (blocks, rows) = self.place, part
+        if place.is_stairs:
+            span = slice(blocks.start * place.block, blocks.stop * place.block)
+            psi, scale, v = self._beyond.by_blocks(f, values, span)
+            ref = torch.maximum(zone.ref, scale.detach().amax((-2, -1)))
+            weight = (scale - ref[..., None, None]).exp()
+            return Stairs(self.call, psi, weight, weighted(v, weight), ref, rows.start)
+        holes = place.take_mask(self.far_holes, place.span(blocks))
+        scale = place.zones(f.log_scale.masked_fill(spread_mask(holes), MASKED)).mT
+        seen = place.by_kernel(scale.device)
         assert seen is not None
-        seen = seen[part[1]].repeat(self.call.groups, 1)
-        return Near(self.place.zones(f.values), scale.masked_fill(~seen, MASKED))
-
-    def _decay(self, near: Near, own: Tensor, log_ref: Tensor) -> Tensor:
-        """Weights of the kernel in the zone, (b, g, t, r c, z), relative to every row's log_ref."""
-        return (near.log_scale + (own - log_ref)).exp()
+        seen = seen[rows].repeat(self.call.groups, 1)
+        return Band(place, place.zones(f.values), scale.masked_fill(~seen, MASKED), zone.u)
 
     def _hidden(self, part: Part) -> Tensor | None:
         """Which keys of its zone a row does not see exactly, (b, 1, t, r c or 1, z) or less, None for none."""
@@ -292,7 +288,7 @@ class ZoneScan:
         return (logits - log_norm).exp() @ zone.u, log_norm
 
     def _rows(
-        self, zone: Zone, sinks: Sinks | None, fq: Features, near: Near | None, part: Part
+        self, zone: Zone, sinks: Sinks | None, fq: Features, near: Band | Stairs | None, part: Part
     ) -> tuple[Rows, Tensor]:
         """Finished rows (b, g, t, r c, .), and what their weights are relative to."""
         call = self.call
@@ -304,17 +300,14 @@ class ZoneScan:
         if sinks is not None:
             log_ref = torch.maximum(log_ref, sinks.logits.detach().amax(-1, keepdim=True))
         if near is not None:
-            log_ref = torch.maximum(log_ref, (near.log_scale.amax(-1, keepdim=True) + own).detach())
+            log_ref = torch.maximum(log_ref, (near.top() + own).detach())
         log_ref = log_ref.clamp_min(EMPTY)
         # 2. The kernel, relative to exp(log_ref - carry).
         carry = (beyond - log_ref).exp()
         kernel = product("far", phi, zone.far)
         last, norm = zone.far[..., -1:, :], zone.far[..., -1].unsqueeze(-2)
         if near is not None:
-            decay = self._decay(near, own, log_ref)
-            u = pad(zone.u, (0, 1), value=1.0)
-            kernel = kernel * carry + ((phi @ near.psi.mT) * decay) @ u
-            last, norm = last * carry + (decay * near.psi[..., -1:].mT) @ u, norm * carry + decay @ near.psi
+            kernel, last, norm = near.add(phi, own, log_ref, kernel * carry, last * carry, norm * carry)
             carry = torch.ones_like(carry)
         if call.top_up is not None:
             kernel = topped_up(kernel, last, call.top_up)

@@ -12,6 +12,7 @@ from torch import Generator, Tensor
 from torch.nn.functional import one_hot, pad
 
 from bochner._checks import BochnerError, BochnerWarning, finite, floating, make_generator, one_of, positive_int
+from bochner._products import product
 from bochner._progress import track
 from bochner.maps.base import FeatureMap, Features
 from bochner.maps.landmark_fit import WINDOW_KINDS, Head, Near, Rows, fit_head, rectified
@@ -156,14 +157,20 @@ class LandmarkFeatures(FeatureMap):
 
     def _features(self, x: Tensor, role: str) -> Features:
         if role == "query":
-            logits = _added(x @ self.key_landmarks.to(x.dtype).mT, self._spread(self.key_log_weights, x))
+            logits = product("landmarks", x, self.key_landmarks.to(x.dtype).mT)
+            logits = _added(logits, self._spread(self.key_log_weights, x))
             peak = logits.detach().amax(-1, keepdim=True)
             weights = _added(logits, -peak).exp_()
             total = weights.sum(-1, keepdim=True)
             values = (weights @ self.mix_query.to(x.dtype)).div_(total)
             return Features(rectified(values) if self.positive else values, peak + total.log())
-        logits = _added(x @ self.query_landmarks.to(x.dtype).mT, -self._spread(self.offsets, x))
-        hidden = torch.minimum(logits, self._spread(self.caps, x)).exp_()
+        logits = product("landmarks", x, self.query_landmarks.to(x.dtype).mT)
+        logits, caps = _added(logits, -self._spread(self.offsets, x)), self._spread(self.caps, x)
+        hidden = (
+            torch.minimum(logits, caps).exp()
+            if logits.requires_grad or caps.requires_grad
+            else logits.clamp_(max=caps).exp_()
+        )
         # The last feature is 1, whatever training does to the coefficients.
         mix, bias = pad(self.mix_key, (0, 1)), pad(self.bias_key, (0, 1), value=1.0)
         values = _added(hidden @ mix.to(x.dtype), self._spread(bias, x))

@@ -1,0 +1,52 @@
+"""Large matrix products in memory that is used again."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+WORTHWHILE, LARGEST = 2**14, 2**22  # elements of a product between which its memory is kept: at most 16 MB in float32
+
+
+def is_composed() -> bool:
+    """Whether everything must be plain differentiable operations: while tracing in any way, or under torch.func."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+class _Workspace(threading.local):
+    """Memory of one thread that large products are written into again and again, by name."""
+
+    def __init__(self) -> None:
+        self.memory: dict[tuple[str, torch.dtype, bool], Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size = math.prod(shape)
+        key = (name, dtype, torch.is_inference_mode_enabled())  # what is made in inference mode must stay there
+        memory = self.memory.get(key)
+        if memory is None or len(memory) < size:
+            memory = self.memory[key] = torch.empty(size, dtype=dtype, device="cpu")
+        return memory[:size].view(*shape)
+
+
+_WORKSPACE = _Workspace()
+
+
+def product(name: str, a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`, valid on this thread until the next product of this name, where no gradient may need it.
+
+    A fresh tensor of several megabytes costs as much in page faults as the product that fills it.
+    """
+    if torch.is_grad_enabled() or is_composed() or a.device.type != "cpu":
+        return a @ b
+    same = b.dim() == 2 or a.shape[:-2] == b.shape[:-2]
+    lead = a.shape[:-2] if same else torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    shape = (*lead, a.shape[-2], b.shape[-1])
+    if not WORTHWHILE <= math.prod(shape) <= LARGEST:
+        return a @ b
+    return torch.matmul(a, b, out=_WORKSPACE.take(name, shape, a.dtype))
