@@ -62,6 +62,27 @@ class Sinks(NamedTuple):
     u: Tensor
 
 
+class _Gradients:
+    """Gradients of queries, keys, values, keys and values of sinks, and of the parameters, to be added to."""
+
+    def __init__(self, place: Geometry, call: Call, tensors: Sequence[Tensor]) -> None:
+        self.place = place
+        self.inputs = [torch.zeros_like(t, dtype=call.dtype) for t in tensors[:5]]
+        self.parameters: list[Tensor | None] = [None] * len(call.parameters)
+
+    def add(self, start: int, dk: Tensor | None, dv: Tensor | None, params: Sequence[Tensor | None] = ()) -> None:
+        """Of laid-out keys and values from a place on."""
+        for total, more in ((self.inputs[1], dk), (self.inputs[2], dv)):
+            if more is not None:
+                self.place.put(total, slice(start, start + more.shape[2]), more)
+        if params:
+            self.parameters = add_up(self.parameters, params)
+
+    def add_sinks(self, dk: Tensor, dv: Tensor) -> None:
+        self.inputs[3] += dk
+        self.inputs[4] += dv
+
+
 @dataclass(frozen=True)
 class ZoneScan:
     """Rows (b, g, r, n, v); the packed state of all blocks before the last zone; lost and small rows; its scale.
@@ -102,67 +123,80 @@ class ZoneScan:
         return (done.out, state, *flags(done), scale), (kept, done)
 
     def back(self, tensors: Sequence[Tensor], kept: Any, grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        (q, k, v, sink_k, sink_v, sums, _), (kept, done), call = tensors, kept, self.call
-        segments, beyond, total = self._segments(q), self._beyond, adjoint(done, grads[0], call.normalize)
-        dq, dk, dv, dsk, dsv = (torch.zeros_like(t, dtype=call.dtype) for t in (q, k, v, sink_k, sink_v))
-        dparams: list[Tensor | None] = [None] * len(call.parameters)
-        query, key = call.traced_features("query"), call.traced_features("key")
+        (_, k, v, _, _, sums, _), (kept, done), call = tensors, kept, self.call
+        segments, beyond, total = self._segments(tensors[0]), self._beyond, adjoint(done, grads[0], call.normalize)
+        found, key = _Gradients(self.place, call, tensors), call.traced_features("key")
         dbefore, dstate, dbehind = torch.zeros_like(sums), grads[1:2], []
         for blocks, (before, behind, log_refs) in reversed(list(zip(segments, kept, strict=True))):
-            span, (keys, values) = self.place.span(blocks), self._keys(k, v, blocks)
-            used = self._used(blocks)
-            trace = Traced(key, keys[..., used, :], call.parameters) if self._needs_features else None
+            keys, values = self._keys(k, v, blocks)
+            trace = Traced(key, keys[..., self._used(blocks), :], call.parameters) if self._needs_features else None
             fk = None if trace is None else Features(trace.values, trace.log_scale)
             outside, _ = self._outside(fk, values, blocks, before, behind)
-            dfar = torch.zeros_like(outside.far)
-            for d in dstate:  # of the last segment alone
-                dfar[:, :, -1] = d
+            dfar, dpsi = torch.zeros_like(outside.far), None if fk is None else torch.zeros_like(fk.values)
+            for rows, log_ref in zip(self._cuts(tensors[0]), log_refs, strict=True):
+                self._part_adjoint(
+                    tensors, total, keys, values, fk, outside, (blocks, rows), log_ref, dfar, dpsi, found
+                )
+            for more in dstate:  # of the last segment alone
+                dfar[:, :, -1] += more
             dstate = ()
-            dpsi = None if fk is None else torch.zeros_like(fk.values)
-            for rows, log_ref in zip(self._cuts(q), log_refs, strict=True):
-                part = (blocks, rows)
-                zone = self._zone(q, keys, values, outside, part)
-                sinks = self._sinks(zone.x, sink_k, sink_v, part)
-                fq = Traced(query, zone.x.flatten(2, 3), call.parameters)
-                g = self._pick(total, part)
-                phi, own = (t.unflatten(2, g.shape[2:4]) for t in (fq.values, fq.log_scale))
-                # 1. Exact terms.
-                dx, dy, du = self._exact_adjoint(zone, log_ref, g, part)
-                dx, dsk, dsv = self._sinks_adjoint(sinks, zone.x, log_ref, g, dx, dsk, dsv)
-                # 2. The sums beyond.
-                scaled = g * (zone.ref[..., None, None] + own - log_ref).exp()
-                dphi = scaled @ zone.far.mT
-                dfar += phi.mT @ scaled
-                # 3. The kernel in the zone.
-                if fk is not None and dpsi is not None and self._is_mixed:
-                    more, dnear, dvalues = self._near(fk, zone, values, part).adjoint(phi, own, log_ref, g)
-                    dphi += more
-                    dpsi[..., : dnear.shape[2], :] += dnear
-                    self.place.put(dv, slice(span.start, span.start + dvalues.shape[2]), dvalues)
-                self.place.put(dk, span, self.place.zones_adjoint(dy))
-                self.place.put(dv, span, self.place.zones_adjoint(du))
-                more, params = fq.pull(dphi.flatten(2, 3), (phi * dphi).sum(-1, keepdim=True).flatten(2, 3))
-                self._put(dq, part, dx + more.view_as(dx))
-                dparams = add_up(dparams, params)
-            # 4. The keys of those sums.
             if self.place.single:
                 dbefore = dfar[:, :, 0]
-            if trace is None or fk is None or dpsi is None:
-                continue
-            if not self.place.single:
+            elif fk is not None and dpsi is not None:
                 more, du, dbefore, later = beyond.outside_adjoint(fk, values, blocks, before, behind, dfar, dbefore)
                 dpsi[..., : more.shape[2], :] += more
-                self.place.put(dv, beyond.span(blocks), du)
+                found.add(beyond.span(blocks).start, None, du)
                 dbehind.append(later)
-            more, params = trace.pull(dpsi, (trace.values * dpsi).sum(-1, keepdim=True))
-            self.place.put(dk, slice(span.start, span.start + more.shape[2]), more)
-            dparams = add_up(dparams, params)
+            if trace is not None and dpsi is not None:
+                more, params = trace.pull(dpsi, (trace.values * dpsi).sum(-1, keepdim=True))
+                found.add(self.place.span(blocks).start, more, None, params)
         for span, more, du, params in beyond.behind_adjoint(k, v, segments, [b for _, b, _ in kept], dbehind[::-1]):
-            self.place.put(dk, span, more)
-            self.place.put(dv, span, du)
-            dparams = add_up(dparams, params)
-        found = [d.to(t.dtype) for d, t in zip((dq, dk, dv, dsk, dsv), tensors, strict=False)]
-        return *found, dbefore, None, *dparams
+            found.add(span.start, more, du, params)
+        own = [d.to(t.dtype) for d, t in zip(found.inputs, tensors, strict=False)]
+        return *own, dbefore, None, *found.parameters
+
+    def _part_adjoint(
+        self,
+        tensors: Sequence[Tensor],
+        total: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        fk: Features | None,
+        outside: Outside,
+        part: Part,
+        log_ref: Tensor,
+        dfar: Tensor,
+        dpsi: Tensor | None,
+        found: _Gradients,
+    ) -> None:
+        """Adds the gradients of the sums beyond, of key features, and of all else, from those of the rows' sums."""
+        q, _, _, sink_k, sink_v, _, _ = tensors
+        start = self.place.span(part[0]).start
+        zone = self._zone(q, keys, values, outside, part)
+        fq = Traced(self.call.traced_features("query"), zone.x.flatten(2, 3), self.call.parameters)
+        g = self._pick(total, part)
+        phi, own = (t.unflatten(2, g.shape[2:4]) for t in (fq.values, fq.log_scale))
+        # 1. Exact terms.
+        dx, dy, du = self._exact_adjoint(zone, log_ref, g, part)
+        found.add(start, self.place.zones_adjoint(dy), self.place.zones_adjoint(du))
+        sinks = self._sinks(zone.x, sink_k, sink_v, part)
+        if sinks is not None:
+            more, dsk, dsv = self._sinks_adjoint(sinks, zone.x, log_ref, g)
+            dx = dx + more
+            found.add_sinks(dsk, dsv)
+        # 2. The sums beyond.
+        scaled = g * (zone.ref[..., None, None] + own - log_ref).exp()
+        dphi = scaled @ zone.far.mT
+        dfar += phi.mT @ scaled
+        # 3. The kernel in the zone.
+        if fk is not None and dpsi is not None and self._is_mixed:
+            more, dnear, du = self._near(fk, zone, values, part).adjoint(phi, own, log_ref, g)
+            dphi += more
+            dpsi[..., : dnear.shape[2], :] += dnear
+            found.add(start, None, du)
+        more, params = fq.pull(dphi.flatten(2, 3), (phi * dphi).sum(-1, keepdim=True).flatten(2, 3))
+        found.add(start, None, None, params)
+        self._put(found.inputs[0], part, dx + more.view_as(dx))
 
     @property
     def _beyond(self) -> Beyond:
@@ -338,15 +372,11 @@ class ZoneScan:
         dlogits = weights * (g[..., :-1] @ zone.u.mT + g[..., -1:])
         return *self._logits_adjoint(dlogits, zone.x, zone.y), weights.mT @ g[..., :-1]
 
-    def _sinks_adjoint(
-        self, sinks: Sinks | None, x: Tensor, log_ref: Tensor, g: Tensor, dx: Tensor, dk: Tensor, dv: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Adds what the sinks contribute to the gradients of queries and of sinks."""
-        if sinks is None:
-            return dx, dk, dv
-        g, x, weights = (t.flatten(2, 3) for t in (g, x, (sinks.logits - log_ref).exp()))
-        more, dy = self._logits_adjoint(weights * (g @ sinks.u.mT), x, sinks.k)
-        return dx + more.view_as(dx), dk + dy, dv + weights.mT @ g[..., :-1]
+    def _sinks_adjoint(self, sinks: Sinks, x: Tensor, log_ref: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the queries, and of the keys and values of sinks."""
+        rows, y, weights = (t.flatten(2, 3) for t in (g, x, (sinks.logits - log_ref).exp()))
+        dx, dk = self._logits_adjoint(weights * (rows @ sinks.u.mT), y, sinks.k)
+        return dx.view_as(x), dk, weights.mT @ rows[..., :-1]
 
     def _logits_adjoint(self, dlogits: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of rows and keys from those of their exact logits."""
