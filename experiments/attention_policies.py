@@ -6,7 +6,7 @@ wall of lava, reach the goal; the gap changes with every episode), the tokens ar
 keeps the 8 cells that get most attention. Queries and keys have length 1, as in the paper. Parameters are trained by
 CMA-ES (the package cma); exact attention, a small FAVOR+ and a policy without attention stand beside.
 
-    python experiments/attention_policies.py [--quick] [--seeds 2] [--generations 120]     (goes on where it stopped)
+    python experiments/attention_policies.py [--quick] [--seeds 2] [--generations 80]     (goes on where it stopped)
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def train(phi: Any, seed: int, generations: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--generations", type=int, default=120)
+    parser.add_argument("--generations", type=int, default=80)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     if options.quick:

@@ -1,0 +1,85 @@
+"""The pictures of the page "How attention becomes linear", made by the library on a real head.
+
+python experiments/pictures.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from _gallery import COLOURS, figure, save
+
+from bochner import attention_matrix, feature_map, kernel_estimate
+from bochner.data import paragraphs
+from bochner.demo import load_minilm
+from bochner.hf.capture import batches, recording, run
+
+LAYER, HEAD, WINDOW = "encoder.layer.2.attention.self", 4, 16
+
+
+def kernel() -> None:
+    """exp(x y) on a line as the product of random features, for two numbers of them."""
+    fig, axes = figure(2, figsize=(9, 3.2), sharey=True)
+    x = torch.linspace(-1.5, 1.5, 121, dtype=torch.float64)[:, None]
+    y = torch.tensor([[1.0]], dtype=torch.float64)
+    for ax, m in zip(axes, (8, 128), strict=True):
+        phi = feature_map("positive", dim=1, num_features=m, num_heads=200, projection="iid", seed=0).double()
+        estimates = kernel_estimate(phi, x.expand(200, -1, -1), y.expand(200, -1, -1))[..., 0]
+        low, high = estimates.quantile(0.05, dim=0), estimates.quantile(0.95, dim=0)
+        ax.fill_between(x[:, 0], low, high, color=COLOURS[0], alpha=0.25)
+        ax.plot(x[:, 0], estimates[0], color=COLOURS[0])
+        ax.plot(x[:, 0], (x * y).exp()[:, 0], color="black", linewidth=1)
+        ax.set(xlabel="x", title=f"{m} features", ylim=(0, 8))
+    axes[0].set_ylabel("exp(x y) at y = 1")
+    axes[0].text(-1.4, 7, "black: the kernel; blue: one draw, and 90 % of all", fontsize=8)
+    save(fig, "how_kernel")
+
+
+def head() -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys (1, 1, n, d) of one head on a held-out paragraph."""
+    model, tokenizer = load_minilm()
+    found: dict[str, Any] = {}
+
+    def look(name: str, call: Any) -> None:
+        found[name] = call
+
+    with recording(model, look):
+        run(model, batches(paragraphs("heldout", 1), tokenizer, max_length=96)[0])
+    call = found[LAYER]
+    return call.query[:, HEAD : HEAD + 1], call.key[:, HEAD : HEAD + 1]
+
+
+def matrices() -> None:
+    """One head's attention: exact, by plain features, by calibrated ones, and with an exact window."""
+    q, k = head()
+    d = q.shape[-1]
+    exact = torch.softmax(q @ k.mT * d**-0.5, -1)
+    plain = feature_map("positive", dim=d, num_features=64, seed=0)
+    fitted = feature_map("calibrated", dim=d, num_features=64, seed=0)
+    fitted.calibrate_(q[0] * d**-0.25, k[0] * d**-0.25)
+    by_kernel = attention_matrix(q, k, fitted)
+    near = (torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2])[None]).abs() < WINDOW
+    # Exact inside the window, the kernel outside, one normaliser: in units of the kernel's own sums.
+    scores = kernel_estimate(fitted, q * d**-0.25, k * d**-0.25)
+    joint = torch.where(near, (q @ k.mT * d**-0.5).exp(), scores)
+    joint = joint / joint.sum(-1, keepdim=True)
+    shown = {
+        "exact": exact,
+        "64 positive features": attention_matrix(q, k, plain),
+        "64 calibrated features": by_kernel,
+        f"exact window of {WINDOW}, kernel elsewhere": joint,
+    }
+    fig, axes = figure(4, figsize=(14, 3.8))
+    for ax, (name, weights) in zip(axes, shown.items(), strict=True):
+        ax.imshow(weights[0, 0].clamp(0, 1).sqrt(), cmap="Blues", vmin=0, vmax=0.6)
+        error = float((weights - exact).norm() / exact.norm())
+        ax.set_title(name if name == "exact" else f"{name}\nerror {error:.2f}", fontsize=9)
+        ax.set(xticks=[], yticks=[])
+    save(fig, "how_matrix")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    kernel()
+    matrices()
