@@ -99,7 +99,7 @@ def test_bad_input_is_refused() -> None:
         advise(q, q, num_features=())
     with pytest.raises(BochnerError, match="target"):
         advise(q, q, target=-1.0)
-    with pytest.raises(BochnerError, match="three batches"):
+    with pytest.raises(BochnerError, match="three texts"):
         advise(build("bert", TEXT), texts_as_batches(1))
     with pytest.raises(BochnerError, match="4 axes"):
         advise(q[0], q[0], q[0])

@@ -128,7 +128,7 @@ def test_the_parts_of_the_data_have_nothing_in_common() -> None:
     assert torch.equal(torch.cat([fit, parts.choose, parts.held]), every)
     parts = split(data, is_language=False)
     assert len(parts.fit) + len(parts.choose) + len(parts.held) == 10
-    with pytest.raises(BochnerError, match="three batches"):
+    with pytest.raises(BochnerError, match="three texts"):
         split(data[:2], is_language=False)
 
 

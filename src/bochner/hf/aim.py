@@ -144,10 +144,12 @@ def split(data: Sequence[dict[str, Tensor]], is_language: bool) -> Split:
         a, b = (int(share * len(tokens)) for share in SHARES)
         pieces = tokens[: min(a, FIT_TOKENS)].split(FIT_LENGTH)
         return Split([{"input_ids": piece[None]} for piece in pieces], tokens[a:b], tokens[b:], True)
+    if len(data) < 3:  # row by row
+        data = [{name: t[i : i + 1] for name, t in b.items()} for b in data for i in range(len(next(iter(b.values()))))]
     if len(data) < 3:
         raise BochnerError(
-            f"A target needs at least three batches of 'calibration', got {len(data)}: for fitting, for choosing and "
-            "for verifying; give more texts or a smaller 'batch_size'."
+            f"A target needs at least three texts of 'calibration', got {len(data)}: for fitting, for choosing and "
+            "for verifying; give more."
         )
     a = max(1, int(SHARES[0] * len(data)))
     b = max(a + 1, int(SHARES[1] * len(data)))
