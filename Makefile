@@ -7,7 +7,7 @@ EXTRAS := hf,train,sklearn,dask,cli,report,bench,control,docs,test,lint
 CONSTRAINTS ?= $(shell $(PYTHON) -c 'import sys; print("constraints.txt" if sys.version_info >= (3, 11) else "constraints-min.txt")' 2>/dev/null)
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lint bench reproduce docs clean setup
+.PHONY: demo test test-all lint bench reproduce docs release clean setup
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -48,6 +48,18 @@ reproduce: $(STAMP) ## the papers' figures and tables; goes on where it stopped;
 
 docs: $(STAMP) ## the documentation site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Builds wheel and source archive, and tries each in an environment of its own, outside the source.
+release: $(STAMP) ## build wheel and source archive, install each in a clean environment and try it
+	rm -rf dist build/release && mkdir -p build/release
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) 'hatchling>=1.24'
+	$(BIN)/python -m hatchling build
+	@for kind in whl tar.gz; do \
+	  $(PYTHON) -m venv build/release/$$kind && \
+	  build/release/$$kind/bin/python -m pip install -q -c $(CONSTRAINTS) "$$(ls dist/*.$$kind)[cli]" && \
+	  cp tests/smoke.py build/release/ && \
+	  (cd build/release && $$kind/bin/python smoke.py $$(../../$(BIN)/python -c 'import bochner; print(bochner.__version__)')) || exit 1; \
+	done
 
 clean: ## remove the virtual environment and build products
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -36,7 +36,10 @@ def said_of(script: str, needs: str = "") -> Said | None:
         return None
     if isinstance(result, dict) and "gallery" in result:
         return Said(**result["gallery"])
-    return READERS[script](result) if script in READERS else None
+    try:
+        return READERS[script](result) if script in READERS else None
+    except (KeyError, TypeError, ValueError, AttributeError):  # a run that has not got far enough
+        return None
 
 
 def row(item: Item) -> str:
