@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, TEXT, Labelled, build, inputs, texts_as_batches  # noqa: E402
 
-from bochner import convert, revert  # noqa: E402
+from bochner import convert, distill, revert  # noqa: E402
 from bochner.hf import layers_of, plan_of, trainable_maps_  # noqa: E402
 
 
@@ -75,6 +75,21 @@ def test_peft_trains_and_saves_the_maps(tmp_path: Path) -> None:
     assert any(g is not None and g.abs().sum() > 0 for g in grads)
     adapted.save_pretrained(tmp_path)
     assert list(tmp_path.glob("*.safetensors"))
+
+
+def test_distillation_trains_adapters_and_maps_through_the_outputs_of_the_model() -> None:
+    peft = pytest.importorskip("peft")
+    model = build("llama", GROUPED, head="AutoModelForCausalLM")
+    convert(model, calibration=texts_as_batches(), num_features=16, exact_below=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2), model)
+    report = distill(model, texts_as_batches(6), steps=2, end_to_end=30, end_to_end_lr=2e-3, part="lora_")
+    assert report.end_to_end is not None
+    assert report.end_to_end[1] < report.end_to_end[0]
+    adapters = [p for n, p in model.named_parameters() if "lora_B" in n]
+    assert all(p.abs().sum() > 0 for p in adapters)  # they begin at zero
+    assert report.seconds > 0
 
 
 def test_torch_compile_gives_the_same_numbers() -> None:

@@ -389,7 +389,8 @@ class Search:
         """What an exact part of a layer becomes: the least harmful that goes with the window of the rest."""
         layer = self.layers[plan.name]
         fitting = [o for o in layer.made if layer.whole or plan.window is None or o.window == plan.window]
-        return min(fitting, key=lambda o: layer.damage(o).sum().item())
+        cheaper = [o for o in fitting if layer.cost(o, self.goal) < layer.cost(EXACT, self.goal)]
+        return min(cheaper or fitting, key=lambda o: layer.damage(o).sum().item())
 
     def _without(self, plan: Plan, units: Sequence[tuple[str, int]]) -> Plan:
         changed = plan.copy()
