@@ -67,6 +67,8 @@ def quality(n: int, queries: int = 50, length: float = 1.0) -> dict[str, Any]:
     row["partition"] = {
         "measured": float((estimate.log_value - log_z).square().mean().sqrt()),
         "stated": float(estimate.relative_error.square().mean().sqrt()),
+        "interval": float((estimate.upper - estimate.lower).median()),
+        "held": float(((estimate.lower <= log_z) & (log_z <= estimate.upper)).float().mean()),
     }
     best = (x @ y.T).topk(10, 1).indices
     for beam in (16, 64, 256):

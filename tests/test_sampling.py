@@ -168,9 +168,35 @@ def test_the_best_classes_and_the_bound_on_the_others(n):
 
 def test_a_partition_function_whose_head_is_everything_is_exact():
     y, b, x = problem(100)
-    log_z, error = FeatureTree(y, b, leaf_size=4).partition(x, 5, beam=64)
-    torch.testing.assert_close(log_z, (x @ y.T + b).logsumexp(1))
-    assert not error.any()
+    found = FeatureTree(y, b, leaf_size=4).partition(x, 5, beam=64)
+    torch.testing.assert_close(found.log_value, (x @ y.T + b).logsumexp(1))
+    assert not found.relative_error.any()
+    torch.testing.assert_close(found.lower, found.log_value)
+    torch.testing.assert_close(found.upper, found.log_value)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize(("sharpness", "beam"), [(0.5, 16), (4.0, 4), (12.0, 2), (12.0, 0)])
+def test_limits_of_the_partition_function_hold_where_its_standard_error_does_not(sharpness, beam, calibrated):
+    """Coverage of 200 intervals at a nominal 95 %: fewer hold less than once in 10^6 times."""
+    g = torch.Generator().manual_seed(0)
+    y = torch.randn(3000, 16, generator=g, dtype=torch.float64) * torch.rand(3000, 1, generator=g, dtype=torch.float64)
+    x = torch.randn(20, 16, generator=g, dtype=torch.float64) * sharpness / 4
+    tree = FeatureTree(y, leaf_size=4, num_features=64, seed=1)
+    if calibrated:
+        tree.calibrate_(x)
+    truth = (x @ y.T).logsumexp(1)
+    found = [tree.partition(x, 100, beam=beam, generator=g) for _ in range(10)]
+    least = stats.binom.ppf(1e-6, 200, 0.95)
+    assert sum(int(((p.lower <= truth + 1e-9) & (truth <= p.upper + 1e-9)).sum()) for p in found) >= least
+    assert all((p.lower <= p.upper).all() for p in found)
+    narrow = sum(int((((p.log_value - truth).exp() - 1).abs() <= 1.96 * p.relative_error).sum()) for p in found)
+    if sharpness < 1:  # the draws can be believed, and the limits say something
+        assert narrow >= least
+        assert not torch.stack([p.heavy for p in found]).double().mean() > 0.1
+        assert float(torch.stack([p.upper - p.lower for p in found]).median()) < 1.5
+    elif beam > 0:
+        assert narrow < least
 
 
 def test_the_best_classes_follow_updates():

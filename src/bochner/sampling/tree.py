@@ -16,14 +16,25 @@ FAN = 8  # children of a node
 BLOCK = 1 << 20  # numbers gathered at a time: they stay in cache
 CALIBRATION_ROWS = 2048
 ROOM = 30.0  # a class may grow by exp(30) beyond the largest at the last build before the scale is taken anew
+EFFECTIVE = 0.3  # of the draws: with fewer effective ones their variance cannot be believed
+CHECKED = 16  # leaves
+ASTRAY = 0.15  # nor if they fall into the head so much less or more often than its share
 ROWS = 1 << 16  # classes whose features are computed at a time
 
 
 class Partition(NamedTuple):
-    """`log Z(x)` of each query and the relative standard error of Z, both (b,)."""
+    """`log Z(x)` of each query, the relative standard error of Z among its draws, and limits of `log Z`; all (b,).
+
+    The standard error sees only what was drawn. Where the draws are not `heavy`, the limits come from them too, with
+    room for what they missed; where they are, from bounds on every class that was not looked at, and
+    `lower <= log Z <= upper` holds with probability `confidence` at least, whatever the classes are.
+    """
 
     log_value: Tensor
     relative_error: Tensor
+    lower: Tensor
+    upper: Tensor
+    heavy: Tensor
 
 
 class Top(NamedTuple):
@@ -35,6 +46,21 @@ class Top(NamedTuple):
     ids: Tensor
     scores: Tensor
     bound: Tensor
+
+
+class LeftOut(NamedTuple):
+    """Nodes that a search did not enter, (b, p): their first place, how many classes, and a bound on their logits."""
+
+    first: Tensor
+    size: Tensor
+    bound: Tensor
+
+
+class Found(NamedTuple):
+    """The leaves a search ended in, (b, at most beam), and what it left out."""
+
+    leaves: Tensor
+    left_out: LeftOut
 
 
 class FeatureTree(Sampler):
@@ -282,30 +308,78 @@ class FeatureTree(Sampler):
 
     @torch.no_grad()
     def partition(
-        self, x: Tensor, num_samples: int = 100, *, beam: int = 16, generator: Generator | None = None
+        self,
+        x: Tensor,
+        num_samples: int = 100,
+        *,
+        beam: int = 16,
+        confidence: float = 0.95,
+        generator: Generator | None = None,
     ) -> Partition:
         """`log Z(x)`, exact over the `beam` most promising leaves and by draws over the others; Z is unbiased.
 
         `Z ~ sum_head exp(o_j) + mean [j not in head] exp(o_j) / q(j | x)`, o = x . y + b. The head takes away the few
-        classes that would dominate; `beam=0` goes without. The stated error is of the draws and sees only what
-        they saw: it is too small where a rare class outside the head has a large share that q does not know of.
+        classes that would dominate; `beam=0` goes without. The standard error of these draws is too small where a rare
+        class outside the head has a large share that q does not know of. Two things tell: few weights make up most of
+        their sum, or the draws fall into the head much more or less often than its share of Z. Without these signs the
+        limits are those of an empirical Bernstein interval (Maurer and Pontil 2009) whose range is the largest weight
+        drawn. With them, they come from as many draws of another kind: the nodes that the search left out have bounds on their logits, `top`'s; a node drawn in
+        proportion to N exp(bound), and one of its N classes, give a number between 0 and the sum of these, whose mean
+        is what the head lacks. Their interval always holds, and is wide; a larger `beam` makes it narrower.
         """
         if positive_int(num_samples, "num_samples", "partition") < 2:
             raise BochnerError(f"The 'num_samples' of partition must be at least 2, got {num_samples}.")
+        if not 0 < confidence < 1:
+            raise BochnerError(f"The 'confidence' of partition must be in (0, 1), got {confidence!r}.")
         x = self._check(x)
         ids, log_q = self.draw(x, num_samples, generator=generator)
         logs = self.logits(x, ids) - log_q
-        head = torch.full_like(logs[:, 0], -math.inf)
+        width = max(beam, CHECKED)  # leaves that are looked at: at least as many as tell whether the draws are right
+        searched = [self._search(b, width) for b in x.split(max(1, BLOCK // (width * FAN * x.shape[1])))]
+        leaves = torch.cat([s.leaves for s in searched])
+        exact = self._members(leaves, x)[1].logsumexp(1)
+        inside = (self.place[ids] // self.leaf_size)[..., None] == leaves[:, None]
+        head = torch.full_like(exact, -math.inf)
         if beam > 0:
-            parts = [self._search(b, beam)[0] for b in x.split(max(1, BLOCK // (beam * FAN * x.shape[1])))]
-            leaves = torch.cat(parts)
-            inside = ((self.place[ids] // self.leaf_size)[..., None] == leaves[:, None]).any(-1)
-            logs = logs.masked_fill(inside, -math.inf)
-            head = self._members(leaves, x)[1].logsumexp(1)
+            head = self._members(leaves[:, :beam], x)[1].logsumexp(1)
+            logs = logs.masked_fill(inside[..., :beam].any(-1), -math.inf)
         top = torch.maximum(head, logs.amax(1))
         weight = (logs - top[:, None]).exp()
         total = (head - top).exp() + weight.mean(1)
-        return Partition(top + total.log(), weight.std(1) / (total * math.sqrt(num_samples)))
+        left_out = LeftOut(*(torch.cat(part) for part in zip(*(s.left_out for s in searched), strict=True)))
+        sure = self._limits(x, exact, left_out, num_samples, confidence, generator)
+        share = (exact - top).exp() / total
+        heavy = _heavy(weight) | ((inside.any(-1).to(share.dtype).mean(1) - share).abs() > ASTRAY)
+        mean, slack = _bernstein(weight, weight.amax(1), confidence)
+        seen = [(head - top).exp() + part.clamp_min(0.0) for part in (mean - slack, mean + slack)]
+        limits = [torch.where(heavy, a, top + b.log()) for a, b in zip(sure, seen, strict=True)]
+        # What was looked at is there for certain.
+        lower = torch.maximum(limits[0], exact)
+        upper = torch.maximum(torch.minimum(limits[1], sure[1]), lower)
+        return Partition(top + total.log(), weight.std(1) / (total * math.sqrt(num_samples)), lower, upper, heavy)
+
+    def _limits(
+        self, x: Tensor, head: Tensor, left_out: LeftOut, k: int, confidence: float, generator: Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """Limits of `log Z` from its head and k draws among the nodes that were left out."""
+        log_mass = left_out.bound + left_out.size.to(x.dtype).log()
+        if log_mass.shape[1] == 0 or not bool((log_mass > -math.inf).any()):
+            return head, head.clone()
+        whole = log_mass.logsumexp(1)
+        share = (log_mass - whole[:, None]).exp().nan_to_num(0.0)
+        empty = whole == -math.inf  # queries whose head is everything
+        share[empty] = 1.0
+        node = torch.multinomial(share, k, replacement=True, generator=generator)
+        size = left_out.size.gather(1, node)
+        offset = (torch.rand(node.shape, generator=generator, dtype=torch.float64) * size).long()
+        place = (left_out.first.gather(1, node) + torch.minimum(offset, size - 1)).clamp(0, self.num_classes - 1)
+        logit = self.logits(x, self.order[place])
+        ratio = (logit - left_out.bound.gather(1, node)).exp().clamp(max=1.0)
+        mean, slack = _bernstein(ratio, torch.ones_like(whole), confidence)
+        whole = whole + 1e-4  # the rounding of the bounds
+        lower = torch.logaddexp(head, whole + (mean - slack).clamp_min(0.0).log())
+        upper = torch.logaddexp(head, whole + (mean + slack).clamp_max(1.0).log())
+        return torch.where(empty, head, lower), torch.where(empty, head, upper)
 
     def logits(self, x: Tensor, ids: Tensor) -> Tensor:
         """`scale x . y_j + b_j` for ids (b, k), without gradient."""
@@ -331,10 +405,11 @@ class FeatureTree(Sampler):
         return Top(*(torch.cat(p) for p in zip(*parts, strict=True)))
 
     def _top(self, x: Tensor, k: int, beam: int) -> tuple[Tensor, Tensor, Tensor]:
-        leaves, missed = self._search(x, beam)
-        ids, logits = self._members(leaves, x)
+        found = self._search(x, beam)
+        ids, logits = self._members(found.leaves, x)
         scores, where = logits.topk(k, 1)
-        return ids.gather(1, where), scores, missed
+        bound = torch.cat([torch.full_like(scores[:, :1], -math.inf), found.left_out.bound], 1).amax(1)
+        return ids.gather(1, where), scores, bound
 
     def _members(self, leaves: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """The classes of leaves (b, w) and their logits, (b, w leaf_size); -inf for empty places."""
@@ -342,14 +417,14 @@ class FeatureTree(Sampler):
         ids = self.order[place.clamp(max=self.num_classes - 1)]
         return ids, self.logits(x, ids).masked_fill_(place >= self.num_classes, -math.inf)
 
-    def _search(self, x: Tensor, beam: int) -> tuple[Tensor, Tensor]:
-        """The most promising leaves (b, at most beam) and a bound (b,) on the logits of all others."""
+    def _search(self, x: Tensor, beam: int) -> Found:
+        """The most promising leaves, and the nodes that were left out, with bounds on their logits."""
         if self._balls is None:
             self._balls = self._enclose()
         x = x.to(self.vectors.dtype)
         length = x.norm(dim=1, keepdim=True)
         node = torch.zeros(len(x), 1, dtype=torch.long)
-        missed = torch.full((len(x),), -math.inf, dtype=x.dtype)
+        left_out: list[LeftOut] = []
         d = x.shape[1]
         for level in reversed(range(len(self._sums))):
             child = (node[..., None] * FAN + torch.arange(FAN)).flatten(1)
@@ -360,11 +435,12 @@ class FeatureTree(Sampler):
             reach = self.scale * length * ball[..., d]
             likely = min(1.0, math.sqrt(2 * math.log(self.leaf_size * float(FAN) ** level) / d))
             where = (middle + likely * reach).argsort(1, descending=True)
-            left_out = (middle + reach).gather(1, where[:, beam:])
-            if left_out.shape[1]:
-                missed = torch.maximum(missed, left_out.amax(1))
+            rest = child.gather(1, where[:, beam:])
+            first, size = rest * self.leaf_size * FAN**level, self.leaf_size * FAN**level
+            bound = (middle + reach).gather(1, where[:, beam:])
+            left_out.append(LeftOut(first, (self.num_classes - first).clamp(0, size), bound))
             node = child.gather(1, where[:, :beam])
-        return node, missed
+        return Found(node, LeftOut(*(torch.cat(part, 1) for part in zip(*left_out, strict=True))))
 
     def _enclose(self) -> list[Tensor]:
         """For every node the centre, radius and largest bias of its classes, (nodes, d + 2); empty ones bias -inf."""
@@ -427,6 +503,18 @@ def _softmax_map(name: str | FeatureMap, d: int, m: int, projection: str, seed: 
             f"{type(phi).__name__} of kernel {phi.kernel!r}, dim={phi.dim}, num_heads={phi.num_heads}."
         )
     return phi
+
+
+def _bernstein(draws: Tensor, largest: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
+    """Mean of draws (b, k) between 0 and `largest`, and how far the true one can be from it on either side."""
+    k, log = draws.shape[1], math.log(4.0 / (1.0 - confidence))
+    return draws.mean(1), (2 * draws.var(1) * log / k).sqrt() + 7 * log / (3 * (k - 1)) * largest
+
+
+def _heavy(weight: Tensor) -> Tensor:
+    """Whether few of the weights (b, k) make up most of their sum: their effective number is below `EFFECTIVE` k."""
+    effective = weight.sum(1).square() / weight.square().sum(1).clamp_min(1e-300)
+    return effective < EFFECTIVE * weight.shape[1]
 
 
 def _padded(count: int) -> int:
