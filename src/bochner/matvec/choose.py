@@ -109,7 +109,7 @@ def low_rank(problem: Problem, options: Options, choice: Choice) -> Choice:
         return choice
     engine = LowRankEngine(problem, worthwhile_rank(problem, options))
     # The remainder costs as much as this number of exact products.
-    dear = engine.factor.rank / (problem.keys.shape[1] + 32)
+    dear = engine.factor.rank / (0.5 * problem.keys.shape[1] + 12)
     if not engine.certain and options.products >= dear and engine.keep_remainder(options.memory):
         said = "but smooth: a factor and few entries of the rest serve many products"
         return replace(choice, engine=engine, reason=f"{choice.reason}, {said}")

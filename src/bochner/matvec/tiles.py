@@ -120,34 +120,34 @@ class Tiles:
 
 
 def exact_product(tiles: Tiles, z: Tensor, w: Tensor, x: Tensor, progress: bool = False) -> Tensor:
-    """`K x` for augmented queries `z` (n, d+2), keys `w` (s, d+2) and `x` (s, r): n s pairs, O(1) memory."""
-    y = z.new_zeros(z.shape[0], x.shape[1])
+    """`K x` in float64 for augmented queries `z` (n, d+2), keys `w` (s, d+2) and `x` (s, r): n s pairs, O(1) memory."""
+    y = torch.zeros(z.shape[0], x.shape[1], dtype=torch.float64)  # long sums of one sign would drown in float32
     starts = range(0, z.shape[0], ROWS)
     for i in track(starts, len(starts), "exact product", progress):
         rows = y[i : i + ROWS]
         for j in range(0, w.shape[0], COLUMNS):
-            rows.addmm_(tiles(z[i : i + ROWS], w[j : j + COLUMNS]), x[j : j + COLUMNS])
+            rows += tiles(z[i : i + ROWS], w[j : j + COLUMNS]) @ x[j : j + COLUMNS]
     return y
 
 
 def exact_symmetric(tiles: Tiles, z: Tensor, w: Tensor, x: Tensor, progress: bool = False) -> Tensor:
     """`K x` when queries and keys are the same points: a tile serves its mirror image too, n^2/2 pairs."""
-    y = z.new_zeros(z.shape[0], x.shape[1])
+    y = torch.zeros(z.shape[0], x.shape[1], dtype=torch.float64)
     n = z.shape[0]
     starts = range(0, n, SQUARE)
     for i in track(starts, len(starts), "exact product", progress):
         for j in range(i, n, SQUARE):
             tile = tiles(z[i : i + SQUARE], w[j : j + SQUARE])
-            y[i : i + SQUARE].addmm_(tile, x[j : j + SQUARE])
+            y[i : i + SQUARE] += tile @ x[j : j + SQUARE]
             if j > i:
-                y[j : j + SQUARE].addmm_(tile.T, x[i : i + SQUARE])
+                y[j : j + SQUARE] += tile.T @ x[i : i + SQUARE]
     return y
 
 
 def summation_error(terms: int, dtype: torch.dtype) -> float:
-    """Bound on the relative rounding of sums of `terms` non-negative products, tile by tile."""
-    unit = torch.finfo(dtype).eps / 2
-    return unit * (min(terms, COLUMNS) + math.ceil(terms / COLUMNS) + 8)
+    """Bound on the relative rounding of sums of `terms` non-negative products, tile by tile, tiles in float64."""
+    double = torch.finfo(torch.float64).eps / 2
+    return torch.finfo(dtype).eps / 2 * (min(terms, COLUMNS) + 8) + double * math.ceil(terms / COLUMNS)
 
 
 class ExactRows:

@@ -323,9 +323,10 @@ class FeatureTree(Sampler):
         class outside the head has a large share that q does not know of. Two things tell: few weights make up most of
         their sum, or the draws fall into the head much more or less often than its share of Z. Without these signs the
         limits are those of an empirical Bernstein interval (Maurer and Pontil 2009) whose range is the largest weight
-        drawn. With them, they come from as many draws of another kind: the nodes that the search left out have bounds on their logits, `top`'s; a node drawn in
-        proportion to N exp(bound), and one of its N classes, give a number between 0 and the sum of these, whose mean
-        is what the head lacks. Their interval always holds, and is wide; a larger `beam` makes it narrower.
+        drawn. With them, they come from as many draws of another kind: the nodes that the search left out have bounds
+        on their logits, `top`'s; a node drawn in proportion to N exp(bound), and one of its N classes, give a number
+        between 0 and the sum of these, whose mean is what the head lacks. Their interval always holds, and is wide; a
+        larger `beam` makes it narrower.
         """
         if positive_int(num_samples, "num_samples", "partition") < 2:
             raise BochnerError(f"The 'num_samples' of partition must be at least 2, got {num_samples}.")

@@ -183,7 +183,8 @@ def approximate_product(
     full = (repetitions * groups >= s).nonzero()[:, 0]
     light = (repetitions * groups < s).nonzero()[:, 0]
     if full.numel():
-        y[full] = exact_product(tiles, left(z[full]), right(w), torch.where(large | kept, x, 0.0)[:, None])[:, 0]
+        rest = torch.where(large | kept, x, 0.0)[:, None]
+        y[full] = exact_product(tiles, left(z[full]), right(w), rest)[:, 0].to(y.dtype)
 
     # 5. The others: each repetition keeps every key with probability 1/s; medians of averages.
     pairs = tiles.pairs
