@@ -6,7 +6,7 @@ functions f of generalised kernels, and some of the others end in NaN. (18) the 
 explodes, above all when causal.
 
 Hidden amino acids (`protein`), and the next one for (18): two layers of width 32, 16 sequences of 128 letters a step,
-250 steps. One run at a time, each resumable; results/train_kernels.json keeps what was run, and `--seeds` how often.
+150 steps. One run at a time, each resumable; results/train_kernels.json keeps what was run, and `--seeds` how often.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SIZES = {
     "width": 32,
     "feedforward": 64,
     "batch": 16,
-    "steps": 250,
-    "warmup": 25,
+    "steps": 150,
+    "warmup": 15,
     "learning_rate": 4e-3,
     "features": 32,
-    "test": 400,
+    "test": 200,
 }
 REDRAW = 50
 FUNCTIONS = ("relu", "sigmoid", "exp", "abs", "gelu", "cos", "tanh", "identity_kernel")

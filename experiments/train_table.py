@@ -139,14 +139,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="where runs are kept")
     parser.add_argument("--minutes", type=float, default=float("inf"))
-    parser.add_argument("--only", default="", help="cells that contain this, as in text/positive")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="cells that contain one of these, as in text/positive/0"
+    )
     parser.add_argument("--status", action="store_true")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     start = time.monotonic()
     for task, attention, seed in [] if options.status else wanted():
         name = key(task, attention, seed)
-        if name in known() or options.only not in name or time.monotonic() - start > 60 * options.minutes:
+        wished = any(part in name for part in options.only)
+        if name in known() or not wished or time.monotonic() - start > 60 * options.minutes:
             continue
         result = tasks.train(
             task, attention=attention, seed=seed, output=options.runs / name, resume=True, progress=False
