@@ -27,7 +27,6 @@ import torch
 from _gallery import RESULTS, figure, finish, save
 from torch import Tensor
 
-from bochner import attention_matrix
 from bochner.maps import feature_map
 from bochner.maps.hybrid import AngularHybridFeatures
 
@@ -139,13 +138,22 @@ class Policy:
                 torch.nn.functional.normalize(torch.einsum("nct,nhtd->nhcd", tokens, w[who]), dim=-1)
                 for w in (self.wq, self.wk)
             )
-            exact = self.phi is None
-            weights = torch.softmax(q @ k.mT, -1) if exact else attention_matrix(q, k, self.phi, scale=1.0)
-            kept = weights.sum(-2).topk(KEPT, dim=-1).indices  # (n, h, KEPT)
+            received = torch.softmax(q @ k.mT, -1).sum(-2) if self.phi is None else implicit(self.phi, q, k)
+            kept = received.topk(KEPT, dim=-1).indices  # (n, h, KEPT)
             chosen = tokens[:, None].expand(n, HEADS, CELLS, TOKEN)
             pooled = chosen.gather(2, kept[..., None].expand(*kept.shape, TOKEN)).mean(2)
         scores = torch.einsum("nf,nfa->na", pooled.flatten(1), self.wa[who]) + self.bias[who]
         return [int(a) for a in scores.argmax(-1)]
+
+
+def implicit(phi: Any, q: Tensor, k: Tensor) -> Tensor:
+    """How much attention each key receives, `sum_i phi(q_i).psi(k_j) / sum_l phi(q_i).psi(k_l)`, without the matrix."""
+    queries, keys = phi(q, role="query").values, phi(k, role="key")
+    psi = keys.values * (keys.log_scale - keys.log_scale.amax(-2, keepdim=True)).exp()
+    normalizer = (queries * psi.sum(-2, keepdim=True)).sum(-1, keepdim=True)
+    # A signed map can have it near zero; a query's own scale cancels.
+    normalizer = torch.where(normalizer.abs() < 1e-6, 1e-6, normalizer)
+    return (psi * (queries / normalizer).sum(-2, keepdim=True)).sum(-1)
 
 
 def play(policy: Policy, worlds: Worlds, population: int, seeds: list[int]) -> tuple[np.ndarray, np.ndarray]:
