@@ -223,7 +223,8 @@ def plot(result: dict[str, Any]) -> Path:
         for label in ("uniform", "window alone"):
             if label in found and found[label]["all"] < 1.2:
                 axes.axhline(found[label]["all"], color="0.6", linestyle="--", linewidth=1)
-                axes.text(SIZES[0], found[label]["all"], f" {label}", color="0.4", fontsize=7, va="bottom")
+                place, side = (SIZES[0], "left") if label == "uniform" else (SIZES[-1], "right")
+                axes.text(place, found[label]["all"], f" {label}", color="0.4", fontsize=7, va="bottom", ha=side)
         axes.set_xscale("log", base=2)
         axes.set_xticks(SIZES, [str(m) for m in SIZES], fontsize=7)
         axes.tick_params(axis="y", labelsize=7)
