@@ -36,7 +36,7 @@ LEAST_ERROR = 0.02  # errors below this say nothing about a head's sensitivity
 BUDGETS = (-5.0, 7.0)  # log2 of the damages that are tried, in units of what the target allows
 REFINEMENTS = 2  # halvings of the last step between a budget that keeps the target and one that does not
 UNITS = 24  # exact parts whose omission is measured, in each of
-ROUNDS = 3  # rounds of leaving out
+ROUNDS = 4  # rounds of leaving out
 RETREATS = 3  # choices that are verified before giving up
 Say = Callable[[str], None]
 
@@ -354,7 +354,7 @@ class Search:
                 with torch.no_grad():
                     rises[unit] = light.loss(0, self._output(layers, light.batches[0])).item()
             order = sorted(units, key=lambda unit: rises[unit])
-            count, better = max(1, len(units) // 3), candidate
+            count, better = max(1, 2 * len(units) // 3), candidate
             while count:
                 tried = self.run(self._without(candidate.plan, order[:count]), candidate.predicted, judge)
                 if self.keeps(tried) and self.price(tried) < self.price(candidate):
