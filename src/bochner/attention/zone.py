@@ -246,6 +246,8 @@ class ZoneScan:
 
     def _rows_in_cache(self, q: Tensor) -> int:
         row = self.call.groups * (self.place.width + self.call.phi.feature_dim)
+        if self._is_mixed and not self.place.is_stairs:  # several weights for every pair of a zone
+            row *= 4
         return max(1, ZONE_ELEMENTS // (q.shape[0] * q.shape[1] * row))
 
     def _pick(self, x: Tensor, part: Part) -> Tensor:
