@@ -75,7 +75,7 @@ def sequence_parallel_cost(
 
     >>> cost = sequence_parallel_cost(1_000_000, 64, heads=8, dim=64, num_features=128, seconds_per_token=1e-6)
     >>> cost.tokens, cost.sent, cost.ring_sent // cost.sent
-    (15625, 16774128, 120)
+    (15625, 16775140, 120)
     """
     L, P = positive_int(length, "length", OWNER), positive_int(devices, "devices", OWNER)
     g = heads if kv_heads is None else positive_int(kv_heads, "kv_heads", OWNER)

@@ -93,7 +93,7 @@ def convert(
 
     >>> from transformers import BertConfig, BertModel
     >>> config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    >>> model = convert(BertModel(config), "positive", 32)
+    >>> model = convert(BertModel(config), "positive", 32, exact_below=0)
     >>> from bochner.hf import plan_of
     >>> print(plan_of(model))
     Plan: 1 layers, 2 heads: 2 kernel
