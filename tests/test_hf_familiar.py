@@ -73,7 +73,9 @@ def test_short_padded_and_recurrent_calls_are_left_alone() -> None:
         converted(STRANGE[:, :20])
         converted(STRANGE, attention_mask=mask)
         converted(texts_as_batches(1)[0]["input_ids"][:1], past_key_values=cache)
-        converted(STRANGE, past_key_values=cache)
+        converted(STRANGE, past_key_values=cache)  # warnings are errors here
+        with pytest.warns(BochnerWarning, match="unlike"):
+            converted(STRANGE)
 
 
 def test_windows_without_maps_have_nothing_to_compare_with() -> None:

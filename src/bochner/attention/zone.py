@@ -54,6 +54,16 @@ class Zone(NamedTuple):
     ref: Tensor
 
 
+class Segment(NamedTuple):
+    """Some row blocks: keys and values of their zones, features of those keys that are needed, and what lies beyond."""
+
+    blocks: slice
+    keys: Tensor
+    values: Tensor
+    features: Features | None
+    outside: Outside
+
+
 class Sinks(NamedTuple):
     """Logits (b, g, t, r c, s) of sinks that a row sees beside its zone; their keys, values with ones (b, g, s, .)."""
 
@@ -107,11 +117,11 @@ class ZoneScan:
             start, keys, values = before, *self._keys(k, v, blocks)
             fk = key(keys[..., self._used(blocks), :]) if self._needs_features else None
             outside, before = self._outside(fk, values, blocks, before, behind)
-            log_refs = []
+            segment, log_refs = Segment(blocks, keys, values, fk, outside), []
             for rows in self._cuts(q):
                 part = (blocks, rows)
-                zone = self._zone(q, keys, values, outside, part)
-                near = self._near(fk, zone, values, part) if fk is not None and self._is_mixed else None
+                zone = self._zone(q, segment, part)
+                near = self._near(segment, zone, part)
                 sinks = self._sinks(zone.x, sink_k, sink_v, part)
                 done, log_ref = self._rows(zone, sinks, query(zone.x.flatten(2, 3)), near, part)
                 log_refs.append(log_ref)
@@ -133,10 +143,9 @@ class ZoneScan:
             fk = None if trace is None else Features(trace.values, trace.log_scale)
             outside, _ = self._outside(fk, values, blocks, before, behind)
             dfar, dpsi = torch.zeros_like(outside.far), None if fk is None else torch.zeros_like(fk.values)
+            segment = Segment(blocks, keys, values, fk, outside)
             for rows, log_ref in zip(self._cuts(tensors[0]), log_refs, strict=True):
-                self._part_adjoint(
-                    tensors, total, keys, values, fk, outside, (blocks, rows), log_ref, dfar, dpsi, found
-                )
+                self._part_adjoint(tensors, total, segment, (blocks, rows), log_ref, dfar, dpsi, found)
             for more in dstate:  # of the last segment alone
                 dfar[:, :, -1] += more
             dstate = ()
@@ -159,10 +168,7 @@ class ZoneScan:
         self,
         tensors: Sequence[Tensor],
         total: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        fk: Features | None,
-        outside: Outside,
+        segment: Segment,
         part: Part,
         log_ref: Tensor,
         dfar: Tensor,
@@ -172,7 +178,7 @@ class ZoneScan:
         """Adds the gradients of the sums beyond, of key features, and of all else, from those of the rows' sums."""
         q, _, _, sink_k, sink_v, _, _ = tensors
         start = self.place.span(part[0]).start
-        zone = self._zone(q, keys, values, outside, part)
+        zone = self._zone(q, segment, part)
         fq = Traced(self.call.traced_features("query"), zone.x.flatten(2, 3), self.call.parameters)
         g = self._pick(total, part)
         phi, own = (t.unflatten(2, g.shape[2:4]) for t in (fq.values, fq.log_scale))
@@ -189,8 +195,9 @@ class ZoneScan:
         dphi = scaled @ zone.far.mT
         dfar += phi.mT @ scaled
         # 3. The kernel in the zone.
-        if fk is not None and dpsi is not None and self._is_mixed:
-            more, dnear, du = self._near(fk, zone, values, part).adjoint(phi, own, log_ref, g)
+        near = self._near(segment, zone, part)
+        if near is not None and dpsi is not None:
+            more, dnear, du = near.adjoint(phi, own, log_ref, g)
             dphi += more
             dpsi[..., : dnear.shape[2], :] += dnear
             found.add(start, None, du)
@@ -260,9 +267,9 @@ class ZoneScan:
         rows = rows.unflatten(3, (self.call.groups, -1)).transpose(2, 3)
         self.place.put_rows(total, blocks, pad(rows, (0, 0, cut.start, self.place.block - cut.stop)).flatten(3, 4))
 
-    def _zone(self, q: Tensor, keys: Tensor, values: Tensor, outside: Outside, part: Part) -> Zone:
-        x = self._pick(q, part).to(self.call.dtype)
-        return Zone(x, self.place.zones(keys), self.place.zones(values), *outside)
+    def _zone(self, q: Tensor, segment: Segment, part: Part) -> Zone:
+        x, zones = self._pick(q, part).to(self.call.dtype), self.place.zones
+        return Zone(x, zones(segment.keys), zones(segment.values), *segment.outside)
 
     def _sinks(self, x: Tensor, k: Tensor, v: Tensor, part: Part) -> Sinks | None:
         if not k.shape[2]:
@@ -272,12 +279,14 @@ class ZoneScan:
         logits = self._logits(x.flatten(2, 3), k).unflatten(2, x.shape[2:4])
         return Sinks(logits.masked_fill(~sees.unsqueeze(1), MASKED), k, pad(v, (0, 1), value=1.0))
 
-    def _near(self, f: Features, zone: Zone, values: Tensor, part: Part) -> Band | Stairs:
-        """What the kernel sees of the zones of a sliding window."""
-        place, (blocks, rows) = self.place, part
+    def _near(self, segment: Segment, zone: Zone, part: Part) -> Band | Stairs | None:
+        """What the kernel sees of the zones of a sliding window, None where they are exact."""
+        place, (blocks, rows), f = self.place, part, segment.features
+        if f is None or not self._is_mixed:
+            return None
         if place.is_stairs:
             span = slice(blocks.start * place.block, blocks.stop * place.block)
-            psi, scale, v = self._beyond.by_blocks(f, values, span)
+            psi, scale, v = self._beyond.by_blocks(f, segment.values, span)
             ref = torch.maximum(zone.ref, scale.detach().amax((-2, -1)))
             weight = (scale - ref[..., None, None]).exp()
             return Stairs(self.call, psi, weight, weighted(v, weight), ref, rows.start)
