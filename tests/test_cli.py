@@ -50,14 +50,20 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     passages = [" ".join(f"w{(7 * i + j * j) % 56}" for j in range(40)) for i in range(10)]
     (tmp_path / "text.txt").write_text("\n\n".join(passages))
     common = [str(tmp_path / "model"), "--text", str(tmp_path / "text.txt")]
-    advised = runner.invoke(cli.app, ["advise", *common, "--length", "64", "--keep", "0.9"])
+    page = tmp_path / "advice.html"
+    advised = runner.invoke(cli.app, ["advise", *common, "--length", "64", "--keep", "0.9", "--report", str(page)])
     assert advised.exit_code == 0, advised.output
     assert "recommended" in advised.output
+    assert "with linear attention" in page.read_text(encoding="utf-8")
     done = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "out"), "--features", "16", "--window", "8"])
     assert done.exit_code == 0, done.output
     assert "Plan: 2 layers, 8 heads" in done.output
     loaded = transformers.AutoModel.from_pretrained(tmp_path / "out")
     assert plan_of(loaded).num_heads == 8
+    page, goal = tmp_path / "report.html", ["--keep", "0.9", "--length", "64"]
+    aimed = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "aimed"), *goal, "--report", str(page)])
+    assert aimed.exit_code == 0, aimed.output
+    assert "with linear attention" in page.read_text(encoding="utf-8")
     again = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "out2"), "--features", "16"])
     assert again.exit_code == 0, again.output
 
