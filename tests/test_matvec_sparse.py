@@ -7,10 +7,14 @@ from scipy.sparse.linalg import LinearOperator, cg, eigsh
 
 from bochner._checks import BochnerError
 from bochner.matvec import KernelOperator
+from bochner.matvec import panels as panels_module
+from bochner.matvec.budget import Budget
 from bochner.matvec.csr import RowWriter
+from bochner.matvec.engines import sparse as sparse_module
 from bochner.matvec.engines.cells import CellsEngine
 from bochner.matvec.engines.sparse import SparseEngine
 from bochner.matvec.measured import measured_plan
+from bochner.matvec.panels import Panels
 
 torch.set_num_threads(1)
 
@@ -21,19 +25,32 @@ def clusters(n, d=6, centres=30, spread=6.0, seed=0):
     return middle[rng.integers(centres, size=n)] + rng.normal(size=(n, d))
 
 
+@pytest.fixture(params=["scattered", "in blocks"])
+def layout(request, monkeypatch):
+    """Entries by themselves, as few of them are; or in dense blocks, of several tiles and lines, where they pay."""
+    in_blocks = request.param == "in blocks"
+    monkeypatch.setattr(sparse_module, "SMALL", 0 if in_blocks else 1 << 62)
+    if in_blocks:
+        monkeypatch.setattr(sparse_module, "BLOCK_TIME", 0)
+        monkeypatch.setattr(sparse_module, "ENTRIES", 1 << 10)
+        monkeypatch.setattr(panels_module, "LINE", 16)
+    return request.param
+
+
 def dense(q, k, bandwidth):
     return np.exp(-((q[:, None] - k[None]) ** 2).sum(-1) / (2 * bandwidth**2))
 
 
 @pytest.mark.parametrize("eps", [0.1, 0.01, 1e-4])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_the_error_matrix_is_within_the_bounds_of_its_rows_and_columns(symmetric, eps):
+def test_the_error_matrix_is_within_the_bounds_of_its_rows_and_columns(layout, symmetric, eps):
     q, k = clusters(700), clusters(1100, seed=1)
     K = KernelOperator(q, None if symmetric else k, bandwidth=1.2, eps=eps, method="sparse")
     assert K.certain
     engine, keys = K._engine, q if symmetric else k
     error = np.abs(dense(q, keys, 1.2) - K @ np.eye(len(keys)))
     assert engine.entries < 0.5 * error.size
+    assert (engine.panels.entries > 0) == (layout == "in blocks")
     assert np.linalg.norm(error, 2) <= engine.norm_bound + 1e-6 <= eps
     rows, columns = engine.lost.rows.double(), engine.lost.columns.double()
     if symmetric:
@@ -46,7 +63,7 @@ def test_the_error_matrix_is_within_the_bounds_of_its_rows_and_columns(symmetric
     assert np.linalg.norm(back - dense(q, keys, 1.2).sum(0)) <= eps * len(q) ** 0.5
 
 
-def test_products_are_strictly_linear_and_symmetric():
+def test_products_are_strictly_linear_and_symmetric(layout):
     X = clusters(900)
     K = KernelOperator(X, bandwidth=1.2, method="sparse")
     x, z = np.random.default_rng(0).normal(size=(2, 900))
@@ -67,7 +84,7 @@ def test_other_kernels_are_kept_too(kernel):
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_measured_plan_keeps_its_far_cells(symmetric):
+def test_a_measured_plan_keeps_its_far_cells(layout, symmetric):
     X, q = clusters(1500, d=3), clusters(800, d=3, seed=2)
     K = KernelOperator(X if symmetric else q, None if symmetric else X, bandwidth=1.0, method="cells", adaptive=False)
     index = K._engine.index
@@ -112,7 +129,7 @@ def test_auto_keeps_entries_when_several_products_are_expected_and_they_fit():
         KernelOperator(X, bandwidth=0.5, method="sparse", memory=10_000)
 
 
-def test_statements_about_kept_products_are_true_and_deterministic():
+def test_statements_about_kept_products_are_true_and_deterministic(layout):
     X = clusters(1500)
     for dtype in (np.float32, np.float64):
         K = KernelOperator(X.astype(dtype), bandwidth=1.2, method="sparse", eps=0.05)
@@ -124,7 +141,7 @@ def test_statements_about_kept_products_are_true_and_deterministic():
 
 
 @pytest.mark.parametrize("method", ["sparse", "cells"])
-def test_rows_without_any_near_key_are_zero(method):
+def test_rows_without_any_near_key_are_zero(layout, method):
     X = clusters(600)
     far = np.concatenate([X[:50], np.full((5, 6), 1e4)])
     y = KernelOperator(far, X, bandwidth=0.8, method=method) @ np.ones(600)
@@ -157,3 +174,54 @@ def test_rows_written_tile_by_tile_multiply_like_the_dense_matrix(monkeypatch, d
             y = kept @ torch.from_numpy(x)
             assert y.numpy().dtype == dtype
             np.testing.assert_allclose(y.numpy(), table @ x, atol=2e-3 if dtype == np.float32 else 1e-10)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dense_strips_multiply_like_the_whole_matrix_forward_backward_and_both(dtype, columns):
+    generator = torch.Generator().manual_seed(0)
+    whole, strips = torch.zeros(400, 400, dtype=dtype), Panels(dtype)
+    for lo, hi, size in ((0, 70, 30), (70, 71, 400), (150, 350, 9), (350, 360, 0)):  # rows between them have none
+        position = torch.randperm(400, generator=generator)[:size].sort().values
+        values = torch.randn(size, hi - lo, generator=generator, dtype=dtype)
+        strips.add(lo, values, position)
+        whole[lo:hi, position] = values.T
+    assert strips.entries == 70 * 30 + 400 + 200 * 9
+    assert strips.longest() == (400, int((whole != 0).sum(0).max()))
+    x, y = torch.randn(2, 400, columns, generator=generator, dtype=dtype)
+    for forward, backward in ((True, False), (False, True), (True, True)):
+        expected = y + forward * (whole @ x) + backward * (whole.T @ x)
+        result = y.clone()
+        strips.multiply(x, result, forward, backward)
+        torch.testing.assert_close(result, expected, atol=1e-4 if dtype == torch.float32 else 1e-12, rtol=0)
+
+
+def test_a_matrix_without_dense_strips_adds_nothing():
+    y = torch.ones(5, 1)
+    Panels(torch.float32).multiply(torch.ones(5, 1), y, True, True)
+    assert bool((y == 1).all())
+    assert Panels(torch.float32).longest() == (0, 0)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_columns_that_go_entirely_are_counted_and_refused_when_a_row_would_lose_too_much(symmetric):
+    lost = Budget(6, 6, 1.0, symmetric, torch.float64)
+    position = torch.tensor([1, 3, 5])
+    most = lost.most_of_columns(0, 2, position, 0.3)
+    assert most.tolist() == pytest.approx([-1.0 if symmetric else 0.3, 0.3, 0.3])
+    assert lost.take_columns(0, position, torch.tensor([0.5, 0.1]).double(), torch.tensor([0.0, 0.35, 0.25]).double())
+    assert not lost.take_columns(0, position, torch.tensor([0.6, 0.0]).double(), torch.tensor([0.0, 0.3, 0.3]).double())
+    assert lost.rows.tolist() == pytest.approx([0.5, 0.1, 0, 0, 0, 0])
+    assert lost.columns.tolist() == pytest.approx([0, 0, 0, 0.35, 0, 0.25])
+    room = lost.most_of_columns(4, 5, position, 0.3)  # half of a symmetric limit is for what a row loses as a column
+    assert room.tolist() == pytest.approx([0.3, 0.15 if symmetric else 0.3, 0.25 if symmetric else 0.3])
+
+
+def test_strips_whose_rows_would_lose_too_much_keep_their_entries(monkeypatch, layout):
+    """A threshold far too high: what each row and column loses stays within its budget nevertheless."""
+    monkeypatch.setattr(sparse_module, "first_threshold", lambda rows, limit: (0.02, 0.5))
+    X = clusters(900, spread=2.0)
+    K = KernelOperator(X, bandwidth=1.2, method="sparse", eps=0.05)
+    error = np.abs(dense(X, X, 1.2) - K @ np.eye(900))
+    assert np.linalg.norm(error, 2) <= K._engine.norm_bound + 1e-6 <= 0.05
+    assert K._engine.lost.norm > 0.01  # something was dropped

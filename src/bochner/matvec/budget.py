@@ -11,7 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-LESS = 16.0  # a threshold that drops too much is divided by this
+ROUNDING = 1 + 2e-3  # of sums of up to 2^14 small numbers in single precision, at most
+LESS = 4.0  # a threshold that drops too much is divided by this
+USED = 0.8  # of a limit, by an ordinary row at the first threshold
 COMMON = 0.03  # of the kept entries, whose rows ask for a lower threshold than the first one
 
 
@@ -29,8 +31,8 @@ class Budget:
     def norm(self) -> float:
         """Bound on |E|_2 of what was dropped."""
         if self.symmetric:
-            return float((self.rows + self.columns).max()) * (1 + 1e-4)
-        return math.sqrt(float(self.rows.max()) * float(self.columns.max())) * (1 + 1e-4)
+            return float((self.rows + self.columns).max()) * ROUNDING
+        return math.sqrt(float(self.rows.max()) * float(self.columns.max())) * ROUNDING
 
     def drop(self, tile: Tensor, lo: int, position: Tensor, tau: float, signed: bool = False) -> Tensor:
         """The entries of a tile to be dropped: those up to tau, less in rows and columns whose budgets are exhausted.
@@ -38,40 +40,77 @@ class Budget:
         `lo`: the row at which the tile begins; `position`: its columns. A row of a symmetric matrix is also a column,
         which may lose half of its budget; when the row's turn comes, it has what is left.
         """
-        n = tile.shape[0]
+        hi = lo + tile.shape[0]
         small = tile - torch.hardshrink(tile, tau)
-        room = self.limit - self.columns[lo : lo + n] if self.symmetric else torch.full((n,), self.limit)
-        _spare(small, room, tau, signed)
-        before = self.columns[position]
-        _spare(small.T, (0.5 if self.symmetric else 1.0) * self.limit - before, tau, signed)
-        if self.symmetric:  # of the rows that are columns of this very tile
-            own = int((position < lo).sum())
-            _spare(small, room - _sums(small[:, own : own + n].T, signed), 0.0, signed)
-        self.rows[lo : lo + n] += _sums(small, signed)
-        self.columns[position] = before + _sums(small.T, signed)
+        rows, room = _sums(small, signed), self._room(lo, hi)
+        _spare(small, rows, room, tau, signed)
+        columns, before = _sums(small.T, signed), self.columns.index_select(0, position)
+        if _spare(small.T, columns, self._column_limit - before, tau, signed):
+            rows = _sums(small, signed)
+        if self.symmetric:  # some of the rows are columns of this very tile
+            own = ((position >= lo) & (position < hi)).nonzero()[:, 0]
+            room.index_add_(0, position[own] - lo, columns[own], alpha=-1)
+            if _spare(small, rows, room, 0.0, signed):
+                columns = _sums(small.T, signed)
+        self.rows[lo:hi] += rows
+        self.columns.index_copy_(0, position, before.add_(columns))
         return small
+
+    def most_of_columns(self, lo: int, hi: int, position: Tensor, tau: float) -> Tensor:
+        """The largest sums, over rows lo:hi, of columns that may go entirely: tau, less where a budget is exhausted.
+
+        Negative for columns of a symmetric matrix which are among these rows: they are left to `drop`.
+        """
+        most = self._column_limit - self.columns.index_select(0, position)
+        most.clamp_max_(tau)
+        if self.symmetric:
+            most.masked_fill_((position >= lo) & (position < hi), -1.0)
+        return most
+
+    def take_columns(self, lo: int, position: Tensor, rows: Tensor, columns: Tensor) -> bool:
+        """Drop columns entirely, known by their sums and by what rows from lo on lose; False if that is too much."""
+        hi = lo + rows.numel()
+        if bool((rows > self._room(lo, hi)).any()):
+            return False
+        self.rows[lo:hi] += rows
+        self.columns.index_add_(0, position, columns)
+        return True
+
+    @property
+    def _column_limit(self) -> float:
+        return (0.5 if self.symmetric else 1.0) * self.limit
+
+    def _room(self, lo: int, hi: int) -> Tensor:
+        """What these rows may still lose."""
+        room = self.limit - self.rows[lo:hi]
+        return room.sub_(self.columns[lo:hi]) if self.symmetric else room
 
 
 def _sums(rows: Tensor, signed: bool) -> Tensor:
     return rows.abs().sum(1) if signed else rows.sum(1)
 
 
-def _spare(small: Tensor, room: Tensor, tau: float, signed: bool) -> None:
-    """Take the largest out of rows of `small` whose sums exceed `room`, in place: entries were dropped up to tau."""
-    bad = (_sums(small, signed) > room).nonzero()[:, 0]
+def _spare(small: Tensor, sums: Tensor, room: Tensor, tau: float, signed: bool) -> bool:
+    """Take the largest out of rows of `small`, dropped up to tau, whose `sums` exceed `room`; whether there were any.
+
+    In place, of both.
+    """
+    bad = over = (sums > room).nonzero()[:, 0]
     while bad.numel():
         tau = tau / LESS if tau > 1e-30 else 0.0
         part = small[bad]
         part -= torch.hardshrink(part, tau)
         small[bad] = part
-        bad = bad[_sums(part, signed) > room[bad].clamp_min(0.0)]
+        sums[bad] = _sums(part, signed)
+        bad = bad[sums[bad] > room[bad].clamp_min(0.0)]
+    return over.numel() > 0
 
 
 def first_threshold(rows: list[Tensor], limit: float) -> tuple[float, float]:
     """From whole rows, sizes sorted upwards: what an ordinary one can drop; and the kept share of the entries."""
     taus, counts = [], []
     for table in rows:
-        place = (table.cumsum(1) <= 0.5 * limit).sum(1)
+        place = (table.cumsum(1) <= USED * limit).sum(1)
         counts.append(table.shape[1] - place)
         taus.append(table.gather(1, place[:, None].clamp_max(table.shape[1] - 1))[:, 0])
     count = torch.cat(counts)

@@ -15,7 +15,7 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-BYTES = 8  # of an entry: a float and the position of its column
+POSITION = 4  # bytes that say in which column an entry is
 LARGEST = 2**31 - 1  # entries that 32-bit positions can count
 
 
@@ -108,7 +108,9 @@ class RowWriter:
     def matrix(self, shape: tuple[int, int]) -> CompressedRows:
         start = np.zeros(shape[0] + 1, dtype=np.int64)
         np.cumsum(np.concatenate(self.counts), out=start[1:])
-        return CompressedRows(self.values[: self.size], self.columns[: self.size], start, shape)
+        for array in (self.values, self.columns):  # in place: of a view of a longer one scipy would make a copy
+            array.resize(self.size, refcheck=False)
+        return CompressedRows(self.values, self.columns, start, shape)
 
 
 def _longer(old: np.ndarray, used: int, size: int) -> np.ndarray:

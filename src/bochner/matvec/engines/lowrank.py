@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..._checks import spawn_seed
 from ..budget import Budget, first_threshold
-from ..csr import BYTES, CompressedRows, RowWriter
+from ..csr import POSITION, CompressedRows, RowWriter
 from ..problem import Problem
 from ..tiles import PRECISE, Tiles, left, precise_frame, right
 from .base import Applied, Engine
@@ -161,7 +161,7 @@ class LowRankEngine(Engine):
             sizes[torch.arange(some.numel()), some] = 0.0
         limit = 0.9 * problem.eps
         tau, share = first_threshold([sizes.sort(1).values], limit)
-        if share > KEPT_SHARE or 2 * BYTES * share * n * s > memory:
+        if share > KEPT_SHARE or 2 * (POSITION + 8) * share * n * s > memory:
             return False
         lost = Budget(n, s, limit, problem.symmetric, torch.float64)
         written = RowWriter(np.dtype(np.float64), int(share * n * s))

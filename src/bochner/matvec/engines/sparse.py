@@ -4,7 +4,8 @@ Most near pairs are negligible. Entries are dropped from the smallest upwards wh
 than its share of eps, which is known when the matrix is built: with what the plan skips it bounds the error of every
 product, for every x (Schur's test, as in `plan`). Far cells, where a plan has them, are kept as a second sparse matrix.
 Strictly linear, repeatable, and exactly symmetric: of a symmetric matrix the entries above the diagonal are kept once
-and used on both sides.
+and used on both sides. Columns that a strip of rows fills well are kept as dense blocks (`panels`), entries elsewhere
+with their positions, in compressed rows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +22,9 @@ from torch import Tensor
 from ..._checks import BochnerError
 from ..._progress import track
 from ..budget import Budget, first_threshold
-from ..csr import BYTES, CompressedRows, RowWriter, numpy_dtype
+from ..csr import POSITION, CompressedRows, RowWriter, numpy_dtype
 from ..index import KeyIndex
+from ..panels import LINE, Panels
 from ..plan import NearTiles, Plan
 from ..tiles import ROWS, swapped
 from .base import Applied, Engine
@@ -29,12 +32,26 @@ from .cells import CellsEngine
 
 TOTAL_SHARE = 0.95  # of eps, for what is skipped and what is dropped together
 FAR_SHARE = 0.05  # of eps, for the smallest far cells
-ENTRIES = 1 << 18  # of a tile
+ENTRIES, STRIP = 1 << 18, 1 << 22  # of a tile, and of all tiles of a strip of rows
+SMALL = 1 << 17  # pairs of a strip that is not worth looking for dense columns
+# The time of a dense block of (columns, LINE) and of its entries, in that of an entry kept by itself, as measured.
+BLOCK_TIME, DENSE_TIME = 6000, 0.375
 PROBED_CELLS = 48  # whose tiles say at which size entries can be dropped
 
 
 class TooLarge(BochnerError):
     """The kept entries do not fit into the memory allowed."""
+
+
+class Strip(NamedTuple):
+    """Rows lo:hi of the cell begin:end, and all its near keys."""
+
+    begin: int
+    end: int
+    lo: int
+    hi: int
+    position: Tensor
+    keys: Tensor
 
 
 class SparseEngine(Engine):
@@ -45,8 +62,8 @@ class SparseEngine(Engine):
         limit = TOTAL_SHARE * eps - (plan.skipped_norm if plan.certain else 0.5 * eps)
         n, s = plan.queries.rows.shape[0], index.keys.rows.shape[0]
         self.lost = Budget(n, s, limit, plan.symmetric, self.dtype)
-        self.near = self._collect(memory, progress)
-        self.mirror = self.near.transposed() if plan.symmetric else None
+        self.panels, self.few = self._collect(memory, progress)
+        self.mirror = self.few.transposed() if plan.symmetric else None
         self.far = self._collect_far(eps) if plan.beta > 0 else None
 
     @property
@@ -56,7 +73,12 @@ class SparseEngine(Engine):
     @property
     def entries(self) -> int:
         """Kept entries of the matrix, mirror images not counted."""
-        return sum(m.entries for m in (self.near, self.far) if m is not None)
+        return self.panels.entries + self.few.entries + (0 if self.far is None else self.far.entries)
+
+    @property
+    def bytes(self) -> int:
+        """What the near entries take, mirror images and their positions counted."""
+        return self.dtype.itemsize * self.panels.entries + self._scattered * self.few.entries
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:
@@ -67,52 +89,107 @@ class SparseEngine(Engine):
     @cached_property
     def _backward(self) -> tuple[CompressedRows, CompressedRows | None]:
         """The transposes of both matrices; of a symmetric near matrix it is there from the beginning."""
-        return self.mirror or self.near.transposed(), None if self.far is None else self.far.transposed()
+        return self.mirror or self.few.transposed(), None if self.far is None else self.far.transposed()
 
     # ---- building ---------------------------------------------------------------------------------------------------
 
-    def _tiles(self, near: NearTiles, a: int) -> list[tuple[int, int, Tensor, Tensor]]:
-        """Rows lo:hi of cell a against all their near keys: (lo, hi, positions of the keys, the keys)."""
-        lo, hi = int(self.plan.queries.start[a]), int(self.plan.queries.start[a + 1])
-        out = []
-        for position, w in near.keys(a, 1 << 62) if lo < hi else ():
-            step = max(16, min(ROWS, ENTRIES // position.numel()))
-            out += [(i, min(i + step, hi), position, w) for i in range(lo, hi, step)]
-        return out
+    def _keys(self, near: NearTiles, a: int) -> list[tuple[Tensor, Tensor]]:
+        """Positions and rows of all near keys of query cell a, if it has queries and near keys."""
+        return list(near.keys(a, 1 << 62)) if int(self.plan.queries.count[a]) else []
 
     def _probed_rows(self, near: NearTiles) -> Iterator[Tensor]:
         """A few rows of some cells against all their near keys, sorted upwards."""
         filled = (self.plan.queries.count > 0).nonzero()[:, 0]
         chosen = filled[torch.linspace(0, filled.numel() - 1, min(PROBED_CELLS, filled.numel())).long()]
         for a in chosen.tolist():
-            for lo, hi, _, w in self._tiles(near, a)[:1]:
+            lo, hi = int(self.plan.queries.start[a]), int(self.plan.queries.start[a + 1])
+            for _, w in self._keys(near, a):
                 yield near(near.rows(lo, min(hi, lo + 16)), w).sort(1).values
 
-    def _collect(self, memory: int, progress: bool) -> CompressedRows:
+    def _collect(self, memory: int, progress: bool) -> tuple[Panels, CompressedRows]:
+        """The entries that are kept: where they are dense, and elsewhere."""
         plan, index = self.plan, self.index
         near = NearTiles(index, plan)
         tau, fraction = first_threshold(list(self._probed_rows(near)), self.lost.limit)
-        copies = 2 if plan.symmetric else 1  # a symmetric matrix is kept with its mirror image
         expected = fraction * plan.pairs(index)
-        if copies * BYTES * expected > 2 * memory:
-            raise TooLarge(_too_large(copies * BYTES * expected, memory))
-        written = RowWriter(numpy_dtype(self.dtype), int(2 * expected))
-        cells = range(index.cells)
-        for a in track(cells, len(cells), "keeping near entries", progress):
-            tiles = self._tiles(near, a)
-            if not tiles:
-                written.skip(int(plan.queries.count[a]))
-            for lo, hi, position, w in tiles:
-                tile = near(near.rows(lo, hi), w)
-                if plan.symmetric:  # ones on the diagonal, and below it what is kept above
-                    own = int(plan.queries.start[a])
-                    tile[:, : int(plan.queries.start[a + 1]) - own].triu_(lo - own + 1)
-                dropped = self.lost.drop(tile, lo, position, tau)
-                keep = np.not_equal(tile.numpy(), dropped.numpy())
-                written.add(tile.numpy(), keep, position.to(torch.int32).numpy())
-            if copies * BYTES * written.size > memory:
-                raise TooLarge(_too_large(copies * BYTES * max(expected, written.size), memory))
-        return written.matrix((self.lost.rows.numel(), self.lost.columns.numel()))
+        if self._scattered * expected > 2 * memory:
+            raise TooLarge(_too_large(self._scattered * expected, memory))
+        panels, few = Panels(self.dtype), RowWriter(numpy_dtype(self.dtype), int(2 * expected))
+        cells = plan.queries.ranges()
+        for a, (begin, end) in track(enumerate(cells), len(cells), "keeping near entries", progress):
+            keys = self._keys(near, a)
+            if not keys:
+                few.skip(end - begin)
+            for position, w in keys:
+                step = max(16, min(ROWS, STRIP // position.numel()))
+                for lo in range(begin, end, step):
+                    strip = Strip(begin, end, lo, min(lo + step, end), position, w)
+                    if (strip.hi - lo) * position.numel() < SMALL:
+                        self._scatter(self._tile(near, strip), lo, position, tau, few)
+                    else:
+                        self._keep(*self._loud(near, strip, tau), lo, tau, panels, few)
+            size = self.dtype.itemsize * panels.entries + self._scattered * few.size
+            if size > memory:
+                raise TooLarge(_too_large(max(size, self._scattered * expected), memory))
+        return panels, few.matrix((self.lost.rows.numel(), self.lost.columns.numel()))
+
+    @property
+    def _scattered(self) -> int:
+        """Bytes of an entry that is kept by itself; a symmetric matrix has its mirror image beside it."""
+        return (self.dtype.itemsize + POSITION) * (2 if self.plan.symmetric else 1)
+
+    def _tile(self, near: NearTiles, strip: Strip) -> Tensor:
+        """(rows, keys) entries of a strip; of a symmetric matrix only what is above the diagonal, which is one."""
+        tile = near(near.rows(strip.lo, strip.hi), strip.keys)
+        if self.plan.symmetric:  # the cell's own keys come first
+            tile[:, : strip.end - strip.begin].triu_(strip.lo - strip.begin + 1)
+        return tile
+
+    def _loud(self, near: NearTiles, strip: Strip, tau: float) -> tuple[Tensor, Tensor]:
+        """The near keys of a strip whose entries do not all go: (keys, rows) entries, and their positions.
+
+        Tile by tile, and nearly all keys go: only the sums of what they leave behind are formed.
+        """
+        z = near.rows(strip.lo, strip.hi)
+        step = max(16, ENTRIES // z.shape[0])
+        for limit in (tau, -1.0):  # -1: rows would lose too much, and no key goes entirely
+            most = self.lost.most_of_columns(strip.lo, strip.hi, strip.position, limit)
+            lost, all_sums = z.new_zeros(z.shape[0]), []
+            values, positions = [], []
+            parts = zip(strip.position.split(step), strip.keys.split(step), most.split(step), strict=True)
+            for begin, (position, w, at_most) in enumerate(parts):
+                tile = near(w, z)
+                if self.plan.symmetric:  # as in `_tile`
+                    first = strip.begin + begin * step
+                    tile[: max(0, strip.end - first)].tril_(first - strip.lo - 1)
+                sums = tile.sum(1)
+                loud = sums > at_most
+                weight = (~loud).to(tile.dtype)
+                lost.addmv_(tile.T, weight)
+                all_sums.append(sums.mul_(weight))
+                chosen = loud.nonzero()[:, 0]
+                values.append(tile.index_select(0, chosen))
+                positions.append(position.index_select(0, chosen))
+            if self.lost.take_columns(strip.lo, strip.position, lost, torch.cat(all_sums)):
+                break
+        return torch.cat(values), torch.cat(positions)
+
+    def _keep(self, values: Tensor, position: Tensor, lo: int, tau: float, panels: Panels, few: RowWriter) -> None:
+        """Columns of a strip as a dense block where that takes less memory, the others entry by entry."""
+        height = values.shape[1]
+        kept = torch.hardshrink(values, tau).sign_().sum(1)  # a comparison would take three times as long
+        dense = kept * self._scattered > height * self.dtype.itemsize
+        if float(kept[dense].sum()) < BLOCK_TIME * height / LINE + DENSE_TIME * height * int(dense.sum()):
+            dense = torch.zeros_like(dense)
+        chosen, others = dense.nonzero()[:, 0], (~dense).nonzero()[:, 0]
+        panels.add(lo, values.index_select(0, chosen), position.index_select(0, chosen))
+        rest, where = values.index_select(0, others).T.contiguous(), position.index_select(0, others)
+        self._scatter(rest, lo, where, tau, few)
+
+    def _scatter(self, tile: Tensor, lo: int, position: Tensor, tau: float, few: RowWriter) -> None:
+        """Keep a (rows, keys) tile entry by entry, without those that are dropped."""
+        dropped = self.lost.drop(tile, lo, position, tau)
+        few.add(tile.numpy(), np.not_equal(tile.numpy(), dropped.numpy()), position.to(torch.int32).numpy())
 
     def _collect_far(self, eps: float) -> CompressedRows:
         """beta times the blurred kernel of far cells, (n, cells), without the smallest."""
@@ -143,7 +220,8 @@ class SparseEngine(Engine):
 
     def _multiply(self, x: Tensor, back: bool) -> Tensor:
         """The product with sorted x."""
-        y = self._backward[0] @ x if back else self.near @ x
+        y = self._backward[0] @ x if back else self.few @ x
+        self.panels.multiply(x, y, forward=not back, backward=back or self.plan.symmetric)
         if self.mirror is not None:
             y += self.mirror @ x
             y += x
@@ -159,8 +237,9 @@ class SparseEngine(Engine):
             return super().error_bound(x, adjoint)
         applied = self.apply(x.abs(), adjoint)
         unit = torch.finfo(self.dtype).eps / 2
-        terms = self.near.longest_row()
-        columns = int(np.bincount(self.near.columns, minlength=1).max())
+        terms, columns = self.panels.longest()
+        terms += self.few.longest_row()
+        columns += int(np.bincount(self.few.columns, minlength=1).max())
         terms = terms + columns + 1 if self.plan.symmetric else columns if adjoint else terms
         relative = float(self.plan.rounding.max()) + unit * (terms + 8)
         x = x.double()
@@ -174,10 +253,8 @@ class SparseEngine(Engine):
         return self.plan.skipped_norm + self.lost.norm
 
     def describe(self) -> str:
-        n, s = self.near.shape
-        line = (
-            f"{self.entries} entries kept, {self.entries / (n * s):.2%} of the matrix, {BYTES * self.entries >> 20} MB."
-        )
+        n, s = self.few.shape
+        line = f"{self.entries} entries kept, {self.entries / (n * s):.2%} of the matrix, {self.bytes >> 20} MB."
         if self.certain:
             line += f" What is left out is at most {self.norm_bound:.2g} |x|, for every x."
         return line
