@@ -17,8 +17,8 @@ from hf_models import GROUPED, TEXT, build, texts_as_batches  # noqa: E402
 from bochner import BochnerError, BochnerWarning, convert, revert  # noqa: E402
 from bochner.hf import plan_of, report_of  # noqa: E402
 from bochner.hf.aim import is_language_model, split, whole_seconds  # noqa: E402
-from bochner.hf.capture import Shape, discover  # noqa: E402
-from bochner.hf.judge import Language, Outputs, compare_readings, language_quality, read, repeated  # noqa: E402
+from bochner.hf.capture import Shape, discover, run  # noqa: E402
+from bochner.hf.judge import Language, Outputs, Text, compare_readings, language_quality, read  # noqa: E402
 from bochner.hf.layer import LinearAttention  # noqa: E402
 from bochner.hf.target import EXACT, Goal, Layer, Option, Search  # noqa: E402
 
@@ -93,13 +93,10 @@ def test_the_quality_of_a_language_model_is_the_least_of_perplexity_and_recall()
 
 def test_the_original_loses_nothing_and_its_loss_is_zero() -> None:
     model = llama()
-    judge = Language(model, ids(600), 0.9)
-    assert all(
-        torch.equal(b["input_ids"][0, -judge.passage :], b["input_ids"][0, : judge.passage]) for b in judge.batches
-    )
-    with torch.no_grad():
-        assert judge.quality(lambda batch: model(**batch)).kept == 1.0
-        assert judge.loss(0, model(**judge.batches[0])).item() == pytest.approx(0.0, abs=1e-5)
+    judge = Language(model, ids(900), 0.9, 600)
+    assert judge.quality(lambda batch: run(model, batch)).kept == pytest.approx(1.0, abs=1e-5)
+    for i, batch in enumerate(judge.batches):
+        assert judge.loss(i, run(model, batch)).item() == pytest.approx(0.0, abs=1e-4)
     encoder = build("bert", TEXT)
     outputs = Outputs(encoder, texts_as_batches(4), 0.9)
     with torch.no_grad():
@@ -109,15 +106,48 @@ def test_the_original_loses_nothing_and_its_loss_is_zero() -> None:
         assert outputs.loss(0, other(**outputs.batches[0])) > 1
 
 
+def test_a_text_repeats_passages_from_all_over_it_at_its_end() -> None:
+    tokens = torch.arange(1024)
+    text = Text(tokens)
+    assert text.ids.shape == (1, 1024)
+    passages = text.again.view(4, 64)
+    assert all((p.diff() == 1).all() for p in passages)
+    assert passages[:, 0].diff().min() > 150
+    losses = text.ids[0, 1:].float()  # as if the loss of a token were its number
+    body, again = text.split(losses)
+    assert torch.equal(body, tokens[1 : len(text.body)].float())
+    assert torch.equal(again.view(4, -1), passages[:, 8:].float())
+    assert text.first(losses) == pytest.approx(again.mean().item())
+
+
+def test_a_probe_is_the_end_of_the_whole_text() -> None:
+    """Behind the cache the original predicts what it predicts in one pass, and a choice what it would on those keys."""
+    model = llama()
+    judge = Language(model, ids(900), 0.9, 600)
+    assert len(judge.batches) == 4
+    last = judge.batches[-1]
+    size = last["input_ids"].shape[1]
+    assert torch.equal(last["input_ids"][0], judge.text.ids[0, -size:])
+    before = last["past_key_values"].get_seq_length()
+    assert before == 600 - size
+    with torch.no_grad():
+        whole = model(judge.text.ids).logits[:, -size:]
+    for _ in range(2):  # the cache of a probe stays as it is
+        torch.testing.assert_close(run(model, last).logits, whole, atol=1e-4, rtol=1e-4)
+        assert last["past_key_values"].get_seq_length() == before
+    light = judge.light()
+    assert light.loss(0, run(build("llama", GROUPED, head="AutoModelForCausalLM", std=0.5), light.batches[0])) > 1
+
+
 def test_reading_in_pieces_gives_the_losses_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bochner.hf.judge.PIECE", 16)
-    model, x = llama(), repeated(ids(50), 10)
-    reading = read(model, x)
+    model, text = llama(), Text(ids(150))
+    reading = read(model, text.ids)
     with torch.no_grad():
-        logits = model(x, use_cache=False).logits[0, :-1]
-    wanted = torch.nn.functional.cross_entropy(logits, x[0, 1:], reduction="none")
+        logits = model(text.ids, use_cache=False).logits[0, :-1]
+    wanted = torch.nn.functional.cross_entropy(logits, text.ids[0, 1:], reduction="none")
     torch.testing.assert_close(reading.losses, wanted, atol=1e-4, rtol=1e-4)
-    assert compare_readings([reading], [reading], 10).kept == 1.0
+    assert compare_readings([text], [reading], [reading]).kept == 1.0
 
 
 def test_the_parts_of_the_data_have_nothing_in_common() -> None:

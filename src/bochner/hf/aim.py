@@ -15,7 +15,7 @@ from bochner import theory
 from bochner._checks import BochnerError
 from bochner._timing import best_times
 from bochner.hf import capture, io
-from bochner.hf.judge import PASSAGE, Judge, Language, Outputs, Quality, Reading, compare_readings, read, repeated
+from bochner.hf.judge import Judge, Language, Outputs, Quality, Reading, Text, compare_readings, read
 from bochner.hf.layer import Call, LinearAttention
 from bochner.hf.measure import Far, attention_weights
 from bochner.hf.plan import Plan
@@ -132,8 +132,10 @@ class Split:
     held: Any
     is_language: bool
 
-    def judge(self, model: Any, keep: float) -> Judge:
-        return Language(model, self.choose, keep) if self.is_language else Outputs(model, self.choose, keep)
+    def judge(self, model: Any, goal: Goal) -> Judge:
+        if self.is_language:
+            return Language(model, self.choose, goal.keep, goal.length)
+        return Outputs(model, self.choose, goal.keep)
 
 
 def split(data: Sequence[dict[str, Tensor]], is_language: bool) -> Split:
@@ -230,7 +232,7 @@ def aim(
     began = time.monotonic()
     parts = split(data, is_language_model(model, shapes))
     search = Search(model, shapes, goal, num_features, seed, say, **near)
-    judge = parts.judge(model, goal.keep)
+    judge = parts.judge(model, goal)
     search.prepare(parts.fit, judge)
     search.frontier(judge)
     trial = Trial(model, search, parts, exact_below)
@@ -241,7 +243,7 @@ def aim(
     report = TargetReport(
         goal.keep, goal.minimize, goal.length, chosen.plan, candidates, candidates.index(chosen),
         chosen.verified.kept >= goal.keep, chosen.verified, trial.length, trial.whole,
-        _heads(search, chosen, judge if floors else None), [], search.seconds,
+        _heads(search, chosen, parts.fit[0] if floors else None), [], search.seconds,
     )  # fmt: skip
     report.reasons = _reasons(report, trial)
     return report, layers
@@ -258,9 +260,7 @@ class Trial:
         if parts.is_language:
             self.length = min(self.length, len(parts.held))
             count = max(1, min(VERIFIED_TOKENS, len(parts.held)) // self.length)
-            self.passage = min(PASSAGE, self.length // 4)
-            pieces = parts.held[: count * self.length].split(self.length)
-            self.texts = [repeated(piece, self.passage) for piece in pieces]
+            self.texts = [Text(piece) for piece in parts.held[: count * self.length].split(self.length)]
         else:
             self.length = max(_length(batch) for batch in parts.held)
             self.held = Outputs(model, parts.held, search.goal.keep)
@@ -305,10 +305,10 @@ class Trial:
         layers = search.build(plan)
         if self.is_language:
             if not self.before:
-                self.before = [read(self.model, ids) for ids in self.texts]
+                self.before = [read(self.model, text.ids) for text in self.texts]
             with installed(self.model, plan, layers):
-                after = [read(self.model, ids) for ids in self.texts]
-            candidate.verified = compare_readings(self.before, after, self.passage)
+                after = [read(self.model, text.ids) for text in self.texts]
+            candidate.verified = compare_readings(self.texts, self.before, after)
             self.figures[id(candidate)] = {"original": _figures(self.before[0]), "converted": _figures(after[0])}
             return layers
         with installed(self.model, plan, layers):
@@ -357,8 +357,8 @@ def _figures(reading: Reading) -> dict[str, float]:
     }
 
 
-def _heads(search: Search, chosen: Candidate, judge: Judge | None) -> list[HeadFigures]:
-    floors = {} if judge is None else rank_floors(search, judge.batches[0])
+def _heads(search: Search, chosen: Candidate, batch: dict[str, Tensor] | None) -> list[HeadFigures]:
+    floors = {} if batch is None else rank_floors(search, batch)
     found = []
     for plan in chosen.plan.layers:
         layer = search.layers.get(plan.name)

@@ -8,6 +8,7 @@ under a recording attention function, never by the names of attributes.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -128,10 +129,18 @@ def unwrap(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
     return inner, tokenizer or model.tokenizer
 
 
-def run(model: nn.Module, batch: dict[str, Tensor], *, gradient: bool = False) -> Any:
-    """One forward pass without cache, on the model's device."""
+def snapshot(cache: Any) -> Any:
+    """A cache as it is now: its layers replace their keys and values when they grow, and never write into them."""
+    copied = copy.copy(cache)
+    copied.layers = [copy.copy(layer) for layer in cache.layers]
+    return copied
+
+
+def run(model: nn.Module, batch: dict[str, Any], *, gradient: bool = False) -> Any:
+    """One forward pass on the model's device; no cache is made, and one that is given stays as it is."""
     device = next(model.parameters()).device
-    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    moved = {k: snapshot(v) if hasattr(v, "layers") else v for k, v in batch.items()}
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()}
     with torch.set_grad_enabled(gradient):
         try:
             return model(**moved, use_cache=False)

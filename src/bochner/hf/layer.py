@@ -158,7 +158,7 @@ class LinearAttention(nn.Module):
 
     def leaves(self, keys: int) -> bool:
         """Whether a call with so many keys is left to the attention that the module had before."""
-        return self.plan.untouched or (keys < self.plan.exact_below and not self.trained)
+        return (keys < self.plan.exact_below and not self.trained) or self.plan.untouched
 
     def forward(self, call: Call, cache: RecurrentLayer | None = None) -> Tensor:
         """(b, h, n, v). With a cache, key and value are those it has not seen and `padding` is that of all keys."""

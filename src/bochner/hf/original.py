@@ -47,12 +47,14 @@ class Obstacle(NamedTuple):
 class Mask:
     """What our mask function makes, for linear attention and for the original one.
 
-    `keep` (b, s): which keys count; `is_causal`: whether later ones are hidden from earlier rows; `segments` (b, n):
-    the sequence that each token of a packed batch belongs to; `obstacle`: what of the mask these three do not say.
+    `keep` (b, s): which keys count, None for the first `length`; `is_causal`: whether later ones are hidden from
+    earlier rows; `segments` (b, n): the sequence that each token of a packed batch belongs to; `obstacle`: what of the
+    mask these do not say.
     `asked`: the arguments of the mask function, from which the original mask is made when it is needed.
     """
 
-    keep: Tensor
+    keep: Tensor | None
+    length: int
     is_causal: bool
     segments: Tensor | None = None
     obstacle: Obstacle | None = None
@@ -105,11 +107,8 @@ def make_mask(
     length = kv_length
     if not compiling:  # slots of a fixed-size cache that are not filled yet
         length = min(kv_length, int(q_offset) + q_length) if causal else kv_length
-    if attention_mask is None:
-        keep = torch.ones(batch_size, length, dtype=torch.bool, device=device)
-    else:
-        keep = attention_mask[:, kv_offset : kv_offset + length].bool()
-    return Mask(keep, causal, segments, beyond, asked)
+    keep = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + length].bool()
+    return Mask(keep, length if keep is None else keep.shape[1], causal, segments, beyond, asked)
 
 
 def _leaves(function: Any) -> list[Any]:
@@ -183,15 +182,16 @@ def understand(
     found = obstacle(mask, kwargs)
     if found is not None:
         raise BochnerError(f"{type(module).__name__} cannot use linear attention: {found.reason}.")
-    keep = mask.keep if isinstance(mask, Mask) else mask
+    keep, length = (mask.keep, mask.length) if isinstance(mask, Mask) else (mask, key.shape[-2])
     if isinstance(mask, Mask):
         causal = mask.is_causal
     else:  # models that make no mask say it by is_causal
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
+        length = length if mask is None else mask.shape[1]
+    if length < key.shape[-2]:  # the slots of a fixed cache beyond the mask hold zeros; the feature of 0 is not 0
+        key, value = key[..., :length, :], value[..., :length, :]
     padding = None
     if keep is not None:
-        # In a cache of fixed size the slots beyond the mask hold zeros, and the feature of zero is not zero.
-        key, value = key[..., : keep.shape[1], :], value[..., : keep.shape[1], :]
         padding = ~keep.bool()
         if not torch.compiler.is_compiling() and not padding.any():
             padding = None
@@ -224,7 +224,8 @@ def as_before(
 
 
 def _function(module: nn.Module, implementation: str) -> Callable[..., Any]:
-    interface: dict[str, Callable[..., Any]] = transformers_module().AttentionInterface._global_mapping
+    # Not through `transformers_module`: short calls come this way, and are to cost no more than they did.
+    interface: dict[str, Callable[..., Any]] = sys.modules["transformers"].AttentionInterface._global_mapping
     if implementation in interface:
         return interface[implementation]
     for cls in type(module).__mro__:  # eager attention stands beside the module, and is not registered

@@ -131,10 +131,11 @@ def converted_forward(
     """The same for converted models, in which modules and calls that are not converted go the way they went before."""
     from bochner.hf.cache import layer_of
 
-    own, cache = getattr(module, CHILD, None), layer_of(key)
+    own: Any = module._modules.get(CHILD)
     if own is None:
         _check_plan(module)
         return as_before(module, softmax_of(getattr(module, "config", None)), query, key, value, attention_mask, kwargs)
+    cache = layer_of(key) if own.plan.is_causal else None
     if cache is None and own.leaves(key.shape[-2]):
         implementation = own.origins[0].implementation
         return as_before(module, implementation, query, key, value, attention_mask, kwargs)

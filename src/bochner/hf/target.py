@@ -29,14 +29,15 @@ from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import HeadErrors, Samples
 from bochner.hf.plan import LayerPlan, Plan, default_window_kind
 
-CAUSAL_WINDOWS, WINDOWS = (64, 128, 256), (16, 32, 64, 128)
+CAUSAL_WINDOWS, WINDOWS = (64, 128, 256, 512), (16, 32, 64, 128)
+NUM_CAUSAL_WINDOWS = 3  # of them, the widest that are below half of the length
 CAUSAL_SINKS, SINKS = 4, 1
 CAUSAL_HYBRID, WIDEST_HYBRID = 128, 128  # the window of decoders, and the widest, that is tried with a kernel beside
 LEAST_ERROR = 0.02  # errors below this say nothing about a head's sensitivity
 BUDGETS = (-5.0, 7.0)  # log2 of the damages that are tried, in units of what the target allows
 REFINEMENTS = 2  # halvings of the last step between a budget that keeps the target and one that does not
-UNITS = 24  # exact parts whose omission is measured, in each of
-ROUNDS = 4  # rounds of leaving out
+UNITS = 20  # exact parts whose omission is measured, in each of
+ROUNDS = 3  # rounds of leaving out
 RETREATS = 3  # choices that are verified before giving up
 Say = Callable[[str], None]
 
@@ -217,9 +218,10 @@ class Search:
         for i, (name, layer) in enumerate(self.layers.items()):
             self.say(f"fitting maps, layer {i + 1} of {len(self.layers)}")
             note(layer.plan, samples[name].q, samples[name].k)
-            for option in _options(layer.plan, min(longest, self.goal.length), self.windows):
+            length = self.goal.length if layer.plan.is_causal else min(longest, self.goal.length)
+            for option in _options(layer.plan, length, self.windows):
                 plan = layer.planned([option] * layer.plan.num_kv_heads)
-                if option.kind in ("hybrid", "kernel") and samples[name].rows < 2 * plan.num_features:
+                if option.kind != "window" and not _fits(option, plan, samples[name].rows, longest, length):
                     continue
                 made = LinearAttention(plan)
                 if option.kind != "window":
@@ -271,8 +273,8 @@ class Search:
             if not reference:
                 continue
             layers = {name: self.layers[name].made[option] for name, option in reference.items()}
-            batches = judge.batches if kind == "window" else judge.batches[:1]
-            falls = gate_gradients(self.model, layers, batches, judge.loss, self.say)
+            asked = judge if kind == "window" else judge.light()
+            falls = gate_gradients(self.model, layers, asked.batches, asked.loss, self.say)
             found = {}
             for name, option in reference.items():
                 error = self.layers[name].errors[option].double().clamp_min(LEAST_ERROR)
@@ -481,11 +483,22 @@ def _options(plan: LayerPlan, length: int, windows: Sequence[int] | None = None)
         sizes = CAUSAL_WINDOWS if plan.is_causal else WINDOWS
         reach = 1 if plan.is_causal else 3  # blocks see their neighbours on both sides
         windows = [w for w in sizes if reach * w <= length // 2] or [sizes[0]]
+        windows = windows[-NUM_CAUSAL_WINDOWS:] if plan.is_causal else windows
     found = [Option("window", w) for w in windows]
     if plan.is_causal and CAUSAL_HYBRID in windows:
         return [*found, Option("hybrid", CAUSAL_HYBRID)]
     found += [Option("hybrid", w) for w in windows if w <= WIDEST_HYBRID or len(windows) == 1]
     return found if plan.is_causal else [*found, Option("kernel")]
+
+
+def _fits(option: Option, plan: LayerPlan, rows: int, longest: int, length: int) -> bool:
+    """Whether a map can be fitted to so many rows in sequences of at most `longest` tokens, for some of `length`.
+
+    Rotary positions make far pairs unlike near ones: in sequences much longer than those it was fitted to, a decoder's
+    kernel is worse than none.
+    """
+    far = plan.is_cross or not plan.is_causal or 2 * longest >= length
+    return far and rows >= 2 * plan.num_features and longest >= 2 * (option.window or 0)
 
 
 def _option(plan: LayerPlan, g: int) -> Option:
