@@ -226,7 +226,8 @@ def plain_masks_(model: nn.Module) -> None:
     def unpack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Mask):
-            kwargs = {**kwargs, "attention_mask": mask.keep.bool()[:, None, None, :]}
+            keep = None if mask.keep is None else mask.keep.bool()[:, None, None, :]
+            kwargs = {**kwargs, "attention_mask": keep}
         return args, kwargs
 
     for module in model.modules():
