@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.nemotron import modeling_nemotron
 
 TEXT = {
     "hidden_size": 32,
@@ -59,7 +60,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
 }
 DECODERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["llama", "qwen2", "qwen3", "phi3", "phi", "olmo", "olmo2", "starcoder2"], GROUPED),
-    **dict.fromkeys(["stablelm", "granite", "cohere", "smollm3", "glm", "nemotron"], GROUPED),
+    **dict.fromkeys(["stablelm", "granite", "cohere", "smollm3", "glm"], GROUPED),
     **dict.fromkeys(["gpt_neox", "biogpt", "persimmon"], TEXT),
     "gemma": {**GROUPED, "head_dim": 8},
     "mistral": {**GROUPED, "sliding_window": None},
@@ -72,6 +73,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "whisper": {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20},
     **dict.fromkeys(["wav2vec2", "hubert"], AUDIO),
 }
+if hasattr(modeling_nemotron, "ALL_ATTENTION_FUNCTIONS"):
+    DECODERS["nemotron"] = GROUPED
 SUPPORTED = {**ENCODERS, **DECODERS, **OTHERS}
 # Family, settings, and what the refusal must name.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -87,6 +90,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": (GROUPED, "softcap"),
     "mistral": (GROUPED, "sliding_window"),
 }
+if "nemotron" not in DECODERS:  # not yet part of the interface in the oldest version that is supported
+    REFUSED["nemotron"] = (GROUPED, "interface")
 
 
 def build(family: str, settings: dict[str, Any], *, head: str = "AutoModel", std: float = 0.15) -> Any:
