@@ -1,6 +1,6 @@
-"""The gallery of the documentation, made from the stored results: an index by paper, then every experiment.
+"""The gallery of the documentation, made from the stored results: an index, and for every paper its experiments.
 
-python experiments/gallery.py [--check]      (--check only says whether docs/gallery.md is up to date)
+python experiments/gallery.py [--check]      (--check only says whether the pages are up to date)
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from _gallery import RESULTS, ROOT
 from _index import PAPERS, PICTURES, READERS, Item, Said
 from run import names
 
-PAGE = ROOT / "docs" / "gallery.md"
+DOCS = ROOT / "docs"
 HEAD = """# Gallery
 
-Every figure and table of the five papers: reproduced, partly, not, or the reason for which it was not tried. This page
-is made from the stored results by `python experiments/gallery.py`; `make reproduce` computes them anew and goes on
-where it was stopped, `make reproduce QUICK=1` takes the small forms in under 15 minutes and touches no stored result.
+Every figure and table of the five papers: reproduced, partly, not, or the reason for which it was not tried. These
+pages are made from the stored results by `python experiments/gallery.py`; `make reproduce` computes them anew and goes
+on where it was stopped, `make reproduce QUICK=1` takes the small forms in under 15 minutes and changes no result.
 The papers: 000 is the problem set on kernel attention and linear layers, 001 *Hybrid Random Features*, 002 the kernel
 products under sparsity, 003 *Rethinking Attention with Performers*, 004 *On Learning the Transformer Kernel*. What is
 wrong in them is on the page of [errata](errata.md).
@@ -42,22 +42,22 @@ def said_of(script: str, needs: str = "") -> Said | None:
         return None
 
 
-def row(item: Item) -> str:
-    """One line of the index."""
+def row(item: Item, homes: dict[str, str]) -> str:
+    """One line of the index; `homes`: the page of each script."""
     where = f"[more]({item.page})" if item.page else ""
     if not item.script:
         verdict = f"not tried: {item.reason}" if item.reason else "as tests and on its own page"
         return f"| {item.label} | {item.title} | {verdict} | {where} |"
     said = said_of(item.script, item.needs)
     verdict = f"**{said.verdict}**" if said else "not run yet"
-    return f"| {item.label} | {item.title} | {verdict} | [{item.script}](#{item.script}) {where} |"
+    return f"| {item.label} | {item.title} | {verdict} | [{item.script}]({homes[item.script]}#{item.script}) {where} |"
 
 
 def section(script: str, labels: list[str]) -> str:
     """What one script found."""
     said = said_of(script)
     command = f"`python experiments/{script}.py`, result in `experiments/results/{script}.json`"
-    lines = [f"### {script}", "", f"*{'; '.join(labels)}.* {command}."]
+    lines = [f"## {script}", "", f"*{'; '.join(labels)}.* {command}."]
     if said is None:
         return "\n".join([*lines, "", "Not run yet.", ""])
     verdict = said.verdict + (f": {said.why}" if said.why else "")
@@ -72,26 +72,40 @@ def first_line(script: str) -> str:
     return (ROOT / "experiments" / f"{script}.py").read_text(encoding="utf-8").splitlines()[0].strip('"')
 
 
-def page() -> str:
+def pages() -> dict[str, str]:
+    """The text of every page, by its name: a script is shown with the first paper that it serves."""
+    homes: dict[str, str] = {}
+    labels: dict[str, list[str]] = {}
+    for paper in PAPERS:
+        for item in paper.items:
+            if item.script:
+                homes.setdefault(item.script, f"gallery-{paper.key}.md")
+                labels.setdefault(item.script, []).append(f"{paper.key} {item.label}")
+    found = {"gallery.md": index(homes)}
+    for paper in PAPERS:
+        name = f"gallery-{paper.key}.md"
+        sections = [section(script, labels[script]) for script, home in homes.items() if home == name]
+        if sections:
+            head = f"# {paper.key}: experiments\n\n{paper.title}. All papers: [gallery](gallery.md).\n"
+            found[name] = "\n".join([head, *sections]).rstrip() + "\n"
+    return found
+
+
+def index(homes: dict[str, str]) -> str:
     parts = [HEAD]
-    found: dict[str, list[str]] = {}
     counts: dict[str, int] = {}
     for paper in PAPERS:
         parts += [f"## {paper.key}: {paper.title}", "", "| item | what | verdict | where |", "|---|---|---|---|"]
         for item in paper.items:
-            parts.append(row(item))
+            parts.append(row(item, homes))
             said = said_of(item.script, item.needs) if item.script else None
             kind = said.verdict if said else "not run" if item.script else "reasoned"
             counts[kind] = counts.get(kind, 0) + 1
-            if item.script:
-                found.setdefault(item.script, []).append(f"{paper.key} {item.label}")
         parts.append("")
     parts.insert(1, "Of all entries: " + ", ".join(f"{n} {k}" for k, n in sorted(counts.items())) + ".\n")
-    others = {s: first_line(s) for s in names() if s not in found}
+    others = {s: first_line(s) for s in names() if s not in homes}
     if others:
         parts += ["## Other experiments\n", *(f"- `experiments/{s}.py`: {what}" for s, what in others.items()), ""]
-    parts.append("## The experiments\n")
-    parts += [section(script, labels) for script, labels in found.items()]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -99,16 +113,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    text = page()
+    stale = [
+        name
+        for name, text in pages().items()
+        if not (DOCS / name).exists() or (DOCS / name).read_text(encoding="utf-8") != text
+    ]
     if options.check:
-        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
-        print(
-            "up to date" if current else "docs/gallery.md is not what the results say; run experiments/gallery.py",
-            file=sys.stderr,
-        )
-        return 0 if current else 1
-    PAGE.write_text(text, encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+        said = f"{', '.join(stale)}: not what the results say; run experiments/gallery.py" if stale else "up to date"
+        print(said, file=sys.stderr)
+        return 1 if stale else 0
+    for name in stale:
+        (DOCS / name).write_text(pages()[name], encoding="utf-8")
+        print(f"wrote docs/{name}")
     return 0
 
 

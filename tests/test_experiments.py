@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,8 +113,8 @@ def test_every_figure_and_table_of_the_papers_has_an_entry() -> None:
 def test_every_experiment_is_in_the_gallery_and_its_result_can_be_read() -> None:
     module = gallery()
     scripts = {p.stem for p in EXPERIMENTS.glob("[!_]*.py")} - {"run", "gallery", "pictures"}
-    text = module.page()
-    assert [s for s in scripts if f"### {s}\n" not in text and f"`experiments/{s}.py`" not in text] == []
+    text = "".join(module.pages().values())
+    assert [s for s in scripts if f"## {s}\n" not in text and f"`experiments/{s}.py`" not in text] == []
     for script in scripts:
         said = module.said_of(script)
         if said is not None:
@@ -123,11 +124,13 @@ def test_every_experiment_is_in_the_gallery_and_its_result_can_be_read() -> None
             assert said.why or said.verdict == "reproduced", script
 
 
-def test_the_page_has_a_section_for_every_script_and_is_made_of_the_results() -> None:
-    text = gallery().page()
+def test_the_pages_have_one_section_for_every_script_and_are_made_of_the_results() -> None:
+    pages = gallery().pages()
     for paper in gallery().PAPERS:
         for item in paper.items:
-            assert f"| {item.label} |" in text
+            assert f"| {item.label} |" in pages["gallery.md"]
             if item.script:
-                assert f"### {item.script}\n" in text
-    assert "Verdict: **reproduced**" in text
+                home = re.search(rf"\[{item.script}\]\(([\w.-]+)#{item.script}\)", pages["gallery.md"])
+                assert home is not None
+                assert [n for n, text in pages.items() if f"## {item.script}\n" in text] == [home[1]]
+    assert "Verdict: **reproduced**" in pages["gallery-001.md"]
