@@ -69,8 +69,9 @@ PRESUPPOSED: dict[str, Callable[[], dict[str, Any]]] = {
     "howto-encoders.md": lambda: minilm("encoder"),
     "howto-decoders.md": lambda: minilm("decoder"),
     "README.md": lambda: minilm("none"),
+    "index.md": lambda: minilm("none"),
 }
-NEEDS_A_MODEL = {"README.md", "howto-training.md", *(name for name in PRESUPPOSED if name.startswith("howto"))}
+NEEDS_A_MODEL = {"README.md", "index.md", "howto-training.md", *(name for name in PRESUPPOSED if name.startswith("howto"))}
 
 
 @pytest.fixture
