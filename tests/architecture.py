@@ -1,6 +1,6 @@
 """The import graph of the package, read from its source: every import counts, relative and lazy ones too.
 
-`python tests/architecture.py` writes the generated parts of docs/architecture.md anew.
+`python tests/architecture.py` writes the generated parts of docs/architecture.md and its drawing anew.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "bochner"
 PAGE = ROOT / "docs" / "architecture.md"
+DRAWING = ROOT / "docs" / "images" / "architecture.svg"
 
 
 class Import(NamedTuple):
@@ -164,19 +165,49 @@ def picture(graph: dict[str, set[str]]) -> str:
     return "\n".join(lines)
 
 
-def diagram(graph: dict[str, set[str]]) -> str:
-    """The same as a drawing, without the edges that follow from others and without the private helpers."""
+def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The graph without the private helpers and without the edges that follow from others."""
     shown = {part: {o for o in others if not o.startswith("_")} for part, others in graph.items() if part[0] != "_"}
 
     def reach(part: str) -> set[str]:
         below = shown.get(part, set())
         return below.union(*(reach(other) for other in below))
 
-    lines = ["```mermaid", "graph TD"]
-    for part in sorted(shown):
-        direct = {o for o in shown[part] if not any(o in reach(other) for other in shown[part] - {o})}
-        lines += [f"  {part} --> {other}" for other in sorted(direct)]
-    return "\n".join([*lines, "```"])
+    return {p: {o for o in below if not any(o in reach(x) for x in below - {o})} for p, below in shown.items()}
+
+
+def drawing(graph: dict[str, set[str]]) -> str:
+    """The reduced graph as SVG, the highest parts on top; every line leads downwards."""
+    edges, width, height, step = reduced(graph), 104, 30, 62
+    rows = levels(edges)[::-1]
+    wide = (width + 60) * max(map(len, rows))
+    place = {
+        part: (wide * (i + 0.5) / len(row), 25 + step * depth)
+        for depth, row in enumerate(rows)
+        for i, part in enumerate(row)
+    }
+    lines = [
+        f'<path d="M{x:.0f} {y + height / 2:.0f} L{u:.0f} {v - height / 2:.0f}" marker-end="url(#tip)"/>'
+        for part in sorted(edges)
+        for (x, y), (u, v) in [(place[part], place[other]) for other in sorted(edges[part])]
+    ]
+    boxes = [
+        f'<rect x="{x - width / 2:.0f}" y="{y - height / 2:.0f}" width="{width}" height="{height}" rx="4"/>'
+        f'<text x="{x:.0f}" y="{y + 5:.0f}">{part}</text>'
+        for part, (x, y) in sorted(place.items())
+    ]
+    style = (
+        "rect{fill:#eef3f8;stroke:#33658a}text{font:14px sans-serif;text-anchor:middle;fill:#1b2a38}"
+        "path{stroke:#7a8793;stroke-width:1.3;fill:none}marker path{fill:#7a8793}"
+    )
+    tip = (
+        '<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto">'
+        '<path d="M0 0 L10 5 L0 10 z"/></marker></defs>'
+    )
+    size = f'width="{wide}" height="{50 + step * (len(rows) - 1)}"'
+    back = '<path d="M0 0 H10000 V10000 H0 z" style="fill:white;stroke:none"/>'
+    head = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{style}</style>", tip, back]
+    return "\n".join([*head, *lines, *boxes, "</svg>", ""])
 
 
 def repeated(folders: Iterable[Path], lines: int = 6) -> list[tuple[str, str]]:
@@ -208,7 +239,7 @@ def repeated(folders: Iterable[Path], lines: int = 6) -> list[tuple[str, str]]:
 def generated(source: Path = SOURCE) -> dict[str, str]:
     """The generated parts of the page, by the names of their markers."""
     graph = room_graph(imports(source))
-    return {"tree": tree(source), "diagram": diagram(graph), "imports": picture(graph)}
+    return {"tree": tree(source), "imports": picture(graph)}
 
 
 def with_generated(page: str, parts: dict[str, str]) -> str:
@@ -248,3 +279,4 @@ def defined(name: str, source: Path = SOURCE) -> bool:
 
 if __name__ == "__main__":
     PAGE.write_text(with_generated(PAGE.read_text(), generated()))
+    DRAWING.write_text(drawing(room_graph(imports())))

@@ -71,7 +71,12 @@ PRESUPPOSED: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": lambda: minilm("none"),
     "index.md": lambda: minilm("none"),
 }
-NEEDS_A_MODEL = {"README.md", "index.md", "howto-training.md", *(name for name in PRESUPPOSED if name.startswith("howto"))}
+NEEDS_A_MODEL = {
+    "README.md",
+    "index.md",
+    "howto-training.md",
+    *(name for name in PRESUPPOSED if name.startswith("howto")),
+}
 
 
 @pytest.fixture
@@ -195,6 +200,9 @@ def test_the_page_of_the_theory_names_every_function() -> None:
 def test_the_page_of_the_architecture_is_drawn_from_the_code() -> None:
     page = architecture.PAGE.read_text()
     assert page == architecture.with_generated(page, architecture.generated()), "run python tests/architecture.py"
+    drawn = architecture.drawing(architecture.room_graph(architecture.imports()))
+    assert architecture.DRAWING.read_text() == drawn, "run python tests/architecture.py"
+    assert "images/architecture.svg" in page
 
 
 def test_every_name_on_the_walks_through_the_architecture_is_in_the_code() -> None:
