@@ -17,7 +17,7 @@ from bochner.attention.recompute import differentiate
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-BLOCK = 4096  # rows or keys at a time
+BLOCK = 2048  # rows or keys at a time
 pad = torch.nn.functional.pad
 
 
@@ -89,29 +89,47 @@ class _Attend(torch.autograd.Function):
         if torch.is_grad_enabled():  # a second derivative will be wanted
             return tuple(differentiate(composed(q, k, v, bias), (q, k, v, bias), grads))
         (n, d), s, size = q.shape[-2:], k.shape[-2], v.shape[-1]
-        dq, dk, dv, dbias = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, bias))
+        width = max(d, size) + 1
+        dq, dk, dv, dbias = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, bias))
         for i in range(0, n, BLOCK):
             rows = slice(i, i + BLOCK)
             # The kernel's gradient of a logit is p (g.v - g.out). With v = 0, out = 1 and g = -d in the last column
             # this becomes p (g.v - g.out + d), which is what a gradient d of the normaliser adds.
-            g, o = (pad(t[..., rows, :], (0, max(d, size) + 1 - size)) for t in (grads[0], out))
-            g[..., -1:], o[..., -1] = -grads[1][..., rows, :], 1
+            x, g, o = q[..., rows, :], grads[0][..., rows, :], out[..., rows, :]
+            x, g, o = (
+                _beside(x, _ones(x), width),
+                _beside(g, -grads[1][..., rows, :], width),
+                _beside(o, _ones(o), width),
+            )
+            log_norms = log_norm[..., rows, 0].contiguous()
             for j in range(0, s, BLOCK):
                 keys = slice(j, j + BLOCK)
-                x, y, u = _with_bias(q[..., rows, :], k[..., keys, :], v[..., keys, :], bias[..., keys])
-                log_norms = log_norm[..., rows, 0].contiguous()
+                y, u = k[..., keys, :], v[..., keys, :]
+                y, u = _beside(y, bias[..., keys].mT, width), _beside(u, u.new_zeros(()), width)
                 dx, dy, du = BACKWARD(g, x, y, u, o, log_norms, 0.0, False, scale=1.0)
-                dq[..., rows, :] += dx[..., :d]
-                dk[..., keys, :] += dy[..., :d]
-                dv[..., keys, :] += du[..., :size]
-                dbias[..., keys] += dy[..., d : d + 1].mT
+                _add(dq[..., rows, :], dx[..., :d], j == 0)
+                _add(dk[..., keys, :], dy[..., :d], i == 0)
+                _add(dv[..., keys, :], du[..., :size], i == 0)
+                _add(dbias[..., keys], dy[..., -1:].mT, i == 0)
         return dq, dk, dv, dbias
 
 
-def _with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One more coordinate for the bias, and at least one more of zeros for the values."""
-    x, y = pad(q, (0, 1), value=1.0), torch.cat([k, bias.mT.expand(*k.shape[:-1], 1)], dim=-1)
-    return _widened(x, y, pad(v, (0, 1)))
+def _add(total: Tensor, more: Tensor, first: bool) -> None:
+    """Add to a sum; the first term is written."""
+    if first:
+        total.copy_(more)
+    else:
+        total.add_(more)
+
+
+def _ones(t: Tensor) -> Tensor:
+    return t.new_ones(()).expand(*t.shape[:-1], 1)
+
+
+def _beside(t: Tensor, column: Tensor, width: int) -> Tensor:
+    """Rows of t (..., n, d) with zeros up to the width and a last column (..., n, 1), in one pass."""
+    gap = t.new_zeros(()).expand(*t.shape[:-1], width - 1 - t.shape[-1])
+    return torch.cat([t, gap, column.expand(*t.shape[:-1], 1)], dim=-1)
 
 
 def _widened(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -85,13 +85,13 @@ def _feature_function(phi: FeatureMap, role: str, root: float, dtype: torch.dtyp
 
     def features(x: Tensor) -> Features:
         z, extra, square = changed(exponent, x.to(dtype), root)
-        bound = square.detach().sqrt() * reach + lift
         logits = product(role, z, weight.mT)
         if offset is not None:
             logits = logits + offset if logits.requires_grad else logits.add_(offset)
         row = exponent.constant + extra - (exponent.half * scale**2) * square
-        if may_look(x) and bool(bound.amax() <= limits.calm):
+        if may_look(x) and bool((square.detach().amax().sqrt() * reach + lift).amax() <= limits.calm):
             return Features(logits.exp_(), row)
+        bound = square.detach().sqrt() * reach + lift
         shift = torch.where(bound <= limits.calm, 0, logits.detach().amax(-1, keepdim=True) - limits.peak)
         return Features((logits - shift).exp_(), row + shift)
 
