@@ -6,6 +6,7 @@ scripts that write none through a function here that reads their figures.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -375,12 +376,14 @@ def _window_kinds(r: Any) -> Said:
 
 
 def _train_table(r: Any) -> Said:
-    cells: dict[str, dict[str, float]] = {}
+    seeds: dict[tuple[str, str], list[float]] = {}
     for key, run in r.items():
         task, attention, _ = key.split("/")
-        score = run.get("accuracy", run.get("loss"))
-        if score is not None:
-            cells.setdefault(task, {})[attention] = score
+        if "accuracy" in run and task != "lm":
+            seeds.setdefault((task, attention), []).append(run["accuracy"])
+    cells: dict[str, dict[str, float]] = {}
+    for (task, attention), scores in seeds.items():
+        cells.setdefault(task, {})[attention] = statistics.mean(scores)
     shown = "; ".join(
         f"{task}: " + ", ".join(f"{a} {s:.3f}" for a, s in sorted(row.items(), key=lambda x: -x[1])[:5])
         for task, row in cells.items()
