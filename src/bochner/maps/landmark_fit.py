@@ -21,6 +21,7 @@ ROWS = 4096  # of queries and of keys, for landmarks, caps and scales
 TARGET_ROWS = (1536, 2048)  # of queries and of keys, for the regression
 RIDGES = (1e-1, 1e-2, 1e-3)  # relative to the mean eigenvalue of the hidden features' second moment
 TOP_UPS = (0.5, 0.2, 0.1, 0.05)  # least normaliser of a signed map, that of uniform attention being 1
+SHARES = (0.3, 0.1, 0.03, 1e-9)  # of the weight that a map gives to far keys, where it gives them too much
 SLACK = 1.02  # the most cautious choice whose error is within this factor of the best one is taken
 FILLS = 4  # rounds of filling in the missing pairs
 ROUNDS = 5  # of alternating regression for the positive map
@@ -142,13 +143,20 @@ def fit_head(
         errors.append(wrong)
     wrong = torch.cat(errors)
     ridge, p, r, head = found[choose(wrong)]
-    # 2. The error of what was chosen; for sequences of one half by what the other half would have chosen.
-    half = torch.arange(len(total)) % 2 == 0
+    heads = [head for *_, head in found]
     if positive:
         p, r = nonnegative(problem, p, r, ridge)
         head = _assemble(hidden, problem, p, r, positive=True)
-        wrong = measure(head, unseen or seen, near, (0.0,))[0]
+        wrong, heads = measure(head, unseen or seen, near, (0.0,))[0], [head]
+    # 2. Beside exact terms the map may be too loud as a whole.
+    if near.window is not None or near.sinks:
+        quieter = [head._replace(hidden=hidden._replace(log_w=hidden.log_w + math.log(s))) for s in SHARES]
+        wrong = torch.cat([wrong, *(measure(h, unseen or seen, near, (h.top_up,))[0] for h in quieter)])
+        heads += quieter
+    # 3. The error of what is chosen; for sequences of one half by what the other half would have chosen.
+    head = heads[choose(wrong)]
     if len(total) > 1:
+        half = torch.arange(len(total)) % 2 == 0
         wrong = torch.where(half, wrong[choose(wrong, ~half)], wrong[choose(wrong, half)])
     else:
         wrong = wrong[choose(wrong)]
