@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from bochner import BochnerError, BochnerWarning, feature_map
+from bochner.maps import landmark_fit
 from bochner.maps.landmark import LandmarkFeatures
 from bochner.maps.landmark_fit import (
     FLOOR,
+    SHARES,
     Near,
     Problem,
     Rows,
@@ -251,6 +253,29 @@ def test_fitting_far_pairs_alone_helps_beside_a_window():
     far = LandmarkFeatures(D + 2, 8, positive=False).calibrate_(*seen, window=8, window_kind="block")
     every = LandmarkFeatures(D + 2, 8, positive=False).calibrate_(*seen)
     assert attention_error(far, *fresh, near) < 0.9 * attention_error(every, *fresh, near)
+
+
+@pytest.mark.parametrize("positive", [True, False])
+def test_a_head_that_looks_nearby_alone_is_not_spoilt_by_the_map(positive, monkeypatch):
+    """Queries that find keys at like places: hardly anything lies beyond the window, and a fit that must give it
+    something gives too much."""
+    angle = torch.arange(160)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
+    place = 3.5 * torch.cat([angle.cos(), angle.sin()], dim=-1)
+    g = torch.Generator().manual_seed(0)
+    noise = torch.randn(2, 3, 12, 160, D, generator=g)
+    seen, fresh = ((place + 0.5 * q, place + 0.5 * k, v) for q, k, v in noise)
+    how = {"is_causal": True, "window": 16, "sinks": 1}
+    near, i = Near(**how), torch.arange(160)
+    logits = (fresh[0] @ fresh[1].mT).masked_fill(~near.allowed(i, i), -torch.inf)
+    exact, alone = logits.softmax(-1), logits.masked_fill(near.far(i, i), -torch.inf).softmax(-1)
+    window = float(((alone - exact) @ fresh[2]).norm() / (exact @ fresh[2]).norm())
+    error = {}
+    for shares in ((), SHARES):
+        monkeypatch.setattr(landmark_fit, "SHARES", shares)
+        phi = LandmarkFeatures(D, 8, positive=positive).calibrate_(*seen, **how)
+        error[shares] = attention_error(phi, *fresh, near)
+    assert error[()] > 1.5 * window
+    assert error[SHARES] < 1.2 * window
 
 
 @pytest.mark.parametrize("positive", [True, False])
