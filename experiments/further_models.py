@@ -5,9 +5,9 @@ ALBERT of reactions, whose twelve layers share one attention module, and keeps w
 Both read at most 512 tokens, where the original attention may well be the fastest: then the search says so and leaves
 the model alone. A recipe, window 32 and a sink with landmark features beside, shows what the maps keep of them.
 
-    python experiments/further_models.py [--texts 24] [--threads 1]
+    python experiments/further_models.py [--texts 9] [--threads 1]
 
-Writes experiments/results/further_models.json.
+Writes experiments/results/further_models.json; what is there is not done again.
 """
 
 from __future__ import annotations
@@ -111,12 +111,14 @@ def measured(model: Any, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=int, default=24, help="sequences of 512 tokens for each model")
+    parser.add_argument("--texts", type=int, default=9, help="sequences of 512 tokens for each model")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for name, load in (("AntiBERTy", antibodies), ("RXNMapper", molecules)):
+        if name in result:
+            continue
         try:
             with quietly():
                 model, sequences = load()

@@ -19,7 +19,7 @@ from bochner.hf.judge import Judge, Language, Outputs, Quality, Reading, Text, c
 from bochner.hf.layer import Call, LinearAttention
 from bochner.hf.measure import Far, attention_weights
 from bochner.hf.plan import Plan
-from bochner.hf.target import BUDGETS, RETREATS, Candidate, Goal, Option, Say, Search
+from bochner.hf.target import BUDGETS, EXACT, RETREATS, Candidate, Goal, Option, Say, Search
 
 FIT_LENGTH = 640  # tokens of the pieces that maps are fitted to
 FIT_TOKENS = 4096
@@ -401,8 +401,12 @@ def _reasons(report: TargetReport, trial: Trial) -> list[str]:
     found = []
     if not report.plan.converted:
         found.append(f"Nothing is converted: at {report.length} tokens the original has the least {report.minimize}.")
-    elif report.met:
+    elif report.met and report.minimize == "memory":
         found.append(f"The target is met with {report.candidates[report.chosen].memory:.3f} of the decoding memory.")
+    elif report.met:
+        before = sum(layer.seconds[EXACT] for layer in trial.search.layers.values())
+        share = report.candidates[report.chosen].attention_seconds / max(before, 1e-9)
+        found.append(f"The target is met with {share:.3f} of the time of attention at {report.length} tokens.")
     else:
         found.append(
             f"The target cannot be met: {report.verified.kept:.4f} is the best that was found, {report.keep:g} was "

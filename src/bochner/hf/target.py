@@ -37,7 +37,7 @@ LEAST_ERROR = 0.02  # errors below this say nothing about a head's sensitivity
 BUDGETS = (-5.0, 7.0)  # log2 of the damages that are tried, in units of what the target allows
 REFINEMENTS = 2  # halvings of the last step between a budget that keeps the target and one that does not
 UNITS = 12  # exact parts whose omission is measured, in each of
-ROUNDS = 2  # rounds of leaving out
+ROUNDS = 4  # rounds of leaving out
 RETREATS = 3  # choices that are verified before giving up
 Say = Callable[[str], None]
 
