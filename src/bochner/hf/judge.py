@@ -79,8 +79,8 @@ class Language:
     """Probes of a causal language model in a text of `length` tokens.
 
     The text is read once by the original; a choice is run on the last tokens before several places only, behind the
-    original's keys. That is a little kinder than to read all of it by the choice, and several times as fast. The loss is
-    the divergence from the original's predictions, on ordinary text and on the repeats, each relative to what `keep`
+    original's keys. That is a little kinder than to read all of it by the choice, and several times as fast. The loss
+    is the divergence from the original's predictions, on ordinary text and on the repeats, each relative to what `keep`
     allows of it; divergence, the expected rise of the loss if the original is right, is far less noisy than the rise.
     """
 
