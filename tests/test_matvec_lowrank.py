@@ -76,10 +76,40 @@ def test_the_bound_from_gaussian_vectors_holds_and_is_sharper():
     X = smooth(1200, d=6)
     K = KernelOperator(X, bandwidth=1.0, method="lowrank", rank=200, eps=0.1)
     engine = K._engine
-    before, after = engine.factor.trace_bound, engine.probe()
+    before, once = engine.factor.trace_bound, engine.probe(0.0, powers=1)
     truth = np.linalg.norm(dense(X, X, 1.0) - K @ np.eye(1200), 2)
-    assert truth <= after < 0.2 * before
-    assert engine.confidence == pytest.approx(1 - 2.0**-8)
+    assert truth <= once < 0.2 * before
+    assert engine.confidence == pytest.approx(1 - 2.0**-10)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_applying_the_residual_again_sharpens_the_bound_which_still_holds(symmetric):
+    X, Q = smooth(900, d=6), smooth(700, d=6)[::-1].copy()
+    for seed in range(4):  # each bound fails with probability 2^-10
+        keys, queries = (None, X) if symmetric else (X, Q)
+        K = KernelOperator(queries, keys, bandwidth=1.0, method="lowrank", rank=150, eps=0.1, seed=seed)
+        engine = K._engine
+        truth = np.linalg.norm(dense(queries, X, 1.0) - K @ np.eye(900), 2)
+        once = engine.probe(0.0, powers=3)  # a target that cannot be met: what one application says
+        thrice = engine.probe(1.01 * truth, powers=3)
+        assert truth <= thrice < 0.8 * once
+        assert thrice < 2.2 * truth  # (2 sqrt(2/pi) 4)^(1/3): a component of w is rarely above 4
+        assert engine.typical < truth
+
+
+def test_products_of_a_factor_have_the_guarantee_of_its_norm():
+    X = smooth(900, d=6)
+    trace = KernelOperator(X, bandwidth=1.0, method="lowrank", rank=150, eps=0.01)._engine.factor.trace_bound
+    K = KernelOperator(X, bandwidth=1.0, method="lowrank", rank=150, eps=0.3 * trace)
+    x = np.random.default_rng(0).normal(size=900)
+    assert K.matvec_with_certificate(x).hold_out_rows > 0
+    bound = K._engine.probe(0.0)
+    said = K.matvec_with_certificate(x)
+    assert (said.kind, said.hold_out_rows) == ("guarantee", 0)
+    assert "drawn when it was built" in said.statement
+    error = np.linalg.norm(dense(X, X, 1.0) @ x - said.value)
+    assert error <= said.bound <= 1.01 * bound * np.linalg.norm(x)
+    assert 0.2 * error <= said.error <= 5 * error
 
 
 def test_auto_takes_a_factor_for_several_products_with_a_smooth_kernel():

@@ -4,7 +4,8 @@ Three kinds of statement about |Kx - y|_2, from strongest to weakest:
 
 * `deterministic`: true without any randomness, rounding included;
 * `guarantee`: holds with probability `confidence` over the hold-out rows, whatever the data: an empirical
-  Bernstein bound (Maurer & Pontil 2009, theorem 4) whose range is the deterministic bound of each row;
+  Bernstein bound (Maurer & Pontil 2009, theorem 4) whose range is the deterministic bound of each row; or, of a
+  low-rank factor, over the random vectors from which the norm of what it leaves was bounded when it was built;
 * `estimate`: the same formula with the largest drawn value as the range, and never below (eps/2) |x|, because m
   rows without a bad one leave a fraction 3/m of bad rows possible. Not a guarantee: rows far worse than all drawn
   ones can escape it. Coverage is tested on data with known truth.
@@ -93,7 +94,8 @@ class Estimate:
         if self.kind == "deterministic":
             return f"{limit}, deterministically (rounding included)."
         if self.kind == "guarantee":
-            return f"{limit} with probability at least {self.confidence:.0%} over {self.hold_out_rows} hold-out rows."
+            drawn = f"{self.hold_out_rows} hold-out rows" if self.hold_out_rows else "vectors drawn when it was built"
+            return f"{limit} with probability at least {self.confidence:.0%} over {drawn}."
         return (
             f"{limit}, an estimate at the {self.confidence:.0%} level from {self.hold_out_rows} hold-out rows, "
             f"not a guarantee; the best guess is {self.error:.3g}."
@@ -326,6 +328,10 @@ def state(problem: Problem, engine: Engine, x: Tensor, checked: Checked) -> Stat
                 checked.repairs.append("float64")
         if deterministic <= limit or maker.exact:
             return Statement("deterministic", deterministic, 0.0, deterministic)
+        likely = engine.likely(x)
+        lost = unit * float(checked.value.double().norm())
+        if likely.confidence >= problem.confidence and likely.bound + lost <= limit:
+            return Statement("guarantee", likely.bound + lost, likely.error, deterministic)
     repaired = any(repair.startswith("near") for repair in checked.repairs)  # then by another plan than the engine's
     rows = None if repaired else engine.row_bound(x.to(engine.dtype))
     if rows is not None:

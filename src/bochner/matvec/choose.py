@@ -14,7 +14,7 @@ from .engines.base import Engine
 from .engines.cells import CellsEngine
 from .engines.exact import ExactEngine, exact_engine
 from .engines.features import FeaturesEngine
-from .engines.lowrank import KEPT_SHARE, LowRankEngine
+from .engines.lowrank import KEPT_SHARE, POWERS, LowRankEngine
 from .engines.paper import Constants, PaperEngine
 from .engines.sparse import SparseEngine, TooLarge
 from .index import KeyIndex, build_index, reframe, sort_queries
@@ -28,6 +28,7 @@ METHODS = ("auto", "exact", "cells", "sparse", "lowrank", "lowrank+sparse", "pap
 SMALL = 1 << 24  # pairs below which exact is simply fastest
 GAUSSIAN_ONLY = ("paper", "features")
 SEVERAL = 4  # products for which keeping the near entries pays
+MANY = 20  # products for which a sharper bound on what a factor leaves pays
 FEW = 0.15  # of all pairs: a certain plan that costs no more is taken without looking for another
 
 
@@ -108,15 +109,15 @@ def low_rank(problem: Problem, options: Options, choice: Choice) -> Choice:
     if math.prod(problem.shape) <= SMALL:
         return choice
     engine = LowRankEngine(problem, worthwhile_rank(problem, options))
-    # The remainder costs as much as this number of exact products.
-    dear = engine.factor.rank / (0.5 * problem.keys.shape[1] + 12)
-    if not engine.certain and options.products >= dear and engine.keep_remainder(options.memory):
+    said = "but smooth: a factor serves many products"
+    if not engine.certain and engine.probe(problem.eps, POWERS if options.products >= MANY else 1) > problem.eps:
+        # The remainder costs as much as this number of exact products.
+        dear = engine.factor.rank / (0.5 * problem.keys.shape[1] + 12)
+        if options.products < dear or not engine.keep_remainder(options.memory):
+            left = f"rank {engine.factor.rank} leaves out {engine.bound:.2g} |x|"
+            return replace(choice, reason=f"{choice.reason}; nor smooth enough: {left}")
         said = "but smooth: a factor and few entries of the rest serve many products"
-        return replace(choice, engine=engine, reason=f"{choice.reason}, {said}")
-    if not engine.certain and engine.probe() > problem.eps:
-        said = f"rank {engine.factor.rank} leaves out {engine.bound:.2g} |x|"
-        return replace(choice, reason=f"{choice.reason}; nor smooth enough: {said}")
-    return replace(choice, engine=engine, reason=f"{choice.reason}, but smooth: a factor serves many products")
+    return replace(choice, engine=engine, reason=f"{choice.reason}, {said}")
 
 
 def worthwhile_rank(problem: Problem, options: Options) -> int:

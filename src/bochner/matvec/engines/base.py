@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +18,15 @@ class Applied:
     pairs: int
     scores: list[Tensor] = field(default_factory=list)
     far: Tensor | None = None  # the part of `value` that comes from far cells
+
+
+class Likely(NamedTuple):
+    """A bound on |Kx - y|_2 of one column, its likely size, and the probability of the bound: of what was drawn when
+    the engine was built, and for every x at once."""
+
+    bound: float = math.inf
+    error: float = 0.0
+    confidence: float = 0.0
 
 
 class Engine:
@@ -43,6 +54,10 @@ class Engine:
     def error_bound(self, x: Tensor, adjoint: bool = False) -> tuple[Tensor, int]:
         """A bound on |Kx - y|_2 per column that needs no luck, rounding included, and the pairs it cost; else inf."""
         return torch.full((x.shape[1],), torch.inf, dtype=torch.float64), 0
+
+    def likely(self, x: Tensor) -> Likely:
+        """What is known with some probability about the product with one column (s, 1)."""
+        return Likely()
 
     def row_bound(self, x: Tensor) -> Tensor | None:
         """The same for each row of one column (n,), where the engine can say more than its `error_bound`."""

@@ -2,10 +2,13 @@
 
 Pivots are drawn in proportion to the diagonal of the residual R = K - F F' (Chen, Epperly, Tropp and Webber 2023), a
 block at a time. R stays positive semidefinite, so that its trace, known exactly, bounds its norm: |R|_2 <= tr R, and
-between queries and keys |R_qk|_2 <= sqrt(tr R_qq tr R_kk). The trace is many times the norm where the spectrum decays
-slowly; Gaussian vectors w give a sharper bound that holds with probability 1 - 2^-q: |R|_2 <= 2 sqrt(2/pi) max |R w_i|
-over q of them (Halko, Martinsson and Tropp 2011, lemma 4.1). Where queries are keys, the diagonal of R is added back:
-the sparse part of the residual, which costs nothing and makes isolated points right.
+between queries and keys |R_qk|_2 <= sqrt(tr R_qq tr R_kk). Where queries are keys, the diagonal of R is added back: the
+sparse part of the residual, which costs nothing and makes isolated points right.
+
+The trace is many times the norm where the spectrum decays slowly. Gaussian vectors w give a sharper bound that holds
+with probability 1 - 2^-q over q of them, |R|_2 <= 2 sqrt(2/pi) max |R w_i| (Halko, Martinsson and Tropp 2011, lemma
+4.1), and a sharper one still when R is applied p times: |R|_2^p = |R...R|_2, in turn with its transpose. All of them
+fail only if every w_i is nearly orthogonal to the first singular vector: one event, whatever p is.
 
 Where the trace stays too large, `keep_remainder` evaluates R itself, keeps its larger entries as a sparse matrix and
 knows what every row and column of the rest sums to: a deterministic bound again, `budget.Budget`'s.
@@ -29,11 +32,11 @@ from ..budget import Budget, first_threshold
 from ..csr import POSITION, CompressedRows, RowWriter
 from ..problem import Problem
 from ..tiles import PRECISE, Tiles, left, precise_frame, right
-from .base import Applied, Engine
-from .exact import exact_engine
+from .base import Applied, Engine, Likely
+from .exact import precise_engine
 
 BLOCK = 128  # pivots drawn at once
-PROBES = 8  # Gaussian vectors of the sharper bound
+PROBES, POWERS = 10, 3  # Gaussian vectors of the sharper bound, and how often R is applied to them, at most
 PROBED = 64  # rows of the residual that say how many of its entries would be kept
 STRIP = 64  # rows of the residual evaluated at once
 KEPT_SHARE = 0.05  # of the entries, at most: a sparse remainder must stay sparse
@@ -111,7 +114,7 @@ class LowRankEngine(Engine):
         self.problem = problem
         self.factor = pivoted_cholesky(problem, rank, 0.5 * problem.eps)
         self.bound = self.factor.trace_bound
-        self.confidence = 1.0
+        self.confidence, self.typical = 1.0, 0.0
 
     @property
     def certain(self) -> bool:  # type: ignore[override]
@@ -182,26 +185,45 @@ class LowRankEngine(Engine):
 
     # ---- bounds -----------------------------------------------------------------------------------------------------
 
-    def probe(self) -> float:
-        """The sharper bound on |R|_2, with probability 1 - 2^-8. Cost: one exact product with 8 vectors."""
+    def probe(self, target: float, powers: int = POWERS) -> float:
+        """The sharper bound on |R|_2, with probability 1 - 2^-10: R is applied until it is below `target` or cannot be.
+
+        Cost of an application: one exact product with 10 vectors in double precision.
+        """
         generator = torch.Generator().manual_seed(spawn_seed(self.problem.seed, 3))
         x = torch.randn(self.problem.shape[1], PROBES, generator=generator, dtype=torch.float64)
-        exact = exact_engine(self.problem)
-        residual = exact.apply(x.to(exact.dtype)).value.double() - self.apply(x).value
-        sharper = 2.0 * math.sqrt(2.0 / math.pi) * float(residual.norm(dim=0).max())
-        if sharper < self.bound:
-            self.bound, self.confidence = sharper, 1.0 - 2.0**-PROBES
+        exact, length = precise_engine(self.problem), x.norm(dim=0)
+        for power in range(1, powers + 1):
+            back = power % 2 == 0
+            x = exact.apply(x, back).value - self.apply(x, back).value
+            before, length = length, x.norm(dim=0)
+            sharper = (2.0 * math.sqrt(2.0 / math.pi) * float(length.max())) ** (1.0 / power) + self._entries
+            if power == 1:
+                self.typical = float((length / before).mean())
+            if sharper < self.bound:
+                self.bound, self.confidence = sharper, 1.0 - 2.0**-PROBES
+            if self.bound <= target or float((length / before).max()) > target:  # the latter is a lower bound
+                break
         return self.bound
 
-    def error_bound(self, x: Tensor, adjoint: bool = False) -> tuple[Tensor, int]:
-        x = x.double()
-        # Sums of n and of r terms in double precision, against |F| |F'| |x|.
+    @property
+    def _entries(self) -> float:
+        """What the rounding of kernel entries in double precision can add to a norm."""
+        return 10 * PRECISE * math.sqrt(math.prod(self.problem.shape))
+
+    def _rounding(self, x: Tensor) -> float:
+        """Sums of n and of r terms in double precision, against |F| |F'| |x|."""
         unit = torch.finfo(torch.float64).eps
         size = float(self.factor.queries.norm()) * float(self.factor.keys.norm()) + 1.0
-        rounding = unit * (x.shape[0] + self.factor.rank) * size
-        entries = 10 * PRECISE * math.sqrt(math.prod(self.problem.shape))  # those the factor was made from
+        return unit * (x.shape[0] + self.factor.rank) * size
+
+    def error_bound(self, x: Tensor, adjoint: bool = False) -> tuple[Tensor, int]:
         known = self.bound if self.confidence == 1.0 else self.factor.trace_bound
-        return (known + rounding + entries) * x.norm(dim=0), 0
+        return (known + self._rounding(x) + self._entries) * x.double().norm(dim=0), 0
+
+    def likely(self, x: Tensor) -> Likely:
+        norm = float(x.double().norm())
+        return Likely((self.bound + self._rounding(x)) * norm, self.typical * norm, self.confidence)
 
     def describe(self) -> str:
         how = "" if self.confidence == 1.0 else f" with probability {self.confidence:.1%}"
