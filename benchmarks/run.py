@@ -30,7 +30,7 @@ def command(name: str, quick: bool) -> list[str]:
         line += ["--plot", str(DOCS / "images" / "attention.png"), "--page", str(DOCS / "benchmarks.md")]
     pages = {
         "windows": "benchmarks.md",
-        "matvec": "kernel-operator.md",
+        "matvec": "kernel-speed.md",
         "estimators": "estimators.md",
         "sampling": "sampling.md",
     }
