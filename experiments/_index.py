@@ -102,9 +102,7 @@ PAPERS = (
         "002",
         "Improved algorithms for kernel matrix-vector multiplication under sparsity assumptions (2025)",
         (
-            Item(
-                "Algorithms 1-3", "run time against n, and the error", "kernel_product_time", page="kernel-speed.md"
-            ),
+            Item("Algorithms 1-3", "run time against n, and the error", "kernel_product_time", page="kernel-speed.md"),
             Item("Figure 1", "largest ratios, BERT", "sparsity_prefixes"),
             Item("Figure 2", "ratios of neighbouring entries", "attention_sparsity"),
             Item("Figure 3", "largest ratios, RoBERTa and GPT", "sparsity_prefixes"),
