@@ -190,9 +190,10 @@ def tables(results: dict[str, Any]) -> str:
     if "large" in results:
         r = results["large"]
         text += (
-            f"\n\n{r['rows']:,} rows of image patches: {r['steps']} steps, {r['seconds']:.0f} s, {r['memory_gb']:.1f} GB at "
-            f"most, where the kernel matrix alone would take {r['matrix_gb']:.0f} GB. Held-out error {r['rmse']:.4f} (from 10,000 of "
-            f"the rows {r['rmse_of_10000_rows']:.4f}; deviation of y {r['deviation_of_y']:.3f})."
+            f"\n\n{r['rows']:,} rows of image patches: {r['steps']} steps, {r['seconds']:.0f} s, "
+            f"{r['memory_gb']:.1f} GB at most, where the kernel matrix alone would take {r['matrix_gb']:.0f} GB. "
+            f"Held-out error {r['rmse']:.4f} (from 10,000 of the rows {r['rmse_of_10000_rows']:.4f}; deviation of y "
+            f"{r['deviation_of_y']:.3f})."
         )
     return text
 
