@@ -218,7 +218,7 @@ def error_map(
             name = f"<title>{row_name} {i}, {column_name} {j}: {error:.3f}</title>"
             parts.append(f'<rect class="cell" data-head="{place}" {box} style="{style}">{name}</rect>')
             if cell_width > 34:
-                ink = "var(--paper)" if share > 0.55 else "var(--ink)"
+                ink = "var(--paper)" if share > 0.65 else "var(--ink)"
                 middle = f'x="{x + cell_width / 2:.1f}" y="{y + 0.68 * cell_height:.1f}" text-anchor="middle"'
                 parts.append(f'<text class="value" {middle} style="fill:{ink}">{error:.2f}</text>')
             place += 1
