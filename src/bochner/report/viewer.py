@@ -52,7 +52,8 @@ def head_viewer(pictures: HeadPictures) -> str:
     caption = html.escape(pictures.caption)
     return (
         f'<section class="viewer">{error_map("error of every head", pictures.errors)}'
-        f'<p class="note">The stronger the colour, the larger the error. Choose a head here or in the list, and a token in the text: shaded is what '
+        '<p class="note">The stronger the colour, the larger the error. '
+        f"Choose a head here or in the list, and a token in the text: shaded is what "
         f'<b class="asked-for"></b> attends to. {caption}</p>'
         f'<p><label>head <select></select></label></p><div class="pair">'
         f"{panel.format('exact')}{panel.format('converted')}</div>"
