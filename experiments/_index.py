@@ -358,6 +358,37 @@ def _train_kernels(r: Any) -> Said:
     )
 
 
+def _smollm_target(r: Any) -> Said:
+    found = {n: r[n]["report"] for n in ("1000", "4000") if n in r}
+    told = "; ".join(
+        f"kept {report['verified']['kept']:.3f} on held-back texts of {n} tokens, with {r[n]['row']['memory']:.2f} of the "
+        "memory at 4,000"
+        for n, report in found.items()
+    )
+    met = all(report["met"] for report in found.values())
+    small = any(r[n]["row"]["memory"] <= 0.15 for n in found)
+    return Said(
+        "Ours: a search keeps 0.99 of perplexity and recall of SmolLM2 with at most 0.15 of the key-value memory.",
+        f"{told}.",
+        "reproduced" if met and small else "partly" if met else "not",
+        "" if met and small else "the target is kept, with more memory than claimed",
+    )
+
+
+def _long_context(r: Any) -> Said:
+    exact, window = r["exact"], r["window 128"]
+    *_, last = exact["perplexity"]
+    ratios = {n: row["perplexity"][last] / exact["perplexity"][last] for n, row in r.items() if n != "exact"}
+    told = ", ".join(f"{n}: {x:.3f}" for n, x in ratios.items())
+    grows = ratios["window 128"] > 1.05 and window["recall"]["2000"] > 3 * exact["recall"]["2000"]
+    return Said(
+        "Ours: what windows lose is far away; whole books show it, short texts do not.",
+        f"perplexity ratio of SmolLM2 at positions {last} of a book, {told}.",
+        "reproduced" if grows else "not",
+        "" if grows else "the window alone loses less than 5 %",
+    )
+
+
 def _window_kinds(r: Any) -> Said:
     pairs: dict[tuple[str, str], dict[str, float]] = {}
     for row in r:
@@ -416,6 +447,8 @@ READERS: dict[str, Callable[[Any], Said]] = {
     "smollm_recipes": _smollm_recipes,
     "softmax_metrics": _softmax_metrics,
     "train_kernels": _train_kernels,
+    "long_context": _long_context,
+    "smollm_target": _smollm_target,
     "train_speed": _train_speed,
     "train_table": _train_table,
     "train_tis": _train_tis,

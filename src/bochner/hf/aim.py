@@ -311,9 +311,13 @@ class Trial:
             candidate.verified = compare_readings(self.texts, self.before, after)
             self.figures[id(candidate)] = {"original": _figures(self.before[0]), "converted": _figures(after[0])}
             return layers
+        for layer in plan.converted:  # texts below the border would say nothing of the choice
+            layer.exact_below = 0
         with installed(self.model, plan, layers):
             candidate.verified = self.held.quality(lambda batch: capture.run(self.model, batch))
             seconds = whole_seconds(self.model, layers, capture.first_row(self.held.batches[0]))
+        for layer in plan.converted:
+            layer.exact_below = border
         self.figures[id(candidate)] = {name: {"seconds": x} for name, x in seconds.items()}
         return layers
 

@@ -330,7 +330,8 @@ class Search:
         memory, seconds = self.costs(plan)
         candidate = Candidate(plan, predicted, judge.quality(outputs), memory, seconds)
         self.tried.append(candidate)
-        self.say(f"kept {candidate.quality.kept:.4f} with {memory:.3f} of the memory")
+        cost = f"{memory:.3f} of the memory" if self.goal.minimize == "memory" else f"{seconds:.3f} s of attention"
+        self.say(f"kept {candidate.quality.kept:.4f} with {cost}")
         return candidate
 
     def _output(self, layers: dict[str, LinearAttention], batch: dict[str, Tensor]) -> Any:
