@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     if options.quick:
-        options.seeds, options.generations = 1, 3
+        options.seeds = 1
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # a small normaliser of the hybrid is one of the things that are compared
     kept = Path(str(PARTIAL).replace(".partial", f".{options.generations}.partial"))
