@@ -113,17 +113,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    stale = [
-        name
-        for name, text in pages().items()
-        if not (DOCS / name).exists() or (DOCS / name).read_text(encoding="utf-8") != text
-    ]
+    texts = pages()
+    stale = [n for n, t in texts.items() if not (DOCS / n).exists() or (DOCS / n).read_text(encoding="utf-8") != t]
     if options.check:
         said = f"{', '.join(stale)}: not what the results say; run experiments/gallery.py" if stale else "up to date"
         print(said, file=sys.stderr)
         return 1 if stale else 0
     for name in stale:
-        (DOCS / name).write_text(pages()[name], encoding="utf-8")
+        (DOCS / name).write_text(texts[name], encoding="utf-8")
         print(f"wrote docs/{name}")
     return 0
 

@@ -13,6 +13,7 @@ from naive import assert_same, draw, draw_qkv, gradients, naive_attention, naive
 from torch import Tensor
 
 from bochner import BochnerError, BochnerWarning, attention_matrix, exact_attention, feature_map, linear_attention
+from bochner.attention import flash
 from bochner.maps.base import FeatureMap, Features
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000)
@@ -305,3 +306,21 @@ def test_noisy_signed_maps_stay_finite(name: str, exact: dict[str, Any], is_caus
 
 def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key != name}
+
+
+@pytest.mark.parametrize("size", [3, 6, 9])
+@pytest.mark.parametrize(("n", "s"), [(20, 27), (5, 27), (20, 5)])
+def test_softmax_attention_in_blocks_has_the_gradients_of_the_whole(
+    n: int, s: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several blocks of rows and of keys, values narrower and wider than keys; both outputs have a gradient."""
+    monkeypatch.setattr(flash, "BLOCK", 8)
+    g = torch.Generator().manual_seed(0)
+    shapes = ((2, 3, n, 6), (2, 3, s, 6), (2, 3, s, size), (2, 3, 1, s))
+    inputs = [torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
+    grads = [torch.randn(2, 3, n, d, generator=g, dtype=torch.float64) for d in (size, 1)]
+    found, expected = flash.attend(*inputs), flash.composed(*inputs)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, inputs, grads), torch.autograd.grad(expected, inputs, grads), atol=1e-10, rtol=1e-8
+    )

@@ -22,7 +22,7 @@ TARGET_ROWS = (1536, 2048)  # of queries and of keys, for the regression
 RIDGES = (1e-1, 1e-2, 1e-3)  # relative to the mean eigenvalue of the hidden features' second moment
 TOP_UPS = (0.5, 0.2, 0.1, 0.05)  # least normaliser of a signed map, that of uniform attention being 1
 SHARES = (0.3, 0.1, 0.03, 1e-9)  # of the weight that a map gives to far keys, where it gives them too much
-SLACK = 1.02  # the most cautious choice whose error is within this factor of the best one is taken
+SLACK = 1.02  # the first choice within this factor of the least error is taken: cautious ridges, the full weight
 FILLS = 4  # rounds of filling in the missing pairs
 ROUNDS = 5  # of alternating regression for the positive map
 FLOOR = 1e-3  # share of uniform attention in every row of the positive map: a query unlike all seen averages the values
@@ -165,7 +165,7 @@ def fit_head(
 
 
 def choose(wrong: Tensor, some: Tensor | None = None) -> int:
-    """The first candidate, they run from the most cautious on, about as good as the best on (some of) the sequences."""
+    """The first candidate about as good as the best on (some of) the sequences; the preferred ones come first."""
     error = (wrong if some is None else wrong[:, some]).sum(-1)
     return int((error <= SLACK**2 * error.min()).nonzero()[0])
 
