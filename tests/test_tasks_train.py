@@ -203,6 +203,80 @@ def test_what_cannot_be_done_is_said_before_training(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def map_weights(output: Path, name: str) -> torch.Tensor:
+    """One part of the only layer's map, as it was saved."""
+    from safetensors.torch import load_file
+
+    weights = load_file(output / "model" / "model.safetensors")
+    (found,) = [v for k, v in weights.items() if "map_norm" in k and k.endswith(f".{name}")]
+    return found
+
+
+@pytest.mark.parametrize("learnable", ["SGB", "S", None])
+def test_what_a_fastfood_map_learns_can_be_chosen(learnable: str | None, tmp_path: Path) -> None:
+    result = run(tmp_path, "fastfood_prf", steps=4, options={"learnable": learnable}, learning_rate=1e-2, warmup=0)
+    assert result["options"] == {"learnable": learnable}
+    moved = {name for name in "SGB" if bool((map_weights(tmp_path, name) != 1).any())}
+    assert moved == set(learnable or "")
+    # A head of size 8 has one block: S, G and B have 8 entries each, for 2 heads.
+    nothing = run(tmp_path / "nothing", "fastfood_prf", steps=1, options={"learnable": None})
+    assert result["parameters"] - nothing["parameters"] == 16 * len(learnable or "")
+
+
+def test_options_of_maps_are_part_of_a_run(tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", "fastfood_prf", steps=4)
+    assert "options" not in plain  # runs made before there were any can be resumed
+    same = run(tmp_path / "same", "fastfood_prf", steps=4, options={"learnable": "SGB"})
+    assert same["metrics"] == plain["metrics"]
+    with pytest.raises(BochnerError, match=r"options None there and \{'learnable': 'S'\} here"):
+        run(tmp_path / "plain", "fastfood_prf", steps=4, options={"learnable": "S"}, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "said"),
+    [
+        ("fastfood_prf", {"learnable": "G"}, "'learnable'.*'SGB', 'S'"),
+        ("fastfood_prf", {"lernable": "S"}, r"does not take the options \['lernable'\].*learnable"),
+        ("fastfood_prf", {"seed": 1}, "'seed' of a map is set by the training"),
+        ("generalized", {"f": torch.relu}, "numbers, strings"),
+        ("exact", {"learnable": "S"}, "'exact' has no feature map"),
+        ("fnet", {"learnable": "S"}, "'fnet' has no feature map"),
+    ],
+)
+def test_options_that_a_map_cannot_take_are_refused_before_training(
+    attention: str, options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BochnerError, match=said):
+        run(tmp_path / "a", attention, options=options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "attention", "options"),
+    [
+        ("listops", "fastfood_prf", {"learnable": "S"}),
+        ("listops", "window+positive", None),
+        ("listops", "linformer", None),
+    ],
+)
+def test_the_model_of_a_run_comes_back_from_its_directory(
+    task: str, attention: str, options: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[nn.Module] = []
+    build = models.build
+    monkeypatch.setattr(models, "build", lambda *a, **k: kept.append(build(*a, **k)) or kept[-1])
+    small = {**TINY, "pooling": "mean"}
+    tasks.train(task, attention=attention, options=options, output=tmp_path, progress=False, steps=3, seed=3, **small)
+    loaded = tasks.load(tmp_path)
+    assert not loaded.training
+    ids = torch.randint(4, 15, (2, 48), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted, found = (m.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)) for m in (kept[0], loaded))
+    assert torch.equal(wanted["logits"], found["logits"])
+    with pytest.raises(BochnerError, match="no finished run"):
+        tasks.load(tmp_path / "nothing")
+
+
 def test_linformer_with_every_position_is_softmax() -> None:
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, 10, 4, generator=g) for _ in range(3))
@@ -320,7 +394,7 @@ def test_sinusoidal_positions_are_fixed_and_of_the_size_of_the_rest() -> None:
     torch.testing.assert_close(table.weight[:, 0], size * torch.arange(1000).float().sin(), atol=1e-4, rtol=0)
 
 
-def test_the_command_lists_tasks_and_runs_one(tmp_path: Path) -> None:
+def test_the_command_lists_tasks_and_runs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     typer = pytest.importorskip("typer")
     from typer.testing import CliRunner
 
@@ -334,6 +408,14 @@ def test_the_command_lists_tasks_and_runs_one(tmp_path: Path) -> None:
     where = str(tmp_path / "run")
     wrong = CliRunner().invoke(app, ["chess", "--output", where])
     assert isinstance(wrong.exception, BochnerError)
+    unclear = CliRunner().invoke(app, ["listops", "--attention", "gmm_prf", "--option", "shared_noise"])
+    assert isinstance(unclear.exception, BochnerError)
+    assert "NAME=VALUE" in str(unclear.exception)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(training, "train", lambda task, **options: given.update(options) or {"task": task})
+    both = ["--option", "shared_noise=true", "--option", "num_components=3"]
+    CliRunner().invoke(app, ["listops", "--attention", "gmm_prf", *both], catch_exceptions=False)
+    assert given["options"] == {"shared_noise": True, "num_components": 3}
 
 
 @pytest.mark.parametrize("attention", ["exact", "identity", "positive", "window+relu"])

@@ -10,7 +10,7 @@ from bochner.tasks.base import Collator, Preset, Task
 from bochner.tasks.registry import TASKS, dataset, preset_of, task
 
 # These need transformers and are imported when first asked for.
-_LAZY = {"attentions": "models", "build": "models", "choose": "models", "train": "training"}
+_LAZY = {"attentions": "models", "build": "models", "choose": "models", "load": "training", "train": "training"}
 __all__ = [
     "TASKS",
     "Collator",
@@ -20,6 +20,7 @@ __all__ = [
     "build",
     "choose",
     "dataset",
+    "load",
     "preset_of",
     "task",
     "train",

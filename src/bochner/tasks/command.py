@@ -17,6 +17,9 @@ def train(
     preset: Annotated[str, typer.Option(help="small, or paper")] = "small",
     features: Annotated[int | None, typer.Option(help="features per head; default by the preset")] = None,
     window: Annotated[int | None, typer.Option(help="block of window+MAP; default by the preset")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for the map, as in learnable=S; may be repeated")
+    ] = None,
     seed: Annotated[int, typer.Option(help="of the model, the maps and the order of the data")] = 0,
     output: Annotated[Path | None, typer.Option(help="default runs/TASK-ATTENTION-PRESET-SEED")] = None,
     resume: Annotated[bool, typer.Option(help="go on where the run was stopped")] = False,
@@ -52,6 +55,7 @@ def train(
         preset=preset,
         features=features,
         window=window,
+        options=dict(parsed(text) for text in option or ()),
         seed=seed,
         output=output,
         resume=resume,
@@ -63,3 +67,18 @@ def train(
         return
     shown = {k: result[k] for k in ("task", "attention", "seed", "metrics", "baseline", "seconds") if k in result}
     typer.echo(json.dumps(shown, indent=1))
+
+
+def parsed(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as JSON if it is any, else as a string.
+
+    >>> parsed("learnable=S"), parsed("shared_noise=true"), parsed("learnable=null")
+    (('learnable', 'S'), ('shared_noise', True), ('learnable', None))
+    """
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise BochnerError(f"An --option is NAME=VALUE, as in learnable=S; got {text!r}.")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value

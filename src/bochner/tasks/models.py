@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from bochner._checks import BochnerError, extra, positive_int
 from bochner.hf.convert import convert
 from bochner.hf.original import Mask
-from bochner.maps import FEATURE_MAPS
+from bochner.maps import FEATURE_MAPS, feature_map
 from bochner.tasks import peers
 from bochner.tasks.base import PAD, Preset, Task
 
@@ -37,11 +39,15 @@ def attentions() -> list[str]:
 
 @dataclass(frozen=True)
 class Attention:
-    """A choice of attention, checked: `features` m and `window` where they mean something, else 0."""
+    """A choice of attention, checked: `features` m and `window` where they mean something, else 0.
+
+    `options`: keywords of the feature map, such as `learnable` of Fastfood.
+    """
 
     name: str
     features: int = 0
     window: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def feature_map(self) -> str | None:
@@ -62,8 +68,15 @@ class Attention:
         return self.name not in peers.PEERS or peers.PEERS[self.name].takes_mask
 
 
-def choose(task: Task, name: str, preset: Preset, features: int | None = None, window: int | None = None) -> Attention:
-    """The attention of that name with the preset's sizes; refused if it cannot do the task."""
+def choose(
+    task: Task,
+    name: str,
+    preset: Preset,
+    features: int | None = None,
+    window: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Attention:
+    """The attention of that name with the preset's sizes; refused if it cannot do the task or take the options."""
     if name not in attentions():
         short = [a for a in attentions() if not a.startswith("window+")]
         raise BochnerError(f"Unknown attention {name!r}; the valid names are {short}, and 'window+' before any map.")
@@ -81,11 +94,32 @@ def choose(task: Task, name: str, preset: Preset, features: int | None = None, w
     m = features or preset.features_of.get(chosen.feature_map or "", preset.features)
     needs = chosen.feature_map is not None or name in ("linformer", "performer_pytorch")
     near = name.startswith("window")
+    if options:
+        _check_options(chosen, options, preset, m)
     return Attention(
         name,
         positive_int(m, "features", "train") if needs else 0,
         positive_int(window or preset.window, "window", "train") if near else 0,
+        dict(options or {}),
     )
+
+
+def _check_options(attention: Attention, options: Mapping[str, Any], preset: Preset, m: int) -> None:
+    """Refuse options that the map does not take, by making one."""
+    if attention.feature_map is None:
+        raise BochnerError(
+            f"The attention {attention.name!r} has no feature map that could take the options {sorted(options)}."
+        )
+    ours = sorted({"num_heads", "seed", "generator"} & set(options))
+    if ours:
+        raise BochnerError(f"The option {ours[0]!r} of a map is set by the training; leave it out.")
+    try:
+        json.dumps(dict(options))
+    except TypeError as error:
+        raise BochnerError(
+            f"The options of a map are kept in the run's file: numbers, strings, true or null only ({error})."
+        ) from error
+    feature_map(attention.feature_map, preset.width // preset.heads, m, **options)
 
 
 class Pooled(nn.Module):
@@ -206,7 +240,7 @@ def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: 
         size = preset.width // preset.heads
         peers.attach(model, lambda _: peers.Favor(size, attention.features, task.is_causal))
     elif attention.is_ours:
-        more: dict[str, Any] = {"train": True, "seed": seed}
+        more: dict[str, Any] = {"train": True, "seed": seed, "options": dict(attention.options)}
         if attention.window:
             more |= {"window": attention.window, "window_kind": "block"}
         if task.kind == "ctc":  # what goes in cannot be told from the config

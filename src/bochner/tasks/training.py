@@ -6,7 +6,8 @@ import json
 import os
 import time
 import warnings
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def train(
     preset: str = "small",
     features: int | None = None,
     window: int | None = None,
+    options: Mapping[str, Any] | None = None,
     seed: int = 0,
     output: str | Path | None = None,
     resume: bool = False,
@@ -48,16 +50,18 @@ def train(
     """Train a fresh model on a task and test it; returns the result, which is also `result.json` of the output.
 
     `attention`: see `attentions()`. `preset`: `"small"` or `"paper"`; `changes` replace single values of it.
-    `features`: m; `window`: of `window+` attentions. `output`: default `runs/TASK-ATTENTION-PRESET-SEED`; holds
-    `run.json`, `metrics.jsonl`, checkpoints and `result.json`. `resume`: go on where the run in `output` was
+    `features`: m; `window`: of `window+` attentions; `options`: keywords of the feature map, as in
+    `{"learnable": "S"}`. `output`: default `runs/TASK-ATTENTION-PRESET-SEED`, with the options behind the attention;
+    holds `run.json`, `metrics.jsonl`, checkpoints and `result.json`. `resume`: go on where the run in `output` was
     stopped, however it was; a finished run returns its result. `start`: the output of a run on another task with the
     same sizes, whose encoder is taken over (pretraining). Under `accelerate launch` the batch is shared by the
     processes.
     """
     chosen = task_of(task)
     sizes = preset_of(chosen, preset, **changes)
-    kind = models.choose(chosen, attention, sizes, features, window)
-    where = Path(output) if output else Path("runs") / f"{task}-{attention}-{preset}-{seed}"
+    kind = models.choose(chosen, attention, sizes, features, window, options)
+    named = "".join(f",{k}={v}" for k, v in sorted(kind.options.items()))
+    where = Path(output) if output else Path("runs") / f"{task}-{attention}{named}-{preset}-{seed}"
     described = {
         "task": task,
         "attention": attention,
@@ -66,6 +70,7 @@ def train(
         "features": kind.features,
         "window": kind.window,
         "start": None if start is None else str(start),
+        **({"options": dict(kind.options)} if kind.options else {}),
     }
     configuration = json.loads(json.dumps(described))  # as it will be read back
     if is_first():
@@ -270,6 +275,23 @@ def first_bad(model: nn.Module, inputs: dict[str, Any]) -> str | None:
         for handle in handles:
             handle.remove()
     return found[0] if found else None
+
+
+def load(output: str | Path) -> nn.Module:
+    """The model of a finished run, trained, from its directory; maps and their draws included."""
+    from safetensors.torch import load_model
+
+    where = Path(output)
+    path = where / "model" / "model.safetensors"
+    if not path.exists() or not (where / "run.json").exists():
+        raise BochnerError(f"There is no finished run in {str(where)!r}: run.json or {path.name} is missing.")
+    said = json.loads((where / "run.json").read_text(encoding="utf-8"))
+    sizes = Preset(**{f.name: said[f.name] for f in fields(Preset) if f.name in said})
+    chosen = task_of(said["task"])
+    kind = models.choose(chosen, said["attention"], sizes, said["features"], said["window"], said.get("options"))
+    model = models.build(chosen, sizes, kind, seed=said["seed"])
+    load_model(model, path)  # weights that are tied are stored once
+    return model.eval()
 
 
 def take_over_(model: nn.Module, start: Path) -> None:
