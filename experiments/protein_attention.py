@@ -11,7 +11,7 @@ layers are out of reach. What is seen in it is measured beside the same model be
   a head counts from 2.
 - vertical: the share of the variance of the attention that the mean over the rows explains; a head counts from 1/2,
   if the twentieth of the letters that is attended to most gets at least twice its share.
-- similarity of letters a and b, as Vig et al. (2020) have it: the correlation over heads of the shares of attention that
+- similarity of letters a and b, as in Vig et al. (2020): the correlation over heads of the shares of attention that
   go to a and to b. Agreement with BLOSUM62 is the correlation over the 190 pairs, its p-value that of permuted letters
   (Mantel's test).
 
@@ -54,6 +54,7 @@ AMINO = LETTERS[:20]
 BOVIN = "MKMSRLCLSVALLVLLGTLAASTPGCDTSNQAKAQRPDFCLEPPYTGPCKARIIRYFYNAKAGLCQTFVYGGCRAKRNNFKSAEDCMRTCGGAIGPWENL"
 NEAR, TOP = 3, 0.05
 PAIRS = ("DE", "FY")
+KINDS = {"heads": "shares over heads", "mutual": "mutual attention", "embeddings": "embeddings"}
 PERMUTATIONS = 20_000
 
 
@@ -95,7 +96,7 @@ def diagonal(a: Tensor) -> Tensor:
 
 
 def vertical(a: Tensor) -> tuple[Tensor, Tensor]:
-    """How much of the variance of a (..., n, n) its columns explain, and what the most attended get over their share."""
+    """What of the variance of a (..., n, n) its columns explain, and what the most attended get over their share."""
     columns = a.mean(-2)
     explained = columns.var(-1, unbiased=False) / a.flatten(-2).var(-1, unbiased=False)
     top = max(1, round(TOP * a.shape[-1]))
@@ -190,7 +191,7 @@ def conclude(result: dict[str, Any], before: dict[str, Any], after: dict[str, An
     similar = after["heads"]["correlation"] > before["heads"]["correlation"] and after["heads"]["p"] < 0.01
     top = all(after["heads"]["ranks"][pair] <= 19 for pair in PAIRS)  # in the first tenth
     ours = (
-        f"a model of {heads} heads after {sizes['steps']:,} steps ({100 * metrics['accuracy']:.1f} % of hidden letters, "
+        f"{heads} heads after {sizes['steps']:,} steps ({100 * metrics['accuracy']:.1f} % of hidden letters, "
         f"frequencies alone {100 * baseline:.1f} %): diagonal heads {after['diagonal heads']}, vertical heads "
         f"{after['vertical heads']} (before training {before['diagonal heads']} and {before['vertical heads']}). "
         "Correlation with BLOSUM62 over the 190 pairs, after and before training: "
@@ -200,7 +201,8 @@ def conclude(result: dict[str, Any], before: dict[str, Any], after: dict[str, An
             for k, what in (
                 ("heads", "shares over heads"),
                 ("mutual", "mutual attention"),
-                ("embeddings", "embeddings"),
+                "embeddings",
+                "embeddings",
             )
         )
         + ". Place among the 190 by shares over heads: "

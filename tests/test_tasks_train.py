@@ -360,10 +360,26 @@ def test_a_pretrained_encoder_is_taken_over(tmp_path: Path) -> None:
     name = "bert.encoder.layer.0.output.dense.weight"
     assert torch.equal(fresh.state_dict()[name], weights[name])
     wider = tasks.preset_of(task, "small", **{**TINY, "feedforward": 32})
-    with pytest.raises(BochnerError, match="has other sizes"):
+    with pytest.raises(BochnerError, match=r"intermediate.dense.weight' is \(16, 16\) there and \(32, 16\) here"):
         training.take_over_(models.build(task, wider, models.choose(task, "relu", wider)), tmp_path / "first")
     with pytest.raises(BochnerError, match="no finished run"):
         training.take_over_(fresh, tmp_path / "nothing")
+
+
+def test_weights_trained_with_softmax_are_taken_over_into_another_attention_and_head(tmp_path: Path) -> None:
+    run(tmp_path / "first", "exact", steps=3)
+    there = tasks.load(tmp_path / "first")
+    task = tasks.task("listops")
+    preset = tasks.preset_of(task, "small", **{**TINY, "pooling": "mean"})
+    fresh = models.build(task, preset, models.choose(task, "positive", preset), seed=5)
+    drawn = {k: v.clone() for k, v in fresh.state_dict().items() if ".linear_attn." in k or k.startswith("head.")}
+    assert len(drawn) > 3
+    training.take_over_(fresh, tmp_path / "first")
+    found = fresh.state_dict()
+    assert all(torch.equal(found[k], v) for k, v in drawn.items())
+    taken = [k for k in there.state_dict() if k.startswith("bert.") and "pooler" not in k]
+    assert len(taken) > 10
+    assert all(torch.equal(there.state_dict()[k], found["encoder." + k.removeprefix("bert.")]) for k in taken)
 
 
 def test_models_are_built_from_the_seed_and_leave_the_global_state_alone() -> None:

@@ -189,10 +189,14 @@ class Classifier(Pooled):
 
 
 class Matcher(Pooled):
-    """Two sequences, encoded apart by one encoder, and a small classifier on both: [a, b, a - b, a * b]."""
+    """Two sequences, encoded apart by one encoder, and a small classifier on both: [a, b, a - b, a * b].
+
+    Mean rows are standardised, as those of `Classifier`.
+    """
 
     def __init__(self, encoder: Any, pooling: str, width: int, classes: int, *, takes_mask: bool = True) -> None:
         super().__init__(encoder, pooling, takes_mask=takes_mask)
+        self.standard = Standardized(width) if pooling == "mean" else nn.Identity()
         self.head = nn.Sequential(nn.Linear(4 * width, width), nn.GELU(), nn.Linear(width, classes))
 
     def forward(
@@ -203,7 +207,8 @@ class Matcher(Pooled):
         other_mask: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        a, b = self.encode(input_ids, attention_mask), self.encode(other_ids, other_mask)
+        both = torch.cat([self.encode(input_ids, attention_mask), self.encode(other_ids, other_mask)])
+        a, b = self.standard(both).chunk(2)
         return _judged(self.head(torch.cat([a, b, a - b, a * b], dim=-1)), labels)
 
 

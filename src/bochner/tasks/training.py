@@ -295,19 +295,18 @@ def load(output: str | Path) -> nn.Module:
 
 
 def take_over_(model: nn.Module, start: Path) -> None:
-    """Take over the weights of another run wherever name and shape agree; the heads stay fresh."""
-    path = start / "model" / "model.safetensors"
-    if not path.exists():
-        raise BochnerError(f"There is no finished run in {str(start)!r}: {path.name} is missing.")
-    from safetensors.torch import load_file
+    """Take over the weights of another run but for its head; what another attention has of its own stays fresh."""
+    theirs, ours = body_of(load(start)).state_dict(), body_of(model).state_dict()
+    own = (".linear_attn.", ".peer.", "pooler.")  # maps, peers, and BERT's pooler, which only some heads have
+    for name, weight in ours.items():
+        there = theirs.get(name)
+        if there is not None and there.shape == weight.shape:
+            weight.copy_(there)
+        elif not any(part in f".{name}" for part in own):
+            said = "is not there" if there is None else f"is {tuple(there.shape)} there and {tuple(weight.shape)} here"
+            raise BochnerError(f"The run in {str(start)!r} has another model: the weight {name!r} {said}.")
 
-    weights = load_file(path)
-    own = model.state_dict()
-    common = {k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}
-    inside = [k for k in own if ".encoder." in k or ".embeddings." in k]
-    missing = [k for k in inside if k not in common]
-    if missing:
-        raise BochnerError(
-            f"The run in {str(start)!r} has other sizes or another attention: {missing[0]!r} is not the same there."
-        )
-    model.load_state_dict(common, strict=False)
+
+def body_of(model: nn.Module) -> nn.Module:
+    """A model without its head."""
+    return model.encoder if isinstance(model, models.Pooled) else model.base_model  # type: ignore[return-value]
