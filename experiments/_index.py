@@ -120,6 +120,12 @@ PAPERS = (
             Item(
                 "Figure 5",
                 "weights of a Transformer in a Performer, then fine-tuned",
+                "train_transfer",
+                page="training.md",
+            ),
+            Item(
+                "Figure 5, a large model",
+                "a decoder converted without fine-tuning",
                 "smollm_recipes",
                 page="howto-decoders.md",
             ),
@@ -137,14 +143,10 @@ PAPERS = (
                 page="training.md",
                 needs="protein/",
             ),
-            Item(
-                "Figure 10",
-                "attention of a protein model",
-                reason="needs a well-trained protein model: 500,000 steps in the paper",
-            ),
-            Item("Figure 11", "two heads of it", reason="needs the model of figure 10"),
-            Item("Figure 12", "its first 25 tokens", reason="needs the model of figure 10"),
-            Item("Figure 13", "similarity of amino acids by its attention", reason="needs the model of figure 10"),
+            Item("Figure 10", "attention of a protein model", "protein_attention", page="training.md"),
+            Item("Figure 11", "two heads of it", "protein_attention", page="training.md"),
+            Item("Figure 12", "its first 25 tokens", "protein_attention", page="training.md"),
+            Item("Figure 13", "similarity of amino acids by its attention", "protein_attention", page="training.md"),
             Item("Figure 14", "error through the layers", "error_propagation"),
             Item(
                 "Figure 15",
@@ -214,7 +216,7 @@ PAPERS = (
             Item("Figure 5", "memory across data sets", "train_speed", page="benchmarks.md"),
             Item("Table 6", "settings of GLUE", reason=PARAMETERS),
             Item("Figure 6", "memory and accuracy on ListOps", "train_table", page="training.md", needs="listops/"),
-            Item("Table 7", "Fastfood variants on GLUE", reason=LARGE.format("pre-training and five fine-tunings")),
+            Item("Table 7", "Fastfood variants, on our tasks instead of GLUE", "train_fastfood", page="training.md"),
         ),
     ),
 )
