@@ -1,5 +1,7 @@
 """Kept entries: the same products, known bounds for every row and column, strictly linear, within memory."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -55,8 +57,8 @@ def test_the_error_matrix_is_within_the_bounds_of_its_rows_and_columns(layout, s
     rows, columns = engine.lost.rows.double(), engine.lost.columns.double()
     if symmetric:
         rows = columns = rows + columns
-    allowed_rows = (rows + engine.plan.rows)[engine.plan.queries.order.argsort()].numpy()
-    allowed_columns = (columns + engine.plan.columns)[engine.index.keys.order.argsort()].numpy()
+    allowed_rows = rows[engine.plan.queries.order.argsort()].numpy()
+    allowed_columns = columns[engine.index.keys.order.argsort()].numpy()
     assert (error.sum(1) <= allowed_rows * (1 + 1e-3) + 1e-4 * eps + 2e-5).all()
     assert (error.sum(0) <= allowed_columns * (1 + 1e-3) + 1e-4 * eps + 2e-5).all()
     back = K.rmatvec(np.ones(len(q)))
@@ -205,7 +207,7 @@ def test_a_matrix_without_dense_strips_adds_nothing():
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_columns_that_go_entirely_are_counted_and_refused_when_a_row_would_lose_too_much(symmetric):
-    lost = Budget(6, 6, 1.0, symmetric, torch.float64)
+    lost = Budget(torch.zeros(6).double(), torch.zeros(6).double(), 1.0, symmetric)
     position = torch.tensor([1, 3, 5])
     most = lost.most_of_columns(0, 2, position, 0.3)
     assert most.tolist() == pytest.approx([-1.0 if symmetric else 0.3, 0.3, 0.3])
@@ -215,6 +217,35 @@ def test_columns_that_go_entirely_are_counted_and_refused_when_a_row_would_lose_
     assert lost.columns.tolist() == pytest.approx([0, 0, 0, 0.35, 0, 0.25])
     room = lost.most_of_columns(4, 5, position, 0.3)  # half of a symmetric limit is for what a row loses as a column
     assert room.tolist() == pytest.approx([0.3, 0.15 if symmetric else 0.3, 0.25 if symmetric else 0.3])
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_is_lost_already_counts_for_its_row_and_column_alone(symmetric):
+    """Row 1 has lost nearly everything it may lose; the others drop as if it were not there."""
+    tile = torch.full((4, 4), 0.1).double()
+    if symmetric:
+        tile.triu_(1)
+    already = torch.tensor([0.0, 0.95, 0.0, 0.0]).double()
+    lost = Budget(already, torch.zeros(4).double() if symmetric else already, 1.0, symmetric)
+    dropped = lost.drop(tile, 0, torch.arange(4), 0.2)
+    expected = tile.clone()
+    expected[1] = expected[:, 1] = 0
+    assert torch.equal(dropped, expected)
+    rows = lost.rows + lost.columns if symmetric else lost.rows
+    sums = expected.sum(1) + (expected.sum(0) if symmetric else 0)
+    assert rows.tolist() == pytest.approx((already + sums).tolist())
+
+
+def test_rows_that_skip_nothing_drop_more_than_the_worst_row_leaves():
+    """Far cells are skipped by few rows: the others keep fewer entries than if all had skipped as much."""
+    X = clusters(1500)
+    cells = KernelOperator(X, bandwidth=1.2, method="cells", eps=0.1)
+    plan, index = cells.plan, cells._engine.index
+    assert float(plan.rows.median()) < 0.5 * float(plan.rows.max())
+    kept = SparseEngine(index, plan, 0.1, 1 << 30)
+    worst = replace(plan, rows=torch.full_like(plan.rows, float(plan.rows.max())))
+    assert kept.entries < SparseEngine(index, worst, 0.1, 1 << 30).entries
+    assert kept.norm_bound <= 0.1
 
 
 def test_strips_whose_rows_would_lose_too_much_keep_their_entries(monkeypatch, layout):

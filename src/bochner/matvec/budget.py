@@ -18,14 +18,16 @@ COMMON = 0.03  # of the kept entries, whose rows ask for a lower threshold than 
 
 
 class Budget:
-    """Sums of what was dropped, of rows and of columns, at most `limit` each.
+    """Sums of what was dropped, of rows and of columns, at most `limit` each; at first what is lost already.
 
     Of a symmetric matrix only the entries above the diagonal are seen: what row i loses is `rows[i] + columns[i]`.
     """
 
-    def __init__(self, rows: int, columns: int, limit: float, symmetric: bool, dtype: torch.dtype) -> None:
+    def __init__(self, rows: Tensor, columns: Tensor, limit: float, symmetric: bool) -> None:
         self.limit, self.symmetric = limit, symmetric
-        self.rows, self.columns = torch.zeros(rows, dtype=dtype), torch.zeros(columns, dtype=dtype)
+        self.rows, self.columns = rows.clone(), columns.clone()
+        # A row of a symmetric matrix may lose half of what it has as a column; when its turn comes, it has the rest.
+        self._most = 0.5 * (limit - rows) if symmetric else torch.full_like(columns, limit)
 
     @property
     def norm(self) -> float:
@@ -37,20 +39,23 @@ class Budget:
     def drop(self, tile: Tensor, lo: int, position: Tensor, tau: float, signed: bool = False) -> Tensor:
         """The entries of a tile to be dropped: those up to tau, less in rows and columns whose budgets are exhausted.
 
-        `lo`: the row at which the tile begins; `position`: its columns. A row of a symmetric matrix is also a column,
-        which may lose half of its budget; when the row's turn comes, it has what is left.
+        `lo`: the row at which the tile begins; `position`: its columns.
         """
         hi = lo + tile.shape[0]
         small = tile - torch.hardshrink(tile, tau)
         rows, room = _sums(small, signed), self._room(lo, hi)
         _spare(small, rows, room, tau, signed)
         columns, before = _sums(small.T, signed), self.columns.index_select(0, position)
-        if _spare(small.T, columns, self._column_limit - before, tau, signed):
-            rows = _sums(small, signed)
-        if self.symmetric:  # some of the rows are columns of this very tile
+        most = self._most.index_select(0, position).sub_(before)
+        if self.symmetric:  # some of the rows are columns of this very tile: their turn is now
             own = ((position >= lo) & (position < hi)).nonzero()[:, 0]
-            room.index_add_(0, position[own] - lo, columns[own], alpha=-1)
-            if _spare(small, rows, room, 0.0, signed):
+            rank = position[own] - lo
+            most.index_copy_(0, own, room.index_select(0, rank))
+        if _spare(small.T, columns, most, tau, signed):
+            rows = _sums(small, signed)
+        if self.symmetric:
+            room.index_add_(0, rank, columns[own], alpha=-1)
+            if _spare(small, rows, room, tau, signed):
                 columns = _sums(small.T, signed)
         self.rows[lo:hi] += rows
         self.columns.index_copy_(0, position, before.add_(columns))
@@ -61,7 +66,7 @@ class Budget:
 
         Negative for columns of a symmetric matrix which are among these rows: they are left to `drop`.
         """
-        most = self._column_limit - self.columns.index_select(0, position)
+        most = self._most.index_select(0, position) - self.columns.index_select(0, position)
         most.clamp_max_(tau)
         if self.symmetric:
             most.masked_fill_((position >= lo) & (position < hi), -1.0)
@@ -75,10 +80,6 @@ class Budget:
         self.rows[lo:hi] += rows
         self.columns.index_add_(0, position, columns)
         return True
-
-    @property
-    def _column_limit(self) -> float:
-        return (0.5 if self.symmetric else 1.0) * self.limit
 
     def _room(self, lo: int, hi: int) -> Tensor:
         """What these rows may still lose."""

@@ -92,8 +92,7 @@ class RowWriter:
         if end > self.values.size:
             self._grow(end)
         tile.reshape(-1).take(where, out=self.values[self.size : end], mode="clip")
-        where -= np.repeat(np.arange(rows) * columns, count)
-        positions.take(where, out=self.columns[self.size : end], mode="clip")
+        np.tile(positions, rows).take(where, out=self.columns[self.size : end], mode="clip")
         self.counts.append(count)
         self.size = end
 

@@ -58,21 +58,26 @@ class Panels:
         """
         if x.shape[1] == 1:  # matrix-vector products have routines of their own
             x, y = x[:, 0].contiguous(), y[:, 0]
+        source, begin = x.numpy(), 0
         inward = x.index_select(0, self.position).numpy() if forward else None
-        outward = x.new_zeros(self.position.numel(), *x.shape[1:]) if backward else None
-        sums, source, target, begin = None if outward is None else outward.numpy(), x.numpy(), y.numpy(), 0
+        rows = np.zeros(y.shape, self.dtype) if forward else None  # of no row twice
+        columns = np.empty((self.position.numel(), *x.shape[1:]), self.dtype) if backward else None
         for size, (lo, blocks) in zip(self._sizes, self.strips, strict=True):
             end = begin + size
-            for block in blocks:
+            for i, block in enumerate(blocks):
                 hi = lo + block.shape[1]
-                if sums is not None:
-                    sums[begin:end] += np.dot(block, source[lo:hi])
-                if inward is not None:
-                    target[lo:hi] += np.dot(block.T, inward[begin:end])
+                if columns is not None and i == 0:
+                    np.dot(block, source[lo:hi], out=columns[begin:end])
+                elif columns is not None:
+                    columns[begin:end] += np.dot(block, source[lo:hi])
+                if rows is not None and inward is not None:
+                    np.dot(block.T, inward[begin:end], out=rows[lo:hi])
                 lo = hi
             begin = end
-        if outward is not None:
-            y.index_add_(0, self.position, outward)
+        if rows is not None:
+            y += torch.from_numpy(rows)
+        if columns is not None:
+            y.index_add_(0, self.position, torch.from_numpy(columns))
 
     def longest(self) -> tuple[int, int]:
         """The most terms that a row, and that a column, sums up."""

@@ -166,7 +166,7 @@ class LowRankEngine(Engine):
         tau, share = first_threshold([sizes.sort(1).values], limit)
         if share > KEPT_SHARE or 2 * (POSITION + 8) * share * n * s > memory:
             return False
-        lost = Budget(n, s, limit, problem.symmetric, torch.float64)
+        lost = Budget(torch.zeros(n).double(), torch.zeros(s).double(), limit, problem.symmetric)
         written = RowWriter(np.dtype(np.float64), int(share * n * s))
         for lo in range(0, n, STRIP):
             rows = torch.arange(lo, min(lo + STRIP, n))

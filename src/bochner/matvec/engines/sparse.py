@@ -36,6 +36,7 @@ ENTRIES, STRIP = 1 << 18, 1 << 22  # of a tile, and of all tiles of a strip of r
 SMALL = 1 << 17  # pairs of a strip that is not worth looking for dense columns
 # The time of a dense block of (columns, LINE) and of its entries, in that of an entry kept by itself, as measured.
 BLOCK_TIME, DENSE_TIME = 6000, 0.375
+ALL = 1 << 62
 PROBED_CELLS = 48  # whose tiles say at which size entries can be dropped
 
 
@@ -44,14 +45,20 @@ class TooLarge(BochnerError):
 
 
 class Strip(NamedTuple):
-    """Rows lo:hi of the cell begin:end, and all its near keys."""
+    """Rows lo:hi of a cell, and its near keys; `own`: how many of them, the first, are rows of the cell from lo on.
 
-    begin: int
-    end: int
+    Of a symmetric matrix only what is above the diagonal, which is one: keys before lo are left out.
+    """
+
     lo: int
     hi: int
+    own: int
     position: Tensor
     keys: Tensor
+
+    @property
+    def pairs(self) -> int:
+        return (self.hi - self.lo) * self.position.numel()
 
 
 class SparseEngine(Engine):
@@ -59,9 +66,13 @@ class SparseEngine(Engine):
 
     def __init__(self, index: KeyIndex, plan: Plan, eps: float, memory: int, progress: bool = False) -> None:
         self.index, self.plan, self.dtype = index, plan, index.frame.dtype
-        limit = TOTAL_SHARE * eps - (plan.skipped_norm if plan.certain else 0.5 * eps)
-        n, s = plan.queries.rows.shape[0], index.keys.rows.shape[0]
-        self.lost = Budget(n, s, limit, plan.symmetric, self.dtype)
+        rows, columns = (torch.zeros(side.rows.shape[0], dtype=self.dtype) for side in (plan.queries, index.keys))
+        limit = TOTAL_SHARE * eps
+        if plan.rows is None or plan.columns is None:
+            limit -= 0.5 * eps
+        else:  # what is skipped is lost already; of a symmetric matrix it is the same for rows and columns
+            rows, columns = plan.rows, columns if plan.symmetric else plan.columns
+        self.lost = Budget(rows, columns, limit, plan.symmetric)
         self.panels, self.few = self._collect(memory, progress)
         self.mirror = self.few.transposed() if plan.symmetric else None
         self.far = self._collect_far(eps) if plan.beta > 0 else None
@@ -93,17 +104,13 @@ class SparseEngine(Engine):
 
     # ---- building ---------------------------------------------------------------------------------------------------
 
-    def _keys(self, near: NearTiles, a: int) -> list[tuple[Tensor, Tensor]]:
-        """Positions and rows of all near keys of query cell a, if it has queries and near keys."""
-        return list(near.keys(a, 1 << 62)) if int(self.plan.queries.count[a]) else []
-
     def _probed_rows(self, near: NearTiles) -> Iterator[Tensor]:
         """A few rows of some cells against all their near keys, sorted upwards."""
         filled = (self.plan.queries.count > 0).nonzero()[:, 0]
         chosen = filled[torch.linspace(0, filled.numel() - 1, min(PROBED_CELLS, filled.numel())).long()]
         for a in chosen.tolist():
             lo, hi = int(self.plan.queries.start[a]), int(self.plan.queries.start[a + 1])
-            for _, w in self._keys(near, a):
+            for _, w in near.keys(a, ALL):
                 yield near(near.rows(lo, min(hi, lo + 16)), w).sort(1).values
 
     def _collect(self, memory: int, progress: bool) -> tuple[Panels, CompressedRows]:
@@ -117,17 +124,16 @@ class SparseEngine(Engine):
         panels, few = Panels(self.dtype), RowWriter(numpy_dtype(self.dtype), int(2 * expected))
         cells = plan.queries.ranges()
         for a, (begin, end) in track(enumerate(cells), len(cells), "keeping near entries", progress):
-            keys = self._keys(near, a)
-            if not keys:
+            strips = list(self._strips(near, a, begin, end))
+            if not strips:
                 few.skip(end - begin)
-            for position, w in keys:
-                step = max(16, min(ROWS, STRIP // position.numel()))
-                for lo in range(begin, end, step):
-                    strip = Strip(begin, end, lo, min(lo + step, end), position, w)
-                    if (strip.hi - lo) * position.numel() < SMALL:
-                        self._scatter(self._tile(near, strip), lo, position, tau, few)
-                    else:
-                        self._keep(*self._loud(near, strip, tau), lo, tau, panels, few)
+            for strip in strips:
+                if strip.pairs < SMALL:
+                    tile = near(near.rows(strip.lo, strip.hi), strip.keys)
+                    tile[:, : strip.own].triu_(1)
+                    self._scatter(tile, strip.lo, strip.position, tau, few)
+                else:
+                    self._keep(*self._loud(near, strip, tau), strip.lo, tau, panels, few)
             size = self.dtype.itemsize * panels.entries + self._scattered * few.size
             if size > memory:
                 raise TooLarge(_too_large(max(size, self._scattered * expected), memory))
@@ -138,12 +144,13 @@ class SparseEngine(Engine):
         """Bytes of an entry that is kept by itself; a symmetric matrix has its mirror image beside it."""
         return (self.dtype.itemsize + POSITION) * (2 if self.plan.symmetric else 1)
 
-    def _tile(self, near: NearTiles, strip: Strip) -> Tensor:
-        """(rows, keys) entries of a strip; of a symmetric matrix only what is above the diagonal, which is one."""
-        tile = near(near.rows(strip.lo, strip.hi), strip.keys)
-        if self.plan.symmetric:  # the cell's own keys come first
-            tile[:, : strip.end - strip.begin].triu_(strip.lo - strip.begin + 1)
-        return tile
+    def _strips(self, near: NearTiles, a: int, begin: int, end: int) -> Iterator[Strip]:
+        """The rows begin:end of cell a with its near keys, a few hundred at once."""
+        for position, keys in near.keys(a, ALL) if begin < end else ():
+            step = max(16, min(ROWS, STRIP // position.numel()))
+            for lo in range(begin, end, step):
+                seen, own = (lo - begin, end - lo) if self.plan.symmetric else (0, 0)  # its own keys come first
+                yield Strip(lo, min(lo + step, end), own, position[seen:], keys[seen:])
 
     def _loud(self, near: NearTiles, strip: Strip, tau: float) -> tuple[Tensor, Tensor]:
         """The near keys of a strip whose entries do not all go: (keys, rows) entries, and their positions.
@@ -159,9 +166,8 @@ class SparseEngine(Engine):
             parts = zip(strip.position.split(step), strip.keys.split(step), most.split(step), strict=True)
             for begin, (position, w, at_most) in enumerate(parts):
                 tile = near(w, z)
-                if self.plan.symmetric:  # as in `_tile`
-                    first = strip.begin + begin * step
-                    tile[: max(0, strip.end - first)].tril_(first - strip.lo - 1)
+                first = begin * step
+                tile[: max(0, strip.own - first)].tril_(first - 1)
                 sums = tile.sum(1)
                 loud = sums > at_most
                 weight = (~loud).to(tile.dtype)
@@ -250,7 +256,7 @@ class SparseEngine(Engine):
     @property
     def norm_bound(self) -> float:
         """Bound on |E|_2 of what is skipped and dropped; inf if the plan is not certain."""
-        return self.plan.skipped_norm + self.lost.norm
+        return self.lost.norm if self.certain else math.inf
 
     def describe(self) -> str:
         n, s = self.few.shape
