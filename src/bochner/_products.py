@@ -37,11 +37,18 @@ class _Workspace(threading.local):
 _WORKSPACE = _Workspace()
 
 
-def product(name: str, a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`, valid on this thread until the next product of this name, where no gradient may need it.
+def memory(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory on the CPU to write into where no gradient may need it, valid on this thread until it is asked for again.
 
     A fresh tensor of several megabytes costs as much in page faults as the product that fills it.
     """
+    if not WORTHWHILE <= math.prod(shape) <= LARGEST:
+        return torch.empty(*shape, dtype=dtype)
+    return _WORKSPACE.take(name, shape, dtype)
+
+
+def product(name: str, a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`, valid on this thread until the next product of this name, where no gradient may need it."""
     if torch.is_grad_enabled() or is_composed() or a.device.type != "cpu":
         return a @ b
     same = b.dim() == 2 or a.shape[:-2] == b.shape[:-2]
@@ -49,4 +56,4 @@ def product(name: str, a: Tensor, b: Tensor) -> Tensor:
     shape = (*lead, a.shape[-2], b.shape[-1])
     if not WORTHWHILE <= math.prod(shape) <= LARGEST:
         return a @ b
-    return torch.matmul(a, b, out=_WORKSPACE.take(name, shape, a.dtype))
+    return torch.matmul(a, b, out=memory(name, shape, a.dtype))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bochner._checks import BochnerError, BochnerWarning, accumulation_dtype, finite, floating
 from bochner.attention.bidirectional import absorb_keys, bidirectional
+from bochner.attention.blocks import block_rows, suits
 from bochner.attention.call import Call, Result
 from bochner.attention.careful import careful_causal
 from bochner.attention.causal import causal
@@ -163,6 +164,10 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, sta
     n, d = q.shape[-2:]
     if not (call.is_causal or call.exact_terms):
         return bidirectional(call, q.reshape(b, g, -1, d), k, v, hole)
+    if suits(call, q, k, v, hole):
+        rows = block_rows(call, q, k, v, hole)
+        if rows is not None:
+            return Result(rows)
     if state is not None and can_step(call, q, k, hole, state):
         result = step(call, q, k, v, state)
         if result.lost is None or not bool(result.lost.any()):

@@ -76,8 +76,7 @@ def versions(phi: FeatureMap) -> Versions:
 def _feature_function(phi: FeatureMap, role: str, root: float, dtype: torch.dtype) -> FeatureFunction:
     exponent = phi.exponent(role)
     if exponent is None:
-        plain = phi.prepare(role)
-        return lambda x: plain(x.to(dtype) * root)
+        return phi.prepare_scaled(role, root, dtype)
     limits, (weight, scale) = RANGES[dtype], scaled_weight(exponent, root, dtype)
     reach = torch.linalg.vector_norm(weight.detach(), dim=-1).amax(-1)[..., None, None]
     offset = None if exponent.offset is None else exponent.offset.to(dtype).unsqueeze(-2)

@@ -122,6 +122,11 @@ class FeatureMap(FullPrecisionModule):
 
         return features
 
+    def prepare_scaled(self, role: str, root: float, dtype: torch.dtype) -> Callable[[Tensor], Features]:
+        """The same for `root * x` in `dtype`, as attention wants it; the values hold until it is called again."""
+        plain = self.prepare(role)
+        return lambda x: plain(x.to(dtype) * root)
+
     @property
     def top_up(self) -> Tensor | None:
         """Least share of the kernel in a row's normaliser per head, that of uniform attention being the number of keys.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ from torch import Generator, Tensor
 from torch.nn.functional import one_hot, pad
 
 from bochner._checks import BochnerError, BochnerWarning, finite, floating, make_generator, one_of, positive_int
-from bochner._products import product
+from bochner._products import is_composed, product
 from bochner._progress import track
 from bochner.maps.base import FeatureMap, Features
-from bochner.maps.landmark_fit import WINDOW_KINDS, Head, Near, Rows, fit_head, rectified
+from bochner.maps.landmark_fast import key_features, query_features
+from bochner.maps.landmark_fit import WINDOW_KINDS, Head, Near, Rows, fit_head, query_floor, rectified
 
 LEARNED = ("key_landmarks", "key_log_weights", "query_landmarks", "offsets", "mix_query", "mix_key", "bias_key")
-FEWEST = 64  # landmarks, unless asked for fewer
+ENOUGH = 64  # landmarks, unless there are more features
 
 
 class LandmarkFeatures(FeatureMap):
@@ -40,7 +41,8 @@ class LandmarkFeatures(FeatureMap):
     kind has an error in `error_interval` with probability 95 % (0 to infinity if fewer than two were held back). Before
     `calibrate_` the landmarks are random, and the map estimates nothing in particular.
 
-    `num_features`: m, the constant among them. `num_landmarks`: M, default max(64, m). Cost O(M (d + m)) per row.
+    `num_features`: m, the constant among them. `num_landmarks`: M, default 2 m up to 64, but at least m. Cost
+    O(M (d + m)) per row.
 
     >>> q, k = (0.7 * torch.randn(12, 40, 4, generator=torch.Generator().manual_seed(i)) for i in range(2))
     >>> phi = LandmarkFeatures(dim=4, num_features=16).calibrate_(q, k)
@@ -79,7 +81,10 @@ class LandmarkFeatures(FeatureMap):
                 f"The 'num_features' of LandmarkFeatures must be at least 2, one being constant, got {num_features}."
             )
         self.positive = bool(positive)
-        M, m = max(FEWEST, num_features) if num_landmarks is None else num_landmarks, num_features
+        M, m = (
+            max(num_features, min(2 * num_features, ENOUGH)) if num_landmarks is None else num_landmarks,
+            num_features,
+        )
         self.num_landmarks = positive_int(M, "num_landmarks", "LandmarkFeatures")
         shapes: dict[str, tuple[int, ...]] = {
             "key_landmarks": (M, dim),
@@ -171,10 +176,29 @@ class LandmarkFeatures(FeatureMap):
             if logits.requires_grad or caps.requires_grad
             else logits.clamp_(max=caps).exp_()
         )
-        # The last feature is 1, whatever training does to the coefficients.
-        mix, bias = pad(self.mix_key, (0, 1)), pad(self.bias_key, (0, 1), value=1.0)
+        mix, bias = self._key_mix()
         values = _added(hidden @ mix.to(x.dtype), self._spread(bias, x))
         return Features(values.clamp_min_(0) if self.positive else values, torch.zeros_like(x[..., :1]))
+
+    def prepare_scaled(self, role: str, root: float, dtype: torch.dtype) -> Callable[[Tensor], Features]:
+        if torch.is_grad_enabled() or is_composed() or self.error.device.type != "cpu":
+            return super().prepare_scaled(role, root, dtype)
+        names = ("key_landmarks", "key_log_weights", "mix_query", "query_landmarks", "offsets", "caps")
+        c, log_w, p, b, t, cap = (self._by_head(getattr(self, name), dtype) for name in names)
+        if role == "query":
+            least = query_floor(self.num_features, dtype) if self.positive else None
+            return query_features(c, log_w, p, least, root)
+        mix, bias = (self._by_head(x, dtype) for x in self._key_mix())
+        return key_features(b, t, cap, mix, bias, self.positive, root)
+
+    def _by_head(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        """A buffer of vectors or matrices as matrices, (h or 1, ., .)."""
+        own = buffer.to(dtype) if self.num_heads is not None else buffer.to(dtype).unsqueeze(0)
+        return own if own.dim() == 3 else own.unsqueeze(1)
+
+    def _key_mix(self) -> tuple[Tensor, Tensor]:
+        """R and r with the last feature, which is 1 whatever training does to the coefficients."""
+        return pad(self.mix_key, (0, 1)), pad(self.bias_key, (0, 1), value=1.0)
 
     def _draw(self, seed: int | None, generator: Generator | None) -> int:
         """Random landmarks and coefficients that sort them into features; returns the seed of the next calibration."""
