@@ -203,6 +203,43 @@ def test_what_cannot_be_done_is_said_before_training(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"steps": 0}, "'steps' of train must be a positive int, got 0"),
+        ({"batch": -1}, "'batch' of train must be a positive int, got -1"),
+        ({"features": 0}, "'features' of train must be a positive int, got 0"),
+        ({"window": 0}, "'window' of train must be a positive int, got 0"),
+        ({"width": 15}, "'width' of train must be a multiple of its 'heads', got 15 and 2"),
+        ({"pooling": "max"}, r"'pooling' of train must be one of \['first', 'mean'\], got 'max'"),
+        ({"learning_rate": float("nan")}, "'learning_rate' of train must be a positive finite number"),
+        ({"seed": -1}, "'seed' of train must be an int from 0"),
+        ({"start": "nowhere"}, "no finished run in 'nowhere'"),
+    ],
+)
+def test_sizes_that_cannot_be_trained_are_refused_before_anything_is_written(
+    wrong: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BochnerError, match=said):
+        run(tmp_path / "a", "window+positive", **wrong)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(BochnerError, match=r"'.*file.*' of the run cannot be written to"):
+            run(output, steps=1)
+
+
+def test_a_run_that_never_began_does_not_hold_its_directory(tmp_path: Path) -> None:
+    checkpoints.prepare(tmp_path, {"seed": 0}, resume=False)
+    checkpoints.prepare(tmp_path, {"seed": 1}, resume=False)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(BochnerError, match="seed 1 there and 2 here"):
+        checkpoints.prepare(tmp_path, {"seed": 2}, resume=True)
+
+
 def map_weights(output: Path, name: str) -> torch.Tensor:
     """One part of the only layer's map, as it was saved."""
     from safetensors.torch import load_file
@@ -451,6 +488,19 @@ def test_a_conformer_takes_maps_and_does_not_see_padding(attention: str) -> None
     batch = {"input_features": sound, "attention_mask": torch.ones(1, 60, dtype=torch.long)}
     loss = model(**batch, labels=torch.tensor([[3, 7]])).loss
     assert torch.isfinite(loss)
+
+
+def test_what_a_conformer_says_of_padding_is_not_read() -> None:
+    task = tasks.task("speech")
+    preset = tasks.preset_of(task, "small", layers=1, width=16, feedforward=16, features=8, batch=2)
+    model: Any = models.build(task, preset, models.choose(task, "exact", preset))
+    logits = torch.zeros(2, 20, 42)
+    logits[:, :, 5] = 1.0  # every frame says the symbol 5
+    mask = (torch.arange(100) < torch.tensor([[40], [100]])).long()
+    said = training.blank_padding(model, logits, mask)
+    frames = model._get_subsampling_output_length(mask.sum(-1)).tolist()
+    assert [int((row.argmax(-1) == 5).sum()) for row in said] == [frames[0], min(20, frames[1])]
+    assert torch.equal(said[0, frames[0] :].argmax(-1), torch.zeros(20 - frames[0], dtype=torch.int64))
 
 
 def test_event_files_are_written_when_asked_for(tmp_path: Path) -> None:

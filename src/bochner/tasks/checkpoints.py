@@ -22,9 +22,15 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def prepare(output: Path, configuration: dict[str, Any], *, resume: bool) -> None:
-    """Claim a directory for a run, or take up the run that is there if it is the same one."""
+    """Claim a directory for a run, or take up the run that is there if it is the same one.
+
+    A run that never got as far as a measurement or a checkpoint is no run.
+    """
     path = output / "run.json"
-    if path.exists():
+    begun = any((output / name).exists() for name in ("result.json", "metrics.jsonl")) or any(
+        output.glob("checkpoint-*")
+    )
+    if path.exists() and begun:
         there = json.loads(path.read_text(encoding="utf-8"))
         differ = sorted(k for k in {*there, *configuration} if there.get(k) != configuration.get(k))
         if differ:
@@ -32,8 +38,13 @@ def prepare(output: Path, configuration: dict[str, Any], *, resume: bool) -> Non
             raise BochnerError(f"The run in {str(output)!r} is another one: {said}; choose another output.")
         if not resume:
             raise BochnerError(f"There is a run in {str(output)!r} already; resume it, or choose another output.")
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(path, configuration)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(path, configuration)
+    except OSError as error:
+        raise BochnerError(
+            f"The directory {str(output)!r} of the run cannot be written to: {error.strerror}; choose another output."
+        ) from error
 
 
 def last_checkpoint(output: Path, *, tidy: bool = True) -> Path | None:

@@ -91,7 +91,7 @@ def choose(
         wanted = {"causal": "causal attention", "ctc": "a Conformer"}[task.kind]
         raise BochnerError(f"The task {task.name!r} needs {wanted}, which {name!r} has not; take 'exact' or a map.")
     chosen = Attention(name)
-    m = features or preset.features_of.get(chosen.feature_map or "", preset.features)
+    m = preset.features_of.get(chosen.feature_map or "", preset.features) if features is None else features
     needs = chosen.feature_map is not None or name in ("linformer", "performer_pytorch")
     near = name.startswith("window")
     if options:
@@ -99,7 +99,7 @@ def choose(
     return Attention(
         name,
         positive_int(m, "features", "train") if needs else 0,
-        positive_int(window or preset.window, "window", "train") if near else 0,
+        positive_int(preset.window if window is None else window, "window", "train") if near else 0,
         dict(options or {}),
     )
 

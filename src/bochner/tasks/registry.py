@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch.utils.data import Dataset
 
-from bochner._checks import BochnerError, lookup
+from bochner._checks import BochnerError, lookup, one_of, positive_float, positive_int
 from bochner.tasks import images, listops, pathfinder, protein, speech, text
 from bochner.tasks.base import Preset, Task
 
@@ -39,7 +39,7 @@ SIZES = {
     "text, paper": (4_000, 4, 4, 256, 1_024, 32, 20_000),
     "text, small": (1_024, 1, 2, 32, 64, 16, 600),
     "retrieval, paper": (4_000, 4, 4, 128, 512, 32, 5_000),
-    "retrieval, small": (500, 2, 2, 64, 128, 16, 1_000),
+    "retrieval, small": (500, 2, 2, 64, 128, 16, 800),
     "image, paper": (1_025, 1, 8, 128, 128, 256, 35_156),  # 200 epochs of 45,000
     "image, small": (257, 1, 2, 32, 64, 64, 600),
     "pathfinder, paper": (1_025, 4, 8, 128, 128, 256, 62_500),  # 100 epochs
@@ -107,7 +107,16 @@ RETRIEVAL = {
         features_of=_table_5(64, 32, 128, 128, 32, 64),
         window=64,
     ),
-    "small": Preset(*SIZES["retrieval, small"], learning_rate=2e-3, warmup=100, dropout=0.0, features=32, test=1_000),
+    "small": Preset(
+        *SIZES["retrieval, small"],
+        learning_rate=2e-3,
+        warmup=80,
+        dropout=0.0,
+        pooling="mean",
+        features=32,
+        redraw=0,
+        test=1_000,
+    ),
 }
 
 IMAGE = {
@@ -144,7 +153,9 @@ PATHFINDER = {
         warmup=100,
         dropout=0.0,
         positions="learned",
+        pooling="mean",
         features=32,
+        redraw=0,
         train=16_000,
         test=1_000,
     ),
@@ -200,6 +211,7 @@ PIXELS = {
         dropout=0.0,
         positions="learned",
         features=32,
+        redraw=0,
         test=100,
         data={"side": 16},
     ),
@@ -215,12 +227,23 @@ TABLE_6 = Preset(
     features=128,
 )
 BRIEF = Preset(
-    *SIZES["brief"], learning_rate=2e-3, warmup=200, weight_decay=0.01, dropout=0.0, features=32, window=16, test=2_000
+    *SIZES["brief"],
+    learning_rate=2e-3,
+    warmup=200,
+    weight_decay=0.01,
+    dropout=0.0,
+    pooling="mean",
+    features=32,
+    window=16,
+    redraw=0,
+    test=2_000,
 )
 
 SPEECH = {
     "paper": Preset(*SIZES["speech, paper"], learning_rate=1e-3, warmup=2_000, features=128),
-    "small": Preset(*SIZES["speech, small"], learning_rate=2e-3, warmup=150, features=32, window=8),
+    "small": Preset(
+        *SIZES["speech, small"], learning_rate=2e-3, warmup=150, dropout=0.0, features=32, window=8, redraw=0
+    ),
 }
 
 TASKS: dict[str, Task] = {
@@ -306,7 +329,7 @@ TASKS: dict[str, Task] = {
             text.PIECES,
             2,
             text.sentiment,
-            {"paper": replace(TABLE_6, steps=1_066, warmup=106), "small": BRIEF},
+            {"paper": replace(TABLE_6, steps=1_066, warmup=106), "small": replace(BRIEF, steps=600, warmup=60)},
             artefacts=("movie_reviews", "books"),
         ),
         Task(
@@ -362,7 +385,25 @@ def preset_of(chosen: Task, name: str, **changes: object) -> Preset:
     unknown = sorted(set(changes) - set(vars(found)))
     if unknown:
         raise BochnerError(f"A preset has no {unknown[0]!r}; it has {sorted(vars(found))}.")
-    return replace(found, **changes)  # type: ignore[arg-type]
+    changed = replace(found, **changes)  # type: ignore[arg-type]
+    check(changed)
+    return changed
+
+
+COUNTS = ("length", "layers", "heads", "width", "feedforward", "batch", "steps", "features", "window")
+
+
+def check(preset: Preset) -> None:
+    """Refuse sizes with which no model can be made or trained."""
+    for name in COUNTS:
+        positive_int(getattr(preset, name), name, "train")
+    positive_float(preset.learning_rate, "learning_rate", "train")
+    one_of(preset.pooling, "pooling", "train", ("first", "mean"))
+    one_of(preset.positions, "positions", "train", ("sinusoidal", "learned"))
+    if preset.width % preset.heads:
+        raise BochnerError(
+            f"The 'width' of train must be a multiple of its 'heads', got {preset.width} and {preset.heads}."
+        )
 
 
 def dataset(name: str, split: str = "train", preset: str = "small") -> Dataset:

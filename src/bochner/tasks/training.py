@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from bochner._checks import BochnerError, extra
+from bochner._checks import BochnerError, extra, is_int
 from bochner.hf.train import RedrawCallback, parameter_groups
 from bochner.tasks import models
-from bochner.tasks.base import Collator, Preset, Task, figures, summary
+from bochner.tasks.base import PAD, Collator, Preset, Task, figures, summary
 from bochner.tasks.checkpoints import Journal, last_checkpoint, prepare, write_json
 from bochner.tasks.registry import preset_of
 from bochner.tasks.registry import task as task_of
@@ -57,6 +57,8 @@ def train(
     same sizes, whose encoder is taken over (pretraining). Under `accelerate launch` the batch is shared by the
     processes.
     """
+    if not is_int(seed) or not 0 <= seed < 2**32:
+        raise BochnerError(f"The 'seed' of train must be an int from 0 to 2**32 - 1, got {seed!r}.")
     chosen = task_of(task)
     sizes = preset_of(chosen, preset, **changes)
     kind = models.choose(chosen, attention, sizes, features, window, options)
@@ -73,6 +75,8 @@ def train(
         **({"options": dict(kind.options)} if kind.options else {}),
     }
     configuration = json.loads(json.dumps(described))  # as it will be read back
+    if start is not None:
+        finished(Path(start))
     if is_first():
         prepare(where, configuration, resume=resume)
     if (where / "result.json").exists():
@@ -218,6 +222,12 @@ class TaskTrainer(transformers.Trainer):  # type: ignore[name-defined]
             )
         return out
 
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        if self.task.kind == "ctc":
+            logits = blank_padding(self.accelerator.unwrap_model(model), _first(logits), inputs["attention_mask"])
+        return loss, logits, labels
+
     def test(self) -> dict[str, float]:
         """Figures on the test split, and on the further ones of the task under their name."""
         out: dict[str, float] = {}
@@ -227,6 +237,13 @@ class TaskTrainer(transformers.Trainer):  # type: ignore[name-defined]
             kept = {k: v for k, v in kept.items() if k in ("loss", "accuracy", "perplexity", "bits", "error_rate")}
             out |= kept if split == "test" else {f"{split}_{k}": v for k, v in kept.items()}
         return out
+
+
+def blank_padding(model: Any, logits: Tensor, mask: Tensor) -> Tensor:
+    """The logits of a Conformer with frames that come from padding read as blanks: nothing was said there."""
+    said = model._get_output_attention_mask(mask, target_length=logits.shape[1])
+    blank = nn.functional.one_hot(torch.tensor(PAD), logits.shape[-1]).to(logits)
+    return torch.where(said[..., None], logits, blank)
 
 
 class Redraw(RedrawCallback):
@@ -277,15 +294,20 @@ def first_bad(model: nn.Module, inputs: dict[str, Any]) -> str | None:
     return found[0] if found else None
 
 
+def finished(output: Path) -> tuple[dict[str, Any], Path]:
+    """The configuration of a finished run, and its weights."""
+    path = output / "model" / "model.safetensors"
+    if not path.exists() or not (output / "run.json").exists():
+        raise BochnerError(f"There is no finished run in {str(output)!r}: run.json or {path.name} is missing.")
+    said: dict[str, Any] = json.loads((output / "run.json").read_text(encoding="utf-8"))
+    return said, path
+
+
 def load(output: str | Path) -> nn.Module:
     """The model of a finished run, trained, from its directory; maps and their draws included."""
     from safetensors.torch import load_model
 
-    where = Path(output)
-    path = where / "model" / "model.safetensors"
-    if not path.exists() or not (where / "run.json").exists():
-        raise BochnerError(f"There is no finished run in {str(where)!r}: run.json or {path.name} is missing.")
-    said = json.loads((where / "run.json").read_text(encoding="utf-8"))
+    said, path = finished(Path(output))
     sizes = Preset(**{f.name: said[f.name] for f in fields(Preset) if f.name in said})
     chosen = task_of(said["task"])
     kind = models.choose(chosen, said["attention"], sizes, said["features"], said["window"], said.get("options"))
