@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import math
 import re
 import statistics
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +80,36 @@ def test_listops_is_the_same_every_time_and_splits_share_nothing(own_cache: Path
     stream = listops.expressions(0, 20, 80)
     assert texts == [next(stream)[0] for _ in range(100)]
     assert list(islice(listops.expressions(1, 20, 80), 3)) != list(islice(listops.expressions(0, 20, 80), 3))
+
+
+def test_a_damaged_file_of_examples_is_made_again(own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[int] = []
+
+    def make() -> dict[str, np.ndarray]:
+        calls.append(1)
+        return {"x": np.arange(1000)}
+
+    first = base.stored("some", make)
+    assert np.array_equal(base.stored("some", make)["x"], first["x"])
+    assert len(calls) == 1
+    (path,) = own_cache.rglob("some.npz")
+    whole = path.read_bytes()
+    for broken in (whole[:100], b"", whole[:300] + b"?" + whole[301:], whole[:-30]):
+        path.write_bytes(broken)
+        assert np.array_equal(base.stored("some", make)["x"], first["x"])
+        assert "some.npz in the cache is damaged" in capsys.readouterr().err
+        assert path.read_bytes()[:100] == whole[:100]
+    assert len(calls) == 5
+
+
+def test_a_full_disk_is_named_when_examples_are_kept(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(BochnerError, match=r"'some' could not be kept: the disk of .* is full"):
+        base.stored("some", lambda: {"x": np.zeros(3)})
+    assert not list(own_cache.rglob("*.npz"))
 
 
 def connected(shown: pathfinder.Picture, fine: int = 8) -> bool:

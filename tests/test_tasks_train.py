@@ -105,6 +105,26 @@ def test_a_killed_run_ends_with_the_metrics_of_one_that_was_not(tmp_path: Path) 
     assert len(curves[0]) > 50
 
 
+@pytest.mark.parametrize("kind", ["torch", "python"])
+def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tmp_path / "whole", steps=4)
+    errors = {
+        "torch": RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 11136 vs 11024"),
+        "python": OSError(28, "No space left on device"),
+    }
+
+    def full(*_: Any, **__: Any) -> None:
+        raise errors[kind]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", full)
+        with pytest.raises(BochnerError, match=r"could not be written: its disk has [\d.]+ MB left; free some space"):
+            run(tmp_path / "full", steps=4)
+    assert run(tmp_path / "full", steps=4, resume=True)["metrics"] == whole["metrics"]
+
+
 def test_an_interrupted_checkpoint_is_not_used(tmp_path: Path) -> None:
     for step, whole in ((10, True), (20, True), (30, False)):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import sys
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from bochner import data
+from bochner._checks import BochnerError
 
 PAD, CLS, SEP, MASK = range(4)
 SPECIAL = 4  # token ids of a task's own symbols start here
@@ -286,20 +291,34 @@ def summary(kind: str, found: np.ndarray) -> dict[str, float]:
 
 
 def stored(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Arrays that take long to make, kept beside the artefacts; `name` must say everything they depend on."""
+    """Arrays that take long to make, kept beside the artefacts; `name` must say everything they depend on.
+
+    A file that cannot be read is made again.
+    """
     path = data.cache_dir() / "tasks" / f"{name}.npz"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        made = make()
-        handle, tmp = tempfile.mkstemp(prefix=f".{name}-", suffix=".npz", dir=path.parent)
-        os.close(handle)
+    if path.exists():
         try:
-            np.savez(tmp, **made)  # type: ignore[arg-type]
-            Path(tmp).replace(path)
-        finally:
-            Path(tmp).unlink(missing_ok=True)
-    with np.load(path) as file:
-        return dict(file)
+            with path.open("rb") as raw, np.load(raw) as file:  # opened here: numpy leaves a damaged one open
+                return dict(file)
+        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError) as error:
+            print(f"bochner: {path.name} in the cache is damaged ({error}) and made again", file=sys.stderr)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = make()
+    handle, tmp = tempfile.mkstemp(prefix=f".{name}-", suffix=".npz", dir=path.parent)
+    os.close(handle)
+    try:
+        np.savez(tmp, **made)  # type: ignore[arg-type]
+        Path(tmp).replace(path)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise BochnerError(
+            f"The examples {name!r} could not be kept: the disk of {path.parent} is full; free some space, or set "
+            "BOCHNER_CACHE to another place."
+        ) from error
+    finally:
+        Path(tmp).unlink(missing_ok=True)
+    return made
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:

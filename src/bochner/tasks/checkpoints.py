@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,22 @@ def prepare(output: Path, configuration: dict[str, Any], *, resume: bool) -> Non
     except OSError as error:
         raise BochnerError(
             f"The directory {str(output)!r} of the run cannot be written to: {error.strerror}; choose another output."
+        ) from error
+
+
+@contextmanager
+def room_named(output: Path) -> Iterator[None]:
+    """Say so if a run stops because the disk is full; of checkpoints torch says only that a write went wrong."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        full = getattr(error, "errno", None) == errno.ENOSPC or "inline_container" in str(error)
+        if not full and "No space left" not in str(error):
+            raise
+        left = shutil.disk_usage(output).free / 1e6
+        raise BochnerError(
+            f"The run in {str(output)!r} could not be written: its disk has {left:.1f} MB left; free some space, then "
+            "resume it."
         ) from error
 
 

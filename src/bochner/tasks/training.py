@@ -20,7 +20,7 @@ from bochner._checks import BochnerError, extra, is_int
 from bochner.hf.train import RedrawCallback, parameter_groups
 from bochner.tasks import models
 from bochner.tasks.base import PAD, Collator, Preset, Task, figures, summary
-from bochner.tasks.checkpoints import Journal, last_checkpoint, prepare, write_json
+from bochner.tasks.checkpoints import Journal, last_checkpoint, prepare, room_named, write_json
 from bochner.tasks.registry import preset_of
 from bochner.tasks.registry import task as task_of
 
@@ -88,7 +88,7 @@ def train(
     begin = time.perf_counter()
     trainer = make_trainer(chosen, sizes, kind, model, where, seed=seed, progress=progress, tensorboard=tensorboard)
     checkpoint = last_checkpoint(where, tidy=is_first())
-    with warnings.catch_warnings():
+    with room_named(where), warnings.catch_warnings():
         # Trainer warns of tensors it gathers from one process; nothing is lost.
         warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
@@ -105,8 +105,9 @@ def train(
     if chosen.baseline is not None:
         result["baseline"] = chosen.baseline(sizes)
     if trainer.is_world_process_zero():
-        trainer.save_model(str(where / "model"))
-        write_json(where / "result.json", result)
+        with room_named(where):
+            trainer.save_model(str(where / "model"))
+            write_json(where / "result.json", result)
     return result
 
 

@@ -1,0 +1,125 @@
+"""Statistics of the training experiments: patterns of attention, permutations of letters, what counts as close."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from bochner import data, tasks
+
+
+@pytest.fixture
+def experiments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "experiments"))
+
+
+def test_diagonal_and_vertical_heads_are_told_apart(experiments: None) -> None:
+    import protein_attention as pa
+
+    n = 60
+    i = torch.arange(n)
+    equal = torch.full((n, n), 1 / n)
+    band = ((i[:, None] - i).abs() <= pa.NEAR).float()
+    band = band / band.sum(-1, keepdim=True)
+    stripes = torch.zeros(n, n)
+    stripes[:, [7, 30, 50]] = 1 / 3
+    heads = torch.stack([equal, band, stripes])
+    assert pa.diagonal(heads[:1]).item() == pytest.approx(1.0)
+    assert pa.diagonal(heads)[1].item() == pytest.approx(1 / (band > 0).float().mean().item())
+    assert pa.diagonal(heads)[2].item() < 1.1
+    explained, top = pa.vertical(heads + 1e-6 * torch.rand(heads.shape, generator=torch.Generator().manual_seed(0)))
+    assert explained[2].item() > 0.99
+    assert explained[1].item() < 0.1
+    assert top[2].item() == pytest.approx(20.0, rel=1e-2)  # all of it goes to 3 of 60
+    assert top[0].item() == pytest.approx(1.0, rel=1e-2)
+
+
+def test_attention_has_two_ways_that_agree_and_ignores_padding(experiments: None) -> None:
+    import protein_attention as pa
+
+    task = tasks.task("protein")
+    preset = tasks.preset_of(task, "small", **{**pa.SIZES, "width": 32, "layers": 2, "features": 16})
+    model = tasks.build(task, preset, tasks.choose(task, "positive", preset))
+    ids = torch.randint(4, 24, (2, 30), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 20:] = 0
+    matrix, by_values = (pa.attention(model, ids, mask, by_values=w) for w in (False, True))
+    assert len(matrix) == 2
+    for a, b in zip(matrix, by_values, strict=True):
+        assert a.shape == (2, 8, 30, 30)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(a.sum(-1), torch.ones(2, 8, 30))
+        assert not a[1, :, :, 20:].any()
+
+
+def test_permuted_letters_tell_agreement_from_chance(experiments: None) -> None:
+    import protein_attention as pa
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20, 20))
+    x = x + x.T
+    noise = rng.normal(size=(20, 20))
+    r, p = pa.mantel(x, x + 0.5 * (noise + noise.T), permutations=500)
+    assert r > 0.8
+    assert p == pytest.approx(1 / 501)
+    r, p = pa.mantel(x, noise + noise.T, permutations=500)
+    assert abs(r) < 0.3
+    assert p > 0.01
+    # What lies on the diagonal does not count.
+    assert pa.mantel(x + 100 * np.eye(20), x, permutations=10)[0] == pytest.approx(1.0)
+    similarity = np.zeros((20, 20))
+    similarity[2, 3] = similarity[3, 2] = 1.0  # D and E
+    assert pa.rank_of("DE", similarity) == 1
+    assert pa.rank_of("FY", similarity) == 2
+
+
+@pytest.mark.model
+def test_the_substitution_matrix_is_the_published_one(experiments: None) -> None:
+    import protein_attention as pa
+
+    try:
+        data.fetch("proteins", quiet=True)
+    except data.ArtefactUnavailable as reason:
+        pytest.skip(str(reason))
+    found = pa.blosum()
+    assert np.allclose(found, found.T)
+    rounded = {
+        pair: round(found[pa.AMINO.index(pair[0]), pa.AMINO.index(pair[1])]) for pair in ("WW", "DE", "FY", "AA")
+    }
+    assert rounded == {"WW": 11, "DE": 2, "FY": 3, "AA": 4}  # Henikoff & Henikoff 1992
+
+
+def test_fastfood_variants_are_close_within_their_spread(experiments: None) -> None:
+    import train_fastfood
+
+    seen = {"FastFood": [60.0, 62.0, 64.0], "FastFood-S": [50.0, 50.0, 50.0], "FastFood-SGB": [60.0, 61.0, 62.0]}
+    assert train_fastfood.close(seen) == pytest.approx((1.0, 2.0))
+    seen["FastFood-S"] = [70.0, 70.0, 70.0]
+    assert train_fastfood.close(seen) == pytest.approx((9.0, 1.0))
+    runs: dict[str, Any] = {"text/FastFood/0": {"accuracy": 0.6}, "text/FastFood/2": {"accuracy": 0.7}}
+    assert train_fastfood.scores(runs, "text") == {"FastFood": pytest.approx([60.0, 70.0])}
+
+
+def test_runs_of_other_presets_are_not_taken_for_these(
+    experiments: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import json
+
+    import train_fastfood
+    import train_table
+
+    preset = tasks.task("text").presets["small"]
+    run = {"accuracy": 0.6, **{k: getattr(preset, k) for k in train_table.SAME}}
+    old = {**run, "steps": preset.steps + 1}
+    stored = {"runs": {"text/FastFood/0": run, "text/FastFood/1": old}}
+    (tmp_path / "train_fastfood.json").write_text(json.dumps(stored))
+    monkeypatch.setattr(train_fastfood, "RESULTS", tmp_path)
+    monkeypatch.setattr(train_table, "known", lambda: {"text/fastfood_prf/2": run, "text/relu/0": run})
+    assert sorted(train_fastfood.known()) == ["text/FastFood-SGB/2", "text/FastFood/0"]
