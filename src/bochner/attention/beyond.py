@@ -100,7 +100,8 @@ class Beyond:
         """For a segment, from features and values of its `span` or of more keys; and what lies before the next."""
         psi, scale, values = self.by_blocks(f, v, self.span(blocks))
         mix = self._mixture(scale, blocks, before, behind)
-        sums = product("sums", psi.mT, weighted(values, (scale - mix.key_refs[..., None, None]).exp()))
+        values = weighted(values, (scale - mix.key_refs[..., None, None]).exp(), name="weighted")
+        sums = product("sums", psi.mT, values)
         more = [(before.total, mix.before)] if not may_look(before.ref) or bool((before.ref > EMPTY).any()) else []
         if behind is not None and mix.behind is not None:
             more.append((behind.total, mix.behind))

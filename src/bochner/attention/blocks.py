@@ -17,7 +17,7 @@ from torch import Tensor
 from bochner._products import LARGEST, memory, product
 from bochner.attention.call import Call
 from bochner.attention.flash import FORWARD
-from bochner.attention.numerics import EMPTY, MASKED, may_look, topped_up
+from bochner.attention.numerics import EMPTY, MASKED, may_look, topped_up, weighted
 from bochner.attention.state import spread_mask
 
 AT_ONCE = 32  # blocks of rows
@@ -130,10 +130,8 @@ def _sums(call: Call, k: Tensor, v: Tensor, n: int, hole: Tensor | None) -> tupl
     weight[..., n:, :] = 0
     if hole is not None:
         weight[..., :n, :].masked_fill_(spread_mask(hole), 0)
-    u = memory("weighted", (*v.shape[:-1], v.shape[-1] + 1), v.dtype)
-    torch.mul(v, weight, out=u[..., :-1])
-    u[..., -1:] = weight
-    return product("sums", psi.unflatten(2, (-1, c)).mT, u.unflatten(2, (-1, c))), top
+    values = weighted(v, weight, name="weighted").unflatten(2, (-1, c))
+    return product("sums", psi.unflatten(2, (-1, c)).mT, values), top
 
 
 def _beyond(sums: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -92,7 +92,8 @@ class Keys(NamedTuple):
 
     def states(self, first: Tensor) -> tuple[Tensor, Tensor]:
         """The packed state before each chunk, (b, g, t, m, v + 1), and after the last."""
-        return prefix(product("sums", self.psi.mT, weighted(self.values, self.far())), self.refs, first)
+        values = weighted(self.values, self.far(), name="weighted")
+        return prefix(product("sums", self.psi.mT, values), self.refs, first)
 
 
 def prefix(sums: Tensor, refs: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +162,7 @@ class CausalScan:
             ref = start.unsqueeze(-1).expand(*start.shape, c)
             weight = keys.near(start)
             scores = (scores.tril() if scores.requires_grad else scores.tril_()).flatten(3, 4)
-            values = weighted(keys.values, weight)
+            values = weighted(keys.values, weight, name="weighted")
             total = add_product(far, product("near", scores, values), 1.0)
             if call.top_up is not None:
                 last = states[..., -1:, :] + (values * keys.psi[..., -1:]).cumsum(-2)

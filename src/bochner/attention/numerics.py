@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from bochner._products import is_composed, product
+from bochner._products import is_composed, memory, product
 from bochner.maps.base import Exponent, FeatureMap, Features, squared_norm
 
 EMPTY = -1e30  # the log scale of nothing: finite, so that differences are never NaN
@@ -215,11 +215,16 @@ def adjoint(rows: Rows, grad: Tensor, normalize: bool) -> Tensor:
     return torch.cat([values, den], dim=-1)
 
 
-def weighted(values: Tensor, weight: Tensor) -> Tensor:
-    """Values (..., n, v) times weights (..., n, 1), with the weights beside: (..., n, v + 1)."""
+def weighted(values: Tensor, weight: Tensor, *, name: str | None = None) -> Tensor:
+    """Values (..., n, v) times weights (..., n, 1), with the weights beside: (..., n, v + 1).
+
+    With a name it is valid until the next of that name, as a `product` is.
+    """
     if torch.is_grad_enabled() or is_composed():
         return torch.cat([values * weight, weight.expand(*values.shape[:-1], 1)], dim=-1)
-    out = values.new_empty(*values.shape[:-1], values.shape[-1] + 1)
+    shape = (*values.shape[:-1], values.shape[-1] + 1)
+    kept = name is not None and values.device.type == "cpu"
+    out = memory(str(name), shape, values.dtype) if kept else values.new_empty(shape)
     torch.mul(values, weight, out=out[..., :-1])
     out[..., -1:] = weight
     return out
