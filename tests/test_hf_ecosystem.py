@@ -103,6 +103,39 @@ def test_torch_compile_gives_the_same_numbers() -> None:
     torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-3)
 
 
+def decoder(**options: Any) -> Any:
+    model = build("llama", {**GROUPED, "num_hidden_layers": 1}, head="AutoModelForCausalLM")
+    recipe = {"num_features": 16, "window": 5, "sinks": 2, "exact_heads": [(0, 1)], "select": False}
+    return convert(model, calibration=texts_as_batches(), **recipe, **options)
+
+
+def test_a_decoder_without_a_cache_is_one_graph() -> None:
+    model = decoder(exact_below=0)
+    x = torch.randint(4, 50, (2, 20), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        eager = model(x, use_cache=False).logits
+        compiled = torch.compile(model, backend="eager", fullgraph=True)(x, use_cache=False).logits
+    torch.testing.assert_close(compiled, eager, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact_below", [0, 18])
+def test_compiled_generation_is_the_same_and_makes_no_graph_per_token(exact_below: int) -> None:
+    """Graphs are made in the first steps, with and without sizes that are fixed; the cache itself is left out."""
+    from torch._dynamo.utils import counters
+
+    model = decoder(exact_below=exact_below)
+    x = torch.randint(4, 50, (2, 12), generator=torch.Generator().manual_seed(3))
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(x)}
+    eager = model.generate(x, max_new_tokens=20, **options)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="aot_eager")
+    model.generate(x, cache_implementation="static", max_new_tokens=10, **options)
+    made = counters["stats"]["unique_graphs"]
+    assert torch.equal(model.generate(x, cache_implementation="static", max_new_tokens=20, **options), eager)
+    assert 0 < made <= counters["stats"]["unique_graphs"] < 25
+
+
 @pytest.mark.model
 def test_a_sentence_transformer_is_converted_reverted_and_encodes() -> None:
     st = pytest.importorskip("sentence_transformers")

@@ -12,10 +12,10 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import GROUPED, TEXT, build, texts_as_batches  # noqa: E402
+from hf_models import GROUPED, SEQ2SEQ, TEXT, build, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError, BochnerWarning, convert, revert  # noqa: E402
-from bochner.hf import plan_of, report_of  # noqa: E402
+from bochner import BochnerError, BochnerWarning, advise, convert, revert  # noqa: E402
+from bochner.hf import plan_of, report_of, unregister  # noqa: E402
 from bochner.hf.aim import is_language_model, split, whole_seconds  # noqa: E402
 from bochner.hf.capture import Shape, discover, run  # noqa: E402
 from bochner.hf.judge import Language, Outputs, Text, compare_readings, language_quality, read  # noqa: E402
@@ -296,3 +296,54 @@ def test_exact_heads_that_do_not_matter_are_left_out(monkeypatch: pytest.MonkeyP
     end = search.polish(start, judge)
     assert end.plan.layers[0].kv_heads_of("exact") == [0, 1]
     assert end.memory < start.memory
+
+
+def test_a_descent_of_gates_gives_the_cheapest_choice_that_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = Search(llama(), {"layer": shape(4, 4)}, Goal(0.99, "memory", 400), 16, 0, lambda text: None)
+    layer = search.layers["layer"]
+    for option in (Option("window", 8), Option("window", 32)):
+        layer.made[option] = LinearAttention(layer.planned([option] * 4))
+        layer.errors[option] = torch.full((4,), 1 / (option.window or 1))
+    layer.sensitivity = {"window": torch.ones(4).double()}
+    layer.seconds = dict.fromkeys([EXACT, *layer.made], 1.0)
+    layer.tabulate(search.goal)
+    monkeypatch.setattr(Search, "_output", lambda self, layers, batch: layers["layer"].plan.kv_heads_of("exact"))
+    given: dict[str, Any] = {}
+
+    def descend(model: Any, layers: Any, start: Any, savings: Any, judge: Any, say: Any) -> list[dict[str, list[int]]]:
+        given.update(start=start["layer"].tolist(), kinds=layers["layer"].plan.kinds, savings=savings["layer"])
+        return [{"layer": heads} for heads in ([0, 1, 2, 3], [0, 1, 3], [0, 1], [1, 2], [2], [])]
+
+    monkeypatch.setattr("bochner.hf.target.descend", descend)
+    judge = Counted()
+    start = search.run(search.draft, 0.0, judge)
+    best = search.descend(start, judge)
+    assert best.plan.layers[0].kv_heads_of("exact") == [0, 1]
+    assert given["start"] == [True] * 4
+    assert given["kinds"] == ["window"] * 4
+    exact_bytes, window_bytes = (
+        search.layers["layer"].planned([o] * 4).cache_bytes(400) for o in (EXACT, Option("window", 32))
+    )
+    assert given["savings"] == pytest.approx((exact_bytes - window_bytes) / 4)
+
+
+def test_the_encoder_of_a_speech_model_is_advised_alone_at_its_own_length() -> None:
+    """Frames are halved before they are attended to, and the decoder's few tokens say nothing of the encoder's."""
+    settings = {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 200, "max_target_positions": 20}
+    model = build("whisper", settings, head="AutoModelForSpeechSeq2Seq")
+    g = torch.Generator().manual_seed(0)
+    data = [
+        {"input_features": torch.randn(1, 8, 400, generator=g), "decoder_input_ids": ids(7, i)[None]} for i in range(6)
+    ]
+    unregister()  # advice may be the first thing that is asked for
+    report = advise(model, data, num_features=(16,), keep=0.9, parts=["encoder"])
+    assert report.length == report.verified_length == 200
+    assert {h.layer.split(".")[1] for h in report.heads} == {"encoder"}
+    assert {"window 16", "window 32", "hybrid 16", "kernel"} <= set(report.heads[0].errors)
+    for layer in report.plan.layers:
+        assert bool(layer.reason) == ("decoder" in layer.name)
+    search = Search(model, discover(model, data[0]), Goal(0.9, "time", 200), 16, 0, lambda text: None)
+    assert {name.split(".")[-1]: layer.length for name, layer in search.layers.items() if "decoder" in name} == {
+        "self_attn": 7,
+        "encoder_attn": 200,
+    }

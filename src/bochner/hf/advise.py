@@ -21,9 +21,10 @@ from bochner._progress import speaker
 from bochner._timing import best_times
 from bochner.attention.checks import check_qkv
 from bochner.hf import capture
-from bochner.hf.aim import aim, goal_of, target_data
+from bochner.hf.aim import aim, goal_of, shapes_of, target_data
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import Far, HeadStatistics, Samples, attention_weights, error_on, far_pairs
+from bochner.hf.patches import register_once
 from bochner.hf.plan import WINDOW_KINDS, LayerPlan, default_window_kind
 from bochner.maps.base import FeatureMap
 from bochner.maps.exponential import CalibratedFeatures
@@ -137,6 +138,7 @@ def advise(
     length: int | None = None,
     keep: float = 0.99,
     minimize: str | None = None,
+    parts: Sequence[str] | None = None,
     tokenizer: Any = None,
     batch_size: int = 8,
     seed: int = 0,
@@ -146,7 +148,8 @@ def advise(
 
     `advise(model, calibration, tokenizer=..., keep=0.99, length=n)`: the search of `convert(..., keep=...)` without the
     change, and the rank floor of every head; returns a `bochner.hf.TargetReport`, whose `config` are keywords of
-    `convert`. The first of `num_features` is taken; `window`, `sinks` and `window_kind` are chosen unless given.
+    `convert`. The first of `num_features` is taken; `window`, `sinks` and `window_kind` are chosen unless given;
+    `parts`: of an encoder-decoder, as in `convert`.
     `advise(q, k, v)`: one layer's queries (b, h, n, d), keys and values before scaling, with `scale` and `is_causal`;
     without v, random values stand in; transformers is not needed. Half of the sequences calibrate the maps, the other
     half measures them; returns an `Advice`. `target`: the relative error of a head's output that is good enough.
@@ -167,11 +170,11 @@ def advise(
         raise BochnerError("The 'num_features' of advise is empty; give at least one number of features.")
     one_of(window_kind, "window_kind", "advise", (None, *WINDOW_KINDS))
     if isinstance(model, nn.Module):
-        capture.transformers_module()
+        register_once()
         near: dict[str, Any] = {"window": window, "sinks": sinks, "window_kind": window_kind}
         model, tokenizer = capture.unwrap(model, tokenizer)
         data = target_data(model, calibration, tokenizer, length, batch_size)
-        shapes = capture.discover(model, capture.first_row(data[0]))
+        shapes = shapes_of(model, data, parts=parts)
         goal = goal_of(model, shapes, data, keep, minimize, length)
         options: dict[str, Any] = {"num_features": sizes[0], "floors": True, "seed": seed, "say": speaker(progress)}
         return aim(model, shapes, goal, data, **options, **near)[0]

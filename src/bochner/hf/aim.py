@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor
 
 from bochner import theory
-from bochner._checks import BochnerError
+from bochner._checks import BochnerError, BochnerWarning, one_of
 from bochner._timing import best_times
 from bochner.hf import capture, io
 from bochner.hf.judge import Judge, Language, Outputs, Quality, Reading, Text, compare_readings, read
 from bochner.hf.layer import Call, LinearAttention
 from bochner.hf.measure import Far, attention_weights
+from bochner.hf.original import Obstacle
 from bochner.hf.plan import Plan
 from bochner.hf.target import BUDGETS, EXACT, RETREATS, Candidate, Goal, Option, Say, Search
 
@@ -26,6 +28,7 @@ FIT_TOKENS = 4096
 VERIFIED_TOKENS = 4096  # of held-back text, at least one sequence of the goal's length
 SHARES = (0.3, 0.6)  # where fitting ends, where choosing ends: the rest is held back
 FLOOR_LENGTH = 384  # tokens of the attention matrices whose rank floor is computed
+PARTS = ("encoder", "decoder", "cross")
 ALWAYS = 2**31  # an 'exact_below' that every call is below of
 
 
@@ -197,6 +200,29 @@ def target_data(
     return capture.batches(joined, tokenizer, model=model, max_length=wanted, batch_size=size)
 
 
+def shapes_of(
+    model: Any, data: Sequence[dict[str, Tensor]], unsupported: str = "keep", parts: Sequence[str] | None = None
+) -> dict[str, capture.Shape]:
+    """The attention modules of the model, with an obstacle where they are to stay as they are."""
+    shapes = capture.discover(model, capture.first_row(data[0]) if data else None, unsupported)
+    if parts is not None:
+        wanted = {one_of(part, "parts", "convert", PARTS) for part in ([parts] if isinstance(parts, str) else parts)}
+        found = {shape.part for shape in shapes.values()}
+        if not wanted & found:
+            raise BochnerError(f"The model has no attention among 'parts' {sorted(wanted)}: it has {sorted(found)}.")
+        for name, shape in shapes.items():
+            if shape.part not in wanted and shape.obstacle is None:
+                shapes[name] = shape._replace(obstacle=Obstacle(f"'parts' leaves out {shape.part}"))
+    reasons = [shape.obstacle.reason for shape in shapes.values() if shape.obstacle is not None]
+    if len(reasons) == len(shapes):
+        warnings.warn(
+            f"Nothing of this {type(model).__name__} can be converted, it stays as it was: {reasons[0]}.",
+            BochnerWarning,
+            stacklevel=3,
+        )
+    return shapes
+
+
 def goal_of(
     model: Any,
     shapes: dict[str, capture.Shape],
@@ -208,7 +234,7 @@ def goal_of(
     """The goal, with the defaults that fit the model."""
     language = is_language_model(model, shapes)
     if length is None:
-        length = 4096 if language else max(_length(batch) for batch in data)
+        length = 4096 if language else _longest(data, shapes)
     return Goal(keep, minimize or ("memory" if language else "time"), length)
 
 
@@ -262,7 +288,7 @@ class Trial:
             count = max(1, min(VERIFIED_TOKENS, len(parts.held)) // self.length)
             self.texts = [Text(piece) for piece in parts.held[: count * self.length].split(self.length)]
         else:
-            self.length = max(_length(batch) for batch in parts.held)
+            self.length = _longest(parts.held, search.shapes)
             self.held = Outputs(model, parts.held, search.goal.keep)
         self.before: list[Reading] = []
         self.figures: dict[int, dict[str, dict[str, float]]] = {}  # of the whole model, by the candidate's id
@@ -351,6 +377,13 @@ def installed(model: Any, plan: Plan, layers: dict[str, LinearAttention]) -> Ite
 def _length(batch: dict[str, Tensor]) -> int:
     main = next(iter(batch.values()))
     return int(main.shape[1]) if main.ndim == 2 else int(main.shape[-1])
+
+
+def _longest(data: Sequence[dict[str, Tensor]], shapes: dict[str, capture.Shape]) -> int:
+    """Of the sequences that are attended to: frames of sound and pixels are more than that."""
+    if "input_ids" in data[0]:
+        return max(_length(batch) for batch in data)
+    return max(shape.keys for shape in shapes.values())
 
 
 def _figures(reading: Reading) -> dict[str, float]:

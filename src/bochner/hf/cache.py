@@ -10,6 +10,7 @@ first converted module sees it.
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -30,18 +31,42 @@ from transformers.cache_utils import (  # noqa: E402
 
 GROWTH = 256  # tokens by which the keys of exact heads grow at a time
 
-# Layers between `update` and their attention call, by the id of the key tensor. The layer holds the tensor until then,
-# so that no other tensor can have its id.
-_waiting: WeakValueDictionary[int, RecurrentLayer] = WeakValueDictionary()
+
+class Waiting:
+    """Layers between `update` and their attention call, by the id of the key tensor.
+
+    The layer holds the tensor until then, so that no other tensor can have its id. What finds tensors by their identity
+    cannot be compiled: a compiled model leaves its graph for a cache, and stays in it where `some` says there is none.
+    """
+
+    def __init__(self) -> None:
+        self._layers: WeakValueDictionary[int, RecurrentLayer] = WeakValueDictionary()
+        self._lock = Lock()
+        self.some = False
+
+    def add(self, layer: RecurrentLayer, key: Tensor) -> None:
+        with self._lock:
+            layer.handed_out = key
+            self._layers[id(key)] = layer
+            self.some = True
+
+    @torch.compiler.disable
+    def take(self, key: Tensor) -> RecurrentLayer | None:
+        with self._lock:
+            layer = self._layers.pop(id(key), None)
+            self.some = len(self._layers) > 0
+        if layer is None or layer.handed_out is not key:
+            return None
+        layer.handed_out = None
+        return layer
+
+
+waiting = Waiting()
 
 
 def layer_of(key: Tensor) -> RecurrentLayer | None:
     """The cache layer that handed out `key`, for the attention call that got it; None for keys from elsewhere."""
-    layer = _waiting.pop(id(key), None)
-    if layer is None or layer.handed_out is not key:
-        return None
-    layer.handed_out = None
-    return layer
+    return waiting.take(key) if waiting.some else None
 
 
 class RecurrentLayer(CacheLayerMixin):
@@ -65,6 +90,7 @@ class RecurrentLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
+    @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.handed_out is not None:
             raise BochnerError(
@@ -81,8 +107,7 @@ class RecurrentLayer(CacheLayerMixin):
                 self.keys, self.values = key_states, value_states
                 return key_states, value_states
             self.keys = self.values = None  # the attention call that gets them now absorbs them
-        self.handed_out = key_states
-        _waiting[id(key_states)] = self
+        waiting.add(self, key_states)
         return key_states, value_states
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -151,7 +151,7 @@ def run(model: nn.Module, batch: dict[str, Any], *, gradient: bool = False) -> A
 
 
 class Shape(NamedTuple):
-    """What discovery learns of one attention module."""
+    """What discovery learns of one attention module; `keys`: how many there were."""
 
     name: str
     num_heads: int
@@ -161,6 +161,7 @@ class Shape(NamedTuple):
     is_causal: bool
     is_cross: bool
     obstacle: Obstacle | None = None
+    keys: int = 0
 
     @property
     def part(self) -> str:
@@ -170,7 +171,7 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, name: str, call: Call) -> Shape:
         (_, h, n, d), (_, g, s, v) = call.query.shape, call.value.shape
-        return cls(name, h, g, d, v, call.is_causal, n != s)
+        return cls(name, h, g, d, v, call.is_causal, n != s, keys=s)
 
 
 def discover(model: nn.Module, batch: dict[str, Tensor] | None = None, unsupported: str = "keep") -> dict[str, Shape]:

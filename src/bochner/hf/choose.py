@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -221,39 +222,51 @@ def gate_gradients(
     `loss(index, output)`: of the model's output for one of the batches; the mean over them counts.
     """
     device = next(model.parameters()).device
+    total: dict[str, Tensor] = {}
+    for i, level in enumerate(GATES):
+        gates = {n: torch.full((m.plan.num_heads,), level, device=device) for n, m in layers.items()}
+        for j, batch in enumerate(batches):
+            say(f"weighing heads, pass {i * len(batches) + j + 1} of {len(GATES) * len(batches)}")
+            for name, g in gate_gradient(model, layers, gates, batch, partial(loss, j)).items():
+                total[name] = total.get(name, 0) - g / (len(GATES) * len(batches))
+    return total
+
+
+def gate_gradient(
+    model: Any,
+    layers: Mapping[str, LinearAttention],
+    gates: Mapping[str, Tensor],
+    batch: dict[str, Tensor],
+    loss: Callable[[Any], Tensor],
+) -> dict[str, Tensor]:
+    """The gradient of a loss of the model's output at gates (h,) from 0, the head of `layers`, to 1, exact attention.
+
+    Layers whose gates have no influence are left out.
+    """
+    device = next(model.parameters()).device
     for module in layers.values():
         module.to(device)
     frozen = [p for p in model.parameters() if p.requires_grad]
-    gates: dict[str, Tensor] = {}
-    total: dict[str, Tensor] = {}
+    leaves = {name: g.detach().to(device).clone().requires_grad_(True) for name, g in gates.items()}
 
     def look(name: str, call: Call) -> Tensor | None:
         if name not in layers:
             return None
         near = layers[name](call)
-        g = gates[name][None, :, None, None].to(near.dtype)
+        g = leaves[name][None, :, None, None].to(near.dtype)
         return g * exact(call) + (1 - g) * near
 
     for p in frozen:
         p.requires_grad_(False)
     try:
-        for i, level in enumerate(GATES):
-            gates = {n: torch.full((m.plan.num_heads,), level, device=device) for n, m in layers.items()}
-            for g in gates.values():
-                g.requires_grad_(True)
-            for j, batch in enumerate(batches):
-                say(f"weighing heads, pass {i * len(batches) + j + 1} of {len(GATES) * len(batches)}")
-                with capture.recording(model, look):
-                    output = capture.run(model, batch, gradient=True)
-                    with torch.enable_grad():
-                        loss(j, output).backward()
-            for name, g in gates.items():
-                if g.grad is not None:
-                    total[name] = total.get(name, 0) - g.grad.double().cpu() / (len(GATES) * len(batches))
+        with capture.recording(model, look):
+            output = capture.run(model, batch, gradient=True)
+            with torch.enable_grad():
+                loss(output).backward()
     finally:
         for p in frozen:
             p.requires_grad_(True)
-    return total
+    return {name: g.grad.double().cpu() for name, g in leaves.items() if g.grad is not None}
 
 
 def _mask_of(batch: dict[str, Tensor]) -> Tensor:

@@ -12,18 +12,16 @@ from torch import Tensor, nn
 from bochner._checks import BochnerError, BochnerWarning, is_int, one_of
 from bochner._progress import speaker
 from bochner.hf import capture, io, measure
-from bochner.hf.aim import TargetReport, aim, goal_of, target_data
+from bochner.hf.aim import TargetReport, aim, goal_of, shapes_of, target_data
 from bochner.hf.choose import ExactHeads, Recipe, choose_exact, drop_useless_kernels
 from bochner.hf.cost import crossover
 from bochner.hf.distill import DistillReport
 from bochner.hf.distill import distill as transfer
 from bochner.hf.layer import LinearAttention
 from bochner.hf.measure import Statistics
-from bochner.hf.original import Obstacle
 from bochner.hf.patches import register_once
 from bochner.hf.plan import Plan
 
-PARTS = ("encoder", "decoder", "cross")
 ROWS_PER_DIMENSION = 4  # calibration tokens wanted per head dimension
 Batches = Sequence[dict[str, Tensor]]
 
@@ -118,7 +116,7 @@ def convert(
     if keep is not None:
         _check_target(recipe, plan, calibration, train)
         data = target_data(inner, calibration, tokenizer, length, batch_size)
-        shapes = _shapes(inner, data, unsupported, parts)
+        shapes = shapes_of(inner, data, unsupported, parts)
         goal = goal_of(inner, shapes, data, keep, minimize, length)
         settings: dict[str, Any] = {"num_features": num_features, "exact_below": exact_below, "seed": seed, "say": say}
         found, layers = aim(inner, shapes, goal, data, **settings)
@@ -131,7 +129,7 @@ def convert(
         if calibration is not None:
             data = capture.batches(calibration, tokenizer, model=inner, max_length=max_length, batch_size=batch_size)
         # 1. Observe the exact model; 2. choose what each head becomes; 3. build the maps; 4. only now change the model.
-        shapes = _shapes(inner, data, unsupported, parts)
+        shapes = shapes_of(inner, data, unsupported, parts)
         draft, statistics = _observe(inner, shapes, recipe, plan, data, say)
         if plan is None:
             choose_exact(inner, draft, recipe, statistics, data)
@@ -212,27 +210,6 @@ def relative_errors(model: Any, data: Batches) -> dict[str, Tensor]:
     The model is run with exact attention, and each layer's linear attention is compared on the same queries and keys.
     """
     return measure.head_errors(model, io.layers_of(model), data)
-
-
-def _shapes(model: Any, data: Batches, unsupported: str, parts: Sequence[str] | None) -> dict[str, capture.Shape]:
-    """The attention modules of the model, with an obstacle where they are to stay as they are."""
-    shapes = capture.discover(model, capture.first_row(data[0]) if data else None, unsupported)
-    if parts is not None:
-        wanted = {one_of(part, "parts", "convert", PARTS) for part in ([parts] if isinstance(parts, str) else parts)}
-        found = {shape.part for shape in shapes.values()}
-        if not wanted & found:
-            raise BochnerError(f"The model has no attention among 'parts' {sorted(wanted)}: it has {sorted(found)}.")
-        for name, shape in shapes.items():
-            if shape.part not in wanted and shape.obstacle is None:
-                shapes[name] = shape._replace(obstacle=Obstacle(f"'parts' leaves out {shape.part}"))
-    reasons = [shape.obstacle.reason for shape in shapes.values() if shape.obstacle is not None]
-    if len(reasons) == len(shapes):
-        warnings.warn(
-            f"Nothing of this {type(model).__name__} can be converted, it stays as it was: {reasons[0]}.",
-            BochnerWarning,
-            stacklevel=3,
-        )
-    return shapes
 
 
 def _set_border(plan: Plan, exact_below: int | None, recipe: Recipe | None, say: Callable[[str], None]) -> None:

@@ -71,7 +71,7 @@ class Mask:
     def original(self, implementation: str) -> Any:
         """The mask that an attention implementation would have got."""
         if implementation not in self.made:
-            functions = transformers_module().masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+            functions = _masking().ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
             function = functions.get(implementation)
             self.made[implementation] = None if function is None else function(**self.asked)
         return self.made[implementation]
@@ -95,7 +95,7 @@ def make_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, device=device, **kwargs,
     )  # fmt: skip
-    masking = transformers_module().masking_utils
+    masking = _masking()
     causal, segments, beyond = mask_function is masking.causal_mask_function, None, None
     compiling = torch.compiler.is_compiling()
     if not causal and mask_function is not masking.bidirectional_mask_function:
@@ -109,6 +109,11 @@ def make_mask(
         length = min(kv_length, int(q_offset) + q_length) if causal else kv_length
     keep = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + length].bool()
     return Mask(keep, length if keep is None else keep.shape[1], causal, segments, beyond, asked)
+
+
+def _masking() -> Any:
+    # It is there when a model calls us; importing it, as `transformers_module` does, is nothing that can be compiled.
+    return sys.modules["transformers.masking_utils"]
 
 
 def _leaves(function: Any) -> list[Any]:

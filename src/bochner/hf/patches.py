@@ -12,7 +12,7 @@ import functools
 import warnings
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,6 +31,9 @@ from bochner.hf.layer import CHILD, Call, LinearAttention, attend
 from bochner.hf.original import as_before, make_mask, softmax_of, transformers_module, understand
 from bochner.maps import feature_map as make_feature_map
 from bochner.maps.base import FeatureMap
+
+if TYPE_CHECKING:
+    from bochner.hf.cache import RecurrentLayer
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,15 @@ def converted_forward(
     _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
     call = understand(module, query, key, value, attention_mask, **kwargs)
     _warn_of_strangers(own, call, cache)
-    out = own(call, cache)
+    out = own(call) if cache is None else _go_on(own, call, cache)
     return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable
+def _go_on(own: LinearAttention, call: Call, cache: RecurrentLayer) -> Tensor:
+    """Attention from a cache. A graph would hold the number of its tokens, and be another one for the next."""
+    out: Tensor = own(call, cache)
+    return out
 
 
 def _by_default(module: nn.Module, call: Call, dropout: float) -> Tensor:

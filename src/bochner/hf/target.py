@@ -5,8 +5,9 @@
    head and its exact attention, integrated from one to the other, of the divergence from the original's predictions.
 3. The damage of a choice is then a sum, sensitivity times squared error, and so is its cost: for every budget of damage
    the cheapest choice is a minimisation head by head. 4. Budgets are tried end to end until the cheapest that keeps the
-   target is found. 5. Sums know nothing of heads that stand in for each other: what is exact in it is then left out bit
-   by bit, in the order of measured damage, while the target is kept. 6. `aim` verifies it on other texts.
+   target is found. 5. Sums know nothing of heads that stand in for each other: to save memory, all gates are then moved
+   together while the budget falls (`bochner.hf.gates`); 6. what is exact is left out bit by bit, in the order of
+   measured damage, while the target is kept. 7. `aim` verifies it on other texts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from bochner.hf import capture
 from bochner.hf.choose import gate_gradients, take_maps
 from bochner.hf.cost import crossover, layer_seconds
 from bochner.hf.familiar import note
+from bochner.hf.gates import descend
 from bochner.hf.judge import Judge, Quality
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import HeadErrors, Samples
@@ -37,7 +39,8 @@ LEAST_ERROR = 0.02  # errors below this say nothing about a head's sensitivity
 BUDGETS = (-5.0, 7.0)  # log2 of the damages that are tried, in units of what the target allows
 REFINEMENTS = 2  # halvings of the last step between a budget that keeps the target and one that does not
 UNITS = 12  # exact parts whose omission is measured, in each of
-ROUNDS = 4  # rounds of leaving out
+ROUNDS = 3  # rounds of leaving out
+LOOSER = 16.0  # times the damage of the choice whose windows gates are moved with
 RETREATS = 3  # choices that are verified before giving up
 Say = Callable[[str], None]
 
@@ -72,11 +75,15 @@ EXACT = Option("exact")
 
 @dataclass
 class Layer:
-    """One attention module: what its heads may become, with errors (h,), costs per key head, and sensitivities (h,)."""
+    """One attention module: what its heads may become, with errors (h,), costs per key head, and sensitivities (h,).
+
+    `length`: how many keys it has where the longest of all modules has as many as the goal names.
+    """
 
     plan: LayerPlan
     made: dict[Option, LinearAttention]
     whole: bool  # whether all heads become the same
+    length: int
     errors: dict[Option, Tensor] = field(default_factory=dict)
     seconds: dict[Option, float] = field(default_factory=dict)  # of the whole layer
     sensitivity: dict[str, Tensor] = field(default_factory=dict)  # by kind
@@ -176,7 +183,9 @@ class Search:
         window_kind: str | None = None,
     ) -> None:
         self.model, self.goal, self.say, self.windows = model, goal, say, None if window is None else (window,)
+        self.shapes = shapes
         self.layers: dict[str, Layer] = {}
+        longest = max(shape.keys for shape in shapes.values())
         self.draft = Plan(
             [_as_it_is(shape, num_features, spawn_seed(seed, i)) for i, shape in enumerate(shapes.values())],
             getattr(model.config, "model_type", ""),
@@ -185,7 +194,9 @@ class Search:
             if not plan.reason:
                 plan.sinks = plan.sinks if sinks is None or plan.is_cross else sinks
                 plan.window_kind = window_kind or plan.window_kind
-                self.layers[plan.name] = Layer(plan, {}, whole=not plan.is_causal or goal.minimize == "time")
+                share = shapes[plan.name].keys / longest if longest else 1.0
+                whole = not plan.is_causal or goal.minimize == "time"
+                self.layers[plan.name] = Layer(plan, {}, whole, max(1, round(share * goal.length)))
         self.tried: list[Candidate] = []
         self.seconds: dict[str, float] = {}
 
@@ -218,7 +229,7 @@ class Search:
         for i, (name, layer) in enumerate(self.layers.items()):
             self.say(f"fitting maps, layer {i + 1} of {len(self.layers)}")
             note(layer.plan, samples[name].q, samples[name].k)
-            length = self.goal.length if layer.plan.is_causal else min(longest, self.goal.length)
+            length = layer.length if layer.plan.is_causal else min(longest, layer.length)
             for option in _options(layer.plan, length, self.windows):
                 plan = layer.planned([option] * layer.plan.num_kv_heads)
                 if option.kind != "window" and not _fits(option, plan, samples[name].rows, longest, length):
@@ -256,10 +267,11 @@ class Search:
         began, known = time.monotonic(), {}
         for layer in self.layers.values():
             plan = layer.plan
-            alike = (*layer.made, plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.value_dim, plan.is_causal)
+            heads = (plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.value_dim)
+            alike = (*layer.made, *heads, plan.is_causal, layer.length)
             if alike not in known:
-                self.say(f"timing attention at {self.goal.length} tokens")
-                pairs = layer_seconds(list(layer.made.values()), self.goal.length, rounds=3)
+                self.say(f"timing attention at {layer.length} tokens")
+                pairs = layer_seconds(list(layer.made.values()), layer.length, rounds=3)
                 known[alike] = {option: own for option, (_, own) in zip(layer.made, pairs, strict=True)}
                 known[alike][EXACT] = min((plain for plain, _ in pairs), default=0.0)
             layer.seconds = known[alike]
@@ -343,6 +355,46 @@ class Search:
         with capture.recording(self.model, replaced):
             return capture.run(self.model, batch)
 
+    def descend(self, candidate: Candidate, judge: Judge) -> Candidate:
+        """The cheapest choice that keeps the target on a descent of gates from one that does, if that is not itself."""
+        began, replaced = time.monotonic(), {}
+        # Windows are taken from a choice that allows more damage: where less is exact, they are worth less memory, too.
+        base = self.choose(LOOSER * candidate.predicted)[0]
+        for x in base.layers:
+            layer = self.layers.get(x.name)
+            if layer is None or layer.whole or not layer.made:
+                continue
+            instead = self._instead(x)
+            if layer.cost(instead, self.goal) < layer.cost(EXACT, self.goal):
+                replaced[x.name] = [instead if o == EXACT else o for o in _options_of(x)]
+        if not any(x.kv_heads_of("exact") for x in candidate.plan.layers if x.name in replaced):
+            return candidate
+        made = {name: self.layers[name].build(self.layers[name].planned(o)) for name, o in replaced.items()}
+        exact_now = {x.name: torch.tensor([o == EXACT for o in _options_of(x)]) for x in candidate.plan.layers}
+        savings = {
+            name: layer.cost(EXACT, self.goal) - sum(layer.cost(o, self.goal) for o in options) / len(options)
+            for name, options in replaced.items()
+            for layer in [self.layers[name]]
+        }
+        choices = descend(self.model, made, {n: exact_now[n] for n in made}, savings, judge, self.say)
+        best, low, high = candidate, -1, len(choices)
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = self.run(self._exact_only(base, replaced, choices[middle]), candidate.predicted, judge)
+            low, high = (middle, high) if self.keeps(tried) else (low, middle)
+            best = tried if self.keeps(tried) and self.price(tried) < self.price(best) else best
+        self.seconds["moving gates"] = time.monotonic() - began
+        return best
+
+    def _exact_only(self, plan: Plan, replaced: dict[str, list[Option]], exact_heads: dict[str, list[int]]) -> Plan:
+        """A plan in which only some key heads are exact, and the others what replaces them."""
+        changed = plan.copy()
+        for i, x in enumerate(plan.layers):
+            if x.name in replaced:
+                options = [EXACT if g in exact_heads[x.name] else o for g, o in enumerate(replaced[x.name])]
+                changed.layers[i] = self.layers[x.name].planned(options)
+        return changed
+
     def polish(self, candidate: Candidate, judge: Judge) -> Candidate:
         """Leave out exact parts of a choice, those first whose omission is measured to harm least, while it keeps."""
         began, light = time.monotonic(), judge.light()
@@ -400,7 +452,7 @@ class Search:
         for i, x in enumerate(plan.layers):
             heads = [g for name, g in units if name == x.name]
             if heads:
-                option, every = self._instead(x), [_option(x, g) for g in range(x.num_kv_heads)]
+                option, every = self._instead(x), _options_of(x)
                 options = [option if g in heads or -1 in heads else o for g, o in enumerate(every)]
                 changed.layers[i] = self.layers[x.name].planned(options)
         return changed
@@ -409,7 +461,7 @@ class Search:
         """Of the attention of one layer at the goal's length."""
         if plan.name not in self.layers:
             return 0.0
-        options = [_option(plan, g) for g in range(plan.num_kv_heads)]
+        options = _options_of(plan)
         return sum(self.layers[plan.name].seconds[option] for option in options) / len(options)
 
     def frontier(self, judge: Judge) -> list[Candidate]:
@@ -430,7 +482,8 @@ class Search:
         self.seconds["searching"] = time.monotonic() - began
         kept = [c for c in self.tried if self.keeps(c)]
         if kept:
-            self.polish(min(kept, key=self.price), judge)
+            best = min(kept, key=self.price)
+            self.polish(self.descend(best, judge) if self.goal.minimize == "memory" else best, judge)
         return sorted(self.tried, key=self.price)
 
     def keeps(self, candidate: Candidate) -> bool:
@@ -502,10 +555,10 @@ def _fits(option: Option, plan: LayerPlan, rows: int, longest: int, length: int)
     return far and rows >= 2 * plan.num_features and longest >= 2 * (option.window or 0)
 
 
-def _option(plan: LayerPlan, g: int) -> Option:
-    """What a key head of a plan is."""
-    kind = plan.kinds[g * plan.group]
-    return Option(kind, plan.window if kind in ("window", "hybrid") else None)
+def _options_of(plan: LayerPlan) -> list[Option]:
+    """What each key head of a plan is."""
+    kinds = plan.kinds[:: plan.group]
+    return [Option(kind, plan.window if kind in ("window", "hybrid") else None) for kind in kinds]
 
 
 def _reference(layer: Layer, kind: str) -> Option | None:
