@@ -74,7 +74,7 @@ def finite(x: Tensor, name: str, owner: str) -> Tensor:
     if torch.compiler.is_compiling() or x.is_meta:
         return x
     # A sum is one pass without a temporary; only a bad or overflowing tensor pays for the full search.
-    if not torch.isfinite(x.detach().sum(dtype=accumulation_dtype(x.dtype))):
+    if not math.isfinite(float(x.detach().sum(dtype=accumulation_dtype(x.dtype)))):
         bad = ~torch.isfinite(x.detach())
         if bad.any():
             where = tuple(bad.nonzero()[0].tolist())

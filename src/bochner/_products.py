@@ -43,7 +43,7 @@ def memory(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     A fresh tensor of several megabytes costs as much in page faults as the product that fills it.
     """
     if not WORTHWHILE <= math.prod(shape) <= LARGEST:
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(*shape, dtype=dtype, device="cpu")
     return _WORKSPACE.take(name, shape, dtype)
 
 

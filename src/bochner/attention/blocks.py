@@ -1,15 +1,13 @@
 """Block windows of bidirectional attention without gradients, in few steps: the call that converted encoders make.
 
-The same rows as `zone` computes for every other case. All keys are summed up by blocks at once, and the sums outside
-each zone are a product with a matrix of zeros and ones. Where terms span more than the dtype holds there is no result,
-and the general scan takes over.
+The same rows as `zone` computes for every other case: all keys are summed up by blocks at once, and the sums outside
+each zone are one product with a matrix of zeros and ones. Where terms span more than the dtype holds there is no
+result, and the general scan takes over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +18,8 @@ from bochner.attention.flash import FORWARD
 from bochner.attention.numerics import EMPTY, MASKED, may_look, topped_up, weighted
 from bochner.attention.state import spread_mask
 
-AT_ONCE = 32  # blocks of rows
-SEGMENT = 16  # of more, so many at a time
+MOST = 128  # blocks, for the work grows with their square
 pad = torch.nn.functional.pad
-
-
-class Part(NamedTuple):
-    """Some blocks of rows: queries x (b, g, t c, d) and the sums beyond each zone, far (b, g, t, m, v + 1)."""
-
-    blocks: slice
-    x: Tensor
-    far: Tensor
 
 
 def suits(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None) -> bool:
@@ -40,7 +29,7 @@ def suits(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None) -> b
         return False
     if not (may_look(q) and phi.kernel != "gaussian" and call.positive and v.shape[-1] == q.shape[-1]):
         return False
-    if n <= 3 * w or call.sinks > w or k.shape[1] * _largest(call, n, v.shape[-1]) > LARGEST:
+    if not 3 * w < n <= MOST * w or call.sinks > w or k.shape[1] * _largest(call, n, v.shape[-1]) > LARGEST:
         return False
     return hole is None or not call.sinks or not bool(hole[:, : call.sinks].any())
 
@@ -75,38 +64,33 @@ def _fill(call: Call, out: Tensor, q: Tensor, k: Tensor, v: Tensor, hole: Tensor
     sums, top = _sums(call, k, v, n, hole)
     zone_keys, zone_values = (x.flatten(0, 1).unfold(1, 3 * c, c).mT for x in (keys, values))
     hidden = _edges(t, c, n, call.dtype) if hole is None else _hidden(hole, g, t, c, call.dtype)
-    query = call.features("query")
-    for blocks, far in _beyond(sums):
-        rows = slice(blocks.start * c, blocks.stop * c)
-        x, done = q[..., rows, :], out[..., rows, :]
-        # 1. The kernel, relative to exp(beyond).
-        phi, own = query(x)
-        kernel, beyond = product("far", phi.unflatten(2, (-1, c)), far), own + top
-        if call.top_up is not None:
-            kernel = topped_up(kernel, far[..., -1:, :], call.top_up)
-        kernel = kernel.flatten(2, 3)
-        # 2. The zone.
-        pieces = (x.flatten(0, 1).unflatten(1, (-1, c)), zone_keys[:, blocks], zone_values[:, blocks])
-        mask = hidden[:, blocks].expand(b * g, -1, c, -1)
-        mean, log_norm = FORWARD(*pieces, 0.0, False, attn_mask=mask, scale=call.root**2)
-        log_norm = log_norm.reshape(b, g, -1, 1)
-        # 3. One normaliser for both, and for the sinks where the zone does not hold them.
-        log_ref = torch.maximum(beyond, log_norm).clamp_min_(EMPTY)
-        carry, exact = (beyond - log_ref).exp_(), (log_norm - log_ref).exp_()
-        total = torch.addcmul(exact, kernel[..., -1:], carry)
-        if s:
-            weights = (x @ sink_keys.mT).sub_(log_ref).exp_()
-            if not blocks.start:
-                weights[..., : 2 * c, :] = 0
-            total += weights.sum(-1, keepdim=True)
-        least, most = torch.aminmax(total)
-        if not (float(least) >= call.floor and float(most) < torch.inf):
-            return False
-        # 4. The values.
-        torch.mul(kernel[..., :-1], carry.div_(total), out=done)
-        done.unflatten(2, (-1, c)).addcmul_(mean.unflatten(0, (b, g)), exact.div_(total).unflatten(2, (-1, c)))
-        if s:
-            done += product("sinks", weights.div_(total), sink_values)
+    # 1. The kernel, relative to exp(beyond).
+    far = product("outside", _apart(t, call.dtype), sums.flatten(3)).view(sums.shape)
+    phi, own = call.features("query")(q)
+    kernel, beyond = product("far", phi.unflatten(2, (-1, c)), far), own + top
+    if call.top_up is not None:
+        kernel = topped_up(kernel, far[..., -1:, :], call.top_up)
+    kernel = kernel.flatten(2, 3)
+    # 2. The zone.
+    rows, mask = q.flatten(0, 1).unflatten(1, (-1, c)), hidden.expand(b * g, -1, c, -1)
+    mean, log_norm = FORWARD(rows, zone_keys, zone_values, 0.0, False, attn_mask=mask, scale=call.root**2)
+    log_norm = log_norm.reshape(b, g, -1, 1)
+    # 3. One normaliser for both, and for the sinks where the zone does not hold them.
+    log_ref = torch.maximum(beyond, log_norm).clamp_min_(EMPTY)
+    carry, exact = (beyond - log_ref).exp_(), (log_norm - log_ref).exp_()
+    total = torch.addcmul(exact, kernel[..., -1:], carry)
+    if s:
+        weights = (q @ sink_keys.mT).sub_(log_ref).exp_()
+        weights[..., : 2 * c, :] = 0
+        total += weights.sum(-1, keepdim=True)
+    least, most = torch.aminmax(total)
+    if not (float(least) >= call.floor and float(most) < torch.inf):
+        return False
+    # 4. The values.
+    torch.mul(kernel[..., :-1], carry.div_(total), out=out)
+    out.unflatten(2, (-1, c)).addcmul_(mean.unflatten(0, (b, g)), exact.div_(total).unflatten(2, (-1, c)))
+    if s:
+        out += product("sinks", weights.div_(total), sink_values)
     return True
 
 
@@ -134,51 +118,23 @@ def _sums(call: Call, k: Tensor, v: Tensor, n: int, hole: Tensor | None) -> tupl
     return product("sums", psi.unflatten(2, (-1, c)).mT, values), top
 
 
-def _beyond(sums: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Some blocks of rows at a time, with the sums of all blocks beyond the zone of each."""
-    t, flat, shape = sums.shape[2], sums.flatten(0, 1).flatten(2), sums.shape[3:]
-    if t <= AT_ONCE:
-        yield slice(0, t), product("outside", _apart(t, t, 0, sums.dtype), flat).view(sums.shape)
-        return
-    rest = product("rest", _others(t, sums.dtype), flat)
-    for i, start in enumerate(range(0, t, SEGMENT)):
-        stop, near = min(start + SEGMENT, t), _around(start, t)
-        matrix = _apart(stop - start, near.stop - near.start, start - near.start, sums.dtype)
-        out = memory("outside", (len(flat), stop - start, flat.shape[2]), flat.dtype)
-        torch.baddbmm(rest[:, i : i + 1], matrix.expand(len(flat), -1, -1), flat[:, near], out=out)
-        yield slice(start, stop), out.view(*sums.shape[:2], -1, *shape)
-
-
-def _around(start: int, t: int) -> slice:
-    """The blocks of a segment and of the two beside it."""
-    return slice(max(0, start - SEGMENT), min(start + 2 * SEGMENT, t))
-
-
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def _apart(rows: int, keys: int, first: int, dtype: torch.dtype) -> Tensor:
-    """1 where a block of keys is beyond the zone of a block of rows, the first of which is the key block `first`."""
-    i, j = torch.arange(first, first + rows)[:, None], torch.arange(keys)[None, :]
-    return ((i - j).abs() > 1).to(dtype)
-
-
-@lru_cache(maxsize=64)
-@torch.inference_mode(False)
-def _others(t: int, dtype: torch.dtype) -> Tensor:
-    """1 where a block is not around a segment, (segments, t)."""
-    starts, j = range(0, t, SEGMENT), torch.arange(t)
-    return torch.stack([(j < near.start) | (j >= near.stop) for near in (_around(i, t) for i in starts)]).to(dtype)
+def _apart(t: int, dtype: torch.dtype) -> Tensor:
+    """1 where a block of keys is beyond the zone of a block of rows, (t, t)."""
+    i = torch.arange(t, device="cpu")
+    return ((i[:, None] - i).abs() > 1).to(dtype)
 
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def _edges(t: int, c: int, n: int, dtype: torch.dtype) -> Tensor:
     """What is added to the logits of zones, (1, t, 1, 3 c): places without a key see nothing."""
-    return _hidden(torch.zeros(1, n, dtype=torch.bool), 1, t, c, dtype)
+    return _hidden(torch.zeros(1, n, dtype=torch.bool, device="cpu"), 1, t, c, dtype)
 
 
 def _hidden(hole: Tensor, g: int, t: int, c: int, dtype: torch.dtype) -> Tensor:
     """The same for keys that are masked, (b g, t, 1, 3 c)."""
     empty = pad(hole, (c, (t + 1) * c - hole.shape[1]), value=True)
-    bias = torch.zeros(empty.shape, dtype=dtype).masked_fill_(empty, MASKED)
+    bias = torch.zeros(empty.shape, dtype=dtype, device=hole.device).masked_fill_(empty, MASKED)
     return bias.unfold(1, 3 * c, c).unsqueeze(2).repeat_interleave(g, 0)

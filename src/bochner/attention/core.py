@@ -193,7 +193,7 @@ def _look(
 ) -> Result:
     """Compute again what overflowed on the way, and say what did not come out."""
     rows = result.out.detach()
-    if not bool(rows.sum().isfinite()) and not bool(rows.isfinite().all()):
+    if not math.isfinite(float(rows.sum())) and not bool(rows.isfinite().all()):
         size = v.detach().abs().amax().to(call.dtype)
         if state is None and bool(size > 1):  # attention is linear in the values
             again = attend(call, q, k, v / size.to(v.dtype), hole, None)

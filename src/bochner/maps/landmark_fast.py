@@ -24,7 +24,7 @@ def query_features(
         x = x.to(mix.dtype)
         (b, g, n, _), (M, m) = x.shape, mix.shape[-2:]
         w, start, mixed = (t.expand(b, g, -1, -1).flatten(0, 1) for t in weights)
-        hidden = torch.baddbmm(start, x.flatten(0, 1), w, out=memory("landmarks", (b * g, n, M), x.dtype))
+        hidden = torch.bmm(x.flatten(0, 1), w, out=memory("landmarks", (b * g, n, M), x.dtype)).add_(start)
         peak = hidden.amax(-1, keepdim=True)
         total = hidden.sub_(peak).exp_().sum(-1, keepdim=True)
         out = torch.bmm(hidden, mixed, out=memory("query", (b * g, n, m), x.dtype)).div_(total)
@@ -38,7 +38,7 @@ def query_features(
 def key_features(
     landmarks: Tensor, offsets: Tensor, caps: Tensor, mix: Tensor, bias: Tensor, positive: bool, root: float
 ) -> Callable[[Tensor], Features]:
-    """Features of `root * x`, x (b, h, n, d): what is linear is folded into two products.
+    """Features of `root * x`, x (b, h, n, d): the scale is folded into the landmarks.
 
     landmarks (h, M, d), offsets and caps (h, 1, M), mix (h, M, m), bias (h, 1, m), or 1 for h.
     """
@@ -48,9 +48,9 @@ def key_features(
         x = x.to(mix.dtype)
         (b, g, n, _), (M, m) = x.shape, mix.shape[-2:]
         w, start, caps, mixed, end = (t.expand(b, g, -1, -1).flatten(0, 1) for t in weights)
-        hidden = memory("landmarks", (b * g, n, M), x.dtype)
-        torch.baddbmm(start, x.flatten(0, 1), w, out=hidden).clamp_(max=caps).exp_()
-        out = torch.baddbmm(end, hidden, mixed, out=memory("key", (b * g, n, m), x.dtype))
+        hidden = torch.bmm(x.flatten(0, 1), w, out=memory("landmarks", (b * g, n, M), x.dtype))
+        hidden.add_(start).clamp_(max=caps).exp_()
+        out = torch.bmm(hidden, mixed, out=memory("key", (b * g, n, m), x.dtype)).add_(end)
         if positive:
             out.clamp_min_(0)
         return Features(out.view(b, g, n, m), x.new_zeros(b, g, n, 1))

@@ -177,7 +177,7 @@ def rectified(phi: Tensor) -> Tensor:
 
 def query_floor(m: int, dtype: torch.dtype) -> Tensor:
     """The least value of each feature of a query, (m,)."""
-    return torch.nn.functional.pad(torch.zeros(m - 1, dtype=dtype), (0, 1), value=FLOOR)
+    return torch.nn.functional.pad(torch.zeros(m - 1, dtype=dtype, device="cpu"), (0, 1), value=FLOOR)
 
 
 def landmarks(rows: Tensor, metric: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
