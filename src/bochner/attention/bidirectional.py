@@ -20,12 +20,12 @@ from bochner.attention.flash import attend
 from bochner.attention.numerics import (
     EMPTY,
     MASKED,
+    Joined,
     adjoint,
     changed,
     finish,
     flags,
     is_composed,
-    join_rows,
     product,
     scaled_weight,
     topped_up,
@@ -146,7 +146,7 @@ class ReadScan:
 
     def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         call, (q, sums) = self.call, tensors
-        features, parts = call.features("query"), []
+        features, joined = call.features("query"), Joined(q.shape[-2])
         for part in blocks(call, q.shape[-2], q.shape[0] * q.shape[1], q.device):
             f = features(q[..., part, :])
             bound = None if call.positive else cauchy_schwarz(f.values, sums[..., -1].unsqueeze(-2))
@@ -155,8 +155,8 @@ class ReadScan:
             if call.top_up is not None:
                 total = topped_up(total, sums[..., -1:, :], call.top_up.squeeze(-1))
             log_ref = self.ref[..., None, None] + own
-            parts.append(finish(total, log_ref, bound, None, call.normalize, call.policy, call.floor))
-        rows = join_rows(parts, q.shape[-2])
+            joined.add(finish(total, log_ref, bound, None, call.normalize, call.policy, call.floor))
+        rows = joined.rows()
         return (rows.out, *flags(rows)), rows
 
     def back(self, tensors: Sequence[Tensor], kept: Any, grads: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -19,13 +19,13 @@ from bochner.attention.numerics import (
     EMPTY,
     MASKED,
     RANGES,
+    Joined,
     Rows,
     add_product,
     adjoint,
     finish,
     flags,
     is_composed,
-    join_rows,
     map_rows,
     may_look,
     mixed,
@@ -128,15 +128,15 @@ class CausalScan:
         q, k, v, sums, ref = tensors
         query, key, n = self.call.features("query"), self.call.features("key"), q.shape[-2]
         q, k, v, hole = self._whole(q, k, v)
-        parts, starts = [], []
+        joined, starts = Joined(n), []
         for part, c in self._blocks(q):
             starts.append((sums, ref))
             keys = Keys.gather(key(k[..., part, :]), v[..., part, :], None if hole is None else hole[:, part], ref, c)
             states, sums = keys.states(sums)
             rows = self._rows(query(by_chunk(q[..., part, :], c)), keys, states)
-            parts.append(map_rows(rows, lambda t: by_head(t, self.call.groups)))
+            joined.add(map_rows(rows, lambda t: by_head(t, self.call.groups)))
             ref = keys.refs[..., -1]
-        rows = join_rows(parts, n)
+        rows = joined.rows()
         return (rows.out, sums, *flags(rows), ref.clone()), (starts, rows)
 
     def _rows(self, fq: Features, keys: Keys, states: Tensor) -> Rows:
@@ -170,7 +170,7 @@ class CausalScan:
             seen = None if call.positive else (keys.psi * weight).cumsum(-2) + states[..., -1].unsqueeze(-2)
             peak = keys.peak()
             rise = peak - ref
-            ref = torch.where(peak > EMPTY, ref, EMPTY)
+            ref = ref.masked_fill(peak <= EMPTY, EMPTY)
             if not may_look(phi) or bool((rise > RANGES[call.dtype].rise).any()):
                 beyond = self._per_row((rise > RANGES[call.dtype].rise).unsqueeze(-1))
         log_ref = self._per_row(ref.unsqueeze(-1))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bochner._products import memory
 from bochner.attention.numerics import MASKED, is_composed
 from bochner.attention.recompute import differentiate
 
@@ -67,7 +68,7 @@ def attend_zones(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: 
     x, y, u = _widened(*(t.flatten(0, 1) for t in (q, k, v)))
     mask = None
     if hidden is not None:
-        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, MASKED)
+        mask = memory("zone mask", hidden.shape, q.dtype).zero_().masked_fill_(hidden, MASKED)
         mask = mask.expand(*q.shape[:3], *mask.shape[-2:]).flatten(0, 1).expand(*x.shape[:3], y.shape[2])
     out, log_norm = FORWARD(x, y, u, 0.0, False, attn_mask=mask, scale=scale)
     return out[..., :d].unflatten(0, q.shape[:2]), log_norm.unflatten(0, q.shape[:2]).unsqueeze(-1)

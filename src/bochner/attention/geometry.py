@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bochner._products import is_composed, memory
 from bochner.attention.call import Call
 
 SLIDING_BLOCK = 64  # rows of a block of a symmetric sliding window, at least
@@ -89,9 +90,9 @@ class Geometry:
         first, last = max(0, start), min(self.rows, start + more.shape[3])
         total[:, :, :, first:last] += more[:, :, :, first - start : last - start]
 
-    def take(self, k: Tensor, span: slice) -> Tensor:
-        """Keys (b, g, s, d) of a span of the layout, zeros where there is none."""
-        return k if self.single else _cut(k, 2, span.start - self.front, span.stop - self.front)
+    def take(self, k: Tensor, span: slice, *, name: str | None = None) -> Tensor:
+        """Keys (b, g, s, d) of a span of the layout, zeros where there is none; with a name valid until the next."""
+        return k if self.single else _cut(k, 2, span.start - self.front, span.stop - self.front, name=name)
 
     def take_mask(self, hole: Tensor, span: slice) -> Tensor:
         """The same for a mask (b, s), True where there is none."""
@@ -170,8 +171,11 @@ class Geometry:
         return (far & (j >= 0)).unflatten(1, (-1, self.block))
 
 
-def _cut(x: Tensor, dim: int, start: int, stop: int, value: float = 0.0) -> Tensor:
-    """Places `start` to `stop` of a dimension of x, `value` where it has none; a view where it has all."""
+def _cut(x: Tensor, dim: int, start: int, stop: int, value: float = 0.0, *, name: str | None = None) -> Tensor:
+    """Places `start` to `stop` of a dimension of x, `value` where it has none; a view where it has all.
+
+    With a name it may be written into memory that is used again, as a `product` is.
+    """
     size = x.shape[dim]
     if torch.compiler.is_compiling():
         return pad(x, (0, 0) * (x.dim() - 1 - dim) + (-start, stop - size), value=value)  # negative: cut off
@@ -180,4 +184,10 @@ def _cut(x: Tensor, dim: int, start: int, stop: int, value: float = 0.0) -> Tens
     if last - first == stop - start:
         return found
     front = min(max(-start, 0), stop - start)
+    if name is not None and x.device.type == "cpu" and not (torch.is_grad_enabled() or is_composed()):
+        out = memory(name, (*x.shape[:dim], stop - start, *x.shape[dim + 1 :]), x.dtype)
+        out.narrow(dim, 0, front).fill_(value)
+        out.narrow(dim, front, last - first).copy_(found)
+        out.narrow(dim, front + last - first, stop - start - front - (last - first)).fill_(value)
+        return out
     return pad(found, (0, 0) * (x.dim() - 1 - dim) + (front, stop - start - front - (last - first)), value=value)

@@ -161,25 +161,48 @@ def finish(
             lost = lost | beyond
     if beyond is not None:
         gone = gone | beyond
-    factor = torch.where(gone, 0, 1 / torch.where(bad, 1, den))
+    factor = den.masked_fill(bad, 1).reciprocal().masked_fill(gone, 0)
     out = num * factor
     if is_composed() or beyond is not None:
-        out = torch.where(gone, 0, out)  # not zero times infinity
+        out = out.masked_fill(gone, 0)  # not zero times infinity
     return Rows(out, factor, None if small is None else ~small, lost, small)
 
 
-def join_rows(parts: list[Rows], length: int) -> Rows:
-    """Blocks of finished rows, joined along the rows and cut to their number."""
+class Joined:
+    """Finished rows, joined along the rows part by part and cut to their number.
 
-    def join(field: tuple[Tensor | None, ...]) -> Tensor | None:
+    Where no gradient needs a part, its values go into the whole at once: memory of a part is used again for the next.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length, self.filled = length, 0
+        self.parts: list[Rows] = []
+        self.out: Tensor | None = None
+
+    def add(self, rows: Rows) -> None:
+        start, n = self.filled, rows.out.shape[-2]
+        self.filled = start + n
+        if torch.is_grad_enabled() or is_composed() or n >= self.length:
+            self.parts.append(rows)
+            return
+        if self.out is None:
+            self.out = rows.out.new_empty(*rows.out.shape[:-2], self.length, rows.out.shape[-1])
+        stop = min(self.filled, self.length)
+        self.out[..., start:stop, :] = rows.out[..., : stop - start, :]
+        self.parts.append(rows._replace(out=rows.factor))
+
+    def rows(self) -> Rows:
+        found = Rows(*(self._joined(field) for field in zip(*self.parts, strict=True)))  # type: ignore[arg-type]
+        return found if self.out is None else found._replace(out=self.out)
+
+    def _joined(self, field: tuple[Tensor | None, ...]) -> Tensor | None:
         found = [t for t in field if t is not None]
         if not found:
             return None
-        if len(found) < len(field):  # some blocks had nothing to say
-            found = [torch.zeros_like(p.factor, dtype=torch.bool) if t is None else t for t, p in zip(field, parts)]  # noqa: B905
-        return (found[0] if len(found) == 1 else torch.cat(found, dim=-2))[..., :length, :]
-
-    return Rows(*(join(field) for field in zip(*parts, strict=True)))  # type: ignore[arg-type]
+        if len(found) < len(field):  # some parts had nothing to say
+            pairs = zip(field, self.parts, strict=True)
+            found = [torch.zeros_like(p.factor, dtype=torch.bool) if t is None else t for t, p in pairs]
+        return (found[0] if len(found) == 1 else torch.cat(found, dim=-2))[..., : self.length, :]
 
 
 def map_rows(rows: Rows, f: Callable[[Tensor], Tensor]) -> Rows:

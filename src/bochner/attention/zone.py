@@ -17,13 +17,13 @@ from bochner.attention.geometry import Geometry
 from bochner.attention.numerics import (
     EMPTY,
     MASKED,
+    Joined,
     Rows,
     add_product,
     adjoint,
     finish,
     flags,
     is_composed,
-    join_rows,
     map_rows,
     may_look,
     product,
@@ -112,7 +112,8 @@ class ZoneScan:
     def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         q, k, v, sink_k, sink_v, sums, ref = tensors
         segments, before = self._segments(q), Sums(sums, ref)
-        query, key, parts, kept = self.call.features("query"), self.call.features("key"), [], []
+        query, key, first = self.call.features("query"), self.call.features("key"), self.place.lead
+        joined, kept = Joined(first + q.shape[-2]), []
         for blocks, behind in zip(segments, self._beyond.behind(k, v, segments), strict=True):
             start, keys, values = before, *self._keys(k, v, blocks)
             fk = key(keys[..., self._used(blocks), :]) if self._needs_features else None
@@ -125,10 +126,9 @@ class ZoneScan:
                 sinks = self._sinks(zone.x, sink_k, sink_v, part)
                 done, log_ref = self._rows(zone, sinks, query(zone.x.flatten(2, 3)), near, part)
                 log_refs.append(log_ref)
-                parts.append(map_rows(done, lambda t: by_head(t, self.call.groups)))
+                joined.add(map_rows(done, lambda t: by_head(t, self.call.groups)))
             kept.append((start, behind, log_refs))
-        first = self.place.lead
-        done = map_rows(join_rows(parts, first + q.shape[-2]), lambda t: t[..., first:, :])
+        done = map_rows(joined.rows(), lambda t: t[..., first:, :])
         state, scale = outside.far[:, :, -1].clone(), outside.refs[..., -1].clone()
         return (done.out, state, *flags(done), scale), (kept, done)
 
@@ -230,7 +230,8 @@ class ZoneScan:
     def _keys(self, k: Tensor, v: Tensor, blocks: slice) -> tuple[Tensor, Tensor]:
         """Keys and values of the zones of a segment."""
         span, dtype = self.place.span(blocks), self.call.dtype
-        return self.place.take(k, span).to(dtype), self.place.take(v, span).to(dtype)
+        keys, values = self.place.take(k, span, name="zone keys"), self.place.take(v, span, name="zone values")
+        return keys.to(dtype), values.to(dtype)
 
     def _used(self, blocks: slice) -> slice:
         """Those of them whose features a segment needs."""
@@ -371,7 +372,7 @@ class ZoneScan:
         if self.place.width:
             out = add_product(out, mean, exact[0] * rows.factor)
         if sinks is not None:
-            more = (exact[-1] * rows.factor).flatten(2, 3) @ sinks.u[..., :-1]
+            more = product("sinks", (exact[-1] * rows.factor).flatten(2, 3), sinks.u[..., :-1])
             out = add_product(out, more.view_as(out), 1.0)
         if is_composed():
             out = torch.where(rows.factor == 0, 0, out)  # not zero times infinity
