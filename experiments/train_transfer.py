@@ -117,11 +117,11 @@ def draw(parent: dict[str, float], found: dict[str, Any]) -> None:
         if "curve" in r:
             ax.plot(*zip(*r["curve"], strict=True), "--" if not RUNS[name][2] else "-", label=name)
     ax.axhline(parent["glimpse"], color="grey", linewidth=0.8)
-    ax.text(STEPS, parent["glimpse"], "exact, 800 steps", ha="right", va="bottom", fontsize=8, color="grey")
+    ax.text(0, parent["glimpse"] - 0.02, "exact, 800 steps", va="top", fontsize=8, color="grey")
     ax.set_xlabel("steps after the weights were taken over (dashed: none taken over)")
     ax.set_ylabel("bits per byte, validation")
-    ax.set_ylim(top=min(9.0, ax.get_ylim()[1]))
-    ax.legend(fontsize=8)
+    ax.set_ylim(top=5.2)
+    ax.legend(fontsize=8, ncols=2)
     save(fig, NAME)
 
 

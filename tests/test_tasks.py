@@ -341,6 +341,16 @@ def test_held_out_protein_families_are_not_trained_on() -> None:
 
 
 @pytest.mark.model
+def test_copying_shown_letters_is_worth_what_the_masks_give_away() -> None:
+    needs("proteins")
+    preset = tasks.preset_of(tasks.task("protein"), "small")
+    found = protein.masked_baseline(preset)
+    # 80 % hidden, 10 % shown as they are, 10 % replaced by one of 20: alpha 1e-6 for some 15,000 letters.
+    expected = 0.8 * found["accuracy"] + 0.1 + 0.1 / 20
+    assert abs(found["copying"] - expected) < 4.9 * math.sqrt(expected * (1 - expected) / 15_000)
+
+
+@pytest.mark.model
 def test_no_author_is_in_two_splits_of_the_books() -> None:
     authors = [{name.split("-")[0] for name in text.BOOKS[s]} for s in base.SPLITS]
     assert not authors[0] & authors[1]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,18 @@ def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(
         with pytest.raises(BochnerError, match=r"could not be written: its disk has [\d.]+ MB left; free some space"):
             run(tmp_path / "full", steps=4)
     assert run(tmp_path / "full", steps=4, resume=True)["metrics"] == whole["metrics"]
+
+
+def test_a_warning_is_shown_once_and_not_at_every_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with training.each_warning_once():
+            for i in range(5):
+                warnings.warn(f"{i} of 128 rows are bad", UserWarning, stacklevel=1)
+            warnings.warn("another thing", UserWarning, stacklevel=1)
+    said = capsys.readouterr().err
+    assert said.count("rows are bad") == 2  # the message and the line of code
+    assert "another thing" in said
 
 
 def test_an_interrupted_checkpoint_is_not_used(tmp_path: Path) -> None:

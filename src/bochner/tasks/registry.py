@@ -297,7 +297,7 @@ TASKS: dict[str, Task] = {
             PROTEIN,
             artefacts=("proteins",),
             further=("unseen",),
-            baseline=protein.baseline,
+            baseline=protein.masked_baseline,
         ),
         Task(
             "protein_causal",

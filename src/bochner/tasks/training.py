@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -88,7 +90,7 @@ def train(
     begin = time.perf_counter()
     trainer = make_trainer(chosen, sizes, kind, model, where, seed=seed, progress=progress, tensorboard=tensorboard)
     checkpoint = last_checkpoint(where, tidy=is_first())
-    with room_named(where), warnings.catch_warnings():
+    with room_named(where), each_warning_once():
         # Trainer warns of tensors it gathers from one process; nothing is lost.
         warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
@@ -109,6 +111,22 @@ def train(
             trainer.save_model(str(where / "model"))
             write_json(where / "result.json", result)
     return result
+
+
+@contextmanager
+def each_warning_once() -> Iterator[None]:
+    """Show warnings that differ in their figures only, such as those of signed maps, once and not at every step."""
+    with warnings.catch_warnings():
+        show, seen = warnings.showwarning, set()
+
+        def first(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            kind = re.sub(r"\d+", "", str(message))
+            if kind not in seen:
+                seen.add(kind)
+                show(message, category, *where)
+
+        warnings.showwarning = first
+        yield
 
 
 def is_first() -> bool:
