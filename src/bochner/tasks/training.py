@@ -125,7 +125,7 @@ def each_warning_once() -> Iterator[None]:
                 seen.add(kind)
                 show(message, category, *where)
 
-        warnings.showwarning = first
+        warnings.showwarning = first  # type: ignore[assignment]
         yield
 
 
