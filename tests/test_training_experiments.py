@@ -103,6 +103,8 @@ def test_fastfood_variants_are_close_within_their_spread(experiments: None) -> N
     assert train_fastfood.close(seen) == pytest.approx((1.0, 2.0))
     seen["FastFood-S"] = [70.0, 70.0, 70.0]
     assert train_fastfood.close(seen) == pytest.approx((9.0, 1.0))
+    assert train_fastfood.differ(seen)
+    assert not train_fastfood.differ({v: [60.0, 61.0, 62.0] for v in train_fastfood.VARIANTS})
     runs: dict[str, Any] = {"text/FastFood/0": {"accuracy": 0.6}, "text/FastFood/2": {"accuracy": 0.7}}
     assert train_fastfood.scores(runs, "text") == {"FastFood": pytest.approx([60.0, 70.0])}
 
