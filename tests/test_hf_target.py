@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,10 +187,10 @@ def test_a_decoder_meets_its_target_on_texts_that_had_no_part_in_the_search() ->
         report_of(model)
 
 
-def test_where_the_original_is_fastest_nothing_is_converted() -> None:
-    """At 64 tokens no window pays; the model stays what it was."""
+def test_where_the_original_is_fastest_nothing_is_converted(tmp_path: Path) -> None:
+    """At 64 tokens no window pays; the model stays what it was, and calls its own attention without a detour."""
     model = build("bert", TEXT)
-    x = ids(64)[None]
+    x, own = ids(64)[None], model.config._attn_implementation
     with torch.no_grad():
         before = model(x)[0]
         convert(model, calibration=texts_as_batches(8), keep=0.98, num_features=16)
@@ -198,6 +199,23 @@ def test_where_the_original_is_fastest_nothing_is_converted() -> None:
     assert report is not None
     assert not report.worthwhile
     assert any("Nothing is converted" in reason for reason in report.reasons)
+    assert model.config._attn_implementation == own
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    assert again.config._attn_implementation == own
+    assert plan_of(again).to_dict() == plan_of(model).to_dict()
+    with torch.no_grad():
+        assert torch.equal(again(x)[0], before)
+    assert revert(model).config._attn_implementation == own
+
+
+def test_a_model_of_which_nothing_can_be_converted_says_why() -> None:
+    settings = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 60}
+    data = [{"input_ids": ids(80, i)[None], "decoder_input_ids": ids(9, i)[None]} for i in range(4)]
+    with pytest.warns(BochnerWarning, match="Nothing of this"):
+        report = advise(build("t5", settings, head="AutoModelForSeq2SeqLM"), data, keep=0.9)
+    assert not report.worthwhile
+    assert "position_bias" in report.reasons[0]
 
 
 def test_a_target_that_cannot_be_met_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -436,7 +436,9 @@ def rank_floors(search: Search, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def _reasons(report: TargetReport, trial: Trial) -> list[str]:
     """Sentences for people."""
     found = []
-    if not report.plan.converted:
+    if all(layer.reason for layer in report.plan.layers):
+        found.append(f"Nothing can be converted: {report.plan.layers[0].reason}.")
+    elif not report.plan.converted:
         found.append(f"Nothing is converted: at {report.length} tokens the original has the least {report.minimize}.")
     elif report.met and report.minimize == "memory":
         found.append(f"The target is met with {report.candidates[report.chosen].memory:.3f} of the decoding memory.")

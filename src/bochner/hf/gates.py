@@ -22,8 +22,8 @@ from bochner.hf.choose import gate_gradient
 from bochner.hf.judge import Judge
 from bochner.hf.layer import LinearAttention
 
-STEPS = 24
-LAST_SHARE = 0.2  # of the first budget, at the last step
+STEPS, WARM = 24, 8  # and how many of them come before the budget falls
+SHARES = (0.8, 0.2)  # of what the start spends, at first and at last
 RATE = 0.1  # by which the gates with the steepest slopes move in a step
 MEMORY, MEMORY_OF_SQUARES = 0.8, 0.9  # of earlier gradients
 CONCAVE = 1.0  # how strongly gates are driven apart, as a share of the rate
@@ -66,7 +66,7 @@ def descend(
     judge: Judge,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, list[int]]]:
-    """The exact key heads of each module, step by step while the budget falls from what `start` spends.
+    """The exact key heads of each module, step by step while the budget falls, in shares of what `start` spends.
 
     `layers`: what replaces exact attention, one per attention module; `start`: gates (g,) of each module's key heads, 1
     where they are exact; `savings`: what a key head of the module saves when it is replaced. Every other step asks the
@@ -94,10 +94,12 @@ def descend(
         square = MEMORY_OF_SQUARES * square + (1 - MEMORY_OF_SQUARES) * now.square()
         mean, root = slope / (1 - MEMORY ** (step + 1)), (square / (1 - MEMORY_OF_SQUARES ** (step + 1))).sqrt()
         move = mean / (root + LEAST_SLOPE * now.abs().max()).clamp_min(1e-30) + CONCAVE * (0.5 - gates)
-        budget = full * LAST_SHARE ** (step / (STEPS - 1))
+        done = max(0, step - WARM) / (STEPS - 1 - WARM)
+        budget = full * SHARES[0] ** (1 - done) * SHARES[1] ** done
         gates = project(gates - RATE * move, unit, budget)
-        chosen = rounded(gates, unit, budget).split(sizes)
-        found.append({name: part.nonzero()[:, 0].tolist() for name, part in zip(names, chosen, strict=True)})
+        if step >= WARM:
+            chosen = rounded(gates, unit, budget).split(sizes)
+            found.append({name: part.nonzero()[:, 0].tolist() for name, part in zip(names, chosen, strict=True)})
     return found
 
 

@@ -70,7 +70,7 @@ def find_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
 
 
 def equip(model: nn.Module, plan: Plan, layers: dict[str, LinearAttention] | None = None) -> None:
-    """Attach maps and decoding hooks, and switch the configurations above them to `CONVERTED`.
+    """Attach maps and decoding hooks, and switch the configurations above them to `CONVERTED` if anything is converted.
 
     `layers`: what to attach, by the plan's names; None makes it from the plan, for a model that is being loaded.
     """
@@ -91,9 +91,9 @@ def equip(model: nn.Module, plan: Plan, layers: dict[str, LinearAttention] | Non
         own = getattr(module, "config", None) or model.config
         getattr(module, CHILD).origins = tuple(sorted(origins, key=lambda origin: origin.config is not own))
     for config in capture.configs_of(model):
-        if any(config is c for c in switched):
+        if plan.converted and any(config is c for c in switched):
             config._attn_implementation_internal = CONVERTED
-        elif loaded:  # a part that was not converted: only the name in config.json has switched it
+        elif loaded:  # a part of which nothing is converted: only the name in config.json has switched it
             config._attn_implementation_internal = _softmax_of(model, config, loaded)
     for module in model.modules():
         if hasattr(module, "_keep_in_fp32_modules_strict"):
