@@ -5,12 +5,16 @@
 Half of the operators plan as they see fit, the other half is made to plan from samples, so that statements of every
 kind are made; every tenth statement is by a new operator. Truth is the dense matrix in double precision. Deterministic
 statements must all be true; of the others at most so many may be false as chance allows at their confidence of 95 %
-(binomial, alpha 0.001 for each set). What is done is kept in the file: an interrupted run goes on.
+(binomial, alpha 0.001 for each set). Smooth kernels: what a factor leaves is bounded with probability 1 - 2^-10 for all
+x at once; the bound is compared with the true norm, and statements are made about the x that it suits least. What is
+done is kept in the file with a digest of the code that it depends on: an interrupted run goes on, and what has changed
+is measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections import Counter
@@ -22,12 +26,27 @@ import torch
 from _timing import table
 from scipy.stats import binom
 
+import bochner.matvec
+from bochner.matvec import KernelOperator
+from bochner.matvec.engines.lowrank import POWERS, PROBES, LowRankEngine
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from kernel_sets import REAL, dense, hostile_operator, hostile_sets, real_set, statements
 
 RESULT = Path(__file__).parent / "results" / "coverage.json"
 REPETITIONS = {0.1: 300, 0.01: 100, 0.001: 100}
 N, EACH, ALPHA = 2000, 10, 1e-3
+SMOOTH_ROWS, FACTORS = 500, 60  # points, and factors of each set
+
+
+OTHER_ENGINES = ("budget", "csr", "panels", "sparse", "lowrank", "features", "paper")  # which `cells` does not use
+
+
+def digest(unused: tuple[str, ...] = ()) -> str:
+    """Of the modules of `bochner.matvec`."""
+    folder = Path(bochner.matvec.__file__).parent
+    texts = [path.read_bytes() for path in sorted(folder.rglob("*.py")) if path.stem not in unused]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:12]
 
 
 def measure(X: np.ndarray, bandwidth: float, eps: float, repetitions: int) -> dict[str, Any]:
@@ -57,6 +76,40 @@ def hostile_statements(operators: int) -> dict[str, int]:
     return {"statements": stated, "false": false}
 
 
+def smooth_bounds(X: np.ndarray) -> dict[str, Any]:
+    """Bounds on what factors of any rank leave out: how many, false, and how tight; statements by kind, and false ones.
+
+    Bandwidths from a third of the median distance to three times as much; each factor sees other points.
+    """
+    made: Counter[str] = Counter()
+    false: Counter[str] = Counter()
+    slack = []
+    for seed in range(FACTORS):
+        rng = np.random.default_rng(seed)
+        points = X[rng.permutation(len(X))[:SMOOTH_ROWS]].astype(np.float64)
+        apart = np.linalg.norm(points[::2][:200, None] - points[1::2][None, :200], axis=-1)
+        bandwidth = float(np.median(apart) * 3.0 ** rng.uniform(-1, 1))
+        rank, eps = int(rng.integers(5, 120)), float(10.0 ** rng.uniform(-2, 1))
+        K = KernelOperator(points, bandwidth=bandwidth, eps=eps, seed=seed, method="lowrank", rank=rank)
+        truth, engine = dense(points, points, bandwidth), K._engine
+        assert isinstance(engine, LowRankEngine)
+        bound = engine.probe(0.0, 1 + seed % POWERS)
+        left = truth - engine.apply(torch.eye(len(points), dtype=torch.float64)).value.numpy()
+        norm = float(np.linalg.norm(left, 2))
+        made["bounds"] += 1
+        false["bounds"] += norm > bound
+        slack.append(bound / norm if norm > 1e-9 else 1.0)
+        for x in (np.linalg.eigh(left)[1][:, [0, -1]].T, rng.normal(size=(2, len(points)))):
+            for one in x:
+                estimate = K.matvec_with_certificate(one)
+                error = float(np.linalg.norm(estimate.value - truth @ one))
+                made[estimate.kind] += 1
+                false[estimate.kind] += error > estimate.bound * (1 + 1e-12)
+    tight = {"least": min(slack), "median": float(np.median(slack))}
+    wrong = {k: v for k, v in false.items() if v}
+    return {"statements": dict(made), "false": wrong, "bound over norm": tight}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RESULT)
@@ -64,7 +117,10 @@ def main() -> int:
     torch.set_num_threads(1)
     done: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
     if done.get("rows") != N:
-        done = {"rows": N, "sets": {}}
+        done = {"rows": N}
+    code = {"sets": digest(OTHER_ENGINES), "hostile": digest(), "smooth": digest()}
+    done = {k: v for k, v in done.items() if k not in code or done.get("code", {}).get(k) == code[k]} | {"code": code}
+    done.setdefault("sets", {})
     sets = {**hostile_sets(N), **{name: real_set(name, N) for name in REAL}}
     for eps, repetitions in REPETITIONS.items():
         for name, (X, bandwidth) in sets.items():
@@ -75,6 +131,11 @@ def main() -> int:
     if "hostile" not in done:
         done["hostile"] = hostile_statements(500)
         options.output.write_text(json.dumps(done, indent=1) + "\n")
+    for name, (X, _) in sets.items():
+        if name not in done.setdefault("smooth", {}):
+            done["smooth"][name] = smooth_bounds(X)
+            print("smooth", name, done["smooth"][name], flush=True)
+            options.output.write_text(json.dumps(done, indent=1) + "\n")
     return 0 if report(done) else 1
 
 
@@ -89,6 +150,14 @@ def report(done: dict[str, Any]) -> bool:
         rows.append([name, *cells, str(r["beyond_eps"])])
     head = ["data", "deterministic, false", "guarantee, false", "estimate, false", "products beyond eps"]
     print(table(head, rows))
+    smooth = done["smooth"].values()
+    bounds = sum(r["statements"]["bounds"] for r in smooth)
+    wrong = sum(r["false"].get("bounds", 0) for r in smooth)
+    holds &= wrong <= binom.ppf(1 - ALPHA, bounds, 2.0**-PROBES)
+    others = sum(sum(r["statements"].values()) for r in smooth) - bounds
+    untrue = sum(sum(r["false"].values()) for r in smooth) - wrong
+    holds &= untrue <= binom.ppf(1 - ALPHA, others, 0.05) and not any(r["false"].get("deterministic") for r in smooth)
+    print(f"{bounds} bounds on what factors leave, {wrong} false; {others} statements about them, {untrue} false")
     print(
         f"{done['hostile']['statements']} deterministic statements on hostile points, {done['hostile']['false']} false"
     )

@@ -1,9 +1,10 @@
 """Estimators against scikit-learn on real tables: random features, and ridge regression on 20,000 and 100,000 rows.
 
-`features`: `RandomFeatures` and `RBFSampler` at equal `n_components`, time of `transform` and error of the kernel, and
-of a ridge regression after them. `ridge`: `KernelRidge` and `Nystroem(2000)` before `Ridge`, the same gamma and alpha
-(chosen by cross validation on 3,000 rows): time of `fit` and held-out error. `large`: `KernelRidge` on 100,000 rows,
-whose kernel matrix would take 80 GB in scikit-learn: memory, steps and error.
+`features`: `RandomFeatures` and `RBFSampler` at equal `n_components`, error of the kernel, and of a ridge regression
+after them; on two tables, and on a third that no default was chosen by. `times`: of their `transform`. `ridge`:
+`KernelRidge` and `Nystroem(2000)` before `Ridge`, the same gamma and alpha (chosen by cross validation on 3,000 rows):
+time of `fit` and held-out error. `large`: `KernelRidge` on 100,000 rows, whose kernel matrix would take 80 GB in
+scikit-learn: memory, steps and error.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from bochner import data
 from bochner.estimators import KernelRidge, RandomFeatures
 
 Data = tuple[np.ndarray, np.ndarray]
-SEEDS = {100: 30, 500: 12, 1000: 8}  # of each length: standard errors well below the differences that matter
+SEEDS = {100: 120, 500: 60, 1000: 30}  # of each length: standard errors well below the differences that matter
+OURS, THEIRS = "ours", "scikit-learn"
 
 
 def california() -> Data:
@@ -66,6 +68,7 @@ def patches() -> Data:
 
 
 TABLES: dict[str, Callable[[], Data]] = {"california": california, "casp": casp}
+CHECK = "patches"  # the third table
 
 
 def prepared(raw: Data) -> Data:
@@ -79,34 +82,57 @@ def rmse(model: Any, X: np.ndarray, y: np.ndarray) -> float:
     return float(np.sqrt(np.mean((model.predict(X) - y) ** 2)))
 
 
+MAKERS: dict[str, Callable[[int, int], Any]] = {
+    OURS: lambda m, s: RandomFeatures(m, random_state=s),
+    THEIRS: lambda m, s: RBFSampler(gamma="scale", n_components=m, random_state=s),
+}
+
+
+def feature_data(name: str) -> Data:
+    if name != CHECK:
+        return prepared(TABLES[name]())
+    X, y = prepared(patches())
+    return X[:20_000], y[:20_000]
+
+
 def features(name: str, lengths: list[int]) -> list[dict[str, Any]]:
-    X, y = prepared(TABLES[name]())
+    """Errors of the kernel and of a ridge regression, means over seeds, and their differences."""
+    X, y = feature_data(name)
     half = len(X) // 2
-    sample = X[:1000]
-    makers: dict[str, Any] = {
-        "ours": lambda m, s: RandomFeatures(m, random_state=s),
-        "scikit-learn": lambda m, s: RBFSampler(gamma="scale", n_components=m, random_state=s),
-    }
+    train, test, sample = X[:half], X[half:], X[:1000]
     out = []
     for m in lengths:
-        fitted = {k: make(m, 0).fit(X) for k, make in makers.items()}
-        seconds = best_times({k: lambda f=f: f.transform(X) for k, f in fitted.items()}, repeats=5, budget=2)
-        truth = rbf_kernel(sample, gamma=fitted["ours"].gamma_)
-        row: dict[str, Any] = {"data": name, "rows": len(X), "n_components": m, "seconds": seconds, "kernel_error": {}}
-        row["rmse"], row["standard_error"] = {}, {}
-        for k, make in makers.items():
-            errors, losses = [], []
-            for s in range(SEEDS[m]):
-                model = make(m, s).fit(X)
+        losses: dict[str, list[float]] = {OURS: [], THEIRS: []}
+        errors: dict[str, list[float]] = {OURS: [], THEIRS: []}
+        for s in range(SEEDS[m]):
+            for k, make in MAKERS.items():
+                model = make(m, s).fit(train)
+                truth = rbf_kernel(sample, gamma=1 / (train.shape[1] * train.var()))  # "scale"
                 z = model.transform(sample)
-                errors.append(float(np.sqrt(np.mean((z @ z.T - truth) ** 2))))
-                losses.append(
-                    rmse(make_pipeline(make(m, s), Ridge(alpha=1.0)).fit(X[:half], y[:half]), X[half:], y[half:])
-                )
-            row["kernel_error"][k], row["rmse"][k] = float(np.mean(errors)), float(np.mean(losses))
-            row["standard_error"][k] = float(np.std(losses, ddof=1) / len(losses) ** 0.5)
+                errors[k].append(float(np.sqrt(np.mean((z @ z.T - truth) ** 2))))
+                fitted = Ridge(alpha=1.0).fit(model.transform(train), y[:half])
+                losses[k].append(rmse(fitted, model.transform(test), y[half:]))
+        apart = np.subtract(losses[OURS], losses[THEIRS])
+        row: dict[str, Any] = {"data": name, "rows": len(X), "n_components": m, "seeds": SEEDS[m]}
+        row["kernel_error"] = {k: float(np.mean(v)) for k, v in errors.items()}
+        row["rmse"] = {k: float(np.mean(v)) for k, v in losses.items()}
+        row["difference"] = {
+            "mean": float(apart.mean()),
+            "standard_error": float(apart.std(ddof=1) / len(apart) ** 0.5),
+        }
         out.append(row)
         print(json.dumps(row), flush=True)
+    return out
+
+
+def times(name: str, lengths: list[int]) -> dict[str, dict[str, float]]:
+    """Seconds of `transform`, by `n_components`."""
+    X, _ = feature_data(name)
+    out = {}
+    for m in lengths:
+        fitted = {k: make(m, 0).fit(X) for k, make in MAKERS.items()}
+        out[str(m)] = best_times({k: lambda f=f: f.transform(X) for k, f in fitted.items()}, repeats=5, budget=2)
+    print(name, json.dumps(out), flush=True)
     return out
 
 
@@ -159,27 +185,18 @@ def large(n: int = 100_000) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> str:
-    ours, theirs = "ours", "scikit-learn"
-    head = [
-        "data",
-        "rows",
-        "n_components",
-        "kernel error, ours",
-        theirs,
-        "ridge error, ours",
-        theirs,
-        "time, of theirs",
-    ]
+    head = ["data", "rows", "n_components", "kernel error, ours", THEIRS, "ridge error, ours", THEIRS, "difference"]
     rows = []
     for r in results.get("features", []):
-        e, l, s = r["kernel_error"], r["rmse"], r["seconds"]
+        e, l, d = r["kernel_error"], r["rmse"], r["difference"]
         cells = [r["data"], f"{r['rows']:,}", str(r["n_components"])]
-        cells += [f"{e[k]:.4f}" for k in (ours, theirs)]
-        cells += [f"{l[k]:.4f} ± {r['standard_error'][k]:.4f}" for k in (ours, theirs)]
-        rows.append([*cells, f"{s[ours] / s[theirs]:.2f}"])
+        cells += [f"{e[k]:.4f}" for k in (OURS, THEIRS)] + [f"{l[k]:.4f}" for k in (OURS, THEIRS)]
+        s = results.get("times", {}).get(r["data"], {}).get(str(r["n_components"]))
+        cells += [f"{d['mean']:+.4f} ± {d['standard_error']:.4f}", f"{s[OURS] / s[THEIRS]:.2f}" if s else ""]
+        rows.append(cells)
     seeds = ", ".join(map(str, SEEDS.values()))
-    text = f'`RandomFeatures` and `RBFSampler`, gamma = "scale", means and standard errors of {seeds} seeds:\n\n'
-    text += table(head, rows)
+    text = f'`RandomFeatures` and `RBFSampler`, gamma = "scale", means of {seeds} seeds; differences with their '
+    text += "standard errors:\n\n" + table([*head, "time, of theirs"], rows)
     ours, theirs = "KernelRidge", "Nystroem(2000) + Ridge"
     head = ["data", "rows", "fit of `KernelRidge`", "of `Nystroem(2000)` and `Ridge`", "error", "theirs"]
     rows = []
@@ -199,14 +216,16 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parts = ("features", "ridge", "large")
+    parts = ("features", "times", "ridge", "large")
     options = arguments(__doc__, "small sizes; prints, writes nothing", parts=parts).parse_args(argv)
     torch.set_num_threads(1)
     results = kept(options.output)
     results["machine"] = machine(1)
+    lengths = [100] if options.quick else [100, 500, 1000]
     if "features" in options.part:
-        lengths = [100] if options.quick else [100, 500, 1000]
-        results["features"] = [row for name in TABLES for row in features(name, lengths)]
+        results["features"] = [row for name in (*TABLES, CHECK) for row in features(name, lengths)]
+    if "times" in options.part:
+        results["times"] = {name: times(name, lengths) for name in (*TABLES, CHECK)}
     if "ridge" in options.part:
         results["ridge"] = [ridge(name, 4000 if options.quick else 20_000) for name in TABLES]
     if "large" in options.part:
