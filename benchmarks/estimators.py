@@ -95,34 +95,29 @@ def feature_data(name: str) -> Data:
     return X[:20_000], y[:20_000]
 
 
-def features(name: str, lengths: list[int]) -> list[dict[str, Any]]:
+def features(name: str, m: int) -> dict[str, Any]:
     """Errors of the kernel and of a ridge regression, means over seeds, and their differences."""
     X, y = feature_data(name)
     half = len(X) // 2
     train, test, sample = X[:half], X[half:], X[:1000]
-    out = []
-    for m in lengths:
-        losses: dict[str, list[float]] = {OURS: [], THEIRS: []}
-        errors: dict[str, list[float]] = {OURS: [], THEIRS: []}
-        for s in range(SEEDS[m]):
-            for k, make in MAKERS.items():
-                model = make(m, s).fit(train)
-                truth = rbf_kernel(sample, gamma=1 / (train.shape[1] * train.var()))  # "scale"
-                z = model.transform(sample)
-                errors[k].append(float(np.sqrt(np.mean((z @ z.T - truth) ** 2))))
-                fitted = Ridge(alpha=1.0).fit(model.transform(train), y[:half])
-                losses[k].append(rmse(fitted, model.transform(test), y[half:]))
-        apart = np.subtract(losses[OURS], losses[THEIRS])
-        row: dict[str, Any] = {"data": name, "rows": len(X), "n_components": m, "seeds": SEEDS[m]}
-        row["kernel_error"] = {k: float(np.mean(v)) for k, v in errors.items()}
-        row["rmse"] = {k: float(np.mean(v)) for k, v in losses.items()}
-        row["difference"] = {
-            "mean": float(apart.mean()),
-            "standard_error": float(apart.std(ddof=1) / len(apart) ** 0.5),
-        }
-        out.append(row)
-        print(json.dumps(row), flush=True)
-    return out
+    truth = rbf_kernel(sample, gamma=1 / (train.shape[1] * train.var()))  # "scale"
+    losses: dict[str, list[float]] = {OURS: [], THEIRS: []}
+    errors: dict[str, list[float]] = {OURS: [], THEIRS: []}
+    for s in range(SEEDS[m]):
+        for k, make in MAKERS.items():
+            model = make(m, s).fit(train)
+            z = model.transform(sample)
+            errors[k].append(float(np.sqrt(np.mean((z @ z.T - truth) ** 2))))
+            fitted = Ridge(alpha=1.0).fit(model.transform(train), y[:half])
+            losses[k].append(rmse(fitted, model.transform(test), y[half:]))
+    apart = np.subtract(losses[OURS], losses[THEIRS])
+    row: dict[str, Any] = {"data": name, "rows": len(X), "n_components": m, "seeds": SEEDS[m]}
+    row["kernel_error"] = {k: float(np.mean(v)) for k, v in errors.items()}
+    row["rmse"] = {k: float(np.mean(v)) for k, v in losses.items()}
+    deviation = float(apart.std(ddof=1) / len(apart) ** 0.5)
+    row["difference"] = {"mean": float(apart.mean()), "standard_error": deviation}
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def times(name: str, lengths: list[int]) -> dict[str, dict[str, float]]:
@@ -223,7 +218,13 @@ def main(argv: list[str] | None = None) -> None:
     results["machine"] = machine(1)
     lengths = [100] if options.quick else [100, 500, 1000]
     if "features" in options.part:
-        results["features"] = [row for name in (*TABLES, CHECK) for row in features(name, lengths)]
+        rows = {(r["data"], r["n_components"]): r for r in results.get("features", []) if "seeds" in r}
+        for name in (*TABLES, CHECK):
+            for m in lengths:
+                if (name, m) not in rows:  # an interrupted run goes on
+                    rows[name, m] = features(name, m)
+                    results["features"] = list(rows.values())
+                    write(results, options, "estimators", tables(results))
     if "times" in options.part:
         results["times"] = {name: times(name, lengths) for name in (*TABLES, CHECK)}
     if "ridge" in options.part:

@@ -348,3 +348,22 @@ def test_principal_components_are_those_of_scikit_learn(method, n):
         a, b = ours.transform(points), theirs.transform(points)
         np.testing.assert_allclose(np.abs(a), np.abs(b), atol=1e-4 * np.abs(b).max())
     np.testing.assert_allclose(ours.fit_transform(X), ours.transform(X), atol=1e-4)
+
+
+@pytest.mark.parametrize("feature_map", ["trig", "positive", "tensor_sketch"])
+def test_features_do_not_depend_on_whether_the_rows_are_stored_as_sparse(feature_map):
+    """The mean of the training rows is taken off both."""
+    X = np.random.default_rng(0).normal(size=(80, 5)) + 3.0
+    dense, stored = (
+        RandomFeatures(32, feature_map=feature_map, random_state=0).fit(x) for x in (X, sparse.csr_matrix(X))
+    )
+    np.testing.assert_allclose(stored.transform(sparse.csr_matrix(X)), dense.transform(X), atol=1e-6)
+    np.testing.assert_allclose(stored.transform(X[:3]), dense.transform(sparse.csr_matrix(X[:3])), atol=1e-6)
+
+
+def test_a_target_out_of_reach_of_trig_does_not_recommend_trig():
+    X = np.random.default_rng(0).normal(size=(50, 3))
+    with pytest.raises(BochnerError, match=r"raise 'target', or lower 'gamma'\.$"):
+        RandomFeatures("auto", target=1e-6).fit(X)
+    with pytest.raises(BochnerError, match="or take feature_map='trig'"):
+        RandomFeatures("auto", feature_map="positive", target=1e-6).fit(X)

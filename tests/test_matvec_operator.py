@@ -282,3 +282,11 @@ def test_operators_of_an_earlier_version_are_refused_in_one_sentence(points):
     arrays["settings"] = np.array('{"bandwidth": 1.0}')
     with pytest.raises(BochnerError, match="earlier version; build it again"):
         KernelOperator.from_arrays(arrays)
+
+
+@pytest.mark.parametrize("method", ["exact", "cells", "sparse", "lowrank"])
+def test_a_matrix_without_columns_has_a_product_without_columns(method):
+    q, k = np.random.default_rng(0).normal(size=(2, 60, 3))
+    K = KernelOperator(q[:40], k, bandwidth=1.0, method=method)
+    assert (K @ np.zeros((60, 0))).shape == (40, 0)
+    assert (K.T @ torch.zeros(40, 0)).shape == (60, 0)

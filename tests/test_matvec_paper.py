@@ -7,6 +7,7 @@ import pytest
 import torch
 from stats import check_mean
 
+from bochner._checks import BochnerError
 from bochner.matvec import Constants, KernelOperator
 from bochner.matvec.engines.paper import (
     approximate_product,
@@ -130,3 +131,11 @@ def test_the_operator_runs_the_algorithm_and_states_its_error():
     assert estimate.method == "paper"
     assert float((estimate.value - truth).norm()) <= estimate.bound <= 0.3 * float(x.norm())
     assert torch.equal(K @ x, K @ x)
+
+
+def test_points_too_many_bandwidths_apart_are_refused_rather_than_multiplied_to_nan():
+    points = np.random.default_rng(0).normal(size=(300, 3))
+    with pytest.raises(BochnerError, match="bandwidths apart"):
+        KernelOperator(points, bandwidth=1e-30, method="paper")
+    x = np.ones(300)
+    np.testing.assert_allclose(KernelOperator(points, bandwidth=1e-10, method="paper") @ x, x, atol=1e-6)

@@ -333,3 +333,61 @@ def test_mistakes_are_named():
 
 def test_sampling_is_reached_from_the_package():
     assert bochner.sampling.FeatureTree is FeatureTree
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", [FeatureTree, ExactSampler])
+def test_an_update_that_is_refused_changes_nothing(kind):
+    y, x = randn(60, 5), randn(4, 5, seed=1)
+    sampler, ids = kind(y), torch.arange(60).expand(4, 60)
+    before = sampler.log_prob(x, ids)
+    bad = randn(2, 5, seed=2)
+    bad[1, 3] = torch.nan
+    refused = [
+        (torch.tensor([3, 4]), bad, "finite"),
+        (torch.tensor([3, 60]), bad.nan_to_num(), "got 60"),
+        (torch.tensor([-1, 3]), bad.nan_to_num(), "got -1"),
+        (torch.tensor([3, 4]), randn(2, 6), "shape"),
+        (torch.tensor([3, 4]), randn(1, 5), "shape"),
+        (torch.tensor([0.0, 1.0]), randn(2, 5), "integers"),
+    ]
+    for which, vectors, said in refused:
+        with pytest.raises(BochnerError, match=said):
+            sampler.update_(which, vectors)
+    for vectors in (randn(61, 5), randn(1, 5), torch.full((60, 5), torch.inf)):
+        with pytest.raises(BochnerError):
+            sampler.set_classes_(vectors)
+    with pytest.raises(BochnerError, match="'bias'"):
+        sampler.update_(torch.tensor([1]), randn(1, 5), torch.zeros(2))
+    sampler.update_(torch.empty(0, dtype=torch.long), randn(0, 5))
+    assert torch.equal(sampler.log_prob(x, ids), before)
+
+
+def test_a_map_that_is_read_from_a_file_makes_new_sums():
+    y, x = randn(90, 6) + 1, randn(5, 6, seed=1)
+    tree, other = (FeatureTree(y, num_features=16, seed=s) for s in (0, 1))
+    tree.calibrate_(randn(50, 6, seed=2) - 1)
+    ids = torch.arange(90).expand(5, 90)
+    assert not torch.allclose(other.log_prob(x, ids), tree.log_prob(x, ids), atol=1e-3)
+    SampledSoftmaxLoss(other, 3).load_state_dict(SampledSoftmaxLoss(tree, 3).state_dict())
+    torch.testing.assert_close(other.log_prob(x, ids), tree.log_prob(x, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["tree", "exact", "uniform", "log-uniform"])
+def test_a_batch_without_targets_has_no_loss_and_no_gradient(kind):
+    y = randn(60, 5)
+    samplers = {"tree": FeatureTree(y), "exact": ExactSampler(y)}
+    sampler = samplers.get(kind) or {"uniform": UniformSampler, "log-uniform": LogUniformSampler}[kind](60)
+    assert sampler.draw(randn(0, 5), 3).ids.shape == (0, 3)
+    hidden, weight = randn(4, 5).requires_grad_(), y.clone().requires_grad_()
+    for mode in (True, False):
+        value = SampledSoftmaxLoss(sampler, 7).train(mode)(hidden, torch.full((4,), -100), weight)
+        value.backward()
+        assert value.item() == 0
+    assert float(hidden.grad.abs().max()) == 0
+    for target in (60, -1):
+        with pytest.raises(BochnerError, match=r"'target' of SampledSoftmaxLoss must be in 0\.\.59"):
+            SampledSoftmaxLoss(sampler, 7)(hidden, torch.full((4,), target), weight)

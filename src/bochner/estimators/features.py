@@ -42,9 +42,10 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     softmax family (`tensor_sketch`, `relu`, ...) estimate kernels of their own, and `kernel` is not used.
 
     Args:
-        n_components: length of the features, rounded down to what the map can have (`n_components_`); `"auto"` takes
-            the least with which the root mean squared error of the kernel, over pairs of training rows, is at most
-            `target`: by the closed forms of `bochner.theory`; by trials for `trig` where its projection has none.
+        n_components: length of the features, rounded down to what the map can have (`n_components_`; a sine and a
+            cosine are the least of `trig`). `"auto"` takes the least with which the root mean squared error of the
+            kernel, over pairs of training rows, is at most `target`: by the closed forms of `bochner.theory`; by trials
+            for `trig` where its projection has none.
         feature_map: a name of `bochner.maps.FEATURE_MAPS`.
         kernel: `"gaussian"` or `"softmax"`, for the maps that estimate both.
         gamma: a positive number, or `"scale"`: 1 / (d var(X)), as in `RBFSampler`.
@@ -101,8 +102,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         rng = check_random_state(self.random_state)
         seed = draw_seed(rng)
         # The Gaussian kernel does not see a shift; single precision does.
-        shift = self.kernel == "gaussian" and self.feature_map in TWO_KERNELS and not sparse.issparse(X)
-        self.mean_ = X.mean(0, dtype=np.float64) if shift else np.zeros(X.shape[1])
+        shift = self.kernel == "gaussian" and self.feature_map in TWO_KERNELS
+        self.mean_ = np.asarray(X.mean(0, dtype=np.float64)).reshape(-1) if shift else np.zeros(X.shape[1])
         length = self._plan(X, rng) if self.n_components == "auto" else self.n_components
         self.feature_map_ = self._build(X.shape[1], positive_int(length, "n_components", owner), seed)
         self._calibrate(X, rng)
@@ -234,9 +235,10 @@ def components_needed(
     while short(high):
         high *= 2
         if high > 1 << 24:
+            other = "" if feature_map == "trig" else ", or take feature_map='trig'"
             raise BochnerError(
                 f"No length of features up to {high * PLANNED[feature_map]} reaches the target error {target:g} with "
-                f"{feature_map!r}; raise 'target', lower 'gamma', or take feature_map='trig'."
+                f"{feature_map!r}; raise 'target', or lower 'gamma'{other}."
             )
     low = high // 2  # too few, or zero
     while high - low > 1:

@@ -62,7 +62,7 @@ def as_values(x: Any, length: int, columns: bool, dtype: torch.dtype) -> tuple[T
     if not valid or shape[0] != length:
         wanted = f"({length}, r)" if columns else f"({length},)"
         raise BochnerError(f"The 'x' of {OWNER} must have shape {wanted}, got {shape}.")
-    table = tensor.reshape(length, -1).double()
+    table = tensor.reshape(length, math.prod(shape[1:])).double()
     largest = table.abs().amax(0)
     if not bool(torch.isfinite(largest).all()):
         where = tuple((~torch.isfinite(tensor)).nonzero()[0].tolist())
@@ -71,7 +71,7 @@ def as_values(x: Any, length: int, columns: bool, dtype: torch.dtype) -> tuple[T
     table = table / scale
 
     def restore(value: Tensor) -> Any:
-        out = (value.double() * scale).reshape(-1, *shape[1:]).to(dtype)
+        out = (value.double() * scale).reshape(value.shape[0], *shape[1:]).to(dtype)
         return out if isinstance(x, Tensor) else out.numpy()
 
     return table, restore, scale

@@ -312,6 +312,8 @@ class KernelOperator(LinearOperator):
     def _product(self, x: Any, adjoint: bool, columns: bool) -> Any:
         length = self.shape[0] if adjoint else self.shape[1]
         table, restore, _ = as_values(x, length, columns, self._problem.dtype)
+        if table.shape[1] == 0:
+            return restore(table.new_zeros(sum(self.shape) - length, 0))
         self._engine.progress = self.progress
         return restore(multiply(self._problem, self._engine, table, adjoint, self.adaptive).value)
 

@@ -32,7 +32,7 @@ class SampledSoftmaxLoss(nn.Module):
         sparse: gradients of `weight` as sparse tensors, for SGD and SparseAdam; with very many classes dense ones cost
             more than everything else.
         reduction: "mean", "sum" or "none".
-        ignore_index: targets that do not count.
+        ignore_index: targets that do not count; where none does, the loss is zero.
         seed: of the draws.
 
     >>> from bochner.sampling import UniformSampler
@@ -67,6 +67,12 @@ class SampledSoftmaxLoss(nn.Module):
         x, t = self._flat(hidden, target, weight)
         used = t != self.ignore_index
         x, t = x[used], t[used]
+        if len(t) and not 0 <= int(t.min()) <= int(t.max()) < len(weight):
+            outside = int(t.min()) if int(t.min()) < 0 else int(t.max())
+            raise BochnerError(
+                f"The 'target' of {type(self).__name__} must be in 0..{len(weight) - 1}, or ignore_index "
+                f"({self.ignore_index}), got {outside}."
+            )
         value = self._sampled(x, t, weight, bias) if self.training else self._exact(x, t, weight, bias)
         if self.reduction == "none":
             return hidden.new_zeros(target.shape, dtype=value.dtype).masked_scatter(used.view(target.shape), value)

@@ -115,6 +115,7 @@ class ExactSampler(Sampler):
 
     @torch.no_grad()
     def set_classes_(self, vectors: Tensor, bias: Tensor | None = None) -> ExactSampler:
+        vectors, bias = check_rows(vectors, bias, tuple(self.vectors.shape), "set_classes_")
         self.vectors.copy_(vectors)
         if bias is not None:
             self.bias.copy_(bias)
@@ -122,6 +123,8 @@ class ExactSampler(Sampler):
 
     @torch.no_grad()
     def update_(self, ids: Tensor, vectors: Tensor, bias: Tensor | None = None) -> ExactSampler:
+        check_ids(ids, self.num_classes, "update_")
+        vectors, bias = check_rows(vectors, bias, (len(ids), self.vectors.shape[1]), "update_")
         self.vectors[ids] = vectors.to(self.vectors.dtype)
         if bias is not None:
             self.bias[ids] = bias.to(self.bias.dtype)
@@ -137,6 +140,26 @@ def check_vectors(vectors: Tensor, owner: str) -> Tensor:
     if vectors.ndim != 2 or 0 in vectors.shape:
         raise BochnerError(f"The 'vectors' of {owner} must have shape (n, d), got {tuple(vectors.shape)}.")
     return vectors.clone()
+
+
+def check_ids(ids: Tensor, num_classes: int, owner: str) -> None:
+    """Class numbers, (u,)."""
+    if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
+        raise BochnerError(f"The 'ids' of {owner} must be integers of shape (u,), got {ids.dtype}, {tuple(ids.shape)}.")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_classes:
+        outside = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        raise BochnerError(f"The 'ids' of {owner} must be in 0..{num_classes - 1}, got {outside}.")
+
+
+def check_rows(
+    vectors: Tensor, bias: Tensor | None, shape: tuple[int, int], owner: str
+) -> tuple[Tensor, Tensor | None]:
+    """New vectors of this shape and their bias, finite and detached; nothing is written before this has passed."""
+    for value, name, wanted in ((vectors, "vectors", shape), (bias, "bias", shape[:1])):
+        if value is not None and tuple(value.shape) != wanted:
+            raise BochnerError(f"The {name!r} of {owner} must have shape {wanted}, got {tuple(value.shape)}.")
+    vectors = finite(floating(vectors, "vectors", owner).detach(), "vectors", owner)
+    return vectors, None if bias is None else finite(floating(bias, "bias", owner).detach(), "bias", owner)
 
 
 def check_bias(bias: Tensor | None, vectors: Tensor, owner: str) -> Tensor:

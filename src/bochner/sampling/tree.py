@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from bochner._checks import BochnerError, finite, floating, positive_float, positive_int
 from bochner.maps import FeatureMap, Features, feature_map
-from bochner.sampling.samplers import Draws, Sampler, check_bias, check_vectors
+from bochner.sampling.samplers import Draws, Sampler, check_bias, check_ids, check_rows, check_vectors
 
 FAN = 8  # children of a node
 BLOCK = 1 << 20  # numbers gathered at a time: they stay in cache
@@ -135,6 +135,8 @@ class FeatureTree(Sampler):
         self._sums: list[Tensor] = []  # leaves first; each level a multiple of FAN rows, the last the root's children
         self._balls: list[Tensor] | None = None
         self._build()
+        # The sums are those of the map: one that was read from a file makes new ones.
+        self.register_load_state_dict_post_hook(FeatureTree._rebuild)
 
     # ---- building -------------------------------------------------------------------------------------------------
 
@@ -149,19 +151,24 @@ class FeatureTree(Sampler):
 
     @torch.no_grad()
     def set_classes_(self, vectors: Tensor, bias: Tensor | None = None) -> FeatureTree:
-        self.vectors.copy_(vectors.detach()[self.order])
+        vectors, bias = check_rows(vectors, bias, tuple(self.vectors.shape), "set_classes_")
+        self.vectors.copy_(vectors[self.order])
         if bias is not None:
-            self.bias.copy_(bias.detach()[self.order])
+            self.bias.copy_(bias[self.order])
         self._build()
         return self
 
     @torch.no_grad()
     def update_(self, ids: Tensor, vectors: Tensor, bias: Tensor | None = None) -> FeatureTree:
         """New vectors of some classes: the sums on their paths are added up again, so that no rounding piles up."""
+        check_ids(ids, self.num_classes, "update_")
+        vectors, bias = check_rows(vectors, bias, (len(ids), self.vectors.shape[1]), "update_")
+        if len(ids) == 0:
+            return self
         place = self.place[ids]
-        self.vectors[place] = vectors.detach().to(self.vectors.dtype)
+        self.vectors[place] = vectors.to(self.vectors.dtype)
         if bias is not None:
-            self.bias[place] = bias.detach().to(self.bias.dtype)
+            self.bias[place] = bias.to(self.bias.dtype)
         leaves = torch.unique(place // self.leaf_size)
         members = (leaves[:, None] * self.leaf_size + torch.arange(self.leaf_size)).flatten()
         sums, top = self._leaf_sums(members)
@@ -178,6 +185,9 @@ class FeatureTree(Sampler):
             if self._balls is not None:
                 self._balls[level][node] = self._node_balls(self._balls[level - 1], level, node)
         return self
+
+    def _rebuild(self, *_: object) -> None:
+        self._build()
 
     def _build(self) -> None:
         self._shift = -math.inf
@@ -293,7 +303,7 @@ class FeatureTree(Sampler):
         place = leaf[..., None] * self.leaf_size + torch.arange(self.leaf_size, device=leaf.device)
         real = place < self.num_classes
         place = place.clamp_(max=self.num_classes - 1).view(b, k * self.leaf_size)
-        y = self._scaled(self.vectors[place.flatten()]).view(b, k * self.leaf_size, -1)
+        y = self._scaled(self.vectors[place.flatten()]).view(b, k * self.leaf_size, x.shape[1])
         logits = torch.bmm(y, self._scaled(x).to(y.dtype).unsqueeze(-1)).squeeze(-1) + self.bias[place]
         logits = logits.view(real.shape).masked_fill_(~real, -math.inf)
         return (logits - logits.amax(-1, keepdim=True)).exp_()

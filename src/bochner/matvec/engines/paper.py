@@ -22,12 +22,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..._checks import spawn_seed
+from ..._checks import BochnerError, spawn_seed
+from ..inputs import OWNER
 from ..problem import Problem
-from ..tiles import Frame, Tiles, exact_product, left, make_frame, right
+from ..tiles import Frame, Tiles, exact_product, extent, left, make_frame, right
 from .base import Applied, Engine
 
 PAIRS_AT_ONCE = 1 << 17
+WIDEST = 1e15  # bandwidths, of the points: their squares still fit single precision, their hashes 64 bits
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,12 @@ class PaperEngine(Engine):
         self.problem, self.constants = problem, constants
         self.frame = make_frame(problem.kernel, problem.keys, problem.bandwidth, problem.arithmetic)
         self.dtype = self.frame.dtype
+        wide = max(extent(self.frame, problem.queries), extent(self.frame, problem.keys))
+        if not wide < WIDEST:
+            raise BochnerError(
+                f"The points of {OWNER} lie up to {wide:.2g} bandwidths apart, more than the hashes of method='paper' "
+                f"can tell ({WIDEST:g}); use method='auto'."
+            )
         self.z = self.frame.place(problem.queries)
         self.w = self.z if problem.symmetric else self.frame.place(problem.keys)
         self.heavy = find_heavy(self.z, self.w, constants, problem.generator())
