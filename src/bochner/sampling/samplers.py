@@ -152,7 +152,7 @@ def check_ids(ids: Tensor, num_classes: int, owner: str) -> None:
 
 
 def check_rows(
-    vectors: Tensor, bias: Tensor | None, shape: tuple[int, int], owner: str
+    vectors: Tensor, bias: Tensor | None, shape: tuple[int, ...], owner: str
 ) -> tuple[Tensor, Tensor | None]:
     """New vectors of this shape and their bias, finite and detached; nothing is written before this has passed."""
     for value, name, wanted in ((vectors, "vectors", shape), (bias, "bias", shape[:1])):
