@@ -180,18 +180,19 @@ def large(n: int = 100_000) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> str:
-    head = ["data", "rows", "n_components", "kernel error, ours", THEIRS, "ridge error, ours", THEIRS, "difference"]
+    head = ["data", "rows", "n_components", "seeds", "kernel error, ours", THEIRS, "ridge error, ours", THEIRS]
     rows = []
     for r in results.get("features", []):
         e, l, d = r["kernel_error"], r["rmse"], r["difference"]
-        cells = [r["data"], f"{r['rows']:,}", str(r["n_components"])]
+        cells = [r["data"], f"{r['rows']:,}", str(r["n_components"]), str(r["seeds"])]
         cells += [f"{e[k]:.4f}" for k in (OURS, THEIRS)] + [f"{l[k]:.4f}" for k in (OURS, THEIRS)]
         s = results.get("times", {}).get(r["data"], {}).get(str(r["n_components"]))
         cells += [f"{d['mean']:+.4f} ± {d['standard_error']:.4f}", f"{s[OURS] / s[THEIRS]:.2f}" if s else ""]
         rows.append(cells)
-    seeds = ", ".join(map(str, SEEDS.values()))
-    text = f'`RandomFeatures` and `RBFSampler`, gamma = "scale", means of {seeds} seeds; differences with their '
-    text += "standard errors:\n\n" + table([*head, "time, of theirs"], rows)
+    text = (
+        '`RandomFeatures` and `RBFSampler`, gamma = "scale", means over seeds; differences with their standard errors:'
+    )
+    text += "\n\n" + table([*head, "difference", "time, of theirs"], rows)
     ours, theirs = "KernelRidge", "Nystroem(2000) + Ridge"
     head = ["data", "rows", "fit of `KernelRidge`", "of `Nystroem(2000)` and `Ridge`", "error", "theirs"]
     rows = []
