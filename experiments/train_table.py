@@ -33,7 +33,7 @@ PEERS = ("linformer", "performer_pytorch", "fnet", "nystromformer", "big_bird")
 ATTENTIONS = ("exact", *FIXED, *LEARNED, *NEAR, "identity", *PEERS)
 BRIEF = ("fastfood_prf", "positive", "relu", "exact", "window+calibrated")  # several seeds, and all five tasks
 SAME = ("steps", "length", "width", "layers", "batch", "learning_rate")  # a run with other sizes is another run
-PAGE = ROOT / "docs" / "training.md"
+PAGE = ROOT / "docs" / "training-results.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
