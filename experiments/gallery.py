@@ -86,7 +86,7 @@ def pages() -> dict[str, str]:
         name = f"gallery-{paper.key}.md"
         sections = [section(script, labels[script]) for script, home in homes.items() if home == name]
         if sections:
-            head = f"# {paper.key}: experiments\n\n{paper.title}. All papers: [gallery](gallery.md).\n"
+            head = f"# {paper.title}\n\nThe experiments of paper {paper.key}. All papers: [gallery](gallery.md).\n"
             found[name] = "\n".join([head, *sections]).rstrip() + "\n"
     return found
 

@@ -115,6 +115,13 @@ def test_a_wrong_directory_is_described(
         (["--map", "favor"], "Unknown feature map 'favor'; the valid names are"),
         (["--text", "nowhere.txt"], "There is no text file 'nowhere.txt'"),
         (["--features", "0"], "there must be a 'window' or 'sinks'"),
+        (["--keep", "0.3"], "The --keep must be a share in [0.5, 1)"),
+        (["--keep", "0.9", "--map", "positive"], "--map is chosen by the search"),
+        (["--keep", "0.9", "--exact-heads", "0.1"], "--exact-heads is chosen by the search"),
+        (["--length", "100"], "--length needs a target"),
+        (["--minimize", "time"], "--minimize needs a target"),
+        (["--keep", "0.9", "--report", "."], "'.' is a directory; give a file"),
+        (["--keep", "0.9", "--report", f"{__file__}/report.html"], "cannot be written"),
     ],
 )
 def test_a_wrong_option_is_refused_before_the_model_is_measured(
@@ -132,6 +139,39 @@ def test_a_wrong_option_is_refused_before_the_model_is_measured(
     text = [] if "--text" in options else ["--text", str(model_directory / "text.txt")]
     said = complaint(["convert", str(model_directory), str(tmp_path / "out"), *text, *options], monkeypatch, capsys)
     assert sentence in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["demo", "--out", "."], "'.' is a directory; give a file"),
+        (["demo", "--out", f"{__file__}/page.html"], "cannot be written"),
+        (["advise", "minilm", "--report", "."], "'.' is a directory; give a file"),
+        (["plan", "parallel", "--gigabytes", "0"], "The --gigabytes must be positive"),
+        (["plan", "parallel", "--microseconds", "-1"], "The --microseconds must be positive"),
+        (["plan", "parallel", "--latency", "nan"], "The --latency must be positive"),
+        (["plan", "parallel", "--kv-heads", "5"], "The --heads must be a multiple of --kv-heads 5, got 32"),
+        (["plan", "features", "--error", "nan"], "The --error must be positive"),
+    ],
+)
+def test_a_wrong_value_is_refused_at_once_and_by_the_name_of_its_option(
+    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was loaded before the option was refused")
+
+    monkeypatch.setattr("bochner.demo.load_minilm", never)
+    monkeypatch.setattr("bochner.demo.run", never)
+    assert sentence in complaint(arguments, monkeypatch, capsys)
+
+
+def test_absurd_numbers_of_features_stay_readable(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["bochner", "plan", "features", "--norm", "60"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    said = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert "beyond 1e308" in said and "e+77" in said
 
 
 @pytest.mark.parametrize(

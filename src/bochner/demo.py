@@ -144,11 +144,11 @@ def encoder_page(
             ("Convert it to a target.", "bochner convert DIRECTORY OUT --keep 0.99 --length 8192"),
             (
                 "Or in Python, with a recipe.",
-                "bochner.convert(model, 'landmark', 64, window=32, sinks=1, calibration=texts)",
+                "bochner.convert(model, 'landmark', 64, window=32, sinks=1, calibration=texts, tokenizer=tokenizer)",
             ),
         ]
     )
-    page.heading(f"What the heads look at: {name}").heads(pictures)
+    page.heading(f"What the heads look at: {name.removeprefix('the same, ')}").heads(pictures)
     page.heading("Loss against time")
     points = {row[0]: (1e3 * times[length][row[0]], 1 - row[2]) for row in rows}
     chart = frontier_chart(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -135,6 +136,17 @@ def check_tokenizer(model: Any, tokenizer: Any, passages: Sequence[str]) -> None
         raise BochnerError(
             f"The tokenizer makes token {max(ids)} of the text and the model knows {size}: they do not belong together."
         )
+
+
+def check_place(path: Path | None, option: str) -> None:
+    """Refuse, before the work, a file that could not be written after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise BochnerError(f"The {option} {str(path)!r} is a directory; give a file.")
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not os.access(there, os.W_OK) or (there != path and not there.is_dir()):
+        raise BochnerError(f"The {option} {str(path)!r} cannot be written: {str(there)!r} does not permit it.")
 
 
 def texts(path: Path | None, count: int) -> tuple[list[str], str]:

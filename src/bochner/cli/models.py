@@ -14,6 +14,7 @@ from bochner.cli.common import (
     KNOWN,
     Json,
     Threads,
+    check_place,
     check_tokenizer,
     console,
     load,
@@ -44,6 +45,7 @@ def demo(
 
     if model not in KNOWN:
         raise BochnerError(f"The --model must be 'minilm' or 'smollm2', got {model!r}.")
+    check_place(out, "--out")
     use_threads(threads)
     head, rows, path = demonstration.run(say, out, model=model, quick=quick)
     if as_json:
@@ -76,6 +78,7 @@ def advise(
     from bochner.hf.advise import advise as diagnose
 
     check_goal(keep, minimize)
+    check_place(report, "--report")
     use_threads(threads)
     found, source = texts(text, passages)
     loaded, tokenizer = load(model)
@@ -132,10 +135,16 @@ def convert(
         lookup(FEATURE_MAPS, feature_map, "feature map")
     fraction = heads_of(exact_heads)
     check_goal(keep, minimize)
-    if report is not None and keep is None:
-        raise BochnerError("A --report needs a target; give --keep, as --keep 0.99.")
+    if keep is None:
+        goal = {"--report": report, "--minimize": minimize, "--length": length}
+        refuse(goal, "needs a target; give --keep too, as --keep 0.99")
+    else:
+        recipe_only = {"--map": None if feature_map == "auto" else feature_map, "--exact-heads": fraction or None}
+        refuse(recipe_only, "is chosen by the search; drop it, or drop --keep")
     if out.is_file():
         raise BochnerError(f"The place to save to, {str(out)!r}, is a file; give a directory.")
+    check_place(out / "config.json", "place to save to")
+    check_place(report, "--report")
     found, source = texts(text, passages)
     loaded, tokenizer = load(model)
     check_tokenizer(loaded, tokenizer, found)
@@ -162,10 +171,17 @@ def convert(
 
 
 def check_goal(keep: float | None, minimize: str | None) -> None:
-    if keep is not None and not 0 < keep < 1:
-        raise BochnerError(f"The --keep must be a share between 0 and 1, as 0.99, got {keep}.")
+    if keep is not None and not 0.5 <= keep < 1:
+        raise BochnerError(f"The --keep must be a share in [0.5, 1), as 0.99, got {keep}.")
     if minimize not in (None, "memory", "time"):
         raise BochnerError(f"The --minimize must be memory or time, got {minimize!r}.")
+
+
+def refuse(options: dict[str, Any], why: str) -> None:
+    """Refuse the options that were given: silently ignored, they would mislead."""
+    for name, value in options.items():
+        if value is not None:
+            raise BochnerError(f"The option {name} {why}.")
 
 
 def write_report(path: Path, found: Any, model: Any, tokenizer: Any, name: str, source: str) -> None:

@@ -51,12 +51,19 @@ def features(
         print_json({"error": error, "norm": norm, "angle": angle, "dim": dim, "features": rows})
         return
     kernel = float((x @ y).exp())
-    cells = [[n, *(f"{r[p]:,.0f}" if p in r else "-" for p in ("iid", "orthogonal"))] for n, r in rows.items()]
+    cells = [[n, *(count(r[p]) if p in r else "-" for p in ("iid", "orthogonal"))] for n, r in rows.items()]
     show(
         ["map", "independent", "orthogonal"],
         cells,
         f"features for a relative error of {error:g} at exp(x.y) = {kernel:.3g}",
     )
+
+
+def count(features: float) -> str:
+    """A number of features; beyond a thousand million only its size matters."""
+    if features == math.inf:
+        return "beyond 1e308"
+    return f"{features:,.0f}" if features < 1e9 else f"{features:.1e}"
 
 
 @app.command()
@@ -83,6 +90,11 @@ def parallel(
     """
     from bochner.attention.cost import sequence_parallel_cost
 
+    for option, value in (("--gigabytes", gigabytes), ("--latency", latency), ("--microseconds", microseconds)):
+        if value is not None and not 0 < value < math.inf:
+            raise BochnerError(f"The {option} must be positive and finite, got {value}.")
+    if kv_heads is not None and heads % kv_heads:
+        raise BochnerError(f"The --heads must be a multiple of --kv-heads {kv_heads}, got {heads}.")
     use_threads(threads)
     cost = sequence_parallel_cost(
         length,
