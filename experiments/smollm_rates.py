@@ -1,7 +1,8 @@
 """Rates of SmolLM2-135M: tokens per second of prefill at 4,000 tokens and of decoding at 4,000 and 8,000, converted.
 
-Claim: a converted model decodes faster than the original from 4,000 tokens on, the more so the longer the text, and its
-prefill at 4,000 is not slower.
+Claim: with a window of 128 and 10 of its 90 key-value groups exact it reads 4,000 tokens and decodes behind 8,000
+faster than the original; a plan that keeps 0.99 at 4,000 tokens, with two thirds of the groups exact, gains behind
+8,000 only.
 
 Caches are filled with random keys and values: nothing here depends on what they are. Prefill is read in pieces of 512
 tokens, whose time grows linearly with what stands before them: it is measured behind 0, 2,000 and 3,488 tokens.
@@ -50,6 +51,8 @@ def filled(model: Any, length: int) -> Any:
     """A cache as it would be after `length` tokens."""
     g = torch.Generator().manual_seed(length)
     cache = DynamicCache(config=model.config)
+    if not length:
+        return cache
     own = layers_of(model) if hasattr(model.model.layers[0].self_attn, "linear_attn") else {}
     for i in range(len(model.model.layers)):
         q, k, v = (torch.randn(1, h, length, 64, generator=g) for h in (9, 3, 3))
@@ -130,7 +133,10 @@ def main() -> int:
     for name, row in result.items():
         if name != "threads":
             print(f"{name}: " + ", ".join(f"{n} {x:.1f} tokens/s ({x / row['original']:.2f})" for n, x in row.items()))
-    return 0
+    name = "window 128, 10 of 90 groups exact"
+    holds = all(result[n][name] > 1.2 * result[n]["original"] for n in ("prefill", "decoding at 8000") if n in result)
+    print(f"claim {'holds' if holds else 'does not hold'}")
+    return int(not holds)
 
 
 if __name__ == "__main__":

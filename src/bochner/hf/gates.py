@@ -66,7 +66,7 @@ def descend(
     judge: Judge,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, list[int]]]:
-    """The exact key heads of each module, step by step while the budget falls, in shares of what `start` spends.
+    """The exact key heads of each module for falling budgets, in shares of what `start` spends; each within the last.
 
     `layers`: what replaces exact attention, one per attention module; `start`: gates (g,) of each module's key heads, 1
     where they are exact; `savings`: what a key head of the module saves when it is replaced. Every other step asks the
@@ -80,7 +80,7 @@ def descend(
     full = (first @ unit).item()
     gates = 0.25 + 0.5 * first  # half way: what stands in for each other has no slope where all is exact
     slope, square, count = torch.zeros_like(gates), torch.zeros_like(gates), len(judge.batches)
-    found = []
+    stayed, budgets = torch.zeros_like(gates), list[float]()
     for step in range(STEPS):
         say(f"moving gates, step {step + 1} of {STEPS}")
         index = count - 1 if step % 2 == 0 or count == 1 else step // 2 % (count - 1)
@@ -98,9 +98,10 @@ def descend(
         budget = full * SHARES[0] ** (1 - done) * SHARES[1] ** done
         gates = project(gates - RATE * move, unit, budget)
         if step >= WARM:
-            chosen = rounded(gates, unit, budget).split(sizes)
-            found.append({name: part.nonzero()[:, 0].tolist() for name, part in zip(names, chosen, strict=True)})
-    return found
+            stayed, budgets = stayed + gates, [*budgets, budget]
+    # Gates need the whole way to settle: a budget gets those that stayed longest, not those of its step.
+    chosen = [rounded(stayed, unit, budget).split(sizes) for budget in budgets]
+    return [{n: part.nonzero()[:, 0].tolist() for n, part in zip(names, parts, strict=True)} for parts in chosen]
 
 
 def _by_key_head(gradient: Tensor | None, count: int) -> Tensor:
