@@ -165,6 +165,15 @@ def test_a_wrong_value_is_refused_at_once_and_by_the_name_of_its_option(
     assert sentence in complaint(arguments, monkeypatch, capsys)
 
 
+def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device", "page.html")
+
+    monkeypatch.setattr("bochner.demo.run", full)
+    said = complaint(["demo", "--out", "page.html"], monkeypatch, capsys)
+    assert said == "error: No space left on device (page.html)."
+
+
 def test_absurd_numbers_of_features_stay_readable(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["bochner", "plan", "features", "--norm", "60"])
     with pytest.raises(SystemExit) as stopped:

@@ -72,3 +72,9 @@ def main() -> None:
     except BrokenPipeError:  # the reader of a pipe has left
         sys.stderr.close()
         raise SystemExit(1) from None
+    except OSError as error:  # a full disk, a file that may not be read or written
+        where = f" ({error.filename})" if error.filename else ""
+        log.print(
+            f"[bold red]error:[/] {escape(f'{error.strerror or error}{where}')}.", highlight=False, soft_wrap=True
+        )
+        raise SystemExit(1) from None
