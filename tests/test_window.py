@@ -38,7 +38,7 @@ def test_output_and_gradients_are_those_of_the_quadratic_definition(
     assert_same(gradients(got, q, k, v), gradients(want, q, k, v))
 
 
-@pytest.mark.parametrize("rows", [3, 16, 100])
+@pytest.mark.parametrize("rows", [3, 5, 16, 100])
 @pytest.mark.parametrize(("kind", "window"), [("block", 8), ("sliding", 8), ("sliding", 20)])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", ["positive", "gmm_prf"])

@@ -187,7 +187,7 @@ class Joined:
             return
         if self.out is None:
             self.out = rows.out.new_empty(*rows.out.shape[:-2], self.length, rows.out.shape[-1])
-        stop = min(self.filled, self.length)
+        stop = max(start, min(self.filled, self.length))  # whole parts may lie behind the last row
         self.out[..., start:stop, :] = rows.out[..., : stop - start, :]
         self.parts.append(rows._replace(out=rows.factor))
 
