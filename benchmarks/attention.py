@@ -280,14 +280,14 @@ def claims(results: Row) -> list[Row]:
         return get(causal, n, above) / get(causal, n, below)
 
     found = [
-        ("bidirectional forward at 16,384, of the floor", ratio(False, 16384, "bochner", "floor"), "<=", 1.5),
+        ("bidirectional forward at 16,384, of the floor", ratio(False, 16384, "bochner", "floor"), "<=", 1.35),
         (
             "bidirectional forward at 16,384, faster than performer",
             ratio(False, 16384, "performer", "bochner"),
             ">=",
             3,
         ),
-        ("causal forward at 4,096, of the floor", ratio(True, 4096, "bochner", "floor"), "<=", 3),
+        ("causal forward at 4,096, of the floor", ratio(True, 4096, "bochner", "floor"), "<=", 2.3),
         ("causal forward at 4,096, faster than performer", ratio(True, 4096, "performer", "bochner"), ">=", 15),
     ]
     for causal, kind in ((False, "bidirectional"), (True, "causal")):
