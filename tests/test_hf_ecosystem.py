@@ -129,11 +129,13 @@ def test_compiled_generation_is_the_same_and_makes_no_graph_per_token(exact_belo
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(x)}
     eager = model.generate(x, max_new_tokens=20, **options)
     torch._dynamo.reset()
+    counters.clear()  # they count over all tests
     model.forward = torch.compile(model.forward, backend="aot_eager")
     model.generate(x, cache_implementation="static", max_new_tokens=10, **options)
     made = counters["stats"]["unique_graphs"]
     assert torch.equal(model.generate(x, cache_implementation="static", max_new_tokens=20, **options), eager)
     assert 0 < made <= counters["stats"]["unique_graphs"] < 25
+    assert counters["stats"]["unique_graphs"] - made < 5  # of ten more tokens
 
 
 @pytest.mark.model

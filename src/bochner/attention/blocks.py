@@ -12,9 +12,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from bochner._products import LARGEST, memory, product
+from bochner._products import LARGEST, product
 from bochner.attention.call import Call
 from bochner.attention.flash import FORWARD
+from bochner.attention.geometry import cut
 from bochner.attention.numerics import EMPTY, MASKED, may_look, topped_up, weighted
 from bochner.attention.state import spread_mask
 
@@ -57,7 +58,7 @@ def _fill(call: Call, out: Tensor, q: Tensor, k: Tensor, v: Tensor, hole: Tensor
     """Write rows `out` (b, g, t c, v) of queries, keys and values (b, g, n, .); whether they came out."""
     c, (b, g, n, _), s = call.window, k.shape, call.sinks
     t = out.shape[2] // c
-    keys, values = _laid_out("zone keys", k, t, c), _laid_out("zone values", v, t, c)
+    keys, values = (cut(x, 2, -c, (t + 1) * c, name=f"zone {name}") for x, name in ((k, "keys"), (v, "values")))
     sink_keys, sink_values = k[..., :s, :] * call.root**2, v[..., :s, :]
     if n < t * c:  # whole blocks
         q, k, v = pad(q, (0, 0, 0, t * c - n)), keys[..., c:-c, :], values[..., c:-c, :]
@@ -92,16 +93,6 @@ def _fill(call: Call, out: Tensor, q: Tensor, k: Tensor, v: Tensor, hole: Tensor
     if s:
         out += product("sinks", weights.div_(total), sink_values)
     return True
-
-
-def _laid_out(name: str, x: Tensor, t: int, c: int) -> Tensor:
-    """x (b, g, n, d) as t blocks with an empty one before and behind, (b, g, (t + 2) c, d)."""
-    b, g, n, d = x.shape
-    out = memory(name, (b, g, (t + 2) * c, d), x.dtype)
-    out[..., :c, :] = 0
-    out[..., c : c + n, :] = x
-    out[..., c + n :, :] = 0
-    return out
 
 
 def _sums(call: Call, k: Tensor, v: Tensor, n: int, hole: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,7 @@ class Geometry:
         if self.single:
             return q.unsqueeze(3)
         c = self.block
-        return _cut(q, 3, blocks.start * c - self.lead, blocks.stop * c - self.lead).unflatten(3, (-1, c))
+        return cut(q, 3, blocks.start * c - self.lead, blocks.stop * c - self.lead).unflatten(3, (-1, c))
 
     def all_rows(self, q: Tensor) -> Tensor:
         """Rows (b, g, r, n, d) as whole blocks, (b, g, r, t c, d)."""
@@ -92,13 +92,13 @@ class Geometry:
 
     def take(self, k: Tensor, span: slice, *, name: str | None = None) -> Tensor:
         """Keys (b, g, s, d) of a span of the layout, zeros where there is none; with a name valid until the next."""
-        return k if self.single else _cut(k, 2, span.start - self.front, span.stop - self.front, name=name)
+        return k if self.single else cut(k, 2, span.start - self.front, span.stop - self.front, name=name)
 
     def take_mask(self, hole: Tensor, span: slice) -> Tensor:
         """The same for a mask (b, s), True where there is none."""
         if self.single:
             return hole
-        return _cut(hole.unsqueeze(-1), 1, span.start - self.front, span.stop - self.front, 1.0).squeeze(-1)
+        return cut(hole.unsqueeze(-1), 1, span.start - self.front, span.stop - self.front, 1.0).squeeze(-1)
 
     def put(self, total: Tensor, span: slice, more: Tensor) -> None:
         """Add what belongs to a span of the layout to the keys (b, g, s, d)."""
@@ -171,7 +171,7 @@ class Geometry:
         return (far & (j >= 0)).unflatten(1, (-1, self.block))
 
 
-def _cut(x: Tensor, dim: int, start: int, stop: int, value: float = 0.0, *, name: str | None = None) -> Tensor:
+def cut(x: Tensor, dim: int, start: int, stop: int, value: float = 0.0, *, name: str | None = None) -> Tensor:
     """Places `start` to `stop` of a dimension of x, `value` where it has none; a view where it has all.
 
     With a name it may be written into memory that is used again, as a `product` is.
