@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -110,6 +111,7 @@ def train(
         with room_named(where):
             trainer.save_model(str(where / "model"))
             write_json(where / "result.json", result)
+    trainer.accelerator.wait_for_everyone()
     return result
 
 
@@ -134,6 +136,12 @@ def is_first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def _leave() -> None:
+    """Close the group of processes; one that ends within it may be aborted by the group's threads."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def make_trainer(
     task: Task,
     preset: Preset,
@@ -147,6 +155,8 @@ def make_trainer(
 ) -> TaskTrainer:
     """transformers' Trainer with the data, the optimizer and the schedule of a preset."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        atexit.register(_leave)
     if preset.batch % world:
         raise BochnerError(f"The batch of {preset.batch} cannot be shared by {world} processes; choose a multiple.")
     every = max(1, preset.steps // LOGS)
