@@ -63,6 +63,24 @@ def test_a_damaged_download_is_fetched_again(monkeypatch: pytest.MonkeyPatch, tm
     assert len(calls) == 2
 
 
+def test_a_copy_that_another_process_made_meanwhile_stays_in_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    planted(monkeypatch, tmp_path)
+    alone, found = data._download, []
+
+    def slow(name: str, artefact: data.Artefact, into: Path, quiet: bool) -> Path:
+        if not found:
+            found.append(0)
+            found[0] = (data.fetch("fake") / "config.json").stat().st_ino  # the other process, while this one waits
+            data._intact.clear()
+        return alone(name, artefact, into, quiet)
+
+    monkeypatch.setattr(data, "_download", slow)
+    assert (data.fetch("fake") / "config.json").stat().st_ino == found[0]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
 def test_a_cache_with_holes_is_filled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = planted(monkeypatch, tmp_path)
     shutil.rmtree(data.fetch("fake"))

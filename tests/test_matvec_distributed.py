@@ -102,10 +102,18 @@ def test_dask_gives_the_same_with_any_scheduler(keys, operator, x):
 
 
 @pytest.mark.distributed
-def test_a_killed_worker_loses_nothing(keys, operator, x):
+def test_a_killed_worker_loses_nothing(keys, operator, x, tmp_path):
     distributed = pytest.importorskip("distributed")
     da = pytest.importorskip("dask.array")
-    queries = da.from_array(np.tile(keys, (14, 1)), chunks=(500, 6))
+    gate = tmp_path / "killed"
+
+    def held(block, block_info=None):
+        """The later blocks are not there before a worker has been killed, however slow the machine."""
+        while block_info[0]["chunk-location"][0] >= 20 and not gate.exists():
+            time.sleep(0.02)
+        return block
+
+    queries = da.from_array(np.tile(keys, (14, 1)), chunks=(500, 6)).map_blocks(held, dtype=keys.dtype)
     expected = stream_product(operator, np.tile(keys, (14, 1)), x, rows=500)
     with (
         distributed.LocalCluster(
@@ -122,7 +130,8 @@ def test_a_killed_worker_loses_nothing(keys, operator, x):
         assert not futures.done()
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[0], signal.SIGKILL)
-        np.testing.assert_array_equal(futures.result(timeout=120), expected)
+        gate.touch()
+        np.testing.assert_array_equal(futures.result(timeout=400), expected)
 
 
 @pytest.mark.distributed

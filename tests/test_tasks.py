@@ -362,6 +362,22 @@ def test_no_author_is_in_two_splits_of_the_books() -> None:
     assert bytes((blocks[0]["input_ids"] - base.SPECIAL).tolist()) == book[:256]
 
 
+def test_two_processes_may_learn_the_word_pieces_at_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tokenizers")
+    learn, plain, others = text.wordpieces.__wrapped__, Path.replace, []
+
+    def replace(self: Path, target: Path) -> Path:
+        if not others:
+            others.append(True)
+            learn()  # the other process, just before this one puts its file in place
+        return plain(self, target)
+
+    monkeypatch.setattr(text, "_books", lambda split: ["a choir sings to the masses"])
+    monkeypatch.setattr(Path, "replace", replace)
+    assert learn().get_vocab_size() == learn().get_vocab_size()
+    assert len(list((own_cache / "cache" / "tasks").iterdir())) == 1
+
+
 @pytest.mark.model
 def test_inference_pairs_keep_their_sentences_apart() -> None:
     needs("snli", "books")

@@ -355,9 +355,11 @@ def _obtain(name: str, artefact: Artefact, home: Path, quiet: bool) -> None:
         _verify(artefact, archive)
         _unpack(archive, Path(tmp) / "content")
         seal(Path(tmp) / "content")
-        if home.exists():  # aside first, so that those who are reading it keep their files
-            home.replace(Path(tmp) / "damaged")
-        with contextlib.suppress(OSError):  # another process was first: its copy is the same
+        if not damage(home, artefact.member):  # another process was first, and may be reading it: its copy is the same
+            return
+        with contextlib.suppress(OSError):
+            if home.exists():  # aside first, so that those who are reading it keep their files
+                home.replace(Path(tmp) / "damaged")
             (Path(tmp) / "content").replace(home)
 
 

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import re
+import tempfile
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -81,8 +82,9 @@ def wordpieces() -> Any:
         tokenizer.train_from_iterator(
             _books("train"), vocab_size=PIECES + SPECIAL, special_tokens=special, show_progress=False
         )
-        tokenizer.save(str(path.with_suffix(".tmp")))
-        path.with_suffix(".tmp").replace(path)
+        with tempfile.TemporaryDirectory(prefix=".wordpieces-", dir=path.parent) as own:  # others may do the same
+            tokenizer.save(f"{own}/{path.name}")
+            Path(own, path.name).replace(path)
     return Tokenizer.from_file(str(path))
 
 
