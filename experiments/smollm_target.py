@@ -1,13 +1,15 @@
-"""SmolLM2-135M converted to a target: keep 99 % of perplexity and of recall with the least memory, at several lengths.
+"""SmolLM2-135M converted to a target: keep 99 % of perplexity and of recall with the least memory at 4,000 tokens.
 
 Claim: no recipe is needed. The search finds which key heads must stay exact and which windows the others need, and
-keeps the target on texts that had no part in it. The result holds on other authors' texts: perplexity ratio at most
-1.01, recall at most 1.35 (exact about 1.27), with at most 0.15 of the key-value memory at 4,000 tokens. How much must
-stay exact depends on how long the texts are that are to be kept: each length is a search of its own.
+keeps the target on texts that had no part in it. Judged by texts as long as those of the table of recipes, it keeps
+perplexity and recall of other authors' texts (ratio at most 1.01, recall at most 1.35, exact about 1.28) with at most
+0.15 of the key-value memory. How much must stay exact depends on how long the texts are that tell what is kept: each
+length is a search of its own, and what a choice by short texts loses at 2,000 and 4,000 tokens is in its report.
 
-    python experiments/smollm_target.py [--keep 0.99] [--length 1000 4000] [--threads 1] [--save DIRECTORY]
+    python experiments/smollm_target.py [--keep 0.99] [--judge 512 1000 2000 4000] [--threads 1] [--save DIRECTORY]
 
-Writes experiments/results/smollm_target.json, one entry per length; those that are there are not searched again.
+Writes experiments/results/smollm_target.json, an entry for each length that was judged at; those that are there are not
+searched again.
 """
 
 from __future__ import annotations
@@ -25,20 +27,22 @@ from bochner import BochnerWarning, convert, data, revert
 from bochner.hf import layers_of, plan_of, report_of
 
 RESULTS = Path(__file__).parent / "results" / "smollm_target.json"
+LENGTH = 4000  # tokens at which memory counts
 WORDS = 15_000  # of text to search on and to verify on
 
 
-def search(model: Any, tokenizer: Any, keep: float, length: int, save: str) -> tuple[Any, float]:
+def search(model: Any, tokenizer: Any, keep: float, judged: int, save: str) -> tuple[Any, float]:
     """Convert to the target; the report, and the seconds of processor time that it took."""
-    words = 3 * length // 4  # about `length` tokens
+    words = 3 * judged // 4  # about so many tokens
     texts = data.paragraphs("calibration", max(5, WORDS // words), words=words)
     began = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BochnerWarning)  # a target that is missed is in the report
-        convert(model, calibration=texts, tokenizer=tokenizer, progress=True, keep=keep, length=length)
+        goal = {"keep": keep, "minimize": "memory", "length": LENGTH, "judge_length": judged}
+        convert(model, calibration=texts, tokenizer=tokenizer, progress=True, **goal)
     spent = time.process_time() - began
     if save:
-        model.save_pretrained(f"{save}/{length}")
+        model.save_pretrained(f"{save}/{judged}")
     for layer in layers_of(model).values():  # short texts would be exact
         layer.plan.exact_below = 0
     return report_of(model).target, spent
@@ -47,31 +51,32 @@ def search(model: Any, tokenizer: Any, keep: float, length: int, save: str) -> t
 def main() -> int:
     parser = _smollm.parser(__doc__)
     parser.add_argument("--keep", type=float, default=0.99)
-    parser.add_argument("--length", type=int, nargs="*", default=[1000, 4000])
+    parser.add_argument("--judge", type=int, nargs="*", default=[512, 1000, 2000, 4000], help="tokens of the texts")
     parser.add_argument("--save", default="", help="save the converted models under this directory")
     arguments, model, tokenizer = _smollm.begin(parser)
     path = Path(arguments.json or RESULTS)
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     measure = figures(model, tokenizer, arguments.texts)
-    for length in arguments.length:
-        if str(length) in result:
+    for judged in arguments.judge:
+        if str(judged) in result:
             continue
         if "exact" not in result:
             result["exact"] = measure()
-        report, spent = search(model, tokenizer, arguments.keep, length, arguments.save)
+        report, spent = search(model, tokenizer, arguments.keep, judged, arguments.save)
         print(plan_of(model))
         row = row_of(model, measure(), result["exact"], spent)
         revert(model)
-        result[str(length)] = {"row": row, "report": report.to_dict()}
+        result[str(judged)] = {"row": row, "report": report.to_dict()}
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(
-            f"kept at {length} tokens, other authors: perplexity ratio {row['ratio']:.4f} (150 tokens), "
+            f"judged at {judged} tokens; other authors: perplexity ratio {row['ratio']:.4f} (150 tokens), "
             f"{row['ratio_long']:.4f} (450 tokens), recall {row['recall']:.3f} (exact {result['exact'][2]:.3f}), "
             f"memory at 4,000 tokens {row['memory']:.3f}; {spent:.0f} s of processor time",
             flush=True,
         )
-    rows = [result[str(n)]["row"] for n in arguments.length]
-    holds = any(row["ratio"] <= 1.01 and row["recall"] <= 1.35 and row["memory"] <= 0.15 for row in rows)
+    rows = [result[str(n)]["row"] for n in arguments.judge]
+    good = [max(row["ratio"], row["ratio_long"]) <= 1.01 and row["recall"] <= 1.35 for row in rows]
+    holds = all(good) and min(row["memory"] for row in rows) <= 0.15
     print(f"claim {'holds' if holds else 'does not hold'}")
     return int(not holds)
 

@@ -33,6 +33,7 @@ def saved_bytes(inputs: tuple[Tensor, ...], m: int, phi: dict[str, Any], **optio
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "window": 16, "sinks": 1}])
+@pytest.mark.filterwarnings("ignore:These LandmarkFeatures were never fitted")  # what they estimate does not matter
 @pytest.mark.parametrize("phi", [{"name": "positive"}, SIGNED], ids=["positive", "signed"])
 def test_saved_memory_does_not_grow_with_features_times_length(phi: dict[str, Any], options: dict[str, Any]) -> None:
     def size(n: int, m: int, **more: Any) -> int:

@@ -145,9 +145,7 @@ def test_inference_mode_leaves_nothing_behind() -> None:
 def test_landmark_features_in_few_passes_are_the_same(positive: bool, role: str, num_heads: int | None, m: int) -> None:
     g = torch.Generator().manual_seed(m)
     x, q, k = (torch.randn(3, H, 30, D, generator=g) for _ in range(3))
-    phi = feature_map("landmark", dim=D, num_features=m, num_heads=num_heads, positive=positive)
-    if num_heads:
-        phi.calibrate_(q, k)
+    phi = feature_map("landmark", dim=D, num_features=m, num_heads=num_heads, positive=positive).calibrate_(q, k)
     want = phi(x * 0.7, role)
     with torch.no_grad():
         have = phi.prepare_scaled(role, 0.7, torch.float32)(x)

@@ -21,6 +21,7 @@ from bochner.hf.measure import Far  # noqa: E402
 
 TYPES = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 MIXED: dict[str, dict[str, Any]] = {
+    "gemma2": {**GROUPED, **TYPES, "head_dim": 8, "attn_logit_softcapping": None},
     "gemma3_text": {**GROUPED, **TYPES, "head_dim": 8},
     "cohere2": {**GROUPED, **TYPES},
     "olmo3": {**GROUPED, **TYPES},
@@ -108,7 +109,7 @@ def test_a_mixed_model_decodes_as_it_computes(family: str) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "modernbert"])
+@pytest.mark.parametrize("family", sorted(MIXED))
 def test_a_mixed_model_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
     model = mixed(family)
     with torch.no_grad():
@@ -121,15 +122,20 @@ def test_a_mixed_model_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", sorted(MIXED))
 def test_layers_left_as_they_were_are_so_bit_by_bit(family: str) -> None:
-    """With the other layers exact too, the whole model is; and nothing needs calibration."""
+    """The first layer with the second converted; the whole model with the second exact, too."""
     head = "AutoModel" if family == "modernbert" else "AutoModelForCausalLM"
     model = build(family, MIXED[family], head=head)
     mask = torch.ones(2, 24, dtype=torch.long)
     mask[0, :3] = 0
     with torch.no_grad():
-        before = model(ids(), attention_mask=mask)[0]
-        convert(model, calibration=texts_as_batches(), **{**RECIPE, "exact_heads": 1.0})
-        assert torch.equal(model(ids(), attention_mask=mask)[0], before)
+        x = {"input_ids": ids(), "attention_mask": mask, "output_hidden_states": True}
+        before = model(**x)
+        convert(model, calibration=texts_as_batches(), exact_below=0, **RECIPE)
+        after = model(**x)
+        assert torch.equal(after.hidden_states[1], before.hidden_states[1])
+        assert (after[0] - before[0]).abs().max() > 1e-3
+        convert(revert(model), calibration=texts_as_batches(), **{**RECIPE, "exact_heads": 1.0})
+        assert torch.equal(model(**x)[0], before[0])
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])

@@ -53,7 +53,7 @@ def test_the_choice_is_the_cheapest_of_all_within_its_budget() -> None:
     """Against all choices there are: a window, and for each of two key heads what it becomes."""
     options = {Option("window", 8): 0.5, Option("hybrid", 8): 0.2, Option("window", 32): 0.3, Option("hybrid", 32): 0.1}
     errors = {o: torch.tensor([e, e / 2, e / 4, e]) for o, e in options.items()}
-    goal = Goal(0.9, "memory", 400)
+    goal = Goal(0.9, "memory", 400, 400)
     search = searched(llama(), goal, errors, torch.tensor([1.0, 2.0, 0.1, 0.3]))
     layer: Layer = search.layers["layer"]
     every = []
@@ -75,7 +75,7 @@ def test_the_choice_is_the_cheapest_of_all_within_its_budget() -> None:
 
 def test_a_target_of_time_converts_layers_as_a_whole() -> None:
     errors = {Option("window", 8): torch.tensor([0.1, 0.1, 0.9, 0.9]), Option("kernel"): torch.full((4,), 0.3)}
-    search = searched(llama(), Goal(0.9, "time", 400), errors, torch.ones(4))
+    search = searched(llama(), Goal(0.9, "time", 400, 400), errors, torch.ones(4))
     for budget in (0.01, 0.4, 10.0):
         plan, _ = search.choose(budget)
         assert len(set(plan.layers[0].kinds)) == 1
@@ -92,7 +92,9 @@ def test_the_quality_of_a_language_model_is_the_least_of_perplexity_and_recall()
     assert never_had.kept == 1.0
 
 
-def test_the_original_loses_nothing_and_its_loss_is_zero() -> None:
+@pytest.mark.parametrize("whole", [0, 1024])
+def test_the_original_loses_nothing_and_its_loss_is_zero(whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bochner.hf.judge.WHOLE", whole)
     model = llama()
     judge = Language(model, ids(900), 0.9, 600)
     assert judge.quality(lambda batch: run(model, batch)).kept == pytest.approx(1.0, abs=1e-5)
@@ -121,18 +123,42 @@ def test_a_text_repeats_passages_from_all_over_it_at_its_end() -> None:
     assert text.first(losses) == pytest.approx(again.mean().item())
 
 
-def test_a_probe_is_the_end_of_the_whole_text() -> None:
+def test_short_texts_are_run_whole_and_several_of_them() -> None:
+    """The loss of a choice is the divergence on the body, and on the repeats relative to what is gained on them."""
+    model, other = llama(), build("llama", GROUPED, head="AutoModelForCausalLM", std=0.05)
+    judge = Language(model, ids(2500), 0.9, 500)
+    assert [batch["input_ids"].shape for batch in judge.batches] == [(1, 500)] * 4
+    assert [judge.turn(step) for step in range(6)] == [0, 1, 2, 3, 0, 1]
+    judge.gain = 2.0
+    text = judge.texts[2]
+    with torch.no_grad():
+        now, before = other(text.ids).logits[0, :-1].log_softmax(-1), model(text.ids).logits[0, :-1].log_softmax(-1)
+        apart = (before.exp() * (before - now)).sum(-1)
+        body, again = text.split(apart)
+        wanted = (body.mean() + again.mean() / 2.0) / -math.log(0.9)
+        assert judge.loss(2, run(other, judge.batches[2])).item() == pytest.approx(wanted.item(), rel=1e-4)
+    quality = judge.quality(lambda batch: run(other, batch))
+    assert quality.figures["recall_original"] == pytest.approx(math.exp(judge.again))
+
+
+def test_probes_behind_a_cache_take_turns_with_the_one_that_has_repeats() -> None:
+    judge = Language(llama(), ids(1500), 0.9, 1200)
+    assert [judge.turn(step) for step in range(8)] == [3, 0, 3, 1, 3, 2, 3, 0]
+
+
+def test_a_probe_is_the_end_of_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the cache the original predicts what it predicts in one pass, and a choice what it would on those keys."""
+    monkeypatch.setattr("bochner.hf.judge.WHOLE", 0)
     model = llama()
     judge = Language(model, ids(900), 0.9, 600)
     assert len(judge.batches) == 4
     last = judge.batches[-1]
     size = last["input_ids"].shape[1]
-    assert torch.equal(last["input_ids"][0], judge.text.ids[0, -size:])
+    assert torch.equal(last["input_ids"][0], judge.texts[0].ids[0, -size:])
     before = last["past_key_values"].get_seq_length()
     assert before == 600 - size
     with torch.no_grad():
-        whole = model(judge.text.ids).logits[:, -size:]
+        whole = model(judge.texts[0].ids).logits[:, -size:]
     for _ in range(2):  # the cache of a probe stays as it is
         torch.testing.assert_close(run(model, last).logits, whole, atol=1e-4, rtol=1e-4)
         assert last["past_key_values"].get_seq_length() == before
@@ -185,6 +211,43 @@ def test_a_decoder_meets_its_target_on_texts_that_had_no_part_in_the_search() ->
     revert(model)
     with pytest.raises(BochnerError, match="not converted"):
         report_of(model)
+
+
+def test_what_is_judged_by_short_texts_is_shown_at_the_length_where_it_is_saved() -> None:
+    model = llama()
+    data = texts_as_batches(40)
+    convert(model, calibration=data, keep=0.9, length=800, judge_length=200, num_features=16)
+    report = report_of(model).target
+    assert report is not None
+    assert report.verified_length == 200
+    assert set(report.further) == {400, 800}
+    assert {layer.window for layer in report.plan.converted} <= {64, None}  # half of what is judged at most
+    chosen = report.candidates[report.chosen]
+    share = report.plan.cache_bytes(800) / report.plan.cache_bytes(800, converted=False)
+    assert chosen.memory == pytest.approx(share)
+    assert report.whole["original"]["cache_bytes"] == report.plan.cache_bytes(800, converted=False)
+    assert "the same at 800 tokens" in str(report)
+    assert report.to_dict()["further"]["800"]["kept"] == report.further[800].kept
+    with pytest.raises(BochnerError, match="at most the 'length'"):
+        convert(llama(), calibration=data, keep=0.9, length=200, judge_length=800)
+    with pytest.raises(BochnerError, match="'keep'"):
+        convert(llama(), calibration=data, judge_length=200)
+
+
+def test_a_loss_at_longer_texts_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bochner.hf import aim
+    from bochner.hf.judge import Quality
+
+    true_compare = aim.Readings.compare
+
+    def worse(self: Any) -> Any:
+        quality, figures = true_compare(self)
+        return (quality if len(self.texts[0].ids[0]) == 200 else Quality(0.7, quality.figures)), figures
+
+    monkeypatch.setattr(aim.Readings, "compare", worse)
+    report = advise(llama(), texts_as_batches(40), keep=0.9, length=800, judge_length=200, num_features=(16,))
+    assert report.met
+    assert any("at 400 it is 0.7000" in reason for reason in report.reasons)
 
 
 def test_where_the_original_is_fastest_nothing_is_converted(tmp_path: Path) -> None:
@@ -300,7 +363,7 @@ class Counted:
 
 def test_exact_heads_that_do_not_matter_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum thinks all four alike; measured one by one, two of them can go and two cannot."""
-    search = Search(llama(), {"layer": shape(4, 4)}, Goal(0.99, "memory", 400), 16, 0, lambda text: None)
+    search = Search(llama(), {"layer": shape(4, 4)}, Goal(0.99, "memory", 400, 400), 16, 0, lambda text: None)
     layer = search.layers["layer"]
     option = Option("window", 8)
     layer.made[option] = LinearAttention(layer.planned([option] * 4))
@@ -317,7 +380,7 @@ def test_exact_heads_that_do_not_matter_are_left_out(monkeypatch: pytest.MonkeyP
 
 
 def test_a_descent_of_gates_gives_the_cheapest_choice_that_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    search = Search(llama(), {"layer": shape(4, 4)}, Goal(0.99, "memory", 400), 16, 0, lambda text: None)
+    search = Search(llama(), {"layer": shape(4, 4)}, Goal(0.99, "memory", 400, 400), 16, 0, lambda text: None)
     layer = search.layers["layer"]
     for option in (Option("window", 8), Option("window", 32)):
         layer.made[option] = LinearAttention(layer.planned([option] * 4))
@@ -360,7 +423,7 @@ def test_the_encoder_of_a_speech_model_is_advised_alone_at_its_own_length() -> N
     assert {"window 16", "window 32", "hybrid 16", "kernel"} <= set(report.heads[0].errors)
     for layer in report.plan.layers:
         assert bool(layer.reason) == ("decoder" in layer.name)
-    search = Search(model, discover(model, data[0]), Goal(0.9, "time", 200), 16, 0, lambda text: None)
+    search = Search(model, discover(model, data[0]), Goal(0.9, "time", 200, 200), 16, 0, lambda text: None)
     assert {name.split(".")[-1]: layer.length for name, layer in search.layers.items() if "decoder" in name} == {
         "self_attn": 7,
         "encoder_attn": 200,

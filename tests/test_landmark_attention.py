@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bochner import linear_attention
+from bochner import BochnerWarning, linear_attention
 from bochner.maps.landmark import LandmarkFeatures
 
 D = 8
@@ -35,6 +35,18 @@ def topped_up(phi: LandmarkFeatures, kernel: torch.Tensor, far: torch.Tensor) ->
     count = far.sum(-1, keepdim=True)
     lack = phi.top_up[:, None, None].to(kernel.dtype) * count - kernel.sum(-1, keepdim=True)
     return kernel + lack.clamp_min(0) * far / count.clamp_min(1)
+
+
+def test_a_map_that_was_never_fitted_says_so_once() -> None:
+    q, k, v = sequences(20)
+    phi = LandmarkFeatures(D, 12, num_heads=2)
+    with pytest.warns(BochnerWarning, match="never fitted.*calibrate_"):
+        linear_attention(q, k, v, phi)
+    linear_attention(q, k, v, phi, is_causal=True)  # warnings are errors
+    again = LandmarkFeatures(D, 12, num_heads=2)
+    again.load_state_dict(LandmarkFeatures(D, 12, num_heads=2).calibrate_(q, k).state_dict())
+    linear_attention(q, k, v, again)
+    linear_attention(q, k, v, LandmarkFeatures(D, 12, num_heads=2).trainable_())  # what is trained need not be fitted
 
 
 @pytest.mark.parametrize("near", [{}, {"window": 6, "sinks": 2}])

@@ -136,6 +136,7 @@ def advise(
     window_kind: str | None = None,
     target: float = 0.5,
     length: int | None = None,
+    judge_length: int | None = None,
     keep: float = 0.99,
     minimize: str | None = None,
     parts: Sequence[str] | None = None,
@@ -149,7 +150,7 @@ def advise(
     `advise(model, calibration, tokenizer=..., keep=0.99, length=n)`: the search of `convert(..., keep=...)` without the
     change, and the rank floor of every head; returns a `bochner.hf.TargetReport`, whose `config` are keywords of
     `convert`. The first of `num_features` is taken; `window`, `sinks` and `window_kind` are chosen unless given;
-    `parts`: of an encoder-decoder, as in `convert`.
+    `parts`, `judge_length`: as in `convert`.
     `advise(q, k, v)`: one layer's queries (b, h, n, d), keys and values before scaling, with `scale` and `is_causal`;
     without v, random values stand in; transformers is not needed. Half of the sequences calibrate the maps, the other
     half measures them; returns an `Advice`. `target`: the relative error of a head's output that is good enough.
@@ -173,9 +174,9 @@ def advise(
         register_once()
         near: dict[str, Any] = {"window": window, "sinks": sinks, "window_kind": window_kind}
         model, tokenizer = capture.unwrap(model, tokenizer)
-        data = target_data(model, calibration, tokenizer, length, batch_size)
+        data = target_data(model, calibration, tokenizer, judge_length or length, batch_size)
         shapes = shapes_of(model, data, parts=parts)
-        goal = goal_of(model, shapes, data, keep, minimize, length)
+        goal = goal_of(model, shapes, data, keep, minimize, length, judge_length)
         options: dict[str, Any] = {"num_features": sizes[0], "floors": True, "seed": seed, "say": speaker(progress)}
         return aim(model, shapes, goal, data, **options, **near)[0]
     layer = _layer_of_tensors(model, calibration, values, scale, is_causal)

@@ -25,6 +25,7 @@ from bochner.hf.target import BUDGETS, EXACT, RETREATS, Candidate, Goal, Option,
 
 FIT_LENGTH = 640  # tokens of the pieces that maps are fitted to
 FIT_TOKENS = 4096
+DEARER = (1.05, 1.2)  # how much more a choice costs that is tried after one that failed, of gates and of sums
 VERIFIED_TOKENS = 4096  # of held-back text, at least one sequence of the goal's length
 SHARES = (0.3, 0.6)  # where fitting ends, where choosing ends: the rest is held back
 FLOOR_LENGTH = 384  # tokens of the attention matrices whose rank floor is computed
@@ -53,7 +54,8 @@ class TargetReport:
     """What a search for a target found: the frontier, the chosen point, and figures of the whole model.
 
     `candidates`: points of the frontier, the cheapest first; `chosen`: its place among them. `verified`: figures on the
-    texts held back, at `verified_length` tokens. `whole`: of the original and the converted model, seconds and bytes.
+    texts held back, at `verified_length` tokens; `further`: on texts of more tokens than were judged, up to `length`.
+    `whole`: of the original and the converted model, seconds and bytes.
     """
 
     keep: float
@@ -65,6 +67,7 @@ class TargetReport:
     met: bool
     verified: Quality
     verified_length: int
+    further: dict[int, Quality]
     whole: dict[str, dict[str, float]]
     heads: list[HeadFigures]
     reasons: list[str] = field(default_factory=list)
@@ -90,6 +93,7 @@ class TargetReport:
             "chosen": self.chosen,
             "candidates": [c.to_dict() for c in self.candidates],
             "verified": {"kept": self.verified.kept, **self.verified.figures, "length": self.verified_length},
+            "further": {str(n): {"kept": q.kept, **q.figures} for n, q in self.further.items()},
             "whole": self.whole,
             "heads": [asdict(h) for h in self.heads],
             "plan": self.plan.to_dict(),
@@ -109,9 +113,10 @@ class TargetReport:
             mark = ">" if i == self.chosen else " "
             cost = f"{c.memory:6.3f}  {c.attention_seconds:11.3f}"
             lines.append(f"{mark} {c.quality.kept:6.3f}  {cost}  {heads}   {figures}")
-        told = ", ".join(f"{n} {x:.4g}" for n, x in self.verified.figures.items())
-        where = f"verified at {self.verified_length} tokens on texts held back"
-        lines.append(f"{where}: kept {self.verified.kept:.4f} ({told})")
+        for n, quality in {self.verified_length: self.verified, **self.further}.items():
+            told = ", ".join(f"{n} {x:.4g}" for n, x in quality.figures.items())
+            mark = "verified at" if quality is self.verified else "the same at"
+            lines.append(f"{mark} {n} tokens on texts held back: kept {quality.kept:.4f} ({told})")
         for name, whole in self.whole.items():
             lines.append(f"{name}: " + ", ".join(f"{n.replace('_', ' ')} {x:.4g}" for n, x in whole.items()))
         floors = [h.rank_floor for h in self.heads if h.rank_floor is not None]
@@ -137,7 +142,7 @@ class Split:
 
     def judge(self, model: Any, goal: Goal) -> Judge:
         if self.is_language:
-            return Language(model, self.choose, goal.keep, goal.length)
+            return Language(model, self.choose, goal.keep, goal.judged)
         return Outputs(model, self.choose, goal.keep)
 
 
@@ -230,12 +235,14 @@ def goal_of(
     keep: float,
     minimize: str | None,
     length: int | None,
+    judge_length: int | None = None,
 ) -> Goal:
     """The goal, with the defaults that fit the model."""
     language = is_language_model(model, shapes)
     if length is None:
         length = 4096 if language else _longest(data, shapes)
-    return Goal(keep, minimize or ("memory" if language else "time"), length)
+    judged = length if judge_length is None else judge_length
+    return Goal(keep, minimize or ("memory" if language else "time"), length, judged)
 
 
 def aim(
@@ -263,12 +270,13 @@ def aim(
     search.frontier(judge)
     trial = Trial(model, search, parts, exact_below)
     chosen, layers = trial.settle(judge)
+    trial.look_further(chosen, layers)
     candidates = sorted(search.tried, key=search.price)
     assert chosen.verified is not None
     search.seconds["in all"] = time.monotonic() - began
     report = TargetReport(
         goal.keep, goal.minimize, goal.length, chosen.plan, candidates, candidates.index(chosen),
-        chosen.verified.kept >= goal.keep, chosen.verified, trial.length, trial.whole,
+        chosen.verified.kept >= goal.keep, chosen.verified, trial.length, trial.further, trial.whole,
         _heads(search, chosen, parts.fit[0] if floors else None), [], search.seconds,
     )  # fmt: skip
     report.reasons = _reasons(report, trial)
@@ -276,21 +284,21 @@ def aim(
 
 
 class Trial:
-    """Verification: the original and the converted model on the texts held back, whole and at the goal's length."""
+    """Verification: the original and the converted model on the texts held back, whole and at the length judged at."""
 
     def __init__(self, model: Any, search: Search, parts: Split, exact_below: int | None) -> None:
         self.model, self.search, self.exact_below = model, search, exact_below
         self.whole: dict[str, dict[str, float]] = {}
-        self.length = search.goal.length
+        self.length = search.goal.judged
+        self.further: dict[int, Quality] = {}
         self.is_language = parts.is_language
+        self.held = parts.held
         if parts.is_language:
             self.length = min(self.length, len(parts.held))
-            count = max(1, min(VERIFIED_TOKENS, len(parts.held)) // self.length)
-            self.texts = [Text(piece) for piece in parts.held[: count * self.length].split(self.length)]
+            self.readings = Readings(model, parts.held, self.length, VERIFIED_TOKENS)
         else:
             self.length = _longest(parts.held, search.shapes)
-            self.held = Outputs(model, parts.held, search.goal.keep)
-        self.before: list[Reading] = []
+            self.outputs = Outputs(model, parts.held, search.goal.keep)
         self.figures: dict[int, dict[str, dict[str, float]]] = {}  # of the whole model, by the candidate's id
 
     def settle(self, judge: Judge) -> tuple[Candidate, dict[str, LinearAttention]]:
@@ -313,39 +321,73 @@ class Trial:
         return best[0], best[2]
 
     def _next(self, failed: Candidate, judge: Judge) -> list[Candidate]:
-        """A choice that costs at least a fifth more than one that failed, if there is one."""
+        """A choice that costs more than one that failed, if there is one: gates before sums."""
         search = self.search
+        for plan in sorted(search.path, key=search.price_of):
+            if search.price_of(plan) >= DEARER[0] * search.price(failed):
+                return [search.run(plan, failed.predicted, judge)]
         for exponent in range(int(BUDGETS[1]), int(BUDGETS[0]) - 4, -1):
             plan, predicted = search.choose(2.0**exponent)
-            if search.price_of(plan) >= 1.2 * search.price(failed):
+            if search.price_of(plan) >= DEARER[1] * search.price(failed):
                 return [search.run(plan, predicted, judge)]
         return []
 
     def verify(self, candidate: Candidate) -> dict[str, LinearAttention]:
-        """Run a choice as it will be used; notes its quality and the figures of the whole model, returns its layers."""
+        """Run a choice as in long texts; notes its quality and the figures of the whole model, returns its layers."""
         plan, search = candidate.plan, self.search
         search.say(f"verifying at {self.length} tokens on texts held back")
         border = search.border(plan) if self.exact_below is None else self.exact_below
-        for layer in plan.converted:
-            layer.exact_below = border
         layers = search.build(plan)
-        if self.is_language:
-            if not self.before:
-                self.before = [read(self.model, text.ids) for text in self.texts]
-            with installed(self.model, plan, layers):
-                after = [read(self.model, text.ids) for text in self.texts]
-            candidate.verified = compare_readings(self.texts, self.before, after)
-            self.figures[id(candidate)] = {"original": _figures(self.before[0]), "converted": _figures(after[0])}
-            return layers
-        for layer in plan.converted:  # texts below the border would say nothing of the choice
-            layer.exact_below = 0
-        with installed(self.model, plan, layers):
-            candidate.verified = self.held.quality(lambda batch: capture.run(self.model, batch))
-            seconds = whole_seconds(self.model, layers, capture.first_row(self.held.batches[0]))
+        with installed(self.model, plan, layers), all_converted(layers):
+            if self.is_language:
+                candidate.verified, self.figures[id(candidate)] = self.readings.compare()
+            else:
+                candidate.verified = self.outputs.quality(lambda batch: capture.run(self.model, batch))
+                seconds = whole_seconds(self.model, layers, capture.first_row(self.outputs.batches[0]))
+                self.figures[id(candidate)] = {name: {"seconds": x} for name, x in seconds.items()}
         for layer in plan.converted:
             layer.exact_below = border
-        self.figures[id(candidate)] = {name: {"seconds": x} for name, x in seconds.items()}
         return layers
+
+    def look_further(self, chosen: Candidate, layers: dict[str, LinearAttention]) -> None:
+        """What a choice that was judged by short texts does on longer ones, up to the goal's length."""
+        goal = self.search.goal
+        if not self.is_language or not chosen.plan.converted:
+            return
+        for n in (goal.length // 2, goal.length):
+            if self.length < n <= len(self.held):
+                self.search.say(f"looking further, at {n} tokens")
+                readings = Readings(self.model, self.held, n, n)
+                with installed(self.model, chosen.plan, layers), all_converted(layers):
+                    self.further[n], self.whole = readings.compare()
+
+
+class Readings:
+    """Texts of some length out of a stream of tokens, as the original has read them."""
+
+    def __init__(self, model: Any, tokens: Tensor, length: int, most: int) -> None:
+        count = max(1, min(most, len(tokens)) // length)
+        self.model, self.texts = model, [Text(piece) for piece in tokens[: count * length].split(length)]
+        self.before = [read(model, text.ids) for text in self.texts]
+
+    def compare(self) -> tuple[Quality, dict[str, dict[str, float]]]:
+        """The quality of the model as it is now, and figures of either for the first text."""
+        after = [read(self.model, text.ids) for text in self.texts]
+        figures = {"original": _figures(self.before[0]), "converted": _figures(after[0])}
+        return compare_readings(self.texts, self.before, after), figures
+
+
+@contextlib.contextmanager
+def all_converted(layers: dict[str, LinearAttention]) -> Iterator[None]:
+    """No border for a while: texts below it would say nothing of the choice."""
+    borders = {name: layer.plan.exact_below for name, layer in layers.items()}
+    for layer in layers.values():
+        layer.plan.exact_below = 0
+    try:
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.plan.exact_below = borders[name]
 
 
 def whole_seconds(model: Any, layers: dict[str, LinearAttention], batch: dict[str, Tensor]) -> dict[str, float]:
@@ -451,9 +493,14 @@ def _reasons(report: TargetReport, trial: Trial) -> list[str]:
             f"The target cannot be met: {report.verified.kept:.4f} is the best that was found, {report.keep:g} was "
             "asked for; distill, or ask for less."
         )
-    if trial.length < report.length:
+    longest = max([trial.length, *report.further])
+    if longest < report.length:
+        found.append(f"The texts held back have {longest} tokens only: give more of them to verify at {report.length}.")
+    worst = min(report.further.items(), key=lambda item: item[1].kept, default=None)
+    if worst is not None and worst[1].kept < report.keep:
         found.append(
-            f"The texts held back have {trial.length} tokens only: give more of them to verify at {report.length}."
+            f"What is kept was judged at {trial.length} tokens: at {worst[0]} it is {worst[1].kept:.4f}; name a longer "
+            "'judge_length' if your texts are longer."
         )
     borders = {layer.exact_below for layer in report.plan.converted} - {0}
     if borders:

@@ -41,6 +41,7 @@ def convert(
     keep: float | None = None,
     minimize: str | None = None,
     length: int | None = None,
+    judge_length: int | None = None,
     unsupported: str = "keep",
     parts: Sequence[str] | None = None,
     train: bool = False,
@@ -79,6 +80,8 @@ def convert(
     verified on another, end to end; `bochner.hf.report_of(model)` has the frontier, and it is printed with `progress`.
     A language model keeps the least of 1 / (ratio of perplexities) and of the share of what it gains on a passage that
     comes again after `length` tokens; an encoder the least of cosine and rank correlation of its embeddings.
+    `judge_length`: the tokens of the texts that tell what is kept, if they are shorter than the `length` at which
+    memory and time count; the report then says what is left of it at `length`.
     `exact_below`: calls with fewer keys than this are left to the attention that the model had before, bit by bit; a
     decoder keeps its keys until there are so many tokens and then absorbs them into its states. Default: where
     conversion begins to be faster, measured on this machine (0 with `train`); 0 converts every call.
@@ -115,16 +118,18 @@ def convert(
     found: TargetReport | None = None
     if keep is not None:
         _check_target(recipe, plan, calibration, train)
-        data = target_data(inner, calibration, tokenizer, length, batch_size)
+        data = target_data(inner, calibration, tokenizer, judge_length or length, batch_size)
         shapes = shapes_of(inner, data, unsupported, parts)
-        goal = goal_of(inner, shapes, data, keep, minimize, length)
+        goal = goal_of(inner, shapes, data, keep, minimize, length, judge_length)
         settings: dict[str, Any] = {"num_features": num_features, "exact_below": exact_below, "seed": seed, "say": say}
         found, layers = aim(inner, shapes, goal, data, **settings)
         draft = found.plan
         _tell(found, say)
     else:
-        if minimize is not None or length is not None:
-            raise BochnerError("'minimize' and 'length' belong to a target: give 'keep', the share of quality to keep.")
+        if not (minimize is None and length is None and judge_length is None):
+            raise BochnerError(
+                "'minimize', 'length' and 'judge_length' belong to a target: give 'keep', the share of quality to keep."
+            )
         data = []
         if calibration is not None:
             data = capture.batches(calibration, tokenizer, model=inner, max_length=max_length, batch_size=batch_size)

@@ -69,8 +69,8 @@ def descend(
     """The exact key heads of each module for falling budgets, in shares of what `start` spends; each within the last.
 
     `layers`: what replaces exact attention, one per attention module; `start`: gates (g,) of each module's key heads, 1
-    where they are exact; `savings`: what a key head of the module saves when it is replaced. Every other step asks the
-    last batch of the judge, which alone may have repeats.
+    where they are exact; `savings`: what a key head of the module saves when it is replaced. A step asks one
+    batch of the judge.
     """
     names = list(layers)
     sizes = [layers[name].plan.num_kv_heads for name in names]
@@ -79,11 +79,11 @@ def descend(
     first = torch.cat([start[name].double() for name in names])
     full = (first @ unit).item()
     gates = 0.25 + 0.5 * first  # half way: what stands in for each other has no slope where all is exact
-    slope, square, count = torch.zeros_like(gates), torch.zeros_like(gates), len(judge.batches)
+    slope, square = torch.zeros_like(gates), torch.zeros_like(gates)
     stayed, budgets = torch.zeros_like(gates), list[float]()
     for step in range(STEPS):
         say(f"moving gates, step {step + 1} of {STEPS}")
-        index = count - 1 if step % 2 == 0 or count == 1 else step // 2 % (count - 1)
+        index = judge.turn(step)
         heads = {
             name: part.repeat_interleave(layers[name].plan.group).float()
             for name, part in zip(names, gates.split(sizes), strict=True)

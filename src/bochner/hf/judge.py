@@ -27,6 +27,8 @@ PASSAGE, PASSAGES = 64, 4  # tokens of a passage that comes again, and how many 
 LEAD = 8  # of these tokens only tell which passage it is
 ORDINARY = 96  # tokens of ordinary text that a probe runs
 PLACES = (0.25, 0.5, 0.75, 1.0)  # where in the text, as shares of its length
+CHOSEN_TOKENS = 2048  # of text to judge by, at least one text
+WHOLE = 1024  # tokens: texts up to so many are run whole
 PIECE = 512  # tokens that a long text is read at a time
 LEAST_GAIN = 0.3  # nats on a repeated passage: models that gain less do not look it up
 STEPS = 4  # single tokens that are timed behind it
@@ -55,13 +57,17 @@ class Judge(Protocol):
         """Figures over all batches; `outputs` runs the changed model."""
         ...
 
+    def turn(self, step: int) -> int:
+        """Which batch a step asks that asks one at a time; every other step one with repeats, if not all have them."""
+        ...
+
     def light(self) -> Judge:
         """The same with one short batch, for losses that are asked for many times."""
         ...
 
 
 class Probe(NamedTuple):
-    """The last tokens of a text, behind a cache of what the original has read: `ordinary` ones, then passages of it.
+    """Tokens of a text, behind a cache of what the original has read before: `ordinary` ones, then passages of it.
 
     The first token is there to predict the second.
     """
@@ -70,49 +76,64 @@ class Probe(NamedTuple):
     ordinary: int
     text: Text
 
+    @classmethod
+    def whole(cls, text: Text) -> Probe:
+        """All of a text."""
+        return cls({"input_ids": text.ids}, len(text.body) - 1, text)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether passages come again in it."""
+        return int(self.batch["input_ids"].shape[1]) > self.ordinary + 1
+
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """What there is for each token but the first: of ordinary text, and of the repeats."""
         return rows[: self.ordinary], self.text.recalled(rows[self.ordinary :])
 
 
 class Language:
-    """Probes of a causal language model in a text of `length` tokens.
+    """Probes of a causal language model in texts of `length` tokens.
 
-    The text is read once by the original; a choice is run on the last tokens before several places only, behind the
-    original's keys. That is a little kinder than to read all of it by the choice, and several times as fast. The loss
-    is the divergence from the original's predictions, on ordinary text and on the repeats, each relative to what `keep`
-    allows of it; divergence, the expected rise of the loss if the original is right, is far less noisy than the rise.
+    Short texts are run whole. A long one is read once by the original; a choice is run on the last tokens before
+    several places only, behind the original's keys. That is a little kinder than to read all of it by the choice, and
+    several times as fast. The loss is the divergence from the original's predictions, on ordinary text and on the
+    repeats, each relative to what `keep` allows of it; divergence, the expected rise of the loss if the original is
+    right, is far less noisy than the rise.
     """
 
     def __init__(self, model: Any, tokens: Tensor, keep: float, length: int) -> None:
-        self.text = Text(tokens[: min(length, len(tokens))])
+        size = min(length, len(tokens))
+        count = max(1, min(CHOSEN_TOKENS, len(tokens)) // size)
+        self.texts = [Text(piece) for piece in tokens[: count * size].split(size)]
         self.budget = -math.log(keep)
-        n, ordinary = len(self.text.body), min(ORDINARY, len(self.text.body) // 8)
-        ends = [round(share * n) for share in PLACES]
-        stops = [end - ordinary - 1 for end in ends]
-        contexts, losses = [], []
-        for reading in pieces(model, self.text.body[None], stops):
-            losses.append(reading.losses)
-            if reading.read in stops:
-                contexts.append(reading.snapshot())
-        self.probes = []
-        for start, end, context in zip(stops, ends, contexts, strict=True):
-            ids = torch.cat([self.text.body[start:end], self.text.again if end == n else self.text.again[:0]])
-            self.probes.append(Probe({"input_ids": ids[None], "past_key_values": context}, ordinary, self.text))
-        with torch.no_grad():
-            self.truth = [capture.run(model, p.batch).logits[0, :-1].float().log_softmax(-1) for p in self.probes]
-        last = self.probes[-1]
-        again = last.split(_next_losses(self.truth[-1], last.batch["input_ids"]))[1].mean().item()
-        self.again, self.gain = again, self.text.first(torch.cat(losses)) - again
+        self.probes: list[Probe] = []
+        self.truth: list[Tensor] = []
+        first, again = [], []
+        for text in self.texts:
+            probes, body = ([Probe.whole(text)], None) if size <= WHOLE else _behind(model, text)
+            with torch.no_grad():
+                truth = [capture.run(model, p.batch).logits[0, :-1].float().log_softmax(-1) for p in probes]
+            losses = _next_losses(truth[-1], probes[-1].batch["input_ids"])
+            again.append(probes[-1].split(losses)[1].mean().item())
+            first.append(text.first((losses if body is None else body).cpu()))
+            self.probes, self.truth = [*self.probes, *probes], [*self.truth, *truth]
+        self.again = sum(again) / len(again)
+        self.gain = sum(first) / len(first) - self.again
 
     @property
     def batches(self) -> Batches:
         return [probe.batch for probe in self.probes]
 
+    def turn(self, step: int) -> int:
+        repeats = [i for i, probe in enumerate(self.probes) if probe.repeats]
+        others = [i for i, probe in enumerate(self.probes) if not probe.repeats]
+        asked = others if others and step % 2 else repeats
+        return asked[(step // 2 if others else step) % len(asked)]
+
     def light(self) -> Language:
         """The last probe only."""
         one = copy.copy(self)
-        one.probes, one.truth = self.probes[-1:], self.truth[-1:]
+        one.texts, one.probes, one.truth = self.texts[-1:], self.probes[-1:], self.truth[-1:]
         return one
 
     def _apart(self, index: int, output: Any) -> tuple[Tensor, Tensor]:
@@ -124,8 +145,9 @@ class Language:
     def loss(self, index: int, output: Any) -> Tensor:
         text, again = self._apart(index, output)
         loss = text.mean() / self.budget
-        if len(again) and self.gain >= LEAST_GAIN:  # one probe has them, and counts once among all
-            loss = loss + len(self.probes) * again.mean() / (self.budget * self.gain)
+        if len(again) and self.gain >= LEAST_GAIN:  # one probe of a text has them, and counts once among its probes
+            share = len(self.probes) / len(self.texts)
+            loss = loss + share * again.mean() / (self.budget * self.gain)
         return loss
 
     @torch.no_grad()
@@ -133,6 +155,23 @@ class Language:
         found = [self._apart(i, outputs(batch)) for i, batch in enumerate(self.batches)]
         rise, now = torch.cat([text for text, _ in found]), torch.cat([again for _, again in found])
         return language_quality(rise.mean().item(), self.gain, self.again, self.again + now.mean().item())
+
+
+def _behind(model: Any, text: Text) -> tuple[list[Probe], Tensor]:
+    """Probes before several places of a text, behind what the original has read; and its losses on the body."""
+    n, ordinary = len(text.body), min(ORDINARY, len(text.body) // 8)
+    ends = [round(share * n) for share in PLACES]
+    stops = [end - ordinary - 1 for end in ends]
+    contexts, losses = [], []
+    for reading in pieces(model, text.body[None], stops):
+        losses.append(reading.losses)
+        if reading.read in stops:
+            contexts.append(reading.snapshot())
+    probes = []
+    for start, end, context in zip(stops, ends, contexts, strict=True):
+        ids = torch.cat([text.body[start:end], text.again if end == n else text.again[:0]])
+        probes.append(Probe({"input_ids": ids[None], "past_key_values": context}, ordinary, text))
+    return probes, torch.cat(losses)
 
 
 class Text:
@@ -193,6 +232,9 @@ class Outputs:
         self.is_logits = getattr(model, "get_output_embeddings", lambda: None)() is not None
         with torch.no_grad():
             self.truth = [_main(capture.run(model, batch)).float() for batch in self.batches]
+
+    def turn(self, step: int) -> int:
+        return step % len(self.batches)
 
     def light(self) -> Outputs:
         return Outputs(self.model, self.batches[:1], self.keep)

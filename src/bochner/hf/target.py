@@ -47,17 +47,24 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Goal:
-    """What to keep, what to save, and at how many tokens."""
+    """What to keep, what to save and at how many tokens; `judged`: the tokens of the texts that tell what is kept."""
 
     keep: float
     minimize: str
     length: int
+    judged: int
 
     def __post_init__(self) -> None:
         if isinstance(self.keep, bool) or not isinstance(self.keep, (int, float)) or not 0.5 <= self.keep < 1:
             raise BochnerError(f"The 'keep' of convert must be a share in [0.5, 1), got {self.keep!r}.")
         one_of(self.minimize, "minimize", "convert", ("memory", "time"))
         positive_int(self.length, "length", "convert")
+        positive_int(self.judged, "judge_length", "convert")
+        if self.judged > self.length:
+            raise BochnerError(
+                f"The 'judge_length' of convert must be at most the 'length', got {self.judged} and {self.length}: "
+                "what is saved is counted at the longest texts."
+            )
 
 
 class Option(NamedTuple):
@@ -198,6 +205,7 @@ class Search:
                 whole = not plan.is_causal or goal.minimize == "time"
                 self.layers[plan.name] = Layer(plan, {}, whole, max(1, round(share * goal.length)))
         self.tried: list[Candidate] = []
+        self.path: list[Plan] = []  # choices of a descent of gates
         self.seconds: dict[str, float] = {}
 
     @property
@@ -230,7 +238,9 @@ class Search:
             self.say(f"fitting maps, layer {i + 1} of {len(self.layers)}")
             note(layer.plan, samples[name].q, samples[name].k)
             length = layer.length if layer.plan.is_causal else min(longest, layer.length)
-            for option in _options(layer.plan, length, self.windows):
+            # A window that covers half of the texts hides what it loses.
+            judged = max(1, length * self.goal.judged // self.goal.length) if layer.plan.is_causal else length
+            for option in _options(layer.plan, judged, self.windows):
                 plan = layer.planned([option] * layer.plan.num_kv_heads)
                 if option.kind != "window" and not _fits(option, plan, samples[name].rows, longest, length):
                     continue
@@ -377,10 +387,11 @@ class Search:
             for layer in [self.layers[name]]
         }
         choices = descend(self.model, made, {n: exact_now[n] for n in made}, savings, judge, self.say)
+        self.path = [self._exact_only(base, replaced, choice) for choice in choices]
         best, low, high = candidate, -1, len(choices)
         while high - low > 1:
             middle = (low + high) // 2
-            tried = self.run(self._exact_only(base, replaced, choices[middle]), candidate.predicted, judge)
+            tried = self.run(self.path[middle], candidate.predicted, judge)
             low, high = (middle, high) if self.keeps(tried) else (low, middle)
             best = tried if self.keeps(tried) and self.price(tried) < self.price(best) else best
         self.seconds["moving gates"] = time.monotonic() - began

@@ -51,6 +51,7 @@ class LandmarkFeatures(FeatureMap):
     """
 
     unbiased = False
+    _looked = False
     key_landmarks: Tensor
     key_log_weights: Tensor
     query_landmarks: Tensor
@@ -181,6 +182,8 @@ class LandmarkFeatures(FeatureMap):
         return Features(values.clamp_min_(0) if self.positive else values, torch.zeros_like(x[..., :1]))
 
     def prepare_scaled(self, role: str, root: float, dtype: torch.dtype) -> Callable[[Tensor], Features]:
+        if not (self._looked or torch.compiler.is_compiling()):
+            self._look()
         if torch.is_grad_enabled() or is_composed() or self.error.device.type != "cpu":
             return super().prepare_scaled(role, root, dtype)
         names = ("key_landmarks", "key_log_weights", "mix_query", "query_landmarks", "offsets", "caps")
@@ -190,6 +193,17 @@ class LandmarkFeatures(FeatureMap):
             return query_features(c, log_w, p, least, root)
         mix, bias = (self._by_head(x, dtype) for x in self._key_mix())
         return key_features(b, t, cap, mix, bias, self.positive, root)
+
+    def _look(self) -> None:
+        """Warn, once, if the map was neither fitted nor is trained; on other devices reading the count would wait."""
+        self._looked = True
+        if not int(self.rows_seen) and next(self.parameters(), None) is None:
+            warnings.warn(
+                "These LandmarkFeatures were never fitted, their attention means nothing: call calibrate_(q, k) with "
+                "scaled queries and keys first, or use the map 'positive', which needs no data.",
+                BochnerWarning,
+                stacklevel=2,
+            )
 
     def _by_head(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
         """A buffer of vectors or matrices as matrices, (h or 1, ., .)."""
