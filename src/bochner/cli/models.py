@@ -27,6 +27,9 @@ from bochner.cli.common import (
 
 MOST_HEADS = 300  # of which a page shows the attention
 Keep = Annotated[float, typer.Option(help="the share of the quality to keep, as 0.99")]
+JudgeLength = Annotated[
+    int | None, typer.Option(min=1, help="with --keep: tokens of the texts that tell what is kept; default --length")
+]
 Model = Annotated[str, typer.Argument(help="a directory with a transformers model, or minilm, smollm2")]
 
 
@@ -62,6 +65,7 @@ def advise(
     keep: Keep = 0.99,
     minimize: Annotated[str | None, typer.Option(help="memory (of decoding) or time; default by the model")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="the number of tokens you care about")] = None,
+    judge_length: JudgeLength = None,
     window: Annotated[int | None, typer.Option(min=1, help="the window to consider; default: chosen")] = None,
     sinks: Annotated[int | None, typer.Option(min=0, help="the sinks to consider; default: chosen")] = None,
     report: Annotated[Path | None, typer.Option(help="write an HTML report here")] = None,
@@ -84,7 +88,7 @@ def advise(
     loaded, tokenizer = load(model)
     check_tokenizer(loaded, tokenizer, found)
     near: dict[str, Any] = {"window": window, "sinks": sinks}
-    goal: dict[str, Any] = {"keep": keep, "minimize": minimize, "length": length}
+    goal: dict[str, Any] = {"keep": keep, "minimize": minimize, "length": length, "judge_length": judge_length}
     advice = diagnose(loaded, found, tokenizer=tokenizer, progress=not as_json, **goal, **near)
     if report is not None:
         from bochner.hf.convert import convert as to_linear
@@ -105,6 +109,7 @@ def convert(
     ] = None,
     minimize: Annotated[str | None, typer.Option(help="with --keep: memory or time; default by the model")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="with --keep: the number of tokens you care about")] = None,
+    judge_length: JudgeLength = None,
     num_features: Annotated[
         int, typer.Option("--num-features", "--features", min=0, help="features per head; 0 is no kernel")
     ] = 64,
@@ -136,7 +141,7 @@ def convert(
     fraction = heads_of(exact_heads)
     check_goal(keep, minimize)
     if keep is None:
-        goal = {"--report": report, "--minimize": minimize, "--length": length}
+        goal = {"--report": report, "--minimize": minimize, "--length": length, "--judge-length": judge_length}
         refuse(goal, "needs a target; give --keep too, as --keep 0.99")
     else:
         recipe_only = {"--map": None if feature_map == "auto" else feature_map, "--exact-heads": fraction or None}
@@ -152,7 +157,7 @@ def convert(
     if keep is None:
         recipe |= {"feature_map": feature_map if num_features else None, "exact_heads": fraction}
     else:
-        recipe |= {"keep": keep, "minimize": minimize, "length": length}
+        recipe |= {"keep": keep, "minimize": minimize, "length": length, "judge_length": judge_length}
     distill = {"steps": steps} if steps else None
     to_linear(loaded, calibration=found, tokenizer=tokenizer, distill=distill, progress=not as_json, **recipe)
     plan = plan_of(loaded)

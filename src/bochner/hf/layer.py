@@ -93,7 +93,7 @@ class LinearAttention(nn.Module):
         for i, kind in enumerate(WITH_MAP):
             heads = plan.kv_heads_of(kind)
             if heads:
-                maps[kind] = feature_map(
+                made = feature_map(
                     plan.feature_map,
                     dim=plan.head_dim,
                     num_features=plan.num_features,
@@ -101,6 +101,9 @@ class LinearAttention(nn.Module):
                     seed=spawn_seed(plan.seed, i),
                     **plan.options,
                 )
+                if isinstance(made, LandmarkFeatures):
+                    made.warns = False  # fitted by `convert`, or only to be timed
+                maps[kind] = made
         # Trainers leave parameters under a name ending in "_norm" out of weight decay, where learned maps belong.
         self.map_norm = nn.ModuleDict(maps)
         self._nothing = NoFeatures(plan.head_dim)

@@ -51,7 +51,6 @@ class LandmarkFeatures(FeatureMap):
     """
 
     unbiased = False
-    _looked = False
     key_landmarks: Tensor
     key_log_weights: Tensor
     query_landmarks: Tensor
@@ -77,6 +76,7 @@ class LandmarkFeatures(FeatureMap):
         generator: Generator | None = None,
     ) -> None:
         super().__init__(dim, num_features, num_heads=num_heads)
+        self.warns = True  # of attention before it was fitted
         if num_features < 2:
             raise BochnerError(
                 f"The 'num_features' of LandmarkFeatures must be at least 2, one being constant, got {num_features}."
@@ -182,8 +182,8 @@ class LandmarkFeatures(FeatureMap):
         return Features(values.clamp_min_(0) if self.positive else values, torch.zeros_like(x[..., :1]))
 
     def prepare_scaled(self, role: str, root: float, dtype: torch.dtype) -> Callable[[Tensor], Features]:
-        if not (self._looked or torch.compiler.is_compiling()):
-            self._look()
+        if self.warns and not torch.compiler.is_compiling():
+            self._warn_once()
         if torch.is_grad_enabled() or is_composed() or self.error.device.type != "cpu":
             return super().prepare_scaled(role, root, dtype)
         names = ("key_landmarks", "key_log_weights", "mix_query", "query_landmarks", "offsets", "caps")
@@ -194,9 +194,9 @@ class LandmarkFeatures(FeatureMap):
         mix, bias = (self._by_head(x, dtype) for x in self._key_mix())
         return key_features(b, t, cap, mix, bias, self.positive, root)
 
-    def _look(self) -> None:
-        """Warn, once, if the map was neither fitted nor is trained; on other devices reading the count would wait."""
-        self._looked = True
+    def _warn_once(self) -> None:
+        """If the map was neither fitted nor is trained; on other devices reading the count at every call would wait."""
+        self.warns = False
         if not int(self.rows_seen) and next(self.parameters(), None) is None:
             warnings.warn(
                 "These LandmarkFeatures were never fitted, their attention means nothing: call calibrate_(q, k) with "
