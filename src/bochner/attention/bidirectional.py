@@ -32,6 +32,7 @@ from bochner.attention.numerics import (
 )
 from bochner.attention.recompute import Traced, add_up, run_scan
 from bochner.attention.state import State, cauchy_schwarz, packed, spread_mask, unpacked
+from bochner.maps.base import squared_norm
 
 pad = torch.nn.functional.pad
 
@@ -54,8 +55,8 @@ def _exponential(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | Non
     assert key is not None
     # 1. Keys, summed up for each frequency.
     w, scale = scaled_weight(key, call.root, dtype)
-    y, extra, square = changed(key, k.to(dtype), call.root)
-    row = key.constant + extra - (key.half * scale**2) * square
+    y, extra = changed(key, k.to(dtype), call.root)
+    row = key.constant + extra - (key.half * scale**2) * squared_norm(y)
     if hole is not None:
         row = row.masked_fill(spread_mask(hole), MASKED)
     kv, log_norm = attend(w.expand(*k.shape[:2], -1, -1), y, v.to(dtype), row.mT)
@@ -64,7 +65,7 @@ def _exponential(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | Non
         if offset is not None:
             log_norm = log_norm + offset.to(dtype).unsqueeze(-1)
     w, _ = scaled_weight(query, call.root, dtype)
-    x, _, _ = changed(query, q.to(dtype), call.root)
+    x, _ = changed(query, q.to(dtype), call.root)
     return attend(x, w.expand(*k.shape[:2], -1, -1), kv, log_norm.mT)[0]
 
 

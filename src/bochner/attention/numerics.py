@@ -83,7 +83,8 @@ def _feature_function(phi: FeatureMap, role: str, root: float, dtype: torch.dtyp
     lift = 0.0 if offset is None else offset.detach().abs().amax(-1, keepdim=True)
 
     def features(x: Tensor) -> Features:
-        z, extra, square = changed(exponent, x.to(dtype), root)
+        z, extra = changed(exponent, x.to(dtype), root)
+        square = squared_norm(z)
         logits = product(role, z, weight.mT)
         if offset is not None:
             logits = logits + offset if logits.requires_grad else logits.add_(offset)
@@ -103,10 +104,9 @@ def scaled_weight(exponent: Exponent, root: float, dtype: torch.dtype) -> tuple[
     return exponent.weight.to(dtype) * scale, scale
 
 
-def changed(exponent: Exponent, x: Tensor, root: float) -> tuple[Tensor, Tensor | float, Tensor]:
-    """z of `root * x`, but for the scale, its extra row term and its squared norm (..., n, 1)."""
-    z, extra = (x, 0.0) if exponent.change is None else exponent.change(x * root)
-    return z, extra, squared_norm(z)
+def changed(exponent: Exponent, x: Tensor, root: float) -> tuple[Tensor, Tensor | float]:
+    """z of `root * x`, but for the scale, and its extra row term."""
+    return (x, 0.0) if exponent.change is None else exponent.change(x * root)
 
 
 def may_look(x: Tensor) -> bool:

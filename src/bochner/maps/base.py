@@ -23,6 +23,7 @@ from bochner._checks import (
     one_of,
     positive_int,
 )
+from bochner._products import is_composed
 from bochner.projections import FullPrecisionModule, Projection
 
 KERNELS = ("softmax", "gaussian")
@@ -232,9 +233,24 @@ class FeatureMap(FullPrecisionModule):
 
 def squared_norm(x: Tensor) -> Tensor:
     """|x|^2 of each row, (..., n, 1)."""
-    if torch.is_grad_enabled():
+    if is_composed():
         return x.square().sum(-1, keepdim=True)
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()  # in one pass, but no second derivative at 0
+    result: Tensor = _SquaredNorm.apply(x)
+    return result
+
+
+class _SquaredNorm(torch.autograd.Function):
+    """In one pass each way, without the squares in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return x * (2 * grad)
 
 
 def pooled(x: Tensor) -> Tensor:
