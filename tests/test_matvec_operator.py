@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from scipy.sparse.linalg import LinearOperator, cg, eigsh, lsqr
 
@@ -159,6 +160,12 @@ X2 = np.zeros((5, 2), np.float32)
         (lambda: KernelOperator(X2, bandwidth=1.0) @ torch.ones(4, 2), r"shape \(5, r\), got \(4, 2\)"),
         (lambda: KernelOperator(X2, bandwidth=1.0).matvec(np.full(5, np.nan)), "'x'.*finite"),
         (lambda: KernelOperator(X2, bandwidth=1.0).matvec(np.ones(5) * 1j), "'x'.*real"),
+        (lambda: KernelOperator([[1.0, 2.0], [3.0]], bandwidth=1.0), "'queries'.*unequal length"),
+        (lambda: KernelOperator(np.ma.masked_equal(X2, 0), bandwidth=1.0), "'queries'.*masked.*fill or drop"),
+        (lambda: KernelOperator(torch.ones(3, 2, requires_grad=True), bandwidth=1.0), "gradient.*detach"),
+        (lambda: KernelOperator(X2, bandwidth=1.0) @ scipy.sparse.csr_array(np.ones((5, 1))), "'x'.*got csr_array"),
+        (lambda: KernelOperator(X2, bandwidth=1.0) @ np.full(5, 1e300), "does not fit.*1e.300.*float64 points"),
+        (lambda: KernelOperator(X2.astype(float), bandwidth=1.0) @ np.full(5, 1.7e308), "does not fit.*scale it down"),
         (lambda: KernelOperator(X2, bandwidth=1.0).add(np.ones((2, 3))), "2 columns, got 3"),
         (lambda: KernelOperator(X2, bandwidth=1.0).remove([7]), r"0\.\.4"),
         (lambda: KernelOperator(X2, bandwidth=1.0).remove(range(5)), "every key"),
@@ -168,6 +175,40 @@ X2 = np.zeros((5, 2), np.float32)
 def test_bad_input_gets_one_clear_sentence(call, words):
     with pytest.raises(BochnerError, match=words):
         call()
+
+
+def test_points_may_come_in_any_form_of_real_numbers():
+    X = np.random.default_rng(0).normal(size=(40, 3)).round(1)
+    kept = X.copy()
+    kept.setflags(write=False)
+    x = np.cos(np.arange(40))
+    want = dense(X, X, 1.0) @ x
+    for points in (
+        X.astype(">f8"),
+        X.astype(np.longdouble),
+        X[::-1][::-1],
+        kept,
+        X.tolist(),
+        torch.from_numpy(X).t().t(),
+    ):
+        np.testing.assert_allclose(KernelOperator(points, bandwidth=1.0) @ x, want, atol=1e-10)
+    assert KernelOperator(X.astype(">f4"), bandwidth=1.0).dtype == np.float32
+    frozen = x.copy()
+    frozen.setflags(write=False)
+    np.testing.assert_array_equal(KernelOperator(X, bandwidth=1.0) @ frozen, KernelOperator(X, bandwidth=1.0) @ x)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_statements_hold_for_numbers_at_the_end_of_their_dtype(dtype):
+    X = np.random.default_rng(0).normal(size=(60, 3)).astype(dtype)
+    K, x = KernelOperator(X, bandwidth=1.0), np.cos(np.arange(60))
+    for size in (np.finfo(dtype).smallest_subnormal, 64 * np.finfo(dtype).smallest_subnormal, np.finfo(dtype).max / 64):
+        small = x * float(size)
+        said = K.matvec_with_certificate(small)
+        # Both sides are scaled to unit size, without loss, before they are squared.
+        error = np.linalg.norm(said.value.astype(float) / float(size) - dense(X, X, 1.0) @ (small / float(size)))
+        assert error <= said.bound / float(size)
+    assert K.matvec_with_certificate(0 * x).bound == 0
 
 
 @pytest.mark.parametrize("method", ["exact", "cells", "paper"])

@@ -27,14 +27,16 @@ def on_the_cpu(x: Tensor, name: str) -> Tensor:
 def as_points(points: Any, name: str) -> Tensor:
     """A finite (n, d) float32 or float64 tensor from numpy or torch, or one sentence saying what is wrong."""
     if isinstance(points, Tensor):
+        if points.requires_grad and torch.is_grad_enabled():
+            raise BochnerError(
+                f"The {name!r} of {OWNER} require a gradient, which products have with respect to x and bandwidth "
+                "only; call .detach()."
+            )
         tensor = on_the_cpu(points, name)
         if not tensor.is_floating_point():
             tensor = tensor.double()
     elif isinstance(points, np.ndarray) or hasattr(points, "__array__") or isinstance(points, (list, tuple)):
-        array = np.asarray(points)
-        if array.dtype.kind not in "fiub":
-            raise BochnerError(f"The {name!r} of {OWNER} must be a real array, got dtype {array.dtype}.")
-        tensor = torch.from_numpy(np.ascontiguousarray(array if array.dtype.kind == "f" else array.astype(float)))
+        tensor = torch.from_numpy(_real(points, name))
     else:
         raise BochnerError(f"The {name!r} of {OWNER} must be a numpy array or a tensor, got {type(points).__name__}.")
     if tensor.dtype not in (torch.float32, torch.float64):
@@ -42,6 +44,22 @@ def as_points(points: Any, name: str) -> Tensor:
     if tensor.ndim != 2 or 0 in tensor.shape:
         raise BochnerError(f"The {name!r} of {OWNER} must have shape (n, d) with n, d >= 1, got {tuple(tensor.shape)}.")
     return finite(tensor, name, OWNER)
+
+
+def _real(points: Any, name: str) -> np.ndarray:
+    """A contiguous array of native floats that torch can share: a copy only where that is needed."""
+    if np.ma.is_masked(points):
+        raise BochnerError(
+            f"The {name!r} of {OWNER} have masked entries, which a kernel cannot use; fill or drop them."
+        )
+    try:
+        array = np.asarray(points)
+    except ValueError as error:
+        raise BochnerError(f"The {name!r} of {OWNER} must be an array (n, d), got rows of unequal length.") from error
+    if array.dtype.kind not in "fiub":
+        raise BochnerError(f"The {name!r} of {OWNER} must be a real array, got dtype {array.dtype}.")
+    kept = array.dtype.newbyteorder("=") if array.dtype.kind == "f" and array.itemsize <= 8 else np.float64
+    return np.require(array, kept, ["C", "W"])
 
 
 def as_values(x: Any, length: int, columns: bool, dtype: torch.dtype) -> tuple[Tensor, Callable[[Tensor], Any], Tensor]:
@@ -56,7 +74,10 @@ def as_values(x: Any, length: int, columns: bool, dtype: torch.dtype) -> tuple[T
         array = np.asarray(x)
         if np.issubdtype(array.dtype, np.complexfloating):
             raise BochnerError(f"The 'x' of {OWNER} must be real, got {array.dtype}.")
-        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
+        try:
+            tensor = torch.from_numpy(np.require(array, np.float64, ["C", "W"]))
+        except (TypeError, ValueError) as error:
+            raise BochnerError(f"The 'x' of {OWNER} must be an array of numbers, got {type(x).__name__}.") from error
     shape = tuple(tensor.shape)
     valid = tensor.ndim == 2 if columns else tensor.ndim == 1 or (tensor.ndim == 2 and shape[1] == 1)
     if not valid or shape[0] != length:
@@ -67,11 +88,16 @@ def as_values(x: Any, length: int, columns: bool, dtype: torch.dtype) -> tuple[T
     if not bool(torch.isfinite(largest).all()):
         where = tuple((~torch.isfinite(tensor)).nonzero()[0].tolist())
         raise BochnerError(f"The 'x' of {OWNER} must be finite, got {tensor[where].item()} at index {where}.")
-    scale = torch.exp2(torch.frexp(largest).exponent.double())
+    scale = torch.exp2(torch.frexp(largest).exponent.double() - 1)
     table = table / scale
 
     def restore(value: Tensor) -> Any:
         out = (value.double() * scale).reshape(value.shape[0], *shape[1:]).to(dtype)
+        if not bool(out.isfinite().all()):
+            raise BochnerError(
+                f"The product does not fit into {dtype}: x has entries as large as {float(largest.max()):.3g}; "
+                "scale it down" + (", or pass float64 points." if dtype == torch.float32 else ".")
+            )
         return out if isinstance(x, Tensor) else out.numpy()
 
     return table, restore, scale

@@ -43,7 +43,8 @@ class KernelOperator(LinearOperator):
     large the error can be and how surely.
 
     Args:
-        queries: (n, d) array, numpy or torch (on the CPU), float32 or float64.
+        queries: (n, d) array, numpy or torch (on the CPU), float32 or float64; shared, not copied, where it can be:
+            whoever changes it afterwards changes K without the operator's knowing.
         keys: (s, d); None means the queries, and then K is symmetric and so is the operator.
         bandwidth: sigma. Give this or `gamma` = 1 / (2 sigma^2). A tensor that requires a gradient receives one from
             products with tensors, as x does.
@@ -337,17 +338,20 @@ class KernelOperator(LinearOperator):
         checked = multiply(self._problem, self._engine, table, False, check=True)
         said = state(self._problem, self._engine, table, checked)
         factor = float(scale)
+        # Beyond relative rounding: an answer near the end of its dtype is rounded to a multiple of the last number.
+        norm = float(table.norm()) * factor
+        last = math.sqrt(self.shape[0]) * float(np.finfo(self.dtype).smallest_subnormal) if norm else 0.0
         return Estimate(
             value=restore(checked.value),
             error=said.error * factor,
-            bound=said.bound * factor,
+            bound=said.bound * factor + last,
             confidence=1.0 if said.kind == "deterministic" else self.confidence,
             kind=said.kind,
             cost=Cost(checked.pairs, math.prod(self.shape), time.perf_counter() - begun, tuple(checked.repairs)),
             method=self.method,
             eps=self.eps,
-            norm_x=float(table.norm()) * factor,
-            deterministic_bound=said.deterministic * factor,
+            norm_x=norm,
+            deterministic_bound=said.deterministic * factor + last,
             hold_out_rows=said.rows,
         )
 
