@@ -54,6 +54,26 @@ def test_a_changed_argument_changes_the_kernel_by_less_than_its_bound(kernel):
             assert float((ratio - 1).abs().max()) <= entry.change(delta) * (1 + 1e-9) + 1e-13
 
 
+def test_a_relative_error_far_out_changes_a_heavy_tail_no_more_than_its_bound():
+    entry = KERNELS["student"]
+    t = -torch.logspace(-8, 200, 300, dtype=torch.float64)
+    for relative in (1e-12, 1e-4, 0.3):
+        for moved in (t * (1 + relative), t * (1 - relative)):
+            ratio = entry.profile(moved.clone()) / entry.profile(t.clone())
+            assert float((ratio - 1).abs().max()) <= entry.change(relative * entry.heavy) * (1 + 1e-9) + 1e-13
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("kernel", list(KERNELS))
+def test_one_point_far_away_leaves_a_statement_of_use(kernel, dtype):
+    points = np.append(np.linspace(0, 1, 299), 1e8).astype(dtype)[:, None]
+    said = KernelOperator(points, bandwidth=0.003, kernel=kernel, eps=1e-3).matvec_with_certificate(np.ones(300))
+    exact = points.astype(float)
+    assert np.linalg.norm(said.value - dense(exact, exact, 0.003, kernel) @ np.ones(300)) <= said.bound
+    assert said.kind == "deterministic"
+    assert said.met
+
+
 def test_unknown_kernels_list_the_known_ones():
     with pytest.raises(BochnerError, match=r"'polynomial'.*'gaussian'.*'student'"):
         KernelOperator(np.ones((3, 2)), bandwidth=1.0, kernel="polynomial")

@@ -26,6 +26,8 @@ class Kernel:
     `floors`: t below which a profile is evaluated at the floor instead, in float32 and in float64; denormal numbers are
     3 to 30 times slower than others, and the kernel there is below 1e-30 (or 1e-290).
     `slope(t)`: bandwidth * dK/dbandwidth = -2 t dK/dt.
+    `heavy`: a relative error of t changes the value no more than `change` says of the same error at t = -heavy. Only
+    a tail that falls like a power has such a place: 2 c |t| / (1 + 2 (1 - c) |t|) < 2 c for the Student kernel.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Kernel:
     change: Callable[[float], float]
     floors: tuple[float, float]
     slope: Callable[[Tensor], Tensor]
+    heavy: float = math.inf
 
     def floor(self, dtype: torch.dtype) -> float:
         return self.floors[0] if dtype == torch.float32 else self.floors[1]
@@ -147,6 +150,7 @@ KERNELS: dict[str, Kernel] = {
             lambda delta: _expm1(2.0 * delta),
             (-1e30, -1e290),
             _student_slope,
+            heavy=1.0,
         ),
     )
 }

@@ -65,11 +65,13 @@ def argument_error(reach: float, d: int, frame: Frame) -> float:
     """Bound on the rounding of `-|z - w|^2/2` by `Tiles`, for placed points with |z| + |w| <= reach.
 
     d + 2 products and sums of numbers whose absolute values sum to at most reach^2/2, after coordinates that were
-    rounded once: (d + 12) roundings of reach^2/2. Coordinate differences lose (d + 8) roundings of the result.
+    rounded once: (d + 12) roundings of reach^2/2. Coordinate differences lose (d + 8) roundings of the result, which
+    matter nowhere more than at the kernel's `heavy` place.
     """
     unit = torch.finfo(frame.dtype).eps / 2
     if frame.arithmetic == "difference":
-        return (d + 8) * unit * min(0.5 * reach * reach, -frame.kernel.floor(frame.dtype))
+        kernel = frame.kernel
+        return (d + 8) * unit * min(0.5 * reach * reach, -kernel.floor(frame.dtype), kernel.heavy)
     return (d + 12) * unit * 0.5 * reach * reach
 
 
