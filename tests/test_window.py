@@ -135,9 +135,11 @@ def test_a_window_cures_attention_that_stays_near(seed: int) -> None:
     assert error(walk, walk, v, window=32) < 0.7 * error(walk, walk, v)
 
 
-def test_sinks_take_part_in_cross_attention() -> None:
-    q, k, v = (t.requires_grad_() for t in draw_qkv(30, s=70))
-    mask = padding(2, 70)
+@pytest.mark.parametrize("n", [1, 30, 90])
+@pytest.mark.parametrize("padded", [False, True])
+def test_sinks_take_part_in_cross_attention(n: int, padded: bool) -> None:
+    q, k, v = (t.requires_grad_() for t in draw_qkv(n, s=70))
+    mask = padding(2, 70) if padded else None
     want = naive_attention(q, k, v, make(), sinks=3, key_padding_mask=mask)
     got = linear_attention(q, k, v, make(), sinks=3, key_padding_mask=mask)
     assert_same(got, want)

@@ -39,7 +39,7 @@ def windowed(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, s
         state = advance(call, k[..., : s - n, :], v[..., : s - n, :], None if hole is None else hole[:, : s - n], state)
         k, v, hole = k[..., s - n :, :], v[..., s - n :, :], None if hole is None else hole[:, s - n :]
     past = state.window or empty_window(call, k, v)
-    padded = torch.zeros(k.shape[0], n, dtype=torch.bool, device=k.device) if hole is None else hole
+    padded = torch.zeros(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if hole is None else hole
     sinks, is_sink = find_sinks(call, past, k, v, padded)
     # 1. Keys from the first that any row sees exactly, and where they lie.
     keys, values = _joined(past.k, k), _joined(past.v, v)
