@@ -86,6 +86,32 @@ def test_a_bad_parameter_is_named(model, message):
         model.fit(X, X[:, 0])
 
 
+@pytest.mark.parametrize("size", [1e-200, 1e200])
+def test_rows_whose_variance_is_out_of_range_are_refused(size):
+    X = clusters(30) * size
+    for model in (RandomFeatures(8), KernelRidge(), KernelPCA()):
+        with pytest.raises(BochnerError, match=r"variance.*gamma='scale'.*rescale X"):
+            model.fit(X, np.ones(30))
+    few = np.array([[1.0], [1.0], [3.0]])
+    assert KernelRidge().fit(few, np.ones(3), sample_weight=[1, 1, 0]).gamma_ == 1  # what does not count does not vary
+
+
+@pytest.mark.parametrize(
+    "model", [KernelRidge(), GaussianProcessRegressor(), NadarayaWatson(), KernelDensity(), KernelPCA()]
+)
+def test_frozen_arrays_are_read_without_a_warning(model):
+    """torch warns of them once in a process: here every time."""
+    X = clusters(60)
+    X.setflags(write=False)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        model.fit(X, X[:, 0])
+        getattr(model, next(n for n in ("predict", "transform", "density") if hasattr(model, n)))(X)
+    finally:
+        torch.set_warn_always(always)
+
+
 def test_weights_and_alphas_that_cannot_be_are_named():
     X = np.repeat(clusters(30), 3, axis=0)
     with pytest.raises(BochnerError, match="zero everywhere"):

@@ -33,11 +33,15 @@ def resolve_gamma(gamma: Any, X: Any, owner: str, weight: np.ndarray | None = No
     if isinstance(gamma, str):
         if gamma != "scale":
             raise BochnerError(f"The 'gamma' of {owner} must be a positive number or 'scale', got {gamma!r}.")
-        if sparse.issparse(X):
-            variance = X.multiply(X).mean() - X.mean() ** 2
-        else:
-            middle = np.average(X.mean(1, dtype=np.float64), weights=weight)
-            variance = np.average(np.square(X - middle).mean(1), weights=weight)
+        with np.errstate(over="ignore"):
+            if sparse.issparse(X):
+                variance = X.multiply(X).mean() - X.mean() ** 2
+            else:
+                middle = np.average(X.mean(1, dtype=np.float64), weights=weight)
+                variance = np.average(np.square(X - middle).mean(1), weights=weight)
+        counted = X if weight is None else X[weight > 0]
+        if not np.isfinite(variance) or (variance == 0 and counted.min() < counted.max()):
+            raise BochnerError(f"The variance of the X of {owner}, for gamma='scale', is out of range; rescale X.")
         return 1.0 / (X.shape[1] * variance) if variance > 0 else 1.0
     return positive_float(gamma.item() if isinstance(gamma, np.generic) else gamma, "gamma", owner)
 

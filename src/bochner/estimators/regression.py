@@ -53,7 +53,7 @@ class _DualRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             rank=rank,
             seed=seed,
         )
-        targets = torch.from_numpy(np.ascontiguousarray(y.reshape(len(y), -1), dtype=np.float64))
+        targets = torch.from_numpy(np.require(y.reshape(len(y), -1), np.float64, ["C", "W"]))
         column = 1.0 if root is None else torch.from_numpy(root)[:, None]
         solution = self._system.solve(column * targets, self.tol, self.max_iter)
         self.n_iter_ = solution.steps

@@ -446,7 +446,7 @@ class KernelOperator(LinearOperator):
 
     def remove(self, ids: Sequence[int] | np.ndarray | Tensor) -> None:
         """Delete the keys at these positions, as `numpy.delete` does; without rebuilding."""
-        drop = torch.as_tensor(np.asarray(ids)).long().reshape(-1)
+        drop = torch.from_numpy(np.array(ids)).long().reshape(-1)
         s = self.shape[1]
         if drop.numel() and (int(drop.min()) < 0 or int(drop.max()) >= s):
             raise BochnerError(f"The 'ids' of {OWNER}.remove must be in 0..{s - 1}, got {drop.tolist()[:5]}.")

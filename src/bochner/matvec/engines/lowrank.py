@@ -238,7 +238,7 @@ def preconditioner(factor: Tensor, ridge: float) -> LinearOperator:
     root = torch.linalg.cholesky(gram)
 
     def solve(x: np.ndarray) -> np.ndarray:
-        b = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float64)).reshape(factor.shape[0], -1)
+        b = torch.from_numpy(np.require(x, np.float64, ["C", "W"])).reshape(factor.shape[0], -1)
         y = (b - factor @ torch.cholesky_solve(factor.T @ b, root)) / ridge
         return y.numpy().reshape(x.shape)
 
