@@ -11,7 +11,7 @@ from naive import assert_same, draw, naive_attention
 from torch import Tensor, nn
 
 from bochner import BochnerError, feature_map
-from bochner.nn import MultiheadAttention, rotate
+from bochner.nn import MultiheadAttention, RedrawSchedule, parameter_groups, rotate
 
 E, H, D = 12, 3, 4
 
@@ -233,6 +233,76 @@ def test_calibration_from_module_inputs_changes_the_map_and_lowers_the_error() -
     want = exact(x, x, x)[0]
     errors = [float((m(x, x, x)[0] - want).detach().norm()) for m in (plain, calibrated)]
     assert errors[1] < 0.7 * errors[0]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_scale_and_normalize_reach_output_weights_and_steps(is_causal: bool) -> None:
+    module, x = make(scale=0.2, normalize=False, feature_map="relu"), draw(2, 9, E)
+    out, weights = module(x, x, x, is_causal=is_causal, need_weights=True, average_attn_weights=False)
+    assert_same(out, through_weights(module, x, x, x, scale=0.2, normalize=False, is_causal=is_causal))
+    assert not torch.allclose(out, make(feature_map="relu")(x, x, x, is_causal=is_causal)[0], atol=1e-3)
+    values = (x @ module.in_proj_weight[2 * E :].T + module.in_proj_bias[2 * E :]).view(2, 9, H, D).transpose(1, 2)
+    assert_same(module.out_proj((weights @ values).transpose(1, 2).flatten(-2)), out)
+    if is_causal:
+        assert_same(module.step(x)[0], out)
+    with pytest.raises(BochnerError, match="'scale'"):
+        make(scale=-1.0)(x, x, x)
+
+
+def test_calibration_follows_the_scale() -> None:
+    x = draw(4, 50, E) + 1
+    one, other = (make(feature_map="calibrated", per_head=True, scale=s).calibrate_(x) for s in (None, 1.0))
+    same = make(feature_map="calibrated", per_head=True, scale=D**-0.5).calibrate_(x)
+    assert all(torch.equal(a, b) for a, b in zip(one.buffers(), same.buffers(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True))
+
+
+def two_layers() -> nn.Module:
+    return nn.ModuleList([make(seed=0), make(seed=0)])
+
+
+def frequencies(model: nn.Module) -> list[Tensor]:
+    return [t.clone() for name, t in model.state_dict().items() if "feature_map" in name]
+
+
+def test_a_schedule_redraws_every_so_many_steps_and_goes_on_after_a_stop() -> None:
+    whole, rest = two_layers(), two_layers()
+    schedule = RedrawSchedule(whole, every=3, seed=5)
+    first = frequencies(whole)
+    assert [schedule.step() for _ in range(4)] == [False, False, True, False]
+    third = frequencies(whole)
+    assert not any(torch.equal(a, b) for a, b in zip(first, third, strict=True))
+    assert not torch.equal(third[0], third[len(third) // 2])  # each layer has its own
+    rest.load_state_dict(whole.state_dict())
+    resumed = RedrawSchedule(rest, every=3, seed=5)
+    resumed.load_state_dict(schedule.state_dict())
+    assert [(schedule.step(), resumed.step()) for _ in range(2)] == [(False, False), (True, True)]
+    assert all(torch.equal(a, b) for a, b in zip(frequencies(whole), frequencies(rest), strict=True))
+    assert not torch.equal(frequencies(whole)[0], third[0])
+    with pytest.raises(BochnerError, match="holds no feature map"):
+        RedrawSchedule(nn.Linear(2, 2), every=3)
+    with pytest.raises(BochnerError, match="'every'"):
+        RedrawSchedule(whole, every=0)
+
+
+def test_learned_maps_train_in_a_group_of_their_own() -> None:
+    module, x, target = make(feature_map="gmm_prf"), draw(2, 9, E), draw(2, 9, E, seed=1)
+    learned = {id(p) for p in module.feature_map.parameters()}
+    groups = parameter_groups(module, 1e-2, map_lr=1e-1, weight_decay=0.1)
+    assert {id(p) for p in groups[-1]["params"]} == learned
+    assert sorted(id(p) for g in groups for p in g["params"]) == sorted(id(p) for p in module.parameters())
+    assert [(g["lr"], g["weight_decay"]) for g in groups] == [(1e-2, 0.1), (1e-2, 0.0), (1e-1, 0.0)]
+    optimizer, schedule, losses = torch.optim.AdamW(groups), RedrawSchedule(module, every=50), []
+    before = [p.detach().clone() for p in module.feature_map.parameters()]
+    for _ in range(20):
+        loss = (module(x, x, x)[0] - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(not torch.equal(a, b) for a, b in zip(before, module.feature_map.parameters(), strict=True))
 
 
 def test_a_map_of_ones_own_is_taken() -> None:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, floating
-from bochner.attention.checks import check_flag
+from bochner._checks import BochnerError, floating, positive_int, spawn_seed
+from bochner.attention.checks import check_flag, check_scale
 from bochner.attention.core import linear_attention
 from bochner.attention.exact import attention_matrix
 from bochner.attention.state import State
@@ -34,6 +34,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     - `feature_map`, `num_features`, `projection`, `seed`, `map_options`: the map, by name (one per head with
       `per_head=True`) or an instance.
     - `window`, `sinks`, `window_kind`: exact softmax near the diagonal and on the first keys, see `linear_attention`.
+    - `scale`: multiplies q . k, default head_dim^-1/2; `normalize=False`: the sums of values alone, for maps trained
+      without a normaliser.
     - `rotary`: rotate queries and keys by their positions (`rotary_base`), Su et al. 2021.
 
     >>> attention = MultiheadAttention(16, 4, feature_map="positive", num_features=32, batch_first=True)
@@ -68,6 +70,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         window_kind: str = "sliding",
         rotary: bool = False,
         rotary_base: float = 10_000.0,
+        scale: float | None = None,
+        normalize: bool = True,
     ) -> None:
         if dropout:
             raise BochnerError(
@@ -83,6 +87,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         self.window, self.sinks, self.window_kind = window, sinks, window_kind
         self.rotary, self.rotary_base = rotary, rotary_base
+        self.scale, self.normalize = scale, normalize
         if isinstance(feature_map, FeatureMap):
             self.feature_map = feature_map
         else:
@@ -140,8 +145,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if self.rotary:
             q, k = rotate(q, 0, self.rotary_base), rotate(k, 0, self.rotary_base)
         k, v, padding = self._extra_keys(k, v, padding, is_causal)
-        options: dict[str, Any] = {"is_causal": is_causal, "key_padding_mask": padding}
-        options.update({"window": self.window, "sinks": self.sinks, "window_kind": self.window_kind})
+        options = self._options() | {"is_causal": is_causal, "key_padding_mask": padding}
         out = linear_attention(q, k, v, self.feature_map, **options)
         out = self.out_proj(out.transpose(1, 2).flatten(-2))
         weights = None
@@ -162,8 +166,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = self._heads(x, x, x)
         if self.rotary:
             q, k = (rotate(t, held.position, self.rotary_base) for t in (q, k))
-        options: dict[str, Any] = {"window": self.window, "sinks": self.sinks, "window_kind": self.window_kind}
-        options |= {"is_causal": True, "state": held.attention, "return_state": True}
+        options = self._options() | {"is_causal": True, "state": held.attention, "return_state": True}
         out, attention = linear_attention(q, k, v, self.feature_map, **options)
         return self.out_proj(out.transpose(1, 2).flatten(-2)), DecodingState(attention, held.position + x.shape[1])
 
@@ -174,9 +177,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, _ = self._heads(query, key, key)
         if self.rotary:
             q, k = rotate(q, 0, self.rotary_base), rotate(k, 0, self.rotary_base)
-        root = self.head_dim**-0.25
+        root = check_scale(self.scale, q, "MultiheadAttention") ** 0.5
         self.feature_map.calibrate_(q * root, k * root)
         return self
+
+    def _options(self) -> dict[str, Any]:
+        """What every call of `linear_attention` is told."""
+        near = {"window": self.window, "sinks": self.sinks, "window_kind": self.window_kind}
+        return near | {"scale": self.scale, "normalize": self.normalize}
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Projected inputs (b, n, e) as heads (b, h, n, d)."""
@@ -206,6 +214,78 @@ class MultiheadAttention(nn.MultiheadAttention):
             k, v = (torch.cat([t, e.expand(t.shape[0], -1, -1, -1)], dim=2) for t, e in ((k, a), (v, c)))
             padding = None if padding is None else nn.functional.pad(padding, (0, 1))
         return k, v, padding
+
+
+class RedrawSchedule:
+    """New random frequencies for all feature maps of a model, every `every` steps of a training loop.
+
+    Called like a scheduler of learning rates, after the optimizer. The draw is a function of the step, the map's place
+    in the model and `seed`, so that ranks agree; it is part of the model's state_dict, and the count part of the
+    schedule's, so that a resumed run goes on as if it had not been stopped. Calibration and learned parts stay, also
+    frequencies that were made trainable.
+
+    >>> model = MultiheadAttention(16, 4, num_features=32)
+    >>> schedule = RedrawSchedule(model, every=100)
+    >>> [schedule.step() for step in range(100)][-2:]  # after optimizer.step(): whether the maps were redrawn
+    [False, True]
+    """
+
+    def __init__(self, model: nn.Module, every: int, *, seed: int = 0) -> None:
+        self.every, self.seed, self.steps = positive_int(every, "every", "RedrawSchedule"), seed, 0
+        self.maps = _maps_of(model)
+        if not self.maps:
+            raise BochnerError("The 'model' of RedrawSchedule holds no feature map; nothing can be redrawn.")
+
+    def step(self) -> bool:
+        """Count one step; whether the maps were redrawn after it."""
+        self.steps += 1
+        if self.steps % self.every:
+            return False
+        for i, phi in enumerate(self.maps):
+            if not any(p.requires_grad for name, p in phi.named_parameters() if "projection" in name):
+                phi.redraw_(seed=spawn_seed(self.seed, self.steps, i))
+        return True
+
+    def state_dict(self) -> dict[str, int]:
+        """The count of steps."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a saved count."""
+        self.steps = state["steps"]
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, *, map_lr: float | None = None, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer: matrices, which decay; vectors, which do not; maps, which do not either.
+
+    `map_lr`: the learning rate of the maps, default `lr`. Only what requires gradients is listed, and each parameter
+    once: `torch.optim.AdamW(parameter_groups(model, 1e-4, map_lr=1e-3, weight_decay=0.01))`.
+    """
+    maps = {id(p) for phi in _maps_of(model) for p in phi.parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if id(p) not in maps and p.ndim > 1], "lr": lr, "weight_decay": weight_decay},
+        {"params": [p for p in trained if id(p) not in maps and p.ndim <= 1], "lr": lr, "weight_decay": 0.0},
+        {
+            "params": [p for p in trained if id(p) in maps],
+            "lr": lr if map_lr is None else map_lr,
+            "weight_decay": 0.0,
+        },
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _maps_of(model: nn.Module) -> list[FeatureMap]:
+    """The feature maps of a model, in its order; not those that are parts of another."""
+    found: list[FeatureMap] = []
+    inner: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FeatureMap) and id(module) not in inner:
+            found.append(module)
+            inner.update(id(m) for m in module.modules())
+    return found
 
 
 def rotate(x: Tensor, position: int = 0, base: float = 10_000.0) -> Tensor:

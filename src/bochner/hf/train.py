@@ -8,7 +8,7 @@ from torch import nn
 
 from bochner._checks import BochnerError, extra, positive_int, spawn_seed
 from bochner.hf.io import layers_of
-from bochner.hf.layer import LinearAttention
+from bochner.nn import parameter_groups as parameter_groups
 
 extra("transformers", "hf", "bochner.hf")
 from transformers import TrainerCallback  # noqa: E402
@@ -29,28 +29,6 @@ def trainable_maps_(model: Any, *, projections: bool = False) -> list[nn.Paramet
             "The maps of this model have nothing to learn; convert it with 'calibrated' or a learned map."
         )
     return found
-
-
-def parameter_groups(
-    model: Any, lr: float, *, map_lr: float | None = None, weight_decay: float = 0.0
-) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: matrices, which decay; vectors, which do not; maps, which do not either.
-
-    `map_lr`: the learning rate of the maps, default `lr`. Only what requires gradients is listed, and each parameter
-    once: `torch.optim.AdamW(parameter_groups(model, 1e-4, map_lr=1e-3, weight_decay=0.01))`.
-    """
-    maps = {id(p) for m in model.modules() if isinstance(m, LinearAttention) for p in m.parameters()}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if id(p) not in maps and p.ndim > 1], "lr": lr, "weight_decay": weight_decay},
-        {"params": [p for p in trained if id(p) not in maps and p.ndim <= 1], "lr": lr, "weight_decay": 0.0},
-        {
-            "params": [p for p in trained if id(p) in maps],
-            "lr": lr if map_lr is None else map_lr,
-            "weight_decay": 0.0,
-        },
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def redraw_(model: Any, step: int, *, seed: int = 0) -> Any:
