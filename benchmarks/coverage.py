@@ -35,7 +35,7 @@ from kernel_sets import REAL, dense, hostile_operator, hostile_sets, real_set, s
 
 RESULT = Path(__file__).parent / "results" / "coverage.json"
 REPETITIONS = {0.1: 300, 0.01: 100, 0.001: 100}
-N, EACH, ALPHA = 2000, 10, 1e-3
+N, EACH, ALPHA = 2500, 10, 1e-3  # more rows than are all checked
 SMOOTH_ROWS, FACTORS = 500, 20  # points, and factors of each set
 
 

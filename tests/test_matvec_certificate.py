@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from kernel_sets import dense, statements
+from kernel_sets import dense, real_set, statements
 from scipy.stats import binom
 
 from bochner.matvec import KernelOperator
@@ -144,6 +144,22 @@ def test_the_hold_out_estimate_of_the_squared_error_is_unbiased():
     t = (float(means.mean()) - truth) / (float(means.std()) / math.sqrt(len(means)))
     assert abs(t) < 5.0
     assert float(probabilities(scores, n).sum()) == pytest.approx(1.0)
+
+
+def test_few_rows_are_all_checked_and_no_product_is_beyond_eps():
+    """Nearly equal digits in cells that samples call far: one pair, met by one large entry of x, breaks eps alone."""
+    X, bandwidth = real_set("digits", 2000)
+    truth = dense(X, X, bandwidth)
+    for seed in (1, 3, 5, 7):
+        K = KernelOperator(X, bandwidth=bandwidth, eps=0.001, seed=seed, method="cells")
+        plan = measured_plan(K._engine.index, None, 0.001, torch.Generator().manual_seed(seed))
+        K._engine = CellsEngine(K._engine.index, plan)
+        rng = np.random.default_rng(1000 + seed)
+        for _ in range(5):
+            x = rng.standard_t(1.0, size=len(X))
+            said = K.matvec_with_certificate(x)
+            assert np.linalg.norm(said.value - truth @ x) <= said.bound <= 0.001 * np.linalg.norm(x)
+            assert np.linalg.norm(K @ x - truth @ x) <= 0.001 * np.linalg.norm(x)
 
 
 def test_all_rows_checked_leave_nothing_to_chance():

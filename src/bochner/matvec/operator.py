@@ -38,9 +38,9 @@ class KernelOperator(LinearOperator):
 
     The contract is |Kx - y|_2 <= eps |x|_2. Where the geometry of the points allows it, it holds by construction, for
     every x (`certain`). Elsewhere every product is checked: columns that carry much of x are exact, the rest is
-    compared with 1,024 exact hold-out rows and repaired when they say otherwise: more pairs first, exact at last. A
-    product beyond eps then stays unnoticed with probability below 1 - confidence. `matvec_with_certificate` states how
-    large the error can be and how surely.
+    compared with 1,024 exact hold-out rows (with all of up to 2,048) and repaired when they say otherwise: more pairs
+    first, exact at last. A product beyond eps then stays unnoticed with probability below 1 - confidence.
+    `matvec_with_certificate` states how large the error can be and how surely.
 
     Args:
         queries: (n, d) array, numpy or torch (on the CPU), float32 or float64; shared, not copied, where it can be:
