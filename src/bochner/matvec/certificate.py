@@ -138,7 +138,7 @@ def hold_out(
     generator: torch.Generator,
     row_bound: Tensor | None = None,
 ) -> HoldOut:
-    """Compare y (n, r) with exact rows: `truth(ids)` gives (rows, r). Cost: `count` exact rows, at most twice as many."""
+    """Compare y (n, r) with exact rows: `truth(ids)` gives (rows, r). Cost: at most 2 `count` exact rows."""
     n = value.shape[0]
     if 2 * count >= n:  # every row is checked: nothing is left to chance
         total = (truth(torch.arange(n)) - value.double()).square().sum(0)
