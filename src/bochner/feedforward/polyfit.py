@@ -7,7 +7,7 @@ terms of alternating sign still cancels when it is evaluated. `monomial_conditio
 
 | degree, float32 / float64 | bernstein | chebyshev | least_squares |
 |---------------------------|-----------|-----------|---------------|
-| GELU                      | > 100     | 50 / 74   | 51 / 75       |
+| GELU                      | > 100     | 50 / 74   | > 50 / > 74   |
 | ReLU                      | 43 / >100 | 17 / 41   | 17 / 43       |
 
 In powers of (t - a)/(b - a) in [0, 1] it ends at 25 / 65 and 9 / 29 for GELU: hence the centred variable.
