@@ -52,7 +52,7 @@ docs: $(STAMP) ## the documentation site, in site/
 # Builds wheel and source archive, and tries each in an environment of its own, outside the source.
 release: $(STAMP) ## build wheel and source archive, install each in a clean environment and try it
 	rm -rf dist build/release && mkdir -p build/release
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) 'hatchling>=1.24'
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) 'hatchling>=1.27'
 	$(BIN)/python -m hatchling build
 	@for kind in whl tar.gz; do \
 	  $(PYTHON) -m venv build/release/$$kind && \
