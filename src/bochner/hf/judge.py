@@ -96,9 +96,9 @@ class Language:
 
     Short texts are run whole. A long one is read once by the original; a choice is run on the last tokens before
     several places only, behind the original's keys. That is a little kinder than to read all of it by the choice, and
-    several times as fast. The loss is the divergence from the original's predictions, on ordinary text and on the
-    repeats, each relative to what `keep` allows of it; divergence, the expected rise of the loss if the original is
-    right, is far less noisy than the rise.
+    several times as fast. The loss is, on ordinary text, the divergence from the original's predictions, which is the
+    expected rise of the loss if the original is right and far less noisy than the rise; on the repeats, where what
+    comes is known and the original is not right, the rise itself. Each is relative to what `keep` allows of it.
     """
 
     def __init__(self, model: Any, tokens: Tensor, keep: float, length: int) -> None:
@@ -136,25 +136,28 @@ class Language:
         one.texts, one.probes, one.truth = self.texts[-1:], self.probes[-1:], self.truth[-1:]
         return one
 
-    def _apart(self, index: int, output: Any) -> tuple[Tensor, Tensor]:
-        """Divergence from the original's predictions, of ordinary text and of the repeats."""
+    def _losses(self, index: int, output: Any) -> tuple[Tensor, Tensor]:
+        """Divergence from the original's predictions on ordinary text, and the rise of the loss on the repeats."""
         truth = self.truth[index].to(output.logits.device)
-        apart = (truth.exp() * (truth - output.logits[0, :-1].float().log_softmax(-1))).sum(-1)
-        return self.probes[index].split(apart)
+        now = output.logits[0, :-1].float().log_softmax(-1)
+        apart, _ = self.probes[index].split((truth.exp() * (truth - now)).sum(-1))
+        tokens = self.batches[index]["input_ids"][0, 1:, None].to(now.device)
+        _, rise = self.probes[index].split((truth - now).gather(-1, tokens)[:, 0])
+        return apart, rise
 
     def loss(self, index: int, output: Any) -> Tensor:
-        text, again = self._apart(index, output)
+        text, again = self._losses(index, output)
         loss = text.mean() / self.budget
         if len(again) and self.gain >= LEAST_GAIN:  # one probe of a text has them, and counts once among its probes
             share = len(self.probes) / len(self.texts)
-            loss = loss + share * again.mean() / (self.budget * self.gain)
+            loss = loss + share * again.mean().clamp_min(0) / (self.budget * self.gain)
         return loss
 
     @torch.no_grad()
     def quality(self, outputs: Callable[[dict[str, Any]], Any]) -> Quality:
-        found = [self._apart(i, outputs(batch)) for i, batch in enumerate(self.batches)]
-        rise, now = torch.cat([text for text, _ in found]), torch.cat([again for _, again in found])
-        return language_quality(rise.mean().item(), self.gain, self.again, self.again + now.mean().item())
+        found = [self._losses(i, outputs(batch)) for i, batch in enumerate(self.batches)]
+        apart, rise = torch.cat([text for text, _ in found]), torch.cat([again for _, again in found])
+        return language_quality(apart.mean().item(), self.gain, self.again, self.again + rise.mean().item())
 
 
 def _behind(model: Any, text: Text) -> tuple[list[Probe], Tensor]:

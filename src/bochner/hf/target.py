@@ -31,8 +31,8 @@ from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import HeadErrors, Samples
 from bochner.hf.plan import LayerPlan, Plan, default_window_kind
 
-CAUSAL_WINDOWS, WINDOWS = (64, 128, 256, 512), (16, 32, 64, 128)
-NUM_CAUSAL_WINDOWS = 3  # of them, the widest that are below half of the length
+CAUSAL_WINDOWS, WINDOWS = (64, 128, 256, 512, 1024), (16, 32, 64, 128)
+NUM_CAUSAL_WINDOWS = 4  # of them, the widest that are below half of the length
 CAUSAL_SINKS, SINKS = 4, 1
 CAUSAL_HYBRID, WIDEST_HYBRID = 128, 128  # the window of decoders, and the widest, that is tried with a kernel beside
 LEAST_ERROR = 0.02  # errors below this say nothing about a head's sensitivity
