@@ -48,6 +48,16 @@ RECIPES: dict[str, dict[str, Any] | None] = {
         "exact_heads": 1 / 3,
         "select": False,
     },
+    "window 128 + landmark m=64 fitted to 1,500 tokens, 30 of 90 groups exact, distilled": {
+        **GROUPS,
+        "feature_map": "landmark",
+        "num_features": 64,
+        "exact_heads": 1 / 3,
+        "select": False,
+        "max_length": 1500,
+        "distill": {"steps": 20, "end_to_end": 0, "seconds": 400},
+    },
+    "keep 0.99, judged at 512 tokens": {"plan": "512"},
     "keep 0.99 at 1,000 tokens": {"plan": "1000"},
     "keep 0.99 at 4,000 tokens": {"plan": "4000"},
 }
@@ -86,14 +96,14 @@ def figures(model: Any, ids: torch.Tensor, length: int) -> dict[str, Any]:
 
 def converted(model: Any, tokenizer: Any, recipe: dict[str, Any]) -> bool:
     """Convert by a recipe, or by a plan that smollm_target.py found; False if it has not."""
-    texts = data.paragraphs("calibration", 6, words=250)
+    size = {"max_length": 320, "batch_size": 1, "exact_below": 0}
+    texts = data.paragraphs("calibration", 6, words=3 * recipe["max_length"] // 4 if "max_length" in recipe else 250)
     if "plan" in recipe:
         found = json.loads(TARGETS.read_text(encoding="utf-8")) if TARGETS.exists() else {}
         if recipe["plan"] not in found:
             return False
         recipe = {"plan": Plan.from_dict(found[recipe["plan"]]["report"]["plan"])}
-    size = {"max_length": 320, "batch_size": 1, "exact_below": 0}
-    convert(model, calibration=texts, tokenizer=tokenizer, progress=True, **size, **recipe)
+    convert(model, calibration=texts, tokenizer=tokenizer, progress=True, **{**size, **recipe})
     return True
 
 

@@ -22,6 +22,7 @@ from bochner.hf.capture import Shape, discover, run  # noqa: E402
 from bochner.hf.judge import Language, Outputs, Text, compare_readings, language_quality, read  # noqa: E402
 from bochner.hf.layer import LinearAttention  # noqa: E402
 from bochner.hf.target import EXACT, Goal, Layer, Option, Search  # noqa: E402
+from bochner.hf.thin import Thinning  # noqa: E402
 
 
 def ids(n: int, seed: int = 0) -> Tensor:
@@ -380,11 +381,11 @@ def test_exact_heads_that_do_not_matter_are_left_out(monkeypatch: pytest.MonkeyP
     layer.errors, layer.sensitivity = {option: torch.ones(4)}, {"window": torch.ones(4).double()}
     layer.seconds = {EXACT: 1.0, option: 0.5}
     layer.tabulate(search.goal)
-    monkeypatch.setattr(Search, "_output", lambda self, layers, batch: layers["layer"].plan.kv_heads_of("exact"))
+    monkeypatch.setattr(Search, "output", lambda self, layers, batch: layers["layer"].plan.kv_heads_of("exact"))
     judge = Counted()
     start = search.run(search.draft, 0.0, judge)
     assert start.quality.kept == 1.0
-    end = search.polish(start, judge)
+    end = Thinning(search, judge).polish(start)
     assert end.plan.layers[0].kv_heads_of("exact") == [0, 1]
     assert end.memory < start.memory
 
@@ -398,24 +399,63 @@ def test_a_descent_of_gates_gives_the_cheapest_choice_that_keeps(monkeypatch: py
     layer.sensitivity = {"window": torch.ones(4).double()}
     layer.seconds = dict.fromkeys([EXACT, *layer.made], 1.0)
     layer.tabulate(search.goal)
-    monkeypatch.setattr(Search, "_output", lambda self, layers, batch: layers["layer"].plan.kv_heads_of("exact"))
-    given: dict[str, Any] = {}
+    monkeypatch.setattr(Search, "output", lambda self, layers, batch: layers["layer"].plan.kv_heads_of("exact"))
+    calls: list[dict[str, Any]] = []
 
     def descend(model: Any, layers: Any, start: Any, savings: Any, judge: Any, say: Any) -> list[dict[str, list[int]]]:
-        given.update(start=start["layer"].tolist(), kinds=layers["layer"].plan.kinds, savings=savings["layer"])
+        plan = layers["layer"].plan
+        calls.append({"start": start["layer"].tolist(), "kinds": plan.kinds, "savings": savings["layer"]})
         return [{"layer": heads} for heads in ([0, 1, 2, 3], [0, 1, 3], [0, 1], [1, 2], [2], [])]
 
-    monkeypatch.setattr("bochner.hf.target.descend", descend)
+    monkeypatch.setattr("bochner.hf.thin.descend", descend)
     judge = Counted()
     start = search.run(search.draft, 0.0, judge)
-    best = search.descend(start, judge)
+    best = Thinning(search, judge).descend(start)
     assert best.plan.layers[0].kv_heads_of("exact") == [0, 1]
-    assert given["start"] == [True] * 4
-    assert given["kinds"] == ["window"] * 4
+    assert len(calls) == 2  # from what harms little, and from what harms least
+    for given in calls:
+        assert given["start"] == [True] * 4
+        assert given["kinds"] == ["window"] * 4
     exact_bytes, window_bytes = (
         search.layers["layer"].planned([o] * 4).cache_bytes(400) for o in (EXACT, Option("window", 32))
     )
-    assert given["savings"] == pytest.approx((exact_bytes - window_bytes) / 4)
+    assert calls[-1]["savings"] == pytest.approx((exact_bytes - window_bytes) / 4)
+
+
+class Widths:
+    """A judge of a made-up model of three layers, which loses something by each window that is narrowed."""
+
+    LOSS = (0.004, 0.5, 0.003)
+
+    def __init__(self) -> None:
+        self.batches = [{"input_ids": ids(8)[None]}]
+
+    def quality(self, outputs: Any) -> Any:
+        from bochner.hf.judge import Quality
+
+        return Quality(1 - sum(x for x, w in zip(self.LOSS, outputs(self.batches[0]), strict=True) if w == 8))
+
+
+def test_windows_are_narrowed_where_that_loses_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {f"layer{i}": shape()._replace(name=f"layer{i}") for i in range(3)}
+    search = Search(llama(), shapes, Goal(0.99, "memory", 400, 400), 16, 0, lambda text: None)
+    wide, narrow = Option("window", 32), Option("window", 8)
+    for i, layer in enumerate(search.layers.values()):
+        for option, error in ((narrow, (0.2, 0.9, 0.1)[i]), (wide, 0.05)):
+            layer.made[option] = LinearAttention(layer.planned([option] * 2))
+            layer.errors[option] = torch.full((4,), error)
+        layer.sensitivity = {"window": torch.ones(4).double()}
+        layer.seconds = dict.fromkeys([EXACT, *layer.made], 1.0)
+        layer.tabulate(search.goal)
+    monkeypatch.setattr(Search, "output", lambda self, layers, batch: [x.plan.window for x in layers.values()])
+    judge = Widths()
+    plan = search.draft.copy()
+    plan.layers = [search.layers[x.name].planned([EXACT, wide]) for x in plan.layers]
+    start = search.run(plan, 0.0, judge)  # type: ignore[arg-type]
+    end = Thinning(search, judge).narrow(start)  # type: ignore[arg-type]
+    assert [x.window for x in end.plan.layers] == [8, 32, 8]
+    assert all(x.kinds == ["exact", "exact", "window", "window"] for x in end.plan.layers)
+    assert end.memory < start.memory
 
 
 def test_the_encoder_of_a_speech_model_is_advised_alone_at_its_own_length() -> None:

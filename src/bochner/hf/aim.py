@@ -22,6 +22,7 @@ from bochner.hf.measure import Far, attention_weights
 from bochner.hf.original import Obstacle
 from bochner.hf.plan import Plan
 from bochner.hf.target import BUDGETS, EXACT, RETREATS, Candidate, Goal, Option, Say, Search
+from bochner.hf.thin import Thinning
 
 FIT_LENGTH = 640  # tokens of the pieces that maps are fitted to, at least; half of the goal's length if that is more
 FIT_TOKENS, FIT_PIECES = 4096, 3  # of text, or so many pieces
@@ -269,6 +270,7 @@ def aim(
     judge = parts.judge(model, goal)
     search.prepare(parts.fit, judge)
     search.frontier(judge)
+    Thinning(search, judge).run()
     trial = Trial(model, search, parts, exact_below)
     chosen, layers = trial.settle(judge)
     trial.look_further(chosen, layers)
@@ -322,10 +324,14 @@ class Trial:
         return best[0], best[2]
 
     def _next(self, failed: Candidate, judge: Judge) -> list[Candidate]:
-        """A choice that costs more than one that failed, if there is one: gates before sums."""
+        """A choice that costs more than one that failed, if there is one: what was tried, then gates, then sums."""
         search = self.search
+        least = DEARER[0] * search.price(failed)
+        better = [c for c in search.tried if search.price(c) >= least and c.quality.kept > failed.quality.kept]
+        if better and search.keeps(failed):
+            return [min(better, key=search.price)]
         for plan in sorted(search.path, key=search.price_of):
-            if search.price_of(plan) >= DEARER[0] * search.price(failed):
+            if search.price_of(plan) >= least:
                 return [search.run(plan, failed.predicted, judge)]
         for exponent in range(int(BUDGETS[1]), int(BUDGETS[0]) - 4, -1):
             plan, predicted = search.choose(2.0**exponent)

@@ -5,9 +5,8 @@
    head and its exact attention, integrated from one to the other, of the divergence from the original's predictions.
 3. The damage of a choice is then a sum, sensitivity times squared error, and so is its cost: for every budget of damage
    the cheapest choice is a minimisation head by head. 4. Budgets are tried end to end until the cheapest that keeps the
-   target is found. 5. Sums know nothing of heads that stand in for each other: to save memory, all gates are then moved
-   together while the budget falls (`bochner.hf.gates`); 6. what is exact is left out bit by bit, in the order of
-   measured damage, while the target is kept. 7. `aim` verifies it on other texts.
+   target is found. 5. Sums know nothing of heads that stand in for each other: `bochner.hf.thin` goes on from there.
+   6. `aim` verifies it on other texts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from bochner.hf import capture
 from bochner.hf.choose import gate_gradients, take_maps
 from bochner.hf.cost import crossover, layer_seconds
 from bochner.hf.familiar import note
-from bochner.hf.gates import descend
 from bochner.hf.judge import Judge, Quality
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import HeadErrors, Samples
@@ -38,9 +36,6 @@ CAUSAL_HYBRID, WIDEST_HYBRID = 128, 128  # the window of decoders, and the wides
 LEAST_ERROR = 0.02  # errors below this say nothing about a head's sensitivity
 BUDGETS = (-5.0, 7.0)  # log2 of the damages that are tried, in units of what the target allows
 REFINEMENTS = 2  # halvings of the last step between a budget that keeps the target and one that does not
-UNITS = 12  # exact parts whose omission is measured, in each of
-ROUNDS = 2  # rounds of leaving out
-LOOSER = 16.0  # times the damage of the choice whose windows gates are moved with
 RETREATS = 3  # choices that are verified before giving up
 Say = Callable[[str], None]
 
@@ -347,7 +342,7 @@ class Search:
         layers = self.build(plan)
 
         def outputs(batch: dict[str, Tensor]) -> Any:
-            return self._output(layers, batch)
+            return self.output(layers, batch)
 
         memory, seconds = self.costs(plan)
         candidate = Candidate(plan, predicted, judge.quality(outputs), memory, seconds)
@@ -356,7 +351,7 @@ class Search:
         self.say(f"kept {candidate.quality.kept:.4f} with {cost}")
         return candidate
 
-    def _output(self, layers: dict[str, LinearAttention], batch: dict[str, Tensor]) -> Any:
+    def output(self, layers: dict[str, LinearAttention], batch: dict[str, Tensor]) -> Any:
         """The model's output with some layers in place of its own."""
 
         def replaced(name: str, call: Call) -> Tensor | None:
@@ -365,114 +360,11 @@ class Search:
         with capture.recording(self.model, replaced):
             return capture.run(self.model, batch)
 
-    def descend(self, candidate: Candidate, judge: Judge) -> Candidate:
-        """The cheapest choice that keeps the target on a descent of gates from one that does, if that is not itself."""
-        began, replaced = time.monotonic(), {}
-        # Windows are taken from a choice that allows more damage: where less is exact, they are worth less memory, too.
-        base = self.choose(LOOSER * candidate.predicted)[0]
-        for x in base.layers:
-            layer = self.layers.get(x.name)
-            if layer is None or layer.whole or not layer.made:
-                continue
-            instead = self._instead(x)
-            if layer.cost(instead, self.goal) < layer.cost(EXACT, self.goal):
-                replaced[x.name] = [instead if o == EXACT else o for o in _options_of(x)]
-        if not any(x.kv_heads_of("exact") for x in candidate.plan.layers if x.name in replaced):
-            return candidate
-        made = {name: self.layers[name].build(self.layers[name].planned(o)) for name, o in replaced.items()}
-        exact_now = {x.name: torch.tensor([o == EXACT for o in _options_of(x)]) for x in candidate.plan.layers}
-        savings = {
-            name: layer.cost(EXACT, self.goal) - sum(layer.cost(o, self.goal) for o in options) / len(options)
-            for name, options in replaced.items()
-            for layer in [self.layers[name]]
-        }
-        choices = descend(self.model, made, {n: exact_now[n] for n in made}, savings, judge, self.say)
-        self.path = [self._exact_only(base, replaced, choice) for choice in choices]
-        best, low, high = candidate, -1, len(choices)
-        while high - low > 1:
-            middle = (low + high) // 2
-            tried = self.run(self.path[middle], candidate.predicted, judge)
-            low, high = (middle, high) if self.keeps(tried) else (low, middle)
-            best = tried if self.keeps(tried) and self.price(tried) < self.price(best) else best
-        self.seconds["moving gates"] = time.monotonic() - began
-        return best
-
-    def _exact_only(self, plan: Plan, replaced: dict[str, list[Option]], exact_heads: dict[str, list[int]]) -> Plan:
-        """A plan in which only some key heads are exact, and the others what replaces them."""
-        changed = plan.copy()
-        for i, x in enumerate(plan.layers):
-            if x.name in replaced:
-                options = [EXACT if g in exact_heads[x.name] else o for g, o in enumerate(replaced[x.name])]
-                changed.layers[i] = self.layers[x.name].planned(options)
-        return changed
-
-    def polish(self, candidate: Candidate, judge: Judge) -> Candidate:
-        """Leave out exact parts of a choice, those first whose omission is measured to harm least, while it keeps."""
-        began, light = time.monotonic(), judge.light()
-        for _ in range(ROUNDS):
-            units = self._units(candidate.plan)
-            if len(units) < 2:
-                break
-            rises = {}
-            for i, unit in enumerate(units):
-                self.say(f"leaving out exact heads, {i + 1} of {len(units)}")
-                layers = self.build(self._without(candidate.plan, [unit]))
-                with torch.no_grad():
-                    rises[unit] = light.loss(0, self._output(layers, light.batches[0])).item()
-            order = sorted(units, key=lambda unit: rises[unit])
-            count, better = max(1, 2 * len(units) // 3), candidate
-            while count:
-                tried = self.run(self._without(candidate.plan, order[:count]), candidate.predicted, judge)
-                if self.keeps(tried) and self.price(tried) < self.price(candidate):
-                    better = tried
-                    break
-                count //= 2
-            if better is candidate:
-                break
-            candidate = better
-        self.seconds["leaving out"] = time.monotonic() - began
-        return candidate
-
-    def _units(self, plan: Plan) -> list[tuple[str, int]]:
-        """Exact parts that could be left out, (layer, key head) or (layer, -1) for whole layers: the least harmful."""
-        found = []
-        for x in plan.layers:
-            layer = self.layers.get(x.name)
-            if layer is None or not layer.made:
-                continue
-            exact_heads = x.kv_heads_of("exact")
-            if layer.whole:
-                exact_heads = [-1] if x.untouched else []
-            option = self._instead(x)
-            if layer.cost(option, self.goal) >= layer.cost(EXACT, self.goal):
-                continue
-            for g in exact_heads:
-                damages = layer.damage(option)
-                found.append(((damages.sum() if g < 0 else damages[g]).item(), x.name, g))
-        return [(name, g) for _, name, g in sorted(found)[:UNITS]]
-
-    def _instead(self, plan: LayerPlan) -> Option:
-        """What an exact part of a layer becomes: the least harmful that goes with the window of the rest."""
-        layer = self.layers[plan.name]
-        fitting = [o for o in layer.made if layer.whole or plan.window is None or o.window == plan.window]
-        cheaper = [o for o in fitting if layer.cost(o, self.goal) < layer.cost(EXACT, self.goal)]
-        return min(cheaper or fitting, key=lambda o: layer.damage(o).sum().item())
-
-    def _without(self, plan: Plan, units: Sequence[tuple[str, int]]) -> Plan:
-        changed = plan.copy()
-        for i, x in enumerate(plan.layers):
-            heads = [g for name, g in units if name == x.name]
-            if heads:
-                option, every = self._instead(x), _options_of(x)
-                options = [option if g in heads or -1 in heads else o for g, o in enumerate(every)]
-                changed.layers[i] = self.layers[x.name].planned(options)
-        return changed
-
     def seconds_of(self, plan: LayerPlan) -> float:
         """Of the attention of one layer at the goal's length."""
         if plan.name not in self.layers:
             return 0.0
-        options = _options_of(plan)
+        options = options_of(plan)
         return sum(self.layers[plan.name].seconds[option] for option in options) / len(options)
 
     def frontier(self, judge: Judge) -> list[Candidate]:
@@ -491,10 +383,6 @@ class Search:
         if not any(map(self.keeps, self.tried)):
             self.evaluate(2.0 ** BUDGETS[0], judge)
         self.seconds["searching"] = time.monotonic() - began
-        kept = [c for c in self.tried if self.keeps(c)]
-        if kept:
-            best = min(kept, key=self.price)
-            self.polish(self.descend(best, judge) if self.goal.minimize == "memory" else best, judge)
         return sorted(self.tried, key=self.price)
 
     def keeps(self, candidate: Candidate) -> bool:
@@ -566,7 +454,7 @@ def _fits(option: Option, plan: LayerPlan, rows: int, longest: int, length: int)
     return far and rows >= 2 * plan.num_features and longest >= 2 * (option.window or 0)
 
 
-def _options_of(plan: LayerPlan) -> list[Option]:
+def options_of(plan: LayerPlan) -> list[Option]:
     """What each key head of a plan is."""
     kinds = plan.kinds[:: plan.group]
     return [Option(kind, plan.window if kind in ("window", "hybrid") else None) for kind in kinds]

@@ -1,0 +1,199 @@
+"""What is exact thinned out, from a choice by sums to one that knows which heads stand in for each other.
+
+1. To save memory, the gates of all key heads are moved together while the budget falls (`bochner.hf.gates`). 2. What is
+exact is left out bit by bit, in the order of measured damage, while the target is kept. 3. Windows are narrowed, those
+first that lose least for what they save.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from bochner.hf.gates import descend
+from bochner.hf.judge import Judge
+from bochner.hf.plan import LayerPlan, Plan
+from bochner.hf.target import EXACT, Candidate, Option, Search, options_of
+
+UNITS = 12  # exact parts whose omission is measured, in each of
+ROUNDS = 2  # rounds of leaving out
+LOOSER = 16.0  # times the damage of the choice whose windows gates are moved with
+
+
+class Thinning:
+    """The steps of one search; all that is tried is added to it."""
+
+    def __init__(self, search: Search, judge: Judge) -> None:
+        self.search, self.judge = search, judge
+
+    def run(self) -> None:
+        """From the cheapest choice that keeps the target, if there is one."""
+        kept = [c for c in self.search.tried if self.search.keeps(c)]
+        if not kept:
+            return
+        best = min(kept, key=self.search.price)
+        if self.search.goal.minimize == "memory":
+            self.narrow(self.polish(self.descend(best)))
+        else:
+            self.polish(best)
+
+    def descend(self, candidate: Candidate) -> Candidate:
+        """The cheapest choice that keeps the target on descents of gates from one that does, if that is not itself.
+
+        What replaces exact heads is taken from a choice that allows more damage, since windows are worth less memory
+        where less is exact; and then everywhere the least harmful there is, with which fewer need to be exact.
+        """
+        began, best = time.monotonic(), candidate
+        loose = self.search.choose(LOOSER * candidate.predicted)[0]
+        for base in (loose, self._least_harmful()):
+            best = self._descend_from(base, candidate, best)
+        self.search.seconds["moving gates"] = time.monotonic() - began
+        return best
+
+    def _least_harmful(self) -> Plan:
+        changed = self.search.draft.copy()
+        for i, x in enumerate(self.search.draft.layers):
+            if x.name in self.search.layers and self.search.layers[x.name].made:
+                changed.layers[i] = self.search.layers[x.name].planned([self._instead(x)] * x.num_kv_heads)
+        return changed
+
+    def _descend_from(self, base: Plan, start: Candidate, best: Candidate) -> Candidate:
+        replaced = {}
+        for x in base.layers:
+            layer = self.search.layers.get(x.name)
+            if layer is None or layer.whole or not layer.made:
+                continue
+            instead = self._instead(x)
+            if layer.cost(instead, self.search.goal) < layer.cost(EXACT, self.search.goal):
+                replaced[x.name] = [instead if o == EXACT else o for o in options_of(x)]
+        if not any(x.kv_heads_of("exact") for x in start.plan.layers if x.name in replaced):
+            return best
+        made = {
+            name: self.search.layers[name].build(self.search.layers[name].planned(o)) for name, o in replaced.items()
+        }
+        exact_now = {x.name: torch.tensor([o == EXACT for o in options_of(x)]) for x in start.plan.layers}
+        savings = {
+            name: layer.cost(EXACT, self.search.goal)
+            - sum(layer.cost(o, self.search.goal) for o in options) / len(options)
+            for name, options in replaced.items()
+            for layer in [self.search.layers[name]]
+        }
+        choices = descend(
+            self.search.model, made, {n: exact_now[n] for n in made}, savings, self.judge, self.search.say
+        )
+        path = [self._exact_only(base, replaced, choice) for choice in choices]
+        self.search.path += path
+        low, high = -1, len(path)
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = self.search.run(path[middle], start.predicted, self.judge)
+            low, high = (middle, high) if self.search.keeps(tried) else (low, middle)
+            best = tried if self.search.keeps(tried) and self.search.price(tried) < self.search.price(best) else best
+        return best
+
+    def _exact_only(self, plan: Plan, replaced: dict[str, list[Option]], exact_heads: dict[str, list[int]]) -> Plan:
+        """A plan in which only some key heads are exact, and the others what replaces them."""
+        changed = plan.copy()
+        for i, x in enumerate(plan.layers):
+            if x.name in replaced:
+                options = [EXACT if g in exact_heads[x.name] else o for g, o in enumerate(replaced[x.name])]
+                changed.layers[i] = self.search.layers[x.name].planned(options)
+        return changed
+
+    def polish(self, candidate: Candidate) -> Candidate:
+        """Leave out exact parts of a choice, those first whose omission is measured to harm least, while it keeps."""
+        began, light = time.monotonic(), self.judge.light()
+        for _ in range(ROUNDS):
+            units = self._units(candidate.plan)
+            if len(units) < 2:
+                break
+            rises = {}
+            for i, unit in enumerate(units):
+                self.search.say(f"leaving out exact heads, {i + 1} of {len(units)}")
+                layers = self.search.build(self._without(candidate.plan, [unit]))
+                with torch.no_grad():
+                    rises[unit] = light.loss(0, self.search.output(layers, light.batches[0])).item()
+            order = sorted(units, key=lambda unit: rises[unit])
+            count, better = max(1, 2 * len(units) // 3), candidate
+            while count:
+                tried = self.search.run(self._without(candidate.plan, order[:count]), candidate.predicted, self.judge)
+                if self.search.keeps(tried) and self.search.price(tried) < self.search.price(candidate):
+                    better = tried
+                    break
+                count //= 2
+            if better is candidate:
+                break
+            candidate = better
+        self.search.seconds["leaving out"] = time.monotonic() - began
+        return candidate
+
+    def _units(self, plan: Plan) -> list[tuple[str, int]]:
+        """Exact parts that could be left out, (layer, key head) or (layer, -1) for whole layers: the least harmful."""
+        found = []
+        for x in plan.layers:
+            layer = self.search.layers.get(x.name)
+            if layer is None or not layer.made:
+                continue
+            exact_heads = x.kv_heads_of("exact")
+            if layer.whole:
+                exact_heads = [-1] if x.untouched else []
+            option = self._instead(x)
+            if layer.cost(option, self.search.goal) >= layer.cost(EXACT, self.search.goal):
+                continue
+            for g in exact_heads:
+                damages = layer.damage(option)
+                found.append(((damages.sum() if g < 0 else damages[g]).item(), x.name, g))
+        return [(name, g) for _, name, g in sorted(found)[:UNITS]]
+
+    def _instead(self, plan: LayerPlan) -> Option:
+        """What an exact part of a layer becomes: the least harmful that goes with the window of the rest."""
+        layer = self.search.layers[plan.name]
+        fitting = [o for o in layer.made if layer.whole or plan.window is None or o.window == plan.window]
+        cheaper = [o for o in fitting if layer.cost(o, self.search.goal) < layer.cost(EXACT, self.search.goal)]
+        return min(cheaper or fitting, key=lambda o: layer.damage(o).sum().item())
+
+    def _without(self, plan: Plan, units: Sequence[tuple[str, int]]) -> Plan:
+        changed = plan.copy()
+        for i, x in enumerate(plan.layers):
+            heads = [g for name, g in units if name == x.name]
+            if heads:
+                option, every = self._instead(x), options_of(x)
+                options = [option if g in heads or -1 in heads else o for g, o in enumerate(every)]
+                changed.layers[i] = self.search.layers[x.name].planned(options)
+        return changed
+
+    def narrow(self, candidate: Candidate) -> Candidate:
+        """Narrower windows in as many layers as the target allows."""
+        began, moves = time.monotonic(), []
+        for i, x in enumerate(candidate.plan.layers):
+            layer = self.search.layers.get(x.name)
+            if layer is None or layer.whole or x.window is None:
+                continue
+            found = [m for o in layer.made if o.window and o.window < x.window and (m := self._narrowed(x, o.window))]
+            if found:
+                moves.append((*min(found, key=lambda move: move[0]), i))
+        moves.sort(key=lambda move: move[0])
+        best, low, high = candidate, 0, len(moves) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            plan = candidate.plan.copy()
+            for _, layer_plan, i in moves[:middle]:
+                plan.layers[i] = layer_plan
+            tried = self.search.run(plan, candidate.predicted, self.judge)
+            low, high = (middle, high) if self.search.keeps(tried) else (low, middle)
+            best = tried if self.search.keeps(tried) and self.search.price(tried) < self.search.price(best) else best
+        self.search.seconds["narrowing"] = time.monotonic() - began
+        return best
+
+    def _narrowed(self, plan: LayerPlan, window: int) -> tuple[float, LayerPlan] | None:
+        """A layer with a narrower window, and the damage it adds for each byte that it saves; None if it saves none."""
+        layer, before = self.search.layers[plan.name], options_of(plan)
+        other = [o for o in layer.made if o.window == window]
+        after = [o if o == EXACT else min(other, key=lambda o: layer.damage(o)[g].item()) for g, o in enumerate(before)]
+        damages = [sum(layer.damage(o)[g].item() for g, o in enumerate(options)) for options in (before, after)]
+        costs = [sum(layer.cost(o, self.search.goal) for o in options) for options in (before, after)]
+        if costs[1] >= costs[0]:
+            return None
+        return (damages[1] - damages[0]) / (costs[0] - costs[1]), layer.planned(after)
