@@ -40,26 +40,10 @@ class Thinning:
             self.polish(best)
 
     def descend(self, candidate: Candidate) -> Candidate:
-        """The cheapest choice that keeps the target on descents of gates from one that does, if that is not itself.
-
-        What replaces exact heads is taken from a choice that allows more damage, since windows are worth less memory
-        where less is exact; and then everywhere the least harmful there is, with which fewer need to be exact.
-        """
+        """The cheapest choice that keeps the target on a descent of gates from one that does, if that is not itself."""
         began, best = time.monotonic(), candidate
-        loose = self.search.choose(LOOSER * candidate.predicted)[0]
-        for base in (loose, self._least_harmful()):
-            best = self._descend_from(base, candidate, best)
-        self.search.seconds["moving gates"] = time.monotonic() - began
-        return best
-
-    def _least_harmful(self) -> Plan:
-        changed = self.search.draft.copy()
-        for i, x in enumerate(self.search.draft.layers):
-            if x.name in self.search.layers and self.search.layers[x.name].made:
-                changed.layers[i] = self.search.layers[x.name].planned([self._instead(x)] * x.num_kv_heads)
-        return changed
-
-    def _descend_from(self, base: Plan, start: Candidate, best: Candidate) -> Candidate:
+        # Windows are taken from a choice that allows more damage: where less is exact, they are worth less memory, too.
+        base = self.search.choose(LOOSER * candidate.predicted)[0]
         replaced = {}
         for x in base.layers:
             layer = self.search.layers.get(x.name)
@@ -68,12 +52,12 @@ class Thinning:
             instead = self._instead(x)
             if layer.cost(instead, self.search.goal) < layer.cost(EXACT, self.search.goal):
                 replaced[x.name] = [instead if o == EXACT else o for o in options_of(x)]
-        if not any(x.kv_heads_of("exact") for x in start.plan.layers if x.name in replaced):
-            return best
+        if not any(x.kv_heads_of("exact") for x in candidate.plan.layers if x.name in replaced):
+            return candidate
         made = {
             name: self.search.layers[name].build(self.search.layers[name].planned(o)) for name, o in replaced.items()
         }
-        exact_now = {x.name: torch.tensor([o == EXACT for o in options_of(x)]) for x in start.plan.layers}
+        exact_now = {x.name: torch.tensor([o == EXACT for o in options_of(x)]) for x in candidate.plan.layers}
         savings = {
             name: layer.cost(EXACT, self.search.goal)
             - sum(layer.cost(o, self.search.goal) for o in options) / len(options)
@@ -83,14 +67,14 @@ class Thinning:
         choices = descend(
             self.search.model, made, {n: exact_now[n] for n in made}, savings, self.judge, self.search.say
         )
-        path = [self._exact_only(base, replaced, choice) for choice in choices]
-        self.search.path += path
+        path = self.search.path = [self._exact_only(base, replaced, choice) for choice in choices]
         low, high = -1, len(path)
         while high - low > 1:
             middle = (low + high) // 2
-            tried = self.search.run(path[middle], start.predicted, self.judge)
+            tried = self.search.run(path[middle], candidate.predicted, self.judge)
             low, high = (middle, high) if self.search.keeps(tried) else (low, middle)
-            best = tried if self.search.keeps(tried) and self.search.price(tried) < self.search.price(best) else best
+            best = self._cheaper(tried, best)
+        self.search.seconds["moving gates"] = time.monotonic() - began
         return best
 
     def _exact_only(self, plan: Plan, replaced: dict[str, list[Option]], exact_heads: dict[str, list[int]]) -> Plan:
@@ -116,18 +100,21 @@ class Thinning:
                 with torch.no_grad():
                     rises[unit] = light.loss(0, self.search.output(layers, light.batches[0])).item()
             order = sorted(units, key=lambda unit: rises[unit])
-            count, better = max(1, 2 * len(units) // 3), candidate
-            while count:
-                tried = self.search.run(self._without(candidate.plan, order[:count]), candidate.predicted, self.judge)
-                if self.search.keeps(tried) and self.search.price(tried) < self.search.price(candidate):
-                    better = tried
-                    break
-                count //= 2
+            better, low, high = candidate, 0, len(units) + 1
+            while high - low > 1:
+                middle = (low + high) // 2
+                tried = self.search.run(self._without(candidate.plan, order[:middle]), candidate.predicted, self.judge)
+                low, high = (middle, high) if self.search.keeps(tried) else (low, middle)
+                better = self._cheaper(tried, better)
             if better is candidate:
                 break
             candidate = better
         self.search.seconds["leaving out"] = time.monotonic() - began
         return candidate
+
+    def _cheaper(self, tried: Candidate, best: Candidate) -> Candidate:
+        """What was tried, if it keeps the target for less."""
+        return tried if self.search.keeps(tried) and self.search.price(tried) < self.search.price(best) else best
 
     def _units(self, plan: Plan) -> list[tuple[str, int]]:
         """Exact parts that could be left out, (layer, key head) or (layer, -1) for whole layers: the least harmful."""
@@ -183,7 +170,7 @@ class Thinning:
                 plan.layers[i] = layer_plan
             tried = self.search.run(plan, candidate.predicted, self.judge)
             low, high = (middle, high) if self.search.keeps(tried) else (low, middle)
-            best = tried if self.search.keeps(tried) and self.search.price(tried) < self.search.price(best) else best
+            best = self._cheaper(tried, best)
         self.search.seconds["narrowing"] = time.monotonic() - began
         return best
 
