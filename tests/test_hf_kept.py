@@ -18,6 +18,7 @@ from bochner.hf import RecurrentLayer, layers_of, plan_of  # noqa: E402
 from bochner.hf.capture import recording  # noqa: E402
 from bochner.hf.layer import Call, LinearAttention  # noqa: E402
 from bochner.hf.measure import Far  # noqa: E402
+from bochner.hf.original import as_before  # noqa: E402
 
 TYPES = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 MIXED: dict[str, dict[str, Any]] = {
@@ -198,6 +199,51 @@ def test_packed_sequences_do_not_see_each_other(batch: int) -> None:
             assert torch.equal(again, packed)
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-4)
     assert (together - alone).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("exact_below", [0, 1000])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_bounds_hold_below_the_border_and_in_kept_layers(family: str, exact_below: int, implementation: str) -> None:
+    model = build(family, {"llama": GROUPED, **MIXED}[family], head="AutoModelForCausalLM")
+    model.set_attn_implementation(implementation)
+    recipe = {**RECIPE, "exact_below": exact_below}
+    convert(model, calibration=texts_as_batches(), **recipe)
+    x = ids(1, 20)
+    other = torch.cat([x[:, :8].flip(-1), x[:, 8:]], dim=1)
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    bounds = torch.tensor([0, 8, 20], dtype=torch.int32)
+    with torch.no_grad():
+        first, second = (model(t, use_cache=False, cu_seq_lens_q=bounds).logits[:, 8:] for t in (x, other))
+        both = model(x, position_ids=positions, use_cache=False, cu_seq_lens_q=bounds).logits
+        by_positions = model(x, position_ids=positions, use_cache=False).logits
+        unpacked = [model(t, use_cache=False).logits[:, 8:] for t in (x, other)]
+    assert torch.equal(first, second)
+    assert torch.equal(both, by_positions)
+    assert (unpacked[0] - unpacked[1]).abs().max() > 1e-2
+
+
+def test_bounds_that_cannot_be_honoured_are_refused() -> None:
+    q, bounds = torch.zeros(1, 2, 8, 4), torch.tensor([0, 3, 8])
+    with pytest.raises(BochnerError, match="position_ids"):  # a model that makes no mask
+        as_before(torch.nn.Identity(), "sdpa", q, q, q, None, {"cu_seq_lens_q": bounds})
+
+
+@pytest.mark.parametrize("exact_below", [24, 1000])
+@pytest.mark.parametrize("family", ["llama", *CAUSAL])
+def test_a_static_cache_holds_keys_below_the_border(family: str, exact_below: int) -> None:
+    model = build(family, {"llama": GROUPED, **MIXED}[family], head="AutoModelForCausalLM")
+    model.set_attn_implementation("eager")
+    options: dict[str, Any] = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    x = ids(2, 12)
+    mask = torch.ones_like(x)
+    mask[0, :3] = 0
+    original = model.generate(x, attention_mask=mask, **options)
+    recipe = {**RECIPE, "exact_below": exact_below}
+    convert(model, calibration=texts_as_batches(), **recipe)
+    static = model.generate(x, attention_mask=mask, cache_implementation="static", **options)
+    assert torch.equal(static, model.generate(x, attention_mask=mask, **options))
+    assert exact_below < 1000 or torch.equal(static, original)
 
 
 def test_a_static_cache_becomes_states() -> None:

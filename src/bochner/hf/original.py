@@ -59,7 +59,7 @@ class Mask:
     segments: Tensor | None = None
     obstacle: Obstacle | None = None
     asked: dict[str, Any] = field(default_factory=dict)
-    made: dict[str, Any] = field(default_factory=dict)
+    made: dict[Any, Any] = field(default_factory=dict)
 
     # `generate` makes masks before the model does if the cache is a static one, and takes them for tensors: with four
     # axes the model leaves them as they are.
@@ -68,13 +68,26 @@ class Mask:
     def contiguous(self) -> Mask:
         return self
 
-    def original(self, implementation: str) -> Any:
-        """The mask that an attention implementation would have got."""
-        if implementation not in self.made:
-            functions = _masking().ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
-            function = functions.get(implementation)
-            self.made[implementation] = None if function is None else function(**self.asked)
-        return self.made[implementation]
+    def original(self, implementation: str, keys: int, segments: Tensor | None = None) -> Any:
+        """The mask that an attention implementation would have got for so many keys.
+
+        Before a static cache becomes states, a mask is asked for as long as its slots; the attention gets the keys that
+        there are. `segments` (b, n): the sequences of a packed batch, if the mask function does not know of them.
+        """
+        place = (implementation, keys, segments is None)
+        if place not in self.made:
+            masking = _masking()
+            function = masking.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(implementation)
+            asked = {**self.asked, "kv_length": min(keys, self.asked["kv_length"])}
+            if segments is not None:
+                if function is None:
+                    raise BochnerError(_cannot_pack(f"{implementation!r} attention"))
+                alone = masking.packed_sequence_mask_function(segments)
+                asked["mask_function"] = masking.and_masks(asked["mask_function"], alone)
+                skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+                asked.update({name: False for name in skips if name in asked})
+            self.made[place] = None if function is None else function(**asked)
+        return self.made[place]
 
 
 def make_mask(
@@ -219,12 +232,24 @@ def _segments(bounds: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return torch.bucketize(places, bounds.to(query.device), right=True)[None]
 
 
+def _cannot_pack(who: str) -> str:
+    return f"{who} cannot honour 'cu_seq_lens_q'; pack by 'position_ids' that begin again at 0 with every sequence."
+
+
 def as_before(
     module: nn.Module, implementation: str, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """The call through the attention function that the module had before."""
+    """The call through the attention function that the module had before.
+
+    Of all attention functions only those of flash-attention read `cu_seq_lens_q`; the others get it as a mask.
+    """
+    bounds, segments = kwargs.get("cu_seq_lens_q"), None
+    if bounds is not None and "flash" not in implementation:
+        if not isinstance(mask, Mask):
+            raise BochnerError(_cannot_pack(type(module).__name__))
+        segments = _segments(bounds, query, key) if mask.segments is None else None
     if isinstance(mask, Mask):
-        mask = mask.original(implementation)
+        mask = mask.original(implementation, key.shape[-2], segments)
     return _function(module, implementation)(module, query, key, value, mask, **kwargs)
 
 
