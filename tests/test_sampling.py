@@ -325,6 +325,18 @@ def test_mistakes_are_named():
         FeatureTree(y).top(x, 0)
     with pytest.raises(BochnerError, match="'num_samples' of partition"):
         FeatureTree(y).partition(x, 1)
+    with pytest.raises(BochnerError, match=r"'vectors' of FeatureTree.*overflow.*'normalize'"):
+        FeatureTree(y.float() * 1e20)
+    for sampler in (FeatureTree(y), ExactSampler(y), UniformSampler(300), LogUniformSampler(300)):
+        for ids, said in ((-1, r"in 0\.\.299, got -1"), (300, r"in 0\.\.299, got 300"), (0.5, "integers")):
+            with pytest.raises(BochnerError, match=f"'ids' of log_prob must be {said}"):
+                sampler.log_prob(x, torch.full((len(x), 2), ids))
+        with pytest.raises(BochnerError, match=r"'ids' of log_prob must be integers of shape \("):
+            sampler.log_prob(x, torch.zeros(len(x) + 1, 2, dtype=torch.long))
+    with pytest.raises(BochnerError, match=r"'ids' of logits must be in 0\.\.299"):
+        FeatureTree(y).logits(x, torch.full((len(x), 1), -1))
+    with pytest.raises(BochnerError, match="'target' of SampledSoftmaxLoss must be integers"):
+        SampledSoftmaxLoss(UniformSampler(300), 3)(x, torch.zeros(len(x)), y)
     with pytest.raises(BochnerError, match="'sampler'"):
         SampledSoftmaxLoss(None, 3)
     with pytest.raises(BochnerError, match="weight"):

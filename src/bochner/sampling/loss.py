@@ -115,7 +115,9 @@ class SampledSoftmaxLoss(nn.Module):
                 f"({self.sampler.num_classes}, d), got {tuple(hidden.shape)}, {tuple(target.shape)} and "
                 f"{tuple(weight.shape)}."
             )
-        return hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+        if target.dtype not in (torch.int64, torch.int32):
+            raise BochnerError(f"The 'target' of {owner} must be integers, got {target.dtype}; call .long() on it.")
+        return hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
 
     def extra_repr(self) -> str:
         return f"num_samples={self.num_samples}, reduction={self.reduction!r}"

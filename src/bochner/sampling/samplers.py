@@ -63,6 +63,7 @@ class UniformSampler(Sampler):
         return Draws(ids, self.log_prob(x, ids))
 
     def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        check_ids(ids, self.num_classes, "log_prob", len(x))
         return torch.full(ids.shape, -math.log(self.num_classes), device=x.device)
 
 
@@ -80,6 +81,7 @@ class LogUniformSampler(Sampler):
         return Draws(ids, self.log_prob(x, ids))
 
     def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        check_ids(ids, self.num_classes, "log_prob", len(x))
         share = torch.log1p(1 / (ids.double() + 1)) / math.log1p(self.num_classes)
         return share.log().to(x.device, torch.float32)
 
@@ -109,8 +111,9 @@ class ExactSampler(Sampler):
 
     @torch.no_grad()
     def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        check_ids(ids, self.num_classes, "log_prob", len(x))
         rows = max(1, BLOCK // self.num_classes)
-        parts = [self._log_softmax(b).gather(1, i) for b, i in zip(x.split(rows), ids.split(rows), strict=True)]
+        parts = [self._log_softmax(b).gather(1, i.long()) for b, i in zip(x.split(rows), ids.split(rows), strict=True)]
         return torch.cat(parts)
 
     @torch.no_grad()
@@ -142,11 +145,15 @@ def check_vectors(vectors: Tensor, owner: str) -> Tensor:
     return vectors.clone()
 
 
-def check_ids(ids: Tensor, num_classes: int, owner: str) -> None:
-    """Class numbers, (u,)."""
-    if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
-        raise BochnerError(f"The 'ids' of {owner} must be integers of shape (u,), got {ids.dtype}, {tuple(ids.shape)}.")
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_classes:
+def check_ids(ids: Tensor, num_classes: int, owner: str, queries: int | None = None) -> None:
+    """Class numbers, (u,), or with the number of queries b (b, k)."""
+    fits = ids.ndim == 1 if queries is None else ids.ndim == 2 and len(ids) == queries
+    if not fits or ids.dtype not in (torch.int64, torch.int32):
+        wanted = "(u,)" if queries is None else f"({queries}, k)"
+        raise BochnerError(
+            f"The 'ids' of {owner} must be integers of shape {wanted}, got {ids.dtype}, {tuple(ids.shape)}."
+        )
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_classes:
         outside = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         raise BochnerError(f"The 'ids' of {owner} must be in 0..{num_classes - 1}, got {outside}.")
 

@@ -204,6 +204,12 @@ class FeatureTree(Sampler):
             sums = sums.view(-1, FAN, sums.shape[1]).sum(1)
             sums = torch.cat([sums, sums.new_zeros(_padded(len(sums)) - len(sums), sums.shape[1])])
             self._sums.append(sums)
+        if not bool(sums.isfinite().all()):
+            longest = float(self.vectors.abs().max())
+            raise BochnerError(
+                f"The 'vectors' of {type(self).__name__} have entries as large as {longest:.3g}, whose squares "
+                "overflow; scale them down, or give 'normalize'."
+            )
         self._balls = None
 
     @property
@@ -259,7 +265,8 @@ class FeatureTree(Sampler):
     @torch.no_grad()
     def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
         x = self._check(x)
-        rows = max(1, BLOCK // (ids.shape[1] * FAN * self.phi.feature_dim))
+        check_ids(ids, self.num_classes, "log_prob", len(x))
+        rows = max(1, BLOCK // (max(1, ids.shape[1]) * FAN * self.phi.feature_dim))
         place = self.place[ids]
         logs = torch.cat([self._walk(b, p) for b, p in zip(x.split(rows), place.split(rows), strict=True)])
         return self._mixed(logs) if self.uniform > 0 else logs
@@ -344,7 +351,7 @@ class FeatureTree(Sampler):
             raise BochnerError(f"The 'confidence' of partition must be in (0, 1), got {confidence!r}.")
         x = self._check(x)
         ids, log_q = self.draw(x, num_samples, generator=generator)
-        logs = self.logits(x, ids) - log_q
+        logs = self._logits(x, ids) - log_q
         width = max(beam, CHECKED)  # leaves that are looked at: at least as many as tell whether the draws are right
         searched = [self._search(b, width) for b in x.split(max(1, BLOCK // (width * FAN * x.shape[1])))]
         leaves = torch.cat([s.leaves for s in searched])
@@ -384,7 +391,7 @@ class FeatureTree(Sampler):
         size = left_out.size.gather(1, node)
         offset = (torch.rand(node.shape, generator=generator, dtype=torch.float64) * size).long()
         place = (left_out.first.gather(1, node) + torch.minimum(offset, size - 1)).clamp(0, self.num_classes - 1)
-        logit = self.logits(x, self.order[place])
+        logit = self._logits(x, self.order[place])
         ratio = (logit - left_out.bound.gather(1, node)).exp().clamp(max=1.0)
         mean, slack = _bernstein(ratio, torch.ones_like(whole), confidence)
         whole = whole + 1e-4  # the rounding of the bounds
@@ -394,6 +401,10 @@ class FeatureTree(Sampler):
 
     def logits(self, x: Tensor, ids: Tensor) -> Tensor:
         """`scale x . y_j + b_j` for ids (b, k), without gradient."""
+        check_ids(ids, self.num_classes, "logits", len(x))
+        return self._logits(x, ids)
+
+    def _logits(self, x: Tensor, ids: Tensor) -> Tensor:
         place = self.place[ids]
         y = self.vectors[place.flatten()].view(*place.shape, -1)
         return self.scale * torch.bmm(y, x.to(y.dtype).unsqueeze(-1)).squeeze(-1) + self.bias[place]
@@ -426,7 +437,7 @@ class FeatureTree(Sampler):
         """The classes of leaves (b, w) and their logits, (b, w leaf_size); -inf for empty places."""
         place = (leaves[..., None] * self.leaf_size + torch.arange(self.leaf_size)).flatten(1)
         ids = self.order[place.clamp(max=self.num_classes - 1)]
-        return ids, self.logits(x, ids).masked_fill_(place >= self.num_classes, -math.inf)
+        return ids, self._logits(x, ids).masked_fill_(place >= self.num_classes, -math.inf)
 
     def _search(self, x: Tensor, beam: int) -> Found:
         """The most promising leaves, and the nodes that were left out, with bounds on their logits."""
