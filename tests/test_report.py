@@ -202,3 +202,31 @@ def test_the_crossing_is_where_the_lines_cross_and_the_sentence_agrees() -> None
     assert where == pytest.approx(1024, rel=1e-6)
     assert "Below about 1,000 tokens" in crossing_sentence(where, later, "a")
     assert round_length(937) == 940
+
+
+@pytest.mark.model
+def test_the_page_of_a_target_compares_with_exact_attention_and_shows_every_point() -> None:
+    pytest.importorskip("transformers")
+    from dataclasses import replace
+
+    from hf_models import TEXT, build
+
+    import bochner
+    from bochner.report.model import target_page
+
+    g = torch.Generator().manual_seed(0)
+    batches = [{"input_ids": torch.randint(5, 55, (1, 48), generator=g)} for _ in range(12)]
+    found = bochner.advise(build("bert", TEXT), batches, keep=0.5, minimize="time", length=8192)
+    assert found.met
+    share = found.candidates[found.chosen].attention_seconds / found.exact_seconds
+    assert found.time_share == pytest.approx(share)
+    assert f"with {share:.3f} of the time" in found.reasons[0]
+    # Two candidates with as many linear heads, the dearer one last.
+    first = found.candidates[found.chosen]
+    dearer = replace(first, attention_seconds=2 * first.attention_seconds)
+    found = replace(found, candidates=[first, dearer], chosen=0, exact_seconds=50 * first.attention_seconds)
+    html = target_page("t", found, times={512: {"exact": 1.0, "as chosen": 0.5}}).html()
+    assert "0.02 x" in html
+    chart = html[html.index("what is lost, by cost") :].partition("</svg>")[0]
+    assert chart.count("<circle") == 2
+    assert chart.count('r="7"') == 1

@@ -56,7 +56,8 @@ class TargetReport:
 
     `candidates`: points of the frontier, the cheapest first; `chosen`: its place among them. `verified`: figures on the
     texts held back, at `verified_length` tokens; `further`: on texts of more tokens than were judged, up to `length`.
-    `whole`: of the original and the converted model, seconds and bytes.
+    `whole`: of the original and the converted model, seconds and bytes. `exact_seconds`: of the original's attention at
+    `length` tokens, to compare `attention_seconds` of a candidate with.
     """
 
     keep: float
@@ -73,6 +74,13 @@ class TargetReport:
     heads: list[HeadFigures]
     reasons: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    exact_seconds: float = 0.0
+
+    @property
+    def time_share(self) -> float:
+        """The time of attention as chosen, as a share of the original's; 1 where nothing can be converted."""
+        chosen = self.candidates[self.chosen].attention_seconds
+        return chosen / self.exact_seconds if self.exact_seconds > 0 else 1.0
 
     @property
     def config(self) -> dict[str, Any]:
@@ -93,6 +101,7 @@ class TargetReport:
             "met": self.met,
             "chosen": self.chosen,
             "candidates": [c.to_dict() for c in self.candidates],
+            "exact_seconds": self.exact_seconds,
             "verified": {"kept": self.verified.kept, **self.verified.figures, "length": self.verified_length},
             "further": {str(n): {"kept": q.kept, **q.figures} for n, q in self.further.items()},
             "whole": self.whole,
@@ -281,6 +290,7 @@ def aim(
         goal.keep, goal.minimize, goal.length, chosen.plan, candidates, candidates.index(chosen),
         chosen.verified.kept >= goal.keep, chosen.verified, trial.length, trial.further, trial.whole,
         _heads(search, chosen, parts.fit[0] if floors else None), [], search.seconds,
+        sum(layer.seconds[EXACT] for layer in search.layers.values()),
     )  # fmt: skip
     report.reasons = _reasons(report, trial)
     return report, layers
@@ -492,9 +502,8 @@ def _reasons(report: TargetReport, trial: Trial) -> list[str]:
     elif report.met and report.minimize == "memory":
         found.append(f"The target is met with {report.candidates[report.chosen].memory:.3f} of the decoding memory.")
     elif report.met:
-        before = sum(layer.seconds[EXACT] for layer in trial.search.layers.values())
-        share = report.candidates[report.chosen].attention_seconds / max(before, 1e-9)
-        found.append(f"The target is met with {share:.3f} of the time of attention at {report.length} tokens.")
+        share = f"{report.time_share:.3f} of the time of attention"
+        found.append(f"The target is met with {share} at {report.length} tokens.")
     else:
         found.append(
             f"The target cannot be met: {report.verified.kept:.4f} is the best that was found, {report.keep:g} was "

@@ -160,7 +160,6 @@ def target_page(
     page = Report(title)
     plan, length, kept = report.plan, report.length, report.verified.kept
     linear = plan.num_heads - plan.count("exact")
-    ratio = report.candidates[report.chosen].attention_seconds / _exact_seconds(report)
     if report.worthwhile:
         sentence = (
             f"Convert it: {linear} of {plan.num_heads} heads can be linear and the model keeps {kept:.1%} of its "
@@ -174,17 +173,19 @@ def target_page(
     numbers = [
         Number("kept", f"{kept:.1%}", f"of the quality, {_figures(report.verified.figures)}"),
         memory_number(plan, length),
-        Number("time", f"{ratio:.2f} x", f"exact attention's, all layers at {length:,} tokens"),
+        Number("time", _times(report.time_share), f"exact attention's, all layers at {length:,} tokens"),
     ]
     page.verdict(sentence, numbers, good=report.worthwhile)
     page.steps(_steps(report, place))
     if pictures is not None:
         page.heading("What the heads look at").heads(pictures)
     page.heading("Loss against cost")
+    # Candidates may have as many linear heads as another, and differ in their kinds: the number tells them apart.
     points = {
-        f"{c.plan.num_heads - c.plan.count('exact')} of {c.plan.num_heads} heads linear": c for c in report.candidates
+        f"{i}: {c.plan.num_heads - c.plan.count('exact')} of {c.plan.num_heads} heads linear": c
+        for i, c in enumerate(report.candidates, 1)
     }
-    chosen = next((n for n, c in points.items() if c is report.candidates[report.chosen]), "")
+    chosen = list(points)[report.chosen]
     by_memory = any(layer.is_causal for layer in plan.layers)
     for wanted, label, cost in (
         (by_memory, f"memory of the cache at {length:,} tokens, share", lambda c: c.memory),
@@ -195,7 +196,11 @@ def target_page(
             page.figure(
                 frontier_chart("what is lost, by cost", found, x_label=label, y_label="share lost", chosen=chosen)
             )
-    page.text("Every point was measured on text for choosing; the chosen one again on text held back.", note=True)
+    page.text(
+        "Every point was measured on text for choosing; the chosen one again on text held back. They are numbered "
+        "in the order of the table under All figures.",
+        note=True,
+    )
     add_speed(page, times, ["as chosen"])
     add_memory(page, plan)
     if source:
@@ -205,9 +210,13 @@ def target_page(
     return page.code(str(plan), "The plan, head by head").code(str(report), "All figures")
 
 
-def _exact_seconds(report: TargetReport) -> float:
-    """The time of exact attention: that of the candidate with the most exact heads."""
-    return max(report.candidates, key=lambda c: c.plan.count("exact")).attention_seconds or 1.0
+def _times(share: float) -> str:
+    """Two digits at least.
+
+    >>> _times(0.0263), _times(1.5)
+    ('0.026 x', '1.50 x')
+    """
+    return f"{share:.2f} x" if share >= 0.1 else f"{share:.2g} x"
 
 
 def _figures(figures: Mapping[str, float]) -> str:
