@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from landmark_frontier import Sequences, heads_of
+from landmark_frontier import Sequences, heads_of, tokenised
 from torch import Tensor
 
 from bochner import data, demo
@@ -202,8 +202,10 @@ def main(argv: list[str] | None = None) -> int:
     except data.ArtefactUnavailable as error:
         print(f"skipped: {error}")
         return 0
-    calibration = heads_of(model, tokenizer, seen, 150, arguments.layers)
-    sets = {name: heads_of(model, tokenizer, t, 150, arguments.layers) for name, t in texts.items()}
+    calibration, *others = (
+        heads_of(model, tokenised(tokenizer, some, 150), arguments.layers) for some in (seen, *texts.values())
+    )
+    sets = dict(zip(texts, others, strict=True))
     result = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     print(f"{'variant':40s} {'stated':>8s} {'others':>8s} {'modern':>8s}")
     for name, variant in VARIANTS.items():

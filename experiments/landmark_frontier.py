@@ -49,16 +49,18 @@ class Case(NamedTuple):
     title: str
 
 
+def tokenised(tokenizer: Any, texts: list[str], tokens: int) -> list[Inputs]:
+    """The first tokens of each text, as a model takes them."""
+    return [dict(tokenizer(text, return_tensors="pt", truncation=True, max_length=tokens)) for text in texts]
+
+
 def of_books(load: Callable[[], tuple[Any, Any]], words: int, tokens: int, texts: tuple[int, int]) -> Any:
     """A model with texts of some authors to calibrate on and of others to measure on."""
 
     def read() -> tuple[Any, list[Inputs], list[Inputs]]:
         model, tokenizer = load()
         seen, unseen = (
-            [
-                dict(tokenizer(text, return_tensors="pt", truncation=True, max_length=tokens))
-                for text in data.paragraphs(split, count, words=words)
-            ]
+            tokenised(tokenizer, data.paragraphs(split, count, words=words), tokens)
             for split, count in zip(("calibration", "heldout"), texts, strict=True)
         )
         return model, seen, unseen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
@@ -134,3 +136,42 @@ def test_the_pages_have_one_section_for_every_script_and_are_made_of_the_results
                 assert home is not None
                 assert [n for n, text in pages.items() if f"## {item.script}\n" in text] == [home[1]]
     assert "Verdict: **reproduced**" in pages["gallery-001.md"]
+
+
+def test_the_ablations_of_the_landmark_fit_run_and_are_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a tiny random model with words for texts; what the file holds already is not measured again."""
+    models = pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    import landmark_ablations as ablations
+
+    torch.manual_seed(0)
+    config = models.BertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=50
+    )
+    model = models.BertModel(config).eval()
+    g = torch.Generator().manual_seed(0)
+    texts = [" ".join(str(int(i)) for i in torch.randint(50, (160,), generator=g)) for _ in range(12)]
+
+    def tokenizer(text: str, max_length: int, **_: object) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[int(word) for word in text.split()[:max_length]]])}
+
+    monkeypatch.setattr(ablations.demo, "load_minilm", lambda: (model, tokenizer))
+    monkeypatch.setattr(ablations.data, "paragraphs", lambda split, count: texts[:8] if count > 16 else texts[8:])
+    monkeypatch.setattr(ablations, "reviews", lambda count, words: texts[10:])
+    small = {n: v._replace(m=4, M=8, texts=8) for n, v in ablations.VARIANTS.items() if n in ("window", "positive")}
+    monkeypatch.setattr(ablations, "VARIANTS", {**small, "as it is": ablations.Variant(m=4, M=8)})
+    out = tmp_path / "results.json"
+    arguments = ["--layers", "1", "--only", "window", "--json", str(out)]
+    assert ablations.main(arguments) == 0
+    found = json.loads(out.read_text())
+    assert 0 < found["window"]["other authors"] < 2
+    assert 0 <= found["in the stated interval"]["window"]["same books"] <= 1
+    assert set(found) == {"window", "in the stated interval"}
+    found["window"]["modern"] = 9.0
+    out.write_text(json.dumps(found))
+    capsys.readouterr()
+    monkeypatch.setattr(ablations, "run", None)  # nothing left to measure
+    assert ablations.main(arguments) == 0
+    assert "9.000" in capsys.readouterr().out
