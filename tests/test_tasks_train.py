@@ -163,7 +163,8 @@ def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
     options = {**TINY, "attention": "positive", "steps": 12, "dropout": 0.0, "pooling": "mean"}
     script = tmp_path / "run.py"
     script.write_text(CODE.replace("resume=True, ", ""))  # the second process must not take the first for another run
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(script)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    launch += ["--local-addr=127.0.0.1", str(script)]  # whatever the machine is called
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for where, command in (("one", [sys.executable, str(script)]), ("two", launch)):
         done = subprocess.run(
