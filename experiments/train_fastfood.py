@@ -25,7 +25,7 @@ from bochner import tasks
 
 NAME = "train_fastfood"
 VARIANTS = {"FastFood": None, "FastFood-S": "S", "FastFood-SGB": "SGB"}
-TASKS = ("listops", "image", "text", "sentiment")
+TASKS = ("listops", "image", "text", "sentiment", "nli")
 SEEDS = 3
 
 

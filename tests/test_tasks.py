@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import ndimage
+from scipy import ndimage, stats
 
 from bochner import BochnerError, data, tasks
 from bochner.tasks import base, images, listops, pathfinder, protein, registry, speech, text
@@ -112,29 +112,59 @@ def test_a_full_disk_is_named_when_examples_are_kept(own_cache: Path, monkeypatc
     assert not list(own_cache.rglob("*.npz"))
 
 
-def connected(shown: pathfinder.Picture, fine: int = 8) -> bool:
+SMALL = pathfinder.Style(side=12, dashes=3, distractors=1, short=2)
+
+
+def connected(shown: pathfinder.Picture, side: int, fine: int = 8) -> bool:
     """A second opinion on Pathfinder from the ink alone: thicken it by a quarter of a pixel, look for one component."""
-    ink = pathfinder.draw(shown, fine)
+    ink = pathfinder.draw(shown, side, fine)
     parts, _ = ndimage.label(ndimage.distance_transform_edt(~ink) <= 0.25 * fine)
     first, second = (parts[int(y * fine), int(x * fine)] for x, y in shown.discs)
     return bool(first == second)
 
 
-def test_discs_of_pathfinder_are_connected_exactly_where_the_label_says_so() -> None:
-    pictures = [pathfinder.picture(0, i) for i in range(60)]
-    assert [connected(p) for p in pictures] == [p.same for p in pictures]
-    assert sum(p.same for p in pictures) == 30
+@pytest.mark.parametrize(("style", "count"), [(pathfinder.PAPER, 60), (SMALL, 200)])
+def test_discs_of_pathfinder_are_connected_exactly_where_the_label_says_so(style: pathfinder.Style, count: int) -> None:
+    pictures = [pathfinder.picture(0, i, style) for i in range(count)]
+    assert [connected(p, style.side) for p in pictures] == [p.same for p in pictures]
+    assert sum(p.same for p in pictures) == count // 2
+
+
+def test_where_the_discs_are_does_not_tell_the_label() -> None:
+    """Two-sample t-tests on what the discs' places alone would tell, alpha 1e-6 each."""
+    pictures = [pathfinder.picture(1, i, SMALL) for i in range(1_200)]
+    apart, middle = (np.array([f(p.discs) for p in pictures]) for f in (_apart, _off_centre))
+    for seen in (apart, middle):
+        assert stats.ttest_ind(seen[0::2], seen[1::2]).pvalue > 1e-6
+    # Ends of two curves that were drawn anywhere, as in the usual way to make these pictures, are found out.
+    loose = [math.dist(p.dashes[0, 0], p.dashes[SMALL.dashes, 0]) for p in pictures[1::2]]
+    assert stats.ttest_ind(loose, apart[1::2]).pvalue < 1e-6
+
+
+def _apart(discs: np.ndarray) -> float:
+    return math.dist(*discs)
+
+
+def _off_centre(discs: np.ndarray) -> float:
+    return math.dist(discs.mean(0), (SMALL.side / 2, SMALL.side / 2))
 
 
 def test_pictures_of_pathfinder_have_the_parts_they_should() -> None:
     shown = pathfinder.picture(3, 5)
     assert np.bincount(shown.curve).tolist() == [14, 14, 4, 4, 4, 4, 4]
-    assert np.linalg.norm(shown.dashes[0, 0] - shown.dashes[14, 0]) >= pathfinder.SEED_DISTANCE
+    assert np.array_equal(shown.discs, [shown.dashes[0, 0], shown.dashes[13, 1]])
+    apart = pathfinder.picture(3, 4)
+    assert np.array_equal(apart.discs, [apart.dashes[0, 0], apart.dashes[14, 0]])
     pixels = pathfinder.image(shown)
     assert pixels.shape == (32, 32)
     assert pixels.max() == 255
     assert np.array_equal(pixels, pathfinder.image(pathfinder.picture(3, 5)))
     assert not np.array_equal(pixels, pathfinder.image(pathfinder.picture(4, 5)))
+
+
+def test_curves_that_cannot_fit_are_refused() -> None:
+    with pytest.raises(BochnerError, match=r"no room for Style\(side=6, dashes=9.*larger 'side'"):
+        pathfinder.picture(0, 0, pathfinder.Style(side=6, dashes=9))
 
 
 def test_sequences_are_cut_padded_and_masked() -> None:

@@ -32,11 +32,12 @@ SPLITS = ("train", "validation", "test")
 class Preset:
     """Sizes of the model and of its training.
 
-    `length`: tokens a sequence has at most, the leading CLS included. `positions`: `"sinusoidal"` (fixed) or
-    `"learned"`. `pooling`: what a classifier sees, the `"first"` row or the `"mean"`. `schedule`: a scheduler of
-    transformers; `"inverse_sqrt"` with `learning_rate` the peak. `features`: m, with `features_of` for single maps.
-    `redraw`: steps between redraws, 0 for none. `train`, `test`: at most so many examples. `data`: what the task's own
-    loader takes.
+    `length`: tokens a sequence has at most, the leading CLS included. `positions`: `"sinusoidal"` (fixed), `"grid"`
+    (fixed, by row and column of a square picture) or `"learned"`. `pooling`: what a classifier sees, the `"first"` row
+    or the `"mean"`. `schedule`: a scheduler of transformers; `"inverse_sqrt"` with `learning_rate` the peak.
+    `features`: m, with `features_of` for single maps. `redraw`: steps between redraws, 0 for none. `guess`: share of
+    the symbols that a classifier is not shown in training and has to guess beside the class. `train`, `test`: at most
+    so many examples. `data`: what the task's own loader takes.
     """
 
     length: int
@@ -59,6 +60,7 @@ class Preset:
     features_of: Mapping[str, int] = field(default_factory=dict)
     window: int = 32
     redraw: int = 100
+    guess: float = 0.0
     train: int | None = None
     test: int | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -167,6 +169,25 @@ class Masked(Dataset):
         return {"input_ids": ids, "labels": labels}
 
 
+class Guessed(Dataset):
+    """Labelled sequences with a share of their symbols masked, to be guessed beside the label.
+
+    What is masked depends on the sequence's number only, so that a resumed run meets the same masks.
+    """
+
+    def __init__(self, sequences: Sequences, share: float) -> None:
+        self.sequences, self.share = sequences, share
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        item = self.sequences[i]
+        ids = item["input_ids"]
+        hidden = torch.from_numpy(np.random.default_rng(i).random(len(ids)) < self.share) & (ids >= SPECIAL)
+        return {**item, "input_ids": ids.masked_fill(hidden, MASK), "hidden": ids.masked_fill(~hidden, IGNORE)}
+
+
 class Blocks(Dataset):
     """A long text in consecutive blocks, each to be continued symbol by symbol."""
 
@@ -213,6 +234,8 @@ class Collator:
                 batch[name] = self._pad([x[name] for x in items], PAD)
                 if self.masks:
                     batch[mask] = (batch[name] != PAD).long()
+        if "hidden" in items[0]:
+            batch["hidden"] = self._pad([x["hidden"] for x in items], IGNORE)
         labels = [x["labels"] for x in items]
         batch["labels"] = self._pad(labels, IGNORE) if isinstance(labels[0], Tensor) else torch.tensor(labels)
         return batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from bochner.hf.convert import convert
 from bochner.hf.original import Mask
 from bochner.maps import FEATURE_MAPS, feature_map
 from bochner.tasks import peers
-from bochner.tasks.base import PAD, Preset, Task
+from bochner.tasks.base import IGNORE, PAD, Preset, Task
 
 transformers = extra("transformers", "train", "bochner.tasks")
 
@@ -129,9 +129,12 @@ class Pooled(nn.Module):
         super().__init__()
         self.encoder, self.pooling, self.takes_mask = encoder, pooling, takes_mask
 
-    def encode(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+    def rows(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         masked = {"attention_mask": mask} if self.takes_mask else {}
         rows: Tensor = self.encoder(input_ids=ids, **masked).last_hidden_state
+        return rows
+
+    def pool(self, rows: Tensor, ids: Tensor) -> Tensor:
         if self.pooling == "first":
             return rows[:, 0]
         keep = (ids != PAD).to(rows.dtype)[..., None]
@@ -176,16 +179,28 @@ def over_processes(x: Tensor) -> Tensor:
 
 
 class Classifier(Pooled):
-    """One sequence and a linear classifier on its pooled rows, standardised."""
+    """One sequence and a linear classifier on its pooled rows, standardised; `symbols` that are hidden are guessed."""
 
-    def __init__(self, encoder: Any, pooling: str, width: int, classes: int, *, takes_mask: bool = True) -> None:
+    def __init__(
+        self, encoder: Any, pooling: str, width: int, classes: int, *, symbols: int = 0, takes_mask: bool = True
+    ) -> None:
         super().__init__(encoder, pooling, takes_mask=takes_mask)
         self.head = nn.Sequential(Standardized(width), nn.Linear(width, classes))
+        self.guess = nn.Linear(width, symbols) if symbols else None
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        return _judged(self.head(self.encode(input_ids, attention_mask)), labels)
+        rows = self.rows(input_ids, attention_mask)
+        out = _judged(self.head(self.pool(rows, input_ids)), labels)
+        if self.guess is not None and hidden is not None:
+            where = hidden != IGNORE
+            out["loss"] = out["loss"] + nn.functional.cross_entropy(self.guess(rows[where]), hidden[where])
+        return out
 
 
 class Matcher(Pooled):
@@ -207,7 +222,8 @@ class Matcher(Pooled):
         other_mask: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        both = torch.cat([self.encode(input_ids, attention_mask), self.encode(other_ids, other_mask)])
+        pairs = ((input_ids, attention_mask), (other_ids, other_mask))
+        both = torch.cat([self.pool(self.rows(ids, mask), ids) for ids, mask in pairs])
         a, b = self.standard(both).chunk(2)
         return _judged(self.head(torch.cat([a, b, a - b, a * b], dim=-1)), labels)
 
@@ -239,6 +255,8 @@ def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: 
     model = getattr(transformers, "AutoModel" if pooled else AUTO[task.kind]).from_config(config, **options)
     if preset.positions == "sinusoidal" and task.kind != "ctc":
         sinusoids_(model, preset.width**-0.5)
+    elif preset.positions == "grid":
+        grid_(model, preset.width**-0.5, preset.length, length)
     if attention.name == "linformer":
         peers.attach(model, lambda _: peers.Linformer(length, attention.features))
     elif attention.name == "performer_pytorch":
@@ -254,8 +272,11 @@ def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: 
         convert(model, attention.feature_map, attention.features or 1, **more)
     if pooled:
         width = preset.width * (2 if attention.name == "reformer" else 1)  # its two streams side by side
-        shell = Matcher if task.kind == "match" else Classifier
-        return shell(model, preset.pooling, width, task.classes, takes_mask=attention.takes_mask)
+        common: tuple[Any, ...] = (model, preset.pooling, width, task.classes)
+        if task.kind == "match":
+            return Matcher(*common, takes_mask=attention.takes_mask)
+        symbols = task.symbols if preset.guess else 0
+        return Classifier(*common, symbols=symbols, takes_mask=attention.takes_mask)
     return model
 
 
@@ -276,12 +297,36 @@ def plain_masks_(model: nn.Module) -> None:
 
 def sinusoids_(model: nn.Module, size: float) -> None:
     """Fixed sinusoidal positions of about the size of the other embeddings (Vaswani et al. 2017)."""
+    for table in _positions(model):
+        n, d = table.shape
+        rate = torch.exp(torch.arange(0, d, 2) * (-math.log(10_000.0) / d))
+        angle = torch.arange(n)[:, None] * rate
+        with torch.no_grad():
+            table[:, 0::2] = size * math.sqrt(2) * angle.sin()
+            table[:, 1::2] = size * math.sqrt(2) * angle.cos()[:, : d // 2]
+
+
+def grid_(model: nn.Module, size: float, length: int, padded: int) -> None:
+    """Fixed positions of a square picture read row by row after CLS: sinusoids of the row, then of the column.
+
+    Wavelengths go from 8 pixels to 4 sides. `padded`: the length of a batch; some models count positions from 1 or 2.
+    """
+    side = math.isqrt(length - 1)
+    for table in _positions(model):
+        n, d = table.shape
+        rate = torch.logspace(math.log10(math.pi / 4), math.log10(math.pi / (2 * side)), d // 4)
+        angle = torch.arange(side)[:, None] * rate
+        line = size * math.sqrt(2) * torch.cat([angle.sin(), angle.cos()], dim=1)
+        begin = n - padded + 1
+        with torch.no_grad():
+            table.zero_()
+            pixels = table[begin : begin + side * side].view(side, side, d)
+            pixels[:, :, : d // 2] = line[:, None]
+            pixels[:, :, d // 2 :] = line
+
+
+def _positions(model: nn.Module) -> Iterator[Tensor]:
+    """The tables of positions, which are not to be trained."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and ("position_embeddings" in name or name.endswith("wpe")):
-            n, d = module.weight.shape
-            rate = torch.exp(torch.arange(0, d, 2) * (-math.log(10_000.0) / d))
-            angle = torch.arange(n)[:, None] * rate
-            with torch.no_grad():
-                module.weight[:, 0::2] = size * math.sqrt(2) * angle.sin()
-                module.weight[:, 1::2] = size * math.sqrt(2) * angle.cos()[:, : d // 2]
-            module.weight.requires_grad_(False)
+            yield module.weight.requires_grad_(False)

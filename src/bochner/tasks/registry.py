@@ -10,6 +10,7 @@ a paper has no figures (pathfinder, speech) the preset is ours.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from torch.utils.data import Dataset
@@ -43,7 +44,7 @@ SIZES = {
     "image, paper": (1_025, 1, 8, 128, 128, 256, 35_156),  # 200 epochs of 45,000
     "image, small": (257, 1, 2, 32, 64, 64, 600),
     "pathfinder, paper": (1_025, 4, 8, 128, 128, 256, 62_500),  # 100 epochs
-    "pathfinder, small": (1_025, 2, 2, 64, 128, 16, 1_000),
+    "pathfinder, small": (145, 2, 4, 64, 128, 32, 3_000),
     "performer": (8_192, 6, 8, 512, 2_048, 8, 100_000),
     "lm, small": (256, 2, 2, 64, 256, 16, 800),
     "protein, small": (256, 2, 2, 64, 128, 16, 600),
@@ -149,15 +150,18 @@ PATHFINDER = {
     "paper": Preset(*SIZES["pathfinder, paper"], learning_rate=1e-3, warmup=1_000, positions="learned", features=128),
     "small": Preset(
         *SIZES["pathfinder, small"],
-        learning_rate=1e-3,
+        learning_rate=2e-3,
         warmup=100,
         dropout=0.0,
-        positions="learned",
+        positions="grid",
         pooling="mean",
         features=32,
+        window=16,
         redraw=0,
-        train=16_000,
-        test=1_000,
+        guess=0.2,
+        train=48_000,
+        test=2_000,
+        data={"side": 12, "levels": 4, "dashes": 3, "distractors": 1, "short": 2},
     ),
 }
 
@@ -387,6 +391,11 @@ def preset_of(chosen: Task, name: str, **changes: object) -> Preset:
         raise BochnerError(f"A preset has no {unknown[0]!r}; it has {sorted(vars(found))}.")
     changed = replace(found, **changes)  # type: ignore[arg-type]
     check(changed)
+    if changed.guess and (chosen.kind != "classify" or changed.pooling != "mean"):
+        raise BochnerError(
+            "Symbols to 'guess' are for classifiers that see mean rows; "
+            f"{chosen.name!r} has pooling {changed.pooling!r}."
+        )
     return changed
 
 
@@ -398,8 +407,15 @@ def check(preset: Preset) -> None:
     for name in COUNTS:
         positive_int(getattr(preset, name), name, "train")
     positive_float(preset.learning_rate, "learning_rate", "train")
+    if not 0 <= preset.guess < 1:
+        raise BochnerError(f"The 'guess' of train must be a share from 0 to 1, 1 excluded, got {preset.guess!r}.")
     one_of(preset.pooling, "pooling", "train", ("first", "mean"))
-    one_of(preset.positions, "positions", "train", ("sinusoidal", "learned"))
+    one_of(preset.positions, "positions", "train", ("sinusoidal", "grid", "learned"))
+    if preset.positions == "grid" and (math.isqrt(preset.length - 1) ** 2 != preset.length - 1 or preset.width % 4):
+        raise BochnerError(
+            "Positions on a 'grid' need a 'length' of a square and one and a 'width' that is a multiple of 4, "
+            f"got {preset.length} and {preset.width}."
+        )
     if preset.width % preset.heads:
         raise BochnerError(
             f"The 'width' of train must be a multiple of its 'heads', got {preset.width} and {preset.heads}."

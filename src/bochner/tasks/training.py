@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 from bochner._checks import BochnerError, extra, is_int
 from bochner.hf.train import RedrawCallback, parameter_groups
 from bochner.tasks import models
-from bochner.tasks.base import PAD, Collator, Preset, Task, figures, summary
+from bochner.tasks.base import PAD, Collator, Guessed, Preset, Sequences, Task, figures, summary
 from bochner.tasks.checkpoints import Journal, last_checkpoint, prepare, room_named, write_json
 from bochner.tasks.registry import preset_of
 from bochner.tasks.registry import task as task_of
@@ -71,7 +71,7 @@ def train(
         "task": task,
         "attention": attention,
         "seed": seed,
-        **{k: v for k, v in asdict(sizes).items() if k != "features_of"},
+        **{k: v for k, v in asdict(sizes).items() if k != "features_of" and (k != "guess" or v)},
         "features": kind.features,
         "window": kind.window,
         "start": None if start is None else str(start),
@@ -194,11 +194,13 @@ def make_trainer(
         callbacks.append(events(output / "tensorboard"))
     groups = parameter_groups(model, preset.learning_rate, weight_decay=preset.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=preset.learning_rate, betas=preset.betas)
-    validation = task.load(preset, "validation")
+    validation, examples = (task.load(preset, split) for split in ("validation", "train"))
+    if preset.guess:
+        examples = Guessed(cast(Sequences, examples), preset.guess)
     return TaskTrainer(
         model=model,
         args=arguments,
-        train_dataset=task.load(preset, "train"),
+        train_dataset=examples,
         eval_dataset=Subset(validation, range(min(GLIMPSE, len(validation)))),  # type: ignore[arg-type]
         data_collator=Collator(preset.length, attention.multiple, masks=attention.takes_mask),
         compute_metrics=lambda found: summary(task.kind, found.predictions),
