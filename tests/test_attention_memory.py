@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from naive import draw_qkv
+from naive import assert_same, draw_qkv
 from torch import Tensor
 
-from bochner import feature_map, linear_attention
+from bochner import attention_matrix, feature_map, linear_attention
 
 SIGNED = {"name": "landmark", "positive": False}  # topped up, which has no adjoint by hand
 
@@ -65,6 +66,51 @@ def test_first_and_second_derivatives_are_right(is_causal: bool, recompute: bool
 
     assert torch.autograd.gradcheck(attend, inputs)
     assert torch.autograd.gradgradcheck(attend, inputs, fast_mode=True)
+
+
+EXACT = [{}, {"sinks": 2}, {"window": 4, "sinks": 1}, {"window": 4, "sinks": 1, "window_kind": "block"}]
+
+
+@pytest.mark.parametrize("exact", EXACT, ids=["kernel", "sinks", "sliding", "block"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("phi", [{"name": "positive"}, {"name": "gmm_prf"}, SIGNED], ids=["positive", "gmm", "signed"])
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+def test_both_derivatives_are_those_of_the_matrix(
+    tied: bool, phi: dict[str, Any], is_causal: bool, exact: dict[str, Any]
+) -> None:
+    """Also where queries, keys and values are computed from one another: each path is counted once."""
+    q, k, v = draw_qkv(13, b=1, d=3, v=3)
+    made = feature_map(**phi, dim=3, num_features=4).double()
+    if phi is SIGNED:
+        made.calibrate_(q, k)
+    inputs = [k.requires_grad_()] if tied else [t.requires_grad_() for t in (q, k, v)]
+    inputs += list(made.parameters())
+    how = {"is_causal": is_causal, **exact}
+
+    def derivatives(attend: Callable[..., Tensor]) -> list[Tensor]:
+        def loss() -> Tensor:
+            return attend(*((2 * k, k, k.sin()) if tied else (q, k, v))).square().sum()
+
+        plain = torch.autograd.grad(loss(), inputs)
+        first = torch.autograd.grad(loss(), inputs, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
+        return [*plain, *first, *second]
+
+    got = derivatives(lambda q, k, v: linear_attention(q, k, v, made, **how))
+    assert_same(got, derivatives(lambda q, k, v: attention_matrix(q, k, made, **how) @ v), 1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_layers_that_share_a_learned_map_count_its_parameters_once(is_causal: bool) -> None:
+    shared = feature_map("gmm_prf", dim=3, num_features=4).double()
+    x, *_ = draw_qkv(9, b=1, d=3)
+
+    def slopes(attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        loss = attend(attend(x)).square().sum()
+        return torch.autograd.grad(loss, list(shared.parameters()), create_graph=True)
+
+    got = slopes(lambda y: linear_attention(y, y, y, shared, is_causal=is_causal))
+    assert_same(got, slopes(lambda y: attention_matrix(y, y, shared, is_causal=is_causal) @ y), 1e-9)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

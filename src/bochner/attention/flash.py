@@ -88,7 +88,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias, out, log_norm = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative will be wanted
-            return tuple(differentiate(composed(q, k, v, bias), (q, k, v, bias), grads))
+            return tuple(differentiate(composed, (q, k, v, bias), grads))
         (n, d), s, size = q.shape[-2:], k.shape[-2], v.shape[-1]
         width = max(d, size) + 1
         dq, dk, dv, dbias = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, bias))

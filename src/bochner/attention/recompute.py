@@ -7,7 +7,8 @@ differentiable operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from bochner._checks import BochnerError
 from bochner.attention.call import Call
 from bochner.attention.numerics import FeatureFunction, is_composed, versions
-from bochner.maps.base import Features
+from bochner.maps.base import FeatureMap, Features
 
 
 class Scan(Protocol):
@@ -69,17 +70,41 @@ class _Recomputed(torch.autograd.Function):
             )
         smooth = grads[: scan.num_smooth]
         again = torch.is_grad_enabled()  # a second derivative will be wanted
-        if again or scan.call.top_up is not None:  # the adjoints by hand know nothing of top-ups
-            with torch.enable_grad():
-                outputs, _ = scan.run(*tensors[: ctx.count])
-                return (None, None, *differentiate(outputs[: scan.num_smooth], tensors, smooth, again=again))
-        return (None, None, *scan.back(tensors[: ctx.count], ctx.kept, smooth))
+        if not again and scan.call.top_up is None:  # the adjoints by hand know nothing of top-ups
+            return (None, None, *scan.back(tensors[: ctx.count], ctx.kept, smooth))
+
+        def run(*inputs: Tensor) -> Sequence[Tensor]:
+            with _in_place_of(scan.call.phi, tensors[ctx.count :], inputs[ctx.count :]):
+                return scan.run(*inputs[: ctx.count])[0][: scan.num_smooth]
+
+        return (None, None, *differentiate(run, tensors, smooth, again=again))
+
+
+@contextmanager
+def _in_place_of(phi: FeatureMap, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
+    """Let a map compute with other tensors than its parameters."""
+    other = {id(p): t for p, t in zip(parameters, others, strict=True)}
+    places = [d for m in phi.modules() for d in (m._parameters, m._buffers)]
+    changed = [(d, name, t) for d in places for name, t in d.items() if id(t) in other]
+    try:
+        for d, name, t in changed:
+            d[name] = other[id(t)]
+        yield
+    finally:
+        for d, name, t in changed:
+            d[name] = t
 
 
 def differentiate(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor], *, again: bool = True
+    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], grads: Sequence[Tensor], *, again: bool = True
 ) -> list[Tensor | None]:
-    """The gradients of all inputs that have one, themselves differentiable unless not `again`."""
+    """The gradients of all inputs of `run` that have one, themselves differentiable unless not `again`.
+
+    Each is that of one input with the others held, also where one was computed from another: `run` gets stand-ins.
+    """
+    with torch.enable_grad():
+        inputs = [t.view_as(t) if again else t.detach().requires_grad_(t.requires_grad) for t in inputs]
+        outputs = run(*inputs)
     pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     wanted = [t for t in inputs if t.requires_grad]
     outs, grads = [y for y, _ in pairs], [g for _, g in pairs]

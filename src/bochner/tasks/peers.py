@@ -161,7 +161,7 @@ def fnet(task: Task, p: Preset, length: int) -> Any:
 
 
 def reformer(task: Task, p: Preset, length: int) -> Any:
-    kinds = [("local", "lsh")[i % 2] for i in range(p.layers)]
+    kinds = [("lsh", "local")[i % 2] for i in range(p.layers)]
     return transformers.ReformerConfig(
         vocab_size=task.symbols,
         hidden_size=p.width,

@@ -57,8 +57,8 @@ def train(
     `{"learnable": "S"}`. `output`: default `runs/TASK-ATTENTION-PRESET-SEED`, with the options behind the attention;
     holds `run.json`, `metrics.jsonl`, checkpoints and `result.json`. `resume`: go on where the run in `output` was
     stopped, however it was; a finished run returns its result. `start`: the output of a run on another task with the
-    same sizes, whose encoder is taken over (pretraining). Under `accelerate launch` the batch is shared by the
-    processes.
+    same sizes, whose encoder is taken over (pretraining). Under `torchrun` or `accelerate launch` the batch is
+    shared by the processes.
     """
     if not is_int(seed) or not 0 <= seed < 2**32:
         raise BochnerError(f"The 'seed' of train must be an int from 0 to 2**32 - 1, got {seed!r}.")
@@ -132,7 +132,7 @@ def each_warning_once() -> Iterator[None]:
 
 
 def is_first() -> bool:
-    """Whether this is the only process, or the first of those that `accelerate launch` started."""
+    """Whether this is the only process, or the first of those that `torchrun` started."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -185,7 +185,7 @@ def make_trainer(
         disable_tqdm=not progress,
         remove_unused_columns=False,
         label_names=["labels"],
-        ddp_find_unused_parameters=False,
+        ddp_find_unused_parameters=attention.feature_map is None,  # some peers, and no attention at all, leave weights out
     )
     callbacks: list[Any] = [Journal(output / "metrics.jsonl")]
     if attention.feature_map is not None and preset.redraw:
