@@ -182,6 +182,7 @@ PAPERS = (
                 page="training.md",
             ),
             Item("Beyond the paper", "its features on the heads of a real model", "minilm_heads"),
+            Item("Beyond the paper", "learning curves on books", "train_curves", page="training-results.md"),
             Item("Beyond the paper", "block windows against sliding ones", "window_kinds", page="attention.md"),
             Item("Beyond the paper", "a decoder converted to a target", "smollm_target", page="howto-decoders.md"),
             Item("Beyond the paper", "rates of a converted decoder", "smollm_rates", page="howto-decoders.md"),

@@ -164,8 +164,9 @@ def test_lines_after_the_checkpoint_are_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
-    options = {**TINY, "attention": "positive", "steps": 12, "dropout": 0.0, "pooling": "mean"}
+@pytest.mark.parametrize("attention", ["positive", "identity"])  # the second leaves weights of the model out
+def test_two_processes_have_the_losses_of_one(attention: str, tmp_path: Path) -> None:
+    options = {**TINY, "attention": attention, "steps": 12, "dropout": 0.0, "pooling": "mean"}
     script = tmp_path / "run.py"
     script.write_text(CODE.replace("resume=True, ", ""))  # the second process must not take the first for another run
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]

@@ -56,6 +56,11 @@ class Attention:
         return base if base in FEATURE_MAPS and self.name != "identity" else None
 
     @property
+    def leaves_weights_out(self) -> bool:
+        """Whether a step may use some parameters of the model not at all; Reformer's passes cannot be asked."""
+        return not self.is_ours and self.name not in ("exact", "reformer")
+
+    @property
     def is_ours(self) -> bool:
         return self.name == "window" or self.feature_map is not None
 

@@ -185,7 +185,7 @@ def make_trainer(
         disable_tqdm=not progress,
         remove_unused_columns=False,
         label_names=["labels"],
-        ddp_find_unused_parameters=attention.feature_map is None,  # some peers, and no attention at all, leave weights out
+        ddp_find_unused_parameters=attention.leaves_weights_out,
     )
     callbacks: list[Any] = [Journal(output / "metrics.jsonl")]
     if attention.feature_map is not None and preset.redraw:
