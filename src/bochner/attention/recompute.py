@@ -84,7 +84,7 @@ class _Recomputed(torch.autograd.Function):
 def _in_place_of(phi: FeatureMap, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
     """Let a map compute with other tensors than its parameters."""
     other = {id(p): t for p, t in zip(parameters, others, strict=True)}
-    places = [d for m in phi.modules() for d in (m._parameters, m._buffers)]
+    places: list[dict[str, Any]] = [d for m in phi.modules() for d in (m._parameters, m._buffers)]
     changed = [(d, name, t) for d in places for name, t in d.items() if id(t) in other]
     try:
         for d, name, t in changed:
