@@ -125,6 +125,39 @@ def test_the_adjoint_has_gradients_too_and_a_vector_keeps_its_shape():
         assert not (K.rmatvec(x)).requires_grad
 
 
+def test_a_bandwidth_that_has_moved_is_refused_and_the_gradient_is_that_of_the_product():
+    q = clusters(40)
+    bandwidth = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    K = KernelOperator(q, bandwidth=bandwidth)
+    y = K @ torch.ones(40, dtype=torch.float64)
+    optimizer = torch.optim.SGD([bandwidth], lr=1.0)
+    bandwidth.grad = torch.tensor(-1.0, dtype=torch.float64)
+    optimizer.step()
+    for product in (K.matvec, K.rmatvec, K.with_queries(q[:5]).matvec, K.matvec_with_certificate):
+        with pytest.raises(BochnerError, match=r"was 1 when it was built.*now 2; build a new KernelOperator"):
+            product(torch.ones(40, dtype=torch.float64))
+    # The product that was made before the step still has its own gradient.
+    bandwidth.grad = None
+    y.sum().backward()
+    squared = ((q[:, None] - q[None]) ** 2).sum(-1)
+    assert float(bandwidth.grad) == pytest.approx(float((np.exp(-squared / 2) * squared).sum()), rel=1e-9)
+    with torch.no_grad():
+        bandwidth.data.fill_(1.0)
+    K @ np.ones(40)
+
+
+def test_a_gamma_that_learns_goes_through_the_bandwidth():
+    q, x = clusters(40), torch.ones(40, dtype=torch.float64)
+    gamma = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(BochnerError, match=r"'gamma'.*requires a gradient.*bandwidth=\(2 \* gamma\) \*\* -0.5"):
+        KernelOperator(q, gamma=gamma)
+    (KernelOperator(q, bandwidth=(2 * gamma) ** -0.5) @ x).sum().backward()
+    squared = ((q[:, None] - q[None]) ** 2).sum(-1)
+    assert float(gamma.grad) == pytest.approx(-float((np.exp(-0.4 * squared) * squared).sum()), rel=1e-9)
+    with torch.no_grad():
+        assert KernelOperator(q, gamma=gamma).gamma == pytest.approx(0.4)
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_long_sums_of_one_sign_do_not_drown_in_single_precision(symmetric):
     X = np.random.default_rng(0).normal(size=(20_000, 2)).astype(np.float32)

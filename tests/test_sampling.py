@@ -18,6 +18,7 @@ from bochner.sampling import (
     SampledSoftmaxLoss,
     UniformSampler,
 )
+from bochner.sampling.loss import PENDING
 
 torch.set_num_threads(1)
 ALPHA = 1e-6  # of every statistical test here
@@ -341,6 +342,55 @@ def test_mistakes_are_named():
         SampledSoftmaxLoss(None, 3)
     with pytest.raises(BochnerError, match="weight"):
         SampledSoftmaxLoss(UniformSampler(300), 3)(x, torch.zeros(4, dtype=torch.long), y[:5])
+
+
+@pytest.mark.parametrize("name", ["uniform", "log-uniform", "exact", "tree"])
+def test_queries_and_numbers_of_draws_that_cannot_be_are_named(name):
+    y, x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)), torch.ones(3, 4)
+    sampler = {
+        "uniform": lambda: UniformSampler(50),
+        "log-uniform": lambda: LogUniformSampler(50),
+        "exact": lambda: ExactSampler(y),
+        "tree": lambda: FeatureTree(y),
+    }[name]()
+    for k in (0, -1, 2.5):
+        with pytest.raises(BochnerError, match=r"'num_samples'.*positive int"):
+            sampler.draw(x, k)
+    ids = torch.zeros(3, 1, dtype=torch.long)
+    bad = [(x * math.nan, "'x'.*finite"), (x[0], r"'x'.*\(b, [4d]\)"), (x.long(), "'x'.*float")]
+    if name in ("exact", "tree"):
+        bad.append((x[:, :3], r"'x'.*\(b, 4\), got \(3, 3\)"))
+    for queries, words in bad:
+        with pytest.raises(BochnerError, match=words):
+            sampler.draw(queries, 2)
+        with pytest.raises(BochnerError, match=words):
+            sampler.log_prob(queries, ids)
+    for outside in (-1, 50):
+        with pytest.raises(BochnerError, match=r"'ids'.*0\.\.49"):
+            sampler.log_prob(x, ids + outside)
+
+
+def test_the_partition_function_by_features_alone_needs_the_lengths():
+    y, b, x = problem()
+    tree = FeatureTree(y, b, normalize=1.0)
+    with pytest.raises(BochnerError, match=r"normalize=1.*use 'partition'"):
+        tree.log_partition(x)
+    truth = torch.logsumexp(x @ y.T + b, 1)
+    assert (tree.partition(x, 500, generator=torch.Generator().manual_seed(0)).log_value - truth).abs().max() < 0.3
+
+
+@pytest.mark.parametrize("name", ["uniform", "tree"])
+def test_what_a_loss_remembers_is_bounded_by_the_classes(name):
+    y = torch.randn(500, 4, generator=torch.Generator().manual_seed(0))
+    sampler = UniformSampler(500) if name == "uniform" else FeatureTree(y)
+    loss = SampledSoftmaxLoss(sampler, 100)
+    for i in range(40):  # 202,000 numbers, every class among them
+        loss(torch.ones(50, 4), torch.arange(50) + 50 * (i % 10), y)
+    kept = sum(map(len, loss._touched))
+    assert kept == 0 if name == "uniform" else 500 <= kept <= 2 * 500 + PENDING
+    if name == "tree":  # and all of them are refreshed
+        loss.refresh_(2 * y)
+        torch.testing.assert_close(sampler.vectors, 2 * y[sampler.order])
 
 
 def test_sampling_is_reached_from_the_package():

@@ -13,7 +13,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class KernelProduct(Function):
-    """y = K x: the gradient of x is K' g, that of the bandwidth g . (dK/dbandwidth x)."""
+    """y = K x: the gradient of x is K' g, that of the bandwidth g . (dK/dbandwidth x) = g . slope(x)."""
 
     @staticmethod
     def forward(
@@ -31,5 +31,5 @@ class KernelProduct(Function):
         for_bandwidth = None
         if ctx.needs_input_grad[1]:
             total = (gradient.double() * ctx.slope(x).double()).sum()
-            for_bandwidth = (total / float(ctx.bandwidth)).to(ctx.bandwidth.dtype).reshape(ctx.bandwidth.shape)
+            for_bandwidth = total.to(ctx.bandwidth.dtype).reshape(ctx.bandwidth.shape)
         return for_x, for_bandwidth, None, None, None

@@ -110,6 +110,11 @@ def resolve_bandwidth(bandwidth: float | Tensor | None, gamma: float | None) -> 
             f"Give {OWNER} exactly one of 'bandwidth' (sigma, in exp(-|q-k|^2 / (2 sigma^2))) and 'gamma' "
             f"(in exp(-gamma |q-k|^2)), got bandwidth={bandwidth!r} and gamma={gamma!r}."
         )
+    if isinstance(gamma, Tensor) and gamma.requires_grad and torch.is_grad_enabled():
+        raise BochnerError(
+            f"The 'gamma' of {OWNER} requires a gradient, which products have with respect to x and bandwidth only; "
+            "give bandwidth=(2 * gamma) ** -0.5, or call .detach()."
+        )
     if bandwidth is None:
         sigma = 1.0 / math.sqrt(2.0 * positive_float(_scalar(gamma), "gamma", OWNER))
     else:

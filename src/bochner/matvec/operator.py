@@ -47,7 +47,7 @@ class KernelOperator(LinearOperator):
             whoever changes it afterwards changes K without the operator's knowing.
         keys: (s, d); None means the queries, and then K is symmetric and so is the operator.
         bandwidth: sigma. Give this or `gamma` = 1 / (2 sigma^2). A tensor that requires a gradient receives one from
-            products with tensors, as x does.
+            products with tensors, as x does; after a step of an optimizer build a new operator: this one refuses.
         kernel: "gaussian", or "laplace" (= "matern12"), "matern32", "matern52", "student".
         eps: the error allowed, relative to |x|_2.
         method: "exact" tiles; "cells" near tiles and, where needed, blurred far cells (sparse or clustered kernels);
@@ -286,6 +286,7 @@ class KernelOperator(LinearOperator):
         return self._adjoint()
 
     def _public(self, x: Any, adjoint: bool, columns: bool) -> Any:
+        self._refuse_stale()
         learns = self._bandwidth is not None and self._bandwidth.requires_grad
         if isinstance(x, Tensor) and torch.is_grad_enabled() and (x.requires_grad or learns):
             return KernelProduct.apply(
@@ -293,9 +294,20 @@ class KernelOperator(LinearOperator):
                 self._bandwidth,
                 lambda v: self._product(v, adjoint, columns),
                 lambda g: self._product(g, not adjoint, columns),
-                lambda v: self._slope(v, adjoint, columns),
+                lambda v: self._slope(v, adjoint, columns) / self.bandwidth,
             )
         return self._product(x, adjoint, columns)
+
+    def _refuse_stale(self) -> None:
+        """Plans and factors are those of the bandwidth at building: one that an optimizer has moved since is another K.
+
+        By value, not by version: `.data` changes a tensor without a trace.
+        """
+        if self._bandwidth is not None and self._bandwidth.item() != self.bandwidth:
+            raise BochnerError(
+                f"The 'bandwidth' of this {OWNER} was {self.bandwidth:.9g} when it was built, and its tensor is now "
+                f"{self._bandwidth.item():.9g}; build a new {OWNER} after every change of it."
+            )
 
     def _slope(self, x: Tensor, adjoint: bool, columns: bool) -> Tensor:
         """bandwidth * dK/dbandwidth x: by the near blocks if the plan is certain, else by exact tiles."""
@@ -332,6 +344,7 @@ class KernelOperator(LinearOperator):
             >>> K.matvec_with_certificate(torch.ones(300)).kind
             'deterministic'
         """
+        self._refuse_stale()
         begun = time.perf_counter()
         table, restore, scale = as_values(x, self.shape[1], False, self._problem.dtype)
         self._engine.progress = self.progress

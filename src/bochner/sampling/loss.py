@@ -12,6 +12,7 @@ from bochner._checks import BochnerError, make_generator, one_of, positive_int
 from bochner.sampling.samplers import Sampler
 
 ROWS = 256  # queries whose full logits are formed at a time by the exact loss
+PENDING = 1 << 14  # class numbers noted before they are gone through for repeated ones
 
 
 class SampledSoftmaxLoss(nn.Module):
@@ -60,7 +61,7 @@ class SampledSoftmaxLoss(nn.Module):
         self.sparse, self.ignore_index = sparse, ignore_index
         self.reduction = one_of(reduction, "reduction", owner, ("mean", "sum", "none"))
         self.generator = make_generator(seed)
-        self._touched: list[Tensor] = []
+        self._touched: list[Tensor] = []  # classes since the last refresh; no repeats in the first entry
 
     def forward(self, hidden: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """hidden (..., d), target (...) of class ids, weight (n, d), bias (n,)."""
@@ -81,7 +82,7 @@ class SampledSoftmaxLoss(nn.Module):
     def _sampled(self, x: Tensor, t: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ids, log_q = self.sampler.draw(x, self.num_samples, generator=self.generator)
         classes = torch.cat([t[:, None], ids], 1)
-        self._touched.append(classes.detach().flatten())
+        self._note(classes.detach().flatten())
         y = F.embedding(classes, weight, sparse=self.sparse)
         logits = torch.bmm(y, x.to(y.dtype).unsqueeze(-1)).squeeze(-1)
         if bias is not None:
@@ -89,6 +90,14 @@ class SampledSoftmaxLoss(nn.Module):
         correction = F.pad(log_q.to(logits.dtype) + math.log(self.num_samples), (1, 0))
         hit = F.pad(ids == t[:, None], (1, 0))
         return torch.logsumexp((logits - correction).masked_fill(hit, -math.inf), 1) - logits[:, 0]
+
+    def _note(self, classes: Tensor) -> None:
+        """Remember the classes for `refresh_`, in memory that their number bounds, however long it is not called."""
+        if type(self.sampler).update_ is Sampler.update_:  # it does not look at class vectors
+            return
+        self._touched.append(classes)
+        if sum(map(len, self._touched)) > 2 * len(self._touched[0]) + PENDING:
+            self._touched = [torch.unique(torch.cat(self._touched))]
 
     def _exact(self, x: Tensor, t: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         parts = [

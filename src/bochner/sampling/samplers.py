@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
@@ -59,10 +59,13 @@ class UniformSampler(Sampler):
     """
 
     def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
+        check_queries(x, None, type(self).__name__)
+        positive_int(num_samples, "num_samples", type(self).__name__)
         ids = torch.randint(self.num_classes, (len(x), num_samples), generator=generator).to(x.device)
         return Draws(ids, self.log_prob(x, ids))
 
     def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        check_queries(x, None, type(self).__name__)
         check_ids(ids, self.num_classes, "log_prob", len(x))
         return torch.full(ids.shape, -math.log(self.num_classes), device=x.device)
 
@@ -76,11 +79,14 @@ class LogUniformSampler(Sampler):
     """
 
     def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
+        check_queries(x, None, type(self).__name__)
+        positive_int(num_samples, "num_samples", type(self).__name__)
         u = torch.rand(len(x), num_samples, generator=generator, dtype=torch.float64)
         ids = (torch.expm1(u * math.log1p(self.num_classes))).long().clamp_(max=self.num_classes - 1).to(x.device)
         return Draws(ids, self.log_prob(x, ids))
 
     def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        check_queries(x, None, type(self).__name__)
         check_ids(ids, self.num_classes, "log_prob", len(x))
         share = torch.log1p(1 / (ids.double() + 1)) / math.log1p(self.num_classes)
         return share.log().to(x.device, torch.float32)
@@ -100,6 +106,8 @@ class ExactSampler(Sampler):
 
     @torch.no_grad()
     def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
+        x = check_queries(x, self.vectors.shape[1], type(self).__name__)
+        positive_int(num_samples, "num_samples", type(self).__name__)
         parts = []
         for block in x.split(max(1, BLOCK // self.num_classes)):
             logs = self._log_softmax(block)
@@ -111,6 +119,7 @@ class ExactSampler(Sampler):
 
     @torch.no_grad()
     def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        x = check_queries(x, self.vectors.shape[1], type(self).__name__)
         check_ids(ids, self.num_classes, "log_prob", len(x))
         rows = max(1, BLOCK // self.num_classes)
         parts = [self._log_softmax(b).gather(1, i.long()) for b, i in zip(x.split(rows), ids.split(rows), strict=True)]
@@ -135,6 +144,14 @@ class ExactSampler(Sampler):
 
     def _log_softmax(self, x: Tensor) -> Tensor:
         return torch.log_softmax(torch.addmm(self.bias, x.to(self.vectors.dtype), self.vectors.T), 1)
+
+
+def check_queries(x: Any, width: int | None, owner: str) -> Tensor:
+    """Queries (b, d), finite and detached; `width`: d, None if any will do."""
+    x = floating(x, "x", owner).detach()
+    if x.ndim != 2 or (width is not None and x.shape[1] != width):
+        raise BochnerError(f"The 'x' of {owner} must have shape (b, {width or 'd'}), got {tuple(x.shape)}.")
+    return finite(x, "x", owner)
 
 
 def check_vectors(vectors: Tensor, owner: str) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from bochner._checks import BochnerError, finite, floating, positive_float, positive_int
+from bochner._checks import BochnerError, positive_float, positive_int
 from bochner.maps import FeatureMap, Features, feature_map
-from bochner.sampling.samplers import Draws, Sampler, check_bias, check_ids, check_rows, check_vectors
+from bochner.sampling.samplers import Draws, Sampler, check_bias, check_ids, check_queries, check_rows, check_vectors
 
 FAN = 8  # children of a node
 BLOCK = 1 << 20  # numbers gathered at a time: they stay in cache
@@ -319,7 +319,16 @@ class FeatureTree(Sampler):
 
     @torch.no_grad()
     def log_partition(self, x: Tensor) -> Tensor:
-        """`log Z(x)` by features alone, (b,): O(m) a query, with the error of the map; -inf where Z is not positive."""
+        """`log Z(x)` by features alone, (b,): O(m) a query, with the error of the map.
+
+        Where a signed map (`trig`) estimates a Z that is not positive, -inf: use `partition`, or a positive map. With
+        `normalize` the features do not know the lengths of x and y, and this is refused.
+        """
+        if self.normalize is not None:
+            raise BochnerError(
+                f"The features of this {type(self).__name__} are those of vectors brought to length normalize="
+                f"{self.normalize:g}, which say nothing of log Z(x); use 'partition', or a tree without 'normalize'."
+            )
         values, log_scale = self._features(self._check(x), "query")
         return (values @ self._sums[-1].sum(0)).clamp_min(0).log() + log_scale[:, 0] + self._shift
 
@@ -496,13 +505,7 @@ class FeatureTree(Sampler):
     # ---- inputs ---------------------------------------------------------------------------------------------------
 
     def _check(self, x: Any) -> Tensor:
-        owner = type(self).__name__
-        x = floating(x, "x", owner).detach()
-        if x.ndim != 2 or x.shape[1] != self.vectors.shape[1]:
-            raise BochnerError(
-                f"The 'x' of {owner} must have shape (b, {self.vectors.shape[1]}), got {tuple(x.shape)}."
-            )
-        return finite(x, "x", owner)
+        return check_queries(x, self.vectors.shape[1], type(self).__name__)
 
     def _scaled(self, x: Tensor) -> Tensor:
         """x or y as the kernel `exp(x . y)` takes it."""
