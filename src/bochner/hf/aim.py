@@ -24,8 +24,8 @@ from bochner.hf.plan import Plan
 from bochner.hf.target import BUDGETS, EXACT, RETREATS, Candidate, Goal, Option, Say, Search
 from bochner.hf.thin import Thinning
 
-FIT_LENGTH = 640  # tokens of the pieces that maps are fitted to, at least; half of the goal's length if that is more
-FIT_TOKENS, FIT_PIECES = 4096, 3  # of text, or so many pieces
+FIT_LENGTH = 640  # tokens of the pieces that maps are fitted to
+FIT_TOKENS = 4096
 DEARER = (1.05, 1.2)  # how much more a choice costs that is tried after one that failed, of gates and of sums
 VERIFIED_TOKENS = 4096  # of held-back text, at least one sequence of the goal's length
 SHARES = (0.3, 0.6)  # where fitting ends, where choosing ends: the rest is held back
@@ -156,14 +156,13 @@ class Split:
         return Outputs(model, self.choose, goal.keep)
 
 
-def split(data: Sequence[dict[str, Tensor]], is_language: bool, length: int = 0) -> Split:
-    """Split batches; those of a language model are taken for one stream of tokens, for sequences of some length."""
+def split(data: Sequence[dict[str, Tensor]], is_language: bool) -> Split:
+    """Split batches; those of a language model are taken for one stream of tokens."""
     if is_language:
         rows = [row[mask.bool()] for b in data for row, mask in zip(b["input_ids"], _mask(b), strict=True)]
         tokens = torch.cat(rows)
         a, b = (int(share * len(tokens)) for share in SHARES)
-        size = max(FIT_LENGTH, -(-length // 2))
-        pieces = tokens[: min(a, max(FIT_TOKENS, FIT_PIECES * size))].split(size)
+        pieces = tokens[: min(a, FIT_TOKENS)].split(FIT_LENGTH)
         return Split([{"input_ids": piece[None]} for piece in pieces], tokens[a:b], tokens[b:], True)
     if len(data) < 3:  # row by row
         data = [{name: t[i : i + 1] for name, t in b.items()} for b in data for i in range(len(next(iter(b.values()))))]
@@ -274,7 +273,7 @@ def aim(
     `floors`: compute the rank floor of every head. `near`: `window`, `sinks`, `window_kind` if they are given.
     """
     began = time.monotonic()
-    parts = split(data, is_language_model(model, shapes), goal.length)
+    parts = split(data, is_language_model(model, shapes))
     search = Search(model, shapes, goal, num_features, seed, say, **near)
     judge = parts.judge(model, goal)
     search.prepare(parts.fit, judge)
