@@ -10,6 +10,7 @@ import torch
 from naive import assert_same, draw
 from torch import Tensor, nn
 
+from bochner import feature_map, linear_attention
 from bochner.nn import MultiheadAttention
 
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
@@ -85,3 +86,47 @@ def test_an_exported_program_is_the_module_for_any_batch(name: str) -> None:
             y = draw(size, 140, 8, seed=size, dtype=torch.float32, scale=0.5)
             hole = mask[:1].expand(size, -1).clone()
             assert_same(program.module()(y, hole), block(y, hole), tol=1e-6)
+
+
+class Attend(nn.Module):
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.phi, self.how = feature_map("positive", dim=4, num_features=8), how
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return linear_attention(q, k, v, self.phi, **self.how)
+
+
+KINDS: dict[str, tuple[dict[str, Any], int]] = {  # and what a length must be a multiple of to be exported as a symbol
+    "bidirectional": ({}, 1),
+    "causal": ({"is_causal": True}, 64),
+    "block": ({"window": 8, "window_kind": "block", "sinks": 1}, 8),
+    "causal block": ({"window": 8, "window_kind": "block", "sinks": 1, "is_causal": True}, 8),
+    "sliding": ({"window": 8}, 64),
+    "causal sliding": ({"window": 8, "sinks": 1, "is_causal": True}, 16),
+}
+
+
+def same_at(program: Any, attend: Attend, n: int) -> None:
+    qkv = [draw(1, 2, n, 4, seed=n + i, dtype=torch.float32) for i in range(3)]
+    assert_same(program(*qkv), attend(*qkv), tol=1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_many_lengths_are_few_graphs(name: str) -> None:
+    torch.compiler.reset()
+    attend = Attend(**KINDS[name][0])
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")  # gives up at the ninth graph
+    for n in (100, 101, 120, 33, 64, 65, 200, 256, 300, 17, 150):
+        same_at(compiled, attend, n)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_length_can_be_exported_as_a_symbol(name: str) -> None:
+    how, unit = KINDS[name]
+    attend, blocks = Attend(**how), torch.export.Dim("blocks", min=2, max=4096 // unit)
+    length = blocks if unit == 1 else unit * blocks
+    qkv = tuple(draw(1, 2, 5 * unit, 4, seed=i, dtype=torch.float32) for i in range(3))
+    program = torch.export.export(attend, qkv, dynamic_shapes=({2: length},) * 3).module()
+    for count in (2, 3, 20):
+        same_at(program, attend, count * unit)

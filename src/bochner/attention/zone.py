@@ -57,7 +57,6 @@ class Zone(NamedTuple):
 class Segment(NamedTuple):
     """Some row blocks: keys and values of their zones, features of those keys that are needed, and what lies beyond."""
 
-    blocks: slice
     keys: Tensor
     values: Tensor
     features: Features | None
@@ -118,7 +117,7 @@ class ZoneScan:
             start, keys, values = before, *self._keys(k, v, blocks)
             fk = key(keys[..., self._used(blocks), :]) if self._needs_features else None
             outside, before = self._outside(fk, values, blocks, before, behind)
-            segment, log_refs = Segment(blocks, keys, values, fk, outside), []
+            segment, log_refs = Segment(keys, values, fk, outside), []
             for rows in self._cuts(q):
                 part = (blocks, rows)
                 zone = self._zone(q, segment, part)
@@ -143,7 +142,7 @@ class ZoneScan:
             fk = None if trace is None else Features(trace.values, trace.log_scale)
             outside, _ = self._outside(fk, values, blocks, before, behind)
             dfar, dpsi = torch.zeros_like(outside.far), None if fk is None else torch.zeros_like(fk.values)
-            segment = Segment(blocks, keys, values, fk, outside)
+            segment = Segment(keys, values, fk, outside)
             for rows, log_ref in zip(self._cuts(tensors[0]), log_refs, strict=True):
                 self._part_adjoint(tensors, total, segment, (blocks, rows), log_ref, dfar, dpsi, found)
             for more in dstate:  # of the last segment alone
