@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("sklearn")
 
 from scipy import sparse
+from scipy.linalg import cho_factor, cho_solve
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.gaussian_process import GaussianProcessRegressor as TheirProcess
@@ -76,6 +77,19 @@ def test_a_pickled_estimator_gives_the_same_answers(make):
         (RandomFeatures(feature_map="best"), "Unknown feature map 'best'"),
         (RandomFeatures(feature_map="tensor_sketch", kernel="softmax"), "'tensor_sketch' has no kernel 'softmax'"),
         (RandomFeatures("auto", feature_map="calibrated"), "no closed form.*'calibrated'"),
+        (RandomFeatures(map_params=3), "'map_params'.*dict.*3"),
+        (RandomFeatures(feature_map="landmark"), "'landmark' estimates the kernel 'softmax' here.*kernel='softmax'"),
+        (KernelRidge(tol=float("nan")), "'tol'.*nan"),
+        (KernelRidge(tol=-1.0), "'tol'.*-1"),
+        (GaussianProcessRegressor(tol="small"), "'tol'.*'small'"),
+        (KernelRidge(max_iter=0), "'max_iter'.*0"),
+        (KernelRidge(max_iter=-3), "'max_iter'.*-3"),
+        (GaussianProcessRegressor(max_iter=2.5), "'max_iter'.*2.5"),
+        (NadarayaWatson(exact_below=float("nan")), "'exact_below'.*nan"),
+        (NadarayaWatson(exact_below=-1), "'exact_below'.*-1"),
+        (KernelDensity(exact_below=0), "'exact_below'.*0"),
+        (KernelPCA(tol=float("nan")), "'tol'.*nan"),
+        (KernelPCA(tol=-1.0), "'tol'.*-1"),
         (KernelPCA(0), "'n_components'.*0"),
         (GaussianProcessRegressor(amplitude=0.0), "'amplitude'.*0"),
     ],
@@ -153,6 +167,26 @@ def test_features_estimate_their_kernel(name, kernel):
     mean, error = np.mean(draws, 0), np.std(draws, 0) / np.sqrt(len(draws))
     assert (np.abs(mean - truth) <= 5 * error + 1e-5).all()
     assert error.mean() < 0.05 * truth.mean()
+
+
+@pytest.mark.parametrize("name", ["gmm_prf", "fastfood_prf", "generative_prf", "gmm_rks"])
+@pytest.mark.parametrize("kernel", ["gaussian", "softmax"])
+def test_learned_maps_start_at_the_kernel_that_was_asked_for(name, kernel):
+    X = 0.5 * np.random.default_rng(0).normal(size=(40, 6)) + 0.3
+    model = RandomFeatures(8192, feature_map=name, kernel=kernel, gamma=0.2, random_state=0).fit(X)
+    truth, other = rbf_kernel(X, gamma=0.2), np.exp(0.4 * X @ X.T)
+    if kernel == "softmax":
+        truth, other = other, truth
+    estimate = model.transform(X) @ model.transform(X, role="key").T
+    assert np.linalg.norm(estimate - truth) < 0.15 * np.linalg.norm(truth) < 0.4 * np.linalg.norm(other - truth)
+
+
+def test_landmarks_estimate_the_softmax_kernel():
+    X = np.random.default_rng(0).normal(size=(400, 6))
+    model = RandomFeatures(64, feature_map="landmark", kernel="softmax", random_state=0).fit(X)
+    truth = np.exp(2 * model.gamma_ * X @ X.T)
+    estimate = model.transform(X) @ model.transform(X, role="key").T
+    assert np.linalg.norm(estimate - truth) < 0.25 * np.linalg.norm(truth)
 
 
 def test_the_error_is_below_that_of_the_sampler_of_scikit_learn():
@@ -300,6 +334,26 @@ def test_mean_and_deviation_are_those_of_a_gaussian_process(method):
     np.testing.assert_allclose(mean, expected_mean, atol=1e-3)
     np.testing.assert_allclose(std, expected_std, atol=1e-3)
     np.testing.assert_array_equal(ours.predict(Q), mean)
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 1e-5])
+def test_deviations_by_conjugate_gradients_are_those_of_a_factorisation(alpha):
+    rng, n = np.random.default_rng(0), 2500  # more than are factorised
+    X, gamma = rng.normal(size=(n, 4)), 0.125
+    queries = np.concatenate([rng.normal(size=(30, 4)), X[:10], rng.normal(size=(2, 4)) + 20])
+    model = GaussianProcessRegressor(alpha=alpha, gamma=gamma).fit(X, np.sin(X[:, 0]))
+    assert model.n_iter_ > 1
+    _, std = model.predict(queries, return_std=True)
+    cross = rbf_kernel(X, queries, gamma=gamma)
+    factor = cho_factor(rbf_kernel(X, gamma=gamma) + alpha * np.eye(n))
+    truth = np.sqrt(1 - (cross * cho_solve(factor, cross)).sum(0))
+    assert truth.min() < 0.1 < truth.max()
+    np.testing.assert_allclose(std, truth, rtol=0.01)
+    model.max_iter = 2
+    with pytest.warns(ConvergenceWarning, match=r"variances.*too large by.*after 2 steps"):
+        rough = model.predict(queries, return_std=True)[1]
+    assert rough.max() <= 1
+    assert (rough > 1.01 * truth).any()
 
 
 def test_a_process_with_a_closure_survives_pickling():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -90,28 +91,52 @@ def _cholesky(matrix: Tensor, alpha: float) -> Tensor:
 class Solution(NamedTuple):
     value: Tensor
     steps: int
-    residual: float  # the largest |r| / |y| over the columns
+    residual: float  # the largest of what is left over the columns, |r| / |y| or as `Left` says
 
     def converged(self, tol: float) -> bool:
         return self.residual <= tol
 
 
+Left = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, r, r'M^-1 r): what is left to do for each column, (r,)
+
+
+def of_residual(y: Tensor) -> Left:
+    """|r| / |y|."""
+    norm = y.norm(dim=0).clamp_min(1e-300)
+    return lambda x, r, rz: r.norm(dim=0) / norm
+
+
+def of_variance(k: Tensor, alpha: float, preconditioned: bool) -> Left:
+    """A bound on the relative error of the posterior variance `v = 1 - k' A^-1 k` by `1 - k' x`, A = K + alpha I.
+
+    The error is `r' A^-1 r`, at most `r' M^-1 r` for the preconditioner M = F F' + alpha I: M <= A, as K - F F' is
+    positive semidefinite. And v is at least alpha |A^-1 k|^2, which rounding cannot make negative.
+    """
+    share = 1.0 if preconditioned else 1.0 / alpha
+    return lambda x, r, rz: share * rz / variance(k, x, alpha).clamp_min(1e-300)
+
+
+def variance(k: Tensor, x: Tensor, alpha: float) -> Tensor:
+    """`1 - k' x` for x near `(K + alpha I)^-1 k`, for each column."""
+    return torch.maximum(1 - (k * x).sum(0), alpha * x.square().sum(0)).clamp_(max=1.0)
+
+
 def conjugate_gradients(
-    product: Product, alpha: float, y: Tensor, precondition: Product | None, tol: float, max_iter: int
+    product: Product, alpha: float, y: Tensor, precondition: Product | None, left: Left, tol: float, max_iter: int
 ) -> Solution:
     """`(K + alpha I) x = y` for every column of y (n, r) at once: one product with K serves them all.
 
-    The columns are independent runs of preconditioned conjugate gradients; one that has converged stands still.
+    The columns are independent runs of preconditioned conjugate gradients; one whose `left` is at most tol stands
+    still.
     """
     x = torch.zeros_like(y)
     r = y.clone()
-    norm = y.norm(dim=0).clamp_min(1e-300)
     z = r if precondition is None else precondition(r)
     p = z.clone()
     rz = (r * z).sum(0)
     steps = 0
     for steps in range(1, max_iter + 1):
-        going = r.norm(dim=0) > tol * norm
+        going = left(x, r, rz) > tol
         if not bool(going.any()):
             steps -= 1
             break
@@ -123,7 +148,7 @@ def conjugate_gradients(
         fresh = (r * z).sum(0)
         p = z + torch.where(going, fresh / rz.clamp_min(1e-300), 0.0) * p
         rz = fresh
-    return Solution(x, steps, float((r.norm(dim=0) / norm).max()))
+    return Solution(x, steps, float(left(x, r, rz).max()))
 
 
 class System:
@@ -178,14 +203,19 @@ class System:
         self.method, root = kernel.method, self.root
         self.product = kernel.product if root is None else lambda x: root * kernel.product(root * x)
 
-    def solve(self, y: Tensor, tol: float, max_iter: int) -> Solution:
-        """c for every column of y (n, r), float64."""
+    def solve(self, y: Tensor, tol: float, max_iter: int, left: Left | None = None) -> Solution:
+        """c for every column of y (n, r), float64; `left` is to be at most tol, None for the relative residual."""
         if self.lower is not None:
             return Solution(torch.cholesky_solve(y, self.lower), 1, 0.0)
         if self.product is None:
             self._connect()
         assert self.product is not None
-        return conjugate_gradients(self.product, self.alpha, y, self.precondition, tol, max_iter)
+        left = left or of_residual(y)
+        return conjugate_gradients(self.product, self.alpha, y, self.precondition, left, tol, max_iter)
+
+    def solve_variance(self, k: Tensor, tol: float, max_iter: int) -> Solution:
+        """c for every column of k, kernels of queries (n, r); `variance` by it has a relative error of at most tol."""
+        return self.solve(k, tol, max_iter, of_variance(k, self.alpha, self.precondition is not None))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "product": None}  # a closure; built again when it is needed

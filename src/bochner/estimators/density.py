@@ -12,7 +12,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from bochner._checks import BochnerError
-from bochner.estimators._kernel import check_weight, resolve_bandwidth, smoother
+from bochner.estimators._kernel import check_weight, positive, resolve_bandwidth, smoother
 
 
 class KernelDensity(BaseEstimator):
@@ -55,6 +55,7 @@ class KernelDensity(BaseEstimator):
         X = validate_data(self, X, dtype=[np.float64, np.float32])
         self.weight_ = check_weight(sample_weight, len(X), "KernelDensity.fit", signed=True)
         self.bandwidth_ = resolve_bandwidth(self.bandwidth, X.shape, self.weight_, type(self).__name__)
+        self._exact_below = positive(self.exact_below, "exact_below", type(self).__name__)
         points, self.operator_ = smoother(
             X, self.bandwidth_, self.eps, self.method, self.random_state, type(self).__name__
         )
@@ -96,7 +97,7 @@ class KernelDensity(BaseEstimator):
         value = np.asarray(self.operator_.with_queries(queries) @ weight, dtype=np.float64)
         with np.errstate(divide="ignore"):
             sign, log = np.sign(value), np.log(np.abs(value))
-        small = np.flatnonzero(np.abs(value) < self.exact_below)
+        small = np.flatnonzero(np.abs(value) < self._exact_below)
         rows, w = torch.from_numpy(self._rows).double(), torch.from_numpy(weight)
         for part in np.array_split(small, max(1, -(-len(small) * len(rows) // (1 << 22)))):
             distance = torch.cdist(

@@ -13,16 +13,11 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from bochner import theory
-from bochner._checks import BochnerError, one_of, positive_float, positive_int
+from bochner._checks import BochnerError, lookup, one_of, positive_float, positive_int
 from bochner.estimators._kernel import draw_seed, resolve_gamma
-from bochner.maps import FeatureMap, feature_map
+from bochner.maps import FEATURE_MAPS, FeatureMap, feature_map, options_of
 
 KERNELS = ("gaussian", "softmax")
-# Maps of the softmax and Gaussian kernels; every other map estimates a kernel of its own.
-TWO_KERNELS = (
-    *("trig", "positive", "hyperbolic", "regularized", "optimal", "calibrated"),
-    *("complex_exponential", "angular_hybrid", "gaussian_hybrid", "clustered"),
-)
 PLANNED = {"trig": 2, "positive": 1, "hyperbolic": 2, "optimal": 1}  # features a projection, for closed forms
 CLOSED = ("iid", "orthogonal")  # projections with closed forms
 PILOTS, PILOT_PAIRS = 12, 1024  # trials of the others, and pairs in each
@@ -38,8 +33,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 
     `kernel="gaussian"` is `exp(-gamma |x - y|^2)`, `"softmax"` is `exp(2 gamma x.y)`, the same without its row factors:
     the map sees `sqrt(2 gamma) x`. Unlike `sklearn.kernel_approximation.RBFSampler` the frequencies depend on each
-    other and each gives a sine and a cosine: a smaller error from half the projections. The maps other than the
-    softmax family (`tensor_sketch`, `relu`, ...) estimate kernels of their own, and `kernel` is not used.
+    other and each gives a sine and a cosine: a smaller error from half the projections. Maps of other kernels
+    (`tensor_sketch`, `relu`, ...) estimate their own, and `kernel` is not used; learned ones start at `kernel`.
 
     Args:
         n_components: length of the features, rounded down to what the map can have (`n_components_`; a sine and a
@@ -47,7 +42,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
             kernel, over pairs of training rows, is at most `target`: by the closed forms of `bochner.theory`; by trials
             for `trig` where its projection has none.
         feature_map: a name of `bochner.maps.FEATURE_MAPS`.
-        kernel: `"gaussian"` or `"softmax"`, for the maps that estimate both.
+        kernel: `"gaussian"` or `"softmax"`, for the maps that estimate both; `landmark` wants `"softmax"`.
         gamma: a positive number, or `"scale"`: 1 / (d var(X)), as in `RBFSampler`.
         target: for `n_components="auto"`.
         projection: the law of the frequencies; `"auto"` is `"halton"` for `trig` in up to 16 columns, where evenly
@@ -91,10 +86,6 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         X = validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32])
         owner = type(self).__name__
         one_of(self.kernel, "kernel", owner, KERNELS)
-        if self.kernel == "softmax" and self.feature_map not in TWO_KERNELS:
-            raise BochnerError(
-                f"The feature map {self.feature_map!r} has no kernel 'softmax'; these have: {sorted(TWO_KERNELS)}."
-            )
         self.gamma_ = resolve_gamma(self.gamma, X, owner)
         self.projection_ = self.projection
         if self.projection == "auto":
@@ -102,7 +93,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         rng = check_random_state(self.random_state)
         seed = draw_seed(rng)
         # The Gaussian kernel does not see a shift; single precision does.
-        shift = self.kernel == "gaussian" and self.feature_map in TWO_KERNELS
+        shift = self._probe(X.shape[1]).kernel == "gaussian"
         self.mean_ = np.asarray(X.mean(0, dtype=np.float64)).reshape(-1) if shift else np.zeros(X.shape[1])
         length = self._plan(X, rng) if self.n_components == "auto" else self.n_components
         self.feature_map_ = self._build(X.shape[1], positive_int(length, "n_components", owner), seed)
@@ -142,13 +133,37 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 
     def _build(self, d: int, length: int, seed: int) -> FeatureMap:
         """The map whose features are at most `length` long, with one projection at least."""
+        factor = max(1, round(self._probe(d).feature_dim / 16))
+        options = self._options()
+        return feature_map(self.feature_map, dim=d, num_features=max(1, length // factor), seed=seed, **options)
+
+    def _probe(self, d: int) -> FeatureMap:
+        """A small map of the same kind, whose kernel must be the one asked for where it is one of the two."""
+        phi = feature_map(self.feature_map, dim=d, num_features=16, seed=0, **self._options())
+        if phi.kernel not in KERNELS and self.kernel == "softmax":
+            raise BochnerError(
+                f"The feature map {self.feature_map!r} has no kernel 'softmax', it estimates one of its own; leave "
+                "'kernel' out."
+            )
+        if phi.kernel in KERNELS and phi.kernel != self.kernel:
+            raise BochnerError(
+                f"The feature map {self.feature_map!r} estimates the kernel {phi.kernel!r} here, not {self.kernel!r}; "
+                f"give RandomFeatures kernel={phi.kernel!r}, or take another map."
+            )
+        return phi
+
+    def _options(self) -> dict[str, Any]:
+        """Keywords of the map."""
+        if self.map_params is not None and not isinstance(self.map_params, dict):
+            raise BochnerError(
+                f"The 'map_params' of {type(self).__name__} must be None or a dict of keywords of the map, got "
+                f"{self.map_params!r}."
+            )
         options: dict[str, Any] = dict(self.map_params or {})
-        if self.feature_map in TWO_KERNELS:
+        if "kernel" in options_of(lookup(FEATURE_MAPS, self.feature_map, "feature map")):
             options.setdefault("kernel", self.kernel)
         options.setdefault("projection", self.projection_)
-        probe = feature_map(self.feature_map, dim=d, num_features=16, seed=0, **options)
-        factor = max(1, round(probe.feature_dim / 16))
-        return feature_map(self.feature_map, dim=d, num_features=max(1, length // factor), seed=seed, **options)
+        return options
 
     def _calibrate(self, X: Any, rng: np.random.RandomState) -> None:
         if X.shape[0] < 2:

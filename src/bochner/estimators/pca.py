@@ -13,7 +13,7 @@ from sklearn.utils.extmath import svd_flip
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from bochner._checks import positive_float, positive_int
-from bochner.estimators._kernel import centred, draw_seed, linear_kernel, resolve_gamma, tile
+from bochner.estimators._kernel import centred, draw_seed, linear_kernel, positive, resolve_gamma, tile
 from bochner.matvec import KernelOperator
 
 DENSE = 512  # rows up to which the whole spectrum is computed
@@ -63,6 +63,7 @@ class KernelPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         owner, n = type(self).__name__, X.shape[0]
         k = min(positive_int(self.n_components, "n_components", owner), n)
         eps = positive_float(self.eps, "eps", owner)
+        tol = positive(self.tol, "tol", owner, zero=True)
         self.gamma_ = resolve_gamma(self.gamma, X, owner)
         rng = check_random_state(self.random_state)
         points, seed = centred(X, self.gamma_, eps), draw_seed(rng)
@@ -84,7 +85,7 @@ class KernelPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
 
             operator = LinearOperator((n, n), matvec=matvec, dtype=np.float64)
             start = rng.normal(size=n)
-            values, vectors = eigsh(operator, k=k, tol=self.tol, v0=start - start.mean())
+            values, vectors = eigsh(operator, k=k, tol=tol, v0=start - start.mean())
         order = np.argsort(values)[::-1][:k]
         self.eigenvalues_ = np.maximum(values[order], 0.0)
         self.eigenvectors_, _ = svd_flip(u=vectors[:, order], v=None)

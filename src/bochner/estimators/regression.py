@@ -12,20 +12,22 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from bochner._checks import BochnerError, positive_float
+from bochner._checks import BochnerError, positive_float, positive_int
 from bochner.estimators._kernel import (
     centred,
     check_weight,
     draw_seed,
+    positive,
     resolve_bandwidth,
     resolve_gamma,
     smoother,
     tile,
 )
-from bochner.estimators._solve import System
+from bochner.estimators._solve import System, variance
 from bochner.matvec import KernelOperator
 
 COLUMNS = 128  # right-hand sides solved together for variances
+VARIANCE = 100.0  # times tol: their relative error when conjugate gradients stop, at most 0.01
 
 
 class _DualRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
@@ -37,6 +39,7 @@ class _DualRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self.eps_ = (
             min(0.1, max(alpha / 10, 1e-12)) if self.eps is None else positive_float(_plain(self.eps), "eps", owner)
         )
+        tol, max_iter = positive_float(_plain(self.tol), "tol", owner), positive_int(self.max_iter, "max_iter", owner)
         rank = _plain(self.rank)
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
             raise BochnerError(f"The 'rank' of {owner} must be None or a non-negative int, got {rank!r}.")
@@ -55,12 +58,12 @@ class _DualRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         )
         targets = torch.from_numpy(np.require(y.reshape(len(y), -1), np.float64, ["C", "W"]))
         column = 1.0 if root is None else torch.from_numpy(root)[:, None]
-        solution = self._system.solve(column * targets, self.tol, self.max_iter)
+        solution = self._system.solve(column * targets, tol, max_iter)
         self.n_iter_ = solution.steps
-        if not solution.converged(self.tol):
+        if not solution.converged(tol):
             warnings.warn(
                 f"{owner} stopped after {solution.steps} steps at a relative residual of {solution.residual:.2g}, "
-                f"above tol={self.tol:g}; raise max_iter or rank, or alpha (now {alpha:g}).",
+                f"above tol={tol:g}; raise max_iter or rank, or alpha (now {alpha:g}).",
                 ConvergenceWarning,
                 stacklevel=3,
             )
@@ -141,8 +144,9 @@ class GaussianProcessRegressor(_DualRegressor):
 
     Mean `k_q' (K + s I)^-1 y`, variance `amplitude (1 - k_q' (K + s I)^-1 k_q)`, `s = alpha / amplitude`. The
     hyperparameters are given, not fitted: choose them by `GridSearchCV`, or by `sklearn`'s own on a subset. A variance
-    costs one solve for each query, 128 queries at a time; conjugate gradients approach `k' A^-1 k` from below, so that
-    stopping early errs on the side of a larger one.
+    costs one solve for each query, 128 queries at a time, until a bound says that it is right to 1 % of itself, or
+    to 100 tol if that is less; conjugate gradients approach it from above, and a `ConvergenceWarning` says when
+    `max_iter` did not suffice.
 
     Args:
         alpha: variance of the noise.
@@ -205,12 +209,21 @@ class GaussianProcessRegressor(_DualRegressor):
         return mean, std.reshape(-1, *[1] * self.y_scale_.ndim) * self.y_scale_
 
     def _variance(self, queries: np.ndarray) -> np.ndarray:
-        points = torch.from_numpy(self._system.points).double()
-        parts = []
+        system = self._system
+        points = torch.from_numpy(system.points).double()
+        tol, parts, worst = min(0.01, VARIANCE * self.tol), [], 0.0
         for block in torch.from_numpy(queries).double().split(COLUMNS):
             k = tile(points, block, self.gamma_)
-            solution = self._system.solve(k, self.tol, self.max_iter)
-            parts.append((1 - (k * solution.value).sum(0)).clamp_(0, 1))
+            solution = system.solve_variance(k, tol, self.max_iter)
+            worst = max(worst, solution.residual)
+            parts.append(variance(k, solution.value, system.alpha))
+        if worst > tol:
+            warnings.warn(
+                f"The variances of {type(self).__name__} may be too large by {worst:.2g} of themselves after "
+                f"{self.max_iter} steps; raise max_iter or rank, or alpha (now {self.alpha:g}).",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
         return torch.cat(parts).numpy()
 
 
@@ -251,6 +264,7 @@ class NadarayaWatson(MultiOutputMixin, RegressorMixin, BaseEstimator):
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], multi_output=True, y_numeric=True)
         self.weight_ = check_weight(sample_weight, len(X), "NadarayaWatson.fit")
         self.bandwidth_ = resolve_bandwidth(self.bandwidth, X.shape, self.weight_, type(self).__name__)
+        self._exact_below = positive(self.exact_below, "exact_below", type(self).__name__)
         self.y_ = np.asarray(y, dtype=np.float64)
         points, self.operator_ = smoother(
             X, self.bandwidth_, self.eps, self.method, self.random_state, type(self).__name__
@@ -270,7 +284,7 @@ class NadarayaWatson(MultiOutputMixin, RegressorMixin, BaseEstimator):
         table = np.concatenate([weight[:, None], weight[:, None] * (y - middle)], 1)
         product = np.asarray(self.operator_.with_queries(queries) @ table, dtype=np.float64)
         mass = product[:, :1]
-        far = mass[:, 0] < self.exact_below
+        far = mass[:, 0] < self._exact_below
         out = product[:, 1:] / np.where(far[:, None], 1.0, mass)
         rows, values = torch.from_numpy(self._rows).double(), torch.from_numpy(y - middle)
         log_weight = torch.from_numpy(weight).log()

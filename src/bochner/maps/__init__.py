@@ -97,14 +97,14 @@ def feature_map(
         options["projection"] = projection
     elif projection != "orthogonal":
         raise BochnerError(f"The feature map {name!r} has no 'projection', got {projection!r}; leave it out.")
-    valid = _options(cls)
+    valid = options_of(cls)
     unknown = sorted(set(options) - valid)
     if unknown:
         raise BochnerError(f"The feature map {name!r} does not take the options {unknown}; it takes {sorted(valid)}.")
     return cls(dim, num_features, **options)  # type: ignore[arg-type]
 
 
-def _options(cls: type[FeatureMap]) -> set[str]:
+def options_of(cls: type[FeatureMap]) -> set[str]:
     """The keywords of a map's constructor, and of those it passes the rest on to."""
     names: set[str] = set()
     for base in cls.__mro__:
