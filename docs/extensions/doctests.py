@@ -7,7 +7,7 @@ from typing import Any
 
 import griffe
 
-EXAMPLE = re.compile(r"(?m)^>>> .*(?:\n(?!\s*$).*)*")
+EXAMPLE = re.compile(r"(?m)^( *)>>> .*(?:\n(?!\s*$).*)*")
 
 
 def fenced(text: str) -> str:
@@ -21,7 +21,7 @@ def fenced(text: str) -> str:
     2
     ```
     """
-    return EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", text)
+    return EXAMPLE.sub(lambda found: f"{found[1]}```pycon\n{found[0]}\n{found[1]}```", text)
 
 
 class Doctests(griffe.Extension):
