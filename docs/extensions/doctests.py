@@ -13,13 +13,8 @@ EXAMPLE = re.compile(r"(?m)^( *)>>> .*(?:\n(?!\s*$).*)*")
 def fenced(text: str) -> str:
     """The text with every run of example lines, up to an empty line, in a code fence.
 
-    >>> print(fenced("One.\\n\\n>>> 1 + 1\\n2"))
-    One.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
+    >>> fenced("One.\\n\\n  >>> 1 + 1\\n  2").splitlines()
+    ['One.', '', '  ```pycon', '  >>> 1 + 1', '  2', '  ```']
     """
     return EXAMPLE.sub(lambda found: f"{found[1]}```pycon\n{found[0]}\n{found[1]}```", text)
 
