@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from bochner.maps.landmark_fit import (
     Near,
     Problem,
     Rows,
+    divided,
     fit_head,
     landmarks,
     low_rank,
@@ -384,7 +386,109 @@ def test_bad_arguments_get_one_clear_sentence():
         (lambda: phi.calibrate_(q, k, window=0), "'window' of calibrate_ must be a positive int"),
         (lambda: phi.calibrate_(q, k, sinks=-1), "'sinks' of calibrate_ must be an int >= 0"),
         (lambda: phi.calibrate_(q, k, window_kind="round"), "'window_kind' of calibrate_ must be one of"),
-        (lambda: phi.calibrate_(q[:, :30], k, is_causal=True), "as many queries as keys"),
+        (lambda: phi.calibrate_(q, k, sinks=True), "'sinks' of calibrate_ must be an int >= 0, got True"),
+        (lambda: phi.calibrate_(q, k, is_causal="no"), "'is_causal' of calibrate_ must be True or False, got 'no'"),
+        (lambda: LandmarkFeatures(D, 8, positive="no"), "'positive' of LandmarkFeatures must be True or False, got 'n"),
+        (lambda: phi.calibrate_(q[:, :30], k, is_causal=True), "as many queries as keys in every sequence, got 30 and"),
+        (lambda: phi.calibrate_(q, k[:, :20], is_causal=True), "as many queries as keys in every sequence, got 40 and"),
+        (lambda: phi.calibrate_(q, k[:, :20], window=4), "as many queries as keys in every sequence, got 40 and 20"),
+        (lambda: phi.calibrate_(q, k[:2]), "as many sequences of 'q' as of 'k'"),
+        (lambda: phi.calibrate_(q[:, :0], k[:, :0]), "at least one sequence with a query and 2 keys"),
+        (lambda: phi.calibrate_(q[:, :1], k[:, :1]), "at least one sequence with a query and 2 keys"),
+        (lambda: phi.calibrate_(1e18 * q, k), "'q' of calibrate_ must have entries of at most 1e.08, got .*e.18"),
+        (lambda: phi.trainable_(["foo"]), r"'names' of trainable_ must be one of \['key_landmarks', .*\], got 'foo'"),
+        (lambda: phi.trainable_(["mix_key", "error"]), "got 'error'"),
+        (lambda: phi.trainable_("mix"), "got 'mix'"),
     ]:
         with pytest.raises(BochnerError, match=message):
             call()
+
+
+def test_grouped_query_heads_need_the_length_of_their_keys_each():
+    """Two heads of 15 queries are as many rows as 30 keys have, but not their positions."""
+    q, k, v = heads(6, 4, 15), heads(6, 2, 30)[1], heads(6, 2, 30)[2]
+    phi = LandmarkFeatures(D, 8, num_heads=2)
+    with pytest.raises(BochnerError, match="as many queries as keys in every sequence, got 15 and 30"):
+        phi.calibrate_(q[0], k, v, is_causal=True)
+    assert (phi.calibrate_(q[0], k, v).error < 1).all()  # without positions other lengths are fine
+
+
+def test_flags_and_counts_of_numpy_are_taken():
+    q, k, v = heads(8, 40)
+    plain, other = (
+        LandmarkFeatures(D, 8, positive=one(False)).calibrate_(q, k, v, is_causal=one(True), window=w, sinks=s)
+        for one, w, s in ((bool, 4, 1), (np.bool_, np.int64(4), np.int32(1)))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), other.buffers(), strict=True))
+
+
+def test_names_of_what_is_trained():
+    phi = LandmarkFeatures(D, 8)
+    assert [n for n, _ in phi.trainable_("mix_key").named_parameters()] == ["mix_key"]
+    assert {n for n, _ in phi.trainable_(["mix_key", "caps"]).named_parameters()} == {"mix_key", "caps"}
+
+
+@pytest.mark.parametrize("positive", [True, False])
+def test_a_fit_is_not_loaded_into_a_map_of_the_other_sign(positive):
+    fitted = LandmarkFeatures(D, 8, positive=positive).calibrate_(*heads(8, 40))
+    other = torch.nn.ModuleDict({"phi": LandmarkFeatures(D, 8, positive=not positive)})
+    with pytest.raises(BochnerError, match=f"fitted with positive={positive}, the map has positive={not positive}"):
+        other.load_state_dict({f"phi.{n}": t for n, t in fitted.state_dict().items()})
+    same = LandmarkFeatures(D, 8, positive=positive, seed=5)
+    same.load_state_dict(fitted.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(fitted.buffers(), same.buffers(), strict=True))
+    same.load_state_dict(LandmarkFeatures(D, 8, positive=not positive).state_dict())  # not fitted: neither sign
+
+
+def test_sequences_of_one_key_are_left_out():
+    parts = [heads(n, seed=n) for n in (20, 33, 47, 51, 64, 70)]
+    tiny = [heads(n, seed=n) for n in (1, 0)]
+    plain = LandmarkFeatures(D, 8).calibrate_(*([p[i] for p in parts] for i in range(3)), is_causal=True)
+    mixed = [parts[0], tiny[0], *parts[1:], tiny[1], tiny[0]]
+    other = LandmarkFeatures(D, 8).calibrate_(*([p[i] for p in mixed] for i in range(3)), is_causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), other.buffers(), strict=True))
+    assert other.rows_seen == 20 + 33 + 47 + 51 + 64 + 70
+
+
+def test_the_error_of_a_single_sequence_is_of_queries_that_were_held_back():
+    """Pure noise: what was fitted looks good, what was not is as bad as on fresh noise."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (1.3 * torch.randn(80, D, generator=g) for _ in range(3))
+    phi = LandmarkFeatures(D, 32, positive=False).calibrate_(q, k, v)
+    late, early = ((q @ k.mT).softmax(-1) @ v)[60:], slice(0, 60)
+    a, b = phi(q, "query").values, phi(k, "key").values
+    weights = a @ b.mT
+    lack = (phi.top_up * 80 - weights.sum(-1, keepdim=True)).clamp_min(0) / 80
+    out = (weights + lack) @ v / (weights + lack).sum(-1, keepdim=True)
+    assert float(phi.error) == pytest.approx(float((out[60:] - late).norm() / late.norm()), rel=1e-3)
+    seen = (q[early] @ k[early].mT).softmax(-1) @ v[early]
+    inside = (weights + lack)[early, early]
+    inside = inside @ v[early] / inside.sum(-1, keepdim=True)
+    assert float(phi.error) > 1.3 * float((inside - seen).norm() / seen.norm())
+    assert phi.error_interval.tolist() == [0, math.inf]
+
+
+def test_a_divided_sequence_keeps_positions_and_holds_back_a_quarter_of_each_query_head():
+    i, j = torch.arange(8).repeat(2), torch.arange(8)
+    first, last = divided(Rows(i[:, None].float(), j[:, None].float(), j[:, None].float(), i, j))
+    assert first.i.tolist() == [0, 1, 2, 3, 4, 5] * 2
+    assert first.j.tolist() == [0, 1, 2, 3, 4, 5]
+    assert last.i.tolist() == [6, 7] * 2
+    assert last.j.tolist() == list(range(8))
+    for rows in (first, last):
+        assert torch.equal(rows.x[:, 0], rows.i.float())
+        assert torch.equal(rows.y[:, 0], rows.j.float())
+    assert len(divided(Rows(i[:2, None], j[:2, None], j[:2, None], i[:2], j[:2]))) == 1
+
+
+@pytest.mark.parametrize(("count", "known"), [(1, False), (5, False), (6, True), (7, True), (8, True)])
+def test_an_interval_is_stated_from_six_sequences_on(count, known):
+    phi = LandmarkFeatures(D, 8).calibrate_(*heads(count, 40))
+    assert math.isfinite(float(phi.error))
+    assert math.isfinite(float(phi.error_interval[1])) == known
+
+
+def test_two_keys_leave_nothing_to_hold_back():
+    q, k, v = heads(2)
+    with pytest.warns(BochnerWarning, match="given 2 keys per head for 4 features"):
+        assert LandmarkFeatures(D, 4).calibrate_(q, k, v).error == math.inf

@@ -212,6 +212,7 @@ def test_bad_input_gets_one_clear_sentence():
         (lambda: feature_map("hedgehog", dim=D, projection="iid"), r"has no 'projection', got 'iid'"),
         (lambda: feature_map("positive"), r"'dim' of feature map 'positive' is missing"),
         (lambda: build("calibrated").calibrate_(torch.ones(1, D), torch.ones(1, D)), r"at least 2 rows of 'q'"),
+        (lambda: build("calibrated").calibrate_(torch.ones(0, D), torch.ones(0, D)), r"at least 2 rows of 'q' .*got 0"),
         (lambda: build("calibrated").calibrate_(torch.ones(5, D), torch.ones(5, 3)), r"'k' of CalibratedFeatures must"),
         (lambda: build("positive", num_heads=3)(torch.ones(1, 2, 5, D)), r"num_heads=3"),
         (lambda: feature_map("optimal", dim=D, A=0.2), r"'A' of OptimalFeatures must be a number below 1/8, got 0.2"),

@@ -59,7 +59,9 @@ def test_bad_input_gets_one_clear_sentence():
     for call, message in [
         (lambda: rank_floor(a, 0), "'num_features' of rank_floor must be a positive int"),
         (lambda: rank_floor(a * torch.nan, 2), "'weights' of rank_floor must be finite"),
-        (lambda: rank_floor(a, 2, torch.ones(3, 3, dtype=torch.bool)), "'far' a bool tensor"),
+        (lambda: rank_floor(a, 2, torch.ones(3, 3, dtype=torch.bool)), "'far' None or a bool tensor"),
+        (lambda: rank_floor(a, 2, [[True]]), r"'far' None or a bool tensor \(n, s\), got \(40, 40\) and list"),
+        (lambda: rank_floor(a[0], 2), "'weights' of rank_floor must be"),
     ]:
         with pytest.raises(BochnerError, match=message):
             call()

@@ -44,6 +44,12 @@ def positive_float(value: Any, name: str, owner: str) -> float:
     return float(value)
 
 
+def flag(value: Any, name: str, owner: str) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise BochnerError(f"The {name!r} of {owner} must be True or False, got {value!r}.")
+    return bool(value)
+
+
 def one_of(value: Any, name: str, owner: str, valid: Iterable[Any]) -> Any:
     valid = list(valid)
     if value not in valid:

@@ -8,6 +8,7 @@ over- or underflows in any dtype. Inputs are already scaled: the softmax kernel 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -164,7 +165,15 @@ class FeatureMap(FullPrecisionModule):
         qs, ks = ([t] if isinstance(t, Tensor) else list(t) for t in (q, k))
         if len(qs) != len(ks) or not qs:
             raise BochnerError(f"calibrate_ needs as many 'k' as 'q', and at least one, got {len(ks)} and {len(qs)}.")
-        self._calibrate_sequences([self._sequences(t, "q") for t in qs], [self._sequences(t, "k") for t in ks])
+        pairs = [(self._sequences(x, "q"), self._sequences(y, "k")) for x, y in zip(qs, ks, strict=True)]
+        pairs = [(x, y) for x, y in pairs if x.numel() and y.numel()]
+        qs, ks = [x for x, _ in pairs], [y for _, y in pairs]
+        for found, name in ((qs, "q"), (ks, "k")):
+            if (rows := sum(t.shape[0] * t.shape[2] for t in found)) < 2:
+                raise BochnerError(
+                    f"calibrate_ needs at least 2 rows of {name!r} per head, got {rows}; give more samples."
+                )
+        self._calibrate_sequences(qs, ks)
         return self
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
@@ -204,10 +213,8 @@ class FeatureMap(FullPrecisionModule):
     def _sequences(self, x: Tensor, name: str) -> Tensor:
         """Calibration rows as (b, h or 1, n, d) in float64; the query heads of a group one after another."""
         x = finite(self.check_input(x, name), name, type(self).__name__).detach().to(torch.float64)
-        x = x.reshape(-1, self.num_heads or 1, x.shape[-2] * self._group(x), self.dim)
-        if x.shape[0] * x.shape[-2] < 2:
-            raise BochnerError(f"calibrate_ needs at least 2 rows of {name!r} per head, got 1; give more samples.")
-        return x
+        heads, r = self.num_heads or 1, self._group(x)
+        return x.reshape(math.prod(x.shape[:-2]) // (heads * r), heads, r * x.shape[-2], self.dim)
 
     def _group(self, x: Tensor) -> int:
         return 1 if self.num_heads is None else x.shape[-3] // self.num_heads

@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 from torch.nn.functional import one_hot, pad
 
-from bochner._checks import BochnerError, BochnerWarning, finite, floating, make_generator, one_of, positive_int
+from bochner._checks import (
+    BochnerError,
+    BochnerWarning,
+    finite,
+    flag,
+    floating,
+    is_int,
+    make_generator,
+    one_of,
+    positive_int,
+)
 from bochner._products import is_composed, product
 from bochner._progress import track
 from bochner.maps.base import FeatureMap, Features
@@ -20,6 +30,16 @@ from bochner.maps.landmark_fit import WINDOW_KINDS, Head, Near, Rows, fit_head, 
 
 LEARNED = ("key_landmarks", "key_log_weights", "query_landmarks", "offsets", "mix_query", "mix_key", "bias_key")
 ENOUGH = 64  # landmarks, unless there are more features
+LARGEST = 1e8  # entry of a query or key whose products the fit can square in float32
+
+
+class Given(NamedTuple):
+    """Sequences to fit to: q (b, h, r n, d) with the r query heads of a group in turn, k and v (b, h, s, .); n."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    n: int
 
 
 class LandmarkFeatures(FeatureMap):
@@ -38,8 +58,8 @@ class LandmarkFeatures(FeatureMap):
     key, the constant 1, is for.
 
     Biased and deterministic: its error is measured, `error` per head on held-back sequences; a new sequence of the same
-    kind has an error in `error_interval` with probability 95 % (0 to infinity if fewer than two were held back). Before
-    `calibrate_` the landmarks are random, and the map estimates nothing in particular.
+    kind has an error in `error_interval` with probability 95 % (0 to infinity if fewer than two were held back, that
+    is of fewer than six). Before `calibrate_` the landmarks are random, and the map estimates nothing in particular.
 
     `num_features`: m, the constant among them. `num_landmarks`: M, default 2 m up to 64, but at least m. Cost
     O(M (d + m)) per row.
@@ -81,7 +101,7 @@ class LandmarkFeatures(FeatureMap):
             raise BochnerError(
                 f"The 'num_features' of LandmarkFeatures must be at least 2, one being constant, got {num_features}."
             )
-        self.positive = bool(positive)
+        self.positive = flag(positive, "positive", "LandmarkFeatures")
         M, m = (
             max(num_features, min(2 * num_features, ENOUGH)) if num_landmarks is None else num_landmarks,
             num_features,
@@ -134,17 +154,19 @@ class LandmarkFeatures(FeatureMap):
     ) -> LandmarkFeatures:
         """Fit the map to scaled queries and keys of whole sequences, per key head; see `FeatureMap.calibrate_`.
 
-        The last quarter of the sequences is held back to choose the ridge and to measure the error. `v`: values
-        (..., s, v), for the error of the attention output; without them it is the error of the attention weights.
-        `is_causal`, `window`, `sinks`, `window_kind`: how attention will be called; the map is then fitted to the
-        pairs that are left to it. 4,000 rows per head are plenty, fewer than `num_landmarks` few.
+        The last quarter of the sequences is held back to choose the ridge and to measure the error. Of a single one
+        it is the last quarter of its queries, which then attend to all of its keys: an error on the same text, not on
+        another. `v`: values (..., s, v), for the error of the attention output; without them it is the error of the
+        attention weights. `is_causal`, `window`, `sinks`, `window_kind`: how attention will be called; the map is then
+        fitted to the pairs that are left to it. Sequences of one key say nothing and are left out. 4,000 rows per head
+        are plenty, fewer than `num_features` too few.
         """
-        qs, ks, vs = self._given(q, k, v)
-        near = _near(is_causal, window, sinks, window_kind, qs, ks)
+        given = self._given(q, k, v)
+        near = _near(is_causal, window, sinks, window_kind, given)
         g = make_generator(self.seed)
         heads = [
             fit_head(
-                self._rows(head, qs, ks, vs, g),
+                self._rows(head, given, g),
                 self.num_features,
                 self.num_landmarks,
                 near,
@@ -154,12 +176,27 @@ class LandmarkFeatures(FeatureMap):
             for head in track(range(self.num_heads or 1), self.num_heads or 1, "fitting heads", progress)
         ]
         self._take(heads)
-        self.rows_seen.fill_(sum(t.shape[0] * t.shape[2] for t in ks))
+        self.rows_seen.fill_(sum(t.k.shape[0] * t.k.shape[2] for t in given))
         return self
 
     def trainable_(self, names: Sequence[str] | None = None) -> FeatureMap:
         """Turn named buffers into parameters; by default the landmarks and all that is linear in their features."""
-        return super().trainable_(LEARNED if names is None else names)
+        names = LEARNED if names is None else [names] if isinstance(names, str) else list(names)
+        for name in names:
+            one_of(name, "names", "trainable_", (*LEARNED, "caps"))
+        return super().trainable_(names)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Refuse the fit of a map of the other sign: a signed one has a top-up in every head, a positive one none."""
+        least, rows = (state_dict.get(prefix + name) for name in ("least", "rows_seen"))
+        if least is not None and rows is not None and not (least.is_meta or rows.is_meta) and int(rows):
+            fitted = not bool(least.any())
+            if fitted != self.positive:
+                raise BochnerError(
+                    f"This state_dict is of LandmarkFeatures fitted with positive={fitted}, the map has "
+                    f"positive={self.positive}; build it with positive={fitted}."
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _features(self, x: Tensor, role: str) -> Features:
         if role == "query":
@@ -229,43 +266,66 @@ class LandmarkFeatures(FeatureMap):
         self.error_interval.copy_(torch.tensor([0.0, torch.inf]))
         return seed
 
-    def _given(self, q: Any, k: Any, v: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
-        """Checked sequences: q (b, h, r n, d) with the r query heads of a group in turn, k and v (b, h, s, .)."""
+    def _given(self, q: Any, k: Any, v: Any) -> list[Given]:
+        """What calibrate_ was given, checked, without sequences of one key."""
         qs, ks = ([t] if isinstance(t, Tensor) else list(t) for t in (q, k))
         vs = ks if v is None else [v] if isinstance(v, Tensor) else list(v)
         if not qs or not len(qs) == len(ks) == len(vs):
             raise BochnerError(
                 f"calibrate_ needs as many 'k' (and 'v') as 'q', and at least one, got {len(ks)}, {len(vs)}, {len(qs)}."
             )
-        for y, u in zip(ks, vs, strict=True):
-            if finite(floating(u, "v", "calibrate_"), "v", "calibrate_").shape[:-1] != y.shape[:-1]:
-                raise BochnerError(
-                    f"The 'v' of calibrate_ must have the shape of 'k' up to its last axis, got {tuple(u.shape)} for "
-                    f"{tuple(y.shape)}."
-                )
-        qs, ks = [self._sequences(t, "q") for t in qs], [self._sequences(t, "k") for t in ks]
-        rows = sum(t.shape[0] * t.shape[2] for t in ks)
+        every = [self._one(x, y, None if v is None else u) for x, y, u in zip(qs, ks, vs, strict=True)]
+        found = [t for t in every if t is not None]
+        rows = sum(t.k.shape[0] * t.k.shape[2] for t in found)
+        if not rows:
+            raise BochnerError(
+                "calibrate_ needs at least one sequence with a query and 2 keys, got none: attention over one key is "
+                "known without a map."
+            )
         if rows < self.num_features:
             warnings.warn(
                 f"calibrate_ was given {rows} keys per head for {self.num_features} features, which can be fitted to "
-                "anything: give at least as many keys as landmarks, better 2,000.",
+                "anything: give more keys than features, better 2,000.",
                 BochnerWarning,
                 stacklevel=3,
             )
-        if v is None:
-            return qs, ks, None
-        return qs, ks, [u.detach().reshape(*y.shape[:3], -1) for u, y in zip(vs, ks, strict=True)]
+        return found
 
-    def _rows(self, head: int, qs: list[Tensor], ks: list[Tensor], vs: list[Tensor] | None, g: Generator) -> list[Rows]:
+    def _one(self, q: Any, k: Any, v: Any) -> Given | None:
+        """One entry of q, k and v, checked; None if there is nothing to fit."""
+        owner = "calibrate_"
+        q, k = self.check_input(q, "q"), self.check_input(k, "k")
+        if v is not None and finite(floating(v, "v", owner), "v", owner).shape[:-1] != k.shape[:-1]:
+            raise BochnerError(
+                f"The 'v' of {owner} must have the shape of 'k' up to its last axis, got {tuple(v.shape)} for "
+                f"{tuple(k.shape)}."
+            )
+        x, y = self._sequences(q, "q"), self._sequences(k, "k")
+        if len(x) != len(y) or self._group(k) != 1:
+            raise BochnerError(
+                f"{owner} needs as many sequences of 'q' as of 'k', and as many key heads as the map has, got "
+                f"{tuple(q.shape)} and {tuple(k.shape)} with num_heads={self.num_heads}; give a map of fewer key heads "
+                "than query heads num_heads."
+            )
+        if x.numel() == 0 or y.numel() == 0 or y.shape[2] < 2:
+            return None
+        for t, name in ((x, "q"), (y, "k")):
+            if (size := float(t.abs().amax())) > LARGEST:
+                raise BochnerError(
+                    f"The {name!r} of {owner} must have entries of at most {LARGEST:g}, got {size:.3g}; give queries "
+                    "and keys as attention scales them."
+                )
+        return Given(x, y, None if v is None else v.detach().reshape(*y.shape[:3], -1), q.shape[-2])
+
+    def _rows(self, head: int, given: list[Given], g: Generator) -> list[Rows]:
         """The sequences of one key head. Without values, random ones: their mean square is that of the weights."""
         found = []
-        for at, (q, k) in enumerate(zip(qs, ks, strict=True)):
+        for q, k, v, n in given:
             s = k.shape[2]
-            j = torch.arange(s)
-            i = j.repeat(q.shape[2] // s) if q.shape[2] % s == 0 else torch.arange(q.shape[2])
+            i, j = torch.arange(n).repeat(q.shape[2] // n), torch.arange(s)
             for b in range(k.shape[0]):
-                v = torch.randn(s, 32, generator=g, dtype=torch.float32) if vs is None else vs[at][b, head]
-                found.append(Rows(q[b, head].float().cpu(), k[b, head].float().cpu(), v.float().cpu(), i, j))
+                u = torch.randn(s, 32, generator=g, dtype=torch.float32) if v is None else v[b, head]
+                found.append(Rows(q[b, head].float().cpu(), k[b, head].float().cpu(), u.float().cpu(), i, j))
         return found
 
     def _take(self, heads: list[Head]) -> None:
@@ -299,19 +359,18 @@ def _some_seed(seed: int | None, generator: Generator | None) -> int:
     return int(torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu"))
 
 
-def _near(
-    is_causal: bool, window: int | None, sinks: int, window_kind: str, qs: list[Tensor], ks: list[Tensor]
-) -> Near:
+def _near(is_causal: bool, window: int | None, sinks: int, window_kind: str, given: list[Given]) -> Near:
     owner = "calibrate_"
     one_of(window_kind, "window_kind", owner, WINDOW_KINDS)
+    is_causal = flag(is_causal, "is_causal", owner)
     if window is not None:
-        positive_int(window, "window", owner)
-    if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
+        window = positive_int(window, "window", owner)
+    if not is_int(sinks) or sinks < 0:
         raise BochnerError(f"The 'sinks' of {owner} must be an int >= 0, got {sinks!r}.")
-    for q, k in zip(qs, ks, strict=True):
-        if (is_causal or window is not None) and q.shape[2] % k.shape[2]:
+    for t in given:
+        if (is_causal or window is not None) and t.n != t.k.shape[2]:
             raise BochnerError(
                 f"With is_causal or a window {owner} needs as many queries as keys in every sequence, got "
-                f"{q.shape[2]} and {k.shape[2]}."
+                f"{t.n} and {t.k.shape[2]}."
             )
-    return Near(is_causal, window, sinks, window_kind)
+    return Near(is_causal, window, int(sinks), window_kind)

@@ -128,9 +128,14 @@ class Problem(NamedTuple):
 def fit_head(
     sequences: list[Rows], m: int, num_landmarks: int, near: Near, *, positive: bool, generator: torch.Generator
 ) -> Head:
-    """Fit one head to its first sequences, choose the ridge on the others and measure the error there."""
-    held = min(HELD_BACK, len(sequences) // 4 or len(sequences) // 2)
-    seen, unseen = sequences[: len(sequences) - held], sequences[len(sequences) - held :]
+    """Fit one head to its first sequences, choose the ridge on the others and measure the error there.
+
+    Without any to hold back the error is infinite: what was fitted says nothing about itself.
+    """
+    several = sequences if len(sequences) > 1 else divided(sequences[0])
+    n = len(several)
+    held = min(HELD_BACK, max(n // 4, min(n // 3, 2), min(n // 2, 1)))
+    seen, unseen = several[: n - held], several[n - held :]
     hidden, problem = _pose(seen, num_landmarks, near, generator)
     # 1. The signed fit for every ridge, the missing pairs filled in on the way, and every top-up.
     found: list[tuple[float, Tensor, Tensor, Head]] = []
@@ -161,7 +166,17 @@ def fit_head(
     else:
         wrong = wrong[choose(wrong)]
     error, interval = relative_error(wrong, total)
-    return head._replace(error=error, interval=interval if held > 1 else UNKNOWN)
+    return head._replace(error=error if held else math.inf, interval=interval if held > 1 else UNKNOWN)
+
+
+def divided(rows: Rows) -> list[Rows]:
+    """A sequence without its last quarter, and the queries of that quarter with all keys; itself if too short."""
+    x, y, v, i, j = rows
+    n, s = int(i.max()) + 1, len(j)
+    if min(n, s) < 3:
+        return [rows]
+    a, b = i < n - max(n // 4, 1), j < s - max(s // 4, 1)
+    return [Rows(x[a], y[b], v[b], i[a], j[b]), Rows(x[~a], y, v, i[~a], j)]
 
 
 def choose(wrong: Tensor, some: Tensor | None = None) -> int:

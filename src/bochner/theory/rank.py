@@ -27,10 +27,12 @@ def rank_floor(weights: Tensor, num_features: int, far: Tensor | None = None) ->
     owner = "rank_floor"
     a = finite(floating(weights, "weights", owner), "weights", owner).double()
     m = positive_int(num_features, "num_features", owner)
-    if a.ndim < 2 or (far is not None and (far.dtype != torch.bool or far.shape != a.shape[-2:])):
+    is_mask = far is None or (isinstance(far, Tensor) and far.dtype == torch.bool and far.shape == a.shape[-2:])
+    if a.ndim < 2 or not is_mask:
+        got = tuple(far.shape) if isinstance(far, Tensor) else type(far).__name__
         raise BochnerError(
-            f"The 'weights' of {owner} must be (..., n, s) and 'far' a bool tensor (n, s), got {tuple(a.shape)} and "
-            f"{None if far is None else tuple(far.shape)}."
+            f"The 'weights' of {owner} must be (..., n, s) and 'far' None or a bool tensor (n, s), got "
+            f"{tuple(a.shape)} and {got}."
         )
     whole = torch.ones(a.shape[-2:], dtype=torch.bool) if far is None else far
     left = a.new_zeros(a.shape[:-2])
