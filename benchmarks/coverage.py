@@ -1,6 +1,6 @@
 """How often statements about kernel products are true, on real and hostile data, for three values of eps.
 
-    python benchmarks/coverage.py [--output benchmarks/results/coverage.json]
+    python benchmarks/coverage.py [--quick] [--output benchmarks/results/coverage.json]
 
 Half of the operators plan as they see fit, the other half is made to plan from samples, so that statements of every
 kind are made; every tenth statement is by a new operator. Truth is the dense matrix in double precision. Deterministic
@@ -19,7 +19,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,9 +34,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from kernel_sets import REAL, dense, hostile_operator, hostile_sets, real_set, statements
 
 RESULT = Path(__file__).parent / "results" / "coverage.json"
-REPETITIONS = {0.1: 300, 0.01: 100, 0.001: 100}
 N, EACH, ALPHA = 2500, 10, 1e-3  # more rows than are all checked
-SMOOTH_ROWS, FACTORS = 500, 20  # points, and factors of each set
+SMOOTH_ROWS = 500
+
+
+class Sizes(NamedTuple):
+    """How much is measured: repetitions for each eps, hostile operators, factors of each set, and real sets."""
+
+    repetitions: dict[float, int]
+    operators: int
+    factors: int
+    real: list[str]
+
+
+FULL = Sizes({0.1: 300, 0.01: 100, 0.001: 100}, 500, 20, REAL)
+QUICK = Sizes({0.1: 20}, 25, 2, ["digits"])  # nothing to download
 
 
 # Modules that have no say in what `cells` does and states: other engines, and shells.
@@ -78,7 +90,7 @@ def hostile_statements(operators: int) -> dict[str, int]:
     return {"statements": stated, "false": false}
 
 
-def smooth_bounds(X: np.ndarray) -> dict[str, Any]:
+def smooth_bounds(X: np.ndarray, factors: int) -> dict[str, Any]:
     """Bounds on what factors of any rank leave out: how many, false, and how tight; statements by kind, and false ones.
 
     Bandwidths from a third of the median distance to three times as much; each factor sees other points.
@@ -86,7 +98,7 @@ def smooth_bounds(X: np.ndarray) -> dict[str, Any]:
     made: Counter[str] = Counter()
     false: Counter[str] = Counter()
     slack = []
-    for seed in range(FACTORS):
+    for seed in range(factors):
         rng = np.random.default_rng(seed)
         points = X[rng.permutation(len(X))[:SMOOTH_ROWS]].astype(np.float64)
         apart = np.linalg.norm(points[::2][:200, None] - points[1::2][None, :200], axis=-1)
@@ -114,30 +126,37 @@ def smooth_bounds(X: np.ndarray) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one eps, few statements, small sets; writes nothing")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    done: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
+    sizes, output = (QUICK, None) if options.quick else (FULL, options.output)
+    done: dict[str, Any] = json.loads(output.read_text()) if output is not None and output.exists() else {}
     if done.get("rows") != N:
         done = {"rows": N}
     code = {"sets": digest(OTHER_ENGINES + SHELLS), "hostile": digest(), "smooth": digest()}
     done = {k: v for k, v in done.items() if k not in code or done.get("code", {}).get(k) == code[k]} | {"code": code}
+
+    def keep() -> None:
+        if output is not None:
+            output.write_text(json.dumps(done, indent=1) + "\n")
+
     done.setdefault("sets", {})
-    sets = {**hostile_sets(N), **{name: real_set(name, N) for name in REAL}}
-    for eps, repetitions in REPETITIONS.items():
+    sets = {**hostile_sets(N), **{name: real_set(name, N) for name in sizes.real}}
+    for eps, repetitions in sizes.repetitions.items():
         for name, (X, bandwidth) in sets.items():
             if f"{name}, eps {eps:g}" not in done["sets"]:
                 done["sets"][f"{name}, eps {eps:g}"] = measure(X, bandwidth, eps, repetitions)
                 print(name, eps, done["sets"][f"{name}, eps {eps:g}"], flush=True)
-                options.output.write_text(json.dumps(done, indent=1) + "\n")
+                keep()
     if "hostile" not in done:
-        done["hostile"] = hostile_statements(500)
-        options.output.write_text(json.dumps(done, indent=1) + "\n")
+        done["hostile"] = hostile_statements(sizes.operators)
+        keep()
     for name, (X, _) in sets.items():
         if name not in done.setdefault("smooth", {}):
-            done["smooth"][name] = smooth_bounds(X)
+            done["smooth"][name] = smooth_bounds(X, sizes.factors)
             print("smooth", name, done["smooth"][name], flush=True)
-            options.output.write_text(json.dumps(done, indent=1) + "\n")
+            keep()
     return 0 if report(done) else 1
 
 

@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 import torch
 from kernel_sets import REAL, dense, hostile_operator, hostile_sets, real_set
+from scipy.stats import binom
 
 import bochner
 from bochner._checks import BochnerError
-from bochner.matvec import KernelOperator
+from bochner.matvec import KernelOperator, certificate
 from bochner.matvec.certificate import hold_out_generator, split_columns
+from bochner.matvec.engines.cells import CellsEngine
+from bochner.matvec.measured import measured_plan
 from bochner.matvec.plan import Between, nearest_to_middle
 
 torch.set_num_threads(1)
@@ -53,6 +56,33 @@ def test_no_vector_breaks_the_contract(name, dtype, eps):
     for column in x.T[::7]:
         estimate = K.matvec_with_certificate(column)
         assert np.linalg.norm(estimate.value - truth @ column) <= estimate.bound
+
+
+def test_drawn_rows_find_what_a_spoiled_plan_leaves_out(monkeypatch):
+    """Checks of some rows instead of all: misses stay as rare as 1 - confidence allows, alpha 0.001."""
+    monkeypatch.setattr(certificate, "HOLD_OUT_ROWS", 512)
+    beyond, false, drawn = [], [], 0
+    for points, bandwidth in SETS.values():
+        X = points.astype(np.float32)
+        truth = dense(X, X, bandwidth)
+        K = KernelOperator(X, bandwidth=bandwidth, eps=0.1, method="cells")
+        index, generator = K._engine.index, torch.Generator().manual_seed(0)
+        K._engine = CellsEngine(index, measured_plan(index, None, 0.1, generator))
+        near = K.plan.near
+        K.plan.near = near & (torch.rand(near.shape, generator=generator) > 0.1)
+        K.adaptive = False
+        error = truth - np.asarray(K @ np.eye(N), dtype=np.float64)
+        K.adaptive = True
+        x = adversaries(error)
+        assert (np.linalg.norm(error @ x, axis=0) > 0.1).sum() >= 10
+        beyond += list(np.linalg.norm(K @ x - truth @ x, axis=0) > 0.1)
+        for column in x.T[::7]:
+            estimate = K.matvec_with_certificate(column)
+            false.append(np.linalg.norm(estimate.value - truth @ column) > estimate.bound)
+            drawn += 0 < estimate.hold_out_rows < N
+    assert drawn >= 10
+    for wrong in (beyond, false):
+        assert sum(wrong) <= binom.ppf(0.999, len(wrong), 0.05)
 
 
 @pytest.mark.parametrize("method", ["exact", "cells", "features"])

@@ -106,6 +106,18 @@ def test_nothing_is_written_twice(tmp_path):
     assert architecture.repeated([tmp_path], lines=7) == []
 
 
+def test_every_benchmark_takes_the_option_that_all_of_them_are_given():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        names = import_module("run").names()
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+        sys.modules.pop("run", None)
+    assert "coverage" in names
+    texts = {name: (ROOT / "benchmarks" / f"{name}.py").read_text() for name in names}
+    assert [name for name, text in texts.items() if not re.search(r'"--quick"|arguments\(__doc__', text)] == []
+
+
 def test_importing_the_package_imports_neither_extras_nor_the_larger_half_of_scipy():
     """`import bochner` costs what torch and numpy cost; torch itself may import what it likes."""
     code = (
