@@ -16,15 +16,20 @@ from hf_models import GROUPED, TEXT, build, texts_as_batches  # noqa: E402
 from bochner import BochnerWarning, convert  # noqa: E402
 from bochner.hf import layers_of, plan_of  # noqa: E402
 from bochner.hf.capture import recording  # noqa: E402
-from bochner.hf.familiar import FAR, distance  # noqa: E402
+from bochner.hf.familiar import FAR, distance, note  # noqa: E402
+from bochner.hf.layer import Call  # noqa: E402
+from bochner.hf.plan import LayerPlan  # noqa: E402
 
 STRANGE = torch.full((1, 64), 7)
 
 
-def model(family: str = "bert", **options: Any) -> Any:
+HALVES = 0.5 ** torch.arange(15, -1, -1.0)[:, None]
+
+
+def model(family: str = "bert", calibration: Any = None, **options: Any) -> Any:
     head = "AutoModel" if family == "bert" else "AutoModelForCausalLM"
     made = build(family, TEXT if family == "bert" else GROUPED, head=head)
-    return convert(made, calibration=texts_as_batches(12), num_features=16, exact_below=0, **options)
+    return convert(made, calibration=calibration or texts_as_batches(12), num_features=16, exact_below=0, **options)
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -39,6 +44,49 @@ def test_one_warning_for_inputs_unlike_the_calibration(family: str) -> None:
         converted(STRANGE)
     assert [w.category for w in told] == [BochnerWarning]
     assert "unlike the calibration data" in str(told[0].message)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_one_calibration_sequence_is_enough(family: str) -> None:
+    one = texts_as_batches(1, batch=1, length=400)
+    converted = model(family, one)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for batch in texts_as_batches(50, seed=9):
+            converted(**batch)
+        assert not told
+        converted(STRANGE)
+    assert [w.category for w in told] == [BochnerWarning]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_the_alarm_of_few_sequences_knows_a_shift_from_chance(count: int) -> None:
+    """Tokens with correlation 1/2 from one to the next, as real ones are; shifted by twice their spread."""
+    g = torch.Generator().manual_seed(count)
+
+    def rows(shift: float, size: int) -> torch.Tensor:
+        noise = torch.randn(size, 2, 80, 16, generator=g)
+        return 0.75**0.5 * torch.stack(
+            [noise[..., i - 15 : i + 1, :].mul(HALVES).sum(-2) for i in range(15, 79)], -2
+        ) + (shift * torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(1)))
+
+    like, false, missed = 0, 0, 0
+    for trial in range(60):
+        plan = LayerPlan("a", 2, 2, 16, 16, ["kernel"] * 2, seed=trial)
+        seen = rows(0.0, count)
+        note(plan, list(seen), list(seen))
+        near, far = (Call(x, x, x, True, None, 1.0) for x in (rows(0.0, 1), rows(2.0, 1)))
+        like += (distance(plan, near) or 0.0) > 0
+        false += (distance(plan, near) or 0.0) > FAR
+        missed += (distance(plan, far) or 0.0) <= FAR
+    assert (like, false) == (60, 0)
+    assert missed <= 6
+
+
+def test_a_target_of_a_language_model_notes_what_it_saw() -> None:
+    made = build("llama", GROUPED, head="AutoModelForCausalLM")
+    convert(made, calibration=texts_as_batches(10, length=512, batch=1), keep=0.5, length=512, exact_below=0)
+    assert all(layer.seen is not None for layer in plan_of(made).converted)
 
 
 def test_distances_of_like_sequences_are_about_one() -> None:
