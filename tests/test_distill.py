@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hf_models import GROUPED, TEXT, build, inputs, texts_as_batches  # noqa: E4
 
 from bochner import BochnerError, convert, distill, revert  # noqa: E402
 from bochner.hf import layers_of, relative_errors, trainable_maps_  # noqa: E402
+from bochner.hf.capture import recording  # noqa: E402
 
 
 def student(feature_map: str = "calibrated", family: str = "bert", **options: Any) -> Any:
@@ -154,3 +157,68 @@ def test_trainable_maps_leave_random_frequencies_alone() -> None:
     assert not any("projection" in n for n in names)
     with pytest.raises(BochnerError, match="nothing to learn"):
         trainable_maps_(student("positive"))
+
+
+def adapted(**options: Any) -> tuple[Any, Any]:
+    peft = pytest.importorskip("peft")
+    model = student(family="llama", window=6, sinks=1, select=False, exact_below=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, task_type="CAUSAL_LM", **options)
+        return model, peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("saved", [None, ["linear_attn"]])
+def test_adapters_and_maps_of_a_peft_model_are_trained_together(saved: list[str] | None) -> None:
+    _, wrapped = adapted(modules_to_save=saved)
+    before = {n: p.detach().clone() for n, p in wrapped.named_parameters()}
+    wanted = {n: p.requires_grad for n, p in wrapped.named_parameters()}
+    data = texts_as_batches(4)
+    report = distill(wrapped, data, steps=2, end_to_end=10, end_to_end_lr=2e-2, loss="model")
+    assert report.end_to_end is not None
+    assert report.end_to_end[1] < report.end_to_end[0]
+    moved = {n for n, p in wrapped.named_parameters() if n in before and not torch.equal(p, before[n])}
+    assert any("lora_" in n for n in moved)
+    assert all("lora_" in n or "linear_attn" in n for n in moved)
+    assert {n: p.requires_grad for n, p in wrapped.named_parameters() if n in wanted} == wanted
+    figures = report.quality["perplexity"]
+    assert figures["after"] < figures["before"]
+    assert math.log(figures["after"]) == pytest.approx(report.end_to_end[1], rel=1e-4)
+    assert "perplexity on data held back" in str(report)
+    assert "seconds in all" in str(report)
+
+
+def test_maps_alone_are_trained_if_that_is_asked_for() -> None:
+    _, wrapped = adapted()
+    before = {n: p.detach().clone() for n, p in wrapped.named_parameters()}
+    distill(wrapped, texts_as_batches(4), steps=2, end_to_end=6, part="maps")
+    assert all(torch.equal(p, before[n]) for n, p in wrapped.named_parameters() if "linear_attn" not in n)
+
+
+def test_the_loss_of_the_model_uses_labels_and_asks_for_them() -> None:
+    model = build("bert", TEXT, head="AutoModelForSequenceClassification")
+    convert(model, calibration=texts_as_batches(), num_features=16, exact_below=0)
+    data = texts_as_batches(6)
+    with pytest.raises(BochnerError, match="'labels'"):
+        distill(model, data, loss="model")
+    labelled = [{**batch, "labels": batch["input_ids"][:, 3] % 2} for batch in data]
+    report = distill(model, labelled, steps=2, end_to_end=10, loss="model", part="classifier")
+    with torch.no_grad():
+        now = model(**labelled[-1]).loss.item()
+    assert report.end_to_end is not None
+    assert now == pytest.approx(report.end_to_end[1], rel=1e-4)
+    with pytest.raises(BochnerError, match="'loss' of distill"):
+        distill(model, data, loss="labels")
+
+
+def test_the_report_says_what_was_bought_on_data_held_back() -> None:
+    model, data = student(exact_below=0), texts_as_batches(8)
+    with recording(model, lambda name, call: None), torch.no_grad():
+        truth = model(**data[-1])[0]
+    report = distill(model, data, steps=20, lr=2e-2, end_to_end=20)
+    with torch.no_grad():
+        error = ((model(**data[-1])[0] - truth).norm() / truth.norm()).item()
+    found = report.quality
+    assert found["relative_error"]["after"] == pytest.approx(error, rel=1e-4)
+    assert found["relative_error"]["after"] < found["relative_error"]["before"]
+    assert found["cosine"]["before"] < found["cosine"]["after"] <= 1 + 1e-6

@@ -475,3 +475,27 @@ def test_the_encoder_of_a_speech_model_is_advised_alone_at_its_own_length() -> N
         "self_attn": 7,
         "encoder_attn": 200,
     }
+
+
+def test_verification_by_cosine_alone_is_said() -> None:
+    for count, alone in ((7, True), (12, False)):
+        model = build("bert", TEXT)
+        convert(model, calibration=texts_as_batches(count, batch=1), keep=0.5, exact_below=0)
+        report = report_of(model).target
+        assert report is not None
+        assert ("rank_correlation" in report.verified.figures) != alone
+        assert ("cosine alone" in str(report)) == alone
+
+
+def test_encoders_have_no_decoding_memory_to_save() -> None:
+    with pytest.raises(BochnerError, match="minimize='time'"):
+        convert(build("bert", TEXT), calibration=texts_as_batches(), keep=0.9, minimize="memory")
+    bart = build("bart", SEQ2SEQ, head="AutoModelForSeq2SeqLM")
+    data = [{**batch, "decoder_input_ids": batch["input_ids"][:, :40]} for batch in texts_as_batches(8)]
+    with pytest.raises(BochnerError, match="minimize='time'"):
+        convert(bart, calibration=data, keep=0.9, minimize="memory", parts=["encoder"])
+    convert(bart, "positive", 8, exact_below=0)
+    sizes = {layer.name.split(".")[1]: layer.cache_bytes(1000) for layer in plan_of(bart).layers if not layer.is_cross}
+    assert sizes["encoder"] == 0 < sizes["decoder"]
+    cross = next(layer for layer in plan_of(bart).layers if layer.is_cross)
+    assert cross.cache_bytes(1000) == cross.cache_bytes(1000, converted=False) > 0

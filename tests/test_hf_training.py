@@ -66,7 +66,27 @@ def test_learned_maps_are_trained_saved_and_loaded(feature_map: str, options: di
 
 def test_a_function_that_cannot_be_saved_is_refused() -> None:
     with pytest.raises(BochnerError, match=r"option 'f' of .* is a function, which no config.json can hold"):
-        classifier("generalized", options={"f": torch.sin})
+        classifier("generalized", options={"f": lambda x: x})
+
+
+@pytest.mark.parametrize("f", ["softplus", torch.nn.functional.softplus])
+def test_functions_of_torch_are_saved_by_their_names(f: Any, tmp_path: Path) -> None:
+    model = classifier("generalized", options={"f": f}).eval()
+    assert {layer.options["f"] for layer in plan_of(model).layers} == {"softplus"}
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    phi = layers_of(loaded)[plan_of(loaded).layers[0].name].map_of("kernel")
+    assert phi.function is torch.nn.functional.softplus
+    assert phi.positive
+    x = inputs(model)
+    with torch.no_grad():
+        assert torch.equal(loaded(**x).logits, model(**x).logits)
+
+
+@pytest.mark.parametrize("f", ["softer", "conv2d", "pi"])
+def test_names_of_no_function_of_a_tensor_are_refused(f: str) -> None:
+    with pytest.raises(BochnerError, match="The 'f' of FunctionFeatures"):
+        classifier("generalized", options={"f": f})
 
 
 def test_a_decoder_is_trained_too() -> None:

@@ -71,6 +71,14 @@ def test_every_attention_learns_something(attention: str, tmp_path: Path) -> Non
     assert run(tmp_path, attention, resume=True, **options) == result
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_function_is_an_option_by_its_name(tmp_path: Path) -> None:
+    result = run(tmp_path, "generalized", steps=2, options={"f": "softplus"})
+    assert run(tmp_path, "generalized", steps=2, options={"f": "softplus"}, resume=True) == result
+    with pytest.raises(BochnerError, match="'f' of FunctionFeatures"):
+        run(tmp_path / "other", "generalized", steps=2, options={"f": "softer"})
+
+
 CODE = """
 import json, sys, torch
 torch.set_num_threads(1)

@@ -16,7 +16,7 @@ from bochner import theory
 from bochner._checks import BochnerError, BochnerWarning, one_of
 from bochner._timing import best_times
 from bochner.hf import capture, io
-from bochner.hf.judge import Judge, Language, Outputs, Quality, Reading, Text, compare_readings, read
+from bochner.hf.judge import RANKED, Judge, Language, Outputs, Quality, Reading, Text, compare_readings, read
 from bochner.hf.layer import Call, LinearAttention
 from bochner.hf.measure import Far, attention_weights
 from bochner.hf.original import Obstacle
@@ -252,6 +252,12 @@ def goal_of(
     if length is None:
         length = 4096 if language else _longest(data, shapes)
     judged = length if judge_length is None else judge_length
+    open_shapes = [shape for shape in shapes.values() if shape.obstacle is None]
+    if minimize == "memory" and open_shapes and not any(s.is_causal and not s.is_cross for s in open_shapes):
+        raise BochnerError(
+            "minimize='memory' is the memory of decoding, and none of the attention that is to be converted decodes: "
+            "use minimize='time'."
+        )
     return Goal(keep, minimize or ("memory" if language else "time"), length, judged)
 
 
@@ -507,6 +513,11 @@ def _reasons(report: TargetReport, trial: Trial) -> list[str]:
         found.append(
             f"The target cannot be met: {report.verified.kept:.4f} is the best that was found, {report.keep:g} was "
             "asked for; distill, or ask for less."
+        )
+    if not trial.is_language and set(report.verified.figures) == {"cosine"}:
+        found.append(
+            f"Verified by cosine alone: fewer than {RANKED} sequences were held back, too few for rank correlation; "
+            "give more texts."
         )
     longest = max([trial.length, *report.further])
     if longest < report.length:

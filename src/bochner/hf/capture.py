@@ -120,7 +120,9 @@ def unsupported_message(model: Any) -> str:
 
 
 def unwrap(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
-    """The transformers model and the tokenizer of a SentenceTransformer; anything else as it is."""
+    """The transformers model in a PeftModel, that and the tokenizer of a SentenceTransformer; others as they are."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
     if not (hasattr(model, "tokenize") and hasattr(model, "encode")):
         return model, tokenizer
     inner = next((m for m in model.modules() if isinstance(m, transformers_module().PreTrainedModel)), None)
@@ -244,10 +246,11 @@ def batches(
     model: Any = None,
     max_length: int = 256,
     batch_size: int = 8,
+    labels: bool = False,
 ) -> list[dict[str, Tensor]]:
     """Calibration data as model inputs: texts (with a tokenizer), one batch, or a sequence of batches.
 
-    `model`: texts without a tokenizer take the one stored beside it.
+    `model`: texts without a tokenizer take the one stored beside it. `labels`: leave them in their batches.
     """
     if isinstance(calibration, str):
         calibration = [calibration]
@@ -271,7 +274,7 @@ def batches(
     if not all(hasattr(b, "keys") for b in calibration):
         kinds = sorted({type(b).__name__ for b in calibration})
         raise BochnerError(f"The 'calibration' must be texts or batches (dicts of tensors), got {', '.join(kinds)}.")
-    return [{k: v for k, v in b.items() if isinstance(v, Tensor) and k != "labels"} for b in calibration]
+    return [{k: v for k, v in b.items() if isinstance(v, Tensor) and (labels or k != "labels")} for b in calibration]
 
 
 def first_row(batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from bochner.hf.layer import LinearAttention
 from bochner.hf.measure import Statistics
 from bochner.hf.patches import register_once
 from bochner.hf.plan import Plan
+from bochner.maps.generalized import function_name
 
 ROWS_PER_DIMENSION = 4  # calibration tokens wanted per head dimension
 Batches = Sequence[dict[str, Tensor]]
@@ -112,7 +113,7 @@ def convert(
         num_features = 64 if feature_map == "landmark" else 128
     recipe = Recipe(
         feature_map, num_features, window, sinks, window_kind, exact_heads, exact_unit, select, train, seed,
-        options or {},
+        {name: function_name(value) or value for name, value in (options or {}).items()},
     )  # fmt: skip
     say = speaker(progress)
     found: TargetReport | None = None

@@ -3,16 +3,18 @@
 First layer by layer: the model is run with exact attention, and each layer's maps are trained so that its linear
 attention gives the same outputs on the same queries, keys and values. Layers do not depend on each other, so that this
 can be stopped and resumed at any layer. Then end to end: the hidden states of the whole converted model are fitted to
-those of the original, so that errors are weighed by what they do later. No labels are needed, only text.
+those of the original, so that errors are weighed by what they do later. No labels are needed, only text. In place of
+that the second stage can lower the model's own loss, of the maps and of the adapters of PEFT together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, extra, positive_float, positive_int
+from bochner._checks import BochnerError, extra, one_of, positive_float, positive_int
 from bochner._progress import speaker
 from bochner.hf import capture
 from bochner.hf.io import layers_of
+from bochner.hf.judge import pooled
 from bochner.hf.layer import CHILD, Call, LinearAttention
 from bochner.hf.measure import HeadErrors, error_on
 from bochner.maps.landmark import LandmarkFeatures
@@ -44,11 +47,17 @@ class LayerReport:
 
 @dataclass
 class DistillReport:
-    """What distillation did: per layer, and the loss of the end-to-end stage if there was one."""
+    """What distillation did: per layer, the loss of the end-to-end stage if there was one, and what it bought.
+
+    `quality`: figures of the whole model on the part of the data held back, `before` and `after`, and of the
+    `original` where they are not distances from it: the `relative_error` of the outputs; of embeddings the `cosine`, of
+    language models the `perplexity`, of other distributions their `divergence` in nats.
+    """
 
     layers: list[LayerReport] = field(default_factory=list)
     end_to_end: tuple[float, float] | None = None
     seconds: float = 0.0
+    quality: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         width = max([5, *(len(layer.name) for layer in self.layers)])
@@ -60,6 +69,10 @@ class DistillReport:
             lines.append(f"{'mean'.ljust(width)}  {mean[0]:6.3f}  {mean[1]:6.3f}")
         if self.end_to_end is not None:
             lines.append(f"end to end: loss {self.end_to_end[0]:.5f} before, {self.end_to_end[1]:.5f} after")
+        for name, found in self.quality.items():
+            told = ", ".join(f"{x:.4g} {when}" for when, x in found.items())
+            lines.append(f"{name.replace('_', ' ')} on data held back: {told}")
+        lines.append(f"{self.seconds:.1f} seconds in all")
         return "\n".join(lines)
 
 
@@ -74,7 +87,8 @@ def distill(
     patience: int = 3,
     end_to_end: int = 60,
     end_to_end_lr: float = 1e-3,
-    part: str = "maps",
+    loss: str = "outputs",
+    part: str | None = None,
     seconds: float | None = None,
     checkpoint: str | Path | None = None,
     tokenizer: Any = None,
@@ -84,49 +98,103 @@ def distill(
 ) -> DistillReport:
     """Train the maps of a converted model on unlabelled data, in place; returns what it did, layer by layer.
 
-    `calibration`: texts (with `tokenizer`) or batches; the last eighth is kept for validation, and each layer keeps the
-    state that was best on it. `steps`, `lr`: Adam steps per layer; rates of landmark maps and of the model's own
-    parameters are in units of the size of each row. `projections`: also learn the frequencies, which
-    makes a random map a learned one. `layers`: names of attention modules; default all. `patience`: stop a layer after
-    so many checks without progress. `end_to_end`, `end_to_end_lr`: steps of a second stage that fits the hidden states
-    and outputs of the whole model, 0 for none, which needs no gradients through it;
-    `part`: what it trains, `"maps"` or a regular expression over parameter names (`revert` does not restore those).
+    `model`: a converted one, also inside a PeftModel. `calibration`: texts (with `tokenizer`) or batches; the last
+    eighth is kept for validation, and each layer keeps the state that was best on it. `steps`, `lr`: Adam steps per
+    layer; rates of landmark maps and of the model's own parameters are in units of the size of each row. `projections`:
+    also learn the frequencies, which makes a random map a learned one. `layers`: names of attention modules; default
+    all. `patience`: stop a layer after so many checks without progress.
+    `end_to_end`, `end_to_end_lr`: steps of a second stage through the whole model, 0 for none, which needs no gradients
+    through it. `loss`: what it lowers, the distance of hidden states and `"outputs"` from the original's, or the loss
+    of the `"model"` itself, by the `labels` of the batches or, in a causal language model without any, of the next
+    tokens. `part`: what it trains beside the maps: by default the adapters of a PeftModel and of others nothing
+    (`"maps"`), or a regular expression over parameter names (`revert` does not restore those).
     `seconds`: a time limit, the first stage having half of it. `checkpoint`: a directory; what is there is taken up,
     and every finished layer is written to it.
 
     Maps stay what they are in every other respect: `save_pretrained`, decoding and `revert` work as before.
     """
     training = _Training(steps, lr, patience, projections, _Clock(seconds), speaker(progress))
+    one_of(loss, "loss", "distill", ("outputs", "model"))
+    adapted = hasattr(model, "get_base_model")
     model, tokenizer = capture.unwrap(model, tokenizer)
     attached = layers_of(model)
     names = list(attached) if layers is None else list(layers)
     for name in names:
         if name not in attached:
             raise BochnerError(f"There is no converted attention module {name!r}; the names are {sorted(attached)}.")
-    batches = capture.batches(calibration, tokenizer, model=model, max_length=max_length, batch_size=batch_size)
+    sizes: dict[str, Any] = {"max_length": max_length, "batch_size": batch_size}
+    batches = capture.batches(calibration, tokenizer, model=model, labels=True, **sizes)
     if len(batches) < 2:
         raise BochnerError("distill needs at least two batches, one of them for validation; give more texts.")
+    labels = [batch.pop("labels", None) for batch in batches]
+    own = _OwnLoss(model, batches, labels) if loss == "model" and end_to_end else None
+    trained = _trained(model, part, adapted)
     held = max(1, len(batches) // 8)
     store, report = _Checkpoint(checkpoint, attached), DistillReport()
-    # The teacher's outputs for the second stage, before anything changes.
-    targets = [_outputs(model, b, original=True) for b in batches] if end_to_end else []
+    # The teacher's outputs, before anything changes: of all data only if they are to be fitted.
+    first = 0 if end_to_end and own is None else len(batches) - held
+    targets = [None] * first + [_outputs(model, b, original=True) for b in batches[first:]]
+    pairs = list(zip(batches, targets, strict=True))
+    before = _quality(model, pairs[-held:])
+    wanted = {id(p): p.requires_grad for p in model.parameters()}
+    try:
+        for done in _fit_layers(model, names, batches, held, store, training, 0.5 if end_to_end else 1.0):
+            report.layers.append(done)
+        if end_to_end and not training.clock.over():
+            training = replace(training, steps=end_to_end, lr=end_to_end_lr, patience=end_to_end)
+            objective = own or _Distance(model, pairs)
+            report.end_to_end = _fit_model(model, objective, len(pairs), held, trained, training)
+    finally:
+        for p in model.parameters():
+            p.requires_grad_(wanted.get(id(p), p.requires_grad))
+    after = _quality(model, pairs[-held:])
+    original = _quality(model, pairs[-held:], original=True)
+    for name in before:
+        report.quality[name] = {"before": before[name], "after": after[name]}
+        if name == "perplexity":
+            report.quality[name]["original"] = original[name]
+    report.seconds = training.clock.elapsed()
+    return report
+
+
+def _fit_layers(
+    model: Any,
+    names: Sequence[str],
+    batches: Sequence[dict[str, Tensor]],
+    held: int,
+    store: _Checkpoint,
+    training: _Training,
+    share: float,
+) -> Iterator[LayerReport]:
+    """Fit layer by layer, those of a checkpoint as they are there, until a share of the time is over."""
+    attached = layers_of(model)
     for group in _groups([n for n in names if len(attached[n].map_norm)], model, batches):
-        pending = [n for n in group if store.restore(n, report) is None]
-        if not pending or training.clock.over(0.5 if end_to_end else 1.0):
+        restored = {name: store.restore(name) for name in group}
+        yield from (done for done in restored.values() if done is not None)
+        pending = [name for name, done in restored.items() if done is None]
+        if not pending or training.clock.over(share):
             continue
         records = _records(model, pending, batches)
         for name in pending:
-            if training.clock.over(0.5 if end_to_end else 1.0):
+            if training.clock.over(share):
                 break
             done = _fit_layer(name, attached[name], records[name][:-held], records[name][-held:], training)
-            report.layers.append(done)
             store.keep(done)
             training.say(f"distilled {name}: error {done.before:.3f} to {done.after:.3f} in {done.seconds:.0f} s")
-    if end_to_end and not training.clock.over():
-        training = replace(training, steps=end_to_end, lr=end_to_end_lr, patience=end_to_end)
-        report.end_to_end = _fit_model(model, list(zip(batches, targets, strict=True)), held, part, training)
-    report.seconds = training.clock.elapsed()
-    return report
+            yield done
+
+
+def _trained(model: Any, part: str | None, adapted: bool) -> list[nn.Parameter]:
+    """The parameters beside those of the maps that the second stage trains."""
+    own = {n: p for n, p in model.named_parameters() if f".{CHILD}." not in n}
+    if part is None:
+        return [p for p in own.values() if p.requires_grad] if adapted else []
+    if part == "maps":
+        return []
+    found = [p for n, p in own.items() if re.search(part, n)]
+    if not found:
+        raise BochnerError(f"The 'part' of distill, {part!r}, matches no parameter of the model.")
+    return found
 
 
 @dataclass(frozen=True)
@@ -297,30 +365,99 @@ def _loss(out: _Outputs, target: _Outputs, batch: dict[str, Tensor], is_logits: 
     return layers + (1 - torch.nn.functional.cosine_similarity(a, b, dim=-1)).mean()
 
 
+class _Distance:
+    """How far the outputs for a batch are from the original's."""
+
+    def __init__(self, model: Any, pairs: Sequence[tuple[dict[str, Tensor], Any]]) -> None:
+        self.model, self.pairs, self.is_logits = model, pairs, _gives_logits(model)
+
+    def __call__(self, index: int) -> Tensor:
+        batch, target = self.pairs[index]
+        return _loss(_outputs(self.model, batch), target, batch, self.is_logits)
+
+
+class _OwnLoss:
+    """The loss that the model itself gives for a batch and its labels."""
+
+    def __init__(self, model: Any, batches: Sequence[dict[str, Tensor]], labels: Sequence[Tensor | None]) -> None:
+        self.model = model
+        causal = _predicts_next_tokens(model)
+        if not causal and any(x is None for x in labels):
+            raise BochnerError(
+                f"The 'loss' of distill is that of the model, and {type(model).__name__} needs 'labels' for it: put "
+                "them into the batches of 'calibration', or take loss='outputs'."
+            )
+        own = [_next_labels(b) if x is None else x for b, x in zip(batches, labels, strict=True)]
+        self.batches = [{**b, "labels": x} for b, x in zip(batches, own, strict=True)]
+
+    def __call__(self, index: int) -> Tensor:
+        loss: Tensor = capture.run(self.model, self.batches[index], gradient=torch.is_grad_enabled()).loss
+        return loss
+
+
+def _gives_logits(model: Any) -> bool:
+    return hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
+
+
+def _predicts_next_tokens(model: Any) -> bool:
+    """Whether it is a causal language model and nothing else."""
+    causal = all(layer.plan.is_causal for layer in layers_of(model).values())
+    return causal and _gives_logits(model) and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def _next_labels(batch: dict[str, Tensor]) -> Tensor:
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    return ids if mask is None else ids.masked_fill(mask == 0, -100)
+
+
+@torch.no_grad()
+def _quality(model: Any, pairs: Sequence[tuple[dict[str, Tensor], Any]], *, original: bool = False) -> dict[str, float]:
+    """Figures of the whole model as it is now, or as it was, against the original's outputs; means over the batches."""
+    found: dict[str, list[float]] = {}
+    for batch, target in pairs:
+        out = target.final if original else _outputs(model, batch).final
+        mask = batch.get("attention_mask")
+        own = mask is not None and mask.shape == out.shape[:2]
+        seen = mask.bool().to(out.device) if own else torch.ones(out.shape[:2], dtype=torch.bool, device=out.device)  # type: ignore[union-attr]
+        a, b = (t[seen].float() for t in (out, target.final))
+        figures = {"relative_error": ((a - b).norm() / b.norm().clamp_min(1e-30)).item()}
+        if not _gives_logits(model):
+            here = {k: v.to(out.device) for k, v in batch.items()}
+            x, y = (pooled(t.float(), here) for t in (out, target.final))
+            figures["cosine"] = torch.nn.functional.cosine_similarity(x, y, dim=-1).mean().item()
+        elif _predicts_next_tokens(model):
+            labels = _next_labels(batch)[:, 1:].to(out.device)
+            figures["loss"] = torch.nn.functional.cross_entropy(out[:, :-1].float().mT, labels).item()
+        else:
+            p, q = b.log_softmax(-1), a.log_softmax(-1)
+            figures["divergence"] = (p.exp() * (p - q)).sum(-1).mean().item()
+        for name, figure in figures.items():
+            found.setdefault(name, []).append(figure)
+    means = {name: sum(x) / len(x) for name, x in found.items()}
+    if "loss" in means:
+        means["perplexity"] = math.exp(means.pop("loss"))
+    return means
+
+
 def _fit_model(
-    model: Any, pairs: Sequence[tuple[dict[str, Tensor], _Outputs]], held: int, part: str, training: _Training
+    model: Any,
+    objective: Callable[[int], Tensor],
+    count: int,
+    held: int,
+    trained: Sequence[nn.Parameter],
+    training: _Training,
 ) -> tuple[float, float]:
-    """Fit the outputs of the whole model to targets; the loss on the last `held` before and after."""
-    before_grad = {id(p): p.requires_grad for p in model.parameters()}
-    parameters: list[nn.Parameter] = []
-    if part != "maps":
-        parameters = [p for n, p in model.named_parameters() if re.search(part, n) and f".{CHILD}." not in n]
-        if not parameters:
-            raise BochnerError(f"The 'part' of distill, {part!r}, matches no parameter of the model.")
+    """Lower an objective of `count` batches by the maps and other parameters; its value on the last `held`, twice."""
+    parameters = list(trained)
     units = [row_sizes(p) for p in parameters]
     for layer in layers_of(model).values():
         parameters += layer.open_(projections=training.projections)
         units += _units(layer)
-    trained = {id(p) for p in parameters}
-    is_logits = hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
-
-    def loss(step: int) -> Tensor:
-        batch, target = pairs[step % (len(pairs) - held)]
-        return _loss(_outputs(model, batch), target, batch, is_logits)
+    open_ids = {id(p) for p in parameters}
 
     @torch.no_grad()
     def measure() -> float:
-        losses = [_loss(_outputs(model, b), t, b, is_logits).item() for b, t in pairs[-held:]]
+        losses = [objective(i).item() for i in range(count - held, count)]
         training.say(f"end to end: loss {sum(losses) / held:.5f}")
         return sum(losses) / held
 
@@ -328,11 +465,9 @@ def _fit_model(
     model.eval()
     try:
         for p in model.parameters():
-            p.requires_grad_(id(p) in trained)
-        return training.descend(parameters, units, loss, measure)[:2]
+            p.requires_grad_(id(p) in open_ids)
+        return training.descend(parameters, units, lambda step: objective(step % (count - held)), measure)[:2]
     finally:
-        for p in model.parameters():
-            p.requires_grad_(before_grad.get(id(p), False))
         for layer in layers_of(model).values():
             layer.close_()
         model.train(was_training)
@@ -364,7 +499,7 @@ class _Checkpoint:
         _safetensors().save_file(tensors, self.path / f"{done.name}.safetensors")
         (self.path / f"{done.name}.json").write_text(json.dumps(done.__dict__), encoding="utf-8")
 
-    def restore(self, name: str, report: DistillReport) -> LayerReport | None:
+    def restore(self, name: str) -> LayerReport | None:
         if self.path is None or not (self.path / f"{name}.json").exists():
             return None
         done = LayerReport(**json.loads((self.path / f"{name}.json").read_text(encoding="utf-8")))
@@ -375,7 +510,6 @@ class _Checkpoint:
                 f"The checkpoint of {name!r} in {str(self.path)!r} belongs to other maps; use another directory."
             )
         self.layers[name].load_state_dict(tensors)
-        report.layers.append(done)
         return done
 
 

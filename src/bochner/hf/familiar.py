@@ -7,10 +7,11 @@ many spreads away is unlike all that was seen.
 
 With c sequences the variance of a new signature about their mean is estimated by
 
-    (1 + 1/c) (w t + (c - 1) s) / (w + c - 1),
+    (1 + 3/(2 c)) (w t + (c - 1) s) / (w + c - 1),
 
 s being the variance of the c signatures and t what the tokens within them let expect, their variance over the number of
 places, times a factor for their correlation: one sequence is enough, and many speak for themselves.
+The first factor is that of their mean, 1 + 1/c, and a half more for what one sequence does not tell of the spread.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DIRECTIONS = 8
 PLACES = 64  # places of a sequence that its signature is the mean of, at most
 CORRELATION = 1.4  # of tokens: by how much means vary more than those of independent ones, in models of text 0.5 to 7
 WEIGHT = 2.0  # w above, in sequences
-FAR = 4.0  # spreads beyond which a call is unlike the calibration
+FAR = 3.5  # spreads beyond which a call is unlike the calibration
 
 
 class Alarm:
@@ -73,7 +74,7 @@ def note(plan: LayerPlan, q: Sequence[Tensor], k: Sequence[Tensor]) -> None:
     found, more = rows.mean(1), len(rows) - 1
     expected = CORRELATION * rows.var(1).mean(0) / places
     measured = found.var(0) if more else torch.zeros_like(expected)
-    variance = (1 + 1 / len(rows)) * (WEIGHT * expected + more * measured) / (WEIGHT + more)
+    variance = (1 + 1.5 / len(rows)) * (WEIGHT * expected + more * measured) / (WEIGHT + more)
     spread = variance.sqrt().clamp_min(1e-12)
     plan.seen = {"places": places, "mean": found.mean(0).tolist(), "spread": spread.tolist()}
 

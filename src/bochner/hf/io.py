@@ -31,11 +31,18 @@ MISFIT = (
 
 def attached_to(model: Any) -> dict[str, LinearAttention]:
     """The attached modules of a model, by the name of their attention module; empty if it is not converted."""
-    return {
-        name.removesuffix(CHILD).removesuffix("."): module
-        for name, module in getattr(model, "named_modules", dict)()
-        if isinstance(module, LinearAttention) and name.endswith(CHILD)
-    }
+    found = {}
+    for name, module in getattr(model, "named_modules", dict)():
+        child = _unwrapped(module._modules.get(CHILD))
+        if isinstance(child, LinearAttention):
+            found[name] = child
+    return found
+
+
+def _unwrapped(child: Any) -> Any:
+    """The module that a name stands for: with PEFT's `modules_to_save`, the copy of the adapter in use."""
+    copies, active = getattr(child, "modules_to_save", None), getattr(child, "active_adapters", None)
+    return copies[active[0]] if copies and active and active[0] in copies else child
 
 
 def layers_of(model: Any) -> dict[str, LinearAttention]:

@@ -32,6 +32,7 @@ WHOLE = 1024  # tokens: texts up to so many are run whole
 PIECE = 512  # tokens that a long text is read at a time
 LEAST_GAIN = 0.3  # nats on a repeated passage: models that gain less do not look it up
 STEPS = 4  # single tokens that are timed behind it
+RANKED = 4  # texts: fewer have too few similarities to rank
 Batches = Sequence[dict[str, Any]]
 
 
@@ -262,7 +263,7 @@ class Outputs:
             )
             for ts in (self.truth, found)
         )
-        if len(a) < 4:
+        if len(a) < RANKED:
             cosine = (a * b).sum(-1).mean().item()
             return Quality(cosine, {"cosine": cosine})
         same = compare_embeddings(a, b)

@@ -74,8 +74,8 @@ class LayerPlan:
         functions = [name for name, value in self.options.items() if callable(value)]
         if functions:
             raise BochnerError(
-                f"The option {functions[0]!r} of {owner} is a function, which no config.json can hold; take a map "
-                "whose function has a name, or use the map in bochner.nn."
+                f"The option {functions[0]!r} of {owner} is a function, which no config.json can hold; give the name "
+                "of one of torch.nn.functional, or use the map in bochner.nn."
             )
         if self.exact_below < 0:
             raise BochnerError(f"The 'exact_below' of {owner} must be at least 0, got {self.exact_below}.")
@@ -115,9 +115,14 @@ class LayerPlan:
         return sorted({h // self.group for h, k in enumerate(self.kinds) if k == kind})
 
     def cache_bytes(self, length: int, *, element_size: int = 4, converted: bool = True) -> int:
-        """Bytes that decoding keeps for one sequence of `length` tokens."""
+        """Bytes that decoding keeps for one sequence of `length` tokens.
+
+        Encoders keep nothing, and cross-attention its keys whatever becomes of it.
+        """
         per_token = (self.head_dim + self.value_dim) * element_size
-        if not converted or self.untouched or length < self.exact_below:
+        if not self.is_causal and not self.is_cross:
+            return 0
+        if not converted or self.is_cross or self.untouched or length < self.exact_below:
             return self.num_kv_heads * per_token * (min(length, self.limit) if self.limit else length)
         total = len(self.kv_heads_of("exact")) * per_token * length
         for kind in ("window", "hybrid", "kernel"):

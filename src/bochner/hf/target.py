@@ -396,7 +396,7 @@ class Search:
 
     def costs(self, plan: Plan) -> tuple[float, float]:
         """The memory of a plan as a share of the original's, and the seconds of its attention."""
-        memory = plan.cache_bytes(self.goal.length) / max(self.original_bytes, 1)
+        memory = plan.cache_bytes(self.goal.length) / self.original_bytes if self.original_bytes else 1.0
         return memory, sum(self.seconds_of(layer) for layer in plan.layers)
 
     def border(self, plan: Plan) -> int:

@@ -14,6 +14,9 @@ from bochner._checks import BochnerError
 from bochner.maps.base import FeatureMap, Features
 from bochner.projections import Projection, make_projection
 
+# Functions of torch that are never negative.
+NON_NEGATIVE = ("relu", "relu6", "softplus", "sigmoid", "hardsigmoid", "exp", "abs", "square")
+
 
 class GeneralizedFeatures(FeatureMap):
     """`phi(x) = (f(w . x) + kernel_epsilon) / sqrt(m)`: the kernel `E[(f(w.x) + eps)(f(w.y) + eps)]`.
@@ -159,10 +162,11 @@ class LinearEluFeatures(EluFeatures):
 class FunctionFeatures(GeneralizedFeatures):
     """`phi(x) = (f(w . x) + kernel_epsilon) / sqrt(m)` for an f of your own, an `nn.Module` if it is to be learned.
 
-    `f`: takes a tensor and gives one of the same shape, elementwise; default relu. `positive`: whether f is never
-    negative, which attention may then rely on. `kernel_matrix` is a quadrature for f of polynomial growth.
+    `f`: takes a tensor and gives one of the same shape, elementwise; default relu. A name is that of a function of
+    `torch.nn.functional` or of torch. `positive`: whether f is never negative, which attention may then rely on.
+    `kernel_matrix` is a quadrature for f of polynomial growth.
 
-    >>> phi = FunctionFeatures(2, 8, f=torch.nn.functional.softplus, positive=True)
+    >>> phi = FunctionFeatures(2, 8, f="softplus")
     >>> phi(torch.zeros(3, 2)).values.shape
     torch.Size([3, 8])
     """
@@ -172,23 +176,36 @@ class FunctionFeatures(GeneralizedFeatures):
         dim: int,
         num_features: int | None,
         *,
-        f: Callable[[Tensor], Tensor] = F.relu,
+        f: Callable[[Tensor], Tensor] | str = F.relu,
         positive: bool | None = None,
         **options: Any,
     ) -> None:
         super().__init__(dim, num_features, **options)
         owner = type(self).__name__
-        if not callable(f):
-            raise BochnerError(f"The 'f' of {owner} must be a function of a tensor, got {f!r}.")
+        named = getattr(F, f, None) or getattr(torch, f, None) if isinstance(f, str) else f
+        if not callable(named):
+            raise BochnerError(
+                f"The 'f' of {owner} must be a function of a tensor, or the name of one of torch.nn.functional or "
+                f"torch, got {f!r}."
+            )
         probe = torch.linspace(-3, 3, 12, device="cpu").view(3, 4)
-        with torch.no_grad():
-            seen = f(probe)
+        try:
+            with torch.no_grad():
+                seen = named(probe)
+        except (TypeError, RuntimeError) as error:
+            raise BochnerError(f"The 'f' of {owner}, {f!r}, does not take a tensor alone: {error}") from error
         if not isinstance(seen, Tensor) or seen.shape != probe.shape:
             raise BochnerError(f"The 'f' of {owner} must be elementwise and keep the shape of its tensor, got {f!r}.")
         if positive and bool((seen < 0).any()):
             raise BochnerError(f"The 'f' of {owner} is negative in places, so that 'positive' cannot be True.")
-        self.positive = (f is F.relu) if positive is None else bool(positive)
-        self.function = f
+        self.positive = function_name(named) in NON_NEGATIVE if positive is None else bool(positive)
+        self.function = named
+
+
+def function_name(f: Any) -> str | None:
+    """The name under which torch has a function, None for any other."""
+    name = getattr(f, "__name__", "")
+    return name if f is not None and any(getattr(home, name, None) is f for home in (F, torch)) else None
 
 
 def expected_product(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, nodes: int = 400) -> Tensor:
