@@ -39,6 +39,19 @@ def test_sharp_far_attention_is_hopeless_and_stays_exact() -> None:
     assert any("not worth it" in r for r in advice.reasons)
 
 
+def test_the_rank_floor_of_tensors_tells_what_no_map_can_do() -> None:
+    """A permutation has full rank, half of it in each of two squares beside the window; flat weights have rank one."""
+    q = torch.eye(64)[None, None].repeat(2, 2, 1, 1) * 300.0
+    q[:, 1] = 0.0
+    v = normal(2, 2, 64, 8)
+    k = q.flip(-2)  # each query finds its key at the other end
+    kernel = advise(q, k, v, num_features=(8, 16), window=1, sinks=0, window_kind="sliding")
+    assert [h.rank_floor for h in kernel.heads] == pytest.approx([(1 - 16 / 32) ** 0.5, 0.0], abs=0.02)
+    assert "no map of 16 features is below: median" in str(kernel)
+    causal = advise(q, q, v, is_causal=True, num_features=(8,), window=4)
+    assert [h.rank_floor for h in causal.heads] == pytest.approx([0.0, 0.0], abs=1e-6)  # the diagonal is exact
+
+
 def test_local_attention_is_given_a_window() -> None:
     place = torch.arange(100.0)
     angle = place[:, None] / torch.tensor([2.0, 5.0, 11.0, 23.0])

@@ -21,7 +21,7 @@ from bochner._progress import speaker
 from bochner._timing import best_times
 from bochner.attention.checks import check_qkv
 from bochner.hf import capture
-from bochner.hf.aim import aim, goal_of, shapes_of, target_data
+from bochner.hf.aim import FLOOR_LENGTH, aim, goal_of, shapes_of, target_data
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import Far, HeadStatistics, Samples, attention_weights, error_on, far_pairs
 from bochner.hf.patches import register_once
@@ -36,7 +36,10 @@ PREDICTION_PAIRS = 256  # rows and keys of the pairs that predictions are averag
 
 @dataclass
 class HeadAdvice:
-    """One head: its attention, the error of every candidate, and what to do with it."""
+    """One head: its attention, the error of every candidate, and what to do with it.
+
+    `rank_floor`: what no map of the largest size can be below outside window and sinks, see `theory.rank_floor`.
+    """
 
     layer: str
     head: int
@@ -48,6 +51,7 @@ class HeadAdvice:
     peak: float
     measured: dict[str, float]
     predicted: dict[str, float]
+    rank_floor: float
     verdict: str = ""
 
 
@@ -88,6 +92,11 @@ class Advice:
             f"{n} {sum(h.predicted[n] for h in self.heads) / len(self.heads):.2f}" for n in self.heads[0].predicted
         ]
         lines.append("predicted by theory for iid projections (1 is hopeless): " + ", ".join(theory_means))
+        floors = sorted(h.rank_floor for h in self.heads)
+        lines.append(
+            f"rank floor, which no map of {self.config['num_features']} features is below: median "
+            f"{floors[len(floors) // 2]:.3f}, largest {floors[-1]:.3f}"
+        )
         counts: dict[str, int] = {}
         for h in self.heads:
             counts[h.verdict] = counts.get(h.verdict, 0) + 1
@@ -153,9 +162,9 @@ def advise(
     `parts`, `judge_length`: as in `convert`.
     `advise(q, k, v)`: one layer's queries (b, h, n, d), keys and values before scaling, with `scale` and `is_causal`;
     without v, random values stand in; transformers is not needed. Half of the sequences calibrate the maps, the other
-    half measures them; returns an `Advice`. `target`: the relative error of a head's output that is good enough.
-    `length`: the number of tokens you care about, for speed and memory. `window`, `sinks`, `window_kind`: those to
-    consider; default 32 and 1, for causal attention 128 and 4.
+    half measures them, and every head has its rank floor; returns an `Advice`. `target`: the relative error of a
+    head's output that is good enough. `length`: the number of tokens you care about, for speed and memory. `window`,
+    `sinks`, `window_kind`: those to consider; default 32 and 1, for causal attention 128 and 4.
 
     >>> q = torch.randn(4, 2, 40, 8, generator=torch.Generator().manual_seed(0))
     >>> advise(q, q, num_features=(32,), length=64).config["num_features"]
@@ -240,6 +249,7 @@ def _examine(layer: Layer, near: dict[str, Any], sizes: Sequence[int], seed: int
         candidates[f"window+landmark {m}" if near else f"landmark {m}"] = made
     measured = {label: error_on(layer.held, attention) for label, attention in candidates.items()}
     predicted = {label: _predict(phi, layer.shape) for label, phi in maps.items()}
+    floors = _rank_floors(layer.shape, near, m)
     means = {name: statistics.mean(name) for name in ("query_norm", "key_norm", "logit", "entropy", "mass", "peak")}
     return [
         HeadAdvice(
@@ -253,9 +263,19 @@ def _examine(layer: Layer, near: dict[str, Any], sizes: Sequence[int], seed: int
             peak=means["peak"][i].item(),
             measured={label: e[i].item() for label, e in measured.items()},
             predicted={label: e[i].item() for label, e in predicted.items()},
+            rank_floor=floors[i].item(),
         )
         for i in range(layer.shape.query.shape[1])
     ]
+
+
+def _rank_floors(call: Call, near: dict[str, Any], m: int) -> Tensor:
+    """Of every head, (h,), on the first tokens of one sequence; the last ones where queries belong to the last keys."""
+    few = slice(-FLOOR_LENGTH, None) if call.is_causal else slice(FLOOR_LENGTH)
+    part = call._replace(query=call.query[:1, :, few], key=call.key[:1, :, few], value=call.value[:1, :, few])
+    far = Far.of(part, **near)
+    weights = attention_weights(part, far.allowed)[0]
+    return torch.stack([theory.rank_floor(w, m, far.far[0, 0]) for w in weights])
 
 
 def uniform(call: Call) -> Tensor:
