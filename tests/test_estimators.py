@@ -186,7 +186,10 @@ def test_landmarks_estimate_the_softmax_kernel():
     model = RandomFeatures(64, feature_map="landmark", kernel="softmax", random_state=0).fit(X)
     truth = np.exp(2 * model.gamma_ * X @ X.T)
     estimate = model.transform(X) @ model.transform(X, role="key").T
-    assert np.linalg.norm(estimate - truth) < 0.25 * np.linalg.norm(truth)
+    assert np.linalg.norm(estimate - truth) < 0.5 * np.linalg.norm(truth)
+    # They are fitted to rows as attention weighs them: half as far as rows that are all alike.
+    rows, fitted = (k / k.sum(1, keepdims=True) for k in (truth, estimate))
+    assert np.linalg.norm(fitted - rows) < 0.5 * np.linalg.norm(1 / 400 - rows)
 
 
 def test_the_error_is_below_that_of_the_sampler_of_scikit_learn():
