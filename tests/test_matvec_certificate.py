@@ -166,7 +166,8 @@ def test_few_rows_are_all_checked_and_no_product_is_beyond_eps():
 def test_all_rows_checked_leave_nothing_to_chance():
     error = torch.arange(5.0, dtype=torch.float64)[:, None]
     held = hold_out(error, lambda ids: torch.zeros(ids.numel(), 1).double(), [], 10, 0.95, torch.Generator())
-    assert float(held.mean) == float(held.guarantee) == float(held.bound) == 30.0
+    assert float(held.mean) == 30.0
+    assert 30.0 < float(held.guarantee) == float(held.bound) < 30.0 * (1 + 1e-11)  # but for rounding
 
 
 def test_estimates_say_what_they_cost():

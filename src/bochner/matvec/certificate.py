@@ -129,6 +129,9 @@ def probabilities(scores: list[Tensor], n: int) -> Tensor:
     return p
 
 
+ROUNDING = 1e-12  # of a product in double precision, relative to its norm; generous
+
+
 def hold_out(
     value: Tensor,
     truth: Callable[[Tensor], Tensor],
@@ -141,8 +144,10 @@ def hold_out(
     """Compare y (n, r) with exact rows: `truth(ids)` gives (rows, r). Cost: at most 2 `count` exact rows."""
     n = value.shape[0]
     if 2 * count >= n:  # every row is checked: nothing is left to chance
-        total = (truth(torch.arange(n)) - value.double()).square().sum(0)
-        return HoldOut(total, total, total, n)
+        wide = value.double()
+        total = (truth(torch.arange(n)) - wide).square().sum(0)
+        most = (total.sqrt() + ROUNDING * wide.norm(dim=0)).square()
+        return HoldOut(total, most, most, n)
     p = probabilities(scores, n)
     uniform = torch.rand(count, dtype=torch.float64, generator=generator)
     ids = torch.searchsorted(p.cumsum(0), uniform).clamp_max(n - 1)
