@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from _gallery import RESULTS, ROOT
-from _index import PAPERS, PICTURES, READERS, Item, Said
+from _index import NO_PICTURE, PAPERS, PICTURES, READERS, Item, Said
 from run import names
 
 DOCS = ROOT / "docs"
@@ -62,10 +62,16 @@ def section(script: str, labels: list[str]) -> str:
         return "\n".join([*lines, "", "Not run yet.", ""])
     verdict = said.verdict + (f": {said.why}" if said.why else "")
     lines += ["", f"- Claim: {said.claim}", f"- Ours: {said.ours}", f"- Verdict: **{verdict}**.", ""]
-    picture = PICTURES.get(script, f"images/gallery/{script}.png")
-    if (ROOT / "docs" / picture).exists():
+    for picture in pictures(script):
         lines += [f"![{script}]({picture})", ""]
+    if script in NO_PICTURE:
+        lines += [f"No picture: {NO_PICTURE[script]}.", ""]
     return "\n".join(lines)
+
+
+def pictures(script: str) -> list[str]:
+    """The pictures of a script that exist, as paths below docs/."""
+    return [p for p in PICTURES.get(script, (f"images/gallery/{script}.png",)) if (DOCS / p).exists()]
 
 
 def first_line(script: str) -> str:

@@ -30,7 +30,7 @@ QUICK = {
 }
 # Claims that do not hold as they are stated, of scripts whose result does not say so itself; the gallery says why.
 NOT_REPRODUCED = {"attention_sparsity", "softmax_metrics", "sampled_softmax", "train_table"}
-TOOLS = {"run", "gallery", "pictures"}  # scripts of this folder that are no experiments
+TOOLS = {"run", "gallery", "pictures", "draw"}  # scripts of this folder that are no experiments
 
 
 def names() -> list[str]:

@@ -114,7 +114,7 @@ def test_every_figure_and_table_of_the_papers_has_an_entry() -> None:
 
 def test_every_experiment_is_in_the_gallery_and_its_result_can_be_read() -> None:
     module = gallery()
-    scripts = {p.stem for p in EXPERIMENTS.glob("[!_]*.py")} - {"run", "gallery", "pictures"}
+    scripts = {p.stem for p in EXPERIMENTS.glob("[!_]*.py")} - {"run", "gallery", "pictures", "draw"}
     text = "".join(module.pages().values())
     assert [s for s in scripts if f"## {s}\n" not in text and f"`experiments/{s}.py`" not in text] == []
     for script in scripts:
@@ -124,6 +124,38 @@ def test_every_experiment_is_in_the_gallery_and_its_result_can_be_read() -> None
             assert said.claim
             assert said.ours
             assert said.why or said.verdict == "reproduced", script
+
+
+def test_every_figure_that_is_reproduced_or_partly_has_a_picture() -> None:
+    module = gallery()
+    for paper in module.PAPERS:
+        for item in paper.items:
+            said = module.said_of(item.script, item.needs) if item.script else None
+            if said is not None and said.verdict in ("reproduced", "partly"):
+                shown = module.pictures(item.script) or item.script in module.NO_PICTURE
+                assert shown, f"{paper.key} {item.label}: {item.script} has no picture"
+
+
+def test_pictures_are_drawn_from_stored_results_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    import _gallery
+    import draw
+
+    monkeypatch.setattr(_gallery, "IMAGES", tmp_path)
+    names = list(draw.PICTURES)
+    assert draw.main(names) == 0
+    assert sorted(p.stem for p in tmp_path.iterdir()) == sorted(names)
+    for name in names:  # and they are what the gallery shows
+        assert (EXPERIMENTS.parent / "docs" / "images" / "gallery" / f"{name}.png").exists()
+    monkeypatch.setattr(draw, "RESULTS", tmp_path / "none")
+    capsys.readouterr()
+    assert draw.main(["train_table"]) == 0
+    assert "left out, train_table was not run yet" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        draw.main(["train_tabel"])
 
 
 def test_the_pages_have_one_section_for_every_script_and_are_made_of_the_results() -> None:
