@@ -1,8 +1,8 @@
 """Figure 7 of *Hybrid Random Features*: how long the queries and keys of a language model's softmax are.
 
 The estimators of the paper are judged by the lengths of the vectors they meet: the error of every one grows with them.
-Here: hidden states on held-out text (queries) and class vectors (keys) of the LSTM of `_language.py`, trained exactly on
-the Brown corpus, and beside them what the closed forms say of m = 128 features at those lengths.
+Here: hidden states on held-out text (queries) and class vectors (keys) of the LSTM of `_language.py`, trained exactly
+on the Brown corpus, and beside them what the closed forms say of m = 128 features at those lengths.
 
     python experiments/softmax_lengths.py [--steps 500] [--quick]
 """
