@@ -76,6 +76,19 @@ def test_the_frontier_joins_what_nothing_beats() -> None:
     assert re.search(r"fill:var\(--c7\)\">beaten<", chart)
 
 
+def test_a_narrow_chart_names_below_what_a_wide_one_names_beside() -> None:
+    names = ["window 32 + sink + calibrated m=128", "b"]
+    wide, narrow = line_chart("t", {n: [(512.0, 2.0), (1024.0, 3.0)] for n in names}).split('<div class="for-narrow">')
+    assert [n in wide and n in narrow for n in names] == [True, True]
+    plot_end = float(re.findall(r'class="grid" x1="[\d.]+" x2="([\d.]+)"', narrow)[0])
+    assert plot_end > 0.9 * 420  # the names take no room beside it
+    assert all(int(y) > 380 for y in re.findall(r'<text x="4" y="(\d+)"', narrow))
+    errors = [[0.25] * 16]
+    assert ">0.25</text>" in error_map("t", errors).partition("for-narrow")[0]
+    assert ">.25</text>" in error_map("t", errors).partition("for-narrow")[2]
+    assert "layer 7</text>" in error_map("t", errors, rows=[7])
+
+
 def test_empty_and_single_charts_do_not_fail() -> None:
     assert line_chart("t", {}) == ""
     assert "<circle" in line_chart("t", {"a": [(1.0, 2.0)]})
@@ -117,15 +130,21 @@ def test_in_a_browser_the_plots_are_there_and_choosing_a_head_works(tmp_path: Pa
     # What a reader does: choose a cell of the map, then a token, then another head in the list.
     clicks = """<script>
     const box = document.querySelector("section.viewer"), log = [];
+    // Charts lie twice in the page, for wide and for narrow screens; a reader sees one of them, and all of it.
+    const seen = (what) => [...document.querySelectorAll(what)].filter((e) => e.getBoundingClientRect().width > 0);
+    const cut = (e) => [...e.querySelectorAll("text")].filter((t) => {
+      const box = t.getBoundingClientRect(), frame = e.getBoundingClientRect();
+      return t.textContent && (box.right > frame.right + 1 || box.left < frame.left - 1 || box.height < 9);
+    });
     const note = () => log.push([Number(box.dataset.head), Number(box.dataset.row),
-      box.querySelector(".converted .tokens span:last-of-type").title, box.querySelectorAll(".cell.on").length]);
+      box.querySelector(".converted .tokens span:last-of-type").title, seen(".cell.on").length]);
     note();
-    box.querySelectorAll(".cell")[4].dispatchEvent(new MouseEvent("click", { bubbles: true })); note();
+    seen(".cell")[4].dispatchEvent(new MouseEvent("click", { bubbles: true })); note();
     box.querySelectorAll(".exact .tokens span")[0].click(); note();
     const select = box.querySelector("select"); select.value = "1"; select.dispatchEvent(new Event("change")); note();
     document.body.dataset.log = JSON.stringify(log);
     document.body.dataset.size = JSON.stringify([document.documentElement.scrollWidth, innerWidth,
-      box.querySelector("canvas").width, document.querySelectorAll("svg").length]);
+      box.querySelector("canvas").width, seen("svg").length, seen(".value").length, seen("svg").flatMap(cut).length]);
     </script></body>"""
     for width in (1200, 480):
         dom, console = in_browser(page().html().replace("</body>", clicks), tmp_path, width)
@@ -139,12 +158,14 @@ def test_in_a_browser_the_plots_are_there_and_choosing_a_head_works(tmp_path: Pa
         # The shades are the head's own weights: of the first token by head 1 of the first layer, converted.
         wanted = 100 * float(pictures().converted[0][1, 0, -1])
         assert abs(float(log[-1][2].rstrip(" %")) - wanted) < 0.5
-        size = re.search(r'data-size="\[(\d+),(\d+),(\d+),(\d+)\]"', dom)
+        size = re.search(r'data-size="\[([\d,]+)\]"', dom)
         assert size is not None
-        page_width, window, canvas, charts = map(int, size.groups())
+        page_width, window, canvas, charts, numbers, unreadable = map(int, size[1].split(","))
         assert page_width <= window, f"the page is wider than a screen of {window}"
         assert canvas == 6
         assert charts == 3
+        assert numbers == 6  # of the map of heads
+        assert unreadable == 0, "a text of a chart is cut off or smaller than 9 pixels"
 
 
 @pytest.mark.model
@@ -188,6 +209,40 @@ def test_the_weights_shown_are_those_of_the_model() -> None:
         assert torch.allclose(exact, mine, atol=1e-5)
         assert torch.allclose(converted.sum(-1), torch.ones(converted.shape[:-1]), atol=1e-4)
         assert not torch.allclose(exact, converted, atol=1e-2)
+
+
+@pytest.mark.model
+def test_a_model_with_many_heads_shows_some_layers_and_says_so() -> None:
+    pytest.importorskip("transformers")
+    from hf_models import TEXT, build
+
+    import bochner
+    from bochner.report.model import head_pictures, spread
+
+    class Words:
+        pad_token = "w0"
+
+        def __call__(self, texts: list[str], **_: object) -> dict[str, torch.Tensor]:
+            return {"input_ids": torch.arange(1, 13)[None]}
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return [f"w{i}" for i in ids]
+
+        def decode(self, ids: list[int]) -> str:
+            return f"w{ids[0]}"
+
+    model = build("bert", TEXT)
+    bochner.convert(model, "positive", 16, exact_below=512)
+    whole = head_pictures(model, Words(), "any")
+    assert whole.layers == [0, 1]
+    assert "layers are shown" not in whole.caption
+    # Twelve tokens lie below the border, and yet it is the converted attention that is shown.
+    assert not torch.allclose(whole.exact[0], whole.converted[0], atol=1e-2)
+    some = head_pictures(model, Words(), "any", most_heads=4)
+    assert len(some.exact) == 1
+    assert "1 of 2 layers are shown: all 8 heads" in some.caption
+    assert spread(list("abcdefghij"), [10] * 10, 40) == ["a", "d", "g", "j"]
+    assert spread(["a"], [1000], 300) == ["a"]
 
 
 def test_the_crossing_is_where_the_lines_cross_and_the_sentence_agrees() -> None:

@@ -25,7 +25,7 @@ from bochner.cli.common import (
     use_threads,
 )
 
-MOST_HEADS = 300  # of which a page shows the attention
+HELD_SHARE = 4  # one of so many passages is held back for the report of a recipe
 Keep = Annotated[float, typer.Option(help="the share of the quality to keep, as 0.99")]
 JudgeLength = Annotated[
     int | None, typer.Option(min=1, help="with --keep: tokens of the texts that tell what is kept; default --length")
@@ -120,7 +120,7 @@ def convert(
     text: Annotated[Path | None, typer.Option(help="calibration text, one passage a paragraph; default: books")] = None,
     passages: Annotated[int, typer.Option(min=1, help="how many passages to calibrate on")] = 48,
     steps: Annotated[int, typer.Option(min=0, help="distillation steps per layer; 0 is none")] = 0,
-    report: Annotated[Path | None, typer.Option(help="with --keep: write an HTML report here")] = None,
+    report: Annotated[Path | None, typer.Option(help="write an HTML report here")] = None,
     threads: Threads = 1,
     as_json: Json = False,
 ) -> None:
@@ -141,7 +141,7 @@ def convert(
     fraction = heads_of(exact_heads)
     check_goal(keep, minimize)
     if keep is None:
-        goal = {"--report": report, "--minimize": minimize, "--length": length, "--judge-length": judge_length}
+        goal = {"--minimize": minimize, "--length": length, "--judge-length": judge_length}
         refuse(goal, "needs a target; give --keep too, as --keep 0.99")
     else:
         recipe_only = {"--map": None if feature_map == "auto" else feature_map, "--exact-heads": fraction or None}
@@ -159,12 +159,15 @@ def convert(
     else:
         recipe |= {"keep": keep, "minimize": minimize, "length": length, "judge_length": judge_length}
     distill = {"steps": steps} if steps else None
+    held = None
+    if report is not None and keep is None:
+        found, held = hold_back(loaded, tokenizer, found, own=text is not None)
     to_linear(loaded, calibration=found, tokenizer=tokenizer, distill=distill, progress=not as_json, **recipe)
     plan = plan_of(loaded)
     save(loaded, tokenizer, out)
     target = report_of(loaded).target if keep is not None else None
-    if report is not None and target is not None:
-        write_report(report, target, loaded, tokenizer, model, source)
+    if report is not None:
+        write_report(report, target or held, loaded, tokenizer, model, source)
     if as_json:
         print_json(
             {"plan": plan.to_dict(), "calibration": source, "saved": str(out), "target": target and target.to_dict()}
@@ -189,20 +192,52 @@ def refuse(options: dict[str, Any], why: str) -> None:
             raise BochnerError(f"The option {name} {why}.")
 
 
-def write_report(path: Path, found: Any, model: Any, tokenizer: Any, name: str, source: str) -> None:
-    """The page of a target's search; the model is converted."""
+def hold_back(model: Any, tokenizer: Any, found: list[str], *, own: bool) -> tuple[list[str], Any]:
+    """Passages to calibrate on, and others with the original's answers, for the report of a recipe.
+
+    Of the user's `own` passages every fourth is held back; beside the books there are others.
+    """
+    from bochner.report.model import Held
+
+    if not own:
+        return found, Held(model, tokenizer, heldout(12))
+    held = found[HELD_SHARE - 1 :: HELD_SHARE]
+    if not held:
+        raise BochnerError(
+            f"The --report needs text that is not calibrated on: {len(found)} passages, {HELD_SHARE} are the least; "
+            "give more, parted by empty lines."
+        )
+    rest = [text for i, text in enumerate(found) if i % HELD_SHARE != HELD_SHARE - 1]
+    say(f"{len(held)} of {len(found)} passages are held back for the report")
+    return rest, Held(model, tokenizer, held)
+
+
+def heldout(count: int) -> list[str]:
+    """Passages by authors that nothing is calibrated on."""
     from bochner import data
-    from bochner.report.model import head_pictures, layer_times, target_page, typical_layer
 
     try:
-        text = data.paragraphs("heldout", 1, source="books")[0]
+        return data.paragraphs("heldout", count, source="books")
     except data.ArtefactUnavailable:
-        text = data.paragraphs("heldout", 1, source="python")[0]
-    pictures = head_pictures(model, tokenizer, text) if found.plan.num_heads <= MOST_HEADS else None
-    lengths = [n for n in (512, 1024, 2048, 4096, 8192) if n <= 2 * max(found.length, 1024)]
-    times = layer_times({"as chosen": typical_layer(found.plan)}, lengths)
+        return data.paragraphs("heldout", count, source="python")
+
+
+def write_report(path: Path, found: Any, model: Any, tokenizer: Any, name: str, source: str) -> None:
+    """The page of a converted model: `found` is the report of a target's search, or the texts held back of a recipe."""
+    from bochner.hf.io import plan_of
+    from bochner.report.model import Held, head_pictures, layer_times, recipe_page, target_page, typical_layer
+
+    plan = plan_of(model) if isinstance(found, Held) else found.plan
+    pictures = head_pictures(model, tokenizer, heldout(1)[0]) if plan.converted else None
+    shown: dict[str, Any] = {"pictures": pictures, "source": source, "place": name}
     title = f"{Path(name).name} with linear attention"
-    page = target_page(title, found, times=times, pictures=pictures, source=source, place=name)
+    if isinstance(found, Held):
+        times = layer_times({"as converted": typical_layer(plan)}, (512, 1024, 2048, 4096))
+        page = recipe_page(title, plan, found.quality(model), held=found.count, times=times, **shown)
+    else:
+        lengths = [n for n in (512, 1024, 2048, 4096, 8192) if n <= 2 * max(found.length, 1024)]
+        times = layer_times({"as chosen": typical_layer(plan)}, lengths)
+        page = target_page(title, found, times=times, **shown)
     say(f"report: {page.save(path)}")
 
 

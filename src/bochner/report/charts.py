@@ -1,20 +1,41 @@
 """Charts as inline SVG: lines, points and maps, with round ticks and labels beside what they name.
 
 Colours are classes of meaning (`c0` .. `c7`), defined for light and dark in the style sheet: the first is what
-everything is compared with.
+everything is compared with. Every chart is drawn twice, for a wide screen with names beside what they name and for a
+phone with the names below; the style sheet shows one of them.
 """
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 Points = Sequence[tuple[float, float]]
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 380, 78, 52, 34
+HEIGHT, BOTTOM, TOP = 380, 52, 34
+ROW = 20  # height of a name below a narrow chart
 LEAST_LOSS = 1e-4  # the smallest loss that is told apart
 LETTER = 7.2  # mean width of a letter of the labels, in units of the drawing
+
+
+class Size(NamedTuple):
+    """The width of a drawing, and the room for the ticks on its left."""
+
+    width: int
+    left: int
+
+    @property
+    def narrow(self) -> bool:
+        return self.width < 600
+
+
+WIDE, NARROW = Size(720, 78), Size(420, 60)
+
+
+def both(draw: Callable[[Size], str]) -> str:
+    """A drawing for wide screens and one for narrow ones."""
+    return f'<div class="for-wide">{draw(WIDE)}</div><div class="for-narrow">{draw(NARROW)}</div>'
 
 
 def number(value: float) -> str:
@@ -107,25 +128,34 @@ def apart(places: Sequence[float], least: float = 16.0, low: float = TOP, high: 
 
 
 def _frame(
-    title: str, x: Axis, y: Axis, x_label: str, y_label: str, right: float, x_ticks: Sequence[float]
+    size: Size, title: str, x: Axis, y: Axis, labels: tuple[str, str], x_ticks: Sequence[float], names: int
 ) -> list[str]:
-    """Title, grid, ticks and names of the axes."""
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title, quote=True)}">']
-    parts.append(f'<text x="{LEFT}" y="16" font-weight="600">{html.escape(title)}</text>')
+    """Title, grid, ticks and names of the axes, with room for `names` lines below."""
+    left, right, height = size.left, x.end, HEIGHT + ROW * names
+    parts = [f'<svg viewBox="0 0 {size.width} {height}" role="img" aria-label="{html.escape(title, quote=True)}">']
+    parts.append(f'<text x="{left}" y="16" font-weight="600">{html.escape(title)}</text>')
     for t in y.ticks:
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>')
-        parts.append(f'<text class="quiet" x="{LEFT - 8}" y="{y(t) + 4:.1f}" text-anchor="end">{number(t)}</text>')
+        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>')
+        parts.append(f'<text class="quiet" x="{left - 8}" y="{y(t) + 4:.1f}" text-anchor="end">{number(t)}</text>')
     for t in x_ticks:
         parts.append(
             f'<line class="grid" x1="{x(t):.1f}" x2="{x(t):.1f}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM + 5}"/>'
         )
         text = f'<text class="quiet" x="{x(t):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{number(t)}</text>'
         parts.append(text)
-    middle, centre = (LEFT + right) / 2, (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{html.escape(x_label)}</text>')
-    turned = f'transform="rotate(-90 16 {centre})" text-anchor="middle"'
-    parts.append(f'<text x="16" y="{centre}" {turned}>{html.escape(y_label)}</text>')
+    middle, centre = (left + right) / 2, (TOP + HEIGHT - BOTTOM) / 2
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{html.escape(labels[0])}</text>')
+    turned = f'transform="rotate(-90 14 {centre})" text-anchor="middle"'
+    parts.append(f'<text x="14" y="{centre}" {turned}>{html.escape(labels[1])}</text>')
     return parts
+
+
+def _below(place: int, name: str, colour: str, sign: str) -> str:
+    """The name of a line or point below a narrow chart, behind its sign."""
+    y = HEIGHT + ROW * place + 13
+    return (
+        f'<text x="4" y="{y}" style="fill:{colour}"><tspan font-weight="700">{sign}</tspan> {html.escape(name)}</text>'
+    )
 
 
 def line_chart(
@@ -138,32 +168,51 @@ def line_chart(
     colours: Mapping[str, int] | None = None,
     marks: Mapping[str, float] | None = None,
 ) -> str:
-    """Lines with their names at their ends; `marks`: places on the x axis to be marked; `log` for both axes."""
-    points = [p for line in series.values() for p in line]
-    if not points:
+    """Lines with their names; `marks`: places on the x axis to be marked; `log` for both axes."""
+    if not any(series.values()):
         return ""
-    right = WIDTH - 24 - LETTER * max(len(name) for name in series)
+    shades = {name: f"var(--c{(colours or {}).get(name, i % 8)})" for i, name in enumerate(series)}
+    return both(lambda size: _lines(size, title, series, (x_label, y_label), log, shades, marks or {}))
+
+
+def _lines(
+    size: Size,
+    title: str,
+    series: Mapping[str, Points],
+    labels: tuple[str, str],
+    log: bool,
+    colours: Mapping[str, str],
+    marks: Mapping[str, float],
+) -> str:
+    points = [p for line in series.values() for p in line]
+    right = size.width - (24 if size.narrow else 24 + LETTER * max(len(name) for name in series))
     xs = sorted({p[0] for p in points})
-    x = Axis.over(xs, LEFT + 6, right, log=log)
+    x = Axis.over(xs, size.left + 6, right, log=log)
     y = Axis.over([p[1] for p in points], HEIGHT - BOTTOM, TOP, log=log, zero=not log)
-    parts = _frame(title, x, y, x_label, y_label, right, xs if len(xs) <= 7 else x.ticks)
-    for text, place in (marks or {}).items():
+    ticks = xs if len(xs) <= (5 if size.narrow else 7) else x.ticks
+    parts = _frame(size, title, x, y, labels, ticks, len(series) if size.narrow else 0)
+    for text, place in marks.items():
         if x.low <= place <= x.high:
-            parts.append(
-                f'<line class="mark" x1="{x(place):.1f}" x2="{x(place):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-            )
-            low = HEIGHT - BOTTOM - 8
-            right_side = x(place) < (LEFT + right) / 2
-            side = f'x="{x(place) + (6 if right_side else -6):.1f}" text-anchor="{"start" if right_side else "end"}"'
-            parts.append(f'<text class="quiet" {side} y="{low}">{html.escape(text)}</text>')
+            parts += _mark(size, text, x(place), right)
     ends = apart([y(line[-1][1]) for line in series.values()])
     for i, (name, line) in enumerate(series.items()):
-        colour = f"var(--c{(colours or {}).get(name, i % 8)})"
+        colour = colours[name]
         path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line)
         parts.append(f'<polyline points="{path}" fill="none" style="stroke:{colour}" stroke-width="2.5"/>')
         parts += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="3.5" style="fill:{colour}"/>' for a, b in line]
-        parts.append(f'<text x="{right + 10}" y="{ends[i] + 4:.1f}" style="fill:{colour}">{html.escape(name)}</text>')
+        beside = f'<text x="{right + 10}" y="{ends[i] + 4:.1f}" style="fill:{colour}">{html.escape(name)}</text>'
+        parts.append(_below(i, name, colour, "\u25cf") if size.narrow else beside)
     return "".join(parts) + "</svg>"
+
+
+def _mark(size: Size, text: str, x: float, right: float) -> list[str]:
+    """A dashed line with its text on the side that has room for it."""
+    line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+    fits = x + 6 + LETTER * len(text) <= right
+    side = f'x="{x + 6:.1f}" text-anchor="start"' if fits else f'x="{x - 6:.1f}" text-anchor="end"'
+    if not fits and x - 6 - LETTER * len(text) < size.left:
+        side = f'x="{(size.left + right) / 2:.1f}" text-anchor="middle"'
+    return [line, f'<text class="quiet" {side} y="{HEIGHT - BOTTOM - 8}">{html.escape(text)}</text>']
 
 
 def frontier_chart(
@@ -176,53 +225,80 @@ def frontier_chart(
     if not points:
         return ""
     drawn = {name: (a, max(b, LEAST_LOSS)) for name, (a, b) in points.items()}
-    x = Axis.over([p[0] for p in drawn.values()], LEFT + 14, WIDTH - 180, log=True)
+    return both(lambda size: _frontier(size, title, drawn, (x_label, y_label), chosen))
+
+
+def _frontier(
+    size: Size, title: str, drawn: Mapping[str, tuple[float, float]], labels: tuple[str, str], chosen: str
+) -> str:
+    end = size.width - (24 if size.narrow else 180)
+    x = Axis.over([p[0] for p in drawn.values()], size.left + 14, end, log=True)
     y = Axis.over([p[1] for p in drawn.values()], HEIGHT - BOTTOM, TOP + 10, log=True)
-    parts = _frame(title, x, y, x_label, y_label, WIDTH - 20, x.ticks)
+    parts = _frame(size, title, x, y, labels, x.ticks, len(drawn) if size.narrow else 0)
     best = [p for p in drawn.values() if not any(a <= p[0] and b <= p[1] and (a, b) != p for a, b in drawn.values())]
     path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in sorted(best))
     parts.append(f'<polyline class="mark" points="{path}" fill="none"/>')
     heights = apart([y(p[1]) for p in drawn.values()], 17)
-    for (name, (a, b)), height in zip(drawn.items(), heights, strict=True):
+    for i, ((name, (a, b)), height) in enumerate(zip(drawn.items(), heights, strict=True)):
         colour = "var(--c1)" if name == chosen else "var(--c0)" if (a, b) in best else "var(--c7)"
-        size = 7 if name == chosen else 5
-        parts.append(f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="{size}" style="fill:{colour}"/>')
-        left = x(a) + 12 + LETTER * len(name) > WIDTH - 4
+        parts.append(
+            f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="{7 if name == chosen else 5}" style="fill:{colour}"/>'
+        )
+        text = chr(ord("a") + i % 26) if size.narrow else name
+        left = x(a) + 12 + LETTER * len(text) > size.width - 4
         side = f'x="{x(a) + (-12 if left else 12):.1f}" text-anchor="{"end" if left else "start"}"'
-        parts.append(f'<text {side} y="{height + 4:.1f}" style="fill:{colour}">{html.escape(name)}</text>')
+        parts.append(f'<text {side} y="{height + 4:.1f}" style="fill:{colour}">{html.escape(text)}</text>')
+        if size.narrow:
+            parts.append(_below(i, name, colour, text))
     return "".join(parts) + "</svg>"
 
 
 def error_map(
-    title: str, errors: Sequence[Sequence[float]], *, row_name: str = "layer", column_name: str = "head"
+    title: str,
+    errors: Sequence[Sequence[float]],
+    *,
+    rows: Sequence[int] | None = None,
+    row_name: str = "layer",
+    column_name: str = "head",
 ) -> str:
-    """Errors by layer and head as shades, each with its number; the cells carry the head's number for the viewer."""
-    rows, columns = len(errors), max((len(r) for r in errors), default=0)
-    if not columns:
+    """Errors by layer and head as shades, each with its number; the cells carry the head's number for the viewer.
+
+    `rows`: the numbers of the layers, if some are left out.
+    """
+    if not max((len(r) for r in errors), default=0):
         return ""
-    cell_width = min(52.0, (WIDTH - LEFT - 10) / columns)
-    cell_height = min(28.0, max(15.0, 520 / rows))
-    height = TOP + rows * cell_height + 44
+    places = list(range(len(errors))) if rows is None else list(rows)
+    return both(lambda size: _map(size, title, errors, places, row_name, column_name))
+
+
+def _map(
+    size: Size, title: str, errors: Sequence[Sequence[float]], rows: list[int], row_name: str, column_name: str
+) -> str:
+    columns = max(len(r) for r in errors)
+    cell_width = min(52.0, (size.width - size.left - 4) / columns)
+    cell_height = min(28.0, max(15.0, 520 / len(rows)))
+    height = TOP + len(rows) * cell_height + 44
     top = max(max(r) for r in errors if r) or 1.0
-    parts = [f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{html.escape(title, quote=True)}">']
-    parts.append(f'<text x="{LEFT}" y="16" font-weight="600">{html.escape(title)}</text>')
+    parts = [f'<svg viewBox="0 0 {size.width} {height:.0f}" role="img" aria-label="{html.escape(title, quote=True)}">']
+    parts.append(f'<text x="{size.left}" y="16" font-weight="600">{html.escape(title)}</text>')
     place = 0
     for i, row in enumerate(errors):
         y = TOP + i * cell_height
-        place_of_name = f'x="{LEFT - 8}" y="{y + 0.7 * cell_height:.1f}" text-anchor="end"'
-        parts.append(f'<text class="quiet" {place_of_name}>{row_name} {i}</text>')
+        place_of_name = f'x="{size.left - 6}" y="{y + 0.7 * cell_height:.1f}" text-anchor="end"'
+        parts.append(f'<text class="quiet" {place_of_name}>{row_name} {rows[i]}</text>')
         for j, error in enumerate(row):
-            x, share = LEFT + j * cell_width, error / top
+            x, share = size.left + j * cell_width, error / top
             box = f'x="{x:.1f}" y="{y:.1f}" width="{cell_width:.1f}" height="{cell_height:.1f}"'
             style = f"fill:rgba(var(--hot),{0.04 + 0.9 * share:.3f})"
-            name = f"<title>{row_name} {i}, {column_name} {j}: {error:.3f}</title>"
+            name = f"<title>{row_name} {rows[i]}, {column_name} {j}: {error:.3f}</title>"
             parts.append(f'<rect class="cell" data-head="{place}" {box} style="{style}">{name}</rect>')
-            if cell_width > 34:
+            # Narrow cells go without the zero before the point.
+            shown = f"{error:.2f}" if cell_width > 27 else f"{error:.2f}".removeprefix("0")
+            if cell_width > 20:
                 ink = "var(--paper)" if share > 0.65 else "var(--ink)"
                 middle = f'x="{x + cell_width / 2:.1f}" y="{y + 0.68 * cell_height:.1f}" text-anchor="middle"'
-                parts.append(f'<text class="value" {middle} style="fill:{ink}">{error:.2f}</text>')
+                parts.append(f'<text class="value" {middle} style="fill:{ink}">{shown}</text>')
             place += 1
-    parts.append(
-        f'<text x="{LEFT}" y="{height - 14:.0f}" class="quiet">{column_name} 0 .. {columns - 1}, left to right</text>'
-    )
+    foot = f"{column_name} 0 .. {columns - 1}, left to right"
+    parts.append(f'<text x="{size.left}" y="{height - 14:.0f}" class="quiet">{foot}</text>')
     return "".join(parts) + "</svg>"

@@ -11,8 +11,9 @@ import torch
 
 from bochner._timing import best_times
 from bochner.hf import capture, io
-from bochner.hf.aim import TargetReport
+from bochner.hf.aim import TargetReport, all_converted, is_language_model, target_data
 from bochner.hf.cost import random_call
+from bochner.hf.judge import Judge, Language, Outputs, Quality
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import Far, HeadErrors, attention_weights
 from bochner.hf.plan import LayerPlan, Plan
@@ -20,30 +21,40 @@ from bochner.report import Number, Report
 from bochner.report.charts import frontier_chart, line_chart
 from bochner.report.viewer import HeadPictures
 
-TOKENS, MOST_TOKENS, MOST_HEADS = 72, 96, 300  # of the text whose attention is shown; heads on one page
+MOST_TOKENS, MOST_HEADS = 96, 300  # of the text whose attention is shown; heads on one page
+GOOD = 0.98  # what a recipe keeps of the quality to be called good
+MEMORY_LENGTH = 4096  # at which the memory of a recipe is stated
 Times = dict[int, dict[str, float]]
 
 
 @torch.no_grad()
-def head_pictures(model: Any, tokenizer: Any, text: str, max_tokens: int = MOST_TOKENS) -> HeadPictures:
+def head_pictures(
+    model: Any, tokenizer: Any, text: str, max_tokens: int = MOST_TOKENS, most_heads: int = MOST_HEADS
+) -> HeadPictures:
     """Weights of every head of a converted model on a text, exact and as converted, on the exact model's inputs.
 
-    The weights of linear attention are its outputs for values that are unit vectors.
+    The weights of linear attention are its outputs for values that are unit vectors. Of a model with more than
+    `most_heads` heads some layers are shown, spread evenly from the first to the last, and the caption says so.
     """
     layers = io.layers_of(model)
+    shown = spread(list(layers), [layer.plan.num_heads for layer in layers.values()], most_heads)
+    places = {layer.name: i for i, layer in enumerate(io.plan_of(model).layers)}
     batch = capture.batches([text], tokenizer, max_length=max_tokens)[0]
-    found = HeadPictures([], [], [], [], [])
+    numbers: list[int] = []
+    found = HeadPictures([], [], [], [], [], layers=numbers)
 
     def look(name: str, call: Call) -> None:
-        if name not in layers or call.query.shape[-2] != call.key.shape[-2]:
+        if name not in shown or call.query.shape[-2] != call.key.shape[-2]:
             return
         n, g = call.key.shape[-2], call.key.shape[1]
         units = torch.eye(n, dtype=call.value.dtype).expand(1, g, n, n)
         found.exact.append(attention_weights(call, Far.of(call).allowed)[0])
         found.converted.append(layers[name](call._replace(value=units))[0].float())
         found.errors.append(HeadErrors().add(call, layers[name](call)).relative().tolist())
+        numbers.append(places[name])
 
-    with capture.recording(model, look):
+    # A short text lies below the border from which a model is converted, and would show the original twice.
+    with all_converted(layers), capture.recording(model, look):
         capture.run(model, batch)
     ids = batch["input_ids"][0].tolist()
     pieces = tokenizer.convert_ids_to_tokens(ids)
@@ -54,7 +65,24 @@ def head_pictures(model: Any, tokenizer: Any, text: str, max_tokens: int = MOST_
     found.joined = [*continues[1:], False]
     found.tokens = [tokenizer.decode([i]).strip().removeprefix("##") or "·" for i in ids]
     found.caption = f"{len(ids)} tokens of text that was not calibrated on."
+    if len(shown) < len(layers):
+        heads = sum(layer.plan.num_heads for layer in layers.values())
+        found.caption += (
+            f" {len(shown)} of {len(layers)} layers are shown: all {heads:,} heads would make the page too large."
+        )
     return found
+
+
+def spread(names: Sequence[str], heads: Sequence[int], most: int) -> list[str]:
+    """Names from the first to the last, evenly spread, with at most `most` heads together, at least one.
+
+    >>> spread(["a", "b", "c", "d", "e"], [4] * 5, 12)
+    ['a', 'c', 'e']
+    """
+    if sum(heads) <= most or len(names) < 2:
+        return list(names)
+    count = max(1, most * len(names) // sum(heads))
+    return [names[round(i * (len(names) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 @torch.no_grad()
@@ -208,6 +236,84 @@ def target_page(
     for reason in report.reasons:
         page.text(reason, note=True)
     return page.code(str(plan), "The plan, head by head").code(str(report), "All figures")
+
+
+class Held:
+    """Texts that are not calibrated on, with the original's answers: made before a conversion, asked after it."""
+
+    def __init__(self, model: Any, tokenizer: Any, texts: Sequence[str]) -> None:
+        self.count = len(texts)
+        data = target_data(model, texts, tokenizer, None, batch_size=4)
+        shapes = capture.discover(model, capture.first_row(data[0]))
+        self.judge: Judge
+        if is_language_model(model, shapes):
+            tokens = torch.cat([batch["input_ids"][0] for batch in data])
+            self.judge = Language(model, tokens, GOOD, len(tokens))
+        else:
+            self.judge = Outputs(model, data, GOOD)
+
+    def quality(self, model: Any) -> Quality:
+        """What the converted model keeps, at every length."""
+        with torch.no_grad(), all_converted(io.layers_of(model)):
+            return self.judge.quality(lambda batch: capture.run(model, batch))
+
+
+def recipe_page(
+    title: str,
+    plan: Plan,
+    quality: Quality,
+    *,
+    held: int,
+    times: Times,
+    pictures: HeadPictures | None = None,
+    source: str = "",
+    place: str = "",
+) -> Report:
+    """What a conversion by a recipe did to a model, as a page; `held`: how many texts `quality` was measured on."""
+    page = Report(title)
+    linear = plan.num_heads - plan.count("exact")
+    good = quality.kept >= GOOD and bool(linear)
+    length = max(times)
+    ratio = times[length]["as converted"] / times[length]["exact"]
+    page.verdict(
+        f"{linear} of {plan.num_heads} heads are linear, and the model keeps {max(0.0, quality.kept):.1%} of its "
+        f"quality on {held} texts that it was not calibrated on.",
+        [
+            Number("kept", f"{max(0.0, quality.kept):.1%}", f"of the quality, {_figures(quality.figures)}"),
+            memory_number(plan, MEMORY_LENGTH),
+            Number("time", _times(ratio), f"exact attention's, one layer at {length:,} tokens"),
+        ],
+        good=good,
+    )
+    steps = [
+        (
+            "Load it anywhere transformers runs.",
+            "import bochner\nbochner.hf.register()\nmodel = AutoModel.from_pretrained('OUT')",
+        )
+    ]
+    if not good:
+        steps.insert(
+            0,
+            (
+                "Let a search find what keeps more, head by head.",
+                f"bochner convert {place or 'MODEL'} OUT --keep 0.99",
+            ),
+        )
+    page.steps([*steps, ("If a little more quality matters, distill it.", "bochner.distill(model, texts)")])
+    if pictures is not None:
+        page.heading("What the heads look at").heads(pictures)
+    add_speed(page, times, ["as converted"])
+    add_memory(page, plan)
+    if source:
+        page.text(f"Calibrated on {source}.", note=True)
+    borders = {layer.exact_below for layer in plan.converted if layer.exact_below}
+    if borders:
+        page.text(
+            f"Below {max(borders):,} tokens the model is the original, bit by bit; what is kept was measured without "
+            "that border.",
+            note=True,
+        )
+    return page.code(str(plan), "The plan, head by head")
 
 
 def _times(share: float) -> str:

@@ -5,7 +5,7 @@ document.querySelectorAll("section.viewer").forEach((box) => {
   const n = data.tokens.length;
   const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
   const weights = { exact: bytes(data.exact), converted: bytes(data.converted) };
-  const heads = data.layers.flatMap((layer, i) => Array.from({ length: data.heads[i] }, (_, h) => ({ layer: i, head: h })));
+  const heads = data.layers.flatMap((layer, i) => Array.from({ length: data.heads[i] }, (_, h) => ({ layer: layer, head: h })));
   const select = box.querySelector("select");
   const cells = [...box.querySelectorAll(".cell")];
   let head = data.start, row = data.row;

@@ -23,6 +23,7 @@ class HeadPictures:
     converted: list[Tensor]
     errors: list[list[float]]
     caption: str = ""
+    layers: list[int] | None = None  # their numbers in the model, if some are left out
 
 
 def packed(weights: list[Tensor]) -> str:
@@ -38,7 +39,7 @@ def head_viewer(pictures: HeadPictures) -> str:
     data = {
         "tokens": pictures.tokens,
         "joined": pictures.joined,
-        "layers": list(range(len(pictures.errors))),
+        "layers": pictures.layers or list(range(len(pictures.errors))),
         "heads": [len(row) for row in pictures.errors],
         "errors": [round(e, 4) for e in flat],
         "exact": packed(pictures.exact),
@@ -51,7 +52,7 @@ def head_viewer(pictures: HeadPictures) -> str:
     text = json.dumps(data).replace("</", "<\\/")
     caption = html.escape(pictures.caption)
     return (
-        f'<section class="viewer">{error_map("error of every head", pictures.errors)}'
+        f'<section class="viewer">{error_map("error of every head", pictures.errors, rows=pictures.layers)}'
         '<p class="note">The stronger the colour, the larger the error. '
         f"Choose a head here or in the list, and a token in the text: shaded is what "
         f'<b class="asked-for"></b> attends to. {caption}</p>'
