@@ -81,7 +81,10 @@ def _exact_places(b: int, n: int, s: int, mask: Tensor | None, window: int | Non
         near[sequence, :, unpadded[:sinks]] = True
     if window is not None:
         i, j = torch.arange(s - n, s)[:, None], torch.arange(s)[None, :]
-        near = near | ((i // window - j // window).abs() <= 1 if kind == "block" else (i - j).abs() < window)
+        for sequence in range(b):  # blocks are counted from the first unpadded key
+            first = 0 if mask is None else next((x for x in range(s) if not mask[sequence, x]), s)
+            a, c = i - first, j - first
+            near[sequence] |= (a // window - c // window).abs() <= 1 if kind == "block" else (i - j).abs() < window
     return near
 
 

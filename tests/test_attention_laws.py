@@ -11,6 +11,8 @@ from naive import assert_same, draw, draw_qkv, gradients
 from torch import Tensor
 
 from bochner import BochnerError, Features, State, absorb, empty_state, feature_map, linear_attention, merge, read
+from bochner.attention import core
+from bochner.attention.decode import step
 from bochner.maps.base import FeatureMap
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -154,9 +156,8 @@ def test_what_padding_holds_does_not_matter_not_even_nan(variant: str, is_causal
 def test_left_padding_equals_the_sequence_without_it(variant: str, is_causal: bool) -> None:
     phi = make()
     q, k, v = draw_qkv(150)
-    # Blocks are counted from the first place, padding included.
-    first = [VARIANTS[variant]["window"] * i for i in (1, 2)] if "window_kind" in VARIANTS[variant] else [3, 23]
-    mask = torch.arange(150)[None, :] < torch.tensor(first)[:, None]
+    first = (3, 23)
+    mask = left_padding(2, 150)
     got = linear_attention(q, k, v, phi, key_padding_mask=mask, is_causal=is_causal, **VARIANTS[variant])
     for i, start in enumerate(first):
         tail = (t[i : i + 1, :, start:] for t in (q, k, v))
@@ -206,6 +207,40 @@ def test_split_and_resumed_equals_whole_with_gradients(variant: str, cuts: tuple
     assert_same(split, whole)
     assert_same_state(state, after)
     assert_same(gradients(split, *inputs), gradients(whole, *inputs))
+
+
+@pytest.mark.parametrize("variant", ["blocks", "blocks and sinks"])
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("first", [(3, 23, 10), (0, 1, 140), (64, 0, 7)])
+def test_sequences_that_begin_apart_are_decoded_as_each_alone(
+    variant: str, name: str, first: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By single steps, which hold the keys of all sequences in one window, after a first piece of 70 places."""
+    phi = make(name)
+    q, k, v = draw_qkv(200, b=3, h=2, g=1, scale=0.5)
+    mask = torch.arange(200)[None, :] < torch.tensor(first)[:, None]
+    options: dict[str, Any] = VARIANTS[variant] | {"is_causal": True, "return_state": True}
+    steps = []
+    monkeypatch.setattr(core, "step", lambda *args: steps.append(args[5]) or step(*args))
+    with torch.no_grad():
+        out, state = linear_attention(*(t[:, :, :70] for t in (q, k, v)), phi, key_padding_mask=mask[:, :70], **options)
+        rows = [out]
+        for i in range(70, 200):
+            token = (t[:, :, i : i + 1] for t in (q, k, v))
+            out, state = linear_attention(*token, phi, key_padding_mask=mask[:, i : i + 1], state=state, **options)
+            rows.append(out)
+            assert state.window.k.shape[2] < 3 * VARIANTS[variant]["window"]
+        whole, after = linear_attention(q, k, v, phi, key_padding_mask=mask, **options)
+    got = torch.cat(rows, dim=2)
+    assert_same(got, whole)
+    assert_same_state(state, after)
+    if phi.positive:
+        assert sum(start is not None for start in steps) >= 50
+    for i, start in enumerate(first):
+        assert (got[i, :, :start] == 0).all()
+        alone = (t[i : i + 1, :, start:] for t in (q, k, v))
+        want = linear_attention(*alone, phi, **VARIANTS[variant], is_causal=True)
+        assert_same(got[i : i + 1, :, start:], want)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -19,6 +19,7 @@ from bochner.attention.causal import causal
 from bochner.attention.checks import check_call, check_origin, check_scale, origin_of
 from bochner.attention.decode import can_step, step
 from bochner.attention.numerics import is_composed
+from bochner.attention.phases import by_phase, starts
 from bochner.attention.state import State, WindowState, empty_state, spread_mask
 from bochner.attention.window import windowed
 from bochner.maps import feature_map
@@ -60,7 +61,8 @@ def linear_attention(
     - `window=w`, `sinks=t`: exact softmax near a row and on the first t unpadded keys, the kernel elsewhere, one
       normaliser for all. `window_kind="block"`: exact on the row's own and the neighbouring blocks of w keys (causal:
       its own up to the row, and the one before), the fast kind; `"sliding"`: on `i - w < j <= i` (not causal:
-      `|i - j| < w`).
+      `|i - j| < w`). Blocks are counted from a sequence's first unpadded key; while compiling and under torch.func,
+      which cannot look where that is, from its first place.
     - `cu_seqlens` (B + 1,) int: several sequences packed along n in a batch of 1, as in flash-attention.
     - `state`, `return_state`: resume causal attention after the keys of `state`; returns (out, state).
     - `normalize=False`: the numerator alone.
@@ -160,6 +162,18 @@ def _traced(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, st
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, state: State | None) -> Result:
     """Attention as described by `call`: q (b, h, n, d), k and v (b, g, s, .), zero where `hole` (b, s)."""
+    start = starts(call, hole, state)
+    if state is not None and can_step(call, q, k, hole, state):
+        result = step(call, q, k, v, state, start)
+        if result.lost is None or not bool(result.lost.any()):
+            return result
+    if start is not None:
+        return by_phase(call, q, k, v, hole, state, start, _attend)
+    return _attend(call, q, k, v, hole, state)
+
+
+def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, state: State | None) -> Result:
+    """The same with blocks counted from the first place."""
     b, g, s, _ = k.shape
     n, d = q.shape[-2:]
     if not (call.is_causal or call.exact_terms):
@@ -168,10 +182,6 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, sta
         rows = block_rows(call, q, k, v, hole)
         if rows is not None:
             return Result(rows)
-    if state is not None and can_step(call, q, k, hole, state):
-        result = step(call, q, k, v, state)
-        if result.lost is None or not bool(result.lost.any()):
-            return result
     if state is None:
         state = empty_state((b, g), call.phi.feature_dim, v.shape[-1], dtype=call.dtype, device=k.device)
     q = q.reshape(b, g, call.groups, n, d)

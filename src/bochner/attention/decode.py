@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bochner.attention.call import Call, Result
 from bochner.attention.numerics import EMPTY, MASKED, finish, topped_up
+from bochner.attention.phases import held_places
 from bochner.attention.state import State, WindowState, packed, unpacked
 from bochner.attention.window import held_from
 
@@ -27,8 +28,8 @@ def can_step(call: Call, q: Tensor, k: Tensor, hole: Tensor | None, state: State
     )
 
 
-def step(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State) -> Result:
-    """Attention of one query (b, h, 1, d) after one more key and value (b, g, 1, .)."""
+def step(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State, start: Tensor | None = None) -> Result:
+    """Attention of one query (b, h, 1, d) after one more key and value (b, g, 1, .); `start`: see `phases`."""
     b, g, _, d = k.shape
     fq = call.features("query")(q.reshape(b, g, -1, d))
     past = state.window
@@ -41,10 +42,10 @@ def step(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State) -> Result:
     new = torch.zeros(b, 1, dtype=torch.bool, device=k.device)
     padded, sink = torch.cat([past.padded, new], dim=1), torch.cat([past.sink, new], dim=1)
     seen = past.seen + 1
-    start = past.seen - past.k.shape[2]
+    begin = past.seen - past.k.shape[2]
     # 1. What has left the window enters the kernel's state: before the token is read if its window slides.
     sums, ref = packed(state), state.log_scale
-    left = held_from(call, seen) - start
+    left = held_from(call, seen) - begin
     slides = call.window_kind == "sliding" or not call.window
     if left and slides:
         sums, ref = _absorbed(call, state, keys[..., :left, :], values[..., :left, :], (padded | sink)[:, :left])
@@ -52,18 +53,41 @@ def step(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State) -> Result:
     # 2. Exact logits, and the kernel.
     x = q.to(call.dtype).reshape(b, g, -1, d) * call.root
     near = _logits(call, x, torch.cat([past.sink_k, keys[..., first:, :]], dim=2))
-    beside = past.sink_position >= start + first
+    beside = past.sink_position >= (begin + first if start is None else held_places(call, start, past.seen)[:, None])
     near = near.masked_fill(torch.cat([beside, padded[:, first:]], dim=1)[:, None, None], MASKED)
     beyond = ref[..., None, None] + fq.log_scale
     log_ref = torch.maximum(near.amax(-1, keepdim=True), beyond).clamp_min(EMPTY)
     u = pad(torch.cat([past.sink_v, values[..., first:, :]], dim=2).to(call.dtype), (0, 1), value=1.0)
     total = torch.addcmul((near - log_ref).exp() @ u, _kernel(call, fq.values, sums), (beyond - log_ref).exp())
     rows = finish(total, log_ref, None, None, call.normalize, call.policy, call.floor)
-    if left and not slides:
+    # 3. A window of blocks is left by whole blocks, behind the row that ends one.
+    held: tuple[Tensor, ...] = (keys, values, padded, sink)
+    if start is not None:
+        sums, ref, held = _leave(call, state, held, begin, held_places(call, start, seen))
+        left = 0
+    elif left and not slides:
         sums, ref = _absorbed(call, state, keys[..., :left, :], values[..., :left, :], (padded | sink)[:, :left])
+    keys, values, padded, sink = held
     kept = (keys[..., left:, :], values[..., left:, :], padded[:, left:], sink[:, left:])
-    window = WindowState(*kept, *past[4:7], seen, past.setting)
+    window = WindowState(*kept, *past[4:7], seen, past.setting, start)
     return Result(rows.out, unpacked(sums, ref)._replace(window=window), rows.lost)
+
+
+def _leave(
+    call: Call, state: State, held: tuple[Tensor, ...], begin: int, first: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """The packed state and its scale after the keys before the places `first` (b,) have left; the keys still held."""
+    keys, values, padded, sink = held
+    gone = torch.arange(begin, begin + keys.shape[2], device=keys.device) < first[:, None]
+    sums, ref = packed(state), state.log_scale
+    if bool((gone & ~padded).any()):
+        last = int(first.max()) - begin
+        hole = (padded | sink | ~gone)[:, :last]
+        sums, ref = _absorbed(call, state, keys[..., :last, :], values[..., :last, :], hole)
+        keys, values = (t.masked_fill(gone[:, None, :, None], 0) for t in (keys, values))
+        padded, sink = padded | gone, sink & ~gone
+    cut = int(first.min()) - begin
+    return sums, ref, (keys[..., cut:, :], values[..., cut:, :], padded[:, cut:], sink[:, cut:])
 
 
 def _kernel(call: Call, phi: Tensor, sums: Tensor) -> Tensor:

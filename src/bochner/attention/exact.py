@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype
 from bochner.attention.checks import check_map, check_mask, check_qkv, check_scale
+from bochner.attention.state import leading
 from bochner.maps import feature_map
 from bochner.maps.base import KERNELS, FeatureMap
 
@@ -157,8 +158,11 @@ def _near(i: Tensor, s: int, window: int | None, sinks: int, kind: str, mask: Te
     """(b or 1, 1, n, s), True where attention is exact."""
     i, j = i[:, None], torch.arange(s, device=i.device)[None, :]
     near = torch.zeros(1, 1, i.shape[0], s, dtype=torch.bool, device=i.device)
-    if window:
-        near = near | ((i // window - j // window).abs() <= 1 if kind == "block" else (i - j).abs() < window)
+    if window and kind == "block":  # counted from the first unpadded key
+        lead = 0 if mask is None else leading(mask)[:, None, None, None]
+        near = near | (((i - lead) // window - (j - lead) // window).abs() <= 1)
+    elif window:
+        near = near | ((i - j).abs() < window)
     if sinks:
         valid = torch.ones(1, s, dtype=torch.bool, device=i.device) if mask is None else ~mask
         near = near | (valid & (valid.cumsum(1) <= sinks))[:, None, None, :]

@@ -21,7 +21,8 @@ class WindowState(NamedTuple):
 
     k, v (b, g, s, .); padded, sink (b, s) bool: of those keys, which are padding and which are sinks; sink_k, sink_v
     (b, g, t, .), sink_position (b, t), its place in the sequence or -1 for a sink not seen yet. `seen`: keys so far.
-    `setting`: (window, sinks, kind).
+    `setting`: (window, sinks, kind). `start` (b,): where the sequences of a batch begin, if that moves their blocks; of
+    the keys held, those that a sequence has left behind are padding to it.
     """
 
     k: Tensor
@@ -33,6 +34,7 @@ class WindowState(NamedTuple):
     sink_position: Tensor
     seen: int
     setting: tuple[int, int, str]
+    start: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -142,3 +144,8 @@ def cauchy_schwarz(values: Tensor, norm: Tensor) -> Tensor:
 def spread_mask(mask: Tensor) -> Tensor:
     """(b, s) to (b, 1, s, 1)."""
     return mask[:, None, :, None]
+
+
+def leading(mask: Tensor) -> Tensor:
+    """How many keys at the front of each sequence are padding, (b,)."""
+    return mask.long().cumprod(1).sum(1)

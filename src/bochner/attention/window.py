@@ -2,7 +2,7 @@
 
 Keys come in blocks of c. A row sees the *zone* of its block exactly (kind `"block"`: its own and the neighbouring
 blocks; causal: up to itself) and all farther blocks by the kernel, from sums of block states: no kernel product is ever
-masked. Blocks are counted from the first place of the batch, padding included.
+masked. Blocks are counted from the first place of the batch; `phases` sees to sequences that begin elsewhere.
 Kind `"sliding"` is the same with a band of the zone exact and the rest of the zone by the kernel.
 """
 

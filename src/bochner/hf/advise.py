@@ -25,7 +25,7 @@ from bochner.hf.aim import FLOOR_LENGTH, aim, goal_of, shapes_of, target_data
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import Far, HeadStatistics, Samples, attention_weights, error_on, far_pairs
 from bochner.hf.patches import register_once
-from bochner.hf.plan import WINDOW_KINDS, LayerPlan, default_window_kind
+from bochner.hf.plan import WINDOW_KINDS, LayerPlan
 from bochner.maps.base import FeatureMap
 from bochner.maps.exponential import CalibratedFeatures
 
@@ -190,7 +190,7 @@ def advise(
         return aim(model, shapes, goal, data, **options, **near)[0]
     layer = _layer_of_tensors(model, calibration, values, scale, is_causal)
     near = {
-        "window_kind": window_kind or default_window_kind(is_causal),
+        "window_kind": window_kind or "block",
         "window": window or (128 if is_causal else 32),
         "sinks": (4 if is_causal else 1) if sinks is None else sinks,
     }

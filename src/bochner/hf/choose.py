@@ -14,7 +14,7 @@ from bochner._checks import BochnerError, lookup, one_of, positive_int, spawn_se
 from bochner.hf import capture
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import Far, Statistics, attention_weights, head_errors, peaks
-from bochner.hf.plan import WINDOW_KINDS, LayerPlan, Plan, default_window_kind
+from bochner.hf.plan import WINDOW_KINDS, LayerPlan, Plan
 from bochner.maps import FEATURE_MAPS
 
 AUTO_SHARE = 0.005  # exact_heads="auto": heads with at least this share of all scores
@@ -90,7 +90,7 @@ class Recipe:
                     kinds=[kind] * shape.num_heads,
                     window=self.window if local else None,
                     sinks=self.sinks if local else 0,
-                    window_kind=self.window_kind or default_window_kind(shape.is_causal),
+                    window_kind=self.window_kind or "block",
                     feature_map=self.feature_map or "calibrated",
                     num_features=self.num_features,
                     options=dict(self.options),

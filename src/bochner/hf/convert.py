@@ -67,8 +67,8 @@ def convert(
     `options`: the map of linear heads. `"auto"` is `landmark`, m = 64; for a model that is going to be trained
     `calibrated`. Other maps have m = 128 by default; `feature_map=None` is a window and sinks and nothing else.
     `window`, `sinks`, `window_kind`: exact softmax on near keys and on the first ones, jointly normalised with the
-    kernel, as in `linear_attention`; cross-attention has none. The kind is `"block"` in encoders
-    and `"sliding"` in decoders unless given.
+    kernel, as in `linear_attention`; cross-attention has none. The kind is `"block"` unless given: up
+    to 2 w keys are exact, and a decoder holds as many.
     `exact_heads`: a fraction of all heads, `"auto"`, or pairs (layer, head): they stay softmax. Fractions and "auto"
     take the heads that retrieve. In a language model these are the heads whose exactness lowers the loss most when a
     passage of the calibration text is repeated; elsewhere those whose attention outside window and sinks peaks highest.

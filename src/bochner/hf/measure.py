@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
+from bochner.attention.state import leading
 from bochner.hf import capture
 from bochner.hf.familiar import note
 from bochner.hf.layer import Call, LinearAttention, exact
@@ -109,9 +110,11 @@ class Far:
             allowed = allowed & keep & rows
         allowed = allowed.expand(call.query.shape[0], 1, n, s)
         far = allowed
-        if window is not None:
-            block = window_kind == "block"
-            far = far & ((i // window - j // window).abs() > 1 if block else (i - j).abs() >= window)
+        if window is not None and window_kind == "block":  # counted from the first unpadded key
+            lead = 0 if call.padding is None else leading(call.padding)[:, None, None, None]
+            far = far & (((i - lead) // window - (j - lead) // window).abs() > 1)
+        elif window is not None:
+            far = far & ((i - j).abs() >= window)
         if sinks:
             first = (allowed.any(-2, keepdim=True).cumsum(-1) <= sinks) & allowed.any(-2, keepdim=True)
             far = far & ~first

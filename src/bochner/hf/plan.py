@@ -16,15 +16,6 @@ WINDOW_KINDS = ("block", "sliding")
 LETTERS = dict(zip(KINDS, "EWHK", strict=True))
 
 
-def default_window_kind(is_causal: bool) -> str:
-    """The kind of window of layers for which none is given.
-
-    Blocks are the fast kind. They are counted from the first place of a batch: a decoder's left padding would shift
-    them, and a sequence would go on differently beside a longer one.
-    """
-    return "sliding" if is_causal else "block"
-
-
 @dataclass
 class LayerPlan:
     """One attention module: its shape, what each query head becomes, and the map of its linear heads.

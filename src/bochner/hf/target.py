@@ -27,7 +27,7 @@ from bochner.hf.familiar import note
 from bochner.hf.judge import Judge, Quality
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import HeadErrors, Samples
-from bochner.hf.plan import LayerPlan, Plan, default_window_kind
+from bochner.hf.plan import LayerPlan, Plan
 
 CAUSAL_WINDOWS, WINDOWS = (64, 128, 256, 512, 1024), (16, 32, 64, 128)
 NUM_CAUSAL_WINDOWS = 4  # of them, the widest that are below half of the length
@@ -417,7 +417,7 @@ def _as_it_is(shape: capture.Shape, num_features: int, seed: int) -> LayerPlan:
         value_dim=shape.value_dim,
         kinds=["exact"] * shape.num_heads,
         sinks=0 if shape.is_cross else (CAUSAL_SINKS if shape.is_causal else SINKS),
-        window_kind=default_window_kind(shape.is_causal),
+        window_kind="sliding" if shape.is_causal else "block",  # as much memory of a decoder sees more when sliding
         feature_map="landmark",
         num_features=num_features,
         seed=seed,
