@@ -32,12 +32,12 @@ TARGETS = RESULTS.with_name("smollm_target.json")
 BACK = (500, 2000, 6000)
 PASSAGE, LEAD = 96, 8  # tokens of a repeat, of which the first only tell what is repeated
 BOUNDS = (0, 500, 1000, 2000, 4000, 8000)
-NEAR = {"window": 128, "sinks": 4}
+NEAR = {"window": 128, "sinks": 4, "window_kind": "sliding"}
 GROUPS = {"feature_map": None, "exact_unit": "group", **NEAR}
 RECIPES: dict[str, dict[str, Any] | None] = {
     "exact": None,
     "window 128": {"feature_map": None, **NEAR},
-    "window 512": {"feature_map": None, "window": 512, "sinks": 4},
+    "window 512": {"feature_map": None, **NEAR, "window": 512},
     "window 128, 10 of 90 groups exact": {"exact_heads": 1 / 9, **GROUPS},
     "window 128, 30 of 90 groups exact": {"exact_heads": 1 / 3, **GROUPS},
     "window 128 + landmark m=64": {"num_features": 64, "select": False, **NEAR},
