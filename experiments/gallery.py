@@ -42,14 +42,23 @@ def said_of(script: str, needs: str = "") -> Said | None:
         return None
 
 
+def verdict_of(item: Item) -> str:
+    """The verdict on an item: that of its script, but no more than part where the script covers part of it."""
+    said = said_of(item.script, item.needs)
+    if said is None:
+        return "not run"
+    return "partly" if item.limits and said.verdict == "reproduced" else said.verdict
+
+
 def row(item: Item, homes: dict[str, str]) -> str:
     """One line of the index; `homes`: the page of each script."""
     where = f"[more]({item.page})" if item.page else ""
     if not item.script:
         verdict = f"not tried: {item.reason}" if item.reason else "as tests and on its own page"
         return f"| {item.label} | {item.title} | {verdict} | {where} |"
-    said = said_of(item.script, item.needs)
-    verdict = f"**{said.verdict}**" if said else "not run yet"
+    found = verdict_of(item)
+    limits = f": {item.limits}" if item.limits else ""
+    verdict = f"**{found}**{limits}" if found != "not run" else "not run yet"
     return f"| {item.label} | {item.title} | {verdict} | [{item.script}]({homes[item.script]}#{item.script}) {where} |"
 
 
@@ -104,8 +113,7 @@ def index(homes: dict[str, str]) -> str:
         parts += [f"## {paper.key}: {paper.title}", "", "| item | what | verdict | where |", "|---|---|---|---|"]
         for item in paper.items:
             parts.append(row(item, homes))
-            said = said_of(item.script, item.needs) if item.script else None
-            kind = said.verdict if said else "not run" if item.script else "reasoned"
+            kind = verdict_of(item) if item.script else "reasoned"
             counts[kind] = counts.get(kind, 0) + 1
         parts.append("")
     parts.insert(1, "Of all entries: " + ", ".join(f"{n} {k}" for k, n in sorted(counts.items())) + ".\n")

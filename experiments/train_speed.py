@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from _gallery import COLOURS
 
 from bochner import tasks
 
@@ -27,7 +28,9 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "train_speed.json"
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 FROM = 1024  # exponents are fitted from here
-LINEAR = ("positive", "relu", "elu", "fastfood_prf", "gmm_prf", "generative_prf", "gmm_rks", "window+positive")
+FIXED = ("positive", "relu", "elu", "linear_elu", "trig")
+LEARNED = ("fastfood_prf", "gmm_prf", "generative_prf", "gmm_rks")
+LINEAR = (*FIXED, *LEARNED, "window+positive", "window+calibrated")
 PEERS = ("performer_pytorch", "linformer", "nystromformer", "longformer", "big_bird", "reformer", "fnet")
 ATTENTIONS = ("exact", "identity", *LINEAR, *PEERS)
 LIMIT = {"exact": 8192}  # beyond it one step takes longer than everything else together
@@ -122,9 +125,13 @@ def plot(found: Table, unit: str, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), dpi=150, sharey=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), dpi=150, sharey=True)
     for axes, names, title in ((left, LINEAR, "linear attentions"), (right, PEERS, "peers")):
-        lines = [(name, {"marker": "o", "markersize": 3, "color": f"C{i}"}) for i, name in enumerate(names)]
+        dash = ["-" if i < 7 else "--" for i in range(len(names))]
+        lines = [
+            (name, {"marker": "o", "markersize": 3, "color": COLOURS[i % 7], "linestyle": dash[i]})
+            for i, name in enumerate(names)
+        ]
         lines += [("exact", {"color": "0.2"}), ("identity", {"color": "0.2", "linestyle": ":"})]
         for name, style in lines:
             if name in found:
@@ -170,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     for kind in ("time", "memory"):
         table = found.setdefault(kind, {})
         for n in () if options.plot else options.lengths:
-            known = str(n) in table.get("positive", {})
+            known = all(str(n) in table.get(a, {}) for a in ATTENTIONS if n <= LIMIT.get(a, n))
             small = kind == "memory" and n < FROM  # less than what an allocator keeps in stock
             if small or (options.again != kind if options.again else known):
                 continue

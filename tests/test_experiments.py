@@ -158,6 +158,18 @@ def test_pictures_are_drawn_from_stored_results_alone(
         draw.main(["train_tabel"])
 
 
+def test_a_script_that_covers_part_of_an_item_reproduces_no_more_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = gallery()
+    said = module.Said("claim", "ours", "reproduced")
+    monkeypatch.setattr(module, "said_of", lambda script, needs="": said)
+    whole, part = (module.Item("Figure 1", "what", "some", limits=x) for x in ("", "one layer"))
+    homes = {"some": "page.md"}
+    assert "**reproduced** |" in module.row(whole, homes)
+    assert "**partly**: one layer |" in module.row(part, homes)
+    said = module.Said("claim", "ours", "not", "why")
+    assert "**not**: one layer |" in module.row(part, homes)
+
+
 def test_the_pages_have_one_section_for_every_script_and_are_made_of_the_results() -> None:
     pages = gallery().pages()
     for paper in gallery().PAPERS:

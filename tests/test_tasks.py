@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gzip
+import json
 import math
 import re
 import statistics
-from itertools import islice
+import subprocess
+import sys
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -406,6 +410,76 @@ def test_two_processes_may_learn_the_word_pieces_at_once(own_cache: Path, monkey
     monkeypatch.setattr(Path, "replace", replace)
     assert learn().get_vocab_size() == learn().get_vocab_size()
     assert len(list((own_cache / "cache" / "tasks").iterdir())) == 1
+
+
+LINE = "a choir sings to the masses, the masses sing; \u00e9t\u00e9 "
+
+
+def test_word_pieces_are_the_same_in_every_process(own_cache: Path) -> None:
+    pytest.importorskip("tokenizers")
+    code = """
+from bochner.tasks import text
+text._books = lambda split: [" ".join(f"{a}{b}{a}{c}" for a in "pqrstuvw" for b in "abcdefgh" for c in "xyzklmn")]
+text.stored = lambda name, make: make()
+print(text.wordpieces().to_str())
+"""
+    said = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(4)]
+    assert len(said[0]) > 1_000
+    assert len(set(said)) == 1
+
+
+def merged(word: list[str], merges: list[tuple[str, str]]) -> list[str]:
+    """Byte pair encoding as it was written down: the earliest of the known pairs is joined, until there is none."""
+    while found := [p for p in pairwise(word) if p in merges]:
+        first = min(found, key=merges.index)
+        out: list[str] = []
+        for letter in word:
+            if out and (out[-1], letter) == first:
+                out[-1] += letter
+            else:
+                out.append(letter)
+        word = out
+    return word
+
+
+def test_byte_pairs_are_merged_in_order_and_give_every_text_back(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tokenizers")
+    whole = LINE + "Caf\u00e9 \u00b6\r\n"
+    monkeypatch.setattr(text, "_books", lambda split: [20 * LINE] if split == "train" else [whole])
+    for cached in (text.byte_pairs, text.pair_sizes):
+        cached.cache_clear()
+    try:
+        tokenizer, sizes = text.byte_pairs(), text.pair_sizes()
+        blocks = text.books_pairs(tasks.preset_of(tasks.task("lm_bpe"), "small", length=4, test=None), "test")
+    finally:
+        for cached in (text.byte_pairs, text.pair_sizes):
+            cached.cache_clear()
+    ids = blocks.tokens.tolist()
+    assert tokenizer.decode(ids) == whole
+    assert len(ids) < len(whole) / 2
+    assert sizes[ids].sum() == len(whole.encode("latin-1"))
+    merges = [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+    words = [list(word) for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(whole)]
+    assert [tokenizer.id_to_token(i) for i in ids] == [s for word in words for s in merged(word, merges)]
+
+
+def test_bits_are_counted_by_the_bytes_of_the_symbols() -> None:
+    g = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(2, 5, 4, generator=g), torch.tensor([[4, 5, 6, 7, 5], [4, 6, 6, -100, -100]]) - 4
+    labels[labels < 0] = base.IGNORE
+    sizes = np.array([1, 2, 3, 7])
+    task = dataclasses.replace(tasks.task("lm_bpe"), sizes=lambda: sizes)
+    found = base.figures("causal", logits, labels).numpy()
+    ids = np.where(labels.numpy() < 0, labels.numpy(), labels.numpy() + base.SPECIAL)
+    out = base.summary("causal", found, base.label_sizes(task, ids))
+    pairs = [(i, t) for i in range(2) for t in range(1, 5) if labels[i, t] >= 0]
+    nats = sum(-logits[i, t - 1].log_softmax(-1)[labels[i, t]].item() for i, t in pairs)
+    counted = sum(sizes[labels[i, t]] for i, t in pairs)
+    assert counted == 2 + 3 + 7 + 2 + 3 + 3
+    assert out["bits"] == pytest.approx(nats / math.log(2) / counted, rel=1e-5)
+    assert out["perplexity"] == pytest.approx(math.exp(nats / len(pairs)), rel=1e-5)
 
 
 @pytest.mark.model

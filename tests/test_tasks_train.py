@@ -623,7 +623,12 @@ def test_the_table_shows_means_spreads_and_what_is_missing(monkeypatch: pytest.M
     steps = tasks.task("text").presets["small"].steps
     found = {f"text/relu/{s}": {"accuracy": x, "steps": steps} for s, x in enumerate((0.60, 0.62, 0.64))}
     row = next(line for line in train_table.table(found).splitlines() if "`relu`" in line)
-    assert row == "| `relu` | not run | 62.0 ± 2.0 (3 seeds) | not run | not run | not run | not run |"
+    assert row == "| `relu` | not run | 62.0 ± 2.0 (3 seeds) | not run | not run | not run | not run | not run |"
+    assert "| `nli` | a third | not run |" in train_table.others(found)
+    found["nli/positive/0"] = {"accuracy": 0.58}
+    found["speech/positive/0"] = {"error_rate": 0.272}
+    assert "| `nli` | a third | 58.0 % |" in train_table.others(found)
+    assert "| 27.2 % error |" in train_table.others(found)
     assert train_table.learned_or_fixed(found, "text") is None
     found |= {f"text/gmm_prf/{s}": {"accuracy": x} for s, x in enumerate((0.65, 0.66))}
     assert train_table.learned_or_fixed(found, "text") == pytest.approx((3.5, 2.0))

@@ -125,3 +125,33 @@ def test_runs_of_other_presets_are_not_taken_for_these(
     monkeypatch.setattr(train_fastfood, "RESULTS", tmp_path)
     monkeypatch.setattr(train_table, "known", lambda: {"text/fastfood_prf/2": run, "text/relu/0": run})
     assert sorted(train_fastfood.known()) == ["text/FastFood-SGB/2", "text/FastFood/0"]
+
+
+def test_a_learned_kernel_is_behind_only_beyond_the_noise_of_counting(experiments: None) -> None:
+    import train_length
+
+    assert train_length.noise(0.6, 5_000) == pytest.approx(0.0098, abs=1e-4)
+    accuracy = {"exact/256": 0.60, "fastfood_prf/256": 0.585, "exact/512": 0.62, "fastfood_prf/512": 0.59}
+    assert train_length.behind(accuracy, 5_000) == {"512": pytest.approx(0.03)}
+    assert train_length.behind({**accuracy, "fastfood_prf/512": 0.7}, 5_000) == {}
+    cells = train_length.wanted()
+    assert cells[-1] == "exact/2048"
+    assert len(cells) == len(set(cells)) == len(train_length.LENGTHS) * len(train_length.ATTENTIONS)
+
+
+def test_cells_of_the_table_are_not_trained_again(
+    experiments: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import train_length
+    import train_table
+
+    monkeypatch.setattr(train_length, "RESULTS", tmp_path)
+    runs = {
+        "text/relu/0": {"accuracy": 0.1},
+        "text/positive/0": {"accuracy": 0.6},
+        "text/positive/1": {"accuracy": 0.2},
+    }
+    monkeypatch.setattr(train_table, "known", lambda: runs)
+    assert train_length.known() == {"accuracy": {"positive/1024": 0.6}, "counts": {}}
+    train_length.keep({"accuracy": {"positive/256": 0.5}, "counts": {"256": 0.6}})
+    assert train_length.known() == {"accuracy": {"positive/256": 0.5, "positive/1024": 0.6}, "counts": {"256": 0.6}}

@@ -2,7 +2,7 @@
 
 >>> from bochner import tasks
 >>> sorted(tasks.TASKS)[:4]
-['image', 'listops', 'lm', 'lm_pieces']
+['image', 'listops', 'lm', 'lm_bpe']
 """
 
 from bochner._lazy import lazy

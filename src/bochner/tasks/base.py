@@ -71,7 +71,8 @@ class Task:
     """One task: how its examples are had, what the model must do with them and the figure that counts.
 
     `kind`: `"classify"`, `"match"` (two sequences that do not see each other), `"masked"`, `"causal"` or `"ctc"`.
-    `metric`: the figure a run is judged by; `larger`: whether more of it is better.
+    `metric`: the figure a run is judged by; `larger`: whether more of it is better. `sizes`: bytes that each symbol
+    stands for, where bits are to be counted per byte and symbols are more than that.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Task:
     artefacts: Sequence[str] = ()
     further: Sequence[str] = ()  # splits to test on besides "test"
     baseline: Callable[[Preset], dict[str, float]] | None = None
+    sizes: Callable[[], np.ndarray] | None = None
 
     @property
     def is_causal(self) -> bool:
@@ -301,16 +303,30 @@ def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
     return row[-1]
 
 
-def summary(kind: str, found: np.ndarray) -> dict[str, float]:
-    """Figures of a data set from the `figures` of its batches: loss, accuracy, perplexity, bits; error rate for CTC."""
+def summary(kind: str, found: np.ndarray, sizes: np.ndarray | None = None) -> dict[str, float]:
+    """Figures of a data set from the `figures` of its batches: loss, accuracy, perplexity, bits; error rate for CTC.
+
+    `sizes` (b, n): bytes that the label of every position stands for; bits are then per byte, else per symbol.
+    """
     if kind == "ctc":
         edits, symbols = found.reshape(-1, 2).astype(np.float64).sum(0)
         return {"error_rate": float(edits / symbols)}
-    loss, accuracy = np.nanmean(found.reshape(-1, 2).astype(np.float64), axis=0)
+    found = found.astype(np.float64)
+    loss, accuracy = np.nanmean(found.reshape(-1, 2), axis=0)
     out = {"loss": float(loss), "accuracy": float(accuracy)}
     if kind in ("causal", "masked"):
         out |= {"perplexity": math.exp(min(loss, 700.0)), "bits": float(loss / math.log(2))}
+    if sizes is not None:
+        counts = ~np.isnan(found[..., 0])
+        out["bits"] *= counts.sum() / sizes[counts].sum()
     return out
+
+
+def label_sizes(task: Task, labels: np.ndarray) -> np.ndarray | None:
+    """Bytes that the next symbols of blocks stand for, (b, n - 1), where the task counts by bytes."""
+    if task.sizes is None:
+        return None
+    return task.sizes()[np.maximum(labels[:, 1:] - SPECIAL, 0)]  # those that do not count have no size
 
 
 def stored(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -6,8 +6,7 @@ import csv
 import gzip
 import json
 import re
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ BOOKS = {
     "test": ("carroll-alice.txt", "burgess-busterbrown.txt"),
 }
 PIECES = 8_000  # size of the vocabulary of word pieces
+PAIRS = 4_096  # and of byte pair encoding, the single bytes included
 MANUALS = ("manpages", "manpages_dev", "manpages_perl", "manpages_tcl", "manpages_freebsd")
 
 
@@ -71,21 +71,47 @@ def imdb(preset: Preset, split: str) -> Sequences:
 
 @lru_cache(maxsize=1)
 def wordpieces() -> Any:
-    """Word pieces learned from the training books; the first four are the special symbols."""
-    from tokenizers import BertWordPieceTokenizer, Tokenizer
+    """Word pieces learned from the training books; the first four are the special symbols.
 
-    path = data.cache_dir() / "tasks" / f"wordpieces-1-{PIECES}.json"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer = BertWordPieceTokenizer(lowercase=True)
-        special = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
-        tokenizer.train_from_iterator(
-            _books("train"), vocab_size=PIECES + SPECIAL, special_tokens=special, show_progress=False
-        )
-        with tempfile.TemporaryDirectory(prefix=".wordpieces-", dir=path.parent) as own:  # others may do the same
-            tokenizer.save(f"{own}/{path.name}")
-            Path(own, path.name).replace(path)
-    return Tokenizer.from_file(str(path))
+    The trainer numbers the letters within words as a hash table gives them, and settles ties by these numbers: another
+    vocabulary in every process. Letters that are there before it starts have the numbers they have.
+    """
+    from tokenizers import BertWordPieceTokenizer
+
+    def learned() -> Any:
+        books, tokenizer = _books("train"), BertWordPieceTokenizer(lowercase=True)
+        seen = " ".join({word for book in books for word in tokenizer.normalize(book).split()})
+        words = tokenizer.pre_tokenizer.pre_tokenize_str(seen)  # without punctuation
+        inside = sorted({f"##{letter}" for word, _ in words for letter in word[1:]})
+        first = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", *inside]
+        tokenizer.train_from_iterator(books, vocab_size=PIECES + SPECIAL, special_tokens=first, show_progress=False)
+        return BertWordPieceTokenizer(tokenizer.get_vocab(), lowercase=True)  # in which the letters are nothing special
+
+    return _tokenizer(f"wordpieces-2-{PIECES}", learned)
+
+
+@lru_cache(maxsize=1)
+def byte_pairs() -> Any:
+    """Byte pair encoding learned from the training books (Sennrich et al. 2016), on bytes: every text comes back.
+
+    A pair never reaches over the borders of words, as GPT-2 draws them.
+    """
+    from tokenizers import ByteLevelBPETokenizer
+
+    def learned() -> Any:
+        tokenizer = ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator(_books("train"), vocab_size=PAIRS, show_progress=False)
+        return tokenizer
+
+    return _tokenizer(f"byte-pairs-1-{PAIRS}", learned)
+
+
+def _tokenizer(name: str, learned: Callable[[], Any]) -> Any:
+    """A tokenizer, learned once and kept as its JSON in an array, whose file is checked when it is read."""
+    from tokenizers import Tokenizer
+
+    kept = stored(name, lambda: {"json": np.frombuffer(learned().to_str().encode(), np.uint8)})
+    return Tokenizer.from_str(kept["json"].tobytes().decode())
 
 
 def _pieces(texts: Sequence[str]) -> list[np.ndarray]:
@@ -107,10 +133,33 @@ def books_bytes(preset: Preset, split: str) -> Blocks:
 
 def books_pieces(preset: Preset, split: str) -> Blocks:
     """Books in word pieces."""
-    tokens = stored(f"pieces-1-{PIECES}-{split}", lambda: {"tokens": np.concatenate(_pieces(_paragraphs(split)))})[
+    tokens = stored(f"pieces-2-{PIECES}-{split}", lambda: {"tokens": np.concatenate(_pieces(_paragraphs(split)))})[
         "tokens"
     ]
     return _at_most(Blocks(tokens, preset.length), preset, split)
+
+
+def books_pairs(preset: Preset, split: str) -> Blocks:
+    """Books in byte pair encoding; the text that `books_bytes` has."""
+    tokens = stored(
+        f"byte-pairs-1-{PAIRS}-{split}",
+        lambda: {"tokens": np.asarray(byte_pairs().encode("\n".join(_books(split))).ids, np.uint16)},
+    )["tokens"]
+    return _at_most(Blocks(tokens, preset.length), preset, split)
+
+
+@lru_cache(maxsize=1)
+def pair_sizes() -> np.ndarray:
+    """Bytes of the books that each symbol of byte pair encoding stands for.
+
+    The encoding works on UTF-8, where a byte of the books above 127 becomes two: what continues another is not counted.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    spell = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    continuing = {spell(chr(byte))[0][0][1] for byte in range(0x80, 0xC0)}  # each spelled as two
+    symbols = sorted(byte_pairs().get_vocab().items(), key=lambda item: item[1])
+    return np.array([sum(letter not in continuing for letter in symbol) for symbol, _ in symbols])
 
 
 def _paragraphs(split: str) -> list[str]:

@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 from bochner._checks import BochnerError, extra, is_int
 from bochner.hf.train import RedrawCallback, parameter_groups
 from bochner.tasks import models
-from bochner.tasks.base import PAD, Collator, Guessed, Preset, Sequences, Task, figures, summary
+from bochner.tasks.base import PAD, Collator, Guessed, Preset, Sequences, Task, figures, label_sizes, summary
 from bochner.tasks.checkpoints import Journal, last_checkpoint, prepare, room_named, write_json
 from bochner.tasks.registry import preset_of
 from bochner.tasks.registry import task as task_of
@@ -203,7 +203,7 @@ def make_trainer(
         train_dataset=examples,
         eval_dataset=Subset(validation, range(min(GLIMPSE, len(validation)))),  # type: ignore[arg-type]
         data_collator=Collator(preset.length, attention.multiple, masks=attention.takes_mask),
-        compute_metrics=lambda found: summary(task.kind, found.predictions),
+        compute_metrics=lambda found: summary(task.kind, found.predictions, label_sizes(task, found.label_ids)),
         preprocess_logits_for_metrics=lambda logits, labels: figures(task.kind, _first(logits), labels),
         optimizers=(optimizer, None),
         callbacks=callbacks,
