@@ -243,6 +243,14 @@ def test_sequences_that_begin_apart_are_decoded_as_each_alone(
         assert_same(got[i : i + 1, :, start:], want)
 
 
+def test_sequences_that_begin_apart_are_not_resumed_where_nothing_can_be_looked_at() -> None:
+    phi, (q, k, v) = make(), draw_qkv(20)
+    options: dict[str, Any] = VARIANTS["blocks"] | {"is_causal": True, "return_state": True}
+    _, state = linear_attention(q, k, v, phi, key_padding_mask=left_padding(2, 20), **options)
+    with pytest.raises(BochnerError, match="begin at different places"):
+        torch.func.vmap(lambda x: linear_attention(x, k, v, phi, state=state, **options)[0])(q[None])
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_state_has_the_same_size_after_any_number_of_keys(variant: str) -> None:
     phi = make()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from bochner._checks import BochnerError
 from bochner.attention.call import Call, Result
 from bochner.attention.numerics import is_composed
 from bochner.attention.state import State, WindowState, leading
@@ -25,10 +26,17 @@ def starts(call: Call, hole: Tensor | None, state: State | None) -> Tensor | Non
 
     None where blocks counted from the first place are the same, and while values may not be looked at.
     """
-    if not call.window or call.window_kind != "block" or is_composed():
+    if not call.window or call.window_kind != "block":
         return None
     past = None if state is None else state.window
     known, seen = (None, 0) if past is None else (past.start, past.seen)
+    if is_composed():
+        if known is not None:
+            raise BochnerError(
+                "The 'state' holds sequences whose blocks begin at different places, which cannot be resumed while "
+                "compiling or under torch.func; use window_kind='sliding', or pad by multiples of the window."
+            )
+        return None
     if known is not None:
         return torch.where(known < seen, known, seen if hole is None else seen + leading(hole))
     if seen or hole is None or not bool(hole[:, 0].any()):
