@@ -110,6 +110,22 @@ def test_a_mixed_model_decodes_as_it_computes(family: str) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("family", CAUSAL)
+def test_a_mixed_model_reads_and_decodes_sequences_padded_on_the_left_as_each_alone(family: str) -> None:
+    model = mixed(family)
+    x, first = ids(), (5, 2)
+    mask = (torch.arange(24)[None, :] >= torch.tensor(first)[:, None]).long()
+    places = (mask.cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad():
+        cache, parts = transformers.DynamicCache(config=model.config), []
+        for a, b in [(0, 9), *((i, i + 1) for i in range(9, 20)), (20, 24)]:
+            how = {"attention_mask": mask[:, :b], "position_ids": places[:, a:b]}
+            parts.append(model(x[:, a:b], past_key_values=cache, **how).logits)
+        for i, start in enumerate(first):
+            alone = model(x[i : i + 1, start:], use_cache=False).logits
+            torch.testing.assert_close(torch.cat(parts, dim=1)[i : i + 1, start:], alone, atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("family", sorted(MIXED))
 def test_a_mixed_model_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
     model = mixed(family)

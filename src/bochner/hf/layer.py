@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bochner._checks import spawn_seed
 from bochner.attention import linear_attention
 from bochner.attention.numerics import EMPTY
+from bochner.attention.state import leading
 from bochner.hf.plan import LayerPlan
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap, Features
@@ -199,7 +200,7 @@ class LinearAttention(nn.Module):
         if call.padding is not None:
             new = call._replace(padding=call.padding[:, -call.key.shape[-2] :])
         if call.sink_logits is not None:
-            new, near = with_sink(new, first=held is None), one_more(near)
+            new, near = with_sink(new, near if held is None else None), one_more(near)
         out, cache.states[kind] = linear_attention(
             new.query,
             new.key,
@@ -232,7 +233,7 @@ def attend(call: Call, phi: FeatureMap, **near: Any) -> Tensor:
     if call.segments is not None:
         return one_by_one(call, lambda part: attend(part, phi, **near))
     if call.sink_logits is not None:
-        return without_sink(attend(with_sink(call), phi, **one_more(near)), call.sink_logits)
+        return without_sink(attend(with_sink(call, near), phi, **one_more(near)), call.sink_logits)
     options: dict[str, Any] = {"is_causal": call.is_causal, "key_padding_mask": call.padding, "scale": call.scale}
     return linear_attention(call.query, call.key, call.value, phi, **options, **near)
 
@@ -249,20 +250,28 @@ def one_by_one(call: Call, attention: Callable[[Call], Tensor]) -> Tensor:
     return torch.cat(rows)
 
 
-def with_sink(call: Call, first: bool = True) -> Call:
+def with_sink(call: Call, near: dict[str, Any] | None) -> Call:
     """The call with a key 0 in front, whose value is 1 in a new column where all others are 0.
 
-    Seen exactly its weight is exp(0) = 1, so that the new column of the output is 1 over the normaliser of a row. With
-    `first=False` the key is in the cache already.
+    Seen exactly its weight is exp(0) = 1, so that the new column of the output is 1 over the normaliser of a row. It
+    lies one place before a sequence's first key, or one block, so that no block is moved by it. `near`: window and
+    sinks, None if the key is in the cache already.
     """
-    value, key, padding = torch.nn.functional.pad(call.value, (0, 1)), call.key, call.padding
-    if first:
-        front = torch.zeros_like(value[..., :1, :])
-        front[..., -1] = 1
-        key = torch.cat([torch.zeros_like(key[..., :1, :]), key], dim=-2)
-        value = torch.cat([front, value], dim=-2)
-        padding = None if padding is None else torch.nn.functional.pad(padding, (1, 0))
-    return call._replace(key=key, value=value, padding=padding, sink_logits=None)
+    pad = torch.nn.functional.pad
+    key, value, padding = call.key, pad(call.value, (0, 1)), call.padding
+    if near is None:
+        return call._replace(value=value, sink_logits=None)
+    more = near["window"] if near.get("window_kind") == "block" and near.get("window") else 1
+    key, value = pad(key, (0, 0, more, 0)), pad(value, (0, 0, more, 0))
+    if padding is None and more > 1:
+        padding = torch.zeros(key.shape[0], call.key.shape[2], dtype=torch.bool, device=key.device)
+    first = 0 if padding is None else leading(padding)[:, None]
+    here = (torch.arange(key.shape[2], device=key.device) == first).expand(key.shape[0], -1)
+    padding = None if padding is None else pad(padding, (more, 0), value=True) & ~here
+    here = here[:, None, :, None]
+    ones = here.expand_as(value[..., :1]).to(value.dtype)
+    value = torch.cat([value[..., :-1].masked_fill(here, 0), ones], dim=-1)
+    return call._replace(key=key.masked_fill(here, 0), value=value, padding=padding, sink_logits=None)
 
 
 def without_sink(out: Tensor, sink_logits: Tensor) -> Tensor:
@@ -286,7 +295,7 @@ def exact(call: Call, dropout: float = 0.0) -> Tensor:
     if call.segments is not None:
         return one_by_one(call, exact)
     if call.sink_logits is not None:
-        return without_sink(exact(with_sink(call), dropout), call.sink_logits)
+        return without_sink(exact(with_sink(call, {}), dropout), call.sink_logits)
     n, s = call.query.shape[-2], call.key.shape[-2]
     causal = call.is_causal and n > 1
     allowed = None
