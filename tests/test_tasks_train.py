@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from bochner import BochnerError, data
@@ -119,14 +121,16 @@ def test_a_killed_run_ends_with_the_metrics_of_one_that_was_not(tmp_path: Path) 
     assert len(curves[0]) > 50
 
 
-@pytest.mark.parametrize("kind", ["torch", "python"])
+@pytest.mark.parametrize("kind", ["torch", "python", "quota", "safetensors"])
 def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(tmp_path / "whole", steps=4)
     errors = {
         "torch": RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 11136 vs 11024"),
-        "python": OSError(28, "No space left on device"),
+        "python": OSError(errno.ENOSPC, "No space left on device"),
+        "quota": OSError(errno.EDQUOT, "Disk quota exceeded"),
+        "safetensors": SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
     }
 
     def full(*_: Any, **__: Any) -> None:
@@ -137,6 +141,25 @@ def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(
         with pytest.raises(BochnerError, match=r"could not be written: its disk has [\d.]+ MB left; free some space"):
             run(tmp_path / "full", steps=4)
     assert run(tmp_path / "full", steps=4, resume=True)["metrics"] == whole["metrics"]
+
+
+def test_a_damaged_checkpoint_is_not_used(tmp_path: Path) -> None:
+    whole = run(tmp_path, steps=12)
+    (tmp_path / "result.json").unlink()
+    for name in ("optimizer.pt", "model.safetensors"):
+        newest = checkpoints.last_checkpoint(tmp_path)
+        assert newest is not None
+        content = bytearray((newest / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (newest / name).write_bytes(content)
+        assert checkpoints.last_checkpoint(tmp_path, tidy=False) != newest
+    assert checkpoints.last_checkpoint(tmp_path, tidy=False) is None  # two are kept
+    assert run(tmp_path, steps=12, resume=True)["metrics"] == whole["metrics"]
+
+
+def test_other_mistakes_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), checkpoints.room_named(tmp_path):
+        raise KeyError("weight")
 
 
 def test_a_warning_is_shown_once_and_not_at_every_step() -> None:
@@ -152,9 +175,13 @@ def test_a_warning_is_shown_once_and_not_at_every_step() -> None:
 
 def test_an_interrupted_checkpoint_is_not_used(tmp_path: Path) -> None:
     for step, whole in ((10, True), (20, True), (30, False)):
-        (tmp_path / f"checkpoint-{step}").mkdir()
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        (checkpoint / "weights").write_text("1")
+        (checkpoint / "rng_state_1.pth").write_text("1")
         if whole:
-            (tmp_path / f"checkpoint-{step}" / checkpoints.COMPLETE).touch()
+            checkpoints.write_json(checkpoint / checkpoints.COMPLETE, checkpoints.hashes(checkpoint))
+        (checkpoint / "rng_state_1.pth").write_text("2")  # of another process, which may come later
     assert checkpoints.last_checkpoint(tmp_path) == tmp_path / "checkpoint-20"
     assert not (tmp_path / "checkpoint-30").exists()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ from transformers import TrainerCallback
 
 from bochner._checks import BochnerError
 
-COMPLETE = "complete"  # written last: a checkpoint without it was interrupted
+COMPLETE = "complete"  # the hashes of the files, written last: a checkpoint without it was interrupted
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -50,14 +52,24 @@ def prepare(output: Path, configuration: dict[str, Any], *, resume: bool) -> Non
         ) from error
 
 
+NO_ROOM = tuple(code for name in ("ENOSPC", "EDQUOT", "EFBIG") if (code := getattr(errno, name, None)) is not None)
+
+
 @contextmanager
 def room_named(output: Path) -> Iterator[None]:
-    """Say so if a run stops because the disk is full; of checkpoints torch says only that a write went wrong."""
+    """Say so if a run stops because the disk is full.
+
+    Each library says it in its own way: Python by a number, safetensors by the system's words in an error of its own,
+    torch by the line of its source at which a write went wrong.
+    """
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or "inline_container" in str(error)
-        if not full and "No space left" not in str(error):
+    except BochnerError:
+        raise
+    except Exception as error:
+        said = str(error)
+        named = getattr(error, "errno", None) in NO_ROOM or any(os.strerror(code) in said for code in NO_ROOM)
+        if not named and "inline_container" not in said:
             raise
         left = shutil.disk_usage(output).free / 1e6
         raise BochnerError(
@@ -67,14 +79,29 @@ def room_named(output: Path) -> Iterator[None]:
 
 
 def last_checkpoint(output: Path, *, tidy: bool = True) -> Path | None:
-    """The newest complete checkpoint; with `tidy` interrupted ones are removed."""
+    """The newest complete checkpoint; with `tidy` those that were interrupted or damaged are removed."""
     found: list[tuple[int, Path]] = []
     for path in output.glob("checkpoint-*"):
-        if (path / COMPLETE).exists():
+        if is_complete(path):
             found.append((int(path.name.removeprefix("checkpoint-")), path))
         elif tidy:
             shutil.rmtree(path)
     return max(found)[1] if found else None
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written to its end and has the bytes that were written."""
+    try:
+        said = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(said == hashes(checkpoint))
+
+
+def hashes(checkpoint: Path) -> dict[str, str]:
+    """The sha256 of every file of a checkpoint but the mark, and but the random states of other processes."""
+    files = sorted(p for p in checkpoint.iterdir() if p.name != COMPLETE and not p.name.startswith("rng_state_"))
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 class Journal(TrainerCallback):
@@ -100,7 +127,8 @@ class Journal(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            write_json(checkpoint / COMPLETE, hashes(checkpoint))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
