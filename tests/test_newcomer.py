@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.timeout(1800)
 def test_clone_demo_report_and_a_model_of_ones_own(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
+    from browser import shown
     from hf_models import TEXT, build
-    from test_report import in_browser
 
     from bochner import data
 
@@ -43,7 +43,7 @@ def test_clone_demo_report_and_a_model_of_ones_own(tmp_path: Path) -> None:
     best = max(float(row["cosine"]) for row in json.loads(done.stdout)["table"])
     assert best > 0.95
     # 2. The report in a browser: the verdict first, charts there, nothing said on the console.
-    dom, console = in_browser((clone / "report.html").read_text(), tmp_path)
+    dom, console = shown((clone / "report.html").read_text(), tmp_path)
     assert console == ""
     assert re.search(r'class="verdict[^"]*">\d+ of 72 heads', dom)
     assert dom.count("<svg") >= 3

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from browser import shown
 
 from bochner.report import HeadPictures, Number, Report, error_map, frontier_chart, line_chart
 from bochner.report.charts import apart, log_ticks, number, round_ticks
 from bochner.report.viewer import packed
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def pictures(layers: int = 2, heads: int = 3, n: int = 6) -> HeadPictures:
@@ -104,28 +100,6 @@ def test_weights_survive_packing() -> None:
     assert torch.allclose(back.square(), w.flatten(), atol=0.004)
 
 
-def in_browser(html: str, tmp_path: Path, width: int = 1200) -> tuple[str, str]:
-    """The page after its scripts have run, and what the browser's console said."""
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium on this machine")
-    file = tmp_path / "page.html"
-    file.write_text(html, encoding="utf-8")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    command += [f"--window-size={width},900", "--virtual-time-budget=3000"]
-    command += ["--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run"]
-    for attempt in range(3):  # a browser that does not start, or hangs, is no fault of the page
-        profile = tmp_path / f"profile-{width}-{attempt}"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(
-                [*command, f"--user-data-dir={profile}", f"file://{file}"], capture_output=True, text=True, timeout=90
-            )
-            if "</html>" in done.stdout:
-                break
-    else:
-        pytest.skip(f"{CHROMIUM} shows no page on this machine")
-    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
-
-
 def test_in_a_browser_the_plots_are_there_and_choosing_a_head_works(tmp_path: Path) -> None:
     # What a reader does: choose a cell of the map, then a token, then another head in the list.
     clicks = """<script>
@@ -147,7 +121,7 @@ def test_in_a_browser_the_plots_are_there_and_choosing_a_head_works(tmp_path: Pa
       box.querySelector("canvas").width, seen("svg").length, seen(".value").length, seen("svg").flatMap(cut).length]);
     </script></body>"""
     for width in (1200, 480):
-        dom, console = in_browser(page().html().replace("</body>", clicks), tmp_path, width)
+        dom, console = shown(page().html().replace("</body>", clicks), tmp_path, width)
         assert console == ""
         found = re.search(r'data-log="([^"]*)"', dom)
         assert found is not None, dom[-500:]
@@ -195,8 +169,8 @@ def test_the_weights_shown_are_those_of_the_model() -> None:
     model = build("bert", TEXT)
     bochner.convert(model, "positive", 16, exact_below=0)
     text = " ".join(f"w{i}" for i in range(1, 13))
-    shown = head_pictures(model, Words(), text)
-    assert shown.tokens[:2] == ["w1", "w2"]
+    drawn = head_pictures(model, Words(), text)
+    assert drawn.tokens[:2] == ["w1", "w2"]
     seen: list[torch.Tensor] = []
 
     def look(name: str, call: Call) -> None:
@@ -205,7 +179,7 @@ def test_the_weights_shown_are_those_of_the_model() -> None:
     bochner.revert(model)
     with recording(model, look):
         run(model, Words()([text]))
-    for exact, mine, converted in zip(seen, shown.exact, shown.converted, strict=True):
+    for exact, mine, converted in zip(seen, drawn.exact, drawn.converted, strict=True):
         assert torch.allclose(exact, mine, atol=1e-5)
         assert torch.allclose(converted.sum(-1), torch.ones(converted.shape[:-1]), atol=1e-4)
         assert not torch.allclose(exact, converted, atol=1e-2)
