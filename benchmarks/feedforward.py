@@ -1,6 +1,6 @@
 """MiniLM's feed-forward blocks linearised: error, memory and speed against features for each method, and a verdict.
 
-    python benchmarks/feedforward.py [--quick] [--output FILE.json]
+    python benchmarks/feedforward.py [--quick] [--output FILE.json] [--page PAGE.md]
 
 Calibrated on prose from one set of books, measured on rows from another. Errors are relative to the spread of the
 exact output (1 is as bad as answering its mean); memory and speed relative to the exact block in the same run.
@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import torch
-from _timing import arguments, show, write
+from _timing import arguments, machine, show, table, write
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError
@@ -61,7 +61,7 @@ def inputs(split: str, count: int) -> list[Tensor]:
 
 def measure(counts: list[int], layers: list[int], passages: int) -> list[dict[str, Any]]:
     calibration, heldout = inputs("calibration", passages), inputs("heldout", max(8, passages // 4))
-    table = []
+    found = []
     for i, (first, second) in enumerate(blocks()):
         if i not in layers:
             continue
@@ -71,8 +71,8 @@ def measure(counts: list[int], layers: list[int], passages: int) -> list[dict[st
                     first, "gelu", second, calibration[i], method=method, num_features=max(m, 1), degree=2 if m else 1
                 )
                 report = block.report(first, "gelu", second, heldout[i])
-                table.append({"layer": i, "features": m, "method": method, **report._asdict()})
-    return table
+                found.append({"layer": i, "features": m, "method": method, **report._asdict()})
+    return found
 
 
 def targets(layer: int, passages: int) -> list[dict[str, Any]]:
@@ -82,10 +82,10 @@ def targets(layer: int, passages: int) -> list[dict[str, Any]]:
     data = calibrate_layer(first.weight, first.bias, x)
     hidden = nn.functional.gelu(data.preactivation)
     spread = float((hidden - hidden.mean(0)).square().sum(-1).mean())
-    table = []
+    found = []
     for share in (0.5, 0.1, 0.01):
         plan, _ = plan_layer(data, "gelu", eps=share * spread)
-        table.append({"target": share, "method": "chebyshev", "degree": plan.degree, "features": plan.total})
+        found.append({"target": share, "method": "chebyshev", "degree": plan.degree, "features": plan.total})
     # The Taylor series of GELU needs |w.x + b| below about 12 in double precision; keep the units that stay there.
     reach = data.preactivation.abs().amax(0)
     units = (reach < 8).nonzero().flatten()[:64]
@@ -96,8 +96,8 @@ def targets(layer: int, passages: int) -> list[dict[str, Any]]:
     except BochnerError as error:
         print(error)
         ratio = math.inf
-    table.append({"target": ratio, "method": "taylor, one draw", "degree": "any", "features": 1024})
-    return table
+    found.append({"target": ratio, "method": "taylor, one draw", "degree": "any", "features": 1024})
+    return found
 
 
 def verdict(table: list[dict[str, Any]]) -> str:
@@ -120,16 +120,39 @@ def verdict(table: list[dict[str, Any]]) -> str:
     return " ".join(lines)
 
 
+def tables(results: dict[str, Any]) -> str:
+    """Errors by layer, with memory and the range of speeds, one row for a method and a number of features."""
+    found = results["blocks"]
+    layers = sorted({r["layer"] for r in found})
+    lines = []
+    for m in sorted({r["features"] for r in found}):
+        for method in METHODS:
+            rows = {r["layer"]: r for r in found if r["features"] == m and r["method"] == method}
+            speeds = [r["speed"] for r in rows.values()]
+            errors = [f"{rows[layer]['error']:.2f}" for layer in layers]
+            share = f"{rows[layers[0]]['memory']:.2f}"
+            name = method.replace("_", " ")
+            lines.append([f"{m:,}", name, *errors, share, f"{min(speeds):.1f} - {max(speeds):.1f}"])
+    head = ["features", "method", *(f"layer {layer}" for layer in layers), "memory", "speed"]
+    needed = [r for r in results["targets"] if r["method"] == "chebyshev"]
+    asked = ", ".join(f"{r['target']:g}: {float(r['features']):.1e}" for r in needed)
+    return (
+        table(head, lines)
+        + f"\n\n{results['verdict']} Features that Algorithm 1 asks for, by the relative squared error: {asked}."
+    )
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    options = arguments(__doc__, "one layer, two sizes", page=False).parse_args(argv)
-    table = measure([0, 256], [3], 16) if options.quick else measure([0, 64, 256, 1024], [0, 3, 5], 32)
+    options = arguments(__doc__, "one layer, two sizes").parse_args(argv)
+    torch.set_num_threads(1)
+    found = measure([0, 256], [3], 16) if options.quick else measure([0, 64, 256, 1024], [0, 3, 5], 32)
     plans = targets(3, 8 if options.quick else 24)
-    show(table)
+    show(found)
     print()
     show([{**r, "features": f"{r['features']:.3g}" if math.isfinite(r["features"]) else "inf"} for r in plans])
-    print("\n" + verdict(table))
-    results = {"blocks": table, "targets": plans, "verdict": verdict(table)}
-    write(results, options)
+    print("\n" + verdict(found))
+    results = {"machine": machine(1), "blocks": found, "targets": plans, "verdict": verdict(found)}
+    write(results, options, "feedforward", tables(results) if options.page else "")
     return results
 
 

@@ -27,10 +27,10 @@ def version() -> str:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a result by its path.
+    """Every number of a result by its path; rows of a table are named by what tells them apart.
 
-    >>> dict(leaves({"a": [{"b": 1.5}], "c": "text"}))
-    {'a/0/b': 1.5}
+    >>> dict(leaves({"a": [{"kind": "x", "length": 8, "b": 1.5}, {"kind": "y", "length": 8, "b": 2.5}]}))
+    {'a/x/length': 8.0, 'a/x/b': 1.5, 'a/y/length': 8.0, 'a/y/b': 2.5}
     """
     if isinstance(value, bool) or value is None:
         return
@@ -40,8 +40,29 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
         for key, inner in value.items():
             yield from leaves(inner, f"{path}/{key}" if path else str(key))
     elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            yield from leaves(inner, f"{path}/{i}")
+        for name, inner in zip(row_names(value), value, strict=True):
+            yield from leaves(inner, f"{path}/{name}")
+
+
+def row_names(rows: list[Any]) -> list[str]:
+    """Names of the rows of a table that stay when others are added: words first, then whole numbers, as few as needed.
+
+    Rows that these do not tell apart, and plain lists, are numbered.
+
+    >>> row_names([{"m": 8, "s": 0.1}, {"m": 16, "s": 0.1}]), row_names([0.5, 0.6])
+    (['m=8', 'm=16'], ['0', '1'])
+    """
+    names = [""] * len(rows)
+    if rows and all(isinstance(row, dict) for row in rows):
+        keys = [k for k in rows[0] if all(isinstance(row.get(k), (str, int)) for row in rows)]
+        keys.sort(key=lambda k: not isinstance(rows[0][k], (str, bool)))
+        for key in keys:
+            if len(set(names)) == len(names):
+                break
+            if len({row[key] for row in rows}) > 1:
+                words = [row[key] if isinstance(row[key], str) else f"{key}={row[key]}" for row in rows]
+                names = [f"{name}, {word}".removeprefix(", ") for name, word in zip(names, words, strict=True)]
+    return names if all(names) and len(set(names)) == len(names) else [str(i) for i in range(len(rows))]
 
 
 def keep() -> Path:

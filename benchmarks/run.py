@@ -33,6 +33,8 @@ def command(name: str, quick: bool) -> list[str]:
         "matvec": "kernel-speed.md",
         "estimators": "estimators.md",
         "sampling": "sampling.md",
+        "feedforward": "feedforward.md",
+        "sketches": "maps-polynomial-local.md",
     }
     if name in pages:
         line += ["--page", str(DOCS / pages[name])]

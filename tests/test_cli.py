@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,3 +123,20 @@ def test_the_demonstration_runs(tmp_path: Path) -> None:
     done = runner.invoke(cli.app, ["demo", "--quick", "--out", str(tmp_path / "r.html")])
     assert done.exit_code == 0, done.output
     assert "distilled" in (tmp_path / "r.html").read_text()
+
+
+def test_the_time_of_a_shard_is_measured_by_the_split_attention(tmp_path: Path) -> None:
+    """In a group of one process, which is gone afterwards; inside a group of the user's nothing is measured."""
+    import torch.distributed as dist
+
+    from bochner.cli.planning import shard_seconds
+
+    shape: dict[str, Any] = {"heads": 2, "kv_heads": 1, "dim": 8, "num_features": 16}
+    seconds = [shard_seconds(n, is_causal=c, **shape) for n, c in ((64, False), (64, True))]
+    assert all(s is not None and 0 < s < 1 for s in seconds)
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        assert shard_seconds(64, is_causal=True, **shape) is None
+    finally:
+        dist.destroy_process_group()

@@ -38,15 +38,15 @@ def test_the_version_stands_in_one_place(history: ModuleType) -> None:
 
 
 def test_two_versions_are_compared(history: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    results = {"matvec": {"parts": [{"product_s": 2.0, "name": "x"}, {"product_s": 1.0}], "error": 0.1}}
+    results = {"matvec": {"parts": [{"product_s": 2.0, "name": "x"}, {"product_s": 1.0, "name": "y"}], "error": 0.1}}
     (history.HISTORY / "1.json").write_text(json.dumps({"results": results}))
     results["matvec"]["parts"][0]["product_s"] = 1.0
-    results["matvec"]["new"] = 5
+    results["matvec"]["parts"].insert(0, {"product_s": 7.0, "name": "w"})  # a new row moves no other
     (history.HISTORY / "2.json").write_text(json.dumps({"results": results}))
     assert history.main(["compare", "1", "2"]) == 0
     said = capsys.readouterr().out
     assert "0.50" in said
-    assert "matvec/parts/0/product_s" in said
+    assert "matvec/parts/x/product_s" in said
     assert "1 figures changed" in said
     assert "1 are new" in said
     assert history.main(["compare", "1", "2", "--least", "3"]) == 0
@@ -59,7 +59,11 @@ def test_the_present_results_can_be_kept(history: ModuleType) -> None:
     history.main(["keep"])
     kept = json.loads((history.HISTORY / f"{bochner.__version__}.json").read_text())
     assert "matvec" in kept["results"]
-    assert len(dict(history.leaves(kept["results"]))) > 100
+    names = dict(history.leaves(kept["results"]))
+    assert len(names) > 100
+    # Rows of the tables have names, all different ones.
+    assert "windows/windows/encoder, length=256/seconds/block" in names
+    assert len(names) == sum(1 for _ in history.leaves(kept["results"]))
 
 
 def test_the_forms_for_issues_can_be_read() -> None:

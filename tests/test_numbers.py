@@ -1,0 +1,286 @@
+"""Numbers on the pages and in the README are those of the stored results, and the same on every page."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+
+
+def experiment(name: str) -> Any:
+    return json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def benchmark(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def module(folder: str, name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / folder))
+    sys.modules.pop(name, None)
+    return importlib.import_module(name)
+
+
+def page(name: str) -> str:
+    path = ROOT / name if name == "README.md" else DOCS / name
+    return " ".join(path.read_text(encoding="utf-8").split())
+
+
+def agrees(printed: str, value: float) -> bool:
+    """Whether a number is a value rounded to the digits that are printed; half a digit and a little of slack."""
+    text = printed.replace(",", "").lstrip("+")
+    digits = len(text.partition(".")[2])
+    return abs(float(text) - value) <= 0.51 * 10.0**-digits
+
+
+def check(name: str, pattern: str, values: Sequence[float]) -> None:
+    """That a page says something, with N for every number, and that the numbers are these."""
+    number = r"([-+]?\d[\d,]*(?:\.\d+)?)"
+    found = re.search(re.escape(pattern).replace("N", number), page(name))
+    assert found is not None, f"{name} does not say: {pattern}"
+    assert len(found.groups()) == len(values), pattern
+    wrong = [(a, b) for a, b in zip(found.groups(), values, strict=True) if not agrees(a, b)]
+    assert not wrong, f"{name}: {found[0]!r}; printed and stored: {wrong}"
+
+
+def recipes() -> dict[str, dict[str, float]]:
+    return {row["recipe"]: row for row in experiment("smollm_recipes")["rows"]}
+
+
+def frontier(case: str, name: str, *sizes: int) -> list[float]:
+    row = experiment("landmark_frontier")[case][name]
+    return [row[str(m)] for m in sizes] if sizes else [row["all"]]
+
+
+def claim(what: str) -> float:
+    (found,) = (c["value"] for c in benchmark("attention")["claims"] if c["what"] == what)
+    return float(found)
+
+
+# What pages say, in words in which N stands for a number, and where the numbers are stored.
+STATEMENTS: list[tuple[str, str, Callable[[], list[float]]]] = [
+    (
+        "README.md",
+        "| plain FAVOR+ | N | N / N |",
+        lambda: [0.64, *(recipes()["kernel only, positive m=128"][k] for k in ("ratio", "recall"))],
+    ),
+    (
+        "README.md",
+        "| a window and sinks, no kernel | N | N / N |",
+        lambda: [0.970, *(recipes()["window + sinks"][k] for k in ("ratio", "recall"))],
+    ),
+    (
+        "README.md",
+        "| | **N / N** |",
+        lambda: [recipes()["window 128 + sinks, 10 % exact"][k] for k in ("ratio", "recall")],
+    ),
+    ("README.md", "| exact softmax, O(L²) | 1 | 1 / N |", lambda: [experiment("smollm_recipes")["exact"][2]]),
+    (
+        "README.md",
+        "(ratio N to N at 450 tokens)",
+        lambda: [recipes()[k]["ratio_long"] for k in ("window + sinks", "window + sinks + landmark m=64")],
+    ),
+    ("README.md", "at 4,000 tokens takes N of it", lambda: [experiment("smollm_target")["4000"]["row"]["memory"]]),
+    (
+        "landmark.md",
+        "is N at 450 tokens with window and sinks alone and N with m = 64 beside them",
+        lambda: [recipes()[k]["ratio_long"] for k in ("window + sinks", "window + sinks + landmark m=64")],
+    ),
+    (
+        "landmark.md",
+        "| **`landmark`** | 8 / 16 / 32 / 64 / 128 | N / N / N / N / N |",
+        lambda: frontier("minilm", "landmark", 8, 16, 32, 64, 128),
+    ),
+    (
+        "landmark.md",
+        "| **`landmark`, signed** | 8 / 16 / 32 / 64 / 128 | N / N / N / N / N |",
+        lambda: frontier("minilm", "landmark, signed", 8, 16, 32, 64, 128),
+    ),
+    (
+        "landmark.md",
+        "| `calibrated` | 32 / 64 / 128 | N / N / N |",
+        lambda: frontier("minilm", "calibrated", 32, 64, 128),
+    ),
+    ("landmark.md", "| FAVOR+ | 32 / 64 / 128 | N / N / N |", lambda: frontier("minilm", "FAVOR+", 32, 64, 128)),
+    ("landmark.md", "| averaging the values | | N |", lambda: frontier("minilm", "uniform")),
+    (
+        "landmark.md",
+        "| window 32, 1 sink, nothing else | | N |",
+        lambda: frontier("minilm, window", "window alone"),
+    ),
+    (
+        "landmark.md",
+        "| **window 32, 1 sink, `landmark`** | 16 / 64 | N / N |",
+        lambda: frontier("minilm, window", "landmark", 16, 64),
+    ),
+    (
+        "landmark.md",
+        "N with 16 landmark features, and no less with 64",
+        lambda: frontier("smollm2, window", "landmark", 16),
+    ),
+    (
+        "which-map.md",
+        "positive features have an error of N where averaging the values has N",
+        lambda: [experiment("minilm_heads")["positive"]["256"], experiment("minilm_heads")["uniform"]],
+    ),
+    (
+        "which-map.md",
+        "(`calibrated`: N), and",
+        lambda: [experiment("minilm_heads")["calibrated"]["256"]],
+    ),
+    ("which-map.md", "(`landmark`: N) what random", lambda: frontier("minilm", "landmark", 32)),
+    (
+        "projections.md",
+        "| QR without its signs fixed | **N** ± N | **N** ± N | **N** ± N | **N** ± N |",
+        lambda: [x for d in ("4", "8", "16", "32") for x in experiment("projection_bias")["QR, signs not fixed"][d]],
+    ),
+    (
+        "projections.md",
+        "estimate N where the truth is 1 at d = 8",
+        lambda: [1 + experiment("projection_bias")["QR, signs not fixed"]["8"][0]],
+    ),
+    (
+        "coming-from.md",
+        "is biased: N where the truth is 1 at d = 8",
+        lambda: [1 + experiment("projection_bias")["QR, signs not fixed"]["8"][0]],
+    ),
+    (
+        "experiments-hybrid.md",
+        "mean length of queries N, of classes N",
+        lambda: list(experiment("softmax_metrics")["lengths"].values()),
+    ),
+    (
+        "experiments-hybrid.md",
+        "| uniform | N, N, N | +N | N |",
+        lambda: [*sampled("uniform", "loss"), above("uniform"), mean(sampled("uniform", "divergence"))],
+    ),
+    (
+        "experiments-hybrid.md",
+        "| our tree | N, N, N | +N | N |",
+        lambda: [*sampled("tree", "loss"), above("tree"), mean(sampled("tree", "divergence"))],
+    ),
+    (
+        "experiments-hybrid.md",
+        "| our tree; with 256 features | N; N |",
+        lambda: [experiment("sampler_variance")["variance"][k][0] for k in ("tree", "tree, 256 features")],
+    ),
+    ("sampling.md", "cross entropy of exact training, uniform draws N", lambda: [above("uniform")]),
+    ("sampling.md", "a draw is N times as fast", lambda: [benchmark("sampling")["speed"][-1]["softmax_over_draw"]]),
+    (
+        "howto-encoders.md",
+        "6 of 8 layers become kernels; kept N | N | N |",
+        lambda: [
+            experiment("further_models")["AntiBERTy"][k]
+            for k in ("kept", "window 32, sink", "window 32, sink, landmark m=64")
+        ],
+    ),
+    (
+        "howto-encoders.md",
+        "kept N | N | N | | Sapiens",
+        lambda: [
+            experiment("further_models")["rxnfp"][k]
+            for k in ("kept", "window 32, sink", "window 32, sink, landmark m=64")
+        ],
+    ),
+    (
+        "several-machines.md",
+        "was N to N times the predicted one",
+        lambda: [f(r["measured"] / r["predicted"] for r in experiment("parallel_plan")["rows"]) for f in (min, max)],
+    ),
+    (
+        "release-notes.md",
+        "takes N times bare matrix products, a causal one N times",
+        lambda: [
+            claim("bidirectional forward at 16,384, of the floor"),
+            claim("causal forward at 4,096, of the floor"),
+        ],
+    ),
+    (
+        "how-it-works.md",
+        "takes N times the floor at 16,384 tokens",
+        lambda: [claim("bidirectional forward at 16,384, of the floor")],
+    ),
+]
+
+
+def sampled(name: str, figure: str) -> list[float]:
+    runs = experiment("sampled_softmax")["runs"]
+    return [runs[f"{name}/{seed}"][figure] for seed in range(3)]
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def above(name: str) -> float:
+    return mean(sampled(name, "loss")) - mean(sampled("exact", "loss"))
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "stored"), STATEMENTS, ids=[f"{p}: {text[:30]}" for p, text, _ in STATEMENTS]
+)
+def test_a_statement_is_what_is_stored(name: str, pattern: str, stored: Callable[[], list[float]]) -> None:
+    check(name, pattern, stored())
+
+
+def test_a_wrong_number_would_be_seen() -> None:
+    assert agrees("0.81", 0.8149)
+    assert agrees("1,868", 1867.9)
+    assert not agrees("0.81", 0.798)
+    assert not agrees("684", 685.2)
+    with pytest.raises(AssertionError, match="printed and stored"):
+        check("landmark.md", "| averaging the values | | N |", [0.5])
+    with pytest.raises(AssertionError, match="does not say"):
+        check("landmark.md", "averaging the values gives N", [0.5])
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("attention", "benchmarks.md"),
+        ("windows", "benchmarks.md"),
+        ("matvec", "kernel-speed.md"),
+        ("estimators", "estimators.md"),
+        ("sampling", "sampling.md"),
+        ("feedforward", "feedforward.md"),
+        ("sketches", "maps-polynomial-local.md"),
+    ],
+)
+def test_the_tables_of_a_benchmark_are_its_stored_results(
+    name: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = module("benchmarks", name, monkeypatch).tables(benchmark(name))
+    _, _, rest = (DOCS / target).read_text(encoding="utf-8").partition(f"<!-- {name}:begin -->\n")
+    assert rest.partition(f"\n<!-- {name}:end -->")[0] == text, f"run benchmarks/{name}.py with --page"
+
+
+def test_the_gallery_is_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for runs of training, which go on: their sections say how many there are so far."""
+    texts = module("experiments", "gallery", monkeypatch).pages()
+
+    def sections(text: str) -> list[str]:
+        return [part for part in text.split("\n## ")[1:] if not part.startswith("train_")]
+
+    for name, text in texts.items():
+        if name != "gallery.md":
+            assert sections((DOCS / name).read_text(encoding="utf-8")) == sections(text), "run experiments/gallery.py"
+
+
+def test_figures_of_the_demonstration_are_the_same_on_every_page() -> None:
+    """The README, the how-tos and the page about landmarks quote one run of `bochner demo`."""
+    texts = {name: page(name) for name in ("README.md", "howto-encoders.md", "howto-training.md")}
+    for name, text in texts.items():
+        for figure in ("0.9955", "0.9966", "73 seconds"):
+            assert figure in text, f"{name} does not have {figure}"
+    assert "0.0045 with the two exact" in page("landmark.md")  # 1 - 0.9955
+    assert "0.0034 after distillation" in page("landmark.md")  # 1 - 0.9966
