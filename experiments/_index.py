@@ -349,22 +349,29 @@ def _sampled_softmax(r: Any) -> Said:
     for key, run in r["runs"].items():
         runs.setdefault(key.split("/")[0], []).append(run["loss"])
     means = {k: sum(v) / len(v) for k, v in runs.items()}
+    paper = [v for k, v in means.items() if k.endswith("as the paper")]
+    below, close = max(paper) < means["uniform"], max(paper) < means["exact"] + 0.1
+    ours = f"our tree ends {means['tree'] - means['exact']:.2f} above exact training"
+    best = f"the best sampler on vectors of length 1, as in the paper, {min(paper) - means['exact']:.2f}"
     return Said(
         "Training with sampled classes comes close to exact training, features below uniform sampling.",
         "held-out cross entropy: " + ", ".join(f"{k} {v:.2f}" for k, v in means.items()) + ".",
-        "partly",
-        "our tree comes close to exact training; samplers on vectors of length 1, as in the paper, do not",
+        "reproduced" if below and close else "partly" if below or close else "not",
+        "" if below and close else f"{ours}, {best}",
     )
 
 
 def _sampler_variance(r: Any) -> Said:
     v = {k: row[0] for k, row in r["variance"].items()}
+    failed = [part for part, held in r["verdict"].items() if held != "holds"]
     return Said(
-        "Ours: a draw of the calibrated tree is worth hundreds of uniform ones.",
+        "Ours: the partition function from draws of the calibrated tree has a variance 100 times below that of uniform "
+        "and log-uniform draws, and 10 times below the paper's samplers.",
         "relative variance of the partition function from one draw: "
         + ", ".join(f"{k} {x:.3g}" for k, x in v.items())
         + ".",
-        "reproduced",
+        "reproduced" if not failed else "partly" if len(failed) < len(r["verdict"]) else "not",
+        "; ".join(f"not {part}" for part in failed),
     )
 
 

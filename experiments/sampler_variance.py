@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from _language import CLASSES, hidden_states, trained
-from sampled_softmax import PAPER
+from sampled_softmax import SAMPLERS
 
 from bochner.sampling import ExactSampler, FeatureTree, LogUniformSampler, UniformSampler
 
@@ -42,8 +42,7 @@ def main() -> int:
         "tree, 256 features": FeatureTree(y, b, num_features=256).calibrate_(calibration),
         "tree, features to the last class": FeatureTree(y, b, leaf_size=1).calibrate_(calibration),
         "tree, not calibrated": FeatureTree(y, b),
-        **{f"{name}, as the paper": FeatureTree(y, b, feature_map=name, **PAPER) for name in ("positive", "trig")},
-        "angular hybrid, as the paper": FeatureTree(y, b, feature_map="angular_hybrid", **PAPER),
+        **{name: make(y, b) for name, make in SAMPLERS.items() if name.endswith("as the paper")},
     }
     every = torch.arange(CLASSES).expand(len(x), -1)
     p = ExactSampler(y, b).log_prob(x, every).double()

@@ -1,9 +1,12 @@
 """Points that have broken, or could break, a kernel product; real tables; and the oracle."""
 
 import numpy as np
+import torch
 
 from bochner import data
 from bochner.matvec import KernelOperator
+from bochner.matvec.engines.cells import CellsEngine
+from bochner.matvec.measured import measured_plan
 
 REAL = ["words", "proteins", "patches", "digits", "cancer", "diabetes"]
 
@@ -78,15 +81,9 @@ def statements(X, bandwidth, eps, seed, count, truth, force_samples):
 
     `force_samples`: by a plan made from samples, even where a certain one would do.
     """
-    import torch
-
-    from bochner.matvec.engines.cells import CellsEngine
-    from bochner.matvec.measured import measured_plan
-
     K = KernelOperator(X, bandwidth=bandwidth, eps=eps, seed=seed, method="cells")
     if force_samples and K.certain:
-        index = K._engine.index
-        K._engine = CellsEngine(index, measured_plan(index, None, eps, torch.Generator().manual_seed(seed)))
+        from_samples(K, seed)
     rng = np.random.default_rng(1000 + seed)
     out = []
     for t in range(count):
@@ -95,6 +92,32 @@ def statements(X, bandwidth, eps, seed, count, truth, force_samples):
         error = float(np.linalg.norm(estimate.value - truth @ x))
         out.append((estimate.kind, error, estimate.bound, estimate.error, eps * estimate.norm_x))
     return out
+
+
+def from_samples(K, seed=0):
+    """Give a symmetric operator by cells a plan made from samples, even where a certain one would do."""
+    index = K._engine.index
+    K._engine = CellsEngine(index, measured_plan(index, None, K.eps, torch.Generator().manual_seed(seed)))
+    return K
+
+
+def adversaries(error, seed=0):
+    """Vectors an enemy would choose who knows the error matrix (n, s): columns (s, r) of norm one."""
+    rng = np.random.default_rng(seed)
+    s = error.shape[1]
+    eye = np.eye(s)
+    worst = np.argsort(-np.linalg.norm(error, axis=0))[:10]
+    right = np.linalg.svd(error[np.argsort(-np.linalg.norm(error, axis=1))[:200]], full_matrices=False)[2][:3].T
+    v = rng.normal(size=s)
+    for _ in range(30):
+        v = error.T @ (error @ v) + 1e-300
+        v /= np.linalg.norm(v)
+    sparse = np.zeros((s, 2))
+    sparse[worst[:5], 0] = 1.0
+    sparse[rng.choice(s, 30, replace=False), 1] = rng.normal(size=30)
+    dense_kinds = [v, np.ones(s), 1.0 - 2.0 * (np.arange(s) % 2), rng.normal(size=s), rng.standard_t(1.1, size=s)]
+    x = np.concatenate([eye[:, worst], eye[:, rng.choice(s, 10)], right, sparse, np.stack(dense_kinds, 1)], 1)
+    return x / np.linalg.norm(x, axis=0)
 
 
 def some_x(kind, n, rng):

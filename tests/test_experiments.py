@@ -219,3 +219,22 @@ def test_the_ablations_of_the_landmark_fit_run_and_are_resumed(
     monkeypatch.setattr(ablations, "run", None)  # nothing left to measure
     assert ablations.main(arguments) == 0
     assert "9.000" in capsys.readouterr().out
+
+
+def test_verdicts_say_what_the_figures_say() -> None:
+    readers = gallery().READERS
+    names = [
+        f"{h} hybrid below positive and trig in {k}" for h in ("angular", "gaussian") for k in ("wasserstein", "ks")
+    ]
+    lengths = {"queries": 4.4, "classes": 1.9}
+    for wins, verdict in (((0, 0, 0, 0), "not"), ((4, 0, 0, 0), "partly"), ((4, 4, 4, 4), "reproduced")):
+        found = {name: f"at {n} of 4 sizes" for name, n in zip(names, wins, strict=True)}
+        found["angular hybrid fewer negative estimates than trig"] = "at 2 of 4 sizes"
+        assert readers["softmax_metrics"]({"verdict": found, "lengths": lengths}).verdict == verdict
+    losses = {"exact": 6.0, "tree": 6.1, "uniform": 9.0}
+    for paper, verdict in ((6.05, "reproduced"), (8.0, "partly"), (9.5, "not")):
+        runs = {f"{k}/0": {"loss": v} for k, v in {**losses, "trig, as the paper": paper}.items()}
+        assert readers["sampled_softmax"]({"runs": runs}).verdict == verdict
+    for held, verdict in ((("holds", "holds"), "reproduced"), (("holds", "fails"), "partly"), (("fails",) * 2, "not")):
+        said = readers["sampler_variance"]({"variance": {"tree": [0.1]}, "verdict": dict(zip("ab", held, strict=True))})
+        assert said.verdict == verdict

@@ -3,15 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from kernel_sets import REAL, dense, hostile_operator, hostile_sets, real_set
+from kernel_sets import REAL, adversaries, dense, from_samples, hostile_operator, hostile_sets, real_set
 from scipy.stats import binom
 
 import bochner
 from bochner._checks import BochnerError
 from bochner.matvec import KernelOperator, certificate
 from bochner.matvec.certificate import hold_out_generator, split_columns
-from bochner.matvec.engines.cells import CellsEngine
-from bochner.matvec.measured import measured_plan
 from bochner.matvec.plan import Between, nearest_to_middle
 
 torch.set_num_threads(1)
@@ -19,25 +17,6 @@ N = 1200
 
 
 SETS = hostile_sets(N)
-
-
-def adversaries(error, seed=0):
-    """Vectors an enemy would choose who knows the error matrix (n, s): columns (s, r) of norm one."""
-    rng = np.random.default_rng(seed)
-    s = error.shape[1]
-    eye = np.eye(s)
-    worst = np.argsort(-np.linalg.norm(error, axis=0))[:10]
-    right = np.linalg.svd(error[np.argsort(-np.linalg.norm(error, axis=1))[:200]], full_matrices=False)[2][:3].T
-    v = rng.normal(size=s)
-    for _ in range(30):
-        v = error.T @ (error @ v) + 1e-300
-        v /= np.linalg.norm(v)
-    sparse = np.zeros((s, 2))
-    sparse[worst[:5], 0] = 1.0
-    sparse[rng.choice(s, 30, replace=False), 1] = rng.normal(size=30)
-    dense_kinds = [v, np.ones(s), 1.0 - 2.0 * (np.arange(s) % 2), rng.normal(size=s), rng.standard_t(1.1, size=s)]
-    x = np.concatenate([eye[:, worst], eye[:, rng.choice(s, 10)], right, sparse, np.stack(dense_kinds, 1)], 1)
-    return x / np.linalg.norm(x, axis=0)
 
 
 @pytest.mark.parametrize("eps", [0.1, pytest.param(0.01, marks=pytest.mark.slow), 0.001])
@@ -66,10 +45,8 @@ def test_drawn_rows_find_what_a_spoiled_plan_leaves_out(monkeypatch):
         X = points.astype(np.float32)
         truth = dense(X, X, bandwidth)
         K = KernelOperator(X, bandwidth=bandwidth, eps=0.1, method="cells")
-        index, generator = K._engine.index, torch.Generator().manual_seed(0)
-        K._engine = CellsEngine(index, measured_plan(index, None, 0.1, generator))
-        near = K.plan.near
-        K.plan.near = near & (torch.rand(near.shape, generator=generator) > 0.1)
+        near = from_samples(K).plan.near
+        K.plan.near = near & (torch.rand(near.shape, generator=torch.Generator().manual_seed(1)) > 0.1)
         K.adaptive = False
         error = truth - np.asarray(K @ np.eye(N), dtype=np.float64)
         K.adaptive = True

@@ -180,3 +180,64 @@ class SymmetricMatrix:
             if j > i:
                 y_parts[j].addmm_(t.T, x_parts[i])
         return y.double()
+
+
+class TileCholesky:
+    """`S K S + alpha I = U'U` in double precision, on the tiles of `SymmetricMatrix`: half of a square array.
+
+    `root`: the diagonal of S (n, 1), or None. `torch.linalg.LinAlgError` where rounding makes the matrix indefinite.
+    O(n^3 / 3).
+    """
+
+    def __init__(self, points: Tensor, gamma: float, alpha: float, root: Tensor | None) -> None:
+        self.points, self.gamma, self.alpha = points.double(), gamma, alpha
+        self.root = torch.ones(len(points), 1, dtype=torch.float64) if root is None else root
+        matrix = SymmetricMatrix(self.points, gamma)
+        roots = self.root.split(SIDE)
+        self.count = len(roots)
+        self.upper = {}
+        for t, (i, j) in zip(matrix.tiles, matrix.places, strict=True):
+            u = t[: len(roots[i]), : len(roots[j])]
+            u *= roots[i] * roots[j].T
+            if i == j:
+                u.diagonal().add_(alpha)
+            self.upper[i, j] = u
+        for j in range(self.count):
+            for i in range(j + 1):
+                self._finish(i, j)
+
+    def _finish(self, i: int, j: int) -> None:
+        """Block (i, j) of U from those above it and those of column i."""
+        u = self.upper[i, j]
+        for k in range(i):
+            u.addmm_(self.upper[k, i].T, self.upper[k, j], alpha=-1)
+        if i < j:
+            u.copy_(torch.linalg.solve_triangular(self.upper[i, i].T, u, upper=False))
+        else:
+            u.copy_(torch.linalg.cholesky(u, upper=True))
+
+    def solve(self, y: Tensor) -> Tensor:
+        """`(S K S + alpha I)^-1 y` for every column of y (n, r)."""
+        x = y.clone()
+        parts = x.split(SIDE)
+        for i in range(self.count):
+            for k in range(i):
+                parts[i].addmm_(self.upper[k, i].T, parts[k], alpha=-1)
+            parts[i].copy_(torch.linalg.solve_triangular(self.upper[i, i].T, parts[i], upper=False))
+        for i in reversed(range(self.count)):
+            for k in range(i + 1, self.count):
+                parts[i].addmm_(self.upper[i, k], parts[k], alpha=-1)
+            parts[i].copy_(torch.linalg.solve_triangular(self.upper[i, i], parts[i], upper=True))
+        return x
+
+    def residual(self, x: Tensor, y: Tensor) -> Tensor:
+        """`y - (S K S + alpha I) x`, from the kernel itself."""
+        left = y - self.alpha * x
+        z, s, x_parts, out = (t.split(SIDE) for t in (self.points, self.root, self.root * x, left))
+        for i in range(self.count):
+            for j in range(i, self.count):
+                t = tile(z[i], z[j], self.gamma)
+                out[i].sub_(s[i] * (t @ x_parts[j]))
+                if j > i:
+                    out[j].sub_(s[j] * (t.T @ x_parts[i]))
+        return left

@@ -12,13 +12,23 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner.estimators._kernel import DIRECT, Product, linear_kernel, tile
+from bochner.estimators._kernel import DIRECT, MEMORY, Product, TileCholesky, linear_kernel, tile
 
 BLOCK = 128
+RANK = 1000  # pivots of a preconditioner that are always worth their time
+STEP = {"matrix": 15.0, "exact": 100.0}  # what a step takes for each entry of K, in multiplications and additions
+CHEAP = 2.0  # the same for methods that evaluate few entries
+REFINEMENTS = 5
 
 
-def pivoted_cholesky(points: Tensor, gamma: float, rank: int, level: float, generator: torch.Generator) -> Tensor:
-    """A factor F (n, r) with `K ~ F F'`, r <= rank; stops when the trace of what is left is at most `level` r.
+def pivoted_cholesky(
+    points: Tensor,
+    gamma: float,
+    rank: int,
+    enough: Callable[[float, int], bool],
+    generator: torch.Generator,
+) -> Tensor:
+    """A factor F (n, r) with `K ~ F F'`, r <= rank; stops when `enough(trace of what is left, r)`.
 
     Pivots are drawn in proportion to the remaining diagonal, a block at a time with rejection, which has the law of
     drawing them one by one (Chen, Epperly, Tropp and Webber 2025; Epperly, Tropp and Webber 2024). The remainder is
@@ -29,16 +39,18 @@ def pivoted_cholesky(points: Tensor, gamma: float, rank: int, level: float, gene
     factor = torch.empty(n, min(rank, n), dtype=torch.float64)
     left = torch.ones(n, dtype=torch.float64)  # the diagonal of K - F F'
     r = 0
-    while r < factor.shape[1] and float(left.sum()) > level * r:
+    while r < factor.shape[1] and not (r and enough(float(left.sum()), r)):
         drawn = torch.multinomial(left, min(BLOCK, factor.shape[1] - r), replacement=True, generator=generator)
         block = tile(points[drawn], points[drawn], gamma) - factor[drawn, :r] @ factor[drawn, :r].T
         drawn = drawn[_accepted(block.numpy(), generator)]
+        if drawn.numel() == 0:  # what is left is rounding
+            break
         columns = tile(points, points[drawn], gamma)
         columns.addmm_(factor[:, :r], factor[drawn, :r].T, alpha=-1)
         core = columns[drawn]
         core.diagonal().add_(1e-14 * float(core.trace()) + 1e-300)
         lower, failed = torch.linalg.cholesky_ex((core + core.T) / 2)
-        if int(failed):  # what is left is rounding
+        if int(failed):
             break
         new = torch.linalg.solve_triangular(lower, columns.T, upper=False).T
         factor[:, r : r + len(drawn)] = new
@@ -155,9 +167,10 @@ class System:
     """`(S K S + alpha I) c = y` for the rows of `points` and S = diag(sqrt(weight)), solved for any y.
 
     Up to `DIRECT` rows by Cholesky factorisation in float64, beyond by preconditioned conjugate gradients on a strictly
-    linear kernel (`linear_kernel`). `rank` of the preconditioner: None takes up to 1,000 pivots, and stops at the r
-    whose remainder has a trace of 2 r alpha: its largest eigenvalue is then a few alpha, and about 12 steps suffice. 0
-    goes without.
+    linear kernel (`linear_kernel`). `rank` of the preconditioner: None stops at the r whose remainder has a trace of
+    2 r alpha: its largest eigenvalue is then a few alpha, and about 12 steps suffice. Beyond 1,000 pivots it also
+    stops when they have taken as long as the steps that they leave. Where a factorisation would take less time than
+    these steps, and half of the matrix fits in 2 GB, that is done instead. `rank=0` goes without a preconditioner.
     """
 
     def __init__(
@@ -171,15 +184,17 @@ class System:
         method: str,
         rank: int | None,
         seed: int,
+        tol: float,
     ) -> None:
         self.points, self.gamma, self.alpha, self.eps, self.seed = points, gamma, alpha, eps, seed
-        self.requested = method
+        self.requested, self.tol = method, tol
         self.root = None if root_weight is None else torch.from_numpy(root_weight)[:, None]
         n = len(points)
-        self.direct = method == "auto" and n <= DIRECT
         self.precondition: Preconditioner | None = None
         self.lower: Tensor | None = None
         self.product: Product | None = None
+        self.tiles: TileCholesky | None = None
+        self.direct = method == "auto" and n <= DIRECT
         if self.direct:
             z = torch.from_numpy(points).double()
             matrix = self._weigh(tile(z, z, gamma))
@@ -189,11 +204,47 @@ class System:
             return
         self._connect()
         if rank is None or rank > 0:
-            most = min(n // 4, 1000 if rank is None else rank)
-            generator = torch.Generator().manual_seed(seed)
-            factor = pivoted_cholesky(torch.from_numpy(points), gamma, most, 2 * alpha, generator)
-            factor = factor if self.root is None else self.root * factor
-            self.precondition = preconditioner(factor, alpha)
+            self._precondition(rank)
+
+    def _precondition(self, rank: int | None) -> None:
+        """A factor of K; or the factorisation of the whole matrix, if that takes less time than the steps left."""
+        n, left = len(self.points), math.inf
+
+        def enough(trace: float, r: int) -> bool:
+            nonlocal left
+            left = trace
+            return trace <= 2 * self.alpha * r or (rank is None and r >= RANK and 3 * n * r * r >= self._time(trace, r))
+
+        most = min(n // 4, max(RANK, MEMORY // (16 * n)) if rank is None else rank)
+        generator = torch.Generator().manual_seed(self.seed)
+        factor = pivoted_cholesky(torch.from_numpy(self.points), self.gamma, most, enough, generator)
+        fits = 4 * n * n <= MEMORY
+        if rank is None and self.requested == "auto" and fits and self._time(left, factor.shape[1]) > n**3 / 3:
+            self.product, self.direct = None, True
+            if self._factorize():
+                return
+            self.direct = False
+            self._connect()
+        factor = factor if self.root is None else self.root * factor
+        self.precondition = preconditioner(factor, self.alpha)
+
+    def _time(self, trace: float, r: int) -> float:
+        """What conjugate gradients will take with r pivots, in multiplications and additions.
+
+        By Chebyshev's bound on the steps; the largest eigenvalue of the remainder is about twice its trace over r.
+        """
+        steps = 0.5 * math.sqrt(1 + 2 * trace / (r * self.alpha)) * math.log(2 / self.tol)
+        n = len(self.points)
+        return steps * (STEP.get(self.method, CHEAP) * n * n + 4 * n * r)
+
+    def _factorize(self) -> bool:
+        """Whether the whole matrix could be factored: it cannot if alpha drowns in rounding."""
+        try:
+            self.tiles = TileCholesky(torch.from_numpy(self.points), self.gamma, self.alpha, self.root)
+        except torch.linalg.LinAlgError:
+            return False
+        self.method = "cholesky"
+        return True
 
     def _weigh(self, matrix: Tensor) -> Tensor:
         return matrix if self.root is None else self.root * matrix * self.root.T
@@ -207,15 +258,34 @@ class System:
         """c for every column of y (n, r), float64; `left` is to be at most tol, None for the relative residual."""
         if self.lower is not None:
             return Solution(torch.cholesky_solve(y, self.lower), 1, 0.0)
+        if self.direct:
+            return self._solve_tiles(y, tol if left is None else math.inf)
         if self.product is None:
             self._connect()
         assert self.product is not None
         left = left or of_residual(y)
         return conjugate_gradients(self.product, self.alpha, y, self.precondition, left, tol, max_iter)
 
+    def _solve_tiles(self, y: Tensor, tol: float) -> Solution:
+        """By the factorisation; refined until the residual, computed from the kernel itself, is at most tol |y|."""
+        if self.tiles is None:
+            self._factorize()
+        assert self.tiles is not None
+        x = self.tiles.solve(y)
+        if not math.isfinite(tol):
+            return Solution(x, 1, 0.0)
+        norm, worst = y.norm(dim=0).clamp_min(1e-300), math.inf
+        for _ in range(REFINEMENTS):
+            rest = self.tiles.residual(x, y)
+            before, worst = worst, float((rest.norm(dim=0) / norm).max())
+            if worst <= tol or worst > before / 2:
+                break
+            x += self.tiles.solve(rest)
+        return Solution(x, 1, worst)
+
     def solve_variance(self, k: Tensor, tol: float, max_iter: int) -> Solution:
         """c for every column of k, kernels of queries (n, r); `variance` by it has a relative error of at most tol."""
         return self.solve(k, tol, max_iter, of_variance(k, self.alpha, self.precondition is not None))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "product": None}  # a closure; built again when it is needed
+        return {**self.__dict__, "product": None, "tiles": None}  # closures and gigabytes: built again when needed

@@ -33,7 +33,7 @@ VARIANCE = 100.0  # times tol: their relative error when conjugate gradients sto
 class _DualRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     """`f(q) = sum_j c_j exp(-gamma |q - x_j|^2)` with `(K + alpha W^-1) c = y`: fit, predict and their options."""
 
-    def _fit_dual(self, X: np.ndarray, y: np.ndarray, alpha: float, weight: np.ndarray | None) -> None:
+    def _fit_dual(self, X: np.ndarray, y: np.ndarray, alpha: float, weight: np.ndarray | None) -> System:
         owner = type(self).__name__
         self.gamma_ = resolve_gamma(self.gamma, X, owner, weight)
         self.eps_ = (
@@ -46,7 +46,7 @@ class _DualRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         points = centred(X, self.gamma_, self.eps_)
         self.mean_, seed = points.mean, draw_seed(check_random_state(self.random_state))
         root = None if weight is None else np.sqrt(weight)
-        self._system = System(
+        system = System(
             points.rows,
             self.gamma_,
             alpha,
@@ -55,15 +55,16 @@ class _DualRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             method=self.method,
             rank=rank,
             seed=seed,
+            tol=tol,
         )
         targets = torch.from_numpy(np.require(y.reshape(len(y), -1), np.float64, ["C", "W"]))
         column = 1.0 if root is None else torch.from_numpy(root)[:, None]
-        solution = self._system.solve(column * targets, tol, max_iter)
-        self.n_iter_ = solution.steps
+        solution = system.solve(column * targets, tol, max_iter)
+        self.n_iter_, self.solver_ = solution.steps, system.method
         if not solution.converged(tol):
             warnings.warn(
                 f"{owner} stopped after {solution.steps} steps at a relative residual of {solution.residual:.2g}, "
-                f"above tol={tol:g}; raise max_iter or rank, or alpha (now {alpha:g}).",
+                f"above tol={tol:g}; {_remedy(system, alpha)}.",
                 ConvergenceWarning,
                 stacklevel=3,
             )
@@ -71,6 +72,7 @@ class _DualRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self.operator_ = KernelOperator(
             points.rows[:1], points.rows, gamma=self.gamma_, eps=self.eps_, method=self.method, seed=seed
         )
+        return system
 
     def _place(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
@@ -86,7 +88,7 @@ class KernelRidge(_DualRegressor):
 
     Few rows are solved by Cholesky factorisation; many by conjugate gradients, preconditioned with randomly pivoted
     Cholesky so that small alpha converges too, on a kernel that is never held as a matrix beyond 2 GB: 100,000 rows
-    and more fit.
+    and more fit. Up to 23,170 rows an alpha too small for that is solved by factorisation again, refined.
 
     Args:
         alpha: the ridge parameter, in the units of `sklearn.kernel_ridge.KernelRidge`.
@@ -94,12 +96,13 @@ class KernelRidge(_DualRegressor):
         eps: error allowed in a kernel product, relative to |x|. None: alpha / 10, at most 0.1. As `alpha c` is
             the training residual, the products' error is then at most a tenth of it.
         method: of `KernelOperator`; `"auto"` measures and chooses.
-        rank: of the preconditioner; None means up to 1,000, 0 goes without.
+        rank: of the preconditioner; None means 1,000, or as much as pays off within 1 GB, 0 goes without.
         tol: relative residual at which conjugate gradients stop.
         max_iter: the most steps; a `ConvergenceWarning` says when they did not suffice.
         random_state: of the pivots and of approximate products.
 
-    Attributes: `dual_coef_`, `n_iter_` (1: solved directly), `gamma_`, `eps_`, `operator_`.
+    Attributes: `dual_coef_`, `n_iter_` (1: solved directly), `solver_` ("cholesky", or how products were made),
+    `gamma_`, `eps_`, `operator_`.
 
     >>> import numpy as np
     >>> X = np.linspace(0, 1, 50)[:, None]
@@ -196,7 +199,7 @@ class GaussianProcessRegressor(_DualRegressor):
         self.y_mean_ = y.mean(0) if self.normalize_y else np.zeros(y.shape[1:])
         spread = y.std(0) if self.normalize_y else np.ones(y.shape[1:])
         self.y_scale_ = np.where(spread > 0, spread, 1.0)
-        self._fit_dual(X, (y - self.y_mean_) / self.y_scale_, alpha / self._amplitude, None)
+        self._system = self._fit_dual(X, (y - self.y_mean_) / self.y_scale_, alpha / self._amplitude, None)
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
@@ -296,6 +299,17 @@ class NadarayaWatson(MultiOutputMixin, RegressorMixin, BaseEstimator):
             logits = distance.square_().mul_(-0.5 / self.bandwidth_**2) + log_weight
             out[part] = (torch.softmax(logits, 1) @ values).numpy()
         return (out + middle).reshape(len(X), *self.y_.shape[1:])
+
+
+def _remedy(system: System, alpha: float) -> str:
+    """What to do about a residual that stays too large."""
+    condition = len(system.points) / alpha  # at most: the trace of the kernel matrix is the number of rows
+    if condition * np.finfo(np.float64).eps > 0.1:
+        return (
+            f"the condition number may be {condition:.1g}, which double precision cannot solve; raise alpha (now "
+            f"{alpha:g}) or gamma (now {system.gamma:g})"
+        )
+    return f"raise max_iter or rank, or alpha (now {alpha:g})"
 
 
 def _plain(value: Any) -> Any:
