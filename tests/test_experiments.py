@@ -229,7 +229,7 @@ def test_verdicts_say_what_the_figures_say() -> None:
     lengths = {"queries": 4.4, "classes": 1.9}
     for wins, verdict in (((0, 0, 0, 0), "not"), ((4, 0, 0, 0), "partly"), ((4, 4, 4, 4), "reproduced")):
         found = {name: f"at {n} of 4 sizes" for name, n in zip(names, wins, strict=True)}
-        found["angular hybrid fewer negative estimates than trig"] = "at 2 of 4 sizes"
+        found["angular hybrid fewer negative estimates than trig"] = f"at {max(2, *wins)} of 4 sizes"
         assert readers["softmax_metrics"]({"verdict": found, "lengths": lengths}).verdict == verdict
     losses = {"exact": 6.0, "tree": 6.1, "uniform": 9.0}
     for paper, verdict in ((6.05, "reproduced"), (8.0, "partly"), (9.5, "not")):
