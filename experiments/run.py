@@ -46,6 +46,7 @@ LEFT_OUT = {
     "train_curves": "trains models",
     "train_fastfood": "trains models",
     "train_kernels": "trains models",
+    "train_length": "trains models",
     "train_speed": "its claim is about lengths that take minutes, on an idle machine",
     "train_table": "trains models",
     "train_transfer": "trains models",

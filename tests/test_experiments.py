@@ -82,6 +82,25 @@ def test_quick_runs_small_forms_in_a_copy(runner: ModuleType) -> None:
     assert not (copy / "fails.runs").exists()  # it has no small form
 
 
+def test_what_a_quick_run_leaves_out_is_said_with_the_reason(
+    runner: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "LEFT_OUT", {"fails": "takes hours"})
+    assert runner.main(["--quick"]) == 0
+    assert "left out, fails: takes hours" in capfd.readouterr().out
+
+
+def test_every_experiment_has_a_small_form_or_a_reason_for_which_it_has_none() -> None:
+    spec = importlib.util.spec_from_file_location("experiments_run", EXPERIMENTS / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    without = {name for name in module.names() if module.quick_arguments(name) is None}
+    assert without == set(module.LEFT_OUT)
+    assert len(without) < len(module.names()) / 2
+
+
 def test_the_script_itself_answers_help() -> None:
     done = subprocess.run([sys.executable, str(EXPERIMENTS / "run.py"), "--help"], capture_output=True, text=True)
     assert done.returncode == 0
