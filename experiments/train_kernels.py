@@ -3,7 +3,8 @@
 Claims: (15) redrawn positive features train as well as relu, and SMREG (`regularized`) no worse; trigonometric ones
 train badly or not at all; without redraws an unlucky draw can cost accuracy. (16, 17) relu is among the best of the
 functions f of generalised kernels, and some of the others end in NaN. (18) the Linear Transformer, elu(x) + 1,
-explodes, above all when causal.
+explodes, above all when causal. Both with and without the normaliser: without it the sums of values alone are passed
+on, as `linear_attention(..., normalize=False)` has them.
 
 Hidden amino acids (`protein`), and the next one for (18): two layers of width 32, 16 sequences of 128 letters a step,
 150 steps. One run at a time, each resumable; results/train_kernels.json keeps what was run, and `--seeds` how often.
@@ -14,11 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
-from bochner import BochnerError, tasks
+from bochner import BochnerError, linear_attention, tasks
+from bochner.hf import layer
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "train_kernels.json"
@@ -47,6 +53,16 @@ RUNS = {
     "relu, causal": ("protein_causal", "relu", REDRAW),
     "linear_elu, causal": ("protein_causal", "linear_elu", 0),
 }
+BARE = "no normaliser"
+RUNS |= {f"{name}, {BARE}": RUNS[name] for name in ("relu", "linear_elu", "relu, causal", "linear_elu, causal")}
+
+
+@contextmanager
+def normalised(wanted: bool) -> Iterator[None]:
+    """Attention of converted models with its normaliser or without; no option of `train`, for it is of no other use."""
+    attention = partial(linear_attention, normalize=wanted)
+    with patch.object(layer, "linear_attention", attention):
+        yield
 
 
 def run(name: str, seed: int, folder: Path) -> dict:
@@ -55,7 +71,8 @@ def run(name: str, seed: int, folder: Path) -> dict:
     output = folder / name.replace(", ", "-") / str(seed)
     options = {**SIZES, "redraw": redraw, "output": output, "seed": seed, "resume": True, "progress": False}
     try:
-        result = tasks.train(task, attention=attention, **options)
+        with normalised(not name.endswith(BARE)):
+            result = tasks.train(task, attention=attention, **options)
     except BochnerError as error:
         return {"stopped": str(error)}
     return {k: result["metrics"][k] for k in ("accuracy", "loss")} | {"baseline": result["baseline"]["accuracy"]}
@@ -98,6 +115,8 @@ def verdict(found: dict) -> None:
         f"18: linear_elu - relu {mean['linear_elu'] - mean['relu']:+.4f}, causal "
         f"{mean['linear_elu, causal'] - mean['relu, causal']:+.4f}"
     )
+    bare = {n: mean[n] - mean[n.removesuffix(f", {BARE}")] for n in RUNS if n.endswith(BARE)}
+    print("without normaliser minus with it: " + ", ".join(f"{n} {x:+.4f}" for n, x in bare.items()))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -155,3 +155,25 @@ def test_cells_of_the_table_are_not_trained_again(
     assert train_length.known() == {"accuracy": {"positive/1024": 0.6}, "counts": {}}
     train_length.keep({"accuracy": {"positive/256": 0.5}, "counts": {"256": 0.6}})
     assert train_length.known() == {"accuracy": {"positive/256": 0.5, "positive/1024": 0.6}, "counts": {"256": 0.6}}
+
+
+def test_models_are_trained_without_a_normaliser_only_where_said(experiments: None) -> None:
+    import train_kernels
+
+    from bochner import linear_attention
+    from bochner.hf import layer
+
+    task = tasks.task("protein")
+    preset = tasks.preset_of(task, "small", length=32, layers=1, width=16)
+    model = tasks.build(task, preset, tasks.choose(task, "linear_elu", preset)).eval()
+    ids = torch.randint(4, 24, (2, 30), generator=torch.Generator().manual_seed(0))
+    found = {}
+    with torch.no_grad():
+        for wanted in (True, False):
+            with train_kernels.normalised(wanted):
+                found[wanted] = model(input_ids=ids).logits
+        plain = model(input_ids=ids).logits
+    assert layer.linear_attention is linear_attention
+    assert torch.equal(found[True], plain)
+    assert not torch.allclose(found[False], plain, rtol=0.1)
+    assert sum(n.endswith(train_kernels.BARE) for n in train_kernels.RUNS) == 4
