@@ -183,7 +183,7 @@ def listops_memory() -> None:
 def smollm_recipes() -> None:
     """Perplexity and recall of a converted decoder by recipe, and the memory each takes."""
     rows = stored("smollm_recipes")["rows"][::-1]
-    fig, axes = figure(3, figsize=(14, 4.4), sharey=True)
+    fig, axes = figure(3, figsize=(14, 1 + 0.25 * len(rows)), sharey=True)
     kinds = {"ratio_long": "perplexity ratio, 450 tokens", "recall": "perplexity of a repeated passage"}
     for ax, (key, title) in zip(axes, {**kinds, "memory": "share of the key-value memory"}.items(), strict=True):
         colours = [COLOURS[0] if r["exact_heads"] else COLOURS[4] if "window" in r["recipe"] else GREY for r in rows]
