@@ -74,7 +74,7 @@ def test_heads_that_stand_in_for_each_other_are_kept_once(monkeypatch: pytest.Mo
     assert judge.indices[::2] == [2] * (gates.STEPS // 2)
     assert {0, 1} == set(judge.indices[1::2])
     counts = [len(x["a"]) + len(x["b"]) for x in found]
-    assert counts[0] == 3
+    assert counts[0] == 4
     assert counts[-1] == 1
     assert counts == sorted(counts, reverse=True)
     two = next(x for x, n in zip(found, counts, strict=True) if n == 2)

@@ -17,11 +17,11 @@ from hf_models import GROUPED, SEQ2SEQ, TEXT, build, texts_as_batches  # noqa: E
 
 from bochner import BochnerError, BochnerWarning, advise, convert, revert  # noqa: E402
 from bochner.hf import plan_of, report_of, unregister  # noqa: E402
-from bochner.hf.aim import is_language_model, split, whole_seconds  # noqa: E402
+from bochner.hf.aim import Trial, is_language_model, split, whole_seconds  # noqa: E402
 from bochner.hf.capture import Shape, discover, run  # noqa: E402
-from bochner.hf.judge import Language, Outputs, Text, compare_readings, language_quality, read  # noqa: E402
+from bochner.hf.judge import Language, Outputs, Quality, Text, compare_readings, language_quality, read  # noqa: E402
 from bochner.hf.layer import LinearAttention  # noqa: E402
-from bochner.hf.target import EXACT, Goal, Layer, Option, Search  # noqa: E402
+from bochner.hf.target import EXACT, Candidate, Goal, Layer, Option, Search  # noqa: E402
 from bochner.hf.thin import Thinning  # noqa: E402
 
 
@@ -110,26 +110,65 @@ def test_the_original_loses_nothing_and_its_loss_is_zero(whole: int, monkeypatch
         assert outputs.loss(0, other(**outputs.batches[0])) > 1
 
 
-def test_a_text_repeats_passages_from_all_over_it_at_its_end() -> None:
-    tokens = torch.arange(1024)
+@pytest.mark.parametrize(("length", "count"), [(100, 1), (512, 1), (1024, 2), (4000, 4)])
+def test_a_text_repeats_passages_from_all_over_it_at_its_end(length: int, count: int) -> None:
+    tokens = torch.arange(length)
     text = Text(tokens)
-    assert text.ids.shape == (1, 1024)
-    passages = text.again.view(4, 64)
+    size = min(120, length // 4)
+    assert text.ids.shape == (1, length)
+    passages = text.again.view(count, size)
     assert all((p.diff() == 1).all() for p in passages)
-    assert passages[:, 0].diff().min() > 150
+    assert len(text.body) - passages[-1, -1] > length // 5  # the nearest lies a good part of the text back
+    assert all(step > length // 5 for step in passages[:, 0].diff())
     losses = text.ids[0, 1:].float()  # as if the loss of a token were its number
     body, again = text.split(losses)
     assert torch.equal(body, tokens[1 : len(text.body)].float())
-    assert torch.equal(again.view(4, -1), passages[:, 8:].float())
+    assert torch.equal(again.view(count, -1), passages[:, text.lead :].float())
     assert text.first(losses) == pytest.approx(again.mean().item())
+    others = [Text(tokens, turn).starts for turn in range(8)]
+    every = sorted({start for starts in others for start in starts})
+    assert len(every) == 4  # from all over the text, by turns where there is room for fewer
+    assert others[:4] == others[4:]
+    assert every[-1] + size <= len(text.body)
+    with pytest.raises(BochnerError, match="Too little text"):
+        Text(torch.arange(60))
+
+
+def test_ordinary_text_counts_by_the_rise_where_that_is_less_than_the_divergence() -> None:
+    """And by the divergence where the rise is more, or too uncertain."""
+    model = llama()
+    judge = Language(model, ids(3000), 0.9, 500)
+    again = torch.zeros(10)
+
+    def ratio(apart: float, rise: Tensor) -> float:
+        return judge._figures([(torch.full((100,), apart), rise, again)]).figures["perplexity_ratio"]
+
+    noise = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    noise = (noise - noise.mean()) / noise.std()
+    assert ratio(0.05, 0.01 + 0.1 * noise) == pytest.approx(math.exp(0.02), rel=1e-5)  # 0.1 / sqrt(100) is its error
+    assert ratio(0.05, 0.01 + 1.0 * noise) == pytest.approx(math.exp(0.05), rel=1e-5)
+    assert ratio(0.05, 0.07 + 0.1 * noise) == pytest.approx(math.exp(0.05), rel=1e-5)
+
+
+def test_a_choice_that_is_far_off_is_not_run_on_all_texts() -> None:
+    model, other = llama(), build("llama", GROUPED, head="AutoModelForCausalLM", std=0.5)
+    judge = Language(model, ids(3000), 0.99, 500)
+    seen = {}
+    for name, run_by in (("same", model), ("other", other)):
+        asked: list[Any] = []
+        quality = judge.quality(lambda batch, by=run_by, asked=asked: asked.append(1) or run(by, batch))  # type: ignore[misc]
+        seen[name] = (len(asked), quality.kept)
+    assert seen["same"][0] == 6
+    assert seen["other"][0] == 2
+    assert seen["other"][1] < 0.96
 
 
 def test_short_texts_are_run_whole_and_several_of_them() -> None:
     """The loss of a choice is the divergence on the body, and what is lost of the gain on the repeats."""
     model, other = llama(), build("llama", GROUPED, head="AutoModelForCausalLM", std=0.3)
-    judge = Language(model, ids(2500), 0.9, 500)
-    assert [batch["input_ids"].shape for batch in judge.batches] == [(1, 500)] * 4
-    assert [judge.turn(step) for step in range(6)] == [0, 1, 2, 3, 0, 1]
+    judge = Language(model, ids(2500), 0.7, 500)
+    assert [batch["input_ids"].shape for batch in judge.batches] == [(1, 500)] * 5
+    assert [judge.turn(step) for step in range(6)] == [0, 1, 2, 3, 4, 0]
     judge.gain = 2.0
     text = judge.texts[2]
     with torch.no_grad():
@@ -137,7 +176,7 @@ def test_short_texts_are_run_whole_and_several_of_them() -> None:
         body, _ = text.split((before.exp() * (before - now)).sum(-1))
         _, again = text.split((before - now).gather(-1, text.ids[0, 1:, None])[:, 0])
         assert again.mean() > 0.01
-        wanted = (body.mean() + again.mean() / 2.0) / -math.log(0.9)
+        wanted = (body.mean() + again.mean() / 2.0) / -math.log(0.7)
         assert judge.loss(2, run(other, judge.batches[2])).item() == pytest.approx(wanted.item(), rel=1e-4)
     quality = judge.quality(lambda batch: run(other, batch))
     assert quality.figures["recall_original"] == pytest.approx(math.exp(judge.again))
@@ -257,6 +296,51 @@ def test_a_loss_at_longer_texts_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     report = advise(llama(), texts_as_batches(40), keep=0.9, length=800, judge_length=200, num_features=(16,))
     assert report.met
     assert any("at 400 it is 0.7000" in reason for reason in report.reasons)
+
+
+class Prices:
+    """A search whose plans are their prices: a budget of damage 2^e costs 0.5 - 0.05 e."""
+
+    goal, path = Goal(0.99, "memory", 400, 400), list[Any]()
+
+    def __init__(self, *tried: tuple[float, float]) -> None:
+        self.tried = [self.candidate(price, kept) for price, kept in tried]
+
+    def candidate(self, price: float, kept: float) -> Candidate:
+        return Candidate(price, 0.0, Quality(kept), price, 0.0)  # type: ignore[arg-type]
+
+    def price(self, candidate: Candidate) -> float:
+        return candidate.memory
+
+    def price_of(self, plan: float) -> float:
+        return plan
+
+    def keeps(self, candidate: Candidate) -> bool:
+        return candidate.quality.kept >= 0.99
+
+    def choose(self, budget: float) -> tuple[float, float]:
+        return 0.5 - 0.05 * math.log2(budget), budget
+
+    def run(self, plan: float, predicted: float, judge: Any) -> Candidate:
+        return self.candidate(plan, 0.995)
+
+
+def test_after_a_choice_that_failed_comes_one_that_costs_little_more() -> None:
+    def after(*tried: tuple[float, float], path: list[float] | None = None) -> list[float]:
+        trial = Trial.__new__(Trial)
+        trial.search = Prices(*tried)  # type: ignore[assignment]
+        trial.search.path = path or []  # type: ignore[assignment]
+        return [c.memory for c in trial._next(trial.search.tried[0], None)]  # type: ignore[arg-type]
+
+    assert after((0.20, 0.991), (0.205, 0.992), (0.22, 0.993)) == [0.22]  # at least 1.05 times
+    (between,) = after((0.20, 0.991), (0.30, 0.993))
+    assert 0.21 <= between < 0.23
+    assert after((0.20, 0.991), (0.30, 0.990)) != [0.30]  # keeps less than the one that failed
+    assert after((0.20, 0.97), path=[0.25, 0.205, 0.215]) == [0.215]
+    (by_sums,) = after((0.20, 0.97))
+    assert 0.24 <= by_sums < 0.26
+    assert after((0.94, 0.991), (1.0, 0.999)) == [1.0]
+    assert after((0.96, 0.991)) == []
 
 
 def test_where_the_original_is_fastest_nothing_is_converted(tmp_path: Path) -> None:

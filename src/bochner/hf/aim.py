@@ -27,7 +27,8 @@ from bochner.hf.thin import Thinning
 FIT_LENGTH = 640  # tokens of the pieces that maps are fitted to
 FIT_TOKENS = 4096
 DEARER = (1.05, 1.2)  # how much more a choice costs that is tried after one that failed, of gates and of sums
-VERIFIED_TOKENS = 4096  # of held-back text, at least one sequence of the goal's length
+FINER = 0.25  # steps of log2 of the damage between them
+VERIFIED_TOKENS = 6144  # of held-back text, at least one sequence of the goal's length
 SHARES = (0.3, 0.6)  # where fitting ends, where choosing ends: the rest is held back
 FLOOR_LENGTH = 384  # tokens of the attention matrices whose rank floor is computed
 PARTS = ("encoder", "decoder", "cross")
@@ -339,20 +340,28 @@ class Trial:
         return best[0], best[2]
 
     def _next(self, failed: Candidate, judge: Judge) -> list[Candidate]:
-        """A choice that costs more than one that failed, if there is one: what was tried, then gates, then sums."""
+        """A choice that costs more than one that failed, if there is one.
+
+        What was tried and costs little more; else one by sums between them; where nothing is known, gates, then sums.
+        """
         search = self.search
-        least = DEARER[0] * search.price(failed)
+        least, most = (factor * search.price(failed) for factor in DEARER)
         better = [c for c in search.tried if search.price(c) >= least and c.quality.kept > failed.quality.kept]
-        if better and search.keeps(failed):
-            return [min(better, key=search.price)]
-        for plan in sorted(search.path, key=search.price_of):
+        known = min(better, key=search.price) if better and search.keeps(failed) else None
+        if known is not None and search.price(known) <= most:
+            return [known]
+        for plan in sorted(search.path, key=search.price_of) if known is None else []:
             if search.price_of(plan) >= least:
                 return [search.run(plan, failed.predicted, judge)]
-        for exponent in range(int(BUDGETS[1]), int(BUDGETS[0]) - 4, -1):
+        exponent, least = BUDGETS[1], most if known is None else least
+        while exponent > BUDGETS[0] - 4:
             plan, predicted = search.choose(2.0**exponent)
-            if search.price_of(plan) >= DEARER[1] * search.price(failed):
+            if known is not None and search.price_of(plan) >= search.price(known):
+                return [known]
+            if search.price_of(plan) >= least:
                 return [search.run(plan, predicted, judge)]
-        return []
+            exponent -= FINER
+        return [] if known is None else [known]
 
     def verify(self, candidate: Candidate) -> dict[str, LinearAttention]:
         """Run a choice as in long texts; notes its quality and the figures of the whole model, returns its layers."""
@@ -389,7 +398,8 @@ class Readings:
 
     def __init__(self, model: Any, tokens: Tensor, length: int, most: int) -> None:
         count = max(1, min(most, len(tokens)) // length)
-        self.model, self.texts = model, [Text(piece) for piece in tokens[: count * length].split(length)]
+        self.model = model
+        self.texts = [Text(piece, i) for i, piece in enumerate(tokens[: count * length].split(length))]
         self.before = [read(model, text.ids) for text in self.texts]
 
     def compare(self) -> tuple[Quality, dict[str, dict[str, float]]]:

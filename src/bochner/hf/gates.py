@@ -23,7 +23,7 @@ from bochner.hf.judge import Judge
 from bochner.hf.layer import LinearAttention
 
 STEPS, WARM = 24, 8  # and how many of them come before the budget falls
-SHARES = (0.8, 0.2)  # of what the start spends, at first and at last
+SHARES = (1.1, 0.25)  # of what the start spends, at first and at last: narrower windows leave room for more
 RATE = 0.1  # by which the gates with the steepest slopes move in a step
 MEMORY, MEMORY_OF_SQUARES = 0.8, 0.9  # of earlier gradients
 CONCAVE = 1.0  # how strongly gates are driven apart, as a share of the rate

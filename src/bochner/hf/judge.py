@@ -23,11 +23,13 @@ from bochner._checks import BochnerError
 from bochner.hf import capture
 from bochner.hf.measure import compare_embeddings
 
-PASSAGE, PASSAGES = 64, 4  # tokens of a passage that comes again, and how many do, from all over the text
+PASSAGE, PASSAGES = 120, 4  # tokens of a passage that comes again, and how many do at most, from all over the text
+REPEATED = 0.25  # the share of a text that they may take
 LEAD = 8  # of these tokens only tell which passage it is
 ORDINARY = 96  # tokens of ordinary text that a probe runs
 PLACES = (0.25, 0.5, 0.75, 1.0)  # where in the text, as shares of its length
-CHOSEN_TOKENS = 2048  # of text to judge by, at least one text
+CHOSEN_TOKENS = 3072  # of text to judge by, at least one text
+ROUGH, FAR_OFF = 2, 4.0  # texts after which a choice is given up that loses so many times what it may
 WHOLE = 1024  # tokens: texts up to so many are run whole
 PIECE = 512  # tokens that a long text is read at a time
 LEAST_GAIN = 0.3  # nats on a repeated passage: models that gain less do not look it up
@@ -99,13 +101,15 @@ class Language:
     several places only, behind the original's keys. That is a little kinder than to read all of it by the choice, and
     several times as fast. The loss is, on ordinary text, the divergence from the original's predictions, which is the
     expected rise of the loss if the original is right and far less noisy than the rise; on the repeats, where what
-    comes is known and the original is not right, the rise itself. Each is relative to what `keep` allows of it.
+    comes is known and the original is not right, the rise itself. Each is relative to what `keep` allows of it. The
+    figure for ordinary text is the rise and its standard error, where that is less than the divergence: the original
+    is not right there either, and a little less context costs less than it changes.
     """
 
     def __init__(self, model: Any, tokens: Tensor, keep: float, length: int) -> None:
         size = min(length, len(tokens))
         count = max(1, min(CHOSEN_TOKENS, len(tokens)) // size)
-        self.texts = [Text(piece) for piece in tokens[: count * size].split(size)]
+        self.texts = [Text(piece, i) for i, piece in enumerate(tokens[: count * size].split(size))]
         self.budget = -math.log(keep)
         self.probes: list[Probe] = []
         self.truth: list[Tensor] = []
@@ -137,17 +141,16 @@ class Language:
         one.texts, one.probes, one.truth = self.texts[-1:], self.probes[-1:], self.truth[-1:]
         return one
 
-    def _losses(self, index: int, output: Any) -> tuple[Tensor, Tensor]:
-        """Divergence from the original's predictions on ordinary text, and the rise of the loss on the repeats."""
+    def _losses(self, index: int, output: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Divergence from the original's predictions and rise of the loss on ordinary text, and the rise on repeats."""
         truth = self.truth[index].to(output.logits.device)
         now = output.logits[0, :-1].float().log_softmax(-1)
         apart, _ = self.probes[index].split((truth.exp() * (truth - now)).sum(-1))
         tokens = self.batches[index]["input_ids"][0, 1:, None].to(now.device)
-        _, rise = self.probes[index].split((truth - now).gather(-1, tokens)[:, 0])
-        return apart, rise
+        return apart, *self.probes[index].split((truth - now).gather(-1, tokens)[:, 0])
 
     def loss(self, index: int, output: Any) -> Tensor:
-        text, again = self._losses(index, output)
+        text, _, again = self._losses(index, output)
         loss = text.mean() / self.budget
         if len(again) and self.gain >= LEAST_GAIN:  # one probe of a text has them, and counts once among its probes
             share = len(self.probes) / len(self.texts)
@@ -156,9 +159,20 @@ class Language:
 
     @torch.no_grad()
     def quality(self, outputs: Callable[[dict[str, Any]], Any]) -> Quality:
-        found = [self._losses(i, outputs(batch)) for i, batch in enumerate(self.batches)]
-        apart, rise = torch.cat([text for text, _ in found]), torch.cat([again for _, again in found])
-        return language_quality(apart.mean().item(), self.gain, self.again, self.again + rise.mean().item())
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for i, batch in enumerate(self.batches):
+            found.append(self._losses(i, outputs(batch)))
+            if i + 1 == ROUGH and len(self.probes) == len(self.texts):
+                rough = self._figures(found)
+                if 1 - rough.kept > FAR_OFF * (1 - math.exp(-self.budget)):
+                    return rough
+        return self._figures(found)
+
+    def _figures(self, found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Quality:
+        apart, rise, again = (torch.cat(parts) for parts in zip(*found, strict=True))
+        error = rise.std().item() / math.sqrt(len(rise))
+        text = min(apart.mean().item(), rise.mean().item() + error)
+        return language_quality(text, self.gain, self.again, self.again + again.mean().item())
 
 
 def _behind(model: Any, text: Text) -> tuple[list[Probe], Tensor]:
@@ -179,16 +193,22 @@ def _behind(model: Any, text: Text) -> tuple[list[Probe], Tensor]:
 
 
 class Text:
-    """A text of n tokens: a body, and at the end passages from all over it again."""
+    """A text of n tokens: a body, and at the end passages from all over it again.
 
-    def __init__(self, tokens: Tensor) -> None:
-        self.passage = min(PASSAGE, len(tokens) // 16)
+    Short texts have room for one or two of them: `turn`, the number of a text, says from where.
+    """
+
+    def __init__(self, tokens: Tensor, turn: int = 0) -> None:
+        room = int(REPEATED * len(tokens))
+        self.passage = min(PASSAGE, room)
         self.lead = min(LEAD, self.passage // 4)
-        if self.passage < 8:
+        if self.passage < 2 * LEAD:
             raise BochnerError(f"Too little text to judge a language model by: {len(tokens)} tokens; give more texts.")
-        self.body = tokens[: -self.passage * PASSAGES]
+        count = min(PASSAGES, room // self.passage)
+        self.body = tokens[: -self.passage * count]
         step = (len(self.body) - self.passage) / PASSAGES  # the last begins a quarter of the text before its end
-        self.starts = [round(LEAD + i * step) for i in range(PASSAGES)]  # behind what may be sinks
+        places = sorted((turn + i * (PASSAGES // count)) % PASSAGES for i in range(count))
+        self.starts = [round(LEAD + place * step) for place in places]  # behind what may be sinks
         self.again = torch.cat([self.body[a : a + self.passage] for a in self.starts])
 
     @property

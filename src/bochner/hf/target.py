@@ -33,10 +33,11 @@ CAUSAL_WINDOWS, WINDOWS = (64, 128, 256, 512, 1024), (16, 32, 64, 128)
 NUM_CAUSAL_WINDOWS = 4  # of them, the widest that are below half of the length
 CAUSAL_SINKS, SINKS = 4, 1
 CAUSAL_HYBRID, WIDEST_HYBRID = 128, 128  # the window of decoders, and the widest, that is tried with a kernel beside
+WEIGHED = 4  # batches that heads are weighed by
 LEAST_ERROR = 0.02  # errors below this say nothing about a head's sensitivity
 BUDGETS = (-5.0, 7.0)  # log2 of the damages that are tried, in units of what the target allows
 REFINEMENTS = 2  # halvings of the last step between a budget that keeps the target and one that does not
-RETREATS = 3  # choices that are verified before giving up
+RETREATS = 6  # choices that are verified before giving up
 Say = Callable[[str], None]
 
 
@@ -291,7 +292,7 @@ class Search:
                 continue
             layers = {name: self.layers[name].made[option] for name, option in reference.items()}
             asked = judge if kind == "window" else judge.light()
-            falls = gate_gradients(self.model, layers, asked.batches, asked.loss, self.say)
+            falls = gate_gradients(self.model, layers, asked.batches[:WEIGHED], asked.loss, self.say)
             found = {}
             for name, option in reference.items():
                 error = self.layers[name].errors[option].double().clamp_min(LEAST_ERROR)

@@ -19,7 +19,7 @@ from bochner.hf.target import EXACT, Candidate, Option, Search, options_of
 
 UNITS = 12  # exact parts whose omission is measured, in each of
 ROUNDS = 2  # rounds of leaving out
-LOOSER = 16.0  # times the damage of the choice whose windows gates are moved with
+LOOSER = 2.0  # times the damage of the choice whose windows gates are moved with
 
 
 class Thinning:
