@@ -61,7 +61,7 @@ def served(folder: Path) -> Iterator[tuple[str, queue.Queue[str]]]:
 
 
 def answered(
-    address: str, received: queue.Queue[str], folder: Path, width: int = 1200, *, seconds: float = 120.0
+    address: str, received: queue.Queue[str], folder: Path, width: int = 1200, *, seconds: float = 300.0
 ) -> tuple[str, str]:
     """What a page has sent to its server in real time, and the console: for pages that take a while."""
     if CHROMIUM is None:

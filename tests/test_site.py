@@ -82,7 +82,7 @@ def test_pages_fit_the_screen_and_show_their_pictures(site: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_probe_sees_planted_faults(tmp_path: Path) -> None:
     """A line that is too wide, a picture that is not there, and an error of a script."""
     (tmp_path / "bad").mkdir()
@@ -96,7 +96,7 @@ def test_the_probe_sees_planted_faults(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_search_finds_a_page(site: Path, tmp_path: Path) -> None:
     page = (site / "start" / "index.html").read_text(encoding="utf-8")
     script = """<script>addEventListener("load", () => {
