@@ -183,3 +183,16 @@ def test_in_a_compiled_graph_a_later_nan_leaves_earlier_rows_alone(options: dict
     out = attend(q, k, bad)
     assert out[:, :, 30:].isnan().all()
     assert_same(out[:, :, :30], linear_attention(q, k, v, phi, is_causal=True, **options)[:, :, :30], tol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_window_beyond_the_sequence_costs_no_more_beside_padding_on_the_left(is_causal: bool) -> None:
+    q, k, v = draw_qkv(50)
+    mask = torch.arange(50) < torch.tensor([[3], [7]])
+    phi = feature_map("positive", dim=4, num_features=8)
+    how: dict[str, Any] = {"is_causal": is_causal, "window": 10**9, "window_kind": "block", "key_padding_mask": mask}
+    got = linear_attention(q, k, v, phi, **how)
+    for i, start in enumerate((3, 7)):
+        alone = (t[i : i + 1, :, start:] for t in (q, k, v))
+        exact = torch.nn.functional.scaled_dot_product_attention(*alone, is_causal=is_causal)
+        assert_same(got[i : i + 1, :, start:], exact)

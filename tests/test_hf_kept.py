@@ -173,6 +173,27 @@ def test_sink_logits_enter_every_kind_of_head(family: str, kind: str) -> None:
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("pieces", [(1, 2, 4, 9, 10, 11, 20), (6, 7, 20), (2, 12, 13, 20), (20,)])
+@pytest.mark.parametrize("window", [2, 5, 40])
+def test_sink_logits_beside_pieces_of_padding(window: int, pieces: tuple[int, ...]) -> None:
+    """Sequences that begin in a later piece than the first go on as each would alone."""
+    layer = mixed("gpt_oss", exact_heads=0.0, window=window).model.layers[1].self_attn.linear_attn.double()
+    plan, first = layer.plan, (0, 5, 8)
+    draw = torch.Generator().manual_seed(8)
+    heads = (plan.num_heads, plan.num_kv_heads, plan.num_kv_heads)
+    q, k, v = (torch.randn(3, h, 20, plan.head_dim, generator=draw, dtype=torch.float64) for h in heads)
+    sinks = torch.randn(plan.num_heads, generator=draw, dtype=torch.float64)
+    padding, cache, rows, i = torch.arange(20) < torch.tensor(first)[:, None], RecurrentLayer(), [], 0
+    with torch.no_grad():
+        for j in pieces:
+            part = (t[:, :, i:j] for t in (q, k, v))
+            rows.append(layer(Call(*part, True, padding[:, :j], 0.4, sinks), cache))
+            i = j
+        for b, start in enumerate(first):
+            alone = layer(Call(*(t[b : b + 1, :, start:] for t in (q, k, v)), True, None, 0.4, sinks))
+            torch.testing.assert_close(torch.cat(rows, dim=2)[b : b + 1, :, start:], alone, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["t5", "gemma2", "mistral"])
 def test_a_model_of_which_nothing_can_be_linear_stays_as_it_was_or_is_refused(family: str) -> None:
     settings, reason = REFUSED[family]

@@ -46,9 +46,13 @@ def starts(call: Call, hole: Tensor | None, state: State | None) -> Tensor | Non
 
 
 def held_places(call: Call, start: Tensor, seen: int) -> Tensor:
-    """For each sequence the place of the first key that its next row sees exactly, (b,); see `held_from`."""
-    shift = -start % call.window
-    return (((seen + shift) // call.window - 1) * call.window - shift).clamp_min(0)
+    """For each sequence the place of the first key that its next row sees exactly, (b,); see `held_from`.
+
+    Of a sequence that has not begun: the first that it may see so, wherever it will begin.
+    """
+    w, shift = call.window, -start % call.window
+    begun = ((seen + shift) // w - 1) * w - shift
+    return torch.where(start < seen, begun, seen - 2 * w + 1).clamp_min(0)
 
 
 def by_phase(
@@ -57,8 +61,10 @@ def by_phase(
     """`attend` for sequences that begin at the places `start`: q (b, h, n, d), k and v (b, g, s, .)."""
     past = None if state is None else state.window
     seen, s = 0 if past is None else past.seen, k.shape[2]
-    held = int(held_places(call, start, seen + s).min())
-    shifts, chosen, found, states = -start % call.window, [], [], []
+    first = held_places(call, start, seen + s)
+    held, shifts, chosen, found, states = int(first.min()), -start % call.window, [], [], []
+    if call.is_causal or s <= call.window:  # where no key has left, all are exact, wherever blocks begin
+        shifts = torch.where(first > 0, shifts, 0)
     for shift in shifts.unique().tolist():
         rows = (shifts == shift).nonzero().squeeze(1)
         x, y, u = (t.index_select(0, rows) for t in (q, k, v))

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bochner._checks import spawn_seed
 from bochner.attention import linear_attention
 from bochner.attention.numerics import EMPTY
-from bochner.attention.state import leading
+from bochner.attention.state import State, leading
 from bochner.hf.plan import LayerPlan
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap, Features
@@ -200,7 +200,9 @@ class LinearAttention(nn.Module):
         if call.padding is not None:
             new = call._replace(padding=call.padding[:, -call.key.shape[-2] :])
         if call.sink_logits is not None:
-            new, near = with_sink(new, near if held is None else None), one_more(near)
+            near = one_more(near)
+            held = after_sink(new, self.map_of(kind), near) if held is None else held
+            new = with_sink(new, None)
         out, cache.states[kind] = linear_attention(
             new.query,
             new.key,
@@ -261,7 +263,7 @@ def with_sink(call: Call, near: dict[str, Any] | None) -> Call:
     key, value, padding = call.key, pad(call.value, (0, 1)), call.padding
     if near is None:
         return call._replace(value=value, sink_logits=None)
-    more = near["window"] if near.get("window_kind") == "block" and near.get("window") else 1
+    more = min(near["window"], key.shape[2]) if near.get("window_kind") == "block" and near.get("window") else 1
     key, value = pad(key, (0, 0, more, 0)), pad(value, (0, 0, more, 0))
     if padding is None and more > 1:
         padding = torch.zeros(key.shape[0], call.key.shape[2], dtype=torch.bool, device=key.device)
@@ -272,6 +274,18 @@ def with_sink(call: Call, near: dict[str, Any] | None) -> Call:
     ones = here.expand_as(value[..., :1]).to(value.dtype)
     value = torch.cat([value[..., :-1].masked_fill(here, 0), ones], dim=-1)
     return call._replace(key=key.masked_fill(here, 0), value=value, padding=padding, sink_logits=None)
+
+
+def after_sink(call: Call, phi: FeatureMap, near: dict[str, Any]) -> State:
+    """The state after the key of `with_sink` and before any token, from which blocks are counted."""
+    key, value = (t[..., :0, :] for t in (call.key, call.value))
+    alone = with_sink(call._replace(query=call.query[..., :1, :], key=key, value=value, padding=None), {})
+    options: dict[str, Any] = {"is_causal": True, "scale": call.scale, "return_state": True}
+    state: State = linear_attention(alone.query, alone.key, alone.value, phi, **options, **near)[1]
+    if state.window is None or near.get("window_kind") != "block":
+        return state
+    start = torch.ones(key.shape[0], dtype=torch.int64, device=key.device)
+    return state._replace(window=state.window._replace(start=start))
 
 
 def without_sink(out: Tensor, sink_logits: Tensor) -> Tensor:
