@@ -112,7 +112,7 @@ def train_kernels() -> None:
             *("relu", "sigmoid", "exp", "abs", "gelu", "cos", "tanh"),
             "identity_kernel",
         ),
-        "figures 17, 18: Linear Transformer, normaliser": (
+        "figures 17, 18: Linear Transformer": (
             *("exact", "relu", "linear_elu", "relu, no normaliser", "linear_elu, no normaliser"),
             *("exact, causal", "relu, causal", "linear_elu, causal"),
             *("relu, causal, no normaliser", "linear_elu, causal, no normaliser"),
@@ -137,7 +137,7 @@ def train_table() -> None:
     for key, values in by_name(found, "accuracy").items():
         task, _, attention = key.partition("/")
         rows.setdefault(task, {})[attention] = values
-    tasks = [t for t in ("listops", "text", "image", "pathfinder", "protein", "lm") if t in rows]
+    tasks = [t for t in ("listops", "text", "image", "pathfinder", "retrieval", "protein", "lm") if t in rows]
     heights = [max(len(rows[t]) for t in tasks[i : i + 3]) for i in range(0, len(tasks), 3)]
     size = (13, 0.22 * sum(heights) + 1.3 * len(heights))
     fig, axes = figure(3, len(heights), figsize=size, squeeze=False, gridspec_kw={"height_ratios": heights})
