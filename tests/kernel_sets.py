@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from bochner import data
+from bochner import BochnerError, data
 from bochner.matvec import KernelOperator
 from bochner.matvec.engines.cells import CellsEngine
 from bochner.matvec.measured import measured_plan
@@ -74,6 +74,59 @@ def hostile_operator(seed):
     xs = rng.standard_t(1.5, size=(25, n)) * 10.0 ** rng.integers(-20, 20, size=(25, 1))
     xs[::3] = np.where(rng.random((9, n)) < 0.1, xs[::3], 0.0)
     return K, dense(X, X, bandwidth), xs
+
+
+def radial(queries, keys, bandwidth, kernel):
+    """Any of the kernels by differences in float64."""
+    q, k = np.asarray(queries, dtype=np.float64), np.asarray(keys, dtype=np.float64)
+    squared = np.zeros((len(q), len(k)))
+    for column in range(q.shape[1]):
+        squared += ((q[:, column, None] - k[None, :, column]) / bandwidth) ** 2
+    a = np.sqrt(squared)
+    return {
+        "gaussian": lambda: np.exp(-squared / 2),
+        "laplace": lambda: np.exp(-a),
+        "matern32": lambda: (1 + 3**0.5 * a) * np.exp(-(3**0.5) * a),
+        "matern52": lambda: (1 + 5**0.5 * a + 5 / 3 * squared) * np.exp(-(5**0.5) * a),
+        "student": lambda: 1 / (1 + squared),
+    }[kernel]()
+
+
+def random_operator(seed):
+    """An operator with arguments of every kind, most of them unkind; the matrix; vectors x. None: it was refused."""
+    rng = np.random.default_rng(seed)
+    d, dtype = int(rng.integers(1, 24)), [np.float32, np.float64][seed % 2]
+    shift = rng.choice([0.0, 0.0, 1e3, 1e6, 1e9]) * rng.normal(size=(1, d))
+
+    def cloud():
+        n, kind = int(rng.integers(1, 260)), rng.integers(6)
+        x = rng.standard_t(1.2, size=(n, d)) if kind == 0 else rng.normal(size=(n, d))
+        x *= [1.0, 1.0, 10.0 ** rng.integers(-3, 4, size=(n, 1)), 10.0 ** rng.uniform(-3, 3, size=(1, d)), 0.3, 1.0][
+            kind
+        ]
+        x += 8.0 * rng.integers(3, size=(n, 1)) if kind == 4 else 0.0
+        return (x[rng.integers(n, size=n)] if kind == 5 else x) + shift
+
+    queries = cloud().astype(dtype)
+    keys = None if rng.random() < 0.5 else cloud().astype(dtype)
+    kernel = str(rng.choice(["gaussian", "gaussian", "laplace", "matern32", "matern52", "student"]))
+    bandwidth = float(10.0 ** (rng.uniform(-12, 12) if rng.random() < 0.15 else rng.uniform(-2, 2)))
+    methods = ["auto", "exact", "cells", "sparse", "lowrank", "lowrank+sparse", "features", "paper"]
+    how = {
+        "method": str(rng.choice(methods)),
+        "eps": float(rng.choice([0.2, 0.1, 0.01, 1e-3, 1e-4])),
+        "num_features": 64,
+    }
+    how |= {"products": 20} if rng.random() < 0.2 else {}
+    how |= {"rank": int(rng.integers(1, 60))} if rng.random() < 0.5 else {}
+    try:
+        K = KernelOperator(queries, keys, bandwidth=bandwidth, kernel=kernel, seed=seed, **how)
+    except BochnerError:  # other kernels with features, entries that are not few
+        return None
+    s = K.shape[1]
+    xs = [some_x(kind, s, rng) * 10.0 ** rng.integers(-20, 20) for kind in range(5)]
+    xs.append(np.where(rng.random(s) < 0.1, rng.normal(size=s), 0.0))
+    return K, radial(queries, queries if keys is None else keys, bandwidth, kernel), xs
 
 
 def statements(X, bandwidth, eps, seed, count, truth, force_samples):

@@ -1,9 +1,20 @@
 """The contract |Kx - y| <= eps |x| for every x that can be thought of, and statements that are never false."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
-from kernel_sets import REAL, adversaries, dense, from_samples, hostile_operator, hostile_sets, real_set
+from kernel_sets import (
+    REAL,
+    adversaries,
+    dense,
+    from_samples,
+    hostile_operator,
+    hostile_sets,
+    random_operator,
+    real_set,
+)
 from scipy.stats import binom
 
 import bochner
@@ -186,6 +197,46 @@ def test_no_vector_breaks_the_contract_on_real_data(name, eps):
     for column in x.T:
         estimate = K.matvec_with_certificate(column)
         assert np.linalg.norm(estimate.value - truth @ column) <= estimate.bound
+
+
+@pytest.mark.parametrize("seeds", [range(120), pytest.param(range(120, 2500), marks=pytest.mark.slow)])
+def test_statements_of_random_operators_are_true(seeds):
+    """Every kernel, method, dtype, place and scale; deterministic ones always, others at their confidence (alpha 1e-3).
+
+    Where a linear method states more than eps, it says so; products that are checked are within eps.
+    """
+    made, false = Counter(), Counter()
+    for seed in seeds:
+        drawn = random_operator(seed)
+        if drawn is None:
+            continue
+        K, truth, xs = drawn
+        products = np.asarray(K @ np.stack(xs, 1), dtype=np.float64)
+        for x, product in zip(xs, products.T, strict=True):
+            estimate = K.matvec_with_certificate(x)
+            made[estimate.kind] += 1
+            false[estimate.kind] += np.linalg.norm(estimate.value - truth @ x) > estimate.bound * (1 + 1e-12)
+            if K.certain or not K._engine.linear:
+                assert np.linalg.norm(product - truth @ x) <= K.eps * np.linalg.norm(x) * (1 + 1e-9), (seed, K)
+        if K.certain:
+            x = np.random.default_rng(seed).normal(size=K.shape[0])
+            assert np.linalg.norm(K.rmatvec(x) - truth.T @ x) <= K.eps * np.linalg.norm(x) * (1 + 1e-9), (seed, K)
+    assert made["deterministic"] > 3 * len(seeds)
+    assert false["deterministic"] == 0
+    for kind in ("guarantee", "estimate"):
+        assert made[kind] > len(seeds) // 10
+        assert false[kind] <= binom.ppf(0.999, made[kind], 0.05)
+
+
+def test_statements_allow_for_the_rounding_of_the_answer():
+    """All rows were looked at: the bound is the error itself, and the answer is rounded afterwards."""
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(208, 9)).astype(np.float32), rng.normal(size=(110, 9)).astype(np.float32)
+    K = KernelOperator(q, k, bandwidth=4.0, eps=1e-4, method="lowrank", rank=3)
+    for x in rng.normal(size=(60, 110)):
+        estimate = K.matvec_with_certificate(x)
+        assert estimate.kind == "estimate"
+        assert np.linalg.norm(estimate.value - dense(q, k, 4.0) @ x) <= estimate.bound < 1.001 * estimate.error
 
 
 @pytest.mark.slow

@@ -348,16 +348,16 @@ def state(problem: Problem, engine: Engine, x: Tensor, checked: Checked) -> Stat
     half = 1 - (1 - problem.confidence) / 2
     scores = checked.scores if rows is None else [*checked.scores, rows]
     held = checked.held
+    # Hold-out rows are exact up to PRECISE, and the answer is rounded after it was compared with them.
+    lost = unit * float(checked.value.double().norm())
+    lost += PRECISE * float(x.abs().sum()) * math.sqrt(checked.value.shape[0])
     if rows is not None or held is None:
         generator = hold_out_generator(problem, x, ATTEMPTS + len(checked.repairs))
         again = hold_out(checked.value, truth, scores, HOLD_OUT_ROWS, half, generator, rows)
         checked.pairs += again.rows * problem.shape[1]
-        # Hold-out rows are exact up to PRECISE, and the answer is rounded after it was compared with them.
-        lost = unit * float(checked.value.double().norm())
-        lost += PRECISE * float(x.abs().sum()) * math.sqrt(checked.value.shape[0])
         guarantee = math.sqrt(float(again.guarantee)) + lost
         if guarantee <= limit:
             return Statement("guarantee", guarantee, math.sqrt(float(again.mean)), deterministic, again.rows)
         held = again if held is None or float(again.bound) > float(held.bound) else held
-    upper = max(math.sqrt(float(held.bound)), RESOLUTION * limit)
+    upper = max(math.sqrt(float(held.bound)) + lost, RESOLUTION * limit)
     return Statement("estimate", upper, math.sqrt(float(held.mean)), deterministic, held.rows)
