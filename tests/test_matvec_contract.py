@@ -12,6 +12,7 @@ from kernel_sets import (
     from_samples,
     hostile_operator,
     hostile_sets,
+    radial,
     random_operator,
     real_set,
 )
@@ -226,6 +227,16 @@ def test_statements_of_random_operators_are_true(seeds):
     for kind in ("guarantee", "estimate"):
         assert made[kind] > len(seeds) // 10
         assert false[kind] <= binom.ppf(0.999, made[kind], 0.05)
+
+
+@pytest.mark.parametrize("kernel", ["gaussian", "matern32", "matern52", "student"])
+def test_sums_of_one_sign_keep_the_contract_in_single_precision(kernel):
+    """Rounding that a row shares does not cancel in K 1: it grows with the norm of K, here a thousand."""
+    X = np.random.default_rng(0).normal(size=(1500, 3)).astype(np.float32)
+    K = KernelOperator(X, bandwidth=5.0, eps=1e-4, kernel=kernel, method="exact")
+    error = np.asarray(K @ np.ones(1500), dtype=np.float64) - radial(X, X, 5.0, kernel).sum(1)
+    assert np.linalg.norm(error) <= 1e-4 * np.sqrt(1500)
+    assert KernelOperator(X, bandwidth=5.0, eps=0.1, kernel=kernel, method="exact")._engine.dtype == torch.float32
 
 
 def test_statements_allow_for_the_rounding_of_the_answer():

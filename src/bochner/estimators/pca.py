@@ -23,7 +23,8 @@ class KernelPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
     """Principal components in the feature space of the Gaussian kernel: the top of `H K H`, H = I - 11'/n.
 
     Lanczos iteration on a strictly linear kernel operator: n x n is never held beyond 2 GB. By Weyl's inequality every
-    eigenvalue is within `eps` of the true one.
+    eigenvalue is within `eps` of the true one. Up to 512 rows, and for more than a quarter as many components as rows,
+    the whole spectrum is computed from the dense matrix (n^2 numbers, O(n^3)) unless `method` says otherwise.
 
     Args:
         n_components: how many, at most n.

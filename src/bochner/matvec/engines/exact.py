@@ -10,6 +10,7 @@ from torch import Tensor
 from ..problem import Problem
 from ..tiles import (
     TYPICAL,
+    ExactRows,
     Frame,
     Tiles,
     argument_error,
@@ -24,6 +25,8 @@ from ..tiles import (
     summation_error,
 )
 from .base import Applied, Engine
+
+LOOKED_AT = 32  # rows that say what single precision loses
 
 
 class ExactEngine(Engine):
@@ -71,15 +74,29 @@ class ExactEngine(Engine):
 def exact_engine(problem: Problem) -> ExactEngine:
     """Exact tiles in the cheapest arithmetic that loses less than min(eps/10, 1e-3) per entry, as a rule.
 
-    float64 points are always multiplied in float64.
+    In sums of one sign little of it cancels: what a few rows of K 1 lose must stay below eps / 4 too. float64 points
+    are always multiplied in float64.
     """
     frame = make_frame(problem.kernel, problem.keys, problem.bandwidth, "float32")
     if problem.dtype == torch.float32:
         reach = extent(frame, problem.queries) + extent(frame, problem.keys)
-        lost = argument_error(reach, problem.keys.shape[1], frame) / TYPICAL
-        if reach < 1e15 and problem.kernel.change(lost) <= min(problem.eps / 10, 1e-3):
+        lost = math.inf
+        if reach < 1e15:
+            lost = problem.kernel.change(argument_error(reach, problem.keys.shape[1], frame) / TYPICAL)
+        if lost <= min(problem.eps / 10, 1e-3) and 4 * _coherent_error(problem, frame) <= problem.eps:
             return ExactEngine(frame, problem.queries, problem.keys, problem.symmetric)
     return precise_engine(problem)
+
+
+def _coherent_error(problem: Problem, frame: Frame) -> float:
+    """|E 1| / |1|, E what single precision loses, from a few rows."""
+    n, s = problem.shape
+    ids = torch.arange(0, n, max(1, n // LOOKED_AT))
+    ones = torch.ones(s, 1, dtype=torch.float64)
+    precise, rough = (
+        ExactRows(problem.kernel, problem.queries, problem.keys, problem.bandwidth, ones, f)(ids) for f in (None, frame)
+    )
+    return float((precise - rough).square().mean().sqrt()) * math.sqrt(n / s)
 
 
 def precise_engine(problem: Problem) -> ExactEngine:
