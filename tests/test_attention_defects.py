@@ -141,6 +141,8 @@ def test_masks_of_the_module_have_the_size_of_its_inputs() -> None:
     assert_same(module(x, x, x, attn_mask=causal.expand(6, 5, 5))[0], want, tol=1e-6)
     with pytest.raises(BochnerError, match=r"'attn_mask' must have shape \(n, s\) = \(5, 5\)"):
         module(x, x, x, attn_mask=torch.ones(7, 7, dtype=torch.bool).triu(1))
+    with pytest.raises(BochnerError, match=r"'attn_mask' must have shape \(n, s\) = \(5, 5\)"):
+        module(x, x, x, attn_mask=torch.ones(7, 7, dtype=torch.bool).triu(1), is_causal=True)
 
 
 @pytest.mark.parametrize("kind", ["causal", "causal blocks"])

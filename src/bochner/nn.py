@@ -133,7 +133,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 )
         check_flag(is_causal, "is_causal", "MultiheadAttention")
         axis = -2 if query.ndim == 2 or self.batch_first else 0
-        is_causal = is_causal or _is_causal_mask(attn_mask, query.shape[axis], key.shape[axis])
+        is_causal = _is_causal_mask(attn_mask, query.shape[axis], key.shape[axis], is_causal)
         padding = _bool_padding(key_padding_mask)
         batched = query.ndim == 3
         if not batched:
@@ -314,15 +314,20 @@ def _bool_padding(mask: Tensor | None) -> Tensor | None:
     return ignored
 
 
-def _is_causal_mask(mask: Tensor | None, n: int, s: int) -> bool:
-    """True for the causal mask of n queries and s keys, False for no mask at all; anything else is refused."""
+def _is_causal_mask(mask: Tensor | None, n: int, s: int, is_causal: bool) -> bool:
+    """True for the causal mask of n queries and s keys, False for no mask at all; anything else is refused.
+
+    With `is_causal` the mask is said to be causal, as in torch: its values are not looked at.
+    """
     if mask is None:
-        return False
+        return is_causal
     hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
     if mask.ndim not in (2, 3) or tuple(mask.shape[-2:]) != (n, s):
         raise BochnerError(
             f"The 'attn_mask' must have shape (n, s) = {(n, s)} or (b h, n, s), got {tuple(mask.shape)}."
         )
+    if is_causal:
+        return True
     if n == s:
         causal = torch.ones_like(hidden).triu(1)
         if bool((hidden == causal).all()) and (mask.dtype == torch.bool or bool((mask[~causal] == 0).all())):
