@@ -121,6 +121,7 @@ def test_a_killed_worker_loses_nothing(keys, operator, x, tmp_path):
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
+        client.wait_for_workers(2, timeout=120)  # one alone would take the operator with it
         lazy = dask_product(operator, queries, x, client=client)
         pids = list(client.run(os.getpid).values())
         futures = client.compute(lazy)

@@ -108,11 +108,14 @@ def test_nothing_is_written_twice(tmp_path):
 
 def test_every_benchmark_takes_the_option_that_all_of_them_are_given():
     sys.path.insert(0, str(ROOT / "benchmarks"))
+    other = sys.modules.pop("run", None)  # that of the experiments, if a test has imported it
     try:
         names = import_module("run").names()
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
         sys.modules.pop("run", None)
+        if other is not None:
+            sys.modules["run"] = other
     assert "coverage" in names
     texts = {name: (ROOT / "benchmarks" / f"{name}.py").read_text() for name in names}
     assert [name for name, text in texts.items() if not re.search(r'"--quick"|arguments\(__doc__', text)] == []
