@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bochner
 
@@ -15,6 +16,11 @@ Q = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
 
 def attend(q: Any = Q, k: Any = Q, v: Any = Q, phi: Any = "positive", **options: Any) -> Any:
     return bochner.linear_attention(q, k, v, phi, **options)
+
+
+def in_fake_mode(name: str) -> Any:
+    with FakeTensorMode():
+        return bochner.feature_map(name, dim=16)
 
 
 def operator(**options: Any) -> bochner.KernelOperator:
@@ -45,6 +51,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"must be a bool tensor of shape \(1, 64\), True for keys to ignore, got torch.float32",
     ),
     "half a window": (lambda: attend(window=8.5), r"'window' of linear_attention must be a positive int or None"),
+    "no map": (
+        lambda: bochner.kernel_estimate(None, Q, Q),  # type: ignore[arg-type]
+        r"'phi' of kernel_estimate must be a feature map, got None; make one by bochner.feature_map",
+    ),
+    "a map without values": (lambda: in_fake_mode("landmark"), r"'landmark' cannot be made under FakeTensorMode"),
     "points without columns": (lambda: bochner.KernelOperator(Q[0, 0, 0]), r"must have shape \(n, d\)"),
     "a negative error": (lambda: operator(eps=-1), r"'eps' of KernelOperator must be a positive finite number, got -1"),
     "a vector of another length": (lambda: operator() @ torch.ones(65), r"'x' .* must have shape \(64,\), got \(65,\)"),

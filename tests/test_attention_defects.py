@@ -10,6 +10,7 @@ import pytest
 import torch
 from naive import assert_same, draw_qkv, gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from bochner import BochnerError, BochnerWarning, feature_map, linear_attention
 from bochner.nn import MultiheadAttention
@@ -198,3 +199,34 @@ def test_a_window_beyond_the_sequence_costs_no_more_beside_padding_on_the_left(i
         alone = (t[i : i + 1, :, start:] for t in (q, k, v))
         exact = torch.nn.functional.scaled_dot_product_attention(*alone, is_causal=is_causal)
         assert_same(got[i : i + 1, :, start:], exact)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dual_numbers_carry_the_derivative(kind: str) -> None:
+    q, k, v = draw_qkv(20)
+    phi = feature_map("positive", dim=4, num_features=8)
+    tangents = draw_qkv(20, seed=7)
+
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        return linear_attention(*inputs, phi, **KINDS[kind])
+
+    with forward_ad.dual_level():
+        out = attend(*(forward_ad.make_dual(x, t) for x, t in zip((q, k, v), tangents, strict=True)))
+        value, tangent = forward_ad.unpack_dual(out)
+    assert_same(value, attend(q, k, v))
+    assert_same(tangent, torch.func.jvp(attend, (q, k, v), tangents)[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_maps_and_attention_have_shapes_without_values(kind: str) -> None:
+    with FakeTensorMode():
+        phi = feature_map("positive", dim=4, num_features=8)
+        assert linear_attention(*(torch.randn(2, 2, 20, 4) for _ in range(3)), phi, **KINDS[kind]).shape == (
+            2,
+            2,
+            20,
+            4,
+        )
+        if KINDS[kind].get("is_causal"):
+            how: dict[str, Any] = {"return_state": True, **KINDS[kind]}
+            assert len(linear_attention(*(torch.randn(2, 2, 20, 4) for _ in range(3)), phi, **how)) == 2

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from naive import draw_qkv
+from naive import assert_same, draw_qkv
 
 from bochner import (
     BochnerError,
@@ -53,6 +54,12 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "A 'window' that is not causal needs as many queries as keys, got n=5 and s=10",
     ),
     "sinks": ({"sinks": -1}, "'sinks' of linear_attention must be an int >= 0, got -1"),
+    "recompute": ({"recompute": "no"}, "'recompute' of linear_attention must be True or False, got 'no'"),
+    "diagnostics": ({"diagnostics": "no"}, "'diagnostics' of linear_attention must be True or False, got 'no'"),
+    "float8": (
+        {name: x.to(torch.float8_e4m3fn) for name, x in (("q", Q), ("k", K), ("v", V))},
+        "must be float16, bfloat16, float32 or float64, got torch.float8_e4m3fn; call .bfloat16()",
+    ),
     "policy": ({"on_small_normalizer": "eps"}, "must be one of .*'clamp', 'zero', 'raise'.*, got 'eps'"),
     "causal cross": (
         {"k": Q[:, :, :5], "v": Q[:, :, :5], "is_causal": True},
@@ -130,6 +137,73 @@ def test_the_oracles_refuse_the_same(owner: Any) -> None:
         owner(Q, *rest, key_padding_mask=torch.zeros(2, 10))
     with pytest.raises(BochnerError, match="must agree in batch and head size"):
         owner(Q[..., :3], *rest[:1], V if owner is exact_attention else feature_map("positive", dim=3))
+
+
+ORACLE_MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "is_causal": ({"is_causal": "no"}, "'is_causal' of OWNER must be True or False, got 'no'"),
+    "normalize": ({"normalize": "no"}, "'normalize' of OWNER must be True or False, got 'no'"),
+    "kind": ({"window": 2, "window_kind": "blocks"}, r"'window_kind' of OWNER must be one of .*, got 'blocks'"),
+    "window -2": ({"window": -2}, "'window' of OWNER must be a positive int or None, got -2"),
+    "window 0": ({"window": 0}, "'window' of OWNER must be a positive int or None, got 0"),
+    "window 2.5": ({"window": 2.5}, "'window' of OWNER must be a positive int or None, got 2.5"),
+    "window '3'": ({"window": "3"}, "'window' of OWNER must be a positive int or None, got '3'"),
+    "sinks -1": ({"sinks": -1}, "'sinks' of OWNER must be an int >= 0, got -1"),
+    "sinks 1.5": ({"sinks": 1.5}, "'sinks' of OWNER must be an int >= 0, got 1.5"),
+    "NaN queries": ({"q": Q * torch.nan}, r"'q' of OWNER must be finite, got nan at index \(0, 0, 0, 0\)"),
+    "NaN keys": ({"k": K * torch.nan}, "'k' of OWNER must be finite"),
+    "few keys": ({"q": torch.cat([Q, Q], dim=2), "is_causal": True}, "as many keys as queries, got n=20 and s=10"),
+    "a window across": ({"q": Q[:, :, :5], "window": 2}, "needs as many queries as keys, got n=5 and s=10"),
+}
+
+
+@pytest.mark.parametrize("case", ORACLE_MISTAKES)
+@pytest.mark.parametrize("owner", [exact_attention, attention_matrix])
+def test_the_oracles_refuse_what_linear_attention_does(owner: Any, case: str) -> None:
+    change, message = ORACLE_MISTAKES[case]
+    rest = {"v": V} if owner is exact_attention else {"phi": PHI}
+    with pytest.raises(BochnerError, match=message.replace("OWNER", owner.__name__)):
+        owner(**{"q": Q, "k": K} | rest | change)
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 2.0])
+def test_a_chunk_has_rows(chunk: Any) -> None:
+    with pytest.raises(BochnerError, match="'chunk' of exact_attention must be a positive int"):
+        exact_attention(Q, K, V, chunk=chunk)
+
+
+@pytest.mark.parametrize("owner", [exact_attention, attention_matrix])
+def test_what_masked_keys_hold_does_not_matter_to_the_oracles(owner: Any) -> None:
+    mask = torch.zeros(2, 10, dtype=torch.bool)
+    mask[:, 7:] = True
+    rest = {"v": V} if owner is exact_attention else {"phi": PHI}
+    bad = {
+        name: x.masked_fill(mask[:, None, :, None], torch.nan) for name, x in (("k", K), *rest.items()) if name != "phi"
+    }
+    want = owner(**{"q": Q, "k": K, "key_padding_mask": mask} | rest)
+    assert torch.equal(owner(**{"q": Q, "k": K, "key_padding_mask": mask} | rest | bad), want)
+
+
+def test_flags_may_be_those_of_numpy() -> None:
+    yes, no = np.True_, np.False_
+    want = linear_attention(Q, K, V, PHI, is_causal=True)
+    assert torch.equal(linear_attention(Q, K, V, PHI, is_causal=yes, recompute=no, diagnostics=yes), want)
+    assert torch.equal(exact_attention(Q, K, V, is_causal=yes), exact_attention(Q, K, V, is_causal=True))
+    assert torch.equal(attention_matrix(Q, K, PHI, normalize=no), attention_matrix(Q, K, PHI, normalize=False))
+
+
+@pytest.mark.parametrize("how", [{"window": 10**30}, {"sinks": 10**30}, {"window": 10**30, "window_kind": "block"}])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_window_may_be_longer_than_any_sequence(how: dict[str, Any], is_causal: bool) -> None:
+    exact = exact_attention(Q, K, V, is_causal=is_causal)
+    assert_same(linear_attention(Q, K, V, PHI, is_causal=is_causal, **how), exact, tol=1e-5)
+    assert_same(exact_attention(Q, K, V, is_causal=is_causal, **how), exact, tol=1e-6)
+    assert_same(attention_matrix(Q, K, PHI, is_causal=is_causal, **how) @ V, exact, tol=1e-5)
+    if is_causal:
+        first, state = linear_attention(
+            *(t[:, :, :4] for t in (Q, K, V)), PHI, is_causal=True, return_state=True, **how
+        )
+        rest = linear_attention(*(t[:, :, 4:] for t in (Q, K, V)), PHI, is_causal=True, state=state, **how)
+        assert_same(torch.cat([first, rest], dim=2), exact, tol=1e-5)
 
 
 def test_an_unknown_kernel_is_refused() -> None:

@@ -66,6 +66,7 @@ def minilm(kind: str) -> dict[str, Any]:
 # What the code of a page presupposes; pages that are not here presuppose nothing.
 PRESUPPOSED: dict[str, Callable[[], dict[str, Any]]] = {
     "landmark.md": attention_inputs,
+    "several-machines.md": attention_inputs,
     "howto-encoders.md": lambda: minilm("encoder"),
     "howto-decoders.md": lambda: minilm("decoder"),
     "README.md": lambda: minilm("none"),

@@ -314,8 +314,16 @@ def test_a_map_of_ones_own_is_taken() -> None:
     ("build", "message"),
     [
         ({"dropout": 0.1}, "'dropout' of MultiheadAttention must be 0, got 0.1"),
-        ({"embed_dim": 13}, "'embed_dim' must be a positive multiple of 'num_heads', got 13 and 3"),
-        ({"num_heads": 0}, "'embed_dim' must be a positive multiple of 'num_heads', got 12 and 0"),
+        ({"embed_dim": 13}, "'embed_dim' of MultiheadAttention must be a multiple of 'num_heads', got 13 and 3"),
+        ({"num_heads": 0}, "'num_heads' of MultiheadAttention must be a positive int, got 0"),
+        ({"embed_dim": "12"}, "'embed_dim' of MultiheadAttention must be a positive int, got '12'"),
+        ({"embed_dim": 12.0}, "'embed_dim' of MultiheadAttention must be a positive int, got 12.0"),
+        ({"window": 0}, "'window' of MultiheadAttention must be a positive int or None, got 0"),
+        ({"window": 2.5}, "'window' of MultiheadAttention must be a positive int or None, got 2.5"),
+        ({"window_kind": "x"}, "'window_kind' of MultiheadAttention must be one of .* got 'x'"),
+        ({"sinks": -1}, "'sinks' of MultiheadAttention must be an int >= 0, got -1"),
+        ({"scale": -1}, "'scale' of MultiheadAttention must be a positive finite number, got -1"),
+        ({"normalize": "no"}, "'normalize' of MultiheadAttention must be True or False, got 'no'"),
         ({"feature_map": "nope"}, "Unknown feature map 'nope'"),
         ({"feature_map": feature_map("positive", dim=5)}, "has dim=5, but embed_dim / num_heads is 4"),
     ],
@@ -352,3 +360,48 @@ def test_a_cast_module_keeps_its_frequencies_in_full_precision(dtype: torch.dtyp
     out = module(x, x, x)[0]
     assert out.dtype == dtype
     assert all(b.dtype == torch.float32 for b in module.feature_map.buffers() if b.is_floating_point())
+
+
+X = draw(2, 5, E, dtype=torch.float32)
+HIDDEN = torch.ones(5, 5, dtype=torch.bool).triu(1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"attn_mask": HIDDEN.expand(5, 5, 5)}, r"\(b h, n, s\) = \(6, 5, 5\), got \(5, 5, 5\)"),
+        ({"attn_mask": HIDDEN.expand(5, 5, 5), "is_causal": True}, r"\(b h, n, s\) = \(6, 5, 5\), got \(5, 5, 5\)"),
+        ({"attn_mask": HIDDEN.tolist()}, "'attn_mask' of MultiheadAttention must be a bool or floating-point tensor"),
+        ({"attn_mask": HIDDEN.long()}, "'attn_mask' .* tensor, got torch.int64"),
+        ({"key_padding_mask": [[False] * 5] * 2}, "'key_padding_mask' of MultiheadAttention must be a bool or"),
+        (
+            {"query": X[..., :5]},
+            r"'query' of MultiheadAttention must have 2 axes .* the last of 12, got shape \(2, 5, 5\)",
+        ),
+        ({"key": X[..., :5]}, "'key' of MultiheadAttention must have 2 axes"),
+        ({"query": X[0, 0]}, r"'query' of MultiheadAttention must have 2 axes .* got shape \(12,\)"),
+        ({"key": X[0]}, r"'key' of MultiheadAttention must have 2 axes .* got shape \(5, 12\)"),
+        ({"value": X.double()}, "'value' of MultiheadAttention is torch.float64, its weights are torch.float32; cast"),
+        ({"is_causal": "no"}, "'is_causal' of MultiheadAttention must be True or False, got 'no'"),
+    ],
+)
+def test_wrong_inputs_are_answered_by_one_sentence(call: dict[str, Any], message: str) -> None:
+    module = MultiheadAttention(E, H, batch_first=True, num_features=8)
+    with pytest.raises(BochnerError, match=message):
+        module(**{"query": X, "key": X, "value": X} | call)
+
+
+def test_wrong_steps_are_answered_by_one_sentence() -> None:
+    module = MultiheadAttention(E, H, num_features=8)
+    with pytest.raises(BochnerError, match=r"'state' of MultiheadAttention.step must be what the last step returned"):
+        module.step(X, state=3)  # type: ignore[arg-type]
+    with pytest.raises(BochnerError, match=r"'x' of MultiheadAttention.step must have 3 axes"):
+        module.step(X[0])
+    with pytest.raises(BochnerError, match=r"'x' of MultiheadAttention is torch.float64"):
+        module.step(X.double())
+
+
+def test_autocast_may_mix_dtypes() -> None:
+    module = MultiheadAttention(E, H, batch_first=True, num_features=8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(X.bfloat16(), X, X)[0].isfinite().all()

@@ -137,6 +137,17 @@ def test_names_that_are_imported_late_are_the_real_ones():
     assert out.split() == ["True", "True"]
 
 
+SHORT = ("clustered", "generalized", "hybrid", "learned", "local", "parallel", "polyfit", "sketches", "taylor")
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_modules_can_be_imported_by_their_short_names(name):
+    code = f"import bochner.{name}; from bochner.{name} import __doc__; import bochner as b; print(b.{name}.__name__)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert import_module(f"bochner.{name}") is getattr(bochner, name)
+    assert out.split() == [getattr(bochner, name).__name__]
+
+
 def test_every_public_name_exists_and_is_documented():
     for name in bochner.__all__:
         thing = getattr(bochner, name)

@@ -98,8 +98,29 @@ def run(rank: int, world: int, group: Any, sent: list[int]) -> dict[str, Any]:
     model = nn.parallel.DistributedDataParallel(Model(group), process_group=group)
     x = draw(2, 300, 8, seed=4)[:, rows]
     (world * (model(x) * draw(2, 300, 8, seed=6)[:, rows]).sum()).backward()
+    results["refused"] = refusals(rank, shard, group)
     results["ddp"] = {n: p.grad for n, p in model.module.named_parameters() if p.grad is not None}
     return results
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "is_causal": ({"is_causal": "no"}, "'is_causal' of sequence_parallel_attention must be True or False, got 'no'."),
+    "no queries": ({"q": None}, "'q' of sequence_parallel_attention must be a torch.Tensor, got NoneType."),
+    "no map": ({"phi": "performer"}, "Unknown feature map 'performer'"),
+    "few keys": ({"k": draw(2, 2, 0, 4)}, "sequence_parallel_attention"),
+}
+
+
+def refusals(rank: int, shard: tuple[Tensor, ...], group: Any) -> dict[str, str]:
+    """What each rank says to a mistake on rank 0 alone."""
+    found = {}
+    for name, (change, _) in MISTAKES.items():
+        arguments: dict[str, Any] = dict(zip("qkv", shard, strict=True)) | {"phi": case("causal")[0]}
+        try:
+            sequence_parallel_attention(**arguments | (change if rank == 0 else {}), group=group)
+        except BochnerError as error:
+            found[name] = str(error)
+    return found
 
 
 def _count_bytes(sent: list[int]) -> None:
@@ -164,6 +185,14 @@ def test_it_composes_with_distributed_data_parallel(ranks: list[dict[str, Any]])
         assert rank["ddp"].keys() == want.keys()
         for name, grad in want.items():
             assert_same(rank["ddp"][name], grad, tol=1e-10)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_on_one_rank_is_refused_on_all(name: str, ranks: list[dict[str, Any]]) -> None:
+    assert MISTAKES[name][1] in ranks[0]["refused"][name]
+    assert {rank["refused"][name] for rank in ranks[1:]} == {
+        "The arguments of sequence_parallel_attention were refused on another rank, whose error says why."
+    }
 
 
 def test_without_a_process_group_it_says_what_to_do() -> None:

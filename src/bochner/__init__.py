@@ -1,5 +1,6 @@
 """Bochner: linear-time attention and kernel methods for PyTorch, with their error stated."""
 
+import sys
 from typing import TYPE_CHECKING
 
 from bochner import attention, data, feedforward, maps, nn, theory
@@ -34,6 +35,11 @@ from bochner.maps import polynomial as sketches
 if TYPE_CHECKING:
     from bochner import matvec
     from bochner.matvec import Estimate, KernelOperator
+
+# Modules of a package that also have a short name: `from bochner.parallel import ...` works as `bochner.parallel` does.
+for _module in (clustered, generalized, hybrid, learned, local, parallel, polyfit, taylor):
+    sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module
+sys.modules[f"{__name__}.sketches"] = sketches
 
 # Imported when first asked for: they need an extra (transformers, scikit-learn, typer ...) or the larger half of scipy.
 _LAZY = {

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class BochnerError(ValueError):
@@ -45,7 +46,8 @@ def positive_float(value: Any, name: str, owner: str) -> float:
 
 
 def flag(value: Any, name: str, owner: str) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
+    """A yes or no: a bool of Python, numpy or torch's tracing."""
+    if not isinstance(value, (bool, np.bool_, torch.SymBool)):
         raise BochnerError(f"The {name!r} of {owner} must be True or False, got {value!r}.")
     return bool(value)
 
@@ -71,6 +73,11 @@ def floating(x: Any, name: str, owner: str) -> Tensor:
     if not x.is_floating_point():
         raise BochnerError(
             f"The {name!r} of {owner} must be a floating-point tensor, got {x.dtype}; call .float() on it."
+        )
+    if x.dtype not in DTYPES:
+        raise BochnerError(
+            f"The {name!r} of {owner} must be float16, bfloat16, float32 or float64, got {x.dtype}; call .bfloat16() "
+            "on it."
         )
     return x
 

@@ -8,14 +8,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 WORTHWHILE, LARGEST = 2**14, 2**22  # elements of a product between which its memory is kept: at most 16 MB in float32
 
 
 def is_composed() -> bool:
-    """Whether everything must be plain differentiable operations: while tracing in any way, or under torch.func."""
+    """Whether everything must be plain differentiable operations: in tracing, under torch.func, with dual numbers."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
+    return forward_ad._current_level >= 0 or is_fake()
+
+
+def is_fake() -> bool:
+    """Whether tensors have shapes but no values."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 

@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, floating, positive_int, spawn_seed
-from bochner.attention.checks import check_flag, check_scale
+from bochner._checks import BochnerError, flag, floating, positive_float, positive_int, spawn_seed
+from bochner.attention.checks import check_scale, check_window
 from bochner.attention.core import linear_attention
 from bochner.attention.exact import attention_matrix
 from bochner.attention.state import State
 from bochner.maps import feature_map as make_feature_map
 from bochner.maps.base import FeatureMap
+
+OWNER = "MultiheadAttention"
 
 
 class DecodingState(NamedTuple):
@@ -78,16 +80,20 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"The 'dropout' of MultiheadAttention must be 0, got {dropout!r}: linear attention never forms the "
                 "weights to be dropped; put dropout after the module."
             )
-        if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
+        embed_dim, num_heads = (
+            positive_int(x, n, OWNER) for x, n in ((embed_dim, "embed_dim"), (num_heads, "num_heads"))
+        )
+        if embed_dim % num_heads:
             raise BochnerError(
-                f"'embed_dim' must be a positive multiple of 'num_heads', got {embed_dim!r} and {num_heads!r}."
+                f"The 'embed_dim' of {OWNER} must be a multiple of 'num_heads', got {embed_dim!r} and {num_heads!r}."
             )
         super().__init__(
             embed_dim, num_heads, 0.0, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        self.window, self.sinks, self.window_kind = window, sinks, window_kind
-        self.rotary, self.rotary_base = rotary, rotary_base
-        self.scale, self.normalize = scale, normalize
+        self.window, self.sinks, self.window_kind = check_window(window, sinks, window_kind, OWNER)
+        self.rotary, self.rotary_base = flag(rotary, "rotary", OWNER), positive_float(rotary_base, "rotary_base", OWNER)
+        self.scale = None if scale is None else positive_float(scale, "scale", OWNER)
+        self.normalize = flag(normalize, "normalize", OWNER)
         if isinstance(feature_map, FeatureMap):
             self.feature_map = feature_map
         else:
@@ -125,17 +131,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As `torch.nn.MultiheadAttention.forward`; returns (output, weights or None)."""
-        for x, name in ((query, "query"), (key, "key"), (value, "value")):
-            floating(x, name, "MultiheadAttention")
-            if x.is_nested:
-                raise BochnerError(
-                    f"The {name!r} is a nested tensor; build TransformerEncoder with enable_nested_tensor=False."
-                )
-        check_flag(is_causal, "is_causal", "MultiheadAttention")
-        axis = -2 if query.ndim == 2 or self.batch_first else 0
-        is_causal = _is_causal_mask(attn_mask, query.shape[axis], key.shape[axis], is_causal)
+        self._check_inputs(query=query, key=key, value=value)
+        axis, batched = -2 if query.ndim == 2 or self.batch_first else 0, query.ndim == 3
+        rows = self.num_heads * (query.shape[0 if self.batch_first else 1] if batched else 1)
+        shape = (rows, query.shape[axis], key.shape[axis])
+        is_causal = _is_causal_mask(attn_mask, shape, flag(is_causal, "is_causal", OWNER))
         padding = _bool_padding(key_padding_mask)
-        batched = query.ndim == 3
         if not batched:
             query, key, value = (t.unsqueeze(0 if self.batch_first else 1) for t in (query, key, value))
             padding = None if padding is None else padding.unsqueeze(0)
@@ -163,6 +164,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         `x` is (b, n, embed_dim) whatever `batch_first` is. Pass the returned state to the next call.
         """
         held = DecodingState(None, 0) if state is None else state
+        if not isinstance(held, DecodingState):
+            raise BochnerError(
+                f"The 'state' of {OWNER}.step must be what the last step returned, or None, got {type(state).__name__}."
+            )
+        self._check_inputs(x=x)
+        if x.ndim != 3:
+            raise BochnerError(f"The 'x' of {OWNER}.step must have 3 axes (b, n, e), got shape {tuple(x.shape)}.")
         q, k, v = self._heads(x, x, x)
         if self.rotary:
             q, k = (rotate(t, held.position, self.rotary_base) for t in (q, k))
@@ -174,12 +182,35 @@ class MultiheadAttention(nn.MultiheadAttention):
     def calibrate_(self, query: Tensor, key: Tensor | None = None) -> MultiheadAttention:
         """Fix the map's statistics from module inputs (b, n, embed_dim), as `FeatureMap.calibrate_` does from heads."""
         key = query if key is None else key
+        self._check_inputs(query=query, key=key)
         q, k, _ = self._heads(query, key, key)
         if self.rotary:
             q, k = rotate(q, 0, self.rotary_base), rotate(k, 0, self.rotary_base)
         root = check_scale(self.scale, q, "MultiheadAttention") ** 0.5
         self.feature_map.calibrate_(q * root, k * root)
         return self
+
+    def _check_inputs(self, **inputs: Any) -> None:
+        """Refuse inputs that the projections cannot take."""
+        axes = None
+        for (name, x), size in zip(inputs.items(), (self.embed_dim, self.kdim, self.vdim), strict=False):
+            floating(x, name, OWNER)
+            if x.is_nested:
+                raise BochnerError(
+                    f"The {name!r} is a nested tensor; build TransformerEncoder with enable_nested_tensor=False."
+                )
+            axes = x.ndim if axes is None else axes
+            if x.ndim not in (2, 3) or x.ndim != axes or x.shape[-1] != size:
+                where = "(n, e), or 3 with a batch, the same for all" if axes in (2, 3) else "(n, e), or 3 with a batch"
+                raise BochnerError(
+                    f"The {name!r} of {OWNER} must have 2 axes {where}, the last of {size}, got shape {tuple(x.shape)}."
+                )
+            dtype = self.out_proj.weight.dtype
+            if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+                raise BochnerError(
+                    f"The {name!r} of {OWNER} is {x.dtype}, its weights are {dtype}; cast one, for example "
+                    f"{name}.to({dtype})."
+                )
 
     def _options(self) -> dict[str, Any]:
         """What every call of `linear_attention` is told."""
@@ -306,7 +337,7 @@ def rotate(x: Tensor, position: int = 0, base: float = 10_000.0) -> Tensor:
 
 def _bool_padding(mask: Tensor | None) -> Tensor | None:
     """torch's layers turn a bool padding mask into 0 / -inf; back to bool, or refuse other weights."""
-    if mask is None or mask.dtype == torch.bool:
+    if mask is None or _mask_tensor(mask, "key_padding_mask").dtype == torch.bool:
         return mask
     ignored = mask == -torch.inf
     if not torch.compiler.is_compiling() and not bool((ignored | (mask == 0)).all()):
@@ -314,17 +345,25 @@ def _bool_padding(mask: Tensor | None) -> Tensor | None:
     return ignored
 
 
-def _is_causal_mask(mask: Tensor | None, n: int, s: int, is_causal: bool) -> bool:
+def _mask_tensor(mask: Any, name: str) -> Tensor:
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise BochnerError(f"The {name!r} of {OWNER} must be a bool or floating-point tensor, got {got}.")
+    return mask
+
+
+def _is_causal_mask(mask: Tensor | None, shape: tuple[int, int, int], is_causal: bool) -> bool:
     """True for the causal mask of n queries and s keys, False for no mask at all; anything else is refused.
 
-    With `is_causal` the mask is said to be causal, as in torch: its values are not looked at.
+    `shape`: (b h, n, s). With `is_causal` the mask is said to be causal, as in torch: its values are not looked at.
     """
     if mask is None:
         return is_causal
-    hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
-    if mask.ndim not in (2, 3) or tuple(mask.shape[-2:]) != (n, s):
+    hidden = mask if _mask_tensor(mask, "attn_mask").dtype == torch.bool else mask == -torch.inf
+    _, n, s = shape
+    if tuple(mask.shape) not in ((n, s), shape):
         raise BochnerError(
-            f"The 'attn_mask' must have shape (n, s) = {(n, s)} or (b h, n, s), got {tuple(mask.shape)}."
+            f"The 'attn_mask' must have shape (n, s) = {(n, s)} or (b h, n, s) = {shape}, got {tuple(mask.shape)}."
         )
     if is_causal:
         return True

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bochner._checks import BochnerError, accumulation_dtype, floating, is_int, one_of, positive_float
+from bochner._checks import BochnerError, accumulation_dtype, finite, flag, floating, is_int, one_of, positive_float
+from bochner._products import is_composed
 from bochner.attention.state import State
 from bochner.attention.window import check_state
 from bochner.maps.base import FeatureMap
 
 POLICIES = ("clamp", "zero", "raise")
 WINDOW_KINDS = ("block", "sliding")
+FLAGS = ("is_causal", "normalize", "return_state", "recompute", "diagnostics")
+LONGEST = 2**31  # no sequence is longer
 
 
 def check_call(
@@ -25,49 +28,63 @@ def check_call(
     mask: Tensor | None,
     state: State | None,
     cu_seqlens: Tensor | None,
-    return_state: bool,
-    *,
-    is_causal: bool,
-    window: int | None,
-    sinks: int,
-    window_kind: str,
-    normalize: bool,
-    on_small_normalizer: str,
-) -> tuple[int, int]:
-    """Refuse what `linear_attention` cannot do; returns the window, 0 for none, and the number of sinks."""
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Refuse what `linear_attention` cannot do; returns the options, each of its own type and within bounds."""
     owner = "linear_attention"
     check_qkv(q, k, v, owner)
-    one_of(on_small_normalizer, "on_small_normalizer", owner, POLICIES)
-    one_of(window_kind, "window_kind", owner, WINDOW_KINDS)
-    for flag, name in ((is_causal, "is_causal"), (normalize, "normalize"), (return_state, "return_state")):
-        check_flag(flag, name, owner)
+    one_of(options["on_small_normalizer"], "on_small_normalizer", owner, POLICIES)
+    options |= {name: flag(options[name], name, owner) for name in FLAGS}
     check_map(phi, q, k)
-    n, s = q.shape[-2], k.shape[-2]
-    if is_causal and n > s:
-        raise BochnerError(
-            f"Causal attention needs at least as many keys as queries, got n={n} and s={s}; "
-            "pass earlier keys by 'state'."
-        )
     check_mask(mask, k, owner)
-    if window is not None and (not is_int(window) or window < 1):
-        raise BochnerError(f"The 'window' of {owner} must be a positive int or None, got {window!r}.")
-    if not is_int(sinks) or sinks < 0:
-        raise BochnerError(f"The 'sinks' of {owner} must be an int >= 0, got {sinks!r}.")
-    if window is not None and n != s and not is_causal:
-        raise BochnerError(
-            f"A 'window' that is not causal needs as many queries as keys, got n={n} and s={s}; use window=None."
-        )
+    is_causal, return_state = options["is_causal"], options["return_state"]
+    check_lengths(q, k, owner, is_causal=is_causal, window=options["window"])
     if return_state and (not is_causal or cu_seqlens is not None):
         raise BochnerError(
             "'return_state' needs is_causal=True and no 'cu_seqlens'; for bidirectional attention use absorb and read."
         )
-    window, sinks = int(window or 0), int(sinks)
+    length = None if return_state or state is not None else k.shape[-2]
+    window, sinks, kind = check_window(options["window"], options["sinks"], options["window_kind"], owner, length)
     if state is not None:
         _check_resumed(q, k, v, phi, state, is_causal)
-        check_state(state.window, (window, sinks, window_kind))
+        check_state(state.window, (window or 0, sinks, kind))
     if cu_seqlens is not None:
         _check_packing(q, k, mask, state, cu_seqlens)
-    return window, sinks
+    return options | {"window": window, "sinks": sinks, "scale": check_scale(options["scale"], q, owner)}
+
+
+def check_window(
+    window: Any, sinks: Any, kind: Any, owner: str, length: int | None = None
+) -> tuple[int | None, int, str]:
+    """The exact terms that are asked for; beyond all lengths they are cut down, to `length` where that is known."""
+    if window is not None and (not is_int(window) or window < 1):
+        raise BochnerError(f"The 'window' of {owner} must be a positive int or None, got {window!r}.")
+    if not is_int(sinks) or sinks < 0:
+        raise BochnerError(f"The 'sinks' of {owner} must be an int >= 0, got {sinks!r}.")
+    one_of(kind, "window_kind", owner, WINDOW_KINDS)
+    most = LONGEST if length is None else length
+    window, sinks = (x if x is None or x <= LONGEST else most for x in (window, sinks))
+    return None if window is None else int(window), int(sinks), kind
+
+
+def check_lengths(q: Tensor, k: Tensor, owner: str, *, is_causal: bool, window: Any = None) -> None:
+    n, s = q.shape[-2], k.shape[-2]
+    if is_causal and n > s:
+        raise BochnerError(
+            f"Causal attention needs at least as many keys as queries, got n={n} and s={s}; "
+            + ("pass earlier keys by 'state'." if owner == "linear_attention" else "pass the earlier keys too.")
+        )
+    if window is not None and n != s and not is_causal:
+        raise BochnerError(
+            f"A 'window' that is not causal needs as many queries as keys, got n={n} and s={s}; use window=None."
+        )
+
+
+def check_finite(owner: str, **tensors: Tensor) -> None:
+    """Refuse NaN and infinity wherever values may be looked at."""
+    if not is_composed():
+        for name, x in tensors.items():
+            finite(x, name, owner)
 
 
 def check_map(phi: FeatureMap, q: Tensor, k: Tensor) -> None:
@@ -78,11 +95,6 @@ def check_map(phi: FeatureMap, q: Tensor, k: Tensor) -> None:
             f"The map has num_heads={phi.num_heads} but 'k' has {k.shape[1]} heads; build it with "
             f"num_heads={k.shape[1]} (query heads of a group share their key head's map) or num_heads=None."
         )
-
-
-def check_flag(value: Any, name: str, owner: str) -> None:
-    if not isinstance(value, (bool, torch.SymBool)):
-        raise BochnerError(f"The {name!r} of {owner} must be True or False, got {value!r}.")
 
 
 def _check_resumed(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: Any, is_causal: bool) -> None:
@@ -106,22 +118,25 @@ def _check_resumed(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: Any,
 
 def check_origin(state: State, phi: FeatureMap, scale: float) -> None:
     """Refuse a state that another map, or another scale, has made."""
-    if state.origin is None or torch.compiler.is_compiling():
+    now = None if state.origin is None else origin_of(phi, scale)
+    if state.origin is None or now is None:
         return
     name, content, made = state.origin
     if made != scale:
         raise BochnerError(
             f"The 'state' was made with scale={made:.6g}, this call has scale={scale:.6g}; use the same."
         )
-    if (name, content) != origin_of(phi, scale)[:2]:
+    if (name, content) != now[:2]:
         raise BochnerError(
             f"The 'state' was made by another map ({name}) or before this one was redrawn, trained or calibrated; "
             "resume with the map that made it, or start again."
         )
 
 
-def origin_of(phi: FeatureMap, scale: float) -> tuple[str, float, float]:
-    """What tells maps apart: the class, and a checksum of its state."""
+def origin_of(phi: FeatureMap, scale: float) -> tuple[str, float, float] | None:
+    """What tells maps apart: the class, and a checksum of its state; None where that cannot be looked at."""
+    if is_composed():
+        return None
     tensors = [t for t in (*phi.parameters(), *phi.buffers()) if t.is_floating_point()]
     key = tuple((id(t), t._version) for t in tensors)
     known = phi.__dict__.get("_origin")

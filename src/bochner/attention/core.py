@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bochner._checks import BochnerError, BochnerWarning, accumulation_dtype, finite, floating
+from bochner._checks import BochnerError, BochnerWarning, accumulation_dtype, floating
 from bochner.attention.bidirectional import absorb_keys, bidirectional
 from bochner.attention.blocks import block_rows, suits
 from bochner.attention.call import Call, Result
 from bochner.attention.careful import careful_causal
 from bochner.attention.causal import causal
-from bochner.attention.checks import check_call, check_origin, check_scale, origin_of
+from bochner.attention.checks import check_call, check_finite, check_origin, origin_of
 from bochner.attention.decode import can_step, step
 from bochner.attention.numerics import is_composed
 from bochner.attention.phases import by_phase, starts
-from bochner.attention.state import State, WindowState, empty_state, spread_mask
+from bochner.attention.state import State, WindowState, empty_state, unmasked
 from bochner.attention.window import windowed
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap
@@ -78,70 +78,56 @@ def linear_attention(
     """
     phi = feature_map(phi, dim=floating(q, "q", "linear_attention").shape[-1])
     options: dict[str, Any] = {"is_causal": is_causal, "window": window, "sinks": sinks, "window_kind": window_kind}
-    options.update({"normalize": normalize, "on_small_normalizer": on_small_normalizer})
-    window, sinks = check_call(q, k, v, phi, key_padding_mask, state, cu_seqlens, return_state, **options)
-    scale = check_scale(scale, q, "linear_attention")
+    options |= {"scale": scale, "normalize": normalize, "on_small_normalizer": on_small_normalizer}
+    options |= {"return_state": return_state, "recompute": recompute, "diagnostics": diagnostics}
+    options = check_call(q, k, v, phi, key_padding_mask, state, cu_seqlens, options)
     if state is not None:
-        check_origin(state, phi, scale)
+        check_origin(state, phi, options["scale"])
     if cu_seqlens is not None:
-        options.update({"scale": scale, "recompute": recompute, "diagnostics": diagnostics})
         spans = [slice(i, j) for i, j in pairwise(cu_seqlens.tolist()) if j > i]
         parts = [linear_attention(q[..., s, :], k[..., s, :], v[..., s, :], phi, **options) for s in spans]
         return torch.cat(parts, dim=-2)
-    call = _describe(q, k, v, phi, state, scale, (window, sinks), recompute, diagnostics, options)
     if q.is_meta:  # only shapes are asked for
-        if return_state:
+        if options["return_state"]:
             raise BochnerError("A 'state' cannot be returned for tensors on the meta device; use real tensors.")
         return q.new_empty(*q.shape[:-1], v.shape[-1])
     with torch.autocast(q.device.type, enabled=False):
-        if key_padding_mask is not None:  # what a masked key holds must not matter, not even NaN
-            hole = spread_mask(key_padding_mask)
-            k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
-        if torch.compiler.is_compiling():
-            result = _traced(call, q, k, v, key_padding_mask, state)
-        else:
-            if diagnostics and not is_composed():
-                for x, name in ((q, "q"), (k, "k"), (v, "v")):
-                    finite(x, name, "linear_attention")
-            result = attend(call, q, k, v, key_padding_mask, state)
-            if diagnostics and not is_composed():
-                result = _look(call, result, q, k, v, key_padding_mask, state)
+        result = _result(_describe(q, k, v, phi, state, options), q, k, v, key_padding_mask, state)
     out = result.out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
-    if not return_state:
+    if not options["return_state"]:
         return out
     assert result.state is not None
-    return out, State(*result.state[:-1], origin_of(phi, scale))
+    return out, State(*result.state[:-1], origin_of(phi, options["scale"]))
 
 
-def _describe(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    phi: FeatureMap,
-    state: State | None,
-    scale: float,
-    near: tuple[int, int],
-    recompute: bool,
-    diagnostics: bool,
-    options: dict[str, Any],
-) -> Call:
+def _result(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, state: State | None) -> Result:
+    k, v = unmasked(hole, k, v)
+    if torch.compiler.is_compiling():
+        return _traced(call, q, k, v, hole, state)
+    if not call.diagnostics or is_composed():
+        return attend(call, q, k, v, hole, state)
+    check_finite("linear_attention", q=q, k=k, v=v)
+    return _look(call, attend(call, q, k, v, hole, state), q, k, v, hole, state)
+
+
+def _describe(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: State | None, options: dict[str, Any]) -> Call:
     learns = torch.is_grad_enabled()
     parameters = tuple(t for t in (*phi.parameters(), *phi.buffers()) if t.requires_grad) if learns else ()
     return Call(
         phi,
-        math.sqrt(scale),
+        math.sqrt(options["scale"]),
         accumulation_dtype(q.dtype),
         q.shape[1] // k.shape[1],
         options["is_causal"],
-        near[0],
+        options["window"] or 0,
         options["window_kind"],
-        near[1],
+        options["sinks"],
         options["normalize"],
         options["on_small_normalizer"],
         parameters,
         learns and (bool(parameters) or _learns(q, k, v, state)),
-        recompute,
-        diagnostics,
+        options["recompute"],
+        options["diagnostics"],
     )
 
 
@@ -211,7 +197,7 @@ def _look(
             if new is not None:
                 new = new._replace(kv=new.kv * size, window=_scaled_window(new, size))
             result = again._replace(out=again.out * size, state=new)
-    return report(call, result, stacklevel=4)
+    return report(call, result, stacklevel=5)
 
 
 def report(call: Call, result: Result, stacklevel: int) -> Result:

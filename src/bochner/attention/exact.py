@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bochner._checks import BochnerError, accumulation_dtype
-from bochner.attention.checks import check_map, check_mask, check_qkv, check_scale
-from bochner.attention.state import leading
+from bochner._checks import BochnerError, accumulation_dtype, flag, positive_int
+from bochner.attention.checks import (
+    check_finite,
+    check_lengths,
+    check_map,
+    check_mask,
+    check_qkv,
+    check_scale,
+    check_window,
+)
+from bochner.attention.state import leading, unmasked
 from bochner.maps import feature_map
 from bochner.maps.base import KERNELS, FeatureMap
 
@@ -42,9 +51,13 @@ def exact_attention(
     >>> torch.allclose(exact_attention(q, q, q), torch.nn.functional.scaled_dot_product_attention(q, q, q), atol=1e-6)
     True
     """
-    check_qkv(q, k, v, "exact_attention")
-    check_mask(key_padding_mask, k, "exact_attention")
-    root = math.sqrt(check_scale(scale, q, "exact_attention"))
+    owner = "exact_attention"
+    check_qkv(q, k, v, owner)
+    chunk, normalize = positive_int(chunk, "chunk", owner), flag(normalize, "normalize", owner)
+    is_causal, window, sinks = _checked(q, k, key_padding_mask, is_causal, window, sinks, window_kind, owner)
+    root = math.sqrt(check_scale(scale, q, owner))
+    k, v = unmasked(key_padding_mask, k, v)
+    check_finite(owner, q=q, k=k, v=v)
     x, y, u = _scaled(q, k, v, root)
     n, s, rows = q.shape[-2], k.shape[-2], []
     for start in range(0, n, chunk):
@@ -84,11 +97,15 @@ def attention_matrix(
     >>> attention_matrix(q, q, "positive").sum(-1)
     tensor([[[1., 1., 1.]]])
     """
-    check_qkv(q, k, k, "attention_matrix")
+    owner = "attention_matrix"
+    check_qkv(q, k, k, owner)
     phi = feature_map(phi, dim=q.shape[-1])
     check_map(phi, q, k)
-    check_mask(key_padding_mask, k, "attention_matrix")
-    root = math.sqrt(check_scale(scale, q, "attention_matrix"))
+    normalize = flag(normalize, "normalize", owner)
+    is_causal, window, sinks = _checked(q, k, key_padding_mask, is_causal, window, sinks, window_kind, owner)
+    root = math.sqrt(check_scale(scale, q, owner))
+    (k,) = unmasked(key_padding_mask, k)
+    check_finite(owner, q=q, k=k)
     n, s = q.shape[-2], k.shape[-2]
     # In float64, and as logarithms with their signs: the terms of a weight can span more than a dtype holds.
     x, y, _ = _scaled(q.double(), k.double(), k.double(), root)
@@ -103,6 +120,17 @@ def attention_matrix(
     peak = log_weights.amax(-1, keepdim=True) if normalize else torch.zeros_like(log_weights[..., :1])
     weights = torch.where(near, 1.0, sign) * (log_weights - torch.where(peak > -torch.inf, peak, 0)).exp()
     return (_normalized(weights) if normalize else weights).to(q.dtype)
+
+
+def _checked(
+    q: Tensor, k: Tensor, mask: Tensor | None, is_causal: Any, window: Any, sinks: Any, kind: Any, owner: str
+) -> tuple[bool, int | None, int]:
+    """Which keys a row may see, as `linear_attention` would check it."""
+    is_causal = flag(is_causal, "is_causal", owner)
+    check_mask(mask, k, owner)
+    check_lengths(q, k, owner, is_causal=is_causal, window=window)
+    window, sinks, _ = check_window(window, sinks, kind, owner, k.shape[-2])
+    return is_causal, window, sinks
 
 
 def _signed_logs(phi: FeatureMap, x: Tensor, y: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:

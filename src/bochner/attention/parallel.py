@@ -9,21 +9,33 @@ partial gradients; DistributedDataParallel (over all ranks) or one all-reduce ad
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bochner._checks import BochnerError, accumulation_dtype, finite, one_of
+from bochner._checks import BochnerError, accumulation_dtype, flag, floating, one_of
 from bochner.attention.bidirectional import key_sums, read_rows
 from bochner.attention.call import Call
-from bochner.attention.checks import POLICIES, check_map, check_mask, check_qkv, check_scale
+from bochner.attention.checks import (
+    POLICIES,
+    check_finite,
+    check_lengths,
+    check_map,
+    check_mask,
+    check_qkv,
+    check_scale,
+)
 from bochner.attention.core import linear_attention, report
 from bochner.attention.numerics import EMPTY
-from bochner.attention.state import State, merge, packed, spread_mask, unpacked
+from bochner.attention.state import State, merge, packed, unmasked, unpacked
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap
+
+OWNER = "sequence_parallel_attention"
 
 
 def sequence_parallel_attention(
@@ -46,31 +58,24 @@ def sequence_parallel_attention(
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise BochnerError("sequence_parallel_attention needs torch.distributed; call init_process_group first.")
-    phi = feature_map(phi, dim=q.shape[-1])
-    owner = "sequence_parallel_attention"
-    check_qkv(q, k, v, owner)
-    check_map(phi, q, k)
-    check_mask(key_padding_mask, k, owner)
-    one_of(on_small_normalizer, "on_small_normalizer", owner, POLICIES)
-    scale = check_scale(scale, q, owner)
-    if key_padding_mask is not None:
-        hole = spread_mask(key_padding_mask)
-        k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
-    _all_finite(q, k, v, group)
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "on_small_normalizer": on_small_normalizer}
+    with _together(q, group):
+        phi, options = _checked(q, k, v, phi, key_padding_mask, options)
+        k, v = unmasked(key_padding_mask, k, v)
+        check_finite(OWNER, q=q, k=k, v=v)
     call = Call(
         phi,
-        math.sqrt(scale),
+        math.sqrt(options["scale"]),
         accumulation_dtype(q.dtype),
         q.shape[1] // k.shape[1],
-        policy=on_small_normalizer,
+        policy=options["on_small_normalizer"],
         parameters=tuple(t for t in (*phi.parameters(), *phi.buffers()) if t.requires_grad),
         learns=torch.is_grad_enabled(),
     )
     with torch.autocast(q.device.type, enabled=False):
         local = unpacked(*key_sums(call, k, v, key_padding_mask))
-        if is_causal:
-            options: dict[str, Any] = {"scale": scale, "on_small_normalizer": on_small_normalizer}
-            options |= {"is_causal": True, "key_padding_mask": key_padding_mask}
+        if options["is_causal"]:
+            options["key_padding_mask"] = key_padding_mask
             return linear_attention(q, k, v, phi, state=exclusive_scan(local, group), **options)
         total = all_reduce(local, group)
         rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
@@ -78,18 +83,33 @@ def sequence_parallel_attention(
     return result.out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
 
-def _all_finite(q: Tensor, k: Tensor, v: Tensor, group: Any) -> None:
-    """Refuse non-finite inputs, on all ranks if on any: else the others would wait, or go on with NaN."""
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap | str, mask: Tensor | None, options: dict[str, Any]
+) -> tuple[FeatureMap, dict[str, Any]]:
+    """The map and the options of a call, or one sentence."""
+    phi = feature_map(phi, dim=floating(q, "q", OWNER).shape[-1])
+    check_qkv(q, k, v, OWNER)
+    check_map(phi, q, k)
+    check_mask(mask, k, OWNER)
+    one_of(options["on_small_normalizer"], "on_small_normalizer", OWNER, POLICIES)
+    is_causal = flag(options["is_causal"], "is_causal", OWNER)
+    check_lengths(q, k, OWNER, is_causal=is_causal)
+    return phi, options | {"is_causal": is_causal, "scale": check_scale(options["scale"], q, OWNER)}
+
+
+@contextmanager
+def _together(q: Any, group: Any) -> Iterator[None]:
+    """Refuse on all ranks what is refused on any: else the others would wait, or go on with NaN."""
     problem: BochnerError | None = None
     try:
-        for x, name in ((q, "q"), (k, "k"), (v, "v")):
-            finite(x, name, "sequence_parallel_attention")
+        yield
     except BochnerError as error:
         problem = error
-    bad = torch.tensor(float(problem is not None), device=q.device)
+    device = q.device if isinstance(q, Tensor) else "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    bad = torch.tensor(float(problem is not None), device=device)
     dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
     if bool(bad):
-        raise problem or BochnerError("q, k or v of sequence_parallel_attention are not finite on another rank.")
+        raise problem or BochnerError(f"The arguments of {OWNER} were refused on another rank, whose error says why.")
 
 
 def all_reduce(state: State, group: Any = None) -> State:

@@ -146,6 +146,11 @@ def spread_mask(mask: Tensor) -> Tensor:
     return mask[:, None, :, None]
 
 
+def unmasked(mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values (b, g, s, .) with zeros where masked: what they hold there must not matter, not even NaN."""
+    return tensors if mask is None else tuple(t.masked_fill(spread_mask(mask), 0) for t in tensors)
+
+
 def leading(mask: Tensor) -> Tensor:
     """How many keys at the front of each sequence are padding, (b,)."""
     return mask.long().cumprod(1).sum(1)

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from bochner._checks import BochnerError, lookup
+from bochner._products import is_fake
 from bochner.maps import clustered, exponential, generalized, hybrid, landmark, learned, local, polynomial, trig
 from bochner.maps.base import FeatureMap, Features, kernel_estimate
 from bochner.projections import Projection
@@ -101,7 +102,14 @@ def feature_map(
     unknown = sorted(set(options) - valid)
     if unknown:
         raise BochnerError(f"The feature map {name!r} does not take the options {unknown}; it takes {sorted(valid)}.")
-    return cls(dim, num_features, **options)  # type: ignore[arg-type]
+    try:
+        return cls(dim, num_features, **options)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        if not is_fake():
+            raise
+        raise BochnerError(
+            f"The feature map {name!r} cannot be made under FakeTensorMode, where nothing has values; make it before."
+        ) from error
 
 
 def options_of(cls: type[FeatureMap]) -> set[str]:

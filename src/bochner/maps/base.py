@@ -82,7 +82,8 @@ class FeatureMap(FullPrecisionModule):
 
     A subclass sets `feature_dim`, the length of its features, states `positive` (features never negative) and
     `unbiased` (for projections whose rows are exactly Gaussian), and gives `_features(x, role)` on inputs in the
-    accumulation dtype. `kernel_matrix` is what it estimates.
+    accumulation dtype; one that is a single exponential says `is_exponential` and gives `exponent(role)` instead.
+    `kernel_matrix` is what it estimates.
 
     `dim`: d, the head size. `num_features`: m, the number of projections. `num_heads`: h for a projection and
     statistics per head, with inputs (..., h, n, d); None for one map shared by all. `kernel`: `"softmax"` or
@@ -90,6 +91,7 @@ class FeatureMap(FullPrecisionModule):
     """
 
     positive: bool = False
+    is_exponential: bool = False
     unbiased: ClassVar[bool] = True
     feature_dim: int
 
@@ -136,11 +138,6 @@ class FeatureMap(FullPrecisionModule):
         For maps whose last key feature is the constant 1: what is missing is given to all keys alike. None for others.
         """
         return None
-
-    @property
-    def is_exponential(self) -> bool:
-        """Whether the map is one exponential, which `exponent` describes."""
-        return type(self).exponent is not FeatureMap.exponent
 
     def exponent(self, role: str) -> Exponent | None:
         """What a map that is one exponential computes, for attention to keep in range; None for all others."""
@@ -273,6 +270,10 @@ def kernel_estimate(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
     >>> kernel_estimate(phi, torch.zeros(1, 2), torch.zeros(1, 2))
     tensor([[1.]])
     """
+    if not isinstance(phi, FeatureMap):
+        raise BochnerError(
+            f"The 'phi' of kernel_estimate must be a feature map, got {phi!r}; make one by bochner.feature_map."
+        )
     q, k = phi(x, "query"), phi(y, "key")
     return (q.values @ k.values.mT) * (q.log_scale + k.log_scale.mT).exp()
 

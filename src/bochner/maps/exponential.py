@@ -36,6 +36,7 @@ class ExponentialFeatures(FeatureMap):
     """
 
     positive = True
+    is_exponential = True
     antithetic: ClassVar[bool] = False
     norms: ClassVar[str] = "chi"
 

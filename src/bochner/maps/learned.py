@@ -86,6 +86,7 @@ class SpectralFeatures(FeatureMap):
             None if redraw_interval is None else positive_int(redraw_interval, "redraw_interval", owner)
         )
         self.num_frequencies = num_features
+        self.is_exponential = not self.sinks
         self.feature_dim = (2 if self.sinks else 1) * num_features
         base = torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu")
         self.register_buffer("noise_seed", base)
@@ -106,10 +107,6 @@ class SpectralFeatures(FeatureMap):
         self.noise_seed.copy_(torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu"))
         self._draw_noise(self._noise_generator())
         return self
-
-    @property
-    def is_exponential(self) -> bool:
-        return not self.sinks
 
     def exponent(self, role: str) -> Exponent | None:
         if self.sinks:
