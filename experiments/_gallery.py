@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,24 @@ IMAGES = ROOT / "docs" / "images" / "gallery"
 VERDICTS = ("reproduced", "partly", "not")
 # Okabe and Ito's colours, which survive colour-blindness and print.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+
+
+DRAWN: set[str] = set()  # pictures that this process has drawn
+
+
+def digest(results: Sequence[str]) -> str:
+    """What tells whether results are those that a picture was drawn from; the words of the gallery do not count."""
+    found = [json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in results]
+    figures = [{k: v for k, v in r.items() if k != "gallery"} if isinstance(r, dict) else r for r in found]
+    return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def note_drawn(picture: str, results: Sequence[str]) -> None:
+    """Keep beside the pictures what one of them was drawn from: a test notices those older than their results."""
+    path = IMAGES / "drawn.json"
+    known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    known[picture] = {"results": list(results), "sha256": digest(results)}
+    path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n", encoding="utf-8")
 
 
 def finish(name: str, result: dict[str, Any], *, claim: str, ours: str, verdict: str, why: str = "") -> int:
@@ -24,6 +44,8 @@ def finish(name: str, result: dict[str, Any], *, claim: str, ours: str, verdict:
     said = {"claim": claim, "ours": ours, "verdict": verdict, "why": why}
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps({"gallery": said, **result}, indent=1) + "\n", encoding="utf-8")
+    if name in DRAWN:
+        note_drawn(name, [name])
     print(f"\nclaim: {claim}\nours: {ours}\nverdict: {verdict}" + (f" ({why})" if why else ""))
     return 0 if verdict == "reproduced" else 1
 
@@ -45,3 +67,4 @@ def save(fig: Any, name: str) -> None:
     """Write the picture of a script."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     fig.savefig(IMAGES / f"{name}.png", metadata={"Software": None})
+    DRAWN.add(name)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from _gallery import COLOURS, RESULTS, figure, save
+from _gallery import COLOURS, RESULTS, figure, note_drawn, save
 
 GREY = "0.55"
 SIZES = (64, 128, 256, 512)
@@ -295,6 +295,42 @@ def landmark_ablations() -> None:
     save(fig, "landmark_ablations")
 
 
+def frontier() -> None:
+    """The picture of the README and of the home page: the error on real heads by map and size, in large type."""
+    found = stored("landmark_frontier")
+    fig, axes = figure(2, figsize=(9, 4.4))
+    names = {"FAVOR+": COLOURS[1], "calibrated": COLOURS[4], "landmark": COLOURS[0]}
+    panels = {"minilm": "a kernel alone, sentence encoder", "smollm2, window": "beside a window, decoder"}
+    for ax, (case, title) in zip(axes, panels.items(), strict=True):
+        rows = found[case]
+        for name, colour in names.items():
+            sizes = sorted(int(m) for m in rows[name])
+            errors = [rows[name][str(m)] for m in sizes]
+            ax.plot(sizes, errors, "o-", color=colour, linewidth=2.5, markersize=7)
+        floor = "window alone" if "window alone" in rows else "uniform"
+        ax.axhline(rows[floor]["all"], color=GREY, linestyle="--", linewidth=1.5)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(sizes, [str(m) for m in sizes], fontsize=14)
+        ax.tick_params(axis="y", labelsize=14)
+        ax.set_ylim(0, 1.2 if case == "minilm" else 0.4)
+        ax.set_title(title, fontsize=15)
+        ax.set_xlabel("features per head", fontsize=15)
+    axes[0].set_ylabel("error of attention", fontsize=15)
+    labels = (
+        (0, 8, 1.12, "FAVOR+", COLOURS[1]),
+        (0, 150, 0.68, "calibrated", COLOURS[4]),
+        (0, 32, 0.28, "landmark", COLOURS[0]),
+        (0, 110, 0.91, "mean value", "0.4"),
+        (1, 16, 0.315, "calibrated", COLOURS[4]),
+        (1, 16, 0.25, "FAVOR+, and the window alone", COLOURS[1]),
+        (1, 16, 0.14, "landmark", COLOURS[0]),
+    )
+    for place, x, y, text, colour in labels:
+        axes[place].text(x, y, text, color=colour, fontsize=15, weight="bold")
+    axes[0].set_xlim(7, 420)
+    save(fig, "frontier")
+
+
 def projection_bias() -> None:
     """The bias of positive features on every projection, 2 standard errors, against d."""
     found = stored("projection_bias")
@@ -317,6 +353,7 @@ def projection_bias() -> None:
 
 # Every picture with the results it is drawn from.
 PICTURES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
+    "frontier": (frontier, ("landmark_frontier",)),
     "landmark_ablations": (landmark_ablations, ("landmark_ablations",)),
     "listops_memory": (listops_memory, ("train_table", "train_speed")),
     "long_context": (long_context, ("long_context",)),
@@ -347,6 +384,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: left out, {', '.join(missing)} was not run yet", file=sys.stderr)
             continue
         draw()
+        note_drawn(name, results)
         print(f"wrote {name}.png")
     return 0
 

@@ -1,9 +1,11 @@
-"""Figures 1 to 4 of the paper on kernel products: assumption A on every prefix of a hundred texts and more.
+"""Figures 1 to 4 of the paper on kernel products: assumption A on every prefix of hundreds of texts, in six models.
 
 Claim: for every prefix K[:i, :i], i >= 50, of every head's kernel matrix the entries beyond the i largest sum to at
 most 4.6 (BERT), 5.15 (GPT), 5.39 (RoBERTa) times the i largest, and the largest ratio does not grow with i. Here
-all-MiniLM-L6 (72 heads) and SmolLM2-135M (270 heads) on prose; `attention_sparsity.py` has the ratios of neighbouring
-entries. Sums over the largest entries come from histograms of 2,048 values a head that are exact but for one bin.
+all-MiniLM-L6 (72 heads) and SmolLM2-135M (270 heads) on prose, AntiBERTy and Sapiens on proteins, RXNMapper and rxnfp
+on molecules, a hundred texts each. The paper's own models are in no package registry; Sapiens has the form of RoBERTa
+and is far smaller. `attention_sparsity.py` has the ratios of neighbouring entries. Sums over the largest entries come
+from histograms of 2,048 values a head that are exact but for one bin.
 
     python experiments/sparsity_prefixes.py [--quick] [--texts 100]      (goes on where it stopped)
 """
@@ -12,15 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from _gallery import COLOURS, RESULTS, figure, finish, save
+from further_models import MODELS
 
 from bochner.data import paragraphs
-from bochner.demo import load_minilm, load_smollm2
+from bochner.demo import load_minilm, load_smollm2, quietly
 from bochner.hf.capture import batches, recording, run
 from bochner.matvec.reduction import CLAIMS, kernel_of_attention
 
@@ -50,14 +54,24 @@ def prefix_ratios(kernel: np.ndarray) -> np.ndarray:
     return np.stack(found, 1)
 
 
+def model_and_texts(name: str, count: int) -> tuple[Any, Iterator[dict[str, torch.Tensor]]]:
+    """A model, and as many texts as are asked for, as batches of one."""
+    if name in MODELS:
+        with quietly():
+            model, sequences = MODELS[name]()
+        return model.eval(), (batch for batch, _ in zip(sequences, range(count), strict=False))
+    model, tokenizer = load_minilm() if name == "minilm" else load_smollm2()
+    prose = paragraphs("calibration", count=count, words=400)
+    return model, (batches([text], tokenizer, max_length=512)[0] for text in prose)
+
+
 def measure(name: str, texts: int, kept: dict[str, Any], path: Path) -> None:
     """Largest ratio of every head, and by length the largest over the heads, text by text."""
     entry = kept.setdefault(name, {"texts": 0, "largest": None, "by_length": {}})
-    if entry["texts"] >= texts:
-        return
-    model, tokenizer = load_minilm() if name == "minilm" else load_smollm2()
-    prose = paragraphs("calibration", count=texts, words=400)
-    for number in range(entry["texts"], texts):
+    model, sequences = model_and_texts(name, texts)
+    for number, batch in enumerate(sequences):
+        if number < entry["texts"]:
+            continue
         calls: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def look(_: str, call: Any, calls: list[Any] = calls) -> None:
@@ -65,7 +79,7 @@ def measure(name: str, texts: int, kept: dict[str, Any], path: Path) -> None:
             calls.append((call.query[0], key[0]))
 
         with recording(model, look):
-            run(model, batches([prose[number]], tokenizer, max_length=512)[0])
+            run(model, batch)
         ratios = np.concatenate([prefix_ratios(kernel_of_attention(q, k).double().numpy()) for q, k in calls])
         largest = ratios.max(1)
         entry["largest"] = (largest if entry["largest"] is None else np.maximum(entry["largest"], largest)).tolist()
@@ -76,49 +90,56 @@ def measure(name: str, texts: int, kept: dict[str, Any], path: Path) -> None:
         print(f"{name}: text {number + 1} of {texts}, largest ratio so far {max(entry['largest']):.1f}", flush=True)
 
 
+def summary_of(entry: dict[str, Any], claim: float) -> dict[str, Any]:
+    largest, by_length = np.array(entry["largest"]), entry["by_length"]
+    lengths = np.array([int(n) for n in by_length])
+    means = np.array([np.mean(v) for v in by_length.values()])
+    return {
+        "texts": entry["texts"],
+        "largest": float(largest.max()),
+        "within": float((largest <= claim).mean()),
+        "growth": float(np.polyfit(np.log(lengths), np.log(means), 1)[0]),
+        "lengths": lengths.tolist(),
+        "means": means.tolist(),
+        "heads": largest.tolist(),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=100)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    texts = {"minilm": 3} if options.quick else {"minilm": options.texts, "smollm2": max(1, options.texts // 10)}
-    path = RESULTS / "sparsity_prefixes.partial.json"
+    texts = {"minilm": 3} if options.quick else dict.fromkeys(("minilm", "smollm2", *MODELS), options.texts)
+    done, path = RESULTS / "sparsity_prefixes.json", RESULTS / "sparsity_prefixes.partial.json"
     path.parent.mkdir(exist_ok=True)
+    stored: dict[str, Any] = json.loads(done.read_text())["models"] if done.exists() else {}
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    for name, count in texts.items():
-        measure(name, count, kept, path)
     claim = max(CLAIMS.values())
     summary = {}
-    for name in texts:
-        largest, by_length = np.array(kept[name]["largest"]), kept[name]["by_length"]
-        lengths = np.array([int(n) for n in by_length])
-        means = np.array([np.mean(v) for v in by_length.values()])
-        summary[name] = {
-            "texts": kept[name]["texts"],
-            "largest": float(largest.max()),
-            "within": float((largest <= claim).mean()),
-            "growth": float(np.polyfit(np.log(lengths), np.log(means), 1)[0]),
-            "lengths": lengths.tolist(),
-            "means": means.tolist(),
-            "heads": largest.tolist(),
-        }
+    for name, count in texts.items():
+        if stored.get(name, {}).get("texts", 0) >= count:  # of a run before
+            summary[name] = stored[name]
+            continue
+        measure(name, count, kept, path)
+        summary[name] = summary_of(kept[name], claim)
     draw(summary)
-    path.unlink()
+    path.unlink(missing_ok=True)
     ours = "; ".join(
-        f"{n} ({s['texts']} texts): largest ratio {s['largest']:.0f}, {s['within']:.0%} of the heads within "
-        f"{claim}, the mean "
-        f"of the largest grows as n^{s['growth']:.2f}"
+        f"{n} ({s['texts']} texts): largest ratio {s['largest']:.1f}, {s['within']:.0%} of {len(s['heads'])} heads "
+        f"within {claim}, the mean of the largest grows as n^{s['growth']:.2f}"
         for n, s in summary.items()
     )
-    holds = all(s["largest"] <= claim for s in summary.values())
+    holds = [n for n, s in summary.items() if s["largest"] <= claim]
     return finish(
         "sparsity_prefixes",
         {"models": summary},
         claim=f"The ratio is at most {claim} for every head, text and prefix, and does not grow with the length.",
         ours=ours + ".",
-        verdict="reproduced" if holds else "not",
-        why="other models than the paper's: the heads that attend broadly have a ratio that grows with the length",
+        verdict="reproduced" if len(holds) == len(summary) else "partly" if holds else "not",
+        why="other models than the paper's, whose RoBERTa and GPT no package registry has: heads that attend broadly "
+        "have a ratio that grows with the length" + (f"; {', '.join(holds)} alone within it" if holds else ""),
     )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import re
+import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,12 @@ def test_the_artefacts_are_listed() -> None:
 def test_errors_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments in (["convert", str(tmp_path), "out"], ["demo", "--model", "x"], ["fetch", "nothing"]):
+    refused = {("convert", str(tmp_path), "out"): 1, ("demo", "--model", "x"): 2, ("fetch", "nothing"): 2}
+    for arguments, code in refused.items():
         monkeypatch.setattr(sys, "argv", ["bochner", *arguments])
         with pytest.raises(SystemExit) as stopped:
             cli.main()
-        assert stopped.value.code == 1
+        assert stopped.value.code == code
         captured = capsys.readouterr()
         assert "error:" in captured.err
         assert "Traceback" not in captured.err
@@ -75,7 +79,7 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     assert again.exit_code == 0, again.output
     text = page.read_text(encoding="utf-8")
     assert "8 of 8 heads are linear" in text
-    assert "on 2 texts that it was not calibrated on" in text  # every fourth of ten
+    assert "on 2 texts, up to" in text  # every fourth of ten
     # What is stated is what the saved model keeps on those two, measured here by hand.
     original = transformers.BertModel.from_pretrained(tmp_path / "model").eval()
     converted = transformers.AutoModel.from_pretrained(tmp_path / "out2").eval()
@@ -92,6 +96,51 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     short = ["convert", common[0], str(tmp_path / "out3"), "--text", str(tmp_path / "short.txt"), "--report", str(page)]
     refused = runner.invoke(cli.app, short)
     assert "The --report needs text that is not calibrated on: 3 passages" in str(refused.exception)
+
+
+def code_of(page: Path) -> list[str]:
+    """What a page says to do next, piece by piece."""
+    steps = page.read_text(encoding="utf-8").partition('<ol class="steps">')[2].partition("</ol>")[0]
+    return [html.unescape(code) for code in re.findall("<pre>(.*?)</pre>", steps, flags=re.DOTALL)]
+
+
+def test_what_a_report_says_to_do_next_can_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands in the page, in the folder in which the command was given: shell commands, and Python."""
+    transformers = pytest.importorskip("transformers")
+    from hf_models import TEXT, build
+
+    import bochner
+    from bochner.report.model import Place
+
+    monkeypatch.chdir(tmp_path)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(55))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    build("bert", TEXT).save_pretrained("a model")
+    transformers.BertTokenizer("vocab.txt").save_pretrained("a model")
+    passages = [" ".join(f"w{(7 * i + j * j) % 55}" for j in range(40)) for i in range(12)]
+    Path("my text.txt").write_text("\n\n".join(passages))
+    recipe = "--features 16 --window 8"
+    # The page of a recipe is written when the model is saved; what is asked for again goes to the same place.
+    command = Place("a model", text="my text.txt").convert(recipe)
+    done = runner.invoke(cli.app, [*shlex.split(command)[1:], "--report", "page.html"])
+    assert done.exit_code == 0, done.output
+    steps = [step for step in code_of(Path("page.html")) if not step.startswith("bochner convert")]
+    assert len(steps) == 2
+    monkeypatch.setattr(bochner, "distill", partial(bochner.distill, steps=1, end_to_end=0))
+    names: dict[str, Any] = {}
+    for step in steps:
+        exec(step, names)
+    assert bochner.hf.plan_of(names["model"]).num_heads == 8
+    # A target of a length that the model cannot read: the page asks for one that it can.
+    goal = ["--keep", "0.9", "--length", "600", "--text", "my text.txt", "--report", "page.html"]
+    assert runner.invoke(cli.app, ["advise", "a model", *goal]).exit_code == 1  # three texts of 512 tokens are needed
+    Path("my text.txt").write_text("\n\n".join(passages * 4))
+    done = runner.invoke(cli.app, ["advise", "a model", *goal])
+    assert done.exit_code == 0, done.output
+    assert "The model has positions for 512 tokens: at 600 its attention alone was timed." in done.output
+    (step,) = code_of(Path("page.html"))
+    assert step == "bochner advise 'a model' --keep 0.9 --length 512 --text 'my text.txt'"
+    assert runner.invoke(cli.app, shlex.split(step)[1:]).exit_code == 0
 
 
 def test_without_its_extra_the_command_says_so_in_one_line() -> None:

@@ -35,14 +35,16 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def complaint(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command says when it refuses, on one line; its exit code is 1."""
+def complaint(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int = 1
+) -> str:
+    """What the command says when it refuses, on one line; its exit code is 1 for what it met, 2 for what it was told."""
     monkeypatch.setattr(sys, "argv", ["bochner", *arguments])
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     said = capsys.readouterr().err.strip().splitlines()
-    assert stopped.value.code == 1, said
+    assert stopped.value.code == code, said
     assert len(said) == 1, said
     assert said[0].startswith("error: ")
     return said[0]
@@ -113,15 +115,15 @@ def test_a_wrong_directory_is_described(
         (["--exact-heads", "1.5"], "must be a fraction"),
         (["--exact-heads", "nan"], "must be a fraction"),
         (["--map", "favor"], "Unknown feature map 'favor'; the valid names are"),
-        (["--text", "nowhere.txt"], "There is no text file 'nowhere.txt'"),
-        (["--features", "0"], "there must be a 'window' or 'sinks'"),
+        (["--features", "0"], "there must be a --window or --sinks"),
         (["--keep", "0.3"], "The --keep must be a share in [0.5, 1)"),
         (["--keep", "0.9", "--map", "positive"], "--map is chosen by the search"),
         (["--keep", "0.9", "--exact-heads", "0.1"], "--exact-heads is chosen by the search"),
         (["--length", "100"], "--length needs a target"),
         (["--minimize", "time"], "--minimize needs a target"),
+        (["--text", "nowhere.txt"], "There is no text file 'nowhere.txt'"),
         (["--keep", "0.9", "--report", "."], "'.' is a directory; give a file"),
-        (["--keep", "0.9", "--report", f"{__file__}/report.html"], "cannot be written"),
+        (["--keep", "0.9", "--report", f"{__file__}/report.html"], f"{__file__!r} is a file, not a directory"),
     ],
 )
 def test_a_wrong_option_is_refused_before_the_model_is_measured(
@@ -137,15 +139,21 @@ def test_a_wrong_option_is_refused_before_the_model_is_measured(
 
     monkeypatch.setattr("bochner.hf.measure.observe", never)
     text = [] if "--text" in options else ["--text", str(model_directory / "text.txt")]
-    said = complaint(["convert", str(model_directory), str(tmp_path / "out"), *text, *options], monkeypatch, capsys)
-    assert sentence in said
+    code = 1 if {"--report", "--text"} & set(options) else 2  # what is on the disk, and what was typed
+    arguments = ["convert", str(model_directory), str(tmp_path / "out"), *text, *options]
+    assert sentence in complaint(arguments, monkeypatch, capsys, code)
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["demo", "--out", "."], "'.' is a directory; give a file"),
-        (["demo", "--out", f"{__file__}/page.html"], "cannot be written"),
+        (["demo", "--out", f"{__file__}/page.html"], f"{__file__!r} is a file, not a directory"),
+        (["demo", "--model", "minlm"], "The --model must be 'minilm' or 'smollm2', got 'minlm'"),
+        (["convert", "minilm", "minilm"], "has the name of a built-in model"),
+        (["train", "listops", "--attention", "favour"], "favour"),
+        (["train", "listops", "--option", "learnable"], "An --option is NAME=VALUE"),
+        (["fetch", "nothing"], "nothing"),
         (["advise", "minilm", "--report", "."], "'.' is a directory; give a file"),
         (["plan", "parallel", "--gigabytes", "0"], "The --gigabytes must be positive"),
         (["plan", "parallel", "--microseconds", "-1"], "The --microseconds must be positive"),
@@ -162,7 +170,8 @@ def test_a_wrong_value_is_refused_at_once_and_by_the_name_of_its_option(
 
     monkeypatch.setattr("bochner.demo.load_minilm", never)
     monkeypatch.setattr("bochner.demo.run", never)
-    assert sentence in complaint(arguments, monkeypatch, capsys)
+    code = 1 if {"--out", "--report"} & set(arguments) else 2
+    assert sentence in complaint(arguments, monkeypatch, capsys, code)
 
 
 def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,6 +203,10 @@ def test_absurd_numbers_of_features_stay_readable(monkeypatch: pytest.MonkeyPatc
         ["convert", "minilm"],
         ["demo", "--threads", "-1"],
         ["plan", "parallel", "--devices", "0"],
+        ["convert", "minilm", "out", "--steps", "-3"],
+        ["train", "listops", "--steps", "-3"],
+        ["train", "listops", "--features", "0"],
+        ["train", "listops", "--threads", "-1"],
         ["unheard-of"],
     ],
 )
@@ -226,7 +239,7 @@ def test_a_converted_model_is_not_converted_again(
     assert stopped.value.code == 0
     capsys.readouterr()
     said = complaint(["convert", str(tmp_path / "out"), str(tmp_path / "again"), *text], monkeypatch, capsys)
-    assert "converted already" in said
+    assert said.endswith("out' is converted already; give the directory that it was made from.")
 
 
 def test_ctrl_c_leaves_nothing_half_written(

@@ -6,6 +6,7 @@ A snippet that cannot run by itself has the comment `<!-- not run: why -->` abov
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import re
 import types
@@ -128,19 +129,43 @@ def test_the_page_about_maps_names_every_map_and_says_what_the_code_chooses() ->
     table = page.partition("## Every map in a line")[2]
     missing = set(bochner.maps.FEATURE_MAPS) - set(re.findall(r"`(\w+)`", table))
     assert missing == set()
-    tree = page.partition("**What do you have?**")[2].partition("The code decides")[0]
+    tree = page.partition("**What do you have?**")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", tree)) & set(bochner.maps.FEATURE_MAPS)
     assert {"landmark", "calibrated", "positive", "fastfood_prf", "angular_hybrid", "tensor_sketch"} <= named
+
+    def branch(call: str) -> str:
+        """What the tree says that a call does."""
+        return next(line for line in " ".join(tree.split()).split(" - ") if call in line).partition(call)[2]
+
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = transformers.BertModel(transformers.BertConfig(**small, vocab_size=50))
     batches = [{"input_ids": torch.arange(200).view(4, 50) % 49 + 1}]
-    bochner.convert(model, window=8, sinks=1, calibration=batches, exact_below=0)
+    bochner.convert(model, calibration=batches, exact_below=0)
     layer = bochner.hf.plan_of(model).layers[0]
-    assert (layer.feature_map, layer.num_features, layer.window_kind) == ("landmark", 64, "block")
+    assert f"`{layer.feature_map}`, m = {layer.num_features}" in branch("`convert(model, ...)`")
+    assert layer.window is None
+    assert "a window only if you give one" in branch("`convert(model, ...)`")
+    bochner.revert(model)
+    bochner.convert(model, window=8, sinks=1, calibration=batches, exact_below=0)
+    assert bochner.hf.plan_of(model).layers[0].window_kind == "block"
     bochner.revert(model)
     bochner.convert(model, train=True)
-    assert bochner.hf.plan_of(model).layers[0].feature_map == "calibrated"
+    layer = bochner.hf.plan_of(model).layers[0]
+    assert f"`{layer.feature_map}`, m = {layer.num_features}" in branch("`convert(model, train=True)`")
+    bochner.revert(model)
+    # A target weighs kinds of heads, and no map but the one that the tree names.
+    advice = bochner.advise(model, batches, keep=0.5, minimize="time", length=64)
+    maps = {layer.feature_map for c in advice.candidates for layer in c.plan.converted if layer.feature_map}
+    assert maps <= {"landmark"}
+    assert set(re.findall(r"`(\w+)`", branch("`convert(model, keep=0.99, ...)`"))) == {"landmark"}
+    default = inspect.signature(bochner.nn.MultiheadAttention).parameters["feature_map"].default
+    assert f": `{default}`" in branch("`bochner.nn.MultiheadAttention(embed_dim, num_heads)`")
+    q, k, v = torch.randn(3, 1, 2, 128, 8, generator=torch.Generator().manual_seed(0))
+    measured = bochner.advise(q, k, v).heads[0].measured
+    fitted = {name.split()[0].removeprefix("window+") for name in measured} & {"landmark", "calibrated"}
+    assert {f"`{name}`" for name in fitted} <= set(re.findall(r"`\w+`", branch("`advise(q, k, v)`")))
+    assert len(fitted) == 2
 
 
 def test_examples_in_docstrings_are_code_on_the_reference_page() -> None:

@@ -12,7 +12,7 @@ import torch
 from browser import shown
 
 from bochner.report import HeadPictures, Number, Report, error_map, frontier_chart, line_chart
-from bochner.report.charts import apart, log_ticks, number, round_ticks
+from bochner.report.charts import HEIGHT, LETTER, apart, log_ticks, number, round_ticks
 from bochner.report.viewer import packed
 
 
@@ -221,7 +221,7 @@ def test_a_model_with_many_heads_shows_some_layers_and_says_so() -> None:
 
 def test_the_crossing_is_where_the_lines_cross_and_the_sentence_agrees() -> None:
     pytest.importorskip("transformers")
-    from bochner.report.model import crossing, crossing_sentence, round_length
+    from bochner.report.cost import crossing, crossing_sentence, round_length
 
     never = {512: {"exact": 1.0, "a": 2.0}, 1024: {"exact": 2.0, "a": 3.0}}
     assert crossing(never, "a") is None
@@ -241,12 +241,23 @@ def test_the_page_of_a_target_compares_with_exact_attention_and_shows_every_poin
     from hf_models import TEXT, build
 
     import bochner
-    from bochner.report.model import target_page
+    from bochner.report.model import Place, target_page
 
     g = torch.Generator().manual_seed(0)
     batches = [{"input_ids": torch.randint(5, 55, (1, 48), generator=g)} for _ in range(12)]
     found = bochner.advise(build("bert", TEXT), batches, keep=0.5, minimize="time", length=8192)
     assert found.met
+    assert found.beyond  # the model has 512 positions
+    assert any("has positions for 512 tokens: at 8192" in reason for reason in found.reasons)
+    assert not any("to verify at 8192" in reason for reason in found.reasons)
+    times = {512: {"exact": 1.0, "as chosen": 0.5}, 8192: {"exact": 9.0, "as chosen": 1.0}}
+    beyond = target_page("t", found, times=times, place=Place("a")).html()
+    assert "Not at 8,192 tokens as it is: the model has positions for 512." in beyond
+    assert 'class="verdict no"' in beyond
+    assert "bochner advise a --keep 0.5 --length 512" in beyond
+    assert "beyond them its attention alone was timed" in beyond
+    within = target_page("t", replace(found, positions=None), times=times, place=Place("a")).html()
+    assert re.search(r"Convert it: .* on held-back texts of 48 tokens; its attention takes [\d.]+ of the time at", within)
     share = found.candidates[found.chosen].attention_seconds / found.exact_seconds
     assert found.time_share == pytest.approx(share)
     assert f"with {share:.3f} of the time" in found.reasons[0]
@@ -254,8 +265,90 @@ def test_the_page_of_a_target_compares_with_exact_attention_and_shows_every_poin
     first = found.candidates[found.chosen]
     dearer = replace(first, attention_seconds=2 * first.attention_seconds)
     found = replace(found, candidates=[first, dearer], chosen=0, exact_seconds=50 * first.attention_seconds)
-    html = target_page("t", found, times={512: {"exact": 1.0, "as chosen": 0.5}}).html()
+    html = target_page("t", found, times={512: {"exact": 1.0, "as chosen": 0.5}}, place=Place("a")).html()
     assert "0.02 x" in html
     chart = html[html.index("what is lost, by cost") :].partition("</svg>")[0]
     assert chart.count("<circle") == 2
     assert chart.count('r="7"') == 1
+
+
+def boxes(chart: str, texts: list[str]) -> list[tuple[float, float, float, float]]:
+    """Where the labels of the wide form of a chart lie."""
+    wide, found = chart.partition('<div class="for-narrow">')[0], []
+    for text in texts:
+        pattern = r'<text [^>]*?x="([\d.]+)" y="([\d.]+)" text-anchor="(start|end)"[^>]*>'
+        label = re.search(pattern + re.escape(text) + "</text>", wide)
+        assert label is not None, text
+        x, y, width = float(label[1]), float(label[2]), LETTER * len(text)
+        left = x if label[3] == "start" else x - width
+        found.append((left, y - 10, left + width, y + 3))
+    return found
+
+
+def test_labels_of_a_frontier_do_not_pile_up() -> None:
+    points = {f"{i}: {i} of 72 heads linear": (1.0 + 0.01 * i, 0.01 + 1e-4 * i) for i in range(9)}
+    points |= {"far": (8.0, 1e-3), "near its end": (9.0, 1.1e-3)}
+    placed = boxes(frontier_chart("t", points, chosen="far"), list(points))
+    for a, b in itertools.combinations(placed, 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (a, b)
+    assert all(0 <= left and right <= 720 and 0 <= top and bottom <= HEIGHT for left, top, right, bottom in placed)
+
+
+@pytest.mark.parametrize("where", [520.0, 1500.0, 3900.0])
+def test_the_label_of_a_crossing_lies_on_no_line(where: float) -> None:
+    lines = {"exact": [(512.0, 1.0), (4096.0, 64.0)], "linear": [(512.0, 1.1), (4096.0, 8.0)]}
+    chart = line_chart("t", lines, log=True, marks={"faster from about here": where, "its positions end": 512.0})
+    wide = chart.partition('<div class="for-narrow">')[0]
+    drawn = [
+        [tuple(map(float, p.split(","))) for p in path.split()] for path in re.findall(r'points="([^"]+)" fill', wide)
+    ]
+    for left, top, right, bottom in boxes(chart, ["faster from about here", "its positions end"]):
+        for (a, b), (c, d) in drawn:
+            for i in range(101):
+                x, y = a + (c - a) * i / 100, b + (d - b) * i / 100
+                assert not (left < x < right and top < y < bottom)
+
+
+def test_what_a_page_says_to_do_next_names_where_the_model_is() -> None:
+    pytest.importorskip("transformers")
+    from bochner.report.model import Place
+
+    here = Place("my model", text="sample.txt", loader="BertModel")
+    assert here.convert("--keep 0.9") == "bochner convert 'my model' 'my model-linear' --keep 0.9 --text sample.txt"
+    assert "transformers.BertModel.from_pretrained('my model-linear')" in here.load()[1]
+    assert Place("a/b/", "out").saved == "out"
+    assert Place("a/b/").saved == "b-linear"
+
+
+def test_a_recipe_is_judged_by_lengths_that_the_model_can_read() -> None:
+    pytest.importorskip("transformers")
+    from hf_models import TEXT, build
+
+    import bochner
+    from bochner.hf.judge import Quality
+    from bochner.report.cost import layer_memory
+    from bochner.report.model import Held, Place, recipe_page
+
+    model = build("bert", TEXT)
+    bochner.convert(model, "positive", 16, exact_below=600)
+    plan = bochner.hf.plan_of(model)
+    held = Held.__new__(Held)
+    held.count, held.length = 3, 129
+    times = {512: {"exact": 1.0, "as converted": 0.9}, 4096: {"exact": 9.0, "as converted": 1.0}}
+    memory = layer_memory(plan.layers[0], "as converted", [64, 512])
+    html = recipe_page(
+        "t", plan, Quality(0.99, {"cosine": 0.99}), held=held, times=times, memory=memory, place=Place("a", "b"),
+        positions=512,
+    ).html()  # fmt: skip
+    verdict = html.partition('<p class="verdict">')[2].partition("</p>")[0]
+    assert "by cosine alone on 3 texts, up to 129 tokens at a time," in verdict
+    assert "takes 0.90 of the time of exact attention at 512 tokens, the most it has positions for" in verdict
+    assert "4,096" not in verdict
+    assert "Memory against length" in html
+    # One number for the border, in the chart, in its caption, and nowhere another.
+    assert "converted from 600 tokens on" in html
+    assert "Below 600 tokens" in html
+    assert "faster from about" not in html
+    # Exact attention works with its output and little more; so many bytes for every token.
+    exact = {n: row["exact"] for n, row in memory.items()}
+    assert exact[512] >= 8 * exact[64] * 0.9 > 0

@@ -20,6 +20,10 @@ class BochnerError(ValueError):
     """The one error of this library: names the argument, the value and the remedy."""
 
 
+class ArgumentError(BochnerError):
+    """The value of an argument is none that it can have; on the command line, wrong usage."""
+
+
 class MissingExtraError(BochnerError, ImportError):
     """A package that is not installed is needed for this; the message says what to install."""
 
@@ -35,34 +39,34 @@ def is_int(value: Any) -> bool:
 
 def positive_int(value: Any, name: str, owner: str) -> int:
     if not is_int(value) or value <= 0:
-        raise BochnerError(f"The {name!r} of {owner} must be a positive int, got {value!r}.")
+        raise ArgumentError(f"The {name!r} of {owner} must be a positive int, got {value!r}.")
     return int(value)
 
 
 def positive_float(value: Any, name: str, owner: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
-        raise BochnerError(f"The {name!r} of {owner} must be a positive finite number, got {value!r}.")
+        raise ArgumentError(f"The {name!r} of {owner} must be a positive finite number, got {value!r}.")
     return float(value)
 
 
 def flag(value: Any, name: str, owner: str) -> bool:
     """A yes or no: a bool of Python, numpy or torch's tracing."""
     if not isinstance(value, (bool, np.bool_, torch.SymBool)):
-        raise BochnerError(f"The {name!r} of {owner} must be True or False, got {value!r}.")
+        raise ArgumentError(f"The {name!r} of {owner} must be True or False, got {value!r}.")
     return bool(value)
 
 
 def one_of(value: Any, name: str, owner: str, valid: Iterable[Any]) -> Any:
     valid = list(valid)
     if value not in valid:
-        raise BochnerError(f"The {name!r} of {owner} must be one of {valid}, got {value!r}.")
+        raise ArgumentError(f"The {name!r} of {owner} must be one of {valid}, got {value!r}.")
     return value
 
 
 def lookup(registry: Mapping[str, T], name: Any, what: str) -> T:
     """The entry of a registry; an unknown name lists the valid ones."""
     if not isinstance(name, str) or name not in registry:
-        raise BochnerError(f"Unknown {what} {name!r}; the valid names are {sorted(registry)}.")
+        raise ArgumentError(f"Unknown {what} {name!r}; the valid names are {sorted(registry)}.")
     return registry[name]
 
 

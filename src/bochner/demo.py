@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bochner import data
+from bochner.hf.aim import positions_of
 from bochner.hf.cache import cache_bytes
 from bochner.hf.capture import batches
 from bochner.hf.convert import convert, relative_errors, revert
@@ -22,20 +23,22 @@ from bochner.hf.measure import compare_embeddings, embed, perplexity, recall
 from bochner.hf.plan import Plan
 from bochner.report import HeadPictures, Number, Report, show
 from bochner.report.charts import frontier_chart
-from bochner.report.model import (
+from bochner.report.cost import (
     Times,
     add_memory,
     add_speed,
     crossing,
     crossing_sentence,
-    head_pictures,
     layer_times,
     memory_number,
+    positions_sentence,
     typical_layer,
 )
+from bochner.report.model import head_pictures
 
 Say = Callable[[str], None]
 TOKENS, LENGTH, TOKENS_SHOWN = 150, 4096, 80  # of a held-out paragraph; of the memory stated; of the text shown
+PAIR = 360  # tokens of the texts that recall is measured on: a passage, another one, the first again
 NEAR: dict[str, Any] = {"window": 32, "sinks": 1}
 ENCODER_RECIPES: dict[str, dict[str, Any]] = {
     "plain FAVOR+ m=256": {"feature_map": "positive", "num_features": 256},
@@ -63,6 +66,15 @@ PASSAGES = (
     "calibrated on. Error: relative, of the attention outputs, mean over all heads. Rank correlation: of all pairwise "
     "similarities. Same neighbour: how often the nearest other passage is the same. Seconds: to convert, or to distill."
 )
+IN_PYTHON = """import transformers
+import bochner
+
+path = bochner.data.fetch("minilm")  # or the directory of a model of yours
+model = transformers.AutoModel.from_pretrained(path)
+tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+texts = bochner.data.paragraphs("calibration", 16)  # or text of yours
+bochner.convert(model, "landmark", 64, window=32, sinks=1, calibration=texts, tokenizer=tokenizer)
+model.save_pretrained("minilm-linear")"""
 PROMPT = "Write three sentences about the sea.\n"
 
 
@@ -105,25 +117,32 @@ def encoder(say: Say, *, texts: int = 32, steps: int = 30, quick: bool = False) 
     typical = {name: typical_layer(plan) for name, plan in plans.items()}
     times = layer_times(typical, [256, 512, 1024] if quick else [512, 1024, 2048, 4096, 8192])
     pictures = head_pictures(model, tokenizer, held[1], TOKENS_SHOWN)
-    page = encoder_page(rows, times, plans, pictures, plain)
+    page = encoder_page(rows, times, plans, pictures, plain, positions_of(model))
     page.text(PASSAGES.format(len(calibration), len(held), TOKENS), note=True)
     page.code(str(plan_of(model)), "The plan, head by head").code(str(transfer), "Distillation, layer by layer")
     return rows, page
 
 
 def encoder_page(
-    rows: list[list[Any]], times: Times, plans: dict[str, Plan], pictures: HeadPictures, plain: str
+    rows: list[list[Any]],
+    times: Times,
+    plans: dict[str, Plan],
+    pictures: HeadPictures,
+    plain: str,
+    positions: int | None = None,
 ) -> Report:
     """The report: the best recipe's verdict, what to do, pictures, the table."""
     best = max(rows, key=lambda row: row[2])
     name, length = best[0], max(times)
     where, ratio = crossing(times, name), times[length][name] / times[length]["exact"]
     linear = plans[name].num_heads - plans[name].count("exact")
-    speed = f"takes {ratio:.2f} of the time of exact attention at {length:,} tokens"
+    speed = f"one layer of attention takes {ratio:.2f} of the time of exact attention at {length:,} tokens"
+    beyond = positions is not None and positions < length
     page = Report("all-MiniLM-L6-v2 with linear attention")
     page.verdict(
-        f"{linear} of {plans[name].num_heads} heads of a real sentence encoder are linear, the embeddings keep "
-        f"{best[2]:.1%} of their direction, and attention {speed}. {crossing_sentence(where, times, name)}",
+        f"{linear} of {plans[name].num_heads} heads of a real sentence encoder are linear, the embeddings of texts of "
+        f"{TOKENS} tokens keep {best[2]:.1%} of their direction, and {speed}. {crossing_sentence(where, times, name)}"
+        + (f" {positions_sentence(positions)} A longer encoder would gain it." if beyond and positions else ""),
         [
             Number(
                 "kept",
@@ -131,7 +150,11 @@ def encoder_page(
                 f"cosine to the original embeddings; nearest neighbour the same in {best[4]:.0%}",
             ),
             Number("memory", "as before", "an encoder keeps nothing between calls"),
-            Number("time", f"{ratio:.2f} x", f"exact attention's, one layer at {length:,} tokens"),
+            Number(
+                "time",
+                f"{ratio:.2f} x",
+                f"exact attention's, one layer at {length:,} tokens" + (", beyond its positions" if beyond else ""),
+            ),
         ],
         good=ratio < 1,
     )
@@ -142,10 +165,7 @@ def encoder_page(
                 "bochner advise DIRECTORY --text sample.txt --length 8192",
             ),
             ("Convert it to a target.", "bochner convert DIRECTORY OUT --keep 0.99 --length 8192"),
-            (
-                "Or in Python, with a recipe.",
-                "bochner.convert(model, 'landmark', 64, window=32, sinks=1, calibration=texts, tokenizer=tokenizer)",
-            ),
+            ("Or in Python, with a recipe.", IN_PYTHON),
         ]
     )
     page.heading(f"What the heads look at: {name.removeprefix('the same, ')}").heads(pictures)
@@ -162,7 +182,7 @@ def encoder_page(
     page.figure(
         chart, f"Exact attention keeps all of it and takes {exact_time:.1f} ms. Joined points are beaten by none."
     )
-    add_speed(page, times, [name, plain])
+    add_speed(page, times, [name, plain], positions=positions)
     page.heading("All recipes")
     page.table(
         ["recipe", "error of attention", "cosine", "rank correlation", "same neighbour", "seconds"], rows, chosen=name
@@ -224,8 +244,9 @@ def decoder_page(
     page = Report("SmolLM2-135M-Instruct with linear attention")
     page.verdict(
         f"Without any training a real language model keeps {1 / best[1]:.1%} of its perplexity and "
-        f"{exact[1] / best[2]:.1%} of its recall on short texts, with {best[3]:.0%} of its decoding memory at "
-        f"{LENGTH:,} tokens: {name}.",
+        f"{exact[1] / best[2]:.1%} of its recall on texts of {TOKENS} to {PAIR} tokens, with {best[3]:.0%} of its "
+        f"decoding memory at {LENGTH:,} tokens: {name}. Longer texts lose more; `bochner convert --keep` verifies at "
+        f"your length. One layer of attention takes {ratio:.2f} of the time of exact attention at {length:,} tokens.",
         [
             Number("kept", f"{1 / best[1]:.1%}", f"of the perplexity; recall {best[2]:.2f} against {exact[1]:.2f}"),
             memory_number(plans[name], LENGTH),

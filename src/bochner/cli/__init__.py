@@ -1,7 +1,8 @@
 """The command line: `bochner demo`, `advise`, `convert`, `train`, `reproduce`, `bench`, `plan`, `fetch`, `info`.
 
 Results go to the standard output, as text or with `--json` as one JSON document; what is being done goes to the
-standard error stream. Exit codes: 0 done, 1 refused or failed with one sentence, 2 wrong usage, 130 stopped by Ctrl-C.
+standard error stream. Exit codes: 0 done, 1 refused or failed with one sentence (a model, a file), 2 wrong usage (a
+command, an option or its value), 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-from bochner._checks import BochnerError, extra
+from bochner._checks import ArgumentError, BochnerError, extra
 
 for package in ("typer", "rich"):
     extra(package, "cli", "The command line")
@@ -68,7 +69,7 @@ def main() -> None:
         app()
     except BochnerError as error:
         log.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise SystemExit(1) from None
+        raise SystemExit(2 if isinstance(error, ArgumentError) else 1) from None
     except BrokenPipeError:  # the reader of a pipe has left
         sys.stderr.close()
         raise SystemExit(1) from None

@@ -85,6 +85,7 @@ def load(name: str) -> tuple[Any, Any]:
         raise BochnerError(f"There are no weights in {name!r}: neither *.safetensors nor pytorch_model.bin.")
     import transformers
 
+    from bochner.hf.capture import CHILD
     from bochner.hf.patches import register_once
 
     register_once()  # a converted model is recognised, and then refused with its own sentence
@@ -103,6 +104,8 @@ def load(name: str) -> tuple[Any, Any]:
             f"The model in {name!r} takes {model.main_input_name}, not text; the command line has text only. In "
             "Python: bochner.convert(model, calibration=batches)."
         )
+    if any(hasattr(module, CHILD) for module in model.modules()):
+        raise BochnerError(f"The model in {name!r} is converted already; give the directory that it was made from.")
     return model, _tokenizer(path, name)
 
 
@@ -145,7 +148,9 @@ def check_place(path: Path | None, option: str) -> None:
     if path.is_dir():
         raise BochnerError(f"The {option} {str(path)!r} is a directory; give a file.")
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
-    if not os.access(there, os.W_OK) or (there != path and not there.is_dir()):
+    if there != path and not there.is_dir():
+        raise BochnerError(f"The {option} {str(path)!r} cannot be written: {str(there)!r} is a file, not a directory.")
+    if not os.access(there, os.W_OK):
         raise BochnerError(f"The {option} {str(path)!r} cannot be written: {str(there)!r} does not permit it.")
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from bochner._checks import BochnerError, lookup
+from bochner._checks import ArgumentError, BochnerError, lookup
 from bochner.cli.common import (
     KNOWN,
     Json,
@@ -25,6 +26,7 @@ from bochner.cli.common import (
     use_threads,
 )
 
+LENGTHS = (512, 1024, 2048, 4096, 8192)  # that attention is timed at for a report
 HELD_SHARE = 4  # one of so many passages is held back for the report of a recipe
 Keep = Annotated[float, typer.Option(help="the share of the quality to keep, as 0.99")]
 JudgeLength = Annotated[
@@ -47,7 +49,7 @@ def demo(
     from bochner import demo as demonstration
 
     if model not in KNOWN:
-        raise BochnerError(f"The --model must be 'minilm' or 'smollm2', got {model!r}.")
+        raise ArgumentError(f"The --model must be 'minilm' or 'smollm2', got {model!r}.")
     check_place(out, "--out")
     use_threads(threads)
     head, rows, path = demonstration.run(say, out, model=model, quick=quick)
@@ -92,9 +94,10 @@ def advise(
     advice = diagnose(loaded, found, tokenizer=tokenizer, progress=not as_json, **goal, **near)
     if report is not None:
         from bochner.hf.convert import convert as to_linear
+        from bochner.report.model import Place
 
         to_linear(loaded, plan=advice.plan, calibration=found, tokenizer=tokenizer, exact_below=0)
-        write_report(report, advice, loaded, tokenizer, model, source)
+        write_report(report, advice, loaded, tokenizer, source, Place(model, text=str(text or "")))
     if as_json:
         print_json(advice.to_dict())
     else:
@@ -146,6 +149,13 @@ def convert(
     else:
         recipe_only = {"--map": None if feature_map == "auto" else feature_map, "--exact-heads": fraction or None}
         refuse(recipe_only, "is chosen by the search; drop it, or drop --keep")
+    if str(out) in KNOWN:
+        raise ArgumentError(
+            f"The place to save to, {str(out)!r}, has the name of a built-in model, which the commands would take "
+            f"instead of it; give another, as {str(out) + '-linear'!r}."
+        )
+    if keep is None and not (num_features or window or sinks):
+        raise ArgumentError("Without features (--features 0) there must be a --window or --sinks.")
     if out.is_file():
         raise BochnerError(f"The place to save to, {str(out)!r}, is a file; give a directory.")
     check_place(out / "config.json", "place to save to")
@@ -167,7 +177,9 @@ def convert(
     save(loaded, tokenizer, out)
     target = report_of(loaded).target if keep is not None else None
     if report is not None:
-        write_report(report, target or held, loaded, tokenizer, model, source)
+        from bochner.report.model import Place
+
+        write_report(report, target or held, loaded, tokenizer, source, Place(model, str(out), str(text or "")))
     if as_json:
         print_json(
             {"plan": plan.to_dict(), "calibration": source, "saved": str(out), "target": target and target.to_dict()}
@@ -180,16 +192,16 @@ def convert(
 
 def check_goal(keep: float | None, minimize: str | None) -> None:
     if keep is not None and not 0.5 <= keep < 1:
-        raise BochnerError(f"The --keep must be a share in [0.5, 1), as 0.99, got {keep}.")
+        raise ArgumentError(f"The --keep must be a share in [0.5, 1), as 0.99, got {keep}.")
     if minimize not in (None, "memory", "time"):
-        raise BochnerError(f"The --minimize must be memory or time, got {minimize!r}.")
+        raise ArgumentError(f"The --minimize must be memory or time, got {minimize!r}.")
 
 
 def refuse(options: dict[str, Any], why: str) -> None:
     """Refuse the options that were given: silently ignored, they would mislead."""
     for name, value in options.items():
         if value is not None:
-            raise BochnerError(f"The option {name} {why}.")
+            raise ArgumentError(f"The option {name} {why}.")
 
 
 def hold_back(model: Any, tokenizer: Any, found: list[str], *, own: bool) -> tuple[list[str], Any]:
@@ -222,20 +234,26 @@ def heldout(count: int) -> list[str]:
         return data.paragraphs("heldout", count, source="python")
 
 
-def write_report(path: Path, found: Any, model: Any, tokenizer: Any, name: str, source: str) -> None:
+def write_report(path: Path, found: Any, model: Any, tokenizer: Any, source: str, place: Any) -> None:
     """The page of a converted model: `found` is the report of a target's search, or the texts held back of a recipe."""
+    from bochner.hf.aim import positions_of
     from bochner.hf.io import plan_of
-    from bochner.report.model import Held, head_pictures, layer_times, recipe_page, target_page, typical_layer
+    from bochner.report.cost import layer_memory, layer_times, typical_layer
+    from bochner.report.model import Held, head_pictures, recipe_page, target_page
 
     plan = plan_of(model) if isinstance(found, Held) else found.plan
     pictures = head_pictures(model, tokenizer, heldout(1)[0]) if plan.converted else None
-    shown: dict[str, Any] = {"pictures": pictures, "source": source, "place": name}
-    title = f"{Path(name).name} with linear attention"
+    shown: dict[str, Any] = {"pictures": pictures, "source": source}
+    shown["place"] = replace(place, loader=type(model).__name__)
+    title = f"{Path(place.name).name} with linear attention"
     if isinstance(found, Held):
-        times = layer_times({"as converted": typical_layer(plan)}, (512, 1024, 2048, 4096))
-        page = recipe_page(title, plan, found.quality(model), held=found.count, times=times, **shown)
+        positions, typical = positions_of(model), typical_layer(plan)
+        lengths = sorted({*LENGTHS[:-1], min(positions or LENGTHS[-2], LENGTHS[-2])})
+        times = layer_times({"as converted": typical}, lengths)
+        shown |= {"memory": layer_memory(typical, "as converted", lengths), "positions": positions}
+        page = recipe_page(title, plan, found.quality(model), held=found, times=times, **shown)
     else:
-        lengths = [n for n in (512, 1024, 2048, 4096, 8192) if n <= 2 * max(found.length, 1024)]
+        lengths = [n for n in LENGTHS if n <= 2 * max(found.length, 1024)]
         times = layer_times({"as chosen": typical_layer(plan)}, lengths)
         page = target_page(title, found, times=times, **shown)
     say(f"report: {page.save(path)}")
@@ -250,7 +268,7 @@ def heads_of(text: str) -> float | str:
     except ValueError:
         fraction = -1.0
     if not 0 <= fraction <= 1:
-        raise BochnerError(f"The --exact-heads must be a fraction between 0 and 1, or auto, got {text!r}.")
+        raise ArgumentError(f"The --exact-heads must be a fraction between 0 and 1, or auto, got {text!r}.")
     return fraction
 
 

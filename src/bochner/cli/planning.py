@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bochner._checks import BochnerError
+from bochner._checks import ArgumentError
 from bochner.cli.common import Json, Threads, print_json, show, use_threads
 
 app = typer.Typer(no_args_is_help=True, help="How many features for an error; what many devices cost.")
@@ -34,9 +34,9 @@ def features(
     from bochner.moments import optimal_a
 
     if not 0 < error < math.inf:
-        raise BochnerError(f"The --error must be positive, got {error}.")
+        raise ArgumentError(f"The --error must be positive, got {error}.")
     if not 0 <= norm < math.inf or not 0 <= angle <= 180:
-        raise BochnerError(f"The --norm must be at least 0 and the --angle within 0 .. 180, got {norm} and {angle}.")
+        raise ArgumentError(f"The --norm must be at least 0 and the --angle within 0 .. 180, got {norm} and {angle}.")
     x, y = torch.zeros(2, dim, dtype=torch.float64)
     x[0] = norm
     y[0], y[1] = norm * math.cos(math.radians(angle)), norm * math.sin(math.radians(angle))
@@ -93,9 +93,9 @@ def parallel(
 
     for option, value in (("--gigabytes", gigabytes), ("--latency", latency), ("--microseconds", microseconds)):
         if value is not None and not 0 < value < math.inf:
-            raise BochnerError(f"The {option} must be positive and finite, got {value}.")
+            raise ArgumentError(f"The {option} must be positive and finite, got {value}.")
     if kv_heads is not None and heads % kv_heads:
-        raise BochnerError(f"The --heads must be a multiple of --kv-heads {kv_heads}, got {heads}.")
+        raise ArgumentError(f"The --heads must be a multiple of --kv-heads {kv_heads}, got {heads}.")
     use_threads(threads)
     shape = {"heads": heads, "kv_heads": kv_heads or heads, "dim": dim, "num_features": num_features}
     seconds = shard_seconds(-(-length // devices), is_causal=causal, **shape) if microseconds is None else None

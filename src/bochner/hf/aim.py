@@ -58,7 +58,8 @@ class TargetReport:
     `candidates`: points of the frontier, the cheapest first; `chosen`: its place among them. `verified`: figures on the
     texts held back, at `verified_length` tokens; `further`: on texts of more tokens than were judged, up to `length`.
     `whole`: of the original and the converted model, seconds and bytes. `exact_seconds`: of the original's attention at
-    `length` tokens, to compare `attention_seconds` of a candidate with.
+    `length` tokens, to compare `attention_seconds` of a candidate with. `positions`: the most tokens that the model has
+    positions for, None if its config does not say.
     """
 
     keep: float
@@ -76,6 +77,12 @@ class TargetReport:
     reasons: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     exact_seconds: float = 0.0
+    positions: int | None = None
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the model has fewer positions than `length`: it cannot read that much, whatever its attention."""
+        return self.positions is not None and self.length > self.positions
 
     @property
     def time_share(self) -> float:
@@ -99,6 +106,7 @@ class TargetReport:
             "keep": self.keep,
             "minimize": self.minimize,
             "length": self.length,
+            "positions": self.positions,
             "met": self.met,
             "chosen": self.chosen,
             "candidates": [c.to_dict() for c in self.candidates],
@@ -116,7 +124,8 @@ class TargetReport:
         names = list(self.candidates[-1].quality.figures)
         lines = [
             f"target: keep {self.keep:g} of the quality at {self.length} tokens with the least {self.minimize}",
-            "    kept  memory  attention s  exact window hybrid kernel  " + "  ".join(names),
+            "    kept  memory  attention s  exact window hybrid kernel  "
+            + "  ".join(n.replace("_", " ") for n in names),
         ]
         for i, c in enumerate(self.candidates):
             heads = "  ".join(f"{c.plan.count(k):5d}" for k in ("exact", "window", "hybrid", "kernel"))
@@ -125,7 +134,7 @@ class TargetReport:
             cost = f"{c.memory:6.3f}  {c.attention_seconds:11.3f}"
             lines.append(f"{mark} {c.quality.kept:6.3f}  {cost}  {heads}   {figures}")
         for n, quality in {self.verified_length: self.verified, **self.further}.items():
-            told = ", ".join(f"{n} {x:.4g}" for n, x in quality.figures.items())
+            told = ", ".join(f"{k.replace('_', ' ')} {x:.4g}" for k, x in quality.figures.items())
             mark = "verified at" if quality is self.verified else "the same at"
             lines.append(f"{mark} {n} tokens on texts held back: kept {quality.kept:.4f} ({told})")
         for name, whole in self.whole.items():
@@ -205,7 +214,7 @@ def target_data(
         stream = torch.cat([batch["input_ids"][0] for batch in one_by_one])
         return [{"input_ids": piece[None]} for piece in stream.split(FIT_LENGTH)]
     sizes = [_length(batch) for batch in one_by_one]
-    wanted = min(length or max(sizes), getattr(model.config, "max_position_embeddings", None) or 2**20)
+    wanted = min(length or max(sizes), positions_of(model) or 2**20)
     joined, open_size = [""], 0
     for text, size in zip(texts, sizes, strict=True):
         if open_size >= wanted:
@@ -214,6 +223,11 @@ def target_data(
         open_size += size
     size = max(1, min(batch_size, len(joined) // 6))
     return capture.batches(joined, tokenizer, model=model, max_length=wanted, batch_size=size)
+
+
+def positions_of(model: Any) -> int | None:
+    """The most tokens that a model has positions for, as its config says; None if it does not say."""
+    return getattr(model.config, "max_position_embeddings", None) or None
 
 
 def shapes_of(
@@ -296,7 +310,7 @@ def aim(
         goal.keep, goal.minimize, goal.length, chosen.plan, candidates, candidates.index(chosen),
         chosen.verified.kept >= goal.keep, chosen.verified, trial.length, trial.further, trial.whole,
         _heads(search, chosen, parts.fit[0] if floors else None), [], search.seconds,
-        sum(layer.seconds[EXACT] for layer in search.layers.values()),
+        sum(layer.seconds[EXACT] for layer in search.layers.values()), positions_of(model),
     )  # fmt: skip
     report.reasons = _reasons(report, trial)
     return report, layers
@@ -530,8 +544,13 @@ def _reasons(report: TargetReport, trial: Trial) -> list[str]:
             "give more texts."
         )
     longest = max([trial.length, *report.further])
-    if longest < report.length:
-        found.append(f"The texts held back have {longest} tokens only: give more of them to verify at {report.length}.")
+    if report.beyond:
+        found.append(
+            f"The model has positions for {report.positions} tokens: at {report.length} its attention alone was timed."
+        )
+    readable = min(report.length, report.positions or report.length)
+    if longest < readable:
+        found.append(f"The texts held back have {longest} tokens only: give more of them to verify at {readable}.")
     worst = min(report.further.items(), key=lambda item: item[1].kept, default=None)
     if worst is not None and worst[1].kept < report.keep:
         found.append(

@@ -16,6 +16,7 @@ Points = Sequence[tuple[float, float]]
 HEIGHT, BOTTOM, TOP = 380, 52, 34
 ROW = 20  # height of a name below a narrow chart
 LEAST_LOSS = 1e-4  # the smallest loss that is told apart
+SHIFTS = (0, *(sign * d for d in range(8, 249, 8) for sign in (-1, 1)))  # by which a label may go up or down
 LETTER = 7.2  # mean width of a letter of the labels, in units of the drawing
 
 
@@ -127,6 +128,56 @@ def apart(places: Sequence[float], least: float = 16.0, low: float = TOP, high: 
     return out
 
 
+class Box(NamedTuple):
+    """A rectangle of the drawing, such as that of a label."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def over(self, other: Box) -> float:
+        """The area that two have in common."""
+        across = min(self.right, other.right) - max(self.left, other.left)
+        down = min(self.bottom, other.bottom) - max(self.top, other.top)
+        return across * down if across > 0 and down > 0 else 0.0
+
+
+def label_box(x: float, y: float, text: str, anchor: str) -> Box:
+    """The room of a label whose base line begins, ends or is centred at (x, y)."""
+    width = LETTER * len(text)
+    left = x - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
+    return Box(left, y - 11, left + width, y + 4)
+
+
+def freest(
+    places: Sequence[tuple[float, float, str]], text: str, taken: Sequence[Box], frame: Box, labels: Sequence[Box] = ()
+) -> int:
+    """Which of the places (x, y, anchor) for a label overlaps least with what is drawn; the first of equals.
+
+    Other `labels`, and the edge of the `frame`, weigh more than lines and points.
+
+    >>> freest([(0, 20, "start"), (50, 20, "start")], "ab", [Box(0, 10, 20, 30)], Box(0, 0, 100, 100))
+    1
+    """
+    found = []
+    for x, y, anchor in places:
+        box = label_box(x, y, text, anchor)
+        area = (box.right - box.left) * (box.bottom - box.top)
+        worse = sum(box.over(other) for other in labels) + area - box.over(frame)
+        found.append(round(sum(box.over(other) for other in taken) + 9 * worse, 3))
+    return min(range(len(found)), key=found.__getitem__)
+
+
+def along(path: Sequence[tuple[float, float]], step: float = 6.0) -> list[Box]:
+    """A line as small boxes that a label is to keep off."""
+    spots = list(path[:1])
+    for (a, b), (c, d) in zip(path, path[1:], strict=False):
+        count = max(1, math.ceil(math.dist((a, b), (c, d)) / step))
+        spots += [(a + (c - a) * i / count, b + (d - b) * i / count) for i in range(1, count + 1)]
+    return [Box(a - 4, b - 4, a + 4, b + 4) for a, b in spots]
+
+
 def _frame(
     size: Size, title: str, x: Axis, y: Axis, labels: tuple[str, str], x_ticks: Sequence[float], names: int
 ) -> list[str]:
@@ -191,9 +242,11 @@ def _lines(
     y = Axis.over([p[1] for p in points], HEIGHT - BOTTOM, TOP, log=log, zero=not log)
     ticks = xs if len(xs) <= (5 if size.narrow else 7) else x.ticks
     parts = _frame(size, title, x, y, labels, ticks, len(series) if size.narrow else 0)
-    for text, place in marks.items():
-        if x.low <= place <= x.high:
-            parts += _mark(size, text, x(place), right)
+    taken = [box for line in series.values() for box in along([(x(a), y(b)) for a, b in line])]
+    places = {text: x(place) for text, place in marks.items() if x.low <= place <= x.high}
+    taken += [box for place in places.values() for box in along([(place, TOP), (place, HEIGHT - BOTTOM)])]
+    for text, place in places.items():
+        parts += _mark(size, text, place, right, taken)
     ends = apart([y(line[-1][1]) for line in series.values()])
     for i, (name, line) in enumerate(series.items()):
         colour = colours[name]
@@ -205,14 +258,15 @@ def _lines(
     return "".join(parts) + "</svg>"
 
 
-def _mark(size: Size, text: str, x: float, right: float) -> list[str]:
-    """A dashed line with its text on the side that has room for it."""
+def _mark(size: Size, text: str, x: float, right: float, taken: list[Box]) -> list[str]:
+    """A dashed line with its text beside it, where no line runs; its room is added to what is `taken`."""
     line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-    fits = x + 6 + LETTER * len(text) <= right
-    side = f'x="{x + 6:.1f}" text-anchor="start"' if fits else f'x="{x - 6:.1f}" text-anchor="end"'
-    if not fits and x - 6 - LETTER * len(text) < size.left:
-        side = f'x="{(size.left + right) / 2:.1f}" text-anchor="middle"'
-    return [line, f'<text class="quiet" {side} y="{HEIGHT - BOTTOM - 8}">{html.escape(text)}</text>']
+    heights = [*range(TOP + 12, HEIGHT - BOTTOM - 4, 18)]
+    heights = [heights[0], heights[-1], *heights[1:-1]]
+    sides = [(place, h, anchor) for h in heights for place, anchor in ((x + 7, "start"), (x - 7, "end"))]
+    at, y, anchor = sides[freest(sides, text, taken, Box(size.left, TOP - 4, right, HEIGHT - BOTTOM))]
+    taken.append(label_box(at, y, text, anchor))
+    return [line, f'<text class="quiet" x="{at:.1f}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>']
 
 
 def frontier_chart(
@@ -238,16 +292,20 @@ def _frontier(
     best = [p for p in drawn.values() if not any(a <= p[0] and b <= p[1] and (a, b) != p for a, b in drawn.values())]
     path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in sorted(best))
     parts.append(f'<polyline class="mark" points="{path}" fill="none"/>')
-    heights = apart([y(p[1]) for p in drawn.values()], 17)
-    for i, ((name, (a, b)), height) in enumerate(zip(drawn.items(), heights, strict=True)):
-        colour = "var(--c1)" if name == chosen else "var(--c0)" if (a, b) in best else "var(--c7)"
-        parts.append(
-            f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="{7 if name == chosen else 5}" style="fill:{colour}"/>'
-        )
+    spots = [(x(a), y(b)) for a, b in drawn.values()]
+    taken = [Box(a - 8, b - 8, a + 8, b + 8) for a, b in spots] + along([(x(a), y(b)) for a, b in sorted(best)])
+    frame, labels_placed = Box(size.left, TOP - 10, size.width - 2, HEIGHT - BOTTOM), list[Box]()
+    for i, ((name, value), (cx, cy)) in enumerate(zip(drawn.items(), spots, strict=True)):
+        colour = "var(--c1)" if name == chosen else "var(--c0)" if value in best else "var(--c7)"
+        parts.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="{7 if name == chosen else 5}" style="fill:{colour}"/>')
         text = chr(ord("a") + i % 26) if size.narrow else name
-        left = x(a) + 12 + LETTER * len(text) > size.width - 4
-        side = f'x="{x(a) + (-12 if left else 12):.1f}" text-anchor="{"end" if left else "start"}"'
-        parts.append(f'<text {side} y="{height + 4:.1f}" style="fill:{colour}">{html.escape(text)}</text>')
+        places = [(cx + dx, cy + 4 + dy, anchor) for dy in SHIFTS for dx, anchor in ((12, "start"), (-12, "end"))]
+        at, height, anchor = places[freest(places, text, taken, frame, labels_placed)]
+        labels_placed.append(label_box(at, height, text, anchor))
+        if abs(height - cy) > 20:  # a label that had to go some way is led to
+            parts.append(f'<line class="grid" x1="{cx:.1f}" y1="{cy:.1f}" x2="{at:.1f}" y2="{height - 4:.1f}"/>')
+        label = f'<text x="{at:.1f}" y="{height:.1f}" text-anchor="{anchor}" style="fill:{colour}">'
+        parts.append(f"{label}{html.escape(text)}</text>")
         if size.narrow:
             parts.append(_below(i, name, colour, text))
     return "".join(parts) + "</svg>"

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import math
+import shlex
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bochner._timing import best_times
 from bochner.hf import capture, io
 from bochner.hf.aim import TargetReport, all_converted, is_language_model, target_data
-from bochner.hf.cost import random_call
 from bochner.hf.judge import Judge, Language, Outputs, Quality
-from bochner.hf.layer import Call, LinearAttention, exact
+from bochner.hf.layer import Call
 from bochner.hf.measure import Far, HeadErrors, attention_weights
-from bochner.hf.plan import LayerPlan, Plan
+from bochner.hf.plan import Plan
 from bochner.report import Number, Report
-from bochner.report.charts import frontier_chart, line_chart
+from bochner.report.charts import frontier_chart
+from bochner.report.cost import Times, add_memory, add_speed, memory_number
 from bochner.report.viewer import HeadPictures
 
 MOST_TOKENS, MOST_HEADS = 96, 300  # of the text whose attention is shown; heads on one page
 GOOD = 0.98  # what a recipe keeps of the quality to be called good
-MEMORY_LENGTH = 4096  # at which the memory of a recipe is stated
-Times = dict[int, dict[str, float]]
 
 
 @torch.no_grad()
@@ -85,125 +82,65 @@ def spread(names: Sequence[str], heads: Sequence[int], most: int) -> list[str]:
     return [names[round(i * (len(names) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-@torch.no_grad()
-def layer_times(layers: Mapping[str, LayerPlan], lengths: Sequence[int], rounds: int = 3) -> Times:
-    """Seconds of one attention layer by exact attention and under each plan, taking turns, at some lengths."""
-    made = {name: LinearAttention(plan) for name, plan in layers.items()}
-    found: Times = {}
-    for n in lengths:
-        call = random_call(next(iter(layers.values())), n)
-        runs: dict[str, Any] = {"exact": partial(exact, call)}
-        runs |= {name: partial(layer, call) for name, layer in made.items()}
-        found[n] = best_times(runs, repeats=rounds, budget=1.0, warm_up=False)
-    return found
+@dataclass(frozen=True)
+class Place:
+    """Where a model came from and went to, for the commands that a page offers.
 
-
-def crossing(times: Times, name: str) -> float | None:
-    """The length from which `name` is faster than exact attention, between measured lengths; None if it never is.
-
-    >>> crossing({100: {"exact": 1.0, "a": 2.0}, 200: {"exact": 4.0, "a": 2.0}}, "a")
-    141.4213562373095
-    >>> crossing({100: {"exact": 1.0, "a": 0.5}}, "a"), crossing({100: {"exact": 1.0, "a": 2.0}}, "a")
-    (100.0, None)
+    `name`: the directory or built-in name it was loaded by; `out`: where it was saved, "" if it was not; `text`: the
+    file with the user's own text, "" for books; `loader`: the class of transformers that loads it.
     """
-    lengths = sorted(times)
-    ratios = [math.log(times[n][name] / times[n]["exact"]) for n in lengths]
-    if ratios[-1] > 0:
-        return None
-    last = max((i for i, r in enumerate(ratios) if r > 0), default=-1)
-    if last < 0:
-        return float(lengths[0])
-    share = ratios[last] / (ratios[last] - ratios[last + 1])
-    return lengths[last] * (lengths[last + 1] / lengths[last]) ** share
 
+    name: str
+    out: str = ""
+    text: str = ""
+    loader: str = "AutoModel"
 
-def typical_layer(plan: Plan) -> LayerPlan:
-    """The layer whose kinds of heads are the most common in a plan."""
-    converted = plan.converted or plan.layers
-    return max(converted, key=lambda layer: sum(sorted(layer.kinds) == sorted(other.kinds) for other in converted))
+    @property
+    def saved(self) -> str:
+        return self.out or f"{self.name.rstrip('/').rpartition('/')[2]}-linear"
 
+    @property
+    def options(self) -> str:
+        """Options that give the command the same text again."""
+        return f" --text {shlex.quote(self.text)}" if self.text else ""
 
-def add_speed(page: Report, times: Times, names: Sequence[str], what: str = "one attention layer") -> float | None:
-    """The chart of times against length, with the crossing of the first name; returns the crossing."""
-    where = crossing(times, names[0])
-    colours = {"exact": 0, names[0]: 1} | {name: 2 + i for i, name in enumerate(names[1:])}
-    series = {k: [(n, 1e3 * t[k]) for n, t in sorted(times.items())] for k in ("exact", *names)}
-    marks = {} if where is None or where <= min(times) else {f"faster from about {round_length(where):,} tokens": where}
-    chart = line_chart(
-        f"time of {what}", series, x_label="tokens", y_label="milliseconds", log=True, colours=colours, marks=marks
-    )
-    page.heading("Speed against length").figure(chart, crossing_sentence(where, times, names[0]))
-    return where
+    def convert(self, options: str) -> str:
+        return f"bochner convert {shlex.quote(self.name)} {shlex.quote(self.saved)} {options}{self.options}"
 
+    def load(self) -> tuple[str, str]:
+        return (
+            "Load it anywhere transformers runs.",
+            "import transformers\nimport bochner\n\nbochner.hf.register()\n"
+            f"model = transformers.{self.loader}.from_pretrained({self.saved!r})\n"
+            f"tokenizer = transformers.AutoTokenizer.from_pretrained({self.saved!r})",
+        )
 
-def crossing_sentence(where: float | None, times: Times, name: str) -> str:
-    low, high = min(times), max(times)
-    if where is None:
-        return f"Exact attention is faster than {name} at every length measured, up to {high:,} tokens."
-    if where <= low:
-        return f"{name} is faster at every length measured, from {low:,} tokens on."
-    return f"Below about {round_length(where):,} tokens exact attention is faster: keep it there ('exact_below')."
-
-
-def round_length(value: float) -> int:
-    """A length to two digits, as exact as a crossing of measured lines is."""
-    step = 10 ** max(0, math.floor(math.log10(max(value, 1))) - 1)
-    return int(round(value / step) * step)
-
-
-def memory_number(plan: Plan, length: int) -> Number:
-    """The memory of decoding, as a number of the verdict; encoders keep none."""
-    if not any(layer.is_causal for layer in plan.layers):
-        return Number("memory", "as before", "an encoder keeps nothing between calls")
-    before, after = plan.cache_bytes(length, converted=False), plan.cache_bytes(length)
-    return Number(
-        "memory",
-        f"{after / before:.0%}",
-        f"of the cache at {length:,} tokens: {after / 1e6:.1f} of {before / 1e6:.1f} MB",
-    )
-
-
-def add_memory(page: Report, plan: Plan, lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384, 32768)) -> None:
-    """The cache against length, for decoders."""
-    if not any(layer.is_causal for layer in plan.layers):
-        return
-    series = {
-        "as it was": [(float(n), plan.cache_bytes(n, converted=False) / 1e6) for n in lengths],
-        "converted": [(float(n), plan.cache_bytes(n) / 1e6) for n in lengths],
-    }
-    chart = line_chart("memory of decoding, one sequence", series, x_label="tokens", y_label="megabytes", log=True)
-    page.heading("Memory against length").figure(chart, "All layers, float32, computed from the plan.")
+    def distill(self) -> tuple[str, str]:
+        """Goes on where `load` ends."""
+        texts = 'texts = bochner.data.paragraphs("calibration", 48)'
+        if self.text:
+            texts = f'import pathlib\n\ntexts = pathlib.Path({self.text!r}).read_text(encoding="utf-8").split("\\n\\n")'
+        return (
+            "If a little more quality matters, distill it, and save it again.",
+            f"{texts}\nbochner.distill(model, texts, tokenizer=tokenizer, batch_size=4)\n"
+            f"model.save_pretrained({self.saved!r})",
+        )
 
 
 def target_page(
-    title: str,
-    report: TargetReport,
-    *,
-    times: Times,
-    pictures: HeadPictures | None = None,
-    source: str = "",
-    place: str = "",
+    title: str, report: TargetReport, *, times: Times, place: Place, pictures: HeadPictures | None = None, source: str = ""
 ) -> Report:
     """What `advise` and `convert(keep=...)` found, as a page."""
     page = Report(title)
     plan, length, kept = report.plan, report.length, report.verified.kept
-    linear = plan.num_heads - plan.count("exact")
-    if report.worthwhile:
-        sentence = (
-            f"Convert it: {linear} of {plan.num_heads} heads can be linear and the model keeps {kept:.1%} of its "
-            f"quality "
-            f"(asked: {report.keep:.1%}), verified on text that was held back."
-        )
-    else:
-        sentence = "Do not convert it as it is: " + (
-            report.reasons[0] if report.reasons else "nothing cheaper keeps the target."
-        )
+    meant = f"of the quality at {report.verified_length:,} tokens, {_figures(report.verified.figures)}"
+    timed = f"exact attention's, all layers at {length:,} tokens"
     numbers = [
-        Number("kept", f"{kept:.1%}", f"of the quality, {_figures(report.verified.figures)}"),
+        Number("kept", f"{kept:.1%}", meant),
         memory_number(plan, length),
-        Number("time", _times(report.time_share), f"exact attention's, all layers at {length:,} tokens"),
+        Number("time", _times(report.time_share), timed + (", beyond its positions" if report.beyond else "")),
     ]
-    page.verdict(sentence, numbers, good=report.worthwhile)
+    page.verdict(_target_verdict(report), numbers, good=report.worthwhile and not report.beyond)
     page.steps(_steps(report, place))
     if pictures is not None:
         page.heading("What the heads look at").heads(pictures)
@@ -229,13 +166,36 @@ def target_page(
         "in the order of the table under All figures.",
         note=True,
     )
-    add_speed(page, times, ["as chosen"])
+    add_speed(page, times, ["as chosen"], border=_border(plan), positions=report.positions)
     add_memory(page, plan)
     if source:
         page.text(f"Text: {source}.", note=True)
     for reason in report.reasons:
         page.text(reason, note=True)
     return page.code(str(plan), "The plan, head by head").code(str(report), "All figures")
+
+
+def _target_verdict(report: TargetReport) -> str:
+    if not report.worthwhile:
+        return "Do not convert it as it is: " + (
+            report.reasons[0] if report.reasons else "nothing cheaper keeps the target."
+        )
+    plan, memory = report.plan, report.candidates[report.chosen].memory
+    linear = plan.num_heads - plan.count("exact")
+    saves = f"{report.time_share:.2f} of the time"
+    if report.minimize == "memory":
+        saves = f"{memory:.2f} of the memory and {saves}"
+    found = (
+        f"{linear} of {plan.num_heads} heads can be linear and the model keeps {report.verified.kept:.1%} of its "
+        f"quality (asked: {report.keep:.1%}), verified{_alone(report.verified.figures)} on held-back texts of "
+        f"{report.verified_length:,} tokens; its attention takes {saves} at {report.length:,} tokens."
+    )
+    if report.beyond:
+        return (
+            f"Not at {report.length:,} tokens as it is: the model has positions for {report.positions:,}. With more of "
+            f"them, {found}"
+        )
+    return f"Convert it: {found}"
 
 
 class Held:
@@ -249,13 +209,18 @@ class Held:
         if is_language_model(model, shapes):
             tokens = torch.cat([batch["input_ids"][0] for batch in data])
             self.judge = Language(model, tokens, GOOD, len(tokens))
+            self.length = len(tokens)
         else:
             self.judge = Outputs(model, data, GOOD)
+            self.length = max(batch["input_ids"].shape[1] for batch in data)
 
     def quality(self, model: Any) -> Quality:
         """What the converted model keeps, at every length."""
         with torch.no_grad(), all_converted(io.layers_of(model)):
             return self.judge.quality(lambda batch: capture.run(model, batch))
+
+    def __str__(self) -> str:
+        return f"{self.count} texts, up to {self.length:,} tokens at a time,"
 
 
 def recipe_page(
@@ -263,57 +228,50 @@ def recipe_page(
     plan: Plan,
     quality: Quality,
     *,
-    held: int,
+    held: Held,
     times: Times,
+    place: Place,
+    memory: Times | None = None,
+    positions: int | None = None,
     pictures: HeadPictures | None = None,
     source: str = "",
-    place: str = "",
 ) -> Report:
-    """What a conversion by a recipe did to a model, as a page; `held`: how many texts `quality` was measured on."""
+    """What a conversion by a recipe did to a model, as a page: `quality` was measured on the texts `held` back.
+
+    Speed is stated at the longest of the `times` that the model has `positions` for.
+    """
     page = Report(title)
-    linear = plan.num_heads - plan.count("exact")
-    good = quality.kept >= GOOD and bool(linear)
-    length = max(times)
-    ratio = times[length]["as converted"] / times[length]["exact"]
+    linear, kept = plan.num_heads - plan.count("exact"), max(0.0, quality.kept)
+    length = max((n for n in times if positions is None or n <= positions), default=min(times))
+    ratio, border = times[length]["as converted"] / times[length]["exact"], _border(plan)
+    speed = f"one layer of attention takes {ratio:.2f} of the time of exact attention at {length:,} tokens"
+    if positions is not None and length == positions:
+        speed += ", the most it has positions for"
     page.verdict(
-        f"{linear} of {plan.num_heads} heads are linear, and the model keeps {max(0.0, quality.kept):.1%} of its "
-        f"quality on {held} texts that it was not calibrated on.",
+        f"{linear} of {plan.num_heads} heads are linear, and the model keeps {kept:.1%} of its quality"
+        f"{_alone(quality.figures)} on {held} that it was not calibrated on; {speed}.",
         [
-            Number("kept", f"{max(0.0, quality.kept):.1%}", f"of the quality, {_figures(quality.figures)}"),
-            memory_number(plan, MEMORY_LENGTH),
+            Number("kept", f"{kept:.1%}", f"of the quality up to {held.length:,} tokens, {_figures(quality.figures)}"),
+            memory_number(plan, length),
             Number("time", _times(ratio), f"exact attention's, one layer at {length:,} tokens"),
         ],
-        good=good,
+        good=quality.kept >= GOOD and bool(linear) and ratio < 1,
     )
-    steps = [
-        (
-            "Load it anywhere transformers runs.",
-            "import bochner\nbochner.hf.register()\nmodel = AutoModel.from_pretrained('OUT')",
-        )
-    ]
-    if not good:
-        steps.insert(
-            0,
-            (
-                "Let a search find what keeps more, head by head.",
-                f"bochner convert {place or 'MODEL'} OUT --keep 0.99",
-            ),
-        )
-    page.steps([*steps, ("If a little more quality matters, distill it.", "bochner.distill(model, texts)")])
+    steps = [place.load(), place.distill()]
+    if quality.kept < GOOD or not linear:
+        steps.insert(0, ("Let a search find what keeps more, head by head.", place.convert("--keep 0.99")))
+    page.steps(steps)
     if pictures is not None:
         page.heading("What the heads look at").heads(pictures)
-    add_speed(page, times, ["as converted"])
-    add_memory(page, plan)
+    add_speed(page, times, ["as converted"], border=border, positions=positions)
+    add_memory(page, plan, memory)
     if source:
         page.text(f"Calibrated on {source}.", note=True)
-    borders = {layer.exact_below for layer in plan.converted if layer.exact_below}
-    if borders:
-        page.text(
-            f"Below {max(borders):,} tokens the model is the original, bit by bit; what is kept was measured without "
-            "that border.",
-            note=True,
-        )
     return page.code(str(plan), "The plan, head by head")
+
+
+def _border(plan: Plan) -> int:
+    return max((layer.exact_below for layer in plan.converted), default=0)
 
 
 def _times(share: float) -> str:
@@ -326,26 +284,22 @@ def _times(share: float) -> str:
 
 
 def _figures(figures: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+    return ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
 
 
-def _steps(report: TargetReport, place: str) -> list[tuple[str, str]]:
+def _alone(figures: Mapping[str, float]) -> str:
+    return " by cosine alone" if set(figures) == {"cosine"} else ""
+
+
+def _steps(report: TargetReport, place: Place) -> list[tuple[str, str]]:
+    again = f"bochner advise {shlex.quote(place.name)} --keep {{}} --length {{}}{place.options}"
+    if report.beyond:
+        ask = ("Ask at a length that the model has positions for.", again.format(f"{report.keep:g}", report.positions))
+        longer = ("Or extend its positions first, by training it on longer texts.", "")
+        return [ask, longer]
     if not report.worthwhile:
-        return [
-            (
-                "Ask for less, or for shorter sequences.",
-                f"bochner advise {place or 'MODEL'} --keep {report.keep - 0.02:.2f}",
-            ),
-            ("Or distill: a few minutes of training recover much of what is lost.", "bochner.distill(model, texts)"),
-        ]
-    return [
-        (
-            "Convert it and save it.",
-            f"bochner convert {place or 'MODEL'} OUT --keep {report.keep:g} --length {report.length}",
-        ),
-        (
-            "Load it anywhere transformers runs.",
-            "import bochner\nbochner.hf.register()\nmodel = AutoModel.from_pretrained('OUT')",
-        ),
-        ("If a little more quality matters, distill it.", "bochner.distill(model, texts)"),
-    ]
+        less = again.format(f"{max(0.5, report.keep - 0.02):.2f}", report.length)
+        return [("Ask for less, or for shorter sequences.", less)]
+    done = [place.load(), place.distill()]
+    goal = f"--keep {report.keep:g} --length {report.length}"
+    return done if place.out else [("Convert it and save it.", place.convert(goal)), *done]

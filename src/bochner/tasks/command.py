@@ -8,25 +8,25 @@ from typing import Annotated, Any
 
 import typer
 
-from bochner._checks import BochnerError
+from bochner._checks import ArgumentError
 
 
 def train(
     task: Annotated[str, typer.Argument(help="the task; without one, list tasks and attentions")] = "",
     attention: Annotated[str, typer.Option(help="any map, window+MAP, exact, identity, or a peer")] = "exact",
     preset: Annotated[str, typer.Option(help="small, or paper")] = "small",
-    features: Annotated[int | None, typer.Option(help="features per head; default by the preset")] = None,
-    window: Annotated[int | None, typer.Option(help="block of window+MAP; default by the preset")] = None,
+    features: Annotated[int | None, typer.Option(min=1, help="features per head; default by the preset")] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="block of window+MAP; default by the preset")] = None,
     option: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for the map, as in learnable=S; may be repeated")
     ] = None,
-    seed: Annotated[int, typer.Option(help="of the model, the maps and the order of the data")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of the model, the maps and the order of the data")] = 0,
     output: Annotated[Path | None, typer.Option(help="default runs/TASK-ATTENTION-PRESET-SEED")] = None,
     resume: Annotated[bool, typer.Option(help="go on where the run was stopped")] = False,
     start: Annotated[Path | None, typer.Option(help="output of a run whose encoder is taken over")] = None,
-    steps: Annotated[int | None, typer.Option(help="default by the preset")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="default by the preset")] = None,
     tensorboard: Annotated[bool, typer.Option(help="write event files for TensorBoard too")] = False,
-    threads: Annotated[int, typer.Option(help="threads; 0 is torch's choice")] = 1,
+    threads: Annotated[int, typer.Option(min=0, help="threads; 0 is torch's choice")] = 1,
 ) -> None:
     """Train a fresh model on one of the papers' tasks and test it; the result is one JSON document.
 
@@ -45,8 +45,6 @@ def train(
             typer.echo(f"{name:15s} {entry.what} ({entry.metric})")
         typer.echo("attentions: " + " ".join(a for a in attentions() if "+" not in a) + " window+MAP")
         return
-    if threads < 0:
-        raise BochnerError(f"The --threads must be at least 0, got {threads}.")
     if threads:
         torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
@@ -80,7 +78,7 @@ def parsed(text: str) -> tuple[str, Any]:
     """
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise BochnerError(f"An --option is NAME=VALUE, as in learnable=S; got {text!r}.")
+        raise ArgumentError(f"An --option is NAME=VALUE, as in learnable=S; got {text!r}.")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:

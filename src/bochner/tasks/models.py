@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, extra, positive_int
+from bochner._checks import ArgumentError, extra, positive_int
 from bochner.hf.convert import convert
 from bochner.hf.original import Mask
 from bochner.maps import FEATURE_MAPS, feature_map
@@ -84,7 +84,7 @@ def choose(
     """The attention of that name with the preset's sizes; refused if it cannot do the task or take the options."""
     if name not in attentions():
         short = [a for a in attentions() if not a.startswith("window+")]
-        raise BochnerError(f"Unknown attention {name!r}; the valid names are {short}, and 'window+' before any map.")
+        raise ArgumentError(f"Unknown attention {name!r}; the valid names are {short}, and 'window+' before any map.")
     able: tuple[str, ...] = (*peers.BOTH_WAYS, "causal", "ctc")
     if name in peers.PEERS:
         able = peers.PEERS[name].kinds
@@ -94,7 +94,7 @@ def choose(
         able = (*peers.BOTH_WAYS, "causal")
     if task.kind not in able:
         wanted = {"causal": "causal attention", "ctc": "a Conformer"}[task.kind]
-        raise BochnerError(f"The task {task.name!r} needs {wanted}, which {name!r} has not; take 'exact' or a map.")
+        raise ArgumentError(f"The task {task.name!r} needs {wanted}, which {name!r} has not; take 'exact' or a map.")
     chosen = Attention(name)
     m = preset.features_of.get(chosen.feature_map or "", preset.features) if features is None else features
     needs = chosen.feature_map is not None or name in ("linformer", "performer_pytorch")
@@ -112,16 +112,16 @@ def choose(
 def _check_options(attention: Attention, options: Mapping[str, Any], preset: Preset, m: int) -> None:
     """Refuse options that the map does not take, by making one."""
     if attention.feature_map is None:
-        raise BochnerError(
+        raise ArgumentError(
             f"The attention {attention.name!r} has no feature map that could take the options {sorted(options)}."
         )
     ours = sorted({"num_heads", "seed", "generator"} & set(options))
     if ours:
-        raise BochnerError(f"The option {ours[0]!r} of a map is set by the training; leave it out.")
+        raise ArgumentError(f"The option {ours[0]!r} of a map is set by the training; leave it out.")
     try:
         json.dumps(dict(options))
     except TypeError as error:
-        raise BochnerError(
+        raise ArgumentError(
             f"The options of a map are kept in the run's file: numbers, strings, true or null only ({error})."
         ) from error
     feature_map(attention.feature_map, preset.width // preset.heads, m, **options)

@@ -1,0 +1,200 @@
+"""What attention costs against length, on a page: seconds, memory, and where the lines cross."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bochner._timing import best_times
+from bochner.hf.cost import random_call
+from bochner.hf.layer import LinearAttention, exact
+from bochner.hf.plan import LayerPlan, Plan
+from bochner.report import Number, Report
+from bochner.report.charts import line_chart
+
+Times = dict[int, dict[str, float]]
+CACHE_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+
+@torch.no_grad()
+def layer_times(layers: Mapping[str, LayerPlan], lengths: Sequence[int], rounds: int = 3) -> Times:
+    """Seconds of one attention layer by exact attention and under each plan, taking turns, at some lengths."""
+    made = {name: LinearAttention(plan) for name, plan in layers.items()}
+    found: Times = {}
+    for n in lengths:
+        call = random_call(next(iter(layers.values())), n)
+        runs: dict[str, Any] = {"exact": partial(exact, call)}
+        runs |= {name: partial(layer, call) for name, layer in made.items()}
+        found[n] = best_times(runs, repeats=rounds, budget=1.0, warm_up=False)
+    return found
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of tensors made under it that are alive at once; `most` is the largest sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.held = {k: (ref, size) for k, (ref, size) in self.held.items() if not ref.expired()}
+        given = {StorageWeakRef(t.untyped_storage()).cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                ref = StorageWeakRef(t.untyped_storage())
+                if ref.cdata not in given:  # no view of what was there before
+                    self.held[ref.cdata] = (ref, t.untyped_storage().nbytes())
+        self.most = max(self.most, sum(size for _, size in self.held.values()))
+        return out
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """The most memory that a call holds at once in tensors of its own, its result included.
+
+    >>> x = torch.ones(1000)
+    >>> peak_bytes(lambda: x + x), peak_bytes(lambda: (x + x) * x), peak_bytes(lambda: x.view(10, 100))
+    (4000, 8000, 0)
+    """
+    with Alive() as alive:
+        kept = call()
+    del kept
+    return alive.most
+
+
+@torch.no_grad()
+def layer_memory(plan: LayerPlan, name: str, lengths: Sequence[int]) -> Times:
+    """Bytes that one attention layer works with beside its inputs, by exact attention and under a plan."""
+    layer = LinearAttention(plan)
+    found: Times = {}
+    for n in lengths:
+        call = random_call(plan, n)
+        found[n] = {"exact": peak_bytes(partial(exact, call)), name: peak_bytes(partial(layer, call))}
+    return found
+
+
+def crossing(times: Times, name: str) -> float | None:
+    """The length from which `name` is faster than exact attention, between measured lengths; None if it never is.
+
+    >>> crossing({100: {"exact": 1.0, "a": 2.0}, 200: {"exact": 4.0, "a": 2.0}}, "a")
+    141.4213562373095
+    >>> crossing({100: {"exact": 1.0, "a": 0.5}}, "a"), crossing({100: {"exact": 1.0, "a": 2.0}}, "a")
+    (100.0, None)
+    """
+    lengths = sorted(times)
+    ratios = [math.log(times[n][name] / times[n]["exact"]) for n in lengths]
+    if ratios[-1] > 0:
+        return None
+    last = max((i for i, r in enumerate(ratios) if r > 0), default=-1)
+    if last < 0:
+        return float(lengths[0])
+    share = ratios[last] / (ratios[last] - ratios[last + 1])
+    return lengths[last] * (lengths[last + 1] / lengths[last]) ** share
+
+
+def typical_layer(plan: Plan) -> LayerPlan:
+    """The layer whose kinds of heads are the most common in a plan."""
+    converted = plan.converted or plan.layers
+    return max(converted, key=lambda layer: sum(sorted(layer.kinds) == sorted(other.kinds) for other in converted))
+
+
+def add_speed(
+    page: Report,
+    times: Times,
+    names: Sequence[str],
+    *,
+    border: int = 0,
+    positions: int | None = None,
+    what: str = "one attention layer",
+) -> float | None:
+    """The chart of times against length, with the crossing of the first name; returns the crossing.
+
+    `border`: from which length on the model is converted ('exact_below'), where that is settled: a second measurement
+    of the same thing would be another number. `positions`: what the model has, marked where times go beyond them.
+    """
+    where = crossing(times, names[0])
+    colours = {"exact": 0, names[0]: 1} | {name: 2 + i for i, name in enumerate(names[1:])}
+    series = {k: [(n, 1e3 * t[k]) for n, t in sorted(times.items())] for k in ("exact", *names)}
+    marks: dict[str, float] = {}
+    if border:
+        marks[f"converted from {border:,} tokens on"] = border
+    elif where is not None and where > min(times):
+        marks[f"faster from about {round_length(where):,} tokens"] = where
+    caption = border_sentence(border) if border else crossing_sentence(where, times, names[0])
+    if positions is not None and positions < max(times):
+        marks[f"its positions end: {positions:,}"] = positions
+        caption += f" {positions_sentence(positions)}"
+    chart = line_chart(
+        f"time of {what}", series, x_label="tokens", y_label="milliseconds", log=True, colours=colours, marks=marks
+    )
+    page.heading("Speed against length").figure(chart, caption)
+    return where
+
+
+def positions_sentence(positions: int) -> str:
+    return f"The model has positions for {positions:,} tokens: beyond them its attention alone was timed."
+
+
+def border_sentence(border: int) -> str:
+    return (
+        f"Below {border:,} tokens ('exact_below') the model is the original, bit by bit; what is kept was measured "
+        "without that border."
+    )
+
+
+def crossing_sentence(where: float | None, times: Times, name: str) -> str:
+    low, high = min(times), max(times)
+    if where is None:
+        return f"Exact attention is faster than {name} at every length measured, up to {high:,} tokens."
+    if where <= low:
+        return f"{name} is faster at every length measured, from {low:,} tokens on."
+    return f"Below about {round_length(where):,} tokens exact attention is faster: keep it there ('exact_below')."
+
+
+def round_length(value: float) -> int:
+    """A length to two digits, as exact as a crossing of measured lines is."""
+    step = 10 ** max(0, math.floor(math.log10(max(value, 1))) - 1)
+    return int(round(value / step) * step)
+
+
+def memory_number(plan: Plan, length: int) -> Number:
+    """The memory of decoding, as a number of the verdict; encoders keep none."""
+    if not any(layer.is_causal for layer in plan.layers):
+        return Number("memory", "as before", "an encoder keeps nothing between calls")
+    before, after = plan.cache_bytes(length, converted=False), plan.cache_bytes(length)
+    return Number(
+        "memory",
+        f"{after / before:.0%}",
+        f"of the cache at {length:,} tokens: {after / 1e6:.1f} of {before / 1e6:.1f} MB",
+    )
+
+
+def add_memory(page: Report, plan: Plan, memory: Times | None = None) -> None:
+    """Memory against length: of a decoder the cache, by its plan; else what a layer works with, if it was measured."""
+    if any(layer.is_causal for layer in plan.layers):
+        series = {
+            "as it was": [(float(n), plan.cache_bytes(n, converted=False) / 1e6) for n in CACHE_LENGTHS],
+            "converted": [(float(n), plan.cache_bytes(n) / 1e6) for n in CACHE_LENGTHS],
+        }
+        title, caption = "memory of decoding, one sequence", "All layers, float32, computed from the plan."
+    elif memory:
+        names = list(next(iter(memory.values())))
+        series = {k: [(float(n), row[k] / 1e6) for n, row in sorted(memory.items())] for k in names}
+        title = "working memory of one attention layer"
+        caption = (
+            "Beside its inputs, one sequence, float32. torch's exact attention keeps no matrix of weights: linear "
+            "attention saves an encoder time, not memory."
+        )
+    else:
+        return
+    chart = line_chart(title, series, x_label="tokens", y_label="megabytes", log=True)
+    page.heading("Memory against length").figure(chart, caption)
