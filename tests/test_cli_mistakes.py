@@ -38,7 +38,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def complaint(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int = 1
 ) -> str:
-    """What the command says when it refuses, on one line; its exit code is 1 for what it met, 2 for what it was told."""
+    """What the command says when it refuses, on one line; exit code 1 for what it met, 2 for what it was told."""
     monkeypatch.setattr(sys, "argv", ["bochner", *arguments])
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:

@@ -257,7 +257,9 @@ def test_the_page_of_a_target_compares_with_exact_attention_and_shows_every_poin
     assert "bochner advise a --keep 0.5 --length 512" in beyond
     assert "beyond them its attention alone was timed" in beyond
     within = target_page("t", replace(found, positions=None), times=times, place=Place("a")).html()
-    assert re.search(r"Convert it: .* on held-back texts of 48 tokens; its attention takes [\d.]+ of the time at", within)
+    assert re.search(
+        r"Convert it: .* on held-back texts of 48 tokens; its attention takes [\d.]+ of the time at", within
+    )
     share = found.candidates[found.chosen].attention_seconds / found.exact_seconds
     assert found.time_share == pytest.approx(share)
     assert f"with {share:.3f} of the time" in found.reasons[0]
@@ -291,7 +293,7 @@ def test_labels_of_a_frontier_do_not_pile_up() -> None:
     placed = boxes(frontier_chart("t", points, chosen="far"), list(points))
     for a, b in itertools.combinations(placed, 2):
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (a, b)
-    assert all(0 <= left and right <= 720 and 0 <= top and bottom <= HEIGHT for left, top, right, bottom in placed)
+    assert all(left >= 0 and right <= 720 and top >= 0 and bottom <= HEIGHT for left, top, right, bottom in placed)
 
 
 @pytest.mark.parametrize("where", [520.0, 1500.0, 3900.0])

@@ -8,6 +8,7 @@ phone with the names below; the style sheet shows one of them.
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -67,14 +68,14 @@ def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten that lie in the range; with fewer than three of them 2 and 5 times too.
+    """Powers of ten that lie in the range; with fewer than three of them 2 and 5 times too, or more.
 
     >>> log_ticks(0.3, 40)
     [0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for factors in ((1,), (1, 2, 5)):
-        found = [f * 10.0**p for p in powers for f in factors if low * 0.999 <= f * 10.0**p <= high * 1.001]
+    for factors in ((1,), (1, 2, 5), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 8)):
+        found = [round(f * 10.0**p, 14) for p in powers for f in factors if low * 0.999 <= f * 10.0**p <= high * 1.001]
         if len(found) >= 3:
             break
     return found or [low, high]
@@ -153,7 +154,7 @@ def label_box(x: float, y: float, text: str, anchor: str) -> Box:
 def freest(
     places: Sequence[tuple[float, float, str]], text: str, taken: Sequence[Box], frame: Box, labels: Sequence[Box] = ()
 ) -> int:
-    """Which of the places (x, y, anchor) for a label overlaps least with what is drawn; the first of equals.
+    """Which of the places (x, y, anchor) for a label overlaps least with what is drawn; earlier ones are better.
 
     Other `labels`, and the edge of the `frame`, weigh more than lines and points.
 
@@ -161,18 +162,18 @@ def freest(
     1
     """
     found = []
-    for x, y, anchor in places:
+    for i, (x, y, anchor) in enumerate(places):
         box = label_box(x, y, text, anchor)
         area = (box.right - box.left) * (box.bottom - box.top)
         worse = sum(box.over(other) for other in labels) + area - box.over(frame)
-        found.append(round(sum(box.over(other) for other in taken) + 9 * worse, 3))
+        found.append(round(sum(box.over(other) for other in taken) + 9 * worse + 6 * i, 3))
     return min(range(len(found)), key=found.__getitem__)
 
 
 def along(path: Sequence[tuple[float, float]], step: float = 6.0) -> list[Box]:
     """A line as small boxes that a label is to keep off."""
     spots = list(path[:1])
-    for (a, b), (c, d) in zip(path, path[1:], strict=False):
+    for (a, b), (c, d) in itertools.pairwise(path):
         count = max(1, math.ceil(math.dist((a, b), (c, d)) / step))
         spots += [(a + (c - a) * i / count, b + (d - b) * i / count) for i in range(1, count + 1)]
     return [Box(a - 4, b - 4, a + 4, b + 4) for a, b in spots]
@@ -266,7 +267,7 @@ def _mark(size: Size, text: str, x: float, right: float, taken: list[Box]) -> li
     sides = [(place, h, anchor) for h in heights for place, anchor in ((x + 7, "start"), (x - 7, "end"))]
     at, y, anchor = sides[freest(sides, text, taken, Box(size.left, TOP - 4, right, HEIGHT - BOTTOM))]
     taken.append(label_box(at, y, text, anchor))
-    return [line, f'<text class="quiet" x="{at:.1f}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>']
+    return [line, f'<text class="quiet over" x="{at:.1f}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>']
 
 
 def frontier_chart(
@@ -285,7 +286,8 @@ def frontier_chart(
 def _frontier(
     size: Size, title: str, drawn: Mapping[str, tuple[float, float]], labels: tuple[str, str], chosen: str
 ) -> str:
-    end = size.width - (24 if size.narrow else 180)
+    room = LETTER * max(len(name) for name in drawn) + 28
+    end = size.width - (24 if size.narrow else min(room, 0.45 * size.width))
     x = Axis.over([p[0] for p in drawn.values()], size.left + 14, end, log=True)
     y = Axis.over([p[1] for p in drawn.values()], HEIGHT - BOTTOM, TOP + 10, log=True)
     parts = _frame(size, title, x, y, labels, x.ticks, len(drawn) if size.narrow else 0)
@@ -304,7 +306,7 @@ def _frontier(
         labels_placed.append(label_box(at, height, text, anchor))
         if abs(height - cy) > 20:  # a label that had to go some way is led to
             parts.append(f'<line class="grid" x1="{cx:.1f}" y1="{cy:.1f}" x2="{at:.1f}" y2="{height - 4:.1f}"/>')
-        label = f'<text x="{at:.1f}" y="{height:.1f}" text-anchor="{anchor}" style="fill:{colour}">'
+        label = f'<text class="over" x="{at:.1f}" y="{height:.1f}" text-anchor="{anchor}" style="fill:{colour}">'
         parts.append(f"{label}{html.escape(text)}</text>")
         if size.narrow:
             parts.append(_below(i, name, colour, text))

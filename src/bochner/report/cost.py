@@ -48,7 +48,9 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.held = {k: (ref, size) for k, (ref, size) in self.held.items() if not ref.expired()}
-        given = {StorageWeakRef(t.untyped_storage()).cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {
+            StorageWeakRef(t.untyped_storage()).cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        }
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 ref = StorageWeakRef(t.untyped_storage())

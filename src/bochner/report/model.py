@@ -128,7 +128,13 @@ class Place:
 
 
 def target_page(
-    title: str, report: TargetReport, *, times: Times, place: Place, pictures: HeadPictures | None = None, source: str = ""
+    title: str,
+    report: TargetReport,
+    *,
+    times: Times,
+    place: Place,
+    pictures: HeadPictures | None = None,
+    source: str = "",
 ) -> Report:
     """What `advise` and `convert(keep=...)` found, as a page."""
     page = Report(title)
