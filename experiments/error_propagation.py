@@ -19,7 +19,7 @@ from _gallery import figure, finish, save
 import bochner
 from bochner.data import paragraphs
 from bochner.demo import load_minilm
-from bochner.hf.capture import batches
+from bochner.hf.inputs import batches
 from bochner.hf.plan import Plan
 
 SIZES = (64, 256, 1024)

@@ -13,7 +13,8 @@ from _gallery import COLOURS, figure, save
 from bochner import attention_matrix, feature_map, kernel_estimate
 from bochner.data import paragraphs
 from bochner.demo import load_minilm
-from bochner.hf.capture import batches, recording, run
+from bochner.hf.capture import recording, run
+from bochner.hf.inputs import batches
 
 LAYER, HEAD, WINDOW = "encoder.layer.2.attention.self", 4, 16
 

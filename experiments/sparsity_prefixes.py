@@ -25,7 +25,8 @@ from further_models import MODELS
 
 from bochner.data import paragraphs
 from bochner.demo import load_minilm, load_smollm2, quietly
-from bochner.hf.capture import batches, recording, run
+from bochner.hf.capture import recording, run
+from bochner.hf.inputs import batches
 from bochner.matvec.reduction import CLAIMS, kernel_of_attention
 
 FIRST, BINS, LOWEST = 50, 2048, -60.0  # the smallest logarithm that has a bin of its own

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from hf_models import GROUPED, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
 from bochner import BochnerError, convert, distill, revert  # noqa: E402
-from bochner.hf import layers_of, relative_errors, trainable_maps_  # noqa: E402
+from bochner.hf import layers_of, relative_errors, report_of, trainable_maps_  # noqa: E402
 from bochner.hf.capture import recording  # noqa: E402
 
 
@@ -222,3 +222,16 @@ def test_the_report_says_what_was_bought_on_data_held_back() -> None:
     assert found["relative_error"]["after"] == pytest.approx(error, rel=1e-4)
     assert found["relative_error"]["after"] < found["relative_error"]["before"]
     assert found["cosine"]["before"] < found["cosine"]["after"] <= 1 + 1e-6
+
+
+def test_where_nothing_has_a_map_nothing_is_distilled_and_it_is_said() -> None:
+    for options in ({"feature_map": None, "window": 8}, {"keep": 0.9, "num_features": 8}):
+        model = build("bert", TEXT)
+        convert(model, calibration=texts_as_batches(6, length=32), distill=True, exact_below=0, **options)
+        report = report_of(model).distillation
+        assert report is not None
+        assert not report.layers
+        assert "no head of the model has a map" in str(report)
+    fixed = convert(build("bert", TEXT), "positive", 8, exact_below=0)
+    report = distill(fixed, texts_as_batches(), projections=False, end_to_end=2)
+    assert [layer.steps for layer in report.layers] == [0, 0]

@@ -17,12 +17,13 @@ from hf_models import GROUPED, SEQ2SEQ, TEXT, build, texts_as_batches  # noqa: E
 
 from bochner import BochnerError, BochnerWarning, advise, convert, revert  # noqa: E402
 from bochner.hf import plan_of, report_of, unregister  # noqa: E402
-from bochner.hf.aim import Trial, is_language_model, split, whole_seconds  # noqa: E402
+from bochner.hf.aim import is_language_model, split  # noqa: E402
 from bochner.hf.capture import Shape, discover, run  # noqa: E402
 from bochner.hf.judge import Language, Outputs, Quality, Text, compare_readings, language_quality, read  # noqa: E402
 from bochner.hf.layer import LinearAttention  # noqa: E402
 from bochner.hf.target import EXACT, Candidate, Goal, Layer, Option, Search  # noqa: E402
 from bochner.hf.thin import Thinning  # noqa: E402
+from bochner.hf.verify import Trial, whole_seconds  # noqa: E402
 
 
 def ids(n: int, seed: int = 0) -> Tensor:
@@ -283,16 +284,16 @@ def test_what_is_judged_by_short_texts_is_shown_at_the_length_where_it_is_saved(
 
 
 def test_a_loss_at_longer_texts_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bochner.hf import aim
+    from bochner.hf import verify
     from bochner.hf.judge import Quality
 
-    true_compare = aim.Readings.compare
+    true_compare = verify.Readings.compare
 
     def worse(self: Any) -> Any:
         quality, figures = true_compare(self)
         return (quality if len(self.texts[0].ids[0]) == 200 else Quality(0.7, quality.figures)), figures
 
-    monkeypatch.setattr(aim.Readings, "compare", worse)
+    monkeypatch.setattr(verify.Readings, "compare", worse)
     report = advise(llama(), texts_as_batches(40), keep=0.9, length=800, judge_length=200, num_features=(16,))
     assert report.met
     assert any("at 400 it is 0.7000" in reason for reason in report.reasons)
@@ -326,11 +327,11 @@ class Prices:
 
 
 def test_after_a_choice_that_failed_comes_one_that_costs_little_more() -> None:
-    def after(*tried: tuple[float, float], path: list[float] | None = None) -> list[float]:
+    def after(*tried: tuple[float, float], path: list[float] | None = None, tries: int = 1) -> list[float]:
         trial = Trial.__new__(Trial)
         trial.search = Prices(*tried)  # type: ignore[assignment]
         trial.search.path = path or []  # type: ignore[assignment]
-        return [c.memory for c in trial._next(trial.search.tried[0], None)]  # type: ignore[arg-type]
+        return [c.memory for c in trial._next(trial.search.tried[0], None, tries)]  # type: ignore[arg-type]
 
     assert after((0.20, 0.991), (0.205, 0.992), (0.22, 0.993)) == [0.22]  # at least 1.05 times
     (between,) = after((0.20, 0.991), (0.30, 0.993))
@@ -341,6 +342,9 @@ def test_after_a_choice_that_failed_comes_one_that_costs_little_more() -> None:
     assert 0.24 <= by_sums < 0.26
     assert after((0.94, 0.991), (1.0, 0.999)) == [1.0]
     assert after((0.96, 0.991)) == []
+    assert after((0.97, 0.991), (1.0, 0.999)) == [1.0]  # where nothing costs 1.05 times as much
+    (later,) = after((0.20, 0.97), tries=3)
+    assert 0.34 <= later < 0.36
 
 
 def test_where_the_original_is_fastest_nothing_is_converted(tmp_path: Path) -> None:
@@ -387,8 +391,12 @@ def test_a_target_that_cannot_be_met_is_said_so(monkeypatch: pytest.MonkeyPatch)
         convert(model, calibration=texts_as_batches(8), keep=0.999, num_features=8, exact_below=10_000)
     report = report_of(model).target
     assert report is not None
-    assert report.verified.kept < 0.999
-    assert {layer.exact_below for layer in plan_of(model).converted} == {10_000}
+    assert not report.met
+    assert not report.plan.converted  # the original keeps what was asked for
+    assert report.verified.kept >= 0.999
+    best = max(c.verified.kept for c in report.candidates if c.plan.converted and c.verified is not None)
+    assert best < 0.999
+    assert f"{best:.4f} is the best" in report.reasons[0]
 
 
 def test_a_target_and_a_recipe_exclude_each_other() -> None:

@@ -15,9 +15,9 @@ import torch
 from bochner import data
 from bochner.hf.aim import positions_of
 from bochner.hf.cache import cache_bytes
-from bochner.hf.capture import batches
 from bochner.hf.convert import convert, relative_errors, revert
 from bochner.hf.distill import distill
+from bochner.hf.inputs import batches
 from bochner.hf.io import plan_of
 from bochner.hf.measure import compare_embeddings, embed, perplexity, recall
 from bochner.hf.plan import Plan

@@ -7,6 +7,7 @@ this machine. The advice says when conversion is not worth it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bochner import theory
-from bochner._checks import BochnerError, one_of, positive_float, positive_int, spawn_seed
+from bochner._checks import BochnerError, is_int, one_of, positive_float, positive_int, spawn_seed
 from bochner._progress import speaker
 from bochner._timing import best_times
 from bochner.attention.checks import check_qkv
@@ -149,17 +150,19 @@ def advise(
     keep: float = 0.99,
     minimize: str | None = None,
     parts: Sequence[str] | None = None,
+    unsupported: str = "keep",
+    exact_below: int | None = None,
     tokenizer: Any = None,
     batch_size: int = 8,
     seed: int = 0,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Any:
     """Measure your attention and say what to use: `advise(model, texts)` or `advise(q, k, v)`.
 
     `advise(model, calibration, tokenizer=..., keep=0.99, length=n)`: the search of `convert(..., keep=...)` without the
     change, and the rank floor of every head; returns a `bochner.hf.TargetReport`, whose `config` are keywords of
     `convert`. The first of `num_features` is taken; `window`, `sinks` and `window_kind` are chosen unless given;
-    `parts`, `judge_length`: as in `convert`.
+    `parts`, `unsupported`, `exact_below`, `judge_length`, `calibration`, `progress`: as in `convert`.
     `advise(q, k, v)`: one layer's queries (b, h, n, d), keys and values before scaling, with `scale` and `is_causal`;
     without v, random values stand in; transformers is not needed. Half of the sequences calibrate the maps, the other
     half measures them, and every head has its rank floor; returns an `Advice`. `target`: the relative error of a
@@ -179,14 +182,20 @@ def advise(
     if not sizes:
         raise BochnerError("The 'num_features' of advise is empty; give at least one number of features.")
     one_of(window_kind, "window_kind", "advise", (None, *WINDOW_KINDS))
+    if not is_int(seed) or seed < 0:
+        raise BochnerError(f"The 'seed' of advise must be an int >= 0, got {seed!r}.")
+    if exact_below is not None and (not is_int(exact_below) or exact_below < 0):
+        raise BochnerError(f"The 'exact_below' of advise must be an int >= 0 or None, got {exact_below!r}.")
     if isinstance(model, nn.Module):
         register_once()
         near: dict[str, Any] = {"window": window, "sinks": sinks, "window_kind": window_kind}
         model, tokenizer = capture.unwrap(model, tokenizer)
         data = target_data(model, calibration, tokenizer, judge_length or length, batch_size)
-        shapes = shapes_of(model, data, parts=parts)
-        goal = goal_of(model, shapes, data, keep, minimize, length, judge_length)
-        options: dict[str, Any] = {"num_features": sizes[0], "floors": True, "seed": seed, "say": speaker(progress)}
+        shapes = shapes_of(model, data, unsupported, parts, owner="advise")
+        goal = goal_of(model, shapes, data, keep, minimize, length, judge_length, owner="advise")
+        say = speaker(sys.stderr.isatty() if progress is None else progress)
+        options: dict[str, Any] = {"num_features": sizes[0], "exact_below": exact_below, "floors": True, "seed": seed}
+        options["say"] = say
         return aim(model, shapes, goal, data, **options, **near)[0]
     layer = _layer_of_tensors(model, calibration, values, scale, is_causal)
     near = {

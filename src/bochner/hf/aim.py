@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,26 +13,22 @@ import torch
 from torch import Tensor
 
 from bochner import theory
-from bochner._checks import BochnerError, BochnerWarning, one_of
-from bochner._timing import best_times
-from bochner.hf import capture, io
-from bochner.hf.judge import RANKED, Judge, Language, Outputs, Quality, Reading, Text, compare_readings, read
+from bochner._checks import BochnerError, BochnerWarning, one_of, positive_int
+from bochner.hf import capture, inputs
+from bochner.hf.judge import RANKED, Judge, Language, Outputs, Quality
 from bochner.hf.layer import Call, LinearAttention
 from bochner.hf.measure import Far, attention_weights
 from bochner.hf.original import Obstacle
-from bochner.hf.plan import Plan
-from bochner.hf.target import BUDGETS, EXACT, RETREATS, Candidate, Goal, Option, Say, Search
+from bochner.hf.plan import Fitted, Plan
+from bochner.hf.target import EXACT, Candidate, Goal, Option, Say, Search
 from bochner.hf.thin import Thinning
+from bochner.hf.verify import Trial, length_of, longest, time_of_whole
 
 FIT_LENGTH = 640  # tokens of the pieces that maps are fitted to
 FIT_TOKENS = 4096
-DEARER = (1.05, 1.2)  # how much more a choice costs that is tried after one that failed, of gates and of sums
-FINER = 0.25  # steps of log2 of the damage between them
-VERIFIED_TOKENS = 6144  # of held-back text, at least one sequence of the goal's length
 SHARES = (0.3, 0.6)  # where fitting ends, where choosing ends: the rest is held back
 FLOOR_LENGTH = 384  # tokens of the attention matrices whose rank floor is computed
 PARTS = ("encoder", "decoder", "cross")
-ALWAYS = 2**31  # an 'exact_below' that every call is below of
 
 
 @dataclass
@@ -59,7 +55,7 @@ class TargetReport:
     texts held back, at `verified_length` tokens; `further`: on texts of more tokens than were judged, up to `length`.
     `whole`: of the original and the converted model, seconds and bytes. `exact_seconds`: of the original's attention at
     `length` tokens, to compare `attention_seconds` of a candidate with. `positions`: the most tokens that the model has
-    positions for, None if its config does not say.
+    a table of positions for, None if it has none.
     """
 
     keep: float
@@ -147,7 +143,7 @@ class TargetReport:
                 f"bring {over} of {len(floors)} below 0.5"
             )
         lines += self.reasons
-        lines.append("recommended: bochner.convert(model, plan=report.plan, calibration=texts)")
+        lines.append("recommended: bochner.convert(model, plan=report.plan)")
         return "\n".join(lines)
 
 
@@ -166,13 +162,18 @@ class Split:
         return Outputs(model, self.choose, goal.keep)
 
 
-def split(data: Sequence[dict[str, Tensor]], is_language: bool) -> Split:
-    """Split batches; those of a language model are taken for one stream of tokens."""
+def split(data: Sequence[dict[str, Tensor]], is_language: bool, most: int = FIT_LENGTH) -> Split:
+    """Split batches; those of a language model are one stream of tokens, fitted to in pieces of at most `most`."""
     if is_language:
+        if any("input_ids" not in b for b in data):
+            raise BochnerError(
+                "A language model is judged by the tokens that it predicts: give texts or 'input_ids' as "
+                f"'calibration', got batches of {sorted(data[0])}."
+            )
         rows = [row[mask.bool()] for b in data for row, mask in zip(b["input_ids"], _mask(b), strict=True)]
         tokens = torch.cat(rows)
         a, b = (int(share * len(tokens)) for share in SHARES)
-        pieces = tokens[: min(a, FIT_TOKENS)].split(FIT_LENGTH)
+        pieces = tokens[: min(a, FIT_TOKENS)].split(min(FIT_LENGTH, most))
         return Split([{"input_ids": piece[None]} for piece in pieces], tokens[a:b], tokens[b:], True)
     if len(data) < 3:  # row by row
         data = [{name: t[i : i + 1] for name, t in b.items()} for b in data for i in range(len(next(iter(b.values()))))]
@@ -206,15 +207,17 @@ def target_data(
     Models that do not predict the next token get texts of `length` tokens, as far as they have positions.
     """
     texts = [calibration] if isinstance(calibration, str) else calibration
-    if not (isinstance(texts, Sequence) and all(isinstance(t, str) for t in texts)):
-        return capture.batches(calibration, tokenizer, model=model)
-    one_by_one = capture.batches(texts, tokenizer, model=model, max_length=2**20, batch_size=1)
+    positive_int(batch_size, "batch_size", "calibration")
+    if not (isinstance(texts, Sequence) and texts and all(isinstance(t, str) for t in texts)):
+        return inputs.batches(calibration, tokenizer, model=model)
+    most = inputs.positions(model).get("input_ids", 2**20)
+    one_by_one = inputs.tokenized(texts, tokenizer, model, 2**20, 1)
     start = {k: v[:1, :16] for k, v in one_by_one[0].items()}
     if is_language_model(model, capture.discover(model, start)):
         stream = torch.cat([batch["input_ids"][0] for batch in one_by_one])
-        return [{"input_ids": piece[None]} for piece in stream.split(FIT_LENGTH)]
-    sizes = [_length(batch) for batch in one_by_one]
-    wanted = min(length or max(sizes), positions_of(model) or 2**20)
+        return [{"input_ids": piece[None]} for piece in stream.split(min(FIT_LENGTH, most))]
+    sizes = [length_of(batch) for batch in one_by_one]
+    wanted = min(length or max(sizes), most)
     joined, open_size = [""], 0
     for text, size in zip(texts, sizes, strict=True):
         if open_size >= wanted:
@@ -222,21 +225,26 @@ def target_data(
         joined[-1] = f"{joined[-1]} {text}".strip()
         open_size += size
     size = max(1, min(batch_size, len(joined) // 6))
-    return capture.batches(joined, tokenizer, model=model, max_length=wanted, batch_size=size)
+    return inputs.batches(joined, tokenizer, model=model, max_length=wanted, batch_size=size)
 
 
 def positions_of(model: Any) -> int | None:
-    """The most tokens that a model has positions for, as its config says; None if it does not say."""
-    return getattr(model.config, "max_position_embeddings", None) or None
+    """The most tokens that a model has a table of positions for; None if it has none, as with rotary ones."""
+    return inputs.positions(model).get("input_ids")
 
 
 def shapes_of(
-    model: Any, data: Sequence[dict[str, Tensor]], unsupported: str = "keep", parts: Sequence[str] | None = None
+    model: Any,
+    data: Sequence[dict[str, Tensor]],
+    unsupported: str = "keep",
+    parts: Sequence[str] | None = None,
+    owner: str = "convert",
 ) -> dict[str, capture.Shape]:
     """The attention modules of the model, with an obstacle where they are to stay as they are."""
-    shapes = capture.discover(model, capture.first_row(data[0]) if data else None, unsupported)
+    one_of(unsupported, "unsupported", owner, ("keep", "raise"))
+    shapes = capture.discover(model, inputs.first_row(data[0]) if data else None, unsupported)
     if parts is not None:
-        wanted = {one_of(part, "parts", "convert", PARTS) for part in ([parts] if isinstance(parts, str) else parts)}
+        wanted = {one_of(part, "parts", owner, PARTS) for part in ([parts] if isinstance(parts, str) else parts)}
         found = {shape.part for shape in shapes.values()}
         if not wanted & found:
             raise BochnerError(f"The model has no attention among 'parts' {sorted(wanted)}: it has {sorted(found)}.")
@@ -261,19 +269,27 @@ def goal_of(
     minimize: str | None,
     length: int | None,
     judge_length: int | None = None,
+    owner: str = "convert",
 ) -> Goal:
-    """The goal, with the defaults that fit the model."""
+    """The goal, with the defaults that fit the model; a language model's lengths are at most its positions."""
     language = is_language_model(model, shapes)
-    if length is None:
-        length = 4096 if language else _longest(data, shapes)
-    judged = length if judge_length is None else judge_length
+    asked = (4096 if language else longest(data, shapes)) if length is None else length
+    length = positive_int(asked, "length", owner)
+    most, trained = inputs.positions(model).get("input_ids"), inputs.trained_positions(model)
+    judged = length if judge_length is None else positive_int(judge_length, "judge_length", owner)
+    notes = []
+    if language and most is not None and length > most:
+        length, judged = most, min(judged, most)
+        notes.append(f"The model has positions for {most} tokens: all is counted there, not at {asked}.")
+    elif "input_ids" in data[0] and most is None and trained is not None and length > trained:
+        notes.append(f"The model was made for {trained} tokens: beyond them it may be worse, converted or not.")
     open_shapes = [shape for shape in shapes.values() if shape.obstacle is None]
     if minimize == "memory" and open_shapes and not any(s.is_causal and not s.is_cross for s in open_shapes):
         raise BochnerError(
             "minimize='memory' is the memory of decoding, and none of the attention that is to be converted decodes: "
             "use minimize='time'."
         )
-    return Goal(keep, minimize or ("memory" if language else "time"), length, judged)
+    return Goal(keep, minimize or ("memory" if language else "time"), length, judged, owner, tuple(notes))
 
 
 def aim(
@@ -294,21 +310,25 @@ def aim(
     `floors`: compute the rank floor of every head. `near`: `window`, `sinks`, `window_kind` if they are given.
     """
     began = time.monotonic()
-    parts = split(data, is_language_model(model, shapes))
+    most = inputs.positions(model).get("input_ids", FIT_LENGTH)
+    parts = split(data, is_language_model(model, shapes), most)
     search = Search(model, shapes, goal, num_features, seed, say, **near)
     judge = parts.judge(model, goal)
     search.prepare(parts.fit, judge)
     search.frontier(judge)
     Thinning(search, judge).run()
-    trial = Trial(model, search, parts, exact_below)
+    trial = Trial(model, search, parts.held, parts.is_language, exact_below)
     chosen, layers = trial.settle(judge)
     trial.look_further(chosen, layers)
     candidates = sorted(search.tried, key=search.price)
     assert chosen.verified is not None
+    for candidate in candidates:
+        candidate.plan.fit_length = length_of(parts.fit[0]) if "input_ids" in parts.fit[0] else 0
+    chosen.plan.maps = {name: _fitted(layer) for name, layer in layers.items() if len(layer.map_norm)}
     search.seconds["in all"] = time.monotonic() - began
     report = TargetReport(
-        goal.keep, goal.minimize, goal.length, chosen.plan, candidates, candidates.index(chosen),
-        chosen.verified.kept >= goal.keep, chosen.verified, trial.length, trial.further, trial.whole,
+        goal.keep, goal.minimize, goal.length, chosen.plan, candidates, candidates.index(chosen), not trial.missed,
+        chosen.verified, trial.length, trial.further, trial.whole,
         _heads(search, chosen, parts.fit[0] if floors else None), [], search.seconds,
         sum(layer.seconds[EXACT] for layer in search.layers.values()), positions_of(model),
     )  # fmt: skip
@@ -316,170 +336,9 @@ def aim(
     return report, layers
 
 
-class Trial:
-    """Verification: the original and the converted model on the texts held back, whole and at the length judged at."""
-
-    def __init__(self, model: Any, search: Search, parts: Split, exact_below: int | None) -> None:
-        self.model, self.search, self.exact_below = model, search, exact_below
-        self.whole: dict[str, dict[str, float]] = {}
-        self.length = search.goal.judged
-        self.further: dict[int, Quality] = {}
-        self.is_language = parts.is_language
-        self.held = parts.held
-        if parts.is_language:
-            self.length = min(self.length, len(parts.held))
-            self.readings = Readings(model, parts.held, self.length, VERIFIED_TOKENS)
-        else:
-            self.length = _longest(parts.held, search.shapes)
-            self.outputs = Outputs(model, parts.held, search.goal.keep)
-        self.figures: dict[int, dict[str, dict[str, float]]] = {}  # of the whole model, by the candidate's id
-
-    def settle(self, judge: Judge) -> tuple[Candidate, dict[str, LinearAttention]]:
-        """The cheapest choice that keeps the target on the texts held back, else the best; with its layers."""
-        search = self.search
-        kept = sorted((c for c in search.tried if search.keeps(c)), key=search.price)
-        waiting = kept[:1] or [max(search.tried, key=lambda c: c.quality.kept)]
-        runs: list[tuple[Candidate, Quality, dict[str, LinearAttention]]] = []
-        while waiting and len(runs) < RETREATS:
-            candidate = waiting.pop()
-            layers = self.verify(candidate)
-            assert candidate.verified is not None
-            runs.append((candidate, candidate.verified, layers))
-            if candidate.verified.kept >= search.goal.keep:
-                break
-            search.say(f"kept {candidate.verified.kept:.4f} on the texts held back: a costlier choice is tried")
-            waiting = self._next(candidate, judge)
-        best = max(runs, key=lambda run: (min(run[1].kept, search.goal.keep), -search.price(run[0])))
-        self.whole = self.figures[id(best[0])]
-        return best[0], best[2]
-
-    def _next(self, failed: Candidate, judge: Judge) -> list[Candidate]:
-        """A choice that costs more than one that failed, if there is one.
-
-        What was tried and costs little more; else one by sums between them; where nothing is known, gates, then sums.
-        """
-        search = self.search
-        least, most = (factor * search.price(failed) for factor in DEARER)
-        better = [c for c in search.tried if search.price(c) >= least and c.quality.kept > failed.quality.kept]
-        known = min(better, key=search.price) if better and search.keeps(failed) else None
-        if known is not None and search.price(known) <= most:
-            return [known]
-        for plan in sorted(search.path, key=search.price_of) if known is None else []:
-            if search.price_of(plan) >= least:
-                return [search.run(plan, failed.predicted, judge)]
-        exponent, least = BUDGETS[1], most if known is None else least
-        while exponent > BUDGETS[0] - 4:
-            plan, predicted = search.choose(2.0**exponent)
-            if known is not None and search.price_of(plan) >= search.price(known):
-                return [known]
-            if search.price_of(plan) >= least:
-                return [search.run(plan, predicted, judge)]
-            exponent -= FINER
-        return [] if known is None else [known]
-
-    def verify(self, candidate: Candidate) -> dict[str, LinearAttention]:
-        """Run a choice as in long texts; notes its quality and the figures of the whole model, returns its layers."""
-        plan, search = candidate.plan, self.search
-        search.say(f"verifying at {self.length} tokens on texts held back")
-        border = search.border(plan) if self.exact_below is None else self.exact_below
-        layers = search.build(plan)
-        with installed(self.model, plan, layers), all_converted(layers):
-            if self.is_language:
-                candidate.verified, self.figures[id(candidate)] = self.readings.compare()
-            else:
-                candidate.verified = self.outputs.quality(lambda batch: capture.run(self.model, batch))
-                seconds = whole_seconds(self.model, layers, capture.first_row(self.outputs.batches[0]))
-                self.figures[id(candidate)] = {name: {"seconds": x} for name, x in seconds.items()}
-        for layer in plan.converted:
-            layer.exact_below = border
-        return layers
-
-    def look_further(self, chosen: Candidate, layers: dict[str, LinearAttention]) -> None:
-        """What a choice that was judged by short texts does on longer ones, up to the goal's length."""
-        goal = self.search.goal
-        if not self.is_language or not chosen.plan.converted:
-            return
-        for n in (goal.length // 2, goal.length):
-            if self.length < n <= len(self.held):
-                self.search.say(f"looking further, at {n} tokens")
-                readings = Readings(self.model, self.held, n, n)
-                with installed(self.model, chosen.plan, layers), all_converted(layers):
-                    self.further[n], self.whole = readings.compare()
-
-
-class Readings:
-    """Texts of some length out of a stream of tokens, as the original has read them."""
-
-    def __init__(self, model: Any, tokens: Tensor, length: int, most: int) -> None:
-        count = max(1, min(most, len(tokens)) // length)
-        self.model = model
-        self.texts = [Text(piece, i) for i, piece in enumerate(tokens[: count * length].split(length))]
-        self.before = [read(model, text.ids) for text in self.texts]
-
-    def compare(self) -> tuple[Quality, dict[str, dict[str, float]]]:
-        """The quality of the model as it is now, and figures of either for the first text."""
-        after = [read(self.model, text.ids) for text in self.texts]
-        figures = {"original": _figures(self.before[0]), "converted": _figures(after[0])}
-        return compare_readings(self.texts, self.before, after), figures
-
-
-@contextlib.contextmanager
-def all_converted(layers: dict[str, LinearAttention]) -> Iterator[None]:
-    """No border for a while: texts below it would say nothing of the choice."""
-    borders = {name: layer.plan.exact_below for name, layer in layers.items()}
-    for layer in layers.values():
-        layer.plan.exact_below = 0
-    try:
-        yield
-    finally:
-        for name, layer in layers.items():
-            layer.plan.exact_below = borders[name]
-
-
-def whole_seconds(model: Any, layers: dict[str, LinearAttention], batch: dict[str, Tensor]) -> dict[str, float]:
-    """Seconds of a whole forward pass, with the attention it had before and with the present one, taking turns."""
-
-    def run(border: int) -> None:
-        for layer in layers.values():
-            layer.plan.exact_below = border
-        capture.run(model, batch)
-
-    borders = {name: layer.plan.exact_below for name, layer in layers.items()}
-    try:
-        return best_times({"original": lambda: run(ALWAYS), "converted": lambda: run(0)}, repeats=5, budget=2.0)
-    finally:
-        for name, layer in layers.items():
-            layer.plan.exact_below = borders[name]
-
-
-@contextlib.contextmanager
-def installed(model: Any, plan: Plan, layers: dict[str, LinearAttention]) -> Iterator[None]:
-    """The model converted for a while."""
-    io.equip(model, plan, layers)
-    try:
-        yield
-    finally:
-        io.strip(model)
-
-
-def _length(batch: dict[str, Tensor]) -> int:
-    main = next(iter(batch.values()))
-    return int(main.shape[1]) if main.ndim == 2 else int(main.shape[-1])
-
-
-def _longest(data: Sequence[dict[str, Tensor]], shapes: dict[str, capture.Shape]) -> int:
-    """Of the sequences that are attended to: frames of sound and pixels are more than that."""
-    if "input_ids" in data[0]:
-        return max(_length(batch) for batch in data)
-    return max(shape.keys for shape in shapes.values())
-
-
-def _figures(reading: Reading) -> dict[str, float]:
-    return {
-        "prefill_seconds": reading.prefill_seconds,
-        "step_seconds": reading.step_seconds,
-        "cache_bytes": float(reading.cache_bytes),
-    }
+def _fitted(layer: LinearAttention) -> Fitted:
+    """The maps of a layer as they are now."""
+    return Fitted(copy.deepcopy(layer.plan), {k: v.detach().cpu().clone() for k, v in layer.state_dict().items()})
 
 
 def _heads(search: Search, chosen: Candidate, batch: dict[str, Tensor] | None) -> list[HeadFigures]:
@@ -517,7 +376,7 @@ def rank_floors(search: Search, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
     search.say("computing rank floors")
     with capture.recording(search.model, look):
-        capture.run(search.model, capture.first_row(batch))
+        capture.run(search.model, inputs.first_row(batch))
     return found
 
 
@@ -526,18 +385,17 @@ def _reasons(report: TargetReport, trial: Trial) -> list[str]:
     found = []
     if all(layer.reason for layer in report.plan.layers):
         found.append(f"Nothing can be converted: {report.plan.layers[0].reason}.")
+    elif trial.missed or trial.slower:
+        found.append(trial.missed or trial.slower)
     elif not report.plan.converted:
         found.append(f"Nothing is converted: at {report.length} tokens the original has the least {report.minimize}.")
-    elif report.met and report.minimize == "memory":
+    elif report.minimize == "memory":
         found.append(f"The target is met with {report.candidates[report.chosen].memory:.3f} of the decoding memory.")
-    elif report.met:
-        share = f"{report.time_share:.3f} of the time of attention"
-        found.append(f"The target is met with {share} at {report.length} tokens.")
     else:
-        found.append(
-            f"The target cannot be met: {report.verified.kept:.4f} is the best that was found, {report.keep:g} was "
-            "asked for; distill, or ask for less."
-        )
+        share, whole = f"{report.time_share:.3f} of the time of attention", time_of_whole(report.whole)
+        found.append(f"The target is met with {share} at {report.length} tokens.")
+        if max(layer.exact_below for layer in report.plan.converted) <= trial.length:  # else it is the original there
+            found.append(f"The whole model takes {whole:.2f} of the original's time at {trial.length} tokens.")
     if not trial.is_language and set(report.verified.figures) == {"cosine"}:
         found.append(
             f"Verified by cosine alone: fewer than {RANKED} sequences were held back, too few for rank correlation; "
@@ -550,13 +408,15 @@ def _reasons(report: TargetReport, trial: Trial) -> list[str]:
         )
     readable = min(report.length, report.positions or report.length)
     if longest < readable:
-        found.append(f"The texts held back have {longest} tokens only: give more of them to verify at {readable}.")
+        told = f"The texts held back have {longest} tokens only: give more of them to verify at {readable}."
+        found.insert(0 if report.worthwhile else len(found), told)
     worst = min(report.further.items(), key=lambda item: item[1].kept, default=None)
     if worst is not None and worst[1].kept < report.keep:
         found.append(
             f"What is kept was judged at {trial.length} tokens: at {worst[0]} it is {worst[1].kept:.4f}; name a longer "
             "'judge_length' if your texts are longer."
         )
+    found += trial.search.goal.notes
     borders = {layer.exact_below for layer in report.plan.converted} - {0}
     if borders:
         found.append(f"Below {max(borders)} tokens the model is the original, bit by bit.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -153,7 +153,7 @@ def run(model: nn.Module, batch: dict[str, Any], *, gradient: bool = False) -> A
 
 
 class Shape(NamedTuple):
-    """What discovery learns of one attention module; `keys`: how many there were."""
+    """What discovery learns of one attention module; `queries`, `keys`: how many there were."""
 
     name: str
     num_heads: int
@@ -163,6 +163,7 @@ class Shape(NamedTuple):
     is_causal: bool
     is_cross: bool
     obstacle: Obstacle | None = None
+    queries: int = 0
     keys: int = 0
 
     @property
@@ -173,7 +174,7 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, name: str, call: Call) -> Shape:
         (_, h, n, d), (_, g, s, v) = call.query.shape, call.value.shape
-        return cls(name, h, g, d, v, call.is_causal, n != s, keys=s)
+        return cls(name, h, g, d, v, call.is_causal, n != s, queries=n, keys=s)
 
 
 def discover(model: nn.Module, batch: dict[str, Tensor] | None = None, unsupported: str = "keep") -> dict[str, Shape]:
@@ -184,16 +185,13 @@ def discover(model: nn.Module, batch: dict[str, Tensor] | None = None, unsupport
     """
     if any(hasattr(m, CHILD) for m in model.modules()):
         raise BochnerError("This model is converted already; call bochner.revert(model) first.")
-    found: dict[str, Shape] = {}
-
-    def observe(name: str, call: Call) -> None:
-        found.setdefault(name, Shape.of(name, call))
-
-    with recording(model, observe) as obstacles:
-        if batch is not None:
-            run(model, batch)
-        else:
-            _run_on_dummies(model)
+    found, obstacles = _shapes(model, batch)
+    if batch is not None and "decoder_input_ids" in batch:
+        # Both sides may have one length: cross-attention is where other queries meet as many keys.
+        other, hindered = _shapes(model, _other_queries(batch))
+        other |= {name: shape for name, (_, shape) in hindered.items()}
+        found = {name: _told_apart(shape, other[name]) for name, shape in found.items()}
+        obstacles = {name: (why, _told_apart(shape, other[name])) for name, (why, shape) in obstacles.items()}
     for name, (reason, shape) in obstacles.items():
         if unsupported == "raise":
             raise BochnerError(f"{name} cannot use linear attention: {reason.reason}; pass unsupported='keep'.")
@@ -203,15 +201,50 @@ def discover(model: nn.Module, batch: dict[str, Tensor] | None = None, unsupport
     return {name: found[name] for name, _ in model.named_modules() if name in found}
 
 
-def _run_on_dummies(model: Any) -> None:
+def _shapes(
+    model: nn.Module, batch: dict[str, Tensor] | None
+) -> tuple[dict[str, Shape], dict[str, tuple[Obstacle, Shape]]]:
+    """What one pass shows of the attention modules, and of those that ask for something else."""
+    found: dict[str, Shape] = {}
+
+    def observe(name: str, call: Call) -> None:
+        found.setdefault(name, Shape.of(name, call))
+
+    with recording(model, observe) as obstacles:
+        _run_first(model, batch)
+    return found, obstacles
+
+
+def _other_queries(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch whose decoder reads a token less, or one more if there is one alone."""
+    n = batch["decoder_input_ids"].shape[1]
+    changed = dict(batch)
+    for name, x in batch.items():
+        if name.startswith("decoder_") and x.ndim > 1 and x.shape[1] == n:
+            changed[name] = x[:, :-1] if n > 1 else torch.cat([x, x], dim=1)
+    return changed
+
+
+def _told_apart(shape: Shape, other: Shape) -> Shape:
+    fixed = shape.queries != other.queries and shape.keys == other.keys
+    return shape._replace(is_cross=shape.is_cross or fixed)
+
+
+def _run_first(model: Any, batch: dict[str, Tensor] | None) -> None:
+    """Run a model on a batch, or on made-up inputs, for the first time; what it says to them in one sentence."""
     try:
-        run(model, dummy_inputs(model))
+        run(model, dummy_inputs(model) if batch is None else batch)
     except BochnerError:
         raise
-    except Exception as error:  # whatever it is, the inputs were ours
+    except Exception as error:  # whatever it is, the inputs are not those that the model needs
+        shown = "made-up inputs"
+        if batch is not None:
+            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
+            shown = f"the first of 'calibration' with {shapes}"
+        told = " ".join(str(error).split())
         raise BochnerError(
-            f"{type(model).__name__} could not be run on made-up inputs ({type(error).__name__}: {error}); pass "
-            "'calibration', batches with the inputs it needs."
+            f"{type(model).__name__} could not be run on {shown} ({type(error).__name__}: {told}); pass 'calibration', "
+            "batches with the inputs it needs."
         ) from error
 
 
@@ -237,56 +270,3 @@ def dummy_inputs(model: Any) -> dict[str, Tensor]:
         batch["decoder_input_ids"] = torch.ones(1, 7, dtype=torch.long)
     dtype = next(model.parameters()).dtype
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
-
-
-def batches(
-    calibration: Any,
-    tokenizer: Any,
-    *,
-    model: Any = None,
-    max_length: int = 256,
-    batch_size: int = 8,
-    labels: bool = False,
-) -> list[dict[str, Tensor]]:
-    """Calibration data as model inputs: texts (with a tokenizer), one batch, or a sequence of batches.
-
-    `model`: texts without a tokenizer take the one stored beside it. `labels`: leave them in their batches.
-    """
-    if isinstance(calibration, str):
-        calibration = [calibration]
-    if hasattr(calibration, "keys"):
-        calibration = [dict(calibration)]
-    if not isinstance(calibration, Sequence):
-        calibration = list(calibration)
-    if not calibration:
-        raise BochnerError("The 'calibration' is empty; give some texts of the kind the model will see.")
-    if all(isinstance(t, str) for t in calibration):
-        tokenizer = tokenizer or _tokenizer_beside(model)
-        if tokenizer is None:
-            raise BochnerError("Calibration texts need a 'tokenizer'; pass the model's, or pass tokenized batches.")
-        found = []
-        size = batch_size if getattr(tokenizer, "pad_token", None) is not None else 1
-        for start in range(0, len(calibration), size):
-            texts = list(calibration[start : start + size])
-            encoded = tokenizer(texts, return_tensors="pt", truncation=True, max_length=max_length, padding=size > 1)
-            found.append({k: v for k, v in encoded.items() if isinstance(v, Tensor)})
-        return found
-    if not all(hasattr(b, "keys") for b in calibration):
-        kinds = sorted({type(b).__name__ for b in calibration})
-        raise BochnerError(f"The 'calibration' must be texts or batches (dicts of tensors), got {', '.join(kinds)}.")
-    return [{k: v for k, v in b.items() if isinstance(v, Tensor) and (labels or k != "labels")} for b in calibration]
-
-
-def first_row(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The first example of a batch."""
-    return {k: v[:1] for k, v in batch.items()}
-
-
-def _tokenizer_beside(model: Any) -> Any:
-    path = getattr(getattr(model, "config", None), "_name_or_path", "")
-    if not path:
-        return None
-    try:
-        return transformers_module().AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception:  # whatever is wrong with it, the caller is told to pass one
-        return None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError, lookup, one_of, positive_int, spawn_seed
-from bochner.hf import capture
+from bochner.hf import capture, inputs
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import Far, Statistics, attention_weights, head_errors, peaks
 from bochner.hf.plan import WINDOW_KINDS, LayerPlan, Plan
@@ -175,7 +175,7 @@ def retrieval_scores(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]]) 
     tokens = torch.cat(stream)
     near = {layer.name: layer.near for layer in plan.converted if not layer.is_cross}
     length = max(PROBE, *(layer.reach // 2 + 32 for layer in plan.converted))
-    length = min(length, len(tokens) // 2)
+    length = min(length, len(tokens) // 2, inputs.positions(model).get("input_ids", 2**31) // 3)
     pieces = [tokens[start : start + 2 * length].split(length) for start in range(0, len(tokens), 2 * length)]
     probes = [torch.cat([p[0], p[1], p[0]])[None] for p in pieces[:PROBES] if len(p) == 2 and len(p[1]) == length]
     if getattr(model, "get_output_embeddings", lambda: None)() is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -9,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, BochnerWarning, is_int, one_of
+from bochner._checks import BochnerError, BochnerWarning, is_int
 from bochner._progress import speaker
-from bochner.hf import capture, io, measure
+from bochner.hf import capture, inputs, io, measure
 from bochner.hf.aim import TargetReport, aim, goal_of, shapes_of, target_data
 from bochner.hf.choose import ExactHeads, Recipe, choose_exact, drop_useless_kernels
 from bochner.hf.cost import crossover
@@ -20,7 +22,7 @@ from bochner.hf.distill import distill as transfer
 from bochner.hf.layer import LinearAttention
 from bochner.hf.measure import Statistics
 from bochner.hf.patches import register_once
-from bochner.hf.plan import Plan
+from bochner.hf.plan import LayerPlan, Plan
 from bochner.maps.generalized import function_name
 
 ROWS_PER_DIMENSION = 4  # calibration tokens wanted per head dimension
@@ -50,11 +52,11 @@ def convert(
     distill: Any = None,
     calibration: Any = None,
     tokenizer: Any = None,
-    max_length: int = 256,
+    max_length: int | None = None,
     batch_size: int = 8,
     seed: int = 0,
     options: dict[str, Any] | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Any:
     """Replace a model's attention by linear attention, in place; returns the model.
 
@@ -78,7 +80,8 @@ def convert(
     `keep`: a target in place of a recipe, the share of its quality that the model is to keep, at `length` tokens
     (default 4096, in encoders the longest calibration text), with the least `minimize`: `"memory"` of decoding (default
     of language models) or `"time"`. What each head becomes is then searched for on a part of the calibration texts and
-    verified on another, end to end; `bochner.hf.report_of(model)` has the frontier, and it is printed with `progress`.
+    verified on another, end to end; `bochner.hf.report_of(model)` has the frontier. Where nothing that costs less keeps
+    it the model stays as it was, with a warning.
     A language model keeps the least of 1 / (ratio of perplexities) and of the share of what it gains on a passage that
     comes again after `length` tokens; an encoder the least of cosine and rank correlation of its embeddings.
     `judge_length`: the tokens of the texts that tell what is kept, if they are shorter than the `length` at which
@@ -89,9 +92,15 @@ def convert(
     `unsupported`: layers that linear attention cannot honour (windows and chunks of their own, soft caps, position
     biases, other masks) stay as they were and the plan says why, or with `"raise"` refuse the model.
     `parts`: of an encoder-decoder, which of `"encoder"`, `"decoder"` and `"cross"` to convert; default all.
-    `plan`: a `Plan` instead of all this. `distill`: True, or a dict of options of `bochner.distill`: attention transfer
-    on the calibration data after converting.
-    `calibration`: texts (with `tokenizer`), one batch or several.
+    `plan`: a `Plan` instead of all this. That of a report brings the maps that were verified and needs no calibration;
+    one that was loaded or edited has its maps fitted anew. `distill`: True, or a dict of options of `bochner.distill`:
+    attention transfer on the calibration data after converting.
+    `calibration`: a list of texts (with `tokenizer`; each cut to `max_length` tokens, by default 256 or as many as the
+    plan was fitted to), one batch or an iterable of them, such as a DataLoader: dicts of tensors, arrays or lists by
+    the names of the model's inputs, as a tokenizer or processor makes them (`{"pixel_values": x}`). An encoder-decoder
+    takes the inputs of its decoder from `labels` if there are no `decoder_input_ids`, else from the text itself.
+    `progress`: say what is being done and print the frontier, on the standard error stream; by default for a target,
+    if that is a terminal.
 
     >>> from transformers import BertConfig, BertModel
     >>> config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
@@ -104,7 +113,7 @@ def convert(
     inner, tokenizer = capture.unwrap(model, tokenizer)
     register_once()
     _check_model(inner)
-    one_of(unsupported, "unsupported", "convert", ("keep", "raise"))
+    _check_options(distill, seed)
     if exact_below is not None and (not is_int(exact_below) or exact_below < 0):
         raise BochnerError(f"The 'exact_below' of convert must be an int >= 0 or None, got {exact_below!r}.")
     if feature_map == "auto":
@@ -115,6 +124,7 @@ def convert(
         feature_map, num_features, window, sinks, window_kind, exact_heads, exact_unit, select, train, seed,
         {name: function_name(value) or value for name, value in (options or {}).items()},
     )  # fmt: skip
+    progress = keep is not None and sys.stderr.isatty() if progress is None else progress
     say = speaker(progress)
     found: TargetReport | None = None
     if keep is not None:
@@ -133,7 +143,9 @@ def convert(
             )
         data = []
         if calibration is not None:
-            data = capture.batches(calibration, tokenizer, model=inner, max_length=max_length, batch_size=batch_size)
+            if max_length is None:
+                max_length = getattr(plan, "fit_length", 0) or 256
+            data = inputs.batches(calibration, tokenizer, model=inner, max_length=max_length, batch_size=batch_size)
         # 1. Observe the exact model; 2. choose what each head becomes; 3. build the maps; 4. only now change the model.
         shapes = shapes_of(inner, data, unsupported, parts)
         draft, statistics = _observe(inner, shapes, recipe, plan, data, say)
@@ -184,6 +196,18 @@ def _distilled(model: Any, data: Batches, distill: Any, progress: bool) -> Disti
     except BaseException:
         revert(model)
         raise
+
+
+def _check_options(distill: Any, seed: Any) -> None:
+    """Refuse before anything is measured what would be refused after it."""
+    if not is_int(seed) or seed < 0:
+        raise BochnerError(f"The 'seed' of convert must be an int >= 0, got {seed!r}.")
+    if not (distill is None or isinstance(distill, (bool, dict))):
+        raise BochnerError(f"The 'distill' of convert must be True or a dict of options of distill, got {distill!r}.")
+    valid = set(inspect.signature(transfer).parameters) - {"model", "calibration", "progress"}
+    unknown = sorted(set(distill) - valid) if isinstance(distill, dict) else []
+    if unknown:
+        raise BochnerError(f"The 'distill' of convert has no option {unknown[0]!r}; the options are {sorted(valid)}.")
 
 
 def _check_target(recipe: Recipe, plan: Plan | None, calibration: Any, train: bool) -> None:
@@ -240,6 +264,8 @@ def _observe(
     """The plan before any choice, and the statistics of the exact attention, in one pass."""
     model_type = getattr(model.config, "model_type", "")
     draft = recipe.draft(shapes, model_type) if plan is None else _check_plan(plan, shapes)
+    if draft.maps and not any(_needs_maps(layer, draft) for layer in draft.layers):
+        return draft, None
     if not data:
         _check_needs_no_data(draft, recipe if plan is None else None)
         return draft, None
@@ -265,22 +291,26 @@ def _build(
     """The maps of every module, calibrated, on the model's device; without a recipe, exactly as planned."""
     device = next(model.parameters()).device
     layers = {layer.name: LinearAttention(layer) for layer in plan.layers}
-    if statistics is not None:
-        for name, layer in layers.items():
-            if not layer.plan.untouched:
-                statistics.calibrate(name, layer)
-        if recipe is not None and recipe.feature_map is not None and plan.count("hybrid"):
-            decoder = all(layer.is_causal for layer in plan.converted)
-            if recipe.select or (recipe.select is None and decoder):
-                say("measuring which heads gain from the kernel")
-                layers = drop_useless_kernels(model, plan, layers, data)
+    for name, layer in layers.items():
+        known = plan.fitted(layer.plan)
+        if known is not None:
+            layer.load_state_dict(known)
+        elif statistics is not None and not layer.plan.untouched:
+            statistics.calibrate(name, layer)
+    if statistics is not None and recipe is not None and recipe.feature_map is not None and plan.count("hybrid"):
+        decoder = all(layer.is_causal for layer in plan.converted)
+        if recipe.select or (recipe.select is None and decoder):
+            say("measuring which heads gain from the kernel")
+            layers = drop_useless_kernels(model, plan, layers, data)
     return {name: layer.to(device) for name, layer in layers.items()}
 
 
 def _check_plan(plan: Plan, shapes: dict[str, capture.Shape]) -> Plan:
     if not isinstance(plan, Plan):
         raise BochnerError(f"The 'plan' of convert must be a bochner.hf.Plan, got {type(plan).__name__}.")
+    maps = plan.maps
     plan = Plan.from_dict(plan.copy().to_dict())  # checked again: it may have been edited
+    plan.maps = maps
     for layer in plan.layers:
         shape = shapes.get(layer.name)
         if shape is None:
@@ -298,8 +328,13 @@ def _check_plan(plan: Plan, shapes: dict[str, capture.Shape]) -> Plan:
     return plan
 
 
+def _needs_maps(layer: LayerPlan, plan: Plan) -> bool:
+    """Whether a layer has maps that its plan does not bring."""
+    return bool({"hybrid", "kernel"} & set(layer.kinds)) and plan.fitted(layer) is None
+
+
 def _check_needs_no_data(plan: Plan, recipe: Recipe | None) -> None:
-    mapped = [layer for layer in plan.layers if {"hybrid", "kernel"} & set(layer.kinds) and not layer.train]
+    mapped = [layer for layer in plan.layers if _needs_maps(layer, plan) and not layer.train]
     needy = [layer.feature_map for layer in mapped if layer.feature_map in ("landmark", "calibrated", "optimal")]
     if needy:
         raise BochnerError(

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from bochner._checks import BochnerError, extra, one_of, positive_float, positive_int
 from bochner._progress import speaker
-from bochner.hf import capture
+from bochner.hf import capture, inputs
 from bochner.hf.io import layers_of
-from bochner.hf.judge import pooled
+from bochner.hf.judge import gives_distributions, pooled, rows_of
 from bochner.hf.layer import CHILD, Call, LinearAttention
 from bochner.hf.measure import HeadErrors, error_on
 from bochner.maps.landmark import LandmarkFeatures
@@ -51,15 +51,18 @@ class DistillReport:
 
     `quality`: figures of the whole model on the part of the data held back, `before` and `after`, and of the
     `original` where they are not distances from it: the `relative_error` of the outputs; of embeddings the `cosine`, of
-    language models the `perplexity`, of other distributions their `divergence` in nats.
+    language models the `perplexity`, of other distributions their `divergence` in nats. `note`: why nothing was done.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
     end_to_end: tuple[float, float] | None = None
     seconds: float = 0.0
     quality: dict[str, dict[str, float]] = field(default_factory=dict)
+    note: str = ""
 
     def __str__(self) -> str:
+        if self.note:
+            return self.note
         width = max([5, *(len(layer.name) for layer in self.layers)])
         lines = [f"{'layer'.ljust(width)}  before   after  steps  seconds"]
         for x in self.layers:
@@ -123,12 +126,15 @@ def distill(
         if name not in attached:
             raise BochnerError(f"There is no converted attention module {name!r}; the names are {sorted(attached)}.")
     sizes: dict[str, Any] = {"max_length": max_length, "batch_size": batch_size}
-    batches = capture.batches(calibration, tokenizer, model=model, labels=True, **sizes)
+    batches = inputs.batches(calibration, tokenizer, model=model, labels=True, **sizes)
     if len(batches) < 2:
         raise BochnerError("distill needs at least two batches, one of them for validation; give more texts.")
     labels = [batch.pop("labels", None) for batch in batches]
     own = _OwnLoss(model, batches, labels) if loss == "model" and end_to_end else None
     trained = _trained(model, part, adapted)
+    mapped = [name for name in (attached if end_to_end else names) if len(attached[name].map_norm)]
+    if not mapped and not (end_to_end and trained):
+        return DistillReport(note="Nothing was distilled: no head of the model has a map, and nothing else is trained.")
     held = max(1, len(batches) // 8)
     store, report = _Checkpoint(checkpoint, attached), DistillReport()
     # The teacher's outputs, before anything changes: of all data only if they are to be fitted.
@@ -224,6 +230,8 @@ class _Training:
 
         `units`: what the rate of each parameter is relative to; Adam itself takes steps of one size.
         """
+        if not parameters:  # maps of which nothing can be trained, with projections=False
+            return (now := measure()), now, 0
         optimizer = torch.optim.Adam(parameters, lr=self.lr, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps, eta_min=self.lr / 10)
         before = best = measure()
@@ -323,10 +331,15 @@ def _groups(names: Sequence[str], model: Any, batches: Sequence[dict[str, Tensor
 
 
 class _Outputs(NamedTuple):
-    """What a model computes: its final output, hidden states or logits, and the hidden states after every layer."""
+    """What a model computes: its final output, hidden states or logits, and the hidden states after every layer.
+
+    `seen` (b, n): which rows of the final output are not padding.
+    """
 
     final: Tensor
     hidden: tuple[Tensor, ...]
+    seen: Tensor
+    is_logits: bool
 
 
 def _outputs(model: Any, batch: dict[str, Tensor], *, original: bool = False) -> _Outputs:
@@ -336,10 +349,13 @@ def _outputs(model: Any, batch: dict[str, Tensor], *, original: bool = False) ->
     with watch:
         out = capture.run(model, asked, gradient=torch.is_grad_enabled() and not original)
     names = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
-    return _Outputs(out[0], tuple(h for name in names for h in (getattr(out, name, None) or ())[1:]))
+    hidden = tuple(h for name in names for h in (getattr(out, name, None) or ())[1:])
+    rows = rows_of(model, batch, out[0])
+    seen = torch.ones(out[0].shape[:2], dtype=torch.bool, device=out[0].device) if rows is None else rows
+    return _Outputs(out[0], hidden, seen, gives_distributions(model, out))
 
 
-def _loss(out: _Outputs, target: _Outputs, batch: dict[str, Tensor], is_logits: bool) -> Tensor:
+def _loss(out: _Outputs, target: _Outputs, batch: dict[str, Tensor]) -> Tensor:
     """Squared relative distances of the hidden states of all layers, and of the final output.
 
     Of token distributions the KL divergence; of hidden states the cosine of the mean over the text, as embeddings are.
@@ -347,8 +363,8 @@ def _loss(out: _Outputs, target: _Outputs, batch: dict[str, Tensor], is_logits: 
     mask = batch.get("attention_mask")
 
     def keep(t: Tensor) -> Tensor:
-        own = mask is not None and mask.shape == t.shape[:2]
-        return mask.bool().to(t.device) if own else torch.ones(t.shape[:2], dtype=torch.bool, device=t.device)  # type: ignore[union-attr]
+        masks = [m for m in (mask, target.seen) if m is not None and m.shape == t.shape[:2]]
+        return (masks[0] if masks else torch.ones(t.shape[:2])).to(t.device).bool()
 
     def distance(a: Tensor, b: Tensor) -> Tensor:
         weight = keep(b).unsqueeze(-1).to(b.dtype)
@@ -356,12 +372,11 @@ def _loss(out: _Outputs, target: _Outputs, batch: dict[str, Tensor], is_logits: 
 
     pairs = list(zip(out.hidden, target.hidden, strict=True)) or [(out.final, target.final)]
     layers = torch.stack([distance(a, b) for a, b in pairs]).sum()
-    seen = keep(target.final)
-    if is_logits:
+    seen = target.seen
+    if target.is_logits:
         p, q = (t.final[seen].float().log_softmax(-1) for t in (target, out))
         return layers + torch.nn.functional.kl_div(q, p, log_target=True, reduction="batchmean")
-    weight = seen.unsqueeze(-1).to(out.final.dtype)
-    a, b = ((t.final * weight).sum(1) / weight.sum(1) for t in (out, target))
+    a, b = (pooled(t.final, seen) for t in (out, target))
     return layers + (1 - torch.nn.functional.cosine_similarity(a, b, dim=-1)).mean()
 
 
@@ -369,11 +384,11 @@ class _Distance:
     """How far the outputs for a batch are from the original's."""
 
     def __init__(self, model: Any, pairs: Sequence[tuple[dict[str, Tensor], Any]]) -> None:
-        self.model, self.pairs, self.is_logits = model, pairs, _gives_logits(model)
+        self.model, self.pairs = model, pairs
 
     def __call__(self, index: int) -> Tensor:
         batch, target = self.pairs[index]
-        return _loss(_outputs(self.model, batch), target, batch, self.is_logits)
+        return _loss(_outputs(self.model, batch), target, batch)
 
 
 class _OwnLoss:
@@ -416,14 +431,11 @@ def _quality(model: Any, pairs: Sequence[tuple[dict[str, Tensor], Any]], *, orig
     found: dict[str, list[float]] = {}
     for batch, target in pairs:
         out = target.final if original else _outputs(model, batch).final
-        mask = batch.get("attention_mask")
-        own = mask is not None and mask.shape == out.shape[:2]
-        seen = mask.bool().to(out.device) if own else torch.ones(out.shape[:2], dtype=torch.bool, device=out.device)  # type: ignore[union-attr]
+        seen = target.seen
         a, b = (t[seen].float() for t in (out, target.final))
         figures = {"relative_error": ((a - b).norm() / b.norm().clamp_min(1e-30)).item()}
-        if not _gives_logits(model):
-            here = {k: v.to(out.device) for k, v in batch.items()}
-            x, y = (pooled(t.float(), here) for t in (out, target.final))
+        if not target.is_logits:
+            x, y = (pooled(t.float(), seen) for t in (out, target.final))
             figures["cosine"] = torch.nn.functional.cosine_similarity(x, y, dim=-1).mean().item()
         elif _predicts_next_tokens(model):
             labels = _next_labels(batch)[:, 1:].to(out.device)

@@ -33,7 +33,7 @@ ROUGH, FAR_OFF = 2, 4.0  # texts after which a choice is given up that loses so 
 WHOLE = 1024  # tokens: texts up to so many are run whole
 PIECE = 512  # tokens that a long text is read at a time
 LEAST_GAIN = 0.3  # nats on a repeated passage: models that gain less do not look it up
-STEPS = 4  # single tokens that are timed behind it
+STEPS = 4  # tokens at its end that are read and timed one at a time
 RANKED = 4  # texts: fewer have too few similarities to rank
 Batches = Sequence[dict[str, Any]]
 
@@ -253,9 +253,11 @@ class Outputs:
     def __init__(self, model: Any, data: Batches, keep: float) -> None:
         self.model, self.keep = model, keep
         self.batches, self.budget = list(data), 1 - keep
-        self.is_logits = getattr(model, "get_output_embeddings", lambda: None)() is not None
         with torch.no_grad():
-            self.truth = [_main(capture.run(model, batch)).float() for batch in self.batches]
+            outputs = [capture.run(model, batch) for batch in self.batches]
+        self.is_logits = gives_distributions(model, outputs[0])
+        self.truth = [_main(output).float() for output in outputs]
+        self.rows = [rows_of(model, batch, t) for batch, t in zip(self.batches, self.truth, strict=True)]
 
     def turn(self, step: int) -> int:
         return step % len(self.batches)
@@ -264,22 +266,22 @@ class Outputs:
         return Outputs(self.model, self.batches[:1], self.keep)
 
     def loss(self, index: int, output: Any) -> Tensor:
-        out, truth, batch = _main(output).float(), self.truth[index], self.batches[index]
+        out, truth, rows = _main(output).float(), self.truth[index], self.rows[index]
         if self.is_logits:
-            return _divergence(out, truth, batch) / self.budget
-        a, b = (pooled(t, batch) for t in (out, truth))
+            return _divergence(out, truth, rows) / self.budget
+        a, b = (pooled(t, rows) for t in (out, truth))
         return (1 - torch.nn.functional.cosine_similarity(a, b, dim=-1)).mean() / self.budget
 
     @torch.no_grad()
     def quality(self, outputs: Callable[[dict[str, Tensor]], Any]) -> Quality:
         found = [_main(outputs(batch)).float() for batch in self.batches]
         if self.is_logits:
-            triples = zip(found, self.truth, self.batches, strict=True)
+            triples = zip(found, self.truth, self.rows, strict=True)
             apart = sum(_divergence(*triple).item() for triple in triples) / len(found)
             return Quality(math.exp(-apart), {"divergence": apart})
         a, b = (
             torch.nn.functional.normalize(
-                torch.cat([pooled(t, batch) for t, batch in zip(ts, self.batches, strict=True)]), dim=-1
+                torch.cat([pooled(t, rows) for t, rows in zip(ts, self.rows, strict=True)]), dim=-1
             )
             for ts in (self.truth, found)
         )
@@ -294,20 +296,39 @@ def _main(output: Any) -> Tensor:
     return output.logits if getattr(output, "logits", None) is not None else output[0]
 
 
-def pooled(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+def gives_distributions(model: Any, output: Any) -> bool:
+    """Whether an output is distributions, of tokens or of classes for each token or frame."""
+    logits = getattr(output, "logits", None)
+    vocabulary = getattr(model, "get_output_embeddings", lambda: None)() is not None
+    return vocabulary or (logits is not None and logits.ndim == 3)
+
+
+def rows_of(model: Any, batch: dict[str, Any], out: Tensor) -> Tensor | None:
+    """Which rows of an output (b, n, ...) are not padding, (b, n) bool; None where nothing is known of them.
+
+    A mask over samples of sound is taken to frames as the model itself does.
+    """
+    masks = [batch[name] for name in ("decoder_attention_mask", "attention_mask") if name in batch]
+    found = next((mask for mask in masks if mask.shape == out.shape[:2]), None)
+    frames = [m for m in model.modules() if hasattr(m, "_get_feature_vector_attention_mask")]
+    if found is None and frames and out.ndim == 3 and "attention_mask" in batch:
+        mask = batch["attention_mask"].to(out.device)
+        found = frames[0]._get_feature_vector_attention_mask(out.shape[1], mask)
+    return None if found is None or found.shape != out.shape[:2] else found.to(out.device).bool()
+
+
+def pooled(out: Tensor, rows: Tensor | None) -> Tensor:
     """The mean over all tokens that are not padding, (b, hidden)."""
     if out.ndim == 2:
         return out
-    mask = batch.get("attention_mask")
-    if mask is None or mask.shape != out.shape[:2]:
+    if rows is None:
         return out.flatten(1, -2).mean(1)
-    weight = mask.to(out).unsqueeze(-1)
+    weight = rows.to(out).unsqueeze(-1)
     return (out * weight).sum(1) / weight.sum(1)
 
 
-def _divergence(out: Tensor, truth: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
-    keep = mask.bool() if mask is not None and mask.shape == out.shape[:-1] else ...
+def _divergence(out: Tensor, truth: Tensor, rows: Tensor | None) -> Tensor:
+    keep = ... if rows is None else rows
     p, q = truth[keep].log_softmax(-1), out[keep].log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).mean()
 
@@ -356,18 +377,13 @@ class Reading:
 
 @torch.no_grad()
 def read(model: Any, ids: Tensor) -> Reading:
-    """Read ids (1, n) piece by piece; then time single tokens behind it."""
+    """Read ids (1, n) piece by piece, the last tokens one at a time."""
     from bochner.hf.cache import cache_bytes
 
-    found = list(pieces(model, ids))
-    cache = found[-1].cache
-    steps, size = [], cache_bytes(cache)
-    for i in range(STEPS):
-        token = ids[:, i : i + 1].to(next(model.parameters()).device)
-        began = time.perf_counter()
-        model(token, past_key_values=cache, use_cache=True)
-        steps.append(time.perf_counter() - began)
-    return Reading(torch.cat([p.losses for p in found]), sum(p.seconds for p in found), min(steps), size)
+    n = ids.shape[1]
+    found = list(pieces(model, ids, range(n - STEPS, n)))
+    prefill, step = sum(p.seconds for p in found[:-STEPS]), min(p.seconds for p in found[-STEPS:])
+    return Reading(torch.cat([p.losses for p in found]), prefill, step, cache_bytes(found[-1].cache))
 
 
 def compare_readings(texts: Sequence[Text], before: Sequence[Reading], after: Sequence[Reading]) -> Quality:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bochner._checks import BochnerError
 from bochner.attention.state import leading
-from bochner.hf import capture
+from bochner.hf import capture, inputs
 from bochner.hf.familiar import note
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.plan import LayerPlan, Plan
@@ -287,7 +287,7 @@ def observe(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]], say: Any 
 def embed(model: Any, tokenizer: Any, texts: Sequence[str], *, max_length: int = 256, batch_size: int = 8) -> Tensor:
     """Mean-pooled, normalised embeddings (texts, hidden)."""
     found = []
-    for batch in capture.batches(list(texts), tokenizer, max_length=max_length, batch_size=batch_size):
+    for batch in inputs.batches(list(texts), tokenizer, model=model, max_length=max_length, batch_size=batch_size):
         batch = {k: v.to(model.device) for k, v in batch.items()}
         hidden = model(**batch).last_hidden_state.float()
         weight = batch["attention_mask"].unsqueeze(-1).float()

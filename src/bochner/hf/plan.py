@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from bochner._checks import BochnerError, one_of, positive_int
 
@@ -125,9 +127,19 @@ class LayerPlan:
         return total
 
 
+class Fitted(NamedTuple):
+    """The maps of a layer, and the plan of it that they were fitted for."""
+
+    layer: LayerPlan
+    tensors: dict[str, Tensor]
+
+
 @dataclass
 class Plan:
     """What every attention module of a model becomes: print it, edit it, save it, pass it back to `convert`.
+
+    `fit_length`: the tokens of the texts that a search has fitted maps to; `maps`: these maps, by the layer's name,
+    which are not saved with the plan.
 
     >>> layer = LayerPlan("layers.0.self_attn", 2, 1, 4, 4, ["exact", "hybrid"], window=8, sinks=1, num_features=16)
     >>> print(Plan([layer]))
@@ -137,6 +149,8 @@ class Plan:
 
     layers: list[LayerPlan]
     model_type: str = ""
+    fit_length: int = 0
+    maps: dict[str, Fitted] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -181,11 +195,19 @@ class Plan:
         """Bytes that decoding keeps for one sequence of `length` tokens, converted or as before."""
         return sum(x.cache_bytes(length, element_size=element_size, converted=converted) for x in self.layers)
 
+    def fitted(self, layer: LayerPlan) -> dict[str, Tensor] | None:
+        """The maps that the plan brings for a layer, unless that was changed since."""
+        known = self.maps.get(layer.name)
+        same = known is not None and replace(known.layer, exact_below=0) == replace(layer, exact_below=0)
+        return known.tensors if known is not None and same else None
+
     def copy(self) -> Plan:
         return copy.deepcopy(self)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, "model_type": self.model_type, "layers": [asdict(layer) for layer in self.layers]}
+        fitted = {"fit_length": self.fit_length} if self.fit_length else {}
+        layers = [asdict(layer) for layer in self.layers]
+        return {"format": FORMAT, "model_type": self.model_type, **fitted, "layers": layers}
 
     @classmethod
     def from_dict(cls, d: Any) -> Plan:
@@ -204,7 +226,7 @@ class Plan:
             layers = [LayerPlan(**{**old, **layer}) for layer in d["layers"]]
         except TypeError as error:
             raise BochnerError(f"The plan has unknown or missing fields: {error}.") from error
-        return cls(layers, d.get("model_type", ""))
+        return cls(layers, d.get("model_type", ""), d.get("fit_length", 0))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

@@ -43,23 +43,28 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Goal:
-    """What to keep, what to save and at how many tokens; `judged`: the tokens of the texts that tell what is kept."""
+    """What to keep, what to save and at how many tokens; `judged`: the tokens of the texts that tell what is kept.
+
+    `owner`: who was asked; `notes`: what the report is to say of the lengths.
+    """
 
     keep: float
     minimize: str
     length: int
     judged: int
+    owner: str = "convert"
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.keep, bool) or not isinstance(self.keep, (int, float)) or not 0.5 <= self.keep < 1:
-            raise BochnerError(f"The 'keep' of convert must be a share in [0.5, 1), got {self.keep!r}.")
-        one_of(self.minimize, "minimize", "convert", ("memory", "time"))
-        positive_int(self.length, "length", "convert")
-        positive_int(self.judged, "judge_length", "convert")
+            raise BochnerError(f"The 'keep' of {self.owner} must be a share in [0.5, 1), got {self.keep!r}.")
+        one_of(self.minimize, "minimize", self.owner, ("memory", "time"))
+        positive_int(self.length, "length", self.owner)
+        positive_int(self.judged, "judge_length", self.owner)
         if self.judged > self.length:
             raise BochnerError(
-                f"The 'judge_length' of convert must be at most the 'length', got {self.judged} and {self.length}: "
-                "what is saved is counted at the longest texts."
+                f"The 'judge_length' of {self.owner} must be at most the 'length', got {self.judged} and "
+                f"{self.length}: what is saved is counted at the longest texts."
             )
 
 
@@ -296,7 +301,7 @@ class Search:
             found = {}
             for name, option in reference.items():
                 error = self.layers[name].errors[option].double().clamp_min(LEAST_ERROR)
-                found[name] = falls[name].cpu() / error.square()
+                found[name] = falls.get(name, torch.zeros_like(error)).cpu() / error.square()  # none: no influence
             # Gradients are noisy: no head is taken to be wholly indifferent.
             least = 0.1 * torch.cat(list(found.values())).clamp_min(0).median().item()
             for name, sensitivity in found.items():

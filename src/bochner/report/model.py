@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from bochner.hf import capture, io
-from bochner.hf.aim import TargetReport, all_converted, is_language_model, target_data
+from bochner.hf import capture, inputs, io
+from bochner.hf.aim import TargetReport, is_language_model, target_data
 from bochner.hf.judge import Judge, Language, Outputs, Quality
 from bochner.hf.layer import Call
 from bochner.hf.measure import Far, HeadErrors, attention_weights
 from bochner.hf.plan import Plan
+from bochner.hf.verify import all_converted
 from bochner.report import Number, Report
 from bochner.report.charts import frontier_chart
 from bochner.report.cost import Times, add_memory, add_speed, memory_number
@@ -36,7 +37,7 @@ def head_pictures(
     layers = io.layers_of(model)
     shown = spread(list(layers), [layer.plan.num_heads for layer in layers.values()], most_heads)
     places = {layer.name: i for i, layer in enumerate(io.plan_of(model).layers)}
-    batch = capture.batches([text], tokenizer, max_length=max_tokens)[0]
+    batch = inputs.batches([text], tokenizer, model=model, max_length=max_tokens)[0]
     numbers: list[int] = []
     found = HeadPictures([], [], [], [], [], layers=numbers)
 
@@ -210,12 +211,12 @@ class Held:
     def __init__(self, model: Any, tokenizer: Any, texts: Sequence[str]) -> None:
         self.count = len(texts)
         data = target_data(model, texts, tokenizer, None, batch_size=4)
-        shapes = capture.discover(model, capture.first_row(data[0]))
+        shapes = capture.discover(model, inputs.first_row(data[0]))
         self.judge: Judge
         if is_language_model(model, shapes):
             tokens = torch.cat([batch["input_ids"][0] for batch in data])
-            self.judge = Language(model, tokens, GOOD, len(tokens))
-            self.length = len(tokens)
+            self.length = min(len(tokens), inputs.positions(model).get("input_ids", len(tokens)))
+            self.judge = Language(model, tokens, GOOD, self.length)
         else:
             self.judge = Outputs(model, data, GOOD)
             self.length = max(batch["input_ids"].shape[1] for batch in data)

@@ -1,0 +1,255 @@
+"""What a model is run on: texts, arrays and batches as its inputs, and how many tokens it has positions for."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bochner._checks import BochnerError, positive_int
+from bochner.hf.original import transformers_module
+
+POSITION_NAMES = ("posit", "wpe")  # of tables of positions, in all families
+SENSES = (
+    "pixel_values",
+    "input_features",
+    "input_values",
+)  # inputs beside which token ids may stand for something else
+
+
+def positions(model: Any) -> dict[str, int]:
+    """How many tokens of an input a model has a table of positions for, by the input's name; rotary models have none.
+
+    The table lies beside that of the tokens. Some families count from behind the number of the padding token (RoBERTa,
+    ESM), some from an offset (OPT, BART): so many rows are never used.
+    """
+    words, found = _words(model), dict[str, int]()
+    if words is None:
+        return {}
+    for path, module in model.named_modules():
+        tables = {name: x for name, x in module.named_children() if isinstance(x, nn.Embedding)}
+        if not any(x.num_embeddings == words.num_embeddings for x in tables.values()):
+            continue
+        decodes = getattr(model.config, "is_encoder_decoder", False) and "decoder" in path.split(".")
+        side = "decoder_input_ids" if decodes else "input_ids"
+        for name, table in tables.items():
+            if any(part in name for part in POSITION_NAMES):
+                unused = max(getattr(table, "offset", 0), -1 if table.padding_idx is None else table.padding_idx + 1, 0)
+                found[side] = min(found.get(side, 2**31), table.num_embeddings - unused)
+    return found
+
+
+def _words(model: Any) -> nn.Embedding | None:
+    """The table of a model's tokens, if it has one."""
+    try:
+        words = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return words if isinstance(words, nn.Embedding) else None
+
+
+def trained_positions(model: Any) -> int | None:
+    """How many tokens a model was made for, as its configuration says; beyond them it may run and be worse."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None)
+
+
+def batches(
+    calibration: Any,
+    tokenizer: Any,
+    *,
+    model: Any = None,
+    max_length: int = 256,
+    batch_size: int = 8,
+    labels: bool = False,
+) -> list[dict[str, Tensor]]:
+    """Calibration data as model inputs: texts (with a tokenizer), one batch, or a sequence of batches.
+
+    `model`: texts are cut to its positions, and without a tokenizer take the one stored beside it; its decoder, if it
+    has an encoder too, gets inputs from the labels. `labels`: leave them in their batches.
+    """
+    positive_int(max_length, "max_length", "calibration")
+    positive_int(batch_size, "batch_size", "calibration")
+    items = listed(calibration, model)
+    if all(isinstance(t, str) for t in items):
+        most = positions(model).get("input_ids", max_length)
+        return tokenized(items, tokenizer, model, min(max_length, most), batch_size)
+    if not all(hasattr(b, "keys") for b in items):
+        kinds = sorted({type(b).__name__ for b in items})
+        raise BochnerError(f"The 'calibration' must be texts or batches (dicts of tensors), got {', '.join(kinds)}.")
+    found = [with_decoder_inputs(model, as_tensors(model, dict(b))) for b in items]
+    check(model, found)
+    return [{k: v for k, v in b.items() if labels or k != "labels"} for b in found]
+
+
+def listed(calibration: Any, model: Any = None) -> list[Any]:
+    """Calibration data as a list of texts or of batches."""
+    if isinstance(calibration, str):
+        calibration = [calibration]
+    if hasattr(calibration, "keys"):
+        calibration = [calibration]
+    items = None
+    if not isinstance(calibration, (Tensor, np.ndarray)) and hasattr(calibration, "__iter__"):
+        items = list(calibration)
+    if items is None or any(isinstance(x, (Tensor, np.ndarray)) for x in items):
+        shown = type(calibration).__name__ if items is None else f"a list of {type(items[0]).__name__}s"
+        name = getattr(model, "main_input_name", "input_ids")
+        raise BochnerError(
+            f"The 'calibration' must be texts or batches, dicts of tensors by the names of the model's inputs, got "
+            f"{shown}: name them, as in {{{name!r}: x}}."
+        )
+    if not items:
+        raise BochnerError("The 'calibration' is empty; give some texts of the kind the model will see.")
+    return items
+
+
+def tokenized(
+    texts: Sequence[str], tokenizer: Any, model: Any, max_length: int, batch_size: int
+) -> list[dict[str, Tensor]]:
+    """Texts as batches, each cut to `max_length` tokens."""
+    tokenizer = tokenizer or _tokenizer_beside(model)
+    if tokenizer is None:
+        raise BochnerError(
+            "Calibration texts need a 'tokenizer'; pass the model's, or pass tokenized batches, as in "
+            "[{'input_ids': ids}, ...]."
+        )
+    found = []
+    size = batch_size if getattr(tokenizer, "pad_token", None) is not None else 1
+    for start in range(0, len(texts), size):
+        some = list(texts[start : start + size])
+        encoded = tokenizer(some, return_tensors="pt", truncation=True, max_length=max_length, padding=size > 1)
+        batch = {k: v for k, v in encoded.items() if isinstance(v, Tensor)}
+        found.append(with_decoder_inputs(model, batch))
+    return found
+
+
+def as_tensors(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """A batch of tensors: arrays and lists of numbers become some, one sequence alone a batch of one.
+
+    What else a tokenizer or a data set puts there is left out, unless the model asks for it by name.
+    """
+    found = {}
+    for name, value in batch.items():
+        if isinstance(value, (np.ndarray, list, tuple)):
+            value = _as_tensor(value)
+            if value is None and name in _parameters(model):
+                raise BochnerError(
+                    f"The {name!r} of a batch of 'calibration' must be a tensor or an array of numbers: pad its rows "
+                    "to one length, as a tokenizer does with padding=True."
+                )
+        if isinstance(value, Tensor):
+            found[name] = value
+    inputs = [value for name, value in found.items() if name != "labels"]
+    if not inputs:
+        raise BochnerError(
+            f"A batch of 'calibration' holds no inputs, but {sorted(batch)}: give dicts of tensors, as in "
+            f"{{{getattr(model, 'main_input_name', 'input_ids')!r}: x}}."
+        )
+    return {name: x[None] if x.ndim == 1 and inputs[0].ndim == 1 else x for name, x in found.items()}
+
+
+def _as_tensor(value: Any) -> Tensor | None:
+    """Numbers as a tensor, floating-point ones in torch's default precision; None if they are none."""
+    try:
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+            return torch.stack(list(value))
+        array = np.asarray(value)
+    except (ValueError, RuntimeError):
+        return None
+    if array.dtype.kind not in "biuf" or not array.size:
+        return None
+    x = torch.from_numpy(np.ascontiguousarray(array))
+    return x.to(torch.get_default_dtype()) if x.is_floating_point() else x
+
+
+def _parameters(model: Any) -> set[str]:
+    forward = getattr(model, "forward", None)
+    return set() if forward is None else set(inspect.signature(forward).parameters)
+
+
+def with_decoder_inputs(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch of an encoder-decoder with inputs for its decoder, where it has none.
+
+    The labels moved on by one token, as the model itself does; without labels the text that it reads, and beside sounds
+    and pictures the token that it begins with.
+    """
+    asked = _parameters(model)
+    if "decoder_input_ids" not in asked or {"decoder_input_ids", "decoder_inputs_embeds"} & batch.keys():
+        return batch
+    labels = batch.get("labels")
+    if labels is not None and (labels.ndim != 2 or labels.is_floating_point()):
+        labels = None
+    source = batch.get("input_ids") if labels is None else labels
+    if source is None:
+        rows = len(next(iter(batch.values())))
+        return {**batch, "decoder_input_ids": torch.full((rows, 1), _start_token(model))}
+    moved = {**batch, "decoder_input_ids": _moved_on(model, source)}
+    if labels is not None and "decoder_attention_mask" in asked and (labels == -100).any():
+        moved.setdefault("decoder_attention_mask", (labels != -100).long())
+    return moved
+
+
+def _moved_on(model: Any, tokens: Tensor) -> Tensor:
+    for name in ("prepare_decoder_input_ids_from_labels", "_shift_right"):
+        own = getattr(model, name, None)
+        if own is not None:
+            with contextlib.suppress(AttributeError, ValueError):  # a configuration that names no token to begin with
+                moved: Tensor = own(tokens)
+                return moved
+    first = torch.full_like(tokens[:, :1], _start_token(model))
+    padding = getattr(model.config, "pad_token_id", None) or 0
+    return torch.cat([first, tokens[:, :-1].masked_fill(tokens[:, :-1] == -100, padding)], dim=1)
+
+
+def _start_token(model: Any) -> int:
+    for config in (model.config, getattr(model, "generation_config", None)):
+        for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
+            token = getattr(config, name, None)
+            if token is not None:
+                return int(token)
+    raise BochnerError(
+        f"The batches of 'calibration' need inputs for the decoder of {type(model).__name__}: add 'decoder_input_ids' "
+        "or 'labels'."
+    )
+
+
+def check(model: Any, data: Sequence[dict[str, Tensor]]) -> None:
+    """Refuse token ids that the model does not know and sequences that it has no positions for."""
+    limits, words = positions(model), _words(model)
+    for batch in data:
+        for name, most in limits.items():
+            if name in batch and batch[name].ndim == 2 and batch[name].shape[1] > most:
+                raise BochnerError(
+                    f"The {name!r} of a batch of 'calibration' have {batch[name].shape[1]} tokens, and "
+                    f"{type(model).__name__} has positions for {most}: cut them."
+                )
+        ids = batch.get("input_ids")
+        if words is None or ids is None or not ids.numel() or any(name in batch for name in SENSES):
+            continue
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= words.num_embeddings:
+            raise BochnerError(
+                f"The 'input_ids' of a batch of 'calibration' must be in [0, {words.num_embeddings}), the tokens of "
+                f"{type(model).__name__}, got {low} to {high}: take the model's own tokenizer."
+            )
+
+
+def first_row(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The first example of a batch."""
+    return {k: v[:1] for k, v in batch.items()}
+
+
+def _tokenizer_beside(model: Any) -> Any:
+    path = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not path:
+        return None
+    try:
+        return transformers_module().AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception:  # whatever is wrong with it, the caller is told to pass one
+        return None
