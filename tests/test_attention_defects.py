@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "causal blocks": {"window": 8, "window_kind": "block", "is_causal": True, "sinks": 1},
     "sliding": {"window": 8, "sinks": 1},
 }
+
+
+def compiled(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    torch.compiler.reset()
+    return torch.compile(f, fullgraph=True, backend="eager")
+
+
+def mapped(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """f by vmap over the batch."""
+    return torch.func.vmap(lambda *inputs: f(*(t.unsqueeze(0) for t in inputs)).squeeze(0))
+
+
+def differentiated(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *inputs: torch.func.jvp(f, inputs, tuple(torch.zeros_like(t) for t in inputs))[0]
 
 
 @pytest.mark.parametrize("window", [10**6, 10**9])
@@ -230,3 +245,64 @@ def test_maps_and_attention_have_shapes_without_values(kind: str) -> None:
         if KINDS[kind].get("is_causal"):
             how: dict[str, Any] = {"return_state": True, **KINDS[kind]}
             assert len(linear_attention(*(torch.randn(2, 2, 20, 4) for _ in range(3)), phi, **how)) == 2
+
+
+BLIND = {"compiled": compiled, "vmap": mapped, "jvp": differentiated}
+
+
+@pytest.mark.parametrize("way", BLIND)
+@pytest.mark.parametrize("kind", [*KINDS, "causal sliding"])
+@pytest.mark.parametrize("name", "qkv")
+def test_where_nothing_can_be_refused_rows_that_see_nan_are_nan_and_no_others(name: str, kind: str, way: str) -> None:
+    how = KINDS.get(kind, {"window": 8, "is_causal": True})
+    phi = feature_map("positive", dim=4, num_features=8)
+    inputs = dict(zip("qkv", draw_qkv(40, dtype=torch.float32), strict=True))
+    want = linear_attention(*inputs.values(), phi, **how)
+    inputs[name] = inputs[name].clone()
+    inputs[name][1, 1, 30] = torch.nan
+    out = BLIND[way](lambda q, k, v: linear_attention(q, k, v, phi, **how))(*inputs.values())
+    sees = torch.zeros(2, 2, 40, dtype=torch.bool)
+    sees[1, 1, slice(30, 31) if name == "q" else slice(30, None) if how.get("is_causal") else slice(None)] = True
+    assert torch.equal(out.isnan().all(-1), sees)
+    assert_same(out[~sees], want[~sees], tol=1e-5)
+
+
+@pytest.mark.parametrize("sigma", [15.0, 30.0])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["positive", "relu"])
+def test_torch_func_gets_rows_right_that_leave_the_range_of_single_precision(
+    name: str, kind: str, sigma: float
+) -> None:
+    q, k, v = draw_qkv(128, d=16, dtype=torch.float32)
+    q, k = q * sigma, k * sigma
+    phi = feature_map(name, dim=16, num_features=64)
+
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        return linear_attention(*inputs, phi, **KINDS[kind])
+
+    want = attend(q.double(), k.double(), v.double())
+    assert_same(mapped(attend)(q, k, v).double(), want, tol=1e-4)
+    grad = torch.func.grad(lambda q, k, v: attend(q, k, v).square().sum(), argnums=(0, 1, 2))
+    assert all(g.isfinite().all() for g in grad(q, k, v))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_rows_that_are_lost_are_nan_and_never_zero(kind: str) -> None:
+    q, k, v = draw_qkv(128, d=16, dtype=torch.float32)
+    phi = feature_map("positive", dim=16, num_features=64)
+    mask = torch.zeros(2, 128, dtype=torch.bool)
+    mask[1] = True
+    q, k = ((30 * t).requires_grad_() for t in (q, k))
+
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        return linear_attention(*inputs, phi, key_padding_mask=mask, **KINDS[kind])
+
+    out = compiled(attend)(q, k, v)
+    lost = out.isnan().all(-1)
+    assert lost.any() == (kind == "causal")
+    assert out[1].eq(0).all()  # nothing to see
+    assert out[0][~lost[0]].ne(0).any(-1).all()
+    with torch.no_grad():
+        assert_same(out[~lost].double(), attend(q.double(), k.double(), v.double())[~lost], tol=1e-3)
+    grads = torch.autograd.grad(out[~lost].sum(), (q, k))
+    assert all(g.isfinite().all() for g in grads)

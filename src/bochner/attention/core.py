@@ -69,8 +69,10 @@ def linear_attention(
     - `on_small_normalizer`: signed maps can have a normaliser near or below zero. `"clamp"` raises it to a floor,
       `"zero"` zeroes the row, both with a `BochnerWarning` that counts the rows; `"raise"` refuses.
     - `recompute=False` keeps features for the backward pass: O(L m) memory. Second derivatives work either way.
-    - `diagnostics=False`: trust the inputs; no look at results, so none of NaN inputs refused, small normalisers
-      counted, or rows beyond the range of the dtype computed again.
+    - `diagnostics=False`: trust the inputs to be finite (else rows before a NaN may be NaN too); no look at results, so
+      no small normalisers counted, and no rows beyond the range of the dtype computed again.
+    - Compiled, exported and under torch.func nothing can be refused or counted: a row that sees what is not finite, or
+      that is beyond the range, is NaN. Under torch.func such a range is that of float64, on the CPU.
 
     >>> q, k, v = (torch.randn(1, 2, 10, 4) for _ in range(3))
     >>> linear_attention(q, k, v, feature_map("positive", dim=4, num_features=16), is_causal=True).shape
@@ -102,9 +104,9 @@ def linear_attention(
 
 def _result(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, state: State | None) -> Result:
     k, v = unmasked(hole, k, v)
-    if torch.compiler.is_compiling():
-        return _traced(call, q, k, v, hole, state)
-    if not call.diagnostics or is_composed():
+    if is_composed():
+        return _unseen(call, q, k, v, hole, state)
+    if not call.diagnostics:
         return attend(call, q, k, v, hole, state)
     check_finite("linear_attention", q=q, k=k, v=v)
     return _look(call, attend(call, q, k, v, hole, state), q, k, v, hole, state)
@@ -116,7 +118,7 @@ def _describe(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: State | N
     return Call(
         phi,
         math.sqrt(options["scale"]),
-        accumulation_dtype(q.dtype),
+        _dtype(q, phi, state, options),
         q.shape[1] // k.shape[1],
         options["is_causal"],
         options["window"] or 0,
@@ -131,19 +133,38 @@ def _describe(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: State | N
     )
 
 
-def _traced(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, state: State | None) -> Result:
-    """A compiled graph can refuse nothing: what sees a key or value that is not finite is NaN, the past is not."""
-    if not call.is_causal:
-        return attend(call, q, k, v, hole, state)
-    bad = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+def _unseen(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, state: State | None) -> Result:
+    """Attention where nothing can be refused: NaN for rows that see what is not finite, and for those that are lost."""
+    bad_query, bad = (~t.isfinite().all(-1) for t in (q, k))
+    bad = bad | ~v.isfinite().all(-1)
+    q = q.masked_fill(bad_query.unsqueeze(-1), 0)
     k, v = (t.masked_fill(bad.unsqueeze(-1), 0) for t in (k, v))
-    result = attend(call, q, k, v, hole, state)
-    seen = (bad.cumsum(-1) > 0)[..., -q.shape[-2] :].repeat(1, 1, call.groups).unsqueeze(-1)
     # Written out, for the compiler of torch 2.5 does not follow `_replace`.
-    out, after, lost, small = result
+    out, after, lost, small = attend(call, q, k, v, hole, state)
+    if call.is_causal:
+        seen = (bad.cumsum(-1) > 0)[..., -q.shape[-2] :].repeat(1, 1, call.groups)
+    else:
+        seen = bad.any(-1, keepdim=True)
+    wrong = (seen | bad_query.reshape(*k.shape[:2], -1)).unsqueeze(-1)
+    if lost is not None:
+        wrong = wrong | lost
     if after is not None:
         after = State(after.kv.masked_fill(bad.any(-1)[..., None, None], torch.nan), *after[1:])
-    return Result(out.masked_fill(seen, torch.nan), after, lost, small)
+    return Result(out.masked_fill(wrong, torch.nan), after, lost, small)
+
+
+def _dtype(q: Tensor, phi: FeatureMap, state: State | None, options: dict[str, Any]) -> torch.dtype:
+    """Where rows that leave the range of float32 can be neither seen nor computed again, all are taken from float64.
+
+    Not in compiled graphs, whose speed matters, and not where a state carries the dtype on.
+    """
+    plain = accumulation_dtype(q.dtype)
+    if state is not None or options["return_state"] or q.device.type != "cpu":
+        return plain
+    if torch.compiler.is_compiling() or not (is_composed() and (phi.positive or phi.top_up is not None)):
+        return plain
+    stable = phi.is_exponential and not (options["is_causal"] or options["window"] or options["sinks"])
+    return plain if stable else torch.float64
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, hole: Tensor | None, state: State | None) -> Result:
