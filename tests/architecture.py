@@ -236,6 +236,20 @@ def repeated(folders: Iterable[Path], lines: int = 6) -> list[tuple[str, str]]:
     return sorted(found)
 
 
+def long_functions(folder: Path, lines: int = 60) -> list[str]:
+    """Functions of more than so many lines without their docstring: the rule of the attention package is 60."""
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                text = node.body[0] if ast.get_docstring(node) is not None else None
+                words = 0 if text is None else (text.end_lineno or 0) - text.lineno + 1
+                count = (node.end_lineno or 0) - node.lineno + 1 - words
+                if count > lines:
+                    found.append(f"{path.name}:{node.name} ({count} lines)")
+    return found
+
+
 def generated(source: Path = SOURCE) -> dict[str, str]:
     """The generated parts of the page, by the names of their markers."""
     graph = room_graph(imports(source))

@@ -106,6 +106,14 @@ def test_nothing_is_written_twice(tmp_path):
     assert architecture.repeated([tmp_path], lines=7) == []
 
 
+def test_functions_of_attention_have_at_most_60_lines_without_their_docstring(tmp_path):
+    assert architecture.long_functions(SOURCE / "attention") == []
+    body = "\n".join(f"    x{i} = {i}" for i in range(60))
+    (tmp_path / "long.py").write_text(f'def a():\n    """One.\n\n    Two.\n    """\n{body}\n')
+    assert architecture.long_functions(tmp_path) == ["long.py:a (61 lines)"]
+    assert architecture.long_functions(tmp_path, lines=61) == []
+
+
 def test_every_benchmark_takes_the_option_that_all_of_them_are_given():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     other = sys.modules.pop("run", None)  # that of the experiments, if a test has imported it
