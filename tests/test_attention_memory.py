@@ -12,8 +12,9 @@ from naive import assert_same, draw_qkv
 from torch import Tensor
 
 from bochner import attention_matrix, feature_map, linear_attention
+from bochner.attention import recompute
 
-SIGNED = {"name": "landmark", "positive": False}  # topped up, which has no adjoint by hand
+SIGNED = {"name": "landmark", "positive": False}  # topped up
 
 
 def saved_bytes(inputs: tuple[Tensor, ...], m: int, phi: dict[str, Any], **options: Any) -> int:
@@ -98,6 +99,41 @@ def test_both_derivatives_are_those_of_the_matrix(
 
     got = derivatives(lambda q, k, v: linear_attention(q, k, v, made, **how))
     assert_same(got, derivatives(lambda q, k, v: attention_matrix(q, k, made, **how) @ v), 1e-9)
+
+
+@pytest.mark.parametrize("r", [1, 2])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "normalize": False},
+        {"window": 8, "sinks": 2},
+        {"window": 8, "window_kind": "block"},
+        {"window": 5, "sinks": 1, "is_causal": True},
+        {"window": 20, "is_causal": True},
+        {"window": 8, "window_kind": "block", "sinks": 1, "is_causal": True},
+    ],
+)
+def test_rows_that_were_topped_up_have_adjoints_by_hand(how: dict[str, Any], r: int, monkeypatch: Any) -> None:
+    """Of signed landmark maps, with a top-up that meets some rows: in memory O(L d), not by a graph of all features."""
+    q, k, v = draw_qkv(150, h=2 * r, g=2, d=3, v=3)
+    phi = feature_map("landmark", dim=3, num_features=6, positive=False, num_heads=2).double().calibrate_(k, k)
+    phi.trainable_()
+    assert phi.top_up is not None
+    phi.top_up.fill_(1.2)
+    mask = torch.zeros(2, 150, dtype=torch.bool)
+    mask[0, :9], mask[1, 120:] = True, True
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    inputs += phi.parameters()
+
+    def slopes(again: bool) -> tuple[Tensor, ...]:
+        out = linear_attention(q, k, v, phi, key_padding_mask=mask, recompute=again, **how)
+        return torch.autograd.grad(out.square().sum(), inputs)
+
+    want = slopes(False)
+    monkeypatch.setattr(recompute, "differentiate", None)
+    assert_same(slopes(True), want, 1e-11)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -27,7 +27,9 @@ from bochner.attention.numerics import (
     flags,
     is_composed,
     product,
+    scale_adjoint,
     scaled_weight,
+    top_up_rows,
     topped_up,
 )
 from bochner.attention.recompute import Traced, add_up, run_scan
@@ -168,9 +170,13 @@ class ReadScan:
         features = call.traced_features("query")
         for part in blocks(call, q.shape[-2], q.shape[0] * q.shape[1], q.device):
             f, g = Traced(features, q[..., part, :], call.parameters), total[..., part, :]
-            dsums += f.values.mT @ g
+            phi, n = f.values, g.shape[-2]
+            if call.top_up is not None:
+                den, last = phi @ sums[..., -1:], sums[..., -1:, :]
+                phi, g = top_up_rows(phi, g, den, last, call.top_up.squeeze(-1))
+            dsums += phi.mT @ g
             dphi = g @ sums.mT
-            dscale = (f.values * dphi).sum(-1, keepdim=True) if call.row_scale_matters else None
-            dq[..., part, :], more = f.pull(dphi, dscale)
+            dscale = scale_adjoint(phi, dphi, n) if call.row_scale_matters else None
+            dq[..., part, :], more = f.pull(dphi[..., :n, :], dscale)
             dparams = add_up(dparams, more)
         return dq, dsums, *dparams

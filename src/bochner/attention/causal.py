@@ -30,6 +30,8 @@ from bochner.attention.numerics import (
     may_look,
     mixed,
     product,
+    scale_adjoint,
+    top_up_rows,
     topped_up,
     weighted,
 )
@@ -195,11 +197,14 @@ class CausalScan:
             hole = None if self.hole is None else self.hole[:, part]
             keys = Keys.gather(Features(fk.values, fk.log_scale), v[..., part, :], hole, ref, c)
             g = by_chunk(total[..., part, :], c).unflatten(2, (keys.psi.shape[2], -1))
-            dphi, dpsi, dvalues, dsums = self._chunk_adjoint(fq.values.unflatten(2, g.shape[2:4]), keys, sums, g, dsums)
-            dphi, dpsi = dphi.flatten(2, 3), dpsi.flatten(2, 3)
-            dscale = (fq.values * dphi).sum(-1, keepdim=True) if call.row_scale_matters else None
-            dx, more = fq.pull(dphi, dscale)
-            dq[..., part, :] = by_head(dx.unflatten(2, g.shape[2:4]), call.groups)
+            phi, rows = fq.values.unflatten(2, g.shape[2:4]), g.shape[2:4]
+            if call.top_up is not None:
+                phi, g = self._topped_up(phi, g, keys, sums)
+            dphi, dpsi, dvalues, dsums = self._chunk_adjoint(phi, keys, sums, g, dsums)
+            dscale = scale_adjoint(phi, dphi, rows[1]).flatten(2, 3) if call.row_scale_matters else None
+            dx, more = fq.pull(dphi[..., : rows[1], :].flatten(2, 3), dscale)
+            dpsi = dpsi.flatten(2, 3)
+            dq[..., part, :] = by_head(dx.unflatten(2, rows), call.groups)
             dparams = add_up(dparams, more)
             dk[..., part, :], more = fk.pull(dpsi, (fk.values * dpsi).sum(-1, keepdim=True))
             dparams = add_up(dparams, more)
@@ -223,6 +228,15 @@ class CausalScan:
         dpsi += weighted(keys.values, far) @ dstates.mT
         dvalues += (keys.psi @ dstates[..., :-1]) * far
         return dphi, dpsi, dvalues, dsums
+
+    def _topped_up(self, phi: Tensor, g: Tensor, keys: Keys, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Features and gradients of rows (b, g, t, r c, .) that were topped up, see `top_up_rows`."""
+        c, (states, _), weight = keys.psi.shape[-2], keys.states(sums), keys.near(keys.start())
+        scores = (phi @ keys.psi.mT).unflatten(3, (-1, c)).tril_().flatten(3, 4)
+        den = phi @ states[..., -1:] + scores @ weight
+        last = states[..., -1:, :] + (weighted(keys.values, weight) * keys.psi[..., -1:]).cumsum(-2)
+        assert self.call.top_up is not None
+        return top_up_rows(phi, g, den, self._per_row(last), self.call.top_up)
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """While compiling, whole chunks only: the length may be symbolic."""

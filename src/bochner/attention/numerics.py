@@ -227,6 +227,31 @@ def topped_up(total: Tensor, last: Tensor, least: Tensor) -> Tensor:
     return total + lack.clamp_min(0) * last
 
 
+def top_up_rows(phi: Tensor, g: Tensor, den: Tensor, last: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of features (..., 2 n, m) and gradients (..., 2 n, v + 1) that stand for those of `topped_up` sums.
+
+    With S the sums of the keys and e the last feature alone, a row is `phi S + lack e S`; so rows e are put behind the
+    rows phi, and what lack, `least - den / count`, adds goes to both normalisers. phi (..., n, m); g (..., n, v + 1):
+    the gradient of topped-up rows; den (..., n, 1): normalisers before that; last (..., n or 1, v + 1).
+    """
+    count = last[..., -1:]
+    safe = torch.where(count > 0, count, 1)
+    share = den / safe
+    lack = least - share
+    dlack = (g * last).sum(-1, keepdim=True) / safe * ((lack >= 0) & (count > 0))
+    rows, others = g.clone(), g * lack.clamp_min(0)
+    rows[..., -1:] -= dlack
+    others[..., -1:] += dlack * share
+    alone = torch.zeros_like(phi)
+    alone[..., -1] = 1
+    return torch.cat([phi, alone], dim=-2), torch.cat([rows, others], dim=-2)
+
+
+def scale_adjoint(phi: Tensor, dphi: Tensor, n: int) -> Tensor:
+    """The gradient of the log scales of n rows, (..., n, 1); the features may be those of `top_up_rows`."""
+    return (phi * dphi).sum(-1, keepdim=True).unflatten(-2, (-1, n)).sum(-3)
+
+
 def adjoint(rows: Rows, grad: Tensor, normalize: bool) -> Tensor:
     """The gradient of the sums (..., n, v + 1) that `finish` divided, from that of its rows."""
     values = grad * rows.factor

@@ -70,7 +70,8 @@ class _Recomputed(torch.autograd.Function):
             )
         smooth = grads[: scan.num_smooth]
         again = torch.is_grad_enabled()  # a second derivative will be wanted
-        if not again and scan.call.top_up is None:  # the adjoints by hand know nothing of top-ups
+        top_up = scan.call.phi.top_up
+        if not again and (top_up is None or not top_up.requires_grad):  # the adjoints by hand leave that one out
             return (None, None, *scan.back(tensors[: ctx.count], ctx.kept, smooth))
 
         def run(*inputs: Tensor) -> Sequence[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,10 @@ class Band(NamedTuple):
         du = ((phi @ self.psi.mT) * decay).mT @ g[..., :-1]
         return back @ self.psi, self.place.zones_adjoint(back.mT @ phi), self.place.zones_adjoint(du)
 
+    def twice(self) -> Band:
+        """For all rows twice, one after another."""
+        return self._replace(log_scale=self.log_scale.repeat(1, 1, 1, 2, 1))
+
     def _decay(self, own: Tensor, log_ref: Tensor) -> Tensor:
         return (self.log_scale + (own - log_ref)).exp()
 
@@ -77,6 +82,9 @@ class Stairs(NamedTuple):
         scores, back = self._lower(phi @ self.psi.mT), self._lower(scaled @ self.values.mT)
         dvalues = (scores.mT @ scaled[..., :-1]) * self.weight
         return back @ self.psi, (back.mT @ phi).flatten(2, 3), dvalues.flatten(2, 3)
+
+    def twice(self) -> Stairs:
+        return self._replace(call=replace(self.call, groups=2 * self.call.groups))
 
     def _lower(self, scores: Tensor) -> Tensor:
         """Scores (b, g, t, r c, c) with zeros where the place is beyond the row's."""

@@ -27,6 +27,8 @@ from bochner.attention.numerics import (
     map_rows,
     may_look,
     product,
+    scale_adjoint,
+    top_up_rows,
     topped_up,
     weighted,
 )
@@ -190,19 +192,34 @@ class ZoneScan:
             dx = dx + more
             found.add_sinks(dsk, dsv)
         # 2. The sums beyond.
+        near, c = self._near(segment, zone, part), g.shape[3]
+        if self.call.top_up is not None:
+            phi, g = self._topped_up(zone, near, phi, own, log_ref, g)
+            own, log_ref = (t.repeat(1, 1, 1, 2, 1) for t in (own, log_ref))
+            near = None if near is None else near.twice()
         scaled = g * (zone.ref[..., None, None] + own - log_ref).exp()
         dphi = scaled @ zone.far.mT
         dfar += phi.mT @ scaled
         # 3. The kernel in the zone.
-        near = self._near(segment, zone, part)
         if near is not None and dpsi is not None:
             more, dnear, du = near.adjoint(phi, own, log_ref, g)
             dphi += more
             dpsi[..., : dnear.shape[2], :] += dnear
             found.add(start, None, du)
-        more, params = fq.pull(dphi.flatten(2, 3), (phi * dphi).sum(-1, keepdim=True).flatten(2, 3))
+        more, params = fq.pull(dphi[..., :c, :].flatten(2, 3), scale_adjoint(phi, dphi, c).flatten(2, 3))
         found.add(start, None, None, params)
         self._put(found.inputs[0], part, dx + more.view_as(dx))
+
+    def _topped_up(
+        self, zone: Zone, near: Band | Stairs | None, phi: Tensor, own: Tensor, log_ref: Tensor, g: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Features and gradients of rows (b, g, t, r c, .) that were topped up, see `top_up_rows`."""
+        kernel, last, norm = phi @ zone.far, zone.far[..., -1:, :], zone.far[..., -1].unsqueeze(-2)
+        if near is not None:
+            carry = (zone.ref[..., None, None] + own - log_ref).exp()
+            kernel, last, _ = near.add(phi, own, log_ref, kernel * carry, last * carry, norm * carry)
+        assert self.call.top_up is not None
+        return top_up_rows(phi, g, kernel[..., -1:], last, self.call.top_up)
 
     @property
     def _beyond(self) -> Beyond:
