@@ -112,7 +112,7 @@ def choose_exact(
 ) -> None:
     """Mark the heads that stay exact, and note every head's score in the plan."""
     if statistics is not None:
-        scores = {layer.name: statistics.heads[layer.name].mean("peak") for layer in plan.converted}
+        scores = {layer.name: statistics.mean_peak(layer.name) for layer in plan.converted}
         if recipe.ranks_heads and _retrieves(model, plan, data):
             scores |= retrieval_scores(model, plan, data)
         for layer in plan.converted:

@@ -271,7 +271,7 @@ def _observe(
         return draft, None
     statistics = measure.observe(model, draft, data, say)
     for layer in draft.converted:
-        rows, wanted = int(statistics.heads[layer.name].rows), ROWS_PER_DIMENSION * layer.head_dim
+        rows, wanted = statistics.rows[layer.name], ROWS_PER_DIMENSION * layer.head_dim
         if rows < wanted:
             raise BochnerError(
                 f"Too little calibration text: {rows} tokens for heads of size {layer.head_dim}, at least {wanted} are "

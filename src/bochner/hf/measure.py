@@ -244,8 +244,13 @@ class Statistics:
     def __init__(self, names: Iterable[str]) -> None:
         names = list(names)
         self.moments: dict[str, PairMoments] = {}
-        self.heads = {n: HeadStatistics() for n in names}
+        self.rows = dict.fromkeys(names, 0)
+        self.peaks: dict[str, Any] = dict.fromkeys(names, 0.0)  # sums over rows, (h,)
         self.samples = {n: Samples() for n in names}
+
+    def mean_peak(self, name: str) -> Tensor:
+        """The largest weight outside window and sinks of each head of a module, averaged over rows, (h,)."""
+        return self.peaks[name] / max(self.rows[name], 1)
 
     def calibrate(self, name: str, layer: LinearAttention) -> None:
         """Fit the maps of one module to what was found of it."""
@@ -263,17 +268,19 @@ def observe(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]], say: Any 
     """Run the exact model over the data and gather the statistics of every module of the plan."""
     found = Statistics(layer.name for layer in plan.converted)
     near = {layer.name: layer.near for layer in plan.converted}
-    mapped = {layer.name for layer in plan.layers if {"hybrid", "kernel"} & set(layer.kinds)}
+    mapped = {layer.name: layer.feature_map for layer in plan.layers if {"hybrid", "kernel"} & set(layer.kinds)}
 
     def look(name: str, call: Call) -> None:
         if name in near:
             far = Far.of(call, **near[name])
             weights = attention_weights(call, far.allowed)
-            if name in mapped:
+            if mapped.get(name) == "calibrated":
                 moments = far_pairs(call, weights, far)
                 found.moments[name] = found.moments[name] + moments if name in found.moments else moments
+            if name in mapped:
                 found.samples[name].add(call)
-            found.heads[name].add(call, weights, far)
+            found.rows[name] += int(far.allowed.any(-1).sum())
+            found.peaks[name] = found.peaks[name] + peaks(call, weights, far).double().sum((0, 2))
 
     with capture.recording(model, look):
         for i, batch in enumerate(data):
