@@ -63,8 +63,45 @@ def figure(columns: int = 1, rows: int = 1, **options: Any) -> tuple[Any, Any]:
     return plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
 
 
+def name_lines(ax: Any, ends: dict[str, tuple[float, Any]], fontsize: int = 8, gap: float = 0.055) -> None:
+    """Names right of the axes at the heights where their lines end, moved apart; `ends`: last value and colour."""
+    ax.figure.canvas.draw()
+    x = ax.get_xlim()[1]
+    heights = {n: ax.transAxes.inverted().transform(ax.transData.transform((x, y)))[1] for n, (y, _) in ends.items()}
+    low = -1.0
+    for name in sorted(heights, key=heights.__getitem__):
+        low = max(heights[name], low + gap)
+        ax.text(1.02, low, name, color=ends[name][1], fontsize=fontsize, va="center", transform=ax.transAxes)
+
+
+def name_points(ax: Any, points: dict[str, tuple[float, float]], fontsize: int = 8) -> None:
+    """Names beside points, where nothing else is written; what had to go some way is led to by a line."""
+    from bochner.report.charts import Box, freest, label_box
+
+    ax.figure.canvas.draw()
+    size = ax.figure.bbox
+    spots = {n: ax.transData.transform(p) for n, p in points.items()}
+    spots = {n: (x, size.height - y) for n, (x, y) in spots.items()}  # downwards, as the boxes of labels
+    taken = [Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots.values()]
+    frame = ax.get_window_extent()
+    room = Box(frame.x0, size.height - frame.y1, frame.x1 + 60, size.height - frame.y0)
+    labels: list[Box] = []
+    for name, (x, y) in spots.items():
+        shifts = (0, *(sign * d for d in range(6, 80, 6) for sign in (-1, 1)))
+        places = [(x + dx, y + 4 + dy, anchor) for dy in shifts for dx, anchor in ((9, "start"), (-9, "end"))]
+        at, height, anchor = places[freest(places, name, taken, room, labels)]
+        labels.append(label_box(at, height, name, anchor))
+        moved = (at - x) * 72 / ax.figure.dpi, (y - height + 4) * 72 / ax.figure.dpi
+        line = {"arrowstyle": "-", "color": "0.7", "linewidth": 0.6} if abs(height - 4 - y) > 10 else None
+        place = {"ha": "left" if anchor == "start" else "right", "va": "center", "fontsize": fontsize}
+        ax.annotate(name, points[name], xytext=moved, textcoords="offset points", arrowprops=line, **place)
+
+
 def save(fig: Any, name: str) -> None:
     """Write the picture of a script."""
+    import matplotlib.pyplot as plt
+
     IMAGES.mkdir(parents=True, exist_ok=True)
     fig.savefig(IMAGES / f"{name}.png", metadata={"Software": None})
     DRAWN.add(name)
+    plt.close(fig)

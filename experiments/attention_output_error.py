@@ -15,7 +15,7 @@ import statistics
 import warnings
 
 import torch
-from _gallery import figure, finish, save
+from _gallery import figure, finish, name_lines, save
 
 from bochner import exact_attention, feature_map, linear_attention
 
@@ -88,17 +88,18 @@ def main() -> int:
 def draw(found: dict[str, Errors]) -> None:
     fig, axes = figure(2, figsize=(11, 3.8))
     for ax, (square, table) in zip(axes, found.items(), strict=True):
-        medians = typical(table)
+        medians, ends = typical(table), {}
         for name, row in table.items():
             (line,) = ax.plot(SIZES, [medians[name][m] for m in SIZES], "o-")
             low = [sorted(row[m])[len(row[m]) // 10] for m in SIZES]
             high = [sorted(row[m])[-1 - len(row[m]) // 10] for m in SIZES]
             ax.fill_between(SIZES, low, high, alpha=0.15, color=line.get_color())
-            ax.text(SIZES[-1] * 1.05, medians[name][SIZES[-1]], name, color=line.get_color(), fontsize=8, va="center")
-        ax.set(xscale="log", yscale="log", xlabel="features m", ylabel="MSE of the attention output", xlim=(15, 900))
+            ends[name] = (medians[name][SIZES[-1]], line.get_color())
+        ax.set(xscale="log", yscale="log", xlabel="features m", ylabel="MSE of the attention output")
         ax.set_title(f"mean square length {square}")
         ax.set_xticks(SIZES, [str(m) for m in SIZES])
         ax.minorticks_off()
+        name_lines(ax, ends)
     save(fig, "attention_output_error")
 
 

@@ -6,7 +6,7 @@ wall of lava, reach the goal; the gap changes with every episode), the tokens ar
 keeps the 8 cells that get most attention. Queries and keys have length 1, as in the paper. Parameters are trained by
 CMA-ES (the package cma); exact attention, a small FAVOR+ and a policy without attention stand beside.
 
-    python experiments/attention_policies.py [--quick] [--seeds 2] [--generations 80]     (goes on where it stopped)
+    python experiments/attention_policies.py [--quick] [--seeds 3] [--generations 80]     (goes on where it stopped)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import gymnasium
 import minigrid  # noqa: F401  (registers its worlds)
 import numpy as np
 import torch
-from _gallery import RESULTS, figure, finish, save
+from _gallery import COLOURS, RESULTS, figure, finish, save
 from torch import Tensor
 
 from bochner.maps import feature_map
@@ -190,7 +190,7 @@ def train(phi: Any, seed: int, generations: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--generations", type=int, default=80)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
@@ -231,26 +231,38 @@ def conclude(table: dict[str, Any], runs: dict[str, Any], options: argparse.Name
     shown = "; ".join(
         f"{n} {t['return']:.2f} ({t['solved']:.0%} solved, {t['kiloflops']:.0f} kFLOP)" for n, t in table.items()
     )
-    verdict = "reproduced" if alike and cheaper and hybrid > without else "partly" if alike or cheaper else "not"
+    best = max(r["solved"] for r in runs.values())
+    stuck = [n for n, r in runs.items() if abs(r["solved"] - best) < 1e-9]
+    verdict = "partly" if alike and cheaper and hybrid > without else "not"
+    plain = sum(n.startswith("no attention") for n in stuck)
+    why = (
+        f"a small world instead of locomotion, {options.seeds} seeds, and a task in which {len(stuck)} of {len(runs)} runs "
+        f"end at the same {best:.0%}{f', {plain} of them without attention' if plain else ''}: the hybrid is no worse "
+        "than FAVOR+ there, and more than that cannot be told"
+    )
     return finish(
         "attention_policies",
         {"table": table, "runs": runs, "seeds": options.seeds, "generations": options.generations},
         claim="An implicit-attention policy with the angular hybrid of m = n = 8 trains as well as with FAVOR+ of "
         "m = 256, at fewer FLOPs.",
-        ours=f"mean return on {TESTS} unseen worlds over {options.seeds} seeds: {shown}.",
+        ours=f"MiniGrid's lava gap, mean return on {TESTS} unseen worlds over {options.seeds} seeds: {shown}.",
         verdict=verdict,
-        why="" if verdict == "reproduced" else "the returns of the policies do not stand in the claimed order here",
+        why=why if verdict == "partly" else "the returns of the policies do not stand in the claimed order here",
     )
 
 
 def draw(runs: dict[str, Any], names: list[str], seeds: int) -> None:
-    fig, ax = figure(figsize=(6.4, 3.6))
-    for name in names:
-        curve = np.mean([runs[f"{name}/{s}"]["curve"] for s in range(seeds)], axis=0)
-        smooth = np.convolve(np.pad(curve, 2, mode="edge"), np.ones(5) / 5, mode="valid")
-        (line,) = ax.plot(smooth)
-        ax.text(len(smooth), smooth[-1], " " + name, color=line.get_color(), va="center", fontsize=8)
-    ax.set(xlabel="generation", ylabel="mean return of the population", xlim=(0, 1.5 * len(curve)))
+    """The share of unseen worlds that each trained policy solves: a dot for each seed, a bar for their mean."""
+    fig, ax = figure(figsize=(6.4, 2.8))
+    for y, name in enumerate(reversed(names)):
+        solved = [100 * runs[f"{name}/{s}"]["solved"] for s in range(seeds)]
+        ax.barh(y, statistics.mean(solved), color=COLOURS[0], alpha=0.3)
+        spots: dict[float, int] = {}
+        for x in solved:  # equal ones beside each other
+            spots[x] = spots.get(x, 0) + 1
+            ax.plot(x, y - 0.3 + 0.2 * spots[x], "o", color=COLOURS[0], markersize=5)
+    ax.set_yticks(range(len(names)), names[::-1])
+    ax.set(xlabel=f"solved of {TESTS} unseen worlds, % (dots: seeds)", xlim=(-1, None))
     save(fig, "attention_policies")
 
 

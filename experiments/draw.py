@@ -1,4 +1,4 @@
-"""The pictures of the experiments that draw none themselves, from their stored results; computes nothing.
+"""The pictures of the experiments from their stored results, where they can be drawn so; computes nothing.
 
 python experiments/draw.py [name ...]      (all unless given; a result that is missing is left out)
 """
@@ -6,13 +6,15 @@ python experiments/draw.py [name ...]      (all unless given; a result that is m
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from _gallery import COLOURS, RESULTS, figure, note_drawn, save
+from _gallery import COLOURS, RESULTS, figure, name_points, note_drawn, save
 
 GREY = "0.55"
 SIZES = (64, 128, 256, 512)
@@ -159,24 +161,19 @@ def listops_memory() -> None:
     accuracy = by_name(stored("train_table"), "accuracy")
     memory = stored("train_speed")["memory"]
     fig, ax = figure(figsize=(7, 4.2))
-    points = []
+    points: dict[str, tuple[float, float]] = {}
+    peers = ("performer_pytorch", "linformer", "nystromformer", "big_bird", "fnet")
     for name, held in memory.items():
         if f"listops/{name}" in accuracy and "2048" in held:
-            points.append((held["2048"], 100 * statistics.mean(accuracy[f"listops/{name}"]), name))
-    peers = ("performer_pytorch", "linformer", "nystromformer", "big_bird", "fnet")
-    for x, y, name in points:
-        left = x < 28  # where most of them crowd
-        place = {"xytext": (-6 if left else 6, -3), "textcoords": "offset points", "fontsize": 8}
-        place["ha"] = "right" if left else "left"
-        if y < FLOOR:  # far below the others: at the edge, with its figure
-            ax.plot(x, FLOOR, "v", color=COLOURS[0], clip_on=False)
-            ax.annotate(f"{name} {y:.1f} %", (x, FLOOR), **place | {"xytext": (6, 3)})
-            continue
-        ax.plot(x, y, "s" if name in peers else "o", color=COLOURS[name in peers])
-        ax.annotate(name, (x, y), **place)
-    ax.set(ylim=(FLOOR, 34), xlim=(10, 1.1 * max(x for x, _, _ in points)))
+            x, y = held["2048"], 100 * statistics.mean(accuracy[f"listops/{name}"])
+            low = y < FLOOR  # far below the others: at the edge, with its figure
+            marker = "v" if low else "s" if name in peers else "o"
+            ax.plot(x, max(y, FLOOR), marker, color=COLOURS[name in peers], clip_on=False)
+            points[f"{name} {y:.1f} %" if low else name] = (x, max(y, FLOOR))
+    ax.set(ylim=(FLOOR, 34), xlim=(10, 1.1 * max(x for x, _ in points.values())))
     ax.set(xlabel="memory of a training step at 2,048 tokens, MB", ylabel="accuracy on ListOps, %")
     ax.set_title("round: this library; square: peers", fontsize=9)
+    name_points(ax, points)
     save(fig, "listops_memory")
 
 
@@ -211,12 +208,14 @@ def smollm_target() -> None:
         report = found[n]["report"]
         tried = [(c["memory"], 1 - c["kept"]) for c in report["candidates"]]
         ax.plot(*zip(*tried, strict=True), "o", color=colour, alpha=0.6, label=f"tried on texts of {int(n):,} tokens")
-        ax.plot(*tried[report["chosen"]], "*", markersize=14, color=colour, label="chosen")
+        label = f"chosen; {found[n]['row']['memory']:.2f} of the memory at 4,000"
+        ax.plot(*tried[report["chosen"]], "*", markersize=14, color=colour, label=label)
     ax.axhline(0.01, color=GREY, linestyle="--", linewidth=1)
     ax.set_yscale("log")
     ax.set_yticks([0.01, 0.02, 0.05, 0.1, 0.5, 0.9], ["1 %", "2 %", "5 %", "10 %", "50 %", "90 %"])
     ax.minorticks_off()
-    ax.set(xlabel="share of the key-value memory", ylabel="lost of perplexity and recall", xlim=(0, 1))
+    ax.set(xlabel="share of the key-value memory at the length of the texts", xlim=(0, 1))
+    ax.set_ylabel("lost of perplexity and recall")
     ax.legend(fontsize=8, loc="upper right")
     save(fig, "smollm_target")
 
@@ -350,6 +349,52 @@ def projection_bias() -> None:
     save(fig, "projection_bias")
 
 
+def numbered(found: Any) -> Any:
+    """Keys that JSON has made strings of are numbers again."""
+    if isinstance(found, dict):
+        return {_number(k): numbered(v) for k, v in found.items()}
+    return found
+
+
+def _number(key: str) -> Any:
+    return int(key) if key.isdigit() else float(key) if key.replace(".", "", 1).isdigit() else key
+
+
+def by_script(name: str) -> None:
+    """The pictures that scripts draw when they are run, from what they have stored."""
+    module, found = importlib.import_module(name), stored(name)
+    draw: Callable[..., None] = module.draw
+    if name == "attention_output_error":
+        whole = {
+            k: {n: {int(m): x for m, x in row.items()} for n, row in t.items()} for k, t in found["errors"].items()
+        }
+        draw(whole)
+    elif name == "attention_policies":
+        draw(found["runs"], list(found["table"]), found["seeds"])
+    elif name == "parallel_plan":
+        draw(found["rows"])
+    elif name == "polynomial_timings":
+        draw({k: {n: numbered(t) for n, t in rows.items()} for k, rows in found["seconds"].items()})
+    elif name == "quasi_random_table":
+        draw(found["mse"])
+    elif name == "train_curves":
+        draw(found["runs"], found["frequencies"])
+    elif name == "train_transfer":
+        draw(found["parent"], found["runs"])
+    elif name == "turing_machine":
+        draw(numbered(found["kernel"]), {int(m): x for m, x in found["features"].items()}, found["total"])
+
+
+BY_SCRIPT = (
+    "attention_output_error",
+    "attention_policies",
+    "parallel_plan",
+    "polynomial_timings",
+    "quasi_random_table",
+    "train_curves",
+    "train_transfer",
+    "turing_machine",
+)
 # Every picture with the results it is drawn from.
 PICTURES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "frontier": (frontier, ("landmark_frontier",)),
@@ -366,6 +411,7 @@ PICTURES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "train_kernels": (train_kernels, ("train_kernels",)),
     "train_table": (train_table, ("train_table",)),
     "window_kinds": (window_kinds, ("window_kinds",)),
+    **{name: (partial(by_script, name), (name,)) for name in BY_SCRIPT},
 }
 
 

@@ -54,25 +54,34 @@ def row(item: Item, homes: dict[str, str]) -> str:
     """One line of the index; `homes`: the page of each script."""
     where = f"[more]({item.page})" if item.page else ""
     if not item.script:
-        verdict = f"not tried: {item.reason}" if item.reason else "as tests and on its own page"
+        verdict = f"**{item.verdict}**: {item.reason}" if item.verdict else f"not tried: {item.reason}"
         return f"| {item.label} | {item.title} | {verdict} | {where} |"
+    link = f"[result]({homes[item.script]}#{item.script})"
+    return f"| {item.label} | {item.title} | {told(item)} | {link} {where} |"
+
+
+def told(item: Item) -> str:
+    """The verdict on an item, with what its script leaves out of it."""
     found = verdict_of(item)
-    limits = f": {item.limits}" if item.limits else ""
-    verdict = f"**{found}**{limits}" if found != "not run" else "not run yet"
-    return f"| {item.label} | {item.title} | {verdict} | [{item.script}]({homes[item.script]}#{item.script}) {where} |"
+    return "not run yet" if found == "not run" else f"**{found}**" + (f": {item.limits}" if item.limits else "")
 
 
-def section(script: str, labels: list[str]) -> str:
-    """What one script found."""
+def section(script: str, items: list[tuple[str, Item]]) -> str:
+    """What one script found; where the items it serves are told apart, the verdict on each."""
     said = said_of(script)
+    title = items[0][1].title
+    labels = "; ".join(f"{key} {item.label}" for key, item in items)
     command = f"`python experiments/{script}.py`, result in `experiments/results/{script}.json`"
-    lines = [f"## {script}", "", f"*{'; '.join(labels)}.* {command}."]
+    lines = [f'<a id="{script}"></a>', "", f"## {title[0].upper()}{title[1:]}", "", f"*{labels}.* {command}."]
     if said is None:
         return "\n".join([*lines, "", "Not run yet.", ""])
     verdict = said.verdict + (f": {said.why}" if said.why else "")
-    lines += ["", f"- Claim: {said.claim}", f"- Ours: {said.ours}", f"- Verdict: **{verdict}**.", ""]
+    lines += ["", f"- Claim: {said.claim}", f"- Ours: {said.ours}", f"- Verdict: **{verdict}**."]
+    if any(item.limits or verdict_of(item) != said.verdict for _, item in items):
+        lines += [f"- Verdict on {key} {item.label}, {item.title}: {told(item)}." for key, item in items]
+    lines.append("")
     for picture in pictures(script):
-        lines += [f"![{script}]({picture})", ""]
+        lines += [f"![{title}]({picture})", ""]
     if script in NO_PICTURE:
         lines += [f"No picture: {NO_PICTURE[script]}.", ""]
     return "\n".join(lines)
@@ -90,20 +99,23 @@ def first_line(script: str) -> str:
 def pages() -> dict[str, str]:
     """The text of every page, by its name: a script is shown with the first paper that it serves."""
     homes: dict[str, str] = {}
-    labels: dict[str, list[str]] = {}
+    served: dict[str, list[tuple[str, Item]]] = {}
     for paper in PAPERS:
         for item in paper.items:
             if item.script:
                 homes.setdefault(item.script, f"gallery-{paper.key}.md")
-                labels.setdefault(item.script, []).append(f"{paper.key} {item.label}")
+                served.setdefault(item.script, []).append((paper.key, item))
     found = {"gallery.md": index(homes)}
     for paper in PAPERS:
         name = f"gallery-{paper.key}.md"
-        sections = [section(script, labels[script]) for script, home in homes.items() if home == name]
+        sections = [section(script, served[script]) for script, home in homes.items() if home == name]
         if sections:
             head = f"# {paper.title}\n\nThe experiments of paper {paper.key}. All papers: [gallery](gallery.md).\n"
             found[name] = "\n".join([head, *sections]).rstrip() + "\n"
     return found
+
+
+OURS = ("Beyond the paper", "A published Performer")
 
 
 def index(homes: dict[str, str]) -> str:
@@ -113,14 +125,25 @@ def index(homes: dict[str, str]) -> str:
         parts += [f"## {paper.key}: {paper.title}", "", "| item | what | verdict | where |", "|---|---|---|---|"]
         for item in paper.items:
             parts.append(row(item, homes))
-            kind = verdict_of(item) if item.script else "reasoned"
+            kind = "ours" if item.label in OURS else verdict_of(item) if item.script else item.verdict or "reason"
             counts[kind] = counts.get(kind, 0) + 1
         parts.append("")
-    parts.insert(1, "Of all entries: " + ", ".join(f"{n} {k}" for k, n in sorted(counts.items())) + ".\n")
+    parts.insert(1, summary(counts))
     others = {s: first_line(s) for s in names() if s not in homes}
     if others:
         parts += ["## Other experiments\n", *(f"- `experiments/{s}.py`: {what}" for s, what in others.items()), ""]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def summary(counts: dict[str, int]) -> str:
+    """The verdicts counted, in a sentence; what goes beyond the papers is counted apart."""
+    of = {k: counts.get(k, 0) for k in ("reproduced", "partly", "not", "reason", "not run")}
+    text = (
+        f"Of the {sum(of.values())} figures, tables and statements of the papers {of['reproduced']} are reproduced, "
+        f"{of['partly']} in part and {of['not']} not; {of['reason']} were not tried, each for the reason given."
+    )
+    waiting = f" {of['not run']} have not been run yet." if of["not run"] else ""
+    return f"{text}{waiting} {counts.get('ours', 0)} experiments go beyond the papers.\n"
 
 
 def main() -> int:

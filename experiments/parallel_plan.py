@@ -115,6 +115,9 @@ def draw(rows: list[dict[str, Any]]) -> None:
         xlim=(None, 2.5 * lengths[-1]),
     )
     ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    times = [1e3 * r[k] for r in rows for k in ("measured", "predicted")]
+    ticks = [n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if min(times) <= n <= 1.1 * max(times)]
+    ax.set_yticks(ticks, [str(n) for n in ticks])
     ax.minorticks_off()
     save(fig, "parallel_plan")
 

@@ -69,13 +69,13 @@ def matrices() -> None:
         "exact": exact,
         "64 positive features": attention_matrix(q, k, plain),
         "64 calibrated features": by_kernel,
-        f"exact window of {WINDOW}, kernel elsewhere": joint,
+        f"exact window of {WINDOW}, the rest calibrated": joint,
     }
-    fig, axes = figure(4, figsize=(14, 3.8))
+    fig, axes = figure(4, figsize=(14, 4.5))
     for ax, (name, weights) in zip(axes, shown.items(), strict=True):
         ax.imshow(weights[0, 0].clamp(0, 1).sqrt(), cmap="Blues", vmin=0, vmax=0.6)
         error = float((weights - exact).norm() / exact.norm())
-        ax.set_title(name if name == "exact" else f"{name}\nerror {error:.2f}", fontsize=9)
+        ax.set_title(name if name == "exact" else f"{name}\nerror {error:.2f}", fontsize=12)
         ax.set(xticks=[], yticks=[])
     save(fig, "how_matrix")
 

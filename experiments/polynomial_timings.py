@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _gallery import figure, finish, save
+from _gallery import figure, finish, name_lines, save
 from torch import Tensor
 
 from bochner import feature_map, linear_attention
@@ -94,13 +94,14 @@ def main() -> int:
 def draw(found: dict[str, dict[str, dict[int, float]]]) -> None:
     fig, axes = figure(2, figsize=(11, 3.8))
     for ax, (what, rows) in zip(axes, found.items(), strict=True):
+        ends = {}
         for label, times in rows.items():
             (line,) = ax.plot(list(times), [1e3 * t for t in times.values()], "o-")
-            ax.text(1.05 * list(times)[-1], 1e3 * list(times.values())[-1], label, color=line.get_color(), fontsize=7)
+            ends[label] = (1e3 * list(times.values())[-1], line.get_color())
         ax.set(xscale="log", yscale="log", xlabel="length L", ylabel="milliseconds", title=what)
         ax.set_xticks(list(times), [f"{n:,}" for n in times])
         ax.minorticks_off()
-        ax.set_xlim(None, 5 * list(times)[-1])
+        name_lines(ax, ends)
     save(fig, "polynomial_timings")
 
 

@@ -121,6 +121,13 @@ def draw(tables: dict[str, dict[str, list[float]]]) -> None:
         ax.barh(order, [shown[k][0] for k in order], xerr=[shown[k][1] for k in order], color=colours)
         ax.set(xscale="log", title=title, xlabel="MSE, thousandths")
         ax.tick_params(axis="y", labelsize=7)
+        low, high = ax.get_xlim()
+        for factors in ((1,), (1, 2, 5)):
+            ticks = [f * 10.0**p for p in range(-3, 4) for f in factors if low <= f * 10.0**p <= high]
+            if len(ticks) > 1:
+                break
+        ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        ax.minorticks_off()
     save(fig, "quasi_random_table")
 
 

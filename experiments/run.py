@@ -40,7 +40,7 @@ LEFT_OUT = {
     "minilm_target": "two searches, and what they find depends on the time they are given",
     "protein_attention": "looks at a model that is trained first",
     "smollm_rates": "times a decoder of 135 million parameters behind 8,000 tokens",
-    "smollm_recipes": "converts a decoder of 135 million parameters fifteen times",
+    "smollm_recipes": "converts a decoder of 135 million parameters by 21 recipes",
     "smollm_target": "searches a target for a decoder of 135 million parameters",
     "train_curves": "trains models",
     "train_fastfood": "trains models",

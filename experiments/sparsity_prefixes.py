@@ -7,13 +7,14 @@ on molecules, a hundred texts each. The paper's own models are in no package reg
 and is far smaller. `attention_sparsity.py` has the ratios of neighbouring entries. Sums over the largest entries come
 from histograms of 2,048 values a head that are exact but for one bin.
 
-    python experiments/sparsity_prefixes.py [--quick] [--texts 100]      (goes on where it stopped)
+    python experiments/sparsity_prefixes.py [--quick] [--texts 100] [--seconds 900]      (goes on where it stopped)
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,13 +67,15 @@ def model_and_texts(name: str, count: int) -> tuple[Any, Iterator[dict[str, torc
     return model, (batches([text], tokenizer, max_length=512)[0] for text in prose)
 
 
-def measure(name: str, texts: int, kept: dict[str, Any], path: Path) -> None:
+def measure(name: str, texts: int, kept: dict[str, Any], path: Path, end: float) -> None:
     """Largest ratio of every head, and by length the largest over the heads, text by text."""
     entry = kept.setdefault(name, {"texts": 0, "largest": None, "by_length": {}})
     model, sequences = model_and_texts(name, texts)
     for number, batch in enumerate(sequences):
         if number < entry["texts"]:
             continue
+        if time.monotonic() > end:
+            return
         calls: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def look(_: str, call: Any, calls: list[Any] = calls) -> None:
@@ -109,10 +112,12 @@ def summary_of(entry: dict[str, Any], claim: float) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="report what there is after so many")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    end = time.monotonic() + options.seconds
     torch.set_num_threads(1)
-    texts = {"minilm": 3} if options.quick else dict.fromkeys(("minilm", "smollm2", *MODELS), options.texts)
+    texts = {"minilm": 3} if options.quick else dict.fromkeys(("minilm", *MODELS, "smollm2"), options.texts)
     done, path = RESULTS / "sparsity_prefixes.json", RESULTS / "sparsity_prefixes.partial.json"
     path.parent.mkdir(exist_ok=True)
     stored: dict[str, Any] = json.loads(done.read_text())["models"] if done.exists() else {}
@@ -123,10 +128,12 @@ def main() -> int:
         if stored.get(name, {}).get("texts", 0) >= count:  # of a run before
             summary[name] = stored[name]
             continue
-        measure(name, count, kept, path)
-        summary[name] = summary_of(kept[name], claim)
+        measure(name, count, kept, path, end)
+        if kept[name]["texts"]:
+            summary[name] = summary_of(kept[name], claim)
     draw(summary)
-    path.unlink(missing_ok=True)
+    if all(s["texts"] >= texts[name] for name, s in summary.items()):
+        path.unlink(missing_ok=True)
     ours = "; ".join(
         f"{n} ({s['texts']} texts): largest ratio {s['largest']:.1f}, {s['within']:.0%} of {len(s['heads'])} heads "
         f"within {claim}, the mean of the largest grows as n^{s['growth']:.2f}"

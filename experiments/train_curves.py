@@ -55,19 +55,23 @@ def frequencies() -> float:
     return float(-np.log(share[held]).mean() / math.log(2))
 
 
-def conclude(runs: dict[str, Any]) -> int:
-    base = frequencies()
+def draw(runs: dict[str, Any], base: float) -> None:
     fig, ax = figure(figsize=(6.8, 4.2))
     low = math.inf
     for bits, name in sorted((run["bits"][-1], name) for name, run in runs.items())[::-1]:
         (line,) = ax.plot(runs[name]["steps"], runs[name]["bits"], lw=2.4 if name == "exact" else 1.4)
         low = min(bits, low - 0.05)  # labels that do not touch
         ax.text(runs[name]["steps"][-1] + 10, low, f"{name}  {bits:.2f}", color=line.get_color(), va="center")
-    ax.set(xlabel="steps", ylabel="bits per byte, held-out books", title=f"frequencies of bytes alone: {base:.2f}")
+    ax.set(xlabel="steps", ylabel="bits per byte, validation books", title=f"frequencies of bytes alone: {base:.2f}")
     ax.set_xlim(0, 1.32 * max(max(run["steps"]) for run in runs.values()))
     ax.set_xticks(range(0, 801, 200))
     ax.set_ylim(bottom=low - 0.1)
     save(fig, NAME)
+
+
+def conclude(runs: dict[str, Any]) -> int:
+    base = frequencies()
+    draw(runs, base)
     exact = runs["exact"]["test"]
     near = {a: runs[a]["test"] / exact for a in runs if a != "exact"}
     within = [a for a, r in near.items() if r <= CLOSE]

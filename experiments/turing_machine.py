@@ -73,13 +73,14 @@ def main() -> int:
 
 
 def draw(kernel: dict[float, int], random: dict[int, int], total: int) -> None:
-    fig, ax = figure()
+    fig, ax = figure(figsize=(6.4, 3.6))
     ax.plot(list(kernel), list(kernel.values()), "o-", label="Gaussian kernel")
     ax.axhline(total, color=COLOURS[2], linestyle="--")
     ax.text(1, total, "hard attention: all steps", va="bottom", color=COLOURS[2])
     ax.axhline(max(random.values()), color=COLOURS[1])
-    ax.text(1, max(random.values()), f"features, up to {max(random):,}", va="bottom", color=COLOURS[1])
-    ax.text(list(kernel)[-4], total / 2, "Gaussian kernel", ha="right", color=COLOURS[0])
+    last = list(kernel)[-1]
+    ax.text(last, max(random.values()) + 12, f"features, up to {max(random):,}", ha="right", color=COLOURS[1])
+    ax.text(3 * list(kernel)[-5], total / 2, " Gaussian kernel", color=COLOURS[0])
     ax.set(xscale="log", xlabel="precision of the kernel", ylabel="steps followed", ylim=(0, 1.15 * total))
     save(fig, "turing_machine")
 

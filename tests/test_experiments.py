@@ -135,7 +135,7 @@ def test_every_experiment_is_in_the_gallery_and_its_result_can_be_read() -> None
     module = gallery()
     scripts = {p.stem for p in EXPERIMENTS.glob("[!_]*.py")} - {"run", "gallery", "pictures", "draw"}
     text = "".join(module.pages().values())
-    assert [s for s in scripts if f"## {s}\n" not in text and f"`experiments/{s}.py`" not in text] == []
+    assert [s for s in scripts if f'<a id="{s}"></a>' not in text] == []
     for script in scripts:
         said = module.said_of(script)
         if said is not None:
@@ -166,7 +166,8 @@ def test_pictures_are_drawn_from_stored_results_alone(
     monkeypatch.setattr(_gallery, "IMAGES", tmp_path)
     names = list(draw.PICTURES)
     assert draw.main(names) == 0
-    assert sorted(p.stem for p in tmp_path.iterdir()) == sorted(names)
+    assert sorted(p.stem for p in tmp_path.glob("*.png")) == sorted(names)
+    assert set(json.loads((tmp_path / "drawn.json").read_text())) == set(names)
     for name in names:  # and they are what the gallery shows
         assert (EXPERIMENTS.parent / "docs" / "images" / "gallery" / f"{name}.png").exists()
     monkeypatch.setattr(draw, "RESULTS", tmp_path / "none")
@@ -195,10 +196,41 @@ def test_the_pages_have_one_section_for_every_script_and_are_made_of_the_results
         for item in paper.items:
             assert f"| {item.label} |" in pages["gallery.md"]
             if item.script:
-                home = re.search(rf"\[{item.script}\]\(([\w.-]+)#{item.script}\)", pages["gallery.md"])
+                home = re.search(rf"\[result\]\(([\w.-]+)#{item.script}\)", pages["gallery.md"])
                 assert home is not None
-                assert [n for n, text in pages.items() if f"## {item.script}\n" in text] == [home[1]]
+                assert [n for n, text in pages.items() if f'<a id="{item.script}"></a>' in text] == [home[1]]
+                assert item.label in pages[home[1]]
     assert "Verdict: **reproduced**" in pages["gallery-001.md"]
+
+
+def test_no_picture_is_older_than_its_result() -> None:
+    """Beside the pictures stands what each was drawn from; figures that have changed since want it drawn again."""
+    sys.path.insert(0, str(EXPERIMENTS))
+    try:
+        import _gallery
+        import draw
+    finally:
+        sys.path.remove(str(EXPERIMENTS))
+    drawn = json.loads((EXPERIMENTS.parent / "docs" / "images" / "gallery" / "drawn.json").read_text())
+    assert set(draw.PICTURES) <= set(drawn)
+    stale = [name for name, entry in drawn.items() if _gallery.digest(entry["results"]) != entry["sha256"]]
+    assert stale == [], f"run python experiments/draw.py {' '.join(stale)}"
+
+
+def test_a_page_says_of_every_item_what_the_index_says_and_the_index_counts_in_a_sentence() -> None:
+    module = gallery()
+    pages = module.pages()
+    for paper in module.PAPERS:
+        for item in paper.items:
+            if item.script and item.limits:
+                line = f"- Verdict on {paper.key} {item.label}, {item.title}: {module.told(item)}."
+                assert any(line in text for text in pages.values()), line
+            assert item.script or item.reason, item.label
+    said = module.summary({"reproduced": 3, "partly": 2, "not": 1, "reason": 4, "ours": 5})
+    assert said.startswith(
+        "Of the 10 figures, tables and statements of the papers 3 are reproduced, 2 in part and 1 not;"
+    )
+    assert said.endswith("5 experiments go beyond the papers.\n")
 
 
 def test_the_ablations_of_the_landmark_fit_run_and_are_resumed(
