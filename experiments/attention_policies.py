@@ -236,9 +236,9 @@ def conclude(table: dict[str, Any], runs: dict[str, Any], options: argparse.Name
     verdict = "partly" if alike and cheaper and hybrid > without else "not"
     plain = sum(n.startswith("no attention") for n in stuck)
     why = (
-        f"a small world instead of locomotion, {options.seeds} seeds, and a task in which {len(stuck)} of {len(runs)} runs "
-        f"end at the same {best:.0%}{f', {plain} of them without attention' if plain else ''}: the hybrid is no worse "
-        "than FAVOR+ there, and more than that cannot be told"
+        f"a small world instead of locomotion, {options.seeds} seeds, and a task in which {len(stuck)} of {len(runs)} "
+        f"runs end at the same {best:.0%}{f', {plain} of them without attention' if plain else ''}: the hybrid is no "
+        "worse than FAVOR+ there, and more than that cannot be told"
     )
     return finish(
         "attention_policies",

@@ -88,8 +88,8 @@ def conclude(found: dict[str, Any]) -> int:
         f"of the "
         f"frequencies {found['baseline_perplexity']:.2f}.",
         verdict="partly" if close else "not",
-        why="Swiss-Prot instead of TrEMBL, whose 106 million sequences are shorter: the frequencies agree, the lengths do "
-        "not"
+        why="Swiss-Prot instead of TrEMBL, whose 106 million sequences are shorter: the frequencies agree, the lengths "
+        "do not"
         if close
         else "the frequencies of Swiss-Prot differ from those of TrEMBL",
     )
