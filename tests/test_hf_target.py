@@ -381,6 +381,7 @@ def test_a_model_of_which_nothing_can_be_converted_says_why() -> None:
 def test_a_target_that_cannot_be_met_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bochner.hf.target.Search.keeps", lambda self, candidate: False)
     monkeypatch.setattr("bochner.hf.target.Search.choose", lambda self, budget: always(self))
+    monkeypatch.setattr("bochner.hf.target.layer_seconds", lambda made, length, rounds: [(1.0, 0.5)] * len(made))
 
     def always(search: Search) -> Any:
         layers = [search.layers[x.name].planned([Option("kernel")] * x.num_kv_heads) for x in search.draft.layers]

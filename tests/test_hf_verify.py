@@ -73,7 +73,7 @@ def test_a_loaded_plan_is_fitted_to_texts_of_the_length_it_was_made_by(monkeypat
         assert seen.pop() == used
 
 
-@pytest.mark.parametrize(("share", "converted"), [(0.8, True), (1.04, True), (1.2, False)])
+@pytest.mark.parametrize(("share", "converted"), [(0.8, True), (0.98, True), (1.02, False), (1.2, False)])
 def test_a_model_that_is_slower_as_a_whole_stays_as_it_was(
     share: float, converted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from bochner.hf.target import BUDGETS, RETREATS, Candidate, Search
 DEARER = (1.05, 1.2)  # how much more a choice costs that is tried after one that failed, of gates and of sums
 ANY_DEARER = (1 + 1e-9, 1.05)  # the same where no choice costs so much more
 FINER = 0.25  # steps of log2 of the damage between them
-NOISE = 0.05  # by which the measured time of a whole model may be off
+NOISE = 0.05  # by which measured times may be off
 VERIFIED_TOKENS = 6144  # of held-back text, at least one sequence of the goal's length
 ALWAYS = 2**31  # an 'exact_below' that every call is below of
 
@@ -57,25 +57,36 @@ class Trial:
             search.say(f"kept {candidate.verified.kept:.4f} on the texts held back: a costlier choice is tried")
             waiting = self._next(candidate, judge, len(runs))
         candidate, quality, layers = runs[-1]
-        share = time_of_whole(self.figures[id(candidate)])
-        if quality.kept < search.goal.keep:
-            best = max(quality.kept for _, quality, _ in runs)
+        if candidate.plan.converted and (quality.kept < search.goal.keep or self._is_slower(candidate)):
+            candidate = search.run(search.draft.copy(), 0.0, judge)
+            layers = self.verify(candidate)
+        if not candidate.plan.converted and not self.slower:
+            self._note_what_was_missed(search.price(candidate))
+        self.whole = self.figures[id(candidate)]
+        return candidate, layers
+
+    def _is_slower(self, candidate: Candidate) -> bool:
+        """Whether the whole model gains no time by a choice, where time is to be saved and could be measured."""
+        goal, share = self.search.goal, time_of_whole(self.figures[id(candidate)])
+        if goal.minimize == "time" and self.length >= goal.length and share >= 1:
+            self.slower = (
+                f"Nothing is converted: attention would be faster at {goal.length} tokens, but the whole model takes "
+                f"{share:.2f} of the original's time."
+            )
+        return bool(self.slower)
+
+    def _note_what_was_missed(self, price: float) -> None:
+        """Say what the best kept that costs surely less than the original, if there was anything."""
+        search = self.search
+        cheaper = [c for c in search.tried if c.plan.converted and search.price(c) < (1 - NOISE) * price]
+        if cheaper:
+            best = max((c.verified or c.quality).kept for c in cheaper)
             self.missed = (
                 f"The target cannot be met with less {search.goal.minimize} than the original's, and the model stays "
                 f"as it was: {best:.4f} is the best that was found, {search.goal.keep:g} was asked for; ask for less, "
                 "or distill the plan of a candidate."
             )
-        elif search.goal.minimize == "time" and self.length >= search.goal.length and share > 1 + NOISE:
-            self.slower = (
-                f"Nothing is converted: attention would be faster at {search.goal.length} tokens, but the whole model "
-                f"takes {share:.2f} of the original's time."
-            )
-        if candidate.plan.converted and (self.missed or self.slower):
-            search.say(self.missed or self.slower)
-            candidate = search.run(search.draft.copy(), 0.0, judge)
-            layers = self.verify(candidate)
-        self.whole = self.figures[id(candidate)]
-        return candidate, layers
+            search.say(self.missed)
 
     def _next(self, failed: Candidate, judge: Judge, tries: int = 1) -> list[Candidate]:
         """A choice that costs more than one that failed, if there is one: the more, the more have failed.
