@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "bochner"
 
 # A module may import from its own row and the rows above it.
 LAYERS = [
-    ["_checks", "_lazy", "_products", "_progress", "_timing", "_version"],
+    ["_artefacts", "_checks", "_lazy", "_products", "_progress", "_timing", "_version"],
     ["projections", "moments", "data", "theory"],
     ["maps"],
     ["attention", "feedforward"],
