@@ -28,9 +28,9 @@ FLOOR = {"listops": 0.17, "text": 0.60, "image": 0.30}  # what must be beaten; p
 CHANCE = {"pathfinder": 0.5, "retrieval": 0.5}
 COLUMNS = dict.fromkeys((*FLOOR, *CHANCE, "protein"), "accuracy") | {"lm": "bits"}
 FIXED = ("positive", "relu", "linear_elu", "trig")
-LEARNED = ("fastfood_prf", "gmm_prf", "generative_prf", "gmm_rks")
+LEARNED = ("fastfood_prf", "gmm_prf", "generative_prf", "gmm_rks", "fastfood_rks", "generative_rks")
 NEAR = ("window+calibrated", "window+positive")
-PEERS = ("linformer", "performer_pytorch", "fnet", "nystromformer", "big_bird")
+PEERS = ("linformer", "performer_pytorch", "fnet", "nystromformer", "big_bird", "longformer", "reformer")
 ATTENTIONS = ("exact", *FIXED, *LEARNED, *NEAR, "identity", *PEERS)
 BRIEF = ("fastfood_prf", "positive", "relu", "exact", "window+calibrated")  # several seeds, and all tasks
 # Tasks with one run each, and what a model that learned nothing would have.
@@ -56,10 +56,11 @@ def wanted() -> list[tuple[str, str, int]]:
     first = [(task, a, 0) for a in names for task in FLOOR]
     more = [(task, a, seed) for seed in (1, 2) for a in BRIEF for task in FLOOR]
     rest = [(task, a, 0) for a in ATTENTIONS for task in COLUMNS if task in FLOOR or a in BRIEF]
-    slow = [(task, a, 0) for a in names for task in CHANCE]
+    pairs = [("retrieval", a, 0) for a in (*names, *ATTENTIONS)]
+    slow = [("pathfinder", a, 0) for a in names]
     seeds = [(task, a, seed) for seed in (1, 2) for a in ("exact", "relu", "fastfood_prf") for task in CHANCE]
     others = [(task, "positive", 0) for task in OTHERS]
-    return list(dict.fromkeys([*goals, *first, *more, *rest, *slow, *others, *seeds]))
+    return list(dict.fromkeys([*goals, *first, *more, *rest, *pairs, *others, *slow, *seeds]))
 
 
 def known() -> dict[str, dict]:

@@ -332,13 +332,7 @@ somebody
 @pytest.mark.model
 def test_linked_manual_pages_name_each_other_and_the_text_does_not_give_it_away() -> None:
     needs(*text.MANUALS)
-    preset = tasks.task("retrieval").presets["small"]
-    parts = {s: text.retrieval(preset, s) for s in base.SPLITS}
-    firsts = [set(parts[s].pairs[:, 0].tolist()) for s in base.SPLITS]
-    assert not firsts[0] & firsts[1]
-    assert not firsts[0] & firsts[2]
-    assert abs(parts["train"].labels.mean() - 0.5) < 0.02
-    arrays = base.stored("retrieval-1", text._manuals)
+    arrays = base.stored("retrieval-2", text._manuals)
     assert len(arrays["home"]) > 4_000
     bodies = arrays["tokens"].tobytes()
     assert not re.search(rb'^\.S[Hh]\s+"?SEE ALSO', bodies, flags=re.MULTILINE)
@@ -348,7 +342,59 @@ def test_linked_manual_pages_name_each_other_and_the_text_does_not_give_it_away(
     pages = base.Sequences(arrays["tokens"], arrays["offsets"], None, 10)
     titles = [bytes(pages.raw(i)[:400]) for i in range(len(pages))]
     accept, bind = (next(i for i, t in enumerate(titles) if b".TH %s 2" % n in t) for n in (b"accept", b"bind"))
-    assert [accept, bind] in arrays["links"].tolist()
+    assert sorted([accept, bind]) in arrays["links"].tolist()
+
+
+@pytest.mark.model
+def test_neither_page_of_a_pair_tells_whether_the_pages_refer_to_each_other() -> None:
+    needs(*text.MANUALS)
+    preset = tasks.task("retrieval").presets["small"]
+    parts = {s: text.retrieval(preset, s) for s in base.SPLITS}
+    arrays = base.stored("retrieval-2", text._manuals)
+    linked = set(map(tuple, arrays["links"].tolist()))
+    pages = [set(parts[s].pairs.ravel().tolist()) for s in base.SPLITS]
+    assert not pages[0] & pages[1]
+    assert not pages[0] & pages[2]
+    assert not pages[1] & pages[2]
+    assert len(parts["train"]) > 12_000
+    assert 900 < len(parts["test"]) <= 1_000
+    for part in parts.values():
+        pairs, labels = part.pairs, part.labels
+        assert labels.mean() == 0.5
+        assert [(min(p), max(p)) in linked for p in pairs.tolist()] == labels.astype(bool).tolist()
+        assert len({(min(p), max(p)) for p in pairs.tolist()}) == len(pairs)
+        assert (arrays["home"][pairs[:, 0]] == arrays["home"][pairs[:, 1]]).all()
+        for column in pairs.T:
+            counts = np.stack([np.bincount(column[labels == y], minlength=len(arrays["home"])) for y in (0, 1)])
+            assert counts.max(0).sum() / len(pairs) == 0.5  # the best guess from the number of one page, in sample
+
+
+def test_pages_that_are_not_linked_are_as_frequent_as_linked_ones() -> None:
+    rng = np.random.default_rng(0)
+    hub = [(0, i) for i in range(1, 30)]  # one page that many refer to
+    links = np.array(sorted({*hub, *((min(p), max(p)) for p in rng.integers(1, 60, (60, 2)).tolist() if p[0] != p[1])}))
+    home = np.zeros(62, int)
+    home[60:] = 1
+    pairs = np.concatenate([rng.permuted(links, axis=1), [(60, 61)]])  # the last one has nobody to exchange with
+    links = np.concatenate([links, [(60, 61)]])
+    kept, others = text.unlinked(pairs, links, home, rng)
+    taken = {frozenset(p) for p in links.tolist()}
+    assert not taken & {frozenset(p) for p in others.tolist()}
+    assert len({frozenset(p) for p in others.tolist()}) == len(others) == len(kept)
+    assert 60 not in kept
+    assert len(kept) > len(pairs) / 2  # the hub has few that it could be paired with
+    for column in (0, 1):
+        assert sorted(kept[:, column]) == sorted(others[:, column])
+
+
+def test_the_performer_presets_have_the_optimizer_of_their_paper() -> None:
+    for name in ("lm", "protein", "pixels"):
+        preset = tasks.task(name).presets["paper"]
+        assert (preset.learning_rate, preset.schedule, preset.warmup) == (1e-3, "constant", 0)
+        assert (preset.betas, preset.eps, preset.weight_decay, preset.clip) == ((0.9, 0.98), 1e-9, 0.1, 0.5)
+    protein_preset = tasks.task("protein").presets["paper"]
+    assert tasks.choose(tasks.task("protein"), "linformer", protein_preset).features == 600
+    assert tasks.choose(tasks.task("protein"), "positive", protein_preset).features == 256
 
 
 @pytest.mark.model

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from bochner import BochnerError, data
+from bochner import BochnerError, MissingExtraError, data
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -426,6 +426,27 @@ def test_identity_lets_nothing_through_and_attention_does() -> None:
         if attention == "performer_pytorch":
             pytest.importorskip("performer_pytorch")
         assert outputs_after_a_change(attention).gt(0).all()
+
+
+def test_the_extra_that_has_a_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "performer_pytorch", None)
+    with pytest.raises(MissingExtraError, match=r"'performer_pytorch' needs performer_pytorch.*bochner\[train\]"):
+        peers.Favor(8, 16, causal=False)
+    settings = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    (extra,) = (line for line in settings.splitlines() if line.startswith("train = "))
+    assert "performer-pytorch" in extra
+
+
+def test_the_optimizer_has_the_eps_of_the_preset_and_runs_of_before_are_resumed(tmp_path: Path) -> None:
+    task = tasks.task("listops")
+    preset = tasks.preset_of(task, "small", **{**TINY, "eps": 1e-9})
+    kind = models.choose(task, "exact", preset)
+    trainer = training.make_trainer(task, preset, kind, models.build(task, preset, kind), tmp_path / "a")
+    assert {group["eps"] for group in trainer.optimizer.param_groups} == {1e-9}
+    run(tmp_path / "b", steps=1, warmup=0)
+    assert "eps" not in json.loads((tmp_path / "b" / "run.json").read_text())
+    run(tmp_path / "c", steps=1, warmup=0, eps=1e-9)
+    assert json.loads((tmp_path / "c" / "run.json").read_text())["eps"] == 1e-9
 
 
 def test_the_mean_row_is_that_of_the_symbols_alone() -> None:

@@ -109,6 +109,48 @@ def test_fastfood_variants_are_close_within_their_spread(experiments: None) -> N
     assert train_fastfood.scores(runs, "text") == {"FastFood": pytest.approx([60.0, 70.0])}
 
 
+def test_fastfood_variants_that_do_not_differ_are_reproduced_in_part_only(experiments: None) -> None:
+    import train_fastfood
+
+    level = {v: [60.0, 61.0, 62.0] for v in train_fastfood.VARIANTS}
+    apart = {"FastFood": [50.0, 51.0, 52.0], "FastFood-S": [55.0, 56.0, 57.0], "FastFood-SGB": [60.0, 61.0, 62.0]}
+    last = {**apart, "FastFood-SGB": [40.0, 41.0, 42.0]}
+    assert train_fastfood.judge(dict.fromkeys(train_fastfood.TASKS, level))[0] == "partly"
+    assert "no variant differs" in train_fastfood.judge(dict.fromkeys(train_fastfood.TASKS, level))[1]
+    assert train_fastfood.judge(dict.fromkeys(train_fastfood.TASKS, apart)) == ("reproduced", "")
+    assert train_fastfood.judge(dict.fromkeys(train_fastfood.TASKS, last))[0] == "not"
+    verdict, why = train_fastfood.judge({"text": apart})
+    assert verdict == "partly"
+    assert "nli" in why
+
+
+def test_the_verdict_on_speed_comes_from_the_figures(experiments: None) -> None:
+    import _index
+
+    def said(kernel: float, exponent: float = 1.0, held: float = 1.0) -> Any:
+        lengths = [1024, 2048, 4096, 8192]
+        times = {"exact": 2.0, "identity": 1.0, "positive": kernel, "window+calibrated": kernel}
+        grown = {k: {str(n): x * n**exponent for n in lengths} for k, x in times.items()}
+        memory = {k: {str(n): x * n for n in lengths} for k, x in {**dict.fromkeys(times, 1.0), "exact": held}.items()}
+        return _index._train_speed({"time": grown, "memory": memory})
+
+    assert said(1.1, held=9.0)[2:] == ("reproduced", "")
+    assert said(1.1, exponent=1.3, held=9.0).verdict == "not"
+    assert said(1.7, held=9.0).verdict == "partly"
+    assert "1.7" in said(1.7, held=9.0).why
+    assert "hardly more memory" in said(1.1).why
+
+
+def test_runs_without_a_normaliser_are_told(experiments: None) -> None:
+    import _index
+
+    runs = {"relu/0": {"accuracy": 0.1}, "relu, no normaliser/0": {"accuracy": 0.1}}
+    assert "1 without the normaliser" in _index._train_kernels(runs).why
+    assert "normaliser" not in _index._train_kernels({"relu/0": {"accuracy": 0.1}}).why
+    stopped = {**runs, "trig/0": {"stopped": "the loss is nan"}}
+    assert "1 runs stopped" in _index._train_kernels(stopped).why
+
+
 def test_runs_of_other_presets_are_not_taken_for_these(
     experiments: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

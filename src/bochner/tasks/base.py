@@ -34,10 +34,10 @@ class Preset:
 
     `length`: tokens a sequence has at most, the leading CLS included. `positions`: `"sinusoidal"` (fixed), `"grid"`
     (fixed, by row and column of a square picture) or `"learned"`. `pooling`: what a classifier sees, the `"first"` row
-    or the `"mean"`. `schedule`: a scheduler of transformers; `"inverse_sqrt"` with `learning_rate` the peak.
-    `features`: m, with `features_of` for single maps. `redraw`: steps between redraws, 0 for none. `guess`: share of
-    the symbols that a classifier is not shown in training and has to guess beside the class. `train`, `test`: at most
-    so many examples. `data`: what the task's own loader takes.
+    or the `"mean"`. `schedule`: a scheduler of transformers; `"inverse_sqrt"` with `learning_rate` the peak. `betas`,
+    `eps`: of Adam. `features`: m, with `features_of` for single maps and peers. `redraw`: steps between redraws, 0 for
+    none. `guess`: share of the symbols that a classifier is not shown in training and has to guess beside the class.
+    `train`, `test`: at most so many examples. `data`: what the task's own loader takes.
     """
 
     length: int
@@ -52,6 +52,7 @@ class Preset:
     schedule: str = "cosine"
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-8
     clip: float = 1.0
     dropout: float = 0.1
     positions: str = "sinusoidal"

@@ -96,7 +96,7 @@ def choose(
         wanted = {"causal": "causal attention", "ctc": "a Conformer"}[task.kind]
         raise ArgumentError(f"The task {task.name!r} needs {wanted}, which {name!r} has not; take 'exact' or a map.")
     chosen = Attention(name)
-    m = preset.features_of.get(chosen.feature_map or "", preset.features) if features is None else features
+    m = preset.features_of.get(chosen.feature_map or name, preset.features) if features is None else features
     needs = chosen.feature_map is not None or name in ("linformer", "performer_pytorch")
     near = name.startswith("window")
     if options:

@@ -44,7 +44,7 @@ class Favor(nn.Module):
 
     def __init__(self, dim: int, features: int, causal: bool) -> None:
         super().__init__()
-        package = extra("performer_pytorch", "bench", "The attention 'performer_pytorch'")
+        package = extra("performer_pytorch", "train", "The attention 'performer_pytorch'")
         self.inner = package.FastAttention(dim, features, causal=causal)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, scale: float) -> Tensor:

@@ -32,6 +32,7 @@ extra("accelerate", "train", "bochner.tasks")
 
 LOGS, SAVES = 50, 10  # per run
 GLIMPSE = 256  # validation examples looked at while training
+UNNAMED = {"guess": 0.0, "eps": 1e-8}  # not written to run.json, as in runs made before presets had them
 
 
 def train(
@@ -71,7 +72,7 @@ def train(
         "task": task,
         "attention": attention,
         "seed": seed,
-        **{k: v for k, v in asdict(sizes).items() if k != "features_of" and (k != "guess" or v)},
+        **{k: v for k, v in asdict(sizes).items() if k != "features_of" and UNNAMED.get(k) != v},
         "features": kind.features,
         "window": kind.window,
         "start": None if start is None else str(start),
@@ -193,7 +194,7 @@ def make_trainer(
     if tensorboard and is_first():
         callbacks.append(events(output / "tensorboard"))
     groups = parameter_groups(model, preset.learning_rate, weight_decay=preset.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=preset.learning_rate, betas=preset.betas)
+    optimizer = torch.optim.AdamW(groups, lr=preset.learning_rate, betas=preset.betas, eps=preset.eps)
     validation, examples = (task.load(preset, split) for split in ("validation", "train"))
     if preset.guess:
         examples = Guessed(cast(Sequences, examples), preset.guess)
