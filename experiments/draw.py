@@ -162,7 +162,7 @@ def listops_memory() -> None:
     memory = stored("train_speed")["memory"]
     fig, ax = figure(figsize=(7, 4.2))
     points: dict[str, tuple[float, float]] = {}
-    peers = ("performer_pytorch", "linformer", "nystromformer", "big_bird", "fnet")
+    peers = ("performer_pytorch", "linformer", "nystromformer", "big_bird", "longformer", "reformer", "fnet")
     for name, held in memory.items():
         if f"listops/{name}" in accuracy and "2048" in held:
             x, y = held["2048"], 100 * statistics.mean(accuracy[f"listops/{name}"])

@@ -79,6 +79,22 @@ def claim(what: str) -> float:
     return float(found)
 
 
+def slower(name: str, than: str, *lengths: int) -> list[float]:
+    """Times of a training step over those of another attention."""
+    times = experiment("train_speed")["time"]
+    return [times[name][str(n)] / times[than][str(n)] for n in lengths]
+
+
+def without(task: str, *names: str) -> list[float]:
+    """Percent, or bits, that can be had without learning."""
+    found = experiment("train_baselines")[task]
+    return [found[n] if n in ("frequencies", "difference", "perplexity") else 100 * found[n] for n in names]
+
+
+def tis(name: str) -> list[float]:
+    return [row[name] for row in experiment("train_tis").values()]
+
+
 # What pages say, in words in which N stands for a number, and where the numbers are stored.
 STATEMENTS: list[tuple[str, str, Callable[[], list[float]]]] = [
     (
@@ -264,6 +280,57 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float]]]] = [
         "takes N times the floor at 16,384 tokens",
         lambda: [claim("bidirectional forward at 16,384, of the floor")],
     ),
+    (
+        "training-cost.md",
+        "takes N to N times as long as `positive` up to 4,096 tokens, N to N times from 8,192 on",
+        lambda: [
+            f(slower("reformer", "positive", *lengths))
+            for lengths in ((128, 256, 512, 1024, 2048, 4096), (8192, 16384))
+            for f in (min, max)
+        ],
+    ),
+    (
+        "training-cost.md",
+        "a step with `positive` takes N times as long at 8,192 tokens, with a block window and `calibrated` N times",
+        lambda: [*slower("positive", "identity", 8192), *slower("window+calibrated", "identity", 8192)],
+    ),
+    (
+        "training-cost.md",
+        "(N MB at 8,192 tokens, `positive` N)",
+        lambda: [experiment("train_speed")["memory"][a]["8192"] for a in ("exact", "positive")],
+    ),
+    ("training.md", "the same probabilities to Ne-7 in all five folds", lambda: [1e7 * max(tis("probability"))]),
+    (
+        "training.md",
+        "its logits, of up to N, differ by at most Ne-4, that is by Ne-6 of the largest",
+        lambda: [
+            max(tis("logit_size")),
+            1e4 * max(tis("logit")),
+            1e6 * max(a / b for a, b in zip(tis("logit"), tis("logit_size"), strict=True)),
+        ],
+    ),
+    (
+        "training-results.md",
+        "| N bits per dimension (frequencies), N (difference to the pixel before) |",
+        lambda: without("pixels", "frequencies", "difference"),
+    ),
+    ("training-results.md", "| `lm_bpe` | N bits per byte (", lambda: without("lm_bpe", "frequencies")),
+    (
+        "training-results.md",
+        "| `protein_causal` | N %, perplexity N |",
+        lambda: without("protein_causal", "accuracy", "perplexity"),
+    ),
+    (
+        "training-results.md",
+        "| `pretraining` | N % (the commonest piece), N % (copying what is shown) |",
+        lambda: without("pretraining", "commonest", "copying"),
+    ),
+    (
+        "training-results.md",
+        "guessing the commonest letter elsewhere gives N %",
+        lambda: without("protein", "copying"),
+    ),
+    ("training-results.md", "how alike the letters of two pages are tells N %", lambda: without("retrieval", "letters")),
 ]
 
 

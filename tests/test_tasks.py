@@ -367,6 +367,12 @@ def test_neither_page_of_a_pair_tells_whether_the_pages_refer_to_each_other() ->
         for column in pairs.T:
             counts = np.stack([np.bincount(column[labels == y], minlength=len(arrays["home"])) for y in (0, 1)])
             assert counts.max(0).sum() / len(pairs) == 0.5  # the best guess from the number of one page, in sample
+    # Two pages do tell: those that refer to each other have more alike letters.
+    part = parts["test"]
+    letters = np.stack([np.bincount(part.sequences.raw(i)[:255], minlength=256) for i in range(len(arrays["home"]))])
+    letters = letters / np.linalg.norm(letters, axis=1, keepdims=True)
+    alike = (letters[part.pairs[:, 0]] * letters[part.pairs[:, 1]]).sum(1)
+    assert ((alike > np.median(alike)) == part.labels).mean() > 0.6
 
 
 def test_pages_that_are_not_linked_are_as_frequent_as_linked_ones() -> None:
