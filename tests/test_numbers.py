@@ -330,7 +330,11 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float]]]] = [
         "guessing the commonest letter elsewhere gives N %",
         lambda: without("protein", "copying"),
     ),
-    ("training-results.md", "how alike the letters of two pages are tells N %", lambda: without("retrieval", "letters")),
+    (
+        "training-results.md",
+        "how alike the letters of two pages are tells N %",
+        lambda: without("retrieval", "letters"),
+    ),
 ]
 
 
