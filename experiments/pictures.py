@@ -37,6 +37,32 @@ def kernel() -> None:
     save(fig, "how_kernel")
 
 
+def order() -> None:
+    """The matrices of exact and of linear attention, to scale: 64 tokens, head size 10, 14 features."""
+    from matplotlib.patches import Rectangle
+
+    n, d, m = 64, 10, 14
+    fig, axes = figure(2, figsize=(11, 2.9))
+    exact = [("Q", n, d, 0), ("K'", d, n, 0), ("A = Q K'", n, n, 1), ("V", n, d, 0)]
+    linear = [("psi(K)'", m, n, 2), ("V", n, d, 0), ("S", m, d, 1), ("phi(Q)", n, m, 2), ("S", m, d, 1)]
+    signs = (("", "x", "=", "x"), ("", "x", "=", "then", "x"))
+    titles = ("exact: a matrix of L x L numbers", "linear: sums over the keys first, m x d numbers")
+    for ax, title, shapes, between in zip(axes, titles, (exact, linear), signs, strict=True):
+        x = 0.0
+        for (name, rows, columns, kind), sign in zip(shapes, between, strict=True):
+            if sign:
+                ax.text(x + (8 if len(sign) == 1 else 13), n / 2, sign, ha="center", va="center", fontsize=13)
+                x += 16 if len(sign) == 1 else 26
+            colour = (COLOURS[5], COLOURS[1], COLOURS[2])[kind]
+            ax.add_patch(Rectangle((x, (n - rows) / 2), columns, rows, color=colour, alpha=0.55))
+            ax.text(x + columns / 2, (n + rows) / 2 + 3, name, ha="center", fontsize=13)
+            x += columns
+        ax.set(xlim=(-2, max(x, 175)), ylim=(-2, n + 14), aspect="equal")
+        ax.set_axis_off()
+        ax.set_title(title, fontsize=14)
+    save(fig, "how_order")
+
+
 def head() -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys (1, 1, n, d) of one head on a held-out paragraph."""
     model, tokenizer = load_minilm()
@@ -83,4 +109,5 @@ def matrices() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     kernel()
+    order()
     matrices()

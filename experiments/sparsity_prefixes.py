@@ -3,7 +3,7 @@
 Claim: for every prefix K[:i, :i], i >= 50, of every head's kernel matrix the entries beyond the i largest sum to at
 most 4.6 (BERT), 5.15 (GPT), 5.39 (RoBERTa) times the i largest, and the largest ratio does not grow with i. Here
 all-MiniLM-L6 (72 heads) and SmolLM2-135M (270 heads) on prose, AntiBERTy and Sapiens on proteins, RXNMapper and rxnfp
-on molecules, a hundred texts each. The paper's own models are in no package registry; Sapiens has the form of RoBERTa
+on molecules, 50 to 100 texts each. The paper's own models are in no package registry; Sapiens has the form of RoBERTa
 and is far smaller. `attention_sparsity.py` has the ratios of neighbouring entries. Sums over the largest entries come
 from histograms of 2,048 values a head that are exact but for one bin.
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
+COLUMN = 84  # letters in a column of the site
 SOURCE = ROOT / "src" / "bochner"
 PAGE = ROOT / "docs" / "architecture.md"
 DRAWING = ROOT / "docs" / "images" / "architecture.svg"
@@ -132,7 +134,9 @@ def tree(source: Path = SOURCE) -> str:
             if entry.name == "__init__.py":
                 continue
             name = "  " * depth + entry.name + ("/" if entry.is_dir() else "")
-            lines.append(f"{name:<24} {summary(entry / '__init__.py' if entry.is_dir() else entry)}")
+            said = summary(entry / "__init__.py" if entry.is_dir() else entry)
+            first, *more = textwrap.wrap(said, COLUMN - 25, break_long_words=False)
+            lines += [f"{name:<24} {first}", *(f"{'':24} {line}" for line in more)]
             if entry.is_dir():
                 walk(entry, depth + 1)
 

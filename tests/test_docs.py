@@ -66,9 +66,7 @@ def minilm(kind: str) -> dict[str, Any]:
 
 # What the code of a page presupposes; pages that are not here presuppose nothing.
 PRESUPPOSED: dict[str, Callable[[], dict[str, Any]]] = {
-    "landmark.md": attention_inputs,
     "several-machines.md": attention_inputs,
-    "howto-encoders.md": lambda: minilm("encoder"),
     "howto-decoders.md": lambda: minilm("decoder"),
     "README.md": lambda: minilm("none"),
     "index.md": lambda: minilm("none"),
@@ -76,6 +74,7 @@ PRESUPPOSED: dict[str, Callable[[], dict[str, Any]]] = {
 NEEDS_A_MODEL = {
     "README.md",
     "index.md",
+    "howto-encoders.md",
     "howto-training.md",
     *(name for name in PRESUPPOSED if name.startswith("howto")),
 }
@@ -178,6 +177,35 @@ def test_examples_in_docstrings_are_code_on_the_reference_page() -> None:
     text = module.fenced("What it does.\n\n>>> x = 1\n>>> x\n1\n\nMore.\n\n>>> y\n2")
     assert text.count("```pycon") == 2
     assert text.startswith("What it does.\n\n```pycon\n>>> x = 1\n>>> x\n1\n```\n\nMore.")
+
+
+def test_what_a_docstring_says_of_arguments_is_a_list_on_the_reference_page() -> None:
+    pytest.importorskip("griffe")
+    spec = importlib.util.spec_from_file_location("doctests", ROOT / "docs" / "extensions" / "doctests.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    least = {
+        bochner.convert: 19, bochner.linear_attention: 14, bochner.advise: 11, bochner.KernelOperator: 16,
+        bochner.distill: 13, bochner.nn.MultiheadAttention: 11, bochner.feature_map: 3,
+    }  # fmt: skip
+    for what, count in least.items():
+        names = set(inspect.signature(what).parameters)
+        text = module.described(inspect.getdoc(what), names)
+        listed = re.findall(r"(?m)^    (\w+): \S", text.partition("Args:\n")[2])
+        assert len(listed) >= count, what
+        assert set(listed) <= names, what
+    assert module.described("`x`: one.", set()) == "`x`: one."
+    text = module.described("It does.\n\n- `a` (b, s) bool: a mask.\n- `b=False` keeps it.\n- `c`: no.", {"a", "b"})
+    assert text == "It does.\n\n- `c`: no.\n\nArgs:\n    a: (b, s) bool: a mask.\n    b: `b=False`: keeps it."
+
+
+def test_code_on_the_pages_is_no_wider_than_a_column() -> None:
+    wide = [
+        (p.name, line) for p in (ROOT / "docs").glob("*.md") for code, _ in snippets(p) for line in code.split("\n")
+    ]
+    assert [(name, line) for name, line in wide if len(line) > 84] == []
 
 
 def test_the_reference_has_every_public_name() -> None:
