@@ -15,6 +15,8 @@ from _index import NO_PICTURE, PAPERS, PICTURES, READERS, Item, Said
 from run import names
 
 DOCS = ROOT / "docs"
+OURS = ("Beyond the paper", "A published Performer")  # labels of items that are in no paper
+BEYOND = "gallery-beyond.md"
 HEAD = """# Gallery
 
 Every figure and table of the five papers: reproduced, partly, not, or the reason for which it was not tried. These
@@ -103,7 +105,7 @@ def pages() -> dict[str, str]:
     for paper in PAPERS:
         for item in paper.items:
             if item.script:
-                homes.setdefault(item.script, f"gallery-{paper.key}.md")
+                homes.setdefault(item.script, BEYOND if item.label in OURS else f"gallery-{paper.key}.md")
                 served.setdefault(item.script, []).append((paper.key, item))
     found = {"gallery.md": index(homes)}
     for paper in PAPERS:
@@ -112,10 +114,10 @@ def pages() -> dict[str, str]:
         if sections:
             head = f"# {paper.title}\n\nThe experiments of paper {paper.key}. All papers: [gallery](gallery.md).\n"
             found[name] = "\n".join([head, *sections]).rstrip() + "\n"
+    head = "# Beyond the papers\n\nExperiments of our own. Those of the papers: [gallery](gallery.md).\n"
+    sections = [section(script, served[script]) for script, home in homes.items() if home == BEYOND]
+    found[BEYOND] = "\n".join([head, *sections]).rstrip() + "\n"
     return found
-
-
-OURS = ("Beyond the paper", "A published Performer")
 
 
 def index(homes: dict[str, str]) -> str:

@@ -136,7 +136,7 @@ def tree(source: Path = SOURCE) -> str:
             name = "  " * depth + entry.name + ("/" if entry.is_dir() else "")
             said = summary(entry / "__init__.py" if entry.is_dir() else entry)
             first, *more = textwrap.wrap(said, COLUMN - 25, break_long_words=False)
-            lines += [f"{name:<24} {first}", *(f"{'':24} {line}" for line in more)]
+            lines.extend([f"{name:<24} {first}", *(f"{'':24} {line}" for line in more)])
             if entry.is_dir():
                 walk(entry, depth + 1)
 
