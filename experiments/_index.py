@@ -599,12 +599,16 @@ def _further_models(r: Any) -> Said:
         for n, row in r.items()
     )
     converted = [n for n, row in r.items() if row["converted_layers"]]
-    met = all(row["met"] and row["kept"] >= 0.98 for row in r.values())
+    kept = all(row["kept"] >= 0.98 for row in r.values())
+    missed = [n for n, row in r.items() if not row["met"]]
+    alone = (
+        f"left alone, since nothing faster keeps it: {', '.join(missed)}" if missed else "met by leaving models alone"
+    )
     return Said(
         "Ours: `convert(model, keep=0.98)` keeps what it says on models that had no part in development.",
         told + ".",
-        "reproduced" if met and converted else "partly" if met else "not",
-        "" if met and converted else "met by leaving models alone" if met else "a target is missed",
+        "reproduced" if kept and converted and not missed else "partly" if kept else "not",
+        "" if kept and converted and not missed else alone if kept else "a target is missed",
     )
 
 
