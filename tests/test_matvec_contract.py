@@ -22,7 +22,9 @@ import bochner
 from bochner._checks import BochnerError
 from bochner.matvec import KernelOperator, certificate
 from bochner.matvec.certificate import hold_out_generator, split_columns
+from bochner.matvec.engines.exact import ExactEngine, Loss
 from bochner.matvec.plan import Between, nearest_to_middle
+from bochner.matvec.tiles import extent
 
 torch.set_num_threads(1)
 N = 1200
@@ -237,6 +239,96 @@ def test_sums_of_one_sign_keep_the_contract_in_single_precision(kernel):
     error = np.asarray(K @ np.ones(1500), dtype=np.float64) - radial(X, X, 5.0, kernel).sum(1)
     assert np.linalg.norm(error) <= 1e-4 * np.sqrt(1500)
     assert KernelOperator(X, bandwidth=5.0, eps=0.1, kernel=kernel, method="exact")._engine.dtype == torch.float32
+
+
+KINDS = ["gaussian", "laplace", "matern32", "matern52", "student"]
+
+
+def far_cluster(n, c, distance, d=8, spread=0.1):
+    """Standard normal points but for c of them, rows 1 to c, close together and far away."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(n, d))
+    X[1 : c + 1] = distance / d**0.5 + spread * rng.normal(size=(c, d))
+    return X.astype(np.float32)
+
+
+@pytest.mark.parametrize("kernel", KINDS)
+@pytest.mark.parametrize("method", ["auto", "exact", "cells", "sparse", "lowrank"])
+@pytest.mark.parametrize(("distance", "eps"), [(60.0, 3e-3), (20.0, 1e-3), (400.0, 0.1)])
+def test_indicators_of_far_clusters_keep_the_contract(distance, eps, method, kernel):
+    """Rounding that the rows of a cluster share does not cancel in the sum over the cluster."""
+    X = far_cluster(5000 if method == "auto" else 1500, 150, distance)
+    K = KernelOperator(X, bandwidth=1.0, eps=eps, method=method, kernel=kernel)
+    x = np.zeros((len(X), 3))
+    x[1:151, 0] = 1.0
+    x[1:151, 1] = np.random.default_rng(1).choice([-1.0, 1.0], 150)
+    x[0, 2] = x[151:200, 2] = 1.0
+    error = np.asarray(K @ x, dtype=np.float64) - radial(X, X[:200], 1.0, kernel) @ x[:200]
+    assert (np.linalg.norm(error, axis=0) <= eps * np.linalg.norm(x, axis=0)).all() or not K.certain
+    assert K.certain or method != "exact"
+
+
+def test_a_cluster_among_many_points_keeps_the_contract():
+    X = 3.0 * far_cluster(20_000, 600, 20.0 / 3.0, spread=0.2 / 3.0)
+    x = np.zeros(20_000)
+    x[1:601] = 1.0
+    truth = radial(X, X[1:601], 1.0, "gaussian").sum(1)
+    for method in ("auto", "exact"):
+        K = KernelOperator(X, bandwidth=1.0, eps=1e-3, method=method)
+        assert K.certain
+        assert np.linalg.norm(K @ x - truth) <= 1e-3 * np.linalg.norm(x)
+
+
+@pytest.mark.parametrize("kernel", KINDS)
+@pytest.mark.parametrize(("d", "distance", "eps"), [(2, 60.0, 0.01), (8, 20.0, 1e-3)])
+def test_one_query_and_the_x_that_its_rounding_suits_least(d, distance, eps, kernel):
+    rng, s = np.random.default_rng(0), 60_000
+    q = np.full((1, d), distance / d**0.5, dtype=np.float32)
+    sides = np.where(np.arange(s)[:, None] < s // 2, 1.0, -1.0) * distance
+    k = ((sides + 0.3 * rng.normal(size=(s, d))) / d**0.5).astype(np.float32)
+    truth = radial(q, k, 1.0, kernel)[0]
+    for method in ("exact", "cells"):
+        K = KernelOperator(q, k, bandwidth=1.0, eps=eps, method=method, kernel=kernel)
+        error = np.asarray(K.rmatvec(np.ones(1)), dtype=np.float64) - truth
+        for x in (error, np.sign(error), (np.arange(s) < s // 2).astype(float)):
+            assert abs(float((K @ x)[0]) - truth @ x) <= eps * np.linalg.norm(x) or not K.certain
+
+
+def test_distances_that_single_precision_cannot_tell_from_zero():
+    """The Laplace kernel falls like the distance itself, whose square is lost."""
+    rng = np.random.default_rng(0)
+    X = (rng.normal(size=(200, 500)) * 10.0 ** rng.integers(-3, 4, size=(200, 1))).astype(np.float32)
+    K = KernelOperator(X, bandwidth=1e9, eps=1e-4, kernel="laplace")
+    error = np.asarray(K @ np.ones(200), dtype=np.float64) - radial(X, X, 1e9, "laplace").sum(1)
+    assert np.linalg.norm(error) <= 1e-4 * np.sqrt(200)
+
+
+@pytest.mark.parametrize("kernel", KINDS)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_single_precision_takes_is_below_its_bound(kernel, symmetric):
+    X = far_cluster(900, 100, 30.0, d=5)
+    others = X if symmetric else X[::3] + np.float32(0.1)
+    K = KernelOperator(X, None if symmetric else others, bandwidth=2.0, eps=1.0, kernel=kernel, method="exact")
+    engine = ExactEngine(K._engine.frame._replace(arithmetic="float32"), K.queries, K.keys, symmetric)
+    reach = extent(engine.frame, K.queries) + extent(engine.frame, K.keys)
+    loss = Loss(engine, reach)
+    error = engine.apply(torch.eye(len(others))).value.numpy() - radial(X, others, 2.0, kernel)
+    norm = np.linalg.norm(error, 2)
+    everywhere = loss.norm([loss.everywhere(side) for side in loss.sides], True)
+    assert norm <= everywhere <= loss.norm([loss.most(side) for side in loss.sides], True)
+    assert loss.norm([loss.some(side) for side in loss.sides], True) <= everywhere
+    cells = KernelOperator(X, None if symmetric else others, bandwidth=2.0, eps=1.0, kernel=kernel, method="cells")
+    if cells.certain and cells._engine.dtype == torch.float32:
+        error = np.asarray(cells @ np.eye(len(others)), dtype=np.float64) - radial(X, others, 2.0, kernel)
+        assert np.linalg.norm(error, 2) <= cells.plan.skipped_norm + cells.plan.rounded
+
+
+def test_standardised_tables_stay_in_single_precision():
+    for name in ("digits", "cancer", "diabetes"):
+        X = real_set(name, 2000)[0].astype(np.float32)
+        bandwidth = float(np.sqrt(2.0 * X.shape[1]))
+        for eps in (0.1, 0.03):
+            assert KernelOperator(X, bandwidth=bandwidth, eps=eps)._engine.dtype == torch.float32
 
 
 def test_statements_allow_for_the_rounding_of_the_answer():

@@ -29,6 +29,7 @@ SMALL = 1 << 24  # pairs below which exact is simply fastest
 GAUSSIAN_ONLY = ("paper", "features")
 SEVERAL = 4  # products for which keeping the near entries pays
 MANY = 20  # products for which a sharper bound on what a factor leaves pays
+ROUNDING_SHARE = 0.4  # of eps, for the rounding of products by cells
 FEW = 0.15  # of all pairs: a certain plan that costs no more is taken without looking for another
 
 
@@ -75,8 +76,11 @@ def choose(problem: Problem, options: Options, index: KeyIndex | None = None) ->
     if method == "features":
         return Choice(FeaturesEngine(problem, options.num_features), reason, index)
     engine = cells_engine(problem, index or make_index(problem, options))
+    if method != "auto":
+        engine = settled(problem, engine)
     if method == "sparse":
-        return Choice(SparseEngine(engine.index, engine.plan, problem.eps, options.memory), reason, engine.index)
+        sparse = sparse_engine(problem, options, engine)
+        return Choice(sparse, reason, sparse.index)
     if method == "cells":
         return Choice(engine, reason, engine.index)
     choice = judged(problem, engine)
@@ -91,7 +95,7 @@ def kept(problem: Problem, options: Options, choice: Choice) -> Choice:
     if not isinstance(cells, CellsEngine):
         return choice
     try:
-        engine = SparseEngine(cells.index, cells.plan, problem.eps, options.memory)
+        engine = sparse_engine(problem, options, cells)
     except TooLarge:
         return replace(choice, reason=f"{choice.reason}; too many near entries to keep in {options.memory >> 20} MB")
     return replace(choice, engine=engine, reason=f"{choice.reason}; entries kept for {options.products} products")
@@ -138,14 +142,17 @@ def low_rank_sparse(problem: Problem, options: Options) -> LowRankEngine:
 
 def judged(problem: Problem, engine: CellsEngine) -> Choice:
     """Keep the cells if they meet eps for less than half the exact cost; else exact. Says why."""
-    plan, index = engine.plan, engine.index
     n, s = problem.shape
     exact_pairs = n * s / 2 if problem.symmetric else n * s
+    sparse = engine.plan.met and product_pairs(engine.plan, engine.index) <= WORTHWHILE * exact_pairs
+    if sparse:
+        engine = settled(problem, engine)
+    plan, index = engine.plan, engine.index
     facts = (
         f"a row sums to {plan.mean_row_sum:.3g} on average, {plan.fraction(index):.1%} of the pairs near give "
         f"{'an error of at most' if plan.certain else 'a predicted error of'} {plan.predicted:.2g} |x|"
     )
-    if plan.met and product_pairs(plan, index) <= WORTHWHILE * exact_pairs:
+    if sparse:
         return Choice(engine, f"sparse enough: {facts}", index)
     return Choice(exact_engine(problem), f"not sparse enough at this bandwidth and eps: {facts}", index)
 
@@ -185,18 +192,33 @@ def cells_engine(problem: Problem, index: KeyIndex) -> CellsEngine:
         if other.met and product_pairs(other, index) < product_pairs(plan, index):
             return CellsEngine(index, other)
         plan.mean_row_sum = other.mean_row_sum
-    engine = CellsEngine(index, plan)
-    if plan.fraction(index) <= WORTHWHILE:
-        sums = engine.apply(torch.ones(problem.shape[1], 1, dtype=engine.dtype)).value[:, 0].abs()
-        plan.mean_row_sum = float(sums.mean())
-    else:  # a product to find them would be as dear as an exact one
-        sums = torch.full((problem.shape[0],), 4 * plan.mean_row_sum, dtype=engine.dtype)
-    # Rounding of entries, which are independent, and of long sums of one sign: single precision must not eat up eps.
-    lost = torch.empty_like(sums).index_copy_(0, plan.queries.order, plan.rounding[plan.queries.label])
-    lost = lost / TYPICAL * sums.sqrt() + 16 * torch.finfo(engine.dtype).eps * sums
-    if engine.dtype == torch.float32 and float(lost.max()) > problem.eps / 4:
-        return cells_engine(problem, reframe(index, "float64"))
-    return engine
+    return CellsEngine(index, plan)
+
+
+def settled(problem: Problem, engine: CellsEngine) -> CellsEngine:
+    """The engine itself, or one in finer arithmetic: rounding must leave room for what is skipped.
+
+    With a certain plan, not from any x. Products by a measured plan are checked one by one: there a guess will do.
+    """
+    arithmetic = engine.index.frame.arithmetic
+    if engine.certain:
+        fine = engine.settle(ROUNDING_SHARE * problem.eps)
+    else:
+        lost = float(engine.plan.rounding.max()) / TYPICAL + 16 * torch.finfo(engine.dtype).eps
+        fine = lost * 4 * engine.plan.mean_row_sum <= ROUNDING_SHARE * problem.eps
+    if fine or arithmetic == "difference":
+        return engine
+    return settled(problem, engine.refined("float64" if arithmetic == "float32" else "difference"))
+
+
+def sparse_engine(problem: Problem, options: Options, engine: CellsEngine) -> SparseEngine:
+    """The entries of these cells that matter; in double precision if single precision leaves little to drop."""
+    plan = engine.plan
+    if plan.certain and engine.dtype == torch.float32:
+        lost = plan.rounded + plan.near_norm * torch.finfo(engine.dtype).eps * plan.terms(engine.index)
+        if lost > ROUNDING_SHARE * problem.eps:
+            engine = settled(problem, engine.refined("float64"))
+    return SparseEngine(engine.index, engine.plan, problem.eps, options.memory)
 
 
 def replanned(problem: Problem, index: KeyIndex, plan: Plan, filled: Tensor) -> CellsEngine:

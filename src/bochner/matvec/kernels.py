@@ -28,6 +28,7 @@ class Kernel:
     `slope(t)`: bandwidth * dK/dbandwidth = -2 t dK/dt.
     `heavy`: a relative error of t changes the value no more than `change` says of the same error at t = -heavy. Only
     a tail that falls like a power has such a place: 2 c |t| / (1 + 2 (1 - c) |t|) < 2 c for the Student kernel.
+    `convex`: whether `change` is, so that half the error of t does at most half the harm.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Kernel:
     floors: tuple[float, float]
     slope: Callable[[Tensor], Tensor]
     heavy: float = math.inf
+    convex: bool = True
 
     def floor(self, dtype: torch.dtype) -> float:
         return self.floors[0] if dtype == torch.float32 else self.floors[1]
@@ -123,6 +125,7 @@ KERNELS: dict[str, Kernel] = {
             lambda delta: _expm1(LN2 * math.sqrt(2.0 * delta)),
             (-5e3, -5e5),
             _laplace_slope,
+            convex=False,
         ),
         Kernel(
             "matern32",

@@ -45,6 +45,8 @@ class Plan:
     met: bool = True
     mean_row_sum: float = math.nan
     rough: bool = False  # measured plans: single precision, from one origin, loses far less than eps
+    near_norm: float = math.nan  # certain plans: bound on |K|_2 of the near blocks
+    rounded: float = 0.0  # the same: bound on |E|_2 of what rounding takes from products by cells
 
     @property
     def certain(self) -> bool:
@@ -61,6 +63,10 @@ class Plan:
         """Near pairs evaluated by one product (a symmetric block is evaluated once for both sides)."""
         near = self.near.triu() if self.symmetric else self.near
         return int((near.double() * self.queries.count.double()[:, None] * index.count.double()).sum())
+
+    def terms(self, index: KeyIndex) -> int:
+        """The largest number of near entries in a row."""
+        return int((self.near.double() @ index.count.double()).max())
 
     def fraction(self, index: KeyIndex) -> float:
         """Of all pairs, how many lie in near blocks."""
@@ -171,11 +177,11 @@ def certain_plan(index: KeyIndex, queries: Side | None, eps: float) -> Plan:
     return plan
 
 
-def near_rounding(index: KeyIndex, side: Side, near: Tensor, distances: Tensor) -> Tensor:
-    """(cells,): bound on the relative rounding of the near entries of each query cell.
+def near_reach(index: KeyIndex, side: Side, near: Tensor, distances: Tensor) -> Tensor:
+    """(cells,): the largest |z| + |w| of the near pairs of each query cell that matter, as seen from its origin.
 
-    Points of the other cells are seen from the origin of the query cell: |z| + |w| <= own radius + distance + radius.
-    Only pairs within the kernel's reach count: |z| <= |w| + reach and, where that is safe, |w| <= |z| + reach.
+    |z| + |w| <= own radius + distance + radius. Only pairs within the kernel's reach count: |z| <= |w| + reach and,
+    where that is safe, |w| <= |z| + reach.
     """
     kernel, frame, d = index.frame.kernel, index.frame, side.points.shape[1]
     span = torch.where(near, distances + index.keys.radius, 0.0).amax(1)
@@ -183,11 +189,18 @@ def near_rounding(index: KeyIndex, side: Side, near: Tensor, distances: Tensor) 
     out = torch.zeros_like(side.radius)
     for a, (own, other) in enumerate(zip(side.radius.tolist(), span.tolist(), strict=True)):
         own = min(own, other + reach)
-        whole = argument_error(own + other, d, frame)
-        if whole <= 1.0:
-            whole = min(whole, argument_error(2 * own + min(reach, other), d, frame))
-        out[a] = min(kernel.change(whole), 1e30)
+        out[a] = own + other
+        if argument_error(own + other, d, frame) <= 1.0:
+            out[a] = min(own + other, 2 * own + min(reach, other))
     return out
+
+
+def near_rounding(index: KeyIndex, side: Side, near: Tensor, distances: Tensor) -> Tensor:
+    """(cells,): bound on the relative rounding of the near entries of each query cell."""
+    d, change = side.points.shape[1], index.frame.kernel.change
+    reaches = near_reach(index, side, near, distances).tolist()
+    lost = [min(change(argument_error(reach, d, index.frame)), 1e30) for reach in reaches]
+    return torch.tensor(lost, dtype=side.radius.dtype)
 
 
 class NearTiles:

@@ -68,6 +68,8 @@ def to_arrays(stored: Stored) -> dict[str, np.ndarray]:
             "met": plan.met,
             "mean_row_sum": plan.mean_row_sum,
             "rough": plan.rough,
+            "near_norm": plan.near_norm,
+            "rounded": plan.rounded,
         }
         arrays["near"] = plan.near.numpy()
         for name in ("score", "rows", "columns"):

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..._progress import track
 from ..index import KeyIndex, reframe, sort_side
 from ..measured import Ranking
-from ..plan import Between, NearTiles, Plan, near_rounding, nearest_to_middle
-from ..tiles import ROWS, swapped
+from ..plan import Between, NearTiles, Plan, near_reach, near_rounding, nearest_to_middle
+from ..tiles import ROWS, norms, swapped, times
 from .base import Applied, Engine
 
 NEAR_KEYS = 2048  # keys gathered at once for one query cell
@@ -126,18 +126,68 @@ class CellsEngine(Engine):
 
     def _rounding(self, absolute: Tensor, adjoint: bool) -> Tensor:
         """Rounding of each row, given the near part of K|x| in the caller's order, (n, r)."""
-        cell = self.plan.queries.label
-        if adjoint and not self.plan.symmetric:
-            relative = self.plan.rounding.max().expand(absolute.shape[0])
-        else:
-            relative = torch.empty_like(absolute[:, 0]).index_copy_(
-                0, self.plan.queries.order, self.plan.rounding[cell]
-            )
-            if self.plan.symmetric:  # a block is evaluated from the side of its first cell
-                relative = relative.clamp_min(float(self.plan.rounding.max()))
-        unit = torch.finfo(self.dtype).eps / 2
-        sums = unit * (NEAR_KEYS + math.ceil(self.index.keys.rows.shape[0] / NEAR_KEYS) + self.index.cells + 8)
-        return (relative.double() + sums)[:, None] * absolute.double()
+        plan, by_cell = self.plan, self.plan.rounding
+        side = plan.queries
+        if adjoint or plan.symmetric:  # a block is evaluated from the side of its query cell, or of its first cell
+            by_cell = torch.where(plan.near, by_cell[:, None], 0.0).amax(0)
+            side = self.index.keys
+        relative = torch.empty_like(absolute[:, 0]).index_copy_(0, side.order, by_cell[side.label])
+        return (relative.double() + self.summation)[:, None] * absolute.double()
+
+    @property
+    def summation(self) -> float:
+        """Bound on the relative rounding of x, of a profile and of sums over the near entries of a row, or column."""
+        keys, queries = self.plan.terms(self.index), 0
+        if not self.plan.symmetric:
+            queries = int((self.plan.near.T.double() @ self.plan.queries.count.double()).max())
+        terms = max(keys, queries)
+        # Either entry by entry, or within a block and then the blocks, of which a cell has several.
+        blocks = self.index.cells + math.ceil(
+            max(self.plan.queries.rows.shape[0], self.index.keys.rows.shape[0]) / ROWS
+        )
+        return torch.finfo(self.dtype).eps / 2 * (min(terms, NEAR_KEYS + blocks) + 8)
+
+    def settle(self, limit: float) -> bool:
+        """Bound what rounding takes from the products of a certain plan, for every x; whether it is within `limit`.
+
+        The error of an entry is at most c (|z| + |w|)^2 K, c that of the query cell; row and column sums of it give the
+        norm (Schur's test). Cost: about two products.
+        """
+        plan, index = self.plan, self.index
+        rough = (float(plan.rounding.max()) + self.summation) * plan.near_norm
+        if rough <= limit:  # known from coarser arithmetic
+            plan.rounded = rough
+            return True
+        rows, columns = self._near_sums()
+        plan.mean_row_sum = float(rows[:, 0].mean())
+        margin = (1.0 + float(plan.rounding.max())) * (1.0 + 2.0 * self.summation)  # of the sums themselves
+        lost = [float((side[:, 1] + self.summation * side[:, 0]).max()) for side in (rows, columns)]
+        plan.near_norm = margin * math.sqrt(float(rows[:, 0].max()) * float(columns[:, 0].max()))
+        floor = index.frame.kernel.floor_value(self.dtype) * math.sqrt(rows.shape[0] * columns.shape[0])
+        plan.rounded = margin * math.sqrt(lost[0] * lost[1]) + floor
+        return plan.rounded <= limit
+
+    def _near_sums(self) -> tuple[Tensor, Tensor]:
+        """Of near rows (n, 2) and columns (s, 2), sorted: sums of entries, and of bounds on their errors."""
+        plan, index = self.plan, self.index
+        rows = torch.zeros(plan.queries.rows.shape[0], 2, dtype=torch.float64)
+        columns = rows if plan.symmetric else torch.zeros(index.keys.rows.shape[0], 2, dtype=torch.float64)
+        reach = near_reach(index, plan.queries, plan.near, index.distances()).clamp_min(1e-30)
+        near, convex = NearTiles(index, plan), index.frame.kernel.convex
+        for a, (lo, hi) in enumerate(plan.queries.ranges()):
+            # Where the change is not convex, half the error of an argument does more than half the harm.
+            slope = float(plan.rounding[a]) / (float(reach[a]) ** 2 if convex else 1.0)
+            for part, w in near.keys(a, NEAR_KEYS) if lo < hi else ():
+                inside = int((part < hi).sum()) if plan.symmetric else 0  # this block is its own mirror image
+                for i in range(lo, hi, ROWS):
+                    z = near.rows(i, min(i + ROWS, hi))
+                    tile = near(z, w)
+                    long, other = (norms(side[:, :-2]) for side in (z, w))
+                    rows[i : i + z.shape[0]] += _sums(tile, long, other, slope, convex)
+                    if inside < part.numel():
+                        mirror = _sums(tile[:, inside:].T, other[inside:], long, slope, convex)
+                        columns.index_add_(0, part[inside:], mirror)
+        return rows, columns
 
     def error_bound(self, x: Tensor, adjoint: bool = False) -> tuple[Tensor, int]:
         if not self.certain:
@@ -173,15 +223,20 @@ class CellsEngine(Engine):
         return out + far[:, 0].double() + self._rounding(applied.value, False)[:, 0] + floor
 
     def precise(self) -> CellsEngine | None:
-        if self.dtype == torch.float64:
-            return None
-        index = reframe(self.index, "float64")
-        side = index.keys
-        if not self.plan.symmetric:
-            queries = self.plan.queries
-            side = sort_side(index.frame, queries.points, queries.caller_label, index.origin)
-        plan = replace(self.plan, queries=side, rounding=near_rounding(index, side, self.plan.near, index.distances()))
-        return CellsEngine(index, plan)
+        return None if self.dtype == torch.float64 else self.refined("float64")
+
+    def refined(self, arithmetic: str) -> CellsEngine:
+        """The same plan in another arithmetic."""
+        index = reframe(self.index, arithmetic)
+        side, plan = index.keys, self.plan
+        if not plan.symmetric:
+            side = sort_side(index.frame, plan.queries.points, plan.queries.caller_label, index.origin)
+        rounding = near_rounding(index, side, plan.near, index.distances())
+        rows, columns = (None if t is None else t.to(index.frame.dtype) for t in (plan.rows, plan.columns))
+        score = None if plan.score is None else plan.score.to(index.frame.dtype)
+        return CellsEngine(
+            index, replace(plan, queries=side, rounding=rounding, rows=rows, columns=columns, score=score)
+        )
 
     # ---- repairs ----------------------------------------------------------------------------------------------------
 
@@ -208,3 +263,13 @@ class CellsEngine(Engine):
         if self.certain:
             line += f" What is skipped is at most {self.plan.skipped_norm:.2g} |x|, for every x."
         return line
+
+
+def _sums(tile: Tensor, own: Tensor, other: Tensor, slope: float, convex: bool) -> Tensor:
+    """(rows, 2): sums of a tile over its columns, and of slope (own + other)^2 times it, or of slope times it."""
+    if not convex:
+        total = tile.sum(1).double()
+        return torch.stack([total, slope * total], 1)
+    zero, one, two = times(tile, torch.stack([torch.ones_like(other), other, other.square()], 1)).double().unbind(1)
+    own = own.double()
+    return torch.stack([zero, slope * (own.square() * zero + 2.0 * own * one + two)], 1)

@@ -31,7 +31,7 @@ from ..._checks import spawn_seed
 from ..budget import Budget, first_threshold
 from ..csr import POSITION, CompressedRows, RowWriter
 from ..problem import Problem
-from ..tiles import PRECISE, Tiles, left, precise_frame, right
+from ..tiles import PRECISE, Tiles, argument_error, extent, left, precise_frame, right
 from .base import Applied, Engine, Likely
 from .exact import precise_engine
 
@@ -118,7 +118,8 @@ class LowRankEngine(Engine):
 
     @property
     def certain(self) -> bool:  # type: ignore[override]
-        return self.bound <= self.problem.eps and self.confidence == 1.0
+        lost = self._entries + self._rounding(max(self.problem.shape))
+        return self.bound + lost <= self.problem.eps and self.confidence == 1.0
 
     def apply(self, x: Tensor, adjoint: bool = False) -> Applied:
         rows, columns = self.factor.queries, self.factor.keys
@@ -206,24 +207,28 @@ class LowRankEngine(Engine):
                 break
         return self.bound
 
-    @property
+    @cached_property
     def _entries(self) -> float:
         """What the rounding of kernel entries in double precision can add to a norm."""
-        return 10 * PRECISE * math.sqrt(math.prod(self.problem.shape))
+        problem = self.problem
+        frame = precise_frame(problem.kernel, problem.queries, problem.keys, problem.bandwidth)
+        reach = 2 * max(extent(frame, problem.queries), extent(frame, problem.keys))
+        lost = problem.kernel.change(argument_error(reach, problem.keys.shape[1], frame))
+        return 10 * min(PRECISE, lost + 8 * torch.finfo(torch.float64).eps) * math.sqrt(math.prod(problem.shape))
 
-    def _rounding(self, x: Tensor) -> float:
+    def _rounding(self, length: int) -> float:
         """Sums of n and of r terms in double precision, against |F| |F'| |x|."""
         unit = torch.finfo(torch.float64).eps
         size = float(self.factor.queries.norm()) * float(self.factor.keys.norm()) + 1.0
-        return unit * (x.shape[0] + self.factor.rank) * size
+        return unit * (length + self.factor.rank) * size
 
     def error_bound(self, x: Tensor, adjoint: bool = False) -> tuple[Tensor, int]:
         known = self.bound if self.confidence == 1.0 else self.factor.trace_bound
-        return (known + self._rounding(x) + self._entries) * x.double().norm(dim=0), 0
+        return (known + self._rounding(x.shape[0]) + self._entries) * x.double().norm(dim=0), 0
 
     def likely(self, x: Tensor) -> Likely:
         norm = float(x.double().norm())
-        return Likely((self.bound + self._rounding(x)) * norm, self.typical * norm, self.confidence)
+        return Likely((self.bound + self._rounding(x.shape[0])) * norm, self.typical * norm, self.confidence)
 
     def describe(self) -> str:
         how = "" if self.confidence == 1.0 else f" with probability {self.confidence:.1%}"

@@ -72,6 +72,8 @@ class SparseEngine(Engine):
             limit -= 0.5 * eps
         else:  # what is skipped is lost already; of a symmetric matrix it is the same for rows and columns
             rows, columns = plan.rows, columns if plan.symmetric else plan.columns
+            long_sums = torch.finfo(self.dtype).eps * plan.terms(index) * plan.near_norm
+            limit = min(limit, eps - plan.rounded - long_sums)  # rounding takes the rest
         self.lost = Budget(rows, columns, limit, plan.symmetric)
         self.panels, self.few = self._collect(memory, progress)
         self.mirror = self.few.transposed() if plan.symmetric else None
