@@ -2,11 +2,13 @@
 
     python benchmarks/coverage.py [--quick] [--output benchmarks/results/coverage.json]
 
-Half of the operators plan as they see fit, the other half is made to plan from samples, so that statements of every
-kind are made; every tenth statement is by a new operator. Truth is the dense matrix in double precision. Deterministic
-statements must all be true; of the others at most so many may be false as chance allows at their confidence of 95 %
-(binomial, alpha 0.001 for each set). Adversaries: vectors x chosen by someone who knows the error of the plan (unit
-vectors of its worst columns, its top singular vectors, sparse, alternating, heavy-tailed ones). Smooth kernels: what a
+Operators take turns: `cells`, `cells` made to plan from samples, `auto`, `exact`, on float64 and on float32 points; so
+statements of every kind are made, and every tenth is by a new operator. Truth is the dense matrix in double precision.
+Deterministic statements must all be true; of the others at most so many may be false as chance allows at their
+confidence of 95 % (binomial, alpha 0.001 for each set). Adversaries: vectors x chosen by someone who knows the error of
+the plan (unit vectors of its worst columns, its top singular vectors, sparse, alternating, heavy-tailed ones,
+indicators of clusters). Few queries: one and twenty of them against all points, x the error of a row. Large: sets of
+9,000 rows or more, where `auto` does not simply multiply exactly. Smooth kernels: what a
 factor leaves is bounded with probability 1 - 2^-10 for all x at once; the bound is compared with the true norm, and
 statements are made about the x that it suits least. What is done is kept in the file with a digest of the code that it
 depends on: an interrupted run goes on, and what has changed is measured again.
@@ -19,12 +21,14 @@ import hashlib
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from _timing import table
+from _timing import table, write_page
 from scipy.stats import binom
 
 import bochner.matvec
@@ -32,24 +36,38 @@ from bochner.matvec import KernelOperator
 from bochner.matvec.engines.lowrank import POWERS, PROBES, LowRankEngine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from kernel_sets import REAL, adversaries, dense, from_samples, hostile_operator, hostile_sets, real_set, statements
+from kernel_sets import (
+    REAL,
+    adversaries,
+    dense,
+    from_samples,
+    hostile_operator,
+    hostile_sets,
+    indicators,
+    real_set,
+    some_x,
+    statements,
+)
 
 RESULT = Path(__file__).parent / "results" / "coverage.json"
 N, EACH, ALPHA = 2500, 10, 1e-3  # more rows than are all checked
 SMOOTH_ROWS = 500
+TURNS = [("cells", False), ("cells", True), ("auto", False), ("exact", False)]  # and whether planned from samples
+LARGE, LARGE_SETS = 9000, ["words", "proteins", "patches", "a far cluster"]
 
 
 class Sizes(NamedTuple):
-    """How much is measured: repetitions for each eps, hostile operators, factors of each set, and real sets."""
+    """How much is measured: repetitions for each eps, hostile operators, factors of each set, real and large sets."""
 
     repetitions: dict[float, int]
     operators: int
     factors: int
     real: list[str]
+    large: list[str]
 
 
-FULL = Sizes({0.1: 300, 0.01: 100, 0.001: 100}, 500, 20, REAL)
-QUICK = Sizes({0.1: 20}, 25, 2, ["digits"])  # nothing to download
+FULL = Sizes({0.1: 300, 0.01: 300, 0.001: 300}, 500, 20, REAL, LARGE_SETS)
+QUICK = Sizes({0.1: 40}, 25, 2, ["digits"], ["a far cluster"])  # nothing to download
 
 
 # Modules that have no say in what `cells` does and states: other engines, and shells.
@@ -64,42 +82,101 @@ def digest(unused: tuple[str, ...] = ()) -> str:
     return hashlib.sha256(b"".join(texts)).hexdigest()[:12]
 
 
+class Counts:
+    """Statements and false ones by kind, products beyond eps."""
+
+    def __init__(self) -> None:
+        self.made: Counter[str] = Counter()
+        self.false: Counter[str] = Counter()
+        self.vectors = self.beyond = 0
+
+    def state(self, kind: str, error: float, bound: float) -> None:
+        self.made[kind] += 1
+        self.false[kind] += error > bound * (1 + 1e-12)
+
+    def ask(self, K: KernelOperator, x: np.ndarray, truth: np.ndarray) -> None:
+        """Products with all columns of x at once, and a statement about each."""
+        beyond = np.linalg.norm(np.asarray(K @ x, dtype=np.float64) - truth, axis=0) > K.eps * np.linalg.norm(x, axis=0)
+        self.vectors, self.beyond = self.vectors + x.shape[1], self.beyond + int(beyond.sum())
+        for column, product in zip(x.T, truth.T, strict=True):
+            said = K.matvec_with_certificate(column)
+            self.state(said.kind, float(np.linalg.norm(said.value - product)), said.bound)
+
+    def result(self) -> dict[str, Any]:
+        wrong = {k: v for k, v in self.false.items() if v}
+        return {"vectors": self.vectors, "statements": dict(self.made), "false": wrong, "beyond_eps": self.beyond}
+
+
 def measure(X: np.ndarray, bandwidth: float, eps: float, repetitions: int) -> dict[str, Any]:
-    """Counts over all repetitions: statements and false ones by kind, products beyond eps."""
-    truth = dense(X, X, bandwidth)
-    made: Counter[str] = Counter()
-    false: Counter[str] = Counter()
-    beyond = 0
-    for seed in range(-(-repetitions // EACH)):
-        for kind, error, bound, _, limit in statements(X, bandwidth, eps, seed, EACH, truth, seed % 2 == 1):
-            made[kind] += 1
-            false[kind] += error > bound * (1 + 1e-12)
-            beyond += error > limit
-    return {"statements": dict(made), "false": {k: v for k, v in false.items() if v}, "beyond_eps": beyond}
+    """All repetitions: random x and indicators of clusters, by operators of every turn and dtype."""
+    counts = Counts()
+    for dtype, first in ((np.float64, 0), (np.float32, 1)):
+        points = X.astype(dtype)
+        truth = dense(points, points, bandwidth)
+        for number in range(first, -(-repetitions // EACH), 2):
+            method, samples = TURNS[number // 2 % len(TURNS)]
+            for kind, error, bound, _, limit in statements(
+                points, bandwidth, eps, number, EACH, truth, samples, method
+            ):
+                counts.state(kind, error, bound)
+                counts.vectors, counts.beyond = counts.vectors + 1, counts.beyond + (error > limit)
+    return counts.result()
 
 
 def adversarial(X: np.ndarray, bandwidth: float, eps: float) -> dict[str, Any]:
-    """Products and statements about the x that suit a plan least: the operator's own, and one made from samples."""
-    truth = dense(X, X, bandwidth)
-    made: Counter[str] = Counter()
-    false: Counter[str] = Counter()
-    vectors = beyond = 0
-    for samples in (False, True):
-        K = KernelOperator(X, bandwidth=bandwidth, eps=eps, method="cells")
-        if samples and K.certain:
-            from_samples(K)
-        K.adaptive = False
-        x = adversaries(truth - np.asarray(K @ np.eye(len(X)), dtype=np.float64))
-        K.adaptive = True
-        vectors += x.shape[1]
-        beyond += int((np.linalg.norm(K @ x - truth @ x, axis=0) > eps).sum())
-        for column in x.T:
-            estimate = K.matvec_with_certificate(column)
-            made[estimate.kind] += 1
-            error = float(np.linalg.norm(estimate.value - truth @ column))
-            false[estimate.kind] += error > estimate.bound * (1 + 1e-12)
-    wrong = {k: v for k, v in false.items() if v}
-    return {"vectors": vectors, "statements": dict(made), "false": wrong, "beyond_eps": beyond}
+    """Products and statements about the x that suit an operator least: by cells of both kinds, and exact."""
+    counts = Counts()
+    for dtype in (np.float64, np.float32):
+        points = X.astype(dtype)
+        truth = dense(points, points, bandwidth)
+        turns = TURNS[:2] if dtype == np.float64 else [TURNS[0], TURNS[3]]  # `auto` is `exact` at this size
+        for method, samples in turns:
+            K = KernelOperator(points, bandwidth=bandwidth, eps=eps, method=method)
+            if samples and K.certain:
+                from_samples(K)
+            K.adaptive = False
+            x = adversaries(truth - np.asarray(K @ np.eye(len(X)), dtype=np.float64), keys=points)
+            K.adaptive = True
+            counts.ask(K, x, truth @ x)
+    return counts.result()
+
+
+def few_queries(X: np.ndarray, bandwidth: float, eps: float) -> dict[str, Any]:
+    """One query, and twenty, against all points: x along the error of a row, its signs, ones, and clusters."""
+    counts, keys, rng = Counts(), X.astype(np.float32), np.random.default_rng(0)
+    for n in (1, 20):
+        rows = rng.integers(len(keys), size=n)
+        queries = keys[rows]
+        truth = dense(queries, keys, bandwidth)
+        for method in ("auto", "exact", "cells"):
+            K = KernelOperator(queries, keys, bandwidth=bandwidth, eps=eps, method=method)
+            error = np.asarray(K.rmatmat(np.eye(n)), dtype=np.float64) - truth.T
+            x = np.concatenate([error, np.sign(error), np.ones((len(keys), 1)), indicators(keys, rows[:3], 300)], 1)
+            x = x[:, np.linalg.norm(x, axis=0) > 0]
+            x /= np.linalg.norm(x, axis=0)
+            counts.ask(K, x, truth @ x)
+    return counts.result()
+
+
+def large(name: str, eps: float) -> dict[str, Any]:
+    """Sets of at least 9,000 rows, float32, by `auto`, `exact` and `cells`: clusters, and x of every kind."""
+    X, bandwidth = far_cluster(LARGE) if name == "a far cluster" else real_set(name, LARGE)
+    X, rng, counts = X.astype(np.float32), np.random.default_rng(0), Counts()
+    rows = np.concatenate([rng.integers(len(X), size=4), [1]])
+    x = [some_x(kind, len(X), rng) for kind in range(5)]
+    x = np.concatenate([np.stack(x, 1), indicators(X, rows, 100), indicators(X, rows, 600)], 1)
+    truth = np.concatenate([dense(X[i : i + 500], X, bandwidth) @ x for i in range(0, len(X), 500)])
+    for method in ("auto", "exact", "cells"):
+        counts.ask(KernelOperator(X, bandwidth=bandwidth, eps=eps, method=method), x, truth)
+    return counts.result()
+
+
+def far_cluster(n: int) -> tuple[np.ndarray, float]:
+    """Normal points, but for 600 that lie together and far away."""
+    rng = np.random.default_rng(0)
+    X = 3.0 * rng.normal(size=(n, 8))
+    X[1:601] = 20.0 / 8**0.5 + 0.2 * rng.normal(size=(600, 8))
+    return X, 1.0
 
 
 def hostile_statements(operators: int) -> dict[str, int]:
@@ -155,41 +232,72 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one eps, few statements, small sets; writes nothing")
     parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--page", type=Path, default=None, help="write the counts into this page")
+    parser.add_argument("--stored", action="store_true", help="measure nothing more: write what is there")
     options = parser.parse_args()
     torch.set_num_threads(1)
     sizes, output = (QUICK, None) if options.quick else (FULL, options.output)
     done: dict[str, Any] = json.loads(output.read_text()) if output is not None and output.exists() else {}
     if done.get("rows") != N:
         done = {"rows": N}
+    if options.stored:
+        if options.page:
+            write_page(options.page, "coverage", counted(done))
+        return 0
     code = {"sets": digest(OTHER_ENGINES + SHELLS), "hostile": digest(), "smooth": digest()}
-    code["adversaries"] = code["sets"]
+    code |= dict.fromkeys(("adversaries", "few queries", "large"), code["sets"])
     done = {k: v for k, v in done.items() if k not in code or done.get("code", {}).get(k) == code[k]} | {"code": code}
 
     def keep() -> None:
         if output is not None:
             output.write_text(json.dumps(done, indent=1) + "\n")
 
-    done.setdefault("sets", {})
+    def once(part: str, key: str, make: Callable[[], dict[str, Any]]) -> None:
+        if key not in done.setdefault(part, {}):
+            done[part][key] = make()
+            print(part, key, done[part][key], flush=True)
+            keep()
+
     sets = {**hostile_sets(N), **{name: real_set(name, N) for name in sizes.real}}
     for eps, repetitions in sizes.repetitions.items():
+        for name in sizes.large:
+            once("large", f"{name}, eps {eps:g}", partial(large, name, eps))
         for name, (X, bandwidth) in sets.items():
-            if f"{name}, eps {eps:g}" not in done["sets"]:
-                done["sets"][f"{name}, eps {eps:g}"] = measure(X, bandwidth, eps, repetitions)
-                print(name, eps, done["sets"][f"{name}, eps {eps:g}"], flush=True)
-                keep()
-            if f"{name}, eps {eps:g}" not in done.setdefault("adversaries", {}):
-                done["adversaries"][f"{name}, eps {eps:g}"] = adversarial(X, bandwidth, eps)
-                print("adversaries", name, eps, done["adversaries"][f"{name}, eps {eps:g}"], flush=True)
-                keep()
+            key = f"{name}, eps {eps:g}"
+            once("few queries", key, partial(few_queries, X, bandwidth, eps))
+            once("adversaries", key, partial(adversarial, X, bandwidth, eps))
+            once("sets", key, partial(measure, X, bandwidth, eps, repetitions))
     if "hostile" not in done:
         done["hostile"] = hostile_statements(sizes.operators)
         keep()
     for name, (X, _) in sets.items():
-        if name not in done.setdefault("smooth", {}):
-            done["smooth"][name] = smooth_bounds(X, sizes.factors)
-            print("smooth", name, done["smooth"][name], flush=True)
-            keep()
+        once("smooth", name, partial(smooth_bounds, X, sizes.factors))
+    if options.page:
+        write_page(options.page, "coverage", counted(done))
     return 0 if report(done) else 1
+
+
+def counted(done: dict[str, Any]) -> str:
+    """What was counted, for the page."""
+    parts = ("sets", "adversaries", "few queries", "large")
+    rows = [r for part in parts for r in done.get(part, {}).values()]
+    sets = {key.rpartition(", eps")[0] for key in done.get("sets", {})}
+    limits = {key.rpartition(" ")[2] for key in done.get("sets", {})}
+    size = {part: sum(r["vectors"] for r in done.get(part, {}).values()) for part in parts}
+    made, false = (Counter[str](), Counter[str]())
+    for r in rows:
+        made.update(r["statements"])
+        false.update(r["false"])
+    beyond = sum(r["beyond_eps"] for r in rows)
+    return (
+        f"`python benchmarks/coverage.py` counts, on {len(sets)} hostile and real data sets at eps "
+        f"{', '.join(sorted(limits, key=float, reverse=True))}, by `cells`, `auto` and `exact`, in float32 and "
+        f"float64: {size['sets']:,} products with x of every kind, {size['adversaries']:,} with an x chosen by someone "
+        "who knows the error matrix (unit vectors of its worst columns, its top singular vectors, clusters), "
+        f"{size['few queries']:,} of one or twenty queries, {size['large']:,} with 9,000 rows. Beyond eps: {beyond}. "
+        f"Of {sum(made.values()):,} statements about them, {made['deterministic']:,} of them deterministic, "
+        f"{sum(false.values())} are false ({false['deterministic']} deterministic)."
+    )
 
 
 def report(done: dict[str, Any]) -> bool:
@@ -201,21 +309,22 @@ def report(done: dict[str, Any]) -> bool:
         holds &= false["deterministic"] == 0 and missed <= binom.ppf(1 - ALPHA, sampled, 0.05)
         cells = [f"{false[k]} of {made[k]}" for k in ("deterministic", "guarantee", "estimate")]
         rows.append([name, *cells, str(r["beyond_eps"])])
-    hard = done["adversaries"].values()
-    kinds, untold = Counter[str](), Counter[str]()
-    for r in hard:
-        kinds.update(r["statements"])
-        untold.update(r["false"])
-    beyond, vectors = sum(r["beyond_eps"] for r in hard), sum(r["vectors"] for r in hard)
-    drawn = sum(kinds.values()) - kinds["deterministic"]
-    holds &= untold["deterministic"] == 0 and sum(untold.values()) <= binom.ppf(1 - ALPHA, drawn, 0.05)
-    holds &= beyond <= binom.ppf(1 - ALPHA, vectors, 0.05)
     head = ["data", "deterministic, false", "guarantee, false", "estimate, false", "products beyond eps"]
     print(table(head, rows))
-    print(
-        f"{vectors} vectors by adversaries, {beyond} products beyond eps; {sum(kinds.values())} statements "
-        f"({kinds['deterministic']} deterministic), {sum(untold.values())} false"
-    )
+    print(f"{sum(r['vectors'] for r in done['sets'].values())} products in all")
+    for part in ("adversaries", "few queries", "large"):
+        kinds, untold = Counter[str](), Counter[str]()
+        for r in done[part].values():
+            kinds.update(r["statements"])
+            untold.update(r["false"])
+        beyond, vectors = (sum(r[k] for r in done[part].values()) for k in ("beyond_eps", "vectors"))
+        drawn = sum(kinds.values()) - kinds["deterministic"]
+        holds &= untold["deterministic"] == 0 and sum(untold.values()) <= binom.ppf(1 - ALPHA, drawn, 0.05)
+        holds &= beyond <= binom.ppf(1 - ALPHA, vectors, 0.05)
+        print(
+            f"{part}: {vectors} vectors, {beyond} products beyond eps; {sum(kinds.values())} statements "
+            f"({kinds['deterministic']} deterministic), {sum(untold.values())} false"
+        )
     smooth = done["smooth"].values()
     bounds = sum(r["statements"]["bounds"] for r in smooth)
     wrong = sum(r["false"].get("bounds", 0) for r in smooth)

@@ -129,21 +129,31 @@ def random_operator(seed):
     return K, radial(queries, queries if keys is None else keys, bandwidth, kernel), xs
 
 
-def statements(X, bandwidth, eps, seed, count, truth, force_samples):
+def statements(X, bandwidth, eps, seed, count, truth, force_samples, method="cells"):
     """`count` statements of one operator, each (kind, |Kx - y|, bound, best guess, eps |x|).
 
     `force_samples`: by a plan made from samples, even where a certain one would do.
     """
-    K = KernelOperator(X, bandwidth=bandwidth, eps=eps, seed=seed, method="cells")
+    K = KernelOperator(X, bandwidth=bandwidth, eps=eps, seed=seed, method=method)
     if force_samples and K.certain:
         from_samples(K, seed)
     rng = np.random.default_rng(1000 + seed)
     out = []
     for t in range(count):
-        x = some_x(t % 5, len(X), rng)
+        x = some_x(t % 6, len(X), rng) if t % 6 < 5 else indicators(X, rng.integers(len(X), size=1), 120)[:, 0]
         estimate = K.matvec_with_certificate(x)
         error = float(np.linalg.norm(estimate.value - truth @ x))
         out.append((estimate.kind, error, estimate.bound, estimate.error, eps * estimate.norm_x))
+    return out
+
+
+def indicators(X, rows, count):
+    """One column for each of these rows: one at its `count` nearest points, itself among them, and zero elsewhere."""
+    X = np.asarray(X, dtype=np.float64)
+    out = np.zeros((len(X), len(rows)))
+    for column, row in enumerate(rows):
+        squared = np.square(X - X[row]).sum(1)
+        out[np.argpartition(squared, min(count, len(X)) - 1)[:count], column] = 1.0
     return out
 
 
@@ -154,8 +164,11 @@ def from_samples(K, seed=0):
     return K
 
 
-def adversaries(error, seed=0):
-    """Vectors an enemy would choose who knows the error matrix (n, s): columns (s, r) of norm one."""
+def adversaries(error, seed=0, keys=None):
+    """Vectors an enemy would choose who knows the error matrix (n, s): columns (s, r) of norm one.
+
+    With the keys also indicators of clusters of them, around the worst columns.
+    """
     rng = np.random.default_rng(seed)
     s = error.shape[1]
     eye = np.eye(s)
@@ -170,6 +183,9 @@ def adversaries(error, seed=0):
     sparse[rng.choice(s, 30, replace=False), 1] = rng.normal(size=30)
     dense_kinds = [v, np.ones(s), 1.0 - 2.0 * (np.arange(s) % 2), rng.normal(size=s), rng.standard_t(1.1, size=s)]
     x = np.concatenate([eye[:, worst], eye[:, rng.choice(s, 10)], right, sparse, np.stack(dense_kinds, 1)], 1)
+    if keys is not None:
+        around = np.concatenate([worst[:3], np.argsort(-np.abs(error.sum(0)))[:2]])
+        x = np.concatenate([x, np.sign(v)[:, None], indicators(keys, around, 40), indicators(keys, around, 300)], 1)
     return x / np.linalg.norm(x, axis=0)
 
 

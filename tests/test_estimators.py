@@ -23,7 +23,7 @@ from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.model_selection import GridSearchCV
 from sklearn.neighbors import KernelDensity as TheirDensity
 from sklearn.pipeline import make_pipeline
-from sklearn.utils.estimator_checks import parametrize_with_checks
+from sklearn.utils.estimator_checks import check_estimator, parametrize_with_checks
 
 import bochner
 from bochner import BochnerError, theory
@@ -38,6 +38,7 @@ from bochner.estimators import (
     components_needed,
 )
 from bochner.estimators._kernel import TileCholesky
+from bochner.maps import FEATURE_MAPS
 
 torch.set_num_threads(1)
 ALL = [RandomFeatures, KernelRidge, KernelDensity, NadarayaWatson, KernelPCA, GaussianProcessRegressor]
@@ -49,9 +50,81 @@ def clusters(n, d=4, centres=20, seed=0):
     return 5 * rng.normal(size=(centres, d))[rng.integers(centres, size=n)] + rng.normal(size=(n, d))
 
 
-@parametrize_with_checks([make() for make in ALL] + [RandomFeatures(feature_map="calibrated")])
+BEYOND_DEFAULTS = [
+    RandomFeatures(feature_map="calibrated"),
+    RandomFeatures(16, kernel="softmax"),
+    RandomFeatures(16, feature_map="exp"),
+    RandomFeatures(16, feature_map="gelu"),
+    RandomFeatures(1, feature_map="gmm_prf"),
+    NadarayaWatson(bandwidth="silverman"),
+]
+
+
+@parametrize_with_checks([make() for make in ALL] + BEYOND_DEFAULTS)
 def test_scikit_learns_contract(estimator, check):
     check(estimator)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["gaussian", "softmax"])
+@pytest.mark.parametrize("name", sorted(FEATURE_MAPS))
+def test_scikit_learns_contract_for_every_map(name, kernel):
+    model = RandomFeatures(16, feature_map=name, kernel=kernel, random_state=0)
+    try:
+        model.fit(np.random.default_rng(0).normal(size=(50, 4)))
+    except BochnerError as reason:
+        pytest.skip(str(reason))  # has one kernel only
+    failed = [r for r in check_estimator(model, on_fail=None) if r["status"] == "failed"]
+    assert not failed, [(r["check_name"], r["exception"]) for r in failed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [
+        RandomFeatures("auto", target=0.2),
+        RandomFeatures(16, feature_map="tensor_sketch", map_params={"degree": 2}),
+        KernelDensity(bandwidth="scott"),
+        NadarayaWatson(bandwidth="scott"),
+    ],
+)
+def test_scikit_learns_contract_for_other_settings(model):
+    failed = [r for r in check_estimator(model, on_fail=None) if r["status"] == "failed"]
+    assert not failed, [(r["check_name"], r["exception"]) for r in failed]
+
+
+@pytest.mark.parametrize(("name", "rounding"), [("trig", 5e-7), ("gelu", 1e-12), ("positive", 1e-12)])
+def test_features_of_a_row_do_not_depend_on_its_neighbours(name, rounding):
+    X = np.random.default_rng(0).normal(size=(100, 5))
+    model = RandomFeatures(64, feature_map=name, gamma=0.5, random_state=0).fit(X)
+    far = np.concatenate([X, 1000.0 * X[:1] / np.linalg.norm(X[:1])]) if name != "positive" else X
+    alone = np.concatenate([model.transform(far[i : i + 1]) for i in range(100)])
+    np.testing.assert_allclose(model.transform(far)[:100], alone, rtol=0, atol=rounding)
+
+
+def test_softmax_features_of_points_far_from_zero_are_finite():
+    """The softmax kernel sees where X is: its scale is the mean square, not the variance."""
+    X = np.random.default_rng(0).normal(loc=100.0, size=(100, 3))
+    model = RandomFeatures(16, kernel="softmax", random_state=0).fit(X)
+    assert model.gamma_ == pytest.approx(1 / (3 * np.square(X).mean()))
+    assert np.isfinite(model.transform(X)).all()
+    assert model.fit(sparse.csr_matrix(X)).gamma_ == pytest.approx(1 / (3 * np.square(X).mean()))
+    assert RandomFeatures(16).fit(X).gamma_ == pytest.approx(1 / (3 * X.var()))
+
+
+@pytest.mark.parametrize("name", ["gmm_prf", "gmm_rks", "generative_prf", "generative_rks", "landmark"])
+def test_one_component_is_raised_to_the_least_of_the_map(name):
+    X = np.random.default_rng(0).normal(size=(50, 4))
+    kernel = "softmax" if name == "landmark" else "gaussian"
+    assert RandomFeatures(1, feature_map=name, kernel=kernel).fit(X).n_components_ >= 2
+
+
+def test_weights_count_as_repeated_rows_for_the_bandwidth():
+    X = clusters(60)
+    w = np.arange(60) % 4
+    for bandwidth in ("scott", "silverman"):
+        weighted = KernelDensity(bandwidth=bandwidth).fit(X, sample_weight=w)
+        assert weighted.bandwidth_ == pytest.approx(KernelDensity(bandwidth=bandwidth).fit(X.repeat(w, 0)).bandwidth_)
 
 
 def test_the_estimators_are_reached_from_the_package():

@@ -117,10 +117,24 @@ def test_updates_give_what_a_new_sampler_has(name, growth):
     fresh_y, fresh_b = y.clone(), b.clone()
     fresh_y[ids], fresh_b[ids] = growth * y[ids].flip(0), b[ids] + 1
     sampler.update_(ids, fresh_y[ids], fresh_b[ids])
-    other = samplers(y, b)[name].set_classes_(fresh_y, fresh_b)
+    other = samplers(y, b)[name].update_(torch.arange(200), fresh_y, fresh_b)  # with the same grouping
     every = every_class(x, len(y))
     torch.testing.assert_close(sampler.log_prob(x, every), other.log_prob(x, every), rtol=1e-6, atol=1e-6)
     assert not torch.allclose(sampler.log_prob(x, every), samplers(y, b)[name].log_prob(x, every))
+
+
+@pytest.mark.parametrize("name", ["positive", "trig", "calibrated"])
+def test_setting_all_classes_groups_them_as_a_new_tree_does(name):
+    y, b, x = problem(200)
+    fresh = torch.randn(y.shape, generator=torch.Generator().manual_seed(5), dtype=y.dtype)
+    tree = FeatureTree(y, b, feature_map=name).set_classes_(fresh)
+    new = FeatureTree(fresh, b, feature_map=name)
+    every = every_class(x, 200)
+    assert torch.equal(tree.order, new.order)
+    torch.testing.assert_close(tree.log_prob(x, every), new.log_prob(x, every))
+    loss = SampledSoftmaxLoss(FeatureTree(y, b, feature_map=name), 5)
+    loss.refresh_(fresh, b, all_classes=True)
+    torch.testing.assert_close(loss.sampler.log_prob(x, every), new.log_prob(x, every))
 
 
 def test_many_updates_leave_no_rounding_behind():
@@ -301,7 +315,8 @@ def test_refreshing_after_a_step_keeps_the_tree_true():
         loss.refresh_(weight, bias)
     every = every_class(x, len(y))
     now = loss.sampler.log_prob(x, every)
-    torch.testing.assert_close(now, FeatureTree(y, b).set_classes_(weight, bias).log_prob(x, every))
+    same = FeatureTree(y, b).update_(torch.arange(len(y)), weight, bias)
+    torch.testing.assert_close(now, same.log_prob(x, every))
     assert not torch.allclose(now, FeatureTree(y, b).log_prob(x, every), atol=1e-3)
     with torch.no_grad():
         weight.mul_(0.5)

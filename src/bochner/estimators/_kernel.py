@@ -38,16 +38,19 @@ def positive(value: Any, name: str, owner: str, *, zero: bool = False) -> float:
     return float(plain)
 
 
-def resolve_gamma(gamma: Any, X: Any, owner: str, weight: np.ndarray | None = None) -> float:
-    """A number, or `"scale"`: 1 / (d var(X)) with rows counted by weight, one where X does not vary."""
+def resolve_gamma(gamma: Any, X: Any, owner: str, weight: np.ndarray | None = None, *, centred: bool = True) -> float:
+    """A number, or `"scale"`: 1 / (d var(X)) with rows counted by weight, one where X does not vary.
+
+    Not `centred`, for kernels that see where X is: 1 / (d mean(X^2)).
+    """
     if isinstance(gamma, str):
         if gamma != "scale":
             raise BochnerError(f"The 'gamma' of {owner} must be a positive number or 'scale', got {gamma!r}.")
         with np.errstate(over="ignore"):
             if sparse.issparse(X):
-                variance = X.multiply(X).mean() - X.mean() ** 2
+                variance = X.multiply(X).mean() - (X.mean() ** 2 if centred else 0.0)
             else:
-                middle = np.average(X.mean(1, dtype=np.float64), weights=weight)
+                middle = np.average(X.mean(1, dtype=np.float64), weights=weight) if centred else 0.0
                 variance = np.average(np.square(X - middle).mean(1), weights=weight)
         counted = X if weight is None else X[weight > 0]
         if not np.isfinite(variance) or (variance == 0 and counted.min() < counted.max()):
@@ -57,16 +60,16 @@ def resolve_gamma(gamma: Any, X: Any, owner: str, weight: np.ndarray | None = No
 
 
 def resolve_bandwidth(bandwidth: Any, shape: tuple[int, int], weight: np.ndarray, owner: str) -> float:
-    """A number, or the rule of Scott or Silverman for columns of unit variance and the effective number of rows."""
+    """A number, or the rule of Scott or Silverman for columns of unit variance; weights count as repeated rows."""
     if not isinstance(bandwidth, str):
         plain = bandwidth.item() if isinstance(bandwidth, np.generic) else bandwidth
         return positive_float(plain, "bandwidth", owner)
     d = shape[1]
-    effective = float(np.abs(weight).sum() ** 2 / np.square(weight).sum())
+    rows = float(np.abs(weight).sum())
     if bandwidth == "scott":
-        return effective ** (-1 / (d + 4))
+        return rows ** (-1 / (d + 4))
     if bandwidth == "silverman":
-        return (effective * (d + 2) / 4) ** (-1 / (d + 4))
+        return (rows * (d + 2) / 4) ** (-1 / (d + 4))
     raise BochnerError(
         f"The 'bandwidth' of {owner} must be a positive number, 'scott' or 'silverman', got {bandwidth!r}."
     )

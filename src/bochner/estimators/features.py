@@ -29,6 +29,8 @@ CALIBRATION_ROWS = 2048
 PAIRS = 4096
 BLOCK = 1 << 16  # features computed at a time: they stay in the second-level cache
 EVEN = 16  # columns up to which low-discrepancy points are more even than random ones
+LEAST = {"gmm_prf": 2, "gmm_rks": 2, "generative_prf": 2, "generative_rks": 2, "landmark": 2}  # of projections
+BOUNDED = ("trig",)  # whose sampling error is far above the rounding of single precision, whatever x is
 SINGLE = 256.0  # the largest scaled norm whose phases single precision resolves to 1e-4
 
 
@@ -41,14 +43,16 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     (`tensor_sketch`, `relu`, ...) estimate their own, and `kernel` is not used; learned ones start at `kernel`.
 
     Args:
-        n_components: length of the features, rounded down to what the map can have (`n_components_`; a sine and a
-            cosine are the least of `trig`). `"auto"` takes the least with which the root mean squared error of the
-            kernel, over pairs of training rows, is at most `target`: by the closed forms of `bochner.theory` where the
-            map and its projection have one, else by a dozen trials of each length, fitted to half of the rows and
-            judged by pairs of the other half. `linear_elu` and `hedgehog` define their own kernels: they have no error.
+        n_components: length of the features, rounded down to what the map can have, or up to its least
+            (`n_components_`; a sine and a cosine are the least of `trig`). `"auto"` takes the least with which the root
+            mean squared error of the kernel, over pairs of training rows, is at most `target`: by the closed forms of
+            `bochner.theory` where the map and its projection have one, else by a dozen trials of each length, fitted to
+            half of the rows and judged by pairs of the other half. `linear_elu` and `hedgehog` define their own
+            kernels: they have no error.
         feature_map: a name of `bochner.maps.FEATURE_MAPS`.
         kernel: `"gaussian"` or `"softmax"`, for the maps that estimate both; `landmark` wants `"softmax"`.
-        gamma: a positive number, or `"scale"`: 1 / (d var(X)), as in `RBFSampler`.
+        gamma: a positive number, or `"scale"`: 1 / (d var(X)), as in `RBFSampler`; for all kernels but the Gaussian,
+            which see where X is, 1 / (d mean(X^2)).
         target: for `n_components="auto"`.
         projection: the law of the frequencies; `"auto"` is `"halton"` for `trig` in up to 16 columns, where evenly
             spread points serve a regression best, else `"orthogonal"`.
@@ -57,8 +61,9 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 
     Maps with data statistics (`optimal`, `calibrated`, `clustered`) are calibrated on the training rows. `transform`
     gives the features of queries; for the maps whose keys have others (hybrids, clustered, calibrated softmax)
-    `transform(X, role="key")` gives those. Values are computed in single precision where it is fine enough (their
-    sampling error is 10^4 times its rounding) and returned in the dtype of X. Sparse X is read in blocks of rows.
+    `transform(X, role="key")` gives those. Values of `trig`, and of all maps for float32 X, are computed in single
+    precision where it is fine enough (their sampling error is 10^4 times its rounding) and returned in the dtype of X.
+    Sparse X is read in blocks of rows.
 
     >>> import numpy as np
     >>> X = np.random.default_rng(0).normal(size=(100, 4))
@@ -91,7 +96,6 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         X = validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32])
         owner = type(self).__name__
         one_of(self.kernel, "kernel", owner, KERNELS)
-        self.gamma_ = resolve_gamma(self.gamma, X, owner)
         self.projection_ = self.projection
         if self.projection == "auto":
             self.projection_ = "halton" if self.feature_map == "trig" and X.shape[1] <= EVEN else "orthogonal"
@@ -99,6 +103,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         seed = draw_seed(rng)
         # The Gaussian kernel does not see a shift; single precision does.
         shift = self._probe(X.shape[1]).kernel == "gaussian"
+        self.gamma_ = resolve_gamma(self.gamma, X, owner, centred=shift)
         self.mean_ = np.asarray(X.mean(0, dtype=np.float64)).reshape(-1) if shift else np.zeros(X.shape[1])
         length = self._plan(X, rng) if self.n_components == "auto" else self.n_components
         self.feature_map_ = self._build(X.shape[1], positive_int(length, "n_components", owner), seed)
@@ -114,16 +119,24 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         rows = max(16, BLOCK // self.n_components_)
         with torch.no_grad():
             for i in range(0, X.shape[0], rows):
-                x = self._place(X[i : i + rows])
-                single = float(x.square().sum(1).max()) <= SINGLE**2
-                block = self.feature_map_(x.float() if single else x, role).dense()
-                out[i : i + rows] = block.numpy()
+                out[i : i + rows] = self._features(self._place(X[i : i + rows]), role, X.dtype)
         if not np.isfinite(out).all():
             raise BochnerError(
                 f"The features of {self.feature_map!r} overflow {out.dtype} at gamma={self.gamma_:g}; use "
                 "kernel='gaussian', scale X, or lower gamma."
             )
         return out
+
+    def _features(self, x: torch.Tensor, role: str, dtype: np.dtype) -> np.ndarray:
+        """Of placed rows; each row is the same whatever its neighbours are."""
+        if self.feature_map not in BOUNDED and dtype == np.float64:
+            return self.feature_map_(x, role).dense().numpy()
+        block = self.feature_map_(x.float(), role).dense().numpy()
+        far = (x.square().sum(1) > SINGLE**2).numpy()
+        if far.any():
+            block = block.astype(np.float64)
+            block[far] = self.feature_map_(x[far], role).dense().numpy()
+        return block
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -140,7 +153,10 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         """The map whose features are at most `length` long, with one projection at least."""
         factor = max(1, round(self._probe(d).feature_dim / 16))
         options = self._options()
-        return feature_map(self.feature_map, dim=d, num_features=max(1, length // factor), seed=seed, **options)
+        least = LEAST.get(self.feature_map, 1)
+        if self.feature_map in ("gmm_prf", "gmm_rks"):  # a feature for every component
+            least = int(options.get("num_components", least))
+        return feature_map(self.feature_map, dim=d, num_features=max(least, length // factor), seed=seed, **options)
 
     def _probe(self, d: int) -> FeatureMap:
         """A small map of the same kind, whose kernel must be the one asked for where it is one of the two."""

@@ -151,10 +151,15 @@ class FeatureTree(Sampler):
 
     @torch.no_grad()
     def set_classes_(self, vectors: Tensor, bias: Tensor | None = None) -> FeatureTree:
+        """New vectors of all classes, grouped anew: the tree is then what a new one would be, its map apart."""
         vectors, bias = check_rows(vectors, bias, tuple(self.vectors.shape), "set_classes_")
-        self.vectors.copy_(vectors[self.order])
-        if bias is not None:
-            self.bias.copy_(bias[self.order])
+        vectors = vectors.to(self.vectors.dtype)
+        bias = self.bias[self.place] if bias is None else bias.to(self.bias.dtype)
+        order = similar_order(vectors)
+        self.order.copy_(order)
+        self.place.scatter_(0, order, torch.arange(len(order)))
+        self.vectors.copy_(vectors[order])
+        self.bias.copy_(bias[order])
         self._build()
         return self
 
