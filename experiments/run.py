@@ -42,6 +42,8 @@ LEFT_OUT = {
     "smollm_rates": "times a decoder of 135 million parameters behind 8,000 tokens",
     "smollm_recipes": "converts a decoder of 135 million parameters by 21 recipes",
     "smollm_target": "searches a target for a decoder of 135 million parameters",
+    "smollm_distilled": "distills a decoder of 135 million parameters",
+    "speech_encoder": "fits maps to 1,500 frames of thirteen pieces, four times",
     "train_curves": "trains models",
     "train_fastfood": "trains models",
     "train_kernels": "trains models",
