@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -53,6 +55,34 @@ def test_saved_memory_does_not_grow_with_features_times_length(phi: dict[str, An
         return
     kept = {m: size(1024, m, recompute=False) - size(512, m, recompute=False) for m in (16, 64)}
     assert kept[64] - kept[16] >= features
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "window": 16, "sinks": 1},
+        {"is_causal": True, "window": 16, "window_kind": "block"},
+        {"window": 16, "sinks": 1},
+        {"window": 16, "window_kind": "block"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_nothing_waits_for_a_garbage_collection(options: dict[str, Any], backward: bool) -> None:
+    inputs = [t.requires_grad_() for t in draw_qkv(64, b=1, d=8, v=8, dtype=torch.float32)]
+    phi = feature_map("positive", dim=8, num_features=16)
+    gc.disable()
+    try:
+        out = linear_attention(*inputs, phi, **options)
+        if backward:
+            out.sum().backward()
+        gone = weakref.ref(inputs[0])
+        del out, inputs
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

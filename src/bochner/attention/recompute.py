@@ -53,7 +53,8 @@ def run_scan(scan: Scan, *tensors: Tensor) -> tuple[Tensor, ...]:
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scan: Scan, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs, ctx.kept = scan.run(*tensors[:count])
+        outputs, kept = scan.run(*tensors[:count])
+        ctx.kept = _apart(kept, outputs)
         ctx.scan, ctx.count, ctx.versions = scan, count, versions(scan.call.phi)
         ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(*outputs[scan.num_smooth :])
@@ -79,6 +80,16 @@ class _Recomputed(torch.autograd.Function):
                 return scan.run(*inputs[: ctx.count])[0][: scan.num_smooth]
 
         return (None, None, *differentiate(run, tensors, smooth, again=again))
+
+
+def _apart(kept: Any, outputs: Sequence[Tensor]) -> Any:
+    """The same with stand-ins for the outputs, which would otherwise hold themselves until garbage is collected."""
+    if isinstance(kept, Tensor):
+        return kept.detach() if any(kept is out for out in outputs) else kept
+    if isinstance(kept, (tuple, list)):
+        parts = [_apart(part, outputs) for part in kept]
+        return type(kept)(*parts) if hasattr(kept, "_fields") else type(kept)(parts)
+    return kept
 
 
 @contextmanager
