@@ -57,6 +57,22 @@ def recipes() -> dict[str, dict[str, float]]:
     return {row["recipe"]: row for row in experiment("smollm_recipes")["rows"]}
 
 
+def speech(name: str) -> list[float]:
+    return [experiment("speech_encoder")[name][k] for k in ("cosine", "word_error_rate")]
+
+
+def distilled(stage: str) -> list[float]:
+    row = experiment("smollm_distilled")[stage]
+    return [
+        row["512"]["kept"],
+        row["512"]["recall"],
+        row["4000"]["kept"],
+        row["ratio"],
+        row["ratio_long"],
+        row["recall"],
+    ]
+
+
 def frontier(case: str, name: str, *sizes: int) -> list[float]:
     row = experiment("landmark_frontier")[case][name]
     return [row[str(m)] for m in sizes] if sizes else [row["all"]]
@@ -166,6 +182,19 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float]]]] = [
         "is N at 450 tokens with window and sinks alone and N with m = 64 beside them",
         lambda: [recipes()[k]["ratio_long"] for k in ("window + sinks", "window + sinks + landmark m=64")],
     ),
+    ("howto-seq2seq.md", "| window 32 and a sink | N | N |", lambda: speech("window 32, sink")),
+    ("howto-seq2seq.md", "| and `calibrated`, m = 64 | N | N |", lambda: speech("window 32, sink, calibrated m=64")),
+    ("howto-seq2seq.md", "| and `landmark`, m = 16 | N | N |", lambda: speech("window 32, sink, landmark m=16")),
+    (
+        "howto-seq2seq.md",
+        "| and `landmark`, m = 64 | **N** | **N** |",
+        lambda: speech("window 32, sink, landmark m=64"),
+    ),
+    ("howto-seq2seq.md", "| `calibrated` alone, m = 64 | N | N |", lambda: speech("calibrated m=64 alone")),
+    ("howto-seq2seq.md", "| `keep=0.98` | N | N |", lambda: speech("keep 0.98")),
+    ("howto-seq2seq.md", "verifies N on pieces held back", lambda: [experiment("speech_encoder")["keep 0.98"]["kept"]]),
+    ("decoder-results.md", "| converted | N | N | N | N, N | N |", lambda: distilled("converted")),
+    ("decoder-results.md", "| and distilled | N | N | N | N, N | N |", lambda: distilled("distilled")),
     (
         "landmark.md",
         "| **`landmark`** | 8 / 16 / 32 / 64 / 128 | N / N / N / N / N |",
