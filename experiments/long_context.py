@@ -41,12 +41,6 @@ RECIPES: dict[str, dict[str, Any] | None] = {
     "window 128, 10 of 90 groups exact": {"exact_heads": 1 / 9, **GROUPS},
     "window 128, 30 of 90 groups exact": {"exact_heads": 1 / 3, **GROUPS},
     "window 128 + landmark m=64": {"num_features": 64, "select": False, **NEAR},
-    "window 128 + landmark m=64, fitted to 4,000 tokens": {
-        "num_features": 64,
-        "select": False,
-        "max_length": 4000,
-        **NEAR,
-    },
     "window 128 + landmark m=64, 30 of 90 groups exact": {
         **GROUPS,
         "feature_map": "landmark",
