@@ -112,7 +112,9 @@ def same_at(program: Any, attend: Attend, n: int) -> None:
     assert_same(program(*qkv), attend(*qkv), tol=1e-5)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "sliding" in name else name for name in KINDS]
+)
 def test_many_lengths_are_few_graphs(name: str) -> None:
     torch.compiler.reset()
     attend = Attend(**KINDS[name][0])

@@ -199,7 +199,10 @@ def test_lines_after_the_checkpoint_are_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("attention", ["positive", "identity"])  # the second leaves weights of the model out
+@pytest.mark.parametrize(
+    "attention",
+    ["positive", pytest.param("identity", marks=pytest.mark.slow)],  # the second leaves weights of the model out
+)
 def test_two_processes_have_the_losses_of_one(attention: str, tmp_path: Path) -> None:
     options = {**TINY, "attention": attention, "steps": 12, "dropout": 0.0, "pooling": "mean"}
     script = tmp_path / "run.py"
