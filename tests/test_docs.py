@@ -93,7 +93,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
     [
         pytest.param(page, id=page.name, marks=[pytest.mark.model] if page.name in NEEDS_A_MODEL else [])
         for page in PAGES
-        if snippets(page)
+        if any(why is None for _, why in snippets(page))
     ],
 )
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: Any, one_process: None) -> None:
@@ -167,37 +167,37 @@ def test_the_page_about_maps_names_every_map_and_says_what_the_code_chooses() ->
     assert len(fitted) == 2
 
 
-def test_examples_in_docstrings_are_code_on_the_reference_page() -> None:
+@pytest.fixture
+def extension() -> types.ModuleType:
+    """What the site does to docstrings."""
     pytest.importorskip("griffe")
     spec = importlib.util.spec_from_file_location("doctests", ROOT / "docs" / "extensions" / "doctests.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    text = module.fenced("What it does.\n\n>>> x = 1\n>>> x\n1\n\nMore.\n\n>>> y\n2")
+    return module
+
+
+def test_examples_in_docstrings_are_code_on_the_reference_page(extension: types.ModuleType) -> None:
+    text = extension.fenced("What it does.\n\n>>> x = 1\n>>> x\n1\n\nMore.\n\n>>> y\n2")
     assert text.count("```pycon") == 2
     assert text.startswith("What it does.\n\n```pycon\n>>> x = 1\n>>> x\n1\n```\n\nMore.")
 
 
-def test_what_a_docstring_says_of_arguments_is_a_list_on_the_reference_page() -> None:
-    pytest.importorskip("griffe")
-    spec = importlib.util.spec_from_file_location("doctests", ROOT / "docs" / "extensions" / "doctests.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def test_what_a_docstring_says_of_arguments_is_a_list_on_the_reference_page(extension: types.ModuleType) -> None:
     least = {
         bochner.convert: 19, bochner.linear_attention: 14, bochner.advise: 11, bochner.KernelOperator: 16,
         bochner.distill: 13, bochner.nn.MultiheadAttention: 11, bochner.feature_map: 3,
     }  # fmt: skip
     for what, count in least.items():
         names = set(inspect.signature(what).parameters)
-        text = module.described(inspect.getdoc(what), names)
+        text = extension.described(inspect.getdoc(what), names)
         listed = re.findall(r"(?m)^    (\w+): \S", text.partition("Args:\n")[2])
         assert len(listed) >= count, what
         assert set(listed) <= names, what
-    assert module.described("`x`: one.", set()) == "`x`: one."
-    text = module.described("It does.\n\n- `a` (b, s) bool: a mask.\n- `b=False` keeps it.\n- `c`: no.", {"a", "b"})
+    assert extension.described("`x`: one.", set()) == "`x`: one."
+    text = extension.described("It does.\n\n- `a` (b, s) bool: a mask.\n- `b=False` keeps it.\n- `c`: no.", {"a", "b"})
     assert text == "It does.\n\n- `c`: no.\n\nArgs:\n    a: (b, s) bool: a mask.\n    b: `b=False`: keeps it."
 
 

@@ -34,7 +34,7 @@ def check_call(
     owner = "linear_attention"
     check_qkv(q, k, v, owner)
     one_of(options["on_small_normalizer"], "on_small_normalizer", owner, POLICIES)
-    options |= {name: flag(options[name], name, owner) for name in FLAGS}
+    options = options | {name: flag(options[name], name, owner) for name in FLAGS}
     check_map(phi, q, k)
     check_mask(mask, k, owner)
     is_causal, return_state = options["is_causal"], options["return_state"]

@@ -203,7 +203,7 @@ def installed(model: Any, plan: Plan, layers: dict[str, LinearAttention]) -> Ite
 
 
 def length_of(batch: dict[str, Tensor]) -> int:
-    main = next(iter(batch.values()))
+    main = batch.get("input_ids", next(iter(batch.values())))
     return int(main.shape[1]) if main.ndim == 2 else int(main.shape[-1])
 
 
