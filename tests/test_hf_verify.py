@@ -17,6 +17,7 @@ from hf_models import AUDIO, GROUPED, IMAGE, TEXT, build, texts_as_batches  # no
 from bochner import BochnerError, advise, convert  # noqa: E402
 from bochner.hf import Plan, plan_of, report_of  # noqa: E402
 from bochner.hf.judge import Outputs, pooled, rows_of  # noqa: E402
+from bochner.hf.verify import longest  # noqa: E402
 
 
 def price(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
@@ -87,6 +88,12 @@ def test_a_model_that_is_slower_as_a_whole_stays_as_it_was(
     told = f"takes {share:.2f} of the original's time"
     assert any(told in reason for reason in report.reasons)
     assert report.met
+    assert ("recommended: " in str(report)) == ("converted: seconds" in str(report)) == converted
+
+
+def test_the_length_of_a_batch_is_that_of_its_tokens_whatever_comes_first() -> None:
+    batch = {"pixel_values": torch.zeros(1, 3, 16, 16), "input_ids": torch.zeros(1, 60)}
+    assert longest([batch], {}) == 60
 
 
 def test_texts_that_are_too_short_say_nothing_of_the_time_at_the_length_asked_for(

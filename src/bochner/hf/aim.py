@@ -133,7 +133,7 @@ class TargetReport:
             told = ", ".join(f"{k.replace('_', ' ')} {x:.4g}" for k, x in quality.figures.items())
             mark = "verified at" if quality is self.verified else "the same at"
             lines.append(f"{mark} {n} tokens on texts held back: kept {quality.kept:.4f} ({told})")
-        for name, whole in self.whole.items():
+        for name, whole in self.whole.items() if self.plan.converted else ():
             lines.append(f"{name}: " + ", ".join(f"{n.replace('_', ' ')} {x:.4g}" for n, x in whole.items()))
         floors = [h.rank_floor for h in self.heads if h.rank_floor is not None]
         if floors:
@@ -143,7 +143,8 @@ class TargetReport:
                 f"bring {over} of {len(floors)} below 0.5"
             )
         lines += self.reasons
-        lines.append("recommended: bochner.convert(model, plan=report.plan)")
+        if self.plan.converted:
+            lines.append("recommended: bochner.convert(model, plan=report.plan)")
         return "\n".join(lines)
 
 
