@@ -37,7 +37,7 @@ from bochner.estimators import (
     _solve,
     components_needed,
 )
-from bochner.estimators._kernel import TileCholesky
+from bochner.estimators._kernel import TileCholesky, resolve_bandwidth
 from bochner.maps import FEATURE_MAPS
 
 torch.set_num_threads(1)
@@ -125,6 +125,17 @@ def test_weights_count_as_repeated_rows_for_the_bandwidth():
     for bandwidth in ("scott", "silverman"):
         weighted = KernelDensity(bandwidth=bandwidth).fit(X, sample_weight=w)
         assert weighted.bandwidth_ == pytest.approx(KernelDensity(bandwidth=bandwidth).fit(X.repeat(w, 0)).bandwidth_)
+
+
+def test_the_scale_of_weights_that_are_no_counts_means_nothing():
+    rng = np.random.default_rng(0)
+    shape, weight = (50, 3), rng.uniform(0.1, 1.0, 50)
+    for rule in ("scott", "silverman"):
+        found = [resolve_bandwidth(rule, shape, w, "KernelDensity") for w in (weight, weight / weight.sum())]
+        assert found[0] == pytest.approx(found[1], rel=1e-12)
+        assert found[0] > resolve_bandwidth(rule, shape, np.ones(50), "KernelDensity")  # fewer rows count
+        twice = resolve_bandwidth(rule, shape, np.full(50, 2.0), "KernelDensity")
+        assert twice == resolve_bandwidth(rule, (100, 3), np.ones(100), "KernelDensity")
 
 
 def test_the_estimators_are_reached_from_the_package():

@@ -60,12 +60,17 @@ def resolve_gamma(gamma: Any, X: Any, owner: str, weight: np.ndarray | None = No
 
 
 def resolve_bandwidth(bandwidth: Any, shape: tuple[int, int], weight: np.ndarray, owner: str) -> float:
-    """A number, or the rule of Scott or Silverman for columns of unit variance; weights count as repeated rows."""
+    """A number, or the rule of Scott or Silverman for columns of unit variance.
+
+    Whole weights count as repeated rows, others, whose scale means nothing, as their effective number.
+    """
     if not isinstance(bandwidth, str):
         plain = bandwidth.item() if isinstance(bandwidth, np.generic) else bandwidth
         return positive_float(plain, "bandwidth", owner)
     d = shape[1]
     rows = float(np.abs(weight).sum())
+    if not np.array_equal(weight, np.rint(weight)):
+        rows = float(rows**2 / np.square(weight).sum())
     if bandwidth == "scott":
         return rows ** (-1 / (d + 4))
     if bandwidth == "silverman":

@@ -24,7 +24,7 @@ class KernelDensity(BaseEstimator):
 
     Args:
         bandwidth: sigma, or `"scott"`: n^(-1/(d+4)), or `"silverman"`: (n (d+2)/4)^(-1/(d+4)), for columns of unit
-            variance, n being the number of rows, sum |w|.
+            variance, n being the number of rows: sum |w| of whole weights, (sum |w|)^2 / sum w^2 of others.
         eps: error allowed in a kernel product, relative to |w|.
         exact_below: kernel mass, in units of the largest |w|, below which a row is exact.
         method: of `KernelOperator`.
