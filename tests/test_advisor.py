@@ -92,7 +92,10 @@ def test_what_it_recommends_for_a_model_is_accepted_by_convert(family: str) -> N
     assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
     assert len(report.heads) == 8
     assert all(0 <= h.rank_floor < 1 for h in report.heads)
-    assert "recommended: bochner.convert" in str(report)
+    # A decoder's memory always gains; whether so small an encoder gains time is the machine's to say.
+    assert report.plan.converted or family == "bert"
+    assert ("recommended: bochner.convert" in str(report)) == bool(report.plan.converted)
+    assert report.reasons
     assert {c.plan.layers[0].window for c in report.candidates} <= {8, None}
     convert(model, calibration=texts_as_batches(), **report.config)
     found, wanted = (
