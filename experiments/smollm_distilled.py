@@ -39,13 +39,14 @@ def main() -> int:
     parser = _smollm.parser(__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batches", type=int, default=32, help="texts to fit to")
+    parser.add_argument("--loss", default="outputs", help="outputs: the original's own; model: the next token")
     arguments, model, tokenizer = _smollm.begin(parser)
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         print("skipped: it needs peft")
         return 0
-    seen = stream(tokenizer, "calibration", 15_000)
+    seen = stream(tokenizer, "calibration", max(15_000, 420 * (arguments.batches + 4)))
     texts = [Text(seen[i * LENGTH : (i + 1) * LENGTH], i) for i in range(arguments.batches + 4)]
     unseen = stream(tokenizer, "heldout", 15_000)
     judged = [Text(unseen[i * LENGTH : (i + 1) * LENGTH], i) for i in range(HELD)]
@@ -68,7 +69,7 @@ def main() -> int:
     lora = LoraConfig(r=16, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     adapted = get_peft_model(model, lora).eval()
     report = distill(
-        adapted, [{"input_ids": t.ids} for t in texts], end_to_end=arguments.steps, end_to_end_lr=1e-3, progress=True
+        adapted, [{"input_ids": t.ids} for t in texts], end_to_end=arguments.steps, end_to_end_lr=1e-3, loss=arguments.loss, progress=True
     )
     print(report, flush=True)
     result["seconds"], result["steps"] = report.seconds, arguments.steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import subprocess
@@ -17,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 from hf_models import GROUPED, REFUSED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
 from bochner import BochnerError, convert, feature_map, linear_attention, revert  # noqa: E402
-from bochner.hf import LayerPlan, Plan, choose, layers_of, plan_of, redraw_, relative_errors  # noqa: E402
+from bochner.hf import LayerPlan, Plan, choose, layers_of, measure, plan_of, redraw_, relative_errors  # noqa: E402
 from bochner.hf.layer import Call, LinearAttention, exact  # noqa: E402
 from bochner.hf.measure import Far, attention_weights  # noqa: E402
 
@@ -234,6 +235,27 @@ def test_far_pairs_are_those_that_a_window_head_does_not_see(window_kind: str, i
     rows = ~padding[:, None, :, None]
     torch.testing.assert_close(out * rows, seen * rows, atol=1e-5, rtol=1e-4)
     assert 0 < far.far.sum() < far.allowed.sum()
+    some = Far.of(call, **near, rows=torch.tensor([0, 7, 22]))
+    assert torch.equal(some.allowed, far.allowed[..., [0, 7, 22], :])
+    assert torch.equal(some.far, far.far[..., [0, 7, 22], :])
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_of_long_texts_some_queries_are_observed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is seen of a tenth of the queries is near what is seen of all; the keys that maps are fitted to are all."""
+    head = "AutoModel" if family == "bert" else "AutoModelForCausalLM"
+    model = build(family, TEXT if family == "bert" else GROUPED, head=head)
+    data = texts_as_batches(1, batch=2, length=400)
+    plan = plan_of(convert(copy.deepcopy(model), calibration=data, num_features=16, window=8, feature_map="calibrated"))
+    every = measure.observe(model, plan, data)
+    monkeypatch.setattr(measure, "LOOKED", 40)
+    some = measure.observe(model, plan, data)
+    for name in every.rows:
+        assert (every.rows[name], some.rows[name]) == (800, 80)
+        assert some.samples[name].rows == every.samples[name].rows
+        torch.testing.assert_close(some.mean_peak(name), every.mean_peak(name), rtol=0.3, atol=0)
+        a, b = every.moments[name], some.moments[name]
+        torch.testing.assert_close(b.y / b.weight[..., None], a.y / a.weight[..., None], rtol=0.3, atol=0.1)
 
 
 def test_heads_of_different_kinds_in_one_group_each_get_their_own() -> None:

@@ -16,7 +16,7 @@ from hf_models import GROUPED, TEXT, build, texts_as_batches  # noqa: E402
 from bochner import BochnerWarning, convert  # noqa: E402
 from bochner.hf import layers_of, plan_of  # noqa: E402
 from bochner.hf.capture import recording  # noqa: E402
-from bochner.hf.familiar import FAR, distance, note  # noqa: E402
+from bochner.hf.familiar import FAR, LONGER, distance, note  # noqa: E402
 from bochner.hf.layer import Call  # noqa: E402
 from bochner.hf.plan import LayerPlan  # noqa: E402
 
@@ -57,6 +57,34 @@ def test_one_calibration_sequence_is_enough(family: str) -> None:
         assert not told
         converted(STRANGE)
     assert [w.category for w in told] == [BochnerWarning]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_one_warning_for_texts_longer_than_a_decoder_was_fitted_to(at_once: bool) -> None:
+    converted = model("llama", feature_map="landmark", window=8)
+    length = plan_of(converted).layers[0].seen["length"]
+    assert length == max(b["input_ids"].shape[1] for b in texts_as_batches(12))
+    ids = texts_as_batches(1, batch=1, length=LONGER * length + 3, seed=9)[0]["input_ids"]
+    with torch.no_grad(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        cache = converted(ids[:, : LONGER * length], use_cache=True).past_key_values
+        assert not told
+        if at_once:
+            converted(ids)
+        else:
+            for i in range(LONGER * length, ids.shape[1]):
+                cache = converted(ids[:, i : i + 1], past_key_values=cache, use_cache=True).past_key_values
+        converted(ids)
+    assert [w.category for w in told] == [BochnerWarning]
+    assert f"fitted to {length}" in str(told[0].message)
+
+
+@pytest.mark.parametrize("options", [{"feature_map": "positive"}, {"feature_map": None, "window": 8}])
+def test_no_warning_of_length_where_nothing_was_fitted(options: dict[str, Any]) -> None:
+    converted = model("llama", **options)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        converted(texts_as_batches(1, batch=1, length=200, seed=9)[0]["input_ids"])
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

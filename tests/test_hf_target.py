@@ -232,6 +232,11 @@ def test_the_parts_of_the_data_have_nothing_in_common() -> None:
     fit = torch.cat([b["input_ids"][0] for b in parts.fit])
     every = torch.cat([b["input_ids"].flatten() for b in data])
     assert torch.equal(torch.cat([fit, parts.choose, parts.held]), every)
+    long = [{"input_ids": ids(30_000)[None]}]
+    for most, size in ((None, 3000), (1024, 1024)):  # maps are fitted to texts as long as those that judge them
+        parts = split(long, is_language=True, most=most, judged=3000)
+        assert {b["input_ids"].shape[1] for b in parts.fit[:-1]} == {size}
+        assert sum(b["input_ids"].shape[1] for b in parts.fit) == 6000
     parts = split(data, is_language=False)
     assert len(parts.fit) + len(parts.choose) + len(parts.held) == 10
     with pytest.raises(BochnerError, match="three texts"):

@@ -24,8 +24,8 @@ from bochner.hf.target import EXACT, Candidate, Goal, Option, Say, Search
 from bochner.hf.thin import Thinning
 from bochner.hf.verify import Trial, length_of, longest, time_of_whole
 
-FIT_LENGTH = 640  # tokens of the pieces that maps are fitted to
-FIT_TOKENS = 4096
+FIT_LENGTH = 640  # tokens of the pieces that maps are fitted to, at least
+FIT_TOKENS = 4096  # of all pieces, but at least two of them
 SHARES = (0.3, 0.6)  # where fitting ends, where choosing ends: the rest is held back
 FLOOR_LENGTH = 384  # tokens of the attention matrices whose rank floor is computed
 PARTS = ("encoder", "decoder", "cross")
@@ -163,8 +163,14 @@ class Split:
         return Outputs(model, self.choose, goal.keep)
 
 
-def split(data: Sequence[dict[str, Tensor]], is_language: bool, most: int = FIT_LENGTH) -> Split:
-    """Split batches; those of a language model are one stream of tokens, fitted to in pieces of at most `most`."""
+def split(
+    data: Sequence[dict[str, Tensor]], is_language: bool, most: int | None = None, judged: int = FIT_LENGTH
+) -> Split:
+    """Split batches. Those of a language model are one stream of tokens.
+
+    Its maps are fitted to pieces as long as the texts it is `judged` by, for those fitted to shorter ones are worse
+    than none; `most` is how long they can be.
+    """
     if is_language:
         if any("input_ids" not in b for b in data):
             raise BochnerError(
@@ -174,7 +180,8 @@ def split(data: Sequence[dict[str, Tensor]], is_language: bool, most: int = FIT_
         rows = [row[mask.bool()] for b in data for row, mask in zip(b["input_ids"], _mask(b), strict=True)]
         tokens = torch.cat(rows)
         a, b = (int(share * len(tokens)) for share in SHARES)
-        pieces = tokens[: min(a, FIT_TOKENS)].split(min(FIT_LENGTH, most))
+        size = max(FIT_LENGTH, min(judged, a // 2))
+        pieces = tokens[: min(a, max(FIT_TOKENS, 2 * size))].split(min(size, most or size))
         return Split([{"input_ids": piece[None]} for piece in pieces], tokens[a:b], tokens[b:], True)
     if len(data) < 3:  # row by row
         data = [{name: t[i : i + 1] for name, t in b.items()} for b in data for i in range(len(next(iter(b.values()))))]
@@ -311,8 +318,8 @@ def aim(
     `floors`: compute the rank floor of every head. `near`: `window`, `sinks`, `window_kind` if they are given.
     """
     began = time.monotonic()
-    most = inputs.positions(model).get("input_ids", FIT_LENGTH)
-    parts = split(data, is_language_model(model, shapes), most)
+    most = inputs.positions(model).get("input_ids")
+    parts = split(data, is_language_model(model, shapes), most, goal.judged)
     search = Search(model, shapes, goal, num_features, seed, say, **near)
     judge = parts.judge(model, goal)
     search.prepare(parts.fit, judge)

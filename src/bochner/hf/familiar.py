@@ -12,6 +12,9 @@ With c sequences the variance of a new signature about their mean is estimated b
 s being the variance of the c signatures and t what the tokens within them let expect, their variance over the number of
 places, times a factor for their correlation: one sequence is enough, and many speak for themselves.
 The first factor is that of their mean, 1 + 1/c, and a half more for what one sequence does not tell of the spread.
+
+And whether texts are of the length that they were calibrated on: what a decoder's landmark map gives to keys farther
+back than any it was fitted to is as good as random, and there are more of them the longer the text is.
 """
 
 from __future__ import annotations
@@ -32,19 +35,31 @@ PLACES = 64  # places of a sequence that its signature is the mean of, at most
 CORRELATION = 1.4  # of tokens: by how much means vary more than those of independent ones, in models of text 0.5 to 7
 WEIGHT = 2.0  # w above, in sequences
 FAR = 3.5  # spreads beyond which a call is unlike the calibration
+LONGER = 2  # times the longest calibration sequence: beyond that a text is too long for a decoder's maps
 
 
 class Alarm:
-    """Shared by all layers of a converted model: it warns once."""
+    """Shared by all layers of a converted model: it warns once of strange inputs, and once of long ones."""
 
     def __init__(self) -> None:
         self.rung = False
+        self.rung_of_length = False
 
     def ring(self, name: str, distance: float) -> None:
         self.rung = True
         warnings.warn(
             f"These inputs are unlike the calibration data: in {name} queries and keys lie {distance:.0f} spreads from "
             "their mean there, and the maps were fitted to others; calibrate on inputs of this kind, or expect worse.",
+            BochnerWarning,
+            stacklevel=5,
+        )
+
+    def ring_of_length(self, name: str, tokens: int, fitted: int) -> None:
+        self.rung_of_length = True
+        warnings.warn(
+            f"A text of {tokens} tokens is too long for the maps of {name}, which were fitted to {fitted} tokens: they "
+            "are as good as random for keys farther back; calibrate on texts as long as yours (convert's 'max_length'),"
+            " or leave the far ones out (feature_map=None).",
             BochnerWarning,
             stacklevel=5,
         )
@@ -76,7 +91,22 @@ def note(plan: LayerPlan, q: Sequence[Tensor], k: Sequence[Tensor]) -> None:
     measured = found.var(0) if more else torch.zeros_like(expected)
     variance = (1 + 1.5 / len(rows)) * (WEIGHT * expected + more * measured) / (WEIGHT + more)
     spread = variance.sqrt().clamp_min(1e-12)
-    plan.seen = {"places": places, "mean": found.mean(0).tolist(), "spread": spread.tolist()}
+    plan.seen = {
+        "places": places,
+        "mean": found.mean(0).tolist(),
+        "spread": spread.tolist(),
+        "length": max(y.shape[-2] for y in k),
+    }
+
+
+def fitted_length(plan: LayerPlan, tokens: int) -> int | None:
+    """The tokens of the longest text that a decoder's landmarks were fitted to, if so many are too many for them."""
+    if plan.seen is None or not plan.is_causal or plan.feature_map != "landmark":
+        return None
+    if not {"hybrid", "kernel"} & set(plan.kinds):
+        return None
+    length = plan.seen.get("length")  # plans of older versions have none
+    return length if length is not None and tokens > LONGER * length else None
 
 
 def distance(plan: LayerPlan, call: Call) -> float | None:

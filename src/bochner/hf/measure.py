@@ -28,6 +28,7 @@ from bochner.maps.landmark import LandmarkFeatures
 from bochner.moments import PairMoments
 
 ROWS = 4096  # keys kept of each head for maps that calibrate on samples
+LOOKED = 1024  # queries of a call that are looked at, from all over it: what they attend to is (queries, keys)
 
 
 class HeadErrors:
@@ -99,16 +100,25 @@ class Far:
     far: Tensor
 
     @classmethod
-    def of(cls, call: Call, window: int | None = None, sinks: int = 0, window_kind: str = "sliding") -> Far:
+    def of(
+        cls,
+        call: Call,
+        window: int | None = None,
+        sinks: int = 0,
+        window_kind: str = "sliding",
+        rows: Tensor | None = None,
+    ) -> Far:
+        """Of all queries of a call, or of some `rows` of them."""
         n, s = call.query.shape[-2], call.key.shape[-2]
-        i = torch.arange(s - n, s, device=call.key.device)[:, None]
+        rows = torch.arange(n, device=call.key.device) if rows is None else rows
+        i = (s - n + rows)[:, None]
         j = torch.arange(s, device=call.key.device)[None, :]
         allowed = (j <= i if call.is_causal else torch.ones_like(j <= i))[None, None]
         if call.padding is not None:
             keep = ~call.padding[:, None, None, :]
-            rows = keep.mT if n == s else torch.ones_like(keep[..., :1])
-            allowed = allowed & keep & rows
-        allowed = allowed.expand(call.query.shape[0], 1, n, s)
+            live = keep.mT[..., rows, :] if n == s else torch.ones_like(keep[..., :1])
+            allowed = allowed & keep & live
+        allowed = allowed.expand(call.query.shape[0], 1, len(rows), s)
         far = allowed
         if window is not None and window_kind == "block":  # counted from the first unpadded key
             lead = 0 if call.padding is None else leading(call.padding)[:, None, None, None]
@@ -272,13 +282,15 @@ def observe(model: Any, plan: Plan, data: Sequence[dict[str, Tensor]], say: Any 
 
     def look(name: str, call: Call) -> None:
         if name in near:
-            far = Far.of(call, **near[name])
+            if name in mapped:
+                found.samples[name].add(call)
+            n = call.query.shape[-2]
+            rows = torch.linspace(0, n - 1, min(n, LOOKED), device=call.query.device).round().long()
+            far, call = Far.of(call, **near[name], rows=rows), call._replace(query=call.query[..., rows, :])
             weights = attention_weights(call, far.allowed)
             if mapped.get(name) == "calibrated":
                 moments = far_pairs(call, weights, far)
                 found.moments[name] = found.moments[name] + moments if name in found.moments else moments
-            if name in mapped:
-                found.samples[name].add(call)
             found.rows[name] += int(far.allowed.any(-1).sum())
             found.peaks[name] = found.peaks[name] + peaks(call, weights, far).double().sum((0, 2))
 

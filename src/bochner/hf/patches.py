@@ -25,7 +25,7 @@ from bochner.hf.capture import (
     supported,
     unsupported_message,
 )
-from bochner.hf.familiar import FAR, distance
+from bochner.hf.familiar import FAR, distance, fitted_length
 from bochner.hf.io import CONVERTED, NAME
 from bochner.hf.layer import CHILD, Call, LinearAttention, attend
 from bochner.hf.original import as_before, make_mask, softmax_of, transformers_module, understand
@@ -188,10 +188,13 @@ def _warn_of_dropout(module: nn.Module, dropout: float) -> None:
 
 
 def _warn_of_strangers(own: LinearAttention, call: Call, cache: Any) -> None:
-    """Warn of inputs unlike those that were calibrated on; pieces of a sequence after its first are not looked at."""
-    if own.alarm is None or own.alarm.rung or own.trained or torch.compiler.is_compiling():
+    """Warn of inputs unlike those that were calibrated on; pieces of a sequence after its first for length alone."""
+    if own.alarm is None or own.trained or torch.compiler.is_compiling():
         return
-    if cache is None or cache.seen == call.key.shape[-2]:
+    tokens = call.key.shape[-2] if cache is None else cache.seen
+    if not own.alarm.rung_of_length and (fitted := fitted_length(own.plan, tokens)) is not None:
+        own.alarm.ring_of_length(own.plan.name, tokens, fitted)
+    if not own.alarm.rung and tokens == call.key.shape[-2]:
         far = distance(own.plan, call)
         if far is not None and far > FAR:
             own.alarm.ring(own.plan.name, far)
