@@ -69,7 +69,12 @@ def main() -> int:
     lora = LoraConfig(r=16, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     adapted = get_peft_model(model, lora).eval()
     report = distill(
-        adapted, [{"input_ids": t.ids} for t in texts], end_to_end=arguments.steps, end_to_end_lr=1e-3, loss=arguments.loss, progress=True
+        adapted,
+        [{"input_ids": t.ids} for t in texts],
+        end_to_end=arguments.steps,
+        end_to_end_lr=1e-3,
+        loss=arguments.loss,
+        progress=True,
     )
     print(report, flush=True)
     result["seconds"], result["steps"] = report.seconds, arguments.steps
