@@ -18,6 +18,7 @@ from bochner.sampling import (
     SampledSoftmaxLoss,
     UniformSampler,
 )
+from bochner.sampling import tree as tree_module
 from bochner.sampling.loss import PENDING
 
 torch.set_num_threads(1)
@@ -72,6 +73,21 @@ def test_draws_have_the_stated_law(name):
     torch.testing.assert_close(log_q, log_p.gather(1, ids), rtol=1e-4, atol=1e-5)
     for row, p in zip(ids, log_p.exp(), strict=True):
         assert chi_square(row, p) > ALPHA
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "tree" in n])
+@pytest.mark.parametrize("n", SIZES)
+def test_few_draws_are_those_that_many_would_be(name, n, monkeypatch):
+    """One by one and all at once, from the same random numbers."""
+    y, b, x = problem(n)
+    tree = samplers(y, b)[name]
+    found = []
+    for few in (100, 0):
+        monkeypatch.setattr(tree_module, "FEW", few)
+        found.append(tree.draw(x, 20, generator=torch.Generator().manual_seed(n)))
+    assert torch.equal(found[0].ids, found[1].ids)
+    torch.testing.assert_close(found[0].log_prob, found[1].log_prob, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(found[0].log_prob, tree.log_prob(x, found[0].ids), atol=1e-8, rtol=1e-8)
 
 
 def test_the_chi_square_test_rejects_another_law():
@@ -230,6 +246,8 @@ def test_queries_without_any_mass_are_drawn_by_number():
     tree._sums = [s.zero_() for s in tree._sums]
     p = tree.log_prob(torch.ones(1, DIM), torch.arange(50)[None]).exp()
     torch.testing.assert_close(p, torch.full((1, 50), 1 / 50))
+    drawn = [tree.draw(torch.ones(1, DIM), 1, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    torch.testing.assert_close(torch.cat([d.log_prob for d in drawn]).exp(), torch.full((3, 1), 1 / 50))
 
 
 def test_draws_leave_the_global_generator_alone_and_repeat_with_their_own():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 
@@ -20,6 +21,7 @@ EFFECTIVE = 0.3  # of the draws: with fewer effective ones their variance cannot
 CHECKED = 16  # leaves
 ASTRAY = 0.15  # nor if they fall into the head so much less or more often than its share
 ROWS = 1 << 16  # classes whose features are computed at a time
+FEW = 4  # draws that are faster one by one, in numpy: a step down costs less there than to call torch
 
 
 class Partition(NamedTuple):
@@ -249,14 +251,8 @@ class FeatureTree(Sampler):
     def _draw(self, x: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
         f = self._features(x, "query").values
         u = torch.rand(len(self._sums) + 1, len(x), k, generator=generator, dtype=f.dtype).to(x.device)
-        node = torch.zeros(len(x), k, dtype=torch.long, device=x.device)
-        logs = torch.zeros(len(x), k, dtype=f.dtype, device=x.device)
-        for level in reversed(range(len(self._sums))):
-            child, log = _choose(self._shares(level, node, f), u[level])
-            node, logs = node * FAN + child, logs + log
-        if self.leaf_size > 1:
-            child, log = _choose(self._leaf(node, x), u[-1])
-            node, logs = node * self.leaf_size + child, logs + log
+        few = len(x) * k <= FEW and x.device.type == "cpu"
+        node, logs = self._go_down_one_by_one(x, f, u) if few else self._go_down(x, f, u)
         if self.uniform > 0:
             other = torch.rand(len(x), k, generator=generator).to(x.device) < self.uniform
             anywhere = torch.randint(self.num_classes, (len(x), k), generator=generator).to(x.device)
@@ -266,6 +262,38 @@ class FeatureTree(Sampler):
                 logs[other] = self._walk(x[rows], node[other][:, None])[:, 0]
             logs = self._mixed(logs)
         return self.order[node], logs
+
+    def _go_down(self, x: Tensor, f: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Places (b, k) drawn by inversion of u (levels and leaf, b, k), and their log probabilities."""
+        node = torch.zeros(u.shape[1:], dtype=torch.long, device=x.device)
+        logs = torch.zeros_like(u[0])
+        for level in reversed(range(len(self._sums))):
+            child, log = _choose(self._shares(level, node, f), u[level])
+            node, logs = node * FAN + child, logs + log
+        if self.leaf_size > 1:
+            child, log = _choose(self._leaf(node, x), u[-1])
+            node, logs = node * self.leaf_size + child, logs + log
+        return node, logs
+
+    def _go_down_one_by_one(self, x: Tensor, f: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        sums, features, aims = [s.numpy() for s in self._sums], f.numpy(), u.numpy() * (1 - 1e-6)
+        places, logs = np.zeros(u.shape[1:], dtype=np.int64), np.zeros(u.shape[1:], dtype=aims.dtype)
+        for i, j in np.ndindex(*places.shape):
+            node, log = 0, 0.0
+            for level in reversed(range(len(sums))):
+                mass = np.maximum(sums[level][FAN * node : FAN * (node + 1)] @ features[i], 0)
+                if not mass.any():
+                    mass = self._counts(level, torch.tensor([node]))[0].numpy()
+                child, share = _choose_one(mass, aims[level, i, j])
+                node, log = FAN * node + child, log + share
+            if self.leaf_size > 1:
+                members = slice(self.leaf_size * node, self.leaf_size * (node + 1))
+                y = self._scaled(self.vectors[members])
+                logits = y @ self._scaled(x[i]).to(y.dtype) + self.bias[members]
+                child, share = _choose_one((logits - logits.max()).exp_().numpy(), aims[-1, i, j])
+                node, log = self.leaf_size * node + child, log + share
+            places[i, j], logs[i, j] = node, log
+        return torch.from_numpy(places), torch.from_numpy(logs)
 
     @torch.no_grad()
     def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -558,6 +586,13 @@ def _choose(mass: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     aim = (u * (1 - 1e-6)).unsqueeze(-1) * total[..., -1:]
     child = (total <= aim).sum(-1)
     return child, _log_share(mass, child)
+
+
+def _choose_one(mass: np.ndarray, aim: float) -> tuple[int, float]:
+    """The same of one row of masses; `aim` is u, a little less than 1 at most."""
+    total = mass.cumsum()
+    child = int(total.searchsorted(aim * total[-1], side="right"))
+    return child, math.log(mass[child] / total[-1])
 
 
 def _log_share(mass: Tensor, child: Tensor) -> Tensor:
