@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import _smollm
+import long_context
 import torch
 from smollm_recipes import figures, row_of
 
@@ -26,6 +27,7 @@ from bochner.hf.judge import Text, compare_readings, read
 RESULTS = Path(__file__).parent / "results" / "smollm_distilled.json"
 LENGTH = 512  # tokens of a text, the passages that come again included
 HELD, FURTHER = 8, 2  # texts to judge by, of LENGTH tokens and of 4,000
+BOOK = 6500  # tokens of a whole book
 RECIPE = {"feature_map": None, "window": 256, "sinks": 4, "window_kind": "sliding", "exact_unit": "group"}
 
 
@@ -51,6 +53,7 @@ def main() -> int:
     unseen = stream(tokenizer, "heldout", 15_000)
     judged = [Text(unseen[i * LENGTH : (i + 1) * LENGTH], i) for i in range(HELD)]
     further = [Text(unseen[i * 4000 : (i + 1) * 4000], i) for i in range(FURTHER)]
+    book = long_context.text(tokenizer, BOOK)
     measure = figures(model, tokenizer, arguments.texts)
     exact = measure()
     before = {n: [read(model, t.ids) for t in group] for n, group in (("512", judged), ("4000", further))}
@@ -60,6 +63,7 @@ def main() -> int:
         for n, group in (("512", judged), ("4000", further)):
             kept = compare_readings(group, before[n], [read(model, t.ids) for t in group])
             found[n] = {"kept": kept.kept, **kept.figures}
+        found["book"] = long_context.figures(model, book, BOOK)
         print(found, flush=True)
         return found
 

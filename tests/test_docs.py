@@ -80,6 +80,14 @@ NEEDS_A_MODEL = {
 }
 
 
+LONG = {"index.md"}  # its code is that of README.md in other lines
+
+
+def marks(page: Path) -> list[Any]:
+    needs = [pytest.mark.model] if page.name in NEEDS_A_MODEL else []
+    return [*needs, pytest.mark.slow] if page.name in LONG else needs
+
+
 @pytest.fixture
 def one_process(tmp_path: Path) -> Iterator[None]:
     """A process group of one, for pages that speak of several."""
@@ -91,7 +99,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.name, marks=[pytest.mark.model] if page.name in NEEDS_A_MODEL else [])
+        pytest.param(page, id=page.name, marks=marks(page))
         for page in PAGES
         if any(why is None for _, why in snippets(page))
     ],

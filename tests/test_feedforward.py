@@ -186,7 +186,9 @@ def test_a_block_that_does_not_pay_is_refused_with_the_numbers() -> None:
     assert not report.pays(0.1)
 
 
-@pytest.mark.parametrize("law", ["optimal", "geometric", "poisson"])
+@pytest.mark.parametrize(
+    "law", ["optimal", *(pytest.param(x, marks=pytest.mark.slow) for x in ("geometric", "poisson"))]
+)
 def test_taylor_composition_of_gelu_is_unbiased_with_its_variance(law: str) -> None:
     parameter = {"optimal": None, "geometric": 0.4, "poisson": 3.0}[law]
     layer = TaylorComposition(

@@ -150,7 +150,7 @@ def test_a_sentence_transformer_is_converted_reverted_and_encodes() -> None:
     model = st.SentenceTransformer(str(path), device="cpu")
     texts = data.paragraphs("heldout", 3, source="python")
     before = torch.from_numpy(model.encode(texts))
-    convert(model, calibration=data.paragraphs("calibration", 8, source="python"), window=16, sinks=1)
+    convert(model, "landmark", 16, calibration=data.paragraphs("calibration", 8, source="python"), window=16, sinks=1)
     after = torch.from_numpy(model.encode(texts))
     cosine = torch.nn.functional.cosine_similarity(before, after)
     assert cosine.min() > 0.8

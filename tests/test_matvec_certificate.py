@@ -56,6 +56,7 @@ def too_many(misses, trials):
     return misses > binom.ppf(0.999, trials, 0.05)
 
 
+@pytest.mark.slow
 def test_statements_hold_as_often_as_they_say_and_the_best_guess_alone_would_not():
     made = [s for name in SETS for s in coverage(name, 0.1, 4)]
     sampled = [s for s in made if s[0] != "deterministic"]

@@ -102,6 +102,7 @@ def test_dask_gives_the_same_with_any_scheduler(keys, operator, x):
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_a_killed_worker_loses_nothing(keys, operator, x, tmp_path):
     distributed = pytest.importorskip("distributed")
     da = pytest.importorskip("dask.array")
