@@ -51,8 +51,11 @@ def search(model: Any, tokenizer: Any, keep: float, judged: int, save: str) -> t
 
 
 def small(model: Any, report: Any, measure: Any, exact: list[float]) -> dict[str, Any] | None:
-    """Figures of the choice that keeps most with little memory, on the texts it was chosen by and on others'."""
-    within = [c for c in report.candidates if c.memory <= SMALL]
+    """Figures of the choice that keeps most with little memory, on the texts it was chosen by and on others'.
+
+    Choices with kernels are left out: only the one that was taken brings their maps.
+    """
+    within = [c for c in report.candidates if c.memory <= SMALL and not c.plan.count("hybrid")]
     if not within:
         return None
     best = max(within, key=lambda c: c.quality.kept)
@@ -80,8 +83,9 @@ def main() -> int:
         print(plan_of(model))
         row = row_of(model, measure(), result["exact"], spent)
         revert(model)
-        less = small(model, report, measure, result["exact"])
-        result[str(judged)] = {"row": row, "small": less, "report": report.to_dict()}
+        result[str(judged)] = {"row": row, "small": None, "report": report.to_dict()}
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        result[str(judged)]["small"] = less = small(model, report, measure, result["exact"])
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(
             f"judged at {judged} tokens; other authors: perplexity ratio {row['ratio']:.4f} (150 tokens), "
