@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from bochner._checks import spawn_seed
+from bochner._products import is_composed
 from bochner.attention import linear_attention
 from bochner.attention.numerics import EMPTY
 from bochner.attention.state import State, leading
+from bochner.hf.local import Near, local_rows
 from bochner.hf.plan import LayerPlan
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap, Features
@@ -190,13 +192,29 @@ class LinearAttention(nn.Module):
         return out if self.in_order else out.index_select(1, self._index(tuple(self.order), out.device))
 
     def _linear(self, kind: str, call: Call) -> Tensor:
-        return attend(call, self.map_of(kind), **self._near(kind))
+        near = self._local(kind, call)
+        if near is None:
+            return attend(call, self.map_of(kind), **self._near(kind))
+        (q, k, v), first = call[:3], slice(0, near.sinks)
+        return local_rows(q, k, v, k[..., first, :], v[..., first, :], near, first=0, scale=call.scale)
+
+    def _local(self, kind: str, call: Call) -> Near | None:
+        """The window of a decoder's heads that have no kernel, where several rows can take the short way."""
+        plan = self.plan
+        if kind != "window" or not plan.is_causal or plan.window is None or call.query.shape[-2] == 1:
+            return None
+        if call.sink_logits is not None or is_composed() or (call.padding is not None and bool(call.padding.any())):
+            return None
+        return Near(plan.window, plan.sinks, plan.window_kind == "block")
 
     def _near(self, kind: str) -> dict[str, Any]:
         return {} if kind == "kernel" else self.plan.near
 
     def _recurrent(self, kind: str, call: Call, cache: RecurrentLayer) -> Tensor:
         held, near, new = cache.states.get(kind), self._near(kind), call
+        local = self._local(kind, call)
+        if local is not None:
+            return self._go_on_locally(call, local, cache)
         if call.padding is not None:
             new = call._replace(padding=call.padding[:, -call.key.shape[-2] :])
         if call.sink_logits is not None:
@@ -216,6 +234,27 @@ class LinearAttention(nn.Module):
             **near,
         )
         return out if call.sink_logits is None else without_sink(out, call.sink_logits)
+
+    def _go_on_locally(self, call: Call, near: Near, cache: RecurrentLayer) -> Tensor:
+        """Rows by the short way; the state takes their keys in beside the last row alone."""
+        (q, k, v), held = call[:3], cache.states.get("window")
+        _, after = linear_attention(
+            q[..., -1:, :],
+            k,
+            v,
+            self._nothing,
+            is_causal=True,
+            state=held,
+            return_state=True,
+            scale=call.scale,
+            **self.plan.near,
+        )
+        cache.states["window"], first = after, 0
+        past = None if held is None else held.window
+        if past is not None:
+            k, v = torch.cat([past.k, k], dim=-2), torch.cat([past.v, v], dim=-2)
+            first = past.seen - past.k.shape[-2]
+        return local_rows(q, k, v, after.window.sink_k, after.window.sink_v, near, first=first, scale=call.scale)
 
     def _pick(self, t: Tensor, heads: list[int], group: int) -> Tensor:
         if len(heads) * group == t.shape[1]:
