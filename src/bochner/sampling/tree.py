@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,6 +137,7 @@ class FeatureTree(Sampler):
         self._shift = 0.0
         self._sums: list[Tensor] = []  # leaves first; each level a multiple of FAN rows, the last the root's children
         self._balls: list[Tensor] | None = None
+        self._prepared: Callable[[Tensor], Features] | None = None  # the map of queries, as it was at the last build
         self._build()
         # The sums are those of the map: one that was read from a file makes new ones.
         self.register_load_state_dict_post_hook(FeatureTree._rebuild)
@@ -196,7 +198,11 @@ class FeatureTree(Sampler):
     def _rebuild(self, *_: object) -> None:
         self._build()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_prepared": None}
+
     def _build(self) -> None:
+        self._prepared = None
         self._shift = -math.inf
         for i in range(0, self.num_classes, ROWS):
             self._shift = max(self._shift, float(self._log_scales(i, i + ROWS).max()))
@@ -224,14 +230,14 @@ class FeatureTree(Sampler):
         return torch.float64 if self.vectors.dtype == torch.float64 else torch.float32
 
     def _log_scales(self, start: int, stop: int) -> Tensor:
-        features = self._features(self.vectors[start:stop], "key")
+        features = self._key_features(self.vectors[start:stop])
         return features.log_scale[:, 0] + self.bias[start:stop]
 
     def _leaf_sums(self, members: Tensor) -> tuple[Tensor, float]:
         """The sums of whole leaves, given all their places (those beyond n are empty), and the largest log scale."""
         real = members < self.num_classes
         place = members.clamp(max=self.num_classes - 1)
-        values, log_scale = self._features(self.vectors[place], "key")
+        values, log_scale = self._key_features(self.vectors[place])
         logs = log_scale[:, 0] + self.bias[place]
         weight = torch.where(real, (logs - self._shift).exp(), 0.0)
         sums = (values * weight[:, None]).view(-1, self.leaf_size, values.shape[1]).sum(1)
@@ -243,13 +249,14 @@ class FeatureTree(Sampler):
     def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
         x = self._check(x)
         positive_int(num_samples, "num_samples", type(self).__name__)
-        parts = []
-        for block in x.split(max(1, BLOCK // (num_samples * FAN * self.phi.feature_dim))):
-            parts.append(self._draw(block, num_samples, generator))
+        rows = max(1, BLOCK // (num_samples * FAN * self.phi.feature_dim))
+        if len(x) <= rows:
+            return Draws(*self._draw(x, num_samples, generator))
+        parts = [self._draw(block, num_samples, generator) for block in x.split(rows)]
         return Draws(*(torch.cat(p) for p in zip(*parts, strict=True)))
 
     def _draw(self, x: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
-        f = self._features(x, "query").values
+        f = self._features(x).values
         u = torch.rand(len(self._sums) + 1, len(x), k, generator=generator, dtype=f.dtype).to(x.device)
         few = len(x) * k <= FEW and x.device.type == "cpu"
         node, logs = self._go_down_one_by_one(x, f, u) if few else self._go_down(x, f, u)
@@ -277,20 +284,26 @@ class FeatureTree(Sampler):
 
     def _go_down_one_by_one(self, x: Tensor, f: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         sums, features, aims = [s.numpy() for s in self._sums], f.numpy(), u.numpy() * (1 - 1e-6)
-        places, logs = np.zeros(u.shape[1:], dtype=np.int64), np.zeros(u.shape[1:], dtype=aims.dtype)
-        for i, j in np.ndindex(*places.shape):
+        vectors, bias, points = self.vectors.numpy(), self.bias.numpy(), self._scaled(x).to(self.vectors.dtype).numpy()
+        _, b, k = aims.shape
+        places, logs = np.zeros((b, k), dtype=np.int64), np.zeros((b, k), dtype=aims.dtype)
+        for i, j in np.ndindex(b, k):
             node, log = 0, 0.0
             for level in reversed(range(len(sums))):
-                mass = np.maximum(sums[level][FAN * node : FAN * (node + 1)] @ features[i], 0)
+                mass = sums[level][FAN * node : FAN * (node + 1)] @ features[i]
+                if not self.phi.positive:
+                    np.maximum(mass, 0, out=mass)
                 if not mass.any():
                     mass = self._counts(level, torch.tensor([node]))[0].numpy()
                 child, share = _choose_one(mass, aims[level, i, j])
                 node, log = FAN * node + child, log + share
             if self.leaf_size > 1:
                 members = slice(self.leaf_size * node, self.leaf_size * (node + 1))
-                y = self._scaled(self.vectors[members])
-                logits = y @ self._scaled(x[i]).to(y.dtype) + self.bias[members]
-                child, share = _choose_one((logits - logits.max()).exp_().numpy(), aims[-1, i, j])
+                y = vectors[members]
+                if self.normalize is not None:
+                    y = y * (self.normalize / np.maximum(np.linalg.norm(y, axis=1, keepdims=True), 1e-12))
+                logits = math.sqrt(self.scale) * (y @ points[i]) + bias[members]
+                child, share = _choose_one(np.exp(logits - logits.max()), aims[-1, i, j])
                 node, log = self.leaf_size * node + child, log + share
             places[i, j], logs[i, j] = node, log
         return torch.from_numpy(places), torch.from_numpy(logs)
@@ -306,7 +319,7 @@ class FeatureTree(Sampler):
 
     def _walk(self, x: Tensor, place: Tensor) -> Tensor:
         """The log probability of going down to each place (b, k)."""
-        f = self._features(x, "query").values
+        f = self._features(x).values
         node = place // self.leaf_size
         logs = torch.zeros(place.shape, dtype=f.dtype, device=x.device)
         if self.leaf_size > 1:
@@ -362,7 +375,7 @@ class FeatureTree(Sampler):
                 f"The features of this {type(self).__name__} are those of vectors brought to length normalize="
                 f"{self.normalize:g}, which say nothing of log Z(x); use 'partition', or a tree without 'normalize'."
             )
-        values, log_scale = self._features(self._check(x), "query")
+        values, log_scale = self._features(self._check(x))
         return (values @ self._sums[-1].sum(0)).clamp_min(0).log() + log_scale[:, 0] + self._shift
 
     @torch.no_grad()
@@ -546,8 +559,14 @@ class FeatureTree(Sampler):
             x = torch.nn.functional.normalize(x, dim=-1) * self.normalize
         return x * math.sqrt(self.scale)
 
-    def _features(self, x: Tensor, role: str) -> Features:
-        return self.phi(self._scaled(x).to(self._dtype), role)
+    def _features(self, x: Tensor) -> Features:
+        """Of queries. The map is prepared once: for a query alone that takes longer than all else."""
+        if self._prepared is None:
+            self._prepared = self.phi.prepare("query")
+        return self._prepared(self._scaled(x).to(self._dtype))
+
+    def _key_features(self, y: Tensor) -> Features:
+        return self.phi(self._scaled(y).to(self._dtype), "key")
 
     def extra_repr(self) -> str:
         return f"num_classes={self.num_classes}, leaf_size={self.leaf_size}, levels={len(self._sums)}"

@@ -218,9 +218,12 @@ class LowRankEngine(Engine):
 
     def _rounding(self, length: int) -> float:
         """Sums of n and of r terms in double precision, against |F| |F'| |x|."""
-        unit = torch.finfo(torch.float64).eps
-        size = float(self.factor.queries.norm()) * float(self.factor.keys.norm()) + 1.0
-        return unit * (length + self.factor.rank) * size
+        return torch.finfo(torch.float64).eps * (length + self.factor.rank) * self._size
+
+    @cached_property
+    def _size(self) -> float:
+        """|F| |F'|, and 1 for the rest of the diagonal."""
+        return float(self.factor.queries.norm()) * float(self.factor.keys.norm()) + 1.0
 
     def error_bound(self, x: Tensor, adjoint: bool = False) -> tuple[Tensor, int]:
         known = self.bound if self.confidence == 1.0 else self.factor.trace_bound
