@@ -48,7 +48,7 @@ def main() -> int:
     except ImportError:
         print("skipped: it needs peft")
         return 0
-    seen = stream(tokenizer, "calibration", max(15_000, 420 * (arguments.batches + 4)))
+    seen = stream(tokenizer, "calibration", max(15_000, 500 * (arguments.batches + 4)))
     texts = [Text(seen[i * LENGTH : (i + 1) * LENGTH], i) for i in range(arguments.batches + 4)]
     unseen = stream(tokenizer, "heldout", 15_000)
     judged = [Text(unseen[i * LENGTH : (i + 1) * LENGTH], i) for i in range(HELD)]
