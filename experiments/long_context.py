@@ -93,14 +93,15 @@ def figures(model: Any, ids: torch.Tensor, length: int) -> dict[str, Any]:
 
 def converted(model: Any, tokenizer: Any, recipe: dict[str, Any]) -> bool:
     """Convert by a recipe, or by a plan that smollm_target.py found; False if it has not."""
-    size = {"max_length": 320, "batch_size": 1, "exact_below": 0}
-    texts = data.paragraphs("calibration", 6, words=3 * recipe["max_length"] // 4 if "max_length" in recipe else 250)
+    recipe = {"max_length": 320, "batch_size": 1, "exact_below": 0, **recipe}
     if "plan" in recipe:
         found = json.loads(TARGETS.read_text(encoding="utf-8")) if TARGETS.exists() else {}
         if recipe["plan"] not in found:
             return False
-        recipe = {"plan": Plan.from_dict(found[recipe["plan"]]["report"]["plan"])}
-    convert(model, calibration=texts, tokenizer=tokenizer, progress=True, **{**size, **recipe})
+        plan = Plan.from_dict(found[recipe["plan"]]["report"]["plan"])
+        recipe |= {"plan": plan, "max_length": max(320, plan.fit_length)}
+    texts = data.paragraphs("calibration", 6, words=max(250, 3 * recipe["max_length"] // 4))
+    convert(model, calibration=texts, tokenizer=tokenizer, progress=True, **recipe)
     return True
 
 

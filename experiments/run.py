@@ -58,7 +58,6 @@ NOT_REPRODUCED = {
     "attention_sparsity",
     "sampled_softmax",
     "sampler_variance",
-    "smollm_distilled",
     "softmax_metrics",
     "train_table",
 }
