@@ -235,18 +235,25 @@ def smollm_rates() -> None:
     save(fig, "smollm_rates")
 
 
+STAGES = ("converted", "trained")  # of experiments/smollm_distilled.py
+
+
 def long_context() -> None:
     """Perplexity over a whole book by position, and recall by distance, relative to exact attention."""
     found = stored("long_context")
+    trained = stored("smollm_distilled")
+    found |= {f"window 256, 8 of 90 groups exact{', trained' * (s == 'trained')}": trained[s]["book"] for s in STAGES}
     fig, (left, right) = figure(2, figsize=(11, 3.8))
     exact = found["exact"]
-    for (name, row), colour in zip(found.items(), (*COLOURS[6:], *COLOURS), strict=False):
+    for i, (name, row) in enumerate(found.items()):
+        colours = (*COLOURS[6:], *COLOURS[:6])
+        style = {"color": colours[i % len(colours)], "linestyle": "-" if i < len(colours) else "--"}
         places = list(row["perplexity"])
         ratios = [row["perplexity"][p] / exact["perplexity"][p] for p in places]
-        left.plot(range(len(places)), ratios, "o-", markersize=3, color=colour, label=name)
+        left.plot(range(len(places)), ratios, marker="o", markersize=3, label=name, **style)
         left.set_xticks(range(len(places)), places, fontsize=8)
         far = list(row["recall"])
-        right.plot(range(len(far)), list(row["recall"].values()), "o-", markersize=3, color=colour)
+        right.plot(range(len(far)), list(row["recall"].values()), marker="o", markersize=3, **style)
         right.set_xticks(range(len(far)), [f"{int(n):,}" for n in far])
     left.set_yscale("log")
     left.set_yticks([1, 1.5, 2, 5, 10, 50], ["1", "1.5", "2", "5", "10", "50"])
@@ -256,7 +263,7 @@ def long_context() -> None:
     right.set_yticks([2, 5, 10, 50, 1000], ["2", "5", "10", "50", "1,000"])
     right.minorticks_off()
     right.set(xlabel="tokens between a passage and its repetition", ylabel="perplexity of the repetition")
-    left.legend(fontsize=7)
+    left.legend(fontsize=6, handlelength=3.5)
     save(fig, "long_context")
 
 
@@ -400,7 +407,7 @@ PICTURES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "frontier": (frontier, ("landmark_frontier",)),
     "landmark_ablations": (landmark_ablations, ("landmark_ablations",)),
     "listops_memory": (listops_memory, ("train_table", "train_speed")),
-    "long_context": (long_context, ("long_context",)),
+    "long_context": (long_context, ("long_context", "smollm_distilled")),
     "projection_bias": (projection_bias, ("projection_bias",)),
     "sampled_softmax": (sampled_softmax, ("sampled_softmax",)),
     "sampler_variance": (sampler_variance, ("sampler_variance",)),
