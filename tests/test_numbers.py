@@ -152,7 +152,7 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float]]]] = [
         "keeps N % of its perplexity, and its recall, on texts of up to 450 tokens by a recipe whose cache is N of",
         lambda: [100 / recipes()[RECIPE]["ratio_long"], recipes()[RECIPE]["memory"]],
     ),
-    ("README.md", "at 4,000 tokens takes N.", lambda: [experiment("smollm_target")["4000"]["row"]["memory"]]),
+    ("README.md", "at 4,000 tokens takes N, or", lambda: [experiment("smollm_target")["4000"]["row"]["memory"]]),
     (
         "README.md",
         "the perplexity of a book is N times the original's from token 4,000 on",
@@ -207,7 +207,13 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("howto-seq2seq.md", "| `keep=0.98` | N | N |", lambda: speech("keep 0.98")),
     ("howto-seq2seq.md", "verifies N on pieces held back", lambda: [experiment("speech_encoder")["keep 0.98"]["kept"]]),
     ("decoder-results.md", "| converted | N | N | N | N, N | N |", lambda: distilled("converted")),
-    ("decoder-results.md", "| and distilled | N | N | N | N, N | N |", lambda: distilled("distilled")),
+    (
+        "decoder-results.md",
+        "| fitted to the original's outputs | N | N | N | N, N | N |",
+        lambda: distilled("distilled"),
+    ),
+    ("decoder-results.md", "| trained by its own loss | N | N | N | N, N | N |", lambda: distilled("trained")),
+    ("decoder-results.md", "| the original, trained so | N | N | N | N, N | N |", lambda: distilled("control")),
     (
         "landmark.md",
         "| **`landmark`** | 8 / 16 / 32 / 64 / 128 | N / N / N / N / N |",
