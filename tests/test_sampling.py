@@ -17,8 +17,8 @@ from bochner.sampling import (
     LogUniformSampler,
     SampledSoftmaxLoss,
     UniformSampler,
+    descent,
 )
-from bochner.sampling import tree as tree_module
 from bochner.sampling.loss import PENDING
 
 torch.set_num_threads(1)
@@ -83,11 +83,34 @@ def test_few_draws_are_those_that_many_would_be(name, n, monkeypatch):
     tree = samplers(y, b)[name]
     found = []
     for few in (100, 0):
-        monkeypatch.setattr(tree_module, "FEW", few)
+        monkeypatch.setattr(descent, "FEW", few)
         found.append(tree.draw(x, 20, generator=torch.Generator().manual_seed(n)))
     assert torch.equal(found[0].ids, found[1].ids)
     torch.testing.assert_close(found[0].log_prob, found[1].log_prob, atol=1e-10, rtol=1e-10)
     torch.testing.assert_close(found[0].log_prob, tree.log_prob(x, found[0].ids), atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("k", [1, 50])
+@pytest.mark.parametrize("name", ["exact", "tree"])
+def test_autocast_does_not_change_a_draw(name, k):
+    y, b, x = problem(dtype=torch.float32)
+    sampler = samplers(y, b)[name]
+    wanted = sampler.draw(x[:2], k, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sampler.draw(x[:2], k, generator=torch.Generator().manual_seed(0))
+        stated = sampler.log_prob(x[:2], found.ids)
+    assert torch.equal(found.ids, wanted.ids)
+    torch.testing.assert_close(found.log_prob, wanted.log_prob)
+    torch.testing.assert_close(found.log_prob, stated, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("k", [1, 50])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_classes_in_half_precision_can_be_drawn(dtype, k):
+    y, b, x = problem()
+    tree = FeatureTree(y.to(dtype), b.to(dtype))
+    ids, log_prob = tree.draw(x[:2].to(dtype), k)
+    torch.testing.assert_close(log_prob, tree.log_prob(x[:2].to(dtype), ids), atol=2e-2, rtol=1e-2)
 
 
 def test_the_chi_square_test_rejects_another_law():
@@ -238,6 +261,13 @@ def test_the_best_classes_follow_updates():
     assert tree.top(x[:1], 1, beam=4).ids.item() == 7
     for old, new in zip(tree._balls, tree._enclose(), strict=True):
         torch.testing.assert_close(old, new)
+
+
+@pytest.mark.parametrize("k", [1, 50])
+def test_queries_that_overflow_once_scaled_are_refused(k):
+    tree = FeatureTree(problem(dtype=torch.float32)[0], scale=100.0)
+    with pytest.raises(BochnerError, match="'x' of FeatureTree must be finite"):
+        tree.draw(torch.full((1, DIM), 2e38), k)
 
 
 def test_queries_without_any_mass_are_drawn_by_number():

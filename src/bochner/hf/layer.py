@@ -15,12 +15,13 @@ from bochner._products import is_composed
 from bochner.attention import linear_attention
 from bochner.attention.numerics import EMPTY
 from bochner.attention.state import State, leading
-from bochner.hf.local import Near, local_rows
+from bochner.hf.local import local_rows
 from bochner.hf.plan import LayerPlan
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap, Features
 from bochner.maps.exponential import CalibratedFeatures
 from bochner.maps.landmark import LandmarkFeatures
+from bochner.maps.landmark_fit import Near
 
 if TYPE_CHECKING:
     from bochner.hf.cache import RecurrentLayer
@@ -205,16 +206,16 @@ class LinearAttention(nn.Module):
             return None
         if call.sink_logits is not None or is_composed() or (call.padding is not None and bool(call.padding.any())):
             return None
-        return Near(plan.window, plan.sinks, plan.window_kind == "block")
+        return Near(True, plan.window, plan.sinks, plan.window_kind)
 
     def _near(self, kind: str) -> dict[str, Any]:
         return {} if kind == "kernel" else self.plan.near
 
     def _recurrent(self, kind: str, call: Call, cache: RecurrentLayer) -> Tensor:
-        held, near, new = cache.states.get(kind), self._near(kind), call
         local = self._local(kind, call)
         if local is not None:
             return self._go_on_locally(call, local, cache)
+        held, near, new = cache.states.get(kind), self._near(kind), call
         if call.padding is not None:
             new = call._replace(padding=call.padding[:, -call.key.shape[-2] :])
         if call.sink_logits is not None:

@@ -5,28 +5,13 @@ A piece of the rows at a time sees the keys from the first that its first row se
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bochner.maps.landmark_fit import Near
+
 SMALLEST, LARGEST = 128, 512  # rows of a piece
-
-
-class Near(NamedTuple):
-    """The window of a decoder's head: which of the keys before itself a row sees, places counted from the first."""
-
-    window: int
-    sinks: int
-    is_block: bool
-
-    def low(self, i: int) -> int:
-        """The first place that the row at place i sees in its window."""
-        return max(0, (i // self.window - 1) * self.window if self.is_block else i - self.window + 1)
-
-    def lows(self, i: Tensor) -> Tensor:
-        return ((i // self.window - 1) * self.window if self.is_block else i - self.window + 1).clamp_min(0)
 
 
 def local_rows(
@@ -34,23 +19,26 @@ def local_rows(
 ) -> Tensor:
     """Rows (b, h, n, v) of q (b, h, n, d), which are the last of the keys k, v (b, g, s, .) at places from `first` on.
 
-    `sink_k`, `sink_v`: the keys and values of places 0, 1, ..., seen by rows whose window does not hold them.
+    `sink_k`, `sink_v`: the keys and values of places 0, 1, ..., for rows whose window begins behind them.
     """
-    n, s = q.shape[-2], k.shape[-2]
-    start, size = first + s - n, min(max(near.window // 2, SMALLEST), LARGEST)
-    if near.low(start + n - 1) == 0:  # all keys
+    n, s, w = q.shape[-2], k.shape[-2], near.window
+    assert w is not None
+    start, size = first + s - n, min(max(w // 2, SMALLEST), LARGEST)
+    if _low(near, start + n - 1) == 0:  # all keys
         size = n
     rows = []
     for a in range(start, start + n, size):
-        b, low = min(a + size, start + n), near.low(a)
-        i, j = torch.arange(a, b, device=q.device)[:, None], torch.arange(low, b, device=q.device)
+        b, low = min(a + size, start + n), _low(near, a)
         keys, values = (t[..., low - first : b - first, :] for t in (k, v))
-        allowed = None if a == low == 0 and near.low(b - 1) == 0 else (j <= i) & (j >= near.lows(i))
-        if near.low(b - 1) and sink_k.shape[-2]:
-            place = torch.arange(sink_k.shape[-2], device=q.device)
-            keys, values = torch.cat([sink_k, keys], dim=-2), torch.cat([sink_v, values], dim=-2)
-            assert allowed is not None
-            allowed = torch.cat([place < near.lows(i), allowed], dim=-1)
+        sinks = min(low, sink_k.shape[-2])  # those that are not among the keys
+        if sinks:
+            keys = torch.cat([sink_k[..., :sinks, :], keys], dim=-2)
+            values = torch.cat([sink_v[..., :sinks, :], values], dim=-2)
+        allowed = None
+        if a > 0 or _low(near, b - 1) > 0:
+            i, j = torch.arange(a, b, device=q.device), torch.arange(low, b, device=q.device)
+            j = torch.cat([j.new_tensor(range(sinks)), j])
+            allowed = near.allowed(i, j) & ~near.far(i, j)
         rows.append(
             scaled_dot_product_attention(
                 q[..., a - start : b - start, :],
@@ -63,3 +51,9 @@ def local_rows(
             )
         )
     return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-2)
+
+
+def _low(near: Near, i: int) -> int:
+    """The first place that the row at place i sees in its window."""
+    w = near.window or 0
+    return max(0, (i // w - 1) * w if near.window_kind == "block" else i - w + 1)

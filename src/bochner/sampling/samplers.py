@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Generator, Tensor, nn
 
 from bochner._checks import BochnerError, finite, floating, positive_int
 
+T = TypeVar("T")
 BLOCK = 1 << 22  # logits held at a time by the exact sampler
 
 
@@ -18,6 +21,17 @@ class Draws(NamedTuple):
 
     ids: Tensor
     log_prob: Tensor
+
+
+def in_full_precision(method: Callable[..., T]) -> Callable[..., T]:
+    """A method of a sampler with vectors, without gradient and without autocast: a law in half precision is another."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> T:
+        with torch.no_grad(), torch.autocast(self.vectors.device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class Sampler(nn.Module):
@@ -104,7 +118,7 @@ class ExactSampler(Sampler):
         self.register_buffer("vectors", vectors, persistent=False)
         self.register_buffer("bias", check_bias(bias, vectors, type(self).__name__), persistent=False)
 
-    @torch.no_grad()
+    @in_full_precision
     def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
         x = check_queries(x, self.vectors.shape[1], type(self).__name__)
         positive_int(num_samples, "num_samples", type(self).__name__)
@@ -117,7 +131,7 @@ class ExactSampler(Sampler):
             parts.append((ids, logs.gather(1, ids)))
         return Draws(*(torch.cat(p) for p in zip(*parts, strict=True)))
 
-    @torch.no_grad()
+    @in_full_precision
     def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
         x = check_queries(x, self.vectors.shape[1], type(self).__name__)
         check_ids(ids, self.num_classes, "log_prob", len(x))

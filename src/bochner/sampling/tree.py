@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from bochner._checks import BochnerError, positive_float, positive_int
+from bochner._checks import BochnerError, finite, positive_float, positive_int
 from bochner.maps import FeatureMap, Features, feature_map
-from bochner.sampling.samplers import Draws, Sampler, check_bias, check_ids, check_queries, check_rows, check_vectors
+from bochner.sampling import descent
+from bochner.sampling.descent import choose, log_share, one_by_one
+from bochner.sampling.samplers import (
+    Draws,
+    Sampler,
+    check_bias,
+    check_ids,
+    check_queries,
+    check_rows,
+    check_vectors,
+    in_full_precision,
+)
 
 FAN = 8  # children of a node
 BLOCK = 1 << 20  # numbers gathered at a time: they stay in cache
@@ -22,7 +34,6 @@ EFFECTIVE = 0.3  # of the draws: with fewer effective ones their variance cannot
 CHECKED = 16  # leaves
 ASTRAY = 0.15  # nor if they fall into the head so much less or more often than its share
 ROWS = 1 << 16  # classes whose features are computed at a time
-FEW = 4  # draws that are faster one by one, in numpy: a step down costs less there than to call torch
 
 
 class Partition(NamedTuple):
@@ -245,7 +256,7 @@ class FeatureTree(Sampler):
 
     # ---- drawing --------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @in_full_precision
     def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
         x = self._check(x)
         positive_int(num_samples, "num_samples", type(self).__name__)
@@ -258,8 +269,7 @@ class FeatureTree(Sampler):
     def _draw(self, x: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
         f = self._features(x).values
         u = torch.rand(len(self._sums) + 1, len(x), k, generator=generator, dtype=f.dtype).to(x.device)
-        few = len(x) * k <= FEW and x.device.type == "cpu"
-        node, logs = self._go_down_one_by_one(x, f, u) if few else self._go_down(x, f, u)
+        node, logs = self._go_down(x, f, u)
         if self.uniform > 0:
             other = torch.rand(len(x), k, generator=generator).to(x.device) < self.uniform
             anywhere = torch.randint(self.num_classes, (len(x), k), generator=generator).to(x.device)
@@ -271,44 +281,43 @@ class FeatureTree(Sampler):
         return self.order[node], logs
 
     def _go_down(self, x: Tensor, f: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Places (b, k) drawn by inversion of u (levels and leaf, b, k), and their log probabilities."""
+        """Places (b, k) drawn by inversion of u (levels and leaf, b, k), and their log probabilities.
+
+        Few of them one by one; numpy knows no half precision.
+        """
+        levels = range(len(self._sums))[::-1]
+        if u[0].numel() <= descent.FEW and x.device.type == "cpu" and self.vectors.dtype == self._dtype:
+            features, points = f.numpy(), self._scaled(x).to(self._dtype).numpy()
+            steps = [(FAN, partial(self._masses_below, level, features)) for level in levels]
+            if self.leaf_size > 1:
+                steps.append((self.leaf_size, partial(self._masses_in_leaf, points)))
+            places, shares = one_by_one(steps, u.numpy()[[*levels, -1]])
+            return torch.from_numpy(places), torch.from_numpy(shares)
         node = torch.zeros(u.shape[1:], dtype=torch.long, device=x.device)
         logs = torch.zeros_like(u[0])
-        for level in reversed(range(len(self._sums))):
-            child, log = _choose(self._shares(level, node, f), u[level])
+        for level in levels:
+            child, log = choose(self._shares(level, node, f), u[level])
             node, logs = node * FAN + child, logs + log
         if self.leaf_size > 1:
-            child, log = _choose(self._leaf(node, x), u[-1])
+            child, log = choose(self._leaf(node, x), u[-1])
             node, logs = node * self.leaf_size + child, logs + log
         return node, logs
 
-    def _go_down_one_by_one(self, x: Tensor, f: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        sums, features, aims = [s.numpy() for s in self._sums], f.numpy(), u.numpy() * (1 - 1e-6)
-        vectors, bias, points = self.vectors.numpy(), self.bias.numpy(), self._scaled(x).to(self.vectors.dtype).numpy()
-        _, b, k = aims.shape
-        places, logs = np.zeros((b, k), dtype=np.int64), np.zeros((b, k), dtype=aims.dtype)
-        for i, j in np.ndindex(b, k):
-            node, log = 0, 0.0
-            for level in reversed(range(len(sums))):
-                mass = sums[level][FAN * node : FAN * (node + 1)] @ features[i]
-                if not self.phi.positive:
-                    np.maximum(mass, 0, out=mass)
-                if not mass.any():
-                    mass = self._counts(level, torch.tensor([node]))[0].numpy()
-                child, share = _choose_one(mass, aims[level, i, j])
-                node, log = FAN * node + child, log + share
-            if self.leaf_size > 1:
-                members = slice(self.leaf_size * node, self.leaf_size * (node + 1))
-                y = vectors[members]
-                if self.normalize is not None:
-                    y = y * (self.normalize / np.maximum(np.linalg.norm(y, axis=1, keepdims=True), 1e-12))
-                logits = math.sqrt(self.scale) * (y @ points[i]) + bias[members]
-                child, share = _choose_one(np.exp(logits - logits.max()), aims[-1, i, j])
-                node, log = self.leaf_size * node + child, log + share
-            places[i, j], logs[i, j] = node, log
-        return torch.from_numpy(places), torch.from_numpy(logs)
+    def _masses_below(self, level: int, features: np.ndarray, i: int, node: int) -> np.ndarray:
+        """What `_shares` gives for one query and one node."""
+        mass: np.ndarray = self._sums[level].numpy()[FAN * node : FAN * (node + 1)] @ features[i]
+        if not self.phi.positive:
+            np.maximum(mass, 0, out=mass)
+        return mass if mass.any() else self._counts(level, torch.tensor([node]))[0].numpy()
 
-    @torch.no_grad()
+    def _masses_in_leaf(self, points: np.ndarray, i: int, leaf: int) -> np.ndarray:
+        """What `_leaf` gives for one query and one leaf."""
+        members = slice(self.leaf_size * leaf, self.leaf_size * (leaf + 1))
+        y = self._scaled(self.vectors[members]).numpy()
+        logits: np.ndarray = y @ points[i] + self.bias[members].numpy()
+        return np.exp(logits - logits.max())
+
+    @in_full_precision
     def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
         x = self._check(x)
         check_ids(ids, self.num_classes, "log_prob", len(x))
@@ -323,9 +332,9 @@ class FeatureTree(Sampler):
         node = place // self.leaf_size
         logs = torch.zeros(place.shape, dtype=f.dtype, device=x.device)
         if self.leaf_size > 1:
-            logs += _log_share(self._leaf(node, x), place % self.leaf_size)
+            logs += log_share(self._leaf(node, x), place % self.leaf_size)
         for level in range(len(self._sums)):
-            logs += _log_share(self._shares(level, node // FAN, f), node % FAN)
+            logs += log_share(self._shares(level, node // FAN, f), node % FAN)
             node = node // FAN
         return logs
 
@@ -363,7 +372,7 @@ class FeatureTree(Sampler):
 
     # ---- estimates ------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @in_full_precision
     def log_partition(self, x: Tensor) -> Tensor:
         """`log Z(x)` by features alone, (b,): O(m) a query, with the error of the map.
 
@@ -378,7 +387,7 @@ class FeatureTree(Sampler):
         values, log_scale = self._features(self._check(x))
         return (values @ self._sums[-1].sum(0)).clamp_min(0).log() + log_scale[:, 0] + self._shift
 
-    @torch.no_grad()
+    @in_full_precision
     def partition(
         self,
         x: Tensor,
@@ -464,7 +473,7 @@ class FeatureTree(Sampler):
         y = self.vectors[place.flatten()].view(*place.shape, -1)
         return self.scale * torch.bmm(y, x.to(y.dtype).unsqueeze(-1)).squeeze(-1) + self.bias[place]
 
-    @torch.no_grad()
+    @in_full_precision
     def top(self, x: Tensor, k: int = 1, *, beam: int = 64) -> Top:
         """The classes with the largest `scale x . y_j + b_j` among the `beam` best nodes of every level.
 
@@ -563,7 +572,7 @@ class FeatureTree(Sampler):
         """Of queries. The map is prepared once: for a query alone that takes longer than all else."""
         if self._prepared is None:
             self._prepared = self.phi.prepare("query")
-        return self._prepared(self._scaled(x).to(self._dtype))
+        return self._prepared(finite(self._scaled(x).to(self._dtype), "x", type(self).__name__))
 
     def _key_features(self, y: Tensor) -> Features:
         return self.phi(self._scaled(y).to(self._dtype), "key")
@@ -596,26 +605,6 @@ def _heavy(weight: Tensor) -> Tensor:
 
 def _padded(count: int) -> int:
     return max(1, -(-count // FAN)) * FAN
-
-
-def _choose(mass: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """One of the last axis in proportion to its mass, by inversion of u in [0, 1), and the log of its share."""
-    total = mass.cumsum(-1)
-    # Rounding must not carry u past the last entry with any mass.
-    aim = (u * (1 - 1e-6)).unsqueeze(-1) * total[..., -1:]
-    child = (total <= aim).sum(-1)
-    return child, _log_share(mass, child)
-
-
-def _choose_one(mass: np.ndarray, aim: float) -> tuple[int, float]:
-    """The same of one row of masses; `aim` is u, a little less than 1 at most."""
-    total = mass.cumsum()
-    child = int(total.searchsorted(aim * total[-1], side="right"))
-    return child, math.log(mass[child] / total[-1])
-
-
-def _log_share(mass: Tensor, child: Tensor) -> Tensor:
-    return (mass.gather(-1, child.unsqueeze(-1)).squeeze(-1) / mass.sum(-1)).log()
 
 
 def similar_order(y: Tensor, smallest: int = 64) -> Tensor:
