@@ -49,7 +49,7 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
 
     from bochner.hf import plan_of
     from bochner.hf.io import layers_of
-    from bochner.hf.verify import all_converted
+    from bochner.hf.layer import all_converted
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(56))]
     (tmp_path / "vocab.txt").write_text("\n".join(words))

@@ -19,6 +19,7 @@ from bochner import BochnerError, BochnerWarning, advise, convert, revert  # noq
 from bochner.hf import plan_of, report_of, unregister  # noqa: E402
 from bochner.hf.aim import is_language_model, split  # noqa: E402
 from bochner.hf.capture import Shape, discover, run  # noqa: E402
+from bochner.hf.gates import Descent  # noqa: E402
 from bochner.hf.judge import Language, Outputs, Quality, Text, compare_readings, language_quality, read  # noqa: E402
 from bochner.hf.layer import LinearAttention  # noqa: E402
 from bochner.hf.target import EXACT, Candidate, Goal, Layer, Option, Search  # noqa: E402
@@ -498,10 +499,11 @@ def test_a_descent_of_gates_gives_the_cheapest_choice_that_keeps(monkeypatch: py
     monkeypatch.setattr(Search, "output", lambda self, layers, batch: layers["layer"].plan.kv_heads_of("exact"))
     calls: list[dict[str, Any]] = []
 
-    def descend(model: Any, layers: Any, start: Any, savings: Any, judge: Any, say: Any) -> list[dict[str, list[int]]]:
+    def descend(model: Any, layers: Any, start: Any, savings: Any, judge: Any, say: Any) -> Descent:
         plan = layers["layer"].plan
         calls.append({"start": start["layer"].tolist(), "kinds": plan.kinds, "savings": savings["layer"]})
-        return [{"layer": heads} for heads in ([0, 1, 2, 3], [0, 1, 3], [0, 1], [1, 2], [2], [])]
+        choices = [{"layer": heads} for heads in ([0, 1, 2, 3], [0, 1, 3], [0, 1], [1, 2], [2], [])]
+        return Descent([], choices)
 
     monkeypatch.setattr("bochner.hf.thin.descend", descend)
     judge = Counted()

@@ -28,7 +28,8 @@ from bochner.cli.common import (
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # that attention is timed at for a report
 HELD_SHARE = 4  # one of so many passages is held back for the report of a recipe
-Keep = Annotated[float, typer.Option(help="the share of the quality to keep, as 0.99")]
+Keep = Annotated[float | None, typer.Option(help="the share of the quality to keep; default 0.99")]
+Memory = Annotated[float | None, typer.Option(help="the share of the decoding memory to take, as 0.5 to halve it")]
 JudgeLength = Annotated[
     int | None, typer.Option(min=1, help="with --keep: tokens of the texts that tell what is kept; default --length")
 ]
@@ -64,7 +65,8 @@ def advise(
     model: Model,
     text: Annotated[Path | None, typer.Option(help="text of the kind the model will see; default: books")] = None,
     passages: Annotated[int, typer.Option(min=6, help="how many passages to look at")] = 48,
-    keep: Keep = 0.99,
+    keep: Keep = None,
+    memory: Memory = None,
     minimize: Annotated[str | None, typer.Option(help="memory (of decoding) or time; default by the model")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="the number of tokens you care about")] = None,
     judge_length: JudgeLength = None,
@@ -83,14 +85,15 @@ def advise(
     """
     from bochner.hf.advise import advise as diagnose
 
-    check_goal(keep, minimize)
+    check_goal(keep, minimize, memory)
     check_place(report, "--report")
     use_threads(threads)
     found, source = texts(text, passages)
     loaded, tokenizer = load(model)
     check_tokenizer(loaded, tokenizer, found)
     near: dict[str, Any] = {"window": window, "sinks": sinks}
-    goal: dict[str, Any] = {"keep": keep, "minimize": minimize, "length": length, "judge_length": judge_length}
+    goal: dict[str, Any] = {"keep": keep, "memory": memory, "minimize": minimize}
+    goal |= {"length": length, "judge_length": judge_length}
     advice = diagnose(loaded, found, tokenizer=tokenizer, progress=not as_json, **goal, **near)
     if report is not None:
         from bochner.hf.convert import convert as to_linear
@@ -110,6 +113,7 @@ def convert(
     keep: Annotated[
         float | None, typer.Option(help="a target instead of a recipe: the share of the quality to keep, as 0.99")
     ] = None,
+    memory: Memory = None,
     minimize: Annotated[str | None, typer.Option(help="with --keep: memory or time; default by the model")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="with --keep: the number of tokens you care about")] = None,
     judge_length: JudgeLength = None,
@@ -123,13 +127,17 @@ def convert(
     text: Annotated[Path | None, typer.Option(help="calibration text, one passage a paragraph; default: books")] = None,
     passages: Annotated[int, typer.Option(min=1, help="how many passages to calibrate on")] = 48,
     steps: Annotated[int, typer.Option(min=0, help="distillation steps per layer; 0 is none")] = 0,
+    lora: Annotated[int, typer.Option(min=0, help="rank of adapters that are trained and merged; 0 is none")] = 0,
     report: Annotated[Path | None, typer.Option(help="write an HTML report here")] = None,
     threads: Threads = 1,
     as_json: Json = False,
 ) -> None:
-    """Convert a model, print its plan and save it: to a target with --keep, else by a recipe.
+    """Convert a model, print its plan and save it: to a target with --keep or --memory, else by a recipe.
 
-    Example: `bochner convert my-model out --keep 0.99 --length 8192 --report report.html`, or
+    With --steps or --lora it is trained on the text afterwards; adapters of a language model by its own loss.
+
+    Example: `bochner convert my-model out --keep 0.99 --length 8192 --report report.html`,
+    `bochner convert my-model out --keep 0.99 --memory 0.2 --lora 16`, or
     `bochner convert my-model out --features 64 --window 32 --sinks 1`
     """
     from bochner.hf.convert import convert as to_linear
@@ -142,19 +150,20 @@ def convert(
     if num_features and feature_map != "auto":
         lookup(FEATURE_MAPS, feature_map, "feature map")
     fraction = heads_of(exact_heads)
-    check_goal(keep, minimize)
-    if keep is None:
+    check_goal(keep, minimize, memory)
+    aims = keep is not None or memory is not None
+    if not aims:
         goal = {"--minimize": minimize, "--length": length, "--judge-length": judge_length}
-        refuse(goal, "needs a target; give --keep too, as --keep 0.99")
+        refuse(goal, "needs a target; give --keep or --memory too, as --keep 0.99")
     else:
         recipe_only = {"--map": None if feature_map == "auto" else feature_map, "--exact-heads": fraction or None}
-        refuse(recipe_only, "is chosen by the search; drop it, or drop --keep")
+        refuse(recipe_only, "is chosen by the search; drop it, or drop --keep and --memory")
     if str(out) in KNOWN:
         raise ArgumentError(
             f"The place to save to, {str(out)!r}, has the name of a built-in model, which the commands would take "
             f"instead of it; give another, as {str(out) + '-linear'!r}."
         )
-    if keep is None and not (num_features or window or sinks):
+    if not aims and not (num_features or window or sinks):
         raise ArgumentError("Without features (--features 0) there must be a --window or --sinks.")
     if out.is_file():
         raise BochnerError(f"The place to save to, {str(out)!r}, is a file; give a directory.")
@@ -164,18 +173,22 @@ def convert(
     loaded, tokenizer = load(model)
     check_tokenizer(loaded, tokenizer, found)
     recipe: dict[str, Any] = {"num_features": num_features or None, "window": window or None, "sinks": sinks}
-    if keep is None:
+    if not aims:
         recipe |= {"feature_map": feature_map if num_features else None, "exact_heads": fraction}
     else:
-        recipe |= {"keep": keep, "minimize": minimize, "length": length, "judge_length": judge_length}
-    distill = {"steps": steps} if steps else None
+        recipe |= {"keep": keep, "memory": memory, "minimize": minimize}
+        recipe |= {"length": length, "judge_length": judge_length}
+    distill: dict[str, Any] | None = None
+    if steps or lora:
+        loss = "model" if lora and type(loaded).__name__.endswith("ForCausalLM") else "outputs"
+        distill = {"steps": steps or 60, "lora": lora, "loss": loss}
     held = None
-    if report is not None and keep is None:
+    if report is not None and not aims:
         found, held = hold_back(loaded, tokenizer, found, own=text is not None)
     to_linear(loaded, calibration=found, tokenizer=tokenizer, distill=distill, progress=not as_json, **recipe)
     plan = plan_of(loaded)
     save(loaded, tokenizer, out)
-    target = report_of(loaded).target if keep is not None else None
+    target = report_of(loaded).target
     if report is not None:
         from bochner.report.model import Place
 
@@ -190,7 +203,11 @@ def convert(
     console.print(f"saved to {out}; call bochner.hf.register() before from_pretrained", highlight=False)
 
 
-def check_goal(keep: float | None, minimize: str | None) -> None:
+def check_goal(keep: float | None, minimize: str | None, memory: float | None) -> None:
+    if memory is not None and not 0 < memory < 1:
+        raise ArgumentError(f"The --memory must be a share in (0, 1), as 0.5, got {memory}.")
+    if memory is not None and minimize is not None:
+        raise ArgumentError("The --memory says what may be taken: drop --minimize.")
     if keep is not None and not 0.5 <= keep < 1:
         raise ArgumentError(f"The --keep must be a share in [0.5, 1), as 0.99, got {keep}.")
     if minimize not in (None, "memory", "time"):

@@ -147,7 +147,8 @@ def advise(
     target: float = 0.5,
     length: int | None = None,
     judge_length: int | None = None,
-    keep: float = 0.99,
+    keep: float | None = None,
+    memory: float | None = None,
     minimize: str | None = None,
     parts: Sequence[str] | None = None,
     unsupported: str = "keep",
@@ -159,10 +160,11 @@ def advise(
 ) -> Any:
     """Measure your attention and say what to use: `advise(model, texts)` or `advise(q, k, v)`.
 
-    `advise(model, calibration, tokenizer=..., keep=0.99, length=n)`: the search of `convert(..., keep=...)` without the
-    change, and the rank floor of every head; returns a `bochner.hf.TargetReport`, whose `config` are keywords of
-    `convert`. The first of `num_features` is taken; `window`, `sinks` and `window_kind` are chosen unless given;
-    `parts`, `unsupported`, `exact_below`, `judge_length`, `calibration`, `progress`: as in `convert`.
+    `advise(model, calibration, tokenizer=..., keep=0.99, length=n)`: the search of `convert(..., keep=...)` or
+    `convert(..., memory=...)` without the change, and the rank floor of every head; returns a
+    `bochner.hf.TargetReport`, whose `config` are keywords of `convert`. Without either 0.99 is to be kept. The first of
+    `num_features` is taken; `window`, `sinks` and `window_kind` are chosen unless given; `parts`, `unsupported`,
+    `exact_below`, `judge_length`, `calibration`, `progress`: as in `convert`.
     `advise(q, k, v)`: one layer's queries (b, h, n, d), keys and values before scaling, with `scale` and `is_causal`;
     without v, random values stand in; transformers is not needed. Half of the sequences calibrate the maps, the other
     half measures them, and every head has its rank floor; returns an `Advice`. `target`: the relative error of a
@@ -192,11 +194,12 @@ def advise(
         model, tokenizer = capture.unwrap(model, tokenizer)
         data = target_data(model, calibration, tokenizer, judge_length or length, batch_size)
         shapes = shapes_of(model, data, unsupported, parts, owner="advise")
-        goal = goal_of(model, shapes, data, keep, minimize, length, judge_length, owner="advise")
+        keep = 0.99 if keep is None and memory is None else keep
+        goal = goal_of(model, shapes, data, keep, minimize, length, judge_length, memory, owner="advise")
         say = speaker(sys.stderr.isatty() if progress is None else progress)
         options: dict[str, Any] = {"num_features": sizes[0], "exact_below": exact_below, "floors": True, "seed": seed}
         options["say"] = say
-        return aim(model, shapes, goal, data, **options, **near)[0]
+        return aim(model, shapes, goal, data, **options, **near).report
     layer = _layer_of_tensors(model, calibration, values, scale, is_causal)
     near = {
         "window_kind": window_kind or "block",

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from bochner import theory
 from bochner._checks import BochnerError, BochnerWarning, one_of, positive_int
 from bochner.hf import capture, inputs
-from bochner.hf.judge import RANKED, Judge, Language, Outputs, Quality
+from bochner.hf.judge import RANKED, Judge, Language, Outputs, Quality, Text
 from bochner.hf.layer import Call, LinearAttention
 from bochner.hf.measure import Far, attention_weights
 from bochner.hf.original import Obstacle
@@ -23,10 +23,13 @@ from bochner.hf.plan import Fitted, Plan
 from bochner.hf.target import EXACT, Candidate, Goal, Option, Say, Search
 from bochner.hf.thin import Thinning
 from bochner.hf.verify import Trial, length_of, longest, time_of_whole
+from bochner.hf.within import Within
 
 FIT_LENGTH = 640  # tokens of the pieces that maps are fitted to, at least
 FIT_TOKENS = 4096  # of all pieces, but at least two of them
 SHARES = (0.3, 0.6)  # where fitting ends, where choosing ends: the rest is held back
+TRAIN_LENGTH = 512  # tokens of the texts that a language model is trained on, at most
+UNIT = 0.99  # what is lost is counted in units of what this allows, where no share is asked for
 FLOOR_LENGTH = 384  # tokens of the attention matrices whose rank floor is computed
 PARTS = ("encoder", "decoder", "cross")
 
@@ -51,14 +54,17 @@ class HeadFigures:
 class TargetReport:
     """What a search for a target found: the frontier, the chosen point, and figures of the whole model.
 
-    `candidates`: points of the frontier, the cheapest first; `chosen`: its place among them. `verified`: figures on the
-    texts held back, at `verified_length` tokens; `further`: on texts of more tokens than were judged, up to `length`.
+    `keep`, `memory`: the shares that were asked for. `candidates`: points of the frontier, the cheapest first;
+    `chosen`: its place among them. `verified`: figures on the texts held back, at `verified_length` tokens; `further`:
+    on texts of more tokens than were judged, up to `length`. `trained`: all of these again after distillation, if there
+    was any, and then `met` is by them.
     `whole`: of the original and the converted model, seconds and bytes. `exact_seconds`: of the original's attention at
     `length` tokens, to compare `attention_seconds` of a candidate with. `positions`: the most tokens that the model has
     a table of positions for, None if it has none.
     """
 
-    keep: float
+    keep: float | None
+    memory: float | None
     minimize: str
     length: int
     plan: Plan
@@ -74,11 +80,25 @@ class TargetReport:
     seconds: dict[str, float] = field(default_factory=dict)
     exact_seconds: float = 0.0
     positions: int | None = None
+    trained: dict[int, Quality] = field(default_factory=dict)
 
     @property
     def beyond(self) -> bool:
         """Whether the model has fewer positions than `length`: it cannot read that much, whatever its attention."""
         return self.positions is not None and self.length > self.positions
+
+    @property
+    def final(self) -> Quality:
+        """Figures on the texts held back at `verified_length` tokens, after distillation if there was any."""
+        return self.trained.get(self.verified_length, self.verified)
+
+    @property
+    def goal(self) -> str:
+        """What was asked for."""
+        if self.memory is None:
+            return f"keep {self.keep:g} of the quality at {self.length} tokens with the least {self.minimize}"
+        share = "most" if self.keep is None else f"{self.keep:g}"
+        return f"keep {share} of the quality with {self.memory:g} of the decoding memory at {self.length} tokens"
 
     @property
     def time_share(self) -> float:
@@ -100,6 +120,7 @@ class TargetReport:
         """Plain data, for JSON and for reports."""
         return {
             "keep": self.keep,
+            "memory": self.memory,
             "minimize": self.minimize,
             "length": self.length,
             "positions": self.positions,
@@ -108,7 +129,8 @@ class TargetReport:
             "candidates": [c.to_dict() for c in self.candidates],
             "exact_seconds": self.exact_seconds,
             "verified": {"kept": self.verified.kept, **self.verified.figures, "length": self.verified_length},
-            "further": {str(n): {"kept": q.kept, **q.figures} for n, q in self.further.items()},
+            "further": _plain(self.further),
+            "trained": _plain(self.trained),
             "whole": self.whole,
             "heads": [asdict(h) for h in self.heads],
             "plan": self.plan.to_dict(),
@@ -119,7 +141,7 @@ class TargetReport:
     def __str__(self) -> str:
         names = list(self.candidates[-1].quality.figures)
         lines = [
-            f"target: keep {self.keep:g} of the quality at {self.length} tokens with the least {self.minimize}",
+            f"target: {self.goal}",
             "    kept  memory  attention s  exact window hybrid kernel  "
             + "  ".join(n.replace("_", " ") for n in names),
         ]
@@ -129,10 +151,14 @@ class TargetReport:
             mark = ">" if i == self.chosen else " "
             cost = f"{c.memory:6.3f}  {c.attention_seconds:11.3f}"
             lines.append(f"{mark} {c.quality.kept:6.3f}  {cost}  {heads}   {figures}")
-        for n, quality in {self.verified_length: self.verified, **self.further}.items():
-            told = ", ".join(f"{k.replace('_', ' ')} {x:.4g}" for k, x in quality.figures.items())
-            mark = "verified at" if quality is self.verified else "the same at"
-            lines.append(f"{mark} {n} tokens on texts held back: kept {quality.kept:.4f} ({told})")
+        for found, first in (
+            ({self.verified_length: self.verified, **self.further}, "verified"),
+            (self.trained, "trained"),
+        ):
+            for i, (n, quality) in enumerate(found.items()):
+                told = ", ".join(f"{k.replace('_', ' ')} {x:.4g}" for k, x in quality.figures.items())
+                mark = "the same" if i else first
+                lines.append(f"{mark} at {n} tokens on texts held back: kept {quality.kept:.4f} ({told})")
         for name, whole in self.whole.items() if self.plan.converted else ():
             lines.append(f"{name}: " + ", ".join(f"{n.replace('_', ' ')} {x:.4g}" for n, x in whole.items()))
         floors = [h.rank_floor for h in self.heads if h.rank_floor is not None]
@@ -143,7 +169,7 @@ class TargetReport:
                 f"bring {over} of {len(floors)} below 0.5"
             )
         lines += self.reasons
-        if self.plan.converted:
+        if self.plan.converted and not self.trained:
             lines.append("recommended: bochner.convert(model, plan=report.plan)")
         return "\n".join(lines)
 
@@ -156,11 +182,20 @@ class Split:
     choose: Any  # tokens (n,) of a language model, else batches
     held: Any
     is_language: bool
+    seen: Any = None  # tokens (n,) of a language model before those held back
 
     def judge(self, model: Any, goal: Goal) -> Judge:
         if self.is_language:
-            return Language(model, self.choose, goal.keep, goal.judged)
+            return Language(model, self.choose, goal.keep, goal.judged, hasty=goal.memory is None)
         return Outputs(model, self.choose, goal.keep)
+
+    def training(self, judged: int) -> list[dict[str, Tensor]]:
+        """What may be trained on: all but what is held back; of a language model texts in which passages come again."""
+        if not self.is_language:
+            return [*self.fit, *self.choose]
+        pieces = self.seen.split(min(TRAIN_LENGTH, judged, len(self.seen)))
+        whole = [piece for piece in pieces if len(piece) == len(pieces[0])]
+        return [{"input_ids": Text(piece, i).ids} for i, piece in enumerate(whole)]
 
 
 def split(
@@ -182,7 +217,7 @@ def split(
         a, b = (int(share * len(tokens)) for share in SHARES)
         size = max(FIT_LENGTH, min(judged, a // 2))
         pieces = tokens[: min(a, max(FIT_TOKENS, 2 * size))].split(min(size, most or size))
-        return Split([{"input_ids": piece[None]} for piece in pieces], tokens[a:b], tokens[b:], True)
+        return Split([{"input_ids": piece[None]} for piece in pieces], tokens[a:b], tokens[b:], True, tokens[:b])
     if len(data) < 3:  # row by row
         data = [{name: t[i : i + 1] for name, t in b.items()} for b in data for i in range(len(next(iter(b.values()))))]
     if len(data) < 3:
@@ -273,10 +308,12 @@ def goal_of(
     model: Any,
     shapes: dict[str, capture.Shape],
     data: Sequence[dict[str, Tensor]],
-    keep: float,
+    keep: float | None,
     minimize: str | None,
     length: int | None,
     judge_length: int | None = None,
+    memory: float | None = None,
+    trains: bool = False,
     owner: str = "convert",
 ) -> Goal:
     """The goal, with the defaults that fit the model; a language model's lengths are at most its positions."""
@@ -292,12 +329,36 @@ def goal_of(
     elif "input_ids" in data[0] and most is None and trained is not None and length > trained:
         notes.append(f"The model was made for {trained} tokens: beyond them it may be worse, converted or not.")
     open_shapes = [shape for shape in shapes.values() if shape.obstacle is None]
-    if minimize == "memory" and open_shapes and not any(s.is_causal and not s.is_cross for s in open_shapes):
+    by_memory = minimize == "memory" or memory is not None
+    if by_memory and open_shapes and not any(s.is_causal and not s.is_cross for s in open_shapes):
+        asked_for = "minimize='memory'" if memory is None else f"memory={memory!r}"
         raise BochnerError(
-            "minimize='memory' is the memory of decoding, and none of the attention that is to be converted decodes: "
-            "use minimize='time'."
+            f"{asked_for} is the memory of decoding, and none of the attention that is to be converted decodes: "
+            "use 'keep' with minimize='time'."
         )
-    return Goal(keep, minimize or ("memory" if language else "time"), length, judged, owner, tuple(notes))
+    minimize = minimize or ("memory" if language or memory is not None else "time")
+    unit = UNIT if keep is None else keep
+    return Goal(unit, minimize, length, judged, memory, keep is not None, trains, owner, tuple(notes))
+
+
+class Found(NamedTuple):
+    """What `aim` found: the report, the layers of the chosen plan, and for training what may be trained on."""
+
+    report: TargetReport
+    layers: dict[str, LinearAttention]
+    trial: Trial
+    training: list[dict[str, Tensor]]
+
+    def verify_again(self) -> None:
+        """After training, with the model converted: what is kept now, on the same texts held back."""
+        report = self.report
+        report.trained = self.trial.again(self.layers)
+        kept = report.final.kept
+        report.met = report.keep is None or kept >= report.keep
+        told = f"Trained, it keeps {kept:.4f}"
+        if report.keep is not None:
+            told += f", {report.keep:g} was asked for"
+        report.reasons.insert(0, f"{told}.")
 
 
 def aim(
@@ -312,8 +373,8 @@ def aim(
     seed: int = 0,
     say: Say = lambda text: None,
     **near: Any,
-) -> tuple[TargetReport, dict[str, LinearAttention]]:
-    """Search, verify and report; the model is as before. Returns the layers of the chosen plan, too.
+) -> Found:
+    """Search, verify and report; the model is as before.
 
     `floors`: compute the rank floor of every head. `near`: `window`, `sinks`, `window_kind` if they are given.
     """
@@ -323,8 +384,11 @@ def aim(
     search = Search(model, shapes, goal, num_features, seed, say, **near)
     judge = parts.judge(model, goal)
     search.prepare(parts.fit, judge)
-    search.frontier(judge)
-    Thinning(search, judge).run()
+    if goal.memory is None:
+        search.frontier(judge)
+        Thinning(search, judge).run()
+    else:
+        Within(search, judge).run()
     trial = Trial(model, search, parts.held, parts.is_language, exact_below)
     chosen, layers = trial.settle(judge)
     trial.look_further(chosen, layers)
@@ -335,13 +399,18 @@ def aim(
     chosen.plan.maps = {name: _fitted(layer) for name, layer in layers.items() if len(layer.map_norm)}
     search.seconds["in all"] = time.monotonic() - began
     report = TargetReport(
-        goal.keep, goal.minimize, goal.length, chosen.plan, candidates, candidates.index(chosen), not trial.missed,
+        goal.keep if goal.demanded else None, goal.memory, goal.minimize, goal.length,
+        chosen.plan, candidates, candidates.index(chosen), not trial.missed,
         chosen.verified, trial.length, trial.further, trial.whole,
         _heads(search, chosen, parts.fit[0] if floors else None), [], search.seconds,
         sum(layer.seconds[EXACT] for layer in search.layers.values()), positions_of(model),
     )  # fmt: skip
     report.reasons = _reasons(report, trial)
-    return report, layers
+    return Found(report, layers, trial, parts.training(goal.judged) if goal.trains else [])
+
+
+def _plain(found: dict[int, Quality]) -> dict[str, dict[str, float]]:
+    return {str(n): {"kept": quality.kept, **quality.figures} for n, quality in found.items()}
 
 
 def _fitted(layer: LinearAttention) -> Fitted:
@@ -397,6 +466,9 @@ def _reasons(report: TargetReport, trial: Trial) -> list[str]:
         found.append(trial.missed or trial.slower)
     elif not report.plan.converted:
         found.append(f"Nothing is converted: at {report.length} tokens the original has the least {report.minimize}.")
+    elif report.memory is not None:
+        kept, memory = report.verified.kept, report.candidates[report.chosen].memory
+        found.append(f"With {memory:.3f} of the decoding memory the model keeps {kept:.4f} untrained.")
     elif report.minimize == "memory":
         found.append(f"The target is met with {report.candidates[report.chosen].memory:.3f} of the decoding memory.")
     else:
@@ -419,7 +491,7 @@ def _reasons(report: TargetReport, trial: Trial) -> list[str]:
         told = f"The texts held back have {longest} tokens only: give more of them to verify at {readable}."
         found.insert(0 if report.worthwhile else len(found), told)
     worst = min(report.further.items(), key=lambda item: item[1].kept, default=None)
-    if worst is not None and worst[1].kept < report.keep:
+    if worst is not None and worst[1].kept < (report.verified.kept if report.keep is None else report.keep):
         found.append(
             f"What is kept was judged at {trial.length} tokens: at {worst[0]} it is {worst[1].kept:.4f}; name a longer "
             "'judge_length' if your texts are longer."

@@ -11,7 +11,7 @@ first converted module sees it.
 from __future__ import annotations
 
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 from bochner._checks import BochnerError, extra
 from bochner.attention.state import State
+
+if TYPE_CHECKING:
+    from bochner.hf.plan import LayerPlan
 
 extra("transformers", "hf", "bochner.hf")
 from transformers.cache_utils import (  # noqa: E402
@@ -181,8 +184,11 @@ class RecurrentLayer(CacheLayerMixin):
             self.keys, self.values = f(self.keys), f(self.values)
 
 
-def install_hook(module: nn.Module, index: int, exact_below: int = 0) -> Any:
-    """Before each call of an attention module, make the cache layer it will use a recurrent one; returns the handle."""
+def install_hook(module: nn.Module, index: int, plan: LayerPlan) -> Any:
+    """Before each call of an attention module, make the cache layer it will use a recurrent one; returns the handle.
+
+    `plan`: that of the module's attention, whose border may change.
+    """
 
     def prepare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, (Cache, EncoderDecoderCache))), None)
@@ -190,7 +196,7 @@ def install_hook(module: nn.Module, index: int, exact_below: int = 0) -> Any:
             return
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
-        make_recurrent(cache, index, exact_below)
+        make_recurrent(cache, index, plan.exact_below)
 
     return module.register_forward_pre_hook(prepare, with_kwargs=True)
 

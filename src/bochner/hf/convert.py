@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bochner._checks import BochnerError, BochnerWarning, is_int
 from bochner._progress import speaker
 from bochner.hf import capture, inputs, io, measure
-from bochner.hf.aim import TargetReport, aim, goal_of, shapes_of, target_data
+from bochner.hf.aim import Found, TargetReport, aim, goal_of, shapes_of, target_data
 from bochner.hf.choose import ExactHeads, Recipe, choose_exact, drop_useless_kernels
 from bochner.hf.cost import crossover
 from bochner.hf.distill import DistillReport
@@ -42,6 +42,7 @@ def convert(
     select: bool | None = None,
     exact_below: int | None = None,
     keep: float | None = None,
+    memory: float | None = None,
     minimize: str | None = None,
     length: int | None = None,
     judge_length: int | None = None,
@@ -82,6 +83,9 @@ def convert(
     of language models) or `"time"`. What each head becomes is then searched for on a part of the calibration texts and
     verified on another, end to end; `bochner.hf.report_of(model)` has the frontier. Where nothing that costs less keeps
     it the model stays as it was, with a warning.
+    `memory`: the share of the decoding memory at `length` tokens that the model may take, as 0.5 to halve it, in place
+    of `keep` or with it. The search is then for what keeps most within it. Where that is less than `keep` the model
+    stays as it was, unless `distill` is to make up for it.
     A language model keeps the least of 1 / (ratio of perplexities) and of the share of what it gains on a passage that
     comes again after `length` tokens; an encoder the least of cosine and rank correlation of its embeddings.
     `judge_length`: the tokens of the texts that tell what is kept, if they are shorter than the `length` at which
@@ -94,7 +98,8 @@ def convert(
     `parts`: of an encoder-decoder, which of `"encoder"`, `"decoder"` and `"cross"` to convert; default all.
     `plan`: a `Plan` instead of all this. That of a report brings the maps that were verified and needs no calibration;
     one that was loaded or edited has its maps fitted anew. `distill`: True, or a dict of options of `bochner.distill`:
-    attention transfer on the calibration data after converting.
+    training on the calibration data after converting; with a target on all of it but the texts held back, by which
+    what is kept is told again, and of a language model with passages that come again.
     `calibration`: a list of texts (with `tokenizer`; each cut to `max_length` tokens, by default 256 or as many as the
     plan was fitted to), one batch or an iterable of them, such as a DataLoader: dicts of tensors, arrays or lists by
     the names of the model's inputs, as a tokenizer or processor makes them (`{"pixel_values": x}`). An encoder-decoder
@@ -126,20 +131,21 @@ def convert(
     )  # fmt: skip
     progress = keep is not None and sys.stderr.isatty() if progress is None else progress
     say = speaker(progress)
-    found: TargetReport | None = None
-    if keep is not None:
+    found: Found | None = None
+    if keep is not None or memory is not None:
         _check_target(recipe, plan, calibration, train)
         data = target_data(inner, calibration, tokenizer, judge_length or length, batch_size)
         shapes = shapes_of(inner, data, unsupported, parts)
-        goal = goal_of(inner, shapes, data, keep, minimize, length, judge_length)
+        trains = distill is not None and distill is not False
+        goal = goal_of(inner, shapes, data, keep, minimize, length, judge_length, memory, trains)
         settings: dict[str, Any] = {"num_features": num_features, "exact_below": exact_below, "seed": seed, "say": say}
-        found, layers = aim(inner, shapes, goal, data, **settings)
-        draft = found.plan
-        _tell(found, say)
+        found = aim(inner, shapes, goal, data, **settings)
+        draft, layers, data = found.report.plan, found.layers, found.training
     else:
         if not (minimize is None and length is None and judge_length is None):
             raise BochnerError(
-                "'minimize', 'length' and 'judge_length' belong to a target: give 'keep', the share of quality to keep."
+                "'minimize', 'length' and 'judge_length' belong to a target: give 'keep', the share of quality to "
+                "keep, or 'memory', the share of memory to take."
             )
         data = []
         if calibration is not None:
@@ -154,7 +160,12 @@ def convert(
         _set_border(draft, exact_below, recipe if plan is None else None, say)
         layers = _build(inner, draft, recipe if plan is None else None, statistics, data, say)
     io.equip(inner, draft, layers)
-    inner._bochner_report = ConversionReport(found, _distilled(inner, data, distill, progress))
+    distilled = None if found and not draft.converted else _distilled(inner, data, distill, progress)
+    if found is not None:
+        if distilled is not None and not distilled.note:
+            found.verify_again()
+        _tell(found.report, say)
+    inner._bochner_report = ConversionReport(found and found.report, distilled)
     return model
 
 
@@ -214,11 +225,13 @@ def _check_target(recipe: Recipe, plan: Plan | None, calibration: Any, train: bo
     default = Recipe(recipe.feature_map, recipe.num_features, seed=recipe.seed, train=train)
     if plan is not None or train or recipe != default or recipe.feature_map != "landmark":
         raise BochnerError(
-            "With a target ('keep') the heads' kinds, maps and windows are searched for: leave out 'feature_map', "
-            "'window', 'sinks', 'exact_heads', 'select', 'options', 'plan' and 'train', or leave out 'keep'."
+            "With a target ('keep', 'memory') the heads' kinds, maps and windows are searched for: leave out "
+            "'feature_map', 'window', 'sinks', 'exact_heads', 'select', 'options', 'plan' and 'train', or the target."
         )
     if calibration is None:
-        raise BochnerError("A target ('keep') needs 'calibration': texts to search on and texts to verify on.")
+        raise BochnerError(
+            "A target ('keep', 'memory') needs 'calibration': texts to search on and texts to verify on."
+        )
 
 
 def revert(model: Any, attn_implementation: str | None = None) -> Any:

@@ -4,7 +4,8 @@ First layer by layer: the model is run with exact attention, and each layer's ma
 attention gives the same outputs on the same queries, keys and values. Layers do not depend on each other, so that this
 can be stopped and resumed at any layer. Then end to end: the hidden states of the whole converted model are fitted to
 those of the original, so that errors are weighed by what they do later. No labels are needed, only text. In place of
-that the second stage can lower the model's own loss, of the maps and of the adapters of PEFT together.
+that the second stage can lower the model's own loss, of the maps and of the adapters of PEFT together. All of it is
+done with every call converted, also of texts that are below the border (`exact_below`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, extra, one_of, positive_float, positive_int
+from bochner._checks import BochnerError, extra, is_int, one_of, positive_float, positive_int
 from bochner._progress import speaker
 from bochner.hf import capture, inputs
 from bochner.hf.io import layers_of
 from bochner.hf.judge import gives_distributions, pooled, rows_of
-from bochner.hf.layer import CHILD, Call, LinearAttention
+from bochner.hf.layer import CHILD, Call, LinearAttention, all_converted
 from bochner.hf.measure import HeadErrors, error_on
 from bochner.maps.landmark import LandmarkFeatures
 
@@ -92,6 +93,7 @@ def distill(
     end_to_end_lr: float = 1e-3,
     loss: str = "outputs",
     part: str | None = None,
+    lora: int = 0,
     seconds: float | None = None,
     checkpoint: str | Path | None = None,
     tokenizer: Any = None,
@@ -110,7 +112,9 @@ def distill(
     through it. `loss`: what it lowers, the distance of hidden states and `"outputs"` from the original's, or the loss
     of the `"model"` itself, by the `labels` of the batches or, in a causal language model without any, of the next
     tokens. `part`: what it trains beside the maps: by default the adapters of a PeftModel and of others nothing
-    (`"maps"`), or a regular expression over parameter names (`revert` does not restore those).
+    (`"maps"`), or a regular expression over parameter names (`revert` does not restore those). `lora`: the rank of
+    adapters that are made for it (by peft) beside all projections of the attention and become a part of the weights at
+    the end; a PeftModel has its own.
     `seconds`: a time limit, the first stage having half of it. `checkpoint`: a directory; what is there is taken up,
     and every finished layer is written to it.
 
@@ -119,6 +123,7 @@ def distill(
     training = _Training(steps, lr, patience, projections, _Clock(seconds), speaker(progress))
     one_of(loss, "loss", "distill", ("outputs", "model"))
     adapted = hasattr(model, "get_base_model")
+    _check_lora(lora, part, end_to_end, adapted)
     model, tokenizer = capture.unwrap(model, tokenizer)
     attached = layers_of(model)
     names = list(attached) if layers is None else list(layers)
@@ -131,25 +136,41 @@ def distill(
         raise BochnerError("distill needs at least two batches, one of them for validation; give more texts.")
     labels = [batch.pop("labels", None) for batch in batches]
     own = _OwnLoss(model, batches, labels) if loss == "model" and end_to_end else None
-    trained = _trained(model, part, adapted)
-    mapped = [name for name in (attached if end_to_end else names) if len(attached[name].map_norm)]
-    if not mapped and not (end_to_end and trained):
-        return DistillReport(note="Nothing was distilled: no head of the model has a map, and nothing else is trained.")
-    held = max(1, len(batches) // 8)
-    store, report = _Checkpoint(checkpoint, attached), DistillReport()
+    later = replace(training, steps=end_to_end, lr=end_to_end_lr, patience=end_to_end) if end_to_end else None
+    with all_converted(attached), _adapters(model, lora):
+        trained = _trained(model, part, adapted or lora > 0)
+        mapped = [name for name in (attached if end_to_end else names) if len(attached[name].map_norm)]
+        if not mapped and not (end_to_end and trained):
+            told = "Nothing was distilled: no head of the model has a map, and nothing else is trained."
+            return DistillReport(note=told)
+        store = _Checkpoint(checkpoint, attached)
+        return _both_stages(model, names, batches, own, trained, store, training, later)
+
+
+def _both_stages(
+    model: Any,
+    names: Sequence[str],
+    batches: Sequence[dict[str, Tensor]],
+    own: _OwnLoss | None,
+    trained: Sequence[nn.Parameter],
+    store: _Checkpoint,
+    first: _Training,
+    second: _Training | None,
+) -> DistillReport:
+    """Layer by layer, and end to end if there is a second stage; with figures before and after."""
+    held, report = max(1, len(batches) // 8), DistillReport()
     # The teacher's outputs, before anything changes: of all data only if they are to be fitted.
-    first = 0 if end_to_end and own is None else len(batches) - held
-    targets = [None] * first + [_outputs(model, b, original=True) for b in batches[first:]]
+    unasked = 0 if second is not None and own is None else len(batches) - held
+    targets = [None] * unasked + [_outputs(model, b, original=True) for b in batches[unasked:]]
     pairs = list(zip(batches, targets, strict=True))
     before = _quality(model, pairs[-held:])
     wanted = {id(p): p.requires_grad for p in model.parameters()}
     try:
-        for done in _fit_layers(model, names, batches, held, store, training, 0.5 if end_to_end else 1.0):
+        for done in _fit_layers(model, names, batches, held, store, first, 1.0 if second is None else 0.5):
             report.layers.append(done)
-        if end_to_end and not training.clock.over():
-            training = replace(training, steps=end_to_end, lr=end_to_end_lr, patience=end_to_end)
+        if second is not None and not second.clock.over():
             objective = own or _Distance(model, pairs)
-            report.end_to_end = _fit_model(model, objective, len(pairs), held, trained, training)
+            report.end_to_end = _fit_model(model, objective, len(pairs), held, trained, second)
     finally:
         for p in model.parameters():
             p.requires_grad_(wanted.get(id(p), p.requires_grad))
@@ -159,8 +180,51 @@ def distill(
         report.quality[name] = {"before": before[name], "after": after[name]}
         if name == "perplexity":
             report.quality[name]["original"] = original[name]
-    report.seconds = training.clock.elapsed()
+    report.seconds = first.clock.elapsed()
     return report
+
+
+def _check_lora(lora: Any, part: str | None, end_to_end: int, adapted: bool) -> None:
+    if not is_int(lora) or lora < 0:
+        raise BochnerError(f"The 'lora' of distill must be an int >= 0, the rank of the adapters, got {lora!r}.")
+    if not lora:
+        return
+    if adapted or part is not None or not end_to_end:
+        why = "the model has adapters already" if adapted else ("'part' is trained" if part else "'end_to_end' is 0")
+        raise BochnerError(
+            f"The 'lora' of distill makes adapters that end to end are trained, and {why}: leave it out."
+        )
+    extra("peft", "train", "The 'lora' of bochner.distill")
+
+
+@contextlib.contextmanager
+def _adapters(model: Any, rank: int) -> Iterator[None]:
+    """Adapters of some rank beside the projections of all attention modules, at the end merged into the weights."""
+    if not rank:
+        yield
+        return
+    from transformers.pytorch_utils import Conv1D
+
+    peft = extra("peft", "train", "The 'lora' of bochner.distill")
+    names = [
+        f"{name}.{inner}"
+        for name in layers_of(model)
+        for inner, module in model.get_submodule(name).named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and CHILD not in inner.split(".")
+    ]
+    if not names:
+        raise BochnerError("The 'lora' of distill finds no projections in the attention modules: use 'part' instead.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=names)
+        wrapped = peft.get_peft_model(model, config)
+    wrapped.train(model.training)
+    try:
+        yield
+    except BaseException:
+        wrapped.unload()
+        raise
+    wrapped.merge_and_unload()
 
 
 def _fit_layers(

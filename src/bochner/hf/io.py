@@ -89,7 +89,7 @@ def equip(model: nn.Module, plan: Plan, layers: dict[str, LinearAttention] | Non
         module.add_module(CHILD, child)
         if layer.is_causal and not layer.is_cross and not layer.untouched:
             index = getattr(module, "layer_idx", None)
-            module._bochner_hook = install_hook(module, place if index is None else index, layer.exact_below)
+            module._bochner_hook = install_hook(module, place if index is None else index, child.plan)
     switched = _configs_above_maps(model)
     origins = [Origin(config, _softmax_of(model, config, loaded)) for config in switched]
     alarm = Alarm()

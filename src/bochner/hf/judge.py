@@ -103,10 +103,12 @@ class Language:
     expected rise of the loss if the original is right and far less noisy than the rise; on the repeats, where what
     comes is known and the original is not right, the rise itself. Each is relative to what `keep` allows of it. The
     figure for ordinary text is the rise and its standard error, where that is less than the divergence: the original
-    is not right there either, and a little less context costs less than it changes.
+    is not right there either, and a little less context costs less than it changes. `hasty`: give up a choice that is
+    far off after some of the texts.
     """
 
-    def __init__(self, model: Any, tokens: Tensor, keep: float, length: int) -> None:
+    def __init__(self, model: Any, tokens: Tensor, keep: float, length: int, hasty: bool = True) -> None:
+        self.hasty = hasty
         size = min(length, len(tokens))
         count = max(1, min(CHOSEN_TOKENS, len(tokens)) // size)
         self.texts = [Text(piece, i) for i, piece in enumerate(tokens[: count * size].split(size))]
@@ -162,7 +164,7 @@ class Language:
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         for i, batch in enumerate(self.batches):
             found.append(self._losses(i, outputs(batch)))
-            if i + 1 == ROUGH and len(self.probes) == len(self.texts):
+            if self.hasty and i + 1 == ROUGH and len(self.probes) == len(self.texts):
                 rough = self._figures(found)
                 if 1 - rough.kept > FAR_OFF * (1 - math.exp(-self.budget)):
                     return rough

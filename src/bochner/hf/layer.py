@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
@@ -370,3 +371,16 @@ def exact(call: Call, dropout: float = 0.0) -> Tensor:
         scale=call.scale,
         enable_gqa=call.group != 1,
     )
+
+
+@contextlib.contextmanager
+def all_converted(layers: Mapping[str, LinearAttention]) -> Iterator[None]:
+    """No border for a while: texts below it would say nothing of the choice."""
+    borders = {name: layer.plan.exact_below for name, layer in layers.items()}
+    for layer in layers.values():
+        layer.plan.exact_below = 0
+    try:
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.plan.exact_below = borders[name]

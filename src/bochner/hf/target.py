@@ -6,7 +6,7 @@
 3. The damage of a choice is then a sum, sensitivity times squared error, and so is its cost: for every budget of damage
    the cheapest choice is a minimisation head by head. 4. Budgets are tried end to end until the cheapest that keeps the
    target is found. 5. Sums know nothing of heads that stand in for each other: `bochner.hf.thin` goes on from there.
-   6. `aim` verifies it on other texts.
+   6. `aim` verifies it on other texts. Where the memory is given, `bochner.hf.within` has the place of 4 and 5.
 """
 
 from __future__ import annotations
@@ -45,19 +45,29 @@ Say = Callable[[str], None]
 class Goal:
     """What to keep, what to save and at how many tokens; `judged`: the tokens of the texts that tell what is kept.
 
-    `owner`: who was asked; `notes`: what the report is to say of the lengths.
+    `memory`: the share of it that a choice may take, None for the least that keeps the target; `demanded`: whether
+    `keep` was asked for, and is not only the unit of what is lost; `trains`: whether training follows, after which it
+    is told what is kept. `owner`: who was asked; `notes`: what the report is to say of the lengths.
     """
 
     keep: float
     minimize: str
     length: int
     judged: int
+    memory: float | None = None
+    demanded: bool = True
+    trains: bool = False
     owner: str = "convert"
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.keep, bool) or not isinstance(self.keep, (int, float)) or not 0.5 <= self.keep < 1:
             raise BochnerError(f"The 'keep' of {self.owner} must be a share in [0.5, 1), got {self.keep!r}.")
+        share = self.memory
+        if share is not None and (isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1):
+            raise BochnerError(f"The 'memory' of {self.owner} must be a share in (0, 1), got {share!r}.")
+        if share is not None and self.minimize != "memory":
+            raise BochnerError(f"The 'memory' of {self.owner} is what may be taken of it: leave out 'minimize'.")
         one_of(self.minimize, "minimize", self.owner, ("memory", "time"))
         positive_int(self.length, "length", self.owner)
         positive_int(self.judged, "judge_length", self.owner)
@@ -322,7 +332,22 @@ class Search:
             low, high = (middle, high) if total(middle) <= budget else (low, middle)
             if low and high / low < 1.001:
                 break
-        chosen = {name: layer.best(low) for name, layer in self.layers.items()}
+        return self._at(low)
+
+    def choose_within(self, share: float) -> tuple[Plan, float]:
+        """The plan with the least predicted damage that takes at most a share of the memory, and that damage.
+
+        The cheapest there is where none takes so little.
+        """
+        low, high = -80.0, 80.0  # log2 of the price of a byte
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.costs(self._at(2.0**middle)[0])[0] <= share else (middle, high)
+        return self._at(2.0**high)
+
+    def _at(self, price: float) -> tuple[Plan, float]:
+        """The plan with the least damage + price x cost, and its damage."""
+        chosen = {name: layer.best(price) for name, layer in self.layers.items()}
         plans = {name: self.layers[name].planned(options) for name, (options, _) in chosen.items()}
         plan = Plan([plans.get(layer.name, layer) for layer in self.draft.layers], self.draft.model_type)
         return plan, sum(damage for _, damage in chosen.values())
@@ -393,6 +418,10 @@ class Search:
 
     def keeps(self, candidate: Candidate) -> bool:
         return candidate.quality.kept >= self.goal.keep
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether it takes no more than the memory that it may take."""
+        return self.goal.memory is None or candidate.memory <= self.goal.memory
 
     def price(self, candidate: Candidate) -> float:
         return candidate.memory if self.goal.minimize == "memory" else candidate.attention_seconds

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bochner.hf.gates import descend
+from bochner.hf.gates import Descent, descend
 from bochner.hf.judge import Judge
 from bochner.hf.plan import LayerPlan, Plan
 from bochner.hf.target import EXACT, Candidate, Option, Search, options_of
@@ -44,30 +44,11 @@ class Thinning:
         began, best = time.monotonic(), candidate
         # Windows are taken from a choice that allows more damage: where less is exact, they are worth less memory, too.
         base = self.search.choose(LOOSER * candidate.predicted)[0]
-        replaced = {}
-        for x in base.layers:
-            layer = self.search.layers.get(x.name)
-            if layer is None or layer.whole or not layer.made:
-                continue
-            instead = self._instead(x)
-            if layer.cost(instead, self.search.goal) < layer.cost(EXACT, self.search.goal):
-                replaced[x.name] = [instead if o == EXACT else o for o in options_of(x)]
+        replaced = self.replaced(base)
         if not any(x.kv_heads_of("exact") for x in candidate.plan.layers if x.name in replaced):
             return candidate
-        made = {
-            name: self.search.layers[name].build(self.search.layers[name].planned(o)) for name, o in replaced.items()
-        }
-        exact_now = {x.name: torch.tensor([o == EXACT for o in options_of(x)]) for x in candidate.plan.layers}
-        savings = {
-            name: layer.cost(EXACT, self.search.goal)
-            - sum(layer.cost(o, self.search.goal) for o in options) / len(options)
-            for name, options in replaced.items()
-            for layer in [self.search.layers[name]]
-        }
-        choices = descend(
-            self.search.model, made, {n: exact_now[n] for n in made}, savings, self.judge, self.search.say
-        )
-        path = self.search.path = [self._exact_only(base, replaced, choice) for choice in choices]
+        choices = self.gates(candidate.plan, replaced).choices
+        path = self.search.path = [self.exact_only(base, replaced, choice) for choice in choices]
         low, high = -1, len(path)
         while high - low > 1:
             middle = (low + high) // 2
@@ -77,7 +58,30 @@ class Thinning:
         self.search.seconds["moving gates"] = time.monotonic() - began
         return best
 
-    def _exact_only(self, plan: Plan, replaced: dict[str, list[Option]], exact_heads: dict[str, list[int]]) -> Plan:
+    def replaced(self, plan: Plan) -> dict[str, list[Option]]:
+        """What the key heads of a plan are, and become if they are exact, in the layers where that saves something."""
+        found = {}
+        for x in plan.layers:
+            layer = self.search.layers.get(x.name)
+            if layer is None or layer.whole or not layer.made:
+                continue
+            instead = self._instead(x)
+            if layer.cost(instead, self.search.goal) < layer.cost(EXACT, self.search.goal):
+                found[x.name] = [instead if o == EXACT else o for o in options_of(x)]
+        return found
+
+    def gates(self, plan: Plan, replaced: dict[str, list[Option]]) -> Descent:
+        """A descent from the exact key heads of a plan to what replaces them."""
+        layers, goal = self.search.layers, self.search.goal
+        made = {name: layers[name].build(layers[name].planned(options)) for name, options in replaced.items()}
+        exact_now = {x.name: torch.tensor([o == EXACT for o in options_of(x)]) for x in plan.layers if x.name in made}
+        savings = {
+            name: layers[name].cost(EXACT, goal) - sum(layers[name].cost(o, goal) for o in options) / len(options)
+            for name, options in replaced.items()
+        }
+        return descend(self.search.model, made, exact_now, savings, self.judge, self.search.say)
+
+    def exact_only(self, plan: Plan, replaced: dict[str, list[Option]], exact_heads: dict[str, list[int]]) -> Plan:
         """A plan in which only some key heads are exact, and the others what replaces them."""
         changed = plan.copy()
         for i, x in enumerate(plan.layers):

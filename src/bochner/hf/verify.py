@@ -11,7 +11,7 @@ from torch import Tensor
 from bochner._timing import best_times
 from bochner.hf import capture, inputs, io
 from bochner.hf.judge import Judge, Outputs, Quality, Reading, Text, compare_readings, read
-from bochner.hf.layer import LinearAttention
+from bochner.hf.layer import LinearAttention, all_converted
 from bochner.hf.plan import Plan
 from bochner.hf.target import BUDGETS, RETREATS, Candidate, Search
 
@@ -31,6 +31,7 @@ class Trial:
         self.whole: dict[str, dict[str, float]] = {}
         self.length = search.goal.judged
         self.further: dict[int, Quality] = {}
+        self.further_readings: dict[int, Readings] = {}
         self.held, self.is_language = held, is_language  # tokens (n,) of a language model, else batches
         if is_language:
             self.length = min(self.length, len(held))
@@ -44,6 +45,8 @@ class Trial:
     def settle(self, judge: Judge) -> tuple[Candidate, dict[str, LinearAttention]]:
         """The cheapest choice that keeps the target on the texts held back, else the original; with its layers."""
         search = self.search
+        if search.goal.memory is not None:
+            return self._settle_within(judge)
         kept = sorted((c for c in search.tried if search.keeps(c)), key=search.price)
         waiting = kept[:1] or [max(search.tried, key=lambda c: c.quality.kept)]
         runs: list[tuple[Candidate, Quality, dict[str, LinearAttention]]] = []
@@ -62,6 +65,23 @@ class Trial:
             layers = self.verify(candidate)
         if not candidate.plan.converted and not self.slower:
             self._note_what_was_missed(search.price(candidate))
+        self.whole = self.figures[id(candidate)]
+        return candidate, layers
+
+    def _settle_within(self, judge: Judge) -> tuple[Candidate, dict[str, LinearAttention]]:
+        """What keeps most of all that fits the memory; the original if it keeps less than asked and is not trained."""
+        search, goal = self.search, self.search.goal
+        candidate = max(filter(search.fits, search.tried), key=lambda c: c.quality.kept)
+        layers = self.verify(candidate)
+        assert candidate.verified is not None
+        kept = candidate.verified.kept
+        if goal.demanded and not goal.trains and kept < goal.keep:
+            self.missed = (
+                f"With {goal.memory:g} of the memory {kept:.4f} is the best that was found, {goal.keep:g} was asked "
+                "for, and the model stays as it was: allow more, ask for less, or train it too ('distill')."
+            )
+            candidate = search.run(search.draft.copy(), 0.0, judge)
+            layers = self.verify(candidate)
         self.whole = self.figures[id(candidate)]
         return candidate, layers
 
@@ -142,9 +162,18 @@ class Trial:
         for n in (goal.length // 2, goal.length):
             if self.length < n <= len(self.held):
                 self.search.say(f"looking further, at {n} tokens")
-                readings = Readings(self.model, self.held, n, n)
+                self.further_readings[n] = readings = Readings(self.model, self.held, n, n)
                 with installed(self.model, chosen.plan, layers), all_converted(layers):
                     self.further[n], self.whole = readings.compare()
+
+    def again(self, layers: dict[str, LinearAttention]) -> dict[int, Quality]:
+        """What the model keeps that is converted and was trained since, by the number of tokens."""
+        self.search.say("verifying what was trained on texts held back")
+        with all_converted(layers):
+            if not self.is_language:
+                return {self.length: self.outputs.quality(lambda batch: capture.run(self.model, batch))}
+            readings = {self.length: self.readings, **self.further_readings}
+            return {n: readings[n].compare()[0] for n in readings}
 
 
 class Readings:
@@ -161,19 +190,6 @@ class Readings:
         after = [read(self.model, text.ids) for text in self.texts]
         figures = {"original": _figures(self.before[0]), "converted": _figures(after[0])}
         return compare_readings(self.texts, self.before, after), figures
-
-
-@contextlib.contextmanager
-def all_converted(layers: dict[str, LinearAttention]) -> Iterator[None]:
-    """No border for a while: texts below it would say nothing of the choice."""
-    borders = {name: layer.plan.exact_below for name, layer in layers.items()}
-    for layer in layers.values():
-        layer.plan.exact_below = 0
-    try:
-        yield
-    finally:
-        for name, layer in layers.items():
-            layer.plan.exact_below = borders[name]
 
 
 def whole_seconds(model: Any, layers: dict[str, LinearAttention], batch: dict[str, Tensor]) -> dict[str, float]:

@@ -12,10 +12,9 @@ import torch
 from bochner.hf import capture, inputs, io
 from bochner.hf.aim import TargetReport, is_language_model, target_data
 from bochner.hf.judge import Judge, Language, Outputs, Quality
-from bochner.hf.layer import Call
+from bochner.hf.layer import Call, all_converted
 from bochner.hf.measure import Far, HeadErrors, attention_weights
 from bochner.hf.plan import Plan
-from bochner.hf.verify import all_converted
 from bochner.report import Number, Report
 from bochner.report.charts import frontier_chart
 from bochner.report.cost import Times, add_memory, add_speed, memory_number
@@ -139,11 +138,11 @@ def target_page(
 ) -> Report:
     """What `advise` and `convert(keep=...)` found, as a page."""
     page = Report(title)
-    plan, length, kept = report.plan, report.length, report.verified.kept
-    meant = f"of the quality at {report.verified_length:,} tokens, {_figures(report.verified.figures)}"
+    plan, length, quality = report.plan, report.length, report.final
+    meant = f"of the quality at {report.verified_length:,} tokens, {_figures(quality.figures)}"
     timed = f"exact attention's, all layers at {length:,} tokens"
     numbers = [
-        Number("kept", f"{kept:.1%}", meant),
+        Number("kept", f"{quality.kept:.1%}", meant),
         memory_number(plan, length),
         Number("time", _times(report.time_share), timed + (", beyond its positions" if report.beyond else "")),
     ]
@@ -192,9 +191,11 @@ def _target_verdict(report: TargetReport) -> str:
     saves = f"{report.time_share:.2f} of the time"
     if report.minimize == "memory":
         saves = f"{memory:.2f} of the memory and {saves}"
+    asked = "" if report.keep is None else f" (asked: {report.keep:.1%})"
+    keeps = "keeps, trained," if report.trained else "keeps"
     found = (
-        f"{linear} of {plan.num_heads} heads can be linear and the model keeps {report.verified.kept:.1%} of its "
-        f"quality (asked: {report.keep:.1%}), verified{_alone(report.verified.figures)} on held-back texts of "
+        f"{linear} of {plan.num_heads} heads can be linear and the model {keeps} {report.final.kept:.1%} of its "
+        f"quality{asked}, verified{_alone(report.final.figures)} on held-back texts of "
         f"{report.verified_length:,} tokens; its attention takes {saves} at {report.length:,} tokens."
     )
     if report.beyond:
@@ -299,14 +300,16 @@ def _alone(figures: Mapping[str, float]) -> str:
 
 
 def _steps(report: TargetReport, place: Place) -> list[tuple[str, str]]:
-    again = f"bochner advise {shlex.quote(place.name)} --keep {{}} --length {{}}{place.options}"
+    again = f"bochner advise {shlex.quote(place.name)} {{}} --length {{}}{place.options}"
+    shares = {"keep": report.keep, "memory": report.memory}
+    asked = " ".join(f"--{name} {share:g}" for name, share in shares.items() if share is not None)
     if report.beyond:
-        ask = ("Ask at a length that the model has positions for.", again.format(f"{report.keep:g}", report.positions))
+        ask = ("Ask at a length that the model has positions for.", again.format(asked, report.positions))
         longer = ("Or extend its positions first, by training it on longer texts.", "")
         return [ask, longer]
     if not report.worthwhile:
-        less = again.format(f"{max(0.5, report.keep - 0.02):.2f}", report.length)
+        less = again.format(f"--keep {max(0.5, (report.keep or 1) - 0.02):.2f}", report.length)
         return [("Ask for less, or for shorter sequences.", less)]
     done = [place.load(), place.distill()]
-    goal = f"--keep {report.keep:g} --length {report.length}"
+    goal = f"{asked} --length {report.length}"
     return done if place.out else [("Convert it and save it.", place.convert(goal)), *done]
