@@ -19,7 +19,6 @@ from bochner import BochnerError, BochnerWarning, advise, convert, revert  # noq
 from bochner.hf import plan_of, report_of, unregister  # noqa: E402
 from bochner.hf.aim import is_language_model, split  # noqa: E402
 from bochner.hf.capture import Shape, discover, run  # noqa: E402
-from bochner.hf.gates import Descent  # noqa: E402
 from bochner.hf.judge import Language, Outputs, Quality, Text, compare_readings, language_quality, read  # noqa: E402
 from bochner.hf.layer import LinearAttention  # noqa: E402
 from bochner.hf.target import EXACT, Candidate, Goal, Layer, Option, Search  # noqa: E402
@@ -76,13 +75,25 @@ def test_the_choice_is_the_cheapest_of_all_within_its_budget() -> None:
     assert search.choose(1e9)[0].count("window") == 4
 
 
-def test_a_target_of_time_converts_layers_as_a_whole() -> None:
+@pytest.mark.parametrize("split", [0.0, 0.05, 0.3, 5.0])
+def test_a_target_of_time_has_one_option_beside_exact_heads(split: float) -> None:
+    """Against all choices there are: an option, and which heads are exact beside it, which takes `split` more."""
     errors = {Option("window", 8): torch.tensor([0.1, 0.1, 0.9, 0.9]), Option("kernel"): torch.full((4,), 0.3)}
     search = searched(llama(), Goal(0.9, "time", 400, 400), errors, torch.ones(4))
-    for budget in (0.01, 0.4, 10.0):
-        plan, _ = search.choose(budget)
-        assert len(set(plan.layers[0].kinds)) == 1
-    assert search.choose(0.4)[0].count("kernel") == 4  # 4 x 0.09; the window would do 1.64
+    layer = search.layers["layer"]
+    layer.split = split
+    every = []
+    for option in errors:
+        for heads in ([EXACT, EXACT], [EXACT, option], [option, EXACT], [option, option]):
+            damage = sum(layer.damage(o)[g].item() for g, o in enumerate(heads))
+            every.append((damage, search.seconds_of(layer.planned(heads)), heads))
+    for price in (0.01, 0.1, 0.5, 1.0, 4.0, 100.0):
+        chosen, damage = layer.best(price)
+        assert len({o for o in chosen if o != EXACT}) <= 1
+        total = damage + price * search.seconds_of(layer.planned(chosen))
+        assert total == pytest.approx(min(d + price * c for d, c, _ in every))
+    kinds = {len(set(layer.best(2.0**e)[0])) for e in range(-10, 10)}
+    assert kinds == ({1} if split == 5.0 else {1, 2})  # where it takes too much, layers stay whole
 
 
 def test_the_quality_of_a_language_model_is_the_least_of_perplexity_and_recall() -> None:
@@ -499,11 +510,10 @@ def test_a_descent_of_gates_gives_the_cheapest_choice_that_keeps(monkeypatch: py
     monkeypatch.setattr(Search, "output", lambda self, layers, batch: layers["layer"].plan.kv_heads_of("exact"))
     calls: list[dict[str, Any]] = []
 
-    def descend(model: Any, layers: Any, start: Any, savings: Any, judge: Any, say: Any) -> Descent:
+    def descend(model: Any, layers: Any, start: Any, savings: Any, judge: Any, say: Any) -> list[dict[str, list[int]]]:
         plan = layers["layer"].plan
         calls.append({"start": start["layer"].tolist(), "kinds": plan.kinds, "savings": savings["layer"]})
-        choices = [{"layer": heads} for heads in ([0, 1, 2, 3], [0, 1, 3], [0, 1], [1, 2], [2], [])]
-        return Descent([], choices)
+        return [{"layer": heads} for heads in ([0, 1, 2, 3], [0, 1, 3], [0, 1], [1, 2], [2], [])]
 
     monkeypatch.setattr("bochner.hf.thin.descend", descend)
     judge = Counted()
@@ -567,7 +577,7 @@ def test_the_encoder_of_a_speech_model_is_advised_alone_at_its_own_length() -> N
     report = advise(model, data, num_features=(16,), keep=0.9, parts=["encoder"])
     assert report.length == report.verified_length == 200
     assert {h.layer.split(".")[1] for h in report.heads} == {"encoder"}
-    assert {"window 16", "window 32", "hybrid 16", "kernel"} <= set(report.heads[0].errors)
+    assert {"window 16", "window 32", "hybrid 32", "kernel"} <= set(report.heads[0].errors)
     for layer in report.plan.layers:
         assert bool(layer.reason) == ("decoder" in layer.name)
     search = Search(model, discover(model, data[0]), Goal(0.9, "time", 200, 200), 16, 0, lambda text: None)

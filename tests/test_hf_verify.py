@@ -24,7 +24,7 @@ def price(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
     """Seconds of a layer of one kind of heads, exact attention taking one."""
     monkeypatch.setattr(
         "bochner.hf.target.layer_seconds",
-        lambda made, length, rounds=3: [(1.0, seconds[m.plan.kinds[0]]) for m in made],
+        lambda made, length, rounds=3: [(1.0, seconds[m.plan.kinds[-1]]) for m in made],
     )
 
 

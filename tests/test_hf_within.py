@@ -17,7 +17,6 @@ from bochner import BochnerError, BochnerWarning, advise, convert, distill, reve
 from bochner.hf import layers_of, plan_of, report_of
 from bochner.hf.aim import split
 from bochner.hf.capture import Shape
-from bochner.hf.gates import Descent
 from bochner.hf.judge import Quality
 from bochner.hf.layer import LinearAttention, all_converted
 from bochner.hf.target import EXACT, Goal, Option, Search
@@ -50,7 +49,7 @@ class Counted:
 
 
 def search_of_four(memory: float, monkeypatch: pytest.MonkeyPatch) -> Search:
-    """One layer of four key heads with two windows; the sum takes all heads for alike."""
+    """One layer of four key heads with two windows."""
     shapes = {"layer": Shape("layer", 4, 4, 8, 8, True, False)}
     goal = Goal(0.99, "memory", 400, 400, memory=memory, demanded=False)
     search = Search(llama(), shapes, goal, 16, 0, lambda text: None)
@@ -58,7 +57,7 @@ def search_of_four(memory: float, monkeypatch: pytest.MonkeyPatch) -> Search:
     for option in (Option("window", 8), Option("window", 32)):
         layer.made[option] = LinearAttention(layer.planned([option] * 4))
         layer.errors[option] = torch.full((4,), 1 / (option.window or 1))
-    layer.sensitivity = {"window": torch.ones(4).double()}
+    layer.sensitivity = {"window": torch.tensor(Counted.WORTH).double()}
     layer.seconds = dict.fromkeys([EXACT, *layer.made], 1.0)
     layer.tabulate(goal)
     monkeypatch.setattr(Search, "output", lambda self, layers, batch: layers["layer"].plan)
@@ -70,12 +69,6 @@ def test_memory_goes_to_the_heads_that_are_worth_most(
     memory: float, heads: list[int], window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search = search_of_four(memory, monkeypatch)
-
-    def descend(model: Any, layers: Any, start: Any, savings: Any, judge: Any, say: Any) -> Descent:
-        worth = sorted(range(4), key=lambda g: -Counted.WORTH[g])
-        return Descent([("layer", g) for g in worth], [])
-
-    monkeypatch.setattr("bochner.hf.thin.descend", descend)
     Within(search, Counted()).run()  # type: ignore[arg-type]
     best = max(filter(search.fits, search.tried), key=lambda c: c.quality.kept)
     assert best.memory <= memory

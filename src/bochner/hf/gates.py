@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,14 +58,6 @@ def rounded(gates: Tensor, savings: Tensor, budget: float) -> Tensor:
     return torch.zeros(len(gates), dtype=torch.bool).scatter(0, order, spent <= budget)
 
 
-class Descent(NamedTuple):
-    """What a descent found: all key heads, (module, head), in the order in which they are worth staying exact, and the
-    exact key heads of each module for falling budgets, each choice within the last."""
-
-    order: list[tuple[str, int]]
-    choices: list[dict[str, list[int]]]
-
-
 def descend(
     model: Any,
     layers: Mapping[str, LinearAttention],
@@ -73,8 +65,8 @@ def descend(
     savings: Mapping[str, float],
     judge: Judge,
     say: Callable[[str], None] = lambda text: None,
-) -> Descent:
-    """Move the gates of all key heads while the budget falls, in shares of what `start` spends.
+) -> list[dict[str, list[int]]]:
+    """The exact key heads of each module for falling budgets, in shares of what `start` spends; each within the last.
 
     `layers`: what replaces exact attention, one per attention module; `start`: gates (g,) of each module's key heads, 1
     where they are exact; `savings`: what a key head of the module saves when it is replaced. A step asks one
@@ -109,12 +101,7 @@ def descend(
             stayed, budgets = stayed + gates, [*budgets, budget]
     # Gates need the whole way to settle: a budget gets those that stayed longest, not those of its step.
     chosen = [rounded(stayed, unit, budget).split(sizes) for budget in budgets]
-    units = [(name, g) for name, n in zip(names, sizes, strict=True) for g in range(n)]
-    order = [units[i] for i in stayed.argsort(descending=True, stable=True).tolist()]
-    return Descent(
-        order,
-        [{n: part.nonzero()[:, 0].tolist() for n, part in zip(names, parts, strict=True)} for parts in chosen],
-    )
+    return [{n: part.nonzero()[:, 0].tolist() for n, part in zip(names, parts, strict=True)} for parts in chosen]
 
 
 def _by_key_head(gradient: Tensor | None, count: int) -> Tensor:

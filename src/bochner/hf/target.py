@@ -32,7 +32,7 @@ from bochner.hf.plan import LayerPlan, Plan
 CAUSAL_WINDOWS, WINDOWS = (64, 128, 256, 512, 1024), (16, 32, 64, 128)
 NUM_CAUSAL_WINDOWS = 4  # of them, the widest that are below half of the length
 CAUSAL_SINKS, SINKS = 4, 1
-CAUSAL_HYBRID, WIDEST_HYBRID = 128, 128  # the window of decoders, and the widest, that is tried with a kernel beside
+CAUSAL_HYBRID = 128  # the window of decoders that is tried with a kernel beside
 WEIGHED = 4  # batches that heads are weighed by
 LEAST_ERROR = 0.02  # errors below this say nothing about a head's sensitivity
 BUDGETS = (-5.0, 7.0)  # log2 of the damages that are tried, in units of what the target allows
@@ -95,15 +95,18 @@ EXACT = Option("exact")
 class Layer:
     """One attention module: what its heads may become, with errors (h,), costs per key head, and sensitivities (h,).
 
-    `length`: how many keys it has where the longest of all modules has as many as the goal names.
+    `length`: how many keys it has where the longest of all modules has as many as the goal names. `single`: whether all
+    heads that are not exact become the same: two kinds are two calls, and cost time. `split`: the seconds that exact
+    heads beside others take more than their share.
     """
 
     plan: LayerPlan
     made: dict[Option, LinearAttention]
-    whole: bool  # whether all heads become the same
+    single: bool
     length: int
     errors: dict[Option, Tensor] = field(default_factory=dict)
     seconds: dict[Option, float] = field(default_factory=dict)  # of the whole layer
+    split: float = 0.0
     sensitivity: dict[str, Tensor] = field(default_factory=dict)  # by kind
     tables: list[tuple[list[Option], Tensor, Tensor]] = field(default_factory=list)
 
@@ -131,8 +134,10 @@ class Layer:
     def tabulate(self, goal: Goal) -> None:
         """For every window the options that go with it, their damages (options, g) and their costs (options,)."""
         self.tables = []
-        for window in sorted({option.window or 0 for option in self.made}) or [0]:
-            tried = [EXACT, *(o for o in self.made if (o.window or 0) == window)]
+        windows = sorted({option.window or 0 for option in self.made})
+        together = [[o for o in self.made if (o.window or 0) == window] for window in windows]
+        for others in ([[o] for o in self.made] if self.single else together) or [[]]:
+            tried = [EXACT, *others]
             damages = torch.stack([self.damage(o) for o in tried])
             self.tables.append((tried, damages, torch.tensor([self.cost(o, goal) for o in tried], dtype=torch.float64)))
 
@@ -140,16 +145,19 @@ class Layer:
         """The options with the least damage + price x cost, one per key head, and their damage."""
         found: tuple[float, list[Option], float] | None = None
         for tried, damages, costs in self.tables:
-            totals = damages + price * costs[:, None]
-            if self.whole:
-                totals = totals.sum(-1, keepdim=True).expand_as(totals)
-            chosen = totals.argmin(0)
-            damage = damages.gather(0, chosen[None]).sum().item()
-            total = damage + price * costs[chosen].sum().item()
-            if found is None or total < found[0]:
-                found = (total, [tried[i] for i in chosen.tolist()], damage)
+            each = (damages + price * costs[:, None]).argmin(0)
+            alike = [torch.full_like(each, i) for i in range(len(tried))] if self.split else []
+            for chosen in (each, *alike):
+                damage = damages.gather(0, chosen[None]).sum().item()
+                total = damage + price * (costs[chosen].sum().item() + self.extra([tried[i] for i in chosen.tolist()]))
+                if found is None or total < found[0]:
+                    found = (total, [tried[i] for i in chosen.tolist()], damage)
         assert found is not None
         return found[1:]
+
+    def extra(self, options: Sequence[Option]) -> float:
+        """The seconds that a layer takes more than the shares of its key heads."""
+        return self.split if 0 < options.count(EXACT) < len(options) else 0.0
 
     def build(self, plan: LayerPlan) -> LinearAttention:
         """The maps of a plan, taken from the layers that were tried."""
@@ -213,8 +221,8 @@ class Search:
                 plan.sinks = plan.sinks if sinks is None or plan.is_cross else sinks
                 plan.window_kind = window_kind or plan.window_kind
                 share = shapes[plan.name].keys / longest if longest else 1.0
-                whole = not plan.is_causal or goal.minimize == "time"
-                self.layers[plan.name] = Layer(plan, {}, whole, max(1, round(share * goal.length)))
+                single = not plan.is_causal or goal.minimize == "time"
+                self.layers[plan.name] = Layer(plan, {}, single, max(1, round(share * goal.length)))
         self.tried: list[Candidate] = []
         self.path: list[Plan] = []  # choices of a descent of gates
         self.seconds: dict[str, float] = {}
@@ -285,7 +293,7 @@ class Search:
 
     def _measure_times(self) -> None:
         """Layers that are alike are timed once."""
-        began, known = time.monotonic(), {}
+        began, known, splits = time.monotonic(), dict[Any, dict[Option, float]](), dict[Any, float]()
         for layer in self.layers.values():
             plan = layer.plan
             heads = (plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.value_dim)
@@ -295,8 +303,19 @@ class Search:
                 pairs = layer_seconds(list(layer.made.values()), layer.length, rounds=3)
                 known[alike] = {option: own for option, (_, own) in zip(layer.made, pairs, strict=True)}
                 known[alike][EXACT] = min((plain for plain, _ in pairs), default=0.0)
-            layer.seconds = known[alike]
+                splits[alike] = self._split(layer, known[alike])
+            layer.seconds, layer.split = known[alike], splits[alike]
         self.seconds["timing"] = time.monotonic() - began
+
+    def _split(self, layer: Layer, seconds: dict[Option, float]) -> float:
+        """What one exact key head beside the others takes more than its share, where time is to be saved."""
+        option = _reference(layer, "hybrid") or _reference(layer, "kernel")
+        if self.goal.minimize != "time" or option is None or layer.plan.num_kv_heads < 2:
+            return 0.0
+        mixed = layer.planned([EXACT, *[option] * (layer.plan.num_kv_heads - 1)])
+        ((_, own),) = layer_seconds([layer.build(mixed)], layer.length, rounds=3)
+        share = 1 / layer.plan.num_kv_heads
+        return max(0.0, own - share * seconds[EXACT] - (1 - share) * seconds[option])
 
     def _measure_sensitivities(self, judge: Judge) -> None:
         """By kind: an error of a kernel does not do what an error of a window does."""
@@ -395,8 +414,8 @@ class Search:
         """Of the attention of one layer at the goal's length."""
         if plan.name not in self.layers:
             return 0.0
-        options = options_of(plan)
-        return sum(self.layers[plan.name].seconds[option] for option in options) / len(options)
+        layer, options = self.layers[plan.name], options_of(plan)
+        return sum(layer.seconds[option] for option in options) / len(options) + layer.extra(options)
 
     def frontier(self, judge: Judge) -> list[Candidate]:
         """Candidates around the cheapest that keeps the target, cheapest first."""
@@ -475,7 +494,7 @@ def _options(plan: LayerPlan, length: int, windows: Sequence[int] | None = None)
     found = [Option("window", w) for w in windows]
     if plan.is_causal and CAUSAL_HYBRID in windows:
         return [*found, Option("hybrid", CAUSAL_HYBRID)]
-    found += [Option("hybrid", w) for w in windows if w <= WIDEST_HYBRID or len(windows) == 1]
+    found += [Option("hybrid", w) for w in windows[::-1][::2][::-1]]  # each is a fit: every other is enough
     return found if plan.is_causal else [*found, Option("kernel")]
 
 

@@ -2,7 +2,7 @@
 
 1. To save memory, the gates of all key heads are moved together while the budget falls (`bochner.hf.gates`). 2. What is
 exact is left out bit by bit, in the order of measured damage, while the target is kept. 3. Windows are narrowed, those
-first that lose least for what they save.
+first that lose least for what they save. To save time the same is done, with one option beside exact heads in a layer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bochner.hf.gates import Descent, descend
+from bochner.hf.gates import descend
 from bochner.hf.judge import Judge
 from bochner.hf.plan import LayerPlan, Plan
 from bochner.hf.target import EXACT, Candidate, Option, Search, options_of
@@ -34,10 +34,7 @@ class Thinning:
         if not kept:
             return
         best = min(kept, key=self.search.price)
-        if self.search.goal.minimize == "memory":
-            self.narrow(self.polish(self.descend(best)))
-        else:
-            self.polish(best)
+        self.narrow(self.polish(self.descend(best)))
 
     def descend(self, candidate: Candidate) -> Candidate:
         """The cheapest choice that keeps the target on a descent of gates from one that does, if that is not itself."""
@@ -47,7 +44,16 @@ class Thinning:
         replaced = self.replaced(base)
         if not any(x.kv_heads_of("exact") for x in candidate.plan.layers if x.name in replaced):
             return candidate
-        choices = self.gates(candidate.plan, replaced).choices
+        layers, goal = self.search.layers, self.search.goal
+        made = {name: layers[name].build(layers[name].planned(options)) for name, options in replaced.items()}
+        exact_now = {
+            x.name: torch.tensor([o == EXACT for o in options_of(x)]) for x in candidate.plan.layers if x.name in made
+        }
+        savings = {
+            name: layers[name].cost(EXACT, goal) - sum(layers[name].cost(o, goal) for o in options) / len(options)
+            for name, options in replaced.items()
+        }
+        choices = descend(self.search.model, made, exact_now, savings, self.judge, self.search.say)
         path = self.search.path = [self.exact_only(base, replaced, choice) for choice in choices]
         low, high = -1, len(path)
         while high - low > 1:
@@ -63,23 +69,12 @@ class Thinning:
         found = {}
         for x in plan.layers:
             layer = self.search.layers.get(x.name)
-            if layer is None or layer.whole or not layer.made:
+            if layer is None or not layer.made:
                 continue
             instead = self._instead(x)
             if layer.cost(instead, self.search.goal) < layer.cost(EXACT, self.search.goal):
                 found[x.name] = [instead if o == EXACT else o for o in options_of(x)]
         return found
-
-    def gates(self, plan: Plan, replaced: dict[str, list[Option]]) -> Descent:
-        """A descent from the exact key heads of a plan to what replaces them."""
-        layers, goal = self.search.layers, self.search.goal
-        made = {name: layers[name].build(layers[name].planned(options)) for name, options in replaced.items()}
-        exact_now = {x.name: torch.tensor([o == EXACT for o in options_of(x)]) for x in plan.layers if x.name in made}
-        savings = {
-            name: layers[name].cost(EXACT, goal) - sum(layers[name].cost(o, goal) for o in options) / len(options)
-            for name, options in replaced.items()
-        }
-        return descend(self.search.model, made, exact_now, savings, self.judge, self.search.say)
 
     def exact_only(self, plan: Plan, replaced: dict[str, list[Option]], exact_heads: dict[str, list[int]]) -> Plan:
         """A plan in which only some key heads are exact, and the others what replaces them."""
@@ -121,27 +116,25 @@ class Thinning:
         return tried if self.search.keeps(tried) and self.search.price(tried) < self.search.price(best) else best
 
     def _units(self, plan: Plan) -> list[tuple[str, int]]:
-        """Exact parts that could be left out, (layer, key head) or (layer, -1) for whole layers: the least harmful."""
+        """Exact key heads that could be left out, (layer, key head): the least harmful."""
         found = []
         for x in plan.layers:
             layer = self.search.layers.get(x.name)
             if layer is None or not layer.made:
                 continue
-            exact_heads = x.kv_heads_of("exact")
-            if layer.whole:
-                exact_heads = [-1] if x.untouched else []
             option = self._instead(x)
             if layer.cost(option, self.search.goal) >= layer.cost(EXACT, self.search.goal):
                 continue
-            for g in exact_heads:
-                damages = layer.damage(option)
-                found.append(((damages.sum() if g < 0 else damages[g]).item(), x.name, g))
+            damages = layer.damage(option)
+            found += [(damages[g].item(), x.name, g) for g in x.kv_heads_of("exact")]
         return [(name, g) for _, name, g in sorted(found)[:UNITS]]
 
     def _instead(self, plan: LayerPlan) -> Option:
         """What an exact part of a layer becomes: the least harmful that goes with the window of the rest."""
-        layer = self.search.layers[plan.name]
-        fitting = [o for o in layer.made if layer.whole or plan.window is None or o.window == plan.window]
+        layer, others = self.search.layers[plan.name], {o for o in options_of(plan) if o != EXACT}
+        if layer.single and others:
+            return others.pop()
+        fitting = [o for o in layer.made if plan.window is None or o.window == plan.window]
         cheaper = [o for o in fitting if layer.cost(o, self.search.goal) < layer.cost(EXACT, self.search.goal)]
         return min(cheaper or fitting, key=lambda o: layer.damage(o).sum().item())
 
@@ -151,18 +144,18 @@ class Thinning:
             heads = [g for name, g in units if name == x.name]
             if heads:
                 option, every = self._instead(x), options_of(x)
-                options = [option if g in heads or -1 in heads else o for g, o in enumerate(every)]
+                options = [option if g in heads else o for g, o in enumerate(every)]
                 changed.layers[i] = self.search.layers[x.name].planned(options)
         return changed
 
     def narrow(self, candidate: Candidate) -> Candidate:
-        """Narrower windows in as many layers as the target allows."""
+        """Narrower windows, or to save time any cheaper option, in as many layers as the target allows."""
         began, moves = time.monotonic(), []
         for i, x in enumerate(candidate.plan.layers):
             layer = self.search.layers.get(x.name)
-            if layer is None or layer.whole or x.window is None:
+            if layer is None or x.untouched:
                 continue
-            found = [m for o in layer.made if o.window and o.window < x.window and (m := self._narrowed(x, o.window))]
+            found = [m for others in self._cheaper_options(x) if (m := self._narrowed(x, others))]
             if found:
                 moves.append((*min(found, key=lambda move: move[0]), i))
         moves.sort(key=lambda move: move[0])
@@ -178,11 +171,20 @@ class Thinning:
         self.search.seconds["narrowing"] = time.monotonic() - began
         return best
 
-    def _narrowed(self, plan: LayerPlan, window: int) -> tuple[float, LayerPlan] | None:
-        """A layer with a narrower window, and the damage it adds for each byte that it saves; None if it saves none."""
+    def _cheaper_options(self, plan: LayerPlan) -> list[list[Option]]:
+        """What the heads of a layer that are not exact might become instead: each of a list the best for it."""
+        made = self.search.layers[plan.name].made
+        if self.search.layers[plan.name].single:
+            return [[o] for o in made]
+        windows = {o.window for o in made if o.window and plan.window and o.window < plan.window}
+        return [[o for o in made if o.window == window] for window in sorted(windows)]
+
+    def _narrowed(self, plan: LayerPlan, others: Sequence[Option]) -> tuple[float, LayerPlan] | None:
+        """A layer with other options, and the damage they add for what they save; None if they save nothing."""
         layer, before = self.search.layers[plan.name], options_of(plan)
-        other = [o for o in layer.made if o.window == window]
-        after = [o if o == EXACT else min(other, key=lambda o: layer.damage(o)[g].item()) for g, o in enumerate(before)]
+        after = [
+            o if o == EXACT else min(others, key=lambda o: layer.damage(o)[g].item()) for g, o in enumerate(before)
+        ]
         damages = [sum(layer.damage(o)[g].item() for g, o in enumerate(options)) for options in (before, after)]
         costs = [sum(layer.cost(o, self.search.goal) for o in options) for options in (before, after)]
         if costs[1] >= costs[0]:
