@@ -99,6 +99,40 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     assert "The --report needs text that is not calibrated on: 3 passages" in str(refused.exception)
 
 
+def test_a_decoder_within_a_share_of_its_memory_is_trained_and_reported(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    from hf_models import GROUPED, build
+
+    from bochner.hf import plan_of
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(46))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    build("llama", GROUPED, head="AutoModelForCausalLM").save_pretrained(tmp_path / "model")
+    transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "model")
+    passages = [" ".join(f"w{(7 * i + j * j) % 46}" for j in range(120)) for i in range(40)]
+    (tmp_path / "text.txt").write_text("\n\n".join(passages))
+    goal = ["--memory", "0.5", "--length", "400", "--judge-length", "200", "--features", "16"]
+    train, page = ["--lora", "2", "--steps", "1"], tmp_path / "page.html"
+    place = [
+        str(tmp_path / "model"),
+        str(tmp_path / "out"),
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--report",
+        str(page),
+    ]
+    done = runner.invoke(cli.app, ["convert", *place, *goal, *train, "--report", str(page)])
+    assert done.exit_code == 0, done.output
+    text = page.read_text(encoding="utf-8")
+    assert "the model keeps, trained," in text
+    assert "keep most of the quality with 0.5 of the decoding memory at 400 tokens" in html.unescape(text)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    plan = plan_of(loaded)
+    assert plan.cache_bytes(400) <= 0.5 * plan.cache_bytes(400, converted=False)
+    assert not [name for name, _ in loaded.named_parameters() if "lora" in name]
+
+
 def code_of(page: Path) -> list[str]:
     """What a page says to do next, piece by piece."""
     steps = page.read_text(encoding="utf-8").partition('<ol class="steps">')[2].partition("</ol>")[0]
