@@ -228,3 +228,31 @@ def test_bad_shares_and_adapters() -> None:
     ):
         with pytest.raises(BochnerError, match=told):
             distill(model, data, **options)  # type: ignore[arg-type]
+
+
+def test_trained_weights_are_no_strangers(recwarn: pytest.WarningsRecorder) -> None:
+    """What queries and keys look like is noted again; the length that maps were fitted to stays."""
+    data = [{"input_ids": ids(96, i)[None]} for i in range(8)]
+    model = convert(llama(), "landmark", 8, window=8, sinks=2, exact_below=0, calibration=data)
+    before = {name: dict(layer.plan.seen or {}) for name, layer in layers_of(model).items()}
+    with torch.no_grad():  # as training far away would leave them
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.neg_()
+            layer.self_attn.k_proj.weight.mul_(3.0)
+    distill(model, data, lora=2, steps=1, end_to_end=1)
+    for name, layer in layers_of(model).items():
+        assert layer.plan.seen is not None
+        assert layer.plan.seen["mean"] != before[name]["mean"]
+        assert layer.plan.seen["length"] == before[name]["length"] == 96
+    recwarn.clear()
+    with torch.no_grad():
+        model(data[0]["input_ids"])
+    assert not [w for w in recwarn if "unlike the calibration" in str(w.message)]
+
+
+def test_windows_have_nothing_to_be_strange_to(recwarn: pytest.WarningsRecorder) -> None:
+    data = [{"input_ids": ids(96, i)[None]} for i in range(8)]
+    model = convert(llama(), None, window=8, sinks=2, exact_below=0, calibration=data)
+    with torch.no_grad():
+        model(torch.full((1, 96), 7))
+    assert not [w for w in recwarn if "unlike the calibration" in str(w.message)]

@@ -313,7 +313,7 @@ def goal_of(
     length: int | None,
     judge_length: int | None = None,
     memory: float | None = None,
-    trains: bool = False,
+    trains: str = "",
     owner: str = "convert",
 ) -> Goal:
     """The goal, with the defaults that fit the model; a language model's lengths are at most its positions."""

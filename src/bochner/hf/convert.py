@@ -85,7 +85,7 @@ def convert(
     it the model stays as it was, with a warning.
     `memory`: the share of the decoding memory at `length` tokens that the model may take, as 0.5 to halve it, in place
     of `keep` or with it. The search is then for what keeps most within it. Where that is less than `keep` the model
-    stays as it was, unless `distill` is to make up for it.
+    stays as it was, unless `distill` is to make up for it; where that trains weights, no kernels are tried.
     A language model keeps the least of 1 / (ratio of perplexities) and of the share of what it gains on a passage that
     comes again after `length` tokens; an encoder the least of cosine and rank correlation of its embeddings.
     `judge_length`: the tokens of the texts that tell what is kept, if they are shorter than the `length` at which
@@ -136,8 +136,7 @@ def convert(
         _check_target(recipe, plan, calibration, train)
         data = target_data(inner, calibration, tokenizer, judge_length or length, batch_size)
         shapes = shapes_of(inner, data, unsupported, parts)
-        trains = distill is not None and distill is not False
-        goal = goal_of(inner, shapes, data, keep, minimize, length, judge_length, memory, trains)
+        goal = goal_of(inner, shapes, data, keep, minimize, length, judge_length, memory, _trains(distill))
         settings: dict[str, Any] = {"num_features": num_features, "exact_below": exact_below, "seed": seed, "say": say}
         found = aim(inner, shapes, goal, data, **settings)
         draft, layers, data = found.report.plan, found.layers, found.training
@@ -160,7 +159,10 @@ def convert(
         _set_border(draft, exact_below, recipe if plan is None else None, say)
         layers = _build(inner, draft, recipe if plan is None else None, statistics, data, say)
     io.equip(inner, draft, layers)
-    distilled = None if found and not draft.converted else _distilled(inner, data, distill, progress)
+    if found is not None and not draft.converted and _trains(distill):
+        distilled: DistillReport | None = DistillReport(note="Nothing was distilled: nothing is converted.")
+    else:
+        distilled = _distilled(inner, data, distill, progress)
     if found is not None:
         if distilled is not None and not distilled.note:
             found.verify_again()
@@ -200,13 +202,21 @@ def _tell(found: TargetReport, say: Callable[[str], None]) -> None:
 
 def _distilled(model: Any, data: Batches, distill: Any, progress: bool) -> DistillReport | None:
     """Attention transfer after converting, if it is wanted; a failure undoes the conversion."""
-    if distill is None or distill is False:
+    if not _trains(distill):
         return None
     try:
         return transfer(model, data, progress=progress, **(distill if isinstance(distill, dict) else {}))
     except BaseException:
         revert(model)
         raise
+
+
+def _trains(distill: Any) -> str:
+    """What distillation is going to train: nothing, maps, or weights of the model beside them."""
+    if distill is None or distill is False:
+        return ""
+    options = distill if isinstance(distill, dict) else {}
+    return "weights" if options.get("lora") or options.get("part", "maps") not in (None, "maps") else "maps"
 
 
 def _check_options(distill: Any, seed: Any) -> None:

@@ -26,13 +26,15 @@ from torch import Tensor, nn
 from bochner._checks import BochnerError, extra, is_int, one_of, positive_float, positive_int
 from bochner._progress import speaker
 from bochner.hf import capture, inputs
+from bochner.hf.familiar import note
 from bochner.hf.io import layers_of
 from bochner.hf.judge import gives_distributions, pooled, rows_of
 from bochner.hf.layer import CHILD, Call, LinearAttention, all_converted
-from bochner.hf.measure import HeadErrors, error_on
+from bochner.hf.measure import HeadErrors, Samples, error_on
 from bochner.maps.landmark import LandmarkFeatures
 
-MEMORY = 2**29  # bytes of queries, keys and values held at a time
+MEMORY = 2**31  # bytes of queries, keys and values held at a time
+NOTED = 16  # batches whose queries and keys are noted again after weights were trained
 
 
 @dataclass
@@ -174,6 +176,8 @@ def _both_stages(
     finally:
         for p in model.parameters():
             p.requires_grad_(wanted.get(id(p), p.requires_grad))
+    if trained:
+        _note_again(model, batches)
     after = _quality(model, pairs[-held:])
     original = _quality(model, pairs[-held:], original=True)
     for name in before:
@@ -182,6 +186,25 @@ def _both_stages(
             report.quality[name]["original"] = original[name]
     report.seconds = first.clock.elapsed()
     return report
+
+
+def _note_again(model: Any, batches: Sequence[dict[str, Tensor]]) -> None:
+    """What queries and keys look like that trained weights make, for the alarm; maps stay fitted to their lengths."""
+    layers = {name: layer for name, layer in layers_of(model).items() if layer.plan.seen is not None}
+    samples = {name: Samples() for name in layers}
+
+    def look(name: str, call: Call) -> None:
+        if name in samples:
+            samples[name].add(call)
+
+    with capture.recording(model, look):
+        for batch in batches[:NOTED]:
+            capture.run(model, batch)
+    for name, layer in layers.items():
+        before: dict[str, Any] = layer.plan.seen or {}
+        note(layer.plan, samples[name].q, samples[name].k)
+        if layer.plan.seen is not None:
+            layer.plan.seen |= {"length": before["length"]} if "length" in before else {}
 
 
 def _check_lora(lora: Any, part: str | None, end_to_end: int, adapted: bool) -> None:

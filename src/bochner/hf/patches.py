@@ -189,7 +189,7 @@ def _warn_of_dropout(module: nn.Module, dropout: float) -> None:
 
 def _warn_of_strangers(own: LinearAttention, call: Call, cache: Any) -> None:
     """Warn of inputs unlike those that were calibrated on; pieces of a sequence after its first for length alone."""
-    if own.alarm is None or own.trained or torch.compiler.is_compiling():
+    if own.alarm is None or own.trained or not len(own.map_norm) or torch.compiler.is_compiling():
         return
     tokens = call.key.shape[-2] if cache is None else cache.seen
     if not own.alarm.rung_of_length and (fitted := fitted_length(own.plan, tokens)) is not None:

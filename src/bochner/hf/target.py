@@ -46,8 +46,8 @@ class Goal:
     """What to keep, what to save and at how many tokens; `judged`: the tokens of the texts that tell what is kept.
 
     `memory`: the share of it that a choice may take, None for the least that keeps the target; `demanded`: whether
-    `keep` was asked for, and is not only the unit of what is lost; `trains`: whether training follows, after which it
-    is told what is kept. `owner`: who was asked; `notes`: what the report is to say of the lengths.
+    `keep` was asked for, and is not only the unit of what is lost; `trains`: what is trained afterwards, `"maps"` or
+    `"weights"`, before it is told what is kept. `owner`: who was asked; `notes`: what the report says of the lengths.
     """
 
     keep: float
@@ -56,7 +56,7 @@ class Goal:
     judged: int
     memory: float | None = None
     demanded: bool = True
-    trains: bool = False
+    trains: str = ""
     owner: str = "convert"
     notes: tuple[str, ...] = ()
 
@@ -76,6 +76,11 @@ class Goal:
                 f"The 'judge_length' of {self.owner} must be at most the 'length', got {self.judged} and "
                 f"{self.length}: what is saved is counted at the longest texts."
             )
+
+    @property
+    def with_kernels(self) -> bool:
+        """Whether kernels are tried. Those of few heads are fitted to queries and keys that training would change."""
+        return self.memory is None or self.trains != "weights"
 
 
 class Option(NamedTuple):
@@ -259,7 +264,7 @@ class Search:
             length = layer.length if layer.plan.is_causal else min(longest, layer.length)
             # A window that covers half of the texts hides what it loses.
             judged = max(1, length * self.goal.judged // self.goal.length) if layer.plan.is_causal else length
-            for option in _options(layer.plan, judged, self.windows):
+            for option in _options(layer.plan, judged, self.windows, self.goal.with_kernels):
                 plan = layer.planned([option] * layer.plan.num_kv_heads)
                 if option.kind != "window" and not _fits(option, plan, samples[name].rows, longest, length):
                     continue
@@ -482,7 +487,9 @@ def _as_it_is(shape: capture.Shape, num_features: int, seed: int) -> LayerPlan:
     )
 
 
-def _options(plan: LayerPlan, length: int, windows: Sequence[int] | None = None) -> list[Option]:
+def _options(
+    plan: LayerPlan, length: int, windows: Sequence[int] | None = None, with_kernels: bool = True
+) -> list[Option]:
     """What the heads of a layer may become in sequences of some length, but exact."""
     if plan.is_cross:
         return [Option("kernel")]
@@ -492,6 +499,8 @@ def _options(plan: LayerPlan, length: int, windows: Sequence[int] | None = None)
         windows = [w for w in sizes if reach * w <= length // 2] or [sizes[0]]
         windows = windows[-NUM_CAUSAL_WINDOWS:] if plan.is_causal else windows
     found = [Option("window", w) for w in windows]
+    if not with_kernels:
+        return found
     if plan.is_causal and CAUSAL_HYBRID in windows:
         return [*found, Option("hybrid", CAUSAL_HYBRID)]
     found += [Option("hybrid", w) for w in windows[::-1][::2][::-1]]  # each is a fit: every other is enough
