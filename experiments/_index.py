@@ -629,9 +629,9 @@ def _speech_encoder(r: Any) -> Said:
 
 
 def _smollm_distilled(r: Any) -> Said:
-    before, now = r["converted"], r["trained"]
+    before, now, called = r["converted"], r["trained"], r["target"]
     small = max(now["ratio"], now["ratio_long"]) <= 1.01 and now["recall"] <= 1.35
-    good = small and min(now["512"]["kept"], now["4000"]["kept"]) >= 0.99
+    good = small and min(now["512"]["kept"], now["4000"]["kept"]) >= 0.99 and called["report"]["target"]["met"]
     stages = ", ".join(
         f"{name} {row['512']['kept']:.3f} and {row['4000']['kept']:.2f}"
         for name, row in r.items()
@@ -642,7 +642,9 @@ def _smollm_distilled(r: Any) -> Said:
         "adapters are trained for ten minutes.",
         f"{now['memory']:.3f} of the memory at 4,000 tokens; kept at 512 and at 4,000 tokens "
         f"{before['512']['kept']:.3f} and {before['4000']['kept']:.2f} before, {stages}; other authors, trained: ratios "
-        f"{now['ratio']:.3f} and {now['ratio_long']:.3f}, recall {now['recall']:.3f} (exact {r['exact'][2]:.3f}).",
+        f"{now['ratio']:.3f} and {now['ratio_long']:.3f}, recall {now['recall']:.3f} (exact {r['exact'][2]:.3f}). By one "
+        f"call, `keep=0.99, memory=0.15`: {called['memory']:.3f} of the memory, "
+        f"{called['report']['target']['trained']['4000']['kept']:.3f} on texts that it held back.",
         "reproduced" if good else "partly" if small else "not",
         "" if good else "less than 0.99 is kept" if small else "perplexity or recall is lost",
     )

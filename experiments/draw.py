@@ -241,6 +241,7 @@ def long_context() -> None:
     stages = stored("smollm_distilled")
     found["window 256, 8 of 90 groups exact"] = stages["converted"]["book"]
     found["window 256, 8 of 90 groups exact, trained"] = stages["trained"]["book"]
+    found["keep=0.99, memory=0.15, trained"] = stages["target"]["book"]
     fig, (left, right) = figure(2, figsize=(11, 3.8))
     exact = found["exact"]
     for i, (name, row) in enumerate(found.items()):

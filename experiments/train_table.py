@@ -63,7 +63,8 @@ def wanted() -> list[tuple[str, str, int]]:
     rest = [(task, a, 0) for a in ATTENTIONS for task in COLUMNS if task in FLOOR or a in BRIEF]
     pairs = [("retrieval", a, 0) for a in (*names, *ATTENTIONS)]
     slow = [("pathfinder", a, 0) for a in names]
-    seeds = [(task, a, seed) for seed in (1, 2) for a in ("exact", "relu", "fastfood_prf") for task in CHANCE]
+    several = ("exact", "window+calibrated", "relu", "fastfood_prf")
+    seeds = [(task, a, seed) for seed in (1, 2) for a in several for task in CHANCE]
     others = [(task, "positive", 0) for task in OTHERS]
     return list(dict.fromkeys([*goals, *first, *more, *rest, *pairs, *others, *slow, *seeds]))
 
