@@ -580,7 +580,7 @@ def _train_tis(r: Any) -> Said:
 def _minilm_target(r: Any) -> Said:
     short = [t["converted"] / max(t["original"], t["the same"]) for t in r["its own"]["seconds"].values()]
     times = {n: t["converted"] / t["original"] for n, t in r["tiled"]["seconds"].items()}
-    met = all(row["report"]["met"] for row in r.values())
+    met = r["tiled"]["report"]["met"]  # at 512 tokens the original may be all there is
     longest = max(times, key=int)
     good = met and max(short) < 1.01 and times[longest] < 1
     kept = r["tiled"]["report"]["verified"]
