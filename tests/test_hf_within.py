@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from hf_models import GROUPED, TEXT, build, texts_as_batches
+from hf_models import GROUPED, SUPPORTED, TEXT, build, texts_as_batches
 
 from bochner import BochnerError, BochnerWarning, advise, convert, distill, revert
 from bochner.hf import layers_of, plan_of, report_of
@@ -157,12 +157,14 @@ def test_training_leaves_out_what_is_held_back() -> None:
 def test_adapters_are_trained_and_become_a_part_of_the_weights() -> None:
     model = convert(llama(), None, window=8, sinks=2, exact_below=0)
     original = copy.deepcopy(model.state_dict())
+    asked = [p.requires_grad for p in model.parameters()]
     batches = [{"input_ids": ids(64, i)[None]} for i in range(8)]
     report = distill(model, batches, lora=4, end_to_end=20, end_to_end_lr=1e-2, loss="model")
     assert report.end_to_end is not None
     assert report.end_to_end[1] < report.end_to_end[0]
     now = model.state_dict()
     assert list(now) == list(original)
+    assert [p.requires_grad for p in model.parameters()] == asked
     moved = {name.split(".")[-2] for name in now if not torch.equal(now[name], original[name])}
     assert moved == {"q_proj", "k_proj", "v_proj", "o_proj"}
     deltas = [now[n] - original[n] for n in now if "_proj" in n and "mlp" not in n]
@@ -170,6 +172,19 @@ def test_adapters_are_trained_and_become_a_part_of_the_weights() -> None:
     with torch.no_grad():
         after = sum(model(**b, labels=b["input_ids"]).loss.item() for b in batches[-1:])
     assert after == pytest.approx(report.end_to_end[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "albert"])
+def test_adapters_of_every_kind_of_projection(family: str, recwarn: pytest.WarningsRecorder) -> None:
+    """Joint projections of GPT-2, which are transposed; an encoder; layers that share one module."""
+    model = build(family, SUPPORTED[family])
+    convert(model, None, window=8, sinks=1, exact_below=0)
+    names, data = list(model.state_dict()), [{"input_ids": ids(48, i)[None]} for i in range(6)]
+    report = distill(model, data, lora=2, end_to_end=12, end_to_end_lr=1e-2)
+    assert report.end_to_end is not None
+    assert report.end_to_end[1] < report.end_to_end[0]
+    assert list(model.state_dict()) == names
+    assert not [w for w in recwarn if "fan_in_fan_out" in str(w.message)]
 
 
 def test_training_that_fails_leaves_no_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +200,7 @@ def test_training_that_fails_leaves_no_adapters(monkeypatch: pytest.MonkeyPatch)
     now = model.state_dict()
     assert list(now) == list(original)
     assert all(torch.equal(now[n], original[n]) for n in now)
+    assert any(p.requires_grad for p in model.parameters())
 
 
 def test_figures_of_distillation_are_of_the_converted_model_below_the_border_too() -> None:
@@ -221,6 +237,8 @@ def test_bad_shares_and_adapters() -> None:
     with pytest.raises(BochnerError, match="'keep', 'memory'"):
         convert(llama(), window=8, calibration=data, memory=0.5, **LENGTHS)
     model = convert(llama(), None, window=8, sinks=2, exact_below=0)
+    with pytest.raises(BochnerError, match="'lora' of distill must be an int >= 0"):  # before the search
+        convert(llama(), calibration=[], memory=0.5, distill={"lora": 1.5}, **LENGTHS)
     for options, told in (
         ({"lora": -1}, "'lora' of distill must be an int >= 0"),
         ({"lora": 4, "part": "lm_head"}, "'part' is trained"),

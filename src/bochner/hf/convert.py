@@ -17,7 +17,7 @@ from bochner.hf import capture, inputs, io, measure
 from bochner.hf.aim import Found, TargetReport, aim, goal_of, shapes_of, target_data
 from bochner.hf.choose import ExactHeads, Recipe, choose_exact, drop_useless_kernels
 from bochner.hf.cost import crossover
-from bochner.hf.distill import DistillReport
+from bochner.hf.distill import DistillReport, check_lora
 from bochner.hf.distill import distill as transfer
 from bochner.hf.layer import LinearAttention
 from bochner.hf.measure import Statistics
@@ -227,6 +227,8 @@ def _check_options(distill: Any, seed: Any) -> None:
         raise BochnerError(f"The 'distill' of convert must be True or a dict of options of distill, got {distill!r}.")
     valid = set(inspect.signature(transfer).parameters) - {"model", "calibration", "progress"}
     unknown = sorted(set(distill) - valid) if isinstance(distill, dict) else []
+    if isinstance(distill, dict) and not unknown:
+        check_lora(distill.get("lora", 0), distill.get("part"), distill.get("end_to_end", 1))
     if unknown:
         raise BochnerError(f"The 'distill' of convert has no option {unknown[0]!r}; the options are {sorted(valid)}.")
 

@@ -125,7 +125,7 @@ def distill(
     training = _Training(steps, lr, patience, projections, _Clock(seconds), speaker(progress))
     one_of(loss, "loss", "distill", ("outputs", "model"))
     adapted = hasattr(model, "get_base_model")
-    _check_lora(lora, part, end_to_end, adapted)
+    check_lora(lora, part, end_to_end, adapted)
     model, tokenizer = capture.unwrap(model, tokenizer)
     attached = layers_of(model)
     names = list(attached) if layers is None else list(layers)
@@ -207,7 +207,8 @@ def _note_again(model: Any, batches: Sequence[dict[str, Tensor]]) -> None:
             layer.plan.seen |= {"length": before["length"]} if "length" in before else {}
 
 
-def _check_lora(lora: Any, part: str | None, end_to_end: int, adapted: bool) -> None:
+def check_lora(lora: Any, part: str | None = None, end_to_end: int = 1, adapted: bool = False) -> None:
+    """Refuse adapters that cannot be made or would not be trained."""
     if not is_int(lora) or lora < 0:
         raise BochnerError(f"The 'lora' of distill must be an int >= 0, the rank of the adapters, got {lora!r}.")
     if not lora:
@@ -215,7 +216,7 @@ def _check_lora(lora: Any, part: str | None, end_to_end: int, adapted: bool) -> 
     if adapted or part is not None or not end_to_end:
         why = "the model has adapters already" if adapted else ("'part' is trained" if part else "'end_to_end' is 0")
         raise BochnerError(
-            f"The 'lora' of distill makes adapters that end to end are trained, and {why}: leave it out."
+            f"The 'lora' of distill makes adapters, which are trained end to end, and {why}: leave it out."
         )
     extra("peft", "train", "The 'lora' of bochner.distill")
 
@@ -237,9 +238,11 @@ def _adapters(model: Any, rank: int) -> Iterator[None]:
     ]
     if not names:
         raise BochnerError("The 'lora' of distill finds no projections in the attention modules: use 'part' instead.")
+    wanted = {name: p.requires_grad for name, p in model.named_parameters()}
+    transposed = all(isinstance(model.get_submodule(name), Conv1D) for name in names)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=names)
+        config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=names, fan_in_fan_out=transposed)
         wrapped = peft.get_peft_model(model, config)
     wrapped.train(model.training)
     try:
@@ -247,7 +250,11 @@ def _adapters(model: Any, rank: int) -> Iterator[None]:
     except BaseException:
         wrapped.unload()
         raise
-    wrapped.merge_and_unload()
+    else:
+        wrapped.merge_and_unload()
+    finally:
+        for name, p in model.named_parameters():  # peft has frozen them
+            p.requires_grad_(wanted.get(name, p.requires_grad))
 
 
 def _fit_layers(
