@@ -1,8 +1,8 @@
 """What is exact thinned out, from a choice by sums to one that knows which heads stand in for each other.
 
-1. To save memory, the gates of all key heads are moved together while the budget falls (`bochner.hf.gates`). 2. What is
-exact is left out bit by bit, in the order of measured damage, while the target is kept. 3. Windows are narrowed, those
-first that lose least for what they save. To save time the same is done, with one option beside exact heads in a layer.
+1. The gates of all key heads are moved together while the budget falls (`bochner.hf.gates`). 2. What is exact is left
+out bit by bit, in the order of measured damage, while the target is kept. 3. Windows are narrowed, those first that
+lose least for what they save; where time is to be saved any other option may take their place.
 """
 
 from __future__ import annotations
