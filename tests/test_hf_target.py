@@ -609,3 +609,32 @@ def test_encoders_have_no_decoding_memory_to_save() -> None:
     assert sizes["encoder"] == 0 < sizes["decoder"]
     cross = next(layer for layer in plan_of(bart).layers if layer.is_cross)
     assert cross.cache_bytes(1000) == cross.cache_bytes(1000, converted=False) > 0
+
+
+class Misjudged:
+    """A judge of a made-up model that a kernel destroys, although each of its heads seemed to lose little by it."""
+
+    def __init__(self) -> None:
+        self.batches = [{"input_ids": ids(8)[None]}]
+
+    def quality(self, outputs: Any) -> Quality:
+        kinds = outputs(self.batches[0])
+        return Quality(math.exp(-2.0 * kinds.count("kernel") - 0.001 * kinds.count("window")))
+
+
+def test_damages_are_scaled_to_what_an_option_does_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum prefers kernels, of which any number is too much; tried everywhere they tell."""
+    goal = Goal(0.9, "time", 400, 400)
+    window, kernel = Option("window", 8), Option("kernel")
+    search = searched(llama(), goal, {kernel: torch.full((4,), 0.1), window: torch.full((4,), 0.5)}, torch.ones(4))
+    layer = search.layers["layer"]
+    assert search.choose(0.1)[0].count("kernel") == 4
+    monkeypatch.setattr(Search, "output", lambda self, layers, batch: layers["layer"].plan.kinds)
+    search._try_everywhere(Misjudged())  # type: ignore[arg-type]
+    layer.tabulate(goal)
+    assert [c.plan.layers[0].kinds[0] for c in search.tried] == ["kernel", "window"]
+    whole = {o: layer.damage(o).sum().item() for o in (kernel, window)}
+    assert whole[window] == pytest.approx(0.004 / -math.log(0.9))
+    assert whole[kernel] == pytest.approx(math.log(0.01) / math.log(0.9))  # what is kept counts down to a hundredth
+    assert [c.predicted for c in search.tried] == pytest.approx([whole[kernel], whole[window]])
+    assert search.choose(0.1)[0].count("window") == 4
