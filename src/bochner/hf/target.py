@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +36,6 @@ CAUSAL_HYBRID = 128  # the window of decoders that is tried with a kernel beside
 WEIGHED = 4  # batches that heads are weighed by
 LEAST_ERROR = 0.02  # errors below this say nothing about a head's sensitivity
 BUDGETS = (-5.0, 7.0)  # log2 of the damages that are tried, in units of what the target allows
-LEAST_KEPT, MOST_SCALED = 0.01, 1e4  # of an option that is tried everywhere, and by how much its damages are scaled
 REFINEMENTS = 2  # halvings of the last step between a budget that keeps the target and one that does not
 RETREATS = 6  # choices that are verified before giving up
 Say = Callable[[str], None]
@@ -114,7 +112,6 @@ class Layer:
     errors: dict[Option, Tensor] = field(default_factory=dict)
     seconds: dict[Option, float] = field(default_factory=dict)  # of the whole layer
     split: float = 0.0
-    scale: dict[Option, float] = field(default_factory=dict)  # of the damage, by what an option does everywhere
     sensitivity: dict[str, Tensor] = field(default_factory=dict)  # by kind
     tables: list[tuple[list[Option], Tensor, Tensor]] = field(default_factory=list)
 
@@ -122,7 +119,7 @@ class Layer:
         """What each key head loses by becoming an option, (g,)."""
         if option == EXACT:
             return torch.zeros(self.plan.num_kv_heads, dtype=torch.float64)
-        damages = self.scale.get(option, 1.0) * self.sensitivity[option.kind] * self.errors[option].double().square()
+        damages = self.sensitivity[option.kind] * self.errors[option].double().square()
         return damages.view(self.plan.num_kv_heads, -1).sum(-1)
 
     def cost(self, option: Option, goal: Goal) -> float:
@@ -245,8 +242,6 @@ class Search:
         self._measure_errors(judge)
         self._measure_times()
         self._measure_sensitivities(judge)
-        if self.goal.minimize == "time":
-            self._try_everywhere(judge)
         for layer in self.layers.values():
             layer.tabulate(self.goal)
 
@@ -348,23 +343,16 @@ class Search:
         self.seconds["weighing heads"] = time.monotonic() - began
 
     def _try_everywhere(self, judge: Judge) -> None:
-        """Run each option in all layers that have it: what that does scales its damages, which sums may have far off.
+        """Run each option in all layers that have it: where sums are far off, one of these may be all that keeps.
 
-        Kernels alone are the worst: single heads of a speech encoder lose little by them, and together nearly all.
+        A speech encoder loses little by the kernels of single heads, and nearly all by those of several; windows with a
+        kernel beside in all of its layers keep it.
         """
-        began = time.monotonic()
         for option in dict.fromkeys(option for layer in self.layers.values() for option in layer.made):
             having = {name: layer for name, layer in self.layers.items() if option in layer.made}
             plans = {name: layer.planned([option] * layer.plan.num_kv_heads) for name, layer in having.items()}
             predicted = sum(layer.damage(option).sum().item() for layer in having.values())
-            plan = Plan([plans.get(x.name, x) for x in self.draft.layers], self.draft.model_type)
-            candidate = self.run(plan, predicted, judge)
-            found = math.log(max(candidate.quality.kept, LEAST_KEPT)) / math.log(self.goal.keep)
-            scale = min(max(found / max(predicted, 1e-12), 1 / MOST_SCALED), MOST_SCALED)
-            candidate.predicted = scale * predicted
-            for layer in having.values():
-                layer.scale[option] = scale
-        self.seconds["trying everywhere"] = time.monotonic() - began
+            self.run(Plan([plans.get(x.name, x) for x in self.draft.layers], self.draft.model_type), predicted, judge)
 
     def choose(self, budget: float) -> tuple[Plan, float]:
         """The cheapest plan whose predicted damage is at most `budget`, and that damage."""
@@ -449,6 +437,8 @@ class Search:
     def frontier(self, judge: Judge) -> list[Candidate]:
         """Candidates around the cheapest that keeps the target, cheapest first."""
         began = time.monotonic()
+        if self.goal.minimize == "time":
+            self._try_everywhere(judge)
         low, high = BUDGETS
         middle: float
         if self.keeps(self.evaluate(2.0**high, judge)):
