@@ -37,7 +37,7 @@ def redraws(layer: Any, x: Tensor, count: int) -> Tensor:
         return torch.stack([layer.redraw_(generator=g)(x) for _ in range(count)])
 
 
-@pytest.mark.parametrize("method", ["bernstein", "chebyshev", "least_squares"])
+@pytest.mark.parametrize("method", ["bernstein", pytest.param("chebyshev", marks=pytest.mark.slow), "least_squares"])
 def test_layer_has_its_polynomial_as_mean_and_its_variance(method: str) -> None:
     layer = LinearizedLayer(W, B, "gelu", CALIBRATION, method=method, degree=3, num_features=24).double()
     mean = layer.polynomial(POINTS)

@@ -467,6 +467,7 @@ def test_two_processes_may_learn_the_word_pieces_at_once(own_cache: Path, monkey
 LINE = "a choir sings to the masses, the masses sing; \u00e9t\u00e9 "
 
 
+@pytest.mark.slow
 def test_word_pieces_are_the_same_in_every_process(own_cache: Path) -> None:
     pytest.importorskip("tokenizers")
     code = """
