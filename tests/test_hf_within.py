@@ -149,6 +149,7 @@ def test_training_leaves_out_what_is_held_back() -> None:
     for batch in trained:
         row = batch["input_ids"][0]
         assert len(row.unique()) < len(row)  # a passage comes again
+    assert len(split([{"input_ids": torch.arange(1400)[None]}], True).training(4000)) == 2  # of 840 tokens
     data = texts_as_batches(12, batch=1)
     parts = split(data, False)
     assert len(parts.training(64)) + len(parts.held) == len(data)

@@ -193,7 +193,7 @@ class Split:
         """What may be trained on: all but what is held back; of a language model texts in which passages come again."""
         if not self.is_language:
             return [*self.fit, *self.choose]
-        pieces = self.seen.split(min(TRAIN_LENGTH, judged, len(self.seen)))
+        pieces = self.seen.split(min(TRAIN_LENGTH, judged, len(self.seen) // 2))  # two at least: one tells when to stop
         whole = [piece for piece in pieces if len(piece) == len(pieces[0])]
         return [{"input_ids": Text(piece, i).ids} for i, piece in enumerate(whole)]
 

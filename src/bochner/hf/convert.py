@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from bochner._checks import BochnerError, BochnerWarning, is_int
 from bochner._progress import speaker
 from bochner.hf import capture, inputs, io, measure
+from bochner.hf.adapters import check_lora
 from bochner.hf.aim import Found, TargetReport, aim, goal_of, shapes_of, target_data
 from bochner.hf.choose import ExactHeads, Recipe, choose_exact, drop_useless_kernels
 from bochner.hf.cost import crossover
-from bochner.hf.distill import DistillReport, check_lora
+from bochner.hf.distill import DistillReport
 from bochner.hf.distill import distill as transfer
 from bochner.hf.layer import LinearAttention
 from bochner.hf.measure import Statistics

@@ -23,18 +23,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, extra, is_int, one_of, positive_float, positive_int
+from bochner._checks import BochnerError, extra, one_of, positive_float, positive_int
 from bochner._progress import speaker
 from bochner.hf import capture, inputs
-from bochner.hf.familiar import note
+from bochner.hf.adapters import adapters, check_lora, note_again
 from bochner.hf.io import layers_of
 from bochner.hf.judge import gives_distributions, pooled, rows_of
 from bochner.hf.layer import CHILD, Call, LinearAttention, all_converted
-from bochner.hf.measure import HeadErrors, Samples, error_on
+from bochner.hf.measure import HeadErrors, error_on
 from bochner.maps.landmark import LandmarkFeatures
 
 MEMORY = 2**31  # bytes of queries, keys and values held at a time
-NOTED = 16  # batches whose queries and keys are noted again after weights were trained
 
 
 @dataclass
@@ -139,7 +138,7 @@ def distill(
     labels = [batch.pop("labels", None) for batch in batches]
     own = _OwnLoss(model, batches, labels) if loss == "model" and end_to_end else None
     later = replace(training, steps=end_to_end, lr=end_to_end_lr, patience=end_to_end) if end_to_end else None
-    with all_converted(attached), _adapters(model, lora):
+    with all_converted(attached), adapters(model, lora):
         trained = _trained(model, part, adapted or lora > 0)
         mapped = [name for name in (attached if end_to_end else names) if len(attached[name].map_norm)]
         if not mapped and not (end_to_end and trained):
@@ -177,7 +176,7 @@ def _both_stages(
         for p in model.parameters():
             p.requires_grad_(wanted.get(id(p), p.requires_grad))
     if trained:
-        _note_again(model, batches)
+        note_again(model, batches)
     after = _quality(model, pairs[-held:])
     original = _quality(model, pairs[-held:], original=True)
     for name in before:
@@ -186,75 +185,6 @@ def _both_stages(
             report.quality[name]["original"] = original[name]
     report.seconds = first.clock.elapsed()
     return report
-
-
-def _note_again(model: Any, batches: Sequence[dict[str, Tensor]]) -> None:
-    """What queries and keys look like that trained weights make, for the alarm; maps stay fitted to their lengths."""
-    layers = {name: layer for name, layer in layers_of(model).items() if layer.plan.seen is not None}
-    samples = {name: Samples() for name in layers}
-
-    def look(name: str, call: Call) -> None:
-        if name in samples:
-            samples[name].add(call)
-
-    with capture.recording(model, look):
-        for batch in batches[:NOTED]:
-            capture.run(model, batch)
-    for name, layer in layers.items():
-        before: dict[str, Any] = layer.plan.seen or {}
-        note(layer.plan, samples[name].q, samples[name].k)
-        if layer.plan.seen is not None:
-            layer.plan.seen |= {"length": before["length"]} if "length" in before else {}
-
-
-def check_lora(lora: Any, part: str | None = None, end_to_end: int = 1, adapted: bool = False) -> None:
-    """Refuse adapters that cannot be made or would not be trained."""
-    if not is_int(lora) or lora < 0:
-        raise BochnerError(f"The 'lora' of distill must be an int >= 0, the rank of the adapters, got {lora!r}.")
-    if not lora:
-        return
-    if adapted or part is not None or not end_to_end:
-        why = "the model has adapters already" if adapted else ("'part' is trained" if part else "'end_to_end' is 0")
-        raise BochnerError(
-            f"The 'lora' of distill makes adapters, which are trained end to end, and {why}: leave it out."
-        )
-    extra("peft", "train", "The 'lora' of bochner.distill")
-
-
-@contextlib.contextmanager
-def _adapters(model: Any, rank: int) -> Iterator[None]:
-    """Adapters of some rank beside the projections of all attention modules, at the end merged into the weights."""
-    if not rank:
-        yield
-        return
-    from transformers.pytorch_utils import Conv1D
-
-    peft = extra("peft", "train", "The 'lora' of bochner.distill")
-    names = [
-        f"{name}.{inner}"
-        for name in layers_of(model)
-        for inner, module in model.get_submodule(name).named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and CHILD not in inner.split(".")
-    ]
-    if not names:
-        raise BochnerError("The 'lora' of distill finds no projections in the attention modules: use 'part' instead.")
-    wanted = {name: p.requires_grad for name, p in model.named_parameters()}
-    transposed = all(isinstance(model.get_submodule(name), Conv1D) for name in names)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=names, fan_in_fan_out=transposed)
-        wrapped = peft.get_peft_model(model, config)
-    wrapped.train(model.training)
-    try:
-        yield
-    except BaseException:
-        wrapped.unload()
-        raise
-    else:
-        wrapped.merge_and_unload()
-    finally:
-        for name, p in model.named_parameters():  # peft has frozen them
-            p.requires_grad_(wanted.get(name, p.requires_grad))
 
 
 def _fit_layers(
