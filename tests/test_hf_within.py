@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from hf_models import GROUPED, SUPPORTED, TEXT, build, texts_as_batches
 
 from bochner import BochnerError, BochnerWarning, advise, convert, distill, revert
-from bochner.hf import layers_of, plan_of, report_of
+from bochner.hf import cache_bytes, layers_of, plan_of, report_of
 from bochner.hf.aim import split
 from bochner.hf.capture import Shape
 from bochner.hf.judge import Quality
@@ -118,6 +118,7 @@ def test_what_keeps_too_little_within_the_memory_is_left_alone_unless_it_is_trai
     assert report.distillation is not None
     assert plan_of(model).converted
     assert set(report.target.trained) == {200, 400, 800}
+    assert {name.split()[0] for head in report.target.heads for name in head.errors} == {"window"}  # no kernels
     assert not report.target.met
     assert "trained" in str(report)
     after = dict(model.named_parameters())
@@ -222,6 +223,7 @@ def test_a_border_that_is_changed_holds_for_decoding_too() -> None:
         model(tokens[:, :50], past_key_values=cache, use_cache=True)
         rest = model(tokens[:, 50:], past_key_values=cache, use_cache=True).logits
     torch.testing.assert_close(rest, whole[:, 50:], atol=1e-4, rtol=1e-4)
+    assert cache_bytes(cache) < plan_of(model).cache_bytes(60, converted=False) / 2
     with torch.no_grad():
         assert not torch.allclose(model(tokens).logits, whole, atol=1e-4)
 
@@ -258,7 +260,7 @@ def test_trained_weights_are_no_strangers(recwarn: pytest.WarningsRecorder) -> N
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.neg_()
             layer.self_attn.k_proj.weight.mul_(3.0)
-    distill(model, data, lora=2, steps=1, end_to_end=1)
+    distill(model, [{"input_ids": ids(80, i)[None]} for i in range(8)], lora=2, steps=1, end_to_end=1)
     for name, layer in layers_of(model).items():
         assert layer.plan.seen is not None
         assert layer.plan.seen["mean"] != before[name]["mean"]
@@ -272,6 +274,8 @@ def test_trained_weights_are_no_strangers(recwarn: pytest.WarningsRecorder) -> N
 def test_windows_have_nothing_to_be_strange_to(recwarn: pytest.WarningsRecorder) -> None:
     data = [{"input_ids": ids(96, i)[None]} for i in range(8)]
     model = convert(llama(), None, window=8, sinks=2, exact_below=0, calibration=data)
+    for layer in layers_of(model).values():
+        layer.plan.seen = {"places": 64, "mean": [100.0] * 8, "spread": [1e-3] * 8, "length": 96}
     with torch.no_grad():
         model(torch.full((1, 96), 7))
     assert not [w for w in recwarn if "unlike the calibration" in str(w.message)]
