@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bochner import absorb, attention_matrix, empty_state, feature_map, linear_attention
-from bochner.attention.call import BLOCK_ELEMENTS
-from bochner.attention.causal import CHUNK
+from bochner.attention.layout import CHUNK
+from bochner.attention.scan import ELEMENTS
 from bochner.maps.base import FeatureMap
 
 HEADS, D, M = 8, 64, 256
@@ -61,7 +61,7 @@ def floor(is_causal: bool) -> Attention:
 
     def products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         wt = w.to(q.dtype).mT
-        rows = min(CHUNK if is_causal else max(64, BLOCK_ELEMENTS // (q.shape[0] * q.shape[1] * M)), q.shape[-2])
+        rows = min(CHUNK if is_causal else max(64, ELEMENTS // (q.shape[0] * q.shape[1] * M)), q.shape[-2])
         out = torch.empty_like(v)
         kv = torch.zeros(*k.shape[:2], M, v.shape[-1], dtype=q.dtype)
         features, part = (q.new_empty(*q.shape[:2], rows, size) for size in (M, v.shape[-1]))

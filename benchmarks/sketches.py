@@ -16,7 +16,7 @@ from _timing import arguments, best_times, machine, show, table, write
 from torch import Tensor
 
 from bochner._checks import BochnerWarning
-from bochner.attention.core import linear_attention
+from bochner.attention import linear_attention
 from bochner.maps.base import FeatureMap, kernel_estimate
 from bochner.maps.exponential import PositiveFeatures
 from bochner.maps.local import (

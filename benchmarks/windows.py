@@ -84,7 +84,9 @@ def measure_windows(lengths: list[int], budget: float) -> list[Row]:
                 "block": lambda q, k, v, phi=phi, near=near: linear_attention(
                     q, k, v, phi, window_kind="block", **near
                 ),
-                "sliding": lambda q, k, v, phi=phi, near=near: linear_attention(q, k, v, phi, **near),
+                "sliding": lambda q, k, v, phi=phi, near=near: linear_attention(
+                    q, k, v, phi, window_kind="sliding", **near
+                ),
                 "exact": exact(s["is_causal"]),
             }
             calls = {key: forward(f, qkv) for key, f in subjects.items()}

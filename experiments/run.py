@@ -26,6 +26,7 @@ QUICK = {
     "landmark_frontier": ["--cases", "minilm", "--layers", "1", "--sizes", "32", "256"],
     "hybrid_angles": ["--estimates", "300"],
     "hybrid_surface": [],
+    "moments_frontier": ["--cases", "minilm, window", "--layers", "1", "--texts", "2"],
     "projection_bias": [],
     "quasi_random_table": ["--draws", "5"],
     "sampled_softmax": ["--steps", "100", "--seeds", "1"],

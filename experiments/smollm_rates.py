@@ -42,7 +42,7 @@ def groups_exact(count: int, window: int) -> Plan:
         exact = {g for g in range(3) if (3 * i + g) * count // 90 != (3 * i + g + 1) * count // 90}
         kinds = ["exact" if h // 3 in exact else "window" for h in range(9)]
         name = f"model.layers.{i}.self_attn"
-        layers.append(LayerPlan(name, 9, 3, 64, 64, kinds, window=window, sinks=4, is_causal=True))
+        layers.append(LayerPlan(name, 9, 3, 64, 64, kinds, window, 4, "sliding", is_causal=True))
     return Plan(layers, "llama")
 
 

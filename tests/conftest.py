@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bochner import data
+from bochner.maps import FEATURE_MAPS
 
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
@@ -49,3 +50,12 @@ def every_call_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny inputs lie below every measured crossover: here `convert` takes `exact_below=0` unless it is given."""
     if "transformers" in sys.modules:
         monkeypatch.setattr("bochner.hf.convert.crossover", lambda plan: 0)
+
+
+@pytest.fixture
+def own_maps() -> Iterator[None]:
+    """Maps that a test registers are forgotten after it."""
+    before = dict(FEATURE_MAPS)
+    yield
+    FEATURE_MAPS.clear()
+    FEATURE_MAPS.update(before)

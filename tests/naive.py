@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from bochner import BochnerWarning
 from bochner.maps.base import FeatureMap
 
 
@@ -34,7 +37,7 @@ def naive_weights(
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
-    window_kind: str = "sliding",
+    window_kind: str = "block",
     sinks: int = 0,
 ) -> Tensor:
     """Unnormalised weights (b, h, n, s), entry by entry from their definition."""
@@ -71,6 +74,30 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, *, normali
     if normalize:
         weights = weights / torch.where(total == 0, 1.0, total)
     return weights @ v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+
+def signed_attention(
+    x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, *, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attention of scaled x and y by a signed map, and which rows (b, h, n, 1) have too small a normaliser.
+
+    Those, below a tenth of `|phi(x)| |sum psi(y)|`, get the mean of the values that they see.
+    """
+    fx, fy, ones = phi(x, "query").dense(), phi(y, "key").dense(), torch.ones(x.shape[-2], y.shape[-2], dtype=v.dtype)
+    seen = ones.tril() if is_causal else ones
+    weights = (fx @ fy.mT) * seen
+    total, bound = weights.sum(-1, keepdim=True), fx.norm(dim=-1, keepdim=True) * (seen @ fy).norm(dim=-1, keepdim=True)
+    small = total < 0.1 * bound
+    weights = torch.where(small, seen / seen.sum(-1, keepdim=True), weights / total)
+    return weights @ v, small
+
+
+def said_of(small: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Expect the warning that counts these rows, or none where there is no such row."""
+    if not bool(small.any()):
+        return contextlib.nullcontext()
+    rows = f"{int(small.sum())} of {small.numel()} attention rows have a normaliser near or below zero"
+    return pytest.warns(BochnerWarning, match=rows)
 
 
 def _exact_places(b: int, n: int, s: int, mask: Tensor | None, window: int | None, kind: str, sinks: int) -> Tensor:

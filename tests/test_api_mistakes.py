@@ -73,7 +73,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: bochner.convert(bert(), calibration=["some text"] * 4),
         r"Calibration texts need a 'tokenizer'; pass the model's, or pass tokenized batches",
     ),
-    "nothing to calibrate on": (lambda: bochner.convert(bert()), r"needs 'calibration': some texts of the kind"),
+    "nothing to calibrate on": (
+        lambda: bochner.convert(bert(), "landmark"),
+        r"needs 'calibration': some texts of the kind",
+    ),
 }
 
 

@@ -68,19 +68,21 @@ def test_maps_work_in_double_precision_by_default_or_by_cast(name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_map_redrawn_before_the_backward_pass_gives_no_wrong_gradient(kind: str) -> None:
+    """Of an exponential map what is needed was kept, of any other it is refused."""
     q, k, v = (t.requires_grad_() for t in draw_qkv(40))
-    phi = feature_map("positive", dim=4, num_features=8)
-    want = gradients(linear_attention(q, k, v, phi, **KINDS[kind]), q, k, v)
-    out = linear_attention(q, k, v, phi, **KINDS[kind])
-    phi.redraw_(seed=5)
-    if kind == "bidirectional":  # what is needed was kept
-        assert_same(gradients(out, q, k, v), want)
-        return
-    with pytest.raises(BochnerError, match="redrawn or changed between the forward and the backward pass"):
-        gradients(out, q, k, v)
+    for name in ("positive", "relu"):
+        phi = feature_map(name, dim=4, num_features=8)
+        want = gradients(linear_attention(q, k, v, phi, **KINDS[kind]), q, k, v)
+        out = linear_attention(q, k, v, phi, **KINDS[kind])
+        phi.redraw_(seed=5)
+        if name == "positive":
+            assert_same(gradients(out, q, k, v), want)
+            continue
+        with pytest.raises(BochnerError, match="changed between the forward and the backward pass"):
+            gradients(out, q, k, v)
 
 
-def test_clamping_small_normalisers_does_not_depend_on_chunks() -> None:
+def test_small_normalisers_do_not_depend_on_chunks() -> None:
     phi = feature_map("trig", dim=4, num_features=4)
     q, k, v = draw_qkv(300, scale=3.0)
     how: dict[str, Any] = {"phi": phi, "is_causal": True}
@@ -178,10 +180,10 @@ def test_steps_are_finite_wherever_whole_sequences_are(sigma: float, options: di
     phi = feature_map("positive", dim=8, num_features=32)
     for seed in range(5):
         q, k, v = draw_qkv(20, d=8, scale=sigma, dtype=torch.float32, seed=seed)
-        whole = linear_attention(q, k, v, phi, is_causal=True, **options)
         rows, state = [], None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BochnerWarning)
+            whole = linear_attention(q, k, v, phi, is_causal=True, **options)
             for i in range(20):
                 token = (t[:, :, i : i + 1] for t in (q, k, v))
                 how: dict[str, Any] = {"is_causal": True, "return_state": True, "state": state, **options}
@@ -270,9 +272,7 @@ def test_where_nothing_can_be_refused_rows_that_see_nan_are_nan_and_no_others(na
 @pytest.mark.parametrize("sigma", [15.0, 30.0])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["positive", "relu"])
-def test_torch_func_gets_rows_right_that_leave_the_range_of_single_precision(
-    name: str, kind: str, sigma: float
-) -> None:
+def test_under_torch_func_rows_out_of_range_are_what_they_are_elsewhere(name: str, kind: str, sigma: float) -> None:
     q, k, v = draw_qkv(128, d=16, dtype=torch.float32)
     q, k = q * sigma, k * sigma
     phi = feature_map(name, dim=16, num_features=64)
@@ -280,14 +280,16 @@ def test_torch_func_gets_rows_right_that_leave_the_range_of_single_precision(
     def attend(*inputs: torch.Tensor) -> torch.Tensor:
         return linear_attention(*inputs, phi, **KINDS[kind])
 
-    want = attend(q.double(), k.double(), v.double())
-    assert_same(mapped(attend)(q, k, v).double(), want, tol=1e-4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BochnerWarning)
+        want = attend(q, k, v)
+    assert_same(mapped(attend)(q, k, v), want, tol=1e-3)
     grad = torch.func.grad(lambda q, k, v: attend(q, k, v).square().sum(), argnums=(0, 1, 2))
     assert all(g.isfinite().all() for g in grad(q, k, v))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_rows_that_are_lost_are_nan_and_never_zero(kind: str) -> None:
+def test_compiled_rows_out_of_range_are_what_they_are_elsewhere(kind: str) -> None:
     q, k, v = draw_qkv(128, d=16, dtype=torch.float32)
     phi = feature_map("positive", dim=16, num_features=64)
     mask = torch.zeros(2, 128, dtype=torch.bool)
@@ -298,11 +300,9 @@ def test_compiled_rows_that_are_lost_are_nan_and_never_zero(kind: str) -> None:
         return linear_attention(*inputs, phi, key_padding_mask=mask, **KINDS[kind])
 
     out = compiled(attend)(q, k, v)
-    lost = out.isnan().all(-1)
-    assert lost.any() == (kind == "causal")
     assert out[1].eq(0).all()  # nothing to see
-    assert out[0][~lost[0]].ne(0).any(-1).all()
-    with torch.no_grad():
-        assert_same(out[~lost].double(), attend(q.double(), k.double(), v.double())[~lost], tol=1e-3)
-    grads = torch.autograd.grad(out[~lost].sum(), (q, k))
-    assert all(g.isfinite().all() for g in grads)
+    assert out[0].ne(0).any(-1).all()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", BochnerWarning)
+        assert_same(out, attend(q, k, v), tol=1e-3)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k)))

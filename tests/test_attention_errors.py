@@ -60,7 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {name: x.to(torch.float8_e4m3fn) for name, x in (("q", Q), ("k", K), ("v", V))},
         "must be float16, bfloat16, float32 or float64, got torch.float8_e4m3fn; call .bfloat16()",
     ),
-    "policy": ({"on_small_normalizer": "eps"}, "must be one of .*'clamp', 'zero', 'raise'.*, got 'eps'"),
+    "policy": ({"on_small_normalizer": "eps"}, "must be one of .*'mean', 'zero', 'raise'.*, got 'eps'"),
     "causal cross": (
         {"k": Q[:, :, :5], "v": Q[:, :, :5], "is_causal": True},
         "needs at least as many keys as queries, got n=10 and s=5",
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "state type": ({"is_causal": True, "state": (1, 2, 3)}, "must be a bochner.State, got tuple"),
     "state of a map": (
         {"is_causal": True, "state": empty_state((2, 2), 9, 3, dtype=torch.float32)},
-        r"kv of shape \(2, 2, 9, 3\), this call needs \(2, 2, 8, 3\): it belongs to another map",
+        r"sums of shape \(2, 2, 9, 4\), this call needs \(2, 2, 8, 4\): it belongs to another map",
     ),
     "state dtype": (
         {"is_causal": True, "state": empty_state((2, 2), 8, 3, dtype=torch.float64)},
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "state window": ({"is_causal": True, "state": STATE, "window": 3}, "made with window=0, sinks=0, this call has"),
     "state sinks": (
         {"is_causal": True, "state": WINDOWED, "window": 3, "sinks": 2},
-        "made with window=3, sinks=1, window_kind='sliding', this call has window=3, sinks=2",
+        "made with window=3, sinks=1, window_kind='block', this call has window=3, sinks=2",
     ),
     "state not causal": ({"state": STATE}, "can be resumed only with is_causal=True"),
     "return_state": ({"return_state": True}, "'return_state' needs is_causal=True"),

@@ -14,7 +14,7 @@ from naive import assert_same, draw_qkv
 from torch import Tensor
 
 from bochner import attention_matrix, feature_map, linear_attention
-from bochner.attention import recompute
+from bochner.attention import autograd
 
 SIGNED = {"name": "landmark", "positive": False}  # topped up
 
@@ -162,7 +162,7 @@ def test_rows_that_were_topped_up_have_adjoints_by_hand(how: dict[str, Any], r: 
         return torch.autograd.grad(out.square().sum(), inputs)
 
     want = slopes(False)
-    monkeypatch.setattr(recompute, "differentiate", None)
+    monkeypatch.setattr(autograd, "differentiate", None)
     assert_same(slopes(True), want, 1e-11)
 
 

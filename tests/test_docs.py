@@ -104,7 +104,8 @@ def one_process(tmp_path: Path) -> Iterator[None]:
         if any(why is None for _, why in snippets(page))
     ],
 )
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: Any, one_process: None) -> None:
+@pytest.mark.usefixtures("one_process", "own_maps")
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
     names = {"__name__": page.stem} | PRESUPPOSED.get(page.name, dict)()
     monkeypatch.chdir(tmp_path)
     for number, (code, why) in enumerate(snippets(page), start=1):

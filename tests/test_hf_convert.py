@@ -385,7 +385,7 @@ def test_an_encoder_decoder_converts_its_cross_attention() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no calibration": ({"calibration": None}, "needs 'calibration'"),
+    "no calibration": ({"calibration": None, "feature_map": "landmark"}, "needs 'calibration'"),
     "empty calibration": ({"calibration": []}, "empty"),
     "little calibration": ({"calibration": texts_as_batches(1, 1, 8)}, "Too little calibration"),
     "texts without tokenizer": ({"calibration": ["a text"]}, "tokenizer"),

@@ -20,7 +20,8 @@ from bochner.hf.plan import LayerPlan  # noqa: E402
 
 
 def layer(name: str, heads: int, kv: int, dim: int = 8) -> LinearAttention:
-    return LinearAttention(LayerPlan(name, heads, kv, dim, dim, ["window"] * heads, window=3, sinks=1, is_causal=True))
+    kinds = ["window"] * heads
+    return LinearAttention(LayerPlan(name, heads, kv, dim, dim, kinds, 3, 1, "sliding", is_causal=True))
 
 
 class Asked:

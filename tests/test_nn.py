@@ -71,12 +71,21 @@ def test_a_torch_state_dict_loads_inside_a_larger_model() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"per_head": True}, {"window": 3, "sinks": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": False},
+        {"per_head": True},
+        {"window": 3, "sinks": 1},
+        {"window": 3, "sinks": 1, "window_kind": "sliding"},
+    ],
+)
 def test_output_is_the_quadratic_attention_of_its_heads(is_causal: bool, options: dict[str, Any]) -> None:
     module = make(**options)
     x = draw(2, 20, E)
     mask = torch.arange(20).expand(2, -1) >= torch.tensor([[20], [13]])
-    exact = {name: options[name] for name in ("window", "sinks") if name in options}
+    exact = {name: options[name] for name in ("window", "sinks", "window_kind") if name in options}
     want = through_weights(module, x, x, x, is_causal=is_causal, key_padding_mask=mask, **exact)
     got, weights = module(x, x, x, key_padding_mask=mask, is_causal=is_causal)
     assert weights is None
@@ -187,7 +196,15 @@ def test_a_whole_encoder_and_decoder_run_with_it() -> None:
         assert_same(run(), want)
 
 
-@pytest.mark.parametrize("options", [{}, {"rotary": True}, {"window": 3, "sinks": 1, "rotary": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rotary": True},
+        {"window": 3, "sinks": 1, "rotary": True},
+        {"window": 3, "sinks": 1, "window_kind": "sliding", "rotary": True},
+    ],
+)
 def test_decoding_steps_equal_one_causal_pass(options: dict[str, Any]) -> None:
     module = make(**options)
     x = draw(2, 20, E)
@@ -200,7 +217,9 @@ def test_decoding_steps_equal_one_causal_pass(options: dict[str, Any]) -> None:
             held.append(state.attention.nbytes)
         assert_same(torch.cat(rows, dim=1), want)
         assert state.position == 20
-        assert len(set(held[4:])) <= 1  # a window of 3 is full by then
+        # A sliding window of 3 is full by then; blocks of 3 fill and start again.
+        period = 3 if module.window and module.window_kind == "block" else 1
+        assert held[4 + period :] == held[4:-period]
 
 
 def test_rotated_products_depend_on_the_difference_of_positions_only() -> None:

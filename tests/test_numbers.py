@@ -122,6 +122,14 @@ def frontier(case: str, name: str, *sizes: int) -> list[float]:
     return [row[str(m)] for m in sizes] if sizes else [row["all"]]
 
 
+def beside_window(name: str) -> list[float]:
+    """Of a map beside a window: MiniLM's error in and out of domain and its time, SmolLM2's out of domain and time."""
+    encoder, decoder = (experiment("moments_frontier")[f"{model}, window"] for model in ("minilm", "smollm2"))
+    times = [case["seconds"][name] / case["seconds"]["exact"] for case in (encoder, decoder)]
+    out = "out of domain"
+    return [encoder["in domain"][name], encoder[out][name], times[0], decoder[out][name], times[1]]
+
+
 WINDOW_BLOCKS, RECIPE = "window + sinks, blocks", "window 128 + sinks, 10 % exact, blocks"
 
 
@@ -338,6 +346,12 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float]]]] = [
         lambda: [experiment("minilm_heads")["calibrated"]["256"]],
     ),
     ("which-map.md", "(`landmark`: N) what random", lambda: frontier("minilm", "landmark", 32)),
+    ("which-map.md", "| nothing | N | N | N | N | N |", lambda: beside_window("nothing")),
+    ("which-map.md", "| `calibrated`, m = 128 | N | N | N | N | N |", lambda: beside_window("calibrated 128")),
+    ("which-map.md", "| `landmark`, m = 64 | N | N | N | N | N |", lambda: beside_window("landmark 64")),
+    ("which-map.md", "| `moments`, 1 group | N | N | N | N | N |", lambda: beside_window("moments 1")),
+    ("which-map.md", "| `moments`, 4 groups | N | N | N | N | N |", lambda: beside_window("moments 4")),
+    ("which-map.md", "| `moments`, 16 groups | N | N | N | N | N |", lambda: beside_window("moments 16")),
     (
         "projections.md",
         "| QR without its signs fixed | **N** ± N | **N** ± N | **N** ± N | **N** ± N |",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -145,15 +146,16 @@ def test_names_that_are_imported_late_are_the_real_ones():
     assert out.split() == ["True", "True"]
 
 
-SHORT = ("clustered", "generalized", "hybrid", "learned", "local", "parallel", "polyfit", "sketches", "taylor")
-
-
-def test_modules_can_be_imported_by_their_short_names():
-    lines = [f"import bochner.{x}; from bochner.{x} import __doc__; print(bochner.{x}.__name__)" for x in SHORT]
-    code = "\n".join(lines)
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.split() == [getattr(bochner, name).__name__ for name in SHORT]
-    assert all(import_module(f"bochner.{name}") is getattr(bochner, name) for name in SHORT)
+def test_windows_and_policies_have_one_default_everywhere():
+    plan, measure = (import_module(f"bochner.hf.{name}") for name in ("plan", "measure"))
+    fit, landmark = (import_module(f"bochner.maps.{name}") for name in ("landmark_fit", "landmark"))
+    parallel = import_module("bochner.attention.parallel").sequence_parallel_attention
+    windows = [bochner.linear_attention, bochner.exact_attention, bochner.attention_matrix]
+    windows += [bochner.nn.MultiheadAttention, landmark.LandmarkFeatures.calibrate_]
+    windows += [fit.Near, plan.LayerPlan, measure.Far.of]
+    assert {inspect.signature(f).parameters["window_kind"].default for f in windows} == {"block"}
+    policies = {inspect.signature(f).parameters["on_small_normalizer"].default for f in (windows[0], parallel)}
+    assert policies == {"mean"}
 
 
 def test_every_public_name_exists_and_is_documented():

@@ -171,7 +171,8 @@ def test_shards_of_lower_precision_differ_by_rounding(dtype: torch.dtype, ranks:
 
 
 def test_only_states_cross_the_wire(ranks: list[dict[str, Any]]) -> None:
-    state = 8 * 2 * 2 * (8 * (3 + 1) + 1)  # float64, 2 sequences, 2 heads, m = 8, v = 3, a column of norms, a scale
+    # float64, 2 sequences, 2 heads, m = 8, v = 3, a column of norms; a scale; the sum of the values and their number
+    state = 8 * 2 * 2 * (8 * (3 + 1) + 1 + (3 + 1))
     for name in ("bidirectional", "causal"):
         assert {rank[f"{name} sent"] for rank in ranks} == {state + 4}  # and whether all inputs are finite
 

@@ -13,7 +13,7 @@ from stats import check_mean, check_mse, check_mse_at_most
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner.attention.core import linear_attention
+from bochner.attention import linear_attention
 from bochner.maps.base import FeatureMap, kernel_estimate
 from bochner.maps.polynomial import (
     MaclaurinFeatures,

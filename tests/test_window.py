@@ -26,12 +26,13 @@ def padding(b: int, s: int) -> Tensor:
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 127, 129, 300])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (5, 2), (130, 4), (None, 1), (None, 3)])
+@pytest.mark.parametrize("kind", ["block", "sliding"])
 def test_output_and_gradients_are_those_of_the_quadratic_definition(
-    n: int, is_causal: bool, window: int | None, sinks: int
+    n: int, is_causal: bool, window: int | None, sinks: int, kind: str
 ) -> None:
     phi = make()
     q, k, v = (t.requires_grad_() for t in draw_qkv(n))
-    options: dict[str, Any] = {"is_causal": is_causal, "window": window, "sinks": sinks}
+    options: dict[str, Any] = {"is_causal": is_causal, "window": window, "sinks": sinks, "window_kind": kind}
     want = naive_attention(q, k, v, phi, **options)
     got = linear_attention(q, k, v, phi, **options)
     assert_same(got, want)
@@ -52,8 +53,7 @@ def test_segments_and_cuts_do_not_show(
     options: dict[str, Any] = {"is_causal": is_causal, "window": window, "window_kind": kind, "sinks": 2}
     options |= {"key_padding_mask": padding(2, 220)}
     want = naive_attention(q, k, v, phi, **options)
-    width = (3 - is_causal) * (window if kind == "block" else max(window, 16 if is_causal else 64))
-    monkeypatch.setattr("bochner.attention.zone.ZONE_ELEMENTS", rows * 2 * 2 * 2 * (width + phi.feature_dim))
+    monkeypatch.setattr("bochner.attention.attend.rows_at_once", lambda *_: rows)
     got = linear_attention(q, k, v, phi, **options)
     assert_same(got, want)
     assert_same(gradients(got, q, k, v, *parameters), gradients(want, q, k, v, *parameters))

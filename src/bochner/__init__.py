@@ -1,6 +1,5 @@
 """Bochner: linear-time attention and kernel methods for PyTorch, with their error stated."""
 
-import sys
 from typing import TYPE_CHECKING
 
 from bochner import attention, data, feedforward, maps, nn, theory
@@ -8,6 +7,7 @@ from bochner._checks import BochnerError, BochnerWarning, MissingExtraError
 from bochner._lazy import lazy
 from bochner._version import __version__
 from bochner.attention import (
+    PreparedMap,
     State,
     absorb,
     attention_matrix,
@@ -15,31 +15,13 @@ from bochner.attention import (
     exact_attention,
     linear_attention,
     merge,
-    parallel,
     read,
 )
-from bochner.feedforward import polyfit, taylor
-from bochner.maps import (
-    FeatureMap,
-    Features,
-    clustered,
-    feature_map,
-    generalized,
-    hybrid,
-    kernel_estimate,
-    learned,
-    local,
-)
-from bochner.maps import polynomial as sketches
+from bochner.maps import FeatureMap, Features, feature_map, kernel_estimate, register_map
 
 if TYPE_CHECKING:
     from bochner import matvec
     from bochner.matvec import Estimate, KernelOperator
-
-# Modules of a package that also have a short name: `from bochner.parallel import ...` works as `bochner.parallel` does.
-for _module in (clustered, generalized, hybrid, learned, local, parallel, polyfit, taylor):
-    sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module
-sys.modules[f"{__name__}.sketches"] = sketches
 
 # Imported when first asked for: they need an extra (transformers, scikit-learn, typer ...) or the larger half of scipy.
 _LAZY = {
@@ -67,13 +49,13 @@ __all__ = [
     "Features",
     "KernelOperator",
     "MissingExtraError",
+    "PreparedMap",
     "State",
     "__version__",
     "absorb",
     "advise",
     "attention",
     "attention_matrix",
-    "clustered",
     "convert",
     "data",
     "distill",
@@ -82,26 +64,19 @@ __all__ = [
     "exact_attention",
     "feature_map",
     "feedforward",
-    "generalized",
     "hf",
-    "hybrid",
     "kernel_estimate",
-    "learned",
     "linear_attention",
-    "local",
     "maps",
     "matvec",
     "merge",
     "nn",
-    "parallel",
-    "polyfit",
     "read",
+    "register_map",
     "revert",
     "sampling",
-    "sketches",
     "sparsity",
     "tasks",
-    "taylor",
     "theory",
 ]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+LOOKS = True  # set to False to take the path of other devices on the CPU
 WORTHWHILE, LARGEST = 2**14, 2**22  # elements of a product between which its memory is kept: at most 16 MB in float32
 
 
@@ -18,6 +19,16 @@ def is_composed() -> bool:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
     return forward_ad._current_level >= 0 or is_fake()
+
+
+def may_look(x: Tensor) -> bool:
+    """Whether asking for a value is cheap and possible: not on other devices, not while tracing or transforming."""
+    return LOOKS and x.device.type == "cpu" and not is_composed()
+
+
+def in_place(x: Tensor) -> bool:
+    """Whether results on the CPU may be written into memory that is used again: no gradient may need them."""
+    return x.device.type == "cpu" and not (torch.is_grad_enabled() or is_composed())
 
 
 def is_fake() -> bool:
@@ -55,7 +66,7 @@ def memory(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def product(name: str, a: Tensor, b: Tensor) -> Tensor:
     """`a @ b`, valid on this thread until the next product of this name, where no gradient may need it."""
-    if torch.is_grad_enabled() or is_composed() or a.device.type != "cpu":
+    if not in_place(a):
         return a @ b
     same = b.dim() == 2 or a.shape[:-2] == b.shape[:-2]
     lead = a.shape[:-2] if same else torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError, flag, floating, positive_float, positive_int, spawn_seed
+from bochner.attention.api import linear_attention
 from bochner.attention.checks import check_scale, check_window
-from bochner.attention.core import linear_attention
-from bochner.attention.exact import attention_matrix
+from bochner.attention.oracle import attention_matrix
 from bochner.attention.state import State
+from bochner.maps import MapLike
 from bochner.maps import feature_map as make_feature_map
 from bochner.maps.base import FeatureMap
 
@@ -34,7 +35,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     `need_weights` is False unless asked for, since the weights are quadratic.
 
     - `feature_map`, `num_features`, `projection`, `seed`, `map_options`: the map, by name (one per head with
-      `per_head=True`) or an instance.
+      `per_head=True`), by its class, as a function `f(x, role)`, or an instance.
     - `window`, `sinks`, `window_kind`: exact softmax near the diagonal and on the first keys, see `linear_attention`.
     - `scale`: multiplies q . k, default head_dim^-1/2; `normalize=False`: the sums of values alone, for maps trained
       without a normaliser.
@@ -61,7 +62,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        feature_map: str | FeatureMap = "positive",
+        feature_map: MapLike = "positive",
         num_features: int = 256,
         projection: str = "orthogonal",
         per_head: bool = False,
@@ -69,7 +70,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         seed: int | None = 0,
         window: int | None = None,
         sinks: int = 0,
-        window_kind: str = "sliding",
+        window_kind: str = "block",
         rotary: bool = False,
         rotary_base: float = 10_000.0,
         scale: float | None = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -10,11 +12,11 @@ from torch import Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype, finite, flag, floating, is_int, one_of, positive_float
 from bochner._products import is_composed
-from bochner.attention.state import State
-from bochner.attention.window import check_state
+from bochner.attention.features import PreparedMap
+from bochner.attention.state import State, WindowState
 from bochner.maps.base import FeatureMap
 
-POLICIES = ("clamp", "zero", "raise")
+POLICIES = ("mean", "zero", "raise")
 WINDOW_KINDS = ("block", "sliding")
 FLAGS = ("is_causal", "normalize", "return_state", "recompute", "diagnostics")
 LONGEST = 2**31  # no sequence is longer
@@ -29,6 +31,7 @@ def check_call(
     state: State | None,
     cu_seqlens: Tensor | None,
     options: dict[str, Any],
+    made: PreparedMap | None = None,
 ) -> dict[str, Any]:
     """Refuse what `linear_attention` cannot do; returns the options, each of its own type and within bounds."""
     owner = "linear_attention"
@@ -50,7 +53,21 @@ def check_call(
         check_state(state.window, (window or 0, sinks, kind))
     if cu_seqlens is not None:
         _check_packing(q, k, mask, state, cu_seqlens)
-    return options | {"window": window, "sinks": sinks, "scale": check_scale(options["scale"], q, owner)}
+    scale = made.scale if made is not None and options["scale"] is None else check_scale(options["scale"], q, owner)
+    if made is not None and (made.scale != scale or made.dtype != accumulation_dtype(q.dtype)):
+        raise BochnerError(
+            f"The 'phi' of {owner} was prepared for scale={made.scale:.6g} and {made.dtype}, this call has scale="
+            f"{scale:.6g} and {accumulation_dtype(q.dtype)}; prepare it for these."
+        )
+    return options | {"window": window, "sinks": sinks, "scale": scale}
+
+
+def check_state(held: WindowState | None, setting: tuple[int, int, str]) -> None:
+    """Refuse to resume with another window than the state was made with."""
+    have = (0, 0, "") if held is None else held.setting
+    if have[:2] != setting[:2] or (setting[0] and have[2] != setting[2]):
+        made, asked = (f"window={s[0]}, sinks={s[1]}" + f", window_kind={s[2]!r}" * bool(s[0]) for s in (have, setting))
+        raise BochnerError(f"The 'state' was made with {made}, this call has {asked}; use the same.")
 
 
 def check_window(
@@ -81,10 +98,17 @@ def check_lengths(q: Tensor, k: Tensor, owner: str, *, is_causal: bool, window: 
 
 
 def check_finite(owner: str, **tensors: Tensor) -> None:
-    """Refuse NaN and infinity wherever values may be looked at."""
-    if not is_composed():
+    """Refuse NaN and infinity wherever values may be looked at: one look at all, then one for the tensor at fault."""
+    if is_composed() or next(iter(tensors.values())).is_meta:
+        return
+    if not math.isfinite(float(total_of(tensors.values()))):
         for name, x in tensors.items():
             finite(x, name, owner)
+
+
+def total_of(tensors: Iterable[Tensor]) -> Tensor:
+    """One number that is not finite where any of the tensors is not: nothing else is asked of it."""
+    return torch.stack([t.detach().sum(dtype=accumulation_dtype(t.dtype)) for t in tensors]).sum()
 
 
 def check_map(phi: FeatureMap, q: Tensor, k: Tensor) -> None:
@@ -102,49 +126,39 @@ def _check_resumed(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: Any,
         raise BochnerError(f"The 'state' of linear_attention must be a bochner.State, got {type(state).__name__}.")
     if not is_causal:
         raise BochnerError("A 'state' can be resumed only with is_causal=True.")
-    want = (k.shape[0], k.shape[1], phi.feature_dim, v.shape[-1])
-    if tuple(state.kv.shape) != want:
+    want = (k.shape[0], k.shape[1], phi.feature_dim, phi.num_columns(v.shape[-1]))
+    if tuple(state.sums.shape) != want:
         raise BochnerError(
-            f"The 'state' has kv of shape {tuple(state.kv.shape)}, this call needs {want}: it belongs to another "
+            f"The 'state' has sums of shape {tuple(state.sums.shape)}, this call needs {want}: it belongs to another "
             "map, batch or value size."
         )
     dtype = accumulation_dtype(q.dtype)
-    if state.kv.dtype != dtype or state.kv.device != q.device:
+    if state.sums.dtype != dtype or state.sums.device != q.device:
         raise BochnerError(
-            f"The 'state' is {state.kv.dtype} on {state.kv.device}, this call needs {dtype} on {q.device}; "
+            f"The 'state' is {state.sums.dtype} on {state.sums.device}, this call needs {dtype} on {q.device}; "
             "resume with the dtype and device that the state was made with."
         )
 
 
 def check_origin(state: State, phi: FeatureMap, scale: float) -> None:
-    """Refuse a state that another map, or another scale, has made."""
+    """Refuse a state that another map, another draw of it, or another scale has made."""
     now = None if state.origin is None else origin_of(phi, scale)
-    if state.origin is None or now is None:
+    if now is None or state.origin is None or state.origin == now:
         return
-    name, content, made = state.origin
+    name, _, made = state.origin
     if made != scale:
         raise BochnerError(
             f"The 'state' was made with scale={made:.6g}, this call has scale={scale:.6g}; use the same."
         )
-    if (name, content) != now[:2]:
-        raise BochnerError(
-            f"The 'state' was made by another map ({name}) or before this one was redrawn, trained or calibrated; "
-            "resume with the map that made it, or start again."
-        )
+    raise BochnerError(
+        f"The 'state' was made by another map ({name}) or before this one was redrawn or calibrated; resume with the "
+        "map that made it, or start again."
+    )
 
 
-def origin_of(phi: FeatureMap, scale: float) -> tuple[str, float, float] | None:
-    """What tells maps apart: the class, and a checksum of its state; None where that cannot be looked at."""
-    if is_composed():
-        return None
-    tensors = [t for t in (*phi.parameters(), *phi.buffers()) if t.is_floating_point()]
-    key = tuple((id(t), t._version) for t in tensors)
-    known = phi.__dict__.get("_origin")
-    if known is None or known[0] != key or next(phi.parameters(), None) is not None:
-        sums = [float(t.detach().double().sum()) for t in tensors if not t.is_meta]
-        known = (key, hash(tuple(sums)))
-        phi.__dict__["_origin"] = known
-    return type(phi).__name__, known[1], scale
+def origin_of(phi: FeatureMap, scale: float) -> tuple[str, int, float] | None:
+    """What tells maps apart: the class, its draw, and the scale; None where that cannot be looked at."""
+    return None if is_composed() else (type(phi).__name__, phi.fingerprint(), scale)
 
 
 def _check_packing(q: Tensor, k: Tensor, mask: Tensor | None, state: State | None, cu_seqlens: Any) -> None:

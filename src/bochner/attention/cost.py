@@ -12,7 +12,7 @@ import torch
 
 from bochner._checks import BochnerError, positive_float, positive_int
 from bochner._timing import best_times
-from bochner.attention.core import linear_attention
+from bochner.attention.api import linear_attention
 from bochner.maps import feature_map
 
 FLOAT = 4  # bytes of the numbers that states are made of
@@ -66,7 +66,7 @@ def sequence_parallel_cost(
 ) -> SequenceParallelCost:
     """Memory, communication and time of one layer of `sequence_parallel_attention`, forward.
 
-    With P devices, g key heads, values of size v = d and m features a state is `S = 4 b g (m (v + 1) + 1)` bytes.
+    With P devices, g key heads, values of size v = d and m features a state is `S = 4 b g ((m + 1) (v + 1) + 1)` bytes.
     Bidirectional attention reduces it over the devices, `2 S (P - 1) / P` bytes sent by each in a ring; causal
     attention gathers the states, `S (P - 1)` bytes, and holds P of them twice. Neither depends on the length. Ring
     attention sends `2 b g d (L / P) (P - 1)` numbers. Each sends 4 bytes more, which say whether its inputs are finite.
@@ -75,7 +75,7 @@ def sequence_parallel_cost(
 
     >>> cost = sequence_parallel_cost(1_000_000, 64, heads=8, dim=64, num_features=128, seconds_per_token=1e-6)
     >>> cost.tokens, cost.sent, cost.ring_sent // cost.sent
-    (15625, 16775140, 120)
+    (15625, 16906180, 119)
     """
     L, P = positive_int(length, "length", OWNER), positive_int(devices, "devices", OWNER)
     g = heads if kv_heads is None else positive_int(kv_heads, "kv_heads", OWNER)
@@ -87,7 +87,7 @@ def sequence_parallel_cost(
     b, size = positive_int(batch, "batch", OWNER), positive_int(element_size, "element_size", OWNER)
     rate, delay = positive_float(bandwidth, "bandwidth", OWNER), positive_float(latency, "latency", OWNER)
     tokens = -(-L // P)
-    state = FLOAT * b * g * (m * (d + 1) + 1)
+    state = FLOAT * b * g * ((m + 1) * (d + 1) + 1)
     # 1. What is sent: the states, and one number that says whether all inputs are finite.
     sent = (state * (P - 1) if is_causal else 2 * state * (P - 1) // P) + (FLOAT if P > 1 else 0)
     ring = 2 * b * g * d * size * tokens * (P - 1)

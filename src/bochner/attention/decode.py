@@ -1,113 +1,131 @@
-"""One token after a state, in as few operations as it takes: the same numbers as the scans."""
+"""One token after a state, in as few operations as it takes: the same numbers as the scan."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from bochner.attention.call import Call, Result
-from bochner.attention.numerics import EMPTY, MASKED, finish, topped_up
-from bochner.attention.phases import held_places
-from bochner.attention.state import State, WindowState, packed, unpacked
-from bochner.attention.window import held_from
+from bochner._products import is_composed, may_look
+from bochner.attention.attend import Result
+from bochner.attention.features import EMPTY, MASKED, PreparedMap
+from bochner.attention.layout import starts
+from bochner.attention.scan import Call
+from bochner.attention.softmax import exact_logits
+from bochner.attention.state import (
+    Normaliser,
+    State,
+    Sums,
+    WindowState,
+    add,
+    cauchy_schwarz,
+    key_sums,
+    mean_of,
+    normaliser,
+    ones_beside,
+    spread_mask,
+)
 
-pad = torch.nn.functional.pad
 
-
-def can_step(call: Call, q: Tensor, k: Tensor, hole: Tensor | None, state: State | None) -> bool:
-    """Whether `step` applies: one unpadded token, no gradients, and all sinks there."""
-    if q.shape[-2] != 1 or k.shape[-2] != 1 or state is None or not call.positive or not call.is_causal:
+def can_step(call: Call, q: Tensor, k: Tensor, state: State | None) -> bool:
+    """Whether `step` applies: one token without gradients, after all sinks."""
+    if state is None or q.shape[-2] != 1 or k.shape[-2] != 1 or not call.near.is_causal:
         return False
-    if torch.is_grad_enabled() or not call.may_look(q) or (hole is not None and bool(hole.any())):
+    if torch.is_grad_enabled() or is_composed() or not call.normalize:
         return False
-    window = state.window
-    if not call.exact_terms or not call.sinks:
-        return not call.exact_terms or window is not None
-    return (
-        window is not None and window.sink_position.shape[1] == call.sinks and bool((window.sink_position >= 0).all())
-    )
+    return not call.near.exact or (state.window is not None and (state.window.complete or not call.near.sinks))
 
 
-def step(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State, start: Tensor | None = None) -> Result:
-    """Attention of one query (b, h, 1, d) after one more key and value (b, g, 1, .); `start`: see `phases`."""
-    b, g, _, d = k.shape
-    fq = call.features("query")(q.reshape(b, g, -1, d))
-    past = state.window
+def step(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State) -> Result:
+    """Attention of one query (b, h, 1, d) after one more key and value (b, g, 1, .)."""
+    (b, g, _, d), prepared = k.shape, call.map
+    x = q.reshape(b, g, -1, d)
+    phi, own = prepared.features("query", x)
+    new = ones_beside(v.to(prepared.dtype), name="new").squeeze(2)
+    total = state.total + (new if mask is None else new.masked_fill(mask.unsqueeze(-1), 0))
+    sums, past = Sums(state.sums, state.log_scale), state.window
     if past is None:
-        sums, ref = _absorbed(call, state, k, v, None)
-        total, log_ref = _kernel(call, fq.values, sums), ref[..., None, None] + fq.log_scale
-        rows = finish(total, log_ref, None, None, call.normalize, call.policy, call.floor)
-        return Result(rows.out, unpacked(sums, ref), rows.lost)
+        sums = _absorbed(prepared, sums, k, v, mask)
+        rows, _, bound = _kernel(prepared, phi, sums)
+        den = normaliser(rows[..., -1:], bound, prepared.floor)
+        return _finished(rows, den, State(*sums, total))
+    rows, bound, sums, window = _windowed(call, x, phi, own, k, v, mask, sums, past)
+    den = normaliser(rows[..., -1:], bound, prepared.floor)
+    return _finished(rows, den, State(*sums, total, window))
+
+
+def _finished(rows: Tensor, den: Normaliser, state: State) -> Result:
+    out = den.divide(rows[..., :-1])
+    if not den.some:
+        return Result(out, state)
+    seen = state.total.unsqueeze(-2)
+    return Result(torch.where(den.bad, mean_of(seen), out), state, den.bad & (seen[..., -1:] > 0))
+
+
+def _windowed(
+    call: Call,
+    x: Tensor,
+    phi: Tensor,
+    own: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sums: Sums,
+    past: WindowState,
+) -> tuple[Tensor, Tensor | None, Sums, WindowState]:
+    """Values and normaliser of rows x (b, g, r, d), their bound, and sums and window after the token."""
+    near, prepared, seen = call.near, call.map, past.seen + 1
+    here = torch.zeros_like(past.padded[:, :1]) if past.padded.shape[1] else k.new_zeros(len(k), 1, dtype=torch.bool)
+    start = starts(near, mask, past.start, past.seen)
     keys, values = torch.cat([past.k, k], dim=2), torch.cat([past.v, v], dim=2)
-    new = torch.zeros(b, 1, dtype=torch.bool, device=k.device)
-    padded, sink = torch.cat([past.padded, new], dim=1), torch.cat([past.sink, new], dim=1)
-    seen = past.seen + 1
+    padded, sink = torch.cat([past.padded, here if mask is None else mask], dim=1), torch.cat([past.sink, here], dim=1)
     begin = past.seen - past.k.shape[2]
-    # 1. What has left the window enters the kernel's state: before the token is read if its window slides.
-    sums, ref = packed(state), state.log_scale
-    left = held_from(call, seen) - begin
-    slides = call.window_kind == "sliding" or not call.window
-    if left and slides:
-        sums, ref = _absorbed(call, state, keys[..., :left, :], values[..., :left, :], (padded | sink)[:, :left])
-    first = left if slides else 0
-    # 2. Exact logits, and the kernel.
-    x = q.to(call.dtype).reshape(b, g, -1, d) * call.root
-    near = _logits(call, x, torch.cat([past.sink_k, keys[..., first:, :]], dim=2))
-    beside = past.sink_position >= (begin + first if start is None else held_places(call, start, past.seen)[:, None])
-    near = near.masked_fill(torch.cat([beside, padded[:, first:]], dim=1)[:, None, None], MASKED)
-    beyond = ref[..., None, None] + fq.log_scale
-    log_ref = torch.maximum(near.amax(-1, keepdim=True), beyond).clamp_min(EMPTY)
-    u = pad(torch.cat([past.sink_v, values[..., first:, :]], dim=2).to(call.dtype), (0, 1), value=1.0)
-    total = torch.addcmul((near - log_ref).exp() @ u, _kernel(call, fq.values, sums), (beyond - log_ref).exp())
-    rows = finish(total, log_ref, None, None, call.normalize, call.policy, call.floor)
-    # 3. A window of blocks is left by whole blocks, behind the row that ends one.
-    held: tuple[Tensor, ...] = (keys, values, padded, sink)
+    # 1. A key that leaves a sliding window enters the kernel's sums before the token is read.
+    left = near.held_from(seen) - begin if start is None else 0
+    if left and not near.in_blocks:
+        sums = _absorbed(prepared, sums, keys[..., :left, :], values[..., :left, :], (padded | sink)[:, :left])
+        keys, values, padded, sink = keys[..., left:, :], values[..., left:, :], padded[:, left:], sink[:, left:]
+        begin, left = begin + left, 0
+    # 2. Exact terms, and the kernel.
+    exact_k, exact_v, hidden = keys, values, padded
+    if near.sinks:
+        exact_k, exact_v = torch.cat([past.sink_k, keys], dim=2), torch.cat([past.sink_v, values], dim=2)
+        first: int | Tensor = begin if start is None else near.held_places(start, past.seen)[:, None]
+        hidden = torch.cat([past.sink_position >= first, padded], dim=1)
+    logits = exact_logits(x.to(prepared.dtype), exact_k.to(prepared.dtype), prepared.scale, prepared.phi.kernel)
+    logits = logits.masked_fill(hidden[:, None, None], MASKED)
+    rows, log_weight, bound = _kernel(prepared, phi, sums)
+    log_weight = log_weight + own
+    ref = torch.maximum(logits.amax(-1, keepdim=True), log_weight).clamp_min(EMPTY)
+    weights, share = (logits - ref).exp(), (log_weight - ref).exp()
+    exact = weights @ ones_beside(exact_v.to(prepared.dtype), name="columns")
+    if bound is not None:
+        bound = bound * share + exact[..., -1:]
+    rows = torch.addcmul(exact, rows, share)
+    # 3. Blocks are left as a whole, behind the row that ends one.
     if start is not None:
-        sums, ref, held = _leave(call, state, held, begin, held_places(call, start, seen))
-        left = 0
-    elif left and not slides:
-        sums, ref = _absorbed(call, state, keys[..., :left, :], values[..., :left, :], (padded | sink)[:, :left])
-    keys, values, padded, sink = held
-    kept = (keys[..., left:, :], values[..., left:, :], padded[:, left:], sink[:, left:])
-    window = WindowState(*kept, *past[4:7], seen, past.setting, start)
-    return Result(rows.out, unpacked(sums, ref)._replace(window=window), rows.lost)
+        gone = torch.arange(begin, seen, device=k.device) < near.held_places(start, seen)[:, None]
+        if not may_look(k) or bool((gone & ~padded).any()):
+            sums = _absorbed(prepared, sums, keys, values, padded | sink | ~gone)
+        padded, left = padded | gone, max(0, keys.shape[2] - near.most_held())
+    elif left:
+        sums = _absorbed(prepared, sums, keys[..., :left, :], values[..., :left, :], (padded | sink)[:, :left])
+    held = (keys[..., left:, :], values[..., left:, :], padded[:, left:], sink[:, left:])
+    return rows, bound, sums, WindowState(*held, *past[4:7], seen, near.setting, start, past.complete)
 
 
-def _leave(
-    call: Call, state: State, held: tuple[Tensor, ...], begin: int, first: Tensor
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """The packed state and its scale after the keys before the places `first` (b,) have left; the keys still held."""
-    keys, values, padded, sink = held
-    gone = torch.arange(begin, begin + keys.shape[2], device=keys.device) < first[:, None]
-    sums, ref = packed(state), state.log_scale
-    if bool((gone & ~padded).any()):
-        last = int(first.max()) - begin
-        hole = (padded | sink | ~gone)[:, :last]
-        sums, ref = _absorbed(call, state, keys[..., :last, :], values[..., :last, :], hole)
-        keys, values = (t.masked_fill(gone[:, None, :, None], 0) for t in (keys, values))
-        padded, sink = padded | gone, sink & ~gone
-    cut = int(first.min()) - begin
-    return sums, ref, (keys[..., cut:, :], values[..., cut:, :], padded[:, cut:], sink[:, cut:])
+def _kernel(prepared: PreparedMap, phi: Tensor, sums: Sums) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Values and normaliser of rows phi (b, g, r, m), the log of their factor, and the bound of signed maps."""
+    last = sums.value[..., -1:, :] if prepared.phi.has_constant else None
+    bound = None if prepared.positive else cauchy_schwarz(phi, sums.value[..., -1].unsqueeze(-2))
+    rows, factor = prepared.phi.answer(phi @ sums.value, last, phi)
+    ref = sums.ref[..., None, None]
+    return rows, ref if factor is None else ref + factor, bound
 
 
-def _kernel(call: Call, phi: Tensor, sums: Tensor) -> Tensor:
-    total = phi @ sums
-    return total if call.top_up is None else topped_up(total, sums[..., -1:, :], call.top_up.squeeze(-1))
-
-
-def _logits(call: Call, x: Tensor, k: Tensor) -> Tensor:
-    y = k.to(call.dtype) * call.root
-    logits = x @ y.mT
-    if call.phi.kernel == "gaussian":
-        logits = logits - 0.5 * (x.square().sum(-1, keepdim=True) + y.square().sum(-1, keepdim=True).mT)
-    return logits
-
-
-def _absorbed(call: Call, state: State, k: Tensor, v: Tensor, hole: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The packed state after a few more keys, and its scale."""
-    psi, scale = call.features("key")(k)
-    if hole is not None:
-        scale = scale.masked_fill(hole[:, None, :, None], MASKED)
-    ref = torch.maximum(state.log_scale, scale.amax((-2, -1)))
-    weighted = pad(v.to(call.dtype), (0, 1), value=1.0) * (scale - ref[..., None, None]).exp()
-    return torch.addcmul(psi.mT @ weighted, packed(state), (state.log_scale - ref).exp()[..., None, None]), ref
+def _absorbed(prepared: PreparedMap, sums: Sums, k: Tensor, v: Tensor, mask: Tensor | None) -> Sums:
+    """Sums after a few more keys."""
+    psi, scale = features = prepared.features("key", k)
+    if mask is not None:
+        scale = scale.masked_fill(spread_mask(mask), MASKED)
+    v, ref = v.to(psi.dtype), scale.amax((-2, -1))
+    return add(sums, Sums(key_sums(psi, scale, v, ref, prepared.phi.columns(features, v)), ref))

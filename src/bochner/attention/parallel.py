@@ -8,7 +8,6 @@ partial gradients; DistributedDataParallel (over all ranks) or one all-reduce ad
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype, flag, floating, one_of
-from bochner.attention.bidirectional import key_sums, read_rows
-from bochner.attention.call import Call
+from bochner.attention.api import linear_attention, report
+from bochner.attention.attend import Keys, Result, nothing_seen, scan_rows
 from bochner.attention.checks import (
     POLICIES,
     check_finite,
@@ -29,9 +28,10 @@ from bochner.attention.checks import (
     check_qkv,
     check_scale,
 )
-from bochner.attention.core import linear_attention, report
-from bochner.attention.numerics import EMPTY
-from bochner.attention.state import State, merge, packed, unmasked, unpacked
+from bochner.attention.features import EMPTY, PreparedMap
+from bochner.attention.layout import Layout, Near
+from bochner.attention.scan import Call, absorb_keys
+from bochner.attention.state import State, Sums, mean_of, merge, unmasked, value_sums
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap
 
@@ -48,7 +48,7 @@ def sequence_parallel_attention(
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
     group: Any = None,
-    on_small_normalizer: str = "clamp",
+    on_small_normalizer: str = "mean",
 ) -> Tensor:
     """`linear_attention` over a sequence whose shards lie on the ranks of `group`, in rank order.
 
@@ -63,24 +63,25 @@ def sequence_parallel_attention(
         phi, options = _checked(q, k, v, phi, key_padding_mask, options)
         k, v = unmasked(key_padding_mask, k, v)
         check_finite(OWNER, q=q, k=k, v=v)
-    call = Call(
-        phi,
-        math.sqrt(options["scale"]),
-        accumulation_dtype(q.dtype),
-        q.shape[1] // k.shape[1],
-        policy=options["on_small_normalizer"],
-        parameters=tuple(t for t in (*phi.parameters(), *phi.buffers()) if t.requires_grad),
-        learns=torch.is_grad_enabled(),
-    )
+    prepared = PreparedMap(phi, options["scale"], accumulation_dtype(q.dtype))
+    near, r = Near(is_causal=False), q.shape[1] // k.shape[1]
+    call = Call(near, prepared, r)
     with torch.autocast(q.device.type, enabled=False):
-        local = unpacked(*key_sums(call, k, v, key_padding_mask))
+        empty = nothing_seen(prepared, k, v)
+        sums = absorb_keys(call, Sums(empty.sums, empty.log_scale), k, v, key_padding_mask)
+        local = State(*sums, value_sums(v.to(prepared.dtype), key_padding_mask))
         if options["is_causal"]:
             options["key_padding_mask"] = key_padding_mask
             return linear_attention(q, k, v, phi, state=exclusive_scan(local, group), **options)
         total = all_reduce(local, group)
-        rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
-        result = report(call, read_rows(call, rows, packed(total), total.log_scale), stacklevel=3)
-    return result.out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+        rows, none = q.reshape(q.shape[0], k.shape[1], r, *q.shape[-2:]), Keys(k[:, :, :0], v[:, :, :0], None, None)
+        layout = Layout.of(near, q.shape[-2], 0, 0, 0)
+        out, bad, _ = scan_rows(call, rows, none, None, Sums(total.sums, total.log_scale), layout, fresh=False)
+        mean = mean_of(total.total)[:, :, None, None]
+        result = Result(torch.where(bad, mean, out), None, bad & (total.total[..., -1:, None, None] > 0))
+        report(prepared, result, int(bad.sum()), on_small_normalizer, stacklevel=2)
+    out = result.out if on_small_normalizer != "zero" else result.out.masked_fill(bad, 0)
+    return out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
 
 def _checked(
@@ -116,16 +117,24 @@ def all_reduce(state: State, group: Any = None) -> State:
     """The merge of all ranks' states, on every rank: one maximum and one sum."""
     ref = state.log_scale.detach().clone()
     dist.all_reduce(ref, op=dist.ReduceOp.MAX, group=group)
-    weight = (state.log_scale - ref).exp()
-    return unpacked(_Sum.apply(packed(state) * weight[..., None, None], group), ref)
+    weight = (state.log_scale - ref).exp()[..., None, None]
+    together = torch.cat([(state.sums * weight).flatten(2), state.total], dim=-1)  # one message
+    sums, total = _Sum.apply(together, group).split([state.sums[0, 0].numel(), state.total.shape[-1]], dim=-1)
+    return State(sums.view_as(state.sums), ref, total)
 
 
 def exclusive_scan(state: State, group: Any = None) -> State:
     """The merge of the states of all lower ranks; empty on rank 0."""
     rank = dist.get_rank(group)
-    gathered = _Gather.apply(packed(state), group)
+    together = torch.cat([state.sums.flatten(2), state.total], dim=-1)
+    gathered = _Gather.apply(together, group)
     scales = [torch.empty_like(state.log_scale) for _ in range(dist.get_world_size(group))]
     dist.all_gather(scales, state.log_scale.detach().contiguous(), group=group)
+
+    def unpacked(x: Tensor, scale: Tensor) -> State:
+        sums, total = x.split([state.sums[0, 0].numel(), state.total.shape[-1]], dim=-1)
+        return State(sums.unflatten(-1, state.sums.shape[2:]), scale, total)
+
     # Every rank touches the whole gathered tensor, so that all of them take part in its backward.
     before = unpacked(gathered[0] * 0, torch.full_like(state.log_scale, EMPTY))
     for i in range(rank):

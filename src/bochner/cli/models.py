@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bochner._checks import ArgumentError, BochnerError, lookup
+from bochner._checks import ArgumentError, BochnerError
 from bochner.cli.common import (
     KNOWN,
     Json,
@@ -143,12 +143,12 @@ def convert(
     from bochner.hf.convert import convert as to_linear
     from bochner.hf.convert import report_of
     from bochner.hf.io import plan_of
-    from bochner.maps import FEATURE_MAPS
+    from bochner.maps import named
 
     use_threads(threads)
     # What can be refused is refused before anything is loaded or measured.
     if num_features and feature_map != "auto":
-        lookup(FEATURE_MAPS, feature_map, "feature map")
+        named(feature_map, "convert")
     fraction = heads_of(exact_heads)
     check_goal(keep, minimize, memory)
     aims = keep is not None or memory is not None

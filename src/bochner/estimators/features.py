@@ -14,9 +14,9 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from bochner import theory
-from bochner._checks import BochnerError, lookup, one_of, positive_float, positive_int
+from bochner._checks import BochnerError, one_of, positive_float, positive_int
 from bochner.estimators._kernel import draw_seed, resolve_gamma
-from bochner.maps import FEATURE_MAPS, FeatureMap, feature_map, options_of
+from bochner.maps import FeatureMap, feature_map, named, options_of
 
 KERNELS = ("gaussian", "softmax")
 PLANNED = {"trig": 2, "positive": 1, "hyperbolic": 2, "optimal": 1}  # features a projection, for closed forms
@@ -49,7 +49,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
             `bochner.theory` where the map and its projection have one, else by a dozen trials of each length, fitted to
             half of the rows and judged by pairs of the other half. `linear_elu` and `hedgehog` define their own
             kernels: they have no error.
-        feature_map: a name of `bochner.maps.FEATURE_MAPS`.
+        feature_map: a name of `bochner.maps.FEATURE_MAPS`, those of `bochner.register_map` among them.
         kernel: `"gaussian"` or `"softmax"`, for the maps that estimate both; `landmark` wants `"softmax"`.
         gamma: a positive number, or `"scale"`: 1 / (d var(X)), as in `RBFSampler`; for all kernels but the Gaussian,
             which see where X is, 1 / (d mean(X^2)).
@@ -181,7 +181,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
                 f"{self.map_params!r}."
             )
         options: dict[str, Any] = dict(self.map_params or {})
-        if "kernel" in options_of(lookup(FEATURE_MAPS, self.feature_map, "feature map")):
+        if "kernel" in options_of(named(self.feature_map, type(self).__name__)):
             options.setdefault("kernel", self.kernel)
         options.setdefault("projection", self.projection_)
         return options

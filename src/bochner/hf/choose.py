@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, lookup, one_of, positive_int, spawn_seed
+from bochner._checks import BochnerError, one_of, positive_int, spawn_seed
 from bochner.hf import capture, inputs
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import Far, Statistics, attention_weights, head_errors, peaks
 from bochner.hf.plan import WINDOW_KINDS, LayerPlan, Plan
-from bochner.maps import FEATURE_MAPS
+from bochner.maps import named
 
 AUTO_SHARE = 0.005  # exact_heads="auto": heads with at least this share of all scores
 AUTO_FRACTION = 0.1  # and at most this fraction of all heads
+MOMENT_GROUPS = 4  # of `moments` where a row sees the whole sequence: what 64 fitted landmarks do, fitted to nothing
 PROBE, PROBES = 120, 3  # tokens of a passage, and number of probes, for finding heads that retrieve
 GATES = (0.1, 0.5, 0.9)  # where the gradient of the heads' gates is taken
 ExactHeads = float | str | Iterable[tuple[int, int]]
@@ -42,13 +43,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         positive_int(self.num_features, "num_features", "convert")
-        if self.feature_map is not None and not isinstance(self.feature_map, str):
-            raise BochnerError(
-                f"The 'feature_map' of convert must be a name or None, got {type(self.feature_map).__name__}: every "
-                "layer gets a map of its own; pass the map's keywords as 'options'."
-            )
         if self.feature_map is not None:
-            lookup(FEATURE_MAPS, self.feature_map, "feature map")
+            named(self.feature_map, "convert")
         if self.window is not None:
             positive_int(self.window, "window", "convert")
         if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
@@ -80,6 +76,9 @@ class Recipe:
             if shape.obstacle is not None or (shape.is_cross and self.feature_map is None):
                 kind = "exact"
             reason, limit = shape.obstacle or ("", 0)
+            options = dict(self.options)
+            if self.feature_map == "moments":  # groups of the sequence itself, where a row may see all of it
+                options.setdefault("num_groups", 1 if shape.is_causal else MOMENT_GROUPS)
             layers.append(
                 LayerPlan(
                     name=shape.name,
@@ -93,7 +92,7 @@ class Recipe:
                     window_kind=self.window_kind or "block",
                     feature_map=self.feature_map or "calibrated",
                     num_features=self.num_features,
-                    options=dict(self.options),
+                    options=options,
                     seed=spawn_seed(self.seed, i),
                     is_causal=shape.is_causal,
                     is_cross=shape.is_cross,

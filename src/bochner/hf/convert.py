@@ -27,6 +27,7 @@ from bochner.hf.plan import LayerPlan, Plan
 from bochner.maps.generalized import function_name
 
 ROWS_PER_DIMENSION = 4  # calibration tokens wanted per head dimension
+BLIND_WINDOW = 32  # beside moments, where there is no calibration and no window is given
 Batches = Sequence[dict[str, Tensor]]
 
 
@@ -69,7 +70,8 @@ def convert(
 
     `model`: a transformers model or a part of one, or a SentenceTransformer. `feature_map`, `num_features` (m),
     `options`: the map of linear heads. `"auto"` is `landmark`, m = 64; for a model that is going to be trained
-    `calibrated`. Other maps have m = 128 by default; `feature_map=None` is a window and sinks and nothing else.
+    `calibrated`; without calibration `moments`, beside a window of 32 and one sink unless others are given. Other maps
+    have m = 128 by default; `feature_map=None` is a window and sinks and nothing else.
     `window`, `sinks`, `window_kind`: exact softmax on near keys and on the first ones, jointly normalised with the
     kernel, as in `linear_attention`; cross-attention has none. The kind is `"block"` unless given: up
     to 2 w keys are exact, and a decoder holds as many.
@@ -123,7 +125,10 @@ def convert(
     if exact_below is not None and (not is_int(exact_below) or exact_below < 0):
         raise BochnerError(f"The 'exact_below' of convert must be an int >= 0 or None, got {exact_below!r}.")
     if feature_map == "auto":
-        feature_map = "calibrated" if train else "landmark"
+        blind = calibration is None and plan is None and keep is None and memory is None and not train
+        feature_map = "moments" if blind else "calibrated" if train else "landmark"
+        if blind and window is None and not sinks:
+            window, sinks = BLIND_WINDOW, 1
     if num_features is None:
         num_features = 64 if feature_map == "landmark" else 128
     recipe = Recipe(
@@ -365,7 +370,7 @@ def _check_needs_no_data(plan: Plan, recipe: Recipe | None) -> None:
     if needy:
         raise BochnerError(
             f"The feature map {needy[0]!r} needs 'calibration': some texts of the kind the model will see. Without "
-            "any, use feature_map='positive', and expect much worse."
+            "any, use feature_map='moments'."
         )
     if recipe is not None and recipe.ranks_heads:
         raise BochnerError("Choosing 'exact_heads' needs 'calibration': the heads are chosen by what they attend to.")

@@ -14,8 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from bochner._checks import spawn_seed
 from bochner._products import is_composed
 from bochner.attention import linear_attention
-from bochner.attention.numerics import EMPTY
-from bochner.attention.state import State, leading
+from bochner.attention.features import EMPTY
+from bochner.attention.layout import leading
+from bochner.attention.state import State
 from bochner.hf.local import local_rows
 from bochner.hf.plan import LayerPlan
 from bochner.maps import feature_map

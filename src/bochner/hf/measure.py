@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner.attention.state import leading
+from bochner.attention.layout import leading
 from bochner.hf import capture, inputs
 from bochner.hf.familiar import note
 from bochner.hf.layer import Call, LinearAttention, exact
@@ -105,7 +105,7 @@ class Far:
         call: Call,
         window: int | None = None,
         sinks: int = 0,
-        window_kind: str = "sliding",
+        window_kind: str = "block",
         rows: Tensor | None = None,
     ) -> Far:
         """Of all queries of a call, or of some `rows` of them."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from bochner._checks import BochnerError, one_of, positive_int
+from bochner.maps import named
 
 FORMAT = 3
 KINDS = ("exact", "window", "hybrid", "kernel")
@@ -39,7 +40,7 @@ class LayerPlan:
     kinds: list[str]
     window: int | None = None
     sinks: int = 0
-    window_kind: str = "sliding"
+    window_kind: str = "block"
     feature_map: str = "calibrated"
     num_features: int = 128
     options: dict[str, Any] = field(default_factory=dict)
@@ -64,6 +65,8 @@ class LayerPlan:
         if self.window is not None:
             positive_int(self.window, "window", owner)
         one_of(self.window_kind, "window_kind", owner, WINDOW_KINDS)
+        if not self.untouched:
+            named(self.feature_map, owner)
         functions = [name for name, value in self.options.items() if callable(value)]
         if functions:
             raise BochnerError(
@@ -91,8 +94,7 @@ class LayerPlan:
     @property
     def near(self) -> dict[str, Any]:
         """The keywords of `linear_attention` that say what is attended to exactly."""
-        kind = {} if self.window_kind == "sliding" else {"window_kind": self.window_kind}
-        return {"window": self.window, "sinks": self.sinks, **kind}
+        return {"window": self.window, "sinks": self.sinks, "window_kind": self.window_kind}
 
     @property
     def reach(self) -> int:
@@ -123,8 +125,15 @@ class LayerPlan:
             if kind != "kernel":
                 total += heads * per_token * (self.reach + self.sinks)
             if kind != "window":
-                total += heads * self.num_features * (self.value_dim + 1) * 4
+                total += heads * self.sums * 4
         return total
+
+    @property
+    def sums(self) -> int:
+        """Numbers in the kernel's state of one key head."""
+        if self.feature_map == "moments":
+            return (self.head_dim + 1) * self.options.get("num_groups", 1) * (self.value_dim + 1 + self.head_dim)
+        return self.num_features * (self.value_dim + 1)
 
 
 class Fitted(NamedTuple):
@@ -144,7 +153,7 @@ class Plan:
     >>> layer = LayerPlan("layers.0.self_attn", 2, 1, 4, 4, ["exact", "hybrid"], window=8, sinks=1, num_features=16)
     >>> print(Plan([layer]))
     Plan: 1 layers, 2 heads: 1 exact, 1 hybrid
-      layers.0.self_attn  EH  window 8, sinks 1, calibrated m=16
+      layers.0.self_attn  EH  block window 8, sinks 1, calibrated m=16
     """
 
     layers: list[LayerPlan]

@@ -1,17 +1,42 @@
-"""The registry of feature maps and `feature_map`, which builds one by name."""
+"""The registry of feature maps, and `feature_map`, which builds one from its name, its class or a function."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
-from bochner._checks import BochnerError, lookup
+from torch import Tensor
+
+from bochner._checks import ArgumentError, BochnerError, lookup
 from bochner._products import is_fake
-from bochner.maps import clustered, exponential, generalized, hybrid, landmark, learned, local, polynomial, trig
-from bochner.maps.base import FeatureMap, Features, kernel_estimate
+from bochner.maps import (
+    clustered,
+    exponential,
+    generalized,
+    hybrid,
+    landmark,
+    learned,
+    local,
+    moments,
+    polynomial,
+    trig,
+)
+from bochner.maps.base import FeatureMap, Features, ProjectedFeatures, kernel_estimate, to_features
+from bochner.maps.own import FunctionMap, build, check_class, check_contract
 from bochner.projections import Projection
 
-__all__ = ["FEATURE_MAPS", "FeatureMap", "Features", "feature_map", "kernel_estimate"]
+__all__ = [
+    "FEATURE_MAPS",
+    "FeatureMap",
+    "Features",
+    "FunctionMap",
+    "ProjectedFeatures",
+    "feature_map",
+    "kernel_estimate",
+    "register_map",
+    "to_features",
+]
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "trig": trig.TrigFeatures,
@@ -21,6 +46,7 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "optimal": exponential.OptimalFeatures,
     "calibrated": exponential.CalibratedFeatures,
     "landmark": landmark.LandmarkFeatures,
+    "moments": moments.MomentsFeatures,
     "relu": generalized.ReluFeatures,
     "exp": generalized.ExpFeatures,
     "sigmoid": generalized.SigmoidFeatures,
@@ -52,36 +78,66 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "local_gaussian": local.LocalGaussianFeatures,
 }
 
-# These draw something other than Gaussian directions.
-WITHOUT_PROJECTION = frozenset(
-    {
-        "fastfood_rks",
-        "fastfood_prf",
-        "hedgehog",
-        "landmark",
-        "linear_elu",
-        "sum_poly",
-        "tensor_sketch",
-        "maclaurin",
-        "nonnegative_poly",
-        "local_l1",
-        "local_laplace",
-    }
-)
+MapLike = str | FeatureMap | type[FeatureMap] | Callable[[Tensor, str], Tensor | Features]
+
+
+def register_map(name: str, cls: type[FeatureMap]) -> None:
+    """Make a map of your own known by a name, wherever a map is given by its name: here, in layers, models and tasks.
+
+    `cls`: a subclass of `FeatureMap` whose constructor takes `(dim, num_features)`. It is built once and tried on a few
+    rows: a class that breaks the contract of `FeatureMap` is refused in one sentence.
+
+    >>> class Squares(FeatureMap):
+    ...     positive = True
+    ...
+    ...     def _features(self, x, role):
+    ...         return to_features(x.square())
+    >>> register_map("squares", Squares)  # doctest: +SKIP
+    """
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise BochnerError(f"The 'name' of register_map must be letters, digits and underscores, got {name!r}.")
+    cls = check_class(cls, "register_map")
+    known = FEATURE_MAPS.get(name, cls)
+    if known is not cls:
+        raise BochnerError(
+            f"The name {name!r} is taken by {known.__name__}; register {cls.__name__} under another name, or remove "
+            f"the old one first by bochner.maps.FEATURE_MAPS.pop({name!r})."
+        )
+    if name not in FEATURE_MAPS:
+        check_contract(build(cls), cls.__name__)
+        FEATURE_MAPS[name] = cls
+
+
+def named(name: Any, owner: str) -> type[FeatureMap]:
+    """The class of a map that is given by its name alone, because the name is what is kept of it."""
+    if not isinstance(name, str):
+        kind = name.__name__ if isinstance(name, type) else type(name).__name__
+        raise BochnerError(
+            f"The 'feature_map' of {owner} must be a name, got {kind}; register a class of your own by "
+            "bochner.register_map(name, cls), give that name, and the keywords of the map as options."
+        )
+    return _known(name)
+
+
+def _known(name: Any) -> type[FeatureMap]:
+    try:
+        return lookup(FEATURE_MAPS, name, "feature map")
+    except ArgumentError as error:
+        raise ArgumentError(f"{str(error)[:-1]}; register one of your own by bochner.register_map first.") from None
 
 
 def feature_map(
-    name: str | FeatureMap,
+    name: MapLike,
     dim: int | None = None,
     num_features: int | None = 256,
     projection: str | Projection = "orthogonal",
     **options: Any,
 ) -> FeatureMap:
-    """A feature map by name, or the given instance.
+    """A feature map by name, from its class or from a plain function `f(x, role)`; an instance is returned as it is.
 
     `dim`: d, the head size. `num_features`: m. `projection`: the law of the directions, for the maps that have any.
-    Further keywords go to the map: `num_heads`, `seed` or `generator` for all, `kernel` for most; each class documents
-    its own.
+    Further keywords go to the map: `num_heads`, `seed` or `generator` for all of ours, `kernel` for most; each class
+    documents its own. A function takes `positive=True` if its features are never negative.
 
     >>> feature_map("positive", dim=64, num_features=256, projection="orthogonal", num_heads=None, seed=0)
     PositiveFeatures(
@@ -91,34 +147,51 @@ def feature_map(
     """
     if isinstance(name, FeatureMap):
         return name
-    cls = lookup(FEATURE_MAPS, name, "feature map")
+    label = repr(name) if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
+    if isinstance(name, type):
+        cls = check_class(name, "feature_map")
+    elif callable(name):
+        cls, options["function"] = FunctionMap, name
+    else:
+        cls = _known(name)
     if dim is None:
-        raise BochnerError(f"The 'dim' of feature map {name!r} is missing; give the head size d.")
-    if name not in WITHOUT_PROJECTION:
+        raise BochnerError(f"The 'dim' of feature map {label} is missing; give the head size d.")
+    valid = options_of(cls)
+    if "projection" in valid:
         options["projection"] = projection
     elif projection != "orthogonal":
-        raise BochnerError(f"The feature map {name!r} has no 'projection', got {projection!r}; leave it out.")
-    valid = options_of(cls)
-    unknown = sorted(set(options) - valid)
+        raise BochnerError(f"The feature map {label} has no 'projection', got {projection!r}; leave it out.")
+    # Layers and models give these to every map: one that does not take them draws nothing and is shared by all heads.
+    spare = {"seed"} if options.get("num_heads") is not None else {"seed", "num_heads"}
+    unknown = sorted(set(options) - valid - spare)
     if unknown:
-        raise BochnerError(f"The feature map {name!r} does not take the options {unknown}; it takes {sorted(valid)}.")
+        raise BochnerError(f"The feature map {label} does not take the options {unknown}; it takes {sorted(valid)}.")
     try:
-        return cls(dim, num_features, **options)  # type: ignore[arg-type]
+        taken: dict[str, Any] = {key: value for key, value in options.items() if key in valid}
+        phi: FeatureMap = cls(dim, num_features, **taken)  # type: ignore[arg-type]
     except RuntimeError as error:
         if not is_fake():
             raise
         raise BochnerError(
-            f"The feature map {name!r} cannot be made under FakeTensorMode, where nothing has values; make it before."
+            f"The feature map {label} cannot be made under FakeTensorMode, where nothing has values; make it before."
         ) from error
+    if isinstance(name, type) and name not in FEATURE_MAPS.values():
+        check_contract(phi, name.__name__)
+    return phi
 
 
 def options_of(cls: type[FeatureMap]) -> set[str]:
-    """The keywords of a map's constructor, and of those it passes the rest on to."""
+    """The keywords of a map's constructor, and of those it passes the rest on to; `kernel` only where there is one."""
     names: set[str] = set()
     for base in cls.__mro__:
         if "__init__" in vars(base):
-            parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
-            names |= {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+            parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+            names |= {p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break
-    return names
+    alone = issubclass(cls, ProjectedFeatures) and len(cls.kernels) == 1
+    return names - {"dim", "num_features"} - ({"kernel"} if alone else set())
+
+
+# Of ours, those that draw something other than directions.
+WITHOUT_PROJECTION = frozenset(name for name, cls in FEATURE_MAPS.items() if "projection" not in options_of(cls))

@@ -20,12 +20,13 @@ from bochner._checks import (
     accumulation_dtype,
     finite,
     floating,
+    lookup,
     make_generator,
     one_of,
     positive_int,
 )
 from bochner._products import is_composed
-from bochner.projections import FullPrecisionModule, Projection
+from bochner.projections import FullPrecisionModule, Projection, make_projection
 
 KERNELS = ("softmax", "gaussian")
 
@@ -45,23 +46,49 @@ class Features(NamedTuple):
 
 
 class Exponent(NamedTuple):
-    """An exponential map of one role, as what it exponentiates: `phi_i(x) = exp(w_i . z + offset_i + row)`.
+    """An exponential map of one role, as the tensors that it exponentiates: `phi_i(x) = exp(w_i . z + offset_i + row)`.
 
-    `weight` (m, d) holds the w_i and `offset` (m,) their offsets, both with a leading axis of heads where the map has
-    them; `row = constant + extra - half |z|^2`. `change` takes x (..., n, d) to z (..., n, d) and extra (..., n, 1);
-    without it z is x itself and extra is 0.
+    With `t = x - centre`: `z = basis t` and `row = constant + tilt . t - half |z|^2`; what is None is left out.
+    `weight` (m, d) holds the w_i, `offset` (m,) their offsets; centre and tilt (d,), basis (d, d). All have an axis of
+    heads in front where the map has them; a `constant` per head is (h, 1, 1).
     """
 
     weight: Tensor
     offset: Tensor | None = None
-    constant: float = 0.0
+    constant: float | Tensor = 0.0
     half: float = 0.5
-    change: Callable[[Tensor], tuple[Tensor, Tensor | float]] | None = None
+    centre: Tensor | None = None
+    basis: Tensor | None = None
+    tilt: Tensor | None = None
+
+    def scaled(self, root: float, dtype: torch.dtype) -> Exponent:
+        """The same map of `root * x`, in `dtype`: the factor goes into the tensors, no pass over x is needed."""
+        parts: list[Any] = [t.to(dtype) if isinstance(t, Tensor) else t for t in self]
+        weight, offset, constant, half, centre, basis, tilt = parts
+        if root != 1.0:
+            centre = None if centre is None else centre / root
+            tilt = None if tilt is None else tilt * root
+            if basis is None:
+                weight, half = weight * root, half * root**2
+            else:
+                basis = basis * root
+        return Exponent(weight, offset, constant, half, centre, basis, tilt)
 
     def at(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """z (..., n, d) and the row term (..., n, 1)."""
-        z, extra = (x, 0.0) if self.change is None else self.change(x)
-        return z, self.constant + extra - self.half * squared_norm(z)
+        z, row, _ = self.parts(x)
+        return z, row
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """z (..., n, d), the row term and |z|^2 (..., n, 1)."""
+        t = x if self.centre is None else x - self.centre.to(x.dtype).unsqueeze(-2)
+        z = t if self.basis is None else t @ self.basis.to(x.dtype).mT
+        square = squared_norm(z)
+        constant = self.constant.to(x.dtype) if isinstance(self.constant, Tensor) else self.constant
+        row = constant - self.half * square
+        if self.tilt is not None:
+            row = row + t @ self.tilt.to(x.dtype).unsqueeze(-1)
+        return z, row, square
 
     def logits(self, z: Tensor) -> Tensor:
         """`w_i . z + offset_i`, (..., n, m)."""
@@ -77,6 +104,17 @@ def exponential(logits: Tensor, log_row: Tensor | float, *, antithetic: bool = F
     return Features((logits - peak).exp(), log_row + peak)
 
 
+def to_features(t: Tensor) -> Features:
+    """Plain features (..., n, m) as `Features`, with the size of each row moved into the log scale.
+
+    >>> to_features(torch.tensor([[1.0, 4.0]])).values
+    tensor([[0.2500, 1.0000]])
+    """
+    size = t.detach().abs().amax(-1, keepdim=True)
+    size = torch.where(size > 0, size, torch.ones_like(size))  # a row of zeros keeps the scale 1
+    return Features(t / size, size.log())
+
+
 class FeatureMap(FullPrecisionModule):
     """Base of all feature maps: validation, roles, seeds, calibration.
 
@@ -85,9 +123,8 @@ class FeatureMap(FullPrecisionModule):
     accumulation dtype; one that is a single exponential says `is_exponential` and gives `exponent(role)` instead.
     `kernel_matrix` is what it estimates.
 
-    `dim`: d, the head size. `num_features`: m, the number of projections. `num_heads`: h for a projection and
-    statistics per head, with inputs (..., h, n, d); None for one map shared by all. `kernel`: `"softmax"` or
-    `"gaussian"`. `projection`: a name or an instance.
+    `dim`: d, the head size. `num_features`: m. `num_heads`: h for random parts and statistics per head, with inputs
+    (..., h, n, d); None for one map shared by all. `kernel`: the name of what it estimates.
     """
 
     positive: bool = False
@@ -103,6 +140,7 @@ class FeatureMap(FullPrecisionModule):
         self.num_heads = None if num_heads is None else positive_int(num_heads, "num_heads", owner)
         self.kernel = kernel
         self.feature_dim = self.num_features
+        self._fingerprint: int | None = None
 
     def forward(self, x: Tensor, role: str = "query") -> Features:
         """The features of the rows of x (..., n, d); with `num_heads`, of (..., h, n, d)."""
@@ -139,17 +177,74 @@ class FeatureMap(FullPrecisionModule):
         """
         return None
 
+    # What the keys are summed up to. Most maps sum `psi(k) [v, 1]'`, and a row is `phi(q)` times that. A map whose last
+    # key feature is the constant 1 says so by `has_constant`, and may sum other columns and read them in its own way.
+
+    @property
+    def has_constant(self) -> bool:
+        """Whether the last key feature is the constant 1, so that its sums are those of the columns themselves."""
+        return self.top_up is not None
+
+    @property
+    def has_positive_sums(self) -> bool:
+        """Whether normalisers are positive by themselves."""
+        return self.positive or self.top_up is not None
+
+    def fitted_to(self, k: Tensor, mask: Tensor | None) -> FeatureMap:
+        """The map for the scaled keys k (b, g, s, d) of one bidirectional call; most maps do not look at them."""
+        return self
+
+    def check_causal(self) -> None:
+        """Refuse causal attention where the map cannot have it."""
+
+    def num_columns(self, value_dim: int) -> int:
+        """The number of columns that are summed for values of this size."""
+        return value_dim + 1
+
+    def columns(self, features: Features, v: Tensor) -> Tensor | None:
+        """What is summed beside the features of a key, (..., s, columns); None for its value and 1."""
+        return None
+
+    def answer(self, total: Tensor, last: Tensor | None, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Values and normaliser (..., n, v + 1) of rows, and the log of their common factor, None for 1.
+
+        `total` (..., n, columns): `phi(q)` times the sums. `last`: the sums of the constant feature, if there is one.
+        `query` (..., n, m): phi(q).
+        """
+        least = self.top_up
+        if least is None or last is None:
+            return total, None
+        count = last[..., -1:]
+        least = least.to(total.dtype).reshape(-1, *[1] * (total.dim() - 2))
+        lack = least - total[..., -1:] / torch.where(count > 0, count, 1)
+        return total + lack.clamp_min(0) * last, None
+
     def exponent(self, role: str) -> Exponent | None:
         """What a map that is one exponential computes, for attention to keep in range; None for all others."""
         return None
 
     def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> FeatureMap:
         """Draw new random parts in place; learned parameters and calibration stay."""
-        g = make_generator(seed, generator)
+        with torch.no_grad():
+            self._redraw(make_generator(seed, generator))
+        self._fingerprint = None
+        return self
+
+    def _redraw(self, g: Generator) -> None:
         for module in self.modules():
             if isinstance(module, Projection):
                 module.redraw_(generator=g)
-        return self
+
+    def fingerprint(self) -> int:
+        """A number that tells draws and calibrations of a map apart; training its parameters does not change it."""
+        if self._fingerprint is None:
+            own = [t for t in self.buffers() if not t.requires_grad and not t.is_meta]
+            self._fingerprint = hash(tuple(float(t.double().sum()) for t in own))
+        return self._fingerprint
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        self._fingerprint = None
+        super()._load_from_state_dict(*args, **options)
 
     @torch.no_grad()
     def calibrate_(self, q: Tensor | Sequence[Tensor], k: Tensor | Sequence[Tensor]) -> FeatureMap:
@@ -171,11 +266,12 @@ class FeatureMap(FullPrecisionModule):
                     f"calibrate_ needs at least 2 rows of {name!r} per head, got {rows}; give more samples."
                 )
         self._calibrate_sequences(qs, ks)
+        self._fingerprint = None
         return self
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
         """The exact kernel that the map estimates, (..., n, s)."""
-        return KERNEL_FUNCTIONS[self.kernel](x, y)
+        return lookup(KERNEL_FUNCTIONS, self.kernel, f"kernel of {type(self).__name__}")(x, y)
 
     def trainable_(self, names: Sequence[str] | None = None) -> FeatureMap:
         """Turn named buffers (default: all floating-point ones) into parameters, keeping their state_dict keys."""
@@ -233,6 +329,40 @@ class FeatureMap(FullPrecisionModule):
     def extra_repr(self) -> str:
         heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
         return f"dim={self.dim}, num_features={self.num_features}{heads}, kernel={self.kernel!r}"
+
+
+class ProjectedFeatures(FeatureMap):
+    """Base of the maps of `projection(x)`, the products w . x with random directions w.
+
+    A subclass may say which `kernels` it estimates, the default first, and what `norms` its directions have.
+    `of_inputs`: whether `num_features=None` stands for x itself in place of products.
+
+    `projection`: the law of the directions, a name or an instance. `num_features`: m, their number. `kernel`: one of
+    `kernels`. `seed` or `generator`: of the draw.
+    """
+
+    kernels: ClassVar[Sequence[str]] = KERNELS
+    norms: ClassVar[str] = "chi"
+    of_inputs: ClassVar[bool] = False
+    projection: Any
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int | None,
+        *,
+        projection: str | Projection = "orthogonal",
+        num_heads: int | None = None,
+        kernel: str | None = None,
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        kernel = self.kernels[0] if kernel is None else one_of(kernel, "kernel", type(self).__name__, self.kernels)
+        bare = num_features is None and self.of_inputs
+        m: Any = dim if bare else num_features
+        super().__init__(dim, m, num_heads=num_heads, kernel=kernel)
+        how: Any = {"num_heads": num_heads, "norms": self.norms, "seed": seed, "generator": generator}
+        self.projection = nn.Identity() if bare else make_projection(projection, dim, m, **how)
 
 
 def squared_norm(x: Tensor) -> Tensor:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Generator, Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype, make_generator, one_of, positive_float, positive_int
-from bochner.maps.base import KERNELS, FeatureMap, Features, exponential
-from bochner.maps.hybrid import _row_factor, _spawn, compose
-from bochner.projections import Projection, make_projection
+from bochner.maps.base import Features, ProjectedFeatures, exponential
+from bochner.maps.hybrid import _row_factor, another_projection, compose
+from bochner.projections import Projection
 
 _LARGEST = 10.0  # of the entries of A and of their inverses: beyond, one bad coordinate would rule the variance
 
 
-class ClusteredFeatures(FeatureMap):
+class ClusteredFeatures(ProjectedFeatures):
     """A hybrid of complex exponential estimators, one for each pair of clusters, each quiet near its centres.
 
     `calibrate_(q, k)` runs k-means on queries and keys (per head) and gives pair (i, j) a diagonal `A_ij`. With
@@ -58,14 +59,13 @@ class ClusteredFeatures(FeatureMap):
         num_coefficients: int = 8,
         breadth: float = 1.0,
         projection: str | Projection = "orthogonal",
-        num_heads: int | None = None,
-        kernel: str = "softmax",
         seed: int | None = 0,
         generator: Generator | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(dim, num_features, num_heads=num_heads, kernel=kernel)
+        g = make_generator(seed, generator)
+        super().__init__(dim, num_features, projection=projection, seed=None, generator=g, **options)
         owner = type(self).__name__
-        one_of(kernel, "kernel", owner, KERNELS)
         pair = num_clusters if isinstance(num_clusters, (tuple, list)) else (num_clusters, num_clusters)
         if len(pair) != 2:
             raise BochnerError(f"The 'num_clusters' of {owner} must be one number or a pair, got {num_clusters!r}.")
@@ -75,7 +75,7 @@ class ClusteredFeatures(FeatureMap):
         self.diagonal = one_of(diagonal, "diagonal", owner, ("complex", "real"))
         self.breadth = positive_float(breadth, "breadth", owner)
         self.num_coefficients = positive_int(num_coefficients, "num_coefficients", owner)
-        lead = () if num_heads is None else (num_heads,)
+        lead = () if self.num_heads is None else (self.num_heads,)
         for name, value in {
             "centres_query": torch.zeros(*lead, I, dim, device="cpu"),
             "centres_key": torch.zeros(*lead, J, dim, device="cpu"),
@@ -84,16 +84,13 @@ class ClusteredFeatures(FeatureMap):
             "spread": torch.ones(*lead, I, J, device="cpu"),  # mean |u|^2 of the pair
         }.items():
             self.register_buffer(name, value)
-        g = make_generator(seed, generator)
-        self.projection = make_projection(projection, dim, num_features, num_heads=num_heads, seed=None, generator=g)
         length = num_features * (2 if self.diagonal == "complex" else 1)
         if self.coefficients == "indicator":
             self.feature_dim = I * J * length
             self.positive = self.diagonal == "real"
         else:
-            law = "orthogonal" if isinstance(projection, Projection) else projection
             n = self.num_coefficients
-            self.coefficient_projection = make_projection(law, dim, n, num_heads=num_heads, seed=_spawn(g))
+            self.coefficient_projection = another_projection(self, projection, n, g)
             self.feature_dim = (2 * I * J * 2 * n + 1) * length
 
     def _calibrate(self, q: Tensor, k: Tensor) -> None:

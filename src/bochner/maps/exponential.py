@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import reduce
 from operator import add
 from typing import Any, ClassVar
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from bochner._checks import (
-    BochnerError,
-    one_of,
-)
-from bochner.maps.base import KERNELS, Exponent, FeatureMap, pooled, squared_norm
+from bochner._checks import BochnerError
+from bochner.maps.base import Exponent, ProjectedFeatures, pooled
 from bochner.moments import (
     PairMoments,
     attended_pairs,
@@ -24,10 +20,9 @@ from bochner.moments import (
     optimal_a,
     second_moment_of_sum,
 )
-from bochner.projections import Projection, make_projection
 
 
-class ExponentialFeatures(FeatureMap):
+class ExponentialFeatures(ProjectedFeatures):
     """The positive family, `phi(x) = exp(g(w) + w . C (x - c) - |P (x - c)|^2 / 2 + l . x + r) / sqrt(m)`.
 
     Every positive map of the theory is this one function with different constants: an importance weight `g(w)` for
@@ -38,30 +33,9 @@ class ExponentialFeatures(FeatureMap):
     positive = True
     is_exponential = True
     antithetic: ClassVar[bool] = False
-    norms: ClassVar[str] = "chi"
 
-    def __init__(
-        self,
-        dim: int,
-        num_features: int,
-        *,
-        projection: str | Projection = "orthogonal",
-        num_heads: int | None = None,
-        kernel: str = "softmax",
-        seed: int | None = 0,
-        generator: Generator | None = None,
-    ) -> None:
-        super().__init__(dim, num_features, num_heads=num_heads, kernel=kernel)
-        one_of(kernel, "kernel", type(self).__name__, KERNELS)
-        self.projection = make_projection(
-            projection,
-            dim,
-            num_features,
-            num_heads=num_heads,
-            norms=self.norms,
-            seed=seed,
-            generator=generator,
-        )
+    def __init__(self, dim: int, num_features: int, **options: Any) -> None:
+        super().__init__(dim, num_features, **options)
         if self.antithetic:
             self.feature_dim = 2 * num_features
 
@@ -69,16 +43,8 @@ class ExponentialFeatures(FeatureMap):
         w = self._shape_w(self.projection.matrix())
         if self.antithetic:
             w = torch.cat([w, -w], dim=-2)
-        constant = -0.5 * math.log(self.feature_dim)
-        return Exponent(w, self._log_weight(), constant, self._half(), self._change(role))
-
-    def _half(self) -> float:
-        """The factor of -|z|^2 in a row's log scale."""
-        return 0.5 if self.kernel == "softmax" else 1.0
-
-    def _change(self, role: str) -> Callable[[Tensor], tuple[Tensor, Tensor | float]] | None:
-        """x to z, and the log of its row factor but for |z|^2; None where z is x."""
-        return None
+        constant, half = -0.5 * math.log(self.feature_dim), 0.5 if self.kernel == "softmax" else 1.0
+        return Exponent(w, self._log_weight(), constant, half)
 
     def _log_weight(self) -> Tensor | None:
         """g(w) for every frequency (h?, m), or None when it is zero."""
@@ -244,23 +210,16 @@ class CalibratedFeatures(ExponentialFeatures):
             buffer.copy_(value.reshape(buffer.shape))
         return self
 
-    def _half(self) -> float:
-        return 0.5
-
-    def _change(self, role: str) -> Callable[[Tensor], tuple[Tensor, Tensor | float]]:
-        basis = self.basis_query if role == "query" else self.basis_key
-        centre = self.centre_query if role == "query" else self.centre_key
-        other = self.centre_key if role == "query" else self.centre_query
-
-        def change(x: Tensor) -> tuple[Tensor, Tensor | float]:
-            t = x - self._spread(centre, x)
-            z = t @ basis.to(x.dtype).mT
-            if self.kernel == "gaussian":
-                return z, -0.5 * squared_norm(t)
-            # exp((x-a).b) belongs to the query's row, exp(a.y) to the key's.
-            return z, (t if role == "query" else x) @ other.to(x.dtype).unsqueeze(-1)
-
-        return change
+    def exponent(self, role: str) -> Exponent:
+        plain, is_query = super().exponent(role), role == "query"
+        centre, other = (self.centre_query, self.centre_key)[:: 1 if is_query else -1]
+        basis, constant, tilt = self.basis_query if is_query else self.basis_key, plain.constant, None
+        # exp((x-a).b) belongs to the row of the query, exp(a.y) = exp(a.(y-b)) exp(a.b) to that of the key.
+        if self.kernel == "softmax":
+            tilt = other
+            if not is_query:
+                constant = constant + (centre.double() * other.double()).sum(-1)[..., None, None]
+        return plain._replace(centre=centre, basis=basis, constant=constant, tilt=tilt)
 
     def _log_weight(self) -> Tensor | None:
         w2 = self.projection.matrix().to(self.a.dtype).square()

@@ -11,52 +11,34 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from bochner._checks import BochnerError
-from bochner.maps.base import FeatureMap, Features
-from bochner.projections import Projection, make_projection
+from bochner.maps.base import Features, ProjectedFeatures, to_features
 
 # Functions of torch that are never negative.
 NON_NEGATIVE = ("relu", "relu6", "softplus", "sigmoid", "hardsigmoid", "exp", "abs", "square")
 
 
-class GeneralizedFeatures(FeatureMap):
+class GeneralizedFeatures(ProjectedFeatures):
     """`phi(x) = (f(w . x) + kernel_epsilon) / sqrt(m)`: the kernel `E[(f(w.x) + eps)(f(w.y) + eps)]`.
 
     Unbiased for that kernel (`kernel_matrix`), positive when f is. Choromanski et al. 2021, section 2.2 and
     appendix; the names are those of f. `num_features=None` applies f to x itself.
     """
 
+    kernels = ("generalized",)
+    of_inputs = True
     function: Any
 
-    def __init__(
-        self,
-        dim: int,
-        num_features: int | None,
-        *,
-        kernel_epsilon: float = 1e-3,
-        projection: str | Projection = "orthogonal",
-        num_heads: int | None = None,
-        seed: int | None = 0,
-        generator: Generator | None = None,
-    ) -> None:
-        super().__init__(dim, dim if num_features is None else num_features, num_heads=num_heads)
+    def __init__(self, dim: int, num_features: int | None, *, kernel_epsilon: float = 1e-3, **options: Any) -> None:
+        super().__init__(dim, num_features, **options)
         if not isinstance(kernel_epsilon, (int, float)) or not 0 <= kernel_epsilon < math.inf:
             raise BochnerError(
                 f"The 'kernel_epsilon' of {type(self).__name__} must be a number >= 0, got {kernel_epsilon!r}."
             )
-        self.kernel = "generalized"
         self.kernel_epsilon = float(kernel_epsilon)
-        self.projection: nn.Module = (
-            nn.Identity()
-            if num_features is None
-            else make_projection(projection, dim, num_features, num_heads=num_heads, seed=seed, generator=generator)
-        )
 
     def _features(self, x: Tensor, role: str) -> Features:
-        t = self.function(self.projection(x)) + self.kernel_epsilon
-        # A row of zeros (a relu that never fires, without epsilon) keeps the scale 1.
-        size = t.detach().abs().amax(-1, keepdim=True)
-        size = torch.where(size > 0, size, torch.ones_like(size))
-        return Features(t / size, size.log() - 0.5 * math.log(self.feature_dim))
+        values, log_size = to_features(self.function(self.projection(x)) + self.kernel_epsilon)
+        return Features(values, log_size - 0.5 * math.log(self.feature_dim))
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
         f, eps = self.function, self.kernel_epsilon

@@ -17,20 +17,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from bochner._checks import (
-    BochnerError,
-    accumulation_dtype,
-    make_generator,
-    one_of,
-    positive_float,
-    positive_int,
-)
-from bochner.maps.base import KERNELS, FeatureMap, Features, exponential
+from bochner._checks import BochnerError, accumulation_dtype, make_generator, positive_float, positive_int
+from bochner.maps.base import FeatureMap, Features, ProjectedFeatures, exponential
 from bochner.projections import Projection, make_projection
 from bochner.theory import Moments, angular_moments, gaussian_moments, hybrid_split
 
 
-class ComplexExponentialFeatures(FeatureMap):
+class ComplexExponentialFeatures(ProjectedFeatures):
     """`phi(x) = exp(-(Ax).(Ax)/2) exp(w.Ax) / sqrt(m)`, keys with `B = (A')^-1` in place of A; no conjugates.
 
     Unbiased for every invertible A; the real part of the product is kept. Real A: m positive features. Complex A: 2 m
@@ -49,27 +42,12 @@ class ComplexExponentialFeatures(FeatureMap):
     A_real: Tensor
     A_imag: Tensor | None
 
-    def __init__(
-        self,
-        dim: int,
-        num_features: int,
-        *,
-        A: Any = 1.0,
-        projection: str | Projection = "orthogonal",
-        num_heads: int | None = None,
-        kernel: str = "softmax",
-        seed: int | None = 0,
-        generator: Generator | None = None,
-    ) -> None:
-        super().__init__(dim, num_features, num_heads=num_heads, kernel=kernel)
-        one_of(kernel, "kernel", type(self).__name__, KERNELS)
-        a = _invertible(A, dim, num_heads, type(self).__name__)
-        self.diagonal = a.ndim == (1 if num_heads is None else 2)
+    def __init__(self, dim: int, num_features: int, *, A: Any = 1.0, **options: Any) -> None:
+        super().__init__(dim, num_features, **options)
+        a = _invertible(A, dim, self.num_heads, type(self).__name__)
+        self.diagonal = a.ndim == (1 if self.num_heads is None else 2)
         self.register_buffer("A_real", a.real.float().contiguous())
         self.register_buffer("A_imag", a.imag.float().contiguous() if bool((a.imag != 0).any()) else None)
-        self.projection = make_projection(
-            projection, dim, num_features, num_heads=num_heads, seed=seed, generator=generator
-        )
         if self.A_imag is None:
             self.positive = True
         else:
@@ -268,27 +246,14 @@ def _signed_root(value: float | Tensor, like: Tensor, role: str) -> Tensor:
     return v.abs().sqrt() if role == "query" else v.sign() * v.abs().sqrt()
 
 
-class SignFeatures(FeatureMap):
+class SignFeatures(ProjectedFeatures):
     """`phi(x) = sgn(w.x) / sqrt(n)`: the angular kernel `1 - 2 theta / pi` (Goemans and Williamson).
 
     Unbiased, signed, constant along rays; variance `4 a (1 - a) / n` with `a = theta / pi`, so none at angle 0 and pi.
     O(n d) per row. Choromanski et al. 2022, eq. (19).
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_features: int,
-        *,
-        projection: str | Projection = "orthogonal",
-        num_heads: int | None = None,
-        seed: int | None = 0,
-        generator: Generator | None = None,
-    ) -> None:
-        super().__init__(dim, num_features, num_heads=num_heads, kernel="angular")
-        self.projection = make_projection(
-            projection, dim, num_features, num_heads=num_heads, seed=seed, generator=generator
-        )
+    kernels = ("angular",)
 
     def _features(self, x: Tensor, role: str) -> Features:
         return _signs(self.projection(x), x)
@@ -309,7 +274,7 @@ def _signs(t: Tensor, x: Tensor) -> Features:
     )
 
 
-class BipolarFeatures(FeatureMap):
+class BipolarFeatures(ProjectedFeatures):
     """`lam K_hyp + (1 - lam) K_trig`: hyperbolic features for small kernel values, trigonometric for large ones.
 
     A subclass says what lam is; `moments(x, y, n)` are those of its estimate. `num_coefficients` (n): given,
@@ -332,25 +297,21 @@ class BipolarFeatures(FeatureMap):
         num_coefficients: int | None = None,
         shared: bool = True,
         projection: str | Projection = "orthogonal",
-        num_heads: int | None = None,
-        kernel: str = "softmax",
         seed: int | None = 0,
         generator: Generator | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(dim, num_features, num_heads=num_heads, kernel=kernel)
         owner = type(self).__name__
-        one_of(kernel, "kernel", owner, KERNELS)
+        budget = positive_int(num_features, "num_features", owner)
         if num_coefficients is None:
-            m, n = hybrid_split(moments, num_features, self.width)
+            m, n = hybrid_split(moments, budget, self.width)
         else:
-            m, n = num_features, positive_int(num_coefficients, "num_coefficients", owner)
-        self.num_projections, self.num_coefficients, self.shared = m, n, bool(shared)
+            m, n = budget, positive_int(num_coefficients, "num_coefficients", owner)
         g = make_generator(seed, generator)
-        law = "orthogonal" if isinstance(projection, Projection) else projection
-        self.projection = make_projection(projection, dim, m, num_heads=num_heads, seed=None, generator=g)
-        # Seeds of their own, so that a ready-made projection drawn from the same seed stays independent of them.
-        self.coefficient_projection = make_projection(law, dim, n, num_heads=num_heads, seed=_spawn(g))
-        self.trig_projection = None if shared else make_projection(law, dim, m, num_heads=num_heads, seed=_spawn(g))
+        super().__init__(dim, m, projection=projection, seed=None, generator=g, **options)
+        self.num_features, self.num_projections, self.num_coefficients, self.shared = budget, m, n, bool(shared)
+        self.coefficient_projection = another_projection(self, projection, n, g)
+        self.trig_projection = None if shared else another_projection(self, projection, m, g)
         self.feature_dim = 4 * m * (self.width * n + 1)
 
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
@@ -444,9 +405,14 @@ def _row_factor(x: Tensor, kernel: str) -> Tensor:
     return -0.5 * x.square().sum(-1, keepdim=True)
 
 
-def _spawn(g: Generator) -> int:
-    """A seed for an independent stream."""
-    return int(torch.randint(2**62, (), generator=g, device="cpu"))
+def another_projection(phi: FeatureMap, like: str | Projection, m: int, g: Generator) -> Projection:
+    """m more directions of the same law, or orthogonal ones beside a ready-made projection, independent of the first.
+
+    Their seed is their own, so that a ready-made projection drawn from the map's seed is independent of them as well.
+    """
+    law = "orthogonal" if isinstance(like, Projection) else like
+    seed = int(torch.randint(2**62, (), generator=g, device="cpu"))
+    return make_projection(law, phi.dim, m, num_heads=phi.num_heads, seed=seed)
 
 
 def _projections(parts: nn.ModuleList) -> list[Projection]:

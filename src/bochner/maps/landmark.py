@@ -131,13 +131,9 @@ class LandmarkFeatures(FeatureMap):
         """Least normaliser of a row per head, that of uniform attention being the number of keys; None if positive."""
         return None if self.positive else self.least
 
-    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> FeatureMap:
+    def _redraw(self, g: Generator) -> None:
         """Other random landmarks; once calibrated, only another sample for the next calibration."""
-        if int(self.rows_seen):
-            self.seed = _some_seed(seed, generator)
-        else:
-            self.seed = self._draw(seed, generator)
-        return self
+        self.seed = _some_seed(None, g) if int(self.rows_seen) else self._draw(None, g)
 
     @torch.no_grad()
     def calibrate_(
@@ -149,7 +145,7 @@ class LandmarkFeatures(FeatureMap):
         is_causal: bool = False,
         window: int | None = None,
         sinks: int = 0,
-        window_kind: str = "sliding",
+        window_kind: str = "block",
         progress: bool = False,
     ) -> LandmarkFeatures:
         """Fit the map to scaled queries and keys of whole sequences, per key head; see `FeatureMap.calibrate_`.
@@ -177,6 +173,7 @@ class LandmarkFeatures(FeatureMap):
         ]
         self._take(heads)
         self.rows_seen.fill_(sum(t.k.shape[0] * t.k.shape[2] for t in given))
+        self._fingerprint = None
         return self
 
     def trainable_(self, names: Sequence[str] | None = None) -> FeatureMap:

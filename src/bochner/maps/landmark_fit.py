@@ -40,7 +40,7 @@ class Near(NamedTuple):
     is_causal: bool = False
     window: int | None = None
     sinks: int = 0
-    window_kind: str = "sliding"
+    window_kind: str = "block"
 
     def allowed(self, i: Tensor, j: Tensor) -> Tensor:
         """Pairs of positions i (n,) and j (s,) that attention sees at all, (n, s)."""

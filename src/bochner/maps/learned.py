@@ -99,14 +99,13 @@ class SpectralFeatures(FeatureMap):
         self.steps += positive_int(steps, "steps", f"{type(self).__name__}.step_")
         if self._epoch() != before:
             self._draw_noise(self._noise_generator())
+            self._fingerprint = None
         return self
 
-    @torch.no_grad()
-    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> SpectralFeatures:
+    def _redraw(self, g: Generator) -> None:
         """New noise, from a new seed of the map's own; learned parameters and the count of steps stay."""
-        self.noise_seed.copy_(torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu"))
+        self.noise_seed.copy_(torch.randint(2**62, (), generator=g, device="cpu"))
         self._draw_noise(self._noise_generator())
-        return self
 
     def exponent(self, role: str) -> Exponent | None:
         if self.sinks:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from bochner._checks import BochnerError, floating, make_generator, one_of, positive_float
+from bochner._checks import BochnerError, floating, one_of, positive_float
 from bochner.maps.base import FeatureMap, Features
 from bochner.maps.exponential import ExponentialFeatures
 from bochner.maps.generalized import GeneralizedFeatures
@@ -271,11 +271,9 @@ class ProductFeatures(FeatureMap):
         if redraw:
             self.redraw_(seed, generator=generator)
 
-    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> FeatureMap:
-        g = make_generator(seed, generator)
+    def _redraw(self, g: Generator) -> None:
         self.mask.redraw_(generator=g)
         self.attention.redraw_(generator=g)
-        return self
 
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         attend, mask = self.attention.prepare(role), self.mask.prepare(role)

@@ -34,11 +34,9 @@ class DrawnFeatures(FeatureMap):
         for name, value in self._draw_heads(make_generator(seed, generator)).items():
             self.register_buffer(name, value.to(torch.float32) if value.is_floating_point() else value)
 
-    @torch.no_grad()
-    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> FeatureMap:
-        for name, value in self._draw_heads(make_generator(seed, generator)).items():
+    def _redraw(self, g: Generator) -> None:
+        for name, value in self._draw_heads(g).items():
             getattr(self, name).copy_(value)
-        return self
 
     def _draw_heads(self, g: Generator) -> dict[str, Tensor]:
         if self.num_heads is None:

@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from bochner._checks import (
-    one_of,
-)
-from bochner.maps.base import KERNELS, FeatureMap, Features, squared_norm
-from bochner.projections import Projection, make_projection
+from bochner.maps.base import Features, ProjectedFeatures, squared_norm
 
 
-class TrigFeatures(FeatureMap):
+class TrigFeatures(ProjectedFeatures):
     """`phi(x) = exp(|x|^2/2) [sin w.x, cos w.x] / sqrt(m)` (without the factor for the Gaussian kernel).
 
     Unbiased, signed: a normaliser can vanish. `feature_dim` is 2 m. MSE: `theory.mse_trig`.
     Rahimi and Recht 2007; Choromanski et al. 2021, eq. (4).
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_features: int,
-        *,
-        projection: str | Projection = "orthogonal",
-        num_heads: int | None = None,
-        kernel: str = "softmax",
-        seed: int | None = 0,
-        generator: Generator | None = None,
-    ) -> None:
-        super().__init__(dim, num_features, num_heads=num_heads, kernel=kernel)
-        one_of(kernel, "kernel", type(self).__name__, KERNELS)
-        self.projection = make_projection(
-            projection, dim, num_features, num_heads=num_heads, seed=seed, generator=generator
-        )
+    def __init__(self, dim: int, num_features: int, **options: Any) -> None:
+        super().__init__(dim, num_features, **options)
         self.feature_dim = 2 * num_features
 
     def _features(self, x: Tensor, role: str) -> Features:

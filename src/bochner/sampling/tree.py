@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from bochner._checks import BochnerError, finite, positive_float, positive_int
-from bochner.maps import FeatureMap, Features, feature_map
+from bochner.maps import FeatureMap, Features, MapLike, feature_map
 from bochner.sampling import descent
 from bochner.sampling.descent import choose, log_share, one_by_one
 from bochner.sampling.samplers import (
@@ -89,7 +89,7 @@ class FeatureTree(Sampler):
     Args:
         vectors: y, (n, d). The tree keeps its own copy.
         bias: b, (n,).
-        feature_map: a name or an instance for the softmax kernel; `num_features` m and `projection` as there.
+        feature_map: a name, a class or an instance for the softmax kernel; `num_features` m and `projection` as there.
         leaf_size: classes in a leaf.
         scale: the logits are `scale x . y + b`.
         normalize: a length to which x and y are brought for sampling alone, as appendix I of the paper does: another
@@ -118,7 +118,7 @@ class FeatureTree(Sampler):
         vectors: Tensor,
         bias: Tensor | None = None,
         *,
-        feature_map: str | FeatureMap = "calibrated",
+        feature_map: MapLike = "calibrated",
         num_features: int = 64,
         projection: str = "orthogonal",
         leaf_size: int = 16,
@@ -581,8 +581,8 @@ class FeatureTree(Sampler):
         return f"num_classes={self.num_classes}, leaf_size={self.leaf_size}, levels={len(self._sums)}"
 
 
-def _softmax_map(name: str | FeatureMap, d: int, m: int, projection: str, seed: int) -> FeatureMap:
-    phi = feature_map(name, dim=d, num_features=m, projection=projection, seed=seed) if isinstance(name, str) else name
+def _softmax_map(name: MapLike, d: int, m: int, projection: str, seed: int) -> FeatureMap:
+    phi = feature_map(name, dim=d, num_features=m, projection=projection, seed=seed)
     if phi.dim != d or phi.num_heads is not None or phi.kernel != "softmax":
         raise BochnerError(
             f"The 'feature_map' of FeatureTree must estimate the softmax kernel in {d} dimensions, without heads, got "

@@ -53,7 +53,8 @@ class Attention:
     def feature_map(self) -> str | None:
         base = self.name.removeprefix("window+")
         base = RENAMED.get(base, base)
-        return base if base in FEATURE_MAPS and self.name != "identity" else None
+        taken = self.name in ("exact", "window", *REPLACED, *peers.PEERS)
+        return base if base in FEATURE_MAPS and not taken else None
 
     @property
     def leaves_weights_out(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype, flag, positive_int
+from bochner.attention.api import linear_attention
 from bochner.attention.checks import (
     check_finite,
     check_lengths,
@@ -19,7 +20,8 @@ from bochner.attention.checks import (
     check_scale,
     check_window,
 )
-from bochner.attention.state import leading, unmasked
+from bochner.attention.layout import leading
+from bochner.attention.state import SMALL, unmasked
 from bochner.maps import feature_map
 from bochner.maps.base import KERNELS, FeatureMap
 
@@ -37,7 +39,7 @@ def exact_attention(
     scale: float | None = None,
     window: int | None = None,
     sinks: int = 0,
-    window_kind: str = "sliding",
+    window_kind: str = "block",
     normalize: bool = True,
     chunk: int = 512,
 ) -> Tensor:
@@ -88,10 +90,12 @@ def attention_matrix(
     scale: float | None = None,
     window: int | None = None,
     sinks: int = 0,
-    window_kind: str = "sliding",
+    window_kind: str = "block",
     normalize: bool = True,
 ) -> Tensor:
     """What a map attends to: the (b, h, n, s) weights that `linear_attention` applies without forming them.
+
+    Rows of a signed map whose normaliser is below a tenth of its bound attend to all keys alike, as they do there.
 
     >>> q = torch.randn(1, 1, 3, 4)
     >>> attention_matrix(q, q, "positive").sum(-1)
@@ -107,6 +111,11 @@ def attention_matrix(
     (k,) = unmasked(key_padding_mask, k)
     check_finite(owner, q=q, k=k)
     n, s = q.shape[-2], k.shape[-2]
+    if phi.num_columns(1) != 2:  # no weight of one pair alone: what it does to values that are 1 for one key
+        ones = torch.eye(s, dtype=q.dtype, device=q.device).expand(*k.shape[:2], s, s)
+        how: dict[str, Any] = {"is_causal": is_causal, "key_padding_mask": key_padding_mask, "scale": root**2}
+        how |= {"window": window, "sinks": sinks, "window_kind": window_kind, "normalize": normalize}
+        return linear_attention(q, k, ones, phi, **how)
     # In float64, and as logarithms with their signs: the terms of a weight can span more than a dtype holds.
     x, y, _ = _scaled(q.double(), k.double(), k.double(), root)
     grouped = (q.double() * root).reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
@@ -119,7 +128,28 @@ def attention_matrix(
     log_weights = log_weights.masked_fill(hidden, -torch.inf)
     peak = log_weights.amax(-1, keepdim=True) if normalize else torch.zeros_like(log_weights[..., :1])
     weights = torch.where(near, 1.0, sign) * (log_weights - torch.where(peak > -torch.inf, peak, 0)).exp()
-    return (_normalized(weights) if normalize else weights).to(q.dtype)
+    if not normalize:
+        return weights.to(q.dtype)
+    seen = (~hidden).to(weights.dtype).expand_as(weights)
+    weights = torch.where(_is_small(phi, grouped, k.double() * root, weights, near, hidden, peak), seen, weights)
+    return _normalized(weights).to(q.dtype)
+
+
+def _is_small(
+    phi: FeatureMap, x: Tensor, y: Tensor, weights: Tensor, near: Tensor, hidden: Tensor, peak: Tensor
+) -> Tensor:
+    """Which rows (b, h, n, 1) of a signed map have a normaliser that is not divided by; weights relative to peak."""
+    if phi.has_positive_sums:
+        return torch.zeros_like(weights[..., :1], dtype=torch.bool)
+    fq, fk = phi(x, "query"), phi(y, "key")
+    r = weights.shape[1] // y.shape[1]
+    far = (~(near | hidden)).to(weights.dtype).expand(y.shape[0], 1, -1, -1)
+    top = fk.log_scale.amax((-2, -1), keepdim=True)
+    norm = far.repeat(1, 1, r, 1) @ (fk.values * (fk.log_scale - top).exp())
+    bound = (norm.norm(dim=-1, keepdim=True) * fq.values.norm(dim=-1, keepdim=True)).log() + top + fq.log_scale
+    exact = (weights * near).sum(-1, keepdim=True)
+    total = weights.sum(-1, keepdim=True)
+    return total < SMALL * ((bound.view_as(total) - torch.where(peak > -torch.inf, peak, 0)).exp() + exact)
 
 
 def _checked(

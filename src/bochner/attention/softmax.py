@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bochner._products import memory
-from bochner.attention.numerics import MASKED, is_composed
-from bochner.attention.recompute import differentiate
+from bochner._products import in_place, is_composed, memory
+from bochner.attention.autograd import differentiate
+from bochner.attention.features import MASKED
+from bochner.maps.base import squared_norm
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -58,12 +59,28 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Ten
     return out, total
 
 
-def attend_zones(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax attention of many small pieces, without gradients: rows q (b, g, t, n, d) over k, v (b, g, t, z, .).
+def exact_logits(x: Tensor, y: Tensor, scale: float, kernel: str) -> Tensor:
+    """The logarithm of the exact kernel of rows x (..., n, d) and keys y (..., s, d)."""
+    logits = (x * scale) @ y.mT if x.shape[-2] < y.shape[-2] else x @ (y * scale).mT
+    if kernel == "gaussian":
+        logits = logits - 0.5 * scale * (squared_norm(x) + squared_norm(y).mT)
+    return logits
+
+
+def attend_zones(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float, kernel: str
+) -> tuple[Tensor, Tensor]:
+    """Attention by the exact kernel to many small pieces: rows q (b, g, t, n, d) over k, v (b, g, t, z, .).
 
     k and v may be overlapping views. `hidden` (b, g, t, n, z) or less: pairs that do not see each other. Returns the
     rows and the logarithm of their normalisers (b, g, t, n, 1); that of a row that sees nothing is at most EMPTY.
     """
+    if kernel == "gaussian" or not in_place(q):
+        logits = exact_logits(q, k, scale, kernel)
+        if hidden is not None:
+            logits = logits.masked_fill(hidden, MASKED)
+        log_norm = logits.logsumexp(-1, keepdim=True)
+        return (logits - log_norm).exp() @ v, log_norm
     d = v.shape[-1]
     x, y, u = _widened(*(t.flatten(0, 1) for t in (q, k, v)))
     mask = None

@@ -1,0 +1,184 @@
+"""`linear_attention`: checks, the call, and what is said of its result."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bochner._checks import BochnerError, BochnerWarning, accumulation_dtype, floating
+from bochner._products import is_composed, may_look
+from bochner.attention.attend import Result, attention
+from bochner.attention.checks import check_call, check_finite, check_origin, origin_of, total_of
+from bochner.attention.decode import can_step, step
+from bochner.attention.features import PreparedMap
+from bochner.attention.layout import Near
+from bochner.attention.scan import Call
+from bochner.attention.state import State, unmasked
+from bochner.maps import MapLike, feature_map
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: MapLike | PreparedMap,
+    *,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    window_kind: str = "block",
+    cu_seqlens: Tensor | None = None,
+    state: State | None = None,
+    return_state: bool = False,
+    normalize: bool = True,
+    on_small_normalizer: str = "mean",
+    recompute: bool = True,
+    diagnostics: bool = True,
+) -> Any:
+    """Attention in linear time, `out_i = sum_j K(q_i, k_j) v_j / sum_j K(q_i, k_j)` with `K ~ phi . psi`.
+
+    Cost O(L m (d + v)) time, O(L (d + v) + m v) memory, also under autograd: features are recomputed.
+
+    q (b, h, n, d); k (b, g, s, d) and v (b, g, s, v) with g = h or, for grouped heads, a divisor of h: query heads
+    `i * h/g ... (i+1) * h/g - 1` share key head i, as in transformers. Returns (b, h, n, v) in q's dtype;
+    accumulation is in float32 (float64 for float64 inputs).
+
+    - `phi`: a feature map, its name or class, a function `f(x, role)`, or a `PreparedMap`. With heads of its own it has
+      `num_heads = g`.
+    - `is_causal`: row i sees keys up to its own; with n < s the queries are the last n.
+    - `key_padding_mask` (b, s) bool, True = ignore: such keys enter neither sum. A row with no key gives zeros.
+    - `scale`: multiplies q . k; default d^-1/2.
+    - `window=w`, `sinks=t`: exact softmax near a row and on the first t unpadded keys, the kernel elsewhere, one
+      normaliser for all. `window_kind="block"`: exact on the row's own and the neighbouring blocks of w keys (causal:
+      its own up to the row, and the one before), the fast kind; `"sliding"`: on `i - w < j <= i` (not causal:
+      `|i - j| < w`). Blocks are counted from a sequence's first unpadded key.
+    - `cu_seqlens` (B + 1,) int: several sequences packed along n in a batch of 1, as in flash-attention.
+    - `state`, `return_state`: resume causal attention after the keys of `state`; returns (out, state).
+    - `normalize=False`: the numerator alone.
+    - `on_small_normalizer`: signed maps can have a normaliser near or below zero. Below a tenth of its bound, `"mean"`
+      gives the row the mean of the values that it may see, `"zero"` zeroes it, both with a `BochnerWarning` that counts
+      the rows; `"raise"` refuses.
+    - A row of a positive map whose terms leave the range of the dtype gets the mean too, with a warning.
+    - `recompute=False` keeps features for the backward pass: O(L m) memory. Second derivatives work either way.
+    - `diagnostics=False`: inputs are trusted to be finite and nothing is counted, so that no device waits for the host.
+    - Compiled, exported and under torch.func nothing can be refused or counted: a row that sees what is not finite is
+      NaN.
+
+    >>> q, k, v = (torch.randn(1, 2, 10, 4) for _ in range(3))
+    >>> linear_attention(q, k, v, feature_map("positive", dim=4, num_features=16), is_causal=True).shape
+    torch.Size([1, 2, 10, 4])
+    """
+    d, made = floating(q, "q", "linear_attention").shape[-1], phi if isinstance(phi, PreparedMap) else None
+    phi = phi.phi if isinstance(phi, PreparedMap) else feature_map(phi, dim=d)
+    options: dict[str, Any] = {"is_causal": is_causal, "window": window, "sinks": sinks, "window_kind": window_kind}
+    options |= {"scale": scale, "normalize": normalize, "on_small_normalizer": on_small_normalizer}
+    options |= {"return_state": return_state, "recompute": recompute, "diagnostics": diagnostics}
+    options = check_call(q, k, v, phi, key_padding_mask, state, cu_seqlens, options, made)
+    if cu_seqlens is not None:
+        spans = [slice(i, j) for i, j in pairwise(cu_seqlens.tolist()) if j > i]
+        parts = [linear_attention(q[..., s, :], k[..., s, :], v[..., s, :], phi, **options) for s in spans]
+        return torch.cat(parts, dim=-2)
+    if q.is_meta:  # only shapes are asked for
+        if return_state:
+            raise BochnerError("A 'state' cannot be returned for tensors on the meta device; use real tensors.")
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+    if state is not None:
+        check_origin(state, phi, options["scale"])
+    near = Near(options["is_causal"], options["window"] or 0, window_kind, options["sinks"])
+    with torch.autocast(q.device.type, enabled=False):
+        made = made or PreparedMap(phi, options["scale"], accumulation_dtype(q.dtype))
+        call = Call(near, made, q.shape[1] // k.shape[1], options["normalize"], options["recompute"], return_state)
+        result = _attend(call, q, k, v, key_padding_mask, state, options)
+    if on_small_normalizer == "zero" and result.bad is not None and not made.positive:
+        result = result._replace(out=result.out.masked_fill(result.bad, 0))
+    out = result.out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+    if not return_state:
+        return out
+    assert result.state is not None
+    return out, result.state._replace(origin=origin_of(phi, options["scale"]))
+
+
+def _attend(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None, options: dict[str, Any]
+) -> Result:
+    k, v = unmasked(mask, k, v)
+    if is_composed():
+        return _unseen(call, q, k, v, mask, state)
+    if not options["diagnostics"]:
+        return _result(call, q, k, v, mask, state)
+    if not may_look(q):  # one look at everything, when all is done
+        result = _result(call, q, k, v, mask, state)
+        bad = torch.zeros((), device=q.device) if result.bad is None else result.bad.sum()
+        total, count = torch.stack([total_of((q, k, v)), bad.to(call.map.dtype)]).tolist()
+        if not math.isfinite(total):
+            check_finite("linear_attention", q=q, k=k, v=v)
+        report(call.map, result, int(count), options["on_small_normalizer"], stacklevel=4)
+        return result
+    check_finite("linear_attention", q=q, k=k, v=v)
+    result = _result(call, q, k, v, mask, state)
+    if not math.isfinite(float(result.out.detach().sum())) and not bool(result.out.isfinite().all()):
+        result = _smaller_values(call, q, k, v, mask, state)
+    if result.bad is not None:
+        report(call.map, result, int(result.bad.sum()), options["on_small_normalizer"], stacklevel=4)
+    return result
+
+
+def _result(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None) -> Result:
+    if state is not None and can_step(call, q, k, state):
+        return step(call, q, k, v, mask, state)
+    return attention(call, q, k, v, mask, state)
+
+
+def _smaller_values(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None) -> Result:
+    """Attention is linear in the values: those whose sums overflow are made smaller by a power of two, exactly."""
+    if state is not None or call.goes_on or not call.normalize:
+        raise BochnerError(f"The sums of linear_attention leave {call.map.dtype}; scale 'v' down or pass float64.")
+    size = 2.0 ** math.ceil(math.log2(max(1.0, float(v.detach().abs().amax()))))
+    result = _result(call, q, k, v / size, mask, None)
+    return result._replace(out=result.out * size)
+
+
+def _unseen(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None) -> Result:
+    """Attention where nothing can be refused: NaN for rows that see what is not finite."""
+    bad_query, bad = (~t.isfinite().all(-1) for t in (q, k))
+    bad = bad | ~v.isfinite().all(-1)
+    q = q.masked_fill(bad_query.unsqueeze(-1), 0)
+    k, v = (t.masked_fill(bad.unsqueeze(-1), 0) for t in (k, v))
+    out, after, small = attention(call, q, k, v, mask, state)
+    if call.near.is_causal:
+        seen = (bad.cumsum(-1) > 0)[..., -q.shape[-2] :].repeat(1, 1, call.groups)
+    else:
+        seen = bad.any(-1, keepdim=True)
+    wrong = (seen | bad_query.reshape(*k.shape[:2], -1)).unsqueeze(-1)
+    if after is not None:
+        sums = after.sums.masked_fill(bad.any(-1)[..., None, None], torch.nan)
+        after = State(sums, after.log_scale, after.total, after.window, after.origin)
+    return Result(out.masked_fill(wrong, torch.nan), after, small)
+
+
+def report(prepared: PreparedMap, result: Result, count: int, policy: str, stacklevel: int) -> None:
+    """Say how many rows could not be divided; refuse them if that is the policy."""
+    if not count or result.bad is None:
+        return
+    name, rows = type(prepared.phi).__name__, f"{count} of {result.bad.numel()} attention rows"
+    if prepared.positive:
+        message = (
+            f"{rows} got the mean of the values they see: their terms span more than {prepared.dtype} holds with "
+            f"{name}; scale q and k down or pass float64."
+        )
+    else:
+        message = (
+            f"{rows} have a normaliser near or below zero: the signed map {name} is too noisy here; use a positive map "
+            "or more features"
+        )
+        if policy == "raise":
+            raise BochnerError(f"{message}, or on_small_normalizer='mean'.")
+        message += f" (policy: {policy})."
+    warnings.warn(message, BochnerWarning, stacklevel=stacklevel)

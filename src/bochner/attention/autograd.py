@@ -1,0 +1,206 @@
+"""Backward passes that recompute: inputs are saved, everything else is made again part by part, memory O(L d).
+
+A `Scan` goes over parts of its tensors and carries sums from one to the next. Its backward pass goes over them from the
+last to the first: each part is computed again with a graph, from the sums that were carried into it, and differentiated
+by autograd. Where a second derivative or a transformation is asked for, the same parts run as plain differentiable
+operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bochner._checks import BochnerError
+from bochner._products import is_composed
+from bochner.attention.features import PreparedMap
+from bochner.attention.state import Sums
+
+
+class Output(NamedTuple):
+    """Of one part: the sums carried on; rows (b, g, t, r c, v) and which of them cannot be divided (.., 1), or neither.
+
+    `kept` (.., 1): the normaliser of each row (1 where it cannot be divided) and the reference it is relative to; with
+    them `replay` need not compute the rows again. None where it must.
+    """
+
+    carry: Sums
+    rows: Tensor | None = None
+    bad: Tensor | None = None
+    kept: tuple[Tensor, Tensor] | None = None
+
+
+class Scan:
+    """Attention part by part.
+
+    `take` finds in the tensors what a part needs, and `body` computes it from that and from the sums carried into it;
+    `replay` does the same with the graph of a backward pass, given the rows and what was kept of them. `put` adds the
+    gradients of what was taken to those of the tensors. `join` makes one tensor of all rows, `pick` is its inverse.
+    """
+
+    parts: Sequence[Any]
+    take: Callable[..., list[Tensor]]
+    put: Callable[..., None]
+    body: Callable[..., Output]
+    replay: Callable[..., Output]
+    join: Callable[..., Tensor]
+    pick: Callable[..., Tensor]
+
+
+Result = tuple[Tensor | None, Tensor | None, Tensor, Tensor]  # rows, which are bad, sums carried out, their reference
+
+
+def run_scan(scan: Scan, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums, *, recompute: bool) -> Result:
+    """Rows, which are bad, and the sums after the last part: differentiable in the tensors, the carry and the map."""
+    if not torch.is_grad_enabled() or not recompute or is_composed():
+        return _forward(scan, prepared, tensors, carry, None)
+    learned = prepared.tensors()
+    if any(t.requires_grad for t in (*tensors, carry.value, *learned)):
+        kept = [] if prepared.phi.is_exponential else [t for t in prepared.phi.buffers() if not t.requires_grad]
+        out: Result = _Recomputed.apply(scan, prepared, len(tensors), len(learned), *tensors, *carry, *learned, *kept)
+        return out
+    with torch.no_grad():
+        return _forward(scan, prepared, tensors, carry, None)
+
+
+def _forward(
+    scan: Scan, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums, before: list[Any] | None
+) -> Result:
+    rows, bad = [], []
+    for part in scan.parts:
+        random = None if before is None or prepared.phi.is_exponential else _random_state(carry.value)
+        out = scan.body(prepared, part, scan.take(part, tensors), carry)
+        if before is not None:
+            before.append((carry, random, out.kept))
+        carry = out.carry
+        if out.rows is not None and out.bad is not None:
+            rows.append(out.rows)
+            bad.append(out.bad)
+    return scan.join(rows) if rows else None, scan.join(bad) if bad else None, *carry
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scan: Scan, prepared: PreparedMap, count: int, learned: int, *tensors: Tensor) -> Result:
+        ctx.before = []
+        carry = Sums(*tensors[count : count + 2])
+        rows, bad, sums, ref = _forward(scan, prepared, tensors[:count], carry, ctx.before)
+        ctx.scan, ctx.prepared, ctx.count, ctx.learned = scan, prepared, count, learned
+        sums, ref = sums.clone() if sums is carry.value else sums, ref.clone()
+        ctx.save_for_backward(*tensors, *(() if rows is None else (rows,)))
+        ctx.mark_non_differentiable(*(t for t in (bad, ref) if t is not None))
+        ctx.set_materialize_grads(False)
+        return rows, bad, sums, ref
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Tensor | None, _: Any, grad_sums: Tensor | None, __: Any) -> Any:
+        try:
+            saved = ctx.saved_tensors
+        except RuntimeError as error:
+            raise BochnerError(
+                f"The map {type(ctx.prepared.phi).__name__} or an input of linear_attention was changed between the "
+                "forward and the backward pass; call redraw_, step_ or the optimizer after backward."
+            ) from error
+        count, learned = ctx.count, ctx.learned
+        inputs = saved[: count + 2 + learned]
+        rest = (None,) * (len(ctx.needs_input_grad) - 4 - len(inputs))
+        if torch.is_grad_enabled():  # a second derivative will be wanted
+            grads = [g for g in (grad_rows, grad_sums) if g is not None]
+
+            def run(*others: Tensor) -> list[Tensor]:
+                prepared = ctx.prepared.computed_from(others[count + 2 :])
+                out = _forward(ctx.scan, prepared, others[:count], Sums(*others[count : count + 2]), None)
+                return [t for t, g in ((out[0], grad_rows), (out[2], grad_sums)) if t is not None and g is not None]
+
+            fixed = 0 if ctx.prepared.phi.is_exponential else learned
+            return (None, None, None, None, *differentiate(run, inputs, grads, fixed), *rest)
+        wanted = ctx.needs_input_grad[4 : 4 + len(inputs)]
+        found = _backward(ctx, inputs, saved[-1], grad_rows, grad_sums, wanted)
+        return (None, None, None, None, *found, *rest)
+
+
+def _backward(
+    ctx: Any,
+    inputs: Sequence[Tensor],
+    rows: Tensor,
+    grad_rows: Tensor | None,
+    grad_sums: Tensor | None,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of tensors, carry and learned tensors, from the last part to the first."""
+    scan, count = ctx.scan, ctx.count
+    tensors, others = inputs[:count], inputs[count + 2 :]
+    if ctx.prepared.phi.is_exponential:
+        others = tuple(t.detach().requires_grad_() for t in others)
+    with torch.enable_grad():
+        prepared = ctx.prepared.computed_from(others, ties=True)
+    totals = [torch.zeros_like(t) for t in tensors]
+    learned: list[Tensor | None] = [None] * len(others)
+    for part, (carry, random, kept) in reversed(list(zip(scan.parts, ctx.before, strict=True))):
+        taken = [t.detach().requires_grad_(w) for t, w in zip(scan.take(part, tensors), wanted, strict=False)]
+        value = carry.value.detach().requires_grad_()
+        with torch.enable_grad(), _random(random, value):
+            if kept is None:
+                out = scan.body(prepared, part, taken, Sums(value, carry.ref))
+            else:
+                out = scan.replay(prepared, part, taken, Sums(value, carry.ref), scan.pick(part, rows), kept)
+        both = [(out.rows, None if grad_rows is None else scan.pick(part, grad_rows)), (out.carry.value, grad_sums)]
+        pairs = [(y, g) for y, g in both if y is not None and g is not None and y.requires_grad]
+        leaves = [t for t in (*taken, value) if t.requires_grad] + list(others)
+        grads = iter(_gradients(pairs, leaves, retain=bool(others)))
+        scan.put(part, totals, [next(grads) if t.requires_grad else None for t in taken])
+        grad_sums = next(grads)
+        learned = [b if a is None else a if b is None else a + b for a, b in zip(learned, grads, strict=True)]
+    return [*totals, grad_sums, None, *learned]
+
+
+def _gradients(
+    pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor], *, retain: bool
+) -> Sequence[Tensor | None]:
+    if not pairs:
+        return [None] * len(leaves)
+    outputs, grads = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, leaves, grads, allow_unused=True, retain_graph=retain)
+
+
+def _random_state(like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What random numbers come next, for a map that draws some: on the CPU, and on the device where that is another."""
+    other = None if like.device.type == "cpu" else torch.get_device_module(like.device).get_rng_state(like.device)
+    return torch.get_rng_state(), other
+
+
+@contextmanager
+def _random(state: tuple[Tensor, Tensor | None] | None, like: Tensor) -> Iterator[None]:
+    """The random numbers of an earlier moment, for a while."""
+    if state is None:
+        yield
+        return
+    devices = [] if state[1] is None else [like.device]
+    with torch.random.fork_rng(devices, device_type=like.device.type):
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.get_device_module(like.device).set_rng_state(state[1], like.device)
+        yield
+
+
+def differentiate(
+    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], grads: Sequence[Tensor], fixed: int = 0
+) -> list[Tensor | None]:
+    """The gradients of all inputs of `run` that have one, themselves differentiable.
+
+    Each is that of one input with the others held, also where one was computed from another: `run` gets stand-ins, but
+    for the last `fixed` inputs, which it finds by itself.
+    """
+    with torch.enable_grad():
+        last = len(inputs) - fixed
+        inputs = [t.view_as(t) if i < last else t for i, t in enumerate(inputs)]
+        outputs = run(*inputs)
+    pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
+    wanted = [t for t in inputs if t.requires_grad]
+    outs, grads = [y for y, _ in pairs], [g for _, g in pairs]
+    found = iter(torch.autograd.grad(outs, wanted, grads, create_graph=True, materialize_grads=True))
+    return [next(found) if t.requires_grad else None for t in inputs]

@@ -1,0 +1,186 @@
+"""A map made ready for attention: its features, kept in range.
+
+A feature of an exponential map is `exp(w.z + row)`. Rows whose logits are known to be small (`|w| |z|` bounds them) are
+exponentiated as they are, all others relative to their largest logit. Either way the choice for a row depends on that
+row alone, so that no later row can move it even by rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bochner._products import may_look, product
+from bochner.maps.base import Exponent, FeatureMap, Features
+
+EMPTY = -1e30  # the log scale of nothing: finite, so that differences are never NaN
+MASKED = -2e30  # below EMPTY, so that exp(MASKED - EMPTY) is 0
+BOUNDED_FLOOR = {torch.float32: 1e-30, torch.float64: 1e-200}  # of the normaliser, for features that are at most 1
+
+
+class Range(NamedTuple):
+    """What a dtype holds, in powers of e.
+
+    `calm`: logits up to here are exponentiated as they are; `peak`: where the largest logit of any other row is put.
+    Twice either is below the largest exponent. `floor`: the least normaliser of exponential features from which no term
+    that mattered has underflowed.
+    """
+
+    calm: float
+    peak: float
+    floor: float
+
+
+RANGES = {torch.float32: Range(43.0, 30.0, 6e-6), torch.float64: Range(340.0, 250.0, 1e-80)}
+
+
+class PreparedMap:
+    """A map with all that does not depend on queries and keys computed once; attention takes it in place of the map.
+
+    `PreparedMap(phi, scale)` is what `linear_attention` makes of a map at every call. Hold one to save that work, for
+    example while decoding; make a new one after the map was redrawn, calibrated or trained.
+    """
+
+    def __init__(self, phi: FeatureMap, scale: float, dtype: torch.dtype = torch.float32) -> None:
+        self.phi, self.scale, self.dtype = phi, scale, dtype
+        self.ties = False  # whether the log scales of keys get their gradients from those of the values
+        self.root = math.sqrt(scale)
+        self._exponents: dict[str, Exponent] = {}
+        self._functions: dict[str, Callable[[Tensor], Features]] = {}
+
+    @property
+    def positive(self) -> bool:
+        """Whether normalisers are positive by themselves."""
+        return self.phi.has_positive_sums
+
+    @property
+    def floor(self) -> float:
+        """The normaliser of a positive map below which a row is out of range."""
+        return RANGES[self.dtype].floor if self.phi.is_exponential else BOUNDED_FLOOR[self.dtype]
+
+    def fitted_to(self, k: Tensor, mask: Tensor | None) -> PreparedMap:
+        """The same for the keys k (b, g, s, d) of one call, for maps that look at them."""
+        if type(self.phi).fitted_to is FeatureMap.fitted_to:
+            return self
+        phi = self.phi.fitted_to(k.to(self.dtype) * self.root, mask)
+        return self if phi is self.phi else PreparedMap(phi, self.scale, self.dtype)
+
+    def exponent(self, role: str) -> Exponent:
+        """What an exponential map computes of unscaled rows."""
+        if role not in self._exponents:
+            found = self.phi.exponent(role)
+            assert found is not None
+            self._exponents[role] = found.scaled(self.root, self.dtype)
+        return self._exponents[role]
+
+    def features(self, role: str, x: Tensor) -> Features:
+        """The features of `root * x`, (..., n, d); the values are valid until the next features of this role."""
+        if role not in self._functions:
+            make = self._exponential if self.phi.is_exponential else self._general
+            self._functions[role] = make(role)
+        found = self._functions[role](x)
+        return tied(found) if self.ties and role == "key" else found
+
+    def _general(self, role: str) -> Callable[[Tensor], Features]:
+        return self.phi.prepare_scaled(role, self.root, self.dtype)
+
+    def _exponential(self, role: str) -> Callable[[Tensor], Features]:
+        exponent, limits, dtype = self.exponent(role), RANGES[self.dtype], self.dtype
+        weight = exponent.weight.mT
+        reach = torch.linalg.vector_norm(weight.detach(), dim=-2).amax(-1)[..., None, None]
+        offset: Tensor | None = None
+        lift: Tensor | float = 0.0
+        most: Tensor | None = None
+        if exponent.offset is not None:  # relative to the largest, which goes into the scale of every row
+            offset = exponent.offset.unsqueeze(-2)
+            most = offset.detach().amax(-1, keepdim=True)
+            offset = offset - most
+            lift = offset.detach().abs().amax(-1, keepdim=True)
+
+        def features(x: Tensor) -> Features:
+            z, row, square = exponent.parts(x.to(dtype))
+            row = row if most is None else row + most
+            logits = product(role, z, weight)
+            if offset is not None:
+                logits = logits + offset if logits.requires_grad else logits.add_(offset)
+            bound = square.detach().sqrt() * reach + lift
+            if may_look(x) and bool(bound.amax() <= limits.calm):
+                return Features(logits.exp_(), row)  # what the line below computes, in one pass
+            shift = torch.where(bound <= limits.calm, 0, logits.detach().amax(-1, keepdim=True) - limits.peak)
+            return Features((logits - shift).exp_(), row + shift)
+
+        return features
+
+    # What a backward pass needs: the tensors that a gradient can reach, and the same map computed from others.
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that features are computed from and that require a gradient."""
+        if self.phi.is_exponential:
+            found = [t for role in ("query", "key") for t in self.exponent(role) if isinstance(t, Tensor)]
+        else:
+            found = [*self.phi.parameters(), *self.phi.buffers()]
+        return [t for t in found if t.requires_grad]
+
+    def computed_from(self, others: Sequence[Tensor], *, ties: bool = False) -> PreparedMap:
+        """The same map made anew, of an exponential one with `others` in place of `tensors()`."""
+        again = PreparedMap(self.phi, self.scale, self.dtype)
+        again.ties = ties
+        if self.phi.is_exponential:
+            left = list(others)
+            for role in ("query", "key"):
+                parts = [left.pop(0) if isinstance(t, Tensor) and t.requires_grad else t for t in self.exponent(role)]
+                again._exponents[role] = Exponent(*parts)  # type: ignore[arg-type]
+        return again
+
+    def is_closed(self, q: Tensor, k: Tensor) -> bool:
+        """Whether no gradient leaves by another way than `tensors()`: of maps that a network outside of them feeds."""
+        if self.phi.is_exponential:
+            return True
+        known = {id(t) for t in self.tensors() if t.is_leaf}
+        devices = [] if q.device.type == "cpu" else [q.device]
+        with torch.enable_grad(), torch.random.fork_rng(devices, device_type=q.device.type):
+            probes = [t[:, :, :1].detach() for t in (q, k)]
+            found = [f for role, x in zip(("query", "key"), probes, strict=True) for f in self._general(role)(x)]
+        return {id(t) for t in leaves(found)} <= known
+
+
+def tied(features: Features) -> Features:
+    """Features whose log scale is a constant to autograd: its gradient comes out of that of the values.
+
+    A feature enters every sum as `psi exp(log_scale)`, so that the gradient of the log scale is `psi . dpsi`; that of
+    the many weights made of it need not be computed. For first derivatives only.
+    """
+    if not features.log_scale.requires_grad:
+        return features
+    return Features(_Tied.apply(*features), features.log_scale.detach())
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, psi: Tensor, log_scale: Tensor) -> Tensor:
+        ctx.save_for_backward(psi)
+        return psi.view_as(psi)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, (ctx.saved_tensors[0] * grad).sum(-1, keepdim=True)
+
+
+def leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors without a history that outputs were computed from and that require a gradient."""
+    found = [t for t in outputs if t.requires_grad and t.grad_fn is None]
+    nodes: list[Any] = [t.grad_fn for t in outputs]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        nodes += [parent for parent, _ in node.next_functions]
+    return found
