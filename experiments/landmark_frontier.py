@@ -260,6 +260,17 @@ def plot(result: dict[str, Any]) -> Path:
     return out
 
 
+def resumed(path: Path) -> tuple[dict[str, Any], Callable[[], None]]:
+    """The results of an earlier run, and a function that writes them."""
+    result = json.loads(path.read_text()) if path.exists() else {}
+
+    def save() -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+    return result, save
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
@@ -268,12 +279,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=RESULTS, help="results, kept and resumed")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    result = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-
-    def save() -> None:
-        arguments.json.parent.mkdir(exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-
+    result, save = resumed(arguments.json)
     for name in arguments.cases:
         print(name, flush=True)
         try:

@@ -12,14 +12,13 @@ run. Writes docs/images/moments_frontier.png.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from landmark_frontier import Inputs, Sequences, calibrated, heads_of, of_books, tokenised
+from landmark_frontier import Inputs, Sequences, calibrated, heads_of, of_books, resumed, tokenised
 from torch import Tensor
 
 from bochner import data, demo, exact_attention, feature_map, linear_attention
@@ -252,12 +251,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=RESULTS, help="results, kept and resumed")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    result = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-
-    def save() -> None:
-        arguments.json.parent.mkdir(exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-
+    result, save = resumed(arguments.json)
     read_last: tuple[Model, Heads] | None = None
     for name in arguments.cases:
         case = CASES[name]

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, TEXT, build, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError, convert, revert  # noqa: E402
+from bochner import BochnerError, BochnerWarning, convert, revert  # noqa: E402
 from bochner.hf import cache_bytes, layers_of, plan_of  # noqa: E402
 from bochner.hf.capture import recording  # noqa: E402
 from bochner.hf.cost import crossover  # noqa: E402
@@ -125,15 +125,19 @@ def test_the_border_is_saved_and_loaded(tmp_path: Path) -> None:
             assert torch.equal(again(ids(1, n)).logits, model(ids(1, n)).logits)
 
 
-def test_the_default_is_where_conversion_begins_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_is_converted_unless_a_border_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bochner.hf.convert.crossover", lambda plan: 23)
     model = convert(build("bert", TEXT), calibration=texts_as_batches(), **RECIPE)
+    assert {layer.exact_below for layer in plan_of(model).layers} == {0}
+    model = convert(build("bert", TEXT), calibration=texts_as_batches(), exact_below="auto", **RECIPE)
     assert {layer.exact_below for layer in plan_of(model).layers} == {23}
     assert "below 23 tokens" in str(plan_of(model))
     trained = convert(build("bert", TEXT), "gmm_prf", 8, train=True)
     assert {layer.exact_below for layer in plan_of(trained).layers} == {0}
     with pytest.raises(BochnerError, match="exact_below"):
         convert(build("bert", TEXT), "positive", 8, exact_below=-1)
+    with pytest.warns(BochnerWarning, match="its conversion never acts"):
+        convert(build("bert", TEXT), "positive", 8, exact_below=10**6)
 
 
 def test_the_crossover_is_read_off_measured_times(monkeypatch: pytest.MonkeyPatch) -> None:

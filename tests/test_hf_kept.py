@@ -241,6 +241,7 @@ def test_packed_sequences_do_not_see_each_other(batch: int) -> None:
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("exact_below", [0, 1000])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.filterwarnings("ignore:The model has .* positions:bochner.BochnerWarning")
 def test_bounds_hold_below_the_border_and_in_kept_layers(family: str, exact_below: int, implementation: str) -> None:
     model = build(family, {"llama": GROUPED, **MIXED}[family], head="AutoModelForCausalLM")
     model.set_attn_implementation(implementation)
@@ -268,6 +269,7 @@ def test_bounds_that_cannot_be_honoured_are_refused() -> None:
 
 @pytest.mark.parametrize("exact_below", [24, 1000])
 @pytest.mark.parametrize("family", ["llama", *CAUSAL])
+@pytest.mark.filterwarnings("ignore:The model has .* positions:bochner.BochnerWarning")
 def test_a_static_cache_holds_keys_below_the_border(family: str, exact_below: int) -> None:
     model = build(family, {"llama": GROUPED, **MIXED}[family], head="AutoModelForCausalLM")
     model.set_attn_implementation("eager")

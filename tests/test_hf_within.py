@@ -205,6 +205,7 @@ def test_training_that_fails_leaves_no_adapters(monkeypatch: pytest.MonkeyPatch)
     assert any(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:The model has .* positions:bochner.BochnerWarning")
 def test_figures_of_distillation_are_of_the_converted_model_below_the_border_too() -> None:
     model = convert(build("bert", TEXT), "positive", 8, exact_below=5000)
     report = distill(model, texts_as_batches(), steps=2, end_to_end=0)

@@ -322,6 +322,7 @@ def test_what_a_page_says_to_do_next_names_where_the_model_is() -> None:
     assert Place("a/b/").saved == "b-linear"
 
 
+@pytest.mark.filterwarnings("ignore:The model has .* positions:bochner.BochnerWarning")
 def test_a_recipe_is_judged_by_lengths_that_the_model_can_read() -> None:
     pytest.importorskip("transformers")
     from hf_models import TEXT, build

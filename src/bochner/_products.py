@@ -21,6 +21,11 @@ def is_composed() -> bool:
     return forward_ad._current_level >= 0 or is_fake()
 
 
+def is_exporting() -> bool:
+    """Whether a graph for all lengths is made; older releases of torch cannot tell that from any other."""
+    return bool(getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)())
+
+
 def may_look(x: Tensor) -> bool:
     """Whether asking for a value is cheap and possible: not on other devices, not while tracing or transforming."""
     return LOOKS and x.device.type == "cpu" and not is_composed()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bochner._products import in_place, is_composed, memory, product
+from bochner._products import in_place, is_composed, is_exporting, memory, product
 from bochner.attention.autograd import Output, Scan, run_scan
 from bochner.attention.features import EMPTY, MASKED, PreparedMap, tied
 from bochner.attention.layout import Layout, Near, Part, by_head
@@ -24,7 +24,7 @@ from bochner.attention.state import Sums, add, cauchy_schwarz, key_sums, normali
 
 ELEMENTS = 5 * 2**20  # features and logits of one part on the CPU: 20 MB in float32
 ELSEWHERE = 64  # times as many on other devices
-OUTER = 16  # blocks whose sums are added up at a time, where all are
+OUTER = 64  # blocks whose sums are added up at a time, where all are
 pad = torch.nn.functional.pad
 
 
@@ -435,7 +435,7 @@ def prefix(sums: Tensor, refs: Tensor, first: Tensor | None, gone: int) -> tuple
     quadratic in t, with a small constant; while compiling, when all blocks are taken at once, in two levels.
     """
     t, after = sums.shape[2], None
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and (is_exporting() or t > OUTER):
         states = _nested_prefix(sums, refs, torch.zeros_like(sums[:, :, 0]) if first is None else first)
         return states[:, :, :t], states[:, :, gone]
     place = torch.arange(t + 1, device=sums.device)

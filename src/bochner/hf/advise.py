@@ -23,6 +23,7 @@ from bochner._timing import best_times
 from bochner.attention.checks import check_qkv
 from bochner.hf import capture
 from bochner.hf.aim import FLOOR_LENGTH, aim, goal_of, shapes_of, target_data
+from bochner.hf.cost import check_border
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.measure import Far, HeadStatistics, Samples, attention_weights, error_on, far_pairs
 from bochner.hf.patches import register_once
@@ -152,7 +153,7 @@ def advise(
     minimize: str | None = None,
     parts: Sequence[str] | None = None,
     unsupported: str = "keep",
-    exact_below: int | None = None,
+    exact_below: int | str | None = None,
     tokenizer: Any = None,
     batch_size: int = 8,
     seed: int = 0,
@@ -186,8 +187,7 @@ def advise(
     one_of(window_kind, "window_kind", "advise", (None, *WINDOW_KINDS))
     if not is_int(seed) or seed < 0:
         raise BochnerError(f"The 'seed' of advise must be an int >= 0, got {seed!r}.")
-    if exact_below is not None and (not is_int(exact_below) or exact_below < 0):
-        raise BochnerError(f"The 'exact_below' of advise must be an int >= 0 or None, got {exact_below!r}.")
+    border = check_border(exact_below, "advise")
     if isinstance(model, nn.Module):
         register_once()
         near: dict[str, Any] = {"window": window, "sinks": sinks, "window_kind": window_kind}
@@ -197,7 +197,7 @@ def advise(
         keep = 0.99 if keep is None and memory is None else keep
         goal = goal_of(model, shapes, data, keep, minimize, length, judge_length, memory, owner="advise")
         say = speaker(sys.stderr.isatty() if progress is None else progress)
-        options: dict[str, Any] = {"num_features": sizes[0], "exact_below": exact_below, "floors": True, "seed": seed}
+        options: dict[str, Any] = {"num_features": sizes[0], "exact_below": border, "floors": True, "seed": seed}
         options["say"] = say
         return aim(model, shapes, goal, data, **options, **near).report
     layer = _layer_of_tensors(model, calibration, values, scale, is_causal)

@@ -19,7 +19,6 @@ from bochner.maps import named
 
 AUTO_SHARE = 0.005  # exact_heads="auto": heads with at least this share of all scores
 AUTO_FRACTION = 0.1  # and at most this fraction of all heads
-MOMENT_GROUPS = 4  # of `moments` where a row sees the whole sequence: what 64 fitted landmarks do, fitted to nothing
 PROBE, PROBES = 120, 3  # tokens of a passage, and number of probes, for finding heads that retrieve
 GATES = (0.1, 0.5, 0.9)  # where the gradient of the heads' gates is taken
 ExactHeads = float | str | Iterable[tuple[int, int]]
@@ -76,9 +75,6 @@ class Recipe:
             if shape.obstacle is not None or (shape.is_cross and self.feature_map is None):
                 kind = "exact"
             reason, limit = shape.obstacle or ("", 0)
-            options = dict(self.options)
-            if self.feature_map == "moments":  # groups of the sequence itself, where a row may see all of it
-                options.setdefault("num_groups", 1 if shape.is_causal else MOMENT_GROUPS)
             layers.append(
                 LayerPlan(
                     name=shape.name,
@@ -92,7 +88,7 @@ class Recipe:
                     window_kind=self.window_kind or "block",
                     feature_map=self.feature_map or "calibrated",
                     num_features=self.num_features,
-                    options=options,
+                    options=dict(self.options),
                     seed=spawn_seed(self.seed, i),
                     is_causal=shape.is_causal,
                     is_cross=shape.is_cross,

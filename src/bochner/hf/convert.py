@@ -17,7 +17,7 @@ from bochner.hf import capture, inputs, io, measure
 from bochner.hf.adapters import check_lora
 from bochner.hf.aim import Found, TargetReport, aim, goal_of, shapes_of, target_data
 from bochner.hf.choose import ExactHeads, Recipe, choose_exact, drop_useless_kernels
-from bochner.hf.cost import crossover
+from bochner.hf.cost import check_border, crossover
 from bochner.hf.distill import DistillReport
 from bochner.hf.distill import distill as transfer
 from bochner.hf.layer import LinearAttention
@@ -42,7 +42,7 @@ def convert(
     exact_heads: ExactHeads = 0.0,
     exact_unit: str = "head",
     select: bool | None = None,
-    exact_below: int | None = None,
+    exact_below: int | str | None = None,
     keep: float | None = None,
     memory: float | None = None,
     minimize: str | None = None,
@@ -94,8 +94,8 @@ def convert(
     `judge_length`: the tokens of the texts that tell what is kept, if they are shorter than the `length` at which
     memory and time count; the report then says what is left of it at `length`.
     `exact_below`: calls with fewer keys than this are left to the attention that the model had before, bit by bit; a
-    decoder keeps its keys until there are so many tokens and then absorbs them into its states. Default: where
-    conversion begins to be faster, measured on this machine (0 with `train`); 0 converts every call.
+    decoder keeps its keys until there are so many tokens and then absorbs them into its states. Default: what a `plan`
+    says, else 0, which converts every call; `"auto"`: where conversion begins to be faster, measured on this machine.
     `unsupported`: layers that linear attention cannot honour (windows and chunks of their own, soft caps, position
     biases, other masks) stay as they were and the plan says why, or with `"raise"` refuse the model.
     `parts`: of an encoder-decoder, which of `"encoder"`, `"decoder"` and `"cross"` to convert; default all.
@@ -122,8 +122,7 @@ def convert(
     register_once()
     _check_model(inner)
     _check_options(distill, seed)
-    if exact_below is not None and (not is_int(exact_below) or exact_below < 0):
-        raise BochnerError(f"The 'exact_below' of convert must be an int >= 0 or None, got {exact_below!r}.")
+    border = check_border(exact_below, "convert")
     if feature_map == "auto":
         blind = calibration is None and plan is None and keep is None and memory is None and not train
         feature_map = "moments" if blind else "calibrated" if train else "landmark"
@@ -143,7 +142,7 @@ def convert(
         data = target_data(inner, calibration, tokenizer, judge_length or length, batch_size)
         shapes = shapes_of(inner, data, unsupported, parts)
         goal = goal_of(inner, shapes, data, keep, minimize, length, judge_length, memory, _trains(distill))
-        settings: dict[str, Any] = {"num_features": num_features, "exact_below": exact_below, "seed": seed, "say": say}
+        settings: dict[str, Any] = {"num_features": num_features, "exact_below": border, "seed": seed, "say": say}
         found = aim(inner, shapes, goal, data, **settings)
         draft, layers, data = found.report.plan, found.layers, found.training
     else:
@@ -162,7 +161,8 @@ def convert(
         draft, statistics = _observe(inner, shapes, recipe, plan, data, say)
         if plan is None:
             choose_exact(inner, draft, recipe, statistics, data)
-        _set_border(draft, exact_below, recipe if plan is None else None, say)
+        if plan is None or exact_below is not None:  # a plan says it itself
+            _set_border(inner, draft, border, recipe.train, say)
         layers = _build(inner, draft, recipe if plan is None else None, statistics, data, say)
     io.equip(inner, draft, layers)
     if found is not None and not draft.converted and _trains(distill):
@@ -273,15 +273,21 @@ def relative_errors(model: Any, data: Batches) -> dict[str, Tensor]:
     return measure.head_errors(model, io.layers_of(model), data)
 
 
-def _set_border(plan: Plan, exact_below: int | None, recipe: Recipe | None, say: Callable[[str], None]) -> None:
+def _set_border(model: Any, plan: Plan, border: int | None, trains: bool, say: Callable[[str], None]) -> None:
     """Below which number of tokens the model is as it was."""
-    if exact_below is None:
-        if recipe is None or recipe.train:  # a plan says it itself
-            return
+    if border is None:
         say("measuring from how many tokens on conversion is faster")
-        exact_below = crossover(plan)
+        border = 0 if trains else crossover(plan)
+    positions: Any = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if is_int(positions) and 0 < positions < border and plan.converted:
+        warnings.warn(
+            f"The model has {positions} positions and is as it was below exact_below={border} tokens: its conversion "
+            "never acts. Give a smaller 'exact_below', or leave the model as it is.",
+            BochnerWarning,
+            stacklevel=3,
+        )
     for layer in plan.converted:
-        layer.exact_below = exact_below
+        layer.exact_below = border
 
 
 def _observe(

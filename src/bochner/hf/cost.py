@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bochner._checks import BochnerError, is_int
 from bochner._timing import best_times
 from bochner.hf.layer import Call, LinearAttention, exact
 from bochner.hf.plan import LayerPlan, Plan
@@ -63,3 +64,12 @@ def crossover(plan: Plan, lengths: Sequence[int] = LENGTHS) -> int:
             return n if not last else round(last + (n - last) * excess / (excess + gain))
         before = (n, own / plain - 1)
     return min(round(lengths[-1] * own / plain), 8 * lengths[-1])
+
+
+def check_border(exact_below: Any, owner: str) -> int | None:
+    """The number of tokens below which a model is as it was; None if that is to be measured."""
+    if exact_below == "auto":
+        return None
+    if exact_below is not None and (not is_int(exact_below) or exact_below < 0):
+        raise BochnerError(f"The 'exact_below' of {owner} must be an int >= 0 or 'auto', got {exact_below!r}.")
+    return int(exact_below or 0)
