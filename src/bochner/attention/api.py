@@ -139,7 +139,8 @@ def _result(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, st
 def _smaller_values(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None) -> Result:
     """Attention is linear in the values: those whose sums overflow are made smaller by a power of two, exactly."""
     if state is not None or call.goes_on or not call.normalize:
-        raise BochnerError(f"The sums of linear_attention leave {call.map.dtype}; scale 'v' down or pass float64.")
+        what = "'v'" if call.normalize else "'q' and 'k'"
+        raise BochnerError(f"The sums of linear_attention leave {call.map.dtype}; scale {what} down or pass float64.")
     size = 2.0 ** math.ceil(math.log2(max(1.0, float(v.detach().abs().amax()))))
     result = _result(call, q, k, v / size, mask, None)
     return result._replace(out=result.out * size)
