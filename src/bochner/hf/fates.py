@@ -390,7 +390,9 @@ class NearHeads(FateModule):
             return
         rows = [g * self.group + i for g in self.heads for i in range(self.group)]
         q, k, v = [t[rows] for t in samples.q], [t[self.heads] for t in samples.k], [t[self.heads] for t in samples.v]
-        moments = samples.moments_of(self.heads) if type(self.phi) is CalibratedFeatures else None
+        moments = None
+        if type(self.phi) is CalibratedFeatures:
+            moments = samples.moments_of(self.heads, is_causal=self.is_causal, **self._keywords)
         if isinstance(self.phi, LandmarkFeatures):
             self.phi.calibrate_(q, k, v, is_causal=self.is_causal, **self._keywords)
         elif moments is not None:

@@ -8,7 +8,7 @@ What is used beyond that, and why; `tests/test_hf_interface.py` has a test for e
 
 | what | why |
 |---|---|
-| `config._attn_implementation_internal` | `set_attn_implementation` switches all sub-configurations of a model at once |
+| `config._attn_implementation_internal` | `set_attn_implementation` switches all sub-configurations at once |
 | `model._can_set_attn_implementation()` | says whether a family's attention goes through the interface |
 | `eager_attention_forward` beside a class | eager attention is registered under no name |
 | `model._keep_in_fp32_modules_strict` | maps are read in float32 into a model of lower precision |
@@ -165,7 +165,7 @@ def original_attention(
 
 def _function(module: nn.Module, implementation: str) -> Callable[..., Any]:
     if implementation in _functions:
-        return _functions[implementation]  # type: ignore[no-any-return]
+        return _functions[implementation]
     for cls in type(module).__mro__:  # eager attention stands beside the module, and is not registered
         function: Callable[..., Any] | None = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if function is not None:
@@ -193,7 +193,7 @@ def converted_forward(
     if own is None or own.plan.untouched:
         _refuse_old_files(module)
         implementation = "sdpa" if own is None else own.original
-        return original_attention(module, implementation, query, key, value, attention_mask, kwargs)  # type: ignore[no-any-return]
+        return original_attention(module, implementation, query, key, value, attention_mask, kwargs)
     cache = layer_of(key) if own.plan.is_causal else None
     _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
     call = read_call(module, query, key, value, attention_mask, kwargs)
@@ -353,7 +353,8 @@ def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention]) -> None:
             module.config = copy.deepcopy(module.config, memo)
     alarm = drift.Alarm()
     for place, (name, module) in enumerate(find_modules(model, plan).items()):
-        child, index = layers[name], getattr(module, "layer_idx", None)
+        child: Any = layers[name]
+        index = getattr(module, "layer_idx", None)
         child.original = softmax_of(model, getattr(module, "config", None) or model.config)
         child.drift, child.cache_index = alarm, place if index is None else index
         module.add_module(CHILD, child)
@@ -425,11 +426,11 @@ def _configs_above_maps(model: nn.Module) -> list[Any]:
 
 
 @register_quantization_config(NAME)
-class BochnerConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class BochnerConfig(QuantizationConfigMixin):
     """What config.json says of a conversion: its plan, from which `from_pretrained` builds the maps."""
 
     def __init__(self, quant_method: str = NAME, plan: Any = None, **unknown: Any) -> None:
-        self.quant_method = quant_method
+        self.quant_method: Any = quant_method
         self.plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
 
     def to_dict(self) -> dict[str, Any]:
@@ -437,13 +438,14 @@ class BochnerConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 @register_quantizer(NAME)
-class MapLoader(HfQuantizer):  # type: ignore[misc]
+class MapLoader(HfQuantizer):
     """Attaches the maps of a saved conversion to a model before `from_pretrained` reads its weights."""
 
     requires_calibration = False
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
-        plan: Plan = self.quantization_config.plan
+        config: Any = self.quantization_config
+        plan: Plan = config.plan
         layers = {layer.name: LinearAttention(layer) for layer in plan.layers}
         _check_files(layers, checkpoint_files)
         attach(model, plan, layers)

@@ -86,7 +86,7 @@ def _record(
 ) -> tuple[Tensor, Any]:
     recording = _recording.get()
     if recording is None or id(module) not in recording.modules:  # of another model with the same configuration
-        return original_attention(module, "sdpa", query, key, value, attention_mask, kwargs)  # type: ignore[no-any-return]
+        return original_attention(module, "sdpa", query, key, value, attention_mask, kwargs)
     name, implementation = recording.modules[id(module)]
     found = obstacle(attention_mask, kwargs)
     if found is not None:
@@ -97,7 +97,7 @@ def _record(
         out = recording.observer(name, read_call(module, query, key, value, attention_mask, kwargs))
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
-    return original_attention(module, implementation, query, key, value, attention_mask, kwargs)  # type: ignore[no-any-return]
+    return original_attention(module, implementation, query, key, value, attention_mask, kwargs)
 
 
 AttentionInterface.register(RECORDER, _record)
@@ -207,9 +207,7 @@ def discover_parts(
     if empty or not wanted:
         known = [p for p in PARTS if any(s.part == p for s in shapes.values())]
         shown = repr(empty[0]) if empty else "nothing"
-        raise BochnerError(
-            f"The 'parts' must be of {known}, or names of modules with attention in {type(model).__name__}, got {shown}."
-        )
+        raise BochnerError(f"The 'parts' must be of {known}, or names of modules with attention, got {shown}.")
     chosen = {name for names in within.values() for name in names}
     left_out = Obstacle("it is not among the 'parts' to convert")
     return {n: s if n in chosen or s.obstacle else s._replace(obstacle=left_out) for n, s in shapes.items()}
