@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bochner.attention.layout import leading
-from bochner.hf import inputs, interface
+from bochner.hf import inputs
 from bochner.hf.calls import Call, exact
 from bochner.moments import PairMoments
 
@@ -81,7 +81,9 @@ def option_errors(
     data: Sequence[dict[str, Any]],
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, dict[Any, HeadErrors]]:
-    """Errors of each head of some modules under each of several attentions, by the module's name; one pass of the data."""
+    """Errors of each head of some modules under each of several attentions, by the module's name; one pass."""
+    from bochner.hf.observe import recording, run
+
     found = {name: {key: HeadErrors() for key in several} for name, several in options.items()}
 
     @torch.no_grad()
@@ -93,10 +95,10 @@ def option_errors(
             found[name][key].add(call, attention(call), truth)
         return truth
 
-    with interface.recording(model, look):
+    with recording(model, look):
         for i, batch in enumerate(data):
             say(f"measuring errors, batch {i + 1} of {len(data)}")
-            interface.run(model, batch)
+            run(model, batch)
     return {name: e for name, e in found.items() if all(isinstance(x.error, Tensor) for x in e.values())}
 
 
@@ -270,18 +272,20 @@ def observe(
 
     Batches are taken from all over the data until there are enough, so that texts of several kinds all have a part.
     """
+    from bochner.hf.observe import recording, run
+
     found = {name: Samples() for name in names}
 
     def look(name: str, call: Call) -> None:
         if name in found:
             found[name].add(call)
 
-    with interface.recording(model, look):
+    with recording(model, look):
         for i, index in enumerate(_all_over(len(data))):
             if found and min(s.rows for s in found.values()) >= ROWS:
                 break
             say(f"observing attention, batch {i + 1} of at most {len(data)}")
-            interface.run(model, data[index])
+            run(model, data[index])
     return found
 
 
@@ -307,6 +311,8 @@ def gate_gradient(
 
     Layers whose gates have no influence are left out.
     """
+    from bochner.hf.observe import recording, run
+
     device = next(model.parameters()).device
     frozen = [p for p in model.parameters() if p.requires_grad]
     leaves = {name: g.detach().to(device).clone().requires_grad_(True) for name, g in gates.items()}
@@ -321,8 +327,8 @@ def gate_gradient(
     for p in frozen:
         p.requires_grad_(False)
     try:
-        with interface.recording(model, look):
-            output = interface.run(model, batch, gradient=True)
+        with recording(model, look):
+            output = run(model, batch, gradient=True)
             with torch.enable_grad():
                 loss(output).backward()
     finally:
@@ -379,9 +385,22 @@ def retrieval_scores(
     return gate_gradients(model, layers, heads, [{"input_ids": ids} for ids in probes], loss)
 
 
+def peak_scores(samples: Samples, is_causal: bool, **near: Any) -> Tensor:
+    """How high the attention of each query head peaks outside window and sinks (`near`), the mean over rows, (h,)."""
+    total, rows = torch.zeros(()), 0
+    for q, k, v in zip(samples.q, samples.k, samples.v, strict=True):
+        call = Call(q[None], k[None], v[None], is_causal, None, 1.0)
+        far = Far.of(call, **near)
+        total = total + (attention_weights(call, far.allowed) * far.far).amax(-1).double().sum((0, 2)).cpu()
+        rows += q.shape[1]
+    return total / max(rows, 1)
+
+
 def _rising_peaks(
     model: Any, names: Iterable[str], probes: Sequence[Tensor], length: int, near: dict[str, Any]
 ) -> dict[str, Tensor]:
+    from bochner.hf.observe import recording, run
+
     names, found = set(names), dict[str, Tensor]()
 
     def look(name: str, call: Call) -> None:
@@ -391,9 +410,9 @@ def _rising_peaks(
             rise = peak[..., 2 * length :].mean((0, 2)) - peak[..., length : 2 * length].mean((0, 2))
             found[name] = found.get(name, 0) + rise / len(probes)
 
-    with interface.recording(model, look):
+    with recording(model, look):
         for ids in probes:
-            interface.run(model, {"input_ids": ids})
+            run(model, {"input_ids": ids})
     return found
 
 

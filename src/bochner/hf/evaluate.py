@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bochner._checks import BochnerError
-from bochner.hf import inputs, interface
+from bochner.hf import inputs, observe
 
 INTERVAL = 0.9  # the confidence of the intervals that are reported, two-sided
 CAUTION = 0.8  # the confidence of the lower bound that choices are made by, one-sided
@@ -210,7 +210,7 @@ class Language:
                 text = Text(piece, i, PASSAGES if size <= WHOLE else PASSAGES // count)
                 probes, body = _probes(model, text, PLACES[i % count :: count] if count < len(PLACES) else PLACES[-1:])
                 with torch.no_grad():
-                    truth = [interface.run(model, p.batch).logits[0, :-1].float().log_softmax(-1) for p in probes]
+                    truth = [observe.run(model, p.batch).logits[0, :-1].float().log_softmax(-1) for p in probes]
                 losses = _next_losses(truth[-1], probes[-1].batch["input_ids"])
                 again.append(probes[-1].split(losses)[1].cpu())
                 first.append(text.first((losses if body is None else body).cpu()))
@@ -263,7 +263,7 @@ def _probes(model: Any, text: Text, places: Sequence[float]) -> tuple[list[Probe
     for reading in pieces(model, text.body[None], stops):
         losses.append(reading.losses)
         if reading.read in stops:
-            contexts.append(interface.snapshot(reading.cache))
+            contexts.append(observe.snapshot(reading.cache))
     probes = []
     for start, end, context in zip(stops, ends, contexts, strict=True):
         ids = torch.cat([text.body[start:end], text.again if end == n else text.again[:0]])
@@ -298,7 +298,7 @@ class Outputs:
     def __init__(self, model: Any, batches: Sequence[Batch]) -> None:
         self.batches = list(batches)
         with torch.no_grad(), evaluation_mode(model):
-            outputs = [interface.run(model, batch) for batch in self.batches]
+            outputs = [observe.run(model, batch) for batch in self.batches]
         self.kind = kind_of(model, outputs[0])
         self.truth = [main_output(output).float() for output in outputs]
         self.rows = [rows_of(model, batch, t) for batch, t in zip(self.batches, self.truth, strict=True)]

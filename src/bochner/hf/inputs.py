@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, positive_int
-from bochner.hf.original import transformers_module
+from bochner._checks import BochnerError, extra, positive_int
 
 POSITION_NAMES = ("posit", "wpe")  # of tables of positions, in all families
 SENSES = (
@@ -250,6 +249,6 @@ def _tokenizer_beside(model: Any) -> Any:
     if not path:
         return None
     try:
-        return transformers_module().AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return extra("transformers", "hf", "bochner.hf").AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception:  # whatever is wrong with it, the caller is told to pass one
         return None
