@@ -11,11 +11,11 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from bochner.hf.choose import gate_gradient  # noqa: E402
+from bochner.hf.layer import LinearAttention, exact  # noqa: E402
 from hf_models import GROUPED, build  # noqa: E402
 
 from bochner.hf import capture, gates  # noqa: E402
-from bochner.hf.choose import gate_gradient  # noqa: E402
-from bochner.hf.layer import LinearAttention, exact  # noqa: E402
 from bochner.hf.plan import LayerPlan  # noqa: E402
 
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import GROUPED, REFUSED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  # noqa: E402
-
-from bochner import BochnerError, BochnerWarning, convert, kernel_estimate, revert  # noqa: E402
-from bochner.hf import RecurrentLayer, layers_of, plan_of  # noqa: E402
 from bochner.hf.capture import recording  # noqa: E402
 from bochner.hf.layer import Call, LinearAttention  # noqa: E402
 from bochner.hf.measure import Far  # noqa: E402
 from bochner.hf.original import as_before  # noqa: E402
+from hf_models import GROUPED, REFUSED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  # noqa: E402
+
+from bochner import BochnerError, BochnerWarning, convert, kernel_estimate, revert  # noqa: E402
+from bochner.hf import RecurrentLayer, layers_of, plan_of  # noqa: E402
 
 TYPES = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 MIXED: dict[str, dict[str, Any]] = {

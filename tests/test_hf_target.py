@@ -13,10 +13,6 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import GROUPED, SEQ2SEQ, TEXT, build, texts_as_batches  # noqa: E402
-
-from bochner import BochnerError, BochnerWarning, advise, convert, revert  # noqa: E402
-from bochner.hf import plan_of, report_of, unregister  # noqa: E402
 from bochner.hf.aim import is_language_model, split  # noqa: E402
 from bochner.hf.capture import Shape, discover, run  # noqa: E402
 from bochner.hf.judge import Language, Outputs, Quality, Text, compare_readings, language_quality, read  # noqa: E402
@@ -24,6 +20,10 @@ from bochner.hf.layer import LinearAttention  # noqa: E402
 from bochner.hf.target import EXACT, Candidate, Goal, Layer, Option, Search  # noqa: E402
 from bochner.hf.thin import Thinning  # noqa: E402
 from bochner.hf.verify import Trial, whole_seconds  # noqa: E402
+from hf_models import GROUPED, SEQ2SEQ, TEXT, build, texts_as_batches  # noqa: E402
+
+from bochner import BochnerError, BochnerWarning, advise, convert, revert  # noqa: E402
+from bochner.hf import plan_of, report_of, unregister  # noqa: E402
 
 
 def ids(n: int, seed: int = 0) -> Tensor:
@@ -301,8 +301,9 @@ def test_what_is_judged_by_short_texts_is_shown_at_the_length_where_it_is_saved(
 
 
 def test_a_loss_at_longer_texts_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bochner.hf import verify
     from bochner.hf.judge import Quality
+
+    from bochner.hf import verify
 
     true_compare = verify.Readings.compare
 

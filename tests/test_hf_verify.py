@@ -12,12 +12,12 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from bochner.hf.judge import Outputs, pooled, rows_of  # noqa: E402
+from bochner.hf.verify import longest  # noqa: E402
 from hf_models import AUDIO, GROUPED, IMAGE, TEXT, build, texts_as_batches  # noqa: E402
 
 from bochner import BochnerError, advise, convert  # noqa: E402
 from bochner.hf import Plan, plan_of, report_of  # noqa: E402
-from bochner.hf.judge import Outputs, pooled, rows_of  # noqa: E402
-from bochner.hf.verify import longest  # noqa: E402
 
 
 def price(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:

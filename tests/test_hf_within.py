@@ -11,16 +11,16 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from hf_models import GROUPED, SUPPORTED, TEXT, build, texts_as_batches
-
-from bochner import BochnerError, BochnerWarning, advise, convert, distill, revert
-from bochner.hf import cache_bytes, layers_of, plan_of, report_of
 from bochner.hf.aim import split
 from bochner.hf.capture import Shape
 from bochner.hf.judge import Quality
 from bochner.hf.layer import LinearAttention, all_converted
 from bochner.hf.target import EXACT, Goal, Option, Search
 from bochner.hf.within import Within
+from hf_models import GROUPED, SUPPORTED, TEXT, build, texts_as_batches
+
+from bochner import BochnerError, BochnerWarning, advise, convert, distill, revert
+from bochner.hf import cache_bytes, layers_of, plan_of, report_of
 
 LENGTHS = {"length": 800, "judge_length": 200}
 SHORT = {"lora": 4, "loss": "model", "end_to_end": 8, "steps": 2}
