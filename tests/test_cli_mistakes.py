@@ -266,7 +266,10 @@ def test_ctrl_c_leaves_nothing_half_written(
     [
         (lambda m, t: bochner.convert(m, bochner.Recipe("favor"), t).model, "Unknown feature map 'favor'"),
         (lambda m, t: bochner.convert(m, bochner.Recipe("positive", -3), t).model, "positive int, got -3"),
-        (lambda m, t: bochner.convert(m, bochner.Recipe("positive", 8, options={"projection": "haar"}), t).model, "haar"),
+        (
+            lambda m, t: bochner.convert(m, bochner.Recipe("positive", 8, options={"projection": "haar"}), t).model,
+            "haar",
+        ),
         (lambda m, t: bochner.convert(m, bochner.Recipe("positive", 8, options={"colour": 1}), t).model, "colour"),
         (lambda m, t: bochner.advise(m, t, length=-5), "'length' of advise must be a positive int, got -5"),
         (lambda m, t: bochner.feature_map("positve", dim=4), "'positive'"),

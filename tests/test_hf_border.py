@@ -65,7 +65,12 @@ def test_an_encoder_gives_a_text_alone_what_it_gives_it_beside_padding() -> None
         torch.testing.assert_close(beside[:, :length], alone, atol=1e-5, rtol=1e-4)
 
 
-PIECES = [[(0, 10), *((i, i + 1) for i in range(10, 30))], [(0, 10), (10, 24), (24, 30)], [(0, 30)], [(0, 16), (16, 30)]]
+PIECES = [
+    [(0, 10), *((i, i + 1) for i in range(10, 30))],
+    [(0, 10), (10, 24), (24, 30)],
+    [(0, 30)],
+    [(0, 16), (16, 30)],
+]
 
 
 @pytest.mark.parametrize("pieces", PIECES)

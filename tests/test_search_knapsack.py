@@ -99,7 +99,9 @@ def test_thinned_choices_differ_in_cost_and_end_with_the_original() -> None:
 class Planted:
     """A problem with a known answer: what a choice loses on each text is the planted loss of its heads."""
 
-    def __init__(self, tables: list[Table], loss: Callable[[Choice], float], noise: float = 0.0, texts: int = 8) -> None:
+    def __init__(
+        self, tables: list[Table], loss: Callable[[Choice], float], noise: float = 0.0, texts: int = 8
+    ) -> None:
         self.tables, self.loss = tables, loss
         spread = torch.linspace(-1, 1, texts, dtype=torch.float64)
         self.noise = noise * spread
@@ -238,7 +240,10 @@ def _split_for_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]] = {
-    "damage has the wrong sign": (_wrong_sign, lambda: test_the_search_finds_the_cheapest_corner_that_keeps(False, KEEP)),
+    "damage has the wrong sign": (
+        _wrong_sign,
+        lambda: test_the_search_finds_the_cheapest_corner_that_keeps(False, KEEP),
+    ),
     "all costs are equal": (_equal_costs, lambda: test_the_search_finds_the_cheapest_corner_that_keeps(False, 0.97)),
     "all damages are equal": (_equal_damages, test_redundant_heads_are_given_up_and_needed_ones_stay_exact),
     "one budget only": (_one_budget, lambda: test_the_search_finds_the_cheapest_corner_that_keeps(False, KEEP)),
