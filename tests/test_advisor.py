@@ -12,8 +12,7 @@ pytest.importorskip("transformers")
 
 from hf_models import GROUPED, TEXT, build, texts_as_batches
 
-from bochner import BochnerError, advise, convert
-from bochner.hf import plan_of
+from bochner import BochnerError, Conversion, Recipe, advise, convert
 
 
 def normal(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
@@ -97,9 +96,9 @@ def test_what_it_recommends_for_a_model_is_accepted_by_convert(family: str) -> N
     assert ("recommended: bochner.convert" in str(report)) == bool(report.plan.converted)
     assert report.reasons
     assert {c.plan.layers[0].window for c in report.candidates} <= {8, None}
-    convert(model, calibration=texts_as_batches(), **report.config)
+    convert(model, Recipe(**report.config), texts_as_batches())
     found, wanted = (
-        [{**x, "seen": None, "scores": None} for x in p.to_dict()["layers"]] for p in (plan_of(model), report.plan)
+        [{**x, "seen": None, "scores": None} for x in p.to_dict()["layers"]] for p in (Conversion.of(model).plan, report.plan)
     )
     assert found == wanted
 

@@ -69,7 +69,7 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     assert done.exit_code == 0, done.output
     assert "Plan: 2 layers, 8 heads" in done.output
     loaded = transformers.AutoModel.from_pretrained(tmp_path / "out")
-    assert plan_of(loaded).num_heads == 8
+    assert Conversion.of(loaded).plan.num_heads == 8
     page, goal = tmp_path / "report.html", ["--keep", "0.9", "--length", "64"]
     aimed = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "aimed"), *goal, "--report", str(page)])
     assert aimed.exit_code == 0, aimed.output
@@ -128,7 +128,7 @@ def test_a_decoder_within_a_share_of_its_memory_is_trained_and_reported(tmp_path
     assert "the model keeps, trained," in text
     assert "keep most of the quality with 0.5 of the decoding memory at 400 tokens" in html.unescape(text)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    plan = plan_of(loaded)
+    plan = Conversion.of(loaded).plan
     assert plan.cache_bytes(400) <= 0.5 * plan.cache_bytes(400, converted=False)
     assert not [name for name, _ in loaded.named_parameters() if "lora" in name]
 
@@ -165,7 +165,7 @@ def test_what_a_report_says_to_do_next_can_be_done(tmp_path: Path, monkeypatch: 
     names: dict[str, Any] = {}
     for step in steps:
         exec(step, names)
-    assert bochner.hf.plan_of(names["model"]).num_heads == 8
+    assert Conversion.of(names["model"]).plan.num_heads == 8
     # A target of a length that the model cannot read: the page asks for one that it can.
     goal = ["--keep", "0.9", "--length", "600", "--text", "my text.txt", "--report", "page.html"]
     assert runner.invoke(cli.app, ["advise", "a model", *goal]).exit_code == 1  # three texts of 512 tokens are needed

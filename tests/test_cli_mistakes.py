@@ -264,10 +264,10 @@ def test_ctrl_c_leaves_nothing_half_written(
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda m, t: bochner.convert(m, "favor", calibration=t), "Unknown feature map 'favor'"),
-        (lambda m, t: bochner.convert(m, "positive", -3, calibration=t), "positive int, got -3"),
-        (lambda m, t: bochner.convert(m, "positive", 8, options={"projection": "haar"}, calibration=t), "haar"),
-        (lambda m, t: bochner.convert(m, "positive", 8, options={"colour": 1}, calibration=t), "colour"),
+        (lambda m, t: bochner.convert(m, bochner.Recipe("favor"), t).model, "Unknown feature map 'favor'"),
+        (lambda m, t: bochner.convert(m, bochner.Recipe("positive", -3), t).model, "positive int, got -3"),
+        (lambda m, t: bochner.convert(m, bochner.Recipe("positive", 8, options={"projection": "haar"}), t).model, "haar"),
+        (lambda m, t: bochner.convert(m, bochner.Recipe("positive", 8, options={"colour": 1}), t).model, "colour"),
         (lambda m, t: bochner.advise(m, t, length=-5), "'length' of advise must be a positive int, got -5"),
         (lambda m, t: bochner.feature_map("positve", dim=4), "'positive'"),
         (lambda m, t: bochner.linear_attention(torch.ones(1, 2, 3), *[torch.ones(1, 1, 2, 3)] * 2, "positive"), "q"),

@@ -14,19 +14,19 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError, convert, distill, revert  # noqa: E402
-from bochner.hf import layers_of, relative_errors, report_of, trainable_maps_  # noqa: E402
-from bochner.hf.capture import recording  # noqa: E402
+from bochner import BochnerError, Conversion, Recipe, convert, distill, revert  # noqa: E402
+from bochner.hf import layers_of, trainable_maps_  # noqa: E402
+from bochner.hf.observe import recording  # noqa: E402
 
 
 def student(feature_map: str = "calibrated", family: str = "bert", **options: Any) -> Any:
     head = "AutoModel" if family == "bert" else "AutoModelForCausalLM"
     model = build(family, TEXT if family == "bert" else GROUPED, head=head)
-    return convert(model, feature_map, calibration=texts_as_batches(), num_features=16, **options)
+    return convert(model, Recipe(feature_map, num_features=16, **options), texts_as_batches()).model
 
 
 def mean_error(model: Any) -> float:
-    return torch.stack(list(relative_errors(model, texts_as_batches(2, seed=7)).values())).mean().item()
+    return torch.stack(list(Conversion.of(model).errors(texts_as_batches(2, seed=7)).values())).mean().item()
 
 
 @pytest.mark.parametrize("feature_map", ["calibrated", "hedgehog", "positive"])
@@ -52,7 +52,7 @@ def test_only_the_maps_change_and_revert_gives_the_original_back() -> None:
     x = inputs(model)
     with torch.no_grad():
         before = model(**x)[0]
-    convert(model, calibration=texts_as_batches(), num_features=16)
+    convert(model, Recipe(num_features=16), texts_as_batches())
     distill(model, texts_as_batches(4), steps=5, end_to_end=4)
     assert all(torch.equal(model.state_dict()[k], v) for k, v in weights.items())
     assert not any(p.requires_grad for layer in layers_of(model).values() for p in layer.parameters())
@@ -108,10 +108,10 @@ def test_a_checkpoint_is_taken_up(tmp_path: Path) -> None:
     third = student()
     distill(third, texts_as_batches(4), steps=8, checkpoint=tmp_path)
     assert torch.equal(
-        layers_of(third)[report.layers[0].name].map_norm["kernel"].a,
-        layers_of(first)[report.layers[0].name].map_norm["kernel"].a,
+        layers_of(third)[report.layers[0].name].map_norm["kernel"].phi.a,
+        layers_of(first)[report.layers[0].name].map_norm["kernel"].phi.a,
     )
-    other = convert(build("bert", TEXT), calibration=texts_as_batches(), num_features=8)
+    other = convert(build("bert", TEXT), Recipe(num_features=8), texts_as_batches()).model
     with pytest.raises(BochnerError, match="other maps"):
         distill(other, texts_as_batches(4), steps=1, checkpoint=tmp_path)
 
@@ -197,7 +197,7 @@ def test_maps_alone_are_trained_if_that_is_asked_for() -> None:
 
 def test_the_loss_of_the_model_uses_labels_and_asks_for_them() -> None:
     model = build("bert", TEXT, head="AutoModelForSequenceClassification")
-    convert(model, calibration=texts_as_batches(), num_features=16, exact_below=0)
+    convert(model, Recipe(num_features=16), texts_as_batches())
     data = texts_as_batches(6)
     with pytest.raises(BochnerError, match="'labels'"):
         distill(model, data, loss="model")
@@ -227,11 +227,11 @@ def test_the_report_says_what_was_bought_on_data_held_back() -> None:
 def test_where_nothing_has_a_map_nothing_is_distilled_and_it_is_said() -> None:
     for options in ({"feature_map": None, "window": 8}, {"keep": 0.9, "num_features": 8}):
         model = build("bert", TEXT)
-        convert(model, calibration=texts_as_batches(6, length=32), distill=True, exact_below=0, **options)
+        convert(model, Recipe(**options), texts_as_batches(6, length=32))
         report = report_of(model).distillation
         assert report is not None
         assert not report.layers
         assert "Nothing was distilled: no" in str(report)
-    fixed = convert(build("bert", TEXT), "positive", 8, exact_below=0)
+    fixed = convert(build("bert", TEXT), Recipe("positive", 8)).model
     report = distill(fixed, texts_as_batches(), projections=False, end_to_end=2)
     assert [layer.steps for layer in report.layers] == [0, 0]

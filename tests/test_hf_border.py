@@ -13,11 +13,11 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, TEXT, build, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError, BochnerWarning, convert, revert  # noqa: E402
-from bochner.hf import cache_bytes, layers_of, plan_of  # noqa: E402
-from bochner.hf.capture import recording  # noqa: E402
+from bochner import BochnerError, BochnerWarning, Conversion, Recipe, convert, revert  # noqa: E402
+from bochner.hf import cache_bytes, layers_of  # noqa: E402
+from bochner.hf.observe import recording  # noqa: E402
 from bochner.hf.cost import crossover  # noqa: E402
-from bochner.hf.layer import Call, exact  # noqa: E402
+from bochner.hf.calls import Call, exact  # noqa: E402
 
 BORDER = 16
 RECIPE: dict[str, Any] = {"feature_map": "positive", "num_features": 16, "window": 5, "sinks": 1, "select": False}
@@ -29,7 +29,7 @@ def ids(batch: int, length: int) -> Tensor:
 
 def decoder(border: int = BORDER) -> Any:
     model = build("llama", GROUPED, head="AutoModelForCausalLM")
-    return convert(model, calibration=texts_as_batches(), exact_heads=[(0, 1)], exact_below=border, **RECIPE)
+    return convert(model, Recipe(exact_heads=[(0, 1)], **RECIPE), texts_as_batches(), exact_below=border).model
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -43,7 +43,7 @@ def test_shorter_calls_are_those_of_the_original_bit_by_bit(family: str, impleme
         short = model(ids(2, BORDER - 1), attention_mask=mask)[0]
         plain = model(ids(2, BORDER - 1))[0]
         long = model(ids(2, BORDER))[0]
-        convert(model, calibration=texts_as_batches(), exact_below=BORDER, **RECIPE)
+        convert(model, Recipe(**RECIPE), texts_as_batches(), exact_below=BORDER)
         assert torch.equal(model(ids(2, BORDER - 1), attention_mask=mask)[0], short)
         assert torch.equal(model(ids(2, BORDER - 1))[0], plain)
         assert (model(ids(2, BORDER))[0] - long).abs().max() > 1e-3
@@ -57,7 +57,7 @@ def test_generation_below_the_border_is_that_of_the_original() -> None:
     options |= {"output_scores": True, "return_dict_in_generate": True}
     x = ids(2, 8)
     wanted = model.generate(x, attention_mask=torch.ones_like(x), **options)
-    convert(model, calibration=texts_as_batches(), exact_below=BORDER, **RECIPE)
+    convert(model, Recipe(**RECIPE), texts_as_batches(), exact_below=BORDER)
     found = model.generate(x, attention_mask=torch.ones_like(x), **options)
     assert torch.equal(found.sequences, wanted.sequences)
     assert all(torch.equal(a, b) for a, b in zip(found.scores, wanted.scores, strict=True))
@@ -103,11 +103,11 @@ def test_after_the_border_memory_is_constant() -> None:
     with torch.no_grad():
         for i in range(40):
             model(ids(1, 40)[:, i : i + 1], past_key_values=cache)
-            sizes.append(sum(layer.state_bytes for layer in cache.layers))
+            sizes.append(sum(layer.nbytes for layer in cache.layers))
     assert sizes[BORDER - 2] == 0
     assert sizes[BORDER - 1] > 0
     assert sizes[BORDER + 8] == sizes[-1]
-    plan = plan_of(model)
+    plan = Conversion.of(model).plan
     for n in (BORDER - 1, 512):
         cache = transformers.DynamicCache(config=model.config)
         with torch.no_grad():
@@ -119,7 +119,7 @@ def test_the_border_is_saved_and_loaded(tmp_path: Path) -> None:
     model = decoder()
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
-    assert {layer.exact_below for layer in plan_of(again).layers} == {BORDER}
+    assert {layer.exact_below for layer in Conversion.of(again).plan.layers} == {BORDER}
     with torch.no_grad():
         for n in (BORDER - 1, BORDER + 9):
             assert torch.equal(again(ids(1, n)).logits, model(ids(1, n)).logits)
@@ -127,22 +127,22 @@ def test_the_border_is_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_every_call_is_converted_unless_a_border_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bochner.hf.convert.crossover", lambda plan: 23)
-    model = convert(build("bert", TEXT), calibration=texts_as_batches(), **RECIPE)
-    assert {layer.exact_below for layer in plan_of(model).layers} == {0}
-    model = convert(build("bert", TEXT), calibration=texts_as_batches(), exact_below="auto", **RECIPE)
-    assert {layer.exact_below for layer in plan_of(model).layers} == {23}
-    assert "below 23 tokens" in str(plan_of(model))
-    trained = convert(build("bert", TEXT), "gmm_prf", 8, train=True)
-    assert {layer.exact_below for layer in plan_of(trained).layers} == {0}
+    model = convert(build("bert", TEXT), Recipe(**RECIPE), texts_as_batches()).model
+    assert {layer.exact_below for layer in Conversion.of(model).plan.layers} == {0}
+    model = convert(build("bert", TEXT), Recipe(**RECIPE), texts_as_batches(), exact_below="auto").model
+    assert {layer.exact_below for layer in Conversion.of(model).plan.layers} == {23}
+    assert "below 23 tokens" in str(Conversion.of(model).plan)
+    trained = convert(build("bert", TEXT), Recipe("gmm_prf", 8, trainable=True)).model
+    assert {layer.exact_below for layer in Conversion.of(trained).plan.layers} == {0}
     with pytest.raises(BochnerError, match="exact_below"):
-        convert(build("bert", TEXT), "positive", 8, exact_below=-1)
+        convert(build("bert", TEXT), Recipe("positive", 8), exact_below=-1)
     with pytest.warns(BochnerWarning, match="its conversion never acts"):
-        convert(build("bert", TEXT), "positive", 8, exact_below=10**6)
+        convert(build("bert", TEXT), Recipe("positive", 8), exact_below=10**6)
 
 
 def test_the_crossover_is_read_off_measured_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact attention n^2, linear 300 n: they cross at 300, found between the lengths on either side."""
-    plan = plan_of(convert(build("bert", TEXT), "positive", 8))
+    plan = Conversion.of(convert(build("bert", TEXT), Recipe("positive", 8)).model).plan
     monkeypatch.setattr("bochner.hf.cost.layer_seconds", lambda layers, n: [(float(n * n), 300.0 * n)] * len(layers))
     assert 256 < crossover(plan) < 400
     monkeypatch.setattr("bochner.hf.cost.layer_seconds", lambda layers, n: [(float(n * n), 10_000.0 * n)] * len(layers))
@@ -152,7 +152,7 @@ def test_the_crossover_is_read_off_measured_times(monkeypatch: pytest.MonkeyPatc
 
 
 def test_maps_that_are_being_trained_see_short_inputs() -> None:
-    model = convert(build("bert", TEXT), calibration=texts_as_batches(), exact_below=100, num_features=16)
+    model = convert(build("bert", TEXT), Recipe(num_features=16), texts_as_batches(), exact_below=100).model
     with torch.no_grad():
         before = model(ids(1, 20))[0]
     for layer in layers_of(model).values():

@@ -14,8 +14,8 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import DECODERS, ENCODERS, GROUPED, IMAGE, SEQ2SEQ, TEXT, build, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError, advise, convert, revert  # noqa: E402
-from bochner.hf import discover, plan_of, report_of  # noqa: E402
+from bochner import BochnerError, Calibration, Conversion, Recipe, Target, advise, convert, revert  # noqa: E402
+from bochner.hf import discover  # noqa: E402
 from bochner.hf.aim import goal_of, target_data  # noqa: E402
 from bochner.hf.inputs import batches, positions  # noqa: E402
 
@@ -79,7 +79,7 @@ def test_a_decoder_with_learned_positions_is_judged_within_them() -> None:
     report = advise(model, texts(12, 100), tokenizer=words(), keep=0.7, num_features=(8,))
     assert report.length == report.verified_length == 128
     assert any("positions for 128 tokens" in reason for reason in report.reasons)
-    convert(model, None, window=8, exact_heads=0.2, exact_below=0, calibration=texts(8, 200), tokenizer=words())
+    convert(model, Recipe(None, window=8, exact_heads=0.2), Calibration(texts(8, 200), tokenizer=words()))
 
 
 def test_lengths_beyond_what_a_rotary_model_was_made_for_are_said() -> None:
@@ -98,7 +98,7 @@ def test_encoders_that_count_from_the_padding_token_read_texts_to_their_last_pos
     assert max(batch["input_ids"].shape[1] for batch in data) == 100
     data = target_data(model, texts(12, 100), words(), 300, 2)
     assert max(batch["input_ids"].shape[1] for batch in data) == 128
-    convert(model, window=8, num_features=8, calibration=texts(4, 300), tokenizer=words(), exact_below=0)
+    convert(model, Recipe(window=8, num_features=8), Calibration(texts(4, 300), tokenizer=words()))
 
 
 def test_cross_attention_is_told_where_both_sides_have_one_length() -> None:
@@ -108,15 +108,15 @@ def test_cross_attention_is_told_where_both_sides_have_one_length() -> None:
     assert parts == {"self_attn": "decoder", "encoder_attn": "cross"}
     one = {"input_ids": ids(1), "decoder_input_ids": ids(1)}
     assert {shape.part for shape in discover(model, one).values()} == {"encoder", "decoder", "cross"}
-    convert(model, "positive", 8, window=8, sinks=1, calibration=data, exact_below=0)
+    convert(model, Recipe("positive", 8, window=8, sinks=1), data)
     model.generate(ids(40), max_new_tokens=3)
-    assert [layer.window for layer in plan_of(model).layers if layer.is_cross] == [None, None]
+    assert [layer.window for layer in Conversion.of(model).plan.layers if layer.is_cross] == [None, None]
 
 
 def test_the_encoder_alone_is_converted_by_texts_alone() -> None:
     model = build("bart", SEQ2SEQ, head="AutoModelForSeq2SeqLM")
-    convert(model, None, window=8, parts=["encoder"], calibration=texts_as_batches(4, length=60), exact_below=0)
-    assert {layer.name.split(".")[1] for layer in plan_of(model).converted} == {"encoder"}
+    convert(model, Recipe(None, window=8), texts_as_batches(4, length=60), parts=["encoder"])
+    assert {layer.name.split(".")[1] for layer in Conversion.of(model).plan.converted} == {"encoder"}
 
 
 @pytest.mark.parametrize("family", ["bart", "marian", "mbart", "t5"])
@@ -162,7 +162,7 @@ def test_arrays_and_lists_are_taken_for_tensors() -> None:
 
 
 def call(model: Any, **options: Any) -> Any:
-    return convert(model, **{"keep": 0.9, "calibration": texts_as_batches(4), **options})
+    return convert(model, Recipe(**{"keep": 0.9, "calibration": texts_as_batches(4), **options})).model
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
@@ -224,9 +224,9 @@ def test_a_target_says_what_it_does_where_somebody_can_read_it(
     model = build("bert", TEXT)
     for terminal, said in ((False, False), (True, True)):
         monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
-        convert(model, calibration=texts_as_batches(6), keep=0.9, num_features=8)
+        convert(model, Target(keep=0.9), texts_as_batches(6))
         assert ("target: keep 0.9" in capsys.readouterr().err) == said
         assert report_of(model).target is not None
         revert(model)
-    convert(model, "positive", 8, calibration=texts_as_batches(4), exact_below=0)  # a recipe takes a moment
+    convert(model, Recipe("positive", 8), texts_as_batches(4))  # a recipe takes a moment
     assert not capsys.readouterr().err

@@ -12,8 +12,9 @@ transformers = pytest.importorskip("transformers")
 
 from bochner.hf import local  # noqa: E402
 from bochner.hf.cache import RecurrentLayer  # noqa: E402
-from bochner.hf.layer import Call, LinearAttention  # noqa: E402
-from bochner.hf.measure import Far, attention_weights  # noqa: E402
+from bochner.hf.attention import LinearAttention  # noqa: E402
+from bochner.hf.calls import Call  # noqa: E402
+from bochner.hf.calibrate import Far, attention_weights  # noqa: E402
 from bochner.hf.plan import LayerPlan  # noqa: E402
 
 KINDS = ["sliding", "block"]

@@ -401,7 +401,8 @@ def _observed(
                 f"Too little calibration text: {samples.rows} tokens for heads of size {layer.head_dim}, at least "
                 f"{wanted} are needed and some thousands are better; give more texts."
             )
-        drift.note(layer, samples.q, samples.k)
+        if layer.has_map:
+            drift.note(layer, samples.q, samples.k)
     return found
 
 

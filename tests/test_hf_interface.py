@@ -19,8 +19,8 @@ from hf_models import GROUPED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  #
 from safetensors.torch import load_file  # noqa: E402
 
 import bochner  # noqa: E402
-from bochner import BochnerError, convert, hf, revert  # noqa: E402
-from bochner.hf import patches  # noqa: E402
+from bochner import BochnerError, Conversion, Recipe, convert, hf, revert  # noqa: E402
+from bochner.hf import interface  # noqa: E402
 
 METHODS = [
     "_check_and_adjust_attn_implementation",
@@ -50,7 +50,7 @@ def test_unregister_leaves_transformers_as_it_was() -> None:
     everything = dict(transformers.PreTrainedModel.__dict__)
     hf.register("positive", 8)
     hf.register("positive", 16)  # twice is as once
-    convert(build("bert", TEXT), "positive", 8)
+    convert(build("bert", TEXT), Recipe("positive", 8))
     changed = {k for k, v in transformers.PreTrainedModel.__dict__.items() if everything.get(k) is not v}
     assert changed == set(METHODS)
     assert "bochner" in known()
@@ -61,7 +61,7 @@ def test_unregister_leaves_transformers_as_it_was() -> None:
     with pytest.raises(ValueError, match="bochner"):
         model.set_attn_implementation("bochner")
     hf.unregister()  # and once more is harmless
-    assert convert(model, "positive", 8) is model  # convert registers again by itself
+    assert convert(model, Recipe("positive", 8)).model is model  # convert registers again by itself
     assert known() > names
 
 
@@ -72,7 +72,7 @@ def test_the_settings_of_register_hold_in_every_thread() -> None:
     thread = threading.Thread(target=outputs, args=(model,))
     thread.start()
     thread.join()
-    found = [phi.num_features for m in model.modules() if (phi := patches._default_maps.get(m)) is not None]
+    found = [phi.num_features for m in model.modules() if (phi := interface._default_maps.get(m)) is not None]
     assert found == [24, 24]
 
 
@@ -83,7 +83,7 @@ def test_layers_get_different_maps_and_models_the_same() -> None:
         model = build("bert", TEXT)  # its attention modules do not know their places
         model.set_attn_implementation("bochner")
         outputs(model)
-        weights.append([patches._default_maps[x.attention.self].projection.weight for x in model.encoder.layer])
+        weights.append([interface._default_maps[x.attention.self].projection.weight for x in model.encoder.layer])
     assert not torch.equal(weights[0][0], weights[0][1])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
@@ -111,9 +111,7 @@ def decoder(seed: int) -> Any:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=generator), alpha=0.05)
-    return convert(
-        model, "calibrated", 16, window=5, sinks=2, exact_heads=[(0, 1)], select=False, calibration=texts_as_batches()
-    )
+    return convert(model, Recipe("calibrated", 16, window=5, sinks=2, exact_heads=[(0, 1)]), texts_as_batches()).model
 
 
 def write(model: Any, rows: int) -> torch.Tensor:
@@ -176,15 +174,15 @@ def test_converting_a_part_leaves_the_others_as_they_were(part: str, tmp_path: P
         hidden = torch.randn(2, 50, 32, generator=torch.Generator().manual_seed(0))
         batches = [{"input_ids": b["input_ids"][:, :40], "encoder_hidden_states": hidden} for b in batches]
     # As exact as before, so that only the other part's attention could be wrong.
-    convert(piece, "calibrated", 8, window=60, calibration=batches, exact_heads=1.0)
+    convert(piece, Recipe("calibrated", 8, window=60, exact_heads=1.0), batches)
     assert model.config is piece.config
     torch.testing.assert_close(outputs(model, x), before, atol=1e-5, rtol=1e-4)
     revert(piece)
     assert torch.equal(outputs(model, x), before)
-    convert(piece, "calibrated", 8, calibration=batches)
+    convert(piece, Recipe("calibrated", 8), batches)
     changed = outputs(model, x)
     assert not torch.allclose(changed, before, atol=1e-3)
-    names = {layer.name for layer in hf.plan_of(model).layers}
+    names = {layer.name for layer in Conversion.of(model).plan.layers}
     assert names
     assert all(f".{part}." in f".{name}" for name in names)
     # The whole model is saved with the plan of its part, under the names of the whole.
@@ -192,7 +190,7 @@ def test_converting_a_part_leaves_the_others_as_they_were(part: str, tmp_path: P
     assert not hasattr(model.config, "bochner")
     loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
     assert torch.equal(outputs(loaded, x), changed)
-    assert hf.plan_of(loaded) == hf.plan_of(model)
+    assert Conversion.of(loaded).plan == Conversion.of(model).plan
     revert(loaded)
     assert torch.equal(outputs(loaded, x), before)
     options = {"max_new_tokens": 8, "num_beams": 1, "do_sample": False, "forced_eos_token_id": None}
@@ -212,7 +210,7 @@ def test_the_tower_of_a_composite_model_is_converted_alone(tmp_path: Path) -> No
     g = torch.Generator().manual_seed(0)
     x = {"pixel_values": torch.randn(2, 3, 16, 16, generator=g), "input_ids": torch.randint(4, 50, (2, 10))}
     before = outputs(model, x)
-    convert(model.vision_model, "positive", 16)
+    convert(model.vision_model, Recipe("positive", 16))
     after = outputs(model, x)
     assert not torch.allclose(after, before, atol=1e-3)
     assert model.text_model.config._attn_implementation == "sdpa"
@@ -223,7 +221,7 @@ def test_the_tower_of_a_composite_model_is_converted_alone(tmp_path: Path) -> No
     assert torch.equal(outputs(revert(loaded), x), before)
     revert(model)
     with pytest.raises(BochnerError, match=r"made-up inputs.*calibration"):
-        convert(model, "positive", 16)
+        convert(model, Recipe("positive", 16))
     assert torch.equal(outputs(model, x), before)
 
 
@@ -233,9 +231,9 @@ def test_parts_that_share_a_configuration_are_converted_and_reverted_in_any_orde
     before = outputs(model, x)
     hidden = torch.randn(2, 50, 32, generator=torch.Generator().manual_seed(0))
     batches = [{"input_ids": b["input_ids"][:, :40], "encoder_hidden_states": hidden} for b in texts_as_batches()]
-    convert(model.encoder, "calibrated", 8, window=4, calibration=texts_as_batches())
+    convert(model.encoder, Recipe("calibrated", 8, window=4), texts_as_batches())
     encoder = outputs(model, x)
-    convert(model.decoder, "calibrated", 8, calibration=batches)
+    convert(model.decoder, Recipe("calibrated", 8), batches)
     both = outputs(model, x)
     copied = copy.deepcopy(model)
     revert(model.decoder)
@@ -260,7 +258,7 @@ def test_a_plan_that_found_no_modules_is_not_silently_softmax() -> None:
 
 
 def test_switching_by_name_keeps_a_conversion_a_conversion() -> None:
-    model = convert(build("bert", TEXT), "calibrated", 8, calibration=texts_as_batches())
+    model = convert(build("bert", TEXT), Recipe("calibrated", 8), texts_as_batches()).model
     linear = outputs(model)
     model.set_attn_implementation("sdpa")
     assert not torch.allclose(outputs(model), linear, atol=1e-3)
@@ -272,7 +270,7 @@ def test_a_conversion_saved_in_the_first_format_loads() -> None:
     folder = Path(__file__).parent / "data" / "conversion_format_1"
     hf.register()
     loaded = transformers.AutoModel.from_pretrained(folder).eval()
-    (layer,) = hf.plan_of(loaded).layers
+    (layer,) = Conversion.of(loaded).plan.layers
     assert (layer.window_kind, layer.kinds, layer.train) == ("sliding", ["hybrid", "exact"], False)
     want = load_file(folder / "expected.safetensors")
     out = outputs(loaded, {k: want[k] for k in ("input_ids", "attention_mask")})
