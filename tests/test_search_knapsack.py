@@ -114,9 +114,9 @@ class Planted:
 
 
 def planted(shared: bool = False, noise: float = 0.0) -> Planted:
-    """Three layers of three heads: the measured damage is the true one, and two of three heads are redundant."""
+    """Two layers of three heads: the measured damage is the true one, and two of three heads are redundant."""
     tables = []
-    for seed in range(3):
+    for seed in range(2):
         t = table(3, 3, seed, shared, 0.05 * shared)
         damage = t.damage * 0.01
         damage[1:, 0] = torch.tensor([0.2, 0.3])  # this head is needed
@@ -170,7 +170,7 @@ def test_noise_makes_the_search_cautious() -> None:
 def test_a_choice_within_a_memory_takes_no_more_and_wastes_no_corner() -> None:
     problem = planted()
     whole = totals(problem.tables, all_exact(problem.tables))[1]
-    for share in (0.3, 0.5, 0.9):
+    for share in (0.6, 0.8, 0.95):
         found = best_within(problem, share * whole, Trials(problem))
         assert found is not None and found.cost <= share * whole
         dearer = [c for c in frontier(problem.tables) if totals(problem.tables, c)[0] < found.damage]
