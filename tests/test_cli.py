@@ -47,9 +47,9 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     transformers = pytest.importorskip("transformers")
     from hf_models import TEXT, build
 
-    from bochner.hf import plan_of
-    from bochner.hf.io import layers_of
-    from bochner.hf.layer import all_converted
+    from bochner import Conversion
+    from bochner.hf import layers_of
+    from bochner.hf.distill import all_converted
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(56))]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
@@ -60,7 +60,7 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     (tmp_path / "text.txt").write_text("\n\n".join(passages))
     common = [str(tmp_path / "model"), "--text", str(tmp_path / "text.txt")]
     page = tmp_path / "advice.html"
-    advised = runner.invoke(cli.app, ["advise", *common, "--length", "64", "--keep", "0.9", "--report", str(page)])
+    advised = runner.invoke(cli.app, ["search", *common, "--length", "64", "--keep", "0.9", "--report", str(page)])
     assert advised.exit_code == 0, advised.output
     # Whether so small a model gains time is the machine's to say.
     assert any(x in advised.output for x in ("recommended: ", "Nothing is converted", "cannot be met"))
@@ -104,7 +104,7 @@ def test_a_decoder_within_a_share_of_its_memory_is_trained_and_reported(tmp_path
     pytest.importorskip("peft")
     from hf_models import GROUPED, build
 
-    from bochner.hf import plan_of
+    from bochner import Conversion
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(46))]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
@@ -168,13 +168,13 @@ def test_what_a_report_says_to_do_next_can_be_done(tmp_path: Path, monkeypatch: 
     assert Conversion.of(names["model"]).plan.num_heads == 8
     # A target of a length that the model cannot read: the page asks for one that it can.
     goal = ["--keep", "0.9", "--length", "600", "--text", "my text.txt", "--report", "page.html"]
-    assert runner.invoke(cli.app, ["advise", "a model", *goal]).exit_code == 1  # three texts of 512 tokens are needed
+    assert runner.invoke(cli.app, ["search", "a model", *goal]).exit_code == 1  # three texts of 512 tokens are needed
     Path("my text.txt").write_text("\n\n".join(passages * 4))
-    done = runner.invoke(cli.app, ["advise", "a model", *goal])
+    done = runner.invoke(cli.app, ["search", "a model", *goal])
     assert done.exit_code == 0, done.output
     assert "The model has positions for 512 tokens: at 600 its attention alone was timed." in done.output
     (step,) = code_of(Path("page.html"))
-    assert step == "bochner advise 'a model' --keep 0.9 --length 512 --text 'my text.txt'"
+    assert step == "bochner search 'a model' --keep 0.9 --length 512 --text 'my text.txt'"
     assert runner.invoke(cli.app, shlex.split(step)[1:]).exit_code == 0
 
 

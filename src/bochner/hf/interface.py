@@ -456,7 +456,9 @@ class MapLoader(HfQuantizer):
             model.__dict__.pop(name, None)
         for config in configs_of(model):
             config.__dict__.pop("_is_quantized", None)
-        for layer in attached_to(model).values():  # tensors of a file lie anywhere in memory, which changes the rounding
+        for layer in attached_to(
+            model
+        ).values():  # tensors of a file lie anywhere in memory, which changes the rounding
             for tensor in (*layer.parameters(), *layer.buffers()):
                 tensor.data = tensor.data.clone()
         return model

@@ -196,8 +196,13 @@ def _remarks(report: SearchReport, shapes: dict[str, Any]) -> list[str]:
     elif not report.reasons:
         found.append(f"Nothing is converted: at {goal.length:,} tokens nothing that meets the target costs less.")
     if report.failed is not None:
-        found.append("The first choice failed verification; this second one was declared before, and its interval is wider.")
-    readable, longest = min(goal.length, report.positions or goal.length), max([report.verified.length, *report.further])
+        found.append(
+            "The first choice failed verification; this second one was declared before, and its interval is wider."
+        )
+    readable, longest = (
+        min(goal.length, report.positions or goal.length),
+        max([report.verified.length, *report.further]),
+    )
     if longest < readable:
         found.append(f"The texts held back have {longest:,} tokens only: give more of them to verify at {readable:,}.")
     keep = report.verified.quality.retained if goal.keep is None else goal.keep
