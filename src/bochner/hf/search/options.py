@@ -12,11 +12,11 @@ from torch import Tensor
 
 from bochner._checks import spawn_seed
 from bochner._timing import best_times
-from bochner.hf.observe import recording, run
 from bochner.hf.attention import LinearAttention
 from bochner.hf.calibrate import Samples, observe
 from bochner.hf.calls import Call, exact
 from bochner.hf.fates import EXACT, FATES, Fate
+from bochner.hf.observe import recording, run
 from bochner.hf.plan import Fitted, LayerPlan, Plan
 from bochner.hf.search.knapsack import Choice
 from bochner.hf.search.texts import Goal
@@ -102,7 +102,9 @@ class Space:
             mixed["mixed"] = self.built(layer, replace(layer.plan, fates=[EXACT, *[middle] * (count - 1)]))
         every = {**{str(fate): made for fate, made in layer.made.items()}, **mixed}
         found = layer_seconds(every, layer.plan, layer.length, self.device, self.dtype)
-        seconds = torch.tensor([found["exact"], *(found[str(fate)] for fate in layer.made)], dtype=torch.float64) / count
+        seconds = (
+            torch.tensor([found["exact"], *(found[str(fate)] for fate in layer.made)], dtype=torch.float64) / count
+        )
         extra = found["mixed"] - seconds[0] - (count - 1) * seconds[len(layer.fates) // 2] if mixed else 0.0
         return seconds, max(0.0, float(extra))
 
