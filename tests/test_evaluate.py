@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
-from hf_models import ENCODERS, GROUPED, TEXT, build  # noqa: E402
+from hf_models import ENCODERS, GROUPED, TEXT, build
 
-from bochner.hf import evaluate  # noqa: E402
-from bochner.hf.evaluate import (  # noqa: E402
+from bochner.hf import evaluate
+from bochner.hf.evaluate import (
     Language,
     Measure,
     Outputs,
@@ -29,7 +29,7 @@ from bochner.hf.evaluate import (  # noqa: E402
     read,
     score_quality,
 )
-from bochner.hf.observe import run  # noqa: E402
+from bochner.hf.observe import run
 
 
 def batches(count: int = 6, rows: int = 2, length: int = 16) -> list[dict[str, Tensor]]:
@@ -51,7 +51,8 @@ def test_random_scores_and_predictions_retain_nothing(labels: int) -> None:
     judge = Outputs(model, batches())
     assert judge.kind == ("scores" if labels == 1 else "distributions")
     same = judge.quality(lambda batch: run(model, batch))
-    assert same.retained == pytest.approx(1, abs=1e-6) and same.lower == pytest.approx(1, abs=1e-6)
+    assert same.retained == pytest.approx(1, abs=1e-6)
+    assert same.lower == pytest.approx(1, abs=1e-6)
     g = torch.Generator().manual_seed(1)
     noise = judge.quality(lambda batch: replaced(30 * torch.randn(len(batch["input_ids"]), labels, generator=g)))
     assert noise.retained < 0.15
@@ -60,14 +61,17 @@ def test_random_scores_and_predictions_retain_nothing(labels: int) -> None:
 def test_scores_are_compared_by_order_and_by_error() -> None:
     truth = torch.randn(20, 1, generator=torch.Generator().manual_seed(0))
     shifted = score_quality(truth, truth + 5)  # the order is right, the numbers are not
-    assert shifted.figures["rank_correlation"] == pytest.approx(1) and shifted.retained == 0
+    assert shifted.figures["rank_correlation"] == pytest.approx(1)
+    assert shifted.retained == 0
     shuffled = score_quality(truth, truth.flip(0))
     assert shuffled.retained < 0.3
     constant = score_quality(truth, torch.zeros(20, 1))
-    assert constant.retained == 0 and not math.isnan(constant.lower)
+    assert constant.retained == 0
+    assert not math.isnan(constant.lower)
     lost = score_quality(truth, torch.full((20, 1), math.nan))
     assert lost.retained == 0
-    assert rank_correlation(torch.ones(5), torch.ones(5)) == 1 and rank_correlation(torch.ones(5), torch.arange(5.0)) == 0
+    assert rank_correlation(torch.ones(5), torch.ones(5)) == 1
+    assert rank_correlation(torch.ones(5), torch.arange(5.0)) == 0
 
 
 def test_dropout_is_off_while_a_model_is_judged_and_its_mode_comes_back() -> None:
@@ -166,7 +170,8 @@ def test_a_choice_that_is_far_off_is_given_up_early() -> None:
         return replaced(run(model, batch).logits * -3)
 
     found = judge.quality(far_off, give_up=0.95)
-    assert found.retained < 0.9 and 2 <= len(asked) < len(judge.batches)
+    assert found.retained < 0.9
+    assert 2 <= len(asked) < len(judge.batches)
     asked.clear()
     judge.quality(far_off)
     assert len(asked) == len(judge.batches)
@@ -175,7 +180,8 @@ def test_a_choice_that_is_far_off_is_given_up_early() -> None:
 def test_a_language_model_is_the_worse_of_perplexity_and_recall() -> None:
     rise, again = torch.full((4,), 0.02), torch.full((3,), 0.1)
     found = language_quality(rise, again, 2.0, 0.5)
-    assert found.retained == pytest.approx(0.95) and found.figures["recall_retained"] == pytest.approx(0.95)
+    assert found.retained == pytest.approx(0.95)
+    assert found.figures["recall_retained"] == pytest.approx(0.95)
     assert language_quality(rise, 0 * again, 2.0, 0.5).retained == pytest.approx(math.exp(-0.02))
     assert set(language_quality(rise, again, 0.1, 0.5).measures) == {"perplexity"}  # it never looked anything up
 
@@ -185,11 +191,13 @@ def test_a_text_repeats_passages_from_all_over_it_at_its_end(length: int, count:
     tokens = torch.arange(length)
     for turn in range(4):
         text = Text(tokens, turn)
-        assert text.ids.shape == (1, length) and len(text.starts) == count
+        assert text.ids.shape == (1, length)
+        assert len(text.starts) == count
         pieces = text.again.view(count, -1)
         assert all(torch.equal(p, text.body[a : a + text.passage]) for p, a in zip(pieces, text.starts, strict=True))
         stretches, repeats = text.split(torch.ones(length - 1))
-        assert len(repeats) == count and len(stretches) == max(1, round((len(text.body) - 1) / evaluate.STRETCH))
+        assert len(repeats) == count
+        assert len(stretches) == max(1, round((len(text.body) - 1) / evaluate.STRETCH))
 
 
 def test_reading_in_pieces_gives_the_losses_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,5 +209,7 @@ def test_reading_in_pieces_gives_the_losses_of_the_whole(monkeypatch: pytest.Mon
     model.eval()
     with torch.no_grad():
         logits = model(text.ids).logits[0, :-1]
-    assert torch.allclose(found.losses, nn.functional.cross_entropy(logits, text.ids[0, 1:], reduction="none"), atol=1e-4)
+    assert torch.allclose(
+        found.losses, nn.functional.cross_entropy(logits, text.ids[0, 1:], reduction="none"), atol=1e-4
+    )
     assert compare_readings([text], [found], [found]).retained == 1

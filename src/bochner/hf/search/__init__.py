@@ -33,11 +33,11 @@ from bochner.hf.config import Calibration, Target
 from bochner.hf.evaluate import evaluator
 from bochner.hf.observe import discover_parts
 from bochner.hf.search.damage import MeasuredProblem, measure_damages
-from bochner.hf.search.knapsack import all_exact, totals
+from bochner.hf.search.knapsack import Choice, all_exact, frontier, totals
 from bochner.hf.search.options import Space, fitted_maps
 from bochner.hf.search.refine import Candidate, Trials, best_within, cheapest_that_keeps, fallback
 from bochner.hf.search.report import Point, SearchReport
-from bochner.hf.search.texts import Split, batches_for, length_of, settle, split
+from bochner.hf.search.texts import Goal, Split, batches_for, settle, split
 from bochner.hf.search.verify import Verdict, Verifier
 
 __all__ = ["SearchReport", "search"]
@@ -96,9 +96,9 @@ class _Run:
         self.seconds[name] = time.monotonic() - began
 
 
-def _choose(problem: MeasuredProblem, trials: Trials) -> tuple[Candidate, Candidate | None]:
+def _choose(problem: MeasuredProblem, trials: Trials) -> tuple[Candidate, Choice | None]:
     """The choice, and what is looked at if it fails verification; both are settled before any look."""
-    goal, tables = problem.space.goal, problem.tables
+    goal = problem.space.goal
     if goal.memory is None:
         assert goal.keep is not None
         chosen = cheapest_that_keeps(problem, goal.keep, trials)
@@ -106,57 +106,49 @@ def _choose(problem: MeasuredProblem, trials: Trials) -> tuple[Candidate, Candid
     fixed = problem.space.original_bytes - problem.whole  # of layers that cannot change
     found = best_within(problem, goal.memory * problem.space.original_bytes - fixed, trials)
     if found is None:
-        cheapest = fixed + min(totals(tables, c)[1] for c in _cheapest(problem))
+        least = (fixed + totals(problem.tables, frontier(problem.tables)[0])[1]) / problem.space.original_bytes
         raise BochnerError(
-            f"The 'memory' of Target must be at least {cheapest / problem.space.original_bytes:.3f} for this model at "
+            f"The 'memory' of Target must be at least {least:.3f} for this model at "
             f"{goal.length:,} tokens, got {goal.memory!r}: the smallest options take so much."
         )
     return found, None
 
 
-def _cheapest(problem: MeasuredProblem) -> list[Any]:
-    from bochner.hf.search.knapsack import frontier
-
-    return frontier(problem.tables)[:1]
-
-
 def _verified(
-    problem: MeasuredProblem, trials: Trials, chosen: Candidate, second: Candidate | None, verifier: Verifier
+    problem: MeasuredProblem, trials: Trials, chosen: Candidate, second: Choice | None, verifier: Verifier
 ) -> SearchReport:
     """The report of the first choice that passes; of the original if none does."""
-    goal, space, reasons, failed = problem.space.goal, problem.space, list[str](), None
-    original = trials.run(all_exact(problem.tables))
-    demanded = goal.keep if goal.memory is None or not goal.trains else None
-    for candidate in [c for c in (chosen, second, original) if c is not None]:
-        plan = space.plan_of(candidate.choice)
+    goal, space, failed, reasons = problem.space.goal, problem.space, list[Verdict](), list[str]()
+    original = all_exact(problem.tables)
+    demanded = None if goal.memory is not None and goal.trains_weights else goal.keep
+    for choice in [c for c in (chosen.choice, second, original) if c is not None]:
+        plan = space.plan_of(choice)
         layers = space.build(plan)
-        found = verifier.verify(plan, layers)
-        if not plan.converted or demanded is None or found.quality.retained >= demanded:
+        found = verifier.verify(plan, layers) if plan.converted else verifier.original()
+        slower = _whole_model_is_slower(goal, found) if plan.converted else ""
+        if slower:
+            reasons.append(slower)
+            continue
+        if demanded is None or found.quality.retained >= demanded:
             break
-        failed = failed or found
-    met = bool(plan.converted) or not failed
+        failed.append(found)
     if failed and not plan.converted:
+        best = max(verdict.quality.retained for verdict in failed)
         reasons.append(
-            f"The model stays as it was: on texts that the search never used, the best choice retains "
-            f"{failed.quality.retained:.2%} of the quality and {goal.keep:.2%} was asked for. Ask for less, give more "
-            "texts, or train it (Target(train=Distillation()))."
+            f"The model stays as it was: on texts that the search never used, the best choice retains {best:.2%} of "
+            f"the quality, and {goal.keep:.2%} was asked for. Ask for less, give more texts, or train it "
+            "(Target(train=Distillation()))."
         )
-    slower = _whole_model_is_slower(problem, found) if plan.converted else ""
-    if slower:
-        plan, candidate = space.plan_of(original.choice), original
-        layers, reasons = space.build(plan), [slower]
     plan.maps = fitted_maps(layers)
-    points, place = _frontier(problem, trials, candidate)
+    points, place = _frontier(problem, trials, trials.run(choice))
     points[place].plan = plan
-    further = verifier.further(plan, layers)
-    report = SearchReport(goal, plan, points, place, met, found, failed if plan.converted else None, further)
-    report.reasons, report.verifier = reasons, verifier
+    report = SearchReport(goal, plan, points, place, bool(plan.converted) or not failed, found, failed)
+    report.further, report.reasons, report.verifier = verifier.further(plan, layers), reasons, verifier
     return report
 
 
-def _whole_model_is_slower(problem: MeasuredProblem, found: Verdict) -> str:
+def _whole_model_is_slower(goal: Goal, found: Verdict) -> str:
     """Why a plan is not taken whose attention is faster, if the whole model is not."""
-    goal = problem.space.goal
     if goal.by_memory or found.length < goal.length or found.time_share < 1:
         return ""
     return (
@@ -195,7 +187,7 @@ def _remarks(report: SearchReport, shapes: dict[str, Any]) -> list[str]:
         found.append(f"The whole model takes {report.verified.time_share:.1%} at {report.verified.length:,} tokens.")
     elif not report.reasons:
         found.append(f"Nothing is converted: at {goal.length:,} tokens nothing that meets the target costs less.")
-    if report.failed is not None:
+    if report.failed and plan.converted:
         found.append(
             "The first choice failed verification; this second one was declared before, and its interval is wider."
         )

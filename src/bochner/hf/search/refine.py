@@ -72,14 +72,16 @@ def cheapest_that_keeps(problem: Problem, keep: float, trials: Trials) -> Candid
     return trials.run(path[high])
 
 
-def fallback(problem: Problem, chosen: Candidate, keep: float, trials: Trials) -> Candidate | None:
-    """What to verify if the choice fails: the cheapest that costs DEARER times as much; None if only the original does."""
+def fallback(problem: Problem, chosen: Candidate, keep: float, trials: Trials) -> Choice | None:
+    """What to look at if the choice fails verification: the cheapest that costs DEARER times as much.
+
+    One that was measured and keeps, else the next of the frontier; None if that is the original.
+    """
     least = DEARER * chosen.cost
-    known = [c for c in trials.by_cost() if c.cost >= least and c.damage > 0 and c.quality.lower >= keep]
-    if known:
-        return known[0]
+    known = [c.choice for c in trials.by_cost() if c.cost >= least and c.damage > 0 and c.quality.lower >= keep]
     path = [c for c in frontier(problem.tables) if totals(problem.tables, c)[1] >= least]
-    return trials.run(path[0]) if path and totals(problem.tables, path[0])[0] > 0 else None
+    found = (known or path or [None])[0]
+    return found if found is not None and totals(problem.tables, found)[0] > 0 else None
 
 
 def best_within(problem: Problem, budget: float, trials: Trials) -> Candidate | None:

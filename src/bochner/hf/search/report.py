@@ -44,8 +44,7 @@ class SearchReport:
 
     `frontier`: the choices that were measured, the cheapest first; `chosen`: the place of the plan among them. `met`:
     whether the target is reached. `verified`: the plan on texts that the search never used; `further`: on longer ones;
-    `trained`: after distillation, if there was any. `failed`: the first choice, if it failed verification and a second
-    one was taken. `positions`: the most tokens that the model has a table of positions for. `fit_tokens`: how many
+    `trained`: after distillation, if there was any. `failed`: choices that failed verification before it, two at most. `positions`: the most tokens that the model has a table of positions for. `fit_tokens`: how many
     tokens the maps were fitted to. `training`: the data that distillation may use.
     """
 
@@ -55,7 +54,7 @@ class SearchReport:
     chosen: int
     met: bool
     verified: Verdict
-    failed: Verdict | None = None
+    failed: list[Verdict] = field(default_factory=list)
     further: dict[int, Verdict] = field(default_factory=dict)
     trained: dict[int, Verdict] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
@@ -110,7 +109,7 @@ class SearchReport:
             "chosen": self.chosen,
             "frontier": [point.to_dict() for point in self.frontier],
             "verified": _plain(self.verified),
-            "failed": None if self.failed is None else _plain(self.failed),
+            "failed": [_plain(verdict) for verdict in self.failed],
             "further": {str(n): _plain(v) for n, v in self.further.items()},
             "trained": {str(n): _plain(v) for n, v in self.trained.items()},
             "plan": self.plan.to_dict(),
@@ -134,9 +133,9 @@ class SearchReport:
             cost = point.attention if timed else point.memory
             mark = ">" if i == self.chosen else " "
             lines.append(f"{mark}   {point.quality.retained:7.2%}  {point.quality.lower:11.2%}  {cost:6.1%}  {shown}")
-        if self.failed is not None:
-            lines.append(f"First choice failed verification: {self.failed}.")
-        lines.append(f"Verified: {self.verified}.")
+        lines += [f"A choice failed verification: {verdict}." for verdict in self.failed]
+        if self.plan.converted:
+            lines.append(f"Verified: {self.verified}.")
         for n, verdict in self.further.items():
             lines.append(f"At {n:,} tokens: {verdict}.")
         for verdict in self.trained.values():

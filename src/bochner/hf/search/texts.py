@@ -32,6 +32,7 @@ class Goal:
     length: int
     judged: int
     is_language: bool
+    trains: bool = False
     trains_weights: bool = False
     notes: tuple[str, ...] = ()
 
@@ -70,8 +71,9 @@ def settle(target: Target, model: Any, shapes: dict[str, Any], data: Batches) ->
             "use 'keep' with minimize='time'."
         )
     minimize = "memory" if asks_memory or (language and target.minimize is None) else "time"
+    trains = target.train is not None
     weights = target.train is not None and target.train.trains_weights
-    return Goal(target.keep, target.memory, minimize, length, judged, language, weights, tuple(notes))
+    return Goal(target.keep, target.memory, minimize, length, judged, language, trains, weights, tuple(notes))
 
 
 def length_of(batch: dict[str, Any]) -> int:

@@ -6,8 +6,20 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from bochner.hf.attention import LinearAttention
-from bochner.hf.evaluate import INTERVAL, Outputs, Quality, Reading, Text, compare_readings, evaluation_mode, read
+from bochner.hf.evaluate import (
+    INTERVAL,
+    Measure,
+    Outputs,
+    Quality,
+    Reading,
+    Text,
+    compare_readings,
+    evaluation_mode,
+    read,
+)
 from bochner.hf.interface import attached
 from bochner.hf.observe import run
 from bochner.hf.plan import Plan
@@ -72,6 +84,10 @@ class Verifier:
             found.whole = self._times(plan, layers)
         found.confidence = 1 - (1 - INTERVAL) / self.looks
         return found
+
+    def original(self) -> Verdict:
+        """Of the model as it was: it loses nothing."""
+        return Verdict(Quality({"unchanged": Measure(torch.zeros(1))}), self.length)
 
     def look(self, model: Any, length: int | None = None) -> Verdict:
         """The quality of a model that is converted, at one of the lengths that were read."""
