@@ -17,6 +17,7 @@ from bochner.attention import (
     merge,
     read,
 )
+from bochner.certified import Certified, certified_attention
 from bochner.maps import FeatureMap, Features, feature_map, kernel_estimate, register_map
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ _LAZY = {
 __all__ = [
     "BochnerError",
     "BochnerWarning",
+    "Certified",
     "Estimate",
     "FeatureMap",
     "Features",
@@ -56,6 +58,7 @@ __all__ = [
     "advise",
     "attention",
     "attention_matrix",
+    "certified_attention",
     "convert",
     "data",
     "distill",
