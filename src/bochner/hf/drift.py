@@ -1,4 +1,4 @@
-"""Whether inputs are of the kind that the maps were calibrated on: a few numbers per layer, a warning once.
+"""Drift: are inputs of the kind that the maps were calibrated on? A few numbers per layer, and one warning.
 
 Maps are fitted to the queries and keys of the calibration texts, and can be far off for others. A sequence's signature
 is the mean of its first queries and keys, over a fixed number of places so that rotary positions are the same, in a few
@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerWarning
-from bochner.hf.layer import Call
+from bochner.hf.attention import LinearAttention
+from bochner.hf.calls import Call
 from bochner.hf.plan import LayerPlan
 
 DIRECTIONS = 8
@@ -42,26 +43,26 @@ class Alarm:
     """Shared by all layers of a converted model: it warns once of strange inputs, and once of long ones."""
 
     def __init__(self) -> None:
-        self.rung = False
-        self.rung_of_length = False
+        self.warned = False
+        self.warned_of_length = False
 
-    def ring(self, name: str, distance: float) -> None:
-        self.rung = True
+    def warn(self, name: str, distance: float) -> None:
+        self.warned = True
         warnings.warn(
             f"These inputs are unlike the calibration data: in {name} queries and keys lie {distance:.0f} spreads from "
             "their mean there, and the maps were fitted to others; calibrate on inputs of this kind, or expect worse.",
             BochnerWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
-    def ring_of_length(self, name: str, tokens: int, fitted: int) -> None:
-        self.rung_of_length = True
+    def warn_of_length(self, name: str, tokens: int, fitted: int) -> None:
+        self.warned_of_length = True
         warnings.warn(
             f"A text of {tokens} tokens is too long for the maps of {name}, which were fitted to {fitted} tokens: they "
-            "are as good as random for keys farther back; calibrate on texts as long as yours (convert's 'max_length'),"
-            " or leave the far ones out (feature_map=None).",
+            "are as good as random for keys farther back; calibrate on texts as long as yours (the 'max_length' of "
+            "Calibration), or leave the far ones out (Recipe(None, window=...)).",
             BochnerWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
@@ -99,11 +100,28 @@ def note(plan: LayerPlan, q: Sequence[Tensor], k: Sequence[Tensor]) -> None:
     }
 
 
+def warn(layer: LinearAttention, call: Call, seen: int | None) -> None:
+    """Warn of inputs unlike the calibration data; pieces of a sequence after its first for their length alone.
+
+    `seen`: the tokens that a cache has seen with this call, None without a cache.
+    """
+    alarm, new = layer.drift, call.key.shape[-2]
+    if alarm is None or layer.trained or not layer.plan.has_map or torch.compiler.is_compiling():
+        return
+    tokens = new if seen is None else seen
+    if not alarm.warned_of_length and (fitted := fitted_length(layer.plan, tokens)) is not None:
+        alarm.warn_of_length(layer.plan.name, tokens, fitted)
+    if not alarm.warned and tokens == new:
+        far = distance(layer.plan, call)
+        if far is not None and far > FAR:
+            alarm.warn(layer.plan.name, far)
+
+
 def fitted_length(plan: LayerPlan, tokens: int) -> int | None:
     """The tokens of the longest text that a decoder's landmarks were fitted to, if so many are too many for them."""
-    if plan.seen is None or not plan.is_causal or plan.feature_map != "landmark":
+    if plan.seen is None or not plan.is_causal:
         return None
-    if not {"hybrid", "kernel"} & set(plan.kinds):
+    if not any(getattr(fate, "feature_map", None) == "landmark" for fate in plan.fates):
         return None
     length = plan.seen.get("length")  # plans of older versions have none
     return length if length is not None and tokens > LONGER * length else None

@@ -1,43 +1,41 @@
-"""Diagnosis before conversion: for a model the search for a target; for one layer's tensors what each map does to them.
+"""Diagnosis before conversion: what each map does to one layer's queries, keys and values.
 
 Errors are measured on other sequences than the maps were calibrated on, and predicted by `theory`; speed is measured on
-this machine. The advice says when conversion is not worth it.
+this machine. The diagnosis says when conversion is not worth it.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bochner import theory
-from bochner._checks import BochnerError, is_int, one_of, positive_float, positive_int, spawn_seed
-from bochner._progress import speaker
+from bochner._checks import BochnerError, positive_int
 from bochner._timing import best_times
 from bochner.attention.checks import check_qkv
-from bochner.hf import capture
-from bochner.hf.aim import FLOOR_LENGTH, aim, goal_of, shapes_of, target_data
-from bochner.hf.cost import check_border
-from bochner.hf.layer import Call, LinearAttention, exact
-from bochner.hf.measure import Far, HeadStatistics, Samples, attention_weights, error_on, far_pairs
-from bochner.hf.patches import register_once
-from bochner.hf.plan import WINDOW_KINDS, LayerPlan
+from bochner.hf.attention import LinearAttention
+from bochner.hf.calibrate import Far, HeadStatistics, Samples, attention_weights, error_on
+from bochner.hf.calls import Call, exact
+from bochner.hf.config import Recipe
+from bochner.hf.fates import EXACT, Fate, Hybrid, Kernel, Window
+from bochner.hf.plan import LayerPlan
 from bochner.maps.base import FeatureMap
 from bochner.maps.exponential import CalibratedFeatures
 
-NEAR = ("window", "sinks", "window_kind")
+GOOD = 0.5  # relative error of a head's output that is good enough
+FLOOR_LENGTH = 384  # tokens of the attention matrices whose rank floor is computed
 HOPELESS = 0.9  # a kernel with an error above this share of uniform averaging's has learned nothing of the head
 PREDICTION_PAIRS = 256  # rows and keys of the pairs that predictions are averaged over
 
 
 @dataclass
-class HeadAdvice:
+class HeadDiagnosis:
     """One head: its attention, the error of every candidate, and what to do with it.
 
     `rank_floor`: what no map of the largest size can be below outside window and sinks, see `theory.rank_floor`.
@@ -58,11 +56,11 @@ class HeadAdvice:
 
 
 @dataclass
-class Advice:
-    """What to convert to, and whether. `config` are keywords of `convert`."""
+class Diagnosis:
+    """What to convert to, and whether; `recipe` is for `convert`."""
 
-    heads: list[HeadAdvice]
-    config: dict[str, Any]
+    heads: list[HeadDiagnosis]
+    recipe: Recipe
     worthwhile: bool
     reasons: list[str]
     speed: dict[int, tuple[float, float]] = field(default_factory=dict)  # length: seconds exact, linear
@@ -96,7 +94,7 @@ class Advice:
         lines.append("predicted by theory for iid projections (1 is hopeless): " + ", ".join(theory_means))
         floors = sorted(h.rank_floor for h in self.heads)
         lines.append(
-            f"rank floor, which no map of {self.config['num_features']} features is below: median "
+            f"rank floor, which no map of {self.recipe.num_features} features is below: median "
             f"{floors[len(floors) // 2]:.3f}, largest {floors[-1]:.3f}"
         )
         counts: dict[str, int] = {}
@@ -108,7 +106,7 @@ class Advice:
         for n, (x, y) in sorted(self.memory.items()):
             lines.append(f"decoding memory at {n} tokens: {x / 1e6:.2f} MB as it is, {y / 1e6:.2f} MB converted")
         lines += self.reasons
-        lines.append(f"recommended: bochner.convert(model, {_arguments(self.config)}, calibration=texts)")
+        lines.append(f"recommended: bochner.convert(model, bochner.{self.recipe!r}, texts)")
         return "\n".join(lines)
 
 
@@ -127,94 +125,53 @@ class Layer(NamedTuple):
     def is_cross(self) -> bool:
         return any(c.query.shape[-2] != c.key.shape[-2] for c in self.held)
 
-    def plan(self, kind: str, **options: Any) -> LayerPlan:
-        """A plan with all heads of one kind."""
+    def plan(self, fate: Fate) -> LayerPlan:
+        """A plan with one fate for all heads."""
         (_, h, _, d), (_, g, _, v) = self.shape.query.shape, self.shape.value.shape
-        options |= {"is_causal": self.shape.is_causal, "is_cross": self.is_cross}
-        return LayerPlan(self.name, h, g, d, v, [kind] * h, **options)
+        return LayerPlan(self.name, h, g, d, v, [fate] * g, self.shape.is_causal, self.is_cross)
 
 
-def advise(
-    model: Any,
-    calibration: Any,
-    values: Tensor | None = None,
+def diagnose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
     *,
-    scale: float | None = None,
     is_causal: bool = False,
+    scale: float | None = None,
+    near: Window | None = None,
     num_features: Sequence[int] = (64, 128),
-    window: int | None = None,
-    sinks: int | None = None,
-    window_kind: str | None = None,
-    target: float = 0.5,
     length: int | None = None,
-    judge_length: int | None = None,
-    keep: float | None = None,
-    memory: float | None = None,
-    minimize: str | None = None,
-    parts: Sequence[str] | None = None,
-    unsupported: str = "keep",
-    exact_below: int | str | None = None,
-    tokenizer: Any = None,
-    batch_size: int = 8,
-    seed: int = 0,
-    progress: bool | None = None,
-) -> Any:
-    """Measure your attention and say what to use: `advise(model, texts)` or `advise(q, k, v)`.
+) -> Diagnosis:
+    """Measure one layer's attention and say what to convert it to, head by head; transformers is not needed.
 
-    `advise(model, calibration, tokenizer=..., keep=0.99, length=n)`: the search of `convert(..., keep=...)` or
-    `convert(..., memory=...)` without the change, and the rank floor of every head; returns a
-    `bochner.hf.TargetReport`, whose `config` are keywords of `convert`. Without either 0.99 is to be kept. The first of
-    `num_features` is taken; `window`, `sinks` and `window_kind` are chosen unless given; `parts`, `unsupported`,
-    `exact_below`, `judge_length`, `calibration`, `progress`: as in `convert`.
-    `advise(q, k, v)`: one layer's queries (b, h, n, d), keys and values before scaling, with `scale` and `is_causal`;
-    without v, random values stand in; transformers is not needed. Half of the sequences calibrate the maps, the other
-    half measures them, and every head has its rank floor; returns an `Advice`. `target`: the relative error of a
-    head's output that is good enough. `length`: the number of tokens you care about, for speed and memory. `window`,
-    `sinks`, `window_kind`: those to consider; default 32 and 1, for causal attention 128 and 4.
+    `q` (b, h, n, d), `k`, `v` (b, g, s, d): queries, keys and values before scaling; without v, random values stand in.
+    Half of the sequences calibrate the maps, the other half measures them. Every head has its rank floor, below which
+    no map of the largest size can be. `near`: the window and sinks to consider; default `Window(32, 1)`, for causal
+    attention `Window(128, 4)`. `num_features`: the sizes of maps to try. `length`: the number of tokens you care about,
+    for speed and memory.
 
     >>> q = torch.randn(4, 2, 40, 8, generator=torch.Generator().manual_seed(0))
-    >>> advise(q, q, num_features=(32,), length=64).config["num_features"]
+    >>> diagnose(q, q, num_features=(32,), length=64).recipe.num_features
     32
     """
-    if window is not None:
-        positive_int(window, "window", "advise")
     if length is not None:
-        positive_int(length, "length", "advise")
-    positive_float(target, "target", "advise")
-    sizes = [positive_int(m, "num_features", "advise") for m in num_features]
+        positive_int(length, "length", "diagnose")
+    sizes = [positive_int(m, "num_features", "diagnose") for m in num_features]
     if not sizes:
-        raise BochnerError("The 'num_features' of advise is empty; give at least one number of features.")
-    one_of(window_kind, "window_kind", "advise", (None, *WINDOW_KINDS))
-    if not is_int(seed) or seed < 0:
-        raise BochnerError(f"The 'seed' of advise must be an int >= 0, got {seed!r}.")
-    border = check_border(exact_below, "advise")
-    if isinstance(model, nn.Module):
-        register_once()
-        near: dict[str, Any] = {"window": window, "sinks": sinks, "window_kind": window_kind}
-        model, tokenizer = capture.unwrap(model, tokenizer)
-        data = target_data(model, calibration, tokenizer, judge_length or length, batch_size)
-        shapes = shapes_of(model, data, unsupported, parts, owner="advise")
-        keep = 0.99 if keep is None and memory is None else keep
-        goal = goal_of(model, shapes, data, keep, minimize, length, judge_length, memory, owner="advise")
-        say = speaker(sys.stderr.isatty() if progress is None else progress)
-        options: dict[str, Any] = {"num_features": sizes[0], "exact_below": border, "floors": True, "seed": seed}
-        options["say"] = say
-        return aim(model, shapes, goal, data, **options, **near).report
-    layer = _layer_of_tensors(model, calibration, values, scale, is_causal)
-    near = {
-        "window_kind": window_kind or "block",
-        "window": window or (128 if is_causal else 32),
-        "sinks": (4 if is_causal else 1) if sinks is None else sinks,
-    }
-    heads = _examine(layer, {} if layer.is_cross else near, sizes, spawn_seed(seed, 0))
-    return _recommend(heads, [layer], near, max(sizes), target, length)
+        raise BochnerError("The 'num_features' of diagnose is empty; give at least one number of features.")
+    near = near or (Window(128, 4) if is_causal else Window(32, 1))
+    if not isinstance(near, Window):
+        raise BochnerError(f"The 'near' of diagnose must be a bochner.hf.Window, got {near!r}.")
+    layer = _layer_of_tensors(q, k, v, scale, is_causal)
+    heads = _examine(layer, None if layer.is_cross else near, sizes)
+    return _recommend(heads, layer, near, max(sizes), length)
 
 
 def _layer_of_tensors(q: Any, k: Any, v: Tensor | None, scale: float | None, is_causal: bool) -> Layer:
     if v is None:
         shape = k.shape if isinstance(k, Tensor) else ()
         v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(k) if len(shape) == 4 else k
-    check_qkv(q, k, v, "advise")
+    check_qkv(q, k, v, "diagnose")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     rows = [slice(i, i + 1) for i in range(len(q))]
     calls = [Call(q[i], k[i], v[i], is_causal, None, scale) for i in rows]
@@ -223,48 +180,38 @@ def _layer_of_tensors(q: Any, k: Any, v: Tensor | None, scale: float | None, is_
     return Layer("attention", calls[:half] or calls, calls[half:])
 
 
-def _examine(layer: Layer, near: dict[str, Any], sizes: Sequence[int], seed: int) -> list[HeadAdvice]:
-    """Every candidate on every head of one layer; `near`: window and sinks, empty for cross-attention."""
+def _examine(layer: Layer, near: Window | None, sizes: Sequence[int]) -> list[HeadDiagnosis]:
+    """Every candidate on every head of one layer; `near`: none for cross-attention."""
     statistics, samples = HeadStatistics(), Samples()
-    moments: dict[str, Any] = {}
+    keywords = {} if near is None else near.near
     for call in layer.calibration:
-        for kind, options in (("kernel", {}), ("hybrid", near)):
-            far = Far.of(call, **options)
-            weights = attention_weights(call, far.allowed)
-            new = far_pairs(call, weights, far)
-            moments[kind] = moments[kind] + new if kind in moments else new
-        statistics.add(call, weights, far)
+        far = Far.of(call, **keywords)
+        statistics.add(call, attention_weights(call, far.allowed), far)
         samples.add(call)
     # What computes the heads, by the candidate's name; and the maps that theory can say something of.
     candidates: dict[str, Callable[[Call], Tensor]] = {"uniform": uniform}
     maps: dict[str, FeatureMap] = {}
-    if near:
-        candidates["window"] = LinearAttention(layer.plan("window", **near))
+    fates: dict[str, Fate] = {} if near is None else {"window": near}
     for m in sizes:
-        for kind, map_name in (("kernel", "positive"), ("kernel", "calibrated"), ("hybrid", "calibrated")):
-            if kind == "hybrid" and not near:
-                continue
-            options = near if kind == "hybrid" else {}
-            made = LinearAttention(layer.plan(kind, feature_map=map_name, num_features=m, seed=seed, **options))
-            phi = made.map_of(kind)
-            if isinstance(phi, CalibratedFeatures):
-                phi.fit_(moments[kind])
-            label = f"{map_name} {m}" if kind == "kernel" else f"window+{map_name} {m}"
-            candidates[label] = made
-            if kind == "kernel":
-                maps[label] = phi
-    # A fit of every head takes a while: the largest size only, and beside the window if there is one.
-    kind, m = "hybrid" if near else "kernel", max(sizes)
-    if samples.rows >= m:
-        made = LinearAttention(layer.plan(kind, feature_map="landmark", num_features=m, seed=seed, **near))
-        samples.calibrate(made.map_of(kind), made.plan, kind)
-        candidates[f"window+landmark {m}" if near else f"landmark {m}"] = made
+        fates |= {f"{name} {m}": Kernel(name, m) for name in ("positive", "calibrated")}
+        if near is not None:
+            fates[f"window+calibrated {m}"] = Hybrid(**keywords, num_features=m)
+    m = max(sizes)
+    if samples.rows >= m:  # a fit of every head takes a while: the largest size, beside the window if there is one
+        label = f"landmark {m}" if near is None else f"window+landmark {m}"
+        mapped: dict[str, Any] = {"feature_map": "landmark", "num_features": m}
+        fates[label] = Kernel(**mapped) if near is None else Hybrid(**keywords, **mapped)
+    for label, fate in fates.items():
+        candidates[label] = made = LinearAttention(layer.plan(fate))
+        made.fit(samples)
+        if isinstance(fate, Kernel) and fate.feature_map != "landmark":
+            maps[label] = made.parts["kernel"].phi  # type: ignore[assignment]
     measured = {label: error_on(layer.held, attention) for label, attention in candidates.items()}
     predicted = {label: _predict(phi, layer.shape) for label, phi in maps.items()}
-    floors = _rank_floors(layer.shape, near, m)
+    floors = _rank_floors(layer.shape, keywords, m)
     means = {name: statistics.mean(name) for name in ("query_norm", "key_norm", "logit", "entropy", "mass", "peak")}
     return [
-        HeadAdvice(
+        HeadDiagnosis(
             layer=layer.name,
             head=i,
             query_norm=means["query_norm"][i].item(),
@@ -327,15 +274,8 @@ def _predict(phi: FeatureMap, call: Call) -> Tensor:
     return torch.cat(errors)
 
 
-def _recommend(
-    heads: list[HeadAdvice],
-    layers: list[Layer],
-    near: dict[str, Any],
-    m: int,
-    target: float,
-    length: int | None,
-) -> Advice:
-    """One configuration for all, the heads it leaves exact, and whether to do it at all."""
+def _recommend(heads: list[HeadDiagnosis], layer: Layer, near: Window, m: int, length: int | None) -> Diagnosis:
+    """One recipe for all heads, those it leaves exact, and whether to do it at all."""
     windows = all("window" in h.measured for h in heads)
     kernel, beside = f"calibrated {m}", "window+" if windows else ""
 
@@ -345,11 +285,13 @@ def _recommend(
     names = [f"{beside}{name} {m}" for name in ("landmark", "calibrated")]
     best = min((n for n in names if all(n in h.measured for h in heads)), key=mean)
     for h in heads:
-        h.verdict = _verdict(h.measured, kernel, best, target)
-    config = _configuration(heads, layers, near if windows else {}, m, best)
-    speed = _time(layers[0], config, length)
+        h.verdict = _verdict(h.measured, kernel, best)
+    recipe = _recipe(heads, layer, near if windows else None, m, best)
+    plan = _planned(layer, recipe)
+    speed = _time(layer, plan, length)
     crossover = _crossover(speed)
-    memory = {n: _memory(layers, config, n) for n in sorted({length or 4096, 4096})}
+    lengths = sorted({length or 4096, 4096})
+    memory = {n: (plan.cache_bytes(n, converted=False), plan.cache_bytes(n)) for n in lengths}
     errors = {n: mean(n) for n in ("uniform", f"positive {m}", best)}
     reasons = [
         f"error of the attention output: uniform averaging {errors['uniform']:.2f}, plain FAVOR+ m={m} "
@@ -377,54 +319,50 @@ def _recommend(
         reasons.append(
             f"At your {length} tokens exact attention is faster: keep it, unless decoding memory is the matter."
         )
-    return Advice(heads, config, worthwhile, reasons, speed, memory, crossover)
+    return Diagnosis(heads, recipe, worthwhile, reasons, speed, memory, crossover)
 
 
-def _verdict(measured: dict[str, float], kernel: str, best: str, target: float) -> str:
+def _verdict(measured: dict[str, float], kernel: str, best: str) -> str:
     """What to do with a head, by its measured errors."""
-    if measured[kernel] <= target:
+    if measured[kernel] <= GOOD:
         return "kernel is enough"
-    if measured.get("window", math.inf) <= target:
+    if measured.get("window", math.inf) <= GOOD:
         return "window is enough"
-    if measured[best] <= target:
+    if measured[best] <= GOOD:
         return "window and kernel"
     hopeless = measured[kernel] > HOPELESS * measured["uniform"]
     return "hopeless for kernels, keep exact" if hopeless else "above target, keep exact"
 
 
-def _configuration(
-    heads: list[HeadAdvice], layers: list[Layer], near: dict[str, Any], m: int, best: str
-) -> dict[str, Any]:
-    """The keywords of `convert`."""
-    alone = not near or all(h.verdict == "kernel is enough" for h in heads)
-    fitted = "landmark" in best and not (near and alone)  # beside a window it was not measured alone
-    config: dict[str, Any] = {"feature_map": "landmark" if fitted else "calibrated", "num_features": m}
-    if not alone:
-        config |= near
-    places = {layer.name: i for i, layer in enumerate(layers)}
-    kept = [(places[h.layer], h.head) for h in heads if "keep exact" in h.verdict]
-    if kept:
-        config["exact_heads"] = kept
-    return config
+def _recipe(heads: list[HeadDiagnosis], layer: Layer, near: Window | None, m: int, best: str) -> Recipe:
+    """The recipe for `convert`; a key head stays exact if one of its query heads should."""
+    alone = near is None or all(h.verdict == "kernel is enough" for h in heads)
+    fitted = "landmark" in best and not (near is not None and alone)  # beside a window it was not measured alone
+    kept = sorted({(0, h.head // layer.shape.group) for h in heads if "keep exact" in h.verdict})
+    options: dict[str, Any] = {} if near is None or alone else near.near
+    return Recipe("landmark" if fitted else "calibrated", m, exact_heads=kept or 0.0, **options)
 
 
-def _recommended(layer: Layer, config: dict[str, Any]) -> LayerPlan:
-    """The plan of a layer under the configuration, before any head stays exact."""
-    kind = "kernel" if "window" not in config else ("window" if config["feature_map"] is None else "hybrid")
-    near = {k: config[k] for k in NEAR if k in config and not layer.is_cross}
-    kind = "kernel" if layer.is_cross else kind
-    map_name = config["feature_map"] or "calibrated"
-    return layer.plan(kind, feature_map=map_name, num_features=config["num_features"], **near)
+def _planned(layer: Layer, recipe: Recipe) -> LayerPlan:
+    """The plan of the layer under a recipe."""
+    mapped: dict[str, Any] = {"feature_map": recipe.feature_map, "num_features": recipe.num_features}
+    near: dict[str, Any] = {"window": recipe.window, "sinks": recipe.sinks, "window_kind": recipe.window_kind}
+    local = recipe.window is not None and not layer.is_cross
+    plan = layer.plan(Hybrid(**near, **mapped) if local else Kernel(**mapped))
+    for _, g in recipe.exact_heads or ():
+        plan.fates[g] = EXACT
+    return plan
 
 
 @torch.no_grad()
-def _time(layer: Layer, config: dict[str, Any], length: int | None) -> dict[int, tuple[float, float]]:
-    """Seconds of one layer's attention, exact and as recommended, at a few lengths on this machine."""
-    linear, call = LinearAttention(_recommended(layer, config)), layer.shape
+def _time(layer: Layer, plan: LayerPlan, length: int | None) -> dict[int, tuple[float, float]]:
+    """Seconds of the layer's attention, exact and as planned, at a few lengths on this machine."""
+    call = layer.shape
+    linear = LinearAttention(plan).to(call.key.device)
     found = {}
     for n in sorted({512, 2048, *([length] if length is not None and length <= 8192 else [])}):
         g = torch.Generator().manual_seed(n)
-        q, k, v = (torch.randn(1, t.shape[1], n, t.shape[-1], generator=g) for t in call[:3])
+        q, k, v = (torch.randn(1, t.shape[1], n, t.shape[-1], generator=g).to(t) for t in call[:3])
         made = call._replace(query=q, key=k, value=v, padding=None)
         seconds = best_times({"exact": partial(exact, made), "linear": partial(linear, made)}, repeats=3, warm_up=False)
         found[n] = (seconds["exact"], seconds["linear"])
@@ -437,22 +375,3 @@ def _crossover(speed: dict[int, tuple[float, float]]) -> int | None:
     plain, linear = speed[n]
     where = round(n * linear / plain)
     return where if where <= 8 * n else None
-
-
-def _memory(layers: list[Layer], config: dict[str, Any], length: int) -> tuple[int, int]:
-    """Bytes of the decoding cache of all layers, as it is and converted."""
-    kept = config.get("exact_heads", [])
-    before = after = 0
-    for i, layer in enumerate(layers):
-        plan = _recommended(layer, config)
-        for h in range(plan.num_heads):
-            if (i, h) in kept:
-                plan.kinds[h] = "exact"
-        before += plan.cache_bytes(length, converted=False)
-        after += plan.cache_bytes(length)
-    return before, after
-
-
-def _arguments(config: dict[str, Any]) -> str:
-    shown = {k: f"[{len(v)} pairs]" if isinstance(v, list) and len(v) > 8 else repr(v) for k, v in config.items()}
-    return ", ".join(f"{k}={v}" for k, v in shown.items())

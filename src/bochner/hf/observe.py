@@ -1,4 +1,4 @@
-"""What a model's attention really computes: every call of a forward pass, understood and handed to an observer.
+"""What a model's attention really computes: every call of a forward pass, handed to an observer.
 
 transformers hands over queries (b, h, n, d), keys and values (b, g, s, d) with rotary and norms applied, a mask made by
 the mask function of the implementation's name, and a scale. Modules and head sizes are found by running the model once
@@ -10,146 +10,35 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError
-from bochner.hf.layer import CHILD, Call
-from bochner.hf.original import Obstacle, as_before, make_mask, obstacle, softmax_of, transformers_module, understand
+from bochner.hf.attention import CHILD
+from bochner.hf.calls import Call
+from bochner.hf.interface import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    attached_to,
+    configs_of,
+    obstacle,
+    original_attention,
+    read_call,
+    softmax_of,
+    supported,
+    unsupported_message,
+)
+from bochner.hf.masks import Obstacle, make_mask
 
-OURS = ("bochner", "bochner_converted")
 RECORDER = "bochner_recorder"
+PARTS = ("encoder", "decoder", "cross")  # of an encoder-decoder
 Observer = Callable[[str, Call], "Tensor | None"]
-
-# Who looks at the calls of an attention module at present, by the module's id: its name, the implementation it has
-# otherwise, the observer, and where to note calls that linear attention cannot honour.
-_observers: dict[int, tuple[str, str, Observer, dict[str, tuple[Obstacle, Shape]]]] = {}
-
-
-def _record(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[Tensor, Any]:
-    name, implementation, observer, obstacles = _observers[id(module)]
-    found = obstacle(attention_mask, kwargs)
-    if found is not None:
-        causal = bool(getattr(attention_mask, "is_causal", getattr(module, "is_causal", False)))
-        obstacles.setdefault(name, (found, Shape.of(name, Call(query, key, value, causal, None, 1.0))))
-    else:
-        call = understand(module, query, key, value, attention_mask, **kwargs)
-        out = observer(name, call)
-        if out is not None:
-            return out.transpose(1, 2).contiguous(), None
-    return as_before(module, implementation, query, key, value, attention_mask, kwargs)
-
-
-@contextlib.contextmanager
-def recording(model: nn.Module, observer: Observer) -> Iterator[dict[str, tuple[Obstacle, Shape]]]:
-    """Run the model's own attention, showing every call that linear attention could honour to `observer(name, call)`.
-
-    An observer that returns a tensor (b, h, n, v) replaces the attention's output by it. Gives the layers with other
-    calls, by name. The model's own attention implementation and training mode come back at the end.
-    """
-    transformers = transformers_module()
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise BochnerError(f"A transformers model is needed, got {type(model).__name__}.")
-    if not supported(model):
-        raise BochnerError(unsupported_message(model))
-    transformers.AttentionInterface.register(RECORDER, _record)
-    transformers.masking_utils.AttentionMaskInterface.register(RECORDER, make_mask)
-    before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
-    was_training = [m for m in model.modules() if m.training]
-    names = {id(module) for module in model.modules()}
-    if names & _observers.keys():
-        raise BochnerError("This model is being observed already; do one thing at a time with one model.")
-    obstacles: dict[str, tuple[Obstacle, Shape]] = {}
-    for name, module in model.named_modules():
-        implementation = _softmax_now(model, getattr(module, "config", None) or model.config)
-        _observers[id(module)] = (name, implementation, observer, obstacles)
-    try:
-        for config, _ in before:
-            config._attn_implementation_internal = RECORDER
-        model.eval()
-        yield obstacles
-    finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
-        for module in was_training:
-            module.training = True
-        for place in names:
-            del _observers[place]
-
-
-def _softmax_now(model: Any, config: Any) -> str:
-    """The softmax implementation of a configuration, also if it is converted."""
-    present = getattr(config, "_attn_implementation_internal", None)
-    if present in OURS:
-        present = softmax_of(config) if present != OURS[0] else None
-    return present or ("sdpa" if getattr(model, "_supports_sdpa", True) else "eager")
-
-
-def configs_of(model: nn.Module) -> list[Any]:
-    """Every configuration of the model and its parts, once."""
-    found: dict[int, Any] = {}
-
-    def add(config: Any) -> None:
-        if config is None or id(config) in found or not hasattr(config, "_attn_implementation_internal"):
-            return
-        found[id(config)] = config
-        for name in getattr(config, "sub_configs", {}):
-            add(getattr(config, name, None))
-
-    for module in model.modules():
-        add(getattr(module, "config", None))
-    return list(found.values())
-
-
-def supported(model: nn.Module | type) -> bool:
-    """Whether the model's own attention goes through transformers' interface, as its source tells."""
-    check = getattr(model, "_can_set_attn_implementation", None)
-    return bool(check()) if check is not None else False
-
-
-def unsupported_message(model: Any) -> str:
-    return (
-        f"{type(model).__name__} cannot use linear attention: its attention does not go through transformers' "
-        "attention interface, so that a replacement would silently be ignored."
-    )
-
-
-def unwrap(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
-    """The transformers model in a PeftModel, that and the tokenizer of a SentenceTransformer; others as they are."""
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    if not (hasattr(model, "tokenize") and hasattr(model, "encode")):
-        return model, tokenizer
-    inner = next((m for m in model.modules() if isinstance(m, transformers_module().PreTrainedModel)), None)
-    if inner is None:
-        raise BochnerError("This SentenceTransformer holds no transformers model.")
-    return inner, tokenizer or model.tokenizer
-
-
-def snapshot(cache: Any) -> Any:
-    """A cache as it is now: its layers replace their keys and values when they grow, and never write into them."""
-    copied = copy.copy(cache)
-    copied.layers = [copy.copy(layer) for layer in cache.layers]
-    return copied
-
-
-def run(model: nn.Module, batch: dict[str, Any], *, gradient: bool = False) -> Any:
-    """One forward pass on the model's device; no cache is made, and one that is given stays as it is."""
-    device = next(model.parameters()).device
-    moved = {k: snapshot(v) if hasattr(v, "layers") else v for k, v in batch.items()}
-    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()}
-    with torch.set_grad_enabled(gradient):
-        try:
-            return model(**moved, use_cache=False)
-        except TypeError as error:
-            if "use_cache" not in str(error):
-                raise
-            return model(**moved)
 
 
 class Shape(NamedTuple):
@@ -177,13 +66,114 @@ class Shape(NamedTuple):
         return cls(name, h, g, d, v, call.is_causal, n != s, queries=n, keys=s)
 
 
+@dataclass
+class Recording:
+    """Who looks at the attention calls of a model: names and implementations by the id of a module, and the findings.
+
+    `obstacles`: layers with calls that linear attention cannot honour, and their shapes.
+    """
+
+    observer: Observer
+    modules: dict[int, tuple[str, str]]
+    obstacles: dict[str, tuple[Obstacle, Shape]] = field(default_factory=dict)
+
+
+_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
+
+
+def _record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    recording = _recording.get()
+    if recording is None or id(module) not in recording.modules:  # of another model with the same configuration
+        return original_attention(module, "sdpa", query, key, value, attention_mask, kwargs)
+    name, implementation = recording.modules[id(module)]
+    found = obstacle(attention_mask, kwargs)
+    if found is not None:
+        causal = bool(getattr(attention_mask, "is_causal", getattr(module, "is_causal", False)))
+        shape = Shape.of(name, Call(query, key, value, causal, None, 1.0))
+        recording.obstacles.setdefault(name, (found, shape))
+    else:
+        out = recording.observer(name, read_call(module, query, key, value, attention_mask, kwargs))
+        if out is not None:
+            return out.transpose(1, 2).contiguous(), None
+    return original_attention(module, implementation, query, key, value, attention_mask, kwargs)
+
+
+AttentionInterface.register(RECORDER, _record)
+AttentionMaskInterface.register(RECORDER, make_mask)
+
+
+@contextlib.contextmanager
+def recording(model: nn.Module, observer: Observer) -> Iterator[dict[str, tuple[Obstacle, Shape]]]:
+    """Run the model's own attention, showing every call that linear attention could honour to `observer(name, call)`.
+
+    An observer that returns a tensor (b, h, n, v) replaces the attention's output by it. Gives the layers with other
+    calls, by name. The model's own attention implementation and training mode come back at the end.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise BochnerError(f"A transformers model is needed, got {type(model).__name__}.")
+    if not supported(model):
+        raise BochnerError(unsupported_message(model))
+    before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
+    if any(implementation == RECORDER for _, implementation in before):
+        raise BochnerError("This model is being observed already; do one thing at a time with one model.")
+    was_training = [m for m in model.modules() if m.training]
+    own = {name: child.original for name, child in attached_to(model).items()}
+    modules = {}
+    for name, module in model.named_modules():
+        implementation = own.get(name) or softmax_of(model, getattr(module, "config", None) or model.config)
+        modules[id(module)] = (name, implementation)
+    found = Recording(observer, modules)
+    token = _recording.set(found)
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = RECORDER
+        model.eval()
+        yield found.obstacles
+    finally:
+        _recording.reset(token)
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+        for module in was_training:
+            module.training = True
+
+
+@contextlib.contextmanager
+def softmax(model: nn.Module) -> Iterator[None]:
+    """The attention that a converted model had before, for a while."""
+    with recording(model, lambda name, call: None):
+        yield
+
+
+def run(model: nn.Module, batch: dict[str, Any], *, gradient: bool = False) -> Any:
+    """One forward pass on the model's device; no cache is made, and one that is given stays as it is."""
+    device = next(model.parameters()).device
+    moved = {k: snapshot(v) if hasattr(v, "layers") else v for k, v in batch.items()}
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()}
+    with torch.set_grad_enabled(gradient):
+        try:
+            return model(**moved, use_cache=False)
+        except TypeError as error:
+            if "use_cache" not in str(error):
+                raise
+            return model(**moved)
+
+
+def snapshot(cache: Any) -> Any:
+    """A cache as it is now: its layers replace their keys and values when they grow, and never write into them."""
+    copied = copy.copy(cache)
+    copied.layers = [copy.copy(layer) for layer in cache.layers]
+    return copied
+
+
 def discover(model: nn.Module, batch: dict[str, Tensor] | None = None, unsupported: str = "keep") -> dict[str, Shape]:
     """The attention modules that go through transformers' interface, in the order in which the model holds them.
 
     Those that ask for something linear attention cannot honour have an `obstacle`, or with `unsupported="raise"` are
     refused. Raises when there is none at all.
     """
-    if any(hasattr(m, CHILD) for m in model.modules()):
+    if any(CHILD in m._modules for m in model.modules()):
         raise BochnerError("This model is converted already; call bochner.revert(model) first.")
     found, obstacles = _shapes(model, batch)
     if batch is not None and "decoder_input_ids" in batch:
@@ -199,6 +189,28 @@ def discover(model: nn.Module, batch: dict[str, Tensor] | None = None, unsupport
     if not found:
         raise BochnerError(unsupported_message(model))
     return {name: found[name] for name, _ in model.named_modules() if name in found}
+
+
+def discover_parts(
+    model: Any, data: Sequence[dict[str, Tensor]], unsupported: str = "keep", parts: Sequence[str] | None = None
+) -> dict[str, Shape]:
+    """The attention modules of a model, those outside `parts` with an obstacle: they stay as they are.
+
+    `parts`: "encoder", "decoder" and "cross" of an encoder-decoder, or names of modules, as "vision_model".
+    """
+    shapes = discover(model, {k: v[:1] for k, v in data[0].items()} if data else None, unsupported)
+    if parts is None:
+        return shapes
+    wanted = [parts] if isinstance(parts, str) else list(parts)
+    within = {p: [n for n, s in shapes.items() if s.part == p or n == p or n.startswith(f"{p}.")] for p in wanted}
+    empty = [p for p, names in within.items() if not names]
+    if empty or not wanted:
+        known = [p for p in PARTS if any(s.part == p for s in shapes.values())]
+        shown = repr(empty[0]) if empty else "nothing"
+        raise BochnerError(f"The 'parts' must be of {known}, or names of modules with attention, got {shown}.")
+    chosen = {name for names in within.values() for name in names}
+    left_out = Obstacle("it is not among the 'parts' to convert")
+    return {n: s if n in chosen or s.obstacle else s._replace(obstacle=left_out) for n, s in shapes.items()}
 
 
 def _shapes(
@@ -240,10 +252,10 @@ def _run_first(model: Any, batch: dict[str, Tensor] | None) -> None:
         shown = "made-up inputs"
         if batch is not None:
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
-            shown = f"the first of 'calibration' with {shapes}"
+            shown = f"the first of 'data' with {shapes}"
         told = " ".join(str(error).split())
         raise BochnerError(
-            f"{type(model).__name__} could not be run on {shown} ({type(error).__name__}: {told}); pass 'calibration', "
+            f"{type(model).__name__} could not be run on {shown} ({type(error).__name__}: {told}); pass 'data', "
             "batches with the inputs it needs."
         ) from error
 
