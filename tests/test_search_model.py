@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from bochner.hf.evaluate import Measure, Quality
 from bochner.hf.fates import EXACT, Window
 from bochner.hf.interface import attached
 from bochner.hf.observe import discover
-from bochner.hf.search import options, search, verify
+from bochner.hf.search import damage, options, search, verify
 from bochner.hf.search.options import Space
 from bochner.hf.search.texts import batches_for, settle, split
 from bochner.hf.search.verify import Verdict, Verifier
@@ -45,6 +46,12 @@ def windows_only(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
     monkeypatch.setattr(fates.Window, "candidates", classmethod(lambda cls, layer, length: only))
 
 
+def whole_model_takes(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """The time of the whole converted model is told, not measured."""
+    told = {"original": {"seconds": 1.0}, "converted": {"seconds": share}}
+    monkeypatch.setattr(Verifier, "_times", lambda self, plan, layers: told)
+
+
 def planted() -> tuple[Any, list[list[bool]]]:
     """A decoder with one key head in each layer that looks far back and matters; the other does not reach the output.
 
@@ -65,7 +72,7 @@ def planted() -> tuple[Any, list[list[bool]]]:
 
 
 def test_planted_redundant_heads_are_converted_and_needed_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The damage does not know which heads reach the output; end to end quality within the same memory tells."""
+    """Of all plans within the memory the best, by brute force, is the one that the search finds."""
     windows_only(monkeypatch, 8)
     model, needed = planted()
     space_plan = search(model, Target(memory=0.6, length=200), stream()).plan
@@ -81,13 +88,10 @@ def test_planted_redundant_heads_are_converted_and_needed_ones_are_not(monkeypat
 
 
 def _every_plan_within(plan: Any, share: float) -> list[list[list[Any]]]:
-    import itertools
-
     found = []
     for flat in itertools.product([EXACT, Window(8, 1, "sliding")], repeat=4):
-        if sum(f.cache_bytes(plan.layers[0], 200, 4) for f in flat) <= share * 4 * EXACT.cache_bytes(
-            plan.layers[0], 200, 4
-        ):
+        whole = 4 * EXACT.cache_bytes(plan.layers[0], 200, 4)
+        if sum(f.cache_bytes(plan.layers[0], 200, 4) for f in flat) <= share * whole:
             found.append([list(flat[:2]), list(flat[2:])])
     return found
 
@@ -176,11 +180,25 @@ def _first_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Verifier, "verify", passes)
 
 
+def _nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage without what is behind a head: sensitivities all 1."""
+    plain = damage.Damages.by_key_head
+
+    def blind(self: damage.Damages) -> dict[str, Tensor]:
+        self.changes = {name: torch.ones_like(x) for name, x in self.changes.items()}
+        return plain(self)
+
+    monkeypatch.setattr(damage.Damages, "by_key_head", blind)
+
+
+def test_sensitivities_that_are_all_1_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _nothing_listens(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_planted_redundant_heads_are_converted_and_needed_ones_are_not(monkeypatch)
+
+
 @pytest.mark.parametrize("fault", [_skipped, _first_passes], ids=["verification skipped", "the first always passes"])
 def test_a_fault_of_verification_is_noticed(fault: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Faulty(pytest.MonkeyPatch):
-        pass
-
     plain = Looked.__init__
 
     def planted_after(self: Looked, patch: pytest.MonkeyPatch, *retained: float) -> None:
@@ -256,11 +274,7 @@ def test_an_encoder_is_searched_by_measured_time(monkeypatch: pytest.MonkeyPatch
         return {"exact": told["exact"], **{name: told.get(name, 1.0 + 0.1 * i) for i, name in enumerate(layers)}}
 
     monkeypatch.setattr(options, "layer_seconds", seconds)
-    monkeypatch.setattr(
-        Verifier,
-        "_times",
-        lambda self, plan, layers: {n: {"seconds": 1.0 + (n == "original")} for n in ("original", "converted")},
-    )
+    whole_model_takes(monkeypatch, 0.5)
     model = build("bert", ENCODERS["bert"], std=0.05)
     report = search(model, Target(keep=0.8), texts_as_batches(6, 2, 128))
     assert report.met
@@ -275,9 +289,7 @@ def test_a_model_that_is_slower_as_a_whole_stays_as_it_was(monkeypatch: pytest.M
         return {"exact": 4.0, **dict.fromkeys(layers, 1.0)}
 
     monkeypatch.setattr(options, "layer_seconds", seconds)
-    monkeypatch.setattr(
-        Verifier, "_times", lambda self, plan, layers: {"original": {"seconds": 1.0}, "converted": {"seconds": 1.5}}
-    )
+    whole_model_takes(monkeypatch, 1.5)
     report = search(build("bert", ENCODERS["bert"], std=0.05), Target(keep=0.8), texts_as_batches(6, 2, 128))
     assert not report.plan.converted
     assert any("whole model takes 150%" in reason for reason in report.reasons)

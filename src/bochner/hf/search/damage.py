@@ -30,7 +30,7 @@ WEIGHED = 3  # batches of the choice texts that have a backward pass
 
 
 class Damages:
-    """The damages of all options but exact, as they are measured: `errors` by option, `changes` (options, query heads)."""
+    """The damages of all options but exact as they are measured: `errors`, and `changes` (options, query heads)."""
 
     def __init__(self, space: Space, seed: int = 0) -> None:
         self.space, self.generator = space, torch.Generator().manual_seed(seed)
