@@ -66,7 +66,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"This Linear is not converted; call bochner.convert first",
     ),
     "99 for 99 %": (
-        lambda: bochner.convert(bert(), bochner.Target(keep=99), [{"input_ids": torch.ones(1, 8, dtype=torch.long)}] * 4).model,
+        lambda: (
+            bochner.convert(
+                bert(), bochner.Target(keep=99), [{"input_ids": torch.ones(1, 8, dtype=torch.long)}] * 4
+            ).model
+        ),
         r"'keep' of convert must be a share in \[0.5, 1\), got 99",
     ),
     "texts without a tokenizer": (

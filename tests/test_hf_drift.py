@@ -15,10 +15,10 @@ from hf_models import GROUPED, TEXT, build, texts_as_batches  # noqa: E402
 
 from bochner import BochnerWarning, Conversion, Recipe, Target, convert  # noqa: E402
 from bochner.hf import layers_of  # noqa: E402
-from bochner.hf.observe import recording  # noqa: E402
-from bochner.hf.drift import FAR, LONGER, distance, note  # noqa: E402
 from bochner.hf.calls import Call  # noqa: E402
+from bochner.hf.drift import FAR, LONGER, distance, note  # noqa: E402
 from bochner.hf.fates import Kernel  # noqa: E402
+from bochner.hf.observe import recording  # noqa: E402
 from bochner.hf.plan import LayerPlan  # noqa: E402
 
 STRANGE = torch.full((1, 64), 7)

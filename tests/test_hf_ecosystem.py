@@ -25,7 +25,7 @@ def classifier() -> Any:
 def test_trainer_trains_the_learned_parts_and_decays_none_of_them(tmp_path: Path) -> None:
     model = classifier()
     trainable_maps_(model)
-    layer = next(iter(layers_of(model).values())).map_norm["hybrid"]
+    layer = next(iter(layers_of(model).values())).map_norm["hybrid"].phi
     basis, weight = layer.basis_query.detach().clone(), layer.projection.weight.clone()
     arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=2, per_device_train_batch_size=4, weight_decay=0.1, learning_rate=1e-2, report_to=[],

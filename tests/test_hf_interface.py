@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import subprocess
 import sys
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,8 @@ transformers = pytest.importorskip("transformers")
 from hf_models import GROUPED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-import bochner  # noqa: E402
 from bochner import BochnerError, Conversion, Recipe, convert, hf, revert  # noqa: E402
 from bochner.hf import interface  # noqa: E402
-
-METHODS = [
-    "_check_and_adjust_attn_implementation",
-    "set_attn_implementation",
-    "post_init",
-    "save_pretrained",
-    "from_pretrained",
-]
-
-
-def methods() -> dict[str, Any]:
-    return {name: transformers.PreTrainedModel.__dict__[name] for name in METHODS}
-
-
-def known() -> set[str]:
-    return {*transformers.AttentionInterface(), *transformers.masking_utils.AttentionMaskInterface()}
 
 
 def outputs(model: Any, x: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
@@ -44,65 +27,105 @@ def outputs(model: Any, x: dict[str, torch.Tensor] | None = None) -> torch.Tenso
         return model(**(inputs(model) if x is None else x))[0]
 
 
-def test_unregister_leaves_transformers_as_it_was() -> None:
-    hf.unregister()
-    before, names = methods(), known()
-    everything = dict(transformers.PreTrainedModel.__dict__)
-    hf.register("positive", 8)
-    hf.register("positive", 16)  # twice is as once
-    convert(build("bert", TEXT), Recipe("positive", 8))
-    changed = {k for k, v in transformers.PreTrainedModel.__dict__.items() if everything.get(k) is not v}
-    assert changed == set(METHODS)
-    assert "bochner" in known()
-    hf.unregister()
-    assert methods() == before
-    assert known() == names
-    model = build("bert", TEXT)
-    with pytest.raises(ValueError, match="bochner"):
+def test_no_method_of_transformers_is_replaced() -> None:
+    """What importing and converting add to transformers: names of attention functions, and a loader of maps."""
+    script = """
+import torch, transformers
+from transformers import PreTrainedModel, masking_utils, quantizers
+classes = [PreTrainedModel, transformers.PreTrainedConfig, transformers.cache_utils.Cache, transformers.Trainer]
+classes += [transformers.BertModel, quantizers.HfQuantizer]
+def methods():
+    return [{k: v for k, v in vars(cls).items() if callable(getattr(cls, k, None))} for cls in classes]
+before = methods()
+known = {*transformers.AttentionInterface()}
+import bochner
+model = transformers.BertModel(transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+bochner.convert(model)
+model(torch.arange(12)[None])
+model.generation_config = None
+bochner.revert(model)
+assert methods() == before
+assert {*transformers.AttentionInterface()} - known == {"bochner", "bochner_converted", "bochner_recorder"}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_model_loaded_by_name_has_one_map_in_every_layer_copy_and_thread() -> None:
+    hf.register()
+    models = [build("bert", TEXT) for _ in range(2)]
+    for model in models:
         model.set_attn_implementation("bochner")
-    hf.unregister()  # and once more is harmless
-    assert convert(model, Recipe("positive", 8)).model is model  # convert registers again by itself
-    assert known() > names
-
-
-def test_the_settings_of_register_hold_in_every_thread() -> None:
-    hf.register("positive", 24)
-    model = build("bert", TEXT)
-    model.set_attn_implementation("bochner")
-    thread = threading.Thread(target=outputs, args=(model,))
+    first = outputs(models[0])
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(outputs(models[1])))
     thread.start()
     thread.join()
-    found = [phi.num_features for m in model.modules() if (phi := interface._default_maps.get(m)) is not None]
-    assert found == [24, 24]
-
-
-def test_layers_get_different_maps_and_models_the_same() -> None:
-    hf.register("positive", 8)
-    weights = []
-    for _ in range(2):
-        model = build("bert", TEXT)  # its attention modules do not know their places
-        model.set_attn_implementation("bochner")
-        outputs(model)
-        weights.append([interface._default_maps[x.attention.self].projection.weight for x in model.encoder.layer])
-    assert not torch.equal(weights[0][0], weights[0][1])
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-
-
-def test_a_learned_map_is_said_to_be_frozen() -> None:
-    with pytest.warns(bochner.BochnerWarning, match=r"frozen.*train=True"):
+    hf.register()
+    assert torch.equal(found[0], first)
+    assert torch.equal(outputs(copy.deepcopy(models[0])), first)
+    assert not any("linear_attn" in name for name in models[0].state_dict())
+    with pytest.raises(BochnerError, match=r"bochner.convert\(model, bochner.Recipe"):
         hf.register("gmm_prf", 8)
-    hf.register("positive", 8)  # nothing to say
 
 
-@pytest.mark.parametrize("feature_map", ["hedgehog", "elu", "gmm_prf", "calibrated"])
-def test_any_map_can_be_registered(feature_map: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        hf.register(feature_map, 8)
+def test_a_family_that_ignores_the_interface_says_so() -> None:
+    """`_can_set_attn_implementation`: DeBERTa would stay softmax in silence."""
+    assert not hf.supported(build("deberta", TEXT))
+    assert hf.supported(build("bert", TEXT))
+
+
+def test_eager_attention_is_found_beside_the_class_of_a_module() -> None:
+    """`eager_attention_forward`: it is registered under no name."""
     model = build("bert", TEXT)
-    model.set_attn_implementation("bochner")
-    assert outputs(model).isfinite().all()
-    hf.register("positive", 8)
+    model.set_attn_implementation("eager")
+    before = outputs(model)
+    convert(model, Recipe("positive", 8, exact_heads=[(0, h) for h in range(4)]))
+    assert hf.layers_of(model)["encoder.layer.0.attention.self"].original == "eager"
+    first = model.encoder.layer[0].attention.self
+    assert interface._function(first, "eager").__module__ == type(first).__module__
+    assert torch.equal(outputs(revert(model)), before)
+
+
+def test_a_conversion_is_no_quantization(tmp_path: Path) -> None:
+    """`is_quantized` and the like: Trainer, PEFT and `.to` would refuse the model."""
+    model = convert(build("bert", TEXT), Recipe("positive", 8)).model
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    for made in (model, loaded):
+        assert not getattr(made, "is_quantized", False)
+        assert getattr(made, "hf_quantizer", None) is None
+        assert getattr(made, "quantization_method", None) is None
+        assert not getattr(made.config, "_is_quantized", False)
+        assert made.config.to_dict()["quantization_config"]["quant_method"] == "bochner"
+        made.to(torch.bfloat16).half().float()
+    loaded.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(outputs(again), outputs(loaded))
+
+
+def test_configurations_are_the_models_own() -> None:
+    """`_attn_implementation_internal`: of two models with one configuration, one is converted."""
+    one = build("bert", TEXT)
+    other = type(one)(one.config).eval()
+    before = outputs(other)
+    config = one.config
+    convert(one, Recipe("positive", 8))
+    assert other.config is config
+    assert config._attn_implementation == "sdpa"
+    assert one.config is not config
+    assert len({id(m.config) for m in one.modules() if hasattr(m, "config")}) == 1  # shared as before
+    assert torch.equal(outputs(other), before)
+
+
+def test_a_mask_survives_generation_with_a_static_cache() -> None:
+    """A mask with `ndim` 4: `generate` makes it before the model does, and takes it for a tensor."""
+    model = decoder(0)
+    x = torch.randint(4, 50, (2, 9), generator=torch.Generator().manual_seed(1))
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
+    plain = model.generate(x, attention_mask=torch.ones_like(x), **options)
+    static = model.generate(x, attention_mask=torch.ones_like(x), cache_implementation="static", **options)
+    assert torch.equal(plain, static)
 
 
 def decoder(seed: int) -> Any:
@@ -168,31 +191,21 @@ def test_converting_a_part_leaves_the_others_as_they_were(part: str, tmp_path: P
     model = build("bart", SEQ2SEQ, head="AutoModelForSeq2SeqLM")
     x = inputs(model)
     before = outputs(model, x)
-    piece = getattr(model.model, part)
-    batches: Any = texts_as_batches()
-    if part == "decoder":
-        hidden = torch.randn(2, 50, 32, generator=torch.Generator().manual_seed(0))
-        batches = [{"input_ids": b["input_ids"][:, :40], "encoder_hidden_states": hidden} for b in batches]
-    # As exact as before, so that only the other part's attention could be wrong.
-    convert(piece, Recipe("calibrated", 8, window=60, exact_heads=1.0), batches)
-    assert model.config is piece.config
-    torch.testing.assert_close(outputs(model, x), before, atol=1e-5, rtol=1e-4)
-    revert(piece)
-    assert torch.equal(outputs(model, x), before)
-    convert(piece, Recipe("calibrated", 8), batches)
+    batches = [
+        {**b, "input_ids": b["input_ids"][:, :40], "attention_mask": b["attention_mask"][:, :40]}
+        for b in texts_as_batches()
+    ]
+    convert(model, Recipe("calibrated", 8), batches, parts=[f"model.{part}"])
     changed = outputs(model, x)
     assert not torch.allclose(changed, before, atol=1e-3)
-    names = {layer.name for layer in Conversion.of(model).plan.layers}
+    names = {layer.name for layer in Conversion.of(model).plan.converted}
     assert names
     assert all(f".{part}." in f".{name}" for name in names)
-    # The whole model is saved with the plan of its part, under the names of the whole.
     model.save_pretrained(tmp_path)
-    assert not hasattr(model.config, "bochner")
     loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
     assert torch.equal(outputs(loaded, x), changed)
     assert Conversion.of(loaded).plan == Conversion.of(model).plan
-    revert(loaded)
-    assert torch.equal(outputs(loaded, x), before)
+    assert torch.equal(outputs(revert(loaded), x), before)
     options = {"max_new_tokens": 8, "num_beams": 1, "do_sample": False, "forced_eos_token_id": None}
     ids = x["input_ids"]
     cached = model.generate(ids, attention_mask=x["attention_mask"], **options)
@@ -210,19 +223,19 @@ def test_the_tower_of_a_composite_model_is_converted_alone(tmp_path: Path) -> No
     g = torch.Generator().manual_seed(0)
     x = {"pixel_values": torch.randn(2, 3, 16, 16, generator=g), "input_ids": torch.randint(4, 50, (2, 10))}
     before = outputs(model, x)
-    convert(model.vision_model, Recipe("positive", 16))
+    with pytest.raises(BochnerError, match=r"made-up inputs.*'data'"):
+        convert(model, Recipe("positive", 16))
+    convert(model, Recipe("positive", 16), [x] * 4, parts=["vision_model"])
     after = outputs(model, x)
     assert not torch.allclose(after, before, atol=1e-3)
-    assert model.text_model.config._attn_implementation == "sdpa"
     model.save_pretrained(tmp_path)
     loaded = transformers.CLIPModel.from_pretrained(tmp_path).eval()
     assert torch.equal(outputs(loaded, x), after)
-    assert loaded.text_model.config._attn_implementation == "sdpa"
     assert torch.equal(outputs(revert(loaded), x), before)
-    revert(model)
-    with pytest.raises(BochnerError, match=r"made-up inputs.*calibration"):
-        convert(model, Recipe("positive", 16))
-    assert torch.equal(outputs(model, x), before)
+    assert torch.equal(outputs(revert(model), x), before)
+    convert(model.vision_model, Recipe("positive", 16))  # or the tower by itself
+    assert model.text_model.config._attn_implementation == "sdpa"
+    assert not torch.allclose(outputs(model, x), before, atol=1e-3)
 
 
 def test_parts_that_share_a_configuration_are_converted_and_reverted_in_any_order() -> None:
@@ -248,15 +261,6 @@ def test_parts_that_share_a_configuration_are_converted_and_reverted_in_any_orde
     assert torch.equal(outputs(copied, x), before)
 
 
-def test_a_plan_that_found_no_modules_is_not_silently_softmax() -> None:
-    hf.register()
-    model = build("bert", TEXT)
-    model.config.bochner = {"format": 2, "layers": []}
-    model.set_attn_implementation("bochner_converted")
-    with pytest.raises(BochnerError, match="has no maps"):
-        outputs(model)
-
-
 def test_switching_by_name_keeps_a_conversion_a_conversion() -> None:
     model = convert(build("bert", TEXT), Recipe("calibrated", 8), texts_as_batches()).model
     linear = outputs(model)
@@ -266,16 +270,21 @@ def test_switching_by_name_keeps_a_conversion_a_conversion() -> None:
     assert torch.equal(outputs(model), linear)
 
 
-def test_a_conversion_saved_in_the_first_format_loads() -> None:
-    folder = Path(__file__).parent / "data" / "conversion_format_1"
+def test_a_conversion_saved_in_the_first_format_is_refused_until_it_is_upgraded(tmp_path: Path) -> None:
+    shutil.copytree(Path(__file__).parent / "data" / "conversion_format_1", tmp_path, dirs_exist_ok=True)
+    want = load_file(tmp_path / "expected.safetensors")
+    (tmp_path / "expected.safetensors").unlink()
+    x = {k: want[k] for k in ("input_ids", "attention_mask")}
     hf.register()
-    loaded = transformers.AutoModel.from_pretrained(folder).eval()
+    with pytest.raises(BochnerError, match=r"bochner.hf.upgrade\(directory\)"):
+        outputs(transformers.AutoModel.from_pretrained(tmp_path).eval(), x)
+    hf.upgrade(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
     (layer,) = Conversion.of(loaded).plan.layers
-    assert (layer.window_kind, layer.kinds, layer.train) == ("sliding", ["hybrid", "exact"], False)
-    want = load_file(folder / "expected.safetensors")
-    out = outputs(loaded, {k: want[k] for k in ("input_ids", "attention_mask")})
+    assert [fate.name for fate in layer.fates] == ["hybrid", "exact"]
+    assert (layer.fates[0].window_kind, layer.trainable) == ("sliding", False)
     keep = want["attention_mask"].bool()
-    torch.testing.assert_close(out[keep], want["output"][keep], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(outputs(loaded, x)[keep], want["output"][keep], atol=1e-5, rtol=1e-4)
 
 
 WITHOUT = """
@@ -283,10 +292,11 @@ import sys
 sys.modules["transformers"] = None
 import torch, bochner
 q = torch.randn(4, 2, 40, 8, generator=torch.Generator().manual_seed(0))
-assert bochner.advise(q, q, num_features=(16,), length=64).heads
+assert bochner.diagnose(q, q, num_features=(16,), length=64).heads
+assert bochner.Recipe("landmark").num_features is None
 for use in (
     lambda: bochner.convert(torch.nn.Linear(2, 2)),
-    lambda: bochner.advise(torch.nn.Linear(2, 2), ["a text"]),
+    lambda: bochner.search(torch.nn.Linear(2, 2), bochner.Target(), ["a text"]),
     lambda: bochner.hf.register(),
     lambda: bochner.hf.RecurrentLayer,
     lambda: bochner.hf.RedrawCallback,

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, nn
 
 import bochner
-from bochner import BochnerError, Conversion, FeatureMap, Features, feature_map, kernel_estimate, linear_attention, register_map
+from bochner import (
+    BochnerError,
+    Conversion,
+    FeatureMap,
+    Features,
+    feature_map,
+    kernel_estimate,
+    linear_attention,
+    register_map,
+)
 from bochner.maps import FEATURE_MAPS, FunctionMap, ProjectedFeatures, named, options_of, to_features
 from bochner.maps.own import build, check_contract
 

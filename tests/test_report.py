@@ -328,19 +328,19 @@ def test_a_recipe_is_judged_by_lengths_that_the_model_can_read() -> None:
     from hf_models import TEXT, build
 
     import bochner
-    from bochner.hf.judge import Quality
+    from bochner.hf.evaluate import Measure, Quality
     from bochner.report.cost import layer_memory
     from bochner.report.model import Held, Place, recipe_page
 
     model = build("bert", TEXT)
     bochner.convert(model, bochner.Recipe("positive", 16), exact_below=600)
-    plan = Conversion.of(model).plan
+    plan = bochner.Conversion.of(model).plan
     held = Held.__new__(Held)
     held.count, held.length = 3, 129
     times = {512: {"exact": 1.0, "as converted": 0.9}, 4096: {"exact": 9.0, "as converted": 1.0}}
     memory = layer_memory(plan.layers[0], "as converted", [64, 512])
     html = recipe_page(
-        "t", plan, Quality(0.99, {"cosine": 0.99}), held=held, times=times, memory=memory, place=Place("a", "b"),
+        "t", plan, Quality({"cosine": Measure(torch.tensor([0.01]))}, {"cosine": 0.99}), held=held, times=times, memory=memory, place=Place("a", "b"),
         positions=512,
     ).html()  # fmt: skip
     verdict = html.partition('<p class="verdict">')[2].partition("</p>")[0]
@@ -350,7 +350,7 @@ def test_a_recipe_is_judged_by_lengths_that_the_model_can_read() -> None:
     assert "Memory against length" in html
     # One number for the border, in the chart, in its caption, and nowhere another.
     assert "converted from 600 tokens on" in html
-    assert "Below 600 tokens" in html
+    assert "fewer than 600 keys" in html
     assert "faster from about" not in html
     # Exact attention works with its output and little more; so many bytes for every token.
     exact = {n: row["exact"] for n, row in memory.items()}
