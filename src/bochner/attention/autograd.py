@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner._products import is_composed
 from bochner.attention.features import PreparedMap
 from bochner.attention.state import Sums
 
@@ -34,61 +33,27 @@ class Output(NamedTuple):
     kept: tuple[Tensor, Tensor] | None = None
 
 
-class Scan:
-    """Attention part by part.
-
-    `take` finds in the tensors what a part needs, and `body` computes it from that and from the sums carried into it;
-    `replay` does the same with the graph of a backward pass, given the rows and what was kept of them. `put` adds the
-    gradients of what was taken to those of the tensors. `join` makes one tensor of all rows, `pick` is its inverse.
-    """
-
-    parts: Sequence[Any]
-    take: Callable[..., list[Tensor]]
-    put: Callable[..., None]
-    body: Callable[..., Output]
-    replay: Callable[..., Output]
-    join: Callable[..., Tensor]
-    pick: Callable[..., Tensor]
+Scanned = tuple[Tensor | None, Tensor | None, Tensor, Tensor]  # rows, which are bad, sums carried out, their reference
 
 
-Result = tuple[Tensor | None, Tensor | None, Tensor, Tensor]  # rows, which are bad, sums carried out, their reference
-
-
-def run_scan(scan: Scan, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums, *, recompute: bool) -> Result:
-    """Rows, which are bad, and the sums after the last part: differentiable in the tensors, the carry and the map."""
-    if not torch.is_grad_enabled() or not recompute or is_composed():
-        return _forward(scan, prepared, tensors, carry, None)
+def recomputed(scan: Any, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums) -> Scanned:
+    """What `scan.forward` returns, differentiable in the tensors, the carry and the map."""
     learned = prepared.tensors()
     if any(t.requires_grad for t in (*tensors, carry.value, *learned)):
         kept = [] if prepared.phi.is_exponential else [t for t in prepared.phi.buffers() if not t.requires_grad]
-        out: Result = _Recomputed.apply(scan, prepared, len(tensors), len(learned), *tensors, *carry, *learned, *kept)
+        out: Scanned = _Recomputed.apply(scan, prepared, len(tensors), len(learned), *tensors, *carry, *learned, *kept)
         return out
     with torch.no_grad():
-        return _forward(scan, prepared, tensors, carry, None)
-
-
-def _forward(
-    scan: Scan, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums, before: list[Any] | None
-) -> Result:
-    rows, bad = [], []
-    for part in scan.parts:
-        random = None if before is None or prepared.phi.is_exponential else _random_state(carry.value)
-        out = scan.body(prepared, part, scan.take(part, tensors), carry)
-        if before is not None:
-            before.append((carry, random, out.kept))
-        carry = out.carry
-        if out.rows is not None and out.bad is not None:
-            rows.append(out.rows)
-            bad.append(out.bad)
-    return scan.join(rows) if rows else None, scan.join(bad) if bad else None, *carry
+        found: Scanned = scan.forward(prepared, tensors, carry)
+        return found
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scan: Scan, prepared: PreparedMap, count: int, learned: int, *tensors: Tensor) -> Result:
+    def forward(ctx: Any, scan: Any, prepared: PreparedMap, count: int, learned: int, *tensors: Tensor) -> Scanned:
         ctx.before = []
         carry = Sums(*tensors[count : count + 2])
-        rows, bad, sums, ref = _forward(scan, prepared, tensors[:count], carry, ctx.before)
+        rows, bad, sums, ref = scan.forward(prepared, tensors[:count], carry, ctx.before)
         ctx.scan, ctx.prepared, ctx.count, ctx.learned = scan, prepared, count, learned
         sums, ref = sums.clone() if sums is carry.value else sums, ref.clone()
         ctx.save_for_backward(*tensors, *(() if rows is None else (rows,)))
@@ -113,7 +78,7 @@ class _Recomputed(torch.autograd.Function):
 
             def run(*others: Tensor) -> list[Tensor]:
                 prepared = ctx.prepared.computed_from(others[count + 2 :])
-                out = _forward(ctx.scan, prepared, others[:count], Sums(*others[count : count + 2]), None)
+                out = ctx.scan.forward(prepared, others[:count], Sums(*others[count : count + 2]), None)
                 return [t for t, g in ((out[0], grad_rows), (out[2], grad_sums)) if t is not None and g is not None]
 
             fixed = 0 if ctx.prepared.phi.is_exponential else learned
@@ -167,7 +132,7 @@ def _gradients(
     return torch.autograd.grad(outputs, leaves, grads, allow_unused=True, retain_graph=retain)
 
 
-def _random_state(like: Tensor) -> tuple[Tensor, Tensor | None]:
+def random_state(like: Tensor) -> tuple[Tensor, Tensor | None]:
     """What random numbers come next, for a map that draws some: on the CPU, and on the device where that is another."""
     other = None if like.device.type == "cpu" else torch.get_device_module(like.device).get_rng_state(like.device)
     return torch.get_rng_state(), other

@@ -369,6 +369,8 @@ def squared_norm(x: Tensor) -> Tensor:
     """|x|^2 of each row, (..., n, 1)."""
     if is_composed():
         return x.square().sum(-1, keepdim=True)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     result: Tensor = _SquaredNorm.apply(x)
     return result
 
