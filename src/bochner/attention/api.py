@@ -14,7 +14,7 @@ from bochner._checks import BochnerError, BochnerWarning, floating
 from bochner.attention.attend import attention
 from bochner.attention.call import Call, Near, Result
 from bochner.attention.checks import Options, check_call, check_finite, check_origin, total_of
-from bochner.attention.decode import can_step, step
+from bochner.attention.decode import step
 from bochner.attention.features import PreparedMap
 from bochner.attention.state import State, unmasked
 from bochner.maps import FeatureMap, MapLike, feature_map
@@ -77,13 +77,13 @@ def linear_attention(
         phi = feature_map(phi, dim=floating(q, "q", "linear_attention").shape[-1])
     made = phi if isinstance(phi, PreparedMap) else None
     phi = phi if made is None else made.phi
-    options = Options(is_causal, scale, window, sinks, window_kind, normalize, on_small_normalizer)
-    options = options._replace(return_state=return_state, recompute=recompute, diagnostics=diagnostics)
+    how = (normalize, on_small_normalizer, return_state, recompute, diagnostics)
+    options = Options(is_causal, scale, window, sinks, window_kind, *how)
     options = check_call(q, k, v, phi, key_padding_mask, state, cu_seqlens, options, made)
     if cu_seqlens is not None:
         spans = [slice(i, j) for i, j in pairwise(cu_seqlens.tolist()) if j > i]
-        how = options._asdict()
-        return torch.cat([linear_attention(*(t[..., s, :] for t in (q, k, v)), phi, **how) for s in spans], dim=-2)
+        parts = [linear_attention(*(t[..., s, :] for t in (q, k, v)), phi, **options._asdict()) for s in spans]
+        return torch.cat(parts, dim=-2)
     if q.is_meta:  # only shapes are asked for
         if return_state:
             raise BochnerError("A 'state' cannot be returned for tensors on the meta device; use real tensors.")
@@ -93,7 +93,7 @@ def linear_attention(
     call = Call.of(near, made, q, k, options.normalize, options.recompute, options.return_state)
     goes_on = return_state or state is not None
     origin = None if call.composed or not goes_on else (type(phi).__name__, phi.fingerprint(), options.scale)
-    if state is not None:
+    if state is not None and state.origin != origin:
         check_origin(state, origin)
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
@@ -119,7 +119,7 @@ def _attend(
             k, v = unmasked(mask, k, v)
     if call.composed:
         return _unseen(call, q, k, v, mask, state)
-    if options.diagnostics and call.looks:
+    if options.diagnostics and call.looks and not math.isfinite(total_of((q, k, v)).item()):
         check_finite("linear_attention", q=q, k=k, v=v)
     result = _result(call, q, k, v, mask, state)
     if not options.diagnostics:
@@ -139,9 +139,8 @@ def _attend(
 
 
 def _result(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None) -> Result:
-    if state is not None and can_step(call, q, k, state):
-        return step(call, q, k, v, mask, state)
-    return attention(call, q, k, v, mask, state)
+    result = None if state is None else step(call, q, k, v, mask, state)
+    return attention(call, q, k, v, mask, state) if result is None else result
 
 
 def _smaller_values(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None) -> Result:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bochner._products import is_composed, may_look
+from bochner import _products
 from bochner.attention.features import PreparedMap
 from bochner.attention.state import State
 
@@ -58,8 +58,9 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, near: Near, prepared: PreparedMap, q: Tensor, k: Tensor, *how: bool) -> Call:
         """For q (b, h, n, d) and k (b, g, s, d); then whether to normalise, to recompute and to go on."""
-        composed = is_composed()
-        return cls(near, prepared, q.shape[1] // k.shape[1], composed, not composed and may_look(q), *how)
+        composed = _products.is_composed()
+        looks = _products.LOOKS and not composed and q.device.type == "cpu"
+        return cls(near, prepared, q.shape[1] // k.shape[1], composed, looks, *how)
 
 
 class Result(NamedTuple):

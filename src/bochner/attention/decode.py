@@ -13,40 +13,51 @@ from bochner.attention.features import EMPTY
 from bochner.attention.call import Call, Result
 from bochner.attention.layout import starts
 from bochner.attention.softmax import attend_zones
-from bochner.attention.state import State, Sums, WindowState, add_keys, divided, normaliser, read_sums
+from bochner.attention.state import (
+    State,
+    Sums,
+    WindowState,
+    add_key,
+    add_keys,
+    divided,
+    normaliser,
+    read_sums,
+    spread_mask,
+)
 
 pad = torch.nn.functional.pad
 
 
-def can_step(call: Call, q: Tensor, k: Tensor, state: State) -> bool:
-    """Whether `step` applies: one token without gradients, after all sinks."""
-    near, window = call.near, state.window
+def step(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State) -> Result | None:
+    """Attention of one query (b, h, 1, d) after one more key and value (b, g, 1, .).
+
+    None where that is for the scan: more tokens, gradients, sinks that are not all there yet.
+    """
     if q.shape[2] != 1 or k.shape[2] != 1 or call.composed or not call.normalize or torch.is_grad_enabled():
-        return False
-    return not near.exact or (window is not None and (window.complete or not near.sinks))
-
-
-def step(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State) -> Result:
-    """Attention of one query (b, h, 1, d) after one more key and value (b, g, 1, .)."""
+        return None
+    if call.near.sinks and not (state.window is not None and state.window.complete):
+        return None
     prepared, near, (b, g, _, d) = call.map, call.near, k.shape
     x, u, sums, window = q.reshape(b, g, -1, d), v.to(prepared.dtype), Sums(state.sums, state.log_scale), state.window
-    new = pad(u.squeeze(2), (0, 1), value=1.0)
-    total = state.total + (new if mask is None else new.masked_fill(mask.unsqueeze(-1), 0))
-    phi, own = prepared.few_features("query", x)
+    new = pad(u, (0, 1), value=1.0)  # (b, g, 1, v + 1)
+    total = state.total + (new if mask is None else new.masked_fill(spread_mask(mask), 0)).squeeze(2)
+    phi, own = prepared.few_features("query", x, scaled=near.exact)
     if window is None or not near.exact:
-        sums = add_keys(sums, prepared.few_features("key", k), u, mask, prepared.phi)
-        rows, _, bound = read_sums(phi, sums, prepared.phi)
-        den, bad = normaliser(rows[..., -1:], bound, prepared.floor)
+        features = prepared.few_features("key", k)
+        columns = prepared.phi.columns(features, u) if prepared.has_constant else new
+        sums = add_key(sums, features, columns, mask, looks=call.looks)
+        rows, _, bound = read_sums(phi, sums, prepared)
+        den, bad = normaliser(rows[..., -1:], bound, prepared.floor, looks=call.looks)
         num = rows[..., :-1]
     else:
         keys, sums = _slid(call, k, v, mask, sums, window)
         exact, log_exact = _exact_rows(call, x, keys, window)
-        rows, log_weight, bound = read_sums(phi, sums, prepared.phi)
-        log_weight = log_weight + own
+        rows, factor, bound = read_sums(phi, sums, prepared)
+        log_weight = sums.ref.unsqueeze(-1).unsqueeze(-1) + (own if factor is None else own + factor)
         ref = torch.maximum(log_exact, log_weight).clamp_min(EMPTY)
         weight, share = (log_exact - ref).exp(), (log_weight - ref).exp()
         bound = None if bound is None else torch.addcmul(weight, bound, share)
-        den, bad = normaliser(torch.addcmul(weight, rows[..., -1:], share), bound, prepared.floor)
+        den, bad = normaliser(torch.addcmul(weight, rows[..., -1:], share), bound, prepared.floor, looks=call.looks)
         num = torch.addcmul(exact * weight, rows[..., :-1], share)
         sums, window = _left(call, sums, keys)
     seen = total.unsqueeze(-2)
@@ -73,7 +84,7 @@ def _slid(
     if left:
         hidden = None if unpadded and begin >= near.sinks else (padded | sink)[:, :left]
         features = call.map.few_features("key", keys[..., :left, :])
-        sums = add_keys(sums, features, values[..., :left, :].to(call.map.dtype), hidden, call.map.phi)
+        sums = add_keys(sums, features, values[..., :left, :].to(call.map.dtype), hidden, call.map)
         keys, values, padded, sink = keys[..., left:, :], values[..., left:, :], padded[:, left:], sink[:, left:]
     return WindowState(
         keys, values, padded, sink, *past[4:7], seen, near.setting, start, past.complete, unpadded
@@ -114,7 +125,7 @@ def _left(call: Call, sums: Sums, keys: WindowState) -> tuple[Sums, WindowState]
         absorbed, hidden = slice(0, left), keys.padded | keys.sink
     if absorbed.stop:
         features = call.map.few_features("key", keys.k[:, :, absorbed])
-        sums = add_keys(sums, features, keys.v[:, :, absorbed].to(call.map.dtype), hidden[:, absorbed], call.map.phi)
+        sums = add_keys(sums, features, keys.v[:, :, absorbed].to(call.map.dtype), hidden[:, absorbed], call.map)
     if left:
         held = (keys.k[:, :, left:], keys.v[:, :, left:], keys.padded[:, left:], keys.sink[:, left:])
         keys = WindowState(*held, *keys[4:])

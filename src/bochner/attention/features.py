@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bochner._products import may_look
-from bochner.maps.base import Exponent, FeatureMap, Features, exponential
+from bochner.maps.base import Exponent, FeatureMap, Features
 
 EMPTY = -1e30  # the log scale of nothing: finite, so that differences are never NaN
 MASKED = -2e30  # below EMPTY, so that exp(MASKED - EMPTY) is 0
@@ -77,13 +77,20 @@ class PreparedMap:
         found = self._functions[role](x)
         return tied(found) if self.ties and role == "key" else found
 
-    def few_features(self, role: str, x: Tensor) -> Features:
-        """The same for so few rows that a bound of their logits costs more than it saves."""
+    def few_features(self, role: str, x: Tensor, *, scaled: bool = True) -> Features:
+        """The same for so few rows that a bound of their logits costs more than it saves.
+
+        `scaled=False` where a factor of each row cancels: the log scale is then anything.
+        """
         if not self.phi.is_exponential:
             return self.features(role, x)
-        exponent = self.exponent(role)
-        z, row = exponent.at(x.to(self.dtype))
-        return exponential(exponent.logits(z), row)
+        exponent, x = self.exponent(role), x.to(self.dtype)
+        z, row = exponent.at(x) if scaled else (exponent.inner(x), None)
+        logits = z @ exponent.weight.mT
+        if exponent.offset is not None:
+            logits = logits + exponent.offset.unsqueeze(-2)
+        peak = logits.amax(-1, keepdim=True)
+        return Features((logits - peak).exp_(), peak if row is None else row + peak)
 
     def _general(self, role: str) -> Callable[[Tensor], Features]:
         return self.phi.prepare_scaled(role, self.root, self.dtype)

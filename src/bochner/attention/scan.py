@@ -125,7 +125,7 @@ class KeyScan(Scan):
     def body(self, prepared: PreparedMap, part: slice, taken: Sequence[Tensor], carry: Sums) -> Output:
         k, v = taken
         mask = None if self.mask is None else self.mask[:, part]
-        return Output(add_keys(carry, prepared.features("key", k), v.to(prepared.dtype), mask, prepared.phi))
+        return Output(add_keys(carry, prepared.features("key", k), v.to(prepared.dtype), mask, prepared))
 
 
 def absorb_keys(call: Call, sums: Sums, k: Tensor, v: Tensor, mask: Tensor | None) -> Sums:
@@ -198,7 +198,7 @@ class RowScan(Scan):
         phi, own = (t.unflatten(2, x.shape[2:4]) for t in prepared.features("query", x.flatten(2, 3)))
         total, log_weight, bound = self._kernel(prepared, part, phi, far, keys)
         if not self.call.near.exact and self.call.normalize:
-            den, bad = normaliser(total[..., -1:], bound, prepared.floor)
+            den, bad = normaliser(total[..., -1:], bound, prepared.floor, looks=self.call.looks)
             rows = divided(total[..., :-1], den, bad)
             return Output(carry, rows, bad, (den.clone(),) * 2 if self.can_replay else None)
         # 3. The exact terms, and one reference for all that a row sees.
@@ -222,7 +222,7 @@ class RowScan(Scan):
             sums.append(weights.sum(-1, keepdim=True))
         sum_exact = torch.zeros_like(ref) if not sums else sums[0] if len(sums) == 1 else sums[0] + sums[1]
         bound = None if bound is None else (bound * share + sum_exact).detach()
-        den, bad = normaliser(torch.addcmul(sum_exact, total[..., -1:], share), bound, prepared.floor)
+        den, bad = normaliser(torch.addcmul(sum_exact, total[..., -1:], share), bound, prepared.floor, looks=self.call.looks)
         # 5. The values. Rows are divided last: the gradient of 1 / den would underflow.
         num = total[..., :-1] if bad is None or not self.call.normalize else total[..., :-1].masked_fill(bad, 0)
         num = num * share

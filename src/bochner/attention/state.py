@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bochner._checks import BochnerError
 from bochner._products import in_place, may_look
-from bochner.attention.features import BOUNDED_FLOOR, EMPTY, MASKED
+from bochner.attention.features import BOUNDED_FLOOR, EMPTY, MASKED, PreparedMap
 from bochner.maps.base import FeatureMap, Features
 
 SMALL = 0.1  # of its bound: the least normaliser of a signed map that is divided by
@@ -116,7 +116,8 @@ def absorb(
     v = v.to(features.values.dtype)
     if key_padding_mask is not None:
         v = v.masked_fill(spread_mask(key_padding_mask), 0)
-    sums = add_keys(Sums(state.sums, state.log_scale), features, v, key_padding_mask, phi)
+    prepared = None if phi is None else PreparedMap(phi, 1.0, v.dtype)
+    sums = add_keys(Sums(state.sums, state.log_scale), features, v, key_padding_mask, prepared)
     return State(*sums, state.total + value_sums(v, key_padding_mask), state.window, state.origin)
 
 
@@ -145,8 +146,9 @@ def read(state: State, features: Features, *, positive: bool = True, phi: Featur
             "read answers from the kernel's sums alone, this state has an exact window; resume it instead."
         )
     _check_size(features.values, state, "read")
-    rows, _, bound = read_sums(features.values, Sums(state.sums, state.log_scale), phi, positive=positive)
-    den, bad = normaliser(rows[..., -1:], bound, BOUNDED_FLOOR[rows.dtype])
+    prepared = None if phi is None else PreparedMap(phi, 1.0, state.sums.dtype)
+    rows, _, bound = read_sums(features.values, Sums(state.sums, state.log_scale), prepared, positive=positive)
+    den, bad = normaliser(rows[..., -1:], bound, BOUNDED_FLOOR[rows.dtype], looks=may_look(rows))
     return divided(rows[..., :-1], den, bad, state.total.unsqueeze(-2))
 
 
@@ -159,30 +161,46 @@ def _check_size(values: Tensor, state: State, owner: str) -> None:
 # What every path of attention is made of.
 
 
-def add_keys(sums: Sums, features: Features, v: Tensor, mask: Tensor | None, phi: FeatureMap | None = None) -> Sums:
+def add_keys(
+    sums: Sums, features: Features, v: Tensor, mask: Tensor | None, prepared: PreparedMap | None = None
+) -> Sums:
     """Sums after more keys by their features, v (..., s, v); those of the mask (b, s) add nothing."""
     psi, log_scale = features
     if mask is not None:
         log_scale = log_scale.masked_fill(spread_mask(mask), MASKED)
-    ref = log_scale.detach().amax((-2, -1))
-    columns = phi.columns(features, v) if phi is not None and phi.has_constant else None
-    return add(sums, Sums(key_sums(psi, log_scale, v, ref, columns), ref))
+    top = log_scale.detach().amax((-2, -1))
+    columns = prepared.phi.columns(features, v) if prepared is not None and prepared.has_constant else None
+    return add(sums, Sums(key_sums(psi, log_scale, v, top, columns), top))
+
+
+def add_key(sums: Sums, features: Features, columns: Tensor, mask: Tensor | None, *, looks: bool) -> Sums:
+    """The same for one key and its columns (..., 1, c), whose product is a plain one."""
+    psi, log_scale = features
+    if mask is not None:
+        log_scale = log_scale.masked_fill(spread_mask(mask), MASKED)
+    value, ref = sums.value, sums.ref.unsqueeze(-1).unsqueeze(-1)
+    more = log_scale - ref
+    if looks and more.amax().item() <= 0:  # most keys are no larger than all before them: nothing is rescaled
+        return Sums(torch.addcmul(value, psi.mT, columns * more.exp()), sums.ref)
+    new = torch.maximum(ref, log_scale)
+    columns = columns * (log_scale - new).exp()
+    return Sums(torch.addcmul(value * (ref - new).exp(), psi.mT, columns), new.squeeze(-1).squeeze(-1))
 
 
 def read_sums(
-    values: Tensor, sums: Sums, phi: FeatureMap | None = None, *, positive: bool = True
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Values and normaliser (..., n, v + 1) of rows by their features (..., n, m), relative to the exp of the second.
+    values: Tensor, sums: Sums, prepared: PreparedMap | None = None, *, positive: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Values and normaliser (..., n, v + 1) of rows by their features (..., n, m), relative to exp(ref).
 
-    The third bounds the normaliser of a signed map; None for positive ones.
+    The second is the log of a factor of each row, None for 1; the third bounds the normaliser of a signed map, None for
+    positive ones.
     """
-    rows, ref, bound = values @ sums.value, sums.ref[..., None, None], None
-    if not (positive if phi is None else phi.has_positive_sums):
+    rows, factor, bound = values @ sums.value, None, None
+    if not (positive if prepared is None else prepared.positive):
         bound = cauchy_schwarz(values, sums.value[..., -1].unsqueeze(-2))
-    if phi is not None and phi.has_constant:
-        rows, factor = phi.answer(rows, sums.value[..., -1:, :], values)
-        ref = ref if factor is None else ref + factor
-    return rows, ref, bound
+    if prepared is not None and prepared.has_constant:
+        rows, factor = prepared.phi.answer(rows, sums.value[..., -1:, :], values)
+    return rows, factor, bound
 
 
 def key_sums(psi: Tensor, log_scale: Tensor, v: Tensor, ref: Tensor, columns: Tensor | None = None) -> Tensor:
@@ -222,12 +240,14 @@ def mean_of(total: Tensor) -> Tensor:
     return total[..., :-1] / total[..., -1:].clamp_min(1)
 
 
-def normaliser(den: Tensor, bound: Tensor | None, floor: float) -> tuple[Tensor, Tensor | None]:
+def normaliser(
+    den: Tensor, bound: Tensor | None, floor: float, *, looks: bool
+) -> tuple[Tensor, Tensor | None]:
     """Normalisers (..., n, 1) to divide by, 1 for those that cannot be, and which those are; None where all can be.
 
     A positive map's must be at least `floor`; one with a `bound` (..., n, 1) at least `SMALL` of that.
+    `looks`: whether asking for a value is cheap.
     """
-    looks = may_look(den)
     if bound is None:
         if looks:
             low, high = den.detach().aminmax()
