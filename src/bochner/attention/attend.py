@@ -11,7 +11,7 @@ from torch import Tensor
 from bochner.attention.call import Call, Near, Result
 from bochner.attention.features import EMPTY, MASKED, PreparedMap
 from bochner.attention.layout import Layout, moved, starts
-from bochner.attention.scan import RowScan, Sinks, absorb_keys, rows_at_once
+from bochner.attention.scan import Scan, Sinks, absorb_keys, rows_at_once
 from bochner.attention.softmax import attend
 from bochner.attention.state import State, Sums, WindowState, mean_of, spread_mask, value_sums
 
@@ -150,9 +150,7 @@ def scan_rows(
             found.append(absorb_keys(call, found[-1], some.k, some.v, some.far_holes) if j > i else found[-1])
         refs = torch.stack([s.ref for s in reversed(found)], dim=2)
         tensors.append(torch.stack([s.value for s in reversed(found)], dim=2))
-    scan = RowScan(call, layout, parts, holes, sinks, fresh, goes_on, refs)
-    out, bad, *after = scan.run(call, tensors, sums)
-    assert out is not None
+    out, bad, *after = Scan(call, layout, parts, holes, sinks, fresh, goes_on, refs).run(tensors, sums)
     return out, bad, Sums(*after)
 
 

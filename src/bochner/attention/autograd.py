@@ -1,9 +1,8 @@
 """Backward passes that recompute: inputs are saved, everything else is made again part by part, memory O(L d).
 
-A `Scan` goes over parts of its tensors and carries sums from one to the next. Its backward pass goes over them from the
-last to the first: each part is computed again with a graph, from the sums that were carried into it, and differentiated
-by autograd. Where a second derivative or a transformation is asked for, the same parts run as plain differentiable
-operations.
+A `Scan` carries sums from one part to the next. Its backward pass goes over the parts from the last to the first: each
+is computed again with a graph, from the sums that were carried into it, and differentiated by autograd. Where a second
+derivative or a transformation is asked for, the same parts run as plain differentiable operations.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from bochner.attention.state import Sums
 
 
 class Output(NamedTuple):
-    """Of one part: the sums carried on; rows (b, g, t, r c, v) and which of them cannot be divided (.., 1), or neither.
+    """Of one part: the sums carried on; rows (b, g, t, r c, v) and which of them cannot be divided (.., 1), or None.
 
     `kept` (.., 1): the normaliser of each row (1 where it cannot be divided) and the reference it is relative to; with
     them `replay` need not compute the rows again. None where it must.
     """
 
     carry: Sums
-    rows: Tensor | None = None
+    rows: Tensor
     bad: Tensor | None = None
     kept: tuple[Tensor, Tensor] | None = None
 
 
-Scanned = tuple[Tensor | None, Tensor | None, Tensor, Tensor]  # rows, which are bad, sums carried out, their reference
+Scanned = tuple[Tensor, Tensor | None, Tensor, Tensor]  # rows, which are bad, sums carried out, their reference
 
 
 def recomputed(scan: Any, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums) -> Scanned:
@@ -56,8 +55,8 @@ class _Recomputed(torch.autograd.Function):
         rows, bad, sums, ref = scan.forward(prepared, tensors[:count], carry, ctx.before)
         ctx.scan, ctx.prepared, ctx.count, ctx.learned = scan, prepared, count, learned
         sums, ref = sums.clone() if sums is carry.value else sums, ref.clone()
-        ctx.save_for_backward(*tensors, *(() if rows is None else (rows,)))
-        ctx.mark_non_differentiable(*(t for t in (bad, ref) if t is not None))
+        ctx.save_for_backward(*tensors, rows)
+        ctx.mark_non_differentiable(*([ref] if bad is None else [bad, ref]))
         ctx.set_materialize_grads(False)
         return rows, bad, sums, ref
 
@@ -79,7 +78,7 @@ class _Recomputed(torch.autograd.Function):
             def run(*others: Tensor) -> list[Tensor]:
                 prepared = ctx.prepared.computed_from(others[count + 2 :])
                 out = ctx.scan.forward(prepared, others[:count], Sums(*others[count : count + 2]), None)
-                return [t for t, g in ((out[0], grad_rows), (out[2], grad_sums)) if t is not None and g is not None]
+                return [t for t, g in ((out[0], grad_rows), (out[2], grad_sums)) if g is not None]
 
             fixed = 0 if ctx.prepared.phi.is_exponential else learned
             return (None, None, None, None, *differentiate(run, inputs, grads, fixed), *rest)
@@ -112,24 +111,22 @@ def _backward(
             if kept is None:
                 out = scan.body(prepared, part, taken, Sums(value, carry.ref))
             else:
-                out = scan.replay(prepared, part, taken, Sums(value, carry.ref), scan.pick(part, rows), kept)
-        both = [(out.rows, None if grad_rows is None else scan.pick(part, grad_rows)), (out.carry.value, grad_sums)]
-        pairs = [(y, g) for y, g in both if y is not None and g is not None and y.requires_grad]
+                out = scan.replay(
+                    prepared, part, taken, Sums(value, carry.ref), scan.layout.take_rows(rows, part), kept
+                )
+        slopes = (None if grad_rows is None else scan.layout.take_rows(grad_rows, part), grad_sums)
+        pairs = [(y, g) for y, g in zip((out.rows, out.carry.value), slopes, strict=True) if g is not None]
+        pairs = [(y, g) for y, g in pairs if y.requires_grad]
         leaves = [t for t in (*taken, value) if t.requires_grad] + list(others)
-        grads = iter(_gradients(pairs, leaves, retain=bool(others)))
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if pairs:
+            ends, slopes = zip(*pairs, strict=True)
+            found = torch.autograd.grad(ends, leaves, slopes, allow_unused=True, retain_graph=bool(others))
+        grads = iter(found)
         scan.put(part, totals, [next(grads) if t.requires_grad else None for t in taken])
         grad_sums = next(grads)
         learned = [b if a is None else a if b is None else a + b for a, b in zip(learned, grads, strict=True)]
     return [*totals, grad_sums, None, *learned]
-
-
-def _gradients(
-    pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor], *, retain: bool
-) -> Sequence[Tensor | None]:
-    if not pairs:
-        return [None] * len(leaves)
-    outputs, grads = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, leaves, grads, allow_unused=True, retain_graph=retain)
 
 
 def random_state(like: Tensor) -> tuple[Tensor, Tensor | None]:

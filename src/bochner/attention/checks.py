@@ -13,8 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bochner._checks import DTYPES, BochnerError, accumulation_dtype, finite, flag, floating, is_int, one_of
-from bochner._checks import positive_float
+from bochner._checks import (
+    DTYPES,
+    BochnerError,
+    accumulation_dtype,
+    finite,
+    flag,
+    floating,
+    is_int,
+    one_of,
+    positive_float,
+)
 from bochner._products import is_composed
 from bochner.attention.features import PreparedMap
 from bochner.attention.state import State
@@ -165,7 +174,10 @@ def _check_resumed(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: Any,
             f"The 'state' is {state.sums.dtype} on {state.sums.device}, this call needs {dtype} on {q.device}; "
             "resume with the dtype and device that the state was made with."
         )
-    held, setting = (0, 0, "") if state.window is None else state.window.setting, (o.window or 0, o.sinks, o.window_kind)
+    held, setting = (
+        (0, 0, "") if state.window is None else state.window.setting,
+        (o.window or 0, o.sinks, o.window_kind),
+    )
     if held[:2] != setting[:2] or (setting[0] and held[2] != setting[2]):
         made, asked = (f"window={s[0]}, sinks={s[1]}" + f", window_kind={s[2]!r}" * bool(s[0]) for s in (held, setting))
         raise BochnerError(f"The 'state' was made with {made}, this call has {asked}; use the same.")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bochner.attention.features import EMPTY
 from bochner.attention.call import Call, Result
+from bochner.attention.features import EMPTY
 from bochner.attention.layout import starts
 from bochner.attention.softmax import attend_zones
 from bochner.attention.state import (
@@ -86,9 +86,7 @@ def _slid(
         features = call.map.few_features("key", keys[..., :left, :])
         sums = add_keys(sums, features, values[..., :left, :].to(call.map.dtype), hidden, call.map)
         keys, values, padded, sink = keys[..., left:, :], values[..., left:, :], padded[:, left:], sink[:, left:]
-    return WindowState(
-        keys, values, padded, sink, *past[4:7], seen, near.setting, start, past.complete, unpadded
-    ), sums
+    return WindowState(keys, values, padded, sink, *past[4:7], seen, near.setting, start, past.complete, unpadded), sums
 
 
 def _exact_rows(call: Call, x: Tensor, keys: WindowState, past: WindowState) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from bochner._products import is_exporting
 from bochner.attention.autograd import Output, Scanned, random_state, recomputed
@@ -26,6 +27,9 @@ ELEMENTS = 5 * 2**20  # features and logits of one part on the CPU: 20 MB in flo
 ELSEWHERE = 64  # times as many on other devices
 OUTER = 64  # blocks whose sums are added up at a time, where all are
 pad = torch.nn.functional.pad
+# The C library keeps freed memory up to twice the largest block that it has seen freed, 32 MB at most; what is beyond it
+# gives back and gets again page by page, which makes windows of 4,096 tokens 1.4 to 1.7 times slower. This shows it one.
+torch.empty(2**23 - 2**16, device="cpu")
 
 
 class Sinks(NamedTuple):
@@ -65,79 +69,28 @@ def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
     return max(64, elements // (like.shape[0] * like.shape[1] * row))
 
 
-class Scan:
-    """Attention part by part.
-
-    `take` finds in the tensors what a part needs, and `body` computes it from that and from the sums carried into it;
-    `replay` does the same with the graph of a backward pass, given the rows and what was kept of them. `put` adds the
-    gradients of what was taken to those of the tensors. `join` makes one tensor of all rows, `pick` is its inverse.
-    """
-
-    parts: Sequence[Any]
-    take: Callable[..., list[Tensor]]
-    put: Callable[..., None]
-    body: Callable[..., Output]
-    replay: Callable[..., Output]
-    join: Callable[..., Tensor]
-    pick: Callable[..., Tensor]
-
-    def run(self, call: Call, tensors: Sequence[Tensor], carry: Sums) -> Scanned:
-        """Rows, which are bad, and the sums after the last part: differentiable in tensors, carry and map."""
-        if torch.is_grad_enabled() and call.recompute and not call.composed:
-            return recomputed(self, call.map, tensors, carry)
-        return self.forward(call.map, tensors, carry)
-
-    def forward(
-        self, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums, before: list[Any] | None = None
-    ) -> Scanned:
-        """The same by plain operations. `before` gets of each part the carry, the random state and what is kept."""
-        found = []
-        for part in self.parts:
-            random = None if before is None or prepared.phi.is_exponential else random_state(carry.value)
-            out = self.body(prepared, part, self.take(part, tensors), carry)
-            if before is not None:
-                before.append((carry, random, out.kept))
-            found.append(out)
-            carry = out.carry
-        rows = [out.rows for out in found if out.rows is not None]
-        if not rows:
-            return None, None, *carry
-        if all(out.bad is None for out in found):
-            return self.join(rows), None, *carry
-        bad = [torch.zeros_like(x[..., :1]).bool() if o.bad is None else o.bad for x, o in zip(rows, found, strict=True)]
-        return self.join(rows), self.join(bad), *carry
-
-
-class KeyScan(Scan):
-    """Adds keys to sums, some at a time: tensors k and v (b, g, s, .), `mask` (b, s) or None."""
-
-    def __init__(self, parts: list[slice], mask: Tensor | None) -> None:
-        self.parts, self.mask = parts, mask
-
-    def take(self, part: slice, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [t[..., part, :] for t in tensors]
-
-    def put(self, part: slice, totals: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        for total, grad in zip(totals, grads, strict=True):
-            if grad is not None:
-                total[..., part, :] += grad
-
-    def body(self, prepared: PreparedMap, part: slice, taken: Sequence[Tensor], carry: Sums) -> Output:
-        k, v = taken
-        mask = None if self.mask is None else self.mask[:, part]
-        return Output(add_keys(carry, prepared.features("key", k), v.to(prepared.dtype), mask, prepared))
-
-
 def absorb_keys(call: Call, sums: Sums, k: Tensor, v: Tensor, mask: Tensor | None) -> Sums:
-    """Sums after more keys k, v (b, g, s, .), of which those of the mask (b, s) add nothing."""
-    s = k.shape[2]
-    size = rows_at_once(call, None, k) or s
-    parts = [slice(i, min(i + size, s)) for i in range(0, s, size)]
-    return Sums(*KeyScan(parts, mask).run(call, (k, v), sums)[2:])
+    """Sums after more keys k, v (b, g, s, .), of which those of the mask (b, s) add nothing: some at a time."""
+    prepared, size = call.map, rows_at_once(call, None, k) or k.shape[2]
+
+    def absorbed(value: Tensor, ref: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Sums:
+        return add_keys(Sums(value, ref), prepared.features("key", k), v.to(prepared.dtype), mask, prepared)
+
+    holes = [None] * k.shape[2] if mask is None else mask.split(size, 1)
+    again = call.recompute and torch.is_grad_enabled() and not call.composed
+    for part in zip(k.split(size, 2), v.split(size, 2), holes, strict=False):
+        # Features are not kept for the backward pass, but computed again, with the same random numbers.
+        options = {"use_reentrant": False, "preserve_rng_state": not prepared.phi.is_exponential}
+        sums = checkpoint(absorbed, *sums, *part, **options) if again else absorbed(*sums, *part)
+    return sums
 
 
-class RowScan(Scan):
-    """Rows (b, g, r, n, v) over keys laid out around them; carries the sums of all blocks before a part's zones.
+class Scan:
+    """Rows (b, g, r, n, v) over keys laid out around them, part by part.
+
+    `take` finds in the tensors what a part needs, and `body` computes its rows from that and from the sums of all
+    blocks before its zones, which are carried from part to part. `replay` does the same with the graph of a backward
+    pass, given the rows and what was kept of them. `put` adds the gradients of what was taken to those of the tensors.
 
     Tensors: q (b, g, r, n, d); k, v (b, g, s, .); keys and values of sinks (b, g, t, .); of bidirectional windows the
     sums behind each part (b, g, parts, m, c), whose references are `behind` (b, g, parts). `holes`, `far_holes` (b, s):
@@ -160,6 +113,28 @@ class RowScan(Scan):
         (self.holes, self.far_holes), self.goes_on, self.behind = holes, goes_on, behind
         # Whether rows are sums of products of what they see, divided by their normaliser.
         self.can_replay = call.normalize and not call.map.has_constant
+
+    def run(self, tensors: Sequence[Tensor], carry: Sums) -> Scanned:
+        """Rows, which are bad, and the sums after the last part: differentiable in tensors, carry and map."""
+        if torch.is_grad_enabled() and self.call.recompute and not self.call.composed:
+            return recomputed(self, self.call.map, tensors, carry)
+        return self.forward(self.call.map, tensors, carry)
+
+    def forward(
+        self, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums, before: list[Any] | None = None
+    ) -> Scanned:
+        """The same by plain operations. `before` gets of each part the carry, the random state and what is kept."""
+        found = []
+        for part in self.parts:
+            random = None if before is None or prepared.phi.is_exponential else random_state(carry.value)
+            found.append(self.body(prepared, part, self.take(part, tensors), carry))
+            if before is not None:
+                before.append((carry, random, found[-1].kept))
+            carry = found[-1].carry
+        rows, bad = [out.rows for out in found], [out.bad for out in found]
+        if any(b is not None for b in bad):
+            bad = [torch.zeros_like(x[..., :1]).bool() if b is None else b for x, b in zip(rows, bad, strict=True)]
+        return self.join(rows), None if bad[0] is None else self.join(bad), *carry
 
     def take(self, part: Part, tensors: Sequence[Tensor]) -> list[Tensor]:
         layout, (q, k, v, *rest) = self.layout, tensors
@@ -184,9 +159,6 @@ class RowScan(Scan):
         heads = [by_head(t, self.call.groups) for t in rows]
         joined = heads[0] if len(heads) == 1 else torch.cat(heads, dim=3)
         return joined[:, :, :, self.layout.lead : self.layout.lead + self.layout.rows]
-
-    def pick(self, part: Part, rows: Tensor) -> Tensor:
-        return self.layout.take_rows(rows, part)
 
     def body(self, prepared: PreparedMap, part: Part, taken: Sequence[Tensor], carry: Sums) -> Output:
         x, k, v, sink_k, sink_v, *behind = taken
@@ -222,7 +194,9 @@ class RowScan(Scan):
             sums.append(weights.sum(-1, keepdim=True))
         sum_exact = torch.zeros_like(ref) if not sums else sums[0] if len(sums) == 1 else sums[0] + sums[1]
         bound = None if bound is None else (bound * share + sum_exact).detach()
-        den, bad = normaliser(torch.addcmul(sum_exact, total[..., -1:], share), bound, prepared.floor, looks=self.call.looks)
+        den, bad = normaliser(
+            torch.addcmul(sum_exact, total[..., -1:], share), bound, prepared.floor, looks=self.call.looks
+        )
         # 5. The values. Rows are divided last: the gradient of 1 / den would underflow.
         num = total[..., :-1] if bad is None or not self.call.normalize else total[..., :-1].masked_fill(bad, 0)
         num = num * share
@@ -299,9 +273,7 @@ class RowScan(Scan):
         columns = prepared.phi.columns(features, v) if prepared.has_constant else None
         return KernelKeys(psi, scale, v, columns).map(lambda t: t.unflatten(2, (-1, c)))
 
-    def _far(
-        self, part: Part, keys: KernelKeys | None, carry: Sums, behind: Tensor | None = None
-    ) -> tuple[Sums, Sums]:
+    def _far(self, part: Part, keys: KernelKeys | None, carry: Sums, behind: Tensor | None = None) -> tuple[Sums, Sums]:
         """The sums outside the zone of each block of rows, (b, g, t, m, c), and those carried on."""
         layout, t = self.layout, part.blocks.stop - part.blocks.start
         if keys is None or layout.single:
@@ -495,7 +467,10 @@ def _nested_prefix(sums: Tensor, refs: Tensor, first: Tensor) -> Tensor:
     refs = torch.cat([starts.unsqueeze(-1), ends], dim=-1)  # (b, g, groups, OUTER + 1)
     inside = _fading(refs) @ sums.flatten(3).unflatten(2, (-1, OUTER))  # (b, g, groups, OUTER + 1, m c)
     outer = torch.cat([starts, refs[..., -1, -1:]], dim=-1)
-    before = _fading(outer) @ inside[..., -1, :] + (outer[..., :1] - outer).exp().unsqueeze(-1) * first.flatten(2)[:, :, None]
+    before = (
+        _fading(outer) @ inside[..., -1, :]
+        + (outer[..., :1] - outer).exp().unsqueeze(-1) * first.flatten(2)[:, :, None]
+    )
     states = inside + before[..., :-1, None, :] * (refs[..., :1] - refs).exp().unsqueeze(-1)
     ends = torch.cat([states[..., :-1, :].flatten(2, 3), states[:, :, -1, -1:]], dim=2)[:, :, : t + 1]
     return ends.unflatten(-1, sums.shape[3:])

@@ -240,9 +240,7 @@ def mean_of(total: Tensor) -> Tensor:
     return total[..., :-1] / total[..., -1:].clamp_min(1)
 
 
-def normaliser(
-    den: Tensor, bound: Tensor | None, floor: float, *, looks: bool
-) -> tuple[Tensor, Tensor | None]:
+def normaliser(den: Tensor, bound: Tensor | None, floor: float, *, looks: bool) -> tuple[Tensor, Tensor | None]:
     """Normalisers (..., n, 1) to divide by, 1 for those that cannot be, and which those are; None where all can be.
 
     A positive map's must be at least `floor`; one with a `bound` (..., n, 1) at least `SMALL` of that.
