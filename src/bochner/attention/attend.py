@@ -198,23 +198,11 @@ def _left_behind(
     left: slice,
 ) -> tuple[Sums, WindowState | None]:
     """The kernel's sums with the keys that have left the window, `left` or by `start`, and what it then holds."""
-    near, count = call.near, keys.k.shape[2]
-    first = seen - count  # the place of the first key
-    padded = torch.zeros(count, dtype=torch.bool, device=keys.k.device).expand(keys.k.shape[0], -1)
-    padded, sink = (padded if t is None else t for t in (keys.padded, keys.sink))
-    if start is not None:
-        gone = torch.arange(first, seen, device=start.device) < near.held_places(start, seen)[:, None]
-        if not call.looks or bool((gone & ~padded).any()):
-            sums = absorb_keys(call, sums, keys.k, keys.v, padded | sink | ~gone)
-        padded, held = padded | gone, max(0, count - near.most_held)
-    else:
-        if left.stop > left.start:
-            some = keys.part(left)
-            sums = absorb_keys(call, sums, some.k, some.v, some.far_holes)
-        held = near.held_from(seen) - first
+    near, (b, _, count, _) = call.near, keys.k.shape
     if not near.exact:
-        return sums, None
-    k, v, padded, sink = keys.k[..., held:, :], keys.v[..., held:, :], padded[:, held:], sink[:, held:]
+        return absorb_keys(call, sums, keys.k, keys.v, keys.padded) if left.stop > left.start else sums, None
+    padded = torch.zeros(count, dtype=torch.bool, device=keys.k.device).expand(b, -1)
+    masks = tuple(padded if t is None else t for t in (keys.padded, keys.sink))
     sink_k, sink_v = past[4:6] if sinks is None else sinks[:2]
     place, complete = past.sink_position, True
     if sinks is not None:
@@ -222,8 +210,32 @@ def _left_behind(
         place, complete = torch.where(there, place + past.seen, -1), past.complete or seen >= near.sinks
         if complete and not past.complete and keys.padded is not None:
             complete = call.looks and place.shape[1] == near.sinks and bool(there.all())
-    unpadded = past.unpadded and keys.padded is None and start is None
-    return sums, WindowState(k, v, padded, sink, sink_k, sink_v, place, seen, near.setting, start, complete, unpadded)
+    how = (seen, near.setting, start, complete, past.unpadded and keys.padded is None and start is None)
+    return leave(call, sums, WindowState(*keys[:2], *masks, sink_k, sink_v, place, *how), left.start)
+
+
+def leave(call: Call, sums: Sums, keys: WindowState, done: int = 0) -> tuple[Sums, WindowState]:
+    """The kernel's sums with the keys that the next row does not see exactly, and the window without them.
+
+    The first `done` keys are in the sums already, where blocks begin at the same place for all sequences.
+    """
+    near, seen, count = call.near, keys.seen, keys.k.shape[2]
+    first, left = seen - count, near.held_from(seen) - seen + count
+    if keys.start is not None:
+        gone = torch.arange(first, seen, device=keys.k.device) < near.held_places(keys.start, seen)[:, None]
+        hidden, left = keys.padded | keys.sink | ~gone, max(0, count - near.most_held)
+        if not call.looks or not bool(hidden.all()):
+            sums = absorb_keys(call, sums, keys.k, keys.v, hidden)
+        keys = keys._replace(padded=keys.padded | gone)
+    elif left > done:
+        some, hidden = slice(done, left), None
+        if not keys.unpadded or first + done < near.sinks:
+            hidden = (keys.padded | keys.sink)[:, some]
+        sums = absorb_keys(call, sums, keys.k[:, :, some], keys.v[:, :, some], hidden)
+    if not left:
+        return sums, keys
+    held = (keys.k[:, :, left:], keys.v[:, :, left:], keys.padded[:, left:], keys.sink[:, left:])
+    return sums, WindowState(*held, *keys[4:])
 
 
 def empty_window(near: Near, k: Tensor, v: Tensor) -> WindowState:

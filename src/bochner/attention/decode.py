@@ -9,21 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bochner.attention.attend import leave
 from bochner.attention.call import Call, Result
-from bochner.attention.features import EMPTY
+from bochner.attention.features import EMPTY, MASKED
 from bochner.attention.layout import starts
 from bochner.attention.softmax import attend_zones
-from bochner.attention.state import (
-    State,
-    Sums,
-    WindowState,
-    add_key,
-    add_keys,
-    divided,
-    normaliser,
-    read_sums,
-    spread_mask,
-)
+from bochner.attention.state import State, Sums, WindowState, add_key, divided, normaliser, read_sums, spread_mask
 
 pad = torch.nn.functional.pad
 
@@ -44,14 +35,16 @@ def step(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state
     phi, own = prepared.few_features("query", x, scaled=near.exact)
     if window is None or not near.exact:
         features = prepared.few_features("key", k)
-        columns = prepared.phi.columns(features, u) if prepared.has_constant else new
-        sums = add_key(sums, features, columns, mask, looks=call.looks)
+        columns = prepared.phi.columns(features, u) if prepared.has_constant else None
+        sums = add_key(sums, features, new if columns is None else columns, mask, looks=call.looks)
         rows, _, bound = read_sums(phi, sums, prepared)
         den, bad = normaliser(rows[..., -1:], bound, prepared.floor, looks=call.looks)
         num = rows[..., :-1]
     else:
-        keys, sums = _slid(call, k, v, mask, sums, window)
-        exact, log_exact = _exact_rows(call, x, keys, window)
+        window = _with_token(call, k, v, mask, window)
+        if not near.in_blocks:  # a key leaves before the token is read, a block behind the row that ends one
+            sums, window = leave(call, sums, window)
+        exact, log_exact = _exact_rows(call, x, window)
         rows, factor, bound = read_sums(phi, sums, prepared)
         log_weight = sums.ref.unsqueeze(-1).unsqueeze(-1) + (own if factor is None else own + factor)
         ref = torch.maximum(log_exact, log_weight).clamp_min(EMPTY)
@@ -59,37 +52,29 @@ def step(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state
         bound = None if bound is None else torch.addcmul(weight, bound, share)
         den, bad = normaliser(torch.addcmul(weight, rows[..., -1:], share), bound, prepared.floor, looks=call.looks)
         num = torch.addcmul(exact * weight, rows[..., :-1], share)
-        sums, window = _left(call, sums, keys)
+        if near.in_blocks:
+            sums, window = leave(call, sums, window)
     seen = total.unsqueeze(-2)
     out = divided(num, den, bad, seen)
     return Result(out, State(*sums, total, window, state.origin), None if bad is None else bad & (seen[..., -1:] > 0))
 
 
-def _slid(
-    call: Call, k: Tensor, v: Tensor, mask: Tensor | None, sums: Sums, past: WindowState
-) -> tuple[WindowState, Sums]:
-    """The window with the token, and the sums with the key that leaves a sliding one before the token is read."""
+def _with_token(call: Call, k: Tensor, v: Tensor, mask: Tensor | None, past: WindowState) -> WindowState:
+    """The window with one more key, before any leaves it."""
     near, seen = call.near, past.seen + 1
-    keys, values = torch.cat([past.k, k], dim=2), torch.cat([past.v, v], dim=2)
+    k, v = torch.cat([past.k, k], dim=2), torch.cat([past.v, v], dim=2)
     start, unpadded = starts(near, mask, past.start, past.seen), past.unpadded and mask is None and past.start is None
-    begin = seen - keys.shape[2]
     if unpadded:
-        padded = torch.zeros(keys.shape[0], keys.shape[2], dtype=torch.bool, device=k.device)
+        padded, begin = torch.zeros(k.shape[::2], dtype=torch.bool, device=k.device), seen - k.shape[2]
         sink = padded if begin >= near.sinks else padded | (torch.arange(begin, seen, device=k.device) < near.sinks)
     else:
         here = torch.zeros(k.shape[0], 1, dtype=torch.bool, device=k.device)
         padded = torch.cat([past.padded, here if mask is None else mask], dim=1)
         sink = torch.cat([past.sink, here], dim=1)
-    left = 0 if near.in_blocks else near.held_from(seen) - begin
-    if left:
-        hidden = None if unpadded and begin >= near.sinks else (padded | sink)[:, :left]
-        features = call.map.few_features("key", keys[..., :left, :])
-        sums = add_keys(sums, features, values[..., :left, :].to(call.map.dtype), hidden, call.map)
-        keys, values, padded, sink = keys[..., left:, :], values[..., left:, :], padded[:, left:], sink[:, left:]
-    return WindowState(keys, values, padded, sink, *past[4:7], seen, near.setting, start, past.complete, unpadded), sums
+    return WindowState(k, v, padded, sink, *past[4:7], seen, near.setting, start, past.complete, unpadded)
 
 
-def _exact_rows(call: Call, x: Tensor, keys: WindowState, past: WindowState) -> tuple[Tensor, Tensor]:
+def _exact_rows(call: Call, x: Tensor, keys: WindowState) -> tuple[Tensor, Tensor]:
     """Rows by the exact terms alone, (b, g, r, v), and the logarithm of their normalisers."""
     k, v, hidden, begin = keys.k, keys.v, None, keys.seen - keys.k.shape[2]
     if keys.unpadded:
@@ -100,31 +85,10 @@ def _exact_rows(call: Call, x: Tensor, keys: WindowState, past: WindowState) -> 
         hidden = keys.padded
         if call.near.sinks:
             k, v = torch.cat([keys.sink_k, k], dim=2), torch.cat([keys.sink_v, v], dim=2)
-            first = begin if keys.start is None else call.near.held_places(keys.start, past.seen)[:, None]
+            first = begin if keys.start is None else call.near.held_places(keys.start, keys.seen - 1)[:, None]
             hidden = torch.cat([keys.sink_position >= first, hidden], dim=1)
+        hidden = torch.zeros(hidden.shape, dtype=call.map.dtype, device=x.device).masked_fill(hidden, MASKED)
         hidden = hidden[:, None, None, None]
     x, k, v = (t.unsqueeze(2).to(call.map.dtype) for t in (x, k, v))
     rows, log_norm = attend_zones(x, k, v, hidden, call.map.scale, call.map.phi.kernel)
     return rows.squeeze(2), log_norm.squeeze(2)
-
-
-def _left(call: Call, sums: Sums, keys: WindowState) -> tuple[Sums, WindowState]:
-    """The sums with the block that is left as a whole behind the row that ends one, and the window without it."""
-    near, seen, count = call.near, keys.seen, keys.k.shape[2]
-    if keys.start is not None:
-        gone = torch.arange(seen - count, seen, device=keys.k.device) < near.held_places(keys.start, seen)[:, None]
-        left, absorbed = max(0, count - near.most_held), slice(0, count)
-        hidden = keys.padded | keys.sink | ~gone
-        keys = keys._replace(padded=keys.padded | gone)
-        if call.looks and bool(hidden.all()):
-            absorbed = slice(0, 0)
-    else:
-        left = near.held_from(seen) - (seen - count)
-        absorbed, hidden = slice(0, left), keys.padded | keys.sink
-    if absorbed.stop:
-        features = call.map.few_features("key", keys.k[:, :, absorbed])
-        sums = add_keys(sums, features, keys.v[:, :, absorbed].to(call.map.dtype), hidden[:, absorbed], call.map)
-    if left:
-        held = (keys.k[:, :, left:], keys.v[:, :, left:], keys.padded[:, left:], keys.sink[:, left:])
-        keys = WindowState(*held, *keys[4:])
-    return sums, keys

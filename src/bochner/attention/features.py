@@ -72,10 +72,14 @@ class PreparedMap:
 
     def features(self, role: str, x: Tensor) -> Features:
         """The features of `root * x`, (..., n, d)."""
+        found = self.function(role)(x)
+        return tied(found) if self.ties and role == "key" else found
+
+    def function(self, role: str) -> Callable[[Tensor], Features]:
+        """The map of one role as a function, made once."""
         if role not in self._functions:
             self._functions[role] = self._exponential(role) if self.phi.is_exponential else self._general(role)
-        found = self._functions[role](x)
-        return tied(found) if self.ties and role == "key" else found
+        return self._functions[role]
 
     def few_features(self, role: str, x: Tensor, *, scaled: bool = True) -> Features:
         """The same for so few rows that a bound of their logits costs more than it saves.

@@ -63,7 +63,7 @@ class Layout:
         if single:
             self.gone, self.leaving = 0, slice(0, left)
         elif not near.window:
-            self.gone, self.leaving = self.blocks, slice(0, 0)
+            self.gone, self.leaving = self.blocks, slice(keys, keys)
         else:
             self.gone = left // block
             self.leaving = slice(max(0, self.gone * block - self.front), max(0, left - self.front))

@@ -27,8 +27,8 @@ ELEMENTS = 5 * 2**20  # features and logits of one part on the CPU: 20 MB in flo
 ELSEWHERE = 64  # times as many on other devices
 OUTER = 64  # blocks whose sums are added up at a time, where all are
 pad = torch.nn.functional.pad
-# The C library keeps freed memory up to twice the largest block that it has seen freed, 32 MB at most; what is beyond it
-# gives back and gets again page by page, which makes windows of 4,096 tokens 1.4 to 1.7 times slower. This shows it one.
+# The C library keeps freed memory up to twice the largest block that it has seen freed, 32 MB at most. What is beyond
+# goes back and comes again page by page: windows of 4,096 tokens take 1.4 to 1.7 times as long. This shows it one.
 torch.empty(2**23 - 2**16, device="cpu")
 
 
@@ -71,10 +71,10 @@ def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
 
 def absorb_keys(call: Call, sums: Sums, k: Tensor, v: Tensor, mask: Tensor | None) -> Sums:
     """Sums after more keys k, v (b, g, s, .), of which those of the mask (b, s) add nothing: some at a time."""
-    prepared, size = call.map, rows_at_once(call, None, k) or k.shape[2]
+    prepared, size, features = call.map, rows_at_once(call, None, k) or k.shape[2], call.map.function("key")
 
     def absorbed(value: Tensor, ref: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Sums:
-        return add_keys(Sums(value, ref), prepared.features("key", k), v.to(prepared.dtype), mask, prepared)
+        return add_keys(Sums(value, ref), features(k), v.to(prepared.dtype), mask, prepared)
 
     holes = [None] * k.shape[2] if mask is None else mask.split(size, 1)
     again = call.recompute and torch.is_grad_enabled() and not call.composed
