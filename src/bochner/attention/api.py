@@ -73,16 +73,18 @@ def linear_attention(
     >>> linear_attention(q, k, v, feature_map("positive", dim=4, num_features=16), is_causal=True).shape
     torch.Size([1, 2, 10, 4])
     """
-    if not isinstance(phi, (FeatureMap, PreparedMap)):
-        phi = feature_map(phi, dim=floating(q, "q", "linear_attention").shape[-1])
     made = phi if isinstance(phi, PreparedMap) else None
-    phi = phi if made is None else made.phi
+    if isinstance(phi, PreparedMap):
+        phi = phi.phi
+    elif not isinstance(phi, FeatureMap):
+        phi = feature_map(phi, dim=floating(q, "q", "linear_attention").shape[-1])
     how = (normalize, on_small_normalizer, return_state, recompute, diagnostics)
     options = Options(is_causal, scale, window, sinks, window_kind, *how)
     options = check_call(q, k, v, phi, key_padding_mask, state, cu_seqlens, options, made)
     if cu_seqlens is not None:
         spans = [slice(i, j) for i, j in pairwise(cu_seqlens.tolist()) if j > i]
-        parts = [linear_attention(*(t[..., s, :] for t in (q, k, v)), phi, **options._asdict()) for s in spans]
+        alike: dict[str, Any] = options._asdict()
+        parts = [linear_attention(q[..., s, :], k[..., s, :], v[..., s, :], phi, **alike) for s in spans]
         return torch.cat(parts, dim=-2)
     if q.is_meta:  # only shapes are asked for
         if return_state:

@@ -201,17 +201,25 @@ def _left_behind(
     near, (b, _, count, _) = call.near, keys.k.shape
     if not near.exact:
         return absorb_keys(call, sums, keys.k, keys.v, keys.padded) if left.stop > left.start else sums, None
-    padded = torch.zeros(count, dtype=torch.bool, device=keys.k.device).expand(b, -1)
-    masks = tuple(padded if t is None else t for t in (keys.padded, keys.sink))
-    sink_k, sink_v = past[4:6] if sinks is None else sinks[:2]
-    place, complete = past.sink_position, True
+    none = torch.zeros(count, dtype=torch.bool, device=keys.k.device).expand(b, -1)
+    window = past._replace(
+        k=keys.k,
+        v=keys.v,
+        padded=none if keys.padded is None else keys.padded,
+        sink=none if keys.sink is None else keys.sink,
+        seen=seen,
+        start=start,
+        complete=True,
+        unpadded=past.unpadded and keys.padded is None and start is None,
+    )
     if sinks is not None:
         place, there = sinks.places()
-        place, complete = torch.where(there, place + past.seen, -1), past.complete or seen >= near.sinks
-        if complete and not past.complete and keys.padded is not None:
+        complete = past.complete or seen >= near.sinks
+        if complete and not past.complete and not window.unpadded:
             complete = call.looks and place.shape[1] == near.sinks and bool(there.all())
-    how = (seen, near.setting, start, complete, past.unpadded and keys.padded is None and start is None)
-    return leave(call, sums, WindowState(*keys[:2], *masks, sink_k, sink_v, place, *how), left.start)
+        place = torch.where(there, place + past.seen, -1)
+        window = window._replace(sink_k=sinks.k, sink_v=sinks.v, sink_position=place, complete=complete)
+    return leave(call, sums, window, left.start)
 
 
 def leave(call: Call, sums: Sums, keys: WindowState, done: int = 0) -> tuple[Sums, WindowState]:
@@ -232,10 +240,10 @@ def leave(call: Call, sums: Sums, keys: WindowState, done: int = 0) -> tuple[Sum
         if not keys.unpadded or first + done < near.sinks:
             hidden = (keys.padded | keys.sink)[:, some]
         sums = absorb_keys(call, sums, keys.k[:, :, some], keys.v[:, :, some], hidden)
-    if not left:
-        return sums, keys
-    held = (keys.k[:, :, left:], keys.v[:, :, left:], keys.padded[:, left:], keys.sink[:, left:])
-    return sums, WindowState(*held, *keys[4:])
+    if left:
+        k, v = keys.k[:, :, left:], keys.v[:, :, left:]
+        keys = keys._replace(k=k, v=v, padded=keys.padded[:, left:], sink=keys.sink[:, left:])
+    return sums, keys
 
 
 def empty_window(near: Near, k: Tensor, v: Tensor) -> WindowState:

@@ -71,7 +71,7 @@ def _with_token(call: Call, k: Tensor, v: Tensor, mask: Tensor | None, past: Win
         here = torch.zeros(k.shape[0], 1, dtype=torch.bool, device=k.device)
         padded = torch.cat([past.padded, here if mask is None else mask], dim=1)
         sink = torch.cat([past.sink, here], dim=1)
-    return WindowState(k, v, padded, sink, *past[4:7], seen, near.setting, start, past.complete, unpadded)
+    return past._replace(k=k, v=v, padded=padded, sink=sink, seen=seen, start=start, unpadded=unpadded)
 
 
 def _exact_rows(call: Call, x: Tensor, keys: WindowState) -> tuple[Tensor, Tensor]:

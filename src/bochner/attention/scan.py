@@ -71,13 +71,16 @@ def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
 
 def absorb_keys(call: Call, sums: Sums, k: Tensor, v: Tensor, mask: Tensor | None) -> Sums:
     """Sums after more keys k, v (b, g, s, .), of which those of the mask (b, s) add nothing: some at a time."""
-    prepared, size, features = call.map, rows_at_once(call, None, k) or k.shape[2], call.map.function("key")
+    size, again = rows_at_once(call, None, k) or k.shape[2], call.recompute and torch.is_grad_enabled()
+    again = again and not call.composed
+    # With gradients the map is made anew: what it holds may have been computed without.
+    prepared = call.map.computed_from(call.map.tensors()) if again else call.map
+    features = prepared.function("key")
 
     def absorbed(value: Tensor, ref: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Sums:
         return add_keys(Sums(value, ref), features(k), v.to(prepared.dtype), mask, prepared)
 
     holes = [None] * k.shape[2] if mask is None else mask.split(size, 1)
-    again = call.recompute and torch.is_grad_enabled() and not call.composed
     for part in zip(k.split(size, 2), v.split(size, 2), holes, strict=False):
         # Features are not kept for the backward pass, but computed again, with the same random numbers.
         options = {"use_reentrant": False, "preserve_rng_state": not prepared.phi.is_exponential}
@@ -131,10 +134,10 @@ class Scan:
             if before is not None:
                 before.append((carry, random, found[-1].kept))
             carry = found[-1].carry
-        rows, bad = [out.rows for out in found], [out.bad for out in found]
-        if any(b is not None for b in bad):
-            bad = [torch.zeros_like(x[..., :1]).bool() if b is None else b for x, b in zip(rows, bad, strict=True)]
-        return self.join(rows), None if bad[0] is None else self.join(bad), *carry
+        rows, bad = self.join([out.rows for out in found]), None
+        if any(out.bad is not None for out in found):
+            bad = self.join([torch.zeros_like(o.rows[..., :1]).bool() if o.bad is None else o.bad for o in found])
+        return rows, bad, *carry
 
     def take(self, part: Part, tensors: Sequence[Tensor]) -> list[Tensor]:
         layout, (q, k, v, *rest) = self.layout, tensors
