@@ -25,13 +25,13 @@ pad = torch.nn.functional.pad
 
 class Part(NamedTuple):
     """Some blocks of rows, and some rows of each; the laid-out keys that they see, and of the blocks of those the ones
-    whose features are needed. `index`: which part it is; `is_last`: of all."""
+    whose features are needed. `number`: which part it is; `is_last`: of all."""
 
     blocks: slice
     rows: slice
     span: slice
     kernel: slice
-    index: int
+    number: int
     is_last: bool
 
 

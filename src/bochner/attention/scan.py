@@ -83,7 +83,7 @@ def absorb_keys(call: Call, sums: Sums, k: Tensor, v: Tensor, mask: Tensor | Non
     holes = [None] * k.shape[2] if mask is None else mask.split(size, 1)
     for part in zip(k.split(size, 2), v.split(size, 2), holes, strict=False):
         # Features are not kept for the backward pass, but computed again, with the same random numbers.
-        options = {"use_reentrant": False, "preserve_rng_state": not prepared.phi.is_exponential}
+        options: Any = {"use_reentrant": False, "preserve_rng_state": not prepared.phi.is_exponential}
         sums = checkpoint(absorbed, *sums, *part, **options) if again else absorbed(*sums, *part)
     return sums
 
@@ -142,7 +142,7 @@ class Scan:
     def take(self, part: Part, tensors: Sequence[Tensor]) -> list[Tensor]:
         layout, (q, k, v, *rest) = self.layout, tensors
         found = [layout.take_rows(q, part), layout.take(k, part.span), layout.take(v, part.span), *rest[:2]]
-        return found if self.behind is None else [*found, rest[2][:, :, part.index]]
+        return found if self.behind is None else [*found, rest[2][:, :, part.number]]
 
     def put(self, part: Part, totals: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         for i, (total, grad) in enumerate(zip(totals, grads, strict=True)):
@@ -155,7 +155,7 @@ class Scan:
             elif i < 5:
                 total += grad
             else:
-                total[:, :, part.index] += grad
+                total[:, :, part.number] += grad
 
     def join(self, rows: Sequence[Tensor]) -> Tensor:
         """Parts (b, g, t, r c, .) as all rows, (b, g, r, n, .)."""
@@ -290,12 +290,12 @@ class Scan:
             tops = keys.scale.detach().amax((-2, -1))
             refs = torch.cat([carry.ref.unsqueeze(-1), tops], dim=-1).cummax(-1).values
             sums = key_sums(keys.psi, keys.scale, keys.v, refs[..., 1:], keys.columns)
-            first = None if self.fresh and part.index == 0 else carry.value
+            first = None if self.fresh and part.number == 0 else carry.value
             far, after = prefix(sums, refs, first, gone, has_graph=self._has_graph())
             return Sums(far, refs[..., :t]), carry if after is None else Sums(after, refs[..., gone])
         ref = torch.maximum(keys.scale.detach().amax((-3, -2, -1)), carry.ref)
         if self.behind is not None:
-            refs = self.behind[:, :, part.index]
+            refs = self.behind[:, :, part.number]
             ref = torch.maximum(ref, refs)
         sums = key_sums(keys.psi, keys.scale, keys.v, ref.unsqueeze(-1).expand(keys.scale.shape[:3]), keys.columns)
         row = torch.arange(t, device=sums.device)[:, None]
