@@ -168,7 +168,8 @@ def far_pairs(call: Call, weights: Tensor, far: Far) -> PairMoments:
     first = sums[0]
     for other in sums[1:]:
         first = first + other
-    return PairMoments(*(t.double() for t in first[:-1]), rows=int(far.allowed.any(-1).sum()))
+    weight, x, y, xx, yy, xy = (t.double() for t in first[:-1])
+    return PairMoments(weight, x, y, xx, yy, xy, int(far.allowed.any(-1).sum()))
 
 
 @dataclass
