@@ -20,7 +20,7 @@ from bochner.hf import inputs
 from bochner.hf.calls import Call, exact
 from bochner.moments import PairMoments
 
-ROWS = 4096  # keys of each head that maps are fitted to: more of them change the fits by less than their noise
+ROWS = 4096  # keys of each head that maps are fitted to; how many are enough was not measured
 LOOKED = 1024  # queries of a sequence that are looked at, from all over it: what they attend to is (queries, keys)
 PROBE, PROBES = 120, 3  # tokens of a passage, and number of probes, for finding heads that retrieve
 GATES = (0.1, 0.5, 0.9)  # where the gradient of the heads' gates is taken
