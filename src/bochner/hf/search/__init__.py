@@ -68,7 +68,7 @@ def search(
     with run.stage("damages"):
         run.say("running the original on the choice texts")
         judge = evaluator(model, texts.choice, goal.judged)
-        problem = MeasuredProblem(space, judge, measure_damages(space, judge.batches, run.say), run.say)
+        problem = MeasuredProblem(space, judge, measure_damages(space, judge, run.say), run.say)
     trials = Trials(problem)
     with run.stage("choosing"):
         chosen, second = _choose(problem, trials)

@@ -25,7 +25,7 @@ class Problem(Protocol):
         ...
 
     def measure(self, choice: Choice, give_up: float = 0.0) -> Quality:
-        """The quality of a choice, run end to end on the choice texts; a part of them will do if it surely is below `give_up`."""
+        """The quality of a choice, run end to end; some of the texts will do if it surely is below `give_up`."""
         ...
 
 
@@ -80,11 +80,11 @@ def fallback(problem: Problem, chosen: Candidate, keep: float, trials: Trials) -
     least = DEARER * chosen.cost
     known = [c.choice for c in trials.by_cost() if c.cost >= least and c.damage > 0 and c.quality.lower >= keep]
     path = [c for c in frontier(problem.tables) if totals(problem.tables, c)[1] >= least]
-    found = (known or path or [None])[0]
-    return found if found is not None and totals(problem.tables, found)[0] > 0 else None
+    found = known or path
+    return found[0] if found and totals(problem.tables, found[0])[0] > 0 else None
 
 
 def best_within(problem: Problem, budget: float, trials: Trials) -> Candidate | None:
-    """The choice of the frontier with the least damage among those that cost at most `budget`; None if all cost more."""
+    """The choice of the frontier with the least damage that costs at most `budget`; None if all cost more."""
     fitting = [c for c in frontier(problem.tables) if totals(problem.tables, c)[1] <= budget]
     return trials.run(fitting[-1]) if fitting else None
