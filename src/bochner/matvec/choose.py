@@ -126,7 +126,8 @@ def _single(problem: Problem) -> bool:
 def most_rank(problem: Problem, memory: int) -> int:
     """The largest rank that fits into memory."""
     n, s = problem.shape
-    return max(1, min(s, memory // (16 * (s if problem.symmetric else n + s))))
+    total = s if problem.symmetric else n + s
+    return max(1, min(total, memory // (16 * total)))
 
 
 def _attempt(
