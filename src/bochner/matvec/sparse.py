@@ -192,7 +192,8 @@ class SparseEngine(Engine):
         if size > slack * self.memory:
             raise TooLarge(
                 f"The near entries of this kernel would take about {size / 2**30:.2g} GB while they are collected, "
-                f"more than the {self.memory / 2**30:.2g} GB of 'KernelOperator.memory'; raise it, or use method='cells'."
+                f"more than the {self.memory / 2**30:.2g} GB of 'KernelOperator.memory'; raise it, or use "
+                "method='cells'."
             )
 
     def _check(self) -> bool:
