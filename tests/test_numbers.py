@@ -138,10 +138,6 @@ def long_ratio(name: str, place: str) -> float:
     return float(found[name]["perplexity"][place] / found["exact"]["perplexity"][place])
 
 
-def product(name: str) -> dict[str, float]:
-    return dict(benchmark("matvec")["parts"][name])
-
-
 def claim(what: str) -> float:
     (found,) = (c["value"] for c in benchmark("attention")["claims"] if c["what"] == what)
     return float(found)
@@ -208,22 +204,10 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float]]]] = [
         lambda: [long_ratio("window 128 + landmark m=64", "4000-6500")],
     ),
     (
-        "README.md",
-        "of 400,000 word vectors N times faster than the best exact product we know (with building it, N times; of "
-        "100,000 clustered points N times, of 100,000 image patches N times)",
-        lambda: [
-            product("glove 400000")["speedup"],
-            product("glove 400000")["speedup_with_build"],
-            product("mixture 100000")["speedup"],
-            product("patches 100000")["speedup"],
-        ],
-    ),
-    (
         "index.md",
         "| N % of the perplexity at 450 tokens; less on longer texts | N of the cache at 4,000 tokens |",
         lambda: [100 / recipes()[RECIPE]["ratio_long"], recipes()[RECIPE]["memory"]],
     ),
-    ("index.md", "| N times faster than exact, once built |", lambda: [product("glove 400000")["speedup"]]),
     (
         "faq.md",
         "heads exact keeps N of the cache at 4,000 tokens. It loses N % of the perplexity on texts of 450 tokens",
