@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import BochnerError, finite, positive_float
+from ..._checks import BochnerError, finite, positive_float
 
 OWNER = "KernelOperator"
 BANDWIDTHS = (1e-140, 1e140)  # squares of distances must neither vanish nor overflow in double precision

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import spawn_seed
+from ..._checks import spawn_seed
 from .engines.base import Engine
 from .engines.exact import precise_engine
 from .problem import Problem

@@ -14,7 +14,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from .._checks import BochnerError, lookup, make_generator, one_of, positive_float, positive_int
+from ..._checks import BochnerError, lookup, make_generator, one_of, positive_float, positive_int
 from . import choose, storage
 from .autograd import KernelProduct
 from .certificate import Cost, Estimate, multiply, state

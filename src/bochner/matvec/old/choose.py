@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .._checks import BochnerError
+from ..._checks import BochnerError
 from .certificate import HOLD_OUT_ROWS, WORTHWHILE
 from .engines.base import Engine
 from .engines.cells import CellsEngine
