@@ -4,13 +4,22 @@ They take part in pipelines, `clone`, `GridSearchCV` and pickling like scikit-le
 `bochner[sklearn]`.
 """
 
+from bochner.estimators.features import RandomFeatures, components_needed
+from bochner.estimators.local import KernelDensity, NadarayaWatson
 from bochner.estimators.nystrom import Centers
+from bochner.estimators.pca import KernelPCA
 from bochner.estimators.process import GaussianProcessRegressor
-from bochner.estimators.ridge import KernelClassifier, KernelRidge
+from bochner.estimators.ridge import KernelClassifier, KernelRidge, KernelRidgeCV
 
 __all__ = [
     "Centers",
     "GaussianProcessRegressor",
     "KernelClassifier",
+    "KernelDensity",
+    "KernelPCA",
     "KernelRidge",
+    "KernelRidgeCV",
+    "NadarayaWatson",
+    "RandomFeatures",
+    "components_needed",
 ]

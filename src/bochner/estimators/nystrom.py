@@ -281,3 +281,28 @@ def _chosen(kernel: Kernel, X: Tensor, m: int, rule: str, seed: int) -> Tensor:
 def shown(seconds: float) -> bool:
     """Whether progress is shown: work of more than five seconds, on a terminal."""
     return seconds > 5.0 and sys.stderr.isatty()
+
+
+def leave_one_out(kernel: Kernel, block: Block, m: int, alphas: np.ndarray, seed: int) -> np.ndarray:
+    """The mean squared error of every row, predicted from the others, for each alpha: (len(alphas),).
+
+    On m centres by pivoted Cholesky, whose factor has the features phi as its rows. With `G = Q diag(s) Q'` every alpha
+    costs O(n m): a row's residual is divided by 1 - h, `h = w phi' (G + alpha I)^-1 phi`.
+    """
+    assert block.y is not None
+    X = torch.from_numpy(np.array(block.X, dtype=np.float64))
+    y = torch.from_numpy(block.y - np.average(block.y, axis=0, weights=block.weight))
+    w = torch.ones(len(X), 1, dtype=torch.float64)
+    if block.weight is not None:
+        w = torch.from_numpy(np.array(block.weight, dtype=np.float64))[:, None]
+    phi = pivoted_cholesky(kernel, X, min(m, len(X)), seed=seed).rows
+    values, vectors = torch.linalg.eigh((phi * w).T @ phi)
+    psi = phi @ vectors
+    inverse = 1 / (values.clamp_min(0)[:, None] + torch.from_numpy(alphas))  # (m, alphas)
+    leverage = w * (psi.square() @ inverse)
+    right = psi.T @ (w * y)
+    errors = []
+    for k in range(len(alphas)):
+        residual = (y - psi @ (inverse[:, k : k + 1] * right)) / (1 - leverage[:, k : k + 1]).clamp_min(1e-6)
+        errors.append(float((w * residual.square()).sum() / (w.sum() * y.shape[1])))
+    return np.array(errors)

@@ -28,6 +28,7 @@ from bochner.estimators.nystrom import (
     Centers,
     CrossKernel,
     factored,
+    leave_one_out,
     logistic,
     make_basis,
     moments,
@@ -39,6 +40,7 @@ from bochner.estimators.rows import ArrayRows, BLOCK, Rows, StreamedRows, blockw
 from bochner.matvec import Kernel, Preconditioner, conjugate_gradients, pivoted_cholesky
 
 MAX_PASSES = 200
+COMPARED_ROWS, COMPARED_CENTERS = 10_000, 1000  # of leave-one-out errors
 LEARNED_ROWS = 1500  # from which bandwidths are learned
 
 
@@ -86,27 +88,31 @@ class _CenterModel(BaseEstimator):
         self._total_weight = float(weight)
         return rows.counted(lengths)
 
-    def _set_kernel(self, rows: Rows, seed: int) -> None:
-        """The bandwidth of every column, in the units of X."""
+    def _choose(self, rows: Rows, seed: int) -> None:
+        """The bandwidth of every column, before the fit."""
+        self._set_kernel(self.gamma, rows, seed)
+
+    def _set_kernel(self, given: Any, rows: Rows, seed: int) -> None:
+        """The bandwidth of every column, in the units of X, from what `gamma` can be."""
         owner = type(self).__name__
         one_of(self.kernel, "kernel", owner, KERNELS)
         mean, variance = self._spread
         scale = np.sqrt(np.where(variance > 0, variance, 1.0)) if flag(self.standardize, "standardize", owner) else 1.0
         scale = scale * np.ones(len(mean))
-        if isinstance(self.gamma, str):
-            one_of(self.gamma, "gamma", owner, ("scale", "learn"))
+        if isinstance(given, str):
+            one_of(given, "gamma", owner, ("scale", "learn"))
             inner = variance / scale**2
             pooled = float(inner.mean() + (0.0 if self.standardize else np.var(mean)))
             gamma: Any = 1.0 / (len(mean) * pooled) if pooled > 0 else 1.0
             if not np.isfinite(gamma):
                 raise BochnerError(f"The variance of the X of {owner}, for gamma='scale', is out of range; rescale X.")
-            if self.gamma == "learn":
-                block = rows.sample(LEARNED_ROWS, np.random.RandomState(seed))
+            if given == "learn":
+                block = rows.sample(LEARNED_ROWS, np.random.RandomState(seed)).merged()
                 y = block.y - block.y.mean(0)
                 y /= np.maximum(y.std(0), 1e-12 * max(1.0, np.abs(block.y).max()))
                 gamma = 0.5 / learn(self.kernel, (block.X - mean) / scale, y, seed=seed).bandwidth ** 2
         else:
-            gamma = np.asarray(self.gamma, dtype=np.float64) if np.ndim(self.gamma) else self.gamma
+            gamma = np.asarray(given, dtype=np.float64) if np.ndim(given) else given
             gamma = gamma if np.ndim(gamma) else positive_float(gamma, "gamma", owner)
             if np.ndim(gamma) and (gamma.shape != mean.shape or not (gamma > 0).all() or not np.isfinite(gamma).all()):
                 raise BochnerError(f"The 'gamma' of {owner} must be one positive number, or {len(mean)}, got {gamma}.")
@@ -187,7 +193,8 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
         if basis is not None and len(self.bandwidth_) == self.n_features_in_:
             return self._fit_centers(rows, basis, alpha, tol)
         seed = draw_seed(check_random_state(self.random_state))
-        self._set_kernel(rows, seed)
+        self._choose(rows, seed)
+        alpha = getattr(self, "alpha_", alpha)
         if centers is None or (isinstance(centers, Centers) and centers.number(len(rows), 1) >= len(rows)):
             return self._fit_rows(rows, alpha, tol, seed)
         basis = make_basis(self.kernel, self.bandwidth_, rows, centers, alpha, len(self.offset_), seed)
@@ -274,6 +281,77 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
         return scores[:, 0] if self._flat else scores
 
 
+class KernelRidgeCV(KernelRidge):
+    """`KernelRidge` with `alpha` and `gamma` chosen by leave-one-out errors; the columns of X are standardised.
+
+    The error of every row of a sample, predicted from the others, is known in closed form for all alphas at once. The
+    best pair is then fitted to all rows.
+
+    Args:
+        alphas: those that are compared.
+        gammas: those that are compared, each a number or one for each column; None: `"scale"` and `"learn"` of
+            `KernelRidge`, each also wider and narrower as long as that helps.
+        kernel, centers, standardize, tol, random_state: as in `KernelRidge`.
+
+    Attributes: `alpha_`, `gamma_`, `errors_` (one pair for each gamma that was tried: gamma, mean squared error of every
+    alpha), and those of `KernelRidge`.
+
+    >>> import numpy as np
+    >>> X = np.linspace(0, 1, 60)[:, None]
+    >>> bool(KernelRidgeCV().fit(X, np.sin(20 * X[:, 0])).score(X, np.sin(20 * X[:, 0])) > 0.99)
+    True
+    """
+
+    def __init__(
+        self,
+        alphas: Any = (1e-3, 1e-2, 0.1, 1.0, 10.0),
+        *,
+        gammas: Any = None,
+        kernel: str = "gaussian",
+        centers: Any = "auto",
+        standardize: bool = True,
+        tol: float = 3e-3,
+        random_state: Any = 0,
+    ) -> None:
+        self.alphas = alphas
+        self.gammas = gammas
+        self.kernel = kernel
+        self.centers = centers
+        self.standardize = standardize
+        self.tol = tol
+        self.random_state = random_state
+
+    alpha, warm_start = 1.0, False  # what `KernelRidge` reads before alpha is chosen
+
+    def _choose(self, rows: Rows, seed: int) -> None:
+        owner = type(self).__name__
+        alphas = np.array([positive_float(alpha, "alphas", owner) for alpha in np.ravel(self.alphas)])
+        block = rows.sample(COMPARED_ROWS, np.random.RandomState(seed)).merged()
+        self.errors_: list[tuple[Any, np.ndarray]] = []
+
+        def error(gamma: Any) -> float:
+            self._set_kernel(gamma, rows, seed)
+            found = leave_one_out(Kernel(self.kernel, self.bandwidth_), block, COMPARED_CENTERS, alphas, seed)
+            self.errors_.append((self.gamma_, found))
+            return float(found.min())
+
+        if self.gammas is not None:
+            for gamma in self.gammas:
+                error(gamma)
+        else:
+            for start in ("scale", "learn"):
+                best, middle = error(start), self.gamma_
+                for step in (2.0, 0.5):
+                    factor = step
+                    while (now := error(middle * factor)) < best:
+                        best, factor = now, factor * step
+                    if factor != step:
+                        break
+        gamma, errors = min(self.errors_, key=lambda pair: pair[1].min())
+        self.alpha_ = float(alphas[errors.argmin()])
+        self._set_kernel(gamma, rows, seed)
+
+
 class KernelClassifier(ClassifierMixin, _CenterModel):
     """Kernel logistic regression, `min_f sum_i w_i loss(y_i, f(x_i)) + alpha/2 |f|^2`; the columns of X are standardised.
 
@@ -326,7 +404,7 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
             raise BochnerError(f"{owner}.fit needs at least two classes, got only one class, {self.classes_[0]!r}.")
         rows = self._measure(rows.encoded(Indicators(self.classes_)))
         seed = draw_seed(check_random_state(self.random_state))
-        self._set_kernel(rows, seed)
+        self._choose(rows, seed)
         share = np.clip(self.offset_, 1e-12, 1 - 1e-12)
         two = len(self.classes_) == 2
         self.offset_ = np.log(share / (1 - share) if two else share) if self.standardize else 0.0 * share

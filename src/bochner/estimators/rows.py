@@ -26,6 +26,15 @@ class Block(NamedTuple):
     y: np.ndarray | None
     weight: np.ndarray | None
 
+    def merged(self) -> Block:
+        """In a canonical order, copies of a row as one of their whole weight, rows without weight left out."""
+        w = np.ones(len(self.X)) if self.weight is None else np.asarray(self.weight, dtype=np.float64)
+        assert self.y is not None
+        table = np.concatenate([self.X, self.y], 1)[w > 0]
+        rows, place = np.unique(table, axis=0, return_inverse=True)
+        weight = np.bincount(place.ravel(), w[w > 0])
+        return Block(rows[:, : self.X.shape[1]], rows[:, self.X.shape[1] :], weight)
+
 
 Sums = tuple[Any, ...]
 
@@ -201,7 +210,7 @@ def dask_rows(X: Any, y: Any, weight: Any, owner: str) -> DaskRows:
 def blockwise(result: Callable[[Any], tuple[int, Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For a method of one X: a Dask array in gives a Dask array out, block by block, and nothing is computed yet.
 
-    `result(estimator)`: the columns of the result, 0 for one number a row, and its dtype.
+    `result(estimator)`: the columns of the result, 0 for one number a row, and its dtype, None for that of X.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,7 +221,7 @@ def blockwise(result: Callable[[Any], tuple[int, Any]]) -> Callable[[Callable[..
             columns, dtype = result(self)
             X = X.rechunk({1: -1})
             how: dict[str, Any] = {"chunks": (X.chunks[0], (columns,))} if columns else {"drop_axis": 1}
-            meta = np.empty((0, 0) if columns else (0,), dtype=dtype)
+            meta = np.empty((0, 0) if columns else (0,), dtype=dtype or X.dtype)
             return X.map_blocks(lambda part: method(self, part, *args, **options), meta=meta, **how)
 
         return call
