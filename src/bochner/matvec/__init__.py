@@ -1,17 +1,20 @@
 """Kernel matrix-vector products with a stated error: `KernelOperator` and what it is made of."""
 
+from .certificate import Estimate
+from .choose import Plan
 from .kernels import Gradients, Kernel
 from .lowrank import Factor, Preconditioner, pivoted_cholesky
-from .old import *  # noqa: F403
-from .old.operator import KernelOperator
+from .operator import KernelOperator
 from .solve import LogDet, Solution, conjugate_gradients, logdet
 
 __all__ = [
+    "Estimate",
     "Factor",
     "Gradients",
     "Kernel",
     "KernelOperator",
     "LogDet",
+    "Plan",
     "Preconditioner",
     "Solution",
     "conjugate_gradients",

@@ -17,12 +17,14 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from .._checks import BochnerError
+from .._checks import BochnerError, spawn_seed
+from .engine import Certified, Engine, Problem
 from .kernels import Kernel
-from .tiles import Frame, Tiles, left, precise_frame, right
+from .tiles import PRECISE, Frame, Tiles, argument_error, extent, left, precise_frame, right
 
 BLOCK = 128  # pivots drawn at once
-DEPENDENT = 1e-12  # pivots this close to the span of the others are left out
+SHARE = 0.5  # of eps, for what a factor leaves out
+DEPENDENT = 1e-10  # pivots this close to the span of the others are left out
 
 
 @dataclass(frozen=True)
@@ -76,37 +78,39 @@ def pivoted_cholesky(
     n, generator = len(X), torch.Generator().manual_seed(seed)
     frame = precise_frame(kernel.profile, X, X, kernel.bandwidth)
     z, tiles = left(frame.place(X)), Tiles(frame)
-    rows = torch.empty(n, min(rank, n), dtype=torch.float64)
+    columns = torch.empty(min(rank, n), n, dtype=torch.float64)  # F', so that unused columns are never touched
     rest = torch.ones(n, dtype=torch.float64)
     pivots: list[Tensor] = []
     r, trace, smallest = 0, float(n), 1.0
-    while r < rows.shape[1] and trace > tolerance and not (stop is not None and r and stop(trace, r)):
+    while r < len(columns) and trace > tolerance and not (stop is not None and r and stop(trace, r)):
         # 1. Proposals, of which each stays with the share of its diagonal that the earlier ones have left.
-        size = min(BLOCK, rows.shape[1] - r, int((rest > 0).sum()))
+        size = min(BLOCK, len(columns) - r, int((rest > 0).sum()))
         if size == 0:
             break
         drawn = torch.multinomial(rest, size, replacement=True, generator=generator)
-        core = _columns(frame, tiles, z[drawn], X[drawn]) - rows[drawn, :r] @ rows[drawn, :r].T
-        drawn = drawn[_accepted(core.numpy(), rest[drawn].numpy(), generator)]
+        known = columns[:r, drawn]
+        core = _columns(frame, tiles, z[drawn], X[drawn]) - known.T @ known
+        kept = _accepted(core.numpy(), rest[drawn].numpy(), generator)
+        drawn, known = drawn[kept], known[:, kept]
         if drawn.numel() == 0:  # what is left is rounding
             break
         # 2. Their columns of what is left, and the Cholesky factor of their own block.
         new = _columns(frame, tiles, z, X[drawn])
-        new.addmm_(rows[:, :r], rows[drawn, :r].T, alpha=-1)
+        new.addmm_(columns[:r].T, known, alpha=-1)
         lower, failed = torch.linalg.cholesky_ex(_symmetric(new[drawn]))
         if int(failed):
             break
-        new = torch.linalg.solve_triangular(lower, new.T, upper=False).T
-        new[drawn] = lower  # exactly triangular, as `extend` wants it
+        new = torch.linalg.solve_triangular(lower, new.T, upper=False)
+        new[:, drawn] = lower.T  # exactly triangular, as `extend` wants it
         # 3. Append them, and take their squares off the diagonal.
-        rows[:, r : r + len(drawn)] = new
+        columns[r : r + len(drawn)] = new
         r += len(drawn)
-        rest = (rest - new.square().sum(1)).clamp_(min=0.0)
+        rest = (rest - new.square().sum(0)).clamp_(min=0.0)
         rest[drawn] = 0.0
         trace, smallest = float(rest.sum()), min(smallest, float(lower.diagonal().square().min()))
         pivots.append(drawn)
     chosen = torch.cat(pivots) if pivots else torch.empty(0, dtype=torch.long)
-    return Factor(kernel, X[chosen], chosen, rows[:, :r], rest, smallest)
+    return Factor(kernel, X[chosen], chosen, columns[:r].T, rest, smallest)
 
 
 def _columns(frame: Frame, tiles: Tiles, z: Tensor, points: Tensor) -> Tensor:
@@ -173,3 +177,49 @@ class Preconditioner(LinearOperator):
 
     def _adjoint(self) -> LinearOperator:
         return self
+
+
+class LowRankEngine(Engine):
+    """Products by the factor. Where queries are keys the rest of the diagonal is added back, which costs nothing."""
+
+    name = "lowrank"
+
+    def __init__(self, problem: Problem, rank: int, stop: Callable[[float, int], bool] | None = None) -> None:
+        self.problem = problem
+        n, s = problem.shape
+        points = problem.keys if problem.symmetric else torch.cat([problem.keys, problem.queries])
+        # |R_qk|_2 <= sqrt(tr R_qq tr R_kk), at most half of both traces together.
+        tolerance = SHARE * problem.eps * (1 if problem.symmetric else 2)
+        self.factor = pivoted_cholesky(
+            problem.kernel, points, rank, tolerance=tolerance, seed=spawn_seed(problem.seed, 2), stop=stop
+        )
+        self.keys, self.queries = self.factor.rows[:s], self.factor.rows[-n:]
+        self.remaining = self.factor.remaining[:s]
+        left_out = self.factor.remaining + self.factor.rounding
+        self.roots = left_out[-n:].sqrt(), left_out[:s].sqrt()  # of queries and of keys
+        self.pairs = (n + s) * self.factor.rank
+
+    def apply(self, x: Tensor, adjoint: bool = False) -> Tensor:
+        rows, columns = (self.keys, self.queries) if adjoint else (self.queries, self.keys)
+        y = rows @ (columns.T @ x)
+        return y.addcmul_(self.remaining[:, None], x) if self.problem.symmetric else y
+
+    @cached_property
+    def _entry(self) -> float:
+        """How far an entry may be off by rounding: of the kernel, of the factor, and of sums of n + r terms."""
+        problem, unit = self.problem, torch.finfo(torch.float64).eps
+        frame = precise_frame(problem.kernel.profile, problem.queries, problem.keys, problem.kernel.bandwidth)
+        reach = 2 * max(extent(frame, problem.queries), extent(frame, problem.keys))
+        lost = problem.kernel.profile.change(argument_error(reach, problem.keys.shape[1], frame))
+        return 10 * min(PRECISE, lost + 8 * unit) + self.factor.rounding + unit * (max(problem.shape) + self.factor.rank)
+
+    @property
+    def norm(self) -> float:
+        return float(self.roots[0].norm() * self.roots[1].norm()) + self._entry * math.sqrt(math.prod(self.problem.shape))
+
+    def certified(self, x: Tensor) -> Certified:
+        size = float((self.roots[1] * x.abs()[:, 0]).sum())  # |R_ij| <= sqrt(R_ii R_jj)
+        return Certified(self.apply(x), self.roots[0] * size + self._entry * float(x.abs().sum()))
+
+    def describe(self) -> str:
+        return f"Rank {self.factor.rank}; what is left out is at most {self.norm:.2g} |x|, for every x."

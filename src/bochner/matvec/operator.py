@@ -1,0 +1,464 @@
+"""`KernelOperator`: the kernel matrix as a scipy linear operator, with its error bounded."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor
+
+from .._checks import BochnerError, make_generator, one_of, positive_float, positive_int
+from .autograd import KernelProduct
+from .certificate import Estimate
+from .choose import METHODS, Known, Plan, choose
+from .engine import Problem
+from .exact import PlacedKeys
+from .inputs import OWNER, as_points, as_values, refuse_dask
+from .kernels import Kernel
+from .lowrank import LowRankEngine, Preconditioner, pivoted_cholesky
+from .solve import LogDet, conjugate_gradients, logdet
+from .tiles import BLOCK
+
+FLOORS = {torch.float32: 1e-6, torch.float64: 1e-13}
+DIRECT = 2048  # rows up to which solving and determinants are by factorisation
+LONG = 5.0  # seconds from which a product shows its progress
+PAIR = 2e-9  # seconds of a pair, roughly
+
+
+class KernelOperator(LinearOperator):
+    """The matrix `K_ij = exp(-|q_i - k_j|^2 / (2 sigma^2))` as an operator: `y = K @ x` for any signed x.
+
+    The contract is |Kx - y|_2 <= eps |x|_2 for every x. It holds by construction: what is skipped, dropped or rounded is
+    bounded before x is known. `matvec_with_certificate` says how large the error of one product can be, row by row.
+    Products are linear and repeatable. Gradients reach x, the points and the bandwidth where they are tensors.
+
+    Args:
+        queries: (n, d) array, numpy or torch (on the CPU), float32 or float64; shared, not copied, where it can be.
+        keys: (s, d); None means the queries, and then K is symmetric and so is the operator.
+        bandwidth: sigma, one number or one for each feature; 1 / sqrt(2 gamma) in scikit-learn's terms.
+        eps: the error allowed, relative to |x|_2.
+        seed: of clusters and pivots.
+        kernel: "gaussian", or "laplace" (= "matern12"), "matern32", "matern52", "student".
+        method: "auto" takes the fastest by prediction; "exact" every pair, in tiles; "cells" blocks of near pairs;
+            "sparse" near entries, kept; "lowrank" a factor by pivoted Cholesky.
+        products: how many products are expected. Keeping entries, or a factor, pays for several.
+
+    `memory`: bytes that kept entries, or a factor, may take (2 GB). `progress`: whether products show a bar; None: those
+    that take more than five seconds.
+
+    Example:
+        >>> import torch, bochner
+        >>> points = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
+        >>> K = bochner.KernelOperator(points, bandwidth=1.0)
+        >>> bool(((K @ torch.ones(500)) >= 1).all())
+        True
+        >>> print(K.plan)
+        Method exact: 500 x 500 is small.
+    """
+
+    memory = 1 << 31
+    progress: bool | None = None
+    shift = 0.0
+    plan: Plan
+    build_seconds: float
+
+    def __init__(
+        self,
+        queries: Any,
+        keys: Any = None,
+        bandwidth: Any = 1.0,
+        eps: float = 0.1,
+        seed: int = 0,
+        *,
+        kernel: str = "gaussian",
+        method: str = "auto",
+        products: int = 1,
+    ) -> None:
+        points = as_points(queries, "queries")
+        other = points if keys is None else as_points(keys, "keys")
+        if points.shape[1] != other.shape[1]:
+            raise BochnerError(
+                f"The 'queries' and 'keys' of {OWNER} must have the same number of columns, got {points.shape[1]} "
+                f"and {other.shape[1]}."
+            )
+        dtype = torch.promote_types(points.dtype, other.dtype)
+        positive_float(eps, "eps", OWNER)
+        if eps < FLOORS[dtype]:
+            remedy = "pass float64 points" if dtype == torch.float32 else "no dtype here is finer"
+            raise BochnerError(
+                f"The 'eps' of {OWNER} is {eps!r}, below what {dtype} can resolve ({FLOORS[dtype]:g}); {remedy}."
+            )
+        make_generator(seed)
+        if seed is None:
+            raise BochnerError(f"The 'seed' of {OWNER} must be an int: the operator has to be repeatable.")
+        self._method = one_of(method, "method", OWNER, METHODS)
+        self._products = positive_int(products, "products", OWNER)
+        self._learned = tuple(
+            value if isinstance(value, Tensor) and value.requires_grad else None for value in (queries, keys, bandwidth)
+        )
+        points = points.to(dtype)
+        made = Kernel(kernel, bandwidth)
+        made.frame(other[:1], "float64")  # a bandwidth for each feature fits them
+        symmetric = keys is None
+        problem = Problem(made, points, points if symmetric else other.to(dtype), symmetric, float(eps), seed)
+        if any(value is not None for value in self._learned):  # an optimizer would change them under our hands
+            copy = problem.queries.clone()
+            problem = replace(problem, queries=copy, keys=copy if symmetric else problem.keys.clone())
+        self._build(problem, Known(PlacedKeys(problem)))
+
+    def _build(self, problem: Problem, known: Known) -> None:
+        begun = time.perf_counter()
+        numpy_dtype = np.float32 if problem.dtype == torch.float32 else np.float64
+        super().__init__(np.dtype(numpy_dtype), problem.shape)
+        self._problem, self._known = problem, known
+        self._engine, self.plan = choose(problem, self._method, self._products, self.memory, known)
+        self.build_seconds = time.perf_counter() - begun
+
+    # ---- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def method(self) -> str:
+        """The method in use; differs from the one asked for only if that was "auto"."""
+        return self._engine.name
+
+    @property
+    def kernel(self) -> Kernel:
+        return self._problem.kernel
+
+    @property
+    def bandwidth(self) -> float | Tensor:
+        return self._problem.kernel.bandwidth
+
+    @property
+    def eps(self) -> float:
+        return self._problem.eps
+
+    @property
+    def seed(self) -> int:
+        return self._problem.seed
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the queries are the keys."""
+        return self._problem.symmetric
+
+    @property
+    def queries(self) -> Tensor:
+        return self._problem.queries
+
+    @property
+    def keys(self) -> Tensor:
+        return self._problem.keys
+
+    def explain(self) -> str:
+        """What was chosen, why, and what it costs, in words."""
+        n, s = self.shape
+        return (
+            f"{n} x {s} {self.kernel.name} kernel {self.kernel.profile.formula}, bandwidth "
+            f"{self.kernel.told_bandwidth}, eps {self.eps:g}. Built in {self.build_seconds:.2g} s.\n{self.plan}\n"
+            f"{self._engine.describe()}"
+        )
+
+    def __repr__(self) -> str:
+        shift = f", shift={self.shift:g}" if self.shift else ""
+        return (
+            f"KernelOperator(shape={self.shape}, kernel={self.kernel.name!r}, bandwidth={self.kernel.told_bandwidth}, "
+            f"eps={self.eps:g}, method={self.method!r}, dtype={self.dtype}{shift})"
+        )
+
+    # ---- products ---------------------------------------------------------------------------------------------------
+
+    def matvec(self, x: Any) -> Any:
+        """`K x` for x of shape (s,) or (s, 1)."""
+        return self._public(x, adjoint=False, columns=False)
+
+    def rmatvec(self, x: Any) -> Any:
+        """`K' x` for x of shape (n,) or (n, 1)."""
+        return self._public(x, adjoint=True, columns=False)
+
+    def matmat(self, X: Any) -> Any:
+        """`K X` for X of shape (s, r): one pass for all columns."""
+        return self._public(X, adjoint=False, columns=True)
+
+    def rmatmat(self, X: Any) -> Any:
+        """`K' X` for X of shape (n, r)."""
+        return self._public(X, adjoint=True, columns=True)
+
+    def dot(self, x: Any) -> Any:
+        """`K x`, `K X`, or the composition with a scalar or another operator."""
+        if isinstance(x, LinearOperator) or np.isscalar(x):
+            return super().dot(x)
+        refuse_dask(x, "x")
+        table = x if isinstance(x, Tensor) else np.asarray(x)
+        if table.ndim not in (1, 2):
+            raise BochnerError(
+                f"The 'x' of {OWNER} must have shape ({self.shape[1]},) or ({self.shape[1]}, r), got "
+                f"{tuple(table.shape)}."
+            )
+        return self.matvec(table) if table.ndim == 1 else self.matmat(table)
+
+    def __matmul__(self, other: Any) -> Any:
+        if np.isscalar(other):
+            raise BochnerError(f"{OWNER} @ x needs an array x, got the number {other!r}; write {other!r} * K.")
+        return self.dot(other)
+
+    _matvec, _rmatvec, _matmat, _rmatmat = matvec, rmatvec, matmat, rmatmat
+
+    def _adjoint(self) -> LinearOperator:
+        return self if self.symmetric else super()._adjoint()
+
+    def _transpose(self) -> LinearOperator:
+        return self._adjoint()
+
+    def _public(self, x: Any, adjoint: bool, columns: bool) -> Any:
+        self._refuse_stale()
+        learns = isinstance(x, Tensor) and (x.requires_grad or any(t is not None for t in self._learned))
+        if learns and torch.is_grad_enabled():
+
+            def product(v: Tensor, back: bool) -> Tensor:
+                return self._product(v, back, columns)
+
+            return KernelProduct.apply(x, *self._learned, product, self._problem, adjoint)
+        return self._product(x, adjoint, columns)
+
+    def _refuse_stale(self) -> None:
+        """Plans and factors are those of the values at building; compared, as `.data` changes them without a trace."""
+        at_building = self.queries, self.keys, torch.as_tensor(self.bandwidth)
+        for name, now, then in zip(("queries", "keys", "bandwidth"), self._learned, at_building, strict=True):
+            if now is not None and not torch.equal(now.detach().to(then.dtype).reshape(then.shape), then):
+                raise BochnerError(
+                    f"The {name!r} of this {OWNER} have changed since it was built; build a new {OWNER} after every "
+                    "change."
+                )
+
+    def _product(self, x: Any, adjoint: bool, columns: bool) -> Any:
+        length = self.shape[0] if adjoint else self.shape[1]
+        table, restore, _ = as_values(x, length, columns, self._problem.dtype)
+        if table.shape[1] == 0:
+            return restore(table.new_zeros(sum(self.shape) - length, 0))
+        return restore(self._multiply(table, adjoint))
+
+    def _multiply(self, table: Tensor, adjoint: bool = False) -> Tensor:
+        """The product with a float64 table (s, r), float64."""
+        self._engine.progress = self._shows_progress()
+        y = self._engine.apply(table, adjoint)
+        return y.add_(table, alpha=self.shift) if self.shift else y
+
+    def _shows_progress(self) -> bool:
+        long = self._engine.pairs * PAIR * (1 + self.keys.shape[1] / 64) > LONG
+        return long and self.method != "lowrank" if self.progress is None else self.progress
+
+    def matvec_with_certificate(self, x: Any) -> Estimate:
+        """`K x` for one x of shape (s,), with bounds on |Kx - y| for the whole and for every row.
+
+        Cost: a little more than a product.
+
+        Example:
+            >>> import torch, bochner
+            >>> points = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
+            >>> K = bochner.KernelOperator(points, bandwidth=1.0)
+            >>> K.matvec_with_certificate(torch.ones(300)).met
+            True
+        """
+        self._refuse_stale()
+        begun = time.perf_counter()
+        table, restore, scale = as_values(x, self.shape[1], False, self._problem.dtype)
+        self._engine.progress = self._shows_progress()
+        value, rows = self._engine.certified(table)
+        if self.shift:
+            value = value + self.shift * table
+            rows = rows + 4 * torch.finfo(torch.float64).eps * (self.shift * table.abs() + value.abs())[:, 0]
+        factor, info = float(scale), np.finfo(self.dtype)
+        # The answer is rounded to the dtype of the points; near its end, to a multiple of its last number.
+        answer = value.abs()[:, 0] * float(info.eps) / 2
+        norm = float(table.norm())
+        bound = min(float(rows.norm()), self._engine.norm * norm) + float(answer.norm())
+        last = float(info.smallest_subnormal) if norm else 0.0
+        row_bounds = ((rows + answer) * (factor * (1.0 + 1e-12)) + last).to(torch.float64)
+        return Estimate(
+            value=restore(value),
+            bound=bound * factor * (1.0 + 1e-12) + last * math.sqrt(self.shape[0]),
+            row_bounds=row_bounds if isinstance(x, Tensor) else row_bounds.numpy(),
+            norm_x=norm * factor,
+            eps=self.eps,
+            method=self.method,
+            pairs=self._engine.pairs,
+            all_pairs=math.prod(self.shape),
+            seconds=time.perf_counter() - begun,
+        )
+
+    # ---- K as a matrix ----------------------------------------------------------------------------------------------
+
+    def to_dense(self) -> np.ndarray:
+        """K itself, (n, s), every entry by itself; the shift included."""
+        block = self.kernel.block(self.queries.double(), None if self.symmetric else self.keys.double())
+        if self.shift:
+            block.diagonal().add_(self.shift)
+        return block.numpy().astype(self.dtype, copy=False)
+
+    def diagonal(self) -> np.ndarray:
+        """The diagonal of K, exactly; the shift included."""
+        n = min(self.shape)
+        if self.symmetric:
+            return np.full(n, 1.0 + self.shift, dtype=self.dtype)
+        scale = self.kernel.profile.unit / torch.as_tensor(self.bandwidth, dtype=torch.float64)
+        parts = [
+            ((q.double() - k.double()) * scale).square().sum(1)
+            for q, k in zip(self.queries[:n].split(BLOCK), self.keys[:n].split(BLOCK), strict=True)
+        ]
+        floor = self.kernel.profile.floor(torch.float64)
+        return self.kernel.profile.value(torch.cat(parts).mul_(-0.5).clamp_min_(floor)).numpy().astype(self.dtype)
+
+    def shifted(self, alpha: float) -> KernelOperator:
+        """`K + alpha I`, with the same plan; K must be symmetric.
+
+        Example:
+            >>> import numpy as np, bochner
+            >>> X = np.random.default_rng(0).normal(size=(600, 3))
+            >>> A = bochner.KernelOperator(X, bandwidth=2.0, eps=1e-6).shifted(0.1)
+            >>> c = A.solve(X[:, 0])
+            >>> bool(np.linalg.norm(A @ c - X[:, 0]) < 1e-5)
+            True
+        """
+        self._need_symmetric("shifted")
+        other = object.__new__(KernelOperator)
+        other.__dict__.update(self.__dict__)
+        other.shift = self.shift + positive_float(alpha, "alpha", f"{OWNER}.shifted")
+        return other
+
+    def solve(self, y: Any, tol: float = 1e-6, max_iter: int = 1000) -> Any:
+        """x with `|K x + alpha x - y| <= tol |y|` for an operator that was `shifted(alpha)`; y (n,) or (n, r).
+
+        Up to 2,048 rows by Cholesky factorisation, beyond by preconditioned conjugate gradients on this operator, whose
+        eps must be below alpha: K as it multiplies is off by at most eps, which moves x by at most eps / alpha of it.
+        """
+        self._need_shift("solve")
+        refuse_dask(y, "y")
+        columns = getattr(y, "ndim", 1) == 2
+        table, restore, _ = as_values(y, self.shape[0], columns, self._problem.dtype)
+        if self.shape[0] <= DIRECT:
+            return restore(torch.cholesky_solve(table, self._cholesky()))
+        found = conjugate_gradients(
+            self._multiply, table, self.preconditioner(), tol=tol, max_iter=max_iter, progress=self._long_run(50)
+        )
+        if found.residual > tol:
+            raise BochnerError(
+                f"{OWNER}.solve stopped after {found.steps} steps with a residual of {found.residual:.2g} |y|, above "
+                f"tol={tol:g}; raise 'max_iter', 'tol' or the shift."
+            )
+        return restore(found.value)
+
+    def logdet(self, probes: int = 16, steps: int = 50) -> LogDet:
+        """`log det(K + alpha I)` of an operator that was `shifted(alpha)`, and two standard errors of it.
+
+        Up to 2,048 rows exactly, beyond by stochastic Lanczos quadrature with `probes` random vectors.
+        """
+        self._need_shift("logdet")
+        if self.shape[0] <= DIRECT:
+            return LogDet(2.0 * float(self._cholesky().diagonal().log().sum()), 0.0)
+        return logdet(
+            self._multiply, self.shape[0], self.preconditioner(), probes=probes, steps=steps, seed=self.seed
+        )
+
+    def preconditioner(self, rank: int | None = None) -> Preconditioner:
+        """`(F F' + alpha I)^-1` from a factor of K, for an operator that was `shifted(alpha)`; of rank 10 sqrt(n), at most.
+
+        It serves as `M` of scipy's `cg`.
+        """
+        self._need_symmetric("preconditioner")
+        if not self.shift:
+            raise BochnerError(f"{OWNER}.preconditioner needs K + alpha I: call shifted(alpha) first.")
+        if isinstance(self._engine, LowRankEngine) and rank is None:
+            return Preconditioner(self._engine.factor.rows, self.shift)
+        n = self.shape[0]
+        most = min(n, 10 * math.isqrt(n)) if rank is None else positive_int(rank, "rank", "preconditioner")
+        factor = pivoted_cholesky(
+            self.kernel, self.keys, most, seed=self.seed, stop=lambda trace, r: trace <= 2 * self.shift * r
+        )
+        return Preconditioner(factor.rows, self.shift)
+
+    def _cholesky(self) -> Tensor:
+        matrix = self.kernel.block(self.keys.double())
+        matrix.diagonal().add_(self.shift)
+        lower, failed = torch.linalg.cholesky_ex(matrix)
+        if int(failed):
+            raise BochnerError(f"K + {self.shift:g} I is singular to double precision; raise the shift.")
+        return lower
+
+    def _need_symmetric(self, name: str) -> None:
+        if not self.symmetric:
+            raise BochnerError(f"{OWNER}.{name} needs a symmetric kernel matrix: build it with keys=None.")
+
+    def _need_shift(self, name: str) -> None:
+        self._need_symmetric(name)
+        if not self.shift:
+            raise BochnerError(f"{OWNER}.{name} needs K + alpha I, which can be inverted: call shifted(alpha) first.")
+        if self.shape[0] > DIRECT and self.eps >= self.shift:
+            raise BochnerError(
+                f"{OWNER}.{name} needs eps below the shift, got eps={self.eps:g} and a shift of {self.shift:g}; build "
+                f"the operator with eps={self.shift / 10:.1g}."
+            )
+
+    def _long_run(self, products: int) -> bool:
+        return self._engine.pairs * PAIR * products > LONG if self.progress is None else self.progress
+
+    # ---- other queries, saving --------------------------------------------------------------------------------------
+
+    def with_queries(self, queries: Any) -> KernelOperator:
+        """The operator for other queries and the same keys; what is known of the keys is shared, not rebuilt."""
+        points = as_points(queries, "queries").to(self._problem.dtype)
+        if points.shape[1] != self.keys.shape[1]:
+            raise BochnerError(
+                f"The 'queries' of {OWNER}.with_queries must have {self.keys.shape[1]} columns, got {points.shape[1]}."
+            )
+        other = object.__new__(KernelOperator)
+        other.__dict__.update(self.__dict__)
+        other.shift = 0.0
+        own = queries if isinstance(queries, Tensor) and queries.requires_grad else None
+        other._learned = (own, self._learned[0] if self.symmetric else self._learned[1], self._learned[2])
+        other._build(replace(self._problem, queries=points, symmetric=False), self._known)
+        return other
+
+    def _state(self) -> dict[str, np.ndarray]:
+        bandwidth = self.bandwidth.tolist() if isinstance(self.bandwidth, Tensor) else self.bandwidth
+        settings = {
+            "bandwidth": bandwidth,
+            "eps": self.eps,
+            "seed": self.seed,
+            "kernel": self.kernel.name,
+            "method": self.method,
+            "products": self._products,
+            "shift": self.shift,
+        }
+        arrays = {"queries": self.queries.numpy(), "settings": np.array(json.dumps(settings))}
+        return arrays if self.symmetric else {**arrays, "keys": self.keys.numpy()}
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the points and the settings, the chosen method among them, as .npz; nothing in it is pickled."""
+        with open(path, "wb") as file:
+            np.savez(file, **self._state())  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> KernelOperator:
+        """Read what `save` wrote, and build it again: the same products."""
+        with np.load(path, allow_pickle=False) as file:
+            return _restore(dict(file))
+
+    def __reduce__(self) -> Any:
+        return _restore, (self._state(),)
+
+
+def _restore(arrays: dict[str, np.ndarray]) -> KernelOperator:
+    settings = json.loads(str(arrays["settings"]))
+    shift = settings.pop("shift", None)
+    if shift is None:
+        raise BochnerError("This kernel operator was saved by an earlier version; build it again and save it.")
+    K = KernelOperator(arrays["queries"], arrays.get("keys"), **settings)
+    return K.shifted(shift) if shift else K
