@@ -83,7 +83,9 @@ def learn(
             inside = (theta > low) & (theta < high)
             return value / len(x_part), tie.T @ np.where(inside, gradient, 0.0) / len(x_part)  # noqa: B023
 
-        found = minimize(objective, np.zeros(tie.shape[1]), jac=True, method="L-BFGS-B", options={"maxiter": steps, "ftol": 1e-6})
+        found = minimize(
+            objective, np.zeros(tie.shape[1]), jac=True, method="L-BFGS-B", options={"maxiter": steps, "ftol": 1e-6}
+        )
         start = np.clip(start + tie @ found.x, low, high)
     return Hyper.unpack(start)
 

@@ -59,7 +59,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         *,
         amplitude: float | None = None,
         gamma: Any = None,
-        kernel: str = "gaussian",
+        kernel: str = "matern32",
         centers: Any = "auto",
         per_feature: bool = True,
         standardize: bool = True,
@@ -110,7 +110,9 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             for name, value in (("alpha", self.alpha), ("amplitude", self.amplitude))
         )
         gamma = np.nan if self.gamma is None else np.asarray(self.gamma, dtype=np.float64)
-        if self.gamma is not None and not (np.isfinite(gamma).all() and (gamma > 0).all() and gamma.shape in ((), (d,))):
+        if self.gamma is not None and not (
+            np.isfinite(gamma).all() and (gamma > 0).all() and gamma.shape in ((), (d,))
+        ):
             raise BochnerError(f"The 'gamma' of {owner} must be None, a positive number, or {d} of them, got {gamma}.")
         return Hyper(np.sqrt(0.5 / (gamma * np.ones(d))), amplitude, noise)
 

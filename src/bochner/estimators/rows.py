@@ -79,7 +79,10 @@ class Rows:
         n = len(self)
         drawn = np.arange(n) if count >= n else np.sort(rng.choice(n, count, replace=False))
         ends = np.cumsum(self.lengths)
-        shares = [part - start for part, start in zip(np.split(drawn, np.searchsorted(drawn, ends[:-1])), ends - self.lengths, strict=True)]
+        shares = [
+            part - start
+            for part, start in zip(np.split(drawn, np.searchsorted(drawn, ends[:-1])), ends - self.lengths, strict=True)
+        ]
         parts = self.each(_take, shares=[share if len(share) else None for share in shares])
         first = parts[0]
         y, weight = (None if first[k] is None else np.concatenate([p[k] for p in parts]) for k in (1, 2))
@@ -181,7 +184,9 @@ def is_dask(X: Any) -> bool:
 def refuse_dask(owner: str, *arrays: Any) -> None:
     """For fits that hold all rows: nothing is brought into memory in silence."""
     if any(is_dask(array) for array in arrays):
-        raise BochnerError(f"{owner}.fit holds all rows in memory; call .compute() on the Dask arrays to bring them in.")
+        raise BochnerError(
+            f"{owner}.fit holds all rows in memory; call .compute() on the Dask arrays to bring them in."
+        )
 
 
 def dask_rows(X: Any, y: Any, weight: Any, owner: str) -> DaskRows:
