@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from bochner import attention, data, feedforward, maps, nn, theory
+from bochner import attention, data, maps, nn, theory
 from bochner._checks import BochnerError, BochnerWarning, MissingExtraError
 from bochner._lazy import lazy
 from bochner._version import __version__
@@ -32,13 +32,15 @@ _LAZY = {
     "cli": "bochner.cli",
     "estimators": "bochner.estimators",
     "sampling": "bochner.sampling",
+    "papers": "bochner.papers",
+    "feedforward": "bochner.feedforward",
     "report": "bochner.report",
     "tasks": "bochner.tasks",
     "convert": "bochner.hf.convert:convert",
     "revert": "bochner.hf.convert:revert",
     "advise": "bochner.hf.advise:advise",
     "distill": "bochner.hf.distill:distill",
-    "sparsity": "bochner.matvec.reduction:sparsity",
+    "sparsity": "bochner.papers.attention_kernel:sparsity",
 }
 
 __all__ = [
