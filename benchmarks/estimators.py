@@ -3,8 +3,8 @@
 `features`: `RandomFeatures` and `RBFSampler` at equal `n_components`, error of the kernel, and of a ridge regression
 after them; on two tables, and on a third that no default was chosen by. `times`: of their `transform`. `tables`:
 regression and classification, one model on one table in a process of its own, so that its memory can be told; `--data`
-and `--model` choose. `process`: Gaussian processes from 2,000 rows. `serving`: one row against 15,000 keys, and densities
-at 1,000 points.
+and `--model` choose. `process`: Gaussian processes from 2,000 rows. `serving`: one row against 15,000 keys, and
+densities at 1,000 points.
 """
 
 from __future__ import annotations
@@ -334,9 +334,9 @@ def tables(results: dict[str, Any]) -> str:
     if "serving" in results:
         ms, s = results["serving"]["row_ms"], results["serving"]["density_s"]
         text += (
-            f"\n\nOne row predicted from 15,000 keys: {ms[OURS]:.2f} ms, scikit-learn {ms[THEIRS]:.2f} ms. Densities at "
-            f'1,000 points from 300,000 rows: {s["auto"]:.1f} s, with `method="exact"` {s["exact"]:.1f} s, scikit-learn '
-            f"{s[THEIRS]:.1f} s."
+            f"\n\nOne row predicted from 15,000 keys: {ms[OURS]:.2f} ms, scikit-learn {ms[THEIRS]:.2f} ms. Densities "
+            f'at 1,000 points from 300,000 rows: {s["auto"]:.1f} s, with `method="exact"` {s["exact"]:.1f} s, '
+            f"scikit-learn {s[THEIRS]:.1f} s."
         )
     return text
 

@@ -230,8 +230,8 @@ def make_basis(
 ) -> Basis:
     """Centres chosen from a sample of the rows, their factor, and G of the sample.
 
-    Rounding of single precision acts like noise in the kernel, for which n noise^2 / alpha on the diagonal of K(Z, Z) is
-    the right ridge: it keeps the coefficients so small that the noise does not show.
+    Rounding of single precision acts like noise in the kernel, for which n noise^2 / alpha on the diagonal of K(Z, Z)
+    is the right ridge: it keeps the coefficients so small that the noise does not show.
     """
     n, kernel = len(rows), Kernel(name, bandwidth)
     m = centers.number(n, columns) if isinstance(centers, Centers) else len(centers)
@@ -289,7 +289,6 @@ def leave_one_out(kernel: Kernel, block: Block, m: int, alphas: np.ndarray, seed
     On m centres by pivoted Cholesky, whose factor has the features phi as its rows. With `G = Q diag(s) Q'` every alpha
     costs O(n m): a row's residual is divided by 1 - h, `h = w phi' (G + alpha I)^-1 phi`.
     """
-    assert block.y is not None
     X = torch.from_numpy(np.array(block.X, dtype=np.float64))
     y = torch.from_numpy(block.y - np.average(block.y, axis=0, weights=block.weight))
     w = torch.ones(len(X), 1, dtype=torch.float64)

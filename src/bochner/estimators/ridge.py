@@ -36,7 +36,7 @@ from bochner.estimators.nystrom import (
     right_side,
     shown,
 )
-from bochner.estimators.rows import ArrayRows, BLOCK, Rows, StreamedRows, blockwise, dask_rows, is_dask
+from bochner.estimators.rows import ArrayRows, Rows, StreamedRows, blockwise, dask_rows, is_dask
 from bochner.matvec import Kernel, Preconditioner, conjugate_gradients, pivoted_cholesky
 
 MAX_PASSES = 200
@@ -294,8 +294,8 @@ class KernelRidgeCV(KernelRidge):
             `KernelRidge`, each also wider and narrower as long as that helps.
         kernel, centers, standardize, tol, random_state: as in `KernelRidge`.
 
-    Attributes: `alpha_`, `gamma_`, `errors_` (one pair for each gamma that was tried: gamma, mean squared error of every
-    alpha), and those of `KernelRidge`.
+    Attributes: `alpha_`, `gamma_`, `errors_` (one pair for each gamma that was tried: gamma, mean squared error of
+    every alpha), and those of `KernelRidge`.
 
     >>> import numpy as np
     >>> X = np.linspace(0, 1, 60)[:, None]
@@ -354,15 +354,15 @@ class KernelRidgeCV(KernelRidge):
 
 
 class KernelClassifier(ClassifierMixin, _CenterModel):
-    """Kernel logistic regression, `min_f sum_i w_i loss(y_i, f(x_i)) + alpha/2 |f|^2`; the columns of X are standardised.
+    """Kernel logistic regression, `min_f sum_i w_i loss(y_i, f(x_i)) + alpha/2 |f|^2`; columns are standardised.
 
     One function for two classes, one for each of more (softmax). On the centres and the preconditioner of `KernelRidge`
     with a quasi-Newton method: two or three dozen passes over the rows. Rows come as `KernelRidge` takes them.
 
     Args:
         alpha: the weight of the penalty, 1 / C of scikit-learn.
-        kernel, gamma, centers, standardize, random_state: as in `KernelRidge`; `gamma="learn"` learns from indicators of
-            the classes.
+        kernel, gamma, centers, standardize, random_state: as in `KernelRidge`; `gamma="learn"` learns from indicators
+            of the classes.
         tol: the decrease of the loss, relative to it, at which passes end is tol^2.
 
     Attributes: `classes_`, `centers_`, `bandwidth_`, `gamma_`, `n_iter_` (passes over the rows).

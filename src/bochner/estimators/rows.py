@@ -23,13 +23,12 @@ class Block(NamedTuple):
     """Some rows: X (b, d), the targets (b, c) or labels (b,) or None, and the weights (b,) or None."""
 
     X: np.ndarray
-    y: np.ndarray | None
-    weight: np.ndarray | None
+    y: Any
+    weight: Any
 
     def merged(self) -> Block:
         """In a canonical order, copies of a row as one of their whole weight, rows without weight left out."""
         w = np.ones(len(self.X)) if self.weight is None else np.asarray(self.weight, dtype=np.float64)
-        assert self.y is not None
         table = np.concatenate([self.X, self.y], 1)[w > 0]
         rows, place = np.unique(table, axis=0, return_inverse=True)
         weight = np.bincount(place.ravel(), w[w > 0])
@@ -107,7 +106,8 @@ def _add(a: Sums, b: Sums) -> Sums:
 
 
 def _take(block: Block, index: np.ndarray) -> Block:
-    return Block(*(None if part is None else np.asarray(part)[index] for part in block))
+    X, y, weight = (None if part is None else np.asarray(part)[index] for part in block)
+    return Block(np.asarray(X), y, weight)
 
 
 def _whole(block: Block) -> Block:
