@@ -1,7 +1,7 @@
 """Every figure, table and numbered statement of the five papers: what judges it, its baseline, its sizes, its verdict.
 
-An item takes its verdict from the stored result of an experiment, or states one whose evidence are tests, by name. A test
-refuses a verdict with neither. "not tried" needs a reason and no evidence.
+An item takes its verdict from the stored result of an experiment, or states one whose evidence are tests, by name. A
+test refuses a verdict with neither. "not tried" needs a reason and no evidence.
 """
 
 from __future__ import annotations

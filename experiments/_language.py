@@ -67,7 +67,7 @@ def batches(words: Tensor, batch: int = BATCH) -> Iterator[tuple[Tensor, Tensor]
 def trained(steps: int, path: str = "", regularised: bool = False) -> tuple[Model, Tensor, Tensor]:
     """A model after some steps of the exact loss, the words it was trained on and those held out.
 
-    `regularised`: eq. (105) of *Hybrid Random Features*, the logits times 6 and lengths of queries and keys held near 1.
+    `regularised`: eq. (105) of *Hybrid Random Features*, logits times 6, lengths of queries and keys held near 1.
     """
     words, held = corpus(path)
     model = Model(0)

@@ -1,9 +1,10 @@
 """Figure 4 (left) of *Hybrid Random Features*, in small: policies with implicit attention, by evolution strategies.
 
-The world is MiniGrid's lava gap: find the one gap in a wall of lava, reach the goal; the gap changes with every episode.
-The tokens are the 49 cells in view, the policy keeps the 8 cells that get most attention. Queries and keys have length 1,
-as in the paper. Parameters are trained by CMA-ES; exact attention, a small FAVOR+ and a policy without attention stand
-beside. The claim is put to the test only if exact attention solves the task: it must solve 90 % of unseen worlds.
+The world is MiniGrid's lava gap: find the one gap in a wall of lava, reach the goal; the gap changes with every
+episode. The tokens are the 49 cells in view, the policy keeps the 8 cells that get most attention. Queries and keys
+have length 1, as in the paper. Parameters are trained by CMA-ES; exact attention, a small FAVOR+ and a policy without
+attention stand beside. The claim is put to the test only if exact attention solves the task: it must solve 90 % of
+unseen worlds.
 """
 
 from __future__ import annotations
@@ -185,7 +186,8 @@ def train(phi: Any, seed: int, generations: int) -> dict[str, Any]:
 
 
 @experiment(
-    claim="An implicit-attention policy with the angular hybrid of m = n = 8 trains as well as with FAVOR+ of m = 256, at "
+    claim="An implicit-attention policy with the angular hybrid of m = n = 8 trains as well as with FAVOR+ of m = "
+    "256, at "
     "fewer FLOPs.",
     items=("001 Figure 4, left",),
     paper="quadruped locomotion, two 32 x 24 depth images, the 5 best runs",
@@ -213,7 +215,8 @@ def judge(found: Any) -> Said:
     return Said(
         f"mean return on {TESTS} unseen worlds over {len(returns['exact'])} seeds: {shown}.",
         "not" if best < SOLVED or not alike else "partly",
-        f"exact attention itself solves {best:.0%}, which a fixed path does: no policy learned to look, so that none can be "
+        f"exact attention itself solves {best:.0%}, which a fixed path does: no policy learned to look, so that "
+        "none can be "
         "told from another"
         if best < SOLVED
         else "a small world instead of locomotion" + ("" if alike else "; the hybrid is behind"),

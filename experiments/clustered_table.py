@@ -125,8 +125,8 @@ def judge(found: Any) -> Said:
         "reproduced" if both == len(cells) else "partly" if both else "not",
         ""
         if both == len(cells)
-        else f"below both FAVOR+ as eq. (3) has it and trigonometric features in {both} of {len(cells)} cells only; the "
-        "paper's own figures of FAVOR+ fit plain positive features",
+        else f"below both FAVOR+ as eq. (3) has it and trigonometric features in {both} of {len(cells)} cells only; "
+        "the paper's own figures of FAVOR+ fit plain positive features",
     )
 
 

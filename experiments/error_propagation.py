@@ -47,7 +47,8 @@ def relative(a: list[Tensor], b: list[Tensor]) -> list[float]:
 
 
 @experiment(
-    claim="The error of FAVOR+ in a pretrained transformer grows with the number of layers; the weights cannot be used as "
+    claim="The error of FAVOR+ in a pretrained transformer grows with the number of layers; the weights cannot be "
+    "used as "
     "they are.",
     items=("003 Figure 14",),
     paper="a Transformer of up to 12 layers on LM1B, orthogonal features",
@@ -76,7 +77,8 @@ def judge(found: Any) -> Said:
     m = max(every, key=int)
     holds = all(row[-1] > row[0] and row[-1] > max(alone[k]) for k, row in every.items())
     return Said(
-        f"with {m} features the hidden states are off by {every[m][0]:.2f} after one layer and {every[m][-1]:.2f} after "
+        f"with {m} features the hidden states are off by {every[m][0]:.2f} after one layer and {every[m][-1]:.2f} "
+        "after "
         f"six; no single replaced layer does more than {max(alone[m]):.2f}.",
         "reproduced" if holds else "partly",
         "" if holds else "the error does not grow with every number of features",

@@ -1,9 +1,9 @@
 """Four pretrained models that had no part in development, converted to a target at first try.
 
-BERTs of antibody sequences and of reactions, an ALBERT of reactions, whose twelve layers share one attention module, and
-a small RoBERTa of human antibodies. They read at most 512 tokens (the last one 142), where the original attention may
-well be the fastest: then the search says so and leaves the model alone. A recipe, window 32 and a sink with landmark
-features beside, shows what the maps keep of them.
+BERTs of antibody sequences and of reactions, an ALBERT of reactions, whose twelve layers share one attention module,
+and a small RoBERTa of human antibodies. They read at most 512 tokens (the last one 142), where the original attention
+may well be the fastest: then the search says so and leaves the model alone. A recipe, window 32 and a sink with
+landmark features beside, shows what the maps keep of them.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ MODELS = {"AntiBERTy": antibodies, "RXNMapper": mapper, "rxnfp": fingerprints, "
 
 
 @experiment(
-    claim="Ours: `keep=0.98` needs to know nothing of a model: it keeps what it says on models that had no part in development.",
+    claim="Ours: `keep=0.98` needs to know nothing of a model: it keeps what it says on models that had no part in "
+    "development.",
     ours="four models, 9 sequences of up to 512 tokens each",
     quick="searches a target for each of four models",
     sources=("bochner.hf", "bochner.attention", "bochner.maps"),

@@ -70,7 +70,7 @@ def where(item: Item, homes: dict[str, str]) -> str:
 
 def row(item: Item, homes: dict[str, str]) -> str:
     """One line of the index; `homes`: the page of each experiment."""
-    verdict, why = verdict_of(item)
+    verdict = verdict_of(item)[0]
     paper, ours = sizes_of(item)
     sizes = f"{paper}; **ours** {ours}" if paper else ""
     # The reason of an experiment stands with its result; here that of the item itself.

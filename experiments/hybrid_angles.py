@@ -1,6 +1,7 @@
 """Figures 2 and 5 of *Hybrid Random Features*: relative error against the angle, at three lengths.
 
-"Equal FLOPs" is for making the features, as in the paper. Beyond it: equal feature length, which is what attention pays.
+"Equal FLOPs" is for making the features, as in the paper. Beyond it: equal feature length, which is what attention
+pays.
 """
 
 from __future__ import annotations

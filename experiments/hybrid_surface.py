@@ -30,7 +30,8 @@ def closed_forms(r: float) -> dict[str, torch.Tensor]:
 
 
 @experiment(
-    claim="The error of trigonometric features vanishes at angle 0, that of hyperbolic ones at pi, and only that of the "
+    claim="The error of trigonometric features vanishes at angle 0, that of hyperbolic ones at pi, and only that "
+    "of the "
     "angular hybrid at both.",
     items=("001 Figure 1",),
     paper="m = 10, n = 1, lengths up to 5",
@@ -63,7 +64,8 @@ def judge(found: Any) -> Said:
     off = found["standard_errors_off"]
     holds &= off < 5
     return Said(
-        f"so it is at all {len(found['mse'])} lengths up to 5 by the closed forms; {found.get('draws', 40_000):,} draws "
+        f"so it is at all {len(found['mse'])} lengths up to 5 by the closed forms; {found.get('draws', 40_000):,} "
+        "draws "
         f"at length 0.5 lie within {off:.1f} standard errors of them.",
         "reproduced" if holds else "not",
         "" if holds else "an error does not vanish where it should, or simulation differs",

@@ -1,9 +1,9 @@
 """Run time of Algorithms 1 to 3 of the paper on kernel matrix-vector products, against n.
 
-Two kinds of points keep assumption A. In `clusters` nearly all of the kernel's mass is in entries above n^(-1/3), so that
-sampling (Algorithm 2) has nothing to do. In `tail` the n largest entries hold a third of the mass, and 60 % of it is in
-entries below n^(-1/3): there the algorithm is put to the test. The algorithm runs with constants that meet eps in
-practice, beside the exact product and our default method. Best of two rounds; call it on an idle machine.
+Two kinds of points keep assumption A. In `clusters` nearly all of the kernel's mass is in entries above n^(-1/3), so
+that sampling (Algorithm 2) has nothing to do. In `tail` the n largest entries hold a third of the mass, and 60 % of it
+is in entries below n^(-1/3): there the algorithm is put to the test. The algorithm runs with constants that meet eps
+in practice, beside the exact product and our default method. Best of two rounds; call it on an idle machine.
 """
 
 from __future__ import annotations
@@ -107,12 +107,14 @@ def judge(found: Any) -> Said:
         f"n^{grows:.2f}, at n = {int(last):,} {slower[last]:.1f} times that of the exact product. With a real tail "
         f"({many[end]['tail over head']:.1f} times the head, {many[end]['light']:.0%} of the mass in light entries) it "
         f"computes {', '.join(f'{x:.2f} n^2' for x in shares.values())} kernel values at n = "
-        f"{', '.join(f'{int(n):,}' for n in shares)}, more than the exact product, and takes {slower[end]:.0f} times as long.",
+        f"{', '.join(f'{int(n):,}' for n in shares)}, more than the exact product, and takes {slower[end]:.0f} "
+        "times as long.",
         "reproduced" if kept and fast else "partly" if kept else "not",
         ""
         if kept and fast
-        else "the error is kept, the time is not: with a real tail every row asks for more draws than there are keys and is "
-        "summed exactly, which is quadratic. Only without one is the exponent below 2, and n^(1/3) log n hash tables put "
+        else "the error is kept, the time is not: with a real tail every row asks for more draws than there are keys "
+        "and is summed exactly, which is quadratic. Only without one is the exponent below 2, and n^(1/3) log n hash "
+        "tables put "
         "the gain beyond the sizes tried",
     )
 

@@ -1,8 +1,8 @@
 """Maps that are fitted against moments, which are not: error of the attention output against time, on real heads.
 
-Maps are fitted on some authors and measured on others (in domain) and on Python's language reference (out of domain). In
-a decoder several groups need anchors, which are fitted as well. Times are of 2,048 tokens on one thread, over those of
-exact attention in the same run.
+Maps are fitted on some authors and measured on others (in domain) and on Python's language reference (out of domain).
+In a decoder several groups need anchors, which are fitted as well. Times are of 2,048 tokens on one thread, over those
+of exact attention in the same run.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def times(maps: dict[str, FeatureMap], sequences: Sequences, near: Near) -> dict
 
 
 @experiment(
-    claim="Ours: in an encoder, beside a window and out of domain, moments of 4 groups, fitted to nothing, are closer than 128 "
+    claim="Ours: in an encoder, beside a window and out of domain, moments of 4 groups, fitted to nothing, are "
+    "closer than 128 "
     "calibrated features, and closer than 64 landmark features or within 10 % of them.",
     ours="MiniLM and SmolLM2, three layers each, 6 texts of each domain",
     quick={"cases": ("minilm, window",), "layers": 1, "texts": 2},
@@ -152,7 +153,8 @@ def judge(found: Any) -> Said:
     moments, known, landmarks = (rows[name] for name in ("moments 4", "calibrated 128", "landmark 64"))
     holds = moments < known and moments <= 1.1 * landmarks
     return Said(
-        f"error {moments:.3f}, calibrated {known:.3f}, landmark {landmarks:.3f}; time at 2,048 tokens over exact attention "
+        f"error {moments:.3f}, calibrated {known:.3f}, landmark {landmarks:.3f}; time at 2,048 tokens over exact "
+        "attention "
         f"{seconds['moments 4'] / seconds[EXACT]:.2f}, one group {seconds['moments 1'] / seconds[EXACT]:.2f} (error "
         f"{rows['moments 1']:.3f}).",
         "holds" if holds else "fails",

@@ -1,8 +1,8 @@
 """Section 1.3 of the problem set: the time of polynomial attention, exact, by sum decomposition and by TensorSketch.
 
-The text forms the L x L matrix in all three cases and concludes that features save time when m is far below d. Measured:
-forming the matrix in the three ways, and what features are for, attention without the matrix, O(L m d). Degree 3,
-d = 64; best of interleaved rounds. Call it on an idle machine.
+The text forms the L x L matrix in all three cases and concludes that features save time when m is far below d.
+Measured: forming the matrix in the three ways, and what features are for, attention without the matrix, O(L m d).
+Degree 3, d = 64; best of interleaved rounds. Call it on an idle machine.
 """
 
 from __future__ import annotations

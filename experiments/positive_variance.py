@@ -6,6 +6,7 @@ By the closed forms on angles up to pi and lengths up to 2, and by simulation on
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def measure(store: Store, draws: int = 20_000) -> None:
 def judge(found: Any) -> Said:
     near, off = found["near_pi"], found["off"]
     # 12 comparisons with a normal tail of 5 standard errors: alpha below 1e-5.
-    holds = all(a < b for a, b in zip(near, near[1:], strict=False)) and off < 5
+    holds = all(a < b for a, b in pairwise(near)) and off < 5
     return Said(
         f"at length 1 the ratio of the errors passes 1 at an angle of {found['crossing']:.2f} and reaches "
         f"10^{near[-1]:.1f} at pi - 10^-6, still growing; below that angle trigonometric features are better. "

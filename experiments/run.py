@@ -171,7 +171,8 @@ def listed(names: list[str]) -> int:
         known = [f"{n}={p.default!r}" for n, p in list(inspect.signature(declared.measure).parameters.items())[1:]]
         small = "quick" if isinstance(declared.quick, dict) else f"no small form: {declared.quick}"
         print(
-            f"{name}: {(declared.module.__doc__ or '').splitlines()[0]}\n    {small}; options: {', '.join(known) or 'none'}"
+            f"{name}: {(declared.module.__doc__ or '').splitlines()[0]}\n    {small}; options: "
+            f"{', '.join(known) or 'none'}"
         )
     return 0
 

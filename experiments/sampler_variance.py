@@ -1,7 +1,7 @@
 """How many draws is a draw worth: the variance of the partition function of a language model, by sampler.
 
-On the hidden states of a trained LSTM. The relative variance of Z from one draw is `sum_j p_j^2 / q_j - 1`, exactly, over
-all 10,000 classes; the number of draws for a given error is proportional to it.
+On the hidden states of a trained LSTM. The relative variance of Z from one draw is `sum_j p_j^2 / q_j - 1`, exactly,
+over all 10,000 classes; the number of draws for a given error is proportional to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ QUERIES = 50
 
 
 @experiment(
-    claim="Ours: the partition function from draws of the calibrated tree has a variance 100 times below that of uniform "
+    claim="Ours: the partition function from draws of the calibrated tree has a variance 100 times below that of "
+    "uniform "
     "and log-uniform draws, and 10 times below the samplers of *Hybrid Random Features*.",
     ours="LSTM on the Brown corpus, 500 steps, 10,000 classes, 50 hidden states",
     quick={"steps": 60},

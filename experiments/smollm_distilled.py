@@ -110,7 +110,8 @@ def by_target(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 @experiment(
-    claim="Ours: with 0.15 of the memory a decoder keeps 0.99 of perplexity and recall at 512 and at 4,000 tokens, once "
+    claim="Ours: with 0.15 of the memory a decoder keeps 0.99 of perplexity and recall at 512 and at 4,000 tokens, "
+    "once "
     "adapters are trained for ten minutes.",
     ours="8 texts of 512 and 2 of 4,000 tokens, a book of 6,500",
     quick="distills a decoder of 135 million parameters",
@@ -150,10 +151,12 @@ def judge(found: Any) -> Said:
         if name not in ("exact", "converted")
     )
     return Said(
-        f"{now['memory']:.3f} of the memory at 4,000 tokens; kept at 512 and at 4,000 tokens {before['512']['kept']:.3f} and "
+        f"{now['memory']:.3f} of the memory at 4,000 tokens; kept at 512 and at 4,000 tokens "
+        f"{before['512']['kept']:.3f} and "
         f"{before['4000']['kept']:.2f} before, {stages}; other authors, trained: ratios {now['ratio']:.3f} and "
         f"{now['ratio_long']:.3f}, recall {now['recall']:.3f} (exact {found['exact'][2]:.3f}). By one call: "
-        f"{called['memory']:.3f} of the memory, {called['report']['target']['trained']['4000']['kept']:.3f} on texts that it "
+        f"{called['memory']:.3f} of the memory, {called['report']['target']['trained']['4000']['kept']:.3f} on "
+        "texts that it "
         "held back.",
         "holds" if good else "fails",
         "" if good else "less than 0.99 is kept" if small else "perplexity or recall is lost",

@@ -1,8 +1,8 @@
 """Rates of SmolLM2-135M: tokens per second of prefill at 4,000 tokens and of decoding at 4,000 and 8,000, converted.
 
 Caches are filled with random keys and values: nothing here depends on what they are. Prefill is read in pieces of 512
-tokens, whose time grows linearly with what stands before them: it is measured behind 0, 2,000 and 3,488 tokens. Plans are
-those that `smollm_target` found, and a window of 128 with 10 groups exact. Call it on an idle machine.
+tokens, whose time grows linearly with what stands before them: it is measured behind 0, 2,000 and 3,488 tokens. Plans
+are those that `smollm_target` found, and a window of 128 with 10 groups exact. Call it on an idle machine.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def converted_models() -> dict[str, Any]:
 
 
 @experiment(
-    claim="Ours: SmolLM2 with a window of 128 and 10 of 90 key-value groups exact reads 4,000 tokens and decodes behind 8,000 "
+    claim="Ours: SmolLM2 with a window of 128 and 10 of 90 key-value groups exact reads 4,000 tokens and decodes "
+    "behind 8,000 "
     "faster.",
     ours="one sequence, one thread",
     quick="times a decoder of 135 million parameters behind 8,000 tokens",

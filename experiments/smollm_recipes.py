@@ -1,7 +1,7 @@
 """SmolLM2-135M under every recipe: perplexity ratio and recall, with "window and sinks alone" beside.
 
-Ordinary perplexity hides what linear attention loses, recall shows it. Rows named "blocks" have block windows, all others
-sliding windows of 64 tokens; windows have 4 sinks.
+Ordinary perplexity hides what linear attention loses, recall shows it. Rows named "blocks" have block windows, all
+others sliding windows of 64 tokens; windows have 4 sinks.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def converted(model: Any, tokenizer: Any, name: str, texts: list[str], tokens: i
 
 
 @experiment(
-    claim="Ours: FAVOR+ alone destroys a decoder (perplexity ratio above 10); a window of 64 with sinks keeps its perplexity and "
+    claim="Ours: FAVOR+ alone destroys a decoder (perplexity ratio above 10); a window of 64 with sinks keeps its "
+    "perplexity and "
     "loses recall; with a tenth of the heads exact it keeps both, in a third of the memory, without training.",
     ours="SmolLM2-135M, 32 recipes, no fine-tuning, texts of up to 450 tokens",
     quick="converts a decoder of 135 million parameters by 32 recipes",

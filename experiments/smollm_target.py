@@ -80,7 +80,8 @@ def measure(store: Store, keep: float = 0.99, judged: tuple[int, ...] = (512, 10
 def judge(found: Any) -> Said:
     reports = {n: found[n]["report"] for n in ("1000", "4000") if n in found}
     told = "; ".join(
-        f"kept {report['verified']['kept']:.3f} on held-back texts of {n} tokens, with {found[n]['row']['memory']:.2f} of the "
+        f"kept {report['verified']['kept']:.3f} on held-back texts of {n} tokens, with "
+        f"{found[n]['row']['memory']:.2f} of the "
         "memory at 4,000"
         for n, report in reports.items()
     )

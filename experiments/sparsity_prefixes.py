@@ -89,7 +89,8 @@ def add_text(entry: dict[str, Any], model: Any, inputs: Inputs) -> None:
 
 
 @experiment(
-    claim="The entries beyond the n largest of a head's kernel matrix sum to at most 5.39 times the n largest, for every "
+    claim="The entries beyond the n largest of a head's kernel matrix sum to at most 5.39 times the n largest, for "
+    "every "
     "head, text and prefix, and the ratio does not grow with the length. The n-th largest entry is about as large as "
     "the next, and at most about 20 times the 2n-th.",
     items=("002 Figure 1", "002 Figure 2", "002 Figure 3", "002 Figure 4"),
@@ -126,8 +127,10 @@ def judge(found: Any) -> Said:
     for name, e in found["models"].items():
         within = np.mean([h <= CLAIM for h in e["heads"]])
         told.append(
-            f"{name} ({e['texts']} texts): largest ratio {max(e['heads']):.1f}, median head {np.median(e['heads']):.2g}, "
-            f"{within:.0%} of {len(e['heads'])} heads within {CLAIM}, growing as n^{growth(e):.2f}; n-th entry over the "
+            f"{name} ({e['texts']} texts): largest ratio {max(e['heads']):.1f}, median head "
+            f"{np.median(e['heads']):.2g}, "
+            f"{within:.0%} of {len(e['heads'])} heads within {CLAIM}, growing as n^{growth(e):.2f}; n-th entry "
+            "over the "
             f"next {np.median(e['next']):.3f}, over the 2n-th {np.median(e['double']):.1f}"
         )
         holds += [name] if max(e["heads"]) <= CLAIM else []

@@ -1,7 +1,7 @@
 """How fast each attention learns to read: bits per byte of held-out books against steps.
 
-Preset `small` of the task `lm`, one seed; every attention sees the same batches in the same order. Beside them the limit
-that no attention can be worse than, the frequencies of the bytes.
+Preset `small` of the task `lm`, one seed; every attention sees the same batches in the same order. Beside them the
+limit that no attention can be worse than, the frequencies of the bytes.
 """
 
 from __future__ import annotations

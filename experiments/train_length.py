@@ -1,8 +1,9 @@
 """Accuracy against length: film reviews cut off after 256 to 2,048 bytes; the third axis of figures 1 and 3 of 004.
 
-Preset `small` of the task `text` with another `length` and nothing else changed: one layer of width 32, 600 steps of 16
-reviews, one seed. Runs with 1,024 bytes are those of `train_table`. Beside them what the counts of bytes alone tell, by a
-logistic regression on the same bytes. "Level" is within two standard errors of a difference of two shares of the tests.
+Preset `small` of the task `text` with another `length` and nothing else changed: one layer of width 32, 600 steps of
+16 reviews, one seed. Runs with 1,024 bytes are those of `train_table`. Beside them what the counts of bytes alone
+tell, by a logistic regression on the same bytes. "Level" is within two standard errors of a difference of two shares
+of the tests.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def judge(found: Any) -> Said:
     told = ", ".join(f"{a} {' '.join('-' if x is None else f'{100 * x:.1f}' for x in row)}" for a, row in shown.items())
     missing = [c for c in wanted() if c not in accuracy]
     return Said(
-        f"accuracy in percent at {', '.join(map(str, LENGTHS))} bytes of text: {told}; learned behind exact by more than "
+        f"accuracy in percent at {', '.join(map(str, LENGTHS))} bytes of text: {told}; learned behind exact by "
+        "more than "
         f"two standard errors at: {', '.join(lost) or 'no length'}.",
         "not" if lost else "partly",
         "one task, one small layer and one seed, where no attention at all does as well"

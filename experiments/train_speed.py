@@ -1,7 +1,7 @@
 """Time and memory of a training step against length, for every attention and the peers: figures 3 and 4 of 004.
 
-Forward, backward and optimizer on one thread. Time is the best of interleaved rounds, one length after the other: call it
-on an idle machine. Memory is what a fresh process adds to its resident set at its peak.
+Forward, backward and optimizer on one thread. Time is the best of interleaved rounds, one length after the other: call
+it on an idle machine. Memory is what a fresh process adds to its resident set at its peak.
 """
 
 from __future__ import annotations
@@ -97,10 +97,13 @@ def megabytes(length: int) -> dict[str, float]:
 
 
 @experiment(
-    claim="Time and memory of a training step are linear in the length, and close to those of attention that only returns "
+    claim="Time and memory of a training step are linear in the length, and close to those of attention that only "
+    "returns "
     "the values.",
-    items=("003 Figure 3", "003 Figure 20", "004 Figure 1", "004 Table 1", "004 Figure 3, memory and speed")
-    + ("004 Figure 4", "004 Figure 5"),
+    items=(
+        *("003 Figure 3", "003 Figure 20", "004 Figure 1", "004 Table 1", "004 Figure 3, memory and speed"),
+        *("004 Figure 4", "004 Figure 5"),
+    ),
     paper="4 to 6 layers of width 64 to 512 with 256 features, up to 32,768 tokens, on accelerators",
     ours="one layer of width 64 with 32 features, one sequence, up to 16,384 tokens, one thread",
     quick="its claim is about lengths that take minutes, on an idle machine",
@@ -159,8 +162,8 @@ def judge(found: Any) -> Said:
         + ", ".join(f"{k} {1e3 * times[k][n]:.0f} ms" for k in names)
         + "; peak memory: "
         + ", ".join(f"{k} {memory[k][n]:.0f} MB" for k in names if n in memory.get(k, {}))
-        + f"; largest exponent from 1,024 tokens on {steepest:.2f}; `positive` is faster than exact from {from_exact} tokens "
-        f"on, {times['exact'][n] / times['positive'][n]:.1f} times at {int(n):,}.",
+        + f"; largest exponent from 1,024 tokens on {steepest:.2f}; `positive` is faster than exact from {from_exact} "
+        f"tokens on, {times['exact'][n] / times['positive'][n]:.1f} times at {int(n):,}.",
         "not" if steepest > LINEAR_GROWTH else "partly" if missed else "reproduced",
         "; ".join(missed),
     )

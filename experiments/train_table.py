@@ -1,7 +1,7 @@
 """Every attention on seven tasks, trained from scratch with preset `small`: table 2 of paper 004, in small.
 
-Beating means by more than the spread over seeds. One run at a time, each resumable; `--resume` adds missing cells, which
-are never guessed. Drawing also writes the tables of docs/training-results.md.
+Beating means by more than the spread over seeds. One run at a time, each resumable; `--resume` adds missing cells,
+which are never guessed. Drawing also writes the tables of docs/training-results.md.
 """
 
 from __future__ import annotations

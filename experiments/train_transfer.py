@@ -47,7 +47,8 @@ def at_once(attention: str, changes: dict[str, Any], parent: Path | None) -> dic
 
 
 @experiment(
-    claim="A Performer with the weights of a Transformer has some accuracy at once and recovers the rest in a small fraction "
+    claim="A Performer with the weights of a Transformer has some accuracy at once and recovers the rest in a "
+    "small fraction "
     "of the original steps; positive features match it if redrawn, trigonometric ones are unstable.",
     items=("003 Figure 5",),
     paper="a Transformer on LM1B and proteins, 36 layers",
@@ -116,7 +117,8 @@ def judge(found: Any) -> Said:
     accuracy = fine["before"]["accuracy"], fine["after"]["accuracy"], parent["accuracy"]
     return Said(
         f"exact attention {goal:.2f} bits per byte after 800 steps; with its weights, before and after {STEPS} further "
-        f"steps: {told}. Accuracy of `positive` {100 * accuracy[0]:.0f} % at once, {100 * accuracy[1]:.0f} % after, of the "
+        f"steps: {told}. Accuracy of `positive` {100 * accuracy[0]:.0f} % at once, {100 * accuracy[1]:.0f} % "
+        "after, of the "
         f"original {100 * accuracy[2]:.0f} %.",
         "reproduced" if not missed else "partly" if quick else "not",
         "; ".join(missed),

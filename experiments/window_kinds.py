@@ -71,7 +71,8 @@ def decoder(texts: int, row: Callable[..., None]) -> None:
 
 
 @experiment(
-    claim="Ours: block windows keep at least as much as sliding ones of the same length: the cosine of MiniLM's embeddings is "
+    claim="Ours: block windows keep at least as much as sliding ones of the same length: the cosine of MiniLM's "
+    "embeddings is "
     "not lower for any map, the perplexity ratio of SmolLM2 not higher.",
     ours="16 texts; windows of 32 and 64",
     quick={"texts": 4, "names": ("alone", "landmark m=16"), "models": ("encoder",)},

@@ -1,4 +1,5 @@
-"""Experiments: the runner, results that know their sources, verdicts that have evidence, and the gallery made of them."""
+"""Experiments: the runner, results that know their sources, verdicts that have evidence, and the gallery made of "
+"them."""
 
 from __future__ import annotations
 

@@ -154,7 +154,6 @@ def test_runs_that_do_no_better_than_copying_test_nothing(experiments: None) -> 
 def test_runs_of_other_presets_are_not_taken_for_these(experiments: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import _framework
     import _training
-    import train_fastfood
     import train_table
 
     preset = tasks.task("text").presets["small"]
