@@ -27,6 +27,8 @@ from typing import Any
 import _framework as framework
 from _framework import GOOD, Experiment
 
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")  # before torch is imported: times of one thread can be compared
 BAD, SKIPPED = 3, 77  # exit codes: the claim is not good; data or packages are not there
 
 
@@ -66,12 +68,7 @@ def options_of(declared: Experiment, given: list[str], quick: bool) -> dict[str,
 
 def one(name: str, options: argparse.Namespace) -> int:
     """Run one experiment in this process."""
-    from bochner.data import ArtefactUnavailable
-
     try:
-        import torch
-
-        torch.set_num_threads(1)
         declared = framework.load(name)
         if options.adopt:
             content = json.loads(Path(options.adopt).read_text(encoding="utf-8"))
@@ -85,7 +82,9 @@ def one(name: str, options: argparse.Namespace) -> int:
         else:
             chosen = options_of(declared, options.options, options.quick)
             said = framework.run(declared, chosen, resume=options.resume)
-    except (ArtefactUnavailable, ImportError) as reason:
+    except Exception as reason:
+        if not isinstance(reason, ImportError) and type(reason).__name__ != "ArtefactUnavailable":
+            raise
         print(f"skipped, {name}: {reason}")
         return SKIPPED
     return 0 if said.verdict in GOOD else BAD
