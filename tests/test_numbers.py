@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 
 
 def experiment(name: str) -> Any:
-    return json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text(encoding="utf-8"))["figures"]
 
 
 def benchmark(name: str) -> Any:
