@@ -20,9 +20,9 @@ import torch.distributed as dist
 from _gallery import figure, finish, save
 
 from bochner import feature_map
-from bochner.report.parallel import sequence_parallel_cost
 from bochner.attention.parallel import sequence_parallel_attention
 from bochner.cli.planning import shard_seconds
+from bochner.report.parallel import sequence_parallel_cost
 
 PROCESSES = 2
 SHAPE: dict[str, Any] = {"heads": 4, "dim": 64, "num_features": 128}
