@@ -93,7 +93,7 @@ def choose(problem: Problem, method: str, products: int, memory: int, known: Kno
     options = [first]
     limit = TRIAL_SHARE * first.total(products)
     options += cells_trial(problem, products, limit, known.index)
-    options += factor_trial(problem, memory, 2.5 * limit)  # a hopeless one ends after its first columns
+    options += factor_trial(problem, memory, 1.5 * limit)  # a hopeless one ends after its first columns
     best = min(options, key=lambda option: option.total(products))
     if best is first or best.total(products) > WORTHWHILE * first.total(products):
         others = "the other methods would not be faster" if len(options) > 1 else "trying others would cost too much"
