@@ -17,6 +17,7 @@ from bochner.attention import (
     merge,
     read,
 )
+from bochner.certified import Certified, certified_attention
 from bochner.maps import FeatureMap, Features, feature_map, kernel_estimate, register_map
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ __all__ = [
     "BochnerError",
     "BochnerWarning",
     "Calibration",
+    "Certified",
     "Conversion",
     "Distillation",
     "Estimate",
@@ -70,6 +72,7 @@ __all__ = [
     "advise",
     "attention",
     "attention_matrix",
+    "certified_attention",
     "convert",
     "data",
     "diagnose",
