@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import BochnerError, extra, positive_int
+from ..._checks import BochnerError, extra, positive_int
 
 CLAIMS = {"BERT": 4.6, "GPT": 5.15, "RoBERTa": 5.39}
 

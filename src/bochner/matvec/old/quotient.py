@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import BochnerError
+from ..._checks import BochnerError
 from .operator import KernelOperator
 from .reduction import reduce_attention
 

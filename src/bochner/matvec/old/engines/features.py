@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...projections import gaussian_blocks
+from ....projections import gaussian_blocks
 from ..kernels import LN2
 from ..problem import Problem
 from ..tiles import make_frame

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from scipy.sparse.linalg import eigsh
 
-from .._checks import BochnerError, make_generator, one_of, positive_int
+from ..._checks import BochnerError, make_generator, one_of, positive_int
 from .operator import KernelOperator
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..._checks import BochnerError, spawn_seed
+from ...._checks import BochnerError, spawn_seed
 from ..inputs import OWNER
 from ..problem import Problem
 from ..tiles import Frame, Tiles, exact_product, extent, left, make_frame, right

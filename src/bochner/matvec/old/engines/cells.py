@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..._progress import track
+from ...._progress import track
 from ..index import KeyIndex, reframe, sort_side
 from ..measured import Ranking
 from ..plan import Between, NearTiles, Plan, near_reach, near_rounding, nearest_to_middle

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import BochnerError, extra
-from .._progress import track
+from ..._checks import BochnerError, extra
+from ..._progress import track
 from .operator import KernelOperator
 from .stream import block_product
 

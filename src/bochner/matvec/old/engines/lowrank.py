@@ -27,7 +27,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from ..._checks import spawn_seed
+from ...._checks import spawn_seed
 from ..budget import Budget, first_threshold
 from ..csr import POSITION, CompressedRows, RowWriter
 from ..problem import Problem

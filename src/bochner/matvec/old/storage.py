@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._checks import BochnerError
+from ..._checks import BochnerError
 from .choose import Options
 from .engines.base import Engine
 from .engines.cells import CellsEngine

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..._checks import BochnerError
-from ..._progress import track
+from ...._checks import BochnerError
+from ...._progress import track
 from ..budget import Budget, first_threshold
 from ..csr import POSITION, CompressedRows, RowWriter, numpy_dtype
 from ..index import KeyIndex

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._checks import BochnerError, positive_int, spawn_seed
-from .._progress import track
+from ..._checks import BochnerError, positive_int, spawn_seed
+from ..._progress import track
 from .operator import KernelOperator
 
 
