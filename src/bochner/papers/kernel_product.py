@@ -12,21 +12,25 @@ running time is not claimed here. The density
 estimate of the squared kernel samples the hash buckets (a hashing-based estimator, unbiased for the light keys
 directly, so nothing has to be subtracted and x need not be rounded to powers). A row that asks for more draws
 than there are keys is summed exactly.
+
+In practice `KernelOperator` is faster everywhere and bounds its error. This is here to be studied.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...._checks import BochnerError, spawn_seed
-from ..inputs import OWNER
-from ..problem import Problem
-from ..tiles import Frame, Tiles, exact_product, extent, left, make_frame, right
-from .base import Applied, Engine
+from .._checks import BochnerError, make_generator, positive_float, positive_int
+from ..matvec import KernelOperator
+from ..matvec.inputs import as_points
+from ..matvec.profiles import PROFILES
+from ..matvec.tiles import Frame, Tiles, exact_product, extent, left, make_frame, right
 
 PAIRS_AT_ONCE = 1 << 17
 WIDEST = 1e15  # bandwidths, of the points: their squares still fit single precision, their hashes 64 bits
@@ -206,37 +210,58 @@ def approximate_product(
     return y * (norm / math.sqrt(n)), pairs
 
 
-class PaperEngine(Engine):
-    """The algorithm with its randomness frozen per operator; not linear in x. Gaussian kernels only."""
+def kernel_product(
+    queries: Any,
+    keys: Any,
+    x: Any,
+    bandwidth: float = 1.0,
+    eps: float = 0.1,
+    *,
+    constants: Constants | None = None,
+    seed: int = 0,
+) -> np.ndarray:
+    """`y` with |Kx - y| <= eps |x| for the Gaussian kernel, with high probability over the seed.
 
-    name = "paper"
+    >>> points = np.random.default_rng(0).normal(size=(50, 2))
+    >>> y = kernel_product(points, points, np.ones(50), eps=0.5)
+    >>> bool(np.linalg.norm(y - KernelOperator(points) @ np.ones(50)) <= 0.5 * 50**0.5)
+    True
+    """
+    q, k = (as_points(points, name).double() for points, name in ((queries, "queries"), (keys, "keys")))
+    frame = make_frame(PROFILES["gaussian"], k, positive_float(bandwidth, "bandwidth", "kernel_product"), "float64")
+    wide = max(extent(frame, q), extent(frame, k))
+    if not wide < WIDEST:
+        raise BochnerError(
+            f"The points of kernel_product lie up to {wide:.2g} bandwidths apart, more than its hashes can tell "
+            f"({WIDEST:g}); use KernelOperator."
+        )
+    constants, generator = constants or Constants(), make_generator(seed)
+    z, w = frame.place(q), frame.place(k)
+    heavy = find_heavy(z, w, constants, generator)
+    vector = torch.as_tensor(np.asarray(x, dtype=np.float64))
+    if vector.shape != (len(k),):
+        raise BochnerError(f"The 'x' of kernel_product must have shape ({len(k)},), got {tuple(vector.shape)}.")
+    return approximate_product(frame, z, w, vector, heavy, eps, constants, generator)[0].numpy()
 
-    def __init__(self, problem: Problem, constants: Constants) -> None:
-        self.problem, self.constants = problem, constants
-        self.frame = make_frame(problem.kernel, problem.keys, problem.bandwidth, problem.arithmetic)
-        self.dtype = self.frame.dtype
-        wide = max(extent(self.frame, problem.queries), extent(self.frame, problem.keys))
-        if not wide < WIDEST:
-            raise BochnerError(
-                f"The points of {OWNER} lie up to {wide:.2g} bandwidths apart, more than the hashes of method='paper' "
-                f"can tell ({WIDEST:g}); use method='auto'."
-            )
-        self.z = self.frame.place(problem.queries)
-        self.w = self.z if problem.symmetric else self.frame.place(problem.keys)
-        self.heavy = find_heavy(self.z, self.w, constants, problem.generator())
-        self._adjoint_heavy: Heavy | None = None
 
-    def apply(self, x: Tensor, adjoint: bool = False) -> Applied:
-        z, w, heavy = self.z, self.w, self.heavy
-        if adjoint and not self.problem.symmetric:
-            z, w = w, z
-            if self._adjoint_heavy is None:
-                self._adjoint_heavy = find_heavy(z, w, self.constants, self.problem.generator())
-            heavy = self._adjoint_heavy
-        columns, pairs = [], 0
-        for column in x.unbind(1):
-            generator = torch.Generator().manual_seed(spawn_seed(self.problem.seed, 1))
-            y, spent = approximate_product(self.frame, z, w, column, heavy, self.problem.eps, self.constants, generator)
-            columns.append(y)
-            pairs += spent
-        return Applied(torch.stack(columns, 1), pairs)
+def noisy_power_method(
+    K: KernelOperator, *, iterations: int = 100, tol: float = 1e-3, seed: int = 0
+) -> tuple[float, np.ndarray]:
+    """Largest eigenvalue and eigenvector by power iteration on noisy products (Backurs et al. 2021, section 4).
+
+    K has non-negative entries, so a positive start stays positive and overlaps the Perron vector. Each product
+    may err by eps |x|; the best Rayleigh quotient seen is returned, so noise cannot undo progress.
+    """
+    x = torch.rand(K.shape[0], generator=make_generator(seed), dtype=torch.float64).numpy() + 0.1
+    x /= np.linalg.norm(x)
+    best, vector = -math.inf, x
+    for _ in range(positive_int(iterations, "iterations", "noisy_power_method")):
+        y = np.asarray(K @ x.astype(K.dtype), dtype=np.float64)
+        quotient = float(x @ y)
+        improved = quotient - best
+        if quotient > best:
+            best, vector = quotient, x
+        if improved <= tol * abs(best):
+            break
+        x = y / np.linalg.norm(y)
+    return best, vector

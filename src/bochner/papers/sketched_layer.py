@@ -1,7 +1,7 @@
 """Linearised feed-forward layers: `f(W x + b)` as one matrix times features of x, and two-layer blocks as one product.
 
 1. The activation becomes a polynomial on the interval each unit's pre-activation takes on calibration data
-   (`bochner.feedforward.polyfit`), in powers of `z = w.(x - mean)/r`, the centred and scaled pre-activation.
+   (`bochner.papers.polyfit`), in powers of `z = w.(x - mean)/r`, the centred and scaled pre-activation.
 2. Degrees 0 and 1 are exact: a bias and a matrix. A degree k >= 2 is a TensorSketch of x with m_k features, whose
    products with the sketched weights estimate `z^k` without bias.
 3. Everything that does not depend on x is one matrix. In a two-layer block it is multiplied by the second layer's
@@ -9,7 +9,7 @@
 
 The variance of a sketched power is about `(|w||x|/r)^(2k)/m_k`, and on real layers |w||x| is ten to twenty times the
 standard deviation of w.x: read `docs/feedforward.md` before use. `LinearizedMLP.convert` refuses where it does not pay.
-The unbiased estimator without a polynomial is `bochner.feedforward.taylor`.
+The unbiased estimator without a polynomial is `bochner.papers.taylor_layer`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bochner._checks import (
     positive_int,
 )
 from bochner._timing import best_times
-from bochner.feedforward.polyfit import (
+from bochner.papers.polyfit import (
     METHODS,
     PolynomialFit,
     activation_function,
