@@ -1,4 +1,4 @@
-"""The tables of the pages, filled from stored results: `python docs/tables.py` writes them anew.
+"""The tables of the pages, filled from stored results: `python docs/extensions/tables.py` writes them anew.
 
 A page has `<!-- table: NAME -->` above a table and `<!-- end -->` below it. No table has more than six columns.
 """
@@ -13,35 +13,23 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).resolve().parent
+DOCS = Path(__file__).resolve().parents[1]
 ROOT = DOCS.parent
-MARKED = re.compile(
-    r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end -->", flags=re.DOTALL
-)
+MARKED = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end -->", flags=re.DOTALL)
 LONG_RANGE = ("listops", "text", "image", "retrieval", "pathfinder")
 
 
 def experiment(name: str) -> Any:
-    return json.loads(
-        (ROOT / "experiments" / "results" / f"{name}.json").read_text(
-            encoding="utf-8"
-        )
-    )
+    return json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def benchmark(name: str) -> Any:
-    return json.loads(
-        (ROOT / "benchmarks" / "results" / f"{name}.json").read_text(
-            encoding="utf-8"
-        )
-    )
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    return "\n".join(
-        [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
-    )
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def share(value: float) -> str:
@@ -123,16 +111,9 @@ def models() -> str:
         ("Sapiens", "144"),
     ):
         row = further[name]
-        took = (
-            row["whole"]["converted"]["seconds"]
-            / row["whole"]["original"]["seconds"]
-        )
+        took = row["whole"]["converted"]["seconds"] / row["whole"]["original"]["seconds"]
         done = bool(row["converted_layers"])
-        figures = (
-            [quality(row["kept"]), "", times(took)]
-            if done
-            else ["100 %", "", "1x"]
-        )
+        figures = [quality(row["kept"]), "", times(took)] if done else ["100 %", "", "1x"]
         rows.append(
             [
                 name,
@@ -194,9 +175,7 @@ def decoder_recipes() -> str:
         "window + sinks + landmark m=64, 10 % exact, blocks": "the same and `landmark`, m = 64",
         "window 128 + sinks, 10 % exact, blocks": "window 128, 4 sinks, 10 % of the heads exact",
     }
-    found = {
-        row["recipe"]: row for row in experiment("smollm_recipes")["rows"]
-    }
+    found = {row["recipe"]: row for row in experiment("smollm_recipes")["rows"]}
     rows = [
         [
             "original",
@@ -208,10 +187,7 @@ def decoder_recipes() -> str:
     ]
     for key, label in names.items():
         row = found[key]
-        figures = [
-            short(row[k]) if row[k] > 10 else f"{row[k]:.3f}"
-            for k in ("ratio", "ratio_long", "recall")
-        ]
+        figures = [short(row[k]) if row[k] > 10 else f"{row[k]:.3f}" for k in ("ratio", "ratio_long", "recall")]
         rows.append([label, *figures, share(row["memory"])])
     return table(
         [
@@ -251,17 +227,11 @@ def book() -> dict[str, dict[str, Any]]:
 
 def book_perplexity() -> str:
     places = ("0-500", "500-1000", "1000-2000", "2000-4000", "4000-6500")
-    rows = [
-        [label, *(short(row["perplexity"][p]) for p in places)]
-        for label, row in book().items()
-    ]
+    rows = [[label, *(short(row["perplexity"][p]) for p in places)] for label, row in book().items()]
     return table(
         [
             "perplexity at tokens",
-            *(
-                p.replace("000", ",000").replace("6500", "6,500")
-                for p in places
-            ),
+            *(p.replace("000", ",000").replace("6500", "6,500") for p in places),
         ],
         rows,
     )
@@ -298,9 +268,7 @@ def decoder_targets() -> str:
             f"{kept['perplexity_ratio']:.3f}",
             quality(kept["recall_kept"]),
         ]
-        rows.append(
-            [f"{int(name):,} tokens", *figures, share(row["memory"])]
-        )
+        rows.append([f"{int(name):,} tokens", *figures, share(row["memory"])])
     return table(
         [
             "judged at",
@@ -361,10 +329,7 @@ def decoder_rates() -> str:
             [
                 label,
                 f"{first:.1f}",
-                *(
-                    f"{found[key][n]:.1f} ({found[key][n] / first:.2f}x)"
-                    for n in names[1:]
-                ),
+                *(f"{found[key][n]:.1f} ({found[key][n] / first:.2f}x)" for n in names[1:]),
             ]
         )
     heads = [
@@ -380,19 +345,9 @@ def decoder_rates() -> str:
 def further() -> str:
     rows = []
     for name, row in experiment("further_models").items():
-        took = (
-            row["whole"]["converted"]["seconds"]
-            / row["whole"]["original"]["seconds"]
-        )
-        done = (
-            [quality(row["kept"]), times(took)]
-            if row["converted_layers"]
-            else ["left as it was", "1x"]
-        )
-        recipes = [
-            quality(row[k])
-            for k in ("window 32, sink", "window 32, sink, landmark m=64")
-        ]
+        took = row["whole"]["converted"]["seconds"] / row["whole"]["original"]["seconds"]
+        done = [quality(row["kept"]), times(took)] if row["converted_layers"] else ["left as it was", "1x"]
+        recipes = [quality(row[k]) for k in ("window 32, sink", "window 32, sink, landmark m=64")]
         rows.append([name, *done, *recipes])
     return table(
         [
@@ -407,11 +362,7 @@ def further() -> str:
 
 
 def window_kinds() -> str:
-    found = {
-        (r["beside"], r["kind"]): r
-        for r in experiment("window_kinds")
-        if r["model"].startswith("SmolLM2")
-    }
+    found = {(r["beside"], r["kind"]): r for r in experiment("window_kinds") if r["model"].startswith("SmolLM2")}
     names = {
         "alone": "window and sinks",
         "landmark m=64": "and `landmark`, m = 64",
@@ -421,10 +372,7 @@ def window_kinds() -> str:
     rows = [
         [
             label,
-            *(
-                f"{found[key, kind]['perplexity_ratio']:.3f}"
-                for kind in ("sliding", "block")
-            ),
+            *(f"{found[key, kind]['perplexity_ratio']:.3f}" for kind in ("sliding", "block")),
         ]
         for key, label in names.items()
     ]
@@ -443,16 +391,10 @@ def moments() -> str:
         "moments 4": "`moments`, 4 groups",
         "moments 16": "`moments`, 16 groups",
     }
-    encoder, decoder = (
-        experiment("moments_frontier")[f"{model}, window"]
-        for model in ("minilm", "smollm2")
-    )
+    encoder, decoder = (experiment("moments_frontier")[f"{model}, window"] for model in ("minilm", "smollm2"))
     out, rows = "out of domain", []
     for key, label in names.items():
-        took = [
-            times(case["seconds"][key] / case["seconds"]["exact"])
-            for case in (encoder, decoder)
-        ]
+        took = [times(case["seconds"][key] / case["seconds"]["exact"]) for case in (encoder, decoder)]
         errors = [
             f"{x:.2f}"
             for x in (
@@ -461,9 +403,7 @@ def moments() -> str:
                 decoder[out][key],
             )
         ]
-        rows.append(
-            [label, errors[0], errors[1], took[0], errors[2], took[1]]
-        )
+        rows.append([label, errors[0], errors[1], took[0], errors[2], took[1]])
     heads = [
         "kernel",
         "MiniLM, books",
@@ -476,10 +416,7 @@ def moments() -> str:
 
 
 def frontier() -> str:
-    case, near = (
-        experiment("landmark_frontier")[name]
-        for name in ("minilm", "minilm, window")
-    )
+    case, near = (experiment("landmark_frontier")[name] for name in ("minilm", "minilm, window"))
     sizes = ("16", "32", "64", "128")
     names = {
         "FAVOR+": "FAVOR+",
@@ -487,30 +424,20 @@ def frontier() -> str:
         "landmark": "`landmark`",
         "best of rank m": "best of rank m",
     }
-    rows = [
-        ["averaging the values", *[f"{case['uniform']['all']:.2f}"] * 4]
-    ]
+    rows = [["averaging the values", *[f"{case['uniform']['all']:.2f}"] * 4]]
     rows += [
         [
             label,
-            *(
-                f"{case[key][m]:.2f}" if m in case[key] else ""
-                for m in sizes
-            ),
+            *(f"{case[key][m]:.2f}" if m in case[key] else "" for m in sizes),
         ]
         for key, label in names.items()
     ]
-    rows.append(
-        ["window 32, one sink", *[f"{near['window alone']['all']:.2f}"] * 4]
-    )
+    rows.append(["window 32, one sink", *[f"{near['window alone']['all']:.2f}"] * 4])
     found = near["landmark"]
     rows.append(
         [
             "window 32, one sink, `landmark`",
-            *(
-                f"{found[m]:.2f}" if m in found else "not run"
-                for m in sizes
-            ),
+            *(f"{found[m]:.2f}" if m in found else "not run" for m in sizes),
         ]
     )
     return table(["features", *(f"m = {m}" for m in sizes)], rows)
@@ -523,10 +450,7 @@ def projections() -> str:
     rows = [
         [
             name if "QR" in name else f"`{name}`",
-            *(
-                f"{found[name][d][0]:+.3f} ± {found[name][d][1]:.3f}"
-                for d in dims
-            ),
+            *(f"{found[name][d][0]:+.3f} ± {found[name][d][1]:.3f}" for d in dims),
         ]
         for name in names
     ]
@@ -547,8 +471,7 @@ def attention(is_causal: bool) -> str:
         ):
             took = case["seconds"]
             cells = [
-                f"{1000 * took[n]:,.1f}" if n in took else "not run"
-                for n in ("bochner", "exact", "performer", "floor")
+                f"{1000 * took[n]:,.1f}" if n in took else "not run" for n in ("bochner", "exact", "performer", "floor")
             ]
             rows.append([f"{case['length']:,}", *cells])
     return table(
@@ -568,18 +491,11 @@ def crossover() -> str:
     sizes = sorted({c["num_features"] for c in found})
     rows = []
     for is_causal, label in ((False, "both ways"), (True, "causal")):
-        cells = {
-            c["num_features"]: c["length"]
-            for c in found
-            if c["is_causal"] == is_causal
-        }
+        cells = {c["num_features"]: c["length"] for c in found if c["is_causal"] == is_causal}
         rows.append(
             [
                 label,
-                *(
-                    f"{cells[m]:,}" if cells[m] else "over 8,192"
-                    for m in sizes
-                ),
+                *(f"{cells[m]:,}" if cells[m] else "over 8,192" for m in sizes),
             ]
         )
     return table(["crossover length", *(f"m = {m}" for m in sizes)], rows)
@@ -600,10 +516,7 @@ def windows() -> str:
                 1024,
                 4096,
             ):
-                cells = [
-                    f"{1000 * case['seconds'][n]:.1f}"
-                    for n in ("kernel", "block", "sliding", "exact")
-                ]
+                cells = [f"{1000 * case['seconds'][n]:.1f}" for n in ("kernel", "block", "sliding", "exact")]
                 rows.append([label, f"{case['length']:,}", *cells])
     return table(
         [
@@ -619,19 +532,11 @@ def windows() -> str:
 
 
 def train_cell(found: dict[str, Any], task: str, name: str) -> str:
-    figure, digits, scale = (
-        ("bits", 2, 1.0) if task == "lm" else ("accuracy", 1, 100.0)
-    )
-    seen = [
-        scale * found[f"{task}/{name}/{s}"][figure]
-        for s in range(3)
-        if f"{task}/{name}/{s}" in found
-    ]
+    figure, digits, scale = ("bits", 2, 1.0) if task == "lm" else ("accuracy", 1, 100.0)
+    seen = [scale * found[f"{task}/{name}/{s}"][figure] for s in range(3) if f"{task}/{name}/{s}" in found]
     if not seen:
         return "not run"
-    spread = (
-        f" ± {statistics.stdev(seen):.{digits}f}" if len(seen) > 1 else ""
-    )
+    spread = f" ± {statistics.stdev(seen):.{digits}f}" if len(seen) > 1 else ""
     return f"{statistics.mean(seen):.{digits}f}{spread}"
 
 
@@ -685,10 +590,7 @@ def training_speed() -> str:
     rows = [
         [
             f"`{n}`",
-            *(
-                f"{1000 * found[n][L]:,.0f}" if L in found[n] else "not run"
-                for L in lengths
-            ),
+            *(f"{1000 * found[n][L]:,.0f}" if L in found[n] else "not run" for L in lengths),
         ]
         for n in names
         if n in found
@@ -708,10 +610,7 @@ def transfer() -> str:
     rows = [
         [
             label,
-            *(
-                f"{runs[key][when]['bits']:.2f}"
-                for when in ("before", "after")
-            ),
+            *(f"{runs[key][when]['bits']:.2f}" for when in ("before", "after")),
         ]
         for key, label in names.items()
     ]
@@ -722,15 +621,8 @@ def feedforward() -> str:
     found, rows = benchmark("feedforward")["blocks"], []
     for features in (0, 256, 1024):
         for method in ("least_squares", "regression"):
-            cases = [
-                c
-                for c in found
-                if (c["features"], c["method"]) == (features, method)
-            ]
-            errors = [
-                f"{c['error']:.2f}"
-                for c in sorted(cases, key=lambda c: c["layer"])
-            ]
+            cases = [c for c in found if (c["features"], c["method"]) == (features, method)]
+            errors = [f"{c['error']:.2f}" for c in sorted(cases, key=lambda c: c["layer"])]
             speed = statistics.median(c["speed"] for c in cases)
             rows.append(
                 [
@@ -759,13 +651,8 @@ WORDS = {
 def kernels() -> str:
     rows = []
     for name, part in benchmark("matvec")["parts"].items():
-        if {"data", "product_s", "baseline_s"} <= set(part) and part[
-            "n"
-        ] >= 10_000:
-            took = [
-                short(part[k])
-                for k in ("baseline_s", "build_s", "product_s")
-            ]
+        if {"data", "product_s", "baseline_s"} <= set(part) and part["n"] >= 10_000:
+            took = [short(part[k]) for k in ("baseline_s", "build_s", "product_s")]
             rows.append(
                 [
                     WORDS.get(name.split()[0], name.split()[0]),
@@ -791,9 +678,7 @@ def smooth() -> str:
     for name, part in benchmark("matvec")["parts"].items():
         if name.startswith("smooth"):
             label = WORDS.get(part["data"], part["data"])
-            took = [
-                short(part[k]) for k in ("exact_s", "build_s", "product_s")
-            ]
+            took = [short(part[k]) for k in ("exact_s", "build_s", "product_s")]
             rows.append(
                 [
                     label,
@@ -824,10 +709,7 @@ def kernel_peers() -> str:
         "kernel_density_s": "scikit-learn `KernelDensity`",
         "nystroem_s": "scikit-learn `Nystroem`, 1,000 landmarks",
     }
-    rows = [
-        [label, short(part[k]), f"{part[k] / part['exact_s']:.1f}x"]
-        for k, label in names.items()
-    ]
+    rows = [[label, short(part[k]), f"{part[k] / part['exact_s']:.1f}x"] for k, label in names.items()]
     return table(["method", "core-seconds", "of ours"], rows)
 
 
@@ -835,10 +717,7 @@ def random_features() -> str:
     found, rows = benchmark("estimators"), []
     for case in found["features"]:
         took = found["times"][case["data"]][str(case["n_components"])]
-        error = [
-            f"{case['kernel_error'][k]:.3f}"
-            for k in ("ours", "scikit-learn")
-        ]
+        error = [f"{case['kernel_error'][k]:.3f}" for k in ("ours", "scikit-learn")]
         ratio = took["ours"] / took["scikit-learn"]
         rows.append(
             [
@@ -889,10 +768,7 @@ def sampling() -> str:
     rows = []
     for case in benchmark("sampling")["speed"]:
         took = case["microseconds"]
-        cells = [
-            f"{took[k]:,.0f}"
-            for k in ("softmax", "draw", "40 draws", "top 10")
-        ]
+        cells = [f"{took[k]:,.0f}" for k in ("softmax", "draw", "40 draws", "top 10")]
         rows.append(
             [
                 f"{case['classes']:,}",
@@ -926,13 +802,8 @@ def samplers() -> str:
     }
     rows = []
     for key, label in names.items():
-        loss = (
-            statistics.mean(runs[f"{key}/{s}"]["loss"] for s in range(3))
-            - exact
-        )
-        divergence = statistics.mean(
-            runs[f"{key}/{s}"]["divergence"] for s in range(3)
-        )
+        loss = statistics.mean(runs[f"{key}/{s}"]["loss"] for s in range(3)) - exact
+        divergence = statistics.mean(runs[f"{key}/{s}"]["divergence"] for s in range(3))
         rows.append(
             [
                 label,
@@ -1031,9 +902,7 @@ TABLES: dict[str, Callable[[], str]] = {
 def filled(text: str) -> str:
     """A page with its tables as the results have them."""
     return MARKED.sub(
-        lambda m: (
-            f"<!-- table: {m['name']} -->\n{TABLES[m['name']]()}\n<!-- end -->"
-        ),
+        lambda m: f"<!-- table: {m['name']} -->\n{TABLES[m['name']]()}\n<!-- end -->",
         text,
     )
 
