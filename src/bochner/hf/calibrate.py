@@ -72,7 +72,7 @@ def error_on(calls: Iterable[Call], attention: Attention) -> Tensor:
 def head_errors(model: Any, layers: Mapping[str, Attention], data: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Relative error of each head of some modules, on the inputs that exact attention sees."""
     found = option_errors(model, {name: {"": layer} for name, layer in layers.items()}, data)
-    return {name: errors[""] for name, errors in found.items()}
+    return {name: errors[""].relative().cpu() for name, errors in found.items()}
 
 
 def option_errors(
@@ -80,8 +80,8 @@ def option_errors(
     options: Mapping[str, Mapping[Any, Attention]],
     data: Sequence[dict[str, Any]],
     say: Callable[[str], None] = lambda text: None,
-) -> dict[str, dict[Any, Tensor]]:
-    """Relative error of each head of some modules under each of several attentions; one pass over the data."""
+) -> dict[str, dict[Any, HeadErrors]]:
+    """Errors of each head of some modules under each of several attentions, by the module's name; one pass."""
     from bochner.hf.observe import recording, run
 
     found = {name: {key: HeadErrors() for key in several} for name, several in options.items()}
@@ -99,11 +99,7 @@ def option_errors(
         for i, batch in enumerate(data):
             say(f"measuring errors, batch {i + 1} of {len(data)}")
             run(model, batch)
-    return {
-        name: {key: e.relative().cpu() for key, e in errors.items()}
-        for name, errors in found.items()
-        if all(isinstance(e.error, Tensor) for e in errors.values())
-    }
+    return {name: e for name, e in found.items() if all(isinstance(x.error, Tensor) for x in e.values())}
 
 
 @dataclass

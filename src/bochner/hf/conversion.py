@@ -233,6 +233,13 @@ def _to_target(
     """Search, change the model, train what the target allows, and say what was reached."""
     from bochner.hf.distill import DistillReport, train
 
+    if target.train is not None and target.train.loss == "model" and data is not None:
+        given = data.data if isinstance(data.data, (list, tuple)) else []
+        if any(hasattr(batch, "keys") and "labels" in batch for batch in given):
+            raise BochnerError(
+                "The training of a Target uses no 'labels': convert without 'train', then call bochner.distill(model, "
+                "data, bochner.Distillation(loss='model'))."
+            )
     report = search(model, target, data, parts=parts, unsupported=unsupported, seed=seed, progress=progress)
     inner, _ = unwrap(model)
     plan: Plan = report.plan
@@ -401,7 +408,8 @@ def _observed(
                 f"Too little calibration text: {samples.rows} tokens for heads of size {layer.head_dim}, at least "
                 f"{wanted} are needed and some thousands are better; give more texts."
             )
-        drift.note(layer, samples.q, samples.k)
+        if layer.has_map:
+            drift.note(layer, samples.q, samples.k)
     return found
 
 

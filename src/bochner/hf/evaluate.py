@@ -27,6 +27,7 @@ from bochner.hf import inputs, observe
 
 INTERVAL = 0.9  # the confidence of the intervals that are reported, two-sided
 CAUTION = 0.8  # the confidence of the lower bound that choices are made by, one-sided
+SURE = 0.98  # the confidence with which a choice that is far off is given up, two-sided
 PASSAGE, PASSAGES = 120, 4  # tokens of a passage that comes again, and how many do, from all over the text
 REPEATED = 0.25  # the share of a text that they may take
 LEAD = 8  # of these tokens only tell which passage it is
@@ -99,8 +100,11 @@ class Evaluator(Protocol):
 
     batches: list[Batch]
 
-    def quality(self, run: Run) -> Quality:
-        """The quality that a changed model retains; `run(batch)` gives its outputs."""
+    def quality(self, run: Run, give_up: float = 0.0) -> Quality:
+        """The quality that a changed model retains; `run(batch)` gives its outputs.
+
+        Some of the batches will do where it surely is below `give_up`.
+        """
         ...
 
     def loss(self, index: int, output: Any) -> Tensor:
@@ -231,8 +235,15 @@ class Language:
         return loss
 
     @torch.no_grad()
-    def quality(self, run: Run) -> Quality:
-        found = [self._losses(i, run(batch)) for i, batch in enumerate(self.batches)]
+    def quality(self, run: Run, give_up: float = 0.0) -> Quality:
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for i, batch in enumerate(self.batches):
+            found.append(self._losses(i, run(batch)))
+            if i and self._quality(found).bounds(SURE)[1] < give_up:
+                break
+        return self._quality(found)
+
+    def _quality(self, found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Quality:
         apart, rise, again = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
         by = max((Measure(apart, True), Measure(rise, True)), key=lambda m: m.bounds(2 * CAUTION - 1)[0])
         return language_quality(by.losses, again, self.gain, self.again)
@@ -267,14 +278,12 @@ def language_quality(rise: Tensor, again: Tensor, gain: float, again_before: flo
     on them.
     """
     measures = {"perplexity": Measure(rise, True)}
-    figures = {
-        "perplexity_ratio": math.exp(min(rise.mean().item(), 700.0)),
-        "recall_perplexity": math.exp(min(again_before + again.mean().item(), 700.0)),
-        "recall_perplexity_original": math.exp(again_before),
-    }
-    if gain >= LEAST_GAIN:
+    figures = {"perplexity_ratio": math.exp(min(rise.mean().item(), 700.0))}
+    if gain >= LEAST_GAIN and len(again):
         measures["recall"] = Measure(again / gain)
         figures["recall_retained"] = 1 - again.mean().item() / gain
+        figures["recall_perplexity"] = math.exp(min(again_before + again.mean().item(), 700.0))
+        figures["recall_perplexity_original"] = math.exp(again_before)
     return Quality(measures, figures)
 
 
@@ -305,7 +314,7 @@ class Outputs:
         return (1 - F.cosine_similarity(a, b, dim=-1)).mean()
 
     @torch.no_grad()
-    def quality(self, run: Run) -> Quality:
+    def quality(self, run: Run, give_up: float = 0.0) -> Quality:
         found = [main_output(run(batch)).float() for batch in self.batches]
         if self.kind == "distributions":
             apart = torch.cat([divergence(*x) for x in zip(found, self.truth, self.rows, strict=True)]).cpu()

@@ -390,13 +390,10 @@ class NearHeads(FateModule):
             return
         rows = [g * self.group + i for g in self.heads for i in range(self.group)]
         q, k, v = [t[rows] for t in samples.q], [t[self.heads] for t in samples.k], [t[self.heads] for t in samples.v]
-        moments = None
-        if type(self.phi) is CalibratedFeatures:
-            moments = samples.moments_of(self.heads, is_causal=self.is_causal, **self._keywords)
         if isinstance(self.phi, LandmarkFeatures):
             self.phi.calibrate_(q, k, v, is_causal=self.is_causal, **self._keywords)
-        elif moments is not None:
-            self.phi.fit_(moments)
+        elif type(self.phi) is CalibratedFeatures:
+            self.phi.fit_(samples.moments_of(self.heads, is_causal=self.is_causal, **self._keywords))
         else:
             self.phi.calibrate_(torch.cat(q, dim=1), torch.cat(k, dim=1))
 

@@ -180,6 +180,7 @@ def attention_forward(
     own: Any = module._modules.get(CHILD)
     if own is not None:
         return converted_forward(module, query, key, value, attention_mask, **kwargs)
+    _refuse_old_files(module)
     _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
     call = read_call(module, query, key, value, attention_mask, kwargs)
     return attend(call, _default_map(call.key)).transpose(1, 2).contiguous(), None
@@ -191,8 +192,8 @@ def converted_forward(
     """The same for converted models, in which modules that are not converted go the way they went before."""
     own: Any = module._modules.get(CHILD)
     if own is None or own.plan.untouched:
-        _refuse_old_files(module)
         implementation = "sdpa" if own is None else own.original
+        _refuse_old_files(module)
         return original_attention(module, implementation, query, key, value, attention_mask, kwargs)
     cache = layer_of(key) if own.plan.is_causal else None
     _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
@@ -455,6 +456,11 @@ class MapLoader(HfQuantizer):
             model.__dict__.pop(name, None)
         for config in configs_of(model):
             config.__dict__.pop("_is_quantized", None)
+        for layer in attached_to(
+            model
+        ).values():  # tensors of a file lie anywhere in memory, which changes the rounding
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                tensor.data = tensor.data.clone()
         return model
 
     def is_serializable(self) -> bool:

@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from bochner.hf.evaluate import Quality
-from bochner.hf.search.knapsack import Choice, Table, all_exact, frontier, thinned, totals
+from bochner.hf.search.knapsack import Choice, Table, frontier, thinned, totals
 
 STEP = 0.02  # by which the costs of two choices that are measured differ at least
+DEARER = 1.1  # how much more the fallback costs than the choice, at least
 
 
 class Problem(Protocol):
@@ -23,8 +24,8 @@ class Problem(Protocol):
         """For every layer the damages and costs of its heads' options."""
         ...
 
-    def measure(self, choice: Choice) -> Quality:
-        """The quality of a choice, run end to end on the choice texts."""
+    def measure(self, choice: Choice, give_up: float = 0.0) -> Quality:
+        """The quality of a choice, run end to end on the choice texts; a part of them will do if it surely is below `give_up`."""
         ...
 
 
@@ -45,12 +46,11 @@ class Trials:
         self.problem = problem
         self.tried: dict[Choice, Candidate] = {}
 
-    def run(self, choice: Choice) -> Candidate:
-        """Measure a choice, unless that was done; its predicted damage is always that of the present tables."""
-        damage, cost = totals(self.problem.tables, choice)
+    def run(self, choice: Choice, give_up: float = 0.0) -> Candidate:
+        """Measure a choice, unless that was done."""
         if choice not in self.tried:
-            self.tried[choice] = Candidate(choice, damage, cost, self.problem.measure(choice))
-        self.tried[choice].damage = damage
+            damage, cost = totals(self.problem.tables, choice)
+            self.tried[choice] = Candidate(choice, damage, cost, self.problem.measure(choice, give_up))
         return self.tried[choice]
 
     def by_cost(self) -> list[Candidate]:
@@ -61,28 +61,30 @@ class Trials:
 def cheapest_that_keeps(problem: Problem, keep: float, trials: Trials) -> Candidate:
     """The cheapest choice of the frontier whose quality is at least `keep` by its lower confidence bound.
 
-    Bisection: quality is taken to rise with cost along the frontier. The original keeps everything, so that there
-    always is one.
+    Bisection: quality is taken to rise with cost along the frontier. The original, its last choice, retains everything.
     """
     path = thinned(problem.tables, frontier(problem.tables), STEP)
-    return bisect(path, lambda choice: trials.run(choice).quality.lower >= keep, trials)
-
-
-def bisect(path: Sequence[Choice], keeps: Callable[[Choice], bool], trials: Trials) -> Candidate:
-    """The first of some choices, by rising cost, that keeps; the last is taken to keep."""
     low, high = -1, len(path) - 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if keeps(path[middle]) else (middle, high)
+        keeps = trials.run(path[middle], keep).quality.lower >= keep
+        low, high = (low, middle) if keeps else (middle, high)
     return trials.run(path[high])
+
+
+def fallback(problem: Problem, chosen: Candidate, keep: float, trials: Trials) -> Choice | None:
+    """What to look at if the choice fails verification: the cheapest that costs DEARER times as much.
+
+    One that was measured and keeps, else the next of the frontier; None if that is the original.
+    """
+    least = DEARER * chosen.cost
+    known = [c.choice for c in trials.by_cost() if c.cost >= least and c.damage > 0 and c.quality.lower >= keep]
+    path = [c for c in frontier(problem.tables) if totals(problem.tables, c)[1] >= least]
+    found = (known or path or [None])[0]
+    return found if found is not None and totals(problem.tables, found)[0] > 0 else None
 
 
 def best_within(problem: Problem, budget: float, trials: Trials) -> Candidate | None:
     """The choice of the frontier with the least damage among those that cost at most `budget`; None if all cost more."""
     fitting = [c for c in frontier(problem.tables) if totals(problem.tables, c)[1] <= budget]
     return trials.run(fitting[-1]) if fitting else None
-
-
-def original(problem: Problem, trials: Trials) -> Candidate:
-    """The model as it is."""
-    return trials.run(all_exact(problem.tables))

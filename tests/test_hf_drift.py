@@ -13,11 +13,12 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, TEXT, build, texts_as_batches  # noqa: E402
 
-from bochner import BochnerWarning, convert  # noqa: E402
-from bochner.hf import layers_of, plan_of  # noqa: E402
-from bochner.hf.capture import recording  # noqa: E402
-from bochner.hf.familiar import FAR, LONGER, distance, note  # noqa: E402
-from bochner.hf.layer import Call  # noqa: E402
+from bochner import BochnerWarning, Conversion, Recipe, Target, convert  # noqa: E402
+from bochner.hf import layers_of  # noqa: E402
+from bochner.hf.calls import Call  # noqa: E402
+from bochner.hf.drift import FAR, LONGER, distance, note  # noqa: E402
+from bochner.hf.fates import Kernel  # noqa: E402
+from bochner.hf.observe import recording  # noqa: E402
 from bochner.hf.plan import LayerPlan  # noqa: E402
 
 STRANGE = torch.full((1, 64), 7)
@@ -29,7 +30,7 @@ HALVES = 0.5 ** torch.arange(15, -1, -1.0)[:, None]
 def model(family: str = "bert", calibration: Any = None, **options: Any) -> Any:
     head = "AutoModel" if family == "bert" else "AutoModelForCausalLM"
     made = build(family, TEXT if family == "bert" else GROUPED, head=head)
-    return convert(made, calibration=calibration or texts_as_batches(12), num_features=16, exact_below=0, **options)
+    return convert(made, Recipe(num_features=16, **options), calibration or texts_as_batches(12)).model
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -62,7 +63,7 @@ def test_one_calibration_sequence_is_enough(family: str) -> None:
 @pytest.mark.parametrize("at_once", [True, False])
 def test_one_warning_for_texts_longer_than_a_decoder_was_fitted_to(at_once: bool) -> None:
     converted = model("llama", feature_map="landmark", window=8)
-    length = plan_of(converted).layers[0].seen["length"]
+    length = Conversion.of(converted).plan.layers[0].seen["length"]
     assert length == max(b["input_ids"].shape[1] for b in texts_as_batches(12))
     ids = texts_as_batches(1, batch=1, length=LONGER * length + 3, seed=9)[0]["input_ids"]
     with torch.no_grad(), warnings.catch_warnings(record=True) as told:
@@ -101,7 +102,7 @@ def test_the_alarm_of_few_sequences_knows_a_shift_from_chance(count: int) -> Non
 
     like, false, missed = 0, 0, 0
     for trial in range(60):
-        plan = LayerPlan("a", 2, 2, 16, 16, ["kernel"] * 2, seed=trial)
+        plan = LayerPlan("a", 2, 2, 16, 16, [Kernel()] * 2, seed=trial)
         seen = rows(0.0, count)
         note(plan, list(seen), list(seen))
         near, far = (Call(x, x, x, True, None, 1.0) for x in (rows(0.0, 1), rows(2.0, 1)))
@@ -114,8 +115,8 @@ def test_the_alarm_of_few_sequences_knows_a_shift_from_chance(count: int) -> Non
 
 def test_a_target_of_a_language_model_notes_what_it_saw() -> None:
     made = build("llama", GROUPED, head="AutoModelForCausalLM")
-    convert(made, calibration=texts_as_batches(10, length=512, batch=1), keep=0.5, length=512, exact_below=0)
-    assert all(layer.seen is not None for layer in plan_of(made).converted)
+    convert(made, Target(keep=0.5, length=512), texts_as_batches(10, length=512, batch=1))
+    assert all(layer.seen is not None for layer in Conversion.of(made).plan.converted)
 
 
 def test_distances_of_like_sequences_are_about_one() -> None:
@@ -136,7 +137,7 @@ def test_what_was_seen_is_saved_and_loaded(tmp_path: Path) -> None:
     converted = model()
     converted.save_pretrained(tmp_path)
     again = type(converted).from_pretrained(tmp_path).eval()
-    assert all(layer.seen is not None for layer in plan_of(again).layers)
+    assert all(layer.seen is not None for layer in Conversion.of(again).plan.layers)
     with pytest.warns(BochnerWarning, match="unlike"), torch.no_grad():
         again(STRANGE)
 
@@ -157,4 +158,4 @@ def test_short_padded_and_recurrent_calls_are_left_alone() -> None:
 
 def test_windows_without_maps_have_nothing_to_compare_with() -> None:
     converted = model("llama", feature_map=None, window=8)
-    assert all(layer.seen is None for layer in plan_of(converted).layers)
+    assert all(layer.seen is None for layer in Conversion.of(converted).plan.layers)
