@@ -91,6 +91,8 @@ class Doctests(griffe.Extension):
         if obj.docstring is None:
             return
         text = obj.docstring.value
+        if obj.is_function and "old" in obj.parameters:  # call forms of the version before
+            del obj.parameters["old"]
         if obj.is_function or obj.is_class:
             text = described(text, {p.name.lstrip("*") for p in obj.parameters})
         obj.docstring.value = fenced(text)

@@ -18,6 +18,7 @@ def on_page_content(content: str, **_: object) -> str:
 
     def typeset(found: re.Match[str]) -> str:
         shown = convert(html.unescape(found[3]), display="block" if found[2] == "[" else "inline")
+        shown = re.sub(r"<mo[^>]*>&#x0007C;</mo>", '<mo stretchy="false" lspace="0" rspace="0">|</mo>', shown)
         return f'<div class="formula">{shown}</div>' if found[2] == "[" else shown
 
     return FORMULA.sub(typeset, content)
