@@ -1,4 +1,4 @@
-"""Quality retained: right for every kind of model, near 0 for random outputs, with intervals that mean what they say."""
+"""Quality retained: right for every kind of model, near 0 for random outputs, with intervals that are true."""
 
 from __future__ import annotations
 
@@ -158,7 +158,6 @@ def test_the_original_loses_nothing(whole: int, monkeypatch: pytest.MonkeyPatch)
     assert len({id(p.text) for p in judge.probes}) == 2
     found = judge.quality(lambda batch: run(model, batch))
     assert found.retained == pytest.approx(1, abs=1e-5)
-    assert judge.loss(0, run(model, judge.batches[0])).item() == pytest.approx(0, abs=1e-5)
 
 
 def test_a_choice_that_is_far_off_is_given_up_early() -> None:

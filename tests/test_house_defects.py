@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from hf_models import GROUPED, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
 import bochner  # noqa: E402
-from bochner import BochnerError, BochnerWarning, Calibration, Conversion, Distillation, Recipe, Target  # noqa: E402
+from bochner import BochnerError, Calibration, Conversion, Distillation, Recipe, Target  # noqa: E402
 from bochner.hf import cache_bytes, layers_of, masks  # noqa: E402
 
 RECIPE = Recipe("positive", 16, window=5, sinks=1, exact_heads=[(0, 1)])
@@ -140,7 +140,7 @@ def test_nothing_is_ignored_in_silence(tmp_path: Path) -> None:
         bochner.convert(model, str(tmp_path), data)
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         bochner.convert(model, Recipe(), data, colour=1)
-    with pytest.warns(BochnerWarning), pytest.raises(BochnerError, match="leave out 'window'"):
+    with pytest.raises(BochnerError, match="leave out 'window'"):
         bochner.convert(model, plan=plan, window=8)
     with pytest.raises(BochnerError, match="'lora' of Distillation"):
         Distillation(lora=4, end_to_end=0)

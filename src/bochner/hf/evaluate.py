@@ -107,8 +107,8 @@ class Evaluator(Protocol):
         """
         ...
 
-    def loss(self, index: int, output: Any) -> Tensor:
-        """How far the output for a batch is from the original's, differentiable; 0 for the original."""
+    def direction(self, output: Any, generator: torch.Generator) -> Tensor:
+        """A random scalar of the original's output; the mean square of its change is what an error does to quality."""
         ...
 
 
@@ -227,12 +227,8 @@ class Language:
         apart, _ = probe.split((truth.exp() * (truth - now)).sum(-1))
         return apart, *probe.split((truth - now).gather(-1, tokens)[:, 0])
 
-    def loss(self, index: int, output: Any) -> Tensor:
-        apart, _, again = self._losses(index, output)
-        loss = apart.mean()
-        if len(again) and self.gain >= LEAST_GAIN:
-            loss = loss + again.mean().clamp_min(0) / self.gain
-        return loss
+    def direction(self, output: Any, generator: torch.Generator) -> Tensor:
+        return log_likelihood(output.logits, generator)
 
     @torch.no_grad()
     def quality(self, run: Run, give_up: float = 0.0) -> Quality:
@@ -303,15 +299,12 @@ class Outputs:
         self.truth = [main_output(output).float() for output in outputs]
         self.rows = [rows_of(model, batch, t) for batch, t in zip(self.batches, self.truth, strict=True)]
 
-    def loss(self, index: int, output: Any) -> Tensor:
-        out, truth, rows = main_output(output).float(), self.truth[index], self.rows[index]
+    def direction(self, output: Any, generator: torch.Generator) -> Tensor:
+        out = main_output(output).float()
         if self.kind == "distributions":
-            return divergence(out, truth, rows).mean()
-        if self.kind == "scores":
-            every = torch.cat([t.flatten() for t in self.truth])
-            return ((out - truth).square() / every.var().clamp_min(1e-12)).mean()
-        a, b = (pooled(t, rows) for t in (out, truth))
-        return (1 - F.cosine_similarity(a, b, dim=-1)).mean()
+            return log_likelihood(out, generator)
+        out = out if self.kind == "scores" else F.normalize(pooled(out, None), dim=-1)
+        return (out * torch.randn(out.shape, generator=generator).to(out)).sum()
 
     @torch.no_grad()
     def quality(self, run: Run, give_up: float = 0.0) -> Quality:
@@ -332,13 +325,20 @@ class Outputs:
         return Quality(measures, figures)
 
 
+def log_likelihood(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Of labels drawn from the predictions (..., classes): the mean square of its change is twice the divergence."""
+    rows = logits.float().flatten(0, -2).log_softmax(-1)
+    drawn = torch.multinomial(rows.detach().exp().cpu(), 1, generator=generator).to(rows.device)
+    return rows.gather(-1, drawn).sum()
+
+
 def evaluator(model: Any, data: Any, length: int) -> Evaluator:
     """The evaluator of a language model by tokens (n,), of any other model by batches."""
     return Language(model, data, length) if isinstance(data, Tensor) else Outputs(model, data)
 
 
 def score_quality(truth: Tensor, found: Tensor) -> Quality:
-    """Scores (texts, columns) of rerankers and regressions: rank correlation, and error as a share of their variance."""
+    """Scores (texts, columns) of rerankers and regressions: rank correlation, and error as a share of variance."""
     truth, found = (t.reshape(len(t), -1).double().nan_to_num(0.0) for t in (truth, found))
     spread = truth.var(0, keepdim=True).clamp_min(1e-12) if len(truth) > 1 else truth.square().clamp_min(1e-12)
     errors = ((found - truth).square() / spread).mean(-1)

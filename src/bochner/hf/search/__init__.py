@@ -68,7 +68,7 @@ def search(
     with run.stage("damages"):
         run.say("running the original on the choice texts")
         judge = evaluator(model, texts.choice, goal.judged)
-        problem = MeasuredProblem(space, judge, measure_damages(space, judge.batches, run.say), run.say)
+        problem = MeasuredProblem(space, judge, measure_damages(space, judge, run.say), run.say)
     trials = Trials(problem)
     with run.stage("choosing"):
         chosen, second = _choose(problem, trials)
@@ -120,7 +120,7 @@ def _verified(
     """The report of the first choice that passes; of the original if none does."""
     goal, space, failed, reasons = problem.space.goal, problem.space, list[Verdict](), list[str]()
     original = all_exact(problem.tables)
-    demanded = None if goal.memory is not None and goal.trains_weights else goal.keep
+    demanded = None if goal.memory is not None and goal.trains else goal.keep
     for choice in [c for c in (chosen.choice, second, original) if c is not None]:
         plan = space.plan_of(choice)
         layers = space.build(plan)

@@ -25,7 +25,7 @@ class Problem(Protocol):
         ...
 
     def measure(self, choice: Choice, give_up: float = 0.0) -> Quality:
-        """The quality of a choice, run end to end on the choice texts; a part of them will do if it surely is below `give_up`."""
+        """The quality of a choice, run end to end; some of the texts will do if it surely is below `give_up`."""
         ...
 
 
@@ -85,6 +85,6 @@ def fallback(problem: Problem, chosen: Candidate, keep: float, trials: Trials) -
 
 
 def best_within(problem: Problem, budget: float, trials: Trials) -> Candidate | None:
-    """The choice of the frontier with the least damage among those that cost at most `budget`; None if all cost more."""
+    """The choice of the frontier with the least damage that costs at most `budget`; None if all cost more."""
     fitting = [c for c in frontier(problem.tables) if totals(problem.tables, c)[1] <= budget]
     return trials.run(fitting[-1]) if fitting else None

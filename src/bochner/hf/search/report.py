@@ -44,8 +44,9 @@ class SearchReport:
 
     `frontier`: the choices that were measured, the cheapest first; `chosen`: the place of the plan among them. `met`:
     whether the target is reached. `verified`: the plan on texts that the search never used; `further`: on longer ones;
-    `trained`: after distillation, if there was any. `failed`: choices that failed verification before it, two at most. `positions`: the most tokens that the model has a table of positions for. `fit_tokens`: how many
-    tokens the maps were fitted to. `training`: the data that distillation may use.
+    `trained`: after distillation, if there was any. `failed`: choices that failed verification before, two at most.
+    `positions`: the most tokens that the model has a table of positions for. `fit_tokens`: how many tokens the maps
+    were fitted to. `training`: the data that distillation may use.
     """
 
     goal: Goal
@@ -123,8 +124,8 @@ class SearchReport:
         timed = not self.goal.by_memory
         lines = [
             f"Search: {self.goal}",
-            f"Choices measured on the choice texts (> is the plan; {'attention time' if timed else 'memory'} is a share "
-            "of the original's):",
+            f"Choices measured on the choice texts ({'attention time' if timed else 'memory'} as a share of the "
+            "original's; > is the plan):",
             f"    quality  lower bound  {'  time' if timed else 'memory'}  key heads",
         ]
         for i, point in enumerate(self.frontier):

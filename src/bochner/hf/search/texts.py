@@ -49,7 +49,7 @@ class Goal:
 
 
 def settle(target: Target, model: Any, shapes: dict[str, Any], data: Batches) -> Goal:
-    """The goal of a target, with the defaults that fit the model; a language model's lengths are at most its positions."""
+    """The goal of a target, with defaults that fit the model; lengths of language models are at most its positions."""
     language = is_language_model(model, shapes)
     length = (4096 if language else longest(data, shapes)) if target.length is None else target.length
     judged = min(length, target.judge_length or length)
@@ -89,7 +89,7 @@ def longest(data: Sequence[dict[str, Any]], shapes: dict[str, Any]) -> int:
 
 
 def batches_for(model: Any, calibration: Calibration, target: Target) -> Batches:
-    """Calibration data for a target: batches as they are; texts whole, for language models one after another, else joined.
+    """Calibration data for a target: batches as they are; texts one after another, or joined.
 
     Models that do not predict the next token get texts of the target's length, as far as they have positions.
     """

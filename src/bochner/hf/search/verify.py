@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def time_share(self) -> float:
-        """The time of the whole converted model as a share of the original's: of a forward pass, or of reading a text."""
+        """The whole converted model's time as a share of the original's: of a forward pass, or of reading a text."""
         seconds = {name: found.get("seconds", found.get("prefill_seconds", 1.0)) for name, found in self.whole.items()}
         return seconds["converted"] / max(seconds["original"], 1e-12) if seconds else 1.0
 

@@ -12,7 +12,7 @@ import torch
 
 from bochner._checks import BochnerError, positive_float, positive_int
 from bochner._timing import best_times
-from bochner.attention.api import linear_attention
+from bochner.attention import linear_attention
 from bochner.maps import feature_map
 
 FLOAT = 4  # bytes of the numbers that states are made of
