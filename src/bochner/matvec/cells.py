@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from .._progress import track
-from .engine import Certified, Problem, TileEngine
-from .tiles import BLOCK, ROWS, Frame, Tiles, argument_error, extent, norms, swapped, times
+from .engine import COARSE, Certified, Problem, TileEngine
+from .tiles import BLOCK, ROWS, Frame, Sums, Tiles, argument_error, differences_error, extent, norms, swapped, times
 
 SKIP_SHARE = 0.5  # of eps, for what is skipped
 ROUNDING_SHARE = 0.4
@@ -299,21 +299,23 @@ class CellsEngine(TileEngine):
     def tiles(self) -> NearTiles:
         return NearTiles(self.index, self.queries, self.near, self.symmetric)
 
-    def _multiply(self, x: Tensor, adjoint: bool, column_sums: Tensor | None) -> Tensor:
-        inward, outward = self.index.keys.order, self.queries.order
-        if adjoint and not self.symmetric:
-            inward, outward = outward, inward
+    def _multiply(self, x: Tensor, adjoint: bool, sums: Sums | None) -> Tensor:
+        keys, queries = self.index.keys.order, self.queries.order
+        back = adjoint and not self.symmetric
+        inward, outward = (queries, keys) if back else (keys, queries)
         x = x.to(self.dtype)[inward]
         y = torch.zeros(outward.numel(), x.shape[1], dtype=torch.float64)  # sums of tiles, as in `exact`
-        sums = None if column_sums is None else torch.zeros(inward.numel(), dtype=torch.float64)
+        own = None if sums is None else tuple(torch.zeros_like(side) for side in sums)
         near, blocks = self.tiles(), range(self.index.cells)
         for a in track(blocks, len(blocks), "near cells", self.progress):
-            self._cell(near, x, y, a, adjoint and not self.symmetric, sums)
-        if column_sums is not None and sums is not None:
-            column_sums.index_copy_(0, inward, sums)
+            self._cell(near, x, y, a, back, own)
+        if sums is not None and own is not None:
+            sums[0].index_add_(0, queries, own[0])
+            if not self.symmetric:
+                sums[1].index_add_(0, keys, own[1])
         return torch.empty(y.shape, dtype=torch.float64).index_copy_(0, outward, y)
 
-    def _cell(self, near: NearTiles, x: Tensor, y: Tensor, a: int, adjoint: bool, sums: Tensor | None) -> None:
+    def _cell(self, near: NearTiles, x: Tensor, y: Tensor, a: int, back: bool, sums: Sums | None) -> None:
         """Add the near blocks of query cell `a`; a symmetric block serves its mirror image too."""
         lo, hi = int(self.queries.start[a]), int(self.queries.start[a + 1])
         if lo == hi:
@@ -324,16 +326,14 @@ class CellsEngine(TileEngine):
             inside = int((part < hi).sum()) if self.symmetric else 0  # keys of cell a: their block is its own mirror
             for (i, j), z in zip(rows, queries, strict=True):
                 tile = near(z, w)
-                if adjoint:
-                    y.index_add_(0, part, times(tile.T, x[i:j]).double())
-                    if sums is not None:
-                        sums[i:j] += tile.sum(1)
-                    continue
-                y[i:j] += times(tile, x.index_select(0, part))
-                if sums is not None:
-                    sums.index_add_(0, part, tile.sum(0).double())
-                if self.symmetric and inside < part.numel():
+                if not back:
+                    y[i:j] += times(tile, x.index_select(0, part))
+                if back or inside < part.numel() and self.symmetric:
                     y.index_add_(0, part[inside:], times(tile[:, inside:].T, x[i:j]).double())
+                if sums is not None:
+                    sums[0][i:j] += tile.sum(1)
+                    other = sums[0] if self.symmetric else sums[1]
+                    other.index_add_(0, part[inside:], tile[:, inside:].sum(0).double())
 
     # ---- bounds ----------------------------------------------------------------------------------------------------
 
@@ -342,18 +342,22 @@ class CellsEngine(TileEngine):
         """(cells,): bound on the relative rounding of the near entries of each query cell, seen from its origin.
 
         |z| + |w| <= own radius + distance + radius, of which only pairs within the kernel's reach count: |z| <= |w| +
-        reach and, where that is safe, |w| <= |z| + reach. Coordinates were rounded once more when they were moved.
+        reach and, where that is safe, |w| <= |z| + reach. Coordinates were rounded once more when they were moved,
+        which changes a distance by two roundings of |z| + |w|, and log K by at most `steepest` times that.
         """
         index, frame, d = self.index, self.index.frame, self.queries.points.shape[1]
         span = torch.where(self.near.blocks, index.distances + index.keys.radius, 0.0).amax(1)
-        reach = math.sqrt(-2.0 * frame.profile.floor(frame.dtype))
+        reach, unit = math.sqrt(-2.0 * frame.profile.floor(frame.dtype)), torch.finfo(frame.dtype).eps
         lost = []
         for own, other in zip(self.queries.radius.tolist(), span.tolist(), strict=True):
             own = min(own, other + reach)
             total = own + other
+            if frame.arithmetic == "difference":
+                lost.append(min(8 * unit * total * frame.profile.steepest, 1e30))
+                continue
             if argument_error(total, d, frame) <= 1.0:
                 total = min(total, 2 * own + min(reach, other))
-            moved = 4 * torch.finfo(frame.dtype).eps * total * min(total, reach)
+            moved = 4 * unit * total * min(total, reach)
             lost.append(min(frame.profile.change(argument_error(total, d, frame) + moved), 1e30))
         return torch.tensor(lost, dtype=torch.float64)
 
@@ -362,7 +366,7 @@ class CellsEngine(TileEngine):
         by_column = torch.where(near, self._entries[:, None], 0.0).amax(0)
         by_row = torch.maximum(by_column, self._entries) if self.symmetric else self._entries
         sums = self._summation
-        tiny = self.index.frame.profile.floor_value(self.dtype)
+        tiny = self.index.frame.profile.floor_value(self.dtype) + differences_error(queries.points.shape[1])
         rows = by_row[queries.label] + sums
         return rows, rows if self.symmetric else by_column[keys.label] + sums, tiny
 
@@ -408,4 +412,7 @@ class CellsEngine(TileEngine):
 def cells_engine(problem: Problem, index: Index) -> CellsEngine:
     """Cells for these queries."""
     queries = index.keys if problem.symmetric else index.sort(problem.queries)
-    return CellsEngine(problem, index, queries, near_blocks(index, queries, SKIP_SHARE * problem.eps))
+    engine = CellsEngine(problem, index, queries, near_blocks(index, queries, SKIP_SHARE * problem.eps))
+    while float(engine._entries.max()) > COARSE and engine.refine():
+        pass
+    return engine

@@ -27,16 +27,16 @@ from .tiles import COLUMNS, ROWS, Tiles, left, make_frame, right
 
 METHODS = ("auto", "exact", "cells", "sparse", "lowrank")
 SMALL = 1 << 23  # pairs, of all products together, that are not worth a thought
-TRIAL_SHARE = 0.04  # of the exact products, for each trial at most
-WORTHWHILE = 0.8  # of the exact products: predictions are not exact
+TRIAL_SHARE = 0.02  # of the exact products, for each trial at most
+WORTHWHILE = 0.75  # of the exact products: predictions are not exact
 SINGLE = 1e-3  # eps from which double precision points may be multiplied in single precision
-ROUNDED = 1.5e-4  # of the sum of a row, by products by cells in single precision
+ROUNDED = 2e-4  # of the sum of a row, by products by cells in single precision
 CELL_CALLS, PLAN_CALLS = 40, 12  # calls of torch for a query cell of a product, and of a plan
 GATHER = 3.5e-9  # seconds of moving one coordinate of a near key to where a query cell wants it
 LOOK, KEEP = 1.2e-8, 4e-8  # seconds of looking at a near entry, and of keeping it
 TRIED = 10  # points of the sample for every cell
 MARGIN = 6  # points of a sample for every column of its factor, at least: fewer say nothing about the rest
-SAMPLED_ROWS = 24
+SAMPLED_ROWS = 192
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ def _single(problem: Problem) -> bool:
 def most_rank(problem: Problem, memory: int) -> int:
     """The largest rank that fits into memory."""
     n, s = problem.shape
-    return max(1, min(s, memory // (16 * (s if problem.symmetric else n + s))))
+    total = s if problem.symmetric else n + s
+    return max(1, min(total, memory // (16 * total)))
 
 
 def _attempt(
@@ -136,6 +137,7 @@ def _attempt(
     if best.method == "lowrank":
         return _factor(problem, best, exact, products, memory)
     engine = cells.cells_engine(problem, make_index(problem, known, best.dtype == torch.float32))
+    _settle(problem, engine)
     near = engine.near.pairs(engine.queries, engine.index.keys)
     every = _cells_options(problem, near, 0.0, engine.dtype, engine.index)[0]
     faster = engine if products * every.product < exact.total(products) else None
@@ -145,6 +147,16 @@ def _attempt(
         return sparse.SparseEngine(engine, memory)
     except sparse.TooLarge:
         return faster
+
+
+def _settle(problem: Problem, engine: cells.CellsEngine) -> None:
+    """Finer arithmetic at once, if the sums of some rows say that a first product would ask for it."""
+    n, s = problem.shape
+    generator = torch.Generator().manual_seed(problem.seed)
+    rows, columns = (torch.randint(m, (min(m, most),), generator=generator) for m, most in ((n, 128), (s, 4096)))
+    sums = problem.kernel.block(problem.queries[rows], problem.keys[columns]).sum(1) * (s / len(columns))
+    if float((engine._relative()[0][rows] * sums).max()) > 0.8 * engine.limit:
+        engine.refine()
 
 
 # ---- seconds of this machine -----------------------------------------------------------------------------------------
@@ -230,7 +242,7 @@ def cells_trial(problem: Problem, products: int, limit: float, index: Index | No
     )
     rows = Tiles(frame)(left(queries[:SAMPLED_ROWS]), right(keys)).double().mul_(s / len(keys))
     single = float(rows.sum(1).max()) * ROUNDED <= cells.ROUNDING_SHARE * problem.eps
-    kept = float((rows.sort(1).values.cumsum(1) > 0.4 * problem.eps).double().mean()) if products > 1 else 0.0
+    kept = float((rows[:24].sort(1).values.cumsum(1) > 0.4 * problem.eps).double().mean()) if products > 1 else 0.0
     pairs = float((near.double() * query_count[:, None] * key_count).sum())
     found = _cells_options(problem, pairs, kept, torch.float32 if single else torch.float64, index)
     return found if products > 1 else found[:1]
@@ -285,12 +297,13 @@ def factor_trial(problem: Problem, memory: int, limit: float) -> list[Option]:
     total = s if problem.symmetric else n + s
     flop = flop_seconds()
     # A factor of rank r of 6 r points takes about 6 r^3 multiplications, and each block of columns some calls.
-    most = int((limit / (2.5 * MARGIN * flop)) ** (1 / 3))
+    most = int((limit / (5 * MARGIN * flop)) ** (1 / 3))
     most = min(most, most_rank(problem, memory), total // MARGIN)
     if most < 32:
         return []
     points = problem.keys if problem.symmetric else torch.cat([problem.keys, problem.queries])
-    chosen = points[torch.randint(total, (MARGIN * most,), generator=torch.Generator().manual_seed(problem.seed))]
+    generator = torch.Generator().manual_seed(problem.seed)
+    chosen = points[torch.randint(total, (MARGIN * most,), generator=generator)]
     share = lowrank.SHARE * problem.eps * (1 if problem.symmetric else 2) / total  # of the trace, for each point
     enough = share * len(chosen)
 
@@ -299,7 +312,14 @@ def factor_trial(problem: Problem, memory: int, limit: float) -> list[Option]:
         return math.log(trace / enough) > 1.5 * math.log(len(chosen) / trace) * (most - r) / r
 
     factor = lowrank.pivoted_cholesky(problem.kernel, chosen, most, tolerance=enough, stop=hopeless)
-    return [_factor_option(problem, factor.rank * 1.15)] if factor.trace <= enough else []
+    if factor.trace > enough:
+        return []
+    # Other points say what the factor of a sample leaves of all: smooth parts fall as fast as before, lone points not.
+    others = points[torch.randint(total, (len(chosen),), generator=generator)]
+    rest = (1.0 - factor.extend(others).square().sum(1)).clamp_min_(0.0)
+    smooth = max(0.0, math.log(float(rest.mean()) / share + 1e-300) / math.log(1.0 / share))
+    alone = float((rest > 0.05).double().mean()) * total
+    return [_factor_option(problem, factor.rank * (1.1 + smooth) + alone)]
 
 
 def _factor_option(problem: Problem, rank: float) -> Option:
@@ -312,7 +332,7 @@ def _factor_option(problem: Problem, rank: float) -> Option:
 
 def _factor(problem: Problem, best: Option, exact: Option, products: int, memory: int) -> Engine | None:
     """The factor, unless it takes much longer than it was predicted to."""
-    begun, allowed = time.perf_counter(), 0.5 * (best.build + exact.total(products))
+    begun, allowed = time.perf_counter(), min(2.0 * best.build, 0.7 * exact.total(products))
     engine = lowrank.LowRankEngine(
         problem, most_rank(problem, memory), stop=lambda trace, r: time.perf_counter() - begun > allowed
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .kernels import Kernel
 from .profiles import Profile
-from .tiles import Frame, argument_error
+from .tiles import Frame, Sums, argument_error, differences_error
 
 COARSE = 0.25  # an error of the argument above which an arithmetic is not considered
 
@@ -55,6 +55,7 @@ class Engine:
     name = ""
     progress = False
     pairs = 0  # kernel entries evaluated, or read, by one product
+    problem: Problem
 
     def apply(self, x: Tensor, adjoint: bool = False) -> Tensor:
         raise NotImplementedError
@@ -67,6 +68,11 @@ class Engine:
     def norm(self) -> float:
         """Bound on |K - what this multiplies by|_2, rounding included; known after the first product at the latest."""
         raise NotImplementedError
+
+    @property
+    def certain(self) -> bool:
+        """Whether the error of every product is within eps."""
+        return self.norm <= self.problem.eps
 
     def describe(self) -> str:
         """One line on what a product costs."""
@@ -89,27 +95,31 @@ class TileEngine(Engine):
     def settled(self) -> bool:
         return self.lost <= self.limit
 
+    @property
+    def certain(self) -> bool:
+        return not self.settled or self.norm <= self.problem.eps
+
     def apply(self, x: Tensor, adjoint: bool = False) -> Tensor:
         return self._multiply(x, adjoint, None) if self.settled else self._first(x, adjoint)
 
     def _first(self, x: Tensor, adjoint: bool) -> Tensor:
-        """The product, with the sums of K over rows and columns beside it; finer arithmetic if they ask for it."""
-        beside = torch.zeros(x.shape[0], dtype=torch.float64)
-        table = torch.cat([x, torch.ones(x.shape[0], 1, dtype=x.dtype)], 1)
-        y = self._multiply(table, adjoint, None if self.symmetric else beside)
-        sums = y[:, -1]
-        rows, columns = (sums, sums) if self.symmetric else (beside, sums) if adjoint else (sums, beside)
+        """The product, with the sums of the rows and columns of K beside it; finer arithmetic if they ask for it."""
+        rows = torch.zeros(self.problem.shape[0], dtype=torch.float64)
+        columns = rows if self.symmetric else torch.zeros(self.problem.shape[1], dtype=torch.float64)
+        y = self._multiply(x, adjoint, (rows, columns))
         self.lost = self._lost(rows, columns)
         if self.settled:
-            return y[:, :-1]
+            return y
         margin = 1.0 + 2.0 * max(float(side.max()) for side in self._relative()[:2])
+        if margin > 2.0 and self.refine():  # the sums themselves cannot be trusted
+            return self._first(x, adjoint)
         while not self.settled and self.refine():
             self.lost = self._lost(margin * rows, margin * columns)
         self.limit = max(self.limit, self.lost)  # there is nothing finer
         return self._multiply(x, adjoint, None)
 
-    def _multiply(self, x: Tensor, adjoint: bool, column_sums: Tensor | None) -> Tensor:
-        """The product; sums of K over what comes out are added to `column_sums`, in the order of what comes in."""
+    def _multiply(self, x: Tensor, adjoint: bool, sums: Sums | None) -> Tensor:
+        """The product; the sums of the rows and columns of K are added to `sums`, in the caller's order."""
         raise NotImplementedError
 
     def _relative(self) -> tuple[Tensor, Tensor, float]:
@@ -144,9 +154,11 @@ def entry_rounding(frame: Frame, own: Tensor, other: float, tiny: float) -> tupl
     lie within that distance of the row, which limits |z| + |w|.
     """
     profile, d, longest = frame.profile, frame.centre.shape[0], float(own.max()) + other
+    if frame.arithmetic == "difference":
+        return torch.zeros(own.shape, dtype=torch.float64), differences_error(d) + profile.floor_value(frame.dtype)
     worst = profile.change(argument_error(longest, d, frame))
     far = _beyond(profile, longest, tiny)
-    if not profile.convex or frame.arithmetic == "difference" or not 0 < longest < math.inf:
+    if not profile.convex or not 0 < longest < math.inf:
         return torch.full(own.shape, min(worst, 1e30), dtype=torch.float64), profile.floor_value(frame.dtype)
     reach = own.double() + (own.double() + far).clamp_max(other)
     # `change` is convex: half the error of an argument does at most half the harm.

@@ -11,6 +11,7 @@ from .engine import COARSE, Problem, TileEngine, entry_rounding
 from .tiles import (
     PRECISE,
     Frame,
+    Sums,
     Tiles,
     argument_error,
     exact_product,
@@ -119,13 +120,15 @@ class ExactEngine(TileEngine):
         self.wide = not self.wide and self.dtype == torch.float32
         return True
 
-    def _multiply(self, x: Tensor, adjoint: bool, column_sums: Tensor | None) -> Tensor:
+    def _multiply(self, x: Tensor, adjoint: bool, sums: Sums | None) -> Tensor:
         x = x.to(torch.float64 if self.wide else self.dtype)
         tiles = Tiles(self.frame)
         if self.symmetric:
-            return exact_symmetric(tiles, self.z, self.w, x, self.progress)
-        z, w = (swapped(self.w), swapped(self.z)) if adjoint else (self.z, self.w)
-        return exact_product(tiles, z, w, x, self.progress, column_sums)
+            return exact_symmetric(tiles, self.z, self.w, x, self.progress, sums)
+        if adjoint:
+            back = None if sums is None else (sums[1], sums[0])
+            return exact_product(tiles, swapped(self.w), swapped(self.z), x, self.progress, back)
+        return exact_product(tiles, self.z, self.w, x, self.progress, sums)
 
     def _relative(self) -> tuple[Tensor, Tensor, float]:
         rows, columns = self.lengths

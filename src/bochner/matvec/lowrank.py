@@ -20,7 +20,7 @@ from torch import Tensor
 from .._checks import BochnerError, spawn_seed
 from .engine import Certified, Engine, Problem
 from .kernels import Kernel
-from .tiles import PRECISE, Frame, Tiles, argument_error, extent, left, precise_frame, right
+from .tiles import PRECISE, Frame, Tiles, argument_error, differences_error, extent, left, precise_frame, right
 
 BLOCK = 128  # pivots drawn at once
 SHARE = 0.5  # of eps, for what a factor leaves out
@@ -209,8 +209,10 @@ class LowRankEngine(Engine):
         """How far an entry may be off by rounding: of the kernel, of the factor, and of sums of n + r terms."""
         problem, unit = self.problem, torch.finfo(torch.float64).eps
         frame = precise_frame(problem.kernel.profile, problem.queries, problem.keys, problem.kernel.bandwidth)
-        reach = 2 * max(extent(frame, problem.queries), extent(frame, problem.keys))
-        lost = problem.kernel.profile.change(argument_error(reach, problem.keys.shape[1], frame))
+        lost = differences_error(problem.keys.shape[1])
+        if frame.arithmetic != "difference":
+            reach = 2 * max(extent(frame, problem.queries), extent(frame, problem.keys))
+            lost = problem.kernel.profile.change(argument_error(reach, problem.keys.shape[1], frame))
         return 10 * min(PRECISE, lost + 8 * unit) + self.factor.rounding + unit * (max(problem.shape) + self.factor.rank)
 
     @property

@@ -157,6 +157,11 @@ class KernelOperator(LinearOperator):
     def keys(self) -> Tensor:
         return self._problem.keys
 
+    @property
+    def certain(self) -> bool:
+        """Whether eps is kept for every x: always, but for a factor that was asked for and is too small."""
+        return self._engine.certain
+
     def explain(self) -> str:
         """What was chosen, why, and what it costs, in words."""
         n, s = self.shape
@@ -197,12 +202,12 @@ class KernelOperator(LinearOperator):
             return super().dot(x)
         refuse_dask(x, "x")
         table = x if isinstance(x, Tensor) else np.asarray(x)
-        if table.ndim not in (1, 2):
+        if table.ndim not in (1, 2) and (isinstance(x, Tensor) or table.dtype != object):
             raise BochnerError(
                 f"The 'x' of {OWNER} must have shape ({self.shape[1]},) or ({self.shape[1]}, r), got "
                 f"{tuple(table.shape)}."
             )
-        return self.matvec(table) if table.ndim == 1 else self.matmat(table)
+        return self.matmat(x) if table.ndim == 2 else self.matvec(x)
 
     def __matmul__(self, other: Any) -> Any:
         if np.isscalar(other):
@@ -279,9 +284,10 @@ class KernelOperator(LinearOperator):
         # The answer is rounded to the dtype of the points; near its end, to a multiple of its last number.
         answer = value.abs()[:, 0] * float(info.eps) / 2
         norm = float(table.norm())
-        bound = min(float(rows.norm()), self._engine.norm * norm) + float(answer.norm())
+        rows = rows + answer
+        bound = min(float(rows.norm()), self._engine.norm * norm + float(answer.norm()))
         last = float(info.smallest_subnormal) if norm else 0.0
-        row_bounds = ((rows + answer) * (factor * (1.0 + 1e-12)) + last).to(torch.float64)
+        row_bounds = (rows * (factor * (1.0 + 1e-12)) + last).to(torch.float64)
         return Estimate(
             value=restore(value),
             bound=bound * factor * (1.0 + 1e-12) + last * math.sqrt(self.shape[0]),

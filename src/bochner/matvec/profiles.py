@@ -26,8 +26,7 @@ class Profile:
     `floors`: t below which a profile is evaluated at the floor instead, in float32 and in float64; denormal numbers are
     3 to 30 times slower than others, and the kernel there is below 1e-30 (or 1e-290).
     `derivative(t)`: dK/dt, and 0 where a kernel with a peak has none.
-    `heavy`: a relative error of t changes the value no more than `change` says of the same error at t = -heavy. Only
-    a tail that falls like a power has such a place: 2 c |t| / (1 + 2 (1 - c) |t|) < 2 c for the Student kernel.
+    `steepest`: bound on |d log K / d|z - w|| down to the floor, in double precision.
     `convex`: whether `change` is, so that half the error of t does at most half the harm.
     """
 
@@ -38,7 +37,7 @@ class Profile:
     change: Callable[[float], float]
     floors: tuple[float, float]
     derivative: Callable[[Tensor], Tensor]
-    heavy: float = math.inf
+    steepest: float = 1.0
     convex: bool = True
 
     def floor(self, dtype: torch.dtype) -> float:
@@ -114,6 +113,7 @@ PROFILES: dict[str, Profile] = {
             lambda delta: _expm1(LN2 * delta),
             (-100.0, -1000.0),
             _gaussian_derivative,
+            steepest=32.0,
         ),
         Profile(
             "laplace",  # Matern 1/2
@@ -151,7 +151,6 @@ PROFILES: dict[str, Profile] = {
             lambda delta: _expm1(2.0 * delta),
             (-1e30, -1e290),
             _student_derivative,
-            heavy=1.0,
         ),
     )
 }

@@ -124,7 +124,7 @@ class SparseEngine(Engine):
     name = "sparse"
 
     def __init__(self, cells: CellsEngine, memory: int, progress: bool = False) -> None:
-        self.cells, self.symmetric, self.memory = cells, cells.symmetric, memory
+        self.cells, self.problem, self.symmetric, self.memory = cells, cells.problem, cells.symmetric, memory
         self._collect(progress)
         while not self._check() and cells.refine():  # rounding has taken too much: once more, in finer arithmetic
             self._collect(progress)
@@ -141,7 +141,7 @@ class SparseEngine(Engine):
         rows = (skipped @ keys.count.double())[cells.queries.sorted_label]
         columns = (skipped.T @ cells.queries.count.double())[keys.sorted_label]
         # The sums of what is dropped are as rounded as the entries are.
-        limit = TOTAL_SHARE * cells.problem.eps - cells.limit * 0.5
+        limit = TOTAL_SHARE * self.problem.eps - cells.limit * 0.5
         self.lost = Budget(rows, columns, limit, self.symmetric)
         tau, fraction = first_threshold(list(self._probed_rows()), limit - float(rows.max()))
         self._refuse(self._bytes * fraction * cells.pairs, 2.0)
@@ -166,10 +166,10 @@ class SparseEngine(Engine):
                 positions.append(position.to(torch.int32).numpy()[where % position.numel()])
                 size += where.size
             self._refuse(self._bytes * size)
-        start = np.zeros(cells.problem.shape[0] + 1, dtype=np.int64 if size > LARGEST else np.int32)
+        start = np.zeros(self.problem.shape[0] + 1, dtype=np.int64 if size > LARGEST else np.int32)
         np.cumsum(np.concatenate(counts), out=start[1:])
         arrays = (np.concatenate(part) if part else np.zeros(0) for part in (values, positions))
-        self.matrix = CompressedRows(sparse.csr_array((*arrays, start), shape=cells.problem.shape))
+        self.matrix = CompressedRows(sparse.csr_array((*arrays, start), shape=self.problem.shape))
 
     def _probed_rows(self) -> list[Tensor]:
         """A few rows of some cells against all their near keys, sorted upwards."""
@@ -198,7 +198,7 @@ class SparseEngine(Engine):
     def _check(self) -> bool:
         """Bound what rounding takes from any x, from the sums of the kept entries; whether it is within eps."""
         by_row, by_column, absolute = self.cells._relative()
-        ones = torch.ones(self.cells.problem.shape[1], 1, dtype=self.dtype)
+        ones = torch.ones(self.problem.shape[1], 1, dtype=self.dtype)
         rows = self._multiply(ones, False)[:, 0].double()
         columns = rows
         if not self.symmetric:
@@ -207,8 +207,8 @@ class SparseEngine(Engine):
         self.relative = float(torch.maximum(by_row.max(), by_column.max())) + unit * (2 * self.matrix.longest + 8)
         largest = math.sqrt(float(rows.max()) * float(columns.max())) + self.lost.norm
         self.rounded = self.relative * (1.0 + 2.0 * self.relative) * largest
-        self.rounded += absolute * math.sqrt(math.prod(self.cells.problem.shape))
-        return self.norm <= self.cells.problem.eps
+        self.rounded += absolute * math.sqrt(math.prod(self.problem.shape))
+        return self.norm <= self.problem.eps
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:
@@ -240,7 +240,7 @@ class SparseEngine(Engine):
         return Certified(y[:, :1], left_out + rounding + tiny)
 
     def describe(self) -> str:
-        share = self.pairs / math.prod(self.cells.problem.shape) * (2 if self.symmetric else 1)
+        share = self.pairs / math.prod(self.problem.shape) * (2 if self.symmetric else 1)
         return f"{share:.2%} of the matrix is kept. What is left out is at most {self.lost.norm:.2g} |x|, for every x."
 
 

@@ -82,14 +82,17 @@ def argument_error(reach: float, d: int, frame: Frame) -> float:
     """Bound on the rounding of `-|z - w|^2/2` by `Tiles`, for placed points with |z| + |w| <= reach.
 
     d + 2 products and sums of numbers whose absolute values sum to at most reach^2/2, after coordinates and squared
-    lengths that were rounded once: (d + 12) roundings of reach^2/2. Coordinate differences lose (d + 8) roundings of
-    the result, which matter nowhere more than at the profile's `heavy` place.
+    lengths that were rounded once: (d + 12) roundings of reach^2/2.
     """
-    unit = torch.finfo(frame.dtype).eps / 2
-    if frame.arithmetic == "difference":
-        profile = frame.profile
-        return (d + 8) * unit * min(0.5 * reach * reach, -profile.floor(frame.dtype), profile.heavy)
-    return (d + 12) * unit * 0.5 * reach * reach
+    return (d + 12) * torch.finfo(frame.dtype).eps / 2 * 0.5 * reach * reach
+
+
+def differences_error(d: int) -> float:
+    """Bound on the rounding of an entry, absolute, by coordinate differences in double precision.
+
+    t = -|z - w|^2/2 is off by (d + 8) roundings of itself, and |t K'(t)| <= 1/2 for every profile.
+    """
+    return (d + 8) * torch.finfo(torch.float64).eps
 
 
 def summation_error(terms: int, dtype: torch.dtype, wide: bool = False) -> float:
@@ -159,17 +162,20 @@ def times(tile: Tensor, x: Tensor) -> Tensor:
     """`tile @ x` in the dtype of x; a few columns one by one, which is up to three times faster."""
     if x.dtype != tile.dtype:
         tile = tile.to(x.dtype)
-    if 1 < x.shape[1] <= FEW_COLUMNS:
+    if x.shape[1] <= FEW_COLUMNS:
         return torch.stack([tile.mv(column) for column in x.T.contiguous()], 1)
     return tile @ x
 
 
+Sums = tuple[Tensor, Tensor]  # float64: of the entries of each row (n,) and of each column (s,)
+
+
 def exact_product(
-    tiles: Tiles, z: Tensor, w: Tensor, x: Tensor, progress: bool = False, column_sums: Tensor | None = None
+    tiles: Tiles, z: Tensor, w: Tensor, x: Tensor, progress: bool = False, sums: Sums | None = None
 ) -> Tensor:
     """`K x` in float64 for augmented queries `z` (n, d+2), keys `w` (s, d+2) and `x` (s, r): n s pairs, O(1) memory.
 
-    `column_sums` (s,): the sums of K over its rows are added to it.
+    The sums of the rows and columns of K are added to `sums`.
     """
     y = torch.zeros(z.shape[0], x.shape[1], dtype=torch.float64)  # long sums of one sign would drown in float32
     starts = range(0, z.shape[0], ROWS)
@@ -178,19 +184,29 @@ def exact_product(
         for j in range(0, w.shape[0], COLUMNS):
             tile = tiles(z[i : i + ROWS], w[j : j + COLUMNS])
             rows += times(tile, x[j : j + COLUMNS])
-            if column_sums is not None:
-                column_sums[j : j + COLUMNS] += tile.sum(0)
+            if sums is not None:
+                sums[0][i : i + ROWS] += tile.sum(1)
+                sums[1][j : j + COLUMNS] += tile.sum(0)
     return y
 
 
-def exact_symmetric(tiles: Tiles, z: Tensor, w: Tensor, x: Tensor, progress: bool = False) -> Tensor:
+def exact_symmetric(
+    tiles: Tiles, z: Tensor, w: Tensor, x: Tensor, progress: bool = False, sums: Sums | None = None
+) -> Tensor:
     """`K x` when queries and keys are the same points: a tile serves its mirror image too, n^2/2 pairs."""
     n = z.shape[0]
     y = torch.zeros(n, x.shape[1], dtype=torch.float64)
     starts = range(0, n, SQUARE)
     for i in track(starts, len(starts), "exact product", progress):
         for j in range(i, n, SQUARE):
-            tile = tiles(z[i : i + SQUARE], w[j : j + SQUARE]).to(x.dtype)
+            tile = tiles(z[i : i + SQUARE], w[j : j + SQUARE])
+            if i == j:
+                tile.fill_diagonal_(1.0)
+            if sums is not None:
+                sums[0][i : i + SQUARE] += tile.sum(1)
+                if j > i:
+                    sums[0][j : j + SQUARE] += tile.sum(0)
+            tile = tile.to(x.dtype)
             y[i : i + SQUARE] += times(tile, x[j : j + SQUARE])
             if j > i:
                 y[j : j + SQUARE] += times(tile.T, x[i : i + SQUARE])

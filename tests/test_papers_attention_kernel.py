@@ -1,36 +1,22 @@
-"""What is built on kernel products: eigenvalues, attention, sparsity of attention."""
+"""Attention as a kernel: by kernel products, and how sparse it is."""
 
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
 from bochner._checks import BochnerError
-from bochner.matvec import (
-    KernelOperator,
+from bochner.papers.attention_kernel import (
     attention,
     head_to_tail,
     kernel_of_attention,
-    noisy_power_method,
+    neighbour_ratios,
     reduce_attention,
     sparsity,
-    top_eigenvalues,
 )
-from bochner.matvec.reduction import neighbour_ratios
 
 torch.set_num_threads(1)
-
-
-def dense(queries, keys, bandwidth):
-    squared = ((queries[:, None] - keys[None]) ** 2).sum(-1)
-    return np.exp(-squared / (2 * bandwidth**2))
-
-
-def clusters(n, d=4, centres=20, seed=0):
-    rng = np.random.default_rng(seed)
-    return 5 * rng.normal(size=(centres, d))[rng.integers(centres, size=n)] + rng.normal(size=(n, d))
 
 
 def test_importing_bochner_imports_no_extra():
@@ -39,21 +25,6 @@ def test_importing_bochner_imports_no_extra():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_eigenvalues_by_lanczos_and_by_the_noisy_power_method():
-    X = clusters(1000)
-    truth = np.linalg.eigvalsh(dense(X, X, 1.0))[::-1]
-    K = KernelOperator(X, bandwidth=1.0, eps=0.05, method="cells")
-    np.testing.assert_allclose(top_eigenvalues(K, 3), truth[:3], atol=0.05)
-    value, vector = noisy_power_method(K, iterations=200, tol=1e-5)
-    assert truth[0] * 0.97 <= value <= truth[0] + 0.05
-    assert np.linalg.norm(vector) == pytest.approx(1.0)
-    assert top_eigenvalues(K, method="power", tol=1e-5)[0] == pytest.approx(truth[0], rel=0.03)
-    with pytest.raises(BochnerError, match="one eigenvalue"):
-        top_eigenvalues(K, 2, method="power")
-    with pytest.raises(BochnerError, match="symmetric"):
-        top_eigenvalues(KernelOperator(X, X, bandwidth=1.0, method="exact"))
 
 
 def test_the_reduction_turns_attention_into_a_gaussian_kernel():

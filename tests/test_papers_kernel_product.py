@@ -8,16 +8,19 @@ import torch
 from stats import check_mean
 
 from bochner._checks import BochnerError
-from bochner.matvec import Constants, KernelOperator
-from bochner.matvec.engines.paper import (
+from bochner.matvec import KernelOperator
+from bochner.matvec.profiles import PROFILES
+from bochner.matvec.tiles import make_frame
+from bochner.papers.kernel_product import (
+    Constants,
     approximate_product,
     collision_probability,
     find_heavy,
     hash_shape,
     kernel_pairs,
+    kernel_product,
+    noisy_power_method,
 )
-from bochner.matvec.kernels import KERNELS
-from bochner.matvec.tiles import make_frame
 
 torch.set_num_threads(1)
 
@@ -30,7 +33,7 @@ def groups(n, size=8, d=12, seed=0):
 
 
 def placed(points, bandwidth=1.0):
-    frame = make_frame(KERNELS["gaussian"], points, bandwidth, "float64")
+    frame = make_frame(PROFILES["gaussian"], points, bandwidth, "float64")
     return frame, frame.place(points)
 
 
@@ -122,20 +125,30 @@ def test_listed_pairs_are_the_kernel():
     torch.testing.assert_close(kernel_pairs(z, z, rows, columns), expected)
 
 
-def test_the_operator_runs_the_algorithm_and_states_its_error():
-    X = groups(1500).float()
-    K = KernelOperator(X, bandwidth=1.0, method="paper", eps=0.3)
-    x = torch.randn(1500, generator=torch.Generator().manual_seed(0))
-    estimate = K.matvec_with_certificate(x)
-    truth = KernelOperator(X.double(), bandwidth=1.0, method="exact") @ x.double()
-    assert estimate.method == "paper"
-    assert float((estimate.value - truth).norm()) <= estimate.bound <= 0.3 * float(x.norm())
-    assert torch.equal(K @ x, K @ x)
+def test_the_product_of_points_is_within_eps_and_repeatable():
+    X = groups(1500).numpy()
+    x = np.random.default_rng(0).normal(size=1500)
+    y = kernel_product(X, X, x, eps=0.3)
+    truth = KernelOperator(X.astype(np.float64), method="exact") @ x
+    assert np.linalg.norm(y - truth) <= 0.3 * np.linalg.norm(x)
+    assert np.array_equal(y, kernel_product(X, X, x, eps=0.3))
+    q = kernel_product(X[:200], X, x, eps=0.3)
+    assert np.linalg.norm(q - truth[:200]) <= 0.3 * np.linalg.norm(x)
 
 
 def test_points_too_many_bandwidths_apart_are_refused_rather_than_multiplied_to_nan():
-    points = np.random.default_rng(0).normal(size=(300, 3))
+    points, x = np.random.default_rng(0).normal(size=(300, 3)), np.ones(300)
     with pytest.raises(BochnerError, match="bandwidths apart"):
-        KernelOperator(points, bandwidth=1e-30, method="paper")
-    x = np.ones(300)
-    np.testing.assert_allclose(KernelOperator(points, bandwidth=1e-10, method="paper") @ x, x, atol=1e-6)
+        kernel_product(points, points, x, 1e-30)
+    np.testing.assert_allclose(kernel_product(points, points, x, 1e-10), x, atol=1e-6)
+    with pytest.raises(BochnerError, match=r"'x'.*shape \(300,\), got \(5,\)"):
+        kernel_product(points, points, np.ones(5))
+
+
+def test_the_noisy_power_method_finds_the_largest_eigenvalue():
+    X = groups(600).numpy().astype(np.float64)
+    K = KernelOperator(X, eps=0.01, method="cells")
+    truth = np.linalg.eigvalsh(K.to_dense())[-1]
+    value, vector = noisy_power_method(K, iterations=300, tol=1e-6)
+    assert 0.95 * truth <= value <= truth + 0.01
+    assert np.linalg.norm(vector) == pytest.approx(1.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bochner._checks import BochnerError
-from bochner.feedforward.polyfit import (
+from bochner.papers.polyfit import (
     ACTIVATIONS,
     METHODS,
     fit_polynomial,
