@@ -33,7 +33,6 @@ COLUMN = 1.5e-10  # ... column
 CUBE = 2e-10  # seconds, times M^3: the factors
 PASSES = 15
 SAMPLES = (2, 3, 4, 6, 8, 12, 16)  # rows for each centre in the sample
-UNIT = 1.2e-7  # rounding of single precision
 
 
 @dataclass(frozen=True)
@@ -230,8 +229,8 @@ def make_basis(
 ) -> Basis:
     """Centres chosen from a sample of the rows, their factor, and G of the sample.
 
-    Rounding of single precision acts like noise in the features: n u^2 / alpha on the diagonal of K(Z, Z) keeps the
-    coefficients so small that it does not show.
+    Rounding of single precision acts like noise in the entries of the kernel: with u its measured size, 100 n u^2 / alpha on
+    the diagonal of K(Z, Z) keeps the coefficients so small that it does not show.
     """
     n, kernel = len(rows), Kernel(name, bandwidth)
     m = centers.number(n, columns) if isinstance(centers, Centers) else len(centers)
@@ -244,15 +243,15 @@ def make_basis(
         points = X[_chosen(kernel, X, m, centers.rule, seed)]
     else:
         points = torch.from_numpy(centers.astype(np.float64))
-    single = n > EXACT
+    cross = CrossKernel(name, bandwidth, points, "float32" if n > EXACT else "float64")
+    rounding = float((cross.tile(X[:64].numpy()) - kernel.block(X[:64], points)).square().mean())
     own = kernel.block(points)
-    own.diagonal().add_(max(1e-13 * len(points), n * UNIT**2 / alpha if single else 0.0))
+    own.diagonal().add_(max(1e-13 * len(points), 100 * n * rounding / alpha))
     lower = factored(own, alpha)
     gram = torch.zeros_like(lower)
     for x, w in zip(X.split(2048), weight.split(2048), strict=True):
         phi = torch.linalg.solve_triangular(lower, kernel.block(points, x), upper=False)
         gram.addmm_(phi * w, phi.T)
-    cross = CrossKernel(name, bandwidth, points, "float32" if single else "float64")
     return Basis(cross, lower, gram.mul_(n / len(X)))
 
 

@@ -17,7 +17,7 @@ from bochner._checks import BochnerError, flag, one_of, positive_float
 from bochner.estimators._checks import draw_seed
 from bochner.estimators.evidence import Hyper, learn
 from bochner.estimators.nystrom import EXACT, KERNELS, Centers, factored
-from bochner.estimators.rows import refuse_dask
+from bochner.estimators.rows import blockwise, is_dask, refuse_dask
 from bochner.matvec import Kernel, pivoted_cholesky
 
 LEARNED_ROWS = 2000  # of which the marginal likelihood is computed
@@ -187,8 +187,12 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def predict(self, X: Any, return_std: bool = False, return_cov: bool = False, noise: bool = True) -> Any:
         """The mean; with `return_std` the deviation, with `return_cov` the covariance of new observations.
 
-        `noise=False`: of the function, without the noise of an observation.
+        `noise=False`: of the function, without the noise of an observation. A Dask array gives a Dask array of means.
         """
+        if is_dask(X):
+            if return_std or return_cov:
+                raise BochnerError("Deviations of a Dask array are computed for one block of it at a time.")
+            return self._mean(X)
         x, K, mean = self._posterior(X)
         mean_ = self._out(mean.numpy() * self._y_scale + self._y_mean)
         if return_cov:
@@ -198,6 +202,10 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             return mean_
         std = np.sqrt(self._variance(K) + noise * self._hyper.noise)
         return mean_, self._out(std[:, None] * self._y_scale)
+
+    @blockwise(lambda model: (0 if model._flat else len(model._y_scale), np.float64))
+    def _mean(self, X: Any) -> np.ndarray:
+        return self.predict(X)
 
     def interval(self, X: Any, level: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper ends between which a new observation is with probability `level`."""
