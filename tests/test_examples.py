@@ -78,7 +78,7 @@ def test_fine_tune(example: Any) -> None:
 
 def test_many_rows(example: Any) -> None:
     pytest.importorskip("sklearn")
-    assert example("many_rows").main(8000, 300) > 0.9
+    assert example("many_rows").main(8000, 300) > 0.85
 
 
 def test_certified_product(example: Any) -> None:
