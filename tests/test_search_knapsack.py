@@ -145,7 +145,7 @@ def test_the_search_finds_the_cheapest_corner_that_keeps(shared: bool, keep: flo
     found = cheapest_that_keeps(problem, keep, Trials(problem))
     assert found.quality.lower >= keep
     assert found.cost <= (1 + refine.STEP) * corner_above(problem, keep) + 1e-12
-    assert brute <= found.cost <= 1.35 * brute  # the hull's gap on nine heads; with every cost equal it is 2.4
+    assert brute <= found.cost <= 1.35 * brute  # room for the hull's gap on six heads
     assert len(problem.runs) <= 2 + math.ceil(math.log2(len(frontier(problem.tables))))
 
 

@@ -20,7 +20,7 @@ from bochner.hf import inputs
 from bochner.hf.calls import Call, exact
 from bochner.moments import PairMoments
 
-ROWS = 4096  # keys of each head that maps are fitted to: more of them change the fits by less than their noise
+ROWS = 4096  # keys of each head that maps are fitted to; how many are enough was not measured
 LOOKED = 1024  # queries of a sequence that are looked at, from all over it: what they attend to is (queries, keys)
 PROBE, PROBES = 120, 3  # tokens of a passage, and number of probes, for finding heads that retrieve
 GATES = (0.1, 0.5, 0.9)  # where the gradient of the heads' gates is taken
@@ -168,7 +168,8 @@ def far_pairs(call: Call, weights: Tensor, far: Far) -> PairMoments:
     first = sums[0]
     for other in sums[1:]:
         first = first + other
-    return PairMoments(*(t.double() for t in first[:-1]), rows=int(far.allowed.any(-1).sum()))
+    weight, x, y, xx, yy, xy = (t.double() for t in first[:-1])
+    return PairMoments(weight, x, y, xx, yy, xy, int(far.allowed.any(-1).sum()))
 
 
 @dataclass

@@ -9,7 +9,8 @@ what the error does to the model's output to first order,
 summed over rows. For predictions the direction is the log-likelihood of labels drawn from them, and the figure is twice
 the second-order divergence (its Fisher information); it is 0 for a head that nothing listens to. But it is local: where
 the original is sure of itself, as on a passage that comes again, it is small for the heads that look the passage up.
-One pass over the choice texts gives both, with a backward pass for some of them.
+That is the reason for the mean of both; which damage chooses best on pretrained models is still to be measured
+(experiments/search_ablation.py). One pass over the choice texts gives both, with a backward pass for some of them.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ def fallback(problem: Problem, chosen: Candidate, keep: float, trials: Trials) -
     least = DEARER * chosen.cost
     known = [c.choice for c in trials.by_cost() if c.cost >= least and c.damage > 0 and c.quality.lower >= keep]
     path = [c for c in frontier(problem.tables) if totals(problem.tables, c)[1] >= least]
-    found = (known or path or [None])[0]
-    return found if found is not None and totals(problem.tables, found)[0] > 0 else None
+    found = known or path
+    return found[0] if found and totals(problem.tables, found[0])[0] > 0 else None
 
 
 def best_within(problem: Problem, budget: float, trials: Trials) -> Candidate | None:
