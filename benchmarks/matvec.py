@@ -199,7 +199,12 @@ def density(s: int) -> list[dict[str, Any]]:
 def many(n: int, products: int) -> list[dict[str, Any]]:
     """Several products with one K, as solvers make them."""
     rows = []
-    for name, label in (("patches", "0.2 medians"), ("casp", "1 medians"), ("colours", "scott"), ("words", "0.2 medians")):
+    for name, label in (
+        ("patches", "0.2 medians"),
+        ("casp", "1 medians"),
+        ("colours", "scott"),
+        ("words", "0.2 medians"),
+    ):
         points = chosen(DATA[name](), n)
         rows.append(compare(name, label, points, None, bandwidths(points)[label], products))
     return rows
@@ -215,7 +220,17 @@ def parts(quick: bool) -> dict[str, Callable[[], list[dict[str, Any]]]]:
     return out if quick else {**out, "many": lambda: many(n, 20)}
 
 
-HEAD = ["data", "bandwidth", "|Kx - x| / |x|", "exact, s", "auto, s", "auto / exact", "method", "error / |x|", "bound / |x|"]
+HEAD = [
+    "data",
+    "bandwidth",
+    "|Kx - x| / |x|",
+    "exact, s",
+    "auto, s",
+    "auto / exact",
+    "method",
+    "error / |x|",
+    "bound / |x|",
+]
 
 
 def cells(row: dict[str, Any]) -> list[str]:

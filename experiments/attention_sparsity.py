@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from bochner.data import fetch, paragraphs
-from bochner.matvec import sparsity
-from bochner.matvec.reduction import CLAIMS
+from bochner.papers.attention_kernel import CLAIMS, sparsity
 
 HERE = Path(__file__).resolve().parent
 TEXTS = 12

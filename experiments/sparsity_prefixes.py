@@ -28,7 +28,7 @@ from bochner.data import paragraphs
 from bochner.demo import load_minilm, load_smollm2, quietly
 from bochner.hf.capture import recording, run
 from bochner.hf.inputs import batches
-from bochner.matvec.reduction import CLAIMS, kernel_of_attention
+from bochner.papers.attention_kernel import CLAIMS, kernel_of_attention
 
 FIRST, BINS, LOWEST = 50, 2048, -60.0  # the smallest logarithm that has a bin of its own
 

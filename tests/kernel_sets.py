@@ -1,7 +1,6 @@
 """Points that have broken, or could break, a kernel product; real tables; and the oracle."""
 
 import numpy as np
-import torch
 
 from bochner import BochnerError, data
 from bochner.matvec import KernelOperator

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from kernel_sets import REAL, adversaries, dense, hostile_sets, radial, random_operator, real_set, some_x
+from kernel_sets import REAL, adversaries, dense, hostile_sets, random_operator, real_set, some_x
 
 import bochner
 from bochner.matvec import KernelOperator
@@ -40,7 +40,7 @@ def test_no_vector_breaks_the_contract(name, dtype, eps):
         assert K.certain
         x = adversaries(error, keys=X)
         assert np.linalg.norm(K @ x - truth @ x, axis=0).max() <= eps
-        assert all([check(K, truth, column) for column in x.T[::7]])
+        assert all(check(K, truth, column) for column in x.T[::7])
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -117,7 +117,7 @@ def test_entries_that_do_not_fit_into_memory_are_not_kept():
     K.memory = 1 << 12
     K.__init__(points, bandwidth=0.5, products=50)
     assert K.method == "cells"
-    with pytest.raises(Exception, match="GB of 'KernelOperator.memory'; raise it"):
+    with pytest.raises(Exception, match=r"GB of 'KernelOperator.memory'; raise it"):
         K.__init__(points, bandwidth=0.5, method="sparse")
 
 
@@ -135,7 +135,9 @@ def test_other_queries_share_what_is_known_of_the_keys():
 
 
 def test_a_plan_prints_itself_in_words():
-    plan = Plan("cells", "predicted to be the fastest", 3, (Option("exact", 0.0, 1.0), Option("cells", 0.5, 0.1, "few")))
+    plan = Plan(
+        "cells", "predicted to be the fastest", 3, (Option("exact", 0.0, 1.0), Option("cells", 0.5, 0.1, "few"))
+    )
     assert str(plan).splitlines() == [
         "Method cells: predicted to be the fastest.",
         "Predicted for 3 products by exact: 3 s.",

@@ -125,7 +125,7 @@ def test_points_that_have_moved_are_refused():
     K = KernelOperator(points)
     with torch.no_grad():
         points.data.add_(1.0)
-    with pytest.raises(BochnerError, match="'queries'.*changed since.*build a new KernelOperator"):
+    with pytest.raises(BochnerError, match=r"'queries'.*changed since.*build a new KernelOperator"):
         K @ torch.ones(40)
 
 
@@ -176,7 +176,7 @@ def test_a_bandwidth_that_has_moved_is_refused_and_the_gradient_is_that_of_the_p
     bandwidth.grad = torch.tensor(-1.0, dtype=torch.float64)
     optimizer.step()
     for product in (K.matvec, K.rmatvec, K.with_queries(q[:5]).matvec, K.matvec_with_certificate):
-        with pytest.raises(BochnerError, match="'bandwidth'.*changed since.*build a new KernelOperator"):
+        with pytest.raises(BochnerError, match=r"'bandwidth'.*changed since.*build a new KernelOperator"):
             product(torch.ones(40, dtype=torch.float64))
     # The product that was made before the step still has its own gradient.
     bandwidth.grad = None

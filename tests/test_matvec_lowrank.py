@@ -127,7 +127,7 @@ def test_operators_solve_and_have_determinants(n):
     found = A.logdet()
     assert abs(found.value - np.linalg.slogdet(truth)[1]) <= 2 * found.error + 1e-6
     assert (found.error == 0) == (n <= 2048)
-    solution, status = cg(A, y[:, 0], M=A.preconditioner(), rtol=1e-6)
+    _, status = cg(A, y[:, 0], M=A.preconditioner(), rtol=1e-6)
     assert status == 0
 
 

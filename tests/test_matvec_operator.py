@@ -303,7 +303,7 @@ def test_dask_arrays_are_refused_with_the_line_that_works(points):
     Q = da.from_array(q, chunks=(100, 8))
     with pytest.raises(BochnerError, match=r"'queries'.*Dask.*Q\.map_blocks\(lambda q: KernelOperator\(q, keys"):
         KernelOperator(Q, points)
-    with pytest.raises(BochnerError, match="'x'.*Dask"):
+    with pytest.raises(BochnerError, match=r"'x'.*Dask"):
         KernelOperator(points) @ da.ones(900)
     keys = points
     y = Q.map_blocks(lambda q: KernelOperator(q, keys, bandwidth=1.0) @ x, drop_axis=1, dtype=x.dtype).compute()

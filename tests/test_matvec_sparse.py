@@ -69,7 +69,9 @@ def test_compressed_rows_multiply_like_the_dense_matrix(monkeypatch, dtype, vect
     for columns in (1, 3):
         x = torch.randn(50, columns, generator=torch.Generator().manual_seed(0)).to(torch.from_numpy(table.data).dtype)
         torch.testing.assert_close(rows @ x, torch.from_numpy(table.toarray()) @ x)
-        torch.testing.assert_close(rows.transposed @ x[:0].new_ones(70, 1), torch.from_numpy(table.toarray().sum(0))[:, None])
+        torch.testing.assert_close(
+            rows.transposed @ x[:0].new_ones(70, 1), torch.from_numpy(table.toarray().sum(0))[:, None]
+        )
     dense_table = table.toarray() != 0
     assert rows.longest == max(dense_table.sum(0).max(), dense_table.sum(1).max())
 

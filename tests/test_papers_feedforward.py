@@ -10,6 +10,7 @@ from stats import check_mean, check_mse, check_mse_at_most
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError
+from bochner.papers.polyfit import ACTIVATIONS
 from bochner.papers.sketched_layer import (
     LinearizedLayer,
     LinearizedMLP,
@@ -18,7 +19,6 @@ from bochner.papers.sketched_layer import (
     calibrate_layer,
     plan_layer,
 )
-from bochner.papers.polyfit import ACTIVATIONS
 from bochner.papers.taylor_layer import TAYLOR, TaylorComposition, series_for
 from bochner.theory import geometric_law, mse_tensor_sketch, variance_taylor
 

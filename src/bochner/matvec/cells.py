@@ -117,7 +117,10 @@ class Index:
         scaled, unit = self.frame, self.extent or 1.0
         origin = ((self.origin - scaled.centre) * (scaled.scale / unit)).float()
         label = torch.cat(
-            [nearest(((part.double() - scaled.centre) * (scaled.scale / unit)).float(), origin) for part in _parts(points)]
+            [
+                nearest(((part.double() - scaled.centre) * (scaled.scale / unit)).float(), origin)
+                for part in _parts(points)
+            ]
         )
         return sort_side(self.frame, points, label, self.origin)
 
@@ -305,7 +308,7 @@ class CellsEngine(TileEngine):
         inward, outward = (queries, keys) if back else (keys, queries)
         x = x.to(self.dtype)[inward]
         y = torch.zeros(outward.numel(), x.shape[1], dtype=torch.float64)  # sums of tiles, as in `exact`
-        own = None if sums is None else tuple(torch.zeros_like(side) for side in sums)
+        own = None if sums is None else (torch.zeros_like(sums[0]), torch.zeros_like(sums[1]))
         near, blocks = self.tiles(), range(self.index.cells)
         for a in track(blocks, len(blocks), "near cells", self.progress):
             self._cell(near, x, y, a, back, own)
@@ -328,7 +331,7 @@ class CellsEngine(TileEngine):
                 tile = near(z, w)
                 if not back:
                     y[i:j] += times(tile, x.index_select(0, part))
-                if back or inside < part.numel() and self.symmetric:
+                if back or (inside < part.numel() and self.symmetric):
                     y.index_add_(0, part[inside:], times(tile[:, inside:].T, x[i:j]).double())
                 if sums is not None:
                     sums[0][i:j] += tile.sum(1)

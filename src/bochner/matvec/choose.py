@@ -85,13 +85,15 @@ def choose(problem: Problem, method: str, products: int, memory: int, known: Kno
         return build(problem, method, memory, known), Plan(method, "as asked", products)
     n, s = problem.shape
     if math.prod(problem.shape) * products <= SMALL:
-        return ExactEngine(problem, problem.dtype == torch.float32, known.placed), Plan("exact", f"{n} x {s} is small", products)
+        return ExactEngine(problem, problem.dtype == torch.float32, known.placed), Plan(
+            "exact", f"{n} x {s} is small", products
+        )
     exact = ExactEngine(problem, _single(problem), known.placed)
     first = _tile_option("exact", problem, problem.pairs, exact.dtype, exact.wide, exact.settled)
     options = [first]
     limit = TRIAL_SHARE * first.total(products)
     options += cells_trial(problem, products, limit, known.index)
-    options += factor_trial(problem, memory, limit)
+    options += factor_trial(problem, memory, 2.5 * limit)  # a hopeless one ends after its first columns
     best = min(options, key=lambda option: option.total(products))
     if best is first or best.total(products) > WORTHWHILE * first.total(products):
         others = "the other methods would not be faster" if len(options) > 1 else "trying others would cost too much"
@@ -130,9 +132,7 @@ def most_rank(problem: Problem, memory: int) -> int:
     return max(1, min(total, memory // (16 * total)))
 
 
-def _attempt(
-    problem: Problem, best: Option, exact: Option, products: int, memory: int, known: Known
-) -> Engine | None:
+def _attempt(problem: Problem, best: Option, exact: Option, products: int, memory: int, known: Known) -> Engine | None:
     """The engine of an option; None if building shows that it is slower than exact products after all."""
     if best.method == "lowrank":
         return _factor(problem, best, exact, products, memory)
@@ -229,7 +229,9 @@ def cells_trial(problem: Problem, products: int, limit: float, index: Index | No
     generator = torch.Generator().manual_seed(problem.seed)
     # Cells are tighter around the points that made them: others are looked at.
     made, keys = frame.place(problem.keys[torch.randint(s, (2 * most,), generator=generator)]).chunk(2)
-    queries = keys if problem.symmetric else frame.place(problem.queries[torch.randint(n, (most,), generator=generator)])
+    queries = (
+        keys if problem.symmetric else frame.place(problem.queries[torch.randint(n, (most,), generator=generator)])
+    )
     if not bool(torch.isfinite(keys.norm() + queries.norm())):
         return []
     centres = cells.k_means(made, min(count, len(made)), generator)
@@ -237,9 +239,7 @@ def cells_trial(problem: Problem, products: int, limit: float, index: Index | No
     theirs, key_count = _middles(keys, centres, distances, s)
     ours, query_count = (theirs, key_count) if problem.symmetric else _middles(queries, centres, distances, n)
     gap = (ours + theirs.T).clamp_min_(0.0).masked_fill_(distances == 0, 0.0).nan_to_num_(nan=0.0)
-    near = cells.needed(
-        frame.profile.at_distance(gap.double()), query_count, key_count, cells.SKIP_SHARE * problem.eps
-    )
+    near = cells.needed(frame.profile.at_distance(gap.double()), query_count, key_count, cells.SKIP_SHARE * problem.eps)
     rows = Tiles(frame)(left(queries[:SAMPLED_ROWS]), right(keys)).double().mul_(s / len(keys))
     single = float(rows.sum(1).max()) * ROUNDED <= cells.ROUNDING_SHARE * problem.eps
     kept = float((rows[:24].sort(1).values.cumsum(1) > 0.4 * problem.eps).double().mean()) if products > 1 else 0.0

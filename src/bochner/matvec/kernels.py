@@ -110,8 +110,8 @@ def _bandwidth(value: Any) -> float | Tensor:
     table = np.asarray(value)
     if table.ndim == 0:
         plain = table.item() if table.dtype.kind in "fiu" else value
-        sigma = positive_float(plain, "bandwidth", "KernelOperator")
-        smallest = largest = sigma
+        smallest = largest = positive_float(plain, "bandwidth", "KernelOperator")
+        sigma: float | Tensor = smallest
     elif table.ndim == 1 and table.size and table.dtype.kind in "fiu":
         smallest, largest = float(table.min()), float(table.max())
         if not (smallest > 0 and math.isfinite(largest)):

@@ -213,11 +213,15 @@ class LowRankEngine(Engine):
         if frame.arithmetic != "difference":
             reach = 2 * max(extent(frame, problem.queries), extent(frame, problem.keys))
             lost = problem.kernel.profile.change(argument_error(reach, problem.keys.shape[1], frame))
-        return 10 * min(PRECISE, lost + 8 * unit) + self.factor.rounding + unit * (max(problem.shape) + self.factor.rank)
+        return (
+            10 * min(PRECISE, lost + 8 * unit) + self.factor.rounding + unit * (max(problem.shape) + self.factor.rank)
+        )
 
     @property
     def norm(self) -> float:
-        return float(self.roots[0].norm() * self.roots[1].norm()) + self._entry * math.sqrt(math.prod(self.problem.shape))
+        return float(self.roots[0].norm() * self.roots[1].norm()) + self._entry * math.sqrt(
+            math.prod(self.problem.shape)
+        )
 
     def certified(self, x: Tensor) -> Certified:
         size = float((self.roots[1] * x.abs()[:, 0]).sum())  # |R_ij| <= sqrt(R_ii R_jj)

@@ -35,8 +35,8 @@ PAIR = 2e-9  # seconds of a pair, roughly
 class KernelOperator(LinearOperator):
     """The matrix `K_ij = exp(-|q_i - k_j|^2 / (2 sigma^2))` as an operator: `y = K @ x` for any signed x.
 
-    The contract is |Kx - y|_2 <= eps |x|_2 for every x. It holds by construction: what is skipped, dropped or rounded is
-    bounded before x is known. `matvec_with_certificate` says how large the error of one product can be, row by row.
+    The contract is |Kx - y|_2 <= eps |x|_2 for every x. It holds by construction: what is skipped, dropped or rounded
+    is bounded before x is known. `matvec_with_certificate` says how large the error of one product can be, row by row.
     Products are linear and repeatable. Gradients reach x, the points and the bandwidth where they are tensors.
 
     Args:
@@ -50,8 +50,8 @@ class KernelOperator(LinearOperator):
             "sparse" near entries, kept; "lowrank" a factor by pivoted Cholesky.
         products: how many products are expected. Keeping entries, or a factor, pays for several.
 
-    `memory`: bytes that kept entries, or a factor, may take (2 GB). `progress`: whether products show a bar; None: those
-    that take more than five seconds.
+    `memory`: bytes that kept entries, or a factor, may take (2 GB). `progress`: whether products show a bar; None:
+    those that take more than five seconds.
 
     Example:
         >>> import torch, bochner
@@ -369,14 +369,12 @@ class KernelOperator(LinearOperator):
         self._need_shift("logdet")
         if self.shape[0] <= DIRECT:
             return LogDet(2.0 * float(self._cholesky().diagonal().log().sum()), 0.0)
-        return logdet(
-            self._multiply, self.shape[0], self.preconditioner(), probes=probes, steps=steps, seed=self.seed
-        )
+        return logdet(self._multiply, self.shape[0], self.preconditioner(), probes=probes, steps=steps, seed=self.seed)
 
     def preconditioner(self, rank: int | None = None) -> Preconditioner:
-        """`(F F' + alpha I)^-1` from a factor of K, for an operator that was `shifted(alpha)`; of rank 10 sqrt(n), at most.
+        """`(F F' + alpha I)^-1` from a factor of K, for an operator that was `shifted(alpha)`.
 
-        It serves as `M` of scipy's `cg`.
+        It serves as `M` of scipy's `cg`. `rank`: at most; None: 10 sqrt(n).
         """
         self._need_symmetric("preconditioner")
         if not self.shift:

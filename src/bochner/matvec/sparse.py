@@ -49,8 +49,8 @@ class CompressedRows:
             return None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta state")
-            arrays = (torch.from_numpy(array) for array in (matrix.indptr, matrix.indices, matrix.data))
-            return torch.sparse_csr_tensor(*arrays, size=matrix.shape, check_invariants=False)
+            start, columns, values = map(torch.from_numpy, (matrix.indptr, matrix.indices, matrix.data))
+            return torch.sparse_csr_tensor(start, columns, values, size=matrix.shape, check_invariants=False)
 
     def __matmul__(self, x: Tensor) -> Tensor:
         """The product with x (s, r), in the dtype of the entries."""
@@ -191,8 +191,9 @@ class SparseEngine(Engine):
     def _refuse(self, size: float, slack: float = 1.0) -> None:
         if size > slack * self.memory:
             raise TooLarge(
-                f"The near entries of this kernel would take about {size / 2**30:.2g} GB while they are collected, more "
-                f"than the {self.memory / 2**30:.2g} GB of 'KernelOperator.memory'; raise it, or use method='cells'."
+                f"The near entries of this kernel would take about {size / 2**30:.2g} GB while they are collected, "
+                f"more than the {self.memory / 2**30:.2g} GB of 'KernelOperator.memory'; raise it, or use "
+                "method='cells'."
             )
 
     def _check(self) -> bool:

@@ -32,6 +32,8 @@ from bochner._checks import (
     positive_int,
 )
 from bochner._timing import best_times
+from bochner.maps.polynomial import TensorSketchFeatures
+from bochner.moments import balancing_basis, floored_moment
 from bochner.papers.polyfit import (
     METHODS,
     PolynomialFit,
@@ -40,8 +42,6 @@ from bochner.papers.polyfit import (
     second_derivative_sup,
     shift_monomials,
 )
-from bochner.maps.polynomial import TensorSketchFeatures
-from bochner.moments import balancing_basis, floored_moment
 from bochner.projections import FullPrecisionModule
 from bochner.theory import allocate_features, bernstein_bound, mse_tensor_sketch_matrix, tensor_sketch_bound
 
