@@ -202,9 +202,9 @@ def test_rows_whose_variance_is_out_of_range_are_refused(size):
 
 
 def test_centres_that_cannot_be_are_named():
-    with pytest.raises(BochnerError, match="'count' of Centers.*0"):
+    with pytest.raises(BochnerError, match=r"'count' of Centers.*0"):
         Centers(0)
-    with pytest.raises(BochnerError, match="'rule' of Centers.*'best'"):
+    with pytest.raises(BochnerError, match=r"'rule' of Centers.*'best'"):
         Centers(rule="best")
 
 

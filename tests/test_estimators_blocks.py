@@ -147,14 +147,14 @@ def test_a_killed_worker_loses_nothing():
 
     X, y, _ = table(40_000)
     model = KernelRidge(alpha=1e-4, centers=400, tol=1e-6)
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
-        with distributed.Client(cluster) as client:
-            lazy, targets = da.from_array(X, chunks=(4000, 3)), da.from_array(y, chunks=4000)
-            victim = next(iter(client.run(os.getpid).values()))
-            killer = threading.Timer(2.0, os.kill, (victim, signal.SIGKILL))
-            killer.start()
-            disturbed = model.fit(lazy, targets).predict(X[:100])
-            killer.join()
-            assert victim not in client.run(os.getpid).values()
-            calm = model.fit(lazy, targets).predict(X[:100])
+    cluster = distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None)
+    with cluster, distributed.Client(cluster) as client:
+        lazy, targets = da.from_array(X, chunks=(4000, 3)), da.from_array(y, chunks=4000)
+        victim = next(iter(client.run(os.getpid).values()))
+        killer = threading.Timer(2.0, os.kill, (victim, signal.SIGKILL))
+        killer.start()
+        disturbed = model.fit(lazy, targets).predict(X[:100])
+        killer.join()
+        assert victim not in client.run(os.getpid).values()
+        calm = model.fit(lazy, targets).predict(X[:100])
     np.testing.assert_allclose(disturbed, calm, atol=1e-6)

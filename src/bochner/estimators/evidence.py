@@ -78,12 +78,14 @@ def learn(
         x_part, t_part = x[rows], t[rows]
 
         def objective(p: np.ndarray) -> tuple[float, np.ndarray]:
-            theta = start + tie @ p
+            theta = start + tie @ p  # noqa: B023
             value, gradient = evidence(name, x_part, t_part, Hyper.unpack(np.clip(theta, low, high)))  # noqa: B023
             inside = (theta > low) & (theta < high)
             return value / len(x_part), tie.T @ np.where(inside, gradient, 0.0) / len(x_part)  # noqa: B023
 
-        found = minimize(objective, np.zeros(tie.shape[1]), jac=True, method="L-BFGS-B", options={"maxiter": steps, "ftol": 1e-6})
+        found = minimize(
+            objective, np.zeros(tie.shape[1]), jac=True, method="L-BFGS-B", options={"maxiter": steps, "ftol": 1e-6}
+        )
         start = np.clip(start + tie @ found.x, low, high)
     return Hyper.unpack(start)
 

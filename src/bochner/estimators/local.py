@@ -53,14 +53,16 @@ class _Neighbours(BaseEstimator):
     def _sums(self, X: Any, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For each row of X: `sums * exp(log_scale)` of K table, (n, r) and (n,).
 
-        Rows whose mass, |first column|, is below `exact_below` have their nearest neighbour as scale, so that nothing underflows.
+        Rows whose mass, |first column|, is below `exact_below` have their nearest neighbour as scale, so that nothing
+        underflows.
         """
         check_is_fitted(self)
         X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
         if len(X) * len(self._rows) <= PAIRS:
             sums, few = np.zeros((len(X), table.shape[1])), np.arange(len(X))
         else:
-            sums = np.asarray(self.operator_.with_queries(X.astype(self._rows.dtype, copy=False)) @ table, np.float64)
+            operator = self.operator_.with_queries(X.astype(self._rows.dtype, copy=False))
+            sums = np.asarray(operator @ table, dtype=np.float64)
             few = np.flatnonzero(np.abs(sums[:, 0]) < self._exact_below)
         log_scale = np.zeros(len(X))
         rows, columns = torch.from_numpy(self._rows).double(), torch.from_numpy(table)
@@ -78,7 +80,7 @@ class _Neighbours(BaseEstimator):
 
 
 class KernelDensity(_Neighbours):
-    """Gaussian kernel density of X with columns of similar spread: `p(q) = sum_j w_j N(q; x_j, sigma^2 I) / sum_j |w_j|`.
+    """Density of X with columns of similar spread: `p(q) = sum_j w_j N(q; x_j, sigma^2 I) / sum_j |w_j|`.
 
     `score_samples` is the log density, as in scikit-learn; `density` also serves signed weights (differences of
     densities, residuals). Rows whose kernel mass is below `exact_below` are computed exactly in log space, so that a

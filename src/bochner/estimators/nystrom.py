@@ -32,6 +32,7 @@ PAIR = 1e-9  # seconds for one pair in single precision, the use of its value in
 COLUMN = 1.5e-10  # ... column
 CUBE = 2e-10  # seconds, times M^3: the factors
 PASSES = 15
+NOISE = 5e-6  # that rounding of products in single precision is worth, in entries of the kernel
 SAMPLES = (2, 3, 4, 6, 8, 12, 16)  # rows for each centre in the sample
 
 
@@ -229,8 +230,8 @@ def make_basis(
 ) -> Basis:
     """Centres chosen from a sample of the rows, their factor, and G of the sample.
 
-    Rounding of single precision acts like noise in the entries of the kernel: with u its measured size, 100 n u^2 / alpha on
-    the diagonal of K(Z, Z) keeps the coefficients so small that it does not show.
+    Rounding of single precision acts like noise in the kernel, for which n noise^2 / alpha on the diagonal of K(Z, Z)
+    is the right ridge: it keeps the coefficients so small that the noise does not show.
     """
     n, kernel = len(rows), Kernel(name, bandwidth)
     m = centers.number(n, columns) if isinstance(centers, Centers) else len(centers)
@@ -243,10 +244,10 @@ def make_basis(
         points = X[_chosen(kernel, X, m, centers.rule, seed)]
     else:
         points = torch.from_numpy(centers.astype(np.float64))
-    cross = CrossKernel(name, bandwidth, points, "float32" if n > EXACT else "float64")
-    rounding = float((cross.tile(X[:64].numpy()) - kernel.block(X[:64], points)).square().mean())
+    single = n > EXACT
+    cross = CrossKernel(name, bandwidth, points, "float32" if single else "float64")
     own = kernel.block(points)
-    own.diagonal().add_(max(1e-13 * len(points), 100 * n * rounding / alpha))
+    own.diagonal().add_(min(1e-2, max(1e-6, n * NOISE**2 / alpha)) if single else 1e-13 * len(points))
     lower = factored(own, alpha)
     gram = torch.zeros_like(lower)
     for x, w in zip(X.split(2048), weight.split(2048), strict=True):
@@ -288,7 +289,6 @@ def leave_one_out(kernel: Kernel, block: Block, m: int, alphas: np.ndarray, seed
     On m centres by pivoted Cholesky, whose factor has the features phi as its rows. With `G = Q diag(s) Q'` every alpha
     costs O(n m): a row's residual is divided by 1 - h, `h = w phi' (G + alpha I)^-1 phi`.
     """
-    assert block.y is not None
     X = torch.from_numpy(np.array(block.X, dtype=np.float64))
     y = torch.from_numpy(block.y - np.average(block.y, axis=0, weights=block.weight))
     w = torch.ones(len(X), 1, dtype=torch.float64)

@@ -59,7 +59,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         *,
         amplitude: float | None = None,
         gamma: Any = None,
-        kernel: str = "gaussian",
+        kernel: str = "matern32",
         centers: Any = "auto",
         per_feature: bool = True,
         standardize: bool = True,
@@ -83,8 +83,8 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         y = np.asarray(y, dtype=np.float64)
         self._flat, y = y.ndim == 1, y.reshape(len(y), -1)
         standardize, d = flag(self.standardize, "standardize", owner), X.shape[1]
-        self._x_mean, self._x_scale = _standard(X) if standardize else (np.zeros(d), np.ones(d))
-        self._y_mean, self._y_scale = _standard(y) if standardize else (np.zeros(y.shape[1]), np.ones(y.shape[1]))
+        self._x_mean, self._x_scale = _standard(X, standardize)
+        self._y_mean, self._y_scale = _standard(y, standardize)
         target = torch.from_numpy((y - self._y_mean) / self._y_scale)
         rng = check_random_state(self.random_state)
         seed = draw_seed(rng)
@@ -109,8 +109,10 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             math.nan if value is None else positive_float(value, name, owner)
             for name, value in (("alpha", self.alpha), ("amplitude", self.amplitude))
         )
-        gamma = np.nan if self.gamma is None else np.asarray(self.gamma, dtype=np.float64)
-        if self.gamma is not None and not (np.isfinite(gamma).all() and (gamma > 0).all() and gamma.shape in ((), (d,))):
+        gamma = np.asarray(np.nan if self.gamma is None else self.gamma, dtype=np.float64)
+        if self.gamma is not None and not (
+            np.isfinite(gamma).all() and (gamma > 0).all() and gamma.shape in ((), (d,))
+        ):
             raise BochnerError(f"The 'gamma' of {owner} must be None, a positive number, or {d} of them, got {gamma}.")
         return Hyper(np.sqrt(0.5 / (gamma * np.ones(d))), amplitude, noise)
 
@@ -121,11 +123,12 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         kernel, hyper = Kernel(self.kernel, self._bandwidth), self._hyper
         matrix = hyper.amplitude * kernel.block(x)
         matrix.diagonal().add_(hyper.noise)
-        self._points, self._lower, self._inner = x, factored(matrix, hyper.noise), None
+        self._points, self._lower = x, factored(matrix, hyper.noise)
+        self._inner: Tensor | None = None
         self._dual = torch.cholesky_solve(y, self._lower)
 
     def _fit_centers(self, X: np.ndarray, y: Tensor, centers: Any, seed: int) -> None:
-        """Sums over blocks of rows of `phi phi'` and `phi y`, then the amplitude and the noise that they make likely."""
+        """Sums over blocks of rows of `phi phi'` and `phi y`, then the amplitude and the noise they make likely."""
         kernel, n = Kernel(self.kernel, self._bandwidth), len(X)
         if isinstance(centers, Centers):
             m = min(n, centers.count or CENTERS)
@@ -145,8 +148,9 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self._relearn(gram, right, y)
         ridge = self._hyper.noise / self._hyper.amplitude
         gram.diagonal().add_(ridge)
-        self._points, self._lower, self._inner = points, lower, factored(gram, ridge)
-        inside = torch.cholesky_solve(right, self._inner)
+        inner = factored(gram, ridge)
+        self._points, self._lower, self._inner = points, lower, inner
+        inside = torch.cholesky_solve(right, inner)
         self._dual = torch.linalg.solve_triangular(lower.T, inside, upper=True)
 
     def _relearn(self, gram: Tensor, right: Tensor, y: Tensor) -> None:
@@ -238,7 +242,8 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def _variance(self, K: Tensor) -> np.ndarray:
         parts = []
         for block in K.split(BLOCK):
-            parts.append(self._hyper.amplitude + sum(sign * Z.square().sum(0) for sign, Z in self._halves(block)))
+            squares = [sign * Z.square().sum(0) for sign, Z in self._halves(block)]
+            parts.append(self._hyper.amplitude + torch.stack(squares).sum(0))
         return torch.cat(parts).clamp_min_(1e-12 * self._hyper.amplitude).numpy()
 
     def _covariance(self, x: Tensor, K: Tensor, noise: bool) -> np.ndarray:
@@ -257,7 +262,9 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         return self._points.numpy() * self._x_scale + self._x_mean
 
 
-def _standard(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and deviation of columns; 1 where a column does not vary."""
+def _standard(values: np.ndarray, wanted: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation of columns, 1 where a column does not vary; 0 and 1 if they are not wanted."""
+    if not wanted:
+        return np.zeros(values.shape[1]), np.ones(values.shape[1])
     mean, deviation = values.mean(0, dtype=np.float64), values.std(0, dtype=np.float64)
     return mean, np.where(deviation > 1e-14 * np.abs(mean), deviation, 1.0)

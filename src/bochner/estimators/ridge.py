@@ -36,7 +36,7 @@ from bochner.estimators.nystrom import (
     right_side,
     shown,
 )
-from bochner.estimators.rows import ArrayRows, BLOCK, Rows, StreamedRows, blockwise, dask_rows, is_dask
+from bochner.estimators.rows import ArrayRows, Rows, StreamedRows, blockwise, dask_rows, is_dask
 from bochner.matvec import Kernel, Preconditioner, conjugate_gradients, pivoted_cholesky
 
 MAX_PASSES = 200
@@ -100,12 +100,13 @@ class _CenterModel(BaseEstimator):
         scale = np.sqrt(np.where(variance > 0, variance, 1.0)) if flag(self.standardize, "standardize", owner) else 1.0
         scale = scale * np.ones(len(mean))
         if isinstance(given, str):
-            one_of(given, "gamma", owner, ("scale", "learn"))
+            one_of(given, "gamma", owner, ("auto", "scale", "learn"))
             inner = variance / scale**2
             pooled = float(inner.mean() + (0.0 if self.standardize else np.var(mean)))
             gamma: Any = 1.0 / (len(mean) * pooled) if pooled > 0 else 1.0
             if not np.isfinite(gamma):
                 raise BochnerError(f"The variance of the X of {owner}, for gamma='scale', is out of range; rescale X.")
+            gamma = 2 * gamma if given == "auto" else gamma
             if given == "learn":
                 block = rows.sample(LEARNED_ROWS, np.random.RandomState(seed)).merged()
                 y = block.y - block.y.mean(0)
@@ -144,7 +145,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
         alpha: the ridge parameter, in the units of `sklearn.kernel_ridge.KernelRidge`.
         kernel: "gaussian", "laplace", "matern32", "matern52" or "student".
         gamma: of the standardised columns, 1 / (2 bandwidth^2): a number, one for each column, `"scale"`: 1 / (d var),
-            or `"learn"`: one for each column, by the marginal likelihood of 1,500 rows.
+            `"auto"`: twice that, or `"learn"`: one for each column, by the marginal likelihood of 1,500 rows.
         centers: `"auto"`, a number, an array of centres, `"all"` rows, or `Centers(count, rule, seconds)`.
         standardize: whether columns are divided by their deviation and the mean of y is taken off.
         tol: what conjugate gradients leave of the residual, in the norm of the preconditioner.
@@ -166,7 +167,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
         alpha: float = 0.1,
         *,
         kernel: str = "gaussian",
-        gamma: Any = "scale",
+        gamma: Any = "auto",
         centers: Any = "auto",
         standardize: bool = True,
         tol: float = 3e-3,
@@ -289,12 +290,12 @@ class KernelRidgeCV(KernelRidge):
 
     Args:
         alphas: those that are compared.
-        gammas: those that are compared, each a number or one for each column; None: `"scale"` and `"learn"` of
+        gammas: those that are compared, each a number or one for each column; None: `"auto"` and `"learn"` of
             `KernelRidge`, each also wider and narrower as long as that helps.
         kernel, centers, standardize, tol, random_state: as in `KernelRidge`.
 
-    Attributes: `alpha_`, `gamma_`, `errors_` (one pair for each gamma that was tried: gamma, mean squared error of every
-    alpha), and those of `KernelRidge`.
+    Attributes: `alpha_`, `gamma_`, `errors_` (one pair for each gamma that was tried: gamma, mean squared error of
+    every alpha), and those of `KernelRidge`.
 
     >>> import numpy as np
     >>> X = np.linspace(0, 1, 60)[:, None]
@@ -304,7 +305,7 @@ class KernelRidgeCV(KernelRidge):
 
     def __init__(
         self,
-        alphas: Any = (1e-3, 1e-2, 0.1, 1.0, 10.0),
+        alphas: Any = (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
         *,
         gammas: Any = None,
         kernel: str = "gaussian",
@@ -339,7 +340,7 @@ class KernelRidgeCV(KernelRidge):
             for gamma in self.gammas:
                 error(gamma)
         else:
-            for start in ("scale", "learn"):
+            for start in ("auto", "learn"):
                 best, middle = error(start), self.gamma_
                 for step in (2.0, 0.5):
                     factor = step
@@ -353,15 +354,15 @@ class KernelRidgeCV(KernelRidge):
 
 
 class KernelClassifier(ClassifierMixin, _CenterModel):
-    """Kernel logistic regression, `min_f sum_i w_i loss(y_i, f(x_i)) + alpha/2 |f|^2`; the columns of X are standardised.
+    """Kernel logistic regression, `min_f sum_i w_i loss(y_i, f(x_i)) + alpha/2 |f|^2`; columns are standardised.
 
     One function for two classes, one for each of more (softmax). On the centres and the preconditioner of `KernelRidge`
     with a quasi-Newton method: two or three dozen passes over the rows. Rows come as `KernelRidge` takes them.
 
     Args:
         alpha: the weight of the penalty, 1 / C of scikit-learn.
-        kernel, gamma, centers, standardize, random_state: as in `KernelRidge`; `gamma="learn"` learns from indicators of
-            the classes.
+        kernel, gamma, centers, standardize, random_state: as in `KernelRidge`; `gamma="learn"` learns from indicators
+            of the classes.
         tol: the decrease of the loss, relative to it, at which passes end is tol^2.
 
     Attributes: `classes_`, `centers_`, `bandwidth_`, `gamma_`, `n_iter_` (passes over the rows).
@@ -380,7 +381,7 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
         alpha: float = 0.1,
         *,
         kernel: str = "gaussian",
-        gamma: Any = "scale",
+        gamma: Any = "auto",
         centers: Any = "auto",
         standardize: bool = True,
         tol: float = 3e-3,

@@ -23,13 +23,12 @@ class Block(NamedTuple):
     """Some rows: X (b, d), the targets (b, c) or labels (b,) or None, and the weights (b,) or None."""
 
     X: np.ndarray
-    y: np.ndarray | None
-    weight: np.ndarray | None
+    y: Any
+    weight: Any
 
     def merged(self) -> Block:
         """In a canonical order, copies of a row as one of their whole weight, rows without weight left out."""
         w = np.ones(len(self.X)) if self.weight is None else np.asarray(self.weight, dtype=np.float64)
-        assert self.y is not None
         table = np.concatenate([self.X, self.y], 1)[w > 0]
         rows, place = np.unique(table, axis=0, return_inverse=True)
         weight = np.bincount(place.ravel(), w[w > 0])
@@ -79,7 +78,10 @@ class Rows:
         n = len(self)
         drawn = np.arange(n) if count >= n else np.sort(rng.choice(n, count, replace=False))
         ends = np.cumsum(self.lengths)
-        shares = [part - start for part, start in zip(np.split(drawn, np.searchsorted(drawn, ends[:-1])), ends - self.lengths, strict=True)]
+        shares = [
+            part - start
+            for part, start in zip(np.split(drawn, np.searchsorted(drawn, ends[:-1])), ends - self.lengths, strict=True)
+        ]
         parts = self.each(_take, shares=[share if len(share) else None for share in shares])
         first = parts[0]
         y, weight = (None if first[k] is None else np.concatenate([p[k] for p in parts]) for k in (1, 2))
@@ -104,7 +106,8 @@ def _add(a: Sums, b: Sums) -> Sums:
 
 
 def _take(block: Block, index: np.ndarray) -> Block:
-    return Block(*(None if part is None else np.asarray(part)[index] for part in block))
+    X, y, weight = (None if part is None else np.asarray(part)[index] for part in block)
+    return Block(np.asarray(X), y, weight)
 
 
 def _whole(block: Block) -> Block:
@@ -181,7 +184,9 @@ def is_dask(X: Any) -> bool:
 def refuse_dask(owner: str, *arrays: Any) -> None:
     """For fits that hold all rows: nothing is brought into memory in silence."""
     if any(is_dask(array) for array in arrays):
-        raise BochnerError(f"{owner}.fit holds all rows in memory; call .compute() on the Dask arrays to bring them in.")
+        raise BochnerError(
+            f"{owner}.fit holds all rows in memory; call .compute() on the Dask arrays to bring them in."
+        )
 
 
 def dask_rows(X: Any, y: Any, weight: Any, owner: str) -> DaskRows:
