@@ -1,0 +1,128 @@
+"""How keys and values are stored: whole, in bfloat16, or as 8-bit or 4-bit integers.
+
+A precision turns rows (..., d) into a tuple of tensors, one row of each per token, and back. A row never depends on
+its neighbours: tokens can be added, moved and replaced one at a time, and a text read in pieces is stored as it is
+when read whole.
+
+A basis makes rows easier to round. Keys are stored as `(k - c) A` and queries are multiplied by the inverse of A'. The
+centre c adds the same number to every logit of a row and cancels in softmax. Values are stored as `(v - c) A` and the
+output is turned back once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from bochner._checks import ArgumentError, lookup
+
+Parts = tuple[Tensor, ...]
+
+
+class Precision(Protocol):
+    """Rows (..., d) to tensors (..., .) with the same leading dimensions, and back."""
+
+    name: str
+
+    def encode(self, x: Tensor) -> Parts: ...
+
+    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Floating:
+    """Rows in a floating-point type; `dtype` None is that of the model."""
+
+    name: str
+    dtype: torch.dtype | None = None
+
+    def encode(self, x: Tensor) -> Parts:
+        return (x.to(self.dtype or x.dtype),)
+
+    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        return parts[0].to(dtype)
+
+
+@dataclass(frozen=True)
+class Integer:
+    """Rows in groups of channels, `x ~ step * n` with n a signed integer of 8 or 4 bits and one float16 step a group.
+
+    4-bit integers run from -7 to 7, two of them in a byte. A row of d channels takes `d * bits / 8` bytes and 2 bytes
+    for each group.
+    """
+
+    name: str
+    bits: int
+    group: int = 32
+
+    def groups(self, size: int) -> int:
+        """Groups in a row: of `group` channels where that divides the row, else one."""
+        return size // self.group if size % self.group == 0 else 1
+
+    def encode(self, x: Tensor) -> Parts:
+        if self.bits == 4 and x.shape[-1] % 2:
+            raise ArgumentError(
+                f"Rows of {x.shape[-1]} channels cannot be stored in pairs of 4 bits; use precision='int8'."
+            )
+        top = 2 ** (self.bits - 1) - 1
+        grouped = x.float().unflatten(-1, (self.groups(x.shape[-1]), -1))
+        # The step is rounded first, so that what is divided by is what will be multiplied by.
+        step = (grouped.abs().amax(-1) / top).clamp(min=2.0**-24, max=65504.0).half()
+        whole = (grouped / step.float().unsqueeze(-1)).round_().clamp_(-top, top).flatten(-2).to(torch.int8)
+        if self.bits == 8:
+            return whole, step
+        low, high = whole[..., 0::2], whole[..., 1::2]
+        return (low + 8).to(torch.uint8) | ((high + 8).to(torch.uint8) << 4), step
+
+    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        whole, step = parts
+        if self.bits == 4:
+            whole = torch.stack([whole & 15, whole >> 4], dim=-1).flatten(-2).to(torch.int8) - 8
+        exact = torch.promote_types(dtype, torch.float32)
+        rows = whole.to(exact).unflatten(-1, (step.shape[-1], -1)) * step.to(exact).unsqueeze(-1)
+        return rows.flatten(-2).to(dtype)
+
+
+PRECISIONS: dict[str, Precision] = {
+    "model": Floating("model"),
+    "bfloat16": Floating("bfloat16", torch.bfloat16),
+    "int8": Integer("int8", 8),
+    "int4": Integer("int4", 4),
+}
+
+
+def precision_of(name: str | Precision) -> Precision:
+    """A precision by its name; an instance is taken as it is."""
+    return lookup(PRECISIONS, name, "precision") if isinstance(name, str) else name
+
+
+def row_bytes(precision: str | Precision, size: int, dtype: torch.dtype) -> int:
+    """Bytes of one stored row of `size` channels, counted from the tensors themselves."""
+    return nbytes(precision_of(precision).encode(torch.zeros(1, size, dtype=dtype)))
+
+
+def nbytes(parts: Parts) -> int:
+    return sum(t.numel() * t.element_size() for t in parts)
+
+
+class Basis(NamedTuple):
+    """A centre (g, d) and a matrix (g, d, d) with its inverse for the rows of each key head, applied before rounding."""
+
+    centre: Tensor
+    matrix: Tensor
+    inverse: Tensor
+
+    def into(self, x: Tensor) -> Tensor:
+        """Rows (b, g, n, d) as they are stored."""
+        return (x - self.centre[:, None].to(x.dtype)) @ self.matrix.to(x.dtype)
+
+    def back(self, x: Tensor) -> Tensor:
+        """Rows (b, g, n, d) of outputs, from stored values."""
+        return x @ self.inverse.to(x.dtype) + self.centre[:, None].to(x.dtype)
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Queries (b, g, n, d) for stored keys: their products differ from the true ones by one number a row."""
+        return q @ self.inverse.mT.to(q.dtype)
