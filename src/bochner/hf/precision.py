@@ -1,4 +1,4 @@
-"""How keys and values are stored: whole, in bfloat16, or as 8-bit or 4-bit integers.
+"""How keys and values are stored: whole, in bfloat16, or as integers of 8, 6 or 4 bits.
 
 A precision turns rows (..., d) into a tuple of tensors, one row of each per token, and back. A row never depends on
 its neighbours: tokens can be added, moved and replaced one at a time, and a text read in pieces is stored as it is
@@ -48,48 +48,69 @@ class Floating:
 
 @dataclass(frozen=True)
 class Integer:
-    """Rows in groups of channels, `x ~ step * n` with n a signed integer of 8 or 4 bits and one float16 step a group.
+    """Rows in groups of channels, `x ~ step * n` with n a signed integer of 8, 6 or 4 bits and one float16 step a group.
 
-    4-bit integers run from -7 to 7, two of them in a byte. A row of d channels takes `d * bits / 8` bytes and 2 bytes
-    for each group.
+    A row of d channels takes `d * bits / 8` bytes and 2 bytes for each group. Integers of 4 bits are stored two in a
+    byte; those of 6 bits as their lower 4 bits, and four times their upper 2 bits in another byte.
     """
 
     name: str
     bits: int
-    group: int = 32
+    group: int = 64
 
     def groups(self, size: int) -> int:
         """Groups in a row: of `group` channels where that divides the row, else one."""
         return size // self.group if size % self.group == 0 else 1
 
     def encode(self, x: Tensor) -> Parts:
-        if self.bits == 4 and x.shape[-1] % 2:
+        if self.bits < 8 and x.shape[-1] % 4:
             raise ArgumentError(
-                f"Rows of {x.shape[-1]} channels cannot be stored in pairs of 4 bits; use precision='int8'."
+                f"Rows of {x.shape[-1]} channels cannot be stored in {self.bits} bits, four in a row; "
+                "use precision='int8'."
             )
         top = 2 ** (self.bits - 1) - 1
         grouped = x.float().unflatten(-1, (self.groups(x.shape[-1]), -1))
         # The step is rounded first, so that what is divided by is what will be multiplied by.
         step = (grouped.abs().amax(-1) / top).clamp(min=2.0**-24, max=65504.0).half()
-        whole = (grouped / step.float().unsqueeze(-1)).round_().clamp_(-top, top).flatten(-2).to(torch.int8)
+        whole = (grouped / step.float().unsqueeze(-1)).round_().clamp_(-top, top).flatten(-2)
         if self.bits == 8:
-            return whole, step
-        low, high = whole[..., 0::2], whole[..., 1::2]
-        return (low + 8).to(torch.uint8) | ((high + 8).to(torch.uint8) << 4), step
+            return whole.to(torch.int8), step
+        shifted = (whole + (top + 1)).to(torch.uint8)
+        lower = pack(shifted & 15, 4)
+        return (lower, step) if self.bits == 4 else (lower, pack(shifted >> 4, 2), step)
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        whole, step = parts
-        if self.bits == 4:
-            whole = torch.stack([whole & 15, whole >> 4], dim=-1).flatten(-2).to(torch.int8) - 8
+        *packed, step = parts
         exact = torch.promote_types(dtype, torch.float32)
-        rows = whole.to(exact).unflatten(-1, (step.shape[-1], -1)) * step.to(exact).unsqueeze(-1)
-        return rows.flatten(-2).to(dtype)
+        whole = packed[0]
+        if self.bits < 8:
+            whole = unpack(packed[0], 4)
+            if self.bits == 6:
+                whole |= unpack(packed[1], 2) << 4
+        rows = whole.to(exact)
+        if self.bits < 8:
+            rows -= 2 ** (self.bits - 1)
+        return (rows.unflatten(-1, (step.shape[-1], -1)) * step.to(exact).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def pack(x: Tensor, bits: int) -> Tensor:
+    """Integers (..., d) of so many bits as bytes (..., d * bits / 8), `8 / bits` stretches of channels on each other."""
+    stretches = x.unflatten(-1, (8 // bits, -1)).unbind(-2)
+    out = stretches[0].clone()
+    for i, stretch in enumerate(stretches[1:], start=1):
+        out |= stretch << (bits * i)
+    return out
+
+
+def unpack(x: Tensor, bits: int) -> Tensor:
+    return torch.cat([(x >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
 
 
 PRECISIONS: dict[str, Precision] = {
     "model": Floating("model"),
     "bfloat16": Floating("bfloat16", torch.bfloat16),
     "int8": Integer("int8", 8),
+    "int6": Integer("int6", 6),
     "int4": Integer("int4", 4),
 }
 

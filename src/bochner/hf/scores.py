@@ -22,7 +22,6 @@ from bochner._checks import ArgumentError, lookup
 FLOOR = -12.0  # the least logarithm of attention that is told apart
 RIDGE = 0.03  # of the mean diagonal of the features' second moments
 ROWS = 256  # queries at a time
-SHIFT = 5.0  # brings the logarithm of a mean to the size of that of a maximum
 
 
 class Received(NamedTuple):
@@ -89,7 +88,7 @@ def both(r: Received) -> Tensor:
 
 
 def combined(r: Received) -> Tensor:
-    return 0.5 * logarithm(r.again) + logarithm(r.mean) + SHIFT
+    return 0.5 * (logarithm(r.again) + logarithm(r.mean))
 
 
 def damage(r: Received) -> Tensor:

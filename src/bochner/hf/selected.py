@@ -4,25 +4,25 @@ Every key gets a score when it is computed. It is seen by all rows while it is i
 the place of the least of the older keys that its head holds, or it is let go. What a row sees depends on the scores
 alone, so that a text gives the same whole, in pieces or token by token.
 
-One tensor holds all slots of a layer: a ring of `window` slots for each key head, then `sinks + budget` slots for each
-key head, as many as its budget says. Decoding is one product with all slots; a mask keeps the heads apart. For
-inference: nothing here has a gradient.
+One tensor holds all slots of a layer: a ring of `window` slots for each key head, then as many slots for older keys as
+the budget of each head says. The first keys, the attention sinks, are stored whole: much of the attention rests on
+them. Decoding is one product with all slots; a mask keeps the heads apart. For inference: nothing here has a gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bochner._checks import ArgumentError, BochnerError
-from bochner.hf.precision import Parts, Precision, nbytes, precision_of
+from bochner.hf.precision import Basis, Parts, Precision, nbytes, precision_of
 
-EMPTY = -(2**31)  # the rank of no key, and of padding
-SINK = 32767  # the score of a sink, above every finite score in float16
+EMPTY = -(2**31)  # the rank of no key, of padding and of attention sinks, which have their own slots
 PLACES = 65536  # positions that ranks tell apart
 BLOCK = 256  # rows that are read at a time
 
@@ -31,15 +31,14 @@ BLOCK = 256  # rows that are read at a time
 class SelectedKeys:
     """What the key heads of one layer hold.
 
-    `budgets`: the most older keys of each key head. `precision`: how keys and values are stored; `recent`: so many last
-    ones are whole besides.
+    `window`: the last keys, of all heads. `budgets`: the most older keys of each key head. `sinks`: the first keys.
+    `precision`: how keys and values are stored, sinks excepted.
     """
 
     window: int
     budgets: tuple[int, ...]
     sinks: int = 4
     precision: str | Precision = "model"
-    recent: int = 0
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -49,28 +48,25 @@ class SelectedKeys:
                 "The 'sinks' and 'budgets' of SelectedKeys must be ints of at least 0, one budget for each key head, "
                 f"got {self.sinks!r} and {self.budgets!r}."
             )
-        if not 0 <= self.recent <= self.window:
-            raise ArgumentError(
-                f"The 'recent' of SelectedKeys must lie between 0 and the window, {self.window}, got {self.recent!r}."
-            )
         precision_of(self.precision)
 
-    @property
-    def capacities(self) -> tuple[int, ...]:
-        """Older keys of each key head, sinks among them."""
-        return tuple(self.sinks + b for b in self.budgets)
+
+class Bases(NamedTuple):
+    """Bases of the keys and of the values of a layer; see `precision`."""
+
+    keys: Basis
+    values: Basis
 
 
 def ranks(scores: Tensor, position: Tensor, sinks: int) -> Tensor:
-    """Scores (b, g, n) as a total order of keys, int32 (b, g, n): EMPTY at positions (b, n) below 0, sinks on top.
+    """Scores (b, g, n) as a total order of keys, int32 (b, g, n); EMPTY where positions (b, n) are below `sinks`.
 
     Scores are compared in float16; of equal ones the older key is worth more.
     """
     bits = (scores.float().clamp(-65504.0, 65504.0).half() + 0.0).view(torch.int16)  # -0 becomes 0
     order = torch.where(bits < 0, bits ^ 0x7FFF, bits).to(torch.int32)
     place = position[:, None].to(torch.int32)
-    order = torch.where(place < sinks, SINK, order)
-    return torch.where(place < 0, EMPTY, order * PLACES + (PLACES - 1 - place % PLACES))
+    return torch.where(place < sinks, EMPTY, order * PLACES + (PLACES - 1 - place % PLACES))
 
 
 def alive(held: Tensor, arriving: Tensor, capacity: int) -> Tensor:
@@ -91,6 +87,23 @@ def alive(held: Tensor, arriving: Tensor, capacity: int) -> Tensor:
     return there & arrived & (more + above.unsqueeze(1) < capacity)
 
 
+class New(NamedTuple):
+    """Tokens to be added: ranks (b, g, n), keys and values as stored (b, g, n, .), positions (b, n)."""
+
+    rank: Tensor
+    keys: Parts
+    values: Parts
+    position: Tensor
+
+
+class Pool(NamedTuple):
+    """Keys and values of one head as stored, (b, m, .), with their ranks (b, m)."""
+
+    rank: Tensor
+    keys: Parts
+    values: Parts
+
+
 class SelectedState:
     """The keys and values that one layer holds for a batch, and attention to them.
 
@@ -102,39 +115,48 @@ class SelectedState:
     """
 
     def __init__(
-        self, kept: SelectedKeys, batch: int, key_size: int, value_size: int, dtype: torch.dtype, device: str = "cpu"
+        self,
+        kept: SelectedKeys,
+        batch: int,
+        key_size: int,
+        value_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        bases: Bases | None = None,
     ) -> None:
-        self.kept, self.dtype = kept, dtype
+        self.kept, self.bases = kept, bases
         self.precision = precision_of(kept.precision)
         g, window = len(kept.budgets), kept.window
-        sizes = torch.tensor(kept.capacities)
+        sizes = torch.tensor(kept.budgets)
         self.slots = g * window + int(sizes.sum())
         self.first = (g * window + sizes.cumsum(0) - sizes).tolist()  # slot of each head's older keys
         heads = torch.arange(g)
-        self.owner = torch.cat([heads.repeat_interleave(window), heads.repeat_interleave(sizes)]).to(device)
+        self.owner = torch.cat(
+            [heads.repeat_interleave(kept.sinks), heads.repeat_interleave(window), heads.repeat_interleave(sizes)]
+        ).to(device)
         # Slots of the older keys of each head, as many columns as the largest has; others point past the end.
-        most = int(sizes.max())
+        most = max(1, int(sizes.max()))
         place = torch.arange(most).expand(g, most)
-        past = self.slots
-        self.table = torch.where(place < sizes[:, None], torch.tensor(self.first)[:, None] + place, past).to(device)
-        self.rank = torch.full((batch, self.slots), EMPTY, dtype=torch.int32, device=device)
+        self.table = torch.where(place < sizes[:, None], torch.tensor(self.first)[:, None] + place, self.slots)
+        self.table = self.table.to(device)
         zeros = (torch.zeros(batch, self.slots, size, dtype=dtype, device=device) for size in (key_size, value_size))
         self.keys, self.values = (self.precision.encode(z) for z in zeros)
-        self.last: Parts = tuple(
-            torch.zeros(batch, g, kept.recent, size, dtype=dtype, device=device)
-            for size in ((key_size, value_size) if kept.recent else ())
+        self.rank = torch.full((batch, self.slots), EMPTY, dtype=torch.int32, device=device)
+        self.sinks: Parts = tuple(
+            torch.zeros(batch, g, kept.sinks, size, dtype=dtype, device=device) for size in (key_size, value_size)
         )
         self.seen = 0
         self.real = torch.zeros(batch, dtype=torch.int64, device=device)  # tokens that were not padding
+        self.complete = kept.sinks == 0  # whether all sinks are there
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that belong to the batch."""
-        return nbytes((self.rank, self.real, *self.keys, *self.values, *self.last))
+        return nbytes((self.rank, self.real, *self.keys, *self.values, *self.sinks))
 
     def select(self, f: Callable[[Tensor], Tensor]) -> None:
         """Apply f to every tensor; all have the batch in front."""
-        self.keys, self.values, self.last = (tuple(map(f, t)) for t in (self.keys, self.values, self.last))
+        self.keys, self.values, self.sinks = (tuple(map(f, t)) for t in (self.keys, self.values, self.sinks))
         self.rank, self.real = f(self.rank), f(self.real)
 
     def crop(self, tokens: int) -> None:
@@ -153,72 +175,98 @@ class SelectedState:
 
         `padding` (b, n): True at tokens that are none; they are in front of all others. Their rows are zeros.
         """
-        b, _, n, _ = k.shape
+        b, g, n, _ = k.shape
+        # 1. Everything in the basis in which it is stored.
+        by_group = (g, q.shape[1] // g)
+        if self.bases is not None:
+            k, v = self.bases.keys.into(k), self.bases.values.into(v)
+            q = self.bases.keys.queries(q.unflatten(1, by_group).flatten(2, 3)).unflatten(2, (-1, n)).flatten(1, 2)
+        # 2. Where the tokens are and what they are worth.
         there = torch.ones(b, n, dtype=torch.int64, device=k.device) if padding is None else (~padding).long()
         position = torch.where(there.bool(), self.real[:, None] + there.cumsum(1) - 1, -1)
+        if not self.complete:
+            self._add_sinks(k, v, position)
         rank = ranks(scores, position, self.kept.sinks)
-        new = _Rows(rank, self.precision.encode(k), self.precision.encode(v), k, v)
-        self.real = self.real + there.sum(1)
+        new = New(rank, self.precision.encode(k), self.precision.encode(v), position)
+        # 3. Rows, and the keys that are held after them.
         out = self._step(q, new, scale) if n == 1 else self._read(q, new, scale)
+        self.real = self.real + there.sum(1)
         self.seen += n
+        if self.bases is not None:
+            out = self.bases.values.back(out.unflatten(1, by_group).flatten(2, 3)).unflatten(2, (-1, n)).flatten(1, 2)
         return out if padding is None else out.masked_fill(padding[:, None, :, None], 0)
+
+    def _add_sinks(self, k: Tensor, v: Tensor, position: Tensor) -> None:
+        """Store the tokens at the first positions whole; each position comes once."""
+        place = torch.arange(self.kept.sinks, device=k.device)
+        chosen = (position[:, None, :] == place[:, None]).to(k.dtype)[:, None]  # (b, 1, sinks, n)
+        self.sinks = tuple(old + chosen @ x for old, x in zip(self.sinks, (k, v), strict=True))
+        self.complete = bool((position[:, -1] >= self.kept.sinks - 1).all())
 
     # One token
 
-    def _step(self, q: Tensor, new: _Rows, scale: float) -> Tensor:
+    def _step(self, q: Tensor, new: New, scale: float) -> Tensor:
         """A single row: one product with all slots."""
+        self._make_room(new.rank.shape[1])
         b, g = new.rank.shape[:2]
-        rows = torch.arange(b, device=q.device)[:, None]
-        ring = torch.arange(g, device=q.device) * self.kept.window + self.seen % self.kept.window
-        # 1. The key that leaves the window takes the place of the least older key.
+        ring = self._ring(g)
+        for part, x in zip((*self.keys, *self.values), (*new.keys, *new.values), strict=True):
+            part[:, ring] = x[:, :, 0]
+        self.rank[:, ring] = new.rank[..., 0]
+        # Slots of other heads are masked, and empty ones. A token of padding sees all sinks, to see something.
+        h, t = q.shape[1], g * self.kept.sinks
+        place = torch.arange(self.kept.sinks, device=q.device).repeat(g)
+        seen = torch.cat([place <= new.position, self.rank > EMPTY], dim=1)[:, None]
+        seen = seen & (self.owner == torch.arange(h, device=q.device)[:, None] // (h // g))
+        keys, values = (self.precision.decode(parts, q.dtype) for parts in (self.keys, self.values))
+        first_k, first_v = (x.flatten(1, 2) for x in self.sinks)
+        rows = q[:, :, 0] * scale
+        logits = torch.cat([rows @ first_k.mT, rows @ keys.mT], dim=-1)
+        weight = logits.masked_fill_(~seen, -1e30).softmax(-1)
+        return (weight[..., :t] @ first_v + weight[..., t:] @ values).unsqueeze(2)
+
+    def _ring(self, g: int) -> Tensor:
+        """The slot of each head's oldest key in the window, which the next key takes."""
+        window = self.kept.window
+        return torch.arange(g, device=self.rank.device) * window + self.seen % window
+
+    def _make_room(self, g: int) -> None:
+        """The key that leaves the window takes the place of the least older key of its head, if it ranks above it."""
+        b = len(self.rank)
+        rows, ring = torch.arange(b, device=self.rank.device)[:, None], self._ring(g)
         leaving = self.rank[:, ring]
         older = torch.cat([self.rank, self.rank.new_full((b, 1), 2**31 - 1)], dim=1)[:, self.table]
         least, place = older.min(dim=-1)
         slot = self.table.expand(b, -1, -1).gather(2, place[..., None])[..., 0]
         better = leaving > least
+        slot = torch.where(better, slot, ring)  # those that are let go are copied to where they are
         for part in (*self.keys, *self.values):
-            part[rows, slot] = torch.where(better[..., None], part[rows, ring], part[rows, slot])
-        self.rank[rows, slot] = torch.where(better, leaving, least)
-        # 2. The new key takes its place in the window.
-        for part, x in zip((*self.keys, *self.values), (*new.keys, *new.values), strict=True):
-            part[:, ring] = x[:, :, 0]
-        self.rank[:, ring] = new.rank[..., 0]
-        # 3. Attention to all slots; those of other heads and empty ones are masked.
-        h, r = q.shape[1], q.shape[1] // g
-        group = torch.arange(h, device=q.device) // r
-        seen = (self.owner == group[:, None]) & (self.rank > EMPTY)[:, None]
-        keys, values = self.precision.decode(self.keys, q.dtype), self.precision.decode(self.values, q.dtype)
-        seen = seen | ~seen.any(-1, keepdim=True)  # rows of padding
-        return scaled_dot_product_attention(
-            q.transpose(1, 2), keys[:, None], values[:, None], attn_mask=seen[:, None], scale=scale
-        ).transpose(1, 2)
+            part[rows, slot] = part[:, ring]
+        self.rank[rows, slot] = leaving
 
     # Many tokens
 
-    def _read(self, q: Tensor, new: _Rows, scale: float) -> Tensor:
+    def _read(self, q: Tensor, new: New, scale: float) -> Tensor:
         """Rows in blocks, head by head."""
-        g, r = new.rank.shape[1], q.shape[1] // new.rank.shape[1]
+        g, r, n = new.rank.shape[1], q.shape[1] // new.rank.shape[1], q.shape[2]
         window = self.kept.window
-        turn = (torch.arange(window, device=q.device) + self.seen) % window  # the ring, oldest first
-        out = q.new_empty(*q.shape[:-1], new.v.shape[-1])
+        turn = torch.arange(window, device=q.device)
+        out = q.new_empty(*q.shape[:-1], self.sinks[1].shape[-1])
         for head in range(g):
-            ring = head * window + turn
-            older = torch.arange(self.kept.capacities[head], device=q.device) + self.first[head]
-            before = torch.cat([older, ring])
-            pool = _Pool(
-                torch.cat([self.rank[:, before], new.rank[:, head]], dim=1),
-                tuple(torch.cat([old[:, before], x[:, head]], dim=1) for old, x in zip(self.keys, new.keys, strict=True)),
-                tuple(
-                    torch.cat([old[:, before], x[:, head]], dim=1) for old, x in zip(self.values, new.values, strict=True)
-                ),
-            )
+            older = torch.arange(self.kept.budgets[head], device=q.device) + self.first[head]
+            before = torch.cat([older, head * window + (turn + self.seen) % window])  # the ring, oldest first
+            old_parts, new_parts = (*self.keys, *self.values), (*new.keys, *new.values)
+            joined = [torch.cat([o[:, before], x[:, head]], dim=1) for o, x in zip(old_parts, new_parts, strict=True)]
+            rank = torch.cat([self.rank[:, before], new.rank[:, head]], dim=1)
+            pool = Pool(rank, tuple(joined[: len(self.keys)]), tuple(joined[len(self.keys) :]))
             group = slice(head * r, (head + 1) * r)
-            out[:, group], held = self._read_head(q[:, group], pool, len(older), scale)
+            out[:, group], held = self._read_head(q[:, group], pool, head, new.position, scale)
             self._put(pool, held, older)
-            self._put(pool, torch.arange(pool.rank.shape[1] - window, pool.rank.shape[1], device=q.device), ring_after(head, window, self.seen + q.shape[2], q.device))
+            last = torch.arange(rank.shape[1] - window, rank.shape[1], device=q.device)
+            self._put(pool, last, head * window + (turn + self.seen + n) % window)
         return out
 
-    def _put(self, pool: _Pool, source: Tensor, slots: Tensor) -> None:
+    def _put(self, pool: Pool, source: Tensor, slots: Tensor) -> None:
         """Copy rows of a pool, (m,) or (b, m), to slots; slots left over become empty."""
         rows = torch.arange(len(pool.rank), device=source.device)[:, None]
         slots, left = slots[: source.shape[-1]], slots[source.shape[-1] :]
@@ -227,69 +275,52 @@ class SelectedState:
         self.rank[:, slots] = pool.rank[rows, source]
         self.rank[:, left] = EMPTY
 
-    def _read_head(self, q: Tensor, pool: _Pool, capacity: int, scale: float) -> tuple[Tensor, Tensor]:
+    def _read_head(
+        self, q: Tensor, pool: Pool, head: int, position: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """Rows (b, r, n, d) of the queries of one key head, and which of the pool (b, m) it holds afterwards.
 
-        The pool has `capacity` older keys, then those of the window, then the new ones.
+        The pool has the older keys, then those of the window, then the new ones, at `position` (b, n).
         """
-        b, _, n, _ = q.shape
-        window = self.kept.window
+        b, r, n, _ = q.shape
+        window, capacity = self.kept.window, self.kept.budgets[head]
         keys, values = self.precision.decode(pool.keys, q.dtype), self.precision.decode(pool.values, q.dtype)
+        first = tuple(x[:, head] for x in self.sinks)
         rows = torch.arange(b, device=q.device)[:, None]
-        held = torch.arange(capacity, device=q.device).expand(b, -1)
-        filled = (pool.rank[:, :capacity] > EMPTY).any(0)  # empty slots of all sequences are left out
-        held = held[:, filled]
+        filled = (pool.rank[:, :capacity] > EMPTY).any(0)  # slots that are empty in all sequences are left out
+        held = torch.arange(capacity, device=q.device)[filled].expand(b, -1)
         out = []
         for start in range(0, n, BLOCK):
-            c = min(BLOCK, n - start)
-            first = capacity + start  # the key that leaves the window at the first row of the block
-            band = slice(first, first + window + c)
-            # 1. What each row of the block sees: held keys, then keys in and just behind the window.
+            c, m = min(BLOCK, n - start), held.shape[1]
+            leaves = capacity + start  # the key that leaves the window at the first row of the block
+            band = slice(leaves, leaves + window + c)
+            # 1. What each row of the block sees: sinks, held keys, then keys in and just behind the window.
             ranked = torch.cat([pool.rank[rows, held], pool.rank[:, band]], dim=1)
-            m = held.shape[1]
-            seen = self._visible(ranked, m, c, capacity)
+            place = position[:, start : start + c, None]
+            seen = torch.cat([self._sinks_seen(place), self._visible(ranked, m, c, capacity)], dim=-1)
             # 2. Attention to them.
-            k = torch.cat([keys[rows, held], keys[:, band]], dim=1)[:, None].expand(-1, q.shape[1], -1, -1)
-            v = torch.cat([values[rows, held], values[:, band]], dim=1)[:, None].expand(-1, q.shape[1], -1, -1)
-            out.append(scaled_dot_product_attention(q[:, :, start : start + c], k, v, attn_mask=seen[:, None], scale=scale))
+            k, v = (
+                torch.cat([x, y[rows, held], y[:, band]], dim=1)[:, None].expand(-1, r, -1, -1)
+                for x, y in zip(first, (keys, values), strict=True)
+            )
+            block = q[:, :, start : start + c]
+            out.append(scaled_dot_product_attention(block, k, v, attn_mask=seen[:, None], scale=scale))
             # 3. The best of those that were held or have left the window are held.
-            index = torch.cat([held, torch.arange(first, first + c, device=q.device).expand(b, -1)], dim=1)
+            index = torch.cat([held, torch.arange(leaves, leaves + c, device=q.device).expand(b, -1)], dim=1)
             best = ranked[:, : m + c].topk(min(capacity, m + c), dim=1).indices
             held = index.gather(1, best)
         return torch.cat(out, dim=2), held
 
+    def _sinks_seen(self, place: Tensor) -> Tensor:
+        """Which sinks rows at a place (b, c, 1) see."""
+        return torch.arange(self.kept.sinks, device=place.device) <= place
+
     def _visible(self, ranked: Tensor, m: int, c: int, capacity: int) -> Tensor:
-        """For c rows, which of m held keys and of the window + c keys of the band they see: bool (b, c, m + window + c)."""
+        """Which of m held keys, and of the window + c keys of the band, c rows see: bool (b, c, m + window + c)."""
         window = self.kept.window
         row, column = torch.arange(c, device=ranked.device)[:, None], torch.arange(window + c, device=ranked.device)
         near = (column > row) & (column <= row + window)
         seen = near & (ranked[:, None, m:] > EMPTY)
-        seen |= column == row + window  # padding sees itself
         old = alive(ranked[:, :m], ranked[:, m : m + c], capacity)
         seen[..., :c] |= old[..., m:]
         return torch.cat([old[..., :m], seen], dim=-1)
-
-
-def ring_after(head: int, window: int, seen: int, device: torch.device) -> Tensor:
-    """Slots of the last `window` tokens of a head, oldest first, after `seen` tokens."""
-    return head * window + (torch.arange(window, device=device) + seen) % window
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """New keys and values: ranks (b, g, n), as stored, and whole."""
-
-    rank: Tensor
-    keys: Parts
-    values: Parts
-    k: Tensor
-    v: Tensor
-
-
-@dataclass(frozen=True)
-class _Pool:
-    """Keys and values of one head as stored, (b, m, .), with their ranks (b, m)."""
-
-    rank: Tensor
-    keys: Parts
-    values: Parts
