@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bochner import BochnerError
-from bochner.hf.precision import PRECISIONS, precision_of
-from bochner.hf.selected import SelectedKeys, SelectedState
+from bochner.hf.precision import PRECISIONS, key_basis, precision_of, rotation, row_bytes, value_basis
+from bochner.hf.selected import Bases, SelectedKeys, SelectedState
 
 
 def random_input(
@@ -19,8 +19,7 @@ def random_input(
     """Queries, keys, values and scores in float64; coarse scores have many ties."""
     made = torch.Generator().manual_seed(seed)
     q, k, values = (
-        torch.randn(b, h, n, size, generator=made, dtype=torch.float64)
-        for h, size in ((g * r, d), (g, d), (g, v))
+        torch.randn(b, h, n, size, generator=made, dtype=torch.float64) for h, size in ((g * r, d), (g, d), (g, v))
     )
     scores = torch.randn(b, g, n, generator=made)
     return q, k, values, (scores * 2).round() if coarse else scores
@@ -54,14 +53,22 @@ def oracle(
     return out
 
 
-def read(kept: SelectedKeys, inputs: tuple[Tensor, ...], pieces: list[int], padding: Tensor | None = None) -> Tensor:
+def read(
+    kept: SelectedKeys,
+    inputs: tuple[Tensor, ...],
+    pieces: list[int],
+    padding: Tensor | None = None,
+    bases: Bases | None = None,
+) -> Tensor:
     q, k, v, scores = inputs
-    state = SelectedState(kept, len(q), k.shape[-1], v.shape[-1], k.dtype)
+    state = SelectedState(kept, len(q), k.shape[-1], v.shape[-1], k.dtype, bases=bases)
     out, at = [], 0
     for n in pieces:
         here = slice(at, at + n)
         hidden = None if padding is None else padding[:, here]
-        part = state.attend(q[:, :, here], k[:, :, here], v[:, :, here], scores=scores[..., here], scale=0.7, padding=hidden)
+        part = state.attend(
+            q[:, :, here], k[:, :, here], v[:, :, here], scores=scores[..., here], scale=0.7, padding=hidden
+        )
         out.append(part)
         at += n
     return torch.cat(out, dim=2)
@@ -177,3 +184,39 @@ def test_stored_rows_come_back_within_half_a_step(name: str) -> None:
     assert ((back - x).abs() <= 0.502 * largest / top).all()
     again = code.decode(code.encode(x[2:3, 3:4]), x.dtype)
     assert torch.equal(again, back[2:3, 3:4])  # a row does not depend on its neighbours
+
+
+def test_a_basis_changes_nothing_but_rounding() -> None:
+    inputs = random_input(40)
+    q, k, v, _ = inputs
+    bases = Bases(key_basis(q.transpose(0, 1).flatten(1, 2), k.transpose(0, 1).flatten(1, 2)), value_basis(v[0]))
+    for pieces in ([40], [39, 1]):
+        got = read(KEPT["selected"], inputs, pieces, bases=bases)
+        torch.testing.assert_close(got, read(KEPT["selected"], inputs, [40]), atol=1e-5, rtol=1e-5)
+
+
+def test_a_basis_rounds_channels_of_different_size_better() -> None:
+    q, k, v, scores = random_input(60, d=16)
+    size = torch.logspace(-1, 1, 16, dtype=torch.float64)
+    inputs = (q / size, k * size + 20 * size, v, scores)
+    q, k = inputs[:2]
+    bases = Bases(key_basis(q.transpose(0, 1).flatten(1, 2), k.transpose(0, 1).flatten(1, 2)), value_basis(v[0]))
+    kept = {name: SelectedKeys(8, (5, 0, 40), precision=name) for name in ("model", "int6")}
+    want = read(kept["model"], inputs, [60])
+    plain, turned = (read(kept["int6"], inputs, [60], bases=b) for b in (None, bases))
+    assert (turned - want).norm() < 0.2 * (plain - want).norm()
+
+
+@pytest.mark.parametrize("size", [1, 6, 64, 80])
+def test_rotations_are_orthogonal(size: int) -> None:
+    torch.testing.assert_close(rotation(size) @ rotation(size).mT, torch.eye(size))
+
+
+def test_bytes_of_a_row_are_counted() -> None:
+    assert {name: row_bytes(name, 64, torch.float32) for name in PRECISIONS} == {
+        "model": 256,
+        "bfloat16": 128,
+        "int8": 66,
+        "int6": 50,
+        "int4": 34,
+    }

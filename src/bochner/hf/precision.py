@@ -48,7 +48,7 @@ class Floating:
 
 @dataclass(frozen=True)
 class Integer:
-    """Rows in groups of channels, `x ~ step * n` with n a signed integer of 8, 6 or 4 bits and one float16 step a group.
+    """Rows in groups of channels, `x ~ step * n`: n a signed integer of 8, 6 or 4 bits, one float16 step a group.
 
     A row of d channels takes `d * bits / 8` bytes and 2 bytes for each group. Integers of 4 bits are stored two in a
     byte; those of 6 bits as their lower 4 bits, and four times their upper 2 bits in another byte.
@@ -94,7 +94,7 @@ class Integer:
 
 
 def pack(x: Tensor, bits: int) -> Tensor:
-    """Integers (..., d) of so many bits as bytes (..., d * bits / 8), `8 / bits` stretches of channels on each other."""
+    """Integers (..., d) of so many bits as bytes (..., d * bits / 8): stretches of channels on top of each other."""
     stretches = x.unflatten(-1, (8 // bits, -1)).unbind(-2)
     out = stretches[0].clone()
     for i, stretch in enumerate(stretches[1:], start=1):
@@ -130,7 +130,7 @@ def nbytes(parts: Parts) -> int:
 
 
 class Basis(NamedTuple):
-    """A centre (g, d) and a matrix (g, d, d) with its inverse for the rows of each key head, applied before rounding."""
+    """A centre (g, d) and a matrix (g, d, d) with its inverse for the rows of each key head."""
 
     centre: Tensor
     matrix: Tensor
@@ -147,3 +147,33 @@ class Basis(NamedTuple):
     def queries(self, q: Tensor) -> Tensor:
         """Queries (b, g, n, d) for stored keys: their products differ from the true ones by one number a row."""
         return q @ self.inverse.mT.to(q.dtype)
+
+
+def key_basis(q: Tensor, k: Tensor) -> Basis:
+    """The basis for keys k (g, s, d) that queries q (h, n, d) meet: centred, balanced with them, rotated.
+
+    Channels are scaled until keys and queries have the same size in each, so that no channel is rounded more finely
+    than it is needed. The rotation spreads what is left of large channels.
+    """
+    g = k.shape[0]
+    centre = k.float().mean(1)
+    size_k = (k.float() - centre[:, None]).square().mean(1)
+    size_q = q.float().unflatten(0, (g, -1)).flatten(1, 2).square().mean(1)
+    scale = ((size_q + 1e-12) / (size_k + 1e-12)) ** 0.25
+    turn = rotation(k.shape[-1]).to(k.device)
+    return Basis(centre, scale.unsqueeze(-1) * turn, turn.mT / scale.unsqueeze(1))
+
+
+def value_basis(v: Tensor) -> Basis:
+    """The basis for values v (g, s, d): rotated only. The values of attention sinks are near zero and must stay so."""
+    g, _, d = v.shape
+    turn = rotation(d).to(v.device).expand(g, d, d)
+    return Basis(torch.zeros(g, d, device=v.device), turn, turn.mT)
+
+
+def rotation(size: int) -> Tensor:
+    """An orthogonal matrix with entries of equal size: Hadamard's, of as many channels as powers of two allow."""
+    turn = torch.ones(1, 1)
+    while size % (2 * len(turn)) == 0:
+        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
+    return torch.kron(turn, torch.eye(size // len(turn))) / len(turn) ** 0.5

@@ -22,15 +22,16 @@ from bochner._checks import ArgumentError, lookup
 FLOOR = -12.0  # the least logarithm of attention that is told apart
 RIDGE = 0.03  # of the mean diagonal of the features' second moments
 ROWS = 256  # queries at a time
+RECALL = 5.0  # what damage to a second reading counts: its loss is small, and so are its gradients
 
 
 class Received(NamedTuple):
     """What the n keys of a passage receive when it is read twice; each (g, n), queries of a group pooled by maximum.
 
     `again`: the most from the second reading. `far`, `mean`: the most, and the mean, from rows of the first reading
-    beyond the window; `count` (n,) of those rows. `total`: the sum over the first reading. `damage`: the sum, over the
-    rows of `again` and `far`, of the squared change of the loss that letting the key go would make, to first order; None
-    without gradients.
+    beyond the window; `count` (n,) of those rows. `total`: the sum over the first reading. `damage_far`,
+    `damage_again`: the square of what letting the key go would do to the loss, to first order, summed over the queries
+    of the group; the mean over the rows of `far`, and over those of `again`. None without gradients.
     """
 
     again: Tensor
@@ -38,7 +39,8 @@ class Received(NamedTuple):
     mean: Tensor
     count: Tensor
     total: Tensor
-    damage: Tensor | None = None
+    damage_far: Tensor | None = None
+    damage_again: Tensor | None = None
 
 
 @torch.no_grad()
@@ -49,34 +51,37 @@ def received(
 
     `v` (g, 2n, v), `gradient` (h, 2n, v): values, and the gradient of the loss by the output of each head.
     """
-    h, length, _ = q.shape
-    g, n = k.shape[0], length // 2
-    sums = {name: q.new_zeros(g, n) for name in ("again", "far", "mean", "total", "damage")}
+    g, length, _ = k.shape
+    n = length // 2
+    again, far, mean, total, damage_far, damage_again = (q.new_zeros(g, n) for _ in range(6))
     for start in range(0, length, ROWS):
         rows = torch.arange(start, min(start + ROWS, length), device=q.device)[:, None]
         columns = torch.arange(int(rows[-1]) + 1, device=q.device)
         # 1. The weights of the rows, (g, h / g, rows, columns).
         mine = q[:, start : start + ROWS].unflatten(0, (g, -1)) * scale
-        seen = k[:, None, : len(columns)]
-        weight = (mine @ seen.mT).masked_fill_(columns > rows, -math.inf).softmax(-1)
+        weight = (mine @ k[:, None, : len(columns)].mT).masked_fill_(columns > rows, -math.inf).softmax(-1)
         # 2. The rows that count: all of the second reading, those beyond the window in the first.
         keys = columns[:n]
-        far = (rows < n) & (rows - keys >= window)
+        here, second, beyond = slice(0, len(keys)), rows >= n, (rows < n) & (rows - keys >= window)
         pooled = weight[..., :n].amax(1)
-        here = slice(0, len(keys))
-        sums["far"][:, here] = torch.maximum(sums["far"][:, here], (pooled * far).amax(1))
-        sums["mean"][:, here] += (pooled * far).sum(1)
-        sums["total"][:, here] += (pooled * (rows < n)).sum(1)
-        sums["again"][:, here] = torch.maximum(sums["again"][:, here], (pooled * (rows >= n)).amax(1))
-        # 3. Without key j row i changes by `-a (v_j - o_i) / (1 - a)`; its gradient says what that does to the loss.
+        torch.maximum(far[:, here], (pooled * beyond).amax(1), out=far[:, here])
+        torch.maximum(again[:, here], (pooled * second).amax(1), out=again[:, here])
+        mean[:, here] += (pooled * beyond).sum(1)
+        total[:, here] += (pooled * ~second).sum(1)
+        # 3. Without key j row i changes by about `-a (v_j - o_i)`; its gradient says what that does to the loss.
         if v is not None and gradient is not None:
             by_output = gradient[:, start : start + ROWS].unflatten(0, (g, -1))
             worth = by_output @ v[:, None, : len(columns)].mT
             change = weight * (worth - (weight * worth).sum(-1, keepdim=True))
-            sums["damage"][:, here] += (change[..., :n].square().sum(1) * (far | (rows >= n))).sum(1)
+            squares = change[..., :n].square().sum(1)
+            damage_far[:, here] += (squares * beyond).sum(1)
+            damage_again[:, here] += (squares * second).sum(1)
     count = (n - window - torch.arange(n, device=q.device)).clamp(min=0)
-    damage = sums["damage"] if gradient is not None else None
-    return Received(sums["again"], sums["far"], sums["mean"] / count.clamp(min=1), count, sums["total"], damage)
+    rows_far = count.clamp(min=1)
+    plain = Received(again, far, mean / rows_far, count, total)
+    return (
+        plain if gradient is None else plain._replace(damage_far=damage_far / rows_far, damage_again=damage_again / n)
+    )
 
 
 def logarithm(x: Tensor) -> Tensor:
@@ -92,9 +97,9 @@ def combined(r: Received) -> Tensor:
 
 
 def damage(r: Received) -> Tensor:
-    if r.damage is None:
+    if r.damage_far is None or r.damage_again is None:
         raise ArgumentError("The target 'damage' needs the gradients of a loss; pass them, or use target='sum'.")
-    return 0.5 * r.damage.clamp(min=1e-30).log()
+    return 0.5 * (r.damage_far + RECALL * r.damage_again).clamp(min=1e-30).log()
 
 
 TARGETS: dict[str, Callable[[Received], Tensor]] = {
@@ -136,31 +141,48 @@ class Ridge:
     >>> fit = Ridge(3)
     >>> x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
     >>> fit.add(x, x @ torch.tensor([[1.0], [2.0], [0.0]]))
-    >>> fit.solve(ridge=1e-9).round().tolist()
+    >>> fit.solve(ridge=1e-9)[0].round().tolist()
     [[1.0, 2.0, 0.0]]
     """
 
     def __init__(self, size: int) -> None:
         self.second = torch.zeros(size, size, dtype=torch.float64)
         self.cross: Tensor | None = None
+        self.squares: Tensor | None = None
+        self.count = 0
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add rows x (n, size) with their targets y (n, g)."""
         x, y = x.double(), y.double()
         self.second += x.mT @ x
-        cross = x.mT @ y
+        self.count += len(x)
+        cross, squares = x.mT @ y, y.square().sum(0)
         self.cross = cross if self.cross is None else self.cross + cross
+        self.squares = squares if self.squares is None else self.squares + squares
 
-    def solve(self, ridge: float = RIDGE) -> Tensor:
-        """Weights (g, size) in float32."""
-        if self.cross is None:
+    def solve(self, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
+        """Weights (g, size), and the variance (g,) of what they leave, in float32."""
+        if self.cross is None or self.squares is None:
             raise ArgumentError("Scores were fitted to no passage; add at least one.")
         diagonal = torch.full((len(self.second),), ridge * float(self.second.diagonal().mean()), dtype=torch.float64)
-        return torch.linalg.solve(self.second + torch.diag(diagonal), self.cross).mT.float()
+        w = torch.linalg.solve(self.second + torch.diag(diagonal), self.cross)
+        left = self.squares - 2 * (w * self.cross).sum(0) + (w * (self.second @ w)).sum(0)
+        return w.mT.float(), (left / self.count).clamp(min=0).float()
+
+
+def score_weights(fit: Ridge, ridge: float = RIDGE) -> Tensor:
+    """Weights (g, 2 D + 1) of scores of the `damage` that is expected, not of the expected logarithm.
+
+    A target is half the logarithm of a damage. If what the fit leaves of it is normal with variance s, half the
+    logarithm of the expected damage is s more: heads that are hard to predict hold more keys.
+    """
+    weights, variance = fit.solve(ridge)
+    weights[:, -1] += variance
+    return weights
 
 
 def threshold(found: Sequence[Tensor], share: float) -> float:
-    """The least score of the share of all keys, of all heads and layers, that is held: `found` has scores (g, n) of each layer."""
+    """The least score of the keys that are held, a share of those of all layers: `found` has scores (g, n) of each."""
     if not 0 < share < 1:
         raise ArgumentError(f"The 'share' of keys to hold must lie between 0 and 1, got {share!r}.")
     every = torch.cat([s.flatten().float() for s in found]).sort().values

@@ -208,7 +208,7 @@ class SelectedState:
     def _step(self, q: Tensor, new: New, scale: float) -> Tensor:
         """A single row: one product with all slots."""
         self._make_room(new.rank.shape[1])
-        b, g = new.rank.shape[:2]
+        g = new.rank.shape[1]
         ring = self._ring(g)
         for part, x in zip((*self.keys, *self.values), (*new.keys, *new.values), strict=True):
             part[:, ring] = x[:, :, 0]
@@ -275,9 +275,7 @@ class SelectedState:
         self.rank[:, slots] = pool.rank[rows, source]
         self.rank[:, left] = EMPTY
 
-    def _read_head(
-        self, q: Tensor, pool: Pool, head: int, position: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def _read_head(self, q: Tensor, pool: Pool, head: int, position: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Rows (b, r, n, d) of the queries of one key head, and which of the pool (b, m) it holds afterwards.
 
         The pool has the older keys, then those of the window, then the new ones, at `position` (b, n).

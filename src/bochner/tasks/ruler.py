@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from bochner._checks import ArgumentError, lookup, positive_int
@@ -100,7 +101,7 @@ def variables(rng: random.Random) -> Draft:
     names = [w.upper() for w in words(rng, HOPS + 1)]
     value = str(rng.randrange(10_000, 100_000))
     lines = [f"VAR {names[0]} = {value}. "]
-    lines += [f"VAR {new} = VAR {old}. " for old, new in zip(names, names[1:], strict=False)]
+    lines += [f"VAR {new} = VAR {old}. " for old, new in pairwise(names)]
     return Draft(
         "Assignments of variables are hidden in this text. Follow them. ",
         scattered(rng, lines),
