@@ -147,7 +147,7 @@ def fit(lab: Lab, passages: int) -> Fit:
                 bases.append(Bases(key_basis(q[:, SINKS:n], k[:, SINKS:n]), value_basis(v)))
             got = scores.received(q, k, scale, WINDOW, v=v, gradient=out.grad[0])
             few = torch.arange(n) < SINKS
-            rows = ~few & (got.count >= 64)
+            rows = ~few & (got.rows >= 64)
             x = scores.features(h[:n])
             for name, ridge in sums[layer].items():
                 ridge.add(x[rows], scores.target(name, got).mT[rows])

@@ -42,7 +42,7 @@ def slowly(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, window: int) -> Re
                         found["damage_far"][head, j] += change / (n - window - j)
                     else:
                         found["damage_again"][head, j] += change / n
-    return Received(count=(n - window - torch.arange(n)).clamp(min=0), **found)
+    return Received(rows=(n - window - torch.arange(n)).clamp(min=0), **found)
 
 
 @pytest.mark.parametrize("rows", [7, 256])

@@ -150,7 +150,7 @@ def test_bytes_are_those_of_the_tensors_and_do_not_grow() -> None:
     before = state.nbytes
     state.attend(q, k, v, scores=scores, scale=1.0)
     slots = 3 * 16 + 40
-    assert state.nbytes == before == slots * (2 * (64 + 2) + 4) + 3 * 4 * 2 * 64 * 4 + 8
+    assert state.nbytes == before == slots * (2 * (64 + 2) + 4) + 3 * 4 * 2 * 64 * 2 + 8
 
 
 def test_taking_tokens_back_is_refused_in_one_sentence() -> None:
@@ -184,6 +184,18 @@ def test_stored_rows_come_back_within_half_a_step(name: str) -> None:
     assert ((back - x).abs() <= 0.502 * largest / top).all()
     again = code.decode(code.encode(x[2:3, 3:4]), x.dtype)
     assert torch.equal(again, back[2:3, 3:4])  # a row does not depend on its neighbours
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_products_are_those_of_decoded_rows(name: str, size: int) -> None:
+    made = torch.Generator().manual_seed(0)
+    code = PRECISIONS[name]
+    x, q, weight = (torch.randn(2, *s, generator=made, dtype=torch.float64) for s in ((9, size), (3, size), (3, 9)))
+    parts = code.encode(x)
+    rows = code.decode(parts, x.dtype)
+    torch.testing.assert_close(code.products(q, parts), q @ rows.mT)
+    torch.testing.assert_close(code.mixture(weight, parts), weight @ rows)
 
 
 def test_a_basis_changes_nothing_but_rounding() -> None:

@@ -25,11 +25,20 @@ Parts = tuple[Tensor, ...]
 class Precision(Protocol):
     """Rows (..., d) to tensors (..., .) with the same leading dimensions, and back."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def encode(self, x: Tensor) -> Parts: ...
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor: ...
+
+    def products(self, q: Tensor, parts: Parts) -> Tensor:
+        """`q x'` (..., h, m) for queries q (..., h, d) and stored rows x (..., m, d)."""
+        ...
+
+    def mixture(self, weight: Tensor, parts: Parts) -> Tensor:
+        """`weight x` (..., h, d) for weights (..., h, m) and stored rows x (..., m, d)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,12 @@ class Floating:
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         return parts[0].to(dtype)
+
+    def products(self, q: Tensor, parts: Parts) -> Tensor:
+        return q @ parts[0].to(q.dtype).mT
+
+    def mixture(self, weight: Tensor, parts: Parts) -> Tensor:
+        return weight @ parts[0].to(weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -75,22 +90,42 @@ class Integer:
         whole = (grouped / step.float().unsqueeze(-1)).round_().clamp_(-top, top).flatten(-2)
         if self.bits == 8:
             return whole.to(torch.int8), step
-        shifted = (whole + (top + 1)).to(torch.uint8)
+        shifted = (whole + self._zero).to(torch.uint8)
         lower = pack(shifted & 15, 4)
         return (lower, step) if self.bits == 4 else (lower, pack(shifted >> 4, 2), step)
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        *packed, step = parts
         exact = torch.promote_types(dtype, torch.float32)
-        whole = packed[0]
-        if self.bits < 8:
-            whole = unpack(packed[0], 4)
-            if self.bits == 6:
-                whole |= unpack(packed[1], 2) << 4
-        rows = whole.to(exact)
-        if self.bits < 8:
-            rows -= 2 ** (self.bits - 1)
-        return (rows.unflatten(-1, (step.shape[-1], -1)) * step.to(exact).unsqueeze(-1)).flatten(-2).to(dtype)
+        rows, step = self._integers(parts, exact) - self._zero, parts[-1].to(exact)
+        return (rows.unflatten(-1, (step.shape[-1], -1)) * step.unsqueeze(-1)).flatten(-2).to(dtype)
+
+    def products(self, q: Tensor, parts: Parts) -> Tensor:
+        step = parts[-1]
+        if step.shape[-1] > 1:
+            return q @ self.decode(parts, q.dtype).mT
+        # With one step a row the integers are multiplied as they are, and only the products are scaled.
+        raw = q @ self._integers(parts, q.dtype).mT
+        return (raw - self._zero * q.sum(-1, keepdim=True)) * step.to(q.dtype).mT
+
+    def mixture(self, weight: Tensor, parts: Parts) -> Tensor:
+        step = parts[-1]
+        if step.shape[-1] > 1:
+            return weight @ self.decode(parts, weight.dtype)
+        scaled = weight * step.to(weight.dtype).mT
+        return scaled @ self._integers(parts, weight.dtype) - self._zero * scaled.sum(-1, keepdim=True)
+
+    @property
+    def _zero(self) -> int:
+        """The integer that stands for 0: packed ones are not negative."""
+        return 0 if self.bits == 8 else 2 ** (self.bits - 1)
+
+    def _integers(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        if self.bits == 8:
+            return parts[0].to(dtype)
+        whole = unpack(parts[0], 4)
+        if self.bits == 6:
+            whole |= unpack(parts[1], 2) << 4
+        return whole.to(dtype)
 
 
 def pack(x: Tensor, bits: int) -> Tensor:
@@ -103,6 +138,7 @@ def pack(x: Tensor, bits: int) -> Tensor:
 
 
 def unpack(x: Tensor, bits: int) -> Tensor:
+    """The inverse of `pack`."""
     return torch.cat([(x >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
 
 

@@ -29,7 +29,7 @@ class Received(NamedTuple):
     """What the n keys of a passage receive when it is read twice; each (g, n), queries of a group pooled by maximum.
 
     `again`: the most from the second reading. `far`, `mean`: the most, and the mean, from rows of the first reading
-    beyond the window; `count` (n,) of those rows. `total`: the sum over the first reading. `damage_far`,
+    beyond the window; `rows` (n,): how many those are. `total`: the sum over the first reading. `damage_far`,
     `damage_again`: the square of what letting the key go would do to the loss, to first order, summed over the queries
     of the group; the mean over the rows of `far`, and over those of `again`. None without gradients.
     """
@@ -37,7 +37,7 @@ class Received(NamedTuple):
     again: Tensor
     far: Tensor
     mean: Tensor
-    count: Tensor
+    rows: Tensor
     total: Tensor
     damage_far: Tensor | None = None
     damage_again: Tensor | None = None

@@ -5,8 +5,9 @@ the place of the least of the older keys that its head holds, or it is let go. W
 alone, so that a text gives the same whole, in pieces or token by token.
 
 One tensor holds all slots of a layer: a ring of `window` slots for each key head, then as many slots for older keys as
-the budget of each head says. The first keys, the attention sinks, are stored whole: much of the attention rests on
-them. Decoding is one product with all slots; a mask keeps the heads apart. For inference: nothing here has a gradient.
+the budget of each head says. The first keys, the attention sinks, are not rounded to integers, since much of the
+attention rests on them. Decoding is one product with all slots; a mask keeps the heads apart. For inference: nothing
+here has a gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class SelectedKeys:
     """What the key heads of one layer hold.
 
     `window`: the last keys, of all heads. `budgets`: the most older keys of each key head. `sinks`: the first keys.
-    `precision`: how keys and values are stored, sinks excepted.
+    `precision`: how keys and values are stored; sinks are in bfloat16 where that is less than the model's.
     """
 
     window: int
@@ -142,8 +143,9 @@ class SelectedState:
         zeros = (torch.zeros(batch, self.slots, size, dtype=dtype, device=device) for size in (key_size, value_size))
         self.keys, self.values = (self.precision.encode(z) for z in zeros)
         self.rank = torch.full((batch, self.slots), EMPTY, dtype=torch.int32, device=device)
+        whole = torch.bfloat16 if self.precision.name != "model" and dtype == torch.float32 else dtype
         self.sinks: Parts = tuple(
-            torch.zeros(batch, g, kept.sinks, size, dtype=dtype, device=device) for size in (key_size, value_size)
+            torch.zeros(batch, g, kept.sinks, size, dtype=whole, device=device) for size in (key_size, value_size)
         )
         self.seen = 0
         self.real = torch.zeros(batch, dtype=torch.int64, device=device)  # tokens that were not padding
@@ -200,7 +202,7 @@ class SelectedState:
         """Store the tokens at the first positions whole; each position comes once."""
         place = torch.arange(self.kept.sinks, device=k.device)
         chosen = (position[:, None, :] == place[:, None]).to(k.dtype)[:, None]  # (b, 1, sinks, n)
-        self.sinks = tuple(old + chosen @ x for old, x in zip(self.sinks, (k, v), strict=True))
+        self.sinks = tuple(old + (chosen @ x).to(old.dtype) for old, x in zip(self.sinks, (k, v), strict=True))
         self.complete = bool((position[:, -1] >= self.kept.sinks - 1).all())
 
     # One token
@@ -218,12 +220,11 @@ class SelectedState:
         place = torch.arange(self.kept.sinks, device=q.device).repeat(g)
         seen = torch.cat([place <= new.position, self.rank > EMPTY], dim=1)[:, None]
         seen = seen & (self.owner == torch.arange(h, device=q.device)[:, None] // (h // g))
-        keys, values = (self.precision.decode(parts, q.dtype) for parts in (self.keys, self.values))
-        first_k, first_v = (x.flatten(1, 2) for x in self.sinks)
+        first_k, first_v = (x.flatten(1, 2).to(q.dtype) for x in self.sinks)
         rows = q[:, :, 0] * scale
-        logits = torch.cat([rows @ first_k.mT, rows @ keys.mT], dim=-1)
+        logits = torch.cat([rows @ first_k.mT, self.precision.products(rows, self.keys)], dim=-1)
         weight = logits.masked_fill_(~seen, -1e30).softmax(-1)
-        return (weight[..., :t] @ first_v + weight[..., t:] @ values).unsqueeze(2)
+        return (weight[..., :t] @ first_v + self.precision.mixture(weight[..., t:], self.values)).unsqueeze(2)
 
     def _ring(self, g: int) -> Tensor:
         """The slot of each head's oldest key in the window, which the next key takes."""
@@ -283,7 +284,7 @@ class SelectedState:
         b, r, n, _ = q.shape
         window, capacity = self.kept.window, self.kept.budgets[head]
         keys, values = self.precision.decode(pool.keys, q.dtype), self.precision.decode(pool.values, q.dtype)
-        first = tuple(x[:, head] for x in self.sinks)
+        first = tuple(x[:, head].to(q.dtype) for x in self.sinks)
         rows = torch.arange(b, device=q.device)[:, None]
         filled = (pool.rank[:, :capacity] > EMPTY).any(0)  # slots that are empty in all sequences are left out
         held = torch.arange(capacity, device=q.device)[filled].expand(b, -1)
