@@ -64,7 +64,7 @@ RECIPES = {
     "selected .22, sum, int8": Recipe(0.22, "int8", "sum"),
     "selected .22, both, int8": Recipe(0.22, "int8", "both"),
     "selected .22, damage, int8": Recipe(0.22, "int8"),
-    "selected .27, damage, int6": Recipe(0.265, "int6"),
+    "selected .27, damage, int6": Recipe(0.269, "int6"),
     "selected .16, damage, int6": Recipe(0.16, "int6"),
     "selected .10, damage, int6": Recipe(0.10, "int6"),
     "selected .40, damage, int4": Recipe(0.40, "int4"),
@@ -156,7 +156,7 @@ def fit(lab: Lab, passages: int) -> Fit:
     weights: dict[str, list[Tensor]] = {}
     found: dict[str, list[Tensor]] = {}
     for t in TARGETS:
-        weights[t] = [scores.score_weights(s[t]) if t == "damage" else s[t].solve()[0] for s in sums]
+        weights[t] = [s[t].solve() for s in sums]
         found[t] = [scores.scores(torch.cat(h)[None], w)[0] for h, w in zip(hidden, weights[t], strict=True)]
     return Fit(weights, found, bases)
 

@@ -22,16 +22,15 @@ from bochner._checks import ArgumentError, lookup
 FLOOR = -12.0  # the least logarithm of attention that is told apart
 RIDGE = 0.03  # of the mean diagonal of the features' second moments
 ROWS = 256  # queries at a time
-RECALL = 5.0  # what damage to a second reading counts: its loss is small, and so are its gradients
 
 
 class Received(NamedTuple):
     """What the n keys of a passage receive when it is read twice; each (g, n), queries of a group pooled by maximum.
 
     `again`: the most from the second reading. `far`, `mean`: the most, and the mean, from rows of the first reading
-    beyond the window; `rows` (n,): how many those are. `total`: the sum over the first reading. `damage_far`,
-    `damage_again`: the square of what letting the key go would do to the loss, to first order, summed over the queries
-    of the group; the mean over the rows of `far`, and over those of `again`. None without gradients.
+    beyond the window; `rows` (n,): how many those are. `total`: the sum over the first reading. `damage`: the square of
+    what letting the key go would do to the loss, to first order, summed over the queries of the group and the rows of
+    `far` and `again`; None without gradients.
     """
 
     again: Tensor
@@ -39,8 +38,7 @@ class Received(NamedTuple):
     mean: Tensor
     rows: Tensor
     total: Tensor
-    damage_far: Tensor | None = None
-    damage_again: Tensor | None = None
+    damage: Tensor | None = None
 
 
 @torch.no_grad()
@@ -53,7 +51,7 @@ def received(
     """
     g, length, _ = k.shape
     n = length // 2
-    again, far, mean, total, damage_far, damage_again = (q.new_zeros(g, n) for _ in range(6))
+    again, far, mean, total, damage = (q.new_zeros(g, n) for _ in range(5))
     for start in range(0, length, ROWS):
         rows = torch.arange(start, min(start + ROWS, length), device=q.device)[:, None]
         columns = torch.arange(int(rows[-1]) + 1, device=q.device)
@@ -97,9 +95,9 @@ def combined(r: Received) -> Tensor:
 
 
 def damage(r: Received) -> Tensor:
-    if r.damage_far is None or r.damage_again is None:
+    if r.damage is None:
         raise ArgumentError("The target 'damage' needs the gradients of a loss; pass them, or use target='sum'.")
-    return 0.5 * (r.damage_far + RECALL * r.damage_again).clamp(min=1e-30).log()
+    return 0.5 * r.damage.clamp(min=1e-30).log()
 
 
 TARGETS: dict[str, Callable[[Received], Tensor]] = {
@@ -141,44 +139,27 @@ class Ridge:
     >>> fit = Ridge(3)
     >>> x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
     >>> fit.add(x, x @ torch.tensor([[1.0], [2.0], [0.0]]))
-    >>> fit.solve(ridge=1e-9)[0].round().tolist()
+    >>> fit.solve(ridge=1e-9).round().tolist()
     [[1.0, 2.0, 0.0]]
     """
 
     def __init__(self, size: int) -> None:
         self.second = torch.zeros(size, size, dtype=torch.float64)
         self.cross: Tensor | None = None
-        self.squares: Tensor | None = None
-        self.count = 0
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add rows x (n, size) with their targets y (n, g)."""
         x, y = x.double(), y.double()
         self.second += x.mT @ x
-        self.count += len(x)
-        cross, squares = x.mT @ y, y.square().sum(0)
+        cross = x.mT @ y
         self.cross = cross if self.cross is None else self.cross + cross
-        self.squares = squares if self.squares is None else self.squares + squares
 
-    def solve(self, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
-        """Weights (g, size), and the variance (g,) of what they leave, in float32."""
-        if self.cross is None or self.squares is None:
+    def solve(self, ridge: float = RIDGE) -> Tensor:
+        """Weights (g, size) in float32."""
+        if self.cross is None:
             raise ArgumentError("Scores were fitted to no passage; add at least one.")
         diagonal = torch.full((len(self.second),), ridge * float(self.second.diagonal().mean()), dtype=torch.float64)
-        w = torch.linalg.solve(self.second + torch.diag(diagonal), self.cross)
-        left = self.squares - 2 * (w * self.cross).sum(0) + (w * (self.second @ w)).sum(0)
-        return w.mT.float(), (left / self.count).clamp(min=0).float()
-
-
-def score_weights(fit: Ridge, ridge: float = RIDGE) -> Tensor:
-    """Weights (g, 2 D + 1) of scores of the `damage` that is expected, not of the expected logarithm.
-
-    A target is half the logarithm of a damage. If what the fit leaves of it is normal with variance s, half the
-    logarithm of the expected damage is s more: heads that are hard to predict hold more keys.
-    """
-    weights, variance = fit.solve(ridge)
-    weights[:, -1] += variance
-    return weights
+        return torch.linalg.solve(self.second + torch.diag(diagonal), self.cross).mT.float()
 
 
 def threshold(found: Sequence[Tensor], share: float) -> float:
