@@ -72,14 +72,9 @@ def received(
             worth = by_output @ v[:, None, : len(columns)].mT
             change = weight * (worth - (weight * worth).sum(-1, keepdim=True))
             squares = change[..., :n].square().sum(1)
-            damage_far[:, here] += (squares * beyond).sum(1)
-            damage_again[:, here] += (squares * second).sum(1)
+            damage[:, here] += (squares * (beyond | second)).sum(1)
     count = (n - window - torch.arange(n, device=q.device)).clamp(min=0)
-    rows_far = count.clamp(min=1)
-    plain = Received(again, far, mean / rows_far, count, total)
-    return (
-        plain if gradient is None else plain._replace(damage_far=damage_far / rows_far, damage_again=damage_again / n)
-    )
+    return Received(again, far, mean / count.clamp(min=1), count, total, None if gradient is None else damage)
 
 
 def logarithm(x: Tensor) -> Tensor:
