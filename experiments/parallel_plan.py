@@ -20,7 +20,7 @@ import torch.distributed as dist
 from _gallery import figure, finish, save
 
 from bochner import feature_map
-from bochner.attention.cost import sequence_parallel_cost
+from bochner.report.parallel import sequence_parallel_cost
 from bochner.attention.parallel import sequence_parallel_attention
 from bochner.cli.planning import shard_seconds
 

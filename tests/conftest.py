@@ -45,13 +45,6 @@ def a_registry_that_does_not_answer_is_asked_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def every_call_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny inputs lie below every measured crossover: here `convert` takes `exact_below=0` unless it is given."""
-    if "transformers" in sys.modules:
-        monkeypatch.setattr("bochner.hf.convert.crossover", lambda plan: 0)
-
-
 @pytest.fixture
 def own_maps() -> Iterator[None]:
     """Maps that a test registers are forgotten after it."""

@@ -109,7 +109,7 @@ def build(family: str, settings: dict[str, Any], *, head: str = "AutoModel", std
 
 def inputs(model: Any, *, batch: int = 2, length: int = 12) -> dict[str, Tensor]:
     """Random inputs of the model's main kind; text has padding at the end of its last row."""
-    from bochner.hf.capture import dummy_inputs
+    from bochner.hf.observe import dummy_inputs
 
     g = torch.Generator().manual_seed(0)
     x = dummy_inputs(model)

@@ -60,21 +60,25 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a negative error": (lambda: operator(eps=-1), r"'eps' of KernelOperator must be a positive finite number, got -1"),
     "a vector of another length": (lambda: operator() @ torch.ones(65), r"'x' .* must have shape \(64,\), got \(65,\)"),
     "an unknown artefact": (lambda: bochner.data.fetch("minilmm"), r"Unknown artefact 'minilmm'; the valid names are"),
-    "a name for a model": (lambda: bochner.convert("bert-base"), r"must be a transformers model, got str"),
+    "a name for a model": (lambda: bochner.convert("bert-base").model, r"must be a transformers model, got str"),
     "a model that was not converted": (
         lambda: bochner.revert(torch.nn.Linear(2, 2)),
         r"This Linear is not converted; call bochner.convert first",
     ),
     "99 for 99 %": (
-        lambda: bochner.convert(bert(), keep=99, calibration=[{"input_ids": torch.ones(1, 8, dtype=torch.long)}] * 4),
+        lambda: (
+            bochner.convert(
+                bert(), bochner.Target(keep=99), [{"input_ids": torch.ones(1, 8, dtype=torch.long)}] * 4
+            ).model
+        ),
         r"'keep' of convert must be a share in \[0.5, 1\), got 99",
     ),
     "texts without a tokenizer": (
-        lambda: bochner.convert(bert(), calibration=["some text"] * 4),
+        lambda: bochner.convert(bert(), bochner.Recipe(), ["some text"] * 4).model,
         r"Calibration texts need a 'tokenizer'; pass the model's, or pass tokenized batches",
     ),
     "nothing to calibrate on": (
-        lambda: bochner.convert(bert(), "landmark"),
+        lambda: bochner.convert(bert(), bochner.Recipe("landmark")).model,
         r"needs 'calibration': some texts of the kind",
     ),
 }

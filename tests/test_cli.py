@@ -47,9 +47,9 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     transformers = pytest.importorskip("transformers")
     from hf_models import TEXT, build
 
-    from bochner.hf import plan_of
-    from bochner.hf.io import layers_of
-    from bochner.hf.layer import all_converted
+    from bochner import Conversion
+    from bochner.hf import layers_of
+    from bochner.hf.distill import all_converted
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(56))]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
@@ -60,16 +60,16 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     (tmp_path / "text.txt").write_text("\n\n".join(passages))
     common = [str(tmp_path / "model"), "--text", str(tmp_path / "text.txt")]
     page = tmp_path / "advice.html"
-    advised = runner.invoke(cli.app, ["advise", *common, "--length", "64", "--keep", "0.9", "--report", str(page)])
+    advised = runner.invoke(cli.app, ["search", *common, "--length", "64", "--keep", "0.9", "--report", str(page)])
     assert advised.exit_code == 0, advised.output
     # Whether so small a model gains time is the machine's to say.
-    assert any(x in advised.output for x in ("recommended: ", "Nothing is converted", "cannot be met"))
+    assert any(x in advised.output for x in ("Apply it: bochner.convert", "Nothing is converted", "cannot be met"))
     assert "with linear attention" in page.read_text(encoding="utf-8")
     done = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "out"), "--features", "16", "--window", "8"])
     assert done.exit_code == 0, done.output
-    assert "Plan: 2 layers, 8 heads" in done.output
+    assert "Plan: 2 layers, 8 key heads" in done.output
     loaded = transformers.AutoModel.from_pretrained(tmp_path / "out")
-    assert plan_of(loaded).num_heads == 8
+    assert Conversion.of(loaded).plan.num_heads == 8
     page, goal = tmp_path / "report.html", ["--keep", "0.9", "--length", "64"]
     aimed = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "aimed"), *goal, "--report", str(page)])
     assert aimed.exit_code == 0, aimed.output
@@ -104,7 +104,7 @@ def test_a_decoder_within_a_share_of_its_memory_is_trained_and_reported(tmp_path
     pytest.importorskip("peft")
     from hf_models import GROUPED, build
 
-    from bochner.hf import plan_of
+    from bochner import Conversion
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(46))]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
@@ -112,7 +112,7 @@ def test_a_decoder_within_a_share_of_its_memory_is_trained_and_reported(tmp_path
     transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "model")
     passages = [" ".join(f"w{(7 * i + j * j) % 46}" for j in range(120)) for i in range(40)]
     (tmp_path / "text.txt").write_text("\n\n".join(passages))
-    goal = ["--memory", "0.5", "--length", "400", "--judge-length", "200", "--features", "16"]
+    goal = ["--memory", "0.5", "--length", "400", "--judge-length", "200"]
     train, page = ["--lora", "2", "--steps", "1"], tmp_path / "page.html"
     place = [
         str(tmp_path / "model"),
@@ -126,9 +126,9 @@ def test_a_decoder_within_a_share_of_its_memory_is_trained_and_reported(tmp_path
     assert done.exit_code == 0, done.output
     text = page.read_text(encoding="utf-8")
     assert "the model keeps, trained," in text
-    assert "keep most of the quality with 0.5 of the decoding memory at 400 tokens" in html.unescape(text)
+    assert "retain the most quality with at most 50.0% of the decoding memory at 400 tokens" in html.unescape(text)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    plan = plan_of(loaded)
+    plan = Conversion.of(loaded).plan
     assert plan.cache_bytes(400) <= 0.5 * plan.cache_bytes(400, converted=False)
     assert not [name for name, _ in loaded.named_parameters() if "lora" in name]
 
@@ -161,20 +161,21 @@ def test_what_a_report_says_to_do_next_can_be_done(tmp_path: Path, monkeypatch: 
     assert done.exit_code == 0, done.output
     steps = [step for step in code_of(Path("page.html")) if not step.startswith("bochner convert")]
     assert len(steps) == 2
-    monkeypatch.setattr(bochner, "distill", partial(bochner.distill, steps=1, end_to_end=0))
+    short = bochner.Distillation(steps=1, end_to_end=0)
+    monkeypatch.setattr(bochner, "distill", partial(bochner.distill, how=short))
     names: dict[str, Any] = {}
     for step in steps:
         exec(step, names)
-    assert bochner.hf.plan_of(names["model"]).num_heads == 8
+    assert bochner.Conversion.of(names["model"]).plan.num_heads == 8
     # A target of a length that the model cannot read: the page asks for one that it can.
     goal = ["--keep", "0.9", "--length", "600", "--text", "my text.txt", "--report", "page.html"]
-    assert runner.invoke(cli.app, ["advise", "a model", *goal]).exit_code == 1  # three texts of 512 tokens are needed
+    assert runner.invoke(cli.app, ["search", "a model", *goal]).exit_code == 1  # three texts of 512 tokens are needed
     Path("my text.txt").write_text("\n\n".join(passages * 4))
-    done = runner.invoke(cli.app, ["advise", "a model", *goal])
+    done = runner.invoke(cli.app, ["search", "a model", *goal])
     assert done.exit_code == 0, done.output
     assert "The model has positions for 512 tokens: at 600 its attention alone was timed." in done.output
     (step,) = code_of(Path("page.html"))
-    assert step == "bochner advise 'a model' --keep 0.9 --length 512 --text 'my text.txt'"
+    assert step == "bochner search 'a model' --keep 0.9 --length 512 --text 'my text.txt'"
     assert runner.invoke(cli.app, shlex.split(step)[1:]).exit_code == 0
 
 

@@ -102,7 +102,7 @@ def test_a_wrong_directory_is_described(
 ) -> None:
     directory = broken(model_directory, tmp_path, how)
     text = str(model_directory / "text.txt")
-    for command in (["advise", str(directory)], ["convert", str(directory), str(tmp_path / "out")]):
+    for command in (["search", str(directory)], ["convert", str(directory), str(tmp_path / "out")]):
         said = complaint([*command, "--text", text], monkeypatch, capsys)
         assert re.search(sentence, said), said
     assert not (tmp_path / "out").exists()
@@ -111,7 +111,6 @@ def test_a_wrong_directory_is_described(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--exact-heads", "foo"], "must be a fraction between 0 and 1, or auto, got 'foo'"),
         (["--exact-heads", "1.5"], "must be a fraction"),
         (["--exact-heads", "nan"], "must be a fraction"),
         (["--map", "favor"], "Unknown feature map 'favor'; the valid names are"),
@@ -140,7 +139,7 @@ def test_a_wrong_option_is_refused_before_the_model_is_measured(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("the model was observed before the option was refused")
 
-    monkeypatch.setattr("bochner.hf.measure.observe", never)
+    monkeypatch.setattr("bochner.hf.calibrate.observe", never)
     text = [] if "--text" in options else ["--text", str(model_directory / "text.txt")]
     code = 1 if {"--report", "--text"} & set(options) else 2  # what is on the disk, and what was typed
     arguments = ["convert", str(model_directory), str(tmp_path / "out"), *text, *options]
@@ -157,7 +156,7 @@ def test_a_wrong_option_is_refused_before_the_model_is_measured(
         (["train", "listops", "--attention", "favour"], "favour"),
         (["train", "listops", "--option", "learnable"], "An --option is NAME=VALUE"),
         (["fetch", "nothing"], "nothing"),
-        (["advise", "minilm", "--report", "."], "'.' is a directory; give a file"),
+        (["search", "minilm", "--report", "."], "'.' is a directory; give a file"),
         (["plan", "parallel", "--gigabytes", "0"], "The --gigabytes must be positive"),
         (["plan", "parallel", "--microseconds", "-1"], "The --microseconds must be positive"),
         (["plan", "parallel", "--latency", "nan"], "The --latency must be positive"),
@@ -199,8 +198,8 @@ def test_absurd_numbers_of_features_stay_readable(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["advise", "minilm", "--length", "-5"],
-        ["advise", "minilm", "--window", "0"],
+        ["search", "minilm", "--length", "-5"],
+        ["search", "minilm", "--window", "0"],
         ["convert", "minilm", "out", "--sinks", "-1"],
         ["convert", "minilm", "out", "--features", "many"],
         ["convert", "minilm"],
@@ -228,7 +227,7 @@ def test_text_that_is_not_text(tmp_path: Path, monkeypatch: Any, capsys: Any, mo
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty.txt").write_text("\n\n")
     for name, sentence in (("bytes.txt", "is not UTF-8"), ("empty.txt", "is empty"), ("", "no text file")):
-        said = complaint(["advise", str(model_directory), "--text", str(tmp_path / name)], monkeypatch, capsys)
+        said = complaint(["search", str(model_directory), "--text", str(tmp_path / name)], monkeypatch, capsys)
         assert sentence in said
 
 
@@ -264,11 +263,14 @@ def test_ctrl_c_leaves_nothing_half_written(
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda m, t: bochner.convert(m, "favor", calibration=t), "Unknown feature map 'favor'"),
-        (lambda m, t: bochner.convert(m, "positive", -3, calibration=t), "positive int, got -3"),
-        (lambda m, t: bochner.convert(m, "positive", 8, options={"projection": "haar"}, calibration=t), "haar"),
-        (lambda m, t: bochner.convert(m, "positive", 8, options={"colour": 1}, calibration=t), "colour"),
-        (lambda m, t: bochner.advise(m, t, length=-5), "'length' of advise must be a positive int, got -5"),
+        (lambda m, t: bochner.convert(m, bochner.Recipe("favor"), t).model, "Unknown feature map 'favor'"),
+        (lambda m, t: bochner.convert(m, bochner.Recipe("positive", -3), t).model, "positive int, got -3"),
+        (
+            lambda m, t: bochner.convert(m, bochner.Recipe("positive", 8, options={"projection": "haar"}), t).model,
+            "haar",
+        ),
+        (lambda m, t: bochner.convert(m, bochner.Recipe("positive", 8, options={"colour": 1}), t).model, "colour"),
+        (lambda m, t: bochner.search(m, bochner.Target(length=-5), t), "'length' of Target must be a positive int, got -5"),
         (lambda m, t: bochner.feature_map("positve", dim=4), "'positive'"),
         (lambda m, t: bochner.linear_attention(torch.ones(1, 2, 3), *[torch.ones(1, 1, 2, 3)] * 2, "positive"), "q"),
     ],
@@ -279,7 +281,7 @@ def test_mistakes_in_python_are_refused_before_anything_is_measured(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("the model was observed before the mistake was refused")
 
-    monkeypatch.setattr("bochner.hf.measure.observe", never)
+    monkeypatch.setattr("bochner.hf.calibrate.observe", never)
     batches = [{"input_ids": torch.arange(40).view(1, 40) % 50 + 1}] * 4
     with pytest.raises(BochnerError, match=sentence):
         call(build("bert", TEXT), batches)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bochner import BochnerError, feature_map
-from bochner.attention.cost import sequence_parallel_cost
+from bochner.report.parallel import sequence_parallel_cost
 from bochner.attention.parallel import sequence_parallel_attention
 
 

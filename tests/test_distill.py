@@ -14,26 +14,26 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError, convert, distill, revert  # noqa: E402
-from bochner.hf import layers_of, relative_errors, report_of, trainable_maps_  # noqa: E402
-from bochner.hf.capture import recording  # noqa: E402
+from bochner import BochnerError, Conversion, Distillation, Recipe, Target, convert, distill, revert  # noqa: E402
+from bochner.hf import layers_of, trainable_maps_  # noqa: E402
+from bochner.hf.observe import recording  # noqa: E402
 
 
 def student(feature_map: str = "calibrated", family: str = "bert", **options: Any) -> Any:
     head = "AutoModel" if family == "bert" else "AutoModelForCausalLM"
     model = build(family, TEXT if family == "bert" else GROUPED, head=head)
-    return convert(model, feature_map, calibration=texts_as_batches(), num_features=16, **options)
+    return convert(model, Recipe(feature_map, num_features=16, **options), texts_as_batches()).model
 
 
 def mean_error(model: Any) -> float:
-    return torch.stack(list(relative_errors(model, texts_as_batches(2, seed=7)).values())).mean().item()
+    return torch.stack(list(Conversion.of(model).errors(texts_as_batches(2, seed=7)).values())).mean().item()
 
 
 @pytest.mark.parametrize("feature_map", ["calibrated", "hedgehog", "positive"])
 def test_transfer_lowers_the_error_on_other_data(feature_map: str) -> None:
     model = student(feature_map)
     before = mean_error(model)
-    report = distill(model, texts_as_batches(8), steps=30, lr=2e-2)
+    report = distill(model, texts_as_batches(8), Distillation(steps=30, rate=2e-2))
     assert len(report.layers) == 2
     assert all(layer.after < 0.9 * layer.before for layer in report.layers)
     assert mean_error(model) < 0.9 * before
@@ -41,8 +41,8 @@ def test_transfer_lowers_the_error_on_other_data(feature_map: str) -> None:
 
 
 def test_a_causal_windowed_model_is_distilled_too() -> None:
-    model = student(family="llama", window=6, sinks=1, select=False)
-    report = distill(model, texts_as_batches(6), steps=20, lr=2e-2)
+    model = student(family="llama", window=6, sinks=1)
+    report = distill(model, texts_as_batches(6), Distillation(steps=20, rate=2e-2))
     assert all(layer.after < layer.before for layer in report.layers)
 
 
@@ -52,8 +52,8 @@ def test_only_the_maps_change_and_revert_gives_the_original_back() -> None:
     x = inputs(model)
     with torch.no_grad():
         before = model(**x)[0]
-    convert(model, calibration=texts_as_batches(), num_features=16)
-    distill(model, texts_as_batches(4), steps=5, end_to_end=4)
+    convert(model, Recipe(num_features=16), texts_as_batches())
+    distill(model, texts_as_batches(4), Distillation(steps=5, end_to_end=4))
     assert all(torch.equal(model.state_dict()[k], v) for k, v in weights.items())
     assert not any(p.requires_grad for layer in layers_of(model).values() for p in layer.parameters())
     assert all(p.requires_grad for k, p in model.named_parameters() if "linear_attn" not in k)
@@ -64,19 +64,19 @@ def test_only_the_maps_change_and_revert_gives_the_original_back() -> None:
 
 def test_a_step_too_far_keeps_the_best_state() -> None:
     model = student()
-    report = distill(model, texts_as_batches(4), steps=10, lr=10.0)
+    report = distill(model, texts_as_batches(4), Distillation(steps=10, rate=10.0))
     assert all(layer.after <= layer.before for layer in report.layers)
 
 
 def test_a_layer_without_progress_stops_early() -> None:
-    report = distill(student(), texts_as_batches(4), steps=200, lr=10.0, patience=2)
+    report = distill(student(), texts_as_batches(4), Distillation(steps=200, rate=10.0, end_to_end=0))
     assert all(layer.steps < 200 for layer in report.layers)
 
 
 def test_the_end_to_end_stage_brings_the_outputs_closer() -> None:
     for family in ("bert", "llama"):
         model = student(family=family)
-        report = distill(model, texts_as_batches(6), steps=1, end_to_end=25, end_to_end_lr=1e-2)
+        report = distill(model, texts_as_batches(6), Distillation(steps=1, end_to_end=25, rate=2 * 1e-2))
         assert report.end_to_end is not None
         assert report.end_to_end[1] < 0.9 * report.end_to_end[0]
 
@@ -85,18 +85,20 @@ def test_a_chosen_part_is_trained_end_to_end() -> None:
     model = student()
     key = model.encoder.layer[0].attention.self.key
     before, other = key.weight.clone(), model.encoder.layer[0].intermediate.dense.weight.clone()
-    distill(model, texts_as_batches(4), steps=1, end_to_end=5, part=r"attention\.self\.(query|key)\.weight")
+    distill(
+        model, texts_as_batches(4), Distillation(steps=1, end_to_end=5, part=r"attention\.self\.(query|key)\.weight")
+    )
     assert not torch.equal(key.weight, before)
     assert torch.equal(model.encoder.layer[0].intermediate.dense.weight, other)
     with pytest.raises(BochnerError, match="matches no parameter"):
-        distill(model, texts_as_batches(4), steps=1, end_to_end=1, part="nothing")
+        distill(model, texts_as_batches(4), Distillation(steps=1, end_to_end=1, part="nothing"))
 
 
 def test_a_checkpoint_is_taken_up(tmp_path: Path) -> None:
     first = student()
-    report = distill(first, texts_as_batches(4), steps=8, checkpoint=tmp_path)
+    report = distill(first, texts_as_batches(4), Distillation(steps=8, checkpoint=tmp_path))
     second = student()
-    again = distill(second, texts_as_batches(4), steps=8, checkpoint=tmp_path)
+    again = distill(second, texts_as_batches(4), Distillation(steps=8, checkpoint=tmp_path))
     assert [x.after for x in again.layers] == [x.after for x in report.layers]
     for name, layer in layers_of(first).items():
         for key, value in layer.state_dict().items():
@@ -106,35 +108,29 @@ def test_a_checkpoint_is_taken_up(tmp_path: Path) -> None:
     for suffix in ("json", "safetensors"):
         (tmp_path / f"{name}.{suffix}").unlink()
     third = student()
-    distill(third, texts_as_batches(4), steps=8, checkpoint=tmp_path)
+    distill(third, texts_as_batches(4), Distillation(steps=8, checkpoint=tmp_path))
     assert torch.equal(
-        layers_of(third)[report.layers[0].name].map_norm["kernel"].a,
-        layers_of(first)[report.layers[0].name].map_norm["kernel"].a,
+        layers_of(third)[report.layers[0].name].map_norm["kernel"].phi.a,
+        layers_of(first)[report.layers[0].name].map_norm["kernel"].phi.a,
     )
-    other = convert(build("bert", TEXT), calibration=texts_as_batches(), num_features=8)
+    other = convert(build("bert", TEXT), Recipe(num_features=8), texts_as_batches()).model
     with pytest.raises(BochnerError, match="other maps"):
-        distill(other, texts_as_batches(4), steps=1, checkpoint=tmp_path)
+        distill(other, texts_as_batches(4), Distillation(steps=1, checkpoint=tmp_path))
 
 
 def test_a_time_limit_is_kept() -> None:
-    report = distill(student(), texts_as_batches(4), steps=10**6, seconds=0.5)
+    report = distill(student(), texts_as_batches(4), Distillation(steps=10**6, seconds=0.5))
     assert report.seconds < 20
 
 
 def test_a_distilled_model_is_saved_and_loaded(tmp_path: Path) -> None:
     model = student()
-    distill(model, texts_as_batches(4), steps=5)
+    distill(model, texts_as_batches(4), Distillation(steps=5))
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
     x = inputs(model)
     with torch.no_grad():
         assert torch.equal(loaded(**x)[0], model(**x)[0])
-
-
-def test_convert_distills_when_asked() -> None:
-    plain = student()
-    taught = student(distill={"steps": 20, "lr": 2e-2})
-    assert mean_error(taught) < mean_error(plain)
 
 
 def test_bad_input_is_refused() -> None:
@@ -144,9 +140,9 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(BochnerError, match="two batches"):
         distill(model, texts_as_batches(1))
     with pytest.raises(BochnerError, match="steps"):
-        distill(model, texts_as_batches(2), steps=0)
-    with pytest.raises(BochnerError, match="no converted attention"):
-        distill(model, texts_as_batches(2), layers=["x"])
+        Distillation(steps=0)
+    with pytest.raises(BochnerError, match="must be a bochner.Distillation, got dict"):
+        distill(model, texts_as_batches(2), {"steps": 3})  # type: ignore[arg-type]
 
 
 def test_trainable_maps_leave_random_frequencies_alone() -> None:
@@ -161,7 +157,7 @@ def test_trainable_maps_leave_random_frequencies_alone() -> None:
 
 def adapted(**options: Any) -> tuple[Any, Any]:
     peft = pytest.importorskip("peft")
-    model = student(family="llama", window=6, sinks=1, select=False, exact_below=0)
+    model = student(family="llama", window=6, sinks=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, task_type="CAUSAL_LM", **options)
@@ -174,7 +170,7 @@ def test_adapters_and_maps_of_a_peft_model_are_trained_together(saved: list[str]
     before = {n: p.detach().clone() for n, p in wrapped.named_parameters()}
     wanted = {n: p.requires_grad for n, p in wrapped.named_parameters()}
     data = texts_as_batches(4)
-    report = distill(wrapped, data, steps=2, end_to_end=10, end_to_end_lr=2e-2, loss="model")
+    report = distill(wrapped, data, Distillation(steps=2, end_to_end=10, rate=2 * 2e-2, loss="model"))
     assert report.end_to_end is not None
     assert report.end_to_end[1] < report.end_to_end[0]
     moved = {n for n, p in wrapped.named_parameters() if n in before and not torch.equal(p, before[n])}
@@ -191,31 +187,31 @@ def test_adapters_and_maps_of_a_peft_model_are_trained_together(saved: list[str]
 def test_maps_alone_are_trained_if_that_is_asked_for() -> None:
     _, wrapped = adapted()
     before = {n: p.detach().clone() for n, p in wrapped.named_parameters()}
-    distill(wrapped, texts_as_batches(4), steps=2, end_to_end=6, part="maps")
+    distill(wrapped, texts_as_batches(4), Distillation(steps=2, end_to_end=6, part="maps"))
     assert all(torch.equal(p, before[n]) for n, p in wrapped.named_parameters() if "linear_attn" not in n)
 
 
 def test_the_loss_of_the_model_uses_labels_and_asks_for_them() -> None:
     model = build("bert", TEXT, head="AutoModelForSequenceClassification")
-    convert(model, calibration=texts_as_batches(), num_features=16, exact_below=0)
+    convert(model, Recipe(num_features=16), texts_as_batches())
     data = texts_as_batches(6)
     with pytest.raises(BochnerError, match="'labels'"):
-        distill(model, data, loss="model")
+        distill(model, data, Distillation(loss="model"))
     labelled = [{**batch, "labels": batch["input_ids"][:, 3] % 2} for batch in data]
-    report = distill(model, labelled, steps=2, end_to_end=10, loss="model", part="classifier")
+    report = distill(model, labelled, Distillation(steps=2, end_to_end=10, loss="model", part="classifier"))
     with torch.no_grad():
         now = model(**labelled[-1]).loss.item()
     assert report.end_to_end is not None
     assert now == pytest.approx(report.end_to_end[1], rel=1e-4)
-    with pytest.raises(BochnerError, match="'loss' of distill"):
-        distill(model, data, loss="labels")
+    with pytest.raises(BochnerError, match="'loss' of Distillation"):
+        Distillation(loss="labels")
 
 
 def test_the_report_says_what_was_bought_on_data_held_back() -> None:
-    model, data = student(exact_below=0), texts_as_batches(8)
+    model, data = student(), texts_as_batches(8)
     with recording(model, lambda name, call: None), torch.no_grad():
         truth = model(**data[-1])[0]
-    report = distill(model, data, steps=20, lr=2e-2, end_to_end=20)
+    report = distill(model, data, Distillation(steps=20, rate=2e-2, end_to_end=20))
     with torch.no_grad():
         error = ((model(**data[-1])[0] - truth).norm() / truth.norm()).item()
     found = report.quality
@@ -225,13 +221,13 @@ def test_the_report_says_what_was_bought_on_data_held_back() -> None:
 
 
 def test_where_nothing_has_a_map_nothing_is_distilled_and_it_is_said() -> None:
-    for options in ({"feature_map": None, "window": 8}, {"keep": 0.9, "num_features": 8}):
-        model = build("bert", TEXT)
-        convert(model, calibration=texts_as_batches(6, length=32), distill=True, exact_below=0, **options)
-        report = report_of(model).distillation
-        assert report is not None
-        assert not report.layers
-        assert "Nothing was distilled: no" in str(report)
-    fixed = convert(build("bert", TEXT), "positive", 8, exact_below=0)
-    report = distill(fixed, texts_as_batches(), projections=False, end_to_end=2)
-    assert [layer.steps for layer in report.layers] == [0, 0]
+    model = build("bert", TEXT)
+    convert(model, Recipe(None, window=8), texts_as_batches(6, length=32))
+    report = distill(model, texts_as_batches(6, length=32))
+    assert not report.layers
+    assert "Nothing was distilled: no" in str(report)
+    conversion = convert(
+        build("bert", TEXT), Target(keep=0.9, train=Distillation(steps=2)), texts_as_batches(12, length=32)
+    )
+    assert conversion.distillation is not None
+    assert bool(conversion.distillation.layers) == any(x.has_map for x in conversion.plan.layers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import subprocess
@@ -17,10 +16,12 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, REFUSED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError, convert, feature_map, linear_attention, revert  # noqa: E402
-from bochner.hf import LayerPlan, Plan, choose, layers_of, measure, plan_of, redraw_, relative_errors  # noqa: E402
-from bochner.hf.layer import Call, LinearAttention, exact  # noqa: E402
-from bochner.hf.measure import Far, attention_weights  # noqa: E402
+from bochner import BochnerError, Conversion, Recipe, convert, feature_map, linear_attention, revert  # noqa: E402
+from bochner.hf import LayerPlan, Plan, calibrate, layers_of, redraw_  # noqa: E402
+from bochner.hf.attention import LinearAttention  # noqa: E402
+from bochner.hf.calibrate import Far, attention_weights  # noqa: E402
+from bochner.hf.calls import Call, exact  # noqa: E402
+from bochner.hf.fates import Exact, Hybrid, Kernel, Window  # noqa: E402
 
 WINDOW_KINDS = ["sliding", *(["block"] if "window_kind" in inspect.signature(linear_attention).parameters else [])]
 
@@ -35,13 +36,14 @@ def outputs(model: Any, x: dict[str, torch.Tensor] | None = None) -> torch.Tenso
 
 
 def convert_bert(**options: Any) -> Any:
-    return convert(bert(), **{"num_features": 16, "calibration": texts_as_batches(), **options})
+    data, rest = options.pop("data", texts_as_batches()), {k: options.pop(k) for k in ("seed",) if k in options}
+    return convert(bert(), Recipe(**{"num_features": 16, **options}), data, **rest).model
 
 
 def test_all_heads_exact_is_the_original_model() -> None:
     model = bert()
     before = outputs(model)
-    convert(model, calibration=texts_as_batches(), num_features=16, exact_heads=1.0)
+    convert(model, Recipe(num_features=16, exact_heads=1.0), texts_as_batches())
     keep = inputs(model)["attention_mask"].bool()
     torch.testing.assert_close(outputs(model)[keep], before[keep], atol=1e-5, rtol=1e-4)
 
@@ -50,7 +52,7 @@ def test_more_features_come_closer_to_the_original() -> None:
     errors = []
     for m in (8, 256):
         model = convert_bert(num_features=m)
-        errors.append(torch.stack(list(relative_errors(model, texts_as_batches(2, seed=9)).values())).mean())
+        errors.append(torch.stack(list(Conversion.of(model).errors(texts_as_batches(2, seed=9)).values())).mean())
     assert errors[1] < 0.6 * errors[0]
 
 
@@ -58,20 +60,20 @@ def test_a_window_as_long_as_the_sequence_is_exact() -> None:
     model = bert()
     x = texts_as_batches(1)[0]
     before = outputs(model, x)
-    convert(model, calibration=texts_as_batches(), num_features=8, window=64, select=False)
+    convert(model, Recipe(num_features=8, window=64), texts_as_batches())
     torch.testing.assert_close(outputs(model, x), before, atol=1e-4, rtol=1e-3)
 
 
 def test_revert_restores_the_model_bit_by_bit() -> None:
     model = bert()
     before, keys = outputs(model), set(model.state_dict())
-    convert(model, calibration=texts_as_batches(), num_features=16, window=8, sinks=1)
+    convert(model, Recipe(num_features=16, window=8, sinks=1), texts_as_batches())
     assert not torch.allclose(outputs(model), before)
     assert set(model.state_dict()) > keys
     revert(model)
     assert torch.equal(outputs(model), before)
     assert set(model.state_dict()) == keys
-    assert "bochner" not in model.config.to_dict()
+    assert not {"quantization_config", "attn_implementation"} & model.config.to_dict().keys()
     with pytest.raises(BochnerError, match="not converted"):
         revert(model)
 
@@ -79,7 +81,7 @@ def test_revert_restores_the_model_bit_by_bit() -> None:
 def test_revert_gives_back_the_kind_of_softmax_there_was() -> None:
     model = bert()
     model.set_attn_implementation("eager")
-    convert(model, calibration=texts_as_batches(), num_features=16)
+    convert(model, Recipe(num_features=16), texts_as_batches())
     revert(model)
     assert model.config._attn_implementation == "eager"
 
@@ -87,7 +89,7 @@ def test_revert_gives_back_the_kind_of_softmax_there_was() -> None:
 def test_converting_twice_is_refused() -> None:
     model = convert_bert()
     with pytest.raises(BochnerError, match="converted already"):
-        convert(model, calibration=texts_as_batches())
+        convert(model, Recipe(), texts_as_batches())
 
 
 def test_one_seed_gives_one_model() -> None:
@@ -98,37 +100,37 @@ def test_one_seed_gives_one_model() -> None:
 
 def test_a_plan_is_printed_saved_edited_and_passed_back(tmp_path: Path) -> None:
     model = convert_bert(window=8, sinks=1, exact_heads=0.25)
-    plan = plan_of(model)
+    plan = Conversion.of(model).plan
     assert plan.count("exact") == 2
     assert "window 8, sinks 1" in str(plan)
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
-    again = convert(bert(), plan=loaded, calibration=texts_as_batches())
+    again = convert(bert(), loaded, texts_as_batches()).model
     assert torch.equal(outputs(again), outputs(model))
-    loaded.layers[0].kinds = ["exact"] * 4
-    edited = convert(bert(), plan=loaded, calibration=texts_as_batches())
-    assert plan_of(edited).layers[0].kinds == ["exact"] * 4
+    loaded.layers[0].fates = [Exact()] * 4
+    edited = convert(bert(), loaded, texts_as_batches()).model
+    assert Conversion.of(edited).plan.layers[0].fates == [Exact()] * 4
     assert not torch.allclose(outputs(edited), outputs(model))
 
 
 def test_the_plan_of_another_model_is_refused() -> None:
-    plan = plan_of(convert_bert())
+    plan = Conversion.of(convert_bert()).plan
     model = build("llama", GROUPED)
     before = outputs(model)
     with pytest.raises(BochnerError, match="not an attention module"):
-        convert(model, plan=plan, calibration=texts_as_batches())
+        convert(model, plan, texts_as_batches())
     assert torch.equal(outputs(model), before)
 
 
 def test_a_broken_plan_is_refused(tmp_path: Path) -> None:
     layer = {"name": "a", "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "value_dim": 4}
-    with pytest.raises(BochnerError, match="must name 2 heads"):
-        Plan([LayerPlan(**layer, kinds=["kernel"])])
+    with pytest.raises(BochnerError, match="must be 1 fates"):
+        Plan([LayerPlan(**layer, fates=[Kernel(), Kernel()])])
     with pytest.raises(BochnerError, match="neither 'window' nor 'sinks'"):
-        Plan([LayerPlan(**layer, kinds=["kernel", "hybrid"])])
-    with pytest.raises(BochnerError, match="one of"):
-        Plan([LayerPlan(**layer, kinds=["kernel", "wrong"])])
+        Hybrid()
+    with pytest.raises(BochnerError, match="must be 1 fates"):
+        Plan([LayerPlan(**layer, fates=["kernel"])])
     (tmp_path / "p.json").write_text("[]")
     with pytest.raises(BochnerError, match="not a plan"):
         Plan.load(tmp_path / "p.json")
@@ -141,28 +143,28 @@ def test_the_exact_heads_are_those_that_look_far_away() -> None:
     model = bert()
     with torch.no_grad():  # head 2 of layer 1 gets sharp, the others stay diffuse
         model.encoder.layer[1].attention.self.query.weight[16:24] *= 40
-    convert(model, calibration=texts_as_batches(), num_features=16, window=4, exact_heads=0.125)
+    convert(model, Recipe(num_features=16, window=4, exact_heads=0.125), texts_as_batches())
     peaks: list[tuple[float, int, int]] = []
-    for i, layer in enumerate(plan_of(model).layers):
+    for i, layer in enumerate(Conversion.of(model).plan.layers):
         peaks += [(score, i, h) for h, score in enumerate(layer.scores or [])]
     assert max(peaks)[1:] == (1, 2)
-    assert plan_of(model).layers[1].kinds[2] == "exact"
-    assert plan_of(model).count("exact") == 1
+    assert Conversion.of(model).plan.layers[1].fates[2] == Exact()
+    assert Conversion.of(model).plan.count("exact") == 1
 
 
 def test_the_scores_of_a_language_model_add_up_to_what_exactness_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     # The gradient integrated along the gates is the difference of the losses at its ends.
-    monkeypatch.setattr(choose, "GATES", tuple((i + 0.5) / 12 for i in range(12)))
+    monkeypatch.setattr(calibrate, "GATES", tuple((i + 0.5) / 12 for i in range(12)))
     model = build("llama", GROUPED, head="AutoModelForCausalLM", std=0.15)
-    convert(model, None, window=4, sinks=1, calibration=texts_as_batches(), exact_heads=0.25)
-    plan = plan_of(model)
+    convert(model, Recipe(None, window=4, sinks=1, exact_heads=0.25), texts_as_batches())
+    plan = Conversion.of(model).plan
     assert plan.count("exact") == 2
     revert(model)
     total = sum(score for layer in plan.layers for score in layer.scores or [])
     tokens = torch.cat([b["input_ids"].flatten() for b in texts_as_batches()])
     losses = []
     for exact_heads in (0.0, 1.0):
-        convert(model, None, window=4, sinks=1, calibration=texts_as_batches(), exact_heads=exact_heads)
+        convert(model, Recipe(None, window=4, sinks=1, exact_heads=exact_heads), texts_as_batches())
         found = []
         for i in range(3):
             a, b = tokens[240 * i : 240 * (i + 1)].split(120)
@@ -173,25 +175,22 @@ def test_the_scores_of_a_language_model_add_up_to_what_exactness_is_worth(monkey
         losses.append(torch.stack(found).mean().item())
         revert(model)
     assert total == pytest.approx(losses[0] - losses[1], rel=0.05)
-    best = max(range(8), key=lambda i: [s for x in plan.layers for s in x.scores or []][i])
-    assert plan.layers[best // 4].kinds[best % 4] == "exact"
+    best = max(range(4), key=lambda i: [s for x in plan.layers for s in x.scores or []][i])
+    assert plan.layers[best // 2].fates[best % 2] == Exact()
 
 
-def test_auto_keeps_at_most_a_tenth_and_groups_stay_whole() -> None:
+def test_a_fraction_of_the_key_heads_stays_exact() -> None:
     settings = {**GROUPED, "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 64}
     model = build("llama", settings, head="AutoModelForCausalLM", std=0.4)
-    convert(model, None, window=4, calibration=texts_as_batches(), exact_heads="auto")
-    assert plan_of(model).count("exact") <= 3
-    revert(model)
-    convert(model, None, window=4, calibration=texts_as_batches(), exact_heads=4 / 32, exact_unit="group")
-    plan = plan_of(model)
-    assert plan.count("exact") == 4
-    assert sum(len(layer.kv_heads_of("exact")) for layer in plan.layers) == 2
+    convert(model, Recipe(None, window=4, exact_heads=2 / 16), texts_as_batches())
+    plan = Conversion.of(model).plan
+    assert plan.count("exact") == 4  # query heads, of two key heads
+    assert sum(len(layer.heads_of("exact")) for layer in plan.layers) == 2
 
 
 def test_redrawing_is_the_same_on_every_rank_and_keeps_calibration() -> None:
     a, b = (convert_bert(feature_map="calibrated") for _ in range(2))
-    before = {n: x.map_norm["kernel"].basis_query.clone() for n, x in layers_of(a).items()}
+    before = {n: x.map_norm["kernel"].phi.basis_query.clone() for n, x in layers_of(a).items()}
     first = outputs(a)
     redraw_(a, 7)
     assert not torch.allclose(outputs(a), first)
@@ -199,25 +198,9 @@ def test_redrawing_is_the_same_on_every_rank_and_keeps_calibration() -> None:
     redraw_(b, 7)
     assert torch.equal(outputs(a), outputs(b))
     for name, layer in layers_of(a).items():
-        assert torch.equal(layer.map_norm["kernel"].basis_query, before[name])
-    weights = [x.map_norm["kernel"].projection.weight for x in layers_of(a).values()]
+        assert torch.equal(layer.map_norm["kernel"].phi.basis_query, before[name])
+    weights = [x.map_norm["kernel"].phi.projection.weight for x in layers_of(a).values()]
     assert not torch.equal(weights[0], weights[1])
-
-
-def test_heads_whose_kernel_does_not_help_go_without() -> None:
-    def converted(select: bool) -> Any:
-        model = bert()
-        with torch.no_grad():  # sharp heads, of which two random features know nothing
-            for layer in model.encoder.layer:
-                layer.attention.self.query.weight[:16] *= 20
-        return convert(model, "positive", 2, window=8, sinks=1, calibration=texts_as_batches(), select=select)
-
-    model, kept = converted(True), converted(False)
-    assert plan_of(model).count("window") > 0
-    assert plan_of(kept).count("window") == 0
-    errors = [relative_errors(m, texts_as_batches()[:3]) for m in (model, kept)]  # what the choice was made on
-    squares = [torch.stack(list(e.values())).square().sum() for e in errors]
-    assert squares[0] < squares[1]
 
 
 @pytest.mark.parametrize("window_kind", WINDOW_KINDS)
@@ -231,7 +214,7 @@ def test_far_pairs_are_those_that_a_window_head_does_not_see(window_kind: str, i
     near: dict[str, Any] = {"window": 4, "sinks": 2, "window_kind": window_kind}
     far = Far.of(call, **near)
     seen = attention_weights(call, far.allowed & ~far.far) @ v
-    out = LinearAttention(LayerPlan("a", 2, 2, 8, 8, ["window"] * 2, **near))(call)
+    out = LinearAttention(LayerPlan("a", 2, 2, 8, 8, [Window(**near)] * 2))(call)
     rows = ~padding[:, None, :, None]
     torch.testing.assert_close(out * rows, seen * rows, atol=1e-5, rtol=1e-4)
     assert 0 < far.far.sum() < far.allowed.sum()
@@ -240,37 +223,19 @@ def test_far_pairs_are_those_that_a_window_head_does_not_see(window_kind: str, i
     assert torch.equal(some.far, far.far[..., [0, 7, 22], :])
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
-def test_of_long_texts_some_queries_are_observed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is seen of a tenth of the queries is near what is seen of all; the keys that maps are fitted to are all."""
-    head = "AutoModel" if family == "bert" else "AutoModelForCausalLM"
-    model = build(family, TEXT if family == "bert" else GROUPED, head=head)
-    data = texts_as_batches(1, batch=2, length=400)
-    plan = plan_of(convert(copy.deepcopy(model), calibration=data, num_features=16, window=8, feature_map="calibrated"))
-    every = measure.observe(model, plan, data)
-    monkeypatch.setattr(measure, "LOOKED", 40)
-    some = measure.observe(model, plan, data)
-    for name in every.rows:
-        assert (every.rows[name], some.rows[name]) == (800, 80)
-        assert some.samples[name].rows == every.samples[name].rows
-        torch.testing.assert_close(some.mean_peak(name), every.mean_peak(name), rtol=0.3, atol=0)
-        a, b = every.moments[name], some.moments[name]
-        torch.testing.assert_close(b.y / b.weight[..., None], a.y / a.weight[..., None], rtol=0.3, atol=0.1)
-
-
-def test_heads_of_different_kinds_in_one_group_each_get_their_own() -> None:
+def test_key_heads_of_different_fates_each_get_their_own() -> None:
     model = build("llama", GROUPED)
     x = texts_as_batches(1)[0]
-    convert(model, calibration=texts_as_batches(), num_features=16, window=6, exact_heads=[(0, 0)], select=False)
+    convert(model, Recipe(num_features=16, window=6, exact_heads=[(0, 0)]), texts_as_batches())
     layer = layers_of(model)["layers.0.self_attn"]
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 30, 8, generator=g) for h in (4, 2, 2))
     call = Call(q, k, v, True, None, 0.3)
     out, truth = layer(call), exact(call)
-    torch.testing.assert_close(out[:, 0], truth[:, 0])
-    assert not torch.allclose(out[:, 1], truth[:, 1], atol=1e-3)
-    everything = layer._linear("hybrid", call)
-    torch.testing.assert_close(out[:, 1:], everything[:, 1:])
+    torch.testing.assert_close(out[:, :2], truth[:, :2])
+    assert not torch.allclose(out[:, 2:], truth[:, 2:], atol=1e-3)
+    alone = layer.parts["hybrid"](call._replace(query=q[:, 2:], key=k[:, 1:], value=v[:, 1:]))
+    torch.testing.assert_close(out[:, 2:], alone)
     assert outputs(model, x).isfinite().all()
 
 
@@ -297,8 +262,7 @@ except ValueError as error:
     assert "bochner" in str(error)
 else:
     raise SystemExit("a conversion was loaded as softmax")
-import bochner.hf
-bochner.hf.register()
+import bochner.hf.interface
 for folder, head in zip(folders, (transformers.AutoModel, transformers.AutoModelForCausalLM)):
     model = head.from_pretrained(folder).eval()
     with torch.no_grad():
@@ -312,7 +276,7 @@ def test_saved_in_one_process_and_loaded_in_another_is_bit_identical(tmp_path: P
     want = {}
     for family, settings, head in (("bert", TEXT, "AutoModel"), ("llama", GROUPED, "AutoModelForCausalLM")):
         model = build(family, settings, head=head)
-        convert(model, calibration=texts_as_batches(), num_features=16, window=6, sinks=1, exact_heads=0.25)
+        convert(model, Recipe(num_features=16, window=6, sinks=1, exact_heads=0.25), texts_as_batches())
         folder = tmp_path / family
         want[folder] = outputs(model, inputs(model))
         model.save_pretrained(folder)
@@ -346,12 +310,12 @@ def test_a_saved_base_model_loads_under_a_head(tmp_path: Path) -> None:
     assert torch.equal(hidden, outputs(model, x))
 
 
-@pytest.mark.parametrize("change", [{"num_features": 8}, {"feature_map": "optimal"}, {"kinds": ["window"] * 4}])
+@pytest.mark.parametrize("change", [{"num_features": 8}, {"feature_map": "optimal"}])
 def test_a_checkpoint_of_another_map_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    convert_bert(window=6, select=False).save_pretrained(tmp_path)
+    convert_bert(window=6).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    for layer in config["bochner"]["layers"]:
-        layer.update(change)
+    for layer in config["quantization_config"]["plan"]["layers"]:
+        layer["fates"][0].update(change)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(BochnerError, match="not those of the plan"):
         transformers.AutoModel.from_pretrained(tmp_path)
@@ -368,7 +332,7 @@ def test_a_model_that_was_not_converted_loads_as_before(tmp_path: Path) -> None:
 def test_an_encoder_decoder_is_saved_and_loaded(tmp_path: Path) -> None:
     model = build("bart", SEQ2SEQ)
     batches = [{**b, "decoder_input_ids": b["input_ids"][:, :30]} for b in texts_as_batches()]
-    convert(model, calibration=batches, num_features=16, window=6)
+    convert(model, Recipe(num_features=16, window=6), batches)
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
     assert torch.equal(outputs(loaded), outputs(model))
@@ -377,39 +341,40 @@ def test_an_encoder_decoder_is_saved_and_loaded(tmp_path: Path) -> None:
 def test_an_encoder_decoder_converts_its_cross_attention() -> None:
     model = build("bart", SEQ2SEQ)
     batches = [{**b, "decoder_input_ids": b["input_ids"][:, :30]} for b in texts_as_batches()]
-    convert(model, calibration=batches, num_features=16, window=6, sinks=1, select=False)
-    plan = plan_of(model)
-    kinds = {layer.is_cross: set(layer.kinds) for layer in plan.layers}
+    convert(model, Recipe(num_features=16, window=6, sinks=1), batches)
+    plan = Conversion.of(model).plan
+    kinds = {layer.is_cross: {fate.name for fate in layer.fates} for layer in plan.layers}
     assert kinds == {False: {"hybrid"}, True: {"kernel"}}
     assert outputs(model).isfinite().all()
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no calibration": ({"calibration": None, "feature_map": "landmark"}, "needs 'calibration'"),
-    "empty calibration": ({"calibration": []}, "empty"),
-    "little calibration": ({"calibration": texts_as_batches(1, 1, 8)}, "Too little calibration"),
-    "texts without tokenizer": ({"calibration": ["a text"]}, "tokenizer"),
-    "numbers": ({"calibration": [1, 2]}, "got int"),
+    "no calibration": ({"data": None, "feature_map": "landmark"}, "needs 'data'"),
+    "empty calibration": ({"data": []}, "empty"),
+    "little calibration": ({"data": texts_as_batches(1, 1, 8)}, "Too little calibration"),
+    "texts without tokenizer": ({"data": ["a text"]}, "tokenizer"),
+    "numbers": ({"data": [1, 2]}, "got int"),
     "unknown map": ({"feature_map": "wrong"}, "Unknown feature map"),
     "map instance": ({"feature_map": feature_map("positive", dim=8)}, "must be a name"),
     "features": ({"num_features": 0}, "num_features"),
     "window": ({"window": -1}, "window"),
     "sinks": ({"sinks": -1}, "sinks"),
     "fraction": ({"exact_heads": 1.5}, "fraction"),
-    "word": ({"exact_heads": "some"}, "auto"),
-    "head": ({"exact_heads": [(9, 9)]}, "no head"),
+    "word": ({"exact_heads": "some"}, "fraction"),
+    "head": ({"exact_heads": [(9, 9)]}, "no key head"),
     "nothing": ({"feature_map": None}, "nothing else"),
-    "plan": ({"plan": {"layers": []}}, "must be a bochner.hf.Plan"),
 }
 
 
 @pytest.mark.parametrize("case", sorted(BAD))
 def test_bad_input_is_one_clear_sentence_and_leaves_the_model_untouched(case: str) -> None:
     options, message = BAD[case]
+    data = options.get("data", texts_as_batches())
+    options = {k: v for k, v in options.items() if k != "data"}
     model = bert()
     before, keys = outputs(model), set(model.state_dict())
     with pytest.raises(BochnerError, match=message):
-        convert(model, **{"num_features": 16, "calibration": texts_as_batches(), **options})
+        convert(model, Recipe(**{"num_features": 16, **options}), data)
     assert torch.equal(outputs(model), before)
     assert set(model.state_dict()) == keys
 
@@ -421,7 +386,7 @@ def test_a_model_that_cannot_be_converted_is_refused_and_untouched(family: str) 
     x = inputs(model)
     before = outputs(model, x)
     with pytest.raises(BochnerError, match=reason):
-        convert(model, "positive", 16)
+        convert(model, Recipe("positive", 16))
     assert torch.equal(outputs(model, x), before)
 
 
@@ -429,8 +394,8 @@ def test_things_that_are_no_models_are_refused() -> None:
     with pytest.raises(BochnerError, match="transformers model"):
         convert("bert")
     with pytest.raises(BochnerError, match="transformers model"):
-        convert(torch.nn.Linear(2, 2), "positive")
+        convert(torch.nn.Linear(2, 2), Recipe("positive"))
     with torch.device("meta"):
         model = transformers.BertModel(transformers.BertConfig(**TEXT))
     with pytest.raises(BochnerError, match="meta"):
-        convert(model, "positive", 16)
+        convert(model, Recipe("positive", 16))

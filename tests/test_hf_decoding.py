@@ -12,16 +12,16 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import DECODERS, GROUPED, SEQ2SEQ, build, texts_as_batches, whole_and_pieces  # noqa: E402
 
-from bochner import BochnerError, convert, linear_attention, revert  # noqa: E402
-from bochner.hf import RecurrentLayer, cache_bytes, plan_of  # noqa: E402
+from bochner import BochnerError, Conversion, Recipe, convert, linear_attention, revert  # noqa: E402
+from bochner.hf import RecurrentLayer, cache_bytes  # noqa: E402
 
 WINDOW_KINDS = ["sliding", *(["block"] if "window_kind" in inspect.signature(linear_attention).parameters else [])]
-MIXED = {"num_features": 16, "window": 5, "sinks": 2, "exact_heads": [(0, 1), (1, 3)], "select": False}
+MIXED = {"num_features": 16, "window": 5, "sinks": 2, "exact_heads": [(0, 1), (1, 0)]}
 
 
 def converted(family: str = "llama", settings: dict[str, Any] | None = None, **options: Any) -> Any:
     model = build(family, settings or GROUPED, head="AutoModelForCausalLM")
-    return convert(model, calibration=texts_as_batches(), **{**MIXED, **options})
+    return convert(model, Recipe(**{**MIXED, **options}), texts_as_batches()).model
 
 
 def ids(batch: int = 2, length: int = 40) -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_each_kind_of_head_decodes_as_it_computes(kind: str, window_kind: str) -
     elif kind == "exact":
         options |= {"exact_heads": 1.0}
     model = converted(**options)
-    assert plan_of(model).count(kind) == plan_of(model).num_heads
+    assert Conversion.of(model).plan.count(kind) == Conversion.of(model).plan.num_heads
     x = ids()
     cache = transformers.DynamicCache(config=model.config)
     whole, parts = whole_and_pieces(model, x, list(range(1, x.shape[1])), cache)
@@ -65,7 +65,7 @@ def test_only_exact_heads_keep_keys_and_values() -> None:
         for start in range(0, 400, 100):
             model(ids(1, 400)[:, start : start + 100], past_key_values=cache)
             sizes.append(cache_bytes(cache))
-            states.append(sum(layer.state_bytes for layer in cache.layers))
+            states.append(sum(layer.states["hybrid"].nbytes for layer in cache.layers))
     assert len(set(states)) == 1  # linear heads hold what they held after the first piece
     assert sizes[-1] > sizes[0]  # exact heads grow
 
@@ -82,7 +82,7 @@ def test_linear_heads_hold_what_their_plan_says(window_kind: str) -> None:
             sizes.append(cache_bytes(cache))
     assert sizes[-6] == sizes[-1]  # blocks of 5 fill and start again, sliding windows are always full
     assert len(set(sizes)) == (1 if window_kind == "sliding" else 5)
-    assert max(sizes) == pytest.approx(plan_of(model).cache_bytes(460), rel=0.1)
+    assert max(sizes) == pytest.approx(Conversion.of(model).plan.cache_bytes(460), rel=0.1)
 
 
 def greedy_by_recomputation(model: Any, x: torch.Tensor, mask: torch.Tensor, steps: int) -> torch.Tensor:
@@ -137,7 +137,7 @@ def test_sampling_with_several_returns_runs_in_batches() -> None:
 def test_an_encoder_decoder_generates_with_its_states() -> None:
     model = build("bart", SEQ2SEQ, head="AutoModelForSeq2SeqLM")
     batches = [{**b, "decoder_input_ids": b["input_ids"][:, :30]} for b in texts_as_batches()]
-    convert(model, calibration=batches, num_features=16)
+    convert(model, Recipe(num_features=16), batches)
     x = ids(2, 12)
     options = {"max_new_tokens": 8, "num_beams": 1, "do_sample": False, "forced_eos_token_id": None}
     cached = model.generate(x, attention_mask=torch.ones_like(x), **options)

@@ -13,19 +13,19 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, TEXT, Labelled, build, inputs, texts_as_batches  # noqa: E402
 
-from bochner import convert, distill, revert  # noqa: E402
-from bochner.hf import layers_of, plan_of, trainable_maps_  # noqa: E402
+from bochner import Conversion, Distillation, Recipe, convert, distill, revert  # noqa: E402
+from bochner.hf import layers_of, trainable_maps_  # noqa: E402
 
 
 def classifier() -> Any:
     model = build("bert", {**TEXT, "attention_probs_dropout_prob": 0.0}, head="AutoModelForSequenceClassification")
-    return convert(model, "calibrated", 16, calibration=texts_as_batches(), window=6)
+    return convert(model, Recipe("calibrated", 16, window=6), texts_as_batches()).model
 
 
 def test_trainer_trains_the_learned_parts_and_decays_none_of_them(tmp_path: Path) -> None:
     model = classifier()
     trainable_maps_(model)
-    layer = next(iter(layers_of(model).values())).map_norm["hybrid"]
+    layer = next(iter(layers_of(model).values())).map_norm["hybrid"].phi
     basis, weight = layer.basis_query.detach().clone(), layer.projection.weight.clone()
     arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=2, per_device_train_batch_size=4, weight_decay=0.1, learning_rate=1e-2, report_to=[],
@@ -55,7 +55,7 @@ def test_without_trainable_maps_nothing_of_the_conversion_has_gradients() -> Non
 def test_peft_trains_and_saves_the_maps(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = build("llama", GROUPED, head="AutoModelForCausalLM")
-    convert(model, calibration=texts_as_batches(), num_features=16)
+    convert(model, Recipe(num_features=16), texts_as_batches())
     trainable_maps_(model)
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["linear_attn"], r=2, task_type="CAUSAL_LM")
     with warnings.catch_warnings():
@@ -80,11 +80,11 @@ def test_peft_trains_and_saves_the_maps(tmp_path: Path) -> None:
 def test_distillation_trains_adapters_and_maps_through_the_outputs_of_the_model() -> None:
     peft = pytest.importorskip("peft")
     model = build("llama", GROUPED, head="AutoModelForCausalLM")
-    convert(model, calibration=texts_as_batches(), num_features=16, exact_below=0)
+    convert(model, Recipe(num_features=16), texts_as_batches())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2), model)
-    report = distill(model, texts_as_batches(6), steps=2, end_to_end=30, end_to_end_lr=2e-3, part="lora_")
+    report = distill(model, texts_as_batches(6), Distillation(steps=2, end_to_end=30, rate=4e-3, part="lora_"))
     assert report.end_to_end is not None
     assert report.end_to_end[1] < report.end_to_end[0]
     adapters = [p for n, p in model.named_parameters() if "lora_B" in n]
@@ -94,7 +94,7 @@ def test_distillation_trains_adapters_and_maps_through_the_outputs_of_the_model(
 
 def test_torch_compile_gives_the_same_numbers() -> None:
     model = build("bert", {**TEXT, "num_hidden_layers": 1})
-    convert(model, calibration=texts_as_batches(), num_features=16)
+    convert(model, Recipe(num_features=16), texts_as_batches())
     x = inputs(model)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -105,12 +105,12 @@ def test_torch_compile_gives_the_same_numbers() -> None:
 
 def decoder(**options: Any) -> Any:
     model = build("llama", {**GROUPED, "num_hidden_layers": 1}, head="AutoModelForCausalLM")
-    recipe = {"num_features": 16, "window": 5, "sinks": 2, "exact_heads": [(0, 1)], "select": False}
-    return convert(model, calibration=texts_as_batches(), **recipe, **options)
+    recipe = {"num_features": 16, "window": 5, "sinks": 2, "exact_heads": [(0, 1)]}
+    return convert(model, Recipe(**recipe), texts_as_batches(), **options).model
 
 
 def test_a_decoder_without_a_cache_is_one_graph() -> None:
-    model = decoder(exact_below=0)
+    model = decoder()
     x = torch.randint(4, 50, (2, 20), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         eager = model(x, use_cache=False).logits
@@ -150,11 +150,11 @@ def test_a_sentence_transformer_is_converted_reverted_and_encodes() -> None:
     model = st.SentenceTransformer(str(path), device="cpu")
     texts = data.paragraphs("heldout", 3, source="python")
     before = torch.from_numpy(model.encode(texts))
-    convert(model, "landmark", 16, calibration=data.paragraphs("calibration", 8, source="python"), window=16, sinks=1)
+    convert(model, Recipe("landmark", 16, window=16, sinks=1), data.paragraphs("calibration", 8, source="python"))
     after = torch.from_numpy(model.encode(texts))
     cosine = torch.nn.functional.cosine_similarity(before, after)
     assert cosine.min() > 0.8
     assert cosine.max() < 1 - 1e-4
-    assert plan_of(model[0].auto_model).num_heads == 72
+    assert Conversion.of(model).plan.num_heads == 72
     revert(model)
     assert torch.allclose(torch.from_numpy(model.encode(texts)), before, atol=1e-5)

@@ -13,15 +13,15 @@ transformers = pytest.importorskip("transformers")
 from hf_models import REFUSED, SUPPORTED, TEXT, build, inputs, whole_and_pieces  # noqa: E402
 from transformers.masking_utils import eager_mask  # noqa: E402
 
-from bochner import BochnerError, hf, kernel_estimate  # noqa: E402
-from bochner.hf import patches  # noqa: E402
+from bochner import BochnerError, Recipe, convert, hf, kernel_estimate  # noqa: E402
+from bochner.hf import interface  # noqa: E402
 
 
 def oracle(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: Any = None, **kw: Any) -> Any:
     """The same map, quadratically, under transformers' own 4-D mask."""
     b, h, n, d = q.shape
     group, root = h // k.shape[1], (d**-0.5 if scaling is None else scaling) ** 0.5
-    phi = patches._default_maps[module]
+    phi = interface._default_map(k)
     e = kernel_estimate(phi, (q * root).reshape(b, -1, group * n, d), k * root).view(b, h, n, -1)
     if mask is not None:
         e = e * (mask > -1)
@@ -33,7 +33,7 @@ def oracle(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sc
 
 @pytest.fixture(autouse=True)
 def registered() -> None:
-    hf.register("positive", 16)
+    hf.register()
     transformers.AttentionInterface.register("oracle", oracle)
     transformers.masking_utils.AttentionMaskInterface.register("oracle", eager_mask)
 
@@ -62,21 +62,19 @@ def test_at_least_twenty_families_are_supported() -> None:
 
 @pytest.mark.parametrize("family", sorted(REFUSED))
 def test_what_cannot_be_honoured_is_refused_with_its_reason(family: str) -> None:
+    """Families whose attention ignores the interface are refused by `convert`; by name they would stay softmax."""
     settings, reason = REFUSED[family]
     model = build(family, settings)
     x = inputs(model)
-    before = model.config._attn_implementation
 
     def use() -> None:
+        if reason == "interface":
+            convert(model, Recipe("positive", 8))
         model.set_attn_implementation("bochner")
         model(**x)
 
     with pytest.raises(BochnerError, match=reason):
         use()
-    if reason == "interface":
-        assert model.config._attn_implementation == before
-        with pytest.raises(BochnerError, match=reason):
-            type(model)._from_config(model.config, attn_implementation="bochner")
 
 
 def test_soft_caps_and_windows_are_refused() -> None:
@@ -84,13 +82,13 @@ def test_soft_caps_and_windows_are_refused() -> None:
     module = torch.nn.Identity()
     for name in ("softcap", "position_bias", "sliding_window", "cache"):
         with pytest.raises(BochnerError, match=name):
-            patches.attention_forward(module, q, q, q, None, **{name: 3.0})
+            interface.attention_forward(module, q, q, q, None, **{name: 3.0})
 
 
 def test_a_four_dimensional_mask_is_refused() -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(BochnerError, match="padding masks"):
-        patches.attention_forward(torch.nn.Identity(), q, q, q, torch.zeros(1, 1, 4, 4))
+        interface.attention_forward(torch.nn.Identity(), q, q, q, torch.zeros(1, 1, 4, 4))
 
 
 def test_padding_does_not_move_valid_outputs() -> None:

@@ -14,10 +14,10 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import DECODERS, ENCODERS, GROUPED, IMAGE, SEQ2SEQ, TEXT, build, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError, advise, convert, revert  # noqa: E402
-from bochner.hf import discover, plan_of, report_of  # noqa: E402
-from bochner.hf.aim import goal_of, target_data  # noqa: E402
+from bochner import BochnerError, Calibration, Conversion, Distillation, Recipe, Target, convert, revert, search  # noqa: E402
+from bochner.hf import discover  # noqa: E402
 from bochner.hf.inputs import batches, positions  # noqa: E402
+from bochner.hf.search.texts import batches_for, settle  # noqa: E402
 
 WHISPER = {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 40, "max_target_positions": 20}
 PADDED = {**TEXT, "max_position_embeddings": 130, "pad_token_id": 1}
@@ -76,29 +76,29 @@ def test_the_sides_of_an_encoder_decoder_have_positions_of_their_own() -> None:
 def test_a_decoder_with_learned_positions_is_judged_within_them() -> None:
     """Its default length is 4096, and maps are fitted to 640 tokens; here are 128."""
     model = build("gpt2", {**DECODERS["gpt2"], "n_positions": 128}, head="AutoModelForCausalLM")
-    report = advise(model, texts(12, 100), tokenizer=words(), keep=0.7, num_features=(8,))
-    assert report.length == report.verified_length == 128
+    report = search(model, Target(keep=0.7), Calibration(texts(12, 100), words()))
+    assert report.goal.length == report.verified.length == 128
     assert any("positions for 128 tokens" in reason for reason in report.reasons)
-    convert(model, None, window=8, exact_heads=0.2, exact_below=0, calibration=texts(8, 200), tokenizer=words())
+    convert(model, Recipe(None, window=8, exact_heads=0.2), Calibration(texts(8, 200), tokenizer=words()))
 
 
 def test_lengths_beyond_what_a_rotary_model_was_made_for_are_said() -> None:
     model = build("llama", GROUPED, head="AutoModelForCausalLM")
     data = [{"input_ids": ids(64, i)} for i in range(3)]
-    goal = goal_of(model, discover(model), data, 0.9, None, 1000)
+    goal = settle(Target(keep=0.9, length=1000), model, discover(model), data)
     assert goal.length == 1000
     assert "made for 512 tokens" in goal.notes[0]
-    assert not goal_of(model, discover(model), data, 0.9, None, 512).notes
+    assert not settle(Target(keep=0.9, length=512), model, discover(model), data).notes
 
 
 @pytest.mark.parametrize("family", ["roberta", "esm"])
 def test_encoders_that_count_from_the_padding_token_read_texts_to_their_last_position(family: str) -> None:
     model = build(family, {**PADDED, "position_embedding_type": "absolute"})
-    data = target_data(model, texts(12, 100), words(), None, 2)
+    data = batches_for(model, Calibration(texts(12, 100), words(), batch_size=2), Target())
     assert max(batch["input_ids"].shape[1] for batch in data) == 100
-    data = target_data(model, texts(12, 100), words(), 300, 2)
+    data = batches_for(model, Calibration(texts(12, 100), words(), batch_size=2), Target(length=300))
     assert max(batch["input_ids"].shape[1] for batch in data) == 128
-    convert(model, window=8, num_features=8, calibration=texts(4, 300), tokenizer=words(), exact_below=0)
+    convert(model, Recipe(window=8, num_features=8), Calibration(texts(4, 300), tokenizer=words()))
 
 
 def test_cross_attention_is_told_where_both_sides_have_one_length() -> None:
@@ -108,15 +108,15 @@ def test_cross_attention_is_told_where_both_sides_have_one_length() -> None:
     assert parts == {"self_attn": "decoder", "encoder_attn": "cross"}
     one = {"input_ids": ids(1), "decoder_input_ids": ids(1)}
     assert {shape.part for shape in discover(model, one).values()} == {"encoder", "decoder", "cross"}
-    convert(model, "positive", 8, window=8, sinks=1, calibration=data, exact_below=0)
+    convert(model, Recipe("positive", 8, window=8, sinks=1), data)
     model.generate(ids(40), max_new_tokens=3)
-    assert [layer.window for layer in plan_of(model).layers if layer.is_cross] == [None, None]
+    assert [layer.fates[0].name for layer in Conversion.of(model).plan.layers if layer.is_cross] == ["kernel"] * 2
 
 
 def test_the_encoder_alone_is_converted_by_texts_alone() -> None:
     model = build("bart", SEQ2SEQ, head="AutoModelForSeq2SeqLM")
-    convert(model, None, window=8, parts=["encoder"], calibration=texts_as_batches(4, length=60), exact_below=0)
-    assert {layer.name.split(".")[1] for layer in plan_of(model).converted} == {"encoder"}
+    convert(model, Recipe(None, window=8), texts_as_batches(4, length=60), parts=["encoder"])
+    assert {layer.name.split(".")[1] for layer in Conversion.of(model).plan.converted} == {"encoder"}
 
 
 @pytest.mark.parametrize("family", ["bart", "marian", "mbart", "t5"])
@@ -143,8 +143,8 @@ def test_decoders_without_labels_read_the_text_and_beside_sounds_begin() -> None
     sounds = [{"input_features": torch.randn(1, 8, 80)} for _ in range(3)]
     assert [b["decoder_input_ids"].tolist() for b in batches(sounds, None, model=whisper)] == [[[2]]] * 3
     labelled = [{**b, "labels": ids(7, i)} for i, b in enumerate(sounds)]
-    report = advise(whisper, labelled, keep=0.9, num_features=(8,))
-    assert {h.layer.split(".")[1] for h in report.heads} == {"encoder", "decoder"}
+    report = search(whisper, Target(keep=0.9), labelled)
+    assert {layer.name.split(".")[1] for layer in report.plan.layers} == {"encoder", "decoder"}
 
 
 def test_arrays_and_lists_are_taken_for_tensors() -> None:
@@ -161,32 +161,30 @@ def test_arrays_and_lists_are_taken_for_tensors() -> None:
     assert [b["input_ids"].shape for b in batches(loader, None, model=bert)] == [(2, 8)] * 2
 
 
-def call(model: Any, **options: Any) -> Any:
-    return convert(model, **{"keep": 0.9, "calibration": texts_as_batches(4), **options})
+def call(model: Any, data: Any = None, **options: Any) -> Any:
+    return convert(model, Target(keep=0.9), texts_as_batches(4) if data is None else data, **options)
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "a number": ({"calibration": 5}, r"must be texts or batches, .* got int: name them, as in {'input_ids': x}"),
-    "a tensor": ({"calibration": torch.ones(3, 8)}, r"got Tensor: name them, as in {'input_ids': x}"),
-    "tensors": ({"calibration": [torch.ones(3, 8)] * 3}, r"got a list of Tensors: name them"),
-    "an empty batch": ({"calibration": [{}]}, r"holds no inputs, but \[\]: give dicts of tensors"),
-    "ragged rows": ({"calibration": [{"input_ids": [[1, 2], [3]]}]}, r"'input_ids' .* pad its rows to one length"),
+    "a number": ({"data": Calibration(5)}, r"must be texts or batches, .* got int: name them, as in {'input_ids': x}"),
+    "a tensor": ({"data": torch.ones(3, 8)}, r"got Tensor: name them, as in {'input_ids': x}"),
+    "tensors": ({"data": [torch.ones(3, 8)] * 3}, r"got a list of Tensors: name them"),
+    "an empty batch": ({"data": [{}]}, r"holds no inputs, but \[\]: give dicts of tensors"),
+    "ragged rows": ({"data": [{"input_ids": [[1, 2], [3]]}]}, r"'input_ids' .* pad its rows to one length"),
     "a wrong key": (
-        {"calibration": [{"pixel_values": torch.ones(1, 3, 4, 4)}] * 4},
-        r"BertModel could not be run on the first of 'calibration' with pixel_values \(1, 3, 4, 4\)",
+        {"data": [{"pixel_values": torch.ones(1, 3, 4, 4)}] * 4},
+        r"BertModel could not be run on the first of 'data' with pixel_values \(1, 3, 4, 4\)",
     ),
     "unknown tokens": (
-        {"calibration": [{"input_ids": ids(9) + 50}] * 4},
+        {"data": [{"input_ids": ids(9) + 50}] * 4},
         r"in \[0, 60\), .* the model's own tokenizer",
     ),
     "too many tokens": (
-        {"calibration": [{"input_ids": ids(700)}] * 4},
+        {"data": [{"input_ids": ids(700)}] * 4},
         r"700 tokens, and BertModel has positions for 512",
     ),
     "no seed": ({"seed": "a"}, r"'seed' of convert must be an int >= 0, got 'a'"),
-    "an unknown option": ({"distill": {"stepz": 3}}, r"'distill' of convert has no option 'stepz'; the options are"),
-    "no options": ({"distill": 3}, r"'distill' of convert must be True or a dict"),
-    "no rows": ({"batch_size": 0}, r"'batch_size' of calibration must be a positive int, got 0"),
+    "no parts": ({"parts": ["x"]}, r"'parts' must be of \['encoder'\], or names of modules with attention, got 'x'"),
 }
 
 
@@ -202,20 +200,18 @@ def test_a_mistake_in_the_data_is_answered_by_one_sentence(mistake: str) -> None
 def test_a_language_model_is_judged_by_tokens() -> None:
     model = build("llama", GROUPED, head="AutoModelForCausalLM")
     with pytest.raises(BochnerError, match="give texts or 'input_ids'"):
-        call(model, calibration=[{"inputs_embeds": torch.randn(1, 64, 32)}] * 4)
+        call(model, [{"inputs_embeds": torch.randn(1, 64, 32)}] * 4)
 
 
-def test_advice_speaks_of_itself_and_takes_what_convert_takes() -> None:
-    data = texts_as_batches(4)
-    with pytest.raises(BochnerError, match="'keep' of advise"):
-        advise(build("bert", TEXT), data, keep=2)
-    with pytest.raises(BochnerError, match="'parts' of advise"):
-        advise(build("bert", TEXT), data, parts="x")
-    with pytest.raises(BochnerError, match="'exact_below' of advise"):
-        advise(build("bert", TEXT), data, exact_below=-1)
-    local = {**GROUPED, "sliding_window": 8}
-    with pytest.raises(BochnerError, match="unsupported='keep'"):
-        advise(build("mistral", local, head="AutoModelForCausalLM"), data, unsupported="raise")
+def test_settings_that_cannot_be_are_refused_when_they_are_made() -> None:
+    with pytest.raises(BochnerError, match="'keep' of Target"):
+        Target(keep=2)
+    with pytest.raises(BochnerError, match="Distillation has no setting 'stepz'; the settings are"):
+        Distillation.from_dict({"stepz": 3})
+    with pytest.raises(BochnerError, match="'train' of Target must be a Distillation"):
+        Target(keep=0.9, train={"steps": 3})  # type: ignore[arg-type]
+    with pytest.raises(BochnerError, match="'batch_size' of Calibration must be a positive int, got 0"):
+        Calibration(["a"], batch_size=0)
 
 
 def test_a_target_says_what_it_does_where_somebody_can_read_it(
@@ -224,9 +220,10 @@ def test_a_target_says_what_it_does_where_somebody_can_read_it(
     model = build("bert", TEXT)
     for terminal, said in ((False, False), (True, True)):
         monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
-        convert(model, calibration=texts_as_batches(6), keep=0.9, num_features=8)
-        assert ("target: keep 0.9" in capsys.readouterr().err) == said
-        assert report_of(model).target is not None
+        conversion = convert(model, Target(keep=0.9), texts_as_batches(6))
+        assert ("bochner:" in capsys.readouterr().err) == said
+        assert conversion.report is not None
         revert(model)
-    convert(model, "positive", 8, calibration=texts_as_batches(4), exact_below=0)  # a recipe takes a moment
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    convert(model, Recipe("positive", 8), texts_as_batches(4))
     assert not capsys.readouterr().err

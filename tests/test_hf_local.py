@@ -10,10 +10,11 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from bochner.hf import local  # noqa: E402
+from bochner.hf import fates  # noqa: E402
+from bochner.hf.attention import LinearAttention  # noqa: E402
 from bochner.hf.cache import RecurrentLayer  # noqa: E402
-from bochner.hf.layer import Call, LinearAttention  # noqa: E402
-from bochner.hf.measure import Far, attention_weights  # noqa: E402
+from bochner.hf.calibrate import Far, attention_weights  # noqa: E402
+from bochner.hf.calls import Call  # noqa: E402
 from bochner.hf.plan import LayerPlan  # noqa: E402
 
 KINDS = ["sliding", "block"]
@@ -21,7 +22,7 @@ KINDS = ["sliding", "block"]
 
 def attention(window: int, sinks: int, kind: str) -> LinearAttention:
     near: dict[str, Any] = {"window": window, "sinks": sinks, "window_kind": kind}
-    return LinearAttention(LayerPlan("a", 4, 2, 8, 8, ["window"] * 4, is_causal=True, **near))
+    return LinearAttention(LayerPlan("a", 4, 2, 8, 8, [fates.Window(**near)] * 2, is_causal=True))
 
 
 def inputs(n: int, *, gradient: bool = False) -> list[Tensor]:
@@ -30,14 +31,13 @@ def inputs(n: int, *, gradient: bool = False) -> list[Tensor]:
 
 
 def oracle(call: Call, own: LinearAttention) -> Tensor:
-    far = Far.of(call, **own.plan.near)
+    far = Far.of(call, **own.plan.fates[0].near)
     return attention_weights(call, far.allowed & ~far.far).double() @ call.value.repeat_interleave(2, dim=1)
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "SMALLEST", 3)
-    monkeypatch.setattr(local, "LARGEST", 7)
+    monkeypatch.setattr(fates, "ROWS_AT_ONCE", (3, 7))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,7 +47,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_are_those_of_a_dense_mask(n: int, window: int, sinks: int, kind: str) -> None:
     own, qkv = attention(window, sinks, kind), inputs(n)
     call = Call(*qkv, True, None, 0.4)
-    assert own._local("window", call) is not None
+    assert own.parts["window"]._plain_window(call) is not None
     torch.testing.assert_close(own(call), oracle(call, own), atol=1e-6, rtol=1e-5)
     last = call._replace(query=call.query[..., -2:, :])  # the last of the keys
     torch.testing.assert_close(own(last), own(call)[..., -2:, :])
@@ -71,7 +71,7 @@ def test_gradients_are_those_of_the_general_way(kind: str, monkeypatch: pytest.M
     for short in (True, False):
         qkv = inputs(23, gradient=True)
         if not short:
-            monkeypatch.setattr(LinearAttention, "_local", lambda *_: None)
+            monkeypatch.setattr(fates.NearHeads, "_plain_window", lambda *_: None)
         (own(Call(*qkv, True, None, 0.4)) * weight).sum().backward()
         found.append([t.grad for t in qkv])
     for a, b in zip(*found, strict=True):
@@ -82,7 +82,7 @@ def test_padding_and_sink_logits_go_the_general_way() -> None:
     own, qkv = attention(5, 2, "sliding"), inputs(12)
     call = Call(*qkv, True, None, 0.4)
     nothing, some = torch.zeros(2, 12, dtype=torch.bool), torch.arange(12).expand(2, 12) < 3
-    assert own._local("window", call._replace(padding=nothing)) is not None
-    assert own._local("window", call._replace(padding=some)) is None
-    assert own._local("window", call._replace(sink_logits=torch.zeros(4))) is None
+    assert own.parts["window"]._plain_window(call._replace(padding=nothing)) is not None
+    assert own.parts["window"]._plain_window(call._replace(padding=some)) is None
+    assert own.parts["window"]._plain_window(call._replace(sink_logits=torch.zeros(4))) is None
     torch.testing.assert_close(own(call._replace(padding=nothing)), own(call))

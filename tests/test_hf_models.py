@@ -11,10 +11,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from bochner import convert, data, distill, revert  # noqa: E402
+from bochner import Calibration, Conversion, Recipe, convert, data, distill, revert  # noqa: E402
 from bochner.demo import decoding_cost, load_minilm, load_smollm2, write  # noqa: E402
-from bochner.hf import RecurrentLayer, cache_bytes, plan_of  # noqa: E402
-from bochner.hf.measure import compare_embeddings, embed, perplexity, recall  # noqa: E402
+from bochner.hf import RecurrentLayer, cache_bytes  # noqa: E402
+from bochner.hf.calibrate import compare_embeddings, embed, perplexity, recall  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -32,7 +32,7 @@ def minilm_quality(model: Any, tokenizer: Any, texts: int = 16, **recipe: Any) -
     taught = recipe.pop("taught", 0)
     calibration = data.paragraphs("calibration", 64 if taught else 24)
     recipe = {"select": False, "exact_below": 0, **recipe}
-    convert(model, calibration=calibration[:48], tokenizer=tokenizer, max_length=150, **recipe)
+    convert(model, Recipe(**recipe), Calibration(calibration[:48], tokenizer=tokenizer, max_length=150))
     before = compare_embeddings(original, embed(model, tokenizer, held, max_length=150))
     if not taught:
         revert(model)
@@ -79,7 +79,7 @@ def test_a_landmark_map_beside_the_window_helps_an_untrained_decoder() -> None:
     found = {}
     for name, features in ((None, 64), ("landmark", 64)):
         recipe = {"window": 64, "sinks": 4, "select": False, "exact_below": 0, "max_length": 320, "batch_size": 1}
-        convert(model, name, features, calibration=texts, tokenizer=tokenizer, **recipe)
+        convert(model, Recipe(name, features, **recipe), Calibration(texts, tokenizer=tokenizer))
         found[name] = perplexity(model, tokenizer, held, max_length=450)
         revert(model)
     exact = perplexity(model, tokenizer, held, max_length=450)
@@ -96,15 +96,15 @@ def test_smollm2_keeps_perplexity_and_recall_with_a_tenth_of_its_heads_exact() -
     before = write(model, tokenizer, 20)
     recipe: dict[str, Any] = {"feature_map": None, "window": 64, "sinks": 4, "max_length": 320, "batch_size": 1}
     texts = data.paragraphs("calibration", 6, words=250)
-    convert(model, calibration=texts, tokenizer=tokenizer, exact_heads=0.1, **recipe)
-    plan = plan_of(model)
+    convert(model, Recipe(exact_heads=0.1, **recipe), Calibration(texts, tokenizer=tokenizer))
+    plan = Conversion.of(model).plan
     assert plan.count("exact") <= 0.1 * plan.num_heads
     assert plan.cache_bytes(4000) < plan.cache_bytes(4000, converted=False) / 3
     assert perplexity(model, tokenizer, ordinary, max_length=150) / exact[0] <= 1.03
     assert recall(model, tokenizer, pairs) <= 2.0
     assert write(model, tokenizer, 20)[:30] == before[:30]
     revert(model)
-    convert(model, calibration=texts[:2], tokenizer=tokenizer, **recipe)
+    convert(model, Recipe(**recipe), Calibration(texts[:2], tokenizer=tokenizer))
     assert recall(model, tokenizer, pairs) > 10  # without them, recall is gone
 
 
@@ -115,7 +115,7 @@ def test_smollm2_decodes_in_less_memory_and_time_than_its_cache() -> None:
     torch.set_num_threads(1)  # processor time of one thread: what else runs on the machine matters less
     try:
         exact, size = decoding_cost(model, 4000, steps=16, clock=time.process_time)
-        convert(model, None, window=64, sinks=4, exact_heads=[(i, 3 * (i % 3)) for i in range(27)])
+        convert(model, Recipe(None, window=64, sinks=4, exact_heads=[(i, 3 * (i % 3)) for i in range(27)]))
         linear, small = decoding_cost(model, 4000, steps=16, clock=time.process_time)
     finally:
         torch.set_num_threads(threads)
@@ -127,9 +127,7 @@ def test_smollm2_decodes_in_less_memory_and_time_than_its_cache() -> None:
 def test_smollm2_recurrent_and_full_logits_agree() -> None:
     model, tokenizer = loaded(load_smollm2)
     texts = data.paragraphs("calibration", 2, words=150)
-    convert(
-        model, calibration=texts, tokenizer=tokenizer, num_features=64, window=64, sinks=4, select=False, max_length=200
-    )
+    convert(model, Recipe(num_features=64, window=64, sinks=4), Calibration(texts, tokenizer=tokenizer, max_length=200))
     ids = tokenizer(data.paragraphs("heldout", 1, words=150)[0], return_tensors="pt").input_ids[:, :150]
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():

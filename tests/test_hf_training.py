@@ -14,9 +14,9 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, TEXT, Labelled, build, inputs  # noqa: E402
 
-from bochner import BochnerError, convert  # noqa: E402
+from bochner import BochnerError, Conversion, Recipe, convert  # noqa: E402
 from bochner._checks import spawn_seed  # noqa: E402
-from bochner.hf import RedrawCallback, layers_of, parameter_groups, plan_of, redraw_  # noqa: E402
+from bochner.hf import RedrawCallback, layers_of, parameter_groups, redraw_  # noqa: E402
 
 LEARNED = ["gmm_prf", "fastfood_prf", "generative_prf", "hedgehog", "calibrated"]
 SETTINGS = {**TEXT, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
@@ -24,7 +24,7 @@ SETTINGS = {**TEXT, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 
 
 def classifier(feature_map: str = "gmm_prf", **options: Any) -> Any:
     model = build("bert", SETTINGS, head="AutoModelForSequenceClassification")
-    return convert(model, feature_map, 8, train=True, **options)
+    return convert(model, Recipe(feature_map, 8, trainable=True, **options)).model
 
 
 def map_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
@@ -56,7 +56,7 @@ def test_learned_maps_are_trained_saved_and_loaded(feature_map: str, options: di
         assert model(**x).logits.isfinite().all()
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    assert plan_of(loaded) == plan_of(model)
+    assert Conversion.of(loaded).plan == Conversion.of(model).plan
     with torch.no_grad():
         assert torch.equal(loaded(**x).logits, model(**x).logits)
     again = map_parameters(loaded)
@@ -65,17 +65,17 @@ def test_learned_maps_are_trained_saved_and_loaded(feature_map: str, options: di
 
 
 def test_a_function_that_cannot_be_saved_is_refused() -> None:
-    with pytest.raises(BochnerError, match=r"option 'f' of .* is a function, which no config.json can hold"):
+    with pytest.raises(BochnerError, match=r"option 'f' of .* is a function, which no file can hold"):
         classifier("generalized", options={"f": lambda x: x})
 
 
 @pytest.mark.parametrize("f", ["softplus", torch.nn.functional.softplus])
 def test_functions_of_torch_are_saved_by_their_names(f: Any, tmp_path: Path) -> None:
     model = classifier("generalized", options={"f": f}).eval()
-    assert {layer.options["f"] for layer in plan_of(model).layers} == {"softplus"}
+    assert {dict(layer.fates[0].options)["f"] for layer in Conversion.of(model).plan.layers} == {"softplus"}
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    phi = layers_of(loaded)[plan_of(loaded).layers[0].name].map_of("kernel")
+    phi = layers_of(loaded)[Conversion.of(loaded).plan.layers[0].name].parts["kernel"].phi
     assert phi.function is torch.nn.functional.softplus
     assert phi.positive
     x = inputs(model)
@@ -91,7 +91,7 @@ def test_names_of_no_function_of_a_tensor_are_refused(f: str) -> None:
 
 def test_a_decoder_is_trained_too() -> None:
     model = build("llama", GROUPED, head="AutoModelForCausalLM")
-    convert(model, "gmm_prf", 8, window=4, sinks=1, train=True)
+    convert(model, Recipe("gmm_prf", 8, window=4, sinks=1, trainable=True))
     x = inputs(model)
     model.train()
     model(**x, labels=x["input_ids"]).loss.backward()
@@ -105,7 +105,7 @@ def test_random_maps_have_no_parameters_but_are_part_of_the_model() -> None:
 
 
 def test_maps_of_a_converted_model_are_not_trained_unless_asked() -> None:
-    model = convert(build("bert", TEXT), "gmm_prf", 8)
+    model = convert(build("bert", TEXT), Recipe("gmm_prf", 8)).model
     assert map_parameters(model)
     assert not any(p.requires_grad for p in map_parameters(model).values())
 
@@ -123,7 +123,7 @@ def test_parameter_groups_list_everything_once_and_decay_no_map() -> None:
 
 
 def noise(model: Any) -> list[torch.Tensor]:
-    return [layer.map_norm["kernel"].projection.weight.clone() for layer in layers_of(model).values()]
+    return [layer.map_norm["kernel"].phi.projection.weight.clone() for layer in layers_of(model).values()]
 
 
 def test_redraws_depend_on_step_layer_and_seed_alone() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bochner import BochnerWarning, linear_attention
+from bochner import BochnerWarning, Recipe, linear_attention
 from bochner.maps.landmark import LandmarkFeatures
 
 D = 8
@@ -144,7 +144,7 @@ class TestConverted:
         head = "AutoModelForCausalLM" if causal else "AutoModel"
         model = build(family, GROUPED if causal else TEXT, head=head)
         recipe = {"num_features": 12, "window": 5, "sinks": 1, "select": False, "calibration": texts_as_batches()}
-        return convert(model, "landmark", **(recipe | options))
+        return convert(model, Recipe("landmark", **recipe | options)).model
 
     def test_a_decoder_decodes_as_it_computes(self) -> None:
         import transformers

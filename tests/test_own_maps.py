@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, nn
 
 import bochner
-from bochner import BochnerError, FeatureMap, Features, feature_map, kernel_estimate, linear_attention, register_map
+from bochner import (
+    BochnerError,
+    Conversion,
+    FeatureMap,
+    Features,
+    feature_map,
+    kernel_estimate,
+    linear_attention,
+    register_map,
+)
 from bochner.maps import FEATURE_MAPS, FunctionMap, ProjectedFeatures, named, options_of, to_features
 from bochner.maps.own import build, check_contract
 
@@ -395,9 +404,9 @@ def test_a_registered_name_converts_a_model_and_comes_back_from_disk(tmp_path: P
     ids = torch.arange(40).view(2, 20)
     for wrong in (Softplus, Softplus(8, M)):
         with pytest.raises(BochnerError, match="'feature_map' of convert must be a name, got Softplus"):
-            bochner.convert(model, wrong, M, calibration=[{"input_ids": ids}])
-    bochner.convert(model, "softplus", M, calibration=[{"input_ids": ids}], exact_below=0)
-    plan = bochner.hf.plan_of(model)
+            bochner.convert(model, bochner.Recipe(wrong, M), [{"input_ids": ids}])
+    bochner.convert(model, bochner.Recipe("softplus", M), [{"input_ids": ids}])
+    plan = Conversion.of(model).plan
     assert [layer.feature_map for layer in plan.layers] == ["softplus"]
     want = model(ids).last_hidden_state
     model.save_pretrained(tmp_path)

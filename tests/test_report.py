@@ -148,8 +148,8 @@ def test_the_weights_shown_are_those_of_the_model() -> None:
     from hf_models import TEXT, build
 
     import bochner
-    from bochner.hf.capture import Call, recording, run
-    from bochner.hf.measure import Far, attention_weights
+    from bochner.hf.observe import Call, recording, run
+    from bochner.hf.calibrate import Far, attention_weights
     from bochner.report.model import head_pictures
 
     class Words:
@@ -167,7 +167,7 @@ def test_the_weights_shown_are_those_of_the_model() -> None:
             return f"w{ids[0]}"
 
     model = build("bert", TEXT)
-    bochner.convert(model, "positive", 16, exact_below=0)
+    bochner.convert(model, bochner.Recipe("positive", 16))
     text = " ".join(f"w{i}" for i in range(1, 13))
     drawn = head_pictures(model, Words(), text)
     assert drawn.tokens[:2] == ["w1", "w2"]
@@ -206,7 +206,7 @@ def test_a_model_with_many_heads_shows_some_layers_and_says_so() -> None:
             return f"w{ids[0]}"
 
     model = build("bert", TEXT)
-    bochner.convert(model, "positive", 16, exact_below=512)
+    bochner.convert(model, bochner.Recipe("positive", 16), exact_below=512)
     whole = head_pictures(model, Words(), "any")
     assert whole.layers == [0, 1]
     assert "layers are shown" not in whole.caption
@@ -328,19 +328,19 @@ def test_a_recipe_is_judged_by_lengths_that_the_model_can_read() -> None:
     from hf_models import TEXT, build
 
     import bochner
-    from bochner.hf.judge import Quality
+    from bochner.hf.evaluate import Measure, Quality
     from bochner.report.cost import layer_memory
     from bochner.report.model import Held, Place, recipe_page
 
     model = build("bert", TEXT)
-    bochner.convert(model, "positive", 16, exact_below=600)
-    plan = bochner.hf.plan_of(model)
+    bochner.convert(model, bochner.Recipe("positive", 16), exact_below=600)
+    plan = bochner.Conversion.of(model).plan
     held = Held.__new__(Held)
     held.count, held.length = 3, 129
     times = {512: {"exact": 1.0, "as converted": 0.9}, 4096: {"exact": 9.0, "as converted": 1.0}}
     memory = layer_memory(plan.layers[0], "as converted", [64, 512])
     html = recipe_page(
-        "t", plan, Quality(0.99, {"cosine": 0.99}), held=held, times=times, memory=memory, place=Place("a", "b"),
+        "t", plan, Quality({"cosine": Measure(torch.tensor([0.01]))}, {"cosine": 0.99}), held=held, times=times, memory=memory, place=Place("a", "b"),
         positions=512,
     ).html()  # fmt: skip
     verdict = html.partition('<p class="verdict">')[2].partition("</p>")[0]
@@ -350,7 +350,7 @@ def test_a_recipe_is_judged_by_lengths_that_the_model_can_read() -> None:
     assert "Memory against length" in html
     # One number for the border, in the chart, in its caption, and nowhere another.
     assert "converted from 600 tokens on" in html
-    assert "Below 600 tokens" in html
+    assert "fewer than 600 keys" in html
     assert "faster from about" not in html
     # Exact attention works with its output and little more; so many bytes for every token.
     exact = {n: row["exact"] for n, row in memory.items()}

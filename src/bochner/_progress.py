@@ -26,8 +26,9 @@ def track(items: Iterable[T], total: int, what: str, shown: bool = True) -> Iter
     yield from bar(items, description=what, total=total, console=Console(stderr=True))
 
 
-def speaker(shown: bool = True) -> Callable[[str], None]:
-    """A function that says what is being done, on the standard error stream, or nothing."""
+def speaker(shown: bool | None = True) -> Callable[[str], None]:
+    """A function that says what is being done, on the standard error stream, or nothing; None: if it is a terminal."""
+    shown = sys.stderr.isatty() if shown is None else shown
 
     def say(text: str) -> None:
         if shown:

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from bochner import data
-from bochner.hf.aim import positions_of
 from bochner.hf.cache import cache_bytes
-from bochner.hf.convert import convert, relative_errors, revert
+from bochner.hf.config import Calibration, Distillation, Recipe
+from bochner.hf.conversion import Conversion, convert, revert
 from bochner.hf.distill import distill
-from bochner.hf.inputs import batches
-from bochner.hf.io import plan_of
-from bochner.hf.measure import compare_embeddings, embed, perplexity, recall
+from bochner.hf.evaluate import compare_embeddings, embed, perplexity, recall
+from bochner.hf.inputs import batches, positions
 from bochner.hf.plan import Plan
 from bochner.report import HeadPictures, Number, Report, show
 from bochner.report.charts import frontier_chart
@@ -40,26 +39,21 @@ Say = Callable[[str], None]
 TOKENS, LENGTH, TOKENS_SHOWN = 150, 4096, 80  # of a held-out paragraph; of the memory stated; of the text shown
 PAIR = 360  # tokens of the texts that recall is measured on: a passage, another one, the first again
 NEAR: dict[str, Any] = {"window": 32, "sinks": 1}
-ENCODER_RECIPES: dict[str, dict[str, Any]] = {
-    "plain FAVOR+ m=256": {"feature_map": "positive", "num_features": 256},
-    "calibrated m=128": {"feature_map": "calibrated", "num_features": 128},
-    "landmark m=128": {"feature_map": "landmark", "num_features": 128},
-    "window 32 + sink, no kernel": {"feature_map": None, **NEAR},
-    "window 32 + sink + calibrated m=128": {"feature_map": "calibrated", "num_features": 128, **NEAR},
-    "window 32 + sink + landmark m=64": {"feature_map": "landmark", "num_features": 64, **NEAR},
+ENCODER_RECIPES = {
+    "plain FAVOR+ m=256": Recipe("positive", 256),
+    "calibrated m=128": Recipe("calibrated", 128),
+    "landmark m=128": Recipe("landmark", 128),
+    "window 32 + sink, no kernel": Recipe(None, **NEAR),
+    "window 32 + sink + calibrated m=128": Recipe("calibrated", 128, **NEAR),
+    "window 32 + sink + landmark m=64": Recipe("landmark", 64, **NEAR),
     # These two heads look for the same word elsewhere in the text, which no map of low rank can do.
-    "the same, 2 of 72 heads exact": {
-        "feature_map": "landmark",
-        "num_features": 64,
-        "exact_heads": [(1, 1), (2, 9)],
-        **NEAR,
-    },
+    "the same, 2 of 72 heads exact": Recipe("landmark", 64, exact_heads=[(1, 1), (2, 9)], **NEAR),
 }
-DECODER_RECIPES: dict[str, dict[str, Any]] = {
-    "plain FAVOR+ m=128": {"feature_map": "positive", "num_features": 128},
-    "window 64 + 4 sinks, no exact head": {"feature_map": None, "window": 64, "sinks": 4},
-    "window 64 + 4 sinks, 10 % exact heads": {"feature_map": None, "window": 64, "sinks": 4, "exact_heads": 0.1},
-    "window 128 + 4 sinks, 10 % exact heads": {"feature_map": None, "window": 128, "sinks": 4, "exact_heads": 0.1},
+DECODER_RECIPES = {
+    "plain FAVOR+ m=128": Recipe("positive", 128),
+    "window 64 + 4 sinks, no exact head": Recipe(None, window=64, sinks=4),
+    "window 64 + 4 sinks, 10 % exact heads": Recipe(None, window=64, sinks=4, exact_heads=0.1),
+    "window 128 + 4 sinks, 10 % exact heads": Recipe(None, window=128, sinks=4, exact_heads=0.1),
 }
 PASSAGES = (
     "Calibrated on {} passages, measured on {} passages of about {} tokens by other authors; nothing measured was "
@@ -73,7 +67,8 @@ path = bochner.data.fetch("minilm")  # or the directory of a model of yours
 model = transformers.AutoModel.from_pretrained(path)
 tokenizer = transformers.AutoTokenizer.from_pretrained(path)
 texts = bochner.data.paragraphs("calibration", 16)  # or text of yours
-bochner.convert(model, "landmark", 64, window=32, sinks=1, calibration=texts, tokenizer=tokenizer)
+recipe = bochner.Recipe("landmark", 64, window=32, sinks=1)
+bochner.convert(model, recipe, bochner.Calibration(texts, tokenizer))
 model.save_pretrained("minilm-linear")"""
 PROMPT = "Write three sentences about the sea.\n"
 
@@ -91,35 +86,36 @@ def encoder(say: Say, *, texts: int = 32, steps: int = 30, quick: bool = False) 
 
     def measure(name: str, seconds: float) -> None:
         quality = compare_embeddings(original, embed(model, tokenizer, held, max_length=TOKENS))
-        errors = [e.mean().item() for e in relative_errors(model, check).values()]
+        errors = [e.mean().item() for e in Conversion.of(model).errors(check).values()]
         error = sum(errors) / len(errors)
         rows.append([name, error, quality.cosine, quality.rank_correlation, quality.retrieval, seconds])
-        plans[name] = plan_of(model)
+        plans[name] = Conversion.of(model).plan
         say(f"{name}: error {error:.3f}, cosine {quality.cosine:.3f}, rank {quality.rank_correlation:.3f}")
 
     last = list(ENCODER_RECIPES)[-1]
     for name, recipe in ENCODER_RECIPES.items():
         say(f"converting: {name}")
         start = time.monotonic()
-        recipe = {"calibration": calibration[:48], "max_length": TOKENS, "select": False, "exact_below": 0, **recipe}
-        convert(model, tokenizer=tokenizer, **recipe)
+        convert(model, recipe, Calibration(calibration[:48], tokenizer, max_length=TOKENS))
         measure(name, time.monotonic() - start)
         if name != last:
             revert(model)
     say("distilling, layer by layer and then end to end")
     start = time.monotonic()
-    budget: dict[str, Any] = {"steps": 5 if quick else steps, "end_to_end": 5 if quick else 2 * steps, "seconds": 120}
-    options: dict[str, Any] = {"max_length": TOKENS, "batch_size": 4, "progress": False, **budget}
-    transfer = distill(model, calibration, tokenizer=tokenizer, **options)
+    how = Distillation(steps=5 if quick else steps, end_to_end=5 if quick else 2 * steps, seconds=120)
+    texts_again = Calibration(calibration, tokenizer, max_length=TOKENS, batch_size=4)
+    transfer = distill(model, texts_again, how, progress=False)
     measure(f"{last}, distilled", time.monotonic() - start)
     say("timing attention against length")
     plain = next(iter(ENCODER_RECIPES))
     typical = {name: typical_layer(plan) for name, plan in plans.items()}
     times = layer_times(typical, [256, 512, 1024] if quick else [512, 1024, 2048, 4096, 8192])
     pictures = head_pictures(model, tokenizer, held[1], TOKENS_SHOWN)
-    page = encoder_page(rows, times, plans, pictures, plain, positions_of(model))
+    page = encoder_page(rows, times, plans, pictures, plain, positions(model).get("input_ids"))
     page.text(PASSAGES.format(len(calibration), len(held), TOKENS), note=True)
-    page.code(str(plan_of(model)), "The plan, head by head").code(str(transfer), "Distillation, layer by layer")
+    page.code(str(Conversion.of(model).plan), "The plan, head by head").code(
+        str(transfer), "Distillation, layer by layer"
+    )
     return rows, page
 
 
@@ -162,7 +158,7 @@ def encoder_page(
         [
             (
                 "Ask whether a model of yours is worth converting.",
-                "bochner advise DIRECTORY --text sample.txt --length 8192",
+                "bochner search DIRECTORY --text sample.txt --length 8192",
             ),
             ("Convert it to a target.", "bochner convert DIRECTORY OUT --keep 0.99 --length 8192"),
             ("Or in Python, with a recipe.", IN_PYTHON),
@@ -207,10 +203,9 @@ def decoder(say: Say, *, texts: int = 6, quick: bool = False) -> tuple[list[list
     for name, recipe in DECODER_RECIPES.items():
         say(f"converting: {name}")
         start = time.monotonic()
-        recipe = {"calibration": calibration, "max_length": 320, "batch_size": 1, "exact_below": 0, **recipe}
-        convert(model, tokenizer=tokenizer, **recipe)
+        convert(model, recipe, Calibration(calibration, tokenizer, max_length=320, batch_size=1))
         seconds = time.monotonic() - start
-        plans[name] = plan = plan_of(model)
+        plans[name] = plan = Conversion.of(model).plan
         ratio = perplexity(model, tokenizer, ordinary, max_length=TOKENS) / exact[0]
         memory = plan.cache_bytes(LENGTH) / plan.cache_bytes(LENGTH, converted=False)
         rows.append([name, ratio, recall(model, tokenizer, pairs), memory, seconds])
@@ -258,7 +253,7 @@ def decoder_page(
         [
             (
                 "Ask whether a model of yours is worth converting.",
-                "bochner advise DIRECTORY --text sample.txt --length 8192",
+                "bochner search DIRECTORY --text sample.txt --length 8192",
             ),
             ("Convert it to a target.", "bochner convert DIRECTORY OUT --keep 0.98 --length 8192"),
         ]

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bochner._checks import BochnerError, BochnerWarning, accumulation_dtype, floating
-from bochner._products import is_composed, may_look
-from bochner.attention.attend import Result, attention
-from bochner.attention.checks import check_call, check_finite, check_origin, origin_of, total_of
-from bochner.attention.decode import can_step, step
+from bochner._checks import BochnerError, BochnerWarning, floating
+from bochner.attention.attend import attention
+from bochner.attention.call import Call, Near, Result
+from bochner.attention.checks import Options, check_call, check_finite, check_origin, total_of
+from bochner.attention.decode import step
 from bochner.attention.features import PreparedMap
-from bochner.attention.layout import Near
-from bochner.attention.scan import Call
 from bochner.attention.state import State, unmasked
-from bochner.maps import MapLike, feature_map
+from bochner.maps import FeatureMap, MapLike, feature_map
 
 
 def linear_attention(
@@ -75,65 +73,76 @@ def linear_attention(
     >>> linear_attention(q, k, v, feature_map("positive", dim=4, num_features=16), is_causal=True).shape
     torch.Size([1, 2, 10, 4])
     """
-    d, made = floating(q, "q", "linear_attention").shape[-1], phi if isinstance(phi, PreparedMap) else None
-    phi = phi.phi if isinstance(phi, PreparedMap) else feature_map(phi, dim=d)
-    options: dict[str, Any] = {"is_causal": is_causal, "window": window, "sinks": sinks, "window_kind": window_kind}
-    options |= {"scale": scale, "normalize": normalize, "on_small_normalizer": on_small_normalizer}
-    options |= {"return_state": return_state, "recompute": recompute, "diagnostics": diagnostics}
+    made = phi if isinstance(phi, PreparedMap) else None
+    if isinstance(phi, PreparedMap):
+        phi = phi.phi
+    elif not isinstance(phi, FeatureMap):
+        phi = feature_map(phi, dim=floating(q, "q", "linear_attention").shape[-1])
+    how = (normalize, on_small_normalizer, return_state, recompute, diagnostics)
+    options = Options(is_causal, scale, window, sinks, window_kind, *how)
     options = check_call(q, k, v, phi, key_padding_mask, state, cu_seqlens, options, made)
     if cu_seqlens is not None:
         spans = [slice(i, j) for i, j in pairwise(cu_seqlens.tolist()) if j > i]
-        parts = [linear_attention(q[..., s, :], k[..., s, :], v[..., s, :], phi, **options) for s in spans]
+        alike: dict[str, Any] = options._asdict()
+        parts = [linear_attention(q[..., s, :], k[..., s, :], v[..., s, :], phi, **alike) for s in spans]
         return torch.cat(parts, dim=-2)
     if q.is_meta:  # only shapes are asked for
         if return_state:
             raise BochnerError("A 'state' cannot be returned for tensors on the meta device; use real tensors.")
         return q.new_empty(*q.shape[:-1], v.shape[-1])
-    if state is not None:
-        check_origin(state, phi, options["scale"])
-    near = Near(options["is_causal"], options["window"] or 0, window_kind, options["sinks"])
-    with torch.autocast(q.device.type, enabled=False):
-        made = made or PreparedMap(phi, options["scale"], accumulation_dtype(q.dtype))
-        call = Call(near, made, q.shape[1] // k.shape[1], options["normalize"], options["recompute"], return_state)
+    made = made or PreparedMap(phi, options.scale, torch.float64 if q.dtype == torch.float64 else torch.float32)
+    near = Near(options.is_causal, options.window or 0, window_kind, options.sinks)
+    call = Call.of(near, made, q, k, options.normalize, options.recompute, options.return_state)
+    goes_on = return_state or state is not None
+    origin = None if call.composed or not goes_on else (type(phi).__name__, phi.fingerprint(), options.scale)
+    if state is not None and state.origin != origin:
+        check_origin(state, origin)
+    if torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            result = _attend(call, q, k, v, key_padding_mask, state, options)
+    else:
         result = _attend(call, q, k, v, key_padding_mask, state, options)
+    out = result.out
     if on_small_normalizer == "zero" and result.bad is not None and not made.positive:
-        result = result._replace(out=result.out.masked_fill(result.bad, 0))
-    out = result.out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
-    if not return_state:
+        out = out.masked_fill(result.bad, 0)
+    out = out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+    if result.state is None or not return_state:
         return out
-    assert result.state is not None
-    return out, result.state._replace(origin=origin_of(phi, options["scale"]))
+    return out, result.state._replace(origin=origin)
 
 
 def _attend(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None, options: dict[str, Any]
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None, options: Options
 ) -> Result:
-    k, v = unmasked(mask, k, v)
-    if is_composed():
+    if mask is not None:
+        if call.looks and not bool(mask.any()):
+            mask = None
+        else:  # what they hold there must not matter, not even NaN
+            k, v = unmasked(mask, k, v)
+    if call.composed:
         return _unseen(call, q, k, v, mask, state)
-    if not options["diagnostics"]:
-        return _result(call, q, k, v, mask, state)
-    if not may_look(q):  # one look at everything, when all is done
-        result = _result(call, q, k, v, mask, state)
+    if options.diagnostics and call.looks and not math.isfinite(total_of((q, k, v)).item()):
+        check_finite("linear_attention", q=q, k=k, v=v)
+    result = _result(call, q, k, v, mask, state)
+    if not options.diagnostics:
+        return result
+    if not call.looks:  # one look at everything, when all is done
         bad = torch.zeros((), device=q.device) if result.bad is None else result.bad.sum()
         total, count = torch.stack([total_of((q, k, v)), bad.to(call.map.dtype)]).tolist()
         if not math.isfinite(total):
             check_finite("linear_attention", q=q, k=k, v=v)
-        report(call.map, result, int(count), options["on_small_normalizer"], stacklevel=4)
+        report(call.map, result, int(count), options.on_small_normalizer, stacklevel=4)
         return result
-    check_finite("linear_attention", q=q, k=k, v=v)
-    result = _result(call, q, k, v, mask, state)
-    if not math.isfinite(float(result.out.detach().sum())) and not bool(result.out.isfinite().all()):
+    if not math.isfinite(result.out.detach().sum().item()) and not bool(result.out.isfinite().all()):
         result = _smaller_values(call, q, k, v, mask, state)
     if result.bad is not None:
-        report(call.map, result, int(result.bad.sum()), options["on_small_normalizer"], stacklevel=4)
+        report(call.map, result, int(result.bad.sum()), options.on_small_normalizer, stacklevel=4)
     return result
 
 
 def _result(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None) -> Result:
-    if state is not None and can_step(call, q, k, state):
-        return step(call, q, k, v, mask, state)
-    return attention(call, q, k, v, mask, state)
+    result = None if state is None else step(call, q, k, v, mask, state)
+    return attention(call, q, k, v, mask, state) if result is None else result
 
 
 def _smaller_values(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None) -> Result:
@@ -159,8 +168,7 @@ def _unseen(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, st
         seen = bad.any(-1, keepdim=True)
     wrong = (seen | bad_query.reshape(*k.shape[:2], -1)).unsqueeze(-1)
     if after is not None:
-        sums = after.sums.masked_fill(bad.any(-1)[..., None, None], torch.nan)
-        after = State(sums, after.log_scale, after.total, after.window, after.origin)
+        after = after._replace(sums=after.sums.masked_fill(bad.any(-1)[..., None, None], torch.nan))
     return Result(out.masked_fill(wrong, torch.nan), after, small)
 
 

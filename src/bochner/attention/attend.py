@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bochner._products import is_composed, may_look
-from bochner.attention.autograd import run_scan
-from bochner.attention.features import MASKED, PreparedMap
-from bochner.attention.layout import Layout, Near, moved, starts
-from bochner.attention.scan import Call, RowScan, Sinks, absorb_keys, rows_at_once
+from bochner.attention.call import Call, Near, Result
+from bochner.attention.features import EMPTY, MASKED, PreparedMap
+from bochner.attention.layout import Layout, moved, starts
+from bochner.attention.scan import Scan, Sinks, absorb_keys, rows_at_once
 from bochner.attention.softmax import attend
-from bochner.attention.state import State, Sums, WindowState, empty_state, mean_of, spread_mask, value_sums
-
-
-class Result(NamedTuple):
-    """Rows (b, g, r n, v), the state after the keys, and which rows (b, g, r n, 1) were given a mean; None for none."""
-
-    out: Tensor
-    state: State | None = None
-    bad: Tensor | None = None
+from bochner.attention.state import State, Sums, WindowState, mean_of, spread_mask, value_sums
 
 
 class Keys(NamedTuple):
@@ -47,46 +38,47 @@ class Keys(NamedTuple):
 
 def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None) -> Result:
     """Attention of q (b, h, n, d) over k and v (b, g, s, .), zero where `mask` (b, s), after the keys of `state`."""
-    b, g, s, d = k.shape
-    near, n = call.near, q.shape[-2]
-    fuses = call.map.phi.is_exponential and (may_look(q) or is_composed())
+    (b, g, s, d), n, near, prepared = k.shape, q.shape[-2], call.near, call.map
+    fuses = prepared.phi.is_exponential and (call.looks or call.composed)
     if fuses and call.normalize and not (near.is_causal or near.exact):
-        return Result(_by_softmax(call.map, q.reshape(b, g, -1, d), k, v, mask))
+        return Result(_by_softmax(prepared, q.reshape(b, g, -1, d), k, v, mask))
     if near.is_causal:
-        call.map.phi.check_causal()
+        prepared.phi.check_causal()
     else:
-        call = replace(call, map=call.map.fitted_to(k, mask))
+        call = call._replace(map=prepared.fitted_to(k, mask))
     fresh = state is None and n >= s
-    if state is None:
-        state = nothing_seen(call.map, k, v)
+    state = state or nothing_seen(call.map, k, v)
     q = q.reshape(b, g, call.groups, n, d)
-    if call.recompute and torch.is_grad_enabled() and not is_composed() and not call.map.is_closed(q[:, :, 0], k):
-        call = replace(call, recompute=False)
+    if call.recompute and torch.is_grad_enabled() and not call.composed and not call.map.is_closed(q[:, :, 0], k):
+        call = call._replace(recompute=False)
     keys = Keys(k, v, mask, None)
     if near.is_causal and n < s:
         state = _advanced(call, keys.part(slice(0, s - n)), state)
         keys = keys.part(slice(s - n, s))
     before = state.total
     out, bad, after = _rows(call, q, keys, state, fresh=fresh)
-    out, bad = out.flatten(2, 3), bad.flatten(2, 3)
-    if may_look(bad) and not bool(bad.any()):
+    out = out.flatten(2, 3)
+    if bad is None:
         return Result(out, after)
     # Rows that cannot be divided get the mean of the values that they may see.
-    values = keys.v.to(out.dtype)
-    seen = (
-        _running_totals(values, keys.padded, before, call.groups)
-        if near.is_causal
-        else value_sums(values, mask)[:, :, None]
-    )
+    bad, values = bad.flatten(2, 3), keys.v.to(out.dtype)
+    if near.is_causal:
+        seen = _running_totals(values, keys.padded, before, call.groups)
+    else:
+        seen = value_sums(values, mask)[:, :, None]
     return Result(torch.where(bad, mean_of(seen), out), after, bad & (seen[..., -1:] > 0))
 
 
 def nothing_seen(prepared: PreparedMap, k: Tensor, v: Tensor) -> State:
     """The state before the first of the keys k and v (b, g, s, .)."""
-    phi, size = prepared.phi, v.shape[-1]
-    empty = empty_state(k.shape[:2], 1, size, dtype=prepared.dtype, device=k.device)
-    sums = empty.sums[..., :1].expand(-1, -1, phi.feature_dim, phi.num_columns(size))  # zeros that take no memory
-    return empty._replace(sums=sums)
+    (b, g), phi, size = k.shape[:2], prepared.phi, v.shape[-1]
+    zero = torch.zeros((), dtype=prepared.dtype, device=k.device)  # takes no more memory than this
+    columns = phi.num_columns(size) if prepared.has_constant else size + 1
+    return State(
+        zero.expand(b, g, phi.feature_dim, columns),
+        torch.full((b, g), EMPTY, dtype=prepared.dtype, device=k.device),
+        zero.expand(b, g, size + 1),
+    )
 
 
 def _by_softmax(prepared: PreparedMap, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -107,7 +99,7 @@ def _by_softmax(prepared: PreparedMap, q: Tensor, k: Tensor, v: Tensor, mask: Te
     return attend(x, query.weight.expand(*k.shape[:2], -1, -1), kv, log_norm.mT)[0]
 
 
-def _rows(call: Call, q: Tensor, new: Keys, state: State, *, fresh: bool) -> tuple[Tensor, Tensor, State | None]:
+def _rows(call: Call, q: Tensor, new: Keys, state: State, *, fresh: bool) -> tuple[Tensor, Tensor | None, State | None]:
     """Rows of q (b, g, r, n, d) whose own keys are `new`, after those of `state`; which are bad; the state then."""
     near, n, sums = call.near, q.shape[-2], Sums(state.sums, state.log_scale)
     past = state.window or empty_window(near, new.k, new.v)
@@ -144,33 +136,27 @@ def scan_rows(
     *,
     fresh: bool,
     goes_on: bool = False,
-) -> tuple[Tensor, Tensor, Sums]:
+) -> tuple[Tensor, Tensor | None, Sums]:
     """Rows of q (b, g, r, n, d) laid out among keys, which are bad, and the sums after them."""
     parts = layout.parts(rows_at_once(call, layout, keys.k))
     sink_k, sink_v = (keys.k[:, :, :0], keys.v[:, :, :0]) if sinks is None else sinks[:2]
-    tensors: list[Tensor] = [q, keys.k, keys.v, sink_k, sink_v]
-    refs = None
+    tensors, holes, refs = [q, keys.k, keys.v, sink_k, sink_v], (keys.padded, keys.far_holes), None
     if call.near.window and not call.near.is_causal and len(parts) > 1:
         # What lies behind the keys of each part, from the last to the first.
-        bounds = [min(max(layout.span(part.blocks).stop - layout.front, 0), layout.keys) for part in parts]
-        sizes = [j - i for i, j in zip([0, *bounds], [*bounds, layout.keys], strict=True)]
-        pieces = list(zip(keys.k.split(sizes, 2), keys.v.split(sizes, 2), strict=True))
-        found = [Sums(torch.zeros_like(sums.value), torch.full_like(sums.ref, -1e30))]
-        for i in reversed(range(1, len(parts))):
-            mask = None if keys.far_holes is None else keys.far_holes[:, bounds[i - 1] : bounds[i]]
-            found.append(absorb_keys(call, found[-1], *pieces[i], mask) if sizes[i] else found[-1])
+        bounds = [min(max(part.span.stop - layout.front, 0), layout.keys) for part in parts]
+        found = [Sums(torch.zeros_like(sums.value), torch.full_like(sums.ref, EMPTY))]
+        for i, j in reversed(list(pairwise(bounds))):
+            some = keys.part(slice(i, j))
+            found.append(absorb_keys(call, found[-1], some.k, some.v, some.far_holes) if j > i else found[-1])
         refs = torch.stack([s.ref for s in reversed(found)], dim=2)
         tensors.append(torch.stack([s.value for s in reversed(found)], dim=2))
-    scan = RowScan(call, layout, parts, keys.padded, keys.far_holes, sinks, fresh, goes_on, refs)
-    out, bad, *after = run_scan(scan, call.map, tensors, sums, recompute=call.recompute)
-    assert out is not None
-    assert bad is not None
+    out, bad, *after = Scan(call, layout, parts, holes, sinks, fresh, goes_on, refs).run(tensors, sums)
     return out, bad, Sums(*after)
 
 
 def _moved_rows(
     call: Call, q: Tensor, keys: Keys, sinks: Sinks | None, sums: Sums, start: Tensor, seen: int, *, fresh: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Rows of sequences whose blocks begin at the places `start`: moved so that their blocks lie on each other."""
     near, w, n, (b, _, s, _) = call.near, call.near.window, q.shape[3], keys.k.shape
     blocks, after = (n + 2 * w - 2) // w, 0 if near.is_causal else 1
@@ -183,9 +169,9 @@ def _moved_rows(
     if sinks is not None:
         place, exists = sinks.places()
         sinks = sinks._replace(place=place + lead[:, None], there=exists)
-    layout = Layout(near, blocks * w, length, 0, w, w, blocks, 0, 1, after, False)
+    layout = Layout(near, blocks * w, length, 0, w, w, 0)
     out, bad, _ = scan_rows(call, moved(q, lead, blocks * w, 3), there, sinks, sums, layout, fresh=fresh)
-    return moved(out, -lead, n, 3), moved(bad, -lead, n, 3, True)
+    return moved(out, -lead, n, 3), None if bad is None else moved(bad, -lead, n, 3, True)
 
 
 def _advanced(call: Call, new: Keys, state: State) -> State:
@@ -212,38 +198,60 @@ def _left_behind(
     left: slice,
 ) -> tuple[Sums, WindowState | None]:
     """The kernel's sums with the keys that have left the window, `left` or by `start`, and what it then holds."""
-    near, count = call.near, keys.k.shape[2]
-    first = seen - count  # the place of the first key
-    padded = torch.zeros(count, dtype=torch.bool, device=keys.k.device).expand(keys.k.shape[0], -1)
-    padded, sink = (padded if t is None else t for t in (keys.padded, keys.sink))
-    if start is not None:
-        gone = torch.arange(first, seen, device=start.device) < near.held_places(start, seen)[:, None]
-        if not may_look(gone) or bool((gone & ~padded).any()):
-            sums = absorb_keys(call, sums, keys.k, keys.v, padded | sink | ~gone)
-        padded, held = padded | gone, max(0, count - near.most_held())
-    else:
-        if left.stop > left.start:
-            some = keys.part(left)
-            sums = absorb_keys(call, sums, some.k, some.v, some.far_holes)
-        held = near.held_from(seen) - first
+    near, (b, _, count, _) = call.near, keys.k.shape
     if not near.exact:
-        return sums, None
-    k, v, padded, sink = keys.k[..., held:, :], keys.v[..., held:, :], padded[:, held:], sink[:, held:]
-    sink_k, sink_v = past[4:6] if sinks is None else sinks[:2]
-    place, complete = past.sink_position, True
+        return absorb_keys(call, sums, keys.k, keys.v, keys.padded) if left.stop > left.start else sums, None
+    none = torch.zeros(count, dtype=torch.bool, device=keys.k.device).expand(b, -1)
+    window = past._replace(
+        k=keys.k,
+        v=keys.v,
+        padded=none if keys.padded is None else keys.padded,
+        sink=none if keys.sink is None else keys.sink,
+        seen=seen,
+        start=start,
+        complete=True,
+        unpadded=past.unpadded and keys.padded is None and start is None,
+    )
     if sinks is not None:
         place, there = sinks.places()
-        place, complete = torch.where(there, place + past.seen, -1), past.complete or seen >= near.sinks
-        if complete and not past.complete and keys.padded is not None:
-            complete = may_look(place) and place.shape[1] == near.sinks and bool(there.all())
-    return sums, WindowState(k, v, padded, sink, sink_k, sink_v, place, seen, near.setting, start, complete)
+        complete = past.complete or seen >= near.sinks
+        if complete and not past.complete and not window.unpadded:
+            complete = call.looks and place.shape[1] == near.sinks and bool(there.all())
+        place = torch.where(there, place + past.seen, -1)
+        window = window._replace(sink_k=sinks.k, sink_v=sinks.v, sink_position=place, complete=complete)
+    return leave(call, sums, window, left.start)
+
+
+def leave(call: Call, sums: Sums, keys: WindowState, done: int = 0) -> tuple[Sums, WindowState]:
+    """The kernel's sums with the keys that the next row does not see exactly, and the window without them.
+
+    The first `done` keys are in the sums already, where blocks begin at the same place for all sequences.
+    """
+    near, seen, count = call.near, keys.seen, keys.k.shape[2]
+    first, left = seen - count, near.held_from(seen) - seen + count
+    if keys.start is not None:
+        gone = torch.arange(first, seen, device=keys.k.device) < near.held_places(keys.start, seen)[:, None]
+        hidden, left = keys.padded | keys.sink | ~gone, max(0, count - near.most_held)
+        if not call.looks or not bool(hidden.all()):
+            sums = absorb_keys(call, sums, keys.k, keys.v, hidden)
+        keys = keys._replace(padded=keys.padded | gone)
+    elif left > done:
+        some, hidden = slice(done, left), None
+        if not keys.unpadded or first + done < near.sinks:
+            hidden = (keys.padded | keys.sink)[:, some]
+        sums = absorb_keys(call, sums, keys.k[:, :, some], keys.v[:, :, some], hidden)
+    if left:
+        k, v = keys.k[:, :, left:], keys.v[:, :, left:]
+        keys = keys._replace(k=k, v=v, padded=keys.padded[:, left:], sink=keys.sink[:, left:])
+    return sums, keys
 
 
 def empty_window(near: Near, k: Tensor, v: Tensor) -> WindowState:
     """A window before the first key."""
     nothing = torch.zeros(k.shape[0], 0, dtype=torch.bool, device=k.device)
     none_k, none_v = k[..., :0, :], v[..., :0, :]
-    return WindowState(none_k, none_v, nothing, nothing, none_k, none_v, nothing.long(), 0, near.setting)
+    none = (none_k, none_v, nothing, nothing, none_k, none_v, nothing.long())
+    return WindowState(*none, 0, near.setting, unpadded=True)
 
 
 def find_sinks(near: Near, past: WindowState, new: Keys) -> tuple[Sinks | None, Keys]:
@@ -275,8 +283,10 @@ def _after_held(past: WindowState, new: Keys) -> Keys:
     if not past.k.shape[2]:
         return new
     k, v = torch.cat([past.k, new.k], dim=2), torch.cat([past.v, new.v], dim=2)
-    here = torch.zeros(new.k.shape[::2], dtype=torch.bool, device=k.device)
-    padded = torch.cat([past.padded, here if new.padded is None else new.padded], dim=1)
+    padded = new.padded
+    if padded is not None or not past.unpadded:
+        here = torch.zeros(new.k.shape[::2], dtype=torch.bool, device=k.device) if padded is None else padded
+        padded = torch.cat([past.padded, here], dim=1)
     return Keys(k, v, padded, None if new.sink is None else torch.cat([past.sink, new.sink], dim=1))
 
 

@@ -1,9 +1,8 @@
 """Backward passes that recompute: inputs are saved, everything else is made again part by part, memory O(L d).
 
-A `Scan` goes over parts of its tensors and carries sums from one to the next. Its backward pass goes over them from the
-last to the first: each part is computed again with a graph, from the sums that were carried into it, and differentiated
-by autograd. Where a second derivative or a transformation is asked for, the same parts run as plain differentiable
-operations.
+A `Scan` carries sums from one part to the next. Its backward pass goes over the parts from the last to the first: each
+is computed again with a graph, from the sums that were carried into it, and differentiated by autograd. Where a second
+derivative or a transformation is asked for, the same parts run as plain differentiable operations.
 """
 
 from __future__ import annotations
@@ -16,83 +15,48 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner._products import is_composed
 from bochner.attention.features import PreparedMap
 from bochner.attention.state import Sums
 
 
 class Output(NamedTuple):
-    """Of one part: the sums carried on; rows (b, g, t, r c, v) and which of them cannot be divided (.., 1), or neither.
+    """Of one part: the sums carried on; rows (b, g, t, r c, v) and which of them cannot be divided (.., 1), or None.
 
     `kept` (.., 1): the normaliser of each row (1 where it cannot be divided) and the reference it is relative to; with
     them `replay` need not compute the rows again. None where it must.
     """
 
     carry: Sums
-    rows: Tensor | None = None
+    rows: Tensor
     bad: Tensor | None = None
     kept: tuple[Tensor, Tensor] | None = None
 
 
-class Scan:
-    """Attention part by part.
-
-    `take` finds in the tensors what a part needs, and `body` computes it from that and from the sums carried into it;
-    `replay` does the same with the graph of a backward pass, given the rows and what was kept of them. `put` adds the
-    gradients of what was taken to those of the tensors. `join` makes one tensor of all rows, `pick` is its inverse.
-    """
-
-    parts: Sequence[Any]
-    take: Callable[..., list[Tensor]]
-    put: Callable[..., None]
-    body: Callable[..., Output]
-    replay: Callable[..., Output]
-    join: Callable[..., Tensor]
-    pick: Callable[..., Tensor]
+Scanned = tuple[Tensor, Tensor | None, Tensor, Tensor]  # rows, which are bad, sums carried out, their reference
 
 
-Result = tuple[Tensor | None, Tensor | None, Tensor, Tensor]  # rows, which are bad, sums carried out, their reference
-
-
-def run_scan(scan: Scan, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums, *, recompute: bool) -> Result:
-    """Rows, which are bad, and the sums after the last part: differentiable in the tensors, the carry and the map."""
-    if not torch.is_grad_enabled() or not recompute or is_composed():
-        return _forward(scan, prepared, tensors, carry, None)
+def recomputed(scan: Any, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums) -> Scanned:
+    """What `scan.forward` returns, differentiable in the tensors, the carry and the map."""
     learned = prepared.tensors()
     if any(t.requires_grad for t in (*tensors, carry.value, *learned)):
         kept = [] if prepared.phi.is_exponential else [t for t in prepared.phi.buffers() if not t.requires_grad]
-        out: Result = _Recomputed.apply(scan, prepared, len(tensors), len(learned), *tensors, *carry, *learned, *kept)
+        out: Scanned = _Recomputed.apply(scan, prepared, len(tensors), len(learned), *tensors, *carry, *learned, *kept)
         return out
     with torch.no_grad():
-        return _forward(scan, prepared, tensors, carry, None)
-
-
-def _forward(
-    scan: Scan, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums, before: list[Any] | None
-) -> Result:
-    rows, bad = [], []
-    for part in scan.parts:
-        random = None if before is None or prepared.phi.is_exponential else _random_state(carry.value)
-        out = scan.body(prepared, part, scan.take(part, tensors), carry)
-        if before is not None:
-            before.append((carry, random, out.kept))
-        carry = out.carry
-        if out.rows is not None and out.bad is not None:
-            rows.append(out.rows)
-            bad.append(out.bad)
-    return scan.join(rows) if rows else None, scan.join(bad) if bad else None, *carry
+        found: Scanned = scan.forward(prepared, tensors, carry)
+        return found
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scan: Scan, prepared: PreparedMap, count: int, learned: int, *tensors: Tensor) -> Result:
+    def forward(ctx: Any, scan: Any, prepared: PreparedMap, count: int, learned: int, *tensors: Tensor) -> Scanned:
         ctx.before = []
         carry = Sums(*tensors[count : count + 2])
-        rows, bad, sums, ref = _forward(scan, prepared, tensors[:count], carry, ctx.before)
+        rows, bad, sums, ref = scan.forward(prepared, tensors[:count], carry, ctx.before)
         ctx.scan, ctx.prepared, ctx.count, ctx.learned = scan, prepared, count, learned
         sums, ref = sums.clone() if sums is carry.value else sums, ref.clone()
-        ctx.save_for_backward(*tensors, *(() if rows is None else (rows,)))
-        ctx.mark_non_differentiable(*(t for t in (bad, ref) if t is not None))
+        ctx.save_for_backward(*tensors, rows)
+        ctx.mark_non_differentiable(*([ref] if bad is None else [bad, ref]))
         ctx.set_materialize_grads(False)
         return rows, bad, sums, ref
 
@@ -113,8 +77,8 @@ class _Recomputed(torch.autograd.Function):
 
             def run(*others: Tensor) -> list[Tensor]:
                 prepared = ctx.prepared.computed_from(others[count + 2 :])
-                out = _forward(ctx.scan, prepared, others[:count], Sums(*others[count : count + 2]), None)
-                return [t for t, g in ((out[0], grad_rows), (out[2], grad_sums)) if t is not None and g is not None]
+                out = ctx.scan.forward(prepared, others[:count], Sums(*others[count : count + 2]), None)
+                return [t for t, g in ((out[0], grad_rows), (out[2], grad_sums)) if g is not None]
 
             fixed = 0 if ctx.prepared.phi.is_exponential else learned
             return (None, None, None, None, *differentiate(run, inputs, grads, fixed), *rest)
@@ -147,27 +111,25 @@ def _backward(
             if kept is None:
                 out = scan.body(prepared, part, taken, Sums(value, carry.ref))
             else:
-                out = scan.replay(prepared, part, taken, Sums(value, carry.ref), scan.pick(part, rows), kept)
-        both = [(out.rows, None if grad_rows is None else scan.pick(part, grad_rows)), (out.carry.value, grad_sums)]
-        pairs = [(y, g) for y, g in both if y is not None and g is not None and y.requires_grad]
+                out = scan.replay(
+                    prepared, part, taken, Sums(value, carry.ref), scan.layout.take_rows(rows, part), kept
+                )
+        slopes = (None if grad_rows is None else scan.layout.take_rows(grad_rows, part), grad_sums)
+        pairs = [(y, g) for y, g in zip((out.rows, out.carry.value), slopes, strict=True) if g is not None]
+        pairs = [(y, g) for y, g in pairs if y.requires_grad]
         leaves = [t for t in (*taken, value) if t.requires_grad] + list(others)
-        grads = iter(_gradients(pairs, leaves, retain=bool(others)))
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if pairs:
+            ends, slopes = zip(*pairs, strict=True)
+            found = torch.autograd.grad(ends, leaves, slopes, allow_unused=True, retain_graph=bool(others))
+        grads = iter(found)
         scan.put(part, totals, [next(grads) if t.requires_grad else None for t in taken])
         grad_sums = next(grads)
         learned = [b if a is None else a if b is None else a + b for a, b in zip(learned, grads, strict=True)]
     return [*totals, grad_sums, None, *learned]
 
 
-def _gradients(
-    pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor], *, retain: bool
-) -> Sequence[Tensor | None]:
-    if not pairs:
-        return [None] * len(leaves)
-    outputs, grads = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, leaves, grads, allow_unused=True, retain_graph=retain)
-
-
-def _random_state(like: Tensor) -> tuple[Tensor, Tensor | None]:
+def random_state(like: Tensor) -> tuple[Tensor, Tensor | None]:
     """What random numbers come next, for a map that draws some: on the CPU, and on the device where that is another."""
     other = None if like.device.type == "cpu" else torch.get_device_module(like.device).get_rng_state(like.device)
     return torch.get_rng_state(), other

@@ -1,25 +1,67 @@
-"""What the functions of attention accept: one sentence for a mistake, at the entry."""
+"""What the functions of attention accept: one sentence for a mistake, at the entry.
+
+What is right is seen by a few comparisons; what is wrong is looked at again to say what it is.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bochner._checks import BochnerError, accumulation_dtype, finite, flag, floating, is_int, one_of, positive_float
+from bochner._checks import (
+    DTYPES,
+    BochnerError,
+    accumulation_dtype,
+    finite,
+    flag,
+    floating,
+    is_int,
+    one_of,
+    positive_float,
+)
 from bochner._products import is_composed
 from bochner.attention.features import PreparedMap
-from bochner.attention.state import State, WindowState
+from bochner.attention.state import State
 from bochner.maps.base import FeatureMap
 
 POLICIES = ("mean", "zero", "raise")
 WINDOW_KINDS = ("block", "sliding")
-FLAGS = ("is_causal", "normalize", "return_state", "recompute", "diagnostics")
 LONGEST = 2**31  # no sequence is longer
+
+
+class Options(NamedTuple):
+    """The arguments of `linear_attention` beside its tensors; oracles and split sequences take some of them."""
+
+    is_causal: Any = False
+    scale: Any = None
+    window: Any = None
+    sinks: Any = 0
+    window_kind: Any = "block"
+    normalize: Any = True
+    on_small_normalizer: Any = "mean"
+    return_state: Any = False
+    recompute: Any = True
+    diagnostics: Any = True
+
+    def checked(self, q: Tensor, k: Tensor, owner: str, *, goes_on: bool = False) -> Options:
+        """Each of its own type and within bounds."""
+        o = self
+        if not (type(o[0]) is type(o[5]) is type(o[7]) is type(o[8]) is type(o[9]) is bool):
+            flags = ("is_causal", "normalize", "return_state", "recompute", "diagnostics")
+            o = o._replace(**{name: flag(getattr(o, name), name, owner) for name in flags})
+        if o.on_small_normalizer not in POLICIES:
+            one_of(o.on_small_normalizer, "on_small_normalizer", owner, POLICIES)
+        check_lengths(q, k, owner, is_causal=o.is_causal, window=o.window)
+        if o.window is not None or o.sinks or type(o.sinks) is not int or o.window_kind not in WINDOW_KINDS:
+            length = None if goes_on else k.shape[2]
+            window, sinks, _ = check_window(o.window, o.sinks, o.window_kind, owner, length)
+            o = o._replace(window=window, sinks=sinks)
+        return o._replace(scale=check_scale(o.scale, q, owner))
 
 
 def check_call(
@@ -30,44 +72,32 @@ def check_call(
     mask: Tensor | None,
     state: State | None,
     cu_seqlens: Tensor | None,
-    options: dict[str, Any],
+    options: Options,
     made: PreparedMap | None = None,
-) -> dict[str, Any]:
-    """Refuse what `linear_attention` cannot do; returns the options, each of its own type and within bounds."""
+) -> Options:
+    """Refuse what `linear_attention` cannot do; returns the options as they are used."""
     owner = "linear_attention"
     check_qkv(q, k, v, owner)
-    one_of(options["on_small_normalizer"], "on_small_normalizer", owner, POLICIES)
-    options = options | {name: flag(options[name], name, owner) for name in FLAGS}
+    if made is not None and options.scale is None:
+        options = options._replace(scale=made.scale)
+    goes_on = bool(options.return_state) or state is not None
+    o = options.checked(q, k, owner, goes_on=goes_on)
     check_map(phi, q, k)
     check_mask(mask, k, owner)
-    is_causal, return_state = options["is_causal"], options["return_state"]
-    check_lengths(q, k, owner, is_causal=is_causal, window=options["window"])
-    if return_state and (not is_causal or cu_seqlens is not None):
+    if o.return_state and (not o.is_causal or cu_seqlens is not None):
         raise BochnerError(
             "'return_state' needs is_causal=True and no 'cu_seqlens'; for bidirectional attention use absorb and read."
         )
-    length = None if return_state or state is not None else k.shape[-2]
-    window, sinks, kind = check_window(options["window"], options["sinks"], options["window_kind"], owner, length)
     if state is not None:
-        _check_resumed(q, k, v, phi, state, is_causal)
-        check_state(state.window, (window or 0, sinks, kind))
+        _check_resumed(q, k, v, phi, state, o)
     if cu_seqlens is not None:
         _check_packing(q, k, mask, state, cu_seqlens)
-    scale = made.scale if made is not None and options["scale"] is None else check_scale(options["scale"], q, owner)
-    if made is not None and (made.scale != scale or made.dtype != accumulation_dtype(q.dtype)):
+    if made is not None and (made.scale != o.scale or made.dtype != accumulation_dtype(q.dtype)):
         raise BochnerError(
             f"The 'phi' of {owner} was prepared for scale={made.scale:.6g} and {made.dtype}, this call has scale="
-            f"{scale:.6g} and {accumulation_dtype(q.dtype)}; prepare it for these."
+            f"{o.scale:.6g} and {accumulation_dtype(q.dtype)}; prepare it for these."
         )
-    return options | {"window": window, "sinks": sinks, "scale": scale}
-
-
-def check_state(held: WindowState | None, setting: tuple[int, int, str]) -> None:
-    """Refuse to resume with another window than the state was made with."""
-    have = (0, 0, "") if held is None else held.setting
-    if have[:2] != setting[:2] or (setting[0] and have[2] != setting[2]):
-        made, asked = (f"window={s[0]}, sinks={s[1]}" + f", window_kind={s[2]!r}" * bool(s[0]) for s in (have, setting))
-        raise BochnerError(f"The 'state' was made with {made}, this call has {asked}; use the same.")
+    return o
 
 
 def check_window(
@@ -107,58 +137,65 @@ def check_finite(owner: str, **tensors: Tensor) -> None:
 
 
 def total_of(tensors: Iterable[Tensor]) -> Tensor:
-    """One number that is not finite where any of the tensors is not: nothing else is asked of it."""
-    return torch.stack([t.detach().sum(dtype=accumulation_dtype(t.dtype)) for t in tensors]).sum()
+    """One number that is not finite where any of the tensors, of one dtype, is not: nothing else is asked of it."""
+    found = [t.detach() for t in tensors]
+    dtype = torch.float64 if found[0].dtype == torch.float64 else torch.float32
+    if sum(t.numel() for t in found) < 2**14:  # one copy is less work than several sums
+        return torch.cat([t.reshape(-1) for t in found]).sum(dtype=dtype)
+    return torch.stack([t.sum(dtype=dtype) for t in found]).sum()
 
 
 def check_map(phi: FeatureMap, q: Tensor, k: Tensor) -> None:
-    for x, name in ((q, "q"), (k, "k")):
-        phi.check_input(x, name)
-    if phi.num_heads is not None and phi.num_heads != k.shape[1]:
+    heads = phi.num_heads
+    if phi.dim != q.shape[-1] or heads is not None:
+        for x, name in ((q, "q"), (k, "k")):
+            phi.check_input(x, name)
+    if heads is not None and heads != k.shape[1]:
         raise BochnerError(
-            f"The map has num_heads={phi.num_heads} but 'k' has {k.shape[1]} heads; build it with "
-            f"num_heads={k.shape[1]} (query heads of a group share their key head's map) or num_heads=None."
+            f"The map has num_heads={heads} but 'k' has {k.shape[1]} heads; build it with num_heads={k.shape[1]} "
+            "(query heads of a group share their key head's map) or num_heads=None."
         )
 
 
-def _check_resumed(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: Any, is_causal: bool) -> None:
+def _check_resumed(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: Any, o: Options) -> None:
     if not isinstance(state, State):
         raise BochnerError(f"The 'state' of linear_attention must be a bochner.State, got {type(state).__name__}.")
-    if not is_causal:
+    if not o.is_causal:
         raise BochnerError("A 'state' can be resumed only with is_causal=True.")
-    want = (k.shape[0], k.shape[1], phi.feature_dim, phi.num_columns(v.shape[-1]))
-    if tuple(state.sums.shape) != want:
+    have, want = state.sums.shape, (*k.shape[:2], phi.feature_dim, phi.num_columns(v.shape[-1]))
+    if have != want:
         raise BochnerError(
-            f"The 'state' has sums of shape {tuple(state.sums.shape)}, this call needs {want}: it belongs to another "
-            "map, batch or value size."
+            f"The 'state' has sums of shape {tuple(have)}, this call needs {want}: it belongs to another map, batch or "
+            "value size."
         )
-    dtype = accumulation_dtype(q.dtype)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if state.sums.dtype != dtype or state.sums.device != q.device:
         raise BochnerError(
             f"The 'state' is {state.sums.dtype} on {state.sums.device}, this call needs {dtype} on {q.device}; "
             "resume with the dtype and device that the state was made with."
         )
+    held, setting = (
+        (0, 0, "") if state.window is None else state.window.setting,
+        (o.window or 0, o.sinks, o.window_kind),
+    )
+    if held[:2] != setting[:2] or (setting[0] and held[2] != setting[2]):
+        made, asked = (f"window={s[0]}, sinks={s[1]}" + f", window_kind={s[2]!r}" * bool(s[0]) for s in (held, setting))
+        raise BochnerError(f"The 'state' was made with {made}, this call has {asked}; use the same.")
 
 
-def check_origin(state: State, phi: FeatureMap, scale: float) -> None:
+def check_origin(state: State, now: tuple[str, int, float] | None) -> None:
     """Refuse a state that another map, another draw of it, or another scale has made."""
-    now = None if state.origin is None else origin_of(phi, scale)
     if now is None or state.origin is None or state.origin == now:
         return
     name, _, made = state.origin
-    if made != scale:
+    if made != now[2]:
         raise BochnerError(
-            f"The 'state' was made with scale={made:.6g}, this call has scale={scale:.6g}; use the same."
+            f"The 'state' was made with scale={made:.6g}, this call has scale={now[2]:.6g}; use the same."
         )
     raise BochnerError(
         f"The 'state' was made by another map ({name}) or before this one was redrawn or calibrated; resume with the "
         "map that made it, or start again."
     )
-
-
-def origin_of(phi: FeatureMap, scale: float) -> tuple[str, int, float] | None:
-    """What tells maps apart: the class, its draw, and the scale; None where that cannot be looked at."""
-    return None if is_composed() else (type(phi).__name__, phi.fingerprint(), scale)
 
 
 def _check_packing(q: Tensor, k: Tensor, mask: Tensor | None, state: State | None, cu_seqlens: Any) -> None:
@@ -174,13 +211,16 @@ def _check_packing(q: Tensor, k: Tensor, mask: Tensor | None, state: State | Non
 
 def check_scale(scale: Any, q: Tensor, owner: str) -> float:
     """The factor of q . k: a positive number, d^-1/2 unless given."""
-    return q.shape[-1] ** -0.5 if scale is None else positive_float(scale, "scale", owner)
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    return scale if type(scale) is float and 0 < scale < math.inf else positive_float(scale, "scale", owner)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, owner: str) -> None:
     """Shapes, heads, dtypes and devices of the three tensors of attention."""
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
-        floating(x, name, owner)
+        if not isinstance(x, Tensor) or x.dtype not in DTYPES:
+            floating(x, name, owner)
         if x.ndim != 4:
             raise BochnerError(f"The {name!r} of {owner} must have 4 axes (b, h, n, d), got shape {tuple(x.shape)}.")
         if x.dtype != q.dtype or x.device != q.device:

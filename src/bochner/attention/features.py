@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bochner._products import may_look, product
+from bochner._products import may_look
 from bochner.maps.base import Exponent, FeatureMap, Features
 
 EMPTY = -1e30  # the log scale of nothing: finite, so that differences are never NaN
@@ -46,21 +46,14 @@ class PreparedMap:
     """
 
     def __init__(self, phi: FeatureMap, scale: float, dtype: torch.dtype = torch.float32) -> None:
-        self.phi, self.scale, self.dtype = phi, scale, dtype
+        self.phi, self.scale, self.dtype, self.root = phi, scale, dtype, math.sqrt(scale)
+        self.positive = phi.has_positive_sums  # whether normalisers are positive by themselves
+        self.has_constant = phi.has_constant  # whether the map sums keys and reads sums in its own way
+        # The normaliser of a positive map below which a row is out of range.
+        self.floor = RANGES[dtype].floor if phi.is_exponential else BOUNDED_FLOOR[dtype]
         self.ties = False  # whether the log scales of keys get their gradients from those of the values
-        self.root = math.sqrt(scale)
         self._exponents: dict[str, Exponent] = {}
         self._functions: dict[str, Callable[[Tensor], Features]] = {}
-
-    @property
-    def positive(self) -> bool:
-        """Whether normalisers are positive by themselves."""
-        return self.phi.has_positive_sums
-
-    @property
-    def floor(self) -> float:
-        """The normaliser of a positive map below which a row is out of range."""
-        return RANGES[self.dtype].floor if self.phi.is_exponential else BOUNDED_FLOOR[self.dtype]
 
     def fitted_to(self, k: Tensor, mask: Tensor | None) -> PreparedMap:
         """The same for the keys k (b, g, s, d) of one call, for maps that look at them."""
@@ -78,12 +71,30 @@ class PreparedMap:
         return self._exponents[role]
 
     def features(self, role: str, x: Tensor) -> Features:
-        """The features of `root * x`, (..., n, d); the values are valid until the next features of this role."""
-        if role not in self._functions:
-            make = self._exponential if self.phi.is_exponential else self._general
-            self._functions[role] = make(role)
-        found = self._functions[role](x)
+        """The features of `root * x`, (..., n, d)."""
+        found = self.function(role)(x)
         return tied(found) if self.ties and role == "key" else found
+
+    def function(self, role: str) -> Callable[[Tensor], Features]:
+        """The map of one role as a function, made once."""
+        if role not in self._functions:
+            self._functions[role] = self._exponential(role) if self.phi.is_exponential else self._general(role)
+        return self._functions[role]
+
+    def few_features(self, role: str, x: Tensor, *, scaled: bool = True) -> Features:
+        """The same for so few rows that a bound of their logits costs more than it saves.
+
+        `scaled=False` where a factor of each row cancels: the log scale is then anything.
+        """
+        if not self.phi.is_exponential:
+            return self.features(role, x)
+        exponent, x = self.exponent(role), x.to(self.dtype)
+        z, row = exponent.at(x) if scaled else (exponent.inner(x), None)
+        logits = z @ exponent.weight.mT
+        if exponent.offset is not None:
+            logits = logits + exponent.offset.unsqueeze(-2)
+        peak = logits.amax(-1, keepdim=True)
+        return Features((logits - peak).exp_(), peak if row is None else row + peak)
 
     def _general(self, role: str) -> Callable[[Tensor], Features]:
         return self.phi.prepare_scaled(role, self.root, self.dtype)
@@ -104,7 +115,7 @@ class PreparedMap:
         def features(x: Tensor) -> Features:
             z, row, square = exponent.parts(x.to(dtype))
             row = row if most is None else row + most
-            logits = product(role, z, weight)
+            logits = z @ weight
             if offset is not None:
                 logits = logits + offset if logits.requires_grad else logits.add_(offset)
             bound = square.detach().sqrt() * reach + lift

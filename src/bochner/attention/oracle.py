@@ -9,17 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bochner._checks import BochnerError, accumulation_dtype, flag, positive_int
+from bochner._checks import BochnerError, accumulation_dtype, positive_int
 from bochner.attention.api import linear_attention
-from bochner.attention.checks import (
-    check_finite,
-    check_lengths,
-    check_map,
-    check_mask,
-    check_qkv,
-    check_scale,
-    check_window,
-)
+from bochner.attention.checks import Options, check_finite, check_map, check_mask, check_qkv
 from bochner.attention.layout import leading
 from bochner.attention.state import SMALL, unmasked
 from bochner.maps import feature_map
@@ -55,9 +47,10 @@ def exact_attention(
     """
     owner = "exact_attention"
     check_qkv(q, k, v, owner)
-    chunk, normalize = positive_int(chunk, "chunk", owner), flag(normalize, "normalize", owner)
-    is_causal, window, sinks = _checked(q, k, key_padding_mask, is_causal, window, sinks, window_kind, owner)
-    root = math.sqrt(check_scale(scale, q, owner))
+    check_mask(key_padding_mask, k, owner)
+    chunk, asked = positive_int(chunk, "chunk", owner), Options(is_causal, scale, window, sinks, window_kind, normalize)
+    is_causal, scale, window, sinks, *_ = asked.checked(q, k, owner)
+    root = math.sqrt(scale)
     k, v = unmasked(key_padding_mask, k, v)
     check_finite(owner, q=q, k=k, v=v)
     x, y, u = _scaled(q, k, v, root)
@@ -105,17 +98,17 @@ def attention_matrix(
     check_qkv(q, k, k, owner)
     phi = feature_map(phi, dim=q.shape[-1])
     check_map(phi, q, k)
-    normalize = flag(normalize, "normalize", owner)
-    is_causal, window, sinks = _checked(q, k, key_padding_mask, is_causal, window, sinks, window_kind, owner)
-    root = math.sqrt(check_scale(scale, q, owner))
+    check_mask(key_padding_mask, k, owner)
+    asked = Options(is_causal, scale, window, sinks, window_kind, normalize).checked(q, k, owner)
+    is_causal, scale, window, sinks, *_ = asked
+    root = math.sqrt(scale)
     (k,) = unmasked(key_padding_mask, k)
     check_finite(owner, q=q, k=k)
     n, s = q.shape[-2], k.shape[-2]
     if phi.num_columns(1) != 2:  # no weight of one pair alone: what it does to values that are 1 for one key
         ones = torch.eye(s, dtype=q.dtype, device=q.device).expand(*k.shape[:2], s, s)
-        how: dict[str, Any] = {"is_causal": is_causal, "key_padding_mask": key_padding_mask, "scale": root**2}
-        how |= {"window": window, "sinks": sinks, "window_kind": window_kind, "normalize": normalize}
-        return linear_attention(q, k, ones, phi, **how)
+        how: Any = asked._asdict()
+        return linear_attention(q, k, ones, phi, key_padding_mask=key_padding_mask, **how)
     # In float64, and as logarithms with their signs: the terms of a weight can span more than a dtype holds.
     x, y, _ = _scaled(q.double(), k.double(), k.double(), root)
     grouped = (q.double() * root).reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
@@ -150,17 +143,6 @@ def _is_small(
     exact = (weights * near).sum(-1, keepdim=True)
     total = weights.sum(-1, keepdim=True)
     return total < SMALL * ((bound.view_as(total) - torch.where(peak > -torch.inf, peak, 0)).exp() + exact)
-
-
-def _checked(
-    q: Tensor, k: Tensor, mask: Tensor | None, is_causal: Any, window: Any, sinks: Any, kind: Any, owner: str
-) -> tuple[bool, int | None, int]:
-    """Which keys a row may see, as `linear_attention` would check it."""
-    is_causal = flag(is_causal, "is_causal", owner)
-    check_mask(mask, k, owner)
-    check_lengths(q, k, owner, is_causal=is_causal, window=window)
-    window, sinks, _ = check_window(window, sinks, kind, owner, k.shape[-2])
-    return is_causal, window, sinks
 
 
 def _signed_logs(phi: FeatureMap, x: Tensor, y: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,21 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bochner._checks import BochnerError, accumulation_dtype, flag, floating, one_of
+from bochner._checks import BochnerError, accumulation_dtype, floating
 from bochner.attention.api import linear_attention, report
-from bochner.attention.attend import Keys, Result, nothing_seen, scan_rows
-from bochner.attention.checks import (
-    POLICIES,
-    check_finite,
-    check_lengths,
-    check_map,
-    check_mask,
-    check_qkv,
-    check_scale,
-)
+from bochner.attention.attend import Keys, nothing_seen, scan_rows
+from bochner.attention.call import Call, Near, Result
+from bochner.attention.checks import Options, check_finite, check_map, check_mask, check_qkv
 from bochner.attention.features import EMPTY, PreparedMap
-from bochner.attention.layout import Layout, Near
-from bochner.attention.scan import Call, absorb_keys
+from bochner.attention.layout import Layout
+from bochner.attention.scan import absorb_keys
 from bochner.attention.state import State, Sums, mean_of, merge, unmasked, value_sums
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap
@@ -58,44 +51,33 @@ def sequence_parallel_attention(
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise BochnerError("sequence_parallel_attention needs torch.distributed; call init_process_group first.")
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "on_small_normalizer": on_small_normalizer}
     with _together(q, group):
-        phi, options = _checked(q, k, v, phi, key_padding_mask, options)
+        phi = feature_map(phi, dim=floating(q, "q", OWNER).shape[-1])
+        check_qkv(q, k, v, OWNER)
+        options = Options(is_causal, scale, on_small_normalizer=on_small_normalizer).checked(q, k, OWNER)
+        check_map(phi, q, k)
+        check_mask(key_padding_mask, k, OWNER)
         k, v = unmasked(key_padding_mask, k, v)
         check_finite(OWNER, q=q, k=k, v=v)
-    prepared = PreparedMap(phi, options["scale"], accumulation_dtype(q.dtype))
-    near, r = Near(is_causal=False), q.shape[1] // k.shape[1]
-    call = Call(near, prepared, r)
+    prepared = PreparedMap(phi, options.scale, accumulation_dtype(q.dtype))
+    call = Call.of(Near(is_causal=False), prepared, q, k)
     with torch.autocast(q.device.type, enabled=False):
         empty = nothing_seen(prepared, k, v)
         sums = absorb_keys(call, Sums(empty.sums, empty.log_scale), k, v, key_padding_mask)
         local = State(*sums, value_sums(v.to(prepared.dtype), key_padding_mask))
-        if options["is_causal"]:
-            options["key_padding_mask"] = key_padding_mask
-            return linear_attention(q, k, v, phi, state=exclusive_scan(local, group), **options)
+        if options.is_causal:
+            how: Any = {"is_causal": True, "key_padding_mask": key_padding_mask, "scale": options.scale}
+            how["on_small_normalizer"] = on_small_normalizer
+            return linear_attention(q, k, v, phi, state=exclusive_scan(local, group), **how)
         total = all_reduce(local, group)
-        rows, none = q.reshape(q.shape[0], k.shape[1], r, *q.shape[-2:]), Keys(k[:, :, :0], v[:, :, :0], None, None)
-        layout = Layout.of(near, q.shape[-2], 0, 0, 0)
+        rows = q.reshape(*k.shape[:2], call.groups, *q.shape[-2:])
+        none, layout = Keys(k[:, :, :0], v[:, :, :0], None, None), Layout.of(call.near, q.shape[-2], 0, 0, 0)
         out, bad, _ = scan_rows(call, rows, none, None, Sums(total.sums, total.log_scale), layout, fresh=False)
-        mean = mean_of(total.total)[:, :, None, None]
-        result = Result(torch.where(bad, mean, out), None, bad & (total.total[..., -1:, None, None] > 0))
-        report(prepared, result, int(bad.sum()), on_small_normalizer, stacklevel=2)
-    out = result.out if on_small_normalizer != "zero" else result.out.masked_fill(bad, 0)
+        if bad is not None:
+            seen = total.total[:, :, None, None]
+            report(prepared, Result(out, None, bad & (seen[..., -1:] > 0)), int(bad.sum()), on_small_normalizer, 2)
+            out = out.masked_fill(bad, 0) if on_small_normalizer == "zero" else torch.where(bad, mean_of(seen), out)
     return out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
-
-
-def _checked(
-    q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap | str, mask: Tensor | None, options: dict[str, Any]
-) -> tuple[FeatureMap, dict[str, Any]]:
-    """The map and the options of a call, or one sentence."""
-    phi = feature_map(phi, dim=floating(q, "q", OWNER).shape[-1])
-    check_qkv(q, k, v, OWNER)
-    check_map(phi, q, k)
-    check_mask(mask, k, OWNER)
-    one_of(options["on_small_normalizer"], "on_small_normalizer", OWNER, POLICIES)
-    is_causal = flag(options["is_causal"], "is_causal", OWNER)
-    check_lengths(q, k, OWNER, is_causal=is_causal)
-    return phi, options | {"is_causal": is_causal, "scale": check_scale(options["scale"], q, OWNER)}
 
 
 @contextmanager

@@ -9,35 +9,27 @@ arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from bochner._products import in_place, is_composed, is_exporting, memory, product
-from bochner.attention.autograd import Output, Scan, run_scan
+from bochner._products import is_exporting
+from bochner.attention.autograd import Output, Scanned, random_state, recomputed
+from bochner.attention.call import Call
 from bochner.attention.features import EMPTY, MASKED, PreparedMap, tied
-from bochner.attention.layout import Layout, Near, Part, by_head
+from bochner.attention.layout import Layout, Part, by_head
 from bochner.attention.softmax import attend_zones, exact_logits
-from bochner.attention.state import Sums, add, cauchy_schwarz, key_sums, normaliser, ones_beside, spread_mask
+from bochner.attention.state import Sums, add_keys, cauchy_schwarz, divided, key_sums, normaliser, ones_beside
 
 ELEMENTS = 5 * 2**20  # features and logits of one part on the CPU: 20 MB in float32
 ELSEWHERE = 64  # times as many on other devices
 OUTER = 64  # blocks whose sums are added up at a time, where all are
 pad = torch.nn.functional.pad
-
-
-@dataclass(frozen=True)
-class Call:
-    """What is asked of attention. `groups`: query heads per key head, r. `goes_on`: whether the state is wanted."""
-
-    near: Near
-    map: PreparedMap
-    groups: int = 1
-    normalize: bool = True
-    recompute: bool = True
-    goes_on: bool = False
+# The C library keeps freed memory up to twice the largest block that it has seen freed, 32 MB at most. What is beyond
+# goes back and comes again page by page: windows of 4,096 tokens take 1.4 to 1.7 times as long. This shows it one.
+torch.empty(2**23 - 2**16, device="cpu")
 
 
 class Sinks(NamedTuple):
@@ -58,8 +50,13 @@ class Sinks(NamedTuple):
         return self.place, self.there
 
 
-def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int:
-    """How many rows of all sequences and heads make a part, or keys without a layout: what they need stays in cache."""
+def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
+    """How many rows of all sequences and heads make a part, or keys without a layout: what they need stays in cache.
+
+    None for all of them, where there is one graph.
+    """
+    if call.composed:
+        return None
     phi, r, width = call.map.phi, call.groups, 0 if layout is None else layout.width
     m = phi.feature_dim
     if layout is not None and layout.near.in_blocks:  # behind each part the keys are summed up once more
@@ -72,143 +69,149 @@ def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int:
     return max(64, elements // (like.shape[0] * like.shape[1] * row))
 
 
-@dataclass(frozen=True)
-class KeyScan(Scan):
-    """Adds keys to sums, some at a time: tensors k and v (b, g, s, .), `mask` (b, s) or None."""
-
-    parts: list[slice]
-    mask: Tensor | None
-
-    def take(self, part: slice, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [t[..., part, :] for t in tensors]
-
-    def put(self, part: slice, totals: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        for total, grad in zip(totals, grads, strict=True):
-            if grad is not None:
-                total[..., part, :] += grad
-
-    def body(self, prepared: PreparedMap, part: slice, taken: Sequence[Tensor], carry: Sums) -> Output:
-        k, v = taken
-        psi, scale = features = prepared.features("key", k)
-        if self.mask is not None:
-            scale = scale.masked_fill(spread_mask(self.mask[:, part]), MASKED)
-        v, ref = v.to(psi.dtype), scale.detach().amax((-2, -1))
-        sums = key_sums(psi, scale, v, ref, prepared.phi.columns(features, v))
-        return Output(add(carry, Sums(sums, ref)))
-
-
 def absorb_keys(call: Call, sums: Sums, k: Tensor, v: Tensor, mask: Tensor | None) -> Sums:
-    """Sums after more keys k, v (b, g, s, .), of which those of the mask (b, s) add nothing."""
-    s = k.shape[2]
-    size = s if is_composed() else rows_at_once(call, None, k)
-    parts = [slice(i, min(i + size, s)) for i in range(0, s, size)]
-    _, _, *new = run_scan(KeyScan(parts, mask), call.map, (k, v), sums, recompute=call.recompute)
-    return Sums(*new)
+    """Sums after more keys k, v (b, g, s, .), of which those of the mask (b, s) add nothing: some at a time."""
+    size, again = rows_at_once(call, None, k) or k.shape[2], call.recompute and torch.is_grad_enabled()
+    again = again and not call.composed
+    # With gradients the map is made anew: what it holds may have been computed without.
+    prepared = call.map.computed_from(call.map.tensors()) if again else call.map
+    features = prepared.function("key")
+
+    def absorbed(value: Tensor, ref: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Sums:
+        return add_keys(Sums(value, ref), features(k), v.to(prepared.dtype), mask, prepared)
+
+    holes = [None] * k.shape[2] if mask is None else mask.split(size, 1)
+    for part in zip(k.split(size, 2), v.split(size, 2), holes, strict=False):
+        # Features are not kept for the backward pass, but computed again, with the same random numbers.
+        options: Any = {"use_reentrant": False, "preserve_rng_state": not prepared.phi.is_exponential}
+        sums = checkpoint(absorbed, *sums, *part, **options) if again else absorbed(*sums, *part)
+    return sums
 
 
-@dataclass(frozen=True)
-class RowScan(Scan):
-    """Rows (b, g, r, n, v) over keys laid out around them; carries the sums of all blocks before a part's zones.
+class Scan:
+    """Rows (b, g, r, n, v) over keys laid out around them, part by part.
+
+    `take` finds in the tensors what a part needs, and `body` computes its rows from that and from the sums of all
+    blocks before its zones, which are carried from part to part. `replay` does the same with the graph of a backward
+    pass, given the rows and what was kept of them. `put` adds the gradients of what was taken to those of the tensors.
 
     Tensors: q (b, g, r, n, d); k, v (b, g, s, .); keys and values of sinks (b, g, t, .); of bidirectional windows the
-    sums behind each part and their reference (b, g, parts, m, c), (b, g, parts). `holes`, `far_holes` (b, s): keys that
-    count for nothing, and those that the kernel leaves out, None for none.
+    sums behind each part (b, g, parts, m, c), whose references are `behind` (b, g, parts). `holes`, `far_holes` (b, s):
+    keys that count for nothing, and those that the kernel leaves out, None for none. `fresh`: whether no key comes
+    before the first part. `goes_on`: whether the sums after the last part are wanted.
     """
 
-    call: Call
-    layout: Layout
-    parts: list[Part]
-    holes: Tensor | None
-    far_holes: Tensor | None
-    sinks: Sinks | None
-    fresh: bool  # whether no key comes before the first part
-    goes_on: bool  # whether the sums after the last part are wanted
-    behind: Tensor | None = None  # references
+    def __init__(
+        self,
+        call: Call,
+        layout: Layout,
+        parts: list[Part],
+        holes: tuple[Tensor | None, Tensor | None],
+        sinks: Sinks | None,
+        fresh: bool,
+        goes_on: bool,
+        behind: Tensor | None = None,
+    ) -> None:
+        self.call, self.layout, self.parts, self.sinks, self.fresh = call, layout, parts, sinks, fresh
+        (self.holes, self.far_holes), self.goes_on, self.behind = holes, goes_on, behind
+        # Whether rows are sums of products of what they see, divided by their normaliser.
+        self.can_replay = call.normalize and not call.map.has_constant
+
+    def run(self, tensors: Sequence[Tensor], carry: Sums) -> Scanned:
+        """Rows, which are bad, and the sums after the last part: differentiable in tensors, carry and map."""
+        if torch.is_grad_enabled() and self.call.recompute and not self.call.composed:
+            return recomputed(self, self.call.map, tensors, carry)
+        return self.forward(self.call.map, tensors, carry)
+
+    def forward(
+        self, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums, before: list[Any] | None = None
+    ) -> Scanned:
+        """The same by plain operations. `before` gets of each part the carry, the random state and what is kept."""
+        found = []
+        for part in self.parts:
+            random = None if before is None or prepared.phi.is_exponential else random_state(carry.value)
+            found.append(self.body(prepared, part, self.take(part, tensors), carry))
+            if before is not None:
+                before.append((carry, random, found[-1].kept))
+            carry = found[-1].carry
+        rows, bad = self.join([out.rows for out in found]), None
+        if any(out.bad is not None for out in found):
+            bad = self.join([torch.zeros_like(o.rows[..., :1]).bool() if o.bad is None else o.bad for o in found])
+        return rows, bad, *carry
 
     def take(self, part: Part, tensors: Sequence[Tensor]) -> list[Tensor]:
-        q, k, v, *rest = tensors
-        span = self.layout.span(part.blocks)
-        found = [self.layout.take_rows(q, part)]
-        found += [self.layout.take(t, span, name=name) for t, name in ((k, "zone keys"), (v, "zone values"))]
-        found += rest[:2]
-        return found if self.behind is None else [*found, rest[2][:, :, self.parts.index(part)]]
+        layout, (q, k, v, *rest) = self.layout, tensors
+        found = [layout.take_rows(q, part), layout.take(k, part.span), layout.take(v, part.span), *rest[:2]]
+        return found if self.behind is None else [*found, rest[2][:, :, part.number]]
 
     def put(self, part: Part, totals: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        span = self.layout.span(part.blocks)
         for i, (total, grad) in enumerate(zip(totals, grads, strict=True)):
             if grad is None:
                 continue
             if i == 0:
                 self.layout.put_rows(total, part, grad)
             elif i < 3:
-                self.layout.put(total, span, grad)
+                self.layout.put(total, part.span, grad)
             elif i < 5:
                 total += grad
             else:
-                total[:, :, self.parts.index(part)] += grad
+                total[:, :, part.number] += grad
 
     def join(self, rows: Sequence[Tensor]) -> Tensor:
         """Parts (b, g, t, r c, .) as all rows, (b, g, r, n, .)."""
-        layout, heads = self.layout, [by_head(t, self.call.groups) for t in rows]
+        heads = [by_head(t, self.call.groups) for t in rows]
         joined = heads[0] if len(heads) == 1 else torch.cat(heads, dim=3)
-        return joined[:, :, :, layout.lead : layout.lead + layout.rows]
-
-    def pick(self, part: Part, rows: Tensor) -> Tensor:
-        return self.layout.take_rows(rows, part)
+        return joined[:, :, :, self.layout.lead : self.layout.lead + self.layout.rows]
 
     def body(self, prepared: PreparedMap, part: Part, taken: Sequence[Tensor], carry: Sums) -> Output:
         x, k, v, sink_k, sink_v, *behind = taken
         x, k, v = (t.to(prepared.dtype) for t in (x, k, v))
         # 1. The keys that the kernel sees of the zones, and the sums of all others.
         keys = self._kernel_keys(prepared, part, k, v)
-        far, carry = self._far(prepared, part, keys, carry, *behind)
+        far, carry = self._far(part, keys, carry, *behind)
         # 2. What the kernel says of each row, relative to exp(log_weight).
         phi, own = (t.unflatten(2, x.shape[2:4]) for t in prepared.features("query", x.flatten(2, 3)))
         total, log_weight, bound = self._kernel(prepared, part, phi, far, keys)
         if not self.call.near.exact and self.call.normalize:
-            den = normaliser(total[..., -1:], bound, prepared.floor)
-            kept = (den.value.clone(),) * 2 if self._can_replay(prepared) else None  # it may lie in memory used again
-            return Output(carry, den.divide(total[..., :-1]), den.bad, kept)
-        log_weight = log_weight + own
+            den, bad = normaliser(total[..., -1:], bound, prepared.floor, looks=self.call.looks)
+            rows = divided(total[..., :-1], den, bad)
+            return Output(carry, rows, bad, (den.clone(),) * 2 if self.can_replay else None)
         # 3. The exact terms, and one reference for all that a row sees.
-        ref, zone, sinks = log_weight.detach(), None, None
+        log_weight = log_weight + own
+        ref, exact, weights, sums = log_weight.detach(), None, None, []
         if self.call.near.window and self.layout.width:
-            hidden = self._hidden(part, k)
-            zones = self.layout.zones
-            zone = attend_zones(x, zones(k), zones(v), hidden, prepared.scale, prepared.phi.kernel)
-            ref = torch.maximum(ref, zone[1].detach())
+            zones, mask = self.layout.zones, self._exact_mask(part, k)
+            zone, exact = attend_zones(x, zones(k), zones(v), mask, prepared.scale, prepared.phi.kernel)
+            ref = torch.maximum(ref, exact.detach())
         if self.sinks is not None:
-            sinks = self._sink_logits(prepared, part, x, sink_k.to(x.dtype))
-            ref = torch.maximum(ref, sinks.detach().amax(-1, keepdim=True))
+            weights = self._sink_logits(prepared, part, x, sink_k.to(x.dtype))
+            ref = torch.maximum(ref, weights.detach().amax(-1, keepdim=True))
         ref = ref.clamp_min(EMPTY)
-        # 4. One normaliser for all of them.
-        share, exact = (log_weight - ref).exp(), None if zone is None else (zone[1] - ref).exp()
-        weights = None if sinks is None else (sinks - ref).exp()
-        sums = [t if t.shape[-1] == 1 else t.sum(-1, keepdim=True) for t in (exact, weights) if t is not None]
-        sum_exact = torch.zeros_like(ref) if not sums else sums[0] if len(sums) == 1 else sums[0] + sums[1]
-        if bound is not None:  # exact terms are their own bound
-            bound = (bound * share + sum_exact).detach()
-        den = normaliser(torch.addcmul(sum_exact, total[..., -1:], share), bound, prepared.floor)
-        # 5. The values. With a graph rows are divided last: the gradient of 1 / den would underflow.
-        early = in_place(total) and self.call.normalize
-        scale = den.value.reciprocal() if early else torch.ones_like(ref)
-        values = total[..., :-1].masked_fill(den.bad, 0) if den.some and self.call.normalize else total[..., :-1]
-        rows = values * (share * scale)
-        if zone is not None and exact is not None:
-            rows = _sum(rows, None, zone[0], exact * scale)
+        # 4. One normaliser for all of them; exact terms are their own bound.
+        share = (log_weight - ref).exp()
+        if exact is not None:
+            exact = (exact - ref).exp()
+            sums.append(exact)
         if weights is not None:
-            more = (weights * scale).flatten(2, 3)
-            rows = _add_product(rows.flatten(2, 3), more, sink_v.to(rows.dtype)).view_as(rows)
+            weights = (weights - ref).exp()
+            sums.append(weights.sum(-1, keepdim=True))
+        sum_exact = torch.zeros_like(ref) if not sums else sums[0] if len(sums) == 1 else sums[0] + sums[1]
+        bound = None if bound is None else (bound * share + sum_exact).detach()
+        den, bad = normaliser(
+            torch.addcmul(sum_exact, total[..., -1:], share), bound, prepared.floor, looks=self.call.looks
+        )
+        # 5. The values. Rows are divided last: the gradient of 1 / den would underflow.
+        num = total[..., :-1] if bad is None or not self.call.normalize else total[..., :-1].masked_fill(bad, 0)
+        num = num * share
+        if exact is not None:
+            num = self._sum(num, zone, exact)
+        if weights is not None:
+            more = weights.flatten(2, 3) @ sink_v.to(num.dtype)
+            num = self._sum(num, more.unflatten(2, num.shape[2:4]))
         if not self.call.normalize:  # in two steps: each alone may underflow
             half = (0.5 * ref).exp()
-            return Output(carry, rows * half * half, torch.zeros_like(den.bad))
-        rows = rows if early else rows / den.value
-        rows = rows.masked_fill(den.bad, 0) if den.some else rows
-        return Output(carry, rows, den.bad, (den.value, ref) if self._can_replay(prepared) else None)
-
-    def _can_replay(self, prepared: PreparedMap) -> bool:
-        """Whether rows are sums of products of what they see, divided by their normaliser."""
-        return self.call.normalize and not prepared.phi.has_constant
+            return Output(carry, num * half * half)
+        return Output(carry, divided(num, den, bad), bad, (den, ref) if self.can_replay else None)
 
     def replay(
         self,
@@ -227,7 +230,7 @@ class RowScan(Scan):
         x, k, v = (t.to(prepared.dtype) for t in (x, k, v))
         layout, r, (den, ref) = self.layout, self.call.groups, kept
         keys = self._kernel_keys(prepared, part, k, v)
-        far, carry = self._far(prepared, part, keys, carry, *behind)
+        far, carry = self._far(part, keys, carry, *behind)
         phi, own = (t.unflatten(2, x.shape[2:4]) for t in tied(prepared.features("query", x.flatten(2, 3))))
         log_far, exact = far.ref[..., None, None], self.call.near.exact
         terms: list[tuple[Tensor, Tensor, Tensor | None]] = []
@@ -242,15 +245,15 @@ class RowScan(Scan):
             share = (log_far + own - ref).exp() if exact else torch.ones_like(own)
         terms.append((phi, far.value, share))
         if self.call.near.window and layout.width:
-            logits, hidden = (
+            logits, mask = (
                 exact_logits(x, layout.zones(k), prepared.scale, prepared.phi.kernel),
-                self._hidden(part, k),
+                self._exact_mask(part, k),
             )
-            logits = logits if hidden is None else logits.masked_fill(hidden, MASKED)
-            terms.append(((logits - ref).exp(), layout.zones(ones_beside(v, name="columns")), None))
+            logits = logits if mask is None else logits + mask
+            terms.append(((logits - ref).exp(), layout.zones(ones_beside(v)), None))
         if self.sinks is not None:
             weights = (self._sink_logits(prepared, part, x, sink_k.to(x.dtype)) - ref).exp()
-            terms.append((weights, ones_beside(sink_v.to(x.dtype), name="sinks").unsqueeze(2), None))
+            terms.append((weights, ones_beside(sink_v.to(x.dtype)).unsqueeze(2), None))
         factors = [factor for _, _, factor in terms]
         return Output(carry, replayed(rows, den, factors, [t for a, b, _ in terms for t in (a, b)]))
 
@@ -261,28 +264,25 @@ class RowScan(Scan):
         layout = self.layout
         if layout.single and (layout.near.in_blocks or not layout.width):
             return None
-        c, blocks = (layout.keys, slice(0, 1)) if layout.single else (layout.block, layout.kernel_blocks(part))
-        start = layout.span(part.blocks).start + blocks.start * c
-        size = (blocks.stop - blocks.start) * c
-        if size < k.shape[2]:
-            k, v = (t[:, :, blocks.start * c : blocks.start * c + size] for t in (k, v))
+        c, (first, last) = layout.keys if layout.single else layout.block, (part.kernel.start, part.kernel.stop)
+        if (last - first) * c < k.shape[2]:
+            k, v = k[:, :, first * c : last * c], v[:, :, first * c : last * c]
+        start = part.span.start + first * c
         features = prepared.features("key", k)
-        mask, scale = layout.mask(self.far_holes, slice(start, start + size), k.shape[0], k.device), features.log_scale
-        if mask is not None:
-            scale = scale.masked_fill(spread_mask(mask), MASKED)
-        keys = KernelKeys(features.values, scale, v, prepared.phi.columns(features, v))
-        return keys.map(lambda t: t.unflatten(2, (-1, c)))
+        psi, scale = features
+        bias = layout.bias(self.far_holes, slice(start, start + k.shape[2]), scale)
+        if bias is not None:
+            scale = scale + bias
+        columns = prepared.phi.columns(features, v) if prepared.has_constant else None
+        return KernelKeys(psi, scale, v, columns).map(lambda t: t.unflatten(2, (-1, c)))
 
-    def _far(
-        self, prepared: PreparedMap, part: Part, keys: KernelKeys | None, carry: Sums, behind: Tensor | None = None
-    ) -> tuple[Sums, Sums]:
+    def _far(self, part: Part, keys: KernelKeys | None, carry: Sums, behind: Tensor | None = None) -> tuple[Sums, Sums]:
         """The sums outside the zone of each block of rows, (b, g, t, m, c), and those carried on."""
-        layout = self.layout
+        layout, t = self.layout, part.blocks.stop - part.blocks.start
         if keys is None or layout.single:
             return Sums(carry.value.unsqueeze(2), carry.ref.unsqueeze(-1)), carry
-        t = part.blocks.stop - part.blocks.start
         gone = max(0, min(layout.gone - part.blocks.start, t)) if part.rows.stop == layout.block else 0
-        if part is self.parts[-1] and not self.goes_on:
+        if part.is_last and not self.goes_on:
             gone = 0
         if self.call.near.is_causal:  # references that grow, so that no later key moves a row even by rounding
             if t < keys.psi.shape[2]:
@@ -290,50 +290,49 @@ class RowScan(Scan):
             tops = keys.scale.detach().amax((-2, -1))
             refs = torch.cat([carry.ref.unsqueeze(-1), tops], dim=-1).cummax(-1).values
             sums = key_sums(keys.psi, keys.scale, keys.v, refs[..., 1:], keys.columns)
-            first = None if self.fresh and part is self.parts[0] else carry.value
-            far, after = prefix(sums, refs, first, gone)
-            return Sums(far, refs[..., :t]), carry if after is None else Sums(after, refs[..., gone].clone())
+            first = None if self.fresh and part.number == 0 else carry.value
+            far, after = prefix(sums, refs, first, gone, has_graph=self._has_graph())
+            return Sums(far, refs[..., :t]), carry if after is None else Sums(after, refs[..., gone])
         ref = torch.maximum(keys.scale.detach().amax((-3, -2, -1)), carry.ref)
         if self.behind is not None:
-            refs = self.behind[:, :, self.parts.index(part)]
+            refs = self.behind[:, :, part.number]
             ref = torch.maximum(ref, refs)
         sums = key_sums(keys.psi, keys.scale, keys.v, ref.unsqueeze(-1).expand(keys.scale.shape[:3]), keys.columns)
         row = torch.arange(t, device=sums.device)[:, None]
-        block = torch.arange(sums.shape[2], device=sums.device)[None, :] + layout.kernel_blocks(part).start
+        block = torch.arange(sums.shape[2], device=sums.device)[None, :] + part.kernel.start
         outside = (block < row) | (block >= row + 1 + layout.before + layout.after)
-        more = None
+        far = mixed(outside.to(sums.dtype), sums)
         if behind is not None:
             before = carry.value * (carry.ref - ref).exp()[..., None, None]
-            more = (before + behind * (refs - ref).exp()[..., None, None]).unsqueeze(2)
+            far = self._sum(far, (before + behind * (refs - ref).exp()[..., None, None]).unsqueeze(2))
             if gone:
                 carry = Sums(mixed((block < gone).to(sums.dtype), sums).squeeze(2) + before, ref)
-        far = mixed(outside.to(sums.dtype), sums)
-        far = far if more is None else _sum(far, None, more)
         return Sums(far, ref.unsqueeze(-1).expand(far.shape[:3])), carry
 
     def _kernel(
         self, prepared: PreparedMap, part: Part, phi: Tensor, far: Sums, keys: KernelKeys | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Values and normaliser (b, g, t, r c, v + 1) by the kernel, relative to exp(log_weight), and their bound."""
-        layout, r, constant = self.layout, self.call.groups, prepared.phi.has_constant
-        total, ref = product("far", phi, far.value), far.ref[..., None, None]
-        last = far.value[..., -1:, :] if constant else None
+        layout, r = self.layout, self.call.groups
+        total, ref = phi @ far.value, far.ref[..., None, None]
+        last = far.value[..., -1:, :] if prepared.has_constant else None
         norm = None if prepared.positive else far.value[..., -1].unsqueeze(-2)
         if keys is not None and layout.has_kernel_pairs:
             psi, scale, columns = self._zone_keys(keys, part)
             top, decay = self._decay(scale.mT, part, ref)
-            fade = _per_row((ref - top).exp(), r)
-            scores = product("scores", phi, psi.mT)
-            scores = _times(scores.unflatten(3, (r, -1)), decay.unsqueeze(3)).flatten(3, 4)
-            total = _sum(total, fade, product("near", scores, columns))
+            fade, scores = _per_row((ref - top).exp(), r), (phi @ psi.mT).unflatten(3, (r, -1))
+            scores = scores * decay.unsqueeze(3) if self._has_graph() else scores.mul_(decay.unsqueeze(3))
+            total = torch.addcmul(scores.flatten(3, 4) @ columns, total, fade)
             if last is not None:
                 last = last * fade + _per_row((decay * psi[..., -1:].mT) @ columns, r)
             if norm is not None:
                 norm = norm * fade + _per_row(decay @ psi, r)
             ref = _per_row(top, r)
         bound = None if norm is None else cauchy_schwarz(phi, norm)
-        total, factor = prepared.phi.answer(total, last, phi)
-        return total, ref if factor is None else ref + factor, bound
+        if last is not None:
+            total, factor = prepared.phi.answer(total, last, phi)
+            ref = ref if factor is None else ref + factor
+        return total, ref, bound
 
     def _zone_keys(self, keys: KernelKeys, part: Part) -> tuple[Tensor, Tensor, Tensor]:
         """Features, log scales and columns of what the kernel sees of each zone pair by pair, (b, g, t, z, .)."""
@@ -342,37 +341,42 @@ class RowScan(Scan):
             keys = keys.map(lambda x: self.layout.zones(x.flatten(2, 3)))
         elif t < keys.psi.shape[2]:
             keys = keys.map(lambda x: x[:, :, :t])
-        return keys.psi, keys.scale, ones_beside(keys.v, name="columns") if keys.columns is None else keys.columns
+        return keys.psi, keys.scale, ones_beside(keys.v) if keys.columns is None else keys.columns
 
     def _decay(self, scale: Tensor, part: Part, ref: Tensor) -> tuple[Tensor, Tensor]:
         """The reference of each row (b, g, t, c, 1), and the weights of the keys that the kernel sees, (.., c, z).
 
         `scale` (b, g, t, 1, z): those of the keys; `ref` (b, g, t, 1, 1): that of the sums outside.
         """
-        seen = self.layout.kernel_mask(scale.device)
-        assert seen is not None
         if not self.layout.is_triangle:
-            scale = scale.masked_fill(~seen[part.rows], MASKED)
+            scale = scale.masked_fill(self.layout.kernel_mask(part, scale.device), MASKED)
             top = torch.maximum(ref, scale.detach().amax(-1, keepdim=True))
             return top, (scale - top).exp_()
         top = torch.maximum(ref, scale.detach().cummax(-1).values.mT[..., part.rows, :])
-        if is_composed() or scale.requires_grad:
+        if self._has_graph():
             return top, (scale - top).clamp_max(0).exp().tril(part.rows.start)
-        shape = (*top.shape[:-1], scale.shape[-1])
-        decay = torch.sub(scale, top, out=memory("decay", shape, scale.dtype) if in_place(scale) else None)
-        return top, decay.exp_().tril_(part.rows.start)  # infinite perhaps where it is cut off
+        return top, (scale - top).exp_().tril_(part.rows.start)  # infinite perhaps where it is cut off
+
+    def _has_graph(self) -> bool:
+        """Whether a gradient may need what is computed, so that none of it may be overwritten."""
+        return self.call.composed or torch.is_grad_enabled()
+
+    def _sum(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """`x + y weight`, in the memory of x where it may be."""
+        out = None if self._has_graph() else x
+        return torch.add(x, y, out=out) if weight is None else torch.addcmul(x, y, weight, out=out)
 
     # The exact terms.
 
-    def _hidden(self, part: Part, k: Tensor) -> Tensor | None:
-        """Which keys of its zone a row does not see exactly, (b, 1, t, r c or 1, z) or less; None for none."""
-        span, exact = self.layout.span(part.blocks), self.layout.exact_mask(k.device)
-        holes = self.layout.mask(self.holes, span, k.shape[0], k.device)
-        hidden = None if exact is None else ~exact[part.rows].repeat(self.call.groups, 1)
-        if holes is None:
-            return hidden
-        zones = self.layout.zones(spread_mask(holes)).mT
-        return zones if hidden is None else zones | hidden
+    def _exact_mask(self, part: Part, k: Tensor) -> Tensor | None:
+        """What is added to the exact logits of zones, (b, 1, t, r c or 1, z) or less; None for nothing."""
+        exact, bias = self.layout.exact_mask(part, k), self.layout.bias(self.holes, part.span, k)
+        if exact is not None and self.call.groups > 1:
+            exact = exact.repeat(self.call.groups, 1)
+        if bias is None:
+            return exact
+        bias = self.layout.zones(bias).mT
+        return bias if exact is None else torch.minimum(bias, exact)
 
     def _sink_logits(self, prepared: PreparedMap, part: Part, x: Tensor, k: Tensor) -> Tensor:
         """Exact logits (b, g, t, r c, s) of the sinks that a row sees beside its zone."""
@@ -425,34 +429,35 @@ class _Replayed(torch.autograd.Function):
 
 def mixed(weight: Tensor, sums: Tensor) -> Tensor:
     """Weighted sums of blocks: weight (..., t, l) times (b, g, l, m, c)."""
-    return product("states", weight, sums.flatten(3)).unflatten(-1, sums.shape[3:])
+    return (weight @ sums.flatten(3)).unflatten(-1, sums.shape[3:])
 
 
-def prefix(sums: Tensor, refs: Tensor, first: Tensor | None, gone: int) -> tuple[Tensor, Tensor | None]:
+def prefix(
+    sums: Tensor, refs: Tensor, first: Tensor | None, gone: int, *, has_graph: bool
+) -> tuple[Tensor, Tensor | None]:
     """What precedes each of t blocks, (b, g, t, m, c), and what precedes block `gone`, None if that is the first.
 
     The sums of block i are relative to refs[i + 1], `first` to refs[0]. One product with a triangle of weights:
     quadratic in t, with a small constant; while compiling, when all blocks are taken at once, in two levels.
     """
-    t, after = sums.shape[2], None
+    t = sums.shape[2]
     if torch.compiler.is_compiling() and (is_exporting() or t > OUTER):
         states = _nested_prefix(sums, refs, torch.zeros_like(sums[:, :, 0]) if first is None else first)
         return states[:, :, :t], states[:, :, gone]
-    place = torch.arange(t + 1, device=sums.device)
-    weight = (refs[..., None, 1:] - refs[..., :, None]).clamp_max_(0).exp_() * (place[:, None] > place[None, :-1])
-    fade = (refs[..., :1] - refs).exp()[..., None, None]
-    if gone and not in_place(sums):
-        after = mixed(weight[..., gone : gone + 1, :], sums).squeeze(2)
-        after = after if first is None else after + first * fade[:, :, gone]
-    far = mixed(weight[..., :-1, :], sums)
+    count = t + 1 if gone == t else t  # of prefixes that are wanted
+    states = mixed(_fading(refs)[..., :count, :], sums)
     if first is not None:
-        far = _sum(far, None, first.unsqueeze(2), fade[:, :, :-1])
-    if gone and after is None:  # without another product
-        last = gone == t
-        after = far[:, :, gone - last].clone()
-        if last:
-            after.mul_((refs[..., t - 1] - refs[..., t]).exp()[..., None, None]).add_(sums[:, :, -1])
-    return far, after
+        fade = (refs[..., :1] - refs[..., :count]).exp()[..., None, None]
+        states = torch.addcmul(states, first.unsqueeze(2), fade, out=None if has_graph else states)
+    if not gone:
+        return states, None
+    after = states[:, :, gone]
+    return states[:, :, :t], after if has_graph else after.clone()  # of all the memory, what is carried on alone
+
+
+def _fading(refs: Tensor) -> Tensor:
+    """What a sum relative to refs[j + 1] weighs relative to refs[i], (..., t + 1, t); 0 for i <= j."""
+    return (refs[..., None, 1:] - refs[..., :, None]).clamp_max(0).exp().tril(-1)
 
 
 def _nested_prefix(sums: Tensor, refs: Tensor, first: Tensor) -> Tensor:
@@ -463,39 +468,15 @@ def _nested_prefix(sums: Tensor, refs: Tensor, first: Tensor) -> Tensor:
     ends = torch.cat([refs[..., 1:], last.expand(*last.shape[:-1], extra)], dim=-1).unflatten(-1, (-1, OUTER))
     starts = torch.cat([refs[..., :1], ends[..., :-1, -1]], dim=-1)  # before each group
     refs = torch.cat([starts.unsqueeze(-1), ends], dim=-1)  # (b, g, groups, OUTER + 1)
-    place = torch.arange(OUTER + 1, device=sums.device)
-    inner = (refs[..., None, 1:] - refs[..., :, None]).clamp_max(0).exp() * (place[:, None] > place[None, :-1])
-    inside = inner @ sums.flatten(3).unflatten(2, (-1, OUTER))  # (b, g, groups, OUTER + 1, m c)
+    inside = _fading(refs) @ sums.flatten(3).unflatten(2, (-1, OUTER))  # (b, g, groups, OUTER + 1, m c)
     outer = torch.cat([starts, refs[..., -1, -1:]], dim=-1)
-    groups = torch.arange(outer.shape[-1], device=sums.device)
-    weight = (outer[..., None, 1:] - outer[..., :, None]).clamp_max(0).exp() * (groups[:, None] > groups[None, :-1])
-    before = weight @ inside[..., -1, :] + (outer[..., :1] - outer).exp().unsqueeze(-1) * first.flatten(2).unsqueeze(2)
-    fade = (refs[..., :1] - refs).exp().unsqueeze(-1)
-    states = inside + before[..., :-1, None, :] * fade
+    before = (
+        _fading(outer) @ inside[..., -1, :]
+        + (outer[..., :1] - outer).exp().unsqueeze(-1) * first.flatten(2)[:, :, None]
+    )
+    states = inside + before[..., :-1, None, :] * (refs[..., :1] - refs).exp().unsqueeze(-1)
     ends = torch.cat([states[..., :-1, :].flatten(2, 3), states[:, :, -1, -1:]], dim=2)[:, :, : t + 1]
     return ends.unflatten(-1, sums.shape[3:])
-
-
-def _times(x: Tensor, weight: Tensor) -> Tensor:
-    """`x weight`, in the memory of x where no gradient needs it."""
-    return x.mul_(weight) if in_place(x) else x * weight
-
-
-def _sum(x: Tensor, factor: Tensor | None, y: Tensor, weight: Tensor | None = None) -> Tensor:
-    """`x factor + y weight`, in the memory of x where no gradient needs it."""
-    if not in_place(x):
-        return (x if factor is None else x * factor) + (y if weight is None else y * weight)
-    if factor is not None:
-        return torch.addcmul(y, x, factor, out=x)
-    return x.add_(y) if weight is None else x.addcmul_(y, weight)
-
-
-def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`x + a b`, x (b, g, n, v), in its memory where no gradient needs it."""
-    if not in_place(x):
-        return x + a @ b
-    torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1), out=x.flatten(0, 1))
-    return x
 
 
 def _per_row(x: Tensor, r: int) -> Tensor:

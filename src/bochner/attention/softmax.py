@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bochner._products import in_place, is_composed, memory
+from bochner._products import in_place, is_composed
 from bochner.attention.autograd import differentiate
-from bochner.attention.features import MASKED
 from bochner.maps.base import squared_norm
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -68,25 +67,23 @@ def exact_logits(x: Tensor, y: Tensor, scale: float, kernel: str) -> Tensor:
 
 
 def attend_zones(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float, kernel: str
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, kernel: str
 ) -> tuple[Tensor, Tensor]:
     """Attention by the exact kernel to many small pieces: rows q (b, g, t, n, d) over k, v (b, g, t, z, .).
 
-    k and v may be overlapping views. `hidden` (b, g, t, n, z) or less: pairs that do not see each other. Returns the
-    rows and the logarithm of their normalisers (b, g, t, n, 1); that of a row that sees nothing is at most EMPTY.
+    k and v may be overlapping views. `mask` (b, g, t, n, z) or less is added to the logits. Returns the rows and the
+    logarithm of their normalisers (b, g, t, n, 1); that of a row that sees nothing is at most EMPTY.
     """
     if kernel == "gaussian" or not in_place(q):
         logits = exact_logits(q, k, scale, kernel)
-        if hidden is not None:
-            logits = logits.masked_fill(hidden, MASKED)
+        logits = logits if mask is None else logits + mask
         log_norm = logits.logsumexp(-1, keepdim=True)
         return (logits - log_norm).exp() @ v, log_norm
     d = v.shape[-1]
     x, y, u = _widened(*(t.flatten(0, 1) for t in (q, k, v)))
-    mask = None
-    if hidden is not None:
-        mask = memory("zone mask", hidden.shape, q.dtype).zero_().masked_fill_(hidden, MASKED)
-        mask = mask.expand(*q.shape[:3], *mask.shape[-2:]).flatten(0, 1).expand(*x.shape[:3], y.shape[2])
+    if mask is not None:
+        mask = mask.expand(*q.shape[:4], y.shape[2]) if mask.dim() == 5 else mask
+        mask = mask.flatten(0, 1) if mask.dim() == 5 else mask.expand(*x.shape[:3], y.shape[2])
     out, log_norm = FORWARD(x, y, u, 0.0, False, attn_mask=mask, scale=scale)
     return out[..., :d].unflatten(0, q.shape[:2]), log_norm.unflatten(0, q.shape[:2]).unsqueeze(-1)
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner._products import in_place, may_look, memory, product
-from bochner.attention.features import BOUNDED_FLOOR, EMPTY, MASKED
+from bochner._products import in_place, may_look
+from bochner.attention.features import BOUNDED_FLOOR, EMPTY, MASKED, PreparedMap
 from bochner.maps.base import FeatureMap, Features
 
 SMALL = 0.1  # of its bound: the least normaliser of a signed map that is divided by
@@ -27,7 +27,7 @@ class WindowState(NamedTuple):
     (b, g, t, .), sink_position (b, t), its place in the sequence or -1 for a sink not seen yet. `seen`: keys so far.
     `setting`: (window, sinks, kind). `start` (b,): where the sequences of a batch begin, if that moves their blocks; of
     the keys held, those that a sequence has left behind are padding to it. `complete`: whether all sinks are known to
-    be there.
+    be there. `unpadded`: whether no key so far is known to be padding, so that the sinks are the first t keys.
     """
 
     k: Tensor
@@ -41,6 +41,7 @@ class WindowState(NamedTuple):
     setting: tuple[int, int, str]
     start: Tensor | None = None
     complete: bool = False
+    unpadded: bool = False
 
 
 class State(NamedTuple):
@@ -111,19 +112,13 @@ def absorb(
 
     `phi`: the map of the features, needed where it sums keys in its own way.
     """
-    values, log_scale = features
-    if values.shape[-1] != state.sums.shape[-2]:
-        raise BochnerError(
-            f"absorb got {values.shape[-1]} features, the state has {state.sums.shape[-2]}: it belongs to another map."
-        )
+    _check_size(features.values, state, "absorb")
+    v = v.to(features.values.dtype)
     if key_padding_mask is not None:
-        hole = spread_mask(key_padding_mask)
-        log_scale, v = log_scale.masked_fill(hole, MASKED), v.masked_fill(hole, 0)
-    v = v.to(values.dtype)
-    columns = None if phi is None else phi.columns(features, v)
-    ref = log_scale.detach().amax((-2, -1))
-    new = add(Sums(state.sums, state.log_scale), Sums(key_sums(values, log_scale, v, ref, columns), ref))
-    return State(*new, state.total + value_sums(v, key_padding_mask), state.window, state.origin)
+        v = v.masked_fill(spread_mask(key_padding_mask), 0)
+    prepared = None if phi is None else PreparedMap(phi, 1.0, v.dtype)
+    sums = add_keys(Sums(state.sums, state.log_scale), features, v, key_padding_mask, prepared)
+    return State(*sums, state.total + value_sums(v, key_padding_mask), state.window, state.origin)
 
 
 def merge(a: State, b: State) -> State:
@@ -150,21 +145,62 @@ def read(state: State, features: Features, *, positive: bool = True, phi: Featur
         raise BochnerError(
             "read answers from the kernel's sums alone, this state has an exact window; resume it instead."
         )
-    values = features.values
-    if values.shape[-1] != state.sums.shape[-2]:
-        raise BochnerError(
-            f"read got {values.shape[-1]} features, the state has {state.sums.shape[-2]}: it belongs to another map."
-        )
-    total = values @ state.sums
-    if phi is not None:
-        positive = phi.has_positive_sums
-        total, _ = phi.answer(total, state.sums[..., -1:, :], values)
-    bound = None if positive else cauchy_schwarz(values, state.norm.unsqueeze(-2))
-    den = normaliser(total[..., -1:], bound, BOUNDED_FLOOR[total.dtype])
-    return torch.where(den.bad, mean_of(state.total).unsqueeze(-2), den.divide(total[..., :-1]))
+    _check_size(features.values, state, "read")
+    prepared = None if phi is None else PreparedMap(phi, 1.0, state.sums.dtype)
+    rows, _, bound = read_sums(features.values, Sums(state.sums, state.log_scale), prepared, positive=positive)
+    den, bad = normaliser(rows[..., -1:], bound, BOUNDED_FLOOR[rows.dtype], looks=may_look(rows))
+    return divided(rows[..., :-1], den, bad, state.total.unsqueeze(-2))
+
+
+def _check_size(values: Tensor, state: State, owner: str) -> None:
+    m, have = values.shape[-1], state.sums.shape[-2]
+    if m != have:
+        raise BochnerError(f"{owner} got {m} features, the state has {have}: it belongs to another map.")
 
 
 # What every path of attention is made of.
+
+
+def add_keys(
+    sums: Sums, features: Features, v: Tensor, mask: Tensor | None, prepared: PreparedMap | None = None
+) -> Sums:
+    """Sums after more keys by their features, v (..., s, v); those of the mask (b, s) add nothing."""
+    psi, log_scale = features
+    if mask is not None:
+        log_scale = log_scale.masked_fill(spread_mask(mask), MASKED)
+    top = log_scale.detach().amax((-2, -1))
+    columns = prepared.phi.columns(features, v) if prepared is not None and prepared.has_constant else None
+    return add(sums, Sums(key_sums(psi, log_scale, v, top, columns), top))
+
+
+def add_key(sums: Sums, features: Features, columns: Tensor, mask: Tensor | None, *, looks: bool) -> Sums:
+    """The same for one key and its columns (..., 1, c), whose product is a plain one."""
+    psi, log_scale = features
+    if mask is not None:
+        log_scale = log_scale.masked_fill(spread_mask(mask), MASKED)
+    value, ref = sums.value, sums.ref.unsqueeze(-1).unsqueeze(-1)
+    more = log_scale - ref
+    if looks and more.amax().item() <= 0:  # most keys are no larger than all before them: nothing is rescaled
+        return Sums(torch.addcmul(value, psi.mT, columns * more.exp()), sums.ref)
+    new = torch.maximum(ref, log_scale)
+    columns = columns * (log_scale - new).exp()
+    return Sums(torch.addcmul(value * (ref - new).exp(), psi.mT, columns), new.squeeze(-1).squeeze(-1))
+
+
+def read_sums(
+    values: Tensor, sums: Sums, prepared: PreparedMap | None = None, *, positive: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Values and normaliser (..., n, v + 1) of rows by their features (..., n, m), relative to exp(ref).
+
+    The second is the log of a factor of each row, None for 1; the third bounds the normaliser of a signed map, None for
+    positive ones.
+    """
+    rows, factor, bound = values @ sums.value, None, None
+    if not (positive if prepared is None else prepared.positive):
+        bound = cauchy_schwarz(values, sums.value[..., -1].unsqueeze(-2))
+    if prepared is not None and prepared.has_constant:
+        rows, factor = prepared.phi.answer(rows, sums.value[..., -1:, :], values)
+    return rows, factor, bound
 
 
 def key_sums(psi: Tensor, log_scale: Tensor, v: Tensor, ref: Tensor, columns: Tensor | None = None) -> Tensor:
@@ -173,8 +209,7 @@ def key_sums(psi: Tensor, log_scale: Tensor, v: Tensor, ref: Tensor, columns: Te
     Without columns they are `[v, 1]`, v (..., s, v).
     """
     weight = (log_scale - ref[..., None, None]).exp()
-    weighted = ones_beside(v, weight, name="weighted") if columns is None else columns * weight
-    return product("sums", psi.mT, weighted)
+    return psi.mT @ (ones_beside(v, weight) if columns is None else columns * weight)
 
 
 def add(a: Sums, b: Sums) -> Sums:
@@ -191,36 +226,37 @@ def value_sums(v: Tensor, mask: Tensor | None) -> Tensor:
     return torch.cat([total, torch.zeros_like(total[..., :1]) + count], dim=-1)
 
 
+def divided(num: Tensor, den: Tensor, bad: Tensor | None, seen: Tensor | None = None) -> Tensor:
+    """Rows (..., n, v) over their normalisers; bad ones are zero or, by the sums `seen` (..., v + 1), the mean."""
+    if bad is None:
+        return num / den
+    # Masked before the division: not infinity times zero, which would send NaN to the gradients.
+    rows = num.masked_fill(bad, 0) / den
+    return rows if seen is None else torch.where(bad, mean_of(seen), rows)
+
+
 def mean_of(total: Tensor) -> Tensor:
     """The mean of values from their sum and number, (..., v + 1) to (..., v); 0 of none."""
     return total[..., :-1] / total[..., -1:].clamp_min(1)
 
 
-class Normaliser(NamedTuple):
-    """What rows are divided by, and which cannot be, (..., n, 1): those by 1. `some`: whether there may be any."""
+def normaliser(den: Tensor, bound: Tensor | None, floor: float, *, looks: bool) -> tuple[Tensor, Tensor | None]:
+    """Normalisers (..., n, 1) to divide by, 1 for those that cannot be, and which those are; None where all can be.
 
-    value: Tensor
-    bad: Tensor
-    some: bool
-
-    def divide(self, num: Tensor) -> Tensor:
-        """Rows (..., n, v), zero where they cannot be divided."""
-        # Masked before the division: not infinity times zero, which would send NaN to the gradients.
-        return (num.masked_fill(self.bad, 0) if self.some else num) / self.value
-
-
-def normaliser(den: Tensor, bound: Tensor | None, floor: float) -> Normaliser:
-    """Normalisers (..., n, 1) to divide by: of a positive map at least `floor`, of a signed one `SMALL` of its bound.
-
-    `bound` (..., n, 1): of a signed map's normaliser, None for positive ones.
+    A positive map's must be at least `floor`; one with a `bound` (..., n, 1) at least `SMALL` of that.
+    `looks`: whether asking for a value is cheap.
     """
     if bound is None:
+        if looks:
+            low, high = den.detach().aminmax()
+            if low.item() >= floor and high.item() < torch.inf:
+                return den, None
         bad = ~((den >= floor) & (den < torch.inf))
     else:
         bad = ~((den >= SMALL * bound) & (den < torch.inf)) | (den == 0)
-    if may_look(den) and not bool(bad.any()):
-        return Normaliser(den, bad, False)
-    return Normaliser(den.masked_fill(bad, 1), bad, True)
+        if looks and not bool(bad.any()):
+            return den, None
+    return den.masked_fill(bad, 1), bad
 
 
 def cauchy_schwarz(values: Tensor, norm: Tensor) -> Tensor:
@@ -229,16 +265,13 @@ def cauchy_schwarz(values: Tensor, norm: Tensor) -> Tensor:
     return norms[0] * norms[1]
 
 
-def ones_beside(v: Tensor, weight: Tensor | float = 1.0, *, name: str) -> Tensor:
-    """Values (..., s, v) with a column of ones, both times a weight (..., s, 1): (..., s, v + 1).
-
-    Where no gradient may need it, valid until the next of this name, as a `product` is.
-    """
+def ones_beside(v: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Values (..., s, v) with a column of ones, both times a weight (..., s, 1): (..., s, v + 1)."""
+    if weight is None:
+        return torch.nn.functional.pad(v, (0, 1), value=1.0)
     if not in_place(v):
-        if not isinstance(weight, Tensor):
-            return torch.nn.functional.pad(v, (0, 1), value=weight)
         return torch.cat([v * weight, weight], dim=-1)
-    out = memory(name, (*v.shape[:-1], v.shape[-1] + 1), v.dtype)
+    out = torch.empty(*v.shape[:-1], v.shape[-1] + 1, dtype=v.dtype)
     torch.mul(v, weight, out=out[..., :-1])
     out[..., -1:] = weight
     return out

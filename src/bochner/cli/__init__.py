@@ -1,4 +1,4 @@
-"""The command line: `bochner demo`, `advise`, `convert`, `train`, `reproduce`, `bench`, `plan`, `fetch`, `info`.
+"""The command line: `bochner demo`, `search`, `convert`, `train`, `reproduce`, `bench`, `plan`, `fetch`, `info`.
 
 Results go to the standard output, as text or with `--json` as one JSON document; what is being done goes to the
 standard error stream. Exit codes: 0 done, 1 refused or failed with one sentence (a model, a file), 2 wrong usage (a
@@ -24,7 +24,7 @@ from bochner.tasks.command import train  # noqa: E402
 
 HELP = """Linear-time attention and kernel methods, with their error stated.
 
-Begin with `bochner demo`, which converts a real pretrained model and writes a report. Then `bochner advise DIRECTORY`
+Begin with `bochner demo`, which converts a real pretrained model and writes a report. Then `bochner search DIRECTORY`
 says whether a model of yours is worth converting, and `bochner convert DIRECTORY OUT` does it.
 """
 app = typer.Typer(
@@ -53,7 +53,8 @@ def root(
 
 
 app.command()(models.demo)
-app.command()(models.advise)
+app.command()(models.search)
+app.command("advise", hidden=True)(models.search)  # its old name
 app.command()(models.convert)
 app.command("train")(train)
 app.command()(checkout.reproduce)

@@ -85,10 +85,8 @@ def load(name: str) -> tuple[Any, Any]:
         raise BochnerError(f"There are no weights in {name!r}: neither *.safetensors nor pytorch_model.bin.")
     import transformers
 
-    from bochner.hf.capture import CHILD
-    from bochner.hf.patches import register_once
+    from bochner.hf.interface import CHILD  # importing it makes converted models known, to be refused with a sentence
 
-    register_once()  # a converted model is recognised, and then refused with its own sentence
     try:
         with demo.quietly():
             config = transformers.AutoConfig.from_pretrained(path)
@@ -102,7 +100,7 @@ def load(name: str) -> tuple[Any, Any]:
     if model.main_input_name != "input_ids":
         raise BochnerError(
             f"The model in {name!r} takes {model.main_input_name}, not text; the command line has text only. In "
-            "Python: bochner.convert(model, calibration=batches)."
+            "Python: bochner.convert(model, bochner.Recipe(), batches)."
         )
     if any(hasattr(module, CHILD) for module in model.modules()):
         raise BochnerError(f"The model in {name!r} is converted already; give the directory that it was made from.")

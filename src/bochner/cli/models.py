@@ -1,4 +1,4 @@
-"""`bochner demo`, `bochner advise`, `bochner convert`: pretrained models."""
+"""`bochner demo`, `bochner search`, `bochner convert`: pretrained models."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def demo(
     console.print(f"report: {path}", highlight=False)
 
 
-def advise(
+def search(
     model: Model,
     text: Annotated[Path | None, typer.Option(help="text of the kind the model will see; default: books")] = None,
     passages: Annotated[int, typer.Option(min=6, help="how many passages to look at")] = 48,
@@ -70,8 +70,6 @@ def advise(
     minimize: Annotated[str | None, typer.Option(help="memory (of decoding) or time; default by the model")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="the number of tokens you care about")] = None,
     judge_length: JudgeLength = None,
-    window: Annotated[int | None, typer.Option(min=1, help="the window to consider; default: chosen")] = None,
-    sinks: Annotated[int | None, typer.Option(min=0, help="the sinks to consider; default: chosen")] = None,
     report: Annotated[Path | None, typer.Option(help="write an HTML report here")] = None,
     threads: Threads = 1,
     as_json: Json = False,
@@ -81,30 +79,29 @@ def advise(
     Searches for the cheapest conversion that keeps a share of the quality, verifies it on text held back, and leaves
     the model as it is. Times are of this machine with --threads threads.
 
-    Example: `bochner advise my-model --text sample.txt --length 8192 --report advice.html`
+    Example: `bochner search my-model --text sample.txt --length 8192 --report found.html`
     """
-    from bochner.hf.advise import advise as diagnose
+    from bochner.hf.config import Calibration, Target
+    from bochner.hf.conversion import convert as to_linear
+    from bochner.hf.conversion import search as find
 
     check_goal(keep, minimize, memory)
     check_place(report, "--report")
     use_threads(threads)
-    found, source = texts(text, passages)
+    texts_found, source = texts(text, passages)
     loaded, tokenizer = load(model)
-    check_tokenizer(loaded, tokenizer, found)
-    near: dict[str, Any] = {"window": window, "sinks": sinks}
-    goal: dict[str, Any] = {"keep": keep, "memory": memory, "minimize": minimize}
-    goal |= {"length": length, "judge_length": judge_length}
-    advice = diagnose(loaded, found, tokenizer=tokenizer, progress=not as_json, **goal, **near)
+    check_tokenizer(loaded, tokenizer, texts_found)
+    target = Target(keep, memory, minimize, length, judge_length)
+    found = find(loaded, target, Calibration(texts_found, tokenizer), progress=not as_json)
     if report is not None:
-        from bochner.hf.convert import convert as to_linear
         from bochner.report.model import Place
 
-        to_linear(loaded, plan=advice.plan, calibration=found, tokenizer=tokenizer, exact_below=0)
-        write_report(report, advice, loaded, tokenizer, source, Place(model, text=str(text or "")))
+        to_linear(loaded, found.plan)
+        write_report(report, found, loaded, tokenizer, source, Place(model, text=str(text or "")))
     if as_json:
-        print_json(advice.to_dict())
+        print_json(found.to_dict())
     else:
-        print(advice)
+        print(found)
 
 
 def convert(
@@ -123,7 +120,7 @@ def convert(
     feature_map: Annotated[str, typer.Option("--feature-map", "--map", help="the feature map")] = "auto",
     window: Annotated[int, typer.Option(min=0, help="exact local window; 0 is none")] = 0,
     sinks: Annotated[int, typer.Option(min=0, help="first tokens kept exact")] = 0,
-    exact_heads: Annotated[str, typer.Option(help="a fraction of the heads, or auto")] = "0",
+    exact_heads: Annotated[float, typer.Option(help="a fraction of the key heads")] = 0.0,
     text: Annotated[Path | None, typer.Option(help="calibration text, one passage a paragraph; default: books")] = None,
     passages: Annotated[int, typer.Option(min=1, help="how many passages to calibrate on")] = 48,
     steps: Annotated[int, typer.Option(min=0, help="distillation steps per layer; 0 is none")] = 0,
@@ -140,23 +137,25 @@ def convert(
     `bochner convert my-model out --keep 0.99 --memory 0.2 --lora 16`, or
     `bochner convert my-model out --features 64 --window 32 --sinks 1`
     """
-    from bochner.hf.convert import convert as to_linear
-    from bochner.hf.convert import report_of
-    from bochner.hf.io import plan_of
+    from bochner.hf.config import Calibration, Distillation, Recipe, Target
+    from bochner.hf.conversion import convert as to_linear
+    from bochner.hf.distill import distill
     from bochner.maps import named
 
     use_threads(threads)
     # What can be refused is refused before anything is loaded or measured.
     if num_features and feature_map != "auto":
         named(feature_map, "convert")
-    fraction = heads_of(exact_heads)
+    if not 0 <= exact_heads <= 1:
+        raise ArgumentError(f"The --exact-heads must be a fraction between 0 and 1, got {exact_heads}.")
     check_goal(keep, minimize, memory)
     aims = keep is not None or memory is not None
     if not aims:
         goal = {"--minimize": minimize, "--length": length, "--judge-length": judge_length}
         refuse(goal, "needs a target; give --keep or --memory too, as --keep 0.99")
     else:
-        recipe_only = {"--map": None if feature_map == "auto" else feature_map, "--exact-heads": fraction or None}
+        recipe_only = {"--map": None if feature_map == "auto" else feature_map, "--exact-heads": exact_heads or None}
+        recipe_only |= {"--window": window or None, "--sinks": sinks or None}
         refuse(recipe_only, "is chosen by the search; drop it, or drop --keep and --memory")
     if str(out) in KNOWN:
         raise ArgumentError(
@@ -172,23 +171,24 @@ def convert(
     found, source = texts(text, passages)
     loaded, tokenizer = load(model)
     check_tokenizer(loaded, tokenizer, found)
-    recipe: dict[str, Any] = {"num_features": num_features or None, "window": window or None, "sinks": sinks}
-    if not aims:
-        recipe |= {"feature_map": feature_map if num_features else None, "exact_heads": fraction}
-    else:
-        recipe |= {"keep": keep, "memory": memory, "minimize": minimize}
-        recipe |= {"length": length, "judge_length": judge_length}
-    distill: dict[str, Any] | None = None
+    training = None
     if steps or lora:
         loss = "model" if lora and type(loaded).__name__.endswith("ForCausalLM") else "outputs"
-        distill = {"steps": steps or 60, "lora": lora, "loss": loss}
+        training = Distillation(steps=steps or 60, lora=lora, loss=loss)
     held = None
     if report is not None and not aims:
         found, held = hold_back(loaded, tokenizer, found, own=text is not None)
-    to_linear(loaded, calibration=found, tokenizer=tokenizer, distill=distill, progress=not as_json, **recipe)
-    plan = plan_of(loaded)
+    calibration = Calibration(found, tokenizer)
+    if aims:
+        spec: Any = Target(keep, memory, minimize, length, judge_length, training)
+    else:
+        name = feature_map if num_features else None
+        spec = Recipe(name, num_features or None, window or None, sinks, exact_heads=exact_heads)
+    conversion = to_linear(loaded, spec, calibration, progress=not as_json)
+    if training is not None and not aims:
+        distill(loaded, calibration, training, progress=not as_json)
+    plan, target = conversion.plan, conversion.report
     save(loaded, tokenizer, out)
-    target = report_of(loaded).target
     if report is not None:
         from bochner.report.model import Place
 
@@ -253,40 +253,27 @@ def heldout(count: int) -> list[str]:
 
 def write_report(path: Path, found: Any, model: Any, tokenizer: Any, source: str, place: Any) -> None:
     """The page of a converted model: `found` is the report of a target's search, or the texts held back of a recipe."""
-    from bochner.hf.aim import positions_of
-    from bochner.hf.io import plan_of
+    from bochner.hf.conversion import Conversion
+    from bochner.hf.inputs import positions as positions_of
     from bochner.report.cost import layer_memory, layer_times, typical_layer
     from bochner.report.model import Held, head_pictures, recipe_page, target_page
 
-    plan = plan_of(model) if isinstance(found, Held) else found.plan
+    plan = Conversion.of(model).plan if isinstance(found, Held) else found.plan
     pictures = head_pictures(model, tokenizer, heldout(1)[0]) if plan.converted else None
     shown: dict[str, Any] = {"pictures": pictures, "source": source}
     shown["place"] = replace(place, loader=type(model).__name__)
     title = f"{Path(place.name).name} with linear attention"
     if isinstance(found, Held):
-        positions, typical = positions_of(model), typical_layer(plan)
+        positions, typical = positions_of(model).get("input_ids"), typical_layer(plan)
         lengths = sorted({*LENGTHS[:-1], min(positions or LENGTHS[-2], LENGTHS[-2])})
         times = layer_times({"as converted": typical}, lengths)
         shown |= {"memory": layer_memory(typical, "as converted", lengths), "positions": positions}
         page = recipe_page(title, plan, found.quality(model), held=found, times=times, **shown)
     else:
-        lengths = [n for n in LENGTHS if n <= 2 * max(found.length, 1024)]
+        lengths = [n for n in LENGTHS if n <= 2 * max(found.goal.length, 1024)]
         times = layer_times({"as chosen": typical_layer(plan)}, lengths)
         page = target_page(title, found, times=times, **shown)
     say(f"report: {page.save(path)}")
-
-
-def heads_of(text: str) -> float | str:
-    """The value of --exact-heads: a fraction, or auto."""
-    if text == "auto":
-        return text
-    try:
-        fraction = float(text)
-    except ValueError:
-        fraction = -1.0
-    if not 0 <= fraction <= 1:
-        raise ArgumentError(f"The --exact-heads must be a fraction between 0 and 1, or auto, got {text!r}.")
-    return fraction
 
 
 def save(model: Any, tokenizer: Any, out: Path) -> None:

@@ -89,7 +89,7 @@ def parallel(
 
     Example: `bochner plan parallel --length 1000000 --devices 64 --microseconds 0.5`
     """
-    from bochner.attention.cost import sequence_parallel_cost
+    from bochner.report.parallel import sequence_parallel_cost
 
     for option, value in (("--gigabytes", gigabytes), ("--latency", latency), ("--microseconds", microseconds)):
         if value is not None and not 0 < value < math.inf:
@@ -141,7 +141,7 @@ def shard_seconds(
     import torch.distributed as dist
 
     from bochner._timing import best_times
-    from bochner.attention.cost import SAMPLE
+    from bochner.report.parallel import SAMPLE
     from bochner.attention.parallel import sequence_parallel_attention
     from bochner.maps import feature_map
 

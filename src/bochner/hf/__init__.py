@@ -1,7 +1,7 @@
-"""transformers: register linear attention, convert pretrained models, train new ones, decode in constant memory.
+"""transformers: convert pretrained models, train new ones, decode in constant memory.
 
-`bochner.convert`, `bochner.revert`, `bochner.advise` and `bochner.distill` are the functions most people want; here is
-what they are made of. Nothing needs transformers before it is used.
+`bochner.convert`, `bochner.search`, `bochner.distill` and their settings are what most people want; here is what they
+are made of. Nothing needs transformers before it is used.
 
 >>> import bochner
 >>> bochner.hf.register()  # then attn_implementation="bochner" in any model whose attention can be linear
@@ -9,29 +9,38 @@ what they are made of. Nothing needs transformers before it is used.
 
 from bochner._lazy import lazy
 
-# Names are imported when first asked for: some of their modules need transformers, `advise(q, k, v)` does not.
+# Names are imported when first asked for: some of their modules need transformers, `diagnose(q, k, v)` does not.
 _LAZY = {
+    "Calibration": "config",
+    "Call": "calls",
+    "Conversion": "conversion",
+    "Distillation": "config",
+    "Exact": "fates",
+    "Fate": "fates",
+    "FateModule": "fates",
+    "Hybrid": "fates",
+    "Kernel": "fates",
     "LayerPlan": "plan",
-    "ConversionReport": "convert",
-    "LinearAttention": "layer",
+    "LinearAttention": "attention",
     "Plan": "plan",
+    "Recipe": "config",
     "RecurrentLayer": "cache",
     "RedrawCallback": "train",
-    "TargetReport": "aim",
+    "SearchReport": "search",
+    "Target": "config",
+    "Window": "fates",
     "cache_bytes": "cache",
-    "discover": "capture",
-    "layers_of": "io",
+    "discover": "observe",
+    "layers_of": "interface",
     "parameter_groups": "train",
-    "plan_of": "io",
-    "recording": "capture",
+    "recording": "observe",
     "redraw_": "train",
-    "register": "patches",
-    "relative_errors": "convert",
-    "report_of": "convert",
-    "revert": "convert",
-    "supported": "capture",
+    "register": "interface",
+    "register_fate": "fates",
+    "revert": "conversion",
+    "supported": "interface",
     "trainable_maps_": "train",
-    "unregister": "patches",
+    "upgrade": "legacy",
 }
 __all__ = sorted(_LAZY)
 

@@ -9,28 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, extra, is_int
-from bochner.hf import capture
-from bochner.hf.familiar import note
-from bochner.hf.io import layers_of
-from bochner.hf.layer import CHILD, Call
-from bochner.hf.measure import Samples
+from bochner._checks import BochnerError, extra
+from bochner.hf import observe
+from bochner.hf.attention import CHILD
+from bochner.hf.calibrate import Samples
+from bochner.hf.calls import Call
+from bochner.hf.drift import note
+from bochner.hf.interface import layers_of
 
 NOTED = 16  # batches whose queries and keys are noted again after weights were trained
 
 
-def check_lora(lora: Any, part: str | None = None, end_to_end: int = 1, adapted: bool = False) -> None:
-    """Refuse adapters that cannot be made or would not be trained."""
-    if not is_int(lora) or lora < 0:
-        raise BochnerError(f"The 'lora' of distill must be an int >= 0, the rank of the adapters, got {lora!r}.")
-    if not lora:
-        return
-    if adapted or part is not None or not end_to_end:
-        why = "the model has adapters already" if adapted else ("'part' is trained" if part else "'end_to_end' is 0")
-        raise BochnerError(
-            f"The 'lora' of distill makes adapters, which are trained end to end, and {why}: leave it out."
-        )
-    extra("peft", "train", "The 'lora' of bochner.distill")
+def check_lora(lora: int, adapted: bool) -> None:
+    """Refuse adapters beside those that a model has."""
+    if lora and adapted:
+        raise BochnerError("The model has adapters already: leave out the 'lora' of Distillation, which makes others.")
+    if lora:
+        extra("peft", "train", "The 'lora' of bochner.Distillation")
 
 
 @contextlib.contextmanager
@@ -41,7 +36,7 @@ def adapters(model: Any, rank: int) -> Iterator[None]:
         return
     from transformers.pytorch_utils import Conv1D
 
-    peft = extra("peft", "train", "The 'lora' of bochner.distill")
+    peft = extra("peft", "train", "The 'lora' of bochner.Distillation")
     names = [
         f"{name}.{inner}"
         for name in layers_of(model)
@@ -49,7 +44,9 @@ def adapters(model: Any, rank: int) -> Iterator[None]:
         if isinstance(module, (nn.Linear, Conv1D)) and CHILD not in inner.split(".")
     ]
     if not names:
-        raise BochnerError("The 'lora' of distill finds no projections in the attention modules: use 'part' instead.")
+        raise BochnerError(
+            "The 'lora' of Distillation finds no projections in the attention modules: use 'part' instead."
+        )
     wanted = {name: p.requires_grad for name, p in model.named_parameters()}
     transposed = all(isinstance(model.get_submodule(name), Conv1D) for name in names)
     with torch.random.fork_rng(devices=[]):
@@ -78,9 +75,9 @@ def note_again(model: Any, batches: Sequence[dict[str, Tensor]]) -> None:
         if name in samples:
             samples[name].add(call)
 
-    with capture.recording(model, look):
+    with observe.recording(model, look):
         for batch in batches[:NOTED]:
-            capture.run(model, batch)
+            observe.run(model, batch)
     for name, layer in layers.items():
         before: dict[str, Any] = layer.plan.seen or {}
         note(layer.plan, samples[name].q, samples[name].k)

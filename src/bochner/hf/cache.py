@@ -1,27 +1,22 @@
-"""Decoding in constant memory: a cache layer that holds states instead of keys and values.
+"""Decoding in constant memory: a cache layer that holds the states of the fates instead of keys and values.
 
 The layer's `update` hands the new keys and values back unchanged and waits for the attention call that gets them: the
-call finds its layer by the identity of the key tensor (`layer_of`), advances the states of the linear heads and appends
-to the keys of the exact ones. Below `exact_below` tokens the layer is an ordinary one, with all keys; the call that
-reaches that many gets all of them, to be absorbed. Keys belong to one call, so that any number of threads and models
-may decode at once. Any `DynamicCache` or `StaticCache`, made by `generate` or by the user, gets such layers when the
-first converted module sees it.
+call finds its layer by the identity of the key tensor (`layer_of`) and advances the states. Keys belong to one call, so
+that any number of threads and models may decode at once. Any `DynamicCache` or `StaticCache`, made by `generate` or by
+the user, gets such layers when the first converted module sees it.
 """
 
 from __future__ import annotations
 
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError, extra
-from bochner.attention.state import State
-
-if TYPE_CHECKING:
-    from bochner.hf.plan import LayerPlan
+from bochner.hf.attention import CHILD
 
 extra("transformers", "hf", "bochner.hf")
 from transformers.cache_utils import (  # noqa: E402
@@ -31,8 +26,6 @@ from transformers.cache_utils import (  # noqa: E402
     EncoderDecoderCache,
     StaticLayer,
 )
-
-GROWTH = 256  # tokens by which the keys of exact heads grow at a time
 
 
 class Waiting:
@@ -73,20 +66,15 @@ def layer_of(key: Tensor) -> RecurrentLayer | None:
 
 
 class RecurrentLayer(CacheLayerMixin):
-    """The cache of one converted attention module: a state per kind of linear head, keys of the exact heads only.
-
-    `exact_below`: until there are so many tokens, all keys and values, as the attention before conversion has them.
-    """
+    """The cache of one converted attention module: a state for every part of its `LinearAttention`."""
 
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, exact_below: int = 0, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.exact_below = exact_below
         self.seen = 0
-        self.states: dict[str, State] = {}
-        self.filled = 0
+        self.states: dict[str, Any] = {}
         self.handed_out: Tensor | None = None
         self.is_initialized = True
 
@@ -100,44 +88,13 @@ class RecurrentLayer(CacheLayerMixin):
                 "The keys that this cache handed out last did not reach the attention function: the model changes them "
                 "after the cache, or the call was interrupted; use a new cache, or use_cache=False."
             )
-        short = self.seen < self.exact_below
         self.seen += key_states.shape[-2]
-        if short:
-            if self.keys is not None and self.values is not None:
-                key_states = torch.cat([self.keys, key_states], dim=-2)
-                value_states = torch.cat([self.values, value_states], dim=-2)
-            if self.seen < self.exact_below:
-                self.keys, self.values = key_states, value_states
-                return key_states, value_states
-            self.keys = self.values = None  # the attention call that gets them now absorbs them
         waiting.add(self, key_states)
         return key_states, value_states
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (b, g, n, .) of the exact heads; returns all of them so far."""
-        n = key.shape[-2]
-        if self.keys is None or self.values is None:
-            self.keys, self.values = (t.new_empty(*t.shape[:2], 0, t.shape[-1]) for t in (key, value))
-        if self.filled + n > self.keys.shape[-2]:
-            room = -(-(self.filled + n) // GROWTH) * GROWTH - self.filled
-            self.keys, self.values = (
-                torch.cat([old[..., : self.filled, :], old.new_zeros(*old.shape[:2], room, old.shape[-1])], dim=-2)
-                for old in (self.keys, self.values)
-            )
-        self.keys[..., self.filled : self.filled + n, :] = key
-        self.values[..., self.filled : self.filled + n, :] = value
-        self.filled += n
-        return self.keys[..., : self.filled, :], self.values[..., : self.filled, :]
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the linear heads: they do not grow."""
-        return sum(state.nbytes for state in self.states.values())
-
     @property
     def nbytes(self) -> int:
-        kept = sum(t.numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
-        return kept + self.state_bytes
+        return sum(int(state.nbytes) for state in self.states.values())
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + query_length, 0
@@ -152,8 +109,7 @@ class RecurrentLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.keys = self.values = None
-        self.states, self.seen, self.filled, self.handed_out = {}, 0, 0, None
+        self.states, self.seen, self.handed_out = {}, 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
@@ -179,29 +135,23 @@ class RecurrentLayer(CacheLayerMixin):
 
     def _select(self, f: Any) -> None:
         """Apply f to every tensor; all have the batch in front."""
-        self.states = {kind: state.map(f) for kind, state in self.states.items()}
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = f(self.keys), f(self.values)
+        self.states = {name: state.map(f) for name, state in self.states.items()}
 
 
-def install_hook(module: nn.Module, index: int, plan: LayerPlan) -> Any:
-    """Before each call of an attention module, make the cache layer it will use a recurrent one; returns the handle.
+def prepare_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before each call of an attention module, make the cache layer that it will use a recurrent one.
 
-    `plan`: that of the module's attention, whose border may change.
+    A forward pre-hook. It is a function of the module and what the module holds, so that copies and pickles of a
+    converted model decode by their own plans.
     """
-
-    def prepare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, (Cache, EncoderDecoderCache))), None)
-        if cache is None:
-            return
-        if isinstance(cache, EncoderDecoderCache):
-            cache = cache.self_attention_cache
-        make_recurrent(cache, index, plan.exact_below)
-
-    return module.register_forward_pre_hook(prepare, with_kwargs=True)
+    child: Any = module._modules[CHILD]
+    cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, (Cache, EncoderDecoderCache))), None)
+    if cache is not None:
+        cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        make_recurrent(cache, child.cache_index)
 
 
-def make_recurrent(cache: Cache, index: int, exact_below: int = 0) -> None:
+def make_recurrent(cache: Cache, index: int) -> None:
     """Put a recurrent layer in place `index` of a cache, unless it is there already."""
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= index:
@@ -219,7 +169,7 @@ def make_recurrent(cache: Cache, index: int, exact_below: int = 0) -> None:
         raise BochnerError(
             "This cache holds keys and values of another attention; start from an empty cache with a converted model."
         )
-    cache.layers[index] = RecurrentLayer(exact_below)
+    cache.layers[index] = RecurrentLayer()
 
 
 def cache_bytes(cache: Any) -> int:

@@ -5,7 +5,7 @@ attention gives the same outputs on the same queries, keys and values. Layers do
 can be stopped and resumed at any layer. Then end to end: the hidden states of the whole converted model are fitted to
 those of the original, so that errors are weighed by what they do later. No labels are needed, only text. In place of
 that the second stage can lower the model's own loss, of the maps and of the adapters of PEFT together. All of it is
-done with every call converted, also of texts that are below the border (`exact_below`).
+done with every row converted, also those that stay exact otherwise (`exact_below`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,16 +23,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, extra, one_of, positive_float, positive_int
+from bochner._checks import BochnerError, extra
 from bochner._progress import speaker
-from bochner.hf import capture, inputs
+from bochner.hf import inputs, legacy, observe
 from bochner.hf.adapters import adapters, check_lora, note_again
-from bochner.hf.io import layers_of
-from bochner.hf.judge import gives_distributions, pooled, rows_of
-from bochner.hf.layer import CHILD, Call, LinearAttention, all_converted
-from bochner.hf.measure import HeadErrors, error_on
+from bochner.hf.attention import CHILD, LinearAttention
+from bochner.hf.calibrate import HeadErrors, error_on
+from bochner.hf.calls import Call
+from bochner.hf.config import Calibration, Distillation
+from bochner.hf.evaluate import is_language_model, kind_of, pooled, rows_of
+from bochner.hf.interface import layers_of, unwrap
 from bochner.maps.landmark import LandmarkFeatures
 
+PATIENCE = 3  # checks of a layer without progress after which it is left
+MAX_LENGTH = 256  # tokens that texts are cut to, unless their Calibration says otherwise
+PLAIN = Distillation()
 MEMORY = 2**31  # bytes of queries, keys and values held at a time
 
 
@@ -81,71 +86,62 @@ class DistillReport:
         return "\n".join(lines)
 
 
-def distill(
-    model: Any,
-    calibration: Any,
-    *,
-    steps: int = 60,
-    lr: float = 2e-3,
-    projections: bool = True,
-    layers: Sequence[str] | None = None,
-    patience: int = 3,
-    end_to_end: int = 60,
-    end_to_end_lr: float = 1e-3,
-    loss: str = "outputs",
-    part: str | None = None,
-    lora: int = 0,
-    seconds: float | None = None,
-    checkpoint: str | Path | None = None,
-    tokenizer: Any = None,
-    max_length: int = 256,
-    batch_size: int = 8,
-    progress: bool = False,
-) -> DistillReport:
+def distill(model: Any, data: Any, how: Distillation = PLAIN, *, progress: bool | None = None, **old: Any) -> Any:
     """Train the maps of a converted model on unlabelled data, in place; returns what it did, layer by layer.
 
-    `model`: a converted one, also inside a PeftModel. `calibration`: texts (with `tokenizer`) or batches; the last
-    eighth is kept for validation, and each layer keeps the state that was best on it. `steps`, `lr`: Adam steps per
-    layer; rates of landmark maps and of the model's own parameters are in units of the size of each row. `projections`:
-    also learn the frequencies, which makes a random map a learned one. `layers`: names of attention modules; default
-    all. `patience`: stop a layer after so many checks without progress.
-    `end_to_end`, `end_to_end_lr`: steps of a second stage through the whole model, 0 for none, which needs no gradients
-    through it. `loss`: what it lowers, the distance of hidden states and `"outputs"` from the original's, or the loss
-    of the `"model"` itself, by the `labels` of the batches or, in a causal language model without any, of the next
-    tokens. `part`: what it trains beside the maps: by default the adapters of a PeftModel and of others nothing
-    (`"maps"`), or a regular expression over parameter names (`revert` does not restore those). `lora`: the rank of
-    adapters that are made for it (by peft) beside all projections of the attention and become a part of the weights at
-    the end; a PeftModel has its own.
-    `seconds`: a time limit, the first stage having half of it. `checkpoint`: a directory; what is there is taken up,
-    and every finished layer is written to it.
+    `model`: a converted one, also inside a PeftModel. `data`: texts, batches or a `Calibration`; the last eighth is
+    held back for validation, and each layer keeps the state that was best on it. `how`: a `Distillation`. With
+    `loss="model"` the second stage lowers the model's own loss, by the `labels` of the batches or, in a causal language
+    model without any, of the next tokens. What is trained besides the maps is not restored by `revert`.
 
     Maps stay what they are in every other respect: `save_pretrained`, decoding and `revert` work as before.
     """
-    training = _Training(steps, lr, patience, projections, _Clock(seconds), speaker(progress))
-    one_of(loss, "loss", "distill", ("outputs", "model"))
+    if old:
+        how, data = legacy.distillation(how, data, old)
+    if not isinstance(how, Distillation):
+        raise BochnerError(f"The 'how' of distill must be a bochner.Distillation, got {type(how).__name__}.")
+    return train(model, data, how, progress=progress)
+
+
+def train(model: Any, data: Any, how: Distillation, *, progress: bool | None = None) -> DistillReport:
+    """The same, behind the checks of old arguments."""
+    first = _Training(how.steps, how.rate, PATIENCE, _Clock(how.seconds), speaker(progress))
     adapted = hasattr(model, "get_base_model")
-    check_lora(lora, part, end_to_end, adapted)
-    model, tokenizer = capture.unwrap(model, tokenizer)
+    check_lora(how.lora, adapted)
+    model, tokenizer = unwrap(model)
     attached = layers_of(model)
-    names = list(attached) if layers is None else list(layers)
-    for name in names:
-        if name not in attached:
-            raise BochnerError(f"There is no converted attention module {name!r}; the names are {sorted(attached)}.")
-    sizes: dict[str, Any] = {"max_length": max_length, "batch_size": batch_size}
-    batches = inputs.batches(calibration, tokenizer, model=model, labels=True, **sizes)
+    given = Calibration.of(data, tokenizer)
+    sizes: dict[str, Any] = {"max_length": given.max_length or MAX_LENGTH, "batch_size": given.batch_size}
+    batches = inputs.batches(given.data, given.tokenizer, model=model, labels=True, **sizes)
     if len(batches) < 2:
         raise BochnerError("distill needs at least two batches, one of them for validation; give more texts.")
     labels = [batch.pop("labels", None) for batch in batches]
-    own = _OwnLoss(model, batches, labels) if loss == "model" and end_to_end else None
-    later = replace(training, steps=end_to_end, lr=end_to_end_lr, patience=end_to_end) if end_to_end else None
-    with all_converted(attached), adapters(model, lora):
-        trained = _trained(model, part, adapted or lora > 0)
-        mapped = [name for name in (attached if end_to_end else names) if len(attached[name].map_norm)]
-        if not mapped and not (end_to_end and trained):
-            told = "Nothing was distilled: no head of the model has a map, and nothing else is trained."
-            return DistillReport(note=told)
-        store = _Checkpoint(checkpoint, attached)
-        return _both_stages(model, names, batches, own, trained, store, training, later)
+    own = _OwnLoss(model, batches, labels) if how.loss == "model" and how.end_to_end else None
+    second = None
+    if how.end_to_end:
+        second = replace(first, steps=how.end_to_end, lr=how.rate / 2, patience=how.end_to_end)
+    with all_converted(attached), adapters(model, how.lora):
+        trained = _trained(model, how.part, adapted or how.lora > 0)
+        mapped = [name for name, layer in attached.items() if layer.plan.has_map]
+        if not mapped and not (second and trained):
+            return DistillReport(
+                note="Nothing was distilled: no head of the model has a map, and nothing else is trained."
+            )
+        store = _Checkpoint(how.checkpoint, attached)
+        return _both_stages(model, mapped, batches, own, trained, store, first, second)
+
+
+@contextlib.contextmanager
+def all_converted(layers: Mapping[str, LinearAttention]) -> Iterator[None]:
+    """No row stays exact for a while: short texts would train nothing."""
+    borders = {name: layer.plan.exact_below for name, layer in layers.items()}
+    for layer in layers.values():
+        layer.plan.exact_below = 0
+    try:
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.plan.exact_below = borders[name]
 
 
 def _both_stages(
@@ -198,7 +194,7 @@ def _fit_layers(
 ) -> Iterator[LayerReport]:
     """Fit layer by layer, those of a checkpoint as they are there, until a share of the time is over."""
     attached = layers_of(model)
-    for group in _groups([n for n in names if len(attached[n].map_norm)], model, batches):
+    for group in _groups(names, model, batches):
         restored = {name: store.restore(name) for name in group}
         yield from (done for done in restored.values() if done is not None)
         pending = [name for name, done in restored.items() if done is None]
@@ -223,7 +219,7 @@ def _trained(model: Any, part: str | None, adapted: bool) -> list[nn.Parameter]:
         return []
     found = [p for n, p in own.items() if re.search(part, n)]
     if not found:
-        raise BochnerError(f"The 'part' of distill, {part!r}, matches no parameter of the model.")
+        raise BochnerError(f"The 'part' of Distillation, {part!r}, matches no parameter of the model.")
     return found
 
 
@@ -234,14 +230,8 @@ class _Training:
     steps: int
     lr: float
     patience: int
-    projections: bool
     clock: _Clock
     say: Callable[[str], None]
-
-    def __post_init__(self) -> None:
-        positive_int(self.steps, "steps", "distill")
-        positive_float(self.lr, "lr", "distill")
-        positive_int(self.patience, "patience", "distill")
 
     def descend(
         self,
@@ -254,7 +244,7 @@ class _Training:
 
         `units`: what the rate of each parameter is relative to; Adam itself takes steps of one size.
         """
-        if not parameters:  # maps of which nothing can be trained, with projections=False
+        if not parameters:  # maps of which nothing can be trained
             return (now := measure()), now, 0
         optimizer = torch.optim.Adam(parameters, lr=self.lr, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps, eta_min=self.lr / 10)
@@ -296,25 +286,22 @@ def _fit_layer(
     def measure() -> float:
         return error_on(validation, layer).mean().item()
 
-    parameters = layer.open_(projections=training.projections)
+    parameters = layer.unfreeze_(projections=True)
     try:
-        before, after, steps = training.descend(parameters, _units(layer), loss, measure)
+        before, after, steps = training.descend(parameters, _units(layer, parameters), loss, measure)
     finally:
-        layer.close_()
+        layer.freeze_()
     return LayerReport(name, before, after, steps, time.monotonic() - start)
 
 
-def _units(layer: LinearAttention) -> list[Tensor]:
+def _units(layer: LinearAttention, parameters: Sequence[Tensor]) -> list[Tensor]:
     """What the rates of a layer's parameters are relative to: in landmark maps the size of each row, elsewhere 1.
 
     Coefficients of landmarks that few rows are near are larger than others by orders of magnitude.
     """
-    maps = [layer.map_of(kind) for kind in layer.map_norm]
-    return [
-        row_sizes(p) if isinstance(phi, LandmarkFeatures) else torch.ones_like(p)
-        for phi in maps
-        for p in phi.parameters()
-    ]
+    maps = [m for m in layer.modules() if isinstance(m, LandmarkFeatures)]
+    landmarks = {id(p) for phi in maps for p in phi.parameters()}
+    return [row_sizes(p) if id(p) in landmarks else torch.ones_like(p) for p in parameters]
 
 
 def row_sizes(p: Tensor) -> Tensor:
@@ -331,9 +318,9 @@ def _records(model: Any, names: Iterable[str], batches: Sequence[dict[str, Tenso
         if name in found:
             found[name].append(call)
 
-    with capture.recording(model, look):
+    with observe.recording(model, look):
         for batch in batches:
-            capture.run(model, batch)
+            observe.run(model, batch)
     return found
 
 
@@ -368,15 +355,15 @@ class _Outputs(NamedTuple):
 
 def _outputs(model: Any, batch: dict[str, Tensor], *, original: bool = False) -> _Outputs:
     """The outputs of a converted model; with `original`, those of exact attention."""
-    watch = capture.recording(model, lambda name, call: None) if original else contextlib.nullcontext()
+    watch = observe.recording(model, lambda name, call: None) if original else contextlib.nullcontext()
     asked: dict[str, Any] = {**batch, "output_hidden_states": True}
     with watch:
-        out = capture.run(model, asked, gradient=torch.is_grad_enabled() and not original)
+        out = observe.run(model, asked, gradient=torch.is_grad_enabled() and not original)
     names = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
     hidden = tuple(h for name in names for h in (getattr(out, name, None) or ())[1:])
     rows = rows_of(model, batch, out[0])
     seen = torch.ones(out[0].shape[:2], dtype=torch.bool, device=out[0].device) if rows is None else rows
-    return _Outputs(out[0], hidden, seen, gives_distributions(model, out))
+    return _Outputs(out[0], hidden, seen, kind_of(model, out) == "distributions")
 
 
 def _loss(out: _Outputs, target: _Outputs, batch: dict[str, Tensor]) -> Tensor:
@@ -423,25 +410,19 @@ class _OwnLoss:
         causal = _predicts_next_tokens(model)
         if not causal and any(x is None for x in labels):
             raise BochnerError(
-                f"The 'loss' of distill is that of the model, and {type(model).__name__} needs 'labels' for it: put "
-                "them into the batches of 'calibration', or take loss='outputs'."
+                f"The 'loss' of Distillation is the model's, and {type(model).__name__} needs 'labels' for it: put "
+                "them into the batches of 'data', or take loss='outputs'."
             )
         own = [_next_labels(b) if x is None else x for b, x in zip(batches, labels, strict=True)]
         self.batches = [{**b, "labels": x} for b, x in zip(batches, own, strict=True)]
 
     def __call__(self, index: int) -> Tensor:
-        loss: Tensor = capture.run(self.model, self.batches[index], gradient=torch.is_grad_enabled()).loss
+        loss: Tensor = observe.run(self.model, self.batches[index], gradient=torch.is_grad_enabled()).loss
         return loss
 
 
-def _gives_logits(model: Any) -> bool:
-    return hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
-
-
 def _predicts_next_tokens(model: Any) -> bool:
-    """Whether it is a causal language model and nothing else."""
-    causal = all(layer.plan.is_causal for layer in layers_of(model).values())
-    return causal and _gives_logits(model) and not getattr(model.config, "is_encoder_decoder", False)
+    return is_language_model(model, {name: layer.plan for name, layer in layers_of(model).items()})
 
 
 def _next_labels(batch: dict[str, Tensor]) -> Tensor:
@@ -487,8 +468,9 @@ def _fit_model(
     parameters = list(trained)
     units = [row_sizes(p) for p in parameters]
     for layer in layers_of(model).values():
-        parameters += layer.open_(projections=training.projections)
-        units += _units(layer)
+        own = layer.unfreeze_(projections=True)
+        parameters += own
+        units += _units(layer, own)
     open_ids = {id(p) for p in parameters}
 
     @torch.no_grad()
@@ -505,7 +487,7 @@ def _fit_model(
         return training.descend(parameters, units, lambda step: objective(step % (count - held)), measure)[:2]
     finally:
         for layer in layers_of(model).values():
-            layer.close_()
+            layer.freeze_()
         model.train(was_training)
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, positive_int
-from bochner.hf.original import transformers_module
+from bochner._checks import BochnerError, extra, positive_int
 
 POSITION_NAMES = ("posit", "wpe")  # of tables of positions, in all families
 SENSES = (
@@ -82,7 +81,7 @@ def batches(
         return tokenized(items, tokenizer, model, min(max_length, most), batch_size)
     if not all(hasattr(b, "keys") for b in items):
         kinds = sorted({type(b).__name__ for b in items})
-        raise BochnerError(f"The 'calibration' must be texts or batches (dicts of tensors), got {', '.join(kinds)}.")
+        raise BochnerError(f"The 'data' must be texts or batches (dicts of tensors), got {', '.join(kinds)}.")
     found = [with_decoder_inputs(model, as_tensors(model, dict(b))) for b in items]
     check(model, found)
     return [{k: v for k, v in b.items() if labels or k != "labels"} for b in found]
@@ -101,11 +100,11 @@ def listed(calibration: Any, model: Any = None) -> list[Any]:
         shown = type(calibration).__name__ if items is None else f"a list of {type(items[0]).__name__}s"
         name = getattr(model, "main_input_name", "input_ids")
         raise BochnerError(
-            f"The 'calibration' must be texts or batches, dicts of tensors by the names of the model's inputs, got "
+            f"The 'data' must be texts or batches, dicts of tensors by the names of the model's inputs, got "
             f"{shown}: name them, as in {{{name!r}: x}}."
         )
     if not items:
-        raise BochnerError("The 'calibration' is empty; give some texts of the kind the model will see.")
+        raise BochnerError("The 'data' is empty; give some texts of the kind the model will see.")
     return items
 
 
@@ -140,7 +139,7 @@ def as_tensors(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
             value = _as_tensor(value)
             if value is None and name in _parameters(model):
                 raise BochnerError(
-                    f"The {name!r} of a batch of 'calibration' must be a tensor or an array of numbers: pad its rows "
+                    f"The {name!r} of a batch of 'data' must be a tensor or an array of numbers: pad its rows "
                     "to one length, as a tokenizer does with padding=True."
                 )
         if isinstance(value, Tensor):
@@ -148,7 +147,7 @@ def as_tensors(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
     inputs = [value for name, value in found.items() if name != "labels"]
     if not inputs:
         raise BochnerError(
-            f"A batch of 'calibration' holds no inputs, but {sorted(batch)}: give dicts of tensors, as in "
+            f"A batch of 'data' holds no inputs, but {sorted(batch)}: give dicts of tensors, as in "
             f"{{{getattr(model, 'main_input_name', 'input_ids')!r}: x}}."
         )
     return {name: x[None] if x.ndim == 1 and inputs[0].ndim == 1 else x for name, x in found.items()}
@@ -214,7 +213,7 @@ def _start_token(model: Any) -> int:
             if token is not None:
                 return int(token)
     raise BochnerError(
-        f"The batches of 'calibration' need inputs for the decoder of {type(model).__name__}: add 'decoder_input_ids' "
+        f"The batches of 'data' need inputs for the decoder of {type(model).__name__}: add 'decoder_input_ids' "
         "or 'labels'."
     )
 
@@ -226,7 +225,7 @@ def check(model: Any, data: Sequence[dict[str, Tensor]]) -> None:
         for name, most in limits.items():
             if name in batch and batch[name].ndim == 2 and batch[name].shape[1] > most:
                 raise BochnerError(
-                    f"The {name!r} of a batch of 'calibration' have {batch[name].shape[1]} tokens, and "
+                    f"The {name!r} of a batch of 'data' have {batch[name].shape[1]} tokens, and "
                     f"{type(model).__name__} has positions for {most}: cut them."
                 )
         ids = batch.get("input_ids")
@@ -235,7 +234,7 @@ def check(model: Any, data: Sequence[dict[str, Tensor]]) -> None:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= words.num_embeddings:
             raise BochnerError(
-                f"The 'input_ids' of a batch of 'calibration' must be in [0, {words.num_embeddings}), the tokens of "
+                f"The 'input_ids' of a batch of 'data' must be in [0, {words.num_embeddings}), the tokens of "
                 f"{type(model).__name__}, got {low} to {high}: take the model's own tokenizer."
             )
 
@@ -250,6 +249,6 @@ def _tokenizer_beside(model: Any) -> Any:
     if not path:
         return None
     try:
-        return transformers_module().AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return extra("transformers", "hf", "bochner.hf").AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception:  # whatever is wrong with it, the caller is told to pass one
         return None

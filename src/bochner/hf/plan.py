@@ -1,35 +1,30 @@
-"""The plan of a conversion: for every layer and head, what computes its attention."""
+"""The plan of a conversion: for every layer and key head, what computes its attention."""
 
 from __future__ import annotations
 
 import copy
 import json
-from dataclasses import asdict, dataclass, field, replace
+from collections import Counter
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bochner._checks import BochnerError, one_of, positive_int
-from bochner.maps import named
+from bochner._checks import BochnerError, is_int, positive_int
+from bochner.hf.fates import EXACT, FATES, Fate, Hybrid, Kernel, Window, fate_from_dict
 
-FORMAT = 3
-KINDS = ("exact", "window", "hybrid", "kernel")
-WINDOW_KINDS = ("block", "sliding")
-LETTERS = dict(zip(KINDS, "EWHK", strict=True))
+FORMAT = 4
 
 
 @dataclass
 class LayerPlan:
-    """One attention module: its shape, what each query head becomes, and the map of its linear heads.
+    """One attention module: its shape, and the fate of each key head.
 
-    `kinds`, one per query head: `"exact"` softmax; `"window"`, exact in the window and on the sinks and nothing else;
-    `"hybrid"`, the same with the kernel elsewhere; `"kernel"` alone. `window_kind`: as in `linear_attention`.
-    `scores`: how high each head's attention peaks outside window and sinks (decoders: how much higher on repeated
-    text), where it was measured. `train`: the learned parts of the maps are parameters that are to be trained.
-    `exact_below`: calls with fewer keys are left to the attention that the module had before. A layer with exact heads
-    only is left to it altogether; `reason` says why, and `limit` how many keys it keeps if it has a window of its own.
-    `seen`: what the calibration data looked like (`bochner.hf.familiar`).
+    `reason`: why a layer stays as it was, where it must; `limit`: how many keys it holds if it has a window of its own.
+    `trainable`: the learned parts of the maps are parameters that are to be trained. `exact_below`: rows that see fewer
+    keys stay exact; those of encoders count the keys of their sequence. `scores`: how much each key head retrieves,
+    where it was measured. `seen`: what the calibration data looked like (`bochner.hf.drift`).
     """
 
     name: str
@@ -37,109 +32,81 @@ class LayerPlan:
     num_kv_heads: int
     head_dim: int
     value_dim: int
-    kinds: list[str]
-    window: int | None = None
-    sinks: int = 0
-    window_kind: str = "block"
-    feature_map: str = "calibrated"
-    num_features: int = 128
-    options: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
+    fates: list[Fate]
     is_causal: bool = False
     is_cross: bool = False
-    scores: list[float] | None = None
-    train: bool = False
+    seed: int = 0
+    trainable: bool = False
     exact_below: int = 0
     reason: str = ""
     limit: int = 0
+    scores: list[float] | None = None
     seen: dict[str, Any] | None = None
 
     def check(self) -> LayerPlan:
         owner = f"the plan of {self.name!r}"
-        for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim", "num_features"):
+        for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim"):
             positive_int(getattr(self, name), name, owner)
-        if len(self.kinds) != self.num_heads:
-            raise BochnerError(f"The 'kinds' of {owner} must name {self.num_heads} heads, got {len(self.kinds)}.")
-        for kind in self.kinds:
-            one_of(kind, "kinds", owner, KINDS)
-        if self.window is not None:
-            positive_int(self.window, "window", owner)
-        one_of(self.window_kind, "window_kind", owner, WINDOW_KINDS)
-        if not self.untouched:
-            named(self.feature_map, owner)
-        functions = [name for name, value in self.options.items() if callable(value)]
-        if functions:
-            raise BochnerError(
-                f"The option {functions[0]!r} of {owner} is a function, which no config.json can hold; give the name "
-                "of one of torch.nn.functional, or use the map in bochner.nn."
-            )
-        if self.exact_below < 0:
-            raise BochnerError(f"The 'exact_below' of {owner} must be at least 0, got {self.exact_below}.")
+        if len(self.fates) != self.num_kv_heads or not all(isinstance(fate, Fate) for fate in self.fates):
+            raise BochnerError(f"The 'fates' of {owner} must be {self.num_kv_heads} fates, one for each key head.")
+        if not is_int(self.exact_below) or self.exact_below < 0:
+            raise BochnerError(f"The 'exact_below' of {owner} must be an int >= 0, got {self.exact_below!r}.")
         if self.reason and not self.untouched:
-            raise BochnerError(f"{owner} must have exact heads only: {self.reason}.")
-        if self.sinks < 0:
-            raise BochnerError(f"The 'sinks' of {owner} must be at least 0, got {self.sinks}.")
-        near = self.window is not None or self.sinks > 0
-        if not near and {"window", "hybrid"} & set(self.kinds):
-            raise BochnerError(f"{owner} has heads with a window but neither 'window' nor 'sinks'; set one of them.")
-        if self.is_cross and self.window is not None and {"window", "hybrid"} & set(self.kinds):
-            raise BochnerError(f"{owner} is cross-attention, which has no local window; use kind 'kernel' or 'exact'.")
+            raise BochnerError(f"The heads of {self.name!r} must stay exact: {self.reason}.")
+        for fate in self.fates:
+            fate.check(self)
         return self
 
     @property
     def untouched(self) -> bool:
         """Whether nothing of the layer is converted."""
-        return all(kind == "exact" for kind in self.kinds)
+        return all(fate == EXACT for fate in self.fates)
 
     @property
-    def near(self) -> dict[str, Any]:
-        """The keywords of `linear_attention` that say what is attended to exactly."""
-        return {"window": self.window, "sinks": self.sinks, "window_kind": self.window_kind}
-
-    @property
-    def reach(self) -> int:
-        """How many keys a window holds at most: blocks hold the one before the present one, too."""
-        return (self.window or 0) * (2 if self.window_kind == "block" else 1)
+    def has_map(self) -> bool:
+        return any(fate.has_map for fate in self.fates)
 
     @property
     def group(self) -> int:
+        """Query heads per key head."""
         return self.num_heads // self.num_kv_heads
 
-    def kv_heads_of(self, kind: str) -> list[int]:
-        """The key heads that have a query head of this kind."""
-        return sorted({h // self.group for h, k in enumerate(self.kinds) if k == kind})
+    def heads_of(self, name: str) -> list[int]:
+        """The key heads with a fate of this name."""
+        return [g for g, fate in enumerate(self.fates) if fate.name == name]
 
     def cache_bytes(self, length: int, *, element_size: int = 4, converted: bool = True) -> int:
-        """Bytes that decoding keeps for one sequence of `length` tokens.
+        """Bytes that decoding holds for one sequence of `length` tokens.
 
-        Encoders keep nothing, and cross-attention its keys whatever becomes of it.
+        Encoders hold nothing, and cross-attention its keys whatever becomes of it.
         """
-        per_token = (self.head_dim + self.value_dim) * element_size
         if not self.is_causal and not self.is_cross:
             return 0
-        if not converted or self.is_cross or self.untouched or length < self.exact_below:
-            return self.num_kv_heads * per_token * (min(length, self.limit) if self.limit else length)
-        total = len(self.kv_heads_of("exact")) * per_token * length
-        for kind in ("window", "hybrid", "kernel"):
-            heads = len(self.kv_heads_of(kind))
-            if kind != "kernel":
-                total += heads * per_token * (self.reach + self.sinks)
-            if kind != "window":
-                total += heads * self.sums * 4
-        return total
+        plain = not converted or self.is_cross or length < self.exact_below
+        fates = [EXACT] * self.num_kv_heads if plain else self.fates
+        return sum(fate.cache_bytes(self, length, element_size) for fate in fates)
 
-    @property
-    def sums(self) -> int:
-        """Numbers in the kernel's state of one key head."""
-        if self.feature_map == "moments":
-            return (self.head_dim + 1) * self.options.get("num_groups", 1) * (self.value_dim + 1 + self.head_dim)
-        return self.num_features * (self.value_dim + 1)
+    def to_dict(self) -> dict[str, Any]:
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "fates"}
+        kinds = list(dict.fromkeys(self.fates))
+        return {**plain, "fates": [f.to_dict() for f in kinds], "heads": [kinds.index(f) for f in self.fates]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> LayerPlan:
+        data = dict(data)
+        kinds = [fate_from_dict(x) for x in data.pop("fates")]
+        return cls(fates=[kinds[i] for i in data.pop("heads")], **data)
+
+    def __str__(self) -> str:
+        if self.untouched:
+            return "as it was" + (f": {self.reason}" if self.reason else "")
+        return "; ".join(_described(fate) for fate in dict.fromkeys(self.fates) if fate != EXACT)
 
 
 class Fitted(NamedTuple):
-    """The maps of a layer, and the plan of it that they were fitted for."""
+    """The maps of a layer, and the fates that they were fitted for."""
 
-    layer: LayerPlan
+    fates: list[Fate]
     tensors: dict[str, Tensor]
 
 
@@ -150,9 +117,9 @@ class Plan:
     `fit_length`: the tokens of the texts that a search has fitted maps to; `maps`: these maps, by the layer's name,
     which are not saved with the plan.
 
-    >>> layer = LayerPlan("layers.0.self_attn", 2, 1, 4, 4, ["exact", "hybrid"], window=8, sinks=1, num_features=16)
-    >>> print(Plan([layer]))
-    Plan: 1 layers, 2 heads: 1 exact, 1 hybrid
+    >>> fates = [EXACT, Hybrid(8, 1, num_features=16)]
+    >>> print(Plan([LayerPlan("layers.0.self_attn", 2, 2, 4, 4, fates)]))
+    Plan: 1 layer, 2 key heads: 1 exact, 1 hybrid
       layers.0.self_attn  EH  block window 8, sinks 1, calibrated m=16
     """
 
@@ -168,28 +135,22 @@ class Plan:
             layer.check()
 
     def __str__(self) -> str:
-        counts = {k: sum(layer.kinds.count(k) for layer in self.layers) for k in KINDS}
-        total = sum(counts.values())
-        found = ", ".join(f"{n} {k}" for k, n in counts.items() if n)
-        lines = [f"Plan: {len(self.layers)} layers, {total} heads: {found}"]
+        counts = Counter(fate.name for layer in self.layers for fate in layer.fates)
+        found = ", ".join(f"{counts[name]} {name}" for name in FATES if counts[name])
+        s = "s" * (len(self.layers) != 1)
+        lines = [f"Plan: {len(self.layers)} layer{s}, {sum(counts.values())} key heads: {found}"]
         width = max(len(layer.name) for layer in self.layers)
         for layer in self.layers:
-            heads = "".join(LETTERS[k] for k in layer.kinds)
-            block = "block " if layer.window_kind == "block" and layer.window else ""
-            near = f"{block}window {layer.window}, sinks {layer.sinks}, " if layer.window or layer.sinks else ""
-            what = "as it was" + f": {layer.reason}" * bool(layer.reason)
-            if not layer.untouched:
-                mapped = {"hybrid", "kernel"} & set(layer.kinds)
-                what = near + (f"{layer.feature_map} m={layer.num_features}" if mapped else "no kernel")
-            lines.append(f"  {layer.name.ljust(width)}  {heads}  {what}" + (" (cross)" if layer.is_cross else ""))
-        lengths = sorted({layer.exact_below for layer in self.layers if not layer.untouched} - {0})
+            heads = "".join(fate.letter for fate in layer.fates)
+            lines.append(f"  {layer.name.ljust(width)}  {heads}  {layer}" + (" (cross)" if layer.is_cross else ""))
+        lengths = sorted({layer.exact_below for layer in self.converted} - {0})
         if lengths:
-            lines.append(f"  as it was below {' or '.join(map(str, lengths))} tokens")
+            lines.append(f"  rows that see fewer than {' or '.join(map(str, lengths))} keys stay exact")
         return "\n".join(lines)
 
-    def count(self, kind: str) -> int:
-        """How many query heads are of this kind."""
-        return sum(layer.kinds.count(one_of(kind, "kind", "Plan.count", KINDS)) for layer in self.layers)
+    def count(self, name: str) -> int:
+        """How many query heads have a fate of this name."""
+        return sum(layer.group * len(layer.heads_of(name)) for layer in self.layers)
 
     @property
     def num_heads(self) -> int:
@@ -201,41 +162,38 @@ class Plan:
         return [layer for layer in self.layers if not layer.untouched]
 
     def cache_bytes(self, length: int, *, element_size: int = 4, converted: bool = True) -> int:
-        """Bytes that decoding keeps for one sequence of `length` tokens, converted or as before."""
+        """Bytes that decoding holds for one sequence of `length` tokens, converted or as before."""
         return sum(x.cache_bytes(length, element_size=element_size, converted=converted) for x in self.layers)
 
     def fitted(self, layer: LayerPlan) -> dict[str, Tensor] | None:
-        """The maps that the plan brings for a layer, unless that was changed since."""
+        """The maps that the plan brings for a layer, unless its fates were changed since."""
         known = self.maps.get(layer.name)
-        same = known is not None and replace(known.layer, exact_below=0) == replace(layer, exact_below=0)
-        return known.tensors if known is not None and same else None
+        return known.tensors if known is not None and known.fates == layer.fates else None
 
     def copy(self) -> Plan:
         return copy.deepcopy(self)
 
     def to_dict(self) -> dict[str, Any]:
-        fitted = {"fit_length": self.fit_length} if self.fit_length else {}
-        layers = [asdict(layer) for layer in self.layers]
-        return {"format": FORMAT, "model_type": self.model_type, **fitted, "layers": layers}
+        layers = [layer.to_dict() for layer in self.layers]
+        return {"format": FORMAT, "model_type": self.model_type, "fit_length": self.fit_length, "layers": layers}
 
     @classmethod
-    def from_dict(cls, d: Any) -> Plan:
-        if not isinstance(d, dict) or "layers" not in d:
+    def from_dict(cls, data: Any) -> Plan:
+        if not isinstance(data, dict) or "layers" not in data:
+            raise BochnerError("This is not a plan: it has no 'layers'. Plans are made by convert and search.")
+        if data.get("format") not in range(1, FORMAT + 1):
             raise BochnerError(
-                "This is not a plan: it has no 'layers'. Plans are made by convert and saved by Plan.save."
-            )
-        if d.get("format") not in (1, 2, FORMAT):
-            raise BochnerError(
-                f"The plan has format {d.get('format')!r}, this version reads formats 1 to {FORMAT}; convert the "
+                f"The plan has format {data.get('format')!r}, this version reads formats 1 to {FORMAT}; convert the "
                 "original model again."
             )
-        # Format 2 knew no 'exact_below', which is 0 where it is missing; format 1 knew sliding windows only.
-        old = {"window_kind": "sliding"} if d["format"] == 1 else {}
+        layers = data["layers"]
         try:
-            layers = [LayerPlan(**{**old, **layer}) for layer in d["layers"]]
-        except TypeError as error:
+            if data["format"] < FORMAT:
+                layers = [_of_old_format(layer, data["format"]) for layer in layers]
+            made = [LayerPlan.from_dict(layer) for layer in layers]
+        except (KeyError, TypeError, IndexError) as error:
             raise BochnerError(f"The plan has unknown or missing fields: {error}.") from error
-        return cls(layers, d.get("model_type", ""), d.get("fit_length", 0))
+        return cls(made, data.get("model_type", ""), data.get("fit_length", 0))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -248,3 +206,46 @@ class Plan:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, json.JSONDecodeError) as error:
             raise BochnerError(f"No plan could be read from {str(path)!r}: {error}.") from error
+
+
+def _described(fate: Fate) -> str:
+    """The settings of a fate in words."""
+    words = []
+    if isinstance(fate, Window):
+        kind = f"{fate.window_kind} window {fate.window}, " if fate.window else ""
+        words.append(f"{kind}sinks {fate.sinks}")
+    if isinstance(fate, (Kernel, Hybrid)):
+        words.append(f"{fate.feature_map} m={fate.num_features}")
+    if type(fate) is Window:
+        words.append("no kernel")
+    return ", ".join(words) or str(fate)
+
+
+def _of_old_format(layer: dict[str, Any], version: int) -> dict[str, Any]:
+    """A layer of formats 1 to 3, which had one kind for each query head and one window and map for the layer."""
+    layer = dict(layer)
+    group = layer["num_heads"] // layer["num_kv_heads"]
+    kinds = layer.pop("kinds")
+    near = {name: layer.pop(name, default) for name, default in (("window", None), ("sinks", 0))}
+    near["window_kind"] = "sliding" if version == 1 else layer.pop("window_kind", "block")
+    layer.pop("window_kind", None)
+    mapped = {name: layer.pop(name) for name in ("feature_map", "num_features") if name in layer}
+    mapped["options"] = tuple(sorted(layer.pop("options", {}).items()))
+    made = {
+        "exact": lambda: EXACT,
+        "window": lambda: Window(**near),
+        "hybrid": lambda: Hybrid(**near, **mapped),
+        "kernel": lambda: Kernel(**mapped),
+    }
+    if any(len(set(kinds[g * group : (g + 1) * group])) > 1 for g in range(layer["num_kv_heads"])):
+        raise BochnerError(
+            f"The plan of {layer['name']!r} comes from an older version and mixes kinds within a group of query heads, "
+            "which share their keys; convert the original model again."
+        )
+    if layer.get("scores"):
+        layer["scores"] = [sum(layer["scores"][g * group : (g + 1) * group]) for g in range(layer["num_kv_heads"])]
+    layer["trainable"] = layer.pop("train", False)
+    names = list(dict.fromkeys(kinds[::group]))
+    layer["fates"] = [made[name]().to_dict() for name in names]
+    layer["heads"] = [names.index(name) for name in kinds[::group]]
+    return layer

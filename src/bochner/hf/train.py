@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from bochner._checks import BochnerError, extra, positive_int, spawn_seed
-from bochner.hf.io import layers_of
+from bochner.hf.interface import layers_of
+from bochner.maps.base import FeatureMap
 from bochner.nn import parameter_groups as parameter_groups
 
 extra("transformers", "hf", "bochner.hf")
@@ -19,11 +20,11 @@ def trainable_maps_(model: Any, *, projections: bool = False) -> list[nn.Paramet
 
     Random frequencies stay buffers unless `projections`. All are named under `linear_attn.map_norm`, which trainers
     leave out of weight decay and PEFT can be told to train by `modules_to_save=["linear_attn"]`. A model converted with
-    `train=True` has this done already, and is saved and loaded that way.
+    `trainable=True` has this done already, and is saved and loaded that way.
     """
     found = []
     for layer in layers_of(model).values():
-        found += layer.open_(projections=projections)
+        found += layer.unfreeze_(projections=projections)
     if not found:
         raise BochnerError(
             "The maps of this model have nothing to learn; convert it with 'calibrated' or a learned map."
@@ -38,8 +39,10 @@ def redraw_(model: Any, step: int, *, seed: int = 0) -> Any:
     Calibration and learned parts stay; frequencies that were made trainable are learned parts and stay too.
     """
     for i, layer in enumerate(layers_of(model).values()):
-        for j, kind in enumerate(layer.map_norm):
-            phi = layer.map_of(kind)
+        maps = [
+            phi for phi in (getattr(part, "phi", None) for part in layer.parts.values()) if isinstance(phi, FeatureMap)
+        ]
+        for j, phi in enumerate(maps):
             if not any(p.requires_grad for n, p in phi.named_parameters() if "projection" in n):
                 phi.redraw_(seed=spawn_seed(seed, step, i, j))
     return model

@@ -81,14 +81,19 @@ class Exponent(NamedTuple):
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """z (..., n, d), the row term and |z|^2 (..., n, 1)."""
-        t = x if self.centre is None else x - self.centre.to(x.dtype).unsqueeze(-2)
-        z = t if self.basis is None else t @ self.basis.to(x.dtype).mT
+        z = self.inner(x)
         square = squared_norm(z)
         constant = self.constant.to(x.dtype) if isinstance(self.constant, Tensor) else self.constant
-        row = constant - self.half * square
+        row = torch.rsub(square, constant, alpha=self.half)
         if self.tilt is not None:
+            t = x if self.centre is None else x - self.centre.to(x.dtype).unsqueeze(-2)
             row = row + t @ self.tilt.to(x.dtype).unsqueeze(-1)
         return z, row, square
+
+    def inner(self, x: Tensor) -> Tensor:
+        """z (..., n, d)."""
+        t = x if self.centre is None else x - self.centre.to(x.dtype).unsqueeze(-2)
+        return t if self.basis is None else t @ self.basis.to(x.dtype).mT
 
     def logits(self, z: Tensor) -> Tensor:
         """`w_i . z + offset_i`, (..., n, m)."""
@@ -367,6 +372,8 @@ class ProjectedFeatures(FeatureMap):
 
 def squared_norm(x: Tensor) -> Tensor:
     """|x|^2 of each row, (..., n, 1)."""
+    if not x.requires_grad:
+        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
     if is_composed():
         return x.square().sum(-1, keepdim=True)
     result: Tensor = _SquaredNorm.apply(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bochner._timing import best_times
-from bochner.hf.cost import random_call
-from bochner.hf.layer import LinearAttention, exact
+from bochner.hf.attention import LinearAttention
+from bochner.hf.calls import exact
 from bochner.hf.plan import LayerPlan, Plan
+from bochner.hf.search.options import random_call
 from bochner.report import Number, Report
 from bochner.report.charts import line_chart
 
@@ -104,9 +106,10 @@ def crossing(times: Times, name: str) -> float | None:
 
 
 def typical_layer(plan: Plan) -> LayerPlan:
-    """The layer whose kinds of heads are the most common in a plan."""
-    converted = plan.converted or plan.layers
-    return max(converted, key=lambda layer: sum(sorted(layer.kinds) == sorted(other.kinds) for other in converted))
+    """The layer whose fates are the most common in a plan."""
+    layers = plan.converted or plan.layers
+    counts = [Counter(layer.fates) for layer in layers]
+    return layers[max(range(len(layers)), key=lambda i: counts.count(counts[i]))]
 
 
 def add_speed(
@@ -147,10 +150,7 @@ def positions_sentence(positions: int) -> str:
 
 
 def border_sentence(border: int) -> str:
-    return (
-        f"Below {border:,} tokens ('exact_below') the model is the original, bit by bit; what is kept was measured "
-        "without that border."
-    )
+    return f"Rows that see fewer than {border:,} keys ('exact_below') stay exact; quality was measured without it."
 
 
 def crossing_sentence(where: float | None, times: Times, name: str) -> str:

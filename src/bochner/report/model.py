@@ -9,12 +9,18 @@ from typing import Any
 
 import torch
 
-from bochner.hf import capture, inputs, io
-from bochner.hf.aim import TargetReport, is_language_model, target_data
-from bochner.hf.judge import Judge, Language, Outputs, Quality
-from bochner.hf.layer import Call, all_converted
-from bochner.hf.measure import Far, HeadErrors, attention_weights
+from bochner.hf import inputs
+from bochner.hf.calibrate import Far, HeadErrors, attention_weights
+from bochner.hf.calls import Call
+from bochner.hf.config import Calibration, Target
+from bochner.hf.distill import all_converted
+from bochner.hf.evaluate import Quality
+from bochner.hf.interface import layers_of
+from bochner.hf.observe import discover, recording, run
 from bochner.hf.plan import Plan
+from bochner.hf.search import SearchReport
+from bochner.hf.search.texts import batches_for, settle
+from bochner.hf.search.verify import Verifier
 from bochner.report import Number, Report
 from bochner.report.charts import frontier_chart
 from bochner.report.cost import Times, add_memory, add_speed, memory_number
@@ -33,9 +39,9 @@ def head_pictures(
     The weights of linear attention are its outputs for values that are unit vectors. Of a model with more than
     `most_heads` heads some layers are shown, spread evenly from the first to the last, and the caption says so.
     """
-    layers = io.layers_of(model)
+    layers = layers_of(model)
     shown = spread(list(layers), [layer.plan.num_heads for layer in layers.values()], most_heads)
-    places = {layer.name: i for i, layer in enumerate(io.plan_of(model).layers)}
+    places = {name: i for i, name in enumerate(layers)}
     batch = inputs.batches([text], tokenizer, model=model, max_length=max_tokens)[0]
     numbers: list[int] = []
     found = HeadPictures([], [], [], [], [], layers=numbers)
@@ -50,9 +56,9 @@ def head_pictures(
         found.errors.append(HeadErrors().add(call, layers[name](call)).relative().tolist())
         numbers.append(places[name])
 
-    # A short text lies below the border from which a model is converted, and would show the original twice.
-    with all_converted(layers), capture.recording(model, look):
-        capture.run(model, batch)
+    # The rows of a short text may stay exact, and would show the original twice.
+    with all_converted(layers), recording(model, look):
+        run(model, batch)
     ids = batch["input_ids"][0].tolist()
     pieces = tokenizer.convert_ids_to_tokens(ids)
     # WordPiece marks what continues a word, byte-level BPE and SentencePiece what begins one.
@@ -122,29 +128,30 @@ class Place:
             texts = f'import pathlib\n\ntexts = pathlib.Path({self.text!r}).read_text(encoding="utf-8").split("\\n\\n")'
         return (
             "If a little more quality matters, distill it, and save it again.",
-            f"{texts}\nbochner.distill(model, texts, tokenizer=tokenizer, batch_size=4)\n"
+            f"{texts}\nbochner.distill(model, bochner.Calibration(texts, tokenizer, batch_size=4))\n"
             f"model.save_pretrained({self.saved!r})",
         )
 
 
 def target_page(
     title: str,
-    report: TargetReport,
+    report: SearchReport,
     *,
     times: Times,
     place: Place,
     pictures: HeadPictures | None = None,
     source: str = "",
 ) -> Report:
-    """What `advise` and `convert(keep=...)` found, as a page."""
+    """What a search for a target found, as a page."""
     page = Report(title)
-    plan, length, quality = report.plan, report.length, report.final
-    meant = f"of the quality at {report.verified_length:,} tokens, {_figures(quality.figures)}"
-    timed = f"exact attention's, all layers at {length:,} tokens"
+    plan, length, verdict = report.plan, report.goal.length, report.final
+    quality = verdict.quality
+    meant = f"of the quality at {verdict.length:,} tokens, {_figures(quality.figures)}"
+    timed = f"the original's: the whole model at {verdict.length:,} tokens"
     numbers = [
-        Number("kept", f"{quality.kept:.1%}", meant),
+        Number("kept", f"{quality.retained:.1%}", meant),
         memory_number(plan, length),
-        Number("time", _times(report.time_share), timed + (", beyond its positions" if report.beyond else "")),
+        Number("time", _times(verdict.time_share), timed),
     ]
     page.verdict(_target_verdict(report), numbers, good=report.worthwhile and not report.beyond)
     page.steps(_steps(report, place))
@@ -154,22 +161,22 @@ def target_page(
     # Candidates may have as many linear heads as another, and differ in their kinds: the number tells them apart.
     points = {
         f"{i}: {c.plan.num_heads - c.plan.count('exact')} of {c.plan.num_heads} heads linear": c
-        for i, c in enumerate(report.candidates, 1)
+        for i, c in enumerate(report.frontier, 1)
     }
     chosen = list(points)[report.chosen]
     by_memory = any(layer.is_causal for layer in plan.layers)
-    for wanted, label, cost in (
-        (by_memory, f"memory of the cache at {length:,} tokens, share", lambda c: c.memory),
-        (True, f"seconds of all attention at {length:,} tokens", lambda c: c.attention_seconds),
-    ):
-        if wanted:
-            found = {n: (cost(c), 1 - c.quality.kept) for n, c in points.items()}
-            page.figure(
-                frontier_chart("what is lost, by cost", found, x_label=label, y_label="share lost", chosen=chosen)
-            )
+    costs = (
+        {f"memory of the cache at {length:,} tokens, share": [c.memory for c in report.frontier]} if by_memory else {}
+    )
+    if all(c.attention is not None for c in report.frontier):
+        costs[f"time of all attention at {length:,} tokens, share"] = [c.attention or 0.0 for c in report.frontier]
+    for label, cost in costs.items():
+        lost = [1 - c.quality.retained for c in report.frontier]
+        found = dict(zip(points, zip(cost, lost, strict=True), strict=True))
+        page.figure(frontier_chart("what is lost, by cost", found, x_label=label, y_label="share lost", chosen=chosen))
     page.text(
-        "Every point was measured on text for choosing; the chosen one again on text held back. They are numbered "
-        "in the order of the table under All figures.",
+        "Every point was measured on the choice texts; the chosen one again on texts that the search never used. They "
+        "are numbered in the order of the table under All figures.",
         note=True,
     )
     add_speed(page, times, ["as chosen"], border=_border(plan), positions=report.positions)
@@ -181,26 +188,28 @@ def target_page(
     return page.code(str(plan), "The plan, head by head").code(str(report), "All figures")
 
 
-def _target_verdict(report: TargetReport) -> str:
+def _target_verdict(report: SearchReport) -> str:
     if not report.worthwhile:
         return "Do not convert it as it is: " + (
             report.reasons[0] if report.reasons else "nothing cheaper keeps the target."
         )
-    plan, memory = report.plan, report.candidates[report.chosen].memory
+    plan, goal, final = report.plan, report.goal, report.final
     linear = plan.num_heads - plan.count("exact")
-    saves = f"{report.time_share:.2f} of the time"
-    if report.minimize == "memory":
-        saves = f"{memory:.2f} of the memory and {saves}"
-    asked = "" if report.keep is None else f" (asked: {report.keep:.1%})"
+    saves = f"its attention takes {report.time_share:.0%} of the time at {goal.length:,} tokens"
+    if goal.by_memory:
+        saves = f"decoding takes {report.memory:.0%} of the memory at {goal.length:,} tokens"
+        if final.time_share > 1:
+            saves += f", and {final.time_share:.2f} times the time"
+    asked = "" if goal.keep is None else f" (asked: {goal.keep:.1%})"
     keeps = "keeps, trained," if report.trained else "keeps"
     found = (
-        f"{linear} of {plan.num_heads} heads can be linear and the model {keeps} {report.final.kept:.1%} of its "
-        f"quality{asked}, verified{_alone(report.final.figures)} on held-back texts of "
-        f"{report.verified_length:,} tokens; its attention takes {saves} at {report.length:,} tokens."
+        f"{linear} of {plan.num_heads} heads can be linear and the model {keeps} {final.quality.retained:.1%} of its "
+        f"quality{asked}, verified{_alone(final.quality.figures)} on held-back texts of "
+        f"{final.length:,} tokens; {saves}."
     )
     if report.beyond:
         return (
-            f"Not at {report.length:,} tokens as it is: the model has positions for {report.positions:,}. With more of "
+            f"Not at {goal.length:,} tokens as it is: the model has positions for {report.positions:,}. With more of "
             f"them, {found}"
         )
     return f"Convert it: {found}"
@@ -211,21 +220,17 @@ class Held:
 
     def __init__(self, model: Any, tokenizer: Any, texts: Sequence[str]) -> None:
         self.count = len(texts)
-        data = target_data(model, texts, tokenizer, None, batch_size=4)
-        shapes = capture.discover(model, inputs.first_row(data[0]))
-        self.judge: Judge
-        if is_language_model(model, shapes):
-            tokens = torch.cat([batch["input_ids"][0] for batch in data])
-            self.length = min(len(tokens), inputs.positions(model).get("input_ids", len(tokens)))
-            self.judge = Language(model, tokens, GOOD, self.length)
-        else:
-            self.judge = Outputs(model, data, GOOD)
-            self.length = max(batch["input_ids"].shape[1] for batch in data)
+        data = batches_for(model, Calibration(texts, tokenizer, batch_size=4), Target())
+        shapes = discover(model, inputs.first_row(data[0]))
+        goal = settle(Target(length=sum(batch["input_ids"].numel() for batch in data)), model, shapes, data)
+        held = torch.cat([batch["input_ids"][0] for batch in data]) if goal.is_language else data
+        self.verifier = Verifier(model, held, goal, shapes, lambda text: None)
+        self.length = self.verifier.length
 
     def quality(self, model: Any) -> Quality:
-        """What the converted model keeps, at every length."""
-        with torch.no_grad(), all_converted(io.layers_of(model)):
-            return self.judge.quality(lambda batch: capture.run(model, batch))
+        """What the converted model keeps, every row of it converted."""
+        with all_converted(layers_of(model)):
+            return self.verifier.look(model).quality
 
     def __str__(self) -> str:
         return f"{self.count} texts, up to {self.length:,} tokens at a time,"
@@ -249,7 +254,7 @@ def recipe_page(
     Speed is stated at the longest of the `times` that the model has `positions` for.
     """
     page = Report(title)
-    linear, kept = plan.num_heads - plan.count("exact"), max(0.0, quality.kept)
+    linear, kept = plan.num_heads - plan.count("exact"), max(0.0, quality.retained)
     length = max((n for n in times if positions is None or n <= positions), default=min(times))
     ratio, border = times[length]["as converted"] / times[length]["exact"], _border(plan)
     speed = f"one layer of attention takes {ratio:.2f} of the time of exact attention at {length:,} tokens"
@@ -263,10 +268,10 @@ def recipe_page(
             memory_number(plan, length),
             Number("time", _times(ratio), f"exact attention's, one layer at {length:,} tokens"),
         ],
-        good=quality.kept >= GOOD and bool(linear) and ratio < 1,
+        good=quality.retained >= GOOD and bool(linear) and ratio < 1,
     )
     steps = [place.load(), place.distill()]
-    if quality.kept < GOOD or not linear:
+    if quality.retained < GOOD or not linear:
         steps.insert(0, ("Let a search find what keeps more, head by head.", place.convert("--keep 0.99")))
     page.steps(steps)
     if pictures is not None:
@@ -299,17 +304,17 @@ def _alone(figures: Mapping[str, float]) -> str:
     return " by cosine alone" if set(figures) == {"cosine"} else ""
 
 
-def _steps(report: TargetReport, place: Place) -> list[tuple[str, str]]:
-    again = f"bochner advise {shlex.quote(place.name)} {{}} --length {{}}{place.options}"
-    shares = {"keep": report.keep, "memory": report.memory}
+def _steps(report: SearchReport, place: Place) -> list[tuple[str, str]]:
+    again = f"bochner search {shlex.quote(place.name)} {{}} --length {{}}{place.options}"
+    shares, length = {"keep": report.goal.keep, "memory": report.goal.memory}, report.goal.length
     asked = " ".join(f"--{name} {share:g}" for name, share in shares.items() if share is not None)
     if report.beyond:
         ask = ("Ask at a length that the model has positions for.", again.format(asked, report.positions))
         longer = ("Or extend its positions first, by training it on longer texts.", "")
         return [ask, longer]
     if not report.worthwhile:
-        less = again.format(f"--keep {max(0.5, (report.keep or 1) - 0.02):.2f}", report.length)
+        less = again.format(f"--keep {max(0.5, (report.goal.keep or 1) - 0.02):.2f}", length)
         return [("Ask for less, or for shorter sequences.", less)]
     done = [place.load(), place.distill()]
-    goal = f"{asked} --length {report.length}"
+    goal = f"{asked} --length {length}"
     return done if place.out else [("Convert it and save it.", place.convert(goal)), *done]

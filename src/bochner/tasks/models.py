@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from bochner._checks import ArgumentError, extra, positive_int
-from bochner.hf.convert import convert
-from bochner.hf.original import Mask
+from bochner.hf.config import Recipe
+from bochner.hf.conversion import convert
+from bochner.hf.masks import Mask
 from bochner.maps import FEATURE_MAPS, feature_map
 from bochner.tasks import peers
 from bochner.tasks.base import IGNORE, PAD, Preset, Task
@@ -269,13 +270,18 @@ def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: 
         size = preset.width // preset.heads
         peers.attach(model, lambda _: peers.Favor(size, attention.features, task.is_causal))
     elif attention.is_ours:
-        more: dict[str, Any] = {"train": True, "seed": seed, "options": dict(attention.options)}
-        if attention.window:
-            more |= {"window": attention.window, "window_kind": "block"}
+        recipe = Recipe(
+            attention.feature_map,
+            attention.features or 1,
+            window=attention.window or None,
+            trainable=True,
+            options=dict(attention.options),
+        )
+        inputs = None
         if task.kind == "ctc":  # what goes in cannot be told from the config
-            more["calibration"] = {"input_features": torch.randn(8, 512, config.encoder_config.num_mel_bins)}
+            inputs = {"input_features": torch.randn(8, 512, config.encoder_config.num_mel_bins)}
             plain_masks_(model)
-        convert(model, attention.feature_map, attention.features or 1, **more)
+        convert(model, recipe, inputs, seed=seed)
     if pooled:
         width = preset.width * (2 if attention.name == "reformer" else 1)  # its two streams side by side
         common: tuple[Any, ...] = (model, preset.pooling, width, task.classes)

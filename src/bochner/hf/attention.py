@@ -1,0 +1,147 @@
+"""What `convert` attaches to an attention module: its plan, and a module for each fate that its key heads have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from bochner._checks import spawn_seed
+from bochner.hf.calls import Call, exact, one_by_one
+from bochner.hf.fates import FATES, FateModule, Keys, with_keys
+from bochner.hf.plan import LayerPlan
+
+if TYPE_CHECKING:
+    from bochner.hf.cache import RecurrentLayer
+
+CHILD = "linear_attn"  # the name under which an attention module holds its `LinearAttention`
+PENDING = "pending"  # in a cache: the keys of a sequence that is still below `exact_below`
+
+
+class LinearAttention(nn.Module):
+    """Attention of one module by its plan: the key heads of each fate run together, then the heads are put back.
+
+    `original`: the attention implementation that the module had before, for layers that stay as they were. With
+    `plan.trainable` the learned parts of the maps are parameters that require gradients, else nothing does.
+    """
+
+    def __init__(self, plan: LayerPlan, original: str = "sdpa") -> None:
+        super().__init__()
+        self.plan, self.original = plan.check(), original
+        self.drift: Any = None  # a `drift.Alarm`, that of the model it is attached to
+        groups: dict[Any, list[int]] = {}
+        for g, fate in enumerate(plan.fates):
+            groups.setdefault(fate.shared(), []).append(g)
+        order = [name for name, cls in FATES.items() if cls.has_map]
+        parts: dict[str, FateModule] = {}
+        for fate, heads in groups.items():
+            name = fate.name if fate.name not in parts else f"{fate.name}_{len(parts) + 1}"
+            seed = spawn_seed(plan.seed, order.index(fate.name)) if fate.has_map else 0
+            parts[name] = plan.fates[heads[0]].build(plan, heads, seed)
+        # Trainers leave parameters under a name ending in "_norm" out of weight decay, where learned maps belong.
+        self.map_norm = nn.ModuleDict(parts)
+        placed = [g * plan.group + i for heads in groups.values() for g in heads for i in range(plan.group)]
+        self.order = [placed.index(h) for h in range(plan.num_heads)]
+        self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        self.freeze_()
+        if plan.trainable:
+            self.unfreeze_()
+
+    @property
+    def parts(self) -> dict[str, FateModule]:
+        return dict(self.map_norm.items())  # type: ignore[arg-type]
+
+    def unfreeze_(self, *, projections: bool = False) -> list[nn.Parameter]:
+        """Make the learned parts of the maps parameters that require gradients; returns them.
+
+        With `projections` random frequencies are learned as well.
+        """
+        self.trained = True
+        return [p for part in self.parts.values() for p in part.learned(projections)]
+
+    def freeze_(self) -> None:
+        """Back to what the plan says of training."""
+        self.trained = self.plan.trainable
+        self.requires_grad_(self.plan.trainable)
+
+    def fit(self, samples: Any) -> None:
+        """Calibrate all maps on what was seen of the layer."""
+        for part in self.parts.values():
+            part.fit(samples)
+
+    def forward(self, call: Call, cache: RecurrentLayer | None = None) -> Tensor:
+        """(b, h, n, v). With a cache, key and value are those it has not seen and `padding` is that of all keys."""
+        if call.segments is not None:
+            return one_by_one(call, self)
+        if cache is not None:
+            return self._decode(call, cache)
+        out = self._together([part(self._of(call, part.heads)) for part in self.parts.values()])
+        return self._exact_where_few(call, out) if self.plan.exact_below and not self.trained else out
+
+    def _exact_where_few(self, call: Call, out: Tensor) -> Tensor:
+        """Exact rows where fewer keys than `exact_below` are seen."""
+        border, n = self.plan.exact_below, call.query.shape[-2]
+        first = call.key.shape[-2] - n  # rows before these queries
+        if call.padding is None and call.is_causal:
+            rows = max(0, min(n, border - 1 - first))
+            short = call._replace(query=call.query[..., :rows, :], **_first_keys(call, first + rows))
+            return out if not rows else torch.cat([exact(short), out[..., rows:, :]], dim=-2)
+        if call.padding is None:
+            return exact(call) if call.key.shape[-2] < border else out
+        return torch.where((call.counts() < border)[:, None, :, None], exact(call), out)
+
+    def _decode(self, call: Call, cache: RecurrentLayer) -> Tensor:
+        if self.plan.exact_below and (cache.states.get(PENDING) is not None or not cache.states):
+            return self._decode_below(call, cache)
+        return self._advance(call, cache)
+
+    def _advance(self, call: Call, cache: RecurrentLayer) -> Tensor:
+        outs = []
+        for name, part in self.parts.items():
+            out, cache.states[name] = part.decode(self._of(call, part.heads), cache.states.get(name))
+            outs.append(out)
+        return self._together(outs)
+
+    def _decode_below(self, call: Call, cache: RecurrentLayer) -> Tensor:
+        """Rows behind all keys, which are absorbed when every sequence of the batch has reached `exact_below`."""
+        keys: Keys = with_keys(cache.states.get(PENDING), call.key, call.value)
+        key, value = keys.held
+        whole = call._replace(key=key, value=value)
+        out = self(whole)
+        cache.states[PENDING] = keys
+        if int(whole.counts()[:, -1].min()) >= self.plan.exact_below - 1:
+            del cache.states[PENDING]
+            self._advance(whole._replace(query=whole.query[..., -1:, :]), cache)
+        return out
+
+    def _of(self, call: Call, heads: list[int]) -> Call:
+        """The call with some key heads and their query heads."""
+        group = self.plan.group
+        if len(heads) == self.plan.num_kv_heads:
+            return call
+        rows = tuple(g * group + i for g in heads for i in range(group))
+        query = call.query.index_select(1, self._index(rows, call.query.device))
+        mine = self._index(tuple(heads), call.key.device)
+        key, value = call.key.index_select(1, mine), call.value.index_select(1, mine)
+        sinks = None if call.sink_logits is None else call.sink_logits[self._index(rows, call.query.device)]
+        return call._replace(query=query, key=key, value=value, sink_logits=sinks)
+
+    def _together(self, outs: list[Tensor]) -> Tensor:
+        """The heads of all parts in the model's order."""
+        if len(outs) == 1:
+            return outs[0]
+        out = torch.cat(outs, dim=1)
+        in_order = self.order == list(range(self.plan.num_heads))
+        return out if in_order else out.index_select(1, self._index(tuple(self.order), out.device))
+
+    def _index(self, places: tuple[int, ...], device: torch.device) -> Tensor:
+        # Not buffers: models built on the meta device would leave those that are not saved without values.
+        key = (places, device)
+        if key not in self._indices:
+            self._indices[key] = torch.tensor(places, device=device)
+        return self._indices[key]
+
+
+def _first_keys(call: Call, count: int) -> dict[str, Tensor]:
+    return {"key": call.key[..., :count, :], "value": call.value[..., :count, :]}

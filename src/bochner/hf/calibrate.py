@@ -1,0 +1,421 @@
+"""What attention looks like on calibration data: samples for fitting maps, errors of heads, and which heads retrieve.
+
+The error of linear attention is a sum over pairs of (attention weight)^2 times the relative variance of their kernel
+estimate, so the moments that `calibrated` is fitted to weigh pairs by the attention they get: half of the weight is
+the softmax, half is uniform. With an exact window only pairs outside it count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bochner.attention.layout import leading
+from bochner.hf import inputs
+from bochner.hf.calls import Call, exact
+from bochner.moments import PairMoments
+
+ROWS = 4096  # keys of each head that maps are fitted to: more of them change the fits by less than their noise
+LOOKED = 1024  # queries of a sequence that are looked at, from all over it: what they attend to is (queries, keys)
+PROBE, PROBES = 120, 3  # tokens of a passage, and number of probes, for finding heads that retrieve
+GATES = (0.1, 0.5, 0.9)  # where the gradient of the heads' gates is taken
+Attention = Callable[[Call], Tensor]
+
+
+class HeadErrors:
+    """The one measure of error: |out - exact| / |exact| of each head's output, over all rows that are not padding.
+
+    >>> q, k, v = (torch.ones(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), torch.tensor([[[[1.0], [3.0]]]]))
+    >>> call = Call(q, k, v, False, None, 1.0)  # every query gets the mean of the values, 2
+    >>> HeadErrors().add(call, torch.full((1, 1, 2, 1), 3.0)).relative()
+    tensor([0.5000], dtype=torch.float64)
+    """
+
+    def __init__(self) -> None:
+        self.error: Any = 0.0
+        self.size: Any = 0.0
+
+    def add(self, call: Call, out: Tensor, truth: Tensor | None = None) -> HeadErrors:
+        """Count the output (b, h, n, v) of one call; `truth` if it is known already."""
+        truth = exact(call) if truth is None else truth
+        error, size = (out - truth).double(), truth.double()
+        if call.padding is not None and call.padding.shape[1] == truth.shape[-2]:
+            keep = ~call.padding[:, None, :, None]
+            error, size = error * keep, size * keep
+        self.error = self.error + error.square().sum((0, 2, 3))
+        self.size = self.size + size.square().sum((0, 2, 3))
+        return self
+
+    def squared(self) -> Tensor:
+        """Squares of the relative errors, (h,); what distillation minimises."""
+        return self.error / self.size.clamp_min(1e-30)
+
+    def relative(self) -> Tensor:
+        """Relative errors, (h,)."""
+        return self.squared().sqrt()
+
+
+@torch.no_grad()
+def error_on(calls: Iterable[Call], attention: Attention) -> Tensor:
+    """Relative error of each head of `attention` over some calls, (h,)."""
+    found = HeadErrors()
+    for call in calls:
+        found.add(call, attention(call))
+    return found.relative()
+
+
+def head_errors(model: Any, layers: Mapping[str, Attention], data: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Relative error of each head of some modules, on the inputs that exact attention sees."""
+    found = option_errors(model, {name: {"": layer} for name, layer in layers.items()}, data)
+    return {name: errors[""].relative().cpu() for name, errors in found.items()}
+
+
+def option_errors(
+    model: Any,
+    options: Mapping[str, Mapping[Any, Attention]],
+    data: Sequence[dict[str, Any]],
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, dict[Any, HeadErrors]]:
+    """Errors of each head of some modules under each of several attentions, by the module's name; one pass."""
+    from bochner.hf.observe import recording, run
+
+    found = {name: {key: HeadErrors() for key in several} for name, several in options.items()}
+
+    @torch.no_grad()
+    def look(name: str, call: Call) -> Tensor | None:
+        if name not in options:
+            return None
+        truth = exact(call)
+        for key, attention in options[name].items():
+            found[name][key].add(call, attention(call), truth)
+        return truth
+
+    with recording(model, look):
+        for i, batch in enumerate(data):
+            say(f"measuring errors, batch {i + 1} of {len(data)}")
+            run(model, batch)
+    return {name: e for name, e in found.items() if all(isinstance(x.error, Tensor) for x in e.values())}
+
+
+@dataclass
+class Far:
+    """Which pairs of a call are allowed, and which of those lie outside window and sinks: (b, 1, n, s) bool."""
+
+    allowed: Tensor
+    far: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        window: int | None = None,
+        sinks: int = 0,
+        window_kind: str = "block",
+        rows: Tensor | None = None,
+    ) -> Far:
+        """Of all queries of a call, or of some `rows` of them."""
+        n, s = call.query.shape[-2], call.key.shape[-2]
+        rows = torch.arange(n, device=call.key.device) if rows is None else rows
+        i = (s - n + rows)[:, None]
+        j = torch.arange(s, device=call.key.device)[None, :]
+        allowed = (j <= i if call.is_causal else torch.ones_like(j <= i))[None, None]
+        if call.padding is not None:
+            keep = ~call.padding[:, None, None, :]
+            live = keep.mT[..., rows, :] if n == s else torch.ones_like(keep[..., :1])
+            allowed = allowed & keep & live
+        allowed = allowed.expand(call.query.shape[0], 1, len(rows), s)
+        far = allowed
+        if window is not None and window_kind == "block":  # counted from the first unpadded key
+            lead = 0 if call.padding is None else leading(call.padding)[:, None, None, None]
+            far = far & (((i - lead) // window - (j - lead) // window).abs() > 1)
+        elif window is not None:
+            far = far & ((i - j).abs() >= window)
+        if sinks:
+            first = (allowed.any(-2, keepdim=True).cumsum(-1) <= sinks) & allowed.any(-2, keepdim=True)
+            far = far & ~first
+        return cls(allowed, far)
+
+
+def attention_weights(call: Call, allowed: Tensor) -> Tensor:
+    """The softmax weights (b, h, n, s) in float32; rows that see nothing are zero."""
+    key = call.key.repeat_interleave(call.group, dim=1)
+    logits = ((call.query.float() @ key.float().mT) * call.scale).masked_fill(~allowed, -torch.inf)
+    if call.sink_logits is not None:
+        sink = call.sink_logits.float()[:, None, None].expand(*logits.shape[:-1], 1)
+        return torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
+    return logits.softmax(-1).nan_to_num(0.0)
+
+
+def far_pairs(call: Call, weights: Tensor, far: Far) -> PairMoments:
+    """Moments of the pairs outside the window, half by attention and half uniform, per key head.
+
+    As in `CalibratedFeatures.calibrate_`, but under the call's own masks.
+    """
+    b, h, n, d = call.query.shape
+    g, root = call.key.shape[1], call.scale**0.5
+    q = (call.query.float() * root).reshape(b, g, -1, d)  # the query heads of a group, one after another
+    k = call.key.float() * root
+    uniform = far.far.expand(b, h, n, -1)
+    attended = weights * uniform
+    share = attended.sum((0, 2, 3), keepdim=True) / uniform.sum((0, 2, 3), keepdim=True).clamp_min(1)
+    w = (attended + share * uniform).reshape(b, g, -1, k.shape[-2])  # (b, g, h/g n, s)
+    sums = [PairMoments.of(x, y, u) for x, y, u in zip(q, k, w, strict=True)]
+    first = sums[0]
+    for other in sums[1:]:
+        first = first + other
+    return PairMoments(*(t.double() for t in first[:-1]), rows=int(far.allowed.any(-1).sum()))
+
+
+@dataclass
+class HeadStatistics:
+    """Per query head, averaged over rows: what its attention looks like."""
+
+    rows: Any = 0.0
+    peak: Any = 0.0
+    mass: Any = 0.0
+    entropy: Any = 0.0
+    query_norm: Any = 0.0
+    key_norm: Any = 0.0
+    logit: Any = 0.0
+
+    def add(self, call: Call, weights: Tensor, far: Far) -> None:
+        outside = weights * far.far
+        root = call.scale**0.5
+        self.rows += far.allowed.any(-1).sum().item()
+        self.peak = self.peak + outside.amax(-1).double().sum((0, 2))
+        self.mass = self.mass + outside.sum(-1).double().sum((0, 2))
+        self.entropy = self.entropy + torch.special.entr(weights).sum(-1).double().sum((0, 2))
+        live = far.allowed.any(-1, keepdim=True)
+        norms = call.query.float().norm(dim=-1) * live.squeeze(-1) * root
+        self.query_norm = self.query_norm + norms.double().sum((0, 2))
+        seen = far.allowed.any(-2)
+        norms = call.key.float().norm(dim=-1) * seen * root
+        share = live.sum() / seen.sum()
+        self.key_norm = self.key_norm + (norms.double().sum((0, 2)) * share).repeat_interleave(call.group)
+        key = call.key.repeat_interleave(call.group, dim=1)
+        logits = (call.query.float() @ key.float().mT * call.scale).masked_fill(~far.allowed, -torch.inf)
+        peak = logits.amax((0, 2, 3)).double()
+        self.logit = peak if isinstance(self.logit, float) else torch.maximum(self.logit, peak)
+
+    def mean(self, name: str) -> Tensor:
+        value = getattr(self, name)
+        return value if name == "logit" else value / max(self.rows, 1)
+
+
+@dataclass
+class Samples:
+    """Sequences of queries (h, n, d), keys and values (g, n, d) of a layer, scaled: what its maps are fitted to.
+
+    `hidden` (n, width): what entered the attention module, where a call tells.
+    """
+
+    q: list[Tensor] = field(default_factory=list)
+    k: list[Tensor] = field(default_factory=list)
+    v: list[Tensor] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    rows: int = 0
+
+    @property
+    def length(self) -> int:
+        """The keys of the longest sequence."""
+        return max((k.shape[1] for k in self.k), default=0)
+
+    def add(self, call: Call) -> None:
+        """Take the sequences of a call, unless there are enough."""
+        root = call.scale**0.5
+        for b in range(call.query.shape[0]):
+            if self.rows >= ROWS:
+                return
+            q, k, v = call.query[b], call.key[b], call.value[b]
+            hidden = None if call.hidden is None else call.hidden[b]
+            if call.padding is not None:
+                keep = ~call.padding[b]
+                k, v = k[:, keep], v[:, keep]
+                q = q[:, keep] if q.shape[1] == keep.shape[0] else q
+                hidden = hidden[keep] if hidden is not None and len(hidden) == len(keep) else hidden
+            if hidden is not None:
+                self.hidden.append(hidden.float())
+            self.q.append(q.float() * root)
+            self.k.append(k.float() * root)
+            self.v.append(v.float())
+            self.rows += k.shape[1]
+
+    @torch.no_grad()
+    def moments_of(self, heads: Sequence[int], *, is_causal: bool, **near: Any) -> PairMoments:
+        """The moments of the pairs outside a window (`near`: `window`, `sinks`, `window_kind`) of some key heads."""
+        total: PairMoments | None = None
+        for q, k, v in zip(self.q, self.k, self.v, strict=True):
+            group, n = len(q) // len(k), q.shape[1]
+            places = [g * group + i for g in heads for i in range(group)]
+            call = Call(q[None, places], k[None, list(heads)], v[None, list(heads)], is_causal, None, 1.0)
+            rows = torch.linspace(0, n - 1, min(n, LOOKED), device=q.device).round().long()
+            far = Far.of(call, **near, rows=rows)
+            call = call._replace(query=call.query[..., rows, :])
+            found = far_pairs(call, attention_weights(call, far.allowed), far)
+            total = found if total is None else total + found
+        assert total is not None
+        return total
+
+
+def observe(
+    model: Any,
+    names: Iterable[str],
+    data: Sequence[dict[str, Any]],
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Samples]:
+    """Run the exact model over the data and gather samples of some attention modules.
+
+    Batches are taken from all over the data until there are enough, so that texts of several kinds all have a part.
+    """
+    from bochner.hf.observe import recording, run
+
+    found = {name: Samples() for name in names}
+
+    def look(name: str, call: Call) -> None:
+        if name in found:
+            found[name].add(call)
+
+    with recording(model, look):
+        for i, index in enumerate(_all_over(len(data))):
+            if found and min(s.rows for s in found.values()) >= ROWS:
+                break
+            say(f"observing attention, batch {i + 1} of at most {len(data)}")
+            run(model, data[index])
+    return found
+
+
+def _all_over(count: int) -> list[int]:
+    """0, 1, ..., count - 1 in an order whose every beginning is spread over all of them.
+
+    >>> _all_over(6)
+    [0, 4, 2, 1, 5, 3]
+    """
+    bits = max(count - 1, 1).bit_length()
+    spread = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(2**bits))
+    return [i for i in spread if i < count]
+
+
+def gate_gradient(
+    model: Any,
+    layers: Mapping[str, Attention],
+    gates: Mapping[str, Tensor],
+    batch: dict[str, Any],
+    loss: Callable[[Any], Tensor],
+) -> dict[str, Tensor]:
+    """The gradient of a loss of the model's output at gates (h,) from 0, the head of `layers`, to 1, exact attention.
+
+    Layers whose gates have no influence are left out.
+    """
+    from bochner.hf.observe import recording, run
+
+    device = next(model.parameters()).device
+    frozen = [p for p in model.parameters() if p.requires_grad]
+    leaves = {name: g.detach().to(device).clone().requires_grad_(True) for name, g in gates.items()}
+
+    def look(name: str, call: Call) -> Tensor | None:
+        if name not in layers:
+            return None
+        near = layers[name](call)
+        g = leaves[name][None, :, None, None].to(near.dtype)
+        return g * exact(call) + (1 - g) * near
+
+    for p in frozen:
+        p.requires_grad_(False)
+    try:
+        with recording(model, look):
+            output = run(model, batch, gradient=True)
+            with torch.enable_grad():
+                loss(output).backward()
+    finally:
+        for p in frozen:
+            p.requires_grad_(True)
+    return {name: g.grad.double().cpu() for name, g in leaves.items() if g.grad is not None}
+
+
+def gate_gradients(
+    model: Any,
+    layers: Mapping[str, Attention],
+    heads: Mapping[str, int],
+    batches: Sequence[dict[str, Any]],
+    loss: Callable[[int, Any], Tensor],
+) -> dict[str, Tensor]:
+    """How much a loss falls per query head, integrated along gates from 0 (the head of `layers`) to 1 (exact).
+
+    `heads`: the number of each layer's query heads; `loss(index, output)`: of the model's output for one of the
+    batches.
+    """
+    total: dict[str, Tensor] = {}
+    for level in GATES:
+        gates = {name: torch.full((heads[name],), level) for name in layers}
+        for j, batch in enumerate(batches):
+            for name, g in gate_gradient(model, layers, gates, batch, partial(loss, j)).items():
+                total[name] = total.get(name, 0) - g / (len(GATES) * len(batches))
+    return total
+
+
+def retrieval_scores(
+    model: Any, layers: Mapping[str, Any], data: Sequence[dict[str, Any]], near: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Which query heads look something up, (h,) by module name: the fall of a loss as they become exact.
+
+    Probes are made of the calibration tokens: a passage, another, the first again. With a language-model head it is the
+    loss on the repeat, by the gradient of a gate on every head, averaged on the way from none exact to all exact.
+    Without one it is how much higher a head's attention peaks outside window and sinks (`near`) on the repeat than
+    before it. Peaks on plain text tell nothing: the highest are those of heads that rest on some punctuation mark.
+    `layers`: the attention of each module without exact heads, a `LinearAttention`.
+    """
+    tokens = torch.cat([row[mask.bool()] for b in data for row, mask in zip(b["input_ids"], _mask_of(b), strict=True)])
+    reach = (near.get("window") or 0) * (2 if near.get("window_kind", "block") == "block" else 1)
+    length = min(max(PROBE, reach // 2 + 32), len(tokens) // 2, inputs.positions(model).get("input_ids", 2**31) // 3)
+    pieces = [tokens[start : start + 2 * length].split(length) for start in range(0, len(tokens), 2 * length)]
+    probes = [torch.cat([p[0], p[1], p[0]])[None] for p in pieces[:PROBES] if len(p) == 2 and len(p[1]) == length]
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        return _rising_peaks(model, layers, probes, length, near)
+
+    def loss(index: int, output: Any) -> Tensor:
+        target = probes[index][:, -length + 1 :].to(output.logits.device)
+        return nn.functional.cross_entropy(output.logits[:, -length:-1].float().transpose(1, 2), target)
+
+    heads = {name: layer.plan.num_heads for name, layer in layers.items()}
+    return gate_gradients(model, layers, heads, [{"input_ids": ids} for ids in probes], loss)
+
+
+def peak_scores(samples: Samples, is_causal: bool, **near: Any) -> Tensor:
+    """How high the attention of each query head peaks outside window and sinks (`near`), the mean over rows, (h,)."""
+    total, rows = torch.zeros(()), 0
+    for q, k, v in zip(samples.q, samples.k, samples.v, strict=True):
+        call = Call(q[None], k[None], v[None], is_causal, None, 1.0)
+        far = Far.of(call, **near)
+        total = total + (attention_weights(call, far.allowed) * far.far).amax(-1).double().sum((0, 2)).cpu()
+        rows += q.shape[1]
+    return total / max(rows, 1)
+
+
+def _rising_peaks(
+    model: Any, names: Iterable[str], probes: Sequence[Tensor], length: int, near: dict[str, Any]
+) -> dict[str, Tensor]:
+    from bochner.hf.observe import recording, run
+
+    names, found = set(names), dict[str, Tensor]()
+
+    def look(name: str, call: Call) -> None:
+        if name in names:
+            far = Far.of(call, **near)
+            peak = (attention_weights(call, far.allowed) * far.far).amax(-1).double()
+            rise = peak[..., 2 * length :].mean((0, 2)) - peak[..., length : 2 * length].mean((0, 2))
+            found[name] = found.get(name, 0) + rise / len(probes)
+
+    with recording(model, look):
+        for ids in probes:
+            run(model, {"input_ids": ids})
+    return found
+
+
+def _mask_of(batch: dict[str, Any]) -> Tensor:
+    mask = batch.get("attention_mask")
+    return torch.ones_like(batch["input_ids"]) if mask is None else mask

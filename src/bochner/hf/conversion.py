@@ -1,0 +1,514 @@
+"""`convert`: a pretrained transformer with linear attention, changed in place, and the handle of what was done."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bochner._checks import BochnerError, BochnerWarning, is_int, one_of, spawn_seed
+from bochner._progress import speaker
+from bochner.hf import calibrate, drift, inputs, legacy
+from bochner.hf.attention import LinearAttention
+from bochner.hf.config import Calibration, Distillation, Recipe, Target
+from bochner.hf.fates import EXACT, Fate, Hybrid, Kernel, Window
+from bochner.hf.interface import MISFIT, attach, detach, layers_of, unwrap
+from bochner.hf.observe import Shape, discover, discover_parts
+from bochner.hf.plan import Fitted, LayerPlan, Plan
+
+ROWS_PER_DIMENSION = 4  # calibration tokens wanted per head dimension
+MAX_LENGTH = 256  # tokens that calibration texts are cut to, unless their Calibration says otherwise
+NEED_DATA = ("landmark", "calibrated", "optimal")  # maps that are nothing without calibration
+PLAN, MAPS = "plan.json", "maps.safetensors"  # the files of a saved conversion
+Batches = Sequence[dict[str, Tensor]]
+AUTO = Recipe()
+
+
+def convert(
+    model: Any,
+    spec: Any = AUTO,
+    data: Any = None,
+    *,
+    parts: Sequence[str] | None = None,
+    unsupported: str = "keep",
+    exact_below: int = 0,
+    seed: int = 0,
+    progress: bool | None = None,
+    **old: Any,
+) -> Any:
+    """Replace a model's attention by linear attention, in place; returns a `Conversion`.
+
+    `model`: a transformers model, a SentenceTransformer or a PeftModel. Nothing is changed if anything is refused.
+    `spec`: a `Recipe`, which says what every head becomes; a `Target`, for which that is searched for; a `Plan`; or the
+    directory of a saved conversion.
+    `data`: texts, batches of the model's inputs, or a `Calibration` with its tokenizer and lengths. Maps are fitted to
+    them. A plan that brings its maps needs none.
+    `parts`: what to convert, default all: "encoder", "decoder" and "cross" of an encoder-decoder, or names of modules.
+    `unsupported`: layers that linear attention cannot honour (windows and chunks of their own, soft caps, position
+    biases, other masks) stay as they were and the plan says why, or with `"raise"` the model is refused.
+    `exact_below`: rows that see fewer keys than this stay exact. In encoders these are sequences with fewer keys.
+    `progress`: say what is being done, on the standard error stream; default if that is a terminal.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    >>> print(convert(BertModel(config), Recipe("positive", 32)).plan)
+    Plan: 1 layer, 2 key heads: 2 kernel
+      encoder.layer.0.attention.self  KK  positive m=32
+    """
+    if legacy.is_old_convert(spec, data, old):
+        return legacy.convert(
+            model, spec, data, **old, parts=parts, unsupported=unsupported, exact_below=exact_below, seed=seed,
+            progress=progress,
+        )  # fmt: skip
+    inner, tokenizer = unwrap(model)
+    _check_model(inner)
+    _check_arguments(spec, parts, unsupported, exact_below, seed)
+    calibration = None if data is None else Calibration.of(data, tokenizer)
+    say = speaker(progress)
+    if isinstance(spec, Target):
+        return _to_target(model, spec, calibration, parts, unsupported, exact_below, seed, progress)
+    if isinstance(spec, (str, Path)):
+        if data is not None:
+            raise BochnerError("A saved conversion brings its maps: leave out 'data', or convert by a Recipe or Plan.")
+        return Conversion.from_pretrained(model, spec)
+    fit_length = getattr(spec, "fit_length", 0)
+    batches = _batches(inner, calibration, fit_length or MAX_LENGTH)
+    shapes = discover_parts(inner, batches, unsupported, parts)
+    if isinstance(spec, Plan):
+        plan, layers = _by_plan(inner, spec, shapes, batches, say)
+    else:
+        plan, layers = _by_recipe(inner, spec, shapes, batches, seed, say)
+        _set_border(inner, plan, exact_below)
+    attach(inner, plan, layers)
+    return Conversion(model)
+
+
+class Conversion:
+    """A converted model, and what can be done with the conversion.
+
+    `model`: the model, as it was given. `plan`: what every head became, a copy that brings the fitted maps.
+    `report`: of the search for a `Target`; `distillation`: of the training that followed it; else None.
+    """
+
+    def __init__(self, model: Any, report: Any = None, distillation: Any = None) -> None:
+        self.model, self.report, self.distillation = model, report, distillation
+        layers_of(model)
+
+    @classmethod
+    def of(cls, model: Any) -> Conversion:
+        """The conversion of a model that was converted, or loaded as a converted one."""
+        return cls(model)
+
+    @property
+    def plan(self) -> Plan:
+        """What every head became; `convert` takes it, with its maps, for another copy of the model."""
+        inner, _ = unwrap(self.model)
+        layers = layers_of(inner)
+        plan = Plan([replace(layer.plan, name=name) for name, layer in layers.items()]).copy()
+        plan.model_type = getattr(inner.config, "model_type", "")
+        held = getattr(getattr(inner.config, "quantization_config", None), "plan", None)
+        plan.fit_length = getattr(held, "fit_length", 0)
+        for name, layer in layers.items():
+            tensors = {key: value.detach().clone() for key, value in layer.state_dict().items()}
+            plan.maps[name] = Fitted(list(layer.plan.fates), tensors)
+        return plan
+
+    def errors(self, data: Any) -> dict[str, Tensor]:
+        """Relative error of every head by the name of its module, on the inputs that its original attention would see.
+
+        The model is run with exact attention, and each layer's linear attention is compared on the same queries and
+        keys.
+        """
+        inner, tokenizer = unwrap(self.model)
+        batches = _batches(inner, Calibration.of(data, tokenizer), MAX_LENGTH)
+        return calibrate.head_errors(inner, layers_of(inner), batches)
+
+    def revert(self) -> Any:
+        """Undo the conversion; returns the model with the attention it had."""
+        return revert(self.model)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the plan and the fitted maps, about a hundredth of the model, to be loaded beside the original."""
+        from safetensors.torch import save_file
+
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.plan.save(folder / PLAN)
+        tensors = {
+            f"{name}.{key}": value.detach().cpu().contiguous().clone()
+            for name, layer in layers_of(self.model).items()
+            for key, value in layer.state_dict().items()
+        }
+        save_file(tensors, folder / MAPS, metadata={"format": "pt"})
+
+    @classmethod
+    def from_pretrained(cls, model: Any, directory: str | Path) -> Conversion:
+        """Convert the original model as a saved conversion says, with its maps; it then computes what that computed."""
+        from safetensors.torch import load_file
+
+        folder, (inner, _) = Path(directory), unwrap(model)
+        if not folder.is_dir():
+            raise BochnerError(
+                f"There is no directory {str(directory)!r} with a saved conversion; a Recipe, Target or Plan is given "
+                "as an object, as in bochner.convert(model, bochner.Recipe('landmark'), texts)."
+            )
+        plan = Plan.load(folder / PLAN)
+        tensors = load_file(folder / MAPS) if (folder / MAPS).exists() else {}
+        for layer in plan.layers:
+            own = f"{layer.name}."
+            mine = {key.removeprefix(own): value for key, value in tensors.items() if key.startswith(own)}
+            plan.maps[layer.name] = Fitted(list(layer.fates), mine)
+        with contextlib.suppress(BochnerError):  # made-up inputs may not do; files of another model are refused below
+            plan = _fitting(plan, discover(inner))
+        layers = {layer.name: LinearAttention(layer) for layer in plan.layers}
+        for name, attention in layers.items():
+            _load(attention, plan.maps[name].tensors)
+        device = next(inner.parameters()).device
+        attach(inner, plan, {name: layer.to(device) for name, layer in layers.items()})
+        return cls(model)
+
+    def __repr__(self) -> str:
+        return f"Conversion of {type(self.model).__name__}\n{self.plan}"
+
+    def __str__(self) -> str:
+        told = (self.report, self.distillation)
+        return "\n".join([repr(self), *(str(part) for part in told if part is not None)])
+
+
+def revert(model: Any, attn_implementation: str | None = None) -> Any:
+    """Undo `convert`: softmax attention again, nothing of the conversion left; returns the model.
+
+    `attn_implementation`: which softmax; default the one the model had before.
+    """
+    inner, _ = unwrap(model)
+    detach(inner)
+    if attn_implementation is not None:
+        inner.set_attn_implementation(attn_implementation)
+    return model
+
+
+def search(
+    model: Any,
+    target: Target,
+    data: Any,
+    *,
+    parts: Sequence[str] | None = None,
+    unsupported: str = "keep",
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Any:
+    """What `convert` would do to reach a target, without changing the model; the arguments are those of `convert`.
+
+    Returns a `SearchReport`, whose `plan` brings the maps that were verified: `convert(model, report.plan)` applies it.
+    """
+    from bochner.hf.search import search as find
+
+    inner, tokenizer = unwrap(model)
+    _check_model(inner)
+    if not isinstance(target, Target):
+        raise BochnerError(f"The 'target' of search must be a bochner.Target, got {type(target).__name__}.")
+    _check_arguments(target, parts, unsupported, 0, seed)
+    if data is None:
+        raise BochnerError("A Target needs 'data': texts to search on and texts to verify on.")
+    calibration = Calibration.of(data, tokenizer)
+    return find(inner, target, calibration, parts=parts, unsupported=unsupported, seed=seed, progress=progress)
+
+
+def _to_target(
+    model: Any,
+    target: Target,
+    data: Calibration | None,
+    parts: Sequence[str] | None,
+    unsupported: str,
+    exact_below: int,
+    seed: int,
+    progress: bool | None,
+) -> Conversion:
+    """Search, change the model, train what the target allows, and say what was reached."""
+    from bochner.hf.distill import DistillReport, train
+
+    if target.train is not None and target.train.loss == "model" and data is not None:
+        given = data.data if isinstance(data.data, (list, tuple)) else []
+        if any(hasattr(batch, "keys") and "labels" in batch for batch in given):
+            raise BochnerError(
+                "The training of a Target uses no 'labels': convert without 'train', then call bochner.distill(model, "
+                "data, bochner.Distillation(loss='model'))."
+            )
+    report = search(model, target, data, parts=parts, unsupported=unsupported, seed=seed, progress=progress)
+    inner, _ = unwrap(model)
+    plan: Plan = report.plan
+    _set_border(inner, plan, exact_below)
+    attach(inner, plan, _build(inner, plan, {}))
+    distilled = None
+    if target.train is not None:
+        distilled = DistillReport(note="Nothing was distilled: nothing is converted.")
+        if plan.converted:
+            distilled = _trained(model, report, target.train, train, progress)
+    if not report.met:
+        warnings.warn(report.reasons[0], BochnerWarning, stacklevel=3)
+    return Conversion(model, report, distilled)
+
+
+def _trained(model: Any, report: Any, how: Distillation, train: Callable[..., Any], progress: bool | None) -> Any:
+    """Distillation after converting; a failure undoes the conversion."""
+    try:
+        found = train(model, report.training, how, progress=progress)
+    except BaseException:
+        revert(model)
+        raise
+    if not found.note:
+        report.verify_again(unwrap(model)[0])
+    return found
+
+
+# What every head becomes
+
+
+def _by_recipe(
+    model: Any,
+    recipe: Recipe,
+    shapes: Mapping[str, Shape],
+    data: Batches,
+    seed: int,
+    say: Callable[[str], None],
+) -> tuple[Plan, dict[str, LinearAttention]]:
+    """The plan of a recipe, and its maps, fitted to the data if there are any."""
+    recipe = recipe.resolved(bool(data))
+    plan = draft(recipe, shapes, getattr(model.config, "model_type", ""), seed)
+    LinearAttention(plan.layers[0])  # wrong options are refused here, before anything is measured
+    if not data:
+        _check_needs_no_data(plan.converted)
+        if recipe.ranks_heads:
+            raise BochnerError("Choosing 'exact_heads' needs 'data': the heads are chosen by what they attend to.")
+        _make_exact(plan, recipe.exact_heads)
+        return plan, _build(model, plan, {})
+    samples = _observed(model, plan.converted, data, say)
+    if recipe.ranks_heads:
+        say("measuring which heads retrieve")
+        _score(model, plan, recipe, samples, data)
+    _make_exact(plan, recipe.exact_heads)
+    return plan, _build(model, plan, samples)
+
+
+def draft(recipe: Recipe, shapes: Mapping[str, Shape], model_type: str, seed: int = 0) -> Plan:
+    """The plan of a recipe before any head is chosen: all heads of a layer alike."""
+    near: dict[str, Any] = {"window": recipe.window, "sinks": recipe.sinks, "window_kind": recipe.window_kind}
+    layers = []
+    for i, shape in enumerate(shapes.values()):
+        local = (recipe.window is not None or recipe.sinks > 0) and not shape.is_cross
+        fate: Fate = EXACT
+        if shape.obstacle is None and recipe.feature_map is None and local:
+            fate = Window(**near)
+        elif shape.obstacle is None and recipe.feature_map is not None:
+            mapped: dict[str, Any] = {"feature_map": recipe.feature_map, "num_features": recipe.num_features}
+            mapped["options"] = dict(recipe.options)
+            fate = Hybrid(**near, **mapped) if local else Kernel(**mapped)
+        reason, limit = shape.obstacle or ("", 0)
+        layer = layer_plan(shape, [fate] * shape.num_kv_heads, spawn_seed(seed, i))
+        layers.append(replace(layer, trainable=recipe.trainable, reason=reason, limit=limit))
+    return Plan(layers, model_type)
+
+
+def layer_plan(shape: Shape, fates: list[Fate], seed: int) -> LayerPlan:
+    """The plan of an attention module with some fates."""
+    sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim
+    return LayerPlan(shape.name, *sizes, fates, shape.is_causal, shape.is_cross, seed)
+
+
+def _score(model: Any, plan: Plan, recipe: Recipe, samples: Mapping[str, calibrate.Samples], data: Batches) -> None:
+    """Note in the plan how much each key head retrieves.
+
+    In a language model that is how far the loss on a repeated passage falls when the head is exact; elsewhere how high
+    its attention peaks outside window and sinks.
+    """
+    near: dict[str, Any] = {"window": recipe.window, "sinks": recipe.sinks, "window_kind": recipe.window_kind}
+    causal = all(layer.is_causal and not layer.is_cross for layer in plan.converted)
+    if causal and "input_ids" in data[0]:
+        far = Window(**near) if recipe.window is not None or recipe.sinks else None
+        bare = {x.name: replace(x, fates=[far or x.fates[0]] * x.num_kv_heads) for x in plan.converted}
+        device = next(model.parameters()).device
+        layers = {name: LinearAttention(layer).to(device) for name, layer in bare.items()}
+        scores = calibrate.retrieval_scores(model, layers, data, near)
+    else:
+        scores = {
+            x.name: calibrate.peak_scores(samples[x.name], x.is_causal, **({} if x.is_cross else near))
+            for x in plan.converted
+        }
+    for layer in plan.converted:
+        by_head = scores[layer.name].reshape(layer.num_kv_heads, layer.group).sum(-1)
+        layer.scores = [round(x, 6) for x in by_head.tolist()]
+
+
+def _make_exact(plan: Plan, wanted: Any) -> None:
+    """Give the key heads that stay softmax their fate: a fraction, those with the highest scores first, or pairs."""
+    if isinstance(wanted, (int, float)):
+        free = [(i, g) for i, x in enumerate(plan.layers) if not x.untouched for g in range(x.num_kv_heads)]
+        scores = {(i, g): (plan.layers[i].scores or [0.0] * (g + 1))[g] for i, g in free}
+        pairs = sorted(free, key=lambda pair: -scores[pair])[: round(wanted * len(free))]
+    else:
+        pairs = [(int(i), int(g)) for i, g in wanted]
+    for i, g in pairs:
+        if not (i < len(plan.layers) and g < plan.layers[i].num_kv_heads):
+            raise BochnerError(
+                f"There is no key head {(i, g)} among the {len(plan.layers)} attention layers; 'exact_heads' are pairs "
+                "(layer, key head)."
+            )
+        plan.layers[i].fates[g] = EXACT
+
+
+def _by_plan(
+    model: Any, plan: Plan, shapes: Mapping[str, Shape], data: Batches, say: Callable[[str], None]
+) -> tuple[Plan, dict[str, LinearAttention]]:
+    """A plan for this model, and its maps: those it brings, the others fitted to the data."""
+    plan = _fitting(plan, shapes)
+    missing = [layer for layer in plan.layers if layer.has_map and plan.fitted(layer) is None]
+    if missing and not data:
+        _check_needs_no_data(missing)
+    samples = _observed(model, missing, data, say) if missing and data else {}
+    return plan, _build(model, plan, samples)
+
+
+def _fitting(plan: Plan, shapes: Mapping[str, Shape]) -> Plan:
+    """A plan, checked again, for it may have been edited, and against what the model is."""
+    maps = plan.maps
+    plan = Plan.from_dict(plan.to_dict())
+    plan.maps = maps
+    for layer in plan.layers:
+        shape = shapes.get(layer.name)
+        if shape is None:
+            raise BochnerError(f"The plan names {layer.name!r}, which is not an attention module of this model.")
+        theirs = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim)
+        if theirs != (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim):
+            raise BochnerError(f"The plan of {layer.name!r} is for other head sizes than this model's {theirs}.")
+        if shape.obstacle is not None and not layer.untouched:
+            raise BochnerError(f"The plan converts {layer.name!r}, which cannot be: {shape.obstacle.reason}.")
+    missing = set(shapes) - {layer.name for layer in plan.layers}
+    if missing:
+        raise BochnerError(
+            f"The plan leaves out {sorted(missing)[0]!r}; give every attention module, if only as exact."
+        )
+    return plan
+
+
+def _observed(
+    model: Any, layers: Sequence[LayerPlan], data: Batches, say: Callable[[str], None]
+) -> dict[str, calibrate.Samples]:
+    """What the exact attention of some layers looks like; it is noted in their plans as well."""
+    found = calibrate.observe(model, [layer.name for layer in layers], data, say)
+    for layer in layers:
+        samples, wanted = found[layer.name], ROWS_PER_DIMENSION * layer.head_dim
+        if samples.rows < wanted:
+            raise BochnerError(
+                f"Too little calibration text: {samples.rows} tokens for heads of size {layer.head_dim}, at least "
+                f"{wanted} are needed and some thousands are better; give more texts."
+            )
+        if layer.has_map:
+            drift.note(layer, samples.q, samples.k)
+    return found
+
+
+def _build(model: Any, plan: Plan, samples: Mapping[str, calibrate.Samples]) -> dict[str, LinearAttention]:
+    """The maps of every module on the model's device: those that the plan brings, the others fitted to samples."""
+    device = next(model.parameters()).device
+    layers = {layer.name: LinearAttention(layer).to(device) for layer in plan.layers}
+    for name, layer in layers.items():
+        known = plan.fitted(layer.plan)
+        if known is not None:
+            _load(layer, known)
+        elif name in samples and not layer.plan.untouched:
+            layer.fit(samples[name])
+    return {name: layer.to(device) for name, layer in layers.items()}
+
+
+def _load(layer: LinearAttention, tensors: dict[str, Tensor]) -> None:
+    try:
+        layer.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise BochnerError(MISFIT) from error
+
+
+def _batches(model: Any, data: Calibration | None, max_length: int) -> Batches:
+    if data is None:
+        return []
+    sizes: dict[str, Any] = {"max_length": data.max_length or max_length, "batch_size": data.batch_size}
+    return inputs.batches(data.data, data.tokenizer, model=model, **sizes)
+
+
+def _set_border(model: Any, plan: Plan, border: int) -> None:
+    """Say below how many keys rows stay exact, and warn if that is always."""
+    if not border:
+        return
+    positions: Any = inputs.positions(model).get("input_ids") or inputs.trained_positions(model)
+    if is_int(positions) and 0 < positions < border and plan.converted:
+        warnings.warn(
+            f"The model has {positions} positions and stays exact below exact_below={border} keys: its conversion "
+            "never acts. Give a smaller 'exact_below', or leave the model as it is.",
+            BochnerWarning,
+            stacklevel=4,
+        )
+    for layer in plan.converted:
+        layer.exact_below = border
+
+
+# Refusals
+
+
+def _check_needs_no_data(layers: Sequence[LayerPlan]) -> None:
+    needy = [
+        fate.feature_map  # type: ignore[attr-defined]
+        for layer in layers
+        for fate in layer.fates
+        if not layer.trainable and getattr(fate, "feature_map", None) in NEED_DATA
+    ]
+    if needy:
+        raise BochnerError(
+            f"The feature map {needy[0]!r} needs 'data': some texts of the kind the model will see. Without any, use "
+            "Recipe('moments')."
+        )
+
+
+def _check_arguments(spec: Any, parts: Any, unsupported: Any, exact_below: Any, seed: Any) -> None:
+    """Refuse what cannot be, and what does not go with the spec."""
+    if not isinstance(spec, (Recipe, Target, Plan, str, Path)):
+        raise BochnerError(
+            f"The 'spec' of convert must be a Recipe, a Target, a Plan or the directory of a saved conversion, got "
+            f"{type(spec).__name__}."
+        )
+    one_of(unsupported, "unsupported", "convert", ("keep", "raise"))
+    if not is_int(exact_below) or exact_below < 0:
+        raise BochnerError(f"The 'exact_below' of convert must be an int >= 0, got {exact_below!r}.")
+    if not is_int(seed) or seed < 0:
+        raise BochnerError(f"The 'seed' of convert must be an int >= 0, got {seed!r}.")
+    if isinstance(spec, (Recipe, Target)):
+        return
+    given = {"parts": parts is not None, "exact_below": exact_below != 0, "seed": seed != 0}
+    for name, value in given.items():
+        if value:
+            what = "A plan" if isinstance(spec, Plan) else "A saved conversion"
+            raise BochnerError(f"{what} says it all, for every layer: leave out {name!r}, or edit the plan.")
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise BochnerError(f"The 'model' of convert must be a transformers model, got {type(model).__name__}.")
+    parameter = next(iter(model.parameters()), None)
+    if parameter is None:
+        raise BochnerError("The 'model' of convert has no parameters.")
+    quantized = getattr(getattr(model, "config", None), "quantization_config", None) is not None
+    if (quantized and not _is_ours(model)) or not parameter.is_floating_point():
+        raise BochnerError(
+            f"The 'model' of convert must have floating-point weights, got {parameter.dtype}"
+            f"{' and a quantization config' if quantized else ''}; load it dequantized."
+        )
+    if parameter.device == torch.device("meta"):
+        raise BochnerError("The 'model' of convert is on the meta device, without weights; load them first.")
+
+
+def _is_ours(model: Any) -> bool:
+    return getattr(model.config.quantization_config, "quant_method", None) == "bochner"

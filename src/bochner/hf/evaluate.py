@@ -1,0 +1,560 @@
+"""How much of a model's quality a changed one retains: their outputs on the same texts, with a confidence interval.
+
+A language model has two measures. Perplexity on ordinary text, as original / converted; and recall, the share that
+survives of what the original gains on passages which come again after everything else. Both depend on how much text
+there is: windows that lose nothing at 500 tokens lose a quarter at 4,000. So they are measured at the length that is
+asked for. Embeddings are compared by their cosine and by the rank correlation of all similarities; predicted
+distributions (tokens, classes) by their divergence; scores of rerankers and regressions by rank correlation and squared
+error. Quality retained is the least of a model's measures. The model is in evaluation mode meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bochner._checks import BochnerError
+from bochner.hf import inputs, observe
+
+INTERVAL = 0.9  # the confidence of the intervals that are reported, two-sided
+CAUTION = 0.8  # the confidence of the lower bound that choices are made by, one-sided
+SURE = 0.98  # the confidence with which a choice that is far off is given up, two-sided
+PASSAGE, PASSAGES = 120, 4  # tokens of a passage that comes again, and how many do, from all over the text
+REPEATED = 0.25  # the share of a text that they may take
+LEAD = 8  # of these tokens only tell which passage it is
+ORDINARY = 128  # tokens of ordinary text that a probe of a long text runs
+PLACES = (0.25, 0.5, 0.75, 1.0)  # where in long texts, as shares of their length
+STRETCH = 256  # tokens of ordinary text whose mean loss counts as one text
+TOKENS = 3072  # of text to measure by, at least one text
+WHOLE = 1024  # tokens: texts up to so many are run whole
+PIECE = 512  # tokens that a long text is read at a time
+LEAST_GAIN = 0.3  # nats on a repeated passage: models that gain less do not look it up
+STEPS = 4  # tokens at its end that are read and timed one at a time
+RANKED, BLOCKS = 4, 32  # texts: fewer have too few similarities to rank; blocks of them that are left out in turn
+Batch = dict[str, Any]
+Run = Callable[[Batch], Any]
+
+
+class Measure(NamedTuple):
+    """What each text lost by one measure; `is_log`: in nats, else as a share."""
+
+    losses: Tensor
+    is_log: bool = False
+
+    def bounds(self, confidence: float) -> tuple[float, float]:
+        """Quality at both ends of the two-sided t-interval of the mean loss; equal where there is one text."""
+        losses = self.losses.double().nan_to_num(1.0, posinf=1e30)
+        mean, n = losses.mean().item(), len(losses)
+        half = 0.0
+        if n > 1:
+            from scipy.stats import t  # here, because it takes longer to import than torch
+
+            half = float(t.ppf((1 + confidence) / 2, n - 1)) * losses.std().item() / math.sqrt(n)
+        low, high = (math.exp(-x) if self.is_log else 1 - x for x in (mean + half, mean - half))
+        return max(low, 0.0), high
+
+
+@dataclass
+class Quality:
+    """The quality that a changed model retains: the least of some measures. `figures`: the same as people know them."""
+
+    measures: dict[str, Measure]
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def retained(self) -> float:
+        """1 is all, 0 is nothing."""
+        return min(m.bounds(0.0)[0] for m in self.measures.values())
+
+    @cached_property
+    def lower(self) -> float:
+        """The bound that choices are made by."""
+        return self.bounds(2 * CAUTION - 1)[0]
+
+    def bounds(self, confidence: float = INTERVAL) -> tuple[float, float]:
+        """The two-sided interval of the quality retained; that of the least measure."""
+        ends = [m.bounds(confidence) for m in self.measures.values()]
+        return min(low for low, _ in ends), min(high for _, high in ends)
+
+    @property
+    def texts(self) -> int:
+        """How many texts, or stretches of long ones, tell."""
+        return min(len(m.losses) for m in self.measures.values())
+
+    def to_dict(self, confidence: float = INTERVAL) -> dict[str, Any]:
+        low, high = self.bounds(confidence)
+        return {"retained": self.retained, "low": low, "high": high, "confidence": confidence, **self.figures}
+
+
+class Evaluator(Protocol):
+    """Texts with the original's answers to them."""
+
+    batches: list[Batch]
+
+    def quality(self, run: Run, give_up: float = 0.0) -> Quality:
+        """The quality that a changed model retains; `run(batch)` gives its outputs.
+
+        Some of the batches will do where it surely is below `give_up`.
+        """
+        ...
+
+    def direction(self, output: Any, generator: torch.Generator) -> Tensor:
+        """A random scalar of the original's output; the mean square of its change is what an error does to quality."""
+        ...
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout for a while; each module's mode comes back."""
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def is_language_model(model: Any, shapes: dict[str, Any]) -> bool:
+    """Whether it predicts the next token and nothing else."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    causal = all(shape.is_causal and not shape.is_cross for shape in shapes.values())
+    return head is not None and causal and not getattr(model.config, "is_encoder_decoder", False)
+
+
+class Text:
+    """A text of n tokens: a body, and at the end passages from all over it again.
+
+    Short texts have room for one or two of them: `turn`, the number of a text, says from where.
+    """
+
+    def __init__(self, tokens: Tensor, turn: int = 0, passages: int = PASSAGES) -> None:
+        room = int(REPEATED * len(tokens))
+        self.passage = min(PASSAGE, room)
+        self.lead = min(LEAD, self.passage // 4)
+        if self.passage < 2 * LEAD:
+            raise BochnerError(f"Too little text to judge a language model by: {len(tokens)} tokens; give more texts.")
+        count = min(passages, room // self.passage)
+        self.body = tokens[: -self.passage * count]
+        step = (len(self.body) - self.passage) / PASSAGES  # the last begins a quarter of the text before its end
+        places = sorted((turn + i * (PASSAGES // count)) % PASSAGES for i in range(count))
+        self.starts = [round(LEAD + place * step) for place in places]  # behind what may be sinks
+        self.again = torch.cat([self.body[a : a + self.passage] for a in self.starts])
+
+    @property
+    def ids(self) -> Tensor:
+        return torch.cat([self.body, self.again])[None]
+
+    def recalled(self, again: Tensor) -> Tensor:
+        """The mean over each passage that comes again, without the tokens that only tell which one it is."""
+        return again.view(-1, self.passage)[:, self.lead :].mean(-1)
+
+    def first(self, losses: Tensor) -> Tensor:
+        """The loss on each passage at first; `losses` are of tokens 1, 2, ..."""
+        found = torch.stack([losses[a - 1 : a - 1 + self.passage] for a in self.starts])
+        return self.recalled(found.flatten())
+
+    def split(self, losses: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean losses of stretches of the body, and of the passages that come again."""
+        body = len(self.body) - 1
+        return stretches(losses[:body]), self.recalled(losses[body:])
+
+
+def stretches(rows: Tensor) -> Tensor:
+    """The means of equal stretches of about STRETCH tokens."""
+    return torch.stack([part.mean() for part in rows.tensor_split(max(1, round(len(rows) / STRETCH)))])
+
+
+class Probe(NamedTuple):
+    """Tokens of a text, behind a cache of what the original has read before: `ordinary` ones, then passages of it.
+
+    The first token is there to predict the second.
+    """
+
+    batch: Batch
+    ordinary: int
+    text: Text
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Means of what there is for each token but the first: of stretches of ordinary text, and of the repeats."""
+        again = rows[self.ordinary :]
+        return stretches(rows[: self.ordinary]), self.text.recalled(again) if len(again) else again
+
+
+class Language:
+    """Probes of a causal language model in texts of `length` tokens.
+
+    Short texts are run whole. A long one is read once by the original; a choice is run on the last tokens before
+    several places only, behind the original's keys. That is a little kinder than to read all of it by the choice, and
+    several times as fast. On ordinary text the loss is the rise of the loss, or the divergence from the original's
+    predictions where its bound is lower: that is the expected rise if the original is right, and far less noisy.
+    """
+
+    def __init__(self, model: Any, tokens: Tensor, length: int) -> None:
+        size = min(length, len(tokens))
+        count = max(1, min(TOKENS if size <= WHOLE else 2 * size, len(tokens)) // size)
+        self.probes: list[Probe] = []
+        self.truth: list[Tensor] = []
+        first, again = [], []
+        with evaluation_mode(model):
+            for i, piece in enumerate(tokens[: count * size].split(size)):
+                text = Text(piece, i, PASSAGES if size <= WHOLE else PASSAGES // count)
+                probes, body = _probes(model, text, PLACES[i % count :: count] if count < len(PLACES) else PLACES[-1:])
+                with torch.no_grad():
+                    truth = [observe.run(model, p.batch).logits[0, :-1].float().log_softmax(-1) for p in probes]
+                losses = _next_losses(truth[-1], probes[-1].batch["input_ids"])
+                again.append(probes[-1].split(losses)[1].cpu())
+                first.append(text.first((losses if body is None else body).cpu()))
+                self.probes, self.truth = [*self.probes, *probes], [*self.truth, *truth]
+        self.again = torch.cat(again).mean().item()
+        self.gain = torch.cat(first).mean().item() - self.again
+        self.batches = [probe.batch for probe in self.probes]
+
+    def _losses(self, index: int, output: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Divergence and rise of the loss on stretches of ordinary text, and the rise on each repeat."""
+        probe, now = self.probes[index], output.logits[0, :-1].float().log_softmax(-1)
+        truth = self.truth[index].to(now.device)
+        tokens = probe.batch["input_ids"][0, 1:, None].to(now.device)
+        apart, _ = probe.split((truth.exp() * (truth - now)).sum(-1))
+        return apart, *probe.split((truth - now).gather(-1, tokens)[:, 0])
+
+    def direction(self, output: Any, generator: torch.Generator) -> Tensor:
+        return log_likelihood(output.logits, generator)
+
+    @torch.no_grad()
+    def quality(self, run: Run, give_up: float = 0.0) -> Quality:
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for i, batch in enumerate(self.batches):
+            found.append(self._losses(i, run(batch)))
+            if i and self._quality(found).bounds(SURE)[1] < give_up:
+                break
+        return self._quality(found)
+
+    def _quality(self, found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Quality:
+        apart, rise, again = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
+        by = max((Measure(apart, True), Measure(rise, True)), key=lambda m: m.bounds(2 * CAUTION - 1)[0])
+        return language_quality(by.losses, again, self.gain, self.again)
+
+
+def _probes(model: Any, text: Text, places: Sequence[float]) -> tuple[list[Probe], Tensor | None]:
+    """The whole of a short text; of a long one the tokens before some places and its end, behind the original's keys.
+
+    Also the original's losses on the body of a long one.
+    """
+    n, ordinary = len(text.body), min(ORDINARY, len(text.body) // 8)
+    if n + len(text.again) <= WHOLE:
+        return [Probe({"input_ids": text.ids}, n - 1, text)], None
+    ends = sorted({*(round(share * n) for share in places), n})
+    stops = [end - ordinary - 1 for end in ends]
+    contexts, losses = [], []
+    for reading in pieces(model, text.body[None], stops):
+        losses.append(reading.losses)
+        if reading.read in stops:
+            contexts.append(observe.snapshot(reading.cache))
+    probes = []
+    for start, end, context in zip(stops, ends, contexts, strict=True):
+        ids = torch.cat([text.body[start:end], text.again if end == n else text.again[:0]])
+        probes.append(Probe({"input_ids": ids[None], "past_key_values": context}, ordinary, text))
+    return probes, torch.cat(losses)
+
+
+def language_quality(rise: Tensor, again: Tensor, gain: float, again_before: float) -> Quality:
+    """From the rises of the loss on stretches of ordinary text, and on the passages that come again.
+
+    `gain`: what the original gains on these; a model that gains nothing has no recall to lose. `again_before`: its loss
+    on them.
+    """
+    measures = {"perplexity": Measure(rise, True)}
+    figures = {"perplexity_ratio": math.exp(min(rise.mean().item(), 700.0))}
+    if gain >= LEAST_GAIN and len(again):
+        measures["recall"] = Measure(again / gain)
+        figures["recall_retained"] = 1 - again.mean().item() / gain
+        figures["recall_perplexity"] = math.exp(min(again_before + again.mean().item(), 700.0))
+        figures["recall_perplexity_original"] = math.exp(again_before)
+    return Quality(measures, figures)
+
+
+def _next_losses(rows: Tensor, ids: Tensor) -> Tensor:
+    """Cross-entropy of the tokens of ids (1, n) but the first, by rows (n - 1, vocabulary) of predictions."""
+    return F.cross_entropy(rows.float(), ids[0, 1:].to(rows.device), reduction="none")
+
+
+class Outputs:
+    """Batches of any other model: the original's outputs, and how far others are from them."""
+
+    def __init__(self, model: Any, batches: Sequence[Batch]) -> None:
+        self.batches = list(batches)
+        with torch.no_grad(), evaluation_mode(model):
+            outputs = [observe.run(model, batch) for batch in self.batches]
+        self.kind = kind_of(model, outputs[0])
+        self.truth = [main_output(output).float() for output in outputs]
+        self.rows = [rows_of(model, batch, t) for batch, t in zip(self.batches, self.truth, strict=True)]
+
+    def direction(self, output: Any, generator: torch.Generator) -> Tensor:
+        out = main_output(output).float()
+        if self.kind == "distributions":
+            return log_likelihood(out, generator)
+        out = out if self.kind == "scores" else F.normalize(pooled(out, None), dim=-1)
+        return (out * torch.randn(out.shape, generator=generator).to(out)).sum()
+
+    @torch.no_grad()
+    def quality(self, run: Run, give_up: float = 0.0) -> Quality:
+        found = [main_output(run(batch)).float() for batch in self.batches]
+        if self.kind == "distributions":
+            apart = torch.cat([divergence(*x) for x in zip(found, self.truth, self.rows, strict=True)]).cpu()
+            return Quality({"predictions": Measure(apart, True)}, {"divergence": apart.mean().item()})
+        if self.kind == "scores":
+            return score_quality(torch.cat(self.truth).cpu(), torch.cat(found).cpu())
+        a, b = (
+            F.normalize(torch.cat([pooled(t, rows) for t, rows in zip(ts, self.rows, strict=True)]), dim=-1).cpu()
+            for ts in (self.truth, found)
+        )
+        measures, figures = {"cosine": Measure(1 - (a * b).sum(-1))}, {"cosine": (a * b).sum(-1).mean().item()}
+        if len(a) >= RANKED:
+            measures["neighbours"] = Measure(1 - jackknife(lambda keep: rank_of_similarities(a[keep], b[keep]), len(a)))
+            figures |= compare_embeddings(a, b)._asdict()
+        return Quality(measures, figures)
+
+
+def log_likelihood(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Of labels drawn from the predictions (..., classes): the mean square of its change is twice the divergence."""
+    rows = logits.float().flatten(0, -2).log_softmax(-1)
+    drawn = torch.multinomial(rows.detach().exp().cpu(), 1, generator=generator).to(rows.device)
+    return rows.gather(-1, drawn).sum()
+
+
+def evaluator(model: Any, data: Any, length: int) -> Evaluator:
+    """The evaluator of a language model by tokens (n,), of any other model by batches."""
+    return Language(model, data, length) if isinstance(data, Tensor) else Outputs(model, data)
+
+
+def score_quality(truth: Tensor, found: Tensor) -> Quality:
+    """Scores (texts, columns) of rerankers and regressions: rank correlation, and error as a share of variance."""
+    truth, found = (t.reshape(len(t), -1).double().nan_to_num(0.0) for t in (truth, found))
+    spread = truth.var(0, keepdim=True).clamp_min(1e-12) if len(truth) > 1 else truth.square().clamp_min(1e-12)
+    errors = ((found - truth).square() / spread).mean(-1)
+    measures = {"error": Measure(errors)}
+    figures = {"error": errors.mean().item()}
+    if len(truth) >= RANKED:
+        ranks = jackknife(lambda keep: _mean_correlation(truth[keep], found[keep]), len(truth))
+        measures["order"] = Measure(1 - ranks)
+        figures["rank_correlation"] = _mean_correlation(truth, found)
+    return Quality(measures, figures)
+
+
+def _mean_correlation(a: Tensor, b: Tensor) -> float:
+    return sum(rank_correlation(x, y) for x, y in zip(a.mT, b.mT, strict=True)) / a.shape[1]
+
+
+def rank_correlation(a: Tensor, b: Tensor) -> float:
+    """Spearman's; of numbers that are all equal it is 1 to themselves and 0 to anything else."""
+    if torch.equal(a, b):
+        return 1.0
+    if (a == a[0]).all() or (b == b[0]).all():
+        return 0.0
+    from scipy.stats import spearmanr  # here, because it takes longer to import than torch
+
+    return float(spearmanr(a.numpy(), b.numpy()).statistic)
+
+
+def rank_of_similarities(a: Tensor, b: Tensor) -> float:
+    """The rank correlation of all pairwise similarities of two sets of normalised embeddings."""
+    i, j = torch.triu_indices(len(a), len(a), offset=1)
+    return rank_correlation((a @ a.mT)[i, j], (b @ b.mT)[i, j])
+
+
+def jackknife(statistic: Callable[[Tensor], float], count: int) -> Tensor:
+    """Pseudo-values of a statistic of `count` texts, whose mean and spread are those of the statistic, (blocks,).
+
+    `statistic(keep)`: of the texts with these numbers. Blocks of texts are left out in turn.
+    """
+    blocks = torch.arange(count).tensor_split(min(count, BLOCKS))
+    whole = statistic(torch.arange(count))
+    without = [statistic(torch.cat([b for b in blocks if b is not block])) for block in blocks]
+    n = len(blocks)
+    return torch.tensor([n * whole - (n - 1) * x for x in without], dtype=torch.float64)
+
+
+def main_output(output: Any) -> Tensor:
+    found: Tensor = output.logits if getattr(output, "logits", None) is not None else output[0]
+    return found
+
+
+def kind_of(model: Any, output: Any) -> str:
+    """What an output is: "distributions" of tokens or classes, "scores" of texts, or "embeddings"."""
+    logits = getattr(output, "logits", None)
+    if getattr(model, "get_output_embeddings", lambda: None)() is not None:
+        return "distributions"
+    if logits is None:
+        return "embeddings"
+    regression = getattr(model.config, "problem_type", None) == "regression" or logits.ndim == 1
+    return "scores" if regression or (logits.ndim == 2 and logits.shape[-1] == 1) else "distributions"
+
+
+def rows_of(model: Any, batch: Batch, out: Tensor) -> Tensor | None:
+    """Which rows of an output (b, n, ...) are not padding, (b, n) bool; None where nothing is known of them.
+
+    A mask over samples of sound is taken to frames as the model itself does.
+    """
+    if out.ndim < 3:
+        return None
+    masks = [batch[name] for name in ("decoder_attention_mask", "attention_mask") if name in batch]
+    found = next((mask for mask in masks if mask.shape == out.shape[:2]), None)
+    frames = [m for m in model.modules() if hasattr(m, "_get_feature_vector_attention_mask")]
+    if found is None and frames and out.ndim == 3 and "attention_mask" in batch:
+        mask = batch["attention_mask"].to(out.device)
+        found = frames[0]._get_feature_vector_attention_mask(out.shape[1], mask)
+    return None if found is None or found.shape != out.shape[:2] else found.to(out.device).bool()
+
+
+def pooled(out: Tensor, rows: Tensor | None) -> Tensor:
+    """The mean over all tokens that are not padding, (b, hidden)."""
+    if out.ndim == 2:
+        return out
+    if rows is None:
+        return out.flatten(1, -2).mean(1)
+    weight = rows.to(out).unsqueeze(-1)
+    return (out * weight).sum(1) / weight.sum(1)
+
+
+def divergence(out: Tensor, truth: Tensor, rows: Tensor | None) -> Tensor:
+    """Of the predictions (b, ..., classes) from the original's, the mean over the rows of each text, (b,)."""
+    p, q = truth.log_softmax(-1), out.log_softmax(-1)
+    apart = (p.exp() * (p - q)).sum(-1)
+    if rows is not None:
+        return (apart * rows).sum(-1) / rows.sum(-1).clamp_min(1)
+    return apart.flatten(1).mean(-1) if apart.ndim > 1 else apart
+
+
+class Piece(NamedTuple):
+    """A piece of a text that has been read: how many tokens there were by then, the losses of its tokens, the cache."""
+
+    read: int
+    losses: Tensor
+    seconds: float
+    cache: Any
+
+
+@torch.no_grad()
+def pieces(model: Any, ids: Tensor, stops: Sequence[int] = ()) -> Iterator[Piece]:
+    """Read ids (1, n) as generation would, piece by piece through a cache, with a pause at every stop."""
+    from transformers import DynamicCache
+
+    cache, last = DynamicCache(config=model.config), None
+    ids = ids.to(next(model.parameters()).device)
+    n = ids.shape[1]
+    ends = sorted({*range(PIECE, n, PIECE), *(stop for stop in stops if 0 < stop < n), n})
+    for start, end in zip([0, *ends], ends, strict=False):
+        began = time.perf_counter()
+        logits = model(ids[:, start:end], past_key_values=cache, use_cache=True).logits[0].float()
+        seconds = time.perf_counter() - began
+        rows = logits if last is None else torch.cat([last, logits])
+        losses = _next_losses(rows[:-1], ids[:, max(start - 1, 0) : end])
+        last = logits[-1:]
+        yield Piece(end, losses.cpu(), seconds, cache)
+
+
+@dataclass
+class Reading:
+    """One long text read in pieces: the loss of every next token, what it took, and what the cache held at the end."""
+
+    losses: Tensor
+    prefill_seconds: float
+    step_seconds: float
+    cache_bytes: int
+
+
+def read(model: Any, ids: Tensor) -> Reading:
+    """Read ids (1, n) piece by piece, the last tokens one at a time."""
+    from bochner.hf.cache import cache_bytes
+
+    n = ids.shape[1]
+    with evaluation_mode(model):
+        found = list(pieces(model, ids, range(n - STEPS, n)))
+    prefill, step = sum(p.seconds for p in found[:-STEPS]), min(p.seconds for p in found[-STEPS:])
+    return Reading(torch.cat([p.losses for p in found]), prefill, step, cache_bytes(found[-1].cache))
+
+
+def compare_readings(texts: Sequence[Text], before: Sequence[Reading], after: Sequence[Reading]) -> Quality:
+    """The quality over whole texts, of their original and their converted reading."""
+    rise = [text.split(b.losses - a.losses) for text, a, b in zip(texts, before, after, strict=True)]
+    held = torch.cat([text.split(r.losses)[1] for text, r in zip(texts, before, strict=True)]).mean().item()
+    first = torch.cat([text.first(r.losses) for text, r in zip(texts, before, strict=True)]).mean().item()
+    body, again = (torch.cat(parts) for parts in zip(*rise, strict=True))
+    return language_quality(body, again, first - held, held)
+
+
+@torch.no_grad()
+def embed(model: Any, tokenizer: Any, texts: Sequence[str], *, max_length: int = 256, batch_size: int = 8) -> Tensor:
+    """Mean-pooled, normalised embeddings (texts, hidden)."""
+    found = []
+    for batch in inputs.batches(list(texts), tokenizer, model=model, max_length=max_length, batch_size=batch_size):
+        batch = {k: v.to(model.device) for k, v in batch.items()}
+        hidden = model(**batch).last_hidden_state.float()
+        found.append(F.normalize(pooled(hidden, batch["attention_mask"].bool()), dim=-1))
+    return torch.cat(found)
+
+
+class EmbeddingQuality(NamedTuple):
+    """Converted against original embeddings of the same texts."""
+
+    cosine: float  # mean cosine of each text with itself
+    rank_correlation: float  # Spearman correlation of all pairwise similarities
+    retrieval: float  # how often the nearest other text is the same
+
+
+def compare_embeddings(original: Tensor, converted: Tensor) -> EmbeddingQuality:
+    """The three figures that say whether the converted encoder can replace the original one."""
+    if original.shape != converted.shape or len(original) < 3:
+        raise BochnerError(
+            f"Compare embeddings of the same texts, at least 3, got {tuple(original.shape)}, {tuple(converted.shape)}."
+        )
+    original, converted = original.cpu(), converted.cpu()
+    eye = torch.eye(len(original), dtype=torch.bool)
+    nearest = [(t @ t.mT).masked_fill(eye, -2).argmax(-1) for t in (original, converted)]
+    agree = (nearest[0] == nearest[1]).float().mean().item()
+    cosine = (original * converted).sum(-1).mean().item()
+    return EmbeddingQuality(cosine, rank_of_similarities(original, converted), agree)
+
+
+@torch.no_grad()
+def perplexity(model: Any, tokenizer: Any, texts: Sequence[str], *, max_length: int = 512) -> float:
+    """exp of the mean loss per predicted token, each text on its own."""
+    total, count = 0.0, 0
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=max_length).input_ids.to(model.device)
+        loss = token_losses(model, ids)
+        total, count = total + loss.sum().item(), count + loss.numel()
+    return math.exp(total / count)
+
+
+@torch.no_grad()
+def recall(model: Any, tokenizer: Any, texts: Sequence[str], *, tokens: int = 120) -> float:
+    """Perplexity on the repeat of a passage: the first text, another one, the first again.
+
+    Low only if attention can still reach back over the passage in between; exact attention of a good model is near 1.
+    Texts are taken in pairs; each must have at least `tokens` tokens.
+    """
+    ids = [tokenizer(t, return_tensors="pt").input_ids[:, :tokens] for t in texts]
+    if len(ids) < 2 or any(x.shape[1] < tokens for x in ids):
+        raise BochnerError(f"recall needs at least two texts of {tokens} tokens; give longer ones.")
+    total, count = 0.0, 0
+    for a, b in zip(ids[::2], ids[1::2], strict=False):
+        loss = token_losses(model, torch.cat([a, b, a], dim=1).to(model.device))[:, -(tokens - 1) :]
+        total, count = total + loss.sum().item(), count + loss.numel()
+    return math.exp(total / count)
+
+
+def token_losses(model: Any, ids: Tensor) -> Tensor:
+    """Cross-entropy of every next token, (b, n - 1)."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")

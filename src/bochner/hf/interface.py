@@ -1,0 +1,496 @@
+"""All that touches the insides of transformers: attention functions, conversion of a model in place, save and load.
+
+Public parts of transformers carry most of it: the attention and mask interfaces under the names `NAME` and `CONVERTED`,
+cache layers, and a registered quantizer, through which `from_pretrained` rebuilds the maps of a saved conversion. No
+method of transformers is replaced. Importing this module registers the names, which changes no model.
+
+What is used beyond that, and why; `tests/test_hf_interface.py` has a test for each:
+
+| what | why |
+|---|---|
+| `config._attn_implementation_internal` | `set_attn_implementation` switches all sub-configurations at once |
+| `model._can_set_attn_implementation()` | says whether a family's attention goes through the interface |
+| `eager_attention_forward` beside a class | eager attention is registered under no name |
+| `model._keep_in_fp32_modules_strict` | maps are read in float32 into a model of lower precision |
+| `is_quantized`, `quantization_method`, `hf_quantizer`, `config._is_quantized` | a conversion is not a quantization |
+| `cache.layers`, `cache.layer_class_to_replicate` | the layer of a converted module is put into any cache |
+| a mask with `ndim = 4` and `contiguous` | `generate` takes what our mask function makes for a tensor |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bochner._checks import BochnerError, BochnerWarning, extra
+from bochner.hf import drift
+from bochner.hf.attention import CHILD, LinearAttention
+from bochner.hf.calls import Call, attend
+from bochner.hf.masks import Mask, Obstacle, cannot_pack, make_mask
+from bochner.hf.plan import Plan
+from bochner.maps import feature_map
+from bochner.maps.base import FeatureMap
+
+extra("transformers", "hf", "bochner.hf")
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel  # noqa: E402
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer  # noqa: E402
+from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
+
+from bochner.hf.cache import RecurrentLayer, layer_of, prepare_cache  # noqa: E402
+
+NAME = "bochner"  # the attention implementation of models that `convert` has not seen
+CONVERTED = "bochner_converted"  # that of converted models: modules without maps stay softmax
+DEFAULT_MAP, DEFAULT_FEATURES = "positive", 256  # of modules that `convert` has not seen
+MISFIT = (
+    "The maps in this checkpoint are not those of the plan in its config.json: it was saved from another conversion, "
+    "or edited. Convert the original model again with this plan."
+)
+# Keywords of transformers' attention calls that change the result; each with the reason why a layer stays exact.
+REFUSED = {
+    "position_bias": "a position bias added to the logits (T5) is not a kernel of query and key",
+    "bias": "a bias added to the logits is not a kernel of query and key",
+    "softcap": "a soft cap on the logits (Gemma-2) is not a softmax kernel",
+    "sliding_window": "its own sliding window is linear already",
+    "cache": "the paged cache of continuous batching is not supported",
+    "indices": "sparse attention by indices is linear already",
+    "block_indices": "block-sparse attention is linear already",
+}
+_functions = AttentionInterface()
+_default_maps: dict[tuple[int, int, torch.device], FeatureMap] = {}
+_hidden: ContextVar[Tensor | None] = ContextVar("hidden", default=None)  # what entered the attention module at work
+
+
+def register(*settings: Any, **options: Any) -> None:
+    """Make `attn_implementation="bochner"` known to transformers; importing `bochner.hf.interface` does the same.
+
+    Every attention module of such a model uses one frozen map, `positive` with 256 features, drawn from seed 0: the
+    same in every layer, copy and process. For other maps convert the model.
+
+    >>> register()
+    >>> from transformers import BertConfig, BertModel
+    >>> config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    >>> model = BertModel._from_config(config, attn_implementation="bochner")
+    """
+    if settings or options:
+        raise BochnerError(
+            'attn_implementation="bochner" has one map; for another one load the model and use '
+            "bochner.convert(model, bochner.Recipe(...))."
+        )
+
+
+# The attention call
+
+
+def obstacle(mask: Any, kwargs: dict[str, Any]) -> Obstacle | None:
+    """What of an attention call linear attention cannot honour, None if nothing."""
+    for name, reason in REFUSED.items():
+        if kwargs.get(name) is not None:
+            limit = kwargs[name] if name == "sliding_window" and isinstance(kwargs[name], int) else 0
+            return Obstacle(f"it passes {name!r}, and {reason}", limit)
+    if isinstance(mask, Mask):
+        if mask.obstacle is not None:
+            return mask.obstacle
+        if kwargs.get("s_aux") is not None and not mask.is_causal:
+            return Obstacle("it passes 's_aux', and sinks as extra logits are supported in causal attention only")
+    elif mask is not None and mask.ndim != 2:
+        return Obstacle(
+            f"it passes a mask of shape {tuple(mask.shape)}, and only padding masks (b, s) can be honoured; pass the "
+            "2-D attention mask of the tokenizer"
+        )
+    return None
+
+
+def read_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]) -> Call:
+    """An attention call as transformers makes it; what linear attention cannot honour is refused."""
+    found = obstacle(mask, kwargs)
+    if found is not None:
+        raise BochnerError(f"{type(module).__name__} cannot use linear attention: {found.reason}.")
+    if isinstance(mask, Mask):
+        keep, length, causal, segments = mask.keep, mask.length, mask.is_causal, mask.segments
+    else:  # models that make no mask say it by is_causal
+        keep, length, segments = mask, key.shape[-2] if mask is None else mask.shape[1], None
+        asked = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", False) if asked is None else asked
+    if length < key.shape[-2]:  # the slots of a fixed cache beyond the mask hold zeros; the feature of 0 is not 0
+        key, value = key[..., :length, :], value[..., :length, :]
+    padding = None
+    if keep is not None:
+        padding = ~keep.bool()
+        if not torch.compiler.is_compiling() and not padding.any():
+            padding = None
+    scaling = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if segments is None and kwargs.get("cu_seq_lens_q") is not None:
+        segments = _segments(kwargs["cu_seq_lens_q"], query, key)
+    return Call(query, key, value, bool(causal), padding, scale, kwargs.get("s_aux"), segments)
+
+
+def _segments(bounds: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The sequence of each token, (1, n), from the bounds that flash-attention takes."""
+    n = query.shape[-2]
+    if query.shape[0] != 1 or key.shape[-2] != n or int(bounds[-1]) != n:
+        raise BochnerError(
+            f"'cu_seq_lens_q' bounds {int(bounds[-1])} tokens, the call has {tuple(query.shape)} queries and "
+            f"{key.shape[-2]} keys; pack the sequences into a batch of one."
+        )
+    places = torch.arange(n, device=query.device)
+    return torch.bucketize(places, bounds.to(query.device), right=True)[None]
+
+
+def original_attention(
+    module: nn.Module, implementation: str, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
+) -> Any:
+    """The call through the attention function that the module had before.
+
+    Of all attention functions only those of flash-attention read `cu_seq_lens_q`; the others get it as a mask.
+    """
+    bounds, segments = kwargs.get("cu_seq_lens_q"), None
+    if bounds is not None and "flash" not in implementation:
+        if not isinstance(mask, Mask):
+            raise BochnerError(cannot_pack(type(module).__name__))
+        segments = _segments(bounds, query, key) if mask.segments is None else None
+    if isinstance(mask, Mask):
+        mask = mask.original(implementation, key.shape[-2], segments)
+    return _function(module, implementation)(module, query, key, value, mask, **kwargs)
+
+
+def _function(module: nn.Module, implementation: str) -> Callable[..., Any]:
+    if implementation in _functions:
+        return _functions[implementation]
+    for cls in type(module).__mro__:  # eager attention stands beside the module, and is not registered
+        function: Callable[..., Any] | None = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise BochnerError(f"No {implementation!r} attention of {type(module).__name__} was found to go back to.")
+
+
+def attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """Attention in linear time under transformers' calling convention; returns (b, n, h, v) and no weights."""
+    own: Any = module._modules.get(CHILD)
+    if own is not None:
+        return converted_forward(module, query, key, value, attention_mask, **kwargs)
+    _refuse_old_files(module)
+    _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
+    call = read_call(module, query, key, value, attention_mask, kwargs)
+    return attend(call, _default_map(call.key)).transpose(1, 2).contiguous(), None
+
+
+def converted_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """The same for converted models, in which modules that are not converted go the way they went before."""
+    own: Any = module._modules.get(CHILD)
+    if own is None or own.plan.untouched:
+        implementation = "sdpa" if own is None else own.original
+        _refuse_old_files(module)
+        return original_attention(module, implementation, query, key, value, attention_mask, kwargs)
+    cache = layer_of(key) if own.plan.is_causal else None
+    _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
+    call = read_call(module, query, key, value, attention_mask, kwargs)
+    if own.needs_hidden:
+        call = call._replace(hidden=_hidden.get())
+    drift.warn(own, call, None if cache is None else cache.seen)
+    out = own(call) if cache is None else _go_on(own, call, cache)
+    return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable
+def _go_on(own: LinearAttention, call: Call, cache: RecurrentLayer) -> Tensor:
+    """Attention from a cache. A graph would hold the number of its tokens, and be another one for the next."""
+    out: Tensor = own(call, cache)
+    return out
+
+
+def note_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of attention modules whose fates ask for the hidden states that enter them."""
+    hidden = kwargs.get("hidden_states", args[0] if args else None)
+    _hidden.set(hidden if isinstance(hidden, Tensor) else None)
+
+
+@torch.compiler.disable
+def _make_default_map(dim: int, heads: int, device: torch.device) -> FeatureMap:
+    phi = feature_map(DEFAULT_MAP, dim=dim, num_features=DEFAULT_FEATURES, num_heads=heads, seed=0)
+    return _default_maps.setdefault((dim, heads, device), phi.requires_grad_(False).to(device))
+
+
+def _default_map(key: Tensor) -> FeatureMap:
+    """The map of modules that `convert` has not seen: a function of their heads and nothing else."""
+    dim, heads = key.shape[-1], key.shape[1]
+    return _default_maps.get((dim, heads, key.device)) or _make_default_map(dim, heads, key.device)
+
+
+def _refuse_old_files(module: nn.Module) -> None:
+    if getattr(getattr(module, "config", None), "bochner", None) is not None:
+        raise BochnerError(
+            "This model was saved by an older version of bochner and is read without its maps; call "
+            "bochner.hf.upgrade(directory) once, and load it again."
+        )
+
+
+def _warn_of_dropout(module: nn.Module, dropout: float) -> None:
+    if dropout and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"{type(module).__name__} asks for attention dropout {dropout}; linear attention forms no weights to drop "
+            "and goes without. Set the config's attention dropout to 0.",
+            BochnerWarning,
+            stacklevel=4,
+        )
+
+
+# Models
+
+
+def supported(model: nn.Module | type) -> bool:
+    """Whether the model's own attention goes through transformers' interface, as its source tells."""
+    check = getattr(model, "_can_set_attn_implementation", None)
+    return bool(check()) if check is not None else False
+
+
+def unsupported_message(model: Any) -> str:
+    return (
+        f"{type(model).__name__} cannot use linear attention: its attention does not go through transformers' "
+        "attention interface, so that a replacement would silently be ignored."
+    )
+
+
+def unwrap(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
+    """The transformers model in a PeftModel, that and the tokenizer of a SentenceTransformer; others as they are."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not (hasattr(model, "tokenize") and hasattr(model, "encode")):
+        return model, tokenizer
+    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if inner is None:
+        raise BochnerError("This SentenceTransformer holds no transformers model.")
+    return inner, tokenizer or model.tokenizer
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """Every configuration of the model and its parts, once."""
+    found: dict[int, Any] = {}
+
+    def add(config: Any) -> None:
+        if id(config) in found or not isinstance(config, PreTrainedConfig):
+            return
+        found[id(config)] = config
+        for name in getattr(config, "sub_configs", {}):
+            add(getattr(config, name, None))
+
+    for module in model.modules():
+        add(getattr(module, "config", None))
+    return list(found.values())
+
+
+def softmax_of(model: Any, config: Any) -> str:
+    """The softmax implementation of a configuration, a fitting one if it is ours."""
+    present = getattr(config, "_attn_implementation_internal", None)
+    if present is None or present in (NAME, CONVERTED):
+        present = "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
+    return str(present)
+
+
+def attached_to(model: Any) -> dict[str, LinearAttention]:
+    """What `attach` gave a model, by the name of its attention module in the transformers model; empty if nothing."""
+    inner, _ = unwrap(model)
+    found = {}
+    for name, module in getattr(inner, "named_modules", dict)():
+        child = _in_use(module._modules.get(CHILD))
+        if isinstance(child, LinearAttention):
+            found[name] = child
+    return found
+
+
+def _in_use(child: Any) -> Any:
+    """The module that a name stands for: with PEFT's `modules_to_save`, the copy of the adapter in use."""
+    copies, active = getattr(child, "modules_to_save", None), getattr(child, "active_adapters", None)
+    return copies[active[0]] if copies and active and active[0] in copies else child
+
+
+def layers_of(model: Any) -> dict[str, LinearAttention]:
+    """What is attached to a converted model, by the name of the attention module."""
+    found = attached_to(model)
+    if not found:
+        raise BochnerError(f"This {type(model).__name__} is not converted; call bochner.convert first.")
+    return found
+
+
+def find_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
+    """The attention modules of a plan by the plan's names; a head on top or its absence does not matter."""
+    modules = dict(model.named_modules())
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    found = {}
+    for layer in plan.layers:
+        names = (layer.name, prefix + layer.name, layer.name.removeprefix(prefix))
+        name = next((n for n in names if n in modules), None)
+        if name is None:
+            raise BochnerError(
+                f"The plan names an attention module {layer.name!r} that {type(model).__name__} does not have; it was "
+                "made for another model."
+            )
+        found[layer.name] = modules[name]
+    return found
+
+
+def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention]) -> None:
+    """Give every attention module of a plan its `LinearAttention`, and switch the configurations above them.
+
+    The model gets configurations of its own, so that no other model is switched with it. A plan that converts nothing
+    leaves them alone.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            module.config = copy.deepcopy(module.config, memo)
+    alarm = drift.Alarm()
+    for place, (name, module) in enumerate(find_modules(model, plan).items()):
+        child: Any = layers[name]
+        index = getattr(module, "layer_idx", None)
+        child.original = softmax_of(model, getattr(module, "config", None) or model.config)
+        child.drift, child.cache_index = alarm, place if index is None else index
+        module.add_module(CHILD, child)
+        child.needs_hidden = any(getattr(part, "needs_hidden", False) for part in child.parts.values())
+        hooks: list[Any] = [note_hidden] if child.needs_hidden else []
+        if child.plan.is_causal and not child.plan.is_cross and not child.plan.untouched:
+            hooks.append(prepare_cache)
+        child.hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for hook in hooks]
+    if not plan.converted:
+        return
+    for config in _configs_above_maps(model):
+        config._attn_implementation_internal = CONVERTED
+    model.config.quantization_config = BochnerConfig(plan=plan)
+    model.config.attn_implementation = CONVERTED  # in config.json, where softmax would not tell that maps are missing
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), CHILD}
+
+
+def detach(model: Any) -> None:
+    """Remove what `attach` gave a model, and give its configurations their implementations back."""
+    layers_of(model)
+    above = {id(config): (config, "") for config in _configs_above_maps(model)}
+    first = ""
+    for module in list(model.modules()):
+        child: Any = module._modules.get(CHILD)
+        if child is None:
+            continue
+        first = first or child.original
+        own = getattr(module, "config", None)
+        if id(own) in above:
+            above[id(own)] = (own, child.original)
+        for hook in child.hooks:
+            hook.remove()
+        delattr(module, CHILD)
+    for config, implementation in above.values():
+        config._attn_implementation_internal = implementation or first
+        for name in ("quantization_config", "attn_implementation"):
+            config.__dict__.pop(name, None)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ())} - {CHILD}
+
+
+@contextlib.contextmanager
+def attached(model: Any, plan: Plan, layers: dict[str, LinearAttention]) -> Iterator[None]:
+    """A conversion for a while; the model then is what it was, configurations included."""
+    before = [(m, m.config) for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
+    attach(model, plan, layers)
+    try:
+        yield
+    finally:
+        detach(model)
+        for module, config in before:
+            module.config = config
+
+
+def _configs_above_maps(model: nn.Module) -> list[Any]:
+    """The configurations of the modules that hold an attached one."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig) and any(CHILD in m._modules for m in module.modules()):
+            found[id(config)] = config
+    return list(found.values())
+
+
+# Saving and loading by transformers' own methods
+
+
+@register_quantization_config(NAME)
+class BochnerConfig(QuantizationConfigMixin):
+    """What config.json says of a conversion: its plan, from which `from_pretrained` builds the maps."""
+
+    def __init__(self, quant_method: str = NAME, plan: Any = None, **unknown: Any) -> None:
+        self.quant_method: Any = quant_method
+        self.plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": self.quant_method, "plan": self.plan.to_dict()}
+
+
+@register_quantizer(NAME)
+class MapLoader(HfQuantizer):
+    """Attaches the maps of a saved conversion to a model before `from_pretrained` reads its weights."""
+
+    requires_calibration = False
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
+        config: Any = self.quantization_config
+        plan: Plan = config.plan
+        layers = {layer.name: LinearAttention(layer) for layer in plan.layers}
+        _check_files(layers, checkpoint_files)
+        attach(model, plan, layers)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+            model.__dict__.pop(name, None)
+        for config in configs_of(model):
+            config.__dict__.pop("_is_quantized", None)
+        for layer in attached_to(
+            model
+        ).values():  # tensors of a file lie anywhere in memory, which changes the rounding
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                tensor.data = tensor.data.clone()
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+
+def _check_files(layers: dict[str, LinearAttention], files: Any) -> None:
+    """Refuse a checkpoint whose maps are not those of its plan; transformers would leave them without values."""
+    from safetensors import safe_open
+
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        return
+    found: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(Path(file), framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                if f".{CHILD}." in key:
+                    found[key] = tuple(opened.get_slice(key).get_shape())
+    for name, layer in layers.items():
+        for key, value in layer.state_dict().items():
+            ends = f"{name}.{CHILD}.{key}"
+            shape = next((s for k, s in found.items() if k.endswith(ends) or ends.endswith(k)), None)
+            if shape != tuple(value.shape):
+                raise BochnerError(MISFIT)
+
+
+for _name, _forward in ((NAME, attention_forward), (CONVERTED, converted_forward)):
+    AttentionInterface.register(_name, _forward)
+    AttentionMaskInterface.register(_name, make_mask)

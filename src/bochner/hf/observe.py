@@ -1,0 +1,284 @@
+"""What a model's attention really computes: every call of a forward pass, handed to an observer.
+
+transformers hands over queries (b, h, n, d), keys and values (b, g, s, d) with rotary and norms applied, a mask made by
+the mask function of the implementation's name, and a scale. Modules and head sizes are found by running the model once
+under a recording attention function, never by the names of attributes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bochner._checks import BochnerError
+from bochner.hf.attention import CHILD
+from bochner.hf.calls import Call
+from bochner.hf.interface import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    attached_to,
+    configs_of,
+    obstacle,
+    original_attention,
+    read_call,
+    softmax_of,
+    supported,
+    unsupported_message,
+)
+from bochner.hf.masks import Obstacle, make_mask
+
+RECORDER = "bochner_recorder"
+PARTS = ("encoder", "decoder", "cross")  # of an encoder-decoder
+Observer = Callable[[str, Call], "Tensor | None"]
+
+
+class Shape(NamedTuple):
+    """What discovery learns of one attention module; `queries`, `keys`: how many there were."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    is_causal: bool
+    is_cross: bool
+    obstacle: Obstacle | None = None
+    queries: int = 0
+    keys: int = 0
+
+    @property
+    def part(self) -> str:
+        """Which part of an encoder-decoder it belongs to."""
+        return "cross" if self.is_cross else ("decoder" if self.is_causal else "encoder")
+
+    @classmethod
+    def of(cls, name: str, call: Call) -> Shape:
+        (_, h, n, d), (_, g, s, v) = call.query.shape, call.value.shape
+        return cls(name, h, g, d, v, call.is_causal, n != s, queries=n, keys=s)
+
+
+@dataclass
+class Recording:
+    """Who looks at the attention calls of a model: names and implementations by the id of a module, and the findings.
+
+    `obstacles`: layers with calls that linear attention cannot honour, and their shapes.
+    """
+
+    observer: Observer
+    modules: dict[int, tuple[str, str]]
+    obstacles: dict[str, tuple[Obstacle, Shape]] = field(default_factory=dict)
+
+
+_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
+
+
+def _record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    recording = _recording.get()
+    if recording is None or id(module) not in recording.modules:  # of another model with the same configuration
+        return original_attention(module, "sdpa", query, key, value, attention_mask, kwargs)
+    name, implementation = recording.modules[id(module)]
+    found = obstacle(attention_mask, kwargs)
+    if found is not None:
+        causal = bool(getattr(attention_mask, "is_causal", getattr(module, "is_causal", False)))
+        shape = Shape.of(name, Call(query, key, value, causal, None, 1.0))
+        recording.obstacles.setdefault(name, (found, shape))
+    else:
+        out = recording.observer(name, read_call(module, query, key, value, attention_mask, kwargs))
+        if out is not None:
+            return out.transpose(1, 2).contiguous(), None
+    return original_attention(module, implementation, query, key, value, attention_mask, kwargs)
+
+
+AttentionInterface.register(RECORDER, _record)
+AttentionMaskInterface.register(RECORDER, make_mask)
+
+
+@contextlib.contextmanager
+def recording(model: nn.Module, observer: Observer) -> Iterator[dict[str, tuple[Obstacle, Shape]]]:
+    """Run the model's own attention, showing every call that linear attention could honour to `observer(name, call)`.
+
+    An observer that returns a tensor (b, h, n, v) replaces the attention's output by it. Gives the layers with other
+    calls, by name. The model's own attention implementation and training mode come back at the end.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise BochnerError(f"A transformers model is needed, got {type(model).__name__}.")
+    if not supported(model):
+        raise BochnerError(unsupported_message(model))
+    before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
+    if any(implementation == RECORDER for _, implementation in before):
+        raise BochnerError("This model is being observed already; do one thing at a time with one model.")
+    was_training = [m for m in model.modules() if m.training]
+    own = {name: child.original for name, child in attached_to(model).items()}
+    modules = {}
+    for name, module in model.named_modules():
+        implementation = own.get(name) or softmax_of(model, getattr(module, "config", None) or model.config)
+        modules[id(module)] = (name, implementation)
+    found = Recording(observer, modules)
+    token = _recording.set(found)
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = RECORDER
+        model.eval()
+        yield found.obstacles
+    finally:
+        _recording.reset(token)
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+        for module in was_training:
+            module.training = True
+
+
+@contextlib.contextmanager
+def softmax(model: nn.Module) -> Iterator[None]:
+    """The attention that a converted model had before, for a while."""
+    with recording(model, lambda name, call: None):
+        yield
+
+
+def run(model: nn.Module, batch: dict[str, Any], *, gradient: bool = False) -> Any:
+    """One forward pass on the model's device; no cache is made, and one that is given stays as it is."""
+    device = next(model.parameters()).device
+    moved = {k: snapshot(v) if hasattr(v, "layers") else v for k, v in batch.items()}
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()}
+    with torch.set_grad_enabled(gradient):
+        try:
+            return model(**moved, use_cache=False)
+        except TypeError as error:
+            if "use_cache" not in str(error):
+                raise
+            return model(**moved)
+
+
+def snapshot(cache: Any) -> Any:
+    """A cache as it is now: its layers replace their keys and values when they grow, and never write into them."""
+    copied = copy.copy(cache)
+    copied.layers = [copy.copy(layer) for layer in cache.layers]
+    return copied
+
+
+def discover(model: nn.Module, batch: dict[str, Tensor] | None = None, unsupported: str = "keep") -> dict[str, Shape]:
+    """The attention modules that go through transformers' interface, in the order in which the model holds them.
+
+    Those that ask for something linear attention cannot honour have an `obstacle`, or with `unsupported="raise"` are
+    refused. Raises when there is none at all.
+    """
+    if any(CHILD in m._modules for m in model.modules()):
+        raise BochnerError("This model is converted already; call bochner.revert(model) first.")
+    found, obstacles = _shapes(model, batch)
+    if batch is not None and "decoder_input_ids" in batch:
+        # Both sides may have one length: cross-attention is where other queries meet as many keys.
+        other, hindered = _shapes(model, _other_queries(batch))
+        other |= {name: shape for name, (_, shape) in hindered.items()}
+        found = {name: _told_apart(shape, other[name]) for name, shape in found.items()}
+        obstacles = {name: (why, _told_apart(shape, other[name])) for name, (why, shape) in obstacles.items()}
+    for name, (reason, shape) in obstacles.items():
+        if unsupported == "raise":
+            raise BochnerError(f"{name} cannot use linear attention: {reason.reason}; pass unsupported='keep'.")
+        found[name] = shape._replace(obstacle=reason)
+    if not found:
+        raise BochnerError(unsupported_message(model))
+    return {name: found[name] for name, _ in model.named_modules() if name in found}
+
+
+def discover_parts(
+    model: Any, data: Sequence[dict[str, Tensor]], unsupported: str = "keep", parts: Sequence[str] | None = None
+) -> dict[str, Shape]:
+    """The attention modules of a model, those outside `parts` with an obstacle: they stay as they are.
+
+    `parts`: "encoder", "decoder" and "cross" of an encoder-decoder, or names of modules, as "vision_model".
+    """
+    shapes = discover(model, {k: v[:1] for k, v in data[0].items()} if data else None, unsupported)
+    if parts is None:
+        return shapes
+    wanted = [parts] if isinstance(parts, str) else list(parts)
+    within = {p: [n for n, s in shapes.items() if s.part == p or n == p or n.startswith(f"{p}.")] for p in wanted}
+    empty = [p for p, names in within.items() if not names]
+    if empty or not wanted:
+        known = [p for p in PARTS if any(s.part == p for s in shapes.values())]
+        shown = repr(empty[0]) if empty else "nothing"
+        raise BochnerError(f"The 'parts' must be of {known}, or names of modules with attention, got {shown}.")
+    chosen = {name for names in within.values() for name in names}
+    left_out = Obstacle("it is not among the 'parts' to convert")
+    return {n: s if n in chosen or s.obstacle else s._replace(obstacle=left_out) for n, s in shapes.items()}
+
+
+def _shapes(
+    model: nn.Module, batch: dict[str, Tensor] | None
+) -> tuple[dict[str, Shape], dict[str, tuple[Obstacle, Shape]]]:
+    """What one pass shows of the attention modules, and of those that ask for something else."""
+    found: dict[str, Shape] = {}
+
+    def observe(name: str, call: Call) -> None:
+        found.setdefault(name, Shape.of(name, call))
+
+    with recording(model, observe) as obstacles:
+        _run_first(model, batch)
+    return found, obstacles
+
+
+def _other_queries(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch whose decoder reads a token less, or one more if there is one alone."""
+    n = batch["decoder_input_ids"].shape[1]
+    changed = dict(batch)
+    for name, x in batch.items():
+        if name.startswith("decoder_") and x.ndim > 1 and x.shape[1] == n:
+            changed[name] = x[:, :-1] if n > 1 else torch.cat([x, x], dim=1)
+    return changed
+
+
+def _told_apart(shape: Shape, other: Shape) -> Shape:
+    fixed = shape.queries != other.queries and shape.keys == other.keys
+    return shape._replace(is_cross=shape.is_cross or fixed)
+
+
+def _run_first(model: Any, batch: dict[str, Tensor] | None) -> None:
+    """Run a model on a batch, or on made-up inputs, for the first time; what it says to them in one sentence."""
+    try:
+        run(model, dummy_inputs(model) if batch is None else batch)
+    except BochnerError:
+        raise
+    except Exception as error:  # whatever it is, the inputs are not those that the model needs
+        shown = "made-up inputs"
+        if batch is not None:
+            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
+            shown = f"the first of 'data' with {shapes}"
+        told = " ".join(str(error).split())
+        raise BochnerError(
+            f"{type(model).__name__} could not be run on {shown} ({type(error).__name__}: {told}); pass 'data', "
+            "batches with the inputs it needs."
+        ) from error
+
+
+def dummy_inputs(model: Any) -> dict[str, Tensor]:
+    """Small inputs that the model's forward accepts, by its main input."""
+    config = model.config
+    main = model.main_input_name
+    inner = getattr(config, "vision_config", None) if main == "pixel_values" else None
+    source = inner or config
+    if main == "pixel_values":
+        size = source.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        batch: dict[str, Tensor] = {"pixel_values": torch.zeros(1, source.num_channels, height, width)}
+    elif main == "input_features":  # log-mel frames, twice as many as positions after the strided convolution
+        bins = getattr(source, "num_mel_bins", 80)
+        batch = {"input_features": torch.zeros(1, bins, 2 * getattr(source, "max_source_positions", 50))}
+    elif main == "input_values":
+        batch = {"input_values": torch.zeros(1, 4000)}
+    else:
+        batch = {"input_ids": torch.arange(1, 13).view(1, 12) % min(source.get_text_config().vocab_size, 50)}
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        # Not as long as the input: that tells cross-attention.
+        batch["decoder_input_ids"] = torch.ones(1, 7, dtype=torch.long)
+    dtype = next(model.parameters()).dtype
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}

@@ -1,0 +1,217 @@
+"""The search for a target: what each head becomes, so that the model retains its quality at the least cost.
+
+The units u are key heads; the options o of a head are the fates that are registered (`bochner.hf.fates`), exact
+attention among them. D[u, o] is the measured damage of an option to a head, C[u, o] its cost: bytes of the decoding
+cache, or seconds. A choice c gives each head one option. The problem is
+
+    minimise  sum_u C[u, c(u)]   subject to   quality(c) >= keep,
+
+or, where the memory is given, to maximise quality(c) subject to sum_u C[u, c(u)] <= memory. quality(c) is measured end
+to end on the choice texts, and its lower confidence bound over them has to reach `keep`, because a choice is the best
+of several. Where time is saved, the heads of a layer that are not exact share one option and a mixture has a price.
+
+1. `options`: make every option of every layer and fit its maps (on the first texts). 2. `damage`: measure D. 3.
+`knapsack`: for sums of D and C the best choices are the corners of a convex hull, found exactly. 4. `refine`: bisect
+along them by measured quality, and improve what was found. 5. `verify`: look once at texts that nothing has used, and
+state the interval. One fallback is declared before that look, and the interval of a second look is corrected for it.
+
+`refine` and `knapsack` are pure functions over `refine.Problem` and know nothing of transformers.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from bochner._checks import BochnerError, BochnerWarning
+from bochner._progress import speaker
+from bochner.hf import inputs
+from bochner.hf.config import Calibration, Target
+from bochner.hf.evaluate import evaluator
+from bochner.hf.observe import discover_parts
+from bochner.hf.search.damage import MeasuredProblem, measure_damages
+from bochner.hf.search.knapsack import Choice, all_exact, frontier, totals
+from bochner.hf.search.options import Space, fitted_maps
+from bochner.hf.search.refine import Candidate, Trials, best_within, cheapest_that_keeps, fallback
+from bochner.hf.search.report import Point, SearchReport
+from bochner.hf.search.texts import Goal, Split, batches_for, settle, split
+from bochner.hf.search.verify import Verdict, Verifier
+
+__all__ = ["SearchReport", "search"]
+
+
+def search(
+    model: Any,
+    target: Target,
+    data: Any,
+    *,
+    parts: Sequence[str] | None = None,
+    unsupported: str = "keep",
+    seed: int = 0,
+    progress: bool | None = None,
+) -> SearchReport:
+    """Find a plan that meets a target; the model is as before. `bochner.search` describes the arguments."""
+    run = _Run(model, target, speaker(progress))
+    batches = batches_for(model, Calibration.of(data), target)
+    shapes = discover_parts(model, batches, unsupported, parts)
+    _warn_if_nothing_can_change(model, shapes)
+    goal = settle(target, model, shapes, batches)
+    texts = split(batches, goal, inputs.positions(model).get("input_ids"))
+    space = Space(model, shapes, goal, seed)
+    with run.stage("fitting"):
+        space.fit(texts.fit, run.say)
+    with run.stage("costs"):
+        space.price(run.say)
+    with run.stage("damages"):
+        run.say("running the original on the choice texts")
+        judge = evaluator(model, texts.choice, goal.judged)
+        problem = MeasuredProblem(space, judge, measure_damages(space, judge, run.say), run.say)
+    trials = Trials(problem)
+    with run.stage("choosing"):
+        chosen, second = _choose(problem, trials)
+    with run.stage("verifying"):
+        verifier = Verifier(model, texts.held, goal, shapes, run.say)
+        report = _verified(problem, trials, chosen, second, verifier)
+    report.positions, report.fit_tokens = inputs.positions(model).get("input_ids"), _fit_tokens(texts)
+    report.training = texts.training(goal.judged) if target.train is not None else []
+    report.seconds = {**run.seconds, "in all": time.monotonic() - run.began}
+    report.reasons += _remarks(report, shapes)
+    run.say(f"\n{report}")
+    return report
+
+
+class _Run:
+    """What a search says, and the seconds of its stages."""
+
+    def __init__(self, model: Any, target: Target, say: Callable[[str], None]) -> None:
+        self.say, self.began, self.seconds = say, time.monotonic(), dict[str, float]()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - began
+
+
+def _choose(problem: MeasuredProblem, trials: Trials) -> tuple[Candidate, Choice | None]:
+    """The choice, and what is looked at if it fails verification; both are settled before any look."""
+    goal = problem.space.goal
+    if goal.memory is None:
+        assert goal.keep is not None
+        chosen = cheapest_that_keeps(problem, goal.keep, trials)
+        return chosen, fallback(problem, chosen, goal.keep, trials)
+    fixed = problem.space.original_bytes - problem.whole  # of layers that cannot change
+    found = best_within(problem, goal.memory * problem.space.original_bytes - fixed, trials)
+    if found is None:
+        least = (fixed + totals(problem.tables, frontier(problem.tables)[0])[1]) / problem.space.original_bytes
+        raise BochnerError(
+            f"The 'memory' of Target must be at least {least:.3f} for this model at "
+            f"{goal.length:,} tokens, got {goal.memory!r}: the smallest options take so much."
+        )
+    return found, None
+
+
+def _verified(
+    problem: MeasuredProblem, trials: Trials, chosen: Candidate, second: Choice | None, verifier: Verifier
+) -> SearchReport:
+    """The report of the first choice that passes; of the original if none does."""
+    goal, space, failed, reasons = problem.space.goal, problem.space, list[Verdict](), list[str]()
+    original = all_exact(problem.tables)
+    demanded = None if goal.memory is not None and goal.trains else goal.keep
+    for choice in [c for c in (chosen.choice, second, original) if c is not None]:
+        plan = space.plan_of(choice)
+        layers = space.build(plan)
+        found = verifier.verify(plan, layers) if plan.converted else verifier.original()
+        slower = _whole_model_is_slower(goal, found) if plan.converted else ""
+        if slower:
+            reasons.append(slower)
+            continue
+        if demanded is None or found.quality.retained >= demanded:
+            break
+        failed.append(found)
+    if failed and not plan.converted:
+        best = max(verdict.quality.retained for verdict in failed)
+        reasons.append(
+            f"The model stays as it was: on texts that the search never used, the best choice retains {best:.2%} of "
+            f"the quality, and {goal.keep:.2%} was asked for. Ask for less, give more texts, or train it "
+            "(Target(train=Distillation()))."
+        )
+    plan.maps = fitted_maps(layers)
+    points, place = _frontier(problem, trials, trials.run(choice))
+    points[place].plan = plan
+    report = SearchReport(goal, plan, points, place, bool(plan.converted) or not failed, found, failed)
+    report.further, report.reasons, report.verifier = verifier.further(plan, layers), reasons, verifier
+    return report
+
+
+def _whole_model_is_slower(goal: Goal, found: Verdict) -> str:
+    """Why a plan is not taken whose attention is faster, if the whole model is not."""
+    if goal.by_memory or found.length < goal.length or found.time_share < 1:
+        return ""
+    return (
+        f"Nothing is converted: attention would be faster at {goal.length:,} tokens, but the whole model takes "
+        f"{found.time_share:.0%} of the original's time."
+    )
+
+
+def _frontier(problem: MeasuredProblem, trials: Trials, chosen: Candidate) -> tuple[list[Point], int]:
+    """All that was measured, the cheapest first, and the place of the choice."""
+    space, candidates = problem.space, trials.by_cost()
+    points = []
+    for c in candidates:
+        plan = space.plan_of(c.choice)
+        memory = space.bytes_of(plan) / space.original_bytes if space.original_bytes else 1.0
+        attention = None if space.goal.by_memory else c.cost / max(problem.whole, 1e-30)
+        points.append(Point(plan, c.quality, c.damage, memory, attention))
+    return points, candidates.index(chosen)
+
+
+def _fit_tokens(texts: Split) -> int:
+    first = texts.fit[0]
+    return sum(batch["input_ids"].numel() for batch in texts.fit) if "input_ids" in first else 0
+
+
+def _remarks(report: SearchReport, shapes: dict[str, Any]) -> list[str]:
+    """Sentences for people."""
+    goal, plan, found = report.goal, report.plan, list[str]()
+    obstacles = [shape.obstacle.reason for shape in shapes.values() if shape.obstacle is not None]
+    if len(obstacles) == len(shapes):
+        found.append(f"Nothing can be converted: {obstacles[0]}.")
+    elif plan.converted and goal.by_memory:
+        found.append(f"The plan takes {report.memory:.1%} of the original's decoding memory at {goal.length:,} tokens.")
+    elif plan.converted:
+        found.append(f"Attention takes {report.time_share:.1%} of the original's time at {goal.length:,} tokens.")
+        found.append(f"The whole model takes {report.verified.time_share:.1%} at {report.verified.length:,} tokens.")
+    elif not report.reasons:
+        found.append(f"Nothing is converted: at {goal.length:,} tokens nothing that meets the target costs less.")
+    if report.failed and plan.converted:
+        found.append(
+            "The first choice failed verification; this second one was declared before, and its interval is wider."
+        )
+    readable, longest = (
+        min(goal.length, report.positions or goal.length),
+        max([report.verified.length, *report.further]),
+    )
+    if longest < readable:
+        found.append(f"The texts held back have {longest:,} tokens only: give more of them to verify at {readable:,}.")
+    keep = report.verified.quality.retained if goal.keep is None else goal.keep
+    worst = min(report.further.items(), key=lambda item: item[1].quality.retained, default=None)
+    if worst is not None and worst[1].quality.retained < keep:
+        found.append(
+            f"Quality was judged at {report.verified.length:,} tokens; at {worst[0]:,} it is "
+            f"{worst[1].quality.retained:.2%}. Name a longer 'judge_length' if your texts are longer."
+        )
+    return [*found, *goal.notes]
+
+
+def _warn_if_nothing_can_change(model: Any, shapes: dict[str, Any]) -> None:
+    reasons = [shape.obstacle.reason for shape in shapes.values() if shape.obstacle is not None]
+    if len(reasons) == len(shapes):
+        warnings.warn(
+            f"Nothing of this {type(model).__name__} can be converted, it stays as it was: {reasons[0]}.",
+            BochnerWarning,
+            stacklevel=4,
+        )

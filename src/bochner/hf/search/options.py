@@ -1,0 +1,214 @@
+"""What each layer's heads may become, fitted, with what each option costs; and a choice of them as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bochner._checks import spawn_seed
+from bochner._timing import best_times
+from bochner.hf.attention import LinearAttention
+from bochner.hf.calibrate import Samples, observe
+from bochner.hf.calls import Call, exact
+from bochner.hf.fates import EXACT, FATES, Fate
+from bochner.hf.observe import recording, run
+from bochner.hf.plan import Fitted, LayerPlan, Plan
+from bochner.hf.search.knapsack import Choice
+from bochner.hf.search.texts import Goal
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Layer:
+    """One attention module whose heads may change: `made` holds each option for all of its key heads, fitted.
+
+    `length`: how many keys it has where the longest of all modules has as many as the goal names. `cost`: bytes or
+    seconds of one key head as each option, exact first. `split`: the seconds that exact heads beside others add.
+    """
+
+    plan: LayerPlan
+    length: int
+    made: dict[Fate, LinearAttention] = field(default_factory=dict)
+    cost: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    split: float = 0.0
+
+    @property
+    def fates(self) -> list[Fate]:
+        return [EXACT, *self.made]
+
+
+class Space:
+    """All layers of a model with the options of their heads."""
+
+    def __init__(self, model: Any, shapes: Mapping[str, Any], goal: Goal, seed: int = 0) -> None:
+        self.model, self.goal = model, goal
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        layers = [_as_it_is(shape, spawn_seed(seed, i)) for i, shape in enumerate(shapes.values())]
+        self.draft = Plan(layers, getattr(model.config, "model_type", ""))
+        longest = max(shape.keys for shape in shapes.values()) or 1
+        self.layers = {
+            plan.name: Layer(plan, max(1, round(shapes[plan.name].keys / longest * goal.length)))
+            for plan in self.draft.layers
+            if not plan.reason and (not goal.by_memory or (plan.is_causal and not plan.is_cross))
+        }
+
+    @property
+    def original_bytes(self) -> int:
+        return self.draft.cache_bytes(self.goal.length, element_size=self.dtype.itemsize, converted=False)
+
+    def bytes_of(self, plan: Plan) -> int:
+        return plan.cache_bytes(self.goal.length, element_size=self.dtype.itemsize)
+
+    def fit(self, data: Sequence[dict[str, Any]], say: Say) -> None:
+        """Make every option and fit its maps to the data."""
+        samples = observe(self.model, self.layers, data, say)
+        for i, (name, layer) in enumerate(self.layers.items()):
+            say(f"fitting maps, layer {i + 1} of {len(self.layers)}")
+            found = samples.pop(name)
+            for fate in candidates(layer, found, self.goal):
+                made = LinearAttention(replace(layer.plan, fates=[fate] * layer.plan.num_kv_heads)).to(self.device)
+                made.fit(found)
+                layer.made[fate] = made
+            self.draft.fit_length = max(self.draft.fit_length, found.length if layer.plan.is_causal else 0)
+
+    def price(self, say: Say) -> None:
+        """What each option costs: bytes by their plans; seconds by measurement, layers that are alike once."""
+        known: dict[Any, tuple[Tensor, float]] = {}
+        for layer in self.layers.values():
+            plan, size = layer.plan, self.dtype.itemsize
+            if self.goal.by_memory:
+                costs = [fate.cache_bytes(plan, layer.length, size) for fate in layer.fates]
+                layer.cost = torch.tensor(costs, dtype=torch.float64)
+                continue
+            heads = (plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.value_dim, plan.is_causal)
+            alike = (*layer.fates, *heads, layer.length)
+            if alike not in known:
+                say(f"timing attention at {layer.length:,} tokens")
+                known[alike] = self._seconds(layer)
+            layer.cost, layer.split = known[alike]
+
+    def _seconds(self, layer: Layer) -> tuple[Tensor, float]:
+        """Seconds of each option, by key head, and what one exact key head beside the others takes more."""
+        count, mixed = layer.plan.num_kv_heads, dict[str, LinearAttention]()
+        if layer.made and count > 1:
+            middle = layer.fates[len(layer.fates) // 2]
+            mixed["mixed"] = self.built(layer, replace(layer.plan, fates=[EXACT, *[middle] * (count - 1)]))
+        every = {**{str(fate): made for fate, made in layer.made.items()}, **mixed}
+        found = layer_seconds(every, layer.plan, layer.length, self.device, self.dtype)
+        seconds = (
+            torch.tensor([found["exact"], *(found[str(fate)] for fate in layer.made)], dtype=torch.float64) / count
+        )
+        extra = found["mixed"] - seconds[0] - (count - 1) * seconds[len(layer.fates) // 2] if mixed else 0.0
+        return seconds, max(0.0, float(extra))
+
+    def plan_of(self, choice: Choice) -> Plan:
+        """The plan of a choice, one option for each key head of each layer."""
+        plans = {
+            name: replace(layer.plan, fates=[layer.fates[o] for o in options])
+            for (name, layer), options in zip(self.layers.items(), choice, strict=True)
+        }
+        return Plan([plans.get(x.name, x) for x in self.draft.layers], self.draft.model_type, self.draft.fit_length)
+
+    def built(self, layer: Layer, plan: LayerPlan) -> LinearAttention:
+        """A layer by its plan, with the maps that were fitted."""
+        made = LinearAttention(plan).to(self.device)
+        for part in made.parts.values():
+            fate = plan.fates[part.heads[0]]
+            if fate in layer.made:
+                part.take_heads(next(iter(layer.made[fate].parts.values())))
+        return made
+
+    def build(self, plan: Plan) -> dict[str, LinearAttention]:
+        """All layers of a plan, with their maps."""
+        return {
+            x.name: self.built(self.layers[x.name], x) if x.name in self.layers else LinearAttention(x).to(self.device)
+            for x in plan.layers
+        }
+
+    def output(self, layers: Mapping[str, Callable[[Call], Tensor]], batch: dict[str, Any]) -> Any:
+        """The model's output with some layers in place of its own."""
+
+        def replaced(name: str, call: Call) -> Tensor | None:
+            return layers[name](call) if name in layers else None
+
+        with recording(self.model, replaced):
+            return run(self.model, batch)
+
+
+def fitted_maps(layers: Mapping[str, LinearAttention]) -> dict[str, Fitted]:
+    """The maps of layers as they are now, for a plan to bring along."""
+    return {
+        name: Fitted(list(layer.plan.fates), {k: v.detach().cpu().clone() for k, v in layer.state_dict().items()})
+        for name, layer in layers.items()
+        if layer.plan.has_map
+    }
+
+
+def candidates(layer: Layer, samples: Samples, goal: Goal) -> list[Fate]:
+    """What the registered fates propose for a layer, if its samples are enough to fit their maps.
+
+    A window that covers half of the texts would hide what it loses, so that decoders are asked for the length that is
+    judged, encoders for that of their texts. Maps of few heads are fitted to queries and keys that training would
+    change. Rotary positions make far pairs unlike near ones: in sequences much longer than those it was fitted to, a
+    decoder's kernel is worse than none.
+    """
+    plan, longest = layer.plan, samples.length
+    length = max(1, layer.length * goal.judged // goal.length) if plan.is_causal else min(longest, layer.length)
+    found = [fate for cls in FATES.values() for fate in cls.candidates(plan, length)]
+    return [fate for fate in found if not fate.has_map or _can_be_fitted(fate, layer, samples, goal)]
+
+
+def _can_be_fitted(fate: Fate, layer: Layer, samples: Samples, goal: Goal) -> bool:
+    if goal.memory is not None and goal.trains_weights:
+        return False
+    far = not layer.plan.is_causal or 2 * samples.length >= layer.length
+    rows, window = 2 * getattr(fate, "num_features", 0), 2 * (getattr(fate, "window", None) or 0)
+    return far and samples.rows >= rows and samples.length >= window
+
+
+def random_call(plan: LayerPlan, length: int, device: Any = "cpu", dtype: torch.dtype = torch.float32) -> Call:
+    """A call of one sequence of `length` tokens with the heads of a layer."""
+    g = torch.Generator().manual_seed(length)
+    heads = ((plan.num_heads, plan.head_dim), (plan.num_kv_heads, plan.head_dim), (plan.num_kv_heads, plan.value_dim))
+    q, k, v = (torch.randn(1, h, length, d, generator=g).to(device, dtype) for h, d in heads)
+    return Call(q, k, v, plan.is_causal, None, plan.head_dim**-0.5)
+
+
+@torch.no_grad()
+def layer_seconds(
+    layers: Mapping[str, LinearAttention], plan: LayerPlan, length: int, device: Any, dtype: torch.dtype
+) -> dict[str, float]:
+    """Seconds of some layers and of "exact" attention at one length, taking turns on this machine."""
+    call = random_call(plan, length, device, dtype)
+
+    def run(attention: Callable[[Call], Tensor]) -> None:
+        attention(call)
+        if call.query.is_cuda:
+            torch.cuda.synchronize(call.query.device)
+
+    runs = {"exact": partial(run, exact), **{name: partial(run, layer) for name, layer in layers.items()}}
+    return best_times(runs, repeats=3, budget=0.5)
+
+
+def _as_it_is(shape: Any, seed: int) -> LayerPlan:
+    reason, limit = shape.obstacle or ("", 0)
+    return LayerPlan(
+        name=shape.name,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        fates=[EXACT] * shape.num_kv_heads,
+        is_causal=shape.is_causal,
+        is_cross=shape.is_cross,
+        seed=seed,
+        reason=reason,
+        limit=limit,
+    )

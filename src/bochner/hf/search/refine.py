@@ -1,0 +1,90 @@
+"""From damages that add up to a choice whose quality was measured: pure functions over a small protocol.
+
+`Problem` is all that the search knows of a model, so that its logic can be tested without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bochner.hf.evaluate import Quality
+from bochner.hf.search.knapsack import Choice, Table, frontier, thinned, totals
+
+STEP = 0.02  # by which the costs of two choices that are measured differ at least
+DEARER = 1.1  # how much more the fallback costs than the choice, at least
+
+
+class Problem(Protocol):
+    """What a search needs to know."""
+
+    @property
+    def tables(self) -> Sequence[Table]:
+        """For every layer the damages and costs of its heads' options."""
+        ...
+
+    def measure(self, choice: Choice, give_up: float = 0.0) -> Quality:
+        """The quality of a choice, run end to end; some of the texts will do if it surely is below `give_up`."""
+        ...
+
+
+@dataclass
+class Candidate:
+    """One choice that was measured. `damage`: what the tables predict for it; `cost`: bytes or seconds."""
+
+    choice: Choice
+    damage: float
+    cost: float
+    quality: Quality
+
+
+class Trials:
+    """All choices that were measured, each once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.tried: dict[Choice, Candidate] = {}
+
+    def run(self, choice: Choice, give_up: float = 0.0) -> Candidate:
+        """Measure a choice, unless that was done."""
+        if choice not in self.tried:
+            damage, cost = totals(self.problem.tables, choice)
+            self.tried[choice] = Candidate(choice, damage, cost, self.problem.measure(choice, give_up))
+        return self.tried[choice]
+
+    def by_cost(self) -> list[Candidate]:
+        """The cheapest first."""
+        return sorted(self.tried.values(), key=lambda c: c.cost)
+
+
+def cheapest_that_keeps(problem: Problem, keep: float, trials: Trials) -> Candidate:
+    """The cheapest choice of the frontier whose quality is at least `keep` by its lower confidence bound.
+
+    Bisection: quality is taken to rise with cost along the frontier. The original, its last choice, retains everything.
+    """
+    path = thinned(problem.tables, frontier(problem.tables), STEP)
+    low, high = -1, len(path) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        keeps = trials.run(path[middle], keep).quality.lower >= keep
+        low, high = (low, middle) if keeps else (middle, high)
+    return trials.run(path[high])
+
+
+def fallback(problem: Problem, chosen: Candidate, keep: float, trials: Trials) -> Choice | None:
+    """What to look at if the choice fails verification: the cheapest that costs DEARER times as much.
+
+    One that was measured and keeps, else the next of the frontier; None if that is the original.
+    """
+    least = DEARER * chosen.cost
+    known = [c.choice for c in trials.by_cost() if c.cost >= least and c.damage > 0 and c.quality.lower >= keep]
+    path = [c for c in frontier(problem.tables) if totals(problem.tables, c)[1] >= least]
+    found = (known or path or [None])[0]
+    return found if found is not None and totals(problem.tables, found)[0] > 0 else None
+
+
+def best_within(problem: Problem, budget: float, trials: Trials) -> Candidate | None:
+    """The choice of the frontier with the least damage that costs at most `budget`; None if all cost more."""
+    fitting = [c for c in frontier(problem.tables) if totals(problem.tables, c)[1] <= budget]
+    return trials.run(fitting[-1]) if fitting else None

@@ -1,0 +1,156 @@
+"""What a search found, for people and for programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from bochner.hf.evaluate import Quality
+from bochner.hf.plan import Plan
+from bochner.hf.search.texts import Goal
+from bochner.hf.search.verify import Verdict, Verifier
+
+
+@dataclass
+class Point:
+    """One choice that was measured on the choice texts.
+
+    `memory`: of decoding at the goal's length, as a share of the original's; `attention`: seconds of all attention
+    there, as a share of the original's, None where memory is saved; `damage`: what the search predicted for it.
+    """
+
+    plan: Plan
+    quality: Quality
+    damage: float
+    memory: float
+    attention: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        heads = Counter(fate.name for layer in self.plan.layers for fate in layer.fates)
+        return {
+            "quality": self.quality.to_dict(),
+            "lower_bound": self.quality.lower,
+            "memory": self.memory,
+            "attention_time": self.attention,
+            "predicted_damage": self.damage,
+            "key_heads": dict(heads),
+        }
+
+
+@dataclass
+class SearchReport:
+    """What a search for a target found. `plan` brings the maps that were verified: `convert(model, report.plan)`.
+
+    `frontier`: the choices that were measured, the cheapest first; `chosen`: the place of the plan among them. `met`:
+    whether the target is reached. `verified`: the plan on texts that the search never used; `further`: on longer ones;
+    `trained`: after distillation, if there was any. `failed`: choices that failed verification before, two at most.
+    `positions`: the most tokens that the model has a table of positions for. `fit_tokens`: how many tokens the maps
+    were fitted to. `training`: the data that distillation may use.
+    """
+
+    goal: Goal
+    plan: Plan
+    frontier: list[Point]
+    chosen: int
+    met: bool
+    verified: Verdict
+    failed: list[Verdict] = field(default_factory=list)
+    further: dict[int, Verdict] = field(default_factory=dict)
+    trained: dict[int, Verdict] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    positions: int | None = None
+    fit_tokens: int = 0
+    training: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    verifier: Verifier | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def final(self) -> Verdict:
+        """The last word on quality: after distillation if there was any."""
+        return self.trained.get(self.verified.length, self.verified)
+
+    @property
+    def memory(self) -> float:
+        """The plan's memory of decoding, as a share of the original's."""
+        return self.frontier[self.chosen].memory
+
+    @property
+    def time_share(self) -> float:
+        """The plan's time of attention at the goal's length, as a share of the original's; 1 where it was not timed."""
+        share = self.frontier[self.chosen].attention
+        return 1.0 if share is None else share
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether the target is met by a model that is not the original."""
+        return self.met and bool(self.plan.converted)
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the model has fewer positions than the goal's length: it cannot read that much."""
+        return self.positions is not None and self.goal.length > self.positions
+
+    def verify_again(self, model: Any) -> None:
+        """After training, with the model converted: its quality now, on the same texts held back."""
+        assert self.verifier is not None
+        lengths = [self.verified.length, *self.further]
+        self.trained = {n: self.verifier.look(model, n) for n in lengths}
+        retained = self.final.quality.retained
+        self.met = self.goal.keep is None or retained >= self.goal.keep
+        asked = "" if self.goal.keep is None else f", {self.goal.keep:.1%} was asked for"
+        self.reasons.insert(0, f"After training the model retains {retained:.2%} of its quality{asked}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON and for reports."""
+        goal = {name: getattr(self.goal, name) for name in ("keep", "memory", "minimize", "length", "judged")}
+        return {
+            "goal": goal,
+            "met": self.met,
+            "chosen": self.chosen,
+            "frontier": [point.to_dict() for point in self.frontier],
+            "verified": _plain(self.verified),
+            "failed": [_plain(verdict) for verdict in self.failed],
+            "further": {str(n): _plain(v) for n, v in self.further.items()},
+            "trained": {str(n): _plain(v) for n, v in self.trained.items()},
+            "plan": self.plan.to_dict(),
+            "reasons": self.reasons,
+            "seconds": self.seconds,
+            "positions": self.positions,
+            "fit_tokens": self.fit_tokens,
+        }
+
+    def __str__(self) -> str:
+        timed = not self.goal.by_memory
+        lines = [
+            f"Search: {self.goal}",
+            f"Choices measured on the choice texts ({'attention time' if timed else 'memory'} as a share of the "
+            "original's; > is the plan):",
+            f"    quality  lower bound  {'  time' if timed else 'memory'}  key heads",
+        ]
+        for i, point in enumerate(self.frontier):
+            heads = Counter(fate.name for layer in point.plan.layers for fate in layer.fates)
+            shown = ", ".join(f"{n} {name}" for name, n in heads.items())
+            cost = point.attention if timed else point.memory
+            mark = ">" if i == self.chosen else " "
+            lines.append(f"{mark}   {point.quality.retained:7.2%}  {point.quality.lower:11.2%}  {cost:6.1%}  {shown}")
+        lines += [f"A choice failed verification: {verdict}." for verdict in self.failed]
+        if self.plan.converted:
+            lines.append(f"Verified: {self.verified}.")
+        for n, verdict in self.further.items():
+            lines.append(f"At {n:,} tokens: {verdict}.")
+        for verdict in self.trained.values():
+            lines.append(f"After training: {verdict}.")
+        for name, whole in self.verified.whole.items() if self.plan.converted else ():
+            lines.append(f"{name} model: " + ", ".join(f"{k.replace('_', ' ')} {x:.4g}" for k, x in whole.items()))
+        lines += self.reasons
+        spent = ", ".join(f"{name} {x:.0f} s" for name, x in self.seconds.items() if name != "in all")
+        lines.append(f"Search time: {self.seconds.get('in all', 0):.0f} s ({spent}).")
+        if self.plan.converted and not self.trained:
+            lines.append("Apply it: bochner.convert(model, report.plan)")
+        return "\n".join(lines)
+
+
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    quality = verdict.quality.to_dict(verdict.confidence)
+    return {**quality, "texts": verdict.quality.texts, "length": verdict.length, "whole": verdict.whole}

@@ -1,0 +1,171 @@
+"""What a search is asked for in figures, and its texts in three parts: for fitting, for choosing and for verifying."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bochner._checks import BochnerError
+from bochner.hf import inputs
+from bochner.hf.calibrate import ROWS
+from bochner.hf.config import Calibration, Target
+from bochner.hf.evaluate import Text, is_language_model
+from bochner.hf.observe import discover
+
+PIECE = 640  # tokens that a language model's texts are fitted to at a time, at least
+FIT_SHARE, CHOICE_SHARE = 0.3, 0.3  # of the texts, at most and at least; the rest verifies
+TRAIN_LENGTH = 512  # tokens of the texts that a language model is trained on, at most
+Batches = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A target with every figure settled. `judged`: the tokens of the texts that measure quality; `notes`: remarks."""
+
+    keep: float | None
+    memory: float | None
+    minimize: str
+    length: int
+    judged: int
+    is_language: bool
+    trains: bool = False
+    trains_weights: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def by_memory(self) -> bool:
+        return self.minimize == "memory"
+
+    def __str__(self) -> str:
+        at = f"at {self.length:,} tokens"
+        if self.memory is None:
+            return f"retain {self.keep:.1%} of the quality with the least {self.minimize} {at}"
+        least = "the most" if self.keep is None else f"{self.keep:.1%} of the"
+        return f"retain {least} quality with at most {self.memory:.1%} of the decoding memory {at}"
+
+
+def settle(target: Target, model: Any, shapes: dict[str, Any], data: Batches) -> Goal:
+    """The goal of a target, with defaults that fit the model; lengths of language models are at most its positions."""
+    language = is_language_model(model, shapes)
+    length = (4096 if language else longest(data, shapes)) if target.length is None else target.length
+    judged = min(length, target.judge_length or length)
+    most, trained = inputs.positions(model).get("input_ids"), inputs.trained_positions(model)
+    notes = []
+    if language and most is not None and length > most:
+        notes.append(f"The model has positions for {most:,} tokens: everything is counted there, not at {length:,}.")
+        length, judged = most, min(judged, most)
+    elif "input_ids" in data[0] and most is None and trained is not None and length > trained:
+        notes.append(f"The model was made for {trained:,} tokens: beyond them it may be worse, converted or not.")
+    elif most is not None and length > most:
+        notes.append(f"The model has positions for {most:,} tokens: at {length:,} its attention alone was timed.")
+    can_change = [shape for shape in shapes.values() if shape.obstacle is None]
+    asks_memory = target.minimize == "memory" or target.memory is not None
+    if asks_memory and can_change and not any(s.is_causal and not s.is_cross for s in can_change):
+        asked = "minimize='memory'" if target.memory is None else f"memory={target.memory!r}"
+        raise BochnerError(
+            f"{asked} is the memory of decoding, and none of the attention that is to be converted decodes: "
+            "use 'keep' with minimize='time'."
+        )
+    minimize = "memory" if asks_memory or (language and target.minimize is None) else "time"
+    trains = target.train is not None
+    weights = target.train is not None and target.train.trains_weights
+    return Goal(target.keep, target.memory, minimize, length, judged, language, trains, weights, tuple(notes))
+
+
+def length_of(batch: dict[str, Any]) -> int:
+    main = batch.get("input_ids", next(iter(batch.values())))
+    return int(main.shape[1]) if main.ndim == 2 else int(main.shape[-1])
+
+
+def longest(data: Sequence[dict[str, Any]], shapes: dict[str, Any]) -> int:
+    """Of the sequences that are attended to: frames of sound and pixels are more than that."""
+    if "input_ids" in data[0]:
+        return max(length_of(batch) for batch in data)
+    return max(int(shape.keys) for shape in shapes.values())
+
+
+def batches_for(model: Any, calibration: Calibration, target: Target) -> Batches:
+    """Calibration data for a target: batches as they are; texts one after another, or joined.
+
+    Models that do not predict the next token get texts of the target's length, as far as they have positions.
+    """
+    data, tokenizer = calibration.data, calibration.tokenizer
+    texts = [data] if isinstance(data, str) else data
+    if not (isinstance(texts, Sequence) and texts and all(isinstance(t, str) for t in texts)):
+        return inputs.batches(data, tokenizer, model=model)
+    most = calibration.max_length or inputs.positions(model).get("input_ids", 2**20)
+    each = inputs.tokenized(texts, tokenizer, model, 2**20, 1)
+    start = {k: v[:1, :16] for k, v in each[0].items()}
+    if is_language_model(model, discover(model, start)):
+        stream = torch.cat([batch["input_ids"][0] for batch in each])
+        return [{"input_ids": piece[None]} for piece in stream.split(min(PIECE, most))]
+    sizes = [length_of(batch) for batch in each]
+    wanted = min(target.length or max(sizes), most)
+    joined, size = [""], 0
+    for text, more in zip(texts, sizes, strict=True):
+        if size >= wanted:
+            joined, size = [*joined, ""], 0
+        joined[-1] = f"{joined[-1]} {text}".strip()
+        size += more
+    rows = max(1, min(calibration.batch_size, len(joined) // 6))
+    return inputs.batches(joined, tokenizer, model=model, max_length=wanted, batch_size=rows)
+
+
+@dataclass
+class Split:
+    """The data in three parts; `choice` and `held` are tokens (n,) of a language model, else batches."""
+
+    fit: Batches
+    choice: Any
+    held: Any
+    seen: Tensor | None = None  # the tokens of a language model before those held back
+
+    def training(self, judged: int) -> Batches:
+        """What may be trained on: all but what is held back; of a language model texts in which passages come again."""
+        if self.seen is None:
+            return [*self.fit, *self.choice]
+        pieces = self.seen.split(min(TRAIN_LENGTH, judged, len(self.seen) // 2))  # two at least: one tells when to stop
+        whole = [piece for piece in pieces if len(piece) == len(pieces[0])]
+        return [{"input_ids": Text(piece, i).ids} for i, piece in enumerate(whole)]
+
+
+def split(data: Batches, goal: Goal, most: int | None = None) -> Split:
+    """Split batches. Those of a language model are one stream of tokens.
+
+    Its maps are fitted to pieces as long as the texts that measure quality, for those fitted to shorter ones are worse
+    than none; `most` is how long they can be. They need ROWS tokens: more go to the other parts.
+    """
+    if goal.is_language:
+        tokens = _stream(data)
+        size = min(max(PIECE, min(goal.judged, int(FIT_SHARE * len(tokens)))), most or goal.judged)
+        first = min(int(FIT_SHARE * len(tokens)), max(ROWS, size))
+        second = first + int((len(tokens) - first) * CHOICE_SHARE / (1 - FIT_SHARE))
+        pieces = [{"input_ids": piece[None]} for piece in tokens[:first].split(size)]
+        return Split(pieces, tokens[first:second], tokens[second:], tokens[:second])
+    if len(data) < 3:  # row by row
+        data = [{name: t[i : i + 1] for name, t in b.items()} for b in data for i in range(len(next(iter(b.values()))))]
+    if len(data) < 3:
+        raise BochnerError(
+            f"A target needs at least three texts, got {len(data)}: for fitting, for choosing and for verifying; give "
+            "more."
+        )
+    first = max(1, int(FIT_SHARE * len(data)))
+    second = max(first + 1, int((FIT_SHARE + CHOICE_SHARE) * len(data)))
+    return Split(list(data[:first]), list(data[first:second]), list(data[second:]))
+
+
+def _stream(data: Batches) -> Tensor:
+    if any("input_ids" not in b for b in data):
+        raise BochnerError(
+            "A language model is judged by the tokens that it predicts: give texts or 'input_ids' as data, got batches "
+            f"of {sorted(data[0])}."
+        )
+    found = []
+    for batch in data:
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        found += [row[keep.bool()] for row, keep in zip(batch["input_ids"], mask, strict=True)]
+    return torch.cat(found)

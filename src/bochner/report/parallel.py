@@ -1,0 +1,128 @@
+"""What attention over a sequence split over devices costs: memory, bytes on the wire and time, before buying them.
+
+The numbers of bytes are those of `sequence_parallel_attention`, counted by a test; time is a measured shard, scaled
+linearly in its length, and a line for the network: latency and bandwidth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bochner._checks import BochnerError, positive_float, positive_int
+from bochner._timing import best_times
+from bochner.attention import linear_attention
+from bochner.maps import feature_map
+
+FLOAT = 4  # bytes of the numbers that states are made of
+SAMPLE = 4096  # tokens of the shard that is measured
+OWNER = "sequence_parallel_cost"
+
+
+@dataclass(frozen=True)
+class SequenceParallelCost:
+    """One attention layer over a split sequence; bytes and seconds are those of one device.
+
+    `sent`: bytes that a device hands to its network. `ring_sent`: what exact ring attention sends, every key and value
+    past every device. `shard`, `states`: bytes of this device's queries, keys, values and output, and of the states
+    it holds at most.
+    """
+
+    length: int
+    devices: int
+    tokens: int
+    shard: int
+    states: int
+    sent: int
+    ring_sent: int
+    compute: float
+    communication: float
+    ring_communication: float
+
+    @property
+    def memory(self) -> int:
+        return self.shard + self.states
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.communication
+
+
+def sequence_parallel_cost(
+    length: int,
+    devices: int,
+    *,
+    heads: int = 32,
+    kv_heads: int | None = None,
+    dim: int = 128,
+    num_features: int = 256,
+    batch: int = 1,
+    is_causal: bool = True,
+    element_size: int = 2,
+    bandwidth: float = 10e9,
+    latency: float = 10e-6,
+    seconds_per_token: float | None = None,
+) -> SequenceParallelCost:
+    """Memory, communication and time of one layer of `sequence_parallel_attention`, forward.
+
+    With P devices, g key heads, values of size v = d and m features a state is `S = 4 b g ((m + 1) (v + 1) + 1)` bytes.
+    Bidirectional attention reduces it over the devices, `2 S (P - 1) / P` bytes sent by each in a ring; causal
+    attention gathers the states, `S (P - 1)` bytes, and holds P of them twice. Neither depends on the length. Ring
+    attention sends `2 b g d (L / P) (P - 1)` numbers. Each sends 4 bytes more, which say whether its inputs are finite.
+    `bandwidth`: bytes per second of one device's network.
+    `seconds_per_token`: of one device; default: measured on this machine, on a shard of at most 4,096 tokens.
+
+    >>> cost = sequence_parallel_cost(1_000_000, 64, heads=8, dim=64, num_features=128, seconds_per_token=1e-6)
+    >>> cost.tokens, cost.sent, cost.ring_sent // cost.sent
+    (15625, 16906180, 119)
+    """
+    L, P = positive_int(length, "length", OWNER), positive_int(devices, "devices", OWNER)
+    g = heads if kv_heads is None else positive_int(kv_heads, "kv_heads", OWNER)
+    h, d, m = (positive_int(x, n, OWNER) for x, n in ((heads, "heads"), (dim, "dim"), (num_features, "num_features")))
+    if P > L:
+        raise BochnerError(f"The 'devices' of {OWNER} must be at most the length {L}, got {P}.")
+    if h % g:
+        raise BochnerError(f"The 'heads' of {OWNER} must be a multiple of 'kv_heads' {g}, got {h}.")
+    b, size = positive_int(batch, "batch", OWNER), positive_int(element_size, "element_size", OWNER)
+    rate, delay = positive_float(bandwidth, "bandwidth", OWNER), positive_float(latency, "latency", OWNER)
+    tokens = -(-L // P)
+    state = FLOAT * b * g * ((m + 1) * (d + 1) + 1)
+    # 1. What is sent: the states, and one number that says whether all inputs are finite.
+    sent = (state * (P - 1) if is_causal else 2 * state * (P - 1) // P) + (FLOAT if P > 1 else 0)
+    ring = 2 * b * g * d * size * tokens * (P - 1)
+    # 2. What is held: the shard; the own state, and what the collective brings.
+    shard = size * b * tokens * d * (2 * h + 2 * g)
+    states = state * (2 * P + 1 if is_causal else 2)
+    # 3. How long it takes.
+    if seconds_per_token is None:
+        seconds_per_token = _measure(h, g, d, m, b, is_causal, tokens)
+    steps = P - 1 if is_causal else 2 * (P - 1)
+    return SequenceParallelCost(
+        L,
+        P,
+        tokens,
+        shard,
+        states,
+        sent,
+        ring,
+        compute=seconds_per_token * tokens,
+        communication=sent / rate + steps * delay,
+        ring_communication=ring / rate + (P - 1) * delay,
+    )
+
+
+@torch.no_grad()
+def _measure(h: int, g: int, d: int, m: int, b: int, is_causal: bool, tokens: int) -> float:
+    """Seconds per token of a shard on this machine: the state of its keys, then attention that begins with a state."""
+    n = min(tokens, SAMPLE)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(b, heads, n, d, generator=generator) for heads in (h, g, g))
+    phi = feature_map("positive", dim=d, num_features=m)
+
+    def shard() -> None:
+        if is_causal:  # a first pass makes the state that is sent
+            linear_attention(q[..., :1, :], k, v, phi)
+        linear_attention(q, k, v, phi, is_causal=is_causal)
+
+    return best_times({"shard": shard}, repeats=3)["shard"] / n

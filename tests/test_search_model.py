@@ -1,0 +1,320 @@
+"""The search on tiny transformers: planted redundant heads are found, and a plan is verified once on unused texts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+from hf_models import ENCODERS, GROUPED, build, texts_as_batches
+
+from bochner._checks import BochnerError
+from bochner.hf import fates
+from bochner.hf.config import Distillation, Target
+from bochner.hf.evaluate import Measure, Quality
+from bochner.hf.fates import EXACT, Window
+from bochner.hf.interface import attached
+from bochner.hf.observe import discover
+from bochner.hf.search import damage, options, search, verify
+from bochner.hf.search.options import Space
+from bochner.hf.search.texts import batches_for, settle, split
+from bochner.hf.search.verify import Verdict, Verifier
+
+
+def ids(n: int, seed: int = 0) -> Tensor:
+    return torch.randint(4, 50, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def stream(n: int = 2400) -> list[dict[str, Tensor]]:
+    return [{"input_ids": piece[None]} for piece in ids(n).split(400)]
+
+
+def llama(**settings: Any) -> Any:
+    return build("llama", {**GROUPED, **settings}, head="AutoModelForCausalLM")
+
+
+def windows_only(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
+    """No maps to fit: the search takes a second."""
+    only = [Window(w, 1, "sliding") for w in sizes]
+    monkeypatch.setattr(options, "FATES", {"window": fates.Window})
+    monkeypatch.setattr(fates.Window, "candidates", classmethod(lambda cls, layer, length: only))
+
+
+def whole_model_takes(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """The time of the whole converted model is told, not measured."""
+    told = {"original": {"seconds": 1.0}, "converted": {"seconds": share}}
+    monkeypatch.setattr(Verifier, "_times", lambda self, plan, layers: told)
+
+
+def planted() -> tuple[Any, list[list[bool]]]:
+    """A decoder with one key head in each layer that looks far back and matters; the other does not reach the output.
+
+    Queries and keys are the same rotary vectors in every place, so attention falls slowly; the other head's output is
+    dropped by the projection behind it.
+    """
+    model = llama(num_hidden_layers=2)
+    needed = [[True, False], [False, True]]
+    with torch.no_grad():
+        for layer, heads in zip(model.model.layers, needed, strict=True):
+            attention = layer.self_attn
+            size = attention.head_dim * attention.num_key_value_groups
+            attention.q_proj.weight.mul_(0.05)  # diffuse attention: a window loses what lies beyond it
+            attention.v_proj.weight.mul_(3)
+            for g, matters in enumerate(heads):
+                attention.o_proj.weight[:, g * size : (g + 1) * size] *= 3.0 if matters else 0.0
+    return model, needed
+
+
+def test_planted_redundant_heads_are_converted_and_needed_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all plans within the memory the best, by brute force, is the one that the search finds."""
+    windows_only(monkeypatch, 8)
+    model, needed = planted()
+    space_plan = search(model, Target(memory=0.6, length=200), stream()).plan
+    best = {
+        name: [EXACT if matters else Window(8, 1, "sliding") for matters in heads]
+        for name, heads in zip([x.name for x in space_plan.layers], needed, strict=True)
+    }
+    quality = {}
+    for choice in _every_plan_within(space_plan, 0.6):
+        quality[tuple(map(tuple, choice))] = _quality(model, space_plan, choice)
+    assert max(quality, key=lambda c: quality[c]) == tuple(map(tuple, best.values()))
+    assert [x.fates for x in space_plan.layers] == list(best.values())
+
+
+def _every_plan_within(plan: Any, share: float) -> list[list[list[Any]]]:
+    found = []
+    for flat in itertools.product([EXACT, Window(8, 1, "sliding")], repeat=4):
+        whole = 4 * EXACT.cache_bytes(plan.layers[0], 200, 4)
+        if sum(f.cache_bytes(plan.layers[0], 200, 4) for f in flat) <= share * whole:
+            found.append([list(flat[:2]), list(flat[2:])])
+    return found
+
+
+def _quality(model: Any, plan: Any, choice: list[list[Any]]) -> float:
+    from bochner.hf.attention import LinearAttention
+    from bochner.hf.evaluate import Language
+    from bochner.hf.observe import recording, run
+
+    changed = plan.copy()
+    for layer, chosen in zip(changed.layers, choice, strict=True):
+        layer.fates = list(chosen)
+    layers = {x.name: LinearAttention(x) for x in changed.layers}
+    judge = Language(model, ids(1200, 5), 200)
+
+    def output(batch: dict[str, Any]) -> Any:
+        with recording(model, lambda name, call: layers[name](call)):
+            return run(model, batch)
+
+    apart = [judge._losses(i, output(b))[0] for i, b in enumerate(judge.batches)]
+    return -torch.cat(apart).mean().item()
+
+
+class Looked:
+    """A verifier that says what it is told, and counts its looks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *retained: float) -> None:
+        self.plans: list[Any] = []
+        looked = self
+
+        def verify_(self: Verifier, plan: Any, layers: Any) -> Verdict:
+            looked.plans.append(plan)
+            found = retained[min(len(looked.plans), len(retained)) - 1]
+            self.looks += 1
+            quality = Quality({"told": Measure(torch.full((3,), 1 - found))})
+            return Verdict(quality, self.length, 1 - 0.1 / self.looks)
+
+        monkeypatch.setattr(Verifier, "verify", verify_)
+
+
+def test_a_plan_that_passes_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows_only(monkeypatch, 64, 128)
+    looked = Looked(monkeypatch, 0.99)
+    report = search(llama(), Target(keep=0.9, length=300), stream())
+    assert len(looked.plans) == 1
+    assert report.met
+    assert report.verified.quality.retained == pytest.approx(0.99)
+    assert report.verified.confidence == pytest.approx(0.9)
+
+
+def test_one_fallback_is_looked_at_and_its_interval_is_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows_only(monkeypatch, 64, 128)
+    looked = Looked(monkeypatch, 0.5, 0.99)
+    report = search(llama(), Target(keep=0.9, length=300), stream())
+    assert len(looked.plans) == 2
+    first, second = (plan.cache_bytes(300) for plan in looked.plans)
+    assert second > first
+    assert report.met
+    assert len(report.failed) == 1
+    assert report.verified.confidence == pytest.approx(0.95)
+    assert any("second" in reason for reason in report.reasons)
+
+
+def test_a_model_whose_choices_fail_verification_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows_only(monkeypatch, 64, 128)
+    looked = Looked(monkeypatch, 0.5, 0.6, 0.99)
+    report = search(llama(), Target(keep=0.9, length=300), stream())
+    assert len(looked.plans) == 2  # never a third
+    assert not report.met
+    assert not report.plan.converted
+    assert "stays as it was" in report.reasons[0]
+    assert "60.00%" in report.reasons[0]
+
+
+def _skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Verifier, "verify", lambda self, plan, layers: self.original())
+
+
+def _first_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Verifier.verify
+
+    def passes(self: Verifier, plan: Any, layers: Any) -> Verdict:
+        plain(self, plan, layers)
+        return self.original()
+
+    monkeypatch.setattr(Verifier, "verify", passes)
+
+
+def _nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage without what is behind a head: sensitivities all 1."""
+    plain = damage.Damages.by_key_head
+
+    def blind(self: damage.Damages) -> dict[str, Tensor]:
+        self.changes = {name: torch.ones_like(x) for name, x in self.changes.items()}
+        return plain(self)
+
+    monkeypatch.setattr(damage.Damages, "by_key_head", blind)
+
+
+def test_sensitivities_that_are_all_1_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _nothing_listens(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_planted_redundant_heads_are_converted_and_needed_ones_are_not(monkeypatch)
+
+
+@pytest.mark.parametrize("fault", [_skipped, _first_passes], ids=["verification skipped", "the first always passes"])
+def test_a_fault_of_verification_is_noticed(fault: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Looked.__init__
+
+    def planted_after(self: Looked, patch: pytest.MonkeyPatch, *retained: float) -> None:
+        plain(self, patch, *retained)
+        fault(patch)
+
+    monkeypatch.setattr(Looked, "__init__", planted_after)
+    with pytest.raises(AssertionError):
+        test_a_model_whose_choices_fail_verification_stays_as_it_was(monkeypatch)
+
+
+def test_verification_reads_texts_that_nothing_else_has_seen() -> None:
+    model = llama()
+    data, target = stream(), Target(keep=0.9, length=300)
+    goal = settle(target, model, discover(model), data)
+    parts = split(data, goal)
+    tokens = torch.cat([b["input_ids"][0] for b in data])
+    fit = torch.cat([b["input_ids"][0] for b in parts.fit])
+    assert torch.equal(torch.cat([fit, parts.choice, parts.held]), tokens)
+    assert torch.equal(torch.cat([fit, parts.choice]), parts.seen)
+    assert min(len(fit), len(parts.choice), len(parts.held)) >= 300
+
+
+def test_a_plan_brings_the_maps_that_were_verified() -> None:
+    model, data = llama(), stream()
+    report = search(model, Target(memory=0.6, length=300), data)
+    assert report.memory <= 0.6
+    assert report.plan.has_map if hasattr(report.plan, "has_map") else report.plan.maps
+    from bochner.hf.attention import LinearAttention
+
+    layers = {x.name: LinearAttention(x) for x in report.plan.layers}
+    for name, fitted in report.plan.maps.items():
+        layers[name].load_state_dict(fitted.tensors)
+    assert report.verifier is not None
+    with attached(model, report.plan, layers):
+        again = report.verifier.look(model)
+    assert again.quality.retained == pytest.approx(report.verified.quality.retained, abs=1e-5)
+    json.dumps(report.to_dict())
+    shown = str(report)
+    assert "quality retained" in shown
+    assert "interval" in shown
+
+
+def test_memory_counts_the_bytes_of_the_models_own_precision() -> None:
+    """A half-precision model holds half as much: sums of kernels stay in float32 and weigh double."""
+    data, target = stream(), Target(keep=0.9, length=300)
+    shares = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = llama().to(dtype)
+        shapes = discover(model)
+        space = Space(model, shapes, settle(target, model, shapes, data))
+        layer = next(iter(space.layers.values()))
+        layer.made = dict.fromkeys([Window(16, 1), fates.Hybrid(16, 1, feature_map="positive", num_features=64)])
+        space.price(lambda text: None)
+        shares[dtype] = layer.cost / layer.cost[0]
+    assert shares[torch.bfloat16][1] == shares[torch.float32][1]
+    assert shares[torch.bfloat16][2] > shares[torch.float32][2]
+
+
+def test_too_little_memory_is_refused_with_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows_only(monkeypatch, 64)
+    with pytest.raises(BochnerError, match=r"must be at least 0\.2"):
+        search(llama(), Target(memory=0.05, length=300), stream())
+    with pytest.raises(BochnerError, match="none of the attention"):
+        search(build("bert", ENCODERS["bert"]), Target(memory=0.5), texts_as_batches(6, 2, 64))
+
+
+def test_an_encoder_is_searched_by_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an option is cheaper and keeps, it is taken; all heads of a layer that change share it."""
+    told = {"exact": 4.0, "mixed": 4.0}
+
+    def seconds(layers: Any, plan: Any, length: int, device: Any, dtype: Any) -> dict[str, float]:
+        return {"exact": told["exact"], **{name: told.get(name, 1.0 + 0.1 * i) for i, name in enumerate(layers)}}
+
+    monkeypatch.setattr(options, "layer_seconds", seconds)
+    whole_model_takes(monkeypatch, 0.5)
+    model = build("bert", ENCODERS["bert"], std=0.05)
+    report = search(model, Target(keep=0.8), texts_as_batches(6, 2, 128))
+    assert report.met
+    assert report.plan.converted
+    assert report.time_share < 1
+    for layer in report.plan.converted:
+        assert len(set(layer.fates) - {EXACT}) == 1
+
+
+def test_a_model_that_is_slower_as_a_whole_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(layers: Any, plan: Any, length: int, device: Any, dtype: Any) -> dict[str, float]:
+        return {"exact": 4.0, **dict.fromkeys(layers, 1.0)}
+
+    monkeypatch.setattr(options, "layer_seconds", seconds)
+    whole_model_takes(monkeypatch, 1.5)
+    report = search(build("bert", ENCODERS["bert"], std=0.05), Target(keep=0.8), texts_as_batches(6, 2, 128))
+    assert not report.plan.converted
+    assert any("whole model takes 150%" in reason for reason in report.reasons)
+
+
+def test_after_training_the_same_texts_tell_what_was_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows_only(monkeypatch, 64)
+    model, target = llama(), Target(memory=0.6, keep=0.95, length=300, train=Distillation(steps=1))
+    report = search(model, target, stream())
+    assert report.training
+    layers = {x.name: verify.LinearAttention(x) for x in report.plan.layers}
+    with attached(model, report.plan, layers):
+        report.verify_again(model)
+    assert report.final.quality.retained == pytest.approx(report.verified.quality.retained, abs=1e-5)
+    assert report.reasons[0].startswith("After training")
+
+
+def test_texts_of_encoders_are_joined_to_the_length_asked_for() -> None:
+    data = texts_as_batches(2, 2, 32)
+    model = build("bert", ENCODERS["bert"])
+    from bochner.hf.config import Calibration
+
+    assert len(batches_for(model, Calibration(data), Target())) == 2
+    goal = settle(Target(), model, discover(model, data[0]), data)
+    assert (goal.minimize, goal.length) == ("time", 32)
+    assert len(split(data, goal).fit) == 1  # row by row
+    with pytest.raises(BochnerError, match="at least three"):
+        split(data[:1], goal)
