@@ -114,11 +114,6 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ),
     (
         "results-kernels.md",
-        "`Nystroem` here has an error of N %",
-        lambda: [100 * benchmark("matvec")["parts"]["peers"]["nystroem_error"]],
-    ),
-    (
-        "results-kernels.md",
         "The median ratio of tail to head is N",
         lambda: [experiment("attention_sparsity")["smollm2"]["median_head"]],
     ),
