@@ -20,7 +20,7 @@ LONG_RANGE = ("listops", "text", "image", "retrieval", "pathfinder")
 
 
 def experiment(name: str) -> Any:
-    return json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text(encoding="utf-8"))["figures"]
 
 
 def benchmark(name: str) -> Any:
@@ -201,7 +201,7 @@ def further() -> str:
 
 
 def window_kinds() -> str:
-    found = {(r["beside"], r["kind"]): r for r in experiment("window_kinds") if r["model"].startswith("SmolLM2")}
+    found = {(r["beside"], r["kind"]): r for r in experiment("window_kinds")["rows"] if r["model"].startswith("SmolLM2")}
     names = {
         "alone": "window and sinks",
         "landmark m=64": "and `landmark`, m = 64",
