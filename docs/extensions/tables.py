@@ -201,7 +201,9 @@ def further() -> str:
 
 
 def window_kinds() -> str:
-    found = {(r["beside"], r["kind"]): r for r in experiment("window_kinds")["rows"] if r["model"].startswith("SmolLM2")}
+    found = {
+        (r["beside"], r["kind"]): r for r in experiment("window_kinds")["rows"] if r["model"].startswith("SmolLM2")
+    }
     names = {
         "alone": "window and sinks",
         "landmark m=64": "and `landmark`, m = 64",
