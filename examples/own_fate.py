@@ -40,7 +40,8 @@ class Uniform(Fate):
 
 
 if __name__ == "__main__":
-    config = transformers.LlamaConfig(64, 32, 64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**small, num_attention_heads=4, num_key_value_heads=2)
     model = transformers.LlamaForCausalLM(config).eval()
     plan = bochner.convert(model, bochner.Recipe(None, window=8)).plan
     plan.layers[0].fates[1] = Uniform()

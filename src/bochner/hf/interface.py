@@ -23,6 +23,7 @@ import contextlib
 import copy
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -477,18 +478,15 @@ def _check_files(layers: dict[str, LinearAttention], files: Any) -> None:
 
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         return
-    found: dict[str, tuple[int, ...]] = {}
+    found: Counter[Any] = Counter()  # without the names of modules, which some families change in files
     for file in files:
         with safe_open(Path(file), framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118
                 if f".{CHILD}." in key:
-                    found[key] = tuple(opened.get_slice(key).get_shape())
-    for name, layer in layers.items():
-        for key, value in layer.state_dict().items():
-            ends = f"{name}.{CHILD}.{key}"
-            shape = next((s for k, s in found.items() if k.endswith(ends) or ends.endswith(k)), None)
-            if shape != tuple(value.shape):
-                raise BochnerError(MISFIT)
+                    found[key.partition(f".{CHILD}.")[2], tuple(opened.get_slice(key).get_shape())] += 1
+    wanted = Counter((key, tuple(x.shape)) for layer in layers.values() for key, x in layer.state_dict().items())
+    if found != wanted:
+        raise BochnerError(MISFIT)
 
 
 for _name, _forward in ((NAME, attention_forward), (CONVERTED, converted_forward)):
