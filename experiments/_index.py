@@ -49,7 +49,7 @@ DRAWING = "a drawing of the method; the library's own is in the architecture and
 LARGE = "needs accelerators: {} on 2 cores would take months"
 NO_MODEL = "the model or the data is not in a package registry: {}"
 PARAMETERS = "a list of settings, not a result; ours are the presets of `bochner train`"
-SPEED, TABLE, PROTEINS = "training-cost.md", "training-results.md", "training-proteins.md"
+SPEED, TABLE, PROTEINS = "results-attention.md", "results-attention.md", "results-attention.md"
 VALUES = "exact attention by torch, and attention that only returns the values"
 ONE_LAYER = "one layer with 32 features; the paper has 6 layers with 256"
 
@@ -61,10 +61,10 @@ PAPERS = (
         statement("Results 3, 4", "absolute and relative errors of sum decomposition, and their tails", "partly", "test_chebyshev_bounds_the_tails_of_polynomial_features", "test_features_for_a_tail_keep_it", why="hold with the corrected error of Result 2"),
         statement("Result 5", "TensorSketch is unbiased; a bound of its error", "partly", "test_tensor_sketch_has_its_exact_error", "test_000_eq_21_is_false_and_avrons_bound_holds", "test_000_eq_16_needs_more_than_pairwise_independent_signs", why="unbiased; the bound of eq. 21 is false beyond degree 1, and signs must be 4-wise independent"),
         statement("Results 6, 7", "absolute and relative errors of TensorSketch, and their tails", "partly", "test_chebyshev_bounds_the_tails_of_polynomial_features", "test_features_for_a_tail_keep_it", why="false as printed, for they rest on eq. 21; hold with the exact variance"),
-        statement("Results 8-12", "linearised feed-forward layers", "partly", "test_linearised_layer_has_its_error", "test_bernstein_error_stays_below_its_bound_and_reaches_half_of_it", "test_taylor_composition_is_unbiased_with_its_variance", "test_000_eq_43_is_exceeded_by_the_bernstein_polynomial", "test_000_algorithm_1_reaches_three_times_its_target", why="mean and variance hold with corrected constants; on a trained transformer the layers do not pay", page="feedforward.md"),
-        untried("Section 2.1, remark", "iterated Bernstein operators", "the least-squares fit of the same degree, which the library has, converges faster than any Bernstein operator", "feedforward.md"),
-        statement("Result 13", "smoothed local masks", "partly", "test_000_eq_72_misses_the_normaliser", "test_000_the_spectrum_of_an_indicator_is_not_integrable", "test_000_eq_66_to_80_disagree_about_one_over_m", why="unbiased with a corrected normaliser and a mollified mask; thousands of features are needed", page="maps-polynomial-local.md"),
-        untried("Problem 4", "masks of the queries themselves, with their cost", "the mask of Result 13 already needs thousands of features a position", "maps-polynomial-local.md"),
+        statement("Results 8-12", "linearised feed-forward layers", "partly", "test_linearised_layer_has_its_error", "test_bernstein_error_stays_below_its_bound_and_reaches_half_of_it", "test_taylor_composition_is_unbiased_with_its_variance", "test_000_eq_43_is_exceeded_by_the_bernstein_polynomial", "test_000_algorithm_1_reaches_three_times_its_target", why="mean and variance hold with corrected constants; on a trained transformer the layers do not pay", page="results-attention.md"),
+        untried("Section 2.1, remark", "iterated Bernstein operators", "the least-squares fit of the same degree, which the library has, converges faster than any Bernstein operator", "results-attention.md"),
+        statement("Result 13", "smoothed local masks", "partly", "test_000_eq_72_misses_the_normaliser", "test_000_the_spectrum_of_an_indicator_is_not_integrable", "test_000_eq_66_to_80_disagree_about_one_over_m", why="unbiased with a corrected normaliser and a mollified mask; thousands of features are needed", page="which-map.md"),
+        untried("Problem 4", "masks of the queries themselves, with their cost", "the mask of Result 13 already needs thousands of features a position", "which-map.md"),
     )),
     Paper("001", "Hybrid Random Features (Choromanski et al., 2022)", (
         statement("Lemma 2.2", "errors of trigonometric and hyperbolic features", "reproduced", "test_errors_equal_their_closed_form"),
@@ -97,14 +97,14 @@ PAPERS = (
         untried("Figure 11", "camera image of the manipulation task", "an illustration of the task"),
     )),
     Paper("002", "Improved algorithms for kernel matrix-vector multiplication under sparsity assumptions (2025)", (
-        Item("Theorem 1.1", "error and time of the product", "kernel_product_time", baseline="the exact product", page="kernel-speed.md"),
-        Item("Algorithms 1-3", "run time against n, and the error", "kernel_product_time", baseline="the exact product", page="kernel-speed.md"),
+        Item("Theorem 1.1", "error and time of the product", "kernel_product_time", baseline="the exact product", page="results-kernels.md"),
+        Item("Algorithms 1-3", "run time against n, and the error", "kernel_product_time", baseline="the exact product", page="results-kernels.md"),
         statement("Section 1.2", "|Kx| >= |x|", "not", "test_002_a_kernel_matrix_of_queries_and_keys_need_not_expand", why="needs queries equal to keys, which the paper does not assume"),
         statement("Lemma 3.2", "large entries exactly, small ones dropped", "partly", "test_002_small_entries_are_dropped_at_a_larger_error", why="the proof has n^-3 for n^-1; the lemma survives for n >= 1/eps"),
         statement("Lemmas 2.1, 3.4", "hashing finds the heavy keys", "partly", "test_heavy_pairs_collide_with_probability_n_to_the_minus_alpha", "test_with_the_constants_of_the_proof_all_heavy_keys_are_found", why="with another hash family, by which far pairs collide more often: its time is not claimed"),
         statement("Theorem 2.2, Lemma 3.5", "density estimates and sampling of the light keys", "partly", "test_the_density_estimate_of_the_light_keys_is_unbiased", "test_002_the_buckets_are_too_many_for_their_threshold", why="the estimate is unbiased and the error is kept; the proof counts too few buckets"),
         statement("Lemma 4.1", "attention as a Gaussian kernel", "partly", "test_002_lemma_4_1_lacks_its_scale", "test_002_proof_of_lemma_4_1_takes_the_root_of_a_negative_number", why="the statement lacks a scale, the proof takes the root of a negative number"),
-        Item("Figure 1", "largest ratios, BERT", "sparsity_prefixes", baseline="the paper's 4.6", page="kernel-speed.md"),
+        Item("Figure 1", "largest ratios, BERT", "sparsity_prefixes", baseline="the paper's 4.6", page="results-kernels.md"),
         Item("Figure 2", "ratios of neighbouring entries", "sparsity_prefixes", baseline="the paper's 1 and 20"),
         Item("Figure 3", "largest ratios, RoBERTa and GPT", "sparsity_prefixes", baseline="the paper's 5.39 and 5.15"),
         Item("Figure 4", "the ratio against the length", "sparsity_prefixes", baseline="a constant"),
@@ -115,15 +115,15 @@ PAPERS = (
         statement("Theorems 2, 6", "what orthogonality takes off the error", "not", "test_003_theorem_2_promises_a_negative_error", "test_003_theorem_2_is_rejected_where_its_bound_is_positive", "test_orthogonal_gap_is_the_difference_of_the_errors", why="promises a negative error near y = -x; the corrected gap is in the library"),
         statement("Theorems 3, 5", "tails of orthogonal features", "not", "test_003_theorem_3_fails_in_one_dimension", "test_003_theorem_5_rests_on_a_false_inequality_in_every_dimension", "test_tail_bound_holds_and_is_not_trivial", why="the factor d/(d+2) is not there; without it the bound holds"),
         statement("Theorem 4", "features for a uniform error of the attention matrix", "partly", "test_the_uniform_planner_is_enough_at_any_length", why="the theorem leaves its constant open; with 1 the error is kept at every length tried, far from tightly"),
-        Item("Algorithm 1", "orthogonal features; the bias of QR", "projection_bias", baseline="QR with signs as they come", page="projections.md"),
-        untried("Figure 1", "order of the products", DRAWING, "attention.md"),
+        Item("Algorithm 1", "orthogonal features; the bias of QR", "projection_bias", baseline="QR with signs as they come", page="which-map.md"),
+        untried("Figure 1", "order of the products", DRAWING, "how-it-works.md"),
         Item("Figure 2", "positive against trigonometric features", "positive_variance", baseline="trig"),
         Item("Figure 3", "time of forward and backward passes", "train_speed", baseline=VALUES, page=SPEED, limits=ONE_LAYER),
         Item("Figure 4", "error of the attention output against m", "attention_output_error", baseline="trig, independent features"),
         Item("Figure 5", "weights of a Transformer in a Performer, then fine-tuned", "train_transfer", baseline="exact attention, a fresh Performer", page=TABLE),
         untried("Figure 6", "36-layer protein models", LARGE.format("36 layers"), TABLE),
         untried("Figure 7", "ImageNet64 and proteins of 8,192 tokens", LARGE.format("12,288 pixels, 12 layers")),
-        untried("Figure 8", "the prefix sum", DRAWING, "attention.md"),
+        untried("Figure 8", "the prefix sum", DRAWING, "how-it-works.md"),
         Item("Table 1", "statistics of the proteins", "protein_statistics", baseline="the printed statistics", limits="Swiss-Prot for TrEMBL"),
         Item("Figure 9", "distribution of the amino acids", "protein_statistics", baseline="the printed frequencies", limits="Swiss-Prot for TrEMBL"),
         Item("Table 2", "protein models: accuracy and perplexity", "train_table", baseline="exact attention, copying", page=TABLE),
@@ -148,7 +148,7 @@ PAPERS = (
         statement("Lemma S.2", "the kernel of the features", "not", "test_004_lemma_s2_has_the_wrong_kernel", why="the wrong kernel"),
         statement("Lemma S.3", "an integral", "not", "test_004_eq_34_integrates_over_the_half_line", why="over the half line"),
         Item("Figure 1", "memory, accuracy and speed of efficient transformers", "train_speed", baseline=VALUES, page=SPEED, limits="no accuracy; " + ONE_LAYER),
-        untried("Figure 2", "generative features", DRAWING, "maps-hybrid-learned.md"),
+        untried("Figure 2", "generative features", DRAWING, "which-map.md"),
         Item("Table 1", "complexity of the kernels", "train_speed", baseline="the orders of growth", page=SPEED, limits="growth in the length only"),
         Item("Table 2", "Long Range Arena", "train_table", baseline="exact attention, fixed kernels, seven peers", page=TABLE),
         Item("Figure 3, memory and speed", "the learned kernels", "train_speed", baseline=VALUES, page=SPEED, limits=ONE_LAYER),
@@ -167,24 +167,24 @@ PAPERS = (
 
 # Experiments of our own: title and page.
 BEYOND = {
-    "further_models": ("four models converted at first try", "howto-encoders.md"),
-    "landmark_ablations": ("what each part of the landmark fit is worth", "landmark.md"),
-    "landmark_frontier": ("features fitted to the heads", "landmark.md"),
-    "long_context": ("a decoder over a whole book", "decoder-results.md"),
+    "further_models": ("four models converted at first try", "speed-up-an-encoder.md"),
+    "landmark_ablations": ("what each part of the landmark fit is worth", "which-map.md"),
+    "landmark_frontier": ("features fitted to the heads", "which-map.md"),
+    "long_context": ("a decoder over a whole book", "results-models.md"),
     "minilm_heads": ("features on the heads of a real model", "which-map.md"),
-    "minilm_target": ("an encoder converted to a target", "howto-encoders.md"),
+    "minilm_target": ("an encoder converted to a target", "speed-up-an-encoder.md"),
     "moments_frontier": ("moments, fitted to nothing", "which-map.md"),
     "parallel_plan": ("cost of a split sequence, predicted and measured", "several-machines.md"),
     "sampler_variance": ("what a draw of each sampler is worth", "sampling.md"),
-    "smollm_distilled": ("a small decoder, distilled", "decoder-results.md"),
-    "smollm_rates": ("rates of a converted decoder", "decoder-results.md"),
-    "smollm_recipes": ("a decoder converted without training", "decoder-results.md"),
-    "smollm_target": ("a decoder converted to a target", "decoder-results.md"),
-    "speech_encoder": ("a speech encoder made linear", "howto-seq2seq.md"),
-    "train_baselines": ("what can be had without learning", "training-results.md"),
-    "train_curves": ("learning curves on books", "training-results.md"),
-    "train_tis": ("a published, trained Performer with our attention inside", "training.md"),
-    "window_kinds": ("block windows against sliding ones", "attention.md"),
+    "smollm_distilled": ("a small decoder, distilled", "results-models.md"),
+    "smollm_rates": ("rates of a converted decoder", "results-models.md"),
+    "smollm_recipes": ("a decoder converted without training", "results-models.md"),
+    "smollm_target": ("a decoder converted to a target", "results-models.md"),
+    "speech_encoder": ("a speech encoder made linear", "encoder-decoders.md"),
+    "train_baselines": ("what can be had without learning", "results-attention.md"),
+    "train_curves": ("learning curves on books", "results-attention.md"),
+    "train_tis": ("a published, trained Performer with our attention inside", "train-a-performer.md"),
+    "window_kinds": ("block windows against sliding ones", "how-it-works.md"),
 }
 # Pictures of experiments that have others, or more, than their own name.
 PICTURES = {

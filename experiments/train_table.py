@@ -1,7 +1,7 @@
 """Every attention on seven tasks, trained from scratch with preset `small`: table 2 of paper 004, in small.
 
 Beating means by more than the spread over seeds. One run at a time, each resumable; `--resume` adds missing cells,
-which are never guessed. Drawing also writes the tables of docs/training-results.md.
+which are never guessed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import statistics
 import time
 from typing import Any
 
-from _framework import ROOT, Said, Store, experiment, figures_of
+from _framework import Said, Store, experiment, figures_of
 from _pictures import COLOURS, by_name, dots, figure, save
 from _training import SAME, of_preset, trained
 
@@ -154,18 +154,7 @@ def others(found: Runs) -> str:
     return "\n".join(lines)
 
 
-def draw_page(found: Runs) -> None:
-    page = ROOT / "docs" / "training-results.md"
-    text = page.read_text(encoding="utf-8")
-    for name, made in (("table", table(found)), ("others", others(found))):
-        head, begin, rest = text.partition(f"<!-- {name}: begin -->")
-        _, end, tail = rest.partition(f"<!-- {name}: end -->")
-        text = f"{head}{begin}\n{made}\n{end}{tail}"
-    page.write_text(text, encoding="utf-8")
-
-
 def draw(found: Any) -> None:
-    draw_page(found)
     rows: dict[str, dict[str, list[float]]] = {}
     for key, values in by_name(found, "accuracy").items():
         task, _, attention = key.partition("/")
