@@ -132,13 +132,13 @@ class CrossKernel:
 
 
 def moments(block: Block, shift: np.ndarray) -> tuple[Any, ...]:
-    """Rows, weight, and weighted sums of x - shift, of its squares, and of y."""
+    """Rows, weight, and weighted sums of x - shift, of its modulus, of its squares, and of y."""
     X = np.asarray(block.X, dtype=np.float64) - shift
     if not np.isfinite(X).all():
         raise BochnerError("The rows of X must be finite; a block has NaN or infinity in it.")
     w = np.ones(len(X)) if block.weight is None else np.asarray(block.weight, dtype=np.float64)
     y = 0.0 if block.y is None else w @ block.y
-    return (len(X),), w.sum(), w @ X, w @ np.square(X), y
+    return (len(X),), w.sum(), w @ X, w @ np.abs(X), w @ np.square(X), y
 
 
 def normal_product(block: Block, cross: CrossKernel, v: Tensor) -> tuple[Tensor]:
