@@ -124,7 +124,8 @@ class Integer:
             return parts[0].to(dtype)
         whole = unpack(parts[0], 4)
         if self.bits == 6:
-            whole |= unpack(parts[1], 2) << 4
+            for part, shift in zip(whole.chunk(4, dim=-1), (4, 2, 0, -2), strict=True):  # the upper two bits in place
+                part |= (parts[1] << shift if shift >= 0 else parts[1] >> -shift) & 48
         return whole.to(dtype)
 
 

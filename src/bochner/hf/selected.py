@@ -55,7 +55,7 @@ class SelectedKeys:
 
 
 def sink_dtype(precision: str | Precision, dtype: torch.dtype) -> torch.dtype:
-    """In what attention sinks are stored: bfloat16 where that is less than the model's type, unless that is asked for."""
+    """How attention sinks are stored: in bfloat16 where that is less, unless the model's own precision is asked for."""
     return torch.bfloat16 if precision_of(precision).name != "model" and dtype == torch.float32 else dtype
 
 
@@ -144,6 +144,7 @@ class SelectedState:
         self.owner = torch.cat(
             [heads.repeat_interleave(kept.sinks), heads.repeat_interleave(window), heads.repeat_interleave(sizes)]
         ).to(device)
+        self.others = self.place = self.owner[:0]  # made at the first step: which slots are those of other query heads
         # Slots of the older keys of each head, as many columns as the largest has; others point past the end.
         most = max(1, int(sizes.max()))
         place = torch.arange(most).expand(g, most)
@@ -228,15 +229,16 @@ class SelectedState:
         for part, x in zip((*self.keys, *self.values), (*new.keys, *new.values), strict=True):
             part[:, ring] = x[:, :, 0]
         self.rank[:, ring] = new.rank[..., 0]
-        # Slots of other heads are masked, and empty ones. A token of padding sees all sinks, to see something.
+        # Slots of other heads are masked, empty ones, and sinks that are yet to come.
         h, t = q.shape[1], g * self.kept.sinks
-        place = torch.arange(self.kept.sinks, device=q.device).repeat(g)
-        seen = torch.cat([place <= new.position, self.rank > EMPTY], dim=1)[:, None]
-        seen = seen & (self.owner == torch.arange(h, device=q.device)[:, None] // (h // g))
+        if len(self.others) != h:
+            self.others = self.owner != torch.arange(h, device=q.device)[:, None] // (h // g)
+            self.place = torch.arange(self.kept.sinks, device=q.device).repeat(g)
+        hidden = torch.cat([self.place > new.position, self.rank == EMPTY], dim=1)[:, None] | self.others
         first_k, first_v = (x.flatten(1, 2).to(q.dtype) for x in self.sinks)
         rows = q[:, :, 0] * scale
         logits = torch.cat([rows @ first_k.mT, self.precision.products(rows, self.keys)], dim=-1)
-        weight = logits.masked_fill_(~seen, -1e30).softmax(-1)
+        weight = logits.masked_fill_(hidden, -1e30).softmax(-1)
         return (weight[..., :t] @ first_v + self.precision.mixture(weight[..., t:], self.values)).unsqueeze(2)
 
     def _ring(self, g: int) -> Tensor:

@@ -32,7 +32,7 @@ from bochner.hf.precision import balance
 from bochner.hf.scores import Ridge, budgets, features, received, scores, target, threshold
 from bochner.hf.selected_heads import Selected, SelectedHeads
 
-PASSAGES, PASSAGE = 4, 1500  # how many, and of how many tokens, scores are fitted to
+PASSAGES, PASSAGE = 4, 768  # how many, and of how many tokens, scores are fitted to
 LEAST = 32  # tokens of a passage
 WINDOW, SINKS = 128, 4
 FAR_ROWS = 64  # rows beyond the window that a key needs to be fitted to
@@ -63,7 +63,9 @@ class FittedScores:
         names = list(self.layers)
         found = budgets([self.layers[name].found for name in names], share, length, self.window)
         made = dict(zip(names, found, strict=True))
-        layers = [replace(x, fates=self._fates(x, made[x.name], precision)) if x.name in made else x for x in draft.layers]
+        layers = [
+            replace(x, fates=self._fates(x, made[x.name], precision)) if x.name in made else x for x in draft.layers
+        ]
         return Plan(layers, draft.model_type, self.tokens)
 
     def _fates(self, layer: LayerPlan, each: Sequence[int], precision: str) -> list[Any]:
@@ -119,14 +121,14 @@ def window_for(length: int) -> int:
     return max(4, min(WINDOW, length // 8))
 
 
-def passages_of(model: Any, tokens: Tensor, size: int = PASSAGE, count: int = PASSAGES) -> list[Tensor]:
+def passages_of(model: Any, tokens: Tensor) -> list[Tensor]:
     """Passages (1, n) from all over some tokens (n,), short enough to be read twice."""
-    made_for = inputs.positions(model).get("input_ids") or inputs.trained_positions(model) or 2 * size
-    size = min(size, made_for // 2, len(tokens))
+    made_for = inputs.positions(model).get("input_ids") or inputs.trained_positions(model) or 2 * PASSAGE
+    size = min(PASSAGE, made_for // 2, max(len(tokens) // PASSAGES, LEAST), len(tokens))
     if size < LEAST:
         raise BochnerError(f"Too little text to fit scores to: {len(tokens)} tokens; give more texts.")
     pieces = tokens[: len(tokens) // size * size].view(-1, size)
-    places = torch.linspace(0, len(pieces) - 1, min(count, len(pieces))).round().long()
+    places = torch.linspace(0, len(pieces) - 1, min(PASSAGES, len(pieces))).round().long()
     return [piece[None] for piece in pieces[places]]
 
 

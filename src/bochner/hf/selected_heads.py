@@ -1,7 +1,7 @@
 """The fate `Selected`: a head holds the first keys, the last keys, and the older keys with the highest scores.
 
 Scores are linear in the hidden state that enters the attention module (`bochner.hf.scores`); `bochner.hf.selected` is
-the cache itself. `bochner.hf.fit_selected` fits them, and a search for memory does. For inference: there is no gradient.
+the cache itself. `bochner.hf.fit_selected` fits them, and a search for memory does. There is no gradient.
 
 >>> Selected(budget=300, width=64)
 Selected(window=128, sinks=4, budget=300, precision='int6', width=64)

@@ -29,12 +29,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from bochner._checks import BochnerError, BochnerWarning
 from bochner._progress import speaker
 from bochner.hf import inputs
 from bochner.hf.config import Calibration, Target
 from bochner.hf.evaluate import evaluator
 from bochner.hf.observe import discover_parts
+from bochner.hf.plan import Plan
 from bochner.hf.search import selected
 from bochner.hf.search.damage import MeasuredProblem, measure_damages
 from bochner.hf.search.knapsack import Choice, all_exact, frontier, totals
@@ -65,7 +68,7 @@ def search(
     _warn_if_nothing_can_change(model, shapes)
     goal = settle(target, model, shapes, batches)
     selects = selected.applies(model, goal, shapes, batches)
-    texts = selected.split_for(batches, goal) if selects else split(batches, goal, _positions(model))
+    texts = selected.split_for(model, batches, goal) if selects else split(batches, goal, _positions(model))
     problem = (_ladder if selects else _heads)(run, model, shapes, goal, texts, seed)
     trials = Trials(problem)
     with run.stage("choosing"):
@@ -169,8 +172,21 @@ def _verified(
     points, place = _frontier(problem, trials, trials.run(choice))
     points[place].plan = plan
     report = SearchReport(goal, plan, points, place, bool(plan.converted) or not failed, found, failed)
+    if plan.converted and goal.by_memory:
+        reasons.append(_bytes(space, plan))
     report.further, report.reasons, report.verifier = verifier.further(plan, layers), reasons, verifier
     return report
+
+
+def _bytes(space: Space, plan: Plan) -> str:
+    """The memory of decoding in bytes, and against the cache that most people would have."""
+    before, after = space.original_bytes, space.bytes_of(plan)
+    usual = before * torch.bfloat16.itemsize / space.dtype.itemsize
+    return (
+        f"Decoding one text of {space.goal.length:,} tokens holds {after / 1e6:,.3g} MB in place of "
+        f"{before / 1e6:,.3g} MB: {after / before:.1%} of the original's cache, {after / usual:.1%} of the same cache "
+        "in bfloat16."
+    )
 
 
 def _whole_model_is_slower(goal: Goal, found: Verdict) -> str:
@@ -210,9 +226,7 @@ def _remarks(report: SearchReport, shapes: dict[str, Any]) -> list[str]:
     obstacles = [shape.obstacle.reason for shape in shapes.values() if shape.obstacle is not None]
     if len(obstacles) == len(shapes):
         found.append(f"Nothing can be converted: {obstacles[0]}.")
-    elif plan.converted and goal.by_memory:
-        found.append(f"The plan takes {report.memory:.1%} of the original's decoding memory at {goal.length:,} tokens.")
-    elif plan.converted:
+    elif plan.converted and not goal.by_memory:
         found.append(f"Attention takes {report.time_share:.1%} of the original's time at {goal.length:,} tokens.")
         found.append(f"The whole model takes {report.verified.time_share:.1%} at {report.verified.length:,} tokens.")
     elif not report.reasons:

@@ -26,15 +26,7 @@ from bochner.hf.search.options import Say, Space
 from bochner.hf.search.refine import Candidate, Trials
 from bochner.hf.search.texts import Batches, Goal, Split, stream
 from bochner.hf.search.verify import TOKENS, Verifier
-from bochner.hf.selected_fit import (
-    PASSAGE,
-    PASSAGES,
-    FittedScores,
-    can_select,
-    fit_scores,
-    passages_of,
-    window_for,
-)
+from bochner.hf.selected_fit import FittedScores, can_select, fit_scores, passages_of, window_for
 
 SHARES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.45, 0.6, 0.8)  # of the older keys, the ladder
 LEAST, MOST = 0.002, 0.95  # shares
@@ -56,13 +48,14 @@ def applies(model: Any, goal: Goal, shapes: dict[str, Shape], data: Batches) -> 
     return "input_ids" in data[0] and can_select(model, shapes, data[0]["input_ids"][:1, :16])
 
 
-def split_for(data: Batches, goal: Goal) -> Split:
-    """Tokens for verifying and for choosing, as many as are read; the others fit the scores."""
+def split_for(model: Any, data: Batches, goal: Goal) -> Split:
+    """Tokens for verifying and for choosing, as many as are read; passages from all over the others fit the scores."""
     tokens = stream(data)
     held = min(int(0.4 * len(tokens)), max(goal.length, TOKENS))
     choice = min(int(0.3 * len(tokens)), max(goal.judged, TOKENS // 2))
     first = len(tokens) - held - choice
-    return Split([{"input_ids": tokens[:first][None]}], tokens[first : first + choice], tokens[first + choice :])
+    passages = [{"input_ids": ids} for ids in passages_of(model, tokens[:first])]
+    return Split(passages, tokens[first : first + choice], tokens[first + choice :])
 
 
 class SelectedSpace(Space):
@@ -71,8 +64,7 @@ class SelectedSpace(Space):
     scores: FittedScores
 
     def fit(self, data: Sequence[dict[str, Any]], say: Say) -> None:
-        tokens = torch.cat([batch["input_ids"][0] for batch in data])
-        passages = passages_of(self.model, tokens, PASSAGE, PASSAGES)
+        passages = [batch["input_ids"] for batch in data]
         self.scores = fit_scores(self.model, list(self.layers), passages, window_for(self.goal.judged), say=say)
         sizes = [size for layer in self.layers.values() for size in (layer.plan.head_dim, layer.plan.value_dim)]
         names = PRECISIONS if all(size % BITS == 0 for size in sizes) else PRECISIONS[1:]
