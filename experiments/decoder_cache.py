@@ -144,7 +144,7 @@ def fit(lab: Lab, passages: int) -> Fit:
         for layer in range(layers):
             q, k, v, scale, h, out = seen.pop(layer)
             if number == 0:
-                bases.append(Bases(key_basis(q[:, SINKS:n], k[:, SINKS:n]), value_basis(v)))
+                bases.append(Bases(key_basis(q[:, SINKS:n], k[:, SINKS:n]), value_basis(v.shape[0], v.shape[-1])))
             got = scores.received(q, k, scale, WINDOW, v=v, gradient=out.grad[0])
             few = torch.arange(n) < SINKS
             rows = ~few & (got.rows >= 64)

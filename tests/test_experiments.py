@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import inspect
 import json
 import re
 import subprocess
@@ -20,6 +22,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = ROOT / "experiments"
 TOOLS = ("gallery", "pictures", "run")
+ALONE = ("search_ablation",)  # scripts without a stored result, which the gallery says nothing of
+SCRIPTS = [p for folder in ("experiments", "benchmarks", "examples") for p in sorted((ROOT / folder).glob("*.py"))]
 DECLARED = '''"""{first}"""
 from pathlib import Path
 
@@ -229,7 +233,7 @@ def test_every_experiment_is_declared_indexed_and_judged_from_its_stored_figures
     framework: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = gallery(monkeypatch)
-    scripts = {p.stem for p in EXPERIMENTS.glob("[!_]*.py")} - set(TOOLS)
+    scripts = {p.stem for p in EXPERIMENTS.glob("[!_]*.py")} - {*TOOLS, *ALONE}
     assert scripts == set(framework.names())
     indexed = {item.experiment for p in module.PAPERS for item in p.items if item.experiment}
     assert scripts == indexed | set(module.BEYOND)
@@ -414,3 +418,104 @@ def test_the_ablations_of_the_landmark_fit_run_and_keep_what_they_have(
     assert set(store.figures) == {"window", "in the stated interval"}
     monkeypatch.setattr(ablations, "run", None)  # nothing left to measure
     measure(store, layers=1, only="window")
+
+
+# Names of the library, also those inside functions that no test calls.
+
+
+def outdated(text: str) -> list[str]:
+    """What a script asks of the library and the library does not have: names, and keywords of functions.
+
+    A keyword that a function takes by `**old` is one of an earlier version.
+    """
+    tree, known, wrong = ast.parse(text), dict[str, Any](), list[str]()
+
+    def imported(name: str) -> Any:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] != "bochner":
+                return None  # a package that is not installed here
+            wrong.append(f"no module {name}")
+            return None
+
+    def resolved(node: ast.AST) -> Any:
+        """What a dotted name stands for; None if that is not the library's, or known."""
+        if isinstance(node, ast.Name):
+            return known.get(node.id)
+        owner = resolved(node.value) if isinstance(node, ast.Attribute) else None
+        if not inspect.ismodule(owner):
+            return None
+        assert isinstance(node, ast.Attribute)
+        if not hasattr(owner, node.attr):
+            wrong.append(f"no {owner.__name__}.{node.attr}")
+        return getattr(owner, node.attr, None)
+
+    nodes = list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in (a for a in node.names if a.name.split(".")[0] == "bochner"):
+                module = imported(alias.name)
+                known[alias.asname or "bochner"] = module if alias.asname else importlib.import_module("bochner")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "bochner":
+            module = imported(node.module or "")
+            for alias in node.names if module is not None else ():
+                if not hasattr(module, alias.name) and importlib.util.find_spec(f"{module.__name__}.{alias.name}"):
+                    importlib.import_module(f"{module.__name__}.{alias.name}")
+                if not hasattr(module, alias.name):
+                    wrong.append(f"no {module.__name__}.{alias.name}")
+                known[alias.asname or alias.name] = getattr(module, alias.name, None)
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            resolved(node)
+        elif isinstance(node, ast.Call) and callable(resolved(node.func)):
+            wrong += [f"{ast.unparse(node.func)} has no {k}" for k in foreign(resolved(node.func), node.keywords)]
+    return sorted(set(wrong))
+
+
+def foreign(function: Any, keywords: list[ast.keyword]) -> list[str]:
+    """Those keywords of a call that a function does not have."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return []
+    if any(p.kind is p.VAR_KEYWORD and p.name != "old" for p in parameters.values()):
+        return []
+    return [k.arg for k in keywords if k.arg is not None and k.arg not in parameters]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_name_and_keyword_that_a_script_asks_for_exists(path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert outdated(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("planted", "found"),
+    [
+        ("from bochner.hf import plan_of", "no bochner.hf.plan_of"),
+        ("def f():\n    from bochner.hf.judge import read", "no module bochner.hf.judge"),
+        ("def f():\n    import bochner\n    bochner.maps.landmark_map()", "no bochner.maps.landmark_map"),
+        ("import bochner.maps.landmark_fit as fit\nfit.NO_SUCH", "no bochner.maps.landmark_fit.NO_SUCH"),
+        ("from bochner import convert\nconvert(1, calibration=[])", "convert has no calibration"),
+        ("from bochner import Recipe\nRecipe(None, exact_unit='group')", "Recipe has no exact_unit"),
+    ],
+)
+def test_planted_names_and_keywords_of_an_older_version_are_found(planted: str, found: str) -> None:
+    pytest.importorskip("transformers")
+    assert outdated(planted) == [found]
+    assert outdated("import torch\nfrom bochner import Recipe, convert\nconvert(1, Recipe(None), exact_below=3)") == []
+
+
+def test_reports_of_searches_are_read_in_the_form_of_this_version_and_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    searches = importlib.import_module("_searches")
+    before = {"verified": {"kept": 0.98}, "candidates": [{"memory": 0.5, "kept": 0.9}]}
+    now = {"verified": {"retained": 0.98}, "frontier": [{"memory": 0.5, "quality": {"retained": 0.9}}]}
+    for report in (before, now):
+        assert searches.search_of(report) == report
+        assert searches.retained(report["verified"]) == 0.98
+        assert searches.tried(report) == [(0.5, 0.9)]
+    assert searches.search_of({"target": before, "distillation": None}) == before

@@ -138,7 +138,7 @@ def test_beams_are_reordered_and_repeated() -> None:
     order = torch.tensor([1, 1, 0])
     state = SelectedState(kept, 2, 8, 4, k.dtype)
     state.attend(q[:, :, :29], k[:, :, :29], v[:, :, :29], scores=scores[..., :29], scale=0.7)
-    state.select(lambda t: t.index_select(0, order))
+    state = state.map(lambda t: t.index_select(0, order))
     got = state.attend(q[order, :, 29:], k[order, :, 29:], v[order, :, 29:], scores=scores[order, :, 29:], scale=0.7)
     torch.testing.assert_close(got, read(kept, (q, k, v, scores), [30])[order, :, 29:])
 
@@ -201,7 +201,9 @@ def test_products_are_those_of_decoded_rows(name: str, size: int) -> None:
 def test_a_basis_changes_nothing_but_rounding() -> None:
     inputs = random_input(40)
     q, k, v, _ = inputs
-    bases = Bases(key_basis(q.transpose(0, 1).flatten(1, 2), k.transpose(0, 1).flatten(1, 2)), value_basis(v[0]))
+    bases = Bases(
+        key_basis(q.transpose(0, 1).flatten(1, 2), k.transpose(0, 1).flatten(1, 2)), value_basis(*v.shape[1:4:2])
+    )
     for pieces in ([40], [39, 1]):
         got = read(KEPT["selected"], inputs, pieces, bases=bases)
         torch.testing.assert_close(got, read(KEPT["selected"], inputs, [40]), atol=1e-5, rtol=1e-5)
@@ -212,7 +214,9 @@ def test_a_basis_rounds_channels_of_different_size_better() -> None:
     size = torch.logspace(-1, 1, 16, dtype=torch.float64)
     inputs = (q / size, k * size + 20 * size, v, scores)
     q, k = inputs[:2]
-    bases = Bases(key_basis(q.transpose(0, 1).flatten(1, 2), k.transpose(0, 1).flatten(1, 2)), value_basis(v[0]))
+    bases = Bases(
+        key_basis(q.transpose(0, 1).flatten(1, 2), k.transpose(0, 1).flatten(1, 2)), value_basis(*v.shape[1:4:2])
+    )
     kept = {name: SelectedKeys(8, (5, 0, 40), precision=name) for name in ("model", "int6")}
     want = read(kept["model"], inputs, [60])
     plain, turned = (read(kept["int6"], inputs, [60], bases=b) for b in (None, bases))

@@ -138,7 +138,8 @@ def moments(block: Block, shift: np.ndarray) -> tuple[Any, ...]:
         raise BochnerError("The rows of X must be finite; a block has NaN or infinity in it.")
     w = np.ones(len(X)) if block.weight is None else np.asarray(block.weight, dtype=np.float64)
     y = 0.0 if block.y is None else w @ block.y
-    return (len(X),), w.sum(), w @ X, w @ np.abs(X), w @ np.square(X), y
+    with np.errstate(over="ignore"):
+        return (len(X),), w.sum(), w @ X, w @ np.abs(X), w @ np.square(X), y
 
 
 def normal_product(block: Block, cross: CrossKernel, v: Tensor) -> tuple[Tensor]:

@@ -82,8 +82,8 @@ class _CenterModel(BaseEstimator):
         with np.errstate(over="ignore", invalid="ignore"):
             mean, variance = shift + s / weight, np.maximum(squares / weight - np.square(s / weight), 0.0)
             self._spread = (mean, np.where(variance > 1e-28 * np.square(mean), variance, 0.0))
-            lost = (variance == 0) & (moduli / weight > 1e-12 * np.abs(mean))  # squares too small for a number
-        if not np.isfinite(self._spread[1]).all() or lost.any():
+            lost = (squares == 0) & (moduli > 0)  # squares too small for a number
+        if not np.isfinite(variance).all() or lost.any():
             raise BochnerError(f"The variance of the X of {type(self).__name__} is out of range; rescale X.")
         self.offset_ = np.atleast_1d(y / weight) if self.standardize else np.zeros(np.size(y))
         self._total_weight = float(weight)

@@ -200,7 +200,7 @@ def converted_forward(
     _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
     call = read_call(module, query, key, value, attention_mask, kwargs)
     if own.needs_hidden:
-        call = call._replace(hidden=_hidden.get())
+        call = call._replace(hidden=hidden_states())
     drift.warn(own, call, None if cache is None else cache.seen)
     out = own(call) if cache is None else _go_on(own, call, cache)
     return out.transpose(1, 2).contiguous(), None
@@ -217,6 +217,11 @@ def note_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """A forward pre-hook of attention modules whose fates ask for the hidden states that enter them."""
     hidden = kwargs.get("hidden_states", args[0] if args else None)
     _hidden.set(hidden if isinstance(hidden, Tensor) else None)
+
+
+def hidden_states() -> Tensor | None:
+    """What entered the attention module at work, if `note_hidden` is hooked to it."""
+    return _hidden.get()
 
 
 @torch.compiler.disable

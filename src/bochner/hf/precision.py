@@ -124,7 +124,8 @@ class Integer:
             return parts[0].to(dtype)
         whole = unpack(parts[0], 4)
         if self.bits == 6:
-            whole |= unpack(parts[1], 2) << 4
+            for part, shift in zip(whole.chunk(4, dim=-1), (4, 2, 0, -2), strict=True):  # the upper two bits in place
+                part |= (parts[1] << shift if shift >= 0 else parts[1] >> -shift) & 48
         return whole.to(dtype)
 
 
@@ -186,7 +187,12 @@ class Basis(NamedTuple):
 
 
 def key_basis(q: Tensor, k: Tensor) -> Basis:
-    """The basis for keys k (g, s, d) that queries q (h, n, d) meet: centred, balanced with them, rotated.
+    """The basis for keys k (g, s, d) that queries q (h, n, d) meet: centred, balanced with them, rotated."""
+    return balanced(*balance(q, k))
+
+
+def balance(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """The centre of keys k (g, s, d), and scales for them, (g, d) each, given the queries q (h, n, d) that they meet.
 
     Channels are scaled until keys and queries have the same size in each, so that no channel is rounded more finely
     than it is needed. The rotation spreads what is left of large channels.
@@ -195,16 +201,19 @@ def key_basis(q: Tensor, k: Tensor) -> Basis:
     centre = k.float().mean(1)
     size_k = (k.float() - centre[:, None]).square().mean(1)
     size_q = q.float().unflatten(0, (g, -1)).flatten(1, 2).square().mean(1)
-    scale = ((size_q + 1e-12) / (size_k + 1e-12)) ** 0.25
-    turn = rotation(k.shape[-1]).to(k.device)
+    return centre, ((size_q + 1e-12) / (size_k + 1e-12)) ** 0.25
+
+
+def balanced(centre: Tensor, scale: Tensor) -> Basis:
+    """The basis of a centre and the scales of channels, (g, d) each, rotated."""
+    turn = rotation(scale.shape[-1]).to(scale.device)
     return Basis(centre, scale.unsqueeze(-1) * turn, turn.mT / scale.unsqueeze(1))
 
 
-def value_basis(v: Tensor) -> Basis:
-    """The basis for values v (g, s, d): rotated only. The values of attention sinks are near zero and must stay so."""
-    g, _, d = v.shape
-    turn = rotation(d).to(v.device).expand(g, d, d)
-    return Basis(torch.zeros(g, d, device=v.device), turn, turn.mT)
+def value_basis(g: int, d: int, device: torch.device | str = "cpu") -> Basis:
+    """The basis for values of g heads: rotated only. The values of attention sinks are near zero and must stay so."""
+    turn = rotation(d).to(device).expand(g, d, d)
+    return Basis(torch.zeros(g, d, device=device), turn, turn.mT)
 
 
 def rotation(size: int) -> Tensor:

@@ -12,6 +12,7 @@ here has a gradient.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,11 +22,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bochner._checks import ArgumentError, BochnerError
-from bochner.hf.precision import Basis, Parts, Precision, nbytes, precision_of
+from bochner.hf.precision import Basis, Floating, Parts, Precision, nbytes, precision_of
 
 EMPTY = -(2**31)  # the rank of no key, of padding and of attention sinks, which have their own slots
 PLACES = 65536  # positions that ranks tell apart
 BLOCK = 256  # rows that are read at a time
+RANK_BYTES = 4  # of the rank of a key
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class SelectedKeys:
                 f"got {self.sinks!r} and {self.budgets!r}."
             )
         precision_of(self.precision)
+
+
+def sink_dtype(precision: str | Precision, dtype: torch.dtype) -> torch.dtype:
+    """How attention sinks are stored: in bfloat16 where that is less, unless the model's own precision is asked for."""
+    return torch.bfloat16 if precision_of(precision).name != "model" and dtype == torch.float32 else dtype
 
 
 class Bases(NamedTuple):
@@ -127,6 +134,8 @@ class SelectedState:
     ) -> None:
         self.kept, self.bases = kept, bases
         self.precision = precision_of(kept.precision)
+        if self.precision.name == "model":
+            self.precision = Floating("model", dtype)
         g, window = len(kept.budgets), kept.window
         sizes = torch.tensor(kept.budgets)
         self.slots = g * window + int(sizes.sum())
@@ -135,6 +144,7 @@ class SelectedState:
         self.owner = torch.cat(
             [heads.repeat_interleave(kept.sinks), heads.repeat_interleave(window), heads.repeat_interleave(sizes)]
         ).to(device)
+        self.others = self.place = self.owner[:0]  # made at the first step: which slots are those of other query heads
         # Slots of the older keys of each head, as many columns as the largest has; others point past the end.
         most = max(1, int(sizes.max()))
         place = torch.arange(most).expand(g, most)
@@ -143,7 +153,7 @@ class SelectedState:
         zeros = (torch.zeros(batch, self.slots, size, dtype=dtype, device=device) for size in (key_size, value_size))
         self.keys, self.values = (self.precision.encode(z) for z in zeros)
         self.rank = torch.full((batch, self.slots), EMPTY, dtype=torch.int32, device=device)
-        whole = torch.bfloat16 if self.precision.name != "model" and dtype == torch.float32 else dtype
+        whole = sink_dtype(kept.precision, dtype)
         self.sinks: Parts = tuple(
             torch.zeros(batch, g, kept.sinks, size, dtype=whole, device=device) for size in (key_size, value_size)
         )
@@ -156,10 +166,12 @@ class SelectedState:
         """Bytes of all tensors that belong to the batch."""
         return nbytes((self.rank, self.real, *self.keys, *self.values, *self.sinks))
 
-    def select(self, f: Callable[[Tensor], Tensor]) -> None:
-        """Apply f to every tensor; all have the batch in front."""
-        self.keys, self.values, self.sinks = (tuple(map(f, t)) for t in (self.keys, self.values, self.sinks))
-        self.rank, self.real = f(self.rank), f(self.real)
+    def map(self, f: Callable[[Tensor], Tensor]) -> SelectedState:
+        """A state with f applied to every tensor; all have the batch in front."""
+        made = copy.copy(self)
+        made.keys, made.values, made.sinks = (tuple(map(f, t)) for t in (self.keys, self.values, self.sinks))
+        made.rank, made.real = f(self.rank), f(self.real)
+        return made
 
     def crop(self, tokens: int) -> None:
         """Refuse to take tokens back."""
@@ -178,7 +190,9 @@ class SelectedState:
         `padding` (b, n): True at tokens that are none; they are in front of all others. Their rows are zeros.
         """
         b, g, n, _ = k.shape
-        # 1. Everything in the basis in which it is stored.
+        dtype = q.dtype
+        # 1. Everything in the basis in which it is stored, in float32 at least.
+        q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
         by_group = (g, q.shape[1] // g)
         if self.bases is not None:
             k, v = self.bases.keys.into(k), self.bases.values.into(v)
@@ -196,7 +210,7 @@ class SelectedState:
         self.seen += n
         if self.bases is not None:
             out = self.bases.values.back(out.unflatten(1, by_group).flatten(2, 3)).unflatten(2, (-1, n)).flatten(1, 2)
-        return out if padding is None else out.masked_fill(padding[:, None, :, None], 0)
+        return (out if padding is None else out.masked_fill(padding[:, None, :, None], 0)).to(dtype)
 
     def _add_sinks(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Store the tokens at the first positions whole; each position comes once."""
@@ -215,15 +229,16 @@ class SelectedState:
         for part, x in zip((*self.keys, *self.values), (*new.keys, *new.values), strict=True):
             part[:, ring] = x[:, :, 0]
         self.rank[:, ring] = new.rank[..., 0]
-        # Slots of other heads are masked, and empty ones. A token of padding sees all sinks, to see something.
+        # Slots of other heads are masked, empty ones, and sinks that are yet to come.
         h, t = q.shape[1], g * self.kept.sinks
-        place = torch.arange(self.kept.sinks, device=q.device).repeat(g)
-        seen = torch.cat([place <= new.position, self.rank > EMPTY], dim=1)[:, None]
-        seen = seen & (self.owner == torch.arange(h, device=q.device)[:, None] // (h // g))
+        if len(self.others) != h:
+            self.others = self.owner != torch.arange(h, device=q.device)[:, None] // (h // g)
+            self.place = torch.arange(self.kept.sinks, device=q.device).repeat(g)
+        hidden = torch.cat([self.place > new.position, self.rank == EMPTY], dim=1)[:, None] | self.others
         first_k, first_v = (x.flatten(1, 2).to(q.dtype) for x in self.sinks)
         rows = q[:, :, 0] * scale
         logits = torch.cat([rows @ first_k.mT, self.precision.products(rows, self.keys)], dim=-1)
-        weight = logits.masked_fill_(~seen, -1e30).softmax(-1)
+        weight = logits.masked_fill_(hidden, -1e30).softmax(-1)
         return (weight[..., :t] @ first_v + self.precision.mixture(weight[..., t:], self.values)).unsqueeze(2)
 
     def _ring(self, g: int) -> Tensor:
