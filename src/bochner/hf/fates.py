@@ -373,6 +373,7 @@ class NearHeads(FateModule):
         if past is not None:
             k, v = torch.cat([past.k, k], dim=-2), torch.cat([past.v, v], dim=-2)
             first = past.seen - past.k.shape[-2]
+        assert after.window is not None
         sinks = (after.window.sink_k, after.window.sink_v)
         return window_rows(q, k, v, sinks, near, first, call.scale), after
 
