@@ -2,8 +2,8 @@
 
     python benchmarks/coverage.py [--quick] [--output FILE.json] [--page PAGE.md]
 
-Operators of every kernel, method and dtype, bandwidths from 1e-12 to 1e12, one or one per feature, clouds up to 1e9 from
-the origin, scales from 1e-3 to 1e3 in one table. x: Gaussian, ones, unit vectors, signs, heavy-tailed, sparse, at
+Operators of every kernel, method and dtype, bandwidths from 1e-12 to 1e12, one or one per feature, clouds up to 1e9
+from the origin, scales from 1e-3 to 1e3 in one table. x: Gaussian, ones, unit vectors, signs, heavy-tailed, sparse, at
 scales from 1e-20 to 1e20; and chosen by someone who knows the error matrix.
 """
 
@@ -46,9 +46,9 @@ def tables(results: dict[str, Any]) -> str:
     """The count in words."""
     found = results["hostile"]
     return (
-        f"`python benchmarks/coverage.py` counts. Of {found['statements']:,} deterministic statements on random hostile "
-        f"data, by {found['operators']:,} operators, {found['false']} are false in norm and {found['false_rows']} in any "
-        f"row. Products beyond eps: {found['beyond_eps']}."
+        f"`python benchmarks/coverage.py` counts. Of {found['statements']:,} deterministic statements on random "
+        f"hostile data, by {found['operators']:,} operators, {found['false']} are false in norm and "
+        f"{found['false_rows']} in any row. Products beyond eps: {found['beyond_eps']}."
     )
 
 

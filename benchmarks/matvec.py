@@ -223,13 +223,13 @@ def parts(quick: bool) -> dict[str, Callable[[], list[dict[str, Any]]]]:
 HEAD = [
     "data",
     "bandwidth",
-    "|Kx - x| / |x|",
+    "norm(Kx - x) / norm(x)",
     "exact, s",
     "auto, s",
     "auto / exact",
     "method",
-    "error / |x|",
-    "bound / |x|",
+    "error / norm(x)",
+    "bound / norm(x)",
 ]
 
 

@@ -211,7 +211,7 @@ def judge(found: Any) -> Said:
     )
     best = max(solved["exact"])
     spread = max(statistics.stdev(x) if len(x) > 1 else 0.0 for x in returns.values())
-    alike = mean[HYBRID] > mean[FAVOR] - spread and flops(HYBRID) < flops(FAVOR)
+    alike = mean[HYBRID] >= mean[FAVOR] - spread and flops(HYBRID) < flops(FAVOR)
     return Said(
         f"mean return on {TESTS} unseen worlds over {len(returns['exact'])} seeds: {shown}.",
         "not" if best < SOLVED or not alike else "partly",

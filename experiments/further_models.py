@@ -22,13 +22,13 @@ import torch
 from _framework import Said, Store, experiment
 from torch import Tensor
 
-from bochner import BochnerWarning, convert, data, revert
+from bochner import BochnerWarning, Recipe, Target, convert, data
 from bochner.demo import quietly
 
 LENGTH = 512
-RECIPES: dict[str, dict[str, Any]] = {
-    "window 32, sink": {"feature_map": None},
-    "window 32, sink, landmark m=64": {"num_features": 64},
+RECIPES = {
+    "window 32, sink": Recipe(None, window=32, sinks=1),
+    "window 32, sink, landmark m=64": Recipe("landmark", 64, window=32, sinks=1),
 }
 
 
@@ -136,36 +136,35 @@ def humans() -> tuple[Any, Iterator[dict[str, Tensor]]]:
 
 def apart(model: Any, held: list[dict[str, Tensor]], truth: list[Tensor]) -> float:
     """Mean divergence of the predictions from the original's, in nats."""
-    from bochner.hf import capture
+    from bochner.hf.observe import run
 
-    found = [capture.run(model, batch).logits.log_softmax(-1) for batch in held]
+    found = [run(model, batch).logits.log_softmax(-1) for batch in held]
     return sum((p.exp() * (p - q)).sum(-1).mean().item() for p, q in zip(truth, found, strict=True)) / len(held)
 
 
 def measured(model: Any, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
     """The target, then the recipes on other sequences than they were calibrated on."""
-    from bochner.hf import capture, plan_of, report_of
+    from bochner.hf.observe import run
 
     half = len(batches) // 2
-    convert(model, calibration=batches, keep=0.98, length=batches[0]["input_ids"].shape[1])
-    report = report_of(model).target
-    assert report is not None
+    conversion = convert(model, Target(keep=0.98, length=batches[0]["input_ids"].shape[1]), batches)
+    report = conversion.report
     row: dict[str, Any] = {
-        "kept": report.verified.kept,
+        "kept": report.verified.quality.retained,
         "met": report.met,
         "converted_layers": len(report.plan.converted),
         "layers": len(report.plan.layers),
         "reasons": report.reasons,
-        "whole": report.whole,
+        "whole": report.verified.whole,
         "seconds": report.seconds["in all"],
-        "plan": str(plan_of(model)),
+        "plan": str(conversion.plan),
     }
-    revert(model)
-    truth = [capture.run(model, batch).logits.log_softmax(-1) for batch in batches[half:]]
+    conversion.revert()
+    truth = [run(model, batch).logits.log_softmax(-1) for batch in batches[half:]]
     for name, recipe in RECIPES.items():
-        convert(model, calibration=batches[:half], window=32, sinks=1, exact_below=0, **recipe)
+        conversion = convert(model, recipe, batches[:half])
         row[name] = math.exp(-apart(model, batches[half:], truth))
-        revert(model)
+        conversion.revert()
     return row
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from _framework import ROOT, path_of, stored
-from _index import BEYOND, NO_PICTURE, PAPERS, PICTURES, Item
+from _index import BEYOND, NO_PICTURE, PAPERS, PICTURES, Item, Paper
 
 DOCS = ROOT / "docs"
 OWN = "gallery-beyond.md"
@@ -125,33 +125,43 @@ def pages() -> dict[str, str]:
         sections = [section(e, served[e][0][1].title, served[e]) for e, home in homes.items() if home == name]
         head = f"# {paper.title}\n\nThe experiments of paper {paper.key}. All papers: [gallery](gallery.md).\n"
         found[name] = "\n".join([head, *sections]).rstrip() + "\n"
+        found[f"gallery-{paper.key}-items.md"] = items_page(paper, homes)
     head = "# Beyond the papers\n\nClaims of our own, which hold or fail. Those of the papers: [gallery](gallery.md).\n"
     found[OWN] = "\n".join([head, *(section(e, title, []) for e, (title, _) in BEYOND.items())]).rstrip() + "\n"
     return found
 
 
 def index(homes: dict[str, str]) -> str:
+    """The verdicts on one page; reasons, baselines, sizes and tests are on the pages of the items."""
     counts: Counter[str] = Counter()
     parts = []
     for paper in PAPERS:
         parts += [
             f"## {paper.key}: {paper.title}",
             "",
-            "| item | what | verdict | baseline | sizes | where |",
-            "|---|---|---|---|---|---|",
+            f"[Reasons, baselines and sizes](gallery-{paper.key}-items.md)",
+            "",
         ]
+        parts += ["| item | what | verdict | where |", "|---|---|---|---|"]
         for item in paper.items:
-            parts.append(row(item, homes))
-            counts[verdict_of(item)[0]] += 1
+            verdict = verdict_of(item)[0]
+            link = f"[result]({homes[item.experiment]}#{item.experiment})" if item.experiment else ""
+            parts.append(f"| {item.label} | {item.title} | **{verdict}** | {link} |")
+            counts[verdict] += 1
         parts.append("")
-    parts += ["## Beyond the papers", "", "| experiment | claim | verdict | where |", "|---|---|---|---|"]
+    parts += ["## Beyond the papers", "", "| experiment | verdict | where |", "|---|---|---|"]
     for name, (title, page) in BEYOND.items():
         result = result_of(name)
-        claim, verdict = (result["claim"], result["said"]["verdict"]) if result else ("", "not run")
-        parts.append(
-            f"| {title} | {claim.removeprefix('Ours: ')} | **{verdict}** | [result]({OWN}#{name}) [more]({page}) |"
-        )
+        verdict = result["said"]["verdict"] if result else "not run"
+        parts.append(f"| {title} | **{verdict}** | [result]({OWN}#{name}) [more]({page}) |")
     return "\n".join([HEAD, summary(counts), *parts]).rstrip() + "\n"
+
+
+def items_page(paper: Paper, homes: dict[str, str]) -> str:
+    """Every item of a paper with the reason of its verdict, its baseline, its sizes and its evidence."""
+    head = f"# {paper.key}: every item\n\nThe items of *{paper.title}*. All papers: [gallery](gallery.md).\n"
+    table = ["| item | what | verdict | baseline | sizes | where |", "|---|---|---|---|---|---|"]
+    return "\n".join([head, *table, *(row(item, homes) for item in paper.items)]) + "\n"
 
 
 def summary(counts: Counter[str]) -> str:

@@ -14,37 +14,28 @@ import torch
 from _framework import Said, Store, experiment, figures_of
 from _pictures import COLOURS, figure, save
 
-from bochner import convert, data, revert
+from bochner import Calibration, Plan, Recipe, convert, data
 from bochner.demo import load_smollm2
 
 BACK = (500, 2000, 6000)
 PASSAGE, LEAD = 96, 8  # tokens of a repeat, of which the first only tell what is repeated
 BOUNDS = (0, 500, 1000, 2000, 4000, 8000)
-NEAR = {"window": 128, "sinks": 4, "window_kind": "sliding"}
-GROUPS = {"feature_map": None, "exact_unit": "group", **NEAR}
-RECIPES: dict[str, dict[str, Any] | None] = {
+NEAR: dict[str, Any] = {"window": 128, "sinks": 4, "window_kind": "sliding"}
+FIT_LENGTH = 320  # tokens of calibration texts
+FITTED = {"window 128 + landmark m=64 fitted to 4,000 tokens": 4000}
+# Groups are key heads with their query heads. A name in place of a recipe: the plan that `smollm_target` found.
+RECIPES: dict[str, Recipe | str | None] = {
     "exact": None,
-    "window 128": {"feature_map": None, **NEAR},
-    "window 512": {"feature_map": None, **NEAR, "window": 512},
-    "window 128, 10 of 90 groups exact": {"exact_heads": 1 / 9, **GROUPS},
-    "window 128, 30 of 90 groups exact": {"exact_heads": 1 / 3, **GROUPS},
-    "window 128 + landmark m=64": {"num_features": 64, "select": False, **NEAR},
-    "window 128 + landmark m=64, 30 of 90 groups exact": {
-        **GROUPS,
-        "feature_map": "landmark",
-        "num_features": 64,
-        "exact_heads": 1 / 3,
-        "select": False,
-    },
-    "window 128 + landmark m=64 fitted to 4,000 tokens": {
-        "num_features": 64,
-        "select": False,
-        "max_length": 4000,
-        **NEAR,
-    },
-    "keep 0.99, judged at 512 tokens": {"plan": "512"},
-    "keep 0.99 at 1,000 tokens": {"plan": "1000"},
-    "keep 0.99 at 4,000 tokens": {"plan": "4000"},
+    "window 128": Recipe(None, **NEAR),
+    "window 512": Recipe(None, **{**NEAR, "window": 512}),
+    "window 128, 10 of 90 groups exact": Recipe(None, exact_heads=1 / 9, **NEAR),
+    "window 128, 30 of 90 groups exact": Recipe(None, exact_heads=1 / 3, **NEAR),
+    "window 128 + landmark m=64": Recipe("landmark", 64, **NEAR),
+    "window 128 + landmark m=64, 30 of 90 groups exact": Recipe("landmark", 64, exact_heads=1 / 3, **NEAR),
+    "window 128 + landmark m=64 fitted to 4,000 tokens": Recipe("landmark", 64, **NEAR),
+    "keep 0.99, judged at 512 tokens": "512",
+    "keep 0.99 at 1,000 tokens": "1000",
+    "keep 0.99 at 4,000 tokens": "4000",
 }
 
 
@@ -58,7 +49,7 @@ def text(tokenizer: Any, length: int) -> torch.Tensor:
 
 def figures(model: Any, ids: torch.Tensor, length: int) -> dict[str, Any]:
     """Perplexity by position, recall by distance, and what reading took."""
-    from bochner.hf.judge import read
+    from bochner.hf.evaluate import read
 
     reading = read(model, ids)
     losses = reading.losses  # of tokens 1, 2, ...
@@ -81,16 +72,16 @@ def figures(model: Any, ids: torch.Tensor, length: int) -> dict[str, Any]:
     }
 
 
-def converted(model: Any, tokenizer: Any, recipe: dict[str, Any]) -> None:
-    """Convert by a recipe, or by a plan that `smollm_target` found."""
-    from bochner.hf import Plan
-
-    recipe = {"max_length": 320, "batch_size": 1, "exact_below": 0, **recipe}
-    if "plan" in recipe:
-        plan = Plan.from_dict(figures_of("smollm_target")[recipe["plan"]]["report"]["plan"])
-        recipe |= {"plan": plan, "max_length": max(320, plan.fit_length)}
-    texts = data.paragraphs("calibration", 6, words=max(250, 3 * recipe["max_length"] // 4))
-    convert(model, calibration=texts, tokenizer=tokenizer, progress=True, **recipe)
+def converted(model: Any, tokenizer: Any, recipe: Recipe | str, length: int) -> Any:
+    """The conversion by a recipe, fitted to texts of some tokens, or by a plan that `smollm_target` found."""
+    spec: Any = recipe
+    if isinstance(recipe, str):
+        spec = Plan.from_dict(figures_of("smollm_target")[recipe]["report"]["plan"])
+        length = max(length, spec.fit_length)
+        for layer in spec.layers:
+            layer.exact_below = 0
+    texts = data.paragraphs("calibration", 6, words=max(250, 3 * length // 4))
+    return convert(model, spec, Calibration(texts, tokenizer, max_length=length, batch_size=1), progress=True)
 
 
 @experiment(
@@ -102,26 +93,25 @@ def converted(model: Any, tokenizer: Any, recipe: dict[str, Any]) -> None:
 )
 def measure(store: Store, length: int = 6500, only: str = "") -> None:
     """`length`: tokens of the book; the model has 8,192 positions. `only`: recipes whose name contains this."""
-    from bochner.hf import plan_of
-
     model, tokenizer = load_smollm2()
     ids = text(tokenizer, length)
 
-    def one(recipe: dict[str, Any] | None) -> dict[str, Any]:
+    def one(name: str) -> dict[str, Any]:
+        recipe = RECIPES[name]
         if recipe is None:
             return {**figures(model, ids, length), "memory": 1.0}
-        converted(model, tokenizer, recipe)
-        plan = plan_of(model)
+        conversion = converted(model, tokenizer, recipe, FITTED.get(name, FIT_LENGTH))
+        plan = conversion.plan
         row = {
             **figures(model, ids, length),
             "memory": plan.cache_bytes(4000) / plan.cache_bytes(4000, converted=False),
         }
-        revert(model)
+        conversion.revert()
         return row
 
-    for name, recipe in RECIPES.items():
+    for name in RECIPES:
         if only in name:
-            store.cell(name, lambda r=recipe: one(r))
+            store.cell(name, lambda n=name: one(n))
 
 
 def judge(found: Any) -> Said:

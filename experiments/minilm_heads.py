@@ -23,7 +23,7 @@ MAPS = {"positive": "positive (FAVOR+)", "optimal": "optimal (FAVOR++)", "calibr
     "are closer "
     "than 1,024 plain ones.",
     ours="72 heads, 16 held-out paragraphs of up to 150 tokens, two seeds",
-    quick={"sizes": (64, 1024), "seeds": 1, "texts": (8, 4)},
+    quick={"sizes": (64, 1024), "seeds": 1, "texts": (24, 8)},
     sources=("bochner.attention", "bochner.maps", "bochner.projections"),
     needs=("transformers",),
 )

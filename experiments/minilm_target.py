@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from _framework import Said, Store, experiment
+from _searches import retained
 from torch import nn
 
-from bochner import convert, data, revert
+from bochner import Calibration, Plan, Target, convert, data, search
 from bochner.demo import load_minilm
 
 LENGTHS = {"its own": (64, 128, 256, 512), "tiled": (1024, 2048, 4096)}
@@ -43,7 +44,7 @@ def twin(model: Any) -> Any:
 
 def forward_times(models: dict[str, Any], length: int) -> dict[str, float]:
     """Seconds of whole models at a length, taking turns in changing order: the least tenth of many calls."""
-    from bochner.hf import capture
+    from bochner.hf.observe import run
 
     g = torch.Generator().manual_seed(length)
     batch = {"input_ids": torch.randint(1000, 20_000, (1, length), generator=g)}
@@ -53,35 +54,28 @@ def forward_times(models: dict[str, Any], length: int) -> dict[str, float]:
         names = names[1:] + names[:1]
         for name in names:
             start = time.perf_counter()
-            capture.run(models[name], batch)
+            run(models[name], batch)
             found[name].append(time.perf_counter() - start)
     return {name: sorted(times)[len(times) // 10] for name, times in found.items()}
 
 
 def searched(model: Any, tokenizer: Any, keep: float, length: int, read: int) -> dict[str, Any]:
     """The report of a search; the model is as before."""
-    from bochner.hf import plan_of, report_of
-    from bochner.hf.aim import target_data
-
     texts = data.paragraphs("calibration", 48, words=110 * read // 256)
-    batches = target_data(model, texts, tokenizer, read, 4)
-    convert(model, calibration=batches, keep=keep, length=length, progress=True)
-    report = report_of(model).target
-    assert report is not None
-    print(plan_of(model), flush=True)
-    revert(model)
-    return report.to_dict()
+    calibration = Calibration(texts, tokenizer, max_length=read, batch_size=4)
+    report = search(model, Target(keep=keep, length=length), calibration, progress=True)
+    print(report.plan, flush=True)
+    found: dict[str, Any] = report.to_dict()
+    return found
 
 
 def timed(model: Any, tokenizer: Any, plan: dict[str, Any], lengths: tuple[int, ...]) -> dict[str, dict[str, float]]:
     """Times of the whole model under a plan; that its maps are fitted to little text makes no difference."""
-    from bochner.hf import Plan
-
     models = {"original": twin(model), "the same": twin(model), "converted": model}
     texts = data.paragraphs("calibration", 4, words=200)
-    convert(model, plan=Plan.from_dict(plan), calibration=texts, tokenizer=tokenizer)
+    conversion = convert(model, Plan.from_dict(plan), Calibration(texts, tokenizer))
     seconds = {str(n): forward_times(models, n) for n in lengths}
-    revert(model)
+    conversion.revert()
     return seconds
 
 
@@ -114,7 +108,7 @@ def judge(found: Any) -> Said:
     return Said(
         f"time over the original's, whole model: at most {max(short):.3f} up to 512 tokens; tiled, "
         + ", ".join(f"{int(n):,} tokens {x:.2f}" for n, x in times.items())
-        + f"; kept {kept['kept']:.3f} at {kept['length']:,} tokens.",
+        + f"; kept {retained(kept):.3f} at {kept['length']:,} tokens.",
         "holds" if good else "fails",
         "" if good else "slower at a length, or the target is missed",
     )

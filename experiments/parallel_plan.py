@@ -63,8 +63,8 @@ def timed(call: Any, repeats: int = 4) -> float:
     sources=("bochner.attention", "bochner.cli"),
 )
 def measure(store: Store, lengths: tuple[int, ...] = (4096, 8192, 16384, 32768), limit: float = 1.5) -> None:
-    from bochner.report.parallel import sequence_parallel_cost
     from bochner.cli.planning import shard_seconds
+    from bochner.report.parallel import sequence_parallel_cost
 
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(worker, (folder, list(lengths)), nprocs=PROCESSES)

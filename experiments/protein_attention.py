@@ -64,7 +64,7 @@ def attention(model: Any, ids: Tensor, mask: Tensor, *, by_values: bool = False)
 
     def look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = (*args, *kwargs.values())[0]
-        q, k, phi = call.query, call.key, layer.map_of("kernel")
+        q, k, phi = call.query, call.key, layer.parts["kernel"].phi
         options = {"key_padding_mask": call.padding, "scale": call.scale}
         if by_values:
             positions = torch.eye(k.shape[-2]).expand(*k.shape[:-1], -1)
@@ -72,7 +72,7 @@ def attention(model: Any, ids: Tensor, mask: Tensor, *, by_values: bool = False)
         else:
             found.append(bochner.attention_matrix(q, k, phi, **options))
 
-    from bochner.hf.layer import LinearAttention
+    from bochner.hf import LinearAttention
 
     layers = [m for m in model.modules() if isinstance(m, LinearAttention)]
     handles = [m.register_forward_pre_hook(look, with_kwargs=True) for m in layers]

@@ -1,6 +1,6 @@
 """SmolLM2-135M with 0.15 of its memory at 4,000 tokens, adapters and all: what training buys a decoder.
 
-A window of 256 tokens with 8 of 90 key-value groups exact has 0.148 of the memory and loses recall over more than its
+A window of 256 tokens with 8 of 90 key heads exact has 0.148 of the memory and loses recall over more than its
 window. Adapters (LoRA, rank 16, on queries, keys, values and outputs) are trained for a few minutes on texts of 512
 tokens in which passages come again. Stages:
 
@@ -13,34 +13,36 @@ tokens in which passages come again. Stages:
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import long_context
 import torch
 from _framework import Said, Store, experiment
+from _searches import retained, search_of
 from smollm_recipes import figures, row_of
 
-from bochner import convert, data, distill
+from bochner import Calibration, Distillation, Recipe, Target, convert, data, distill
 from bochner.demo import load_smollm2
 
 LENGTH = 512  # tokens of a text, the passages that come again included
 HELD, FURTHER = 8, 2  # texts to judge by, of LENGTH tokens and of 4,000
 BOOK = 6500  # tokens of a whole book
-RECIPE = {"feature_map": None, "window": 256, "sinks": 4, "window_kind": "sliding", "exact_unit": "group"}
+RATE = 2e-3  # of the adapters half of it
 
 
 class Stage(NamedTuple):
     loss: str
     steps: int
     texts: int  # to train on; four more are held back
-    recipe: dict[str, Any]
+    recipe: Recipe
 
 
-CONVERTED = {**RECIPE, "exact_heads": 8 / 90}
+CONVERTED = Recipe(None, window=256, sinks=4, window_kind="sliding", exact_heads=8 / 90)
 STAGES = {
     "distilled": Stage("outputs", 60, 32, CONVERTED),
     "trained": Stage("model", 64, 64, CONVERTED),
-    "control": Stage("model", 64, 64, {**RECIPE, "window": BOOK + 1000}),  # all keys
+    "control": Stage("model", 64, 64, replace(CONVERTED, window=BOOK + 1000, exact_heads=0.0)),  # all keys
 }
 
 
@@ -50,15 +52,14 @@ def stream(tokenizer: Any, split: str, words: int) -> torch.Tensor:
     return tokenizer(text, return_tensors="pt").input_ids[0]
 
 
-TARGET: dict[str, Any] = {"keep": 0.99, "memory": 0.15, "length": 4000}
-LORA = {"lora": 16, "loss": "model", "end_to_end": 64}
+TARGET = Target(keep=0.99, memory=0.15, length=4000, train=Distillation(lora=16, loss="model", end_to_end=64))
 
 
 class Measure:
     """Figures of a model on texts held back, against those of the original."""
 
     def __init__(self, model: Any, tokenizer: Any, texts: int) -> None:
-        from bochner.hf.judge import Text, read
+        from bochner.hf.evaluate import Text, read
 
         unseen = stream(tokenizer, "heldout", 15_000)
         self.texts = {
@@ -71,12 +72,12 @@ class Measure:
         self.before = {n: [read(model, t.ids) for t in group] for n, group in self.texts.items()}
 
     def row(self, model: Any) -> dict[str, Any]:
-        from bochner.hf.judge import compare_readings, read
+        from bochner.hf.evaluate import compare_readings, read
 
         found = row_of(model, figures(model, self.tokenizer, self.number)(), self.exact, 0.0)
         for n, group in self.texts.items():
-            kept = compare_readings(group, self.before[n], [read(model, t.ids) for t in group])
-            found[n] = {"kept": kept.kept, **kept.figures}
+            quality = compare_readings(group, self.before[n], [read(model, t.ids) for t in group])
+            found[n] = {"kept": quality.retained, **quality.figures}
         found["book"] = long_context.figures(model, self.book, BOOK)
         print(found, flush=True)
         return found
@@ -86,7 +87,7 @@ def trained(model: Any, tokenizer: Any, stage: Stage) -> Any:
     """Train adapters of a converted model; the report."""
     from peft import LoraConfig, get_peft_model
 
-    from bochner.hf.judge import Text
+    from bochner.hf.evaluate import Text
 
     seen = stream(tokenizer, "calibration", max(15_000, 500 * (stage.texts + 4)))
     texts = [Text(seen[i * LENGTH : (i + 1) * LENGTH], i) for i in range(stage.texts + 4)]
@@ -94,19 +95,18 @@ def trained(model: Any, tokenizer: Any, stage: Stage) -> Any:
     torch.manual_seed(0)
     adapted = get_peft_model(model, lora).eval()
     batches = [{"input_ids": t.ids} for t in texts]
-    report = distill(adapted, batches, end_to_end=stage.steps, end_to_end_lr=1e-3, loss=stage.loss, progress=True)
+    how = Distillation(rate=RATE, end_to_end=stage.steps, loss=stage.loss)
+    report = distill(adapted, batches, how, progress=True)
     print(report, flush=True)
     return report
 
 
 def by_target(model: Any, tokenizer: Any) -> dict[str, Any]:
     """Convert and train a model in one call; what it says of itself, and the processor time that it took."""
-    from bochner.hf import report_of
-
     texts = data.paragraphs("calibration", 13, words=3000)
     began = time.process_time()
-    convert(model, calibration=texts, tokenizer=tokenizer, distill=LORA, exact_below=0, progress=True, **TARGET)
-    return {"report": report_of(model).to_dict(), "convert_seconds": time.process_time() - began}
+    report = convert(model, TARGET, Calibration(texts, tokenizer), progress=True).report
+    return {"report": report.to_dict(), "convert_seconds": time.process_time() - began}
 
 
 @experiment(
@@ -119,7 +119,7 @@ def by_target(model: Any, tokenizer: Any) -> dict[str, Any]:
     needs=("transformers", "peft"),
 )
 def measure(store: Store, stages: tuple[str, ...] = (*STAGES, "target"), texts: int = 8) -> None:
-    calibration = data.paragraphs("calibration", 6, words=250)
+    seen = data.paragraphs("calibration", 6, words=250)
     look: list[Measure] = []
 
     def one(name: str) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def measure(store: Store, stages: tuple[str, ...] = (*STAGES, "target"), texts: 
             told = by_target(model, tokenizer)
             return {**look[0].row(model), **told}
         stage = STAGES[name]
-        convert(model, calibration=calibration, tokenizer=tokenizer, exact_below=0, **stage.recipe)
+        convert(model, stage.recipe, Calibration(seen, tokenizer))
         if stage.recipe is CONVERTED:
             store.cell("converted", lambda: look[0].row(model))
         report = trained(model, tokenizer, stage)
@@ -143,8 +143,9 @@ def measure(store: Store, stages: tuple[str, ...] = (*STAGES, "target"), texts: 
 
 def judge(found: Any) -> Said:
     before, now, called = found["converted"], found["trained"], found["target"]
+    report = search_of(called["report"])
     small = max(now["ratio"], now["ratio_long"]) <= 1.01 and now["recall"] <= 1.35
-    good = small and min(now["512"]["kept"], now["4000"]["kept"]) >= 0.99 and called["report"]["target"]["met"]
+    good = small and min(now["512"]["kept"], now["4000"]["kept"]) >= 0.99 and report["met"]
     stages = ", ".join(
         f"{name} {row['512']['kept']:.3f} and {row['4000']['kept']:.2f}"
         for name, row in found.items()
@@ -155,9 +156,8 @@ def judge(found: Any) -> Said:
         f"{before['512']['kept']:.3f} and "
         f"{before['4000']['kept']:.2f} before, {stages}; other authors, trained: ratios {now['ratio']:.3f} and "
         f"{now['ratio_long']:.3f}, recall {now['recall']:.3f} (exact {found['exact'][2]:.3f}). By one call: "
-        f"{called['memory']:.3f} of the memory, {called['report']['target']['trained']['4000']['kept']:.3f} on "
-        "texts that it "
-        "held back.",
+        f"{called['memory']:.3f} of the memory, {retained(report['trained']['4000']):.3f} on texts that "
+        "it held back.",
         "holds" if good else "fails",
         "" if good else "less than 0.99 is kept" if small else "perplexity or recall is lost",
     )

@@ -2,7 +2,7 @@
 
 Caches are filled with random keys and values: nothing here depends on what they are. Prefill is read in pieces of 512
 tokens, whose time grows linearly with what stands before them: it is measured behind 0, 2,000 and 3,488 tokens. Plans
-are those that `smollm_target` found, and a window of 128 with 10 groups exact. Call it on an idle machine.
+are those that `smollm_target` found, and a window of 128 with 10 key heads exact. Call it on an idle machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from _framework import Said, Store, experiment, figures_of
 from _pictures import COLOURS, figure, save
 
-from bochner import convert, data
+from bochner import Calibration, Plan, convert, data
 from bochner._timing import best_times
 from bochner.demo import load_smollm2
 
@@ -23,15 +23,15 @@ NAMED = "window 128, 10 of 90 groups exact"
 
 
 def groups_exact(count: int, window: int) -> Any:
-    """Key groups spread over the layers: which they are makes no difference to the time."""
-    from bochner.hf import LayerPlan, Plan
+    """Key heads spread over the layers: which they are makes no difference to the time."""
+    from bochner.hf import Exact, LayerPlan, Window
 
     layers = []
     for i in range(30):
         exact = {g for g in range(3) if (3 * i + g) * count // 90 != (3 * i + g + 1) * count // 90}
-        kinds = ["exact" if h // 3 in exact else "window" for h in range(9)]
+        fates = [Exact() if g in exact else Window(window, 4, "sliding") for g in range(3)]
         name = f"model.layers.{i}.self_attn"
-        layers.append(LayerPlan(name, 9, 3, 64, 64, kinds, window, 4, "sliding", is_causal=True))
+        layers.append(LayerPlan(name, 9, 3, 64, 64, fates, is_causal=True))
     return Plan(layers, "llama")
 
 
@@ -40,8 +40,7 @@ def filled(model: Any, length: int) -> Any:
     """A cache as it would be after `length` tokens."""
     from transformers import DynamicCache
 
-    from bochner.hf import RecurrentLayer, layers_of
-    from bochner.hf.layer import Call
+    from bochner.hf import Call, RecurrentLayer, layers_of
 
     g = torch.Generator().manual_seed(length)
     cache = DynamicCache(config=model.config)
@@ -56,13 +55,7 @@ def filled(model: Any, length: int) -> Any:
             continue
         held = cache.layers[i] = RecurrentLayer()
         held.seen = length
-        for kind, heads in layer.parts:
-            key, value = (t[:, heads].contiguous() for t in (k, v))
-            if kind == "exact":
-                held.append(key, value)
-            else:
-                query = q.view(1, 3, 3, length, 64)[:, heads].flatten(1, 2)
-                layer._recurrent(kind, Call(query, key, value, True, None, 0.125), held)
+        layer(Call(q[..., -1:, :], k, v, True, None, 0.125), held)
     return cache
 
 
@@ -82,8 +75,6 @@ def behind(models: dict[str, Any], length: int, tokens: int, rounds: int) -> dic
 
 def converted_models() -> dict[str, Any]:
     """The model and its conversions, which share its weights."""
-    from bochner.hf import Plan
-
     model, tokenizer = load_smollm2()
     texts = data.paragraphs("calibration", 4, words=100)  # for maps to be there: what they are fitted to takes no time
     found, models = figures_of("smollm_target"), {"original": model}
@@ -96,7 +87,7 @@ def converted_models() -> dict[str, Any]:
         other = copy.deepcopy(model)
         for a, b in zip(other.parameters(), model.parameters(), strict=True):
             a.data = b.data
-        models[name] = convert(other, plan=plan, calibration=texts, tokenizer=tokenizer, max_length=128)
+        models[name] = convert(other, plan, Calibration(texts, tokenizer, max_length=128)).model
     return models
 
 

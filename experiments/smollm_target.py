@@ -13,9 +13,10 @@ from typing import Any
 
 from _framework import Said, Store, experiment
 from _pictures import COLOURS, GREY, figure, save
+from _searches import retained, tried
 from smollm_recipes import figures, row_of
 
-from bochner import BochnerWarning, convert, data, revert
+from bochner import BochnerWarning, Calibration, Target, convert, data
 from bochner.demo import load_smollm2
 
 LENGTH = 4000  # tokens at which memory counts
@@ -23,21 +24,16 @@ WORDS = 15_000  # of text to search on and to verify on
 SMALL = 0.15  # of the memory
 
 
-def search(model: Any, tokenizer: Any, keep: float, judged: int) -> tuple[Any, float]:
-    """Convert to the target; the report, and the seconds of processor time that it took."""
-    from bochner.hf import layers_of, report_of
-
+def to_target(model: Any, tokenizer: Any, keep: float, judged: int) -> tuple[Any, float]:
+    """The conversion to the target, and the seconds of processor time that it took."""
     words = 3 * judged // 4  # about so many tokens
     texts = data.paragraphs("calibration", max(5, WORDS // words), words=words)
     began = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BochnerWarning)  # a target that is missed is in the report
-        goal = {"keep": keep, "minimize": "memory", "length": LENGTH, "judge_length": judged}
-        convert(model, calibration=texts, tokenizer=tokenizer, progress=True, **goal)
-    spent = time.process_time() - began
-    for layer in layers_of(model).values():  # short texts would be exact
-        layer.plan.exact_below = 0
-    return report_of(model).target, spent
+        target = Target(keep=keep, minimize="memory", length=LENGTH, judge_length=judged)
+        conversion = convert(model, target, Calibration(texts, tokenizer), progress=True)
+    return conversion, time.process_time() - began
 
 
 def small(model: Any, report: Any, measure: Any, exact: list[float]) -> dict[str, Any] | None:
@@ -45,14 +41,15 @@ def small(model: Any, report: Any, measure: Any, exact: list[float]) -> dict[str
 
     Choices with kernels are left out: only the one that was taken brings their maps.
     """
-    within = [c for c in report.candidates if c.memory <= SMALL and not c.plan.count("hybrid")]
+    mapped = [any(layer.has_map for layer in point.plan.layers) for point in report.frontier]
+    within = [c for c, has_map in zip(report.frontier, mapped, strict=True) if c.memory <= SMALL and not has_map]
     if not within:
         return None
-    best = max(within, key=lambda c: c.quality.kept)
-    convert(model, plan=best.plan, exact_below=0)
+    best = max(within, key=lambda c: c.quality.retained)
+    conversion = convert(model, best.plan)
     row = row_of(model, measure(), exact, 0.0)
-    revert(model)
-    return {"kept": best.quality.kept, **row}
+    conversion.revert()
+    return {"kept": best.quality.retained, **row}
 
 
 @experiment(
@@ -68,9 +65,9 @@ def measure(store: Store, keep: float = 0.99, judged: tuple[int, ...] = (512, 10
     exact = store.cell("exact", look)
 
     def one(length: int) -> dict[str, Any]:
-        report, spent = search(model, tokenizer, keep, length)
-        row = row_of(model, look(), exact, spent)
-        revert(model)
+        conversion, spent = to_target(model, tokenizer, keep, length)
+        row, report = row_of(model, look(), exact, spent), conversion.report
+        conversion.revert()
         return {"row": row, "small": small(model, report, look, exact), "report": report.to_dict()}
 
     for length in judged:
@@ -80,7 +77,7 @@ def measure(store: Store, keep: float = 0.99, judged: tuple[int, ...] = (512, 10
 def judge(found: Any) -> Said:
     reports = {n: found[n]["report"] for n in ("1000", "4000") if n in found}
     told = "; ".join(
-        f"kept {report['verified']['kept']:.3f} on held-back texts of {n} tokens, with "
+        f"kept {retained(report['verified']):.3f} on held-back texts of {n} tokens, with "
         f"{found[n]['row']['memory']:.2f} of the "
         "memory at 4,000"
         for n, report in reports.items()
@@ -105,10 +102,10 @@ def draw(found: Any) -> None:
         if n not in found:
             continue
         report = found[n]["report"]
-        tried = [(c["memory"], 1 - c["kept"]) for c in report["candidates"]]
-        ax.plot(*zip(*tried, strict=True), "o", color=colour, alpha=0.6, label=f"tried on texts of {int(n):,} tokens")
+        lost = [(memory, 1 - quality) for memory, quality in tried(report)]
+        ax.plot(*zip(*lost, strict=True), "o", color=colour, alpha=0.6, label=f"tried on texts of {int(n):,} tokens")
         label = f"chosen; {found[n]['row']['memory']:.2f} of the memory at 4,000"
-        ax.plot(*tried[report["chosen"]], "*", markersize=14, color=colour, label=label)
+        ax.plot(*lost[report["chosen"]], "*", markersize=14, color=colour, label=label)
     ax.axhline(0.01, color=GREY, linestyle="--", linewidth=1)
     ax.set_yscale("log")
     ax.set_yticks([0.01, 0.02, 0.05, 0.1, 0.5, 0.9], ["1 %", "2 %", "5 %", "10 %", "50 %", "90 %"])

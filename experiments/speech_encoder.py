@@ -20,20 +20,19 @@ import torch
 from _framework import Said, Store, experiment
 from torch import Tensor
 
-from bochner import convert, data, revert
+from bochner import Recipe, Target, convert, data
 from bochner._timing import best_times
 from bochner.demo import quietly
 
 RATE = 16_000
 FRAMES = RATE // 50  # samples to a frame of the encoder
-NEAR = {"window": 32, "sinks": 1, "exact_below": 0, "parts": ["encoder"]}
-RECIPES: dict[str, dict[str, Any]] = {
-    "window 32, sink": {"feature_map": None, **NEAR},
-    "window 32, sink, calibrated m=64": {"feature_map": "calibrated", "num_features": 64, **NEAR},
-    "window 32, sink, landmark m=16": {"feature_map": "landmark", "num_features": 16, **NEAR},
-    "window 32, sink, landmark m=64": {"feature_map": "landmark", "num_features": 64, **NEAR},
-    "calibrated m=64 alone": {"feature_map": "calibrated", "num_features": 64, "exact_below": 0, "parts": ["encoder"]},
-    "keep 0.98": {"keep": 0.98, "minimize": "time", "length": 1500, "parts": ["encoder"]},
+RECIPES: dict[str, Recipe | Target] = {
+    "window 32, sink": Recipe(None, window=32, sinks=1),
+    "window 32, sink, calibrated m=64": Recipe("calibrated", 64, window=32, sinks=1),
+    "window 32, sink, landmark m=16": Recipe("landmark", 16, window=32, sinks=1),
+    "window 32, sink, landmark m=64": Recipe("landmark", 64, window=32, sinks=1),
+    "calibrated m=64 alone": Recipe("calibrated", 64),
+    "keep 0.98": Target(keep=0.98, minimize="time", length=1500),
 }
 
 
@@ -154,20 +153,18 @@ class Speech:
         """Of the encoder, the best of several."""
         return best_times({"encoder": lambda: self.encode(self.held[0])}, repeats=5, budget=4.0)["encoder"]
 
-    def row(self, recipe: dict[str, Any]) -> dict[str, Any]:
+    def row(self, recipe: Recipe | Target) -> dict[str, Any]:
         """Convert, measure, and take it back."""
-        from bochner.hf import plan_of, report_of
-
         plain = self.seconds()
         began = time.monotonic()
-        convert(self.model, calibration=self.calibration, **recipe)
+        conversion = convert(self.model, recipe, self.calibration, parts=["encoder"])
         spent = time.monotonic() - began
-        row: dict[str, Any] = {**self.figures(), "convert_seconds": spent, "plan": str(plan_of(self.model))}
+        row: dict[str, Any] = {**self.figures(), "convert_seconds": spent, "plan": str(conversion.plan)}
         row["time"] = self.seconds() / plain
-        report = report_of(self.model).target
+        report = conversion.report
         if report is not None:
-            row |= {"kept": report.verified.kept, "met": report.met, "reasons": report.reasons}
-        revert(self.model)
+            row |= {"kept": report.verified.quality.retained, "met": report.met, "reasons": report.reasons}
+        conversion.revert()
         return row
 
 

@@ -46,9 +46,9 @@ RUNS |= {f"{name}, {BARE}": RUNS[name] for name in ("relu", "linear_elu", "relu,
 @contextmanager
 def normalised(wanted: bool) -> Iterator[None]:
     """Attention of converted models with its normaliser or without; no option of `train`, for it is of no other use."""
-    from bochner.hf import layer
+    from bochner.hf import calls
 
-    with patch.object(layer, "linear_attention", partial(linear_attention, normalize=wanted)):
+    with patch.object(calls, "linear_attention", partial(linear_attention, normalize=wanted)):
         yield
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from _framework import Said, Store, experiment
 from _pictures import COLOURS, figure, save
 
-from bochner import convert, data, revert
+from bochner import Calibration, Recipe, convert, data
 from bochner.demo import load_minilm, load_smollm2
 
 KINDS = ("sliding", "block")
@@ -21,13 +21,13 @@ DECODER = {"alone": (None, 0.0), "landmark m=64": (("landmark", 64), 0.0), "alon
 DECODER |= {"landmark m=64, 10 % exact heads": (("landmark", 64), 0.1)}
 
 
-def options(chosen: tuple[str, int] | None) -> dict[str, Any]:
-    return {"feature_map": None} if chosen is None else {"feature_map": chosen[0], "num_features": chosen[1]}
+def recipe(chosen: tuple[str, int] | None, **near: Any) -> Recipe:
+    return Recipe(*(chosen or (None,)), **near)
 
 
 def encoder(texts: int, row: Callable[..., None], names: Iterable[str] = ENCODER) -> None:
     """Window 32, one sink; texts of 150 to 256 tokens."""
-    from bochner.hf.measure import compare_embeddings, embed
+    from bochner.hf.evaluate import compare_embeddings, embed
 
     model, tokenizer = load_minilm()
     seen, unseen = (data.paragraphs(split, texts, words=220) for split in ("calibration", "heldout"))
@@ -37,10 +37,10 @@ def encoder(texts: int, row: Callable[..., None], names: Iterable[str] = ENCODER
         for kind in KINDS:
 
             def measure(chosen: Any = chosen, kind: str = kind) -> dict[str, float]:
-                near = {"window": 32, "sinks": 1, "window_kind": kind, "exact_below": 0, "select": False}
-                convert(model, calibration=seen, tokenizer=tokenizer, **options(chosen), **near)
+                chosen_recipe = recipe(chosen, window=32, sinks=1, window_kind=kind)
+                conversion = convert(model, chosen_recipe, Calibration(seen, tokenizer))
                 quality = compare_embeddings(exact, embed(model, tokenizer, unseen))
-                revert(model)
+                conversion.revert()
                 return {"cosine": float(quality.cosine), "rank_correlation": float(quality.rank_correlation)}
 
             row("all-MiniLM-L6", name, kind, measure)
@@ -48,10 +48,11 @@ def encoder(texts: int, row: Callable[..., None], names: Iterable[str] = ENCODER
 
 def decoder(texts: int, row: Callable[..., None]) -> None:
     """Window 64, four sinks; texts of 450 tokens."""
-    from bochner.hf.measure import perplexity, recall
+    from bochner.hf.evaluate import perplexity, recall
 
     model, tokenizer = load_smollm2()
     seen = data.paragraphs("calibration", 6, words=250)
+    calibration = Calibration(seen, tokenizer, max_length=320, batch_size=1)
     unseen = data.paragraphs("heldout", max(2, texts // 4), words=350)
     pairs = data.paragraphs("heldout", max(2, texts // 4) + 1, words=130)[1:]
     exact = perplexity(model, tokenizer, unseen, max_length=450)
@@ -59,12 +60,11 @@ def decoder(texts: int, row: Callable[..., None]) -> None:
         for kind in KINDS:
 
             def measure(chosen: Any = chosen, share: float = share, kind: str = kind) -> dict[str, float]:
-                near = {"window": 64, "sinks": 4, "window_kind": kind, "exact_below": 0, "select": False}
-                how = {"max_length": 320, "batch_size": 1, "exact_heads": share}
-                convert(model, calibration=seen, tokenizer=tokenizer, **options(chosen), **near, **how)
+                chosen_recipe = recipe(chosen, window=64, sinks=4, window_kind=kind, exact_heads=share)
+                conversion = convert(model, chosen_recipe, calibration)
                 ratio = perplexity(model, tokenizer, unseen, max_length=450) / exact
                 found = {"perplexity_ratio": ratio, "recall": recall(model, tokenizer, pairs)}
-                revert(model)
+                conversion.revert()
                 return found
 
             row("SmolLM2-135M", name, kind, measure)

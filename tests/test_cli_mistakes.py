@@ -270,7 +270,10 @@ def test_ctrl_c_leaves_nothing_half_written(
             "haar",
         ),
         (lambda m, t: bochner.convert(m, bochner.Recipe("positive", 8, options={"colour": 1}), t).model, "colour"),
-        (lambda m, t: bochner.search(m, bochner.Target(length=-5), t), "'length' of Target must be a positive int, got -5"),
+        (
+            lambda m, t: bochner.search(m, bochner.Target(length=-5), t),
+            "'length' of Target must be a positive int, got -5",
+        ),
         (lambda m, t: bochner.feature_map("positve", dim=4), "'positive'"),
         (lambda m, t: bochner.linear_attention(torch.ones(1, 2, 3), *[torch.ones(1, 1, 2, 3)] * 2, "positive"), "q"),
     ],

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from bochner import BochnerError, feature_map
-from bochner.report.parallel import sequence_parallel_cost
 from bochner.attention.parallel import sequence_parallel_attention
+from bochner.report.parallel import sequence_parallel_cost
 
 
 @pytest.fixture

@@ -54,9 +54,9 @@ BEYOND_DEFAULTS = [
     RandomFeatures(16, feature_map="gelu"),
     RandomFeatures(1, feature_map="gmm_prf"),
     NadarayaWatson(bandwidth="silverman"),
-    KernelRidge(kernel="matern32", centers=5),
+    KernelRidge(kernel="matern32"),
     KernelRidge(standardize=False),
-    KernelClassifier(kernel="laplace", centers=5),
+    KernelClassifier(kernel="laplace"),
 ]
 
 

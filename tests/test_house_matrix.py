@@ -75,7 +75,9 @@ def test_bfloat16(family: str) -> None:
     x = inputs(model)
     out = outputs(model, x)
     model.to(torch.bfloat16)
-    assert all(p.dtype == torch.float32 for x in layers_of(model).values() for p in x.buffers() if p.is_floating_point())
+    assert all(
+        p.dtype == torch.float32 for x in layers_of(model).values() for p in x.buffers() if p.is_floating_point()
+    )
     low = outputs(model, {k: v.bfloat16() if v.is_floating_point() else v for k, v in x.items()})
     assert low.dtype == torch.bfloat16
     assert (low.float() - out).norm() < 0.1 * out.norm()

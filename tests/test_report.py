@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,8 +149,8 @@ def test_the_weights_shown_are_those_of_the_model() -> None:
     from hf_models import TEXT, build
 
     import bochner
-    from bochner.hf.observe import Call, recording, run
     from bochner.hf.calibrate import Far, attention_weights
+    from bochner.hf.observe import Call, recording, run
     from bochner.report.model import head_pictures
 
     class Words:
@@ -339,10 +340,9 @@ def test_a_recipe_is_judged_by_lengths_that_the_model_can_read() -> None:
     held.count, held.length = 3, 129
     times = {512: {"exact": 1.0, "as converted": 0.9}, 4096: {"exact": 9.0, "as converted": 1.0}}
     memory = layer_memory(plan.layers[0], "as converted", [64, 512])
-    html = recipe_page(
-        "t", plan, Quality({"cosine": Measure(torch.tensor([0.01]))}, {"cosine": 0.99}), held=held, times=times, memory=memory, place=Place("a", "b"),
-        positions=512,
-    ).html()  # fmt: skip
+    quality = Quality({"cosine": Measure(torch.tensor([0.01]))}, {"cosine": 0.99})
+    shown: dict[str, Any] = {"held": held, "times": times, "memory": memory, "positions": 512}
+    html = recipe_page("t", plan, quality, place=Place("a", "b"), **shown).html()
     verdict = html.partition('<p class="verdict">')[2].partition("</p>")[0]
     assert "by cosine alone on 3 texts, up to 129 tokens at a time," in verdict
     assert "takes 0.90 of the time of exact attention at 512 tokens, the most it has positions for" in verdict

@@ -11,7 +11,14 @@ import pytest
 import bochner
 
 MOST = 8
-TORCH_SHAPED = {"KernelOperator", "linear_attention", "exact_attention", "attention_matrix", "MultiheadAttention", "Performer"}
+TORCH_SHAPED = {
+    "KernelOperator",
+    "linear_attention",
+    "exact_attention",
+    "attention_matrix",
+    "MultiheadAttention",
+    "Performer",
+}
 
 
 def public() -> Iterator[tuple[str, Any]]:

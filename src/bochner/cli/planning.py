@@ -141,9 +141,9 @@ def shard_seconds(
     import torch.distributed as dist
 
     from bochner._timing import best_times
-    from bochner.report.parallel import SAMPLE
     from bochner.attention.parallel import sequence_parallel_attention
     from bochner.maps import feature_map
+    from bochner.report.parallel import SAMPLE
 
     if not dist.is_available() or dist.is_initialized() or not dist.is_gloo_available():
         return None

@@ -41,18 +41,18 @@ class Centers:
     """How the centres of a kernel method are chosen.
 
     Args:
-        count: how many. None: 4,096, or as many as `seconds` allow; up to 4,096 rows all of them.
+        count: how many. None: 4,096, halved until the work fits into `seconds`; up to 4,096 rows all of them.
         rule: `"random"` rows; `"pivoted"` by randomly pivoted Cholesky, a row in proportion to what the others leave of
             it; `"leverage"` in proportion to ridge leverage scores. `"auto"`: pivoted up to 2,048 centres, else random.
         seconds: what a fit may take on one core, about.
 
     >>> Centers(500, rule="pivoted")
-    Centers(count=500, rule='pivoted', seconds=120.0)
+    Centers(count=500, rule='pivoted', seconds=60.0)
     """
 
     count: int | None = None
     rule: str = "auto"
-    seconds: float = 120.0
+    seconds: float = 60.0
 
     def __post_init__(self) -> None:
         if self.count is not None:
@@ -85,7 +85,7 @@ class Centers:
         pass_ = PASSES * n * (PAIR + COLUMN * (columns - 1))
         m = EXACT
         while m > 256 and m * pass_ + CUBE * m**3 > self.seconds:
-            m -= m // 16
+            m //= 2
         return m
 
 
@@ -132,13 +132,13 @@ class CrossKernel:
 
 
 def moments(block: Block, shift: np.ndarray) -> tuple[Any, ...]:
-    """Rows, weight, and weighted sums of x - shift, of its squares, and of y."""
+    """Rows, weight, and weighted sums of x - shift, of its modulus, of its squares, and of y."""
     X = np.asarray(block.X, dtype=np.float64) - shift
     if not np.isfinite(X).all():
         raise BochnerError("The rows of X must be finite; a block has NaN or infinity in it.")
     w = np.ones(len(X)) if block.weight is None else np.asarray(block.weight, dtype=np.float64)
     y = 0.0 if block.y is None else w @ block.y
-    return (len(X),), w.sum(), w @ X, w @ np.square(X), y
+    return (len(X),), w.sum(), w @ X, w @ np.abs(X), w @ np.square(X), y
 
 
 def normal_product(block: Block, cross: CrossKernel, v: Tensor) -> tuple[Tensor]:

@@ -27,7 +27,8 @@ class KernelPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
 
     The top of `H K H`, H = I - 11'/n, by Lanczos iteration on `KernelOperator`: n x n is never held. By Weyl's
     inequality every eigenvalue is within `eps` of the true one. Up to 512 rows, and for more than a quarter as many
-    components as rows, the whole spectrum is computed from the dense matrix (n^2 numbers, O(n^3)) unless `method` says otherwise.
+    components as rows, the whole spectrum is computed from the dense matrix (n^2 numbers, O(n^3)) unless `method` says
+    otherwise.
 
     Args:
         n_components: how many, at most n.

@@ -75,14 +75,15 @@ class _CenterModel(BaseEstimator):
         if first.X.ndim != 2:
             raise BochnerError(f"The 'X' of {type(self).__name__}.fit must have two dimensions, got {first.X.ndim}.")
         shift = np.asarray(first.X, dtype=np.float64).mean(0)
-        lengths, weight, s, squares, y = rows.total(moments, shift)
+        lengths, weight, s, moduli, squares, y = rows.total(moments, shift)
         self.n_features_in_ = len(shift)
         if not weight > 0:
             raise BochnerError(f"The 'sample_weight' of {type(self).__name__}.fit is zero everywhere.")
         with np.errstate(over="ignore", invalid="ignore"):
             mean, variance = shift + s / weight, np.maximum(squares / weight - np.square(s / weight), 0.0)
             self._spread = (mean, np.where(variance > 1e-28 * np.square(mean), variance, 0.0))
-        if not np.isfinite(self._spread[1]).all():
+            lost = (variance == 0) & (moduli / weight > 1e-12 * np.abs(mean))  # squares too small for a number
+        if not np.isfinite(self._spread[1]).all() or lost.any():
             raise BochnerError(f"The variance of the X of {type(self).__name__} is out of range; rescale X.")
         self.offset_ = np.atleast_1d(y / weight) if self.standardize else np.zeros(np.size(y))
         self._total_weight = float(weight)

@@ -435,6 +435,7 @@ class BochnerConfig(QuantizationConfigMixin):
         self.quant_method: Any = quant_method
         self.plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
 
+    @torch.compiler.disable  # an encoder-decoder asks for it while it makes a cache
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": self.quant_method, "plan": self.plan.to_dict()}
 

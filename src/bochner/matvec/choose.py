@@ -32,6 +32,7 @@ WORTHWHILE = 0.75  # of the exact products: predictions are not exact
 SINGLE = 1e-3  # eps from which double precision points may be multiplied in single precision
 ROUNDED = 2e-4  # of the sum of a row, by products by cells in single precision
 CELL_CALLS, PLAN_CALLS = 40, 12  # calls of torch for a query cell of a product, and of a plan
+SMALL_TILES = 1.3  # what tiles of a cell take, in tiles of the usual size
 GATHER = 3.5e-9  # seconds of moving one coordinate of a near key to where a query cell wants it
 LOOK, KEEP = 1.2e-8, 4e-8  # seconds of looking at a near entry, and of keeping it
 TRIED = 10  # points of the sample for every cell
@@ -93,7 +94,7 @@ def choose(problem: Problem, method: str, products: int, memory: int, known: Kno
     options = [first]
     limit = TRIAL_SHARE * first.total(products)
     options += cells_trial(problem, products, limit, known.index)
-    options += factor_trial(problem, memory, 2.5 * limit)  # a hopeless one ends after its first columns
+    options += factor_trial(problem, memory, 1.5 * limit)  # a hopeless one ends after its first columns
     best = min(options, key=lambda option: option.total(products))
     if best is first or best.total(products) > WORTHWHILE * first.total(products):
         others = "the other methods would not be faster" if len(options) > 1 else "trying others would cost too much"
@@ -282,7 +283,7 @@ def _cells_options(problem: Problem, near: float, kept: float, dtype: torch.dtyp
     # Every query cell gathers its near keys; and it takes some calls.
     overhead = GATHER / 4 * dtype.itemsize * (d + 16) * pairs * count / n + count * CELL_CALLS * call
     fact = f"about {near / (n * s):.0%} of the pairs are near"
-    every = Option("cells", setup + tiles.build, tiles.product + overhead, fact, dtype)
+    every = Option("cells", setup + tiles.build, SMALL_TILES * tiles.product + overhead, fact, dtype)
     keep = setup + pairs * (LOOK + entry) + KEEP * kept * n * s + 2 * overhead
     again = 20 * call + 1.5e-9 * kept * n * s + 4e-9 * (n + s)
     return [every, Option("sparse", keep, again, f"about {kept:.1%} of the entries would be kept", dtype)]
@@ -301,9 +302,13 @@ def factor_trial(problem: Problem, memory: int, limit: float) -> list[Option]:
     most = min(most, most_rank(problem, memory), total // MARGIN)
     if most < 32:
         return []
-    points = problem.keys if problem.symmetric else torch.cat([problem.keys, problem.queries])
     generator = torch.Generator().manual_seed(problem.seed)
-    chosen = points[torch.randint(total, (MARGIN * most,), generator=generator)]
+
+    def drawn() -> Tensor:
+        ids = torch.randint(total, (MARGIN * most,), generator=generator)
+        return torch.cat([problem.keys[ids[ids < s]], problem.queries[ids[ids >= s] - s]])
+
+    chosen = drawn()
     share = lowrank.SHARE * problem.eps * (1 if problem.symmetric else 2) / total  # of the trace, for each point
     enough = share * len(chosen)
 
@@ -315,8 +320,7 @@ def factor_trial(problem: Problem, memory: int, limit: float) -> list[Option]:
     if factor.trace > enough:
         return []
     # Other points say what the factor of a sample leaves of all: smooth parts fall as fast as before, lone points not.
-    others = points[torch.randint(total, (len(chosen),), generator=generator)]
-    rest = (1.0 - factor.extend(others).square().sum(1)).clamp_min_(0.0)
+    rest = (1.0 - factor.extend(drawn()).square().sum(1)).clamp_min_(0.0)
     smooth = max(0.0, math.log(float(rest.mean()) / share + 1e-300) / math.log(1.0 / share))
     alone = float((rest > 0.05).double().mean()) * total
     return [_factor_option(problem, factor.rank * (1.1 + smooth) + alone)]
@@ -331,9 +335,10 @@ def _factor_option(problem: Problem, rank: float) -> Option:
 
 
 def _factor(problem: Problem, best: Option, exact: Option, products: int, memory: int) -> Engine | None:
-    """The factor, unless it takes much longer than it was predicted to."""
-    begun, allowed = time.perf_counter(), min(2.0 * best.build, 0.7 * exact.total(products))
+    """The factor, unless it takes much longer than it was predicted to, waiting for the machine not counted."""
+    whole = exact.total(products)
+    begun, allowed = time.thread_time(), min(2.0 * best.build + 0.1 * whole, 0.7 * whole)
     engine = lowrank.LowRankEngine(
-        problem, most_rank(problem, memory), stop=lambda trace, r: time.perf_counter() - begun > allowed
+        problem, most_rank(problem, memory), stop=lambda trace, r: time.thread_time() - begun > allowed
     )
     return engine if engine.norm <= problem.eps else None

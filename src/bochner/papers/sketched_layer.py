@@ -8,7 +8,8 @@
    weights beforehand, so that the hidden layer is never formed.
 
 The variance of a sketched power is about `(|w||x|/r)^(2k)/m_k`, and on real layers |w||x| is ten to twenty times the
-standard deviation of w.x: see `docs/results-attention.md`. `LinearizedMLP.convert` refuses where it does not pay.
+standard deviation of w.x: read `docs/results-attention.md` before use. `LinearizedMLP.convert` refuses where
+it does not pay.
 The unbiased estimator without a polynomial is `bochner.papers.taylor_layer`.
 """
 
