@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from bochner._checks import BochnerError, spawn_seed
 from bochner._progress import speaker
-from bochner.hf import inputs
+from bochner.hf import drift, inputs
 from bochner.hf.attention import LinearAttention
 from bochner.hf.calls import Call, exact
 from bochner.hf.config import Calibration
@@ -41,12 +41,16 @@ Say = Callable[[str], None]
 
 
 class LayerScores(NamedTuple):
-    """What was fitted for a layer: score weights (g, 2 D + 1), the basis of its keys, and scores (g, n) of its keys."""
+    """What was fitted for a layer: score weights (g, 2 D + 1), the basis of its keys, and scores (g, n) of its keys.
+
+    `first`: the first queries and keys of each passage, scaled, to tell inputs of another kind.
+    """
 
     weights: Tensor
     centre: Tensor
     scale: Tensor
     found: Tensor
+    first: list[tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -72,6 +76,13 @@ class FittedScores:
         width = (self.layers[layer.name].weights.shape[-1] - 1) // 2
         return [Selected(self.window, self.sinks, budget, precision, width) for budget in each]
 
+    def note(self, draft: Plan) -> Plan:
+        """Note in a plan what the passages looked like (`bochner.hf.drift`)."""
+        for layer in draft.layers:
+            if layer.name in self.layers:
+                drift.note(layer, *zip(*self.layers[layer.name].first, strict=True))
+        return draft
+
     def damage(self, share: float) -> float:
         """What letting the other keys of the passages go does to the loss, to first order and squared."""
         every = torch.cat([x.found.flatten().double() for x in self.layers.values()])
@@ -95,6 +106,7 @@ class _Sums:
     def __init__(self, width: int) -> None:
         self.ridge, self.hidden = Ridge(2 * width + 1), list[Tensor]()
         self.basis: tuple[Tensor, Tensor] | None = None
+        self.first: list[tuple[Tensor, Tensor]] = []
 
     def add(self, call: Call, gradient: Tensor, window: int, sinks: int) -> None:
         """A passage that was read twice."""
@@ -104,6 +116,8 @@ class _Sums:
         got = received(q, k, call.scale, window, v=v, gradient=gradient[0].float())
         if self.basis is None:
             self.basis = balance(q[:, sinks:n], k[:, sinks:n])
+        root = call.scale**0.5
+        self.first.append((root * q[:, : drift.PLACES].cpu(), root * k[:, : drift.PLACES].cpu()))
         rows = (torch.arange(n, device=k.device) >= sinks) & (got.rows.to(k.device) >= min(FAR_ROWS, (n - window) // 4))
         mine = h[0, :n].detach()[rows]
         self.ridge.add(features(mine).cpu(), target("damage", got).mT[rows].cpu())
@@ -113,7 +127,7 @@ class _Sums:
         weights = self.ridge.solve()
         assert self.basis is not None
         centre, scale = (x.cpu() for x in self.basis)
-        return LayerScores(weights, centre, scale, scores(torch.cat(self.hidden)[None], weights)[0])
+        return LayerScores(weights, centre, scale, scores(torch.cat(self.hidden)[None], weights)[0], self.first)
 
 
 def window_for(length: int) -> int:
@@ -253,7 +267,7 @@ def fit_selected(
     names = [name for name, shape in shapes.items() if shape.obstacle is None]
     passages = passages_of(inner, tokens)
     fitted = fit_scores(inner, names, passages, window or window_for(length), sinks, speaker(progress))
-    draft = draft_of(shapes, getattr(inner.config, "model_type", ""))
+    draft = fitted.note(draft_of(shapes, getattr(inner.config, "model_type", "")))
     plan = fitted.plan(draft, share, precision, length)
     for name, layer in fitted.build(plan).items():
         if layer.plan.has_map:

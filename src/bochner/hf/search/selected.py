@@ -66,6 +66,7 @@ class SelectedSpace(Space):
     def fit(self, data: Sequence[dict[str, Any]], say: Say) -> None:
         passages = [batch["input_ids"] for batch in data]
         self.scores = fit_scores(self.model, list(self.layers), passages, window_for(self.goal.judged), say=say)
+        self.scores.note(self.draft)
         sizes = [size for layer in self.layers.values() for size in (layer.plan.head_dim, layer.plan.value_dim)]
         names = PRECISIONS if all(size % BITS == 0 for size in sizes) else PRECISIONS[1:]
         self.precisions = [name for name in names if name != "bfloat16" or self.dtype == torch.float32]
@@ -122,7 +123,8 @@ class SelectedProblem:
         original = sum(x.plan.cache_bytes(space.goal.length, element_size=size) for x in space.layers.values())
         fixed = space.original_bytes - original
         cost = [float(original), *(float(space.bytes_of(space.plan(rung)) - fixed) for rung in space.rungs)]
-        self.tables = [Table(*(torch.tensor(x, dtype=torch.float64)[:, None] for x in (damage, cost)))]
+        columns = torch.tensor([damage, cost], dtype=torch.float64).unsqueeze(-1)
+        self.tables = [Table(columns[0], columns[1])]
         self.whole = totals(self.tables, all_exact(self.tables))[1]
 
     def measure(self, choice: Choice, give_up: float = 0.0) -> Quality:
