@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = ROOT / "experiments"
 TOOLS = ("gallery", "pictures", "run")
-ALONE = ("decoder_cache", "search_ablation")  # scripts with a file of their own, which the gallery says nothing of
+ALONE = ("search_ablation",)  # a script with a file of its own, which the gallery says nothing of
 SCRIPTS = [p for folder in ("experiments", "benchmarks", "examples") for p in sorted((ROOT / folder).glob("*.py"))]
 DECLARED = '''"""{first}"""
 from pathlib import Path
