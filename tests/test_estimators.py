@@ -56,7 +56,7 @@ BEYOND_DEFAULTS = [
     NadarayaWatson(bandwidth="silverman"),
     KernelRidge(kernel="matern32"),
     KernelRidge(standardize=False),
-    KernelClassifier(kernel="laplace"),
+    KernelClassifier(kernel="matern52"),
 ]
 
 
