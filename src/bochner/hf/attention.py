@@ -143,5 +143,5 @@ class LinearAttention(nn.Module):
         return self._indices[key]
 
 
-def _first_keys(call: Call, count: int) -> dict[str, Tensor]:
+def _first_keys(call: Call, count: int) -> dict[str, Any]:
     return {"key": call.key[..., :count, :], "value": call.value[..., :count, :]}

@@ -229,7 +229,7 @@ def _of_old_format(layer: dict[str, Any], version: int) -> dict[str, Any]:
     near = {name: layer.pop(name, default) for name, default in (("window", None), ("sinks", 0))}
     near["window_kind"] = "sliding" if version == 1 else layer.pop("window_kind", "block")
     layer.pop("window_kind", None)
-    mapped = {name: layer.pop(name) for name in ("feature_map", "num_features") if name in layer}
+    mapped: dict[str, Any] = {name: layer.pop(name) for name in ("feature_map", "num_features") if name in layer}
     mapped["options"] = tuple(sorted(layer.pop("options", {}).items()))
     made = {
         "exact": lambda: EXACT,
