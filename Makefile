@@ -42,9 +42,9 @@ lint: $(STAMP) ## style, format, types, and links and names in the documentation
 bench: $(STAMP) ## the benchmarks: ratios against peers and the floor, as JSON and tables
 	$(BIN)/python benchmarks/run.py
 
-reproduce: $(STAMP) ## the papers' figures and tables; goes on where it stopped; QUICK=1: small forms, 15 minutes
+reproduce: $(STAMP) ## the papers' figures and tables, what is missing or stale; QUICK=1: small forms, 15 minutes
 	$(BIN)/python experiments/run.py $(if $(QUICK),--quick)
-	$(if $(QUICK),,$(BIN)/python experiments/draw.py && $(BIN)/python experiments/gallery.py)
+	$(if $(QUICK),,$(BIN)/python experiments/gallery.py)
 
 docs: $(STAMP) ## the documentation site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,11 +1,10 @@
-"""Estimators against scikit-learn on real tables: random features, and ridge regression on 20,000 and 100,000 rows.
+"""Estimators against scikit-learn and GPyTorch on real tables, from 2,000 to 1,000,000 rows.
 
 `features`: `RandomFeatures` and `RBFSampler` at equal `n_components`, error of the kernel, and of a ridge regression
-after them; on two tables, and on a third that no default was chosen by. `times`: of their `transform`. `ridge`:
-`KernelRidge` and `Nystroem(2000)` before `Ridge`, the same gamma and alpha (chosen by cross validation on 3,000 rows):
-time of `fit` on 20,000 rows, or all where they are hardly more, and the error on 4,000 rows held back. `--data` renews
-one table of a part alone; lengths that have too few seeds are measured again. `large`: `KernelRidge` on 100,000 rows,
-whose kernel matrix would take 80 GB in scikit-learn: memory, steps and error.
+after them; on two tables, and on a third that no default was chosen by. `times`: of their `transform`. `tables`:
+regression and classification, one model on one table in a process of its own, so that its memory can be told; `--data`
+and `--model` choose. `process`: Gaussian processes from 2,000 rows. `serving`: one row against 15,000 keys, and
+densities at 1,000 points.
 """
 
 from __future__ import annotations
@@ -16,21 +15,34 @@ import json
 import resource
 import tarfile
 import time
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from _timing import arguments, best_times, kept, machine, table, write
 from sklearn.datasets import load_sample_images
+from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.kernel_approximation import Nystroem, RBFSampler
-from sklearn.linear_model import Ridge
+from sklearn.kernel_ridge import KernelRidge as TheirRidge
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.metrics import log_loss
 from sklearn.metrics.pairwise import rbf_kernel
-from sklearn.model_selection import GridSearchCV
+from sklearn.neighbors import KernelDensity as TheirDensity
 from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 from bochner import data
-from bochner.estimators import KernelRidge, RandomFeatures
+from bochner.estimators import (
+    GaussianProcessRegressor,
+    KernelClassifier,
+    KernelDensity,
+    KernelRidge,
+    KernelRidgeCV,
+    RandomFeatures,
+)
 
 Data = tuple[np.ndarray, np.ndarray]
 SEEDS = {100: 120, 500: 60, 1000: 60}  # of each length: standard errors well below the differences that matter
@@ -132,53 +144,165 @@ def times(name: str, lengths: list[int]) -> dict[str, dict[str, float]]:
     return out
 
 
-def ridge(name: str, n: int = 20_000) -> dict[str, Any]:
-    X, y = prepared(TABLES[name]())
-    fitted = n if len(X) >= n + 4000 else len(X)  # timed on all rows where they are hardly more
-    n = min(n, len(X) - 4000)
-    train, test = (X[:n], y[:n]), (X[n : n + 4000], y[n : n + 4000])
-    grid = {"gamma": [0.03, 0.1, 0.3, 1.0, 3.0], "alpha": [0.03, 0.1, 0.3, 1.0]}
-    best = GridSearchCV(KernelRidge(), grid, cv=3).fit(X[:3000], y[:3000]).best_params_
-    models = {
-        "KernelRidge": KernelRidge(**best),
-        "Nystroem(2000) + Ridge": make_pipeline(
-            Nystroem(gamma=best["gamma"], n_components=2000, random_state=0), Ridge(alpha=best["alpha"])
+PATCH_ROWS = {"patches 200,000": 200_000, "patches 1,000,000": 1_000_000}
+CLASS_ROWS = {"contrast 200,000": 200_000, "contrast 1,000,000": 1_000_000}
+CASP = "CASP 41,730"
+HELD = 4000
+
+
+def windows(n: int) -> np.ndarray:
+    """5 x 5 windows of the colours of two photographs, float32."""
+    parts = []
+    for image in load_sample_images().images:
+        for colour in range(3):
+            view = np.lib.stride_tricks.sliding_window_view(image[:, :, colour].astype(np.float32) / 255, (5, 5))
+            parts.append(view.reshape(-1, 25))
+    pixels = np.concatenate(parts)
+    return pixels[np.random.default_rng(0).permutation(len(pixels))[:n]]
+
+
+def large_table(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Shuffled rows and targets; the last 4,000 are held back."""
+    if name == CASP:
+        X, y = casp()
+        order = np.random.default_rng(0).permutation(len(X))
+        return X[order].astype(np.float32), y[order]
+    pixels = windows((PATCH_ROWS | CLASS_ROWS)[name] + HELD)
+    rim, middle = np.delete(pixels, [6, 7, 8, 11, 12, 13, 16, 17, 18], 1), pixels[:, 12]
+    if name in PATCH_ROWS:
+        return rim, middle
+    # Darker, like or brighter than the rim is on average: terciles of the difference.
+    contrast = middle - rim.mean(1)
+    return rim, np.digitize(contrast, np.quantile(contrast, [1 / 3, 2 / 3]))
+
+
+def scaled(*steps: Any) -> Any:
+    return make_pipeline(StandardScaler(), *steps)
+
+
+NYSTROEM = {"n_components": 1000, "random_state": 0}
+REGRESSORS: dict[str, Callable[[int], Any]] = {
+    "KernelRidge": lambda d: KernelRidge(),
+    "KernelRidge(centers=2000)": lambda d: KernelRidge(centers=2000),
+    "KernelRidgeCV": lambda d: KernelRidgeCV(),
+    "Nystroem(1000) + Ridge": lambda d: scaled(Nystroem(gamma=2 / d, **NYSTROEM), Ridge(alpha=0.1)),
+    "HistGradientBoosting": lambda d: HistGradientBoostingRegressor(random_state=0),
+}
+CLASSIFIERS: dict[str, Callable[[int], Any]] = {
+    "KernelClassifier": lambda d: KernelClassifier(),
+    "KernelClassifier(centers=1000)": lambda d: KernelClassifier(centers=1000),
+    "Nystroem(1000) + LogisticRegression": lambda d: scaled(
+        Nystroem(gamma=2 / d, **NYSTROEM), LogisticRegression(C=10.0)
+    ),
+    "HistGradientBoosting": lambda d: HistGradientBoostingClassifier(random_state=0),
+}
+MODELS = [*REGRESSORS, *CLASSIFIERS]
+
+
+def one_table(name: str, model: str) -> dict[str, Any]:
+    """One fit: seconds, accuracy on rows held back, and the memory of the process."""
+    X, y = large_table(name)
+    train, test = slice(0, len(X) - HELD), slice(len(X) - HELD, None)
+    made = (CLASSIFIERS if name in CLASS_ROWS else REGRESSORS)[model](X.shape[1])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    began = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of steps that did not suffice to LogisticRegression
+        made.fit(X[train], y[train])
+    row: dict[str, Any] = {"data": name, "model": model, "rows": len(X) - HELD, "columns": X.shape[1]}
+    row["seconds"] = time.perf_counter() - began
+    row["memory_gb"], row["data_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, before
+    row["score"] = float(made.score(X[test], y[test]))
+    if name in CLASS_ROWS:
+        row["log_loss"] = float(log_loss(y[test], made.predict_proba(X[test])))
+    else:
+        row["rmse"] = rmse(made, X[test], y[test])
+    row["passes"], row["centers"] = getattr(made, "n_iter_", None), len(getattr(made, "centers_", [])) or None
+    if isinstance(row["passes"], np.ndarray):
+        row["passes"] = int(row["passes"].max())
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def process(name: str, kernel: str, peer: bool) -> dict[str, Any]:
+    """2,000 rows: fit, 4,000 predictions with deviations, their accuracy and their coverage."""
+    X, y = TABLES[name]()
+    order = np.random.default_rng(0).permutation(len(X))
+    X, y = X[order], y[order]
+    began = time.perf_counter()
+    if peer:
+        mean, std, fitted = gpytorch_process(X[:2000], y[:2000], X[-HELD:], kernel)
+    else:
+        model = GaussianProcessRegressor(kernel=kernel).fit(X[:2000], y[:2000])
+        fitted = time.perf_counter()
+        mean, std = model.predict(X[-HELD:], return_std=True)
+    ended, error = time.perf_counter(), y[-HELD:] - mean
+    row: dict[str, Any] = {"data": name, "kernel": kernel, "model": "GPyTorch" if peer else "ours"}
+    row |= {"fit": fitted - began, "predict": ended - fitted, "r2": float(1 - np.mean(error**2) / y[-HELD:].var())}
+    row["nll"] = float(np.mean(0.5 * np.log(2 * np.pi * std**2) + 0.5 * np.square(error / std)))
+    row["coverage"] = float(np.mean(np.abs(error) < 1.96 * std))
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def gpytorch_process(X: np.ndarray, y: np.ndarray, Q: np.ndarray, kernel: str) -> tuple[np.ndarray, np.ndarray, float]:
+    """An exact process of GPyTorch with a bandwidth for each column: 100 steps of Adam at 0.1."""
+    import gpytorch
+
+    mean, scale, middle, spread = X.mean(0), X.std(0), y.mean(), y.std()
+    x, q = (torch.from_numpy((v - mean) / scale).float() for v in (X, Q))
+    t = torch.from_numpy((y - middle) / spread).float()
+    base = gpytorch.kernels.RBFKernel if kernel == "gaussian" else partial(gpytorch.kernels.MaternKernel, nu=1.5)
+
+    class Model(gpytorch.models.ExactGP):  # type: ignore[name-defined, misc]
+        def __init__(self, likelihood: Any) -> None:
+            super().__init__(x, t, likelihood)
+            self.mean_module = gpytorch.means.ConstantMean()
+            self.covar_module = gpytorch.kernels.ScaleKernel(base(ard_num_dims=x.shape[1]))
+
+        def forward(self, rows: torch.Tensor) -> Any:
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(rows), self.covar_module(rows))
+
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Model(likelihood)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    likelihood_of = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
+    with gpytorch.settings.max_cholesky_size(5000):
+        for _ in range(100):
+            optimizer.zero_grad()
+            (-likelihood_of(model(x), t)).backward()
+            optimizer.step()
+        fitted = time.perf_counter()
+        model.eval()
+        with torch.no_grad():
+            found = likelihood(model(q))
+            return found.mean.numpy() * spread + middle, found.stddev.numpy() * spread, fitted
+
+
+def serving() -> dict[str, Any]:
+    """Milliseconds of one prediction from 15,000 keys; seconds of 1,000 densities from 300,000 rows."""
+    rng = np.random.default_rng(0)
+    X, keys, queries = rng.normal(size=(15_000, 10)), rng.normal(size=(300_000, 3)), rng.normal(size=(1000, 3))
+    ours = KernelRidge(centers=X, gamma=0.1, standardize=False, tol=0.5).fit(X, X[:, 0])
+    theirs = TheirRidge(kernel="rbf", gamma=0.1)
+    theirs.X_fit_, theirs.dual_coef_, theirs.n_features_in_ = X, ours.dual_coef_, 10
+    rows = {OURS: lambda: ours.predict(X[:1]), THEIRS: lambda: theirs.predict(X[:1])}
+    density = {
+        "auto": KernelDensity(bandwidth="scott").fit(keys),
+        "exact": KernelDensity(bandwidth="scott", method="exact").fit(keys),
+    }
+    out = {
+        "row_ms": {k: 1e3 * v for k, v in best_times(rows, repeats=30, budget=2).items()},
+        "density_s": best_times(
+            {k: lambda m=m: m.score_samples(queries) for k, m in density.items()}, repeats=3, budget=10
         ),
     }
-    row: dict[str, Any] = {"data": name, "rows": fitted, "rows_of_error": n, **best, "seconds": {}, "rmse": {}}
-    for _ in range(2):
-        for k, model in models.items():
-            began = time.perf_counter()
-            model.fit(X[:fitted], y[:fitted])
-            seconds = time.perf_counter() - began
-            row["seconds"][k] = min(seconds, row["seconds"].get(k, seconds))
-    row["steps"] = models["KernelRidge"].n_iter_
-    row["rmse"] = {k: rmse(model if n == fitted else model.fit(*train), *test) for k, model in models.items()}
-    print(json.dumps(row), flush=True)
-    return row
-
-
-def large(n: int = 100_000) -> dict[str, Any]:
-    X, y = prepared(patches())
-    gamma, alpha = 0.1, 0.1
+    peer = TheirDensity(bandwidth="scott").fit(keys)
     began = time.perf_counter()
-    model = KernelRidge(alpha=alpha, gamma=gamma).fit(X[:n], y[:n])
-    seconds = time.perf_counter() - began
-    small = KernelRidge(alpha=alpha, gamma=gamma).fit(X[:10_000], y[:10_000])
-    row = {
-        "rows": n,
-        "gamma": gamma,
-        "alpha": alpha,
-        "steps": model.n_iter_,
-        "seconds": seconds,
-        "memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
-        "matrix_gb": 8e-9 * n * n,
-        "rmse": rmse(model, X[n:], y[n:]),
-        "rmse_of_10000_rows": rmse(small, X[n:], y[n:]),
-        "deviation_of_y": float(y.std()),
-    }
-    print(json.dumps(row), flush=True)
-    return row
+    peer.score_samples(queries)
+    out["density_s"][THEIRS] = time.perf_counter() - began
+    print(json.dumps(out), flush=True)
+    return out
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -195,50 +319,68 @@ def tables(results: dict[str, Any]) -> str:
         '`RandomFeatures` and `RBFSampler`, gamma = "scale", means over seeds; differences with their standard errors:'
     )
     text += "\n\n" + table([*head, "difference", "time, of theirs"], rows)
-    ours, theirs = "KernelRidge", "Nystroem(2000) + Ridge"
-    head = ["data", "rows", "fit of `KernelRidge`", "of `Nystroem(2000)` and `Ridge`", "error (from rows)", "theirs"]
+    text += "\n\nLarge tables, one core, `score` on 4,000 rows held back (R2, or the share of right classes):\n\n"
     rows = []
-    for r in results.get("ridge", []):
-        cells = [r["data"], f"{r['rows']:,}", *(f"{r['seconds'][k]:.1f} s" for k in (ours, theirs))]
-        error = f"{r['rmse'][ours]:.4f} ({r.get('rows_of_error', r['rows']):,})"
-        rows.append([*cells, error, f"{r['rmse'][theirs]:.4f}"])
-    text += "\n\nRidge regression with the same gamma and alpha:\n\n" + table(head, rows)
-    if "large" in results:
-        r = results["large"]
+    for r in results.get("tables", []):
+        cells = [r["data"], f"`{r['model']}`", f"{r['seconds']:.0f} s", f"{r['memory_gb']:.1f} GB", f"{r['score']:.4f}"]
+        rows.append([*cells, f"RMSE {r['rmse']:.4f}" if "rmse" in r else f"log loss {r['log_loss']:.4f}"])
+    text += table(["table", "model", "fit", "memory", "score", "error"], rows)
+    text += "\n\nGaussian processes from 2,000 rows, a bandwidth for each column, 4,000 rows held back:\n\n"
+    rows = []
+    for r in results.get("process", []):
+        cells = [r["data"], r["kernel"], r["model"], f"{r['fit']:.0f} s", f"{r['predict']:.1f} s"]
+        rows.append([*cells, f"{r['r2']:.3f}", f"{r['nll']:.3f}", f"{100 * r['coverage']:.1f} %"])
+    text += table(["table", "kernel", "model", "fit", "predict", "R2", "NLL", "coverage of 95 %"], rows)
+    if "serving" in results:
+        ms, s = results["serving"]["row_ms"], results["serving"]["density_s"]
         text += (
-            f"\n\n{r['rows']:,} rows of image patches: {r['steps']} steps, {r['seconds']:.0f} s, "
-            f"{r['memory_gb']:.1f} GB at most, where the kernel matrix alone would take {r['matrix_gb']:.0f} GB. "
-            f"Held-out error {r['rmse']:.4f} (from 10,000 of the rows {r['rmse_of_10000_rows']:.4f}; deviation of y "
-            f"{r['deviation_of_y']:.3f})."
+            f"\n\nOne row predicted from 15,000 keys: {ms[OURS]:.2f} ms, scikit-learn {ms[THEIRS]:.2f} ms. Densities "
+            f'at 1,000 points from 300,000 rows: {s["auto"]:.1f} s, with `method="exact"` {s["exact"]:.1f} s, '
+            f"scikit-learn {s[THEIRS]:.1f} s."
         )
     return text
 
 
 def main(argv: list[str] | None = None) -> None:
-    parts = ("features", "times", "ridge", "large")
+    parts = ("features", "times", "tables", "process", "serving")
+    names = (*TABLES, CHECK, CASP, *PATCH_ROWS, *CLASS_ROWS)
     parser = arguments(__doc__, "small sizes; prints, writes nothing", parts=parts)
-    parser.add_argument("--data", nargs="+", choices=(*TABLES, CHECK), default=(*TABLES, CHECK), help="tables to renew")
+    parser.add_argument("--data", nargs="+", choices=names, default=names, help="tables to renew")
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS, help="models of `tables` to renew")
+    parser.add_argument("--peer", action="store_true", help="GPyTorch in `process`, too")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     results = kept(options.output)
     results["machine"] = machine(1)
     lengths = [100] if options.quick else [100, 500, 1000]
+    small = [name for name in (*TABLES, CHECK) if name in options.data]
     if "features" in options.part:
         rows = {(r["data"], r["n_components"]): r for r in results.get("features", [])}
-        for name in options.data:
+        for name in small:
             for m in lengths:
                 if rows.get((name, m), {}).get("seeds", 0) < SEEDS[m]:  # an interrupted run goes on
                     rows[name, m] = features(name, m)
                     results["features"] = list(rows.values())
                     write(results, options, "estimators", tables(results))
     if "times" in options.part:
-        results["times"] = results.get("times", {}) | {name: times(name, lengths) for name in options.data}
-    if "ridge" in options.part:
-        found = {r["data"]: r for r in results.get("ridge", [])}
-        found |= {name: ridge(name, 4000 if options.quick else 20_000) for name in TABLES if name in options.data}
-        results["ridge"] = list(found.values())
-    if "large" in options.part:
-        results["large"] = large(6000 if options.quick else 100_000)
+        results["times"] = results.get("times", {}) | {name: times(name, lengths) for name in small}
+    if "tables" in options.part:
+        found = {(r["data"], r["model"]): r for r in results.get("tables", [])}
+        for name in (CASP,) if options.quick else (CASP, *PATCH_ROWS, *CLASS_ROWS):
+            for model in CLASSIFIERS if name in CLASS_ROWS else REGRESSORS:
+                if name in options.data and model in options.model:
+                    found[name, model] = one_table(name, model)
+        order = {key: i for i, key in enumerate([CASP, *PATCH_ROWS, *CLASS_ROWS, *MODELS])}
+        results["tables"] = sorted(found.values(), key=lambda r: (order[r["data"]], order[r["model"]]))
+    if "process" in options.part:
+        done = {(r["data"], r["kernel"], r["model"]): r for r in results.get("process", [])}
+        for name in (n for n in TABLES if n in options.data):
+            for kernel in ("gaussian", "matern32"):
+                for peer in (False, True) if options.peer else (False,):
+                    done[name, kernel, "GPyTorch" if peer else OURS] = process(name, kernel, peer)
+        results["process"] = [done[key] for key in sorted(done)]
+    if "serving" in options.part:
+        results["serving"] = serving()
     write(results, options, "estimators", tables(results))
 
 

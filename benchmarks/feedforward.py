@@ -16,8 +16,8 @@ from _timing import arguments, machine, show, table, write
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError
-from bochner.feedforward.layer import LinearizedMLP, calibrate_layer, plan_layer
-from bochner.feedforward.taylor import TaylorComposition
+from bochner.papers.sketched_layer import LinearizedMLP, calibrate_layer, plan_layer
+from bochner.papers.taylor_layer import TaylorComposition
 
 METHODS = ("bernstein", "chebyshev", "least_squares", "regression")
 

@@ -1,8 +1,7 @@
 """Every benchmark of this folder, one after another: `python benchmarks/run.py [--quick] [name ...]`.
 
-A full run writes `benchmarks/results/<name>.json`, and for attention and kernel products the tables of the
-documentation; a quick one only prints. Each benchmark is a process of its own, so that none inherits another's memory
-or threads.
+A full run writes `benchmarks/results/<name>.json`, and then the tables of the documentation; a quick one only prints.
+Each benchmark is a process of its own, so that none inherits another's memory or threads.
 """
 
 from __future__ import annotations
@@ -27,17 +26,7 @@ def command(name: str, quick: bool) -> list[str]:
         return [*line, "--quick"]
     line += ["--output", str(HERE / "results" / f"{name}.json")]
     if name == "attention":
-        line += ["--plot", str(DOCS / "images" / "attention.png"), "--page", str(DOCS / "benchmarks.md")]
-    pages = {
-        "windows": "benchmarks.md",
-        "matvec": "kernel-speed.md",
-        "estimators": "estimators.md",
-        "sampling": "sampling.md",
-        "feedforward": "feedforward.md",
-        "sketches": "maps-polynomial-local.md",
-    }
-    if name in pages:
-        line += ["--page", str(DOCS / pages[name])]
+        line += ["--plot", str(DOCS / "images" / "attention.png")]
     return line
 
 
@@ -63,6 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if code:
             failed.append(name)
+    if not options.quick:
+        subprocess.run([sys.executable, str(DOCS / "extensions" / "tables.py")], check=True)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

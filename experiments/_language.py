@@ -6,6 +6,7 @@ import collections
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +16,17 @@ from bochner import data
 CLASSES, DIM, BATCH, LENGTH = 10_000, 64, 10, 20
 
 
-def corpus() -> tuple[Tensor, Tensor]:
+def corpus(path: str = "") -> tuple[Tensor, Tensor]:
     """The words of the Brown corpus as numbers by descending frequency, to train on and to validate on.
 
     Every tenth text is held out. Words beyond the 9,999 most frequent of the training texts are one class, the first:
-    it is the most frequent of all.
+    it is the most frequent of all. `path`: a text file instead, words between blanks; its lines are dealt likewise.
     """
-    folder = data.fetch("brown", quiet=True)
-    texts = []
-    for path in sorted(p for p in folder.iterdir() if re.fullmatch(r"c[a-r]\d\d", p.name)):
-        texts.append([t.rpartition("/")[0].lower() for t in path.read_text(encoding="latin-1").split()])
+    if path:
+        texts = [line.split() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    else:
+        files = sorted(p for p in data.fetch("brown", quiet=True).iterdir() if re.fullmatch(r"c[a-r]\d\d", p.name))
+        texts = [[t.rpartition("/")[0].lower() for t in p.read_text(encoding="latin-1").split()] for p in files]
     train = list(itertools.chain(*(t for i, t in enumerate(texts) if i % 10)))
     held = list(itertools.chain(*(t for i, t in enumerate(texts) if i % 10 == 0)))
     number = {w: i for i, (w, _) in enumerate(collections.Counter(train).most_common(CLASSES - 1), start=1)}
@@ -43,6 +45,10 @@ class Model(nn.Module):
             self.lstm = nn.LSTM(DIM, 2 * DIM, num_layers=2, batch_first=True)
             self.out = nn.Linear(2 * DIM, DIM)
         self.bias = nn.Parameter(torch.zeros(CLASSES))
+        self.temperature = 1.0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.addmm(self.bias, self.temperature * hidden, self.embedding.weight.T)
 
     def forward(
         self, words: Tensor, state: tuple[Tensor, Tensor] | None = None
@@ -58,12 +64,23 @@ def batches(words: Tensor, batch: int = BATCH) -> Iterator[tuple[Tensor, Tensor]
         yield rows[:, i : i + LENGTH], rows[:, i + 1 : i + LENGTH + 1]
 
 
-def trained(steps: int) -> tuple[Model, Tensor, Tensor]:
-    """A model after some steps of the exact loss, the words it was trained on and those held out."""
-    words, held = corpus()
+def trained(steps: int, path: str = "", regularised: bool = False) -> tuple[Model, Tensor, Tensor]:
+    """A model after some steps of the exact loss, the words it was trained on and those held out.
+
+    `regularised`: eq. (105) of *Hybrid Random Features*, logits times 6, lengths of queries and keys held near 1.
+    """
+    words, held = corpus(path)
     model = Model(0)
-    weight, bias = model.embedding.weight, model.bias
-    train(model, words, steps, lambda h, t: nn.functional.cross_entropy(torch.addmm(bias, h, weight.T), t))
+    model.temperature = 6.0 if regularised else 1.0
+
+    def loss(h: Tensor, t: Tensor) -> Tensor:
+        entropy = nn.functional.cross_entropy(model.logits(h), t)
+        if not regularised:
+            return entropy
+        lengths = (h.norm(dim=1), model.embedding.weight.norm(dim=1))
+        return entropy + sum(2 * (x - 1).square().mean() for x in lengths)
+
+    train(model, words, steps, loss)
     return model, words, held
 
 
@@ -85,7 +102,7 @@ def validation_loss(model: Model, words: Tensor, count: int = 20_000) -> float:
     """The exact cross entropy of held-out words, in nats."""
     h, t = hidden_states(model, words, count)
     parts = [
-        nn.functional.cross_entropy(a @ model.embedding.weight.T + model.bias, b, reduction="sum")
+        nn.functional.cross_entropy(model.logits(a), b, reduction="sum")
         for a, b in zip(h.split(500), t.split(500), strict=True)
     ]
     return float(sum(parts)) / len(t)  # type: ignore[arg-type]

@@ -1,32 +1,29 @@
-"""Figure 4 of *Rethinking Attention with Performers*: error of the attention output, L = 4096, d = 16, against m.
+"""Figure 4 of *Rethinking Attention with Performers*: the error of the attention output against m.
 
-Claim: orthogonal features have a smaller error than independent ones, positive features a smaller one than
-trigonometric ones. Mean squared error of the output over 15 draws of Gaussian queries, keys and values, with its
-standard deviation.
-
-    python experiments/attention_output_error.py [--quick]
+Medians over draws of Gaussian queries, keys and values. The paper says "appropriately normalized" and no more: here
+scaled queries and keys of mean square length 1 and 4.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import warnings
+from typing import Any
 
 import torch
-from _gallery import figure, finish, name_lines, save
+from _framework import Said, Store, experiment
+from _pictures import figure, log_ticks, name_lines, save
 
 from bochner import exact_attention, feature_map, linear_attention
 
-# The paper says "appropriately normalized" and no more: scaled queries and keys of mean square length 1 and 4.
 DIM, SIZES, NORMS = 16, (16, 32, 64, 128, 256), {"1": 0.5, "4": 1.0}
 KINDS = tuple(itertools.product(("positive", "trig"), ("orthogonal", "iid")))
-Errors = dict[str, dict[int, list[float]]]
+Errors = dict[str, dict[str, list[float]]]
 
 
 def errors(length: int, samples: int, norm: float) -> Errors:
-    found: Errors = {f"{p}, {n}": {m: [] for m in SIZES} for n, p in KINDS}
+    found: Errors = {f"{p}, {n}": {str(m): [] for m in SIZES} for n, p in KINDS}
     for seed in range(samples):
         g = torch.Generator().manual_seed(seed)
         q, k, v = (torch.randn(1, 1, length, DIM, generator=g) for _ in range(3))
@@ -35,73 +32,63 @@ def errors(length: int, samples: int, norm: float) -> Errors:
         for (name, projection), m in itertools.product(KINDS, SIZES):
             phi = feature_map(name, dim=DIM, num_features=m, projection=projection, seed=seed)
             out = linear_attention(q, k, v, phi)
-            found[f"{projection}, {name}"][m].append(float((out - truth).square().mean()))
+            found[f"{projection}, {name}"][str(m)].append(float((out - truth).square().mean()))
         print(f"norm {norm}: sample {seed + 1} of {samples}", flush=True)
     return found
 
 
-def typical(found: Errors) -> dict[str, dict[int, float]]:
-    """Medians: trigonometric features have draws with an error of any size."""
-    return {name: {m: statistics.median(e) for m, e in row.items()} for name, row in found.items()}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+@experiment(
+    claim="Orthogonal features have a lower output error than independent ones, positive ones a lower error than "
+    "trigonometric ones.",
+    items=("003 Figure 4",),
+    paper="L = 4,096, d = 16, 15 draws, norms not given",
+    ours="the same, with two norms",
+    quick={"length": 1024, "samples": 5},
+    sources=("bochner.attention", "bochner.maps", "bochner.projections"),
+)
+def measure(store: Store, length: int = 4096, samples: int = 15) -> None:
     warnings.simplefilter("ignore")  # normalisers near zero of trigonometric features are part of what is measured
-    length, samples = (1024, 5) if options.quick else (4096, 15)
     found = {square: errors(length, samples, norm) for square, norm in NORMS.items()}
-    cells, said, positive, orthogonal = 2 * len(SIZES), [], {}, {}
-    for square, table in found.items():
-        t = typical(table)
-        positive[square] = sum(
-            t[f"{p}, positive"][m] < t[f"{p}, trig"][m] for p in ("orthogonal", "iid") for m in SIZES
-        )
-        orthogonal[square] = sum(
-            t[f"orthogonal, {n}"][m] < t[f"iid, {n}"][m] for n in ("positive", "trig") for m in SIZES
-        )
-        ratio = statistics.median(t["orthogonal, trig"][m] / t["orthogonal, positive"][m] for m in SIZES)
+    store.figures |= {"length": length, "samples": samples, "errors": found}
+
+
+def judge(found: Any) -> Said:
+    said, holds, cells = [], True, 2 * len(SIZES)
+    for square, table in found["errors"].items():
+        # Medians: trigonometric features have draws with an error of any size.
+        t = {name: {m: statistics.median(e) for m, e in row.items()} for name, row in table.items()}
+        sizes = [str(m) for m in SIZES]
+        positive = sum(t[f"{p}, positive"][m] < t[f"{p}, trig"][m] for p in ("orthogonal", "iid") for m in sizes)
+        orthogonal = sum(t[f"orthogonal, {n}"][m] < t[f"iid, {n}"][m] for n in ("positive", "trig") for m in sizes)
+        ratio = statistics.median(t["orthogonal, trig"][m] / t["orthogonal, positive"][m] for m in sizes)
+        holds &= positive == orthogonal == cells
         said.append(
-            f"mean square length {square}: positive below trigonometric in {positive[square]} of {cells} cases (the "
-            f"error of "
-            f"trig is {ratio:.2g} times that of positive), orthogonal below independent in {orthogonal[square]} of "
-            f"{cells}"
+            f"mean square length {square}: positive below trigonometric in {positive} of {cells} cases (the error of "
+            f"trig is {ratio:.2g} times that of positive), orthogonal below independent in {orthogonal} of {cells}"
         )
-    draw(found)
-    holds = all(n == cells for n in (*positive.values(), *orthogonal.values()))
-    return finish(
-        "attention_output_error",
-        {"length": length, "samples": samples, "errors": found},
-        claim="Orthogonal features have a lower output error than independent ones, positive ones a lower error than "
-        "trigonometric ones (L = 4096, d = 16).",
-        ours="; ".join(said) + f"; m = 16 .. 256, medians of {samples} draws.",
-        verdict="reproduced" if holds else "partly",
-        why=""
+    return Said(
+        "; ".join(said) + f"; m = 16 .. 256, medians of {found['samples']} draws.",
+        "reproduced" if holds else "partly",
+        ""
         if holds
-        else "the order depends on the norm, which the paper does not give: for short vectors no kernel value "
-        "is small and trigonometric features are better, for long ones tails swamp the gain of orthogonality",
+        else "the order depends on the norm, which the paper does not give: for short vectors no kernel value is small "
+        "and trigonometric features are better, for long ones tails swamp the gain of orthogonality",
     )
 
 
-def draw(found: dict[str, Errors]) -> None:
+def draw(found: Any) -> None:
     fig, axes = figure(2, figsize=(11, 3.8))
-    for ax, (square, table) in zip(axes, found.items(), strict=True):
-        medians, ends = typical(table), {}
+    for ax, (square, table) in zip(axes, found["errors"].items(), strict=True):
+        ends = {}
         for name, row in table.items():
-            (line,) = ax.plot(SIZES, [medians[name][m] for m in SIZES], "o-")
-            low = [sorted(row[m])[len(row[m]) // 10] for m in SIZES]
-            high = [sorted(row[m])[-1 - len(row[m]) // 10] for m in SIZES]
-            ax.fill_between(SIZES, low, high, alpha=0.15, color=line.get_color())
-            ends[name] = (medians[name][SIZES[-1]], line.get_color())
-        ax.set(xscale="log", yscale="log", xlabel="features m", ylabel="MSE of the attention output")
+            ordered = [sorted(row[str(m)]) for m in SIZES]
+            middle = [statistics.median(e) for e in ordered]
+            (line,) = ax.plot(SIZES, middle, "o-")
+            tenth = [(e[len(e) // 10], e[-1 - len(e) // 10]) for e in ordered]
+            ax.fill_between(SIZES, *zip(*tenth, strict=True), alpha=0.15, color=line.get_color())
+            ends[name] = (middle[-1], line.get_color())
+        ax.set(yscale="log", xlabel="features m", ylabel="MSE of the attention output")
         ax.set_title(f"mean square length {square}")
-        ax.set_xticks(SIZES, [str(m) for m in SIZES])
-        ax.minorticks_off()
+        log_ticks(ax, SIZES)
         name_lines(ax, ends)
     save(fig, "attention_output_error")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -6,146 +6,168 @@ python experiments/gallery.py [--check]      (--check only says whether the page
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections import Counter
 from typing import Any
 
-from _gallery import RESULTS, ROOT
-from _index import NO_PICTURE, PAPERS, PICTURES, READERS, Item, Said
-from run import names
+from _framework import ROOT, path_of, stored
+from _index import BEYOND, NO_PICTURE, PAPERS, PICTURES, Item, Paper
 
 DOCS = ROOT / "docs"
-OURS = ("Beyond the paper", "A published Performer")  # labels of items that are in no paper
-BEYOND = "gallery-beyond.md"
+OWN = "gallery-beyond.md"
+ORDER = ("reproduced", "partly", "not", "not tested", "not tried")
 HEAD = """# Gallery
 
-Every figure and table of the five papers: reproduced, partly, not, or the reason for which it was not tried. These
-pages are made from the stored results by `python experiments/gallery.py`; `make reproduce` computes them anew and goes
-on where it was stopped, `make reproduce QUICK=1` takes the small forms in under 15 minutes and changes no result.
+Every figure, table and numbered statement of the five papers, with a verdict. These pages are made from the stored
+results by `python experiments/gallery.py`. `make reproduce` measures what is missing or older than the sources it
+depends on; `make reproduce QUICK=1` takes the small forms in under 15 minutes and changes no result.
+`python experiments/run.py --status` says which results are older than the library.
+
+A verdict means:
+
+- **reproduced**: the claim holds at the paper's sizes, against the paper's own baseline;
+- **partly**: it holds with a correction, in part, or at sizes that fall short of the paper's;
+- **not**: it fails here;
+- **not tested**: we ran it, but on a task in which the method under test does nothing;
+- **not tried**: for the reason given.
+
 The papers: 000 is the problem set on kernel attention and linear layers, 001 *Hybrid Random Features*, 002 the kernel
 products under sparsity, 003 *Rethinking Attention with Performers*, 004 *On Learning the Transformer Kernel*. What is
 wrong in them is on the page of [errata](errata.md).
 """
 
 
-def said_of(script: str, needs: str = "") -> Said | None:
-    """Claim, finding and verdict of a script from its stored JSON; None if it, or the run needed, is missing."""
-    path = RESULTS / f"{script}.json"
-    if not path.exists():
-        return None
-    result: Any = json.loads(path.read_text(encoding="utf-8"))
-    if needs and not any(needs in key for key in result):
-        return None
-    if isinstance(result, dict) and "gallery" in result:
-        return Said(**result["gallery"])
-    try:
-        return READERS[script](result) if script in READERS else None
-    except (KeyError, TypeError, ValueError, AttributeError):  # a run that has not got far enough
-        return None
+def result_of(name: str) -> dict[str, Any] | None:
+    return stored(name) if path_of(name).exists() else None
 
 
-def verdict_of(item: Item) -> str:
-    """The verdict on an item: that of its script, but no more than part where the script covers part of it."""
-    said = said_of(item.script, item.needs)
-    if said is None:
-        return "not run"
-    return "partly" if item.limits and said.verdict == "reproduced" else said.verdict
+def verdict_of(item: Item) -> tuple[str, str]:
+    """The verdict on an item and its reason: its own, or that of its experiment, no more than part if it is limited."""
+    if item.verdict:
+        return item.verdict, item.why
+    result = result_of(item.experiment)
+    if result is None:
+        return "not tried", "the experiment has not been run"
+    verdict, why = result["said"]["verdict"], result["said"]["why"]
+    if item.limits:
+        verdict = "partly" if verdict == "reproduced" else verdict
+        why = f"{item.limits}; {why}" if why else item.limits
+    return verdict, why
+
+
+def sizes_of(item: Item) -> tuple[str, str]:
+    """The paper's sizes and ours."""
+    result = result_of(item.experiment) if item.experiment else None
+    declared = (result["paper"], result["ours"]) if result else ("", "")
+    return item.paper or declared[0], item.ours or declared[1]
+
+
+def where(item: Item, homes: dict[str, str]) -> str:
+    found = [f"[result]({homes[item.experiment]}#{item.experiment})"] if item.experiment else []
+    found += [f"[more]({item.page})"] if item.page else []
+    return " ".join(found) + (f" tests: {', '.join(f'`{t}`' for t in item.tests)}" if item.tests else "")
 
 
 def row(item: Item, homes: dict[str, str]) -> str:
-    """One line of the index; `homes`: the page of each script."""
-    where = f"[more]({item.page})" if item.page else ""
-    if not item.script:
-        verdict = f"**{item.verdict}**: {item.reason}" if item.verdict else f"not tried: {item.reason}"
-        return f"| {item.label} | {item.title} | {verdict} | {where} |"
-    link = f"[result]({homes[item.script]}#{item.script})"
-    return f"| {item.label} | {item.title} | {told(item)} | {link} {where} |"
+    """One line of the index; `homes`: the page of each experiment."""
+    verdict = verdict_of(item)[0]
+    paper, ours = sizes_of(item)
+    sizes = f"{paper}; **ours** {ours}" if paper else ""
+    # The reason of an experiment stands with its result; here that of the item itself.
+    reason = item.why or item.limits
+    told = f"**{verdict}**" + (f": {reason}" if reason else "")
+    return f"| {item.label} | {item.title} | {told} | {item.baseline} | {sizes} | {where(item, homes)} |"
 
 
-def told(item: Item) -> str:
-    """The verdict on an item, with what its script leaves out of it."""
-    found = verdict_of(item)
-    return "not run yet" if found == "not run" else f"**{found}**" + (f": {item.limits}" if item.limits else "")
-
-
-def section(script: str, items: list[tuple[str, Item]]) -> str:
-    """What one script found; where the items it serves are told apart, the verdict on each."""
-    said = said_of(script)
-    title = items[0][1].title
+def section(name: str, title: str, items: list[tuple[str, Item]]) -> str:
+    """What one experiment found, and the verdict on each item that it serves."""
     labels = "; ".join(f"{key} {item.label}" for key, item in items)
-    command = f"`python experiments/{script}.py`, result in `experiments/results/{script}.json`"
-    lines = [f'<a id="{script}"></a>', "", f"## {title[0].upper()}{title[1:]}", "", f"*{labels}.* {command}."]
-    if said is None:
-        return "\n".join([*lines, "", "Not run yet.", ""])
-    verdict = said.verdict + (f": {said.why}" if said.why else "")
-    lines += ["", f"- Claim: {said.claim}", f"- Ours: {said.ours}", f"- Verdict: **{verdict}**."]
-    if any(item.limits or verdict_of(item) != said.verdict for _, item in items):
-        lines += [f"- Verdict on {key} {item.label}, {item.title}: {told(item)}." for key, item in items]
+    head = [f'<a id="{name}"></a>', "", f"## {title[0].upper()}{title[1:]}", ""]
+    result = result_of(name)
+    command = f"`python experiments/run.py {name}`, result in `experiments/results/{name}.json`."
+    lines = [*head, f"*{labels}.* {command}" if labels else command, ""]
+    if result is None:
+        return "\n".join([*lines, "Not run yet.", ""])
+    said = result["said"]
+    verdict = said["verdict"] + (f": {said['why']}" if said["why"] else "")
+    lines += [f"- Claim: {result['claim']}"]
+    lines += [f"- Sizes of the paper: {result['paper']}."] if result["paper"] else []
+    lines += [f"- Our sizes: {result['ours']}.", f"- Found: {said['ours']}", f"- Verdict: **{verdict}**."]
+    for key, item in items:
+        if verdict_of(item)[0] != said["verdict"] or item.limits or item.why:
+            lines.append(
+                f"- Verdict on {key} {item.label}, {item.title}: **{verdict_of(item)[0]}**: {item.why or item.limits}."
+            )
     lines.append("")
-    for picture in pictures(script):
-        lines += [f"![{title}]({picture})", ""]
-    if script in NO_PICTURE:
-        lines += [f"No picture: {NO_PICTURE[script]}.", ""]
+    for picture in pictures(name):
+        lines += [f"![{title}](images/gallery/{picture}.png)", ""]
     return "\n".join(lines)
 
 
-def pictures(script: str) -> list[str]:
-    """The pictures of a script that exist, as paths below docs/."""
-    return [p for p in PICTURES.get(script, (f"images/gallery/{script}.png",)) if (DOCS / p).exists()]
-
-
-def first_line(script: str) -> str:
-    return (ROOT / "experiments" / f"{script}.py").read_text(encoding="utf-8").splitlines()[0].strip('"')
+def pictures(name: str) -> list[str]:
+    """The pictures of an experiment that exist."""
+    wanted = () if name in NO_PICTURE else PICTURES.get(name, (name,))
+    return [p for p in wanted if (DOCS / "images" / "gallery" / f"{p}.png").exists()]
 
 
 def pages() -> dict[str, str]:
-    """The text of every page, by its name: a script is shown with the first paper that it serves."""
+    """The text of every page, by its name: an experiment is shown with the first paper that it serves."""
     homes: dict[str, str] = {}
     served: dict[str, list[tuple[str, Item]]] = {}
     for paper in PAPERS:
         for item in paper.items:
-            if item.script:
-                homes.setdefault(item.script, BEYOND if item.label in OURS else f"gallery-{paper.key}.md")
-                served.setdefault(item.script, []).append((paper.key, item))
+            if item.experiment:
+                homes.setdefault(item.experiment, f"gallery-{paper.key}.md")
+                served.setdefault(item.experiment, []).append((paper.key, item))
     found = {"gallery.md": index(homes)}
     for paper in PAPERS:
         name = f"gallery-{paper.key}.md"
-        sections = [section(script, served[script]) for script, home in homes.items() if home == name]
-        if sections:
-            head = f"# {paper.title}\n\nThe experiments of paper {paper.key}. All papers: [gallery](gallery.md).\n"
-            found[name] = "\n".join([head, *sections]).rstrip() + "\n"
-    head = "# Beyond the papers\n\nExperiments of our own. Those of the papers: [gallery](gallery.md).\n"
-    sections = [section(script, served[script]) for script, home in homes.items() if home == BEYOND]
-    found[BEYOND] = "\n".join([head, *sections]).rstrip() + "\n"
+        sections = [section(e, served[e][0][1].title, served[e]) for e, home in homes.items() if home == name]
+        head = f"# {paper.title}\n\nThe experiments of paper {paper.key}. All papers: [gallery](gallery.md).\n"
+        found[name] = "\n".join([head, *sections]).rstrip() + "\n"
+        found[f"gallery-{paper.key}-items.md"] = items_page(paper, homes)
+    head = "# Beyond the papers\n\nClaims of our own, which hold or fail. Those of the papers: [gallery](gallery.md).\n"
+    found[OWN] = "\n".join([head, *(section(e, title, []) for e, (title, _) in BEYOND.items())]).rstrip() + "\n"
     return found
 
 
 def index(homes: dict[str, str]) -> str:
-    parts = [HEAD]
-    counts: dict[str, int] = {}
+    """The verdicts on one page; reasons, baselines, sizes and tests are on the pages of the items."""
+    counts: Counter[str] = Counter()
+    parts = []
     for paper in PAPERS:
-        parts += [f"## {paper.key}: {paper.title}", "", "| item | what | verdict | where |", "|---|---|---|---|"]
+        parts += [
+            f"## {paper.key}: {paper.title}",
+            "",
+            f"[Reasons, baselines and sizes](gallery-{paper.key}-items.md)",
+            "",
+        ]
+        parts += ["| item | what | verdict | where |", "|---|---|---|---|"]
         for item in paper.items:
-            parts.append(row(item, homes))
-            kind = "ours" if item.label in OURS else verdict_of(item) if item.script else item.verdict or "reason"
-            counts[kind] = counts.get(kind, 0) + 1
+            verdict = verdict_of(item)[0]
+            link = f"[result]({homes[item.experiment]}#{item.experiment})" if item.experiment else ""
+            parts.append(f"| {item.label} | {item.title} | **{verdict}** | {link} |")
+            counts[verdict] += 1
         parts.append("")
-    parts.insert(1, summary(counts))
-    others = {s: first_line(s) for s in names() if s not in homes}
-    if others:
-        parts += ["## Other experiments\n", *(f"- `experiments/{s}.py`: {what}" for s, what in others.items()), ""]
-    return "\n".join(parts).rstrip() + "\n"
+    parts += ["## Beyond the papers", "", "| experiment | verdict | where |", "|---|---|---|"]
+    for name, (title, page) in BEYOND.items():
+        result = result_of(name)
+        verdict = result["said"]["verdict"] if result else "not run"
+        parts.append(f"| {title} | **{verdict}** | [result]({OWN}#{name}) [more]({page}) |")
+    return "\n".join([HEAD, summary(counts), *parts]).rstrip() + "\n"
 
 
-def summary(counts: dict[str, int]) -> str:
-    """The verdicts counted, in a sentence; what goes beyond the papers is counted apart."""
-    of = {k: counts.get(k, 0) for k in ("reproduced", "partly", "not", "reason", "not run")}
-    text = (
-        f"Of the {sum(of.values())} figures, tables and statements of the papers {of['reproduced']} are reproduced, "
-        f"{of['partly']} in part and {of['not']} not; {of['reason']} were not tried, each for the reason given."
-    )
-    waiting = f" {of['not run']} have not been run yet." if of["not run"] else ""
-    return f"{text}{waiting} {counts.get('ours', 0)} experiments go beyond the papers.\n"
+def items_page(paper: Paper, homes: dict[str, str]) -> str:
+    """Every item of a paper with the reason of its verdict, its baseline, its sizes and its evidence."""
+    head = f"# {paper.key}: every item\n\nThe items of *{paper.title}*. All papers: [gallery](gallery.md).\n"
+    table = ["| item | what | verdict | baseline | sizes | where |", "|---|---|---|---|---|---|"]
+    return "\n".join([head, *table, *(row(item, homes) for item in paper.items)]) + "\n"
+
+
+def summary(counts: Counter[str]) -> str:
+    """The verdicts counted, in a sentence."""
+    told = ", ".join(f"{counts[v]} {v}" for v in ORDER)
+    return f"Of {sum(counts.values())} items of the papers: {told}. {len(BEYOND)} experiments go beyond the papers.\n"
 
 
 def main() -> int:

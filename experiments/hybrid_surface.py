@@ -1,127 +1,84 @@
-"""Figure 1 of *Hybrid Random Features*: errors of three softmax estimators by length and angle, m = 10, n = 1.
+"""Figure 1 of *Hybrid Random Features*: errors of three softmax estimators by length and angle.
 
-Claim: the error of trigonometric features vanishes at angle 0, that of hyperbolic ones at pi, and only that of the
-angular hybrid at both. By the closed forms on a grid of lengths up to 5, and by simulation where its tails allow it
-(length 1).
-
-    python experiments/hybrid_surface.py
+By the closed forms on a grid of lengths up to 5, and by simulation where its tails allow it, at length 0.5.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from typing import Any
 
 import torch
-from _gallery import figure, finish, save
+from _angles import estimates, mean_square, pairs
+from _framework import Said, Store, experiment
+from _pictures import figure, save
 
-from bochner import kernel_estimate, theory
-from bochner.maps.exponential import HyperbolicFeatures
+from bochner import FeatureMap, feature_map, theory
 from bochner.maps.hybrid import AngularHybridFeatures
-from bochner.maps.trig import TrigFeatures
 
 M, N, DIM = 10, 1, 8
 LENGTHS = [0.5, 1.0, 2.0, 3.0, 4.0, 5.0]
 ANGLES = torch.linspace(0, math.pi, 33, dtype=torch.float64)
-DRAWS, CHUNK = 40_000, 1000
-
-
-def inputs(r: float) -> tuple[torch.Tensor, torch.Tensor]:
-    y = torch.zeros(len(ANGLES), DIM, dtype=torch.float64)
-    y[:, 0], y[:, 1] = r * ANGLES.cos(), r * ANGLES.sin()
-    y[-1] = -y[0]  # exactly: the errors of long vectors magnify a rounding of pi
-    return y[:1].expand_as(y), y
+# Whether the error vanishes at angle 0, and at pi.
+VANISHES = {"trig": (True, False), "hyperbolic": (False, True), "angular hybrid": (True, True)}
 
 
 def closed_forms(r: float) -> dict[str, torch.Tensor]:
-    x, y = inputs(r)
-    return {
-        "trig": theory.mse_trig(x, y, M),
-        "hyperbolic": theory.mse_hyperbolic(x, y, M),
-        "angular hybrid": theory.mse_angular_hybrid(x, y, M, N, shared=True),
-    }
+    x, y = pairs(ANGLES, r, DIM)
+    hybrid = theory.mse_angular_hybrid(x, y, M, N, shared=True)
+    return {"trig": theory.mse_trig(x, y, M), "hyperbolic": theory.mse_hyperbolic(x, y, M), "angular hybrid": hybrid}
 
 
-def simulated(r: float) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Mean squared errors and their standard errors over independent draws: the heads of a map are the draws."""
-    x, y = inputs(r)
-    truth = (x[:1] @ y.mT).exp()[0]
-    options: dict[str, Any] = {"projection": "iid", "num_heads": CHUNK}
-    maps = {
-        "trig": TrigFeatures(DIM, M, **options),
-        "hyperbolic": HyperbolicFeatures(DIM, M, **options),
-        "angular hybrid": AngularHybridFeatures(DIM, M, num_coefficients=N, **options),
+@experiment(
+    claim="The error of trigonometric features vanishes at angle 0, that of hyperbolic ones at pi, and only that "
+    "of the "
+    "angular hybrid at both.",
+    items=("001 Figure 1",),
+    paper="m = 10, n = 1, lengths up to 5",
+    ours="the same; simulation with d = 8",
+    quick={"draws": 4_000},
+    sources=("bochner.maps", "bochner.theory", "bochner.projections"),
+)
+def measure(store: Store, draws: int = 40_000) -> None:
+    options: dict[str, Any] = {"projection": "iid", "num_heads": 1000}
+    maps: dict[str, FeatureMap] = {
+        n: feature_map(n, dim=DIM, num_features=M, **options) for n in ("trig", "hyperbolic")
     }
-    out = {}
+    maps["angular hybrid"] = AngularHybridFeatures(DIM, M, num_coefficients=N, **options)
+    x, y = pairs(ANGLES, LENGTHS[0], DIM)
+    off = 0.0
     for name, phi in maps.items():
-        phi.double()
-        squares = torch.cat(
-            [
-                (kernel_estimate(phi.redraw_(s), x[:1].expand(CHUNK, -1, -1), y.expand(CHUNK, -1, -1))[:, 0] - truth)
-                ** 2
-                for s in range(DRAWS // CHUNK)
-            ]
-        )
-        out[name] = (squares.mean(0), squares.std(0) / math.sqrt(len(squares)))
-    return out
+        mean, error = mean_square(estimates(phi, x, y, draws), (x * y).sum(-1).exp())
+        apart = (mean - closed_forms(LENGTHS[0])[name]).abs() / error.clamp_min(1e-12)
+        off = max(off, float(apart[error > 1e-12].max()))
+    mse = {str(r): {k: v.tolist() for k, v in closed_forms(r).items()} for r in LENGTHS}
+    store.figures |= {"m": M, "n": N, "angles": ANGLES.tolist(), "mse": mse, "standard_errors_off": off, "draws": draws}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    torch.set_num_threads(1)
-    surface = {r: closed_forms(r) for r in LENGTHS}
-    wanted = {"trig": (True, False), "hyperbolic": (False, True), "angular hybrid": (True, True)}
+def judge(found: Any) -> Said:
     holds = True
-    print("| length | estimator | MSE / SM^2 at angle 0 | pi / 2 | pi |")
-    print("|---|---|---|---|---|")
-    for r, errors in surface.items():
-        square = (2 * r * r * ANGLES.cos()).exp()
+    for r, errors in found["mse"].items():
         for name, mse in errors.items():
-            e = (mse / square).tolist()
-            holds &= (e[0] < 1e-9 * max(e), e[-1] < 1e-9 * max(e)) == wanted[name]
-            print(f"| {r} | {name} | {e[0]:.3g} | {e[len(e) // 2]:.3g} | {e[-1]:.3g} |")
-    worst = 0.0
-    for name, (mean, error) in simulated(0.5).items():
-        off = (mean - surface[0.5][name]).abs() / error.clamp_min(1e-12)
-        worst = max(worst, float(off[error > 1e-12].max()))
-    agrees = worst < 5
-    print(f"\nsimulation at length 0.5, {DRAWS:,} draws: at most {worst:.1f} standard errors from the closed forms")
-    print(f"claim, only the hybrid vanishes at both ends: {'holds' if holds and agrees else 'FAILS'}")
-    draw(surface)
-    return finish(
-        "hybrid_surface",
-        {
-            "m": M,
-            "n": N,
-            "angles": ANGLES.tolist(),
-            "mse": {str(r): {k: v.tolist() for k, v in e.items()} for r, e in surface.items()},
-            "standard_errors_off": worst,
-        },
-        claim="The error of trigonometric features vanishes at angle 0, that of hyperbolic ones at pi, and only "
-        "that of "
-        "the angular hybrid at both.",
-        ours=f"so it is at all {len(LENGTHS)} lengths up to {max(LENGTHS):g} by the closed forms; {DRAWS:,} draws "
-        f"at length 0.5 "
-        f"lie within {worst:.1f} standard errors of them.",
-        verdict="reproduced" if holds and agrees else "not",
-        why="" if holds and agrees else "an error does not vanish where it should, or simulation differs",
+            e = [x / math.exp(2 * float(r) ** 2 * math.cos(a)) for x, a in zip(mse, found["angles"], strict=True)]
+            holds &= (e[0] < 1e-9 * max(e), e[-1] < 1e-9 * max(e)) == VANISHES[name]
+    off = found["standard_errors_off"]
+    holds &= off < 5
+    return Said(
+        f"so it is at all {len(found['mse'])} lengths up to 5 by the closed forms; {found.get('draws', 40_000):,} "
+        "draws "
+        f"at length 0.5 lie within {off:.1f} standard errors of them.",
+        "reproduced" if holds else "not",
+        "" if holds else "an error does not vanish where it should, or simulation differs",
     )
 
 
-def draw(surface: dict[float, dict[str, torch.Tensor]]) -> None:
-    names = list(surface[LENGTHS[0]])
-    fig, axes = figure(len(names), figsize=(12, 3.4), sharey=True)
-    for ax, name in zip(axes, names, strict=True):
-        for r, errors in surface.items():
-            ax.semilogy(ANGLES, errors[name].clamp_min(1e-12), label=f"length {r:g}")
+def draw(found: Any) -> None:
+    fig, axes = figure(3, figsize=(12, 3.4), sharey=True)
+    for ax, name in zip(axes, VANISHES, strict=True):
+        for r, errors in found["mse"].items():
+            ax.semilogy(found["angles"], [max(e, 1e-12) for e in errors[name]], label=f"length {float(r):g}")
         ax.set(title=name, xlabel="angle")
         ax.set_xticks([0, math.pi / 2, math.pi], ["0", "π/2", "π"])
     axes[0].set_ylabel("mean squared error")
     axes[-1].legend(fontsize=7, frameon=False)
     save(fig, "hybrid_surface")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

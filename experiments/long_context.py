@@ -1,62 +1,41 @@
 """Quality of SmolLM2-135M over a whole book: perplexity by position, and recall of passages 500 to 6,000 tokens back.
 
-Claim: what a conversion loses is far away, and shows in long texts only. Windows alone recall nothing beyond them and
-lose perplexity the longer the text is; exact key-value groups bring both back; a kernel beside the window is no
-substitute for them: fitted to short texts it destroys long ones, fitted to long ones it gains a little at their end.
-
 The text is a book of a held-out author, read piece by piece as generation would, followed by three passages of it
-again, those that began 500, 2,000 and 6,000 tokens before its end. Every recipe is measured once and kept in
-experiments/results/long_context.json: a run that was stopped goes on where it was.
-
-    python experiments/long_context.py [--length 6500] [--only RECIPE ...] [--threads 1]
+again, those that began 500, 2,000 and 6,000 tokens before its end.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import _smollm
 import torch
+from _framework import Said, Store, experiment, figures_of
+from _pictures import COLOURS, figure, save
 
-from bochner import convert, data, revert
-from bochner.hf import Plan, plan_of
-from bochner.hf.judge import read
+from bochner import Calibration, Plan, Recipe, convert, data
+from bochner.demo import load_smollm2
 
-RESULTS = Path(__file__).parent / "results" / "long_context.json"
-TARGETS = RESULTS.with_name("smollm_target.json")
 BACK = (500, 2000, 6000)
 PASSAGE, LEAD = 96, 8  # tokens of a repeat, of which the first only tell what is repeated
 BOUNDS = (0, 500, 1000, 2000, 4000, 8000)
-NEAR = {"window": 128, "sinks": 4, "window_kind": "sliding"}
-GROUPS = {"feature_map": None, "exact_unit": "group", **NEAR}
-RECIPES: dict[str, dict[str, Any] | None] = {
+NEAR: dict[str, Any] = {"window": 128, "sinks": 4, "window_kind": "sliding"}
+FIT_LENGTH = 320  # tokens of calibration texts
+FITTED = {"window 128 + landmark m=64 fitted to 4,000 tokens": 4000}
+# Groups are key heads with their query heads. A name in place of a recipe: the plan that `smollm_target` found.
+RECIPES: dict[str, Recipe | str | None] = {
     "exact": None,
-    "window 128": {"feature_map": None, **NEAR},
-    "window 512": {"feature_map": None, **NEAR, "window": 512},
-    "window 128, 10 of 90 groups exact": {"exact_heads": 1 / 9, **GROUPS},
-    "window 128, 30 of 90 groups exact": {"exact_heads": 1 / 3, **GROUPS},
-    "window 128 + landmark m=64": {"num_features": 64, "select": False, **NEAR},
-    "window 128 + landmark m=64, 30 of 90 groups exact": {
-        **GROUPS,
-        "feature_map": "landmark",
-        "num_features": 64,
-        "exact_heads": 1 / 3,
-        "select": False,
-    },
-    "window 128 + landmark m=64 fitted to 4,000 tokens": {
-        "num_features": 64,
-        "select": False,
-        "max_length": 4000,
-        **NEAR,
-    },
-    "keep 0.99, judged at 512 tokens": {"plan": "512"},
-    "keep 0.99 at 1,000 tokens": {"plan": "1000"},
-    "keep 0.99 at 4,000 tokens": {"plan": "4000"},
+    "window 128": Recipe(None, **NEAR),
+    "window 512": Recipe(None, **{**NEAR, "window": 512}),
+    "window 128, 10 of 90 groups exact": Recipe(None, exact_heads=1 / 9, **NEAR),
+    "window 128, 30 of 90 groups exact": Recipe(None, exact_heads=1 / 3, **NEAR),
+    "window 128 + landmark m=64": Recipe("landmark", 64, **NEAR),
+    "window 128 + landmark m=64, 30 of 90 groups exact": Recipe("landmark", 64, exact_heads=1 / 3, **NEAR),
+    "window 128 + landmark m=64 fitted to 4,000 tokens": Recipe("landmark", 64, **NEAR),
+    "keep 0.99, judged at 512 tokens": "512",
+    "keep 0.99 at 1,000 tokens": "1000",
+    "keep 0.99 at 4,000 tokens": "4000",
 }
 
 
@@ -70,6 +49,8 @@ def text(tokenizer: Any, length: int) -> torch.Tensor:
 
 def figures(model: Any, ids: torch.Tensor, length: int) -> dict[str, Any]:
     """Perplexity by position, recall by distance, and what reading took."""
+    from bochner.hf.evaluate import read
+
     reading = read(model, ids)
     losses = reading.losses  # of tokens 1, 2, ...
     by_place = {
@@ -91,61 +72,86 @@ def figures(model: Any, ids: torch.Tensor, length: int) -> dict[str, Any]:
     }
 
 
-def converted(model: Any, tokenizer: Any, recipe: dict[str, Any]) -> bool:
-    """Convert by a recipe, or by a plan that smollm_target.py found; False if it has not."""
-    recipe = {"max_length": 320, "batch_size": 1, "exact_below": 0, **recipe}
-    if "plan" in recipe:
-        found = json.loads(TARGETS.read_text(encoding="utf-8")) if TARGETS.exists() else {}
-        if recipe["plan"] not in found:
-            return False
-        plan = Plan.from_dict(found[recipe["plan"]]["report"]["plan"])
-        recipe |= {"plan": plan, "max_length": max(320, plan.fit_length)}
-    texts = data.paragraphs("calibration", 6, words=max(250, 3 * recipe["max_length"] // 4))
-    convert(model, calibration=texts, tokenizer=tokenizer, progress=True, **recipe)
-    return True
+def converted(model: Any, tokenizer: Any, recipe: Recipe | str, length: int) -> Any:
+    """The conversion by a recipe, fitted to texts of some tokens, or by a plan that `smollm_target` found."""
+    spec: Any = recipe
+    if isinstance(recipe, str):
+        spec = Plan.from_dict(figures_of("smollm_target")[recipe]["report"]["plan"])
+        length = max(length, spec.fit_length)
+        for layer in spec.layers:
+            layer.exact_below = 0
+    texts = data.paragraphs("calibration", 6, words=max(250, 3 * length // 4))
+    return convert(model, spec, Calibration(texts, tokenizer, max_length=length, batch_size=1), progress=True)
 
 
-def main() -> int:
-    parser = _smollm.parser(__doc__)
-    parser.add_argument("--length", type=int, default=6500, help="tokens of the book; the model has 8,192 positions")
-    parser.add_argument("--only", nargs="*", default=list(RECIPES), choices=list(RECIPES), metavar="RECIPE")
-    arguments, model, tokenizer = _smollm.begin(parser)
-    path = Path(arguments.json or RESULTS)
-    rows: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    ids = text(tokenizer, arguments.length)
-    for name in arguments.only:
+@experiment(
+    claim="Ours: what windows lose is far away; whole books show it, short texts do not.",
+    ours="one book of 6,500 tokens, eleven recipes",
+    quick="reads a book with a decoder of 135 million parameters, several times",
+    sources=("bochner.hf", "bochner.attention", "bochner.maps"),
+    needs=("transformers",),
+)
+def measure(store: Store, length: int = 6500, only: str = "") -> None:
+    """`length`: tokens of the book; the model has 8,192 positions. `only`: recipes whose name contains this."""
+    model, tokenizer = load_smollm2()
+    ids = text(tokenizer, length)
+
+    def one(name: str) -> dict[str, Any]:
         recipe = RECIPES[name]
-        if name in rows or (recipe is not None and not converted(model, tokenizer, recipe)):
-            continue
-        row = figures(model, ids, arguments.length)
-        row["memory"] = 1.0
-        if recipe is not None:
-            plan = plan_of(model)
-            row["memory"] = plan.cache_bytes(4000) / plan.cache_bytes(4000, converted=False)
-            revert(model)
-        rows[name] = row
-        show(name, row)
-        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return int(not holds(rows))
+        if recipe is None:
+            return {**figures(model, ids, length), "memory": 1.0}
+        conversion = converted(model, tokenizer, recipe, FITTED.get(name, FIT_LENGTH))
+        plan = conversion.plan
+        row = {
+            **figures(model, ids, length),
+            "memory": plan.cache_bytes(4000) / plan.cache_bytes(4000, converted=False),
+        }
+        conversion.revert()
+        return row
+
+    for name in RECIPES:
+        if only in name:
+            store.cell(name, lambda n=name: one(n))
 
 
-def show(name: str, row: dict[str, Any], out: Callable[[str], None] = print) -> None:
-    places = "  ".join(f"{a} {p:.2f}" for a, p in row["perplexity"].items())
-    recalled = "  ".join(f"{b} back {p:.2f}" for b, p in row["recall"].items())
-    out(f"{name}: perplexity {places}; recall {recalled}; memory at 4,000 {row['memory']:.3f}")
-
-
-def holds(rows: dict[str, Any]) -> bool:
-    exact, window, some = (rows.get(n) for n in ("exact", "window 128", "window 128, 30 of 90 groups exact"))
-    if exact is None or window is None or some is None:
-        return True
-    first, *_, last = exact["perplexity"]
-    grows = (
-        window["perplexity"][last] / exact["perplexity"][last]
-        > window["perplexity"][first] / exact["perplexity"][first]
+def judge(found: Any) -> Said:
+    exact, window = found["exact"], found["window 128"]
+    *_, last = exact["perplexity"]
+    ratios = {n: row["perplexity"][last] / exact["perplexity"][last] for n, row in found.items() if n != "exact"}
+    told = ", ".join(f"{n}: {x:.3f}" for n, x in ratios.items())
+    grows = ratios["window 128"] > 1.05 and window["recall"]["2000"] > 3 * exact["recall"]["2000"]
+    return Said(
+        f"perplexity ratio of SmolLM2 at positions {last} of a book, {told}.",
+        "holds" if grows else "fails",
+        "" if grows else "the window alone loses less than 5 %",
     )
-    return grows and window["recall"]["2000"] > 3 * some["recall"]["2000"]
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def draw(found: Any) -> None:
+    """Perplexity over a whole book by position, and recall by distance, relative to exact attention."""
+    stages = figures_of("smollm_distilled")
+    found["window 256, 8 of 90 groups exact"] = stages["converted"]["book"]
+    found["window 256, 8 of 90 groups exact, trained"] = stages["trained"]["book"]
+    found["keep=0.99, memory=0.15, trained"] = stages["target"]["book"]
+    fig, (left, right) = figure(2, figsize=(11, 3.8))
+    exact = found["exact"]
+    for i, (name, row) in enumerate(found.items()):
+        colours = (*COLOURS[6:], *COLOURS[:6])
+        style = {"color": colours[i % len(colours)], "linestyle": "-" if i < len(colours) else "--"}
+        places = list(row["perplexity"])
+        ratios = [row["perplexity"][p] / exact["perplexity"][p] for p in places]
+        left.plot(range(len(places)), ratios, marker="o", markersize=3, label=name, **style)
+        left.set_xticks(range(len(places)), places, fontsize=8)
+        far = list(row["recall"])
+        right.plot(range(len(far)), list(row["recall"].values()), marker="o", markersize=3, **style)
+        right.set_xticks(range(len(far)), [f"{int(n):,}" for n in far])
+    left.set_yscale("log")
+    left.set_yticks([1, 1.5, 2, 5, 10, 50], ["1", "1.5", "2", "5", "10", "50"])
+    left.minorticks_off()
+    left.set(xlabel="positions in the book", ylabel="perplexity over that of exact attention")
+    right.set_yscale("log")
+    right.set_yticks([2, 5, 10, 50, 1000], ["2", "5", "10", "50", "1,000"])
+    right.minorticks_off()
+    right.set(xlabel="tokens between a passage and its repetition", ylabel="perplexity of the repetition")
+    left.legend(fontsize=6, handlelength=3.5)
+    save(fig, "long_context")

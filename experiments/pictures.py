@@ -5,18 +5,15 @@ python experiments/pictures.py
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from _gallery import COLOURS, figure, save
+from _models import heads_of, tokenised
+from _pictures import COLOURS, figure, save
 
 from bochner import attention_matrix, feature_map, kernel_estimate
 from bochner.data import paragraphs
 from bochner.demo import load_minilm
-from bochner.hf.capture import recording, run
-from bochner.hf.inputs import batches
 
-LAYER, HEAD, WINDOW = "encoder.layer.2.attention.self", 4, 16
+LAYER, HEAD, WINDOW = 2, 4, 16
 
 
 def kernel() -> None:
@@ -66,15 +63,8 @@ def order() -> None:
 def head() -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys (1, 1, n, d) of one head on a held-out paragraph."""
     model, tokenizer = load_minilm()
-    found: dict[str, Any] = {}
-
-    def look(name: str, call: Any) -> None:
-        found[name] = call
-
-    with recording(model, look):
-        run(model, batches(paragraphs("heldout", 1), tokenizer, max_length=96)[0])
-    call = found[LAYER]
-    return call.query[:, HEAD : HEAD + 1], call.key[:, HEAD : HEAD + 1]
+    layer = heads_of(model, tokenised(tokenizer, paragraphs("heldout", 1), 96)[0])[LAYER]
+    return layer.query[None, HEAD : HEAD + 1], layer.key[None, HEAD : HEAD + 1]
 
 
 def matrices() -> None:

@@ -1,15 +1,10 @@
 """Table 1 and figure 9 of *Rethinking Attention with Performers*: the proteins, on Swiss-Prot instead of TrEMBL.
 
-Claim: lengths of the sequences (mean 353, deviation 312, median 289) and the distribution of the 20 amino acids,
-leucine first, of which an empirical baseline of 9.9 % accuracy and perplexity 17.8 follows. Swiss-Prot is the curated
-part of the same database: 486,000 sequences against 106 million.
-
-    python experiments/protein_statistics.py [--quick]
+Swiss-Prot is the curated part of the same database: 486,000 distinct sequences against 106 million.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import gzip
 import math
@@ -18,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from _gallery import COLOURS, figure, finish, save
+from _framework import Said, Store, experiment
+from _pictures import COLOURS, figure, save
 
 from bochner.data import fetch
 
@@ -45,58 +41,52 @@ def sequences(folder: Path) -> Iterator[str]:
                 yield sequence
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="20,000 sequences of another package")
-    options = parser.parse_args()
+@experiment(
+    claim="Sequences of mean length 353 and median 289; leucine is the most frequent amino acid; the empirical "
+    "baseline "
+    "has 9.92 % accuracy and perplexity 17.80.",
+    items=("003 Table 1", "003 Figure 9"),
+    paper="TrEMBL, 106 million sequences",
+    ours="Swiss-Prot, 486,000 sequences",
+    quick={"source": "proteins"},
+    sources=("bochner.data",),
+)
+def measure(store: Store, source: str = "swissprot") -> None:
     lengths: list[int] = []
     counts: collections.Counter[str] = collections.Counter()
-    for sequence in sequences(fetch("proteins" if options.quick else "swissprot")):
+    for sequence in sequences(fetch(source)):
         lengths.append(len(sequence))
         counts.update(sequence[:CROP])
     total = sum(counts[a] for a in AMINO)
     shares = {a: counts[a] / total for a in AMINO}
-    entropy = -sum(p * math.log(p) for p in shares.values())
-    most = max(shares, key=shares.__getitem__)
-    found = {
+    store.figures |= {
         "sequences": len(lengths),
         "mean": statistics.mean(lengths),
         "deviation": statistics.pstdev(lengths),
         "median": statistics.median(lengths),
         "shares": shares,
-        "baseline_accuracy": shares[most],
-        "baseline_perplexity": math.exp(entropy),
+        "baseline_accuracy": max(shares.values()),
+        "baseline_perplexity": math.exp(-sum(p * math.log(p) for p in shares.values())),
     }
-    draw(shares)
-    return conclude(found)
 
 
-def conclude(found: dict[str, Any]) -> int:
+def judge(found: Any) -> Said:
     most = max(found["shares"], key=found["shares"].__getitem__)
     near = abs(found["baseline_perplexity"] - 17.8) < 0.6 and abs(found["baseline_accuracy"] - 0.099) < 0.01
     close = most == "L" and near
-    return finish(
-        "protein_statistics",
-        found,
-        claim="Sequences of mean length 353 and median 289; leucine is the most frequent amino acid; the empirical "
-        "baseline has "
-        "9.92 % accuracy and perplexity 17.80.",
-        ours=f"Swiss-Prot, the curated part of the paper's UniProt: {found['sequences']:,} distinct sequences of mean "
-        f"length {found['mean']:.0f}, deviation "
-        f"{found['deviation']:.0f}, "
-        f"median {found['median']:.0f}; {most} is the most frequent, {found['baseline_accuracy']:.2%}; perplexity "
-        f"of the "
-        f"frequencies {found['baseline_perplexity']:.2f}.",
-        verdict="partly" if close else "not",
-        why="Swiss-Prot instead of TrEMBL, whose 106 million sequences are shorter: the frequencies agree, the lengths "
-        "do not"
-        if close
-        else "the frequencies of Swiss-Prot differ from those of TrEMBL",
+    return Said(
+        f"{found['sequences']:,} distinct sequences of mean length {found['mean']:.0f}, deviation "
+        f"{found['deviation']:.0f}, median {found['median']:.0f}; {most} is the most frequent, "
+        f"{found['baseline_accuracy']:.2%}; perplexity of the frequencies {found['baseline_perplexity']:.2f}.",
+        "partly" if close else "not",
+        "Swiss-Prot instead of TrEMBL, whose 106 million sequences are shorter: "
+        + ("the frequencies agree, the lengths do not" if close else "the frequencies differ"),
     )
 
 
-def draw(shares: dict[str, float]) -> None:
+def draw(found: Any) -> None:
     fig, ax = figure(figsize=(7, 3.2))
+    shares = found["shares"]
     kind = {a: name for name, letters in CLASSES.items() for a in letters}
     colours = dict(zip(CLASSES, (*COLOURS, "#999999"), strict=True))
     order = sorted(shares, key=shares.__getitem__, reverse=True)
@@ -105,7 +95,3 @@ def draw(shares: dict[str, float]) -> None:
     ax.legend(handles.values(), handles.keys(), fontsize=7, frameon=False, ncols=2)
     ax.set(ylabel="share, %", xlabel="amino acid")
     save(fig, "protein_statistics")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

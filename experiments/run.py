@@ -1,195 +1,215 @@
-"""The figures and tables of the papers: one script each, which states its claim and says whether it holds.
+"""The figures and tables of the papers: one declared experiment each, which states its claim and says whether it holds.
 
-Without names every script runs that has not run since it was last changed: stop it whenever you like and call it
-again. A full run writes `experiments/results`, from which `experiments/gallery.py` makes the gallery. `--quick` takes
-the scripts that have a small form, in a copy of this folder under `.quick`: no stored result is touched.
+    python experiments/run.py                     every experiment without a result, or whose result is stale
+    python experiments/run.py NAME ...            these; --set steps=100 changes an option, --list shows them
+    python experiments/run.py --quick             small forms, under 15 minutes, in a folder of their own: `.quick`
+    python experiments/run.py NAME --resume       goes on with the stored figures: measures only what is missing
+    python experiments/run.py NAME --judge        says anew what the stored figures mean; --draw only draws them
+    python experiments/run.py --status            verdicts, and which results are older than the library's sources
 
-The exit code is 0 if every script ran and every verdict is the one the gallery states, 1 if not, 2 for wrong usage.
+A run that was stopped goes on where it was. The exit code is 0 if every experiment ran and no claim fails that the
+stored result says is good, 1 if not, 2 for wrong usage.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import ast
+import inspect
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-HERE = Path(__file__).resolve().parent
-# Small forms of the scripts that have no --quick of their own.
-QUICK = {
-    "clustered_table": ["--repetitions", "3"],
-    "landmark_frontier": ["--cases", "minilm", "--layers", "1", "--sizes", "32", "256"],
-    "hybrid_angles": ["--estimates", "300"],
-    "hybrid_surface": [],
-    "moments_frontier": ["--cases", "minilm, window", "--layers", "1", "--texts", "2"],
-    "projection_bias": [],
-    "quasi_random_table": ["--draws", "5"],
-    "sampled_softmax": ["--steps", "100", "--seeds", "1"],
-    "sampler_variance": ["--steps", "100"],
-    "softmax_metrics": ["--steps", "100", "--runs", "2"],
-}
-# Why a script has no small form.
-LEFT_OUT = {
-    "further_models": "searches a target for each of four models",
-    "landmark_ablations": "fits maps to hundreds of texts, for each of its parts anew",
-    "long_context": "reads a book with a decoder of 135 million parameters, several times",
-    "minilm_target": "two searches, and what they find depends on the time they are given",
-    "protein_attention": "looks at a model that is trained first",
-    "smollm_rates": "times a decoder of 135 million parameters behind 8,000 tokens",
-    "smollm_recipes": "converts a decoder of 135 million parameters by 21 recipes",
-    "smollm_target": "searches a target for a decoder of 135 million parameters",
-    "smollm_distilled": "distills a decoder of 135 million parameters",
-    "speech_encoder": "fits maps to 1,500 frames of thirteen pieces, four times",
-    "train_curves": "trains models",
-    "train_fastfood": "trains models",
-    "train_kernels": "trains models",
-    "train_length": "trains models",
-    "train_speed": "its claim is about lengths that take minutes, on an idle machine",
-    "train_table": "trains models",
-    "train_tis": "runs five models of eight layers over whole transcripts, twice",
-    "train_transfer": "trains models",
-}
-# Claims that do not hold as they are stated, of scripts whose result does not say so itself; the gallery says why.
-NOT_REPRODUCED = {
-    "attention_sparsity",
-    "sampled_softmax",
-    "sampler_variance",
-    "softmax_metrics",
-    "train_table",
-}
-TOOLS = {"run", "gallery", "pictures", "draw"}  # scripts of this folder that are no experiments
+import _framework as framework
+from _framework import GOOD, Experiment
+
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")  # before torch is imported: times of one thread can be compared
+BAD, SKIPPED = 3, 77  # exit codes: the claim is not good; data or packages are not there
 
 
-def names() -> list[str]:
-    return sorted(p.stem for p in HERE.glob("[!_]*.py") if p.stem not in TOOLS)
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="experiments/run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("names", nargs="*", metavar="name", help="experiments, see --list; all unless given")
+    made.add_argument("--quick", action="store_true", help="small forms, under 15 minutes; nothing stored is touched")
+    made.add_argument("--resume", action="store_true", help="keep the stored figures and measure what is missing")
+    made.add_argument("--again", action="store_true", help="also those whose result is up to date")
+    made.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", dest="options")
+    made.add_argument("--judge", action="store_true", help="judge and draw the stored figures; measure nothing")
+    made.add_argument("--draw", action="store_true", help="draw the stored figures; measure nothing")
+    made.add_argument("--adopt", metavar="FILE", help="take the figures of a JSON file as the result of one experiment")
+    made.add_argument("--status", action="store_true", help="verdicts and stale results")
+    made.add_argument("--list", action="store_true", help="the experiments, their options and small forms")
+    made.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # a process of its own, made by this one
+    return made
 
 
-def quick_arguments(name: str) -> list[str] | None:
-    """The arguments of the small form of a script, or None if it has none."""
-    if name in QUICK:
-        return QUICK[name]
-    return ["--quick"] if '"--quick"' in (HERE / f"{name}.py").read_text(encoding="utf-8") else None
-
-
-def expected_to_hold(name: str) -> bool:
-    """Whether the stored result says that the claim holds; without one, whether it is not known to fail."""
-    try:
-        said = json.loads((HERE / "results" / f"{name}.json").read_text(encoding="utf-8"))["gallery"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return name not in NOT_REPRODUCED
-    return bool(said["verdict"] == "reproduced")
-
-
-def stamp(name: str) -> str:
-    """Changes with the script and with what all scripts share."""
-    shared = sorted(HERE.glob("_*.py"))
-    return hashlib.sha256(b"".join(p.read_bytes() for p in [HERE / f"{name}.py", *shared])).hexdigest()[:16]
-
-
-class Log:
-    """Which scripts ran to their end, in a file beside the results; survives being stopped."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
+def options_of(declared: Experiment, given: list[str], quick: bool) -> dict[str, Any]:
+    """The options of a run: those given over those of the small form; unknown ones are refused."""
+    known = {n: p.default for n, p in list(inspect.signature(declared.measure).parameters.items())[1:]}
+    small = declared.quick if quick and isinstance(declared.quick, dict) else {}
+    found = dict(small)
+    for text in given:
+        name, _, value = text.partition("=")
+        if name not in known:
+            raise SystemExit(f"{declared.name} has no option {name!r}; it has {', '.join(known) or 'none'}")
         try:
-            self.entries: dict[str, dict[str, object]] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            self.entries = {}
-
-    def done(self, name: str) -> bool:
-        return self.entries.get(name, {}).get("stamp") == stamp(name)
-
-    def add(self, name: str, holds: bool, seconds: float) -> None:
-        self.entries[name] = {"stamp": stamp(name), "holds": holds, "seconds": round(seconds, 1)}
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.entries, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, self.path)
+            found[name] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            found[name] = value
+    return found
 
 
-def copy_for_quick() -> Path:
-    """The folder of a quick run: the scripts, and room for the pictures some of them draw."""
-    root = HERE.parent / ".quick"
-    folder = root / "experiments"
-    (folder / "results").mkdir(parents=True, exist_ok=True)
-    (root / "docs" / "images" / "gallery").mkdir(parents=True, exist_ok=True)
-    for script in HERE.glob("*.py"):
-        shutil.copy(script, folder)
-    return folder
+def one(name: str, options: argparse.Namespace) -> int:
+    """Run one experiment in this process."""
+    try:
+        declared = framework.load(name)
+        if options.adopt:
+            content = json.loads(Path(options.adopt).read_text(encoding="utf-8"))
+            made = {"options": {}, "sources": framework.sources_of(declared), "adopted": True}
+            said = framework.conclude(declared, content.get("figures", content), made)
+        elif options.judge:
+            said = framework.judge_again(declared)
+        elif options.draw:
+            framework.draw(declared)
+            return 0
+        else:
+            chosen = options_of(declared, options.options, options.quick)
+            said = framework.run(declared, chosen, resume=options.resume)
+    except Exception as reason:
+        if not isinstance(reason, ImportError) and type(reason).__name__ != "ArtefactUnavailable":
+            raise
+        print(f"skipped, {name}: {reason}")
+        return SKIPPED
+    return 0 if said.verdict in GOOD else BAD
 
 
-def run(folder: Path, name: str, arguments: list[str]) -> bool | None:
-    """Whether the claim of one script holds; None if it broke down before it wrote its result."""
-    result = folder / "results" / f"{name}.json"
-    before = result.stat().st_mtime_ns if result.exists() else 0
-    code = subprocess.run([sys.executable, str(folder / f"{name}.py"), *arguments], check=False).returncode
-    if code not in (0, 1) or not result.exists() or (code and result.stat().st_mtime_ns == before):
-        return None
-    return code == 0
+def in_process(name: str, folder: Path | None, arguments: list[str]) -> tuple[int, float]:
+    """The exit code of one experiment in a process of its own, and the processor time it took."""
+    environment = {**os.environ, "BOCHNER_EXPERIMENTS_OUT": str(folder)} if folder else dict(os.environ)
+    before = os.times()
+    done = subprocess.run([sys.executable, __file__, name, "--here", *arguments], check=False, env=environment)
+    after = os.times()
+    busy = after.children_user + after.children_system - before.children_user - before.children_system
+    return done.returncode, busy
 
 
-def processor_seconds() -> float:
-    """What all scripts have used so far; on a busy machine less than the time that has passed."""
-    times = os.times()
-    return times.children_user + times.children_system
+def expected(name: str) -> bool:
+    """Whether the stored result says that the claim is good."""
+    try:
+        return bool(framework.stored(name)["said"]["verdict"] in GOOD)
+    except (OSError, KeyError):
+        return True
+
+
+def up_to_date(name: str) -> bool:
+    """Whether there is a result, made by the sources as they are."""
+    try:
+        return not framework.stale(framework.load(name))
+    except (OSError, KeyError, ImportError):
+        return False
+
+
+def several(names: list[str], options: argparse.Namespace) -> int:
+    """Run experiments one after the other, each in a process of its own."""
+    folder = framework.ROOT / ".quick" if options.quick else None
+    # What a process of its own is told: the flags as they came, without the names.
+    flags = [f"--{x}" for x in ("quick", "resume", "judge", "draw") if getattr(options, x)]
+    flags += [part for text in options.options for part in ("--set", text)]
+    broken, bad, skipped = [], [], []
+    for i, name in enumerate(names, 1):
+        print(f"[{i}/{len(names)}] {name}", flush=True)
+        began = time.monotonic()
+        code, busy = in_process(name, folder, flags)
+        print(f"[{i}/{len(names)}] {name}: {time.monotonic() - began:.0f} s, {busy:.0f} s of a processor", flush=True)
+        if code == SKIPPED:
+            skipped.append(name)
+        elif code == BAD and expected(name):
+            bad.append(name)
+        elif code not in (0, BAD):
+            broken.append(name)
+    print(f"{len(names) - len(skipped) - len(broken)} experiments ran")
+    for what, which in (
+        ("skipped", skipped),
+        ("fail, though the gallery says they do not", bad),
+        ("broke down", broken),
+    ):
+        if which:
+            print(f"{what}: {', '.join(which)}")
+    return int(bool(broken or bad))
+
+
+def status(names: list[str]) -> int:
+    """Print the verdict of every result, and the sources that have changed since; 0 whatever they are."""
+    old = 0
+    for name in names:
+        try:
+            verdict = framework.stored(name)["said"]["verdict"]
+            changed = framework.stale(framework.load(name))
+        except OSError:
+            print(f"{name:24s} not run")
+            continue
+        except ImportError as reason:
+            print(f"{name:24s} {verdict:11s} {reason}")
+            continue
+        old += bool(changed)
+        print(f"{name:24s} {verdict:11s} {'stale: ' + ', '.join(changed) + ' changed' if changed else ''}".rstrip())
+    print(f"{old} of {len(names)} results are older than the sources they depend on")
+    return 0
+
+
+def listed(names: list[str]) -> int:
+    for name in names:
+        declared = framework.load(name)
+        known = [f"{n}={p.default!r}" for n, p in list(inspect.signature(declared.measure).parameters.items())[1:]]
+        small = "quick" if isinstance(declared.quick, dict) else f"no small form: {declared.quick}"
+        print(
+            f"{name}: {(declared.module.__doc__ or '').splitlines()[0]}\n    {small}; options: "
+            f"{', '.join(known) or 'none'}"
+        )
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="experiments/run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", metavar="name", help="experiments, see --list; all unless given")
-    parser.add_argument("--quick", action="store_true", help="small forms, under 15 minutes, nothing stored is touched")
-    parser.add_argument("--again", action="store_true", help="also those that have run already")
-    parser.add_argument("--list", action="store_true", help="list the experiments and leave")
-    options = parser.parse_args(arguments)
-    unknown = sorted(set(options.names) - set(names()))
+    made = parser()
+    options = made.parse_args(arguments)
+    known = framework.names(framework.HERE)
+    unknown = sorted(set(options.names) - set(known))
     if unknown:
-        parser.error(f"unknown experiment {', '.join(unknown)}; there are {', '.join(names())}")
-    if options.list:
-        for name in names():
-            first = (HERE / f"{name}.py").read_text(encoding="utf-8").splitlines()[0].strip('"')
-            print(f"{name:22s} {'quick' if quick_arguments(name) is not None else '     '}  {first}")
-        return 0
-    chosen = options.names or names()
-    left_out = [name for name in chosen if options.quick and quick_arguments(name) is None]
-    chosen = [name for name in chosen if name not in left_out]
-    folder = copy_for_quick() if options.quick else HERE
-    log = Log(folder / "results" / ".done.json")
-    todo = [n for n in chosen if options.names or options.again or not log.done(n)]
-    broken = []
-    for i, name in enumerate(todo, 1):
-        print(f"[{i}/{len(todo)}] {name}", flush=True)
-        start, busy = time.perf_counter(), processor_seconds()
-        holds = run(folder, name, (quick_arguments(name) or []) if options.quick else [])
-        seconds, busy = time.perf_counter() - start, processor_seconds() - busy
-        print(f"[{i}/{len(todo)}] {name}: {seconds:.0f} s, {busy:.0f} s of a processor", flush=True)
-        if holds is None:
-            broken.append(name)
-        else:
-            log.add(name, holds, seconds)
-    code = report(chosen, log, broken, len(chosen) - len(todo))
-    for name in left_out:
-        print(f"left out, {name}: {LEFT_OUT.get(name, 'no small form')}")
+        made.error(f"unknown experiment {', '.join(unknown)}; there are {', '.join(known)}")
+    if options.adopt and len(options.names) != 1:
+        made.error("--adopt takes the figures of one experiment: name it")
+    if options.options and not options.names:
+        made.error("--set needs the name of an experiment")
+    chosen = options.names or known
+    if options.list or options.status:
+        return listed(chosen) if options.list else status(chosen)
+    if options.here or options.adopt:
+        return one(chosen[0], options)
+    left_out = {}
+    if options.quick:
+        left_out = {n: q for n in chosen if isinstance(q := quick_of(n), str)}
+        chosen = [n for n in chosen if n not in left_out]
+    elif not (options.names or options.again or options.judge or options.draw):
+        chosen = [n for n in chosen if not up_to_date(n)]
+    code = several(chosen, options)
+    for name, reason in left_out.items():
+        print(f"left out, {name}: {reason}")
     return code
 
 
-def report(chosen: list[str], log: Log, broken: list[str], skipped: int) -> int:
-    ran = [n for n in chosen if log.done(n) and n not in broken]
-    fails = [n for n in ran if not log.entries[n]["holds"]]
-    surprising = [n for n in fails if expected_to_hold(n)]
-    print(f"{len(ran)} experiments ran, {skipped} of them before; the claims of {len(ran) - len(fails)} hold")
-    if fails:
-        print(f"not as the papers state: {', '.join(fails)}")
-    if surprising:
-        print(f"of these the gallery says that they hold: {', '.join(surprising)}")
-    if broken:
-        print(f"broke down: {', '.join(broken)}")
-    return int(bool(broken or surprising))
+def quick_of(name: str) -> Any:
+    """The options of the small form, or the reason why there is none; an experiment that cannot be loaded is tried."""
+    try:
+        return framework.load(name).quick
+    except ImportError:
+        return {}
 
 
 if __name__ == "__main__":

@@ -1,54 +1,47 @@
 """Rates of SmolLM2-135M: tokens per second of prefill at 4,000 tokens and of decoding at 4,000 and 8,000, converted.
 
-Claim: with a window of 128 and 10 of its 90 key-value groups exact it reads 4,000 tokens and decodes behind 8,000
-faster than the original, and so does the plan that keeps 0.99 at 512 tokens; one that keeps 0.99 at 4,000 tokens, with
-two thirds of the groups exact, gains behind 8,000 only.
-
 Caches are filled with random keys and values: nothing here depends on what they are. Prefill is read in pieces of 512
-tokens, whose time grows linearly with what stands before them: it is measured behind 0, 2,000 and 3,488 tokens.
-
-    python experiments/smollm_rates.py [--rounds 3] [--threads 2]      on a quiet machine
-
-Plans are those of experiments/results/smollm_target.json, and a window of 128 with 10 groups exact.
+tokens, whose time grows linearly with what stands before them: it is measured behind 0, 2,000 and 3,488 tokens. Plans
+are those that `smollm_target` found, and a window of 128 with 10 key heads exact. Call it on an idle machine.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import _smollm
 import torch
-from transformers import DynamicCache
+from _framework import Said, Store, experiment, figures_of
+from _pictures import COLOURS, figure, save
 
-from bochner import convert, data
-from bochner.hf import LayerPlan, Plan, RecurrentLayer, layers_of
-from bochner.hf.layer import Call
+from bochner import Calibration, Plan, convert, data
+from bochner._timing import best_times
+from bochner.demo import load_smollm2
 
-RESULTS = Path(__file__).parent / "results" / "smollm_rates.json"
-TARGETS = RESULTS.with_name("smollm_target.json")
 PIECE, PREFILL, LENGTHS = 512, 4000, (4000, 8000)
-STEPS = 4
+NAMED = "window 128, 10 of 90 groups exact"
 
 
-def groups_exact(count: int, window: int) -> Plan:
-    """Key groups spread over the layers: which they are makes no difference to the time."""
+def groups_exact(count: int, window: int) -> Any:
+    """Key heads spread over the layers: which they are makes no difference to the time."""
+    from bochner.hf import Exact, LayerPlan, Window
+
     layers = []
     for i in range(30):
         exact = {g for g in range(3) if (3 * i + g) * count // 90 != (3 * i + g + 1) * count // 90}
-        kinds = ["exact" if h // 3 in exact else "window" for h in range(9)]
+        fates = [Exact() if g in exact else Window(window, 4, "sliding") for g in range(3)]
         name = f"model.layers.{i}.self_attn"
-        layers.append(LayerPlan(name, 9, 3, 64, 64, kinds, window, 4, "sliding", is_causal=True))
+        layers.append(LayerPlan(name, 9, 3, 64, 64, fates, is_causal=True))
     return Plan(layers, "llama")
 
 
 @torch.no_grad()
 def filled(model: Any, length: int) -> Any:
     """A cache as it would be after `length` tokens."""
+    from transformers import DynamicCache
+
+    from bochner.hf import Call, RecurrentLayer, layers_of
+
     g = torch.Generator().manual_seed(length)
     cache = DynamicCache(config=model.config)
     if not length:
@@ -62,25 +55,8 @@ def filled(model: Any, length: int) -> Any:
             continue
         held = cache.layers[i] = RecurrentLayer()
         held.seen = length
-        for kind, heads in layer.parts:
-            key, value = (t[:, heads].contiguous() for t in (k, v))
-            if kind == "exact":
-                held.append(key, value)
-            else:
-                query = q.view(1, 3, 3, length, 64)[:, heads].flatten(1, 2)
-                layer._recurrent(kind, Call(query, key, value, True, None, 0.125), held)
+        layer(Call(q[..., -1:, :], k, v, True, None, 0.125), held)
     return cache
-
-
-def best(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The least seconds of each, taking turns."""
-    found = dict.fromkeys(runs, float("inf"))
-    for _ in range(rounds):
-        for name, run in runs.items():
-            began = time.perf_counter()
-            run()
-            found[name] = min(found[name], time.perf_counter() - began)
-    return found
 
 
 @torch.no_grad()
@@ -88,57 +64,72 @@ def behind(models: dict[str, Any], length: int, tokens: int, rounds: int) -> dic
     """Seconds of some tokens at once, behind `length` others."""
     ids = torch.arange(1000, 1000 + tokens)[None]
     caches = {name: filled(model, length) for name, model in models.items()}
-    runs = {
-        name: lambda model=model, name=name: model(ids, past_key_values=copy.deepcopy(caches[name]), logits_to_keep=1)
-        for name, model in models.items()
-    }
-    if tokens == 1:  # copying the cache would be most of it, and a few steps on make no difference
-        runs = {
-            name: lambda model=model, name=name: model(ids, past_key_values=caches[name])
-            for name, model in models.items()
-        }
-    return best(runs, rounds)
+
+    def step(name: str) -> Any:
+        # Copying the cache would be most of a single step, and a few steps on make no difference.
+        cache = caches[name] if tokens == 1 else copy.deepcopy(caches[name])
+        return models[name](ids, past_key_values=cache, logits_to_keep=1)
+
+    return best_times({name: lambda n=name: step(n) for name in models}, repeats=rounds, budget=60.0, warm_up=False)
 
 
-def main() -> int:
-    parser = _smollm.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=["prefill", *map(str, LENGTHS)], nargs="*", default=[])
-    arguments, model, tokenizer = _smollm.begin(parser)
+def converted_models() -> dict[str, Any]:
+    """The model and its conversions, which share its weights."""
+    model, tokenizer = load_smollm2()
     texts = data.paragraphs("calibration", 4, words=100)  # for maps to be there: what they are fitted to takes no time
-    models = {"original": model}
-    plans = {"window 128, 10 of 90 groups exact": groups_exact(10, 128)}
-    if TARGETS.exists():
-        found = json.loads(TARGETS.read_text(encoding="utf-8"))
-        names = {"512": "keep 0.99, judged at 512 tokens", "4000": "keep 0.99 at 4,000 tokens"}
-        plans |= {name: Plan.from_dict(found[n]["report"]["plan"]) for n, name in names.items() if n in found}
+    found, models = figures_of("smollm_target"), {"original": model}
+    plans = {NAMED: groups_exact(10, 128)}
+    names = {"512": "keep 0.99, judged at 512 tokens", "4000": "keep 0.99 at 4,000 tokens"}
+    plans |= {name: Plan.from_dict(found[n]["report"]["plan"]) for n, name in names.items() if n in found}
     for name, plan in plans.items():
         for layer in plan.layers:
             layer.exact_below = 0
         other = copy.deepcopy(model)
         for a, b in zip(other.parameters(), model.parameters(), strict=True):
             a.data = b.data
-        models[name] = convert(other, plan=plan, calibration=texts, tokenizer=tokenizer, max_length=128)
-    path = Path(arguments.json or RESULTS)
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    wanted = arguments.only or ["prefill", *map(str, LENGTHS)]
-    if "prefill" in wanted:
-        places = [behind(models, n, PIECE, 1) for n in (0, 2000, PREFILL - PIECE)]
-        result["prefill"] = {n: PIECE / (sum(p[n] for p in places) / len(places)) for n in models}
+        models[name] = convert(other, plan, Calibration(texts, tokenizer, max_length=128)).model
+    return models
+
+
+@experiment(
+    claim="Ours: SmolLM2 with a window of 128 and 10 of 90 key-value groups exact reads 4,000 tokens and decodes "
+    "behind 8,000 "
+    "faster.",
+    ours="one sequence, one thread",
+    quick="times a decoder of 135 million parameters behind 8,000 tokens",
+    sources=("bochner.hf", "bochner.attention", "bochner.maps"),
+    needs=("transformers",),
+)
+def measure(store: Store, rounds: int = 3) -> None:
+    models = converted_models()
+    places = [behind(models, n, PIECE, 2) for n in (0, 2000, PREFILL - PIECE)]
+    store.figures["prefill"] = {n: PIECE / (sum(p[n] for p in places) / len(places)) for n in models}
     for length in LENGTHS:
-        if str(length) in wanted:
-            seconds = behind(models, length, 1, arguments.rounds * STEPS)
-            result[f"decoding at {length}"] = {n: 1 / s for n, s in seconds.items()}
-    result["threads"] = arguments.threads
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for name, row in result.items():
-        if name != "threads":
-            print(f"{name}: " + ", ".join(f"{n} {x:.1f} tokens/s ({x / row['original']:.2f})" for n, x in row.items()))
-    name = "window 128, 10 of 90 groups exact"
-    holds = all(result[n][name] > 1.2 * result[n]["original"] for n in ("prefill", "decoding at 8000") if n in result)
-    print(f"claim {'holds' if holds else 'does not hold'}")
-    return int(not holds)
+        seconds = behind(models, length, 1, 4 * rounds)
+        store.figures[f"decoding at {length}"] = {n: 1 / s for n, s in seconds.items()}
+    store.figures["threads"] = torch.get_num_threads()
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def judge(found: Any) -> Said:
+    ratios = {where: row[NAMED] / row["original"] for where, row in found.items() if where != "threads"}
+    faster = ratios["prefill"] > 1.2 and ratios["decoding at 8000"] > 1.2
+    return Said(
+        "tokens per second over those of the original: " + ", ".join(f"{n} {x:.2f}" for n, x in ratios.items()) + ".",
+        "holds" if faster else "fails",
+        "" if faster else "not faster by a fifth",
+    )
+
+
+def draw(found: Any) -> None:
+    found = {k: v for k, v in found.items() if k != "threads"}
+    names = list(next(iter(found.values())))
+    fig, ax = figure(figsize=(7, 3.4))
+    for i, name in enumerate(names):
+        ratios = [row[name] / row["original"] for row in found.values()]
+        bars = ax.bar([x + 0.27 * (i - 1) for x in range(len(found))], ratios, 0.25, label=name, color=COLOURS[i])
+        ax.bar_label(bars, [f"{row[name]:.0f}" for row in found.values()], fontsize=8)
+    ax.set_xticks(range(len(found)), list(found))
+    ax.set(ylabel="rate over that of the original", title="above the bars: tokens a second, one thread")
+    ax.set_ylim(0, 1.9)
+    ax.legend(fontsize=8, loc="upper left", ncols=3)
+    save(fig, "smollm_rates")

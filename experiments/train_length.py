@@ -1,55 +1,40 @@
 """Accuracy against length: film reviews cut off after 256 to 2,048 bytes; the third axis of figures 1 and 3 of 004.
 
-Claim: learned kernels keep the accuracy of softmax attention, at every length, for less time and memory (these are
-measured by train_speed.py). Preset `small` of the task `text` with another `length` and nothing else changed: one layer
-of width 32, 600 steps of 16 reviews, one seed. Runs with 1,024 bytes are those of results/train_table.json. Beside
-them what the counts of bytes alone tell, by a logistic regression on the same bytes: more of a review tells more.
-
-"Level" is within two standard errors of a difference between two shares of the 5,000 test reviews.
-
-One run at a time, each resumable: stop the script whenever you like and call it again.
+Preset `small` of the task `text` with another `length` and nothing else changed: one layer of width 32, 600 steps of
+16 reviews, one seed. Runs with 1,024 bytes are those of `train_table`. Beside them what the counts of bytes alone
+tell, by a logistic regression on the same bytes. "Level" is within two standard errors of a difference of two shares
+of the tests.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import train_table
-from _gallery import RESULTS, ROOT, figure, finish, save
+from _framework import Said, Store, experiment
+from _pictures import figure, log_ticks, save
+from _training import trained
 
 from bochner import tasks
 
-NAME = "train_length"
 LENGTHS = (256, 512, 1024, 2048)
 LEARNED = ("fastfood_prf",)
 ATTENTIONS = ("exact", "positive", *LEARNED, "window+calibrated", "fnet", "identity")
 LAST = ("exact/2048",)  # takes longer than all others together
-Cells = dict[str, float]  # "attention/length": accuracy
 
 
 def wanted() -> list[str]:
-    """Every cell, short sequences first."""
-    cells = [f"{a}/{n}" for n in LENGTHS for a in ATTENTIONS]
-    return sorted(cells, key=LAST.__contains__)
+    """Every cell as attention/length, short sequences first."""
+    return sorted((f"{a}/{n}" for n in LENGTHS for a in ATTENTIONS), key=LAST.__contains__)
 
 
-def known() -> dict[str, Any]:
-    """Stored accuracies, with those of the table at its own length, and those of the counts of bytes."""
-    path = RESULTS / f"{NAME}.json"
-    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    accuracy = dict(stored.get("accuracy", {}))
+def of_table() -> dict[str, float]:
+    """The cells that the table has, at its own length."""
     length = tasks.task("text").presets["small"].length
-    for key, run in train_table.known().items():
-        task, attention, seed = key.split("/")
-        if task == "text" and seed == "0" and attention in ATTENTIONS and length in LENGTHS:
-            accuracy[f"{attention}/{length}"] = run["accuracy"]
-    return {"accuracy": accuracy, "counts": stored.get("counts", {})}
+    runs = {tuple(k.split("/")): run["accuracy"] for k, run in train_table.known().items()}
+    return {f"{a}/{length}": x for (t, a, s), x in runs.items() if (t, s) == ("text", "0") and a in ATTENTIONS}
 
 
 def counts_alone(length: int) -> float:
@@ -68,12 +53,36 @@ def counts_alone(length: int) -> float:
     return float(model.score(scale.transform(rows["test"][0]), rows["test"][1]))
 
 
+@experiment(
+    claim="Learned kernels keep the accuracy of softmax attention, for less time and memory.",
+    items=("004 Figure 3, accuracy",),
+    paper="Text and Retrieval of the Long Range Arena, 4,000 bytes, 4 layers",
+    ours="film reviews of up to 2,048 bytes, one layer, one seed",
+    quick="trains models",
+    sources=("bochner.tasks", "bochner.maps", "bochner.attention", "bochner.hf"),
+    needs=("transformers", "accelerate", "sklearn"),
+)
+def measure(store: Store, only: str = "") -> None:
+    accuracy, counts = store.table("accuracy"), store.table("counts")
+    accuracy |= of_table()
+
+    def fit(cell: str) -> float:
+        attention, length = cell.split("/")
+        return float(trained("text", attention, f"length/{cell}", length=int(length))["metrics"]["accuracy"])
+
+    for cell in wanted():
+        if only in cell:
+            store.cell(cell, lambda c=cell: fit(c), accuracy)
+    for n in LENGTHS:
+        store.cell(str(n), lambda n=n: counts_alone(n), counts)
+
+
 def noise(share: float, count: int) -> float:
     """Standard error of the difference of two shares near this one."""
     return math.sqrt(2 * share * (1 - share) / count)
 
 
-def behind(accuracy: Cells, count: int) -> dict[str, float]:
+def behind(accuracy: dict[str, float], count: int) -> dict[str, float]:
     """By how much the best learned kernel is behind exact attention, where that is more than two standard errors."""
     out = {}
     for n in LENGTHS:
@@ -84,69 +93,30 @@ def behind(accuracy: Cells, count: int) -> dict[str, float]:
     return out
 
 
-def picture(found: dict[str, Any]) -> None:
+def judge(found: Any) -> Said:
+    accuracy = found["accuracy"]
+    lost = behind(accuracy, tasks.task("text").presets["small"].test or 1)
+    shown = {a: [accuracy.get(f"{a}/{n}") for n in LENGTHS] for a in ATTENTIONS}
+    told = ", ".join(f"{a} {' '.join('-' if x is None else f'{100 * x:.1f}' for x in row)}" for a, row in shown.items())
+    missing = [c for c in wanted() if c not in accuracy]
+    return Said(
+        f"accuracy in percent at {', '.join(map(str, LENGTHS))} bytes of text: {told}; learned behind exact by "
+        "more than "
+        f"two standard errors at: {', '.join(lost) or 'no length'}.",
+        "not" if lost else "partly",
+        "one task, one small layer and one seed, where no attention at all does as well"
+        + (f"; not run: {', '.join(missing)}" if missing else ""),
+    )
+
+
+def draw(found: Any) -> None:
     fig, ax = figure(figsize=(6.4, 3.8))
     for name in ATTENTIONS:
         seen = [(n, 100 * found["accuracy"][f"{name}/{n}"]) for n in LENGTHS if f"{name}/{n}" in found["accuracy"]]
         ax.plot(*zip(*seen, strict=True), marker="o", lw=2.4 if name == "exact" else 1.4, label=name)
     alone = {int(n): 100 * x for n, x in found["counts"].items()}
     ax.plot(list(alone), list(alone.values()), "--", color="0.5", label="counts of bytes")
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(LENGTHS, [str(n) for n in LENGTHS])
+    log_ticks(ax, LENGTHS, base=2)
     ax.set(xlabel="bytes of a review", ylabel="accuracy (%)")
     ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    save(fig, NAME)
-
-
-def conclude(found: dict[str, Any]) -> int:
-    accuracy = found["accuracy"]
-    picture(found)
-    lost = behind(accuracy, tasks.task("text").presets["small"].test or 1)
-    shown = {a: [accuracy.get(f"{a}/{n}") for n in LENGTHS] for a in ATTENTIONS}
-    told = ", ".join(f"{a} {' '.join('-' if x is None else f'{100 * x:.1f}' for x in row)}" for a, row in shown.items())
-    missing = [c for c in wanted() if c not in accuracy]
-    why = "one task, one small layer and one seed, where no attention at all does as well"
-    return finish(
-        NAME,
-        found,
-        claim="Learned kernels keep the accuracy of softmax attention, for less time and memory.",
-        ours=f"accuracy in percent at {', '.join(map(str, LENGTHS))} bytes of text: {told}; learned behind exact by "
-        f"more than two standard errors at: {', '.join(lost) or 'no length'}.",
-        verdict="not" if lost else "partly",
-        why=why + (f"; not run: {', '.join(missing)}" if missing else ""),
-    )
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "length", help="where runs are kept")
-    parser.add_argument("--only", nargs="+", default=[""], help="cells that contain one of these, as in positive/512")
-    parser.add_argument("--status", action="store_true", help="only show what is known")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    found = known()
-    for cell in () if options.status else wanted():
-        if cell in found["accuracy"] or not any(part in cell for part in options.only):
-            continue
-        attention, length = cell.split("/")
-        where = options.runs / cell
-        result = tasks.train("text", attention=attention, length=int(length), output=where, resume=True, progress=False)
-        found["accuracy"][cell] = result["metrics"]["accuracy"]
-        print(f"{cell}: {found['accuracy'][cell]:.4f}", flush=True)
-        keep(found)
-    for n in () if options.status else LENGTHS:
-        if str(n) not in found["counts"]:
-            found["counts"][str(n)] = counts_alone(n)
-            keep(found)
-    return conclude(found)
-
-
-def keep(found: dict[str, Any]) -> None:
-    """Store the runs; what is said of them stays until all were made."""
-    path = RESULTS / f"{NAME}.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    path.write_text(json.dumps({**before, **found}, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    save(fig, "train_length")

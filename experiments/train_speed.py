@@ -1,31 +1,25 @@
 """Time and memory of a training step against length, for every attention and the peers: figures 3 and 4 of 004.
 
-Claims: from 1,024 to 16,384 tokens the time of a step grows with an exponent of at most 1.1 for every linear attention,
-and so does its memory; there is a length from which a linear attention beats the exact one. One encoder layer of width
-64 with 2 heads and 32 features, one sequence, one thread: forward, backward and optimizer. Time is the best of
-interleaved rounds, one length after the other (call it on an idle machine); memory is what a fresh process adds to its
-resident set at its peak. Writes results/train_speed.json after every length, docs/images/train_speed.png and
-docs/images/train_memory.png; what is known is not measured again unless asked for (`--again time --lengths 128 256`).
+Forward, backward and optimizer on one thread. Time is the best of interleaved rounds, one length after the other: call
+it on an idle machine. Memory is what a fresh process adds to its resident set at its peak.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import multiprocessing
 import re
+import statistics
 import time
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from _gallery import COLOURS
+from _framework import Said, Store, experiment
+from _pictures import COLOURS, figure, log_ticks, save
 
 from bochner import tasks
 
-ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results" / "train_speed.json"
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 FROM = 1024  # exponents are fitted from here
 FIXED = ("positive", "relu", "elu", "linear_elu", "trig")
@@ -34,8 +28,7 @@ LINEAR = (*FIXED, *LEARNED, "window+positive", "window+calibrated")
 PEERS = ("performer_pytorch", "linformer", "nystromformer", "longformer", "big_bird", "reformer", "fnet")
 ATTENTIONS = ("exact", "identity", *LINEAR, *PEERS)
 LIMIT = {"exact": 8192}  # beyond it one step takes longer than everything else together
-
-Table = dict[str, dict[str, float]]  # attention, length, figure
+LINEAR_GROWTH, NEAR_LIMIT = 1.1, 1.25  # the largest exponent that counts as linear, and times "close" to the limit
 
 
 class Step:
@@ -61,16 +54,15 @@ class Step:
         return time.perf_counter() - start
 
 
+def within(length: int) -> list[str]:
+    return [a for a in ATTENTIONS if length <= LIMIT.get(a, length)]
+
+
 def seconds(length: int, rounds: int) -> dict[str, float]:
-    """Best time of each attention at a length, over interleaved rounds."""
-    steps = {a: Step(a, length) for a in ATTENTIONS if length <= LIMIT.get(a, length)}
-    best = dict.fromkeys(steps, math.inf)
-    for i in range(rounds + 1):  # the first round warms up
-        for attention, step in steps.items():
-            taken = step()
-            if i:
-                best[attention] = min(best[attention], taken)
-    return best
+    """Best time of each attention at a length, over interleaved rounds; the first warms up."""
+    steps = {a: Step(a, length) for a in within(length)}
+    taken = [{a: step() for a, step in steps.items()} for _ in range(rounds + 1)]
+    return {a: min(row[a] for row in taken[1:]) for a in steps}
 
 
 def resident(kind: str) -> float:
@@ -81,7 +73,7 @@ def resident(kind: str) -> float:
     return int(found[1]) / 1024
 
 
-def _memory(attention: str, length: int, out: multiprocessing.SimpleQueue) -> None:
+def _memory(attention: str, length: int, out: Any) -> None:
     torch.set_num_threads(1)
     step = Step(attention, length)
     before = resident("RSS")
@@ -93,23 +85,49 @@ def _memory(attention: str, length: int, out: multiprocessing.SimpleQueue) -> No
 def megabytes(length: int) -> dict[str, float]:
     """Peak memory that a step adds to a process of its own."""
     context = multiprocessing.get_context("fork")
-    for attention in ATTENTIONS:
-        Step(attention, 128)()  # what a first step loads is not the length's doing
     found = {}
-    for attention in ATTENTIONS:
-        if length <= LIMIT.get(attention, length):
-            out = context.SimpleQueue()
-            process = context.Process(target=_memory, args=(attention, length, out))
-            process.start()
-            found[attention] = out.get()
-            process.join()
+    for attention in within(length):
+        Step(attention, 128)()  # what a first step loads is not the length's doing
+        out = context.SimpleQueue()
+        process = context.Process(target=_memory, args=(attention, length, out))
+        process.start()
+        found[attention] = out.get()
+        process.join()
     return found
+
+
+@experiment(
+    claim="Time and memory of a training step are linear in the length, and close to those of attention that only "
+    "returns "
+    "the values.",
+    items=(
+        *("003 Figure 3", "003 Figure 20", "004 Figure 1", "004 Table 1", "004 Figure 3, memory and speed"),
+        *("004 Figure 4", "004 Figure 5"),
+    ),
+    paper="4 to 6 layers of width 64 to 512 with 256 features, up to 32,768 tokens, on accelerators",
+    ours="one layer of width 64 with 32 features, one sequence, up to 16,384 tokens, one thread",
+    quick="its claim is about lengths that take minutes, on an idle machine",
+    sources=("bochner.attention", "bochner.maps", "bochner.tasks", "bochner.hf"),
+    needs=("transformers",),
+)
+def measure(store: Store, rounds: int = 5, lengths: tuple[int, ...] = LENGTHS) -> None:
+    for kind in ("time", "memory"):
+        table = store.table(kind)
+        for n in lengths:
+            small = kind == "memory" and n < FROM  # less than what an allocator keeps in stock
+            if small or all(str(n) in table.get(a, {}) for a in within(n)):
+                continue
+            for attention, found in (seconds(n, rounds) if kind == "time" else megabytes(n)).items():
+                row = {**table.get(attention, {}), str(n): found}
+                table[attention] = dict(sorted(row.items(), key=lambda item: int(item[0])))
+            store.save()
+            print(f"{kind} at {n} tokens", flush=True)
 
 
 def exponent(figures: dict[str, float]) -> float:
     """The slope in logarithms from `FROM` tokens on."""
-    points = np.log([(float(n), x) for n, x in figures.items() if int(n) >= FROM])
-    return float(np.polyfit(points[:, 0], points[:, 1], 1)[0])
+    points = [(math.log(int(n)), math.log(x)) for n, x in figures.items() if int(n) >= FROM]
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 def crossover(figures: dict[str, float], exact: dict[str, float]) -> int | None:
@@ -119,77 +137,54 @@ def crossover(figures: dict[str, float], exact: dict[str, float]) -> int | None:
     return next((n for n in common if not worse or n > worse[-1]), None)
 
 
-def plot(found: Table, unit: str, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), dpi=150, sharey=True)
-    for axes, names, title in ((left, LINEAR, "linear attentions"), (right, PEERS, "peers")):
-        dash = ["-" if i < 7 else "--" for i in range(len(names))]
-        lines = [
-            (name, {"marker": "o", "markersize": 3, "color": COLOURS[i % 7], "linestyle": dash[i]})
-            for i, name in enumerate(names)
-        ]
-        lines += [("exact", {"color": "0.2"}), ("identity", {"color": "0.2", "linestyle": ":"})]
-        for name, style in lines:
-            if name in found:
-                axes.plot([int(n) for n in found[name]], list(found[name].values()), label=name, **style)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(LENGTHS, [str(n) for n in LENGTHS])
-        axes.set_xlabel("tokens")
-        axes.set_title(title, fontsize=9)
-        axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        axes.spines[["top", "right"]].set_visible(False)
-    left.set_ylabel(f"{unit} per training step")
-    figure.tight_layout()
-    figure.savefig(path)
-
-
-def report(found: dict[str, Table]) -> bool:
-    """Print every figure, exponent and crossover; whether the claims hold."""
-    holds = True
-    for kind, table in found.items():
-        if not table:
-            continue
-        print(f"\n{kind} of a step")
-        for name, figures in table.items():
-            first = crossover(figures, table["exact"]) if name != "exact" else None
-            shown = " ".join(f"{1000 * x if kind == 'time' else x:8.1f}" for x in figures.values())
-            print(f"{name:18s} {shown}   exponent {exponent(figures):.2f}   below exact from {first}")
-        worst = max((exponent(table[a]), a) for a in LINEAR if a in table)
-        holds &= worst[0] <= 1.1
-        print(f"claim (exponent at most 1.1): {'holds' if worst[0] <= 1.1 else 'FAILS'}; {worst[0]:.2f}, {worst[1]}")
-    return holds
+def judge(found: Any) -> Said:
+    times, memory = found["time"], found["memory"]
+    n = str(max(int(x) for x in times["exact"]))
+    shown = ("exact", "identity", "positive", "relu", "gmm_prf", "fastfood_prf", "window+calibrated")
+    names = [k for k in shown if n in times.get(k, {})]
+    linear = [k for k in times if k in LINEAR]
+    steepest = max(exponent(table[k]) for table in (times, memory) for k in linear)
+    slower = {k: times[k][n] / times["identity"][n] for k in linear}
+    larger = max(memory[k][n] / memory["identity"][n] for k in linear)
+    (first, least), (last, most) = (f(slower.items(), key=lambda x: x[1]) for f in (min, max))
+    reasons = {
+        f"the steepest grows with an exponent of {steepest:.2f}": steepest > LINEAR_GROWTH,
+        f"a step takes {least:.1f} ({first}) to {most:.1f} times ({last}) as long as with values alone": most
+        > NEAR_LIMIT,
+        f"memory is up to {larger:.1f} times as much": larger > NEAR_LIMIT,
+        "exact attention, which torch computes without its matrix, needs hardly more memory": memory["exact"][n]
+        < 1.5 * memory["positive"][n],
+    }
+    missed = [reason for reason, so in reasons.items() if so]
+    from_exact = crossover(times["positive"], times["exact"])
+    return Said(
+        f"a training step at {int(n):,} tokens: "
+        + ", ".join(f"{k} {1e3 * times[k][n]:.0f} ms" for k in names)
+        + "; peak memory: "
+        + ", ".join(f"{k} {memory[k][n]:.0f} MB" for k in names if n in memory.get(k, {}))
+        + f"; largest exponent from 1,024 tokens on {steepest:.2f}; `positive` is faster than exact from {from_exact} "
+        f"tokens on, {times['exact'][n] / times['positive'][n]:.1f} times at {int(n):,}.",
+        "not" if steepest > LINEAR_GROWTH else "partly" if missed else "reproduced",
+        "; ".join(missed),
+    )
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--again", choices=("time", "memory"), help="measure this again, even where it is known")
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
-    parser.add_argument("--plot", action="store_true")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    found: dict[str, Table] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for kind in ("time", "memory"):
-        table = found.setdefault(kind, {})
-        for n in () if options.plot else options.lengths:
-            known = all(str(n) in table.get(a, {}) for a in ATTENTIONS if n <= LIMIT.get(a, n))
-            small = kind == "memory" and n < FROM  # less than what an allocator keeps in stock
-            if small or (options.again != kind if options.again else known):
-                continue
-            for attention, figure in (seconds(n, options.rounds) if kind == "time" else megabytes(n)).items():
-                row = {**table.get(attention, {}), str(n): figure}
-                table[attention] = dict(sorted(row.items(), key=lambda item: int(item[0])))
-            RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    holds = report(found)
-    plot(found["time"], "seconds", ROOT / "docs" / "images" / "train_speed.png")
-    plot(found["memory"], "megabytes", ROOT / "docs" / "images" / "train_memory.png")
-    return 0 if holds else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def draw(found: Any) -> None:
+    for kind, unit in (("time", "seconds"), ("memory", "megabytes")):
+        table = found[kind]
+        fig, (left, right) = figure(2, figsize=(12, 4.4), sharey=True)
+        for ax, names, title in ((left, LINEAR, "linear attentions"), (right, PEERS, "peers")):
+            lines = [
+                (n, {"marker": "o", "markersize": 3, "color": COLOURS[i % 7], "linestyle": "-" if i < 7 else "--"})
+                for i, n in enumerate(names)
+            ]
+            lines += [("exact", {"color": "0.2"}), ("identity", {"color": "0.2", "linestyle": ":"})]
+            for name, style in lines:
+                if name in table:
+                    ax.plot([int(n) for n in table[name]], list(table[name].values()), label=name, **style)
+            log_ticks(ax, LENGTHS, base=2)
+            ax.set(yscale="log", xlabel="tokens")
+            ax.set_title(title, fontsize=9)
+            ax.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        left.set_ylabel(f"{unit} per training step")
+        save(fig, f"train_{'speed' if kind == 'time' else kind}")

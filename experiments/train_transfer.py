@@ -1,29 +1,21 @@
 """A trained softmax model's weights in a Performer, then fine-tuned: figure 5 of paper 003, in small.
 
-Claims: the weights of a Transformer give a Performer some accuracy at once, and little of the original training gives
-back the rest (left of the figure); positive features get there, redrawn ones closer than fixed ones, trigonometric ones
-are unstable (right of the figure).
-
 Task `lm`, preset `small`: books byte by byte, 2 layers. Exact attention is trained for the preset's 800 steps, its
 weights are taken over (`start=`), measured, and trained for 200 more, beside a fresh Performer with as many steps and
-exact attention with as many more. Resumable; results/train_transfer.json.
+exact attention with as many more.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from _gallery import ROOT, figure, finish, save
+from _framework import Said, Store, experiment
+from _pictures import figure, save
+from _training import folder, trained
 
 from bochner import BochnerError, tasks
-from bochner.tasks import training
-from bochner.tasks.checkpoints import lines
 
-NAME = "train_transfer"
 TASK, STEPS, WARMUP, RATE = "lm", 200, 20, 1e-3
 REDRAW = 20
 # Name: attention, changes of the preset, whether the weights are taken over.
@@ -39,45 +31,70 @@ RUNS: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
-def at_once(attention: str, changes: dict[str, Any], parent: Path | None, folder: Path) -> dict[str, float]:
+def at_once(attention: str, changes: dict[str, Any], parent: Path | None) -> dict[str, float]:
     """Figures of a model before it is trained any further: on the test split, and where it is looked at in training."""
+    from bochner.tasks import training
+
     task = tasks.task(TASK)
     preset = tasks.preset_of(task, "small", **changes)
     kind = tasks.choose(task, attention, preset)
     model = tasks.build(task, preset, kind)
     if parent is not None:
         training.take_over_(model, parent)
-    trainer = training.make_trainer(task, preset, kind, model, folder / "untouched")
+    trainer = training.make_trainer(task, preset, kind, model, folder("transfer/untouched"))
     seen = trainer.evaluate()
     return {**trainer.test(), "glimpse": seen["eval_bits"]}
 
 
-def run(name: str, parent: Path, folder: Path) -> dict[str, Any]:
-    """Bits per byte and accuracy before and after, and the curve of bits in between."""
-    attention, changes, taken = RUNS[name]
-    changes = {"steps": STEPS, "warmup": WARMUP, "learning_rate": RATE, **changes}
-    start = parent if taken else None
-    output = folder / name.replace(", ", "-").replace(" ", "")
-    try:
-        before = at_once(attention, changes, start, folder)
-        result = tasks.train(
-            TASK, attention=attention, output=output, start=start, resume=True, progress=False, **changes
-        )
-    except BochnerError as error:
-        return {"stopped": str(error)}
-    curve = [(x["step"], x["eval_bits"]) for x in lines(output / "metrics.jsonl") if "eval_bits" in x]
-    kept = ("bits", "accuracy")
-    return {
-        "before": {k: before[k] for k in kept},
-        "after": {k: result["metrics"][k] for k in kept},
-        "curve": [(0, before["glimpse"]), *curve],
-        "seconds": result["seconds"],
-    }
+@experiment(
+    claim="A Performer with the weights of a Transformer has some accuracy at once and recovers the rest in a "
+    "small fraction "
+    "of the original steps; positive features match it if redrawn, trigonometric ones are unstable.",
+    items=("003 Figure 5",),
+    paper="a Transformer on LM1B and proteins, 36 layers",
+    ours="books byte by byte, two layers, 800 steps and 200 more, one seed",
+    quick="trains models",
+    sources=("bochner.tasks", "bochner.maps", "bochner.attention", "bochner.hf"),
+    needs=("transformers", "accelerate"),
+)
+def measure(store: Store) -> None:
+    from bochner.tasks.checkpoints import lines
+
+    runs = store.table("runs")
+    original = trained(TASK, "exact", "transfer/parent")["metrics"]
+    parent = folder("transfer/parent")
+
+    def fit(name: str) -> dict[str, Any]:
+        """Bits per byte and accuracy before and after, and the curve of bits in between."""
+        attention, changes, taken = RUNS[name]
+        changes = {"steps": STEPS, "warmup": WARMUP, "learning_rate": RATE, **changes}
+        start = parent if taken else None
+        try:
+            before = at_once(attention, changes, start)
+            result = trained(TASK, attention, f"transfer/{name}", start=start, **changes)
+        except BochnerError as error:
+            return {"stopped": str(error)}
+        seen = lines(folder(f"transfer/{name}") / "metrics.jsonl")
+        curve = [(x["step"], x["eval_bits"]) for x in seen if "eval_bits" in x]
+        after = {k: result["metrics"][k] for k in ("bits", "accuracy")}
+        first = {k: before[k] for k in ("bits", "accuracy")}
+        return {
+            "before": first,
+            "after": after,
+            "curve": [(0, before["glimpse"]), *curve],
+            "seconds": result["seconds"],
+        }
+
+    for name in RUNS:
+        store.cell(name, lambda n=name: fit(n), runs)
+    glimpse = runs["exact"]["curve"][0][1]
+    store.figures["parent"] = {"bits": original["bits"], "accuracy": original["accuracy"], "glimpse": glimpse}
 
 
-def conclude(parent: dict[str, float], found: dict[str, Any]) -> int:
+def judge(found: Any) -> Said:
+    parent = found["parent"]
     goal = parent["bits"]
-    ended = {n: r for n, r in found.items() if "after" in r}
+    ended = {n: r for n, r in found["runs"].items() if "after" in r}
     told = ", ".join(f"{n} {r['before']['bits']:.2f} and {r['after']['bits']:.2f}" for n, r in ended.items())
     fine, fresh, trig = ended["positive"], ended["positive, fresh"], ended.get("trig")
     closest = min(
@@ -98,22 +115,20 @@ def conclude(parent: dict[str, float], found: dict[str, Any]) -> int:
         if not good
     ]
     accuracy = fine["before"]["accuracy"], fine["after"]["accuracy"], parent["accuracy"]
-    return finish(
-        NAME,
-        {"parent": parent, "runs": found, "steps": STEPS},
-        claim="A Performer with the weights of a Transformer has some accuracy at once and recovers the rest in a "
-        "small fraction of the original steps; positive features match it if redrawn, trigonometric ones are unstable.",
-        ours=f"exact attention {goal:.2f} bits per byte after 800 steps; with its weights, before and after {STEPS} "
-        f"further steps: {told}. Accuracy of `positive` {100 * accuracy[0]:.0f} % at once, {100 * accuracy[1]:.0f} % "
-        f"after, of the original {100 * accuracy[2]:.0f} %.",
-        verdict="reproduced" if not missed else "partly" if quick else "not",
-        why="; ".join(missed),
+    return Said(
+        f"exact attention {goal:.2f} bits per byte after 800 steps; with its weights, before and after {STEPS} further "
+        f"steps: {told}. Accuracy of `positive` {100 * accuracy[0]:.0f} % at once, {100 * accuracy[1]:.0f} % "
+        "after, of the "
+        f"original {100 * accuracy[2]:.0f} %.",
+        "reproduced" if not missed else "partly" if quick else "not",
+        "; ".join(missed),
     )
 
 
-def draw(parent: dict[str, float], found: dict[str, Any]) -> None:
+def draw(found: Any) -> None:
+    parent = found["parent"]
     fig, ax = figure(figsize=(6.4, 4.0))
-    for name, r in found.items():
+    for name, r in found["runs"].items():
         if "curve" in r:
             ax.plot(*zip(*r["curve"], strict=True), "--" if not RUNS[name][2] else "-", label=name)
     ax.axhline(parent["glimpse"], color="grey", linewidth=0.8)
@@ -124,27 +139,4 @@ def draw(parent: dict[str, float], found: dict[str, Any]) -> None:
     ax.set_ylabel("bits per byte, validation")
     ax.set_ylim(2.5, 5.2)
     ax.legend(fontsize=8, ncols=2)
-    save(fig, NAME)
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "transfer", help="where runs are kept")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    store = options.runs / "found.json"
-    found: dict[str, Any] = json.loads(store.read_text()) if store.exists() else {}
-    origin = options.runs / "parent"
-    trained = tasks.train(TASK, attention="exact", output=origin, resume=True, progress=False)["metrics"]
-    for name in RUNS:
-        if name not in found:
-            found[name] = run(name, origin, options.runs)
-            store.write_text(json.dumps(found))
-            print(name, found[name], flush=True)
-    parent = {"bits": trained["bits"], "accuracy": trained["accuracy"], "glimpse": found["exact"]["curve"][0][1]}
-    draw(parent, found)
-    return conclude(parent, found)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    save(fig, "train_transfer")

@@ -1,22 +1,15 @@
-"""The import graph of the package, read from its source: every import counts, relative and lazy ones too.
-
-`python tests/architecture.py` writes the generated parts of docs/architecture.md and its drawing anew.
-"""
+"""The import graph of the package, read from its source: every import counts, relative and lazy ones too."""
 
 from __future__ import annotations
 
 import ast
 import re
-import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-COLUMN = 84  # letters in a column of the site
 SOURCE = ROOT / "src" / "bochner"
-PAGE = ROOT / "docs" / "architecture.md"
-DRAWING = ROOT / "docs" / "images" / "architecture.svg"
 
 
 class Import(NamedTuple):
@@ -118,102 +111,6 @@ def private_across(found: Iterable[Import]) -> list[Import]:
     ]
 
 
-def summary(path: Path) -> str:
-    """The first sentence of a module's docstring, on one line."""
-    text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0].split())
-    return re.split(r"(?<=\.)\s", text)[0].rstrip(".")
-
-
-def tree(source: Path = SOURCE) -> str:
-    """The modules as a tree, each with the first sentence of its docstring; a package has that of its `__init__`."""
-    lines = [f"{source.name}/"]
-
-    def walk(folder: Path, depth: int) -> None:
-        entries = [p for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
-        for entry in sorted(entries, key=lambda p: (p.is_file(), p.name)):
-            if entry.name == "__init__.py":
-                continue
-            name = "  " * depth + entry.name + ("/" if entry.is_dir() else "")
-            said = summary(entry / "__init__.py" if entry.is_dir() else entry)
-            first, *more = textwrap.wrap(said, COLUMN - 25, break_long_words=False)
-            lines.extend([f"{name:<24} {first}", *(f"{'':24} {line}" for line in more)])
-            if entry.is_dir():
-                walk(entry, depth + 1)
-
-    walk(source, 1)
-    return "```text\n" + "\n".join(lines) + "\n```"
-
-
-def levels(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The parts in rows: a part stands one row above the highest of those it imports. The graph has no cycle."""
-    height: dict[str, int] = {}
-
-    def measure(node: str) -> int:
-        if node not in height:
-            height[node] = 1 + max((measure(other) for other in graph.get(node, ())), default=-1)
-        return height[node]
-
-    nodes = sorted(set(graph) | {other for others in graph.values() for other in others})
-    rows: list[list[str]] = [[] for _ in range(1 + max(map(measure, nodes)))]
-    for node in nodes:
-        rows[height[node]].append(node)
-    return rows
-
-
-def picture(graph: dict[str, set[str]]) -> str:
-    """The import graph as a table, the highest parts first; each row imports from lower rows only."""
-    lines = ["| row | part | imports |", "|---|---|---|"]
-    for number, row in reversed(list(enumerate(levels(graph)))):
-        for part in row:
-            lines.append(f"| {number} | `{part}` | {', '.join(f'`{p}`' for p in sorted(graph.get(part, ()))) or '-'} |")
-    return "\n".join(lines)
-
-
-def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The graph without the private helpers and without the edges that follow from others."""
-    shown = {part: {o for o in others if not o.startswith("_")} for part, others in graph.items() if part[0] != "_"}
-
-    def reach(part: str) -> set[str]:
-        below = shown.get(part, set())
-        return below.union(*(reach(other) for other in below))
-
-    return {p: {o for o in below if not any(o in reach(x) for x in below - {o})} for p, below in shown.items()}
-
-
-def drawing(graph: dict[str, set[str]]) -> str:
-    """The reduced graph as SVG, the highest parts on top; every line leads downwards."""
-    edges, width, height, step = reduced(graph), 104, 30, 62
-    rows = levels(edges)[::-1]
-    wide = (width + 60) * max(map(len, rows))
-    place = {
-        part: (wide * (i + 0.5) / len(row), 25 + step * depth)
-        for depth, row in enumerate(rows)
-        for i, part in enumerate(row)
-    }
-    lines = [
-        f'<path d="M{x:.0f} {y + height / 2:.0f} L{u:.0f} {v - height / 2:.0f}" marker-end="url(#tip)"/>'
-        for part in sorted(edges)
-        for (x, y), (u, v) in [(place[part], place[other]) for other in sorted(edges[part])]
-    ]
-    boxes = [
-        f'<rect x="{x - width / 2:.0f}" y="{y - height / 2:.0f}" width="{width}" height="{height}" rx="4"/>'
-        f'<text x="{x:.0f}" y="{y + 5:.0f}">{part}</text>'
-        for part, (x, y) in sorted(place.items())
-    ]
-    style = (
-        "rect{fill:#eef3f8;stroke:#33658a}text{font:14px sans-serif;text-anchor:middle;fill:#1b2a38}"
-        "path{stroke:#7a8793;stroke-width:1.3;fill:none}marker path{fill:#7a8793}"
-    )
-    tip = (
-        '<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0 0 L10 5 L0 10 z"/></marker></defs>'
-    )
-    size = f'width="{wide}" height="{50 + step * (len(rows) - 1)}"'
-    back = '<path d="M0 0 H10000 V10000 H0 z" style="fill:white;stroke:none"/>'
-    head = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{style}</style>", tip, back]
-    return "\n".join([*head, *lines, *boxes, "</svg>", ""])
-
-
 def repeated(folders: Iterable[Path], lines: int = 6) -> list[tuple[str, str]]:
     """Runs of statements, `lines` or more, that stand in two places of function bodies to the letter.
 
@@ -252,49 +149,3 @@ def long_functions(folder: Path, lines: int = 60) -> list[str]:
                 if count > lines:
                     found.append(f"{path.name}:{node.name} ({count} lines)")
     return found
-
-
-def generated(source: Path = SOURCE) -> dict[str, str]:
-    """The generated parts of the page, by the names of their markers."""
-    graph = room_graph(imports(source))
-    return {"tree": tree(source), "imports": picture(graph)}
-
-
-def with_generated(page: str, parts: dict[str, str]) -> str:
-    """A page with everything between its markers replaced."""
-    for name, text in parts.items():
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        before, _, rest = page.partition(begin)
-        after = rest.partition(end)[2]
-        if not rest:
-            raise ValueError(f"the page has no marker {begin}")
-        page = f"{before}{begin}\n\n{text}\n\n{end}{after}"
-    return page
-
-
-def defined(name: str, source: Path = SOURCE) -> bool:
-    """Whether a dotted name such as `maps.base.FeatureMap.prepare` is a module, or defined in one, with its members."""
-    known = modules(source)
-    parts = name.split(".")
-    for cut in range(len(parts), 0, -1):
-        module = ".".join([source.name, *parts[:cut]])
-        if module in known:
-            body: list[ast.stmt] = ast.parse(known[module].read_text()).body
-            for part in parts[cut:]:
-                found = [
-                    node
-                    for node in body
-                    if (isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part)
-                    or (isinstance(node, ast.AnnAssign) and getattr(node.target, "id", None) == part)
-                    or (isinstance(node, ast.Assign) and any(getattr(t, "id", None) == part for t in node.targets))
-                ]
-                if not found:
-                    return False
-                body = getattr(found[0], "body", [])
-            return True
-    return False
-
-
-if __name__ == "__main__":
-    PAGE.write_text(with_generated(PAGE.read_text(), generated()))
-    DRAWING.write_text(drawing(room_graph(imports())))

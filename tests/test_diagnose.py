@@ -117,7 +117,7 @@ def test_bad_input_is_refused() -> None:
     q = normal(2, 1, 10, 4)
     with pytest.raises(BochnerError, match="num_features"):
         diagnose(q, q, num_features=())
-    with pytest.raises(BochnerError, match="'near' of diagnose must be a bochner.hf.Window"):
+    with pytest.raises(BochnerError, match=r"'near' of diagnose must be a bochner.hf.Window"):
         diagnose(q, q, near=4)  # type: ignore[arg-type]
     with pytest.raises(BochnerError, match="4 axes"):
         diagnose(q[0], q[0], q[0])

@@ -141,7 +141,7 @@ def test_bad_input_is_refused() -> None:
         distill(model, texts_as_batches(1))
     with pytest.raises(BochnerError, match="steps"):
         Distillation(steps=0)
-    with pytest.raises(BochnerError, match="must be a bochner.Distillation, got dict"):
+    with pytest.raises(BochnerError, match=r"must be a bochner.Distillation, got dict"):
         distill(model, texts_as_batches(2), {"steps": 3})  # type: ignore[arg-type]
 
 

@@ -5,16 +5,17 @@ A snippet that cannot run by itself has the comment `<!-- not run: why -->` abov
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
-import itertools
 import re
+import sys
+import textwrap
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import architecture
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,12 +24,14 @@ import bochner
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SNIPPET = re.compile(r"(?:<!-- not run: (?P<why>[^\n]+?) -->\n+)?```python\n(?P<code>.*?)```", flags=re.DOTALL)
+SNIPPET = re.compile(
+    r"(?:<!-- not run: (?P<why>[^\n]+?) -->\s+)?^ *```python\n(?P<code>.*?)^ *```", flags=re.DOTALL | re.MULTILINE
+)
 
 
 def snippets(page: Path) -> list[tuple[str, str | None]]:
     """The code of a page, each piece with the reason for which it is not run, if it has one."""
-    return [(found["code"], found["why"]) for found in SNIPPET.finditer(page.read_text())]
+    return [(textwrap.dedent(found["code"]), found["why"]) for found in SNIPPET.finditer(page.read_text())]
 
 
 def attention_inputs() -> dict[str, Any]:
@@ -36,56 +39,37 @@ def attention_inputs() -> dict[str, Any]:
     return {"torch": torch, "bochner": bochner, "q": q, "k": k, "v": v}
 
 
-def minilm(kind: str) -> dict[str, Any]:
-    """Names of the pages on pretrained models: MiniLM's tokenizer, and a model of the kind the page is about."""
+def decoder(folder: str | None = None) -> dict[str, Any]:
+    """Names of the pages on decoders: a small model with the tokenizer of MiniLM, saved where a page loads it from."""
     transformers = pytest.importorskip("transformers")
     try:
         path = bochner.data.fetch("minilm", quiet=True)
-        texts = bochner.data.paragraphs("calibration", 24, words=20)
+        texts = bochner.data.paragraphs("calibration", 8, words=60)
     except bochner.data.ArtefactUnavailable as reason:
         pytest.skip(str(reason))
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     torch.manual_seed(0)
-    model: Any = None
-    small = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    if kind in ("encoder", "converted"):
-        model = transformers.AutoModel.from_pretrained(path).eval()
-        if kind == "converted":
-            bochner.convert(model, num_features=16, calibration=texts, tokenizer=tokenizer)
-    elif kind == "decoder":
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, **small
-            )
-        ).eval()
-    inputs = tokenizer(texts[0], return_tensors="pt")
-    inputs.pop("token_type_ids", None)
-    names = {"path": path, "tokenizer": tokenizer, "texts": texts, "model": model, "inputs": inputs}
-    return {"torch": torch, "bochner": bochner, **names, "pairs": list(itertools.pairwise(texts))}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2)
+    model = transformers.LlamaForCausalLM(config).eval()
+    if folder is None:
+        return {"model": model, "tokenizer": tokenizer, "texts": texts}
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {}
 
 
 # What the code of a page presupposes; pages that are not here presuppose nothing.
 PRESUPPOSED: dict[str, Callable[[], dict[str, Any]]] = {
     "several-machines.md": attention_inputs,
-    "howto-decoders.md": lambda: minilm("decoder"),
-    "README.md": lambda: minilm("none"),
-    "index.md": lambda: minilm("none"),
+    "shrink-a-cache.md": decoder,
+    "README.md": lambda: decoder("my-decoder"),
 }
-NEEDS_A_MODEL = {
-    "README.md",
-    "index.md",
-    "howto-encoders.md",
-    "howto-training.md",
-    *(name for name in PRESUPPOSED if name.startswith("howto")),
-}
-
-
-LONG = {"index.md"}  # its code is that of README.md in other lines
+NEEDS_A_MODEL = {"README.md", "shrink-a-cache.md", "start.md", "speed-up-an-encoder.md", "distil.md"}
 
 
 def marks(page: Path) -> list[Any]:
-    needs = [pytest.mark.model] if page.name in NEEDS_A_MODEL else []
-    return [*needs, pytest.mark.slow] if page.name in LONG else needs
+    return [pytest.mark.model] if page.name in NEEDS_A_MODEL else []
 
 
 @pytest.fixture
@@ -106,8 +90,8 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 )
 @pytest.mark.usefixtures("one_process", "own_maps")
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    names = {"__name__": page.stem} | PRESUPPOSED.get(page.name, dict)()
     monkeypatch.chdir(tmp_path)
+    names = {"__name__": page.stem} | PRESUPPOSED.get(page.name, dict)()
     for number, (code, why) in enumerate(snippets(page), start=1):
         if why is None:
             try:
@@ -125,55 +109,43 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> Non
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_pages_are_short_enough_to_be_read() -> None:
-    """A page has under 2,000 words, code aside."""
-    texts = {p.name: re.sub(r"```.*?```", "", p.read_text(), flags=re.S) for p in (ROOT / "docs").glob("*.md")}
-    long = {name: len(text.split()) for name, text in texts.items()}
-    assert {name: words for name, words in long.items() if words >= 2000} == {}
-
-
 def test_the_page_about_maps_names_every_map_and_says_what_the_code_chooses() -> None:
     page = (ROOT / "docs" / "which-map.md").read_text()
     table = page.partition("## Every map in a line")[2]
     missing = set(bochner.maps.FEATURE_MAPS) - set(re.findall(r"`(\w+)`", table))
     assert missing == set()
-    tree = page.partition("**What do you have?**")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`(\w+)`", tree)) & set(bochner.maps.FEATURE_MAPS)
-    assert {"landmark", "calibrated", "positive", "fastfood_prf", "angular_hybrid", "tensor_sketch"} <= named
+    tree = page.partition("## What do you have?")[2].partition("\n## ")[0]
 
     def branch(call: str) -> str:
-        """What the tree says that a call does."""
-        return next(line for line in " ".join(tree.split()).split(" - ") if call in line).partition(call)[2]
+        """What the page says that a call does."""
+        return next(line for line in tree.splitlines() if f"`{call}" in line).partition(f"`{call}")[2]
 
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = transformers.BertModel(transformers.BertConfig(**small, vocab_size=50))
     batches = [{"input_ids": torch.arange(200).view(4, 50) % 49 + 1}]
-    bochner.convert(model, calibration=batches, exact_below=0)
-    layer = bochner.hf.plan_of(model).layers[0]
-    assert f"`{layer.feature_map}`, m = {layer.num_features}" in branch("`convert(model, ...)`")
-    assert layer.window is None
-    assert "a window only if you give one" in branch("`convert(model, ...)`")
-    bochner.revert(model)
-    bochner.convert(model, window=8, sinks=1, calibration=batches, exact_below=0)
-    assert bochner.hf.plan_of(model).layers[0].window_kind == "block"
-    bochner.revert(model)
-    bochner.convert(model, train=True)
-    layer = bochner.hf.plan_of(model).layers[0]
-    assert f"`{layer.feature_map}`, m = {layer.num_features}" in branch("`convert(model, train=True)`")
-    bochner.revert(model)
-    # A target weighs kinds of heads, and no map but the one that the tree names.
-    advice = bochner.advise(model, batches, keep=0.5, minimize="time", length=64)
-    maps = {layer.feature_map for c in advice.candidates for layer in c.plan.converted if layer.feature_map}
-    assert maps <= {"landmark"}
-    assert set(re.findall(r"`(\w+)`", branch("`convert(model, keep=0.99, ...)`"))) == {"landmark"}
+
+    def chosen(*arguments: Any) -> Any:
+        conversion = bochner.convert(model, *arguments)
+        (fate,) = set(conversion.plan.layers[0].fates)
+        conversion.revert()
+        return fate
+
+    fate = chosen(bochner.Recipe(), batches)
+    assert (fate.feature_map, fate.num_features) == ("landmark", 64)
+    assert branch("convert(model, Recipe(), texts)").startswith("` takes `landmark`, m = 64,")
+    fate = chosen()
+    assert (fate.feature_map, fate.window, fate.sinks, fate.window_kind) == ("moments", 32, 1, "block")
+    assert branch("convert(model)").startswith("` takes `moments` with a block window of 32 and one sink")
+    fate = chosen(bochner.Recipe(trainable=True))
+    assert (fate.feature_map, fate.num_features) == ("calibrated", 128)
+    assert branch("Recipe(trainable=True)").startswith("` takes `calibrated`, m = 128")
     default = inspect.signature(bochner.nn.MultiheadAttention).parameters["feature_map"].default
-    assert f": `{default}`" in branch("`bochner.nn.MultiheadAttention(embed_dim, num_heads)`")
+    assert f"`bochner.nn.MultiheadAttention(embed_dim, num_heads)` takes `{default}`" in tree
     q, k, v = torch.randn(3, 1, 2, 128, 8, generator=torch.Generator().manual_seed(0))
-    measured = bochner.advise(q, k, v).heads[0].measured
+    measured = bochner.diagnose(q, k, v).heads[0].measured
     fitted = {name.split()[0].removeprefix("window+") for name in measured} & {"landmark", "calibrated"}
-    assert {f"`{name}`" for name in fitted} <= set(re.findall(r"`\w+`", branch("`advise(q, k, v)`")))
-    assert len(fitted) == 2
+    assert fitted == set(re.findall(r"`(landmark|calibrated)`", branch("diagnose(q, k, v)")))
 
 
 @pytest.fixture
@@ -196,8 +168,8 @@ def test_examples_in_docstrings_are_code_on_the_reference_page(extension: types.
 
 def test_what_a_docstring_says_of_arguments_is_a_list_on_the_reference_page(extension: types.ModuleType) -> None:
     least = {
-        bochner.convert: 19, bochner.linear_attention: 14, bochner.advise: 11, bochner.KernelOperator: 16,
-        bochner.distill: 13, bochner.nn.MultiheadAttention: 11, bochner.feature_map: 3,
+        bochner.convert: 7, bochner.linear_attention: 14, bochner.KernelOperator: 8, bochner.distill: 3,
+        bochner.nn.MultiheadAttention: 11, bochner.feature_map: 3, bochner.Recipe: 8, bochner.Target: 6,
     }  # fmt: skip
     for what, count in least.items():
         names = set(inspect.signature(what).parameters)
@@ -218,19 +190,17 @@ def test_code_on_the_pages_is_no_wider_than_a_column() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    page = (ROOT / "docs" / "reference.md").read_text()
-    modules = set(re.findall(r"^::: ([\w.]+)", page, flags=re.MULTILINE))
-
-    def documented(value: Any, name: str) -> bool:
-        home = getattr(value, "__module__", "")
-        inside = any(home == m or home.startswith(f"{m}.") for m in modules)
-        return inside or f"bochner.{name}" in modules or f"{home}.{name}" in modules
-
+    pages = "\n".join(p.read_text() for p in (ROOT / "docs").glob("reference*.md"))
+    listed = set(re.findall(r"^::: ([\w.]+)", pages, flags=re.MULTILINE))
     missing = []
-    for name in [*bochner.__all__, *bochner.hf.__all__]:
-        value = getattr(bochner, name, None) or getattr(bochner.hf, name)
-        if isinstance(value, (type, types.FunctionType)) and not documented(value, name):
-            missing.append(name)
+    for package in (bochner, bochner.hf):
+        for name in package.__all__:
+            value = getattr(package, name)
+            home = getattr(value, "__module__", "")
+            inside = any(home == m or home.startswith(f"{m}.") for m in listed)
+            public = {f"bochner.{name}", f"bochner.hf.{name}", f"{home}.{name}"} & listed
+            if isinstance(value, (type, types.FunctionType)) and not inside and not public:
+                missing.append(name)
     assert missing == []
 
 
@@ -263,30 +233,30 @@ def test_the_page_of_the_theory_names_every_function() -> None:
     assert missing == []
 
 
-def test_the_page_of_the_architecture_is_drawn_from_the_code() -> None:
-    page = architecture.PAGE.read_text()
-    assert page == architecture.with_generated(page, architecture.generated()), "run python tests/architecture.py"
-    drawn = architecture.drawing(architecture.room_graph(architecture.imports()))
-    assert architecture.DRAWING.read_text() == drawn, "run python tests/architecture.py"
-    assert "images/architecture.svg" in page
+def test_tables_of_the_pages_are_the_stored_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "extensions"))
+    sys.modules.pop("tables", None)
+    tables = importlib.import_module("tables")
+    used = set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        used |= {found["name"] for found in tables.MARKED.finditer(text)}
+        assert text == tables.filled(text), f"{page.name}: run python docs/extensions/tables.py"
+    assert used == set(tables.TABLES), "a table that no page has"
+    # A planted fault: a changed cell is written over.
+    wrong = "<!-- table: window-kinds -->\n| 1 | 2 |\n<!-- end -->"
+    assert "| window and sinks |" in tables.filled(wrong)
 
 
-def test_every_name_on_the_walks_through_the_architecture_is_in_the_code() -> None:
-    walks = architecture.PAGE.read_text().partition("## Three walks")[2]
-    names = {name for name in re.findall(r"`([\w.]+)`", walks) if "." in name}
-    assert len(names) > 25
-    assert [name for name in sorted(names) if not architecture.defined(name)] == []
-    # Planted defects: a member, a function and a module that do not exist.
-    for wrong in ("maps.base.FeatureMap.absent", "maps.base.absent", "absent.base"):
-        assert not architecture.defined(wrong)
-
-
-def test_rows_of_the_architecture_import_from_lower_rows_only() -> None:
-    graph = architecture.room_graph(architecture.imports())
-    row = {part: i for i, parts in enumerate(architecture.levels(graph)) for part in parts}
-    assert all(row[other] < row[part] for part, others in graph.items() for other in others)
-    assert architecture.levels({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == [["c"], ["b"], ["a"]]
-    graph = {"a": {"b", "c"}, "b": {"c", "_d"}, "c": set()}
-    assert architecture.reduced(graph) == {"a": {"b"}, "b": {"c"}, "c": set()}
-    drawn = architecture.drawing(graph)
-    assert (drawn.count("<rect"), drawn.count("marker-end")) == (3, 2)
+def test_formulas_become_mathml() -> None:
+    pytest.importorskip("latex2mathml")
+    spec = importlib.util.spec_from_file_location("formulas", ROOT / "docs" / "extensions" / "formulas.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = '<p>With <span class="arithmatex">\\(x &lt; y\\)</span></p><div class="arithmatex">\\[x^2\\]</div>'
+    made = module.on_page_content(page)
+    assert made.count("<math") == 2
+    assert 'display="block"' in made
+    assert "arithmatex" not in made

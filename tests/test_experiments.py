@@ -1,246 +1,398 @@
-"""The runner of the experiments: arguments, exit codes, resuming, and what counts as broken."""
+"""Experiments: the runner, results that know their sources, verdicts that have evidence, and the gallery made of "
+"them."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
+import inspect
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+ROOT = Path(__file__).parent.parent
+EXPERIMENTS = ROOT / "experiments"
+TOOLS = ("gallery", "pictures", "run")
+ALONE = ("decoder_cache", "search_ablation")  # scripts with a file of their own, which the gallery says nothing of
+SCRIPTS = [p for folder in ("experiments", "benchmarks", "examples") for p in sorted((ROOT / folder).glob("*.py"))]
+DECLARED = '''"""{first}"""
+from pathlib import Path
+
+from _framework import Said, Store, experiment
+
+
+@experiment(claim="It holds.", {items} quick={quick}, sources=("bochner.theory.rank",))
+def measure(store: Store, number: int = 3) -> None:
+    with (Path(__file__).parent / "{name}.runs").open("a") as file:
+        file.write(f"{{number}}\\n")
+    {body}
+    store.cell("value", lambda: number)
+
+
+def judge(found):
+    return Said(f"value {{found['value']}}", {verdict})
+'''
 
 
 @pytest.fixture
-def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`run.py` on a folder of three experiments: one whose claim holds, one whose does not, one that breaks."""
-    spec = importlib.util.spec_from_file_location("experiments_run", EXPERIMENTS / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    folder = tmp_path / "experiments"
-    (folder / "results").mkdir(parents=True)
-    write = "import pathlib, sys\npath = pathlib.Path(__file__)\n"
-    write += "result = path.parent / 'results' / (path.stem + '.json')\n"
-    count = "open(path.parent / (path.stem + '.runs'), 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
-    holds = f'"""Holds."""\n{write}{count}result.write_text("{{}}")\nparser = ["--quick"]\n'
-    (folder / "holds.py").write_text(holds)
-    (folder / "fails.py").write_text(f'"""Fails."""\n{write}{count}result.write_text("{{}}")\nsys.exit(1)\n')
-    (folder / "breaks.py").write_text(f'"""Breaks."""\n{write}{count}raise ZeroDivisionError\n')
-    monkeypatch.setattr(module, "HERE", folder)
-    return module
+def framework(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    return importlib.import_module("_framework")
 
 
-def runs(module: ModuleType, name: str, folder: Path | None = None) -> int:
-    file = (folder or module.HERE) / f"{name}.runs"
-    return len(file.read_text().splitlines()) if file.exists() else 0
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the runner with three experiments: one that holds, one that does not, one that breaks."""
+    home = tmp_path / "experiments"
+    (home / "results").mkdir(parents=True)
+    for name in ("_framework", "_pictures", "run"):
+        (home / f"{name}.py").write_text((EXPERIMENTS / f"{name}.py").read_text())
+    (tmp_path / "src" / "bochner" / "theory").mkdir(parents=True)
+    (tmp_path / "src" / "bochner" / "theory" / "rank.py").write_text("ONE = 1\n")
+    ours = {"items": "", "verdict": '"holds"', "body": ""}
+    declare(home, "holds", **ours, quick='{"number": 1}')
+    paper = {"items": 'items=("003 Figure 1",),', "body": ""}
+    declare(home, "fails", **paper, quick='"takes hours"', verdict='"not", "for a reason"')
+    declare(home, "breaks", **{**ours, "body": "raise ZeroDivisionError"}, quick="{}")
+    return home
 
 
-def test_a_typo_is_refused_and_help_runs_nothing(runner: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, code in ((["typo"], 2), (["--fast"], 2), (["--help"], 0)):
-        with pytest.raises(SystemExit) as stopped:
-            runner.main(arguments)
-        assert stopped.value.code == code
-    assert "unknown experiment typo; there are breaks, fails, holds" in capsys.readouterr().err
-    assert runner.main(["--list"]) == 0
-    assert not any(runs(runner, n) for n in ("holds", "fails", "breaks"))
+def declare(home: Path, name: str, **parts: str) -> None:
+    (home / f"{name}.py").write_text(DECLARED.format(first=name.title(), name=name, **parts))
 
 
-def test_what_ran_is_not_run_again_until_it_changes(runner: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
-    assert runner.main(["holds"]) == 0
-    assert runner.main([]) == 1  # a claim fails that is said to hold, and one script breaks
-    said = capfd.readouterr().out
-    assert "broke down: breaks" in said
-    assert "of these the gallery says that they hold: fails" in said
-    assert [runs(runner, n) for n in ("holds", "fails", "breaks")] == [1, 1, 1]
-    runner.main([])
-    assert [runs(runner, n) for n in ("holds", "fails", "breaks")] == [1, 1, 2]
-    (runner.HERE / "holds.py").write_text((runner.HERE / "holds.py").read_text() + "# changed\n")
-    runner.main([])
-    assert runs(runner, "holds") == 2
-    runner.main(["--again", "fails"])
-    assert runs(runner, "fails") == 2
+def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(home / "run.py"), *arguments], capture_output=True, text=True)
 
 
-def test_a_claim_that_is_known_not_to_hold_is_no_failure(runner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "NOT_REPRODUCED", {"fails"})
-    assert runner.main(["holds", "fails"]) == 0
-    assert runner.main(["breaks"]) == 1
+def runs(home: Path, name: str) -> list[str]:
+    file = home / f"{name}.runs"
+    return file.read_text().split() if file.exists() else []
 
 
-def test_quick_runs_small_forms_in_a_copy(runner: ModuleType) -> None:
-    assert runner.main(["--quick"]) == 0
-    copy = runner.HERE.parent / ".quick" / "experiments"
-    assert (copy / "holds.runs").read_text() == "--quick\n"
-    assert not (runner.HERE / "results" / "holds.json").exists()
-    assert not (copy / "fails.runs").exists()  # it has no small form
+def test_a_typo_is_refused_and_help_runs_nothing(folder: Path) -> None:
+    assert "unknown experiment typo; there are breaks, fails, holds" in run(folder, "typo").stderr
+    assert run(folder, "typo").returncode == 2
+    assert "--resume" in run(folder, "--help").stdout
+    assert "number=3" in run(folder, "--list").stdout
+    said = run(folder, "holds", "--set", "nummer=1")
+    assert "holds has no option 'nummer'; it has number" in said.stderr
+    assert not any(runs(folder, n) for n in ("holds", "fails", "breaks"))
 
 
-def test_what_a_quick_run_leaves_out_is_said_with_the_reason(
-    runner: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(runner, "LEFT_OUT", {"fails": "takes hours"})
-    assert runner.main(["--quick"]) == 0
-    assert "left out, fails: takes hours" in capfd.readouterr().out
+def test_what_is_up_to_date_is_not_run_again_until_a_source_changes(folder: Path) -> None:
+    first = run(folder)
+    assert first.returncode == 1
+    assert "broke down: breaks" in first.stdout
+    assert [len(runs(folder, n)) for n in ("holds", "fails", "breaks")] == [1, 1, 1]
+    run(folder)
+    assert [len(runs(folder, n)) for n in ("holds", "fails", "breaks")] == [1, 1, 2]
+    source = folder.parent / "src" / "bochner" / "theory" / "rank.py"
+    source.write_text('"""A docstring."""\n\n# and a comment\nONE = 1\n')
+    assert "stale" not in run(folder, "--status").stdout
+    source.write_text("ONE = 2\n")
+    assert "stale: bochner.theory.rank changed" in run(folder, "--status").stdout
+    assert len(runs(folder, "holds")) == 1  # stale is reported; nothing was measured
+    run(folder)
+    assert len(runs(folder, "holds")) == 2
 
 
-def test_every_experiment_has_a_small_form_or_a_reason_for_which_it_has_none() -> None:
-    spec = importlib.util.spec_from_file_location("experiments_run", EXPERIMENTS / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    without = {name for name in module.names() if module.quick_arguments(name) is None}
-    assert without == set(module.LEFT_OUT)
-    assert len(without) < len(module.names()) / 2
+def test_a_change_of_the_judgement_is_no_change_of_the_figures(folder: Path) -> None:
+    run(folder, "holds")
+    path = folder / "holds.py"
+    path.write_text(path.read_text().replace("value {found", "the value is {found"))
+    assert "stale" not in run(folder, "--status", "holds").stdout
+    assert "ours: the value is 3" in run(folder, "holds", "--judge").stdout
+    path.write_text(path.read_text().replace("lambda: number", "lambda: number + 1"))
+    assert "stale: experiment changed" in run(folder, "--status", "holds").stdout
 
 
-def test_the_script_itself_answers_help() -> None:
-    done = subprocess.run([sys.executable, str(EXPERIMENTS / "run.py"), "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "--quick" in done.stdout
+def test_quick_runs_small_forms_elsewhere_and_says_what_it_leaves_out(folder: Path) -> None:
+    (folder / "breaks.py").unlink()
+    done = run(folder, "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert runs(folder, "holds") == ["1"]
+    assert "left out, fails: takes hours" in done.stdout
+    assert list((folder / "results").iterdir()) == []
+    assert json.loads((folder.parent / ".quick/experiments/results/holds.json").read_text())["figures"] == {"value": 1}
 
 
-def gallery() -> ModuleType:
-    sys.path.insert(0, str(EXPERIMENTS))
-    try:
-        import gallery as module
-    finally:
-        sys.path.remove(str(EXPERIMENTS))
-    return module
+def test_options_resuming_and_figures_from_elsewhere(folder: Path, tmp_path: Path) -> None:
+    run(folder, "holds", "--set", "number=7")
+    result = json.loads((folder / "results" / "holds.json").read_text())
+    assert result["figures"] == {"value": 7}
+    assert result["made"]["options"] == {"number": 7}
+    assert result["said"]["verdict"] == "holds"
+    run(folder, "holds", "--resume")  # the figure is there
+    assert json.loads((folder / "results" / "holds.json").read_text())["figures"] == {"value": 7}
+    run(folder, "holds")
+    assert json.loads((folder / "results" / "holds.json").read_text())["figures"] == {"value": 3}
+    (tmp_path / "other.json").write_text('{"value": 9}')
+    assert "value 9" in run(folder, "holds", "--adopt", str(tmp_path / "other.json")).stdout
 
 
-def test_every_figure_and_table_of_the_papers_has_an_entry() -> None:
-    papers = {p.key: p for p in gallery().PAPERS}
+def test_figures_kept_by_resuming_stay_as_old_as_they_are(folder: Path) -> None:
+    run(folder, "holds")
+    (folder.parent / "src" / "bochner" / "theory" / "rank.py").write_text("ONE = 3\n")
+    run(folder, "holds", "--resume")
+    assert "stale: bochner.theory.rank changed" in run(folder, "--status", "holds").stdout
+
+
+def test_a_claim_that_is_known_to_fail_is_no_failure_of_a_run(folder: Path) -> None:
+    assert run(folder, "fails").returncode == 0  # the first run is what is known from then on
+    declare(folder, "holds", items="", quick="{}", body="", verdict='"fails", "it changed"')
+    (folder / "results" / "holds.json").write_text('{"said": {"verdict": "holds"}, "made": {"sources": {}}}')
+    done = run(folder, "--quick", "holds")
+    assert done.returncode == 1
+    assert "fail, though the gallery says they do not: holds" in done.stdout
+
+
+def test_a_verdict_of_the_wrong_kind_or_without_a_reason_is_refused(folder: Path) -> None:
+    for verdict in ('"reproduced"', '"fails"'):
+        declare(folder, "holds", items="", quick="{}", body="", verdict=verdict)
+        assert "the verdict must be one of ('holds', 'fails')" in run(folder, "holds").stderr
+
+
+def gallery(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    return importlib.import_module("gallery")
+
+
+def test_every_figure_and_table_of_the_papers_has_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    papers = {p.key: p for p in gallery(monkeypatch).PAPERS}
     counts = {"001": (11, 5), "002": (4, 0), "003": (20, 2), "004": (6, 7)}
     for key, (figures, tables) in counts.items():
         labels = [item.label for item in papers[key].items]
         for kind, count in (("Figure", figures), ("Table", tables)):
             missing = [n for n in range(1, count + 1) if not any(x.split(",")[0] == f"{kind} {n}" for x in labels)]
             assert missing == [], f"{kind} of {key}"
-    for paper in papers.values():
-        for item in paper.items:
-            assert bool(item.script) != bool(item.reason or item.page) or item.script, f"{paper.key} {item.label}"
-            assert not item.script or (EXPERIMENTS / f"{item.script}.py").exists(), item.script
-            assert not item.page or (EXPERIMENTS.parent / "docs" / item.page).exists(), item.page
+    theorems = " ".join(item.label for p in papers.values() for item in p.items)
+    for wanted in ("Theorems 3.1", "Theorem 3.5", "Theorem 1.1", "Theorem 4", "Lemmas 1, 2", "Theorems 2, 6"):
+        assert wanted in theorems
 
 
-def test_every_experiment_is_in_the_gallery_and_its_result_can_be_read() -> None:
-    module = gallery()
-    scripts = {p.stem for p in EXPERIMENTS.glob("[!_]*.py")} - {"run", "gallery", "pictures", "draw"}
-    text = "".join(module.pages().values())
-    assert [s for s in scripts if f'<a id="{s}"></a>' not in text] == []
-    for script in scripts:
-        said = module.said_of(script)
-        if said is not None:
-            assert said.verdict in ("reproduced", "partly", "not")
-            assert said.claim
-            assert said.ours
-            assert said.why or said.verdict == "reproduced", script
+def unfounded(item: Any, tests: set[str], results: set[str]) -> str:
+    """Why an item's verdict has no evidence; empty if it has."""
+    if item.verdict == "not tried":
+        return (
+            "" if item.why and not item.experiment and not item.tests else "not tried needs a reason and nothing else"
+        )
+    if item.experiment and item.experiment not in results:
+        return f"no stored result of {item.experiment}"
+    if not item.experiment and not item.tests:
+        return "neither an experiment nor a test"
+    if set(item.tests) - tests:
+        return f"no such test: {sorted(set(item.tests) - tests)}"
+    if item.verdict not in ("", "reproduced") and not item.why:
+        return "no reason"
+    return "" if item.baseline else "no baseline"
 
 
-def test_every_figure_that_is_reproduced_or_partly_has_a_picture() -> None:
-    module = gallery()
+def known_tests() -> set[str]:
+    return {t for p in (ROOT / "tests").glob("test_*.py") for t in re.findall(r"^def (test_\w+)", p.read_text(), re.M)}
+
+
+def test_no_verdict_without_stored_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = gallery(monkeypatch)
+    results = {p.stem for p in (EXPERIMENTS / "results").glob("*.json")}
     for paper in module.PAPERS:
         for item in paper.items:
-            said = module.said_of(item.script, item.needs) if item.script else None
-            if said is not None and said.verdict in ("reproduced", "partly"):
-                shown = module.pictures(item.script) or item.script in module.NO_PICTURE
-                assert shown, f"{paper.key} {item.label}: {item.script} has no picture"
+            assert unfounded(item, known_tests(), results) == "", f"{paper.key} {item.label}"
+            verdict, why = module.verdict_of(item)
+            assert verdict in module.ORDER
+            assert why or verdict == "reproduced", f"{paper.key} {item.label}"
+            assert verdict == "not tried" or all(module.sizes_of(item)), f"{paper.key} {item.label}: no sizes"
+            assert not item.page or (ROOT / "docs" / item.page).exists(), item.page
 
 
-def test_pictures_are_drawn_from_stored_results_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_planted_verdicts_without_evidence_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = gallery(monkeypatch).Item
+    tests, results = {"test_a"}, {"some"}
+    assert unfounded(make("Figure 1", "x", "some", baseline="b"), tests, results) == ""
+    for bad in (
+        make("Figure 1", "x", verdict="reproduced", baseline="b"),
+        make("Figure 1", "x", "other", baseline="b"),
+        make("Figure 1", "x", "some"),
+        make("Figure 1", "x", verdict="reproduced", tests=("test_b",), baseline="b"),
+        make("Figure 1", "x", verdict="not", tests=("test_a",), baseline="b"),
+        make("Figure 1", "x", verdict="not tried"),
+    ):
+        assert unfounded(bad, tests, results) != "", bad
+
+
+def test_every_experiment_is_declared_indexed_and_judged_from_its_stored_figures(
+    framework: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    import _gallery
-    import draw
-
-    monkeypatch.setattr(_gallery, "IMAGES", tmp_path)
-    names = list(draw.PICTURES)
-    assert draw.main(names) == 0
-    assert sorted(p.stem for p in tmp_path.glob("*.png")) == sorted(names)
-    assert set(json.loads((tmp_path / "drawn.json").read_text())) == set(names)
-    for name in names:  # and they are what the gallery shows
-        assert (EXPERIMENTS.parent / "docs" / "images" / "gallery" / f"{name}.png").exists()
-    monkeypatch.setattr(draw, "RESULTS", tmp_path / "none")
-    capsys.readouterr()
-    assert draw.main(["train_table"]) == 0
-    assert "left out, train_table was not run yet" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        draw.main(["train_tabel"])
-
-
-def test_a_script_that_covers_part_of_an_item_reproduces_no_more_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = gallery()
-    said = module.Said("claim", "ours", "reproduced")
-    monkeypatch.setattr(module, "said_of", lambda script, needs="": said)
-    whole, part = (module.Item("Figure 1", "what", "some", limits=x) for x in ("", "one layer"))
-    homes = {"some": "page.md"}
-    assert "**reproduced** |" in module.row(whole, homes)
-    assert "**partly**: one layer |" in module.row(part, homes)
-    said = module.Said("claim", "ours", "not", "why")
-    assert "**not**: one layer |" in module.row(part, homes)
+    module = gallery(monkeypatch)
+    scripts = {p.stem for p in EXPERIMENTS.glob("[!_]*.py")} - {*TOOLS, *ALONE}
+    assert scripts == set(framework.names())
+    indexed = {item.experiment for p in module.PAPERS for item in p.items if item.experiment}
+    assert scripts == indexed | set(module.BEYOND)
+    assert not indexed & set(module.BEYOND)
+    for name in sorted(scripts):
+        try:
+            declared = framework.load(name)
+        except ImportError:
+            continue
+        result = framework.stored(name)
+        assert result["experiment"] == name
+        assert result["claim"] == declared.claim, f"run experiments/run.py {name} --judge"
+        assert result["said"] == declared.judge(result["figures"])._asdict(), f"run experiments/run.py {name} --judge"
+        assert set(declared.sources) < set(result["made"]["sources"])
+        assert isinstance(declared.quick, dict) or declared.quick
+        assert bool(declared.items) == (name in indexed)
+        served = {f"{p.key} {i.label}" for p in module.PAPERS for i in p.items if i.experiment == name}
+        assert set(declared.items) == served, name
 
 
-def test_the_pages_have_one_section_for_every_script_and_are_made_of_the_results() -> None:
-    pages = gallery().pages()
-    for paper in gallery().PAPERS:
-        for item in paper.items:
-            assert f"| {item.label} |" in pages["gallery.md"]
-            if item.script:
-                home = re.search(rf"\[result\]\(([\w.-]+)#{item.script}\)", pages["gallery.md"])
-                assert home is not None
-                assert [n for n, text in pages.items() if f'<a id="{item.script}"></a>' in text] == [home[1]]
-                assert item.label in pages[home[1]]
-    assert "Verdict: **reproduced**" in pages["gallery-001.md"]
+def test_every_declared_source_exists(framework: ModuleType) -> None:
+    for name in framework.names():
+        try:
+            declared = framework.load(name)
+        except ImportError:
+            continue
+        assert all(framework.files_of(m) for m in declared.sources), name
 
 
-def test_no_picture_is_older_than_its_result() -> None:
-    """Beside the pictures stands what each was drawn from; figures that have changed since want it drawn again."""
-    sys.path.insert(0, str(EXPERIMENTS))
-    try:
-        import _gallery
-        import draw
-    finally:
-        sys.path.remove(str(EXPERIMENTS))
-    drawn = json.loads((EXPERIMENTS.parent / "docs" / "images" / "gallery" / "drawn.json").read_text())
-    assert set(draw.PICTURES) <= set(drawn)
-    stale = [name for name, entry in drawn.items() if _gallery.digest(entry["results"]) != entry["sha256"]]
-    assert stale == [], f"run python experiments/draw.py {' '.join(stale)}"
+def test_limits_and_own_verdicts_of_an_item_are_stronger_than_its_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = gallery(monkeypatch)
+    said = {"verdict": "reproduced", "why": ""}
+    monkeypatch.setattr(module, "result_of", lambda name: {"said": said, "paper": "p", "ours": "o"})
+    make = module.Item
+    assert module.verdict_of(make("F", "x", "some")) == ("reproduced", "")
+    assert module.verdict_of(make("F", "x", "some", limits="one layer")) == ("partly", "one layer")
+    assert module.verdict_of(make("F", "x", "some", "not", "because")) == ("not", "because")
+    said |= {"verdict": "not", "why": "it fails"}
+    assert module.verdict_of(make("F", "x", "some", limits="one layer")) == ("not", "one layer; it fails")
+    monkeypatch.setattr(module, "result_of", lambda name: None)
+    assert module.verdict_of(make("F", "x", "some"))[0] == "not tried"
 
 
-def test_a_page_says_of_every_item_what_the_index_says_and_the_index_counts_in_a_sentence() -> None:
-    module = gallery()
+def test_the_pages_have_one_section_for_every_experiment_and_are_what_the_results_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = gallery(monkeypatch)
     pages = module.pages()
     for paper in module.PAPERS:
         for item in paper.items:
-            if item.script and item.limits:
-                line = f"- Verdict on {paper.key} {item.label}, {item.title}: {module.told(item)}."
-                assert any(line in text for text in pages.values()), line
-            assert item.script or item.reason, item.label
-    said = module.summary({"reproduced": 3, "partly": 2, "not": 1, "reason": 4, "ours": 5})
-    assert said.startswith(
-        "Of the 10 figures, tables and statements of the papers 3 are reproduced, 2 in part and 1 not;"
+            assert f"| {item.label} |" in pages["gallery.md"]
+            if item.experiment:
+                home = re.search(rf"\[result\]\(([\w.-]+)#{item.experiment}\)", pages["gallery.md"])
+                assert home is not None
+                assert [n for n, t in pages.items() if f'<a id="{item.experiment}"></a>' in t] == [home[1]]
+    for name, text in pages.items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, "run experiments/gallery.py"
+    summary = module.summary(module.Counter({"reproduced": 3, "not": 1}))
+    assert summary.startswith("Of 4 items of the papers: 3 reproduced, 0 partly, 1 not, 0 not tested, 0 not tried.")
+
+
+def test_every_experiment_has_its_pictures_and_none_is_older_than_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = gallery(monkeypatch)
+    pictures = importlib.import_module("_pictures")
+    drawn = json.loads((ROOT / "docs" / "images" / "gallery" / "drawn.json").read_text())
+    for name in importlib.import_module("_framework").names():
+        wanted = () if name in module.NO_PICTURE else module.PICTURES.get(name, (name,))
+        assert module.pictures(name) == list(wanted), name
+    stale = [picture for picture, entry in drawn.items() if pictures.digest(entry["results"]) != entry["sha256"]]
+    assert stale == [], f"run python experiments/run.py NAME --draw for {stale}"
+
+
+def test_pictures_are_drawn_from_stored_figures_alone(tmp_path: Path, framework: ModuleType, monkeypatch: Any) -> None:
+    pytest.importorskip("matplotlib")
+    pictures = importlib.import_module("_pictures")
+    monkeypatch.setattr(pictures, "IMAGES", tmp_path)
+    for name in ("clustered_table", "projection_bias", "turing_machine", "softmax_metrics"):
+        framework.draw(framework.load(name))
+    assert {"clustered_table", "projection_bias", "turing_machine", "softmax_metrics", "softmax_lengths"} == set(
+        json.loads((tmp_path / "drawn.json").read_text())
     )
-    assert said.endswith("5 experiments go beyond the papers.\n")
 
 
-def test_the_ablations_of_the_landmark_fit_run_and_are_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a tiny random model with words for texts; what the file holds already is not measured again."""
-    models = pytest.importorskip("transformers")
+# Experiments whose arithmetic is their own.
+
+
+def naive_ratios(kernel: np.ndarray, first: int) -> np.ndarray:
+    rows = []
+    for i in range(first, kernel.shape[-1] + 1):
+        entries = -np.sort(-kernel[:, :i, :i].reshape(len(kernel), -1), axis=1)
+        rows.append(entries[:, i:].sum(1) / entries[:, :i].sum(1))
+    return np.stack(rows, 1)
+
+
+@pytest.mark.parametrize("shift", [0.0, -40.0, -300.0, 500.0])
+def test_prefix_ratios_have_no_scale(monkeypatch: pytest.MonkeyPatch, shift: float) -> None:
+    """A kernel of any size has the ratios of its shape: a matrix far below 1 is not one of equal entries."""
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    import landmark_ablations as ablations
+    module = importlib.import_module("sparsity_prefixes")
+    log = np.random.default_rng(0).normal(scale=4.0, size=(3, 70, 70))
+    found = module.prefix_ratios(log + shift)
+    wanted = naive_ratios(np.exp(log - log.max()), module.FIRST)
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(found, wanted, rtol=0.02)
+    np.testing.assert_allclose(found, module.prefix_ratios(log), rtol=1e-6)
+    assert found.max() < 20  # equal entries would have 69
 
+
+def test_neighbouring_entries_are_those_of_the_sorted_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    module = importlib.import_module("sparsity_prefixes")
+    log = np.random.default_rng(1).normal(size=(2, 20, 20))
+    following, double = module.neighbour_ratios(log - 200)
+    entries = -np.sort(-log.reshape(2, -1), axis=1)
+    np.testing.assert_allclose(following, np.exp(entries[:, 19] - entries[:, 20]))
+    np.testing.assert_allclose(double, np.exp(entries[:, 19] - entries[:, 39]))
+
+
+def test_the_clusters_are_those_that_the_paper_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    module = importlib.import_module("clustered_table")
+    for spread, wanted in module.DATA.values():
+        q, k, reached = module.data(spread, wanted)
+        assert q.shape == k.shape == (2 * module.ROWS, module.DIM)
+        torch.testing.assert_close(q.norm(dim=-1), torch.full((2 * module.ROWS,), module.LENGTH, dtype=torch.float64))
+        np.testing.assert_allclose(reached, wanted, atol=0.01)
+        centres = torch.stack([t[i : i + module.ROWS].mean(0) for t in (q, k) for i in (0, module.ROWS)])
+        np.testing.assert_allclose(module.losses(centres).tolist(), wanted, atol=0.02)
+    assert type(module.maps(4, q, k)[module.FAVOR]).__name__ == "HyperbolicFeatures"
+
+
+def test_the_points_of_the_product_have_the_tail_they_are_named_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    module = importlib.import_module("kernel_product_time")
+    found = {kind: module.shares(make(1024)) for kind, make in module.POINTS.items()}
+    assert 1 < found["tail"]["tail over head"] < 4
+    assert found["tail"]["light"] > 0.5
+    assert found["clusters"]["light"] < 0.02
+
+
+def test_verdicts_say_what_the_figures_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    sampled = importlib.import_module("sampled_softmax")
+    losses = {"exact": 6.0, "tree": 6.1, "uniform": 9.0}
+    for paper, verdict in ((6.05, "reproduced"), (8.0, "partly"), (9.5, "not")):
+        found = {f"{k}/0": {"loss": v} for k, v in {**losses, "trig, as the paper": paper}.items()}
+        assert sampled.judge({"runs": found}).verdict == verdict
+    policies = importlib.util.find_spec("cma") and importlib.import_module("attention_policies")
+    for solved, verdict in ((0.36, "not"), (0.95, "partly")) if policies else ():
+        found = {f"{n}/0": {"return": solved, "solved": solved} for n in policies.attentions(0)}
+        assert policies.judge({"runs": found}).verdict == verdict
+
+
+def test_the_ablations_of_the_landmark_fit_run_and_keep_what_they_have(
+    monkeypatch: pytest.MonkeyPatch, framework: ModuleType
+) -> None:
+    """On a tiny random model with words for texts; what is there already is not measured again."""
+    models = pytest.importorskip("transformers")
+    ablations = importlib.import_module("landmark_ablations")
     torch.manual_seed(0)
     config = models.BertConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=50
@@ -257,35 +409,113 @@ def test_the_ablations_of_the_landmark_fit_run_and_are_resumed(
     monkeypatch.setattr(ablations, "reviews", lambda count, words: texts[10:])
     small = {n: v._replace(m=4, M=8, texts=8) for n, v in ablations.VARIANTS.items() if n in ("window", "positive")}
     monkeypatch.setattr(ablations, "VARIANTS", {**small, "as it is": ablations.Variant(m=4, M=8)})
-    out = tmp_path / "results.json"
-    arguments = ["--layers", "1", "--only", "window", "--json", str(out)]
-    assert ablations.main(arguments) == 0
-    found = json.loads(out.read_text())
-    assert 0 < found["window"]["other authors"] < 2
-    assert 0 <= found["in the stated interval"]["window"]["same books"] <= 1
-    assert set(found) == {"window", "in the stated interval"}
-    found["window"]["modern"] = 9.0
-    out.write_text(json.dumps(found))
-    capsys.readouterr()
+    store = framework.Store("landmark_ablations")
+    monkeypatch.setattr(store, "save", lambda: None)
+    measure = framework.load("landmark_ablations").measure
+    measure(store, layers=1, only="window")
+    assert 0 < store.figures["window"]["other authors"] < 2
+    assert 0 <= store.figures["in the stated interval"]["window"]["same books"] <= 1
+    assert set(store.figures) == {"window", "in the stated interval"}
     monkeypatch.setattr(ablations, "run", None)  # nothing left to measure
-    assert ablations.main(arguments) == 0
-    assert "9.000" in capsys.readouterr().out
+    measure(store, layers=1, only="window")
 
 
-def test_verdicts_say_what_the_figures_say() -> None:
-    readers = gallery().READERS
-    names = [
-        f"{h} hybrid below positive and trig in {k}" for h in ("angular", "gaussian") for k in ("wasserstein", "ks")
-    ]
-    lengths = {"queries": 4.4, "classes": 1.9}
-    for wins, verdict in (((0, 0, 0, 0), "not"), ((4, 0, 0, 0), "partly"), ((4, 4, 4, 4), "reproduced")):
-        found = {name: f"at {n} of 4 sizes" for name, n in zip(names, wins, strict=True)}
-        found["angular hybrid fewer negative estimates than trig"] = f"at {max(2, *wins)} of 4 sizes"
-        assert readers["softmax_metrics"]({"verdict": found, "lengths": lengths}).verdict == verdict
-    losses = {"exact": 6.0, "tree": 6.1, "uniform": 9.0}
-    for paper, verdict in ((6.05, "reproduced"), (8.0, "partly"), (9.5, "not")):
-        runs = {f"{k}/0": {"loss": v} for k, v in {**losses, "trig, as the paper": paper}.items()}
-        assert readers["sampled_softmax"]({"runs": runs}).verdict == verdict
-    for held, verdict in ((("holds", "holds"), "reproduced"), (("holds", "fails"), "partly"), (("fails",) * 2, "not")):
-        said = readers["sampler_variance"]({"variance": {"tree": [0.1]}, "verdict": dict(zip("ab", held, strict=True))})
-        assert said.verdict == verdict
+# Names of the library, also those inside functions that no test calls.
+
+
+def outdated(text: str) -> list[str]:
+    """What a script asks of the library and the library does not have: names, and keywords of functions.
+
+    A keyword that a function takes by `**old` is one of an earlier version.
+    """
+    tree, known, wrong = ast.parse(text), dict[str, Any](), list[str]()
+
+    def imported(name: str) -> Any:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] != "bochner":
+                return None  # a package that is not installed here
+            wrong.append(f"no module {name}")
+            return None
+
+    def resolved(node: ast.AST) -> Any:
+        """What a dotted name stands for; None if that is not the library's, or known."""
+        if isinstance(node, ast.Name):
+            return known.get(node.id)
+        owner = resolved(node.value) if isinstance(node, ast.Attribute) else None
+        if not inspect.ismodule(owner):
+            return None
+        assert isinstance(node, ast.Attribute)
+        if not hasattr(owner, node.attr):
+            wrong.append(f"no {owner.__name__}.{node.attr}")
+        return getattr(owner, node.attr, None)
+
+    nodes = list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in (a for a in node.names if a.name.split(".")[0] == "bochner"):
+                module = imported(alias.name)
+                known[alias.asname or "bochner"] = module if alias.asname else importlib.import_module("bochner")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "bochner":
+            module = imported(node.module or "")
+            for alias in node.names if module is not None else ():
+                if not hasattr(module, alias.name) and importlib.util.find_spec(f"{module.__name__}.{alias.name}"):
+                    importlib.import_module(f"{module.__name__}.{alias.name}")
+                if not hasattr(module, alias.name):
+                    wrong.append(f"no {module.__name__}.{alias.name}")
+                known[alias.asname or alias.name] = getattr(module, alias.name, None)
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            resolved(node)
+        elif isinstance(node, ast.Call) and callable(resolved(node.func)):
+            wrong += [f"{ast.unparse(node.func)} has no {k}" for k in foreign(resolved(node.func), node.keywords)]
+    return sorted(set(wrong))
+
+
+def foreign(function: Any, keywords: list[ast.keyword]) -> list[str]:
+    """Those keywords of a call that a function does not have."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return []
+    if any(p.kind is p.VAR_KEYWORD and p.name != "old" for p in parameters.values()):
+        return []
+    return [k.arg for k in keywords if k.arg is not None and k.arg not in parameters]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_name_and_keyword_that_a_script_asks_for_exists(path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert outdated(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("planted", "found"),
+    [
+        ("from bochner.hf import plan_of", "no bochner.hf.plan_of"),
+        ("def f():\n    from bochner.hf.judge import read", "no module bochner.hf.judge"),
+        ("def f():\n    import bochner\n    bochner.maps.landmark_map()", "no bochner.maps.landmark_map"),
+        ("import bochner.maps.landmark_fit as fit\nfit.NO_SUCH", "no bochner.maps.landmark_fit.NO_SUCH"),
+        ("from bochner import convert\nconvert(1, calibration=[])", "convert has no calibration"),
+        ("from bochner import Recipe\nRecipe(None, exact_unit='group')", "Recipe has no exact_unit"),
+    ],
+)
+def test_planted_names_and_keywords_of_an_older_version_are_found(planted: str, found: str) -> None:
+    pytest.importorskip("transformers")
+    assert outdated(planted) == [found]
+    assert outdated("import torch\nfrom bochner import Recipe, convert\nconvert(1, Recipe(None), exact_below=3)") == []
+
+
+def test_reports_of_searches_are_read_in_the_form_of_this_version_and_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    searches = importlib.import_module("_searches")
+    before = {"verified": {"kept": 0.98}, "candidates": [{"memory": 0.5, "kept": 0.9}]}
+    now = {"verified": {"retained": 0.98}, "frontier": [{"memory": 0.5, "quality": {"retained": 0.9}}]}
+    for report in (before, now):
+        assert searches.search_of(report) == report
+        assert searches.retained(report["verified"]) == 0.98
+        assert searches.tried(report) == [(0.5, 0.9)]
+    assert searches.search_of({"target": before, "distillation": None}) == before

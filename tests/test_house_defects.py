@@ -152,7 +152,7 @@ def test_labels_that_a_search_would_leave_out_are_refused() -> None:
     model = build("bert", TEXT, head="AutoModelForSequenceClassification")
     labelled = [{**b, "labels": b["input_ids"][:, 3] % 2} for b in texts_as_batches(6)]
     target = Target(keep=0.9, train=Distillation(loss="model"))
-    with pytest.raises(BochnerError, match="'labels'.*bochner.distill"):
+    with pytest.raises(BochnerError, match=r"'labels'.*bochner.distill"):
         bochner.convert(model, target, labelled)
 
 

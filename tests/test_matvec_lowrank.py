@@ -1,188 +1,140 @@
-"""Randomly pivoted Cholesky: its bounds hold, it is chosen for smooth kernels, it preconditions."""
-
-import pickle
+"""One factor: pivots, its trace, products by it, solving and determinants with it."""
 
 import numpy as np
 import pytest
 import torch
-from scipy.sparse.linalg import LinearOperator, cg
+from kernel_sets import radial
+from scipy.sparse.linalg import cg
 
 from bochner._checks import BochnerError
-from bochner.matvec import KernelOperator
-from bochner.matvec.engines.lowrank import pivoted_cholesky
+from bochner.matvec import (
+    Kernel,
+    KernelOperator,
+    Preconditioner,
+    conjugate_gradients,
+    logdet,
+    pivoted_cholesky,
+)
 
 torch.set_num_threads(1)
+X = torch.randn(700, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.randn(200, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+KINDS = ["gaussian", "laplace", "matern32", "matern52", "student"]
 
 
-def dense(q, k, bandwidth):
-    return np.exp(-((q[:, None] - k[None]) ** 2).sum(-1) / (2 * bandwidth**2))
+@pytest.mark.parametrize("bandwidth", [1.0, [0.5, 2.0, 1.0]])
+@pytest.mark.parametrize("kernel", KINDS)
+def test_the_factor_leaves_a_positive_semidefinite_rest_with_the_stated_diagonal(kernel, bandwidth):
+    k = Kernel(kernel, bandwidth)
+    factor, K = pivoted_cholesky(k, X, 150), k.block(X)
+    rest = K - factor.rows @ factor.rows.T
+    torch.testing.assert_close(rest.diagonal(), factor.remaining, atol=1e-10, rtol=0)
+    assert float(torch.linalg.eigvalsh(rest)[0]) > -1e-9
+    assert float(torch.linalg.matrix_norm(rest, 2)) <= factor.trace + 1e-9
+    # It is the Nystroem approximation from its pivots, and extends to other points.
+    P = factor.pivots
+    nystroem = K[:, P] @ torch.linalg.solve(K[P][:, P], K[P])
+    torch.testing.assert_close(factor.rows @ factor.rows.T, nystroem, atol=1e-7, rtol=0)
+    between = k.block(Y, X[P]) @ torch.linalg.solve(K[P][:, P], K[P])
+    torch.testing.assert_close(factor.extend(Y) @ factor.rows.T, between, atol=1e-7, rtol=0)
 
 
-def smooth(n, d=4, seed=0):
-    return np.random.default_rng(seed).normal(size=(n, d))
+def test_pivots_stop_when_the_trace_is_small_when_told_to_and_at_duplicates():
+    k = Kernel("gaussian", 3.0)
+    assert pivoted_cholesky(k, X, 700, tolerance=1e-3).trace <= 1e-3
+    few = pivoted_cholesky(k, X, 700, tolerance=1e-3, stop=lambda trace, r: r >= 20)
+    assert few.rank < 160
+    doubled = pivoted_cholesky(k, torch.cat([X[:40], X[:40]]), 80, tolerance=1e-9)
+    assert doubled.rank <= 40
+    assert len(set(doubled.pivots.tolist())) == doubled.rank
 
 
-def test_the_factor_leaves_a_positive_semidefinite_rest_with_the_stated_diagonal():
-    X = smooth(500)
-    K = KernelOperator(X, bandwidth=2.0, eps=1e-3, method="lowrank", rank=120)
-    factor = K._engine.factor
-    rest = dense(X, X, 2.0) - (factor.keys @ factor.keys.T).numpy()
-    np.testing.assert_allclose(np.diag(rest), factor.left_keys.numpy(), atol=1e-10)
-    values = np.linalg.eigvalsh(rest)
-    assert values[0] >= -1e-9
-    assert values[-1] <= factor.trace_bound
-    assert factor.rank <= 120
-
-
-def test_pivots_stop_when_the_trace_is_small_and_duplicates_do_no_harm():
-    X = np.repeat(smooth(40), 20, 0)
-    K = KernelOperator(X, bandwidth=1.0, eps=1e-6, method="lowrank")
-    assert K._engine.factor.rank <= 60
-    assert K.certain
-    x = np.random.default_rng(0).normal(size=800)
-    assert np.linalg.norm(K @ x - dense(X, X, 1.0) @ x) <= 1e-6 * np.linalg.norm(x)
+def test_pivots_are_drawn_in_proportion_to_what_is_left():
+    """The second of two pivots, of three points of which two are nearly one: the law of drawing one by one."""
+    points = torch.tensor([[0.0], [0.1], [9.0]], dtype=torch.float64)
+    k, counts = Kernel("gaussian", 1.0), np.zeros(3)
+    for seed in range(600):
+        pivots = pivoted_cholesky(k, points, 2, seed=seed).pivots
+        counts[int(pivots[0])] += 1
+    assert abs(counts / 600 - 1 / 3).max() < 0.1
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_statements_are_deterministic_and_true(symmetric, dtype):
-    X, q = smooth(1500).astype(dtype), smooth(400, seed=1).astype(dtype)
-    K = KernelOperator(X if symmetric else q, None if symmetric else X, bandwidth=3.0, method="lowrank", eps=0.05)
+@pytest.mark.parametrize("kernel", KINDS)
+def test_products_by_a_factor_are_within_their_bounds_or_say_so(kernel, symmetric, dtype):
+    q, k = X.numpy().astype(dtype), Y.numpy().astype(dtype)
+    K = KernelOperator(q, None if symmetric else k, bandwidth=4.0, kernel=kernel, method="lowrank", eps=0.01)
+    truth = radial(q, q if symmetric else k, 4.0, kernel)
+    for x in (np.ones(K.shape[1]), np.random.default_rng(0).normal(size=K.shape[1])):
+        said = K.matvec_with_certificate(x)
+        assert (np.abs(said.value - truth @ x) <= said.row_bounds).all()
     assert K.certain
-    truth = dense((X if symmetric else q).astype(float), X.astype(float), 3.0)
-    for x in (np.ones(1500), np.eye(1500)[5], np.random.default_rng(0).normal(size=1500)):
-        estimate = K.matvec_with_certificate(x)
-        assert estimate.kind == "deterministic"
-        assert np.linalg.norm(estimate.value - truth @ x) <= estimate.bound <= 0.05 * np.linalg.norm(x)
-    z = np.ones(K.shape[0])
-    assert np.linalg.norm(K.rmatvec(z) - truth.T @ z) <= 0.05 * np.linalg.norm(z)
+    K.memory = 20 * 16 * sum(K.shape)  # a rank of about 20 fits
+    small = K.with_queries(q)
+    assert not small.certain or kernel in ("gaussian", "matern52", "student")
+    said = small.matvec_with_certificate(np.ones(K.shape[1]))
+    assert np.linalg.norm(said.value - radial(q, q if symmetric else k, 4.0, kernel).sum(1)) <= said.bound
+    assert said.met or not small.certain
 
 
-def test_a_rank_too_small_is_never_called_certain_and_the_estimate_covers_its_error():
-    X = smooth(1500)
-    K = KernelOperator(X, bandwidth=0.7, method="lowrank", eps=0.05, rank=50)
-    assert not K.certain
-    x = np.ones(1500)
-    estimate = K.matvec_with_certificate(x)
-    error = np.linalg.norm(estimate.value - dense(X, X, 0.7) @ x)
-    assert estimate.kind == "estimate"
-    assert error <= estimate.bound
-    assert not estimate.met
-    assert estimate.deterministic_bound < np.inf
-    assert estimate.deterministic_bound >= np.linalg.norm(dense(X, X, 0.7) - K @ np.eye(1500), 2) * np.linalg.norm(x)
-
-
-def test_the_bound_from_gaussian_vectors_holds_and_is_sharper():
-    X = smooth(1200, d=6)
-    K = KernelOperator(X, bandwidth=1.0, method="lowrank", rank=200, eps=0.1)
-    engine = K._engine
-    before, once = engine.factor.trace_bound, engine.probe(0.0, powers=1)
-    truth = np.linalg.norm(dense(X, X, 1.0) - K @ np.eye(1200), 2)
-    assert truth <= once < 0.2 * before
-    assert engine.confidence == pytest.approx(1 - 2.0**-10)
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_applying_the_residual_again_sharpens_the_bound_which_still_holds(symmetric):
-    X, Q = smooth(900, d=6), smooth(700, d=6)[::-1].copy()
-    for seed in range(4):  # each bound fails with probability 2^-10
-        keys, queries = (None, X) if symmetric else (X, Q)
-        K = KernelOperator(queries, keys, bandwidth=1.0, method="lowrank", rank=150, eps=0.1, seed=seed)
-        engine = K._engine
-        truth = np.linalg.norm(dense(queries, X, 1.0) - K @ np.eye(900), 2)
-        once = engine.probe(0.0, powers=3)  # a target that cannot be met: what one application says
-        thrice = engine.probe(1.01 * truth, powers=3)
-        assert truth <= thrice < 0.8 * once
-        assert thrice < 2.2 * truth  # (2 sqrt(2/pi) 4)^(1/3): a component of w is rarely above 4
-        assert engine.typical < truth
-
-
-def test_products_of_a_factor_have_the_guarantee_of_its_norm():
-    X = smooth(900, d=6)
-    trace = KernelOperator(X, bandwidth=1.0, method="lowrank", rank=150, eps=0.01)._engine.factor.trace_bound
-    K = KernelOperator(X, bandwidth=1.0, method="lowrank", rank=150, eps=0.3 * trace)
-    x = np.random.default_rng(0).normal(size=900)
-    assert K.matvec_with_certificate(x).hold_out_rows > 0
-    bound = K._engine.probe(0.0)
-    said = K.matvec_with_certificate(x)
-    assert (said.kind, said.hold_out_rows) == ("guarantee", 0)
-    assert "drawn when it was built" in said.statement
-    error = np.linalg.norm(dense(X, X, 1.0) @ x - said.value)
-    assert error <= said.bound <= 1.01 * bound * np.linalg.norm(x)
-    assert 0.2 * error <= said.error <= 5 * error
-
-
-def test_auto_takes_a_factor_for_several_products_with_a_smooth_kernel():
-    X = smooth(4500)
-    K = KernelOperator(X, bandwidth=3.0, products=20)
-    assert K.method == "lowrank"
-    assert "smooth" in K.reason
-    assert KernelOperator(X, bandwidth=3.0).materialize().method == "lowrank"
-    rough = KernelOperator(smooth(4500, d=20), bandwidth=2.5, products=20)
-    assert rough.method == "exact"
-    assert "nor smooth" in rough.reason
-
-
-def test_the_factor_preconditions_conjugate_gradients():
-    X = smooth(2000, d=3)
-    K = KernelOperator(X, bandwidth=1.5, method="exact")
-    A = LinearOperator(K.shape, matvec=lambda v: K @ v.reshape(-1) + 1e-4 * v.reshape(-1), dtype=np.float64)
-    b = np.sin(X[:, 0])
-    steps = {"without": 0, "with": 0}
-
-    def count(name):
-        def call(_):
-            steps[name] += 1
-
-        return call
-
-    cg(A, b, rtol=1e-8, maxiter=400, callback=count("without"))
-    solution, status = cg(A, b, rtol=1e-8, maxiter=400, M=K.preconditioner(1e-4, rank=300), callback=count("with"))
+def test_the_preconditioner_is_the_inverse_and_speeds_up_conjugate_gradients():
+    k, alpha = Kernel("gaussian", 1.5), 0.01
+    K = k.block(X) + alpha * torch.eye(700, dtype=torch.float64)
+    factor = pivoted_cholesky(k, X, 200)
+    P = Preconditioner(factor.rows, alpha)
+    approximate = factor.rows @ factor.rows.T + alpha * torch.eye(700, dtype=torch.float64)
+    y = torch.randn(700, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(P(approximate @ y), y)
+    assert P.logdet == pytest.approx(float(torch.logdet(approximate)))
+    fast = conjugate_gradients(lambda v: K @ v, y, P, tol=1e-8)
+    slow = conjugate_gradients(lambda v: K @ v, y, tol=1e-8, max_iter=fast.steps)
+    torch.testing.assert_close(fast.value, torch.linalg.solve(K, y), rtol=1e-5, atol=1e-5)
+    assert fast.residual <= 1e-8 < slow.residual
+    warm = conjugate_gradients(lambda v: K @ v, y, P, tol=1e-8, start=fast.value)
+    assert warm.steps == 0
+    solution, status = cg(K.numpy(), y[:, 0].numpy(), M=P, rtol=1e-8, maxiter=fast.steps + 5)
     assert status == 0
-    assert steps["with"] <= 0.2 * steps["without"]
-    assert np.linalg.norm(A @ solution - b) <= 1e-6 * np.linalg.norm(b)
-    with pytest.raises(BochnerError, match="symmetric"):
-        KernelOperator(X[:10], X, bandwidth=1.0).preconditioner(1.0)
-    with pytest.raises(BochnerError, match="'ridge'"):
-        K.preconditioner(0.0)
+    np.testing.assert_allclose(solution, fast.value[:, 0], rtol=1e-4, atol=1e-4)
+    drawn = P.draw(20_000, torch.Generator().manual_seed(0))
+    assert float((drawn @ drawn.T / 20_000 - approximate).abs().max()) < 0.08
+    with pytest.raises(BochnerError, match="raise 'alpha'"):
+        Preconditioner(torch.ones(4, 2, dtype=torch.float64), 1e-30)
 
 
-@pytest.mark.parametrize("kernel", ["laplace", "matern32", "matern52", "student"])
-def test_other_kernels_have_factors(kernel):
-    X = smooth(400, d=2)
-    K = KernelOperator(X, bandwidth=3.0, kernel=kernel, method="exact")
-    factor = pivoted_cholesky(K._problem, 400, 1e-6)
-    np.testing.assert_allclose((factor.keys @ factor.keys.T).numpy(), K @ np.eye(400), atol=1e-5)
+@pytest.mark.parametrize("with_factor", [True, False])
+def test_the_error_of_a_determinant_is_that_of_its_draws(with_factor):
+    k = Kernel("matern32", 1.0)
+    K = k.block(X) + 0.1 * torch.eye(700, dtype=torch.float64)
+    P = Preconditioner(pivoted_cholesky(k, X, 60).rows, 0.1) if with_factor else None
+    truth = float(torch.logdet(K))
+    found = [logdet(lambda v: K @ v, 700, P, seed=seed, steps=40) for seed in range(20)]
+    misses = sum(abs(one.value - truth) > one.error for one in found)
+    assert misses <= 5  # nominally one in twenty
+    mean = np.mean([one.value for one in found])
+    assert abs(mean - truth) <= 3 * np.mean([one.error for one in found]) / 2 / 20**0.5
 
 
-@pytest.mark.parametrize(("kernel", "bandwidth"), [("gaussian", 3.0), ("matern52", 20.0)])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_what_a_factor_leaves_is_kept_where_it_is_large_and_bounded_elsewhere(symmetric, kernel, bandwidth):
-    """A smooth core and outlying pairs: the factor is spent on the core, the pairs are entries of the rest."""
-    rng = np.random.default_rng(0)
-    pairs = np.repeat(rng.normal(size=(100, 4)) * 20 * bandwidth, 2, 0) + 0.5 * rng.normal(size=(200, 4))
-    X = np.concatenate([rng.normal(size=(900, 4)), pairs])
-    q = X if symmetric else np.concatenate([X[::3], pairs + 0.1])
-    K = KernelOperator(
-        q, None if symmetric else X, bandwidth=bandwidth, kernel=kernel, eps=0.05, method="lowrank+sparse", rank=128
-    )
-    assert K.method == "lowrank+sparse"
-    engine = K._engine
-    assert engine.factor.trace_bound > 0.05
-    assert K.certain
-    truth = KernelOperator(q, X.copy(), bandwidth=bandwidth, kernel=kernel, method="exact") @ np.eye(len(X))
-    error = truth - K @ np.eye(len(X))
-    assert 0 < np.linalg.norm(error, 2) <= engine.bound <= 0.05
-    assert np.abs(error).sum(1).max() <= (engine.bound if symmetric else 0.05) + 1e-8
-    assert engine.remainder.entries < 0.05 * truth.size
-    x = rng.normal(size=len(X))
-    assert K.matvec_with_certificate(x).kind == "deterministic"
-    z = rng.normal(size=len(q))
-    np.testing.assert_allclose(K.rmatvec(z), (truth - error).T @ z, atol=1e-8)
-    again = pickle.loads(pickle.dumps(K))
-    np.testing.assert_array_equal(again @ x, K @ x)
+@pytest.mark.parametrize("n", [900, 2600])
+def test_operators_solve_and_have_determinants(n):
+    """By factorisation and, beyond 2,048 rows, by conjugate gradients and Lanczos."""
+    points = torch.randn(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    A = KernelOperator(points, bandwidth=1.0, eps=1e-5).shifted(0.1)
+    y = np.random.default_rng(0).normal(size=(n, 2))
+    truth = A.to_dense()
+    np.testing.assert_allclose(truth @ A.solve(y), y, atol=1e-4)
+    np.testing.assert_allclose(truth @ A.solve(y[:, 0]), y[:, 0], atol=1e-4)
+    found = A.logdet()
+    assert abs(found.value - np.linalg.slogdet(truth)[1]) <= 2 * found.error + 1e-6
+    assert (found.error == 0) == (n <= 2048)
+    _, status = cg(A, y[:, 0], M=A.preconditioner(), rtol=1e-6)
+    assert status == 0
 
 
-def test_a_remainder_that_is_not_sparse_is_refused():
-    with pytest.raises(BochnerError, match=r"entries.*raise 'rank'"):
-        KernelOperator(smooth(800, d=12), bandwidth=2.0, eps=0.01, method="lowrank+sparse", rank=20)
+def test_solving_refuses_what_cannot_be_solved():
+    A = KernelOperator(X.repeat(4, 1), eps=0.5).shifted(0.1)
+    with pytest.raises(BochnerError, match=r"eps below the shift.*eps=0.01"):
+        A.solve(np.ones(2800))
+    B = KernelOperator(X.repeat(4, 1), eps=1e-3).shifted(0.1)
+    with pytest.raises(BochnerError, match="stopped after 1 steps"):
+        B.solve(np.random.default_rng(0).normal(size=2800), max_iter=1, tol=1e-12)

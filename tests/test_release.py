@@ -33,8 +33,8 @@ def test_the_version_stands_in_one_place(history: ModuleType) -> None:
         "_version.py"
     ]
     released = bochner.__version__.partition(".dev")[0]
-    for page in ("CHANGELOG.md", "docs/release-notes.md"):
-        assert f"## {released}" in (ROOT / page).read_text()
+    assert f"## {released}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"The version is {released}" in (ROOT / "docs" / "install.md").read_text()
 
 
 def test_two_versions_are_compared(history: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

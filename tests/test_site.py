@@ -23,7 +23,8 @@ const look = (frame) => {
     && !clipped(e)).map((e) => e.tagName + ": " + e.textContent.trim().slice(0, 60));
   const pictures = [...page.images];
   return { title: page.title, width: root.scrollWidth, over: over.slice(0, 3), pictures: pictures.length,
-    missing: pictures.filter((p) => !p.naturalWidth).map((p) => p.src), words: page.body.innerText.length };
+    missing: pictures.filter((p) => !p.naturalWidth).map((p) => p.src), words: page.body.innerText.length,
+    formulas: page.querySelectorAll("math").length, cards: page.querySelectorAll(".cards a").length };
 };
 (async () => {
   for (const name of pages) {
@@ -78,6 +79,8 @@ def test_pages_fit_the_screen_and_show_their_pictures(site: Path, tmp_path: Path
     assert wide == {}
     assert found["gallery-003/"]["pictures"] > 12
     assert all(f["words"] > 300 for f in found.values())
+    assert found["theory/"]["formulas"] >= 8
+    assert found["./"]["cards"] == 4
     assert console == ""
 
 
@@ -112,5 +115,5 @@ def test_the_search_finds_a_page(site: Path, tmp_path: Path) -> None:
     (site / "start" / "searched.html").write_text(page.replace("</body>", script), encoding="utf-8")
     with served(site) as (address, received):
         hits, console = answered(f"{address}/start/searched.html", received, tmp_path)
-    assert "/landmark/" in json.loads(hits)
+    assert "/which-map/" in json.loads(hits)
     assert console == ""

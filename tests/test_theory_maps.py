@@ -9,7 +9,7 @@ import pytest
 import torch
 from stats import check_mean, check_mse, check_mse_at_most
 
-from bochner import theory
+from bochner import feature_map, kernel_estimate, theory
 from bochner._checks import BochnerError
 
 X = torch.tensor([[0.3, -0.2, 0.4, 0.1], [0.1, 0.5, -0.3, 0.2], [0.6, 0.0, 0.2, -0.3]], dtype=torch.float64)
@@ -310,6 +310,42 @@ def test_polynomial_features_needed_suffice() -> None:
         assert theory.mse_tensor_sketch(x, y, (0.8 * m).floor(), n) > (0.2 * value) ** 2
         m = theory.polynomial_features_needed(x, y, 0.2, n, map="sum_poly")
         assert theory.mse_sum_poly(x, y, m, n) <= (0.2 * value) ** 2 < theory.mse_sum_poly(x, y, m - 1, n)
+
+
+def polynomial_estimates(name: str, x: torch.Tensor, y: torch.Tensor, m: int, degree: int, draws: int) -> torch.Tensor:
+    phi = feature_map(name, dim=len(x), num_features=m, degree=degree, num_heads=draws).double()
+    a, b = (t.expand(draws, 1, -1) for t in (x, y))
+    return kernel_estimate(phi, a, b).flatten()
+
+
+@pytest.mark.parametrize("name", ["sum_poly", "tensor_sketch"])
+def test_chebyshev_bounds_the_tails_of_polynomial_features(name: str) -> None:
+    """Results 3, 4, 6 and 7 of the problem set: means of absolute errors, and how often they exceed a target."""
+    x, y, m, n, draws = X[0], X[0] + Y[0], 16, 2, 20_000
+    truth = float(x @ y) ** n
+    off = (polynomial_estimates(name, x, y, m, n, draws) - truth).abs()
+    mse = (theory.mse_sum_poly if name == "sum_poly" else theory.mse_tensor_sketch)(x, y, m, n)
+    assert off.mean() <= mse.sqrt()  # Jensen: Results 3 and 6
+    for share in (0.5, 1.0, 2.0):
+        bound = float(theory.polynomial_tail_bound(x, y, m, share, n, map=name))
+        assert bound == pytest.approx(min(1.0, float(mse) / (share * truth) ** 2))
+        assert (off >= share * truth).double().mean() <= bound + 5 * (bound / draws) ** 0.5
+    wide = theory.polynomial_tail_bound(x, y, m, 3 * truth, n, map=name, relative=False)
+    assert wide == pytest.approx(min(1.0, float(mse) / (3 * truth) ** 2))
+
+
+@pytest.mark.parametrize("name", ["sum_poly", "tensor_sketch"])
+def test_features_for_a_tail_keep_it(name: str) -> None:
+    x, y, n, target, failure = X[0], X[0] + Y[0], 2, 0.5, 0.2
+    m = int(theory.polynomial_features_needed(x, y, target, n, map=name, failure=failure))
+    assert m > theory.polynomial_features_needed(x, y, target, n, map=name)
+    assert theory.polynomial_tail_bound(x, y, m, target, n, map=name) <= failure
+    assert theory.polynomial_tail_bound(x, y, m // 2, target, n, map=name) > failure
+    truth = float(x @ y) ** n
+    off = (polynomial_estimates(name, x, y, m, n, 2_000) - truth).abs()
+    assert (off > target * truth).double().mean() <= failure
+    with pytest.raises(BochnerError, match="map"):
+        theory.polynomial_tail_bound(x, y, 4, 0.5, 2, map="maclaurin")
 
 
 def test_maclaurin_features_have_their_error() -> None:

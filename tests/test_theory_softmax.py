@@ -8,7 +8,7 @@ import pytest
 import torch
 from stats import check_mean, check_mse, check_mse_at_most
 
-from bochner import theory
+from bochner import feature_map, kernel_estimate, theory
 from bochner._checks import BochnerError
 
 X = torch.tensor([[0.3, -0.2, 0.4, 0.1], [0.1, 0.5, -0.3, 0.2], [0.4, 0.0, 0.2, -0.3]], dtype=torch.float64)
@@ -229,11 +229,32 @@ def test_features_pairs_keeps_its_promise() -> None:
     assert (errors > 0.4).double().mean() < 0.05
 
 
-def test_uniform_planner_follows_theorem_4() -> None:
-    d, R, eps = 16, 2.0, 0.3
-    delta = eps / math.exp(R**2 / math.sqrt(d))
-    assert theory.features_uniform(d, R, eps) == math.ceil(d / delta**2 * math.log(4 * d**0.75 * R / delta))
-    assert theory.features_uniform(d, R, eps, constant=0.5) < theory.features_uniform(d, R, eps)
+@pytest.mark.parametrize(("d", "radius", "eps"), [(4, 0.8, 0.3), (8, 1.2, 0.25), (8, 0.6, 0.2)])
+def test_the_uniform_planner_is_enough_at_any_length(d: int, radius: float, eps: float) -> None:
+    """Theorem 4 of Performers, simulated: the largest error over all pairs of 50 and of 400 rows stays below eps."""
+    m = theory.features_uniform(d, radius, eps)
+    g = torch.Generator().manual_seed(d)
+    worst = {}
+    for rows in (50, 400):
+        rows_of = torch.nn.functional.normalize(torch.randn(2, rows, d, generator=g, dtype=torch.float64), dim=-1)
+        x, y = radius * d**-0.25 * rows_of  # the norm is that before scaling
+        phi = feature_map("trig", dim=d, num_features=m, projection="orthogonal", seed=rows).double()
+        worst[rows] = max(
+            float((kernel_estimate(phi.redraw_(seed), x, y) - (x @ y.mT).exp()).abs().max()) for seed in range(5)
+        )
+        assert worst[rows] <= eps
+    # The law is not tight: a tenth of the features is enough as well, a five-hundredth is not.
+    for share, enough in ((10, True), (500, False)):
+        phi = feature_map("trig", dim=d, num_features=max(1, m // share), projection="orthogonal", seed=0).double()
+        found = float((kernel_estimate(phi, x, y) - (x @ y.mT).exp()).abs().max())
+        assert (found <= eps) == enough, (share, found)
+
+
+def test_the_uniform_planner_scales_as_theorem_4_says() -> None:
+    one, two = (theory.features_uniform(16, 2.0, eps) for eps in (0.3, 0.15))
+    assert 4 < two / one < 5.5  # 1 / eps^2, and a logarithm
+    assert 0.49 < theory.features_uniform(16, 2.0, 0.3, constant=0.5) / one < 0.51
+    assert theory.features_uniform(16, 3.0, 0.3) / one == pytest.approx(math.exp(2 * (9 - 4) / 4), rel=0.5)
 
 
 def test_optimal_A_minimises_the_error() -> None:

@@ -115,58 +115,56 @@ def test_fastfood_variants_that_do_not_differ_are_reproduced_in_part_only(experi
     level = {v: [60.0, 61.0, 62.0] for v in train_fastfood.VARIANTS}
     apart = {"FastFood": [50.0, 51.0, 52.0], "FastFood-S": [55.0, 56.0, 57.0], "FastFood-SGB": [60.0, 61.0, 62.0]}
     last = {**apart, "FastFood-SGB": [40.0, 41.0, 42.0]}
-    assert train_fastfood.judge(dict.fromkeys(train_fastfood.TASKS, level))[0] == "partly"
-    assert "no variant differs" in train_fastfood.judge(dict.fromkeys(train_fastfood.TASKS, level))[1]
-    assert train_fastfood.judge(dict.fromkeys(train_fastfood.TASKS, apart)) == ("reproduced", "")
-    assert train_fastfood.judge(dict.fromkeys(train_fastfood.TASKS, last))[0] == "not"
-    verdict, why = train_fastfood.judge({"text": apart})
+    assert train_fastfood.judge_tasks(dict.fromkeys(train_fastfood.TASKS, level))[0] == "partly"
+    assert "no variant differs" in train_fastfood.judge_tasks(dict.fromkeys(train_fastfood.TASKS, level))[1]
+    assert train_fastfood.judge_tasks(dict.fromkeys(train_fastfood.TASKS, apart)) == ("reproduced", "")
+    assert train_fastfood.judge_tasks(dict.fromkeys(train_fastfood.TASKS, last))[0] == "not"
+    verdict, why = train_fastfood.judge_tasks({"text": apart})
     assert verdict == "partly"
     assert "nli" in why
 
 
 def test_the_verdict_on_speed_comes_from_the_figures(experiments: None) -> None:
-    import _index
+    import train_speed
 
     def said(kernel: float, exponent: float = 1.0, held: float = 1.0) -> Any:
         lengths = [1024, 2048, 4096, 8192]
         times = {"exact": 2.0, "identity": 1.0, "positive": kernel, "window+calibrated": kernel}
         grown = {k: {str(n): x * n**exponent for n in lengths} for k, x in times.items()}
         memory = {k: {str(n): x * n for n in lengths} for k, x in {**dict.fromkeys(times, 1.0), "exact": held}.items()}
-        return _index._train_speed({"time": grown, "memory": memory})
+        return train_speed.judge({"time": grown, "memory": memory})
 
-    assert said(1.1, held=9.0)[2:] == ("reproduced", "")
+    assert said(1.1, held=9.0)[1:] == ("reproduced", "")
     assert said(1.1, exponent=1.3, held=9.0).verdict == "not"
     assert said(1.7, held=9.0).verdict == "partly"
     assert "1.7" in said(1.7, held=9.0).why
     assert "hardly more memory" in said(1.1).why
 
 
-def test_runs_without_a_normaliser_are_told(experiments: None) -> None:
-    import _index
+def test_runs_that_do_no_better_than_copying_test_nothing(experiments: None) -> None:
+    import train_kernels
 
-    runs = {"relu/0": {"accuracy": 0.1}, "relu, no normaliser/0": {"accuracy": 0.1}}
-    assert "1 without the normaliser" in _index._train_kernels(runs).why
-    assert "normaliser" not in _index._train_kernels({"relu/0": {"accuracy": 0.1}}).why
-    stopped = {**runs, "trig/0": {"stopped": "the loss is nan"}}
-    assert "1 runs stopped" in _index._train_kernels(stopped).why
+    runs = {f"{name}/0": {"accuracy": 0.1} for name in ("relu", "relu, no normaliser")}
+    assert train_kernels.judge(runs).verdict == "not tested"
+    assert "copying" in train_kernels.judge(runs).why
+    assert train_kernels.judge({**runs, "exact/0": {"accuracy": 0.5}}).verdict == "partly"
+    assert "trig/0" in train_kernels.judge({**runs, "trig/0": {"stopped": "the loss is nan"}}).ours
 
 
-def test_runs_of_other_presets_are_not_taken_for_these(
-    experiments: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import json
-
-    import train_fastfood
+def test_runs_of_other_presets_are_not_taken_for_these(experiments: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import _framework
+    import _training
     import train_table
 
     preset = tasks.task("text").presets["small"]
-    run = {"accuracy": 0.6, **{k: getattr(preset, k) for k in train_table.SAME}}
+    run = {"accuracy": 0.6, **{k: getattr(preset, k) for k in _training.SAME}}
     old = {**run, "steps": preset.steps + 1}
-    stored = {"runs": {"text/FastFood/0": run, "text/FastFood/1": old}}
-    (tmp_path / "train_fastfood.json").write_text(json.dumps(stored))
-    monkeypatch.setattr(train_fastfood, "RESULTS", tmp_path)
+    store = _framework.Store("train_fastfood")
+    store.figures = {"runs": {"text/FastFood/0": dict(run), "text/FastFood/1": old}}
+    monkeypatch.setattr(store, "save", lambda: None)
     monkeypatch.setattr(train_table, "known", lambda: {"text/fastfood_prf/2": run, "text/relu/0": run})
-    assert sorted(train_fastfood.known()) == ["text/FastFood-SGB/2", "text/FastFood/0"]
+    _framework.load("train_fastfood").measure(store, only="no such task")
+    assert sorted(store.figures["runs"]) == ["text/FastFood-SGB/2", "text/FastFood/0"]
 
 
 def test_a_learned_kernel_is_behind_only_beyond_the_noise_of_counting(experiments: None) -> None:
@@ -181,22 +179,13 @@ def test_a_learned_kernel_is_behind_only_beyond_the_noise_of_counting(experiment
     assert len(cells) == len(set(cells)) == len(train_length.LENGTHS) * len(train_length.ATTENTIONS)
 
 
-def test_cells_of_the_table_are_not_trained_again(
-    experiments: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cells_of_the_table_are_not_trained_again(experiments: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import train_length
     import train_table
 
-    monkeypatch.setattr(train_length, "RESULTS", tmp_path)
-    runs = {
-        "text/relu/0": {"accuracy": 0.1},
-        "text/positive/0": {"accuracy": 0.6},
-        "text/positive/1": {"accuracy": 0.2},
-    }
-    monkeypatch.setattr(train_table, "known", lambda: runs)
-    assert train_length.known() == {"accuracy": {"positive/1024": 0.6}, "counts": {}}
-    train_length.keep({"accuracy": {"positive/256": 0.5}, "counts": {"256": 0.6}})
-    assert train_length.known() == {"accuracy": {"positive/256": 0.5, "positive/1024": 0.6}, "counts": {"256": 0.6}}
+    found = {"text/relu/0": 0.1, "text/positive/0": 0.6, "text/positive/1": 0.2}
+    monkeypatch.setattr(train_table, "known", lambda: {k: {"accuracy": x} for k, x in found.items()})
+    assert train_length.of_table() == {"positive/1024": 0.6}
 
 
 def test_models_are_trained_without_a_normaliser_only_where_said(experiments: None) -> None:

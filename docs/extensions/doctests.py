@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
@@ -35,7 +36,7 @@ def described(text: str, parameters: set[str]) -> str:
     Args:
         a: one.
         b: two lines. Also `d`: no.
-        c: see `b`.
+        c: two lines. Also `d`: no.
     """
     rest, found = [], []
     for block in re.split(r"\n\s*\n", text):
@@ -57,7 +58,7 @@ def described(text: str, parameters: set[str]) -> str:
                 first, *others = re.findall(r"`(\w+)", name[1])
                 shape = " ".join(re.findall(r"`[^`]*=[^`]*`|\([^)]*\)", name[1])) + name[2]
                 found.append((first, f"{shape}: {flat[name.end() : end]}".removeprefix(": ").strip()))
-                found += [(other, f"see `{first}`.") for other in others]
+                found += [(other, found[-1][1]) for other in others]
         if kept:
             rest.append("\n".join(kept))
     if not found:
@@ -71,12 +72,27 @@ def described(text: str, parameters: set[str]) -> str:
 
 
 class Doctests(griffe.Extension):
-    """Rewrites the docstring of everything that is documented."""
+    """Rewrites the docstring of everything that is documented, and gives public names to what is imported late."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        for module in (pkg, pkg.members.get("hf")):
+            late = module.members.get("_LAZY") if isinstance(module, griffe.Module) else None
+            if not isinstance(late, griffe.Attribute):
+                continue
+            for name, where in ast.literal_eval(str(late.value)).items():
+                home, _, what = where.partition(":")
+                target = f"{home}.{what}" if what else home
+                if "." not in home:  # of bochner.hf: the name of a module alone
+                    target = f"{module.path}.{home}.{name}"
+                if name not in module.members:
+                    module.set_member(name, griffe.Alias(name, target))
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is None:
             return
         text = obj.docstring.value
+        if obj.is_function and "old" in obj.parameters:  # call forms of the version before
+            del obj.parameters["old"]
         if obj.is_function or obj.is_class:
             text = described(text, {p.name.lstrip("*") for p in obj.parameters})
         obj.docstring.value = fenced(text)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from bochner import attention, data, feedforward, maps, nn, theory
+from bochner import attention, data, maps, nn, theory
 from bochner._checks import BochnerError, BochnerWarning, MissingExtraError
 from bochner._lazy import lazy
 from bochner._version import __version__
@@ -33,6 +33,8 @@ _LAZY = {
     "cli": "bochner.cli",
     "estimators": "bochner.estimators",
     "sampling": "bochner.sampling",
+    "papers": "bochner.papers",
+    "feedforward": "bochner.feedforward",
     "report": "bochner.report",
     "tasks": "bochner.tasks",
     "Calibration": "bochner.hf.config:Calibration",
@@ -47,7 +49,7 @@ _LAZY = {
     "distill": "bochner.hf.distill:distill",
     "revert": "bochner.hf.conversion:revert",
     "search": "bochner.hf.conversion:search",
-    "sparsity": "bochner.matvec.reduction:sparsity",
+    "sparsity": "bochner.papers.attention_kernel:sparsity",
 }
 
 __all__ = [

@@ -292,7 +292,7 @@ class Scan:
             sums = key_sums(keys.psi, keys.scale, keys.v, refs[..., 1:], keys.columns)
             first = None if self.fresh and part.number == 0 else carry.value
             far, after = prefix(sums, refs, first, gone, has_graph=self._has_graph())
-            return Sums(far, refs[..., :t]), carry if after is None else Sums(after, refs[..., gone])
+            return Sums(far, refs[..., :t]), carry if after is None else Sums(after, refs[..., gone].clone())
         ref = torch.maximum(keys.scale.detach().amax((-3, -2, -1)), carry.ref)
         if self.behind is not None:
             refs = self.behind[:, :, part.number]

@@ -1,19 +1,24 @@
-"""Kernel methods as scikit-learn estimators: random features, regression, densities, principal components.
+"""Kernel methods as scikit-learn estimators: regression, classification, densities, components, random features.
 
 They take part in pipelines, `clone`, `GridSearchCV` and pickling like scikit-learn's own, and need the extra
-`bochner[sklearn]`. The kernel is Gaussian, `exp(-gamma |x - y|^2)`, unless a feature map says otherwise.
+`bochner[sklearn]`.
 """
 
-from bochner.estimators.density import KernelDensity
 from bochner.estimators.features import RandomFeatures, components_needed
+from bochner.estimators.local import KernelDensity, NadarayaWatson
+from bochner.estimators.nystrom import Centers
 from bochner.estimators.pca import KernelPCA
-from bochner.estimators.regression import GaussianProcessRegressor, KernelRidge, NadarayaWatson
+from bochner.estimators.process import GaussianProcessRegressor
+from bochner.estimators.ridge import KernelClassifier, KernelRidge, KernelRidgeCV
 
 __all__ = [
+    "Centers",
     "GaussianProcessRegressor",
+    "KernelClassifier",
     "KernelDensity",
     "KernelPCA",
     "KernelRidge",
+    "KernelRidgeCV",
     "NadarayaWatson",
     "RandomFeatures",
     "components_needed",

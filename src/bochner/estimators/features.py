@@ -15,7 +15,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from bochner import theory
 from bochner._checks import BochnerError, one_of, positive_float, positive_int
-from bochner.estimators._kernel import draw_seed, resolve_gamma
+from bochner.estimators._checks import draw_seed, resolve_gamma
+from bochner.estimators.rows import blockwise, refuse_dask
 from bochner.maps import FeatureMap, feature_map, named, options_of
 
 KERNELS = ("gaussian", "softmax")
@@ -93,6 +94,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any = None) -> RandomFeatures:
+        refuse_dask(type(self).__name__, X)
         X = validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32])
         owner = type(self).__name__
         one_of(self.kernel, "kernel", owner, KERNELS)
@@ -111,6 +113,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         self.n_components_ = self._n_features_out = self.feature_map_.feature_dim
         return self
 
+    @blockwise(lambda model: (model.n_components_, None))
     def transform(self, X: Any, role: str = "query") -> np.ndarray:
         """The features of the rows of X, (n, n_components_)."""
         check_is_fitted(self)

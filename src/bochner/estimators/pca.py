@@ -13,18 +13,22 @@ from sklearn.utils.extmath import svd_flip
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from bochner._checks import positive_float, positive_int
-from bochner.estimators._kernel import centred, draw_seed, linear_kernel, positive, resolve_gamma, tile
-from bochner.matvec import KernelOperator
+from bochner.estimators._checks import draw_seed, positive, resolve_gamma
+from bochner.estimators.nystrom import CrossKernel
+from bochner.estimators.rows import blockwise, refuse_dask
+from bochner.matvec import Kernel, KernelOperator
 
 DENSE = 512  # rows up to which the whole spectrum is computed
+PRODUCTS = 30  # to expect of Lanczos iteration
 
 
 class KernelPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """Principal components in the feature space of the Gaussian kernel: the top of `H K H`, H = I - 11'/n.
+    """Principal components of X with columns of similar spread, in the feature space of the Gaussian kernel.
 
-    Lanczos iteration on a strictly linear kernel operator: n x n is never held beyond 2 GB. By Weyl's inequality every
-    eigenvalue is within `eps` of the true one. Up to 512 rows, and for more than a quarter as many components as rows,
-    the whole spectrum is computed from the dense matrix (n^2 numbers, O(n^3)) unless `method` says otherwise.
+    The top of `H K H`, H = I - 11'/n, by Lanczos iteration on `KernelOperator`: n x n is never held. By Weyl's
+    inequality every eigenvalue is within `eps` of the true one. Up to 512 rows, and for more than a quarter as many
+    components as rows, the whole spectrum is computed from the dense matrix (n^2 numbers, O(n^3)) unless `method` says
+    otherwise.
 
     Args:
         n_components: how many, at most n.
@@ -34,7 +38,7 @@ class KernelPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         tol: of the Lanczos iteration, relative to each eigenvalue; 0 is machine precision.
         random_state: of the start vector and of approximate products.
 
-    Attributes: `eigenvalues_` (descending), `eigenvectors_` (n, n_components), `gamma_`, `operator_`.
+    Attributes: `eigenvalues_` (descending), `eigenvectors_` (n, n_components), `gamma_`.
 
     >>> import numpy as np
     >>> X = np.random.default_rng(0).normal(size=(100, 4))
@@ -60,56 +64,51 @@ class KernelPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any = None) -> KernelPCA:
+        refuse_dask(type(self).__name__, X)
         X = validate_data(self, X, dtype=[np.float64, np.float32], ensure_min_samples=2)
         owner, n = type(self).__name__, X.shape[0]
         k = min(positive_int(self.n_components, "n_components", owner), n)
-        eps = positive_float(self.eps, "eps", owner)
-        tol = positive(self.tol, "tol", owner, zero=True)
+        eps, tol = positive_float(self.eps, "eps", owner), positive(self.tol, "tol", owner, zero=True)
         self.gamma_ = resolve_gamma(self.gamma, X, owner)
+        sigma = float((0.5 / self.gamma_) ** 0.5)
         rng = check_random_state(self.random_state)
-        points, seed = centred(X, self.gamma_, eps), draw_seed(rng)
-        self.mean_ = points.mean
-        ones = torch.ones(n, 1, dtype=torch.float64)
+        points = torch.from_numpy(np.array(X, dtype=np.float64))
         if self.method == "auto" and (n <= DENSE or k > n // 4):
-            z = torch.from_numpy(points.rows).double()
-            K = tile(z, z, self.gamma_)
+            K = Kernel("gaussian", sigma).block(points).numpy()
             means = K.mean(0)
-            values, vectors = np.linalg.eigh((K - means - means[:, None] + means.mean()).numpy())
+            values, vectors = np.linalg.eigh(K - means - means[:, None] + means.mean())
         else:
-            product = linear_kernel(points.rows, self.gamma_, eps, self.method, seed).product
-            means = (product(ones) / n)[:, 0]
+            operator = KernelOperator(
+                points, bandwidth=sigma, eps=eps, seed=draw_seed(rng), method=self.method, products=PRODUCTS
+            )
+            means = np.asarray(operator @ np.ones(n), dtype=np.float64) / n
 
             def matvec(x: np.ndarray) -> np.ndarray:
-                v = x.reshape(n, 1) - x.mean()
-                out = product(torch.from_numpy(v)).numpy()[:, 0]
+                out = np.asarray(operator @ (x.ravel() - x.mean()), dtype=np.float64)
                 return out - out.mean()
 
-            operator = LinearOperator((n, n), matvec=matvec, dtype=np.float64)
             start = rng.normal(size=n)
-            values, vectors = eigsh(operator, k=k, tol=tol, v0=start - start.mean())
+            centred = LinearOperator((n, n), matvec=matvec, dtype=np.float64)
+            values, vectors = eigsh(centred, k=k, tol=tol, v0=start - start.mean())
         order = np.argsort(values)[::-1][:k]
         self.eigenvalues_ = np.maximum(values[order], 0.0)
         self.eigenvectors_, _ = svd_flip(u=vectors[:, order], v=None)
-        self._column_means = means.numpy()
-        self.operator_ = KernelOperator(
-            points.rows[:1], points.rows, gamma=self.gamma_, eps=eps, method=self.method, seed=seed
-        )
-        self._n_features_out = k
+        self._means, self._n_features_out = means, k
+        self._cross = CrossKernel("gaussian", sigma, points, "float64")
         return self
 
     def fit_transform(self, X: Any, y: Any = None) -> np.ndarray:
         self.fit(X)
         return self.eigenvectors_ * np.sqrt(self.eigenvalues_)
 
+    @blockwise(lambda model: (model._n_features_out, np.float64))
     def transform(self, X: Any) -> np.ndarray:
         """The components of each row of X, (n, n_components)."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        queries = (X - self.mean_).astype(self.operator_.dtype, copy=False)
         # A component without variance is noise: it is left at zero.
         kept = self.eigenvalues_ > 1e-10 * max(self.eigenvalues_[0], 1e-300)
         scaled = self.eigenvectors_ * np.where(kept, 1 / np.sqrt(np.where(kept, self.eigenvalues_, 1.0)), 0.0)
         # The columns sum to zero, so that subtracting the mean of a query's row of the kernel changes nothing.
         scaled = scaled - scaled.mean(0)
-        product = np.asarray(self.operator_.with_queries(queries) @ scaled, dtype=np.float64)
-        return product - self._column_means @ scaled
+        return self._cross.predict(X, torch.from_numpy(scaled.T.copy())) - self._means @ scaled

@@ -85,7 +85,9 @@ class LinearAttention(nn.Module):
         first = call.key.shape[-2] - n  # rows before these queries
         if call.padding is None and call.is_causal:
             rows = max(0, min(n, border - 1 - first))
-            short = call._replace(query=call.query[..., :rows, :], **_first_keys(call, first + rows))
+            seen = slice(0, first + rows)
+            key, value = call.key[..., seen, :], call.value[..., seen, :]
+            short = call._replace(query=call.query[..., :rows, :], key=key, value=value)
             return out if not rows else torch.cat([exact(short), out[..., rows:, :]], dim=-2)
         if call.padding is None:
             return exact(call) if call.key.shape[-2] < border else out
@@ -141,7 +143,3 @@ class LinearAttention(nn.Module):
         if key not in self._indices:
             self._indices[key] = torch.tensor(places, device=device)
         return self._indices[key]
-
-
-def _first_keys(call: Call, count: int) -> dict[str, Any]:
-    return {"key": call.key[..., :count, :], "value": call.value[..., :count, :]}

@@ -116,9 +116,10 @@ def one_by_one(call: Call, attention: Callable[[Call], Tensor]) -> Tensor:
     rows = []
     for b, segments in enumerate(call.segments):
         lengths = segments.unique_consecutive(return_counts=True)[1].tolist()
-        parts = zip(*(t[b : b + 1].split(lengths, dim=-2) for t in call[:3]), strict=True)
-        alone = call._replace(padding=None, segments=None, hidden=None)
-        rows.append(torch.cat([attention(alone._replace(query=q, key=k, value=v)) for q, k, v in parts], dim=-2))
+        names = [name for name in ("query", "key", "value", "hidden") if getattr(call, name) is not None]
+        parts = zip(*(getattr(call, name)[b : b + 1].split(lengths, dim=-2) for name in names), strict=True)
+        alone = call._replace(padding=None, segments=None)
+        rows.append(torch.cat([attention(alone._replace(**dict(zip(names, x, strict=True)))) for x in parts], dim=-2))
     return torch.cat(rows)
 
 

@@ -201,7 +201,7 @@ def converted_forward(
     _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
     call = read_call(module, query, key, value, attention_mask, kwargs)
     if own.needs_hidden:
-        call = call._replace(hidden=_hidden.get())
+        call = call._replace(hidden=hidden_states())
     drift.warn(own, call, None if cache is None else cache.seen)
     out = own(call) if cache is None else _go_on(own, call, cache)
     return out.transpose(1, 2).contiguous(), None
@@ -231,6 +231,11 @@ def prepare_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if cache is not None:
         cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         make_recurrent(cache, child.cache_index)
+
+
+def hidden_states() -> Tensor | None:
+    """What entered the attention module at work, if `note_hidden` is hooked to it."""
+    return _hidden.get()
 
 
 @torch.compiler.disable

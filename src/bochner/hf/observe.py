@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,6 +27,8 @@ from bochner.hf.interface import (
     PreTrainedModel,
     attached_to,
     configs_of,
+    hidden_states,
+    note_hidden,
     obstacle,
     original_attention,
     read_call,
@@ -75,6 +77,7 @@ class Recording:
 
     observer: Observer
     modules: dict[int, tuple[str, str]]
+    hidden: frozenset[str] = frozenset()
     obstacles: dict[str, tuple[Obstacle, Shape]] = field(default_factory=dict)
 
 
@@ -94,7 +97,8 @@ def _record(
         shape = Shape.of(name, Call(query, key, value, causal, None, 1.0))
         recording.obstacles.setdefault(name, (found, shape))
     else:
-        out = recording.observer(name, read_call(module, query, key, value, attention_mask, kwargs))
+        call = read_call(module, query, key, value, attention_mask, kwargs)
+        out = recording.observer(name, call._replace(hidden=hidden_states()) if name in recording.hidden else call)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
     return original_attention(module, implementation, query, key, value, attention_mask, kwargs)
@@ -105,10 +109,13 @@ AttentionMaskInterface.register(RECORDER, make_mask)
 
 
 @contextlib.contextmanager
-def recording(model: nn.Module, observer: Observer) -> Iterator[dict[str, tuple[Obstacle, Shape]]]:
+def recording(
+    model: nn.Module, observer: Observer, hidden: Iterable[str] = ()
+) -> Iterator[dict[str, tuple[Obstacle, Shape]]]:
     """Run the model's own attention, showing every call that linear attention could honour to `observer(name, call)`.
 
-    An observer that returns a tensor (b, h, n, v) replaces the attention's output by it. Gives the layers with other
+    An observer that returns a tensor (b, h, n, v) replaces the attention's output by it. `hidden`: names of modules
+    whose calls tell what entered them. Gives the layers with other
     calls, by name. The model's own attention implementation and training mode come back at the end.
     """
     if not isinstance(model, PreTrainedModel):
@@ -124,7 +131,12 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[dict[str, tuple[
     for name, module in model.named_modules():
         implementation = own.get(name) or softmax_of(model, getattr(module, "config", None) or model.config)
         modules[id(module)] = (name, implementation)
-    found = Recording(observer, modules)
+    found = Recording(observer, modules, frozenset(hidden))
+    hooks = [
+        module.register_forward_pre_hook(note_hidden, with_kwargs=True)
+        for name, module in model.named_modules()
+        if name in found.hidden
+    ]
     token = _recording.set(found)
     try:
         for config, _ in before:
@@ -133,6 +145,8 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[dict[str, tuple[
         yield found.obstacles
     finally:
         _recording.reset(token)
+        for hook in hooks:
+            hook.remove()
         for config, implementation in before:
             config._attn_implementation_internal = implementation
         for module in was_training:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bochner._checks import BochnerError, is_int, positive_int
 from bochner.hf.fates import EXACT, FATES, Fate, Hybrid, Kernel, Window, fate_from_dict
+from bochner.hf.selected_heads import Selected
 
 FORMAT = 4
 
@@ -100,7 +101,9 @@ class LayerPlan:
     def __str__(self) -> str:
         if self.untouched:
             return "as it was" + (f": {self.reason}" if self.reason else "")
-        return "; ".join(_described(fate) for fate in dict.fromkeys(self.fates) if fate != EXACT)
+        chosen = [fate.budget for fate in self.fates if isinstance(fate, Selected)]
+        words = dict.fromkeys(_described(fate.shared()) for fate in self.fates if fate != EXACT)
+        return "; ".join(words) + (f", older keys {' '.join(map(str, chosen))}" if chosen else "")
 
 
 class Fitted(NamedTuple):

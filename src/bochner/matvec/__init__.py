@@ -1,28 +1,23 @@
-"""Kernel matrix-vector products with a stated error: `KernelOperator` and what is built on it."""
+"""Kernel matrix-vector products with a stated error: `KernelOperator` and what it is made of."""
 
-from .certificate import Cost, Estimate
-from .distributed import dask_compute, dask_product
-from .engines.paper import Constants
+from .certificate import Estimate
+from .choose import Plan
+from .kernels import Gradients, Kernel
+from .lowrank import Factor, Preconditioner, pivoted_cholesky
 from .operator import KernelOperator
-from .quotient import attention
-from .reduction import Sparsity, head_to_tail, kernel_of_attention, reduce_attention, sparsity
-from .spectrum import noisy_power_method, top_eigenvalues
-from .stream import stream_product
+from .solve import LogDet, Solution, conjugate_gradients, logdet
 
 __all__ = [
-    "Constants",
-    "Cost",
     "Estimate",
+    "Factor",
+    "Gradients",
+    "Kernel",
     "KernelOperator",
-    "Sparsity",
-    "attention",
-    "dask_compute",
-    "dask_product",
-    "head_to_tail",
-    "kernel_of_attention",
-    "noisy_power_method",
-    "reduce_attention",
-    "sparsity",
-    "stream_product",
-    "top_eigenvalues",
+    "LogDet",
+    "Plan",
+    "Preconditioner",
+    "Solution",
+    "conjugate_gradients",
+    "logdet",
+    "pivoted_cholesky",
 ]

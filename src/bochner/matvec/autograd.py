@@ -1,4 +1,4 @@
-"""Kernel products inside a model: gradients with respect to x and to the bandwidth."""
+"""Kernel products inside a model: gradients to x, to the points and to the bandwidths."""
 
 from __future__ import annotations
 
@@ -9,27 +9,44 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-Product = Callable[[Tensor], Tensor]
+from .engine import Problem
 
 
 class KernelProduct(Function):
-    """y = K x: the gradient of x is K' g, that of the bandwidth g . (dK/dbandwidth x) = g . slope(x)."""
+    """y = K x, or K' x. The gradient of x is K' g; those of points and bandwidth follow from G = g x'."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bandwidth: Tensor | None, forward: Product, back: Product, slope: Product
+        ctx: Any,
+        x: Tensor,
+        queries: Tensor | None,
+        keys: Tensor | None,
+        bandwidth: Tensor | None,
+        product: Callable[[Tensor, bool], Tensor],
+        problem: Problem,
+        adjoint: bool,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.bandwidth, ctx.back, ctx.slope = bandwidth, back, slope
-        return forward(x.detach()).to(x.dtype)
+        ctx.like = queries, keys, bandwidth
+        ctx.product, ctx.problem, ctx.adjoint = product, problem, adjoint
+        return product(x.detach(), adjoint).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        for_x = ctx.back(gradient).to(x.dtype) if ctx.needs_input_grad[0] else None
-        for_bandwidth = None
-        if ctx.needs_input_grad[1]:
-            total = (gradient.double() * ctx.slope(x).double()).sum()
-            for_bandwidth = total.to(ctx.bandwidth.dtype).reshape(ctx.bandwidth.shape)
-        return for_x, for_bandwidth, None, None, None
+        needs, problem = ctx.needs_input_grad, ctx.problem
+        for_x = ctx.product(gradient, not ctx.adjoint).to(x.dtype) if needs[0] else None
+        if not any(needs[1:4]):
+            return for_x, *[None] * 6
+        pair = [t.detach().double().reshape(len(t), -1) for t in (gradient, x)]
+        queries, keys = problem.queries.double(), None if problem.symmetric else problem.keys.double()
+        found = problem.kernel.gradients(queries, keys, (pair[1], pair[0]) if ctx.adjoint else (pair[0], pair[1]))
+        out: list[Tensor | None] = []
+        for need, like, value in zip(needs[1:4], ctx.like, found, strict=True):
+            if not need or value is None:
+                out.append(None)
+                continue
+            value = value.sum() if like.numel() == 1 and value.numel() > 1 else value
+            out.append(value.reshape(like.shape).to(like.dtype))
+        return for_x, *out, None, None, None

@@ -1,230 +1,344 @@
-"""Which engine: the one asked for, or the cheapest that keeps the contract; and why."""
+"""Which engine: the one asked for, or the one that takes the fewest seconds for the products to come; and why.
+
+Seconds are predicted: the time of a tile is measured once on this machine, for each kernel, dimension and dtype; the
+rest is counted. Two small trials say how a problem behaves: cells of a sample of the points, and a factor of a
+sample. A trial that could cost more than a few per cent of the exact products is not made.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import BochnerError
-from .certificate import HOLD_OUT_ROWS, WORTHWHILE
-from .engines.base import Engine
-from .engines.cells import CellsEngine
-from .engines.exact import ExactEngine, exact_engine
-from .engines.features import FeaturesEngine
-from .engines.lowrank import KEPT_SHARE, POWERS, LowRankEngine
-from .engines.paper import Constants, PaperEngine
-from .engines.sparse import SparseEngine, TooLarge
-from .index import KeyIndex, build_index, reframe, sort_queries
-from .inputs import OWNER
-from .measured import measured_plan
-from .plan import Plan, certain_plan, near_rounding
-from .problem import Problem
-from .tiles import TYPICAL, argument_error, extent, make_frame
+from . import cells, lowrank, sparse
+from .cells import Index
+from .engine import Engine, Problem
+from .exact import ExactEngine, PlacedKeys
+from .profiles import PROFILES
+from .tiles import COLUMNS, ROWS, Tiles, left, make_frame, right
 
-METHODS = ("auto", "exact", "cells", "sparse", "lowrank", "lowrank+sparse", "paper", "features")
-SMALL = 1 << 24  # pairs below which exact is simply fastest
-GAUSSIAN_ONLY = ("paper", "features")
-SEVERAL = 4  # products for which keeping the near entries pays
-MANY = 20  # products for which a sharper bound on what a factor leaves pays
-ROUNDING_SHARE = 0.4  # of eps, for the rounding of products by cells
-FEW = 0.15  # of all pairs: a certain plan that costs no more is taken without looking for another
+METHODS = ("auto", "exact", "cells", "sparse", "lowrank")
+SMALL = 1 << 23  # pairs, of all products together, that are not worth a thought
+TRIAL_SHARE = 0.02  # of the exact products, for each trial at most
+WORTHWHILE = 0.75  # of the exact products: predictions are not exact
+SINGLE = 1e-3  # eps from which double precision points may be multiplied in single precision
+ROUNDED = 2e-4  # of the sum of a row, by products by cells in single precision
+CELL_CALLS, PLAN_CALLS = 40, 12  # calls of torch for a query cell of a product, and of a plan
+SMALL_TILES = 1.3  # what tiles of a cell take, in tiles of the usual size
+GATHER = 3.5e-9  # seconds of moving one coordinate of a near key to where a query cell wants it
+LOOK, KEEP = 1.2e-8, 4e-8  # seconds of looking at a near entry, and of keeping it
+TRIED = 10  # points of the sample for every cell
+MARGIN = 6  # points of a sample for every column of its factor, at least: fewer say nothing about the rest
+SAMPLED_ROWS = 192
 
 
 @dataclass(frozen=True)
-class Options:
-    """How to multiply, as far as the caller has said."""
+class Option:
+    """One way to multiply, and the seconds that it is predicted to take: once, and for every product."""
 
-    method: str = "auto"
-    cells: int | None = None
-    num_features: int = 1024
-    constants: Constants = field(default_factory=Constants)
-    products: int = 1
-    memory: int = 1 << 31
-    rank: int | None = None
+    method: str
+    build: float
+    product: float
+    fact: str = ""
+    dtype: torch.dtype = torch.float32
+
+    def total(self, products: int) -> float:
+        return self.build + products * self.product
 
 
 @dataclass(frozen=True)
-class Choice:
-    """An engine, why it was chosen, and the index of the keys if one was built."""
+class Plan:
+    """The method, why it was chosen, and what the others were predicted to take."""
 
-    engine: Engine
+    method: str
     reason: str
-    index: KeyIndex | None = None
+    products: int = 1
+    options: tuple[Option, ...] = ()
+
+    def __str__(self) -> str:
+        many = "1 product" if self.products == 1 else f"{self.products} products"
+        lines = [f"Method {self.method}: {self.reason}."]
+        for option in self.options:
+            fact = f" ({option.fact})" if option.fact else ""
+            lines.append(f"Predicted for {many} by {option.method}: {option.total(self.products):.2g} s{fact}.")
+        return "\n".join(lines)
 
 
-def choose(problem: Problem, options: Options, index: KeyIndex | None = None) -> Choice:
-    """Build the engine that `options.method` asks for; `index`: of the same keys, if there is one."""
-    n, s = problem.shape
-    method, reason = options.method, "as asked"
-    if method in GAUSSIAN_ONLY and problem.kernel.name != "gaussian":
-        raise BochnerError(
-            f"The 'method' {method!r} of {OWNER} needs kernel='gaussian', got {problem.kernel.name!r}; use 'auto'."
-        )
-    if method == "auto" and n * s <= SMALL:
-        method, reason = "exact", f"{n} x {s} is small: exact is fastest"
-    if method == "exact":
-        return Choice(exact_engine(problem), reason, index)
-    if method == "lowrank":
-        return Choice(LowRankEngine(problem, most_columns(problem, options)), reason, index)
-    if method == "lowrank+sparse":
-        return Choice(low_rank_sparse(problem, options), reason, index)
-    if method == "paper":
-        return Choice(PaperEngine(problem, options.constants), reason, index)
-    if method == "features":
-        return Choice(FeaturesEngine(problem, options.num_features), reason, index)
-    engine = cells_engine(problem, index or make_index(problem, options))
+@dataclass
+class Known:
+    """What is known of the keys and serves other queries too."""
+
+    placed: PlacedKeys
+    index: Index | None = None
+
+
+def choose(problem: Problem, method: str, products: int, memory: int, known: Known) -> tuple[Engine, Plan]:
+    """Build the engine that `method` asks for."""
     if method != "auto":
-        engine = settled(problem, engine)
-    if method == "sparse":
-        sparse = sparse_engine(problem, options, engine)
-        return Choice(sparse, reason, sparse.index)
-    if method == "cells":
-        return Choice(engine, reason, engine.index)
-    choice = judged(problem, engine)
-    return kept(problem, options, choice) if options.products >= SEVERAL else choice
-
-
-def kept(problem: Problem, options: Options, choice: Choice) -> Choice:
-    """For several products: keep the near entries, or the factor of a smooth kernel, if they fit into memory."""
-    cells = choice.engine
-    if isinstance(cells, ExactEngine):
-        return low_rank(problem, options, choice)
-    if not isinstance(cells, CellsEngine):
-        return choice
-    try:
-        engine = sparse_engine(problem, options, cells)
-    except TooLarge:
-        return replace(choice, reason=f"{choice.reason}; too many near entries to keep in {options.memory >> 20} MB")
-    return replace(choice, engine=engine, reason=f"{choice.reason}; entries kept for {options.products} products")
-
-
-def most_columns(problem: Problem, options: Options) -> int:
-    """The rank asked for, or the largest that fits into memory."""
+        return build(problem, method, memory, known), Plan(method, "as asked", products)
     n, s = problem.shape
-    rows = s if problem.symmetric else n + s
-    return options.rank or max(1, min(s, options.memory // (16 * rows)))
-
-
-def low_rank(problem: Problem, options: Options, choice: Choice) -> Choice:
-    """A factor in place of exact tiles, if it meets eps."""
-    if math.prod(problem.shape) <= SMALL:
-        return choice
-    engine = LowRankEngine(problem, worthwhile_rank(problem, options))
-    said = "but smooth: a factor serves many products"
-    if not engine.certain and engine.probe(problem.eps, POWERS if options.products >= MANY else 1) > problem.eps:
-        # The remainder costs as much as this number of exact products.
-        dear = engine.factor.rank / (0.5 * problem.keys.shape[1] + 12)
-        if options.products < dear or not engine.keep_remainder(options.memory):
-            left = f"rank {engine.factor.rank} leaves out {engine.bound:.2g} |x|"
-            return replace(choice, reason=f"{choice.reason}; nor smooth enough: {left}")
-        said = "but smooth: a factor and few entries of the rest serve many products"
-    return replace(choice, engine=engine, reason=f"{choice.reason}, {said}")
-
-
-def worthwhile_rank(problem: Problem, options: Options) -> int:
-    """Products by a factor must be much cheaper than exact ones, and it must fit into memory."""
-    return min(math.ceil(0.1 * min(problem.shape)), most_columns(problem, options))
-
-
-def low_rank_sparse(problem: Problem, options: Options) -> LowRankEngine:
-    """A factor and the larger entries of what it leaves, as asked."""
-    engine = LowRankEngine(problem, options.rank or worthwhile_rank(problem, options))
-    if not engine.certain and not engine.keep_remainder(options.memory):
-        raise TooLarge(
-            f"More than {KEPT_SHARE:.0%} of the entries that a factor of rank {engine.factor.rank} leaves would have "
-            f"to be kept, or more than 'memory' allows; raise 'rank', 'eps' or 'memory', or use method='auto'."
+    if math.prod(problem.shape) * products <= SMALL:
+        return ExactEngine(problem, problem.dtype == torch.float32, known.placed), Plan(
+            "exact", f"{n} x {s} is small", products
         )
-    return engine
+    exact = ExactEngine(problem, _single(problem), known.placed)
+    first = _tile_option("exact", problem, problem.pairs, exact.dtype, exact.wide, exact.settled)
+    options = [first]
+    limit = TRIAL_SHARE * first.total(products)
+    options += cells_trial(problem, products, limit, known.index)
+    options += factor_trial(problem, memory, 1.5 * limit)  # a hopeless one ends after its first columns
+    best = min(options, key=lambda option: option.total(products))
+    if best is first or best.total(products) > WORTHWHILE * first.total(products):
+        others = "the other methods would not be faster" if len(options) > 1 else "trying others would cost too much"
+        return exact, Plan("exact", others, products, tuple(options))
+    engine = _attempt(problem, best, first, products, memory, known)
+    if engine is None:
+        return exact, Plan("exact", f"{best.method} turned out slower than predicted", products, tuple(options))
+    return engine, Plan(engine.name, "predicted to be the fastest", products, tuple(options))
 
 
-def judged(problem: Problem, engine: CellsEngine) -> Choice:
-    """Keep the cells if they meet eps for less than half the exact cost; else exact. Says why."""
+def build(problem: Problem, method: str, memory: int, known: Known) -> Engine:
+    """The engine of this name."""
+    if method == "exact":
+        return ExactEngine(problem, problem.dtype == torch.float32, known.placed)
+    if method == "lowrank":
+        return lowrank.LowRankEngine(problem, most_rank(problem, memory))
+    engine = cells.cells_engine(problem, make_index(problem, known, _single(problem)))
+    return sparse.SparseEngine(engine, memory) if method == "sparse" else engine
+
+
+def make_index(problem: Problem, known: Known, single: bool) -> Index:
+    """The cells of the keys: known ones, or new ones, from then on known."""
+    known.index = known.index or cells.build_index(problem, cells.number_of_cells(*problem.shape), single)
+    return known.index
+
+
+def _single(problem: Problem) -> bool:
+    """Whether single precision may be tried: of float64 points only if eps is far above its rounding."""
+    return problem.dtype == torch.float32 or problem.eps >= SINGLE
+
+
+def most_rank(problem: Problem, memory: int) -> int:
+    """The largest rank that fits into memory."""
     n, s = problem.shape
-    exact_pairs = n * s / 2 if problem.symmetric else n * s
-    sparse = engine.plan.met and product_pairs(engine.plan, engine.index) <= WORTHWHILE * exact_pairs
-    if sparse:
-        engine = settled(problem, engine)
-    plan, index = engine.plan, engine.index
-    facts = (
-        f"a row sums to {plan.mean_row_sum:.3g} on average, {plan.fraction(index):.1%} of the pairs near give "
-        f"{'an error of at most' if plan.certain else 'a predicted error of'} {plan.predicted:.2g} |x|"
+    total = s if problem.symmetric else n + s
+    return max(1, min(total, memory // (16 * total)))
+
+
+def _attempt(problem: Problem, best: Option, exact: Option, products: int, memory: int, known: Known) -> Engine | None:
+    """The engine of an option; None if building shows that it is slower than exact products after all."""
+    if best.method == "lowrank":
+        return _factor(problem, best, exact, products, memory)
+    engine = cells.cells_engine(problem, make_index(problem, known, best.dtype == torch.float32))
+    _settle(problem, engine)
+    near = engine.near.pairs(engine.queries, engine.index.keys)
+    every = _cells_options(problem, near, 0.0, engine.dtype, engine.index)[0]
+    faster = engine if products * every.product < exact.total(products) else None
+    if best.method == "cells":
+        return faster
+    try:
+        return sparse.SparseEngine(engine, memory)
+    except sparse.TooLarge:
+        return faster
+
+
+def _settle(problem: Problem, engine: cells.CellsEngine) -> None:
+    """Finer arithmetic at once, if the sums of some rows say that a first product would ask for it."""
+    n, s = problem.shape
+    generator = torch.Generator().manual_seed(problem.seed)
+    rows, columns = (torch.randint(m, (min(m, most),), generator=generator) for m, most in ((n, 128), (s, 4096)))
+    sums = problem.kernel.block(problem.queries[rows], problem.keys[columns]).sum(1) * (s / len(columns))
+    if float((engine._relative()[0][rows] * sums).max()) > 0.8 * engine.limit:
+        engine.refine()
+
+
+# ---- seconds of this machine -----------------------------------------------------------------------------------------
+
+
+class PairSeconds(NamedTuple):
+    """Of one pair: to evaluate its entry, and to multiply it once."""
+
+    entry: float
+    times: float
+
+
+@lru_cache(maxsize=256)
+def pair_seconds(name: str, d: int, dtype: torch.dtype) -> PairSeconds:
+    """By tiles of the usual size."""
+    generator = torch.Generator().manual_seed(0)
+    z, w = (torch.randn(m, d, generator=generator).to(dtype) for m in (ROWS, COLUMNS))
+    frame = make_frame(PROFILES[name], w, math.sqrt(d), "float32" if dtype == torch.float32 else "float64")
+    a, b, x, tiles = left(frame.place(z)), right(frame.place(w)), torch.ones(COLUMNS, 1, dtype=dtype), Tiles(frame)
+    tile = tiles(a, b).clone()
+    pairs = ROWS * COLUMNS
+    return PairSeconds(_fastest(lambda: tiles(a, b)) / pairs, _fastest(lambda: tile @ x) / pairs)
+
+
+def _tile_option(method: str, problem: Problem, pairs: float, dtype: torch.dtype, wide: bool, settled: bool) -> Option:
+    """Seconds of evaluating so many pairs in every product; the first product also forms sums of rows and columns."""
+    entry, times = pair_seconds(problem.kernel.name, problem.keys.shape[1], dtype)
+    times *= 3 if wide else 1  # by a copy in double precision
+    sides = 2 if problem.symmetric else 1
+    first = 0.0 if settled else pairs * times * 2
+    return Option(method, first, pairs * (entry + sides * times))
+
+
+@lru_cache(maxsize=1)
+def call_seconds() -> float:
+    """Of a call of torch that has next to nothing to do."""
+    tiny = torch.ones(8, 8)
+    return _fastest(lambda: [torch.mm(tiny, tiny) for _ in range(50)]) / 50
+
+
+@lru_cache(maxsize=1)
+def flop_seconds() -> float:
+    """Of a multiplication and an addition in a matrix product in double precision."""
+    a, b = torch.ones(2048, 128, dtype=torch.float64), torch.ones(128, 128, dtype=torch.float64)
+    return _fastest(lambda: a @ b) / (2048 * 128 * 128)
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    call()
+    times = []
+    for _ in range(4):
+        begun = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begun)
+    return min(times)
+
+
+# ---- the trial of cells ----------------------------------------------------------------------------------------------
+
+
+def cells_trial(problem: Problem, products: int, limit: float, index: Index | None) -> list[Option]:
+    """Cells of a sample of the points: which share of the pairs would be near. Empty if that takes beyond `limit`."""
+    (n, s), d = problem.shape, problem.keys.shape[1]
+    count = cells.number_of_cells(n, s)
+    most = TRIED * count
+    entry, _ = pair_seconds(problem.kernel.name, d, torch.float32)
+    if most * count * ((cells.ROUNDS + 1) * entry + 5e-9) * (1 if problem.symmetric else 2) > limit:
+        return []
+    frame = problem.kernel.frame(problem.keys, "float32")
+    generator = torch.Generator().manual_seed(problem.seed)
+    # Cells are tighter around the points that made them: others are looked at.
+    made, keys = frame.place(problem.keys[torch.randint(s, (2 * most,), generator=generator)]).chunk(2)
+    queries = (
+        keys if problem.symmetric else frame.place(problem.queries[torch.randint(n, (most,), generator=generator)])
     )
-    if sparse:
-        return Choice(engine, f"sparse enough: {facts}", index)
-    return Choice(exact_engine(problem), f"not sparse enough at this bandwidth and eps: {facts}", index)
+    if not bool(torch.isfinite(keys.norm() + queries.norm())):
+        return []
+    centres = cells.k_means(made, min(count, len(made)), generator)
+    distances = torch.cdist(centres, centres)
+    theirs, key_count = _middles(keys, centres, distances, s)
+    ours, query_count = (theirs, key_count) if problem.symmetric else _middles(queries, centres, distances, n)
+    gap = (ours + theirs.T).clamp_min_(0.0).masked_fill_(distances == 0, 0.0).nan_to_num_(nan=0.0)
+    near = cells.needed(frame.profile.at_distance(gap.double()), query_count, key_count, cells.SKIP_SHARE * problem.eps)
+    rows = Tiles(frame)(left(queries[:SAMPLED_ROWS]), right(keys)).double().mul_(s / len(keys))
+    single = float(rows.sum(1).max()) * ROUNDED <= cells.ROUNDING_SHARE * problem.eps
+    kept = float((rows[:24].sort(1).values.cumsum(1) > 0.4 * problem.eps).double().mean()) if products > 1 else 0.0
+    pairs = float((near.double() * query_count[:, None] * key_count).sum())
+    found = _cells_options(problem, pairs, kept, torch.float32 if single else torch.float64, index)
+    return found if products > 1 else found[:1]
 
 
-def product_pairs(plan: Plan, index: KeyIndex) -> int:
-    """What a product costs in pairs, its check included."""
-    n, s = plan.queries.rows.shape[0], index.keys.rows.shape[0]
-    far = n * index.cells if plan.beta > 0 else 0
-    return plan.pairs(index) + far + (0 if plan.certain else min(n, HOLD_OUT_ROWS) * s)
+def _middles(points: Tensor, centres: Tensor, distances: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """`cells.nearest_to_middle` for a sample, corrected for the points that are not in it; and the size of each cell.
 
-
-def make_index(problem: Problem, options: Options) -> KeyIndex:
-    """Cells of the keys, in the cheapest arithmetic whose rounding within a cell stays far below eps."""
-    kernel, keys, bandwidth = problem.kernel, problem.keys, problem.bandwidth
-    frame = make_frame(kernel, keys, bandwidth, problem.arithmetic)
-    reach = extent(frame, keys)
-    if not reach < (1e15 if problem.single else 1e150):
-        frame = frame._replace(arithmetic="difference")
-    number = options.cells or max(1, math.ceil(2 * math.sqrt(keys.shape[0])))
-    index = build_index(frame, keys, number, problem.generator())
-    while index.frame.arithmetic != "difference":
-        floor = math.sqrt(-2 * kernel.floor(torch.float32))
-        span = 2 * float(index.keys.radius.max()) + min(floor, 2 * reach)
-        lost = kernel.change(argument_error(span, keys.shape[1], index.frame) / TYPICAL)
-        if lost <= problem.eps / 20:
-            break
-        index = reframe(index, "float64" if index.frame.arithmetic == "float32" else "difference")
-    return index
-
-
-def cells_engine(problem: Problem, index: KeyIndex) -> CellsEngine:
-    """Cells with a certain plan where that is cheap; else with the cheaper of a certain and a measured one."""
-    queries = None if problem.symmetric else sort_queries(index, problem.queries)
-    plan = certain_plan(index, queries, problem.eps)
-    if plan.fraction(index) > FEW:
-        other = measured_plan(index, queries, problem.eps, problem.generator())
-        if other.met and product_pairs(other, index) < product_pairs(plan, index):
-            return CellsEngine(index, other)
-        plan.mean_row_sum = other.mean_row_sum
-    return CellsEngine(index, plan)
-
-
-def settled(problem: Problem, engine: CellsEngine) -> CellsEngine:
-    """The engine itself, or one in finer arithmetic: rounding must leave room for what is skipped.
-
-    With a certain plan, not from any x. Products by a measured plan are checked one by one: there a guess will do.
+    The largest of m deviations grows like sqrt(log m).
     """
-    arithmetic = engine.index.frame.arithmetic
-    if engine.certain:
-        fine = engine.settle(ROUNDING_SHARE * problem.eps)
-    else:
-        lost = float(engine.plan.rounding.max()) / TYPICAL + 16 * torch.finfo(engine.dtype).eps
-        fine = lost * 4 * engine.plan.mean_row_sum <= ROUNDING_SHARE * problem.eps
-    if fine or arithmetic == "difference":
-        return engine
-    return settled(problem, engine.refined("float64" if arithmetic == "float32" else "difference"))
+    inner = points @ centres.T
+    half = 0.5 * centres.square().sum(1)
+    label = torch.from_numpy((half - inner).numpy().argmin(1))
+    label, order = label.sort(stable=True)
+    inner, gram = inner[order], centres @ centres.T
+    towards = inner - inner.gather(1, label[:, None]) - gram[label] + 2.0 * half[label, None]
+    count = torch.bincount(label, minlength=len(centres))
+    filled = count > 0
+    start = (count.cumsum(0) - count)[filled].numpy()
+    largest = torch.full_like(distances, -torch.inf)
+    largest[filled] = torch.from_numpy(np.maximum.reduceat(towards.numpy(), start, axis=0))
+    more = total / len(points)
+    typical = len(points) / len(centres)
+    grown = math.sqrt(math.log(2 + more * typical) / math.log(2 + typical))
+    return 0.5 * distances - grown * largest / distances.clamp_min(1e-30), count.double() * more
 
 
-def sparse_engine(problem: Problem, options: Options, engine: CellsEngine) -> SparseEngine:
-    """The entries of these cells that matter; in double precision if single precision leaves little to drop."""
-    plan = engine.plan
-    if plan.certain and engine.dtype == torch.float32:
-        lost = plan.rounded + plan.near_norm * torch.finfo(engine.dtype).eps * plan.terms(engine.index)
-        if lost > ROUNDING_SHARE * problem.eps:
-            engine = settled(problem, engine.refined("float64"))
-    return SparseEngine(engine.index, engine.plan, problem.eps, options.memory)
+def _cells_options(problem: Problem, near: float, kept: float, dtype: torch.dtype, index: Index | None) -> list[Option]:
+    """Seconds of cells with so many near pairs, and of keeping this share of all entries."""
+    (n, s), d = problem.shape, problem.keys.shape[1]
+    count, sides, call = cells.number_of_cells(n, s), 1 if problem.symmetric else 2, call_seconds()
+    entry, _ = pair_seconds(problem.kernel.name, d, torch.float32)
+    clustering = 0.0 if index is not None else (s * count + cells.ROUNDS * cells.SAMPLED * count**2) * entry
+    setup = clustering + (n + s) / 2 * sides * (count * entry + 1e-8 * d) + sides * count * PLAN_CALLS * call
+    pairs = near / (3 - sides)
+    tiles = _tile_option("cells", problem, pairs, dtype, False, False)
+    # Every query cell gathers its near keys; and it takes some calls.
+    overhead = GATHER / 4 * dtype.itemsize * (d + 16) * pairs * count / n + count * CELL_CALLS * call
+    fact = f"about {near / (n * s):.0%} of the pairs are near"
+    every = Option("cells", setup + tiles.build, SMALL_TILES * tiles.product + overhead, fact, dtype)
+    keep = setup + pairs * (LOOK + entry) + KEEP * kept * n * s + 2 * overhead
+    again = 20 * call + 1.5e-9 * kept * n * s + 4e-9 * (n + s)
+    return [every, Option("sparse", keep, again, f"about {kept:.1%} of the entries would be kept", dtype)]
 
 
-def replanned(problem: Problem, index: KeyIndex, plan: Plan, filled: Tensor) -> CellsEngine:
-    """A measured plan for the keys of `index`, whose cells are the `filled` ones of the plan's; nothing is measured."""
-    queries = index.keys if problem.symmetric else sort_queries(index, problem.queries)
-    near = plan.near[filled][:, filled]
-    score = None if plan.score is None else plan.score[filled][:, filled]
-    rounding = near_rounding(index, queries, near, index.distances())
-    return CellsEngine(index, replace(plan, queries=queries, near=near, score=score, rounding=rounding))
+# ---- the trial of a factor -------------------------------------------------------------------------------------------
+
+
+def factor_trial(problem: Problem, memory: int, limit: float) -> list[Option]:
+    """The rank that a sample of the points needs, if a factor of it can tell."""
+    n, s = problem.shape
+    total = s if problem.symmetric else n + s
+    flop = flop_seconds()
+    # A factor of rank r of 6 r points takes about 6 r^3 multiplications, and each block of columns some calls.
+    most = int((limit / (5 * MARGIN * flop)) ** (1 / 3))
+    most = min(most, most_rank(problem, memory), total // MARGIN)
+    if most < 32:
+        return []
+    generator = torch.Generator().manual_seed(problem.seed)
+
+    def drawn() -> Tensor:
+        ids = torch.randint(total, (MARGIN * most,), generator=generator)
+        return torch.cat([problem.keys[ids[ids < s]], problem.queries[ids[ids >= s] - s]])
+
+    chosen = drawn()
+    share = lowrank.SHARE * problem.eps * (1 if problem.symmetric else 2) / total  # of the trace, for each point
+    enough = share * len(chosen)
+
+    def hopeless(trace: float, r: int) -> bool:
+        """Whether the trace falls too slowly, like a power of ten for each block, to come down in time."""
+        return math.log(trace / enough) > 1.5 * math.log(len(chosen) / trace) * (most - r) / r
+
+    factor = lowrank.pivoted_cholesky(problem.kernel, chosen, most, tolerance=enough, stop=hopeless)
+    if factor.trace > enough:
+        return []
+    # Other points say what the factor of a sample leaves of all: smooth parts fall as fast as before, lone points not.
+    rest = (1.0 - factor.extend(drawn()).square().sum(1)).clamp_min_(0.0)
+    smooth = max(0.0, math.log(float(rest.mean()) / share + 1e-300) / math.log(1.0 / share))
+    alone = float((rest > 0.05).double().mean()) * total
+    return [_factor_option(problem, factor.rank * (1.1 + smooth) + alone)]
+
+
+def _factor_option(problem: Problem, rank: float) -> Option:
+    n, s = problem.shape
+    total = s if problem.symmetric else n + s
+    entry, _ = pair_seconds(problem.kernel.name, problem.keys.shape[1], torch.float64)
+    setup = total * rank * (2.5 * rank * flop_seconds() + 1.5 * entry)
+    return Option("lowrank", setup, total * rank * 1.2e-9 * (2 if problem.symmetric else 1), f"rank about {rank:.0f}")
+
+
+def _factor(problem: Problem, best: Option, exact: Option, products: int, memory: int) -> Engine | None:
+    """The factor, unless it takes much longer than it was predicted to, waiting for the machine not counted."""
+    whole = exact.total(products)
+    begun, allowed = time.thread_time(), min(2.0 * best.build + 0.1 * whole, 0.7 * whole)
+    engine = lowrank.LowRankEngine(
+        problem, most_rank(problem, memory), stop=lambda trace, r: time.thread_time() - begun > allowed
+    )
+    return engine if engine.norm <= problem.eps else None

@@ -10,10 +10,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import BochnerError, finite, positive_float
+from .._checks import BochnerError, finite
 
 OWNER = "KernelOperator"
-BANDWIDTHS = (1e-140, 1e140)  # squares of distances must neither vanish nor overflow in double precision
+EXACT = 2**53  # the largest range of whole numbers that double precision holds
+
+
+def refuse_dask(x: Any, name: str) -> None:
+    """A Dask array is never read into memory in silence."""
+    if hasattr(x, "__dask_graph__"):
+        raise BochnerError(
+            f"The {name!r} of {OWNER} is a Dask array; multiply block by block: "
+            f"Q.map_blocks(lambda q: {OWNER}(q, keys, bandwidth=1.0) @ x, drop_axis=1, dtype=x.dtype)."
+        )
+
+
+def _whole(x: Any, name: str) -> Any:
+    """Whole numbers, tensor or array, that double precision holds exactly."""
+    if math.prod(x.shape) and not -EXACT <= int(x.min()) <= int(x.max()) <= EXACT:
+        largest = max(-int(x.min()), int(x.max()))
+        raise BochnerError(
+            f"The {name!r} of {OWNER} has whole numbers up to {largest}, beyond 2^53, which double precision would "
+            "round; subtract an offset first, or convert to float64 yourself."
+        )
+    return x
 
 
 def on_the_cpu(x: Tensor, name: str) -> Tensor:
@@ -26,15 +46,13 @@ def on_the_cpu(x: Tensor, name: str) -> Tensor:
 
 def as_points(points: Any, name: str) -> Tensor:
     """A finite (n, d) float32 or float64 tensor from numpy or torch, or one sentence saying what is wrong."""
+    refuse_dask(points, name)
     if isinstance(points, Tensor):
-        if points.requires_grad and torch.is_grad_enabled():
-            raise BochnerError(
-                f"The {name!r} of {OWNER} require a gradient, which products have with respect to x and bandwidth "
-                "only; call .detach()."
-            )
         tensor = on_the_cpu(points, name)
+        if tensor.is_complex():
+            raise BochnerError(f"The {name!r} of {OWNER} must be real, got {tensor.dtype}.")
         if not tensor.is_floating_point():
-            tensor = tensor.double()
+            tensor = _whole(tensor, name).double()
     elif isinstance(points, np.ndarray) or hasattr(points, "__array__") or isinstance(points, (list, tuple)):
         tensor = torch.from_numpy(_real(points, name))
     else:
@@ -58,6 +76,8 @@ def _real(points: Any, name: str) -> np.ndarray:
         raise BochnerError(f"The {name!r} of {OWNER} must be an array (n, d), got rows of unequal length.") from error
     if array.dtype.kind not in "fiub":
         raise BochnerError(f"The {name!r} of {OWNER} must be a real array, got dtype {array.dtype}.")
+    if array.dtype.kind in "iu" and array.itemsize == 8:
+        _whole(array, name)
     kept = array.dtype.newbyteorder("=") if array.dtype.kind == "f" and array.itemsize <= 8 else np.float64
     return np.require(array, kept, ["C", "W"])
 
@@ -68,10 +88,17 @@ def as_values(x: Any, length: int, columns: bool, dtype: torch.dtype) -> tuple[T
     Every column is divided by a power of two near its largest entry: neither tiny nor huge columns must meet the ends
     of single precision, nor may a large one hide a small one.
     """
+    refuse_dask(x, "x")
     if isinstance(x, Tensor):
         tensor = on_the_cpu(x, "x")
+        if tensor.is_complex():
+            raise BochnerError(f"The 'x' of {OWNER} must be real, got {tensor.dtype}.")
+        if tensor.dtype == torch.int64:
+            _whole(tensor, "x")
     else:
         array = np.asarray(x)
+        if array.dtype.kind in "iu" and array.itemsize == 8:
+            _whole(array, "x")
         if np.issubdtype(array.dtype, np.complexfloating):
             raise BochnerError(f"The 'x' of {OWNER} must be real, got {array.dtype}.")
         try:
@@ -101,32 +128,3 @@ def as_values(x: Any, length: int, columns: bool, dtype: torch.dtype) -> tuple[T
         return out if isinstance(x, Tensor) else out.numpy()
 
     return table, restore, scale
-
-
-def resolve_bandwidth(bandwidth: float | Tensor | None, gamma: float | None) -> float:
-    """sigma from exactly one of the two conventions."""
-    if (bandwidth is None) == (gamma is None):
-        raise BochnerError(
-            f"Give {OWNER} exactly one of 'bandwidth' (sigma, in exp(-|q-k|^2 / (2 sigma^2))) and 'gamma' "
-            f"(in exp(-gamma |q-k|^2)), got bandwidth={bandwidth!r} and gamma={gamma!r}."
-        )
-    if isinstance(gamma, Tensor) and gamma.requires_grad and torch.is_grad_enabled():
-        raise BochnerError(
-            f"The 'gamma' of {OWNER} requires a gradient, which products have with respect to x and bandwidth only; "
-            "give bandwidth=(2 * gamma) ** -0.5, or call .detach()."
-        )
-    if bandwidth is None:
-        sigma = 1.0 / math.sqrt(2.0 * positive_float(_scalar(gamma), "gamma", OWNER))
-    else:
-        sigma = positive_float(_scalar(bandwidth), "bandwidth", OWNER)
-    if not BANDWIDTHS[0] <= sigma <= BANDWIDTHS[1]:
-        raise BochnerError(
-            f"The 'bandwidth' of {OWNER} must be between {BANDWIDTHS[0]:g} and {BANDWIDTHS[1]:g}, got {sigma:g}; "
-            "rescale the points."
-        )
-    return sigma
-
-
-def _scalar(value: Any) -> Any:
-    one = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
-    return value.item() if one else value

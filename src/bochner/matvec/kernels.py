@@ -1,160 +1,129 @@
-"""Radial kernels `K(q, k) = profile(-|z - w|^2 / 2)`, z and w the points in units of the bandwidth.
-
-A profile works in place on `t = -|z - w|^2 / 2 <= 0`. What bounds need of a kernel is here too: how much a value can
-change when t is off by rounding, and where it is as good as zero.
-"""
+"""`Kernel`: a radial kernel with its bandwidth; dense blocks, products in tiles, gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-LOG2E = math.log2(math.e)
-LN2 = math.log(2.0)
+from .._checks import BochnerError, lookup, positive_float
+from .profiles import ALIASES, PROFILES, Profile
+from .tiles import Frame, Tiles, exact_product, exact_symmetric, left, make_frame, point_gradients, right
+
+BANDWIDTHS = (1e-140, 1e140)  # squares of distances must neither vanish nor overflow in double precision
 
 
-@dataclass(frozen=True)
+class Gradients(NamedTuple):
+    """Of one number, to both sets of points and to the bandwidth of every feature (d,); `y` is None if X is Y."""
+
+    x: Tensor
+    y: Tensor | None
+    bandwidth: Tensor
+
+
 class Kernel:
-    """One radial kernel.
+    """A radial kernel, "gaussian" (or "rbf"), "laplace" ("matern12"), "matern32", "matern52" or "student".
 
-    `unit`: length of one bandwidth in the frame (`exp2` wants log2 e folded into the coordinates).
-    `change(delta)`: bound on |K(t')/K(t) - 1| for |t' - t| <= delta.
-    `floors`: t below which a profile is evaluated at the floor instead, in float32 and in float64; denormal numbers are
-    3 to 30 times slower than others, and the kernel there is below 1e-30 (or 1e-290).
-    `slope(t)`: bandwidth * dK/dbandwidth = -2 t dK/dt.
-    `heavy`: a relative error of t changes the value no more than `change` says of the same error at t = -heavy. Only
-    a tail that falls like a power has such a place: 2 c |t| / (1 + 2 (1 - c) |t|) < 2 c for the Student kernel.
-    `convex`: whether `change` is, so that half the error of t does at most half the harm.
+    `bandwidth`: a number, or one for each feature. The Gaussian kernel is exp(-|x - y|^2 / (2 bandwidth^2)).
+
+    Example:
+        >>> import torch
+        >>> X = torch.tensor([[0.0], [1.0]])
+        >>> Kernel("laplace", 0.5).block(X)
+        tensor([[1.0000, 0.1353],
+                [0.1353, 1.0000]])
     """
 
-    name: str
-    formula: str
-    unit: float
-    profile: Callable[[Tensor], Tensor]
-    change: Callable[[float], float]
-    floors: tuple[float, float]
-    slope: Callable[[Tensor], Tensor]
-    heavy: float = math.inf
-    convex: bool = True
+    def __init__(self, name: str = "gaussian", bandwidth: Any = 1.0) -> None:
+        self.profile: Profile = lookup(PROFILES, ALIASES.get(name, name), "kernel")
+        self.bandwidth = _bandwidth(bandwidth)
 
-    def floor(self, dtype: torch.dtype) -> float:
-        return self.floors[0] if dtype == torch.float32 else self.floors[1]
+    @property
+    def name(self) -> str:
+        return self.profile.name
 
-    def floor_value(self, dtype: torch.dtype) -> float:
-        """The kernel at the floor: an absolute error of every entry beyond it."""
-        return float(self.profile(torch.tensor([self.floor(dtype)], dtype=torch.float64)))
+    def __repr__(self) -> str:
+        return f"Kernel({self.name!r}, {self.told_bandwidth})"
 
-    def at_distance(self, distance: Tensor) -> Tensor:
-        """The kernel at distances in the frame, in place."""
-        floor = self.floor(distance.dtype)
-        return self.profile(distance.square_().mul_(-0.5).clamp_min_(floor))
+    @property
+    def told_bandwidth(self) -> str:
+        """The bandwidth in words: the number, or the range of several."""
+        if isinstance(self.bandwidth, float):
+            return f"{self.bandwidth:.6g}"
+        return f"{float(self.bandwidth.min()):.4g} to {float(self.bandwidth.max()):.4g}"
 
+    def frame(self, keys: Tensor, arithmetic: str) -> Frame:
+        """Coordinates in which one bandwidth is one unit, centred on these points."""
+        if isinstance(self.bandwidth, Tensor) and self.bandwidth.numel() != keys.shape[1]:
+            raise BochnerError(
+                f"The 'bandwidth' must be one number or one for each of {keys.shape[1]} features, got "
+                f"{self.bandwidth.numel()}."
+            )
+        return make_frame(self.profile, keys, self.bandwidth, arithmetic)
 
-def _expm1(x: float) -> float:
-    return math.expm1(x) if x < 700 else math.inf
+    def _placed(self, X: Tensor, Y: Tensor | None) -> tuple[Frame, Tensor, Tensor]:
+        frame = self.frame(X if Y is None else Y, "float32" if X.dtype == torch.float32 else "float64")
+        z = frame.place(X)
+        return frame, z, z if Y is None else frame.place(Y)
 
+    def block(self, X: Tensor, Y: Tensor | None = None) -> Tensor:
+        """K(X, Y), (n, s), in the dtype of X; Y None: K(X, X) with ones on its diagonal."""
+        frame, z, w = self._placed(X, Y)
+        block = Tiles(frame)(left(z), right(w))
+        if Y is None:
+            block.fill_diagonal_(1.0)
+        return block
 
-def _length(t: Tensor) -> Tensor:
-    """|z - w|, in place."""
-    return t.mul_(-2.0).sqrt_()
+    def product(self, X: Tensor, Y: Tensor | None, V: Tensor, progress: bool = False) -> Tensor:
+        """K(X, Y) V in float64, V (s,) or (s, r): tile by tile, no more than a tile of K in memory.
 
+        Y None: K(X, X), half the pairs. The transposed product is `product(Y, X, U)`.
+        """
+        frame, z, w = self._placed(X, Y)
+        table = V.reshape(w.shape[0], -1).to(frame.dtype)
+        tiles, multiply = Tiles(frame), exact_symmetric if Y is None else exact_product
+        return multiply(tiles, left(z), right(w), table, progress).reshape(len(X), *V.shape[1:])
 
-def _laplace(t: Tensor) -> Tensor:
-    return _length(t).neg_().exp2_()
+    def gradients(self, X: Tensor, Y: Tensor | None, G: Tensor | tuple[Tensor, Tensor]) -> Gradients:
+        """Gradients of sum_ij G_ij K(x_i, y_j); G (n, s), or a pair A (n, r), B (s, r) that means A B'.
 
-
-def _matern32(t: Tensor) -> Tensor:
-    decay = torch.exp(-_length(t))
-    return t.add_(1.0).mul_(decay)
-
-
-def _matern52(t: Tensor) -> Tensor:
-    decay = torch.exp(-_length(t))
-    return t.add_(t.square() / 3.0).add_(1.0).mul_(decay)
-
-
-def _student(t: Tensor) -> Tensor:
-    return t.mul_(-2.0).add_(1.0).reciprocal_()
-
-
-# With a = |z - w|, slopes are -a dK/da.
-def _gaussian_slope(t: Tensor) -> Tensor:
-    return torch.exp2(t).mul_(t).mul_(-2.0 * LN2)
-
-
-def _laplace_slope(t: Tensor) -> Tensor:
-    a = _length(t.clone())
-    return torch.exp2(-a).mul_(a).mul_(LN2)
-
-
-def _matern32_slope(t: Tensor) -> Tensor:
-    a = _length(t.clone())
-    return torch.exp(-a).mul_(a.square_())
-
-
-def _matern52_slope(t: Tensor) -> Tensor:
-    a = _length(t.clone())
-    return torch.exp(-a).mul_(a.square() * (1.0 + a) / 3.0)
+        Where one number is the bandwidth of all features, its gradient is the sum over them. Cost: about five products.
+        """
+        frame, z, w = self._placed(X, Y)
+        weight = (lambda a, b: G[a, b]) if isinstance(G, Tensor) else (lambda a, b: G[0][a] @ G[1][b].T)
+        for_z, for_w = point_gradients(Tiles(frame), z, w, weight)
+        # z = (x - centre) scale: the bandwidth h scales z by 1/h, and moving the centre changes nothing.
+        inward = (for_z * z).sum(0) + (for_w * w).sum(0)
+        bandwidth = -inward / torch.as_tensor(self.bandwidth, dtype=torch.float64)
+        if Y is None:
+            return Gradients((for_z + for_w) * frame.scale, None, bandwidth)
+        return Gradients(for_z * frame.scale, for_w * frame.scale, bandwidth)
 
 
-def _student_slope(t: Tensor) -> Tensor:
-    return -4.0 * t / (1.0 - 2.0 * t).square_()
-
-
-KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel
-    for kernel in (
-        Kernel(
-            "gaussian",
-            "exp(-|q-k|^2 / (2 sigma^2))",
-            math.sqrt(LOG2E),
-            torch.Tensor.exp2_,
-            lambda delta: _expm1(LN2 * delta),
-            (-100.0, -1000.0),
-            _gaussian_slope,
-        ),
-        Kernel(
-            "laplace",  # Matern 1/2
-            "exp(-|q-k| / sigma)",
-            LOG2E,
-            _laplace,
-            lambda delta: _expm1(LN2 * math.sqrt(2.0 * delta)),
-            (-5e3, -5e5),
-            _laplace_slope,
-            convex=False,
-        ),
-        Kernel(
-            "matern32",
-            "(1 + a) exp(-a), a = sqrt(3) |q-k| / sigma",
-            math.sqrt(3.0),
-            _matern32,
-            lambda delta: _expm1(delta),
-            (-2.4e3, -2.4e5),
-            _matern32_slope,
-        ),
-        Kernel(
-            "matern52",
-            "(1 + a + a^2/3) exp(-a), a = sqrt(5) |q-k| / sigma",
-            math.sqrt(5.0),
-            _matern52,
-            lambda delta: _expm1(delta / 3.0),
-            (-2.4e3, -2.4e5),
-            _matern52_slope,
-        ),
-        Kernel(
-            "student",
-            "1 / (1 + |q-k|^2 / sigma^2)",
-            1.0,
-            _student,
-            lambda delta: _expm1(2.0 * delta),
-            (-1e30, -1e290),
-            _student_slope,
-            heavy=1.0,
-        ),
-    )
-}
-ALIASES = {"rbf": "gaussian", "matern12": "laplace"}
+def _bandwidth(value: Any) -> float | Tensor:
+    """A positive number in range, or a float64 tensor (d,) of such."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+    table = np.asarray(value)
+    if table.ndim == 0:
+        plain = table.item() if table.dtype.kind in "fiu" else value
+        smallest = largest = positive_float(plain, "bandwidth", "KernelOperator")
+        sigma: float | Tensor = smallest
+    elif table.ndim == 1 and table.size and table.dtype.kind in "fiu":
+        smallest, largest = float(table.min()), float(table.max())
+        if not (smallest > 0 and math.isfinite(largest)):
+            raise BochnerError(f"The 'bandwidth' of every feature must be positive and finite, got {table.tolist()}.")
+        sigma = torch.from_numpy(table.astype(np.float64))
+    else:
+        raise BochnerError(
+            f"The 'bandwidth' must be a positive number or one for each feature, got an array of shape {table.shape}."
+        )
+    if not (BANDWIDTHS[0] <= smallest and largest <= BANDWIDTHS[1]):
+        raise BochnerError(
+            f"The 'bandwidth' must be between {BANDWIDTHS[0]:g} and {BANDWIDTHS[1]:g}, got {smallest:g}; "
+            "rescale the points."
+        )
+    return sigma

@@ -1,7 +1,7 @@
 """Kernel tiles, their rounding, and the exact product.
 
-Points are moved and scaled once, so that one bandwidth has the length the kernel wants. Two more columns then make one
-matrix product yield the whole argument of the kernel:
+Points are moved and scaled once, so that one bandwidth has the length the profile wants. Two more columns then make
+one matrix product yield the whole argument of the kernel:
 
     [z, -|z|^2/2, 1] . [w, 1, -|w|^2/2] = -|z - w|^2 / 2
 
@@ -12,32 +12,31 @@ would become denormal, and from above at 0, where rounding could make a kernel l
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._progress import track
-from .kernels import Kernel
+from .profiles import Profile
 
 ROWS, COLUMNS, SQUARE = 384, 768, 512  # tiles of about 1 MB in float32 stay in the second-level cache
 BLOCK = 8192  # points moved at once
 FEW_COLUMNS = 8  # of x
-# The root mean square of rounding errors is this much smaller than their bound (measured: 37 to 250): for guesses only.
-TYPICAL = 32.0
 PRECISE = 1e-9  # relative error of an entry in double precision, at most
 
 
 class Frame(NamedTuple):
-    """A kernel, where the origin is, how long a unit is, and the arithmetic: `z = (point - centre) * scale`.
+    """A profile, where the origin is, the units per axis (d,), and the arithmetic: `z = (point - centre) * scale`.
 
     Arithmetic: "float32" and "float64" by matrix products; "difference", coordinate by coordinate in float64, for
-    clouds so wide that the matrix product cancels: there points stay where they are and distances are scaled.
+    clouds so wide that the matrix product cancels: there points stay where they are and differences are scaled.
     """
 
-    kernel: Kernel
+    profile: Profile
     centre: Tensor
-    scale: float
+    scale: Tensor
     arithmetic: str
 
     @property
@@ -54,27 +53,56 @@ class Frame(NamedTuple):
         return placed
 
 
-def make_frame(kernel: Kernel, keys: Tensor, bandwidth: float, arithmetic: str) -> Frame:
+def make_frame(profile: Profile, keys: Tensor, bandwidth: float | Tensor, arithmetic: str) -> Frame:
     """The frame centred on the keys."""
-    return Frame(kernel, keys.mean(0, dtype=torch.float64), kernel.unit / bandwidth, arithmetic)
+    scale = profile.unit / torch.as_tensor(bandwidth, dtype=torch.float64)
+    return Frame(profile, keys.mean(0, dtype=torch.float64), scale.expand(keys.shape[1]), arithmetic)
+
+
+def precise_frame(
+    profile: Profile, queries: Tensor, keys: Tensor, bandwidth: float | Tensor, tolerance: float = PRECISE
+) -> Frame:
+    """Double precision by matrix products, or by differences where those lose more than `tolerance` of an entry."""
+    frame = make_frame(profile, keys, bandwidth, "float64")
+    reach = extent(frame, keys) + extent(frame, queries)
+    lost = profile.change(argument_error(reach, keys.shape[1], frame)) if math.isfinite(reach) else math.inf
+    return frame if lost <= tolerance else frame._replace(arithmetic="difference")
 
 
 def norms(z: Tensor) -> Tensor:
     return torch.linalg.vector_norm(z, dim=1)
 
 
+def extent(frame: Frame, points: Tensor) -> float:
+    """The largest distance of the points from the frame's centre, in its units; inf if that overflows."""
+    return max(float(norms((part.double() - frame.centre) * frame.scale).max()) for part in points.split(BLOCK))
+
+
 def argument_error(reach: float, d: int, frame: Frame) -> float:
     """Bound on the rounding of `-|z - w|^2/2` by `Tiles`, for placed points with |z| + |w| <= reach.
 
     d + 2 products and sums of numbers whose absolute values sum to at most reach^2/2, after coordinates and squared
-    lengths that were rounded once: (d + 12) roundings of reach^2/2. Coordinate differences lose (d + 8) roundings of
-    the result, which matter nowhere more than at the kernel's `heavy` place.
+    lengths that were rounded once: (d + 12) roundings of reach^2/2.
     """
-    unit = torch.finfo(frame.dtype).eps / 2
-    if frame.arithmetic == "difference":
-        kernel = frame.kernel
-        return (d + 8) * unit * min(0.5 * reach * reach, -kernel.floor(frame.dtype), kernel.heavy)
-    return (d + 12) * unit * 0.5 * reach * reach
+    return (d + 12) * torch.finfo(frame.dtype).eps / 2 * 0.5 * reach * reach
+
+
+def differences_error(d: int) -> float:
+    """Bound on the rounding of an entry, absolute, by coordinate differences in double precision.
+
+    t = -|z - w|^2/2 is off by (d + 8) roundings of itself, and |t K'(t)| <= 1/2 for every profile.
+    """
+    return (d + 8) * torch.finfo(torch.float64).eps
+
+
+def summation_error(terms: int, dtype: torch.dtype, wide: bool = False) -> float:
+    """Bound on the relative rounding of x, of a profile and of sums of `terms` non-negative products, tile by tile.
+
+    Sums over a tile are of its dtype, or in float64 if `wide`; sums of tiles are in float64.
+    """
+    double = torch.finfo(torch.float64).eps / 2
+    unit, inside = torch.finfo(dtype).eps / 2, min(terms, COLUMNS)
+    return unit * 8 + (double if wide else unit) * inside + double * math.ceil(terms / COLUMNS)
 
 
 def _half_square(z: Tensor) -> Tensor:
@@ -101,12 +129,11 @@ def swapped(w: Tensor) -> Tensor:
 
 
 class Tiles:
-    """Evaluates kernel tiles into one reused buffer and counts the pairs; `slope` for bandwidth * dK/dbandwidth."""
+    """Evaluates kernel tiles into one reused buffer and counts the pairs."""
 
-    def __init__(self, frame: Frame, slope: bool = False) -> None:
-        self.frame = frame
-        self.profile = frame.kernel.slope if slope else frame.kernel.profile
-        self.floor = frame.kernel.floor(frame.dtype)
+    def __init__(self, frame: Frame) -> None:
+        self.frame, self.profile = frame, frame.profile
+        self.floor = frame.profile.floor(frame.dtype)
         self.buffer = torch.empty(0, dtype=frame.dtype)
         self.pairs = 0
 
@@ -114,103 +141,92 @@ class Tiles:
         """-|z - w|^2/2 between augmented rows `z` (`left`) and `w` (`right`); overwritten by the next call."""
         n, s = z.shape[0], w.shape[0]
         self.pairs += n * s
-        if self.frame.arithmetic == "difference":
-            distance = torch.cdist(z[:, :-2], w[:, :-2], compute_mode="donot_use_mm_for_euclid_dist")
-            return distance.mul_(self.frame.scale).square_().mul_(-0.5).clamp_min_(self.floor)
         if self.buffer.numel() < n * s:
             self.buffer = torch.empty(n * s, dtype=z.dtype)
         tile = self.buffer[: n * s].view(n, s)
+        if self.frame.arithmetic == "difference":
+            tile.zero_()
+            for a, b, scale in zip(z.T[:-2], w.T[:-2], self.frame.scale.tolist(), strict=True):
+                difference = torch.sub(a[:, None], b).mul_(scale)
+                tile.addcmul_(difference, difference, value=-0.5)
+            return tile.clamp_min_(self.floor)
         torch.mm(z, w.T, out=tile)
         return tile.clamp_(self.floor, 0.0)
 
     def __call__(self, z: Tensor, w: Tensor) -> Tensor:
         """K between augmented rows; overwritten by the next call."""
-        return self.profile(self.arguments(z, w))
+        return self.profile.value(self.arguments(z, w))
 
 
 def times(tile: Tensor, x: Tensor) -> Tensor:
     """`tile @ x` in the dtype of x; a few columns one by one, which is up to three times faster."""
     if x.dtype != tile.dtype:
         tile = tile.to(x.dtype)
-    if 1 < x.shape[1] <= FEW_COLUMNS:
+    if x.shape[1] <= FEW_COLUMNS:
         return torch.stack([tile.mv(column) for column in x.T.contiguous()], 1)
     return tile @ x
 
 
-def exact_product(tiles: Tiles, z: Tensor, w: Tensor, x: Tensor, progress: bool = False) -> Tensor:
-    """`K x` in float64 for augmented queries `z` (n, d+2), keys `w` (s, d+2) and `x` (s, r): n s pairs, O(1) memory."""
+Sums = tuple[Tensor, Tensor]  # float64: of the entries of each row (n,) and of each column (s,)
+
+
+def exact_product(
+    tiles: Tiles, z: Tensor, w: Tensor, x: Tensor, progress: bool = False, sums: Sums | None = None
+) -> Tensor:
+    """`K x` in float64 for augmented queries `z` (n, d+2), keys `w` (s, d+2) and `x` (s, r): n s pairs, O(1) memory.
+
+    The sums of the rows and columns of K are added to `sums`.
+    """
     y = torch.zeros(z.shape[0], x.shape[1], dtype=torch.float64)  # long sums of one sign would drown in float32
     starts = range(0, z.shape[0], ROWS)
     for i in track(starts, len(starts), "exact product", progress):
         rows = y[i : i + ROWS]
         for j in range(0, w.shape[0], COLUMNS):
-            rows += times(tiles(z[i : i + ROWS], w[j : j + COLUMNS]), x[j : j + COLUMNS])
+            tile = tiles(z[i : i + ROWS], w[j : j + COLUMNS])
+            rows += times(tile, x[j : j + COLUMNS])
+            if sums is not None:
+                sums[0][i : i + ROWS] += tile.sum(1)
+                sums[1][j : j + COLUMNS] += tile.sum(0)
     return y
 
 
-def exact_symmetric(tiles: Tiles, z: Tensor, w: Tensor, x: Tensor, progress: bool = False) -> Tensor:
+def exact_symmetric(
+    tiles: Tiles, z: Tensor, w: Tensor, x: Tensor, progress: bool = False, sums: Sums | None = None
+) -> Tensor:
     """`K x` when queries and keys are the same points: a tile serves its mirror image too, n^2/2 pairs."""
-    y = torch.zeros(z.shape[0], x.shape[1], dtype=torch.float64)
     n = z.shape[0]
+    y = torch.zeros(n, x.shape[1], dtype=torch.float64)
     starts = range(0, n, SQUARE)
     for i in track(starts, len(starts), "exact product", progress):
         for j in range(i, n, SQUARE):
-            tile = tiles(z[i : i + SQUARE], w[j : j + SQUARE]).to(x.dtype)
+            tile = tiles(z[i : i + SQUARE], w[j : j + SQUARE])
+            if i == j:
+                tile.fill_diagonal_(1.0)
+            if sums is not None:
+                sums[0][i : i + SQUARE] += tile.sum(1)
+                if j > i:
+                    sums[0][j : j + SQUARE] += tile.sum(0)
+            tile = tile.to(x.dtype)
             y[i : i + SQUARE] += times(tile, x[j : j + SQUARE])
             if j > i:
                 y[j : j + SQUARE] += times(tile.T, x[i : i + SQUARE])
     return y
 
 
-def summation_error(terms: int, dtype: torch.dtype, wide: bool = False) -> float:
-    """Bound on the relative rounding of x, of a profile and of sums of `terms` non-negative products, tile by tile.
+def point_gradients(
+    tiles: Tiles, z: Tensor, w: Tensor, weight: Callable[[slice, slice], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of sum_ij G_ij K(z_i, w_j) to the placed points z (n, d) and w (s, d), float64.
 
-    Sums over a tile are of its dtype, or in float64 if `wide`; sums of tiles are in float64.
+    With M_ij = G_ij dK/dt: for z_i sum_j M_ij (w_j - z_i), for w_j sum_i M_ij (z_i - w_j). `weight(rows, columns)`: a
+    block of G.
     """
-    double = torch.finfo(torch.float64).eps / 2
-    unit, inside = torch.finfo(dtype).eps / 2, min(terms, COLUMNS)
-    return unit * 8 + (double if wide else unit) * inside + double * math.ceil(terms / COLUMNS)
-
-
-class ExactRows:
-    """Exact rows of the product, in float64: `rows(ids)` gives (b, r). The truth that products are judged by.
-
-    Keys are placed block by block, so that no second copy of them is held.
-    """
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        queries: Tensor,
-        keys: Tensor,
-        bandwidth: float,
-        x: Tensor,
-        frame: Frame | None = None,
-    ) -> None:
-        self.frame = frame or precise_frame(kernel, queries, keys, bandwidth)
-        self.queries, self.keys, self.x = queries, keys, x.to(self.frame.dtype)
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        z = left(self.frame.place(self.queries[ids]))
-        tiles = Tiles(self.frame)
-        total = torch.zeros(ids.numel(), self.x.shape[1], dtype=torch.float64)
-        for part, values in zip(self.keys.split(BLOCK), self.x.split(BLOCK), strict=True):
-            total += exact_product(tiles, z, right(self.frame.place(part)), values)
-        return total
-
-
-def precise_frame(kernel: Kernel, queries: Tensor, keys: Tensor, bandwidth: float, tolerance: float = PRECISE) -> Frame:
-    """Double precision by matrix products, or by differences where those lose more than `tolerance` of an entry."""
-    frame = make_frame(kernel, keys, bandwidth, "float64")
-    reach = extent(frame, queries) + (extent(frame, keys) if keys is not queries else 0.0)
-    reach = 2 * reach if keys is queries else reach
-    lost = kernel.change(argument_error(reach, keys.shape[1], frame)) if math.isfinite(reach) else math.inf
-    return frame if lost <= tolerance else frame._replace(arithmetic="difference")
-
-
-def extent(frame: Frame, points: Tensor) -> float:
-    """The largest distance of the points from the frame's centre, in its units; inf if that overflows."""
-    largest = 0.0
-    for part in points.split(BLOCK):
-        largest = max(largest, float(norms(part.double() - frame.centre).max()))
-    return largest * frame.scale
+    left_z, right_w = left(z), right(w)
+    for_z, for_w = (torch.zeros(points.shape, dtype=torch.float64) for points in (z, w))
+    for i in range(0, z.shape[0], ROWS):
+        for j in range(0, w.shape[0], COLUMNS):
+            a, b = slice(i, i + ROWS), slice(j, j + COLUMNS)
+            m = tiles.profile.derivative(tiles.arguments(left_z[a], right_w[b])).mul_(weight(a, b).to(z.dtype))
+            for_z[a] += torch.addmm(z[a] * -m.sum(1, keepdim=True), m, w[b])
+            for_w[b] += torch.addmm(w[b] * -m.sum(0)[:, None], m.T, z[a])
+    return for_z, for_w

@@ -6,7 +6,7 @@ it in O(m log n), states the probability of what it drew, and follows class vect
 
 from bochner.sampling.loss import SampledSoftmaxLoss
 from bochner.sampling.samplers import Draws, ExactSampler, LogUniformSampler, Sampler, UniformSampler
-from bochner.sampling.tree import FeatureTree, Partition, Top
+from bochner.sampling.tree import FeatureTree, Partition
 
 __all__ = [
     "Draws",
@@ -16,6 +16,5 @@ __all__ = [
     "Partition",
     "SampledSoftmaxLoss",
     "Sampler",
-    "Top",
     "UniformSampler",
 ]

@@ -51,17 +51,6 @@ class Partition(NamedTuple):
     heavy: Tensor
 
 
-class Top(NamedTuple):
-    """The best classes found, ids and scores (b, k), and a bound (b,) on the score of every class not looked at.
-
-    Where `bound <= scores[:, -1]` they are the true top k.
-    """
-
-    ids: Tensor
-    scores: Tensor
-    bound: Tensor
-
-
 class LeftOut(NamedTuple):
     """Nodes that a search did not enter, (b, p): their first place, how many classes, and a bound on their logits."""
 
@@ -84,17 +73,16 @@ class FeatureTree(Sampler):
     classes under it: `phi(x) . S` estimates their share of the partition function, and a draw goes down by these
     shares. In the leaf it takes the exact softmax of the few classes there (`leaf_size=1`: features to the last class,
     the method of the papers). With positive features every share is positive; with signed ones negative shares count
-    as zero, and a draw is uniform with probability `uniform`, so that no class is out of reach.
+    as zero, and one draw in ten is uniform, so that no class is out of reach.
 
     Args:
         vectors: y, (n, d). The tree keeps its own copy.
         bias: b, (n,).
-        feature_map: a name, a class or an instance for the softmax kernel; `num_features` m and `projection` as there.
+        feature_map: a name, a class or an instance for the softmax kernel; `num_features` m as there.
         leaf_size: classes in a leaf.
         scale: the logits are `scale x . y + b`.
         normalize: a length to which x and y are brought for sampling alone, as appendix I of the paper does: another
             distribution with less variance, whose probabilities are still known.
-        uniform: the share of uniform draws; None means 0 for positive maps and 0.1 for signed ones.
         seed: of the feature map.
 
     Cost: a draw O(m log n + leaf_size d); `update_` of u classes O(u m (d leaf_size + log n)); memory n d for the
@@ -120,11 +108,9 @@ class FeatureTree(Sampler):
         *,
         feature_map: MapLike = "calibrated",
         num_features: int = 64,
-        projection: str = "orthogonal",
         leaf_size: int = 16,
         scale: float = 1.0,
         normalize: float | None = None,
-        uniform: float | None = None,
         seed: int = 0,
     ) -> None:
         owner = type(self).__name__
@@ -133,10 +119,8 @@ class FeatureTree(Sampler):
         self.leaf_size = positive_int(leaf_size, "leaf_size", owner)
         self.scale = positive_float(scale, "scale", owner)
         self.normalize = None if normalize is None else positive_float(normalize, "normalize", owner)
-        self.phi = _softmax_map(feature_map, y.shape[1], num_features, projection, seed)
-        self.uniform = (0.0 if self.phi.positive else 0.1) if uniform is None else uniform
-        if not 0 <= self.uniform <= 1:
-            raise BochnerError(f"The 'uniform' of {owner} must be in [0, 1], got {uniform!r}.")
+        self.phi = _softmax_map(feature_map, y.shape[1], num_features, seed)
+        self.uniform = 0.0 if self.phi.positive else 0.1  # the share of uniform draws
         order = similar_order(y)
         y, b = y[order], check_bias(bias, y, owner)[order]
         self.register_buffer("order", order, persistent=False)  # the class at each place
@@ -405,7 +389,7 @@ class FeatureTree(Sampler):
         their sum, or the draws fall into the head much more or less often than its share of Z. Without these signs the
         limits are those of an empirical Bernstein interval (Maurer and Pontil 2009) whose range is the largest weight
         drawn. With them, they come from as many draws of another kind: the nodes that the search left out have bounds
-        on their logits, `top`'s; a node drawn in proportion to N exp(bound), and one of its N classes, give a number
+        on their logits; a node drawn in proportion to N exp(bound), and one of its N classes, give a number
         between 0 and the sum of these, whose mean is what the head lacks. Their interval always holds, and is wide; a
         larger `beam` makes it narrower.
         """
@@ -472,30 +456,6 @@ class FeatureTree(Sampler):
         place = self.place[ids]
         y = self.vectors[place.flatten()].view(*place.shape, -1)
         return self.scale * torch.bmm(y, x.to(y.dtype).unsqueeze(-1)).squeeze(-1) + self.bias[place]
-
-    @in_full_precision
-    def top(self, x: Tensor, k: int = 1, *, beam: int = 64) -> Top:
-        """The classes with the largest `scale x . y_j + b_j` among the `beam` best nodes of every level.
-
-        The classes of a node lie in a ball of centre c and radius r, none of them above `scale (x . c + |x| r) + b`:
-        that bounds what was left out. Nodes are ranked by the score to expect of the best of N points in the ball, with
-        r sqrt(2 log N / d) for r. Cost O(beam d log n); exact, and known to be, when the bound says so.
-        """
-        x = self._check(x)
-        positive_int(beam, "beam", type(self).__name__)
-        if not 0 < k <= min(beam * self.leaf_size, self.num_classes):
-            raise BochnerError(
-                f"The 'k' of top must be in 1..{min(beam * self.leaf_size, self.num_classes)}, got {k!r}."
-            )
-        parts = [self._top(b, k, beam) for b in x.split(max(1, BLOCK // (beam * FAN * x.shape[1])))]
-        return Top(*(torch.cat(p) for p in zip(*parts, strict=True)))
-
-    def _top(self, x: Tensor, k: int, beam: int) -> tuple[Tensor, Tensor, Tensor]:
-        found = self._search(x, beam)
-        ids, logits = self._members(found.leaves, x)
-        scores, where = logits.topk(k, 1)
-        bound = torch.cat([torch.full_like(scores[:, :1], -math.inf), found.left_out.bound], 1).amax(1)
-        return ids.gather(1, where), scores, bound
 
     def _members(self, leaves: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """The classes of leaves (b, w) and their logits, (b, w leaf_size); -inf for empty places."""
@@ -581,8 +541,8 @@ class FeatureTree(Sampler):
         return f"num_classes={self.num_classes}, leaf_size={self.leaf_size}, levels={len(self._sums)}"
 
 
-def _softmax_map(name: MapLike, d: int, m: int, projection: str, seed: int) -> FeatureMap:
-    phi = feature_map(name, dim=d, num_features=m, projection=projection, seed=seed)
+def _softmax_map(name: MapLike, d: int, m: int, seed: int) -> FeatureMap:
+    phi = feature_map(name, dim=d, num_features=m, projection="orthogonal", seed=seed)
     if phi.dim != d or phi.num_heads is not None or phi.kernel != "softmax":
         raise BochnerError(
             f"The 'feature_map' of FeatureTree must estimate the softmax kernel in {d} dimensions, without heads, got "

@@ -22,9 +22,13 @@ __all__ = [
     "dataset",
     "load",
     "preset_of",
+    "ruler",
     "task",
     "train",
 ]
 
 
-__getattr__, __dir__ = lazy(__name__, {name: f"bochner.tasks.{module}:{name}" for name, module in _LAZY.items()})
+__getattr__, __dir__ = lazy(
+    __name__,
+    {**{name: f"bochner.tasks.{module}:{name}" for name, module in _LAZY.items()}, "ruler": "bochner.tasks.ruler"},
+)

@@ -56,6 +56,7 @@ from bochner.theory.polynomial import (
     mse_tensor_sketch,
     mse_tensor_sketch_matrix,
     polynomial_features_needed,
+    polynomial_tail_bound,
     tensor_sketch_bound,
 )
 from bochner.theory.rank import rank_floor
@@ -139,6 +140,7 @@ __all__ = [
     "pair_second_moment",
     "poisson_law",
     "polynomial_features_needed",
+    "polynomial_tail_bound",
     "radius_for",
     "rank_floor",
     "regularized_ratio",

@@ -89,13 +89,50 @@ def tensor_sketch_bound(x: Tensor, y: Tensor, num_features: Number, degree: Numb
     return (2 + 3**n) * (x.square().sum(-1) * y.square().sum(-1)) ** n / m
 
 
+def polynomial_tail_bound(
+    x: Tensor,
+    y: Tensor,
+    num_features: Number,
+    target: Number,
+    degree: Number,
+    *,
+    map: str = "tensor_sketch",
+    relative: bool = True,
+) -> Tensor:
+    """At most this is ``P(|error| >= target)`` of ``sum_poly`` or ``tensor_sketch``, by Chebyshev's inequality.
+
+    ``MSE / target^2``, no more than 1; ``relative``: the error is measured against ``|x.y|^n``. Problem 2,
+    Results 4 and 7, with the exact mean squared errors in place of eq. 7 and 21.
+
+    >>> import torch
+    >>> x = torch.tensor([0.6, 0.8])
+    >>> round(polynomial_tail_bound(x, x, 1000, 0.5, 2).item(), 4)
+    0.0091
+    """
+    owner = "polynomial_tail_bound"
+    one_of(map, "map", owner, ["sum_poly", "tensor_sketch"])
+    mse = (mse_sum_poly if map == "sum_poly" else mse_tensor_sketch)(x, y, num_features, degree)
+    x, y = pair(x, y, owner)
+    n, t = whole(degree, "degree", owner), positive(target, "target", owner)
+    goal = t.square() * ((x * y).sum(-1).square() ** n if relative else 1.0)
+    return (mse / goal).clamp(max=1.0)
+
+
 def polynomial_features_needed(
-    x: Tensor, y: Tensor, target: Number, degree: Number, *, map: str = "tensor_sketch", relative: bool = True
+    x: Tensor,
+    y: Tensor,
+    target: Number,
+    degree: Number,
+    *,
+    map: str = "tensor_sketch",
+    relative: bool = True,
+    failure: Number | None = None,
 ) -> Tensor:
     """Features with which ``sum_poly`` or ``tensor_sketch`` has root mean squared error at most ``target``.
 
-    ``relative``: against ``|x.y|^n`` (infinite where x.y = 0). For TensorSketch the count is safe for either
-    parity.
+    ``relative``: against ``|x.y|^n`` (infinite where x.y = 0). ``failure``: instead, features with which the
+    error exceeds ``target`` with at most this probability (:func:`polynomial_tail_bound`). For TensorSketch
+    the count is safe for either parity.
 
     >>> import torch
     >>> x = torch.tensor([0.6, 0.8])
@@ -108,6 +145,8 @@ def polynomial_features_needed(
     n, t = whole(degree, "degree", owner), positive(target, "target", owner)
     x, y = pair(x, y, owner)
     goal = t.square() * ((x * y).sum(-1).square() ** n if relative else 1.0)
+    if failure is not None:
+        goal = goal * positive(failure, "failure", owner)
     if map == "sum_poly":
         return torch.ceil(mse_sum_poly(x, y, 1, degree) / goal).clamp(min=1)
     # first / m + 2 second / m^2 <= goal: a quadratic, with the larger (even) second term.

@@ -15,6 +15,9 @@ of several. Where time is saved, the heads of a layer that are not exact share o
 along them by measured quality, and improve what was found. 5. `verify`: look once at texts that nothing has used, and
 state the interval. One fallback is declared before that look, and the interval of a second look is corrected for it.
 
+The memory of a decoder's cache is another matter, unless it is trained: `selected` holds the keys that matter in every
+head, and searches for how many.
+
 `refine` and `knapsack` are pure functions over `refine.Problem` and know nothing of transformers.
 """
 
@@ -26,17 +29,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from bochner._checks import BochnerError, BochnerWarning
 from bochner._progress import speaker
 from bochner.hf import inputs
 from bochner.hf.config import Calibration, Target
 from bochner.hf.evaluate import evaluator
 from bochner.hf.observe import discover_parts
+from bochner.hf.plan import Plan
+from bochner.hf.search import selected
 from bochner.hf.search.damage import MeasuredProblem, measure_damages
 from bochner.hf.search.knapsack import Choice, all_exact, frontier, totals
 from bochner.hf.search.options import Space, fitted_maps
 from bochner.hf.search.refine import Candidate, Trials, best_within, cheapest_that_keeps, fallback
 from bochner.hf.search.report import Point, SearchReport
+from bochner.hf.search.selected import SelectedProblem, SelectedSpace, best_of_all
 from bochner.hf.search.texts import Goal, Split, batches_for, settle, split
 from bochner.hf.search.verify import Verdict, Verifier
 
@@ -59,7 +67,25 @@ def search(
     shapes = discover_parts(model, batches, unsupported, parts)
     _warn_if_nothing_can_change(model, shapes)
     goal = settle(target, model, shapes, batches)
-    texts = split(batches, goal, inputs.positions(model).get("input_ids"))
+    selects = selected.applies(model, goal, shapes, batches)
+    texts = selected.split_for(model, batches, goal) if selects else split(batches, goal, _positions(model))
+    problem = (_ladder if selects else _heads)(run, model, shapes, goal, texts, seed)
+    trials = Trials(problem)
+    with run.stage("choosing"):
+        chosen, second = _choose(problem, trials)
+    with run.stage("verifying"):
+        verifier = Verifier(model, texts.held, goal, shapes, run.say)
+        report = _verified(problem, trials, chosen, second, verifier)
+    report.positions, report.fit_tokens = _positions(model), _fit_tokens(texts)
+    report.training = texts.training(goal.judged) if target.train is not None else []
+    report.seconds = {**run.seconds, "in all": time.monotonic() - run.began}
+    report.reasons += _remarks(report, shapes)
+    run.say(f"\n{report}")
+    return report
+
+
+def _heads(run: _Run, model: Any, shapes: Any, goal: Goal, texts: Split, seed: int) -> MeasuredProblem:
+    """What becomes of each head, by measured damages."""
     space = Space(model, shapes, goal, seed)
     with run.stage("fitting"):
         space.fit(texts.fit, run.say)
@@ -68,19 +94,16 @@ def search(
     with run.stage("damages"):
         run.say("running the original on the choice texts")
         judge = evaluator(model, texts.choice, goal.judged)
-        problem = MeasuredProblem(space, judge, measure_damages(space, judge, run.say), run.say)
-    trials = Trials(problem)
-    with run.stage("choosing"):
-        chosen, second = _choose(problem, trials)
-    with run.stage("verifying"):
-        verifier = Verifier(model, texts.held, goal, shapes, run.say)
-        report = _verified(problem, trials, chosen, second, verifier)
-    report.positions, report.fit_tokens = inputs.positions(model).get("input_ids"), _fit_tokens(texts)
-    report.training = texts.training(goal.judged) if target.train is not None else []
-    report.seconds = {**run.seconds, "in all": time.monotonic() - run.began}
-    report.reasons += _remarks(report, shapes)
-    run.say(f"\n{report}")
-    return report
+        return MeasuredProblem(space, judge, measure_damages(space, judge, run.say), run.say)
+
+
+def _ladder(run: _Run, model: Any, shapes: Any, goal: Goal, texts: Split, seed: int) -> SelectedProblem:
+    """How many keys all heads of a decoder hold; see `selected`."""
+    space = SelectedSpace(model, shapes, goal, seed)
+    with run.stage("fitting"):
+        space.fit(texts.fit, run.say)
+    with run.stage("original"):
+        return SelectedProblem(space, texts.choice, run.say)
 
 
 class _Run:
@@ -96,13 +119,15 @@ class _Run:
         self.seconds[name] = time.monotonic() - began
 
 
-def _choose(problem: MeasuredProblem, trials: Trials) -> tuple[Candidate, Choice | None]:
+def _choose(problem: MeasuredProblem | SelectedProblem, trials: Trials) -> tuple[Candidate, Choice | None]:
     """The choice, and what is looked at if it fails verification; both are settled before any look."""
     goal = problem.space.goal
     if goal.memory is None:
         assert goal.keep is not None
         chosen = cheapest_that_keeps(problem, goal.keep, trials)
         return chosen, fallback(problem, chosen, goal.keep, trials)
+    if isinstance(problem, SelectedProblem):
+        return best_of_all(problem, trials), None
     fixed = problem.space.original_bytes - problem.whole  # of layers that cannot change
     found = best_within(problem, goal.memory * problem.space.original_bytes - fixed, trials)
     if found is None:
@@ -115,7 +140,11 @@ def _choose(problem: MeasuredProblem, trials: Trials) -> tuple[Candidate, Choice
 
 
 def _verified(
-    problem: MeasuredProblem, trials: Trials, chosen: Candidate, second: Choice | None, verifier: Verifier
+    problem: MeasuredProblem | SelectedProblem,
+    trials: Trials,
+    chosen: Candidate,
+    second: Choice | None,
+    verifier: Verifier,
 ) -> SearchReport:
     """The report of the first choice that passes; of the original if none does."""
     goal, space, failed, reasons = problem.space.goal, problem.space, list[Verdict](), list[str]()
@@ -143,8 +172,21 @@ def _verified(
     points, place = _frontier(problem, trials, trials.run(choice))
     points[place].plan = plan
     report = SearchReport(goal, plan, points, place, bool(plan.converted) or not failed, found, failed)
+    if plan.converted and goal.by_memory:
+        reasons.append(_bytes(space, plan))
     report.further, report.reasons, report.verifier = verifier.further(plan, layers), reasons, verifier
     return report
+
+
+def _bytes(space: Space, plan: Plan) -> str:
+    """The memory of decoding in bytes, and against the cache that most people would have."""
+    before, after = space.original_bytes, space.bytes_of(plan)
+    usual = before * torch.bfloat16.itemsize / space.dtype.itemsize
+    return (
+        f"Decoding one text of {space.goal.length:,} tokens holds {after / 1e6:,.3g} MB in place of "
+        f"{before / 1e6:,.3g} MB: {after / before:.1%} of the original's cache, {after / usual:.1%} of the same cache "
+        "in bfloat16."
+    )
 
 
 def _whole_model_is_slower(goal: Goal, found: Verdict) -> str:
@@ -157,7 +199,7 @@ def _whole_model_is_slower(goal: Goal, found: Verdict) -> str:
     )
 
 
-def _frontier(problem: MeasuredProblem, trials: Trials, chosen: Candidate) -> tuple[list[Point], int]:
+def _frontier(problem: MeasuredProblem | SelectedProblem, trials: Trials, chosen: Candidate) -> tuple[list[Point], int]:
     """All that was measured, the cheapest first, and the place of the choice."""
     space, candidates = problem.space, trials.by_cost()
     points = []
@@ -167,6 +209,10 @@ def _frontier(problem: MeasuredProblem, trials: Trials, chosen: Candidate) -> tu
         attention = None if space.goal.by_memory else c.cost / max(problem.whole, 1e-30)
         points.append(Point(plan, c.quality, c.damage, memory, attention))
     return points, candidates.index(chosen)
+
+
+def _positions(model: Any) -> int | None:
+    return inputs.positions(model).get("input_ids")
 
 
 def _fit_tokens(texts: Split) -> int:
@@ -180,9 +226,7 @@ def _remarks(report: SearchReport, shapes: dict[str, Any]) -> list[str]:
     obstacles = [shape.obstacle.reason for shape in shapes.values() if shape.obstacle is not None]
     if len(obstacles) == len(shapes):
         found.append(f"Nothing can be converted: {obstacles[0]}.")
-    elif plan.converted and goal.by_memory:
-        found.append(f"The plan takes {report.memory:.1%} of the original's decoding memory at {goal.length:,} tokens.")
-    elif plan.converted:
+    elif plan.converted and not goal.by_memory:
         found.append(f"Attention takes {report.time_share:.1%} of the original's time at {goal.length:,} tokens.")
         found.append(f"The whole model takes {report.verified.time_share:.1%} at {report.verified.length:,} tokens.")
     elif not report.reasons:

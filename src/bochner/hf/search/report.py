@@ -10,6 +10,7 @@ from bochner.hf.evaluate import Quality
 from bochner.hf.plan import Plan
 from bochner.hf.search.texts import Goal
 from bochner.hf.search.verify import Verdict, Verifier
+from bochner.hf.selected_heads import Selected
 
 
 @dataclass
@@ -129,8 +130,7 @@ class SearchReport:
             f"    quality  lower bound  {'  time' if timed else 'memory'}  key heads",
         ]
         for i, point in enumerate(self.frontier):
-            heads = Counter(fate.name for layer in point.plan.layers for fate in layer.fates)
-            shown = ", ".join(f"{n} {name}" for name, n in heads.items())
+            shown = _heads(point.plan)
             cost = point.attention if timed else point.memory
             mark = ">" if i == self.chosen else " "
             lines.append(f"{mark}   {point.quality.retained:7.2%}  {point.quality.lower:11.2%}  {cost:6.1%}  {shown}")
@@ -149,6 +149,17 @@ class SearchReport:
         if self.plan.converted and not self.trained:
             lines.append("Apply it: bochner.convert(model, report.plan)")
         return "\n".join(lines)
+
+
+def _heads(plan: Plan) -> str:
+    """How many key heads have each fate, and what those hold that select their keys."""
+    every = [fate for layer in plan.layers for fate in layer.fates]
+    shown = ", ".join(f"{n} {name}" for name, n in Counter(fate.name for fate in every).items())
+    chosen = [fate for fate in every if isinstance(fate, Selected)]
+    if not chosen:
+        return shown
+    mean = sum(fate.budget for fate in chosen) / len(chosen)
+    return f"{shown}: {chosen[0].precision}, last {chosen[0].window} and about {mean:.0f} older keys"
 
 
 def _plain(verdict: Verdict) -> dict[str, Any]:

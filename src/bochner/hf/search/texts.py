@@ -140,7 +140,7 @@ def split(data: Batches, goal: Goal, most: int | None = None) -> Split:
     than none; `most` is how long they can be. They need ROWS tokens: more go to the other parts.
     """
     if goal.is_language:
-        tokens = _stream(data)
+        tokens = stream(data)
         size = min(max(PIECE, min(goal.judged, int(FIT_SHARE * len(tokens)))), most or goal.judged)
         first = min(int(FIT_SHARE * len(tokens)), max(ROWS, size))
         second = first + int((len(tokens) - first) * CHOICE_SHARE / (1 - FIT_SHARE))
@@ -158,7 +158,8 @@ def split(data: Batches, goal: Goal, most: int | None = None) -> Split:
     return Split(list(data[:first]), list(data[first:second]), list(data[second:]))
 
 
-def _stream(data: Batches) -> Tensor:
+def stream(data: Batches) -> Tensor:
+    """The tokens of a language model's texts, one after another, without padding."""
     if any("input_ids" not in b for b in data):
         raise BochnerError(
             "A language model is judged by the tokens that it predicts: give texts or 'input_ids' as data, got batches "

@@ -1,0 +1,529 @@
+"""The tables of the pages, filled from stored results: `python docs/extensions/tables.py` writes them anew.
+
+A page has `<!-- table: NAME -->` above a table and `<!-- end -->` below it. No table has more than six columns.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1]
+ROOT = DOCS.parent
+MARKED = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end -->", flags=re.DOTALL)
+LONG_RANGE = ("listops", "text", "image", "retrieval", "pathfinder")
+
+
+def experiment(name: str) -> Any:
+    return json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text(encoding="utf-8"))["figures"]
+
+
+def benchmark(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def quality(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def times(value: float) -> str:
+    return f"{value:.2f}x"
+
+
+def short(value: float) -> str:
+    """Three significant digits, or the whole number."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# Converted models
+
+
+def models() -> str:
+    speech, further = (experiment("speech_encoder")["keep 0.98"], experiment("further_models"))
+    rates, target = experiment("smollm_rates"), experiment("smollm_target")
+    rows = [
+        ["Whisper tiny, encoder", "1,500", quality(speech["kept"]), "", times(speech["time"]), "`Target(keep=0.98)`"]
+    ]
+    for name, what in (("512", "judged at 512 tokens"), ("4000", "at 4,000 tokens")):
+        found = target[name]
+        key = f"keep 0.99, {what}" if name == "512" else f"keep 0.99 {what}"
+        speed = rates["prefill"]["original"] / rates["prefill"][key]
+        kept, memory = (quality(found["report"]["verified"]["kept"]), share(found["row"]["memory"]))
+        rows.append(["SmolLM2-135M", f"{int(name):,}", kept, memory, times(speed), f"`keep=0.99`, {what}"])
+    trained = experiment("smollm_distilled")["target"]
+    kept, memory = (quality(trained["report"]["target"]["trained"]["4000"]["kept"]), share(trained["memory"]))
+    rows.append(["SmolLM2-135M, adapters trained", "4,000", kept, memory, "", "`keep=0.99, memory=0.15`"])
+    for name, length in (("AntiBERTy", "512"), ("rxnfp", "512"), ("RXNMapper", "512"), ("Sapiens", "144")):
+        row = further[name]
+        took = row["whole"]["converted"]["seconds"] / row["whole"]["original"]["seconds"]
+        done = bool(row["converted_layers"])
+        figures = [quality(row["kept"]), "", times(took)] if done else ["100 %", "", "1x"]
+        rows.append([name, length, *figures, "`Target(keep=0.98)`" if done else "left as it was"])
+    return table(["model", "tokens", "quality retained", "cache at 4,000", "time to read", "how"], rows)
+
+
+def speech() -> str:
+    names = {
+        "window 32, sink": "window 32, one sink",
+        "window 32, sink, calibrated m=64": "the same and `calibrated`, m = 64",
+        "window 32, sink, landmark m=16": "the same and `landmark`, m = 16",
+        "window 32, sink, landmark m=64": "the same and `landmark`, m = 64",
+        "calibrated m=64 alone": "`calibrated` alone, m = 64",
+        "keep 0.98": "`Target(keep=0.98)`",
+    }
+    found = experiment("speech_encoder")
+    rows = [
+        [label, f"{found[k]['cosine']:.3f}", share(found[k]["word_error_rate"]), times(found[k]["time"])]
+        for k, label in names.items()
+    ]
+    return table(["encoder", "cosine of its frames", "words that differ", "time of the encoder"], rows)
+
+
+def decoder_recipes() -> str:
+    names = {
+        "kernel only, positive m=128": "FAVOR+ alone, m = 128",
+        "kernel only, calibrated m=128": "`calibrated` alone, m = 128",
+        "window + sinks, blocks": "window 64, 4 sinks",
+        "window + sinks + landmark m=64, blocks": "window 64, 4 sinks, `landmark` m = 64",
+        "window + sinks, 10 % exact, blocks": "window 64, 4 sinks, 10 % of the heads exact",
+        "window + sinks + landmark m=64, 10 % exact, blocks": "the same and `landmark`, m = 64",
+        "window 128 + sinks, 10 % exact, blocks": "window 128, 4 sinks, 10 % of the heads exact",
+    }
+    found = {row["recipe"]: row for row in experiment("smollm_recipes")["rows"]}
+    rows = [["original", "1", "1", f"{experiment('smollm_recipes')['exact'][2]:.2f}", "100 %"]]
+    for key, label in names.items():
+        row = found[key]
+        figures = [short(row[k]) if row[k] > 10 else f"{row[k]:.3f}" for k in ("ratio", "ratio_long", "recall")]
+        rows.append([label, *figures, share(row["memory"])])
+    return table(["recipe", "ratio, 150 tokens", "ratio, 450 tokens", "recall", "cache at 4,000"], rows)
+
+
+BOOK = {
+    "exact": "original",
+    "window 128": "window 128",
+    "window 512": "window 512",
+    "window 128, 30 of 90 groups exact": "window 128, 30 of 90 key heads exact",
+    "window 128 + landmark m=64": "window 128, `landmark` fitted to 320 tokens",
+    "keep 0.99, judged at 512 tokens": "`keep=0.99`, judged at 512 tokens",
+    "keep 0.99 at 4,000 tokens": "`keep=0.99` at 4,000 tokens",
+}
+
+
+def book() -> dict[str, dict[str, Any]]:
+    found = experiment("long_context")
+    trained = experiment("smollm_distilled")["target"]
+    rows = {label: found[key] for key, label in BOOK.items()}
+    return {**rows, "`keep=0.99, memory=0.15`, adapters trained": {**trained["book"], "memory": trained["memory"]}}
+
+
+def book_perplexity() -> str:
+    places = ("0-500", "500-1000", "1000-2000", "2000-4000", "4000-6500")
+    rows = [[label, *(short(row["perplexity"][p]) for p in places)] for label, row in book().items()]
+    return table(["perplexity at tokens", *(p.replace("000", ",000").replace("6500", "6,500") for p in places)], rows)
+
+
+def book_recall() -> str:
+    rows = [
+        [label, *(short(row["recall"][p]) for p in ("500", "2000", "6000")), share(row["memory"])]
+        for label, row in book().items()
+    ]
+    return table(["recall of a passage", "500 back", "2,000 back", "6,000 back", "cache at 4,000"], rows)
+
+
+def decoder_targets() -> str:
+    found = experiment("smollm_target")
+    rows = []
+    for name in ("512", "1000", "4000"):
+        kept, row = found[name]["report"]["verified"], found[name]["row"]
+        figures = [quality(kept["kept"]), f"{kept['perplexity_ratio']:.3f}", quality(kept["recall_kept"])]
+        rows.append([f"{int(name):,} tokens", *figures, share(row["memory"])])
+    return table(["judged at", "quality retained", "perplexity ratio", "recall retained", "cache at 4,000"], rows)
+
+
+def decoder_trained() -> str:
+    names = {
+        "converted": "converted",
+        "distilled": "fitted to the original's outputs",
+        "trained": "trained by its own loss",
+        "control": "the original, trained in the same way",
+        "target": "`keep=0.99, memory=0.15`, trained",
+    }
+    found = experiment("smollm_distilled")
+    rows = []
+    for key, label in names.items():
+        row = found[key]
+        kept = [quality(row[n]["kept"]) for n in ("512", "4000")]
+        memory = "100 %" if key == "control" else share(row["memory"])
+        rows.append([label, *kept, f"{row['ratio_long']:.3f}", f"{row['recall']:.2f}", memory])
+    heads = ["model", "quality at 512", "quality at 4,000", "ratio, 450 tokens", "recall", "cache at 4,000"]
+    return table(heads, rows)
+
+
+def decoder_rates() -> str:
+    found = experiment("smollm_rates")
+    names = list(found["prefill"])
+    rows = []
+    for key, label in (
+        ("prefill", "reading 4,000 tokens"),
+        ("decoding at 4000", "decoding after 4,000"),
+        ("decoding at 8000", "decoding after 8,000"),
+    ):
+        first = found[key][names[0]]
+        rows.append(
+            [label, f"{first:.1f}", *(f"{found[key][n]:.1f} ({found[key][n] / first:.2f}x)" for n in names[1:])]
+        )
+    heads = ["tokens per second", "original", "window 128, 10 of 90 exact", "judged at 512", "at 4,000"]
+    return table(heads, rows)
+
+
+def further() -> str:
+    rows = []
+    for name, row in experiment("further_models").items():
+        took = row["whole"]["converted"]["seconds"] / row["whole"]["original"]["seconds"]
+        done = [quality(row["kept"]), times(took)] if row["converted_layers"] else ["left as it was", "1x"]
+        recipes = [quality(row[k]) for k in ("window 32, sink", "window 32, sink, landmark m=64")]
+        rows.append([name, *done, *recipes])
+    return table(["model", "`Target(keep=0.98)`", "time", "window 32, one sink", "and `landmark`, m = 64"], rows)
+
+
+def window_kinds() -> str:
+    found = {
+        (r["beside"], r["kind"]): r for r in experiment("window_kinds")["rows"] if r["model"].startswith("SmolLM2")
+    }
+    names = {
+        "alone": "window and sinks",
+        "landmark m=64": "and `landmark`, m = 64",
+        "alone, 10 % exact heads": "and 10 % of the heads exact",
+        "landmark m=64, 10 % exact heads": "and both",
+    }
+    rows = [
+        [label, *(f"{found[key, kind]['perplexity_ratio']:.3f}" for kind in ("sliding", "block"))]
+        for key, label in names.items()
+    ]
+    return table(["heads", "sliding window", "blocks"], rows)
+
+
+# Maps
+
+
+def moments() -> str:
+    names = {
+        "nothing": "nothing",
+        "calibrated 128": "`calibrated`, m = 128",
+        "landmark 64": "`landmark`, m = 64",
+        "moments 1": "`moments`, 1 group",
+        "moments 4": "`moments`, 4 groups",
+        "moments 16": "`moments`, 16 groups",
+    }
+    encoder, decoder = (experiment("moments_frontier")[f"{model}, window"] for model in ("minilm", "smollm2"))
+    out, rows = "out of domain", []
+    for key, label in names.items():
+        took = [times(case["seconds"][key] / case["seconds"]["exact"]) for case in (encoder, decoder)]
+        errors = [f"{x:.2f}" for x in (encoder["in domain"][key], encoder[out][key], decoder[out][key])]
+        rows.append([label, errors[0], errors[1], took[0], errors[2], took[1]])
+    heads = ["kernel", "MiniLM, books", "MiniLM, Python", "time", "SmolLM2, Python", "time"]
+    return table(heads, rows)
+
+
+def frontier() -> str:
+    case, near = (experiment("landmark_frontier")[name] for name in ("minilm", "minilm, window"))
+    sizes = ("16", "32", "64", "128")
+    names = {
+        "FAVOR+": "FAVOR+",
+        "calibrated": "`calibrated`",
+        "landmark": "`landmark`",
+        "best of rank m": "best of rank m",
+    }
+    rows = [["averaging the values", *[f"{case['uniform']['all']:.2f}"] * 4]]
+    rows += [[label, *(f"{case[key][m]:.2f}" if m in case[key] else "" for m in sizes)] for key, label in names.items()]
+    rows.append(["window 32, one sink", *[f"{near['window alone']['all']:.2f}"] * 4])
+    found = near["landmark"]
+    rows.append(["window 32, one sink, `landmark`", *(f"{found[m]:.2f}" if m in found else "not run" for m in sizes)])
+    return table(["features", *(f"m = {m}" for m in sizes)], rows)
+
+
+def projections() -> str:
+    found = experiment("projection_bias")
+    names = ("orthogonal", "hadamard", "givens", "QR, signs not fixed")
+    dims = ("4", "8", "16", "32")
+    rows = [
+        [name if "QR" in name else f"`{name}`", *(f"{found[name][d][0]:+.3f} ± {found[name][d][1]:.3f}" for d in dims)]
+        for name in names
+    ]
+    return table(["relative bias", *(f"d = {d}" for d in dims)], rows)
+
+
+# Attention and training
+
+
+def attention(is_causal: bool) -> str:
+    found = benchmark("attention")
+    rows = []
+    for case in found["times"]:
+        if (case["dtype"], case["is_causal"], case["passes"]) == ("float32", is_causal, "forward"):
+            took = case["seconds"]
+            cells = [
+                f"{1000 * took[n]:,.1f}" if n in took else "not run" for n in ("bochner", "exact", "performer", "floor")
+            ]
+            rows.append([f"{case['length']:,}", *cells])
+    return table(["tokens", "Bochner", "exact", "performer-pytorch", "bare products"], rows)
+
+
+def crossover() -> str:
+    found = benchmark("attention")["crossover"]
+    sizes = sorted({c["num_features"] for c in found})
+    rows = []
+    for is_causal, label in ((False, "both ways"), (True, "causal")):
+        cells = {c["num_features"]: c["length"] for c in found if c["is_causal"] == is_causal}
+        rows.append([label, *(f"{cells[m]:,}" if cells[m] else "over 8,192" for m in sizes)])
+    return table(["crossover length", *(f"m = {m}" for m in sizes)], rows)
+
+
+def windows() -> str:
+    found = benchmark("windows")["windows"]
+    names = {"encoder, landmark 64": "encoder, `landmark` m = 64", "encoder, landmark 16": "encoder, `landmark` m = 16"}
+    names["decoder"] = "decoder, `positive` m = 128"
+    rows = []
+    for shape, label in names.items():
+        for case in found:
+            if case["shape"] == shape and case["length"] in (512, 1024, 4096):
+                cells = [f"{1000 * case['seconds'][n]:.1f}" for n in ("kernel", "block", "sliding", "exact")]
+                rows.append([label, f"{case['length']:,}", *cells])
+    return table(["shape", "tokens", "kernel", "block window", "sliding window", "exact"], rows)
+
+
+def train_cell(found: dict[str, Any], task: str, name: str) -> str:
+    figure, digits, scale = ("bits", 2, 1.0) if task == "lm" else ("accuracy", 1, 100.0)
+    seen = [scale * found[f"{task}/{name}/{s}"][figure] for s in range(3) if f"{task}/{name}/{s}" in found]
+    if not seen:
+        return "not run"
+    spread = f" ± {statistics.stdev(seen):.{digits}f}" if len(seen) > 1 else ""
+    return f"{statistics.mean(seen):.{digits}f}{spread}"
+
+
+ATTENTIONS = (
+    "exact", "positive", "relu", "linear_elu", "trig", "fastfood_prf", "gmm_prf", "generative_prf", "gmm_rks",
+    "fastfood_rks", "generative_rks", "window+calibrated", "window+positive", "identity", "linformer",
+    "performer_pytorch", "fnet", "nystromformer", "big_bird", "longformer", "reformer",
+)  # fmt: skip
+
+
+def training() -> str:
+    found = experiment("train_table")
+    rows = [[f"`{name}`", *(train_cell(found, task, name) for task in LONG_RANGE)] for name in ATTENTIONS]
+    return table(["attention", *LONG_RANGE], rows)
+
+
+def training_text() -> str:
+    found = experiment("train_table")
+    rows = [
+        [f"`{name}`", *(train_cell(found, task, name) for task in ("protein", "lm"))]
+        for name in ATTENTIONS
+        if f"protein/{name}/0" in found
+    ]
+    return table(["attention", "protein (%)", "lm (bits per byte)"], rows)
+
+
+def training_speed() -> str:
+    found, lengths = (experiment("train_speed")["time"], ("256", "1024", "4096", "8192", "16384"))
+    names = ("exact", "identity", "positive", "relu", "fastfood_prf", "window+calibrated", "reformer", "big_bird")
+    rows = [
+        [f"`{n}`", *(f"{1000 * found[n][L]:,.0f}" if L in found[n] else "not run" for L in lengths)]
+        for n in names
+        if n in found
+    ]
+    return table(["attention", *(f"{int(n):,}" for n in lengths)], rows)
+
+
+def transfer() -> str:
+    names = {
+        "exact": "`exact`",
+        "positive": "`positive`, m = 64",
+        "positive, m = 256": "`positive`, m = 256",
+        "window+positive": "`window+positive`",
+        "trig": "`trig`",
+    }
+    runs = experiment("train_transfer")["runs"]
+    rows = [
+        [label, *(f"{runs[key][when]['bits']:.2f}" for when in ("before", "after"))] for key, label in names.items()
+    ]
+    return table(["attention", "at once", "after 200 steps"], rows)
+
+
+def feedforward() -> str:
+    found, rows = benchmark("feedforward")["blocks"], []
+    for features in (0, 256, 1024):
+        for method in ("least_squares", "regression"):
+            cases = [c for c in found if (c["features"], c["method"]) == (features, method)]
+            errors = [f"{c['error']:.2f}" for c in sorted(cases, key=lambda c: c["layer"])]
+            speed = statistics.median(c["speed"] for c in cases)
+            rows.append([f"{features:,}", method.replace("_", " "), *errors, f"{speed:.1f}x"])
+    return table(["features", "method", "layer 0", "layer 3", "layer 5", "speed"], rows)
+
+
+# Kernels, estimators, sampling
+
+WORDS = {
+    "patches": "image patches", "casp": "proteins", "california": "houses", "colours": "pixels", "covers": "forests",
+    "rims": "rims of patches", "words": "word vectors", "normal": "normal points", "mixture": "clusters",
+}  # fmt: skip
+UNMEASURED = "Not measured with this version yet: run `make bench`."
+
+
+def kernel_rows(parts: dict[str, Any], names: Iterable[str]) -> list[list[str]]:
+    rows = []
+    for row in (row for name in names for row in parts.get(name, [])):
+        label = f"{WORDS.get(row['data'], row['data'])}, d = {row['d']}"
+        took = [f"{row[k]:.2f}" for k in ("exact_s", "auto_s")]
+        rows.append([label, row["bandwidth"], *took, f"{row['exact_s'] / row['auto_s']:.1f}x", row["method"]])
+    return rows
+
+
+def kernel_products(names: Iterable[str], other_methods: bool = False) -> str:
+    parts = benchmark("matvec")["parts"]
+    if not all(isinstance(part, list) for part in parts.values()):
+        return UNMEASURED
+    rows = kernel_rows(parts, names)
+    if other_methods:
+        rows = [row for row in rows if row[-1] != "exact"]
+    return table(["points", "bandwidth", "exact (s)", "auto (s)", "faster by", "method"], rows)
+
+
+def random_features() -> str:
+    found, rows = benchmark("estimators"), []
+    for case in found["features"]:
+        took = found["times"][case["data"]][str(case["n_components"])]
+        error = [f"{case['kernel_error'][k]:.3f}" for k in ("ours", "scikit-learn")]
+        ratio = took["ours"] / took["scikit-learn"]
+        rows.append([case["data"], f"{case['rows']:,}", str(case["n_components"]), *error, times(ratio)])
+    return table(["data", "rows", "components", "kernel error", "`RBFSampler`", "time, of theirs"], rows)
+
+
+def large_tables() -> str:
+    rows = []
+    for case in benchmark("estimators")["tables"]:
+        figures = [f"{case['seconds']:.1f} s", f"{case['memory_gb']:.1f} GB", f"{case['score']:.3f}"]
+        rows.append([case["data"], f"`{case['model']}`", *figures])
+    return table(["table, rows", "model", "fit", "memory", "score"], rows)
+
+
+def sampling() -> str:
+    rows = []
+    for case in benchmark("sampling")["speed"]:
+        took = case["microseconds"]
+        cells = [f"{took[k]:,.0f}" for k in ("softmax", "draw", "40 draws")]
+        rows.append([f"{case['classes']:,}", *cells, f"{took['softmax'] / took['draw']:.0f}x"])
+    return table(["classes", "full softmax", "one draw", "40 draws", "a draw is faster by"], rows)
+
+
+def samplers() -> str:
+    runs, variance = (experiment("sampled_softmax")["runs"], experiment("sampler_variance")["variance"])
+    exact = statistics.mean(runs[f"exact/{s}"]["loss"] for s in range(3))
+    names = {"tree": "our tree", "log-uniform": "log-uniform", "uniform": "uniform"}
+    rows = []
+    for key, label in names.items():
+        loss = statistics.mean(runs[f"{key}/{s}"]["loss"] for s in range(3)) - exact
+        divergence = statistics.mean(runs[f"{key}/{s}"]["divergence"] for s in range(3))
+        rows.append([label, f"{loss:+.2f}", f"{divergence:.2f}", short(variance[key][0])])
+    return table(["draws", "loss above exact training", "divergence from it", "variance of one draw"], rows)
+
+
+# The first screen
+
+
+def you_get() -> str:
+    """What the README and the home page begin with."""
+    target, speech = (
+        experiment("smollm_target")["512"],
+        experiment("speech_encoder")["window 32, sink, landmark m=64"],
+    )
+    kept, memory = (quality(target["report"]["verified"]["kept"]), share(target["row"]["memory"]))
+    assert speech["word_error_rate"] == 0
+    wanted = ("patches 1,000,000", "KernelRidge(centers=2000)")
+    fit = next(row for row in benchmark("estimators")["tables"] if (row["data"], row["model"]) == wanted)
+    step = experiment("train_speed")["time"]
+    faster = step["exact"]["8192"] / step["positive"]["8192"]
+    rows = [
+        [
+            "a decoder whose cache is too large",
+            f"{memory} of the cache, {kept} of the quality",
+            "SmolLM2-135M, cache at 4,000 tokens, quality at 512",
+        ],
+        [
+            "a long encoder",
+            f"{times(speech['time'])} the time, every word the same",
+            "Whisper tiny's encoder, 1,500 frames",
+        ],
+        [
+            "a large table or kernel matrix",
+            f"{fit['rows']:,} rows fitted in {fit['seconds']:.0f} s and {fit['memory_gb']:.1f} GB",
+            f"image patches, {fit['centers']:,} centres, R2 {fit['score']:.2f}",
+        ],
+        ["a model to train", f"a step {faster:.0f}x faster", "one layer, 8,192 tokens"],
+    ]
+    return table(["you have", "you get", "measured on, one core"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "you-get": you_get,
+    "kernels": lambda: kernel_products(WORDS, other_methods=True),
+    "kernel-shapes": lambda: kernel_products(("rectangles", "density", "many")),
+    "random-features": random_features,
+    "large-tables": large_tables,
+    "models": models,
+    "speech": speech,
+    "decoder-recipes": decoder_recipes,
+    "decoder-targets": decoder_targets,
+    "decoder-trained": decoder_trained,
+    "decoder-rates": decoder_rates,
+    "book-perplexity": book_perplexity,
+    "book-recall": book_recall,
+    "further": further,
+    "window-kinds": window_kinds,
+    "moments": moments,
+    "frontier": frontier,
+    "projections": projections,
+    "attention": lambda: attention(False),
+    "attention-causal": lambda: attention(True),
+    "crossover": crossover,
+    "windows": windows,
+    "training": training,
+    "training-text": training_text,
+    "training-speed": training_speed,
+    "transfer": transfer,
+    "feedforward": feedforward,
+    "sampling": sampling,
+    "samplers": samplers,
+}
+
+
+def filled(text: str) -> str:
+    """A page with its tables as the results have them."""
+    return MARKED.sub(lambda m: f"<!-- table: {m['name']} -->\n{TABLES[m['name']]()}\n<!-- end -->", text)
+
+
+def main() -> None:
+    for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]:
+        old = path.read_text(encoding="utf-8")
+        new = filled(old)
+        if new != old:
+            path.write_text(new, encoding="utf-8")
+            sys.stdout.write(f"wrote {path.relative_to(ROOT)}\n")
+
+
+if __name__ == "__main__":
+    main()

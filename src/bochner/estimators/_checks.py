@@ -1,0 +1,81 @@
+"""What the estimators check alike: seeds, numbers, bandwidths, weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+from bochner._checks import BochnerError, positive_float
+
+
+def draw_seed(rng: np.random.RandomState) -> int:
+    """One seed from scikit-learn's random state."""
+    return int(rng.randint(np.iinfo(np.int32).max))
+
+
+def positive(value: Any, name: str, owner: str, *, zero: bool = False) -> float:
+    """A number above zero, infinity among them; `zero`: or zero."""
+    plain = value.item() if isinstance(value, np.generic) else value
+    fits = isinstance(plain, (int, float)) and not isinstance(plain, bool) and (plain > 0 or (zero and plain == 0))
+    if not fits:
+        wanted = "a number that is not negative" if zero else "a positive number"
+        raise BochnerError(f"The {name!r} of {owner} must be {wanted}, got {value!r}.")
+    return float(plain)
+
+
+def resolve_gamma(gamma: Any, X: Any, owner: str, weight: np.ndarray | None = None, *, centred: bool = True) -> float:
+    """A number, or `"scale"`: 1 / (d var(X)) with rows counted by weight, one where X does not vary.
+
+    Not `centred`, for kernels that see where X is: 1 / (d mean(X^2)).
+    """
+    if isinstance(gamma, str):
+        if gamma != "scale":
+            raise BochnerError(f"The 'gamma' of {owner} must be a positive number or 'scale', got {gamma!r}.")
+        with np.errstate(over="ignore"):
+            if sparse.issparse(X):
+                variance = X.multiply(X).mean() - (X.mean() ** 2 if centred else 0.0)
+            else:
+                middle = np.average(X.mean(1, dtype=np.float64), weights=weight) if centred else 0.0
+                variance = np.average(np.square(X - middle).mean(1), weights=weight)
+        counted = X if weight is None else X[weight > 0]
+        if not np.isfinite(variance) or (variance == 0 and counted.min() < counted.max()):
+            raise BochnerError(f"The variance of the X of {owner}, for gamma='scale', is out of range; rescale X.")
+        return 1.0 / (X.shape[1] * variance) if variance > 0 else 1.0
+    return positive_float(gamma.item() if isinstance(gamma, np.generic) else gamma, "gamma", owner)
+
+
+def resolve_bandwidth(bandwidth: Any, shape: tuple[int, int], weight: np.ndarray, owner: str) -> float:
+    """A number, or the rule of Scott or Silverman for columns of unit variance.
+
+    Whole weights count as repeated rows, others, whose scale means nothing, as their effective number.
+    """
+    if not isinstance(bandwidth, str):
+        plain = bandwidth.item() if isinstance(bandwidth, np.generic) else bandwidth
+        return positive_float(plain, "bandwidth", owner)
+    d = shape[1]
+    rows = float(np.abs(weight).sum())
+    if not np.array_equal(weight, np.rint(weight)):
+        rows = float(rows**2 / np.square(weight).sum())
+    if bandwidth == "scott":
+        return rows ** (-1 / (d + 4))
+    if bandwidth == "silverman":
+        return (rows * (d + 2) / 4) ** (-1 / (d + 4))
+    raise BochnerError(
+        f"The 'bandwidth' of {owner} must be a positive number, 'scott' or 'silverman', got {bandwidth!r}."
+    )
+
+
+def check_weight(weight: Any, n: int, owner: str, *, signed: bool = False) -> np.ndarray:
+    """Weights of the rows (n,), float64: ones if there are none, one number for all; finite and not all zero."""
+    w = np.ones(n) if weight is None else np.asarray(weight, dtype=np.float64)
+    w = np.full(n, float(w)) if w.ndim == 0 else w
+    if w.shape != (n,):
+        raise BochnerError(f"The 'sample_weight' of {owner} must have shape ({n},), got {w.shape}.")
+    if not np.isfinite(w).all() or not (signed or (w >= 0).all()):
+        wanted = "finite" if signed else "finite and not negative"
+        raise BochnerError(f"The 'sample_weight' of {owner} must be {wanted}, got {w.min()} to {w.max()}.")
+    if not w.any():
+        raise BochnerError(f"The 'sample_weight' of {owner} is zero everywhere.")
+    return w

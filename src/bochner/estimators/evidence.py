@@ -1,0 +1,96 @@
+"""Bandwidths, amplitude and noise of a Gaussian process by its marginal likelihood, with gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+from bochner.matvec import Kernel
+
+FEW = 400  # rows of the first, cheap search
+BOUNDS = {"bandwidth": (0.02, 1e4), "amplitude": (1e-3, 1e4), "noise": (1e-6, 1e2)}
+
+
+class Hyper(NamedTuple):
+    """`amplitude K(x / bandwidth)` plus `noise` on the diagonal, for columns and targets of unit variance."""
+
+    bandwidth: np.ndarray  # (d,)
+    amplitude: float
+    noise: float
+
+    def pack(self) -> np.ndarray:
+        return np.log([*self.bandwidth, self.amplitude, self.noise])
+
+    @staticmethod
+    def unpack(theta: np.ndarray) -> Hyper:
+        values = np.exp(theta)
+        return Hyper(values[:-2], float(values[-2]), float(values[-1]))
+
+
+def evidence(name: str, X: Tensor, y: Tensor, hyper: Hyper) -> tuple[float, np.ndarray]:
+    """The negative log marginal likelihood of the columns of y (n, c), and its gradient to `hyper.pack()`.
+
+    With `A = amplitude K + noise I` and `b = A^-1 y` the gradient to A is (c A^-1 - b b') / 2. O(n^3). Infinite where
+    rounding makes A indefinite.
+    """
+    n, columns = y.shape
+    kernel = Kernel(name, hyper.bandwidth)
+    K = kernel.block(X)
+    A = hyper.amplitude * K
+    A.diagonal().add_(hyper.noise)
+    lower, failed = torch.linalg.cholesky_ex(A)
+    if int(failed):
+        return math.inf, np.zeros(len(hyper.bandwidth) + 2)
+    b = torch.cholesky_solve(y, lower)
+    value = 0.5 * float((y * b).sum()) + columns * float(lower.diagonal().log().sum())
+    value += 0.5 * n * columns * math.log(2 * math.pi)
+    G = torch.cholesky_inverse(lower).mul_(columns).addmm_(b, b.T, alpha=-1).mul_(0.5)
+    for_bandwidth = kernel.gradients(X, None, G).bandwidth.numpy() * hyper.bandwidth * hyper.amplitude
+    return value, np.array([*for_bandwidth, hyper.amplitude * float((G * K).sum()), hyper.noise * float(G.trace())])
+
+
+def learn(
+    name: str, X: np.ndarray, y: Any, given: Hyper | None = None, per_feature: bool = True, seed: int = 0
+) -> Hyper:
+    """The most likely hyperparameters of rows X with columns of unit variance and targets y (n, c).
+
+    First on 400 rows, then from there on all. `given`: those that are not NaN stay. Not `per_feature`: one bandwidth.
+    """
+    d = X.shape[1]
+    x, t = torch.from_numpy(np.array(X, dtype=np.float64)), torch.as_tensor(y)
+    hyper = Hyper(np.full(d, math.sqrt(d)), 1.0, 0.1)
+    held = given or Hyper(np.full(d, np.nan), math.nan, math.nan)
+    free = np.isnan(held.pack())
+    start = np.where(free, hyper.pack(), held.pack())
+    if not free.any():
+        return Hyper.unpack(start)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    tie = np.eye(d + 2)[:, free] if per_feature else _tied(d, free)
+    low, high = (np.log([*[BOUNDS["bandwidth"][k]] * d, BOUNDS["amplitude"][k], BOUNDS["noise"][k]]) for k in (0, 1))
+    for rows, steps in ((order[:FEW], 60), (order, 25)):
+        if rows is order and len(order) <= FEW:
+            break
+        x_part, t_part = x[rows], t[rows]
+
+        def objective(p: np.ndarray) -> tuple[float, np.ndarray]:
+            theta = start + tie @ p  # noqa: B023
+            value, gradient = evidence(name, x_part, t_part, Hyper.unpack(np.clip(theta, low, high)))  # noqa: B023
+            inside = (theta > low) & (theta < high)
+            return value / len(x_part), tie.T @ np.where(inside, gradient, 0.0) / len(x_part)  # noqa: B023
+
+        found = minimize(
+            objective, np.zeros(tie.shape[1]), jac=True, method="L-BFGS-B", options={"maxiter": steps, "ftol": 1e-6}
+        )
+        start = np.clip(start + tie @ found.x, low, high)
+    return Hyper.unpack(start)
+
+
+def _tied(d: int, free: np.ndarray) -> np.ndarray:
+    """Directions in which all bandwidths move alike."""
+    columns: list[Any] = [np.r_[np.ones(d), 0, 0]] if free[:d].all() else []
+    return np.stack([*columns, *(np.eye(d + 2)[k] for k in (d, d + 1) if free[k])], 1)

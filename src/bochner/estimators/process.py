@@ -1,0 +1,270 @@
+"""Gaussian process regression with learned hyperparameters and intervals that cover what they say."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import minimize_scalar
+from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from bochner._checks import BochnerError, flag, one_of, positive_float
+from bochner.estimators._checks import draw_seed
+from bochner.estimators.evidence import Hyper, learn
+from bochner.estimators.nystrom import EXACT, KERNELS, Centers, factored
+from bochner.estimators.rows import blockwise, is_dask, refuse_dask
+from bochner.matvec import Kernel, pivoted_cholesky
+
+LEARNED_ROWS = 2000  # of which the marginal likelihood is computed
+CENTERS = 1024
+BLOCK = 1024
+
+
+class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
+    """Gaussian process with kernel `amplitude K` and noise variance `alpha`; X and y are standardised.
+
+    What is not given is learned by marginal likelihood: a bandwidth for each column, the amplitude and the noise, from
+    up to 2,000 rows. Up to 4,096 rows the posterior is exact. Beyond, it lives on 1,024 centres (Titsias 2009), and
+    amplitude and noise are learned again from all rows.
+
+    Args:
+        alpha: variance of the noise, in the units of standardised y; None: learned.
+        amplitude: prior variance of the function; None: learned.
+        gamma: 1 / (2 bandwidth^2) of the standardised columns, one number or one for each; None: learned.
+        kernel: "gaussian", "laplace", "matern32", "matern52" or "student".
+        centers: `"auto"`, a number, `"all"` rows, or `Centers(count, rule)`.
+        per_feature: whether each column has a bandwidth of its own.
+        standardize: whether columns of X and y are brought to mean 0 and variance 1.
+        random_state: of the rows that are learned from, and of the centres.
+
+    Attributes: `bandwidth_` (of every column, in the units of X), `amplitude_`, `noise_` (variances, in the units of
+    standardised y), `centers_`.
+
+    >>> import numpy as np
+    >>> X = np.linspace(0, 1, 40)[:, None]
+    >>> model = GaussianProcessRegressor(alpha=1e-4).fit(X, np.sin(6 * X[:, 0]))
+    >>> mean, std = model.predict([[0.5], [9.0]], return_std=True)
+    >>> bool(std[0] < 0.05 < std[1])
+    True
+    """
+
+    def __init__(
+        self,
+        alpha: float | None = None,
+        *,
+        amplitude: float | None = None,
+        gamma: Any = None,
+        kernel: str = "matern32",
+        centers: Any = "auto",
+        per_feature: bool = True,
+        standardize: bool = True,
+        random_state: Any = 0,
+    ) -> None:
+        self.alpha = alpha
+        self.amplitude = amplitude
+        self.gamma = gamma
+        self.kernel = kernel
+        self.centers = centers
+        self.per_feature = per_feature
+        self.standardize = standardize
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any) -> GaussianProcessRegressor:
+        refuse_dask(type(self).__name__, X, y)
+        X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], multi_output=True, y_numeric=True)
+        owner = type(self).__name__
+        one_of(self.kernel, "kernel", owner, KERNELS)
+        centers = Centers.of(self.centers, owner)
+        y = np.asarray(y, dtype=np.float64)
+        self._flat, y = y.ndim == 1, y.reshape(len(y), -1)
+        standardize, d = flag(self.standardize, "standardize", owner), X.shape[1]
+        self._x_mean, self._x_scale = _standard(X, standardize)
+        self._y_mean, self._y_scale = _standard(y, standardize)
+        target = torch.from_numpy((y - self._y_mean) / self._y_scale)
+        rng = check_random_state(self.random_state)
+        seed = draw_seed(rng)
+        chosen = rng.permutation(len(X))[:LEARNED_ROWS]
+        hyper = learn(
+            self.kernel, self._place(X[chosen]).numpy(), target[chosen], self._given(d), bool(self.per_feature), seed
+        )
+        self._hyper, self._bandwidth = hyper, hyper.bandwidth
+        few = centers is None or (isinstance(centers, Centers) and centers.count is None and len(X) <= EXACT)
+        if few or (isinstance(centers, Centers) and centers.number(len(X), 1) >= len(X)):
+            self._fit_exact(self._place(X), target)
+        else:
+            self._fit_centers(X, target, centers, seed)
+        self.bandwidth_ = hyper.bandwidth * self._x_scale
+        self.amplitude_, self.noise_ = self._hyper.amplitude, self._hyper.noise
+        return self
+
+    def _given(self, d: int) -> Hyper:
+        """The hyperparameters that the caller fixed; the others are NaN."""
+        owner = type(self).__name__
+        noise, amplitude = (
+            math.nan if value is None else positive_float(value, name, owner)
+            for name, value in (("alpha", self.alpha), ("amplitude", self.amplitude))
+        )
+        gamma = np.asarray(np.nan if self.gamma is None else self.gamma, dtype=np.float64)
+        if self.gamma is not None and not (
+            np.isfinite(gamma).all() and (gamma > 0).all() and gamma.shape in ((), (d,))
+        ):
+            raise BochnerError(f"The 'gamma' of {owner} must be None, a positive number, or {d} of them, got {gamma}.")
+        return Hyper(np.sqrt(0.5 / (gamma * np.ones(d))), amplitude, noise)
+
+    def _place(self, X: np.ndarray) -> Tensor:
+        return torch.from_numpy((X - self._x_mean) / self._x_scale)
+
+    def _fit_exact(self, x: Tensor, y: Tensor) -> None:
+        kernel, hyper = Kernel(self.kernel, self._bandwidth), self._hyper
+        matrix = hyper.amplitude * kernel.block(x)
+        matrix.diagonal().add_(hyper.noise)
+        self._points, self._lower = x, factored(matrix, hyper.noise)
+        self._inner: Tensor | None = None
+        self._dual = torch.cholesky_solve(y, self._lower)
+
+    def _fit_centers(self, X: np.ndarray, y: Tensor, centers: Any, seed: int) -> None:
+        """Sums over blocks of rows of `phi phi'` and `phi y`, then the amplitude and the noise they make likely."""
+        kernel, n = Kernel(self.kernel, self._bandwidth), len(X)
+        if isinstance(centers, Centers):
+            m = min(n, centers.count or CENTERS)
+            sample = self._place(X[np.random.RandomState(seed).permutation(n)[: 8 * m]])
+            points = sample[pivoted_cholesky(kernel, sample, m, seed=seed).pivots]
+        else:
+            points = self._place(centers)
+        own = kernel.block(points)
+        own.diagonal().add_(1e-9)
+        lower = factored(own, 1e-9)
+        gram = torch.zeros_like(lower)
+        right = torch.zeros(len(points), y.shape[1], dtype=torch.float64)
+        for i in range(0, n, BLOCK):
+            phi = torch.linalg.solve_triangular(lower, kernel.block(points, self._place(X[i : i + BLOCK])), upper=False)
+            gram.addmm_(phi, phi.T)
+            right.addmm_(phi, y[i : i + BLOCK])
+        self._relearn(gram, right, y)
+        ridge = self._hyper.noise / self._hyper.amplitude
+        gram.diagonal().add_(ridge)
+        inner = factored(gram, ridge)
+        self._points, self._lower, self._inner = points, lower, inner
+        inside = torch.cholesky_solve(right, inner)
+        self._dual = torch.linalg.solve_triangular(lower.T, inside, upper=True)
+
+    def _relearn(self, gram: Tensor, right: Tensor, y: Tensor) -> None:
+        """The likeliest ratio of noise to amplitude, and amplitude, of all rows; what is fixed stays."""
+        if self.alpha is not None and self.amplitude is not None:
+            return
+        n, c = y.shape
+        values, vectors = torch.linalg.eigh(gram)
+        values = values.clamp_min(0.0)
+        squares, total = (vectors.T @ right).square().sum(1), float(y.square().sum())
+        missing = max(0.0, n - float(values.sum()))
+
+        def amplitude(ratio: float) -> float:
+            fit = (total - float((squares / (values + ratio)).sum())) / ratio
+            return max(fit / (n * c), 1e-12)
+
+        def loss(log_ratio: float) -> float:
+            ratio = math.exp(log_ratio)
+            logdet = float((values + ratio).log().sum()) + (n - len(values)) * log_ratio
+            return n * c * math.log(amplitude(ratio)) + c * (logdet + missing / ratio)
+
+        found = minimize_scalar(loss, bounds=(math.log(1e-6), math.log(1e3)), method="bounded")
+        ratio = math.exp(found.x)
+        level = amplitude(ratio) if self.amplitude is None else self._hyper.amplitude
+        self._hyper = self._hyper._replace(
+            amplitude=level, noise=ratio * level if self.alpha is None else self._hyper.noise
+        )
+
+    def _posterior(self, X: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows in standard units, their kernel with the points, and the mean (n, c) in standard units."""
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+        x = self._place(X)
+        K = Kernel(self.kernel, self._bandwidth).block(x, self._points)
+        level = self._hyper.amplitude if self._inner is None else 1.0
+        return x, K, level * K @ self._dual
+
+    def predict(self, X: Any, return_std: bool = False, return_cov: bool = False, noise: bool = True) -> Any:
+        """The mean; with `return_std` the deviation, with `return_cov` the covariance of new observations.
+
+        `noise=False`: of the function, without the noise of an observation. A Dask array gives a Dask array of means.
+        """
+        if is_dask(X):
+            if return_std or return_cov:
+                raise BochnerError("Deviations of a Dask array are computed for one block of it at a time.")
+            return self._mean(X)
+        x, K, mean = self._posterior(X)
+        mean_ = self._out(mean.numpy() * self._y_scale + self._y_mean)
+        if return_cov:
+            cov = self._covariance(x, K, noise)
+            return mean_, cov * self._y_scale[0] ** 2 if self._flat else cov[..., None] * self._y_scale**2
+        if not return_std:
+            return mean_
+        std = np.sqrt(self._variance(K) + noise * self._hyper.noise)
+        return mean_, self._out(std[:, None] * self._y_scale)
+
+    @blockwise(lambda model: (0 if model._flat else len(model._y_scale), np.float64))
+    def _mean(self, X: Any) -> np.ndarray:
+        return self.predict(X)
+
+    def interval(self, X: Any, level: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
+        """Lower and upper ends between which a new observation is with probability `level`."""
+        if not 0 < level < 1:
+            raise BochnerError(f"The 'level' of {type(self).__name__}.interval must be between 0 and 1, got {level!r}.")
+        mean, std = self.predict(X, return_std=True)
+        width = math.sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
+        return mean - width * std, mean + width * std
+
+    def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
+        """Functions drawn from the posterior, at the rows of X: (n, n_samples), or (n, c, n_samples)."""
+        x, K, mean = self._posterior(X)
+        cov = torch.from_numpy(self._covariance(x, K, False))
+        cov.diagonal().add_(1e-9 * self._hyper.amplitude)
+        values, vectors = torch.linalg.eigh(cov)
+        root = vectors * values.clamp_min(0.0).sqrt()
+        drawn = check_random_state(random_state).normal(size=(len(x), mean.shape[1] * n_samples))
+        paths = mean.numpy()[..., None] + (root.numpy() @ drawn).reshape(len(x), -1, n_samples)
+        paths = paths * self._y_scale[:, None] + self._y_mean[:, None]
+        return paths[:, 0] if self._flat else paths
+
+    def _halves(self, K: Tensor) -> list[tuple[float, Tensor]]:
+        """Parts (sign, Z) of the posterior: its covariance is `amplitude K(x, x) + sum sign Z'Z`."""
+        level = self._hyper.amplitude
+        if self._inner is None:
+            return [(-(level**2), torch.linalg.solve_triangular(self._lower, K.T, upper=False))]
+        phi = torch.linalg.solve_triangular(self._lower, K.T, upper=False)
+        return [(-level, phi), (self._hyper.noise, torch.linalg.solve_triangular(self._inner, phi, upper=False))]
+
+    def _variance(self, K: Tensor) -> np.ndarray:
+        parts = []
+        for block in K.split(BLOCK):
+            squares = [sign * Z.square().sum(0) for sign, Z in self._halves(block)]
+            parts.append(self._hyper.amplitude + torch.stack(squares).sum(0))
+        return torch.cat(parts).clamp_min_(1e-12 * self._hyper.amplitude).numpy()
+
+    def _covariance(self, x: Tensor, K: Tensor, noise: bool) -> np.ndarray:
+        cov = self._hyper.amplitude * Kernel(self.kernel, self._bandwidth).block(x)
+        for sign, Z in self._halves(K):
+            cov.addmm_(Z.T, Z, alpha=sign)
+        cov.diagonal().add_(noise * self._hyper.noise)
+        return cov.numpy()
+
+    def _out(self, values: np.ndarray) -> np.ndarray:
+        return values[:, 0] if self._flat else values
+
+    @property
+    def centers_(self) -> np.ndarray:
+        """The centres, or all rows, in the units of X."""
+        return self._points.numpy() * self._x_scale + self._x_mean
+
+
+def _standard(values: np.ndarray, wanted: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation of columns, 1 where a column does not vary; 0 and 1 if they are not wanted."""
+    if not wanted:
+        return np.zeros(values.shape[1]), np.ones(values.shape[1])
+    mean, deviation = values.mean(0, dtype=np.float64), values.std(0, dtype=np.float64)
+    return mean, np.where(deviation > 1e-14 * np.abs(mean), deviation, 1.0)

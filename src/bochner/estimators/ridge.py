@@ -1,0 +1,493 @@
+"""Kernel ridge regression and kernel classification, from a few rows to millions."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from bochner._checks import BochnerError, flag, one_of, positive_float
+from bochner._progress import speaker
+from bochner.estimators._checks import check_weight, draw_seed
+from bochner.estimators.evidence import learn
+from bochner.estimators.nystrom import (
+    COLUMN,
+    EXACT,
+    KERNELS,
+    PAIR,
+    Basis,
+    Centers,
+    CrossKernel,
+    factored,
+    leave_one_out,
+    logistic,
+    make_basis,
+    moments,
+    normal_product,
+    right_side,
+    shown,
+)
+from bochner.estimators.rows import ArrayRows, Rows, StreamedRows, blockwise, dask_rows, is_dask
+from bochner.matvec import Kernel, Preconditioner, conjugate_gradients, pivoted_cholesky
+
+MAX_PASSES = 200
+COMPARED_ROWS, COMPARED_CENTERS = 10_000, 1000  # of leave-one-out errors
+LEARNED_ROWS = 1500  # from which bandwidths are learned
+
+
+class _CenterModel(BaseEstimator):
+    """`f(x) = offset + sum_j c_j K(x, z_j)`: reading rows, scaling them, and evaluating f."""
+
+    _numeric = True
+
+    def _read(self, X: Any, y: Any, weight: Any) -> Rows:
+        owner = f"{type(self).__name__}.fit"
+        if is_dask(X):
+            return dask_rows(X, y, weight, owner)
+        if callable(X):
+            if y is not None or weight is not None:
+                raise BochnerError(f"{owner} takes y and the weights of an iterator of blocks from its blocks alone.")
+            return StreamedRows(start=X)
+        if hasattr(X, "__next__"):
+            raise BochnerError(
+                f"{owner} reads the blocks several times: give a function that returns a new iterator, not an iterator."
+            )
+        if is_dask(y) or is_dask(weight):
+            raise BochnerError(f"The 'y' of {owner} is a Dask array and X is not; call .compute() on it, or chunk X.")
+        X, y = validate_data(
+            self, X, y, dtype=[np.float64, np.float32], multi_output=self._numeric, y_numeric=self._numeric
+        )
+        weight = None if weight is None else check_weight(weight, len(X), owner)
+        return ArrayRows(arrays=(X, y, weight))
+
+    def _measure(self, rows: Rows) -> Rows:
+        """Count the rows, and find the scale of the columns and the mean of the targets."""
+        first = rows.head()
+        if first.X.ndim != 2:
+            raise BochnerError(f"The 'X' of {type(self).__name__}.fit must have two dimensions, got {first.X.ndim}.")
+        shift = np.asarray(first.X, dtype=np.float64).mean(0)
+        lengths, weight, s, moduli, squares, y = rows.total(moments, shift)
+        self.n_features_in_ = len(shift)
+        if not weight > 0:
+            raise BochnerError(f"The 'sample_weight' of {type(self).__name__}.fit is zero everywhere.")
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean, variance = shift + s / weight, np.maximum(squares / weight - np.square(s / weight), 0.0)
+            self._spread = (mean, np.where(variance > 1e-28 * np.square(mean), variance, 0.0))
+            lost = (squares == 0) & (moduli > 0)  # squares too small for a number
+        if not np.isfinite(variance).all() or lost.any():
+            raise BochnerError(f"The variance of the X of {type(self).__name__} is out of range; rescale X.")
+        self.offset_ = np.atleast_1d(y / weight) if self.standardize else np.zeros(np.size(y))
+        self._total_weight = float(weight)
+        return rows.counted(lengths)
+
+    def _choose(self, rows: Rows, seed: int) -> None:
+        """The bandwidth of every column, before the fit."""
+        self._set_kernel(self.gamma, rows, seed)
+
+    def _set_kernel(self, given: Any, rows: Rows, seed: int) -> None:
+        """The bandwidth of every column, in the units of X, from what `gamma` can be."""
+        owner = type(self).__name__
+        one_of(self.kernel, "kernel", owner, KERNELS)
+        mean, variance = self._spread
+        scale = np.sqrt(np.where(variance > 0, variance, 1.0)) if flag(self.standardize, "standardize", owner) else 1.0
+        scale = scale * np.ones(len(mean))
+        if isinstance(given, str):
+            one_of(given, "gamma", owner, ("auto", "scale", "learn"))
+            inner = variance / scale**2
+            pooled = float(inner.mean() + (0.0 if self.standardize else np.var(mean)))
+            gamma: Any = 1.0 / (len(mean) * pooled) if pooled > 0 else 1.0
+            if not np.isfinite(gamma):
+                raise BochnerError(f"The variance of the X of {owner}, for gamma='scale', is out of range; rescale X.")
+            gamma = 2 * gamma if given == "auto" else gamma
+            if given == "learn":
+                block = rows.sample(LEARNED_ROWS, np.random.RandomState(seed)).merged()
+                y = block.y - block.y.mean(0)
+                y /= np.maximum(y.std(0), 1e-12 * max(1.0, np.abs(block.y).max()))
+                gamma = 0.5 / learn(self.kernel, (block.X - mean) / scale, y, seed=seed).bandwidth ** 2
+        else:
+            gamma = np.asarray(given, dtype=np.float64) if np.ndim(given) else given
+            gamma = gamma if np.ndim(gamma) else positive_float(gamma, "gamma", owner)
+            if np.ndim(gamma) and (gamma.shape != mean.shape or not (gamma > 0).all() or not np.isfinite(gamma).all()):
+                raise BochnerError(f"The 'gamma' of {owner} must be one positive number, or {len(mean)}, got {gamma}.")
+        self.gamma_ = gamma
+        self.bandwidth_ = scale / np.sqrt(2 * np.asarray(gamma))
+
+    def _scores(self, X: Any) -> np.ndarray:
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+        return self._cross.predict(X, self._coefficients) + self.offset_
+
+    def _keep(self, cross: CrossKernel, coefficients: Tensor) -> None:
+        self._cross, self._coefficients = cross, coefficients
+
+    @property
+    def centers_(self) -> np.ndarray:
+        """The centres (M, d), in the units of X."""
+        return self._cross.parts[2].numpy()
+
+
+class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
+    """Kernel ridge regression, `min_f sum_i w_i (y_i - f(x_i))^2 + alpha |f|^2`; the columns of X are standardised.
+
+    Up to 4,096 rows by a Cholesky factorisation. Beyond, f lives on up to 4,096 centres, and preconditioned conjugate
+    gradients read the rows a dozen times: memory does not grow with their number. X can be an array, a memory-mapped
+    one, a Dask array, or a function that returns an iterator of blocks (X, y) or (X, y, weight).
+
+    Args:
+        alpha: the ridge parameter, in the units of `sklearn.kernel_ridge.KernelRidge`.
+        kernel: "gaussian", "laplace", "matern32", "matern52" or "student".
+        gamma: of the standardised columns, 1 / (2 bandwidth^2): a number, one for each column, `"scale"`: 1 / (d var),
+            `"auto"`: twice that, or `"learn"`: one for each column, by the marginal likelihood of 1,500 rows.
+        centers: `"auto"`, a number, an array of centres, `"all"` rows, or `Centers(count, rule, seconds)`.
+        standardize: whether columns are divided by their deviation and the mean of y is taken off.
+        tol: what conjugate gradients leave of the residual, in the norm of the preconditioner.
+        warm_start: whether `fit` keeps centres and starts from the coefficients of the last one.
+        random_state: of the centres.
+
+    Attributes: `dual_coef_`, `centers_`, `bandwidth_` (of every column, in the units of X), `gamma_`, `n_iter_`,
+    `solver_` ("cholesky", "centers" or "all").
+
+    >>> import numpy as np
+    >>> X = np.linspace(0, 1, 50)[:, None]
+    >>> model = KernelRidge(alpha=1e-3).fit(X, np.sin(6 * X[:, 0]))
+    >>> round(model.score(X, np.sin(6 * X[:, 0])), 2)
+    1.0
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.1,
+        *,
+        kernel: str = "gaussian",
+        gamma: Any = "auto",
+        centers: Any = "auto",
+        standardize: bool = True,
+        tol: float = 3e-3,
+        warm_start: bool = False,
+        random_state: Any = 0,
+    ) -> None:
+        self.alpha = alpha
+        self.kernel = kernel
+        self.gamma = gamma
+        self.centers = centers
+        self.standardize = standardize
+        self.tol = tol
+        self.warm_start = warm_start
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelRidge:
+        owner = type(self).__name__
+        alpha, tol = positive_float(self.alpha, "alpha", owner), positive_float(self.tol, "tol", owner)
+        centers = Centers.of(self.centers, owner)
+        rows = self._read(X, y, sample_weight)
+        self._flat = rows.head().y.ndim == 1
+        rows = self._measure(rows.encoded(_as_columns))
+        basis: Basis | None = getattr(self, "_basis", None) if self.warm_start else None
+        if basis is not None and len(self.bandwidth_) == self.n_features_in_:
+            return self._fit_centers(rows, basis, alpha, tol)
+        seed = draw_seed(check_random_state(self.random_state))
+        self._choose(rows, seed)
+        alpha = getattr(self, "alpha_", alpha)
+        if centers is None or (isinstance(centers, Centers) and centers.number(len(rows), 1) >= len(rows)):
+            return self._fit_rows(rows, alpha, tol, seed)
+        basis = make_basis(self.kernel, self.bandwidth_, rows, centers, alpha, len(self.offset_), seed)
+        return self._fit_centers(rows, basis, alpha, tol)
+
+    def _fit_rows(self, rows: Rows, alpha: float, tol: float, seed: int) -> KernelRidge:
+        """Every row is a centre: `(S K S + alpha I) S^-1 c = S (y - offset)`, S = diag(sqrt(weight))."""
+        if not isinstance(rows, ArrayRows) and len(rows) > EXACT:
+            raise BochnerError(
+                f"{type(self).__name__}(centers='all') would hold all {len(rows)} rows; give a number of centers."
+            )
+        X, y, weight = rows.sample(len(rows), np.random.RandomState(seed))
+        points, kernel = torch.from_numpy(np.array(X, dtype=np.float64)), Kernel(self.kernel, self.bandwidth_)
+        root = torch.ones(len(X), 1, dtype=torch.float64)
+        if weight is not None:
+            root = torch.from_numpy(np.sqrt(np.asarray(weight, dtype=np.float64)))[:, None]
+        target = root * torch.from_numpy(y - self.offset_)
+        if len(X) <= EXACT:
+            matrix = root * kernel.block(points) * root.T
+            matrix.diagonal().add_(alpha)
+            solution, self.n_iter_, self.solver_ = torch.cholesky_solve(target, factored(matrix, alpha)), 1, "cholesky"
+        else:
+            factor = pivoted_cholesky(kernel, points, 1000, seed=seed, stop=lambda trace, r: trace <= 2 * alpha * r)
+            found = conjugate_gradients(
+                lambda x: root * kernel.product(points, None, root * x) + alpha * x,
+                target,
+                Preconditioner(root * factor.rows, alpha),
+                tol=0.1 * tol,
+                max_iter=MAX_PASSES,
+                progress=shown(PAIR * len(X) ** 2 * 10),
+            )
+            solution, self.n_iter_, self.solver_ = found.value, found.steps, "all"
+            self._warn(found.residual, 0.1 * tol)
+        arithmetic = "float64" if len(X) <= EXACT else "float32"
+        self._keep(CrossKernel(self.kernel, self.bandwidth_, points, arithmetic), (root * solution).T.contiguous())
+        return self
+
+    def _fit_centers(self, rows: Rows, basis: Basis, alpha: float, tol: float) -> KernelRidge:
+        """`(G + alpha I) a = L^-1 K' W (y - offset)` by conjugate gradients, each a pass over the rows."""
+        cross, lower = basis.cross, basis.preconditioner(alpha)
+        y = basis.gradient(rows.total(right_side, cross, self.offset_)[0]).T
+        scale = (y * torch.cholesky_solve(y, lower)).sum(0).clamp_min(1e-300)
+        start = getattr(self, "_start", None) if self.warm_start else None
+
+        def product(a: Tensor) -> Tensor:
+            v = basis.coefficients(a.T).to(cross.dtype)
+            return basis.gradient(rows.total(normal_product, cross, v)[0]).T + alpha * a
+
+        found = conjugate_gradients(
+            product,
+            y,
+            lambda r: torch.cholesky_solve(r, lower),
+            tol=tol,
+            max_iter=MAX_PASSES,
+            start=start if start is not None and start.shape == y.shape else None,
+            left=lambda x, r, rz: (rz / scale).sqrt(),
+            progress=shown(15 * len(rows) * len(cross) * (PAIR + COLUMN * (y.shape[1] - 1))),
+        )
+        self._warn(found.residual, tol)
+        self.n_iter_, self.solver_ = found.steps, "centers"
+        self._keep(cross, basis.coefficients(found.value.T))
+        if self.warm_start:
+            self._basis, self._start = basis, found.value
+        return self
+
+    def _warn(self, residual: float, tol: float) -> None:
+        if residual > tol:
+            warnings.warn(
+                f"{type(self).__name__} stopped after {MAX_PASSES} steps at a residual of {residual:.2g}, above "
+                f"{tol:g}; raise alpha (now {self.alpha:g}), tol or gamma.",
+                ConvergenceWarning,
+                stacklevel=4,
+            )
+
+    @property
+    def dual_coef_(self) -> np.ndarray:
+        """The coefficients of the centres, (M,) or (M, c)."""
+        return (self._coefficients[0] if self._flat else self._coefficients.T).numpy()
+
+    @blockwise(lambda model: (0 if model._flat else len(model.offset_), np.float64))
+    def predict(self, X: Any) -> np.ndarray:
+        """f at each row of X; of a Dask array, a Dask array."""
+        scores = self._scores(X)
+        return scores[:, 0] if self._flat else scores
+
+
+class KernelRidgeCV(KernelRidge):
+    """`KernelRidge` with `alpha` and `gamma` chosen by leave-one-out errors; the columns of X are standardised.
+
+    The error of every row of a sample, predicted from the others, is known in closed form for all alphas at once. The
+    best pair is then fitted to all rows.
+
+    Args:
+        alphas: those that are compared.
+        gammas: those that are compared, each a number or one for each column; None: `"auto"` and `"learn"` of
+            `KernelRidge`, each also wider and narrower as long as that helps.
+        kernel, centers, standardize, tol, random_state: as in `KernelRidge`.
+
+    Attributes: `alpha_`, `gamma_`, `errors_` (one pair for each gamma that was tried: gamma, mean squared error of
+    every alpha), and those of `KernelRidge`.
+
+    >>> import numpy as np
+    >>> X = np.linspace(0, 1, 60)[:, None]
+    >>> bool(KernelRidgeCV().fit(X, np.sin(20 * X[:, 0])).score(X, np.sin(20 * X[:, 0])) > 0.99)
+    True
+    """
+
+    def __init__(
+        self,
+        alphas: Any = (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+        *,
+        gammas: Any = None,
+        kernel: str = "gaussian",
+        centers: Any = "auto",
+        standardize: bool = True,
+        tol: float = 3e-3,
+        random_state: Any = 0,
+    ) -> None:
+        self.alphas = alphas
+        self.gammas = gammas
+        self.kernel = kernel
+        self.centers = centers
+        self.standardize = standardize
+        self.tol = tol
+        self.random_state = random_state
+
+    alpha, warm_start = 1.0, False  # what `KernelRidge` reads before alpha is chosen
+
+    def _choose(self, rows: Rows, seed: int) -> None:
+        owner = type(self).__name__
+        alphas = np.array([positive_float(alpha, "alphas", owner) for alpha in np.ravel(self.alphas)])
+        block = rows.sample(COMPARED_ROWS, np.random.RandomState(seed)).merged()
+        self.errors_: list[tuple[Any, np.ndarray]] = []
+
+        def error(gamma: Any) -> float:
+            self._set_kernel(gamma, rows, seed)
+            found = leave_one_out(Kernel(self.kernel, self.bandwidth_), block, COMPARED_CENTERS, alphas, seed)
+            self.errors_.append((self.gamma_, found))
+            return float(found.min())
+
+        if self.gammas is not None:
+            for gamma in self.gammas:
+                error(gamma)
+        else:
+            for start in ("auto", "learn"):
+                best, middle = error(start), self.gamma_
+                for step in (2.0, 0.5):
+                    factor = step
+                    while (now := error(middle * factor)) < best:
+                        best, factor = now, factor * step
+                    if factor != step:
+                        break
+        gamma, errors = min(self.errors_, key=lambda pair: pair[1].min())
+        self.alpha_ = float(alphas[errors.argmin()])
+        self._set_kernel(gamma, rows, seed)
+
+
+class KernelClassifier(ClassifierMixin, _CenterModel):
+    """Kernel logistic regression, `min_f sum_i w_i loss(y_i, f(x_i)) + alpha/2 |f|^2`; columns are standardised.
+
+    One function for two classes, one for each of more (softmax). On the centres and the preconditioner of `KernelRidge`
+    with a quasi-Newton method: two or three dozen passes over the rows. Rows come as `KernelRidge` takes them.
+
+    Args:
+        alpha: the weight of the penalty, 1 / C of scikit-learn.
+        kernel, gamma, centers, standardize, random_state: as in `KernelRidge`; `gamma="learn"` learns from indicators
+            of the classes.
+        tol: the decrease of the loss, relative to it, at which passes end is tol^2.
+
+    Attributes: `classes_`, `centers_`, `bandwidth_`, `gamma_`, `n_iter_` (passes over the rows).
+
+    >>> import numpy as np
+    >>> X = np.linspace(0, 1, 60)[:, None]
+    >>> model = KernelClassifier().fit(X, X[:, 0] > 0.5)
+    >>> model.predict([[0.1], [0.9]])
+    array([False,  True])
+    """
+
+    _numeric = False
+
+    def __init__(
+        self,
+        alpha: float = 0.1,
+        *,
+        kernel: str = "gaussian",
+        gamma: Any = "auto",
+        centers: Any = "auto",
+        standardize: bool = True,
+        tol: float = 3e-3,
+        random_state: Any = 0,
+    ) -> None:
+        self.alpha = alpha
+        self.kernel = kernel
+        self.gamma = gamma
+        self.centers = centers
+        self.standardize = standardize
+        self.tol = tol
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelClassifier:
+        owner = type(self).__name__
+        alpha, tol = positive_float(self.alpha, "alpha", owner), positive_float(self.tol, "tol", owner)
+        centers = Centers.of(self.centers, owner)
+        rows = self._read(X, y, sample_weight)
+        self.classes_ = np.unique(np.concatenate(rows.each(_labels)))
+        if len(self.classes_) < 2:
+            raise BochnerError(f"{owner}.fit needs at least two classes, got only one class, {self.classes_[0]!r}.")
+        rows = self._measure(rows.encoded(Indicators(self.classes_)))
+        seed = draw_seed(check_random_state(self.random_state))
+        self._choose(rows, seed)
+        share = np.clip(self.offset_, 1e-12, 1 - 1e-12)
+        two = len(self.classes_) == 2
+        self.offset_ = np.log(share / (1 - share) if two else share) if self.standardize else 0.0 * share
+        basis = make_basis(
+            self.kernel, self.bandwidth_, rows, _all_of_few(centers, rows), alpha, len(self.offset_), seed
+        )
+        self._fit_logistic(rows, basis, alpha, tol)
+        return self
+
+    def _fit_logistic(self, rows: Rows, basis: Basis, alpha: float, tol: float) -> None:
+        """L-BFGS in the coordinates u = R' a, in which the Hessian at the start is about I."""
+        cross, columns = basis.cross, len(self.offset_)
+        lower = basis.preconditioner(alpha, 0.25 if columns == 1 else (1 - 1 / columns) / columns)
+        seconds = 30 * len(rows) * len(cross) * (PAIR + COLUMN * (columns - 1))
+        say, passes = speaker(shown(seconds)), 0
+
+        def objective(u: np.ndarray) -> tuple[float, np.ndarray]:
+            nonlocal passes
+            passes += 1
+            a = torch.linalg.solve_triangular(lower.T, torch.from_numpy(u).reshape(columns, -1).T, upper=True)
+            v = basis.coefficients(a.T).to(cross.dtype)
+            loss, g = rows.total(logistic, cross, v, self.offset_)
+            gradient = basis.gradient(g).T + alpha * a
+            loss += 0.5 * alpha * float(a.square().sum())
+            say(f"pass {passes}: loss {loss / self._total_weight:.6f} a row")
+            scaled = torch.linalg.solve_triangular(lower, gradient, upper=False)
+            return loss / self._total_weight, (scaled.T / self._total_weight).numpy().ravel()
+
+        ends = {"ftol": tol**2, "gtol": 1e-9} if len(rows) > EXACT else {"ftol": 1e-15, "gtol": 1e-12}
+        start = np.zeros(columns * len(cross))
+        found = minimize(objective, start, jac=True, method="L-BFGS-B", options={"maxiter": MAX_PASSES, **ends})
+        u = torch.from_numpy(found.x).reshape(columns, -1)
+        a = torch.linalg.solve_triangular(lower.T, u.T, upper=True)
+        self.n_iter_ = passes
+        self._keep(cross, basis.coefficients(a.T))
+
+    @blockwise(lambda model: (0 if len(model.classes_) == 2 else len(model.classes_), np.float64))
+    def decision_function(self, X: Any) -> np.ndarray:
+        """The log odds of two classes (n,), or the logits of more (n, c)."""
+        scores = self._scores(X)
+        return scores[:, 0] if len(self.classes_) == 2 else scores
+
+    @blockwise(lambda model: (len(model.classes_), np.float64))
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """The probability of every class, (n, c); of a Dask array, a Dask array."""
+        scores = torch.from_numpy(self._scores(X))
+        if scores.shape[1] == 1:
+            scores = torch.cat([torch.zeros_like(scores), scores], 1)
+        return torch.softmax(scores, 1).numpy()
+
+    @blockwise(lambda model: (0, model.classes_.dtype))
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable class of each row of X; of a Dask array, a Dask array."""
+        scores = self._scores(X)
+        return self.classes_[(scores[:, 0] > 0).astype(int) if scores.shape[1] == 1 else scores.argmax(1)]
+
+
+class Indicators:
+    """Labels as targets: (b, 1) of 0 and 1 for two classes, (b, c) for more."""
+
+    def __init__(self, classes: np.ndarray) -> None:
+        self.classes = classes
+
+    def __call__(self, y: Any) -> np.ndarray:
+        place = np.searchsorted(self.classes, np.asarray(y))
+        if len(self.classes) == 2:
+            return place[:, None].astype(np.float64)
+        return np.eye(len(self.classes))[place]
+
+
+def _as_columns(y: Any) -> np.ndarray:
+    y = np.asarray(y, dtype=np.float64)
+    if not np.isfinite(y).all():
+        raise BochnerError("The targets y must be finite; a block has NaN or infinity in it.")
+    return y.reshape(len(y), -1)
+
+
+def _labels(block: Any) -> np.ndarray:
+    check_classification_targets(block.y)
+    return np.unique(block.y)
+
+
+def _all_of_few(centers: Centers | np.ndarray | None, rows: Rows) -> Centers | np.ndarray:
+    return Centers(count=len(rows)) if centers is None else centers

@@ -1,0 +1,234 @@
+"""Rows that are read in blocks, as often as needed: arrays, memory-mapped files, iterators, Dask arrays.
+
+A fit is a few sums over blocks of rows. `Rows.total(function, ...)` is one of them; with Dask the function travels to
+the blocks and only its sums come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import reduce, wraps
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bochner._checks import BochnerError, extra
+
+BLOCK = 8192  # rows of an array that are one block
+FAN_IN = 8  # sums that Dask adds in one task
+
+
+class Block(NamedTuple):
+    """Some rows: X (b, d), the targets (b, c) or labels (b,) or None, and the weights (b,) or None."""
+
+    X: np.ndarray
+    y: Any
+    weight: Any
+
+    def merged(self) -> Block:
+        """In a canonical order, copies of a row as one of their whole weight, rows without weight left out."""
+        w = np.ones(len(self.X)) if self.weight is None else np.asarray(self.weight, dtype=np.float64)
+        table = np.concatenate([self.X, self.y], 1)[w > 0]
+        rows, place = np.unique(table, axis=0, return_inverse=True)
+        weight = np.bincount(place.ravel(), w[w > 0])
+        return Block(rows[:, : self.X.shape[1]], rows[:, self.X.shape[1] :], weight)
+
+
+Sums = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Blocks of rows; `encode` turns the y of a block into targets (b, c)."""
+
+    encode: Callable[[Any], np.ndarray] | None = None
+    lengths: tuple[int, ...] = ()  # rows of each block, once they were counted
+
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+    def encoded(self, encode: Callable[[Any], np.ndarray]) -> Rows:
+        return replace(self, encode=encode)
+
+    def counted(self, lengths: tuple[int, ...]) -> Rows:
+        return replace(self, lengths=lengths)
+
+    def head(self) -> Block:
+        """The first block."""
+        for block in self._blocks():
+            return block
+        raise BochnerError("There are no blocks of rows.")
+
+    def each(self, function: Callable[..., Any], *state: Any, shares: list[Any] | None = None) -> list[Any]:
+        """`function(block, *state)` of every block; `shares`: one more argument for each of them."""
+        shares = shares or []
+        return [
+            function(block, *state, *([shares[i]] if shares else []))
+            for i, block in enumerate(self._blocks())
+            if not shares or shares[i] is not None
+        ]
+
+    def total(self, function: Callable[..., Sums], *state: Any) -> Sums:
+        """The sum of `function(block, *state)` over the blocks, term by term."""
+        return reduce(_add, (function(block, *state) for block in self._blocks()))
+
+    def sample(self, count: int, rng: np.random.RandomState) -> Block:
+        """`count` rows at random, without repetition; all if there are no more."""
+        n = len(self)
+        drawn = np.arange(n) if count >= n else np.sort(rng.choice(n, count, replace=False))
+        ends = np.cumsum(self.lengths)
+        shares = [
+            part - start
+            for part, start in zip(np.split(drawn, np.searchsorted(drawn, ends[:-1])), ends - self.lengths, strict=True)
+        ]
+        parts = self.each(_take, shares=[share if len(share) else None for share in shares])
+        first = parts[0]
+        y, weight = (None if first[k] is None else np.concatenate([p[k] for p in parts]) for k in (1, 2))
+        return Block(np.concatenate([p.X for p in parts]), y, weight)
+
+    def _blocks(self) -> Iterator[Block]:
+        raise NotImplementedError
+
+    def _finish(self, X: Any, y: Any, weight: Any) -> Block:
+        return finished(X, y, weight, self.encode)
+
+
+def finished(X: Any, y: Any, weight: Any, encode: Callable[[Any], np.ndarray] | None) -> Block:
+    """One block with its targets; runs where the block is."""
+    if y is not None and len(y) != len(X):
+        raise BochnerError(f"A block has {len(X)} rows of X and {len(y)} of y; they must be as many.")
+    return Block(X, y if encode is None or y is None else encode(y), weight)
+
+
+def _add(a: Sums, b: Sums) -> Sums:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _take(block: Block, index: np.ndarray) -> Block:
+    X, y, weight = (None if part is None else np.asarray(part)[index] for part in block)
+    return Block(np.asarray(X), y, weight)
+
+
+def _whole(block: Block) -> Block:
+    return block
+
+
+@dataclass(frozen=True)
+class ArrayRows(Rows):
+    """Rows of arrays, in memory or memory-mapped."""
+
+    arrays: tuple[Any, Any, Any] = (None, None, None)
+
+    def _blocks(self) -> Iterator[Block]:
+        X, y, weight = self.arrays
+        for i in range(0, len(X), BLOCK):
+            part = slice(i, i + BLOCK)
+            yield self._finish(X[part], None if y is None else y[part], None if weight is None else weight[part])
+
+
+@dataclass(frozen=True)
+class StreamedRows(Rows):
+    """Rows of a function that returns an iterator of (X, y) or (X, y, weight), called once for every pass."""
+
+    start: Callable[[], Iterator[tuple[Any, ...]]] = lambda: iter(())
+
+    def _blocks(self) -> Iterator[Block]:
+        for part in self.start():
+            if not isinstance(part, tuple) or not 2 <= len(part) <= 3:
+                raise BochnerError("An iterator of blocks must yield (X, y) or (X, y, weight).")
+            yield self._finish(np.asarray(part[0]), np.asarray(part[1]), np.asarray(part[2]) if part[2:] else None)
+
+
+@dataclass(frozen=True)
+class DaskRows(Rows):
+    """Rows of Dask arrays: the function runs where a block is, and sums of few blocks are added on the way back."""
+
+    parts: tuple[tuple[Any, Any, Any], ...] = ()
+
+    def _tasks(self, function: Callable[..., Any], state: tuple[Any, ...], shares: list[Any]) -> list[Any]:
+        delayed = extra("dask", "dask", "a Dask array").delayed
+        run, constants = delayed(_run, pure=False), [delayed(s, traverse=False) for s in state]
+        return [
+            run(function, self.encode, part, *constants, *([shares[i]] if shares else []))
+            for i, part in enumerate(self.parts)
+            if not shares or shares[i] is not None
+        ]
+
+    def head(self) -> Block:
+        return replace(self, parts=self.parts[:1]).each(_whole)[0]
+
+    def each(self, function: Callable[..., Any], *state: Any, shares: list[Any] | None = None) -> list[Any]:
+        return list(extra("dask", "dask", "a Dask array").compute(*self._tasks(function, state, shares or [])))
+
+    def total(self, function: Callable[..., Sums], *state: Any) -> Sums:
+        dask = extra("dask", "dask", "a Dask array")
+        tasks, add = self._tasks(function, state, []), dask.delayed(_add_all, pure=False)
+        while len(tasks) > 1:
+            tasks = [add(tasks[i : i + FAN_IN]) for i in range(0, len(tasks), FAN_IN)]
+        return dask.compute(tasks[0])[0]
+
+
+def _run(function: Callable[..., Any], encode: Any, part: tuple[Any, Any, Any], *state: Any) -> Any:
+    return function(finished(*part, encode), *state)
+
+
+def _add_all(parts: list[Sums]) -> Sums:
+    return reduce(_add, parts)
+
+
+def is_dask(X: Any) -> bool:
+    return type(X).__module__.startswith("dask.") and hasattr(X, "map_blocks")
+
+
+def refuse_dask(owner: str, *arrays: Any) -> None:
+    """For fits that hold all rows: nothing is brought into memory in silence."""
+    if any(is_dask(array) for array in arrays):
+        raise BochnerError(
+            f"{owner}.fit holds all rows in memory; call .compute() on the Dask arrays to bring them in."
+        )
+
+
+def dask_rows(X: Any, y: Any, weight: Any, owner: str) -> DaskRows:
+    """Blocks of whole rows; y and weight are cut where X is."""
+    if X.ndim != 2:
+        raise BochnerError(f"The 'X' of {owner} must have two dimensions, got {X.ndim}.")
+    if np.isnan(X.shape[0]):
+        X = X.copy().compute_chunk_sizes()
+    X = X.rechunk({1: -1})
+    array = extra("dask.array", "dask", owner)
+
+    def cut(values: Any) -> list[Any]:
+        if values is None:
+            return [None] * X.numblocks[0]
+        values = values if is_dask(values) else array.from_array(np.asarray(values), chunks=-1)
+        if np.isnan(values.shape[0]):
+            values = values.copy().compute_chunk_sizes()
+        if values.shape[0] != X.shape[0]:
+            raise BochnerError(f"{owner} has {X.shape[0]} rows of X and {values.shape[0]} of y or sample_weight.")
+        chunks = {0: X.chunks[0], **({1: -1} if values.ndim == 2 else {})}
+        return list(values.rechunk(chunks).to_delayed().ravel())
+
+    return DaskRows(parts=tuple(zip(X.to_delayed().ravel(), cut(y), cut(weight), strict=True)))
+
+
+def blockwise(result: Callable[[Any], tuple[int, Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For a method of one X: a Dask array in gives a Dask array out, block by block, and nothing is computed yet.
+
+    `result(estimator)`: the columns of the result, 0 for one number a row, and its dtype, None for that of X.
+    """
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(self: Any, X: Any, *args: Any, **options: Any) -> Any:
+            if not is_dask(X):
+                return method(self, X, *args, **options)
+            columns, dtype = result(self)
+            X = X.rechunk({1: -1})
+            how: dict[str, Any] = {"chunks": (X.chunks[0], (columns,))} if columns else {"drop_axis": 1}
+            meta = np.empty((0, 0) if columns else (0,), dtype=dtype or X.dtype)
+            return X.map_blocks(lambda part: method(self, part, *args, **options), meta=meta, **how)
+
+        return call
+
+    return decorate

@@ -1,0 +1,144 @@
+"""The search for the memory of a decoder's cache: how many keys are held, and in how many bits.
+
+Heads are not chosen one by one. The damage of letting a key go has the same unit in every head, so that one threshold
+over all keys of all heads is the best choice for a number of keys, and each head gets what it needs; choices of whole
+heads need three times the memory for the same quality. What remains is a ladder: thresholds, each a share of the older
+keys, and the precision. It is climbed by measured quality, with the same bounds, texts and verification as the search
+over heads: a rung is an option of one table, whose predicted damage is that of the keys let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bochner._checks import BochnerError
+from bochner.hf.evaluate import Quality
+from bochner.hf.interface import attached
+from bochner.hf.observe import Shape
+from bochner.hf.plan import Plan
+from bochner.hf.search import options
+from bochner.hf.search.knapsack import Choice, Table, all_exact, totals
+from bochner.hf.search.options import Say, Space
+from bochner.hf.search.refine import Candidate, Trials
+from bochner.hf.search.texts import Batches, Goal, Split, stream
+from bochner.hf.search.verify import TOKENS, Verifier
+from bochner.hf.selected_fit import FittedScores, can_select, fit_scores, passages_of, window_for
+
+SHARES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.45, 0.6, 0.8)  # of the older keys, the ladder
+LEAST, MOST = 0.002, 0.95  # shares
+PRECISIONS = ("int6", "int8", "bfloat16", "model")  # the coarsest first; four bits lose recall
+BITS = 4  # channels that are packed together
+
+
+class Rung(NamedTuple):
+    """The share of older keys that are held, and how."""
+
+    share: float
+    precision: str
+
+
+def applies(model: Any, goal: Goal, shapes: dict[str, Shape], data: Batches) -> bool:
+    """Whether keys can be selected: decoders whose memory counts, without training."""
+    if not (goal.is_language and goal.by_memory) or goal.trains or "selected" not in options.FATES:
+        return False
+    return "input_ids" in data[0] and can_select(model, shapes, data[0]["input_ids"][:1, :16])
+
+
+def split_for(model: Any, data: Batches, goal: Goal) -> Split:
+    """Tokens for verifying and for choosing, as many as are read; passages from all over the others fit the scores."""
+    tokens = stream(data)
+    held = min(int(0.4 * len(tokens)), max(goal.length, TOKENS))
+    choice = min(int(0.3 * len(tokens)), max(goal.judged, TOKENS // 2))
+    first = len(tokens) - held - choice
+    passages = [{"input_ids": ids} for ids in passages_of(model, tokens[:first])]
+    return Split(passages, tokens[first : first + choice], tokens[first + choice :])
+
+
+class SelectedSpace(Space):
+    """The rungs of a model; option 0 is the original."""
+
+    scores: FittedScores
+
+    def fit(self, data: Sequence[dict[str, Any]], say: Say) -> None:
+        passages = [batch["input_ids"] for batch in data]
+        self.scores = fit_scores(self.model, list(self.layers), passages, window_for(self.goal.judged), say=say)
+        self.scores.note(self.draft)
+        sizes = [size for layer in self.layers.values() for size in (layer.plan.head_dim, layer.plan.value_dim)]
+        names = PRECISIONS if all(size % BITS == 0 for size in sizes) else PRECISIONS[1:]
+        self.precisions = [name for name in names if name != "bfloat16" or self.dtype == torch.float32]
+        self.rungs = self._ladder()
+
+    def _ladder(self) -> list[Rung]:
+        if self.goal.memory is None:
+            return [Rung(share, self.precisions[0]) for share in SHARES]
+        full = [found for name in self.precisions if (found := self._within(self.goal.memory, name)) is not None]
+        if not full:
+            least = self.bytes_of(self.plan(Rung(LEAST, self.precisions[0]))) / self.original_bytes
+            raise BochnerError(
+                f"The 'memory' of Target must be at least {least:.3f} for this model at {self.goal.length:,} tokens, "
+                f"got {self.goal.memory!r}: windows and sinks alone take so much."
+            )
+        # Where all keys fit, a finer precision has room; two that differ are measured.
+        spare = sum(rung.share >= MOST for rung in full[:-1])
+        return full[spare : spare + 2]
+
+    def _within(self, memory: float, precision: str) -> Rung | None:
+        """The rung with the most keys within a share of the memory; None if the least are too many."""
+        low, high = LEAST, MOST
+
+        def fits(share: float) -> bool:
+            return self.bytes_of(self.plan(Rung(share, precision))) <= memory * self.original_bytes
+
+        if not fits(low) or fits(high):
+            return Rung(high, precision) if fits(low) else None
+        for _ in range(12):
+            middle = (low + high) / 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return Rung(low, precision)
+
+    def plan(self, rung: Rung) -> Plan:
+        return self.scores.plan(self.draft, rung.share, rung.precision, self.goal.length)
+
+    def plan_of(self, choice: Choice) -> Plan:
+        option = choice[0][0]
+        return self.plan(self.rungs[option - 1]) if option else self.draft.copy()
+
+    def build(self, plan: Plan) -> dict[str, Any]:
+        return dict(self.scores.build(plan, self.device))
+
+
+class SelectedProblem:
+    """The search problem of a ladder: quality by reading whole texts with a rung."""
+
+    def __init__(self, space: SelectedSpace, tokens: Tensor, say: Say) -> None:
+        self.space, self.say = space, say
+        say("running the original on the choice texts")
+        self.texts = Verifier(space.model, tokens, space.goal, {}, say)
+        damage = [0.0, *(space.scores.damage(rung.share) for rung in space.rungs)]
+        size = space.dtype.itemsize
+        original = sum(x.plan.cache_bytes(space.goal.length, element_size=size) for x in space.layers.values())
+        fixed = space.original_bytes - original
+        cost = [float(original), *(float(space.bytes_of(space.plan(rung)) - fixed) for rung in space.rungs)]
+        columns = torch.tensor([damage, cost], dtype=torch.float64).unsqueeze(-1)
+        self.tables = [Table(columns[0], columns[1])]
+        self.whole = totals(self.tables, all_exact(self.tables))[1]
+
+    def measure(self, choice: Choice, give_up: float = 0.0) -> Quality:
+        plan = self.space.plan_of(choice)
+        if not plan.converted:
+            return self.texts.original().quality
+        with attached(self.space.model, plan, self.space.build(plan)):
+            found = self.texts.look(self.space.model).quality
+        share = totals(self.tables, choice)[1] / max(self.whole, 1e-30)
+        self.say(f"quality {found.retained:.2%} with {share:.1%} of the memory")
+        return found
+
+
+def best_of_all(problem: SelectedProblem, trials: Trials) -> Candidate:
+    """Of rungs that fill the memory, one for each precision, the one with the best lower bound."""
+    tried = [trials.run(((i + 1,),)) for i in range(len(problem.space.rungs))]
+    return max(tried, key=lambda c: c.quality.lower)

@@ -1,0 +1,275 @@
+"""Which keys each head of a decoder should hold: scores fitted in closed form to a few passages, each read twice.
+
+The target is `damage` (`bochner.hf.scores`): the square of what letting a key go would do to the loss, to first order,
+summed over the rows that read it from beyond the window and from the second reading. One backward pass a passage gives
+it for all heads. Damages of all heads are in the same unit, so that one threshold for all of them gives each head its
+budget: heads differ by orders of magnitude in how many keys they need, and equal shares fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bochner._checks import BochnerError, spawn_seed
+from bochner._progress import speaker
+from bochner.hf import drift, inputs
+from bochner.hf.attention import LinearAttention
+from bochner.hf.calls import Call, exact
+from bochner.hf.config import Calibration
+from bochner.hf.evaluate import is_language_model
+from bochner.hf.fates import EXACT
+from bochner.hf.interface import unwrap
+from bochner.hf.observe import Shape, discover, recording, run
+from bochner.hf.plan import Fitted, LayerPlan, Plan
+from bochner.hf.precision import balance
+from bochner.hf.scores import Ridge, budgets, features, received, scores, target, threshold
+from bochner.hf.selected_heads import Selected, SelectedHeads
+
+PASSAGES, PASSAGE = 4, 768  # how many, and of how many tokens, scores are fitted to
+LEAST = 32  # tokens of a passage
+WINDOW, SINKS = 128, 4
+FAR_ROWS = 64  # rows beyond the window that a key needs to be fitted to
+LOGITS = 256  # rows whose logits are there at a time
+Say = Callable[[str], None]
+
+
+class LayerScores(NamedTuple):
+    """What was fitted for a layer: score weights (g, 2 D + 1), the basis of its keys, and scores (g, n) of its keys.
+
+    `first`: the first queries and keys of each passage, scaled, to tell inputs of another kind.
+    """
+
+    weights: Tensor
+    centre: Tensor
+    scale: Tensor
+    found: Tensor
+    first: list[tuple[Tensor, Tensor]]
+
+
+@dataclass
+class FittedScores:
+    """The scores of all layers, and the plans that follow from a threshold."""
+
+    layers: dict[str, LayerScores]
+    window: int
+    sinks: int
+    tokens: int
+
+    def plan(self, draft: Plan, share: float, precision: str, length: int) -> Plan:
+        """A plan that holds a share of the older keys of a text of `length` tokens, counted over all heads."""
+        names = list(self.layers)
+        found = budgets([self.layers[name].found for name in names], share, length, self.window)
+        made = dict(zip(names, found, strict=True))
+        layers = [
+            replace(x, fates=self._fates(x, made[x.name], precision)) if x.name in made else x for x in draft.layers
+        ]
+        return Plan(layers, draft.model_type, self.tokens)
+
+    def _fates(self, layer: LayerPlan, each: Sequence[int], precision: str) -> list[Any]:
+        width = (self.layers[layer.name].weights.shape[-1] - 1) // 2
+        return [Selected(self.window, self.sinks, budget, precision, width) for budget in each]
+
+    def note(self, draft: Plan) -> Plan:
+        """Note in a plan what the passages looked like (`bochner.hf.drift`)."""
+        for layer in draft.layers:
+            if layer.name in self.layers:
+                drift.note(layer, *zip(*self.layers[layer.name].first, strict=True))
+        return draft
+
+    def damage(self, share: float) -> float:
+        """What letting the other keys of the passages go does to the loss, to first order and squared."""
+        every = torch.cat([x.found.flatten().double() for x in self.layers.values()])
+        return float((2 * every[every < threshold([every], share)]).exp().sum())
+
+    def build(self, plan: Plan, device: Any = "cpu") -> dict[str, LinearAttention]:
+        """All layers of a plan, with their scores."""
+        built = {layer.name: LinearAttention(layer).to(device) for layer in plan.layers}
+        for name, layer in built.items():
+            for part in layer.parts.values():
+                if isinstance(part, SelectedHeads):
+                    mine = self.layers[name]
+                    for key in ("weights", "centre", "scale"):
+                        getattr(part, key).copy_(getattr(mine, key)[part.heads])
+        return built
+
+
+class _Sums:
+    """What the passages add up to for one layer."""
+
+    def __init__(self, width: int) -> None:
+        self.ridge, self.hidden = Ridge(2 * width + 1), list[Tensor]()
+        self.basis: tuple[Tensor, Tensor] | None = None
+        self.first: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, call: Call, gradient: Tensor, window: int, sinks: int) -> None:
+        """A passage that was read twice."""
+        (q, k, v), h = (x[0].detach().float() for x in call[:3]), call.hidden
+        assert h is not None
+        n = k.shape[1] // 2
+        got = received(q, k, call.scale, window, v=v, gradient=gradient[0].float())
+        if self.basis is None:
+            self.basis = balance(q[:, sinks:n], k[:, sinks:n])
+        root = call.scale**0.5
+        self.first.append((root * q[:, : drift.PLACES].cpu(), root * k[:, : drift.PLACES].cpu()))
+        rows = (torch.arange(n, device=k.device) >= sinks) & (got.rows.to(k.device) >= min(FAR_ROWS, (n - window) // 4))
+        mine = h[0, :n].detach()[rows]
+        self.ridge.add(features(mine).cpu(), target("damage", got).mT[rows].cpu())
+        self.hidden.append(mine.half().cpu())
+
+    def solve(self) -> LayerScores:
+        weights = self.ridge.solve()
+        assert self.basis is not None
+        centre, scale = (x.cpu() for x in self.basis)
+        return LayerScores(weights, centre, scale, scores(torch.cat(self.hidden)[None], weights)[0], self.first)
+
+
+def window_for(length: int) -> int:
+    """The window at a length: a small part of it."""
+    return max(4, min(WINDOW, length // 8))
+
+
+def passages_of(model: Any, tokens: Tensor) -> list[Tensor]:
+    """Passages (1, n) from all over some tokens (n,), short enough to be read twice."""
+    made_for = inputs.positions(model).get("input_ids") or inputs.trained_positions(model) or 2 * PASSAGE
+    size = min(PASSAGE, made_for // 2, max(len(tokens) // PASSAGES, LEAST), len(tokens))
+    if size < LEAST:
+        raise BochnerError(f"Too little text to fit scores to: {len(tokens)} tokens; give more texts.")
+    pieces = tokens[: len(tokens) // size * size].view(-1, size)
+    places = torch.linspace(0, len(pieces) - 1, min(PASSAGES, len(pieces))).round().long()
+    return [piece[None] for piece in pieces[places]]
+
+
+def fit_scores(
+    model: Any, names: Sequence[str], passages: Sequence[Tensor], window: int, sinks: int = SINKS, say: Say = print
+) -> FittedScores:
+    """Fit the scores of some attention modules to passages (1, n), each read twice."""
+    sums: dict[str, _Sums] = {}
+    window = min(window, passages[0].shape[1] // 4)
+    with _frozen(model):
+        for i, ids in enumerate(passages):
+            say(f"reading passage {i + 1} of {len(passages)} twice, {ids.shape[1]:,} tokens")
+            for name, (call, gradient) in _calls(model, names, torch.cat([ids, ids], dim=1)):
+                if name not in sums:
+                    assert call.hidden is not None
+                    sums[name] = _Sums(call.hidden.shape[-1])
+                sums[name].add(call, gradient, window, sinks)
+    layers = {name: sums[name].solve() for name in names}
+    return FittedScores(layers, window, sinks, passages[0].shape[1])
+
+
+def _calls(model: Any, names: Sequence[str], ids: Tensor) -> Iterator[tuple[str, tuple[Call, Tensor]]]:
+    """The attention calls of one pass, with the gradient of the loss by their outputs; each is let go after use."""
+    seen: dict[str, tuple[Call, Tensor]] = {}
+
+    def look(name: str, call: Call) -> Tensor | None:
+        if name not in names:
+            return None
+        out = exact(call)
+        out = out if out.requires_grad else out.requires_grad_()
+        out.retain_grad()
+        hidden = None if call.hidden is None else call.hidden.detach()
+        q, k, v = (x.detach() for x in call[:3])
+        seen[name] = (call._replace(query=q, key=k, value=v, hidden=hidden), out)
+        return out
+
+    with recording(model, look, hidden=names):
+        _backward(model, ids)
+    for name in names:
+        call, out = seen.pop(name)
+        assert out.grad is not None
+        yield name, (call, out.grad)
+
+
+def _backward(model: Any, ids: Tensor) -> None:
+    """Differentiate the sum of the losses of all tokens, with few rows of logits at a time."""
+    ids = ids.to(next(model.parameters()).device)
+    base, head = model.base_model, model.get_output_embeddings()
+    with torch.enable_grad():
+        rows = base(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+        inner = rows.detach().requires_grad_()
+        for part, wanted in zip(inner.split(LOGITS), ids[0, 1:].split(LOGITS), strict=True):
+            F.cross_entropy(head(part).float(), wanted, reduction="sum").backward()
+        rows.backward(inner.grad)
+
+
+@contextmanager
+def _frozen(model: Any) -> Iterator[None]:
+    """No gradients of weights for a while."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
+
+
+def can_select(model: Any, shapes: Mapping[str, Shape], ids: Tensor) -> bool:
+    """Whether the attention of a language model tells the hidden states that enter it, and needs nothing else."""
+    names = [name for name, shape in shapes.items() if shape.obstacle is None]
+    if not names or not is_language_model(model, dict(shapes)):
+        return False
+    found: dict[str, bool] = {}
+
+    def look(name: str, call: Call) -> None:
+        tells = call.hidden is not None and call.hidden.shape[:2] == call.query.shape[::2]
+        found[name] = tells and call.sink_logits is None
+
+    with recording(model, look, hidden=names):
+        run(model, {"input_ids": ids})
+    return all(found.get(name, False) for name in names) and model.base_model is not model
+
+
+def draft_of(shapes: Mapping[str, Shape], model_type: str, seed: int = 0) -> Plan:
+    """A plan in which all heads are exact."""
+    layers = []
+    for i, shape in enumerate(shapes.values()):
+        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim
+        fates = [EXACT] * shape.num_kv_heads
+        layer = LayerPlan(shape.name, *sizes, fates, shape.is_causal, shape.is_cross, spawn_seed(seed, i))  # type: ignore[arg-type]
+        reason, limit = shape.obstacle or ("", 0)
+        layers.append(replace(layer, reason=reason, limit=limit))
+    return Plan(layers, model_type)
+
+
+def fit_selected(
+    model: Any,
+    texts: Any,
+    *,
+    share: float = 0.25,
+    length: int = 4096,
+    precision: str = "int6",
+    window: int | None = None,
+    sinks: int = SINKS,
+    progress: bool | None = None,
+) -> Plan:
+    """A plan for a decoder whose heads hold the keys that matter, with its fitted scores: `convert(model, plan)`.
+
+    `share`: of the keys beyond the window of a text of `length` tokens, counted over all heads; see `Selected` for
+    `precision`, `window` and `sinks`. A `Target(memory=...)` finds the share, and verifies it.
+    """
+    inner, tokenizer = unwrap(model)
+    calibration = Calibration.of(texts, tokenizer)
+    size = calibration.max_length or 2**20
+    data = inputs.batches(calibration.data, calibration.tokenizer, model=inner, max_length=size, batch_size=1)
+    tokens = torch.cat([batch["input_ids"].flatten() for batch in data])
+    shapes = discover(inner, {"input_ids": tokens[None, :16]})
+    if not can_select(inner, shapes, tokens[None, :16]):
+        raise BochnerError(f"{type(inner).__name__} is no decoder whose attention can select keys; use a Recipe.")
+    names = [name for name, shape in shapes.items() if shape.obstacle is None]
+    passages = passages_of(inner, tokens)
+    fitted = fit_scores(inner, names, passages, window or window_for(length), sinks, speaker(progress))
+    draft = fitted.note(draft_of(shapes, getattr(inner.config, "model_type", "")))
+    plan = fitted.plan(draft, share, precision, length)
+    for name, layer in fitted.build(plan).items():
+        if layer.plan.has_map:
+            plan.maps[name] = Fitted(list(layer.plan.fates), layer.state_dict())
+    return plan

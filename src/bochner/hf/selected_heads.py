@@ -1,0 +1,162 @@
+"""The fate `Selected`: a head holds the first keys, the last keys, and the older keys with the highest scores.
+
+Scores are linear in the hidden state that enters the attention module (`bochner.hf.scores`); `bochner.hf.selected` is
+the cache itself. `bochner.hf.fit_selected` fits them, and a search for memory does. There is no gradient.
+
+>>> Selected(budget=300, width=64)
+Selected(window=128, sinks=4, budget=300, precision='int6', width=64)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bochner._checks import BochnerError, is_int, positive_int
+from bochner.hf.calls import Call
+from bochner.hf.fates import Fate, FateModule, register_fate
+from bochner.hf.precision import balanced, precision_of, row_bytes, value_basis
+from bochner.hf.scores import scores
+from bochner.hf.selected import RANK_BYTES, Bases, SelectedKeys, SelectedState, sink_dtype
+
+if TYPE_CHECKING:
+    from bochner.hf.plan import LayerPlan
+
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by the bytes of an element
+COUNTER = 8  # bytes of a sequence's number of tokens
+NO_GRADIENT = "Heads that select their keys are for inference and have no gradient; train the model before converting."
+
+
+@register_fate
+@dataclass(frozen=True)
+class Selected(Fate):
+    """Softmax over the first keys (`sinks`), the last ones (`window`), and the best older ones (`budget` at most).
+
+    `precision`: how keys and values are stored, `"model"`, `"bfloat16"`, `"int8"`, `"int6"` or `"int4"`; see
+    `bochner.hf.precision`. `width`: the size of the hidden states that scores are computed from.
+    """
+
+    window: int = 128
+    sinks: int = 4
+    budget: int = 0
+    precision: str = "int6"
+    width: int = 0
+
+    name = "selected"
+    letter = "S"
+    has_map = True
+
+    def __post_init__(self) -> None:
+        owner = f"the fate {self.name!r}"
+        positive_int(self.window, "window", owner)
+        for name in ("sinks", "budget", "width"):
+            value = getattr(self, name)
+            if not is_int(value) or value < 0:
+                raise BochnerError(f"The {name!r} of {owner} must be an int >= 0, got {value!r}.")
+        precision_of(self.precision)
+
+    def check(self, layer: LayerPlan) -> None:
+        owner = f"The plan of {layer.name!r}"
+        if not layer.is_causal or layer.is_cross:
+            raise BochnerError(f"{owner} is not self-attention of a decoder, which alone selects keys; use 'exact'.")
+        if layer.trainable:
+            raise BochnerError(f"{owner} is to be trained. {NO_GRADIENT}")
+        if layer.exact_below:
+            raise BochnerError(
+                f"{owner} selects keys from the first token on, which does not go with exact_below="
+                f"{layer.exact_below}; leave that out: all keys are held while there is room for them."
+            )
+        if not self.width:
+            raise BochnerError(f"{owner} has no 'width' of hidden states; bochner.hf.fit_selected makes such plans.")
+        self._bytes_of_a_key(layer, torch.float32)  # refuses head sizes that cannot be packed
+
+    def shared(self) -> Fate:
+        return replace(self, budget=0)
+
+    def _bytes_of_a_key(self, layer: LayerPlan, dtype: torch.dtype) -> int:
+        return sum(row_bytes(self.precision, size, dtype) for size in (layer.head_dim, layer.value_dim)) + RANK_BYTES
+
+    def cache_bytes(self, layer: LayerPlan, length: int, element_size: int) -> int:
+        """All slots are there from the first token on. The counter of a layer's tokens is counted for every head."""
+        dtype = DTYPES[element_size]
+        first = self.sinks * (layer.head_dim + layer.value_dim) * sink_dtype(self.precision, dtype).itemsize
+        return (self.window + self.budget) * self._bytes_of_a_key(layer, dtype) + first + COUNTER
+
+    def build(self, layer: LayerPlan, heads: Sequence[int], seed: int) -> FateModule:
+        return SelectedHeads(layer, heads, self)
+
+    def __str__(self) -> str:
+        return f"window {self.window}, sinks {self.sinks}, {self.precision}"
+
+
+class SelectedHeads(FateModule):
+    """Heads that select their keys, all of a layer in one cache.
+
+    `weights` (g, 2 width + 1): of the scores. `centre`, `scale` (g, d): the basis in which keys are rounded.
+    """
+
+    needs_hidden = True
+    weights: Tensor
+    centre: Tensor
+    scale: Tensor
+
+    def __init__(self, layer: LayerPlan, heads: Sequence[int], fate: Selected) -> None:
+        super().__init__(layer, heads)
+        budgets = tuple(layer.fates[g].budget for g in heads)  # type: ignore[attr-defined]
+        self.kept = SelectedKeys(fate.window, budgets, fate.sinks, fate.precision)
+        self.width = fate.width
+        self.register_buffer("weights", torch.zeros(len(heads), 2 * fate.width + 1))
+        self.register_buffer("centre", torch.zeros(len(heads), layer.head_dim))
+        self.register_buffer("scale", torch.ones(len(heads), layer.head_dim))
+
+    def forward(self, call: Call) -> Tensor:
+        return self.decode(call, None)[0]
+
+    def decode(self, call: Call, state: SelectedState | None) -> tuple[Tensor, SelectedState]:
+        n = call.key.shape[-2]
+        self._check(call, n)
+        assert call.hidden is not None
+        if state is None:
+            state = self._empty(call.key, call.value)
+        padding = None if call.padding is None else call.padding[:, -n:]
+        worth = scores(call.hidden.detach(), self.weights)
+        out = state.attend(call.query, call.key, call.value, scores=worth, scale=call.scale, padding=padding)
+        if torch.is_grad_enabled() and call.query.requires_grad:
+            out = _WithoutGradient.apply(out, call.query)
+        return out, state
+
+    def _empty(self, key: Tensor, value: Tensor) -> SelectedState:
+        bases = None
+        if self.kept.precision not in ("model", "bfloat16"):
+            g, d = value.shape[1], value.shape[-1]
+            bases = Bases(balanced(self.centre, self.scale), value_basis(g, d, value.device))
+        return SelectedState(
+            self.kept, key.shape[0], key.shape[-1], value.shape[-1], key.dtype, device=key.device, bases=bases
+        )
+
+    def _check(self, call: Call, n: int) -> None:
+        hidden = call.hidden
+        if hidden is None or hidden.ndim != 3 or hidden.shape[-1] != self.width or hidden.shape[1] != n:
+            found = "none" if hidden is None else str(tuple(hidden.shape))
+            raise BochnerError(
+                f"Keys are selected by the hidden states (b, {n}, {self.width}) that enter the attention module, and "
+                f"there are {found}; leave such layers exact."
+            )
+        if call.sink_logits is not None:
+            raise BochnerError("Heads with a learned sink logit cannot select keys; leave them exact.")
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """What is handed on; a backward pass is refused, for it would leave attention out."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, query: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> Any:
+        raise BochnerError(NO_GRADIENT)

@@ -1,1 +1,0 @@
-"""One file per way to multiply; `base.Engine` is what they have in common."""

@@ -1,0 +1,157 @@
+"""Radial kernels `K(q, k) = value(t)`, t = -|z - w|^2 / 2, z and w the points in units of the bandwidth.
+
+What bounds need of a kernel is here too: how much a value can change when t is off by rounding, and where it is as
+good as zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One radial function of t; `value` works in place.
+
+    `unit`: length of one bandwidth in the frame (`exp2` wants log2 e folded into the coordinates).
+    `change(delta)`: bound on |K(t')/K(t) - 1| for |t' - t| <= delta.
+    `floors`: t below which a profile is evaluated at the floor instead, in float32 and in float64; denormal numbers are
+    3 to 30 times slower than others, and the kernel there is below 1e-30 (or 1e-290).
+    `derivative(t)`: dK/dt, and 0 where a kernel with a peak has none.
+    `steepest`: bound on |d log K / d|z - w|| down to the floor, in double precision.
+    `convex`: whether `change` is, so that half the error of t does at most half the harm.
+    """
+
+    name: str
+    formula: str
+    unit: float
+    value: Callable[[Tensor], Tensor]
+    change: Callable[[float], float]
+    floors: tuple[float, float]
+    derivative: Callable[[Tensor], Tensor]
+    steepest: float = 1.0
+    convex: bool = True
+
+    def floor(self, dtype: torch.dtype) -> float:
+        return self.floors[0] if dtype == torch.float32 else self.floors[1]
+
+    def floor_value(self, dtype: torch.dtype) -> float:
+        """The kernel at the floor: an absolute error of every entry beyond it."""
+        return float(self.value(torch.tensor([self.floor(dtype)], dtype=torch.float64)))
+
+    def at_distance(self, distance: Tensor) -> Tensor:
+        """The kernel at distances in the frame, in place."""
+        floor = self.floor(distance.dtype)
+        return self.value(distance.square_().mul_(-0.5).clamp_min_(floor))
+
+
+def _expm1(x: float) -> float:
+    return math.expm1(x) if x < 700 else math.inf
+
+
+def _length(t: Tensor) -> Tensor:
+    """|z - w|, in place."""
+    return t.mul_(-2.0).sqrt_()
+
+
+def _laplace(t: Tensor) -> Tensor:
+    return _length(t).neg_().exp2_()
+
+
+def _matern32(t: Tensor) -> Tensor:
+    decay = torch.exp(-_length(t))
+    return t.add_(1.0).mul_(decay)
+
+
+def _matern52(t: Tensor) -> Tensor:
+    decay = torch.exp(-_length(t))
+    return t.add_(t.square() / 3.0).add_(1.0).mul_(decay)
+
+
+def _student(t: Tensor) -> Tensor:
+    return t.mul_(-2.0).add_(1.0).reciprocal_()
+
+
+def _gaussian_derivative(t: Tensor) -> Tensor:
+    return torch.exp2(t).mul_(LN2)
+
+
+def _laplace_derivative(t: Tensor) -> Tensor:
+    a = _length(t.clone())
+    return torch.where(a > 0, LN2 * torch.exp2(-a) / a, 0.0)
+
+
+def _matern32_derivative(t: Tensor) -> Tensor:
+    return torch.exp(-_length(t.clone()))
+
+
+def _matern52_derivative(t: Tensor) -> Tensor:
+    a = _length(t.clone())
+    return torch.exp(-a).mul_(1.0 + a).div_(3.0)
+
+
+def _student_derivative(t: Tensor) -> Tensor:
+    return 2.0 / (1.0 - 2.0 * t).square_()
+
+
+PROFILES: dict[str, Profile] = {
+    profile.name: profile
+    for profile in (
+        Profile(
+            "gaussian",
+            "exp(-|q-k|^2 / (2 sigma^2))",
+            math.sqrt(LOG2E),
+            torch.Tensor.exp2_,
+            lambda delta: _expm1(LN2 * delta),
+            (-100.0, -1000.0),
+            _gaussian_derivative,
+            steepest=32.0,
+        ),
+        Profile(
+            "laplace",  # Matern 1/2
+            "exp(-|q-k| / sigma)",
+            LOG2E,
+            _laplace,
+            lambda delta: _expm1(LN2 * math.sqrt(2.0 * delta)),
+            (-5e3, -5e5),
+            _laplace_derivative,
+            convex=False,
+        ),
+        Profile(
+            "matern32",
+            "(1 + a) exp(-a), a = sqrt(3) |q-k| / sigma",
+            math.sqrt(3.0),
+            _matern32,
+            lambda delta: _expm1(delta),
+            (-2.4e3, -2.4e5),
+            _matern32_derivative,
+        ),
+        Profile(
+            "matern52",
+            "(1 + a + a^2/3) exp(-a), a = sqrt(5) |q-k| / sigma",
+            math.sqrt(5.0),
+            _matern52,
+            lambda delta: _expm1(delta / 3.0),
+            (-2.4e3, -2.4e5),
+            _matern52_derivative,
+        ),
+        Profile(
+            "student",
+            "1 / (1 + |q-k|^2 / sigma^2)",
+            1.0,
+            _student,
+            lambda delta: _expm1(2.0 * delta),
+            (-1e30, -1e290),
+            _student_derivative,
+        ),
+    )
+}
+ALIASES = {"rbf": "gaussian", "matern12": "laplace"}

@@ -1,0 +1,267 @@
+"""Linearised layers and blocks: the mean and variance they claim, the targets they reach, the refusals they owe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from stats import check_mean, check_mse, check_mse_at_most
+from torch import Tensor, nn
+
+from bochner._checks import BochnerError
+from bochner.papers.polyfit import ACTIVATIONS
+from bochner.papers.sketched_layer import (
+    LinearizedLayer,
+    LinearizedMLP,
+    MLPReport,
+    block_output,
+    calibrate_layer,
+    plan_layer,
+)
+from bochner.papers.taylor_layer import TAYLOR, TaylorComposition, series_for
+from bochner.theory import geometric_law, mse_tensor_sketch, variance_taylor
+
+
+def rows(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+W, B, CALIBRATION = rows(3, 2, seed=1) / 2, rows(3, seed=2) / 4, rows(100, 2, seed=3) / 2
+POINTS = torch.tensor([[0.4, -0.3], [0.1, 0.6]], dtype=torch.float64)
+
+
+def redraws(layer: Any, x: Tensor, count: int) -> Tensor:
+    g = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        return torch.stack([layer.redraw_(generator=g)(x) for _ in range(count)])
+
+
+@pytest.mark.parametrize("method", ["bernstein", pytest.param("chebyshev", marks=pytest.mark.slow), "least_squares"])
+def test_layer_has_its_polynomial_as_mean_and_its_variance(method: str) -> None:
+    layer = LinearizedLayer(W, B, "gelu", CALIBRATION, method=method, degree=3, num_features=24).double()
+    mean = layer.polynomial(POINTS)
+    t = POINTS @ W.mT + B
+    torch.testing.assert_close(mean, layer.fit(t), rtol=1e-5, atol=1e-5)
+    # One estimator for all methods, which only choose its coefficients: only one of them needs power for the variance.
+    count, detect = (9000, 0.45) if method == "chebyshev" else (1000, None)
+    samples = redraws(layer, POINTS, count)
+    check_mean(samples, mean, scale=0.3, detect=0.02)
+    if detect is not None:
+        check_mse(samples, mean, layer.variance(POINTS), detect=detect)
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, torch.sin, nn.GELU(), nn.SiLU()])
+def test_any_activation_is_followed_closely_by_enough_features(activation: Any) -> None:
+    layer = LinearizedLayer(W, B, activation, CALIBRATION, degree=4, num_features=20_001)
+    exact = activation(POINTS @ W.mT + B) if callable(activation) else ACTIVATIONS[activation](POINTS @ W.mT + B)
+    assert (layer(POINTS) - exact).abs().max() < (0.1 if activation == "relu" else 0.05)
+
+
+def test_balancing_lowers_the_variance() -> None:
+    w, x = rows(6, 4) * torch.tensor([4.0, 1.0, 0.2, 0.1]), rows(300, 4, seed=1) * torch.tensor([0.1, 0.3, 1.0, 4.0])
+    plans = [
+        plan_layer(calibrate_layer(w, None, x, balance=balance), "gelu", degree=3, num_features=64)[0]
+        for balance in (True, False)
+    ]
+    assert plans[0].variance < plans[1].variance / 3
+    assert plans[0].bias == pytest.approx(plans[1].bias)
+
+
+def test_plan_for_a_target_reaches_it() -> None:
+    x, eps = CALIBRATION / 2, 0.05
+    layer = LinearizedLayer(W, B, "gelu", x, eps=eps).double()
+    plan = layer.plan
+    assert plan.bias <= eps / 2
+    assert plan.variance <= eps / 2
+    exact = nn.functional.gelu(x @ W.mT + B)
+    assert ((layer.polynomial(x) - exact).square().sum(-1) <= plan.bias * (1 + 1e-4) + 1e-9).all()
+    assert (layer.variance(x).sum(-1) <= plan.variance * (1 + 1e-6)).all()
+    samples = redraws(layer, x[:2], 200)
+    check_mse_at_most((samples - exact[:2]).norm(dim=-1), 0.0, eps, detect=0.05)
+
+
+def test_bernstein_needs_a_much_higher_degree_than_chebyshev_for_the_same_target() -> None:
+    data = calibrate_layer(6 * W, B, CALIBRATION)
+    degree = [plan_layer(data, "gelu", method=m, eps=0.05)[0].degree for m in ("bernstein", "chebyshev")]
+    assert degree[0] >= 4 * degree[1]
+
+
+def test_budget_is_spent_exactly_and_more_of_it_never_hurts() -> None:
+    data = calibrate_layer(W, B, CALIBRATION)
+    errors = []
+    for budget in (1, 7, 100, 1000, 10_000):
+        plan, _ = plan_layer(data, "gelu", num_features=budget)
+        assert plan.total in (0, budget)
+        assert len(plan.counts) == plan.degree - 1
+        errors.append(plan.bias + plan.variance)
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < errors[0] / 5
+
+
+def test_linear_activation_needs_no_features_and_is_exact() -> None:
+    layer = LinearizedLayer(W, B, lambda t: 2 * t - 1, CALIBRATION, num_features=64)
+    assert layer.plan.total == 0
+    torch.testing.assert_close(layer(POINTS), 2 * (POINTS @ W.mT + B) - 1, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["layer", "taylor"])
+def test_gradients_state_and_redraw(kind: str) -> None:
+    def build(seed: int) -> Any:
+        if kind == "taylor":
+            return TaylorComposition(W, B, "gelu", CALIBRATION, draws=3, num_features=8, seed=seed).double()
+        return LinearizedLayer(W, B, "gelu", CALIBRATION, degree=3, num_features=9, seed=seed).double()
+
+    a, b = build(1), build(2)
+    x = POINTS.clone().requires_grad_()
+    assert torch.autograd.gradcheck(a, (x,))
+    assert not torch.equal(a(x), b(x))
+    b.load_state_dict(a.state_dict())
+    assert torch.equal(a(x), b(x))
+    assert not torch.equal(b.redraw_(seed=5)(x), a(x))
+    assert torch.equal(a.redraw_(seed=5)(x), b(x))
+
+
+def test_shapes_and_dtypes_follow_the_input() -> None:
+    layer = LinearizedLayer(W, None, "silu", CALIBRATION, degree=2, num_features=16)
+    x = rows(2, 5, 2).bfloat16() / 2
+    assert layer(x).shape == (2, 5, 3)
+    assert layer.to(torch.bfloat16)(x).dtype == torch.bfloat16
+    assert layer.matrix.dtype == torch.float32
+
+
+def block(d: int, hidden: int, scale: float, bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
+    first, second = nn.Linear(d, hidden, bias=bias), nn.Linear(hidden, d, bias=bias)
+    with torch.no_grad():
+        first.weight.copy_(rows(hidden, d, seed=4) * scale)
+        second.weight.copy_(rows(d, hidden, seed=5) / hidden**0.5)
+    return first, second
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("method", ["bernstein", "chebyshev", "least_squares"])
+def test_block_is_the_second_layer_after_the_linearised_first(method: str, bias: bool) -> None:
+    first, second = block(3, 10, 0.3, bias)
+    x = rows(200, 3)
+    options: dict[str, Any] = {"method": method, "degree": 3, "num_features": 40, "seed": 3}
+    mlp = LinearizedMLP(first, "gelu", second, x, **options)
+    hidden = LinearizedLayer(first.weight, first.bias, "gelu", x, **options)
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x.float()), second(hidden(x.float())), rtol=1e-4, atol=1e-4)
+
+
+def test_regression_is_the_most_accurate_at_equal_size() -> None:
+    first, second = block(6, 64, 0.5)
+    x = rows(2000, 6).float()
+    errors = {}
+    for method in ("bernstein", "chebyshev", "least_squares", "regression"):
+        _, report = LinearizedMLP.convert(
+            first, "gelu", second, x, method=method, degree=2, num_features=200, force=True
+        )
+        errors[method] = report.error
+    assert errors["regression"] < min(v for k, v in errors.items() if k != "regression")
+    assert errors["least_squares"] < errors["bernstein"]
+
+
+def test_a_wide_block_of_short_inputs_pays() -> None:
+    first, second = block(16, 4096, 0.1)
+    x = rows(2500, 16).float()
+    mlp, report = LinearizedMLP.convert(first, "gelu", second, x, degree=2, num_features=256, max_error=0.1)
+    assert report.pays(0.1)
+    assert report.memory < 0.1
+    exact = block_output(first, "gelu", second, x)
+    assert ((mlp(x) - exact).norm() / (exact - exact.mean(0)).norm()) < 0.1
+    linear, plain = LinearizedMLP.convert(first, "gelu", second, x, degree=1, num_features=1, force=True)
+    assert linear.plan.total == 0
+    assert report.error < plain.error / 2  # the sketched squares earn their place
+
+
+def test_a_block_that_does_not_pay_is_refused_with_the_numbers() -> None:
+    first, second = block(64, 128, 1.0)
+    x = rows(400, 64).float()
+    with pytest.raises(BochnerError, match=r"does not pay: error \d\.\d+, memory x.*speed x.*keep the block"):
+        LinearizedMLP.convert(first, "gelu", second, x, method="chebyshev", degree=2, num_features=256)
+    _, report = LinearizedMLP.convert(first, "gelu", second, x, num_features=256, force=True)
+    assert isinstance(report, MLPReport)
+    assert not report.pays(0.1)
+
+
+@pytest.mark.parametrize(
+    "law", ["optimal", *(pytest.param(x, marks=pytest.mark.slow) for x in ("geometric", "poisson"))]
+)
+def test_taylor_composition_of_gelu_is_unbiased_with_its_variance(law: str) -> None:
+    parameter = {"optimal": None, "geometric": 0.4, "poisson": 3.0}[law]
+    layer = TaylorComposition(
+        W, B, "gelu", CALIBRATION, law=law, parameter=parameter, draws=8, num_features=16
+    ).double()
+    exact = nn.functional.gelu(POINTS @ W.mT + B)
+    samples = redraws(layer, POINTS, 2500)
+    check_mean(samples, exact, scale=0.2, detect=0.05)
+    check_mse(samples, exact, layer.variance(POINTS), detect=0.48)
+
+
+def test_taylor_variance_is_the_one_of_the_theory() -> None:
+    layer = TaylorComposition(W, None, [0.0, 0.0, 1.0, -0.5, 0.2], CALIBRATION, draws=4, num_features=8)
+    for x in POINTS:
+        for w, ours in zip(layer.weight.double(), layer.variance(x[None])[0], strict=True):
+            each = [torch.zeros(())] * 2 + [mse_tensor_sketch(w, x, 8, k) for k in (2, 3, 4)]
+            variances = torch.stack([v.double() for v in each])
+            theory = variance_taylor(float(w @ x), layer.coefficients, layer.probabilities, variances, draws=4)
+            torch.testing.assert_close(ours, theory)
+
+
+def test_the_optimal_law_has_the_least_variance_and_averaging_divides_it() -> None:
+    variance = {}
+    for law in ("optimal", "geometric", "poisson"):
+        layer = TaylorComposition(W, B, "gelu", CALIBRATION, law=law, draws=1, num_features=16)
+        variance[law] = float(layer.variance(CALIBRATION).mean())
+    assert variance["optimal"] < min(variance["geometric"], variance["poisson"])
+    many = TaylorComposition(W, B, "gelu", CALIBRATION, draws=10, num_features=16)
+    assert float(many.variance(CALIBRATION).mean()) == pytest.approx(variance["optimal"] / 10)
+
+
+def test_geometric_index_has_mean_one_over_rho_less_one() -> None:
+    p = geometric_law(0.3, 400)
+    assert float((p * torch.arange(400)).sum()) == pytest.approx(1 / 0.3 - 1)  # the document says 1/rho + 1
+
+
+@pytest.mark.parametrize("name", TAYLOR)
+def test_taylor_series_sum_to_their_function(name: str) -> None:
+    t = torch.linspace(-1, 1, 11, dtype=torch.float64)
+    a = series_for(name, 1.0, "test")
+    function = torch.exp if name == "exp" else ACTIVATIONS[name]
+    torch.testing.assert_close((a * t[:, None] ** torch.arange(len(a))).sum(-1), function(t), rtol=0, atol=1e-8)
+
+
+def test_bad_arguments_are_one_sentence() -> None:
+    with pytest.raises(BochnerError, match=r"cannot be 'relu': it has no derivative at 0"):
+        TaylorComposition(W, B, "relu", CALIBRATION)
+    with pytest.raises(BochnerError, match=r"converges for .* only, but the calibration data reaches"):
+        TaylorComposition(10 * W, B, "tanh", CALIBRATION)
+    with pytest.raises(BochnerError, match="those of an arbitrary function are not known"):
+        TaylorComposition(W, B, torch.sin, CALIBRATION)  # type: ignore[arg-type]
+    with pytest.raises(BochnerError, match="needs more than 200 terms"):
+        TaylorComposition(40 * W, B, "gelu", CALIBRATION)
+    with pytest.raises(BochnerError, match=r"useless for this layer: at \|w\|\|x\| ="):
+        TaylorComposition(torch.tensor([[1e9, 0.1]]), None, "gelu", torch.tensor([[0.0, 10.0], [0.0, -5.0]]))
+    with pytest.raises(BochnerError, match="interval of unit 1 has zero width"):
+        LinearizedLayer(W * torch.tensor([[1.0], [0.0], [1.0]]), B, "gelu", CALIBRATION)
+    with pytest.raises(BochnerError, match=r"'degree' of plan_layer must be a positive int, got 0"):
+        LinearizedLayer(W, B, "gelu", CALIBRATION, degree=0)
+    with pytest.raises(BochnerError, match="no second derivative"):
+        LinearizedLayer(W, B, "relu", CALIBRATION, method="bernstein", eps=0.1)
+    with pytest.raises(BochnerError, match="use method='chebyshev'"):
+        LinearizedLayer(W, B, "gelu", CALIBRATION, method="bernstein", eps=1e-6)
+    with pytest.raises(BochnerError, match="is not reached"):
+        LinearizedLayer(W, B, "relu", CALIBRATION, eps=1e-8)
+    with pytest.raises(BochnerError, match="either a target 'eps' or a budget"):
+        LinearizedLayer(W, B, "gelu", CALIBRATION, eps=0.1, num_features=8)
+    with pytest.raises(BochnerError, match=r"'weight' .* must be \(o, d\)"):
+        LinearizedLayer(W, B, "gelu", rows(10, 5))
+    first, second = block(3, 8, 1.0)
+    with pytest.raises(BochnerError, match="do not fit"):
+        LinearizedMLP(first, "gelu", first, rows(20, 3))
+    with pytest.raises(BochnerError, match=r"must be an nn\.Linear, got Identity"):
+        LinearizedMLP(first, "gelu", nn.Identity(), rows(20, 3))  # type: ignore[arg-type]
+    with pytest.raises(BochnerError, match="at least 10 calibration rows, got 5"):
+        LinearizedMLP.convert(first, "gelu", second, rows(5, 3))
