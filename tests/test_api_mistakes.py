@@ -71,7 +71,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
                 bert(), bochner.Target(keep=99), [{"input_ids": torch.ones(1, 8, dtype=torch.long)}] * 4
             ).model
         ),
-        r"'keep' of convert must be a share in \[0.5, 1\), got 99",
+        r"'keep' of Target must be a share in \[0.5, 1\), got 99",
     ),
     "texts without a tokenizer": (
         lambda: bochner.convert(bert(), bochner.Recipe(), ["some text"] * 4).model,
@@ -79,7 +79,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "nothing to calibrate on": (
         lambda: bochner.convert(bert(), bochner.Recipe("landmark")).model,
-        r"needs 'calibration': some texts of the kind",
+        r"needs 'data': some texts of the kind",
     ),
 }
 

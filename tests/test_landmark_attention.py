@@ -143,8 +143,8 @@ class TestConverted:
         causal = family == "llama"
         head = "AutoModelForCausalLM" if causal else "AutoModel"
         model = build(family, GROUPED if causal else TEXT, head=head)
-        recipe = {"num_features": 12, "window": 5, "sinks": 1, "select": False, "calibration": texts_as_batches()}
-        return convert(model, Recipe("landmark", **recipe | options)).model
+        recipe = {"num_features": 12, "window": 5, "sinks": 1}
+        return convert(model, Recipe("landmark", **recipe), options.get("data", texts_as_batches())).model
 
     def test_a_decoder_decodes_as_it_computes(self) -> None:
         import transformers
@@ -159,8 +159,8 @@ class TestConverted:
         from bochner.hf import layers_of
 
         for layer in layers_of(self.converted("bert")).values():
-            assert int(layer.map_of("hybrid").rows_seen) == 6 * 2 * 64
-            assert (layer.map_of("hybrid").error < 1).all()
+            assert int(layer.parts["hybrid"].phi.rows_seen) == 6 * 2 * 64
+            assert (layer.parts["hybrid"].phi.error < 1).all()
 
     def test_saved_and_loaded_it_is_the_same(self, tmp_path: Path) -> None:
         import transformers
@@ -175,14 +175,14 @@ class TestConverted:
     def test_distillation_starts_from_the_fit_and_lowers_its_error(self) -> None:
         from hf_models import texts_as_batches
 
-        from bochner import distill
+        from bochner import Distillation, distill
 
-        report = distill(self.converted("bert"), texts_as_batches(8), steps=20, lr=1e-3)
+        report = distill(self.converted("bert"), texts_as_batches(8), Distillation(steps=20, rate=1e-3))
         assert all(layer.after <= layer.before for layer in report.layers)
         assert sum(layer.after for layer in report.layers) < 0.98 * sum(layer.before for layer in report.layers)
 
     def test_without_data_it_is_refused_in_one_sentence(self) -> None:
         from bochner import BochnerError
 
-        with pytest.raises(BochnerError, match="The feature map 'landmark' needs 'calibration'"):
-            self.converted("bert", calibration=None)
+        with pytest.raises(BochnerError, match="The feature map 'landmark' needs 'data'"):
+            self.converted("bert", data=None)

@@ -43,7 +43,7 @@ _LAZY = {
     "Plan": "bochner.hf.plan:Plan",
     "Recipe": "bochner.hf.config:Recipe",
     "Target": "bochner.hf.config:Target",
-    "advise": "bochner.hf.legacy:advise",
+    "advise": "bochner.hf.conversion:advise",
     "convert": "bochner.hf.conversion:convert",
     "diagnose": "bochner.hf.diagnose:diagnose",
     "distill": "bochner.hf.distill:distill",

@@ -13,17 +13,15 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bochner._checks import BochnerError, extra
-from bochner.hf.attention import CHILD
 
 extra("transformers", "hf", "bochner.hf")
 from transformers.cache_utils import (  # noqa: E402
     Cache,
     CacheLayerMixin,
     DynamicLayer,
-    EncoderDecoderCache,
     StaticLayer,
 )
 
@@ -136,19 +134,6 @@ class RecurrentLayer(CacheLayerMixin):
     def _select(self, f: Any) -> None:
         """Apply f to every tensor; all have the batch in front."""
         self.states = {name: state.map(f) for name, state in self.states.items()}
-
-
-def prepare_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before each call of an attention module, make the cache layer that it will use a recurrent one.
-
-    A forward pre-hook. It is a function of the module and what the module holds, so that copies and pickles of a
-    converted model decode by their own plans.
-    """
-    child: Any = module._modules[CHILD]
-    cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, (Cache, EncoderDecoderCache))), None)
-    if cache is not None:
-        cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        make_recurrent(cache, child.cache_index)
 
 
 def make_recurrent(cache: Cache, index: int) -> None:

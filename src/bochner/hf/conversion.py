@@ -17,6 +17,7 @@ from bochner._progress import speaker
 from bochner.hf import calibrate, drift, inputs, legacy
 from bochner.hf.attention import LinearAttention
 from bochner.hf.config import Calibration, Distillation, Recipe, Target
+from bochner.hf.diagnose import diagnose
 from bochner.hf.fates import EXACT, Fate, Hybrid, Kernel, Window
 from bochner.hf.interface import MISFIT, attach, detach, layers_of, unwrap
 from bochner.hf.observe import Shape, discover, discover_parts
@@ -62,10 +63,8 @@ def convert(
       encoder.layer.0.attention.self  KK  positive m=32
     """
     if legacy.is_old_convert(spec, data, old):
-        return legacy.convert(
-            model, spec, data, **old, parts=parts, unsupported=unsupported, exact_below=exact_below, seed=seed,
-            progress=progress,
-        )  # fmt: skip
+        new: dict[str, Any] = {"parts": parts, "unsupported": unsupported, "exact_below": exact_below, "seed": seed}
+        return _as_before(model, legacy.read_convert(model, spec, data, {**old, **new, "progress": progress}))
     inner, tokenizer = unwrap(model)
     _check_model(inner)
     _check_arguments(spec, parts, unsupported, exact_below, seed)
@@ -191,6 +190,28 @@ def revert(model: Any, attn_implementation: str | None = None) -> Any:
     if attn_implementation is not None:
         inner.set_attn_implementation(attn_implementation)
     return model
+
+
+def _as_before(model: Any, call: legacy.OldCall) -> Any:
+    """An old call of `convert`; returns the model."""
+    from bochner.hf.distill import train
+
+    conversion = convert(model, call.spec, call.data, **call.rest)
+    if call.train is not None:
+        try:
+            train(model, call.data, call.train)
+        except BaseException:
+            conversion.revert()
+            raise
+    return model
+
+
+def advise(model: Any, calibration: Any, values: Tensor | None = None, **old: Any) -> Any:
+    """The old name of `search`, for a model, and of `diagnose`, for one layer's tensors."""
+    if not isinstance(model, nn.Module):
+        return diagnose(model, calibration, values, **legacy.read_diagnosis(old))
+    call = legacy.read_search(calibration, old)
+    return search(model, call.spec, call.data, **call.rest)
 
 
 def search(

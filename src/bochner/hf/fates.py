@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,6 @@ from bochner.maps.generalized import function_name
 from bochner.maps.landmark import LandmarkFeatures
 from bochner.maps.landmark_fit import Near
 
-if TYPE_CHECKING:
-    from bochner.hf.plan import LayerPlan
-
 GROWTH = 256  # tokens by which the keys of exact heads grow at a time
 MAX_A = 0.12  # the dense A of a calibrated map stays below 1/8, where its variance ends
 LEARNED = ("centre_query", "centre_key", "basis_query", "basis_key", "a")  # what of a calibrated map can be trained
@@ -43,6 +40,24 @@ ROWS_AT_ONCE = (128, 512)  # rows of a decoder's window that are computed at a t
 CAUSAL_WINDOWS, WINDOWS = (64, 128, 256, 512, 1024), (16, 32, 64, 128)  # that a search tries
 CAUSAL_SINKS, SINKS = 4, 1
 SEARCHED_MAP, SEARCHED_FEATURES = "landmark", 64  # the kernel that a search tries
+
+
+class Layer(Protocol):
+    """What a fate knows of its layer; a `LayerPlan` is one."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    is_causal: bool
+    is_cross: bool
+    limit: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -56,23 +71,23 @@ class Fate:
     letter: ClassVar[str] = "?"
     has_map: ClassVar[bool] = False
 
-    def check(self, layer: LayerPlan) -> None:
+    def check(self, layer: Layer) -> None:
         """Refuse, in one sentence, what this layer cannot have."""
 
     def shared(self) -> Fate:
         """Key heads of a layer that agree in this are computed by one module, in one call."""
         return self
 
-    def cache_bytes(self, layer: LayerPlan, length: int, element_size: int) -> int:
+    def cache_bytes(self, layer: Layer, length: int, element_size: int) -> int:
         """Bytes that decoding holds for one key head after `length` tokens."""
         raise NotImplementedError
 
-    def build(self, layer: LayerPlan, heads: Sequence[int], seed: int) -> FateModule:
+    def build(self, layer: Layer, heads: Sequence[int], seed: int) -> FateModule:
         """The module that computes some key heads of a layer."""
         raise NotImplementedError
 
     @classmethod
-    def candidates(cls, layer: LayerPlan, length: int) -> list[Fate]:
+    def candidates(cls, layer: Layer, length: int) -> list[Fate]:
         """What a search tries for the heads of a layer in texts of `length` tokens."""
         return []
 
@@ -83,7 +98,7 @@ class Fate:
 class FateModule(nn.Module):
     """Attention of some key heads of a layer; every call holds these heads alone."""
 
-    def __init__(self, layer: LayerPlan, heads: Sequence[int]) -> None:
+    def __init__(self, layer: Layer, heads: Sequence[int]) -> None:
         super().__init__()
         self.heads, self.is_causal, self.group = list(heads), layer.is_causal, layer.group
 
@@ -121,11 +136,11 @@ class Exact(Fate):
     name = "exact"
     letter = "E"
 
-    def cache_bytes(self, layer: LayerPlan, length: int, element_size: int) -> int:
+    def cache_bytes(self, layer: Layer, length: int, element_size: int) -> int:
         held = min(length, layer.limit) if layer.limit else length
         return (layer.head_dim + layer.value_dim) * element_size * held
 
-    def build(self, layer: LayerPlan, heads: Sequence[int], seed: int) -> FateModule:
+    def build(self, layer: Layer, heads: Sequence[int], seed: int) -> FateModule:
         return ExactHeads(layer, heads)
 
 
@@ -191,7 +206,7 @@ class Window(Fate):
         if self.window is None and not self.sinks:
             raise BochnerError(f"The fate {self.name!r} has neither 'window' nor 'sinks'; set one of them.")
 
-    def check(self, layer: LayerPlan) -> None:
+    def check(self, layer: Layer) -> None:
         if layer.is_cross:
             raise BochnerError(
                 f"The plan of {layer.name!r} is cross-attention, which has no local window; use 'kernel' or 'exact'."
@@ -207,18 +222,18 @@ class Window(Fate):
         """How many keys a window holds at most: blocks hold the one before the present one as well."""
         return (self.window or 0) * (2 if self.window_kind == "block" else 1)
 
-    def cache_bytes(self, layer: LayerPlan, length: int, element_size: int) -> int:
+    def cache_bytes(self, layer: Layer, length: int, element_size: int) -> int:
         return (layer.head_dim + layer.value_dim) * element_size * min(length, self.reach + self.sinks)
 
-    def build(self, layer: LayerPlan, heads: Sequence[int], seed: int) -> FateModule:
+    def build(self, layer: Layer, heads: Sequence[int], seed: int) -> FateModule:
         return NearHeads(layer, heads, NoFeatures(layer.head_dim), self)
 
     @classmethod
-    def candidates(cls, layer: LayerPlan, length: int) -> list[Fate]:
+    def candidates(cls, layer: Layer, length: int) -> list[Fate]:
         return [cls(**near) for near in searched_windows(layer, length)]
 
 
-def searched_windows(layer: LayerPlan, length: int) -> list[dict[str, Any]]:
+def searched_windows(layer: Layer, length: int) -> list[dict[str, Any]]:
     """Windows that leave out something of texts of `length` tokens; as much memory sees more when a window slides."""
     if layer.is_cross:
         return []
@@ -244,14 +259,14 @@ class Kernel(Fate):
     def __post_init__(self) -> None:
         check_map(self)
 
-    def cache_bytes(self, layer: LayerPlan, length: int, element_size: int) -> int:
+    def cache_bytes(self, layer: Layer, length: int, element_size: int) -> int:
         return state_numbers(self, layer) * 4
 
-    def build(self, layer: LayerPlan, heads: Sequence[int], seed: int) -> FateModule:
+    def build(self, layer: Layer, heads: Sequence[int], seed: int) -> FateModule:
         return NearHeads(layer, heads, make_map(self, layer, heads, seed), None)
 
     @classmethod
-    def candidates(cls, layer: LayerPlan, length: int) -> list[Fate]:
+    def candidates(cls, layer: Layer, length: int) -> list[Fate]:
         return [cls(SEARCHED_MAP, SEARCHED_FEATURES)] if layer.is_cross or not layer.is_causal else []
 
 
@@ -271,14 +286,14 @@ class Hybrid(Window):
         super().__post_init__()
         check_map(self)
 
-    def cache_bytes(self, layer: LayerPlan, length: int, element_size: int) -> int:
+    def cache_bytes(self, layer: Layer, length: int, element_size: int) -> int:
         return super().cache_bytes(layer, length, element_size) + state_numbers(self, layer) * 4
 
-    def build(self, layer: LayerPlan, heads: Sequence[int], seed: int) -> FateModule:
+    def build(self, layer: Layer, heads: Sequence[int], seed: int) -> FateModule:
         return NearHeads(layer, heads, make_map(self, layer, heads, seed), self)
 
     @classmethod
-    def candidates(cls, layer: LayerPlan, length: int) -> list[Fate]:
+    def candidates(cls, layer: Layer, length: int) -> list[Fate]:
         """Each is a fit: of an encoder's windows every other one, of a decoder's the second."""
         near = searched_windows(layer, length)
         tried = near[1:2] or near[:1] if layer.is_causal else near[::-1][::2][::-1]
@@ -304,7 +319,7 @@ def check_map(fate: Mapped) -> None:
     object.__setattr__(fate, "options", plain)
 
 
-def make_map(fate: Mapped, layer: LayerPlan, heads: Sequence[int], seed: int) -> FeatureMap:
+def make_map(fate: Mapped, layer: Layer, heads: Sequence[int], seed: int) -> FeatureMap:
     """The map of a fate, one per key head."""
     made = feature_map(
         fate.feature_map,
@@ -319,7 +334,7 @@ def make_map(fate: Mapped, layer: LayerPlan, heads: Sequence[int], seed: int) ->
     return made
 
 
-def state_numbers(fate: Mapped, layer: LayerPlan) -> int:
+def state_numbers(fate: Mapped, layer: Layer) -> int:
     """Numbers in the kernel's state of one key head."""
     if fate.feature_map == "moments":
         groups = dict(fate.options).get("num_groups", 1)
@@ -344,7 +359,7 @@ class NoFeatures(FeatureMap):
 class NearHeads(FateModule):
     """Heads with a map `phi`, which may be none, and a window, which may be none."""
 
-    def __init__(self, layer: LayerPlan, heads: Sequence[int], phi: FeatureMap, near: Window | None) -> None:
+    def __init__(self, layer: Layer, heads: Sequence[int], phi: FeatureMap, near: Window | None) -> None:
         super().__init__(layer, heads)
         self.phi, self.near = phi, near
 

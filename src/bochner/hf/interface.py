@@ -43,10 +43,11 @@ from bochner.maps.base import FeatureMap
 
 extra("transformers", "hf", "bochner.hf")
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel  # noqa: E402
+from transformers.cache_utils import Cache, EncoderDecoderCache  # noqa: E402
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
-from bochner.hf.cache import RecurrentLayer, layer_of, prepare_cache  # noqa: E402
+from bochner.hf.cache import RecurrentLayer, layer_of, make_recurrent  # noqa: E402
 
 NAME = "bochner"  # the attention implementation of models that `convert` has not seen
 CONVERTED = "bochner_converted"  # that of converted models: modules without maps stay softmax
@@ -217,6 +218,19 @@ def note_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """A forward pre-hook of attention modules whose fates ask for the hidden states that enter them."""
     hidden = kwargs.get("hidden_states", args[0] if args else None)
     _hidden.set(hidden if isinstance(hidden, Tensor) else None)
+
+
+def prepare_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before each call of an attention module, make the cache layer that it will use a recurrent one.
+
+    A forward pre-hook. It is a function of the module and what the module holds, so that copies and pickles of a
+    converted model decode by their own plans.
+    """
+    child: Any = module._modules[CHILD]
+    cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, (Cache, EncoderDecoderCache))), None)
+    if cache is not None:
+        cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        make_recurrent(cache, child.cache_index)
 
 
 def hidden_states() -> Tensor | None:

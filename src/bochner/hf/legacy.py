@@ -5,17 +5,14 @@ Each old call warns with the new one, and returns what it returned before.
 
 from __future__ import annotations
 
-import inspect
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor, nn
+from typing import Any, NamedTuple
 
 from bochner._checks import BochnerError, BochnerWarning, is_int
 from bochner.hf.config import Calibration, Distillation, Recipe, Target
+from bochner.hf.fates import Window
 from bochner.maps import FEATURE_MAPS
 
 RECIPE = ("num_features", "window", "sinks", "window_kind", "exact_heads", "train", "options")
@@ -34,10 +31,17 @@ def is_old_convert(spec: Any, data: Any, old: dict[str, Any]) -> bool:
     return bool(old) or name or is_int(data)
 
 
-def convert(model: Any, spec: Any, data: Any, **old: Any) -> Any:
-    """`convert` by keywords; returns the model."""
-    from bochner.hf.conversion import convert as new
+class OldCall(NamedTuple):
+    """An old call of `convert` in the new words; `train`: the distillation that follows a recipe."""
 
+    spec: Any
+    data: Calibration | None
+    rest: dict[str, Any]
+    train: Distillation | None
+
+
+def read_convert(model: Any, spec: Any, data: Any, old: dict[str, Any]) -> OldCall:
+    """What an old call of `convert` asks for; it is warned of."""
     given = {k: v for k, v in old.items() if v is not None}
     if is_int(data):
         given["num_features"], data = data, None
@@ -54,20 +58,9 @@ def convert(model: Any, spec: Any, data: Any, **old: Any) -> Any:
     _warn("convert", shown)
     if not isinstance(made, (Recipe, Target)):
         rest = {k: v for k, v in rest.items() if k in ("unsupported", "progress")}
-    conversion = new(model, made, calibration, **rest)
-    if "distill" in given and given["distill"] and not isinstance(made, Target):
-        _distilled(conversion, calibration, given["distill"])
-    return model
-
-
-def _distilled(conversion: Any, data: Any, how: Any) -> None:
-    from bochner.hf.distill import train
-
-    try:
-        train(conversion.model, data, _distillation(how if isinstance(how, dict) else {}))
-    except BaseException:
-        conversion.revert()
-        raise
+    how = given.get("distill")
+    train = _distillation(how if isinstance(how, dict) else {}) if how and not isinstance(made, Target) else None
+    return OldCall(made, calibration, rest, train)
 
 
 def _spec(model: Any, given: dict[str, Any]) -> Any:
@@ -117,28 +110,26 @@ def _calibration(given: dict[str, Any], data: Any = None) -> Calibration | None:
     return Calibration(data, **sizes)
 
 
-def advise(model: Any, calibration: Any, values: Tensor | None = None, **old: Any) -> Any:
-    """The old name of `bochner.search`, for a model, and of `bochner.diagnose`, for one layer's tensors."""
-    from bochner.hf.diagnose import diagnose
-    from bochner.hf.fates import Window
+def read_diagnosis(old: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of the old `advise(q, k, v)` for `diagnose`; it is warned of."""
+    near = {name: old.pop(name) for name in ("window", "sinks", "window_kind") if name in old}
+    if near:
+        causal = bool(old.get("is_causal"))
+        old["near"] = Window(**{"window": 128 if causal else 32, "sinks": 4 if causal else 1, **near})
+    _known(old, {"is_causal", "scale", "near", "num_features", "length"}, "diagnose")
+    _warn("diagnose", ["k", "v", *(f"{k}={v!r}" for k, v in old.items())], first="q")
+    return old
 
-    if not isinstance(model, nn.Module):
-        near = {name: old.pop(name) for name in ("window", "sinks", "window_kind") if name in old}
-        if near:
-            causal = bool(old.get("is_causal"))
-            old["near"] = Window(**{"window": 128 if causal else 32, "sinks": 4 if causal else 1, **near})
-        _known(old, diagnose, "advise")
-        _warn("diagnose", ["k", "v", *(f"{k}={v!r}" for k, v in old.items())], first="q")
-        return diagnose(model, calibration, values, **old)
-    from bochner.hf.conversion import search
 
+def read_search(calibration: Any, old: dict[str, Any]) -> OldCall:
+    """What the old `advise(model, texts)` asks of `search`; it is warned of."""
     given = {k: v for k, v in old.items() if v is not None}
     target = Target(**{name: given.pop(name) for name in TARGET if name in given})
     data = _calibration({**given, "calibration": calibration})
     rest = {k: v for k, v in given.items() if k not in DATA}
-    _known(rest, search, "advise")
+    _known(rest, {"parts", "unsupported", "seed", "progress"}, "search")
     _warn("search", [repr(target), "data", *(f"{k}={v!r}" for k, v in rest.items())])
-    return search(model, target, data, **rest)
+    return OldCall(target, data, rest, None)
 
 
 def distillation(how: Any, data: Any, old: dict[str, Any]) -> tuple[Distillation, Any]:
@@ -159,11 +150,10 @@ def _distillation(old: dict[str, Any]) -> Distillation:
     return Distillation.from_dict({names.get(k, k): v for k, v in old.items()})
 
 
-def _known(given: dict[str, Any], function: Callable[..., Any], owner: str) -> None:
-    valid = set(inspect.signature(function).parameters)
+def _known(given: dict[str, Any], valid: set[str], name: str) -> None:
     unknown = sorted(set(given) - valid)
     if unknown:
-        raise BochnerError(f"{owner} has no {unknown[0]!r} any more; bochner.{function.__name__} has {sorted(valid)}.")
+        raise BochnerError(f"advise has no {unknown[0]!r} any more; bochner.{name} has {sorted(valid)}.")
 
 
 def _warn(name: str, arguments: list[str], first: str = "model") -> None:
