@@ -53,6 +53,13 @@ class Layer(Protocol):
     is_causal: bool
     is_cross: bool
     limit: int
+    trainable: bool
+    exact_below: int
+
+    @property
+    def fates(self) -> Sequence[Any]:
+        """Of every key head."""
+        ...
 
     @property
     def group(self) -> int:
