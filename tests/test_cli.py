@@ -203,11 +203,13 @@ def test_the_demonstration_runs(tmp_path: Path) -> None:
 
     try:
         data.fetch("minilm")
+        data.fetch("smollm2")
     except data.ArtefactUnavailable as error:
         pytest.skip(str(error))
-    done = runner.invoke(cli.app, ["demo", "--quick", "--out", str(tmp_path / "r.html")])
-    assert done.exit_code == 0, done.output
-    assert "distilled" in (tmp_path / "r.html").read_text()
+    for model, word in (("minilm", "distilled"), ("smollm2", "of its quality")):
+        done = runner.invoke(cli.app, ["demo", "--quick", "--model", model, "--out", str(tmp_path / "r.html")])
+        assert done.exit_code == 0, done.output
+        assert word in (tmp_path / "r.html").read_text()
 
 
 def test_the_time_of_a_shard_is_measured_by_the_split_attention(tmp_path: Path) -> None:

@@ -14,30 +14,28 @@ import torch
 
 from bochner import data
 from bochner.hf.cache import cache_bytes
-from bochner.hf.config import Calibration, Distillation, Recipe
+from bochner.hf.config import Calibration, Distillation, Recipe, Target
 from bochner.hf.conversion import Conversion, convert, revert
 from bochner.hf.distill import distill
-from bochner.hf.evaluate import compare_embeddings, embed, perplexity, recall
+from bochner.hf.evaluate import compare_embeddings, embed
 from bochner.hf.inputs import batches, positions
 from bochner.hf.plan import Plan
 from bochner.report import HeadPictures, Number, Report, show
 from bochner.report.charts import frontier_chart
 from bochner.report.cost import (
     Times,
-    add_memory,
     add_speed,
     crossing,
     crossing_sentence,
     layer_times,
-    memory_number,
     positions_sentence,
     typical_layer,
 )
 from bochner.report.model import head_pictures
 
 Say = Callable[[str], None]
-TOKENS, LENGTH, TOKENS_SHOWN = 150, 4096, 80  # of a held-out paragraph; of the memory stated; of the text shown
-PAIR = 360  # tokens of the texts that recall is measured on: a passage, another one, the first again
+TOKENS, TOKENS_SHOWN = 150, 80  # of a held-out paragraph, of the text shown
+CACHE = 0.1  # of a decoder's cache that is left
 NEAR: dict[str, Any] = {"window": 32, "sinks": 1}
 ENCODER_RECIPES = {
     "plain FAVOR+ m=256": Recipe("positive", 256),
@@ -48,12 +46,6 @@ ENCODER_RECIPES = {
     "window 32 + sink + landmark m=64": Recipe("landmark", 64, **NEAR),
     # These two heads look for the same word elsewhere in the text, which no map of low rank can do.
     "the same, 2 of 72 heads exact": Recipe("landmark", 64, exact_heads=[(1, 1), (2, 9)], **NEAR),
-}
-DECODER_RECIPES = {
-    "plain FAVOR+ m=128": Recipe("positive", 128),
-    "window 64 + 4 sinks, no exact head": Recipe(None, window=64, sinks=4),
-    "window 64 + 4 sinks, 10 % exact heads": Recipe(None, window=64, sinks=4, exact_heads=0.1),
-    "window 128 + 4 sinks, 10 % exact heads": Recipe(None, window=128, sinks=4, exact_heads=0.1),
 }
 PASSAGES = (
     "Calibrated on {} passages, measured on {} passages of about {} tokens by other authors; nothing measured was "
@@ -186,101 +178,57 @@ def encoder_page(
     return page
 
 
-def decoder(say: Say, *, texts: int = 6, quick: bool = False) -> tuple[list[list[Any]], Report]:
-    """SmolLM2 under four recipes: perplexity, recall, memory, and what it writes."""
+def decoder(say: Say, *, quick: bool = False) -> tuple[list[list[Any]], Report]:
+    """SmolLM2 with a cache of `CACHE` of its bytes: quality on texts never used, bytes, rates, and what it writes."""
     say("loading SmolLM2-135M-Instruct (the first time its weights are unpacked, about a minute)")
     model, tokenizer = load_smollm2()
-    texts = 2 if quick else texts
-    ordinary = data.paragraphs("heldout", texts)
-    pairs = data.paragraphs("heldout", texts + 1, words=130)[1:]
-    calibration = data.paragraphs("calibration", 4 if quick else 6, words=250)
-    exact = perplexity(model, tokenizer, ordinary, max_length=TOKENS), recall(model, tokenizer, pairs)
-    rows: list[list[Any]] = [["as it is", 1.0, exact[1], 1.0, 0.0]]
-    say(f"as it is: perplexity {exact[0]:.1f}, recall {exact[1]:.2f}")
+    length = 1000 if quick else 2000
+    texts = data.paragraphs("calibration", 4 if quick else 6, words=3000)
     written = [("as it is", write(model, tokenizer))]
-    plans: dict[str, Plan] = {}
-    shown: dict[str, HeadPictures] = {}
-    for name, recipe in DECODER_RECIPES.items():
-        say(f"converting: {name}")
-        start = time.monotonic()
-        convert(model, recipe, Calibration(calibration, tokenizer, max_length=320, batch_size=1))
-        seconds = time.monotonic() - start
-        plans[name] = plan = Conversion.of(model).plan
-        ratio = perplexity(model, tokenizer, ordinary, max_length=TOKENS) / exact[0]
-        memory = plan.cache_bytes(LENGTH) / plan.cache_bytes(LENGTH, converted=False)
-        rows.append([name, ratio, recall(model, tokenizer, pairs), memory, seconds])
-        say(f"{name}: perplexity ratio {ratio:.3f}, recall {rows[-1][2]:.2f}, memory at 4,096 tokens {memory:.3f}")
-        written.append((name, write(model, tokenizer)))
-        shown[name] = head_pictures(model, tokenizer, calibration[0], TOKENS_SHOWN)
-        revert(model)
-    say("timing attention against length")
-    typical = {name: typical_layer(plan) for name, plan in plans.items()}
-    times = layer_times(typical, [256, 512, 1024] if quick else [512, 1024, 2048, 4096])
-    page = decoder_page(rows, times, plans, shown, exact)
-    page.heading(f"What it writes after: {PROMPT.strip()}")
-    for name, text in written:
-        page.text(name, note=True).code(text)
-    return rows, page
+    say(f"decoding behind {length:,} tokens as it is")
+    before = decoding_cost(model, length)
+    say(f"{before[1] / 1e6:.1f} MB of keys and values; now a cache of {CACHE:.0%} of that is searched for")
+    target = Target(memory=CACHE, length=length)
+    start = time.monotonic()
+    conversion = convert(model, target, Calibration(texts, tokenizer), progress=True)
+    seconds = time.monotonic() - start
+    after = decoding_cost(model, length)
+    written.append(("converted", write(model, tokenizer)))
+    quality = conversion.report.final.quality
+    rows: list[list[Any]] = [
+        ["as it is", 1.0, before[1] / 1e6, 1 / before[0], 0.0],
+        ["converted", quality.retained, after[1] / 1e6, 1 / after[0], seconds],
+    ]
+    return rows, decoder_page(conversion, rows, written, length)
 
 
-def decoder_page(
-    rows: list[list[Any]],
-    times: Times,
-    plans: dict[str, Plan],
-    pictures: dict[str, HeadPictures],
-    exact: tuple[float, float],
-) -> Report:
-    """The report: of the recipes that hardly lose perplexity or recall the one that saves most, else the one that loses
-    least. Tenths of the memory count; of equal ones the one that loses least is taken."""
-    sound = [r for r in rows[1:] if r[1] < 1.05 and r[2] < 1.1 * exact[1]]
-    best = min(sound or rows[1:], key=lambda r: (round(r[3], 1) if sound else 0, r[1] * r[2]))
-    name, length = best[0], max(times)
-    ratio = times[length][name] / times[length]["exact"]
-    page = Report("SmolLM2-135M-Instruct with linear attention")
+def decoder_page(conversion: Conversion, rows: list[list[Any]], written: list[tuple[str, str]], length: int) -> Report:
+    """The report: what was gained and lost, what to do next, what the model writes, and the search."""
+    (_, _, megabytes, rate, _), (_, retained, left, new_rate, _) = rows
+    low, high = conversion.report.final.quality.bounds()
+    page = Report("SmolLM2-135M-Instruct with a small cache")
     page.verdict(
-        f"Without any training a real language model keeps {1 / best[1]:.1%} of its perplexity and "
-        f"{exact[1] / best[2]:.1%} of its recall on texts of {TOKENS} to {PAIR} tokens, with {best[3]:.0%} of its "
-        f"decoding memory at {LENGTH:,} tokens: {name}. Longer texts lose more; `bochner convert --keep` verifies at "
-        f"your length. One layer of attention takes {ratio:.2f} of the time of exact attention at {length:,} tokens.",
+        f"The cache of a real language model behind {length:,} tokens takes {left:.1f} MB in place of "
+        f"{megabytes:.1f} MB. Nothing was trained. The model retains {retained:.1%} of its quality on texts that the "
+        "search never used.",
         [
-            Number("kept", f"{1 / best[1]:.1%}", f"of the perplexity; recall {best[2]:.2f} against {exact[1]:.2f}"),
-            memory_number(plans[name], LENGTH),
-            Number("time", f"{ratio:.2f} x", f"exact attention's, one layer at {length:,} tokens"),
+            Number("quality", f"{retained:.1%}", f"retained; the 90 % interval is {low:.1%} to {high:.1%}"),
+            Number("memory", f"{left / megabytes:.1%}", f"of the cache at {length:,} tokens, measured"),
+            Number("rate", f"{new_rate:.1f}", f"tokens a second; {rate:.1f} as it is"),
         ],
-        good=bool(sound),
+        good=conversion.report.met,
     )
     page.steps(
         [
-            (
-                "Ask whether a model of yours is worth converting.",
-                "bochner search DIRECTORY --text sample.txt --length 8192",
-            ),
-            ("Convert it to a target.", "bochner convert DIRECTORY OUT --keep 0.98 --length 8192"),
+            ("See what a model of yours would lose.", "bochner search DIRECTORY --memory 0.1 --length 8192"),
+            ("Convert it.", "bochner convert DIRECTORY OUT --memory 0.1 --length 8192"),
         ]
     )
-    page.heading(f"What the heads look at: {name}").heads(pictures[name])
-    page.heading("Loss against memory")
-    points = {r[0]: (r[3], 1 - exact[1] / r[2]) for r in rows}
-    chart = frontier_chart(
-        "what is lost of recall, by memory",
-        points,
-        x_label=f"share of the cache at {LENGTH:,} tokens",
-        y_label="share lost",
-        chosen=name,
-    )
-    page.figure(
-        chart, "Recall: how well a passage is predicted when it comes again; ordinary perplexity hides its loss."
-    )
-    add_speed(page, times, [name])
-    add_memory(page, plans[name])
-    page.heading("All recipes")
-    page.table(["recipe", "perplexity ratio", "recall", "memory at 4,096 tokens", "seconds"], rows, chosen=name)
-    page.text(
-        f"Perplexity as it is: {exact[0]:.2f} on held-out passages of about {TOKENS} tokens. Recall: perplexity on "
-        f"the repeat "
-        "of a passage after another one.",
-        note=True,
-    )
+    page.heading(f"What it writes after: {PROMPT.strip()}")
+    for name, text in written:
+        page.text(name, note=True).code(text)
+    page.heading("What the search says").code(str(conversion.report))
+    page.code(str(conversion.plan), "The plan, head by head")
     return page
 
 
@@ -318,7 +266,7 @@ def decoding_cost(
 
 
 def run(
-    say: Say, out: str | Path, *, model: str = "minilm", quick: bool = False
+    say: Say, out: str | Path, *, model: str = "smollm2", quick: bool = False
 ) -> tuple[list[str], list[list[Any]], Path]:
     """Run one demonstration and write its report; returns the table and the path."""
     if model == "minilm":
@@ -326,7 +274,7 @@ def run(
         head = ["recipe", "error", "cosine", "rank correlation", "same neighbour", "seconds"]
     else:
         rows, page = decoder(say, quick=quick)
-        head = ["recipe", "perplexity ratio", "recall", "memory at 4,096", "seconds"]
+        head = ["model", "quality retained", "cache, MB", "tokens a second", "seconds"]
     return head, [[show(c) for c in row] for row in rows], page.save(out)
 
 

@@ -37,7 +37,7 @@ Model = Annotated[str, typer.Argument(help="a directory with a transformers mode
 
 
 def demo(
-    model: Annotated[str, typer.Option(help="minilm (an encoder) or smollm2 (a decoder)")] = "minilm",
+    model: Annotated[str, typer.Option(help="smollm2 (a decoder) or minilm (an encoder)")] = "smollm2",
     out: Annotated[Path, typer.Option(help="where to write the report")] = Path("bochner-demo.html"),
     quick: Annotated[bool, typer.Option(help="less text and fewer steps")] = False,
     threads: Threads = 1,
