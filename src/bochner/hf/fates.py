@@ -53,6 +53,8 @@ class Layer(Protocol):
     is_causal: bool
     is_cross: bool
     limit: int
+    trainable: bool
+    exact_below: int
 
     @property
     def group(self) -> int:

@@ -11,20 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError, is_int, positive_int
 from bochner.hf.calls import Call
-from bochner.hf.fates import Fate, FateModule, register_fate
+from bochner.hf.fates import Fate, FateModule, Layer, register_fate
 from bochner.hf.precision import balanced, precision_of, row_bytes, value_basis
 from bochner.hf.scores import scores
 from bochner.hf.selected import RANK_BYTES, Bases, SelectedKeys, SelectedState, sink_dtype
-
-if TYPE_CHECKING:
-    from bochner.hf.plan import LayerPlan
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by the bytes of an element
 COUNTER = 8  # bytes of a sequence's number of tokens
@@ -59,7 +56,7 @@ class Selected(Fate):
                 raise BochnerError(f"The {name!r} of {owner} must be an int >= 0, got {value!r}.")
         precision_of(self.precision)
 
-    def check(self, layer: LayerPlan) -> None:
+    def check(self, layer: Layer) -> None:
         owner = f"The plan of {layer.name!r}"
         if not layer.is_causal or layer.is_cross:
             raise BochnerError(f"{owner} is not self-attention of a decoder, which alone selects keys; use 'exact'.")
@@ -77,16 +74,16 @@ class Selected(Fate):
     def shared(self) -> Fate:
         return replace(self, budget=0)
 
-    def _bytes_of_a_key(self, layer: LayerPlan, dtype: torch.dtype) -> int:
+    def _bytes_of_a_key(self, layer: Layer, dtype: torch.dtype) -> int:
         return sum(row_bytes(self.precision, size, dtype) for size in (layer.head_dim, layer.value_dim)) + RANK_BYTES
 
-    def cache_bytes(self, layer: LayerPlan, length: int, element_size: int) -> int:
+    def cache_bytes(self, layer: Layer, length: int, element_size: int) -> int:
         """All slots are there from the first token on. The counter of a layer's tokens is counted for every head."""
         dtype = DTYPES[element_size]
         first = self.sinks * (layer.head_dim + layer.value_dim) * sink_dtype(self.precision, dtype).itemsize
         return (self.window + self.budget) * self._bytes_of_a_key(layer, dtype) + first + COUNTER
 
-    def build(self, layer: LayerPlan, heads: Sequence[int], seed: int) -> FateModule:
+    def build(self, layer: Layer, heads: Sequence[int], seed: int) -> FateModule:
         return SelectedHeads(layer, heads, self)
 
     def __str__(self) -> str:
@@ -104,7 +101,7 @@ class SelectedHeads(FateModule):
     centre: Tensor
     scale: Tensor
 
-    def __init__(self, layer: LayerPlan, heads: Sequence[int], fate: Selected) -> None:
+    def __init__(self, layer: Layer, heads: Sequence[int], fate: Selected) -> None:
         super().__init__(layer, heads)
         budgets = tuple(layer.fates[g].budget for g in heads)  # type: ignore[attr-defined]
         self.kept = SelectedKeys(fate.window, budgets, fate.sinks, fate.precision)
