@@ -203,7 +203,11 @@ class SelectedState:
         if not self.complete:
             self._add_sinks(k, v, position)
         rank = ranks(scores, position, self.kept.sinks)
-        new = New(rank, self.precision.encode(k), self.precision.encode(v), position)
+        if k.shape == v.shape:  # both at once
+            both = self.precision.encode(torch.stack([k, v]))
+            new = New(rank, tuple(x[0] for x in both), tuple(x[1] for x in both), position)
+        else:
+            new = New(rank, self.precision.encode(k), self.precision.encode(v), position)
         # 3. Rows, and the keys that are held after them.
         out = self._step(q, new, scale) if n == 1 else self._read(q, new, scale)
         self.real = self.real + there.sum(1)
