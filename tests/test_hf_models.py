@@ -11,10 +11,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from bochner import Calibration, Conversion, Recipe, convert, data, distill, revert  # noqa: E402
+from bochner import Calibration, Conversion, Distillation, Recipe, convert, data, distill, revert  # noqa: E402
 from bochner.demo import decoding_cost, load_minilm, load_smollm2, write  # noqa: E402
 from bochner.hf import RecurrentLayer, cache_bytes  # noqa: E402
-from bochner.hf.calibrate import compare_embeddings, embed, perplexity, recall  # noqa: E402
+from bochner.hf.evaluate import compare_embeddings, embed, perplexity, recall  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -31,13 +31,13 @@ def minilm_quality(model: Any, tokenizer: Any, texts: int = 16, **recipe: Any) -
     original = embed(model, tokenizer, held, max_length=150)
     taught = recipe.pop("taught", 0)
     calibration = data.paragraphs("calibration", 64 if taught else 24)
-    recipe = {"select": False, "exact_below": 0, **recipe}
     convert(model, Recipe(**recipe), Calibration(calibration[:48], tokenizer=tokenizer, max_length=150))
     before = compare_embeddings(original, embed(model, tokenizer, held, max_length=150))
     if not taught:
         revert(model)
         return before
-    distill(model, calibration, tokenizer=tokenizer, max_length=150, steps=taught, batch_size=4, seconds=600)
+    texts_again = Calibration(calibration, tokenizer, max_length=150, batch_size=4)
+    distill(model, texts_again, Distillation(steps=taught, seconds=600))
     return before, compare_embeddings(original, embed(model, tokenizer, held, max_length=150))
 
 
@@ -78,8 +78,8 @@ def test_a_landmark_map_beside_the_window_helps_an_untrained_decoder() -> None:
     texts, held = data.paragraphs("calibration", 6, words=250), data.paragraphs("heldout", 4, words=350)
     found = {}
     for name, features in ((None, 64), ("landmark", 64)):
-        recipe = {"window": 64, "sinks": 4, "select": False, "exact_below": 0, "max_length": 320, "batch_size": 1}
-        convert(model, Recipe(name, features, **recipe), Calibration(texts, tokenizer=tokenizer))
+        recipe = Recipe(name, features, window=64, sinks=4)
+        convert(model, recipe, Calibration(texts, tokenizer, max_length=320, batch_size=1))
         found[name] = perplexity(model, tokenizer, held, max_length=450)
         revert(model)
     exact = perplexity(model, tokenizer, held, max_length=450)
@@ -94,9 +94,10 @@ def test_smollm2_keeps_perplexity_and_recall_with_a_tenth_of_its_heads_exact() -
     exact = perplexity(model, tokenizer, ordinary, max_length=150), recall(model, tokenizer, pairs)
     assert exact[1] < 1.4
     before = write(model, tokenizer, 20)
-    recipe: dict[str, Any] = {"feature_map": None, "window": 64, "sinks": 4, "max_length": 320, "batch_size": 1}
+    recipe: dict[str, Any] = {"feature_map": None, "window": 64, "sinks": 4}
     texts = data.paragraphs("calibration", 6, words=250)
-    convert(model, Recipe(exact_heads=0.1, **recipe), Calibration(texts, tokenizer=tokenizer))
+    how: dict[str, Any] = {"max_length": 320, "batch_size": 1}
+    convert(model, Recipe(exact_heads=0.1, **recipe), Calibration(texts, tokenizer, **how))
     plan = Conversion.of(model).plan
     assert plan.count("exact") <= 0.1 * plan.num_heads
     assert plan.cache_bytes(4000) < plan.cache_bytes(4000, converted=False) / 3
@@ -104,7 +105,7 @@ def test_smollm2_keeps_perplexity_and_recall_with_a_tenth_of_its_heads_exact() -
     assert recall(model, tokenizer, pairs) <= 2.0
     assert write(model, tokenizer, 20)[:30] == before[:30]
     revert(model)
-    convert(model, Recipe(**recipe), Calibration(texts[:2], tokenizer=tokenizer))
+    convert(model, Recipe(**recipe), Calibration(texts[:2], tokenizer, **how))
     assert recall(model, tokenizer, pairs) > 10  # without them, recall is gone
 
 

@@ -141,9 +141,12 @@ def test_what_single_precision_takes_is_below_its_bound(kernel, symmetric, metho
     X = far_cluster(900, 100, 30.0, d=5)
     others = X if symmetric else X[::3] + np.float32(0.1)
     K = KernelOperator(X, None if symmetric else others, bandwidth=2.0, eps=1.0, kernel=kernel, method=method)
-    error = np.asarray(K @ np.eye(len(others)), dtype=np.float64) - radial(X, others, 2.0, kernel)
+    truth = radial(X, others, 2.0, kernel)
+    error = np.asarray(K @ np.eye(len(others)), dtype=np.float64) - truth
     assert K._engine.settled
-    assert np.linalg.norm(error, 2) <= K._engine.norm
+    # What was computed in double precision is returned in single precision; the certificate of a product counts that.
+    returned = 0.5 * np.finfo(K.dtype).eps * np.linalg.norm(truth) if K._engine.dtype == torch.float64 else 0.0
+    assert np.linalg.norm(error, 2) <= K._engine.norm + returned
 
 
 @pytest.mark.parametrize("method", ["exact", "cells"])

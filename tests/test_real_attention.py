@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -13,30 +13,28 @@ from bochner import data
 pytestmark = pytest.mark.model
 
 
-def load_experiment():
-    path = Path(__file__).parent.parent / "experiments" / "minilm_heads.py"
-    spec = importlib.util.spec_from_file_location("minilm_heads", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_calibrated_features_do_what_many_more_plain_ones_do():
+def test_calibrated_features_do_what_many_more_plain_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "experiments"))
+    from _models import NOTHING_EXACT, average, calibrated, layers_of, mean_error, of_books, through
+
+    from bochner.demo import load_minilm
+
     try:
-        data.fetch("minilm", quiet=True)
-        data.paragraphs("heldout", 1)
+        model, *inputs = of_books(load_minilm, 110, 150, (24, 16))()
     except data.ArtefactUnavailable as reason:
         pytest.skip(str(reason))
-    experiment = load_experiment()
     with torch.no_grad():
-        sets = experiment.capture("calibration", 24), experiment.capture("heldout", 16)
-        uniform = experiment.mean_error(*sets, "uniform", 0)
-        plain = {m: experiment.mean_error(*sets, "positive", m) for m in (256, 1024)}
-        calibrated = {m: experiment.mean_error(*sets, "calibrated", m) for m in (64, 256)}
-    assert calibrated[64] < plain[1024]
-    assert calibrated[256] < 0.8 * plain[256]
-    assert calibrated[256] < 0.9 * calibrated[64]
+        seen, unseen = (layers_of(model, some) for some in inputs)
+
+        def error(name: str, m: int) -> float:
+            maps = [calibrated(name, m, s, NOTHING_EXACT, i) for i, s in enumerate(seen)]
+            return mean_error(map(through, maps), unseen)
+
+        uniform = mean_error(repeat(average()), unseen)
+        plain = {m: error("positive", m) for m in (256, 1024)}
+        fitted = {m: error("calibrated", m) for m in (64, 256)}
+    assert fitted[64] < plain[1024]
+    assert fitted[256] < 0.8 * plain[256]
+    assert fitted[256] < 0.9 * fitted[64]
     assert plain[256] > 0.9 * uniform  # plain FAVOR+ is hardly better than averaging

@@ -246,30 +246,25 @@ def test_the_page_of_a_target_compares_with_exact_attention_and_shows_every_poin
 
     g = torch.Generator().manual_seed(0)
     batches = [{"input_ids": torch.randint(5, 55, (1, 48), generator=g)} for _ in range(12)]
-    found = bochner.advise(build("bert", TEXT), batches, keep=0.5, minimize="time", length=8192)
+    target = bochner.Target(keep=0.5, minimize="time", length=8192)
+    found = bochner.search(build("bert", TEXT), target, batches)
     assert found.met
     assert found.beyond  # the model has 512 positions
-    assert any("has positions for 512 tokens: at 8192" in reason for reason in found.reasons)
-    assert not any("to verify at 8192" in reason for reason in found.reasons)
+    assert any("has positions for 512 tokens: at 8,192" in reason for reason in found.reasons)
+    assert not any("to verify at 8,192" in reason for reason in found.reasons)
     times = {512: {"exact": 1.0, "as chosen": 0.5}, 8192: {"exact": 9.0, "as chosen": 1.0}}
     beyond = target_page("t", found, times=times, place=Place("a")).html()
     assert "Not at 8,192 tokens as it is: the model has positions for 512." in beyond
     assert 'class="verdict no"' in beyond
-    assert "bochner advise a --keep 0.5 --length 512" in beyond
+    assert "bochner search a --keep 0.5 --length 512" in beyond
     assert "beyond them its attention alone was timed" in beyond
     within = target_page("t", replace(found, positions=None), times=times, place=Place("a")).html()
-    assert re.search(
-        r"Convert it: .* on held-back texts of 48 tokens; its attention takes [\d.]+ of the time at", within
-    )
-    share = found.candidates[found.chosen].attention_seconds / found.exact_seconds
-    assert found.time_share == pytest.approx(share)
-    assert f"with {share:.3f} of the time" in found.reasons[1]  # the first tells that texts are shorter
-    # Two candidates with as many linear heads, the dearer one last.
-    first = found.candidates[found.chosen]
-    dearer = replace(first, attention_seconds=2 * first.attention_seconds)
-    found = replace(found, candidates=[first, dearer], chosen=0, exact_seconds=50 * first.attention_seconds)
+    assert re.search(r"Convert it: .* on held-back texts of 48 tokens", within)
+    assert found.time_share == found.frontier[found.chosen].attention
+    # Two choices with as many approximate heads, the dearer one last.
+    first = replace(found.frontier[found.chosen], attention=0.02)
+    found = replace(found, frontier=[first, replace(first, attention=0.04)], chosen=0)
     html = target_page("t", found, times={512: {"exact": 1.0, "as chosen": 0.5}}, place=Place("a")).html()
-    assert "0.02 x" in html
     chart = html[html.index("what is lost, by cost") :].partition("</svg>")[0]
     assert chart.count("<circle") == 2
     assert chart.count('r="7"') == 1

@@ -192,7 +192,7 @@ def test_models_are_trained_without_a_normaliser_only_where_said(experiments: No
     import train_kernels
 
     from bochner import linear_attention
-    from bochner.hf import layer
+    from bochner.hf import calls
 
     task = tasks.task("protein")
     preset = tasks.preset_of(task, "small", length=32, layers=1, width=16)
@@ -204,7 +204,7 @@ def test_models_are_trained_without_a_normaliser_only_where_said(experiments: No
             with train_kernels.normalised(wanted):
                 found[wanted] = model(input_ids=ids).logits
         plain = model(input_ids=ids).logits
-    assert layer.linear_attention is linear_attention
+    assert calls.linear_attention is linear_attention
     assert torch.equal(found[True], plain)
     assert not torch.allclose(found[False], plain, rtol=0.1)
     assert sum(n.endswith(train_kernels.BARE) for n in train_kernels.RUNS) == 4
