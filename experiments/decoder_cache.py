@@ -1,6 +1,6 @@
 """What SmolLM2-135M loses with a smaller key-value cache, over a book of a held-out author, nothing trained.
 
-Selected keys come from one call, `convert(model, Target(memory=..., length=4000), texts)`, fitted to other authors.
+Selected keys come from one call, `convert(model, Target(memory=..., length=LENGTH), texts)`, fitted to other authors.
 Beside them: the whole cache rounded to 8 and 4 bits in groups of 32, and a window with sinks. Bytes are those of the
 tensors in the cache at the end; rounded caches are counted, since they are only simulated here.
 """
@@ -23,11 +23,12 @@ BACK = (500, 2000, 3500)
 PASSAGE, LEAD = 96, 8  # tokens of a repeat, of which the first only tell what is repeated
 BOUNDS = (0, 500, 1000, 2000, 4000)
 GROUP = 32
+LENGTH = 4000
 ROUNDED = {"int8, groups of 32": 8, "int4, groups of 32": 4}
 SPECS: dict[str, Recipe | Target] = {
     "window 128, 4 sinks": Recipe(None, window=128, sinks=4, window_kind="sliding"),
-    "selected keys, 6 % of float32": Target(memory=0.06, length=4000),
-    "selected keys, 12 % of float32": Target(memory=0.12, length=4000),
+    "selected keys, 6 % of float32": Target(memory=0.06, length=LENGTH),
+    "selected keys, 12 % of float32": Target(memory=0.12, length=LENGTH),
 }
 
 
@@ -51,10 +52,11 @@ def figures(losses: Tensor, length: int) -> dict[str, Any]:
 
 
 def rounded(x: Tensor, bits: int) -> Tensor:
-    """Symmetric rounding with one step for each group of channels."""
+    """Rounding between the least and the largest of each group of channels."""
     parts = x.unflatten(-1, (-1, GROUP))
-    step = parts.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
-    return ((parts / step.clamp_min(1e-12)).round() * step).flatten(-2)
+    low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+    step = ((high - low) / (2**bits - 1)).clamp_min(1e-12)
+    return (((parts - low) / step).round() * step + low).flatten(-2)
 
 
 def read_rounded(model: Any, ids: Tensor, bits: int) -> Tensor:
@@ -93,7 +95,7 @@ def converted(model: Any, tokenizer: Any, spec: Recipe | Target, ids: Tensor, le
     sources=("bochner.hf",),
     needs=("transformers",),
 )
-def measure(store: Store, length: int = 4000) -> None:
+def measure(store: Store, length: int = LENGTH) -> None:
     from bochner.hf.evaluate import read
 
     model, tokenizer = load_smollm2()
@@ -110,15 +112,16 @@ def measure(store: Store, length: int = 4000) -> None:
 
     whole = store.cell("exact", original)
     for name, bits in ROUNDED.items():
-        held = whole["bytes"] * (bits + 16 / GROUP) / 32  # a step of 16 bits for each group
+        held = whole["bytes"] * (bits + 32 / GROUP) / 32  # step and offset of each group have 16 bits
         store.cell(name, lambda b=bits, n=held: {**figures(read_rounded(model, ids, b), length), "bytes": n})
     for name, spec in SPECS.items():
         store.cell(name, lambda s=spec: converted(model, tokenizer, s, ids, length))
 
 
 def share(found: Any, name: str) -> float:
-    """Of the same cache in bfloat16; the model is in float32."""
-    return float(2 * found[name]["bytes"] / found["exact"]["bytes"])
+    """Of the whole cache in bfloat16 at `LENGTH` tokens; the model is in float32, and the repeats were read as well."""
+    read = 1.0 if name == "exact" or name in ROUNDED else LENGTH / (LENGTH + len(BACK) * PASSAGE)
+    return float(2 * found[name]["bytes"] / (read * found["exact"]["bytes"]))
 
 
 def judge(found: Any) -> Said:
