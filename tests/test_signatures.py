@@ -12,7 +12,6 @@ import bochner
 
 MOST = 8
 TORCH_SHAPED = {
-    "KernelOperator",
     "linear_attention",
     "exact_attention",
     "attention_matrix",
