@@ -158,3 +158,21 @@ def test_a_killed_worker_loses_nothing():
         assert victim not in client.run(os.getpid).values()
         calm = model.fit(lazy, targets).predict(X[:100])
     np.testing.assert_allclose(disturbed, calm, atol=1e-6)
+
+
+def test_blocks_of_several_threads_do_not_meet():
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+
+    from bochner.estimators.nystrom import CrossKernel
+
+    rng = np.random.default_rng(0)
+    cross = CrossKernel("gaussian", 1.0, torch.from_numpy(rng.normal(size=(300, 4))), "float64")
+    blocks = [rng.normal(size=(400, 4)) for _ in range(64)]
+    v = torch.ones(1, 300, dtype=torch.float64)
+    alone = [cross.predict(block, v) for block in blocks]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            together = list(pool.map(lambda block: cross.predict(block, v), blocks))
+            assert all(np.array_equal(a, b) for a, b in zip(alone, together, strict=True))

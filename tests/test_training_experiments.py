@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ from bochner import data, tasks
 
 @pytest.fixture
 def experiments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "experiments"))
+    """The experiments can be imported, each once: other tests may have left some of them behind."""
+    folder = Path(__file__).parent.parent / "experiments"
+    monkeypatch.syspath_prepend(str(folder))
+    for path in folder.glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
 
 
 def test_diagonal_and_vertical_heads_are_told_apart(experiments: None) -> None:

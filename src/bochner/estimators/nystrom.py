@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,7 @@ class CrossKernel:
         self.kernel = Kernel(name, bandwidth)
         self.frame = self.kernel.frame(centers, arithmetic)
         self.keys = right(self.frame.place(centers))
-        self.evaluate = Tiles(self.frame)
+        self._own = threading.local()  # a buffer for each thread: Dask runs several blocks at once
 
     def __reduce__(self) -> Any:
         return CrossKernel, self.parts
@@ -110,9 +111,12 @@ class CrossKernel:
         return len(self.keys)
 
     def tile(self, X: np.ndarray) -> Tensor:
-        """K(X, centres); overwritten by the next call."""
+        """K(X, centres); overwritten by the next call in the same thread."""
         points = torch.from_numpy(np.array(X, dtype=np.float64))
-        return self.evaluate(left(self.frame.place(points)), self.keys)
+        if not hasattr(self._own, "tiles"):
+            self._own.tiles = Tiles(self.frame)
+        tile: Tensor = self._own.tiles(left(self.frame.place(points)), self.keys)
+        return tile
 
     def tiles(self, X: np.ndarray) -> Iterator[tuple[slice, Tensor]]:
         for i in range(0, len(X), TILE):
