@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from bochner import data
+from bochner._checks import BochnerWarning
 from bochner.hf.cache import cache_bytes
 from bochner.hf.config import Calibration, Distillation, Recipe, Target
 from bochner.hf.conversion import Conversion, convert, revert
@@ -254,7 +256,8 @@ def decoding_cost(
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(10, model.config.vocab_size - 10, (1, length + steps), generator=g)
     cache = DynamicCache(config=model.config)
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", BochnerWarning)  # random tokens are unlike any text
         for start in range(0, length, prefill):
             model(ids[:, start : min(start + prefill, length)], past_key_values=cache, logits_to_keep=1)
         seconds = []
