@@ -167,6 +167,7 @@ PAPERS = (
 
 # Experiments of our own: title and page.
 BEYOND = {
+    "bandwidth_rules": ("which bandwidth each rule takes", "large-tables.md"),
     "certified_heads": ("attention with a bound, on real heads", "certificates.md"),
     "decoder_cache": ("a decoder whose cache is a tenth", "shrink-a-cache.md"),
     "further_models": ("four models converted at first try", "speed-up-an-encoder.md"),

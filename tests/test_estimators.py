@@ -86,6 +86,11 @@ def test_scikit_learns_contract_for_every_map(name, kernel):
         RandomFeatures(16, feature_map="tensor_sketch", map_params={"degree": 2}),
         KernelDensity(bandwidth="scott"),
         NadarayaWatson(bandwidth="scott"),
+        KernelRidge(gamma="learn"),
+        KernelRidge(centers=5),
+        KernelRidge(centers=Centers(5, "random")),
+        KernelRidgeCV(centers=5),
+        KernelClassifier(centers=5),
     ],
 )
 def test_scikit_learns_contract_for_other_settings(model):

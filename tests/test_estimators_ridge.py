@@ -58,6 +58,16 @@ def test_standardised_columns_make_units_irrelevant():
     assert plain.score(X, y) > 0.9
 
 
+def test_columns_of_any_units_are_fitted_by_default():
+    """As in a table of houses: incomes, years, numbers of people, degrees; scikit-learn's default explains nothing."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(3000, 5))
+    y = np.sin(2 * X[:, 0]) + 0.5 * X[:, 1] * X[:, 2] + 0.1 * rng.normal(size=3000)
+    X = X * [1.9, 12.0, 1100.0, 2.1, 2.0] + [3.9, 28.0, 1400.0, 35.0, -119.0]
+    ours, theirs = KernelRidge().fit(X[:2000], y[:2000]), TheirRidge(kernel="rbf").fit(X[:2000], y[:2000])
+    assert ours.score(X[2000:], y[2000:]) > 0.9 > 0.2 > theirs.score(X[2000:], y[2000:])
+
+
 def dense_fit(model, X, y, alpha, weight=None):
     """The same problem by dense algebra in double precision, on the centres of the model."""
     kernel = Kernel(model.kernel, model.bandwidth_)
