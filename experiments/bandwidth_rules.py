@@ -34,8 +34,8 @@ def houses(rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @experiment(
-    claim="Ours: regression wants the bandwidth of `auto`, densities that of `scott`; the median distance is wide for "
-    "both. Raw columns need no scaling by hand.",
+    claim="Ours: regression wants the bandwidth of `auto`, densities that of `scott`. The median distance is far too "
+    "wide for a density. Raw columns need no scaling by hand.",
     ours="2,000 rows of California houses to fit, 2,000 others to measure",
     quick={"rows": 600, "sigmas": (0.5, 1.5, 4.0)},
     sources=("bochner.estimators",),
@@ -89,7 +89,7 @@ def judge(found: Any) -> Said:
 
 
 def draw(found: Any) -> None:
-    fig, axes = figure(2, figsize=(8.4, 3.2))
+    fig, axes = figure(1, 2, figsize=(8.4, 3.2))
     labels = {"regression": "R2 of KernelRidge", "density": "mean log density"}
     for ax, (name, label) in zip(axes, labels.items(), strict=True):
         sigmas, values = [float(s) for s in found[name]], list(found[name].values())
