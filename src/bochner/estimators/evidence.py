@@ -111,7 +111,7 @@ def learn(
         return surprise(name, x[few], t[few], (x[new], t[new]), hyper)
 
     best = min(found, key=cost)
-    return Hyper.unpack(search(best, order, 25) if len(new) else best)
+    return Hyper.unpack(search(best, order, 60) if len(new) else best)
 
 
 def _tied(d: int, free: np.ndarray) -> np.ndarray:
