@@ -78,7 +78,7 @@ class Known:
 
     placed: PlacedKeys
     index: Index | None = None
-    exact_for: int = 0  # queries times products for which nothing beat exact products: fewer are not tried again
+    exact_for: tuple[int, int] = (0, 0)  # queries and products for which nothing was faster: fewer are not tried again
 
 
 def choose(problem: Problem, method: str, products: int, memory: int, known: Known) -> tuple[Engine, Plan]:
@@ -91,7 +91,7 @@ def choose(problem: Problem, method: str, products: int, memory: int, known: Kno
             "exact", f"{n} x {s} is small", products
         )
     exact = ExactEngine(problem, _single(problem), known.placed)
-    if n * products <= known.exact_for:
+    if n <= known.exact_for[0] and products <= known.exact_for[1]:
         return exact, Plan("exact", "nothing was faster for as many queries before", products)
     first = _tile_option("exact", problem, problem.pairs, exact.dtype, exact.wide, exact.settled)
     options = [first]
@@ -100,7 +100,7 @@ def choose(problem: Problem, method: str, products: int, memory: int, known: Kno
     options += factor_trial(problem, memory, 1.5 * limit)  # a hopeless one ends after its first columns
     best = min(options, key=lambda option: option.total(products))
     if best is first or best.total(products) > WORTHWHILE * first.total(products):
-        known.exact_for = n * products
+        known.exact_for = n, products
         others = "the other methods would not be faster" if len(options) > 1 else "trying others would cost too much"
         return exact, Plan("exact", others, products, tuple(options))
     engine = _attempt(problem, best, first, products, memory, known)
