@@ -95,7 +95,7 @@ def learn(
             inside = (theta > low) & (theta < high)
             return value / len(x_part), tie.T @ np.where(inside, gradient, 0.0) / len(x_part)
 
-        options = {"maxiter": steps, "ftol": 1e-6}
+        options = {"maxiter": steps, "ftol": 1e-8}
         found = minimize(objective, np.zeros(tie.shape[1]), jac=True, method="L-BFGS-B", options=options)
         return np.clip(start + tie @ found.x, low, high)
 
