@@ -16,7 +16,8 @@ PAGE = SimpleNamespace(url="results-models/")
 
 def hook(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, DOCS / "extensions" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -40,7 +41,8 @@ def test_the_chart_has_the_stored_figures() -> None:
     assert set(names) == set(stored)
     assert names["exact"][1:] == [200.0, 1.0]
     assert all(x > 0 for chart in charts for _, x, _ in chart["points"])
-    assert (DOCS / "frontier.js").exists() and module.MARK in (DOCS / "results-models.md").read_text(encoding="utf-8")
+    assert (DOCS / "frontier.js").exists()
+    assert module.MARK in (DOCS / "results-models.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", sorted(p.name for p in DOCS.glob("*.md")))
