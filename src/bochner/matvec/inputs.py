@@ -28,6 +28,7 @@ def refuse_dask(x: Any, name: str) -> None:
 def as_real(x: Any, name: str) -> Tensor:
     """A real tensor from numpy or torch, shared where it can be, or one sentence saying what is wrong."""
     refuse_dask(x, name)
+    values: Any = x
     if isinstance(x, Tensor):
         if x.device.type != "cpu":
             raise BochnerError(
