@@ -17,7 +17,11 @@ from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.model_selection import GridSearchCV
 from sklearn.neighbors import KernelDensity as TheirDensity
 from sklearn.pipeline import make_pipeline
-from sklearn.utils.estimator_checks import check_estimator, parametrize_with_checks
+from sklearn.utils.estimator_checks import (
+    check_estimator,
+    check_sample_weight_equivalence_on_dense_data,
+    parametrize_with_checks,
+)
 
 import bochner
 from bochner import BochnerError, theory
@@ -87,15 +91,19 @@ def test_scikit_learns_contract_for_every_map(name, kernel):
         KernelDensity(bandwidth="scott"),
         NadarayaWatson(bandwidth="scott"),
         KernelRidge(gamma="learn"),
-        KernelRidge(centers=5),
-        KernelRidge(centers=Centers(5, "random")),
-        KernelRidgeCV(centers=5),
+        KernelRidge(centers=30),
         KernelClassifier(centers=5),
     ],
 )
 def test_scikit_learns_contract_for_other_settings(model):
     failed = [r for r in check_estimator(model, on_fail=None) if r["status"] == "failed"]
     assert not failed, [(r["check_name"], r["exception"]) for r in failed]
+
+
+@pytest.mark.parametrize("model", [KernelRidge, KernelRidgeCV, KernelClassifier])
+@pytest.mark.parametrize("rule", ["random", "pivoted", "leverage"])
+def test_a_weight_counts_as_copies_where_centres_are_chosen(model, rule):
+    check_sample_weight_equivalence_on_dense_data(model.__name__, model(centers=Centers(5, rule)))
 
 
 @pytest.mark.parametrize(("name", "rounding"), [("trig", 5e-7), ("gelu", 1e-12), ("positive", 1e-12)])
