@@ -132,8 +132,9 @@ class LandmarkFeatures(FeatureMap):
         return None if self.positive else self.least
 
     def _redraw(self, g: Generator) -> None:
-        """Other random landmarks; once calibrated, only another sample for the next calibration."""
-        self.seed = _some_seed(None, g) if int(self.rows_seen) else self._draw(None, g)
+        """Other random landmarks; once calibrated or learned, only another sample for the next calibration."""
+        fixed = int(self.rows_seen) or next(self.parameters(), None) is not None
+        self.seed = _some_seed(None, g) if fixed else self._draw(None, g)
 
     @torch.no_grad()
     def calibrate_(

@@ -5,10 +5,8 @@ learns the law of w, in three ways (a Gaussian mixture, a Fastfood product with 
 each with two kinds of features: random kitchen sinks (`_rks`, cosines and sines, signed) and positive random features
 (`_prf`). All start at the softmax or the Gaussian kernel.
 
-What is learned is a parameter, what is random a buffer. The noise of epoch e, `e = steps // redraw_interval`, is a
-function of the map's own seed and e alone: equal on all ranks, and the same after a resume. Call `phi.step_()` once per
-training step (or `step_maps_(model)` for all maps of a model); nothing is redrawn behind the back of a forward pass, so
-queries, keys and a recomputed backward pass always see the same noise.
+What is learned is a parameter, what is random a buffer. The paper redraws the noise every 100 training steps:
+`feature_map("gmm_prf", ..., redraw_every=100)`.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from bochner.projections import (
 
 
 class SpectralFeatures(FeatureMap):
-    """Base of the learned kernels: frequencies from noise and parameters, two kinds of features, timed redraws.
+    """Base of the learned kernels: frequencies from noise and parameters, two kinds of features.
 
     Random kitchen sinks: `phi(x) = exp(-g |x|^2) [cos w.x, sin w.x] / sqrt(M)`, the kernel
     `E cos(w.(x - y)) exp(-g (|x|^2 + |y|^2))`. Positive features: `phi(x) = exp(w.x - g |x|^2) / sqrt(M)`, the kernel
@@ -54,12 +52,10 @@ class SpectralFeatures(FeatureMap):
 
     `num_features`: M. `kernel`: the kernel before training; it sets g. `g`: 1/2 makes positive features start at the
     softmax kernel, 1 (the paper's eq. 8 and 9) at the Gaussian; for kitchen sinks these are -1/2 and 0. Any other value
-    may be given. `redraw_interval`: training steps between redraws of the noise, None for never.
+    may be given.
     """
 
     sinks: ClassVar[bool]
-    steps: Tensor
-    noise_seed: Tensor
 
     def __init__(
         self,
@@ -69,7 +65,6 @@ class SpectralFeatures(FeatureMap):
         num_heads: int | None = None,
         kernel: str | None = None,
         g: float | None = None,
-        redraw_interval: int | None = 100,
         seed: int | None = 0,
         generator: Generator | None = None,
     ) -> None:
@@ -82,29 +77,14 @@ class SpectralFeatures(FeatureMap):
         if isinstance(g, bool) or not isinstance(g, (int, float)) or not math.isfinite(g):
             raise BochnerError(f"The 'g' of {owner} must be a finite number, got {g!r}.")
         self.g = float(g)
-        self.redraw_interval = (
-            None if redraw_interval is None else positive_int(redraw_interval, "redraw_interval", owner)
-        )
         self.num_frequencies = num_features
         self.is_exponential = not self.sinks
         self.feature_dim = (2 if self.sinks else 1) * num_features
-        base = torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu")
-        self.register_buffer("noise_seed", base)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device="cpu"))
-
-    @torch.no_grad()
-    def step_(self, steps: int = 1) -> SpectralFeatures:
-        """Count training steps; redraw the noise when an interval has passed. Once per step, on every rank."""
-        before = self._epoch()
-        self.steps += positive_int(steps, "steps", f"{type(self).__name__}.step_")
-        if self._epoch() != before:
-            self._draw_noise(self._noise_generator())
-            self._fingerprint = None
-        return self
+        self.noise_seed = int(torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu"))
 
     def _redraw(self, g: Generator) -> None:
-        """New noise, from a new seed of the map's own; learned parameters and the count of steps stay."""
-        self.noise_seed.copy_(torch.randint(2**62, (), generator=g, device="cpu"))
+        """New noise, as a map of another seed would have it; learned parameters stay."""
+        self.noise_seed = int(torch.randint(2**62, (), generator=g, device="cpu"))
         self._draw_noise(self._noise_generator())
 
     def exponent(self, role: str) -> Exponent | None:
@@ -156,14 +136,16 @@ class SpectralFeatures(FeatureMap):
         raise NotImplementedError
 
     def _draw_noise(self, g: Generator) -> None:
-        raise NotImplementedError
-
-    def _epoch(self) -> int:
-        return 0 if self.redraw_interval is None else int(self.steps) // self.redraw_interval
+        super()._redraw(g)
 
     def _noise_generator(self, stream: int = 0) -> Generator:
-        """The stream of the present epoch's noise, or another one of the same seed."""
-        return make_generator(spawn_seed(int(self.noise_seed), self._epoch(), stream))
+        """The stream of the noise, or another one of the same seed."""
+        return make_generator(spawn_seed(self.noise_seed, 0, stream))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("noise_seed", "steps"):  # buffers of earlier versions
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _pair_norms(self, px: Tensor, py: Tensor) -> Tensor:
         """`|px - py|^2` for kitchen sinks, `|px + py|^2` for positive features, (..., n, s)."""
@@ -262,9 +244,6 @@ class GMMFeatures(SpectralFeatures):
                 (-0.5 * norms).exp() * (mx - my.mT).cos() if self.sinks else (0.5 * norms + mx + my.mT).exp()
             )
         return total / self.num_components
-
-    def _draw_noise(self, g: Generator) -> None:
-        self.projection.redraw_(generator=g)
 
 
 class GMMSinkFeatures(GMMFeatures):
@@ -505,9 +484,6 @@ class GenerativeFeatures(SpectralFeatures):
                 total = total + tx.exp() @ ty.exp().mT
         return total / (draws * self.num_features)
 
-    def _draw_noise(self, g: Generator) -> None:
-        self.projection.redraw_(generator=g)
-
 
 class GenerativeSinkFeatures(GenerativeFeatures):
     """Generative-RKS: frequencies from a generator network, in cosines and sines.
@@ -577,10 +553,3 @@ class HedgehogFeatures(FeatureMap):
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
         return self(x, "query").values @ self(y, "key").values.mT
 
-
-def step_maps_(model: nn.Module, steps: int = 1) -> int:
-    """`step_` on every learned map of a model, once per training step; how many there are."""
-    maps = [m for m in model.modules() if isinstance(m, SpectralFeatures)]
-    for phi in maps:
-        phi.step_(steps)
-    return len(maps)

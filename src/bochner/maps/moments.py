@@ -7,9 +7,8 @@ from torch import Generator, Tensor
 from torch.nn.functional import one_hot
 
 from bochner._checks import BochnerError, make_generator, positive_float, positive_int
-from bochner.maps.base import FeatureMap, Features, pooled
+from bochner.maps.base import NOTHING, FeatureMap, Features, pooled
 
-NOTHING = -1e30  # the log weight of no keys
 ROUNDS = 4  # of k-means; more change the error of attention by less than 1 %
 
 

@@ -36,7 +36,8 @@ class DrawnFeatures(FeatureMap):
 
     def _redraw(self, g: Generator) -> None:
         for name, value in self._draw_heads(g).items():
-            getattr(self, name).copy_(value)
+            if name in self._buffers:
+                getattr(self, name).copy_(value)
 
     def _draw_heads(self, g: Generator) -> dict[str, Tensor]:
         if self.num_heads is None:
