@@ -357,7 +357,9 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     with pytest.raises(BochnerError, match="'query' of MultiheadAttention must be a floating-point tensor"):
         module(x.long(), x, x)
     with pytest.raises(BochnerError, match="even head size, got 3"):
-        MultiheadAttention(9, 3, attention=Attention(rotary=True))(torch.randn(5, 2, 9), torch.randn(5, 2, 9), torch.randn(5, 2, 9))
+        MultiheadAttention(9, 3, attention=Attention(rotary=True))(
+            torch.randn(5, 2, 9), torch.randn(5, 2, 9), torch.randn(5, 2, 9)
+        )
     nested = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
     with pytest.raises(BochnerError, match="nested tensor"):
         module(nested, nested, nested)
@@ -449,7 +451,9 @@ def test_heads_of_any_size_are_the_quadratic_attention_of_their_weights(cross: b
     bias = module.in_proj_bias.chunk(3)
     heads = [
         (x @ w.T + b).view(2, -1, H, 6).transpose(1, 2)
-        for x, w, b in zip((q, k, v), (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight), bias, strict=True)
+        for x, w, b in zip(
+            (q, k, v), (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight), bias, strict=True
+        )
     ]
     want = naive_attention(*heads, module.feature_map).transpose(1, 2).flatten(-2) @ module.out_proj.weight.T
     assert_same(module(q, k, v)[0], want + module.out_proj.bias)

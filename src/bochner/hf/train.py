@@ -26,4 +26,3 @@ def trainable_maps_(model: Any, *, projections: bool = False) -> list[nn.Paramet
             "The maps of this model have nothing to learn; convert it with 'calibrated' or a learned map."
         )
     return found
-

@@ -552,4 +552,3 @@ class HedgehogFeatures(FeatureMap):
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
         return self(x, "query").values @ self(y, "key").values.mT
-

@@ -81,7 +81,9 @@ class Attention:
             positive_float(self.options["scale"], "scale", OWNER)
         flag(self.options.get("normalize", True), "normalize", OWNER)
         if self.feature_map is None and self.window is None and not self.sinks:
-            raise BochnerError("Attention without a map needs a 'window' or 'sinks': nothing else would be attended to.")
+            raise BochnerError(
+                "Attention without a map needs a 'window' or 'sinks': nothing else would be attended to."
+            )
         if isinstance(self.feature_map, FeatureMap) and self.map_options:
             raise BochnerError("The 'map_options' of Attention make a map, but 'feature_map' is one; leave them out.")
 
@@ -213,6 +215,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k = self._rotated(q), self._rotated(k)
         k, v, padding = self._extra_keys(k, v, padding, is_causal)
         options = self._options() | {"is_causal": is_causal, "key_padding_mask": padding}
+        if self.attention.feature_map is None and padding is not None:
+            options["diagnostics"] = False  # padding may see nothing but padding in its window: no reason for a warning
         out = linear_attention(q, k, v, self.feature_map, **options)
         out = self.out_proj(out.transpose(1, 2).flatten(-2))
         weights = None

@@ -198,7 +198,9 @@ class Performer(nn.Module):
 
         self.encoder = stack(encoder_layers, 0)
         self.decoder = stack(decoder_layers, encoder_layers, is_causal=True, has_source=encoder_layers > 0)
-        self.encoder_norm, self.norm = (nn.LayerNorm(width) if n else nn.Identity() for n in (encoder_layers, decoder_layers))
+        self.encoder_norm, self.norm = (
+            nn.LayerNorm(width) if n else nn.Identity() for n in (encoder_layers, decoder_layers)
+        )
         self.bias = nn.Parameter(torch.zeros(vocab_size))
 
     def forward(
