@@ -1,9 +1,7 @@
 """Learned kernels: unbiased for their closed forms, right at the start, reproducible while they train."""
 
-import copy
 import math
 import time
-from itertools import pairwise
 
 import pytest
 import torch

@@ -337,10 +337,13 @@ def test_a_map_of_ones_own_is_taken() -> None:
     ],
 )
 def test_what_cannot_be_built_is_refused(build: dict[str, Any], message: str) -> None:
+    def built() -> MultiheadAttention:
+        sizes = {name: build.get(name, size) for name, size in (("embed_dim", E), ("num_heads", H))}
+        how, rest = settings(**{name: value for name, value in build.items() if name not in sizes})
+        return MultiheadAttention(**sizes, attention=how, **rest)
+
     with pytest.raises(BochnerError, match=message):
-        sizes = {name: build.pop(name, size) for name, size in (("embed_dim", E), ("num_heads", H))}
-        how, rest = settings(**build)
-        MultiheadAttention(**sizes, attention=how, **rest)
+        built()
 
 
 def test_what_cannot_be_honoured_is_refused() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from naive import assert_same, draw, naive_attention
-from torch import Tensor, nn
+from torch import nn
 
 import bochner
 from bochner import BochnerError, BochnerWarning
@@ -234,7 +234,7 @@ def test_torchs_encoder_is_converted_in_place_and_keeps_its_weights() -> None:
     assert_same(model(x, src_key_padding_mask=mask)[~mask], want[~mask])
     bochner.convert(model, bochner.Recipe("relu", 16))
     assert model.layers[0].self_attn.feature_map.num_features == 16
-    with pytest.raises(BochnerError, match="no attention of torch.nn left to replace"):
+    with pytest.raises(BochnerError, match=r"no attention of torch.nn left to replace"):
         bochner.convert(model)
 
 

@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_a_map_in_a_layer_is_redrawn_every_so_many_passes_and_not_between(name: 
     seen = train(make(name, every=3), 8)
     groups = [seen[0:3], seen[3:6], seen[6:8]]
     assert all(same(group[0], other) for group in groups for other in group)
-    assert not any(same(a[0], b[0]) for a, b in zip(groups, groups[1:], strict=False))
+    assert not any(same(a[0], b[0]) for a, b in pairwise(groups))
 
 
 def test_a_map_without_a_schedule_is_never_redrawn() -> None:
@@ -98,7 +99,7 @@ def test_a_map_that_is_used_many_times_in_a_pass_is_counted_once() -> None:
         loss = module(y, y, y)[0].sum() + module(X, X, X)[0].sum()
         seen.append(draws(module))
         loss.backward()
-    assert [same(a, b) for a, b in zip(seen, seen[1:], strict=False)] == [True, False, True, False]
+    assert [same(a, b) for a, b in pairwise(seen)] == [True, False, True, False]
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4])
@@ -176,7 +177,7 @@ def test_attention_by_a_map_alone_counts_as_well() -> None:
         out = linear_attention(q, q, q, phi)
         seen.append(phi.projection.weight.clone())
         out.sum().backward()
-    assert [torch.equal(a, b) for a, b in zip(seen, seen[1:], strict=False)] == [True, False, True]
+    assert [torch.equal(a, b) for a, b in pairwise(seen)] == [True, False, True]
 
 
 def test_learned_directions_and_calibration_are_never_redrawn() -> None:
@@ -208,7 +209,7 @@ def test_an_explicit_redraw_reaches_every_map_of_a_model_and_compiled_code() -> 
 def test_every_map_takes_a_schedule(name: str) -> None:
     phi = feature_map(name, 4, 16, redraw_every=5, seed=3)
     assert phi.redraw_every == 5
-    with pytest.raises(BochnerError, match="'redraw_every' of .* must be a positive int, got 0"):
+    with pytest.raises(BochnerError, match=r"'redraw_every' of .* must be a positive int, got 0"):
         feature_map(name, 4, 16, redraw_every=0)
 
 

@@ -51,7 +51,8 @@ class Model(nn.Module):
     def __init__(self, group: Any = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.attention = MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64, attention=Attention(num_features=8))
+        how = Attention(num_features=8)
+        self.attention = MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64, attention=how)
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:

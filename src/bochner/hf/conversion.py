@@ -46,8 +46,8 @@ def convert(
 ) -> Any:
     """Replace a model's attention by linear attention, in place; returns a `Conversion`.
 
-    `model`: a transformers model, a SentenceTransformer or a PeftModel; or a torch.nn.TransformerEncoder or Decoder, see
-    `bochner.nn.convert_torch`. Nothing is changed if anything is refused.
+    `model`: a transformers model, a SentenceTransformer or a PeftModel; or a torch.nn.TransformerEncoder or Decoder,
+    see `bochner.nn.convert_torch`. Nothing is changed if anything is refused.
     `spec`: a `Recipe`, which says what every head becomes; a `Target`, for which that is searched for; a `Plan`; or the
     directory of a saved conversion.
     `data`: texts, batches of the model's inputs, or a `Calibration` with its tokenizer and lengths. Maps are fitted to

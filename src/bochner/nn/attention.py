@@ -444,7 +444,7 @@ def _from_old(attention: Any, old: dict[str, Any], embed_dim: int, num_heads: in
     if isinstance(attention, Attention):
         raise BochnerError(f"'attention' says it all; put {sorted(old)[0]!r} into it.")
     left = dict(old)
-    map_options = {name: left.pop(name) for name in ("projection", "seed") if name in left}
+    map_options: dict[str, Any] = {name: left.pop(name) for name in ("projection", "seed") if name in left}
     map_options |= left.pop("map_options", None) or {}
     if left.pop("per_head", False):
         map_options["num_heads"] = num_heads

@@ -123,7 +123,7 @@ class PerformerLayer(nn.Module):
 
     def start(self, source: Tensor | None = None, source_padding: Tensor | None = None) -> LayerState:
         """The state before the first token."""
-        told = None if self.source_norm is None else self.source_attention.remember(source, source_padding)
+        told = None if source is None else self.source_attention.remember(source, source_padding)
         return LayerState((None,) * len(self.attention), told)
 
     def step(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
@@ -131,7 +131,7 @@ class PerformerLayer(nn.Module):
         y = self.norm(x)
         made = [a.step(y, s) for a, s in zip(self.attention, state.attention, strict=True)]  # type: ignore[operator]
         x = x + self.dropout(sum((out for out, _ in made[1:]), made[0][0]))
-        if self.source_norm is not None:
+        if self.source_norm is not None and state.source is not None:
             x = x + self.dropout(self.source_attention.recall(self.source_norm(x), state.source))
         return self._fed(x), LayerState(tuple(s for _, s in made), state.source)
 
@@ -151,8 +151,8 @@ class Performer(nn.Module):
 
     - `vocab_size`, `width`, `num_heads`: of tokens, embeddings and layers. The head weighs rows by the embeddings.
     - `encoder_layers`, `decoder_layers`: a decoder alone is causal; with an encoder it attends to a source as well.
-    - `attention`: an `Attention` or a map, for every layer. Each layer draws from its own seed. `Attention(head_dim=64)`
-      makes the size of a head independent of `width`.
+    - `attention`: an `Attention` or a map, for every layer. Each layer draws from its own seed.
+      `Attention(head_dim=64)` makes the size of a head independent of `width`.
     - `positions`: `"rotary"`, or the number of learned positions, which no sequence may exceed.
     - `options`: a `LayerOptions`.
 

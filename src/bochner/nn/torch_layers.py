@@ -24,7 +24,7 @@ class TorchConversion:
     def revert(self) -> nn.Module:
         """The model with the attention it had; weights that were trained since stay trained."""
         for layer, old in self._replaced:
-            trained = layer.self_attn.state_dict()  # type: ignore[union-attr,operator]
+            trained = layer.self_attn.state_dict()  # type: ignore[union-attr]
             old.load_state_dict({name: trained[name] for name in old.state_dict()})
             layer.self_attn = old
         return self.model
@@ -50,8 +50,9 @@ def settings_of(spec: Any, has_data: bool) -> Attention:
 def convert_torch(model: nn.Module, attention: Any = "positive", data: Any = None) -> TorchConversion:
     """Replace self-attention in torch's `TransformerEncoder`, `TransformerDecoder` and their layers, in place.
 
-    `attention`: an `Attention`, a map or a `bochner.Recipe`. Weights are kept; cross-attention stays exact. `data`: inputs of the model to calibrate the maps by, a tensor or a
-    list of tensors or tuples of arguments. Dropout of attention weights is left out, since they are never formed.
+    `attention`: an `Attention`, a map or a `bochner.Recipe`. `data`: inputs of the model to calibrate the maps by, a
+    tensor or a list of tensors or tuples of arguments. Weights are kept, cross-attention stays exact, and dropout of
+    attention weights is left out, since they are never formed.
     """
     layers = [m for m in model.modules() if isinstance(m, LAYERS) and not isinstance(m.self_attn, MultiheadAttention)]
     if not layers:
@@ -104,7 +105,7 @@ def _inputs(model: nn.Module, layers: Sequence[nn.Module], data: Any) -> list[li
 
     modules = [layer.self_attn for layer in layers]
     handles = [
-        m.register_forward_pre_hook(watch(i, m.batch_first), with_kwargs=True)  # type: ignore[union-attr,arg-type,operator]
+        m.register_forward_pre_hook(watch(i, m.batch_first), with_kwargs=True)  # type: ignore[union-attr,arg-type]
         for i, m in enumerate(modules)
     ]
     was = [m.training for m in model.modules()]
