@@ -320,6 +320,20 @@ class FeatureMap(RedrawnModule):
     def _calibrate(self, q: Tensor, k: Tensor) -> None:
         """Statistics from rows q (h or 1, N, d) and k (h or 1, S, d), float64."""
 
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        """The axis of heads, if there is one."""
+        return () if self.num_heads is None else (self.num_heads,)
+
+    def _keep(self, **values: Tensor) -> None:
+        """Register buffers, or fill those there are, whatever the axis of heads."""
+        for name, value in values.items():
+            if name not in self._buffers and name not in self._parameters:
+                self.register_buffer(name, value)
+            else:
+                own = getattr(self, name)
+                own.copy_(value.reshape(own.shape))
+
     def _spread(self, b: Tensor, x: Tensor) -> Tensor:
         """A per-head buffer (h, ...) as it broadcasts against (..., h, n, ...), in x's dtype."""
         return b.to(x.dtype) if self.num_heads is None else b.to(x.dtype).unsqueeze(-2)

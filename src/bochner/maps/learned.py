@@ -153,10 +153,6 @@ class SpectralFeatures(FeatureMap):
         sums = px.square().sum(-1, keepdim=True) + py.square().sum(-1, keepdim=True).mT
         return (sums + (-2 if self.sinks else 2) * cross).clamp_min(0)
 
-    @property
-    def _lead(self) -> tuple[int, ...]:
-        return () if self.num_heads is None else (self.num_heads,)
-
 
 class GMMFeatures(SpectralFeatures):
     """Frequencies from a mixture of C Gaussians, `w = L_c n + mu_c`, with learned factors `L_c` and means `mu_c`.
@@ -538,7 +534,7 @@ class HedgehogFeatures(FeatureMap):
         super().__init__(dim, num_features, num_heads=num_heads, kernel="hedgehog")
         self.tied = bool(tied)
         self.feature_dim = 2 * num_features
-        lead = () if num_heads is None else (num_heads,)
+        lead = self._lead
         rows = torch.eye(dim, device="cpu").repeat(-(-num_features // dim), 1)[:num_features]
         for name in ("query",) if self.tied else ("query", "key"):
             self.register_parameter(f"weight_{name}", nn.Parameter(rows.expand(*lead, -1, -1).clone()))
