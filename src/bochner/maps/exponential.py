@@ -132,7 +132,7 @@ class CalibratedFeatures(ExponentialFeatures):
     For the Gaussian kernel centring moves both by the same vector and M is the identity: only these leave
     |x - y| alone. O(m d + d^2) per row.
 
-    `centre`, `balance`, `dense`: switch a move off, for study.
+    `balance`, `dense`: switch a move off, for study.
     """
 
     centre_query: Tensor
@@ -146,13 +146,12 @@ class CalibratedFeatures(ExponentialFeatures):
         dim: int,
         num_features: int,
         *,
-        centre: bool = True,
         balance: bool = True,
         dense: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(dim, num_features, **options)
-        self.centre, self.balance, self.dense = centre, balance, dense
+        self.balance, self.dense = balance, dense
         zero, eye = torch.zeros(*self._lead, dim, device="cpu"), torch.eye(dim, device="cpu")
         eye = eye.expand(*self._lead, dim, dim)
         self._keep(centre_query=zero, centre_key=zero.clone())
@@ -178,8 +177,6 @@ class CalibratedFeatures(ExponentialFeatures):
         a, b = mean.x, mean.y
         if self.kernel == "gaussian":
             a = b = (a + b) / 2
-        if not self.centre:
-            a, b = torch.zeros_like(a), torch.zeros_like(b)
         m = moments.centred(a, b)
         # 2. The balanced basis, from second moments floored so that no direction is blown up by lack of data.
         eye = torch.eye(self.dim, dtype=a.dtype, device=a.device).expand_as(m.xx)

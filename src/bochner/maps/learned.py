@@ -56,6 +56,7 @@ class SpectralFeatures(FeatureMap):
     """
 
     sinks: ClassVar[bool]
+    weights: Tensor | None  # of the features, (M,), where they are not all 1
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class SpectralFeatures(FeatureMap):
         self.is_exponential = not self.sinks
         self.feature_dim = (2 if self.sinks else 1) * num_features
         self.noise_seed = int(torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu"))
+        self.register_buffer("weights", None, persistent=False)
 
     def _redraw(self, g: Generator) -> None:
         """New noise, as a map of another seed would have it; learned parameters stay."""
@@ -90,15 +92,14 @@ class SpectralFeatures(FeatureMap):
     def exponent(self, role: str) -> Exponent | None:
         if self.sinks:
             return None
-        weights = self._weights()
-        offset = None if weights is None else weights.log()
+        offset = None if self.weights is None else self.weights.log()
         return Exponent(self.frequencies(), offset, -0.5 * math.log(self.num_frequencies), self.g)
 
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         if not self.sinks:
             return super().prepare(role)
         # Here and not in the function below: a block recomputed in a backward pass must find nothing cached.
-        project, weights = self._projector(), self._weights()
+        project, weights = self._projector(), self.weights
 
         def features(x: Tensor) -> Features:
             x = x.to(accumulation_dtype(x.dtype))
@@ -106,12 +107,10 @@ class SpectralFeatures(FeatureMap):
             parts = torch.cat([t.cos(), t.sin()], dim=-1)
             if weights is not None:
                 parts = parts * torch.cat([weights, weights]).to(x.dtype)
-            return Features(parts, self._log_row(x))
+            row = -0.5 * math.log(self.num_frequencies) - self.g * x.square().sum(-1, keepdim=True)
+            return Features(parts, row)
 
         return features
-
-    def _log_row(self, x: Tensor) -> Tensor:
-        return -0.5 * math.log(self.num_frequencies) - self.g * x.square().sum(-1, keepdim=True)
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
         """The kernel of the present parameters, the expectation over the noise: (..., n, s)."""
@@ -126,10 +125,6 @@ class SpectralFeatures(FeatureMap):
     def frequencies(self) -> Tensor:
         """The present frequencies w, (M, d) or (h, M, d)."""
         raise NotImplementedError
-
-    def _weights(self) -> Tensor | None:
-        """Weights of the features, (M,), where they are not all 1."""
-        return None
 
     def _expectation(self, x: Tensor, y: Tensor) -> Tensor:
         """`E cos(w.(x - y))` or `E exp(w.(x + y))`."""
@@ -167,7 +162,6 @@ class GMMFeatures(SpectralFeatures):
 
     mu: Tensor
     factor: Tensor
-    weights: Tensor | None
 
     def __init__(
         self,
@@ -225,9 +219,6 @@ class GMMFeatures(SpectralFeatures):
 
     def _factor(self, c: int) -> Tensor:
         return self.factor[..., c, :] if self.factors == "diagonal" else self.factor[..., c, :, :]
-
-    def _weights(self) -> Tensor | None:
-        return self.weights
 
     def _expectation(self, x: Tensor, y: Tensor) -> Tensor:
         total = x.new_zeros(())
