@@ -484,3 +484,11 @@ def test_what_is_remembered_of_a_memory_answers_as_the_memory_does(name: str) ->
     assert_same(module.recall(x, state), module(x, memory, memory, key_padding_mask=mask)[0])
     with pytest.raises(BochnerError, match="sums keys up in the kernel alone"):
         make(window=3).remember(memory)
+
+
+@pytest.mark.filterwarnings("ignore:.*normaliser near or below zero")
+def test_rows_of_a_signed_map_that_cannot_be_divided_are_recalled_as_the_mean() -> None:
+    module, x, memory = make(feature_map="trig", num_features=4), 12 * draw(2, 30, E), 12 * draw(2, 11, E, seed=1)
+    with pytest.warns(BochnerWarning, match="normaliser near or below zero"):
+        want = module(x, memory, memory)[0]
+    assert_same(module.recall(x, module.remember(memory)), want)

@@ -278,7 +278,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Cross-attention of query (b, n, e) to what `remember` returned, (b, n, e)."""
         self._check_plain("recall")
         q, phi = self._head(query, 0), self.feature_map
-        out = read(state, phi(q * self._root(q), "query"), positive=phi.has_positive_sums, phi=phi).to(q.dtype)
+        out = read(state, phi(q * self._root(q), "query"), phi=phi).to(q.dtype)
         return self.out_proj(out.transpose(1, 2).flatten(-2))
 
     def _check_plain(self, method: str) -> None:
