@@ -195,7 +195,9 @@ def test_stored_rows_are_linear_in_their_columns(name: str, size: int) -> None:
     code = PRECISIONS[name]
     x = torch.randn(2, 9, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     codes, *step = code.encode(x)
-    columns, unpacking = code.columns(codes, x.dtype), code.unpacking(size)
+    unpacking, c = code.unpacking(size), codes.shape[-1]
+    columns, again = code.columns(torch.cat([codes, codes.flip(1)], dim=-1), c, x.dtype)
+    assert torch.equal(columns, again.flip(1))
     rows = columns if unpacking is None else columns @ unpacking.double() - code.zero
     torch.testing.assert_close(rows * step[0] if step else rows, code.decode((codes, *step), x.dtype))
 

@@ -43,8 +43,8 @@ class Precision(Protocol):
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor: ...
 
-    def columns(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Numbers (..., k) that the row is linear in."""
+    def columns(self, codes: Tensor, border: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Numbers (..., k) that rows are linear in, of keys and of values: their codes are side by side."""
         ...
 
     def unpacking(self, size: int) -> Tensor | None:
@@ -66,8 +66,8 @@ class Floating:
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         return parts[0].to(dtype)
 
-    def columns(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        return codes.to(dtype)
+    def columns(self, codes: Tensor, border: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return halves(codes.to(dtype), border)
 
     def unpacking(self, size: int) -> Tensor | None:
         return None
@@ -122,14 +122,11 @@ class Integer:
             last = last | (digit << upper * i)
         return (torch.cat([codes & mask, last], dim=-1).to(exact).sub_(self.zero) * step).to(dtype)
 
-    def columns(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    def columns(self, codes: Tensor, border: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self.bits == 8:
-            return codes.to(dtype)
-        c = codes.shape[-1]
-        found = torch.empty(*codes.shape[:-1], 2 * c, dtype=dtype, device=codes.device)
-        found[..., :c] = codes
-        found[..., c:] = codes >> self.bits
-        return found
+            return halves(codes.to(dtype), border)
+        keys, values = zip(halves(codes, border), halves(codes >> self.bits, border), strict=True)
+        return side_by_side(keys, dtype), side_by_side(values, dtype)
 
     def unpacking(self, size: int) -> Tensor | None:
         if self.bits == 8:
@@ -144,6 +141,18 @@ class Integer:
     def _codes(self, size: int) -> int:
         """Bytes of a row."""
         return size * self.bits // 8
+
+
+def halves(x: Tensor, border: int) -> tuple[Tensor, Tensor]:
+    return x[..., :border], x[..., border:]
+
+
+def side_by_side(parts: Parts, dtype: torch.dtype) -> Tensor:
+    """Two tensors of one shape in another type, in one pass."""
+    c = parts[0].shape[-1]
+    found = torch.empty(*parts[0].shape[:-1], 2 * c, dtype=dtype, device=parts[0].device)
+    found[..., :c], found[..., c:] = parts
+    return found
 
 
 PRECISIONS: dict[str, Precision] = {

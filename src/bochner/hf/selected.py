@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bochner._checks import ArgumentError, BochnerError
-from bochner.hf.precision import Basis, Floating, Parts, Precision, nbytes, precision_of, rotation
+from bochner.hf.precision import Basis, Floating, Parts, Precision, halves, nbytes, precision_of, rotation
 
 EMPTY = -(2**31)  # the rank of no key, of padding and of attention sinks, which have their own slots
 NEVER = 2**31 - 1  # the rank of what is never let go: places beyond a head's budget
@@ -369,9 +369,7 @@ class SelectedState:
         # 1. Queries for sinks and for stored numbers; what stands for zero adds an offset.
         reader = reading(self.precision, q.shape[-1], self.basis is not None)
         to_sinks, to_codes, offset = reader.queries(rows)
-        keys, values = (
-            self.precision.columns(part, q.dtype) for part in self.codes.tensor_split([self.key_codes], dim=-1)
-        )
+        keys, values = self.precision.columns(self.codes, self.key_codes, q.dtype)
         steps = self.steps.to(q.dtype)
         sink_keys, sink_values = (x.to(q.dtype) for x in self.sinks)
         logits = to_sinks @ sink_keys.mT
@@ -437,7 +435,7 @@ class SelectedState:
         window, capacity = self.kept.window, self.kept.budgets[head]
         keys, values = (
             self.precision.decode((codes, *(x.unsqueeze(-1) for x in pool.steps[:, i : i + self.scaled].unbind(1))), q.dtype)
-            for i, codes in enumerate(pool.codes.tensor_split([self.key_codes], dim=-1))
+            for i, codes in enumerate(halves(pool.codes, self.key_codes))
         )
         first = tuple(x[:, head].to(q.dtype) for x in self.sinks)
         rows = torch.arange(b, device=q.device)[:, None]
