@@ -152,7 +152,7 @@ def test_bytes_are_those_of_the_tensors_and_do_not_grow() -> None:
     before = state.nbytes
     state.attend(q, k, v, scores=scores, scale=1.0)
     slots = 3 * (16 + 16) + 40  # the ring has 16 slots to spare
-    counters = 3 * 16 * 12 + 16 * 4 + 8 + 10  # of what waits to be moved; of tokens; the place of no key
+    counters = 3 * 16 * 12 + 8 + 10  # of what waits to be moved; of tokens; the place of no key
     assert state.nbytes == before == slots * (2 * (64 + 2) + 6) + 3 * 4 * 2 * 64 * 2 + counters
 
 

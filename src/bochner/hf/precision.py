@@ -107,8 +107,9 @@ class Integer:
         shifted = (whole + self.zero).to(torch.uint8)
         upper = 8 - self.bits
         low, last = shifted.split([self._codes(x.shape[-1]), x.shape[-1] - self._codes(x.shape[-1])], dim=-1)
-        digits = torch.cat([(last >> upper * i) & (2**upper - 1) for i in range(self.bits // upper)], dim=-1)
-        return low | (digits << self.bits), step
+        places = torch.arange(0, self.bits, upper, dtype=torch.uint8, device=x.device)[:, None]
+        digits = ((last.unsqueeze(-2) >> places) << self.bits).flatten(-2)  # what is above a digit falls off a byte
+        return low | digits, step
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         exact = torch.promote_types(dtype, torch.float32)

@@ -101,8 +101,8 @@ def ring_of(window: int) -> int:
 
 
 def counters(window: int) -> int:
-    """Bytes that a layer holds for each key head beside its slots; those of the layer itself are 4 a spare slot and 18."""
-    return 16 * min(SPARE, window) + 18
+    """Bytes that a layer holds for each key head beside its slots; 18 of them are for all heads together."""
+    return 12 * min(SPARE, window) + 18
 
 
 class New(NamedTuple):
@@ -207,9 +207,8 @@ class SelectedState:
         self.sinks: Parts = tuple(
             torch.zeros(batch, g, kept.sinks, size, dtype=whole, device=device) for size in (key_size, value_size)
         )
-        # 3. What single tokens leave until the next move: scores, positions; and the slots that are let go then.
+        # 3. The scores of single tokens since the last move, and the slots that are let go at each step.
         self.pending = torch.zeros(batch, g, self.spare, device=device)
-        self.places = torch.zeros(batch, self.spare, dtype=torch.int32, device=device)
         self.going = torch.zeros(batch, g, self.spare, dtype=torch.int64, device=device)
         self.moved: int | None = None  # tokens that were seen when `going` was made
         self.seen = 0
@@ -219,7 +218,7 @@ class SelectedState:
     @property
     def tensors(self) -> Parts:
         """All tensors that belong to the batch."""
-        return (self.rank, self.real, self.codes, self.steps, self.pending, self.places, self.going, *self.sinks)
+        return (self.rank, self.real, self.codes, self.steps, self.pending, self.going, *self.sinks)
 
     @property
     def nbytes(self) -> int:
@@ -228,7 +227,7 @@ class SelectedState:
     def map(self, f: Callable[[Tensor], Tensor]) -> SelectedState:
         """A state with f applied to every tensor; all have the batch in front."""
         made = copy.copy(self)
-        made.rank, made.real, made.codes, made.steps, made.pending, made.places, made.going, *sinks = (
+        made.rank, made.real, made.codes, made.steps, made.pending, made.going, *sinks = (
             f(t) for t in self.tensors
         )
         made.sinks = tuple(sinks)
@@ -273,20 +272,24 @@ class SelectedState:
         return (out if padding is None else out.masked_fill(padding[:, None, :, None], 0)).to(dtype)
 
     def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (b, g, n, .) in the basis in which they are stored."""
-        return (k, v) if self.basis is None else (self.basis.into(k), Basis().into(v))
+        """Keys and values (b, g, n, .) in the basis in which they are stored; stacked where they are of one size."""
+        if self.basis is not None:
+            k = self.basis.scaled(k)
+        both = [torch.stack([k, v])] if k.shape == v.shape else [k, v]
+        if self.basis is not None:
+            both = [x @ rotation(x.shape[-1]).to(x) for x in both]
+        return (both[0][0], both[0][1]) if len(both) == 1 else (both[0], both[1])
 
     def _encode(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Codes (b, g, n, .) of keys and values side by side, and their steps (b, 2, g, n), which some have not."""
         if k.shape == v.shape:  # both at once
-            both = self.precision.encode(torch.stack([k, v]))
-            parts = list(zip(*(x.unbind() for x in both), strict=True))
+            codes, *step = self.precision.encode(torch.stack([k, v], dim=-2))
+            codes, step = codes.flatten(-2), [x.squeeze(-1).movedim(-1, 1) for x in step]
         else:
-            parts = [self.precision.encode(k), self.precision.encode(v)]
-        codes = torch.cat([part[0] for part in parts], dim=-1)
-        if not self.scaled:
-            return codes, self.steps.new_zeros(k.shape[0], 0, *k.shape[1:3])
-        return codes, torch.stack([part[1].squeeze(-1) for part in parts], dim=1)
+            parts = self.precision.encode(k), self.precision.encode(v)
+            codes = torch.cat([part[0] for part in parts], dim=-1)
+            step = [torch.stack([part[1].squeeze(-1) for part in parts], dim=1)] if self.scaled else []
+        return codes, step[0] if step else self.steps.new_zeros(k.shape[0], 0, *k.shape[1:3])
 
     def _add_sinks(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Store the tokens at the first positions whole; each position comes once."""
@@ -313,7 +316,6 @@ class SelectedState:
             shown = torch.where(position < self.kept.sinks, HIDDEN, 0.0).to(added.dtype)
             added.index_copy_(1, place, shown.expand(-1, len(place)))
         self.pending[..., t] = scores[..., 0]
-        self.places[:, t] = position[:, 0]
 
     def _ring_slots(self, start: int, count: int) -> Tensor:
         """The slots (g, count) of the tokens from `start` on."""
@@ -325,8 +327,10 @@ class SelectedState:
         if self.moved is None or self.seen == self.moved:
             return
         count = self.seen - self.moved
+        # Padding is in front of all tokens: its positions are negative.
+        position = self.real[:, None] + torch.arange(-count, 0, device=self.real.device)
         new = self._ring_slots(self.moved, count)
-        self.rank[:, new] = ranks(self.pending[..., :count], self.places[:, :count], self.kept.sinks)
+        self.rank[:, new] = ranks(self.pending[..., :count], position, self.kept.sinks)
         # The best of those that leave meets the least of those that are held, the second best the second least, ...
         left = self._ring_slots(self.moved - self.kept.window, count)
         leaving, order = self.rank[:, left].sort(dim=-1, descending=True)
@@ -369,24 +373,28 @@ class SelectedState:
         # 1. Queries for sinks and for stored numbers; what stands for zero adds an offset.
         reader = reading(self.precision, q.shape[-1], self.basis is not None)
         to_sinks, to_codes, offset = reader.queries(rows)
-        keys, values = self.precision.columns(self.codes, self.key_codes, q.dtype)
-        steps = self.steps.to(q.dtype)
         sink_keys, sink_values = (x.to(q.dtype) for x in self.sinks)
         logits = to_sinks @ sink_keys.mT
         if not known:
             logits = logits.masked_fill(~self._sinks_seen(position[..., None])[:, None], HIDDEN)
         # 2. Each head with its own slots.
+        sizes = [count for _, count in self.segments]
+        columns = self.precision.columns(self.codes, self.key_codes, q.dtype)
+        parts = (*(x.split(sizes, dim=1) for x in columns), self.steps[..., :-1].to(q.dtype).split(sizes, dim=2))
         near, far, sums = [], [], []
-        for head, (start, count) in enumerate(self.segments):
-            here = slice(start, start + count)
-            found = to_codes[:, head] @ keys[:, here].mT
-            found = found if offset is None else found + offset[:, head]
-            scaled = found * steps[:, :1, here] if self.scaled else found
-            weight = torch.cat([logits[:, head], scaled + steps[:, -1:, here]], dim=-1).softmax(-1)
+        for head, (keys, values, steps) in enumerate(zip(*parts, strict=True)):
+            key_step, value_step, added = steps.split(1, dim=1) if self.scaled else (1.0, 1.0, steps)
+            if offset is None:
+                found = torch.bmm(to_codes[:, head], keys.mT)
+            else:
+                found = torch.baddbmm(offset[:, head], to_codes[:, head], keys.mT)
+            found = torch.addcmul(added, found, key_step) if self.scaled else found + added
+            weight = torch.cat([logits[:, head], found], dim=-1).softmax(-1)
             near.append(weight[..., :first])
-            rest = weight[..., first:] * steps[:, 1:2, here] if self.scaled else weight[..., first:]
-            far.append(rest @ values[:, here])
-            sums.append(rest.sum(-1, keepdim=True) if offset is not None else None)
+            rest = weight[..., first:] * value_step
+            far.append(torch.bmm(rest, values))
+            if offset is not None:
+                sums.append(rest.sum(-1, keepdim=True))
         # 3. Back from stored numbers.
         back = reading(self.precision, sink_values.shape[-1], self.basis is not None)
         return back.outputs(torch.stack(near, 1) @ sink_values, torch.stack(far, 1), sums).flatten(1, 2)
