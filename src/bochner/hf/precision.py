@@ -43,8 +43,8 @@ class Precision(Protocol):
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor: ...
 
-    def columns(self, codes: Tensor, border: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Numbers (..., k) that rows are linear in, of keys and of values: their codes are side by side."""
+    def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
+        """Numbers that rows are linear in, one for each code in each part; `unpacking` has the parts side by side."""
         ...
 
     def unpacking(self, size: int) -> Tensor | None:
@@ -66,8 +66,8 @@ class Floating:
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         return parts[0].to(dtype)
 
-    def columns(self, codes: Tensor, border: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return halves(codes.to(dtype), border)
+    def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
+        return (codes.to(dtype),)
 
     def unpacking(self, size: int) -> Tensor | None:
         return None
@@ -123,11 +123,9 @@ class Integer:
             last = last | (digit << upper * i)
         return (torch.cat([codes & mask, last], dim=-1).to(exact).sub_(self.zero) * step).to(dtype)
 
-    def columns(self, codes: Tensor, border: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if self.bits == 8:
-            return halves(codes.to(dtype), border)
-        keys, values = zip(halves(codes, border), halves(codes >> self.bits, border), strict=True)
-        return side_by_side(keys, dtype), side_by_side(values, dtype)
+    def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
+        whole = codes.to(dtype)
+        return (whole,) if self.bits == 8 else (whole, (codes >> self.bits).to(dtype))
 
     def unpacking(self, size: int) -> Tensor | None:
         if self.bits == 8:
@@ -146,14 +144,6 @@ class Integer:
 
 def halves(x: Tensor, border: int) -> tuple[Tensor, Tensor]:
     return x[..., :border], x[..., border:]
-
-
-def side_by_side(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Two tensors of one shape in another type, in one pass."""
-    c = parts[0].shape[-1]
-    found = torch.empty(*parts[0].shape[:-1], 2 * c, dtype=dtype, device=parts[0].device)
-    found[..., :c], found[..., c:] = parts
-    return found
 
 
 PRECISIONS: dict[str, Precision] = {

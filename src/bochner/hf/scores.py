@@ -121,7 +121,7 @@ def features(h: Tensor) -> Tensor:
 def without_size(h: Tensor) -> Tensor:
     """Hidden states divided by their root mean square, in float32."""
     h = h.float()
-    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-12)
+    return h * (h.shape[-1] ** 0.5 / (torch.linalg.vector_norm(h, dim=-1, keepdim=True) + 1e-6))
 
 
 def scores(h: Tensor, weights: Tensor) -> Tensor:

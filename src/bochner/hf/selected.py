@@ -121,6 +121,7 @@ class Pool(NamedTuple):
     codes: Tensor
     steps: Tensor
 
+
 class Reading(NamedTuple):
     """How single rows are read from stored numbers: matrices from channels to them (d, .) and back (., d).
 
@@ -133,17 +134,23 @@ class Reading(NamedTuple):
     size: int
     packed: bool
 
-    def queries(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Queries (..., d) for sinks, for stored numbers (..., k), and an offset (..., 1)."""
+    def queries(self, q: Tensor) -> tuple[Tensor, Parts, Tensor | None]:
+        """Queries (..., d) for sinks, for each part of stored numbers (..., k), and an offset (..., 1)."""
         q = q @ self.into.to(q)
         if not self.packed:
-            return q, q, None
-        return q[..., : self.size], q[..., self.size : -1], q[..., -1:]
+            return q, (q,), None
+        middle = (self.size + q.shape[-1] - 1) // 2
+        return q[..., : self.size], (q[..., self.size : middle], q[..., middle:-1]), q[..., -1:]
 
     def outputs(self, near: Tensor, far: Tensor, sums: list[Any]) -> Tensor:
         """Outputs (..., d) from those of sinks, those of stored numbers (..., k), and the sums of their weights."""
         found = torch.cat([near, far, torch.stack(sums, 1)], dim=-1) if self.packed else near + far
         return found @ self.back.to(found)
+
+
+def _products(start: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+    """`start + x y` (b, n, m)."""
+    return torch.bmm(x, y) if start is None else torch.baddbmm(start, x, y)
 
 
 @lru_cache(maxsize=16)
@@ -227,9 +234,7 @@ class SelectedState:
     def map(self, f: Callable[[Tensor], Tensor]) -> SelectedState:
         """A state with f applied to every tensor; all have the batch in front."""
         made = copy.copy(self)
-        made.rank, made.real, made.codes, made.steps, made.pending, made.going, *sinks = (
-            f(t) for t in self.tensors
-        )
+        made.rank, made.real, made.codes, made.steps, made.pending, made.going, *sinks = (f(t) for t in self.tensors)
         made.sinks = tuple(sinks)
         return made
 
@@ -377,22 +382,22 @@ class SelectedState:
         logits = to_sinks @ sink_keys.mT
         if not known:
             logits = logits.masked_fill(~self._sinks_seen(position[..., None])[:, None], HIDDEN)
-        # 2. Each head with its own slots.
+        # 2. Each head with its own slots. Stored numbers come in one part or two.
         sizes = [count for _, count in self.segments]
-        columns = self.precision.columns(self.codes, self.key_codes, q.dtype)
-        parts = (*(x.split(sizes, dim=1) for x in columns), self.steps[..., :-1].to(q.dtype).split(sizes, dim=2))
+        columns = [halves(x, self.key_codes) for x in self.precision.columns(self.codes, q.dtype)]
+        keys, values = ([x[i].split_with_sizes(sizes, 1) for x in columns] for i in (0, 1))
+        steps = self.steps[..., :-1].to(q.dtype)
+        *scales, added = (steps[:, i : i + 1].split_with_sizes(sizes, 2) for i in range(steps.shape[1]))
         near, far, sums = [], [], []
-        for head, (keys, values, steps) in enumerate(zip(*parts, strict=True)):
-            key_step, value_step, added = steps.split(1, dim=1) if self.scaled else (1.0, 1.0, steps)
-            if offset is None:
-                found = torch.bmm(to_codes[:, head], keys.mT)
-            else:
-                found = torch.baddbmm(offset[:, head], to_codes[:, head], keys.mT)
-            found = torch.addcmul(added, found, key_step) if self.scaled else found + added
+        for head in range(g):
+            found = None if offset is None else offset[:, head]
+            for x, y in zip(to_codes, keys, strict=True):
+                found = _products(found, x[:, head], y[head].mT)
+            found = torch.addcmul(added[head], found, scales[0][head]) if self.scaled else found + added[head]
             weight = torch.cat([logits[:, head], found], dim=-1).softmax(-1)
             near.append(weight[..., :first])
-            rest = weight[..., first:] * value_step
-            far.append(torch.bmm(rest, values))
+            rest = weight[..., first:] * scales[1][head] if self.scaled else weight[..., first:]
+            far.append(torch.cat([torch.bmm(rest, x[head]) for x in values], dim=-1))
             if offset is not None:
                 sums.append(rest.sum(-1, keepdim=True))
         # 3. Back from stored numbers.
@@ -442,7 +447,9 @@ class SelectedState:
         b, r, n, _ = q.shape
         window, capacity = self.kept.window, self.kept.budgets[head]
         keys, values = (
-            self.precision.decode((codes, *(x.unsqueeze(-1) for x in pool.steps[:, i : i + self.scaled].unbind(1))), q.dtype)
+            self.precision.decode(
+                (codes, *(x.unsqueeze(-1) for x in pool.steps[:, i : i + self.scaled].unbind(1))), q.dtype
+            )
             for i, codes in enumerate(halves(pool.codes, self.key_codes))
         )
         first = tuple(x[:, head].to(q.dtype) for x in self.sinks)
