@@ -162,7 +162,7 @@ def test_counted_bytes_are_those_of_the_tensors(precision: str, dtype: torch.dty
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pieces_give_what_the_whole_text_gives(family: str) -> None:
-    model = converted(family)
+    model = converted(family).double()  # in float32 a step next to the border of two float16 numbers falls either way
     cache = transformers.DynamicCache(config=model.config)
     whole, parts = whole_and_pieces(model, ids(60, 2, seed=3), [17, 18, 19, 40], cache)
     torch.testing.assert_close(parts, whole, atol=1e-4, rtol=1e-4)
