@@ -168,7 +168,6 @@ PAPERS = (
 # Experiments of our own: title and page.
 BEYOND = {
     "decoder_cache": ("a decoder whose cache is a tenth", "shrink-a-cache.md"),
-    "decoder_texts": ("a tenth of the cache on texts of three kinds", "shrink-a-cache.md"),
     "further_models": ("four models converted at first try", "speed-up-an-encoder.md"),
     "landmark_ablations": ("what each part of the landmark fit is worth", "which-map.md"),
     "landmark_frontier": ("features fitted to the heads", "which-map.md"),
