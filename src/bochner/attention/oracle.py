@@ -11,10 +11,9 @@ from torch import Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype, positive_int
 from bochner.attention.api import linear_attention
-from bochner.attention.checks import Options, check_decay, check_finite, check_map, check_mask, check_qkv, refuse_values
+from bochner.attention.checks import Options, check_decay, check_finite, check_mask, check_qkv, refuse_values
 from bochner.attention.layout import leading
-from bochner.attention.state import SMALL, unmasked
-from bochner.maps import feature_map
+from bochner.attention.state import unmasked
 from bochner.maps.base import KERNELS, FeatureMap
 
 Kernel = str | FeatureMap | Callable[[Tensor, Tensor], Tensor]
@@ -101,71 +100,12 @@ def attention_matrix(
     """
     owner = "attention_matrix"
     check_qkv(q, k, k, owner)
-    phi = feature_map(phi, dim=q.shape[-1])
-    check_map(phi, q, k)
-    check_mask(key_padding_mask, k, owner)
-    asked = Options(is_causal, scale, window, sinks, window_kind, normalize).checked(q, k, owner)
-    is_causal, scale, window, sinks, *_ = asked
-    root = math.sqrt(scale)
-    (k,) = unmasked(key_padding_mask, k)
-    check_finite(owner, q=q, k=k)
-    faded = _faded(decay, k, owner, is_causal, key_padding_mask, q.shape[1])
-    n, s = q.shape[-2], k.shape[-2]
-    if phi.num_columns(1) != 2:  # no weight of one pair alone: what it does to values that are 1 for one key
-        ones = torch.eye(s, dtype=q.dtype, device=q.device).expand(*k.shape[:2], s, s)
-        how: Any = asked._asdict()
-        return linear_attention(q, k, ones, phi, key_padding_mask=key_padding_mask, decay=decay, **how)
-    # In float64, and as logarithms with their signs: the terms of a weight can span more than a dtype holds.
-    x, y, _ = _scaled(q.double(), k.double(), k.double(), root)
-    grouped = (q.double() * root).reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
-    i = torch.arange(s - n, s, device=q.device) if is_causal else torch.arange(n, device=q.device)
-    near, hidden = _near(i, s, window, sinks, window_kind, key_padding_mask), _hidden(i, s, is_causal, key_padding_mask)
-    lost = torch.zeros_like(x[..., :1]) if faded is None else _log_decay(faded, i)
-    far = (~(near | hidden)).to(x.dtype) * lost.exp()  # (b, h, n, s)
-    far = far.reshape(*grouped.shape[:-1], s)
-    sign, log_weights = (t.view(*q.shape[:-1], s) for t in _signed_logs(phi, grouped, k.double() * root, far))
-    exact = _log_kernel(x, y, "gaussian" if phi.kernel == "gaussian" else "softmax")
-    log_weights = torch.where(near, exact, log_weights) + lost
-    log_weights = log_weights.masked_fill(hidden, -torch.inf)
-    peak = log_weights.amax(-1, keepdim=True) if normalize else torch.zeros_like(log_weights[..., :1])
-    weights = torch.where(near, 1.0, sign) * (log_weights - torch.where(peak > -torch.inf, peak, 0)).exp()
-    if not normalize:
-        return weights.to(q.dtype)
-    seen = (~hidden).to(weights.dtype).expand_as(weights)
-    weights = torch.where(_is_small(phi, grouped, k.double() * root, weights, near, far, peak), seen, weights)
-    return _normalized(weights).to(q.dtype)
-
-
-def _is_small(
-    phi: FeatureMap, x: Tensor, y: Tensor, weights: Tensor, near: Tensor, far: Tensor, peak: Tensor
-) -> Tensor:
-    """Which rows (b, h, n, 1) of a signed map have a normaliser that is not divided by; weights relative to peak."""
-    if phi.has_positive_sums:
-        return torch.zeros_like(weights[..., :1], dtype=torch.bool)
-    fq, fk = phi(x, "query"), phi(y, "key")
-    top = fk.log_scale.amax((-2, -1), keepdim=True)
-    norm = far @ (fk.values * (fk.log_scale - top).exp())
-    bound = (norm.norm(dim=-1, keepdim=True) * fq.values.norm(dim=-1, keepdim=True)).log() + top + fq.log_scale
-    exact = (weights * near).sum(-1, keepdim=True)
-    total = weights.sum(-1, keepdim=True)
-    return total < SMALL * ((bound.view_as(total) - torch.where(peak > -torch.inf, peak, 0)).exp() + exact)
-
-
-def _signed_logs(phi: FeatureMap, x: Tensor, y: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
-    """Sign and logarithm of the estimated kernel, (b, g, N, s), of which pairs are used by their weights `far`."""
-    query, key = phi.exponent("query"), phi.exponent("key")
-    if query is None or key is None:
-        fq, fk = phi(x, "query"), phi(y, "key")
-        products = fq.values @ fk.values.mT
-        if phi.top_up is not None:  # what the share of these keys lacks is given to all of them alike
-            count = far.sum(-1, keepdim=True)
-            share = (products * far).sum(-1, keepdim=True) / torch.where(count > 0, count, 1)
-            products = products + (phi.top_up.to(x.dtype).reshape(-1, 1, 1) - share).clamp_min(0)
-        return products.sign(), products.abs().log() + fq.log_scale + fk.log_scale.mT
-    (z, a), (w, b) = query.at(x), key.at(y)
-    left, right = query.logits(z) + a, key.logits(w) + b
-    logs = [(left[..., i, None, :] + right).logsumexp(-1) for i in range(x.shape[-2])]
-    return torch.ones((), dtype=x.dtype, device=x.device).expand(*x.shape[:-1], y.shape[-2]), torch.stack(logs, dim=-2)
+    asked = Options(is_causal, scale, window, sinks, window_kind, normalize, diagnostics=False).checked(q, k, owner)
+    # What attention does to values that are 1 for one key. In float64: terms can span more than other dtypes hold.
+    ones = torch.eye(k.shape[-2], dtype=torch.float64, device=q.device).expand(*k.shape[:-1], -1)
+    how: Any = asked._asdict() | {"key_padding_mask": key_padding_mask, "decay": decay}
+    check_finite(owner, q=q, k=unmasked(key_padding_mask, k)[0])
+    return linear_attention(q.double(), k.double(), ones, phi, **how).to(q.dtype)
 
 
 def _faded(decay: Any, k: Tensor, owner: str, is_causal: bool, mask: Tensor | None, heads: int) -> Tensor | None:
