@@ -13,11 +13,12 @@ from torch import Tensor
 
 from bochner._checks import BochnerError, BochnerWarning, floating
 from bochner.attention.attend import attention
-from bochner.attention.call import Call, Keys, Near, Result
-from bochner.attention.checks import Options, check_call, check_decay, check_origin, refuse_values, total_of, watched
+from bochner.attention.checks import Options, check_call, check_origin, refuse_values, total_of
 from bochner.attention.decode import step
 from bochner.attention.features import PreparedMap
-from bochner.attention.state import State, unmasked
+from bochner.attention.layout import Near
+from bochner.attention.scan import Call, Result
+from bochner.attention.state import Keys, State, unmasked
 from bochner.maps import FeatureMap, MapLike, feature_map
 
 
@@ -85,14 +86,14 @@ def linear_attention(
         phi = feature_map(phi, dim=floating(q, "q", "linear_attention").shape[-1])
     how = (normalize, on_small_normalizer, return_state, recompute, diagnostics)
     options = Options(is_causal, scale, window, sinks, window_kind, *how)
-    options = check_call(q, k, v, phi, key_padding_mask, state, cu_seqlens, options, made)
-    fade = check_decay(decay, k, "linear_attention", is_causal=options.is_causal)
+    options, fade = check_call(q, k, v, phi, key_padding_mask, state, cu_seqlens, decay, options, made)
     if cu_seqlens is not None:
-        spans = [slice(i, j) for i, j in pairwise(cu_seqlens.tolist()) if j > i]
         alike: dict[str, Any] = options._asdict()
-        fades = [fade if fade is None or fade.shape[-1] == 1 else fade[..., s] for s in spans]
-        pairs = zip(spans, fades, strict=True)
-        parts = [linear_attention(q[..., s, :], k[..., s, :], v[..., s, :], phi, decay=f, **alike) for s, f in pairs]
+        parts = []
+        for i, j in pairwise(cu_seqlens.tolist()):
+            one = fade if fade is None or fade.shape[-1] == 1 else fade[..., i:j]
+            if j > i:
+                parts.append(linear_attention(*(t[..., i:j, :] for t in (q, k, v)), phi, decay=one, **alike))  # type: ignore[call-arg,arg-type]
         return torch.cat(parts, dim=-2)
     if q.is_meta:  # only shapes are asked for
         if return_state:
@@ -105,18 +106,13 @@ def linear_attention(
     origin = None if call.composed or not goes_on else (type(phi).__name__, phi.fingerprint(), options.scale)
     if state is not None and state.origin != origin:
         check_origin(state, origin)
-    if fade is None and state is not None and state.window is not None and state.window.shift is not None:
-        fade = torch.zeros(1, 1, 1, dtype=torch.float64, device=q.device)  # what has decayed stays so
     given = q, Keys(k, v, key_padding_mask), state, fade
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             result = _attend(call, *given, options)
     else:
         result = _attend(call, *given, options)
-    out = result.out
-    if on_small_normalizer == "zero" and result.bad is not None and not made.positive:
-        out = out.masked_fill(result.bad, 0)
-    out = out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+    out = result.out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
     if result.state is None or not return_state:
         return out
     return out, result.state._replace(origin=origin)
@@ -130,26 +126,26 @@ def _attend(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tenso
         else:  # what they hold there must not matter, not even NaN
             k, v = unmasked(mask, keys.k, keys.v)
             keys = Keys(k, v, mask)
-            decay = None if decay is None else decay.expand(*keys.k.shape[:3]).masked_fill(mask[:, None], 0)
+            decay = None if decay is None else decay.expand(*k.shape[:3]).masked_fill(mask[:, None], 0)
     if call.composed:
         return _unseen(call, q, keys, state, decay)
     given = q, keys.k, keys.v, decay
-    if options.diagnostics and call.looks and not math.isfinite(total_of(watched(*given)).item()):
+    looks = options.diagnostics and call.looks
+    if looks and not math.isfinite(total_of(*given).item()):
         refuse_values("linear_attention", *given)
     result = _result(call, q, keys, state, decay)
-    if not options.diagnostics:
-        return result
-    if not call.looks:  # one look at everything, when all is done
+    if looks and not math.isfinite(result.out.detach().sum().item()) and not bool(result.out.isfinite().all()):
+        result = _smaller_values(call, q, keys, state, decay)
+    if options.diagnostics and not looks:  # one look at everything, when all is done
         bad = torch.zeros((), device=q.device) if result.bad is None else result.bad.sum()
-        total, count = torch.stack([total_of(watched(*given)), bad.to(call.map.dtype)]).tolist()
+        total, count = torch.stack([total_of(*given), bad.to(call.map.dtype)]).tolist()
         if not math.isfinite(total):
             refuse_values("linear_attention", *given)
         report(call.map, result, int(count), options.on_small_normalizer, stacklevel=4)
-        return result
-    if not math.isfinite(result.out.detach().sum().item()) and not bool(result.out.isfinite().all()):
-        result = _smaller_values(call, q, keys, state, decay)
-    if result.bad is not None:
+    elif looks and result.bad is not None:
         report(call.map, result, int(result.bad.sum()), options.on_small_normalizer, stacklevel=4)
+    if options.on_small_normalizer == "zero" and result.bad is not None and not call.map.positive:
+        return result._replace(out=result.out.masked_fill(result.bad, 0))
     return result
 
 

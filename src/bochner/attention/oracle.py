@@ -104,6 +104,7 @@ def attention_matrix(
     # What attention does to values that are 1 for one key. In float64: terms can span more than other dtypes hold.
     ones = torch.eye(k.shape[-2], dtype=torch.float64, device=q.device).expand(*k.shape[:-1], -1)
     how: Any = asked._asdict() | {"key_padding_mask": key_padding_mask, "decay": decay}
+    check_mask(key_padding_mask, k, owner)
     check_finite(owner, q=q, k=unmasked(key_padding_mask, k)[0])
     return linear_attention(q.double(), k.double(), ones, phi, **how).to(q.dtype)
 

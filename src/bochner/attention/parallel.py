@@ -18,13 +18,12 @@ from torch import Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype, floating
 from bochner.attention.api import linear_attention, report
-from bochner.attention.attend import nothing_seen, scan_rows
-from bochner.attention.call import Call, Keys, Near, Result
+from bochner.attention.attend import nothing_seen
 from bochner.attention.checks import Options, check_finite, check_map, check_mask, check_qkv
 from bochner.attention.features import EMPTY, PreparedMap
-from bochner.attention.layout import Layout
-from bochner.attention.scan import absorb_keys
-from bochner.attention.state import State, Sums, mean_of, merge, unmasked, value_sums
+from bochner.attention.layout import Layout, Near
+from bochner.attention.scan import Call, Result, absorb_keys, scan_rows
+from bochner.attention.state import Keys, State, Sums, mean_of, merge, unmasked, value_sums
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap
 

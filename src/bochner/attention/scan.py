@@ -9,19 +9,29 @@ arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bochner._products import is_exporting
+from bochner import _products
 from bochner.attention.autograd import Output, Scanned, random_state, recomputed
-from bochner.attention.call import Call, Keys
 from bochner.attention.features import EMPTY, MASKED, PreparedMap, tied
-from bochner.attention.layout import Layout, Part, by_head
+from bochner.attention.layout import Layout, Near, Part, by_head
 from bochner.attention.softmax import attend_zones, exact_logits
-from bochner.attention.state import Sums, add_keys, cauchy_schwarz, divided, key_sums, normaliser, ones_beside
+from bochner.attention.state import (
+    Keys,
+    State,
+    Sums,
+    add_keys,
+    cauchy_schwarz,
+    divided,
+    key_sums,
+    normaliser,
+    ones_beside,
+)
 
 ELEMENTS = 5 * 2**20  # features and logits of one part on the CPU: 20 MB in float32
 ELSEWHERE = 64  # times as many on other devices
@@ -32,21 +42,51 @@ pad = torch.nn.functional.pad
 torch.empty(2**23 - 2**16, device="cpu")
 
 
-class Sinks(NamedTuple):
-    """The first t unpadded keys: k, v (b, g, t, .); place (b, t) relative to row 0, and whether there is one (b, t).
+class Call(NamedTuple):
+    """How attention is computed.
 
-    Without places they are those of the first t rows. `shift` (b, g, t, 1): as of other keys.
+    `groups`: query heads per key head, r. `goes_on`: whether the state is wanted. `composed`: whether everything must
+    be plain differentiable operations. `looks`: whether asking for a value is cheap and possible.
     """
 
-    k: Tensor
-    v: Tensor
-    place: Tensor | None
-    there: Tensor | None
-    shift: Tensor | None = None
+    near: Near
+    map: PreparedMap
+    groups: int
+    composed: bool
+    looks: bool
+    normalize: bool = True
+    recompute: bool = True
+    goes_on: bool = False
+
+    @classmethod
+    def of(cls, near: Near, prepared: PreparedMap, q: Tensor, k: Tensor, *how: bool) -> Call:
+        """For q (b, h, n, d) and k (b, g, s, d); then whether to normalise, to recompute and to go on."""
+        composed = _products.is_composed()
+        looks = _products.LOOKS and not composed and q.device.type == "cpu"
+        return cls(near, prepared, q.shape[1] // k.shape[1], composed, looks, *how)
+
+
+class Result(NamedTuple):
+    """Rows (b, g, r n, v), the state after the keys, and which rows (b, g, r n, 1) were given a mean; None for none."""
+
+    out: Tensor
+    state: State | None = None
+    bad: Tensor | None = None
+
+
+class Sinks(NamedTuple):
+    """The first t unpadded keys; place (b, t) relative to row 0, and whether there is one (b, t).
+
+    Without places they are those of the first t rows.
+    """
+
+    keys: Keys
+    place: Tensor | None = None
+    there: Tensor | None = None
 
     def places(self) -> tuple[Tensor, Tensor]:
         if self.place is None or self.there is None:
-            here = torch.arange(self.k.shape[2], device=self.k.device).expand(self.k.shape[0], -1)
+            here = torch.arange(self.keys.k.shape[2], device=self.keys.k.device).expand(self.keys.k.shape[0], -1)
             return here, torch.ones_like(here, dtype=torch.bool)
         return self.place, self.there
 
@@ -77,6 +117,7 @@ def absorb_keys(call: Call, sums: Sums, keys: Keys) -> Sums:
     again = again and not call.composed
     # With gradients the map is made anew: what it holds may have been computed without.
     prepared = call.map.computed_from(call.map.tensors()) if again else call.map
+    prepared.function("key")  # made before it is used: a recomputation would find it there
 
     def absorbed(value: Tensor, ref: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shift: Tensor | None) -> Sums:
         return add_keys(Sums(value, ref), prepared.features("key", k, shift), v.to(prepared.dtype), mask, prepared)
@@ -88,6 +129,37 @@ def absorb_keys(call: Call, sums: Sums, keys: Keys) -> Sums:
         options: Any = {"use_reentrant": False, "preserve_rng_state": not prepared.phi.is_exponential}
         sums = checkpoint(absorbed, *sums, *part, **options) if again else absorbed(*sums, *part)
     return sums
+
+
+def scan_rows(
+    call: Call,
+    q: Tensor,
+    keys: Keys,
+    sinks: Sinks | None,
+    sums: Sums,
+    layout: Layout,
+    *,
+    fresh: bool,
+    goes_on: bool = False,
+) -> tuple[Tensor, Tensor | None, Sums]:
+    """Rows of q (b, g, r, n, d) laid out among keys, which are bad, and the sums after them."""
+    parts = layout.parts(rows_at_once(call, layout, keys.k))
+    first = keys.part(slice(0, 0)) if sinks is None else sinks.keys
+    tensors, holes, refs = [q, keys.k, keys.v, first.k, first.v], (keys.padded, keys.far_holes), None
+    if call.near.window and not call.near.is_causal and len(parts) > 1:
+        # What lies behind the keys of each part, from the last to the first.
+        bounds = [min(max(part.span.stop - layout.front, 0), layout.keys) for part in parts]
+        found = [Sums(torch.zeros_like(sums.value), torch.full_like(sums.ref, EMPTY))]
+        for i, j in reversed(list(pairwise(bounds))):
+            some = keys.part(slice(i, j))
+            found.append(absorb_keys(call, found[-1], some) if j > i else found[-1])
+        refs = torch.stack([s.ref for s in reversed(found)], dim=2)
+        tensors.append(torch.stack([s.value for s in reversed(found)], dim=2))
+    elif keys.shift is not None:
+        assert first.shift is not None
+        tensors += [keys.shift, first.shift]
+    out, bad, *after = Scan(call, layout, parts, holes, sinks, fresh, goes_on, refs).run(tensors, sums)
+    return out, bad, Sums(*after)
 
 
 class Scan:
@@ -377,7 +449,7 @@ class Scan:
             return top, (scale - top).to(dtype).exp_()
         top = torch.maximum(ref, scale.detach().cummax(-1).values.mT[..., part.rows, :])
         weight = (scale - top).to(dtype)
-        if self._has_graph():
+        if self.call.composed or scale.requires_grad:
             return top, weight.clamp_max(0).exp().tril(part.rows.start)
         return top, weight.exp_().tril_(part.rows.start)  # infinite perhaps where it is cut off
 
@@ -483,7 +555,7 @@ def prefix(
     quadratic in t, with a small constant; while compiling, when all blocks are taken at once, in two levels.
     """
     t = sums.shape[2]
-    if torch.compiler.is_compiling() and (is_exporting() or t > OUTER):
+    if torch.compiler.is_compiling() and (_products.is_exporting() or t > OUTER):
         states = _nested_prefix(sums, refs, torch.zeros_like(sums[:, :, 0]) if first is None else first)
         return states[:, :, :t], states[:, :, gone]
     count = t + 1 if gone == t else t  # of prefixes that are wanted
