@@ -73,7 +73,7 @@ def _lowered(state: State, decay: Tensor) -> State:
 
 def _shifted(state: State, f: Callable[[Tensor], Tensor]) -> State:
     """A state with the shifts of its exact keys through f."""
-    if state.window is None or state.window.held.shift is None:
+    if state.window is None:
         return state
     both = [t._replace(shift=None if t.shift is None else f(t.shift)) for t in (state.window.held, state.window.sinks)]
     return state._replace(window=state.window._replace(held=both[0], sinks=both[1]))

@@ -87,6 +87,10 @@ class WindowState(NamedTuple):
         """Whether no key so far is known to be padding, so that the sinks are the first t keys."""
         return self.held.padded is None and self.start is None
 
+    @property
+    def has_decayed(self) -> bool:
+        return self.held.shift is not None or self.sinks.shift is not None
+
 
 class State(NamedTuple):
     """Everything attention needs to know of the keys seen.
