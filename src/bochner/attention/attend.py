@@ -123,7 +123,7 @@ def _rows(
         sums = absorb_keys(call, sums, new)
         layout = Layout.of(near, q.shape[3], 0, 0, 0)
         return *scan_rows(call, q, new.part(slice(0, 0)), sinks, sums, layout, fresh=False)[:2], state
-    keys, seen, done = past.held.then(new) if past.held.k.shape[2] else new, past.seen + new.k.shape[2], 0
+    keys, seen, done = past.held.then(new) if past.seen else new, past.seen + new.k.shape[2], 0
     out: Tensor | None = None
     bad: Tensor | None = None
     if q is not None and (start is None or seen <= near.window):  # no key has left, wherever blocks begin

@@ -98,7 +98,7 @@ def check_call(
             f"The 'phi' of {owner} was prepared for scale={made.scale:.6g} and {made.dtype}, this call has scale="
             f"{o.scale:.6g} and {accumulation_dtype(q.dtype)}; prepare it for these."
         )
-    if decay is None and state is not None and state.window is not None and state.window.has_decayed:
+    if decay is None and state is not None and state.window is not None and state.window.held.shift is not None:
         decay = 0.0  # what has decayed stays so
     return o, check_decay(decay, k, owner, is_causal=o.is_causal)
 

@@ -47,7 +47,7 @@ class Keys(NamedTuple):
 
     def then(self, new: Keys) -> Keys:
         """These keys and others behind them."""
-        if not self.k.shape[2]:
+        if not self.k.shape[2] and self.padded is self.sink is self.shift is None:
             return new
 
         def joined(dim: int, a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -86,10 +86,6 @@ class WindowState(NamedTuple):
     def unpadded(self) -> bool:
         """Whether no key so far is known to be padding, so that the sinks are the first t keys."""
         return self.held.padded is None and self.start is None
-
-    @property
-    def has_decayed(self) -> bool:
-        return self.held.shift is not None or self.sinks.shift is not None
 
 
 class State(NamedTuple):
