@@ -104,11 +104,7 @@ def _backward(
         prepared = ctx.prepared.computed_from(others, ties=True)
     totals = [torch.zeros_like(t) for t in tensors]
     learned: list[Tensor | None] = [None] * len(others)
-    if not ctx.before:  # a second backward pass
-        with torch.no_grad():
-            scan.forward(ctx.prepared, tensors, Sums(*inputs[count : count + 2]), ctx.before)
-    for part in reversed(scan.parts):
-        carry, random, kept = ctx.before.pop()  # nothing is held longer than it is needed
+    for part, (carry, random, kept) in reversed(list(zip(scan.parts, ctx.before, strict=True))):
         taken = [t.detach().requires_grad_(w) for t, w in zip(scan.take(part, tensors), wanted, strict=False)]
         value = carry.value.detach().requires_grad_()
         with torch.enable_grad(), _random(random, value):
