@@ -263,7 +263,7 @@ def test_a_state_has_the_same_size_after_any_number_of_keys(variant: str) -> Non
     own = 8 * 2 * 2 * (8 * (3 + 1) + 1 + (3 + 1))
 
     def most(keys: int) -> int:
-        exact = 2 * (2 * 8 * (4 + 3) * (keys + sinks) + 2 * keys + 8 * sinks)
+        exact = 2 * (2 * 8 * (4 + 3) * (keys + sinks) + 8 * sinks)
         return own + (exact if window or sinks else 0)
 
     for n in (1, 10, 500, 503, 3000):
