@@ -108,6 +108,7 @@ def draw_case(seed: int) -> Case:
         "workspace": r.random() < 0.3,
         "shifted": r.random() < 0.3,
         "future": r.random() < 0.1,
+        "decay": r.choice([None, None, "head", "token"]) if is_causal else None,
         "cuts": [],
     }
     if case["gradient"]:
@@ -194,32 +195,49 @@ def draw_inputs(case: Case) -> tuple[list[Tensor], Tensor | None]:
     return [t.to(DTYPES[case["dtype"]]).double() for t in (q, k, v)], masks[kind]
 
 
+def draw_decay(case: Case) -> Tensor | None:
+    """Log decays in double precision, per key head or per token; some tokens do not decay."""
+    if case["decay"] is None:
+        return None
+    shape = (case["g"],) if case["decay"] == "head" else (case["b"], case["g"], case["s"])
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(case["seed"] + 2), dtype=torch.float64)
+    return -(x - 0.3).clamp_min(0) * (2.0 if case["size"] > 1 else 0.2)
+
+
 # The definition.
 
 
-def define(case: Case, phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Want:
+def define(
+    case: Case, phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, decay: Tensor | None
+) -> Want:
     """Attention with every weight formed; all tensors and the map in double precision."""
     (b, h, n, d), (g, s) = q.shape, k.shape[1:3]
     root = (d**-0.5 if case["scale"] is None else case["scale"]) ** 0.5
     x, y = (q * root).reshape(b, g, -1, d), k * root
     f, p = phi(x, "query"), phi(y, "key")
     near, seen = (t[:, None, None] for t in places(case, mask))  # (b, 1, 1, n, s)
-    far = (seen & ~near).double().expand(b, g, h // g, n, s).flatten(2, 3)  # (b, g, r n, s)
+    lost = torch.ones(1, 1, 1, 1, 1, dtype=torch.float64)
+    if decay is not None:  # exp of the log decays of all tokens behind a key, up to the row's
+        each = (decay.reshape(1, -1, 1) if decay.ndim == 1 else decay).expand(b, g, s)
+        total = (each if mask is None else each.masked_fill(mask[:, None], 0)).cumsum(-1)
+        lost = (total[..., s - n :, None] - total[..., None, :]).clamp_max(0).exp().unsqueeze(2)
+    far = ((seen & ~near) * lost).expand(b, g, h // g, n, s).flatten(2, 3)  # (b, g, r n, s)
     pairs = f.values @ p.values.mT
     size = f.values.abs() @ p.values.abs().mT
     if phi.top_up is not None:
-        share = (pairs * far).sum(-1, keepdim=True) / far.sum(-1, keepdim=True).clamp_min(1)
+        most = far.sum(-1, keepdim=True)
+        share = (pairs * far).sum(-1, keepdim=True) / torch.where(most > 0, most, 1)
         lack = (phi.top_up.double().reshape(-1, 1, 1) - share).clamp_min(0)
         pairs, size = pairs + lack, size + lack
     factor = (f.log_scale + p.log_scale.mT).exp()
     logits = x @ y.mT
     if phi.kernel == "gaussian":
         logits = logits - 0.5 * (x.square().sum(-1, keepdim=True) + y.square().sum(-1, keepdim=True).mT)
-    exact = logits.exp() * (near & seen).double().expand(b, g, h // g, n, s).flatten(2, 3)
+    exact = logits.exp() * ((near & seen) * lost).expand(b, g, h // g, n, s).flatten(2, 3)
     weights, size = pairs * factor * far + exact, (size * factor * far + exact).sum(-1).detach()
     num, den = weights @ v, weights.sum(-1)
-    count = (far + (near & seen).double().expand(b, g, h // g, n, s).flatten(2, 3)).sum(-1)
     visible = seen.double().expand(b, g, h // g, n, s).flatten(2, 3)
+    count = visible.sum(-1)
     mean = visible @ v / count.clamp_min(1).unsqueeze(-1)
     bad, unsure = den.detach() == 0, torch.zeros_like(den, dtype=torch.bool)
     if not phi.positive and phi.top_up is None:
@@ -289,16 +307,19 @@ def modes(case: Case) -> Any:
     return {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}[case["mode"]]()
 
 
-def attend(case: Case, phi: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend(
+    case: Case, phi: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, decay: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Rows of a call, in one piece or in parts, and their places among the queries."""
     names = ("is_causal", "window", "window_kind", "sinks", "scale", "normalize", "recompute", "diagnostics")
     how: dict[str, Any] = {name: case[name] for name in names} | {"on_small_normalizer": case["policy"]}
     if not case["cuts"]:
-        return linear_attention(q, k, v, phi, key_padding_mask=mask, **how), torch.arange(q.shape[2])
+        return linear_attention(q, k, v, phi, key_padding_mask=mask, decay=decay, **how), torch.arange(q.shape[2])
     state, rows, found = None, [], []
     for i, first, end in case["cuts"]:
         part = None if mask is None else mask[:, i:end]
         x, y, u = q[:, :, first:end], k[:, :, i:end], v[:, :, i:end]
+        how["decay"] = decay if decay is None or decay.ndim == 1 else decay[..., i:end]
         out, state = linear_attention(x, y, u, phi, key_padding_mask=part, state=state, return_state=True, **how)
         rows.append(out)
         found.append(torch.arange(first, end))
@@ -317,31 +338,34 @@ def run(case: Case) -> Counter[str]:
         return Counter(skipped=1)
     wants_gradient = case["gradient"] and not (case["map"] in KINKED and case["dtype"] != "float64")
     given = [prepare_input(case, t, mask if i else None) for i, t in enumerate(inputs)]
+    decays = [draw_decay(case)] * 2  # ours, and that of the definition
     copies = [t.clone() for t in given]
     leaves = [t.requires_grad_() for t in inputs] if wants_gradient else inputs
     if wants_gradient:
         given = [t.requires_grad_() for t in given]
+        decays = [None if t is None else t.clone().requires_grad_() for t in decays]
     with warnings.catch_warnings(record=True) as caught, small_limits(case), modes(case):
         warnings.simplefilter("always")
         scale = case["d"] ** -0.5 if case["scale"] is None else case["scale"]
         dtype = torch.float64 if case["dtype"] == "float64" else torch.float32
         used: Any = PreparedMap(phi, scale, dtype) if case["prepared"] else phi
         try:
-            got, rows = attend(case, used, *given, mask)
+            got, rows = attend(case, used, given[0], given[1], given[2], mask, decays[0])
         except BochnerError as error:
             raise Failure("refused", str(error)) from error
         with torch.set_grad_enabled(wants_gradient):
             k, v = (t if mask is None else t.masked_fill(mask[:, None, :, None], 0) for t in leaves[1:])
-            want = define(case, wide, leaves[0], k, v, mask)
+            want = define(case, wide, leaves[0], k, v, mask, decays[1])
         want = Want(*(t[:, :, rows] for t in want))
         counts = compare(case, wide, got, want)
         if wants_gradient:
-            compare_gradients(case, phi, wide, got, given, want, leaves)
+            ours, theirs = ([*t, *([] if d is None else [d])] for t, d in zip((given, leaves), decays, strict=True))
+            compare_gradients(case, phi, wide, got, ours, want, theirs)
     if any(not same(a, b) for a, b in zip(given, copies, strict=True)):
         raise Failure("inputs changed", "")
     check_warnings(case, caught, want, counts)
     if case["future"] and case["is_causal"] and case["n"] == case["s"] > 1:
-        check_future(case, phi, got.detach(), rows, [t.detach() for t in given], mask)
+        check_future(case, phi, got.detach(), rows, [t.detach() for t in given], mask, decays[0])
     return counts
 
 
@@ -407,7 +431,7 @@ def compare_gradients(
     ours, theirs = [*given, *phi.parameters()], [*leaves, *wide.parameters()]
     found = torch.autograd.grad(got, ours, weight.to(got.dtype), allow_unused=True)
     expected = torch.autograd.grad(want.out, theirs, weight, allow_unused=True)
-    names = ["q", "k", "v", *(name for name, _ in phi.named_parameters())]
+    names = [*("q", "k", "v", "decay")[: len(given)], *(name for name, _ in phi.named_parameters())]
     largest = {name: 0.0 if e is None else float(e.abs().max()) for name, e in zip(names, expected, strict=True)}
     for name, a, e in zip(names, found, expected, strict=True):
         e = torch.zeros(()) if e is None else e
@@ -435,9 +459,13 @@ def check_warnings(case: Case, caught: list[Any], want: Want, counts: Counter[st
             raise Failure("count", f"{said} rows said to be bad, {least} to {most} are")
 
 
-def check_future(case: Case, phi: Any, got: Tensor, rows: Tensor, given: list[Tensor], mask: Tensor | None) -> None:
-    """Later keys and values do not move an earlier row by a bit."""
+def check_future(
+    case: Case, phi: Any, got: Tensor, rows: Tensor, given: list[Tensor], mask: Tensor | None, decay: Tensor | None
+) -> None:
+    """Later keys, values and decays do not move an earlier row by a bit."""
     i = case["s"] // 2
+    if decay is not None and decay.ndim == 3:
+        decay = torch.cat([decay[..., :i], 2 * decay[..., i:]], dim=-1).detach()
     q, k, v = (t.clone() for t in given)
     k[:, :, i:] *= -1.5
     v[:, :, i:] += 1
@@ -445,7 +473,7 @@ def check_future(case: Case, phi: Any, got: Tensor, rows: Tensor, given: list[Te
         warnings.simplefilter("ignore")
         if case["gradient"]:
             q = q.requires_grad_()
-        again, _ = attend(case, phi, q, k, v, mask)
+        again, _ = attend(case, phi, q, k, v, mask, decay)
     if not torch.equal(again.detach()[:, :, rows < i], got[:, :, rows < i]):
         raise Failure("future", f"keys from {i} on change earlier rows")
 
@@ -505,6 +533,7 @@ SIMPLE: dict[str, list[Any]] = {
     "window_kind": ["sliding", "block"],
     "recompute": [False],
     "diagnostics": [True],
+    "decay": [None, "head"],
 }
 SWITCHES = (
     "heads",

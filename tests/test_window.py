@@ -53,7 +53,7 @@ def test_segments_and_cuts_do_not_show(
     options: dict[str, Any] = {"is_causal": is_causal, "window": window, "window_kind": kind, "sinks": 2}
     options |= {"key_padding_mask": padding(2, 220)}
     want = naive_attention(q, k, v, phi, **options)
-    monkeypatch.setattr("bochner.attention.attend.rows_at_once", lambda *_: rows)
+    monkeypatch.setattr("bochner.attention.scan.rows_at_once", lambda *_: rows)
     got = linear_attention(q, k, v, phi, **options)
     assert_same(got, want)
     assert_same(gradients(got, q, k, v, *parameters), gradients(want, q, k, v, *parameters))

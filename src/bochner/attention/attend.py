@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from bochner.attention.call import Call, Near, Result
 from bochner.attention.features import EMPTY, MASKED, PreparedMap
-from bochner.attention.layout import Layout, moved, starts
-from bochner.attention.scan import Scan, Sinks, absorb_keys, rows_at_once
+from bochner.attention.layout import Layout, Near, moved, starts
+from bochner.attention.scan import Call, Result, Sinks, absorb_keys, scan_rows
 from bochner.attention.softmax import attend
-from bochner.attention.state import State, Sums, WindowState, mean_of, spread_mask, value_sums
+from bochner.attention.state import Keys, State, Sums, WindowState, mean_of, spread_mask, value_sums
 
 
-class Keys(NamedTuple):
-    """Keys and values (b, g, s, .) by their places; which are padding and which sinks (b, s), None for none."""
+def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None = None) -> Result:
+    """Attention of q (b, h, n, d) over keys (b, g, s, .), zero where padded, after those of `state`.
 
-    k: Tensor
-    v: Tensor
-    padded: Tensor | None
-    sink: Tensor | None
-
-    @property
-    def far_holes(self) -> Tensor | None:
-        """Those that the kernel leaves out."""
-        if self.sink is None or self.padded is None:
-            return self.padded if self.sink is None else self.sink
-        return self.padded | self.sink
-
-    def part(self, span: slice) -> Keys:
-        padded, sink = (None if t is None else t[:, span] for t in (self.padded, self.sink))
-        return Keys(self.k[..., span, :], self.v[..., span, :], padded, sink)
-
-
-def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None) -> Result:
-    """Attention of q (b, h, n, d) over k and v (b, g, s, .), zero where `mask` (b, s), after the keys of `state`."""
-    (b, g, s, d), n, near, prepared = k.shape, q.shape[-2], call.near, call.map
+    `decay` (b, g, s) or less: the logarithm of what every token leaves of the weight of those before it.
+    """
+    (b, g, s, d), n, near, prepared = keys.k.shape, q.shape[-2], call.near, call.map
+    k, v, mask = keys[:3]
     fuses = prepared.phi.is_exponential and (call.looks or call.composed)
     if fuses and call.normalize and not (near.is_causal or near.exact):
         return Result(_by_softmax(prepared, q.reshape(b, g, -1, d), k, v, mask))
@@ -51,13 +33,19 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     q = q.reshape(b, g, call.groups, n, d)
     if call.recompute and torch.is_grad_enabled() and not call.composed and not call.map.is_closed(q[:, :, 0], k):
         call = call._replace(recompute=False)
-    keys = Keys(k, v, mask, None)
+    if decay is not None:
+        # A weight exp(g_i - g_j), with g the running sum, is a shift -g_j of the keys: a factor of a row cancels.
+        decay = decay.expand(b, g, s).cumsum(-1)
+        keys, state = keys._replace(shift=-decay.unsqueeze(-1)), _widened(state)
     if near.is_causal and n < s:
-        state = _advanced(call, keys.part(slice(0, s - n)), state)
+        _, _, state = _rows(call._replace(goes_on=True), None, keys.part(slice(0, s - n)), state, fresh=fresh)
         keys = keys.part(slice(s - n, s))
     before = state.total
-    out, bad, after = _rows(call, q, keys, state, fresh=fresh)
-    out = out.flatten(2, 3)
+    rows, bad, state = _rows(call, q, keys, state, fresh=fresh)
+    assert rows is not None
+    out, after = rows.flatten(2, 3), None
+    if call.goes_on:
+        after = state if decay is None else _lowered(state, decay[..., -1])
     if bad is None:
         return Result(out, after)
     # Rows that cannot be divided get the mean of the values that they may see.
@@ -67,6 +55,28 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     else:
         seen = value_sums(values, mask)[:, :, None]
     return Result(torch.where(bad, mean_of(seen), out), after, bad & (seen[..., -1:] > 0))
+
+
+def _widened(state: State) -> State:
+    """A state with all that decay shifts in double precision."""
+    return _shifted(state._replace(log_scale=state.log_scale.double()), lambda shift: shift.double())
+
+
+def _lowered(state: State, decay: Tensor) -> State:
+    """A state counted from the last key on, after decays that sum up to (b, g): its numbers never grow large."""
+    dtype, sums = state.sums.dtype, state.sums
+    if decay.requires_grad:
+        sums = sums * (decay - decay.detach()).to(dtype).exp()[..., None, None]
+    state = state._replace(sums=sums, log_scale=(state.log_scale + decay.detach()).to(dtype))
+    return _shifted(state, lambda shift: (shift + decay[..., None, None]).to(dtype))
+
+
+def _shifted(state: State, f: Callable[[Tensor], Tensor]) -> State:
+    """A state with the shifts of its exact keys through f."""
+    if state.window is None:
+        return state
+    both = [t._replace(shift=None if t.shift is None else f(t.shift)) for t in (state.window.held, state.window.sinks)]
+    return state._replace(window=state.window._replace(held=both[0], sinks=both[1]))
 
 
 def nothing_seen(prepared: PreparedMap, k: Tensor, v: Tensor) -> State:
@@ -99,59 +109,42 @@ def _by_softmax(prepared: PreparedMap, q: Tensor, k: Tensor, v: Tensor, mask: Te
     return attend(x, query.weight.expand(*k.shape[:2], -1, -1), kv, log_norm.mT)[0]
 
 
-def _rows(call: Call, q: Tensor, new: Keys, state: State, *, fresh: bool) -> tuple[Tensor, Tensor | None, State | None]:
-    """Rows of q (b, g, r, n, d) whose own keys are `new`, after those of `state`; which are bad; the state then."""
-    near, n, sums = call.near, q.shape[-2], Sums(state.sums, state.log_scale)
-    past = state.window or empty_window(near, new.k, new.v)
+def _rows(
+    call: Call, q: Tensor | None, new: Keys, state: State, *, fresh: bool
+) -> tuple[Tensor | None, Tensor | None, State]:
+    """Rows of q (b, g, r, n, d) whose own keys are `new`, after those of `state`; which are bad; the state then.
+
+    Without q no row looks at the keys, and the state is all that is asked for.
+    """
+    near, sums, past = call.near, Sums(state.sums, state.log_scale), state.window or empty_window(call.near, new)
     start = starts(near, new.padded, past.start, past.seen)
     sinks, new = find_sinks(near, past, new)
-    if not (near.window or near.is_causal):  # no zones: the kernel sees all keys but the sinks
-        sums = absorb_keys(call, sums, new.k, new.v, new.far_holes)
-        layout = Layout.of(near, n, 0, 0, 0)
-        out, bad, _ = scan_rows(call, q, new.part(slice(0, 0)), sinks, sums, layout, fresh=False)
-        return out, bad, None
-    keys, held = _after_held(past, new), past.k.shape[2]
-    if start is None or past.seen + n <= near.window:  # no key has left, wherever blocks begin
-        layout = Layout.of(near, n, past.seen, held, keys.k.shape[2])
+    if q is not None and not (near.window or near.is_causal):  # no zones: the kernel sees all keys but the sinks
+        sums = absorb_keys(call, sums, new)
+        layout = Layout.of(near, q.shape[3], 0, 0, 0)
+        return *scan_rows(call, q, new.part(slice(0, 0)), sinks, sums, layout, fresh=False)[:2], state
+    keys, seen, done = past.held.then(new) if past.seen else new, past.seen + new.k.shape[2], 0
+    out: Tensor | None = None
+    bad: Tensor | None = None
+    if q is not None and (start is None or seen <= near.window):  # no key has left, wherever blocks begin
+        layout = Layout.of(near, q.shape[3], past.seen, past.held.k.shape[2], keys.k.shape[2])
         out, bad, sums = scan_rows(call, q, keys, sinks, sums, layout, fresh=fresh, goes_on=call.goes_on)
-        left = layout.leaving if start is None else slice(0, 0)
-    else:
+        done = layout.leaving.start if start is None else 0
+    elif q is not None and start is not None:
         out, bad = _moved_rows(call, q, keys, sinks, sums, start, past.seen, fresh=fresh)
-        left = slice(0, 0)
     if not call.goes_on:
-        return out, bad, None
+        return out, bad, state
     total = state.total + value_sums(new.v.to(call.map.dtype), new.padded)
-    seen = past.seen + n
-    sums, window = _left_behind(call, sums, keys, sinks, past, seen, start, left)
-    return out, bad, State(*sums, total, window)
-
-
-def scan_rows(
-    call: Call,
-    q: Tensor,
-    keys: Keys,
-    sinks: Sinks | None,
-    sums: Sums,
-    layout: Layout,
-    *,
-    fresh: bool,
-    goes_on: bool = False,
-) -> tuple[Tensor, Tensor | None, Sums]:
-    """Rows of q (b, g, r, n, d) laid out among keys, which are bad, and the sums after them."""
-    parts = layout.parts(rows_at_once(call, layout, keys.k))
-    sink_k, sink_v = (keys.k[:, :, :0], keys.v[:, :, :0]) if sinks is None else sinks[:2]
-    tensors, holes, refs = [q, keys.k, keys.v, sink_k, sink_v], (keys.padded, keys.far_holes), None
-    if call.near.window and not call.near.is_causal and len(parts) > 1:
-        # What lies behind the keys of each part, from the last to the first.
-        bounds = [min(max(part.span.stop - layout.front, 0), layout.keys) for part in parts]
-        found = [Sums(torch.zeros_like(sums.value), torch.full_like(sums.ref, EMPTY))]
-        for i, j in reversed(list(pairwise(bounds))):
-            some = keys.part(slice(i, j))
-            found.append(absorb_keys(call, found[-1], some.k, some.v, some.far_holes) if j > i else found[-1])
-        refs = torch.stack([s.ref for s in reversed(found)], dim=2)
-        tensors.append(torch.stack([s.value for s in reversed(found)], dim=2))
-    out, bad, *after = Scan(call, layout, parts, holes, sinks, fresh, goes_on, refs).run(tensors, sums)
-    return out, bad, Sums(*after)
+    window = past._replace(held=keys, seen=seen, start=start, complete=not near.sinks)
+    if sinks is not None:
+        place, there = sinks.places()
+        complete = past.complete or seen >= near.sinks
+        if complete and not past.complete and not window.unpadded:
+            complete = call.looks and place.shape[1] == near.sinks and bool(there.all())
+        window = window._replace(sinks=sinks.keys, sink_position=torch.where(there, place + past.seen, -1))
+        window = window._replace(complete=complete)
+    sums, window = leave(call, sums, window, done)
+    return out, bad, State(*sums, total, window if near.exact else None)
 
 
 def _moved_rows(
@@ -165,7 +158,8 @@ def _moved_rows(
     padded = torch.zeros(b, s, dtype=torch.bool, device=start.device) if keys.padded is None else keys.padded
     sink = None if keys.sink is None else moved(keys.sink, front, length, 1, False)
     k, v = (moved(t, front, length) for t in keys[:2])
-    there = Keys(k, v, moved(padded, front, length, 1, True), sink)
+    shift = None if keys.shift is None else moved(keys.shift, front, length)
+    there = Keys(k, v, moved(padded, front, length, 1, True), sink, shift)
     if sinks is not None:
         place, exists = sinks.places()
         sinks = sinks._replace(place=place + lead[:, None], there=exists)
@@ -174,84 +168,37 @@ def _moved_rows(
     return moved(out, -lead, n, 3), None if bad is None else moved(bad, -lead, n, 3, True)
 
 
-def _advanced(call: Call, new: Keys, state: State) -> State:
-    """The state after more keys that no query looks at."""
-    near, sums = call.near, Sums(state.sums, state.log_scale)
-    total = state.total + value_sums(new.v.to(call.map.dtype), new.padded)
-    past = state.window or empty_window(near, new.k, new.v)
-    start = starts(near, new.padded, past.start, past.seen)
-    sinks, new = find_sinks(near, past, new)
-    keys, seen = _after_held(past, new), past.seen + new.k.shape[2]
-    left = slice(0, near.held_from(seen) - (past.seen - past.k.shape[2]))
-    sums, window = _left_behind(call, sums, keys, sinks, past, seen, start, left)
-    return State(*sums, total, window)
-
-
-def _left_behind(
-    call: Call,
-    sums: Sums,
-    keys: Keys,
-    sinks: Sinks | None,
-    past: WindowState,
-    seen: int,
-    start: Tensor | None,
-    left: slice,
-) -> tuple[Sums, WindowState | None]:
-    """The kernel's sums with the keys that have left the window, `left` or by `start`, and what it then holds."""
-    near, (b, _, count, _) = call.near, keys.k.shape
-    if not near.exact:
-        return absorb_keys(call, sums, keys.k, keys.v, keys.padded) if left.stop > left.start else sums, None
-    none = torch.zeros(count, dtype=torch.bool, device=keys.k.device).expand(b, -1)
-    window = past._replace(
-        k=keys.k,
-        v=keys.v,
-        padded=none if keys.padded is None else keys.padded,
-        sink=none if keys.sink is None else keys.sink,
-        seen=seen,
-        start=start,
-        complete=True,
-        unpadded=past.unpadded and keys.padded is None and start is None,
-    )
-    if sinks is not None:
-        place, there = sinks.places()
-        complete = past.complete or seen >= near.sinks
-        if complete and not past.complete and not window.unpadded:
-            complete = call.looks and place.shape[1] == near.sinks and bool(there.all())
-        place = torch.where(there, place + past.seen, -1)
-        window = window._replace(sink_k=sinks.k, sink_v=sinks.v, sink_position=place, complete=complete)
-    return leave(call, sums, window, left.start)
-
-
-def leave(call: Call, sums: Sums, keys: WindowState, done: int = 0) -> tuple[Sums, WindowState]:
+def leave(call: Call, sums: Sums, window: WindowState, done: int = 0) -> tuple[Sums, WindowState]:
     """The kernel's sums with the keys that the next row does not see exactly, and the window without them.
 
     The first `done` keys are in the sums already, where blocks begin at the same place for all sequences.
     """
-    near, seen, count = call.near, keys.seen, keys.k.shape[2]
+    near, seen, keys = call.near, window.seen, window.held
+    count = keys.k.shape[2]
     first, left = seen - count, near.held_from(seen) - seen + count
-    if keys.start is not None:
-        gone = torch.arange(first, seen, device=keys.k.device) < near.held_places(keys.start, seen)[:, None]
-        hidden, left = keys.padded | keys.sink | ~gone, max(0, count - near.most_held)
+    if window.start is not None:
+        gone = torch.arange(first, seen, device=keys.k.device) < near.held_places(window.start, seen)[:, None]
+        hidden = ~gone if keys.far_holes is None else keys.far_holes | ~gone
         if not call.looks or not bool(hidden.all()):
-            sums = absorb_keys(call, sums, keys.k, keys.v, hidden)
-        keys = keys._replace(padded=keys.padded | gone)
+            sums = absorb_keys(call, sums, keys._replace(padded=hidden))
+        keys = keys._replace(padded=gone if keys.padded is None else keys.padded | gone)
+        left = max(0, count - near.most_held)
     elif left > done:
-        some, hidden = slice(done, left), None
-        if not keys.unpadded or first + done < near.sinks:
-            hidden = (keys.padded | keys.sink)[:, some]
-        sums = absorb_keys(call, sums, keys.k[:, :, some], keys.v[:, :, some], hidden)
-    if left:
-        k, v = keys.k[:, :, left:], keys.v[:, :, left:]
-        keys = keys._replace(k=k, v=v, padded=keys.padded[:, left:], sink=keys.sink[:, left:])
-    return sums, keys
+        some = keys.part(slice(done, left))
+        if keys.padded is None and first + done >= near.sinks:
+            some = some._replace(sink=None)
+        sums = absorb_keys(call, sums, some)
+    keys = keys.part(slice(left, None)) if left else keys
+    if window.unpadded and first + left >= near.sinks:  # none of those that stay is a sink
+        keys = keys._replace(sink=None)
+    return sums, window._replace(held=keys)
 
 
-def empty_window(near: Near, k: Tensor, v: Tensor) -> WindowState:
-    """A window before the first key."""
-    nothing = torch.zeros(k.shape[0], 0, dtype=torch.bool, device=k.device)
-    none_k, none_v = k[..., :0, :], v[..., :0, :]
-    none = (none_k, none_v, nothing, nothing, none_k, none_v, nothing.long())
-    return WindowState(*none, 0, near.setting, unpadded=True)
+def empty_window(near: Near, keys: Keys) -> WindowState:
+    """A window before the first of some keys."""
+    none = Keys(keys.k[:, :, :0], keys.v[:, :, :0])
+    nowhere = torch.zeros(keys.k.shape[0], 0, dtype=torch.int64, device=keys.k.device)
+    return WindowState(none, none, nowhere, 0, near.setting)
 
 
 def find_sinks(near: Near, past: WindowState, new: Keys) -> tuple[Sinks | None, Keys]:
@@ -261,33 +208,21 @@ def find_sinks(near: Near, past: WindowState, new: Keys) -> tuple[Sinks | None, 
     b, s = new.k.shape[::2]
     here = torch.arange(s, device=new.k.device).expand(b, s)
     if not past.seen and new.padded is None:
-        t = near.sinks
-        return Sinks(new.k[..., :t, :], new.v[..., :t, :], None, None), new._replace(sink=here < t)
+        return Sinks(new.part(slice(0, near.sinks))), new._replace(sink=here < near.sinks)
     known = past.sink_position >= 0
     there = torch.cat([known, torch.ones_like(here, dtype=torch.bool) if new.padded is None else ~new.padded], dim=1)
     place = torch.cat([past.sink_position - past.seen, here], dim=1)
     is_sink = there & (there.cumsum(1) <= near.sinks)
     chosen = is_sink.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : near.sinks]
-    k, v = (_chosen(torch.cat([old, new], dim=2), chosen) for old, new in ((past.sink_k, new.k), (past.sink_v, new.v)))
-    sinks = Sinks(k, v, place.gather(1, chosen), is_sink.gather(1, chosen))
+
+    def picked(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.gather(2, chosen[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+
+    all_keys = past.sinks.then(new)
+    keys = all_keys._replace(k=picked(all_keys.k), v=picked(all_keys.v), padded=None, sink=None)  # type: ignore[arg-type]
+    keys = keys._replace(shift=picked(all_keys.shift))
+    sinks = Sinks(keys, place.gather(1, chosen), is_sink.gather(1, chosen))
     return sinks, new._replace(sink=is_sink[:, known.shape[1] :])
-
-
-def _chosen(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x (b, g, s, d) by index (b, t)."""
-    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
-
-
-def _after_held(past: WindowState, new: Keys) -> Keys:
-    """The keys that a window holds and the new ones behind them."""
-    if not past.k.shape[2]:
-        return new
-    k, v = torch.cat([past.k, new.k], dim=2), torch.cat([past.v, new.v], dim=2)
-    padded = new.padded
-    if padded is not None or not past.unpadded:
-        here = torch.zeros(new.k.shape[::2], dtype=torch.bool, device=k.device) if padded is None else padded
-        padded = torch.cat([past.padded, here], dim=1)
-    return Keys(k, v, padded, None if new.sink is None else torch.cat([past.sink, new.sink], dim=1))
 
 
 def _running_totals(v: Tensor, mask: Tensor | None, before: Tensor, r: int) -> Tensor:

@@ -5,8 +5,8 @@ What is right is seen by a few comparisons; what is wrong is looked at again to 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -72,10 +72,11 @@ def check_call(
     mask: Tensor | None,
     state: State | None,
     cu_seqlens: Tensor | None,
+    decay: Any,
     options: Options,
     made: PreparedMap | None = None,
-) -> Options:
-    """Refuse what `linear_attention` cannot do; returns the options as they are used."""
+) -> tuple[Options, Tensor | None]:
+    """Refuse what `linear_attention` cannot do; returns the options and log decays as they are used."""
     owner = "linear_attention"
     check_qkv(q, k, v, owner)
     if made is not None and options.scale is None:
@@ -97,7 +98,9 @@ def check_call(
             f"The 'phi' of {owner} was prepared for scale={made.scale:.6g} and {made.dtype}, this call has scale="
             f"{o.scale:.6g} and {accumulation_dtype(q.dtype)}; prepare it for these."
         )
-    return o
+    if decay is None and state is not None and state.window is not None and state.window.held.shift is not None:
+        decay = 0.0  # what has decayed stays so
+    return o, check_decay(decay, k, owner, is_causal=o.is_causal)
 
 
 def check_window(
@@ -127,19 +130,56 @@ def check_lengths(q: Tensor, k: Tensor, owner: str, *, is_causal: bool, window: 
         )
 
 
+def check_decay(decay: Any, k: Tensor, owner: str, *, is_causal: bool) -> Tensor | None:
+    """The logarithms of decays that are asked for, per token or less, in double precision; broadcasts to (b, g, s)."""
+    if decay is None:
+        return None
+    if not is_causal:
+        raise BochnerError(f"The 'decay' of {owner} needs is_causal=True: it counts from a key to the rows after it.")
+    (b, g, s), found = k.shape[:3], None
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        found = torch.as_tensor(decay, device=k.device).to(torch.float64)
+    if found is not None and found.ndim < 2 and found.numel() in (1, g):
+        return found.reshape(1, -1, 1)
+    if (
+        found is None
+        or found.ndim != 3
+        or any(n not in (1, most) for n, most in zip(found.shape, (b, g, s), strict=True))
+    ):
+        got = f"shape {tuple(found.shape)}" if found is not None else repr(decay)
+        raise BochnerError(
+            f"The 'decay' of {owner} must be log decays, one for each key head ({g},) or for each token {(b, g, s)}, "
+            f"got {got}."
+        )
+    return found
+
+
+def refuse_values(owner: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> None:
+    """Say what is not finite."""
+    check_finite(owner, q=q, k=k, v=v)
+    if decay is not None and not bool((decay <= 0).all() & decay.isfinite().all()):
+        worst = decay.detach().flatten()[(~((decay <= 0) & decay.isfinite())).flatten().nonzero()[0, 0]]
+        raise BochnerError(
+            f"The 'decay' of {owner} must be finite logarithms of at most 0, got {float(worst):.6g}; pass the log of a "
+            "factor in (0, 1]."
+        )
+
+
 def check_finite(owner: str, **tensors: Tensor) -> None:
     """Refuse NaN and infinity wherever values may be looked at: one look at all, then one for the tensor at fault."""
     if is_composed() or next(iter(tensors.values())).is_meta:
         return
-    if not math.isfinite(float(total_of(tensors.values()))):
+    if not math.isfinite(float(total_of(*tensors.values()))):
         for name, x in tensors.items():
             finite(x, name, owner)
 
 
-def total_of(tensors: Iterable[Tensor]) -> Tensor:
-    """One number that is not finite where any of the tensors, of one dtype, is not: nothing else is asked of it."""
-    found = [t.detach() for t in tensors]
-    dtype = torch.float64 if found[0].dtype == torch.float64 else torch.float32
+def total_of(q: Tensor, k: Tensor, v: Tensor | None = None, decay: Tensor | None = None) -> Tensor:
+    """One number that is not finite where any of the tensors is not or a log decay is positive."""
+    found = [t.detach() for t in (q, k, v) if t is not None]
+    if decay is not None:
+        found.append(torch.where(decay <= 0, decay, torch.nan).detach())
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if sum(t.numel() for t in found) < 2**14:  # one copy is less work than several sums
         return torch.cat([t.reshape(-1) for t in found]).sum(dtype=dtype)
     return torch.stack([t.sum(dtype=dtype) for t in found]).sum()

@@ -10,26 +10,31 @@ import torch
 from torch import Tensor
 
 from bochner.attention.attend import leave
-from bochner.attention.call import Call, Result
 from bochner.attention.features import EMPTY, MASKED
 from bochner.attention.layout import starts
+from bochner.attention.scan import Call, Result
 from bochner.attention.softmax import attend_zones
-from bochner.attention.state import State, Sums, WindowState, add_key, divided, normaliser, read_sums, spread_mask
+from bochner.attention.state import Keys, State, Sums, WindowState, add_key, divided, normaliser, read_sums, spread_mask
 
 pad = torch.nn.functional.pad
 
 
-def step(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State) -> Result | None:
+def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) -> Result | None:
     """Attention of one query (b, h, 1, d) after one more key and value (b, g, 1, .).
 
     None where that is for the scan: more tokens, gradients, sinks that are not all there yet.
     """
+    k, v, mask, *_ = keys
     if q.shape[2] != 1 or k.shape[2] != 1 or call.composed or not call.normalize or torch.is_grad_enabled():
         return None
     if call.near.sinks and not (state.window is not None and state.window.complete):
         return None
     prepared, near, (b, g, _, d) = call.map, call.near, k.shape
     x, u, sums, window = q.reshape(b, g, -1, d), v.to(prepared.dtype), Sums(state.sums, state.log_scale), state.window
+    if decay is not None:  # everything is counted from this token on
+        decay = decay.to(u.dtype).expand(b, g, 1)
+        sums = sums._replace(ref=sums.ref + decay.squeeze(-1))
+        window = None if window is None else _decayed(window, decay.unsqueeze(-1))
     new = pad(u, (0, 1), value=1.0)  # (b, g, 1, v + 1)
     total = state.total + (new if mask is None else new.masked_fill(spread_mask(mask), 0)).squeeze(2)
     phi, own = prepared.few_features("query", x, scaled=near.exact)
@@ -41,7 +46,8 @@ def step(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state
         den, bad = normaliser(rows[..., -1:], bound, prepared.floor, looks=call.looks)
         num = rows[..., :-1]
     else:
-        window = _with_token(call, k, v, mask, window)
+        start = starts(near, mask, window.start, window.seen)
+        window = window._replace(held=window.held.then(keys), seen=window.seen + 1, start=start)
         if not near.in_blocks:  # a key leaves before the token is read, a block behind the row that ends one
             sums, window = leave(call, sums, window)
         exact, log_exact = _exact_rows(call, x, window)
@@ -59,36 +65,32 @@ def step(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state
     return Result(out, State(*sums, total, window, state.origin), None if bad is None else bad & (seen[..., -1:] > 0))
 
 
-def _with_token(call: Call, k: Tensor, v: Tensor, mask: Tensor | None, past: WindowState) -> WindowState:
-    """The window with one more key, before any leaves it."""
-    near, seen = call.near, past.seen + 1
-    k, v = torch.cat([past.k, k], dim=2), torch.cat([past.v, v], dim=2)
-    start, unpadded = starts(near, mask, past.start, past.seen), past.unpadded and mask is None and past.start is None
-    if unpadded:
-        padded, begin = torch.zeros(k.shape[::2], dtype=torch.bool, device=k.device), seen - k.shape[2]
-        sink = padded if begin >= near.sinks else padded | (torch.arange(begin, seen, device=k.device) < near.sinks)
-    else:
-        here = torch.zeros(k.shape[0], 1, dtype=torch.bool, device=k.device)
-        padded = torch.cat([past.padded, here if mask is None else mask], dim=1)
-        sink = torch.cat([past.sink, here], dim=1)
-    return past._replace(k=k, v=v, padded=padded, sink=sink, seen=seen, start=start, unpadded=unpadded)
+def _decayed(window: WindowState, decay: Tensor) -> WindowState:
+    """A window whose keys weigh exp(decay) of what they did, (b, g, 1, 1)."""
+    held, sinks = (
+        keys._replace(shift=decay.expand(*keys.k.shape[:3], 1) if keys.shift is None else keys.shift + decay)
+        for keys in (window.held, window.sinks)
+    )
+    return window._replace(held=held, sinks=sinks)
 
 
-def _exact_rows(call: Call, x: Tensor, keys: WindowState) -> tuple[Tensor, Tensor]:
+def _exact_rows(call: Call, x: Tensor, window: WindowState) -> tuple[Tensor, Tensor]:
     """Rows by the exact terms alone, (b, g, r, v), and the logarithm of their normalisers."""
-    k, v, hidden, begin = keys.k, keys.v, None, keys.seen - keys.k.shape[2]
-    if keys.unpadded:
-        sinks = min(begin, call.near.sinks)
-        if sinks:
-            k, v = torch.cat([keys.sink_k[:, :, :sinks], k], dim=2), torch.cat([keys.sink_v[:, :, :sinks], v], dim=2)
-    else:
-        hidden = keys.padded
-        if call.near.sinks:
-            k, v = torch.cat([keys.sink_k, k], dim=2), torch.cat([keys.sink_v, v], dim=2)
-            first = begin if keys.start is None else call.near.held_places(keys.start, keys.seen - 1)[:, None]
-            hidden = torch.cat([keys.sink_position >= first, hidden], dim=1)
-        hidden = torch.zeros(hidden.shape, dtype=call.map.dtype, device=x.device).masked_fill(hidden, MASKED)
-        hidden = hidden[:, None, None, None]
-    x, k, v = (t.unsqueeze(2).to(call.map.dtype) for t in (x, k, v))
-    rows, log_norm = attend_zones(x, k, v, hidden, call.map.scale, call.map.phi.kernel)
+    near, keys, begin, dtype = call.near, window.held, window.seen - window.held.k.shape[2], call.map.dtype
+    hidden = keys.padded
+    sinks = min(begin, near.sinks) if window.unpadded else near.sinks
+    if sinks:
+        if not window.unpadded:  # those that the window holds are seen there
+            first = begin if window.start is None else near.held_places(window.start, window.seen - 1)[:, None]
+            twice = window.sink_position >= first
+            none = twice.new_zeros(keys.k.shape[::2])
+            hidden = torch.cat([twice, none if hidden is None else hidden], dim=1)
+        keys = window.sinks.part(slice(0, sinks)).then(keys)
+    bias = None
+    if hidden is not None:
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=x.device).masked_fill(hidden, MASKED)[:, None, None, None]
+    if keys.shift is not None:
+        bias = keys.shift.mT.unsqueeze(2) if bias is None else keys.shift.mT.unsqueeze(2) + bias
+    x, k, v = (t.unsqueeze(2).to(dtype) for t in (x, keys.k, keys.v))
+    rows, log_norm = attend_zones(x, k, v, bias, call.map.scale, call.map.phi.kernel)
     return rows.squeeze(2), log_norm.squeeze(2)

@@ -14,13 +14,39 @@ import torch
 from torch import Tensor
 
 from bochner._products import may_look
-from bochner.attention.call import Near
 from bochner.attention.features import MASKED
 
 CHUNK = 64  # rows of a block without a window
 SLIDING_BLOCK = 64  # rows of a block of a symmetric sliding window, at least
 CAUSAL_BLOCK = 16  # the same for a causal one
 pad = torch.nn.functional.pad
+
+
+class Near:
+    """Which keys a row sees exactly: `window` keys of a `kind`, 0 for none, and the first `sinks` ones."""
+
+    def __init__(self, is_causal: bool, window: int = 0, kind: str = "block", sinks: int = 0) -> None:
+        self.is_causal, self.window, self.kind, self.sinks = is_causal, window, kind, sinks
+        self.setting = window, sinks, kind
+        self.exact = window > 0 or sinks > 0
+        self.in_blocks = window > 0 and kind == "block"  # whether zones are exact as a whole
+        self.most_held = 2 * window - 1 if self.in_blocks else window  # keys that a row sees exactly before its own
+
+    def held_from(self, seen: int) -> int:
+        """The place of the first key that the next row sees exactly, after `seen` keys."""
+        w = self.window
+        if not w:
+            return seen
+        return max(0, (seen // w - 1) * w if self.in_blocks else seen - w)
+
+    def held_places(self, start: Tensor, seen: int) -> Tensor:
+        """The same for sequences whose blocks begin at the places `start` (b,).
+
+        Of a sequence that has not begun: the first place that it may see so, wherever it will begin.
+        """
+        w = self.window
+        begun = ((seen - start) // w - 1) * w + start
+        return torch.where(start < seen, begun, seen - 2 * w + 1).clamp_min(0)
 
 
 class Part(NamedTuple):
@@ -148,6 +174,15 @@ class Layout:
             return x.unflatten(2, (-1, self.block))
         return x.unfold(2, self.width, self.block).mT
 
+    def own(self, x: Tensor, part: Part) -> Tensor:
+        """Of a span of laid-out keys (b, g, keys, d) those at the places of its blocks of rows, (b, g, t, c, d)."""
+        if self.single:
+            return x[:, :, self.held :].unsqueeze(2)
+        first = self.before * self.block
+        return x[:, :, first : first + (part.blocks.stop - part.blocks.start) * self.block].unflatten(
+            2, (-1, self.block)
+        )
+
     # Which keys of its zone a row sees, and how.
 
     def exact_mask(self, part: Part, like: Tensor) -> Tensor | None:
@@ -170,9 +205,9 @@ class Layout:
     def sees_sinks(self, sinks: Any, part: Part) -> Tensor:
         """Which sinks (b, s) the rows of a part see beside their zone, (b, t, c, s) or (1, t, 1, 1) for all alike."""
         w, c, blocks = self.near.window, self.block, part.blocks
-        if sinks.place is None and self.near.in_blocks and not self.single and sinks.k.shape[2] <= w:
-            return (torch.arange(blocks.start, blocks.stop, device=sinks.k.device) > 1)[None, :, None, None]
         place, there = sinks.places()
+        if sinks.place is None and self.near.in_blocks and not self.single and place.shape[1] <= w:
+            return (torch.arange(blocks.start, blocks.stop, device=place.device) > 1)[None, :, None, None]
         i = torch.arange(blocks.start * c, blocks.stop * c, device=place.device)[:, None] - self.lead
         j = place[:, None, :]
         if self.near.in_blocks:

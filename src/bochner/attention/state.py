@@ -20,28 +20,72 @@ from bochner.maps.base import FeatureMap, Features
 SMALL = 0.1  # of its bound: the least normaliser of a signed map that is divided by
 
 
-class WindowState(NamedTuple):
-    """The exact keys of windowed attention: the last ones, and the first t unpadded ones.
+class Keys(NamedTuple):
+    """Keys and values (b, g, s, .) by their places; which are padding and which sinks (b, s), None for none.
 
-    k, v (b, g, s, .); padded, sink (b, s) bool: of those keys, which are padding and which are sinks; sink_k, sink_v
-    (b, g, t, .), sink_position (b, t), its place in the sequence or -1 for a sink not seen yet. `seen`: keys so far.
-    `setting`: (window, sinks, kind). `start` (b,): where the sequences of a batch begin, if that moves their blocks; of
-    the keys held, those that a sequence has left behind are padding to it. `complete`: whether all sinks are known to
-    be there. `unpadded`: whether no key so far is known to be padding, so that the sinks are the first t keys.
+    `shift` (b, g, s, 1): what decay adds to the log weight of each key, None for nothing. It is in double precision:
+    differences of large sums matter.
     """
 
     k: Tensor
     v: Tensor
-    padded: Tensor
-    sink: Tensor
-    sink_k: Tensor
-    sink_v: Tensor
+    padded: Tensor | None = None
+    sink: Tensor | None = None
+    shift: Tensor | None = None
+
+    @property
+    def far_holes(self) -> Tensor | None:
+        """Those that the kernel leaves out."""
+        if self.sink is None or self.padded is None:
+            return self.padded if self.sink is None else self.sink
+        return self.padded | self.sink
+
+    def part(self, span: slice) -> Keys:
+        padded, sink = (None if t is None else t[:, span] for t in (self.padded, self.sink))
+        shift = None if self.shift is None else self.shift[:, :, span]
+        return Keys(self.k[:, :, span], self.v[:, :, span], padded, sink, shift)
+
+    def then(self, new: Keys) -> Keys:
+        """These keys and others behind them."""
+        if not self.k.shape[2] and self.padded is self.sink is self.shift is None:
+            return new
+
+        def joined(dim: int, a: Tensor | None, b: Tensor | None) -> Tensor | None:
+            if a is None and b is None:
+                return None
+            shapes = [keys.k.shape[::2] if dim == 1 else (*keys.k.shape[:3], 1) for keys in (self, new)]
+            there = b if a is None else a
+            assert there is not None
+            parts = [there.new_zeros(shape) if t is None else t for t, shape in zip((a, b), shapes, strict=True)]
+            return torch.cat(parts, dim=dim)
+
+        k, v = torch.cat([self.k, new.k], dim=2), torch.cat([self.v, new.v], dim=2)
+        return Keys(
+            k, v, joined(1, self.padded, new.padded), joined(1, self.sink, new.sink), joined(2, self.shift, new.shift)
+        )
+
+
+class WindowState(NamedTuple):
+    """The exact keys of windowed attention: the last ones, and the first t unpadded ones.
+
+    `sink_position` (b, t): the place of each sink in the sequence, or -1 for one not seen yet. `seen`: keys so far.
+    `setting`: (window, sinks, kind). `start` (b,): where the sequences of a batch begin, if that moves their blocks; of
+    the keys held, those that a sequence has left behind are padding to it. `complete`: whether all sinks are known to
+    be there. The shifts of keys are the log decays since they were seen.
+    """
+
+    held: Keys
+    sinks: Keys
     sink_position: Tensor
     seen: int
     setting: tuple[int, int, str]
     start: Tensor | None = None
     complete: bool = False
-    unpadded: bool = False
+
+    @property
+    def unpadded(self) -> bool:
+        """Whether no key so far is known to be padding, so that the sinks are the first t keys."""
+        return self.held.padded is None and self.start is None
 
 
 class State(NamedTuple):
@@ -71,15 +115,20 @@ class State(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes held, independent of how many keys were absorbed."""
-        tensors = [t for t in (*self, *(self.window or ())) if isinstance(t, Tensor)]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        sizes: list[int] = []
+        self.map(lambda t: sizes.append(t.numel() * t.element_size()))
+        return sum(sizes)
 
     def map(self, f: Any) -> State:
         """Every tensor through f; all have the batch in front."""
-        window = self.window
-        if window is not None:
-            window = WindowState(*(f(t) if isinstance(t, Tensor) else t for t in window))  # type: ignore[arg-type]
-        return State(f(self.sums), f(self.log_scale), f(self.total), window, self.origin)
+
+        def through(x: Any) -> Any:
+            if isinstance(x, Keys | WindowState | State):
+                return type(x)(*(through(t) for t in x))
+            return f(x) if isinstance(x, Tensor) else x
+
+        found: State = through(self)
+        return found
 
 
 class Sums(NamedTuple):
@@ -208,14 +257,14 @@ def key_sums(psi: Tensor, log_scale: Tensor, v: Tensor, ref: Tensor, columns: Te
 
     Without columns they are `[v, 1]`, v (..., s, v).
     """
-    weight = (log_scale - ref[..., None, None]).exp()
+    weight = (log_scale - ref[..., None, None]).to(psi.dtype).exp()
     return psi.mT @ (ones_beside(v, weight) if columns is None else columns * weight)
 
 
 def add(a: Sums, b: Sums) -> Sums:
     """The sums of the keys of both, relative to the larger of their references."""
     ref = torch.maximum(a.ref, b.ref)
-    old, new = ((s.ref - ref).exp()[..., None, None] for s in (a, b))
+    old, new = ((s.ref - ref).to(a.value.dtype).exp()[..., None, None] for s in (a, b))
     return Sums(torch.addcmul(b.value * new, a.value, old), ref)
 
 

@@ -378,10 +378,10 @@ class NearHeads(FateModule):
         _, after = attend_from(call._replace(query=q[..., -1:, :]), self.phi, state, **self._keywords)
         first = 0
         if past is not None:
-            k, v = torch.cat([past.k, k], dim=-2), torch.cat([past.v, v], dim=-2)
-            first = past.seen - past.k.shape[-2]
+            k, v = torch.cat([past.held.k, k], dim=-2), torch.cat([past.held.v, v], dim=-2)
+            first = past.seen - past.held.k.shape[-2]
         assert after.window is not None
-        sinks = (after.window.sink_k, after.window.sink_v)
+        sinks = (after.window.sinks.k, after.window.sinks.v)
         return window_rows(q, k, v, sinks, near, first, call.scale), after
 
     def _plain_window(self, call: Call) -> Near | None:
