@@ -22,7 +22,7 @@ from dataclasses import replace
 from torch.utils.data import Dataset
 
 from bochner._checks import BochnerError, lookup, one_of, positive_float, positive_int
-from bochner.tasks import images, listops, pathfinder, protein, speech, text
+from bochner.tasks import images, listops, pathfinder, protein, recall, speech, text
 from bochner.tasks.base import Preset, Task
 
 BYTES = 256
@@ -57,6 +57,10 @@ SIZES = {
     "pixels, small": (768, 2, 2, 64, 256, 8, 1_000),
     "table_6": (512, 3, 10, 300, 512, 64, 25_000),
     "brief": (64, 2, 2, 64, 128, 32, 2_000),
+    "recall, small": (32, 1, 2, 64, 64, 32, 500),
+    "recall, medium": (128, 1, 2, 64, 64, 32, 3_000),
+    "copying, small": (65, 1, 2, 64, 64, 32, 800),
+    "induction, small": (48, 2, 2, 64, 64, 32, 1_500),
     "speech, paper": (256, 17, 8, 512, 2_048, 64, 20_000),
     "speech, small": (160, 2, 2, 64, 128, 32, 1_500),
 }
@@ -252,6 +256,15 @@ BRIEF = Preset(
     test=2_000,
 )
 
+# The rate at which exact attention learns surest, of 3e-3 to 1e-2.
+LOOKING_UP = {"learning_rate": 5e-3, "warmup": 50, "dropout": 0.0, "positions": "learned", "redraw": 0, "test": 512}
+RECALL = {
+    "small": Preset(*SIZES["recall, small"], **LOOKING_UP, features=16, window=8, data={"pairs": 16}),
+    "medium": Preset(*SIZES["recall, medium"], **LOOKING_UP, features=64, window=16, data={"pairs": 64}),
+}
+COPYING = {"small": Preset(*SIZES["copying, small"], **LOOKING_UP, features=32, window=8, data={"symbols": 32})}
+INDUCTION = {"small": Preset(*SIZES["induction, small"], **LOOKING_UP, features=32, window=8, data={"symbols": 24})}
+
 SPEECH = {
     "paper": Preset(*SIZES["speech, paper"], learning_rate=1e-3, warmup=2_000, features=128),
     "small": Preset(
@@ -259,6 +272,7 @@ SPEECH = {
     ),
 }
 
+PAIRS, SYMBOLS = (recall.PAIR_SYMBOLS,) * 2, (recall.SYMBOLS,) * 2
 TASKS: dict[str, Task] = {
     t.name: t
     for t in (
@@ -380,6 +394,10 @@ TASKS: dict[str, Task] = {
             larger=False,
             artefacts=("cifar10",),
         ),
+        Task("recall", "the value of a key, of many pairs", "masked", *PAIRS, recall.recall, RECALL),
+        Task("recall_causal", "the same, for decoders", "causal", *PAIRS, recall.recall_causal, RECALL),
+        Task("copying", "a sequence once more", "causal", *SYMBOLS, recall.copying, COPYING),
+        Task("induction", "what came after a symbol before", "causal", *SYMBOLS, recall.induction, INDUCTION),
     )
 }
 

@@ -1,0 +1,236 @@
+"""Recall of pairs: accuracy against the number of features for every kind of map, beside what theory predicts.
+
+One layer with two heads reads n pairs of a key and one of four values, then answers for every key that is asked for.
+Exact attention does it without error and a model without attention not at all, so that all that lies between is the
+kernel's. Two predictions stand beside the measurement. The rank bound holds for every map; the variance law holds for
+random features that the model has not adapted to its draw.
+
+Runs are ordered by what they tell: all maps with one seed, then the other seeds, then other numbers of pairs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import torch
+from _framework import Said, Store, experiment
+from _pictures import COLOURS, GREY, figure, log_ticks, name_lines, save
+from _training import trained
+
+from bochner import BochnerError, theory
+
+PAIRS, VALUES, HEADS, SIZE = 16, 4, 2, 32
+FEATURES, FEW = (4, 8, 16, 32, 64), (4, 16, 64)
+SEEDS = 3
+
+
+class Run(NamedTuple):
+    """What a line of the figure is: an attention, the options of its map, the steps between redraws."""
+
+    attention: str
+    options: dict[str, Any] = {}
+    redraw: int = 0
+
+
+FIXED = ("positive", "hyperbolic", "angular_hybrid", "relu", "elu", "sum_poly", "moments")
+LEARNED = ("gmm_prf", "fastfood_prf", "generative_prf")
+SIGNED = ("trig", "gmm_rks", "fastfood_rks", "generative_rks")
+LINES: dict[str, Run] = {
+    **{name: Run(name) for name in (*FIXED, *LEARNED, *SIGNED, "hedgehog", "landmark")},
+    "window+positive": Run("window+positive"),
+    "positive, redrawn": Run("positive", redraw=25),
+    "gmm_prf, paper": Run("gmm_prf", {"g": 1.0, "shared_noise": True}, 100),
+    "fastfood_prf, paper": Run("fastfood_prf", {"g": 1.0}, 100),
+    "generative_prf, paper": Run("generative_prf", {"g": 1.0, "residual": False}, 100),
+    "linformer": Run("linformer"),
+    "performer_pytorch": Run("performer_pytorch"),
+}
+LEVELS = ("exact", "identity", "nystromformer", "longformer", "fnet")  # have no features
+OTHER_PAIRS, OF_PAIRS = (4, 8, 32), ("positive", "relu", "hedgehog", "gmm_prf", "exact", "identity")
+FIRST = ("exact", "identity", "positive", "relu", "hyperbolic", "trig", "gmm_prf", "hedgehog", "performer_pytorch")
+
+
+def wanted() -> list[str]:
+    """Every cell as line/features/pairs/seed, the most telling first; lines without features have 0 of them."""
+    cells = []
+    for seed in range(SEEDS):
+        for ms in ((16,), (4, 64)):
+            names = sorted([*LINES, *LEVELS], key=lambda n: n not in FIRST)
+            cells += [(n, m if n in LINES else 0, PAIRS, seed) for n in names for m in ms]
+        cells += [(n, 16 if n in LINES else 0, p, seed) for p in OTHER_PAIRS for n in OF_PAIRS]
+    cells += [(n, m, PAIRS, seed) for seed in range(SEEDS) for m in FEATURES for n in LINES]
+    return list(dict.fromkeys("/".join(map(str, cell)) for cell in cells))
+
+
+def rank_accuracy(pairs: int, features: float) -> float:
+    """The accuracy that no features of this number can be expected to beat.
+
+    With N keys of which n are there, features are N vectors in M dimensions, M = heads x m. The mean of their squared
+    products is at least (N - M) / (M (N - 1)) for N > M, and 0 is possible for N <= M (Welch 1974, eq. 4 with k = 1). A
+    key reads its own value with weight 1, and the sum of the n - 1 others as noise, shared out among V values: its
+    variance in each value's score is s^2 = (n - 1) (N - M) / (M (N - 1) V).
+    """
+    keys, m = min(64, 2 * pairs), HEADS * features
+    noise = max(0.0, (pairs - 1) * (keys - m) / (m * (keys - 1) * VALUES))
+    return right(1.0, 0.0, math.sqrt(noise))
+
+
+def variance_accuracy(kind: str, pairs: int, features: float) -> float:
+    """The accuracy of random features of softmax attention that nothing has adapted to their draw.
+
+    Orthogonal keys of length r: the kernel is exp(r^2) for the key that is asked for and 1 for the n - 1 others, whose
+    scores are shared out among V values. Errors of the estimates are those of `bochner.theory` for M = heads x m
+    features; r is the best one.
+    """
+    best = 1 / VALUES
+    for r in torch.linspace(0.2, 3.0, 29, dtype=torch.float64).tolist():
+        x, y = torch.zeros(2, SIZE, dtype=torch.float64)
+        x[0], y[1] = r, r
+        mse = getattr(theory, f"mse_{kind}")
+        own, other = (float(mse(x, z, HEADS * features)) for z in (x, y))
+        noise = math.sqrt((pairs - 1) / VALUES * (other + 1 - 1 / VALUES))
+        best = max(best, right(math.exp(r * r), math.sqrt(own), noise))
+    return best
+
+
+def right(signal: float, spread: float, noise: float) -> float:
+    """How often a score of mean `signal` is the largest of V whose noise is normal."""
+    if noise == 0:
+        return 1.0
+    z = torch.linspace(-8, 8, 2001, dtype=torch.float64)
+    ahead = (signal + math.hypot(spread, noise) * z) / noise
+    log_share = (VALUES - 1) * torch.special.log_ndtr(ahead) - z.square() / 2
+    return float(log_share.exp().sum() * (z[1] - z[0]) / math.sqrt(2 * math.pi))
+
+
+def fit(cell: str, steps: int) -> dict[str, Any]:
+    """Accuracy on the test split, or where a run stopped."""
+    name, m, pairs, seed = cell.rsplit("/", 3)
+    run = LINES.get(name, Run(name))
+    changes: dict[str, Any] = {"length": 2 * int(pairs), "data": {"pairs": int(pairs)}, "redraw": run.redraw}
+    if steps:
+        changes["steps"] = steps
+    if int(m):
+        changes["features"] = int(m)
+    if run.options:
+        changes["options"] = run.options
+    try:
+        where = f"recall/{steps}/{cell}"
+        result = trained("recall", run.attention, where, seed=int(seed), **changes)
+    except BochnerError as error:
+        return {"stopped": str(error)}
+    return {"accuracy": result["metrics"]["accuracy"], "seconds": result["seconds"]}
+
+
+@experiment(
+    claim="Kernels differ in how many pairs they can tell apart, as rank and variance predict, and features of "
+    "attention are the limit: exact attention makes no error.",
+    ours="16 pairs, 4 to 64 features a head, one layer of width 64, 500 steps, three seeds",
+    quick={"cells": "quick", "steps": 300, "minutes": 8.0},
+    sources=("bochner.tasks", "bochner.maps", "bochner.attention"),
+    needs=("transformers", "accelerate"),
+)
+def measure(store: Store, cells: str = "all", steps: int = 0, minutes: float = math.inf) -> None:
+    """`cells`: "all", or "quick" for one seed of the telling lines; `minutes`: no run is started later."""
+    end = time.monotonic() + 60 * minutes
+    runs = store.table("runs")
+    names = wanted()
+    if cells == "quick":
+        names = [c for c in names if c.rsplit("/", 3)[0] in FIRST and c.endswith(f"/{PAIRS}/0") and "/8/" not in c]
+    for cell in names:
+        if time.monotonic() < end:
+            store.cell(cell, lambda c=cell: fit(c, steps), within=runs)
+    store.figures["rank"] = {str(m): rank_accuracy(PAIRS, m) for m in FEATURES}
+    kinds = ("positive", "hyperbolic", "trig")
+    store.figures["variance"] = {k: {str(m): variance_accuracy(k, PAIRS, m) for m in FEATURES} for k in kinds}
+    store.figures["rank of pairs"] = {str(p): rank_accuracy(p, 16) for p in (*OTHER_PAIRS, PAIRS)}
+
+
+def accuracies(found: Any, name: str, m: int, pairs: int = PAIRS) -> list[float]:
+    """One accuracy for each seed; a run that stopped has that of chance."""
+    keys = [f"{name}/{m}/{pairs}/{s}" for s in range(SEEDS)]
+    return [found["runs"][k].get("accuracy", 1 / VALUES) for k in keys if k in found["runs"]]
+
+
+def sayings(found: Any, m: int = 16) -> dict[str, list[float]]:
+    lines = {n: accuracies(found, n, m) for n in LINES} | {n: accuracies(found, n, 0) for n in LEVELS}
+    return {n: v for n, v in lines.items() if v}
+
+
+def say_learned(found: Any, m: int = 16) -> str:
+    """What a learned kernel is worth: the best of them against the best fixed one, with the spread of seeds."""
+    seen = sayings(found, m)
+    several = {n: v for n, v in seen.items() if len(v) > 1}
+    learned, fixed = ([n for n in names if n in several] for names in ((*LEARNED, "hedgehog"), FIXED))
+    if not learned or not fixed:
+        return "too few seeds to compare learned kernels with fixed ones"
+    best = [max(names, key=lambda n: statistics.mean(several[n])) for names in (learned, fixed)]
+    gap = 100 * (statistics.mean(several[best[0]]) - statistics.mean(several[best[1]]))
+    spread = 100 * max(statistics.stdev(several[n]) for n in best)
+    verb = "beats" if gap > spread else ("ties with" if gap > -spread else "loses to")
+    return (
+        f"with {m} features the best learned kernel, {best[0]}, {verb} the best fixed one, {best[1]}, "
+        f"by {gap:+.1f} points; the spread of seeds is {spread:.1f}"
+    )
+
+
+def judge(found: Any) -> Said:
+    seen = {n: statistics.mean(v) for n, v in sayings(found).items()}
+    shown = ", ".join(f"{n} {100 * x:.0f} %" for n, x in sorted(seen.items(), key=lambda pair: -pair[1]))
+    over = [k for k, run in found["runs"].items() if run.get("accuracy", 0) > bound(found, k) + 0.02]
+    says = f"{len(found['runs'])} runs, m = 16: {shown}. By rank alone {100 * found['rank']['16']:.0f} %. " + (
+        say_learned(found)[:1].upper() + say_learned(found)[1:] + "."
+    )
+    if seen.get("exact", 0) < 0.95 or seen.get("identity", 1) > 0.3:
+        return Said(says, "fails", "the task does not separate attention from none")
+    if over:
+        return Said(says, "fails", f"above the rank bound: {', '.join(over[:5])}")
+    return Said(says, "holds")
+
+
+def bound(found: Any, cell: str) -> float:
+    """The rank bound of a cell; 1 for those that have no features, or more than their number."""
+    name, m, pairs, _ = cell.rsplit("/", 3)
+    wider = ("moments", "landmark", "linformer", "sum_poly", "angular_hybrid", "hyperbolic", "hedgehog", *SIGNED)
+    if m == "0" or name in wider or name.startswith("window"):
+        return 1.0
+    return float(found["rank"][m]) if int(pairs) == PAIRS else float(found["rank of pairs"][pairs])
+
+
+PANELS = {
+    "fixed kernels": ("positive", "positive, redrawn", "hyperbolic", "angular_hybrid", "relu", "elu", "sum_poly"),
+    "learned kernels": (*LEARNED, "gmm_prf, paper", "fastfood_prf, paper", "generative_prf, paper", "hedgehog"),
+    "signed, fitted, near, and peers": (*SIGNED, "landmark", "moments", "window+positive", "linformer", "performer_pytorch"),
+}
+
+
+def draw(found: Any) -> None:
+    fig, axes = figure(3, figsize=(15, 4.4), sharey=True)
+    for ax, (title, names) in zip(axes, PANELS.items(), strict=True):
+        rank = [100 * found["rank"][str(m)] for m in FEATURES]
+        ax.plot(FEATURES, rank, color="black", linestyle=":", label="rank bound")
+        law = [100 * found["variance"]["positive"][str(m)] for m in FEATURES]
+        ax.plot(FEATURES, law, color="black", linestyle="--", linewidth=1, label="variance law, positive")
+        for level in ("exact", "identity"):
+            values = accuracies(found, level, 0)
+            if values:
+                ax.axhline(100 * statistics.mean(values), color=GREY, linewidth=1)
+        ends = {}
+        colours = (*COLOURS[:6], "#7f3c8d", "#a0a000", "#888888")
+        for name, colour in zip([n for n in names if any(accuracies(found, n, m) for m in FEATURES)], colours, strict=False):
+            at = [m for m in FEATURES if accuracies(found, name, m)]
+            values = [[100 * x for x in accuracies(found, name, m)] for m in at]
+            means = [statistics.mean(v) for v in values]
+            ax.plot(at, means, "-o", color=colour, markersize=3)
+            ax.vlines(at, [min(v) for v in values], [max(v) for v in values], color=colour, linewidth=1)
+            ends[name] = (means[-1], colour)
+        log_ticks(ax, FEATURES, base=2)
+        ax.set_title(title, fontsize=10)
+        ax.set_xlabel("features of a head, m")
+        name_lines(ax, ends)
+    axes[0].set_ylabel(f"accuracy, %, {PAIRS} pairs; grey: exact, identity")
+    axes[0].legend(fontsize=8, frameon=False)
+    save(fig, "recall")
