@@ -39,6 +39,7 @@ def naive_weights(
     window: int | None = None,
     window_kind: str = "block",
     sinks: int = 0,
+    decay: Tensor | None = None,
 ) -> Tensor:
     """Unnormalised weights (b, h, n, s), entry by entry from their definition."""
     b, h, n, d = q.shape
@@ -65,6 +66,17 @@ def naive_weights(
         weights = weights * torch.ones(n, s, dtype=q.dtype).tril(s - n)
     if key_padding_mask is not None:
         weights = weights * (~key_padding_mask)[:, None, None, :]
+    if decay is not None:  # token by token
+        each = (decay.reshape(1, -1, 1) if decay.ndim < 2 else decay).expand(b, g, s)
+        for t in range(s):
+            factor = (
+                each[..., t].exp()
+                if key_padding_mask is None
+                else each[..., t].exp().masked_fill(key_padding_mask[:, t, None], 1)
+            )
+            factor = factor.repeat_interleave(h // g, dim=1)[..., None, None]
+            between = (torch.arange(s - n, s)[:, None] >= t) & (torch.arange(s)[None] < t)
+            weights = torch.where(between, weights * factor, weights)
     return weights
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from bochner._checks import BochnerError, BochnerWarning, floating
 from bochner.attention.attend import attention
-from bochner.attention.call import Call, Near, Result
-from bochner.attention.checks import Options, check_call, check_finite, check_origin, total_of
+from bochner.attention.call import Call, Keys, Near, Result
+from bochner.attention.checks import Options, check_call, check_decay, check_origin, refuse_values, total_of, watched
 from bochner.attention.decode import step
 from bochner.attention.features import PreparedMap
 from bochner.attention.state import State, unmasked
@@ -32,6 +33,7 @@ def linear_attention(
     window: int | None = None,
     sinks: int = 0,
     window_kind: str = "block",
+    decay: Tensor | float | Sequence[float] | None = None,
     cu_seqlens: Tensor | None = None,
     state: State | None = None,
     return_state: bool = False,
@@ -57,6 +59,9 @@ def linear_attention(
       normaliser for all. `window_kind="block"`: exact on the row's own and the neighbouring blocks of w keys (causal:
       its own up to the row, and the one before), the fast kind; `"sliding"`: on `i - w < j <= i` (not causal:
       `|i - j| < w`). Blocks are counted from a sequence's first unpadded key.
+    - `decay`, causal: log decays, at most 0, one for each key head (g,) or computed for each token (b, g, s). A token
+      multiplies the weights of all keys before it, exact ones too, by exp(decay): `K(q_i, k_j)` becomes
+      `exp(decay_{j+1} + ... + decay_i) K(q_i, k_j)`. Padding does not decay.
     - `cu_seqlens` (B + 1,) int: several sequences packed along n in a batch of 1, as in flash-attention.
     - `state`, `return_state`: resume causal attention after the keys of `state`; returns (out, state).
     - `normalize=False`: the numerator alone.
@@ -81,10 +86,13 @@ def linear_attention(
     how = (normalize, on_small_normalizer, return_state, recompute, diagnostics)
     options = Options(is_causal, scale, window, sinks, window_kind, *how)
     options = check_call(q, k, v, phi, key_padding_mask, state, cu_seqlens, options, made)
+    fade = check_decay(decay, k, "linear_attention", is_causal=options.is_causal)
     if cu_seqlens is not None:
         spans = [slice(i, j) for i, j in pairwise(cu_seqlens.tolist()) if j > i]
         alike: dict[str, Any] = options._asdict()
-        parts = [linear_attention(q[..., s, :], k[..., s, :], v[..., s, :], phi, **alike) for s in spans]
+        fades = [fade if fade is None or fade.shape[-1] == 1 else fade[..., s] for s in spans]
+        pairs = zip(spans, fades, strict=True)
+        parts = [linear_attention(q[..., s, :], k[..., s, :], v[..., s, :], phi, decay=f, **alike) for s, f in pairs]
         return torch.cat(parts, dim=-2)
     if q.is_meta:  # only shapes are asked for
         if return_state:
@@ -97,11 +105,14 @@ def linear_attention(
     origin = None if call.composed or not goes_on else (type(phi).__name__, phi.fingerprint(), options.scale)
     if state is not None and state.origin != origin:
         check_origin(state, origin)
+    if fade is None and state is not None and state.window is not None and state.window.shift is not None:
+        fade = torch.zeros(1, 1, 1, dtype=torch.float64, device=q.device)  # what has decayed stays so
+    given = q, Keys(k, v, key_padding_mask), state, fade
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
-            result = _attend(call, q, k, v, key_padding_mask, state, options)
+            result = _attend(call, *given, options)
     else:
-        result = _attend(call, q, k, v, key_padding_mask, state, options)
+        result = _attend(call, *given, options)
     out = result.out
     if on_small_normalizer == "zero" and result.bad is not None and not made.positive:
         out = out.masked_fill(result.bad, 0)
@@ -111,57 +122,59 @@ def linear_attention(
     return out, result.state._replace(origin=origin)
 
 
-def _attend(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None, options: Options
-) -> Result:
+def _attend(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None, options: Options) -> Result:
+    mask = keys.padded
     if mask is not None:
         if call.looks and not bool(mask.any()):
-            mask = None
+            keys = Keys(keys.k, keys.v)
         else:  # what they hold there must not matter, not even NaN
-            k, v = unmasked(mask, k, v)
+            k, v = unmasked(mask, keys.k, keys.v)
+            keys = Keys(k, v, mask)
+            decay = None if decay is None else decay.expand(*keys.k.shape[:3]).masked_fill(mask[:, None], 0)
     if call.composed:
-        return _unseen(call, q, k, v, mask, state)
-    if options.diagnostics and call.looks and not math.isfinite(total_of((q, k, v)).item()):
-        check_finite("linear_attention", q=q, k=k, v=v)
-    result = _result(call, q, k, v, mask, state)
+        return _unseen(call, q, keys, state, decay)
+    given = q, keys.k, keys.v, decay
+    if options.diagnostics and call.looks and not math.isfinite(total_of(watched(*given)).item()):
+        refuse_values("linear_attention", *given)
+    result = _result(call, q, keys, state, decay)
     if not options.diagnostics:
         return result
     if not call.looks:  # one look at everything, when all is done
         bad = torch.zeros((), device=q.device) if result.bad is None else result.bad.sum()
-        total, count = torch.stack([total_of((q, k, v)), bad.to(call.map.dtype)]).tolist()
+        total, count = torch.stack([total_of(watched(*given)), bad.to(call.map.dtype)]).tolist()
         if not math.isfinite(total):
-            check_finite("linear_attention", q=q, k=k, v=v)
+            refuse_values("linear_attention", *given)
         report(call.map, result, int(count), options.on_small_normalizer, stacklevel=4)
         return result
     if not math.isfinite(result.out.detach().sum().item()) and not bool(result.out.isfinite().all()):
-        result = _smaller_values(call, q, k, v, mask, state)
+        result = _smaller_values(call, q, keys, state, decay)
     if result.bad is not None:
         report(call.map, result, int(result.bad.sum()), options.on_small_normalizer, stacklevel=4)
     return result
 
 
-def _result(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None) -> Result:
-    result = None if state is None else step(call, q, k, v, mask, state)
-    return attention(call, q, k, v, mask, state) if result is None else result
+def _result(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None) -> Result:
+    result = None if state is None else step(call, q, keys, state, decay)
+    return attention(call, q, keys, state, decay) if result is None else result
 
 
-def _smaller_values(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None) -> Result:
+def _smaller_values(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None) -> Result:
     """Attention is linear in the values: those whose sums overflow are made smaller by a power of two, exactly."""
     if state is not None or call.goes_on or not call.normalize:
         what = "'v'" if call.normalize else "'q' and 'k'"
         raise BochnerError(f"The sums of linear_attention leave {call.map.dtype}; scale {what} down or pass float64.")
-    size = 2.0 ** math.ceil(math.log2(max(1.0, float(v.detach().abs().amax()))))
-    result = _result(call, q, k, v / size, mask, None)
+    size = 2.0 ** math.ceil(math.log2(max(1.0, float(keys.v.detach().abs().amax()))))
+    result = _result(call, q, keys._replace(v=keys.v / size), None, decay)
     return result._replace(out=result.out * size)
 
 
-def _unseen(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None) -> Result:
+def _unseen(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None) -> Result:
     """Attention where nothing can be refused: NaN for rows that see what is not finite."""
-    bad_query, bad = (~t.isfinite().all(-1) for t in (q, k))
-    bad = bad | ~v.isfinite().all(-1)
+    bad_query, bad = (~t.isfinite().all(-1) for t in (q, keys.k))
+    bad = bad | ~keys.v.isfinite().all(-1)
     q = q.masked_fill(bad_query.unsqueeze(-1), 0)
-    k, v = (t.masked_fill(bad.unsqueeze(-1), 0) for t in (k, v))
-    out, after, small = attention(call, q, k, v, mask, state)
+    k, v = (t.masked_fill(bad.unsqueeze(-1), 0) for t in keys[:2])
+    out, after, small = attention(call, q, Keys(k, v, keys.padded), state, decay)
     if call.near.is_causal:
         seen = (bad.cumsum(-1) > 0)[..., -q.shape[-2] :].repeat(1, 1, call.groups)
     else:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bochner.attention.call import Call, Near, Result
+from bochner.attention.call import Call, Keys, Near, Result
 from bochner.attention.features import EMPTY, MASKED, PreparedMap
 from bochner.attention.layout import Layout, moved, starts
 from bochner.attention.scan import Scan, Sinks, absorb_keys, rows_at_once
@@ -16,29 +15,13 @@ from bochner.attention.softmax import attend
 from bochner.attention.state import State, Sums, WindowState, mean_of, spread_mask, value_sums
 
 
-class Keys(NamedTuple):
-    """Keys and values (b, g, s, .) by their places; which are padding and which sinks (b, s), None for none."""
+def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None = None) -> Result:
+    """Attention of q (b, h, n, d) over keys (b, g, s, .), zero where padded, after those of `state`.
 
-    k: Tensor
-    v: Tensor
-    padded: Tensor | None
-    sink: Tensor | None
-
-    @property
-    def far_holes(self) -> Tensor | None:
-        """Those that the kernel leaves out."""
-        if self.sink is None or self.padded is None:
-            return self.padded if self.sink is None else self.sink
-        return self.padded | self.sink
-
-    def part(self, span: slice) -> Keys:
-        padded, sink = (None if t is None else t[:, span] for t in (self.padded, self.sink))
-        return Keys(self.k[..., span, :], self.v[..., span, :], padded, sink)
-
-
-def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None) -> Result:
-    """Attention of q (b, h, n, d) over k and v (b, g, s, .), zero where `mask` (b, s), after the keys of `state`."""
-    (b, g, s, d), n, near, prepared = k.shape, q.shape[-2], call.near, call.map
+    `decay` (b, g, s) or less: the logarithm of what every token leaves of the weight of those before it.
+    """
+    (b, g, s, d), n, near, prepared = keys.k.shape, q.shape[-2], call.near, call.map
+    k, v, mask = keys[:3]
     fuses = prepared.phi.is_exponential and (call.looks or call.composed)
     if fuses and call.normalize and not (near.is_causal or near.exact):
         return Result(_by_softmax(prepared, q.reshape(b, g, -1, d), k, v, mask))
@@ -51,13 +34,18 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     q = q.reshape(b, g, call.groups, n, d)
     if call.recompute and torch.is_grad_enabled() and not call.composed and not call.map.is_closed(q[:, :, 0], k):
         call = call._replace(recompute=False)
-    keys = Keys(k, v, mask, None)
+    if decay is not None:
+        # A weight exp(g_i - g_j), with g the running sum, is a shift -g_j of the keys: a factor of a row cancels.
+        decay = decay.expand(b, g, s).cumsum(-1)
+        keys, state = keys._replace(shift=-decay.unsqueeze(-1)), _widened(state)
     if near.is_causal and n < s:
         state = _advanced(call, keys.part(slice(0, s - n)), state)
         keys = keys.part(slice(s - n, s))
     before = state.total
     out, bad, after = _rows(call, q, keys, state, fresh=fresh)
     out = out.flatten(2, 3)
+    if after is not None and decay is not None:
+        after = _lowered(after, decay[..., -1])
     if bad is None:
         return Result(out, after)
     # Rows that cannot be divided get the mean of the values that they may see.
@@ -67,6 +55,24 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     else:
         seen = value_sums(values, mask)[:, :, None]
     return Result(torch.where(bad, mean_of(seen), out), after, bad & (seen[..., -1:] > 0))
+
+
+def _widened(state: State) -> State:
+    """A state with all that decay shifts in double precision."""
+    window = state.window
+    if window is not None and window.shift is not None and window.sink_shift is not None:
+        window = window._replace(shift=window.shift.double(), sink_shift=window.sink_shift.double())
+    return state._replace(log_scale=state.log_scale.double(), window=window)
+
+
+def _lowered(state: State, decay: Tensor) -> State:
+    """A state counted from the last key on, after decays that sum up to (b, g): its numbers never grow large."""
+    dtype, window, change = state.sums.dtype, state.window, decay - decay.detach()
+    if window is not None and window.shift is not None and window.sink_shift is not None:
+        shifts = [(t + decay[..., None, None]).to(dtype) for t in (window.shift, window.sink_shift)]
+        window = window._replace(shift=shifts[0], sink_shift=shifts[1])
+    sums = state.sums * change.to(dtype).exp()[..., None, None] if decay.requires_grad else state.sums
+    return state._replace(sums=sums, log_scale=(state.log_scale + decay.detach()).to(dtype), window=window)
 
 
 def nothing_seen(prepared: PreparedMap, k: Tensor, v: Tensor) -> State:
@@ -106,7 +112,7 @@ def _rows(call: Call, q: Tensor, new: Keys, state: State, *, fresh: bool) -> tup
     start = starts(near, new.padded, past.start, past.seen)
     sinks, new = find_sinks(near, past, new)
     if not (near.window or near.is_causal):  # no zones: the kernel sees all keys but the sinks
-        sums = absorb_keys(call, sums, new.k, new.v, new.far_holes)
+        sums = absorb_keys(call, sums, new)
         layout = Layout.of(near, n, 0, 0, 0)
         out, bad, _ = scan_rows(call, q, new.part(slice(0, 0)), sinks, sums, layout, fresh=False)
         return out, bad, None
@@ -147,9 +153,11 @@ def scan_rows(
         found = [Sums(torch.zeros_like(sums.value), torch.full_like(sums.ref, EMPTY))]
         for i, j in reversed(list(pairwise(bounds))):
             some = keys.part(slice(i, j))
-            found.append(absorb_keys(call, found[-1], some.k, some.v, some.far_holes) if j > i else found[-1])
+            found.append(absorb_keys(call, found[-1], some) if j > i else found[-1])
         refs = torch.stack([s.ref for s in reversed(found)], dim=2)
         tensors.append(torch.stack([s.value for s in reversed(found)], dim=2))
+    elif keys.shift is not None:
+        tensors += [keys.shift, keys.shift[:, :, :0] if sinks is None or sinks.shift is None else sinks.shift]
     out, bad, *after = Scan(call, layout, parts, holes, sinks, fresh, goes_on, refs).run(tensors, sums)
     return out, bad, Sums(*after)
 
@@ -165,7 +173,8 @@ def _moved_rows(
     padded = torch.zeros(b, s, dtype=torch.bool, device=start.device) if keys.padded is None else keys.padded
     sink = None if keys.sink is None else moved(keys.sink, front, length, 1, False)
     k, v = (moved(t, front, length) for t in keys[:2])
-    there = Keys(k, v, moved(padded, front, length, 1, True), sink)
+    shift = None if keys.shift is None else moved(keys.shift, front, length)
+    there = Keys(k, v, moved(padded, front, length, 1, True), sink, shift)
     if sinks is not None:
         place, exists = sinks.places()
         sinks = sinks._replace(place=place + lead[:, None], there=exists)
@@ -200,7 +209,7 @@ def _left_behind(
     """The kernel's sums with the keys that have left the window, `left` or by `start`, and what it then holds."""
     near, (b, _, count, _) = call.near, keys.k.shape
     if not near.exact:
-        return absorb_keys(call, sums, keys.k, keys.v, keys.padded) if left.stop > left.start else sums, None
+        return absorb_keys(call, sums, keys) if left.stop > left.start else sums, None
     none = torch.zeros(count, dtype=torch.bool, device=keys.k.device).expand(b, -1)
     window = past._replace(
         k=keys.k,
@@ -211,6 +220,8 @@ def _left_behind(
         start=start,
         complete=True,
         unpadded=past.unpadded and keys.padded is None and start is None,
+        shift=keys.shift,
+        sink_shift=None if keys.shift is None else keys.shift[:, :, :0],
     )
     if sinks is not None:
         place, there = sinks.places()
@@ -218,7 +229,9 @@ def _left_behind(
         if complete and not past.complete and not window.unpadded:
             complete = call.looks and place.shape[1] == near.sinks and bool(there.all())
         place = torch.where(there, place + past.seen, -1)
-        window = window._replace(sink_k=sinks.k, sink_v=sinks.v, sink_position=place, complete=complete)
+        window = window._replace(
+            sink_k=sinks.k, sink_v=sinks.v, sink_position=place, complete=complete, sink_shift=sinks.shift
+        )
     return leave(call, sums, window, left.start)
 
 
@@ -229,20 +242,20 @@ def leave(call: Call, sums: Sums, keys: WindowState, done: int = 0) -> tuple[Sum
     """
     near, seen, count = call.near, keys.seen, keys.k.shape[2]
     first, left = seen - count, near.held_from(seen) - seen + count
+    hidden: Tensor | None
     if keys.start is not None:
         gone = torch.arange(first, seen, device=keys.k.device) < near.held_places(keys.start, seen)[:, None]
         hidden, left = keys.padded | keys.sink | ~gone, max(0, count - near.most_held)
         if not call.looks or not bool(hidden.all()):
-            sums = absorb_keys(call, sums, keys.k, keys.v, hidden)
+            sums = absorb_keys(call, sums, Keys(keys.k, keys.v, hidden, None, keys.shift))
         keys = keys._replace(padded=keys.padded | gone)
     elif left > done:
-        some, hidden = slice(done, left), None
-        if not keys.unpadded or first + done < near.sinks:
-            hidden = (keys.padded | keys.sink)[:, some]
-        sums = absorb_keys(call, sums, keys.k[:, :, some], keys.v[:, :, some], hidden)
+        hidden = None if keys.unpadded and first + done >= near.sinks else keys.padded | keys.sink
+        some = Keys(keys.k, keys.v, hidden, None, keys.shift).part(slice(done, left))
+        sums = absorb_keys(call, sums, some)
     if left:
-        k, v = keys.k[:, :, left:], keys.v[:, :, left:]
-        keys = keys._replace(k=k, v=v, padded=keys.padded[:, left:], sink=keys.sink[:, left:])
+        held = Keys(keys.k, keys.v, keys.padded, keys.sink, keys.shift).part(slice(left, None))
+        keys = keys._replace(**held._asdict())
     return sums, keys
 
 
@@ -262,14 +275,19 @@ def find_sinks(near: Near, past: WindowState, new: Keys) -> tuple[Sinks | None, 
     here = torch.arange(s, device=new.k.device).expand(b, s)
     if not past.seen and new.padded is None:
         t = near.sinks
-        return Sinks(new.k[..., :t, :], new.v[..., :t, :], None, None), new._replace(sink=here < t)
+        shift = None if new.shift is None else new.shift[:, :, :t]
+        return Sinks(new.k[..., :t, :], new.v[..., :t, :], None, None, shift), new._replace(sink=here < t)
     known = past.sink_position >= 0
     there = torch.cat([known, torch.ones_like(here, dtype=torch.bool) if new.padded is None else ~new.padded], dim=1)
     place = torch.cat([past.sink_position - past.seen, here], dim=1)
     is_sink = there & (there.cumsum(1) <= near.sinks)
     chosen = is_sink.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : near.sinks]
-    k, v = (_chosen(torch.cat([old, new], dim=2), chosen) for old, new in ((past.sink_k, new.k), (past.sink_v, new.v)))
-    sinks = Sinks(k, v, place.gather(1, chosen), is_sink.gather(1, chosen))
+    pairs = [(past.sink_k, new.k), (past.sink_v, new.v)]
+    if new.shift is not None:
+        pairs.append((_shift_of(past.sink_shift, past.sink_k, new.shift), new.shift))
+    found = [_chosen(torch.cat(both, dim=2), chosen) for both in pairs]
+    shift = found[2] if new.shift is not None else None
+    sinks = Sinks(found[0], found[1], place.gather(1, chosen), is_sink.gather(1, chosen), shift)
     return sinks, new._replace(sink=is_sink[:, known.shape[1] :])
 
 
@@ -287,7 +305,15 @@ def _after_held(past: WindowState, new: Keys) -> Keys:
     if padded is not None or not past.unpadded:
         here = torch.zeros(new.k.shape[::2], dtype=torch.bool, device=k.device) if padded is None else padded
         padded = torch.cat([past.padded, here], dim=1)
-    return Keys(k, v, padded, None if new.sink is None else torch.cat([past.sink, new.sink], dim=1))
+    sink, shift = None if new.sink is None else torch.cat([past.sink, new.sink], dim=1), new.shift
+    if shift is not None:
+        shift = torch.cat([_shift_of(past.shift, past.k, shift), shift], dim=2)
+    return Keys(k, v, padded, sink, shift)
+
+
+def _shift_of(known: Tensor | None, k: Tensor, like: Tensor) -> Tensor:
+    """What decay has added to the log weights of keys (b, g, s, d), nothing where it begins now: (b, g, s, 1)."""
+    return like.new_zeros(*k.shape[:3], 1) if known is None else known
 
 
 def _running_totals(v: Tensor, mask: Tensor | None, before: Tensor, r: int) -> Tensor:

@@ -12,6 +12,32 @@ from bochner.attention.features import PreparedMap
 from bochner.attention.state import State
 
 
+class Keys(NamedTuple):
+    """Keys and values (b, g, s, .) by their places; which are padding and which sinks (b, s), None for none.
+
+    `shift` (b, g, s, 1): what decay adds to the log weight of each key, None for nothing. It is in double precision:
+    differences of large sums matter.
+    """
+
+    k: Tensor
+    v: Tensor
+    padded: Tensor | None = None
+    sink: Tensor | None = None
+    shift: Tensor | None = None
+
+    @property
+    def far_holes(self) -> Tensor | None:
+        """Those that the kernel leaves out."""
+        if self.sink is None or self.padded is None:
+            return self.padded if self.sink is None else self.sink
+        return self.padded | self.sink
+
+    def part(self, span: slice) -> Keys:
+        padded, sink = (None if t is None else t[:, span] for t in (self.padded, self.sink))
+        shift = None if self.shift is None else self.shift[:, :, span]
+        return Keys(self.k[:, :, span], self.v[:, :, span], padded, sink, shift)
+
+
 class Near:
     """Which keys a row sees exactly: `window` keys of a `kind`, 0 for none, and the first `sinks` ones."""
 

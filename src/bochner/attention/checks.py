@@ -5,6 +5,7 @@ What is right is seen by a few comparisons; what is wrong is looked at again to 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
 from itertools import pairwise
@@ -124,6 +125,46 @@ def check_lengths(q: Tensor, k: Tensor, owner: str, *, is_causal: bool, window: 
     if window is not None and n != s and not is_causal:
         raise BochnerError(
             f"A 'window' that is not causal needs as many queries as keys, got n={n} and s={s}; use window=None."
+        )
+
+
+def check_decay(decay: Any, k: Tensor, owner: str, *, is_causal: bool) -> Tensor | None:
+    """The logarithms of decays that are asked for, per token or less, in double precision; broadcasts to (b, g, s)."""
+    if decay is None:
+        return None
+    if not is_causal:
+        raise BochnerError(f"The 'decay' of {owner} needs is_causal=True: it counts from a key to the rows after it.")
+    (b, g, s), found = k.shape[:3], None
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        found = torch.as_tensor(decay, device=k.device).to(torch.float64)
+    if found is not None and found.ndim < 2 and found.numel() in (1, g):
+        return found.reshape(1, -1, 1)
+    if (
+        found is None
+        or found.ndim != 3
+        or any(n not in (1, most) for n, most in zip(found.shape, (b, g, s), strict=True))
+    ):
+        got = f"shape {tuple(found.shape)}" if found is not None else repr(decay)
+        raise BochnerError(
+            f"The 'decay' of {owner} must be log decays, one for each key head ({g},) or for each token {(b, g, s)}, "
+            f"got {got}."
+        )
+    return found
+
+
+def watched(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Tensor, ...]:
+    """Tensors that are all finite if the arguments are as they must be."""
+    return (q, k, v) if decay is None else (q, k, v, torch.where(decay <= 0, decay, torch.nan))
+
+
+def refuse_values(owner: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> None:
+    """Say what is not finite."""
+    check_finite(owner, q=q, k=k, v=v)
+    if decay is not None and not bool((decay <= 0).all() & decay.isfinite().all()):
+        worst = decay.detach().flatten()[(~((decay <= 0) & decay.isfinite())).flatten().nonzero()[0, 0]]
+        raise BochnerError(
+            f"The 'decay' of {owner} must be finite logarithms of at most 0, got {float(worst):.6g}; pass the log of a "
+            "factor in (0, 1]."
         )
 
 

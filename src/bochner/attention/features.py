@@ -70,9 +70,10 @@ class PreparedMap:
             self._exponents[role] = found.scaled(self.root, self.dtype)
         return self._exponents[role]
 
-    def features(self, role: str, x: Tensor) -> Features:
-        """The features of `root * x`, (..., n, d)."""
+    def features(self, role: str, x: Tensor, shift: Tensor | None = None) -> Features:
+        """The features of `root * x`, (..., n, d); `shift` (..., n, 1) is added to their log scales."""
         found = self.function(role)(x)
+        found = found if shift is None else Features(found.values, found.log_scale + shift)
         return tied(found) if self.ties and role == "key" else found
 
     def function(self, role: str) -> Callable[[Tensor], Features]:

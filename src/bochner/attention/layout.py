@@ -148,6 +148,15 @@ class Layout:
             return x.unflatten(2, (-1, self.block))
         return x.unfold(2, self.width, self.block).mT
 
+    def own(self, x: Tensor, part: Part) -> Tensor:
+        """Of a span of laid-out keys (b, g, keys, d) those at the places of its blocks of rows, (b, g, t, c, d)."""
+        if self.single:
+            return x[:, :, self.held :].unsqueeze(2)
+        first = self.before * self.block
+        return x[:, :, first : first + (part.blocks.stop - part.blocks.start) * self.block].unflatten(
+            2, (-1, self.block)
+        )
+
     # Which keys of its zone a row sees, and how.
 
     def exact_mask(self, part: Part, like: Tensor) -> Tensor | None:

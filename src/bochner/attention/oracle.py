@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype, positive_int
 from bochner.attention.api import linear_attention
-from bochner.attention.checks import Options, check_finite, check_map, check_mask, check_qkv
+from bochner.attention.checks import Options, check_decay, check_finite, check_map, check_mask, check_qkv, refuse_values
 from bochner.attention.layout import leading
 from bochner.attention.state import SMALL, unmasked
 from bochner.maps import feature_map
@@ -32,6 +32,7 @@ def exact_attention(
     window: int | None = None,
     sinks: int = 0,
     window_kind: str = "block",
+    decay: Tensor | float | Sequence[float] | None = None,
     normalize: bool = True,
     chunk: int = 512,
 ) -> Tensor:
@@ -52,6 +53,7 @@ def exact_attention(
     is_causal, scale, window, sinks, *_ = asked.checked(q, k, owner)
     root = math.sqrt(scale)
     k, v = unmasked(key_padding_mask, k, v)
+    faded = _faded(decay, k, owner, is_causal, key_padding_mask, q.shape[1])
     check_finite(owner, q=q, k=k, v=v)
     x, y, u = _scaled(q, k, v, root)
     n, s, rows = q.shape[-2], k.shape[-2], []
@@ -61,14 +63,16 @@ def exact_attention(
         hidden = _hidden(i, s, is_causal, key_padding_mask)
         if window or sinks:
             hidden = hidden | ~_near(i, s, window, sinks, window_kind, key_padding_mask)
+        lost = 0.0 if faded is None else _log_decay(faded, i).to(x.dtype)
         if kernel in KERNELS:
-            weights = _log_kernel(part, y, kernel).masked_fill(hidden, -torch.inf)
+            weights = (_log_kernel(part, y, kernel) + lost).masked_fill(hidden, -torch.inf)
             if normalize:
                 peak = weights.amax(-1, keepdim=True)
                 weights = weights - torch.where(peak > -torch.inf, peak, 0)
             weights = weights.exp()
         else:
             weights = _kernel_function(kernel)(part, y).masked_fill(hidden, 0)
+            weights = weights if faded is None else weights * torch.as_tensor(lost).exp()
         rows.append((_normalized(weights) if normalize else weights) @ u)
     return torch.cat(rows, dim=-2).to(q.dtype)
 
@@ -84,6 +88,7 @@ def attention_matrix(
     window: int | None = None,
     sinks: int = 0,
     window_kind: str = "block",
+    decay: Tensor | float | Sequence[float] | None = None,
     normalize: bool = True,
 ) -> Tensor:
     """What a map attends to: the (b, h, n, s) weights that `linear_attention` applies without forming them.
@@ -104,41 +109,42 @@ def attention_matrix(
     root = math.sqrt(scale)
     (k,) = unmasked(key_padding_mask, k)
     check_finite(owner, q=q, k=k)
+    faded = _faded(decay, k, owner, is_causal, key_padding_mask, q.shape[1])
     n, s = q.shape[-2], k.shape[-2]
     if phi.num_columns(1) != 2:  # no weight of one pair alone: what it does to values that are 1 for one key
         ones = torch.eye(s, dtype=q.dtype, device=q.device).expand(*k.shape[:2], s, s)
         how: Any = asked._asdict()
-        return linear_attention(q, k, ones, phi, key_padding_mask=key_padding_mask, **how)
+        return linear_attention(q, k, ones, phi, key_padding_mask=key_padding_mask, decay=decay, **how)
     # In float64, and as logarithms with their signs: the terms of a weight can span more than a dtype holds.
     x, y, _ = _scaled(q.double(), k.double(), k.double(), root)
     grouped = (q.double() * root).reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
     i = torch.arange(s - n, s, device=q.device) if is_causal else torch.arange(n, device=q.device)
     near, hidden = _near(i, s, window, sinks, window_kind, key_padding_mask), _hidden(i, s, is_causal, key_padding_mask)
-    far = ~(near | hidden).repeat(1, 1, q.shape[1] // k.shape[1], 1)
+    lost = torch.zeros_like(x[..., :1]) if faded is None else _log_decay(faded, i)
+    far = (~(near | hidden)).to(x.dtype) * lost.exp()  # (b, h, n, s)
+    far = far.reshape(*grouped.shape[:-1], s)
     sign, log_weights = (t.view(*q.shape[:-1], s) for t in _signed_logs(phi, grouped, k.double() * root, far))
     exact = _log_kernel(x, y, "gaussian" if phi.kernel == "gaussian" else "softmax")
-    log_weights = torch.where(near, exact, log_weights)
+    log_weights = torch.where(near, exact, log_weights) + lost
     log_weights = log_weights.masked_fill(hidden, -torch.inf)
     peak = log_weights.amax(-1, keepdim=True) if normalize else torch.zeros_like(log_weights[..., :1])
     weights = torch.where(near, 1.0, sign) * (log_weights - torch.where(peak > -torch.inf, peak, 0)).exp()
     if not normalize:
         return weights.to(q.dtype)
     seen = (~hidden).to(weights.dtype).expand_as(weights)
-    weights = torch.where(_is_small(phi, grouped, k.double() * root, weights, near, hidden, peak), seen, weights)
+    weights = torch.where(_is_small(phi, grouped, k.double() * root, weights, near, far, peak), seen, weights)
     return _normalized(weights).to(q.dtype)
 
 
 def _is_small(
-    phi: FeatureMap, x: Tensor, y: Tensor, weights: Tensor, near: Tensor, hidden: Tensor, peak: Tensor
+    phi: FeatureMap, x: Tensor, y: Tensor, weights: Tensor, near: Tensor, far: Tensor, peak: Tensor
 ) -> Tensor:
     """Which rows (b, h, n, 1) of a signed map have a normaliser that is not divided by; weights relative to peak."""
     if phi.has_positive_sums:
         return torch.zeros_like(weights[..., :1], dtype=torch.bool)
     fq, fk = phi(x, "query"), phi(y, "key")
-    r = weights.shape[1] // y.shape[1]
-    far = (~(near | hidden)).to(weights.dtype).expand(y.shape[0], 1, -1, -1)
     top = fk.log_scale.amax((-2, -1), keepdim=True)
-    norm = far.repeat(1, 1, r, 1) @ (fk.values * (fk.log_scale - top).exp())
+    norm = far @ (fk.values * (fk.log_scale - top).exp())
     bound = (norm.norm(dim=-1, keepdim=True) * fq.values.norm(dim=-1, keepdim=True)).log() + top + fq.log_scale
     exact = (weights * near).sum(-1, keepdim=True)
     total = weights.sum(-1, keepdim=True)
@@ -146,20 +152,35 @@ def _is_small(
 
 
 def _signed_logs(phi: FeatureMap, x: Tensor, y: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
-    """Sign and logarithm of the estimated kernel, (b, g, N, s), of which the pairs `far` are used."""
+    """Sign and logarithm of the estimated kernel, (b, g, N, s), of which pairs are used by their weights `far`."""
     query, key = phi.exponent("query"), phi.exponent("key")
     if query is None or key is None:
         fq, fk = phi(x, "query"), phi(y, "key")
         products = fq.values @ fk.values.mT
         if phi.top_up is not None:  # what the share of these keys lacks is given to all of them alike
-            count = far.sum(-1, keepdim=True).clamp_min(1)
-            share = (products * far).sum(-1, keepdim=True) / count
+            count = far.sum(-1, keepdim=True)
+            share = (products * far).sum(-1, keepdim=True) / torch.where(count > 0, count, 1)
             products = products + (phi.top_up.to(x.dtype).reshape(-1, 1, 1) - share).clamp_min(0)
         return products.sign(), products.abs().log() + fq.log_scale + fk.log_scale.mT
     (z, a), (w, b) = query.at(x), key.at(y)
     left, right = query.logits(z) + a, key.logits(w) + b
     logs = [(left[..., i, None, :] + right).logsumexp(-1) for i in range(x.shape[-2])]
     return torch.ones((), dtype=x.dtype, device=x.device).expand(*x.shape[:-1], y.shape[-2]), torch.stack(logs, dim=-2)
+
+
+def _faded(decay: Any, k: Tensor, owner: str, is_causal: bool, mask: Tensor | None, heads: int) -> Tensor | None:
+    """The running sums of log decays, (b, h, s); None without."""
+    found = check_decay(decay, k, owner, is_causal=is_causal)
+    if found is None:
+        return None
+    found = found.expand(k.shape[:3]) if mask is None else found.expand(k.shape[:3]).masked_fill(mask[:, None], 0)
+    refuse_values(owner, k, k, k, found)
+    return found.cumsum(-1).repeat_interleave(heads // k.shape[1], dim=1)
+
+
+def _log_decay(faded: Tensor, i: Tensor) -> Tensor:
+    """The log decay from each key to the queries at places i (n,), (b, h, n, s); 0 for later keys."""
+    return (faded[..., i, None] - faded.unsqueeze(-2)).clamp_max(0)
 
 
 def _scaled(q: Tensor, k: Tensor, v: Tensor, root: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype, floating
 from bochner.attention.api import linear_attention, report
-from bochner.attention.attend import Keys, nothing_seen, scan_rows
-from bochner.attention.call import Call, Near, Result
+from bochner.attention.attend import nothing_seen, scan_rows
+from bochner.attention.call import Call, Keys, Near, Result
 from bochner.attention.checks import Options, check_finite, check_map, check_mask, check_qkv
 from bochner.attention.features import EMPTY, PreparedMap
 from bochner.attention.layout import Layout
@@ -63,7 +63,7 @@ def sequence_parallel_attention(
     call = Call.of(Near(is_causal=False), prepared, q, k)
     with torch.autocast(q.device.type, enabled=False):
         empty = nothing_seen(prepared, k, v)
-        sums = absorb_keys(call, Sums(empty.sums, empty.log_scale), k, v, key_padding_mask)
+        sums = absorb_keys(call, Sums(empty.sums, empty.log_scale), Keys(k, v, key_padding_mask))
         local = State(*sums, value_sums(v.to(prepared.dtype), key_padding_mask))
         if options.is_causal:
             how: Any = {"is_causal": True, "key_padding_mask": key_padding_mask, "scale": options.scale}
@@ -71,7 +71,7 @@ def sequence_parallel_attention(
             return linear_attention(q, k, v, phi, state=exclusive_scan(local, group), **how)
         total = all_reduce(local, group)
         rows = q.reshape(*k.shape[:2], call.groups, *q.shape[-2:])
-        none, layout = Keys(k[:, :, :0], v[:, :, :0], None, None), Layout.of(call.near, q.shape[-2], 0, 0, 0)
+        none, layout = Keys(k[:, :, :0], v[:, :, :0]), Layout.of(call.near, q.shape[-2], 0, 0, 0)
         out, bad, _ = scan_rows(call, rows, none, None, Sums(total.sums, total.log_scale), layout, fresh=False)
         if bad is not None:
             seen = total.total[:, :, None, None]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bochner._products import is_exporting
 from bochner.attention.autograd import Output, Scanned, random_state, recomputed
-from bochner.attention.call import Call
+from bochner.attention.call import Call, Keys
 from bochner.attention.features import EMPTY, MASKED, PreparedMap, tied
 from bochner.attention.layout import Layout, Part, by_head
 from bochner.attention.softmax import attend_zones, exact_logits
@@ -35,13 +35,14 @@ torch.empty(2**23 - 2**16, device="cpu")
 class Sinks(NamedTuple):
     """The first t unpadded keys: k, v (b, g, t, .); place (b, t) relative to row 0, and whether there is one (b, t).
 
-    Without places they are those of the first t rows.
+    Without places they are those of the first t rows. `shift` (b, g, t, 1): as of other keys.
     """
 
     k: Tensor
     v: Tensor
     place: Tensor | None
     there: Tensor | None
+    shift: Tensor | None = None
 
     def places(self) -> tuple[Tensor, Tensor]:
         if self.place is None or self.there is None:
@@ -69,19 +70,20 @@ def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
     return max(64, elements // (like.shape[0] * like.shape[1] * row))
 
 
-def absorb_keys(call: Call, sums: Sums, k: Tensor, v: Tensor, mask: Tensor | None) -> Sums:
-    """Sums after more keys k, v (b, g, s, .), of which those of the mask (b, s) add nothing: some at a time."""
+def absorb_keys(call: Call, sums: Sums, keys: Keys) -> Sums:
+    """Sums after more keys (b, g, s, .), of which padding and sinks add nothing: some at a time."""
+    k, v, mask, shift = keys.k, keys.v, keys.far_holes, keys.shift
     size, again = rows_at_once(call, None, k) or k.shape[2], call.recompute and torch.is_grad_enabled()
     again = again and not call.composed
     # With gradients the map is made anew: what it holds may have been computed without.
     prepared = call.map.computed_from(call.map.tensors()) if again else call.map
-    features = prepared.function("key")
 
-    def absorbed(value: Tensor, ref: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Sums:
-        return add_keys(Sums(value, ref), features(k), v.to(prepared.dtype), mask, prepared)
+    def absorbed(value: Tensor, ref: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shift: Tensor | None) -> Sums:
+        return add_keys(Sums(value, ref), prepared.features("key", k, shift), v.to(prepared.dtype), mask, prepared)
 
-    holes = [None] * k.shape[2] if mask is None else mask.split(size, 1)
-    for part in zip(k.split(size, 2), v.split(size, 2), holes, strict=False):
+    none = [None] * k.shape[2]
+    holes, shifts = none if mask is None else mask.split(size, 1), none if shift is None else shift.split(size, 2)
+    for part in zip(k.split(size, 2), v.split(size, 2), holes, shifts, strict=False):
         # Features are not kept for the backward pass, but computed again, with the same random numbers.
         options: Any = {"use_reentrant": False, "preserve_rng_state": not prepared.phi.is_exponential}
         sums = checkpoint(absorbed, *sums, *part, **options) if again else absorbed(*sums, *part)
@@ -97,7 +99,8 @@ class Scan:
 
     Tensors: q (b, g, r, n, d); k, v (b, g, s, .); keys and values of sinks (b, g, t, .); of bidirectional windows the
     sums behind each part (b, g, parts, m, c), whose references are `behind` (b, g, parts). `holes`, `far_holes` (b, s):
-    keys that count for nothing, and those that the kernel leaves out, None for none. `fresh`: whether no key comes
+    keys that count for nothing, and those that the kernel leaves out, None for none. With decay instead of `behind` the
+    shifts of keys (b, g, s, 1) and of sinks. `fresh`: whether no key comes
     before the first part. `goes_on`: whether the sums after the last part are wanted.
     """
 
@@ -142,7 +145,9 @@ class Scan:
     def take(self, part: Part, tensors: Sequence[Tensor]) -> list[Tensor]:
         layout, (q, k, v, *rest) = self.layout, tensors
         found = [layout.take_rows(q, part), layout.take(k, part.span), layout.take(v, part.span), *rest[:2]]
-        return found if self.behind is None else [*found, rest[2][:, :, part.number]]
+        if self.behind is not None:
+            return [*found, rest[2][:, :, part.number]]
+        return found if len(rest) == 2 else [*found, layout.take(rest[2], part.span), rest[3]]
 
     def put(self, part: Part, totals: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         for i, (total, grad) in enumerate(zip(totals, grads, strict=True)):
@@ -150,12 +155,12 @@ class Scan:
                 continue
             if i == 0:
                 self.layout.put_rows(total, part, grad)
-            elif i < 3:
-                self.layout.put(total, part.span, grad)
-            elif i < 5:
-                total += grad
-            else:
+            elif i == 5 and self.behind is not None:
                 total[:, :, part.number] += grad
+            elif i in (1, 2, 5):
+                self.layout.put(total, part.span, grad)
+            else:
+                total += grad
 
     def join(self, rows: Sequence[Tensor]) -> Tensor:
         """Parts (b, g, t, r c, .) as all rows, (b, g, r, n, .)."""
@@ -164,11 +169,12 @@ class Scan:
         return joined[:, :, :, self.layout.lead : self.layout.lead + self.layout.rows]
 
     def body(self, prepared: PreparedMap, part: Part, taken: Sequence[Tensor], carry: Sums) -> Output:
-        x, k, v, sink_k, sink_v, *behind = taken
+        x, k, v, sink_k, sink_v, *more = taken
         x, k, v = (t.to(prepared.dtype) for t in (x, k, v))
+        shifts, behind = self._shifts(part, more), None if self.behind is None else more[0]
         # 1. The keys that the kernel sees of the zones, and the sums of all others.
-        keys = self._kernel_keys(prepared, part, k, v)
-        far, carry = self._far(part, keys, carry, *behind)
+        keys = self._kernel_keys(prepared, part, k, v, shifts)
+        far, carry = self._far(part, keys, carry, behind)
         # 2. What the kernel says of each row, relative to exp(log_weight).
         phi, own = (t.unflatten(2, x.shape[2:4]) for t in prepared.features("query", x.flatten(2, 3)))
         total, log_weight, bound = self._kernel(prepared, part, phi, far, keys)
@@ -177,14 +183,14 @@ class Scan:
             rows = divided(total[..., :-1], den, bad)
             return Output(carry, rows, bad, (den.clone(),) * 2 if self.can_replay else None)
         # 3. The exact terms, and one reference for all that a row sees.
-        log_weight = log_weight + own
+        log_weight = (log_weight if shifts is None else (log_weight - shifts.base).to(own.dtype)) + own
         ref, exact, weights, sums = log_weight.detach(), None, None, []
         if self.call.near.window and self.layout.width:
-            zones, mask = self.layout.zones, self._exact_mask(part, k)
+            zones, mask = self.layout.zones, self._exact_mask(part, k, shifts)
             zone, exact = attend_zones(x, zones(k), zones(v), mask, prepared.scale, prepared.phi.kernel)
             ref = torch.maximum(ref, exact.detach())
         if self.sinks is not None:
-            weights = self._sink_logits(prepared, part, x, sink_k.to(x.dtype))
+            weights = self._sink_logits(prepared, part, x, sink_k.to(x.dtype), shifts)
             ref = torch.maximum(ref, weights.detach().amax(-1, keepdim=True))
         ref = ref.clamp_min(EMPTY)
         # 4. One normaliser for all of them; exact terms are their own bound.
@@ -209,7 +215,7 @@ class Scan:
             more = weights.flatten(2, 3) @ sink_v.to(num.dtype)
             num = self._sum(num, more.unflatten(2, num.shape[2:4]))
         if not self.call.normalize:  # in two steps: each alone may underflow
-            half = (0.5 * ref).exp()
+            half = (0.5 * (ref if shifts is None else ref + shifts.of_rows(part, self.call.groups).to(ref.dtype))).exp()
             return Output(carry, num * half * half)
         return Output(carry, divided(num, den, bad), bad, (den, ref) if self.can_replay else None)
 
@@ -226,11 +232,12 @@ class Scan:
 
         Through the graph of `body` forward and backward would take 1.2 times as long, with windows up to 1.5 times.
         """
-        x, k, v, sink_k, sink_v, *behind = taken
+        x, k, v, sink_k, sink_v, *more = taken
         x, k, v = (t.to(prepared.dtype) for t in (x, k, v))
+        shifts, behind = self._shifts(part, more), None if self.behind is None else more[0]
         layout, r, (den, ref) = self.layout, self.call.groups, kept
-        keys = self._kernel_keys(prepared, part, k, v)
-        far, carry = self._far(part, keys, carry, *behind)
+        keys = self._kernel_keys(prepared, part, k, v, shifts)
+        far, carry = self._far(part, keys, carry, behind)
         phi, own = (t.unflatten(2, x.shape[2:4]) for t in tied(prepared.features("query", x.flatten(2, 3))))
         log_far, exact = far.ref[..., None, None], self.call.near.exact
         terms: list[tuple[Tensor, Tensor, Tensor | None]] = []
@@ -239,36 +246,51 @@ class Scan:
             top, decay = self._decay(scale.mT, part, log_far)
             scores = (phi @ psi.mT).unflatten(3, (r, -1)) * decay.unsqueeze(3)
             log_near = _per_row(top, r)
+            if exact and shifts is not None:
+                log_near = (log_near - shifts.base).to(own.dtype)
             terms.append((scores.flatten(3, 4), columns, (log_near + own - ref).exp() if exact else None))
-            share = (log_far + own - ref if exact else log_far - log_near).exp()
+            share = torch.ones_like(own) if exact else (log_far - log_near).to(own.dtype).exp()
         else:
-            share = (log_far + own - ref).exp() if exact else torch.ones_like(own)
+            share = torch.ones_like(own)
+        if exact:
+            log_far = log_far if shifts is None else (log_far - shifts.base).to(own.dtype)
+            share = (log_far + own - ref).exp()
         terms.append((phi, far.value, share))
         if self.call.near.window and layout.width:
             logits, mask = (
                 exact_logits(x, layout.zones(k), prepared.scale, prepared.phi.kernel),
-                self._exact_mask(part, k),
+                self._exact_mask(part, k, shifts),
             )
             logits = logits if mask is None else logits + mask
             terms.append(((logits - ref).exp(), layout.zones(ones_beside(v)), None))
         if self.sinks is not None:
-            weights = (self._sink_logits(prepared, part, x, sink_k.to(x.dtype)) - ref).exp()
+            weights = (self._sink_logits(prepared, part, x, sink_k.to(x.dtype), shifts) - ref).exp()
             terms.append((weights, ones_beside(sink_v.to(x.dtype)).unsqueeze(2), None))
         factors = [factor for _, _, factor in terms]
         return Output(carry, replayed(rows, den, factors, [t for a, b, _ in terms for t in (a, b)]))
 
     # The kernel.
 
-    def _kernel_keys(self, prepared: PreparedMap, part: Part, k: Tensor, v: Tensor) -> KernelKeys | None:
+    def _shifts(self, part: Part, more: Sequence[Tensor]) -> Shifts | None:
+        if self.behind is not None or not more:
+            return None
+        own = self.layout.own(more[0], part)
+        return Shifts(more[0], more[1], own, own[..., :1, :].detach())
+
+    def _kernel_keys(
+        self, prepared: PreparedMap, part: Part, k: Tensor, v: Tensor, shifts: Shifts | None
+    ) -> KernelKeys | None:
         """Features of the keys laid out around a part that the kernel needs, by blocks (b, g, l, c, .), with values."""
         layout = self.layout
         if layout.single and (layout.near.in_blocks or not layout.width):
             return None
         c, (first, last) = layout.keys if layout.single else layout.block, (part.kernel.start, part.kernel.stop)
+        shift = None if shifts is None else shifts.keys
         if (last - first) * c < k.shape[2]:
-            k, v = k[:, :, first * c : last * c], v[:, :, first * c : last * c]
+            some = slice(first * c, last * c)
+            k, v, shift = k[:, :, some], v[:, :, some], None if shift is None else shift[:, :, some]
         start = part.span.start + first * c
-        features = prepared.features("key", k)
+        features = prepared.features("key", k, shift)
         psi, scale = features
         bias = layout.bias(self.far_holes, slice(start, start + k.shape[2]), scale)
         if bias is not None:
@@ -320,7 +342,7 @@ class Scan:
         if keys is not None and layout.has_kernel_pairs:
             psi, scale, columns = self._zone_keys(keys, part)
             top, decay = self._decay(scale.mT, part, ref)
-            fade, scores = _per_row((ref - top).exp(), r), (phi @ psi.mT).unflatten(3, (r, -1))
+            fade, scores = _per_row((ref - top).to(phi.dtype).exp(), r), (phi @ psi.mT).unflatten(3, (r, -1))
             scores = scores * decay.unsqueeze(3) if self._has_graph() else scores.mul_(decay.unsqueeze(3))
             total = torch.addcmul(scores.flatten(3, 4) @ columns, total, fade)
             if last is not None:
@@ -348,14 +370,16 @@ class Scan:
 
         `scale` (b, g, t, 1, z): those of the keys; `ref` (b, g, t, 1, 1): that of the sums outside.
         """
+        dtype = self.call.map.dtype
         if not self.layout.is_triangle:
             scale = scale.masked_fill(self.layout.kernel_mask(part, scale.device), MASKED)
             top = torch.maximum(ref, scale.detach().amax(-1, keepdim=True))
-            return top, (scale - top).exp_()
+            return top, (scale - top).to(dtype).exp_()
         top = torch.maximum(ref, scale.detach().cummax(-1).values.mT[..., part.rows, :])
+        weight = (scale - top).to(dtype)
         if self._has_graph():
-            return top, (scale - top).clamp_max(0).exp().tril(part.rows.start)
-        return top, (scale - top).exp_().tril_(part.rows.start)  # infinite perhaps where it is cut off
+            return top, weight.clamp_max(0).exp().tril(part.rows.start)
+        return top, weight.exp_().tril_(part.rows.start)  # infinite perhaps where it is cut off
 
     def _has_graph(self) -> bool:
         """Whether a gradient may need what is computed, so that none of it may be overwritten."""
@@ -368,23 +392,41 @@ class Scan:
 
     # The exact terms.
 
-    def _exact_mask(self, part: Part, k: Tensor) -> Tensor | None:
-        """What is added to the exact logits of zones, (b, 1, t, r c or 1, z) or less; None for nothing."""
+    def _exact_mask(self, part: Part, k: Tensor, shifts: Shifts | None) -> Tensor | None:
+        """What is added to the exact logits of zones, (b, g, t, r c or 1, z) or less; None for nothing."""
         exact, bias = self.layout.exact_mask(part, k), self.layout.bias(self.holes, part.span, k)
         if exact is not None and self.call.groups > 1:
             exact = exact.repeat(self.call.groups, 1)
-        if bias is None:
-            return exact
-        bias = self.layout.zones(bias).mT
-        return bias if exact is None else torch.minimum(bias, exact)
+        bias = None if bias is None else self.layout.zones(bias).mT
+        if shifts is not None:
+            decay = (self.layout.zones(shifts.keys).mT - shifts.base).to(k.dtype)
+            bias = decay if bias is None else decay + bias
+        return exact if bias is None else bias if exact is None else bias + exact
 
-    def _sink_logits(self, prepared: PreparedMap, part: Part, x: Tensor, k: Tensor) -> Tensor:
+    def _sink_logits(self, prepared: PreparedMap, part: Part, x: Tensor, k: Tensor, shifts: Shifts | None) -> Tensor:
         """Exact logits (b, g, t, r c, s) of the sinks that a row sees beside its zone."""
         assert self.sinks is not None
         sees = self.layout.sees_sinks(self.sinks, part)
         sees = sees if sees.shape[2] == 1 else sees.repeat(1, 1, self.call.groups, 1)
         logits = exact_logits(x.flatten(2, 3), k, prepared.scale, prepared.phi.kernel).unflatten(2, x.shape[2:4])
+        if shifts is not None:
+            logits = logits + (shifts.sinks.unsqueeze(2).mT - shifts.base).to(logits.dtype)
         return logits.masked_fill(~sees.unsqueeze(1), MASKED)
+
+
+class Shifts(NamedTuple):
+    """What decay adds to log weights: of the keys around a part and of the sinks (b, g, s, 1), and of the keys at the
+    places of its rows (b, g, t, c, 1). Exact terms and what they are compared with are relative to `base` (b, g, t, 1,
+    1), the first of those."""
+
+    keys: Tensor
+    sinks: Tensor
+    own: Tensor
+    base: Tensor
+
+    def of_rows(self, part: Part, r: int) -> Tensor:
+        """The log of the factor that `base` stands for in each row, (b, g, t, r c, 1)."""
+        return _per_row(self.base - self.own[..., part.rows, :], r)
 
 
 class KernelKeys(NamedTuple):
@@ -429,7 +471,7 @@ class _Replayed(torch.autograd.Function):
 
 def mixed(weight: Tensor, sums: Tensor) -> Tensor:
     """Weighted sums of blocks: weight (..., t, l) times (b, g, l, m, c)."""
-    return (weight @ sums.flatten(3)).unflatten(-1, sums.shape[3:])
+    return (weight.to(sums.dtype) @ sums.flatten(3)).unflatten(-1, sums.shape[3:])
 
 
 def prefix(
@@ -447,7 +489,7 @@ def prefix(
     count = t + 1 if gone == t else t  # of prefixes that are wanted
     states = mixed(_fading(refs)[..., :count, :], sums)
     if first is not None:
-        fade = (refs[..., :1] - refs[..., :count]).exp()[..., None, None]
+        fade = (refs[..., :1] - refs[..., :count]).to(sums.dtype).exp()[..., None, None]
         states = torch.addcmul(states, first.unsqueeze(2), fade, out=None if has_graph else states)
     if not gone:
         return states, None
@@ -468,13 +510,11 @@ def _nested_prefix(sums: Tensor, refs: Tensor, first: Tensor) -> Tensor:
     ends = torch.cat([refs[..., 1:], last.expand(*last.shape[:-1], extra)], dim=-1).unflatten(-1, (-1, OUTER))
     starts = torch.cat([refs[..., :1], ends[..., :-1, -1]], dim=-1)  # before each group
     refs = torch.cat([starts.unsqueeze(-1), ends], dim=-1)  # (b, g, groups, OUTER + 1)
-    inside = _fading(refs) @ sums.flatten(3).unflatten(2, (-1, OUTER))  # (b, g, groups, OUTER + 1, m c)
+    inside = _fading(refs).to(sums.dtype) @ sums.flatten(3).unflatten(2, (-1, OUTER))  # (b, g, groups, OUTER + 1, m c)
     outer = torch.cat([starts, refs[..., -1, -1:]], dim=-1)
-    before = (
-        _fading(outer) @ inside[..., -1, :]
-        + (outer[..., :1] - outer).exp().unsqueeze(-1) * first.flatten(2)[:, :, None]
-    )
-    states = inside + before[..., :-1, None, :] * (refs[..., :1] - refs).exp().unsqueeze(-1)
+    fade = (outer[..., :1] - outer).to(sums.dtype).exp().unsqueeze(-1)
+    before = _fading(outer).to(sums.dtype) @ inside[..., -1, :] + fade * first.flatten(2)[:, :, None]
+    states = inside + before[..., :-1, None, :] * (refs[..., :1] - refs).to(sums.dtype).exp().unsqueeze(-1)
     ends = torch.cat([states[..., :-1, :].flatten(2, 3), states[:, :, -1, -1:]], dim=2)[:, :, : t + 1]
     return ends.unflatten(-1, sums.shape[3:])
 

@@ -27,7 +27,8 @@ class WindowState(NamedTuple):
     (b, g, t, .), sink_position (b, t), its place in the sequence or -1 for a sink not seen yet. `seen`: keys so far.
     `setting`: (window, sinks, kind). `start` (b,): where the sequences of a batch begin, if that moves their blocks; of
     the keys held, those that a sequence has left behind are padding to it. `complete`: whether all sinks are known to
-    be there. `unpadded`: whether no key so far is known to be padding, so that the sinks are the first t keys.
+    be there. `unpadded`: whether no key so far is known to be padding, so that the sinks are the first t keys. `shift`
+    (b, g, s, 1), `sink_shift` (b, g, t, 1): the log decay of each key since it was seen, None without decay.
     """
 
     k: Tensor
@@ -42,6 +43,8 @@ class WindowState(NamedTuple):
     start: Tensor | None = None
     complete: bool = False
     unpadded: bool = False
+    shift: Tensor | None = None
+    sink_shift: Tensor | None = None
 
 
 class State(NamedTuple):
@@ -208,14 +211,14 @@ def key_sums(psi: Tensor, log_scale: Tensor, v: Tensor, ref: Tensor, columns: Te
 
     Without columns they are `[v, 1]`, v (..., s, v).
     """
-    weight = (log_scale - ref[..., None, None]).exp()
+    weight = (log_scale - ref[..., None, None]).to(psi.dtype).exp()
     return psi.mT @ (ones_beside(v, weight) if columns is None else columns * weight)
 
 
 def add(a: Sums, b: Sums) -> Sums:
     """The sums of the keys of both, relative to the larger of their references."""
     ref = torch.maximum(a.ref, b.ref)
-    old, new = ((s.ref - ref).exp()[..., None, None] for s in (a, b))
+    old, new = ((s.ref - ref).to(a.value.dtype).exp()[..., None, None] for s in (a, b))
     return Sums(torch.addcmul(b.value * new, a.value, old), ref)
 
 

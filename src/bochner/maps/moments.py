@@ -85,7 +85,7 @@ class MomentsFeatures(FeatureMap):
         size = total.shape[-1] // self.num_groups - 1 - self.dim
         total, last, q = total.unflatten(-1, by_group), last.unflatten(-1, by_group), query[..., None, :-1]
         count = last[..., size : size + 1]
-        n = count.clamp_min(1)
+        n = torch.where(count > 0, count, 1)
         # 1. Means and second moments along the query.
         mean, value = total[..., size : size + 1] / n, last[..., :size] / n
         half = (((total[..., size + 1 :] * q).sum(-1, keepdim=True) / n - mean.square()) / 2).clamp_min(0)
