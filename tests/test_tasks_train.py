@@ -57,8 +57,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("BOCHNER_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-def run(output: Path, attention: str = "exact", **options: Any) -> dict[str, Any]:
-    return tasks.train("listops", attention=attention, output=output, progress=False, **{**TINY, **options})
+def run(output: Path, attention: Any = "exact", **options: Any) -> dict[str, Any]:
+    return tasks.train("listops", attention, output=output, **{"report": None, **TINY, **options})
 
 
 @pytest.mark.parametrize("attention", KINDS)
@@ -85,7 +85,7 @@ CODE = """
 import json, sys, torch
 torch.set_num_threads(1)
 from bochner import tasks
-tasks.train("listops", output=sys.argv[1], resume=True, progress=False, **json.loads(sys.argv[2]))
+tasks.train("listops", output=sys.argv[1], resume=True, report=None, **json.loads(sys.argv[2]))
 """
 
 
@@ -383,7 +383,7 @@ def test_the_model_of_a_run_comes_back_from_its_directory(
     build = models.build
     monkeypatch.setattr(models, "build", lambda *a, **k: kept.append(build(*a, **k)) or kept[-1])
     small = {**TINY, "pooling": "mean"}
-    tasks.train(task, attention=attention, options=options, output=tmp_path, progress=False, steps=3, seed=3, **small)
+    tasks.train(task, attention, options=options or {}, output=tmp_path, report=None, steps=3, seed=3, **small)
     loaded = tasks.load(tmp_path)
     assert not loaded.training
     ids = torch.randint(4, 15, (2, 48), generator=torch.Generator().manual_seed(0))
@@ -612,7 +612,7 @@ def test_the_command_lists_tasks_and_runs_one(tmp_path: Path, monkeypatch: pytes
     assert isinstance(unclear.exception, BochnerError)
     assert "NAME=VALUE" in str(unclear.exception)
     given: dict[str, Any] = {}
-    monkeypatch.setattr(training, "train", lambda task, **options: given.update(options) or {"task": task})
+    monkeypatch.setattr(training, "train", lambda task, *_, **options: given.update(options) or {"task": task})
     both = ["--option", "shared_noise=true", "--option", "num_components=3"]
     CliRunner().invoke(app, ["listops", "--attention", "gmm_prf", *both], catch_exceptions=False)
     assert given["options"] == {"shared_noise": True, "num_components": 3}
@@ -652,7 +652,7 @@ def test_what_a_conformer_says_of_padding_is_not_read() -> None:
 
 def test_event_files_are_written_when_asked_for(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    run(tmp_path, steps=2, tensorboard=True)
+    run(tmp_path, steps=2, report="tensorboard")
     assert list((tmp_path / "tensorboard").glob("events.out.*"))
 
 
@@ -702,7 +702,7 @@ def test_every_task_can_be_trained(name: str, tmp_path: Path, monkeypatch: pytes
         pytest.importorskip("soundfile")
     kept = [k for k in TINY if k not in ("data", "length", "pooling")]
     small = {k: TINY[k] for k in kept} | {"train": 16, "test": 8, "batch": 4}
-    result = tasks.train(name, attention="positive", output=tmp_path, progress=False, steps=2, **small)
+    result = tasks.train(name, attention="positive", output=tmp_path, report=None, steps=2, **small)
     assert result["score"] == result["metrics"][tasks.task(name).metric]
     if tasks.task(name).baseline:
         assert 0 < result["baseline"]["accuracy"] < 1

@@ -17,11 +17,11 @@ Where a paper has no figures (pathfinder, speech) the preset is ours.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from torch.utils.data import Dataset
 
-from bochner._checks import BochnerError, lookup, one_of, positive_float, positive_int
+from bochner._checks import ArgumentError, BochnerError, lookup, one_of, positive_float, positive_int
 from bochner.tasks import images, listops, pathfinder, protein, recall, speech, text
 from bochner.tasks.base import Preset, Task
 
@@ -411,12 +411,13 @@ def task(name: str) -> Task:
     return lookup(TASKS, name, "task")
 
 
-def preset_of(chosen: Task, name: str, **changes: object) -> Preset:
-    """A preset of a task, with single values changed."""
-    found = lookup(chosen.presets, name, f"preset of {chosen.name}")
-    unknown = sorted(set(changes) - set(vars(found)))
+def preset_of(chosen: Task, name: str | Preset, **changes: object) -> Preset:
+    """A preset of a task, or one that was given, with single values changed."""
+    found = name if isinstance(name, Preset) else lookup(chosen.presets, name, f"preset of {chosen.name}")
+    known = [f.name for f in fields(Preset)]
+    unknown = sorted(set(changes) - set(known))
     if unknown:
-        raise BochnerError(f"A preset has no {unknown[0]!r}; it has {sorted(vars(found))}.")
+        raise ArgumentError(f"A preset has no {unknown[0]!r}; it has {sorted(known)}.")
     changed = replace(found, **changes)  # type: ignore[arg-type]
     check(changed)
     if changed.guess and (chosen.kind != "classify" or changed.pooling != "mean"):
@@ -437,6 +438,7 @@ def check(preset: Preset) -> None:
     positive_float(preset.learning_rate, "learning_rate", "train")
     if not 0 <= preset.guess < 1:
         raise BochnerError(f"The 'guess' of train must be a share from 0 to 1, 1 excluded, got {preset.guess!r}.")
+    one_of(preset.precision, "precision", "train", ("float32", "bfloat16"))
     one_of(preset.pooling, "pooling", "train", ("first", "mean"))
     one_of(preset.positions, "positions", "train", ("sinusoidal", "grid", "learned"))
     if preset.positions == "grid" and (math.isqrt(preset.length - 1) ** 2 != preset.length - 1 or preset.width % 4):
