@@ -77,6 +77,7 @@ def absorb_keys(call: Call, sums: Sums, keys: Keys) -> Sums:
     again = again and not call.composed
     # With gradients the map is made anew: what it holds may have been computed without.
     prepared = call.map.computed_from(call.map.tensors()) if again else call.map
+    prepared.function("key")  # made here and not in the first part, which is computed twice
 
     def absorbed(value: Tensor, ref: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shift: Tensor | None) -> Sums:
         return add_keys(Sums(value, ref), prepared.features("key", k, shift), v.to(prepared.dtype), mask, prepared)
