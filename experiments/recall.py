@@ -24,9 +24,9 @@ from bochner import BochnerError, feature_map, linear_attention, tasks, theory
 from bochner.tasks import recall as data
 from bochner.tasks.base import IGNORE, PAD, SPECIAL
 
-PAIRS, VALUES, HEADS, SIZE = 16, data.VALUES, 2, 32
+PAIRS, VALUES, HEADS, SIZE = 16, data.VALUES, 2, 16
 FEATURES = (2, 4, 8, 16, 32)
-SEEDS, STEPS, BATCH, RATE, WARMUP = 3, 400, 32, 5e-3, 50
+SEEDS, STEPS, BATCH, RATE, WARMUP = 3, 300, 32, 5e-3, 50
 
 
 class Run(NamedTuple):
@@ -54,106 +54,117 @@ CAUSAL = {
     "relu, causal, fixed decay": Run("relu", decay="fixed"),
     "relu, causal, computed decay": Run("relu", decay="computed"),
 }
-LEVELS = ("exact", "identity", "nystromformer", "fnet", "longformer")  # have no features
+OF_TRANSFORMERS = ("nystromformer", "fnet", "longformer")  # models of their own, by the trainer
+LEVELS = ("exact", "identity", *OF_TRANSFORMERS)  # have no features
 OTHER_PAIRS, OF_PAIRS = (4, 8, 32, 64), ("exact", "identity", "positive", "relu", "hedgehog", "gmm_prf")
-FIRST = ("exact", "identity", "positive", "relu", "hyperbolic", "trig", "gmm_prf", "hedgehog", "performer_pytorch")
+FIRST = ("exact", "identity", "positive", "relu", "hyperbolic", "trig", "gmm_prf", "hedgehog", "linformer")
 
 
 def wanted() -> list[str]:
-    """Every cell as line/features/pairs/seed, the most telling first; lines without features have 0 of them."""
-    names = sorted([*LEVELS, *LINES], key=lambda n: n not in FIRST)
-    cells: list[tuple[str, int, int, int]] = []
-    for seed in range(SEEDS):
-        for ms in ((8,), (2, 32)):
-            cells += [(n, 0 if n in LEVELS else m, PAIRS, seed) for n in names for m in ms]
-        cells += [(n, 8, PAIRS, seed) for n in CAUSAL]
-    cells += [(n, 0 if n in LEVELS else 8, p, s) for s in range(SEEDS) for p in OTHER_PAIRS for n in OF_PAIRS]
-    cells += [(n, m, PAIRS, seed) for seed in range(SEEDS) for m in FEATURES for n in LINES]
+    """Every cell as line/features/pairs, the most telling first; lines without features have 0 of them."""
+    names = sorted(["exact", "identity", *LINES], key=lambda n: n not in FIRST)
+    cells: list[tuple[str, int, int]] = [(n, 0 if n in LEVELS else m, PAIRS) for ms in ((8,), (4, 16), (2, 32)) for n in names for m in ms]
+    cells[len(names) : len(names)] = [(n, 8, PAIRS) for n in CAUSAL]
+    cells += [(n, 0, PAIRS) for n in OF_TRANSFORMERS]
+    cells += [(n, 0 if n in LEVELS else 8, p) for p in OTHER_PAIRS for n in OF_PAIRS]
     return list(dict.fromkeys("/".join(map(str, cell)) for cell in cells))
 
 
 class Reader(nn.Module):
-    """One pre-norm transformer layer that reads pairs and says a value at every position; it has no positions.
+    """Pre-norm transformer layers, one for each seed, that read pairs and say a value at every position.
 
-    Small enough for hundreds of runs. `bochner train recall` has transformers' BERT, which is normalised behind each
-    part and has positions: exact attention is as good there, and kernels are worse.
+    The layers learn at once and apart: seeds are further heads to the attention, and a leading axis elsewhere. There
+    are no positions. `bochner train recall` has transformers' BERT instead, which is normalised behind each part and has
+    positions: exact attention is as good there, and kernels are worse.
     """
 
-    def __init__(self, run: Run, features: int, length: int, seed: int) -> None:
+    def __init__(self, run: Run, features: int, length: int) -> None:
         super().__init__()
         width = HEADS * SIZE
-        self.embed = nn.Embedding(SPECIAL + data.PAIR_SYMBOLS, width)
-        nn.init.normal_(self.embed.weight, std=width**-0.5)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(4))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feedforward = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
-        self.say = nn.Linear(width, VALUES)
-        self.run, self.is_causal = run, bool(run.decay)
+        g = torch.Generator().manual_seed(0)
+        normal = lambda *shape: nn.Parameter(torch.randn(SEEDS, *shape, generator=g) * width**-0.5)  # noqa: E731
+        self.embed = normal(SPECIAL + data.PAIR_SYMBOLS, width)
+        self.qkv, self.out, self.up, self.down = (normal(width, w) for w in (3 * width, width, width, width))
+        self.say = normal(width, VALUES)
+        self.bias, self.shift, self.end = (nn.Parameter(torch.zeros(SEEDS, 1, w)) for w in (3 * width, width, VALUES))
+        self.run = run
         name = run.attention.removeprefix("window+")
         self.near = {"window": 8} if name != run.attention else {}
-        self.phi = self.peer = None
+        self.phi, self.peers = None, nn.ModuleList()
         if name in REPLACED:
             from bochner.tasks import peers
 
-            self.peer = peers.Linformer(length, features) if name == "linformer" else peers.Favor(SIZE, features, False)
+            make = {"linformer": lambda: peers.Linformer(length, features)}
+            make["performer_pytorch"] = lambda: peers.Favor(SIZE, features, False)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                self.peers.extend(make[name]() for _ in range(SEEDS))
         elif name not in LEVELS:
-            self.phi = feature_map(name, SIZE, features, num_heads=HEADS, seed=seed, **run.options)
-        if run.decay == "fixed":  # RetNet's halves and quarters, learned from there
-            self.fade = nn.Parameter(torch.tensor([-3.0, -5.0]))
+            self.phi = feature_map(name, SIZE, features, num_heads=SEEDS * HEADS, seed=0, **run.options)
+        if run.decay == "fixed":  # learned from weights that fall to a half in 14 and 100 tokens
+            self.fade = nn.Parameter(torch.tensor([-3.0, -5.0]).repeat(SEEDS))
         elif run.decay == "computed":
-            self.fade_of = nn.Linear(width, HEADS)
-            nn.init.constant_(self.fade_of.bias, -4.0)
+            self.fade_of = normal(width, HEADS)
 
     def attend(self, x: Tensor, padding: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        """Attention of x (seeds, b, n, width)."""
+        s, b, n, _ = x.shape
+        split = (x.flatten(1, 2) @ self.qkv + self.bias).view(s, b, n, 3, HEADS, SIZE).permute(3, 1, 0, 4, 2, 5)
+        q, k, v = split.flatten(2, 3)  # (b, seeds x heads, n, d)
         if self.run.attention == "identity":
             out = v
         elif self.run.attention == "exact":
             out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~padding[:, None, None, :])
-        elif self.peer is not None:
-            out = self.peer(q, k, v, padding, SIZE**-0.5)
+        elif self.peers:
+            of_seeds = zip(self.peers, *(t.split(HEADS, dim=1) for t in (q, k, v)), strict=True)
+            out = torch.cat([peer(*parts, padding, SIZE**-0.5) for peer, *parts in of_seeds], dim=1)
         else:
-            further: dict[str, Any] = dict(self.near)
-            if self.is_causal:
-                further["is_causal"] = True
-            if self.run.decay in ("fixed", "computed"):
-                rate = self.fade if self.run.decay == "fixed" else self.fade_of(x).mT
-                further["decay"] = -nn.functional.softplus(rate)
+            further: dict[str, Any] = {**self.near, "is_causal": bool(self.run.decay)}
+            if self.run.decay == "fixed":
+                further["decay"] = -nn.functional.softplus(self.fade)
+            elif self.run.decay == "computed":
+                rate = (x.flatten(1, 2) @ self.fade_of).view(s, b, n, HEADS).permute(1, 0, 3, 2).flatten(1, 2)
+                further["decay"] = -nn.functional.softplus(rate - 4)
             out = linear_attention(q, k, v, self.phi, key_padding_mask=padding, **further)
-        return self.out(out.transpose(1, 2).flatten(2))
+        out = out.unflatten(1, (s, HEADS)).permute(1, 0, 3, 2, 4).reshape(s, b * n, HEADS * SIZE)
+        return (out @ self.out).view(s, b, n, -1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.norms[0](self.embed(ids))
-        x = x + self.attend(self.norms[1](x), ids == PAD)
-        x = x + self.feedforward(self.norms[2](x))
-        return self.say(self.norms[3](x))
+        """The scores of the values, (seeds, b, n, values)."""
+        norm = lambda x: nn.functional.layer_norm(x, x.shape[-1:])  # noqa: E731
+        x = norm(self.embed[:, ids])
+        shape = x.shape
+        x = x + self.attend(norm(x), ids == PAD)
+        x = x.flatten(1, 2)
+        x = x + nn.functional.gelu(norm(x) @ self.up + self.shift) @ self.down
+        return (norm(x) @ self.say + self.end).view(*shape[:3], -1)
 
 
-def train(run: Run, features: int, pairs: int, seed: int, steps: int) -> float:
-    """The accuracy of a fresh reader on test sequences."""
+def train(run: Run, features: int, pairs: int, steps: int) -> list[float]:
+    """The accuracies of fresh readers, one for each seed, on test sequences."""
     preset = tasks.preset_of(tasks.task("recall"), "small", length=2 * pairs, data={"pairs": pairs}, steps=steps)
     train, test = (data.recall(preset, split) for split in ("train", "test"))
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Reader(run, features, 2 * pairs, seed)
+    model = Reader(run, features, 2 * pairs)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
-    for step, rows in enumerate(order.split(BATCH), 1):
+    for step, rows in enumerate(torch.arange(steps * BATCH).split(BATCH), 1):
+        fall = 0.5 + 0.5 * math.cos(math.pi * max(0, step - WARMUP) / (steps - WARMUP))
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * max(0, step - WARMUP) / (steps - WARMUP)))
+            group["lr"] = RATE * min(step / WARMUP, fall)
         if run.redraw and step % run.redraw == 0 and step + run.redraw <= steps and model.phi is not None:
-            model.phi.redraw_(seed=1_000 * seed + step)
+            model.phi.redraw_(seed=step)
         labels = train.labels[rows]
         where = labels != IGNORE
-        loss = nn.functional.cross_entropy(model(train.ids[rows])[where], labels[where] - SPECIAL - data.KEYS)
+        wanted = (labels[where] - SPECIAL - data.KEYS).expand(SEEDS, -1)
+        losses = nn.functional.cross_entropy(model(train.ids[rows])[:, where].mT, wanted, reduction="none").mean(1)
         optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        losses.sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), SEEDS**0.5, error_if_nonfinite=True)
         optimizer.step()
     where = test.labels != IGNORE
     with torch.no_grad():
         said = model.eval()(test.ids).argmax(-1)
-    return float((said[where] == test.labels[where] - SPECIAL - data.KEYS).float().mean())
+    right = said[:, where] == test.labels[where] - SPECIAL - data.KEYS
+    return [float(x) for x in right.float().mean(1)]
 
 
 def rank_accuracy(pairs: int, features: float) -> float:
@@ -198,18 +209,18 @@ def right(signal: float, spread: float, noise: float) -> float:
 
 
 def fit(cell: str, steps: int) -> dict[str, Any]:
-    """Accuracy on the test split, or where a run stopped."""
-    name, m, pairs, seed = cell.rsplit("/", 3)
+    """Accuracies on the test split, one for each seed, or where the runs stopped."""
+    name, m, pairs = cell.rsplit("/", 2)
     run = {**LINES, **CAUSAL}.get(name, Run(name))
     began = time.process_time()
     try:
-        if name in tasks.attentions() and name in LEVELS[2:]:
+        if name in OF_TRANSFORMERS:
             from _training import trained
 
-            result = trained("recall", name, f"recall/{steps}/{cell}", seed=int(seed), steps=steps)
-            accuracy = result["metrics"]["accuracy"]
+            runs = [trained("recall", name, f"recall/{steps}/{cell}/{s}", seed=s, steps=steps) for s in range(SEEDS)]
+            accuracy = [r["metrics"]["accuracy"] for r in runs]
         else:
-            accuracy = train(run, int(m), int(pairs), int(seed), steps)
+            accuracy = train(run, int(m), int(pairs), steps)
     except (BochnerError, RuntimeError) as error:
         return {"stopped": str(error)}
     return {"accuracy": accuracy, "seconds": round(time.process_time() - began, 1)}
@@ -218,8 +229,8 @@ def fit(cell: str, steps: int) -> dict[str, Any]:
 @experiment(
     claim="Kernels differ in how many pairs they can tell apart, as rank and variance predict, and features of "
     "attention are the limit: exact attention makes no error.",
-    ours="16 pairs, 2 to 32 features a head, one layer of width 64, 400 steps, three seeds",
-    quick={"cells": "quick", "steps": 400, "minutes": 8.0},
+    ours="16 pairs, 2 to 32 features a head, one layer of width 32, 300 steps, three seeds",
+    quick={"cells": "quick", "steps": 200, "minutes": 7.0},
     sources=("bochner.tasks", "bochner.maps", "bochner.attention"),
     needs=("transformers", "accelerate"),
 )
@@ -229,7 +240,7 @@ def measure(store: Store, cells: str = "all", steps: int = STEPS, minutes: float
     runs = store.table("runs")
     names = wanted()
     if cells == "quick":
-        names = [c for c in names if c.rsplit("/", 3)[0] in FIRST and c.endswith(f"/{PAIRS}/0")]
+        names = [c for c in names if c.rsplit("/", 2)[0] in FIRST and c.endswith(f"/{PAIRS}")]
     for cell in names:
         if time.monotonic() < end:
             store.cell(cell, lambda c=cell: fit(c, steps), within=runs)
@@ -240,9 +251,9 @@ def measure(store: Store, cells: str = "all", steps: int = STEPS, minutes: float
 
 
 def accuracies(found: Any, name: str, m: int, pairs: int = PAIRS) -> list[float]:
-    """One accuracy for each seed; a run that stopped has that of chance."""
-    keys = [f"{name}/{m}/{pairs}/{s}" for s in range(SEEDS)]
-    return [found["runs"][k].get("accuracy", 1 / VALUES) for k in keys if k in found["runs"]]
+    """One accuracy for each seed; runs that stopped have that of chance."""
+    run = found["runs"].get(f"{name}/{m}/{pairs}")
+    return [] if run is None else run.get("accuracy", [1 / VALUES] * SEEDS)
 
 
 def sayings(found: Any, m: int = 8) -> dict[str, list[float]]:
