@@ -63,7 +63,9 @@ FIRST = ("exact", "identity", "positive", "relu", "hyperbolic", "trig", "gmm_prf
 def wanted() -> list[str]:
     """Every cell as line/features/pairs, the most telling first; lines without features have 0 of them."""
     names = sorted(["exact", "identity", *LINES], key=lambda n: n not in FIRST)
-    cells: list[tuple[str, int, int]] = [(n, 0 if n in LEVELS else m, PAIRS) for ms in ((8,), (4, 16), (2, 32)) for n in names for m in ms]
+    cells: list[tuple[str, int, int]] = [
+        (n, 0 if n in LEVELS else m, PAIRS) for ms in ((8,), (4, 16), (2, 32)) for n in names for m in ms
+    ]
     cells[len(names) : len(names)] = [(n, 8, PAIRS) for n in CAUSAL]
     cells += [(n, 0, PAIRS) for n in OF_TRANSFORMERS]
     cells += [(n, 0 if n in LEVELS else 8, p) for p in OTHER_PAIRS for n in OF_PAIRS]
@@ -304,7 +306,14 @@ def bound(found: Any, cell: str) -> float:
 PANELS = {
     "fixed kernels": ("positive", "positive, redrawn", "hyperbolic", "angular_hybrid", "relu", "elu", "sum_poly"),
     "learned kernels": (*LEARNED, "gmm_prf, paper", "fastfood_prf, paper", "generative_prf, paper", "hedgehog"),
-    "signed, fitted, near, and peers": (*SIGNED, "landmark", "moments", "window+positive", "linformer", "performer_pytorch"),
+    "signed, fitted, near, and peers": (
+        *SIGNED,
+        "landmark",
+        "moments",
+        "window+positive",
+        "linformer",
+        "performer_pytorch",
+    ),
 }
 
 
@@ -321,7 +330,9 @@ def draw(found: Any) -> None:
                 ax.axhline(100 * statistics.mean(values), color=GREY, linewidth=1)
         ends = {}
         colours = (*COLOURS[:6], "#7f3c8d", "#a0a000", "#888888")
-        for name, colour in zip([n for n in names if any(accuracies(found, n, m) for m in FEATURES)], colours, strict=False):
+        for name, colour in zip(
+            [n for n in names if any(accuracies(found, n, m) for m in FEATURES)], colours, strict=False
+        ):
             at = [m for m in FEATURES if accuracies(found, name, m)]
             values = [[100 * x for x in accuracies(found, name, m)] for m in at]
             means = [statistics.mean(v) for v in values]

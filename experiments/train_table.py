@@ -43,7 +43,12 @@ Runs = dict[str, dict[str, Any]]
 
 def wanted() -> list[str]:
     """Every cell as task/attention/seed, the most telling first."""
-    gating = [(task, a, s) for task in ("image", "retrieval", "lm", "pathfinder") for a in ("identity", "exact") for s in range(3)]
+    gating = [
+        (task, a, s)
+        for task in ("image", "retrieval", "lm", "pathfinder")
+        for a in ("identity", "exact")
+        for s in range(3)
+    ]
     goals = [("protein", "fastfood_prf", 0), ("lm", "exact", 0), ("lm", "window+calibrated", 0)]
     names = (*BRIEF, *PEERS[:3], "gmm_prf", "linear_elu", "identity")
     first = [(task, a, 0) for a in names for task in FLOOR]
@@ -111,7 +116,9 @@ def trivial(task: str) -> float | None:
 def gates(found: Runs) -> dict[str, Gate]:
     """Which tasks need attention."""
     return {
-        task: gate(seeds_of(found, task, "exact"), seeds_of(found, task, "identity"), trivial(task), larger=kind != "bits")
+        task: gate(
+            seeds_of(found, task, "exact"), seeds_of(found, task, "identity"), trivial(task), larger=kind != "bits"
+        )
         for task, kind in COLUMNS.items()
     }
 

@@ -37,7 +37,10 @@ class Parity(Dataset):
         return len(self.rows)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"input_ids": self.rows[i] + SPECIAL, "labels": int(self.rows[i, 0]) if self.label is None else self.label}
+        return {
+            "input_ids": self.rows[i] + SPECIAL,
+            "labels": int(self.rows[i, 0]) if self.label is None else self.label,
+        }
 
 
 def own(**changes: Any) -> Task:
@@ -108,7 +111,10 @@ class Mean(nn.Module):
 
 def test_a_model_and_a_collator_of_ones_own_are_used(tmp_path: Path) -> None:
     def collate(items: Any) -> dict[str, Tensor]:
-        return {"input_ids": torch.stack([x["input_ids"] for x in items]), "labels": torch.tensor([x["labels"] for x in items])}
+        return {
+            "input_ids": torch.stack([x["input_ids"] for x in items]),
+            "labels": torch.tensor([x["labels"] for x in items]),
+        }
 
     task = own(kind="own", model=Mean, collate=collate, metric=lambda logits, labels: logits.argmax(-1) == labels)
     result = bochner.train(task, output=tmp_path, report=None)
@@ -120,7 +126,14 @@ def test_a_configuration_of_transformers_is_a_model(tmp_path: Path) -> None:
 
     def config(preset: Preset) -> Any:
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-        return transformers.RobertaConfig(vocab_size=6, max_position_embeddings=40, pad_token_id=0, num_labels=2, attention_probs_dropout_prob=0.0, **sizes)
+        return transformers.RobertaConfig(
+            vocab_size=6,
+            max_position_embeddings=40,
+            pad_token_id=0,
+            num_labels=2,
+            attention_probs_dropout_prob=0.0,
+            **sizes,
+        )
 
     chosen = tasks.choose(own(model=config), "relu", SIZES)
     assert type(tasks.build(own(model=config), SIZES, chosen)).__name__ == "RobertaForSequenceClassification"
@@ -214,6 +227,16 @@ def test_the_arena_schedule_is_that_of_the_paper(tmp_path: Path) -> None:
     assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(5e-2 * (50 / 80) / 80**0.5, rel=0.03)
 
 
+def test_presets_named_after_a_paper_list_their_departures() -> None:
+    for name, task in tasks.TASKS.items():
+        for preset in {"paper", "medium"} & set(task.presets):
+            if name != "recall" and name != "recall_causal":
+                assert tasks.preset_of(task, preset).departures or name == "speech", (name, preset)
+    for name in ("image", "pathfinder", "lm", "protein", "retrieval"):
+        assert "medium" in tasks.task(name).presets
+    assert "manual pages" in str(tasks.preset_of(tasks.task("retrieval"), "paper"))
+
+
 # Tasks that need attention.
 
 
@@ -230,7 +253,9 @@ def test_every_answer_of_recall_stands_in_its_sequence(split: str) -> None:
         ids, labels = rows(name, split)
         assert ids.shape == labels.shape == (200 if split == "train" else 50, 32)
         for line, wanted in zip(ids - SPECIAL, labels, strict=True):
-            pairs = [divmod(t - recall.KEYS - recall.VALUES, recall.VALUES) for t in line if t >= recall.KEYS + recall.VALUES]
+            pairs = [
+                divmod(t - recall.KEYS - recall.VALUES, recall.VALUES) for t in line if t >= recall.KEYS + recall.VALUES
+            ]
             table = dict(pairs)
             assert len(table) == len(pairs)
             places = np.flatnonzero(wanted != IGNORE)

@@ -375,7 +375,10 @@ def recall() -> str:
                     cells[i] = f"{100 * statistics.mean(seen):.1f}{spread}"
     whole = {name: cells for name, cells in rows.items() if cells[sizes.index("8")]}
     order = sorted(whole, key=lambda n: -float(whole[n][sizes.index("8")].split()[0]))
-    lines = [[f"`{n.split(',')[0]}`" + "".join(f",{p}" for p in n.split(",")[1:]), *(c or "not run" for c in whole[n])] for n in order]
+    lines = [
+        [f"`{n.split(',')[0]}`" + "".join(f",{p}" for p in n.split(",")[1:]), *(c or "not run" for c in whole[n])]
+        for n in order
+    ]
     lines.append(["prediction by rank", *(f"{100 * found['rank'][m]:.1f}" for m in sizes)])
     return table(["attention", *(f"m = {m}" for m in sizes)], lines)
 

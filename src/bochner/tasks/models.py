@@ -254,7 +254,9 @@ def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: 
     own = None if task.model is None else task.model(preset)
     if isinstance(own, nn.Module):
         if attention.is_ours:
-            convert(own, Recipe(attention.feature_map, attention.features or 1, window=attention.window or None), seed=seed)
+            convert(
+                own, Recipe(attention.feature_map, attention.features or 1, window=attention.window or None), seed=seed
+            )
         return own
     config = own or (peer.config if peer else getattr(peers, BASE[task.kind]))(task, preset, length)
     options: dict[str, Any] = {}
