@@ -93,7 +93,7 @@ def test_a_metric_of_ones_own_is_the_score(tmp_path: Path) -> None:
     always = own(metric=lambda logits, labels: torch.full((len(labels),), 0.25))
     assert bochner.train(always, output=tmp_path, report=None)["score"] == 0.25
     wrong = own(metric=lambda logits, labels: torch.tensor(0.25))
-    with pytest.raises(BochnerError, match="one figure for each of the .* got shape"):
+    with pytest.raises(BochnerError, match=r"one figure for each of the .* got shape"):
         bochner.train(wrong, output=tmp_path / "b", report=None)
 
 
@@ -125,7 +125,7 @@ def test_a_configuration_of_transformers_is_a_model(tmp_path: Path) -> None:
     import transformers
 
     def config(preset: Preset) -> Any:
-        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+        sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
         return transformers.RobertaConfig(
             vocab_size=6,
             max_position_embeddings=40,
@@ -159,7 +159,7 @@ def test_a_task_that_cannot_be_judged_is_refused_when_it_is_made(changes: dict[s
     ("data", "said"),
     [
         ([], "has no examples"),
-        ([{"labels": 1}] * 4, "must have 'input_ids' and 'labels' and as many rows"),
+        ([{"labels": 1}] * 4, "must have 'input_ids' and 'labels', and as many rows"),
         ([[1, 2]] * 4, "cannot be made a batch"),
         (Parity(label=torch.tensor([1, 2, 3])), r"'labels' \(b,\), got \(2, 12\) and \(2, 12\)"),
         (Parity(label=2), "labels up to 2.*labels at 1"),
@@ -171,13 +171,13 @@ def test_a_batch_of_the_wrong_shape_is_named_before_the_first_step(data: Any, sa
 
 
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BochnerError, match="ids up to 5.*ids end at 4"):
+    with pytest.raises(BochnerError, match=r"ids up to 5.*ids end at 4"):
         bochner.train(own(vocabulary=1), output=tmp_path, report=None)
 
 
 def test_a_map_that_cannot_be_causal_is_refused_for_a_decoder(tmp_path: Path) -> None:
     causal = own(kind="causal", load=lambda preset, split: base.Blocks(np.zeros(240, np.uint8), 12))
-    with pytest.raises(BochnerError, match="'first' is causal, and 'moments' cannot be: .*num_groups=2"):
+    with pytest.raises(BochnerError, match=r"'first' is causal, and 'moments' cannot be: .*num_groups=2"):
         bochner.train(causal, "moments", output=tmp_path / "a", report=None, options={"num_groups": 2})
     with pytest.raises(BochnerError, match="'attention' of train must be a name, a subclass"):
         bochner.train(causal, 3, output=tmp_path / "a", report=None)

@@ -83,8 +83,8 @@ def check_examples(task: Task, preset: Preset, data: Any, collate: Any) -> None:
     needed = {"labels"} | ({"own": set(), "ctc": {"input_features"}}.get(task.kind, {"input_ids"}))
     if len(set(rows.values())) != 1 or needed - set(rows):
         raise BochnerError(
-            f"A batch of the task {task.name!r} must have {' and '.join(map(repr, sorted(needed)))} and as many rows of "
-            f"all, got {rows}."
+            f"A batch of the task {task.name!r} must have {' and '.join(map(repr, sorted(needed)))}, and as many rows "
+            f"of all, got {rows}."
         )
     if task.kind in ("own", "ctc"):
         return

@@ -35,8 +35,8 @@ def held_out(name: str) -> bool:
 def sequences(preset: Preset, split: str) -> Sequences:
     """`"train"`, `"validation"`, `"test"` of the same families, and `"unseen"`: families that were held out.
 
-    `data["source"]`: `"proteins"`, 20,000 sequences with the names of their families, or `"swissprot"`, 486,000 without:
-    there every twentieth sequence counts as a family of its own and is held out.
+    `data["source"]`: `"proteins"`, 20,000 sequences with the names of their families, or `"swissprot"`, 486,000
+    without: there every twentieth sequence counts as a family of its own and is held out.
     """
     is_large = preset.data.get("source", "proteins") == "swissprot"
     arrays = stored("protein-swissprot-1", _read_large) if is_large else stored("protein-2", _read)

@@ -54,9 +54,9 @@ def train(
 ) -> dict[str, Any]:
     """Train a fresh model on a task and test it; returns the result, which is also `result.json` of the output.
 
-    `task`: a name, see `tasks.TASKS`, or a `Task` of your own. `attention`: a name, see `tasks.attentions()`, a subclass
-    of `FeatureMap`, or an instance that every layer gets a copy of. `preset`: a name or a `Preset`; `changes` replace
-    single values of it, as in `steps=100, features=64, options={"learnable": "S"}`.
+    `task`: a name, see `tasks.TASKS`, or a `Task` of your own. `attention`: a name, see `tasks.attentions()`, a
+    subclass of `FeatureMap`, or an instance that every layer gets a copy of. `preset`: a name or a `Preset`; `changes`
+    replace single values of it, as in `steps=100, features=64, options={"learnable": "S"}`.
     `output`: default `runs/TASK-ATTENTION-PRESET-SEED`, with the options behind the attention; holds `run.json`,
     `metrics.jsonl`, checkpoints and `result.json`. `resume`: go on where the run in `output` was stopped, however it
     was; a finished run returns its result. `report`: `"bar"`, `"tensorboard"` for event files beside the bar, or None
