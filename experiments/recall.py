@@ -365,5 +365,5 @@ def draw(found: Any) -> None:
         ax.set_xlabel("features of a head, m")
         name_lines(ax, ends)
     axes[0].set_ylabel(f"accuracy, %, {PAIRS} pairs; grey: exact, identity")
-    axes[0].legend(fontsize=8, frameon=False)
+    axes[1].legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.1))
     save(fig, "recall")
