@@ -125,7 +125,8 @@ def test_a_configuration_of_transformers_is_a_model(tmp_path: Path) -> None:
     import transformers
 
     def config(preset: Preset) -> Any:
-        sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+        sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        sizes["intermediate_size"] = 24
         return transformers.RobertaConfig(
             vocab_size=6,
             max_position_embeddings=40,

@@ -57,7 +57,8 @@ def train(
         torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()  # of files being written; the bar of the training stays
-    given: dict[str, Any] = {"features": features, "window": window, "learning_rate": rate, "batch": batch, "steps": steps}
+    given: dict[str, Any] = {"features": features, "window": window, "learning_rate": rate, "batch": batch}
+    given["steps"] = steps
     given |= {"layers": layers, "width": width, "precision": precision, "redraw": redraw}
     given |= {"start": None if start is None else str(start), "options": dict(parsed(text) for text in option or ())}
     changes: dict[str, Any] = {k: v for k, v in given.items() if v not in (None, {})}

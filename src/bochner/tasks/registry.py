@@ -345,7 +345,8 @@ BRIEF = Preset(
 )
 
 # The rate at which exact attention learns surest, of 3e-3 to 1e-2.
-LOOKING_UP: dict = {"learning_rate": 5e-3, "warmup": 50, "dropout": 0.0, "positions": "learned", "redraw": 0, "test": 512}
+LOOKING_UP: dict = {"learning_rate": 5e-3, "warmup": 50, "dropout": 0.0, "positions": "learned", "redraw": 0}
+LOOKING_UP["test"] = 512
 RECALL = {
     "small": Preset(*SIZES["recall, small"], **LOOKING_UP, features=16, window=8, data={"pairs": 16}),
     "medium": Preset(*SIZES["recall, medium"], **LOOKING_UP, features=64, window=16, data={"pairs": 64}),
