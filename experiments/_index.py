@@ -178,6 +178,7 @@ BEYOND = {
     "minilm_target": ("an encoder converted to a target", "speed-up-an-encoder.md"),
     "moments_frontier": ("moments, fitted to nothing", "which-map.md"),
     "parallel_plan": ("cost of a split sequence, predicted and measured", "several-machines.md"),
+    "recall": ("recall of pairs, predicted and measured", "results-attention.md"),
     "sampler_variance": ("what a draw of each sampler is worth", "sampling.md"),
     "smollm_distilled": ("a small decoder, distilled", "results-models.md"),
     "smollm_rates": ("rates of a converted decoder", "results-models.md"),

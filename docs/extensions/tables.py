@@ -5,6 +5,7 @@ A page has `<!-- table: NAME -->` above a table and `<!-- end -->` below it. No 
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import statistics
@@ -16,7 +17,6 @@ from typing import Any
 DOCS = Path(__file__).resolve().parents[1]
 ROOT = DOCS.parent
 MARKED = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end -->", flags=re.DOTALL)
-LONG_RANGE = ("listops", "text", "image", "retrieval", "pathfinder")
 
 
 def experiment(name: str) -> Any:
@@ -333,36 +333,54 @@ def windows() -> str:
     return table(["shape", "tokens", "kernel", "block window", "sliding window", "exact"], rows)
 
 
-def train_cell(found: dict[str, Any], task: str, name: str) -> str:
-    figure, digits, scale = ("bits", 2, 1.0) if task == "lm" else ("accuracy", 1, 100.0)
-    seen = [scale * found[f"{task}/{name}/{s}"][figure] for s in range(3) if f"{task}/{name}/{s}" in found]
-    if not seen:
-        return "not run"
-    spread = f" ± {statistics.stdev(seen):.{digits}f}" if len(seen) > 1 else ""
-    return f"{statistics.mean(seen):.{digits}f}{spread}"
+def train_table() -> Any:
+    """The module that trains and gates: it says which tasks need attention."""
+    folder = str(ROOT / "experiments")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module("train_table")
 
 
-ATTENTIONS = (
-    "exact", "positive", "relu", "linear_elu", "trig", "fastfood_prf", "gmm_prf", "generative_prf", "gmm_rks",
-    "fastfood_rks", "generative_rks", "window+calibrated", "window+positive", "identity", "linformer",
-    "performer_pytorch", "fnet", "nystromformer", "big_bird", "longformer", "reformer",
-)  # fmt: skip
+def needed() -> str:
+    """Which tasks need attention: exact attention against none at all and against the best trivial answer."""
+    found, module = experiment("train_table"), train_table()
+    rows = []
+    for task, kind in module.COLUMNS.items():
+        digits = 2 if kind == "bits" else 1
+        exact, none = (module.cell(module.seeds_of(found, task, a), digits) for a in ("exact", "identity"))
+        best = module.trivial(task)
+        shown = "" if best is None else f"{best:.{digits}f}"
+        rows.append([task, exact or "not run", none or "not run", shown, module.say_gate(found, task)])
+    return table(["task", "`exact`", "`identity`", "without learning", "verdict"], rows)
 
 
 def training() -> str:
-    found = experiment("train_table")
-    rows = [[f"`{name}`", *(train_cell(found, task, name) for task in LONG_RANGE)] for name in ATTENTIONS]
-    return table(["attention", *LONG_RANGE], rows)
+    found, module = experiment("train_table"), train_table()
+    return str(module.table(found).split("\n\n")[0])
 
 
-def training_text() -> str:
-    found = experiment("train_table")
-    rows = [
-        [f"`{name}`", *(train_cell(found, task, name) for task in ("protein", "lm"))]
-        for name in ATTENTIONS
-        if f"protein/{name}/0" in found
+def recall() -> str:
+    """Accuracy on the recall task by features, the best at 8 features first; without blank cells."""
+    found = experiment("recall")
+    sizes = [m for m in ("4", "8", "16") if f"positive/{m}/16" in found["runs"]]
+    rows: dict[str, list[str]] = {}
+    for key, run in found["runs"].items():
+        name, m, pairs = key.rsplit("/", 2)
+        seen = run.get("accuracy")
+        if pairs == "16" and seen:
+            spread = f" ± {100 * statistics.stdev(seen):.1f}" if len(seen) > 1 else ""
+            cells = rows.setdefault(name, [""] * len(sizes))
+            for i, size in enumerate(sizes):
+                if m in (size, "0"):
+                    cells[i] = f"{100 * statistics.mean(seen):.1f}{spread}"
+    whole = {name: cells for name, cells in rows.items() if cells[sizes.index("8")]}
+    order = sorted(whole, key=lambda n: -float(whole[n][sizes.index("8")].split()[0]))
+    lines = [
+        [f"`{n.split(',')[0]}`" + "".join(f",{p}" for p in n.split(",")[1:]), *(c or "not run" for c in whole[n])]
+        for n in order
     ]
-    return table(["attention", "protein (%)", "lm (bits per byte)"], rows)
+    lines.append(["prediction by rank", *(f"{100 * found['rank'][m]:.1f}" for m in sizes)])
+    return table(["attention", *(f"m = {m}" for m in sizes)], lines)
 
 
 def training_speed() -> str:
@@ -556,7 +574,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "crossover": crossover,
     "windows": windows,
     "training": training,
-    "training-text": training_text,
+    "training-needed": needed,
+    "recall": recall,
     "training-speed": training_speed,
     "transfer": transfer,
     "feedforward": feedforward,

@@ -50,6 +50,7 @@ _LAZY = {
     "revert": "bochner.hf.conversion:revert",
     "search": "bochner.hf.conversion:search",
     "sparsity": "bochner.papers.attention_kernel:sparsity",
+    "train": "bochner.tasks.training:train",
 }
 
 __all__ = [
@@ -99,6 +100,7 @@ __all__ = [
     "sparsity",
     "tasks",
     "theory",
+    "train",
 ]
 
 
