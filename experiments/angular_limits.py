@@ -60,8 +60,8 @@ def drawn(m: int, n: int, draws: int) -> float:
 
 
 @experiment(
-    claim="The relative error of the angular hybrid tends to W(r) sqrt(angle / (2 pi m n)) at both ends, while those of "
-    "trigonometric and hyperbolic features vanish at one; its largest value grows more slowly with r than theirs.",
+    claim="The relative error of the angular hybrid tends to W(r) sqrt(angle / (2 pi m n)) at both ends, while those "
+    "of trigonometric and hyperbolic features vanish at one; its largest value grows more slowly with r than theirs.",
     items=("001 Theorem 3.5, limits",),
     paper="a statement for r of at least 1",
     ours="r = 1 to 12, four splits (m, n), angles down to 1e-6; draws at r = 0.5, d = 4",

@@ -2,9 +2,9 @@
 
 The hybrid `sum_k lam_k SM_k + (1 - sum_k lam_k) SM_last` has `lam_k = exp(-|x + M_k y|^2 / (2 tau^2))`, estimated by
 cosines or by positive features of `x / tau` and `-M_k y / tau`. With `M_k = (A_k' A_k)^-1` the coefficient is 1
-exactly where the complex exponential estimator of A_k has no variance. Its error has a closed form: `theory.mse_mixture`
-with the coefficients' second moments. The rest is taken by FAVOR+, eq. (3), which is also the baseline, with as many
-projections and with features of the same length.
+exactly where the complex exponential estimator of A_k has no variance. Its error has a closed form,
+`theory.mse_mixture` with the coefficients' second moments. FAVOR+, eq. (3), takes the rest. It is also the baseline,
+with as many projections and with features of the same length.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def length_of(kind: str, count: int) -> int:
     claim="Hybrids with Gaussian coefficients of general M_k are unbiased, and accurate where a coefficient is near 1.",
     items=("001 Section 2.4, M_k",),
     paper="a statement",
-    ours="one and two dense real A, d = 4, m = n = 8, tau = 0.5 for cosines and 1.5 for positive features, 200,000 draws",
+    ours="one and two dense real A, d = 4, m = n = 8, tau = 0.5 (cosines) and 1.5 (positive features), 200,000 draws",
     quick={"draws": 20_000},
     sources=("bochner.theory.hybrid", "bochner.theory.softmax"),
 )

@@ -114,7 +114,7 @@ def judge(found: Any) -> Said:
     return Said(
         f"relative error of the output at rank {rank}: "
         + ", ".join(f"{n} {found[n][rank]:.2f}" for n in names)
-        + f", mean of the values {found['mean of the values']:.2f}, zero {found['zero']:.2f}; largest error of an entry "
+        + f", mean of the values {found['mean of the values']:.2f}, zero {found['zero']:.2f}; largest error of entry "
         + ", ".join(f"{n} {x:.2f}" for n, x in entries.items())
         + f", zero {found['largest entry, zero']:.2f}.",
         "reproduced" if within and useful else "not",

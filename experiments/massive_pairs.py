@@ -141,7 +141,7 @@ def judge(found: Any) -> Said:
         "not" if off > 5 or not fewer else "reproduced" if wins == cells else "partly" if wins else "not",
         ""
         if off <= 5 and fewer and wins == cells
-        else f"at equal length below FAVOR+ in {wins} of {cells} settings, and below the hybrid of all pairs in {fewer}",
+        else f"at equal length below FAVOR+ in {wins} of {cells} settings, below the hybrid of all pairs in {fewer}",
     )
 
 

@@ -100,7 +100,7 @@ def multiplications(d: int, m: int) -> dict[str, int]:
     "length.",
     items=("000 Problem 4",),
     paper="a statement, any d and L",
-    ours="96 uniform queries of length at most 1, a quarter of the pairs within the ball, d = 1 to 8, 256 to 4,096 features",
+    ours="96 uniform queries of length at most 1, a quarter of the pairs in the ball, d = 1 to 8, up to 4,096 features",
     quick={"dims": (1, 4), "sizes": (256, 1024), "draws": 4},
     sources=("bochner.maps.local", "bochner.maps.exponential"),
 )

@@ -1,4 +1,4 @@
-"""Experiments on remarks and statements of the papers: what they compute is what they say, and a wrong figure is seen."""
+"""Experiments on remarks and statements of the papers: what they compute is what they say."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_iterates_that_gain_no_order_for_relu_are_no_reproduction(load: Any) -> 
     fast = copy.deepcopy(found)
     fast["relu"]["bernstein x 10"] = {n: 1e-3 * int(n) ** -4.0 for n in fast["relu"]["bernstein x 10"]}
     assert module.judge(fast).verdict == "reproduced"
-    found["relu"]["bernstein x 10"] = {n: 9.0 for n in found["relu"]["bernstein x 10"]}
+    found["relu"]["bernstein x 10"] = dict.fromkeys(found["relu"]["bernstein x 10"], 9.0)
     assert module.judge(found).verdict == "not"
 
 
@@ -151,7 +152,7 @@ def test_massive_pairs_end_at_favor_and_at_the_hybrid_of_all(load: Any) -> None:
     assert rows[0]["length"] == 2 * module.M
     assert rows[-1]["mass"] == pytest.approx(1.0)
     assert rows[-1]["length"] == 16 * module.M
-    masses = [b["mass"] - a["mass"] for a, b in zip(rows, rows[1:], strict=False)]
+    masses = [b["mass"] - a["mass"] for a, b in pairwise(rows)]
     assert masses == sorted(masses, reverse=True)
     assert module.default_rank([(0, 0)]) == 2
 
