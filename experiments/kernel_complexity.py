@@ -65,11 +65,7 @@ class Alive(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor):
-                shared = any(
-                    isinstance(a, torch.Tensor) and a.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-                    for a in args
-                )
-                self.written += 0 if shared and tensor._is_view() else tensor.numel()
+                self.written += 0 if func.is_view else tensor.numel()
                 self.hold(tensor)
         return out
 
