@@ -168,6 +168,8 @@ PAPERS = (
 
 # Experiments of our own: title and page.
 BEYOND = {
+    "bandwidth_rules": ("which bandwidth each rule takes", "large-tables.md"),
+    "certified_heads": ("attention with a bound, on real heads", "certificates.md"),
     "decoder_cache": ("a decoder whose cache is a tenth", "shrink-a-cache.md"),
     "further_models": ("four models converted at first try", "speed-up-an-encoder.md"),
     "landmark_ablations": ("what each part of the landmark fit is worth", "which-map.md"),
@@ -197,4 +199,12 @@ PICTURES = {
     "train_table": ("train_table", "listops_memory"),
 }
 # Experiments whose result is a few figures, which a picture would not show better.
-NO_PICTURE = ("further_models", "minilm_target", "smollm_distilled", "speech_encoder", "train_baselines", "train_tis")
+NO_PICTURE = (
+    "certified_heads",
+    "further_models",
+    "minilm_target",
+    "smollm_distilled",
+    "speech_encoder",
+    "train_baselines",
+    "train_tis",
+)

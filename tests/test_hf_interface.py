@@ -299,7 +299,6 @@ for use in (
     lambda: bochner.search(torch.nn.Linear(2, 2), bochner.Target(), ["a text"]),
     lambda: bochner.hf.register(),
     lambda: bochner.hf.RecurrentLayer,
-    lambda: bochner.hf.RedrawCallback,
     lambda: bochner.distill(torch.nn.Linear(2, 2), ["a text"]),
 ):
     try:

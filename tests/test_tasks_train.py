@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from bochner import BochnerError, MissingExtraError, data
+from bochner import BochnerError, MissingExtraError, data, feature_map, linear_attention
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -709,15 +709,16 @@ def test_every_task_can_be_trained(name: str, tmp_path: Path, monkeypatch: pytes
         assert "unseen_accuracy" in result["metrics"]
 
 
-def test_maps_are_redrawn_on_schedule_but_not_in_the_last_period(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr("bochner.hf.train.redraw_", lambda model, step, *, seed=0: seen.append(step))
-
+def test_maps_are_redrawn_on_schedule_but_not_in_the_last_period() -> None:
     class State:
-        max_steps, global_step = 100, 0
+        max_steps, global_step = 90, 0
 
-    callback = training.Redraw(20)
-    for step in range(1, 101):
-        State.global_step = step
-        callback.on_step_end(None, State, None, model=nn.Linear(1, 1))
-    assert seen == [20, 40, 60, 80]
+    phi, callback, seen = feature_map("positive", 2, 4, redraw_every=20), training.LastDraw(20), []
+    x = torch.ones(1, 1, 3, 2, requires_grad=True)
+    for step in range(90):
+        State.global_step, before = step, phi.projection.weight.clone()
+        callback.on_step_begin(None, State, None, model=phi)
+        linear_attention(x, x, x, phi).sum().backward()
+        if not torch.equal(phi.projection.weight, before):
+            seen.append(step)
+    assert seen == [20, 40, 60]

@@ -416,7 +416,8 @@ def kernel_rows(parts: dict[str, Any], names: Iterable[str]) -> list[list[str]]:
     for row in (row for name in names for row in parts.get(name, [])):
         label = f"{WORDS.get(row['data'], row['data'])}, d = {row['d']}"
         took = [f"{row[k]:.2f}" for k in ("exact_s", "auto_s")]
-        rows.append([label, row["bandwidth"], *took, f"{row['exact_s'] / row['auto_s']:.1f}x", row["method"]])
+        change = "" if row["change"] is None else f"{row['change']:.2g}"
+        rows.append([label, row["bandwidth"], change, *took, row["method"]])
     return rows
 
 
@@ -427,7 +428,31 @@ def kernel_products(names: Iterable[str], other_methods: bool = False) -> str:
     rows = kernel_rows(parts, names)
     if other_methods:
         rows = [row for row in rows if row[-1] != "exact"]
-    return table(["points", "bandwidth", "exact (s)", "auto (s)", "faster by", "method"], rows)
+    return table(["points", "bandwidth", "change of x", "exact (s)", "auto (s)", "method"], rows)
+
+
+def many_points() -> str:
+    parts, rows = benchmark("matvec")["parts"], []
+    for row in (row for name in ("million", "words400k") for row in parts.get(name, [])):
+        took = [f"{row[k]:,.0f}" for k in ("exact_s", "build_s", "product_s")]
+        rows.append([f"{row['n']:,}, d = {row['d']}", f"{row['change']:.2g}", *took, row["method"]])
+    return table(["points", "change of x", "exact (s)", "build (s)", "product (s)", "method"], rows)
+
+
+def keops() -> str:
+    rows = []
+    for row in benchmark("matvec")["parts"].get("keops", []):
+        took = [f"{row['seconds'][k]:.2f}" for k in ("KeOps", "ours, all pairs", "ours")]
+        rows.append([f"{WORDS[row['data']]}, d = {row['d']}", *took])
+    return table(["points", "KeOps (s)", "ours, all pairs (s)", "ours, each pair once (s)"], rows)
+
+
+def processes() -> str:
+    rows = []
+    for row in benchmark("estimators")["process"]:
+        figures = [f"{row['fit']:.0f} s", f"{row['r2']:.2f}", f"{row['nll']:.2f}", f"{row['coverage']:.1%}"]
+        rows.append([f"{row['data']}, {row['kernel']}", row["model"], *figures])
+    return table(["table, kernel", "model", "fit", "R2", "NLL", "coverage of 95 %"], rows)
 
 
 def random_features() -> str:
@@ -507,6 +532,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "you-get": you_get,
     "kernels": lambda: kernel_products(WORDS, other_methods=True),
     "kernel-shapes": lambda: kernel_products(("rectangles", "density", "many")),
+    "many-points": many_points,
+    "keops": keops,
+    "processes": processes,
     "random-features": random_features,
     "large-tables": large_tables,
     "models": models,

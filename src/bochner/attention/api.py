@@ -90,6 +90,8 @@ def linear_attention(
         if return_state:
             raise BochnerError("A 'state' cannot be returned for tensors on the meta device; use real tensors.")
         return q.new_empty(*q.shape[:-1], v.shape[-1])
+    if made is None:
+        phi.begin_pass_()
     made = made or PreparedMap(phi, options.scale, torch.float64 if q.dtype == torch.float64 else torch.float32)
     near = Near(options.is_causal, options.window or 0, window_kind, options.sinks)
     call = Call.of(near, made, q, k, options.normalize, options.recompute, options.return_state)
@@ -105,7 +107,7 @@ def linear_attention(
     out = result.out
     if on_small_normalizer == "zero" and result.bad is not None and not made.positive:
         out = out.masked_fill(result.bad, 0)
-    out = out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+    out = phi.end_pass(out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype))
     if result.state is None or not return_state:
         return out
     return out, result.state._replace(origin=origin)

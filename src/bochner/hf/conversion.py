@@ -22,6 +22,7 @@ from bochner.hf.fates import EXACT, Fate, Hybrid, Kernel, Window
 from bochner.hf.interface import MISFIT, attach, detach, layers_of, unwrap
 from bochner.hf.observe import Shape, discover, discover_parts
 from bochner.hf.plan import Fitted, LayerPlan, Plan
+from bochner.nn.torch_layers import convert_torch, is_torch_model
 
 ROWS_PER_DIMENSION = 4  # calibration tokens wanted per head dimension
 MAX_LENGTH = 256  # tokens that calibration texts are cut to, unless their Calibration says otherwise
@@ -45,7 +46,8 @@ def convert(
 ) -> Any:
     """Replace a model's attention by linear attention, in place; returns a `Conversion`.
 
-    `model`: a transformers model, a SentenceTransformer or a PeftModel. Nothing is changed if anything is refused.
+    `model`: a transformers model, a SentenceTransformer or a PeftModel; or a torch.nn.TransformerEncoder or Decoder,
+    see `bochner.nn.convert_torch`. Nothing is changed if anything is refused.
     `spec`: a `Recipe`, which says what every head becomes; a `Target`, for which that is searched for; a `Plan`; or the
     directory of a saved conversion.
     `data`: texts, batches of the model's inputs, or a `Calibration` with its tokenizer and lengths. Maps are fitted to
@@ -62,6 +64,8 @@ def convert(
     Plan: 1 layer, 2 key heads: 2 kernel
       encoder.layer.0.attention.self  KK  positive m=32
     """
+    if is_torch_model(model):
+        return convert_torch(model, spec, data)
     if legacy.is_old_convert(spec, data, old):
         new: dict[str, Any] = {"parts": parts, "unsupported": unsupported, "exact_below": exact_below, "seed": seed}
         return _as_before(model, legacy.read_convert(model, spec, data, {**old, **new, "progress": progress}))

@@ -23,11 +23,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bochner._checks import BochnerError, lookup, positive_int
 from bochner._products import is_composed
-from bochner.attention.features import EMPTY
 from bochner.hf.calls import Call, attend, attend_from, exact
 from bochner.hf.config import check_near
 from bochner.maps import feature_map, named
-from bochner.maps.base import FeatureMap, Features
+from bochner.maps.base import FeatureMap, NoFeatures
 from bochner.maps.exponential import CalibratedFeatures
 from bochner.maps.generalized import function_name
 from bochner.maps.landmark import LandmarkFeatures
@@ -347,20 +346,6 @@ def state_numbers(fate: Mapped, layer: Layer) -> int:
         groups = dict(fate.options).get("num_groups", 1)
         return int((layer.head_dim + 1) * groups * (layer.value_dim + 1 + layer.head_dim))
     return fate.num_features * (layer.value_dim + 1)
-
-
-class NoFeatures(FeatureMap):
-    """The map of heads without a kernel: its features are zero, relative to nothing."""
-
-    positive = True
-    unbiased = False
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim, 1)
-
-    def _features(self, x: Tensor, role: str) -> Features:
-        zero = torch.zeros_like(x[..., :1])
-        return Features(zero, zero + EMPTY)
 
 
 class NearHeads(FateModule):

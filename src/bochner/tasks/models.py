@@ -270,12 +270,13 @@ def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: 
         size = preset.width // preset.heads
         peers.attach(model, lambda _: peers.Favor(size, attention.features, task.is_causal))
     elif attention.is_ours:
+        redrawn = {"redraw_every": preset.redraw} if attention.feature_map and preset.redraw else {}
         recipe = Recipe(
             attention.feature_map,
             attention.features or 1,
             window=attention.window or None,
             trainable=True,
-            options=dict(attention.options),
+            options={**redrawn, **attention.options},
         )
         inputs = None
         if task.kind == "ctc":  # what goes in cannot be told from the config

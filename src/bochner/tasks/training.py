@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from bochner._checks import BochnerError, extra, is_int
-from bochner.hf.train import RedrawCallback, parameter_groups
+from bochner.nn import maps_of, parameter_groups
 from bochner.tasks import models
 from bochner.tasks.base import PAD, Collator, Guessed, Preset, Sequences, Task, figures, label_sizes, summary
 from bochner.tasks.checkpoints import Journal, last_checkpoint, prepare, room_named, write_json
@@ -190,7 +190,7 @@ def make_trainer(
     )
     callbacks: list[Any] = [Journal(output / "metrics.jsonl")]
     if attention.feature_map is not None and preset.redraw:
-        callbacks.append(Redraw(preset.redraw, seed=seed))
+        callbacks.append(LastDraw(preset.redraw))
     if tensorboard and is_first():
         callbacks.append(events(output / "tensorboard"))
     groups = parameter_groups(model, preset.learning_rate, weight_decay=preset.weight_decay)
@@ -278,12 +278,16 @@ def blank_padding(model: Any, logits: Tensor, mask: Tensor) -> Tensor:
     return torch.where(said[..., None], logits, blank)
 
 
-class Redraw(RedrawCallback):
-    """Redraws on schedule, but not in the last period: a model is tested with projections it was trained with."""
+class LastDraw(transformers.TrainerCallback):  # type: ignore[name-defined]
+    """No redraw in the last period: a model is tested with projections that it was trained with for long."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step + self.every <= state.max_steps:
-            super().on_step_end(args, state, control, model=model, **kwargs)
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step + self.every > state.max_steps:
+            for phi in maps_of(model):
+                phi.schedule_redraws_(None)
 
 
 class FiniteGradients(transformers.TrainerCallback):  # type: ignore[name-defined]
