@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 from hf_models import ENCODERS, GROUPED, build, texts_as_batches
 
+from bochner import Conversion, convert
 from bochner._checks import BochnerError
 from bochner.hf import fates
 from bochner.hf.config import Distillation, Target
@@ -236,10 +238,28 @@ def test_a_plan_brings_the_maps_that_were_verified() -> None:
     with attached(model, report.plan, layers):
         again = report.verifier.look(model)
     assert again.quality.retained == pytest.approx(report.verified.quality.retained, abs=1e-5)
-    json.dumps(report.to_dict())
     shown = str(report)
     assert "quality retained" in shown
     assert "interval" in shown
+
+
+@pytest.mark.parametrize("saved", ["the model", "the conversion", "nothing"])
+def test_the_report_stays_with_the_conversion(saved: str, tmp_path: Path) -> None:
+    model, data = llama(), stream()
+    conversion = convert(model, Target(memory=0.6, length=300), data)
+    if saved == "the model":
+        model.save_pretrained(tmp_path)
+        found = Conversion.of(type(model).from_pretrained(tmp_path))
+    elif saved == "the conversion":
+        conversion.save_pretrained(tmp_path)
+        found = convert(llama(), tmp_path)
+    else:
+        found = Conversion.of(model)
+    plain = [json.dumps(x.report.to_dict(), sort_keys=True) for x in (found, conversion)]
+    assert plain[0] == plain[1]
+    assert sorted(str(found.report)) == sorted(str(conversion.report))  # files sort what they hold
+    assert found.report.verified.quality.lower == pytest.approx(conversion.report.verified.quality.lower)
+    assert found.report.plan == found.report.frontier[found.report.chosen].plan
 
 
 def test_memory_counts_the_bytes_of_the_models_own_precision() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from bochner.hf.plan import Fitted, LayerPlan, Plan
 ROWS_PER_DIMENSION = 4  # calibration tokens wanted per head dimension
 MAX_LENGTH = 256  # tokens that calibration texts are cut to, unless their Calibration says otherwise
 NEED_DATA = ("landmark", "calibrated", "optimal")  # maps that are nothing without calibration
-PLAN, MAPS = "plan.json", "maps.safetensors"  # the files of a saved conversion
+PLAN, MAPS, REPORT = "plan.json", "maps.safetensors", "report.json"  # the files of a saved conversion
 Batches = Sequence[dict[str, Tensor]]
 AUTO = Recipe()
 
@@ -77,7 +78,7 @@ def convert(
             raise BochnerError("A saved conversion brings its maps: leave out 'data', or convert by a Recipe or Plan.")
         return Conversion.from_pretrained(model, spec)
     fit_length = getattr(spec, "fit_length", 0)
-    batches = _batches(inner, calibration, fit_length or MAX_LENGTH)
+    batches = [] if calibration is None else calibration.batches(inner, fit_length or MAX_LENGTH)
     shapes = discover_parts(inner, batches, unsupported, parts)
     if isinstance(spec, Plan):
         plan, layers = _by_plan(inner, spec, shapes, batches, say)
@@ -92,12 +93,18 @@ class Conversion:
     """A converted model, and what can be done with the conversion.
 
     `model`: the model, as it was given. `plan`: what every head became, a copy that brings the fitted maps.
-    `report`: of the search for a `Target`; `distillation`: of the training that followed it; else None.
+    `report`: of the search for a `Target`, else None; it is saved and loaded with the model or the conversion.
+    `distillation`: of the training that followed the search, until the model is loaded again.
     """
 
     def __init__(self, model: Any, report: Any = None, distillation: Any = None) -> None:
         self.model, self.report, self.distillation = model, report, distillation
         layers_of(model)
+        stored = getattr(_settings(model), "report", None)
+        if report is None and stored is not None:
+            from bochner.hf.search import SearchReport
+
+            self.report = SearchReport.from_dict(stored)
 
     @classmethod
     def of(cls, model: Any) -> Conversion:
@@ -111,8 +118,7 @@ class Conversion:
         layers = layers_of(inner)
         plan = Plan([replace(layer.plan, name=name) for name, layer in layers.items()]).copy()
         plan.model_type = getattr(inner.config, "model_type", "")
-        held = getattr(getattr(inner.config, "quantization_config", None), "plan", None)
-        plan.fit_length = getattr(held, "fit_length", 0)
+        plan.fit_length = getattr(getattr(_settings(inner), "plan", None), "fit_length", 0)
         for name, layer in layers.items():
             tensors = {key: value.detach().clone() for key, value in layer.state_dict().items()}
             plan.maps[name] = Fitted(list(layer.plan.fates), tensors)
@@ -125,7 +131,7 @@ class Conversion:
         keys.
         """
         inner, tokenizer = unwrap(self.model)
-        batches = _batches(inner, Calibration.of(data, tokenizer), MAX_LENGTH)
+        batches = Calibration.of(data, tokenizer).batches(inner, MAX_LENGTH)
         return calibrate.head_errors(inner, layers_of(inner), batches)
 
     def revert(self) -> Any:
@@ -139,6 +145,8 @@ class Conversion:
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         self.plan.save(folder / PLAN)
+        if self.report is not None:
+            (folder / REPORT).write_text(json.dumps(self.report.to_dict(), indent=1), encoding="utf-8")
         tensors = {
             f"{name}.{key}": value.detach().cpu().contiguous().clone()
             for name, layer in layers_of(self.model).items()
@@ -169,7 +177,9 @@ class Conversion:
         for name, attention in layers.items():
             _load(attention, plan.maps[name].tensors)
         device = next(inner.parameters()).device
-        attach(inner, plan, {name: layer.to(device) for name, layer in layers.items()})
+        found = folder / REPORT
+        report = json.loads(found.read_text(encoding="utf-8")) if found.exists() else None
+        attach(inner, plan, {name: layer.to(device) for name, layer in layers.items()}, report)
         return cls(model)
 
     def __repr__(self) -> str:
@@ -273,6 +283,9 @@ def _to_target(
             distilled = _trained(model, report, target.train, train, progress)
     if not report.met:
         warnings.warn(report.reasons[0], BochnerWarning, stacklevel=3)
+    settings = _settings(inner)
+    if settings is not None:
+        settings.report = report.to_dict()
     return Conversion(model, report, distilled)
 
 
@@ -454,13 +467,6 @@ def _load(layer: LinearAttention, tensors: dict[str, Tensor]) -> None:
         raise BochnerError(MISFIT) from error
 
 
-def _batches(model: Any, data: Calibration | None, max_length: int) -> Batches:
-    if data is None:
-        return []
-    sizes: dict[str, Any] = {"max_length": data.max_length or max_length, "batch_size": data.batch_size}
-    return inputs.batches(data.data, data.tokenizer, model=model, **sizes)
-
-
 def _set_border(model: Any, plan: Plan, border: int) -> None:
     """Say below how many keys rows stay exact, and warn if that is always."""
     if not border:
@@ -522,7 +528,7 @@ def _check_model(model: Any) -> None:
     if parameter is None:
         raise BochnerError("The 'model' of convert has no parameters.")
     quantized = getattr(getattr(model, "config", None), "quantization_config", None) is not None
-    if (quantized and not _is_ours(model)) or not parameter.is_floating_point():
+    if (quantized and _settings(model) is None) or not parameter.is_floating_point():
         raise BochnerError(
             f"The 'model' of convert must have floating-point weights, got {parameter.dtype}"
             f"{' and a quantization config' if quantized else ''}; load it dequantized."
@@ -531,5 +537,7 @@ def _check_model(model: Any) -> None:
         raise BochnerError("The 'model' of convert is on the meta device, without weights; load them first.")
 
 
-def _is_ours(model: Any) -> bool:
-    return getattr(model.config.quantization_config, "quant_method", None) == "bochner"
+def _settings(model: Any) -> Any:
+    """What a converted model's configuration says of the conversion; None if nothing."""
+    settings = getattr(getattr(unwrap(model)[0], "config", None), "quantization_config", None)
+    return settings if getattr(settings, "quant_method", None) == "bochner" else None

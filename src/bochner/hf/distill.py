@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from bochner._checks import BochnerError, extra
 from bochner._progress import speaker
-from bochner.hf import inputs, legacy, observe
+from bochner.hf import legacy, observe
 from bochner.hf.adapters import adapters, check_lora, note_again
 from bochner.hf.attention import CHILD, LinearAttention
 from bochner.hf.calibrate import HeadErrors, error_on
@@ -110,9 +110,7 @@ def train(model: Any, data: Any, how: Distillation, *, progress: bool | None = N
     check_lora(how.lora, adapted)
     model, tokenizer = unwrap(model)
     attached = layers_of(model)
-    given = Calibration.of(data, tokenizer)
-    sizes: dict[str, Any] = {"max_length": given.max_length or MAX_LENGTH, "batch_size": given.batch_size}
-    batches = inputs.batches(given.data, given.tokenizer, model=model, labels=True, **sizes)
+    batches = Calibration.of(data, tokenizer).batches(model, MAX_LENGTH, labels=True)
     if len(batches) < 2:
         raise BochnerError("distill needs at least two batches, one of them for validation; give more texts.")
     labels = [batch.pop("labels", None) for batch in batches]

@@ -92,7 +92,14 @@ class Quality:
 
     def to_dict(self, confidence: float = INTERVAL) -> dict[str, Any]:
         low, high = self.bounds(confidence)
-        return {"retained": self.retained, "low": low, "high": high, "confidence": confidence, **self.figures}
+        found = {"retained": self.retained, "low": low, "high": high, "confidence": confidence}
+        measures = {name: {"losses": m.losses.tolist(), "is_log": m.is_log} for name, m in self.measures.items()}
+        return {**found, "figures": self.figures, "measures": measures}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Quality:
+        measures = {name: Measure(torch.tensor(m["losses"]), m["is_log"]) for name, m in data["measures"].items()}
+        return cls(measures, data["figures"])
 
 
 class Evaluator(Protocol):

@@ -110,8 +110,8 @@ class FateModule(nn.Module):
         self.heads, self.is_causal, self.group = list(heads), layer.is_causal, layer.group
 
     def forward(self, call: Call) -> Tensor:
-        """(b, h, n, v) of a whole sequence."""
-        raise NotImplementedError
+        """(b, h, n, v) of a whole sequence; of a causal one what decoding from nothing gives."""
+        return self.decode(call, None)[0]
 
     def decode(self, call: Call, state: Any) -> tuple[Tensor, Any]:
         """The rows of new tokens behind a state, None at first, and the state after them.

@@ -43,7 +43,7 @@ from bochner.hf.search.damage import MeasuredProblem, measure_damages
 from bochner.hf.search.knapsack import Choice, all_exact, frontier, totals
 from bochner.hf.search.options import Space, fitted_maps
 from bochner.hf.search.refine import Candidate, Trials, best_within, cheapest_that_keeps, fallback
-from bochner.hf.search.report import Point, SearchReport
+from bochner.hf.search.report import Point, SearchReport, heads_of
 from bochner.hf.search.selected import SelectedProblem, SelectedSpace, best_of_all
 from bochner.hf.search.texts import Goal, Split, batches_for, settle, split
 from bochner.hf.search.verify import Verdict, Verifier
@@ -207,7 +207,7 @@ def _frontier(problem: MeasuredProblem | SelectedProblem, trials: Trials, chosen
         plan = space.plan_of(c.choice)
         memory = space.bytes_of(plan) / space.original_bytes if space.original_bytes else 1.0
         attention = None if space.goal.by_memory else c.cost / max(problem.whole, 1e-30)
-        points.append(Point(plan, c.quality, c.damage, memory, attention))
+        points.append(Point(plan, c.quality, c.damage, memory, attention, heads_of(plan)))
     return points, candidates.index(chosen)
 
 
