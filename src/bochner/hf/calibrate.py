@@ -173,42 +173,6 @@ def far_pairs(call: Call, weights: Tensor, far: Far) -> PairMoments:
 
 
 @dataclass
-class HeadStatistics:
-    """Per query head, averaged over rows: what its attention looks like."""
-
-    rows: Any = 0.0
-    peak: Any = 0.0
-    mass: Any = 0.0
-    entropy: Any = 0.0
-    query_norm: Any = 0.0
-    key_norm: Any = 0.0
-    logit: Any = 0.0
-
-    def add(self, call: Call, weights: Tensor, far: Far) -> None:
-        outside = weights * far.far
-        root = call.scale**0.5
-        self.rows += far.allowed.any(-1).sum().item()
-        self.peak = self.peak + outside.amax(-1).double().sum((0, 2))
-        self.mass = self.mass + outside.sum(-1).double().sum((0, 2))
-        self.entropy = self.entropy + torch.special.entr(weights).sum(-1).double().sum((0, 2))
-        live = far.allowed.any(-1, keepdim=True)
-        norms = call.query.float().norm(dim=-1) * live.squeeze(-1) * root
-        self.query_norm = self.query_norm + norms.double().sum((0, 2))
-        seen = far.allowed.any(-2)
-        norms = call.key.float().norm(dim=-1) * seen * root
-        share = live.sum() / seen.sum()
-        self.key_norm = self.key_norm + (norms.double().sum((0, 2)) * share).repeat_interleave(call.group)
-        key = call.key.repeat_interleave(call.group, dim=1)
-        logits = (call.query.float() @ key.float().mT * call.scale).masked_fill(~far.allowed, -torch.inf)
-        peak = logits.amax((0, 2, 3)).double()
-        self.logit = peak if isinstance(self.logit, float) else torch.maximum(self.logit, peak)
-
-    def mean(self, name: str) -> Tensor:
-        value = getattr(self, name)
-        return value if name == "logit" else value / max(self.rows, 1)
-
-
-@dataclass
 class Samples:
     """Sequences of queries (h, n, d), keys and values (g, n, d) of a layer, scaled: what its maps are fitted to.
 

@@ -19,7 +19,7 @@ from bochner.hf import calibrate, drift, inputs, legacy
 from bochner.hf.attention import LinearAttention
 from bochner.hf.config import Calibration, Distillation, Recipe, Target
 from bochner.hf.diagnose import diagnose
-from bochner.hf.fates import EXACT, Fate, Hybrid, Kernel, Window
+from bochner.hf.fates import EXACT, Window, fate_of
 from bochner.hf.interface import MISFIT, attach, detach, layers_of, unwrap
 from bochner.hf.observe import Shape, discover, discover_parts
 from bochner.hf.plan import Fitted, LayerPlan, Plan
@@ -67,8 +67,8 @@ def convert(
         new: dict[str, Any] = {"parts": parts, "unsupported": unsupported, "exact_below": exact_below, "seed": seed}
         return _as_before(model, legacy.read_convert(model, spec, data, {**old, **new, "progress": progress}))
     inner, tokenizer = unwrap(model)
-    _check_model(inner)
-    _check_arguments(spec, parts, unsupported, exact_below, seed)
+    check_model(inner)
+    check_arguments(spec, parts, unsupported, exact_below, seed)
     calibration = None if data is None else Calibration.of(data, tokenizer)
     say = speaker(progress)
     if isinstance(spec, Target):
@@ -204,12 +204,12 @@ def revert(model: Any, attn_implementation: str | None = None) -> Any:
 
 def _as_before(model: Any, call: legacy.OldCall) -> Any:
     """An old call of `convert`; returns the model."""
-    from bochner.hf.distill import train
+    from bochner.hf.distill import distill
 
     conversion = convert(model, call.spec, call.data, **call.rest)
     if call.train is not None:
         try:
-            train(model, call.data, call.train)
+            distill(model, call.data, call.train)
         except BaseException:
             conversion.revert()
             raise
@@ -218,37 +218,12 @@ def _as_before(model: Any, call: legacy.OldCall) -> Any:
 
 def advise(model: Any, calibration: Any, values: Tensor | None = None, **old: Any) -> Any:
     """The old name of `search`, for a model, and of `diagnose`, for one layer's tensors."""
+    from bochner.hf.search import search
+
     if not isinstance(model, nn.Module):
         return diagnose(model, calibration, values, **legacy.read_diagnosis(old))
     call = legacy.read_search(calibration, old)
     return search(model, call.spec, call.data, **call.rest)
-
-
-def search(
-    model: Any,
-    target: Target,
-    data: Any,
-    *,
-    parts: Sequence[str] | None = None,
-    unsupported: str = "keep",
-    seed: int = 0,
-    progress: bool | None = None,
-) -> Any:
-    """What `convert` would do to reach a target, without changing the model; the arguments are those of `convert`.
-
-    Returns a `SearchReport`, whose `plan` brings the maps that were verified: `convert(model, report.plan)` applies it.
-    """
-    from bochner.hf.search import search as find
-
-    inner, tokenizer = unwrap(model)
-    _check_model(inner)
-    if not isinstance(target, Target):
-        raise BochnerError(f"The 'target' of search must be a bochner.Target, got {type(target).__name__}.")
-    _check_arguments(target, parts, unsupported, 0, seed)
-    if data is None:
-        raise BochnerError("A Target needs 'data': texts to search on and texts to verify on.")
-    calibration = Calibration.of(data, tokenizer)
-    return find(inner, target, calibration, parts=parts, unsupported=unsupported, seed=seed, progress=progress)
 
 
 def _to_target(
@@ -262,7 +237,8 @@ def _to_target(
     progress: bool | None,
 ) -> Conversion:
     """Search, change the model, train what the target allows, and say what was reached."""
-    from bochner.hf.distill import DistillReport, train
+    from bochner.hf.distill import DistillReport
+    from bochner.hf.search import search
 
     if target.train is not None and target.train.loss == "model" and data is not None:
         given = data.data if isinstance(data.data, (list, tuple)) else []
@@ -280,7 +256,7 @@ def _to_target(
     if target.train is not None:
         distilled = DistillReport(note="Nothing was distilled: nothing is converted.")
         if plan.converted:
-            distilled = _trained(model, report, target.train, train, progress)
+            distilled = _trained(model, report, target.train, progress)
     if not report.met:
         warnings.warn(report.reasons[0], BochnerWarning, stacklevel=3)
     settings = _settings(inner)
@@ -289,10 +265,12 @@ def _to_target(
     return Conversion(model, report, distilled)
 
 
-def _trained(model: Any, report: Any, how: Distillation, train: Callable[..., Any], progress: bool | None) -> Any:
+def _trained(model: Any, report: Any, how: Distillation, progress: bool | None) -> Any:
     """Distillation after converting; a failure undoes the conversion."""
+    from bochner.hf.distill import distill
+
     try:
-        found = train(model, report.training, how, progress=progress)
+        found = distill(model, report.training, how, progress=progress)
     except BaseException:
         revert(model)
         raise
@@ -332,27 +310,9 @@ def _by_recipe(
 
 def draft(recipe: Recipe, shapes: Mapping[str, Shape], model_type: str, seed: int = 0) -> Plan:
     """The plan of a recipe before any head is chosen: all heads of a layer alike."""
-    near: dict[str, Any] = {"window": recipe.window, "sinks": recipe.sinks, "window_kind": recipe.window_kind}
-    layers = []
-    for i, shape in enumerate(shapes.values()):
-        local = (recipe.window is not None or recipe.sinks > 0) and not shape.is_cross
-        fate: Fate = EXACT
-        if shape.obstacle is None and recipe.feature_map is None and local:
-            fate = Window(**near)
-        elif shape.obstacle is None and recipe.feature_map is not None:
-            mapped: dict[str, Any] = {"feature_map": recipe.feature_map, "num_features": recipe.num_features}
-            mapped["options"] = dict(recipe.options)
-            fate = Hybrid(**near, **mapped) if local else Kernel(**mapped)
-        reason, limit = shape.obstacle or ("", 0)
-        layer = layer_plan(shape, [fate] * shape.num_kv_heads, spawn_seed(seed, i))
-        layers.append(replace(layer, trainable=recipe.trainable, reason=reason, limit=limit))
-    return Plan(layers, model_type)
-
-
-def layer_plan(shape: Shape, fates: list[Fate], seed: int) -> LayerPlan:
-    """The plan of an attention module with some fates."""
-    sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim
-    return LayerPlan(shape.name, *sizes, fates, shape.is_causal, shape.is_cross, seed)
+    every = enumerate(shapes.values())
+    layers = [LayerPlan.of(shape, fate_of(recipe, shape.is_cross), spawn_seed(seed, i)) for i, shape in every]
+    return Plan([replace(layer, trainable=recipe.trainable) for layer in layers], model_type)
 
 
 def _score(model: Any, plan: Plan, recipe: Recipe, samples: Mapping[str, calibrate.Samples], data: Batches) -> None:
@@ -500,7 +460,7 @@ def _check_needs_no_data(layers: Sequence[LayerPlan]) -> None:
         )
 
 
-def _check_arguments(spec: Any, parts: Any, unsupported: Any, exact_below: Any, seed: Any) -> None:
+def check_arguments(spec: Any, parts: Any, unsupported: Any, exact_below: Any, seed: Any) -> None:
     """Refuse what cannot be, and what does not go with the spec."""
     if not isinstance(spec, (Recipe, Target, Plan, str, Path)):
         raise BochnerError(
@@ -521,7 +481,7 @@ def _check_arguments(spec: Any, parts: Any, unsupported: Any, exact_below: Any, 
             raise BochnerError(f"{what} says it all, for every layer: leave out {name!r}, or edit the plan.")
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise BochnerError(f"The 'model' of convert must be a transformers model, got {type(model).__name__}.")
     parameter = next(iter(model.parameters()), None)

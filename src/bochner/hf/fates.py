@@ -25,7 +25,7 @@ from bochner._checks import BochnerError, lookup, positive_int
 from bochner._products import is_composed
 from bochner.attention.features import EMPTY
 from bochner.hf.calls import Call, attend, attend_from, exact
-from bochner.hf.config import check_near
+from bochner.hf.config import Recipe, check_near
 from bochner.maps import feature_map, named
 from bochner.maps.base import FeatureMap, Features
 from bochner.maps.exponential import CalibratedFeatures
@@ -308,6 +308,17 @@ class Hybrid(Window):
 
 
 Mapped = Kernel | Hybrid
+
+
+def fate_of(recipe: Recipe, is_cross: bool) -> Fate:
+    """What a recipe without `"auto"` makes of the heads of a layer; cross-attention has no window."""
+    near: dict[str, Any] = {"window": recipe.window, "sinks": recipe.sinks, "window_kind": recipe.window_kind}
+    local = (recipe.window is not None or recipe.sinks > 0) and not is_cross
+    if recipe.feature_map is None:
+        return Window(**near) if local else EXACT
+    mapped: dict[str, Any] = {"feature_map": recipe.feature_map, "num_features": recipe.num_features}
+    mapped["options"] = dict(recipe.options)
+    return Hybrid(**near, **mapped) if local else Kernel(**mapped)
 
 
 def check_map(fate: Mapped) -> None:

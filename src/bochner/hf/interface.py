@@ -362,9 +362,7 @@ def find_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     return found
 
 
-def attach(
-    model: Any, plan: Plan, layers: dict[str, LinearAttention], report: dict[str, Any] | None = None
-) -> None:
+def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention], report: dict[str, Any] | None = None) -> None:
     """Give every attention module of a plan its `LinearAttention`, and switch the configurations above them.
 
     The model gets configurations of its own, so that no other model is switched with it. A plan that converts nothing

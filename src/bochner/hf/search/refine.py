@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bochner.hf.evaluate import Quality
-from bochner.hf.search.knapsack import Choice, Table, frontier, thinned, totals
+from bochner.hf.search.knapsack import Choice, Table, frontier, totals
 
-STEP = 0.02  # by which the costs of two choices that are measured differ at least
 DEARER = 1.1  # how much more the fallback costs than the choice, at least
 
 
@@ -24,8 +23,8 @@ class Problem(Protocol):
         """For every layer the damages and costs of its heads' options."""
         ...
 
-    def measure(self, choice: Choice, give_up: float = 0.0) -> Quality:
-        """The quality of a choice, run end to end; some of the texts will do if it surely is below `give_up`."""
+    def measure(self, choice: Choice) -> Quality:
+        """The quality of a choice, run end to end."""
         ...
 
 
@@ -46,11 +45,11 @@ class Trials:
         self.problem = problem
         self.tried: dict[Choice, Candidate] = {}
 
-    def run(self, choice: Choice, give_up: float = 0.0) -> Candidate:
+    def run(self, choice: Choice) -> Candidate:
         """Measure a choice, unless that was done."""
         if choice not in self.tried:
             damage, cost = totals(self.problem.tables, choice)
-            self.tried[choice] = Candidate(choice, damage, cost, self.problem.measure(choice, give_up))
+            self.tried[choice] = Candidate(choice, damage, cost, self.problem.measure(choice))
         return self.tried[choice]
 
     def by_cost(self) -> list[Candidate]:
@@ -63,11 +62,11 @@ def cheapest_that_keeps(problem: Problem, keep: float, trials: Trials) -> Candid
 
     Bisection: quality is taken to rise with cost along the frontier. The original, its last choice, retains everything.
     """
-    path = thinned(problem.tables, frontier(problem.tables), STEP)
+    path = frontier(problem.tables)
     low, high = -1, len(path) - 1
     while high - low > 1:
         middle = (low + high) // 2
-        keeps = trials.run(path[middle], keep).quality.lower >= keep
+        keeps = trials.run(path[middle]).quality.lower >= keep
         low, high = (low, middle) if keeps else (middle, high)
     return trials.run(path[high])
 

@@ -142,7 +142,8 @@ class SearchReport:
         for i, point in enumerate(self.frontier):
             cost = point.attention if timed else point.memory
             mark = ">" if i == self.chosen else " "
-            lines.append(f"{mark}   {point.quality.retained:7.2%}  {point.quality.lower:11.2%}  {cost:6.1%}  {point.heads}")
+            found = point.quality
+            lines.append(f"{mark}   {found.retained:7.2%}  {found.lower:11.2%}  {cost:6.1%}  {point.heads}")
         lines += [f"A choice failed verification: {verdict}." for verdict in self.failed]
         if self.plan.converted:
             lines.append(f"Verified: {self.verified}.")
