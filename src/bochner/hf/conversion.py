@@ -298,13 +298,13 @@ def _by_recipe(
         _check_needs_no_data(plan.converted)
         if recipe.ranks_heads:
             raise BochnerError("Choosing 'exact_heads' needs 'data': the heads are chosen by what they attend to.")
-        _make_exact(plan, recipe.exact_heads)
+        make_exact(plan, recipe.exact_heads)
         return plan, _build(model, plan, {})
     samples = _observed(model, plan.converted, data, say)
     if recipe.ranks_heads:
         say("measuring which heads retrieve")
         _score(model, plan, recipe, samples, data)
-    _make_exact(plan, recipe.exact_heads)
+    make_exact(plan, recipe.exact_heads)
     return plan, _build(model, plan, samples)
 
 
@@ -339,7 +339,7 @@ def _score(model: Any, plan: Plan, recipe: Recipe, samples: Mapping[str, calibra
         layer.scores = [round(x, 6) for x in by_head.tolist()]
 
 
-def _make_exact(plan: Plan, wanted: Any) -> None:
+def make_exact(plan: Plan, wanted: Any) -> None:
     """Give the key heads that stay softmax their fate: a fraction, those with the highest scores first, or pairs."""
     if isinstance(wanted, (int, float)):
         free = [(i, g) for i, x in enumerate(plan.layers) if not x.untouched for g in range(x.num_kv_heads)]
