@@ -19,6 +19,7 @@ from bochner.hf import calibrate, drift, inputs, legacy
 from bochner.hf.attention import LinearAttention
 from bochner.hf.config import Calibration, Distillation, Recipe, Target
 from bochner.hf.diagnose import diagnose
+from bochner.hf.evaluate import is_language_model
 from bochner.hf.fates import EXACT, Window, fate_of
 from bochner.hf.interface import MISFIT, attach, detach, layers_of, unwrap
 from bochner.hf.observe import Shape, discover, discover_parts
@@ -139,7 +140,11 @@ class Conversion:
         return revert(self.model)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the plan and the fitted maps, about a hundredth of the model, to be loaded beside the original."""
+        """Write the plan, the fitted maps and the report, a hundredth of the model, to be loaded beside the original.
+
+        A part that was converted by itself, as `convert(model.vision_model, ...)`, is saved in this way alone: to save
+        it with the whole model, convert that with `parts`.
+        """
         from safetensors.torch import save_file
 
         folder = Path(directory)
@@ -322,8 +327,7 @@ def _score(model: Any, plan: Plan, recipe: Recipe, samples: Mapping[str, calibra
     its attention peaks outside window and sinks.
     """
     near: dict[str, Any] = {"window": recipe.window, "sinks": recipe.sinks, "window_kind": recipe.window_kind}
-    causal = all(layer.is_causal and not layer.is_cross for layer in plan.converted)
-    if causal and "input_ids" in data[0]:
+    if is_language_model(model, {x.name: x for x in plan.converted}) and "input_ids" in data[0]:
         far = Window(**near) if recipe.window is not None or recipe.sinks else None
         bare = {x.name: replace(x, fates=[far or x.fates[0]] * x.num_kv_heads) for x in plan.converted}
         device = next(model.parameters()).device
