@@ -6,6 +6,7 @@ EXTRAS := hf,train,sklearn,dask,cli,report,bench,control,docs,test,lint
 # The pins need Python 3.11; on 3.10 the oldest supported versions are installed.
 CONSTRAINTS ?= $(shell $(PYTHON) -c 'import sys; print("constraints.txt" if sys.version_info >= (3, 11) else "constraints-min.txt")' 2>/dev/null)
 STAMP := $(VENV)/.installed
+NEEDED := $(VENV)/.needed
 
 .PHONY: demo test test-all lint bench reproduce docs release clean setup
 .DEFAULT_GOAL := help
@@ -15,16 +16,21 @@ help: ## list the targets
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+# What the demonstration needs; the tests, the benchmarks and the site need the rest.
+$(NEEDED): pyproject.toml $(CONSTRAINTS)
 	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "bochner needs python3 >= 3.10; '$(PYTHON)' was not found. Install it or call: make PYTHON=/path/to/python"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "bochner needs Python >= 3.10; '$(PYTHON)' is older. Call: make PYTHON=/path/to/newer/python"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "bochner needs Python's venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[hf,cli,report]'
+	@touch $@
+
+$(STAMP): $(NEEDED)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: $(STAMP) ## linearise a real pretrained model and report how good the result is
+demo: $(NEEDED) ## linearise a real pretrained model and report how good the result is
 	$(BIN)/bochner demo
 
 test: $(STAMP) ## the tests, the docstrings' examples and the documentation's code (under 10 minutes on 2 cores)

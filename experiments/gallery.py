@@ -146,15 +146,32 @@ def index(homes: dict[str, str]) -> str:
         for item in paper.items:
             verdict = verdict_of(item)[0]
             link = f"[result]({homes[item.experiment]}#{item.experiment})" if item.experiment else ""
-            parts.append(f"| {item.label} | {item.title} | **{verdict}** | {link} |")
+            parts.append(f"| {item.label} | {item.title} | {badge(verdict)} | {link} |")
             counts[verdict] += 1
-        parts.append("")
+        here = {i.experiment: i.title for i in paper.items if homes.get(i.experiment) == f"gallery-{paper.key}.md"}
+        parts += ["", *thumbnails(f"gallery-{paper.key}.md", here)]
     parts += ["## Beyond the papers", "", "| experiment | verdict | where |", "|---|---|---|"]
     for name, (title, page) in BEYOND.items():
         result = result_of(name)
         verdict = result["said"]["verdict"] if result else "not run"
-        parts.append(f"| {title} | **{verdict}** | [result]({OWN}#{name}) [more]({page}) |")
+        parts.append(f"| {title} | {badge(verdict)} | [result]({OWN}#{name}) [more]({page}) |")
+    parts += ["", *thumbnails(OWN, {name: title for name, (title, _) in BEYOND.items()})]
     return "\n".join([HEAD, summary(counts), *parts]).rstrip() + "\n"
+
+
+def badge(verdict: str) -> str:
+    """A verdict that the style sheet colours."""
+    return f'<span class="verdict {verdict.replace(" ", "-")}">{verdict}</span>'
+
+
+def thumbnails(page: str, titles: dict[str, str]) -> list[str]:
+    """The first picture of each experiment of a page, small, with a link to its result."""
+    cards = [
+        f"[![](images/gallery/{shown[0]}.png){{ loading=lazy }}{title}]({page}#{name})\n"
+        for name, title in titles.items()
+        if (shown := pictures(name))
+    ]
+    return ['<div class="thumbnails" markdown>\n', *cards, "</div>\n"] if cards else []
 
 
 def items_page(paper: Paper, homes: dict[str, str]) -> str:

@@ -32,7 +32,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attend(phi=bochner.feature_map("positive", dim=32, num_features=8)),
         r"must have shape \(\.\.\., n, 32\), got \(1, 2, 64, 16\); build the map with dim=16",
     ),
-    "a misspelt map": (lambda: attend(phi="postive"), r"Unknown feature map 'postive'; the valid names are .*positive"),
+    "a misspelt map": (lambda: attend(phi="postive"), r"Unknown feature map 'postive'; did you mean 'positive'"),
     "no head size": (lambda: bochner.feature_map("positive"), r"'dim' of feature map 'positive' is missing"),
     "a negative number of features": (
         lambda: bochner.feature_map("positive", dim=16, num_features=-3),
@@ -59,7 +59,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "points without columns": (lambda: bochner.KernelOperator(Q[0, 0, 0]), r"must have shape \(n, d\)"),
     "a negative error": (lambda: operator(eps=-1), r"'eps' of KernelOperator must be a positive finite number, got -1"),
     "a vector of another length": (lambda: operator() @ torch.ones(65), r"'x' .* must have shape \(64,\), got \(65,\)"),
-    "an unknown artefact": (lambda: bochner.data.fetch("minilmm"), r"Unknown artefact 'minilmm'; the valid names are"),
+    "an unknown artefact": (
+        lambda: bochner.data.fetch("minilmm"),
+        r"Unknown artefact 'minilmm'; did you mean 'minilm'\?",
+    ),
     "a name for a model": (lambda: bochner.convert("bert-base").model, r"must be a transformers model, got str"),
     "a model that was not converted": (
         lambda: bochner.revert(torch.nn.Linear(2, 2)),
@@ -98,4 +101,4 @@ def test_a_mistake_is_answered_by_one_sentence(mistake: str) -> None:
     with pytest.raises(bochner.BochnerError, match=sentence) as caught:
         call()
     assert "\n" not in str(caught.value)
-    assert str(caught.value).endswith((".", "]"))
+    assert str(caught.value).endswith((".", "]", "?"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Mapping
 from importlib import import_module
@@ -64,10 +65,12 @@ def one_of(value: Any, name: str, owner: str, valid: Iterable[Any]) -> Any:
 
 
 def lookup(registry: Mapping[str, T], name: Any, what: str) -> T:
-    """The entry of a registry; an unknown name lists the valid ones."""
-    if not isinstance(name, str) or name not in registry:
-        raise ArgumentError(f"Unknown {what} {name!r}; the valid names are {sorted(registry)}.")
-    return registry[name]
+    """The entry of a registry; an unknown name is told the likeliest ones, or all if none is like it."""
+    if isinstance(name, str) and name in registry:
+        return registry[name]
+    like = difflib.get_close_matches(name, registry) if isinstance(name, str) else []
+    help = f"did you mean {' or '.join(map(repr, like))}?" if like else f"the valid names are {sorted(registry)}."
+    raise ArgumentError(f"Unknown {what} {name!r}; {help}")
 
 
 def floating(x: Any, name: str, owner: str) -> Tensor:

@@ -1,17 +1,42 @@
-"""Progress of long work, on the terminal."""
+"""What long work says while it runs: messages by `logging`, and progress bars.
+
+Messages go through the logger "bochner" to the standard error stream. `logging.getLogger("bochner").setLevel("ERROR")`
+silences them; another handler or formatter on that logger adds times or sends them elsewhere.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
+class _Stderr(logging.StreamHandler[Any]):
+    """Writes to the standard error stream of the moment, which a test or a notebook may replace."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(logging.Formatter("bochner: %(message)s"))
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+
+logger = logging.getLogger("bochner")
+if not logger.handlers:  # else the user's own
+    logger.addHandler(_Stderr())
+    logger.propagate = False
+if logger.level == logging.NOTSET:
+    logger.setLevel(logging.INFO)
+
+
 def track(items: Iterable[T], total: int, what: str, shown: bool = True) -> Iterator[T]:
     """The items, with a bar on the standard error stream: rich's if it is installed, else a line per tenth."""
-    if not shown:
+    if not (shown and logger.isEnabledFor(logging.INFO)):
         yield from items
         return
     try:
@@ -21,17 +46,12 @@ def track(items: Iterable[T], total: int, what: str, shown: bool = True) -> Iter
         for i, item in enumerate(items):
             yield item
             if (i + 1) * 10 // total > i * 10 // total:
-                print(f"{what}: {(i + 1) * 100 // total} %", file=sys.stderr, flush=True)
+                logger.info("%s: %d %%", what, (i + 1) * 100 // total)
         return
     yield from bar(items, description=what, total=total, console=Console(stderr=True))
 
 
 def speaker(shown: bool | None = True) -> Callable[[str], None]:
-    """A function that says what is being done, on the standard error stream, or nothing; None: if it is a terminal."""
+    """A function that logs what is being done, or does nothing; None: whether the error stream is a terminal."""
     shown = sys.stderr.isatty() if shown is None else shown
-
-    def say(text: str) -> None:
-        if shown:
-            print(f"bochner: {text}", file=sys.stderr, flush=True)
-
-    return say
+    return logger.info if shown else lambda text: None

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from bochner._artefacts import ARTEFACTS, Artefact
 from bochner._checks import BochnerError, BochnerWarning, lookup, one_of, positive_int
+from bochner._progress import logger
 
 SPLITS = ("calibration", "heldout")
 SECONDS = 900  # the longest a download may take
@@ -71,13 +73,14 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
     ['antiberty', 'books', 'boston']
     """
     artefact = lookup(ARTEFACTS, name, "artefact")
+    quiet = quiet or not logger.isEnabledFor(logging.INFO)
     # The hash is part of the path: another pin never meets an old copy.
     home = cache_dir() / f"{name}-{artefact.version}-{artefact.sha256[:12]}"
     path = home / artefact.member
     fault = damage(home, artefact.member)
     if fault:
         if home.exists() and not quiet:
-            print(f"bochner: {name} in the cache is fetched again: {fault}", file=sys.stderr, flush=True)
+            logger.info("%s in the cache is fetched again: %s", name, fault)
         try:
             _obtain(name, artefact, home, quiet)
         except OSError as error:
@@ -101,7 +104,7 @@ def _obtain(name: str, artefact: Artefact, home: Path, quiet: bool) -> None:
         archive = _download(name, artefact, Path(tmp) / "download", quiet)
         if _digest(archive) != artefact.sha256:
             if not quiet:
-                print(f"bochner: the download of {name} is damaged, fetching it again", file=sys.stderr, flush=True)
+                logger.info("the download of %s is damaged, fetching it again", name)
             archive = _download(name, artefact, Path(tmp) / "again", quiet)
         _verify(artefact, archive)
         _unpack(archive, Path(tmp) / "content")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,7 +77,11 @@ def load(name: str) -> tuple[Any, Any]:
         return demo.load_minilm() if name == "minilm" else demo.load_smollm2()
     path = Path(name)
     if not (path / "config.json").is_file():
-        raise BochnerError(f"There is no model in {name!r}: a directory with config.json, or {' or '.join(KNOWN)}.")
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.exists()
+        how = f" A model of a hub is downloaded first, as by: hf download {name} --local-dir {path.name}" if hub else ""
+        raise BochnerError(
+            f"There is no model in {name!r}: give a directory with config.json, or {' or '.join(KNOWN)}.{how}"
+        )
     try:
         json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
