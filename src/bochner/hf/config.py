@@ -220,13 +220,14 @@ class Calibration(Config):
 
     def batches(self, model: Any, max_length: int, *, labels: bool = False) -> list[dict[str, Any]]:
         """The data as inputs of a model; `max_length`: of texts, unless the calibration says it."""
-        if self.max_length is not None and not self.is_texts:
+        items = inputs.listed(self.data, model)
+        if self.max_length is not None and not all(isinstance(t, str) for t in items):
             raise BochnerError(
                 f"The 'max_length' of Calibration cuts texts, and the data is batches: leave out max_length="
                 f"{self.max_length}, or cut the batches."
             )
         sizes: dict[str, Any] = {"max_length": self.max_length or max_length, "batch_size": self.batch_size}
-        return inputs.batches(self.data, self.tokenizer, model=model, labels=labels, **sizes)
+        return inputs.batches(items, self.tokenizer, model=model, labels=labels, **sizes)
 
     def __repr__(self) -> str:
         count = f"{len(self.data)} items" if hasattr(self.data, "__len__") else type(self.data).__name__

@@ -94,7 +94,7 @@ def batches_for(model: Any, calibration: Calibration, target: Target) -> Batches
     Models that do not predict the next token get texts of the target's length, as far as they have positions.
     """
     if not calibration.is_texts:
-        return calibration.batches(model, 2**20)
+        return calibration.batches(model, 256)
     data, tokenizer = calibration.data, calibration.tokenizer
     texts = [data] if isinstance(data, str) else data
     most = calibration.max_length or inputs.positions(model).get("input_ids", 2**20)
