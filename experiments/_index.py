@@ -177,6 +177,7 @@ BEYOND = {
     "moments_frontier": ("moments, fitted to nothing", "which-map.md"),
     "parallel_plan": ("cost of a split sequence, predicted and measured", "several-machines.md"),
     "sampler_variance": ("what a draw of each sampler is worth", "sampling.md"),
+    "search_ablation": ("which damage of a head chooses best", "how-it-works.md"),
     "smollm_distilled": ("a small decoder, distilled", "results-models.md"),
     "smollm_rates": ("rates of a converted decoder", "results-models.md"),
     "smollm_recipes": ("a decoder converted without training", "results-models.md"),
@@ -196,4 +197,12 @@ PICTURES = {
     "train_table": ("train_table", "listops_memory"),
 }
 # Experiments whose result is a few figures, which a picture would not show better.
-NO_PICTURE = ("further_models", "minilm_target", "smollm_distilled", "speech_encoder", "train_baselines", "train_tis")
+NO_PICTURE = (
+    "further_models",
+    "minilm_target",
+    "search_ablation",
+    "smollm_distilled",
+    "speech_encoder",
+    "train_baselines",
+    "train_tis",
+)

@@ -206,7 +206,7 @@ def _examine(layer: Layer, near: Window | None, sizes: Sequence[int]) -> list[He
     measured = {label: error_on(layer.held, attention) for label, attention in candidates.items()}
     predicted = {label: _predict(phi, layer.shape) for label, phi in maps.items()}
     floors = _rank_floors(layer.shape, keywords, m)
-    statistics = _statistics(layer.calibration, keywords)
+    statistics: dict[str, Any] = _statistics(layer.calibration, keywords)
     return [
         HeadDiagnosis(
             layer=layer.name,
