@@ -116,7 +116,7 @@ def test_maps_of_a_model_read_in_low_precision_are_read_in_full(tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
 def test_a_cache_of_transformers_gets_the_layers_of_converted_modules(kind: str) -> None:
-    """`cache.layers`, `cache.layer_class_to_replicate`: a new cache has no layers or makes them, a fixed one has all."""
+    """`cache.layers`, `cache.layer_class_to_replicate`: a new cache makes its layers, a fixed one has them all."""
     model = decoder(0)
     options = {} if kind == "DynamicCache" else {"max_cache_len": 16}
     cache = getattr(transformers, kind)(config=model.config, **options)
