@@ -179,7 +179,8 @@ def test_the_fallback_costs_more_and_harms_less_and_is_not_the_original() -> Non
     second = fallback(problem, chosen, KEEP, trials)
     assert second is not None
     damage, cost = totals(problem.tables, second)
-    assert cost >= refine.DEARER * chosen.cost
+    whole = totals(problem.tables, all_exact(problem.tables))[1]
+    assert cost >= (chosen.cost * whole) ** 0.5
     assert 0 < damage < chosen.damage
     dearest = trials.run(frontier(problem.tables)[-2])
     assert fallback(problem, dearest, KEEP, Trials(problem)) is None

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bochner.hf.evaluate import Quality
-from bochner.hf.search.knapsack import Choice, Table, frontier, totals
-
-DEARER = 1.1  # how much more the fallback costs than the choice, at least
+from bochner.hf.search.knapsack import Choice, Table, all_exact, frontier, totals
 
 
 class Problem(Protocol):
@@ -72,11 +70,12 @@ def cheapest_that_keeps(problem: Problem, keep: float, trials: Trials) -> Candid
 
 
 def fallback(problem: Problem, chosen: Candidate, keep: float, trials: Trials) -> Choice | None:
-    """What to look at if the choice fails verification: the cheapest that costs DEARER times as much.
+    """What to look at if the choice fails verification: the cheapest from half-way to the original on, by ratio.
 
-    One that was measured and keeps, else the next of the frontier; None if that is the original.
+    A choice that fails was far off as a rule, and so is what costs a little more. One that was measured and keeps, else
+    the next of the frontier; None if that is the original.
     """
-    least = DEARER * chosen.cost
+    least = (chosen.cost * totals(problem.tables, all_exact(problem.tables))[1]) ** 0.5
     known = [c.choice for c in trials.by_cost() if c.cost >= least and c.damage > 0 and c.quality.lower >= keep]
     path = [c for c in frontier(problem.tables) if totals(problem.tables, c)[1] >= least]
     found = known or path
