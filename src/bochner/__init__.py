@@ -48,7 +48,7 @@ _LAZY = {
     "diagnose": "bochner.hf.diagnose:diagnose",
     "distill": "bochner.hf.distill:distill",
     "revert": "bochner.hf.conversion:revert",
-    "search": "bochner.hf.conversion:search",
+    "search": "bochner.hf.search:search",
     "sparsity": "bochner.papers.attention_kernel:sparsity",
     "train": "bochner.tasks.training:train",
 }
