@@ -29,6 +29,8 @@ class Precision(Protocol):
     A stored row is `step * (columns @ unpacking - zero)`: single rows are multiplied with the columns as they are.
     """
 
+    def __hash__(self) -> int: ...
+
     @property
     def name(self) -> str: ...
 

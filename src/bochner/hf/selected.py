@@ -390,8 +390,8 @@ class SelectedState:
         *scales, added = (steps[:, i : i + 1].split_with_sizes(sizes, 2) for i in range(steps.shape[1]))
         near, far, sums = [], [], []
         for head in range(g):
-            found = None if offset is None else offset[:, head]
-            for x, y in zip(to_codes, keys, strict=True):
+            found = _products(None if offset is None else offset[:, head], to_codes[0][:, head], keys[0][head].mT)
+            for x, y in zip(to_codes[1:], keys[1:], strict=True):
                 found = _products(found, x[:, head], y[head].mT)
             found = torch.addcmul(added[head], found, scales[0][head]) if self.scaled else found + added[head]
             weight = torch.cat([logits[:, head], found], dim=-1).softmax(-1)
