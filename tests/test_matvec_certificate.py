@@ -9,8 +9,8 @@ import bochner
 from bochner.matvec import KernelOperator
 
 torch.set_num_threads(1)
-N = 1200
-SETS = hostile_sets(N)
+SETS = hostile_sets(1200)
+N = 600  # of an enemy's points, who asks for the whole error matrix
 METHODS = ["exact", "cells", "sparse", "lowrank"]
 
 
@@ -31,7 +31,7 @@ def check(K, truth, x):
 def test_no_vector_breaks_the_contract(name, dtype, eps):
     """x chosen by an enemy who knows the error matrix."""
     points, bandwidth = SETS[name]
-    X = points.astype(dtype)
+    X = points[:: len(points) // N].astype(dtype)
     truth = dense(X, X, bandwidth)
     for method in ("cells", "sparse"):
         K = KernelOperator(X, bandwidth=bandwidth, eps=eps, method=method)
