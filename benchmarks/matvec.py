@@ -5,9 +5,11 @@
     python benchmarks/matvec.py --output results.json --part patches     one part; others in the file stay
 
 The baseline is `method="exact"`: tiles of one matrix product and `exp2` each, every pair once where queries are keys.
-Both operators are built and multiply one x (or as many as `products` says), in turns, on one thread; the best of four
-rounds counts. Beside every row stands |Kx - x| / |x|: where it is small, K is nearly the identity and nothing is
-gained that `x` itself would not give. Before a time is reported, the error must be within eps.
+Both operators are built and multiply one x (or as many as `products` says), in turns, on one thread; the best of six
+rounds counts. `cells` is built and multiplied too: it tells whether `auto` missed anything. Beside every row stands
+|Kx - x| / |x|: where it is small, K is nearly the identity and nothing is gained that `x` itself would not give. Before
+a time is reported, the error must be within eps. `large`: a million points; the exact product is timed on some of the
+queries. `keops`: exact products of KeOps beside ours, where `pykeops` is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _timing import arguments, machine, table, write_page
+from _timing import arguments, best_times, machine, table, write_page
 
 from bochner.data import fetch
 from bochner.matvec import KernelOperator
@@ -96,13 +98,19 @@ def mixture() -> np.ndarray:
     return centres[rng.integers(300, size=120_000)] + rng.normal(size=(120_000, 64))
 
 
+def million() -> np.ndarray:
+    """A mixture of 3,000 Gaussians, a million points."""
+    rng = np.random.default_rng(0)
+    centres = 4.0 * rng.normal(size=(3000, 32)).astype(np.float32)
+    return centres[rng.integers(3000, size=1_000_000)] + rng.normal(size=(1_000_000, 32)).astype(np.float32)
+
+
 def normal() -> np.ndarray:
     return np.random.default_rng(0).normal(size=(120_000, 8))
 
 
-DATA: dict[str, Callable[[], np.ndarray]] = {
-    f.__name__: f for f in (patches, casp, california, colours, covers, rims, words, normal, mixture)
-}
+SCANNED = (patches, casp, california, colours, covers, rims, words, normal, mixture)
+DATA: dict[str, Callable[[], np.ndarray]] = {f.__name__: f for f in (*SCANNED, million)}
 
 
 def bandwidths(points: np.ndarray) -> dict[str, float]:
@@ -130,8 +138,8 @@ def compare(
     x = rng.normal(size=len(others)).astype(np.float32)
     best = {"exact": np.inf, "auto": np.inf}
     operators = {}
-    for _ in range(4 if products == 1 else 1):
-        for method in best:
+    for turn in range(6 if products == 1 else 2):
+        for method in sorted(best, reverse=turn % 2 == 1):
             begun = time.perf_counter()
             K = KernelOperator(queries, keys, bandwidth, EPS, method=method, products=products)
             K.progress = False
@@ -139,6 +147,10 @@ def compare(
                 y = K @ x
             best[method] = min(best[method], time.perf_counter() - begun)
             operators[method] = K
+    begun = time.perf_counter()
+    if products == 1 and keys is None:
+        KernelOperator(queries, None, bandwidth, EPS, method="cells") @ x
+    cells_s = time.perf_counter() - begun if products == 1 and keys is None else None
     K = operators["auto"]
     rows = rng.choice(len(queries), 200, replace=False)
     y = np.asarray(K @ x, dtype=np.float64)
@@ -159,6 +171,7 @@ def compare(
         "exact_s": best["exact"],
         "auto_s": best["auto"],
         "ratio": best["auto"] / best["exact"],
+        "cells_s": cells_s,
         "method": K.method,
         "exact_dtype": str(operators["exact"]._engine.dtype).removeprefix("torch."),
         "error": float(error),
@@ -204,20 +217,76 @@ def many(n: int, products: int) -> list[dict[str, Any]]:
         ("casp", "1 medians"),
         ("colours", "scott"),
         ("words", "0.2 medians"),
+        ("covers", "scott"),
+        ("mixture", "0.08 medians"),
     ):
         points = chosen(DATA[name](), n)
         rows.append(compare(name, label, points, None, bandwidths(points)[label], products))
     return rows
 
 
+def large(name: str, n: int, sigma: float) -> list[dict[str, Any]]:
+    """So many points: the exact product is timed on 1,000 queries and scaled to all pairs, each evaluated once."""
+    points = DATA[name]()[:n].astype(np.float32)
+    x = np.random.default_rng(1).normal(size=len(points)).astype(np.float32)
+    part = KernelOperator(points[:1000], points, sigma, EPS, method="exact")
+    part.progress = False
+    begun = time.perf_counter()
+    some = part @ x
+    exact = (time.perf_counter() - begun) * len(points) / 1000 / 2
+    begun = time.perf_counter()
+    K = KernelOperator(points, None, sigma, EPS)
+    build = time.perf_counter() - begun
+    row: dict[str, Any] = {"data": name, "d": points.shape[1], "n": len(points), "sigma": sigma, "exact_s": exact}
+    row |= {"method": K.method, "build_s": build, "product_s": exact, "change": None, "error": None}
+    if K.method != "exact":
+        begun = time.perf_counter()
+        y = K @ x
+        row["product_s"] = time.perf_counter() - begun
+        row["change"] = float(np.linalg.norm(y - x) / np.linalg.norm(x))
+        row["error"] = float(np.linalg.norm(y[:1000] - some) / np.linalg.norm(x[:1000]))
+    else:
+        row["change"] = float(np.linalg.norm(some - x[:1000]) / np.linalg.norm(x[:1000]))
+    row["ratio"] = (build + row["product_s"]) / exact
+    print(json.dumps(row), flush=True)
+    return [row]
+
+
+def keops(name: str, n: int) -> dict[str, Any]:
+    """Exact products by KeOps, beside our exact ones without symmetry and with it."""
+    from pykeops.numpy import LazyTensor
+
+    points = chosen(DATA[name](), n)
+    sigma = bandwidths(points)["1 medians"]
+    x = np.random.default_rng(1).normal(size=(n, 1)).astype(np.float32)
+    scaled = np.ascontiguousarray(points / (sigma * np.sqrt(2)), dtype=np.float32)
+    theirs = (-((LazyTensor(scaled[:, None]) - LazyTensor(scaled[None])) ** 2).sum(-1)).exp()
+    calls = {
+        "KeOps": lambda: theirs @ x,
+        "ours, all pairs": lambda: KernelOperator(points, points.copy(), sigma, EPS, method="exact") @ x[:, 0],
+        "ours": lambda: KernelOperator(points, None, sigma, EPS, method="exact") @ x[:, 0],
+    }
+    row = {"data": name, "d": points.shape[1], "n": n, "seconds": best_times(calls, repeats=3, budget=5)}
+    print(json.dumps(row), flush=True)
+    return row
+
+
 def parts(quick: bool) -> dict[str, Callable[[], list[dict[str, Any]]]]:
     """Everything there is to measure, by name."""
     n = 5_000 if quick else 20_000
-    names = list(DATA)[:3] if quick else list(DATA)
+    names = [f.__name__ for f in SCANNED[: 3 if quick else None]]
     out: dict[str, Callable[[], list[dict[str, Any]]]] = {name: lambda name=name: scan(name, n) for name in names}
     out["rectangles"] = lambda: rectangles(500 if quick else 2_000, 20_000 if quick else 100_000)
     out["density"] = lambda: density(50_000 if quick else 300_000)
-    return out if quick else {**out, "many": lambda: many(n, 20)}
+    if quick:
+        return out
+    return {
+        **out,
+        "many": lambda: many(n, 20),
+        "million": lambda: large("million", 1_000_000, 2.0),
+        "words400k": lambda: large("words", 400_000, 0.5),
+        "keops": lambda: [keops(name, n) for name in ("patches", "casp")],
+    }
 
 
 HEAD = [
@@ -251,7 +320,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 def tables(results: dict[str, Any]) -> str:
     """The report as Markdown."""
     found = results["parts"]
-    rows = [row for name in DATA for row in found.get(name, [])]
+    rows = [row for f in SCANNED for row in found.get(f.__name__, [])]
     ratios = np.array([row["ratio"] for row in rows] or [np.nan])
     lines = [
         f"One thread ({results['machine']['processor']}, torch {results['machine']['torch']}), eps = {results['eps']}; "
@@ -268,6 +337,24 @@ def tables(results: dict[str, Any]) -> str:
     ):
         if name in found:
             lines += ["", title, "", table(HEAD, [cells(row) for row in found[name]])]
+    sizes = [row for name in ("million", "words400k") for row in found.get(name, [])]
+    if sizes:
+        head = ["points", "d", "norm(Kx - x) / norm(x)", "exact, s", "build, s", "product, s", "auto / exact", "method"]
+        cells_of = [
+            [f"{r['n']:,}", str(r["d"]), f"{r['change']:.2g}"]
+            + [f"{r[k]:.0f}" for k in ("exact_s", "build_s", "product_s")]
+            + [f"{r['ratio']:.2f}", r["method"]]
+            for r in sizes
+        ]
+        lines += [
+            "",
+            "Many points, one product; the exact time is scaled from 1,000 queries.",
+            "",
+            table(head, cells_of),
+        ]
+    for row in found.get("keops", []):
+        told = ", ".join(f"{k} {v:.2f} s" for k, v in row["seconds"].items())
+        lines += ["", f"Exact products of {row['n']:,} points of {row['data']}, d = {row['d']}: {told}."]
     return "\n".join(lines)
 
 

@@ -33,7 +33,7 @@ def main(steps: int = 60) -> float:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = BertConfig(**sizes, vocab_size=8, attention_probs_dropout_prob=0.0, num_labels=2)
     model = BertForSequenceClassification(config)
-    conversion = bochner.convert(model, bochner.Recipe("gmm_prf", 16, trainable=True))
+    conversion = bochner.convert(model, bochner.Recipe("gmm_prf", 16, trainable=True, options={"redraw_every": 20}))
     print(conversion.plan)
 
     groups = bochner.hf.parameter_groups(model, 2e-3, map_lr=1e-2, weight_decay=0.01)
@@ -43,9 +43,8 @@ def main(steps: int = 60) -> float:
             save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         trainer = Trainer(
-            model, settings, train_dataset=Majority(2000, 0), optimizers=(torch.optim.AdamW(groups), None),
-            callbacks=[bochner.hf.RedrawCallback(every=20)],
-        )  # fmt: skip
+            model, settings, train_dataset=Majority(2000, 0), optimizers=(torch.optim.AdamW(groups), None)
+        )
         trainer.train()
     test = Majority(500, 1)
     with torch.no_grad():

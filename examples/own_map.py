@@ -34,7 +34,7 @@ def error(phi: str | bochner.FeatureMap, size: float) -> float:
 def train(name: str, steps: int = 40) -> list[float]:
     """Teach a layer to output the mean of the tokens so far; its losses."""
     torch.manual_seed(0)
-    layer, losses = bochner.nn.MultiheadAttention(16, 2, feature_map=name, batch_first=True), []
+    layer, losses = bochner.nn.MultiheadAttention(16, 2, attention=name, batch_first=True), []
     optimizer, x = torch.optim.Adam(layer.parameters(), lr=1e-2), torch.randn(8, 60, 16) / 2
     for _ in range(steps):
         optimizer.zero_grad()

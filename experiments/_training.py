@@ -15,9 +15,7 @@ SAME = ("steps", "length", "width", "layers", "batch", "learning_rate")  # a run
 
 def trained(task: str, attention: str, where: str, **options: Any) -> dict[str, Any]:
     """The result of a run, which goes on where it was stopped."""
-    result: dict[str, Any] = tasks.train(
-        task, attention=attention, output=folder(where), resume=True, progress=False, **options
-    )
+    result: dict[str, Any] = tasks.train(task, attention, output=folder(where), resume=True, report=None, **options)
     return result
 
 

@@ -60,7 +60,7 @@ def timed(call: Any, repeats: int = 4) -> float:
     claim="Ours: the predicted time of attention over a split sequence is within a factor of 1.5 of the measured one.",
     ours="two processes, 4,096 to 32,768 tokens, 4 heads of 64, 128 features",
     quick={"lengths": (2048, 4096), "limit": 5.0},  # no measurement: others may use the machine
-    sources=("bochner.attention", "bochner.cli"),
+    sources=("bochner.attention", "bochner.cli", "bochner.report.parallel"),
 )
 def measure(store: Store, lengths: tuple[int, ...] = (4096, 8192, 16384, 32768), limit: float = 1.5) -> None:
     from bochner.cli.planning import shard_seconds

@@ -4,8 +4,8 @@ Samplers "as the paper" have features of vectors brought to length 1 and go to t
 eq. (3). Beside them our own tree (calibrated map, exact leaves, vectors as they are). Measured: exact held-out cross
 entropy, its distance to that of exact training with the same seed, and the divergence of the two models' predictions.
 
-`--set size=paper` has the paper's features and draws, 5,000 steps are an epoch of the Brown corpus, `--set corpus=PATH`
-takes another text.
+`--set size=paper` has the paper's features and draws, 5,000 steps are an epoch of the Brown corpus, `--set path=FILE`
+takes another text, such as Penn Treebank.
 """
 
 from __future__ import annotations

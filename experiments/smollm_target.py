@@ -41,7 +41,7 @@ def small(model: Any, report: Any, measure: Any, exact: list[float]) -> dict[str
 
     Choices with kernels are left out: only the one that was taken brings their maps.
     """
-    mapped = [any(layer.has_map for layer in point.plan.layers) for point in report.frontier]
+    mapped = [point.plan is None or any(x.has_map for x in point.plan.layers) for point in report.frontier]
     within = [c for c, has_map in zip(report.frontier, mapped, strict=True) if c.memory <= SMALL and not has_map]
     if not within:
         return None

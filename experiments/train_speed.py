@@ -101,7 +101,7 @@ def megabytes(length: int) -> dict[str, float]:
     "returns "
     "the values.",
     items=(
-        *("003 Figure 3", "003 Figure 20", "004 Figure 1", "004 Table 1", "004 Figure 3, memory and speed"),
+        *("003 Figure 3", "003 Figure 20", "004 Figure 1", "004 Figure 3, memory and speed"),
         *("004 Figure 4", "004 Figure 5"),
     ),
     paper="4 to 6 layers of width 64 to 512 with 256 features, up to 32,768 tokens, on accelerators",

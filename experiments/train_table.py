@@ -14,6 +14,8 @@ from _framework import Said, Store, experiment, figures_of
 from _pictures import COLOURS, by_name, dots, figure, save
 from _training import SAME, of_preset, trained
 
+from bochner.tasks.base import Gate, gate
+
 FLOOR = {"listops": 0.17, "text": 0.60, "image": 0.30}  # what must be beaten; protein has a baseline of its own
 CHANCE = {"pathfinder": 0.5, "retrieval": 0.5}
 COLUMNS = dict.fromkeys((*FLOOR, *CHANCE, "protein"), "accuracy") | {"lm": "bits"}
@@ -35,11 +37,18 @@ OTHERS = {
 }
 UNITS = {"accuracy": "{:.1%}", "error_rate": "{:.1%} error", "bits": "{:.2f} bits"}
 KEPT = ("accuracy", "loss", "bits", "perplexity", "error_rate", "unseen_accuracy")
+NOT_NEEDED = "attention is not needed here"
 Runs = dict[str, dict[str, Any]]
 
 
 def wanted() -> list[str]:
     """Every cell as task/attention/seed, the most telling first."""
+    gating = [
+        (task, a, s)
+        for task in ("image", "retrieval", "lm", "pathfinder")
+        for a in ("identity", "exact")
+        for s in range(3)
+    ]
     goals = [("protein", "fastfood_prf", 0), ("lm", "exact", 0), ("lm", "window+calibrated", 0)]
     names = (*BRIEF, *PEERS[:3], "gmm_prf", "linear_elu", "identity")
     first = [(task, a, 0) for a in names for task in FLOOR]
@@ -50,7 +59,7 @@ def wanted() -> list[str]:
     several = ("exact", "window+calibrated", "relu", "fastfood_prf")
     seeds = [(task, a, seed) for seed in (1, 2) for a in several for task in CHANCE]
     others = [(task, "positive", 0) for task in OTHERS]
-    every = [*goals, *first, *more, *rest, *pairs, *others, *slow, *seeds]
+    every = [*gating, *goals, *first, *more, *rest, *pairs, *others, *slow, *seeds]
     return list(dict.fromkeys("/".join(map(str, cell)) for cell in every))
 
 
@@ -96,6 +105,34 @@ def seeds_of(found: Runs, task: str, attention: str) -> list[float]:
     return [c["bits"] if COLUMNS[task] == "bits" else 100 * c["accuracy"] for c in cells]
 
 
+def trivial(task: str) -> float | None:
+    """The best answer without learning, in the units of `seeds_of`; chance where nothing better was counted."""
+    known = figures_of("train_baselines").get(task, {})
+    counted = [v for k, v in known.items() if k in ("letters", "copying", "commonest")]
+    best = max([*counted, FLOOR.get(task, 0.0), CHANCE.get(task, 0.0)])
+    return 100 * best if best else None
+
+
+def gates(found: Runs) -> dict[str, Gate]:
+    """Which tasks need attention."""
+    return {
+        task: gate(
+            seeds_of(found, task, "exact"), seeds_of(found, task, "identity"), trivial(task), larger=kind != "bits"
+        )
+        for task, kind in COLUMNS.items()
+    }
+
+
+def say_gate(found: Runs, task: str) -> str:
+    """What the table says of a task."""
+    opened = gates(found)[task]
+    if opened.is_open:
+        return "attention decides"
+    if opened.margin != opened.margin or opened.spread != opened.spread:
+        return "not judged: too few seeds of `exact`, or none of `identity`"
+    return NOT_NEEDED
+
+
 def learned_or_fixed(found: Runs, task: str) -> tuple[float, float] | None:
     """By how much the best learned kernel beats the best fixed one, of those run with several seeds, and the spread.
 
@@ -113,6 +150,9 @@ def learned_or_fixed(found: Runs, task: str) -> tuple[float, float] | None:
 def judge(found: Any) -> Said:
     told = []
     for task in (t for t in COLUMNS if t != "lm"):
+        if say_gate(found, task) != "attention decides":
+            told.append(f"{task}: {say_gate(found, task)}")
+            continue
         row = {a: statistics.mean(s) for a in ATTENTIONS if (s := seeds_of(found, task, a))}
         best = sorted(row, key=lambda a: -row[a])[:5]
         gap = learned_or_fixed(found, task)
@@ -127,19 +167,22 @@ def judge(found: Any) -> Said:
 
 
 def table(found: Runs) -> str:
-    """The table in Markdown: the mean, and the spread where there are several seeds."""
-    heads = [f"{task} ({'bits per byte' if figure == 'bits' else '%'})" for task, figure in COLUMNS.items()]
+    """The table in Markdown: means and spreads of every attention on the tasks that need one."""
+    open_tasks = [t for t in COLUMNS if say_gate(found, t) == "attention decides"]
+    heads = [f"{task} ({'bits per byte' if COLUMNS[task] == 'bits' else '%'})" for task in open_tasks]
     lines = ["| attention | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
-    planned = set(wanted())
     for attention in ATTENTIONS:
-        cells = []
-        for task, figure_of in COLUMNS.items():
-            seen, digits = seeds_of(found, task, attention), 3 if figure_of == "bits" else 1
-            spread = f" ± {statistics.stdev(seen):.{digits}f} ({len(seen)} seeds)" if len(seen) > 1 else ""
-            missing = "not run" if f"{task}/{attention}/0" in planned else ""
-            cells.append(f"{statistics.mean(seen):.{digits}f}{spread}" if seen else missing)
-        lines.append(f"| `{attention}` | " + " | ".join(cells) + " |")
+        cells = [cell(seeds_of(found, task, attention), 3 if COLUMNS[task] == "bits" else 1) for task in open_tasks]
+        if any(cells):
+            lines.append(f"| `{attention}` | " + " | ".join(c or "not run" for c in cells) + " |")
+    lines += ["", *(f"- {task}: {say_gate(found, task)}." for task in COLUMNS if task not in open_tasks)]
     return "\n".join(lines)
+
+
+def cell(seen: list[float], digits: int) -> str:
+    """The mean of some seeds and their spread; empty without a run."""
+    spread = f" ± {statistics.stdev(seen):.{digits}f} ({len(seen)} seeds)" if len(seen) > 1 else ""
+    return f"{statistics.mean(seen):.{digits}f}{spread}" if seen else ""
 
 
 def others(found: Runs) -> str:

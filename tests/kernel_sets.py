@@ -133,6 +133,7 @@ def adversaries(error, seed=0, keys=None):
     """
     rng = np.random.default_rng(seed)
     s = error.shape[1]
+    error = error / (np.abs(error).max() or 1.0)  # squares of tiny numbers would vanish
     eye = np.eye(s)
     worst = np.argsort(-np.linalg.norm(error, axis=0))[:10]
     right = np.linalg.svd(error[np.argsort(-np.linalg.norm(error, axis=1))[:200]], full_matrices=False)[2][:3].T

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from bochner import BochnerError, BochnerWarning, feature_map, linear_attention
-from bochner.nn import MultiheadAttention
+from bochner.nn import Attention, MultiheadAttention
 
 KINDS: dict[str, dict[str, Any]] = {
     "bidirectional": {},
@@ -151,7 +151,7 @@ def test_flags_are_flags_and_numpy_integers_are_integers() -> None:
 
 
 def test_masks_of_the_module_have_the_size_of_its_inputs() -> None:
-    module = MultiheadAttention(8, 2, batch_first=True, num_features=8)
+    module = MultiheadAttention(8, 2, batch_first=True, attention=Attention(num_features=8))
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
     causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
     want = module(x, x, x, is_causal=True)[0]

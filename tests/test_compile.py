@@ -11,15 +11,15 @@ from naive import assert_same, draw
 from torch import Tensor, nn
 
 from bochner import feature_map, linear_attention
-from bochner.nn import MultiheadAttention
+from bochner.nn import Attention, MultiheadAttention
 
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "bidirectional": ({}, False),
     "causal": ({}, True),
     "window": ({"window": 8, "sinks": 1}, True),
-    "calibrated": ({"feature_map": "calibrated", "per_head": True}, True),
+    "calibrated": ({"feature_map": "calibrated", "map_options": {"num_heads": 2}}, True),
     "signed": ({"feature_map": "trig"}, False),
-    "structured": ({"projection": "hadamard"}, False),
+    "structured": ({"map_options": {"projection": "hadamard"}}, False),
 }
 # torch's own tracing warns about its internals, which is no concern of ours.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
@@ -29,7 +29,7 @@ class Block(nn.Module):
     def __init__(self, is_causal: bool, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.attention = MultiheadAttention(8, 2, batch_first=True, num_features=8, **options)
+        self.attention = MultiheadAttention(8, 2, batch_first=True, attention=Attention(num_features=8, **options))
         self.is_causal = is_causal
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from sklearn.gaussian_process.kernels import RBF, ConstantKernel, Matern, WhiteK
 
 from bochner import BochnerError
 from bochner.estimators import GaussianProcessRegressor
-from bochner.estimators.evidence import Hyper, evidence, learn
+from bochner.estimators.evidence import Hyper, evidence, learn, surprise
 
 torch.set_num_threads(1)
 
@@ -52,6 +53,28 @@ def test_learning_finds_what_the_data_were_drawn_from():
     assert one.bandwidth[0] == one.bandwidth[1]
     held = learn("gaussian", X, y, Hyper(np.full(2, np.nan), math.nan, 0.5))
     assert held.noise == pytest.approx(0.5)
+
+
+def test_the_surprise_of_new_rows_is_that_of_scikit_learns_prediction():
+    rng = np.random.default_rng(1)
+    X, y = rng.normal(size=(60, 3)), rng.normal(size=(60, 1))
+    hyper = Hyper(np.array([0.7, 1.5, 3.0]), 1.7, 0.3)
+    kernel = ConstantKernel(1.7) * RBF(hyper.bandwidth) + WhiteKernel(0.3)
+    model = TheirProcess(kernel, optimizer=None, alpha=0.0).fit(X[:40], y[:40])
+    mean, std = model.predict(X[40:], return_std=True)
+    expected = np.mean(np.log(std) + np.square((y[40:, 0] - mean.ravel()) / std) / 2)
+    x, t = torch.from_numpy(X), torch.from_numpy(y)
+    assert surprise("gaussian", x[:40], t[:40], (x[40:], t[40:]), hyper) == pytest.approx(expected)
+
+
+def test_of_two_explanations_the_one_that_predicts_better_is_learned(monkeypatch):
+    """Both starts are searched from; with the search taken away, the better start itself comes back."""
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-3, 3, size=(900, 2))
+    for noise, expected in ((0.05, 0.1), (1.0, 0.5)):
+        y = np.sin(X[:, :1]) + noise * rng.normal(size=(900, 1))
+        monkeypatch.setattr("bochner.estimators.evidence.minimize", lambda f, p, **rest: SimpleNamespace(x=p))
+        assert learn("gaussian", X, (y - y.mean()) / y.std()).noise == pytest.approx(expected)
 
 
 def test_given_hyperparameters_give_the_posterior_of_scikit_learn():
@@ -106,7 +129,7 @@ def test_noise_is_learned_again_from_all_rows():
 
     kernel = Kernel("gaussian", model.bandwidth_ / X.std(0))
     cross, own = (kernel.block(torch.from_numpy(a), torch.from_numpy(z)).numpy() for a in (x, z))
-    Q = cross @ np.linalg.solve(own + 1e-9 * np.eye(30), cross.T)
+    Q = cross @ np.linalg.solve(own + 1e-9 * np.eye(len(own)), cross.T)
     t = (y - y.mean()) / y.std()
 
     def bound(amplitude, noise):

@@ -160,22 +160,6 @@ def test_the_original_loses_nothing(whole: int, monkeypatch: pytest.MonkeyPatch)
     assert found.retained == pytest.approx(1, abs=1e-5)
 
 
-def test_a_choice_that_is_far_off_is_given_up_early() -> None:
-    model, asked = decoder(), []
-    judge = Language(model, ids(2000), 100)
-
-    def far_off(batch: dict[str, Any]) -> Any:
-        asked.append(batch)
-        return replaced(run(model, batch).logits * -3)
-
-    found = judge.quality(far_off, give_up=0.95)
-    assert found.retained < 0.9
-    assert 2 <= len(asked) < len(judge.batches)
-    asked.clear()
-    judge.quality(far_off)
-    assert len(asked) == len(judge.batches)
-
-
 def test_a_language_model_is_the_worse_of_perplexity_and_recall() -> None:
     rise, again = torch.full((4,), 0.02), torch.full((3,), 0.1)
     found = language_quality(rise, again, 2.0, 0.5)

@@ -105,3 +105,11 @@ def test_own_fate(capsys: pytest.CaptureFixture[str]) -> None:
         FATES.clear()
         FATES.update(before)
     assert "WU" in capsys.readouterr().out
+
+
+def test_own_task(example: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accelerate")
+    assert example("own_task").main(steps=120) > 0.55
+    shown = capfd.readouterr().err
+    assert "about" in shown
+    assert "for 120 steps" in shown

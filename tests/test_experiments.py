@@ -22,7 +22,6 @@ import torch
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = ROOT / "experiments"
 TOOLS = ("gallery", "pictures", "run")
-ALONE = ("search_ablation",)  # a script with a file of its own, which the gallery says nothing of
 SCRIPTS = [p for folder in ("experiments", "benchmarks", "examples") for p in sorted((ROOT / folder).glob("*.py"))]
 DECLARED = '''"""{first}"""
 from pathlib import Path
@@ -233,7 +232,7 @@ def test_every_experiment_is_declared_indexed_and_judged_from_its_stored_figures
     framework: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = gallery(monkeypatch)
-    scripts = {p.stem for p in EXPERIMENTS.glob("[!_]*.py")} - {*TOOLS, *ALONE}
+    scripts = {p.stem for p in EXPERIMENTS.glob("[!_]*.py")} - {*TOOLS}
     assert scripts == set(framework.names())
     indexed = {item.experiment for p in module.PAPERS for item in p.items if item.experiment}
     assert scripts == indexed | set(module.BEYOND)

@@ -17,11 +17,12 @@ transformers = pytest.importorskip("transformers")
 from hf_models import GROUPED, REFUSED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
 from bochner import BochnerError, Conversion, Recipe, convert, feature_map, linear_attention, revert  # noqa: E402
-from bochner.hf import LayerPlan, Plan, calibrate, layers_of, redraw_  # noqa: E402
+from bochner.hf import LayerPlan, Plan, calibrate, layers_of  # noqa: E402
 from bochner.hf.attention import LinearAttention  # noqa: E402
 from bochner.hf.calibrate import Far, attention_weights  # noqa: E402
 from bochner.hf.calls import Call, exact  # noqa: E402
 from bochner.hf.fates import Exact, Hybrid, Kernel, Window  # noqa: E402
+from bochner.nn import redraw_  # noqa: E402
 
 WINDOW_KINDS = ["sliding", *(["block"] if "window_kind" in inspect.signature(linear_attention).parameters else [])]
 

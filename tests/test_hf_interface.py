@@ -104,6 +104,29 @@ def test_a_conversion_is_no_quantization(tmp_path: Path) -> None:
     assert torch.equal(outputs(again), outputs(loaded))
 
 
+def test_maps_of_a_model_read_in_low_precision_are_read_in_full(tmp_path: Path) -> None:
+    """`_keep_in_fp32_modules_strict`: else maps are rounded with the weights."""
+    model = convert(build("bert", TEXT), Recipe("calibrated", 8), texts_as_batches()).model
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert loaded.embeddings.word_embeddings.weight.dtype == torch.bfloat16
+    tensors = [t for layer in hf.layers_of(loaded).values() for t in layer.state_dict().values()]
+    assert {t.dtype for t in tensors if t.is_floating_point()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
+def test_a_cache_of_transformers_gets_the_layers_of_converted_modules(kind: str) -> None:
+    """`cache.layers`, `cache.layer_class_to_replicate`: a new cache makes its layers, a fixed one has them all."""
+    model = decoder(0)
+    options = {} if kind == "DynamicCache" else {"max_cache_len": 16}
+    cache = getattr(transformers, kind)(config=model.config, **options)
+    lazy = transformers.DynamicCache()
+    for one in (cache, lazy):
+        model(torch.arange(9)[None], past_key_values=one, use_cache=True)
+        assert [type(layer) for layer in one.layers] == [hf.RecurrentLayer] * len(hf.layers_of(model))
+        assert one.get_seq_length() == 9
+
+
 def test_configurations_are_the_models_own() -> None:
     """`_attn_implementation_internal`: of two models with one configuration, one is converted."""
     one = build("bert", TEXT)
@@ -299,7 +322,6 @@ for use in (
     lambda: bochner.search(torch.nn.Linear(2, 2), bochner.Target(), ["a text"]),
     lambda: bochner.hf.register(),
     lambda: bochner.hf.RecurrentLayer,
-    lambda: bochner.hf.RedrawCallback,
     lambda: bochner.distill(torch.nn.Linear(2, 2), ["a text"]),
 ):
     try:

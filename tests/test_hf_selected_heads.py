@@ -154,7 +154,7 @@ def test_counted_bytes_are_those_of_the_tensors(precision: str, dtype: torch.dty
     with torch.no_grad():
         model(ids(50), past_key_values=cache)
     counted = Conversion.of(model).plan.cache_bytes(80, element_size=dtype.itemsize)
-    assert 0 <= counted - cache_bytes(cache) <= 8 * 4  # a counter of tokens for each of four heads
+    assert 0 <= counted - cache_bytes(cache) <= 4 * 18  # those of a layer are counted for each of four heads
 
 
 # In models
@@ -162,7 +162,7 @@ def test_counted_bytes_are_those_of_the_tensors(precision: str, dtype: torch.dty
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pieces_give_what_the_whole_text_gives(family: str) -> None:
-    model = converted(family)
+    model = converted(family).double()  # in float32 a step next to the border of two float16 numbers falls either way
     cache = transformers.DynamicCache(config=model.config)
     whole, parts = whole_and_pieces(model, ids(60, 2, seed=3), [17, 18, 19, 40], cache)
     torch.testing.assert_close(parts, whole, atol=1e-4, rtol=1e-4)

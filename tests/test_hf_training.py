@@ -16,7 +16,7 @@ from hf_models import GROUPED, TEXT, Labelled, build, inputs  # noqa: E402
 
 from bochner import BochnerError, Conversion, Recipe, convert  # noqa: E402
 from bochner._checks import spawn_seed  # noqa: E402
-from bochner.hf import RedrawCallback, layers_of, parameter_groups, redraw_  # noqa: E402
+from bochner.hf import layers_of, parameter_groups  # noqa: E402
 
 LEARNED = ["gmm_prf", "fastfood_prf", "generative_prf", "hedgehog", "calibrated"]
 SETTINGS = {**TEXT, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
@@ -126,17 +126,6 @@ def noise(model: Any) -> list[torch.Tensor]:
     return [layer.map_norm["kernel"].phi.projection.weight.clone() for layer in layers_of(model).values()]
 
 
-def test_redraws_depend_on_step_layer_and_seed_alone() -> None:
-    a, b = classifier(), classifier()
-    redraw_(a, 5)
-    redraw_(b, 1, seed=9)
-    assert not torch.equal(noise(a)[0], noise(b)[0])
-    redraw_(b, 5)
-    assert all(torch.equal(x, y) for x, y in zip(noise(a), noise(b), strict=True))
-    seen = [w for step, seed in ((5, 0), (5, 1), (6, 0)) for w in noise(redraw_(a, step, seed=seed))]
-    assert len({w.sum().item() for w in seen}) == 6
-
-
 def test_seeds_of_parts_do_not_collide() -> None:
     keys = [(seed, step, layer) for seed in range(20) for step in range(20) for layer in range(20)]
     assert len({spawn_seed(*key) for key in keys}) == len(keys)
@@ -146,21 +135,22 @@ def test_seeds_of_parts_do_not_collide() -> None:
         assert spawn_seed(one, 1) != spawn_seed(other, 0)
 
 
-def trained(folder: Path, *, resume: bool = False) -> tuple[Any, list[list[torch.Tensor]]]:
-    """A model after 6 steps with redraws every 2, and the frequencies at every step."""
-    model = classifier()
+def trained(folder: Path, *, resume: bool = False, checkpointing: bool = False) -> tuple[Any, list[list[torch.Tensor]]]:
+    """A model after 6 steps with redraws every 2, and the frequencies at the end of every step."""
+    model = classifier(options={"redraw_every": 2})
+    if checkpointing:
+        model.gradient_checkpointing_enable()
     seen: list[list[torch.Tensor]] = []
 
     class Watch(transformers.TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             seen.append(noise(model))
 
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=6, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], use_cpu=True,
         disable_tqdm=True, save_strategy="steps", save_steps=3, logging_strategy="no", seed=1,
     )  # fmt: skip
-    callbacks = [Watch(), RedrawCallback(2, seed=3)]
-    trainer = transformers.Trainer(model, arguments, train_dataset=Labelled(24), callbacks=callbacks)
+    trainer = transformers.Trainer(model, arguments, train_dataset=Labelled(24), callbacks=[Watch()])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
@@ -171,7 +161,8 @@ def test_a_resumed_run_redraws_and_ends_like_one_that_was_not_stopped(tmp_path: 
     whole, draws = trained(tmp_path)
     assert len(draws) == 6
     same = [all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) for a, b in pairwise(draws)]
-    assert same == [True, False, True, False, True]  # new ones after steps 2 and 4
+    assert same == [True, False, True, False, True]  # new ones for steps 3 and 5
+    assert not torch.equal(*draws[0])  # each layer has its own
     resumed, rest = trained(tmp_path, resume=True)
     assert len(rest) == 3
     for a, b in zip(draws[3:], rest, strict=True):
@@ -180,3 +171,10 @@ def test_a_resumed_run_redraws_and_ends_like_one_that_was_not_stopped(tmp_path: 
     assert want.keys() == got.keys()
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_gradient_checkpointing_changes_neither_draws_nor_weights(tmp_path: Path) -> None:
+    (whole, draws), (less, again) = (trained(tmp_path / str(c), checkpointing=c) for c in (False, True))
+    assert all(torch.equal(x, y) for a, b in zip(draws, again, strict=True) for x, y in zip(a, b, strict=True))
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(less.state_dict()[name], value, atol=1e-6, rtol=1e-5, msg=name)

@@ -146,6 +146,10 @@ def test_nothing_is_ignored_in_silence(tmp_path: Path) -> None:
         Distillation(lora=4, end_to_end=0)
     with pytest.raises(BochnerError, match="must be a Recipe, a Target, a Plan"):
         bochner.convert(model, 3.5)
+    cut = bochner.Calibration(data, max_length=8)
+    for use in (lambda: bochner.convert(model, Recipe(), cut), lambda: bochner.search(model, Target(), cut)):
+        with pytest.raises(BochnerError, match="leave out max_length=8"):
+            use()
 
 
 def test_labels_that_a_search_would_leave_out_are_refused() -> None:

@@ -1,9 +1,7 @@
 """Learned kernels: unbiased for their closed forms, right at the start, reproducible while they train."""
 
-import copy
 import math
 import time
-from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from bochner.maps.learned import (
     GMMPositiveFeatures,
     GMMSinkFeatures,
     HedgehogFeatures,
-    step_maps_,
 )
 
 X = torch.tensor([[0.3, -0.2, 0.3], [0.1, 0.4, -0.2]], dtype=torch.float64)
@@ -259,36 +256,6 @@ def test_gradients_of_all_learned_parameters_are_those_of_finite_differences(nam
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_noise_is_redrawn_every_interval_and_not_between(name):
-    phi = MAPS[name](3, 4, redraw_interval=3)
-    seen = [kernel_estimate(phi, X, Y).detach()]
-    for _ in range(7):
-        seen.append(kernel_estimate(phi.step_(), X, Y).detach())
-    changed = [not torch.equal(a, b) for a, b in pairwise(seen)]
-    assert changed == [False, False, True, False, False, True, False]
-    never = MAPS[name](3, 4, redraw_interval=None)
-    before = kernel_estimate(never, X, Y)
-    assert torch.equal(kernel_estimate(never.step_(1000), X, Y), before)
-
-
-@pytest.mark.parametrize("name", MAPS)
-def test_ranks_and_a_resumed_run_see_the_same_noise(name):
-    one, two = (MAPS[name](3, 4, redraw_interval=2, seed=9) for _ in range(2))
-    torch.manual_seed(5)  # the global state is nobody's business
-    torch.randn(3)
-    for _ in range(3):
-        one.step_(), two.step_()
-    saved = copy.deepcopy(one.state_dict())
-    for _ in range(5):
-        one.step_(), two.step_()
-    expected = kernel_estimate(one, X, Y)
-    assert torch.equal(kernel_estimate(two, X, Y), expected)
-    resumed = MAPS[name](3, 4, redraw_interval=2, seed=1)
-    resumed.load_state_dict(saved)
-    assert torch.equal(kernel_estimate(resumed.step_(5), X, Y), expected)
-
-
-@pytest.mark.parametrize("name", MAPS)
 def test_a_redraw_keeps_what_was_learned_and_reproduces_the_seed(name):
     phi = MAPS[name](3, 6, seed=0)
     fresh = kernel_estimate(MAPS[name](3, 6, seed=5), X, Y)
@@ -333,24 +300,18 @@ def test_positive_maps_are_positive_and_only_they_say_so(name):
     assert bool((phi(X).values > 0).all()) == phi.positive
 
 
-def test_the_maps_of_a_model_step_together():
-    model = torch.nn.ModuleDict({name: cls(3, 4, redraw_interval=2) for name, cls in MAPS.items()})
-    model["plain"] = PositiveFeatures(3, 4)
-    assert step_maps_(model) == len(MAPS)
-    assert all(int(model[name].steps) == 1 for name in MAPS)
-
-
 def test_learning_moves_the_kernel_towards_a_target():
     target = gaussian_kernel(2 * X, 2 * Y)
     for cls in (GMMSinkFeatures, FastfoodSinkFeatures, GenerativeSinkFeatures):
-        phi = cls(3, 64, redraw_interval=10, seed=0).double()
+        phi = cls(3, 64, seed=0).double()
         start = (truth(phi) - target).square().mean()
         optimiser = torch.optim.Adam(phi.parameters(), lr=0.03)
-        for _ in range(60):
+        for step in range(60):
             optimiser.zero_grad()
             (kernel_estimate(phi, X, Y) - target).square().mean().backward()
             optimiser.step()
-            phi.step_()
+            if step % 10 == 9:
+                phi.redraw_(step)
         assert (truth(phi) - target).square().mean() < 0.2 * start
 
 
@@ -374,8 +335,6 @@ def test_hedgehog_starts_as_a_softmax_of_the_coordinates_and_their_negation():
         (lambda: GMMPositiveFeatures(3, 4, g=math.inf), "'g'"),
         (lambda: GMMPositiveFeatures(3, 4, init_std=-1.0), "init_std"),
         (lambda: GMMPositiveFeatures(3, 4, kernel="laplace"), "kernel"),
-        (lambda: GMMPositiveFeatures(3, 4, redraw_interval=0), "redraw_interval"),
-        (lambda: GMMPositiveFeatures(3, 4).step_(0), "steps"),
         (lambda: FastfoodSinkFeatures(3, 4, learnable="G"), "learnable"),
         (lambda: FastfoodSinkFeatures(3, 4, sigma=0.0), "sigma"),
         (lambda: GenerativeSinkFeatures(3, 1), "at least 2"),

@@ -62,12 +62,24 @@ def test_the_choice_is_the_least_predicted_sum_of_build_and_products(monkeypatch
         monkeypatch.setattr(choose, "factor_trial", lambda *rest, o=options: o[2:])
         monkeypatch.setattr(choose, "_tile_option", lambda *rest: Option("exact", 0.0, 0.2))
         asked.clear()
-        choose.choose(K._problem, "auto", products, 1 << 31, K._known)
+        choose.choose(K._problem, "auto", products, 1 << 31, choose.Known(K._known.placed))
         totals = [option.build + products * option.product for option in options]
         if min(totals) <= choose.WORTHWHILE * 0.2 * products:
             assert asked == [options[int(np.argmin(totals))]]
         else:
             assert not asked
+
+
+def test_what_was_not_worth_it_is_not_tried_again_for_as_many_queries(monkeypatch):
+    keys = np.random.default_rng(0).normal(size=(6000, 20)).astype(np.float32)
+    K = KernelOperator(keys[:1], keys, bandwidth=5.0).with_queries(keys[:3000])
+    assert K.method == "exact"
+    trials = []
+    monkeypatch.setattr(choose, "cells_trial", lambda *rest: trials.append(1) or [])
+    assert K.with_queries(keys[1000:3000]).method == "exact"
+    assert not trials
+    K.with_queries(keys[:5000])
+    assert len(trials) == 1
 
 
 def test_a_trial_that_would_cost_too_much_is_not_made(monkeypatch):
@@ -98,7 +110,7 @@ def test_planning_takes_a_small_share_of_an_exact_product():
 def test_the_trial_of_cells_sees_the_share_of_near_pairs():
     points = torch.from_numpy(clusters(12_000))
     K = KernelOperator(points, bandwidth=0.5, method="cells")
-    (option,) = choose.cells_trial(K._problem, 1, math.inf, None)
+    (option,) = choose.cells_trial(K._problem, 1, math.inf, choose.Known(K._known.placed))
     found = K._engine.near.pairs(K._engine.queries, K._engine.index.keys) / 12_000**2
     said = float(option.fact.split("%")[0].split()[-1]) / 100
     assert 0.3 * found - 0.01 <= said <= 3 * found + 0.01

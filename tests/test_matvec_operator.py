@@ -126,7 +126,7 @@ X2 = np.zeros((5, 2), np.float32)
         (lambda: KernelOperator(np.zeros(5), bandwidth=1.0), r"shape \(n, d\)"),
         (lambda: KernelOperator(np.zeros((0, 2)), bandwidth=1.0), r"n, d >= 1"),
         (lambda: KernelOperator("points", bandwidth=1.0), "numpy array or a tensor, got str"),
-        (lambda: KernelOperator(X2.astype(complex), bandwidth=1.0), "real array"),
+        (lambda: KernelOperator(X2.astype(complex), bandwidth=1.0), "real numpy array"),
         (lambda: KernelOperator(X2, bandwidth=1.0, method="magic"), "'method'.*'auto'.*'magic'"),
         (lambda: KernelOperator(X2, bandwidth=1.0, seed=-1), "'seed'"),
         (lambda: KernelOperator(X2, bandwidth=[1.0, 0.0]), "every feature.*positive"),

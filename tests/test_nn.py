@@ -10,15 +10,29 @@ import torch
 from naive import assert_same, draw, naive_attention
 from torch import Tensor, nn
 
-from bochner import BochnerError, feature_map
-from bochner.nn import MultiheadAttention, RedrawSchedule, parameter_groups, rotate
+from bochner import BochnerError, BochnerWarning, feature_map
+from bochner.nn import Attention, MultiheadAttention, parameter_groups, rotate
 
 E, H, D = 12, 3, 4
 
 
+MAP = ("projection", "seed", "num_heads", "redraw_every")
+CALL = ("scale", "normalize", "window_kind")
+OURS = ("feature_map", "num_features", "window", "sinks", "rotary", "head_dim")
+
+
+def settings(**options: Any) -> tuple[Attention, dict[str, Any]]:
+    """Keywords as an `Attention`, and those that torch's module has."""
+    ours = {name: options[name] for name in OURS if name in options}
+    ours["map_options"] = {name: options[name] for name in MAP if name in options}
+    ours["options"] = {name: options[name] for name in CALL if name in options}
+    return Attention(**ours), {k: v for k, v in options.items() if k not in (*OURS, *MAP, *CALL)}
+
+
 def make(**options: Any) -> MultiheadAttention:
     torch.manual_seed(0)
-    module = MultiheadAttention(E, H, **{"batch_first": True, "num_features": 16, "dtype": torch.float64, **options})
+    how, rest = settings(**{"num_features": 16, **options})
+    module = MultiheadAttention(E, H, **{"batch_first": True, "dtype": torch.float64, "attention": how, **rest})
     for p in (module.in_proj_bias, module.out_proj.bias):
         if p is not None:
             nn.init.normal_(p, std=0.1)
@@ -76,7 +90,7 @@ def test_a_torch_state_dict_loads_inside_a_larger_model() -> None:
     [
         {},
         {"bias": False},
-        {"per_head": True},
+        {"num_heads": H},
         {"window": 3, "sinks": 1},
         {"window": 3, "sinks": 1, "window_kind": "sliding"},
     ],
@@ -106,11 +120,11 @@ def test_extra_keys_are_those_of_torch() -> None:
     module = make(add_bias_kv=True, add_zero_attn=True)
     theirs = torch_module(add_bias_kv=True, add_zero_attn=True)
     theirs.load_state_dict({k: t for k, t in module.state_dict().items() if not k.startswith("feature_map")})
-    module.window = 100  # exact everywhere: must then be softmax attention with torch's extra keys
+    module.attention = Attention(window=100)  # exact everywhere: softmax attention with torch's extra keys
     x = draw(2, 8, E)
     with pytest.raises(BochnerError, match="as many queries as keys"):
         module(x, x, x)
-    module.window, module.sinks = None, 100
+    module.attention = Attention(sinks=100)
     mask = torch.arange(8).expand(2, -1) >= 6
     assert_same(module(x, x, x, key_padding_mask=mask)[0], theirs(x, x, x, key_padding_mask=mask)[0])
     with pytest.raises(BochnerError, match="cannot be combined with causal"):
@@ -150,7 +164,7 @@ def test_it_replaces_self_attention_in_torchs_encoder(training: bool, no_grad: b
     options: dict[str, Any] = {"dim_feedforward": 8, "dropout": 0.0, "batch_first": True, "dtype": torch.float64}
     layer = nn.TransformerEncoderLayer(E, H, **options)
     # A window over everything makes it exact attention: the whole layer must then be torch's.
-    module = Recorder(E, H, batch_first=True, dtype=torch.float64, window=99)
+    module = Recorder(E, H, batch_first=True, dtype=torch.float64, attention=Attention(window=99))
     module.load_state_dict(layer.self_attn.state_dict())
     ours = nn.TransformerEncoderLayer(E, H, **options)
     ours.load_state_dict(layer.state_dict())
@@ -190,7 +204,7 @@ def test_a_whole_encoder_and_decoder_run_with_it() -> None:
         for layer in (*encoder.layers, *decoder.layers):
             for name, reach in (("self_attn", {"window": 99}), ("multihead_attn", {"sinks": 99})):
                 if hasattr(layer, name):
-                    module = MultiheadAttention(E, H, **exact, **reach)
+                    module = MultiheadAttention(E, H, **exact, attention=Attention(**reach))
                     module.load_state_dict(getattr(layer, name).state_dict())
                     setattr(layer, name, module)
         assert_same(run(), want)
@@ -218,7 +232,7 @@ def test_decoding_steps_equal_one_causal_pass(options: dict[str, Any]) -> None:
         assert_same(torch.cat(rows, dim=1), want)
         assert state.position == 20
         # A sliding window of 3 is full by then and the sink has left it; blocks of 3 fill and start again.
-        period = 3 if module.window and module.window_kind == "block" else 1
+        period = 3 if options.get("window") and "window_kind" not in options else 1
         assert held[6 + period :] == held[6:-period]
 
 
@@ -247,7 +261,7 @@ def test_rotary_attention_does_not_see_a_common_shift() -> None:
 def test_calibration_from_module_inputs_changes_the_map_and_lowers_the_error() -> None:
     x = draw(8, 100, E) + 1.5
     exact = make(window=1000)
-    plain, calibrated = (make(feature_map="calibrated", per_head=True, num_features=32) for _ in range(2))
+    plain, calibrated = (make(feature_map="calibrated", num_heads=H, num_features=32) for _ in range(2))
     assert calibrated.calibrate_(x) is calibrated
     want = exact(x, x, x)[0]
     errors = [float((m(x, x, x)[0] - want).detach().norm()) for m in (plain, calibrated)]
@@ -270,38 +284,10 @@ def test_scale_and_normalize_reach_output_weights_and_steps(is_causal: bool) -> 
 
 def test_calibration_follows_the_scale() -> None:
     x = draw(4, 50, E) + 1
-    one, other = (make(feature_map="calibrated", per_head=True, scale=s).calibrate_(x) for s in (None, 1.0))
-    same = make(feature_map="calibrated", per_head=True, scale=D**-0.5).calibrate_(x)
+    one, other = (make(feature_map="calibrated", num_heads=H, scale=s).calibrate_(x) for s in (None, 1.0))
+    same = make(feature_map="calibrated", num_heads=H, scale=D**-0.5).calibrate_(x)
     assert all(torch.equal(a, b) for a, b in zip(one.buffers(), same.buffers(), strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True))
-
-
-def two_layers() -> nn.Module:
-    return nn.ModuleList([make(seed=0), make(seed=0)])
-
-
-def frequencies(model: nn.Module) -> list[Tensor]:
-    return [t.clone() for name, t in model.state_dict().items() if "feature_map" in name]
-
-
-def test_a_schedule_redraws_every_so_many_steps_and_goes_on_after_a_stop() -> None:
-    whole, rest = two_layers(), two_layers()
-    schedule = RedrawSchedule(whole, every=3, seed=5)
-    first = frequencies(whole)
-    assert [schedule.step() for _ in range(4)] == [False, False, True, False]
-    third = frequencies(whole)
-    assert not any(torch.equal(a, b) for a, b in zip(first, third, strict=True))
-    assert not torch.equal(third[0], third[len(third) // 2])  # each layer has its own
-    rest.load_state_dict(whole.state_dict())
-    resumed = RedrawSchedule(rest, every=3, seed=5)
-    resumed.load_state_dict(schedule.state_dict())
-    assert [(schedule.step(), resumed.step()) for _ in range(2)] == [(False, False), (True, True)]
-    assert all(torch.equal(a, b) for a, b in zip(frequencies(whole), frequencies(rest), strict=True))
-    assert not torch.equal(frequencies(whole)[0], third[0])
-    with pytest.raises(BochnerError, match="holds no feature map"):
-        RedrawSchedule(nn.Linear(2, 2), every=3)
-    with pytest.raises(BochnerError, match="'every'"):
-        RedrawSchedule(whole, every=0)
 
 
 def test_learned_maps_train_in_a_group_of_their_own() -> None:
@@ -311,14 +297,13 @@ def test_learned_maps_train_in_a_group_of_their_own() -> None:
     assert {id(p) for p in groups[-1]["params"]} == learned
     assert sorted(id(p) for g in groups for p in g["params"]) == sorted(id(p) for p in module.parameters())
     assert [(g["lr"], g["weight_decay"]) for g in groups] == [(1e-2, 0.1), (1e-2, 0.0), (1e-1, 0.0)]
-    optimizer, schedule, losses = torch.optim.AdamW(groups), RedrawSchedule(module, every=50), []
+    optimizer, losses = torch.optim.AdamW(groups), []
     before = [p.detach().clone() for p in module.feature_map.parameters()]
     for _ in range(20):
         loss = (module(x, x, x)[0] - target).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        schedule.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.7 * losses[0]
     assert all(not torch.equal(a, b) for a, b in zip(before, module.feature_map.parameters(), strict=True))
@@ -344,12 +329,21 @@ def test_a_map_of_ones_own_is_taken() -> None:
         ({"scale": -1}, "'scale' of MultiheadAttention must be a positive finite number, got -1"),
         ({"normalize": "no"}, "'normalize' of MultiheadAttention must be True or False, got 'no'"),
         ({"feature_map": "nope"}, "Unknown feature map 'nope'"),
+        ({"feature_map": None}, "without a map needs a 'window' or 'sinks'"),
+        ({"head_dim": 0}, "'head_dim' of MultiheadAttention must be a positive int, got 0"),
+        ({"rotary": -1.0}, "'rotary' of MultiheadAttention must be a positive finite number"),
+        ({"num_features": 0}, "'num_features' of MultiheadAttention must be a positive int, got 0"),
         ({"feature_map": feature_map("positive", dim=5)}, "has dim=5, but embed_dim / num_heads is 4"),
     ],
 )
 def test_what_cannot_be_built_is_refused(build: dict[str, Any], message: str) -> None:
+    def built() -> MultiheadAttention:
+        sizes = {name: build.get(name, size) for name, size in (("embed_dim", E), ("num_heads", H))}
+        how, rest = settings(**{name: value for name, value in build.items() if name not in sizes})
+        return MultiheadAttention(**sizes, attention=how, **rest)
+
     with pytest.raises(BochnerError, match=message):
-        MultiheadAttention(**{"embed_dim": E, "num_heads": H} | build)
+        built()
 
 
 def test_what_cannot_be_honoured_is_refused() -> None:
@@ -366,7 +360,9 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     with pytest.raises(BochnerError, match="'query' of MultiheadAttention must be a floating-point tensor"):
         module(x.long(), x, x)
     with pytest.raises(BochnerError, match="even head size, got 3"):
-        MultiheadAttention(9, 3, rotary=True)(torch.randn(5, 2, 9), torch.randn(5, 2, 9), torch.randn(5, 2, 9))
+        MultiheadAttention(9, 3, attention=Attention(rotary=True))(
+            torch.randn(5, 2, 9), torch.randn(5, 2, 9), torch.randn(5, 2, 9)
+        )
     nested = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
     with pytest.raises(BochnerError, match="nested tensor"):
         module(nested, nested, nested)
@@ -405,13 +401,13 @@ HIDDEN = torch.ones(5, 5, dtype=torch.bool).triu(1)
     ],
 )
 def test_wrong_inputs_are_answered_by_one_sentence(call: dict[str, Any], message: str) -> None:
-    module = MultiheadAttention(E, H, batch_first=True, num_features=8)
+    module = MultiheadAttention(E, H, batch_first=True, attention=Attention(num_features=8))
     with pytest.raises(BochnerError, match=message):
         module(**{"query": X, "key": X, "value": X} | call)
 
 
 def test_wrong_steps_are_answered_by_one_sentence() -> None:
-    module = MultiheadAttention(E, H, num_features=8)
+    module = MultiheadAttention(E, H, attention=Attention(num_features=8))
     with pytest.raises(BochnerError, match=r"'state' of MultiheadAttention.step must be what the last step returned"):
         module.step(X, state=3)  # type: ignore[arg-type]
     with pytest.raises(BochnerError, match=r"'x' of MultiheadAttention.step must have 3 axes"):
@@ -421,6 +417,78 @@ def test_wrong_steps_are_answered_by_one_sentence() -> None:
 
 
 def test_autocast_may_mix_dtypes() -> None:
-    module = MultiheadAttention(E, H, batch_first=True, num_features=8)
+    module = MultiheadAttention(E, H, batch_first=True, attention=Attention(num_features=8))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert module(X.bfloat16(), X, X)[0].isfinite().all()
+
+
+def test_old_keywords_make_the_same_module_and_show_the_new_call() -> None:
+    x = draw(2, 9, E)
+    old: dict[str, Any] = {"feature_map": "relu", "num_features": 8, "per_head": True, "projection": "iid", "seed": 3}
+    old |= {"window": 2, "sinks": 1, "window_kind": "sliding", "scale": 0.3, "rotary": True, "rotary_base": 500.0}
+    torch.manual_seed(0)
+    with pytest.warns(BochnerWarning, match=r"new one is bochner.nn.MultiheadAttention\(12, 3, attention=") as seen:
+        got = MultiheadAttention(E, H, batch_first=True, dtype=torch.float64, **old)
+    shown = str(seen[0].message).split("attention=")[1].removesuffix(").").removeprefix("bochner.nn.")
+    torch.manual_seed(0)
+    new = MultiheadAttention(E, H, batch_first=True, dtype=torch.float64, attention=eval(shown))
+    assert torch.equal(new(x, x, x)[0], got(x, x, x)[0])
+    assert new.attention.rotary == 500.0
+    torch.manual_seed(0)
+    quiet = MultiheadAttention(E, H, feature_map="relu")  # the one keyword that stays, without a warning
+    assert quiet.attention == Attention("relu")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nope'"):
+        MultiheadAttention(E, H, nope=1)
+    with pytest.raises(BochnerError, match="put 'window' into it"):
+        MultiheadAttention(E, H, attention=Attention(), window=3)
+    with pytest.raises(BochnerError, match="'options' of Attention go to linear_attention"):
+        Attention(options={"seed": 1})
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_heads_of_any_size_are_the_quadratic_attention_of_their_weights(cross: bool) -> None:
+    how = {"kdim": 5, "vdim": 7} if cross else {}
+    module = make(head_dim=6, **how)
+    q, k, v = (draw(2, 9, size, seed=i) for i, size in enumerate((E, 5, 7) if cross else (E, E, E)))
+    k, v = (k, v) if cross else (q, q)
+    bias = module.in_proj_bias.chunk(3)
+    heads = [
+        (x @ w.T + b).view(2, -1, H, 6).transpose(1, 2)
+        for x, w, b in zip(
+            (q, k, v), (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight), bias, strict=True
+        )
+    ]
+    want = naive_attention(*heads, module.feature_map).transpose(1, 2).flatten(-2) @ module.out_proj.weight.T
+    assert_same(module(q, k, v)[0], want + module.out_proj.bias)
+    other = make(head_dim=6, seed=1, **how)
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other(q, k, v)[0], module(q, k, v)[0])
+
+
+def test_without_a_map_a_row_attends_to_its_window_and_to_nothing_else() -> None:
+    module, x = make(feature_map=None, window=3, window_kind="sliding"), draw(2, 10, E)
+    q, k, v = module._heads(x, x, x)
+    i = torch.arange(10)
+    for is_causal in (False, True):
+        distance = i[:, None] - i
+        allowed = (distance < 3) & (distance >= 0) if is_causal else distance.abs() < 3
+        want = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        assert_same(module(x, x, x, is_causal=is_causal)[0], module.out_proj(want.transpose(1, 2).flatten(-2)))
+
+
+@pytest.mark.parametrize("name", ["positive", "relu", "trig", "moments"])
+def test_what_is_remembered_of_a_memory_answers_as_the_memory_does(name: str) -> None:
+    module, x, memory = make(feature_map=name), draw(2, 4, E), draw(2, 11, E, seed=1)
+    mask = torch.arange(11).expand(2, -1) >= torch.tensor([[11], [6]])
+    state = module.remember(memory, mask)
+    assert_same(module.recall(x, state), module(x, memory, memory, key_padding_mask=mask)[0])
+    with pytest.raises(BochnerError, match="sums keys up in the kernel alone"):
+        make(window=3).remember(memory)
+
+
+@pytest.mark.filterwarnings("ignore:.*normaliser near or below zero")
+def test_rows_of_a_signed_map_that_cannot_be_divided_are_recalled_as_the_mean() -> None:
+    module, x, memory = make(feature_map="trig", num_features=4), 12 * draw(2, 30, E), 12 * draw(2, 11, E, seed=1)
+    with pytest.warns(BochnerWarning, match="normaliser near or below zero"):
+        want = module(x, memory, memory)[0]
+    assert_same(module.recall(x, module.remember(memory)), want)

@@ -123,12 +123,16 @@ def test_a_layer_takes_it_and_trains(given: Any) -> None:
     register_map("softplus", Softplus)
     register_map("learned", Learned)
     torch.manual_seed(0)
-    layer = bochner.nn.MultiheadAttention(8, 2, feature_map=given, num_features=M, batch_first=True, seed=3)
+    layer, other = (
+        bochner.nn.MultiheadAttention(
+            8, 2, batch_first=True, attention=bochner.nn.Attention(given, M, map_options={"seed": seed})
+        )
+        for seed in (3, 4)
+    )
     x = torch.randn(2, 15, 8)
     layer(x, x, x, is_causal=True)[0].square().sum().backward()
     assert all(p.grad is not None for p in layer.parameters())
     assert all(bool(p.grad.any()) for p in layer.feature_map.parameters() if p.grad is not None)
-    other = bochner.nn.MultiheadAttention(8, 2, feature_map=given, num_features=M, batch_first=True, seed=4)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(x, x, x)[0], layer(x, x, x)[0])
 

@@ -151,7 +151,7 @@ def test_windows_and_policies_have_one_default_everywhere():
     fit, landmark = (import_module(f"bochner.maps.{name}") for name in ("landmark_fit", "landmark"))
     parallel = import_module("bochner.attention.parallel").sequence_parallel_attention
     windows = [bochner.linear_attention, bochner.exact_attention, bochner.attention_matrix]
-    windows += [bochner.nn.MultiheadAttention, landmark.LandmarkFeatures.calibrate_]
+    windows += [landmark.LandmarkFeatures.calibrate_]
     windows += [fit.Near, config.Recipe, fates.Window, calibrate.Far.of]
     assert {inspect.signature(f).parameters["window_kind"].default for f in windows} == {"block"}
     policies = {inspect.signature(f).parameters["on_small_normalizer"].default for f in (windows[0], parallel)}

@@ -74,7 +74,7 @@ def test_sparsity_of_given_queries_and_keys():
         sparsity(42)
 
 
-def test_sparsity_reads_a_transformers_model_and_leaves_it_unchanged(tmp_path):
+def test_sparsity_reads_a_transformers_model_and_leaves_it_unchanged():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -92,5 +92,3 @@ def test_sparsity_reads_a_transformers_model_and_leaves_it_unchanged(tmp_path):
     assert measured.max_ratio.shape == (2, 4)
     assert measured.texts == 2
     assert model.config._attn_implementation == before
-    measured.figure(str(tmp_path / "sparsity.png"))
-    assert (tmp_path / "sparsity.png").stat().st_size > 1000

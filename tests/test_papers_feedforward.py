@@ -28,18 +28,18 @@ def rows(*shape: int, seed: int = 0) -> Tensor:
 
 
 W, B, CALIBRATION = rows(3, 2, seed=1) / 2, rows(3, seed=2) / 4, rows(100, 2, seed=3) / 2
+DATA = calibrate_layer(W, B, CALIBRATION)
 POINTS = torch.tensor([[0.4, -0.3], [0.1, 0.6]], dtype=torch.float64)
 
 
 def redraws(layer: Any, x: Tensor, count: int) -> Tensor:
-    g = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        return torch.stack([layer.redraw_(generator=g)(x) for _ in range(count)])
+        return torch.stack([layer.redraw_(seed)(x) for seed in range(count)])
 
 
 @pytest.mark.parametrize("method", ["bernstein", pytest.param("chebyshev", marks=pytest.mark.slow), "least_squares"])
 def test_layer_has_its_polynomial_as_mean_and_its_variance(method: str) -> None:
-    layer = LinearizedLayer(W, B, "gelu", CALIBRATION, method=method, degree=3, num_features=24).double()
+    layer = LinearizedLayer(DATA, "gelu", method=method, degree=3, num_features=24).double()
     mean = layer.polynomial(POINTS)
     t = POINTS @ W.mT + B
     torch.testing.assert_close(mean, layer.fit(t), rtol=1e-5, atol=1e-5)
@@ -53,7 +53,7 @@ def test_layer_has_its_polynomial_as_mean_and_its_variance(method: str) -> None:
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, torch.sin, nn.GELU(), nn.SiLU()])
 def test_any_activation_is_followed_closely_by_enough_features(activation: Any) -> None:
-    layer = LinearizedLayer(W, B, activation, CALIBRATION, degree=4, num_features=20_001)
+    layer = LinearizedLayer(DATA, activation, degree=4, num_features=20_001)
     exact = activation(POINTS @ W.mT + B) if callable(activation) else ACTIVATIONS[activation](POINTS @ W.mT + B)
     assert (layer(POINTS) - exact).abs().max() < (0.1 if activation == "relu" else 0.05)
 
@@ -70,7 +70,7 @@ def test_balancing_lowers_the_variance() -> None:
 
 def test_plan_for_a_target_reaches_it() -> None:
     x, eps = CALIBRATION / 2, 0.05
-    layer = LinearizedLayer(W, B, "gelu", x, eps=eps).double()
+    layer = LinearizedLayer(calibrate_layer(W, B, x), "gelu", eps=eps).double()
     plan = layer.plan
     assert plan.bias <= eps / 2
     assert plan.variance <= eps / 2
@@ -88,10 +88,9 @@ def test_bernstein_needs_a_much_higher_degree_than_chebyshev_for_the_same_target
 
 
 def test_budget_is_spent_exactly_and_more_of_it_never_hurts() -> None:
-    data = calibrate_layer(W, B, CALIBRATION)
     errors = []
     for budget in (1, 7, 100, 1000, 10_000):
-        plan, _ = plan_layer(data, "gelu", num_features=budget)
+        plan, _ = plan_layer(DATA, "gelu", num_features=budget)
         assert plan.total in (0, budget)
         assert len(plan.counts) == plan.degree - 1
         errors.append(plan.bias + plan.variance)
@@ -100,7 +99,7 @@ def test_budget_is_spent_exactly_and_more_of_it_never_hurts() -> None:
 
 
 def test_linear_activation_needs_no_features_and_is_exact() -> None:
-    layer = LinearizedLayer(W, B, lambda t: 2 * t - 1, CALIBRATION, num_features=64)
+    layer = LinearizedLayer(DATA, lambda t: 2 * t - 1, num_features=64)
     assert layer.plan.total == 0
     torch.testing.assert_close(layer(POINTS), 2 * (POINTS @ W.mT + B) - 1, rtol=1e-5, atol=1e-5)
 
@@ -110,7 +109,7 @@ def test_gradients_state_and_redraw(kind: str) -> None:
     def build(seed: int) -> Any:
         if kind == "taylor":
             return TaylorComposition(W, B, "gelu", CALIBRATION, draws=3, num_features=8, seed=seed).double()
-        return LinearizedLayer(W, B, "gelu", CALIBRATION, degree=3, num_features=9, seed=seed).double()
+        return LinearizedLayer(DATA, "gelu", degree=3, num_features=9, seed=seed).double()
 
     a, b = build(1), build(2)
     x = POINTS.clone().requires_grad_()
@@ -123,7 +122,7 @@ def test_gradients_state_and_redraw(kind: str) -> None:
 
 
 def test_shapes_and_dtypes_follow_the_input() -> None:
-    layer = LinearizedLayer(W, None, "silu", CALIBRATION, degree=2, num_features=16)
+    layer = LinearizedLayer(calibrate_layer(W, None, CALIBRATION), "silu", degree=2, num_features=16)
     x = rows(2, 5, 2).bfloat16() / 2
     assert layer(x).shape == (2, 5, 3)
     assert layer.to(torch.bfloat16)(x).dtype == torch.bfloat16
@@ -145,7 +144,7 @@ def test_block_is_the_second_layer_after_the_linearised_first(method: str, bias:
     x = rows(200, 3)
     options: dict[str, Any] = {"method": method, "degree": 3, "num_features": 40, "seed": 3}
     mlp = LinearizedMLP(first, "gelu", second, x, **options)
-    hidden = LinearizedLayer(first.weight, first.bias, "gelu", x, **options)
+    hidden = LinearizedLayer(calibrate_layer(first.weight, first.bias, x), "gelu", **options)
     with torch.no_grad():
         torch.testing.assert_close(mlp(x.float()), second(hidden(x.float())), rtol=1e-4, atol=1e-4)
 
@@ -190,10 +189,7 @@ def test_a_block_that_does_not_pay_is_refused_with_the_numbers() -> None:
     "law", ["optimal", *(pytest.param(x, marks=pytest.mark.slow) for x in ("geometric", "poisson"))]
 )
 def test_taylor_composition_of_gelu_is_unbiased_with_its_variance(law: str) -> None:
-    parameter = {"optimal": None, "geometric": 0.4, "poisson": 3.0}[law]
-    layer = TaylorComposition(
-        W, B, "gelu", CALIBRATION, law=law, parameter=parameter, draws=8, num_features=16
-    ).double()
+    layer = TaylorComposition(W, B, "gelu", CALIBRATION, law=law, draws=8, num_features=16).double()
     exact = nn.functional.gelu(POINTS @ W.mT + B)
     samples = redraws(layer, POINTS, 2500)
     check_mean(samples, exact, scale=0.2, detect=0.05)
@@ -245,19 +241,19 @@ def test_bad_arguments_are_one_sentence() -> None:
     with pytest.raises(BochnerError, match=r"useless for this layer: at \|w\|\|x\| ="):
         TaylorComposition(torch.tensor([[1e9, 0.1]]), None, "gelu", torch.tensor([[0.0, 10.0], [0.0, -5.0]]))
     with pytest.raises(BochnerError, match="interval of unit 1 has zero width"):
-        LinearizedLayer(W * torch.tensor([[1.0], [0.0], [1.0]]), B, "gelu", CALIBRATION)
+        calibrate_layer(W * torch.tensor([[1.0], [0.0], [1.0]]), B, CALIBRATION)
     with pytest.raises(BochnerError, match=r"'degree' of plan_layer must be a positive int, got 0"):
-        LinearizedLayer(W, B, "gelu", CALIBRATION, degree=0)
+        LinearizedLayer(DATA, "gelu", degree=0)
     with pytest.raises(BochnerError, match="no second derivative"):
-        LinearizedLayer(W, B, "relu", CALIBRATION, method="bernstein", eps=0.1)
+        LinearizedLayer(DATA, "relu", method="bernstein", eps=0.1)
     with pytest.raises(BochnerError, match="use method='chebyshev'"):
-        LinearizedLayer(W, B, "gelu", CALIBRATION, method="bernstein", eps=1e-6)
+        LinearizedLayer(DATA, "gelu", method="bernstein", eps=1e-6)
     with pytest.raises(BochnerError, match="is not reached"):
-        LinearizedLayer(W, B, "relu", CALIBRATION, eps=1e-8)
+        LinearizedLayer(DATA, "relu", eps=1e-8)
     with pytest.raises(BochnerError, match="either a target 'eps' or a budget"):
-        LinearizedLayer(W, B, "gelu", CALIBRATION, eps=0.1, num_features=8)
+        LinearizedLayer(DATA, "gelu", eps=0.1, num_features=8)
     with pytest.raises(BochnerError, match=r"'weight' .* must be \(o, d\)"):
-        LinearizedLayer(W, B, "gelu", rows(10, 5))
+        calibrate_layer(W, B, rows(10, 5))
     first, second = block(3, 8, 1.0)
     with pytest.raises(BochnerError, match="do not fit"):
         LinearizedMLP(first, "gelu", first, rows(20, 3))

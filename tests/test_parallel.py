@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bochner import BochnerError, feature_map, linear_attention
 from bochner.attention.parallel import sequence_parallel_attention
 from bochner.maps.base import FeatureMap
-from bochner.nn import MultiheadAttention
+from bochner.nn import Attention, MultiheadAttention
 
 pytestmark = pytest.mark.distributed
 
@@ -51,7 +51,8 @@ class Model(nn.Module):
     def __init__(self, group: Any = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.attention = MultiheadAttention(8, 2, batch_first=True, num_features=8, dtype=torch.float64)
+        how = Attention(num_features=8)
+        self.attention = MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64, attention=how)
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:

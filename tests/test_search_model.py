@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 from hf_models import ENCODERS, GROUPED, build, texts_as_batches
 
+from bochner import Conversion, convert
 from bochner._checks import BochnerError
 from bochner.hf import fates
 from bochner.hf.config import Distillation, Target
@@ -53,21 +55,21 @@ def whole_model_takes(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
 
 
 def planted() -> tuple[Any, list[list[bool]]]:
-    """A decoder with one key head in each layer that looks far back and matters; the other does not reach the output.
+    """A decoder with one key head in each layer that looks far back and matters; the other has next to nothing to say.
 
-    Queries and keys are the same rotary vectors in every place, so attention falls slowly; the other head's output is
-    dropped by the projection behind it.
+    Queries and keys are the same rotary vectors in every place, so attention falls slowly; the other head's values are
+    a thousandth of the first one's, and its relative error is as large.
     """
     model = llama(num_hidden_layers=2)
     needed = [[True, False], [False, True]]
     with torch.no_grad():
         for layer, heads in zip(model.model.layers, needed, strict=True):
             attention = layer.self_attn
-            size = attention.head_dim * attention.num_key_value_groups
+            size = attention.head_dim
             attention.q_proj.weight.mul_(0.05)  # diffuse attention: a window loses what lies beyond it
-            attention.v_proj.weight.mul_(3)
+            attention.o_proj.weight.mul_(3)
             for g, matters in enumerate(heads):
-                attention.o_proj.weight[:, g * size : (g + 1) * size] *= 3.0 if matters else 0.0
+                attention.v_proj.weight[g * size : (g + 1) * size] *= 3.0 if matters else 0.003
     return model, needed
 
 
@@ -180,19 +182,21 @@ def _first_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Verifier, "verify", passes)
 
 
-def _nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Damage without what is behind a head: sensitivities all 1."""
-    plain = damage.Damages.by_key_head
+def _all_count_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage relative to the head alone: sensitivities all 1."""
+    plain = damage.option_errors
 
-    def blind(self: damage.Damages) -> dict[str, Tensor]:
-        self.changes = {name: torch.ones_like(x) for name, x in self.changes.items()}
-        return plain(self)
+    def blind(*args: Any) -> Any:
+        found = plain(*args)
+        for error in (e for errors in found.values() for e in errors.values()):
+            error.error, error.size = error.squared(), torch.ones_like(error.size)
+        return found
 
-    monkeypatch.setattr(damage.Damages, "by_key_head", blind)
+    monkeypatch.setattr(damage, "option_errors", blind)
 
 
 def test_sensitivities_that_are_all_1_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    _nothing_listens(monkeypatch)
+    _all_count_alike(monkeypatch)
     with pytest.raises(AssertionError):
         test_planted_redundant_heads_are_converted_and_needed_ones_are_not(monkeypatch)
 
@@ -236,10 +240,28 @@ def test_a_plan_brings_the_maps_that_were_verified() -> None:
     with attached(model, report.plan, layers):
         again = report.verifier.look(model)
     assert again.quality.retained == pytest.approx(report.verified.quality.retained, abs=1e-5)
-    json.dumps(report.to_dict())
     shown = str(report)
     assert "quality retained" in shown
     assert "interval" in shown
+
+
+@pytest.mark.parametrize("saved", ["the model", "the conversion", "nothing"])
+def test_the_report_stays_with_the_conversion(saved: str, tmp_path: Path) -> None:
+    model, data = llama(), stream()
+    conversion = convert(model, Target(memory=0.6, length=300), data)
+    if saved == "the model":
+        model.save_pretrained(tmp_path)
+        found = Conversion.of(type(model).from_pretrained(tmp_path))
+    elif saved == "the conversion":
+        conversion.save_pretrained(tmp_path)
+        found = convert(llama(), tmp_path)
+    else:
+        found = Conversion.of(model)
+    plain = [json.dumps(x.report.to_dict(), sort_keys=True) for x in (found, conversion)]
+    assert plain[0] == plain[1]
+    assert sorted(str(found.report)) == sorted(str(conversion.report))  # files sort what they hold
+    assert found.report.verified.quality.lower == pytest.approx(conversion.report.verified.quality.lower)
+    assert found.report.plan == found.report.frontier[found.report.chosen].plan
 
 
 def test_memory_counts_the_bytes_of_the_models_own_precision() -> None:

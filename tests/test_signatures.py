@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import bochner
 
@@ -16,7 +17,6 @@ TORCH_SHAPED = {
     "exact_attention",
     "attention_matrix",
     "MultiheadAttention",
-    "Performer",
 }
 
 
@@ -24,8 +24,10 @@ def public() -> Iterator[tuple[str, Any]]:
     pytest.importorskip("transformers")
     for name in bochner.__all__:
         yield name, getattr(bochner, name)
-    for name in bochner.hf.__all__:
-        yield f"hf.{name}", getattr(bochner.hf, name)
+    for package in ("hf", "nn"):
+        home = getattr(bochner, package)
+        for name in home.__all__:
+            yield f"{package}.{name}", getattr(home, name)
 
 
 def arguments(function: Any) -> int:
@@ -48,5 +50,11 @@ def test_no_public_signature_is_wider_than_eight_arguments() -> None:
             if not part.startswith("_") and callable(method) and arguments(method) > MOST:
                 wide[f"{name}.{part}"] = arguments(method)
     assert not wide
+    theirs, ours = (
+        list(inspect.signature(c).parameters) for c in (torch.nn.MultiheadAttention, bochner.nn.MultiheadAttention)
+    )
+    assert ours[:-2] == theirs  # then one of our own, and what earlier versions had
+    assert ours[-2:] == ["attention", "old"]
+    assert all(arguments(c) <= MOST for c in (bochner.nn.Attention, bochner.nn.Performer, bochner.nn.LayerOptions))
     assert arguments(bochner.convert) == MOST
     assert max(map(arguments, (bochner.Recipe, bochner.Target, bochner.Distillation, bochner.Calibration))) <= MOST

@@ -5,6 +5,7 @@ A page has `<!-- table: NAME -->` above a table and `<!-- end -->` below it. No 
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import statistics
@@ -16,7 +17,6 @@ from typing import Any
 DOCS = Path(__file__).resolve().parents[1]
 ROOT = DOCS.parent
 MARKED = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end -->", flags=re.DOTALL)
-LONG_RANGE = ("listops", "text", "image", "retrieval", "pathfinder")
 
 
 def experiment(name: str) -> Any:
@@ -333,36 +333,54 @@ def windows() -> str:
     return table(["shape", "tokens", "kernel", "block window", "sliding window", "exact"], rows)
 
 
-def train_cell(found: dict[str, Any], task: str, name: str) -> str:
-    figure, digits, scale = ("bits", 2, 1.0) if task == "lm" else ("accuracy", 1, 100.0)
-    seen = [scale * found[f"{task}/{name}/{s}"][figure] for s in range(3) if f"{task}/{name}/{s}" in found]
-    if not seen:
-        return "not run"
-    spread = f" ± {statistics.stdev(seen):.{digits}f}" if len(seen) > 1 else ""
-    return f"{statistics.mean(seen):.{digits}f}{spread}"
+def train_table() -> Any:
+    """The module that trains and gates: it says which tasks need attention."""
+    folder = str(ROOT / "experiments")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module("train_table")
 
 
-ATTENTIONS = (
-    "exact", "positive", "relu", "linear_elu", "trig", "fastfood_prf", "gmm_prf", "generative_prf", "gmm_rks",
-    "fastfood_rks", "generative_rks", "window+calibrated", "window+positive", "identity", "linformer",
-    "performer_pytorch", "fnet", "nystromformer", "big_bird", "longformer", "reformer",
-)  # fmt: skip
+def needed() -> str:
+    """Which tasks need attention: exact attention against none at all and against the best trivial answer."""
+    found, module = experiment("train_table"), train_table()
+    rows = []
+    for task, kind in module.COLUMNS.items():
+        digits = 2 if kind == "bits" else 1
+        exact, none = (module.cell(module.seeds_of(found, task, a), digits) for a in ("exact", "identity"))
+        best = module.trivial(task)
+        shown = "" if best is None else f"{best:.{digits}f}"
+        rows.append([task, exact or "not run", none or "not run", shown, module.say_gate(found, task)])
+    return table(["task", "`exact`", "`identity`", "without learning", "verdict"], rows)
 
 
 def training() -> str:
-    found = experiment("train_table")
-    rows = [[f"`{name}`", *(train_cell(found, task, name) for task in LONG_RANGE)] for name in ATTENTIONS]
-    return table(["attention", *LONG_RANGE], rows)
+    found, module = experiment("train_table"), train_table()
+    return str(module.table(found).split("\n\n")[0])
 
 
-def training_text() -> str:
-    found = experiment("train_table")
-    rows = [
-        [f"`{name}`", *(train_cell(found, task, name) for task in ("protein", "lm"))]
-        for name in ATTENTIONS
-        if f"protein/{name}/0" in found
+def recall() -> str:
+    """Accuracy on the recall task by features, the best at 8 features first; without blank cells."""
+    found = experiment("recall")
+    sizes = [m for m in ("4", "8", "16") if f"positive/{m}/16" in found["runs"]]
+    rows: dict[str, list[str]] = {}
+    for key, run in found["runs"].items():
+        name, m, pairs = key.rsplit("/", 2)
+        seen = run.get("accuracy")
+        if pairs == "16" and seen:
+            spread = f" ± {100 * statistics.stdev(seen):.1f}" if len(seen) > 1 else ""
+            cells = rows.setdefault(name, [""] * len(sizes))
+            for i, size in enumerate(sizes):
+                if m in (size, "0"):
+                    cells[i] = f"{100 * statistics.mean(seen):.1f}{spread}"
+    whole = {name: cells for name, cells in rows.items() if cells[sizes.index("8")]}
+    order = sorted(whole, key=lambda n: -float(whole[n][sizes.index("8")].split()[0]))
+    lines = [
+        [f"`{n.split(',')[0]}`" + "".join(f",{p}" for p in n.split(",")[1:]), *(c or "not run" for c in whole[n])]
+        for n in order
     ]
-    return table(["attention", "protein (%)", "lm (bits per byte)"], rows)
+    lines.append(["prediction by rank", *(f"{100 * found['rank'][m]:.1f}" for m in sizes)])
+    return table(["attention", *(f"m = {m}" for m in sizes)], lines)
 
 
 def training_speed() -> str:
@@ -416,7 +434,8 @@ def kernel_rows(parts: dict[str, Any], names: Iterable[str]) -> list[list[str]]:
     for row in (row for name in names for row in parts.get(name, [])):
         label = f"{WORDS.get(row['data'], row['data'])}, d = {row['d']}"
         took = [f"{row[k]:.2f}" for k in ("exact_s", "auto_s")]
-        rows.append([label, row["bandwidth"], *took, f"{row['exact_s'] / row['auto_s']:.1f}x", row["method"]])
+        change = "" if row["change"] is None else f"{row['change']:.2g}"
+        rows.append([label, row["bandwidth"], change, *took, row["method"]])
     return rows
 
 
@@ -427,7 +446,31 @@ def kernel_products(names: Iterable[str], other_methods: bool = False) -> str:
     rows = kernel_rows(parts, names)
     if other_methods:
         rows = [row for row in rows if row[-1] != "exact"]
-    return table(["points", "bandwidth", "exact (s)", "auto (s)", "faster by", "method"], rows)
+    return table(["points", "bandwidth", "change of x", "exact (s)", "auto (s)", "method"], rows)
+
+
+def many_points() -> str:
+    parts, rows = benchmark("matvec")["parts"], []
+    for row in (row for name in ("million", "words400k") for row in parts.get(name, [])):
+        took = [f"{row[k]:,.0f}" for k in ("exact_s", "build_s", "product_s")]
+        rows.append([f"{row['n']:,}, d = {row['d']}", f"{row['change']:.2g}", *took, row["method"]])
+    return table(["points", "change of x", "exact (s)", "build (s)", "product (s)", "method"], rows)
+
+
+def keops() -> str:
+    rows = []
+    for row in benchmark("matvec")["parts"].get("keops", []):
+        took = [f"{row['seconds'][k]:.2f}" for k in ("KeOps", "ours, all pairs", "ours")]
+        rows.append([f"{WORDS[row['data']]}, d = {row['d']}", *took])
+    return table(["points", "KeOps (s)", "ours, all pairs (s)", "ours, each pair once (s)"], rows)
+
+
+def processes() -> str:
+    rows = []
+    for row in benchmark("estimators")["process"]:
+        figures = [f"{row['fit']:.0f} s", f"{row['r2']:.2f}", f"{row['nll']:.2f}", f"{row['coverage']:.1%}"]
+        rows.append([f"{row['data']}, {row['kernel']}", row["model"], *figures])
+    return table(["table, kernel", "model", "fit", "R2", "NLL", "coverage of 95 %"], rows)
 
 
 def random_features() -> str:
@@ -507,6 +550,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "you-get": you_get,
     "kernels": lambda: kernel_products(WORDS, other_methods=True),
     "kernel-shapes": lambda: kernel_products(("rectangles", "density", "many")),
+    "many-points": many_points,
+    "keops": keops,
+    "processes": processes,
     "random-features": random_features,
     "large-tables": large_tables,
     "models": models,
@@ -528,7 +574,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "crossover": crossover,
     "windows": windows,
     "training": training,
-    "training-text": training_text,
+    "training-needed": needed,
+    "recall": recall,
     "training-speed": training_speed,
     "transfer": transfer,
     "feedforward": feedforward,

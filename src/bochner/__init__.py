@@ -48,8 +48,9 @@ _LAZY = {
     "diagnose": "bochner.hf.diagnose:diagnose",
     "distill": "bochner.hf.distill:distill",
     "revert": "bochner.hf.conversion:revert",
-    "search": "bochner.hf.conversion:search",
+    "search": "bochner.hf.search:search",
     "sparsity": "bochner.papers.attention_kernel:sparsity",
+    "train": "bochner.tasks.training:train",
 }
 
 __all__ = [
@@ -99,6 +100,7 @@ __all__ = [
     "sparsity",
     "tasks",
     "theory",
+    "train",
 ]
 
 

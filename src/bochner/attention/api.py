@@ -99,6 +99,8 @@ def linear_attention(
         if return_state:
             raise BochnerError("A 'state' cannot be returned for tensors on the meta device; use real tensors.")
         return q.new_empty(*q.shape[:-1], v.shape[-1])
+    if made is None and phi.redraw_every is not None:
+        phi.begin_pass_()
     made = made or PreparedMap(phi, options.scale, torch.float64 if q.dtype == torch.float64 else torch.float32)
     near = Near(options.is_causal, options.window or 0, window_kind, options.sinks)
     call = Call.of(near, made, q, k, options.normalize, options.recompute, options.return_state)
@@ -113,6 +115,8 @@ def linear_attention(
     else:
         result = _attend(call, *given, options)
     out = result.out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+    if phi.redraw_every is not None:
+        out = phi.end_pass(out)
     if result.state is None or not return_state:
         return out
     return out, result.state._replace(origin=origin)

@@ -67,7 +67,7 @@ class _Recomputed(torch.autograd.Function):
         except RuntimeError as error:
             raise BochnerError(
                 f"The map {type(ctx.prepared.phi).__name__} or an input of linear_attention was changed between the "
-                "forward and the backward pass; call redraw_, step_ or the optimizer after backward."
+                "forward and the backward pass; call redraw_ or the optimizer after backward."
             ) from error
         count, learned = ctx.count, ctx.learned
         inputs = saved[: count + 2 + learned]

@@ -58,6 +58,7 @@ def sequence_parallel_attention(
         check_mask(key_padding_mask, k, OWNER)
         k, v = unmasked(key_padding_mask, k, v)
         check_finite(OWNER, q=q, k=k, v=v)
+    phi.begin_pass_()
     prepared = PreparedMap(phi, options.scale, accumulation_dtype(q.dtype))
     call = Call.of(Near(is_causal=False), prepared, q, k)
     with torch.autocast(q.device.type, enabled=False):
@@ -76,7 +77,7 @@ def sequence_parallel_attention(
             seen = total.total[:, :, None, None]
             report(prepared, Result(out, None, bad & (seen[..., -1:] > 0)), int(bad.sum()), on_small_normalizer, 2)
             out = out.masked_fill(bad, 0) if on_small_normalizer == "zero" else torch.where(bad, mean_of(seen), out)
-    return out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+    return phi.end_pass(out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype))
 
 
 @contextmanager

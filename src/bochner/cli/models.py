@@ -83,7 +83,7 @@ def search(
     """
     from bochner.hf.config import Calibration, Target
     from bochner.hf.conversion import convert as to_linear
-    from bochner.hf.conversion import search as find
+    from bochner.hf.search import search as find
 
     check_goal(keep, minimize, memory)
     check_place(report, "--report")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,6 @@ from bochner.maps import FeatureMap, feature_map, named, options_of
 KERNELS = ("gaussian", "softmax")
 PLANNED = {"trig": 2, "positive": 1, "hyperbolic": 2, "optimal": 1}  # features a projection, for closed forms
 CLOSED = ("iid", "orthogonal")  # projections with closed forms
-PILOTS, PILOT_PAIRS = 12, 1024  # trials of the others, and pairs in each
-LEAST_TRIED, MOST_TRIED = 16, 1 << 13  # lengths, where no closed form limits them
-HOPELESS = 512  # the length from which trials give up where it would have to be many times the longest
-EXACT = ("linear_elu", "hedgehog")  # each is the kernel that it defines, at any length
 CALIBRATION_ROWS = 2048
 PAIRS = 4096
 BLOCK = 1 << 16  # features computed at a time: they stay in the second-level cache
@@ -46,10 +41,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     Args:
         n_components: length of the features, rounded down to what the map can have, or up to its least
             (`n_components_`; a sine and a cosine are the least of `trig`). `"auto"` takes the least with which the root
-            mean squared error of the kernel, over pairs of training rows, is at most `target`: by the closed forms of
-            `bochner.theory` where the map and its projection have one, else by a dozen trials of each length, fitted to
-            half of the rows and judged by pairs of the other half. `linear_elu` and `hedgehog` define their own
-            kernels: they have no error.
+            mean squared error of the kernel, over pairs of training rows, is at most `target`, by the closed forms of
+            `bochner.theory`; for `trig`, `positive`, `hyperbolic` and `optimal`.
         feature_map: a name of `bochner.maps.FEATURE_MAPS`, those of `bochner.register_map` among them.
         kernel: `"gaussian"` or `"softmax"`, for the maps that estimate both; `landmark` wants `"softmax"`.
         gamma: a positive number, or `"scale"`: 1 / (d var(X)), as in `RBFSampler`; for all kernels but the Gaussian,
@@ -197,83 +190,11 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         self.feature_map_.calibrate_(x, x)
 
     def _plan(self, X: Any, rng: np.random.RandomState) -> int:
-        """The length for `target`: by closed forms, shortened or replaced by trials."""
-        positive_float(self.target, "target", type(self).__name__)
-        if self.feature_map in EXACT:
-            raise BochnerError(
-                f"The feature map {self.feature_map!r} is the kernel that it defines, whatever its length: there is no "
-                "error for n_components='auto' to bring down; give a number."
-            )
-        if self.feature_map not in PLANNED:
-            return self._by_trials(X, rng)
+        """The length for `target`."""
         left, right = rng.randint(X.shape[0], size=(2, PAIRS))
         x, y = self._place(X[left]), self._place(X[right])
         how: dict[str, Any] = {"kernel": self.kernel, "projection": self.projection_}
-        most = components_needed(x, y, self.target, feature_map=self.feature_map, **how)
-        if self.projection_ in CLOSED or self.feature_map != "trig":  # errors of unbounded features defy few trials
-            return most
-        trials = self._trials(None, x[:PILOT_PAIRS], y[:PILOT_PAIRS], rng)
-        return shortest(0, most, PLANNED[self.feature_map], lambda length: trials(length) > self.target**2)
-
-    def _by_trials(self, X: Any, rng: np.random.RandomState) -> int:
-        """The length is doubled until trials meet the target, then halved between; within a sixteenth."""
-        n = X.shape[0]
-        rows = rng.permutation(n)[: 2 * CALIBRATION_ROWS]
-        half = len(rows) // 2
-        held = rows[half:]
-        left, right = rng.choice(held, size=(2, min(PILOT_PAIRS, len(held) ** 2)))
-        fitted = self._place(X[rows[:half]]) if half >= 2 else None
-        trials = self._trials(fitted, self._place(X[left]), self._place(X[right]), rng)
-        goal, high = self.target**2, LEAST_TRIED
-        while (reached := trials(high)) > goal:
-            needed = high * reached / goal  # as independent features would
-            if high >= MOST_TRIED or (high >= HOPELESS and needed > 8 * MOST_TRIED):
-                trig = self._probe(X.shape[1]).kernel in KERNELS and self.feature_map != "trig"
-                raise BochnerError(
-                    f"With {high} features {self.feature_map!r} still has an error of {math.sqrt(reached):.2g} in "
-                    f"trials, above the target {self.target:g}; raise 'target', or lower 'gamma'"
-                    + (", or take feature_map='trig'." if trig else ", or give a number.")
-                )
-            high *= 2
-        low = high // 2 if high > LEAST_TRIED else 0
-        return shortest(low, high, 1, lambda length: trials(length) > goal)
-
-    def _trials(
-        self, fitted: torch.Tensor | None, x: torch.Tensor, y: torch.Tensor, rng: np.random.RandomState
-    ) -> Callable[[int], float]:
-        """The mean squared error over the pairs (x_i, y_i) of features of a length, plus two standard errors.
-
-        Over a dozen draws, the same for every length, each calibrated on the rows `fitted`.
-        """
-        seeds = [draw_seed(rng) for _ in range(PILOTS)]
-        probe = self._probe(x.shape[1]).double()
-        if probe.kernel in KERNELS:
-            truth = (-0.5 * (x - y).square().sum(1) if self.kernel == "gaussian" else (x * y).sum(1)).exp()
-        else:
-            truth = probe.kernel_matrix(x.unsqueeze(1), y.unsqueeze(1)).flatten()
-
-        @torch.no_grad()
-        def error(length: int) -> float:
-            errors, phi = [], self._build(x.shape[1], length, 0)
-            for seed in seeds:
-                phi.redraw_(seed)
-                if fitted is not None:
-                    phi.calibrate_(fitted, fitted)
-                estimate = (phi(x, "query").dense() * phi(y, "key").dense()).sum(1)
-                errors.append(float((estimate - truth).square().mean()))
-            upper = np.mean(errors) + 2 * np.std(errors, ddof=1) / len(errors) ** 0.5
-            return float(upper) if math.isfinite(upper) else math.inf
-
-        return error
-
-
-def shortest(low: int, high: int, unit: int, short: Callable[[int], bool]) -> int:
-    """The least multiple of `unit` in (low, high] that is not too `short`, within a sixteenth; `high` is not."""
-    low, high = low // unit, high // unit
-    while high - low > max(1, high // 16):
-        middle = (low + high) // 2
-        low, high = (middle, high) if short(middle * unit) else (low, middle)
-    return high * unit
+        return components_needed(x, y, self.target, feature_map=self.feature_map, **how)
 
 
 def components_needed(
@@ -297,8 +218,8 @@ def components_needed(
     owner = "components_needed"
     if feature_map not in PLANNED:
         raise BochnerError(
-            f"There is no closed form for the feature map {feature_map!r}; use one of {sorted(PLANNED)}, or "
-            "RandomFeatures(n_components='auto'), which tries."
+            f"There is no closed form for the error of the feature map {feature_map!r}; use one of {sorted(PLANNED)}, "
+            "or give a number of components."
         )
     goal = 2 * math.log(positive_float(target, "target", owner))
     options: dict[str, Any] = {"map": feature_map, "kernel": kernel}

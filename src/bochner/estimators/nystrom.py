@@ -241,6 +241,9 @@ def make_basis(
     n, kernel = len(rows), Kernel(name, bandwidth)
     m = centers.number(n, columns) if isinstance(centers, Centers) else len(centers)
     block = rows.sample(sample_size(n, m), np.random.RandomState(seed))
+    share = len(block.X) / n
+    if share == 1:  # a row of weight two is two rows, also where centres are chosen
+        block = block.merged()
     X = torch.from_numpy(np.array(block.X, dtype=np.float64))
     weight = torch.ones(len(X), dtype=torch.float64)
     if block.weight is not None:
@@ -249,7 +252,7 @@ def make_basis(
         points = X[_chosen(kernel, X, m, centers.rule, seed)]
     else:
         points = torch.from_numpy(centers.astype(np.float64))
-    single = n > EXACT
+    single = n > EXACT and kernel.profile.convex  # the peak of the Laplace kernel magnifies rounding
     cross = CrossKernel(name, bandwidth, points, "float32" if single else "float64")
     own = kernel.block(points)
     own.diagonal().add_(min(1e-2, max(1e-6, n * NOISE**2 / alpha)) if single else 1e-13 * len(points))
@@ -258,7 +261,7 @@ def make_basis(
     for x, w in zip(X.split(2048), weight.split(2048), strict=True):
         phi = torch.linalg.solve_triangular(lower, kernel.block(points, x), upper=False)
         gram.addmm_(phi * w, phi.T)
-    return Basis(cross, lower, gram.mul_(n / len(X)))
+    return Basis(cross, lower, gram.div_(share))
 
 
 def _chosen(kernel: Kernel, X: Tensor, m: int, rule: str, seed: int) -> Tensor:

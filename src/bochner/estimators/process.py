@@ -29,7 +29,8 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     """Gaussian process with kernel `amplitude K` and noise variance `alpha`; X and y are standardised.
 
     What is not given is learned by marginal likelihood: a bandwidth for each column, the amplitude and the noise, from
-    up to 2,000 rows. Up to 4,096 rows the posterior is exact. Beyond, it lives on 1,024 centres (Titsias 2009), and
+    up to 2,000 rows. Up to 4,096 rows the posterior is exact, and its variances are scaled to those of rows predicted
+    from the others. Beyond, it lives on 1,024 centres (Titsias 2009), and
     amplitude and noise are learned again from all rows.
 
     Args:
@@ -126,6 +127,12 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self._points, self._lower = x, factored(matrix, hyper.noise)
         self._inner: Tensor | None = None
         self._dual = torch.cholesky_solve(y, self._lower)
+        if self.alpha is None and self.amplitude is None:
+            # Rows predicted from the others: residual^2 / variance = dual^2 / diag(A^-1), on average one if A is right.
+            left_out = self._dual.square() / torch.cholesky_inverse(self._lower).diagonal()[:, None]
+            scale = float(left_out.mean().clamp(0.25, 4.0))
+            self._hyper = hyper._replace(amplitude=scale * hyper.amplitude, noise=scale * hyper.noise)
+            self._lower, self._dual = self._lower * scale**0.5, self._dual / scale
 
     def _fit_centers(self, X: np.ndarray, y: Tensor, centers: Any, seed: int) -> None:
         """Sums over blocks of rows of `phi phi'` and `phi y`, then the amplitude and the noise they make likely."""

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError, extra
-from bochner.hf import observe
 from bochner.hf.attention import CHILD
-from bochner.hf.calibrate import Samples
-from bochner.hf.calls import Call
+from bochner.hf.calibrate import observe
 from bochner.hf.drift import note
 from bochner.hf.interface import layers_of
 
@@ -69,15 +67,7 @@ def adapters(model: Any, rank: int) -> Iterator[None]:
 def note_again(model: Any, batches: Sequence[dict[str, Tensor]]) -> None:
     """What queries and keys look like that trained weights make, for the alarm; maps stay fitted to their lengths."""
     layers = {name: layer for name, layer in layers_of(model).items() if layer.plan.seen is not None}
-    samples = {name: Samples() for name in layers}
-
-    def look(name: str, call: Call) -> None:
-        if name in samples:
-            samples[name].add(call)
-
-    with observe.recording(model, look):
-        for batch in batches[:NOTED]:
-            observe.run(model, batch)
+    samples = observe(model, layers, batches[:NOTED])
     for name, layer in layers.items():
         before: dict[str, Any] = layer.plan.seen or {}
         note(layer.plan, samples[name].q, samples[name].k)

@@ -7,9 +7,9 @@ the softmax, half is uniform. With an exact window only pairs outside it count.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -173,42 +173,6 @@ def far_pairs(call: Call, weights: Tensor, far: Far) -> PairMoments:
 
 
 @dataclass
-class HeadStatistics:
-    """Per query head, averaged over rows: what its attention looks like."""
-
-    rows: Any = 0.0
-    peak: Any = 0.0
-    mass: Any = 0.0
-    entropy: Any = 0.0
-    query_norm: Any = 0.0
-    key_norm: Any = 0.0
-    logit: Any = 0.0
-
-    def add(self, call: Call, weights: Tensor, far: Far) -> None:
-        outside = weights * far.far
-        root = call.scale**0.5
-        self.rows += far.allowed.any(-1).sum().item()
-        self.peak = self.peak + outside.amax(-1).double().sum((0, 2))
-        self.mass = self.mass + outside.sum(-1).double().sum((0, 2))
-        self.entropy = self.entropy + torch.special.entr(weights).sum(-1).double().sum((0, 2))
-        live = far.allowed.any(-1, keepdim=True)
-        norms = call.query.float().norm(dim=-1) * live.squeeze(-1) * root
-        self.query_norm = self.query_norm + norms.double().sum((0, 2))
-        seen = far.allowed.any(-2)
-        norms = call.key.float().norm(dim=-1) * seen * root
-        share = live.sum() / seen.sum()
-        self.key_norm = self.key_norm + (norms.double().sum((0, 2)) * share).repeat_interleave(call.group)
-        key = call.key.repeat_interleave(call.group, dim=1)
-        logits = (call.query.float() @ key.float().mT * call.scale).masked_fill(~far.allowed, -torch.inf)
-        peak = logits.amax((0, 2, 3)).double()
-        self.logit = peak if isinstance(self.logit, float) else torch.maximum(self.logit, peak)
-
-    def mean(self, name: str) -> Tensor:
-        value = getattr(self, name)
-        return value if name == "logit" else value / max(self.rows, 1)
-
-
-@dataclass
 class Samples:
     """Sequences of queries (h, n, d), keys and values (g, n, d) of a layer, scaled: what its maps are fitted to.
 
@@ -301,89 +265,68 @@ def _all_over(count: int) -> list[int]:
     return [i for i in spread if i < count]
 
 
-def gate_gradient(
+def gate_gradients(
     model: Any,
-    layers: Mapping[str, Attention],
-    gates: Mapping[str, Tensor],
-    batch: dict[str, Any],
-    loss: Callable[[Any], Tensor],
+    layers: Mapping[str, Any],
+    batches: Sequence[dict[str, Any]],
+    loss: Callable[[int, Any], Tensor],
 ) -> dict[str, Tensor]:
-    """The gradient of a loss of the model's output at gates (h,) from 0, the head of `layers`, to 1, exact attention.
+    """How much a loss falls per query head, (h,), along gates of all heads from 0 to 1, which is exact attention.
 
-    Layers whose gates have no influence are left out.
+    0 is the head of `layers`, each a `LinearAttention`. `loss(index, output)`: of the model's output for one of the
+    batches. Layers whose gates have no influence are left out.
     """
     from bochner.hf.observe import recording, run
 
-    device = next(model.parameters()).device
+    device, gates, total = next(model.parameters()).device, dict[str, Tensor](), dict[str, Tensor]()
     frozen = [p for p in model.parameters() if p.requires_grad]
-    leaves = {name: g.detach().to(device).clone().requires_grad_(True) for name, g in gates.items()}
 
     def look(name: str, call: Call) -> Tensor | None:
         if name not in layers:
             return None
         near = layers[name](call)
-        g = leaves[name][None, :, None, None].to(near.dtype)
+        g = gates[name][None, :, None, None].to(near.dtype)
         return g * exact(call) + (1 - g) * near
 
     for p in frozen:
         p.requires_grad_(False)
     try:
-        with recording(model, look):
-            output = run(model, batch, gradient=True)
-            with torch.enable_grad():
-                loss(output).backward()
+        for level, (j, batch) in itertools.product(GATES, enumerate(batches)):
+            for name, layer in layers.items():
+                gates[name] = torch.full((layer.plan.num_heads,), level, device=device, requires_grad=True)
+            with recording(model, look):
+                output = run(model, batch, gradient=True)
+                with torch.enable_grad():
+                    loss(j, output).backward()
+            for name, g in gates.items():
+                if g.grad is not None:
+                    total[name] = total.get(name, 0) - g.grad.double().cpu() / (len(GATES) * len(batches))
     finally:
         for p in frozen:
             p.requires_grad_(True)
-    return {name: g.grad.double().cpu() for name, g in leaves.items() if g.grad is not None}
-
-
-def gate_gradients(
-    model: Any,
-    layers: Mapping[str, Attention],
-    heads: Mapping[str, int],
-    batches: Sequence[dict[str, Any]],
-    loss: Callable[[int, Any], Tensor],
-) -> dict[str, Tensor]:
-    """How much a loss falls per query head, integrated along gates from 0 (the head of `layers`) to 1 (exact).
-
-    `heads`: the number of each layer's query heads; `loss(index, output)`: of the model's output for one of the
-    batches.
-    """
-    total: dict[str, Tensor] = {}
-    for level in GATES:
-        gates = {name: torch.full((heads[name],), level) for name in layers}
-        for j, batch in enumerate(batches):
-            for name, g in gate_gradient(model, layers, gates, batch, partial(loss, j)).items():
-                total[name] = total.get(name, 0) - g / (len(GATES) * len(batches))
     return total
 
 
 def retrieval_scores(
     model: Any, layers: Mapping[str, Any], data: Sequence[dict[str, Any]], near: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Which query heads look something up, (h,) by module name: the fall of a loss as they become exact.
+    """Which query heads of a language model look something up, (h,) by module name: the fall of a loss as they become
+    exact.
 
-    Probes are made of the calibration tokens: a passage, another, the first again. With a language-model head it is the
-    loss on the repeat, by the gradient of a gate on every head, averaged on the way from none exact to all exact.
-    Without one it is how much higher a head's attention peaks outside window and sinks (`near`) on the repeat than
-    before it. Peaks on plain text tell nothing: the highest are those of heads that rest on some punctuation mark.
-    `layers`: the attention of each module without exact heads, a `LinearAttention`.
+    Probes are made of the calibration tokens: a passage, another, the first again; the loss is that on the repeat.
+    `layers`: the attention of each module without exact heads, a `LinearAttention`, with window and sinks `near`.
     """
     tokens = torch.cat([row[mask.bool()] for b in data for row, mask in zip(b["input_ids"], _mask_of(b), strict=True)])
     reach = (near.get("window") or 0) * (2 if near.get("window_kind", "block") == "block" else 1)
     length = min(max(PROBE, reach // 2 + 32), len(tokens) // 2, inputs.positions(model).get("input_ids", 2**31) // 3)
     pieces = [tokens[start : start + 2 * length].split(length) for start in range(0, len(tokens), 2 * length)]
     probes = [torch.cat([p[0], p[1], p[0]])[None] for p in pieces[:PROBES] if len(p) == 2 and len(p[1]) == length]
-    if getattr(model, "get_output_embeddings", lambda: None)() is None:
-        return _rising_peaks(model, layers, probes, length, near)
 
     def loss(index: int, output: Any) -> Tensor:
         target = probes[index][:, -length + 1 :].to(output.logits.device)
         return nn.functional.cross_entropy(output.logits[:, -length:-1].float().transpose(1, 2), target)
 
-    heads = {name: layer.plan.num_heads for name, layer in layers.items()}
-    return gate_gradients(model, layers, heads, [{"input_ids": ids} for ids in probes], loss)
+    return gate_gradients(model, layers, [{"input_ids": ids} for ids in probes], loss)
 
 
 def peak_scores(samples: Samples, is_causal: bool, **near: Any) -> Tensor:
@@ -395,26 +338,6 @@ def peak_scores(samples: Samples, is_causal: bool, **near: Any) -> Tensor:
         total = total + (attention_weights(call, far.allowed) * far.far).amax(-1).double().sum((0, 2)).cpu()
         rows += q.shape[1]
     return total / max(rows, 1)
-
-
-def _rising_peaks(
-    model: Any, names: Iterable[str], probes: Sequence[Tensor], length: int, near: dict[str, Any]
-) -> dict[str, Tensor]:
-    from bochner.hf.observe import recording, run
-
-    names, found = set(names), dict[str, Tensor]()
-
-    def look(name: str, call: Call) -> None:
-        if name in names:
-            far = Far.of(call, **near)
-            peak = (attention_weights(call, far.allowed) * far.far).amax(-1).double()
-            rise = peak[..., 2 * length :].mean((0, 2)) - peak[..., length : 2 * length].mean((0, 2))
-            found[name] = found.get(name, 0) + rise / len(probes)
-
-    with recording(model, look):
-        for ids in probes:
-            run(model, {"input_ids": ids})
-    return found
 
 
 def _mask_of(batch: dict[str, Any]) -> Tensor:

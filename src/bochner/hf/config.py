@@ -8,12 +8,13 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from bochner._checks import BochnerError, flag, is_int, one_of, positive_float, positive_int
+from bochner.hf import inputs
 from bochner.maps import named
 
 WINDOW_KINDS = ("block", "sliding")
@@ -210,6 +211,23 @@ class Calibration(Config):
         if isinstance(data, Calibration):
             return data if tokenizer is None or data.tokenizer is not None else replace(data, tokenizer=tokenizer)
         return cls(data, tokenizer)
+
+    @property
+    def is_texts(self) -> bool:
+        """Whether the data is one text or several, and not batches."""
+        texts = [self.data] if isinstance(self.data, str) else self.data
+        return isinstance(texts, Sequence) and bool(texts) and all(isinstance(t, str) for t in texts)
+
+    def batches(self, model: Any, max_length: int, *, labels: bool = False) -> list[dict[str, Any]]:
+        """The data as inputs of a model; `max_length`: of texts, unless the calibration says it."""
+        items = inputs.listed(self.data, model)
+        if self.max_length is not None and not all(isinstance(t, str) for t in items):
+            raise BochnerError(
+                f"The 'max_length' of Calibration cuts texts, and the data is batches: leave out max_length="
+                f"{self.max_length}, or cut the batches."
+            )
+        sizes: dict[str, Any] = {"max_length": self.max_length or max_length, "batch_size": self.batch_size}
+        return inputs.batches(items, self.tokenizer, model=model, labels=labels, **sizes)
 
     def __repr__(self) -> str:
         count = f"{len(self.data)} items" if hasattr(self.data, "__len__") else type(self.data).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,15 +19,17 @@ from bochner.hf import calibrate, drift, inputs, legacy
 from bochner.hf.attention import LinearAttention
 from bochner.hf.config import Calibration, Distillation, Recipe, Target
 from bochner.hf.diagnose import diagnose
-from bochner.hf.fates import EXACT, Fate, Hybrid, Kernel, Window
+from bochner.hf.evaluate import is_language_model
+from bochner.hf.fates import EXACT, Window, fate_of
 from bochner.hf.interface import MISFIT, attach, detach, layers_of, unwrap
 from bochner.hf.observe import Shape, discover, discover_parts
 from bochner.hf.plan import Fitted, LayerPlan, Plan
+from bochner.nn.torch_layers import convert_torch, is_torch_model
 
 ROWS_PER_DIMENSION = 4  # calibration tokens wanted per head dimension
 MAX_LENGTH = 256  # tokens that calibration texts are cut to, unless their Calibration says otherwise
 NEED_DATA = ("landmark", "calibrated", "optimal")  # maps that are nothing without calibration
-PLAN, MAPS = "plan.json", "maps.safetensors"  # the files of a saved conversion
+PLAN, MAPS, REPORT = "plan.json", "maps.safetensors", "report.json"  # the files of a saved conversion
 Batches = Sequence[dict[str, Tensor]]
 AUTO = Recipe()
 
@@ -45,7 +48,8 @@ def convert(
 ) -> Any:
     """Replace a model's attention by linear attention, in place; returns a `Conversion`.
 
-    `model`: a transformers model, a SentenceTransformer or a PeftModel. Nothing is changed if anything is refused.
+    `model`: a transformers model, a SentenceTransformer or a PeftModel; or a torch.nn.TransformerEncoder or Decoder,
+    see `bochner.nn.convert_torch`. Nothing is changed if anything is refused.
     `spec`: a `Recipe`, which says what every head becomes; a `Target`, for which that is searched for; a `Plan`; or the
     directory of a saved conversion.
     `data`: texts, batches of the model's inputs, or a `Calibration` with its tokenizer and lengths. Maps are fitted to
@@ -62,12 +66,14 @@ def convert(
     Plan: 1 layer, 2 key heads: 2 kernel
       encoder.layer.0.attention.self  KK  positive m=32
     """
+    if is_torch_model(model):
+        return convert_torch(model, spec, data)
     if legacy.is_old_convert(spec, data, old):
         new: dict[str, Any] = {"parts": parts, "unsupported": unsupported, "exact_below": exact_below, "seed": seed}
         return _as_before(model, legacy.read_convert(model, spec, data, {**old, **new, "progress": progress}))
     inner, tokenizer = unwrap(model)
-    _check_model(inner)
-    _check_arguments(spec, parts, unsupported, exact_below, seed)
+    check_model(inner)
+    check_arguments(spec, parts, unsupported, exact_below, seed)
     calibration = None if data is None else Calibration.of(data, tokenizer)
     say = speaker(progress)
     if isinstance(spec, Target):
@@ -77,7 +83,7 @@ def convert(
             raise BochnerError("A saved conversion brings its maps: leave out 'data', or convert by a Recipe or Plan.")
         return Conversion.from_pretrained(model, spec)
     fit_length = getattr(spec, "fit_length", 0)
-    batches = _batches(inner, calibration, fit_length or MAX_LENGTH)
+    batches = [] if calibration is None else calibration.batches(inner, fit_length or MAX_LENGTH)
     shapes = discover_parts(inner, batches, unsupported, parts)
     if isinstance(spec, Plan):
         plan, layers = _by_plan(inner, spec, shapes, batches, say)
@@ -92,12 +98,18 @@ class Conversion:
     """A converted model, and what can be done with the conversion.
 
     `model`: the model, as it was given. `plan`: what every head became, a copy that brings the fitted maps.
-    `report`: of the search for a `Target`; `distillation`: of the training that followed it; else None.
+    `report`: of the search for a `Target`, else None; it is saved and loaded with the model or the conversion.
+    `distillation`: of the training that followed the search, until the model is loaded again.
     """
 
     def __init__(self, model: Any, report: Any = None, distillation: Any = None) -> None:
         self.model, self.report, self.distillation = model, report, distillation
         layers_of(model)
+        stored = getattr(_settings(model), "report", None)
+        if report is None and stored is not None:
+            from bochner.hf.search import SearchReport
+
+            self.report = SearchReport.from_dict(stored)
 
     @classmethod
     def of(cls, model: Any) -> Conversion:
@@ -111,8 +123,7 @@ class Conversion:
         layers = layers_of(inner)
         plan = Plan([replace(layer.plan, name=name) for name, layer in layers.items()]).copy()
         plan.model_type = getattr(inner.config, "model_type", "")
-        held = getattr(getattr(inner.config, "quantization_config", None), "plan", None)
-        plan.fit_length = getattr(held, "fit_length", 0)
+        plan.fit_length = getattr(getattr(_settings(inner), "plan", None), "fit_length", 0)
         for name, layer in layers.items():
             tensors = {key: value.detach().clone() for key, value in layer.state_dict().items()}
             plan.maps[name] = Fitted(list(layer.plan.fates), tensors)
@@ -125,7 +136,7 @@ class Conversion:
         keys.
         """
         inner, tokenizer = unwrap(self.model)
-        batches = _batches(inner, Calibration.of(data, tokenizer), MAX_LENGTH)
+        batches = Calibration.of(data, tokenizer).batches(inner, MAX_LENGTH)
         return calibrate.head_errors(inner, layers_of(inner), batches)
 
     def revert(self) -> Any:
@@ -133,12 +144,18 @@ class Conversion:
         return revert(self.model)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the plan and the fitted maps, about a hundredth of the model, to be loaded beside the original."""
+        """Write the plan, the fitted maps and the report, a hundredth of the model, to be loaded beside the original.
+
+        A part that was converted by itself, as `convert(model.vision_model, ...)`, is saved in this way alone: to save
+        it with the whole model, convert that with `parts`.
+        """
         from safetensors.torch import save_file
 
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         self.plan.save(folder / PLAN)
+        if self.report is not None:
+            (folder / REPORT).write_text(json.dumps(self.report.to_dict(), indent=1), encoding="utf-8")
         tensors = {
             f"{name}.{key}": value.detach().cpu().contiguous().clone()
             for name, layer in layers_of(self.model).items()
@@ -169,7 +186,9 @@ class Conversion:
         for name, attention in layers.items():
             _load(attention, plan.maps[name].tensors)
         device = next(inner.parameters()).device
-        attach(inner, plan, {name: layer.to(device) for name, layer in layers.items()})
+        found = folder / REPORT
+        report = json.loads(found.read_text(encoding="utf-8")) if found.exists() else None
+        attach(inner, plan, {name: layer.to(device) for name, layer in layers.items()}, report)
         return cls(model)
 
     def __repr__(self) -> str:
@@ -194,12 +213,12 @@ def revert(model: Any, attn_implementation: str | None = None) -> Any:
 
 def _as_before(model: Any, call: legacy.OldCall) -> Any:
     """An old call of `convert`; returns the model."""
-    from bochner.hf.distill import train
+    from bochner.hf.distill import distill
 
     conversion = convert(model, call.spec, call.data, **call.rest)
     if call.train is not None:
         try:
-            train(model, call.data, call.train)
+            distill(model, call.data, call.train)
         except BaseException:
             conversion.revert()
             raise
@@ -208,37 +227,12 @@ def _as_before(model: Any, call: legacy.OldCall) -> Any:
 
 def advise(model: Any, calibration: Any, values: Tensor | None = None, **old: Any) -> Any:
     """The old name of `search`, for a model, and of `diagnose`, for one layer's tensors."""
+    from bochner.hf.search import search
+
     if not isinstance(model, nn.Module):
         return diagnose(model, calibration, values, **legacy.read_diagnosis(old))
     call = legacy.read_search(calibration, old)
     return search(model, call.spec, call.data, **call.rest)
-
-
-def search(
-    model: Any,
-    target: Target,
-    data: Any,
-    *,
-    parts: Sequence[str] | None = None,
-    unsupported: str = "keep",
-    seed: int = 0,
-    progress: bool | None = None,
-) -> Any:
-    """What `convert` would do to reach a target, without changing the model; the arguments are those of `convert`.
-
-    Returns a `SearchReport`, whose `plan` brings the maps that were verified: `convert(model, report.plan)` applies it.
-    """
-    from bochner.hf.search import search as find
-
-    inner, tokenizer = unwrap(model)
-    _check_model(inner)
-    if not isinstance(target, Target):
-        raise BochnerError(f"The 'target' of search must be a bochner.Target, got {type(target).__name__}.")
-    _check_arguments(target, parts, unsupported, 0, seed)
-    if data is None:
-        raise BochnerError("A Target needs 'data': texts to search on and texts to verify on.")
-    calibration = Calibration.of(data, tokenizer)
-    return find(inner, target, calibration, parts=parts, unsupported=unsupported, seed=seed, progress=progress)
 
 
 def _to_target(
@@ -252,7 +246,8 @@ def _to_target(
     progress: bool | None,
 ) -> Conversion:
     """Search, change the model, train what the target allows, and say what was reached."""
-    from bochner.hf.distill import DistillReport, train
+    from bochner.hf.distill import DistillReport
+    from bochner.hf.search import search
 
     if target.train is not None and target.train.loss == "model" and data is not None:
         given = data.data if isinstance(data.data, (list, tuple)) else []
@@ -270,16 +265,21 @@ def _to_target(
     if target.train is not None:
         distilled = DistillReport(note="Nothing was distilled: nothing is converted.")
         if plan.converted:
-            distilled = _trained(model, report, target.train, train, progress)
+            distilled = _trained(model, report, target.train, progress)
     if not report.met:
         warnings.warn(report.reasons[0], BochnerWarning, stacklevel=3)
+    settings = _settings(inner)
+    if settings is not None:
+        settings.report = report.to_dict()
     return Conversion(model, report, distilled)
 
 
-def _trained(model: Any, report: Any, how: Distillation, train: Callable[..., Any], progress: bool | None) -> Any:
+def _trained(model: Any, report: Any, how: Distillation, progress: bool | None) -> Any:
     """Distillation after converting; a failure undoes the conversion."""
+    from bochner.hf.distill import distill
+
     try:
-        found = train(model, report.training, how, progress=progress)
+        found = distill(model, report.training, how, progress=progress)
     except BaseException:
         revert(model)
         raise
@@ -307,39 +307,21 @@ def _by_recipe(
         _check_needs_no_data(plan.converted)
         if recipe.ranks_heads:
             raise BochnerError("Choosing 'exact_heads' needs 'data': the heads are chosen by what they attend to.")
-        _make_exact(plan, recipe.exact_heads)
+        make_exact(plan, recipe.exact_heads)
         return plan, _build(model, plan, {})
     samples = _observed(model, plan.converted, data, say)
     if recipe.ranks_heads:
         say("measuring which heads retrieve")
         _score(model, plan, recipe, samples, data)
-    _make_exact(plan, recipe.exact_heads)
+    make_exact(plan, recipe.exact_heads)
     return plan, _build(model, plan, samples)
 
 
 def draft(recipe: Recipe, shapes: Mapping[str, Shape], model_type: str, seed: int = 0) -> Plan:
     """The plan of a recipe before any head is chosen: all heads of a layer alike."""
-    near: dict[str, Any] = {"window": recipe.window, "sinks": recipe.sinks, "window_kind": recipe.window_kind}
-    layers = []
-    for i, shape in enumerate(shapes.values()):
-        local = (recipe.window is not None or recipe.sinks > 0) and not shape.is_cross
-        fate: Fate = EXACT
-        if shape.obstacle is None and recipe.feature_map is None and local:
-            fate = Window(**near)
-        elif shape.obstacle is None and recipe.feature_map is not None:
-            mapped: dict[str, Any] = {"feature_map": recipe.feature_map, "num_features": recipe.num_features}
-            mapped["options"] = dict(recipe.options)
-            fate = Hybrid(**near, **mapped) if local else Kernel(**mapped)
-        reason, limit = shape.obstacle or ("", 0)
-        layer = layer_plan(shape, [fate] * shape.num_kv_heads, spawn_seed(seed, i))
-        layers.append(replace(layer, trainable=recipe.trainable, reason=reason, limit=limit))
-    return Plan(layers, model_type)
-
-
-def layer_plan(shape: Shape, fates: list[Fate], seed: int) -> LayerPlan:
-    """The plan of an attention module with some fates."""
-    sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim
-    return LayerPlan(shape.name, *sizes, fates, shape.is_causal, shape.is_cross, seed)
+    every = enumerate(shapes.values())
+    layers = [LayerPlan.of(shape, fate_of(recipe, shape.is_cross), spawn_seed(seed, i)) for i, shape in every]
+    return Plan([replace(layer, trainable=recipe.trainable) for layer in layers], model_type)
 
 
 def _score(model: Any, plan: Plan, recipe: Recipe, samples: Mapping[str, calibrate.Samples], data: Batches) -> None:
@@ -349,8 +331,7 @@ def _score(model: Any, plan: Plan, recipe: Recipe, samples: Mapping[str, calibra
     its attention peaks outside window and sinks.
     """
     near: dict[str, Any] = {"window": recipe.window, "sinks": recipe.sinks, "window_kind": recipe.window_kind}
-    causal = all(layer.is_causal and not layer.is_cross for layer in plan.converted)
-    if causal and "input_ids" in data[0]:
+    if is_language_model(model, {x.name: x for x in plan.converted}) and "input_ids" in data[0]:
         far = Window(**near) if recipe.window is not None or recipe.sinks else None
         bare = {x.name: replace(x, fates=[far or x.fates[0]] * x.num_kv_heads) for x in plan.converted}
         device = next(model.parameters()).device
@@ -366,7 +347,7 @@ def _score(model: Any, plan: Plan, recipe: Recipe, samples: Mapping[str, calibra
         layer.scores = [round(x, 6) for x in by_head.tolist()]
 
 
-def _make_exact(plan: Plan, wanted: Any) -> None:
+def make_exact(plan: Plan, wanted: Any) -> None:
     """Give the key heads that stay softmax their fate: a fraction, those with the highest scores first, or pairs."""
     if isinstance(wanted, (int, float)):
         free = [(i, g) for i, x in enumerate(plan.layers) if not x.untouched for g in range(x.num_kv_heads)]
@@ -454,13 +435,6 @@ def _load(layer: LinearAttention, tensors: dict[str, Tensor]) -> None:
         raise BochnerError(MISFIT) from error
 
 
-def _batches(model: Any, data: Calibration | None, max_length: int) -> Batches:
-    if data is None:
-        return []
-    sizes: dict[str, Any] = {"max_length": data.max_length or max_length, "batch_size": data.batch_size}
-    return inputs.batches(data.data, data.tokenizer, model=model, **sizes)
-
-
 def _set_border(model: Any, plan: Plan, border: int) -> None:
     """Say below how many keys rows stay exact, and warn if that is always."""
     if not border:
@@ -494,7 +468,7 @@ def _check_needs_no_data(layers: Sequence[LayerPlan]) -> None:
         )
 
 
-def _check_arguments(spec: Any, parts: Any, unsupported: Any, exact_below: Any, seed: Any) -> None:
+def check_arguments(spec: Any, parts: Any, unsupported: Any, exact_below: Any, seed: Any) -> None:
     """Refuse what cannot be, and what does not go with the spec."""
     if not isinstance(spec, (Recipe, Target, Plan, str, Path)):
         raise BochnerError(
@@ -515,14 +489,14 @@ def _check_arguments(spec: Any, parts: Any, unsupported: Any, exact_below: Any, 
             raise BochnerError(f"{what} says it all, for every layer: leave out {name!r}, or edit the plan.")
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise BochnerError(f"The 'model' of convert must be a transformers model, got {type(model).__name__}.")
     parameter = next(iter(model.parameters()), None)
     if parameter is None:
         raise BochnerError("The 'model' of convert has no parameters.")
     quantized = getattr(getattr(model, "config", None), "quantization_config", None) is not None
-    if (quantized and not _is_ours(model)) or not parameter.is_floating_point():
+    if (quantized and _settings(model) is None) or not parameter.is_floating_point():
         raise BochnerError(
             f"The 'model' of convert must have floating-point weights, got {parameter.dtype}"
             f"{' and a quantization config' if quantized else ''}; load it dequantized."
@@ -531,5 +505,7 @@ def _check_model(model: Any) -> None:
         raise BochnerError("The 'model' of convert is on the meta device, without weights; load them first.")
 
 
-def _is_ours(model: Any) -> bool:
-    return getattr(model.config.quantization_config, "quant_method", None) == "bochner"
+def _settings(model: Any) -> Any:
+    """What a converted model's configuration says of the conversion; None if nothing."""
+    settings = getattr(getattr(unwrap(model)[0], "config", None), "quantization_config", None)
+    return settings if getattr(settings, "quant_method", None) == "bochner" else None

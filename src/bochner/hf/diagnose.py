@@ -20,10 +20,10 @@ from bochner._checks import BochnerError, positive_int
 from bochner._timing import best_times
 from bochner.attention.checks import check_qkv
 from bochner.hf.attention import LinearAttention
-from bochner.hf.calibrate import Far, HeadStatistics, Samples, attention_weights, error_on
+from bochner.hf.calibrate import Far, Samples, attention_weights, error_on
 from bochner.hf.calls import Call, exact
 from bochner.hf.config import Recipe
-from bochner.hf.fates import EXACT, Fate, Hybrid, Kernel, Window
+from bochner.hf.fates import EXACT, Fate, Hybrid, Kernel, Window, fate_of
 from bochner.hf.plan import LayerPlan
 from bochner.maps.base import FeatureMap
 from bochner.maps.exponential import CalibratedFeatures
@@ -182,11 +182,8 @@ def _layer_of_tensors(q: Any, k: Any, v: Tensor | None, scale: float | None, is_
 
 def _examine(layer: Layer, near: Window | None, sizes: Sequence[int]) -> list[HeadDiagnosis]:
     """Every candidate on every head of one layer; `near`: none for cross-attention."""
-    statistics, samples = HeadStatistics(), Samples()
-    keywords = {} if near is None else near.near
+    samples, keywords = Samples(), {} if near is None else near.near
     for call in layer.calibration:
-        far = Far.of(call, **keywords)
-        statistics.add(call, attention_weights(call, far.allowed), far)
         samples.add(call)
     # What computes the heads, by the candidate's name; and the maps that theory can say something of.
     candidates: dict[str, Callable[[Call], Tensor]] = {"uniform": uniform}
@@ -209,23 +206,40 @@ def _examine(layer: Layer, near: Window | None, sizes: Sequence[int]) -> list[He
     measured = {label: error_on(layer.held, attention) for label, attention in candidates.items()}
     predicted = {label: _predict(phi, layer.shape) for label, phi in maps.items()}
     floors = _rank_floors(layer.shape, keywords, m)
-    means = {name: statistics.mean(name) for name in ("query_norm", "key_norm", "logit", "entropy", "mass", "peak")}
+    statistics: dict[str, Any] = _statistics(layer.calibration, keywords)
     return [
         HeadDiagnosis(
             layer=layer.name,
             head=i,
-            query_norm=means["query_norm"][i].item(),
-            key_norm=means["key_norm"][i].item(),
-            largest_logit=means["logit"][i].item(),
-            entropy=means["entropy"][i].item(),
-            outside=means["mass"][i].item(),
-            peak=means["peak"][i].item(),
+            **{name: values[i].item() for name, values in statistics.items()},
             measured={label: e[i].item() for label, e in measured.items()},
             predicted={label: e[i].item() for label, e in predicted.items()},
             rank_floor=floors[i].item(),
         )
         for i in range(layer.shape.query.shape[1])
     ]
+
+
+def _statistics(calls: Sequence[Call], near: dict[str, Any]) -> dict[str, Tensor]:
+    """What the attention of each head looks like, (h,): means over rows and calls; of logits the largest."""
+    found: dict[str, list[Tensor]] = {}
+    for call in calls:
+        far, root = Far.of(call, **near), call.scale**0.5
+        weights, key = attention_weights(call, far.allowed), call.key.float().repeat_interleave(call.group, dim=1)
+        outside = weights * far.far
+        logits = (call.query.float() @ key.mT * call.scale).masked_fill(~far.allowed, -torch.inf)
+        rows = {
+            "query_norm": call.query.float().norm(dim=-1) * root,
+            "key_norm": key.norm(dim=-1) * root,
+            "largest_logit": logits.amax((-1, -2))[..., None],
+            "entropy": torch.special.entr(weights).sum(-1),
+            "outside": outside.sum(-1),
+            "peak": outside.amax(-1),
+        }
+        for name, values in rows.items():
+            found.setdefault(name, []).append(values.double().mean((0, 2)))
+    means = {name: torch.stack(values).mean(0) for name, values in found.items()}
+    return {**means, "largest_logit": torch.stack(found["largest_logit"]).amax(0)}
 
 
 def _rank_floors(call: Call, near: dict[str, Any], m: int) -> Tensor:
@@ -345,10 +359,7 @@ def _recipe(heads: list[HeadDiagnosis], layer: Layer, near: Window | None, m: in
 
 def _planned(layer: Layer, recipe: Recipe) -> LayerPlan:
     """The plan of the layer under a recipe."""
-    mapped: dict[str, Any] = {"feature_map": recipe.feature_map, "num_features": recipe.num_features}
-    near: dict[str, Any] = {"window": recipe.window, "sinks": recipe.sinks, "window_kind": recipe.window_kind}
-    local = recipe.window is not None and not layer.is_cross
-    plan = layer.plan(Hybrid(**near, **mapped) if local else Kernel(**mapped))
+    plan = layer.plan(fate_of(recipe, layer.is_cross))
     for _, g in recipe.exact_heads or ():
         plan.fates[g] = EXACT
     return plan

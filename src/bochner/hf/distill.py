@@ -16,22 +16,23 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bochner._checks import BochnerError, extra
 from bochner._progress import speaker
-from bochner.hf import inputs, legacy, observe
+from bochner.hf import legacy, observe
 from bochner.hf.adapters import adapters, check_lora, note_again
 from bochner.hf.attention import CHILD, LinearAttention
 from bochner.hf.calibrate import HeadErrors, error_on
 from bochner.hf.calls import Call
 from bochner.hf.config import Calibration, Distillation
-from bochner.hf.evaluate import is_language_model, kind_of, pooled, rows_of
+from bochner.hf.evaluate import divergence, is_language_model, kind_of, pooled, rows_of
 from bochner.hf.interface import layers_of, unwrap
 from bochner.maps.landmark import LandmarkFeatures
 
@@ -39,6 +40,7 @@ PATIENCE = 3  # checks of a layer without progress after which it is left
 MAX_LENGTH = 256  # tokens that texts are cut to, unless their Calibration says otherwise
 PLAIN = Distillation()
 MEMORY = 2**31  # bytes of queries, keys and values held at a time
+Batch = dict[str, Tensor]
 
 
 @dataclass
@@ -100,35 +102,24 @@ def distill(model: Any, data: Any, how: Distillation = PLAIN, *, progress: bool 
         how, data = legacy.distillation(how, data, old)
     if not isinstance(how, Distillation):
         raise BochnerError(f"The 'how' of distill must be a bochner.Distillation, got {type(how).__name__}.")
-    return train(model, data, how, progress=progress)
-
-
-def train(model: Any, data: Any, how: Distillation, *, progress: bool | None = None) -> DistillReport:
-    """The same, behind the checks of old arguments."""
-    first = _Training(how.steps, how.rate, PATIENCE, _Clock(how.seconds), speaker(progress))
     adapted = hasattr(model, "get_base_model")
     check_lora(how.lora, adapted)
     model, tokenizer = unwrap(model)
     attached = layers_of(model)
-    given = Calibration.of(data, tokenizer)
-    sizes: dict[str, Any] = {"max_length": given.max_length or MAX_LENGTH, "batch_size": given.batch_size}
-    batches = inputs.batches(given.data, given.tokenizer, model=model, labels=True, **sizes)
+    batches = Calibration.of(data, tokenizer).batches(model, MAX_LENGTH, labels=True)
     if len(batches) < 2:
         raise BochnerError("distill needs at least two batches, one of them for validation; give more texts.")
     labels = [batch.pop("labels", None) for batch in batches]
-    own = _OwnLoss(model, batches, labels) if how.loss == "model" and how.end_to_end else None
-    second = None
-    if how.end_to_end:
-        second = replace(first, steps=how.end_to_end, lr=how.rate / 2, patience=how.end_to_end)
+    run = _Run(model, batches, how, speaker(progress))
+    labelled = _labelled(model, batches, labels) if how.loss == "model" and how.end_to_end else None
     with all_converted(attached), adapters(model, how.lora):
         trained = _trained(model, how.part, adapted or how.lora > 0)
         mapped = [name for name, layer in attached.items() if layer.plan.has_map]
-        if not mapped and not (second and trained):
+        if not mapped and not (how.end_to_end and trained):
             return DistillReport(
                 note="Nothing was distilled: no head of the model has a map, and nothing else is trained."
             )
-        store = _Checkpoint(how.checkpoint, attached)
-        return _both_stages(model, mapped, batches, own, trained, store, first, second)
+        return run.both_stages(mapped, trained, labelled)
 
 
 @contextlib.contextmanager
@@ -144,72 +135,6 @@ def all_converted(layers: Mapping[str, LinearAttention]) -> Iterator[None]:
             layer.plan.exact_below = borders[name]
 
 
-def _both_stages(
-    model: Any,
-    names: Sequence[str],
-    batches: Sequence[dict[str, Tensor]],
-    own: _OwnLoss | None,
-    trained: Sequence[nn.Parameter],
-    store: _Checkpoint,
-    first: _Training,
-    second: _Training | None,
-) -> DistillReport:
-    """Layer by layer, and end to end if there is a second stage; with figures before and after."""
-    held, report = max(1, len(batches) // 8), DistillReport()
-    # The teacher's outputs, before anything changes: of all data only if they are to be fitted.
-    unasked = 0 if second is not None and own is None else len(batches) - held
-    targets = [None] * unasked + [_outputs(model, b, original=True) for b in batches[unasked:]]
-    pairs = list(zip(batches, targets, strict=True))
-    before = _quality(model, pairs[-held:])
-    wanted = {id(p): p.requires_grad for p in model.parameters()}
-    try:
-        for done in _fit_layers(model, names, batches, held, store, first, 1.0 if second is None else 0.5):
-            report.layers.append(done)
-        if second is not None and not second.clock.over():
-            objective = own or _Distance(model, pairs)
-            report.end_to_end = _fit_model(model, objective, len(pairs), held, trained, second)
-    finally:
-        for p in model.parameters():
-            p.requires_grad_(wanted.get(id(p), p.requires_grad))
-    if trained:
-        note_again(model, batches)
-    after = _quality(model, pairs[-held:])
-    original = _quality(model, pairs[-held:], original=True)
-    for name in before:
-        report.quality[name] = {"before": before[name], "after": after[name]}
-        if name == "perplexity":
-            report.quality[name]["original"] = original[name]
-    report.seconds = first.clock.elapsed()
-    return report
-
-
-def _fit_layers(
-    model: Any,
-    names: Sequence[str],
-    batches: Sequence[dict[str, Tensor]],
-    held: int,
-    store: _Checkpoint,
-    training: _Training,
-    share: float,
-) -> Iterator[LayerReport]:
-    """Fit layer by layer, those of a checkpoint as they are there, until a share of the time is over."""
-    attached = layers_of(model)
-    for group in _groups(names, model, batches):
-        restored = {name: store.restore(name) for name in group}
-        yield from (done for done in restored.values() if done is not None)
-        pending = [name for name, done in restored.items() if done is None]
-        if not pending or training.clock.over(share):
-            continue
-        records = _records(model, pending, batches)
-        for name in pending:
-            if training.clock.over(share):
-                break
-            done = _fit_layer(name, attached[name], records[name][:-held], records[name][-held:], training)
-            store.keep(done)
-            training.say(f"distilled {name}: error {done.before:.3f} to {done.after:.3f} in {done.seconds:.0f} s")
-            yield done
-
-
 def _trained(model: Any, part: str | None, adapted: bool) -> list[nn.Parameter]:
     """The parameters beside those of the maps that the second stage trains."""
     own = {n: p for n, p in model.named_parameters() if f".{CHILD}." not in n}
@@ -223,17 +148,165 @@ def _trained(model: Any, part: str | None, adapted: bool) -> list[nn.Parameter]:
     return found
 
 
-@dataclass(frozen=True)
-class _Training:
-    """How to descend: Adam with a falling rate, the best state kept, an end when nothing improves or time is over."""
+def _labelled(model: Any, batches: Sequence[Batch], labels: Sequence[Tensor | None]) -> list[Batch]:
+    """Batches for the model's own loss."""
+    if any(x is None for x in labels) and not _predicts_next_tokens(model):
+        raise BochnerError(
+            f"The 'loss' of Distillation is the model's, and {type(model).__name__} needs 'labels' for it: put "
+            "them into the batches of 'data', or take loss='outputs'."
+        )
+    own = [_next_labels(b) if x is None else x for b, x in zip(batches, labels, strict=True)]
+    return [{**b, "labels": x} for b, x in zip(batches, own, strict=True)]
+
+
+def _predicts_next_tokens(model: Any) -> bool:
+    return is_language_model(model, {name: layer.plan for name, layer in layers_of(model).items()})
+
+
+def _next_labels(batch: Batch) -> Tensor:
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    return ids if mask is None else ids.masked_fill(mask == 0, -100)
+
+
+class _Run:
+    """One distillation: the model, its data, the last `held` batches of which validate, and the time it has."""
+
+    def __init__(self, model: Any, batches: list[Batch], how: Distillation, say: Callable[[str], None]) -> None:
+        self.model, self.batches, self.how, self.say = model, batches, how, say
+        self.held, self.began = max(1, len(batches) // 8), time.monotonic()
+
+    def is_over(self, share: float = 1.0) -> bool:
+        return self.how.seconds is not None and time.monotonic() - self.began > share * self.how.seconds
+
+    def both_stages(
+        self, names: Sequence[str], trained: Sequence[nn.Parameter], labelled: list[Batch] | None
+    ) -> DistillReport:
+        """Layer by layer, and end to end if there is a second stage; with figures before and after."""
+        model, report, second = self.model, DistillReport(), self.how.end_to_end
+        # The teacher's outputs, before anything changes: of all data only if they are to be fitted.
+        unasked = 0 if second and labelled is None else len(self.batches) - self.held
+        targets = [None] * unasked + [_outputs(model, b, original=True) for b in self.batches[unasked:]]
+        pairs: list[Any] = list(zip(self.batches, targets, strict=True))
+        original, before = (self._quality(pairs[-self.held :], original=x) for x in (True, False))
+        wanted = {id(p): p.requires_grad for p in model.parameters()}
+
+        def objective(i: int) -> Tensor:
+            if labelled is not None:
+                own: Tensor = observe.run(model, labelled[i], gradient=torch.is_grad_enabled()).loss
+                return own
+            return _distance(_outputs(model, pairs[i][0]), pairs[i][1], pairs[i][0])
+
+        try:
+            report.layers = list(self._fit_layers(names))
+            if second and not self.is_over():
+                report.end_to_end = self._fit_model(objective, trained)
+        finally:
+            for p in model.parameters():
+                p.requires_grad_(wanted.get(id(p), p.requires_grad))
+        if trained:
+            note_again(model, self.batches)
+        after = self._quality(pairs[-self.held :])
+        for name in before:
+            report.quality[name] = {"before": before[name], "after": after[name]}
+            if name == "perplexity":
+                report.quality[name]["original"] = original[name]
+        report.seconds = time.monotonic() - self.began
+        return report
+
+    def _fit_layers(self, names: Sequence[str]) -> Iterator[LayerReport]:
+        """Fit layer by layer, those of a checkpoint as they are there, until the time for it is over."""
+        attached, share = layers_of(self.model), 0.5 if self.how.end_to_end else 1.0
+        store = _Checkpoint(self.how.checkpoint, attached)
+        for group in _groups(names, attached, self.batches):
+            restored = {name: store.restore(name) for name in group}
+            yield from (done for done in restored.values() if done is not None)
+            pending = [name for name, done in restored.items() if done is None]
+            if not pending or self.is_over(share):
+                continue
+            records = _records(self.model, pending, self.batches)
+            for name in pending:
+                if self.is_over(share):
+                    break
+                done = self._fit_layer(name, attached[name], records[name])
+                store.keep(done)
+                self.say(f"distilled {name}: error {done.before:.3f} to {done.after:.3f} in {done.seconds:.0f} s")
+                yield done
+
+    def _fit_layer(self, name: str, layer: LinearAttention, calls: Sequence[Call]) -> LayerReport:
+        start, train, validation = time.monotonic(), calls[: -self.held], calls[-self.held :]
+
+        def loss(step: int) -> Tensor:
+            call = train[step % len(train)]
+            return HeadErrors().add(call, layer(call)).squared().mean()
+
+        parameters = layer.unfreeze_(projections=True)
+        descent = _Descent(self.how.steps, self.how.rate, PATIENCE, self.is_over)
+        try:
+            measure = lambda: error_on(validation, layer).mean().item()  # noqa: E731
+            before, after, steps = descent.run(parameters, _units(layer, parameters), loss, measure)
+        finally:
+            layer.freeze_()
+        return LayerReport(name, before, after, steps, time.monotonic() - start)
+
+    def _fit_model(self, objective: Callable[[int], Tensor], trained: Sequence[nn.Parameter]) -> tuple[float, float]:
+        """Lower an objective of each batch by the maps and other parameters; its value on held-back batches, twice."""
+        model, count, steps = self.model, len(self.batches), self.how.end_to_end
+        parameters, units = list(trained), [row_sizes(p) for p in trained]
+        for layer in layers_of(model).values():
+            own = layer.unfreeze_(projections=True)
+            parameters += own
+            units += _units(layer, own)
+        opened = {id(p) for p in parameters}
+
+        @torch.no_grad()
+        def measure() -> float:
+            mean = sum(objective(i).item() for i in range(count - self.held, count)) / self.held
+            self.say(f"end to end: loss {mean:.5f}")
+            return mean
+
+        was_training = model.training
+        model.eval()
+        try:
+            for p in model.parameters():
+                p.requires_grad_(id(p) in opened)
+            descent = _Descent(steps, self.how.rate / 2, steps, self.is_over)
+            return descent.run(parameters, units, lambda step: objective(step % (count - self.held)), measure)[:2]
+        finally:
+            for layer in layers_of(model).values():
+                layer.freeze_()
+            model.train(was_training)
+
+    @torch.no_grad()
+    def _quality(self, pairs: Sequence[tuple[Batch, _Outputs]], *, original: bool = False) -> dict[str, float]:
+        """Figures of the whole model as it is now, or as it was, against the original's outputs; means over batches."""
+        found: dict[str, list[float]] = {}
+        for batch, target in pairs:
+            out, seen = target.final if original else _outputs(self.model, batch).final, target.seen
+            a, b = (t[seen].float() for t in (out, target.final))
+            figures = {"relative_error": ((a - b).norm() / b.norm().clamp_min(1e-30)).item()}
+            if not target.is_logits:
+                x, y = (pooled(t.float(), seen) for t in (out, target.final))
+                figures["cosine"] = F.cosine_similarity(x, y, dim=-1).mean().item()
+            elif _predicts_next_tokens(self.model):
+                labels = _next_labels(batch)[:, 1:].to(out.device)
+                figures["perplexity"] = F.cross_entropy(out[:, :-1].float().mT, labels).item()
+            else:
+                figures["divergence"] = divergence(a, b, None).mean().item()
+            for name, figure in figures.items():
+                found.setdefault(name, []).append(figure)
+        means = {name: sum(x) / len(x) for name, x in found.items()}
+        return {name: math.exp(x) if name == "perplexity" else x for name, x in means.items()}
+
+
+class _Descent(NamedTuple):
+    """Adam with a falling rate, the best state kept, an end when nothing improves or time is over."""
 
     steps: int
-    lr: float
+    rate: float
     patience: int
-    clock: _Clock
-    say: Callable[[str], None]
+    is_over: Callable[[], bool]
 
-    def descend(
+    def run(
         self,
         parameters: Sequence[Tensor],
         units: Sequence[Tensor],
@@ -246,15 +319,15 @@ class _Training:
         """
         if not parameters:  # maps of which nothing can be trained
             return (now := measure()), now, 0
-        optimizer = torch.optim.Adam(parameters, lr=self.lr, weight_decay=0.0)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps, eta_min=self.lr / 10)
+        optimizer = torch.optim.Adam(parameters, lr=self.rate)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps, eta_min=self.rate / 10)
         before = best = measure()
         kept, waited, step = [p.detach().clone() for p in parameters], 0, 0
         try:
-            while step < self.steps and waited < self.patience and not self.clock.over():
+            while step < self.steps and waited < self.patience and not self.is_over():
                 optimizer.zero_grad()
                 loss(step).backward()
-                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                nn.utils.clip_grad_norm_(parameters, 1.0)
                 last = [p.detach().clone() for p in parameters]
                 optimizer.step()
                 schedule.step()
@@ -274,26 +347,6 @@ class _Training:
         return before, best, step
 
 
-def _fit_layer(
-    name: str, layer: LinearAttention, train: Sequence[Call], validation: Sequence[Call], training: _Training
-) -> LayerReport:
-    start = time.monotonic()
-
-    def loss(step: int) -> Tensor:
-        call = train[step % len(train)]
-        return HeadErrors().add(call, layer(call)).squared().mean()
-
-    def measure() -> float:
-        return error_on(validation, layer).mean().item()
-
-    parameters = layer.unfreeze_(projections=True)
-    try:
-        before, after, steps = training.descend(parameters, _units(layer, parameters), loss, measure)
-    finally:
-        layer.freeze_()
-    return LayerReport(name, before, after, steps, time.monotonic() - start)
-
-
 def _units(layer: LinearAttention, parameters: Sequence[Tensor]) -> list[Tensor]:
     """What the rates of a layer's parameters are relative to: in landmark maps the size of each row, elsewhere 1.
 
@@ -310,7 +363,7 @@ def row_sizes(p: Tensor) -> Tensor:
     return torch.where(size > 0, size, 1.0)
 
 
-def _records(model: Any, names: Iterable[str], batches: Sequence[dict[str, Tensor]]) -> dict[str, list[Call]]:
+def _records(model: Any, names: Iterable[str], batches: Sequence[Batch]) -> dict[str, list[Call]]:
     """Every call of some modules under exact attention."""
     found: dict[str, list[Call]] = {name: [] for name in names}
 
@@ -324,21 +377,15 @@ def _records(model: Any, names: Iterable[str], batches: Sequence[dict[str, Tenso
     return found
 
 
-def _groups(names: Sequence[str], model: Any, batches: Sequence[dict[str, Tensor]]) -> list[list[str]]:
+def _groups(
+    names: Sequence[str], layers: Mapping[str, LinearAttention], batches: Sequence[Batch]
+) -> Iterator[Sequence[str]]:
     """Modules whose recorded calls fit into memory together."""
-    layers = layers_of(model)
     tokens = sum(next(iter(b.values())).shape[:2].numel() for b in batches)
-    groups: list[list[str]] = []
-    used = MEMORY + 1
-    for name in names:
-        plan = layers[name].plan
-        need = 4 * tokens * plan.head_dim * (plan.num_heads + 2 * plan.num_kv_heads)
-        if used + need > MEMORY:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += need
-    return groups
+    plans = [layers[name].plan for name in names]
+    most = max((4 * tokens * p.head_dim * (p.num_heads + 2 * p.num_kv_heads) for p in plans), default=1)
+    size = max(1, MEMORY // most)
+    return (names[i : i + size] for i in range(0, len(names), size))
 
 
 class _Outputs(NamedTuple):
@@ -353,11 +400,10 @@ class _Outputs(NamedTuple):
     is_logits: bool
 
 
-def _outputs(model: Any, batch: dict[str, Tensor], *, original: bool = False) -> _Outputs:
+def _outputs(model: Any, batch: Batch, *, original: bool = False) -> _Outputs:
     """The outputs of a converted model; with `original`, those of exact attention."""
-    watch = observe.recording(model, lambda name, call: None) if original else contextlib.nullcontext()
     asked: dict[str, Any] = {**batch, "output_hidden_states": True}
-    with watch:
+    with observe.softmax(model) if original else contextlib.nullcontext():
         out = observe.run(model, asked, gradient=torch.is_grad_enabled() and not original)
     names = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
     hidden = tuple(h for name in names for h in (getattr(out, name, None) or ())[1:])
@@ -366,140 +412,24 @@ def _outputs(model: Any, batch: dict[str, Tensor], *, original: bool = False) ->
     return _Outputs(out[0], hidden, seen, kind_of(model, out) == "distributions")
 
 
-def _loss(out: _Outputs, target: _Outputs, batch: dict[str, Tensor]) -> Tensor:
+def _distance(out: _Outputs, target: _Outputs, batch: Batch) -> Tensor:
     """Squared relative distances of the hidden states of all layers, and of the final output.
 
     Of token distributions the KL divergence; of hidden states the cosine of the mean over the text, as embeddings are.
     """
-    mask = batch.get("attention_mask")
 
-    def keep(t: Tensor) -> Tensor:
-        masks = [m for m in (mask, target.seen) if m is not None and m.shape == t.shape[:2]]
-        return (masks[0] if masks else torch.ones(t.shape[:2])).to(t.device).bool()
-
-    def distance(a: Tensor, b: Tensor) -> Tensor:
-        weight = keep(b).unsqueeze(-1).to(b.dtype)
+    def squared(a: Tensor, b: Tensor) -> Tensor:
+        masks = [m for m in (batch.get("attention_mask"), target.seen) if m is not None and m.shape == b.shape[:2]]
+        weight = (masks[0] if masks else torch.ones(b.shape[:2])).to(b).unsqueeze(-1)
         return ((a - b) * weight).square().sum() / (b * weight).square().sum()
 
     pairs = list(zip(out.hidden, target.hidden, strict=True)) or [(out.final, target.final)]
-    layers = torch.stack([distance(a, b) for a, b in pairs]).sum()
-    seen = target.seen
+    layers = torch.stack([squared(a, b) for a, b in pairs]).sum()
     if target.is_logits:
-        p, q = (t.final[seen].float().log_softmax(-1) for t in (target, out))
-        return layers + torch.nn.functional.kl_div(q, p, log_target=True, reduction="batchmean")
-    a, b = (pooled(t.final, seen) for t in (out, target))
-    return layers + (1 - torch.nn.functional.cosine_similarity(a, b, dim=-1)).mean()
-
-
-class _Distance:
-    """How far the outputs for a batch are from the original's."""
-
-    def __init__(self, model: Any, pairs: Sequence[tuple[dict[str, Tensor], Any]]) -> None:
-        self.model, self.pairs = model, pairs
-
-    def __call__(self, index: int) -> Tensor:
-        batch, target = self.pairs[index]
-        return _loss(_outputs(self.model, batch), target, batch)
-
-
-class _OwnLoss:
-    """The loss that the model itself gives for a batch and its labels."""
-
-    def __init__(self, model: Any, batches: Sequence[dict[str, Tensor]], labels: Sequence[Tensor | None]) -> None:
-        self.model = model
-        causal = _predicts_next_tokens(model)
-        if not causal and any(x is None for x in labels):
-            raise BochnerError(
-                f"The 'loss' of Distillation is the model's, and {type(model).__name__} needs 'labels' for it: put "
-                "them into the batches of 'data', or take loss='outputs'."
-            )
-        own = [_next_labels(b) if x is None else x for b, x in zip(batches, labels, strict=True)]
-        self.batches = [{**b, "labels": x} for b, x in zip(batches, own, strict=True)]
-
-    def __call__(self, index: int) -> Tensor:
-        loss: Tensor = observe.run(self.model, self.batches[index], gradient=torch.is_grad_enabled()).loss
-        return loss
-
-
-def _predicts_next_tokens(model: Any) -> bool:
-    return is_language_model(model, {name: layer.plan for name, layer in layers_of(model).items()})
-
-
-def _next_labels(batch: dict[str, Tensor]) -> Tensor:
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
-    return ids if mask is None else ids.masked_fill(mask == 0, -100)
-
-
-@torch.no_grad()
-def _quality(model: Any, pairs: Sequence[tuple[dict[str, Tensor], Any]], *, original: bool = False) -> dict[str, float]:
-    """Figures of the whole model as it is now, or as it was, against the original's outputs; means over the batches."""
-    found: dict[str, list[float]] = {}
-    for batch, target in pairs:
-        out = target.final if original else _outputs(model, batch).final
-        seen = target.seen
-        a, b = (t[seen].float() for t in (out, target.final))
-        figures = {"relative_error": ((a - b).norm() / b.norm().clamp_min(1e-30)).item()}
-        if not target.is_logits:
-            x, y = (pooled(t.float(), seen) for t in (out, target.final))
-            figures["cosine"] = torch.nn.functional.cosine_similarity(x, y, dim=-1).mean().item()
-        elif _predicts_next_tokens(model):
-            labels = _next_labels(batch)[:, 1:].to(out.device)
-            figures["loss"] = torch.nn.functional.cross_entropy(out[:, :-1].float().mT, labels).item()
-        else:
-            p, q = b.log_softmax(-1), a.log_softmax(-1)
-            figures["divergence"] = (p.exp() * (p - q)).sum(-1).mean().item()
-        for name, figure in figures.items():
-            found.setdefault(name, []).append(figure)
-    means = {name: sum(x) / len(x) for name, x in found.items()}
-    if "loss" in means:
-        means["perplexity"] = math.exp(means.pop("loss"))
-    return means
-
-
-def _fit_model(
-    model: Any,
-    objective: Callable[[int], Tensor],
-    count: int,
-    held: int,
-    trained: Sequence[nn.Parameter],
-    training: _Training,
-) -> tuple[float, float]:
-    """Lower an objective of `count` batches by the maps and other parameters; its value on the last `held`, twice."""
-    parameters = list(trained)
-    units = [row_sizes(p) for p in parameters]
-    for layer in layers_of(model).values():
-        own = layer.unfreeze_(projections=True)
-        parameters += own
-        units += _units(layer, own)
-    open_ids = {id(p) for p in parameters}
-
-    @torch.no_grad()
-    def measure() -> float:
-        losses = [objective(i).item() for i in range(count - held, count)]
-        training.say(f"end to end: loss {sum(losses) / held:.5f}")
-        return sum(losses) / held
-
-    was_training = model.training
-    model.eval()
-    try:
-        for p in model.parameters():
-            p.requires_grad_(id(p) in open_ids)
-        return training.descend(parameters, units, lambda step: objective(step % (count - held)), measure)[:2]
-    finally:
-        for layer in layers_of(model).values():
-            layer.freeze_()
-        model.train(was_training)
-
-
-class _Clock:
-    def __init__(self, limit: float | None) -> None:
-        self.start, self.limit = time.monotonic(), limit
-
-    def elapsed(self) -> float:
-        return time.monotonic() - self.start
-
-    def over(self, share: float = 1.0) -> bool:
-        return self.limit is not None and self.elapsed() > share * self.limit
+        a, b = (t.final[target.seen].float() for t in (out, target))
+        return layers + divergence(a, b, None).mean()
+    a, b = (pooled(t.final, target.seen) for t in (out, target))
+    return layers + (1 - F.cosine_similarity(a, b, dim=-1)).mean()
 
 
 class _Checkpoint:
@@ -509,27 +439,22 @@ class _Checkpoint:
         self.path, self.layers = None if path is None else Path(path), layers
         if self.path is not None:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.files = extra("safetensors.torch", "hf", "A checkpoint of bochner.distill")
 
     def keep(self, done: LayerReport) -> None:
         if self.path is None:
             return
         tensors = {k: v.contiguous() for k, v in self.layers[done.name].state_dict().items()}
-        _safetensors().save_file(tensors, self.path / f"{done.name}.safetensors")
-        (self.path / f"{done.name}.json").write_text(json.dumps(done.__dict__), encoding="utf-8")
+        self.files.save_file(tensors, self.path / f"{done.name}.safetensors")
+        (self.path / f"{done.name}.json").write_text(json.dumps(asdict(done)), encoding="utf-8")
 
     def restore(self, name: str) -> LayerReport | None:
         if self.path is None or not (self.path / f"{name}.json").exists():
             return None
-        done = LayerReport(**json.loads((self.path / f"{name}.json").read_text(encoding="utf-8")))
-        tensors = _safetensors().load_file(self.path / f"{name}.safetensors")
-        own = self.layers[name].state_dict()
+        tensors, own = self.files.load_file(self.path / f"{name}.safetensors"), self.layers[name].state_dict()
         if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in tensors.items()}:
             raise BochnerError(
                 f"The checkpoint of {name!r} in {str(self.path)!r} belongs to other maps; use another directory."
             )
         self.layers[name].load_state_dict(tensors)
-        return done
-
-
-def _safetensors() -> Any:
-    return extra("safetensors.torch", "hf", "A checkpoint of bochner.distill")
+        return LayerReport(**json.loads((self.path / f"{name}.json").read_text(encoding="utf-8")))

@@ -27,7 +27,6 @@ from bochner.hf import inputs, observe
 
 INTERVAL = 0.9  # the confidence of the intervals that are reported, two-sided
 CAUTION = 0.8  # the confidence of the lower bound that choices are made by, one-sided
-SURE = 0.98  # the confidence with which a choice that is far off is given up, two-sided
 PASSAGE, PASSAGES = 120, 4  # tokens of a passage that comes again, and how many do, from all over the text
 REPEATED = 0.25  # the share of a text that they may take
 LEAD = 8  # of these tokens only tell which passage it is
@@ -92,7 +91,14 @@ class Quality:
 
     def to_dict(self, confidence: float = INTERVAL) -> dict[str, Any]:
         low, high = self.bounds(confidence)
-        return {"retained": self.retained, "low": low, "high": high, "confidence": confidence, **self.figures}
+        found = {"retained": self.retained, "low": low, "high": high, "confidence": confidence}
+        measures = {name: {"losses": m.losses.tolist(), "is_log": m.is_log} for name, m in self.measures.items()}
+        return {**found, "figures": self.figures, "measures": measures}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Quality:
+        measures = {name: Measure(torch.tensor(m["losses"]), m["is_log"]) for name, m in data["measures"].items()}
+        return cls(measures, data["figures"])
 
 
 class Evaluator(Protocol):
@@ -100,15 +106,8 @@ class Evaluator(Protocol):
 
     batches: list[Batch]
 
-    def quality(self, run: Run, give_up: float = 0.0) -> Quality:
-        """The quality that a changed model retains; `run(batch)` gives its outputs.
-
-        Some of the batches will do where it surely is below `give_up`.
-        """
-        ...
-
-    def direction(self, output: Any, generator: torch.Generator) -> Tensor:
-        """A random scalar of the original's output; the mean square of its change is what an error does to quality."""
+    def quality(self, run: Run) -> Quality:
+        """The quality that a changed model retains; `run(batch)` gives its outputs."""
         ...
 
 
@@ -227,19 +226,9 @@ class Language:
         apart, _ = probe.split((truth.exp() * (truth - now)).sum(-1))
         return apart, *probe.split((truth - now).gather(-1, tokens)[:, 0])
 
-    def direction(self, output: Any, generator: torch.Generator) -> Tensor:
-        return log_likelihood(output.logits, generator)
-
     @torch.no_grad()
-    def quality(self, run: Run, give_up: float = 0.0) -> Quality:
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
-        for i, batch in enumerate(self.batches):
-            found.append(self._losses(i, run(batch)))
-            if i and self._quality(found).bounds(SURE)[1] < give_up:
-                break
-        return self._quality(found)
-
-    def _quality(self, found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Quality:
+    def quality(self, run: Run) -> Quality:
+        found = [self._losses(i, run(batch)) for i, batch in enumerate(self.batches)]
         apart, rise, again = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
         by = max((Measure(apart, True), Measure(rise, True)), key=lambda m: m.bounds(2 * CAUTION - 1)[0])
         return language_quality(by.losses, again, self.gain, self.again)
@@ -299,15 +288,8 @@ class Outputs:
         self.truth = [main_output(output).float() for output in outputs]
         self.rows = [rows_of(model, batch, t) for batch, t in zip(self.batches, self.truth, strict=True)]
 
-    def direction(self, output: Any, generator: torch.Generator) -> Tensor:
-        out = main_output(output).float()
-        if self.kind == "distributions":
-            return log_likelihood(out, generator)
-        out = out if self.kind == "scores" else F.normalize(pooled(out, None), dim=-1)
-        return (out * torch.randn(out.shape, generator=generator).to(out)).sum()
-
     @torch.no_grad()
-    def quality(self, run: Run, give_up: float = 0.0) -> Quality:
+    def quality(self, run: Run) -> Quality:
         found = [main_output(run(batch)).float() for batch in self.batches]
         if self.kind == "distributions":
             apart = torch.cat([divergence(*x) for x in zip(found, self.truth, self.rows, strict=True)]).cpu()
@@ -323,13 +305,6 @@ class Outputs:
             measures["neighbours"] = Measure(1 - jackknife(lambda keep: rank_of_similarities(a[keep], b[keep]), len(a)))
             figures |= compare_embeddings(a, b)._asdict()
         return Quality(measures, figures)
-
-
-def log_likelihood(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Of labels drawn from the predictions (..., classes): the mean square of its change is twice the divergence."""
-    rows = logits.float().flatten(0, -2).log_softmax(-1)
-    drawn = torch.multinomial(rows.detach().exp().cpu(), 1, generator=generator).to(rows.device)
-    return rows.gather(-1, drawn).sum()
 
 
 def evaluator(model: Any, data: Any, length: int) -> Evaluator:

@@ -23,11 +23,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bochner._checks import BochnerError, lookup, positive_int
 from bochner._products import is_composed
-from bochner.attention.features import EMPTY
 from bochner.hf.calls import Call, attend, attend_from, exact
-from bochner.hf.config import check_near
+from bochner.hf.config import Recipe, check_near
 from bochner.maps import feature_map, named
-from bochner.maps.base import FeatureMap, Features
+from bochner.maps.base import FeatureMap, NoFeatures
 from bochner.maps.exponential import CalibratedFeatures
 from bochner.maps.generalized import function_name
 from bochner.maps.landmark import LandmarkFeatures
@@ -110,8 +109,8 @@ class FateModule(nn.Module):
         self.heads, self.is_causal, self.group = list(heads), layer.is_causal, layer.group
 
     def forward(self, call: Call) -> Tensor:
-        """(b, h, n, v) of a whole sequence."""
-        raise NotImplementedError
+        """(b, h, n, v) of a whole sequence; of a causal one what decoding from nothing gives."""
+        return self.decode(call, None)[0]
 
     def decode(self, call: Call, state: Any) -> tuple[Tensor, Any]:
         """The rows of new tokens behind a state, None at first, and the state after them.
@@ -310,6 +309,17 @@ class Hybrid(Window):
 Mapped = Kernel | Hybrid
 
 
+def fate_of(recipe: Recipe, is_cross: bool) -> Fate:
+    """What a recipe without `"auto"` makes of the heads of a layer; cross-attention has no window."""
+    near: dict[str, Any] = {"window": recipe.window, "sinks": recipe.sinks, "window_kind": recipe.window_kind}
+    local = (recipe.window is not None or recipe.sinks > 0) and not is_cross
+    if recipe.feature_map is None:
+        return Window(**near) if local else EXACT
+    mapped: dict[str, Any] = {"feature_map": recipe.feature_map, "num_features": recipe.num_features}
+    mapped["options"] = dict(recipe.options)
+    return Hybrid(**near, **mapped) if local else Kernel(**mapped)
+
+
 def check_map(fate: Mapped) -> None:
     """Check the map of a fate, and make its options plain and hashable."""
     owner = f"the fate {fate.name!r}"
@@ -347,20 +357,6 @@ def state_numbers(fate: Mapped, layer: Layer) -> int:
         groups = dict(fate.options).get("num_groups", 1)
         return int((layer.head_dim + 1) * groups * (layer.value_dim + 1 + layer.head_dim))
     return fate.num_features * (layer.value_dim + 1)
-
-
-class NoFeatures(FeatureMap):
-    """The map of heads without a kernel: its features are zero, relative to nothing."""
-
-    positive = True
-    unbiased = False
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim, 1)
-
-    def _features(self, x: Tensor, role: str) -> Features:
-        zero = torch.zeros_like(x[..., :1])
-        return Features(zero, zero + EMPTY)
 
 
 class NearHeads(FateModule):

@@ -362,11 +362,11 @@ def find_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     return found
 
 
-def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention]) -> None:
+def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention], report: dict[str, Any] | None = None) -> None:
     """Give every attention module of a plan its `LinearAttention`, and switch the configurations above them.
 
     The model gets configurations of its own, so that no other model is switched with it. A plan that converts nothing
-    leaves them alone.
+    leaves them alone. `report`: plain data of the search that found the plan, to be saved with it.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -388,7 +388,7 @@ def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention]) -> None:
         return
     for config in _configs_above_maps(model):
         config._attn_implementation_internal = CONVERTED
-    model.config.quantization_config = BochnerConfig(plan=plan)
+    model.config.quantization_config = BochnerConfig(plan=plan, report=report)
     model.config.attn_implementation = CONVERTED  # in config.json, where softmax would not tell that maps are missing
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -448,15 +448,15 @@ def _configs_above_maps(model: nn.Module) -> list[Any]:
 
 @register_quantization_config(NAME)
 class BochnerConfig(QuantizationConfigMixin):
-    """What config.json says of a conversion: its plan, from which `from_pretrained` builds the maps."""
+    """What config.json says of a conversion: its plan, from which `from_pretrained` builds the maps, and its report."""
 
-    def __init__(self, quant_method: str = NAME, plan: Any = None, **unknown: Any) -> None:
+    def __init__(self, quant_method: str = NAME, plan: Any = None, report: Any = None, **unknown: Any) -> None:
         self.quant_method: Any = quant_method
-        self.plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
+        self.plan, self.report = plan if isinstance(plan, Plan) else Plan.from_dict(plan), report
 
     @torch.compiler.disable  # an encoder-decoder asks for it while it makes a cache
     def to_dict(self) -> dict[str, Any]:
-        return {"quant_method": self.quant_method, "plan": self.plan.to_dict()}
+        return {"quant_method": self.quant_method, "plan": self.plan.to_dict(), "report": self.report}
 
 
 @register_quantizer(NAME)
@@ -470,7 +470,7 @@ class MapLoader(HfQuantizer):
         plan: Plan = config.plan
         layers = {layer.name: LinearAttention(layer) for layer in plan.layers}
         _check_files(layers, checkpoint_files)
-        attach(model, plan, layers)
+        attach(model, plan, layers, config.report)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name in ("hf_quantizer", "quantization_method", "is_quantized"):

@@ -44,6 +44,15 @@ class LayerPlan:
     scores: list[float] | None = None
     seen: dict[str, Any] | None = None
 
+    @classmethod
+    def of(cls, shape: Any, fate: Fate, seed: int) -> LayerPlan:
+        """One fate for all heads of a module (`bochner.hf.observe.Shape`); exact ones if something hinders it."""
+        reason, limit = shape.obstacle or ("", 0)
+        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim
+        fates = [EXACT if reason else fate] * shape.num_kv_heads
+        kind = {"is_causal": shape.is_causal, "is_cross": shape.is_cross}
+        return cls(shape.name, *sizes, fates, **kind, seed=seed, reason=reason, limit=limit)
+
     def check(self) -> LayerPlan:
         owner = f"the plan of {self.name!r}"
         for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim"):

@@ -1,17 +1,18 @@
 """How keys and values are stored: whole, in bfloat16, or as integers of 8, 6 or 4 bits.
 
-A precision turns rows (..., d) into a tuple of tensors, one row of each per token, and back. A row never depends on
-its neighbours: tokens can be added, moved and replaced one at a time, and a text read in pieces is stored as it is
-when read whole.
+A precision turns rows (..., d) into codes with a step, one of each per token, and back. A row never depends on its
+neighbours: tokens can be added, moved and replaced one at a time, and a text read in pieces is stored as it is when
+read whole.
 
-A basis makes rows easier to round. Keys are stored as `(k - c) A` and queries are multiplied by the inverse of A'. The
-centre c adds the same number to every logit of a row and cancels in softmax. Values are stored as `(v - c) A` and the
-output is turned back once.
+A basis makes rows easier to round. Keys are stored as `(k - c) S R`, S diagonal and R a rotation, and queries are
+multiplied by `S^-1 R`. The centre c adds the same number to every logit of a row and cancels in softmax. Values are
+stored as `v R` and the output is turned back once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,21 +24,33 @@ Parts = tuple[Tensor, ...]
 
 
 class Precision(Protocol):
-    """Rows (..., d) to tensors (..., .) with the same leading dimensions, and back."""
+    """Rows (..., d) to codes (..., c) and a step (..., 1) with the same leading dimensions, and back.
+
+    A stored row is `step * (columns @ unpacking - zero)`: single rows are multiplied with the columns as they are.
+    """
+
+    def __hash__(self) -> int: ...
 
     @property
     def name(self) -> str: ...
 
-    def encode(self, x: Tensor) -> Parts: ...
+    @property
+    def zero(self) -> int:
+        """The integer that stands for 0."""
+        ...
+
+    def encode(self, x: Tensor) -> Parts:
+        """Codes, and the step if there is one."""
+        ...
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor: ...
 
-    def products(self, q: Tensor, parts: Parts) -> Tensor:
-        """`q x'` (..., h, m) for queries q (..., h, d) and stored rows x (..., m, d)."""
+    def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
+        """Numbers that rows are linear in, one for each code in each part; `unpacking` has the parts side by side."""
         ...
 
-    def mixture(self, weight: Tensor, parts: Parts) -> Tensor:
-        """`weight x` (..., h, d) for weights (..., h, m) and stored rows x (..., m, d)."""
+    def unpacking(self, size: int) -> Tensor | None:
+        """The matrix (k, d) from columns to the channels of a row; None: they are the channels."""
         ...
 
 
@@ -47,6 +60,7 @@ class Floating:
 
     name: str
     dtype: torch.dtype | None = None
+    zero = 0
 
     def encode(self, x: Tensor) -> Parts:
         return (x.to(self.dtype or x.dtype),)
@@ -54,28 +68,29 @@ class Floating:
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         return parts[0].to(dtype)
 
-    def products(self, q: Tensor, parts: Parts) -> Tensor:
-        return q @ parts[0].to(q.dtype).mT
+    def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
+        return (codes.to(dtype),)
 
-    def mixture(self, weight: Tensor, parts: Parts) -> Tensor:
-        return weight @ parts[0].to(weight.dtype)
+    def unpacking(self, size: int) -> Tensor | None:
+        return None
 
 
 @dataclass(frozen=True)
 class Integer:
-    """Rows in groups of channels, `x ~ step * n`: n a signed integer of 8, 6 or 4 bits, one float16 step a group.
+    """Rows `x ~ step * n`: n signed integers of 8, 6 or 4 bits, and one float16 step a row.
 
-    A row of d channels takes `d * bits / 8` bytes and 2 bytes for each group. Integers of 4 bits are stored two in a
-    byte; those of 6 bits as their lower 4 bits, and four times their upper 2 bits in another byte.
+    A row of d channels takes `d * bits / 8 + 2` bytes. A byte holds one integer of 6 bits, and 2 bits of every fourth
+    one above it; or two integers of 4 bits. So a byte and the same byte without its lower bits are all that it takes to
+    multiply rows, see `unpacking`.
     """
 
     name: str
     bits: int
-    group: int = 64
 
-    def groups(self, size: int) -> int:
-        """Groups in a row: of `group` channels where that divides the row, else one."""
-        return size // self.group if size % self.group == 0 else 1
+    @property
+    def zero(self) -> int:
+        """The integer that stands for 0: packed ones are not negative."""
+        return 0 if self.bits == 8 else 2 ** (self.bits - 1)
 
     def encode(self, x: Tensor) -> Parts:
         if self.bits < 8 and x.shape[-1] % 4:
@@ -84,63 +99,53 @@ class Integer:
                 "use precision='int8'."
             )
         top = 2 ** (self.bits - 1) - 1
-        grouped = x.float().unflatten(-1, (self.groups(x.shape[-1]), -1))
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         # The step is rounded first, so that what is divided by is what will be multiplied by.
-        step = (grouped.abs().amax(-1) / top).clamp(min=2.0**-24, max=65504.0).half()
-        whole = (grouped / step.float().unsqueeze(-1)).round_().clamp_(-top, top).flatten(-2)
+        step = (x.abs().amax(-1, keepdim=True) / top).clamp_(2.0**-24, 65504.0).half()
+        whole = (x / step).round_().clamp_(-top, top)
         if self.bits == 8:
             return whole.to(torch.int8), step
-        shifted = (whole + self._zero).to(torch.uint8)
-        lower = pack(shifted & 15, 4)
-        return (lower, step) if self.bits == 4 else (lower, pack(shifted >> 4, 2), step)
+        # Digits of the last channels lie above the integers of the others.
+        shifted = (whole + self.zero).to(torch.uint8)
+        upper = 8 - self.bits
+        low, last = shifted.split([self._codes(x.shape[-1]), x.shape[-1] - self._codes(x.shape[-1])], dim=-1)
+        places = torch.arange(0, self.bits, upper, dtype=torch.uint8, device=x.device)[:, None]
+        digits = ((last.unsqueeze(-2) >> places) << self.bits).flatten(-2)  # what is above a digit falls off a byte
+        return low | digits, step
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         exact = torch.promote_types(dtype, torch.float32)
-        rows, step = self._integers(parts, exact) - self._zero, parts[-1].to(exact)
-        return (rows.unflatten(-1, (step.shape[-1], -1)) * step.unsqueeze(-1)).flatten(-2).to(dtype)
-
-    def products(self, q: Tensor, parts: Parts) -> Tensor:
-        step = parts[-1]
-        if step.shape[-1] > 1:
-            return q @ self.decode(parts, q.dtype).mT
-        # With one step a row the integers are multiplied as they are, and only the products are scaled.
-        raw = q @ self._integers(parts, q.dtype).mT
-        return (raw - self._zero * q.sum(-1, keepdim=True)) * step.to(q.dtype).mT
-
-    def mixture(self, weight: Tensor, parts: Parts) -> Tensor:
-        step = parts[-1]
-        if step.shape[-1] > 1:
-            return weight @ self.decode(parts, weight.dtype)
-        scaled = weight * step.to(weight.dtype).mT
-        return scaled @ self._integers(parts, weight.dtype) - self._zero * scaled.sum(-1, keepdim=True)
-
-    @property
-    def _zero(self) -> int:
-        """The integer that stands for 0: packed ones are not negative."""
-        return 0 if self.bits == 8 else 2 ** (self.bits - 1)
-
-    def _integers(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        codes, step = parts
         if self.bits == 8:
-            return parts[0].to(dtype)
-        whole = unpack(parts[0], 4)
-        if self.bits == 6:
-            for part, shift in zip(whole.chunk(4, dim=-1), (4, 2, 0, -2), strict=True):  # the upper two bits in place
-                part |= (parts[1] << shift if shift >= 0 else parts[1] >> -shift) & 48
-        return whole.to(dtype)
+            return (codes.to(exact) * step).to(dtype)
+        upper, mask = 8 - self.bits, 2**self.bits - 1
+        digits = (codes >> self.bits).unflatten(-1, (self.bits // upper, -1)).unbind(-2)
+        last = digits[0]
+        for i, digit in enumerate(digits[1:], start=1):
+            last = last | (digit << upper * i)
+        return (torch.cat([codes & mask, last], dim=-1).to(exact).sub_(self.zero) * step).to(dtype)
+
+    def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
+        whole = codes.to(dtype)
+        return (whole,) if self.bits == 8 else (whole, (codes >> self.bits).to(dtype))
+
+    def unpacking(self, size: int) -> Tensor | None:
+        if self.bits == 8:
+            return None
+        c, upper = self._codes(size), 8 - self.bits
+        whole, last = torch.eye(c, size), torch.zeros(c, size)
+        for i in range(c):
+            digit, channel = divmod(i, size - c)
+            last[i, c + channel] = 2.0 ** (upper * digit)
+        return torch.cat([whole, last - 2.0**self.bits * whole])
+
+    def _codes(self, size: int) -> int:
+        """Bytes of a row."""
+        return size * self.bits // 8
 
 
-def pack(x: Tensor, bits: int) -> Tensor:
-    """Integers (..., d) of so many bits as bytes (..., d * bits / 8): stretches of channels on top of each other."""
-    stretches = x.unflatten(-1, (8 // bits, -1)).unbind(-2)
-    out = stretches[0].clone()
-    for i, stretch in enumerate(stretches[1:], start=1):
-        out |= stretch << (bits * i)
-    return out
-
-
-def unpack(x: Tensor, bits: int) -> Tensor:
-    """The inverse of `pack`."""
-    return torch.cat([(x >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
+def halves(x: Tensor, border: int) -> tuple[Tensor, Tensor]:
+    return x[..., :border], x[..., border:]
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -167,28 +172,40 @@ def nbytes(parts: Parts) -> int:
 
 
 class Basis(NamedTuple):
-    """A centre (g, d) and a matrix (g, d, d) with its inverse for the rows of each key head."""
+    """How rows of each key head are turned before they are stored: a centre and scales (g, d), then a rotation.
 
-    centre: Tensor
-    matrix: Tensor
-    inverse: Tensor
+    Without a centre rows are only rotated: the values of attention sinks are near zero and must stay so.
+    """
+
+    centre: Tensor | None = None
+    scale: Tensor | None = None
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Rows (b, g, n, d) centred and scaled."""
+        if self.centre is None or self.scale is None:
+            return x
+        return (x - self.centre[:, None].to(x.dtype)) * self.scale[:, None].to(x.dtype)
 
     def into(self, x: Tensor) -> Tensor:
         """Rows (b, g, n, d) as they are stored."""
-        return (x - self.centre[:, None].to(x.dtype)) @ self.matrix.to(x.dtype)
+        return self.scaled(x) @ rotation(x.shape[-1]).to(x)
 
     def back(self, x: Tensor) -> Tensor:
         """Rows (b, g, n, d) of outputs, from stored values."""
-        return x @ self.inverse.to(x.dtype) + self.centre[:, None].to(x.dtype)
+        x = x @ rotation(x.shape[-1]).to(x).mT
+        if self.centre is None or self.scale is None:
+            return x
+        return x / self.scale[:, None].to(x.dtype) + self.centre[:, None].to(x.dtype)
 
     def queries(self, q: Tensor) -> Tensor:
         """Queries (b, g, n, d) for stored keys: their products differ from the true ones by one number a row."""
-        return q @ self.inverse.mT.to(q.dtype)
+        q = q if self.scale is None else q / self.scale[:, None].to(q.dtype)
+        return q @ rotation(q.shape[-1]).to(q)
 
 
 def key_basis(q: Tensor, k: Tensor) -> Basis:
     """The basis for keys k (g, s, d) that queries q (h, n, d) meet: centred, balanced with them, rotated."""
-    return balanced(*balance(q, k))
+    return Basis(*balance(q, k))
 
 
 def balance(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,18 +221,7 @@ def balance(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return centre, ((size_q + 1e-12) / (size_k + 1e-12)) ** 0.25
 
 
-def balanced(centre: Tensor, scale: Tensor) -> Basis:
-    """The basis of a centre and the scales of channels, (g, d) each, rotated."""
-    turn = rotation(scale.shape[-1]).to(scale.device)
-    return Basis(centre, scale.unsqueeze(-1) * turn, turn.mT / scale.unsqueeze(1))
-
-
-def value_basis(g: int, d: int, device: torch.device | str = "cpu") -> Basis:
-    """The basis for values of g heads: rotated only. The values of attention sinks are near zero and must stay so."""
-    turn = rotation(d).to(device).expand(g, d, d)
-    return Basis(torch.zeros(g, d, device=device), turn, turn.mT)
-
-
+@lru_cache(maxsize=16)
 def rotation(size: int) -> Tensor:
     """An orthogonal matrix with entries of equal size: Hadamard's, of as many channels as powers of two allow."""
     turn = torch.ones(1, 1)

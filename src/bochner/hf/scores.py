@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from bochner._checks import ArgumentError, lookup
 
@@ -113,14 +114,20 @@ def target(name: str, r: Received) -> Tensor:
 
 def features(h: Tensor) -> Tensor:
     """`[h, |h|, 1]` (..., 2 D + 1) of hidden states (..., D), divided by their root mean square, in float32."""
-    h = h.float()
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-12)
+    h = without_size(h)
     return torch.cat([h, h.abs(), torch.ones_like(h[..., :1])], dim=-1)
+
+
+def without_size(h: Tensor) -> Tensor:
+    """Hidden states divided by their root mean square, in float32."""
+    h = h.float()
+    return h * (h.shape[-1] ** 0.5 / (torch.linalg.vector_norm(h, dim=-1, keepdim=True) + 1e-6))
 
 
 def scores(h: Tensor, weights: Tensor) -> Tensor:
     """The score (b, g, n) of every token for every key head: hidden states (b, n, D), weights (g, 2 D + 1)."""
-    return (features(h) @ weights.float().mT).mT
+    h = without_size(h)
+    return linear(torch.cat([h, h.abs()], dim=-1), weights[:, :-1].float(), weights[:, -1].float()).mT
 
 
 def key_norms(k: Tensor) -> Tensor:

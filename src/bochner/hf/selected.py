@@ -4,10 +4,13 @@ Every key gets a score when it is computed. It is seen by all rows while it is i
 the place of the least of the older keys that its head holds, or it is let go. What a row sees depends on the scores
 alone, so that a text gives the same whole, in pieces or token by token.
 
-One tensor holds all slots of a layer: a ring of `window` slots for each key head, then as many slots for older keys as
-the budget of each head says. The first keys, the attention sinks, are not rounded to integers, since much of the
-attention rests on them. Decoding is one product with all slots; a mask keeps the heads apart. For inference: nothing
-here has a gradient.
+One tensor holds all slots of a layer. Those of a key head lie side by side: a ring for its window, then as many slots
+for older keys as its budget says. The first keys, the attention sinks, are not rounded to integers, since much of the
+attention rests on them. For inference: nothing here has a gradient.
+
+Single tokens need few operations each. The ring has a few slots to spare, so that keys which leave the window move once
+in so many steps. Which key is let go at which of these steps is known before: the ranks of the keys that will leave
+are there.
 """
 
 from __future__ import annotations
@@ -15,19 +18,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bochner._checks import ArgumentError, BochnerError
-from bochner.hf.precision import Basis, Floating, Parts, Precision, nbytes, precision_of
+from bochner.hf.precision import Basis, Floating, Parts, Precision, halves, nbytes, precision_of, rotation
 
 EMPTY = -(2**31)  # the rank of no key, of padding and of attention sinks, which have their own slots
+NEVER = 2**31 - 1  # the rank of what is never let go: places beyond a head's budget
 PLACES = 65536  # positions that ranks tell apart
 BLOCK = 256  # rows that are read at a time
-RANK_BYTES = 4  # of the rank of a key
+SPARE = 16  # steps after which keys that have left the window are moved
+HIDDEN = -60000.0  # what is added to logits of keys that no row sees; float16 holds it
+SLOT_BYTES = 6  # of a key's rank, and of what is added to its logits
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,6 @@ def sink_dtype(precision: str | Precision, dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if precision_of(precision).name != "model" and dtype == torch.float32 else dtype
 
 
-class Bases(NamedTuple):
-    """Bases of the keys and of the values of a layer; see `precision`."""
-
-    keys: Basis
-    values: Basis
-
-
 def ranks(scores: Tensor, position: Tensor, sinks: int) -> Tensor:
     """Scores (b, g, n) as a total order of keys, int32 (b, g, n); EMPTY where positions (b, n) are below `sinks`.
 
@@ -78,42 +78,96 @@ def ranks(scores: Tensor, position: Tensor, sinks: int) -> Tensor:
 
 
 def alive(held: Tensor, arriving: Tensor, capacity: int) -> Tensor:
-    """Which keys are held at each of c rows: bool (b, c, m + c), the held ones first, then those that arrive.
+    """Which keys are held at each of c rows: bool (..., c, m + c), the held ones first, then those that arrive.
 
-    held (b, m), arriving (b, c): ranks; key t of `arriving` is there from row t on. A key is held as long as fewer than
-    `capacity` of those that have left the window rank above it.
+    held (..., m), arriving (..., c): ranks; key t of `arriving` is there from row t on. A key is held as long as fewer
+    than `capacity` of those that have left the window rank above it.
     """
     m, c = held.shape[-1], arriving.shape[-1]
     every = torch.cat([held, arriving], dim=-1)
-    there = (every > EMPTY)[:, None].expand(-1, c, -1)
+    there = (every > EMPTY).unsqueeze(-2).expand(*every.shape[:-1], c, -1)
     arrived = torch.ones(c, m + c, dtype=torch.bool, device=held.device).tril(m)
     if m + c <= capacity:
         return there & arrived
     ordered = held.sort(dim=-1).values
     above = m - torch.searchsorted(ordered, every, right=True, out_int32=True)
-    more = (arriving.unsqueeze(-1) > every.unsqueeze(1)).cumsum(1, dtype=torch.int32)
-    return there & arrived & (more + above.unsqueeze(1) < capacity)
+    more = (arriving.unsqueeze(-1) > every.unsqueeze(-2)).cumsum(-2, dtype=torch.int32)
+    return there & arrived & (more + above.unsqueeze(-2) < capacity)
+
+
+def ring_of(window: int) -> int:
+    """Slots of the ring of a window: some are to spare."""
+    return window + min(SPARE, window)
+
+
+def counters(window: int) -> int:
+    """Bytes that a layer holds for each key head beside its slots; 18 of them are for all heads together."""
+    return 12 * min(SPARE, window) + 18
 
 
 class New(NamedTuple):
-    """Tokens to be added: ranks (b, g, n), keys and values as stored (b, g, n, .), positions (b, n)."""
+    """Tokens to be added: ranks (b, g, n), codes (b, g, n, .), steps (b, ., g, n), positions (b, n)."""
 
     rank: Tensor
-    keys: Parts
-    values: Parts
+    codes: Tensor
+    steps: Tensor
     position: Tensor
 
 
 class Pool(NamedTuple):
-    """Keys and values of one head as stored, (b, m, .), with their ranks (b, m)."""
+    """Keys and values of one head as stored: ranks (b, m), codes (b, m, .), steps (b, ., m)."""
 
     rank: Tensor
-    keys: Parts
-    values: Parts
+    codes: Tensor
+    steps: Tensor
+
+
+class Reading(NamedTuple):
+    """How single rows are read from stored numbers: matrices from channels to them (d, .) and back (., d).
+
+    With integers that do not stand for themselves there are three parts: channels, for sinks, which are stored whole;
+    stored numbers; and the offset of what stands for zero.
+    """
+
+    into: Tensor
+    back: Tensor
+    size: int
+    packed: bool
+
+    def queries(self, q: Tensor) -> tuple[Tensor, Parts, Tensor | None]:
+        """Queries (..., d) for sinks, for each part of stored numbers (..., k), and an offset (..., 1)."""
+        q = q @ self.into.to(q)
+        if not self.packed:
+            return q, (q,), None
+        middle = (self.size + q.shape[-1] - 1) // 2
+        return q[..., : self.size], (q[..., self.size : middle], q[..., middle:-1]), q[..., -1:]
+
+    def outputs(self, near: Tensor, far: Tensor, sums: list[Any]) -> Tensor:
+        """Outputs (..., d) from those of sinks, those of stored numbers (..., k), and the sums of their weights."""
+        found = torch.cat([near, far, torch.stack(sums, 1)], dim=-1) if self.packed else near + far
+        return found @ self.back.to(found)
+
+
+def _products(start: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+    """`start + x y` (b, n, m)."""
+    return torch.bmm(x, y) if start is None else torch.baddbmm(start, x, y)
+
+
+@lru_cache(maxsize=16)
+def reading(precision: Precision, size: int, rotated: bool) -> Reading:
+    """The matrices for rows of `size` channels, which are few: all layers of a model have the same."""
+    turn, unpacking = rotation(size) if rotated else torch.eye(size), precision.unpacking(size)
+    if unpacking is None:
+        return Reading(turn, turn.mT, size, False)
+    every = torch.cat([torch.eye(size), unpacking, torch.full((1, size), -float(precision.zero))])
+    return Reading(turn @ every.mT, every @ turn.mT, size, True)
 
 
 class SelectedState:
     """The keys and values that one layer holds for a batch, and attention to them.
+
+    `codes` (b, slots, .): keys and values of each slot side by side. `steps` (b, ., slots + 1): the step of the key,
+    that of the value, and what is added to the logit. `rank` (b, slots + 1). The last place is that of no key.
 
     >>> state = SelectedState(SelectedKeys(window=2, budgets=(1,), sinks=0), 1, 4, 4, torch.float32)
     >>> x = torch.eye(4).expand(1, 1, 4, 4)
@@ -130,47 +184,58 @@ class SelectedState:
         value_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        bases: Bases | None = None,
+        basis: Basis | None = None,
     ) -> None:
-        self.kept, self.bases = kept, bases
+        self.kept, self.basis = kept, basis
         self.precision = precision_of(kept.precision)
         if self.precision.name == "model":
             self.precision = Floating("model", dtype)
-        g, window = len(kept.budgets), kept.window
-        sizes = torch.tensor(kept.budgets)
-        self.slots = g * window + int(sizes.sum())
-        self.first = (g * window + sizes.cumsum(0) - sizes).tolist()  # slot of each head's older keys
-        heads = torch.arange(g)
-        self.owner = torch.cat(
-            [heads.repeat_interleave(kept.sinks), heads.repeat_interleave(window), heads.repeat_interleave(sizes)]
-        ).to(device)
-        self.others = self.place = self.owner[:0]  # made at the first step: which slots are those of other query heads
-        # Slots of the older keys of each head, as many columns as the largest has; others point past the end.
-        most = max(1, int(sizes.max()))
-        place = torch.arange(most).expand(g, most)
-        self.table = torch.where(place < sizes[:, None], torch.tensor(self.first)[:, None] + place, self.slots)
-        self.table = self.table.to(device)
-        zeros = (torch.zeros(batch, self.slots, size, dtype=dtype, device=device) for size in (key_size, value_size))
-        self.keys, self.values = (self.precision.encode(z) for z in zeros)
-        self.rank = torch.full((batch, self.slots), EMPTY, dtype=torch.int32, device=device)
+        g, sizes = len(kept.budgets), torch.tensor(kept.budgets)
+        # 1. Where the slots of each head are: a ring, then older keys.
+        self.ring = ring_of(kept.window)
+        self.spare = self.ring - kept.window
+        self.slots = g * self.ring + int(sizes.sum())
+        first = (sizes + self.ring).cumsum(0) - sizes - self.ring
+        self.segments = list(zip(first.tolist(), (sizes + self.ring).tolist(), strict=True))
+        self.first = first.to(device)
+        # Slots of the older keys of each head, as many columns as the largest has; others are that of no key.
+        place = torch.arange(max(self.spare, *kept.budgets)).expand(g, -1)
+        self.table = torch.where(place < sizes[:, None], first[:, None] + self.ring + place, self.slots).to(device)
+        # 2. Empty slots.
+        size = torch.zeros(1, 1, key_size, dtype=dtype), torch.zeros(1, 1, value_size, dtype=dtype)
+        parts = [self.precision.encode(x) for x in size]
+        self.key_codes, self.scaled = parts[0][0].shape[-1], len(parts[0]) - 1  # `scaled`: whether there are steps
+        codes = self.key_codes + parts[1][0].shape[-1]
+        self.codes = torch.zeros(batch, self.slots, codes, dtype=parts[0][0].dtype, device=device)
+        self.steps = torch.zeros(batch, 2 * self.scaled + 1, self.slots + 1, dtype=torch.float16, device=device)
+        self.rank = torch.full((batch, self.slots + 1), EMPTY, dtype=torch.int32, device=device)
+        self.rank[:, -1] = NEVER
         whole = sink_dtype(kept.precision, dtype)
         self.sinks: Parts = tuple(
             torch.zeros(batch, g, kept.sinks, size, dtype=whole, device=device) for size in (key_size, value_size)
         )
+        # 3. The scores of single tokens since the last move, and the slots that are let go at each step.
+        self.pending = torch.zeros(batch, g, self.spare, device=device)
+        self.going = torch.zeros(batch, g, self.spare, dtype=torch.int64, device=device)
+        self.moved: int | None = None  # tokens that were seen when `going` was made
         self.seen = 0
         self.real = torch.zeros(batch, dtype=torch.int64, device=device)  # tokens that were not padding
         self.complete = kept.sinks == 0  # whether all sinks are there
 
     @property
+    def tensors(self) -> Parts:
+        """All tensors that belong to the batch."""
+        return (self.rank, self.real, self.codes, self.steps, self.pending, self.going, *self.sinks)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that belong to the batch."""
-        return nbytes((self.rank, self.real, *self.keys, *self.values, *self.sinks))
+        return nbytes(self.tensors)
 
     def map(self, f: Callable[[Tensor], Tensor]) -> SelectedState:
         """A state with f applied to every tensor; all have the batch in front."""
         made = copy.copy(self)
-        made.keys, made.values, made.sinks = (tuple(map(f, t)) for t in (self.keys, self.values, self.sinks))
-        made.rank, made.real = f(self.rank), f(self.real)
+        made.rank, made.real, made.codes, made.steps, made.pending, made.going, *sinks = (f(t) for t in self.tensors)
+        made.sinks = tuple(sinks)
         return made
 
     def crop(self, tokens: int) -> None:
@@ -189,32 +254,47 @@ class SelectedState:
 
         `padding` (b, n): True at tokens that are none; they are in front of all others. Their rows are zeros.
         """
-        b, g, n, _ = k.shape
-        dtype = q.dtype
-        # 1. Everything in the basis in which it is stored, in float32 at least.
-        q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
-        by_group = (g, q.shape[1] // g)
-        if self.bases is not None:
-            k, v = self.bases.keys.into(k), self.bases.values.into(v)
-            q = self.bases.keys.queries(q.unflatten(1, by_group).flatten(2, 3)).unflatten(2, (-1, n)).flatten(1, 2)
-        # 2. Where the tokens are and what they are worth.
-        there = torch.ones(b, n, dtype=torch.int64, device=k.device) if padding is None else (~padding).long()
-        position = torch.where(there.bool(), self.real[:, None] + there.cumsum(1) - 1, -1)
+        n, dtype = k.shape[-2], q.dtype
+        least = torch.promote_types(dtype, torch.float32)
+        q, k, v = q.to(least), k.to(least), v.to(least)
+        if padding is None:
+            position = self.real[:, None] + torch.arange(n, device=k.device) if n > 1 else self.real[:, None]
+        else:
+            there = ~padding
+            position = torch.where(there, self.real[:, None] + there.cumsum(1) - 1, -1)
+        k, v = self._stored(k, v)
+        known = padding is None and self.complete  # no sink and no padding among the tokens
         if not self.complete:
             self._add_sinks(k, v, position)
-        rank = ranks(scores, position, self.kept.sinks)
-        if k.shape == v.shape:  # both at once
-            both = self.precision.encode(torch.stack([k, v]))
-            new = New(rank, tuple(x[0] for x in both), tuple(x[1] for x in both), position)
+        codes, steps = self._encode(k, v)
+        if n == 1:
+            self._add(codes, steps, scores, position, known)
+            out = self._row(q[:, :, 0], position, scale, known).unsqueeze(2)
         else:
-            new = New(rank, self.precision.encode(k), self.precision.encode(v), position)
-        # 3. Rows, and the keys that are held after them.
-        out = self._step(q, new, scale) if n == 1 else self._read(q, new, scale)
-        self.real = self.real + there.sum(1)
+            out = self._read(q, New(ranks(scores, position, self.kept.sinks), codes, steps, position), scale)
+        self.real = self.real + (n if padding is None else there.sum(1))
         self.seen += n
-        if self.bases is not None:
-            out = self.bases.values.back(out.unflatten(1, by_group).flatten(2, 3)).unflatten(2, (-1, n)).flatten(1, 2)
         return (out if padding is None else out.masked_fill(padding[:, None, :, None], 0)).to(dtype)
+
+    def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (b, g, n, .) in the basis in which they are stored; stacked where they are of one size."""
+        if self.basis is not None:
+            k = self.basis.scaled(k)
+        both = [torch.stack([k, v])] if k.shape == v.shape else [k, v]
+        if self.basis is not None:
+            both = [x @ rotation(x.shape[-1]).to(x) for x in both]
+        return (both[0][0], both[0][1]) if len(both) == 1 else (both[0], both[1])
+
+    def _encode(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes (b, g, n, .) of keys and values side by side, and their steps (b, 2, g, n), which some have not."""
+        if k.shape == v.shape:  # both at once
+            codes, *step = self.precision.encode(torch.stack([k, v], dim=-2))
+            codes, step = codes.flatten(-2), [x.squeeze(-1).movedim(-1, 1) for x in step]
+        else:
+            parts = self.precision.encode(k), self.precision.encode(v)
+            codes = torch.cat([part[0] for part in parts], dim=-1)
+            step = [torch.stack([part[1].squeeze(-1) for part in parts], dim=1)] if self.scaled else []
+        return codes, step[0] if step else self.steps.new_zeros(k.shape[0], 0, *k.shape[1:3])
 
     def _add_sinks(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Store the tokens at the first positions whole; each position comes once."""
@@ -225,73 +305,137 @@ class SelectedState:
 
     # One token
 
-    def _step(self, q: Tensor, new: New, scale: float) -> Tensor:
-        """A single row: one product with all slots."""
-        self._make_room(new.rank.shape[1])
-        g = new.rank.shape[1]
-        ring = self._ring(g)
-        for part, x in zip((*self.keys, *self.values), (*new.keys, *new.values), strict=True):
-            part[:, ring] = x[:, :, 0]
-        self.rank[:, ring] = new.rank[..., 0]
-        # Slots of other heads are masked, empty ones, and sinks that are yet to come.
-        h, t = q.shape[1], g * self.kept.sinks
-        if len(self.others) != h:
-            self.others = self.owner != torch.arange(h, device=q.device)[:, None] // (h // g)
-            self.place = torch.arange(self.kept.sinks, device=q.device).repeat(g)
-        hidden = torch.cat([self.place > new.position, self.rank == EMPTY], dim=1)[:, None] | self.others
-        first_k, first_v = (x.flatten(1, 2).to(q.dtype) for x in self.sinks)
-        rows = q[:, :, 0] * scale
-        logits = torch.cat([rows @ first_k.mT, self.precision.products(rows, self.keys)], dim=-1)
-        weight = logits.masked_fill_(hidden, -1e30).softmax(-1)
-        return (weight[..., :t] @ first_v + self.precision.mixture(weight[..., t:], self.values)).unsqueeze(2)
+    def _add(self, codes: Tensor, steps: Tensor, scores: Tensor, position: Tensor, known: bool) -> None:
+        """Put a token into the ring, and let the key go that goes at this step."""
+        if self.moved is None or self.seen - self.moved == self.spare:
+            self._settle()
+            self._look_ahead()
+        assert self.moved is not None
+        t, place, added = self.seen - self.moved, self.first + self.seen % self.ring, self.steps[:, -1]
+        self.codes.index_copy_(1, place, codes[:, :, 0])
+        self.steps[:, :-1].index_copy_(2, place, steps[..., 0])
+        added.scatter_(1, self.going[..., t], HIDDEN)
+        if known:
+            added.index_fill_(1, place, 0.0)
+        else:  # sinks have their own slots
+            shown = torch.where(position < self.kept.sinks, HIDDEN, 0.0).to(added.dtype)
+            added.index_copy_(1, place, shown.expand(-1, len(place)))
+        self.pending[..., t] = scores[..., 0]
 
-    def _ring(self, g: int) -> Tensor:
-        """The slot of each head's oldest key in the window, which the next key takes."""
-        window = self.kept.window
-        return torch.arange(g, device=self.rank.device) * window + self.seen % window
+    def _ring_slots(self, start: int, count: int) -> Tensor:
+        """The slots (g, count) of the tokens from `start` on."""
+        tokens = torch.arange(start, start + count, device=self.first.device)
+        return self.first[:, None] + tokens % self.ring
 
-    def _make_room(self, g: int) -> None:
-        """The key that leaves the window takes the place of the least older key of its head, if it ranks above it."""
-        b = len(self.rank)
-        rows, ring = torch.arange(b, device=self.rank.device)[:, None], self._ring(g)
-        leaving = self.rank[:, ring]
-        older = torch.cat([self.rank, self.rank.new_full((b, 1), 2**31 - 1)], dim=1)[:, self.table]
-        least, place = older.min(dim=-1)
-        slot = self.table.expand(b, -1, -1).gather(2, place[..., None])[..., 0]
-        better = leaving > least
-        slot = torch.where(better, slot, ring)  # those that are let go are copied to where they are
-        for part in (*self.keys, *self.values):
-            part[rows, slot] = part[:, ring]
-        self.rank[rows, slot] = leaving
+    def _settle(self) -> None:
+        """Keys that have left the window since the last move take the places of the least older keys of their head."""
+        if self.moved is None or self.seen == self.moved:
+            return
+        count = self.seen - self.moved
+        # Padding is in front of all tokens: its positions are negative.
+        position = self.real[:, None] + torch.arange(-count, 0, device=self.real.device)
+        new = self._ring_slots(self.moved, count)
+        self.rank[:, new] = ranks(self.pending[..., :count], position, self.kept.sinks)
+        # The best of those that leave meets the least of those that are held, the second best the second least, ...
+        left = self._ring_slots(self.moved - self.kept.window, count)
+        leaving, order = self.rank[:, left].sort(dim=-1, descending=True)
+        least, older = self._least(count)
+        source = left.expand_as(order).gather(2, order)
+        target = torch.where(leaving > least, older, source)
+        rows = torch.arange(len(self.rank), device=left.device)[:, None, None]
+        for part in (self.codes, self.steps.mT):
+            part[rows, target] = part[rows, source]
+        self.rank[rows, target] = leaving
+        self.rank[:, left] = EMPTY
+        self.moved = self.seen
+
+    def _least(self, count: int) -> tuple[Tensor, Tensor]:
+        """The least ranks (b, g, count) of the older keys of each head, the least first, and their slots."""
+        rank, place = self.rank[:, self.table].topk(count, dim=-1, largest=False)
+        return rank, self.table.expand(len(rank), -1, -1).gather(2, place)
+
+    def _look_ahead(self) -> None:
+        """Which key of each head goes at each of the next steps, and which are seen now."""
+        count, device = self.spare, self.rank.device
+        coming = self._ring_slots(self.seen - self.kept.window, count)
+        arriving, (least, older) = self.rank[:, coming], self._least(count)
+        # Only the least can go: to the others, as many have to come as there are of the least.
+        until = alive(least, arriving, count).sum(-2)
+        until[..., count:] += torch.arange(count, device=device)
+        goes = (torch.cat([least, arriving], dim=-1) > EMPTY) & (until < count)
+        slots = torch.cat([older, coming.expand_as(arriving)], dim=-1)
+        going = slots.new_full((*arriving.shape[:2], count + 1), self.slots)
+        self.going = going.scatter_(2, torch.where(goes, until, count), slots)[..., :count].contiguous()
+        self.steps[:, -1] = torch.where(self.rank > EMPTY, 0.0, HIDDEN)
+        self.moved = self.seen
+
+    def _row(self, q: Tensor, position: Tensor, scale: float, known: bool) -> Tensor:
+        """A single row (b, h, v) for queries (b, h, d): products with the stored numbers as they are."""
+        g, first = len(self.segments), self.kept.sinks
+        rows = q.unflatten(1, (g, -1)) * scale
+        if self.basis is not None and self.basis.scale is not None:
+            rows = rows / self.basis.scale[:, None].to(rows.dtype)
+        # 1. Queries for sinks and for stored numbers; what stands for zero adds an offset.
+        reader = reading(self.precision, q.shape[-1], self.basis is not None)
+        to_sinks, to_codes, offset = reader.queries(rows)
+        sink_keys, sink_values = (x.to(q.dtype) for x in self.sinks)
+        logits = to_sinks @ sink_keys.mT
+        if not known:
+            logits = logits.masked_fill(~self._sinks_seen(position[..., None])[:, None], HIDDEN)
+        # 2. Each head with its own slots. Stored numbers come in one part or two.
+        sizes = [count for _, count in self.segments]
+        columns = [halves(x, self.key_codes) for x in self.precision.columns(self.codes, q.dtype)]
+        keys, values = ([x[i].split_with_sizes(sizes, 1) for x in columns] for i in (0, 1))
+        steps = self.steps[..., :-1].to(q.dtype)
+        *scales, added = (steps[:, i : i + 1].split_with_sizes(sizes, 2) for i in range(steps.shape[1]))
+        near, far, sums = [], [], []
+        for head in range(g):
+            found = _products(None if offset is None else offset[:, head], to_codes[0][:, head], keys[0][head].mT)
+            for x, y in zip(to_codes[1:], keys[1:], strict=True):
+                found = _products(found, x[:, head], y[head].mT)
+            found = torch.addcmul(added[head], found, scales[0][head]) if self.scaled else found + added[head]
+            weight = torch.cat([logits[:, head], found], dim=-1).softmax(-1)
+            near.append(weight[..., :first])
+            rest = weight[..., first:] * scales[1][head] if self.scaled else weight[..., first:]
+            far.append(torch.cat([torch.bmm(rest, x[head]) for x in values], dim=-1))
+            if offset is not None:
+                sums.append(rest.sum(-1, keepdim=True))
+        # 3. Back from stored numbers.
+        back = reading(self.precision, sink_values.shape[-1], self.basis is not None)
+        return back.outputs(torch.stack(near, 1) @ sink_values, torch.stack(far, 1), sums).flatten(1, 2)
 
     # Many tokens
 
     def _read(self, q: Tensor, new: New, scale: float) -> Tensor:
         """Rows in blocks, head by head."""
-        g, r, n = new.rank.shape[1], q.shape[1] // new.rank.shape[1], q.shape[2]
-        window = self.kept.window
-        turn = torch.arange(window, device=q.device)
+        self._settle()
+        g, n, window = new.rank.shape[1], q.shape[2], self.kept.window
+        q = q.unflatten(1, (g, -1))
+        if self.basis is not None:
+            q = self.basis.queries(q.flatten(2, 3)).view(q.shape)
         out = q.new_empty(*q.shape[:-1], self.sinks[1].shape[-1])
-        for head in range(g):
-            older = torch.arange(self.kept.budgets[head], device=q.device) + self.first[head]
-            before = torch.cat([older, head * window + (turn + self.seen) % window])  # the ring, oldest first
-            old_parts, new_parts = (*self.keys, *self.values), (*new.keys, *new.values)
-            joined = [torch.cat([o[:, before], x[:, head]], dim=1) for o, x in zip(old_parts, new_parts, strict=True)]
-            rank = torch.cat([self.rank[:, before], new.rank[:, head]], dim=1)
-            pool = Pool(rank, tuple(joined[: len(self.keys)]), tuple(joined[len(self.keys) :]))
-            group = slice(head * r, (head + 1) * r)
-            out[:, group], held = self._read_head(q[:, group], pool, head, new.position, scale)
+        ring, after = self._ring_slots(self.seen - window, window), self._ring_slots(self.seen + n - window, self.ring)
+        for head, (start, count) in enumerate(self.segments):
+            older = torch.arange(start + self.ring, start + count, device=q.device)
+            before = torch.cat([older, ring[head]])
+            pool = Pool(
+                torch.cat([self.rank[:, before], new.rank[:, head]], dim=1),
+                torch.cat([self.codes[:, before], new.codes[:, head]], dim=1),
+                torch.cat([self.steps[:, :-1, before], new.steps[:, :, head]], dim=2),
+            )
+            out[:, head], held = self._read_head(q[:, head], pool, head, new.position, scale)
             self._put(pool, held, older)
-            last = torch.arange(rank.shape[1] - window, rank.shape[1], device=q.device)
-            self._put(pool, last, head * window + (turn + self.seen + n) % window)
-        return out
+            last = torch.arange(pool.rank.shape[1] - window, pool.rank.shape[1], device=q.device)
+            self._put(pool, last, after[head])
+        self.moved = None
+        return out.flatten(1, 2) if self.basis is None else Basis().back(out.flatten(1, 2))
 
     def _put(self, pool: Pool, source: Tensor, slots: Tensor) -> None:
         """Copy rows of a pool, (m,) or (b, m), to slots; slots left over become empty."""
         rows = torch.arange(len(pool.rank), device=source.device)[:, None]
         slots, left = slots[: source.shape[-1]], slots[source.shape[-1] :]
-        for part, x in zip((*self.keys, *self.values), (*pool.keys, *pool.values), strict=True):
-            part[:, slots] = x[rows, source]
+        self.codes[:, slots] = pool.codes[rows, source]
+        self.steps[:, :-1, slots] = pool.steps.mT[rows, source].mT
         self.rank[:, slots] = pool.rank[rows, source]
         self.rank[:, left] = EMPTY
 
@@ -302,7 +446,12 @@ class SelectedState:
         """
         b, r, n, _ = q.shape
         window, capacity = self.kept.window, self.kept.budgets[head]
-        keys, values = self.precision.decode(pool.keys, q.dtype), self.precision.decode(pool.values, q.dtype)
+        keys, values = (
+            self.precision.decode(
+                (codes, *(x.unsqueeze(-1) for x in pool.steps[:, i : i + self.scaled].unbind(1))), q.dtype
+            )
+            for i, codes in enumerate(halves(pool.codes, self.key_codes))
+        )
         first = tuple(x[:, head].to(q.dtype) for x in self.sinks)
         rows = torch.arange(b, device=q.device)[:, None]
         filled = (pool.rank[:, :capacity] > EMPTY).any(0)  # slots that are empty in all sequences are left out

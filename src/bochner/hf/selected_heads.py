@@ -19,12 +19,11 @@ from torch import Tensor
 from bochner._checks import BochnerError, is_int, positive_int
 from bochner.hf.calls import Call
 from bochner.hf.fates import Fate, FateModule, Layer, register_fate
-from bochner.hf.precision import balanced, precision_of, row_bytes, value_basis
+from bochner.hf.precision import Basis, precision_of, row_bytes
 from bochner.hf.scores import scores
-from bochner.hf.selected import RANK_BYTES, Bases, SelectedKeys, SelectedState, sink_dtype
+from bochner.hf.selected import SLOT_BYTES, SelectedKeys, SelectedState, counters, ring_of, sink_dtype
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by the bytes of an element
-COUNTER = 8  # bytes of a sequence's number of tokens
 NO_GRADIENT = "Heads that select their keys are for inference and have no gradient; train the model before converting."
 
 
@@ -75,13 +74,14 @@ class Selected(Fate):
         return replace(self, budget=0)
 
     def _bytes_of_a_key(self, layer: Layer, dtype: torch.dtype) -> int:
-        return sum(row_bytes(self.precision, size, dtype) for size in (layer.head_dim, layer.value_dim)) + RANK_BYTES
+        return sum(row_bytes(self.precision, size, dtype) for size in (layer.head_dim, layer.value_dim)) + SLOT_BYTES
 
     def cache_bytes(self, layer: Layer, length: int, element_size: int) -> int:
-        """All slots are there from the first token on. The counter of a layer's tokens is counted for every head."""
+        """All slots are there from the first token on. The counters of a layer are counted for every head."""
         dtype = DTYPES[element_size]
         first = self.sinks * (layer.head_dim + layer.value_dim) * sink_dtype(self.precision, dtype).itemsize
-        return (self.window + self.budget) * self._bytes_of_a_key(layer, dtype) + first + COUNTER
+        slots = ring_of(self.window) + self.budget
+        return slots * self._bytes_of_a_key(layer, dtype) + first + counters(self.window)
 
     def build(self, layer: Layer, heads: Sequence[int], seed: int) -> FateModule:
         return SelectedHeads(layer, heads, self)
@@ -127,13 +127,9 @@ class SelectedHeads(FateModule):
         return out, state
 
     def _empty(self, key: Tensor, value: Tensor) -> SelectedState:
-        bases = None
-        if self.kept.precision not in ("model", "bfloat16"):
-            g, d = value.shape[1], value.shape[-1]
-            bases = Bases(balanced(self.centre, self.scale), value_basis(g, d, value.device))
-        return SelectedState(
-            self.kept, key.shape[0], key.shape[-1], value.shape[-1], key.dtype, device=key.device, bases=bases
-        )
+        basis = None if self.kept.precision in ("model", "bfloat16") else Basis(self.centre, self.scale)
+        sizes = key.shape[-1], value.shape[-1]
+        return SelectedState(self.kept, key.shape[0], *sizes, key.dtype, device=key.device, basis=basis)
 
     def _check(self, call: Call, n: int) -> None:
         hidden = call.hidden

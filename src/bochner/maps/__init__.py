@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from bochner._checks import ArgumentError, BochnerError, lookup
+from bochner._checks import ArgumentError, BochnerError, BochnerWarning, lookup
 from bochner._products import is_fake
 from bochner.maps import (
     clustered,
@@ -137,7 +138,8 @@ def feature_map(
 
     `dim`: d, the head size. `num_features`: m. `projection`: the law of the directions, for the maps that have any.
     Further keywords go to the map: `num_heads`, `seed` or `generator` for all of ours, `kernel` for most; each class
-    documents its own. A function takes `positive=True` if its features are never negative.
+    documents its own. `redraw_every`: training passes between new draws of the random parts, None for never; see
+    `FeatureMap.schedule_redraws_`. A function takes `positive=True` if its features are never negative.
 
     >>> feature_map("positive", dim=64, num_features=256, projection="orthogonal", num_heads=None, seed=0)
     PositiveFeatures(
@@ -156,6 +158,14 @@ def feature_map(
         cls = _known(name)
     if dim is None:
         raise BochnerError(f"The 'dim' of feature map {label} is missing; give the head size d.")
+    every = options.pop("redraw_every", None)
+    if "redraw_interval" in options:
+        every = options.pop("redraw_interval")
+        warnings.warn(
+            f"'redraw_interval' is an old name; the new one is feature_map({label}, ..., redraw_every={every!r}).",
+            BochnerWarning,
+            stacklevel=2,
+        )
     valid = options_of(cls)
     if "projection" in valid:
         options["projection"] = projection
@@ -177,6 +187,8 @@ def feature_map(
         ) from error
     if isinstance(name, type) and name not in FEATURE_MAPS.values():
         check_contract(phi, name.__name__)
+    if every is not None:
+        phi.schedule_redraws_(every, options.get("seed", 0), generator=options.get("generator"))
     return phi
 
 

@@ -21,17 +21,16 @@ from bochner._checks import (
     finite,
     floating,
     lookup,
-    make_generator,
     one_of,
     positive_int,
 )
 from bochner._products import is_composed
-from bochner.projections import FullPrecisionModule, Projection, make_projection
+from bochner.maps.redraw import RedrawnModule
+from bochner.projections import Projection, make_projection
 
 KERNELS = ("softmax", "gaussian")
-
-
 ROLES = ("query", "key")
+NOTHING = -1e30  # the log scale of nothing
 
 
 class Features(NamedTuple):
@@ -120,7 +119,7 @@ def to_features(t: Tensor) -> Features:
     return Features(t / size, size.log())
 
 
-class FeatureMap(FullPrecisionModule):
+class FeatureMap(RedrawnModule):
     """Base of all feature maps: validation, roles, seeds, calibration.
 
     A subclass sets `feature_dim`, the length of its features, states `positive` (features never negative) and
@@ -230,20 +229,14 @@ class FeatureMap(FullPrecisionModule):
 
     def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> FeatureMap:
         """Draw new random parts in place; learned parameters and calibration stay."""
-        with torch.no_grad():
-            self._redraw(make_generator(seed, generator))
         self._fingerprint = None
+        super().redraw_(seed, generator=generator)
         return self
-
-    def _redraw(self, g: Generator) -> None:
-        for module in self.modules():
-            if isinstance(module, Projection):
-                module.redraw_(generator=g)
 
     def fingerprint(self) -> int:
         """A number that tells draws and calibrations of a map apart; training its parameters does not change it."""
         if self._fingerprint is None:
-            own = [t for t in self.buffers() if not t.requires_grad and not t.is_meta]
+            own = [t for name, t in self.named_buffers() if not (t.requires_grad or t.is_meta or "redraw_" in name)]
             self._fingerprint = hash(tuple(float(t.double().sum()) for t in own))
         return self._fingerprint
 
@@ -327,6 +320,20 @@ class FeatureMap(FullPrecisionModule):
     def _calibrate(self, q: Tensor, k: Tensor) -> None:
         """Statistics from rows q (h or 1, N, d) and k (h or 1, S, d), float64."""
 
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        """The axis of heads, if there is one."""
+        return () if self.num_heads is None else (self.num_heads,)
+
+    def _keep(self, **values: Tensor) -> None:
+        """Register buffers, or fill those there are, whatever the axis of heads."""
+        for name, value in values.items():
+            if name not in self._buffers and name not in self._parameters:
+                self.register_buffer(name, value)
+            else:
+                own = getattr(self, name)
+                own.copy_(value.reshape(own.shape))
+
     def _spread(self, b: Tensor, x: Tensor) -> Tensor:
         """A per-head buffer (h, ...) as it broadcasts against (..., h, n, ...), in x's dtype."""
         return b.to(x.dtype) if self.num_heads is None else b.to(x.dtype).unsqueeze(-2)
@@ -368,6 +375,20 @@ class ProjectedFeatures(FeatureMap):
         super().__init__(dim, m, num_heads=num_heads, kernel=kernel)
         how: Any = {"num_heads": num_heads, "norms": self.norms, "seed": seed, "generator": generator}
         self.projection = nn.Identity() if bare else make_projection(projection, dim, m, **how)
+
+
+class NoFeatures(FeatureMap):
+    """The map of heads without a kernel: its features are zero, relative to nothing."""
+
+    positive = True
+    unbiased = False
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, 1)
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        zero = torch.zeros_like(x[..., :1])
+        return Features(zero, zero + NOTHING)
 
 
 def squared_norm(x: Tensor) -> Tensor:

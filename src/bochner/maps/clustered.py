@@ -75,15 +75,10 @@ class ClusteredFeatures(ProjectedFeatures):
         self.diagonal = one_of(diagonal, "diagonal", owner, ("complex", "real"))
         self.breadth = positive_float(breadth, "breadth", owner)
         self.num_coefficients = positive_int(num_coefficients, "num_coefficients", owner)
-        lead = () if self.num_heads is None else (self.num_heads,)
-        for name, value in {
-            "centres_query": torch.zeros(*lead, I, dim, device="cpu"),
-            "centres_key": torch.zeros(*lead, J, dim, device="cpu"),
-            "modulus": torch.ones(*lead, I, J, dim, device="cpu"),
-            "imaginary": torch.zeros(*lead, I, J, dim, device="cpu"),  # 1 where the entry of A is imaginary
-            "spread": torch.ones(*lead, I, J, device="cpu"),  # mean |u|^2 of the pair
-        }.items():
-            self.register_buffer(name, value)
+        one = torch.ones(*self._lead, I, J, dim, device="cpu")
+        self._keep(centres_query=0 * one[..., 0, :], centres_key=0 * one[..., 0, :, :])
+        # 1 where the entry of A is imaginary; the mean |u|^2 of the pair.
+        self._keep(modulus=one, imaginary=0 * one, spread=one[..., 0].clone())
         length = num_features * (2 if self.diagonal == "complex" else 1)
         if self.coefficients == "indicator":
             self.feature_dim = I * J * length
@@ -102,15 +97,8 @@ class ClusteredFeatures(ProjectedFeatures):
         modulus = (mk / mq).pow(0.25).clamp(1 / _LARGEST, _LARGEST)
         same = (rq * rk > 0).to(q.dtype) if self.diagonal == "complex" else torch.zeros_like(modulus)
         spread = modulus.square() * mq + mk / modulus.square() + 2 * rq * rk * (1 - 2 * same)
-        for name, value in {
-            "centres_query": rq,
-            "centres_key": rk,
-            "modulus": modulus,
-            "imaginary": same,
-            "spread": spread.sum(-1).clamp_min(1e-6),
-        }.items():
-            buffer = getattr(self, name)
-            buffer.copy_(value.reshape(buffer.shape))
+        spread = spread.sum(-1).clamp_min(1e-6)
+        self._keep(centres_query=rq, centres_key=rk, modulus=modulus, imaginary=same, spread=spread)
 
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         features = self._indicator if self.coefficients == "indicator" else self._mixture

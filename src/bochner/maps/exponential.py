@@ -102,12 +102,11 @@ class OptimalFeatures(ExponentialFeatures):
         super().__init__(dim, num_features, **options)
         if not isinstance(A, (int, float)) or not -math.inf < A < 0.125:
             raise BochnerError(f"The 'A' of OptimalFeatures must be a number below 1/8, got {A!r}.")
-        shape = () if self.num_heads is None else (self.num_heads,)
-        self.register_buffer("A", torch.full(shape, float(A), device="cpu"))
+        self._keep(A=torch.full(self._lead, float(A), device="cpu"))
 
     def _calibrate(self, q: Tensor, k: Tensor) -> None:
         psi = torch.diagonal(second_moment_of_sum(q, k), dim1=-2, dim2=-1).sum(-1)
-        self.A.copy_(optimal_a(psi / self.dim).reshape(self.A.shape))
+        self._keep(A=optimal_a(psi / self.dim))
 
     def _log_weight(self) -> Tensor | None:
         norms = self.projection.matrix().square().sum(-1)
@@ -133,7 +132,7 @@ class CalibratedFeatures(ExponentialFeatures):
     For the Gaussian kernel centring moves both by the same vector and M is the identity: only these leave
     |x - y| alone. O(m d + d^2) per row.
 
-    `centre`, `balance`, `dense`: switch a move off, for study.
+    `balance`, `dense`: switch a move off, for study.
     """
 
     centre_query: Tensor
@@ -147,23 +146,17 @@ class CalibratedFeatures(ExponentialFeatures):
         dim: int,
         num_features: int,
         *,
-        centre: bool = True,
         balance: bool = True,
         dense: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(dim, num_features, **options)
-        self.centre, self.balance, self.dense = centre, balance, dense
-        lead = () if self.num_heads is None else (self.num_heads,)
-        eye = torch.eye(dim, device="cpu").expand(*lead, dim, dim)
-        for name, value in {
-            "centre_query": torch.zeros(*lead, dim, device="cpu"),
-            "centre_key": torch.zeros(*lead, dim, device="cpu"),
-            "basis_query": eye.clone(),  # U'M, so that a changed query is U'M (x - a)
-            "basis_key": eye.clone(),  # U'M^-1
-            "a": torch.zeros(*lead, dim, device="cpu"),
-        }.items():
-            self.register_buffer(name, value)
+        self.balance, self.dense = balance, dense
+        zero, eye = torch.zeros(*self._lead, dim, device="cpu"), torch.eye(dim, device="cpu")
+        eye = eye.expand(*self._lead, dim, dim)
+        self._keep(centre_query=zero, centre_key=zero.clone())
+        # U'M, so that a changed query is U'M (x - a), and U'M^-1.
+        self._keep(basis_query=eye.clone(), basis_key=eye.clone(), a=zero.clone())
 
     def _calibrate_sequences(self, q: list[Tensor], k: list[Tensor]) -> None:
         # Of different sequences any query may meet any key.
@@ -184,8 +177,6 @@ class CalibratedFeatures(ExponentialFeatures):
         a, b = mean.x, mean.y
         if self.kernel == "gaussian":
             a = b = (a + b) / 2
-        if not self.centre:
-            a, b = torch.zeros_like(a), torch.zeros_like(b)
         m = moments.centred(a, b)
         # 2. The balanced basis, from second moments floored so that no direction is blown up by lack of data.
         eye = torch.eye(self.dim, dtype=a.dtype, device=a.device).expand_as(m.xx)
@@ -199,15 +190,7 @@ class CalibratedFeatures(ExponentialFeatures):
             z = basis @ m.xx @ basis.mT + inverse @ m.yy @ inverse.mT + cross + cross.mT
             eigenvalues, u = torch.linalg.eigh((z + z.mT) / 2)
             alpha = optimal_a(eigenvalues.clamp_min(0))
-        for name, value in {
-            "centre_query": a,
-            "centre_key": b,
-            "basis_query": u.mT @ basis,
-            "basis_key": u.mT @ inverse,
-            "a": alpha,
-        }.items():
-            buffer = getattr(self, name)
-            buffer.copy_(value.reshape(buffer.shape))
+        self._keep(centre_query=a, centre_key=b, basis_query=u.mT @ basis, basis_key=u.mT @ inverse, a=alpha)
         return self
 
     def exponent(self, role: str) -> Exponent:

@@ -383,8 +383,7 @@ class GaussianHybridFeatures(BipolarFeatures):
         s = positive_float(smoothness, "smoothness", owner)
         super().__init__(dim, num_features, partial(gaussian_moments, radius=1.0, bandwidth=s), **options)
         self.smoothness = s
-        shape = () if self.num_heads is None else (self.num_heads,)
-        self.register_buffer("radius", torch.full(shape, positive_float(radius, "radius", owner), device="cpu"))
+        self._keep(radius=torch.full(self._lead, positive_float(radius, "radius", owner), device="cpu"))
 
     def _coefficient(self, x: Tensor) -> tuple[Features, float | Tensor, float | Tensor]:
         s = self.smoothness / self.radius.to(x.dtype)[..., None, None]
@@ -395,7 +394,7 @@ class GaussianHybridFeatures(BipolarFeatures):
 
     def _calibrate(self, q: Tensor, k: Tensor) -> None:
         r2 = (q.square().sum(-1).mean(-1) + k.square().sum(-1).mean(-1)) / 2
-        self.radius.copy_(r2.sqrt().clamp_min(1e-6).reshape(self.radius.shape))
+        self._keep(radius=r2.sqrt().clamp_min(1e-6))
 
 
 def _row_factor(x: Tensor, kernel: str) -> Tensor:

@@ -120,9 +120,7 @@ class LandmarkFeatures(FeatureMap):
             "error": (),
             "error_interval": (2,),
         }
-        heads = () if num_heads is None else (num_heads,)
-        for name, shape in shapes.items():
-            self.register_buffer(name, torch.zeros((*heads, *shape)))
+        self._keep(**{name: torch.zeros((*self._lead, *shape)) for name, shape in shapes.items()})
         self.register_buffer("rows_seen", torch.zeros((), dtype=torch.long))
         self.seed = self._draw(seed, generator)
 
@@ -132,8 +130,9 @@ class LandmarkFeatures(FeatureMap):
         return None if self.positive else self.least
 
     def _redraw(self, g: Generator) -> None:
-        """Other random landmarks; once calibrated, only another sample for the next calibration."""
-        self.seed = _some_seed(None, g) if int(self.rows_seen) else self._draw(None, g)
+        """Other random landmarks; once calibrated or learned, only another sample for the next calibration."""
+        fixed = int(self.rows_seen) or next(self.parameters(), None) is not None
+        self.seed = _some_seed(None, g) if fixed else self._draw(None, g)
 
     @torch.no_grad()
     def calibrate_(
@@ -327,21 +326,12 @@ class LandmarkFeatures(FeatureMap):
 
     def _take(self, heads: list[Head]) -> None:
         """Fitted heads into the buffers."""
-        for name, values in {
-            "key_landmarks": [h.hidden.c for h in heads],
-            "key_log_weights": [h.hidden.log_w for h in heads],
-            "query_landmarks": [h.hidden.b for h in heads],
-            "offsets": [h.hidden.t for h in heads],
-            "caps": [h.hidden.cap for h in heads],
-            "mix_query": [h.p for h in heads],
-            "mix_key": [h.r for h in heads],
-            "bias_key": [h.bias for h in heads],
-            "least": [torch.tensor(h.top_up) for h in heads],
-            "error": [torch.tensor(h.error) for h in heads],
-            "error_interval": [torch.tensor(h.interval) for h in heads],
-        }.items():
-            buffer = getattr(self, name)
-            buffer.copy_(torch.stack(values).reshape(buffer.shape))
+        hidden = ("key_landmarks", "key_log_weights", "query_landmarks", "offsets", "caps")
+        found = [dict(zip(hidden, h.hidden, strict=True)) for h in heads]
+        for own, h in zip(found, heads, strict=True):
+            own |= {"mix_query": h.p, "mix_key": h.r, "bias_key": h.bias, "least": torch.tensor(h.top_up)}
+            own |= {"error": torch.tensor(h.error), "error_interval": torch.tensor(h.interval)}
+        self._keep(**{name: torch.stack([own[name] for own in found]) for name in found[0]})
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, positive={self.positive}, num_landmarks={self.num_landmarks}"

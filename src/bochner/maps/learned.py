@@ -5,10 +5,8 @@ learns the law of w, in three ways (a Gaussian mixture, a Fastfood product with 
 each with two kinds of features: random kitchen sinks (`_rks`, cosines and sines, signed) and positive random features
 (`_prf`). All start at the softmax or the Gaussian kernel.
 
-What is learned is a parameter, what is random a buffer. The noise of epoch e, `e = steps // redraw_interval`, is a
-function of the map's own seed and e alone: equal on all ranks, and the same after a resume. Call `phi.step_()` once per
-training step (or `step_maps_(model)` for all maps of a model); nothing is redrawn behind the back of a forward pass, so
-queries, keys and a recomputed backward pass always see the same noise.
+What is learned is a parameter, what is random a buffer. The paper redraws the noise every 100 training steps:
+`feature_map("gmm_prf", ..., redraw_every=100)`.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from bochner.projections import (
 
 
 class SpectralFeatures(FeatureMap):
-    """Base of the learned kernels: frequencies from noise and parameters, two kinds of features, timed redraws.
+    """Base of the learned kernels: frequencies from noise and parameters, two kinds of features.
 
     Random kitchen sinks: `phi(x) = exp(-g |x|^2) [cos w.x, sin w.x] / sqrt(M)`, the kernel
     `E cos(w.(x - y)) exp(-g (|x|^2 + |y|^2))`. Positive features: `phi(x) = exp(w.x - g |x|^2) / sqrt(M)`, the kernel
@@ -54,12 +52,11 @@ class SpectralFeatures(FeatureMap):
 
     `num_features`: M. `kernel`: the kernel before training; it sets g. `g`: 1/2 makes positive features start at the
     softmax kernel, 1 (the paper's eq. 8 and 9) at the Gaussian; for kitchen sinks these are -1/2 and 0. Any other value
-    may be given. `redraw_interval`: training steps between redraws of the noise, None for never.
+    may be given.
     """
 
     sinks: ClassVar[bool]
-    steps: Tensor
-    noise_seed: Tensor
+    weights: Tensor | None  # of the features, (M,), where they are not all 1
 
     def __init__(
         self,
@@ -69,7 +66,6 @@ class SpectralFeatures(FeatureMap):
         num_heads: int | None = None,
         kernel: str | None = None,
         g: float | None = None,
-        redraw_interval: int | None = 100,
         seed: int | None = 0,
         generator: Generator | None = None,
     ) -> None:
@@ -82,43 +78,28 @@ class SpectralFeatures(FeatureMap):
         if isinstance(g, bool) or not isinstance(g, (int, float)) or not math.isfinite(g):
             raise BochnerError(f"The 'g' of {owner} must be a finite number, got {g!r}.")
         self.g = float(g)
-        self.redraw_interval = (
-            None if redraw_interval is None else positive_int(redraw_interval, "redraw_interval", owner)
-        )
         self.num_frequencies = num_features
         self.is_exponential = not self.sinks
         self.feature_dim = (2 if self.sinks else 1) * num_features
-        base = torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu")
-        self.register_buffer("noise_seed", base)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device="cpu"))
-
-    @torch.no_grad()
-    def step_(self, steps: int = 1) -> SpectralFeatures:
-        """Count training steps; redraw the noise when an interval has passed. Once per step, on every rank."""
-        before = self._epoch()
-        self.steps += positive_int(steps, "steps", f"{type(self).__name__}.step_")
-        if self._epoch() != before:
-            self._draw_noise(self._noise_generator())
-            self._fingerprint = None
-        return self
+        self.noise_seed = int(torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu"))
+        self.register_buffer("weights", None, persistent=False)
 
     def _redraw(self, g: Generator) -> None:
-        """New noise, from a new seed of the map's own; learned parameters and the count of steps stay."""
-        self.noise_seed.copy_(torch.randint(2**62, (), generator=g, device="cpu"))
+        """New noise, as a map of another seed would have it; learned parameters stay."""
+        self.noise_seed = int(torch.randint(2**62, (), generator=g, device="cpu"))
         self._draw_noise(self._noise_generator())
 
     def exponent(self, role: str) -> Exponent | None:
         if self.sinks:
             return None
-        weights = self._weights()
-        offset = None if weights is None else weights.log()
+        offset = None if self.weights is None else self.weights.log()
         return Exponent(self.frequencies(), offset, -0.5 * math.log(self.num_frequencies), self.g)
 
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         if not self.sinks:
             return super().prepare(role)
         # Here and not in the function below: a block recomputed in a backward pass must find nothing cached.
-        project, weights = self._projector(), self._weights()
+        project, weights = self._projector(), self.weights
 
         def features(x: Tensor) -> Features:
             x = x.to(accumulation_dtype(x.dtype))
@@ -126,12 +107,10 @@ class SpectralFeatures(FeatureMap):
             parts = torch.cat([t.cos(), t.sin()], dim=-1)
             if weights is not None:
                 parts = parts * torch.cat([weights, weights]).to(x.dtype)
-            return Features(parts, self._log_row(x))
+            row = -0.5 * math.log(self.num_frequencies) - self.g * x.square().sum(-1, keepdim=True)
+            return Features(parts, row)
 
         return features
-
-    def _log_row(self, x: Tensor) -> Tensor:
-        return -0.5 * math.log(self.num_frequencies) - self.g * x.square().sum(-1, keepdim=True)
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
         """The kernel of the present parameters, the expectation over the noise: (..., n, s)."""
@@ -147,33 +126,27 @@ class SpectralFeatures(FeatureMap):
         """The present frequencies w, (M, d) or (h, M, d)."""
         raise NotImplementedError
 
-    def _weights(self) -> Tensor | None:
-        """Weights of the features, (M,), where they are not all 1."""
-        return None
-
     def _expectation(self, x: Tensor, y: Tensor) -> Tensor:
         """`E cos(w.(x - y))` or `E exp(w.(x + y))`."""
         raise NotImplementedError
 
     def _draw_noise(self, g: Generator) -> None:
-        raise NotImplementedError
-
-    def _epoch(self) -> int:
-        return 0 if self.redraw_interval is None else int(self.steps) // self.redraw_interval
+        super()._redraw(g)
 
     def _noise_generator(self, stream: int = 0) -> Generator:
-        """The stream of the present epoch's noise, or another one of the same seed."""
-        return make_generator(spawn_seed(int(self.noise_seed), self._epoch(), stream))
+        """The stream of the noise, or another one of the same seed."""
+        return make_generator(spawn_seed(self.noise_seed, 0, stream))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("noise_seed", "steps"):  # buffers of earlier versions
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _pair_norms(self, px: Tensor, py: Tensor) -> Tensor:
         """`|px - py|^2` for kitchen sinks, `|px + py|^2` for positive features, (..., n, s)."""
         cross = px @ py.mT
         sums = px.square().sum(-1, keepdim=True) + py.square().sum(-1, keepdim=True).mT
         return (sums + (-2 if self.sinks else 2) * cross).clamp_min(0)
-
-    @property
-    def _lead(self) -> tuple[int, ...]:
-        return () if self.num_heads is None else (self.num_heads,)
 
 
 class GMMFeatures(SpectralFeatures):
@@ -189,7 +162,6 @@ class GMMFeatures(SpectralFeatures):
 
     mu: Tensor
     factor: Tensor
-    weights: Tensor | None
 
     def __init__(
         self,
@@ -248,9 +220,6 @@ class GMMFeatures(SpectralFeatures):
     def _factor(self, c: int) -> Tensor:
         return self.factor[..., c, :] if self.factors == "diagonal" else self.factor[..., c, :, :]
 
-    def _weights(self) -> Tensor | None:
-        return self.weights
-
     def _expectation(self, x: Tensor, y: Tensor) -> Tensor:
         total = x.new_zeros(())
         for c in range(self.num_components):
@@ -262,9 +231,6 @@ class GMMFeatures(SpectralFeatures):
                 (-0.5 * norms).exp() * (mx - my.mT).cos() if self.sinks else (0.5 * norms + mx + my.mT).exp()
             )
         return total / self.num_components
-
-    def _draw_noise(self, g: Generator) -> None:
-        self.projection.redraw_(generator=g)
 
 
 class GMMSinkFeatures(GMMFeatures):
@@ -505,9 +471,6 @@ class GenerativeFeatures(SpectralFeatures):
                 total = total + tx.exp() @ ty.exp().mT
         return total / (draws * self.num_features)
 
-    def _draw_noise(self, g: Generator) -> None:
-        self.projection.redraw_(generator=g)
-
 
 class GenerativeSinkFeatures(GenerativeFeatures):
     """Generative-RKS: frequencies from a generator network, in cosines and sines.
@@ -562,7 +525,7 @@ class HedgehogFeatures(FeatureMap):
         super().__init__(dim, num_features, num_heads=num_heads, kernel="hedgehog")
         self.tied = bool(tied)
         self.feature_dim = 2 * num_features
-        lead = () if num_heads is None else (num_heads,)
+        lead = self._lead
         rows = torch.eye(dim, device="cpu").repeat(-(-num_features // dim), 1)[:num_features]
         for name in ("query",) if self.tied else ("query", "key"):
             self.register_parameter(f"weight_{name}", nn.Parameter(rows.expand(*lead, -1, -1).clone()))
@@ -576,11 +539,3 @@ class HedgehogFeatures(FeatureMap):
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
         return self(x, "query").values @ self(y, "key").values.mT
-
-
-def step_maps_(model: nn.Module, steps: int = 1) -> int:
-    """`step_` on every learned map of a model, once per training step; how many there are."""
-    maps = [m for m in model.modules() if isinstance(m, SpectralFeatures)]
-    for phi in maps:
-        phi.step_(steps)
-    return len(maps)

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -78,12 +79,24 @@ class LocalFeatures(FeatureMap):
     `dim`: d, the number of position coordinates. `delta`: the radius, in units of position.
     """
 
-    projection: Projection
+    mask: ClassVar[str]
+    projection: Any
 
-    def __init__(self, dim: int, num_features: int, *, delta: float, num_heads: int | None = None, kernel: str) -> None:
-        super().__init__(dim, num_features, num_heads=num_heads, kernel=kernel)
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        law: Callable[..., Projection],
+        *,
+        delta: float = 1.0,
+        num_heads: int | None = None,
+        seed: int | None = 0,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__(dim, num_features, num_heads=num_heads, kernel=self.mask)
         self.delta = positive_float(delta, "delta", type(self).__name__)
         self.feature_dim = 2 * num_features
+        self.projection = law(dim, num_features, num_heads=num_heads, seed=seed, generator=generator)
 
     def _features(self, x: Tensor, role: str) -> Features:
         t = self.projection(x / self.delta)
@@ -110,18 +123,10 @@ class LocalLaplaceFeatures(LocalFeatures):
     tensor([[0.3679]])
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_features: int,
-        *,
-        delta: float = 1.0,
-        num_heads: int | None = None,
-        seed: int | None = 0,
-        generator: Generator | None = None,
-    ) -> None:
-        super().__init__(dim, num_features, delta=delta, num_heads=num_heads, kernel="local_laplace")
-        self.projection = CauchyProjection(dim, num_features, num_heads=num_heads, seed=seed, generator=generator)
+    mask = "local_laplace"
+
+    def __init__(self, dim: int, num_features: int, **options: Any) -> None:
+        super().__init__(dim, num_features, CauchyProjection, **options)
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
         return (-_differences(x, y).abs().sum(-1) / self.delta).exp()
@@ -138,21 +143,12 @@ class LocalGaussianFeatures(LocalFeatures):
     tensor([[0.3679]])
     """
 
+    mask = "local_gaussian"
+
     def __init__(
-        self,
-        dim: int,
-        num_features: int,
-        *,
-        delta: float = 1.0,
-        projection: str | Projection = "orthogonal",
-        num_heads: int | None = None,
-        seed: int | None = 0,
-        generator: Generator | None = None,
+        self, dim: int, num_features: int, *, projection: str | Projection = "orthogonal", **options: Any
     ) -> None:
-        super().__init__(dim, num_features, delta=delta, num_heads=num_heads, kernel="local_gaussian")
-        self.projection = make_projection(
-            projection, dim, num_features, num_heads=num_heads, seed=seed, generator=generator
-        )
+        super().__init__(dim, num_features, partial(make_projection, projection), **options)
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
         return (-_differences(x, y).square().sum(-1) / (2 * self.delta**2)).exp()
@@ -173,25 +169,16 @@ class LocalL1Features(LocalFeatures):
     tensor([[1.0000, 0.5000]])
     """
 
-    projection: L1BallProjection
+    mask = "local_l1"
 
     def __init__(
-        self,
-        dim: int,
-        num_features: int,
-        *,
-        delta: float = 1.0,
-        smooth: float | None = None,
-        num_heads: int | None = None,
-        seed: int | None = 0,
-        generator: Generator | None = None,
+        self, dim: int, num_features: int, *, delta: float = 1.0, smooth: float | None = None, **options: Any
     ) -> None:
-        super().__init__(dim, num_features, delta=delta, num_heads=num_heads, kernel="local_l1")
-        self.smooth = self.delta / (2 * dim + 2) if smooth is None else smooth
-        positive_float(self.smooth, "smooth", type(self).__name__)
-        self.projection = L1BallProjection(
-            dim, num_features, smooth=self.smooth / self.delta, num_heads=num_heads, seed=seed, generator=generator
-        )
+        width = positive_float(delta, "delta", type(self).__name__)
+        width = width / (2 * dim + 2) if smooth is None else positive_float(smooth, "smooth", type(self).__name__)
+        law = partial(L1BallProjection, smooth=width / delta)
+        super().__init__(dim, num_features, law, delta=delta, **options)
+        self.smooth = width
 
     def _features(self, x: Tensor, role: str) -> Features:
         t = self.projection(x / self.delta)

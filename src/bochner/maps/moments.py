@@ -7,9 +7,8 @@ from torch import Generator, Tensor
 from torch.nn.functional import one_hot
 
 from bochner._checks import BochnerError, make_generator, positive_float, positive_int
-from bochner.maps.base import FeatureMap, Features, pooled
+from bochner.maps.base import NOTHING, FeatureMap, Features, pooled
 
-NOTHING = -1e30  # the log weight of no keys
 ROUNDS = 4  # of k-means; more change the error of attention by less than 1 %
 
 
@@ -60,9 +59,8 @@ class MomentsFeatures(FeatureMap):
         self.num_groups = positive_int(num_groups, "num_groups", "MomentsFeatures")
         self.clamp = positive_float(clamp, "clamp", "MomentsFeatures")
         self.seed = int(torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu"))
-        heads = () if num_heads is None else (num_heads,)
-        self.register_buffer("anchors", torch.zeros(*heads, num_groups, dim, device="cpu"))
-        self.register_buffer("is_fitted", torch.zeros((), dtype=torch.bool, device="cpu"))
+        self._keep(anchors=torch.zeros(*self._lead, num_groups, dim, device="cpu"))
+        self._keep(is_fitted=torch.zeros((), dtype=torch.bool, device="cpu"))
 
     def _features(self, x: Tensor, role: str) -> Features:
         last = torch.zeros_like(x[..., :1]) if role == "query" else torch.ones_like(x[..., :1])
@@ -117,8 +115,7 @@ class MomentsFeatures(FeatureMap):
             )
 
     def _calibrate(self, q: Tensor, k: Tensor) -> None:
-        found = k_means(k.unsqueeze(0), None, self.num_groups, self.seed)[0]
-        self.anchors.copy_(found.reshape(self.anchors.shape))
+        self._keep(anchors=k_means(k.unsqueeze(0), None, self.num_groups, self.seed)[0])
         self.is_fitted.fill_(True)
 
     def _calibrate_sequences(self, q: list[Tensor], k: list[Tensor]) -> None:

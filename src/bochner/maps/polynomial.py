@@ -22,7 +22,7 @@ import torch
 from torch import Generator, Tensor
 
 from bochner._checks import BochnerError, make_generator, positive_int
-from bochner.maps.base import FeatureMap, Features
+from bochner.maps.base import FeatureMap, Features, to_features
 from bochner.projections import rademacher
 from bochner.theory import mse_maclaurin, mse_tensor_sketch_matrix
 
@@ -36,7 +36,8 @@ class DrawnFeatures(FeatureMap):
 
     def _redraw(self, g: Generator) -> None:
         for name, value in self._draw_heads(g).items():
-            getattr(self, name).copy_(value)
+            if name in self._buffers:
+                getattr(self, name).copy_(value)
 
     def _draw_heads(self, g: Generator) -> dict[str, Tensor]:
         if self.num_heads is None:
@@ -301,9 +302,8 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def rescaled(values: Tensor, log_scale: Tensor) -> Features:
     """Values of largest size one, the factor moved to the log scale."""
-    size = values.detach().abs().amax(-1, keepdim=True)
-    size = torch.where(size > 0, size, torch.ones_like(size))
-    return Features(values / size, log_scale + size.log())
+    values, log_size = to_features(values)
+    return Features(values, log_scale + log_size)
 
 
 def draw_count_sketches(degree: int, width: int, m: int, g: Generator) -> dict[str, Tensor]:

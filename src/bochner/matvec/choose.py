@@ -78,6 +78,7 @@ class Known:
 
     placed: PlacedKeys
     index: Index | None = None
+    exact_for: tuple[int, int] = (0, 0)  # queries and products for which nothing was faster: fewer are not tried again
 
 
 def choose(problem: Problem, method: str, products: int, memory: int, known: Known) -> tuple[Engine, Plan]:
@@ -90,13 +91,16 @@ def choose(problem: Problem, method: str, products: int, memory: int, known: Kno
             "exact", f"{n} x {s} is small", products
         )
     exact = ExactEngine(problem, _single(problem), known.placed)
+    if n <= known.exact_for[0] and products <= known.exact_for[1]:
+        return exact, Plan("exact", "nothing was faster for as many queries before", products)
     first = _tile_option("exact", problem, problem.pairs, exact.dtype, exact.wide, exact.settled)
     options = [first]
     limit = TRIAL_SHARE * first.total(products)
-    options += cells_trial(problem, products, limit, known.index)
+    options += cells_trial(problem, products, limit, known)
     options += factor_trial(problem, memory, 1.5 * limit)  # a hopeless one ends after its first columns
     best = min(options, key=lambda option: option.total(products))
     if best is first or best.total(products) > WORTHWHILE * first.total(products):
+        known.exact_for = n, products
         others = "the other methods would not be faster" if len(options) > 1 else "trying others would cost too much"
         return exact, Plan("exact", others, products, tuple(options))
     engine = _attempt(problem, best, first, products, memory, known)
@@ -218,7 +222,7 @@ def _fastest(call: Callable[[], object]) -> float:
 # ---- the trial of cells ----------------------------------------------------------------------------------------------
 
 
-def cells_trial(problem: Problem, products: int, limit: float, index: Index | None) -> list[Option]:
+def cells_trial(problem: Problem, products: int, limit: float, known: Known) -> list[Option]:
     """Cells of a sample of the points: which share of the pairs would be near. Empty if that takes beyond `limit`."""
     (n, s), d = problem.shape, problem.keys.shape[1]
     count = cells.number_of_cells(n, s)
@@ -226,7 +230,7 @@ def cells_trial(problem: Problem, products: int, limit: float, index: Index | No
     entry, _ = pair_seconds(problem.kernel.name, d, torch.float32)
     if most * count * ((cells.ROUNDS + 1) * entry + 5e-9) * (1 if problem.symmetric else 2) > limit:
         return []
-    frame = problem.kernel.frame(problem.keys, "float32")
+    frame = known.placed.frame._replace(arithmetic="float32")
     generator = torch.Generator().manual_seed(problem.seed)
     # Cells are tighter around the points that made them: others are looked at.
     made, keys = frame.place(problem.keys[torch.randint(s, (2 * most,), generator=generator)]).chunk(2)
@@ -245,7 +249,7 @@ def cells_trial(problem: Problem, products: int, limit: float, index: Index | No
     single = float(rows.sum(1).max()) * ROUNDED <= cells.ROUNDING_SHARE * problem.eps
     kept = float((rows[:24].sort(1).values.cumsum(1) > 0.4 * problem.eps).double().mean()) if products > 1 else 0.0
     pairs = float((near.double() * query_count[:, None] * key_count).sum())
-    found = _cells_options(problem, pairs, kept, torch.float32 if single else torch.float64, index)
+    found = _cells_options(problem, pairs, kept, torch.float32 if single else torch.float64, known.index)
     return found if products > 1 else found[:1]
 
 

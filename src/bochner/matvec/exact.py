@@ -35,6 +35,7 @@ class PlacedKeys:
         self.keys, self.frame = problem.keys, problem.kernel.frame(problem.keys, "float64")
         self.extent = extent(self.frame, self.keys)
         self._rows: dict[str, tuple[Tensor, Tensor]] = {}
+        self.coarse = False  # whether single precision was found too coarse for them, with any queries
 
     def rows(self, arithmetic: str) -> tuple[Tensor, Tensor]:
         """Augmented (`right`) keys, and their lengths."""
@@ -54,7 +55,7 @@ class ExactEngine(TileEngine):
         self.limit = ROUNDING_SHARE * problem.eps
         self.pairs = int(problem.pairs)
         self.placed = placed or PlacedKeys(problem)
-        if not single or not self._try_single():
+        if not single or self.placed.coarse or not self._try_single():
             self._precise()
 
     def _place(self, frame: Frame) -> None:
@@ -79,6 +80,7 @@ class ExactEngine(TileEngine):
             if self._lost(*some) <= 0.7 * self.limit:
                 self.lost = math.inf
                 return True
+        self.placed.coarse = True
         return False
 
     def _ones(self) -> tuple[Tensor, Tensor]:

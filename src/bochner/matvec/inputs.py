@@ -25,61 +25,50 @@ def refuse_dask(x: Any, name: str) -> None:
         )
 
 
-def _whole(x: Any, name: str) -> Any:
-    """Whole numbers, tensor or array, that double precision holds exactly."""
-    if math.prod(x.shape) and not -EXACT <= int(x.min()) <= int(x.max()) <= EXACT:
-        largest = max(-int(x.min()), int(x.max()))
-        raise BochnerError(
-            f"The {name!r} of {OWNER} has whole numbers up to {largest}, beyond 2^53, which double precision would "
-            "round; subtract an offset first, or convert to float64 yourself."
-        )
-    return x
-
-
-def on_the_cpu(x: Tensor, name: str) -> Tensor:
-    if x.device.type != "cpu":
-        raise BochnerError(
-            f"The {name!r} of {OWNER} must be on the CPU, where products are computed, got {x.device}; call .cpu()."
-        )
-    return x.detach()
+def as_real(x: Any, name: str) -> Tensor:
+    """A real tensor from numpy or torch, shared where it can be, or one sentence saying what is wrong."""
+    refuse_dask(x, name)
+    values: Any = x
+    if isinstance(x, Tensor):
+        if x.device.type != "cpu":
+            raise BochnerError(
+                f"The {name!r} of {OWNER} must be on the CPU, where products are computed, got {x.device}; call .cpu()."
+            )
+        kind, values = "c" if x.is_complex() else "f" if x.is_floating_point() else "i", x.detach()
+    else:
+        if np.ma.is_masked(x):
+            raise BochnerError(
+                f"The {name!r} of {OWNER} have masked entries, which a kernel cannot use; fill or drop them."
+            )
+        try:
+            values = np.asarray(x)
+        except ValueError as error:
+            raise BochnerError(f"The {name!r} of {OWNER} must be an array, got rows of unequal length.") from error
+        kind = values.dtype.kind
+    if kind not in "fiub":
+        given = type(x).__name__ if kind in "OUS" else f"dtype {values.dtype}"
+        raise BochnerError(f"The {name!r} of {OWNER} must be a real numpy array or a tensor, got {given}.")
+    if kind in "iu" and values.itemsize == 8 and math.prod(values.shape):
+        largest = max(-int(values.min()), int(values.max()))
+        if largest > EXACT:
+            raise BochnerError(
+                f"The {name!r} of {OWNER} has whole numbers up to {largest}, beyond 2^53, which double precision would "
+                "round; subtract an offset first, or convert to float64 yourself."
+            )
+    if isinstance(values, Tensor):
+        return values if kind == "f" else values.double()
+    kept = values.dtype.newbyteorder("=") if kind == "f" and values.itemsize <= 8 else np.float64
+    return torch.from_numpy(np.require(values, kept, ["C", "W"]))
 
 
 def as_points(points: Any, name: str) -> Tensor:
-    """A finite (n, d) float32 or float64 tensor from numpy or torch, or one sentence saying what is wrong."""
-    refuse_dask(points, name)
-    if isinstance(points, Tensor):
-        tensor = on_the_cpu(points, name)
-        if tensor.is_complex():
-            raise BochnerError(f"The {name!r} of {OWNER} must be real, got {tensor.dtype}.")
-        if not tensor.is_floating_point():
-            tensor = _whole(tensor, name).double()
-    elif isinstance(points, np.ndarray) or hasattr(points, "__array__") or isinstance(points, (list, tuple)):
-        tensor = torch.from_numpy(_real(points, name))
-    else:
-        raise BochnerError(f"The {name!r} of {OWNER} must be a numpy array or a tensor, got {type(points).__name__}.")
+    """A finite (n, d) float32 or float64 tensor."""
+    tensor = as_real(points, name)
     if tensor.dtype not in (torch.float32, torch.float64):
         tensor = tensor.float()
     if tensor.ndim != 2 or 0 in tensor.shape:
         raise BochnerError(f"The {name!r} of {OWNER} must have shape (n, d) with n, d >= 1, got {tuple(tensor.shape)}.")
     return finite(tensor, name, OWNER)
-
-
-def _real(points: Any, name: str) -> np.ndarray:
-    """A contiguous array of native floats that torch can share: a copy only where that is needed."""
-    if np.ma.is_masked(points):
-        raise BochnerError(
-            f"The {name!r} of {OWNER} have masked entries, which a kernel cannot use; fill or drop them."
-        )
-    try:
-        array = np.asarray(points)
-    except ValueError as error:
-        raise BochnerError(f"The {name!r} of {OWNER} must be an array (n, d), got rows of unequal length.") from error
-    if array.dtype.kind not in "fiub":
-        raise BochnerError(f"The {name!r} of {OWNER} must be a real array, got dtype {array.dtype}.")
-    if array.dtype.kind in "iu" and array.itemsize == 8:
-        _whole(array, name)
-    kept = array.dtype.newbyteorder("=") if array.dtype.kind == "f" and array.itemsize <= 8 else np.float64
-    return np.require(array, kept, ["C", "W"])
 
 
 def as_values(x: Any, length: int, columns: bool, dtype: torch.dtype) -> tuple[Tensor, Callable[[Tensor], Any], Tensor]:
@@ -88,23 +77,7 @@ def as_values(x: Any, length: int, columns: bool, dtype: torch.dtype) -> tuple[T
     Every column is divided by a power of two near its largest entry: neither tiny nor huge columns must meet the ends
     of single precision, nor may a large one hide a small one.
     """
-    refuse_dask(x, "x")
-    if isinstance(x, Tensor):
-        tensor = on_the_cpu(x, "x")
-        if tensor.is_complex():
-            raise BochnerError(f"The 'x' of {OWNER} must be real, got {tensor.dtype}.")
-        if tensor.dtype == torch.int64:
-            _whole(tensor, "x")
-    else:
-        array = np.asarray(x)
-        if array.dtype.kind in "iu" and array.itemsize == 8:
-            _whole(array, "x")
-        if np.issubdtype(array.dtype, np.complexfloating):
-            raise BochnerError(f"The 'x' of {OWNER} must be real, got {array.dtype}.")
-        try:
-            tensor = torch.from_numpy(np.require(array, np.float64, ["C", "W"]))
-        except (TypeError, ValueError) as error:
-            raise BochnerError(f"The 'x' of {OWNER} must be an array of numbers, got {type(x).__name__}.") from error
+    tensor = as_real(x, "x")
     shape = tuple(tensor.shape)
     valid = tensor.ndim == 2 if columns else tensor.ndim == 1 or (tensor.ndim == 2 and shape[1] == 1)
     if not valid or shape[0] != length:

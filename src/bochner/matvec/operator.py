@@ -20,7 +20,7 @@ from .certificate import Estimate
 from .choose import METHODS, Known, Plan, choose
 from .engine import Problem
 from .exact import PlacedKeys
-from .inputs import OWNER, as_points, as_values, refuse_dask
+from .inputs import OWNER, as_points, as_real, as_values
 from .kernels import Kernel
 from .lowrank import LowRankEngine, Preconditioner, pivoted_cholesky
 from .solve import LogDet, conjugate_gradients, logdet
@@ -200,9 +200,8 @@ class KernelOperator(LinearOperator):
         """`K x`, `K X`, or the composition with a scalar or another operator."""
         if isinstance(x, LinearOperator) or np.isscalar(x):
             return super().dot(x)
-        refuse_dask(x, "x")
-        table = x if isinstance(x, Tensor) else np.asarray(x)
-        if table.ndim not in (1, 2) and (isinstance(x, Tensor) or table.dtype != object):
+        table = as_real(x, "x")
+        if table.ndim not in (1, 2):
             raise BochnerError(
                 f"The 'x' of {OWNER} must have shape ({self.shape[1]},) or ({self.shape[1]}, r), got "
                 f"{tuple(table.shape)}."
@@ -346,7 +345,6 @@ class KernelOperator(LinearOperator):
         eps must be below alpha: K as it multiplies is off by at most eps, which moves x by at most eps / alpha of it.
         """
         self._need_shift("solve")
-        refuse_dask(y, "y")
         columns = getattr(y, "ndim", 1) == 2
         table, restore, _ = as_values(y, self.shape[0], columns, self._problem.dtype)
         if self.shape[0] <= DIRECT:

@@ -105,30 +105,6 @@ class Sparsity:
             f"2n-th: median {np.median(self.median_double):.3g} (the paper: about 20 or less)."
         )
 
-    def figure(self, path: str) -> None:
-        """Figures 1, 2 and 4 of the paper from these numbers, as one image."""
-        figure = extra("matplotlib.figure", "report", "Sparsity.figure")
-        canvas = figure.Figure(figsize=(15, 3.6), layout="constrained")
-        axes = canvas.subplots(1, 4, width_ratios=[1, 1, 1, 1.2])
-        tables = [
-            (self.max_ratio, "(i) log10 largest tail/head\n(paper: at most 0.73)"),
-            (self.median_next, "(ii) log10 median n-th / (n+1)-th entry\n(paper: about 0)"),
-            (self.median_double, "(ii) log10 median n-th / 2n-th entry\n(paper: about 1.3)"),
-        ]
-        for axis, (table, title) in zip(axes, tables, strict=False):
-            image = axis.imshow(np.log10(table.clip(1e-12, 1e12)), aspect="auto")
-            axis.set_title(title, fontsize=10)
-            axis.set(xlabel="head", ylabel="layer")
-            canvas.colorbar(image, ax=axis)
-        axis = axes[3]
-        axis.errorbar(self.lengths, self.mean_by_length, self.std_by_length, marker="o", ms=4, capsize=3)
-        axis.axhspan(min(CLAIMS.values()), max(CLAIMS.values()), color="0.8")
-        axis.set_title("A.1.3 largest tail/head, mean over texts\n(paper: constant, the grey band)", fontsize=10)
-        axis.set(xlabel="length", ylim=(0, None))
-        axis.text(0.05, 0.9, f"n^{self.growth:.2f}", transform=axis.transAxes)
-        axis.spines[["top", "right"]].set_visible(False)
-        canvas.savefig(path, dpi=120)
-
 
 def queries_and_keys(model: Any, **inputs: Any) -> list[tuple[Tensor, Tensor]]:
     """The queries and keys of every attention layer as they are multiplied (after rotations): [(b, h, n, d)] * 2.

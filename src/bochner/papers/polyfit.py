@@ -2,16 +2,7 @@
 
 A fit is kept in the basis it was made in, in which it evaluates stably at any degree. Linearised layers need powers of
 the pre-activation, hence monomial coefficients: those are computed in exact integer arithmetic, but a sum of large
-terms of alternating sign still cancels when it is evaluated. `monomial_condition` measures by how much and
-`usable_degree` says where it ends. On [-4, 4] at a tolerance of 1e-3, in powers of the centred variable in [-1, 1]:
-
-| degree, float32 / float64 | bernstein | chebyshev | least_squares |
-|---------------------------|-----------|-----------|---------------|
-| GELU                      | > 100     | 50 / 74   | > 50 / > 74   |
-| ReLU                      | 43 / >100 | 17 / 41   | 17 / 43       |
-
-In powers of (t - a)/(b - a) in [0, 1] it ends at 25 / 65 and 9 / 29 for GELU: hence the centred variable.
-
+terms of alternating sign still cancels when it is evaluated, from degree 17 on for ReLU in single precision.
 Bernstein polynomials converge like 1/n, the two others geometrically for an analytic activation: take those.
 """
 
@@ -31,7 +22,9 @@ from bochner._checks import BochnerError, lookup, one_of, positive_int
 
 METHODS = ("bernstein", "chebyshev", "least_squares")
 GRID = 513  # points at which a fit is compared with its function
+SCALE = 200  # bits: a float64 that matters is an integer over 2^200
 
+Activation = str | Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
@@ -42,7 +35,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activation_function(activation: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def activation_function(activation: Activation) -> Callable[[Tensor], Tensor]:
     """A named activation, or any elementwise function or module."""
     if isinstance(activation, str):
         return lookup(ACTIVATIONS, activation, "activation")
@@ -74,9 +67,17 @@ class PolynomialFit(NamedTuple):
 
     def __call__(self, t: Tensor) -> Tensor:
         """The polynomials at t (..., u), evaluated stably in their own basis."""
-        theta = self.local(t)
-        c = self.coefficients.to(t.dtype)
-        return de_casteljau(c, theta) if self.method == "bernstein" else clenshaw(c, theta)
+        theta, c = self.local(t), self.coefficients.to(t.dtype)
+        if self.method == "bernstein":  # de Casteljau: repeated averages, nothing cancels
+            x = (1 + theta) / 2
+            levels = [c[:, k].expand_as(x) for k in range(c.shape[-1])]
+            while len(levels) > 1:
+                levels = [a + x * (b - a) for a, b in pairwise(levels)]
+            return levels[0]
+        one, two = torch.zeros_like(theta), torch.zeros_like(theta)
+        for k in range(self.degree, 0, -1):  # Clenshaw
+            one, two = c[:, k] + 2 * theta * one - two, one
+        return c[:, 0] + theta * one - two
 
     def local(self, t: Tensor) -> Tensor:
         """t as theta in [-1, 1]."""
@@ -85,18 +86,14 @@ class PolynomialFit(NamedTuple):
 
     def monomials(self) -> Tensor:
         """alpha (u, n + 1) with `p_i = sum_k alpha_ik theta^k`, each correctly rounded from exact arithmetic."""
-        return to_monomials(self.coefficients, self.method)
-
-    def monomial_condition(self) -> Tensor:
-        """`sum_k |alpha_ik| / max |p_i|`: the factor by which rounding errors grow in a sum of powers."""
-        grid = torch.linspace(-1, 1, GRID, dtype=torch.float64)[:, None]
-        c = self.coefficients
-        value = de_casteljau(c, grid) if self.method == "bernstein" else clenshaw(c, grid)
-        return self.monomials().abs().sum(-1) / value.abs().amax(0).clamp_min(torch.finfo(torch.float64).tiny)
+        rows, shift = (_bernstein_powers if self.method == "bernstein" else _chebyshev_powers)(self.degree)
+        whole = np.frompyfunc(lambda v: int(math.ldexp(v, SCALE)), 1, 1)(self.coefficients.double().cpu().numpy())
+        exact = whole @ np.array(rows, dtype=object)
+        return torch.from_numpy(np.frompyfunc(lambda v: v / (1 << (SCALE + shift)), 1, 1)(exact).astype(np.float64))
 
 
 def fit_polynomial(
-    activation: str | Callable[[Tensor], Tensor],
+    activation: Activation,
     lower: Any,
     upper: Any,
     degree: int,
@@ -120,31 +117,27 @@ def fit_polynomial(
     one_of(method, "method", owner, METHODS)
     low, high = check_intervals(lower, upper, owner)
     middle, half = (low + high)[:, None] / 2, (high - low)[:, None] / 2
+    grid = torch.linspace(-1, 1, max(GRID, 8 * n), dtype=torch.float64)
     if method == "bernstein":
-        theta = torch.linspace(-1, 1, n + 1, dtype=torch.float64)
-        c = _values(f, middle + half * theta)
-    elif method == "chebyshev" or samples is None:
-        count = n + 1 if method == "chebyshev" else max(GRID, 8 * n)
-        angle = math.pi * (torch.arange(count, dtype=torch.float64) + 0.5) / count
-        y = _values(f, middle + half * angle.cos())
+        c = _values(f, middle + half * torch.linspace(-1, 1, n + 1, dtype=torch.float64))
+    elif method == "chebyshev":
+        angle = math.pi * (torch.arange(n + 1, dtype=torch.float64) + 0.5) / (n + 1)
         k = torch.arange(n + 1, dtype=torch.float64)[:, None]
-        table = torch.cos(k * angle) * torch.where(k == 0, 1.0, 2.0) / count
-        if method == "chebyshev":
-            c = y @ table.mT
-        else:
-            # Uniform weight on the interval: the density of Chebyshev points times |sin|.
-            c = _weighted_fit(torch.cos(k * angle).mT.expand(len(low), -1, -1), y, angle.sin().expand_as(y))
+        table = torch.cos(k * angle) * torch.where(k == 0, 1.0, 2.0) / (n + 1)
+        c = _values(f, middle + half * angle.cos()) @ table.mT
     else:
-        t = samples.to(torch.float64).mT
-        if t.shape[0] != len(low) or t.shape[1] < n + 1:
+        t = middle + half * grid if samples is None else samples.to(torch.float64).mT
+        if samples is not None and (t.shape[0] != len(low) or t.shape[1] < n + 1):
             raise BochnerError(
                 f"The 'samples' of {owner} must have shape (N, {len(low)}) with N > degree = {n}, got "
                 f"{tuple(samples.shape)}."
             )
-        theta = ((t - middle) / half).clamp(-1, 1)
-        c = _weighted_fit(chebyshev_table(theta, n), _values(f, t), torch.ones_like(t))
+        columns = [torch.ones_like(t), ((t - middle) / half).clamp(-1, 1)]
+        for _ in range(n - 1):
+            columns.append(2 * columns[1] * columns[-1] - columns[-2])
+        # By SVD: samples may repeat.
+        c = torch.linalg.lstsq(torch.stack(columns, -1), _values(f, t)[..., None], driver="gelsd").solution[..., 0]
     fit = PolynomialFit(method, low, high, c, torch.empty(0))
-    grid = torch.linspace(-1, 1, GRID, dtype=torch.float64)
     points = (middle + half * grid).mT
     return fit._replace(error=(fit(points) - _values(f, points)).abs().amax(0))
 
@@ -163,7 +156,7 @@ def check_intervals(lower: Any, upper: Any, owner: str) -> tuple[Tensor, Tensor]
     return low.contiguous(), high.contiguous()
 
 
-def second_derivative_sup(activation: str | Callable[[Tensor], Tensor], lower: Any, upper: Any) -> Tensor:
+def second_derivative_sup(activation: Activation, lower: Any, upper: Any) -> Tensor:
     """`max |f''|` on each interval, by second differences; refuses a function that has none, such as ReLU at its kink.
 
     >>> round(second_derivative_sup("gelu", -1.0, 1.0).item(), 4)
@@ -173,9 +166,8 @@ def second_derivative_sup(activation: str | Callable[[Tensor], Tensor], lower: A
     low, high = check_intervals(lower, upper, "second_derivative_sup")
 
     def differences(steps: int) -> Tensor:
-        theta = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
         h = ((high - low) / steps)[:, None]
-        t = low[:, None] + (high - low)[:, None] * theta
+        t = low[:, None] + h * torch.arange(steps + 1)
         return ((_values(f, t - h) - 2 * _values(f, t) + _values(f, t + h)).abs() / h**2).amax(-1)
 
     coarse, fine = differences(1024), differences(4096)
@@ -190,82 +182,13 @@ def second_derivative_sup(activation: str | Callable[[Tensor], Tensor], lower: A
     return fine
 
 
-def usable_degree(
-    activation: str | Callable[[Tensor], Tensor],
-    lower: float,
-    upper: float,
-    *,
-    method: str = "chebyshev",
-    dtype: torch.dtype = torch.float32,
-    tolerance: float = 1e-3,
-    limit: int = 100,
-) -> int:
-    """The last degree at which a sum of powers keeps `tolerance` of the largest value, in `dtype`; at most `limit`.
-
-    >>> usable_degree("gelu", -4.0, 4.0, method="chebyshev") < usable_degree("gelu", -4.0, 4.0, method="bernstein")
-    True
-    """
-    eps = torch.finfo(dtype).eps
-    for n in range(2, limit + 1):
-        fit = fit_polynomial(activation, lower, upper, n, method=method)
-        if float(fit.monomial_condition().max()) * eps > tolerance:
-            return n - 1
-    return limit
-
-
-def to_monomials(coefficients: Tensor, method: str) -> Tensor:
-    """Coefficients (u, n + 1) in a fit's basis as powers of theta in [-1, 1], without rounding on the way."""
-    n = coefficients.shape[-1] - 1
-    table, shift = _bernstein_powers(n) if method == "bernstein" else _chebyshev_powers(n)
-    # A float64 is an integer times a power of two: 2^1074 of them would hold every one, 2^200 all that matters.
-    whole = np.frompyfunc(lambda v: int(math.ldexp(v, 200)), 1, 1)(coefficients.double().cpu().numpy())
-    exact = whole @ table
-    return torch.from_numpy(np.frompyfunc(lambda v: v / (1 << (200 + shift)), 1, 1)(exact).astype(np.float64))
-
-
-def clenshaw(c: Tensor, theta: Tensor) -> Tensor:
-    """Chebyshev series c (u, n + 1) at theta (..., u)."""
-    one, two = torch.zeros_like(theta), torch.zeros_like(theta)
-    for k in range(c.shape[-1] - 1, 0, -1):
-        one, two = c[:, k] + 2 * theta * one - two, one
-    return c[:, 0] + theta * one - two
-
-
-def de_casteljau(c: Tensor, theta: Tensor) -> Tensor:
-    """Bernstein form c (u, n + 1) at theta (..., u): repeated averages, nothing cancels."""
-    x = (1 + theta) / 2
-    levels = [c[:, k].expand(torch.broadcast_shapes(theta.shape, c[:, k].shape)) for k in range(c.shape[-1])]
-    while len(levels) > 1:
-        levels = [a + x * (b - a) for a, b in pairwise(levels)]
-    return levels[0]
-
-
-def chebyshev_table(theta: Tensor, degree: int) -> Tensor:
-    """T_0 ... T_n at theta, (..., n + 1)."""
-    columns = [torch.ones_like(theta), theta]
-    for _ in range(degree - 1):
-        columns.append(2 * theta * columns[-1] - columns[-2])
-    return torch.stack(columns[: degree + 1], dim=-1)
-
-
 def shift_monomials(alpha: Tensor, beta: Tensor) -> Tensor:
     """Coefficients of `z -> p_i(z + beta_i)`, from alpha (u, n + 1) and beta (u,)."""
     out = torch.zeros_like(alpha)
     for k in range(alpha.shape[-1] - 1, -1, -1):  # Horner: out <- out (z + beta) + alpha_k
-        moved = torch.cat([torch.zeros_like(out[:, :1]), out[:, :-1]], dim=-1)
-        out = moved + beta[:, None] * out
+        out = F.pad(out[:, :-1], (1, 0)) + beta[:, None] * out
         out[:, 0] += alpha[:, k]
     return out
-
-
-def _weighted_fit(table: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """Least squares of y (u, N) on table (u, N, n + 1), by QR; by SVD where samples repeat too much for that."""
-    root = weight.sqrt().unsqueeze(-1)
-    a, b = table * root, y.unsqueeze(-1) * root
-    c = torch.linalg.lstsq(a, b, driver="gels").solution.squeeze(-1)
-    if torch.isfinite(c).all() and c.abs().amax() <= 1e6 * (1 + y.abs().amax()):
-        return c
-    return torch.linalg.lstsq(a, b, driver="gelsd").solution.squeeze(-1)
 
 
 def _values(f: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
@@ -279,21 +202,21 @@ def _values(f: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
     return y.to(torch.float64)
 
 
-def _chebyshev_powers(n: int) -> tuple[np.ndarray, int]:
+def _chebyshev_powers(n: int) -> tuple[list[list[int]], int]:
     """T_k in powers of theta as rows of integers; the denominator is 2^0."""
     rows = [[1] + [0] * n, [0, 1] + [0] * (n - 1)]
     for _ in range(n - 1):
         rows.append([2 * a - b for a, b in zip([0, *rows[-1][:-1]], rows[-2], strict=True)])
-    return np.array(rows[: n + 1], dtype=object), 0
+    return rows, 0
 
 
-def _bernstein_powers(n: int) -> tuple[np.ndarray, int]:
+def _bernstein_powers(n: int) -> tuple[list[list[int]], int]:
     """`C(n,k) (1 + theta)^k (1 - theta)^(n-k)` in powers of theta; the denominator is 2^n."""
     rows = []
     for k in range(n + 1):
         row = [0] * (n + 1)
         for i in range(k + 1):
             for j in range(n - k + 1):
-                row[i + j] += math.comb(k, i) * math.comb(n - k, j) * (-1) ** j
-        rows.append([math.comb(n, k) * v for v in row])
-    return np.array(rows, dtype=object), n
+                row[i + j] += math.comb(n, k) * math.comb(k, i) * math.comb(n - k, j) * (-1) ** j
+        rows.append(row)
+    return rows, n

@@ -8,19 +8,17 @@
    weights beforehand, so that the hidden layer is never formed.
 
 The variance of a sketched power is about `(|w||x|/r)^(2k)/m_k`, and on real layers |w||x| is ten to twenty times the
-standard deviation of w.x: read `docs/results-attention.md` before use. `LinearizedMLP.convert` refuses where
-it does not pay.
-The unbiased estimator without a polynomial is `bochner.papers.taylor_layer`.
+standard deviation of w.x: `LinearizedMLP.convert` refuses where it does not pay.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from bochner._checks import (
     BochnerError,
@@ -37,6 +35,7 @@ from bochner.maps.polynomial import TensorSketchFeatures
 from bochner.moments import balancing_basis, floored_moment
 from bochner.papers.polyfit import (
     METHODS,
+    Activation,
     PolynomialFit,
     activation_function,
     fit_polynomial,
@@ -47,6 +46,8 @@ from bochner.projections import FullPrecisionModule
 from bochner.theory import allocate_features, bernstein_bound, mse_tensor_sketch_matrix, tensor_sketch_bound
 
 MAX_DEGREE = 64  # beyond it no sketch is affordable and powers stop being usable
+TRIED_DEGREE = 8  # the largest that a plan for a budget tries
+PENALTIES = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the ridge regression
 
 
 class Calibration(NamedTuple):
@@ -57,7 +58,7 @@ class Calibration(NamedTuple):
     """
 
     mean: Tensor  # (d,)
-    basis: Tensor | None  # (d, d), the M of x.w = (M x).(M^-1 w)
+    basis: Tensor  # (d, d), the M of x.w = (M x).(M^-1 w)
     rows: Tensor  # (N, d)
     weight: Tensor  # (o, d)
     lower: Tensor  # (o,)
@@ -114,31 +115,29 @@ def calibrate_layer(
     middle, half = (low + high) / 2, (high - low) / 2
     mean = x.mean(0)
     rows, scaled = x - mean, w / half[:, None]
-    basis = None
+    basis = torch.eye(len(mean), dtype=torch.float64)
     if balance:
         m, inverse = balancing_basis(floored_moment(rows[None]), floored_moment(scaled[None]))
-        basis = m[0]
-        rows, scaled = rows @ basis.mT, scaled @ inverse[0].mT
-    return Calibration(mean, basis, rows, scaled, low, high, (w @ mean + b - middle) / half, t)
+        basis, scaled = m[0], scaled @ inverse[0].mT
+    return Calibration(mean, basis, rows @ basis.mT, scaled, low, high, (w @ mean + b - middle) / half, t)
 
 
 def plan_layer(
     data: Calibration,
-    activation: str | Callable[[Tensor], Tensor],
+    activation: Activation,
     *,
     method: str = "chebyshev",
     degree: int | None = None,
     num_features: int | None = None,
     eps: float | None = None,
-    max_degree: int = 8,
 ) -> tuple[LayerPlan, PolynomialFit]:
     """Degree and feature counts for a target `eps` or a budget `num_features`: Algorithm 1, its constants corrected.
 
     `eps`: half of it for the squared bias and half for the variance, by Avron's bound, summed over the units, at every
     calibration row; the counts are the cheapest that reach it. The document's version spends eps on the bias alone,
     splits the variance evenly over the degrees and uses a bound that is false. The counts get very large: that is
-    the finding, not a defect. `num_features`: the degree (up to `max_degree`) and the split of this many features with
-    the least expected error. `degree` fixes the degree in both.
+    the finding, not a defect. `num_features`: the degree up to 8 and the split of this many features with the least
+    expected error. `degree` fixes the degree in both.
     """
     owner = "plan_layer"
     one_of(method, "method", owner, METHODS)
@@ -149,29 +148,24 @@ def plan_layer(
     if eps is not None:
         return _plan_for_target(data, activation, method, degree, positive_float(eps, "eps", owner))
     budget = positive_int(num_features, "num_features", owner)
-    f = activation_function(activation)
     some = data.preactivation[:: max(1, len(data.preactivation) // 512)]
-    target = f(some)
-    best: tuple[LayerPlan, PolynomialFit] | None = None
-    for n in range(1, max_degree + 1) if degree is None else [degree]:
-        if n - 1 > budget:
-            break
-        fit = _fit(data, activation, n, method)
-        bias = float((fit(some) - target).square().mean(0).sum())
+    target = activation_function(activation)(some)
+    samples = data.preactivation if method == "least_squares" else None
+    plans = []
+    for n in range(1, min(TRIED_DEGREE, budget + 1) + 1) if degree is None else [degree]:
+        fit = fit_polynomial(activation, data.lower, data.upper, n, method=method, samples=samples)
         each = _variances(data, fit)
         counts = _split(each, budget)
-        variance = sum(v / m for v, m in zip(each, counts, strict=True))
-        if best is None or bias + variance < best[0].bias + best[0].variance:
-            best = LayerPlan(n, tuple(counts), bias, variance), fit
-        elif variance > 4 * (best[0].bias + best[0].variance):
-            break  # higher degrees only add to it
-    if best is None:
-        raise BochnerError(f"The 'num_features' of {owner} must be at least degree - 1 = {(degree or 1) - 1}.")
-    return best
+        variance = sum(v / max(1, m) for v, m in zip(each, counts, strict=True))
+        bias = float((fit(some) - target).square().mean(0).sum())
+        plans.append((LayerPlan(n, tuple(counts), bias, variance), fit))
+    if degree is not None and degree - 1 > budget:
+        raise BochnerError(f"The 'num_features' of {owner} must be at least degree - 1 = {degree - 1}.")
+    return min(plans, key=lambda plan: plan[0].bias + plan[0].variance)
 
 
 def _plan_for_target(
-    data: Calibration, activation: str | Callable[[Tensor], Tensor], method: str, degree: int | None, eps: float
+    data: Calibration, activation: Activation, method: str, degree: int | None, eps: float
 ) -> tuple[LayerPlan, PolynomialFit]:
     # 1. The degree at which the squared polynomial error, summed over the units, is at most eps / 2.
     if degree is None and method == "bernstein":
@@ -196,85 +190,29 @@ def _plan_for_target(
         )
     # 2. The counts of least sum with a variance of at most eps / 2 on every row.
     each = _variances(data, fit, bound=True)
-    if not each:
-        return LayerPlan(n, (), bias, 0.0), fit
-    counts = [int(m) for m in allocate_features(torch.tensor(each), eps / 2)]
+    counts = [int(m) for m in allocate_features(torch.tensor(each), eps / 2)] if each else []
     return LayerPlan(n, tuple(counts), bias, sum(v / m for v, m in zip(each, counts, strict=True))), fit
-
-
-def _fit(data: Calibration, activation: str | Callable[[Tensor], Tensor], n: int, method: str) -> PolynomialFit:
-    samples = data.preactivation if method == "least_squares" else None
-    return fit_polynomial(activation, data.lower, data.upper, n, method=method, samples=samples)
-
-
-def _powers(data: Calibration, fit: PolynomialFit) -> Tensor:
-    """Coefficients in powers of z, (o, n + 1)."""
-    return shift_monomials(fit.monomials(), data.beta)
 
 
 def _variances(data: Calibration, fit: PolynomialFit, *, bound: bool = False) -> list[float]:
     """For k = 2 ... n, the variance of one feature summed over units: mean over rows, or Avron's bound at every row."""
-    alpha, w = _powers(data, fit), data.weight
+    alpha, w, m = shift_monomials(fit.monomials(), data.beta), data.weight, 1024
     rows = data.rows[:: max(1, len(data.rows) // 128)]
     longest = data.rows[data.rows.square().sum(-1).argmax()]
     each = []
     for k in range(2, fit.degree + 1):
-        if bound:
-            each.append(float((alpha[:, k].square() * tensor_sketch_bound(w, longest, 1, k)).sum()))
-        else:
-            m = 1024
-            variance = m * mse_tensor_sketch_matrix(rows, w, m, k).mean(0)
-            each.append(float((alpha[:, k].square() * variance).sum()))
+        v = tensor_sketch_bound(w, longest, 1, k) if bound else m * mse_tensor_sketch_matrix(rows, w, m, k).mean(0)
+        each.append(float((alpha[:, k].square() * v).sum()))
     return each
 
 
 def _split(variances: Sequence[float], budget: int) -> list[int]:
     """Counts proportional to the standard deviations, at least one each, `budget` in all."""
-    if not variances:
-        return []
     root = [math.sqrt(v) for v in variances]
-    total = sum(root) or 1.0
-    counts = [max(1, math.floor(budget * r / total)) for r in root]
-    while sum(counts) > budget:
-        counts[counts.index(max(counts))] -= 1
-    counts[root.index(max(root))] += budget - sum(counts)
+    counts = [max(1, math.floor(budget * r / (sum(root) or 1.0))) for r in root]
+    if counts:
+        counts[counts.index(max(counts))] += budget - sum(counts)
     return counts
-
-
-class _Sketched(FullPrecisionModule):
-    """Rows centred and balanced, then one TensorSketch per degree from 2 on, side by side."""
-
-    mean: Tensor
-    basis: Tensor | None
-
-    def __init__(self, data: Calibration, counts: Sequence[int], generator: Generator) -> None:
-        super().__init__()
-        self.register_buffer("mean", data.mean.float())
-        self.register_buffer("basis", None if data.basis is None else data.basis.float())
-        self.maps = nn.ModuleList(
-            TensorSketchFeatures(len(data.mean), m, degree=k, seed=None, generator=generator)
-            for k, m in enumerate(counts, start=2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Features (..., sum m_k) of x (..., d), in the accumulation dtype."""
-        y = x - self.mean.to(x.dtype)
-        if self.basis is not None:
-            y = y @ self.basis.to(x.dtype).mT
-        return self.sketch(y)
-
-    def sketch(self, y: Tensor) -> Tensor:
-        flat = y.reshape(-1, y.shape[-1])
-        parts = [phi.prepare("query")(flat).dense() for phi in self.maps]  # type: ignore[operator]
-        return torch.cat(parts, dim=-1).reshape(*y.shape[:-1], -1)
-
-    def weights(self, weight: Tensor, alpha: Tensor) -> Tensor:
-        """`[alpha_2 phi_2(w), ..., alpha_n phi_n(w)]`, (o, sum m_k), in float64."""
-        parts = [
-            alpha[:, k, None] * phi.prepare("key")(weight).dense()  # type: ignore[operator]
-            for k, phi in enumerate(self.maps, start=2)
-        ]
-        return torch.cat(parts, dim=-1)
 
 
 class LinearizedLayer(FullPrecisionModule):
@@ -283,15 +221,16 @@ class LinearizedLayer(FullPrecisionModule):
     Its mean over the sketches is the polynomial (`polynomial(x)`), its variance `variance(x)`, exactly; the error is
     the polynomial's plus that. Lucyszyn 2025, problem 3, eqs. (36)-(38), with the first two degrees exact.
 
-    `weight` (o, d), `bias` (o,) or None, `activation` a name or function, `calibration` (N, d). `method`: of
-    `fit_polynomial`. `num_features` (256 unless `eps` is given): the budget of sketch features; `eps`: a target for the
-    total squared error instead; see `plan_layer`. `balance`, `margin`: see `calibrate_layer`.
+    `data`: of `calibrate_layer(weight, bias, rows)`. `method`: of `fit_polynomial`. `num_features` (256 unless `eps` is
+    given): the budget of sketch features; `eps`: a target for the total squared error instead; see `plan_layer`.
 
-    >>> layer = LinearizedLayer(torch.eye(3), None, "gelu", torch.randn(50, 3), num_features=64)
-    >>> layer(torch.zeros(2, 3)).shape
+    >>> data = calibrate_layer(torch.eye(3), None, torch.randn(50, 3))
+    >>> LinearizedLayer(data, "gelu", num_features=64)(torch.zeros(2, 3)).shape
     torch.Size([2, 3])
     """
 
+    mean: Tensor
+    basis: Tensor
     linear: Tensor
     offset: Tensor
     matrix: Tensor
@@ -300,53 +239,46 @@ class LinearizedLayer(FullPrecisionModule):
 
     def __init__(
         self,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str | Callable[[Tensor], Tensor],
-        calibration: Tensor,
+        data: Calibration,
+        activation: Activation,
         *,
         method: str = "chebyshev",
         degree: int | None = None,
         num_features: int | None = None,
         eps: float | None = None,
-        max_degree: int = 8,
-        balance: bool = True,
-        margin: float = 0.0,
-        seed: int | None = 0,
-        generator: Generator | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         budget = 256 if num_features is None and eps is None else num_features
-        data = calibrate_layer(weight, bias, calibration, balance=balance, margin=margin)
-        self.plan, self.fit = plan_layer(
-            data, activation, method=method, degree=degree, num_features=budget, eps=eps, max_degree=max_degree
+        self.plan, self.fit = plan_layer(data, activation, method=method, degree=degree, num_features=budget, eps=eps)
+        alpha, generator = shift_monomials(self.fit.monomials(), data.beta), make_generator(seed)
+        self.maps = nn.ModuleList(
+            TensorSketchFeatures(len(data.mean), m, degree=k, seed=None, generator=generator)
+            for k, m in enumerate(self.plan.counts, start=2)
         )
-        alpha = _powers(data, self.fit)
-        self.sketches = _Sketched(data, self.plan.counts, make_generator(seed, generator))
-        linear = weight.detach().double().cpu() * (2 * alpha[:, 1] / (data.upper - data.lower))[:, None]
-        parts = {
-            "linear": linear,
-            "offset": alpha[:, 0] - linear @ data.mean,
-            "matrix": self._matrix(data.weight, alpha),
-            "weight": data.weight,
-            "alpha": alpha,
-        }
+        linear = alpha[:, 1, None] * (data.weight @ data.basis)
+        parts = {"mean": data.mean, "basis": data.basis, "linear": linear, "offset": alpha[:, 0] - linear @ data.mean}
+        parts |= {"matrix": self._matrix(data.weight, alpha), "weight": data.weight, "alpha": alpha}
         for name, value in parts.items():
             self.register_buffer(name, value.float())
 
     def forward(self, x: Tensor) -> Tensor:
         """The estimate of f(W x + b), (..., o), for x (..., d)."""
-        out_dtype = x.dtype
-        x = x.to(accumulation_dtype(x.dtype))
-        out = x @ self.linear.to(x.dtype).mT + self.offset.to(x.dtype)
-        if self.plan.counts:
-            out = out + self.sketches(x) @ self.matrix.to(x.dtype).mT
-        return out.to(out_dtype)
+        y = x.to(accumulation_dtype(x.dtype))
+        out = y @ self.linear.to(y.dtype).mT + self.offset.to(y.dtype)
+        return (out + self.sketches(y) @ self.matrix.to(y.dtype).mT).to(x.dtype)
+
+    def sketches(self, x: Tensor) -> Tensor:
+        """Features (..., sum m_k) of x (..., d): rows centred and balanced, then one TensorSketch for each degree."""
+        y = self._rows(x)
+        flat = y.reshape(-1, y.shape[-1])
+        parts = [phi.prepare("query")(flat).dense() for phi in self.maps]  # type: ignore[operator]
+        return torch.cat([flat[:, :0], *parts], dim=-1).reshape(*y.shape[:-1], -1 if parts else 0)
 
     @torch.no_grad()
     def polynomial(self, x: Tensor) -> Tensor:
         """The mean of the estimate over its sketches, (..., o), in float64."""
-        z = self._rows(x) @ self.weight.double().mT
+        z = self._rows(x.double()) @ self.weight.double().mT
         total = torch.zeros_like(z)
         for k in range(self.plan.degree, -1, -1):
             total = total * z + self.alpha[:, k].double()
@@ -355,27 +287,31 @@ class LinearizedLayer(FullPrecisionModule):
     @torch.no_grad()
     def variance(self, x: Tensor) -> Tensor:
         """The exact variance of each output over its sketches, (N, o), for x (N, d)."""
-        y, w = self._rows(x), self.weight.double()
+        y, w = self._rows(x.double()), self.weight.double()
         total = torch.zeros(len(y), len(w), dtype=torch.float64, device=y.device)
         for k, m in enumerate(self.plan.counts, start=2):
             total += self.alpha[:, k].double().square() * mse_tensor_sketch_matrix(y, w, m, k)
         return total
 
     @torch.no_grad()
-    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> LinearizedLayer:
+    def redraw_(self, seed: int | None = None) -> LinearizedLayer:
         """New sketches in place; the polynomial stays."""
-        g = make_generator(seed, generator)
-        for phi in self.sketches.maps:
-            phi.redraw_(generator=g)  # type: ignore[operator]
+        generator = make_generator(seed)
+        for phi in self.maps:
+            phi.redraw_(generator=generator)  # type: ignore[operator]
         self.matrix.copy_(self._matrix(self.weight.double(), self.alpha.double()))
         return self
 
     def _matrix(self, weight: Tensor, alpha: Tensor) -> Tensor:
-        return self.sketches.weights(weight, alpha) if self.plan.counts else weight.new_zeros(len(weight), 0)
+        """`[alpha_2 phi_2(w), ..., alpha_n phi_n(w)]`, (o, sum m_k), in float64."""
+        parts = [
+            alpha[:, k, None] * phi.prepare("key")(weight).dense()  # type: ignore[operator]
+            for k, phi in enumerate(self.maps, start=2)
+        ]
+        return torch.cat([weight[:, :0], *parts], dim=-1)
 
     def _rows(self, x: Tensor) -> Tensor:
-        y = x.double() - self.sketches.mean.double()
-        return y if self.sketches.basis is None else y @ self.sketches.basis.double().mT
+        return (x - self.mean.to(x.dtype)) @ self.basis.to(x.dtype).mT
 
 
 class MLPReport(NamedTuple):
@@ -416,42 +352,33 @@ class LinearizedMLP(FullPrecisionModule):
     def __init__(
         self,
         first: nn.Linear,
-        activation: str | Callable[[Tensor], Tensor],
+        activation: Activation,
         second: nn.Linear,
         calibration: Tensor,
         *,
         method: str = "regression",
+        degree: int | None = None,
         num_features: int = 256,
-        seed: int | None = 0,
-        generator: Generator | None = None,
-        **options: Any,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         owner = type(self).__name__
         one_of(method, "method", owner, (*METHODS, "regression"))
         _check_block(first, second, owner)
-        bias = None if second.bias is None else second.bias.detach().double().cpu()
-        hidden = LinearizedLayer(
-            first.weight,
-            first.bias,
-            activation,
-            calibration,
-            method="chebyshev" if method == "regression" else method,
-            num_features=num_features,
-            seed=seed,
-            generator=generator,
-            **options,
-        )
-        self.plan = hidden.plan
-        self.sketches: nn.Module = hidden.sketches if hidden.plan.counts else nn.Identity()
-        x = calibration.detach().double().cpu().reshape(-1, first.in_features)
+        data = calibrate_layer(first.weight, first.bias, calibration)
+        fit = "chebyshev" if method == "regression" else method
+        hidden = LinearizedLayer(data, activation, method=fit, degree=degree, num_features=num_features, seed=seed)
+        self.plan, self.hidden = hidden.plan, hidden
         if method == "regression":
-            y = block_output(first, activation, second, x)
-            matrix, offset = _ridge(self._features(x), y)
+            x = calibration.detach().double().cpu().reshape(-1, first.in_features)
+            matrix, offset = _ridge(self._features(x), block_output(first, activation, second, x))
         else:
             w2 = second.weight.detach().double().cpu()
             matrix = w2 @ torch.cat([hidden.linear, hidden.matrix], dim=-1).double()
-            offset = w2 @ hidden.offset.double() + (0 if bias is None else bias)
+            offset = w2 @ hidden.offset.double()
+            offset += 0 if second.bias is None else second.bias.detach().double().cpu()
+        for name in ("linear", "offset", "matrix", "weight", "alpha"):  # the block needs the sketches alone
+            setattr(hidden, name, None)
         self.register_buffer("matrix", matrix.float())
         self.register_buffer("offset", offset.float())
 
@@ -459,7 +386,7 @@ class LinearizedMLP(FullPrecisionModule):
     def convert(
         cls,
         first: nn.Linear,
-        activation: str | Callable[[Tensor], Tensor],
+        activation: Activation,
         second: nn.Linear,
         calibration: Tensor,
         *,
@@ -488,16 +415,11 @@ class LinearizedMLP(FullPrecisionModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) to (..., v)."""
-        out_dtype = x.dtype
-        x = x.to(accumulation_dtype(x.dtype))
-        return torch.nn.functional.linear(self._features(x), self.matrix.to(x.dtype), self.offset.to(x.dtype)).to(
-            out_dtype
-        )
+        y = self._features(x.to(accumulation_dtype(x.dtype)))
+        return nn.functional.linear(y, self.matrix.to(y.dtype), self.offset.to(y.dtype)).to(x.dtype)
 
     @torch.no_grad()
-    def report(
-        self, first: nn.Linear, activation: str | Callable[[Tensor], Tensor], second: nn.Linear, x: Tensor
-    ) -> MLPReport:
+    def report(self, first: nn.Linear, activation: Activation, second: nn.Linear, x: Tensor) -> MLPReport:
         """Error, memory and speed against the block itself, on rows x (N, d)."""
         f = activation_function(activation)
         x = x.detach().reshape(-1, first.in_features)
@@ -510,35 +432,29 @@ class LinearizedMLP(FullPrecisionModule):
         return MLPReport(math.sqrt(float(error)), ours / theirs, seconds["exact"] / seconds["ours"])
 
     def _features(self, x: Tensor) -> Tensor:
-        return torch.cat([x, self.sketches(x)], dim=-1) if self.plan.counts else x
+        return torch.cat([x, self.hidden.sketches(x)], dim=-1) if self.plan.counts else x
 
 
 @torch.no_grad()
-def block_output(
-    first: nn.Linear, activation: str | Callable[[Tensor], Tensor], second: nn.Linear, x: Tensor
-) -> Tensor:
+def block_output(first: nn.Linear, activation: Activation, second: nn.Linear, x: Tensor) -> Tensor:
     """`W2 f(W1 x + b1) + b2` in float64."""
-    f = activation_function(activation)
-    x = x.double()
-    for i, layer in enumerate((first, second)):
-        x = x @ layer.weight.double().mT
-        x = x if layer.bias is None else x + layer.bias.double()
-        x = f(x) if i == 0 else x
-    return x
+    f, linear = activation_function(activation), nn.functional.linear
+    weights = [(m.weight.double(), None if m.bias is None else m.bias.double()) for m in (first, second)]
+    return linear(f(linear(x.double(), *weights[0])), *weights[1])
 
 
 def _ridge(features: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The matrix (v, f) and offset (v,) of ridge regression, with the penalty that predicts every fourth row best."""
     held = torch.arange(len(y)) % 4 == 3
-    penalties = [10.0**e for e in (-6, -4, -3, -2, -1, 0)]
-    losses = []
-    for a, c in _ridge_paths(features[~held], y[~held], penalties):
-        losses.append(float((features[held] @ a.mT + c - y[held]).square().sum()))
-    best = penalties[losses.index(min(losses))]
-    return next(_ridge_paths(features, y, [best]))
+
+    def loss(found: tuple[Tensor, Tensor]) -> float:
+        return float((features[held] @ found[0].mT + found[1] - y[held]).square().sum())
+
+    losses = [loss(found) for found in _ridge_path(features[~held], y[~held], PENALTIES)]
+    return _ridge_path(features, y, [PENALTIES[losses.index(min(losses))]])[0]
 
 
-def _ridge_paths(features: Tensor, y: Tensor, penalties: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
+def _ridge_path(features: Tensor, y: Tensor, penalties: Sequence[float]) -> list[tuple[Tensor, Tensor]]:
     """Ridge solutions for several penalties, relative to each feature's variance, from one eigendecomposition."""
     mean, target = features.mean(0), y.mean(0)
     # A slot that no pair of coordinates reaches holds rounding noise: it must not be blown up to unit variance.
@@ -547,9 +463,8 @@ def _ridge_paths(features: Tensor, y: Tensor, penalties: Sequence[float]) -> Ite
     g = (features - mean) / scale
     values, vectors = torch.linalg.eigh(g.mT @ g / len(g))
     projected = vectors.mT @ (g.mT @ (y - target) / len(g))
-    for penalty in penalties:
-        matrix = (vectors @ (projected / (values.clamp_min(0) + penalty)[:, None])).mT / scale
-        yield matrix, target - matrix @ mean
+    found = [(vectors @ (projected / (values.clamp_min(0) + p)[:, None])).mT / scale for p in penalties]
+    return [(matrix, target - matrix @ mean) for matrix in found]
 
 
 def _check_block(first: Any, second: Any, owner: str) -> None:

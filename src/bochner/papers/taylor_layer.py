@@ -17,7 +17,6 @@ from bochner._checks import (
     lookup,
     make_generator,
     one_of,
-    positive_float,
     positive_int,
 )
 from bochner.maps.polynomial import draw_count_sketches, tensor_sketch, unit_rows
@@ -36,7 +35,7 @@ class Series(NamedTuple):
     radius: float
 
 
-def tanh_taylor(terms: int) -> Tensor:
+def _tanh(terms: int) -> Tensor:
     """Coefficients of tanh at zero, from `y' = 1 - y^2`."""
     a = [0.0] * max(terms, 1)
     for k in range(terms - 1):
@@ -44,23 +43,18 @@ def tanh_taylor(terms: int) -> Tensor:
     return torch.tensor(a[:terms], dtype=torch.float64)
 
 
-def sigmoid_taylor(terms: int) -> Tensor:
+def _sigmoid(terms: int) -> Tensor:
     """`sigmoid(t) = 1/2 + tanh(t/2)/2`."""
-    a = tanh_taylor(terms) * 0.5 ** (torch.arange(terms, dtype=torch.float64) + 1)
+    a = _tanh(terms) * 0.5 ** (torch.arange(terms, dtype=torch.float64) + 1)
     a[0] += 0.5
     return a
 
 
-def silu_taylor(terms: int) -> Tensor:
-    """`silu(t) = t sigmoid(t)`."""
-    return torch.cat([torch.zeros(1, dtype=torch.float64), sigmoid_taylor(terms)[:-1]])
-
-
 TAYLOR: dict[str, Series] = {
     "gelu": Series(gelu_taylor, math.inf),
-    "tanh": Series(tanh_taylor, math.pi / 2),
-    "sigmoid": Series(sigmoid_taylor, math.pi),
-    "silu": Series(silu_taylor, math.pi),
+    "tanh": Series(_tanh, math.pi / 2),
+    "sigmoid": Series(_sigmoid, math.pi),
+    "silu": Series(lambda n: torch.nn.functional.pad(_sigmoid(n)[:-1], (1, 0)), math.pi),  # t sigmoid(t)
     "exp": Series(lambda n: torch.exp(-torch.lgamma(torch.arange(n, dtype=torch.float64) + 1)), math.inf),
 }
 
@@ -75,8 +69,8 @@ class TaylorComposition(FullPrecisionModule):
 
     `weight` (o, d), `bias` (o,) or None. `activation`: one of `TAYLOR`, or a sequence of Taylor coefficients (then a
     polynomial). `calibration` (N, d): rows that fix the tail and the optimal law. `law`: `"optimal"`, `p_k`
-    proportional to `|a_k| sqrt(second moment)`; `"geometric"` with `parameter` rho (1/2); `"poisson"` with the rate
-    (2). A law is restricted to the powers k >= 2 that occur; unrestricted, the geometric one has mean 1/rho - 1.
+    proportional to `|a_k| sqrt(second moment)`; `"geometric"` with rho = 1/2; `"poisson"` with rate 2. A law is
+    restricted to the powers k >= 2 that occur; unrestricted, the geometric one has mean 1/rho - 1.
 
     >>> layer = TaylorComposition(torch.eye(2) / 2, None, "gelu", torch.randn(10, 2), draws=4, num_features=8)
     >>> layer(torch.zeros(1, 2))
@@ -98,11 +92,9 @@ class TaylorComposition(FullPrecisionModule):
         calibration: Tensor,
         *,
         law: str = "optimal",
-        parameter: float | None = None,
         draws: int = 16,
         num_features: int = 64,
-        seed: int | None = 0,
-        generator: Generator | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         owner = type(self).__name__
@@ -124,11 +116,11 @@ class TaylorComposition(FullPrecisionModule):
         # 1. The series, as long as the data needs it.
         a = series_for(activation, float((x @ w.mT).abs().max()), owner)
         # 2. The law of the index, on the powers above the first that occur.
-        p = self._law(a, w, x, parameter)
+        p = self._law(a, w, x)
         self.register_buffer("weight", w.float())
         self.register_buffer("coefficients", a)
         self.register_buffer("probabilities", p)
-        for name, value in self._draw(make_generator(seed, generator)).items():
+        for name, value in self._draw(make_generator(seed)).items():
             self.register_buffer(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,9 +158,9 @@ class TaylorComposition(FullPrecisionModule):
         return (second - rest.square()) / self.draws
 
     @torch.no_grad()
-    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> TaylorComposition:
+    def redraw_(self, seed: int | None = None) -> TaylorComposition:
         """New indices and sketches in place; the law stays."""
-        for name, value in self._draw(make_generator(seed, generator)).items():
+        for name, value in self._draw(make_generator(seed)).items():
             getattr(self, name).copy_(value)
         return self
 
@@ -179,7 +171,7 @@ class TaylorComposition(FullPrecisionModule):
     def _sketch(self, x: Tensor, r: int, k: int) -> Tensor:
         return tensor_sketch(x, self.slot[r, :k], self.sign[r, :k], self.num_features)
 
-    def _law(self, a: Tensor, w: Tensor, x: Tensor, parameter: float | None) -> Tensor:
+    def _law(self, a: Tensor, w: Tensor, x: Tensor) -> Tensor:
         owner, terms = type(self).__name__, len(a)
         used = a != 0
         used[:2] = False
@@ -198,17 +190,14 @@ class TaylorComposition(FullPrecisionModule):
                     "sketched powers overflows double precision; use LinearizedLayer, or keep the layer."
                 )
             p = optimal_law(torch.where(used, a, 0.0), moments)
-        elif self.law == "geometric":
-            p = geometric_law(0.5 if parameter is None else parameter, terms)
         else:
-            rate = 2.0 if parameter is None else positive_float(parameter, "parameter", owner)
-            p = poisson_law(rate, terms)
+            p = geometric_law(0.5, terms) if self.law == "geometric" else poisson_law(2.0, terms)
         p = torch.where(used, p, 0.0)
         if (p[used] == 0).any():
             k = int((used & (p == 0)).nonzero()[0])
             raise BochnerError(
                 f"The 'law' of {owner} gives the power {k} probability zero in double precision although the series "
-                "needs it; use law='optimal' or a heavier 'parameter'."
+                "needs it; use law='optimal'."
             )
         return p / p.sum()
 

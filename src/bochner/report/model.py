@@ -158,11 +158,8 @@ def target_page(
     if pictures is not None:
         page.heading("What the heads look at").heads(pictures)
     page.heading("Loss against cost")
-    # Candidates may have as many linear heads as another, and differ in their kinds: the number tells them apart.
-    points = {
-        f"{i}: {c.plan.num_heads - c.plan.count('exact')} of {c.plan.num_heads} heads linear": c
-        for i, c in enumerate(report.frontier, 1)
-    }
+    # Candidates may have as many heads of each kind as another: the number tells them apart.
+    points = {f"{i}: {c.heads}": c for i, c in enumerate(report.frontier, 1)}
     chosen = list(points)[report.chosen]
     by_memory = any(layer.is_causal for layer in plan.layers)
     costs = (

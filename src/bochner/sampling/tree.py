@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Generator, Tensor
 
 from bochner._checks import BochnerError, finite, positive_float, positive_int
 from bochner.maps import FeatureMap, Features, MapLike, feature_map
-from bochner.sampling import descent
-from bochner.sampling.descent import choose, log_share, one_by_one
 from bochner.sampling.samplers import (
     Draws,
     Sampler,
@@ -30,17 +26,14 @@ FAN = 8  # children of a node
 BLOCK = 1 << 20  # numbers gathered at a time: they stay in cache
 CALIBRATION_ROWS = 2048
 ROOM = 30.0  # a class may grow by exp(30) beyond the largest at the last build before the scale is taken anew
-EFFECTIVE = 0.3  # of the draws: with fewer effective ones their variance cannot be believed
-CHECKED = 16  # leaves
-ASTRAY = 0.15  # nor if they fall into the head so much less or more often than its share
+BELOW_ONE = 1 - 1e-6  # rounding must not carry a random number past the last entry with any mass
 ROWS = 1 << 16  # classes whose features are computed at a time
 
 
 class Partition(NamedTuple):
     """`log Z(x)` of each query, the relative standard error of Z among its draws, and limits of `log Z`; all (b,).
 
-    The standard error sees only what was drawn. Where the draws are not `heavy`, the limits come from them too, with
-    room for what they missed; where they are, from bounds on every class that was not looked at, and
+    The standard error sees only what was drawn. The limits come from bounds on every class that was not looked at:
     `lower <= log Z <= upper` holds with probability `confidence` at least, whatever the classes are.
     """
 
@@ -48,22 +41,6 @@ class Partition(NamedTuple):
     relative_error: Tensor
     lower: Tensor
     upper: Tensor
-    heavy: Tensor
-
-
-class LeftOut(NamedTuple):
-    """Nodes that a search did not enter, (b, p): their first place, how many classes, and a bound on their logits."""
-
-    first: Tensor
-    size: Tensor
-    bound: Tensor
-
-
-class Found(NamedTuple):
-    """The leaves a search ended in, (b, at most beam), and what it left out."""
-
-    leaves: Tensor
-    left_out: LeftOut
 
 
 class FeatureTree(Sampler):
@@ -131,7 +108,7 @@ class FeatureTree(Sampler):
         self.register_buffer("bias", b, persistent=False)
         self._shift = 0.0
         self._sums: list[Tensor] = []  # leaves first; each level a multiple of FAN rows, the last the root's children
-        self._balls: list[Tensor] | None = None
+        self._balls: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # around the classes of each leaf
         self._prepared: Callable[[Tensor], Features] | None = None  # the map of queries, as it was at the last build
         self._build()
         # The sums are those of the map: one that was read from a file makes new ones.
@@ -180,14 +157,11 @@ class FeatureTree(Sampler):
             self._build()
             return self
         self._sums[0][leaves] = sums
-        if self._balls is not None:
-            self._balls[0][leaves] = self._leaf_balls(leaves)
+        self._balls = None
         node = leaves
         for level in range(1, len(self._sums)):
             node = torch.unique(node // FAN)
             self._sums[level][node] = self._sums[level - 1].view(-1, FAN, sums.shape[1])[node].sum(1)
-            if self._balls is not None:
-                self._balls[level][node] = self._node_balls(self._balls[level - 1], level, node)
         return self
 
     def _rebuild(self, *_: object) -> None:
@@ -265,41 +239,16 @@ class FeatureTree(Sampler):
         return self.order[node], logs
 
     def _go_down(self, x: Tensor, f: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Places (b, k) drawn by inversion of u (levels and leaf, b, k), and their log probabilities.
-
-        Few of them one by one; numpy knows no half precision.
-        """
-        levels = range(len(self._sums))[::-1]
-        if u[0].numel() <= descent.FEW and x.device.type == "cpu" and self.vectors.dtype == self._dtype:
-            features, points = f.numpy(), self._scaled(x).to(self._dtype).numpy()
-            steps = [(FAN, partial(self._masses_below, level, features)) for level in levels]
-            if self.leaf_size > 1:
-                steps.append((self.leaf_size, partial(self._masses_in_leaf, points)))
-            places, shares = one_by_one(steps, u.numpy()[[*levels, -1]])
-            return torch.from_numpy(places), torch.from_numpy(shares)
+        """Places (b, k) drawn by inversion of u (levels and leaf, b, k), and their log probabilities."""
         node = torch.zeros(u.shape[1:], dtype=torch.long, device=x.device)
         logs = torch.zeros_like(u[0])
-        for level in levels:
+        for level in reversed(range(len(self._sums))):
             child, log = choose(self._shares(level, node, f), u[level])
             node, logs = node * FAN + child, logs + log
         if self.leaf_size > 1:
             child, log = choose(self._leaf(node, x), u[-1])
             node, logs = node * self.leaf_size + child, logs + log
         return node, logs
-
-    def _masses_below(self, level: int, features: np.ndarray, i: int, node: int) -> np.ndarray:
-        """What `_shares` gives for one query and one node."""
-        mass: np.ndarray = self._sums[level].numpy()[FAN * node : FAN * (node + 1)] @ features[i]
-        if not self.phi.positive:
-            np.maximum(mass, 0, out=mass)
-        return mass if mass.any() else self._counts(level, torch.tensor([node]))[0].numpy()
-
-    def _masses_in_leaf(self, points: np.ndarray, i: int, leaf: int) -> np.ndarray:
-        """What `_leaf` gives for one query and one leaf."""
-        members = slice(self.leaf_size * leaf, self.leaf_size * (leaf + 1))
-        y = self._scaled(self.vectors[members]).numpy()
-        logits: np.ndarray = y @ points[i] + self.bias[members].numpy()
-        return np.exp(logits - logits.max())
 
     @in_full_precision
     def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -385,67 +334,45 @@ class FeatureTree(Sampler):
 
         `Z ~ sum_head exp(o_j) + mean [j not in head] exp(o_j) / q(j | x)`, o = x . y + b. The head takes away the few
         classes that would dominate; `beam=0` goes without. The standard error of these draws is too small where a rare
-        class outside the head has a large share that q does not know of. Two things tell: few weights make up most of
-        their sum, or the draws fall into the head much more or less often than its share of Z. Without these signs the
-        limits are those of an empirical Bernstein interval (Maurer and Pontil 2009) whose range is the largest weight
-        drawn. With them, they come from as many draws of another kind: the nodes that the search left out have bounds
-        on their logits; a node drawn in proportion to N exp(bound), and one of its N classes, give a number
-        between 0 and the sum of these, whose mean is what the head lacks. Their interval always holds, and is wide; a
-        larger `beam` makes it narrower.
+        class outside the head has a large share that q does not know of. The limits come from as many draws of another
+        kind: every leaf has a bound on its logits; a leaf outside the head drawn in proportion to N exp(bound), and one
+        of its N classes, give a number between 0 and the sum of these, whose mean is what the head lacks (empirical
+        Bernstein: Maurer and Pontil 2009). They always hold; a larger `beam` narrows them. Cost: O(n d / leaf_size).
         """
         if positive_int(num_samples, "num_samples", "partition") < 2:
             raise BochnerError(f"The 'num_samples' of partition must be at least 2, got {num_samples}.")
         if not 0 < confidence < 1:
             raise BochnerError(f"The 'confidence' of partition must be in (0, 1), got {confidence!r}.")
-        x = self._check(x)
-        ids, log_q = self.draw(x, num_samples, generator=generator)
-        logs = self._logits(x, ids) - log_q
-        width = max(beam, CHECKED)  # leaves that are looked at: at least as many as tell whether the draws are right
-        searched = [self._search(b, width) for b in x.split(max(1, BLOCK // (width * FAN * x.shape[1])))]
-        leaves = torch.cat([s.leaves for s in searched])
-        exact = self._members(leaves, x)[1].logsumexp(1)
+        blocks = self._check(x).split(max(1, BLOCK // len(self._sums[0])))
+        parts = [self._partition(block, num_samples, beam, confidence, generator) for block in blocks]
+        return Partition(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+    def _partition(self, x: Tensor, k: int, beam: int, confidence: float, generator: Generator | None) -> Partition:
+        ids, log_q = self.draw(x, k, generator=generator)
+        leaves, log_mass, bound = self._search(x, beam)
+        head = self._members(leaves, x)[1].logsumexp(1)
         inside = (self.place[ids] // self.leaf_size)[..., None] == leaves[:, None]
-        head = torch.full_like(exact, -math.inf)
-        if beam > 0:
-            head = self._members(leaves[:, :beam], x)[1].logsumexp(1)
-            logs = logs.masked_fill(inside[..., :beam].any(-1), -math.inf)
+        logs = (self._logits(x, ids) - log_q).masked_fill(inside.any(-1), -math.inf)
         top = torch.maximum(head, logs.amax(1))
         weight = (logs - top[:, None]).exp()
         total = (head - top).exp() + weight.mean(1)
-        left_out = LeftOut(*(torch.cat(part) for part in zip(*(s.left_out for s in searched), strict=True)))
-        sure = self._limits(x, exact, left_out, num_samples, confidence, generator)
-        share = (exact - top).exp() / total
-        heavy = _heavy(weight) | ((inside.any(-1).to(share.dtype).mean(1) - share).abs() > ASTRAY)
-        mean, slack = _bernstein(weight, weight.amax(1), confidence)
-        seen = [(head - top).exp() + part.clamp_min(0.0) for part in (mean - slack, mean + slack)]
-        limits = [torch.where(heavy, a, top + b.log()) for a, b in zip(sure, seen, strict=True)]
-        # What was looked at is there for certain.
-        lower = torch.maximum(limits[0], exact)
-        upper = torch.maximum(torch.minimum(limits[1], sure[1]), lower)
-        return Partition(top + total.log(), weight.std(1) / (total * math.sqrt(num_samples)), lower, upper, heavy)
-
-    def _limits(
-        self, x: Tensor, head: Tensor, left_out: LeftOut, k: int, confidence: float, generator: Generator | None
-    ) -> tuple[Tensor, Tensor]:
-        """Limits of `log Z` from its head and k draws among the nodes that were left out."""
-        log_mass = left_out.bound + left_out.size.to(x.dtype).log()
-        if log_mass.shape[1] == 0 or not bool((log_mass > -math.inf).any()):
-            return head, head.clone()
+        value, error = top + total.log(), weight.std(1) / (total * math.sqrt(k))
+        # Limits, from classes of the leaves that were left out.
         whole = log_mass.logsumexp(1)
-        share = (log_mass - whole[:, None]).exp().nan_to_num(0.0)
         empty = whole == -math.inf  # queries whose head is everything
-        share[empty] = 1.0
-        node = torch.multinomial(share, k, replacement=True, generator=generator)
-        size = left_out.size.gather(1, node)
-        offset = (torch.rand(node.shape, generator=generator, dtype=torch.float64) * size).long()
-        place = (left_out.first.gather(1, node) + torch.minimum(offset, size - 1)).clamp(0, self.num_classes - 1)
-        logit = self._logits(x, self.order[place])
-        ratio = (logit - left_out.bound.gather(1, node)).exp().clamp(max=1.0)
-        mean, slack = _bernstein(ratio, torch.ones_like(whole), confidence)
+        share = torch.where(empty[:, None], 1.0, (log_mass - whole[:, None]).exp())
+        leaf = torch.multinomial(share, k, replacement=True, generator=generator)
+        first = leaf * self.leaf_size
+        size = (self.num_classes - first).clamp(1, self.leaf_size)
+        offset = (torch.rand(leaf.shape, generator=generator, dtype=torch.float64) * size).long()
+        logit = self._logits(x, self.order[(first + torch.minimum(offset, size - 1)).clamp(max=self.num_classes - 1)])
+        ratio = (logit - bound.gather(1, leaf)).exp().clamp(max=1.0)
+        log = math.log(4.0 / (1.0 - confidence))
+        mean, slack = ratio.mean(1), (2 * ratio.var(1) * log / k).sqrt() + 7 * log / (3 * (k - 1))
         whole = whole + 1e-4  # the rounding of the bounds
         lower = torch.logaddexp(head, whole + (mean - slack).clamp_min(0.0).log())
         upper = torch.logaddexp(head, whole + (mean + slack).clamp_max(1.0).log())
-        return torch.where(empty, head, lower), torch.where(empty, head, upper)
+        return Partition(value, error, torch.where(empty, head, lower), torch.where(empty, head, upper))
 
     def logits(self, x: Tensor, ids: Tensor) -> Tensor:
         """`scale x . y_j + b_j` for ids (b, k), without gradient."""
@@ -454,7 +381,7 @@ class FeatureTree(Sampler):
 
     def _logits(self, x: Tensor, ids: Tensor) -> Tensor:
         place = self.place[ids]
-        y = self.vectors[place.flatten()].view(*place.shape, -1)
+        y = self.vectors[place.flatten()].view(*place.shape, x.shape[1])
         return self.scale * torch.bmm(y, x.to(y.dtype).unsqueeze(-1)).squeeze(-1) + self.bias[place]
 
     def _members(self, leaves: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -463,59 +390,32 @@ class FeatureTree(Sampler):
         ids = self.order[place.clamp(max=self.num_classes - 1)]
         return ids, self._logits(x, ids).masked_fill_(place >= self.num_classes, -math.inf)
 
-    def _search(self, x: Tensor, beam: int) -> Found:
-        """The most promising leaves, and the nodes that were left out, with bounds on their logits."""
+    def _search(self, x: Tensor, beam: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The most promising leaves (b, beam); `log(N exp(bound))` of the others, -inf of those; and the bounds.
+
+        Each leaf of N classes lies in a ball: no logit is above that of its centre plus |x| times its radius.
+        """
         if self._balls is None:
             self._balls = self._enclose()
-        x = x.to(self.vectors.dtype)
-        length = x.norm(dim=1, keepdim=True)
-        node = torch.zeros(len(x), 1, dtype=torch.long)
-        left_out: list[LeftOut] = []
-        d = x.shape[1]
-        for level in reversed(range(len(self._sums))):
-            child = (node[..., None] * FAN + torch.arange(FAN)).flatten(1)
-            balls = self._balls[level]
-            ball = balls[child.clamp(max=len(balls) - 1).flatten()].view(*child.shape, d + 2)
-            middle = self.scale * torch.bmm(ball[..., :d], x.unsqueeze(-1)).squeeze(-1) + ball[..., d + 1]
-            middle = middle.masked_fill_(child >= len(balls), -math.inf)
-            reach = self.scale * length * ball[..., d]
-            likely = min(1.0, math.sqrt(2 * math.log(self.leaf_size * float(FAN) ** level) / d))
-            where = (middle + likely * reach).argsort(1, descending=True)
-            rest = child.gather(1, where[:, beam:])
-            first, size = rest * self.leaf_size * FAN**level, self.leaf_size * FAN**level
-            bound = (middle + reach).gather(1, where[:, beam:])
-            left_out.append(LeftOut(first, (self.num_classes - first).clamp(0, size), bound))
-            node = child.gather(1, where[:, :beam])
-        return Found(node, LeftOut(*(torch.cat(part, 1) for part in zip(*left_out, strict=True))))
+        centre, radius, bias, count = self._balls
+        x = x.to(centre.dtype)
+        middle = torch.addmm(bias, x, centre.T, alpha=self.scale)
+        reach = self.scale * x.norm(dim=1, keepdim=True) * radius
+        likely = min(1.0, math.sqrt(2 * math.log(self.leaf_size) / x.shape[1]))
+        leaves = (middle + likely * reach).topk(min(beam, len(count)), dim=1).indices
+        bound = middle + reach
+        return leaves, (bound + count.log()).scatter(1, leaves, -math.inf), bound
 
-    def _enclose(self) -> list[Tensor]:
-        """For every node the centre, radius and largest bias of its classes, (nodes, d + 2); empty ones bias -inf."""
-        leaves = torch.arange(len(self._sums[0]))
-        balls = [torch.cat([self._leaf_balls(part) for part in leaves.split(max(1, ROWS // self.leaf_size))])]
-        for level in range(1, len(self._sums)):
-            ball = self._node_balls(balls[-1], level, torch.arange(len(balls[-1]) // FAN))
-            empty = ball.new_zeros(len(self._sums[level]) - len(ball), ball.shape[1])
-            empty[:, -1] = -math.inf
-            balls.append(torch.cat([ball, empty]))
-        return balls
-
-    def _leaf_balls(self, leaves: Tensor) -> Tensor:
-        place = leaves[:, None] * self.leaf_size + torch.arange(self.leaf_size)
+    def _enclose(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of every leaf the centre, the radius, the largest bias (-inf if it is empty) and the number of classes."""
+        place = torch.arange(len(self._sums[0]) * self.leaf_size).view(-1, self.leaf_size)
         real = place < self.num_classes
         place = place.clamp(max=self.num_classes - 1)
-        y, b = self.vectors[place], self.bias[place].masked_fill(~real, -math.inf)
-        weight = real.to(y.dtype)
-        centre = (y * weight[..., None]).sum(1) / weight.sum(1).clamp_min(1)[:, None]
-        radius = ((y - centre[:, None]).norm(dim=2) * weight).amax(1)
-        return torch.cat([centre, radius[:, None], b.amax(1)[:, None]], 1)
-
-    def _node_balls(self, inner: Tensor, level: int, nodes: Tensor) -> Tensor:
-        """The balls around the balls of the children, `inner` being those of the level below."""
-        d = self.vectors.shape[1]
-        ball, count = inner.view(-1, FAN, d + 2)[nodes], self._counts(level - 1, nodes).to(inner.dtype)
-        centre = (ball[..., :d] * count[..., None]).sum(1) / count.sum(1).clamp_min(1)[:, None]
-        reach = ((ball[..., :d] - centre[:, None]).norm(dim=2) + ball[..., d]) * (count > 0)
-        return torch.cat([centre, reach.amax(1)[:, None], ball[..., d + 1].amax(1)[:, None]], 1)
+        weight = real.to(self.vectors.dtype)
+        count = weight.sum(1)
+        centre = (self.vectors[place] * weight[..., None]).sum(1) / count.clamp_min(1)[:, None]
+        radius = ((self.vectors[place] - centre[:, None]).norm(dim=2) * weight).amax(1)
+        return centre, radius, self.bias[place].masked_fill(~real, -math.inf).amax(1), count
 
     # ---- inputs ---------------------------------------------------------------------------------------------------
 
@@ -551,16 +451,16 @@ def _softmax_map(name: MapLike, d: int, m: int, seed: int) -> FeatureMap:
     return phi
 
 
-def _bernstein(draws: Tensor, largest: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
-    """Mean of draws (b, k) between 0 and `largest`, and how far the true one can be from it on either side."""
-    k, log = draws.shape[1], math.log(4.0 / (1.0 - confidence))
-    return draws.mean(1), (2 * draws.var(1) * log / k).sqrt() + 7 * log / (3 * (k - 1)) * largest
+def choose(mass: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """One of the last axis in proportion to its mass, by inversion of u in [0, 1), and the log of its share."""
+    total = mass.cumsum(-1)
+    child = (total <= (u * BELOW_ONE).unsqueeze(-1) * total[..., -1:]).sum(-1)
+    return child, log_share(mass, child)
 
 
-def _heavy(weight: Tensor) -> Tensor:
-    """Whether few of the weights (b, k) make up most of their sum: their effective number is below `EFFECTIVE` k."""
-    effective = weight.sum(1).square() / weight.square().sum(1).clamp_min(1e-300)
-    return effective < EFFECTIVE * weight.shape[1]
+def log_share(mass: Tensor, child: Tensor) -> Tensor:
+    """The log of the share that a child has of the masses on the last axis."""
+    return (mass.gather(-1, child.unsqueeze(-1)).squeeze(-1) / mass.sum(-1)).log()
 
 
 def _padded(count: int) -> int:

@@ -1,17 +1,18 @@
-"""The papers' tasks on real data, and `train`: one call from a name to a tested model.
+"""The papers' tasks, tasks that need attention, your own, and `train`: one call from a task to a tested model.
 
 >>> from bochner import tasks
 >>> sorted(tasks.TASKS)[:4]
-['image', 'listops', 'lm', 'lm_bpe']
+['copying', 'image', 'induction', 'listops']
 """
 
 from bochner._lazy import lazy
-from bochner.tasks.base import Collator, Preset, Task
+from bochner.tasks.base import SPECIAL, Collator, Preset, Task
 from bochner.tasks.registry import TASKS, dataset, preset_of, task
 
 # These need transformers and are imported when first asked for.
 _LAZY = {"attentions": "models", "build": "models", "choose": "models", "load": "training", "train": "training"}
 __all__ = [
+    "SPECIAL",
     "TASKS",
     "Collator",
     "Preset",

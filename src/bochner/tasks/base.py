@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import math
 import os
+import statistics
 import sys
 import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,12 +21,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from bochner import data
-from bochner._checks import BochnerError
+from bochner._checks import BochnerError, one_of
 
 PAD, CLS, SEP, MASK = range(4)
 SPECIAL = 4  # token ids of a task's own symbols start here
 IGNORE = -100  # label of positions that do not count
 SPLITS = ("train", "validation", "test")
+_OF_TOKENS = ("accuracy", "loss", "perplexity", "bits")
+METRICS = {"classify": ("accuracy", "loss"), "match": ("accuracy", "loss"), "ctc": ("error_rate",)}
+METRICS |= {"masked": _OF_TOKENS, "causal": _OF_TOKENS}  # the figures of a kind, see `summary`
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,9 @@ class Preset:
     or the `"mean"`. `schedule`: a scheduler of transformers; `"inverse_sqrt"` with `learning_rate` the peak. `betas`,
     `eps`: of Adam. `features`: m, with `features_of` for single maps and peers. `redraw`: steps between redraws, 0 for
     none. `guess`: share of the symbols that a classifier is not shown in training and has to guess beside the class.
-    `train`, `test`: at most so many examples. `data`: what the task's own loader takes.
+    `train`, `test`: at most so many examples. `data`: what the task's own loader takes. `options`: keywords of the
+    feature map. `start`: the output of a finished run whose encoder is taken over. `precision`: of the arithmetic,
+    `"float32"` or `"bfloat16"`. `departures`: where it differs from the paper it is named after.
     """
 
     length: int
@@ -65,15 +71,29 @@ class Preset:
     train: int | None = None
     test: int | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    start: str | Path | None = None
+    precision: str = "float32"
+    departures: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Every setting in a line of its own, then the departures."""
+        shown = [f"{f.name:14s}{getattr(self, f.name)}" for f in fields(self) if f.name != "departures"]
+        return "\n".join([*shown, *(f"departure: {text}" for text in self.departures)])
 
 
 @dataclass(frozen=True)
 class Task:
     """One task: how its examples are had, what the model must do with them and the figure that counts.
 
-    `kind`: `"classify"`, `"match"` (two sequences that do not see each other), `"masked"`, `"causal"` or `"ctc"`.
-    `metric`: the figure a run is judged by; `larger`: whether more of it is better. `sizes`: bytes that each symbol
-    stands for, where bits are to be counted per byte and symbols are more than that.
+    `kind`: `"classify"`, `"match"` (two sequences that do not see each other), `"masked"`, `"causal"`, `"ctc"`, or
+    `"own"`: the model of the task says its loss. `vocabulary`: symbols of its own; their ids begin at `SPECIAL`, 4.
+    `load(preset, split)`: the data set of `"train"`, `"validation"` or `"test"`; an example is a dict with `input_ids`
+    and `labels`. `presets`: one, or several by name.
+    `metric`: the figure a run is judged by, or a function of logits and labels that returns one figure for each
+    example; `larger`: whether more of it is better. `collate`: makes a batch of a list of examples. `model(preset)`: a
+    configuration of transformers or a torch module, else BERT, GPT-2 or a Conformer by the kind. `sizes`: bytes that
+    each symbol stands for, where bits are to be counted per byte and symbols are more than that.
     """
 
     name: str
@@ -83,12 +103,33 @@ class Task:
     classes: int
     load: Callable[[Preset, str], Dataset]
     presets: Mapping[str, Preset]
-    metric: str = "accuracy"
+    metric: str | Callable[[Tensor, Tensor], Tensor] = "accuracy"
     larger: bool = True
     artefacts: Sequence[str] = ()
     further: Sequence[str] = ()  # splits to test on besides "test"
     baseline: Callable[[Preset], dict[str, float]] | None = None
     sizes: Callable[[], np.ndarray] | None = None
+    collate: Callable[[Sequence[Any]], dict[str, Tensor]] | None = None
+    model: Callable[[Preset], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.presets, Preset):
+            object.__setattr__(self, "presets", {"small": self.presets})
+        one_of(self.kind, "kind", "Task", (*METRICS, "own"))
+        if not callable(self.load):
+            raise BochnerError(f"The 'load' of the task {self.name!r} must be a function of a preset and a split.")
+        if callable(self.metric) or self.metric in METRICS.get(self.kind, ()):
+            return
+        valid = list(METRICS.get(self.kind, ()))
+        raise BochnerError(
+            f"The task {self.name!r} has no metric: {self.metric!r} is not one of {valid} of its kind {self.kind!r}; "
+            "give a function of logits and labels that returns one figure for each example."
+        )
+
+    @property
+    def figure(self) -> str:
+        """The name of the figure that counts."""
+        return self.metric if isinstance(self.metric, str) else "score"
 
     @property
     def is_causal(self) -> bool:
@@ -321,6 +362,34 @@ def summary(kind: str, found: np.ndarray, sizes: np.ndarray | None = None) -> di
         counts = ~np.isnan(found[..., 0])
         out["bits"] *= counts.sum() / sizes[counts].sum()
     return out
+
+
+class Gate(NamedTuple):
+    """Whether attention decides a task: `margin`, what exact attention has over the best without, and the `spread`."""
+
+    is_open: bool
+    margin: float
+    spread: float
+
+
+def gate(exact: Sequence[float], none: Sequence[float], trivial: float | None = None, *, larger: bool = True) -> Gate:
+    """Exact attention must beat a model without attention, and the best trivial answer, by over 3 deviations of seeds.
+
+    `exact`, `none`: figures of the seeds; the spread is the larger of the two. A single seed of exact attention never
+    opens the gate: its spread is not known.
+
+    >>> gate([0.99, 1.0, 1.0], [0.25, 0.26], 0.25).is_open, gate([33.2, 34.1], [32.0, 32.1], 17.0).is_open
+    (True, False)
+    """
+    sign = 1.0 if larger else -1.0
+    if not exact or not none:
+        return Gate(False, math.nan, math.nan)
+    others = [sign * statistics.mean(none), *([] if trivial is None else [sign * trivial])]
+    margin = sign * statistics.mean(exact) - max(others)
+    if len(exact) < 2:
+        return Gate(False, margin, math.nan)
+    spread = max(statistics.stdev(x) for x in (exact, none) if len(x) > 1)
+    return Gate(margin > 3 * spread, margin, spread)
 
 
 def label_sizes(task: Task, labels: np.ndarray) -> np.ndarray | None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import numpy as np
 
 from bochner._checks import BochnerError
+from bochner._progress import track
 from bochner.tasks.base import SPLITS, Preset, Sequences, stored
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")
@@ -88,7 +90,8 @@ def load(preset: Preset, split: str) -> Sequences:
 
     def make() -> dict[str, np.ndarray]:
         stream = expressions(0, low, high)
-        rows = [next(stream) for _ in range(train + 2 * test)]
+        total = train + 2 * test
+        rows = list(track(islice(stream, total), total, "making listops, once"))
         offsets = np.cumsum([0, *(len(text) for text, _ in rows)])
         tokens = np.frombuffer(b"".join(text for text, _ in rows), np.uint8)
         return {"tokens": tokens, "offsets": offsets, "labels": np.array([value for _, value in rows], np.int8)}

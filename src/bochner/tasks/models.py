@@ -94,7 +94,7 @@ def choose(
         able = peers.BOTH_WAYS
     elif name == "performer_pytorch":
         able = (*peers.BOTH_WAYS, "causal")
-    if task.kind not in able:
+    if task.kind not in able and task.kind != "own":
         wanted = {"causal": "causal attention", "ctc": "a Conformer"}[task.kind]
         raise ArgumentError(f"The task {task.name!r} needs {wanted}, which {name!r} has not; take 'exact' or a map.")
     chosen = Attention(name)
@@ -251,12 +251,19 @@ def build(task: Task, preset: Preset, attention: Attention, *, seed: int = 0) ->
 
 def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: int) -> nn.Module:
     peer = peers.PEERS.get(attention.name)
-    config = (peer.config if peer else getattr(peers, BASE[task.kind]))(task, preset, length)
+    own = None if task.model is None else task.model(preset)
+    if isinstance(own, nn.Module):
+        if attention.is_ours:
+            convert(
+                own, Recipe(attention.feature_map, attention.features or 1, window=attention.window or None), seed=seed
+            )
+        return own
+    config = own or (peer.config if peer else getattr(peers, BASE[task.kind]))(task, preset, length)
     options: dict[str, Any] = {}
     if attention.name in REPLACED:
         peers.register()
         options["attn_implementation"] = "bochner_peer"
-    pooled = task.kind == "match" or (task.kind == "classify" and preset.pooling == "mean")
+    pooled = task.kind == "match" or (task.kind == "classify" and preset.pooling == "mean" and own is None)
     if pooled and peer is None:
         options["add_pooling_layer"] = False
     model = getattr(transformers, "AutoModel" if pooled else AUTO[task.kind]).from_config(config, **options)
@@ -270,12 +277,13 @@ def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: 
         size = preset.width // preset.heads
         peers.attach(model, lambda _: peers.Favor(size, attention.features, task.is_causal))
     elif attention.is_ours:
+        redrawn = {"redraw_every": preset.redraw} if attention.feature_map and preset.redraw else {}
         recipe = Recipe(
             attention.feature_map,
             attention.features or 1,
             window=attention.window or None,
             trainable=True,
-            options=dict(attention.options),
+            options={**redrawn, **attention.options},
         )
         inputs = None
         if task.kind == "ctc":  # what goes in cannot be told from the config

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bochner._checks import BochnerError
+from bochner._progress import track
 from bochner.tasks.base import SPLITS, Preset, Sequences, stored
 
 DASH, GAP = 1.6, 0.9  # length of a dash and of the gap after it, in pixels
@@ -184,7 +185,8 @@ def load(preset: Preset, split: str) -> Sequences:
     count = (train, test, test)[i]
 
     def make() -> dict[str, np.ndarray]:
-        return {"pixels": np.stack([image(picture(i, j, style), style.side).ravel() for j in range(count)])}
+        numbers = track(range(count), count, f"making pathfinder, {split}, once")
+        return {"pixels": np.stack([image(picture(i, j, style), style.side).ravel() for j in numbers])}
 
     named = "-".join(map(str, style))
     pixels = stored(f"pathfinder-2-{named}-{split}-{count}", make)["pixels"] // (256 // levels)

@@ -33,8 +33,13 @@ def held_out(name: str) -> bool:
 
 
 def sequences(preset: Preset, split: str) -> Sequences:
-    """`"train"`, `"validation"`, `"test"` of the same families, and `"unseen"`: families that were held out."""
-    arrays = stored("protein-2", _read)
+    """`"train"`, `"validation"`, `"test"` of the same families, and `"unseen"`: families that were held out.
+
+    `data["source"]`: `"proteins"`, 20,000 sequences with the names of their families, or `"swissprot"`, 486,000
+    without: there every twentieth sequence counts as a family of its own and is held out.
+    """
+    is_large = preset.data.get("source", "proteins") == "swissprot"
+    arrays = stored("protein-swissprot-1", _read_large) if is_large else stored("protein-2", _read)
     every = Sequences(arrays["tokens"], arrays["offsets"], None, preset.length)
     unseen = np.flatnonzero(arrays["held_out"])
     known = np.flatnonzero(~arrays["held_out"])
@@ -63,6 +68,25 @@ def _read() -> dict[str, np.ndarray]:
         "tokens": np.concatenate(rows),
         "offsets": np.cumsum([0, *map(len, rows)]),
         "held_out": np.array(out),
+    }
+
+
+BLAST = "-ABCDEFGHIKLMNPQRSTVWXYZU*OJ"  # the order of residues in BLAST databases
+
+
+def _read_large() -> dict[str, np.ndarray]:
+    """Swiss-Prot from its BLAST databases: one byte a residue, a zero between sequences."""
+    number = np.array(
+        [LETTERS.find(x) if x in LETTERS else LETTERS.index("X") for x in BLAST.ljust(256, "X")], np.uint8
+    )
+    found: dict[bytes, None] = {}
+    for path in sorted(data.fetch("swissprot").rglob("*.psq")):
+        found |= dict.fromkeys(part for part in path.read_bytes().split(b"\0") if part)
+    rows = [number[np.frombuffer(part, np.uint8)] for part in found]
+    return {
+        "tokens": np.concatenate(rows),
+        "offsets": np.cumsum([0, *map(len, rows)]),
+        "held_out": np.array([hashlib.sha256(part).digest()[0] % 20 == 0 for part in found]),
     }
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import json
 import os
 import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -20,10 +21,12 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from bochner._checks import BochnerError, extra, is_int
-from bochner.hf.train import RedrawCallback, parameter_groups
+from bochner._progress import speaker
+from bochner.nn import maps_of, parameter_groups
 from bochner.tasks import models
 from bochner.tasks.base import PAD, Collator, Guessed, Preset, Sequences, Task, figures, label_sizes, summary
 from bochner.tasks.checkpoints import Journal, last_checkpoint, prepare, room_named, write_json
+from bochner.tasks.checks import check_examples, check_map, map_name
 from bochner.tasks.registry import preset_of
 from bochner.tasks.registry import task as task_of
 
@@ -31,66 +34,59 @@ transformers = extra("transformers", "train", "bochner.tasks")
 extra("accelerate", "train", "bochner.tasks")
 
 LOGS, SAVES = 50, 10  # per run
+FIGURES = ("loss", "accuracy", "perplexity", "bits", "error_rate", "score")
 GLIMPSE = 256  # validation examples looked at while training
-UNNAMED = {"guess": 0.0, "eps": 1e-8}  # not written to run.json, as in runs made before presets had them
+UNNAMED = {"guess": 0.0, "eps": 1e-8, "precision": "float32"}  # not written to run.json, as in runs made before them
+NOT_SAID = ("features_of", "options", "departures")
+REPORTS = ("bar", "tensorboard", None)
 
 
 def train(
-    task: str,
+    task: str | Task,
+    attention: Any = "exact",
+    preset: str | Preset = "small",
     *,
-    attention: str = "exact",
-    preset: str = "small",
-    features: int | None = None,
-    window: int | None = None,
-    options: Mapping[str, Any] | None = None,
     seed: int = 0,
     output: str | Path | None = None,
     resume: bool = False,
-    start: str | Path | None = None,
-    progress: bool = True,
-    tensorboard: bool = False,
+    report: str | None = "bar",
     **changes: Any,
 ) -> dict[str, Any]:
     """Train a fresh model on a task and test it; returns the result, which is also `result.json` of the output.
 
-    `attention`: see `attentions()`. `preset`: `"small"` or `"paper"`; `changes` replace single values of it.
-    `features`: m; `window`: of `window+` attentions; `options`: keywords of the feature map, as in
-    `{"learnable": "S"}`. `output`: default `runs/TASK-ATTENTION-PRESET-SEED`, with the options behind the attention;
-    holds `run.json`, `metrics.jsonl`, checkpoints and `result.json`. `resume`: go on where the run in `output` was
-    stopped, however it was; a finished run returns its result. `start`: the output of a run on another task with the
-    same sizes, whose encoder is taken over (pretraining). Under `torchrun` or `accelerate launch` the batch is
-    shared by the processes.
+    `task`: a name, see `tasks.TASKS`, or a `Task` of your own. `attention`: a name, see `tasks.attentions()`, a
+    subclass of `FeatureMap`, or an instance that every layer gets a copy of. `preset`: a name or a `Preset`; `changes`
+    replace single values of it, as in `steps=100, features=64, options={"learnable": "S"}`.
+    `output`: default `runs/TASK-ATTENTION-PRESET-SEED`, with the options behind the attention; holds `run.json`,
+    `metrics.jsonl`, checkpoints and `result.json`. `resume`: go on where the run in `output` was stopped, however it
+    was; a finished run returns its result. `report`: `"bar"`, `"tensorboard"` for event files beside the bar, or None
+    for silence. Under `torchrun` or `accelerate launch` the batch is shared by the processes.
     """
     if not is_int(seed) or not 0 <= seed < 2**32:
         raise BochnerError(f"The 'seed' of train must be an int from 0 to 2**32 - 1, got {seed!r}.")
-    chosen = task_of(task)
-    sizes = preset_of(chosen, preset, **changes)
-    kind = models.choose(chosen, attention, sizes, features, window, options)
-    named = "".join(f",{k}={v}" for k, v in sorted(kind.options.items()))
-    where = Path(output) if output else Path("runs") / f"{task}-{attention}{named}-{preset}-{seed}"
-    described = {
-        "task": task,
-        "attention": attention,
-        "seed": seed,
-        **{k: v for k, v in asdict(sizes).items() if k != "features_of" and UNNAMED.get(k) != v},
-        "features": kind.features,
-        "window": kind.window,
-        "start": None if start is None else str(start),
-        **({"options": dict(kind.options)} if kind.options else {}),
-    }
-    configuration = json.loads(json.dumps(described))  # as it will be read back
-    if start is not None:
-        finished(Path(start))
+    report = _old_keywords(report, changes)
+    chosen = task if isinstance(task, Task) else task_of(task)
+    name, sizes = map_name(attention), preset_of(chosen, preset, **changes)
+    kind = models.choose(chosen, name, sizes, changes.get("features"), None, sizes.options)
+    check_map(chosen, kind.feature_map or "", sizes, kind.options, kind.features)
+    configuration = described(chosen, kind, sizes, seed)
+    where = Path(output) if output else Path("runs") / run_name(chosen, kind, preset, seed)
+    if sizes.start is not None:
+        finished(Path(sizes.start))
     if is_first():
         prepare(where, configuration, resume=resume)
     if (where / "result.json").exists():
         found: dict[str, Any] = json.loads((where / "result.json").read_text(encoding="utf-8"))
         return found
-    model = models.build(chosen, sizes, kind, seed=seed)
-    if start is not None:
-        take_over_(model, Path(start))
+    say = speaker(report is not None and is_first())
+    say(f"{chosen.name} with {name}: the examples, then {sizes.steps:,} steps, in {where}")
     begin = time.perf_counter()
-    trainer = make_trainer(chosen, sizes, kind, model, where, seed=seed, progress=progress, tensorboard=tensorboard)
+    model = models.build(chosen, sizes, kind, seed=seed)
+    if sizes.start is not None:
+        take_over_(model, Path(sizes.start))
+    trainer = make_trainer(chosen, sizes, kind, model, where, seed=seed, report=report)
+    if report is not None and is_first():
+        say(f"about {duration(sizes.steps * step_seconds(model, trainer))} for {sizes.steps:,} steps")
     checkpoint = last_checkpoint(where, tidy=is_first())
     with room_named(where), each_warning_once():
         # Trainer warns of tensors it gathers from one process; nothing is lost.
@@ -102,7 +98,7 @@ def train(
         **configuration,
         "parameters": sum(p.numel() for p in model.parameters()),
         "metrics": metrics,
-        "score": metrics[chosen.metric],
+        "score": metrics[chosen.figure],
         "resumed": checkpoint is not None,
         "seconds": round(time.perf_counter() - begin, 1),
     }
@@ -114,6 +110,67 @@ def train(
             write_json(where / "result.json", result)
     trainer.accelerator.wait_for_everyone()
     return result
+
+
+def _old_keywords(report: str | None, changes: dict[str, Any]) -> str | None:
+    """Take `progress` and `tensorboard`, which became `report`, out of the changes."""
+    old = {k: changes.pop(k) for k in ("progress", "tensorboard") if k in changes}
+    if old:
+        report = "tensorboard" if old.get("tensorboard") else "bar" if old.get("progress", True) else None
+        said = ", ".join(f"{k}={v}" for k, v in old.items())
+        warnings.warn(f"train(..., {said}) is now train(..., report={report!r}).", FutureWarning, stacklevel=3)
+    if report not in REPORTS:
+        raise BochnerError(f"The 'report' of train must be one of {list(REPORTS)}, got {report!r}.")
+    return report
+
+
+def described(task: Task, kind: models.Attention, sizes: Preset, seed: int) -> dict[str, Any]:
+    """What tells a run from others, as it will be read back."""
+    said = {
+        "task": task.name,
+        "attention": kind.name,
+        "seed": seed,
+        **{k: v for k, v in asdict(sizes).items() if k not in NOT_SAID and UNNAMED.get(k) != v},
+        "features": kind.features,
+        "window": kind.window,
+        "start": None if sizes.start is None else str(sizes.start),
+        **({"options": dict(kind.options)} if kind.options else {}),
+    }
+    found: dict[str, Any] = json.loads(json.dumps(said))
+    return found
+
+
+def run_name(task: Task, kind: models.Attention, preset: str | Preset, seed: int) -> str:
+    """The directory of a run that was given none."""
+    named = "".join(f",{k}={v}" for k, v in sorted(kind.options.items()))
+    return f"{task.name}-{kind.name}{named}-{preset if isinstance(preset, str) else 'own'}-{seed}"
+
+
+def step_seconds(model: nn.Module, trainer: TaskTrainer) -> float:
+    """Seconds of a training step, by two steps of a copy: the model and the random state stay as they are."""
+    with torch.random.fork_rng(devices=[]):
+        loader = torch.utils.data.DataLoader(
+            trainer.train_dataset, batch_size=trainer.args.per_device_train_batch_size, collate_fn=trainer.data_collator
+        )
+        batch, trial = next(iter(loader)), copy.deepcopy(model).train()
+        took = []
+        for _ in range(2):
+            begin = time.perf_counter()
+            out = trial(**batch)
+            (out["loss"] if isinstance(out, dict) else out.loss).backward()
+            took.append(time.perf_counter() - begin)
+    return min(took)
+
+
+def duration(seconds: float) -> str:
+    """A length of time in words.
+
+    >>> duration(8), duration(200), duration(9000)
+    ('8 s', '3 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager
@@ -151,8 +208,7 @@ def make_trainer(
     output: Path,
     *,
     seed: int = 0,
-    progress: bool = False,
-    tensorboard: bool = False,
+    report: str | None = None,
 ) -> TaskTrainer:
     """transformers' Trainer with the data, the optimizer and the schedule of a preset."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -169,7 +225,8 @@ def make_trainer(
         per_device_eval_batch_size=2 * preset.batch // world,
         learning_rate=preset.learning_rate,
         lr_scheduler_type=preset.schedule,
-        warmup_steps=min(preset.warmup, preset.steps),
+        # A warm-up of the Arena's schedule may be longer than the training, which then ends below the peak.
+        warmup_steps=preset.warmup if preset.schedule == "inverse_sqrt" else min(preset.warmup, preset.steps),
         max_grad_norm=preset.clip,
         logging_steps=every,
         logging_nan_inf_filter=False,
@@ -183,34 +240,57 @@ def make_trainer(
         data_seed=seed,
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
-        disable_tqdm=not progress,
+        disable_tqdm=report is None,
+        bf16=preset.precision == "bfloat16",
         remove_unused_columns=False,
         label_names=["labels"],
         ddp_find_unused_parameters=attention.leaves_weights_out,
     )
     callbacks: list[Any] = [Journal(output / "metrics.jsonl")]
     if attention.feature_map is not None and preset.redraw:
-        callbacks.append(Redraw(preset.redraw, seed=seed))
-    if tensorboard and is_first():
+        callbacks.append(LastDraw(preset.redraw))
+    if report == "tensorboard" and is_first():
         callbacks.append(events(output / "tensorboard"))
     groups = parameter_groups(model, preset.learning_rate, weight_decay=preset.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=preset.learning_rate, betas=preset.betas, eps=preset.eps)
     validation, examples = (task.load(preset, split) for split in ("validation", "train"))
     if preset.guess:
         examples = Guessed(cast(Sequences, examples), preset.guess)
+    collate = task.collate or Collator(preset.length, attention.multiple, masks=attention.takes_mask)
+    check_examples(task, preset, examples, collate)
     return TaskTrainer(
         model=model,
         args=arguments,
         train_dataset=examples,
         eval_dataset=Subset(validation, range(min(GLIMPSE, len(validation)))),  # type: ignore[arg-type]
-        data_collator=Collator(preset.length, attention.multiple, masks=attention.takes_mask),
-        compute_metrics=lambda found: summary(task.kind, found.predictions, label_sizes(task, found.label_ids)),
-        preprocess_logits_for_metrics=lambda logits, labels: figures(task.kind, _first(logits), labels),
+        data_collator=collate,
+        compute_metrics=lambda found: judged(task, found),
+        preprocess_logits_for_metrics=lambda logits, labels: scored(task, _first(logits), labels),
         optimizers=(optimizer, None),
         callbacks=callbacks,
         task=task,
         preset=preset,
     )
+
+
+def scored(task: Task, logits: Tensor, labels: Tensor) -> Tensor:
+    """What `judged` needs of a batch: the figures of its kind, or the task's own, one for each example."""
+    if isinstance(task.metric, str):
+        return figures(task.kind, logits, labels)
+    own = torch.as_tensor(task.metric(logits, labels))
+    if own.shape != (len(logits),):
+        raise BochnerError(
+            f"The metric of the task {task.name!r} must return one figure for each of the {len(logits)} examples of a "
+            f"batch, got shape {tuple(own.shape)}."
+        )
+    return own.float()
+
+
+def judged(task: Task, found: Any) -> dict[str, float]:
+    """The figures of a data set."""
+    if isinstance(task.metric, str):
+        return summary(task.kind, found.predictions, label_sizes(task, found.label_ids))
+    return {"score": float(np.mean(found.predictions))}
 
 
 def events(folder: Path) -> Any:
@@ -266,7 +346,7 @@ class TaskTrainer(transformers.Trainer):  # type: ignore[name-defined]
         for split in ("test", *self.task.further):
             found = self.evaluate(self.task.load(self.preset, split), metric_key_prefix=split)
             kept = {k.removeprefix(f"{split}_"): v for k, v in found.items() if np.isfinite(v)}
-            kept = {k: v for k, v in kept.items() if k in ("loss", "accuracy", "perplexity", "bits", "error_rate")}
+            kept = {k: v for k, v in kept.items() if k in FIGURES}
             out |= kept if split == "test" else {f"{split}_{k}": v for k, v in kept.items()}
         return out
 
@@ -278,12 +358,16 @@ def blank_padding(model: Any, logits: Tensor, mask: Tensor) -> Tensor:
     return torch.where(said[..., None], logits, blank)
 
 
-class Redraw(RedrawCallback):
-    """Redraws on schedule, but not in the last period: a model is tested with projections it was trained with."""
+class LastDraw(transformers.TrainerCallback):  # type: ignore[name-defined]
+    """No redraw in the last period: a model is tested with projections that it was trained with for long."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step + self.every <= state.max_steps:
-            super().on_step_end(args, state, control, model=model, **kwargs)
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step + self.every > state.max_steps:
+            for phi in maps_of(model):
+                phi.schedule_redraws_(None)
 
 
 class FiniteGradients(transformers.TrainerCallback):  # type: ignore[name-defined]

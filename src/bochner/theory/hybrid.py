@@ -35,7 +35,6 @@ def mse_complex(x: Tensor, y: Tensor, num_features: Number, A: Tensor, *, kernel
     eq. 17). ``A``: a real or complex scalar, a diagonal (d,), or a matrix (d, d). ``A = 1`` is positive,
     ``A = i`` is trig.
 
-    >>> import torch
     >>> from bochner.theory import mse_positive, mse_trig
     >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
     >>> torch.allclose(mse_complex(x, y, 4, torch.tensor(1.0)), mse_positive(x, y, 4))
@@ -62,7 +61,6 @@ def angular_moments(x: Tensor, y: Tensor, num_coefficients: Number) -> Moments:
     """Moments of the angular coefficient estimated by n signs (HRF, Lemma 3.2): with ``a = theta/pi``,
     ``E l = a``, ``E l^2 = a (a - a/n + 1/n)``.
 
-    >>> import torch
     >>> angular_moments(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), 1).square.item()
     0.5
     """
@@ -81,7 +79,6 @@ def gaussian_moments(
     s and ``radius`` r: 0 at angle 0 and 1 at angle pi for inputs of norm r. The estimate has variance
     ``(1 - e^2)^2 / (2 n rho^2)``.
 
-    >>> import torch
     >>> x = torch.tensor([1.0, 0.0])
     >>> gaussian_moments(x, x, 4, radius=1.0).square.item()
     0.0
@@ -107,7 +104,6 @@ def mse_hybrid(
     subtract ``(2/m) K^2 (1 - cos(|x|^2 - |y|^2)) E[l(1-l)]`` (eq. 23). The coefficient is independent of
     both.
 
-    >>> import torch
     >>> x, y = torch.tensor([0.9, 0.0]), torch.tensor([0.0, 0.5])
     >>> c = angular_moments(x, y, 4)
     >>> bool(mse_hybrid(x, y, 8, c, shared=True) < mse_hybrid(x, y, 8, c))
@@ -135,7 +131,6 @@ def mse_angular_hybrid(
 ) -> Tensor:
     """Mean squared error of the angular hybrid (HRF, Theorem D.1): zero at angles 0 and pi for equal norms.
 
-    >>> import torch
     >>> x = torch.tensor([0.6, 0.8])
     >>> mse_angular_hybrid(x, x, 8, 4).item(), mse_angular_hybrid(x, -x, 8, 4).item()
     (0.0, 0.0)
@@ -157,7 +152,6 @@ def mse_gaussian_hybrid(
 ) -> Tensor:
     """Mean squared error of the normalised Gaussian hybrid (HRF, Theorems F.1 and F.2).
 
-    >>> import torch
     >>> x = torch.tensor([0.6, 0.8])
     >>> mse_gaussian_hybrid(x, x, 8, 4, radius=1.0).item()
     0.0
@@ -199,7 +193,6 @@ def max_relative_error(radius: Number, num_features: Number) -> Tensor:
 def radius_for(num_features: Number, target: Number) -> Tensor:
     """The largest norm at which :func:`max_relative_error` is at most ``target``: its inverse in the radius.
 
-    >>> import torch
     >>> torch.allclose(max_relative_error(radius_for(64, 0.5), 64), torch.tensor(0.5, dtype=torch.float64))
     True
     """
@@ -211,7 +204,6 @@ def radius_for(num_features: Number, target: Number) -> Tensor:
 def relative_error_angular(theta: Tensor, radius: Number, num_features: Number, num_coefficients: Number) -> Tensor:
     """Relative error of the angular hybrid for two inputs of norm r at angle ``theta`` (HRF, eq. 47).
 
-    >>> import torch
     >>> relative_error_angular(torch.tensor([0.0, torch.pi]), 1.0, 8, 4).tolist()[0]
     0.0
     """
@@ -226,7 +218,6 @@ def relative_error_hybrid(theta: Tensor, radius: Number, num_features: Number, m
     ``sqrt( 2/m [ E[l^2] sinh^2(2 r^2 cos^2(theta/2)) + E[(1-l)^2] sinh^2(2 r^2 sin^2(theta/2)) ] )``: HRF, Theorem
     3.1 on the sphere, where shared projections change nothing.
 
-    >>> import torch
     >>> x, y = sphere_pair(torch.tensor(1.0), 2.0)
     >>> both = relative_error_hybrid(torch.tensor(1.0), 2.0, 8, angular_moments(x, y, 4))
     >>> torch.allclose(both, relative_error_angular(torch.tensor(1.0), 2.0, 8, 4))
@@ -243,7 +234,6 @@ def relative_error_hybrid(theta: Tensor, radius: Number, num_features: Number, m
 def sphere_pair(theta: Tensor, radius: Number = 1.0) -> tuple[Tensor, Tensor]:
     """Two vectors of norm r at angle ``theta``, (..., 2) each.
 
-    >>> import torch
     >>> x, y = sphere_pair(torch.tensor(0.5))
     >>> round((x @ y).item(), 6) == round(math.cos(0.5), 6)
     True

@@ -20,7 +20,6 @@ VARIANCES = {"tensor_sketch": mse_tensor_sketch, "sum_poly": mse_sum_poly, "boun
 def gelu_second_derivative(t: Tensor) -> Tensor:
     """``GELU''(t) = (2 - t^2) exp(-t^2/2) / sqrt(2 pi)``: twice Problem 3's eq. 45.
 
-    >>> import torch
     >>> round(gelu_second_derivative(torch.tensor(0.0)).item(), 6)
     0.797885
     """
@@ -70,7 +69,6 @@ def layer_variance(
     ``tensor_sketch`` or ``sum_poly``, or ``bound`` for Avron's. Add the squared polynomial error for the
     whole mean squared error (eq. 46, whose variance term rests on the false eq. 21).
 
-    >>> import torch
     >>> W, x = torch.eye(2), torch.tensor([0.6, 0.8])
     >>> layer_variance(W, x, torch.tensor([1.0, 0.5]), torch.tensor([4])).item() > 0
     True
@@ -104,7 +102,6 @@ def layer_mse_bound(
     ``polynomial_error`` (o,) or a number bounds ``|p_i - f|`` on the interval of row i, for instance
     :func:`bernstein_bound`: Problem 3, Result 10, corrected.
 
-    >>> import torch
     >>> W, x = torch.eye(2), torch.tensor([0.6, 0.8])
     >>> round(layer_mse_bound(W, x, torch.tensor([1.0, 0.0]), torch.tensor([4]), 0.1).item(), 6)
     0.02
@@ -121,7 +118,6 @@ def allocate_features(variances: Tensor, target: Number) -> Tensor:
     each degree, summed over the rows. Replaces step 6 of Problem 3's Algorithm 1, whose equal split reaches
     three times its target.
 
-    >>> import torch
     >>> allocate_features(torch.tensor([1.0, 4.0]), 0.5).tolist()
     [6.0, 12.0]
     """
@@ -175,7 +171,6 @@ def poisson_law(rate: float, terms: int) -> Tensor:
 def optimal_law(coefficients: Tensor, second_moments: Tensor) -> Tensor:
     """The index law of least variance: ``p_k`` proportional to ``|a_k| sqrt(E[(phi_k(w).phi_k(x))^2])``.
 
-    >>> import torch
     >>> optimal_law(torch.tensor([1.0, -3.0]), torch.tensor([1.0, 1.0])).tolist()
     [0.25, 0.75]
     """
@@ -196,7 +191,6 @@ def variance_taylor(
     each degree (zero if the powers are exact), for instance from :func:`~bochner.theory.mse_tensor_sketch`.
     The terms given must be all that matter: a series cut short understates the variance.
 
-    >>> import torch
     >>> one = torch.tensor([0.0, 1.0])
     >>> variance_taylor(0.5, one, one).item()
     0.0

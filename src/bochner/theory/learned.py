@@ -19,7 +19,6 @@ def gmm_rks(x: Tensor, y: Tensor, means: Tensor, factors: Tensor) -> Tensor:
 
     ``means`` (C, d); ``factors`` (C, d, d), or (C, d) for diagonal ones.
 
-    >>> import torch
     >>> x = torch.tensor([0.3, -0.1])
     >>> gmm_rks(x, x, torch.randn(3, 2), torch.randn(3, 2, 2)).item()
     1.0
@@ -35,7 +34,6 @@ def gmm_prf(x: Tensor, y: Tensor, means: Tensor, factors: Tensor, *, g: float = 
     Learned kernels, eq. 8-10, print ``g = 1``; at ``L = I, mu = 0`` the softmax kernel needs ``g = 1/2``, the
     default.
 
-    >>> import torch
     >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
     >>> k = gmm_prf(x, y, torch.zeros(1, 2), torch.ones(1, 2))
     >>> torch.allclose(k, torch.exp(x @ y).double())
@@ -55,7 +53,6 @@ def mse_gmm_rks(
     ``shared_noise`` (Learned kernels, eq. 5): every component transforms the same noise, and the covariances
     of components count; otherwise each draws its own.
 
-    >>> import torch
     >>> x = torch.tensor([0.3, -0.1])
     >>> mse_gmm_rks(x, x, torch.zeros(2, 2), torch.ones(2, 2), 8).item()
     0.0
@@ -85,7 +82,6 @@ def mse_gmm_prf(
 ) -> Tensor:
     """Mean squared error of GMM-PRF with ``num_features`` noise vectors a component; see :func:`mse_gmm_rks`.
 
-    >>> import torch
     >>> from bochner.theory import mse_positive
     >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
     >>> e = mse_gmm_prf(x, y, torch.zeros(1, 2), torch.ones(1, 2), 8)
@@ -119,7 +115,6 @@ def mse_fourier(value: Number, doubled: Number, num_features: Number) -> Tensor:
 def mse_local_laplace(x: Tensor, y: Tensor, num_features: Number, *, delta: Number = 1.0) -> Tensor:
     """Mean squared error of the Laplace mask ``k = exp(-|x - y|_1 / delta)``: ``(1 - k^2) / (2m)``.
 
-    >>> import torch
     >>> p = torch.tensor([0.3, -0.1])
     >>> mse_local_laplace(p, p, 8).item()
     0.0
@@ -133,7 +128,6 @@ def mse_local_laplace(x: Tensor, y: Tensor, num_features: Number, *, delta: Numb
 def mse_local_gaussian(x: Tensor, y: Tensor, num_features: Number, *, delta: Number = 1.0) -> Tensor:
     """Mean squared error of the Gaussian mask ``k = exp(-|x - y|^2 / (2 delta^2))``, iid: ``(1 - k^2)^2 / (2m)``.
 
-    >>> import torch
     >>> p = torch.tensor([0.3, -0.1])
     >>> mse_local_gaussian(p, p, 8).item()
     0.0

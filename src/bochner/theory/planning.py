@@ -29,7 +29,6 @@ def features_needed(
     numbers in float64 (infinite where even 2^1000 would not do, as for the biased ``regularized`` map beyond
     its bias).
 
-    >>> import torch
     >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
     >>> from bochner.theory import relative_error
     >>> m = features_needed(x, y, 0.1)

@@ -22,7 +22,6 @@ def mse_sum_poly(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> 
     ``[ d^n (sum_i x_i^2 y_i^2)^n - (x.y)^(2n) ] / m``: Problem 2, eq. 7, with the square its second term
     lacks.
 
-    >>> import torch
     >>> x = torch.tensor([0.6, 0.8])
     >>> round(mse_sum_poly(x, x, 1, 1).item(), 4)
     0.0784
@@ -43,7 +42,6 @@ def mse_tensor_sketch(x: Tensor, y: Tensor, num_features: Number, degree: Number
     coordinate is matched, or swaps its indices in step with or against the others. At most
     :func:`tensor_sketch_bound`; Problem 2's eq. 21 is below it for n >= 2.
 
-    >>> import torch
     >>> x = torch.full((8,), 8 ** -0.5)
     >>> bool(256 * mse_tensor_sketch(x, x, 256, 3) > 2)      # what eq. 21 allows
     True
@@ -59,7 +57,6 @@ def mse_tensor_sketch(x: Tensor, y: Tensor, num_features: Number, degree: Number
 def mse_tensor_sketch_matrix(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> Tensor:
     """:func:`mse_tensor_sketch` for all pairs of rows of x (..., n, d) and y (..., s, d), by products: (..., n, s).
 
-    >>> import torch
     >>> x, y = torch.randn(3, 4), torch.randn(2, 4)
     >>> one = mse_tensor_sketch(x[2], y[1], 8, 3)
     >>> torch.allclose(mse_tensor_sketch_matrix(x, y, 8, 3)[2, 1], one)
@@ -76,7 +73,6 @@ def mse_tensor_sketch_matrix(x: Tensor, y: Tensor, num_features: Number, degree:
 def tensor_sketch_bound(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> Tensor:
     """``(2 + 3^n) |x|^(2n) |y|^(2n) / m``: Avron et al. 2014; in place of Problem 2, eq. 21.
 
-    >>> import torch
     >>> x = torch.tensor([0.6, 0.8])
     >>> round(tensor_sketch_bound(x, x, 11, 2).item(), 6)
     1.0
@@ -104,7 +100,6 @@ def polynomial_tail_bound(
     ``MSE / target^2``, no more than 1; ``relative``: the error is measured against ``|x.y|^n``. Problem 2,
     Results 4 and 7, with the exact mean squared errors in place of eq. 7 and 21.
 
-    >>> import torch
     >>> x = torch.tensor([0.6, 0.8])
     >>> round(polynomial_tail_bound(x, x, 1000, 0.5, 2).item(), 4)
     0.0091
@@ -134,7 +129,6 @@ def polynomial_features_needed(
     error exceeds ``target`` with at most this probability (:func:`polynomial_tail_bound`). For TensorSketch
     the count is safe for either parity.
 
-    >>> import torch
     >>> x = torch.tensor([0.6, 0.8])
     >>> m = polynomial_features_needed(x, x, 0.1, 2)
     >>> bool(mse_tensor_sketch(x, x, m, 2) <= 0.01)
@@ -162,7 +156,6 @@ def mse_maclaurin(x: Tensor, y: Tensor, num_features: Number, coefficients: Tens
     ``[ sum_k a_k^2/p_k (|x|^2 |y|^2 + 2 (x.y)^2 - 2 sum_i x_i^2 y_i^2)^k - K^2 ] / m``. Coefficients must be
     zero where probabilities are.
 
-    >>> import torch
     >>> x = torch.tensor([0.6, 0.8])
     >>> one = torch.tensor([1.0])
     >>> mse_maclaurin(x, x, 4, one, one).item()

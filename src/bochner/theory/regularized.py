@@ -19,7 +19,6 @@ def regularized_ratio(x: Tensor, y: Tensor) -> Tensor:
     ``exp(-u) sum_k u^k/k! prod_{j<k} d/(d+2j)``, ``u = |z|^2/2``; in (0, 1], at least
     :func:`regularized_ratio_bound`.
 
-    >>> import torch
     >>> x = torch.tensor([0.3, -0.1])
     >>> regularized_ratio(x, -x).item()
     1.0
@@ -36,7 +35,6 @@ def regularized_ratio_bound(x: Tensor, y: Tensor, *, method: str = "jensen") -> 
     ``f(l, d) P[Poisson(|z|^2/2) <= l]`` with ``l = floor(d^(1/3))``; it tends to ``1 - 2 d^(-1/3)`` and is
     the weaker of the two unless |z| is large.
 
-    >>> import torch
     >>> x = torch.tensor([0.3, -0.1, 0.2, 0.0])
     >>> bool(regularized_ratio_bound(x, x) <= regularized_ratio(x, x))
     True
@@ -61,7 +59,6 @@ def regularized_tail_bound(
     ``M = E exp(t X)`` and ``b = exp(t X_0)``, ``X_0 = exp(-(|x|^2+|y|^2)/2)``. Expectations by
     Gauss-Gegenbauer quadrature with ``num_nodes`` nodes.
 
-    >>> import torch
     >>> x = torch.tensor([0.3, -0.1])
     >>> bool(regularized_tail_bound(x, x, 2.0, 2) < 1)
     True

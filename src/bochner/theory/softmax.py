@@ -38,7 +38,6 @@ PROJECTIONS = ("iid", "orthogonal")
 def kernel_value(x: Tensor, y: Tensor, *, kernel: str = "softmax") -> Tensor:
     """The kernel itself: ``exp(x.y)`` or ``exp(-|x - y|^2 / 2)``.
 
-    >>> import torch
     >>> kernel_value(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])).item()
     1.0
     """
@@ -52,7 +51,6 @@ def mse_trig(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softm
     ``exp(|x|^2 + |y|^2) (1 - exp(-|D|^2))^2 / (2m)`` (Performers, Lemma 2, eq. 8). Orthogonal projections:
     exact, the pairs of one block contribute ``1F1(d; d/2; -|D|^2/2)`` instead of ``exp(-|D|^2)``.
 
-    >>> import torch
     >>> x = torch.tensor([0.3, -0.1])
     >>> mse_trig(x, x, 8).item()
     0.0
@@ -68,7 +66,6 @@ def mse_positive(
     ``exp(|z|^2) SM^2 (1 - exp(-|z|^2)) / m`` (Performers, Lemma 2, eq. 8); it vanishes at ``y = -x``.
     Orthogonal projections: exact, see :func:`orthogonal_gap`.
 
-    >>> import torch
     >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
     >>> bool(mse_positive(x, y, 2, projection="orthogonal") < mse_positive(x, y, 2))
     True
@@ -83,7 +80,6 @@ def mse_hyperbolic(
 
     ``exp(|z|^2) SM^2 (1 - exp(-|z|^2))^2 / (2m)`` (Performers, Lemma 2, eq. 8).
 
-    >>> import torch
     >>> x = torch.tensor([0.3, -0.1])
     >>> bool(mse_hyperbolic(x, x, 4) < mse_positive(x, x, 8))
     True
@@ -104,7 +100,6 @@ def mse_optimal(
 
     ``SM^2 [ (1-4A)^d (1-8A)^(-d/2) exp(|z|^2 / (1-8A)) - 1 ] / m`` (Chefs' random tables).
 
-    >>> import torch
     >>> x = torch.tensor([1.0, -0.5])
     >>> A = optimal_A(4 * (x @ x), 2)
     >>> bool(mse_optimal(x, x, 8, A) < mse_positive(x, x, 8))
@@ -121,7 +116,6 @@ def mse_dense(
     ``SM^2 [ prod_i (1-4a_i)(1-8a_i)^(-1/2) exp((U'z)_i^2 / (1-8a_i)) - 1 ] / m``: the OPRF factor, coordinate
     by coordinate. There is no closed form for orthogonal projections, the weight not being isotropic.
 
-    >>> import torch
     >>> x = torch.tensor([1.0, 0.0])
     >>> a, U = dense_a(4 * torch.outer(x, x))
     >>> bool(mse_dense(x, x, 8, a, U) < mse_optimal(x, x, 8, optimal_A(4.0, 2)))
@@ -145,7 +139,6 @@ def mse_regularized(
     variance about the estimator's own mean, ``SMREG``. With ``F(q) = 0F1(; d/2; q)`` one projection has
     relative second moment ``exp(-|z|^2) F(d |z|^2)``, an orthogonal pair ``exp(-|z|^2) F(d |z|^2 / 2)``.
 
-    >>> import torch
     >>> x = torch.tensor([0.3, -0.1])
     >>> bool(mse_regularized(x, x, 8, about="mean") < mse_regularized(x, x, 8))
     True
@@ -172,7 +165,6 @@ def log_mse(
     Finite where the error itself overflows. ``A`` is for ``optimal``; ``a``, ``U`` for ``dense``; ``about``
     for ``regularized``.
 
-    >>> import torch
     >>> x = torch.full((4,), 100.0)
     >>> bool(torch.isfinite(log_mse(x, x, 64)))
     True
@@ -209,7 +201,6 @@ def relative_error(x: Tensor, y: Tensor, num_features: Number, *, map: str = "po
 
     ``options`` are those of :func:`log_mse`. The same for the softmax and the Gaussian kernel.
 
-    >>> import torch
     >>> x = torch.tensor([0.3, -0.1])
     >>> relative_error(x, -x, 16).item()
     0.0
@@ -236,7 +227,6 @@ def orthogonal_gap(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = 
     product of two orthogonal exponentials having mean ``exp(-|x|^2-|y|^2) 1F1(d; d/2; |z|^2/2)`` (the moments
     of eq. 54-63 of Performers, summed by Vandermonde).
 
-    >>> import torch
     >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
     >>> bool(orthogonal_gap(x, y, 2) >= orthogonal_gap_bound(x, y, 2))
     True
@@ -254,7 +244,6 @@ def orthogonal_gap_bound(x: Tensor, y: Tensor, num_features: Number, *, kernel: 
     10) with its proof repaired. The printed bound, with ``SM^2`` for ``(SM - K_0)^2``, exceeds the whole
     error near ``y = -x``.
 
-    >>> import torch
     >>> x = torch.tensor([0.3, -0.1])
     >>> orthogonal_gap_bound(x, -x, 2).item()
     0.0
@@ -284,7 +273,6 @@ def optimal_A(mean_square: Number, dim: int) -> Tensor:
 def dense_a(second_moment: Tensor) -> tuple[Tensor, Tensor]:
     """SDERF's best ``a`` and basis ``U`` for the second moment ``mean z z'`` (FAVOR#): OPRF along each eigenvector.
 
-    >>> import torch
     >>> a, U = dense_a(torch.eye(3))
     >>> torch.allclose(a, optimal_A(3.0, 3))
     True
@@ -299,7 +287,6 @@ def dense_a(second_moment: Tensor) -> tuple[Tensor, Tensor]:
 def pair_second_moment(x: Tensor, y: Tensor) -> Tensor:
     """``mean (x_i + y_j)(x_i + y_j)'`` over all pairs of rows of (..., n, d) and (..., s, d), in O((n + s) d^2).
 
-    >>> import torch
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> pair_second_moment(x, -x)[0, 0].item()
     0.5
@@ -313,7 +300,6 @@ def centre(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, 
     ``exp(x.y) = exp((x-a).(y-b)) exp(a.y + (x-a).b)``: of the factor, ``exp(a.y)`` belongs to the key and
     ``exp((x-a).b)`` to the query.
 
-    >>> import torch
     >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
     >>> p, q, log_factor = centre(x, y, x, y)
     >>> torch.allclose(log_factor, (x @ y).double())
@@ -331,7 +317,6 @@ def mse_centred(
 
     ``exp(2 log_factor) MSE(x - a, y - b)``; the relative error is that of the centred pair.
 
-    >>> import torch
     >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
     >>> mse_centred(x, y, 8, x, y).item()
     0.0

@@ -35,7 +35,9 @@ from bochner._checks import BochnerError, BochnerWarning
 from bochner._progress import speaker
 from bochner.hf import inputs
 from bochner.hf.config import Calibration, Target
+from bochner.hf.conversion import check_arguments, check_model
 from bochner.hf.evaluate import evaluator
+from bochner.hf.interface import unwrap
 from bochner.hf.observe import discover_parts
 from bochner.hf.plan import Plan
 from bochner.hf.search import selected
@@ -43,7 +45,7 @@ from bochner.hf.search.damage import MeasuredProblem, measure_damages
 from bochner.hf.search.knapsack import Choice, all_exact, frontier, totals
 from bochner.hf.search.options import Space, fitted_maps
 from bochner.hf.search.refine import Candidate, Trials, best_within, cheapest_that_keeps, fallback
-from bochner.hf.search.report import Point, SearchReport
+from bochner.hf.search.report import Point, SearchReport, heads_of
 from bochner.hf.search.selected import SelectedProblem, SelectedSpace, best_of_all
 from bochner.hf.search.texts import Goal, Split, batches_for, settle, split
 from bochner.hf.search.verify import Verdict, Verifier
@@ -61,9 +63,19 @@ def search(
     seed: int = 0,
     progress: bool | None = None,
 ) -> SearchReport:
-    """Find a plan that meets a target; the model is as before. `bochner.search` describes the arguments."""
-    run = _Run(model, target, speaker(progress))
-    batches = batches_for(model, Calibration.of(data), target)
+    """What `convert` would do to reach a target, without changing the model; the arguments are those of `convert`.
+
+    Returns a `SearchReport`, whose `plan` brings the maps that were verified: `convert(model, report.plan)` applies it.
+    """
+    model, tokenizer = unwrap(model)
+    check_model(model)
+    if not isinstance(target, Target):
+        raise BochnerError(f"The 'target' of search must be a bochner.Target, got {type(target).__name__}.")
+    check_arguments(target, parts, unsupported, 0, seed)
+    if data is None:
+        raise BochnerError("A Target needs 'data': texts to search on and texts to verify on.")
+    run = _Run(speaker(progress))
+    batches = batches_for(model, Calibration.of(data, tokenizer), target)
     shapes = discover_parts(model, batches, unsupported, parts)
     _warn_if_nothing_can_change(model, shapes)
     goal = settle(target, model, shapes, batches)
@@ -109,7 +121,7 @@ def _ladder(run: _Run, model: Any, shapes: Any, goal: Goal, texts: Split, seed: 
 class _Run:
     """What a search says, and the seconds of its stages."""
 
-    def __init__(self, model: Any, target: Target, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self.say, self.began, self.seconds = say, time.monotonic(), dict[str, float]()
 
     @contextmanager
@@ -207,7 +219,7 @@ def _frontier(problem: MeasuredProblem | SelectedProblem, trials: Trials, chosen
         plan = space.plan_of(c.choice)
         memory = space.bytes_of(plan) / space.original_bytes if space.original_bytes else 1.0
         attention = None if space.goal.by_memory else c.cost / max(problem.whole, 1e-30)
-        points.append(Point(plan, c.quality, c.damage, memory, attention))
+        points.append(Point(plan, c.quality, c.damage, memory, attention, heads_of(plan)))
     return points, candidates.index(chosen)
 
 

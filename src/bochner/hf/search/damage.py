@@ -1,100 +1,34 @@
 """The damage of an option to a head, and the problem that the search solves for a model.
 
-With e the error of the head's output relative to exact attention, the damage is the geometric mean of two figures. The
-first, |e|^2 / |exact|^2, is the squared relative error: it knows nothing of what comes behind the head. The second is
-what the error does to the model's output to first order,
+With e the error of a head's output and o the outputs of all heads of its layer, the damage is
 
-    E (g . e)^2,   g = the gradient of a random direction of the output by the head's output,
+    sum |e|^2 / sum |o|^2,
 
-summed over rows. For predictions the direction is the log-likelihood of labels drawn from them, and the figure is twice
-the second-order divergence (its Fisher information); it is 0 for a head that nothing listens to. But it is local: where
-the original is sure of itself, as on a passage that comes again, it is small for the heads that look the passage up.
-That is the reason for the mean of both; which damage chooses best on pretrained models is still to be measured
-(experiments/search_ablation.py). One pass over the choice texts gives both, with a backward pass for some of them.
+over the rows of the choice texts: how much of what the layer says the option changes. A head that says little does
+little damage, whatever becomes of it. One pass over the texts measures all options. What an error does to the model's
+output to first order was measured as well, by a backward pass: it leads to choices that lose more on unseen texts
+(experiments/search_ablation.py), because it is local, and small where the original is sure of itself.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from bochner.hf.calibrate import HeadErrors
-from bochner.hf.calls import Call, exact
+from bochner.hf.calibrate import option_errors
 from bochner.hf.evaluate import Evaluator, Quality
-from bochner.hf.observe import recording, run
 from bochner.hf.search.knapsack import Choice, Table, all_exact, totals
 from bochner.hf.search.options import Say, Space
-
-WEIGHED = 3  # batches of the choice texts that have a backward pass
-
-
-class Damages:
-    """The damages of all options but exact as they are measured: `errors`, and `changes` (options, query heads)."""
-
-    def __init__(self, space: Space, seed: int = 0) -> None:
-        self.space, self.generator = space, torch.Generator().manual_seed(seed)
-        self.layers = {name: layer for name, layer in space.layers.items() if layer.made}
-        self.errors = {name: [HeadErrors() for _ in layer.made] for name, layer in self.layers.items()}
-        self.changes = {
-            name: torch.zeros(len(layer.made), layer.plan.num_heads, dtype=torch.float64)
-            for name, layer in self.layers.items()
-        }
-
-    def add(self, evaluator: Evaluator, batch: dict[str, Any], with_gradient: bool) -> None:
-        """Measure on one batch of the choice texts."""
-        kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
-
-        def look(name: str, call: Call) -> Tensor | None:
-            if name not in self.layers:
-                return None
-            out = exact(call)
-            with torch.no_grad():
-                others = [made(call) for made in self.layers[name].made.values()]
-                for errors, other in zip(self.errors[name], others, strict=True):
-                    errors.add(call, other, out)
-            if with_gradient:
-                out = out if out.requires_grad else out.requires_grad_()
-                out.retain_grad()
-                kept[name] = (out, [other - out.detach() for other in others])
-            return out
-
-        with recording(self.space.model, look):
-            output = run(self.space.model, batch, gradient=with_gradient)
-            if with_gradient and kept:
-                with torch.enable_grad():
-                    evaluator.direction(output, self.generator).backward()
-        for name, (out, errors) in kept.items():
-            if out.grad is not None:
-                change = [(out.grad * e).sum(-1).double().square().sum((0, 2)) for e in errors]
-                self.changes[name] += torch.stack(change).cpu()
-
-    def by_key_head(self) -> dict[str, Tensor]:
-        """The damage to each key head, the sum over its query heads, (options, g)."""
-        found = {}
-        for name, layer in self.layers.items():
-            if all(isinstance(e.error, Tensor) for e in self.errors[name]):
-                errors = torch.stack([e.squared().cpu() for e in self.errors[name]])
-                damage = (errors * self.changes[name]).sqrt()
-                found[name] = damage.view(len(damage), layer.plan.num_kv_heads, -1).sum(-1)
-        return found
 
 
 def measure_damages(space: Space, evaluator: Evaluator, say: Say) -> dict[str, Tensor]:
     """The damage of each option but exact to each key head, (options, g), by the layer's name."""
-    found, model = Damages(space), space.model
-    frozen = [p for p in model.parameters() if p.requires_grad]
-    for p in frozen:
-        p.requires_grad_(False)
-    try:
-        for i, batch in enumerate(evaluator.batches):
-            say(f"measuring damages, batch {i + 1} of {len(evaluator.batches)}")
-            found.add(evaluator, batch, i < WEIGHED)
-    finally:
-        for p in frozen:
-            p.requires_grad_(True)
-    return found.by_key_head()
+    options = {name: layer.made for name, layer in space.layers.items() if layer.made}
+    found = {}
+    for name, errors in option_errors(space.model, options, evaluator.batches, say).items():
+        shares = torch.stack([(e.error / e.size.sum().clamp_min(1e-30)).cpu() for e in errors.values()])
+        found[name] = shares.view(len(shares), space.layers[name].plan.num_kv_heads, -1).sum(-1)
+    return found
 
 
 def tables(space: Space, damages: dict[str, Tensor]) -> list[Table]:
@@ -118,10 +52,10 @@ class MeasuredProblem:
         self.tables = tables(space, damages)
         self.whole = totals(self.tables, all_exact(self.tables))[1]
 
-    def measure(self, choice: Choice, give_up: float = 0.0) -> Quality:
+    def measure(self, choice: Choice) -> Quality:
         built = self.space.build(self.space.plan_of(choice))
         layers = {name: layer for name, layer in built.items() if not layer.plan.untouched}
-        found = self.evaluator.quality(lambda batch: self.space.output(layers, batch), give_up)
+        found = self.evaluator.quality(lambda batch: self.space.output(layers, batch))
         share = totals(self.tables, choice)[1] / max(self.whole, 1e-30)
         self.say(f"quality {found.retained:.2%} with {share:.1%} of the {self.space.goal.minimize}")
         return found

@@ -104,15 +104,3 @@ def frontier(tables: Sequence[Table]) -> list[Choice]:
             found[middle] = (damage, cost)
             waiting += [(a, middle), (middle, b)]
     return sorted(found, key=lambda choice: (found[choice][1], found[choice][0]))
-
-
-def thinned(tables: Sequence[Table], choices: Sequence[Choice], step: float) -> list[Choice]:
-    """Of choices by rising cost those that cost at least `1 + step` times the one before, and the last."""
-    kept: list[Choice] = []
-    last = 0.0
-    for choice in choices:
-        cost = totals(tables, choice)[1]
-        if not kept or cost >= (1 + step) * last:
-            kept.append(choice)
-            last = cost
-    return kept if kept[-1] == choices[-1] else [*kept, choices[-1]]

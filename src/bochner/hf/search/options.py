@@ -50,7 +50,7 @@ class Space:
         self.model, self.goal = model, goal
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
-        layers = [_as_it_is(shape, spawn_seed(seed, i)) for i, shape in enumerate(shapes.values())]
+        layers = [LayerPlan.of(shape, EXACT, spawn_seed(seed, i)) for i, shape in enumerate(shapes.values())]
         self.draft = Plan(layers, getattr(model.config, "model_type", ""))
         longest = max(shape.keys for shape in shapes.values()) or 1
         self.layers = {
@@ -195,20 +195,3 @@ def layer_seconds(
 
     runs = {"exact": partial(run, exact), **{name: partial(run, layer) for name, layer in layers.items()}}
     return best_times(runs, repeats=3, budget=0.5)
-
-
-def _as_it_is(shape: Any, seed: int) -> LayerPlan:
-    reason, limit = shape.obstacle or ("", 0)
-    return LayerPlan(
-        name=shape.name,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        value_dim=shape.value_dim,
-        fates=[EXACT] * shape.num_kv_heads,
-        is_causal=shape.is_causal,
-        is_cross=shape.is_cross,
-        seed=seed,
-        reason=reason,
-        limit=limit,
-    )

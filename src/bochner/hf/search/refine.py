@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bochner.hf.evaluate import Quality
-from bochner.hf.search.knapsack import Choice, Table, frontier, thinned, totals
-
-STEP = 0.02  # by which the costs of two choices that are measured differ at least
-DEARER = 1.1  # how much more the fallback costs than the choice, at least
+from bochner.hf.search.knapsack import Choice, Table, all_exact, frontier, totals
 
 
 class Problem(Protocol):
@@ -24,8 +21,8 @@ class Problem(Protocol):
         """For every layer the damages and costs of its heads' options."""
         ...
 
-    def measure(self, choice: Choice, give_up: float = 0.0) -> Quality:
-        """The quality of a choice, run end to end; some of the texts will do if it surely is below `give_up`."""
+    def measure(self, choice: Choice) -> Quality:
+        """The quality of a choice, run end to end."""
         ...
 
 
@@ -46,11 +43,11 @@ class Trials:
         self.problem = problem
         self.tried: dict[Choice, Candidate] = {}
 
-    def run(self, choice: Choice, give_up: float = 0.0) -> Candidate:
+    def run(self, choice: Choice) -> Candidate:
         """Measure a choice, unless that was done."""
         if choice not in self.tried:
             damage, cost = totals(self.problem.tables, choice)
-            self.tried[choice] = Candidate(choice, damage, cost, self.problem.measure(choice, give_up))
+            self.tried[choice] = Candidate(choice, damage, cost, self.problem.measure(choice))
         return self.tried[choice]
 
     def by_cost(self) -> list[Candidate]:
@@ -63,21 +60,22 @@ def cheapest_that_keeps(problem: Problem, keep: float, trials: Trials) -> Candid
 
     Bisection: quality is taken to rise with cost along the frontier. The original, its last choice, retains everything.
     """
-    path = thinned(problem.tables, frontier(problem.tables), STEP)
+    path = frontier(problem.tables)
     low, high = -1, len(path) - 1
     while high - low > 1:
         middle = (low + high) // 2
-        keeps = trials.run(path[middle], keep).quality.lower >= keep
+        keeps = trials.run(path[middle]).quality.lower >= keep
         low, high = (low, middle) if keeps else (middle, high)
     return trials.run(path[high])
 
 
 def fallback(problem: Problem, chosen: Candidate, keep: float, trials: Trials) -> Choice | None:
-    """What to look at if the choice fails verification: the cheapest that costs DEARER times as much.
+    """What to look at if the choice fails verification: the cheapest from half-way to the original on, by ratio.
 
-    One that was measured and keeps, else the next of the frontier; None if that is the original.
+    A choice that fails was far off as a rule, and so is what costs a little more. One that was measured and keeps, else
+    the next of the frontier; None if that is the original.
     """
-    least = DEARER * chosen.cost
+    least = (chosen.cost * totals(problem.tables, all_exact(problem.tables))[1]) ** 0.5
     known = [c.choice for c in trials.by_cost() if c.cost >= least and c.damage > 0 and c.quality.lower >= keep]
     path = [c for c in frontier(problem.tables) if totals(problem.tables, c)[1] >= least]
     found = known or path

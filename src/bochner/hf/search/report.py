@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bochner.hf.evaluate import Quality
@@ -18,25 +18,25 @@ class Point:
     """One choice that was measured on the choice texts.
 
     `memory`: of decoding at the goal's length, as a share of the original's; `attention`: seconds of all attention
-    there, as a share of the original's, None where memory is saved; `damage`: what the search predicted for it.
+    there, as a share of the original's, None where memory is saved; `damage`: what the search predicted for it;
+    `heads`: how many became what. A report that was saved has the plan of the choice alone.
     """
 
-    plan: Plan
+    plan: Plan | None
     quality: Quality
     damage: float
     memory: float
     attention: float | None
+    heads: str
 
     def to_dict(self) -> dict[str, Any]:
-        heads = Counter(fate.name for layer in self.plan.layers for fate in layer.fates)
-        return {
-            "quality": self.quality.to_dict(),
-            "lower_bound": self.quality.lower,
-            "memory": self.memory,
-            "attention_time": self.attention,
-            "predicted_damage": self.damage,
-            "key_heads": dict(heads),
-        }
+        kept = {name: getattr(self, name) for name in ("damage", "memory", "attention", "heads")}
+        return {**kept, "quality": self.quality.to_dict(), "lower_bound": self.quality.lower}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Point:
+        kept = {name: data[name] for name in ("damage", "memory", "attention", "heads")}
+        return cls(plan=None, quality=Quality.from_dict(data["quality"]), **kept)
 
 
 @dataclass
@@ -104,9 +104,8 @@ class SearchReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON and for reports."""
-        goal = {name: getattr(self.goal, name) for name in ("keep", "memory", "minimize", "length", "judged")}
         return {
-            "goal": goal,
+            "goal": asdict(self.goal),
             "met": self.met,
             "chosen": self.chosen,
             "frontier": [point.to_dict() for point in self.frontier],
@@ -121,6 +120,17 @@ class SearchReport:
             "fit_tokens": self.fit_tokens,
         }
 
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> SearchReport:
+        """A report that was saved; of its choices it has the plan of the one that was taken."""
+        made = {name: data[name] for name in ("chosen", "met", "reasons", "seconds", "positions", "fit_tokens")}
+        made |= {name: {int(n): _verdict(v) for n, v in data[name].items()} for name in ("further", "trained")}
+        goal = Goal(**{**data["goal"], "notes": tuple(data["goal"]["notes"])})
+        points, plan = [Point.from_dict(point) for point in data["frontier"]], Plan.from_dict(data["plan"])
+        points[data["chosen"]].plan = plan
+        failed = [_verdict(v) for v in data["failed"]]
+        return cls(goal, plan, points, verified=_verdict(data["verified"]), failed=failed, **made)
+
     def __str__(self) -> str:
         timed = not self.goal.by_memory
         lines = [
@@ -130,10 +140,10 @@ class SearchReport:
             f"    quality  lower bound  {'  time' if timed else 'memory'}  key heads",
         ]
         for i, point in enumerate(self.frontier):
-            shown = _heads(point.plan)
             cost = point.attention if timed else point.memory
             mark = ">" if i == self.chosen else " "
-            lines.append(f"{mark}   {point.quality.retained:7.2%}  {point.quality.lower:11.2%}  {cost:6.1%}  {shown}")
+            found = point.quality
+            lines.append(f"{mark}   {found.retained:7.2%}  {found.lower:11.2%}  {cost:6.1%}  {point.heads}")
         lines += [f"A choice failed verification: {verdict}." for verdict in self.failed]
         if self.plan.converted:
             lines.append(f"Verified: {self.verified}.")
@@ -151,7 +161,7 @@ class SearchReport:
         return "\n".join(lines)
 
 
-def _heads(plan: Plan) -> str:
+def heads_of(plan: Plan) -> str:
     """How many key heads have each fate, and what those hold that select their keys."""
     every = [fate for layer in plan.layers for fate in layer.fates]
     shown = ", ".join(f"{n} {name}" for name, n in Counter(fate.name for fate in every).items())
@@ -165,3 +175,7 @@ def _heads(plan: Plan) -> str:
 def _plain(verdict: Verdict) -> dict[str, Any]:
     quality = verdict.quality.to_dict(verdict.confidence)
     return {**quality, "texts": verdict.quality.texts, "length": verdict.length, "whole": verdict.whole}
+
+
+def _verdict(data: dict[str, Any]) -> Verdict:
+    return Verdict(Quality.from_dict(data), data["length"], data["confidence"], data["whole"])

@@ -127,7 +127,7 @@ class SelectedProblem:
         self.tables = [Table(columns[0], columns[1])]
         self.whole = totals(self.tables, all_exact(self.tables))[1]
 
-    def measure(self, choice: Choice, give_up: float = 0.0) -> Quality:
+    def measure(self, choice: Choice) -> Quality:
         plan = self.space.plan_of(choice)
         if not plan.converted:
             return self.texts.original().quality

@@ -93,10 +93,10 @@ def batches_for(model: Any, calibration: Calibration, target: Target) -> Batches
 
     Models that do not predict the next token get texts of the target's length, as far as they have positions.
     """
+    if not calibration.is_texts:
+        return calibration.batches(model, 256)
     data, tokenizer = calibration.data, calibration.tokenizer
     texts = [data] if isinstance(data, str) else data
-    if not (isinstance(texts, Sequence) and texts and all(isinstance(t, str) for t in texts)):
-        return inputs.batches(data, tokenizer, model=model)
     most = calibration.max_length or inputs.positions(model).get("input_ids", 2**20)
     each = inputs.tokenized(texts, tokenizer, model, 2**20, 1)
     start = {k: v[:1, :16] for k, v in each[0].items()}
