@@ -88,18 +88,12 @@ def linear_attention(
     options = Options(is_causal, scale, window, sinks, window_kind, *how)
     options, fade = check_call(q, k, v, phi, key_padding_mask, state, cu_seqlens, decay, options, made)
     if cu_seqlens is not None:
-        alike: dict[str, Any] = options._asdict()
-        parts = []
-        for i, j in pairwise(cu_seqlens.tolist()):
-            one = fade if fade is None or fade.shape[-1] == 1 else fade[..., i:j]
-            if j > i:
-                parts.append(linear_attention(*(t[..., i:j, :] for t in (q, k, v)), phi, decay=one, **alike))  # type: ignore[call-arg,arg-type]
-        return torch.cat(parts, dim=-2)
+        return _packed(q, k, v, phi, fade, cu_seqlens.tolist(), options)
     if q.is_meta:  # only shapes are asked for
         if return_state:
             raise BochnerError("A 'state' cannot be returned for tensors on the meta device; use real tensors.")
         return q.new_empty(*q.shape[:-1], v.shape[-1])
-    if made is None:
+    if made is None and phi.redraw_every is not None:
         phi.begin_pass_()
     made = made or PreparedMap(phi, options.scale, torch.float64 if q.dtype == torch.float64 else torch.float32)
     near = Near(options.is_causal, options.window or 0, window_kind, options.sinks)
@@ -114,10 +108,25 @@ def linear_attention(
             result = _attend(call, *given, options)
     else:
         result = _attend(call, *given, options)
-    out = phi.end_pass(result.out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype))
+    out = result.out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+    if phi.redraw_every is not None:
+        out = phi.end_pass(out)
     if result.state is None or not return_state:
         return out
     return out, result.state._replace(origin=origin)
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, decay: Tensor | None, bounds: list[int], options: Options
+) -> Tensor:
+    """Attention of several sequences that lie one behind another, each by itself."""
+    parts, alike = [], options._asdict()
+    for i, j in pairwise(bounds):
+        own = decay if decay is None or decay.shape[-1] == 1 else decay[..., i:j]
+        if j > i:
+            cut = (t[..., i:j, :] for t in (q, k, v))
+            parts.append(linear_attention(*cut, phi, decay=own, **alike))  # type: ignore[call-arg,arg-type]
+    return torch.cat(parts, dim=-2)
 
 
 def _attend(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None, options: Options) -> Result:
