@@ -225,3 +225,18 @@ def test_padding_may_hold_any_decay() -> None:
     want = linear_attention(q, k, v, phi, decay=decay, **how)
     wild = decay.masked_fill(mask[:, None], torch.nan)
     assert torch.equal(linear_attention(q, k, v, phi, decay=wild, **how), want)
+
+
+@pytest.mark.parametrize("length", [64, 68, 130])
+def test_gradients_of_sums_that_decay_fast_are_those_of_double_precision(length: int) -> None:
+    """Rows that fill up the last block once had an infinite factor, and every gradient was NaN."""
+    g = torch.Generator().manual_seed(20)
+    q, k, v = (3 * torch.randn(1, 1, length, d, generator=g, dtype=torch.float64) for d in (2, 2, 1))
+    phi = feature_map("positive", 2, 2, seed=20)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        keys = k.to(dtype).requires_grad_(True)
+        decay = torch.tensor([-3.0], dtype=dtype)
+        out = linear_attention(q.to(dtype), keys, v.to(dtype), phi, is_causal=True, normalize=False, decay=decay)
+        found.append(torch.autograd.grad(out.sum(), keys)[0].double())
+    torch.testing.assert_close(found[1], found[0], atol=1e-3 * float(found[0].abs().max()), rtol=1e-3)
