@@ -497,7 +497,7 @@ class Shifts(NamedTuple):
     base: Tensor
 
     def of_rows(self, part: Part, r: int) -> Tensor:
-        """The log of the factor that `base` stands for in each row, (b, g, t, r c, 1); 0 in rows that fill a block up."""
+        """The log of the factor that `base` stands for in each row, (b, g, t, r c, 1); 0 in rows beyond the last."""
         return _per_row((self.base - self.own[..., part.rows, :]).clamp_max(0), r)
 
 
