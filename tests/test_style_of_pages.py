@@ -114,9 +114,10 @@ def test_the_first_screen_of_the_readme_is_one_screen() -> None:
 
 
 def test_there_are_few_pages_with_few_words() -> None:
-    words = {p.name: len(p.read_text(encoding="utf-8").split()) for p in WRITTEN}
+    # Rules and borders of tables are no words.
+    words = {p.name: len(re.findall(r"\S*\w\S*", p.read_text(encoding="utf-8"))) for p in WRITTEN}
     assert len(words) <= 32
-    assert sum(words.values()) <= 18_000
+    assert sum(words.values()) <= 16_000
 
 
 def test_every_term_is_in_the_glossary() -> None:
