@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, BochnerWarning, is_int, one_of, spawn_seed
+from bochner._checks import BochnerError, BochnerWarning, is_int, spawn_seed
 from bochner._progress import speaker
 from bochner.hf import calibrate, drift, inputs, legacy
 from bochner.hf.attention import LinearAttention
+from bochner.hf.checks import check_arguments, check_model, settings_of
 from bochner.hf.config import Calibration, Distillation, Recipe, Target
 from bochner.hf.diagnose import diagnose
 from bochner.hf.evaluate import is_language_model
@@ -105,7 +105,7 @@ class Conversion:
     def __init__(self, model: Any, report: Any = None, distillation: Any = None) -> None:
         self.model, self.report, self.distillation = model, report, distillation
         layers_of(model)
-        stored = getattr(_settings(model), "report", None)
+        stored = getattr(settings_of(model), "report", None)
         if report is None and stored is not None:
             from bochner.hf.search import SearchReport
 
@@ -123,7 +123,7 @@ class Conversion:
         layers = layers_of(inner)
         plan = Plan([replace(layer.plan, name=name) for name, layer in layers.items()]).copy()
         plan.model_type = getattr(inner.config, "model_type", "")
-        plan.fit_length = getattr(getattr(_settings(inner), "plan", None), "fit_length", 0)
+        plan.fit_length = getattr(getattr(settings_of(inner), "plan", None), "fit_length", 0)
         for name, layer in layers.items():
             tensors = {key: value.detach().clone() for key, value in layer.state_dict().items()}
             plan.maps[name] = Fitted(list(layer.plan.fates), tensors)
@@ -268,7 +268,7 @@ def _to_target(
             distilled = _trained(model, report, target.train, progress)
     if not report.met:
         warnings.warn(report.reasons[0], BochnerWarning, stacklevel=3)
-    settings = _settings(inner)
+    settings = settings_of(inner)
     if settings is not None:
         settings.report = report.to_dict()
     return Conversion(model, report, distilled)
@@ -466,46 +466,3 @@ def _check_needs_no_data(layers: Sequence[LayerPlan]) -> None:
             f"The feature map {needy[0]!r} needs 'data': some texts of the kind the model will see. Without any, use "
             "Recipe('moments')."
         )
-
-
-def check_arguments(spec: Any, parts: Any, unsupported: Any, exact_below: Any, seed: Any) -> None:
-    """Refuse what cannot be, and what does not go with the spec."""
-    if not isinstance(spec, (Recipe, Target, Plan, str, Path)):
-        raise BochnerError(
-            f"The 'spec' of convert must be a Recipe, a Target, a Plan or the directory of a saved conversion, got "
-            f"{type(spec).__name__}."
-        )
-    one_of(unsupported, "unsupported", "convert", ("keep", "raise"))
-    if not is_int(exact_below) or exact_below < 0:
-        raise BochnerError(f"The 'exact_below' of convert must be an int >= 0, got {exact_below!r}.")
-    if not is_int(seed) or seed < 0:
-        raise BochnerError(f"The 'seed' of convert must be an int >= 0, got {seed!r}.")
-    if isinstance(spec, (Recipe, Target)):
-        return
-    given = {"parts": parts is not None, "exact_below": exact_below != 0, "seed": seed != 0}
-    for name, value in given.items():
-        if value:
-            what = "A plan" if isinstance(spec, Plan) else "A saved conversion"
-            raise BochnerError(f"{what} says it all, for every layer: leave out {name!r}, or edit the plan.")
-
-
-def check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise BochnerError(f"The 'model' of convert must be a transformers model, got {type(model).__name__}.")
-    parameter = next(iter(model.parameters()), None)
-    if parameter is None:
-        raise BochnerError("The 'model' of convert has no parameters.")
-    quantized = getattr(getattr(model, "config", None), "quantization_config", None) is not None
-    if (quantized and _settings(model) is None) or not parameter.is_floating_point():
-        raise BochnerError(
-            f"The 'model' of convert must have floating-point weights, got {parameter.dtype}"
-            f"{' and a quantization config' if quantized else ''}; load it dequantized."
-        )
-    if parameter.device == torch.device("meta"):
-        raise BochnerError("The 'model' of convert is on the meta device, without weights; load them first.")
-
-
-def _settings(model: Any) -> Any:
-    """What a converted model's configuration says of the conversion; None if nothing."""
-    settings = getattr(getattr(unwrap(model)[0], "config", None), "quantization_config", None)
-    return settings if getattr(settings, "quant_method", None) == "bochner" else None

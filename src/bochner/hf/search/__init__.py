@@ -34,8 +34,8 @@ import torch
 from bochner._checks import BochnerError, BochnerWarning
 from bochner._progress import speaker
 from bochner.hf import inputs
+from bochner.hf.checks import check_arguments, check_model
 from bochner.hf.config import Calibration, Target
-from bochner.hf.conversion import check_arguments, check_model
 from bochner.hf.evaluate import evaluator
 from bochner.hf.interface import unwrap
 from bochner.hf.observe import discover_parts
