@@ -114,7 +114,7 @@ def test_a_planted_fault_is_found(method, monkeypatch):
     """The checks of this file see what they are for: entries that are skipped without being counted."""
     points, bandwidth = SETS["heavy tails"]
     K = KernelOperator(points, bandwidth=bandwidth, method=method)
-    truth, x = dense(points, points, bandwidth), np.ones(N)
+    truth, x = dense(points, points, bandwidth), np.ones(len(points))
     check(K, truth, x)
     monkeypatch.setattr(type(K._engine), "_multiply", lambda self, x, back, *rest: 0.99 * x.double())
     with pytest.raises(AssertionError):
