@@ -228,7 +228,7 @@ def decoder_page(conversion: Conversion, rows: list[list[Any]], written: list[tu
     )
     page.heading(f"What it writes after: {PROMPT.strip()}")
     for name, text in written:
-        page.text(name, note=True).code(text)
+        page.text(name, note=True).text(text)
     page.heading("What the search says").code(str(conversion.report))
     page.code(str(conversion.plan), "The plan, head by head")
     return page
