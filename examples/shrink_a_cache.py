@@ -1,4 +1,4 @@
-"""Shrink the cache of a decoder: windows in most heads, the bytes before and after, and a continued text.
+"""Shrink the cache of a decoder to a tenth: what the search says, the bytes, and a continued text.
 
     python examples/shrink_a_cache.py [DIRECTORY]
 
@@ -24,12 +24,11 @@ def load(directory: str | None):
 
 def main(directory: str | None = None) -> float:
     model, tokenizer = load(directory)
-    texts = bochner.data.paragraphs("calibration", 8)  # better: texts of the kind that you will read
-    recipe = bochner.Recipe(None, window=64, sinks=4, exact_heads=0.1)
-    conversion = bochner.convert(model, recipe, bochner.Calibration(texts, tokenizer), progress=True)
-    print(conversion.plan)
+    texts = bochner.data.paragraphs("calibration", 6, words=3000)  # better: texts of the kind that you will read
+    target = bochner.Target(memory=0.1, length=1000)  # the length that your texts have
+    conversion = bochner.convert(model, target, bochner.Calibration(texts, tokenizer), progress=True)
 
-    for length in (1000, 4000, 16000):
+    for length in (1000, 4000, 16000):  # beyond the target's length the cache grows no more
         before = conversion.plan.cache_bytes(length, converted=False)
         after = conversion.plan.cache_bytes(length)
         print(f"{length:6,} tokens: {before / 1e6:7.1f} MB before, {after / 1e6:7.1f} MB after ({after / before:.0%})")
