@@ -83,7 +83,7 @@ def test_many_rows(example: Any) -> None:
 
 
 def test_certified_product(example: Any) -> None:
-    example("certified_product").main(3000)
+    assert example("certified_product").main(3000) < 1e-3
 
 
 def test_certified_attention(example: Any) -> None:

@@ -35,7 +35,7 @@ def train(
     show: Annotated[bool, typer.Option("--show", help="print the preset and its departures from the paper")] = False,
     threads: Annotated[int, typer.Option(min=0, help="threads; 0 is torch's choice, slow if the cores are busy")] = 1,
 ) -> None:
-    """Train a fresh model on one of the papers' tasks and test it; the result is one JSON document.
+    """Train a fresh model on a task and test it; the result is one JSON document.
 
     Example: `bochner train listops --attention fastfood_prf`, or `bochner train` for a list
     """
@@ -58,8 +58,7 @@ def train(
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()  # of files being written; the bar of the training stays
     given: dict[str, Any] = {"features": features, "window": window, "learning_rate": rate, "batch": batch}
-    given["steps"] = steps
-    given |= {"layers": layers, "width": width, "precision": precision, "redraw": redraw}
+    given |= {"steps": steps, "layers": layers, "width": width, "precision": precision, "redraw": redraw}
     given |= {"start": None if start is None else str(start), "options": dict(parsed(text) for text in option or ())}
     changes: dict[str, Any] = {k: v for k, v in given.items() if v not in (None, {})}
     if show:
