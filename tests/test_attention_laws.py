@@ -190,6 +190,20 @@ def test_step_by_step_equals_chunked(variant: str, masked: bool, name: str) -> N
     assert_same_state(state, after)
 
 
+@torch.no_grad()
+def test_a_step_keeps_the_rows_in_range_that_the_scan_keeps() -> None:
+    """Rows whose largest features are not those of their keys: products of 1e-13, far from leaving the range."""
+    phi = feature_map("positive", dim=4, num_features=4, seed=1)
+    q, k, v = draw_qkv(8, dtype=torch.float32, scale=6.0, b=4)
+    k = 0.3 * k - q  # warnings are errors
+    how: dict[str, Any] = {"is_causal": True, "return_state": True}
+    want, state, rows = linear_attention(q, k, v, phi, **how)[0], None, []
+    for i in range(8):
+        out, state = linear_attention(*(t[:, :, i : i + 1] for t in (q, k, v)), phi, state=state, **how)
+        rows.append(out)
+    torch.testing.assert_close(torch.cat(rows, dim=2), want, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cuts", [(1,), (64,), (128,), (2, 3, 77, 130, 199)])
 @pytest.mark.parametrize("padding", [None, left_padding, scattered_padding])

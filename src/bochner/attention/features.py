@@ -94,8 +94,8 @@ class PreparedMap:
         logits = z @ exponent.weight.mT
         if exponent.offset is not None:
             logits = logits + exponent.offset.unsqueeze(-2)
-        peak = logits.amax(-1, keepdim=True)
-        return Features((logits - peak).exp_(), peak if row is None else row + peak)
+        shift = logits.amax(-1, keepdim=True) - RANGES[self.dtype].peak
+        return Features((logits - shift).exp_(), shift if row is None else row + shift)
 
     def _general(self, role: str) -> Callable[[Tensor], Features]:
         return self.phi.prepare_scaled(role, self.root, self.dtype)
