@@ -28,7 +28,6 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
         prepared.phi.check_causal()
     else:
         call = call._replace(map=prepared.fitted_to(k, mask))
-    fresh = state is None and n >= s
     state = state or nothing_seen(call.map, k, v)
     q = q.reshape(b, g, call.groups, n, d)
     if call.recompute and torch.is_grad_enabled() and not call.composed and not call.map.is_closed(q[:, :, 0], k):
@@ -38,10 +37,10 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
         decay = decay.expand(b, g, s).cumsum(-1)
         keys, state = keys._replace(shift=-decay.unsqueeze(-1)), _widened(state)
     if near.is_causal and n < s:
-        _, _, state = _rows(call._replace(goes_on=True), None, keys.part(slice(0, s - n)), state, fresh=fresh)
+        _, _, state = _rows(call._replace(goes_on=True), None, keys.part(slice(0, s - n)), state)
         keys = keys.part(slice(s - n, s))
     before = state.total
-    rows, bad, state = _rows(call, q, keys, state, fresh=fresh)
+    rows, bad, state = _rows(call, q, keys, state)
     assert rows is not None
     out, after = rows.flatten(2, 3), None
     if call.goes_on:
@@ -109,9 +108,7 @@ def _by_softmax(prepared: PreparedMap, q: Tensor, k: Tensor, v: Tensor, mask: Te
     return attend(x, query.weight.expand(*k.shape[:2], -1, -1), kv, log_norm.mT)[0]
 
 
-def _rows(
-    call: Call, q: Tensor | None, new: Keys, state: State, *, fresh: bool
-) -> tuple[Tensor | None, Tensor | None, State]:
+def _rows(call: Call, q: Tensor | None, new: Keys, state: State) -> tuple[Tensor | None, Tensor | None, State]:
     """Rows of q (b, g, r, n, d) whose own keys are `new`, after those of `state`; which are bad; the state then.
 
     Without q no row looks at the keys, and the state is all that is asked for.
@@ -122,33 +119,34 @@ def _rows(
     if q is not None and not (near.window or near.is_causal):  # no zones: the kernel sees all keys but the sinks
         sums = absorb_keys(call, sums, new)
         layout = Layout.of(near, q.shape[3], 0, 0, 0)
-        return *scan_rows(call, q, new.part(slice(0, 0)), sinks, sums, layout, fresh=False)[:2], state
+        return *scan_rows(call, q, new.part(slice(0, 0)), sinks, sums, layout)[:2], state
     keys, seen, done = past.held.then(new) if past.seen else new, past.seen + new.k.shape[2], 0
     out: Tensor | None = None
     bad: Tensor | None = None
     if q is not None and (start is None or seen <= near.window):  # no key has left, wherever blocks begin
         layout = Layout.of(near, q.shape[3], past.seen, past.held.k.shape[2], keys.k.shape[2])
-        out, bad, sums = scan_rows(call, q, keys, sinks, sums, layout, fresh=fresh, goes_on=call.goes_on)
-        done = layout.leaving.start if start is None else 0
+        out, bad, sums = scan_rows(call, q, keys, sinks, sums, layout, goes_on=call.goes_on)
+        done = layout.done if start is None else 0
     elif q is not None and start is not None:
-        out, bad = _moved_rows(call, q, keys, sinks, sums, start, past.seen, fresh=fresh)
+        out, bad = _moved_rows(call, q, keys, sinks, sums, start, past.seen)
     if not call.goes_on:
         return out, bad, state
     total = state.total + value_sums(new.v.to(call.map.dtype), new.padded)
     window = past._replace(held=keys, seen=seen, start=start, complete=not near.sinks)
     if sinks is not None:
-        place, there = sinks.places()
+        _, place, there = sinks
         complete = past.complete or seen >= near.sinks
         if complete and not past.complete and not window.unpadded:
             complete = call.looks and place.shape[1] == near.sinks and bool(there.all())
-        window = window._replace(sinks=sinks.keys, sink_position=torch.where(there, place + past.seen, -1))
+        place = torch.where(there, place + past.seen, -1).expand(len(new.k), -1)
+        window = window._replace(sinks=sinks.keys, sink_position=place)
         window = window._replace(complete=complete)
     sums, window = leave(call, sums, window, done)
     return out, bad, State(*sums, total, window if near.exact else None)
 
 
 def _moved_rows(
-    call: Call, q: Tensor, keys: Keys, sinks: Sinks | None, sums: Sums, start: Tensor, seen: int, *, fresh: bool
+    call: Call, q: Tensor, keys: Keys, sinks: Sinks | None, sums: Sums, start: Tensor, seen: int
 ) -> tuple[Tensor, Tensor | None]:
     """Rows of sequences whose blocks begin at the places `start`: moved so that their blocks lie on each other."""
     near, w, n, (b, _, s, _) = call.near, call.near.window, q.shape[3], keys.k.shape
@@ -161,10 +159,9 @@ def _moved_rows(
     shift = None if keys.shift is None else moved(keys.shift, front, length)
     there = Keys(k, v, moved(padded, front, length, 1, True), sink, shift)
     if sinks is not None:
-        place, exists = sinks.places()
-        sinks = sinks._replace(place=place + lead[:, None], there=exists)
+        sinks = sinks._replace(place=sinks.place + lead[:, None])
     layout = Layout(near, blocks * w, length, 0, w, w, 0)
-    out, bad, _ = scan_rows(call, moved(q, lead, blocks * w, 3), there, sinks, sums, layout, fresh=fresh)
+    out, bad, _ = scan_rows(call, moved(q, lead, blocks * w, 3), there, sinks, sums, layout)
     return moved(out, -lead, n, 3), None if bad is None else moved(bad, -lead, n, 3, True)
 
 
@@ -208,7 +205,8 @@ def find_sinks(near: Near, past: WindowState, new: Keys) -> tuple[Sinks | None, 
     b, s = new.k.shape[::2]
     here = torch.arange(s, device=new.k.device).expand(b, s)
     if not past.seen and new.padded is None:
-        return Sinks(new.part(slice(0, near.sinks))), new._replace(sink=here < near.sinks)
+        first = here[:1, : near.sinks]
+        return Sinks(new.part(slice(0, near.sinks)), first, first >= 0), new._replace(sink=here < near.sinks)
     known = past.sink_position >= 0
     there = torch.cat([known, torch.ones_like(here, dtype=torch.bool) if new.padded is None else ~new.padded], dim=1)
     place = torch.cat([past.sink_position - past.seen, here], dim=1)

@@ -23,7 +23,7 @@ class Output(NamedTuple):
     """Of one part: the sums carried on; rows (b, g, t, r c, v) and which of them cannot be divided (.., 1), or None.
 
     `kept` (.., 1): the normaliser of each row (1 where it cannot be divided) and the reference it is relative to; with
-    them `replay` need not compute the rows again. None where it must.
+    them the rows need not be computed again. None where they must.
     """
 
     carry: Sums
@@ -32,6 +32,7 @@ class Output(NamedTuple):
     kept: tuple[Tensor, Tensor] | None = None
 
 
+Known = tuple[Tensor, Tensor, Tensor]  # of a part: rows, and what was kept of them
 Scanned = tuple[Tensor, Tensor | None, Tensor, Tensor]  # rows, which are bad, sums carried out, their reference
 
 
@@ -101,19 +102,15 @@ def _backward(
     if ctx.prepared.phi.is_exponential:
         others = tuple(t.detach().requires_grad_() for t in others)
     with torch.enable_grad():
-        prepared = ctx.prepared.computed_from(others, ties=True)
+        prepared = ctx.prepared.computed_from(others)
     totals = [torch.zeros_like(t) for t in tensors]
     learned: list[Tensor | None] = [None] * len(others)
     for part, (carry, random, kept) in reversed(list(zip(scan.parts, ctx.before, strict=True))):
         taken = [t.detach().requires_grad_(w) for t, w in zip(scan.take(part, tensors), wanted, strict=False)]
         value = carry.value.detach().requires_grad_()
         with torch.enable_grad(), _random(random, value):
-            if kept is None:
-                out = scan.body(prepared, part, taken, Sums(value, carry.ref))
-            else:
-                out = scan.replay(
-                    prepared, part, taken, Sums(value, carry.ref), scan.layout.take_rows(rows, part), kept
-                )
+            known = None if kept is None else (scan.layout.take_rows(rows, part), *kept)
+            out = scan.body(prepared, part, taken, Sums(value, carry.ref), known)
         slopes = (None if grad_rows is None else scan.layout.take_rows(grad_rows, part), grad_sums)
         pairs = [(y, g) for y, g in zip((out.rows, out.carry.value), slopes, strict=True) if g is not None]
         pairs = [(y, g) for y, g in pairs if y.requires_grad]

@@ -51,7 +51,6 @@ class PreparedMap:
         self.has_constant = phi.has_constant  # whether the map sums keys and reads sums in its own way
         # The normaliser of a positive map below which a row is out of range.
         self.floor = RANGES[dtype].floor if phi.is_exponential else BOUNDED_FLOOR[dtype]
-        self.ties = False  # whether the log scales of keys get their gradients from those of the values
         self._exponents: dict[str, Exponent] = {}
         self._functions: dict[str, Callable[[Tensor], Features]] = {}
 
@@ -73,8 +72,7 @@ class PreparedMap:
     def features(self, role: str, x: Tensor, shift: Tensor | None = None) -> Features:
         """The features of `root * x`, (..., n, d); `shift` (..., n, 1) is added to their log scales."""
         found = self.function(role)(x)
-        found = found if shift is None else Features(found.values, found.log_scale + shift)
-        return tied(found) if self.ties and role == "key" else found
+        return found if shift is None else Features(found.values, found.log_scale + shift)
 
     def function(self, role: str) -> Callable[[Tensor], Features]:
         """The map of one role as a function, made once."""
@@ -137,10 +135,9 @@ class PreparedMap:
             found = [*self.phi.parameters(), *self.phi.buffers()]
         return [t for t in found if t.requires_grad]
 
-    def computed_from(self, others: Sequence[Tensor], *, ties: bool = False) -> PreparedMap:
+    def computed_from(self, others: Sequence[Tensor]) -> PreparedMap:
         """The same map made anew, of an exponential one with `others` in place of `tensors()`."""
         again = PreparedMap(self.phi, self.scale, self.dtype)
-        again.ties = ties
         if self.phi.is_exponential:
             left = list(others)
             for role in ("query", "key"):
@@ -158,28 +155,6 @@ class PreparedMap:
             probes = [t[:, :, :1].detach() for t in (q, k)]
             found = [f for role, x in zip(("query", "key"), probes, strict=True) for f in self._general(role)(x)]
         return {id(t) for t in leaves(found)} <= known
-
-
-def tied(features: Features) -> Features:
-    """Features whose log scale is a constant to autograd: its gradient comes out of that of the values.
-
-    A feature enters every sum as `psi exp(log_scale)`, so that the gradient of the log scale is `psi . dpsi`; that of
-    the many weights made of it need not be computed. For first derivatives only.
-    """
-    if not features.log_scale.requires_grad:
-        return features
-    return Features(_Tied.apply(*features), features.log_scale.detach())
-
-
-class _Tied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, psi: Tensor, log_scale: Tensor) -> Tensor:
-        ctx.save_for_backward(psi)
-        return psi.view_as(psi)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, (ctx.saved_tensors[0] * grad).sum(-1, keepdim=True)
 
 
 def leaves(outputs: Sequence[Tensor]) -> list[Tensor]:

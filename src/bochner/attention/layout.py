@@ -8,7 +8,7 @@ the kernel's. With one the zone is the block and its neighbours (causal: the one
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class Near:
 
 class Part(NamedTuple):
     """Some blocks of rows, and some rows of each; the laid-out keys that they see, and of the blocks of those the ones
-    whose features are needed. `number`: which part it is; `is_last`: of all."""
+    whose features are needed."""
 
     blocks: slice
     rows: slice
@@ -65,34 +65,30 @@ class Layout:
     """Blocks of `block` rows and the keys around them.
 
     Row 0 is row `lead` of the first block; row 0 has seen `seen` keys, the last `held` of which are given in front of
-    its own. Keys are laid out from `before` blocks before the first block of rows to `after` blocks behind the last. A
-    call that fits into one block (`single`) is laid out as it is: its zone is whatever keys there are.
+    its own. Keys are laid out from the first zone to the last. A call that fits into one block (`single`) is laid out as it
+    is: its zone is whatever keys there are.
     """
 
     def __init__(
         self, near: Near, rows: int, keys: int, seen: int, held: int, block: int, lead: int, *, single: bool = False
     ) -> None:
-        self.near, self.rows, self.keys, self.seen, self.held = near, rows, keys, seen, held
+        self.near, self.rows, self.keys, self.seen = near, rows, keys, seen
         self.block, self.lead, self.single = block, lead, single
         self.blocks = 1 if single else (lead + rows + block - 1) // block
-        self.before = 0 if single or not near.window else 1
-        self.after = 0 if near.is_causal else self.before
-        self.front = 0 if single else self.before * block + lead - held  # the place of the first given key
-        self.width = keys if single else (1 + self.before + self.after) * block  # keys of a zone
+        before = 0 if single or not near.window else 1
+        self.neighbours = before if near.is_causal else 2 * before  # blocks of a zone beside its own
+        self.offset = held if single else before * block  # the place in its zone of a block's first row
+        self.front = self.offset + lead - held  # the place of the first given key
+        self.width = keys if single else (1 + self.neighbours) * block  # keys of a zone
         self.has_kernel_pairs = not near.in_blocks and self.width > 0  # whether the kernel sees some pairs of a zone
         # Whether those are the lower triangle of the first block of the zone, and nothing else.
         whole = held == 0 and not near.window if single else near.window in (0, block)
         self.is_triangle = self.has_kernel_pairs and near.is_causal and whole
-        # What enters the state behind the rows: so many whole blocks of keys that have left every later zone, and of
-        # the given keys those that leave the window and are in no such block.
+        # What enters the state with the rows: so many whole blocks of keys that have left every later zone, and so many
+        # of the given keys with them.
         left = near.held_from(seen + rows) - seen + held + self.front
-        if single:
-            self.gone, self.leaving = 0, slice(0, left)
-        elif not near.window:
-            self.gone, self.leaving = self.blocks, slice(keys, keys)
-        else:
-            self.gone = left // block
-            self.leaving = slice(max(0, self.gone * block - self.front), max(0, left - self.front))
+        self.gone = 0 if single else left // block if near.window else self.blocks
+        self.done = max(0, self.gone * block - self.front) if single or near.window else keys
 
     @classmethod
     def of(cls, near: Near, n: int, seen: int, held: int, keys: int) -> Layout:
@@ -118,14 +114,11 @@ class Layout:
         return [self._part(*both, i, i + 1 == len(found)) for i, both in enumerate(found)]
 
     def _part(self, blocks: slice, rows: slice, index: int, is_last: bool) -> Part:
-        count, c, near = blocks.stop - blocks.start, self.block, self.near
-        if self.single:
-            return Part(blocks, rows, slice(0, self.keys), slice(0, 1), index, is_last)
-        span = slice(blocks.start * c, (blocks.stop + self.before + self.after) * c)
-        kernel = slice(0, count + self.before + self.after)
-        if near.is_causal and (near.in_blocks or self.is_triangle):
+        count, c = blocks.stop - blocks.start, self.block
+        span, kernel = slice(blocks.start * c, blocks.stop * c + self.width - c), slice(0, count + self.neighbours)
+        if self.near.is_causal and (self.near.in_blocks or self.is_triangle):
             kernel = slice(0, count)
-        elif near.in_blocks and not torch.compiler.is_compiling():  # not those in front of all keys and behind them
+        elif self.near.in_blocks and not torch.compiler.is_compiling():  # not those in front of all keys and behind
             first, last = max(0, self.front - span.start), max(0, span.stop - self.front - self.keys)
             kernel = slice(first // c, kernel.stop - last // c)
         return Part(blocks, rows, span, kernel, index, is_last)
@@ -134,101 +127,83 @@ class Layout:
 
     def take_rows(self, q: Tensor, part: Part) -> Tensor:
         """Rows (b, g, r, n, d) of a part, (b, g, t, r c, d), zeros where there is none."""
-        if self.single:
-            return q[:, :, :, part.rows].flatten(2, 3).unsqueeze(2)
         c, blocks = self.block, part.blocks
-        found = cut(q, 3, blocks.start * c - self.lead, blocks.stop * c - self.lead)
-        found = found.unflatten(3, (-1, c))[..., part.rows, :]
-        return found.squeeze(2) if found.shape[2] == 1 else found.transpose(2, 3).flatten(3, 4)
+        found = cut(q, 3, blocks.start * c - self.lead, blocks.stop * c - self.lead).unflatten(3, (-1, c))
+        return found[..., part.rows, :].transpose(2, 3).flatten(3, 4)
 
     def put_rows(self, total: Tensor, part: Part, more: Tensor) -> None:
         """Add what belongs to the rows (b, g, t, r c, d) of a part to all, (b, g, r, n, d)."""
         _add_at(total, 3, part.blocks.start * self.block + part.rows.start - self.lead, by_head(more, total.shape[2]))
 
-    def take(self, x: Tensor, span: slice) -> Tensor:
-        """A span of the laid-out keys of x (b, g, s, d), zeros where there is none."""
-        return x if self.single else cut(x, 2, span.start - self.front, span.stop - self.front)
+    def take(self, x: Tensor, part: Part) -> Tensor:
+        """The laid-out keys of a part of x (b, g, s, d), zeros where there is none."""
+        return cut(x, 2, part.span.start - self.front, part.span.stop - self.front)
 
-    def put(self, total: Tensor, span: slice, more: Tensor) -> None:
-        """Add what belongs to a span of the laid-out keys to the given ones (b, g, s, d)."""
-        _add_at(total, 2, span.start - self.front, more)
+    def put(self, total: Tensor, part: Part, more: Tensor) -> None:
+        """Add what belongs to the laid-out keys of a part to the given ones (b, g, s, d)."""
+        _add_at(total, 2, part.span.start - self.front, more)
 
     def bias(self, holes: Tensor | None, span: slice, like: Tensor) -> Tensor | None:
         """What is added to the logits of the laid-out keys of a span, (b, 1, span, 1), so that those of the mask
         (b, s) and those that do not exist count for nothing; None where all are there."""
         first, last = span.start - self.front, span.stop - self.front
-        if holes is None:
-            if self.single or (first >= 0 and last <= self.keys and not torch.compiler.is_compiling()):
-                return None
-            found = like.new_zeros(1, self.keys)
-        else:
-            found = like.new_zeros(holes.shape).masked_fill(holes, MASKED)
-        found = found[:, None, :, None]
-        return found if self.single else cut(found, 2, first, last, MASKED)
+        if holes is None and first >= 0 and last <= self.keys and not torch.compiler.is_compiling():
+            return None
+        found = (
+            like.new_zeros(1, self.keys) if holes is None else like.new_zeros(holes.shape).masked_fill(holes, MASKED)
+        )
+        return cut(found[:, None, :, None], 2, first, last, MASKED)
 
     def zones(self, x: Tensor) -> Tensor:
-        """A span of laid-out keys (b, g, keys, d) as the zones of its blocks of rows, (b, g, t, z, d): views."""
-        if self.single:
-            return x.unsqueeze(2)
+        """The laid-out keys of a part (b, g, keys, d) as the zones of its blocks of rows, (b, g, t, z, d): views."""
         if self.width == self.block:
             return x.unflatten(2, (-1, self.block))
         return x.unfold(2, self.width, self.block).mT
 
     def own(self, x: Tensor, part: Part) -> Tensor:
-        """Of a span of laid-out keys (b, g, keys, d) those at the places of its blocks of rows, (b, g, t, c, d)."""
-        if self.single:
-            return x[:, :, self.held :].unsqueeze(2)
-        first = self.before * self.block
-        return x[:, :, first : first + (part.blocks.stop - part.blocks.start) * self.block].unflatten(
-            2, (-1, self.block)
-        )
+        """Of the laid-out keys (b, g, keys, d) of a part those at the places of its blocks of rows, (b, g, t, c, d)."""
+        end = self.offset + (part.blocks.stop - part.blocks.start) * self.block
+        return x[:, :, self.offset : end].unflatten(2, (-1, self.block))
 
     # Which keys of its zone a row sees, and how.
 
-    def exact_mask(self, part: Part, like: Tensor) -> Tensor | None:
-        """What is added to the exact logits of the rows of a part, (c, z): 0 for the keys of its zone that a row sees
-        exactly; None for all."""
+    def exact_mask(self, part: Part, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What is added to the exact logits of the rows of a part, (1, 1, 1, c, z) or less: 0 for the keys of its zone
+        that a row sees exactly."""
         near, w = self.near, self.near.window
         if near.in_blocks and not near.is_causal:
-            return None
-        offset = self._offsets(part, like.device)
+            return torch.zeros(1, 1, 1, 1, self.width, dtype=dtype, device=device)
+        offset = self._offsets(part, device)
         hidden = offset > 0 if near.is_causal else offset.abs() >= w
         if near.is_causal and not near.in_blocks:
             hidden |= offset <= -w
-        return like.new_zeros(hidden.shape).masked_fill(hidden, MASKED)
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, MASKED)[None, None, None]
 
     def kernel_mask(self, part: Part, device: torch.device) -> Tensor:
         """Which keys of its zone a row does not see by the kernel, (c, z)."""
         w, offset = self.near.window, self._offsets(part, device)
         return offset > -w if self.near.is_causal else offset.abs() < w
 
-    def sees_sinks(self, sinks: Any, part: Part) -> Tensor:
-        """Which sinks (b, s) the rows of a part see beside their zone, (b, t, c, s) or (1, t, 1, 1) for all alike."""
+    def sees_sinks(self, place: Tensor, there: Tensor, part: Part) -> Tensor:
+        """Which of the sinks (b, s) at these places, as far as they are there, the rows of a part see beside their
+        zone, (b, t, c, s)."""
         w, c, blocks = self.near.window, self.block, part.blocks
-        place, there = sinks.places()
-        if sinks.place is None and self.near.in_blocks and not self.single and place.shape[1] <= w:
-            return (torch.arange(blocks.start, blocks.stop, device=place.device) > 1)[None, :, None, None]
         i = torch.arange(blocks.start * c, blocks.stop * c, device=place.device)[:, None] - self.lead
         j = place[:, None, :]
         if self.near.in_blocks:
-            first = self.seen % w if self.single else self.lead
-            apart = (i + first) // w - torch.div(j + first, w, rounding_mode="floor")
-            far = apart > 1 if self.near.is_causal else apart.abs() > 1
-        else:
-            far = j <= i - w if self.near.is_causal else (i - j).abs() >= w
+            i, j = ((x + self.seen % w).div(w, rounding_mode="floor") for x in (i, j))
+            w = 2
+        far = j <= i - w if self.near.is_causal else (i - j).abs() >= w
         return (far & there[:, None, :]).unflatten(1, (-1, c))[:, :, part.rows]
 
     def _offsets(self, part: Part, device: torch.device) -> Tensor:
         """Place of a zone's key minus place of a block's row, (c, z)."""
-        first = self.held if self.single else self.before * self.block
         rows = torch.arange(self.block, device=device)[part.rows, None]
-        return torch.arange(self.width, device=device) - first - rows
+        return torch.arange(self.width, device=device) - self.offset - rows
 
 
 def by_head(x: Tensor, r: int) -> Tensor:
     """Rows in the order of `take_rows` as heads: (b, g, t, r c, d) to (b, g, r, t c, d)."""
-    if r == 1:
-        return x.flatten(2, 3).unsqueeze(2)
     return x.unflatten(3, (r, -1)).transpose(2, 3).flatten(3, 4)
 
 

@@ -72,7 +72,7 @@ def sequence_parallel_attention(
         total = all_reduce(local, group)
         rows = q.reshape(*k.shape[:2], call.groups, *q.shape[-2:])
         none, layout = Keys(k[:, :, :0], v[:, :, :0]), Layout.of(call.near, q.shape[-2], 0, 0, 0)
-        out, bad, _ = scan_rows(call, rows, none, None, Sums(total.sums, total.log_scale), layout, fresh=False)
+        out, bad, _ = scan_rows(call, rows, none, None, Sums(total.sums, total.log_scale), layout)
         if bad is not None:
             seen = total.total[:, :, None, None]
             report(prepared, Result(out, None, bad & (seen[..., -1:] > 0)), int(bad.sum()), on_small_normalizer, 2)

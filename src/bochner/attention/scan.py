@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bochner import _products
-from bochner.attention.autograd import Output, Scanned, random_state, recomputed
-from bochner.attention.features import EMPTY, MASKED, PreparedMap, tied
+from bochner.attention.autograd import Known, Output, Scanned, random_state, recomputed
+from bochner.attention.features import EMPTY, MASKED, PreparedMap
 from bochner.attention.layout import Layout, Near, Part, by_head
 from bochner.attention.softmax import attend_zones, exact_logits
 from bochner.attention.state import (
@@ -31,6 +31,7 @@ from bochner.attention.state import (
     key_sums,
     normaliser,
     ones_beside,
+    with_exact,
 )
 
 ELEMENTS = 5 * 2**20  # features and logits of one part on the CPU: 20 MB in float32
@@ -75,20 +76,11 @@ class Result(NamedTuple):
 
 
 class Sinks(NamedTuple):
-    """The first t unpadded keys; place (b, t) relative to row 0, and whether there is one (b, t).
-
-    Without places they are those of the first t rows.
-    """
+    """The first t unpadded keys; place (b, t) relative to row 0, and whether there is one (b, t); b is 1 for all alike."""
 
     keys: Keys
-    place: Tensor | None = None
-    there: Tensor | None = None
-
-    def places(self) -> tuple[Tensor, Tensor]:
-        if self.place is None or self.there is None:
-            here = torch.arange(self.keys.k.shape[2], device=self.keys.k.device).expand(self.keys.k.shape[0], -1)
-            return here, torch.ones_like(here, dtype=torch.bool)
-        return self.place, self.there
+    place: Tensor
+    there: Tensor
 
 
 def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
@@ -112,9 +104,8 @@ def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
 
 def absorb_keys(call: Call, sums: Sums, keys: Keys) -> Sums:
     """Sums after more keys (b, g, s, .), of which padding and sinks add nothing: some at a time."""
-    k, v, mask, shift = keys.k, keys.v, keys.far_holes, keys.shift
-    size, again = rows_at_once(call, None, k) or k.shape[2], call.recompute and torch.is_grad_enabled()
-    again = again and not call.composed
+    size = rows_at_once(call, None, keys.k) or keys.k.shape[2]
+    again = call.recompute and torch.is_grad_enabled() and not call.composed
     # With gradients the map is made anew: what it holds may have been computed without.
     prepared = call.map.computed_from(call.map.tensors()) if again else call.map
     prepared.function("key")  # made before it is used: a recomputation would find it there
@@ -122,86 +113,71 @@ def absorb_keys(call: Call, sums: Sums, keys: Keys) -> Sums:
     def absorbed(value: Tensor, ref: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shift: Tensor | None) -> Sums:
         return add_keys(Sums(value, ref), prepared.features("key", k, shift), v.to(prepared.dtype), mask, prepared)
 
-    none = [None] * k.shape[2]
-    holes, shifts = none if mask is None else mask.split(size, 1), none if shift is None else shift.split(size, 2)
-    for part in zip(k.split(size, 2), v.split(size, 2), holes, shifts, strict=False):
+    for i in range(0, keys.k.shape[2], size):
+        k, v, _, _, shift = part = keys.part(slice(i, i + size))
+        given = *sums, k, v, part.far_holes, shift
         # Features are not kept for the backward pass, but computed again, with the same random numbers.
         options: Any = {"use_reentrant": False, "preserve_rng_state": not prepared.phi.is_exponential}
-        sums = checkpoint(absorbed, *sums, *part, **options) if again else absorbed(*sums, *part)
+        sums = checkpoint(absorbed, *given, **options) if again else absorbed(*given)
     return sums
 
 
 def scan_rows(
-    call: Call,
-    q: Tensor,
-    keys: Keys,
-    sinks: Sinks | None,
-    sums: Sums,
-    layout: Layout,
-    *,
-    fresh: bool,
-    goes_on: bool = False,
+    call: Call, q: Tensor, keys: Keys, sinks: Sinks | None, sums: Sums, layout: Layout, *, goes_on: bool = False
 ) -> tuple[Tensor, Tensor | None, Sums]:
     """Rows of q (b, g, r, n, d) laid out among keys, which are bad, and the sums after them."""
     parts = layout.parts(rows_at_once(call, layout, keys.k))
     first = keys.part(slice(0, 0)) if sinks is None else sinks.keys
-    tensors, holes, refs = [q, keys.k, keys.v, first.k, first.v], (keys.padded, keys.far_holes), None
+    tensors: dict[str, Any] = {"q": q, "k": keys.k, "v": keys.v, "sink_k": first.k, "sink_v": first.v}
+    tensors |= {"shift": keys.shift, "sink_shift": first.shift}
+    refs = None
     if call.near.window and not call.near.is_causal and len(parts) > 1:
         # What lies behind the keys of each part, from the last to the first.
         bounds = [min(max(part.span.stop - layout.front, 0), layout.keys) for part in parts]
         found = [Sums(torch.zeros_like(sums.value), torch.full_like(sums.ref, EMPTY))]
         for i, j in reversed(list(pairwise(bounds))):
-            some = keys.part(slice(i, j))
-            found.append(absorb_keys(call, found[-1], some) if j > i else found[-1])
+            found.append(absorb_keys(call, found[-1], keys.part(slice(i, j))))
         refs = torch.stack([s.ref for s in reversed(found)], dim=2)
-        tensors.append(torch.stack([s.value for s in reversed(found)], dim=2))
-    elif keys.shift is not None:
-        assert first.shift is not None
-        tensors += [keys.shift, first.shift]
-    out, bad, *after = Scan(call, layout, parts, holes, sinks, fresh, goes_on, refs).run(tensors, sums)
+        tensors["behind"] = torch.stack([s.value for s in reversed(found)], dim=2)
+    there = {name: t for name, t in tensors.items() if t is not None}
+    scan = Scan(call, layout, parts, list(there), keys.padded, keys.far_holes, sinks, goes_on, refs)
+    if torch.is_grad_enabled() and call.recompute and not call.composed:
+        out, bad, *after = recomputed(scan, call.map, list(there.values()), sums)
+    else:
+        out, bad, *after = scan.forward(call.map, list(there.values()), sums)
     return out, bad, Sums(*after)
 
 
-class Scan:
+class Scan(NamedTuple):
     """Rows (b, g, r, n, v) over keys laid out around them, part by part.
 
     `take` finds in the tensors what a part needs, and `body` computes its rows from that and from the sums of all
-    blocks before its zones, which are carried from part to part. `replay` does the same with the graph of a backward
-    pass, given the rows and what was kept of them. `put` adds the gradients of what was taken to those of the tensors.
+    blocks before its zones, which are carried from part to part. `put` adds the gradients of what was taken to those of
+    the tensors.
 
-    Tensors: q (b, g, r, n, d); k, v (b, g, s, .); keys and values of sinks (b, g, t, .); of bidirectional windows the
-    sums behind each part (b, g, parts, m, c), whose references are `behind` (b, g, parts). `holes`, `far_holes` (b, s):
-    keys that count for nothing, and those that the kernel leaves out, None for none. With decay instead of `behind` the
-    shifts of keys (b, g, s, 1) and of sinks. `fresh`: whether no key comes
-    before the first part. `goes_on`: whether the sums after the last part are wanted.
+    Tensors by their `names`: q (b, g, r, n, d); k, v (b, g, s, .); keys and values of sinks (b, g, t, .); with decay
+    the shifts of keys (b, g, s, 1) and of sinks; of bidirectional windows the sums behind each part (b, g, parts, m, c),
+    whose references are `refs_behind` (b, g, parts). `padded`, `far_holes` (b, s): keys that count for nothing, and
+    those that the kernel leaves out, None for none. `goes_on`: whether the sums after the last part are wanted.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        layout: Layout,
-        parts: list[Part],
-        holes: tuple[Tensor | None, Tensor | None],
-        sinks: Sinks | None,
-        fresh: bool,
-        goes_on: bool,
-        behind: Tensor | None = None,
-    ) -> None:
-        self.call, self.layout, self.parts, self.sinks, self.fresh = call, layout, parts, sinks, fresh
-        (self.holes, self.far_holes), self.goes_on, self.behind = holes, goes_on, behind
-        # Whether rows are sums of products of what they see, divided by their normaliser.
-        self.can_replay = call.normalize and not call.map.has_constant
-
-    def run(self, tensors: Sequence[Tensor], carry: Sums) -> Scanned:
-        """Rows, which are bad, and the sums after the last part: differentiable in tensors, carry and map."""
-        if torch.is_grad_enabled() and self.call.recompute and not self.call.composed:
-            return recomputed(self, self.call.map, tensors, carry)
-        return self.forward(self.call.map, tensors, carry)
+    call: Call
+    layout: Layout
+    parts: list[Part]
+    names: list[str]
+    padded: Tensor | None
+    far_holes: Tensor | None
+    sinks: Sinks | None
+    goes_on: bool
+    refs_behind: Tensor | None
 
     def forward(
         self, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums, before: list[Any] | None = None
     ) -> Scanned:
-        """The same by plain operations. `before` gets of each part the carry, the random state and what is kept."""
+        """Rows, which are bad, and the sums after the last part, by plain operations.
+
+        `before` gets of each part the carry, the random state and what is kept.
+        """
         found = []
         for part in self.parts:
             random = None if before is None or prepared.phi.is_exponential else random_state(carry.value)
@@ -215,24 +191,24 @@ class Scan:
         return rows, bad, *carry
 
     def take(self, part: Part, tensors: Sequence[Tensor]) -> list[Tensor]:
-        layout, (q, k, v, *rest) = self.layout, tensors
-        found = [layout.take_rows(q, part), layout.take(k, part.span), layout.take(v, part.span), *rest[:2]]
-        if self.behind is not None:
-            return [*found, rest[2][:, :, part.number]]
-        return found if len(rest) == 2 else [*found, layout.take(rest[2], part.span), rest[3]]
+        layout = self.layout
+        how: dict[str, Callable[[Tensor], Tensor]] = {
+            "q": lambda t: layout.take_rows(t, part),
+            "behind": lambda t: t[:, :, part.number],
+            **dict.fromkeys(("k", "v", "shift"), lambda t: layout.take(t, part)),
+        }
+        return [how[name](t) if name in how else t for name, t in zip(self.names, tensors, strict=True)]
 
     def put(self, part: Part, totals: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        for i, (total, grad) in enumerate(zip(totals, grads, strict=True)):
+        for name, total, grad in zip(self.names, totals, grads, strict=True):
             if grad is None:
                 continue
-            if i == 0:
+            if name == "q":
                 self.layout.put_rows(total, part, grad)
-            elif i == 5 and self.behind is not None:
-                total[:, :, part.number] += grad
-            elif i in (1, 2, 5):
-                self.layout.put(total, part.span, grad)
+            elif name in ("k", "v", "shift"):
+                self.layout.put(total, part, grad)
             else:
-                total += grad
+                (total[:, :, part.number] if name == "behind" else total).add_(grad)
 
     def join(self, rows: Sequence[Tensor]) -> Tensor:
         """Parts (b, g, t, r c, .) as all rows, (b, g, r, n, .)."""
@@ -240,137 +216,82 @@ class Scan:
         joined = heads[0] if len(heads) == 1 else torch.cat(heads, dim=3)
         return joined[:, :, :, self.layout.lead : self.layout.lead + self.layout.rows]
 
-    def body(self, prepared: PreparedMap, part: Part, taken: Sequence[Tensor], carry: Sums) -> Output:
-        x, k, v, sink_k, sink_v, *more = taken
-        x, k, v = (t.to(prepared.dtype) for t in (x, k, v))
-        shifts, behind = self._shifts(part, more), None if self.behind is None else more[0]
-        # 1. The keys that the kernel sees of the zones, and the sums of all others.
-        keys = self._kernel_keys(prepared, part, k, v, shifts)
-        far, carry = self._far(part, keys, carry, behind)
-        # 2. What the kernel says of each row, relative to exp(log_weight).
-        phi, own = (t.unflatten(2, x.shape[2:4]) for t in prepared.features("query", x.flatten(2, 3)))
-        total, log_weight, bound = self._kernel(prepared, part, phi, far, keys)
-        if not self.call.near.exact and self.call.normalize:
-            den, bad = normaliser(total[..., -1:], bound, prepared.floor, looks=self.call.looks)
-            rows = divided(total[..., :-1], den, bad)
-            return Output(carry, rows, bad, (den.clone(),) * 2 if self.can_replay else None)
-        # 3. The exact terms, and one reference for all that a row sees.
-        log_weight = (log_weight if shifts is None else (log_weight - shifts.base).to(own.dtype)) + own
-        ref, exact, weights, sums = log_weight.detach(), None, None, []
-        if self.call.near.window and self.layout.width:
-            zones, mask = self.layout.zones, self._exact_mask(part, k, shifts)
-            zone, exact = attend_zones(x, zones(k), zones(v), mask, prepared.scale, prepared.phi.kernel)
-            ref = torch.maximum(ref, exact.detach())
-        if self.sinks is not None:
-            weights = self._sink_logits(prepared, part, x, sink_k.to(x.dtype), shifts)
-            ref = torch.maximum(ref, weights.detach().amax(-1, keepdim=True))
-        ref = ref.clamp_min(EMPTY)
-        # 4. One normaliser for all of them; exact terms are their own bound.
-        share = (log_weight - ref).exp()
-        if exact is not None:
-            exact = (exact - ref).exp()
-            sums.append(exact)
-        if weights is not None:
-            weights = (weights - ref).exp()
-            sums.append(weights.sum(-1, keepdim=True))
-        sum_exact = torch.zeros_like(ref) if not sums else sums[0] if len(sums) == 1 else sums[0] + sums[1]
-        bound = None if bound is None else (bound * share + sum_exact).detach()
-        den, bad = normaliser(
-            torch.addcmul(sum_exact, total[..., -1:], share), bound, prepared.floor, looks=self.call.looks
-        )
-        # 5. The values. Rows are divided last: the gradient of 1 / den would underflow.
-        num = total[..., :-1] if bad is None or not self.call.normalize else total[..., :-1].masked_fill(bad, 0)
-        num = num * share
-        if exact is not None:
-            num = self._sum(num, zone, exact)
-        if weights is not None:
-            more = weights.flatten(2, 3) @ sink_v.to(num.dtype)
-            num = self._sum(num, more.unflatten(2, num.shape[2:4]))
-        if not self.call.normalize:  # in two steps: each alone may underflow
-            half = (0.5 * (ref if shifts is None else ref + shifts.of_rows(part, self.call.groups).to(ref.dtype))).exp()
-            return Output(carry, num * half * half)
-        return Output(carry, divided(num, den, bad), bad, (den, ref) if self.can_replay else None)
-
-    def replay(
-        self,
-        prepared: PreparedMap,
-        part: Part,
-        taken: Sequence[Tensor],
-        carry: Sums,
-        rows: Tensor,
-        kept: tuple[Tensor, Tensor],
+    def body(
+        self, prepared: PreparedMap, part: Part, taken: Sequence[Tensor], carry: Sums, known: Known | None = None
     ) -> Output:
-        """The rows of `body` for a backward pass: the products that they are sums of are not computed again.
+        """The rows of a part. Where they are known, the products that they are sums of are not computed again: a
+        backward pass by that graph saves a fifth of forward and backward, with windows a third."""
+        given = dict(zip(self.names, taken, strict=True))
+        x, shift = given["q"].to(prepared.dtype), given.get("shift")
+        near, r, normalize = self.call.near, self.call.groups, self.call.normalize
+        # Decay counts from a key on. Exact terms and what they are compared with count from the first row of a block.
+        base = None if shift is None else self.layout.own(shift, part)[..., :1, :].detach()
+        # 1. The keys that the kernel sees of the zones, and the sums of all others.
+        keys = self._kernel_keys(prepared, part, given)
+        far, carry = self._far(part, keys, carry, given.get("behind"))
+        phi, own = (t.unflatten(2, x.shape[2:4]) for t in prepared.features("query", x.flatten(2, 3)))
+        if known is not None and near.exact:  # the gradient of the log scale goes the way of the values
+            phi = phi * (own - own.detach()).exp()
 
-        Through the graph of `body` forward and backward would take 1.2 times as long, with windows up to 1.5 times.
-        """
-        x, k, v, sink_k, sink_v, *more = taken
-        x, k, v = (t.to(prepared.dtype) for t in (x, k, v))
-        shifts, behind = self._shifts(part, more), None if self.behind is None else more[0]
-        layout, r, (den, ref) = self.layout, self.call.groups, kept
-        keys = self._kernel_keys(prepared, part, k, v, shifts)
-        far, carry = self._far(part, keys, carry, behind)
-        phi, own = (t.unflatten(2, x.shape[2:4]) for t in tied(prepared.features("query", x.flatten(2, 3))))
-        log_far, exact = far.ref[..., None, None], self.call.near.exact
-        terms: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        if keys is not None and layout.has_kernel_pairs:
-            psi, scale, columns = self._zone_keys(keys, part)
-            top, decay = self._decay(scale.mT, part, log_far)
-            scores = (phi @ psi.mT).unflatten(3, (r, -1)) * decay.unsqueeze(3)
-            log_near = _per_row(top, r)
-            if exact and shifts is not None:
-                log_near = (log_near - shifts.base).to(own.dtype)
-            terms.append((scores.flatten(3, 4), columns, (log_near + own - ref).exp() if exact else None))
-            share = torch.ones_like(own) if exact else (log_far - log_near).to(own.dtype).exp()
-        else:
-            share = torch.ones_like(own)
-        if exact:
-            log_far = log_far if shifts is None else (log_far - shifts.base).to(own.dtype)
-            share = (log_far + own - ref).exp()
-        terms.append((phi, far.value, share))
-        if self.call.near.window and layout.width:
-            logits, mask = (
-                exact_logits(x, layout.zones(k), prepared.scale, prepared.phi.kernel),
-                self._exact_mask(part, k, shifts),
-            )
-            logits = logits if mask is None else logits + mask
-            terms.append(((logits - ref).exp(), layout.zones(ones_beside(v)), None))
-        if self.sinks is not None:
-            weights = (self._sink_logits(prepared, part, x, sink_k.to(x.dtype), shifts) - ref).exp()
-            terms.append((weights, ones_beside(sink_v.to(x.dtype)).unsqueeze(2), None))
-        factors = [factor for _, _, factor in terms]
-        return Output(carry, replayed(rows, den, factors, [t for a, b, _ in terms for t in (a, b)]))
+        def relative(log: Tensor) -> Tensor:
+            """A log weight of the kernel as exact ones are counted; where all are the kernel's, factors cancel."""
+            if normalize and not near.exact:
+                return log
+            return own + (log if base is None else (log - base).to(own.dtype))
+
+        # 2. What the kernel says of each row: sums of products a b exp(log).
+        terms, pairs = [(phi, far.value, far.ref[..., None, None])], None
+        if keys is not None and self.layout.has_kernel_pairs:
+            pairs = self._pairs(keys, part, far)
+            scores = (phi @ pairs.psi.mT).unflatten(3, (r, -1)) * pairs.weight.unsqueeze(3)
+            terms.append((scores.flatten(3, 4), pairs.columns, per_row(pairs.ref, r)))
+        zone = self._exact_zone(part, given, base, x.dtype) if near.exact else None
+        if known is not None:
+            rows, den, ref = known
+            products = [(a, b, (relative(log) - ref).to(x.dtype).exp()) for a, b, log in terms]
+            if zone is not None:
+                logits = exact_logits(x, zone.k, prepared.scale, prepared.phi.kernel)
+                logits = logits - ref if zone.mask is None else logits + zone.mask - ref
+                products.append((logits.exp(), ones_beside(zone.v), None))
+            return Output(carry, replayed(rows, den, products))
+        total, log_weight, bound = self._kernel(prepared, phi, far, terms, pairs)
+        if normalize and zone is None:
+            den, bad = normaliser(total[..., -1:], bound, prepared.floor, looks=self.call.looks)
+            kept = None if prepared.has_constant else (den.clone(), log_weight)
+            return Output(carry, divided(total[..., :-1], den, bad), bad, kept)
+        # 3. The exact terms, with one normaliser for all.
+        log_weight = relative(log_weight)
+        exact = (torch.zeros_like(own), torch.full_like(own, MASKED))
+        if zone is not None:
+            exact = attend_zones(x, *zone, prepared.scale, prepared.phi.kernel)
+        floor = prepared.floor if normalize else None
+        num, den, bad, ref = with_exact(total, log_weight, bound, *exact, floor, looks=self.call.looks)
+        if normalize:
+            return Output(carry, divided(num, den, bad), bad, None if prepared.has_constant else (den, ref))
+        if base is not None and shift is not None:  # to the places of the rows; not of those beyond the last
+            left = (base - self.layout.own(shift, part)[..., part.rows, :]).clamp_max(0)
+            ref = ref + per_row(left, r).to(ref.dtype)
+        half = (0.5 * ref).exp()
+        return Output(carry, num * half * half)  # in two steps: each alone may underflow
 
     # The kernel.
 
-    def _shifts(self, part: Part, more: Sequence[Tensor]) -> Shifts | None:
-        if self.behind is not None or not more:
-            return None
-        own = self.layout.own(more[0], part)
-        return Shifts(more[0], more[1], own, own[..., :1, :].detach())
-
-    def _kernel_keys(
-        self, prepared: PreparedMap, part: Part, k: Tensor, v: Tensor, shifts: Shifts | None
-    ) -> KernelKeys | None:
+    def _kernel_keys(self, prepared: PreparedMap, part: Part, given: dict[str, Tensor]) -> KernelKeys | None:
         """Features of the keys laid out around a part that the kernel needs, by blocks (b, g, l, c, .), with values."""
-        layout = self.layout
-        if layout.single and (layout.near.in_blocks or not layout.width):
+        layout, k, v, shift = self.layout, given["k"], given["v"], given.get("shift")
+        if layout.single and not layout.has_kernel_pairs:
             return None
-        c, (first, last) = layout.keys if layout.single else layout.block, (part.kernel.start, part.kernel.stop)
-        shift = None if shifts is None else shifts.keys
-        if (last - first) * c < k.shape[2]:
-            some = slice(first * c, last * c)
-            k, v, shift = k[:, :, some], v[:, :, some], None if shift is None else shift[:, :, some]
-        start = part.span.start + first * c
-        features = prepared.features("key", k, shift)
+        c = layout.width if layout.single else layout.block
+        some = slice(part.kernel.start * c, part.kernel.stop * c)
+        k, v = (t[:, :, some].to(prepared.dtype) for t in (k, v))
+        features = prepared.features("key", k, None if shift is None else shift[:, :, some])
         psi, scale = features
-        bias = layout.bias(self.far_holes, slice(start, start + k.shape[2]), scale)
-        if bias is not None:
-            scale = scale + bias
+        bias = layout.bias(self.far_holes, slice(part.span.start + some.start, part.span.start + some.stop), scale)
+        scale = scale if bias is None else scale + bias
         columns = prepared.phi.columns(features, v) if prepared.has_constant else None
         return KernelKeys(psi, scale, v, columns).map(lambda t: t.unflatten(2, (-1, c)))
 
-    def _far(self, part: Part, keys: KernelKeys | None, carry: Sums, behind: Tensor | None = None) -> tuple[Sums, Sums]:
+    def _far(self, part: Part, keys: KernelKeys | None, carry: Sums, behind: Tensor | None) -> tuple[Sums, Sums]:
         """The sums outside the zone of each block of rows, (b, g, t, m, c), and those carried on."""
         layout, t = self.layout, part.blocks.stop - part.blocks.start
         if keys is None or layout.single:
@@ -379,126 +300,94 @@ class Scan:
         if part.is_last and not self.goes_on:
             gone = 0
         if self.call.near.is_causal:  # references that grow, so that no later key moves a row even by rounding
-            if t < keys.psi.shape[2]:
-                keys = keys.map(lambda x: x[:, :, :t])
-            tops = keys.scale.detach().amax((-2, -1))
-            refs = torch.cat([carry.ref.unsqueeze(-1), tops], dim=-1).cummax(-1).values
-            sums = key_sums(keys.psi, keys.scale, keys.v, refs[..., 1:], keys.columns)
-            first = None if self.fresh and part.number == 0 else carry.value
-            far, after = prefix(sums, refs, first, gone, has_graph=self._has_graph())
-            return Sums(far, refs[..., :t]), carry if after is None else Sums(after, refs[..., gone].clone())
+            psi, scale, v, columns = keys.map(lambda x: x[:, :, :t])
+            refs = torch.cat([carry.ref.unsqueeze(-1), scale.detach().amax((-2, -1))], dim=-1).cummax(-1).values
+            states = prefix(key_sums(psi, scale, v, refs[..., 1:], columns), refs, carry.value, t + (gone == t))
+            # Of all the memory, what is carried on alone.
+            carry = Sums(states[:, :, gone].clone(), refs[..., gone].clone()) if gone else carry
+            return Sums(states[:, :, :t], refs[..., :t]), carry
         ref = torch.maximum(keys.scale.detach().amax((-3, -2, -1)), carry.ref)
-        if self.behind is not None:
-            refs = self.behind[:, :, part.number]
+        if behind is not None and self.refs_behind is not None:
+            refs = self.refs_behind[:, :, part.number]
             ref = torch.maximum(ref, refs)
-        sums = key_sums(keys.psi, keys.scale, keys.v, ref.unsqueeze(-1).expand(keys.scale.shape[:3]), keys.columns)
+        sums = key_sums(keys.psi, keys.scale, keys.v, ref.unsqueeze(-1), keys.columns)
         row = torch.arange(t, device=sums.device)[:, None]
         block = torch.arange(sums.shape[2], device=sums.device)[None, :] + part.kernel.start
-        outside = (block < row) | (block >= row + 1 + layout.before + layout.after)
-        far = mixed(outside.to(sums.dtype), sums)
+        far = mixed((block < row) | (block > row + layout.neighbours), sums)
         if behind is not None:
             before = carry.value * (carry.ref - ref).exp()[..., None, None]
-            far = self._sum(far, (before + behind * (refs - ref).exp()[..., None, None]).unsqueeze(2))
+            far = far + (before + behind * (refs - ref).exp()[..., None, None]).unsqueeze(2)
             if gone:
-                carry = Sums(mixed((block < gone).to(sums.dtype), sums).squeeze(2) + before, ref)
-        return Sums(far, ref.unsqueeze(-1).expand(far.shape[:3])), carry
+                carry = Sums(mixed(block < gone, sums).squeeze(2) + before, ref)
+        return Sums(far, ref.unsqueeze(-1)), carry
+
+    def _pairs(self, keys: KernelKeys, part: Part, far: Sums) -> Pairs:
+        """What the kernel sees of each zone pair by pair."""
+        layout, ref, dtype = self.layout, far.ref[..., None, None], self.call.map.dtype
+        if layout.is_triangle:
+            keys = keys.map(lambda x: x[:, :, : part.blocks.stop - part.blocks.start])
+        elif not layout.single:
+            keys = keys.map(lambda x: layout.zones(x.flatten(2, 3)))
+        columns, scale = ones_beside(keys.v) if keys.columns is None else keys.columns, keys.scale.mT
+        if not layout.is_triangle:
+            scale = scale.masked_fill(layout.kernel_mask(part, scale.device), MASKED)
+            top = torch.maximum(ref, scale.detach().amax(-1, keepdim=True))
+            return Pairs(keys.psi, columns, top, (scale - top).to(dtype).exp())
+        top = torch.maximum(ref, scale.detach().cummax(-1).values.mT[..., part.rows, :])
+        weight = (scale - top).to(dtype).clamp_max(0).exp().tril(part.rows.start)
+        return Pairs(keys.psi, columns, top, weight)
 
     def _kernel(
-        self, prepared: PreparedMap, part: Part, phi: Tensor, far: Sums, keys: KernelKeys | None
+        self,
+        prepared: PreparedMap,
+        phi: Tensor,
+        far: Sums,
+        terms: Sequence[tuple[Tensor, Tensor, Tensor]],
+        pairs: Pairs | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Values and normaliser (b, g, t, r c, v + 1) by the kernel, relative to exp(log_weight), and their bound."""
-        layout, r = self.layout, self.call.groups
-        total, ref = phi @ far.value, far.ref[..., None, None]
+        r, (a, b, ref) = self.call.groups, terms[0]
+        total = a @ b
         last = far.value[..., -1:, :] if prepared.has_constant else None
         norm = None if prepared.positive else far.value[..., -1].unsqueeze(-2)
-        if keys is not None and layout.has_kernel_pairs:
-            psi, scale, columns = self._zone_keys(keys, part)
-            top, decay = self._decay(scale.mT, part, ref)
-            fade, scores = _per_row((ref - top).to(phi.dtype).exp(), r), (phi @ psi.mT).unflatten(3, (r, -1))
-            scores = scores * decay.unsqueeze(3) if self._has_graph() else scores.mul_(decay.unsqueeze(3))
-            total = torch.addcmul(scores.flatten(3, 4) @ columns, total, fade)
+        if pairs is not None:
+            fade, (a, b, ref) = per_row((ref - pairs.ref).to(phi.dtype).exp(), r), terms[1]
+            total = torch.addcmul(a @ b, total, fade)
             if last is not None:
-                last = last * fade + _per_row((decay * psi[..., -1:].mT) @ columns, r)
+                last = last * fade + per_row((pairs.weight * pairs.psi[..., -1:].mT) @ pairs.columns, r)
             if norm is not None:
-                norm = norm * fade + _per_row(decay @ psi, r)
-            ref = _per_row(top, r)
+                norm = norm * fade + per_row(pairs.weight @ pairs.psi, r)
         bound = None if norm is None else cauchy_schwarz(phi, norm)
         if last is not None:
             total, factor = prepared.phi.answer(total, last, phi)
             ref = ref if factor is None else ref + factor
         return total, ref, bound
 
-    def _zone_keys(self, keys: KernelKeys, part: Part) -> tuple[Tensor, Tensor, Tensor]:
-        """Features, log scales and columns of what the kernel sees of each zone pair by pair, (b, g, t, z, .)."""
-        t = part.blocks.stop - part.blocks.start
-        if not (self.layout.single or self.layout.is_triangle):
-            keys = keys.map(lambda x: self.layout.zones(x.flatten(2, 3)))
-        elif t < keys.psi.shape[2]:
-            keys = keys.map(lambda x: x[:, :, :t])
-        return keys.psi, keys.scale, ones_beside(keys.v) if keys.columns is None else keys.columns
-
-    def _decay(self, scale: Tensor, part: Part, ref: Tensor) -> tuple[Tensor, Tensor]:
-        """The reference of each row (b, g, t, c, 1), and the weights of the keys that the kernel sees, (.., c, z).
-
-        `scale` (b, g, t, 1, z): those of the keys; `ref` (b, g, t, 1, 1): that of the sums outside.
-        """
-        dtype = self.call.map.dtype
-        if not self.layout.is_triangle:
-            scale = scale.masked_fill(self.layout.kernel_mask(part, scale.device), MASKED)
-            top = torch.maximum(ref, scale.detach().amax(-1, keepdim=True))
-            return top, (scale - top).to(dtype).exp_()
-        top = torch.maximum(ref, scale.detach().cummax(-1).values.mT[..., part.rows, :])
-        weight = (scale - top).to(dtype)
-        if self.call.composed or scale.requires_grad:
-            return top, weight.clamp_max(0).exp().tril(part.rows.start)
-        return top, weight.exp_().tril_(part.rows.start)  # infinite perhaps where it is cut off
-
-    def _has_graph(self) -> bool:
-        """Whether a gradient may need what is computed, so that none of it may be overwritten."""
-        return self.call.composed or torch.is_grad_enabled()
-
-    def _sum(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """`x + y weight`, in the memory of x where it may be."""
-        out = None if self._has_graph() else x
-        return torch.add(x, y, out=out) if weight is None else torch.addcmul(x, y, weight, out=out)
-
     # The exact terms.
 
-    def _exact_mask(self, part: Part, k: Tensor, shifts: Shifts | None) -> Tensor | None:
-        """What is added to the exact logits of zones, (b, g, t, r c or 1, z) or less; None for nothing."""
-        exact, bias = self.layout.exact_mask(part, k), self.layout.bias(self.holes, part.span, k)
-        if exact is not None and self.call.groups > 1:
-            exact = exact.repeat(self.call.groups, 1)
-        bias = None if bias is None else self.layout.zones(bias).mT
-        if shifts is not None:
-            decay = (self.layout.zones(shifts.keys).mT - shifts.base).to(k.dtype)
-            bias = decay if bias is None else decay + bias
-        return exact if bias is None else bias if exact is None else bias + exact
-
-    def _sink_logits(self, prepared: PreparedMap, part: Part, x: Tensor, k: Tensor, shifts: Shifts | None) -> Tensor:
-        """Exact logits (b, g, t, r c, s) of the sinks that a row sees beside its zone."""
-        assert self.sinks is not None
-        sees = self.layout.sees_sinks(self.sinks, part)
-        sees = sees if sees.shape[2] == 1 else sees.repeat(1, 1, self.call.groups, 1)
-        logits = exact_logits(x.flatten(2, 3), k, prepared.scale, prepared.phi.kernel).unflatten(2, x.shape[2:4])
-        if shifts is not None:
-            logits = logits + (shifts.sinks.unsqueeze(2).mT - shifts.base).to(logits.dtype)
-        return logits.masked_fill(~sees.unsqueeze(1), MASKED)
-
-
-class Shifts(NamedTuple):
-    """What decay adds to log weights: of the keys around a part and of the sinks (b, g, s, 1), and of the keys at the
-    places of its rows (b, g, t, c, 1). Exact terms and what they are compared with are relative to `base` (b, g, t, 1,
-    1), the first of those."""
-
-    keys: Tensor
-    sinks: Tensor
-    own: Tensor
-    base: Tensor
-
-    def of_rows(self, part: Part, r: int) -> Tensor:
-        """The log of the factor that `base` stands for in each row, (b, g, t, r c, 1); 0 in rows beyond the last."""
-        return _per_row((self.base - self.own[..., part.rows, :]).clamp_max(0), r)
+    def _exact_zone(self, part: Part, given: dict[str, Tensor], base: Tensor | None, dtype: torch.dtype) -> Zone:
+        """What the rows of a part see exactly: sinks that are not in their zone, and the keys of it."""
+        layout, near, found = self.layout, self.call.near, []
+        k, v, shift = given["k"], given["v"], given.get("shift")
+        if self.sinks is not None:
+            sees = layout.sees_sinks(*self.sinks[1:], part)[:, None]
+            mask = torch.zeros_like(sees, dtype=dtype).masked_fill(~sees, MASKED)
+            sinks = (given.get(name) for name in ("sink_k", "sink_v", "sink_shift"))
+            size = (-1, -1, sees.shape[2], -1, -1)
+            found.append((mask, *(None if t is None else t.unsqueeze(2).expand(size) for t in sinks)))
+        if near.window and layout.width:
+            there = layout.exact_mask(part, dtype, k.device)
+            bias = layout.bias(self.padded, part.span, there)
+            there = there if bias is None else there + layout.zones(bias).mT
+            found.append((there, *(None if t is None else layout.zones(t) for t in (k, v, shift))))
+        masks, *parts = zip(*found, strict=True)
+        shape = torch.broadcast_shapes(*(t.shape[:-1] for t in masks))
+        mask = torch.cat([t.expand(*shape, t.shape[-1]) for t in masks], dim=-1)
+        mask = mask if shape[3] == 1 else per_row(mask, self.call.groups)
+        k, v, shift = (None if t[0] is None else t[0] if len(t) == 1 else torch.cat(t, dim=3) for t in parts)
+        if base is not None and shift is not None:
+            mask = mask + (shift.mT - base).to(dtype)
+        return Zone(k.to(dtype), v.to(dtype), mask)
 
 
 class KernelKeys(NamedTuple):
@@ -513,12 +402,31 @@ class KernelKeys(NamedTuple):
         return KernelKeys(f(self.psi), f(self.scale), f(self.v), None if self.columns is None else f(self.columns))
 
 
-def replayed(rows: Tensor, den: Tensor, factors: Sequence[Tensor | None], terms: Sequence[Tensor]) -> Tensor:
-    """Known rows as `sum_i factor_i a_i b_i` divided by its last column, for autograd: terms are a_1, b_1, a_2, b_2 ...
+class Pairs(NamedTuple):
+    """Features and columns (b, g, t, z, .) of the keys of zones that the kernel sees pair by pair, the reference of each
+    row (b, g, t, c, 1), and the weights of the keys relative to it (b, g, t, c, z)."""
+
+    psi: Tensor
+    columns: Tensor
+    ref: Tensor
+    weight: Tensor
+
+
+class Zone(NamedTuple):
+    """Keys and values (b, g, t, z, .), and what is added to the logits of their rows, (b, g, t, r c, z) or less."""
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor
+
+
+def replayed(rows: Tensor, den: Tensor, products: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
+    """Known rows as `sum_i factor_i a_i b_i` divided by its last column, for autograd; products are (a, b, factor).
 
     den (..., n, 1): the last column; rows that could not be divided are zero, and get no gradient.
     """
-    out: Tensor = _Replayed.apply(rows, den, factors, *terms)
+    factors = [factor for *_, factor in products]
+    out: Tensor = _Replayed.apply(rows, den, factors, *(t for a, b, _ in products for t in (a, b)))
     return out
 
 
@@ -546,27 +454,16 @@ def mixed(weight: Tensor, sums: Tensor) -> Tensor:
     return (weight.to(sums.dtype) @ sums.flatten(3)).unflatten(-1, sums.shape[3:])
 
 
-def prefix(
-    sums: Tensor, refs: Tensor, first: Tensor | None, gone: int, *, has_graph: bool
-) -> tuple[Tensor, Tensor | None]:
-    """What precedes each of t blocks, (b, g, t, m, c), and what precedes block `gone`, None if that is the first.
+def prefix(sums: Tensor, refs: Tensor, first: Tensor, count: int) -> Tensor:
+    """What precedes each of t blocks and the end, the first so many of them, (b, g, count, m, c).
 
     The sums of block i are relative to refs[i + 1], `first` to refs[0]. One product with a triangle of weights:
     quadratic in t, with a small constant; while compiling, when all blocks are taken at once, in two levels.
     """
-    t = sums.shape[2]
-    if torch.compiler.is_compiling() and (_products.is_exporting() or t > OUTER):
-        states = _nested_prefix(sums, refs, torch.zeros_like(sums[:, :, 0]) if first is None else first)
-        return states[:, :, :t], states[:, :, gone]
-    count = t + 1 if gone == t else t  # of prefixes that are wanted
-    states = mixed(_fading(refs)[..., :count, :], sums)
-    if first is not None:
-        fade = (refs[..., :1] - refs[..., :count]).to(sums.dtype).exp()[..., None, None]
-        states = torch.addcmul(states, first.unsqueeze(2), fade, out=None if has_graph else states)
-    if not gone:
-        return states, None
-    after = states[:, :, gone]
-    return states[:, :, :t], after if has_graph else after.clone()  # of all the memory, what is carried on alone
+    if torch.compiler.is_compiling() and (_products.is_exporting() or sums.shape[2] > OUTER):
+        return _nested_prefix(sums, refs, first)
+    fade = (refs[..., :1] - refs[..., :count]).to(sums.dtype).exp()[..., None, None]
+    return torch.addcmul(mixed(_fading(refs)[..., :count, :], sums), first.unsqueeze(2), fade)
 
 
 def _fading(refs: Tensor) -> Tensor:
@@ -591,6 +488,6 @@ def _nested_prefix(sums: Tensor, refs: Tensor, first: Tensor) -> Tensor:
     return ends.unflatten(-1, sums.shape[3:])
 
 
-def _per_row(x: Tensor, r: int) -> Tensor:
+def per_row(x: Tensor, r: int) -> Tensor:
     """(b, g, t, c, d) to (b, g, t, r c, d): what all query heads of a group share."""
     return x if r == 1 else x.repeat(1, 1, 1, r, 1)

@@ -81,9 +81,7 @@ def attend_zones(
         return (logits - log_norm).exp() @ v, log_norm
     d = v.shape[-1]
     x, y, u = _widened(*(t.flatten(0, 1) for t in (q, k, v)))
-    if mask is not None:
-        mask = mask.expand(*q.shape[:4], y.shape[2]) if mask.dim() == 5 else mask
-        mask = mask.flatten(0, 1) if mask.dim() == 5 else mask.expand(*x.shape[:3], y.shape[2])
+    mask = None if mask is None else mask.expand(*q.shape[:4], y.shape[2]).flatten(0, 1)
     out, log_norm = FORWARD(x, y, u, 0.0, False, attn_mask=mask, scale=scale)
     return out[..., :d].unflatten(0, q.shape[:2]), log_norm.unflatten(0, q.shape[:2]).unsqueeze(-1)
 

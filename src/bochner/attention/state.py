@@ -7,13 +7,14 @@ by `add`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner._products import in_place, may_look
+from bochner._products import may_look
 from bochner.attention.features import BOUNDED_FLOOR, EMPTY, MASKED, PreparedMap
 from bochner.maps.base import FeatureMap, Features
 
@@ -40,29 +41,27 @@ class Keys(NamedTuple):
             return self.padded if self.sink is None else self.sink
         return self.padded | self.sink
 
+    def each(self, f: Callable[[Tensor, int], Tensor]) -> Keys:
+        """Every tensor there is through f, which is also told the dimension of its places."""
+        return Keys(*(None if t is None else f(t, min(t.dim(), 3) - 1) for t in self))  # type: ignore[arg-type]
+
     def part(self, span: slice) -> Keys:
-        padded, sink = (None if t is None else t[:, span] for t in (self.padded, self.sink))
-        shift = None if self.shift is None else self.shift[:, :, span]
-        return Keys(self.k[:, :, span], self.v[:, :, span], padded, sink, shift)
+        return self.each(lambda t, dim: t[:, span] if dim == 1 else t[:, :, span])
 
     def then(self, new: Keys) -> Keys:
         """These keys and others behind them."""
         if not self.k.shape[2] and self.padded is self.sink is self.shift is None:
             return new
-
-        def joined(dim: int, a: Tensor | None, b: Tensor | None) -> Tensor | None:
-            if a is None and b is None:
-                return None
-            shapes = [keys.k.shape[::2] if dim == 1 else (*keys.k.shape[:3], 1) for keys in (self, new)]
-            there = b if a is None else a
-            assert there is not None
-            parts = [there.new_zeros(shape) if t is None else t for t, shape in zip((a, b), shapes, strict=True)]
-            return torch.cat(parts, dim=dim)
-
-        k, v = torch.cat([self.k, new.k], dim=2), torch.cat([self.v, new.v], dim=2)
-        return Keys(
-            k, v, joined(1, self.padded, new.padded), joined(1, self.sink, new.sink), joined(2, self.shift, new.shift)
-        )
+        found = []
+        for pair in zip(self, new, strict=True):
+            like = pair[1] if pair[0] is None else pair[0]
+            if like is not None:
+                dim, counts = min(like.dim(), 3) - 1, (self.k.shape[2], new.k.shape[2])
+                shapes = [(*like.shape[:dim], n, *like.shape[dim + 1 :]) for n in counts]
+                both = [like.new_zeros(shape) if t is None else t for t, shape in zip(pair, shapes, strict=True)]
+                like = torch.cat(both, dim=dim)
+            found.append(like)
+        return Keys(*found)  # type: ignore[arg-type]
 
 
 class WindowState(NamedTuple):
@@ -308,6 +307,31 @@ def normaliser(den: Tensor, bound: Tensor | None, floor: float, *, looks: bool) 
     return den.masked_fill(bad, 1), bad
 
 
+def with_exact(
+    total: Tensor,
+    log_weight: Tensor,
+    bound: Tensor | None,
+    exact: Tensor,
+    log_exact: Tensor,
+    floor: float | None,
+    *,
+    looks: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """One normaliser for the kernel's rows (..., n, v + 1), relative to exp(log_weight), and rows of exact terms
+    (..., n, v) with the logarithm of theirs: numerator, normaliser, which cannot be divided, and their reference.
+
+    Exact terms are their own bound. Without a floor nothing is to be divided.
+    """
+    ref = torch.maximum(log_weight, log_exact).detach().clamp_min(EMPTY)
+    share, weight = (log_weight - ref).exp(), (log_exact - ref).exp()
+    den, bad, num = torch.addcmul(weight, total[..., -1:], share), None, total[..., :-1]
+    if floor is not None:
+        bound = None if bound is None else torch.addcmul(weight, bound, share).detach()
+        den, bad = normaliser(den, bound, floor, looks=looks)
+        num = num if bad is None else num.masked_fill(bad, 0)  # not infinity times zero in a gradient
+    return torch.addcmul(exact * weight, num, share), den, bad, ref
+
+
 def cauchy_schwarz(values: Tensor, norm: Tensor) -> Tensor:
     """A bound of every row's normaliser, (..., n, 1), that does not depend on how the keys were split up."""
     norms = [torch.linalg.vector_norm(t.detach(), dim=-1, keepdim=True) for t in (values, norm)]
@@ -318,12 +342,7 @@ def ones_beside(v: Tensor, weight: Tensor | None = None) -> Tensor:
     """Values (..., s, v) with a column of ones, both times a weight (..., s, 1): (..., s, v + 1)."""
     if weight is None:
         return torch.nn.functional.pad(v, (0, 1), value=1.0)
-    if not in_place(v):
-        return torch.cat([v * weight, weight], dim=-1)
-    out = torch.empty(*v.shape[:-1], v.shape[-1] + 1, dtype=v.dtype)
-    torch.mul(v, weight, out=out[..., :-1])
-    out[..., -1:] = weight
-    return out
+    return torch.cat([v * weight, weight], dim=-1)
 
 
 def spread_mask(mask: Tensor) -> Tensor:
