@@ -10,11 +10,22 @@ import torch
 from torch import Tensor
 
 from bochner.attention.attend import leave
-from bochner.attention.features import EMPTY, MASKED
+from bochner.attention.features import MASKED
 from bochner.attention.layout import starts
 from bochner.attention.scan import Call, Result
 from bochner.attention.softmax import attend_zones
-from bochner.attention.state import Keys, State, Sums, WindowState, add_key, divided, normaliser, read_sums, spread_mask
+from bochner.attention.state import (
+    Keys,
+    State,
+    Sums,
+    WindowState,
+    add_key,
+    divided,
+    normaliser,
+    read_sums,
+    spread_mask,
+    with_exact,
+)
 
 pad = torch.nn.functional.pad
 
@@ -50,14 +61,10 @@ def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) 
         window = window._replace(held=window.held.then(keys), seen=window.seen + 1, start=start)
         if not near.in_blocks:  # a key leaves before the token is read, a block behind the row that ends one
             sums, window = leave(call, sums, window)
-        exact, log_exact = _exact_rows(call, x, window)
         rows, factor, bound = read_sums(phi, sums, prepared)
-        log_weight = sums.ref.unsqueeze(-1).unsqueeze(-1) + (own if factor is None else own + factor)
-        ref = torch.maximum(log_exact, log_weight).clamp_min(EMPTY)
-        weight, share = (log_exact - ref).exp(), (log_weight - ref).exp()
-        bound = None if bound is None else torch.addcmul(weight, bound, share)
-        den, bad = normaliser(torch.addcmul(weight, rows[..., -1:], share), bound, prepared.floor, looks=call.looks)
-        num = torch.addcmul(exact * weight, rows[..., :-1], share)
+        log_weight = sums.ref[..., None, None] + (own if factor is None else own + factor)
+        exact = _exact_rows(call, x, window)
+        num, den, bad, _ = with_exact(rows, log_weight, bound, [exact], prepared.floor, looks=call.looks)
         if near.in_blocks:
             sums, window = leave(call, sums, window)
     seen = total.unsqueeze(-2)
@@ -67,10 +74,10 @@ def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) 
 
 def _decayed(window: WindowState, decay: Tensor) -> WindowState:
     """A window whose keys weigh exp(decay) of what they did, (b, g, 1, 1)."""
-    held, sinks = (
-        keys._replace(shift=decay.expand(*keys.k.shape[:3], 1) if keys.shift is None else keys.shift + decay)
-        for keys in (window.held, window.sinks)
+    both = (
+        t._replace(shift=decay.expand(*t.k.shape[:3], 1) if t.shift is None else t.shift + decay) for t in window[:2]
     )
+    held, sinks = both
     return window._replace(held=held, sinks=sinks)
 
 
@@ -86,11 +93,10 @@ def _exact_rows(call: Call, x: Tensor, window: WindowState) -> tuple[Tensor, Ten
             none = twice.new_zeros(keys.k.shape[::2])
             hidden = torch.cat([twice, none if hidden is None else hidden], dim=1)
         keys = window.sinks.part(slice(0, sinks)).then(keys)
-    bias = None
+    bias = None if keys.shift is None else keys.shift.mT.unsqueeze(2)
     if hidden is not None:
-        bias = torch.zeros(hidden.shape, dtype=dtype, device=x.device).masked_fill(hidden, MASKED)[:, None, None, None]
-    if keys.shift is not None:
-        bias = keys.shift.mT.unsqueeze(2) if bias is None else keys.shift.mT.unsqueeze(2) + bias
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=x.device).masked_fill(hidden, MASKED)[:, None, None, None]
+        bias = mask if bias is None else bias + mask
     x, k, v = (t.unsqueeze(2).to(dtype) for t in (x, keys.k, keys.v))
     rows, log_norm = attend_zones(x, k, v, bias, call.map.scale, call.map.phi.kernel)
     return rows.squeeze(2), log_norm.squeeze(2)

@@ -167,12 +167,12 @@ class Layout:
 
     # Which keys of its zone a row sees, and how.
 
-    def exact_mask(self, part: Part, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What is added to the exact logits of the rows of a part, (1, 1, 1, c, z) or less: 0 for the keys of its zone
-        that a row sees exactly."""
+    def exact_mask(self, part: Part, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """What is added to the exact logits of the rows of a part, (1, 1, 1, c, z): 0 for the keys of its zone that a
+        row sees exactly; None for all."""
         near, w = self.near, self.near.window
         if near.in_blocks and not near.is_causal:
-            return torch.zeros(1, 1, 1, 1, self.width, dtype=dtype, device=device)
+            return None
         offset = self._offsets(part, device)
         hidden = offset > 0 if near.is_causal else offset.abs() >= w
         if near.is_causal and not near.in_blocks:

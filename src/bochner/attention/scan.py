@@ -243,29 +243,26 @@ class Scan(NamedTuple):
         terms, pairs = [(phi, far.value, far.ref[..., None, None])], None
         if keys is not None and self.layout.has_kernel_pairs:
             pairs = self._pairs(keys, part, far)
-            scores = (phi @ pairs.psi.mT).unflatten(3, (r, -1)) * pairs.weight.unsqueeze(3)
+            scores, weight = (phi @ pairs.psi.mT).unflatten(3, (r, -1)), pairs.weight.unsqueeze(3)
+            scores = scores * weight if self._has_graph() else scores.mul_(weight)
             terms.append((scores.flatten(3, 4), pairs.columns, per_row(pairs.ref, r)))
-        zone = self._exact_zone(part, given, base, x.dtype) if near.exact else None
+        zones = self._exact_zones(part, given, base, x.dtype)
         if known is not None:
             rows, den, ref = known
             products = [(a, b, (relative(log) - ref).to(x.dtype).exp()) for a, b, log in terms]
-            if zone is not None:
-                logits = exact_logits(x, zone.k, prepared.scale, prepared.phi.kernel)
-                logits = logits - ref if zone.mask is None else logits + zone.mask - ref
-                products.append((logits.exp(), ones_beside(zone.v), None))
+            for k, v, mask in zones:
+                logits = exact_logits(x, k, prepared.scale, prepared.phi.kernel)
+                products.append(((logits - ref if mask is None else logits + mask - ref).exp(), ones_beside(v), None))
             return Output(carry, replayed(rows, den, products))
         total, log_weight, bound = self._kernel(prepared, phi, far, terms, pairs)
-        if normalize and zone is None:
+        if normalize and not near.exact:
             den, bad = normaliser(total[..., -1:], bound, prepared.floor, looks=self.call.looks)
             kept = None if prepared.has_constant else (den.clone(), log_weight)
             return Output(carry, divided(total[..., :-1], den, bad), bad, kept)
         # 3. The exact terms, with one normaliser for all.
-        log_weight = relative(log_weight)
-        exact = (torch.zeros_like(own), torch.full_like(own, MASKED))
-        if zone is not None:
-            exact = attend_zones(x, *zone, prepared.scale, prepared.phi.kernel)
+        exact = [attend_zones(x, *zone, prepared.scale, prepared.phi.kernel) for zone in zones]
         floor = prepared.floor if normalize else None
-        num, den, bad, ref = with_exact(total, log_weight, bound, *exact, floor, looks=self.call.looks)
+        num, den, bad, ref = with_exact(total, relative(log_weight), bound, exact, floor, looks=self.call.looks)
         if normalize:
             return Output(carry, divided(num, den, bad), bad, None if prepared.has_constant else (den, ref))
         if base is not None and shift is not None:  # to the places of the rows; not of those beyond the last
@@ -334,7 +331,11 @@ class Scan(NamedTuple):
             top = torch.maximum(ref, scale.detach().amax(-1, keepdim=True))
             return Pairs(keys.psi, columns, top, (scale - top).to(dtype).exp())
         top = torch.maximum(ref, scale.detach().cummax(-1).values.mT[..., part.rows, :])
-        weight = (scale - top).to(dtype).clamp_max(0).exp().tril(part.rows.start)
+        weight = (scale - top).to(dtype)
+        if self._has_graph():
+            weight = weight.clamp_max(0).exp().tril(part.rows.start)
+        else:
+            weight.exp_().tril_(part.rows.start)  # infinite perhaps where it is cut off
         return Pairs(keys.psi, columns, top, weight)
 
     def _kernel(
@@ -365,29 +366,38 @@ class Scan(NamedTuple):
 
     # The exact terms.
 
-    def _exact_zone(self, part: Part, given: dict[str, Tensor], base: Tensor | None, dtype: torch.dtype) -> Zone:
-        """What the rows of a part see exactly: sinks that are not in their zone, and the keys of it."""
-        layout, near, found = self.layout, self.call.near, []
-        k, v, shift = given["k"], given["v"], given.get("shift")
+    def _exact_zones(
+        self, part: Part, given: dict[str, Tensor], base: Tensor | None, dtype: torch.dtype
+    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """What the rows of a part see exactly, the keys of their zone and the sinks that are not in it: keys and values
+        (b, g, t, z, .), and what is added to the logits of their rows, (b, g, t, r c, z) or less."""
+        layout, found = self.layout, []
+        if self.call.near.window and layout.width:
+            k, v, shift = (None if t is None else layout.zones(t) for t in map(given.get, ("k", "v", "shift")))
+            bias = layout.bias(self.padded, part.span, given["k"].to(dtype))
+            mask = layout.exact_mask(part, dtype, given["k"].device)
+            found.append((k, v, shift, plus(None if bias is None else layout.zones(bias).mT, mask)))
         if self.sinks is not None:
             sees = layout.sees_sinks(*self.sinks[1:], part)[:, None]
-            mask = torch.zeros_like(sees, dtype=dtype).masked_fill(~sees, MASKED)
-            sinks = (given.get(name) for name in ("sink_k", "sink_v", "sink_shift"))
-            size = (-1, -1, sees.shape[2], -1, -1)
-            found.append((mask, *(None if t is None else t.unsqueeze(2).expand(size) for t in sinks)))
-        if near.window and layout.width:
-            there = layout.exact_mask(part, dtype, k.device)
-            bias = layout.bias(self.padded, part.span, there)
-            there = there if bias is None else there + layout.zones(bias).mT
-            found.append((there, *(None if t is None else layout.zones(t) for t in (k, v, shift))))
-        masks, *parts = zip(*found, strict=True)
-        shape = torch.broadcast_shapes(*(t.shape[:-1] for t in masks))
-        mask = torch.cat([t.expand(*shape, t.shape[-1]) for t in masks], dim=-1)
-        mask = mask if shape[3] == 1 else per_row(mask, self.call.groups)
-        k, v, shift = (None if t[0] is None else t[0] if len(t) == 1 else torch.cat(t, dim=3) for t in parts)
-        if base is not None and shift is not None:
-            mask = mask + (shift.mT - base).to(dtype)
-        return Zone(k.to(dtype), v.to(dtype), mask)
+            k, v, shift = (
+                None if (t := given.get(f"sink_{name}")) is None else t.unsqueeze(2) for name in ("k", "v", "shift")
+            )
+            found.append((k, v, shift, torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, MASKED)))
+        return [
+            (
+                k.to(dtype),
+                v.to(dtype),
+                plus(
+                    None if shift is None else (shift.mT - base).to(dtype),
+                    None if mask is None else per_row(mask, self.call.groups),
+                ),
+            )
+            for k, v, shift, mask in found
+        ]
+
+    def _has_graph(self) -> bool:
+        """Whether a gradient may need what is computed, so that none of it may be overwritten."""
+        return self.call.composed or torch.is_grad_enabled()
 
 
 class KernelKeys(NamedTuple):
@@ -410,14 +420,6 @@ class Pairs(NamedTuple):
     columns: Tensor
     ref: Tensor
     weight: Tensor
-
-
-class Zone(NamedTuple):
-    """Keys and values (b, g, t, z, .), and what is added to the logits of their rows, (b, g, t, r c, z) or less."""
-
-    k: Tensor
-    v: Tensor
-    mask: Tensor
 
 
 def replayed(rows: Tensor, den: Tensor, products: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
@@ -463,7 +465,8 @@ def prefix(sums: Tensor, refs: Tensor, first: Tensor, count: int) -> Tensor:
     if torch.compiler.is_compiling() and (_products.is_exporting() or sums.shape[2] > OUTER):
         return _nested_prefix(sums, refs, first)
     fade = (refs[..., :1] - refs[..., :count]).to(sums.dtype).exp()[..., None, None]
-    return torch.addcmul(mixed(_fading(refs)[..., :count, :], sums), first.unsqueeze(2), fade)
+    states = mixed(_fading(refs)[..., :count, :], sums)
+    return torch.addcmul(states, first.unsqueeze(2), fade, out=states if _products.in_place(states) else None)
 
 
 def _fading(refs: Tensor) -> Tensor:
@@ -489,5 +492,10 @@ def _nested_prefix(sums: Tensor, refs: Tensor, first: Tensor) -> Tensor:
 
 
 def per_row(x: Tensor, r: int) -> Tensor:
-    """(b, g, t, c, d) to (b, g, t, r c, d): what all query heads of a group share."""
-    return x if r == 1 else x.repeat(1, 1, 1, r, 1)
+    """(b, g, t, c, d) to (b, g, t, r c, d): what all query heads of a group share; (.., 1, d) stays."""
+    return x if r == 1 or x.shape[3] == 1 else x.repeat(1, 1, 1, r, 1)
+
+
+def plus(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    """x + y, where None stands for 0."""
+    return y if x is None else x if y is None else x + y

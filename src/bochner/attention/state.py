@@ -7,14 +7,14 @@ by `add`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner._products import may_look
+from bochner._products import in_place, may_look
 from bochner.attention.features import BOUNDED_FLOOR, EMPTY, MASKED, PreparedMap
 from bochner.maps.base import FeatureMap, Features
 
@@ -311,25 +311,31 @@ def with_exact(
     total: Tensor,
     log_weight: Tensor,
     bound: Tensor | None,
-    exact: Tensor,
-    log_exact: Tensor,
+    exact: Sequence[tuple[Tensor, Tensor]],
     floor: float | None,
     *,
     looks: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """One normaliser for the kernel's rows (..., n, v + 1), relative to exp(log_weight), and rows of exact terms
-    (..., n, v) with the logarithm of theirs: numerator, normaliser, which cannot be divided, and their reference.
+    """One normaliser for the kernel's rows (..., n, v + 1), relative to exp(log_weight), and for exact ones (..., n, v)
+    with the logarithm of theirs: numerator, normaliser, which cannot be divided, and the reference of all.
 
     Exact terms are their own bound. Without a floor nothing is to be divided.
     """
-    ref = torch.maximum(log_weight, log_exact).detach().clamp_min(EMPTY)
-    share, weight = (log_weight - ref).exp(), (log_exact - ref).exp()
-    den, bad, num = torch.addcmul(weight, total[..., -1:], share), None, total[..., :-1]
+    ref = log_weight.detach()
+    for _, log in exact:
+        ref = torch.maximum(ref, log.detach())
+    ref = ref.clamp_min(EMPTY)
+    share, weights = (log_weight - ref).exp(), [(log - ref).exp() for _, log in exact]
+    den, bad, num = total[..., -1:] * share, None, total[..., :-1]
+    den = sum(weights, den)
     if floor is not None:
-        bound = None if bound is None else torch.addcmul(weight, bound, share).detach()
+        bound = None if bound is None else sum(weights, bound * share).detach()
         den, bad = normaliser(den, bound, floor, looks=looks)
         num = num if bad is None else num.masked_fill(bad, 0)  # not infinity times zero in a gradient
-    return torch.addcmul(exact * weight, num, share), den, bad, ref
+    num = num * share
+    for (rows, _), weight in zip(exact, weights, strict=True):
+        num = torch.addcmul(num, rows, weight, out=num if in_place(num) else None)
+    return num, den, bad, ref
 
 
 def cauchy_schwarz(values: Tensor, norm: Tensor) -> Tensor:
