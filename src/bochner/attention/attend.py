@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -35,7 +33,7 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
     if decay is not None:
         # A weight exp(g_i - g_j), with g the running sum, is a shift -g_j of the keys: a factor of a row cancels.
         decay = decay.expand(b, g, s).cumsum(-1)
-        keys, state = keys._replace(shift=-decay.unsqueeze(-1)), _widened(state)
+        keys = keys._replace(shift=-decay.unsqueeze(-1))
     if near.is_causal and n < s:
         _, _, state = _rows(call._replace(goes_on=True), None, keys.part(slice(0, s - n)), state)
         keys = keys.part(slice(s - n, s))
@@ -56,26 +54,17 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
     return Result(torch.where(bad, mean_of(seen), out), after, bad & (seen[..., -1:] > 0))
 
 
-def _widened(state: State) -> State:
-    """A state with all that decay shifts in double precision."""
-    return _shifted(state._replace(log_scale=state.log_scale.double()), lambda shift: shift.double())
-
-
 def _lowered(state: State, decay: Tensor) -> State:
     """A state counted from the last key on, after decays that sum up to (b, g): its numbers never grow large."""
-    dtype, sums = state.sums.dtype, state.sums
+    dtype, sums, window = state.sums.dtype, state.sums, state.window
     if decay.requires_grad:
         sums = sums * (decay - decay.detach()).to(dtype).exp()[..., None, None]
-    state = state._replace(sums=sums, log_scale=(state.log_scale + decay.detach()).to(dtype))
-    return _shifted(state, lambda shift: (shift + decay[..., None, None]).to(dtype))
-
-
-def _shifted(state: State, f: Callable[[Tensor], Tensor]) -> State:
-    """A state with the shifts of its exact keys through f."""
-    if state.window is None:
-        return state
-    both = [t._replace(shift=None if t.shift is None else f(t.shift)) for t in (state.window.held, state.window.sinks)]
-    return state._replace(window=state.window._replace(held=both[0], sinks=both[1]))
+    if window is not None:
+        held, sinks = (
+            t if t.shift is None else t._replace(shift=(t.shift + decay[..., None, None]).to(dtype)) for t in window[:2]
+        )
+        window = window._replace(held=held, sinks=sinks)
+    return state._replace(sums=sums, log_scale=(state.log_scale + decay.detach()).to(dtype), window=window)
 
 
 def nothing_seen(prepared: PreparedMap, k: Tensor, v: Tensor) -> State:
@@ -154,10 +143,8 @@ def _moved_rows(
     lead = (seen - start) % w
     front, length = lead + w - (s - n), (blocks + 1 + after) * w
     padded = torch.zeros(b, s, dtype=torch.bool, device=start.device) if keys.padded is None else keys.padded
-    sink = None if keys.sink is None else moved(keys.sink, front, length, 1, False)
-    k, v = (moved(t, front, length) for t in keys[:2])
-    shift = None if keys.shift is None else moved(keys.shift, front, length)
-    there = Keys(k, v, moved(padded, front, length, 1, True), sink, shift)
+    there = keys.each(lambda t, dim: moved(t, front, length, dim))
+    there = there._replace(padded=moved(padded, front, length, 1, True))
     if sinks is not None:
         sinks = sinks._replace(place=sinks.place + lead[:, None])
     layout = Layout(near, blocks * w, length, 0, w, w, 0)
@@ -213,12 +200,9 @@ def find_sinks(near: Near, past: WindowState, new: Keys) -> tuple[Sinks | None, 
     is_sink = there & (there.cumsum(1) <= near.sinks)
     chosen = is_sink.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : near.sinks]
 
-    def picked(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.gather(2, chosen[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
-
-    all_keys = past.sinks.then(new)
-    keys = all_keys._replace(k=picked(all_keys.k), v=picked(all_keys.v), padded=None, sink=None)  # type: ignore[arg-type]
-    keys = keys._replace(shift=picked(all_keys.shift))
+    at = chosen[:, None, :, None]
+    keys = past.sinks.then(new)._replace(padded=None, sink=None)
+    keys = keys.each(lambda t, _: t.gather(2, at.expand(-1, t.shape[1], -1, t.shape[-1])))
     sinks = Sinks(keys, place.gather(1, chosen), is_sink.gather(1, chosen))
     return sinks, new._replace(sink=is_sink[:, known.shape[1] :])
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from bochner._checks import BochnerError
 from bochner.attention.features import PreparedMap
@@ -83,21 +84,14 @@ class _Recomputed(torch.autograd.Function):
 
             fixed = 0 if ctx.prepared.phi.is_exponential else learned
             return (None, None, None, None, *differentiate(run, inputs, grads, fixed), *rest)
-        wanted = ctx.needs_input_grad[4 : 4 + len(inputs)]
-        found = _backward(ctx, inputs, saved[-1], grad_rows, grad_sums, wanted)
-        return (None, None, None, None, *found, *rest)
+        return (None, None, None, None, *_backward(ctx, inputs, saved[-1], grad_rows, grad_sums), *rest)
 
 
 def _backward(
-    ctx: Any,
-    inputs: Sequence[Tensor],
-    rows: Tensor,
-    grad_rows: Tensor | None,
-    grad_sums: Tensor | None,
-    wanted: Sequence[bool],
+    ctx: Any, inputs: Sequence[Tensor], rows: Tensor, grad_rows: Tensor | None, grad_sums: Tensor | None
 ) -> list[Tensor | None]:
     """The gradients of tensors, carry and learned tensors, from the last part to the first."""
-    scan, count = ctx.scan, ctx.count
+    scan, count, wanted = ctx.scan, ctx.count, ctx.needs_input_grad[4 : 4 + ctx.count]
     tensors, others = inputs[:count], inputs[count + 2 :]
     if ctx.prepared.phi.is_exponential:
         others = tuple(t.detach().requires_grad_() for t in others)
@@ -106,7 +100,7 @@ def _backward(
     totals = [torch.zeros_like(t) for t in tensors]
     learned: list[Tensor | None] = [None] * len(others)
     for part, (carry, random, kept) in reversed(list(zip(scan.parts, ctx.before, strict=True))):
-        taken = [t.detach().requires_grad_(w) for t, w in zip(scan.take(part, tensors), wanted, strict=False)]
+        taken = [t.detach().requires_grad_(w) for t, w in zip(scan.take(part, tensors), wanted, strict=True)]
         value = carry.value.detach().requires_grad_()
         with torch.enable_grad(), _random(random, value):
             known = None if kept is None else (scan.layout.take_rows(rows, part), *kept)
@@ -126,23 +120,19 @@ def _backward(
     return [*totals, grad_sums, None, *learned]
 
 
-def random_state(like: Tensor) -> tuple[Tensor, Tensor | None]:
+def random_state(like: Tensor) -> tuple[Tensor, Any]:
     """What random numbers come next, for a map that draws some: on the CPU, and on the device where that is another."""
-    other = None if like.device.type == "cpu" else torch.get_device_module(like.device).get_rng_state(like.device)
-    return torch.get_rng_state(), other
+    return torch.get_rng_state(), get_device_states(like)
 
 
 @contextmanager
-def _random(state: tuple[Tensor, Tensor | None] | None, like: Tensor) -> Iterator[None]:
+def _random(state: tuple[Tensor, Any] | None, like: Tensor) -> Iterator[None]:
     """The random numbers of an earlier moment, for a while."""
-    if state is None:
-        yield
-        return
-    devices = [] if state[1] is None else [like.device]
-    with torch.random.fork_rng(devices, device_type=like.device.type):
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.get_device_module(like.device).set_rng_state(state[1], like.device)
+    devices = [] if state is None else state[1][0]
+    with torch.random.fork_rng(devices, enabled=state is not None, device_type=like.device.type):
+        if state is not None:
+            torch.set_rng_state(state[0])
+            set_device_states(*state[1], device_type=like.device.type)
         yield
 
 

@@ -13,17 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bochner._checks import (
-    DTYPES,
-    BochnerError,
-    accumulation_dtype,
-    finite,
-    flag,
-    floating,
-    is_int,
-    one_of,
-    positive_float,
-)
+from bochner import _checks
+from bochner._checks import DTYPES, BochnerError, flag, is_int, one_of
 from bochner._products import is_composed
 from bochner.attention.features import PreparedMap
 from bochner.attention.state import State
@@ -93,10 +84,11 @@ def check_call(
         _check_resumed(q, k, v, phi, state, o)
     if cu_seqlens is not None:
         _check_packing(q, k, mask, state, cu_seqlens)
-    if made is not None and (made.scale != o.scale or made.dtype != accumulation_dtype(q.dtype)):
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if made is not None and (made.scale, made.dtype) != (o.scale, dtype):
         raise BochnerError(
             f"The 'phi' of {owner} was prepared for scale={made.scale:.6g} and {made.dtype}, this call has scale="
-            f"{o.scale:.6g} and {accumulation_dtype(q.dtype)}; prepare it for these."
+            f"{o.scale:.6g} and {dtype}; prepare it for these."
         )
     if decay is None and state is not None and state.window is not None and state.window.held.shift is not None:
         decay = 0.0  # what has decayed stays so
@@ -136,50 +128,44 @@ def check_decay(decay: Any, k: Tensor, owner: str, *, is_causal: bool) -> Tensor
         return None
     if not is_causal:
         raise BochnerError(f"The 'decay' of {owner} needs is_causal=True: it counts from a key to the rows after it.")
-    (b, g, s), found = k.shape[:3], None
+    (b, g, s), got = k.shape[:3], repr(decay)
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         found = torch.as_tensor(decay, device=k.device).to(torch.float64)
-    if found is not None and found.ndim < 2 and found.numel() in (1, g):
-        return found.reshape(1, -1, 1)
-    if (
-        found is None
-        or found.ndim != 3
-        or any(n not in (1, most) for n, most in zip(found.shape, (b, g, s), strict=True))
-    ):
-        got = f"shape {tuple(found.shape)}" if found is not None else repr(decay)
-        raise BochnerError(
-            f"The 'decay' of {owner} must be log decays, one for each key head ({g},) or for each token {(b, g, s)}, "
-            f"got {got}."
-        )
-    return found
+        if found.ndim < 2 and found.numel() in (1, g):
+            return found.reshape(1, -1, 1)
+        if found.ndim == 3 and all(n in (1, most) for n, most in zip(found.shape, (b, g, s), strict=True)):
+            return found
+        got = f"shape {tuple(found.shape)}"
+    raise BochnerError(
+        f"The 'decay' of {owner} must be log decays, one for each key head ({g},) or for each token {(b, g, s)}, got "
+        f"{got}."
+    )
 
 
-def refuse_values(owner: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> None:
-    """Say what is not finite."""
-    check_finite(owner, q=q, k=k, v=v)
-    if decay is not None and not bool((decay <= 0).all() & decay.isfinite().all()):
-        worst = decay.detach().flatten()[(~((decay <= 0) & decay.isfinite())).flatten().nonzero()[0, 0]]
+def refuse_values(owner: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None) -> None:
+    """Say what is not finite, if anything is."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _checks.finite(x, name, owner)
+    if decay is not None and not bool((good := (decay <= 0) & decay.isfinite()).all()):
+        worst = float(decay.detach()[~good][0])
         raise BochnerError(
-            f"The 'decay' of {owner} must be finite logarithms of at most 0, got {float(worst):.6g}; pass the log of a "
-            "factor in (0, 1]."
+            f"The 'decay' of {owner} must be finite logarithms of at most 0, got {worst:.6g}; pass the log of a factor "
+            "in (0, 1]."
         )
 
 
-def check_finite(owner: str, **tensors: Tensor) -> None:
+def check_finite(owner: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse NaN and infinity wherever values may be looked at: one look at all, then one for the tensor at fault."""
-    if is_composed() or next(iter(tensors.values())).is_meta:
-        return
-    if not math.isfinite(float(total_of(*tensors.values()))):
-        for name, x in tensors.items():
-            finite(x, name, owner)
+    if not (is_composed() or q.is_meta or math.isfinite(float(total_of(q, k, v)))):
+        refuse_values(owner, q, k, v)
 
 
-def total_of(q: Tensor, k: Tensor, v: Tensor | None = None, decay: Tensor | None = None) -> Tensor:
+def total_of(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None) -> Tensor:
     """One number that is not finite where any of the tensors is not or a log decay is positive."""
-    found = [t.detach() for t in (q, k, v) if t is not None]
+    found = [t.detach() for t in (q, k, v)]
     if decay is not None:
         found.append(torch.where(decay <= 0, decay, torch.nan).detach())
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(q.dtype, torch.float32)
     if sum(t.numel() for t in found) < 2**14:  # one copy is less work than several sums
         return torch.cat([t.reshape(-1) for t in found]).sum(dtype=dtype)
     return torch.stack([t.sum(dtype=dtype) for t in found]).sum()
@@ -208,24 +194,21 @@ def _check_resumed(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: Any,
             f"The 'state' has sums of shape {tuple(have)}, this call needs {want}: it belongs to another map, batch or "
             "value size."
         )
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(q.dtype, torch.float32)
     if state.sums.dtype != dtype or state.sums.device != q.device:
         raise BochnerError(
             f"The 'state' is {state.sums.dtype} on {state.sums.device}, this call needs {dtype} on {q.device}; "
             "resume with the dtype and device that the state was made with."
         )
-    held, setting = (
-        (0, 0, "") if state.window is None else state.window.setting,
-        (o.window or 0, o.sinks, o.window_kind),
-    )
-    if held[:2] != setting[:2] or (setting[0] and held[2] != setting[2]):
-        made, asked = (f"window={s[0]}, sinks={s[1]}" + f", window_kind={s[2]!r}" * bool(s[0]) for s in (held, setting))
+    settings = (0, 0, "") if state.window is None else state.window.setting, (o.window or 0, o.sinks, o.window_kind)
+    made, asked = (f"window={w}, sinks={t}" + f", window_kind={kind!r}" * bool(w) for w, t, kind in settings)
+    if made != asked:
         raise BochnerError(f"The 'state' was made with {made}, this call has {asked}; use the same.")
 
 
 def check_origin(state: State, now: tuple[str, int, float] | None) -> None:
     """Refuse a state that another map, another draw of it, or another scale has made."""
-    if now is None or state.origin is None or state.origin == now:
+    if now is None or state.origin is None:
         return
     name, _, made = state.origin
     if made != now[2]:
@@ -253,14 +236,14 @@ def check_scale(scale: Any, q: Tensor, owner: str) -> float:
     """The factor of q . k: a positive number, d^-1/2 unless given."""
     if scale is None:
         return q.shape[-1] ** -0.5
-    return scale if type(scale) is float and 0 < scale < math.inf else positive_float(scale, "scale", owner)
+    return scale if type(scale) is float and 0 < scale < math.inf else _checks.positive_float(scale, "scale", owner)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, owner: str) -> None:
     """Shapes, heads, dtypes and devices of the three tensors of attention."""
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         if not isinstance(x, Tensor) or x.dtype not in DTYPES:
-            floating(x, name, owner)
+            _checks.floating(x, name, owner)
         if x.ndim != 4:
             raise BochnerError(f"The {name!r} of {owner} must have 4 axes (b, h, n, d), got shape {tuple(x.shape)}.")
         if x.dtype != q.dtype or x.device != q.device:

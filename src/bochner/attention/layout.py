@@ -65,8 +65,8 @@ class Layout:
     """Blocks of `block` rows and the keys around them.
 
     Row 0 is row `lead` of the first block; row 0 has seen `seen` keys, the last `held` of which are given in front of
-    its own. Keys are laid out from the first zone to the last. A call that fits into one block (`single`) is laid out as it
-    is: its zone is whatever keys there are.
+    its own. Keys are laid out from the first zone to the last. A call that fits into one block (`single`) is laid out
+    as it is: its zone is whatever keys there are.
     """
 
     def __init__(

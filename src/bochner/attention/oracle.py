@@ -13,6 +13,7 @@ from bochner._checks import BochnerError, accumulation_dtype, positive_int
 from bochner.attention.api import linear_attention
 from bochner.attention.checks import Options, check_decay, check_finite, check_mask, check_qkv, refuse_values
 from bochner.attention.layout import leading
+from bochner.attention.softmax import exact_logits
 from bochner.attention.state import unmasked
 from bochner.maps.base import KERNELS, FeatureMap
 
@@ -53,8 +54,9 @@ def exact_attention(
     root = math.sqrt(scale)
     k, v = unmasked(key_padding_mask, k, v)
     faded = _faded(decay, k, owner, is_causal, key_padding_mask, q.shape[1])
-    check_finite(owner, q=q, k=k, v=v)
-    x, y, u = _scaled(q, k, v, root)
+    check_finite(owner, q, k, v)
+    dtype, groups = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
+    x, y, u = q.to(dtype) * root, *(t.to(dtype).repeat_interleave(groups, dim=1) for t in (k * root, v))
     n, s, rows = q.shape[-2], k.shape[-2], []
     for start in range(0, n, chunk):
         part = x[..., start : start + chunk, :]
@@ -62,9 +64,10 @@ def exact_attention(
         hidden = _hidden(i, s, is_causal, key_padding_mask)
         if window or sinks:
             hidden = hidden | ~_near(i, s, window, sinks, window_kind, key_padding_mask)
-        lost = 0.0 if faded is None else _log_decay(faded, i).to(x.dtype)
+        # The log decay from each key to the queries, (b, h, n, s); 0 for later keys.
+        lost = 0.0 if faded is None else (faded[..., i, None] - faded.unsqueeze(-2)).clamp_max(0).to(x.dtype)
         if kernel in KERNELS:
-            weights = (_log_kernel(part, y, kernel) + lost).masked_fill(hidden, -torch.inf)
+            weights = (exact_logits(part, y, 1.0, kernel) + lost).masked_fill(hidden, -torch.inf)
             if normalize:
                 peak = weights.amax(-1, keepdim=True)
                 weights = weights - torch.where(peak > -torch.inf, peak, 0)
@@ -72,7 +75,10 @@ def exact_attention(
         else:
             weights = _kernel_function(kernel)(part, y).masked_fill(hidden, 0)
             weights = weights if faded is None else weights * torch.as_tensor(lost).exp()
-        rows.append((_normalized(weights) if normalize else weights) @ u)
+        if normalize:
+            total = weights.sum(-1, keepdim=True)
+            weights = torch.where(total != 0, weights / torch.where(total != 0, total, 1), 0)
+        rows.append(weights @ u)
     return torch.cat(rows, dim=-2).to(q.dtype)
 
 
@@ -105,7 +111,7 @@ def attention_matrix(
     ones = torch.eye(k.shape[-2], dtype=torch.float64, device=q.device).expand(*k.shape[:-1], -1)
     how: Any = asked._asdict() | {"key_padding_mask": key_padding_mask, "decay": decay}
     check_mask(key_padding_mask, k, owner)
-    check_finite(owner, q=q, k=unmasked(key_padding_mask, k)[0])
+    check_finite(owner, q, *unmasked(key_padding_mask, k, k))
     return linear_attention(q.double(), k.double(), ones, phi, **how).to(q.dtype)
 
 
@@ -117,25 +123,6 @@ def _faded(decay: Any, k: Tensor, owner: str, is_causal: bool, mask: Tensor | No
     found = found.expand(k.shape[:3]) if mask is None else found.expand(k.shape[:3]).masked_fill(mask[:, None], 0)
     refuse_values(owner, k, k, k, found)
     return found.cumsum(-1).repeat_interleave(heads // k.shape[1], dim=1)
-
-
-def _log_decay(faded: Tensor, i: Tensor) -> Tensor:
-    """The log decay from each key to the queries at places i (n,), (b, h, n, s); 0 for later keys."""
-    return (faded[..., i, None] - faded.unsqueeze(-2)).clamp_max(0)
-
-
-def _scaled(q: Tensor, k: Tensor, v: Tensor, root: float) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = accumulation_dtype(q.dtype)
-    groups = q.shape[1] // k.shape[1]
-    k, v = (t.to(dtype).repeat_interleave(groups, dim=1) for t in (k, v))
-    return q.to(dtype) * root, k * root, v
-
-
-def _log_kernel(x: Tensor, y: Tensor, kernel: str) -> Tensor:
-    logits = x @ y.mT
-    if kernel == "gaussian":
-        logits = logits - 0.5 * (x.square().sum(-1, keepdim=True) + y.square().sum(-1, keepdim=True).mT)
-    return logits
 
 
 def _kernel_function(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
@@ -169,8 +156,3 @@ def _near(i: Tensor, s: int, window: int | None, sinks: int, kind: str, mask: Te
         valid = torch.ones(1, s, dtype=torch.bool, device=i.device) if mask is None else ~mask
         near = near | (valid & (valid.cumsum(1) <= sinks))[:, None, None, :]
     return near
-
-
-def _normalized(weights: Tensor) -> Tensor:
-    total = weights.sum(-1, keepdim=True)
-    return torch.where(total != 0, weights / torch.where(total != 0, total, 1), 0)

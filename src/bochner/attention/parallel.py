@@ -57,7 +57,7 @@ def sequence_parallel_attention(
         check_map(phi, q, k)
         check_mask(key_padding_mask, k, OWNER)
         k, v = unmasked(key_padding_mask, k, v)
-        check_finite(OWNER, q=q, k=k, v=v)
+        check_finite(OWNER, q, k, v)
     phi.begin_pass_()
     prepared = PreparedMap(phi, options.scale, accumulation_dtype(q.dtype))
     call = Call.of(Near(is_causal=False), prepared, q, k)
@@ -99,61 +99,48 @@ def all_reduce(state: State, group: Any = None) -> State:
     """The merge of all ranks' states, on every rank: one maximum and one sum."""
     ref = state.log_scale.detach().clone()
     dist.all_reduce(ref, op=dist.ReduceOp.MAX, group=group)
-    weight = (state.log_scale - ref).exp()[..., None, None]
-    together = torch.cat([(state.sums * weight).flatten(2), state.total], dim=-1)  # one message
-    sums, total = _Sum.apply(together, group).split([state.sums[0, 0].numel(), state.total.shape[-1]], dim=-1)
-    return State(sums.view_as(state.sums), ref, total)
+    sums = state.sums * (state.log_scale - ref).exp()[..., None, None]
+    return _unpacked(_Across.apply(_packed(state._replace(sums=sums)), group, False), ref, state)
 
 
 def exclusive_scan(state: State, group: Any = None) -> State:
     """The merge of the states of all lower ranks; empty on rank 0."""
-    rank = dist.get_rank(group)
-    together = torch.cat([state.sums.flatten(2), state.total], dim=-1)
-    gathered = _Gather.apply(together, group)
+    gathered = _Across.apply(_packed(state), group, True)
     scales = [torch.empty_like(state.log_scale) for _ in range(dist.get_world_size(group))]
     dist.all_gather(scales, state.log_scale.detach().contiguous(), group=group)
-
-    def unpacked(x: Tensor, scale: Tensor) -> State:
-        sums, total = x.split([state.sums[0, 0].numel(), state.total.shape[-1]], dim=-1)
-        return State(sums.unflatten(-1, state.sums.shape[2:]), scale, total)
-
     # Every rank touches the whole gathered tensor, so that all of them take part in its backward.
-    before = unpacked(gathered[0] * 0, torch.full_like(state.log_scale, EMPTY))
-    for i in range(rank):
-        before = merge(before, unpacked(gathered[i], scales[i]))
+    before = _unpacked(gathered[0] * 0, torch.full_like(state.log_scale, EMPTY), state)
+    for i in range(dist.get_rank(group)):
+        before = merge(before, _unpacked(gathered[i], scales[i], state))
     return before
 
 
-class _Sum(torch.autograd.Function):
-    """Sum over ranks; its adjoint is the same sum of the gradients."""
+def _packed(state: State) -> Tensor:
+    """What a state sums, in one message (b, h, m c + v + 1)."""
+    return torch.cat([state.sums.flatten(2), state.total], dim=-1)
+
+
+def _unpacked(x: Tensor, log_scale: Tensor, like: State) -> State:
+    sums, total = x.split([like.sums[0, 0].numel(), like.total.shape[-1]], dim=-1)
+    return State(sums.unflatten(-1, like.sums.shape[2:]), log_scale, total)
+
+
+class _Across(torch.autograd.Function):
+    """All ranks' tensors, added up or stacked; the adjoint adds up what all ranks say of this rank's tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: Any, stacks: bool) -> Tensor:
+        ctx.group, ctx.stacks = group, stacks
         x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    """All ranks' tensors stacked; its adjoint sums what every rank says of this rank's tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        x = x.contiguous()
+        if not stacks:
+            dist.all_reduce(x, group=group)
+            return x
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x, group=group)
         return torch.stack(parts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad = grad.contiguous().clone()
         dist.all_reduce(grad, group=ctx.group)
-        return grad[dist.get_rank(ctx.group)], None
+        return grad[dist.get_rank(ctx.group)] if ctx.stacks else grad, None, None

@@ -76,7 +76,7 @@ class Result(NamedTuple):
 
 
 class Sinks(NamedTuple):
-    """The first t unpadded keys; place (b, t) relative to row 0, and whether there is one (b, t); b is 1 for all alike."""
+    """The first t unpadded keys; place relative to row 0, and whether there is one, (b, t) or (1, t) for all alike."""
 
     keys: Keys
     place: Tensor
@@ -152,13 +152,12 @@ class Scan(NamedTuple):
     """Rows (b, g, r, n, v) over keys laid out around them, part by part.
 
     `take` finds in the tensors what a part needs, and `body` computes its rows from that and from the sums of all
-    blocks before its zones, which are carried from part to part. `put` adds the gradients of what was taken to those of
-    the tensors.
+    blocks before its zones, which are carried from part to part. `put` adds up the gradients of what was taken.
 
-    Tensors by their `names`: q (b, g, r, n, d); k, v (b, g, s, .); keys and values of sinks (b, g, t, .); with decay
-    the shifts of keys (b, g, s, 1) and of sinks; of bidirectional windows the sums behind each part (b, g, parts, m, c),
-    whose references are `refs_behind` (b, g, parts). `padded`, `far_holes` (b, s): keys that count for nothing, and
-    those that the kernel leaves out, None for none. `goes_on`: whether the sums after the last part are wanted.
+    Tensors by their `names`: q (b, g, r, n, d); k, v (b, g, s, .); those of sinks (b, g, t, .); with decay the shifts
+    of both (.., 1); of bidirectional windows the sums behind each part (b, g, parts, m, c), whose references are
+    `refs_behind` (b, g, parts). `padded`, `far_holes` (b, s): keys that count for nothing, and those that the kernel
+    leaves out. `goes_on`: whether the sums after the last part are wanted.
     """
 
     call: Call
@@ -191,13 +190,15 @@ class Scan(NamedTuple):
         return rows, bad, *carry
 
     def take(self, part: Part, tensors: Sequence[Tensor]) -> list[Tensor]:
-        layout = self.layout
-        how: dict[str, Callable[[Tensor], Tensor]] = {
-            "q": lambda t: layout.take_rows(t, part),
-            "behind": lambda t: t[:, :, part.number],
-            **dict.fromkeys(("k", "v", "shift"), lambda t: layout.take(t, part)),
-        }
-        return [how[name](t) if name in how else t for name, t in zip(self.names, tensors, strict=True)]
+        found, layout = list(tensors), self.layout
+        for i, (name, t) in enumerate(zip(self.names, tensors, strict=True)):
+            if name == "q":
+                found[i] = layout.take_rows(t, part)
+            elif name in ("k", "v", "shift"):
+                found[i] = layout.take(t, part)
+            elif name == "behind":
+                found[i] = t[:, :, part.number]
+        return found
 
     def put(self, part: Part, totals: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         for name, total, grad in zip(self.names, totals, grads, strict=True):
@@ -249,12 +250,12 @@ class Scan(NamedTuple):
         zones = self._exact_zones(part, given, base, x.dtype)
         if known is not None:
             rows, den, ref = known
-            products = [(a, b, (relative(log) - ref).to(x.dtype).exp()) for a, b, log in terms]
+            products: list[Any] = [(a, b, (relative(log) - ref).to(x.dtype).exp()) for a, b, log in terms]
             for k, v, mask in zones:
                 logits = exact_logits(x, k, prepared.scale, prepared.phi.kernel)
                 products.append(((logits - ref if mask is None else logits + mask - ref).exp(), ones_beside(v), None))
             return Output(carry, replayed(rows, den, products))
-        total, log_weight, bound = self._kernel(prepared, phi, far, terms, pairs)
+        total, log_weight, bound = self._kernel(prepared, far, terms, pairs)
         if normalize and not near.exact:
             den, bad = normaliser(total[..., -1:], bound, prepared.floor, looks=self.call.looks)
             kept = None if prepared.has_constant else (den.clone(), log_weight)
@@ -299,7 +300,8 @@ class Scan(NamedTuple):
         if self.call.near.is_causal:  # references that grow, so that no later key moves a row even by rounding
             psi, scale, v, columns = keys.map(lambda x: x[:, :, :t])
             refs = torch.cat([carry.ref.unsqueeze(-1), scale.detach().amax((-2, -1))], dim=-1).cummax(-1).values
-            states = prefix(key_sums(psi, scale, v, refs[..., 1:], columns), refs, carry.value, t + (gone == t))
+            sums = key_sums(psi, scale, v, refs[..., 1:], columns)
+            states = prefix(sums, refs, carry.value, t + (gone == t), overwrites=not self._has_graph())
             # Of all the memory, what is carried on alone.
             carry = Sums(states[:, :, gone].clone(), refs[..., gone].clone()) if gone else carry
             return Sums(states[:, :, :t], refs[..., :t]), carry
@@ -339,16 +341,11 @@ class Scan(NamedTuple):
         return Pairs(keys.psi, columns, top, weight)
 
     def _kernel(
-        self,
-        prepared: PreparedMap,
-        phi: Tensor,
-        far: Sums,
-        terms: Sequence[tuple[Tensor, Tensor, Tensor]],
-        pairs: Pairs | None,
+        self, prepared: PreparedMap, far: Sums, terms: Sequence[tuple[Tensor, Tensor, Tensor]], pairs: Pairs | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Values and normaliser (b, g, t, r c, v + 1) by the kernel, relative to exp(log_weight), and their bound."""
-        r, (a, b, ref) = self.call.groups, terms[0]
-        total = a @ b
+        r, (phi, b, ref) = self.call.groups, terms[0]
+        total = phi @ b
         last = far.value[..., -1:, :] if prepared.has_constant else None
         norm = None if prepared.positive else far.value[..., -1].unsqueeze(-2)
         if pairs is not None:
@@ -371,29 +368,25 @@ class Scan(NamedTuple):
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         """What the rows of a part see exactly, the keys of their zone and the sinks that are not in it: keys and values
         (b, g, t, z, .), and what is added to the logits of their rows, (b, g, t, r c, z) or less."""
-        layout, found = self.layout, []
+        layout, r, found = self.layout, self.call.groups, []
+
+        def add(tensors: Sequence[Any], mask: Tensor | None) -> None:
+            k, v, shift = tensors
+            mask = None if mask is None else per_row(mask, r)
+            faded = None if shift is None or base is None else (shift.mT - base).to(dtype)
+            found.append((k.to(dtype), v.to(dtype), plus(faded, mask)))
+
         if self.call.near.window and layout.width:
-            k, v, shift = (None if t is None else layout.zones(t) for t in map(given.get, ("k", "v", "shift")))
-            bias = layout.bias(self.padded, part.span, given["k"].to(dtype))
-            mask = layout.exact_mask(part, dtype, given["k"].device)
-            found.append((k, v, shift, plus(None if bias is None else layout.zones(bias).mT, mask)))
+            near = [None if (t := given.get(name)) is None else layout.zones(t) for name in ("k", "v", "shift")]
+            bias = layout.bias(self.padded, part.span, given["k"].new_zeros((), dtype=dtype))
+            bias = None if bias is None else layout.zones(bias).mT
+            add(near, plus(bias, layout.exact_mask(part, dtype, given["k"].device)))
         if self.sinks is not None:
             sees = layout.sees_sinks(*self.sinks[1:], part)[:, None]
-            k, v, shift = (
-                None if (t := given.get(f"sink_{name}")) is None else t.unsqueeze(2) for name in ("k", "v", "shift")
-            )
-            found.append((k, v, shift, torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, MASKED)))
-        return [
-            (
-                k.to(dtype),
-                v.to(dtype),
-                plus(
-                    None if shift is None else (shift.mT - base).to(dtype),
-                    None if mask is None else per_row(mask, self.call.groups),
-                ),
-            )
-            for k, v, shift, mask in found
-        ]
+            names = ("sink_k", "sink_v", "sink_shift")
+            first = [None if (t := given.get(name)) is None else t.unsqueeze(2) for name in names]
+            add(first, torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, MASKED))
+        return found
 
     def _has_graph(self) -> bool:
         """Whether a gradient may need what is computed, so that none of it may be overwritten."""
@@ -413,8 +406,8 @@ class KernelKeys(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Features and columns (b, g, t, z, .) of the keys of zones that the kernel sees pair by pair, the reference of each
-    row (b, g, t, c, 1), and the weights of the keys relative to it (b, g, t, c, z)."""
+    """Features and columns (b, g, t, z, .) of keys that the kernel sees pair by pair, the reference of each row
+    (b, g, t, c, 1), and the weights of the keys relative to it (b, g, t, c, z)."""
 
     psi: Tensor
     columns: Tensor
@@ -456,7 +449,7 @@ def mixed(weight: Tensor, sums: Tensor) -> Tensor:
     return (weight.to(sums.dtype) @ sums.flatten(3)).unflatten(-1, sums.shape[3:])
 
 
-def prefix(sums: Tensor, refs: Tensor, first: Tensor, count: int) -> Tensor:
+def prefix(sums: Tensor, refs: Tensor, first: Tensor, count: int, *, overwrites: bool) -> Tensor:
     """What precedes each of t blocks and the end, the first so many of them, (b, g, count, m, c).
 
     The sums of block i are relative to refs[i + 1], `first` to refs[0]. One product with a triangle of weights:
@@ -466,7 +459,7 @@ def prefix(sums: Tensor, refs: Tensor, first: Tensor, count: int) -> Tensor:
         return _nested_prefix(sums, refs, first)
     fade = (refs[..., :1] - refs[..., :count]).to(sums.dtype).exp()[..., None, None]
     states = mixed(_fading(refs)[..., :count, :], sums)
-    return torch.addcmul(states, first.unsqueeze(2), fade, out=states if _products.in_place(states) else None)
+    return torch.addcmul(states, first.unsqueeze(2), fade, out=states if overwrites else None)
 
 
 def _fading(refs: Tensor) -> Tensor:

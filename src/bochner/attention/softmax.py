@@ -70,7 +70,7 @@ def attend_zones(
     if kernel == "gaussian" or k.shape[2] < q.shape[2] or not in_place(q):  # a few keys for all rows: nothing to fuse
         return _softmax(exact_logits(q, k, scale, kernel), v, mask)
     mask = None if mask is None else mask.expand(*q.shape[:4], k.shape[3]).flatten(0, 1)
-    out, log_norm = _fused(*(t.flatten(0, 1) for t in (q, k, v)), mask, scale)
+    out, log_norm = _fused(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask, scale)
     return out.unflatten(0, q.shape[:2]), log_norm.unflatten(0, q.shape[:2])
 
 

@@ -308,13 +308,7 @@ def normaliser(den: Tensor, bound: Tensor | None, floor: float, *, looks: bool) 
 
 
 def with_exact(
-    total: Tensor,
-    log_weight: Tensor,
-    bound: Tensor | None,
-    exact: Sequence[tuple[Tensor, Tensor]],
-    floor: float | None,
-    *,
-    looks: bool,
+    total: Tensor, log_weight: Tensor, bound: Tensor | None, exact: Sequence[Any], floor: float | None, *, looks: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """One normaliser for the kernel's rows (..., n, v + 1), relative to exp(log_weight), and for exact ones (..., n, v)
     with the logarithm of theirs: numerator, normaliser, which cannot be divided, and the reference of all.
@@ -326,15 +320,14 @@ def with_exact(
         ref = torch.maximum(ref, log.detach())
     ref = ref.clamp_min(EMPTY)
     share, weights = (log_weight - ref).exp(), [(log - ref).exp() for _, log in exact]
-    den, bad, num = total[..., -1:] * share, None, total[..., :-1]
-    den = sum(weights, den)
+    den, bad, num = sum(weights, total[..., -1:] * share), None, total[..., :-1]
     if floor is not None:
         bound = None if bound is None else sum(weights, bound * share).detach()
         den, bad = normaliser(den, bound, floor, looks=looks)
         num = num if bad is None else num.masked_fill(bad, 0)  # not infinity times zero in a gradient
-    num = num * share
+    num, overwrites = num * share, in_place(num)
     for (rows, _), weight in zip(exact, weights, strict=True):
-        num = torch.addcmul(num, rows, weight, out=num if in_place(num) else None)
+        num = torch.addcmul(num, rows, weight, out=num if overwrites else None)
     return num, den, bad, ref
 
 
