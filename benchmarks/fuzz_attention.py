@@ -5,7 +5,8 @@
 A call is drawn from its own seed: maps, shapes, dtypes, windows, sinks, padding, cuts into parts that are resumed by a
 state, single steps, gradients. It fails if an output or gradient differs from the quadratic definition, if anything but
 a `BochnerError` is raised, if a warning is wrong, or if an input was changed. `--only` repeats one call and says more.
-Memory and the number of maps alive are compared between a fifth of the calls and the end.
+Memory and the number of maps alive are compared between a fifth of the calls and the end. A run that was stopped goes
+on where its output ends.
 """
 
 from __future__ import annotations
@@ -634,31 +635,46 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             print(f"Less: {smaller}\n{failure and failure['what']}")
             run(smaller)
         return {}
-    totals, failures, start, said, early = Counter[str](), [], time.time(), time.time(), (0.0, 0.0, 0)
-    for i in range(options.calls):
-        counts, failure = attempt(draw_case(options.seed + i))
+    return many(options.calls, options.seed, options.output)
+
+
+def many(calls: int, seed: int, output: Path | None) -> dict[str, Any]:
+    """Many calls; with an output they go on behind those that it holds, and it is written every thousand calls."""
+    held: dict[str, Any] = json.loads(output.read_text()) if output is not None and output.exists() else {"seed": seed}
+    if held["seed"] != seed:
+        raise SystemExit(
+            f"{output} holds the calls from {held['seed']} on; pass --seed {held['seed']} or another file."
+        )
+    names = ("memory", "resident", "live_maps")  # after a fifth of the calls of a run, and at its end
+    failures, seconds = held.pop("failures", []), held.pop("seconds", 0.0)
+    totals = Counter({k: x for k, x in held.items() if k not in ("seed", *names)})
+    start = said = time.time()
+    first, early = totals["calls"], (memory(), resident(), live_maps())
+    results: dict[str, Any] = {}
+    for i in range(first, calls):
+        counts, failure = attempt(draw_case(seed + i))
         totals += counts
         totals["calls"] += 1
         if failure is not None:
             failures.append(failure)
             totals[failure["kind"]] += 1
-            print(f"--only {options.seed + i}: {failure['kind']}: {failure['what']}", flush=True)
+            print(f"--only {seed + i}: {failure['kind']}: {failure['what']}", flush=True)
         if counts["lost"]:
-            print(f"--only {options.seed + i}: {counts['lost']} rows of a positive map got the mean", flush=True)
-        if i + 1 == max(1, options.calls // 5):
+            print(f"--only {seed + i}: {counts['lost']} rows of a positive map got the mean", flush=True)
+        if i + 1 - first == max(1, (calls - first) // 5):
             early = memory(), resident(), live_maps()
         if time.time() - said > 10:
             said = time.time()
-            speed = (i + 1) / (said - start)
+            speed = (i + 1 - first) / (said - start)
             print(f"[{i + 1} calls, {speed:.0f}/s, {len(failures)} failures, {memory():.0f} MB]", flush=True)
-    late = memory(), resident(), live_maps()
-    results: dict[str, Any] = {"seed": options.seed, **totals, "seconds": time.time() - start}
-    names = ("memory", "resident", "live_maps")  # after a fifth of the calls, and at the end
-    results |= {name: [a, b] for name, a, b in zip(names, early, late, strict=True)} | {"failures": failures}
+        if (i + 1) % 1000 == 0 or i + 1 == calls:
+            late = memory(), resident(), live_maps()
+            results = {"seed": seed, **totals, "seconds": seconds + time.time() - start}
+            results |= {name: [a, b] for name, a, b in zip(names, early, late, strict=True)} | {"failures": failures}
+            if output is not None:
+                output.parent.mkdir(parents=True, exist_ok=True)
+                output.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps({k: x for k, x in results.items() if k != "failures"}))
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
     return results
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -103,10 +104,8 @@ def linear_attention(
     if state is not None and state.origin != origin:
         check_origin(state, origin)
     given = q, Keys(k, v, key_padding_mask), state, fade
-    if torch.is_autocast_enabled(q.device.type):
-        with torch.autocast(q.device.type, enabled=False):
-            result = _attend(call, *given, options)
-    else:
+    is_mixed = torch.is_autocast_enabled(q.device.type)
+    with torch.autocast(q.device.type, enabled=False) if is_mixed else nullcontext():
         result = _attend(call, *given, options)
     out = result.out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
     if phi.redraw_every is not None:

@@ -71,7 +71,7 @@ def nothing_seen(prepared: PreparedMap, k: Tensor, v: Tensor) -> State:
     """The state before the first of the keys k and v (b, g, s, .)."""
     (b, g), phi, size = k.shape[:2], prepared.phi, v.shape[-1]
     zero = torch.zeros((), dtype=prepared.dtype, device=k.device)  # takes no more memory than this
-    columns = phi.num_columns(size) if prepared.has_constant else size + 1
+    columns = size + 1 if prepared.reader is None else prepared.reader.num_columns(size)
     return State(
         zero.expand(b, g, phi.feature_dim, columns),
         torch.full((b, g), EMPTY, dtype=prepared.dtype, device=k.device),

@@ -101,7 +101,7 @@ def _backward(
     learned: list[Tensor | None] = [None] * len(others)
     for part, (carry, random, kept) in reversed(list(zip(scan.parts, ctx.before, strict=True))):
         taken = [t.detach().requires_grad_(w) for t, w in zip(scan.take(part, tensors), wanted, strict=True)]
-        value = carry.value.detach().requires_grad_()
+        value = carry.value.detach().requires_grad_(part.number > 0 or ctx.needs_input_grad[4 + count])
         with torch.enable_grad(), _random(random, value):
             known = None if kept is None else (scan.layout.take_rows(rows, part), *kept)
             out = scan.body(prepared, part, taken, Sums(value, carry.ref), known)
@@ -115,7 +115,7 @@ def _backward(
             found = torch.autograd.grad(ends, leaves, slopes, allow_unused=True, retain_graph=bool(others))
         grads = iter(found)
         scan.put(part, totals, [next(grads) if t.requires_grad else None for t in taken])
-        grad_sums = next(grads)
+        grad_sums = next(grads) if value.requires_grad else None
         learned = [b if a is None else a if b is None else a + b for a, b in zip(learned, grads, strict=True)]
     return [*totals, grad_sums, None, *learned]
 

@@ -51,9 +51,9 @@ def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) 
     phi, own = prepared.few_features("query", x, scaled=near.exact)
     if window is None or not near.exact:
         features = prepared.few_features("key", k)
-        columns = prepared.phi.columns(features, u) if prepared.has_constant else None
+        columns = prepared.reader.columns(features, u) if prepared.reader else None
         sums = add_key(sums, features, new if columns is None else columns, mask, looks=call.looks)
-        rows, _, bound = read_sums(phi, sums, prepared)
+        rows, _, bound = read_sums(phi, sums, prepared.reader, positive=prepared.positive)
         den, bad = normaliser(rows[..., -1:], bound, prepared.floor, looks=call.looks)
         num = rows[..., :-1]
     else:
@@ -61,7 +61,7 @@ def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) 
         window = window._replace(held=window.held.then(keys), seen=window.seen + 1, start=start)
         if not near.in_blocks:  # a key leaves before the token is read, a block behind the row that ends one
             sums, window = leave(call, sums, window)
-        rows, factor, bound = read_sums(phi, sums, prepared)
+        rows, factor, bound = read_sums(phi, sums, prepared.reader, positive=prepared.positive)
         log_weight = sums.ref[..., None, None] + (own if factor is None else own + factor)
         exact = _exact_rows(call, x, window)
         num, den, bad, _ = with_exact(rows, log_weight, bound, [exact], prepared.floor, looks=call.looks)

@@ -48,7 +48,7 @@ class PreparedMap:
     def __init__(self, phi: FeatureMap, scale: float, dtype: torch.dtype = torch.float32) -> None:
         self.phi, self.scale, self.dtype, self.root = phi, scale, dtype, math.sqrt(scale)
         self.positive = phi.has_positive_sums  # whether normalisers are positive by themselves
-        self.has_constant = phi.has_constant  # whether the map sums keys and reads sums in its own way
+        self.reader = phi if phi.has_constant else None  # the map where it sums keys and reads sums in its own way
         # The normaliser of a positive map below which a row is out of range.
         self.floor = RANGES[dtype].floor if phi.is_exponential else BOUNDED_FLOOR[dtype]
         self._exponents: dict[str, Exponent] = {}

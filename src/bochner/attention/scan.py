@@ -27,10 +27,10 @@ from bochner.attention.state import (
     Sums,
     add_keys,
     cauchy_schwarz,
+    columns_of,
     divided,
     key_sums,
     normaliser,
-    ones_beside,
     with_exact,
 )
 
@@ -111,7 +111,9 @@ def absorb_keys(call: Call, sums: Sums, keys: Keys) -> Sums:
     prepared.function("key")  # made before it is used: a recomputation would find it there
 
     def absorbed(value: Tensor, ref: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shift: Tensor | None) -> Sums:
-        return add_keys(Sums(value, ref), prepared.features("key", k, shift), v.to(prepared.dtype), mask, prepared)
+        return add_keys(
+            Sums(value, ref), prepared.features("key", k, shift), v.to(prepared.dtype), mask, prepared.reader
+        )
 
     for i in range(0, keys.k.shape[2], size):
         k, v, _, _, shift = part = keys.part(slice(i, i + size))
@@ -253,19 +255,21 @@ class Scan(NamedTuple):
             products: list[Any] = [(a, b, (relative(log) - ref).to(x.dtype).exp()) for a, b, log in terms]
             for k, v, mask in zones:
                 logits = exact_logits(x, k, prepared.scale, prepared.phi.kernel)
-                products.append(((logits - ref if mask is None else logits + mask - ref).exp(), ones_beside(v), None))
+                products.append(
+                    ((logits - ref if mask is None else logits + mask - ref).exp(), pad(v, (0, 1), value=1.0), None)
+                )
             return Output(carry, replayed(rows, den, products))
         total, log_weight, bound = self._kernel(prepared, far, terms, pairs)
         if normalize and not near.exact:
             den, bad = normaliser(total[..., -1:], bound, prepared.floor, looks=self.call.looks)
-            kept = None if prepared.has_constant else (den.clone(), log_weight)
+            kept = None if prepared.reader else (den.clone(), log_weight)
             return Output(carry, divided(total[..., :-1], den, bad), bad, kept)
         # 3. The exact terms, with one normaliser for all.
         exact = [attend_zones(x, *zone, prepared.scale, prepared.phi.kernel) for zone in zones]
         floor = prepared.floor if normalize else None
         num, den, bad, ref = with_exact(total, relative(log_weight), bound, exact, floor, looks=self.call.looks)
         if normalize:
-            return Output(carry, divided(num, den, bad), bad, None if prepared.has_constant else (den, ref))
+            return Output(carry, divided(num, den, bad), bad, None if prepared.reader else (den, ref))
         if base is not None and shift is not None:  # to the places of the rows; not of those beyond the last
             left = (base - self.layout.own(shift, part)[..., part.rows, :]).clamp_max(0)
             ref = ref + per_row(left, r).to(ref.dtype)
@@ -286,8 +290,7 @@ class Scan(NamedTuple):
         psi, scale = features
         bias = layout.bias(self.far_holes, slice(part.span.start + some.start, part.span.start + some.stop), scale)
         scale = scale if bias is None else scale + bias
-        columns = prepared.phi.columns(features, v) if prepared.has_constant else None
-        return KernelKeys(psi, scale, v, columns).map(lambda t: t.unflatten(2, (-1, c)))
+        return KernelKeys(psi, scale, columns_of(prepared.reader, features, v)).map(lambda t: t.unflatten(2, (-1, c)))
 
     def _far(self, part: Part, keys: KernelKeys | None, carry: Sums, behind: Tensor | None) -> tuple[Sums, Sums]:
         """The sums outside the zone of each block of rows, (b, g, t, m, c), and those carried on."""
@@ -298,9 +301,9 @@ class Scan(NamedTuple):
         if part.is_last and not self.goes_on:
             gone = 0
         if self.call.near.is_causal:  # references that grow, so that no later key moves a row even by rounding
-            psi, scale, v, columns = keys.map(lambda x: x[:, :, :t])
+            psi, scale, columns = keys.map(lambda x: x[:, :, :t])
             refs = torch.cat([carry.ref.unsqueeze(-1), scale.detach().amax((-2, -1))], dim=-1).cummax(-1).values
-            sums = key_sums(psi, scale, v, refs[..., 1:], columns)
+            sums = key_sums(psi, scale, columns, refs[..., 1:])
             states = prefix(sums, refs, carry.value, t + (gone == t), overwrites=not self._has_graph())
             # Of all the memory, what is carried on alone.
             carry = Sums(states[:, :, gone].clone(), refs[..., gone].clone()) if gone else carry
@@ -309,7 +312,7 @@ class Scan(NamedTuple):
         if behind is not None and self.refs_behind is not None:
             refs = self.refs_behind[:, :, part.number]
             ref = torch.maximum(ref, refs)
-        sums = key_sums(keys.psi, keys.scale, keys.v, ref.unsqueeze(-1), keys.columns)
+        sums = key_sums(*keys, ref.unsqueeze(-1))
         row = torch.arange(t, device=sums.device)[:, None]
         block = torch.arange(sums.shape[2], device=sums.device)[None, :] + part.kernel.start
         far = mixed((block < row) | (block > row + layout.neighbours), sums)
@@ -327,7 +330,7 @@ class Scan(NamedTuple):
             keys = keys.map(lambda x: x[:, :, : part.blocks.stop - part.blocks.start])
         elif not layout.single:
             keys = keys.map(lambda x: layout.zones(x.flatten(2, 3)))
-        columns, scale = ones_beside(keys.v) if keys.columns is None else keys.columns, keys.scale.mT
+        columns, scale = keys.columns, keys.scale.mT
         if not layout.is_triangle:
             scale = scale.masked_fill(layout.kernel_mask(part, scale.device), MASKED)
             top = torch.maximum(ref, scale.detach().amax(-1, keepdim=True))
@@ -346,7 +349,7 @@ class Scan(NamedTuple):
         """Values and normaliser (b, g, t, r c, v + 1) by the kernel, relative to exp(log_weight), and their bound."""
         r, (phi, b, ref) = self.call.groups, terms[0]
         total = phi @ b
-        last = far.value[..., -1:, :] if prepared.has_constant else None
+        last = far.value[..., -1:, :] if prepared.reader else None
         norm = None if prepared.positive else far.value[..., -1].unsqueeze(-2)
         if pairs is not None:
             fade, (a, b, ref) = per_row((ref - pairs.ref).to(phi.dtype).exp(), r), terms[1]
@@ -356,8 +359,8 @@ class Scan(NamedTuple):
             if norm is not None:
                 norm = norm * fade + per_row(pairs.weight @ pairs.psi, r)
         bound = None if norm is None else cauchy_schwarz(phi, norm)
-        if last is not None:
-            total, factor = prepared.phi.answer(total, last, phi)
+        if prepared.reader is not None:
+            total, factor = prepared.reader.answer(total, last, phi)
             ref = ref if factor is None else ref + factor
         return total, ref, bound
 
@@ -394,15 +397,14 @@ class Scan(NamedTuple):
 
 
 class KernelKeys(NamedTuple):
-    """Features, log scales, values and other columns of keys by blocks, (b, g, l, c, .)."""
+    """Features and log scales of keys, and what is summed beside them, by blocks (b, g, l, c, .)."""
 
     psi: Tensor
     scale: Tensor
-    v: Tensor
-    columns: Tensor | None
+    columns: Tensor
 
     def map(self, f: Callable[[Tensor], Tensor]) -> KernelKeys:
-        return KernelKeys(f(self.psi), f(self.scale), f(self.v), None if self.columns is None else f(self.columns))
+        return KernelKeys(*map(f, self))
 
 
 class Pairs(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bochner._checks import BochnerError
 from bochner._products import in_place, may_look
-from bochner.attention.features import BOUNDED_FLOOR, EMPTY, MASKED, PreparedMap
+from bochner.attention.features import BOUNDED_FLOOR, EMPTY, MASKED
 from bochner.maps.base import FeatureMap, Features
 
 SMALL = 0.1  # of its bound: the least normaliser of a signed map that is divided by
@@ -164,8 +164,7 @@ def absorb(
     v = v.to(features.values.dtype)
     if key_padding_mask is not None:
         v = v.masked_fill(spread_mask(key_padding_mask), 0)
-    prepared = None if phi is None else PreparedMap(phi, 1.0, v.dtype)
-    sums = add_keys(Sums(state.sums, state.log_scale), features, v, key_padding_mask, prepared)
+    sums = add_keys(Sums(state.sums, state.log_scale), features, v, key_padding_mask, phi)
     return State(*sums, state.total + value_sums(v, key_padding_mask), state.window, state.origin)
 
 
@@ -194,8 +193,8 @@ def read(state: State, features: Features, *, positive: bool = True, phi: Featur
             "read answers from the kernel's sums alone, this state has an exact window; resume it instead."
         )
     _check_size(features.values, state, "read")
-    prepared = None if phi is None else PreparedMap(phi, 1.0, state.sums.dtype)
-    rows, _, bound = read_sums(features.values, Sums(state.sums, state.log_scale), prepared, positive=positive)
+    positive = positive if phi is None else phi.has_positive_sums
+    rows, _, bound = read_sums(features.values, Sums(state.sums, state.log_scale), phi, positive=positive)
     den, bad = normaliser(rows[..., -1:], bound, BOUNDED_FLOOR[rows.dtype], looks=may_look(rows))
     return divided(rows[..., :-1], den, bad, state.total.unsqueeze(-2))
 
@@ -209,16 +208,13 @@ def _check_size(values: Tensor, state: State, owner: str) -> None:
 # What every path of attention is made of.
 
 
-def add_keys(
-    sums: Sums, features: Features, v: Tensor, mask: Tensor | None, prepared: PreparedMap | None = None
-) -> Sums:
+def add_keys(sums: Sums, features: Features, v: Tensor, mask: Tensor | None, phi: FeatureMap | None) -> Sums:
     """Sums after more keys by their features, v (..., s, v); those of the mask (b, s) add nothing."""
     psi, log_scale = features
     if mask is not None:
         log_scale = log_scale.masked_fill(spread_mask(mask), MASKED)
     top = log_scale.detach().amax((-2, -1))
-    columns = prepared.phi.columns(features, v) if prepared is not None and prepared.has_constant else None
-    return add(sums, Sums(key_sums(psi, log_scale, v, top, columns), top))
+    return add(sums, Sums(key_sums(psi, log_scale, columns_of(phi, features, v), top), top))
 
 
 def add_key(sums: Sums, features: Features, columns: Tensor, mask: Tensor | None, *, looks: bool) -> Sums:
@@ -235,29 +231,27 @@ def add_key(sums: Sums, features: Features, columns: Tensor, mask: Tensor | None
     return Sums(torch.addcmul(value * (ref - new).exp(), psi.mT, columns), new.squeeze(-1).squeeze(-1))
 
 
-def read_sums(
-    values: Tensor, sums: Sums, prepared: PreparedMap | None = None, *, positive: bool = True
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def read_sums(values: Tensor, sums: Sums, phi: FeatureMap | None, *, positive: bool) -> tuple[Tensor, Any, Any]:
     """Values and normaliser (..., n, v + 1) of rows by their features (..., n, m), relative to exp(ref).
 
     The second is the log of a factor of each row, None for 1; the third bounds the normaliser of a signed map, None for
     positive ones.
     """
-    rows, factor, bound = values @ sums.value, None, None
-    if not (positive if prepared is None else prepared.positive):
-        bound = cauchy_schwarz(values, sums.value[..., -1].unsqueeze(-2))
-    if prepared is not None and prepared.has_constant:
-        rows, factor = prepared.phi.answer(rows, sums.value[..., -1:, :], values)
-    return rows, factor, bound
+    rows, factor = values @ sums.value, None
+    if phi is not None:
+        rows, factor = phi.answer(rows, sums.value[..., -1:, :], values)
+    return rows, factor, None if positive else cauchy_schwarz(values, sums.value[..., -1].unsqueeze(-2))
 
 
-def key_sums(psi: Tensor, log_scale: Tensor, v: Tensor, ref: Tensor, columns: Tensor | None = None) -> Tensor:
-    """`sum_j psi_j columns_j' exp(log_scale_j - ref)`: (..., s, m), (..., s, 1), (..., s, c), (...) to (..., m, c).
+def columns_of(phi: FeatureMap | None, features: Features, v: Tensor) -> Tensor:
+    """What is summed beside the features of keys, (..., s, c): their values and 1, unless the map has others."""
+    found = None if phi is None else phi.columns(features, v)
+    return torch.nn.functional.pad(v, (0, 1), value=1.0) if found is None else found
 
-    Without columns they are `[v, 1]`, v (..., s, v).
-    """
-    weight = (log_scale - ref[..., None, None]).to(psi.dtype).exp()
-    return psi.mT @ (ones_beside(v, weight) if columns is None else columns * weight)
+
+def key_sums(psi: Tensor, log_scale: Tensor, columns: Tensor, ref: Tensor) -> Tensor:
+    """`sum_j psi_j columns_j' exp(log_scale_j - ref)`: (..., s, m), (..., s, 1), (..., s, c), (...) to (..., m, c)."""
+    return psi.mT @ (columns * (log_scale - ref[..., None, None]).to(psi.dtype).exp())
 
 
 def add(a: Sums, b: Sums) -> Sums:
@@ -294,17 +288,9 @@ def normaliser(den: Tensor, bound: Tensor | None, floor: float, *, looks: bool) 
     A positive map's must be at least `floor`; one with a `bound` (..., n, 1) at least `SMALL` of that.
     `looks`: whether asking for a value is cheap.
     """
-    if bound is None:
-        if looks:
-            low, high = den.detach().aminmax()
-            if low.item() >= floor and high.item() < torch.inf:
-                return den, None
-        bad = ~((den >= floor) & (den < torch.inf))
-    else:
-        bad = ~((den >= SMALL * bound) & (den < torch.inf)) | (den == 0)
-        if looks and not bool(bad.any()):
-            return den, None
-    return den.masked_fill(bad, 1), bad
+    least = floor if bound is None else (SMALL * bound).clamp_min(torch.finfo(den.dtype).tiny)
+    bad = ~((den >= least) & (den < torch.inf))
+    return (den, None) if looks and not bool(bad.any()) else (den.masked_fill(bad, 1), bad)
 
 
 def with_exact(
@@ -335,13 +321,6 @@ def cauchy_schwarz(values: Tensor, norm: Tensor) -> Tensor:
     """A bound of every row's normaliser, (..., n, 1), that does not depend on how the keys were split up."""
     norms = [torch.linalg.vector_norm(t.detach(), dim=-1, keepdim=True) for t in (values, norm)]
     return norms[0] * norms[1]
-
-
-def ones_beside(v: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Values (..., s, v) with a column of ones, both times a weight (..., s, 1): (..., s, v + 1)."""
-    if weight is None:
-        return torch.nn.functional.pad(v, (0, 1), value=1.0)
-    return torch.cat([v * weight, weight], dim=-1)
 
 
 def spread_mask(mask: Tensor) -> Tensor:
