@@ -84,7 +84,7 @@ def check_call(
         _check_resumed(q, k, v, phi, state, o)
     if cu_seqlens is not None:
         _check_packing(q, k, mask, state, cu_seqlens)
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if made is not None and (made.scale, made.dtype) != (o.scale, dtype):
         raise BochnerError(
             f"The 'phi' of {owner} was prepared for scale={made.scale:.6g} and {made.dtype}, this call has scale="
@@ -165,7 +165,7 @@ def total_of(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None) -> Te
     found = [t.detach() for t in (q, k, v)]
     if decay is not None:
         found.append(torch.where(decay <= 0, decay, torch.nan).detach())
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if sum(t.numel() for t in found) < 2**14:  # one copy is less work than several sums
         return torch.cat([t.reshape(-1) for t in found]).sum(dtype=dtype)
     return torch.stack([t.sum(dtype=dtype) for t in found]).sum()
@@ -194,7 +194,7 @@ def _check_resumed(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: Any,
             f"The 'state' has sums of shape {tuple(have)}, this call needs {want}: it belongs to another map, batch or "
             "value size."
         )
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if state.sums.dtype != dtype or state.sums.device != q.device:
         raise BochnerError(
             f"The 'state' is {state.sums.dtype} on {state.sums.device}, this call needs {dtype} on {q.device}; "

@@ -289,6 +289,10 @@ def normaliser(den: Tensor, bound: Tensor | None, floor: float, *, looks: bool) 
     `looks`: whether asking for a value is cheap.
     """
     least = floor if bound is None else (SMALL * bound).clamp_min(torch.finfo(den.dtype).tiny)
+    if looks and bound is None:  # the usual case, in one pass
+        low, high = den.detach().aminmax()
+        if low.item() >= floor and high.item() < torch.inf:
+            return den, None
     bad = ~((den >= least) & (den < torch.inf))
     return (den, None) if looks and not bool(bad.any()) else (den.masked_fill(bad, 1), bad)
 
@@ -306,9 +310,10 @@ def with_exact(
         ref = torch.maximum(ref, log.detach())
     ref = ref.clamp_min(EMPTY)
     share, weights = (log_weight - ref).exp(), [(log - ref).exp() for _, log in exact]
-    den, bad, num = sum(weights, total[..., -1:] * share), None, total[..., :-1]
+    exact_norm = sum(weights[1:], weights[0]) if weights else torch.zeros_like(ref)
+    den, bad, num = torch.addcmul(exact_norm, total[..., -1:], share), None, total[..., :-1]
     if floor is not None:
-        bound = None if bound is None else sum(weights, bound * share).detach()
+        bound = None if bound is None else torch.addcmul(exact_norm, bound, share).detach()
         den, bad = normaliser(den, bound, floor, looks=looks)
         num = num if bad is None else num.masked_fill(bad, 0)  # not infinity times zero in a gradient
     num, overwrites = num * share, in_place(num)
