@@ -48,7 +48,9 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
     # Rows that cannot be divided get the mean of the values that they may see.
     bad, values = bad.flatten(2, 3), keys.v.to(out.dtype)
     if near.is_causal:
-        seen = _running_totals(values, keys.padded, before, call.groups)
+        count = torch.ones_like(values[..., :1]) if keys.padded is None else ~spread_mask(keys.padded)
+        seen = torch.cat([values, count.to(values.dtype).expand_as(values[..., :1])], dim=-1).cumsum(-2)
+        seen = (seen + before.unsqueeze(-2)).repeat(1, 1, call.groups, 1)
     else:
         seen = value_sums(values, mask)[:, :, None]
     return Result(torch.where(bad, mean_of(seen), out), after, bad & (seen[..., -1:] > 0))
@@ -102,7 +104,10 @@ def _rows(call: Call, q: Tensor | None, new: Keys, state: State) -> tuple[Tensor
 
     Without q no row looks at the keys, and the state is all that is asked for.
     """
-    near, sums, past = call.near, Sums(state.sums, state.log_scale), state.window or empty_window(call.near, new)
+    near, sums, past = call.near, Sums(state.sums, state.log_scale), state.window
+    if past is None:
+        none = Keys(new.k[:, :, :0], new.v[:, :, :0])
+        past = WindowState(none, none, none.k.new_zeros(len(new.k), 0, dtype=torch.int64), 0, near.setting)
     start = starts(near, new.padded, past.start, past.seen)
     sinks, new = find_sinks(near, past, new)
     if q is not None and not (near.window or near.is_causal):  # no zones: the kernel sees all keys but the sinks
@@ -128,8 +133,7 @@ def _rows(call: Call, q: Tensor | None, new: Keys, state: State) -> tuple[Tensor
         if complete and not past.complete and not window.unpadded:
             complete = call.looks and place.shape[1] == near.sinks and bool(there.all())
         place = torch.where(there, place + past.seen, -1).expand(len(new.k), -1)
-        window = window._replace(sinks=sinks.keys, sink_position=place)
-        window = window._replace(complete=complete)
+        window = window._replace(sinks=sinks.keys, sink_position=place, complete=complete)
     sums, window = leave(call, sums, window, done)
     return out, bad, State(*sums, total, window if near.exact else None)
 
@@ -178,13 +182,6 @@ def leave(call: Call, sums: Sums, window: WindowState, done: int = 0) -> tuple[S
     return sums, window._replace(held=keys)
 
 
-def empty_window(near: Near, keys: Keys) -> WindowState:
-    """A window before the first of some keys."""
-    none = Keys(keys.k[:, :, :0], keys.v[:, :, :0])
-    nowhere = torch.zeros(keys.k.shape[0], 0, dtype=torch.int64, device=keys.k.device)
-    return WindowState(none, none, nowhere, 0, near.setting)
-
-
 def find_sinks(near: Near, past: WindowState, new: Keys) -> tuple[Sinks | None, Keys]:
     """The first t unpadded keys of those seen before and the new ones, which are marked."""
     if not near.sinks:
@@ -199,15 +196,8 @@ def find_sinks(near: Near, past: WindowState, new: Keys) -> tuple[Sinks | None, 
     place = torch.cat([past.sink_position - past.seen, here], dim=1)
     is_sink = there & (there.cumsum(1) <= near.sinks)
     chosen = is_sink.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : near.sinks]
-
     at = chosen[:, None, :, None]
     keys = past.sinks.then(new)._replace(padded=None, sink=None)
     keys = keys.each(lambda t, _: t.gather(2, at.expand(-1, t.shape[1], -1, t.shape[-1])))
     sinks = Sinks(keys, place.gather(1, chosen), is_sink.gather(1, chosen))
     return sinks, new._replace(sink=is_sink[:, known.shape[1] :])
-
-
-def _running_totals(v: Tensor, mask: Tensor | None, before: Tensor, r: int) -> Tensor:
-    """Sums of the values and numbers of the keys up to each row, (b, g, r n, v + 1)."""
-    count = torch.ones_like(v[..., :1]) if mask is None else (~spread_mask(mask)).to(v.dtype).expand_as(v[..., :1])
-    return (torch.cat([v, count], dim=-1).cumsum(-2) + before.unsqueeze(-2)).repeat(1, 1, r, 1)

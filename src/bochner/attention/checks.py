@@ -47,7 +47,16 @@ class Options(NamedTuple):
             o = o._replace(**{name: flag(getattr(o, name), name, owner) for name in flags})
         if o.on_small_normalizer not in POLICIES:
             one_of(o.on_small_normalizer, "on_small_normalizer", owner, POLICIES)
-        check_lengths(q, k, owner, is_causal=o.is_causal, window=o.window)
+        n, s = q.shape[-2], k.shape[-2]
+        if o.is_causal and n > s:
+            remedy = "pass earlier keys by 'state'." if owner == "linear_attention" else "pass the earlier keys too."
+            raise BochnerError(
+                f"Causal attention needs at least as many keys as queries, got n={n} and s={s}; {remedy}"
+            )
+        if o.window is not None and n != s and not o.is_causal:
+            raise BochnerError(
+                f"A 'window' that is not causal needs as many queries as keys, got n={n} and s={s}; use window=None."
+            )
         if o.window is not None or o.sinks or type(o.sinks) is not int or o.window_kind not in WINDOW_KINDS:
             length = None if goes_on else k.shape[2]
             window, sinks, _ = check_window(o.window, o.sinks, o.window_kind, owner, length)
@@ -107,19 +116,6 @@ def check_window(
     most = LONGEST if length is None else length
     window, sinks = (x if x is None or x <= LONGEST else most for x in (window, sinks))
     return None if window is None else int(window), int(sinks), kind
-
-
-def check_lengths(q: Tensor, k: Tensor, owner: str, *, is_causal: bool, window: Any = None) -> None:
-    n, s = q.shape[-2], k.shape[-2]
-    if is_causal and n > s:
-        raise BochnerError(
-            f"Causal attention needs at least as many keys as queries, got n={n} and s={s}; "
-            + ("pass earlier keys by 'state'." if owner == "linear_attention" else "pass the earlier keys too.")
-        )
-    if window is not None and n != s and not is_causal:
-        raise BochnerError(
-            f"A 'window' that is not causal needs as many queries as keys, got n={n} and s={s}; use window=None."
-        )
 
 
 def check_decay(decay: Any, k: Tensor, owner: str, *, is_causal: bool) -> Tensor | None:

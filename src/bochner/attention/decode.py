@@ -14,18 +14,7 @@ from bochner.attention.features import MASKED
 from bochner.attention.layout import starts
 from bochner.attention.scan import Call, Result
 from bochner.attention.softmax import attend_zones
-from bochner.attention.state import (
-    Keys,
-    State,
-    Sums,
-    WindowState,
-    add_key,
-    divided,
-    normaliser,
-    read_sums,
-    spread_mask,
-    with_exact,
-)
+from bochner.attention.state import Keys, State, Sums, WindowState, add_key, finished, mean_of, read_sums, spread_mask
 
 pad = torch.nn.functional.pad
 
@@ -54,8 +43,7 @@ def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) 
         columns = prepared.reader.columns(features, u) if prepared.reader else None
         sums = add_key(sums, features, new if columns is None else columns, mask, looks=call.looks)
         rows, _, bound = read_sums(phi, sums, prepared.reader, positive=prepared.positive)
-        den, bad = normaliser(rows[..., -1:], bound, prepared.floor, looks=call.looks)
-        num = rows[..., :-1]
+        out, bad, _ = finished(rows, own, bound, (), prepared.floor, looks=call.looks)
     else:
         start = starts(near, mask, window.start, window.seen)
         window = window._replace(held=window.held.then(keys), seen=window.seen + 1, start=start)
@@ -64,20 +52,20 @@ def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) 
         rows, factor, bound = read_sums(phi, sums, prepared.reader, positive=prepared.positive)
         log_weight = sums.ref[..., None, None] + (own if factor is None else own + factor)
         exact = _exact_rows(call, x, window)
-        num, den, bad, _ = with_exact(rows, log_weight, bound, [exact], prepared.floor, looks=call.looks)
+        out, bad, _ = finished(rows, log_weight, bound, [exact], prepared.floor, looks=call.looks)
         if near.in_blocks:
             sums, window = leave(call, sums, window)
     seen = total.unsqueeze(-2)
-    out = divided(num, den, bad, seen)
-    return Result(out, State(*sums, total, window, state.origin), None if bad is None else bad & (seen[..., -1:] > 0))
+    after = State(*sums, total, window, state.origin)
+    if bad is None:
+        return Result(out, after)
+    return Result(torch.where(bad, mean_of(seen), out), after, bad & (seen[..., -1:] > 0))
 
 
 def _decayed(window: WindowState, decay: Tensor) -> WindowState:
     """A window whose keys weigh exp(decay) of what they did, (b, g, 1, 1)."""
-    both = (
-        t._replace(shift=decay.expand(*t.k.shape[:3], 1) if t.shift is None else t.shift + decay) for t in window[:2]
-    )
-    held, sinks = both
+    shifts = [decay.expand(*t.k.shape[:3], 1) if t.shift is None else t.shift + decay for t in window[:2]]
+    held, sinks = (t._replace(shift=shift) for t, shift in zip(window[:2], shifts, strict=True))
     return window._replace(held=held, sinks=sinks)
 
 

@@ -61,7 +61,9 @@ def exact_attention(
     for start in range(0, n, chunk):
         part = x[..., start : start + chunk, :]
         i = torch.arange(start, start + part.shape[-2], device=x.device) + (s - n if is_causal else 0)
-        hidden = _hidden(i, s, is_causal, key_padding_mask)
+        hidden = (torch.arange(s, device=x.device) > i[:, None]) & is_causal  # (.., n, s)
+        if key_padding_mask is not None:
+            hidden = hidden | key_padding_mask[:, None, None, :]
         if window or sinks:
             hidden = hidden | ~_near(i, s, window, sinks, window_kind, key_padding_mask)
         # The log decay from each key to the queries, (b, h, n, s); 0 for later keys.
@@ -133,14 +135,6 @@ def _kernel_function(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
     raise BochnerError(
         f"The 'kernel' of exact_attention must be one of {KERNELS}, a function or a map, got {kernel!r}."
     )
-
-
-def _hidden(i: Tensor, s: int, is_causal: bool, mask: Tensor | None) -> Tensor:
-    """(b or 1, 1, n, s), True where the queries at places i (n,) may not look."""
-    hidden = torch.zeros(1, 1, i.shape[0], s, dtype=torch.bool, device=i.device)
-    if is_causal:
-        hidden = hidden | (torch.arange(s, device=i.device)[None, :] > i[:, None])
-    return hidden if mask is None else hidden | mask[:, None, None, :]
 
 
 def _near(i: Tensor, s: int, window: int | None, sinks: int, kind: str, mask: Tensor | None) -> Tensor:

@@ -21,18 +21,7 @@ from bochner.attention.autograd import Known, Output, Scanned, random_state, rec
 from bochner.attention.features import EMPTY, MASKED, PreparedMap
 from bochner.attention.layout import Layout, Near, Part, by_head
 from bochner.attention.softmax import attend_zones, exact_logits
-from bochner.attention.state import (
-    Keys,
-    State,
-    Sums,
-    add_keys,
-    cauchy_schwarz,
-    columns_of,
-    divided,
-    key_sums,
-    normaliser,
-    with_exact,
-)
+from bochner.attention.state import Keys, State, Sums, add_keys, cauchy_schwarz, columns_of, finished, key_sums
 
 ELEMENTS = 5 * 2**20  # features and logits of one part on the CPU: 20 MB in float32
 ELSEWHERE = 64  # times as many on other devices
@@ -260,21 +249,17 @@ class Scan(NamedTuple):
                 )
             return Output(carry, replayed(rows, den, products))
         total, log_weight, bound = self._kernel(prepared, far, terms, pairs)
-        if normalize and not near.exact:
-            den, bad = normaliser(total[..., -1:], bound, prepared.floor, looks=self.call.looks)
-            kept = None if prepared.reader else (den.clone(), log_weight)
-            return Output(carry, divided(total[..., :-1], den, bad), bad, kept)
         # 3. The exact terms, with one normaliser for all.
         exact = [attend_zones(x, *zone, prepared.scale, prepared.phi.kernel) for zone in zones]
         floor = prepared.floor if normalize else None
-        num, den, bad, ref = with_exact(total, relative(log_weight), bound, exact, floor, looks=self.call.looks)
+        rows, bad, (den, ref) = finished(total, relative(log_weight), bound, exact, floor, looks=self.call.looks)
         if normalize:
-            return Output(carry, divided(num, den, bad), bad, None if prepared.reader else (den, ref))
+            return Output(carry, rows, bad, None if prepared.reader else (den if exact else den.clone(), ref))
         if base is not None and shift is not None:  # to the places of the rows; not of those beyond the last
             left = (base - self.layout.own(shift, part)[..., part.rows, :]).clamp_max(0)
             ref = ref + per_row(left, r).to(ref.dtype)
         half = (0.5 * ref).exp()
-        return Output(carry, num * half * half)  # in two steps: each alone may underflow
+        return Output(carry, rows * half * half)  # in two steps: each alone may underflow
 
     # The kernel.
 

@@ -297,29 +297,31 @@ def normaliser(den: Tensor, bound: Tensor | None, floor: float, *, looks: bool) 
     return (den, None) if looks and not bool(bad.any()) else (den.masked_fill(bad, 1), bad)
 
 
-def with_exact(
+def finished(
     total: Tensor, log_weight: Tensor, bound: Tensor | None, exact: Sequence[Any], floor: float | None, *, looks: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """One normaliser for the kernel's rows (..., n, v + 1), relative to exp(log_weight), and for exact ones (..., n, v)
-    with the logarithm of theirs: numerator, normaliser, which cannot be divided, and the reference of all.
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
+    """Rows (..., n, v) of the kernel's sums (..., n, v + 1), relative to exp(log_weight), and of exact rows (..., n, v)
+    with the logarithms of their normalisers; which cannot be divided and are zero; the normaliser and its reference.
 
-    Exact terms are their own bound. Without a floor nothing is to be divided.
+    Exact terms are their own bound. Without a floor nothing is divided.
     """
-    ref = log_weight.detach()
-    for _, log in exact:
-        ref = torch.maximum(ref, log.detach())
-    ref = ref.clamp_min(EMPTY)
-    share, weights = (log_weight - ref).exp(), [(log - ref).exp() for _, log in exact]
-    exact_norm = sum(weights[1:], weights[0]) if weights else torch.zeros_like(ref)
-    den, bad, num = torch.addcmul(exact_norm, total[..., -1:], share), None, total[..., :-1]
+    num, den, ref, bad, weights = total[..., :-1], total[..., -1:], log_weight.detach(), None, []
+    if exact or floor is None:
+        for _, log in exact:
+            ref = torch.maximum(ref, log.detach())
+        ref = ref.clamp_min(EMPTY)
+        share, weights = (log_weight - ref).exp(), [(log - ref).exp() for _, log in exact]
+        near = sum(weights[1:], weights[0]) if weights else torch.zeros_like(ref)
+        den = torch.addcmul(near, den, share)
+        bound = None if bound is None else torch.addcmul(near, bound, share).detach()
     if floor is not None:
-        bound = None if bound is None else torch.addcmul(exact_norm, bound, share).detach()
         den, bad = normaliser(den, bound, floor, looks=looks)
-        num = num if bad is None else num.masked_fill(bad, 0)  # not infinity times zero in a gradient
-    num, overwrites = num * share, in_place(num)
-    for (rows, _), weight in zip(exact, weights, strict=True):
-        num = torch.addcmul(num, rows, weight, out=num if overwrites else None)
-    return num, den, bad, ref
+        num = num if bad is None else num.masked_fill(bad, 0)  # not infinity times zero, NaN in the gradients
+    if exact or floor is None:
+        num, overwrites = num * share, in_place(num)
+        for (rows, _), weight in zip(exact, weights, strict=True):
+            num = torch.addcmul(num, rows, weight, out=num if overwrites else None)
+    return num if floor is None else divided(num, den, bad), bad, (den, ref)
 
 
 def cauchy_schwarz(values: Tensor, norm: Tensor) -> Tensor:
