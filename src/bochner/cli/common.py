@@ -81,7 +81,8 @@ def load(name: str) -> tuple[Any, Any]:
         hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.exists()
         how = f" A model of a hub is downloaded first, as by: hf download {name} --local-dir {path.name}" if hub else ""
         raise BochnerError(
-            f"There is no model in {name!r}: give a directory with config.json, a GGUF file, or {' or '.join(KNOWN)}.{how}"
+            f"There is no model in {name!r}: give a directory with config.json, a GGUF file, or "
+            f"{' or '.join(KNOWN)}.{how}"
         )
     try:
         json.loads((path / "config.json").read_text(encoding="utf-8"))
