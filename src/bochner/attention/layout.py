@@ -149,9 +149,8 @@ class Layout:
         first, last = span.start - self.front, span.stop - self.front
         if holes is None and first >= 0 and last <= self.keys and not torch.compiler.is_compiling():
             return None
-        found = (
-            like.new_zeros(1, self.keys) if holes is None else like.new_zeros(holes.shape).masked_fill(holes, MASKED)
-        )
+        found = like.new_zeros((1, self.keys) if holes is None else holes.shape)
+        found = found if holes is None else found.masked_fill(holes, MASKED)
         return cut(found[:, None, :, None], 2, first, last, MASKED)
 
     def zones(self, x: Tensor) -> Tensor:

@@ -444,8 +444,10 @@ def prefix(sums: Tensor, refs: Tensor, first: Tensor, count: int, *, overwrites:
     """
     if torch.compiler.is_compiling() and (_products.is_exporting() or sums.shape[2] > OUTER):
         return _nested_prefix(sums, refs, first)
-    fade = (refs[..., :1] - refs[..., :count]).to(sums.dtype).exp()[..., None, None]
     states = mixed(_fading(refs)[..., :count, :], sums)
+    if first.stride(-1) == 0:  # the zero before all keys
+        return states
+    fade = (refs[..., :1] - refs[..., :count]).to(sums.dtype).exp()[..., None, None]
     return torch.addcmul(states, first.unsqueeze(2), fade, out=states if overwrites else None)
 
 
