@@ -59,7 +59,7 @@ def naive_weights(
         if phi.kernel == "gaussian":
             exact = -0.5 * (x[:, :, None] - y[:, None, :]).square().sum(-1)
         rows.append(
-            torch.where(_exact_places(b, n, s, key_padding_mask, window, window_kind, sinks), exact.exp(), kernel)
+            torch.where(exact_places(b, n, s, key_padding_mask, window, window_kind, sinks), exact.exp(), kernel)
         )
     weights = torch.stack(rows, dim=1)
     if is_causal:
@@ -112,7 +112,7 @@ def said_of(small: Tensor) -> contextlib.AbstractContextManager[Any]:
     return pytest.warns(BochnerWarning, match=rows)
 
 
-def _exact_places(b: int, n: int, s: int, mask: Tensor | None, window: int | None, kind: str, sinks: int) -> Tensor:
+def exact_places(b: int, n: int, s: int, mask: Tensor | None, window: int | None, kind: str, sinks: int) -> Tensor:
     """(b, n, s): inside the window, or one of the first unpadded keys; the queries are the last n."""
     near = torch.zeros(b, n, s, dtype=torch.bool)
     for sequence in range(b):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from naive import _exact_places, assert_same, draw, draw_qkv, gradients
+from naive import assert_same, draw, draw_qkv, exact_places, gradients
 from torch import Tensor
 
 from bochner import BochnerError, absorb, attention_matrix, exact_attention, feature_map, linear_attention, merge, read
@@ -33,7 +33,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, phi: MomentsFeatures, **how: 
     """One row at a time: moments of the keys that it sees by the kernel, group by group, and exact terms."""
     b, h, n, d = q.shape
     s, r, mask = k.shape[2], h // k.shape[1], how.get("key_padding_mask")
-    near = _exact_places(b, n, s, mask, how.get("window"), how.get("window_kind", "block"), how.get("sinks", 0))
+    near = exact_places(b, n, s, mask, how.get("window"), how.get("window_kind", "block"), how.get("sinks", 0))
     out = torch.zeros(b, h, n, v.shape[-1], dtype=q.dtype)
     for i, j, t in [(i, j, t) for i in range(b) for j in range(h) for t in range(n)]:
         x, y, u = q[i, j, t] * d**-0.25, k[i, j // r] * d**-0.25, v[i, j // r]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from naive import assert_same, draw, draw_qkv, gradients, naive_attention
+from naive import assert_same, draw, draw_qkv, exact_places, gradients, naive_attention, naive_weights, said_of
 from torch import Tensor
 
 from bochner import attention_matrix, exact_attention, feature_map, linear_attention
@@ -154,3 +154,24 @@ def test_large_inputs_stay_finite_with_gradients(scale: float, is_causal: bool) 
     assert out.isfinite().all()
     assert (out != 0).any(-1).all()
     assert all(t.isfinite().all() for t in gradients(out, q, k, v))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_exact_terms_count_in_the_bound_of_a_small_normaliser(is_causal: bool, sinks: int) -> None:
+    """Of a signed map: a tenth of `|phi| |sum of far psi|` plus the exact terms; below it rows get the mean."""
+    phi, root, n = make("trig", num_features=8), 4**-0.25, 200
+    q, k, v = draw_qkv(n, b=1, h=4)
+    how: dict[str, Any] = {"is_causal": is_causal, "window": 16, "sinks": sinks}
+    weights = naive_weights(q, k, phi, **how)
+    near = exact_places(1, n, n, None, 16, "block", sinks)[:, None]
+    seen = torch.ones(n, n, dtype=torch.float64).tril() if is_causal else torch.ones(n, n, dtype=torch.float64)
+    fx, fy = phi(q * root, "query").dense(), phi(k * root, "key").dense()
+    bound = 0.1 * fx.norm(dim=-1) * ((seen * ~near) @ fy).norm(dim=-1)
+    exact, total = (weights * near).sum(-1), weights.sum(-1)
+    small = (total < bound + 0.1 * exact)[..., None]
+    assert bool((small[..., 0] & (total >= bound)).any())  # the exact terms decide
+    want = torch.where(small, (seen @ v) / seen.sum(-1, keepdim=True), (weights @ v) / total[..., None])
+    with said_of(small):
+        got = linear_attention(q, k, v, phi, **how)
+    assert_same(got, want, 1e-9)

@@ -107,7 +107,7 @@ def _rows(call: Call, q: Tensor | None, new: Keys, state: State) -> tuple[Tensor
     near, sums, past = call.near, Sums(state.sums, state.log_scale), state.window
     if past is None:
         none = Keys(new.k[:, :, :0], new.v[:, :, :0])
-        past = WindowState(none, none, none.k.new_zeros(len(new.k), 0, dtype=torch.int64), 0, near.setting)
+        past = WindowState(none, none, none.k.new_zeros(new.k.shape[0], 0, dtype=torch.int64), 0, near.setting)
     start = starts(near, new.padded, past.start, past.seen)
     sinks, new = find_sinks(near, past, new)
     if q is not None and not (near.window or near.is_causal):  # no zones: the kernel sees all keys but the sinks
@@ -132,7 +132,7 @@ def _rows(call: Call, q: Tensor | None, new: Keys, state: State) -> tuple[Tensor
         complete = past.complete or seen >= near.sinks
         if complete and not past.complete and not window.unpadded:
             complete = call.looks and place.shape[1] == near.sinks and bool(there.all())
-        place = torch.where(there, place + past.seen, -1).expand(len(new.k), -1)
+        place = torch.where(there, place + past.seen, -1).expand(new.k.shape[0], -1)
         window = window._replace(sinks=sinks.keys, sink_position=place, complete=complete)
     sums, window = leave(call, sums, window, done)
     return out, bad, State(*sums, total, window if near.exact else None)
