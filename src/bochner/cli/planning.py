@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -42,9 +42,9 @@ def features(
     y[0], y[1] = norm * math.cos(math.radians(angle)), norm * math.sin(math.radians(angle))
     rows: dict[str, dict[str, float]] = {}
     for name in MAPS:
-        options: dict[str, Any] = {"A": optimal_a((x + y).square().sum() / dim)} if name == "optimal" else {}
+        law = theory.Estimator(name, A=optimal_a((x + y).square().sum() / dim) if name == "optimal" else 0.0)
         rows[name] = {
-            p: float(theory.features_needed(x, y, error, map=name, projection=p, **options))
+            p: float(theory.features_needed(x, y, error, map=law, projection=p))
             for p in ("iid", "orthogonal")
             if p == "iid" or name != "optimal"
         }

@@ -222,13 +222,13 @@ def components_needed(
             "or give a number of components."
         )
     goal = 2 * math.log(positive_float(target, "target", owner))
-    options: dict[str, Any] = {"map": feature_map, "kernel": kernel}
-    options["projection"] = "orthogonal" if projection == "orthogonal" else "iid"
+    law = theory.Estimator(feature_map)
     if feature_map == "optimal":
-        options["A"] = theory.optimal_A(float((x + y).square().sum(1).mean()), x.shape[1])
+        law = theory.Estimator("optimal", A=theory.optimal_A(float((x + y).square().sum(1).mean()), x.shape[1]))
+    projection = "orthogonal" if projection == "orthogonal" else "iid"
 
     def short(m: int) -> bool:
-        logs = theory.log_mse(x, y, m, **options)
+        logs = theory.log_mse(x, y, m, law, kernel=kernel, projection=projection)
         return float(torch.logsumexp(logs, 0)) - math.log(len(logs)) > goal
 
     high = 1

@@ -25,13 +25,14 @@ from bochner.theory.polynomial import (
 from bochner.theory.rank import rank_floor
 from bochner.theory.regularized import regularized_ratio, regularized_ratio_bound, regularized_tail_bound
 from bochner.theory.softmax import (
-    block_pairs, centre, dense_a, kernel_value, log_mse, mse_centred, mse_dense, mse_hyperbolic, mse_optimal,
+    Estimator, block_pairs, centre, dense_a, kernel_value, log_mse, mse_centred, mse_dense, mse_hyperbolic, mse_optimal,
     mse_positive, mse_regularized, mse_trig, optimal_A, orthogonal_gap, orthogonal_gap_bound, pair_second_moment,
     relative_error,
 )  # fmt: skip
 
 __all__ = [
-    "Moments", "allocate_features", "angular_moments", "bernstein_bound", "bernstein_degree", "block_pairs",
+    "Estimator", "Moments", "allocate_features", "angular_moments", "bernstein_bound", "bernstein_degree",
+    "block_pairs",
     "centre", "dense_a", "features_needed", "features_pairs", "features_uniform", "gaussian_moments",
     "gelu_second_derivative", "gelu_second_sup", "gelu_taylor", "geometric_law", "gmm_prf", "gmm_rks",
     "hybrid_split", "kernel_value", "layer_mse_bound", "layer_variance", "log_mse", "max_relative_error",

@@ -47,10 +47,7 @@ def mse_tensor_sketch(x: Tensor, y: Tensor, num_features: Number, degree: Number
     True
     """
     x, y = pair(x, y, "mse_tensor_sketch")
-    m, n = (
-        whole(num_features, "num_features", "mse_tensor_sketch"),
-        whole(degree, "degree", "mse_tensor_sketch"),
-    )
+    m, n = (whole(num_features, "num_features", "mse_tensor_sketch"), whole(degree, "degree", "mse_tensor_sketch"))
     return _sketch_mse(_pairs(x, y), m, n)
 
 
@@ -78,10 +75,7 @@ def tensor_sketch_bound(x: Tensor, y: Tensor, num_features: Number, degree: Numb
     1.0
     """
     x, y = pair(x, y, "tensor_sketch_bound")
-    m, n = (
-        whole(num_features, "num_features", "tensor_sketch_bound"),
-        whole(degree, "degree", "tensor_sketch_bound"),
-    )
+    m, n = (whole(num_features, "num_features", "tensor_sketch_bound"), whole(degree, "degree", "tensor_sketch_bound"))
     return (2 + 3**n) * (x.square().sum(-1) * y.square().sum(-1)) ** n / m
 
 

@@ -84,11 +84,7 @@ def regularized_tail_bound(
             return m * (log_m - t * a)
         log_excess = t + logexpm1((log_m - t).clamp(min=0))  # log(M - b), b = exp(t)
         inner = torch.stack(
-            [
-                math.log(d) + m * log_m,
-                math.log(2.0) + m * t,
-                math.log(2.0 * m) + (m - 1) * t + log_excess,
-            ]
+            [math.log(d) + m * log_m, math.log(2.0) + m * t, math.log(2.0 * m) + (m - 1) * t + log_excess]
         )
         return torch.logsumexp(inner, 0) - math.log(d + 2) - m * t * a
 
