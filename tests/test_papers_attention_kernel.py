@@ -70,25 +70,5 @@ def test_sparsity_of_given_queries_and_keys():
     assert "the paper" in str(measured)
     with pytest.raises(BochnerError, match="at least min_length"):
         sparsity([(sharp[..., :20, :], sharp[..., :20, :])])
-    with pytest.raises(BochnerError, match="transformers model with 'texts'"):
-        sparsity(42)
-
-
-def test_sparsity_reads_a_transformers_model_and_leaves_it_unchanged():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32
-    )
-    model = transformers.BertModel(config).eval()
-    before = model.config._attn_implementation
-
-    def tokenizer(text, return_tensors, truncation, max_length):
-        ids = torch.tensor([[ord(c) % 50 for c in text]])[:, :max_length]
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-    texts = ["the quick brown fox jumps over the lazy dog " * 2, "a much longer text, " * 6]
-    measured = sparsity(model, texts, tokenizer=tokenizer, min_length=40, stride=20)
-    assert measured.max_ratio.shape == (2, 4)
-    assert measured.texts == 2
-    assert model.config._attn_implementation == before
+    with pytest.raises(BochnerError, match="must both be"):
+        sparsity([(sharp[0], sharp[0])])
