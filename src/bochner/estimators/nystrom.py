@@ -253,7 +253,8 @@ def make_basis(
     else:
         points = torch.from_numpy(centers.astype(np.float64))
     single = n > EXACT and kernel.profile.convex  # the peak of the Laplace kernel magnifies rounding
-    cross = CrossKernel(name, bandwidth, points, "float32" if single else "float64")
+    precise = kernel.precise if n <= EXACT else "float64"
+    cross = CrossKernel(name, bandwidth, points, "float32" if single else precise)
     own = kernel.block(points)
     own.diagonal().add_(min(1e-2, max(1e-6, n * NOISE**2 / alpha)) if single else 1e-13 * len(points))
     lower = factored(own, alpha)

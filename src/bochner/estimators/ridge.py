@@ -126,6 +126,7 @@ class _CenterModel(BaseEstimator):
                 y = block.y - block.y.mean(0)
                 y /= np.maximum(y.std(0), 1e-12 * max(1.0, np.abs(block.y).max()))
                 gamma = 0.5 / learn(self.kernel, (block.X - mean) / scale, y, seed=seed).bandwidth ** 2
+                gamma = np.exp(np.round(np.log(gamma), 3))  # further digits are rounding of the search
         else:
             gamma = np.asarray(given, dtype=np.float64) if np.ndim(given) else given
             gamma = gamma if np.ndim(gamma) else positive_float(gamma, "gamma", owner)
@@ -242,7 +243,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
             )
             solution, self.n_iter_, self.solver_ = found.value, found.steps, "all"
             self._warn(found.residual, 0.1 * tol)
-        arithmetic = "float64" if len(X) <= EXACT else "float32"
+        arithmetic = kernel.precise if len(X) <= EXACT else "float32"
         self._keep(CrossKernel(self.kernel, self.bandwidth_, points, arithmetic), (root * solution).T.contiguous())
         return self
 
