@@ -140,7 +140,7 @@ def moments(block: Block, shift: np.ndarray) -> tuple[Any, ...]:
     X = np.asarray(block.X, dtype=np.float64) - shift
     if not np.isfinite(X).all():
         raise BochnerError("The rows of X must be finite; a block has NaN or infinity in it.")
-    w = np.ones(len(X)) if block.weight is None else np.asarray(block.weight, dtype=np.float64)
+    w = block.weights
     y = 0.0 if block.y is None else w @ block.y
     with np.errstate(over="ignore"):
         return (len(X),), w.sum(), w @ X, w @ np.abs(X), w @ np.square(X), y
@@ -180,9 +180,7 @@ def logistic(block: Block, cross: CrossKernel, v: Tensor, offset: np.ndarray) ->
 
 
 def _weight(block: Block, cross: CrossKernel) -> Tensor:
-    if block.weight is None:
-        return torch.ones(len(block.X), dtype=cross.dtype)
-    return torch.from_numpy(np.array(block.weight, dtype=np.float64)).to(cross.dtype)
+    return torch.from_numpy(block.weights).to(cross.dtype)
 
 
 # ---- the factor --------------------------------------------------------------------------------------------------
@@ -245,9 +243,7 @@ def make_basis(
     if share == 1:  # a row of weight two is two rows, also where centres are chosen
         block = block.merged()
     X = torch.from_numpy(np.array(block.X, dtype=np.float64))
-    weight = torch.ones(len(X), dtype=torch.float64)
-    if block.weight is not None:
-        weight = torch.from_numpy(np.array(block.weight, dtype=np.float64))
+    weight = torch.from_numpy(block.weights)
     if isinstance(centers, Centers):
         points = X[_chosen(kernel, X, m, centers.rule, seed)]
     else:
@@ -300,9 +296,7 @@ def leave_one_out(kernel: Kernel, block: Block, m: int, alphas: np.ndarray, seed
     """
     X = torch.from_numpy(np.array(block.X, dtype=np.float64))
     y = torch.from_numpy(block.y - np.average(block.y, axis=0, weights=block.weight))
-    w = torch.ones(len(X), 1, dtype=torch.float64)
-    if block.weight is not None:
-        w = torch.from_numpy(np.array(block.weight, dtype=np.float64))[:, None]
+    w = torch.from_numpy(block.weights)[:, None]
     phi = pivoted_cholesky(kernel, X, min(m, len(X)), seed=seed).rows
     values, vectors = torch.linalg.eigh((phi * w).T @ phi)
     psi = phi @ vectors
