@@ -19,8 +19,6 @@ from torch import Tensor
 from .._checks import BochnerError, positive_int
 from ..matvec import KernelOperator
 
-CLAIMS = {"BERT": 4.6, "GPT": 5.15, "RoBERTa": 5.39}
-
 
 def reduce_attention(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys with one more column, so that `exp(q.k scale)` is a Gaussian kernel up to row factors.
@@ -91,18 +89,6 @@ class Sparsity:
         if len(self.lengths) < 2:
             return 0.0
         return float(np.polyfit(np.log(self.lengths), np.log(np.maximum(self.mean_by_length, 1e-12)), 1)[0])
-
-    def __str__(self) -> str:
-        claim = ", ".join(f"{name} {value}" for name, value in CLAIMS.items())
-        return (
-            f"{self.texts} texts, {self.max_ratio.shape[0]} layers, {self.max_ratio.shape[1]} heads.\n"
-            f"Tail/head: largest {self.max_ratio.max():.3g}, median over heads {np.median(self.max_ratio):.3g} "
-            f"(the paper's largest: {claim}).\n"
-            f"By length {self.lengths[0]}..{self.lengths[-1]}: {self.mean_by_length[0]:.3g} to "
-            f"{self.mean_by_length[-1]:.3g}, growing like n^{self.growth:.2f} (the paper: constant).\n"
-            f"n-th over (n+1)-th largest entry: median {np.median(self.median_next):.3g} (the paper: about 1); over "
-            f"2n-th: median {np.median(self.median_double):.3g} (the paper: about 20 or less)."
-        )
 
 
 def sparsity(pairs: Iterable[tuple[Tensor, Tensor]], *, min_length: int = 50, stride: int = 50) -> Sparsity:
