@@ -107,8 +107,10 @@ def test_regularized_features_have_their_mean_and_error(projection: str) -> None
     samples = regularized(draw(projection))
     mean = SM * theory.regularized_ratio(X, Y)
     check_mean(samples, mean, detect=0.02)
-    check_mse(samples, mean, theory.mse_regularized(X, Y, M, projection=projection, about="mean"), detect=0.1)
-    check_mse(samples, SM, theory.mse_regularized(X, Y, M, projection=projection), detect=0.1)
+    variance, error = (theory.mse_regularized(X, Y, M, projection=projection, about=a) for a in ("mean", "kernel"))
+    check_mse(samples, mean, variance, detect=0.1)
+    check_mse(samples, SM, error, detect=0.1)
+    torch.testing.assert_close(error, variance + (mean - SM).square())
 
 
 def test_centring_is_exact_and_its_error_known() -> None:
