@@ -48,7 +48,6 @@ _LAZY = {
     "distill": "bochner.hf.distill:distill",
     "revert": "bochner.hf.conversion:revert",
     "search": "bochner.hf.search:search",
-    "sparsity": "bochner.papers.attention_kernel:sparsity",
     "train": "bochner.tasks.training:train",
 }
 
@@ -95,7 +94,6 @@ __all__ = [
     "revert",
     "sampling",
     "search",
-    "sparsity",
     "tasks",
     "theory",
     "train",

@@ -45,7 +45,7 @@ class Centers:
         count: how many. None: 4,096, halved until the work fits into `seconds`; up to 4,096 rows all of them.
         rule: `"random"` rows; `"pivoted"` by randomly pivoted Cholesky, a row in proportion to what the others leave of
             it; `"leverage"` in proportion to ridge leverage scores. `"auto"`: pivoted up to 2,048 centres, else random.
-        seconds: what a fit may take on one core, about.
+        seconds: what a ridge may take on one core, about; a classifier takes three times as long.
 
     >>> Centers(500, rule="pivoted")
     Centers(count=500, rule='pivoted', seconds=60.0)

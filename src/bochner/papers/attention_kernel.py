@@ -9,14 +9,10 @@ for BERT, 5.15 for GPT and 5.39 for RoBERTa, constant in the length of the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import BochnerError, positive_int
+from .._checks import BochnerError
 from ..matvec import KernelOperator
 
 
@@ -61,81 +57,6 @@ def head_to_tail(kernel: Tensor) -> Tensor:
     flat = kernel.flatten(-2)
     head = flat.topk(min(kernel.shape[-2], flat.shape[-1]), -1, sorted=False).values.sum(-1)
     return (flat.sum(-1) - head) / head
-
-
-def neighbour_ratios(kernel: Tensor) -> tuple[Tensor, Tensor]:
-    """The n-th largest entry over the (n+1)-th and over the 2n-th: (...) twice (experiment ii)."""
-    n = kernel.shape[-2]
-    flat = kernel.flatten(-2)
-    top = flat.topk(min(2 * n, flat.shape[-1]), -1).values
-    return top[..., n - 1] / top[..., min(n, top.shape[-1] - 1)], top[..., n - 1] / top[..., -1]
-
-
-@dataclass(frozen=True)
-class Sparsity:
-    """Measured ratios: per layer and head over all texts, and their growth with the length."""
-
-    max_ratio: np.ndarray  # (layers, heads): experiment (i), the largest over texts and prefixes
-    median_next: np.ndarray  # (layers, heads): n-th over (n+1)-th largest entry, median over texts
-    median_double: np.ndarray  # (layers, heads): n-th over 2n-th largest entry, median over texts
-    lengths: np.ndarray  # prefix lengths
-    mean_by_length: np.ndarray  # A.1.3: the largest ratio over layers and heads, mean over texts
-    std_by_length: np.ndarray
-    texts: int
-
-    @property
-    def growth(self) -> float:
-        """Exponent of the mean ratio in the length (0: constant, as the paper claims; 1: no sparsity at all)."""
-        if len(self.lengths) < 2:
-            return 0.0
-        return float(np.polyfit(np.log(self.lengths), np.log(np.maximum(self.mean_by_length, 1e-12)), 1)[0])
-
-
-def sparsity(pairs: Iterable[tuple[Tensor, Tensor]], *, min_length: int = 50, stride: int = 50) -> Sparsity:
-    """Measure assumption A: experiments (i), (ii) and A.1.3 of the paper.
-
-    `pairs`: queries and keys (q, k) of every text, as they are multiplied, each (layers, heads, n, d). Prefixes of
-    `min_length`, `min_length + stride`, ... and the whole text are measured; the paper takes every prefix from 50 on
-    for experiment (i), and steps of 50 for A.1.3.
-    """
-    positive_int(min_length, "min_length", "sparsity")
-    positive_int(stride, "stride", "sparsity")
-    largest: list[Tensor] = []
-    by_length: dict[int, list[float]] = {}
-    following: list[Tensor] = []
-    double: list[Tensor] = []
-    for q, k in pairs:
-        if q.ndim != 4 or q.shape != k.shape:
-            raise BochnerError(
-                f"The (q, k) of sparsity must both be (layers, heads, n, d), got {tuple(q.shape)} and {tuple(k.shape)}."
-            )
-        n = q.shape[-2]
-        if n < min_length:
-            continue
-        lengths = sorted({*range(min_length, n + 1, stride), n})
-        per_prefix = []
-        for i in lengths:
-            layers = zip(q[..., :i, :], k[..., :i, :], strict=True)
-            ratio = torch.stack([head_to_tail(kernel_of_attention(a, b)) for a, b in layers])
-            per_prefix.append(ratio)
-            if (i - min_length) % stride == 0:
-                by_length.setdefault(i, []).append(float(ratio.max()))
-        largest.append(torch.stack(per_prefix).amax(0))
-        ratios = [neighbour_ratios(kernel_of_attention(a, b)) for a, b in zip(q, k, strict=True)]
-        following.append(torch.stack([r[0] for r in ratios]))
-        double.append(torch.stack([r[1] for r in ratios]))
-    if not largest:
-        raise BochnerError(f"No text of 'sparsity' has at least min_length={min_length} tokens.")
-    lengths = sorted(by_length)
-    return Sparsity(
-        torch.stack(largest).amax(0).numpy(),
-        torch.stack(following).median(0).values.numpy(),
-        torch.stack(double).median(0).values.numpy(),
-        np.array(lengths),
-        np.array([np.mean(by_length[i]) for i in lengths]),
-        np.array([np.std(by_length[i]) for i in lengths]),
-        len(largest),
-    )
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 0.01, method: str = "auto", seed: int = 0) -> Tensor:
