@@ -20,6 +20,7 @@ import tarfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -255,8 +256,8 @@ def one_table(name: str, model: str) -> dict[str, Any]:
 
 def apart(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """The result of a function that runs in a new process, whose memory is its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, args)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
 
 
 def process(name: str, kernel: str, peer: bool) -> dict[str, Any]:
