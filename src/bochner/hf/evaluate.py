@@ -348,15 +348,16 @@ def rank_of_similarities(a: Tensor, b: Tensor) -> float:
 
 
 def jackknife(statistic: Callable[[Tensor], float], count: int) -> Tensor:
-    """Pseudo-values of a statistic of `count` texts, whose mean and spread are those of the statistic, (blocks,).
+    """Numbers whose mean is a statistic of `count` texts and whose spread is that of the statistic, (blocks,).
 
-    `statistic(keep)`: of the texts with these numbers. Blocks of texts are left out in turn.
+    `statistic(keep)`: of the texts with these numbers. Blocks of texts are left out in turn. The mean is not corrected
+    for bias: that of rank correlations is towards less, and a bound around the corrected one held in half of the cases
+    where it should in four fifths (MiniLM, 8 of 24 texts against 12 others).
     """
     blocks = torch.arange(count).tensor_split(min(count, BLOCKS))
-    whole = statistic(torch.arange(count))
     without = [statistic(torch.cat([b for b in blocks if b is not block])) for block in blocks]
-    n = len(blocks)
-    return torch.tensor([n * whole - (n - 1) * x for x in without], dtype=torch.float64)
+    left = torch.tensor(without, dtype=torch.float64)
+    return statistic(torch.arange(count)) + (len(blocks) - 1) * (left.mean() - left)
 
 
 def main_output(output: Any) -> Tensor:
