@@ -242,13 +242,18 @@ def test_verification_reads_texts_that_nothing_else_has_seen() -> None:
     assert abs(len(parts.choice) - len(parts.held)) <= 1
 
 
-def test_batches_are_split_between_rows_and_nothing_is_lost() -> None:
-    """As many rows choose as verify, however large the batches are."""
-    model, data = build("bert", ENCODERS["bert"]), texts_as_batches(3, 4, 32)
+def test_rows_of_batches_are_drawn_for_each_part_and_nothing_is_lost() -> None:
+    """As many rows choose as verify, however large the batches are, and texts that come in order of kinds are mixed."""
+    model, data = build("bert", ENCODERS["bert"]), texts_as_batches(6, 4, 32)
+    for kind, batch in enumerate(data):
+        batch["input_ids"][:, 0] = 10 + kind // 2
+        batch["input_ids"][:, 1] = torch.arange(4 * kind, 4 * kind + 4)
     parts = split(data, settle(Target(), model, discover(model, data[0]), data))
     rows = [torch.cat([batch["input_ids"] for batch in part]) for part in (parts.fit, parts.choice, parts.held)]
-    assert [len(x) for x in rows] == [3, 4, 5]
-    assert torch.equal(torch.cat(rows), torch.cat([batch["input_ids"] for batch in data]))
+    assert [len(x) for x in rows] == [7, 8, 9]
+    every = torch.cat(rows)
+    assert torch.equal(every[every[:, 1].argsort()], torch.cat([batch["input_ids"] for batch in data]))
+    assert all(len(x[:, 0].unique()) == 3 for x in rows)
 
 
 def test_a_plan_brings_the_maps_that_were_verified() -> None:

@@ -138,8 +138,8 @@ def split(data: Batches, goal: Goal, most: int | None = None) -> Split:
     """Split the data: as much as fits the maps, then two halves, so that what one promises the other can keep.
 
     Batches of a language model are one stream of tokens. Its maps are fitted to pieces as long as the texts that
-    measure quality, for those fitted to shorter ones are worse than none; `most` is how long they can be. Others are
-    split between rows.
+    measure quality, for those fitted to shorter ones are worse than none; `most` is how long they can be. Rows of
+    other models are drawn: bounds suppose that the parts are of one kind, and neighbours are often alike.
     """
     if goal.is_language:
         tokens = stream(data)
@@ -153,13 +153,14 @@ def split(data: Batches, goal: Goal, most: int | None = None) -> Split:
             f"A target needs at least three texts, got {sum(sizes)}: for fitting, for choosing and for verifying; give "
             "more."
         )
-    tokens = length_of(data[0]) if "input_ids" in data[0] else goal.judged  # of a text
-    first, second = _borders(sum(sizes), -(-ROWS // tokens))
-    parts: list[Batches] = []
-    for a, b in ((0, first), (first, second), (second, sum(sizes))):
-        places = [(max(a - end + n, 0), min(b - end + n, n)) for n, end in zip(sizes, accumulate(sizes), strict=True)]
-        rows = zip(data, places, strict=True)
-        parts.append([{k: x[i:j] for k, x in batch.items()} for batch, (i, j) in rows if i < j])
+    each = length_of(data[0]) if "input_ids" in data[0] else goal.judged  # tokens of a text
+    first, second = _borders(sum(sizes), -(-ROWS // each))
+    order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(0))
+    parts, ends = [], list(accumulate(sizes))
+    for chosen in (order[:first], order[first:second], order[second:]):
+        rows = [chosen[(chosen >= end - n) & (chosen < end)] - end + n for n, end in zip(sizes, ends, strict=True)]
+        pairs = [(batch, mine.sort().values) for batch, mine in zip(data, rows, strict=True) if len(mine)]
+        parts.append([{k: x[mine.to(x.device)] for k, x in batch.items()} for batch, mine in pairs])
     return Split(*parts)
 
 
