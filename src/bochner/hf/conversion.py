@@ -146,8 +146,8 @@ class Conversion:
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the plan, the fitted maps and the report, a hundredth of the model, to be loaded beside the original.
 
-        A part that was converted by itself, as `convert(model.vision_model, ...)`, is saved in this way alone: to save
-        it with the whole model, convert that with `parts`.
+        A part that was converted by itself, as `convert(model.vision_model, ...)`, is saved alone: to save it with the
+        whole model, convert that with `parts`.
         """
         from safetensors.torch import save_file
 
