@@ -269,7 +269,7 @@ def test_a_tower_converted_alone_is_saved_and_loaded_and_the_whole_model_is_refu
     after = tower(**x).last_hidden_state
     tower.save_pretrained(tmp_path / "tower")
     assert torch.equal(type(tower).from_pretrained(tmp_path / "tower")(**x).last_hidden_state, after)
-    with pytest.raises(BochnerError, match="A part of this .* was converted by itself"):
+    with pytest.raises(BochnerError, match=r"A part of this .* was converted by itself"):
         model.save_pretrained(tmp_path / "whole")
     model.state_dict()  # whoever knows of the part may have it
     revert(tower)

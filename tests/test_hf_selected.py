@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bochner import BochnerError
-from bochner.hf.precision import PRECISIONS, Basis, key_basis, precision_of, rotation, row_bytes
+from bochner.hf.precision import PRECISIONS, Basis, balance, precision_of, rotation, row_bytes
 from bochner.hf.selected import SelectedKeys, SelectedState
 
 
@@ -203,7 +203,7 @@ def test_stored_rows_are_linear_in_their_columns(name: str, size: int) -> None:
 def test_a_basis_changes_nothing_but_rounding() -> None:
     inputs = random_input(40)
     q, k = inputs[:2]
-    basis = key_basis(q.transpose(0, 1).flatten(1, 2), k.transpose(0, 1).flatten(1, 2))
+    basis = Basis(*balance(q.transpose(0, 1).flatten(1, 2), k.transpose(0, 1).flatten(1, 2)))
     for pieces in ([40], [39, 1]):
         got = read(KEPT["selected"], inputs, pieces, basis=basis)
         torch.testing.assert_close(got, read(KEPT["selected"], inputs, [40]), atol=1e-5, rtol=1e-5)
@@ -214,7 +214,7 @@ def test_a_basis_rounds_channels_of_different_size_better() -> None:
     size = torch.logspace(-1, 1, 16, dtype=torch.float64)
     inputs = (q / size, k * size + 20 * size, v, scores)
     q, k = inputs[:2]
-    basis = key_basis(q.transpose(0, 1).flatten(1, 2), k.transpose(0, 1).flatten(1, 2))
+    basis = Basis(*balance(q.transpose(0, 1).flatten(1, 2), k.transpose(0, 1).flatten(1, 2)))
     kept = {name: SelectedKeys(8, (5, 0, 40), precision=name) for name in ("model", "int6")}
     want = read(kept["model"], inputs, [60])
     plain, turned = (read(kept["int6"], inputs, [60], basis=b) for b in (None, basis))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,31 +40,7 @@ ROWS_AT_ONCE = (128, 512)  # rows of a decoder's window that are computed at a t
 CAUSAL_WINDOWS, WINDOWS = (64, 128, 256, 512, 1024), (16, 32, 64, 128)  # that a search tries
 CAUSAL_SINKS, SINKS = 4, 1
 SEARCHED_MAP, SEARCHED_FEATURES = "landmark", 64  # the kernel that a search tries
-
-
-class Layer(Protocol):
-    """What a fate knows of its layer; a `LayerPlan` is one."""
-
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    is_causal: bool
-    is_cross: bool
-    limit: int
-    trainable: bool
-    exact_below: int
-
-    @property
-    def fates(self) -> Sequence[Any]:
-        """Of every key head."""
-        ...
-
-    @property
-    def group(self) -> int:
-        """Query heads per key head."""
-        ...
+Layer = Any  # a `LayerPlan`, whose module imports this one
 
 
 @dataclass(frozen=True)

@@ -346,6 +346,21 @@ def layers_of(model: Any) -> dict[str, LinearAttention]:
     return found
 
 
+def trainable_maps_(model: Any, *, projections: bool = False) -> list[nn.Parameter]:
+    """Make the learned parts of a converted model's maps parameters that require gradients; returns them.
+
+    Random frequencies stay buffers unless `projections`. All are named under `linear_attn.map_norm`, which trainers
+    leave out of weight decay and PEFT can be told to train by `modules_to_save=["linear_attn"]`. A model converted with
+    `trainable=True` has this done already, and is saved and loaded that way.
+    """
+    found = [p for layer in layers_of(model).values() for p in layer.unfreeze_(projections=projections)]
+    if not found:
+        raise BochnerError(
+            "The maps of this model have nothing to learn; convert it with 'calibrated' or a learned map."
+        )
+    return found
+
+
 def find_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     """The attention modules of a plan by the plan's names; a head on top or its absence does not matter."""
     modules = dict(model.named_modules())
@@ -407,8 +422,8 @@ def refuse_to_lose_maps(child: nn.Module, prefix: str, keep_vars: bool) -> None:
         getattr(model.config, "quantization_config", None), BochnerConfig
     ):
         raise BochnerError(
-            f"A part of this {type(model).__name__} was converted by itself, and would be loaded without its maps: save "
-            "the part or its Conversion alone, or revert it and convert the whole model with 'parts'."
+            f"A part of this {type(model).__name__} was converted by itself, and would be loaded without its maps: "
+            "save the part or its Conversion alone, or revert it and convert the whole model with 'parts'."
         )
 
 

@@ -186,10 +186,6 @@ class Basis(NamedTuple):
             return x
         return (x - self.centre[:, None].to(x.dtype)) * self.scale[:, None].to(x.dtype)
 
-    def into(self, x: Tensor) -> Tensor:
-        """Rows (b, g, n, d) as they are stored."""
-        return self.scaled(x) @ rotation(x.shape[-1]).to(x)
-
     def back(self, x: Tensor) -> Tensor:
         """Rows (b, g, n, d) of outputs, from stored values."""
         x = x @ rotation(x.shape[-1]).to(x).mT
@@ -201,11 +197,6 @@ class Basis(NamedTuple):
         """Queries (b, g, n, d) for stored keys: their products differ from the true ones by one number a row."""
         q = q if self.scale is None else q / self.scale[:, None].to(q.dtype)
         return q @ rotation(q.shape[-1]).to(q)
-
-
-def key_basis(q: Tensor, k: Tensor) -> Basis:
-    """The basis for keys k (g, s, d) that queries q (h, n, d) meet: centred, balanced with them, rotated."""
-    return Basis(*balance(q, k))
 
 
 def balance(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

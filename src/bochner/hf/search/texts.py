@@ -161,7 +161,7 @@ def split(data: Batches, goal: Goal, most: int | None = None) -> Split:
         rows = [chosen[(chosen >= end - n) & (chosen < end)] - end + n for n, end in zip(sizes, ends, strict=True)]
         pairs = [(batch, mine.sort().values) for batch, mine in zip(data, rows, strict=True) if len(mine)]
         parts.append([{k: x[mine.to(x.device)] for k, x in batch.items()} for batch, mine in pairs])
-    return Split(*parts)
+    return Split(parts[0], parts[1], parts[2])
 
 
 def _borders(count: int, fit: int) -> tuple[int, int]:
