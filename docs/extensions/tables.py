@@ -53,7 +53,7 @@ def short(value: float) -> str:
 
 
 def verified(report: Any) -> dict[str, float]:
-    """What a search's report says of texts held back, as it writes it; in older results "kept" stands for "retained"."""
+    """What a search's report says of texts held back; in older results "kept" stands for "retained"."""
     found = report["verified"]
     told = {**found, **found.get("figures", {})}
     return {name.replace("kept", "retained"): value for name, value in told.items()}
