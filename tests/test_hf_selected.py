@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bochner import BochnerError
 from bochner.hf.precision import PRECISIONS, Basis, balance, precision_of, rotation, row_bytes
 from bochner.hf.selected import SelectedKeys, SelectedState
 
@@ -154,27 +153,6 @@ def test_bytes_are_those_of_the_tensors_and_do_not_grow() -> None:
     slots = 3 * (16 + 16) + 40  # the ring has 16 slots to spare
     counters = 3 * 16 * 12 + 8 + 10  # of what waits to be moved; of tokens; the place of no key
     assert state.nbytes == before == slots * (2 * (64 + 2) + 6) + 3 * 4 * 2 * 64 * 2 + counters
-
-
-def test_taking_tokens_back_is_refused_in_one_sentence() -> None:
-    state = SelectedState(KEPT["int8"], 1, 8, 8, torch.float32)
-    state.crop(0)
-    with pytest.raises(BochnerError, match=r"cannot come back.*without an assistant\.$"):
-        state.crop(3)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"window": 0, "budgets": (1,)}, "'window'"),
-        ({"window": 4, "budgets": ()}, "'budgets'"),
-        ({"window": 4, "budgets": (-1,)}, "'budgets'"),
-        ({"window": 4, "budgets": (1,), "precision": "int3"}, "precision 'int3'"),
-    ],
-)
-def test_mistakes_get_a_sentence(options: dict, words: str) -> None:
-    with pytest.raises(BochnerError, match=words):
-        SelectedKeys(**options)
 
 
 @pytest.mark.parametrize("name", PRECISIONS)

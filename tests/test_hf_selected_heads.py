@@ -270,7 +270,10 @@ def test_models_that_are_no_decoders_are_refused(model: str) -> None:
         fit_selected(made, [{"input_ids": ids(48)}])
 
 
-@pytest.mark.parametrize(("settings", "words"), [({"window": 0}, "'window'"), ({"budget": -1}, "'budget'")])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"window": 0}, "'window'"), ({"budget": -1}, "'budget'"), ({"precision": "int3"}, "precision 'int3'")],
+)
 def test_mistakes_get_a_sentence(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(BochnerError, match=words):
         Selected(**settings)

@@ -8,7 +8,6 @@ head its budget: heads differ by orders of magnitude in how many keys they need,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from bochner.hf.calls import Call, exact
 from bochner.hf.config import Calibration
 from bochner.hf.evaluate import is_language_model
 from bochner.hf.interface import unwrap
-from bochner.hf.observe import Shape, discover, recording, run
+from bochner.hf.observe import Shape, discover, frozen, recording, run
 from bochner.hf.plan import Fitted, LayerPlan, Plan
 from bochner.hf.precision import balance
 from bochner.hf.scores import Ridge, budgets, damages, features, logarithm, scores, threshold
@@ -151,7 +150,7 @@ def fit_scores(
     """Fit the scores of some attention modules to passages (1, n), each read twice."""
     sums: dict[str, _Sums] = {}
     window = min(window, passages[0].shape[1] // 4)
-    with _frozen(model):
+    with frozen(model):
         for i, ids in enumerate(passages):
             say(f"reading passage {i + 1} of {len(passages)} twice, {ids.shape[1]:,} tokens")
             for name, (call, gradient) in _calls(model, names, torch.cat([ids, ids], dim=1)):
@@ -196,19 +195,6 @@ def _backward(model: Any, ids: Tensor) -> None:
         for part, wanted in zip(inner.split(LOGITS), ids[0, 1:].split(LOGITS), strict=True):
             F.cross_entropy(head(part).float(), wanted, reduction="sum").backward()
         rows.backward(inner.grad)
-
-
-@contextmanager
-def _frozen(model: Any) -> Iterator[None]:
-    """No gradients of weights for a while."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        p.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for p in trained:
-            p.requires_grad_(True)
 
 
 def can_select(model: Any, shapes: Mapping[str, Shape], ids: Tensor) -> bool:
