@@ -137,7 +137,7 @@ class Reader(nn.Module):
             elif self.run.decay == "computed":
                 rate = (x.flatten(1, 2) @ self.fade_of).view(s, b, n, HEADS).permute(1, 0, 3, 2).flatten(1, 2)
                 further["decay"] = -nn.functional.softplus(rate - 4)
-            out = linear_attention(q, k, v, self.phi, key_padding_mask=padding, **further)
+            out = linear_attention(q, k, v, self.phi, key_padding_mask=padding, diagnostics=False, **further)
         out = out.unflatten(1, (s, HEADS)).permute(1, 0, 3, 2, 4).reshape(s, b * n, HEADS * SIZE)
         return (out @ self.out).view(s, b, n, -1)
 

@@ -27,6 +27,13 @@ LEARNED = ("fastfood_prf", "gmm_prf", "generative_prf", "gmm_rks")
 LINEAR = (*FIXED, *LEARNED, "window+positive", "window+calibrated")
 PEERS = ("performer_pytorch", "linformer", "nystromformer", "longformer", "big_bird", "reformer", "fnet")
 ATTENTIONS = ("exact", "identity", *LINEAR, *PEERS)
+# The sizes of papers 003 (figure 20: heads, layers, feed-forward, width) and 004, each with 256 features.
+PAPERS: dict[str, dict[str, Any]] = {
+    "small": {"heads": 1, "layers": 6, "feedforward": 64, "width": 64, "lengths": (1024, 2048, 4096, 8192)},
+    "regular": {"heads": 8, "layers": 6, "feedforward": 2048, "width": 512, "lengths": (1024, 2048, 4096)},
+}
+OF_PAPERS = ("exact", "identity", "positive", "relu", "gmm_prf", "fastfood_prf")
+OURS = {"layers": 1, "width": 64, "heads": 2, "feedforward": 128, "features": 32}
 LIMIT = {"exact": 8192}  # beyond it one step takes longer than everything else together
 LINEAR_GROWTH, NEAR_LIMIT = 1.1, 1.25  # the largest exponent that counts as linear, and times "close" to the limit
 
@@ -34,10 +41,9 @@ LINEAR_GROWTH, NEAR_LIMIT = 1.1, 1.25  # the largest exponent that counts as lin
 class Step:
     """One training step of one attention at one length."""
 
-    def __init__(self, attention: str, length: int) -> None:
+    def __init__(self, attention: str, length: int, **sizes: Any) -> None:
         task = tasks.task("text")
-        sizes = {"length": length, "layers": 1, "width": 64, "heads": 2, "feedforward": 128, "features": 32}
-        preset = tasks.preset_of(task, "small", **sizes)
+        preset = tasks.preset_of(task, "small", length=length, **(sizes or OURS))
         chosen = tasks.choose(task, attention, preset)
         self.model = tasks.build(task, preset, chosen)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad])
@@ -61,6 +67,14 @@ def within(length: int) -> list[str]:
 def seconds(length: int, rounds: int) -> dict[str, float]:
     """Best time of each attention at a length, over interleaved rounds; the first warms up."""
     steps = {a: Step(a, length) for a in within(length)}
+    taken = [{a: step() for a, step in steps.items()} for _ in range(rounds + 1)]
+    return {a: min(row[a] for row in taken[1:]) for a in steps}
+
+
+def seconds_of_paper(kind: str, length: int, rounds: int) -> dict[str, float]:
+    """Best times at a size of the papers: as above."""
+    sizes = {k: v for k, v in PAPERS[kind].items() if k != "lengths"}
+    steps = {a: Step(a, length, features=256, **sizes) for a in OF_PAPERS}
     taken = [{a: step() for a, step in steps.items()} for _ in range(rounds + 1)]
     return {a: min(row[a] for row in taken[1:]) for a in steps}
 
@@ -105,12 +119,19 @@ def megabytes(length: int) -> dict[str, float]:
         *("004 Figure 4", "004 Figure 5"),
     ),
     paper="4 to 6 layers of width 64 to 512 with 256 features, up to 32,768 tokens, on accelerators",
-    ours="one layer of width 64 with 32 features, one sequence, up to 16,384 tokens, one thread",
+    ours="the sizes of 003 (6 layers of width 64 to 8,192 tokens, of width 512 to 4,096, 256 features), and one layer "
+    "of width 64 with 32 features up to 16,384 tokens; one sequence, one thread",
     quick="its claim is about lengths that take minutes, on an idle machine",
     sources=("bochner.attention", "bochner.maps", "bochner.tasks", "bochner.hf"),
     needs=("transformers",),
 )
-def measure(store: Store, rounds: int = 5, lengths: tuple[int, ...] = LENGTHS) -> None:
+def measure(store: Store, rounds: int = 5, lengths: tuple[int, ...] = LENGTHS, only_papers: bool = False) -> None:
+    for kind, sizes in PAPERS.items():
+        for n in sizes["lengths"]:
+            table = store.table("papers").setdefault(kind, {})
+            store.cell(str(n), lambda k=kind, n=n: seconds_of_paper(k, n, 2), table)
+    if only_papers:
+        return
     for kind in ("time", "memory"):
         table = store.table(kind)
         for n in lengths:
@@ -135,6 +156,19 @@ def crossover(figures: dict[str, float], exact: dict[str, float]) -> int | None:
     common = sorted(int(n) for n in exact if n in figures)
     worse = [n for n in common if figures[str(n)] >= exact[str(n)]]
     return next((n for n in common if not worse or n > worse[-1]), None)
+
+
+def at_papers_sizes(found: Any) -> str:
+    """By how much a step is faster than with exact attention, and how far the values alone would bring it."""
+    said = []
+    for kind, rows in found.get("papers", {}).items():
+        n = max(rows, key=int)
+        gains = {a: rows[n]["exact"] / rows[n][a] for a in OF_PAPERS if a != "exact"}
+        said.append(
+            f"at the paper's {kind} size and {int(n):,} tokens a step is faster than with exact attention by "
+            + ", ".join(f"{a} {x:.1f}" for a, x in gains.items())
+        )
+    return "; ".join(said)
 
 
 def judge(found: Any) -> Said:
@@ -162,7 +196,8 @@ def judge(found: Any) -> Said:
         + ", ".join(f"{k} {1e3 * times[k][n]:.0f} ms" for k in names)
         + "; peak memory: "
         + ", ".join(f"{k} {memory[k][n]:.0f} MB" for k in names if n in memory.get(k, {}))
-        + f"; largest exponent from 1,024 tokens on {steepest:.2f}; `positive` is faster than exact from {from_exact} "
+        + f"; {at_papers_sizes(found)}; largest exponent from 1,024 tokens on {steepest:.2f}; "
+        f"`positive` is faster than exact from {from_exact} "
         f"tokens on, {times['exact'][n] / times['positive'][n]:.1f} times at {int(n):,}.",
         "not" if steepest > LINEAR_GROWTH else "partly" if missed else "reproduced",
         "; ".join(missed),
@@ -188,3 +223,21 @@ def draw(found: Any) -> None:
             ax.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
         left.set_ylabel(f"{unit} per training step")
         save(fig, f"train_{'speed' if kind == 'time' else kind}")
+    draw_papers(found.get("papers", {}))
+
+
+def draw_papers(papers: Any) -> None:
+    """Seconds a step against length at the papers' sizes; dotted, the values alone: nothing can be faster."""
+    fig, axes = figure(2, figsize=(11, 4))
+    for ax, (kind, rows) in zip(axes, papers.items(), strict=True):
+        for i, attention in enumerate(OF_PAPERS):
+            style = {"exact": {"color": "0.2"}, "identity": {"color": "0.2", "linestyle": ":"}}.get(
+                attention, {"color": COLOURS[i % 7]}
+            )
+            ax.plot([int(n) for n in rows], [row[attention] for row in rows.values()], "o-", label=attention, **style)
+        log_ticks(ax, [int(n) for n in rows], base=2)
+        heads, layers, inner, width = (PAPERS[kind][k] for k in ("heads", "layers", "feedforward", "width"))
+        ax.set(yscale="log", xlabel="tokens", ylabel="seconds per training step")
+        ax.set_title(f"{kind}: heads {heads}, layers {layers}, feed-forward {inner}, width {width}", fontsize=9)
+    axes[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    save(fig, "train_speed_papers")

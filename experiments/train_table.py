@@ -19,12 +19,16 @@ from bochner.tasks.base import Gate, gate
 FLOOR = {"listops": 0.17, "text": 0.60, "image": 0.30}  # what must be beaten; protein has a baseline of its own
 CHANCE = {"pathfinder": 0.5, "retrieval": 0.5}
 COLUMNS = dict.fromkeys((*FLOOR, *CHANCE, "protein"), "accuracy") | {"lm": "bits"}
-FIXED = ("positive", "relu", "linear_elu", "trig")
+FIXED = ("positive", "relu", "linear_elu", "trig", "hyperbolic", "angular_hybrid")
 LEARNED = ("fastfood_prf", "gmm_prf", "generative_prf", "gmm_rks", "fastfood_rks", "generative_rks")
 NEAR = ("window+calibrated", "window+positive")
 PEERS = ("linformer", "performer_pytorch", "fnet", "nystromformer", "big_bird", "longformer", "reformer")
 ATTENTIONS = ("exact", *FIXED, *LEARNED, *NEAR, "identity", *PEERS)
 BRIEF = ("fastfood_prf", "positive", "relu", "exact", "window+calibrated")  # several seeds, and all tasks
+SEVERAL = (
+    *("window+calibrated", "positive", "relu", "gmm_prf", "hyperbolic", "angular_hybrid", "fastfood_prf"),
+    *("generative_prf", "window+positive"),
+)
 # Tasks with one run each, and what a model that learned nothing would have.
 OTHERS = {
     "sentiment": "50 %",
@@ -49,6 +53,8 @@ def wanted() -> list[str]:
         for a in ("identity", "exact")
         for s in range(3)
     ]
+    # Where attention decides, three seeds of every kind of kernel.
+    decided = [(task, a, s) for a in SEVERAL for task in ("lm", "image") for s in range(3)]
     goals = [("protein", "fastfood_prf", 0), ("lm", "exact", 0), ("lm", "window+calibrated", 0)]
     names = (*BRIEF, *PEERS[:3], "gmm_prf", "linear_elu", "identity")
     first = [(task, a, 0) for a in names for task in FLOOR]
@@ -59,7 +65,7 @@ def wanted() -> list[str]:
     several = ("exact", "window+calibrated", "relu", "fastfood_prf")
     seeds = [(task, a, seed) for seed in (1, 2) for a in several for task in CHANCE]
     others = [(task, "positive", 0) for task in OTHERS]
-    every = [*gating, *goals, *first, *more, *rest, *pairs, *others, *slow, *seeds]
+    every = [*gating, *decided, *goals, *first, *more, *rest, *pairs, *others, *slow, *seeds]
     return list(dict.fromkeys("/".join(map(str, cell)) for cell in every))
 
 

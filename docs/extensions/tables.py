@@ -540,6 +540,14 @@ def samplers() -> str:
     return table(["draws", "loss above exact training", "divergence from it", "variance of one draw"], rows)
 
 
+def aims() -> str:
+    rows = [
+        [row["aim"], f"`examples/{row['script']}`", f"{row['first']:.0f} s", f"{row['seconds']:.0f} s"]
+        for row in benchmark("aims")["rows"]
+    ]
+    return table(["aim", "script", "first sign", "end"], rows)
+
+
 # The first screen
 
 
@@ -578,6 +586,7 @@ def you_get() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "you-get": you_get,
+    "aims": aims,
     "kernels": lambda: kernel_products(WORDS, other_methods=True),
     "kernel-shapes": lambda: kernel_products(("rectangles", "density", "many")),
     "many-points": many_points,

@@ -55,3 +55,22 @@ def speaker(shown: bool | None = True) -> Callable[[str], None]:
     """A function that logs what is being done, or does nothing; None: whether the error stream is a terminal."""
     shown = sys.stderr.isatty() if shown is None else shown
     return logger.info if shown else lambda text: None
+
+
+class quietly:
+    """Silence transformers' progress bars and advice for a while."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self.level = logging.get_verbosity()
+        self.bars = logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+    def __exit__(self, *exc: object) -> None:
+        from transformers.utils import logging
+
+        logging.set_verbosity(self.level)
+        if self.bars:
+            logging.enable_progress_bar()

@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bochner._artefacts import ARTEFACTS, Artefact
-from bochner._checks import BochnerError, BochnerWarning, lookup, one_of, positive_int
-from bochner._progress import logger
+from bochner._checks import BochnerError, BochnerWarning, extra, lookup, one_of, positive_int
+from bochner._progress import logger, quietly
 
 SPLITS = ("calibration", "heldout")
 SECONDS = 900  # the longest a download may take
@@ -65,6 +65,9 @@ def cache_dir() -> Path:
 def fetch(name: str, *, quiet: bool = False) -> Path:
     """The file or directory of a pinned artefact, downloaded, verified and unpacked on first use.
 
+    A model is a directory for `from_pretrained`; one that is published as a GGUF file is unpacked to float32 once,
+    which takes about a minute.
+
     The files are compared with the sizes and hashes they were unpacked with, once in every process; a changed or
     missing one has the artefact fetched again. Raises `ArtefactUnavailable` with the missing tool or the tool's own
     message when it cannot be had.
@@ -94,7 +97,38 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
         raise BochnerError(
             f"The artefact {name!r} has no {artefact.member!r} in it: the pin and the path do not agree."
         )
-    return path
+    return from_gguf(path) if path.suffix == ".gguf" else path
+
+
+def from_gguf(source: str | Path) -> Path:
+    """A directory that `from_pretrained` loads, in float32, made once from a GGUF file and kept in the cache."""
+    source = Path(source)
+    if not source.is_file():
+        raise BochnerError(f"The 'source' of from_gguf must be a GGUF file, and there is none at {str(source)!r}.")
+    copy = cache_dir() / f"gguf-{_digest(source)[:12]}"
+    if not damage(copy):
+        return copy
+    transformers = extra("transformers", "hf", "Reading a GGUF file")
+    logger.info("unpacking %s, about a minute", source.name)
+    with quietly():
+        how = {"gguf_file": source.name, "quantization_config": transformers.GgufConfig(dequantize=True)}
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(source.parent, dtype="float32", **how)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        except Exception as error:  # transformers raises whatever its reader raises
+            reason = " ".join(str(error).split())
+            raise BochnerError(f"transformers cannot read the GGUF file {str(source)!r}: {reason}") from error
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=copy.parent) as tmp:
+        made = Path(tmp) / "made"
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        seal(made)
+        shutil.rmtree(copy, ignore_errors=True)
+        made.replace(copy)
+    return copy
 
 
 def _obtain(name: str, artefact: Artefact, home: Path, quiet: bool) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -15,6 +12,7 @@ import torch
 
 from bochner import data
 from bochner._checks import BochnerWarning
+from bochner._progress import quietly
 from bochner.hf.cache import cache_bytes
 from bochner.hf.config import Calibration, Distillation, Recipe, Target
 from bochner.hf.conversion import Conversion, convert, revert
@@ -64,6 +62,7 @@ texts = bochner.data.paragraphs("calibration", 16)  # or text of yours
 recipe = bochner.Recipe("landmark", 64, window=32, sinks=1)
 bochner.convert(model, recipe, bochner.Calibration(texts, tokenizer))
 model.save_pretrained("minilm-linear")"""
+FIRST_LOOK = "What the heads look at: exactly, and by a window of 32 tokens with moments of the rest"
 PROMPT = "Write three sentences about the sea.\n"
 
 
@@ -180,11 +179,18 @@ def encoder_page(
     return page
 
 
-def decoder(say: Say, *, quick: bool = False) -> tuple[list[list[Any]], Report]:
-    """SmolLM2 with a cache of `CACHE` of its bytes: quality on texts never used, bytes, rates, and what it writes."""
+def decoder(say: Say, *, quick: bool = False, out: str | Path | None = None) -> tuple[list[list[Any]], Report]:
+    """SmolLM2 with a cache of `CACHE` of its bytes: quality on texts never used, bytes, rates, and what it writes.
+
+    `out`: where a first picture is saved before the search begins.
+    """
     say("loading SmolLM2-135M-Instruct (the first time its weights are unpacked, about a minute)")
     model, tokenizer = load_smollm2()
     length = 1000 if quick else 2000
+    pictures = first_look(model, tokenizer)
+    if out is not None:
+        page = Report("SmolLM2-135M-Instruct: a first look").heading(FIRST_LOOK).heads(pictures)
+        say(f"a first picture is in {page.save(out)}; the report will replace it")
     texts = data.paragraphs("calibration", 4 if quick else 6, words=3000)
     written = [("as it is", write(model, tokenizer))]
     say(f"decoding behind {length:,} tokens as it is")
@@ -201,7 +207,17 @@ def decoder(say: Say, *, quick: bool = False) -> tuple[list[list[Any]], Report]:
         ["as it is", 1.0, before[1] / 1e6, 1 / before[0], 0.0],
         ["converted", quality.retained, after[1] / 1e6, 1 / after[0], seconds],
     ]
-    return rows, decoder_page(conversion, rows, written, length)
+    page = decoder_page(conversion, rows, written, length)
+    page.heading(FIRST_LOOK).heads(pictures)
+    return rows, page
+
+
+def first_look(model: Any, tokenizer: Any) -> HeadPictures:
+    """What the heads look at, exactly and by a simple recipe that needs no text; the model stays as it is."""
+    convert(model, Recipe("moments", **NEAR), progress=False)
+    pictures = head_pictures(model, tokenizer, data.paragraphs("heldout", 1)[0], TOKENS_SHOWN, most_heads=45)
+    revert(model)
+    return pictures
 
 
 def decoder_page(conversion: Conversion, rows: list[list[Any]], written: list[tuple[str, str]], length: int) -> Report:
@@ -276,7 +292,7 @@ def run(
         rows, page = encoder(say, quick=quick)
         head = ["recipe", "error", "cosine", "rank correlation", "same neighbour", "seconds"]
     else:
-        rows, page = decoder(say, quick=quick)
+        rows, page = decoder(say, quick=quick, out=out)
         head = ["model", "quality retained", "cache, MB", "tokens a second", "seconds"]
     return head, [[show(c) for c in row] for row in rows], page.save(out)
 
@@ -291,52 +307,9 @@ def load_minilm() -> tuple[Any, Any]:
 
 
 def load_smollm2() -> tuple[Any, Any]:
-    """SmolLM2-135M-Instruct, a Llama-type decoder, dequantized to float32, and its tokenizer.
-
-    The first call reads the GGUF file (about a minute) and keeps a safetensors copy beside it in the cache.
-    """
+    """SmolLM2-135M-Instruct, a Llama-type decoder, in float32, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = data.fetch("smollm2")
-    copy = source.parents[1] / "safetensors"
+    path = data.fetch("smollm2")
     with quietly():
-        if data.damage(copy):
-            _dequantize(source, copy)
-        return AutoModelForCausalLM.from_pretrained(copy).eval(), AutoTokenizer.from_pretrained(copy)
-
-
-def _dequantize(source: Path, copy: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-    )
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    with tempfile.TemporaryDirectory(dir=copy.parent) as tmp:
-        model.save_pretrained(tmp)
-        tokenizer.save_pretrained(tmp)
-        data.seal(Path(tmp))
-        shutil.rmtree(copy, ignore_errors=True)
-        os.replace(tmp, copy)
-        os.mkdir(tmp)  # for the context manager to remove
-
-
-class quietly:
-    """Silence transformers' progress bars and advice for a while."""
-
-    def __enter__(self) -> None:
-        from transformers.utils import logging
-
-        self.level = logging.get_verbosity()
-        self.bars = logging.is_progress_bar_enabled()
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-
-    def __exit__(self, *exc: object) -> None:
-        from transformers.utils import logging
-
-        logging.set_verbosity(self.level)
-        if self.bars:
-            logging.enable_progress_bar()
+        return AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bochner._checks import BochnerError
+from bochner._progress import quietly
 
 KNOWN = ("minilm", "smollm2")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "*.spm", "*.bpe")
@@ -70,17 +71,18 @@ def one_line(error: BaseException) -> str:
 
 
 def load(name: str) -> tuple[Any, Any]:
-    """A model of text and its tokenizer from a directory, or one of the known ones."""
-    from bochner import demo
+    """A model of text and its tokenizer from a directory or a GGUF file, or one of the known ones."""
+    from bochner import data, demo
 
     if name in KNOWN:
         return demo.load_minilm() if name == "minilm" else demo.load_smollm2()
-    path = Path(name)
+    path = data.from_gguf(name) if name.endswith(".gguf") else Path(name)
     if not (path / "config.json").is_file():
         hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.exists()
         how = f" A model of a hub is downloaded first, as by: hf download {name} --local-dir {path.name}" if hub else ""
         raise BochnerError(
-            f"There is no model in {name!r}: give a directory with config.json, or {' or '.join(KNOWN)}.{how}"
+            f"There is no model in {name!r}: give a directory with config.json, a GGUF file, or "
+            f"{' or '.join(KNOWN)}.{how}"
         )
     try:
         json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -93,7 +95,7 @@ def load(name: str) -> tuple[Any, Any]:
     from bochner.hf.interface import CHILD  # importing it makes converted models known, to be refused with a sentence
 
     try:
-        with demo.quietly():
+        with quietly():
             config = transformers.AutoConfig.from_pretrained(path)
             architecture = (config.architectures or ["AutoModel"])[0]
             cls = getattr(transformers, architecture, transformers.AutoModel)

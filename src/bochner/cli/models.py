@@ -33,7 +33,7 @@ Memory = Annotated[float | None, typer.Option(help="the share of the decoding me
 JudgeLength = Annotated[
     int | None, typer.Option(min=1, help="with --keep: tokens of the texts that tell what is kept; default --length")
 ]
-Model = Annotated[str, typer.Argument(help="a directory with a transformers model, or minilm, smollm2")]
+Model = Annotated[str, typer.Argument(help="a directory with a transformers model, a GGUF file, or minilm, smollm2")]
 
 
 def demo(

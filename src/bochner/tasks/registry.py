@@ -75,6 +75,9 @@ SIZES = {
     "speech, small": (160, 2, 2, 64, 128, 32, 1_500),
 }
 
+# Of presets that are ours: linear attention drops nothing, and maps keep their draws.
+OURS: dict = {"dropout": 0.0, "redraw": 0}
+
 LISTOPS = {
     "paper": Preset(
         *SIZES["listops, paper"],
@@ -87,14 +90,13 @@ LISTOPS = {
     ),
     "small": Preset(
         *SIZES["listops, small"],
+        **OURS,
         learning_rate=2e-3,
         warmup=30,
-        dropout=0.0,
         positions="learned",
         pooling="mean",
         features=32,
         window=16,
-        redraw=0,
         train=40_000,
         test=2_000,
         data={"low": 50, "high": 200},
@@ -111,14 +113,7 @@ TEXT = {
         departures=(NO_DROPOUT,),
     ),
     "small": Preset(
-        *SIZES["text, small"],
-        learning_rate=1e-2,
-        warmup=30,
-        dropout=0.0,
-        pooling="mean",
-        features=32,
-        redraw=0,
-        test=5_000,
+        *SIZES["text, small"], **OURS, learning_rate=1e-2, warmup=30, pooling="mean", features=32, test=5_000
     ),
 }
 
@@ -133,24 +128,16 @@ RETRIEVAL = {
     ),
     "medium": Preset(
         *SIZES["retrieval, medium"],
+        **OURS,
         learning_rate=2e-3,
         warmup=200,
-        dropout=0.0,
         pooling="mean",
         features=64,
-        redraw=0,
         test=2_000,
         departures=(NO_DROPOUT, MANUAL_PAGES, SMALLER, "the mean row is classified, not the first"),
     ),
     "small": Preset(
-        *SIZES["retrieval, small"],
-        learning_rate=3e-3,
-        warmup=50,
-        dropout=0.0,
-        pooling="mean",
-        features=32,
-        redraw=0,
-        test=1_000,
+        *SIZES["retrieval, small"], **OURS, learning_rate=3e-3, warmup=50, pooling="mean", features=32, test=1_000
     ),
 }
 
@@ -168,26 +155,24 @@ IMAGE = {
     ),
     "medium": Preset(
         *SIZES["image, medium"],
+        **OURS,
         learning_rate=5e-3,
         warmup=200,
-        dropout=0.0,
         positions="learned",
         pooling="mean",
         features=64,
-        redraw=0,
         data={"side": 32},
         departures=(NO_DROPOUT, SMALLER, "the mean row is classified, not the first"),
     ),
     "small": Preset(
         *SIZES["image, small"],
+        **OURS,
         learning_rate=1e-2,
         warmup=40,
-        dropout=0.0,
         positions="learned",
         pooling="mean",
         features=32,
         window=16,
-        redraw=0,
         test=2_000,
         data={"side": 16, "levels": 16},
     ),
@@ -204,14 +189,13 @@ PATHFINDER = {
     ),
     "medium": Preset(
         *SIZES["pathfinder, medium"],
+        **OURS,
         learning_rate=2e-3,
         warmup=300,
-        dropout=0.0,
         positions="grid",
         pooling="mean",
         features=64,
         window=16,
-        redraw=0,
         guess=0.2,
         train=96_000,
         test=4_000,
@@ -220,14 +204,13 @@ PATHFINDER = {
     ),
     "small": Preset(
         *SIZES["pathfinder, small"],
+        **OURS,
         learning_rate=2e-3,
         warmup=100,
-        dropout=0.0,
         positions="grid",
         pooling="mean",
         features=32,
         window=16,
-        redraw=0,
         guess=0.2,
         train=48_000,
         test=2_000,
@@ -255,27 +238,25 @@ LM = {
     "paper": replace(PERFORMER, departures=(NO_DROPOUT, BOOKS, "bytes or 4,096 byte pairs for 32,768 unigrams")),
     "medium": Preset(
         *SIZES["lm, medium"],
+        **OURS,
         learning_rate=2e-3,
         warmup=200,
         weight_decay=0.01,
-        dropout=0.0,
         positions="learned",
         features=64,
         window=32,
-        redraw=0,
         test=256,
         departures=(NO_DROPOUT, BOOKS, SMALLER, "bytes or 4,096 byte pairs for 32,768 unigrams"),
     ),
     "small": Preset(
         *SIZES["lm, small"],
+        **OURS,
         learning_rate=3e-3,
         warmup=80,
         weight_decay=0.01,
-        dropout=0.0,
         positions="learned",
         features=64,
         window=32,
-        redraw=0,
         test=128,
     ),
 }
@@ -285,37 +266,28 @@ PROTEIN = {
     ),
     "medium": Preset(
         *SIZES["protein, medium"],
+        **OURS,
         learning_rate=1e-3,
         warmup=400,
-        dropout=0.0,
         positions="learned",
         features=64,
-        redraw=0,
         test=2_000,
         data={"source": "swissprot"},
         departures=(NO_DROPOUT, SMALLER, "Swiss-Prot, 486,000 sequences, for TrEMBL"),
     ),
     "small": Preset(
-        *SIZES["protein, small"],
-        learning_rate=2e-3,
-        warmup=60,
-        dropout=0.0,
-        positions="learned",
-        features=32,
-        redraw=0,
-        test=500,
+        *SIZES["protein, small"], **OURS, learning_rate=2e-3, warmup=60, positions="learned", features=32, test=500
     ),
 }
 PIXELS = {
     "paper": replace(PERFORMER, length=3_072, data={"side": 32}, departures=(NO_DROPOUT, "CIFAR-10 for ImageNet64")),
     "small": Preset(
         *SIZES["pixels, small"],
+        **OURS,
         learning_rate=2e-3,
         warmup=100,
-        dropout=0.0,
         positions="learned",
         features=32,
-        redraw=0,
         test=100,
         data={"side": 16},
     ),
@@ -333,14 +305,13 @@ TABLE_6 = Preset(
 )
 BRIEF = Preset(
     *SIZES["brief"],
+    **OURS,
     learning_rate=2e-3,
     warmup=200,
     weight_decay=0.01,
-    dropout=0.0,
     pooling="mean",
     features=32,
     window=16,
-    redraw=0,
     test=2_000,
 )
 
@@ -356,9 +327,7 @@ INDUCTION = {"small": Preset(*SIZES["induction, small"], **LOOKING_UP, features=
 
 SPEECH = {
     "paper": Preset(*SIZES["speech, paper"], learning_rate=1e-3, warmup=2_000, features=128),
-    "small": Preset(
-        *SIZES["speech, small"], learning_rate=2e-3, warmup=150, dropout=0.0, features=32, window=8, redraw=0
-    ),
+    "small": Preset(*SIZES["speech, small"], **OURS, learning_rate=2e-3, warmup=150, features=32, window=8),
 }
 
 PAIRS, SYMBOLS = (recall.PAIR_SYMBOLS,) * 2, (recall.SYMBOLS,) * 2
