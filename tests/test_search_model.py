@@ -345,6 +345,8 @@ def test_a_model_that_is_slower_as_a_whole_stays_as_it_was(monkeypatch: pytest.M
     report = search(build("bert", ENCODERS["bert"], std=0.05), Target(keep=0.8), texts_as_batches(6, 2, 128))
     assert not report.plan.converted
     assert any("whole model takes 150%" in reason for reason in report.reasons)
+    assert report.verifier is not None
+    assert report.verifier.looks == 1  # what is nearer to the original is no faster
 
 
 def test_after_training_the_same_texts_tell_what_was_reached(monkeypatch: pytest.MonkeyPatch) -> None:
