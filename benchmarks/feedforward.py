@@ -19,7 +19,7 @@ from bochner._checks import BochnerError
 from bochner.papers.sketched_layer import LinearizedMLP, calibrate_layer, plan_layer
 from bochner.papers.taylor_layer import TaylorComposition
 
-METHODS = ("bernstein", "chebyshev", "least_squares", "regression")
+METHODS = ("bernstein", "chebyshev", "least_squares")
 
 
 def blocks() -> list[tuple[nn.Linear, nn.Linear]]:

@@ -64,7 +64,7 @@ def timed(call: Any, repeats: int = 4) -> float:
 )
 def measure(store: Store, lengths: tuple[int, ...] = (4096, 8192, 16384, 32768), limit: float = 1.5) -> None:
     from bochner.cli.planning import shard_seconds
-    from bochner.report.parallel import sequence_parallel_cost
+    from bochner.report.parallel import AttentionShape, Network, sequence_parallel_cost
 
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(worker, (folder, list(lengths)), nprocs=PROCESSES)
@@ -76,8 +76,8 @@ def measure(store: Store, lengths: tuple[int, ...] = (4096, 8192, 16384, 32768),
         for n in lengths:
             causal = kind == "causal"
             per_token = shard_seconds(n // PROCESSES, is_causal=causal, kv_heads=SHAPE["heads"], **SHAPE)
-            how = {"is_causal": causal, "element_size": 4, "seconds_per_token": per_token, **SHAPE, **network}
-            cost = sequence_parallel_cost(n, PROCESSES, **how)
+            layer = AttentionShape(is_causal=causal, element_size=4, **SHAPE)
+            cost = sequence_parallel_cost(n, PROCESSES, layer, Network(**network), seconds_per_token=per_token)
             measured = max(rank[f"{kind}/{n}"] for rank in ranks)
             rows.append({"kind": kind, "length": n, "predicted": cost.seconds, "measured": measured, "sent": cost.sent})
             print(rows[-1], flush=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bochner import BochnerError, feature_map
 from bochner.attention.parallel import sequence_parallel_attention
-from bochner.report.parallel import sequence_parallel_cost
+from bochner.report.parallel import AttentionShape, Network, sequence_parallel_cost
 
 
 @pytest.fixture
@@ -42,23 +42,22 @@ def test_bytes_are_those_handed_to_the_network(
     sequence_parallel_attention(q, k, v, phi, is_causal=is_causal)
     finite, states = min(handed), sum(handed) - min(handed)
     assert finite == 4
-    shape: dict[str, Any] = {"heads": h, "kv_heads": g, "dim": d, "num_features": m, "batch": b, "is_causal": is_causal}
+    shape = AttentionShape(h, g, d, m, b, is_causal)
     for devices in (2, 3, 64):
-        cost = sequence_parallel_cost(6400, devices, seconds_per_token=1e-6, **shape)
+        cost = sequence_parallel_cost(6400, devices, shape, seconds_per_token=1e-6)
         moved = states * (devices - 1) if is_causal else 2 * states * (devices - 1) // devices
         assert cost.sent == moved + finite
     # One device sends nothing, and neither does the length matter.
-    assert sequence_parallel_cost(640, 1, seconds_per_token=1e-6, **shape).sent == 0
-    longer = sequence_parallel_cost(10**8, 64, seconds_per_token=1e-6, **shape)
+    assert sequence_parallel_cost(640, 1, shape, seconds_per_token=1e-6).sent == 0
+    longer = sequence_parallel_cost(10**8, 64, shape, seconds_per_token=1e-6)
     assert longer.sent == cost.sent
     assert longer.states == cost.states
     assert longer.ring_sent > 1000 * cost.ring_sent
 
 
 def test_memory_and_time_add_up() -> None:
-    cost = sequence_parallel_cost(
-        1000, 4, heads=2, dim=8, num_features=16, element_size=4, seconds_per_token=1e-3, bandwidth=1e6, latency=1e-3
-    )
+    layer = AttentionShape(heads=2, dim=8, num_features=16, element_size=4)
+    cost = sequence_parallel_cost(1000, 4, layer, Network(1e6, 1e-3), seconds_per_token=1e-3)
     assert cost.tokens == 250
     assert cost.shard == 4 * 250 * 2 * 8 * 4  # q, k, v and the output
     assert cost.memory == cost.shard + cost.states
@@ -68,7 +67,7 @@ def test_memory_and_time_add_up() -> None:
 
 
 def test_time_is_measured_where_it_is_not_given() -> None:
-    cost = sequence_parallel_cost(512, 2, heads=2, dim=8, num_features=16)
+    cost = sequence_parallel_cost(512, 2, AttentionShape(heads=2, dim=8, num_features=16))
     assert 0 < cost.compute < 60
 
 
@@ -83,4 +82,6 @@ def test_mistakes_are_refused(arguments: tuple[int, int], sentence: str) -> None
     with pytest.raises(BochnerError, match=sentence):
         sequence_parallel_cost(*arguments, seconds_per_token=1.0)
     with pytest.raises(BochnerError, match="multiple of 'kv_heads' 3, got 4"):
-        sequence_parallel_cost(8, 2, heads=4, kv_heads=3, seconds_per_token=1.0)
+        AttentionShape(heads=4, kv_heads=3)
+    with pytest.raises(BochnerError, match="'bandwidth' of Network must be"):
+        Network(bandwidth=-1.0)

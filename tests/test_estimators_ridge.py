@@ -151,7 +151,7 @@ def test_the_number_of_centres_keeps_to_the_seconds():
 
 def test_a_sample_of_the_rows_is_even_and_without_repetition():
     X = np.arange(30_000.0)[:, None]
-    rows = ArrayRows(arrays=(X, None, None)).counted((8192, 8192, 8192, 30_000 - 3 * 8192))
+    rows = ArrayRows(lengths=(8192, 8192, 8192, 30_000 - 3 * 8192), arrays=(X, None, None))
     drawn = rows.sample(3000, np.random.RandomState(0)).X[:, 0]
     assert len(np.unique(drawn)) == 3000
     assert abs(drawn.mean() - 15_000) < 5 * 30_000 / np.sqrt(12 * 3000)

@@ -24,7 +24,7 @@ LAYERS = [
     ["maps"],
     ["attention"],
     ["nn", "matvec", "migrate", "certified"],
-    ["hf", "estimators", "sampling", "tasks", "papers", "feedforward"],
+    ["hf", "estimators", "sampling", "tasks", "papers"],
     ["report", "demo"],
     ["cli"],
     ["__main__"],

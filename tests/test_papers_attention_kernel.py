@@ -6,14 +6,11 @@ import sys
 import pytest
 import torch
 
-from bochner._checks import BochnerError
 from bochner.papers.attention_kernel import (
     attention,
     head_to_tail,
     kernel_of_attention,
-    neighbour_ratios,
     reduce_attention,
-    sparsity,
 )
 
 torch.set_num_threads(1)
@@ -53,42 +50,3 @@ def test_attention_by_kernel_products_is_softmax_attention(scale):
 def test_head_to_tail_ratios_of_known_matrices():
     assert float(head_to_tail(torch.eye(10))) == 0.0
     assert float(head_to_tail(torch.ones(10, 10))) == 9.0
-    after, double = neighbour_ratios(torch.diag(torch.full((6,), 4.0)) + 0.5)
-    assert float(after) == 9.0
-    assert float(double) == 9.0
-
-
-def test_sparsity_of_given_queries_and_keys():
-    generator = torch.Generator().manual_seed(0)
-    sharp = torch.nn.functional.normalize(torch.randn(2, 3, 120, 16, generator=generator), dim=-1) * 12
-    measured = sparsity([(sharp, sharp)], min_length=50, stride=35)
-    assert measured.max_ratio.shape == (2, 3)
-    assert measured.lengths.tolist() == [50, 85, 120]
-    flat = sparsity([(0.01 * sharp, 0.01 * sharp)], min_length=50, stride=35)
-    assert flat.max_ratio.min() > 50 > 5 > measured.max_ratio.max()
-    assert flat.growth == pytest.approx(1.0, abs=0.1)
-    assert "the paper" in str(measured)
-    with pytest.raises(BochnerError, match="at least min_length"):
-        sparsity([(sharp[..., :20, :], sharp[..., :20, :])])
-    with pytest.raises(BochnerError, match="transformers model with 'texts'"):
-        sparsity(42)
-
-
-def test_sparsity_reads_a_transformers_model_and_leaves_it_unchanged():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32
-    )
-    model = transformers.BertModel(config).eval()
-    before = model.config._attn_implementation
-
-    def tokenizer(text, return_tensors, truncation, max_length):
-        ids = torch.tensor([[ord(c) % 50 for c in text]])[:, :max_length]
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-    texts = ["the quick brown fox jumps over the lazy dog " * 2, "a much longer text, " * 6]
-    measured = sparsity(model, texts, tokenizer=tokenizer, min_length=40, stride=20)
-    assert measured.max_ratio.shape == (2, 4)
-    assert measured.texts == 2
-    assert model.config._attn_implementation == before

@@ -394,12 +394,10 @@ def test_bernstein_error_stays_below_its_bound_and_reaches_half_of_it(a: float, 
         assert error <= bound
         if n == 128:
             assert error > bound / 2
-    n = theory.bernstein_degree(a, b, 0.01, theory.gelu_second_sup(a, b))
-    assert theory.bernstein_bound(a, b, n, theory.gelu_second_sup(a, b)) <= 0.01
 
 
 @pytest.mark.parametrize("map", ["tensor_sketch", "sum_poly"])
-def test_linearised_layer_has_its_error(map: str) -> None:
+def test_variances_of_the_degrees_of_a_linearised_layer_add_up(map: str) -> None:
     W = torch.tensor([[0.5, -0.4, 0.3, 0.6], [0.2, 0.7, -0.1, 0.3]], dtype=torch.float64)
     x = torch.tensor([0.6, 0.5, 0.4, 0.3], dtype=torch.float64)
     alpha = torch.tensor([[0.2, 0.5, 0.4, -0.3], [0.1, 0.6, 0.2, 0.1]], dtype=torch.float64)
@@ -414,11 +412,9 @@ def test_linearised_layer_has_its_error(map: str) -> None:
     samples = torch.stack(rows, -1)
     truth = (alpha * (W @ x)[:, None] ** torch.arange(4)).sum(-1)
     squares = (samples - truth).square().sum(-1)
-    exact = theory.layer_variance(W, x, alpha, m, map=map)
-    check_mean(squares, exact)
-    assert theory.layer_variance(W, x, alpha, m, map="bound") > theory.layer_variance(W, x, alpha, m)
-    total = theory.layer_mse_bound(W, x, alpha, m, torch.tensor([0.1, 0.2]), map=map)
-    assert total.item() == pytest.approx(exact.item() + 0.05)
+    mse = {"tensor_sketch": theory.mse_tensor_sketch, "sum_poly": theory.mse_sum_poly}[map]
+    each = [alpha[:, k].square() * mse(W, x, m[k - 1], k) for k in range(1, 4)]
+    check_mean(squares, torch.stack(each).sum())
 
 
 def test_allocation_meets_its_target_with_fewer_features_than_an_equal_split() -> None:
@@ -489,7 +485,6 @@ def test_optimal_index_law_beats_the_others() -> None:
         (lambda: theory.mse_sum_poly(X, Y, 4, 0), "degree"),
         (lambda: theory.mse_tensor_sketch(X, Y, 4, -1), "degree"),
         (lambda: theory.bernstein_bound(1.0, 1.0, 4, 1.0), "low < high"),
-        (lambda: theory.layer_variance(X, Y[0], torch.ones(3), torch.tensor([4])), "degree"),
         (lambda: theory.geometric_law(1.0, 3), "between 0 and 1"),
         (lambda: theory.variance_taylor(0.5, torch.ones(2), torch.tensor([1.0, 0.0])), "positive wherever"),
         (lambda: theory.variance_taylor(0.5, torch.ones(2), torch.ones(2)), "sum"),

@@ -107,8 +107,10 @@ def test_regularized_features_have_their_mean_and_error(projection: str) -> None
     samples = regularized(draw(projection))
     mean = SM * theory.regularized_ratio(X, Y)
     check_mean(samples, mean, detect=0.02)
-    check_mse(samples, mean, theory.mse_regularized(X, Y, M, projection=projection, about="mean"), detect=0.1)
-    check_mse(samples, SM, theory.mse_regularized(X, Y, M, projection=projection), detect=0.1)
+    variance, error = (theory.mse_regularized(X, Y, M, projection=projection, about=a) for a in ("mean", "kernel"))
+    check_mse(samples, mean, variance, detect=0.1)
+    check_mse(samples, SM, error, detect=0.1)
+    torch.testing.assert_close(error, variance + (mean - SM).square())
 
 
 def test_centring_is_exact_and_its_error_known() -> None:
@@ -199,13 +201,13 @@ def test_tail_bound_is_zero_above_the_largest_value() -> None:
 def test_features_needed_is_the_least_count(name: str, projection: str) -> None:
     if (name, projection) == ("dense", "orthogonal"):
         with pytest.raises(BochnerError, match="no closed form"):
-            theory.features_needed(X, Y, 0.1, map="dense", projection="orthogonal", a=torch.zeros(D))
+            theory.features_needed(X, Y, 0.1, map=theory.Estimator("dense", a=torch.zeros(D)), projection="orthogonal")
         return
     options: dict = {"map": name, "projection": projection}
     if name == "optimal":
-        options["A"] = -0.05
+        options["map"] = theory.Estimator(name, A=-0.05)
     if name == "dense":
-        options["a"] = torch.full((D,), -0.05)
+        options["map"] = theory.Estimator(name, a=torch.full((D,), -0.05))
     for target in [2.0, 0.3, 0.01]:
         m = theory.features_needed(X, Y, target, **options)
         assert (theory.relative_error(X, Y, m, **options) <= target * (1 + 1e-12)).all()
@@ -260,9 +262,9 @@ def test_the_uniform_planner_scales_as_theorem_4_says() -> None:
 def test_optimal_A_minimises_the_error() -> None:
     x = 1.5 * X[0]
     best = theory.optimal_A(4 * (x @ x), D)
-    e = theory.log_mse(x, x, M, map="optimal", A=best)
+    e = theory.log_mse(x, x, M, map=theory.Estimator("optimal", A=best))
     for step in [-1e-3, 1e-3]:
-        assert theory.log_mse(x, x, M, map="optimal", A=best + step) > e
+        assert theory.log_mse(x, x, M, map=theory.Estimator("optimal", A=best + step)) > e
     assert best < 0
     assert theory.optimal_A(1e-12, 1).item() == pytest.approx(-5e-13, rel=1e-6)
 
@@ -287,7 +289,7 @@ def test_dense_a_minimises_the_mean_log_second_moment_in_each_direction() -> Non
 @pytest.mark.parametrize("norm", [0.0, 1e-6, 1e-3, 1.0, 1e3])
 def test_logarithms_are_finite_at_every_norm(name: str, projection: str, norm: float) -> None:
     for y in [Y, X, -X]:
-        value = theory.log_mse(norm * X, norm * y, 64, map=name, projection=projection, A=-0.1)
+        value = theory.log_mse(norm * X, norm * y, 64, map=theory.Estimator(name, A=-0.1), projection=projection)
         assert not torch.isnan(value).any()
         assert (value < math.inf).all()
         if norm == 1e-6 and y is Y and name == "positive":

@@ -34,7 +34,6 @@ _LAZY = {
     "estimators": "bochner.estimators",
     "sampling": "bochner.sampling",
     "papers": "bochner.papers",
-    "feedforward": "bochner.feedforward",
     "report": "bochner.report",
     "tasks": "bochner.tasks",
     "Calibration": "bochner.hf.config:Calibration",
@@ -49,7 +48,6 @@ _LAZY = {
     "distill": "bochner.hf.distill:distill",
     "revert": "bochner.hf.conversion:revert",
     "search": "bochner.hf.search:search",
-    "sparsity": "bochner.papers.attention_kernel:sparsity",
     "train": "bochner.tasks.training:train",
 }
 
@@ -84,7 +82,6 @@ __all__ = [
     "estimators",
     "exact_attention",
     "feature_map",
-    "feedforward",
     "hf",
     "kernel_estimate",
     "linear_attention",
@@ -97,7 +94,6 @@ __all__ = [
     "revert",
     "sampling",
     "search",
-    "sparsity",
     "tasks",
     "theory",
     "train",

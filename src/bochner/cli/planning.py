@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -42,9 +42,9 @@ def features(
     y[0], y[1] = norm * math.cos(math.radians(angle)), norm * math.sin(math.radians(angle))
     rows: dict[str, dict[str, float]] = {}
     for name in MAPS:
-        options: dict[str, Any] = {"A": optimal_a((x + y).square().sum() / dim)} if name == "optimal" else {}
+        law = theory.Estimator(name, A=optimal_a((x + y).square().sum() / dim) if name == "optimal" else 0.0)
         rows[name] = {
-            p: float(theory.features_needed(x, y, error, map=name, projection=p, **options))
+            p: float(theory.features_needed(x, y, error, map=law, projection=p))
             for p in ("iid", "orthogonal")
             if p == "iid" or name != "optimal"
         }
@@ -89,7 +89,7 @@ def parallel(
 
     Example: `bochner plan parallel --length 1000000 --devices 64 --microseconds 0.5`
     """
-    from bochner.report.parallel import sequence_parallel_cost
+    from bochner.report.parallel import AttentionShape, Network, sequence_parallel_cost
 
     for option, value in (("--gigabytes", gigabytes), ("--latency", latency), ("--microseconds", microseconds)):
         if value is not None and not 0 < value < math.inf:
@@ -102,13 +102,8 @@ def parallel(
     cost = sequence_parallel_cost(
         length,
         devices,
-        heads=heads,
-        kv_heads=kv_heads,
-        dim=dim,
-        num_features=num_features,
-        is_causal=causal,
-        bandwidth=gigabytes * 1e9,
-        latency=latency * 1e-6,
+        AttentionShape(heads, kv_heads, dim, num_features, is_causal=causal),
+        Network(gigabytes * 1e9, latency * 1e-6),
         seconds_per_token=seconds if microseconds is None else microseconds * 1e-6,
     )
     if as_json:

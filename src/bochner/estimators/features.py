@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from bochner.maps import FeatureMap, feature_map, named, options_of
 
 KERNELS = ("gaussian", "softmax")
 PLANNED = {"trig": 2, "positive": 1, "hyperbolic": 2, "optimal": 1}  # features a projection, for closed forms
-CLOSED = ("iid", "orthogonal")  # projections with closed forms
+MOST = 1 << 24  # projections that are considered
 CALIBRATION_ROWS = 2048
 PAIRS = 4096
 BLOCK = 1 << 16  # features computed at a time: they stay in the second-level cache
@@ -30,6 +32,7 @@ BOUNDED = ("trig",)  # whose sampling error is far above the rounding of single 
 SINGLE = 256.0  # the largest scaled norm whose phases single precision resolves to 1e-4
 
 
+@dataclass(eq=False, repr=False)
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """Features whose inner products estimate a kernel, `phi(x) . phi(y) ~ K(x, y)`, for any linear model after it.
 
@@ -65,26 +68,15 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     (100, 64)
     """
 
-    def __init__(
-        self,
-        n_components: int | str = 256,
-        *,
-        feature_map: str = "trig",
-        kernel: str = "gaussian",
-        gamma: float | str = "scale",
-        target: float = 0.05,
-        projection: str = "auto",
-        map_params: dict[str, Any] | None = None,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.feature_map = feature_map
-        self.kernel = kernel
-        self.gamma = gamma
-        self.target = target
-        self.projection = projection
-        self.map_params = map_params
-        self.random_state = random_state
+    n_components: int | str = 256
+    _: KW_ONLY
+    feature_map: str = "trig"
+    kernel: str = "gaussian"
+    gamma: float | str = "scale"
+    target: float = 0.05
+    projection: str = "auto"
+    map_params: dict[str, Any] | None = None
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any = None) -> RandomFeatures:
         refuse_dask(type(self).__name__, X)
@@ -222,26 +214,20 @@ def components_needed(
             "or give a number of components."
         )
     goal = 2 * math.log(positive_float(target, "target", owner))
-    options: dict[str, Any] = {"map": feature_map, "kernel": kernel}
-    options["projection"] = "orthogonal" if projection == "orthogonal" else "iid"
+    law = theory.Estimator(feature_map)
     if feature_map == "optimal":
-        options["A"] = theory.optimal_A(float((x + y).square().sum(1).mean()), x.shape[1])
+        law = theory.Estimator("optimal", A=theory.optimal_A(float((x + y).square().sum(1).mean()), x.shape[1]))
+    projection = "orthogonal" if projection == "orthogonal" else "iid"
 
-    def short(m: int) -> bool:
-        logs = theory.log_mse(x, y, m, **options)
-        return float(torch.logsumexp(logs, 0)) - math.log(len(logs)) > goal
+    def enough(m: int) -> bool:
+        logs = theory.log_mse(x, y, m, law, kernel=kernel, projection=projection)
+        return float(torch.logsumexp(logs, 0)) - math.log(len(logs)) <= goal
 
-    high = 1
-    while short(high):
-        high *= 2
-        if high > 1 << 24:
-            other = "" if feature_map == "trig" else ", or take feature_map='trig'"
-            raise BochnerError(
-                f"No length of features up to {high * PLANNED[feature_map]} reaches the target error {target:g} with "
-                f"{feature_map!r}; raise 'target', or lower 'gamma'{other}."
-            )
-    low = high // 2  # too few, or zero
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if short(middle) else (low, middle)
-    return high * PLANNED[feature_map]
+    least = 1 + bisect_left(range(1, MOST), True, key=enough)  # the error falls with m
+    if least == MOST:
+        other = "" if feature_map == "trig" else ", or take feature_map='trig'"
+        raise BochnerError(
+            f"No length of features up to {MOST * PLANNED[feature_map]} reaches the target error {target:g} with "
+            f"{feature_map!r}; raise 'target', or lower 'gamma'{other}."
+        )
+    return least * PLANNED[feature_map]

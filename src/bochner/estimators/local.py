@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -20,23 +21,16 @@ from bochner.matvec import KernelOperator
 PAIRS = 1 << 20  # in one block of exact rows; so few in all are exact at once
 
 
+@dataclass(eq=False, repr=False)
 class _Neighbours(BaseEstimator):
     """Gaussian kernel sums over weighted rows: `sum_j w_j K(q, x_j) t_j`."""
 
-    def __init__(
-        self,
-        bandwidth: float | str = 1.0,
-        *,
-        eps: float = 0.01,
-        exact_below: float = 1.0,
-        method: str = "auto",
-        random_state: Any = 0,
-    ) -> None:
-        self.bandwidth = bandwidth
-        self.eps = eps
-        self.exact_below = exact_below
-        self.method = method
-        self.random_state = random_state
+    bandwidth: float | str = 1.0
+    _: KW_ONLY
+    eps: float = 0.01
+    exact_below: float = 1.0
+    method: str = "auto"
+    random_state: Any = 0
 
     def _prepare(self, X: np.ndarray, weight: Any, signed: bool) -> None:
         owner = type(self).__name__

@@ -45,7 +45,7 @@ class Centers:
         count: how many. None: 4,096, halved until the work fits into `seconds`; up to 4,096 rows all of them.
         rule: `"random"` rows; `"pivoted"` by randomly pivoted Cholesky, a row in proportion to what the others leave of
             it; `"leverage"` in proportion to ridge leverage scores. `"auto"`: pivoted up to 2,048 centres, else random.
-        seconds: what a fit may take on one core, about.
+        seconds: what a ridge may take on one core, about; a classifier takes three times as long.
 
     >>> Centers(500, rule="pivoted")
     Centers(count=500, rule='pivoted', seconds=60.0)
@@ -140,7 +140,7 @@ def moments(block: Block, shift: np.ndarray) -> tuple[Any, ...]:
     X = np.asarray(block.X, dtype=np.float64) - shift
     if not np.isfinite(X).all():
         raise BochnerError("The rows of X must be finite; a block has NaN or infinity in it.")
-    w = np.ones(len(X)) if block.weight is None else np.asarray(block.weight, dtype=np.float64)
+    w = block.weights
     y = 0.0 if block.y is None else w @ block.y
     with np.errstate(over="ignore"):
         return (len(X),), w.sum(), w @ X, w @ np.abs(X), w @ np.square(X), y
@@ -180,9 +180,7 @@ def logistic(block: Block, cross: CrossKernel, v: Tensor, offset: np.ndarray) ->
 
 
 def _weight(block: Block, cross: CrossKernel) -> Tensor:
-    if block.weight is None:
-        return torch.ones(len(block.X), dtype=cross.dtype)
-    return torch.from_numpy(np.array(block.weight, dtype=np.float64)).to(cross.dtype)
+    return torch.from_numpy(block.weights).to(cross.dtype)
 
 
 # ---- the factor --------------------------------------------------------------------------------------------------
@@ -245,15 +243,14 @@ def make_basis(
     if share == 1:  # a row of weight two is two rows, also where centres are chosen
         block = block.merged()
     X = torch.from_numpy(np.array(block.X, dtype=np.float64))
-    weight = torch.ones(len(X), dtype=torch.float64)
-    if block.weight is not None:
-        weight = torch.from_numpy(np.array(block.weight, dtype=np.float64))
+    weight = torch.from_numpy(block.weights)
     if isinstance(centers, Centers):
         points = X[_chosen(kernel, X, m, centers.rule, seed)]
     else:
         points = torch.from_numpy(centers.astype(np.float64))
     single = n > EXACT and kernel.profile.convex  # the peak of the Laplace kernel magnifies rounding
-    cross = CrossKernel(name, bandwidth, points, "float32" if single else "float64")
+    precise = kernel.precise if n <= EXACT else "float64"
+    cross = CrossKernel(name, bandwidth, points, "float32" if single else precise)
     own = kernel.block(points)
     own.diagonal().add_(min(1e-2, max(1e-6, n * NOISE**2 / alpha)) if single else 1e-13 * len(points))
     lower = factored(own, alpha)
@@ -299,9 +296,7 @@ def leave_one_out(kernel: Kernel, block: Block, m: int, alphas: np.ndarray, seed
     """
     X = torch.from_numpy(np.array(block.X, dtype=np.float64))
     y = torch.from_numpy(block.y - np.average(block.y, axis=0, weights=block.weight))
-    w = torch.ones(len(X), 1, dtype=torch.float64)
-    if block.weight is not None:
-        w = torch.from_numpy(np.array(block.weight, dtype=np.float64))[:, None]
+    w = torch.from_numpy(block.weights)[:, None]
     phi = pivoted_cholesky(kernel, X, min(m, len(X)), seed=seed).rows
     values, vectors = torch.linalg.eigh((phi * w).T @ phi)
     psi = phi @ vectors

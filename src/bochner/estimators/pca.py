@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ DENSE = 512  # rows up to which the whole spectrum is computed
 PRODUCTS = 30  # to expect of Lanczos iteration
 
 
+@dataclass(eq=False, repr=False)
 class KernelPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """Principal components of X with columns of similar spread, in the feature space of the Gaussian kernel.
 
@@ -46,22 +48,13 @@ class KernelPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
     (100, 3)
     """
 
-    def __init__(
-        self,
-        n_components: int = 2,
-        *,
-        gamma: float | str = "scale",
-        eps: float = 1e-3,
-        method: str = "auto",
-        tol: float = 1e-6,
-        random_state: Any = 0,
-    ) -> None:
-        self.n_components = n_components
-        self.gamma = gamma
-        self.eps = eps
-        self.method = method
-        self.tol = tol
-        self.random_state = random_state
+    n_components: int = 2
+    _: KW_ONLY
+    gamma: float | str = "scale"
+    eps: float = 1e-3
+    method: str = "auto"
+    tol: float = 1e-6
+    random_state: Any = 0
 
     def fit(self, X: Any, y: Any = None) -> KernelPCA:
         refuse_dask(type(self).__name__, X)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ CENTERS = 1024
 BLOCK = 1024
 
 
+@dataclass(eq=False, repr=False)
 class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     """Gaussian process with kernel `amplitude K` and noise variance `alpha`; X and y are standardised.
 
@@ -54,26 +56,15 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     True
     """
 
-    def __init__(
-        self,
-        alpha: float | None = None,
-        *,
-        amplitude: float | None = None,
-        gamma: Any = None,
-        kernel: str = "matern32",
-        centers: Any = "auto",
-        per_feature: bool = True,
-        standardize: bool = True,
-        random_state: Any = 0,
-    ) -> None:
-        self.alpha = alpha
-        self.amplitude = amplitude
-        self.gamma = gamma
-        self.kernel = kernel
-        self.centers = centers
-        self.per_feature = per_feature
-        self.standardize = standardize
-        self.random_state = random_state
+    alpha: float | None = None
+    _: KW_ONLY
+    amplitude: float | None = None
+    gamma: Any = None
+    kernel: str = "matern32"
+    centers: Any = "auto"
+    per_feature: bool = True
+    standardize: bool = True
+    random_state: Any = 0
 
     def fit(self, X: Any, y: Any) -> GaussianProcessRegressor:
         refuse_dask(type(self).__name__, X, y)

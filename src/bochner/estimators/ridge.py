@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ class _CenterModel(BaseEstimator):
         alpha, tol = positive_float(self.alpha, "alpha", owner), positive_float(self.tol, "tol", owner)
         centers = Centers.of(self.centers, owner)
         rows = self._read(X, y, weight)
-        return self._measure(rows.encoded(self._encoder(rows))), alpha, tol, centers
+        return self._measure(replace(rows, encode=self._encoder(rows))), alpha, tol, centers
 
     def _encoder(self, rows: Rows) -> Callable[[Any], np.ndarray]:
         """The function that turns the y of a block into targets (b, c)."""
@@ -100,7 +101,7 @@ class _CenterModel(BaseEstimator):
             raise BochnerError(f"The variance of the X of {type(self).__name__} is out of range; rescale X.")
         self.offset_ = np.atleast_1d(y / weight) if self.standardize else np.zeros(np.size(y))
         self._total_weight = float(weight)
-        return rows.counted(lengths)
+        return replace(rows, lengths=lengths)
 
     def _choose(self, rows: Rows, seed: int) -> None:
         """The bandwidth of every column, before the fit."""
@@ -126,6 +127,7 @@ class _CenterModel(BaseEstimator):
                 y = block.y - block.y.mean(0)
                 y /= np.maximum(y.std(0), 1e-12 * max(1.0, np.abs(block.y).max()))
                 gamma = 0.5 / learn(self.kernel, (block.X - mean) / scale, y, seed=seed).bandwidth ** 2
+                gamma = np.exp(np.round(np.log(gamma), 3))  # further digits are rounding of the search
         else:
             gamma = np.asarray(given, dtype=np.float64) if np.ndim(given) else given
             gamma = gamma if np.ndim(gamma) else positive_float(gamma, "gamma", owner)
@@ -148,6 +150,7 @@ class _CenterModel(BaseEstimator):
         return self._cross.parts[2].numpy()
 
 
+@dataclass(eq=False, repr=False)
 class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
     """Kernel ridge regression, `min_f sum_i w_i (y_i - f(x_i))^2 + alpha |f|^2`; the columns of X are standardised.
 
@@ -176,26 +179,15 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
     1.0
     """
 
-    def __init__(
-        self,
-        alpha: float = 0.1,
-        *,
-        kernel: str = "gaussian",
-        gamma: Any = "auto",
-        centers: Any = "auto",
-        standardize: bool = True,
-        tol: float = 3e-3,
-        warm_start: bool = False,
-        random_state: Any = 0,
-    ) -> None:
-        self.alpha = alpha
-        self.kernel = kernel
-        self.gamma = gamma
-        self.centers = centers
-        self.standardize = standardize
-        self.tol = tol
-        self.warm_start = warm_start
-        self.random_state = random_state
+    alpha: float = 0.1
+    _: KW_ONLY
+    kernel: str = "gaussian"
+    gamma: Any = "auto"
+    centers: Any = "auto"
+    standardize: bool = True
+    tol: float = 3e-3
+    warm_start: bool = False
+    random_state: Any = 0
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelRidge:
         rows, alpha, tol, centers = self._begin(X, y, sample_weight)
@@ -220,12 +212,11 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
             raise BochnerError(
                 f"{type(self).__name__}(centers='all') would hold all {len(rows)} rows; give a number of centers."
             )
-        X, y, weight = rows.sample(len(rows), np.random.RandomState(seed))
-        points, kernel = torch.from_numpy(np.array(X, dtype=np.float64)), Kernel(self.kernel, self.bandwidth_)
-        root = torch.ones(len(X), 1, dtype=torch.float64)
-        if weight is not None:
-            root = torch.from_numpy(np.sqrt(np.asarray(weight, dtype=np.float64)))[:, None]
-        target = root * torch.from_numpy(y - self.offset_)
+        block = rows.sample(len(rows), np.random.RandomState(seed))
+        X, kernel = block.X, Kernel(self.kernel, self.bandwidth_)
+        points = torch.from_numpy(np.array(X, dtype=np.float64))
+        root = torch.from_numpy(np.sqrt(block.weights))[:, None]
+        target = root * torch.from_numpy(block.y - self.offset_)
         if len(X) <= EXACT:
             matrix = root * kernel.block(points) * root.T
             matrix.diagonal().add_(alpha)
@@ -242,7 +233,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
             )
             solution, self.n_iter_, self.solver_ = found.value, found.steps, "all"
             self._warn(found.residual, 0.1 * tol)
-        arithmetic = "float64" if len(X) <= EXACT else "float32"
+        arithmetic = kernel.precise if len(X) <= EXACT else "float32"
         self._keep(CrossKernel(self.kernel, self.bandwidth_, points, arithmetic), (root * solution).T.contiguous())
         return self
 
@@ -366,6 +357,7 @@ class KernelRidgeCV(KernelRidge):
         self._set_kernel(gamma, rows, seed)
 
 
+@dataclass(eq=False, repr=False)
 class KernelClassifier(ClassifierMixin, _CenterModel):
     """Kernel logistic regression, `min_f sum_i w_i loss(y_i, f(x_i)) + alpha/2 |f|^2`; columns are standardised.
 
@@ -392,24 +384,14 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
 
     _numeric = False
 
-    def __init__(
-        self,
-        alpha: float = 0.1,
-        *,
-        kernel: str = "gaussian",
-        gamma: Any = "auto",
-        centers: Any = "auto",
-        standardize: bool = True,
-        tol: float = 3e-3,
-        random_state: Any = 0,
-    ) -> None:
-        self.alpha = alpha
-        self.kernel = kernel
-        self.gamma = gamma
-        self.centers = centers
-        self.standardize = standardize
-        self.tol = tol
-        self.random_state = random_state
+    alpha: float = 0.1
+    _: KW_ONLY
+    kernel: str = "gaussian"
+    gamma: Any = "auto"
+    centers: Any = "auto"
+    standardize: bool = True
+    tol: float = 3e-3
+    random_state: Any = 0
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelClassifier:
         rows, alpha, tol, centers = self._begin(X, y, sample_weight)

@@ -26,9 +26,14 @@ class Block(NamedTuple):
     y: Any
     weight: Any
 
+    @property
+    def weights(self) -> np.ndarray:
+        """The weights (b,), float64: ones if there are none."""
+        return np.ones(len(self.X)) if self.weight is None else np.array(self.weight, dtype=np.float64)
+
     def merged(self) -> Block:
         """In a canonical order, copies of a row as one of their whole weight, rows without weight left out."""
-        w = np.ones(len(self.X)) if self.weight is None else np.asarray(self.weight, dtype=np.float64)
+        w = self.weights
         table = np.concatenate([self.X, self.y], 1)[w > 0]
         rows, place = np.unique(table, axis=0, return_inverse=True)
         weight = np.bincount(place.ravel(), w[w > 0])
@@ -47,12 +52,6 @@ class Rows:
 
     def __len__(self) -> int:
         return sum(self.lengths)
-
-    def encoded(self, encode: Callable[[Any], np.ndarray]) -> Rows:
-        return replace(self, encode=encode)
-
-    def counted(self, lengths: tuple[int, ...]) -> Rows:
-        return replace(self, lengths=lengths)
 
     def head(self) -> Block:
         """The first block."""

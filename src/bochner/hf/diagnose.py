@@ -269,7 +269,7 @@ def _predict(phi: FeatureMap, call: Call) -> Tensor:
     small = call._replace(query=call.query[:1, :, :PREDICTION_PAIRS], key=call.key[:1, :, :PREDICTION_PAIRS])
     x = (small.query.float() * root).unflatten(1, (-1, group))[0]
     y = (small.key.float() * root)[0]
-    options: dict[str, Any] = {"map": "positive"}
+    law: str | theory.Estimator = "positive"
     if isinstance(phi, CalibratedFeatures):
         a, b = phi.centre_query[:, None, None], phi.centre_key[:, None]
         x, y = (x - a) @ phi.basis_query.mT[:, None], (y - b) @ phi.basis_key.mT
@@ -280,8 +280,8 @@ def _predict(phi: FeatureMap, call: Call) -> Tensor:
     errors = []
     for g in range(y.shape[0]):
         if isinstance(phi, CalibratedFeatures):
-            options = {"map": "dense", "a": phi.a[g]}
-        r = theory.relative_error(x[g].unsqueeze(-2), y[g][None, None], phi.num_features, **options)
+            law = theory.Estimator("dense", a=phi.a[g])
+        r = theory.relative_error(x[g].unsqueeze(-2), y[g][None, None], phi.num_features, law)
         share = weights[g].double().square()
         square = (share * r.double().clamp_max(1e6).square()).sum(-1) / share.sum(-1)
         errors.append(square.sqrt().clamp_max(1.0).mean(-1))

@@ -64,14 +64,19 @@ class Kernel:
             )
         return make_frame(self.profile, keys, self.bandwidth, arithmetic)
 
-    def _placed(self, X: Tensor, Y: Tensor | None) -> tuple[Frame, Tensor, Tensor]:
-        frame = self.frame(X if Y is None else Y, "float32" if X.dtype == torch.float32 else "float64")
+    @property
+    def precise(self) -> str:
+        """The arithmetic in which copies of a point have the kernel 1: a peak magnifies what matrix products round."""
+        return "float64" if self.profile.convex else "difference"
+
+    def _placed(self, X: Tensor, Y: Tensor | None, precise: str = "float64") -> tuple[Frame, Tensor, Tensor]:
+        frame = self.frame(X if Y is None else Y, "float32" if X.dtype == torch.float32 else precise)
         z = frame.place(X)
         return frame, z, z if Y is None else frame.place(Y)
 
     def block(self, X: Tensor, Y: Tensor | None = None) -> Tensor:
         """K(X, Y), (n, s), in the dtype of X; Y None: K(X, X) with ones on its diagonal."""
-        frame, z, w = self._placed(X, Y)
+        frame, z, w = self._placed(X, Y, self.precise)
         block = Tiles(frame)(left(z), right(w))
         if Y is None:
             block.fill_diagonal_(1.0)

@@ -62,10 +62,6 @@ def _length(t: Tensor) -> Tensor:
     return t.mul_(-2.0).sqrt_()
 
 
-def _laplace(t: Tensor) -> Tensor:
-    return _length(t).neg_().exp2_()
-
-
 def _matern32(t: Tensor) -> Tensor:
     decay = torch.exp(-_length(t))
     return t.add_(1.0).mul_(decay)
@@ -76,30 +72,14 @@ def _matern52(t: Tensor) -> Tensor:
     return t.add_(t.square() / 3.0).add_(1.0).mul_(decay)
 
 
-def _student(t: Tensor) -> Tensor:
-    return t.mul_(-2.0).add_(1.0).reciprocal_()
-
-
-def _gaussian_derivative(t: Tensor) -> Tensor:
-    return torch.exp2(t).mul_(LN2)
-
-
 def _laplace_derivative(t: Tensor) -> Tensor:
     a = _length(t.clone())
     return torch.where(a > 0, LN2 * torch.exp2(-a) / a, 0.0)
 
 
-def _matern32_derivative(t: Tensor) -> Tensor:
-    return torch.exp(-_length(t.clone()))
-
-
 def _matern52_derivative(t: Tensor) -> Tensor:
     a = _length(t.clone())
     return torch.exp(-a).mul_(1.0 + a).div_(3.0)
-
-
-def _student_derivative(t: Tensor) -> Tensor:
-    return 2.0 / (1.0 - 2.0 * t).square_()
 
 
 PROFILES: dict[str, Profile] = {
@@ -112,14 +92,14 @@ PROFILES: dict[str, Profile] = {
             torch.Tensor.exp2_,
             lambda delta: _expm1(LN2 * delta),
             (-100.0, -1000.0),
-            _gaussian_derivative,
+            lambda t: torch.exp2(t).mul_(LN2),
             steepest=32.0,
         ),
         Profile(
             "laplace",  # Matern 1/2
             "exp(-|q-k| / sigma)",
             LOG2E,
-            _laplace,
+            lambda t: _length(t).neg_().exp2_(),
             lambda delta: _expm1(LN2 * math.sqrt(2.0 * delta)),
             (-5e3, -5e5),
             _laplace_derivative,
@@ -130,9 +110,9 @@ PROFILES: dict[str, Profile] = {
             "(1 + a) exp(-a), a = sqrt(3) |q-k| / sigma",
             math.sqrt(3.0),
             _matern32,
-            lambda delta: _expm1(delta),
+            _expm1,
             (-2.4e3, -2.4e5),
-            _matern32_derivative,
+            lambda t: torch.exp(-_length(t.clone())),
         ),
         Profile(
             "matern52",
@@ -147,10 +127,10 @@ PROFILES: dict[str, Profile] = {
             "student",
             "1 / (1 + |q-k|^2 / sigma^2)",
             1.0,
-            _student,
+            lambda t: t.mul_(-2.0).add_(1.0).reciprocal_(),
             lambda delta: _expm1(2.0 * delta),
             (-1e30, -1e290),
-            _student_derivative,
+            lambda t: 2.0 / (1.0 - 2.0 * t).square_(),
         ),
     )
 }

@@ -8,7 +8,7 @@
    weights beforehand, so that the hidden layer is never formed.
 
 The variance of a sketched power is about `(|w||x|/r)^(2k)/m_k`, and on real layers |w||x| is ten to twenty times the
-standard deviation of w.x: `LinearizedMLP.convert` refuses where it does not pay.
+standard deviation of w.x: `LinearizedMLP.report` says whether it pays.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ from bochner.theory import allocate_features, bernstein_bound, mse_tensor_sketch
 
 MAX_DEGREE = 64  # beyond it no sketch is affordable and powers stop being usable
 TRIED_DEGREE = 8  # the largest that a plan for a budget tries
-PENALTIES = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the ridge regression
 
 
 class Calibration(NamedTuple):
@@ -325,23 +324,14 @@ class MLPReport(NamedTuple):
     memory: float
     speed: float
 
-    def pays(self, max_error: float) -> bool:
-        return self.error <= max_error and self.speed > 1
-
-    def __str__(self) -> str:
-        return f"error {self.error:.3f}, memory x{self.memory:.2f}, speed x{self.speed:.2f}"
-
 
 class LinearizedMLP(FullPrecisionModule):
     """A two-layer block `W2 f(W1 x + b1) + b2` as one product `A [x, psi(x)] + c`; the hidden layer is never formed.
 
-    `convert(first, activation, second, calibration)` builds it from a trained block. `method`: `"bernstein"`,
-    `"chebyshev"` and `"least_squares"` multiply W2 into the linearised layer; `"regression"` keeps its features and
-    fits A to the block's outputs on the calibration rows, which no longer estimates each unit but the output itself,
-    with the noise of the features regressed away (ridge regression, its penalty chosen on every fourth row).
+    W2 is multiplied into the linearised first layer; `method`, `degree` and `num_features` are those of it.
 
     >>> first, second = nn.Linear(4, 16), nn.Linear(16, 4)
-    >>> block = LinearizedMLP(first, "gelu", second, torch.randn(200, 4), num_features=32, method="regression")
+    >>> block = LinearizedMLP(first, "gelu", second, torch.randn(200, 4), num_features=32)
     >>> block(torch.zeros(3, 4)).shape
     torch.Size([3, 4])
     """
@@ -356,66 +346,29 @@ class LinearizedMLP(FullPrecisionModule):
         second: nn.Linear,
         calibration: Tensor,
         *,
-        method: str = "regression",
+        method: str = "chebyshev",
         degree: int | None = None,
         num_features: int = 256,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        owner = type(self).__name__
-        one_of(method, "method", owner, (*METHODS, "regression"))
-        _check_block(first, second, owner)
+        _check_block(first, second, type(self).__name__)
         data = calibrate_layer(first.weight, first.bias, calibration)
-        fit = "chebyshev" if method == "regression" else method
-        hidden = LinearizedLayer(data, activation, method=fit, degree=degree, num_features=num_features, seed=seed)
+        hidden = LinearizedLayer(data, activation, method=method, degree=degree, num_features=num_features, seed=seed)
         self.plan, self.hidden = hidden.plan, hidden
-        if method == "regression":
-            x = calibration.detach().double().cpu().reshape(-1, first.in_features)
-            matrix, offset = _ridge(self._features(x), block_output(first, activation, second, x))
-        else:
-            w2 = second.weight.detach().double().cpu()
-            matrix = w2 @ torch.cat([hidden.linear, hidden.matrix], dim=-1).double()
-            offset = w2 @ hidden.offset.double()
-            offset += 0 if second.bias is None else second.bias.detach().double().cpu()
+        w2 = second.weight.detach().double().cpu()
+        matrix = w2 @ torch.cat([hidden.linear, hidden.matrix], dim=-1).double()
+        offset = w2 @ hidden.offset.double()
+        offset += 0 if second.bias is None else second.bias.detach().double().cpu()
         for name in ("linear", "offset", "matrix", "weight", "alpha"):  # the block needs the sketches alone
             setattr(hidden, name, None)
         self.register_buffer("matrix", matrix.float())
         self.register_buffer("offset", offset.float())
 
-    @classmethod
-    def convert(
-        cls,
-        first: nn.Linear,
-        activation: Activation,
-        second: nn.Linear,
-        calibration: Tensor,
-        *,
-        max_error: float = 0.1,
-        force: bool = False,
-        **options: Any,
-    ) -> tuple[LinearizedMLP, MLPReport]:
-        """The linearised block and its report on every fifth calibration row, which it is not fitted to.
-
-        Refuses, with the numbers, when the error exceeds `max_error` or it is not faster; `force=True` returns it all
-        the same.
-        """
-        _check_block(first, second, cls.__name__)
-        rows = calibration.detach().reshape(-1, first.in_features)
-        held = torch.arange(len(rows)) % 5 == 4
-        if int(held.sum()) < 2:
-            raise BochnerError(f"{cls.__name__}.convert needs at least 10 calibration rows, got {len(rows)}.")
-        block = cls(first, activation, second, rows[~held], **options)
-        report = block.report(first, activation, second, rows[held])
-        if not force and not report.pays(max_error):
-            raise BochnerError(
-                f"Linearising this block does not pay: {report} with {block.plan.total} sketch features, wanted error "
-                f"<= {max_error:g} and speed > 1; keep the block, change 'num_features', or pass force=True."
-            )
-        return block, report
-
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) to (..., v)."""
-        y = self._features(x.to(accumulation_dtype(x.dtype)))
+        y = x.to(accumulation_dtype(x.dtype))
+        y = torch.cat([y, self.hidden.sketches(y)], dim=-1)
         return nn.functional.linear(y, self.matrix.to(y.dtype), self.offset.to(y.dtype)).to(x.dtype)
 
     @torch.no_grad()
@@ -431,9 +384,6 @@ class LinearizedMLP(FullPrecisionModule):
         seconds = best_times({"exact": lambda: second(f(first(rows))), "ours": lambda: self(rows)}, repeats=5)
         return MLPReport(math.sqrt(float(error)), ours / theirs, seconds["exact"] / seconds["ours"])
 
-    def _features(self, x: Tensor) -> Tensor:
-        return torch.cat([x, self.hidden.sketches(x)], dim=-1) if self.plan.counts else x
-
 
 @torch.no_grad()
 def block_output(first: nn.Linear, activation: Activation, second: nn.Linear, x: Tensor) -> Tensor:
@@ -441,30 +391,6 @@ def block_output(first: nn.Linear, activation: Activation, second: nn.Linear, x:
     f, linear = activation_function(activation), nn.functional.linear
     weights = [(m.weight.double(), None if m.bias is None else m.bias.double()) for m in (first, second)]
     return linear(f(linear(x.double(), *weights[0])), *weights[1])
-
-
-def _ridge(features: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The matrix (v, f) and offset (v,) of ridge regression, with the penalty that predicts every fourth row best."""
-    held = torch.arange(len(y)) % 4 == 3
-
-    def loss(found: tuple[Tensor, Tensor]) -> float:
-        return float((features[held] @ found[0].mT + found[1] - y[held]).square().sum())
-
-    losses = [loss(found) for found in _ridge_path(features[~held], y[~held], PENALTIES)]
-    return _ridge_path(features, y, [PENALTIES[losses.index(min(losses))]])[0]
-
-
-def _ridge_path(features: Tensor, y: Tensor, penalties: Sequence[float]) -> list[tuple[Tensor, Tensor]]:
-    """Ridge solutions for several penalties, relative to each feature's variance, from one eigendecomposition."""
-    mean, target = features.mean(0), y.mean(0)
-    # A slot that no pair of coordinates reaches holds rounding noise: it must not be blown up to unit variance.
-    scale = features.std(0)
-    scale = scale.clamp_min(1e-4 * float(scale.max()) + 1e-30)
-    g = (features - mean) / scale
-    values, vectors = torch.linalg.eigh(g.mT @ g / len(g))
-    projected = vectors.mT @ (g.mT @ (y - target) / len(g))
-    found = [(vectors @ (projected / (values.clamp_min(0) + p)[:, None])).mT / scale for p in penalties]
-    return [(matrix, target - matrix @ mean) for matrix in found]
 
 
 def _check_block(first: Any, second: Any, owner: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -28,34 +27,9 @@ TERMS = 200  # the longest series considered
 TAIL = 1e-9  # what may be cut off it
 
 
-class Series(NamedTuple):
-    """a_0 ... a_(terms-1) at zero, and the radius of convergence."""
-
-    coefficients: Callable[[int], Tensor]
-    radius: float
-
-
-def _tanh(terms: int) -> Tensor:
-    """Coefficients of tanh at zero, from `y' = 1 - y^2`."""
-    a = [0.0] * max(terms, 1)
-    for k in range(terms - 1):
-        a[k + 1] = ((k == 0) - sum(a[i] * a[k - i] for i in range(k + 1))) / (k + 1)
-    return torch.tensor(a[:terms], dtype=torch.float64)
-
-
-def _sigmoid(terms: int) -> Tensor:
-    """`sigmoid(t) = 1/2 + tanh(t/2)/2`."""
-    a = _tanh(terms) * 0.5 ** (torch.arange(terms, dtype=torch.float64) + 1)
-    a[0] += 0.5
-    return a
-
-
-TAYLOR: dict[str, Series] = {
-    "gelu": Series(gelu_taylor, math.inf),
-    "tanh": Series(_tanh, math.pi / 2),
-    "sigmoid": Series(_sigmoid, math.pi),
-    "silu": Series(lambda n: torch.nn.functional.pad(_sigmoid(n)[:-1], (1, 0)), math.pi),  # t sigmoid(t)
-    "exp": Series(lambda n: torch.exp(-torch.lgamma(torch.arange(n, dtype=torch.float64) + 1)), math.inf),
+TAYLOR: dict[str, Callable[[int], Tensor]] = {
+    "gelu": gelu_taylor,
+    "exp": lambda n: torch.exp(-torch.lgamma(torch.arange(n, dtype=torch.float64) + 1)),
 }
 
 
@@ -223,19 +197,7 @@ def series_for(activation: str | Sequence[float], reach: float, owner: str) -> T
                 "those of an arbitrary function are not known."
             )
         return torch.tensor([float(v) for v in activation], dtype=torch.float64)
-    if activation in ("relu", "gelu_tanh"):
-        reason = "no derivative at 0" if activation == "relu" else "no closed-form Taylor series here"
-        raise BochnerError(
-            f"The 'activation' of {owner} cannot be {activation!r}: it has {reason}; use LinearizedLayer, or one of "
-            f"{sorted(TAYLOR)}."
-        )
-    series = lookup(TAYLOR, activation, "Taylor series")
-    if reach >= series.radius:
-        raise BochnerError(
-            f"The Taylor series of {activation!r} converges for |t| < {series.radius:.4g} only, but the calibration "
-            f"data reaches |w.x + b| = {reach:.4g}; use LinearizedLayer, or a smaller layer."
-        )
-    a = series.coefficients(TERMS)
+    a = lookup(TAYLOR, activation, "Taylor series")(TERMS)
     k = torch.arange(TERMS, dtype=torch.float64)
     size = a.abs() * torch.exp(k * math.log(max(reach, 1e-300)))
     tail = size.flip(0).cumsum(0).flip(0)

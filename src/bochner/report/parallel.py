@@ -49,19 +49,52 @@ class SequenceParallelCost:
         return self.compute + self.communication
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """One attention layer: its heads (`kv_heads` None: as many key heads), their size, the map, and the batch.
+
+    `element_size`: bytes of a number of the queries, keys and values.
+    """
+
+    heads: int = 32
+    kv_heads: int | None = None
+    dim: int = 128
+    num_features: int = 256
+    batch: int = 1
+    is_causal: bool = True
+    element_size: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "dim", "num_features", "batch", "element_size"):
+            positive_int(getattr(self, name), name, "AttentionShape")
+        if self.heads % positive_int(self.key_heads, "kv_heads", "AttentionShape"):
+            raise BochnerError(
+                f"The 'heads' of AttentionShape must be a multiple of 'kv_heads' {self.kv_heads}, got {self.heads}."
+            )
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network of one device: bytes per second, and seconds of one message."""
+
+    bandwidth: float = 10e9
+    latency: float = 10e-6
+
+    def __post_init__(self) -> None:
+        positive_float(self.bandwidth, "bandwidth", "Network")
+        positive_float(self.latency, "latency", "Network")
+
+
 def sequence_parallel_cost(
     length: int,
     devices: int,
+    layer: AttentionShape | None = None,
+    network: Network | None = None,
     *,
-    heads: int = 32,
-    kv_heads: int | None = None,
-    dim: int = 128,
-    num_features: int = 256,
-    batch: int = 1,
-    is_causal: bool = True,
-    element_size: int = 2,
-    bandwidth: float = 10e9,
-    latency: float = 10e-6,
     seconds_per_token: float | None = None,
 ) -> SequenceParallelCost:
     """Memory, communication and time of one layer of `sequence_parallel_attention`, forward.
@@ -70,34 +103,30 @@ def sequence_parallel_cost(
     Bidirectional attention reduces it over the devices, `2 S (P - 1) / P` bytes sent by each in a ring; causal
     attention gathers the states, `S (P - 1)` bytes, and holds P of them twice. Neither depends on the length. Ring
     attention sends `2 b g d (L / P) (P - 1)` numbers. Each sends 4 bytes more, which say whether its inputs are finite.
-    `bandwidth`: bytes per second of one device's network.
     `seconds_per_token`: of one device; default: measured on this machine, on a shard of at most 4,096 tokens.
 
-    >>> cost = sequence_parallel_cost(1_000_000, 64, heads=8, dim=64, num_features=128, seconds_per_token=1e-6)
+    >>> layer = AttentionShape(heads=8, dim=64, num_features=128)
+    >>> cost = sequence_parallel_cost(1_000_000, 64, layer, seconds_per_token=1e-6)
     >>> cost.tokens, cost.sent, cost.ring_sent // cost.sent
     (15625, 16906180, 119)
     """
     L, P = positive_int(length, "length", OWNER), positive_int(devices, "devices", OWNER)
-    g = heads if kv_heads is None else positive_int(kv_heads, "kv_heads", OWNER)
-    h, d, m = (positive_int(x, n, OWNER) for x, n in ((heads, "heads"), (dim, "dim"), (num_features, "num_features")))
     if P > L:
         raise BochnerError(f"The 'devices' of {OWNER} must be at most the length {L}, got {P}.")
-    if h % g:
-        raise BochnerError(f"The 'heads' of {OWNER} must be a multiple of 'kv_heads' {g}, got {h}.")
-    b, size = positive_int(batch, "batch", OWNER), positive_int(element_size, "element_size", OWNER)
-    rate, delay = positive_float(bandwidth, "bandwidth", OWNER), positive_float(latency, "latency", OWNER)
+    layer, network = layer or AttentionShape(), network or Network()
+    b, g, d, size = layer.batch, layer.key_heads, layer.dim, layer.element_size
     tokens = -(-L // P)
-    state = FLOAT * b * g * ((m + 1) * (d + 1) + 1)
+    state = FLOAT * b * g * ((layer.num_features + 1) * (d + 1) + 1)
     # 1. What is sent: the states, and one number that says whether all inputs are finite.
-    sent = (state * (P - 1) if is_causal else 2 * state * (P - 1) // P) + (FLOAT if P > 1 else 0)
+    sent = (state * (P - 1) if layer.is_causal else 2 * state * (P - 1) // P) + (FLOAT if P > 1 else 0)
     ring = 2 * b * g * d * size * tokens * (P - 1)
     # 2. What is held: the shard; the own state, and what the collective brings.
-    shard = size * b * tokens * d * (2 * h + 2 * g)
-    states = state * (2 * P + 1 if is_causal else 2)
+    shard = size * b * tokens * d * (2 * layer.heads + 2 * g)
+    states = state * (2 * P + 1 if layer.is_causal else 2)
     # 3. How long it takes.
     if seconds_per_token is None:
-        seconds_per_token = _measure(h, g, d, m, b, is_causal, tokens)
-    steps = P - 1 if is_causal else 2 * (P - 1)
+        seconds_per_token = _measure(layer, tokens)
+    steps = P - 1 if layer.is_causal else 2 * (P - 1)
     return SequenceParallelCost(
         L,
         P,
@@ -107,22 +136,23 @@ def sequence_parallel_cost(
         sent,
         ring,
         compute=seconds_per_token * tokens,
-        communication=sent / rate + steps * delay,
-        ring_communication=ring / rate + (P - 1) * delay,
+        communication=sent / network.bandwidth + steps * network.latency,
+        ring_communication=ring / network.bandwidth + (P - 1) * network.latency,
     )
 
 
 @torch.no_grad()
-def _measure(h: int, g: int, d: int, m: int, b: int, is_causal: bool, tokens: int) -> float:
+def _measure(layer: AttentionShape, tokens: int) -> float:
     """Seconds per token of a shard on this machine: the state of its keys, then attention that begins with a state."""
     n = min(tokens, SAMPLE)
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(b, heads, n, d, generator=generator) for heads in (h, g, g))
-    phi = feature_map("positive", dim=d, num_features=m)
+    counts = (layer.heads, layer.key_heads, layer.key_heads)
+    q, k, v = (torch.randn(layer.batch, heads, n, layer.dim, generator=generator) for heads in counts)
+    phi = feature_map("positive", dim=layer.dim, num_features=layer.num_features)
 
     def shard() -> None:
-        if is_causal:  # a first pass makes the state that is sent
+        if layer.is_causal:  # a first pass makes the state that is sent
             linear_attention(q[..., :1, :], k, v, phi)
-        linear_attention(q, k, v, phi, is_causal=is_causal)
+        linear_attention(q, k, v, phi, is_causal=layer.is_causal)
 
     return best_times({"shard": shard}, repeats=3)["shard"] / n

@@ -6,14 +6,13 @@ it in O(m log n), states the probability of what it drew, and follows class vect
 
 from bochner.sampling.loss import SampledSoftmaxLoss
 from bochner.sampling.samplers import Draws, ExactSampler, LogUniformSampler, Sampler, UniformSampler
-from bochner.sampling.tree import FeatureTree, Partition
+from bochner.sampling.tree import FeatureTree
 
 __all__ = [
     "Draws",
     "ExactSampler",
     "FeatureTree",
     "LogUniformSampler",
-    "Partition",
     "SampledSoftmaxLoss",
     "Sampler",
     "UniformSampler",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -28,19 +28,6 @@ CALIBRATION_ROWS = 2048
 ROOM = 30.0  # a class may grow by exp(30) beyond the largest at the last build before the scale is taken anew
 BELOW_ONE = 1 - 1e-6  # rounding must not carry a random number past the last entry with any mass
 ROWS = 1 << 16  # classes whose features are computed at a time
-
-
-class Partition(NamedTuple):
-    """`log Z(x)` of each query, the relative standard error of Z among its draws, and limits of `log Z`; all (b,).
-
-    The standard error sees only what was drawn. The limits come from bounds on every class that was not looked at:
-    `lower <= log Z <= upper` holds with probability `confidence` at least, whatever the classes are.
-    """
-
-    log_value: Tensor
-    relative_error: Tensor
-    lower: Tensor
-    upper: Tensor
 
 
 class FeatureTree(Sampler):
@@ -108,7 +95,6 @@ class FeatureTree(Sampler):
         self.register_buffer("bias", b, persistent=False)
         self._shift = 0.0
         self._sums: list[Tensor] = []  # leaves first; each level a multiple of FAN rows, the last the root's children
-        self._balls: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # around the classes of each leaf
         self._prepared: Callable[[Tensor], Features] | None = None  # the map of queries, as it was at the last build
         self._build()
         # The sums are those of the map: one that was read from a file makes new ones.
@@ -157,7 +143,6 @@ class FeatureTree(Sampler):
             self._build()
             return self
         self._sums[0][leaves] = sums
-        self._balls = None
         node = leaves
         for level in range(1, len(self._sums)):
             node = torch.unique(node // FAN)
@@ -192,7 +177,6 @@ class FeatureTree(Sampler):
                 f"The 'vectors' of {type(self).__name__} have entries as large as {longest:.3g}, whose squares "
                 "overflow; scale them down, or give 'normalize'."
             )
-        self._balls = None
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -309,113 +293,24 @@ class FeatureTree(Sampler):
     def log_partition(self, x: Tensor) -> Tensor:
         """`log Z(x)` by features alone, (b,): O(m) a query, with the error of the map.
 
-        Where a signed map (`trig`) estimates a Z that is not positive, -inf: use `partition`, or a positive map. With
-        `normalize` the features do not know the lengths of x and y, and this is refused.
+        Where a signed map (`trig`) estimates a Z that is not positive, -inf. With `normalize` the features do not know
+        the lengths of x and y, and this is refused. From k draws, `(logits(x, ids) - log_prob).logsumexp(1) - log(k)`
+        is the log of an unbiased estimate of Z.
         """
         if self.normalize is not None:
             raise BochnerError(
                 f"The features of this {type(self).__name__} are those of vectors brought to length normalize="
-                f"{self.normalize:g}, which say nothing of log Z(x); use 'partition', or a tree without 'normalize'."
+                f"{self.normalize:g}, which say nothing of log Z(x); use draws, or a tree without 'normalize'."
             )
         values, log_scale = self._features(self._check(x))
         return (values @ self._sums[-1].sum(0)).clamp_min(0).log() + log_scale[:, 0] + self._shift
 
-    @in_full_precision
-    def partition(
-        self,
-        x: Tensor,
-        num_samples: int = 100,
-        *,
-        beam: int = 16,
-        confidence: float = 0.95,
-        generator: Generator | None = None,
-    ) -> Partition:
-        """`log Z(x)`, exact over the `beam` most promising leaves and by draws over the others; Z is unbiased.
-
-        `Z ~ sum_head exp(o_j) + mean [j not in head] exp(o_j) / q(j | x)`, o = x . y + b. The head takes away the few
-        classes that would dominate; `beam=0` goes without. The standard error of these draws is too small where a rare
-        class outside the head has a large share that q does not know of. The limits come from as many draws of another
-        kind: every leaf has a bound on its logits; a leaf outside the head drawn in proportion to N exp(bound), and one
-        of its N classes, give a number between 0 and the sum of these, whose mean is what the head lacks (empirical
-        Bernstein: Maurer and Pontil 2009). They always hold; a larger `beam` narrows them. Cost: O(n d / leaf_size).
-        """
-        if positive_int(num_samples, "num_samples", "partition") < 2:
-            raise BochnerError(f"The 'num_samples' of partition must be at least 2, got {num_samples}.")
-        if not 0 < confidence < 1:
-            raise BochnerError(f"The 'confidence' of partition must be in (0, 1), got {confidence!r}.")
-        blocks = self._check(x).split(max(1, BLOCK // len(self._sums[0])))
-        parts = [self._partition(block, num_samples, beam, confidence, generator) for block in blocks]
-        return Partition(*(torch.cat(part) for part in zip(*parts, strict=True)))
-
-    def _partition(self, x: Tensor, k: int, beam: int, confidence: float, generator: Generator | None) -> Partition:
-        ids, log_q = self.draw(x, k, generator=generator)
-        leaves, log_mass, bound = self._search(x, beam)
-        head = self._members(leaves, x)[1].logsumexp(1)
-        inside = (self.place[ids] // self.leaf_size)[..., None] == leaves[:, None]
-        logs = (self._logits(x, ids) - log_q).masked_fill(inside.any(-1), -math.inf)
-        top = torch.maximum(head, logs.amax(1))
-        weight = (logs - top[:, None]).exp()
-        total = (head - top).exp() + weight.mean(1)
-        value, error = top + total.log(), weight.std(1) / (total * math.sqrt(k))
-        # Limits, from classes of the leaves that were left out.
-        whole = log_mass.logsumexp(1)
-        empty = whole == -math.inf  # queries whose head is everything
-        share = torch.where(empty[:, None], 1.0, (log_mass - whole[:, None]).exp())
-        leaf = torch.multinomial(share, k, replacement=True, generator=generator)
-        first = leaf * self.leaf_size
-        size = (self.num_classes - first).clamp(1, self.leaf_size)
-        offset = (torch.rand(leaf.shape, generator=generator, dtype=torch.float64) * size).long()
-        logit = self._logits(x, self.order[(first + torch.minimum(offset, size - 1)).clamp(max=self.num_classes - 1)])
-        ratio = (logit - bound.gather(1, leaf)).exp().clamp(max=1.0)
-        log = math.log(4.0 / (1.0 - confidence))
-        mean, slack = ratio.mean(1), (2 * ratio.var(1) * log / k).sqrt() + 7 * log / (3 * (k - 1))
-        whole = whole + 1e-4  # the rounding of the bounds
-        lower = torch.logaddexp(head, whole + (mean - slack).clamp_min(0.0).log())
-        upper = torch.logaddexp(head, whole + (mean + slack).clamp_max(1.0).log())
-        return Partition(value, error, torch.where(empty, head, lower), torch.where(empty, head, upper))
-
     def logits(self, x: Tensor, ids: Tensor) -> Tensor:
         """`scale x . y_j + b_j` for ids (b, k), without gradient."""
         check_ids(ids, self.num_classes, "logits", len(x))
-        return self._logits(x, ids)
-
-    def _logits(self, x: Tensor, ids: Tensor) -> Tensor:
         place = self.place[ids]
         y = self.vectors[place.flatten()].view(*place.shape, x.shape[1])
         return self.scale * torch.bmm(y, x.to(y.dtype).unsqueeze(-1)).squeeze(-1) + self.bias[place]
-
-    def _members(self, leaves: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The classes of leaves (b, w) and their logits, (b, w leaf_size); -inf for empty places."""
-        place = (leaves[..., None] * self.leaf_size + torch.arange(self.leaf_size)).flatten(1)
-        ids = self.order[place.clamp(max=self.num_classes - 1)]
-        return ids, self._logits(x, ids).masked_fill_(place >= self.num_classes, -math.inf)
-
-    def _search(self, x: Tensor, beam: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The most promising leaves (b, beam); `log(N exp(bound))` of the others, -inf of those; and the bounds.
-
-        Each leaf of N classes lies in a ball: no logit is above that of its centre plus |x| times its radius.
-        """
-        if self._balls is None:
-            self._balls = self._enclose()
-        centre, radius, bias, count = self._balls
-        x = x.to(centre.dtype)
-        middle = torch.addmm(bias, x, centre.T, alpha=self.scale)
-        reach = self.scale * x.norm(dim=1, keepdim=True) * radius
-        likely = min(1.0, math.sqrt(2 * math.log(self.leaf_size) / x.shape[1]))
-        leaves = (middle + likely * reach).topk(min(beam, len(count)), dim=1).indices
-        bound = middle + reach
-        return leaves, (bound + count.log()).scatter(1, leaves, -math.inf), bound
-
-    def _enclose(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of every leaf the centre, the radius, the largest bias (-inf if it is empty) and the number of classes."""
-        place = torch.arange(len(self._sums[0]) * self.leaf_size).view(-1, self.leaf_size)
-        real = place < self.num_classes
-        place = place.clamp(max=self.num_classes - 1)
-        weight = real.to(self.vectors.dtype)
-        count = weight.sum(1)
-        centre = (self.vectors[place] * weight[..., None]).sum(1) / count.clamp_min(1)[:, None]
-        radius = ((self.vectors[place] - centre[:, None]).norm(dim=2) * weight).amax(1)
-        return centre, radius, self.bias[place].masked_fill(~real, -math.inf).amax(1), count
 
     # ---- inputs ---------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from bochner.theory.hybrid import (
     radius_for, relative_error_angular, relative_error_hybrid, sphere_pair,
 )  # fmt: skip
 from bochner.theory.layers import (
-    allocate_features, bernstein_bound, bernstein_degree, gelu_second_derivative, gelu_second_sup, gelu_taylor,
-    geometric_law, layer_mse_bound, layer_variance, optimal_law, poisson_law, variance_taylor,
+    allocate_features, bernstein_bound, gelu_second_derivative, gelu_second_sup, gelu_taylor,
+    geometric_law, optimal_law, poisson_law, variance_taylor,
 )  # fmt: skip
 from bochner.theory.learned import (
     gmm_prf, gmm_rks, mse_fourier, mse_gmm_prf, mse_gmm_rks, mse_local_gaussian, mse_local_laplace,
@@ -25,16 +25,16 @@ from bochner.theory.polynomial import (
 from bochner.theory.rank import rank_floor
 from bochner.theory.regularized import regularized_ratio, regularized_ratio_bound, regularized_tail_bound
 from bochner.theory.softmax import (
-    block_pairs, centre, dense_a, kernel_value, log_mse, mse_centred, mse_dense, mse_hyperbolic, mse_optimal,
+    Estimator, block_pairs, centre, dense_a, kernel_value, log_mse, mse_centred, mse_dense, mse_hyperbolic, mse_optimal,
     mse_positive, mse_regularized, mse_trig, optimal_A, orthogonal_gap, orthogonal_gap_bound, pair_second_moment,
     relative_error,
 )  # fmt: skip
 
 __all__ = [
-    "Moments", "allocate_features", "angular_moments", "bernstein_bound", "bernstein_degree", "block_pairs",
-    "centre", "dense_a", "features_needed", "features_pairs", "features_uniform", "gaussian_moments",
+    "Estimator", "Moments", "allocate_features", "angular_moments", "bernstein_bound", "block_pairs", "centre",
+    "dense_a", "features_needed", "features_pairs", "features_uniform", "gaussian_moments",
     "gelu_second_derivative", "gelu_second_sup", "gelu_taylor", "geometric_law", "gmm_prf", "gmm_rks",
-    "hybrid_split", "kernel_value", "layer_mse_bound", "layer_variance", "log_mse", "max_relative_error",
+    "hybrid_split", "kernel_value", "log_mse", "max_relative_error",
     "max_relative_error_angular", "max_relative_error_angular_bound", "mse_angular_hybrid", "mse_centred",
     "mse_complex", "mse_dense", "mse_fourier", "mse_gaussian_hybrid", "mse_gmm_prf", "mse_gmm_rks", "mse_hybrid",
     "mse_hyperbolic", "mse_local_gaussian", "mse_local_laplace", "mse_maclaurin", "mse_mixture", "mse_optimal",

@@ -10,11 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-from bochner._checks import BochnerError, one_of
-from bochner.theory._common import Number, pair, positive, vector, whole
-from bochner.theory.polynomial import mse_sum_poly, mse_tensor_sketch, square_over, tensor_sketch_bound
-
-VARIANCES = {"tensor_sketch": mse_tensor_sketch, "sum_poly": mse_sum_poly, "bound": tensor_sketch_bound}
+from bochner._checks import BochnerError
+from bochner.theory._common import Number, positive, vector, whole
+from bochner.theory.polynomial import square_over
 
 
 def gelu_second_derivative(t: Tensor) -> Tensor:
@@ -47,68 +45,6 @@ def bernstein_bound(low: Number, high: Number, degree: Number, second_sup: Numbe
     a, b = _interval(low, high, "bernstein_bound")
     n = whole(degree, "degree", "bernstein_bound")
     return (b - a).square() * torch.as_tensor(second_sup, dtype=torch.float64) / (8 * n)
-
-
-def bernstein_degree(low: Number, high: Number, target: Number, second_sup: Number) -> Tensor:
-    """The degree at which :func:`bernstein_bound` is at most ``target``: its inverse.
-
-    >>> bernstein_degree(0.0, 2.0, 0.125, 1.0).item()
-    4.0
-    """
-    t = positive(target, "target", "bernstein_degree")
-    return torch.ceil(bernstein_bound(low, high, 1, second_sup) / t).clamp(min=1)
-
-
-def layer_variance(
-    W: Tensor, x: Tensor, coefficients: Tensor, num_features: Tensor, *, map: str = "tensor_sketch"
-) -> Tensor:
-    """Variance of a layer linearised degree by degree: ``sum_i sum_k alpha_ik^2 Var_k(w_i, x)`` (Problem 3, Result 10).
-
-    ``W`` (o, d), ``x`` (..., d), ``coefficients`` (o, n+1) or (n+1,) in the monomial basis, ``num_features``
-    (n,) for the degrees 1..n, drawn independently of one another. ``map``: exact variances of
-    ``tensor_sketch`` or ``sum_poly``, or ``bound`` for Avron's. Add the squared polynomial error for the
-    whole mean squared error (eq. 46, whose variance term rests on the false eq. 21).
-
-    >>> W, x = torch.eye(2), torch.tensor([0.6, 0.8])
-    >>> layer_variance(W, x, torch.tensor([1.0, 0.5]), torch.tensor([4])).item() > 0
-    True
-    """
-    owner = "layer_variance"
-    W, x = pair(W, x, owner)
-    variance = VARIANCES[one_of(map, "map", owner, VARIANCES)]
-    alpha, m = _layer_coefficients(W, coefficients, owner), whole(num_features, "num_features", owner)
-    if m.ndim != 1 or m.shape[0] != alpha.shape[-1] - 1:
-        raise BochnerError(
-            f"The 'num_features' of {owner} must hold one count for each degree 1..{alpha.shape[-1] - 1}, "
-            f"got shape {tuple(m.shape)}."
-        )
-    each = [
-        (alpha[:, k].square() * variance(W, x[..., None, :], m[k - 1], k)).sum(-1) for k in range(1, alpha.shape[-1])
-    ]
-    return torch.stack(each).sum(0) if each else torch.zeros(x.shape[:-1], dtype=torch.float64)
-
-
-def layer_mse_bound(
-    W: Tensor,
-    x: Tensor,
-    coefficients: Tensor,
-    num_features: Tensor,
-    polynomial_error: Number,
-    *,
-    map: str = "tensor_sketch",
-) -> Tensor:
-    """Upper bound of ``E |estimate - f(W x)|^2``: squared polynomial error plus :func:`layer_variance`.
-
-    ``polynomial_error`` (o,) or a number bounds ``|p_i - f|`` on the interval of row i, for instance
-    :func:`bernstein_bound`: Problem 3, Result 10, corrected.
-
-    >>> W, x = torch.eye(2), torch.tensor([0.6, 0.8])
-    >>> round(layer_mse_bound(W, x, torch.tensor([1.0, 0.0]), torch.tensor([4]), 0.1).item(), 6)
-    0.02
-    """
-    rows = vector(W, "W", "layer_mse_bound").shape[-2]
-    bias = torch.as_tensor(polynomial_error, dtype=torch.float64).square()
-    return bias.expand(rows).sum() + layer_variance(W, x, coefficients, num_features, map=map)
 
 
 def allocate_features(variances: Tensor, target: Number) -> Tensor:
@@ -190,10 +126,6 @@ def variance_taylor(
     ``[ sum_k a_k^2/p_k (t^(2k) + Var_k) - f(t)^2 ] / draws``. ``variances`` (n,): those of the features of
     each degree (zero if the powers are exact), for instance from :func:`~bochner.theory.mse_tensor_sketch`.
     The terms given must be all that matter: a series cut short understates the variance.
-
-    >>> one = torch.tensor([0.0, 1.0])
-    >>> variance_taylor(0.5, one, one).item()
-    0.0
     """
     owner = "variance_taylor"
     a, p = vector(coefficients, "coefficients", owner), vector(probabilities, "probabilities", owner)
@@ -210,12 +142,3 @@ def _interval(low: Number, high: Number, owner: str) -> tuple[Tensor, Tensor]:
         raise BochnerError(f"The interval of {owner} must have low < high, both finite, got {low!r} and {high!r}.")
     a, b = torch.broadcast_tensors(a, b)
     return a, b
-
-
-def _layer_coefficients(W: Tensor, coefficients: Tensor, owner: str) -> Tensor:
-    alpha = vector(coefficients, "coefficients", owner)
-    if alpha.ndim == 1:
-        alpha = alpha.expand(W.shape[-2], -1)
-    if alpha.shape[0] != W.shape[-2]:
-        raise BochnerError(f"The 'coefficients' of {owner} must have one row for each of {W.shape[-2]} outputs.")
-    return alpha

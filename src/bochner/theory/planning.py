@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bochner.theory._common import Number, pair, positive, whole
-from bochner.theory.softmax import log_mse
+from bochner.theory.softmax import Estimator, log_mse
 
 
 def features_needed(
@@ -17,11 +16,10 @@ def features_needed(
     y: Tensor,
     target: Number,
     *,
-    map: str = "positive",
+    map: str | Estimator = "positive",
     relative: bool = True,
     kernel: str = "softmax",
     projection: str = "iid",
-    **options: Any,
 ) -> Tensor:
     """The least number of projections whose root mean squared error is at most ``target``, for every pair.
 
@@ -38,10 +36,9 @@ def features_needed(
     x, y = pair(x, y, "features_needed")
     x, y = torch.broadcast_tensors(x, y)
     goal = 2 * torch.log(positive(target, "target", "features_needed"))
-    shared = dict(map=map, kernel=kernel, projection=projection, relative=relative, **options)
 
     def short(m: Tensor) -> Tensor:
-        return log_mse(x, y, m, **shared) > goal
+        return log_mse(x, y, m, map, kernel=kernel, projection=projection, relative=relative) > goal
 
     # Double until it is enough, then bisect: the error falls with m for every map and projection here.
     high = torch.ones(x.shape[:-1], dtype=torch.float64)

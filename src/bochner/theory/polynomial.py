@@ -47,10 +47,7 @@ def mse_tensor_sketch(x: Tensor, y: Tensor, num_features: Number, degree: Number
     True
     """
     x, y = pair(x, y, "mse_tensor_sketch")
-    m, n = (
-        whole(num_features, "num_features", "mse_tensor_sketch"),
-        whole(degree, "degree", "mse_tensor_sketch"),
-    )
+    m, n = (whole(num_features, "num_features", "mse_tensor_sketch"), whole(degree, "degree", "mse_tensor_sketch"))
     return _sketch_mse(_pairs(x, y), m, n)
 
 
@@ -71,17 +68,9 @@ def mse_tensor_sketch_matrix(x: Tensor, y: Tensor, num_features: Number, degree:
 
 
 def tensor_sketch_bound(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> Tensor:
-    """``(2 + 3^n) |x|^(2n) |y|^(2n) / m``: Avron et al. 2014; in place of Problem 2, eq. 21.
-
-    >>> x = torch.tensor([0.6, 0.8])
-    >>> round(tensor_sketch_bound(x, x, 11, 2).item(), 6)
-    1.0
-    """
+    """``(2 + 3^n) |x|^(2n) |y|^(2n) / m``: Avron et al. 2014; in place of Problem 2, eq. 21."""
     x, y = pair(x, y, "tensor_sketch_bound")
-    m, n = (
-        whole(num_features, "num_features", "tensor_sketch_bound"),
-        whole(degree, "degree", "tensor_sketch_bound"),
-    )
+    m, n = (whole(num_features, "num_features", "tensor_sketch_bound"), whole(degree, "degree", "tensor_sketch_bound"))
     return (2 + 3**n) * (x.square().sum(-1) * y.square().sum(-1)) ** n / m
 
 
@@ -155,11 +144,6 @@ def mse_maclaurin(x: Tensor, y: Tensor, num_features: Number, coefficients: Tens
     Each feature draws a degree k with probability p_k and k sign vectors:
     ``[ sum_k a_k^2/p_k (|x|^2 |y|^2 + 2 (x.y)^2 - 2 sum_i x_i^2 y_i^2)^k - K^2 ] / m``. Coefficients must be
     zero where probabilities are.
-
-    >>> x = torch.tensor([0.6, 0.8])
-    >>> one = torch.tensor([1.0])
-    >>> mse_maclaurin(x, x, 4, one, one).item()
-    0.0
     """
     owner = "mse_maclaurin"
     x, y = pair(x, y, owner)

@@ -11,7 +11,7 @@ al., *Chefs' random tables*, 2022 (OPRF); Likhosherstov et al., *FAVOR#*, 2023 (
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,13 +36,24 @@ PROJECTIONS = ("iid", "orthogonal")
 
 
 def kernel_value(x: Tensor, y: Tensor, *, kernel: str = "softmax") -> Tensor:
-    """The kernel itself: ``exp(x.y)`` or ``exp(-|x - y|^2 / 2)``.
-
-    >>> kernel_value(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])).item()
-    1.0
-    """
+    """The kernel itself: ``exp(x.y)`` or ``exp(-|x - y|^2 / 2)``."""
     x, y = pair(x, y, "kernel_value")
     return _log_kernel(x, y, kernel).exp()
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A feature map by name, and the numbers that some of them have.
+
+    ``A``: of ``optimal``, below 1/8. ``a`` (d,) and the basis ``U`` (d, d), None if diagonal: of ``dense``. ``about``:
+    of ``regularized``, whether its error is ``"kernel"``, about the kernel, or ``"mean"``, about its own mean.
+    """
+
+    name: str
+    A: Number = 0.0
+    a: Tensor | None = None
+    U: Tensor | None = None
+    about: str = "kernel"
 
 
 def mse_trig(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softmax", projection: str = "iid") -> Tensor:
@@ -50,12 +61,8 @@ def mse_trig(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softm
 
     ``exp(|x|^2 + |y|^2) (1 - exp(-|D|^2))^2 / (2m)`` (Performers, Lemma 2, eq. 8). Orthogonal projections:
     exact, the pairs of one block contribute ``1F1(d; d/2; -|D|^2/2)`` instead of ``exp(-|D|^2)``.
-
-    >>> x = torch.tensor([0.3, -0.1])
-    >>> mse_trig(x, x, 8).item()
-    0.0
     """
-    return log_mse(x, y, num_features, map="trig", kernel=kernel, projection=projection).exp()
+    return log_mse(x, y, num_features, "trig", kernel=kernel, projection=projection).exp()
 
 
 def mse_positive(
@@ -70,31 +77,21 @@ def mse_positive(
     >>> bool(mse_positive(x, y, 2, projection="orthogonal") < mse_positive(x, y, 2))
     True
     """
-    return log_mse(x, y, num_features, map="positive", kernel=kernel, projection=projection).exp()
+    return log_mse(x, y, num_features, "positive", kernel=kernel, projection=projection).exp()
 
 
 def mse_hyperbolic(
     x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softmax", projection: str = "iid"
 ) -> Tensor:
-    """Mean squared error of hyperbolic features (two exponentials a projection).
+    """Mean squared error of hyperbolic features, two exponentials a projection.
 
     ``exp(|z|^2) SM^2 (1 - exp(-|z|^2))^2 / (2m)`` (Performers, Lemma 2, eq. 8).
-
-    >>> x = torch.tensor([0.3, -0.1])
-    >>> bool(mse_hyperbolic(x, x, 4) < mse_positive(x, x, 8))
-    True
     """
-    return log_mse(x, y, num_features, map="hyperbolic", kernel=kernel, projection=projection).exp()
+    return log_mse(x, y, num_features, "hyperbolic", kernel=kernel, projection=projection).exp()
 
 
 def mse_optimal(
-    x: Tensor,
-    y: Tensor,
-    num_features: Number,
-    A: Number,
-    *,
-    kernel: str = "softmax",
-    projection: str = "iid",
+    x: Tensor, y: Tensor, num_features: Number, A: Number, *, kernel: str = "softmax", projection: str = "iid"
 ) -> Tensor:
     """Mean squared error of OPRF (FAVOR++) with parameter ``A < 1/8``; ``A = 0`` is positive features.
 
@@ -105,7 +102,7 @@ def mse_optimal(
     >>> bool(mse_optimal(x, x, 8, A) < mse_positive(x, x, 8))
     True
     """
-    return log_mse(x, y, num_features, map="optimal", kernel=kernel, projection=projection, A=A).exp()
+    return log_mse(x, y, num_features, Estimator("optimal", A=A), kernel=kernel, projection=projection).exp()
 
 
 def mse_dense(
@@ -121,7 +118,7 @@ def mse_dense(
     >>> bool(mse_dense(x, x, 8, a, U) < mse_optimal(x, x, 8, optimal_A(4.0, 2)))
     True
     """
-    return log_mse(x, y, num_features, map="dense", kernel=kernel, a=a, U=U).exp()
+    return log_mse(x, y, num_features, Estimator("dense", a=a, U=U), kernel=kernel).exp()
 
 
 def mse_regularized(
@@ -138,57 +135,50 @@ def mse_regularized(
     ``about="kernel"``: about the softmax or Gaussian kernel, the squared bias included; ``"mean"``: the
     variance about the estimator's own mean, ``SMREG``. With ``F(q) = 0F1(; d/2; q)`` one projection has
     relative second moment ``exp(-|z|^2) F(d |z|^2)``, an orthogonal pair ``exp(-|z|^2) F(d |z|^2 / 2)``.
-
-    >>> x = torch.tensor([0.3, -0.1])
-    >>> bool(mse_regularized(x, x, 8, about="mean") < mse_regularized(x, x, 8))
-    True
     """
-    return log_mse(x, y, num_features, map="regularized", kernel=kernel, projection=projection, about=about).exp()
+    law = Estimator("regularized", about=about)
+    return log_mse(x, y, num_features, law, kernel=kernel, projection=projection).exp()
 
 
 def log_mse(
     x: Tensor,
     y: Tensor,
     num_features: Number,
+    map: str | Estimator = "positive",
     *,
-    map: str = "positive",
     kernel: str = "softmax",
     projection: str = "iid",
     relative: bool = False,
-    A: Number = 0.0,
-    a: Tensor | None = None,
-    U: Tensor | None = None,
-    about: str = "kernel",
 ) -> Tensor:
     """Logarithm of the mean squared error of any map of this module; of the error over K^2 if ``relative``.
 
-    Finite where the error itself overflows. ``A`` is for ``optimal``; ``a``, ``U`` for ``dense``; ``about``
-    for ``regularized``.
+    Finite where the error itself overflows.
 
     >>> x = torch.full((4,), 100.0)
     >>> bool(torch.isfinite(log_mse(x, x, 64)))
     True
     """
+    law = map if isinstance(map, Estimator) else Estimator(map)
     x, y = pair(x, y, "log_mse")
     m = whole(num_features, "num_features", "log_mse")
-    one_of(map, "map", "log_mse", MAPS)
+    one_of(law.name, "map", "log_mse", MAPS)
     one_of(projection, "projection", "log_mse", PROJECTIONS)
     log_k = _log_kernel(x, y, kernel)
     d = x.shape[-1]
-    if map == "trig":
+    if law.name == "trig":
         # In units of the Gaussian kernel, where everything is at most 1.
         delta = (x - y).square().sum(-1)
         out = 2 * log1mexp(delta) - math.log(2.0)
         if projection == "orthogonal":
             out = log_subtract(out, block_pairs(m, d) / m * _trig_gap(delta, d))
         return out - torch.log(m) + (delta if relative else 2 * log_k + delta)
-    if map == "regularized":
-        out = _log_relative_regularized(x, y, m, projection, about)
+    if law.name == "regularized":
+        out = _log_relative_regularized(x, y, m, projection, law.about)
     else:
         lam = (x + y).square().sum(-1)
-        out = _log_relative_positive(map, x, y, lam, A, a, U) - torch.log(m)
+        out = _log_relative_positive(law, x, y, lam) - torch.log(m)
         if projection == "orthogonal":
-            if map == "dense":
+            if law.name == "dense":
                 raise BochnerError(
                     "The 'dense' map has no closed form for projection='orthogonal'; use 'iid' as an upper estimate."
                 )
@@ -196,16 +186,14 @@ def log_mse(
     return out if relative else out + 2 * log_k
 
 
-def relative_error(x: Tensor, y: Tensor, num_features: Number, *, map: str = "positive", **options: Any) -> Tensor:
+def relative_error(
+    x: Tensor, y: Tensor, num_features: Number, map: str | Estimator = "positive", *, projection: str = "iid"
+) -> Tensor:
     """Root mean squared error over the kernel, ``sqrt(MSE) / K`` (Definition 3.3 of Hybrid random features).
 
-    ``options`` are those of :func:`log_mse`. The same for the softmax and the Gaussian kernel.
-
-    >>> x = torch.tensor([0.3, -0.1])
-    >>> relative_error(x, -x, 16).item()
-    0.0
+    The same for the softmax and the Gaussian kernel.
     """
-    return torch.exp(log_mse(x, y, num_features, map=map, **{**options, "relative": True}) / 2)
+    return torch.exp(log_mse(x, y, num_features, map, projection=projection, relative=True) / 2)
 
 
 def block_pairs(num_features: Number, dim: int) -> Tensor:
@@ -243,10 +231,6 @@ def orthogonal_gap_bound(x: Tensor, y: Tensor, num_features: Number, *, kernel: 
     ``K_0`` is the kernel's constant term, ``exp(-(|x|^2+|y|^2)/2)`` for softmax: Theorem 2 of Performers (eq.
     10) with its proof repaired. The printed bound, with ``SM^2`` for ``(SM - K_0)^2``, exceeds the whole
     error near ``y = -x``.
-
-    >>> x = torch.tensor([0.3, -0.1])
-    >>> orthogonal_gap_bound(x, -x, 2).item()
-    0.0
     """
     x, y = pair(x, y, "orthogonal_gap_bound")
     m, d = whole(num_features, "num_features", "orthogonal_gap_bound"), x.shape[-1]
@@ -259,9 +243,6 @@ def optimal_A(mean_square: Number, dim: int) -> Tensor:
     """OPRF's best ``A <= 0`` for ``mean_square = mean |x + y|^2`` over the pairs (Chefs' random tables).
 
     ``A = (1 - u)/8``, ``u = [(1 + 2l) + sqrt((1 + 2l)^2 + 8l)]/2``, ``l = mean_square / dim``.
-
-    >>> abs(optimal_A(0.0, 8).item())
-    0.0
     """
     d = float(whole(dim, "dim", "optimal_A"))
     l = torch.as_tensor(mean_square, dtype=torch.float64) / d
@@ -311,18 +292,21 @@ def centre(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def mse_centred(
-    x: Tensor, y: Tensor, num_features: Number, a: Tensor, b: Tensor, *, map: str = "positive", **options: Any
+    x: Tensor,
+    y: Tensor,
+    num_features: Number,
+    a: Tensor,
+    b: Tensor,
+    *,
+    map: str | Estimator = "positive",
+    projection: str = "iid",
 ) -> Tensor:
     """Mean squared error of a softmax estimator applied to centred inputs and multiplied back.
 
     ``exp(2 log_factor) MSE(x - a, y - b)``; the relative error is that of the centred pair.
-
-    >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
-    >>> mse_centred(x, y, 8, x, y).item()
-    0.0
     """
     p, q, log_factor = centre(x, y, a, b)
-    return torch.exp(log_mse(p, q, num_features, map=map, **options) + 2 * log_factor)
+    return torch.exp(log_mse(p, q, num_features, map, projection=projection) + 2 * log_factor)
 
 
 def _log_kernel(x: Tensor, y: Tensor, kernel: str) -> Tensor:
@@ -331,24 +315,22 @@ def _log_kernel(x: Tensor, y: Tensor, kernel: str) -> Tensor:
     return -(x - y).square().sum(-1) / 2
 
 
-def _log_relative_positive(
-    map: str, x: Tensor, y: Tensor, lam: Tensor, A: Number, a: Tensor | None, U: Tensor | None
-) -> Tensor:
+def _log_relative_positive(law: Estimator, x: Tensor, y: Tensor, lam: Tensor) -> Tensor:
     """log of m MSE / K^2 for the exponential family: a second moment exp(e), minus one."""
-    if map == "positive":
+    if law.name == "positive":
         return logexpm1(lam)
-    if map == "hyperbolic":
+    if law.name == "hyperbolic":
         return lam + 2 * log1mexp(lam) - math.log(2.0)
-    if map == "optimal":
-        t = _below_eighth(torch.as_tensor(A, dtype=torch.float64), "A")
+    if law.name == "optimal":
+        t = _below_eighth(torch.as_tensor(law.A, dtype=torch.float64), "A")
         d = x.shape[-1]
         return logexpm1(d * _log_weight(t) + lam / (1 - 8 * t))
-    if a is None:
+    if law.a is None:
         raise BochnerError("The 'dense' map needs its 'a' (d,) and, unless it is diagonal, its basis 'U' (d, d).")
     z = x + y
-    if U is not None:
-        z = (vector(U, "U", "theory").mT @ z[..., None]).squeeze(-1)
-    t = _below_eighth(vector(a, "a", "theory"), "a")
+    if law.U is not None:
+        z = (vector(law.U, "U", "theory").mT @ z[..., None]).squeeze(-1)
+    t = _below_eighth(vector(law.a, "a", "theory"), "a")
     return logexpm1((_log_weight(t) + z.square() / (1 - 8 * t)).sum(-1).clamp(min=0))
 
 
