@@ -19,12 +19,13 @@ import torch
 from _framework import Said, Store, experiment
 from torch import Tensor
 
-from bochner import Calibration, Recipe, Target, data, demo
+from bochner import Calibration, Plan, Target, data, demo
 from bochner.hf import calibrate, evaluate
 from bochner.hf.attention import LinearAttention
 from bochner.hf.calibrate import HeadErrors
 from bochner.hf.calls import Call, exact
-from bochner.hf.conversion import draft, make_exact
+from bochner.hf.conversion import make_exact
+from bochner.hf.fates import Window
 from bochner.hf.observe import discover, recording, run
 from bochner.hf.search import refine
 from bochner.hf.search.damage import MeasuredProblem
@@ -200,17 +201,16 @@ def at_budgets(case: Case, damages: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def searched(case: Case, damages: dict[str, Tensor], caution: float = evaluate.CAUTION) -> dict[str, Any]:
-    """A search that chooses by a lower bound of some confidence, and its fallback."""
+    """A search that chooses by a lower bound of some confidence, and what comes after it if that fails."""
     before, evaluate.CAUTION = evaluate.CAUTION, caution
     try:
         problem, keep = Remembered(case, damages), case.target.keep
         trials = refine.Trials(problem)
         assert keep is not None
         chosen = refine.cheapest_that_keeps(problem, keep, trials)
-        second = refine.fallback(problem, chosen, keep, trials)
         found: dict[str, Any] = {"cost": chosen.cost / problem.whole, "runs": len(trials.tried), "keep": keep}
         found["held_back"] = case.quality(chosen.choice, True).retained
-        if second is not None:
+        for second in refine.ladder(problem, chosen)[1:2]:
             found["second_cost"] = totals(problem.tables, second)[1] / problem.whole
             found["second_held_back"] = case.quality(second, True).retained
         return found
@@ -239,9 +239,9 @@ def smollm(store: Store, table: dict[str, Any]) -> None:
     model.requires_grad_(False)
     every = [tokenizer(t, return_tensors="pt").input_ids[0] for t in data.paragraphs("calibration", 16, words=400)]
     tokens, unseen = torch.cat(every[:8]), torch.cat(every[8:])
-    recipe = Recipe(None, window=64, sinks=4, window_kind="sliding")
+    fate = Window(64, 4, "sliding")
     shapes = discover(model, {"input_ids": tokens[None, :16]})
-    layers = {plan.name: LinearAttention(plan) for plan in draft(recipe, shapes, "llama").layers}
+    layers = {plan.name: LinearAttention(plan) for plan in Plan.of(shapes, "llama", fate=lambda shape: fate).layers}
     near = {"window": 64, "sinks": 4, "window_kind": "sliding"}
     batches = [{"input_ids": piece[None]} for piece in tokens[:3072].split(512)]
     scores = calibrate.retrieval_scores(model, layers, batches, near)
@@ -254,7 +254,7 @@ def smollm(store: Store, table: dict[str, Any]) -> None:
     def losses(kind: str) -> dict[str, Any]:
         rows = {}
         for share in EXACT_SHARES:
-            plan = draft(recipe, shapes, "llama")
+            plan = Plan.of(shapes, "llama", fate=lambda shape: fate)
             for layer in plan.layers:
                 layer.scores = kinds[kind][layer.name].tolist()
             make_exact(plan, share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -13,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from hf_models import DECODERS, GROUPED, SEQ2SEQ, build, texts_as_batches, whole_and_pieces  # noqa: E402
 
 from bochner import BochnerError, Conversion, Recipe, convert, linear_attention, revert  # noqa: E402
-from bochner.hf import RecurrentLayer, cache_bytes  # noqa: E402
+from bochner.hf import LinearAttention, RecurrentLayer, cache_bytes  # noqa: E402
 
 WINDOW_KINDS = ["sliding", *(["block"] if "window_kind" in inspect.signature(linear_attention).parameters else [])]
 MIXED = {"num_features": 16, "window": 5, "sinks": 2, "exact_heads": [(0, 1), (1, 0)]}
@@ -161,3 +162,26 @@ def test_caches_that_cannot_hold_a_state_are_refused() -> None:
     again = converted()
     with pytest.raises(BochnerError, match="empty cache"):
         again(ids(1, 5), past_key_values=filled)
+
+
+def test_a_step_follows_a_map_whose_numbers_change() -> None:
+    """What is held between steps is made anew after a change in place, after a move, and in a copy."""
+    from bochner.hf.calls import Call, attend_from
+    from bochner.hf.fates import Kernel
+    from bochner.hf.plan import LayerPlan
+
+    part: Any = next(iter(LinearAttention(LayerPlan("x", 2, 1, 8, 8, [Kernel("positive", 16)], True)).parts.values()))
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, 1, 8, generator=g) for h in (2, 1, 1))
+    call = Call(q, k, v, True, None, 0.3)
+    first = part.decode(call._replace(key=2 * k, value=-v), None)[1]
+    held = part.decode(call, first)[0]
+    assert part._held is not None
+    copied = copy.deepcopy(part)
+    assert copied._held is None
+    weight = next(b for b in part.phi.buffers() if b.is_floating_point() and b.ndim > 1)
+    weight.mul_(1.5)
+    start = part.decode(call._replace(key=2 * k, value=-v), None)[1]
+    torch.testing.assert_close(part.decode(call, start)[0], attend_from(call, part.phi, start)[0])
+    torch.testing.assert_close(copied.decode(call, first)[0], held)
+    assert not torch.allclose(part.decode(call, start)[0], held)

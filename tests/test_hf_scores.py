@@ -1,4 +1,4 @@
-"""Scores of keys: targets against plain loops, fits that recover a planted rule, budgets that add up."""
+"""Scores of keys: damages against plain loops, fits that recover a planted rule, budgets that add up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bochner import BochnerError
 from bochner.hf import scores
-from bochner.hf.scores import Received, Ridge, budgets, features, received, target, threshold
+from bochner.hf.scores import Ridge, budgets, damages, features, threshold
 
 
 def passage(n: int, *, g: int = 2, r: int = 3, d: int = 4, seed: int = 0) -> tuple[Tensor, ...]:
@@ -17,36 +17,27 @@ def passage(n: int, *, g: int = 2, r: int = 3, d: int = 4, seed: int = 0) -> tup
     return tuple(3 * torch.randn(h, 2 * n, size, generator=made, dtype=torch.float64) for h, size in shapes)
 
 
-def slowly(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, window: int) -> Received:
-    """The definitions, entry by entry."""
+def slowly(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, window: int) -> Tensor:
+    """The definition, entry by entry."""
     (g, length, _), r = k.shape, len(q) // len(k)
     n = length // 2
     future = torch.full((length, length), -torch.inf).triu(1)
     weight = torch.stack([(0.5 * q[h] @ k[h // r].T + future).softmax(-1) for h in range(len(q))])
-    found = {name: torch.zeros(g, n, dtype=q.dtype) for name in ("again", "far", "mean", "total", "damage")}
+    found = torch.zeros(g, n, dtype=q.dtype)
     for head in range(g):
         for j in range(n):
-            group = weight[head * r : (head + 1) * r, :, j]
-            pooled = group.amax(0)
-            found["again"][head, j] = pooled[n:].max()
-            found["total"][head, j] = pooled[:n].sum()
-            if j + window < n:
-                found["far"][head, j] = pooled[j + window : n].max()
-                found["mean"][head, j] = pooled[j + window : n].mean()
             for i in [*range(j + window, n), *range(n, length)]:
                 for h in range(head * r, (head + 1) * r):
                     out = weight[h, i] @ v[head]
-                    found["damage"][head, j] += (weight[h, i, j] * gradient[h, i] @ (v[head, j] - out)) ** 2
-    return Received(rows=(n - window - torch.arange(n)).clamp(min=0), **found)
+                    found[head, j] += (weight[h, i, j] * gradient[h, i] @ (v[head, j] - out)) ** 2
+    return found
 
 
 @pytest.mark.parametrize("rows", [7, 256])
-def test_targets_are_their_definitions(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damages_are_their_definition(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "ROWS", rows)
     q, k, v, gradient = passage(20)
-    got = received(q, k, 0.5, 5, v=v, gradient=gradient)
-    for have, want in zip(got, slowly(q, k, v, gradient, 5), strict=True):
-        torch.testing.assert_close(have, want)
+    torch.testing.assert_close(damages(q, k, v, gradient, 0.5, 5), slowly(q, k, v, gradient, 5))
 
 
 def test_a_planted_score_is_recovered() -> None:
@@ -76,10 +67,5 @@ def test_one_threshold_gives_each_head_its_own_budget() -> None:
 def test_mistakes_get_a_sentence() -> None:
     with pytest.raises(BochnerError, match="'share'"):
         budgets([torch.zeros(1, 3)], 1.5, 100)
-    r = received(*passage(8)[:2], 0.5, 2)
-    with pytest.raises(BochnerError, match="'damage' needs"):
-        target("damage", r)
-    with pytest.raises(BochnerError, match="target of scores 'most'"):
-        target("most", r)
     with pytest.raises(BochnerError, match="no passage"):
         Ridge(3).solve()

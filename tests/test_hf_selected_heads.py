@@ -22,7 +22,7 @@ from bochner.hf.fates import EXACT  # noqa: E402
 from bochner.hf.plan import Fitted, LayerPlan  # noqa: E402
 from bochner.hf.search import options  # noqa: E402
 from bochner.hf.selected import SelectedKeys, SelectedState  # noqa: E402
-from bochner.hf.selected_fit import draft_of, fit_scores, passages_of  # noqa: E402
+from bochner.hf.selected_fit import fit_scores, passages_of  # noqa: E402
 
 FAMILIES = ["llama", "qwen2", "gpt_neox", "gpt2"]
 
@@ -75,7 +75,7 @@ def check_budgets() -> None:
     model = decoder()
     names = list(discover(model))
     fitted = fit_scores(model, names, passages_of(model, ids(400)[0]), 8, say=lambda text: None)
-    plan = fitted.plan(draft_of(discover(model), "llama"), 0.25, "int6", 1008)
+    plan = fitted.plan(Plan.of(discover(model), "llama"), 0.25, "int6", 1008)
     every = torch.cat([fitted.layers[name].found for name in names])
     border = every.flatten().sort(descending=True).values[round(0.25 * every.numel()) - 1]
     want = [round((row >= border).float().mean().item() * 1000) for row in every]
@@ -127,8 +127,8 @@ def drop_sinks(patch: Any) -> None:
 
 
 def fit_to_the_wrong_end(patch: Any) -> None:
-    real = selected_fit.target
-    patch.setattr(selected_fit, "target", lambda name, got: -real(name, got))
+    real = selected_fit.logarithm
+    patch.setattr(selected_fit, "logarithm", lambda damage: -real(damage))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,10 @@ def test_models_that_are_no_decoders_are_refused(model: str) -> None:
         fit_selected(made, [{"input_ids": ids(48)}])
 
 
-@pytest.mark.parametrize(("settings", "words"), [({"window": 0}, "'window'"), ({"budget": -1}, "'budget'")])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"window": 0}, "'window'"), ({"budget": -1}, "'budget'"), ({"precision": "int3"}, "precision 'int3'")],
+)
 def test_mistakes_get_a_sentence(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(BochnerError, match=words):
         Selected(**settings)

@@ -14,7 +14,7 @@ from bochner.hf import evaluate
 from bochner.hf.evaluate import Measure, Quality
 from bochner.hf.search import knapsack, refine
 from bochner.hf.search.knapsack import Choice, Table, all_exact, at_price, frontier, totals
-from bochner.hf.search.refine import Trials, best_within, cheapest_that_keeps, fallback
+from bochner.hf.search.refine import Trials, best_within, cheapest_that_keeps, ladder
 
 KEEP = 0.9
 
@@ -172,18 +172,22 @@ def test_a_choice_within_a_memory_takes_no_more_and_wastes_no_corner() -> None:
     assert best_within(problem, 0.0, Trials(problem)) is None
 
 
-def test_the_fallback_costs_more_and_harms_less_and_is_not_the_original() -> None:
+def test_each_step_of_the_ladder_halves_the_damage_and_costs_more() -> None:
+    """Every step is the cheapest corner that does so; the original is none of them."""
     problem = planted()
-    trials = Trials(problem)
-    chosen = cheapest_that_keeps(problem, KEEP, trials)
-    second = fallback(problem, chosen, KEEP, trials)
-    assert second is not None
-    damage, cost = totals(problem.tables, second)
-    whole = totals(problem.tables, all_exact(problem.tables))[1]
-    assert cost >= (chosen.cost * whole) ** 0.5
-    assert 0 < damage < chosen.damage
-    dearest = trials.run(frontier(problem.tables)[-2])
-    assert fallback(problem, dearest, KEEP, Trials(problem)) is None
+    chosen = cheapest_that_keeps(problem, 0.5, Trials(problem))
+    steps = [totals(problem.tables, c) for c in ladder(problem, chosen)]
+    assert steps[0] == (chosen.damage, chosen.cost)
+    assert len(steps) > 2
+    corners = [totals(problem.tables, c) for c in frontier(problem.tables)]
+    for (damage, cost), (less, dearer) in itertools.pairwise(steps):
+        assert 0 < less < damage
+        assert dearer > cost
+    for halvings in range(1, refine.STEPS + 1):
+        below = [x for x in corners if 0 < x[0] <= chosen.damage / 2**halvings]
+        assert not below or min(below, key=lambda x: x[1]) in steps
+    original = Trials(problem).run(all_exact(problem.tables))
+    assert ladder(problem, original) == [original.choice]
 
 
 def test_a_choice_is_measured_once_and_its_predicted_damage_is_its_own() -> None:

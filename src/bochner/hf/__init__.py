@@ -33,16 +33,16 @@ _LAZY = {
     "discover": "observe",
     "fit_selected": "selected_fit",
     "layers_of": "interface",
-    "parameter_groups": "train",
     "recording": "observe",
     "register": "interface",
     "register_fate": "fates",
     "revert": "conversion",
     "supported": "interface",
-    "trainable_maps_": "train",
+    "trainable_maps_": "interface",
     "upgrade": "legacy",
 }
-__all__ = sorted(_LAZY)
+_PLACES = {name: f"bochner.hf.{module}:{name}" for name, module in _LAZY.items()}
+_PLACES["parameter_groups"] = "bochner.nn:parameter_groups"
+__all__ = sorted(_PLACES)
 
-
-__getattr__, __dir__ = lazy(__name__, {name: f"bochner.hf.{module}:{name}" for name, module in _LAZY.items()})
+__getattr__, __dir__ = lazy(__name__, _PLACES)

@@ -276,10 +276,9 @@ def gate_gradients(
     0 is the head of `layers`, each a `LinearAttention`. `loss(index, output)`: of the model's output for one of the
     batches. Layers whose gates have no influence are left out.
     """
-    from bochner.hf.observe import recording, run
+    from bochner.hf.observe import frozen, recording, run
 
     device, gates, total = next(model.parameters()).device, dict[str, Tensor](), dict[str, Tensor]()
-    frozen = [p for p in model.parameters() if p.requires_grad]
 
     def look(name: str, call: Call) -> Tensor | None:
         if name not in layers:
@@ -288,9 +287,7 @@ def gate_gradients(
         g = gates[name][None, :, None, None].to(near.dtype)
         return g * exact(call) + (1 - g) * near
 
-    for p in frozen:
-        p.requires_grad_(False)
-    try:
+    with frozen(model):
         for level, (j, batch) in itertools.product(GATES, enumerate(batches)):
             for name, layer in layers.items():
                 gates[name] = torch.full((layer.plan.num_heads,), level, device=device, requires_grad=True)
@@ -301,9 +298,6 @@ def gate_gradients(
             for name, g in gates.items():
                 if g.grad is not None:
                     total[name] = total.get(name, 0) - g.grad.double().cpu() / (len(GATES) * len(batches))
-    finally:
-        for p in frozen:
-            p.requires_grad_(True)
     return total
 
 

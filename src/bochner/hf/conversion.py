@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, BochnerWarning, is_int, spawn_seed
+from bochner._checks import BochnerError, BochnerWarning, is_int
 from bochner._progress import speaker
 from bochner.hf import calibrate, drift, inputs, legacy
 from bochner.hf.attention import LinearAttention
@@ -146,8 +146,8 @@ class Conversion:
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the plan, the fitted maps and the report, a hundredth of the model, to be loaded beside the original.
 
-        A part that was converted by itself, as `convert(model.vision_model, ...)`, is saved in this way alone: to save
-        it with the whole model, convert that with `parts`.
+        A part that was converted by itself, as `convert(model.vision_model, ...)`, is saved alone: to save it with the
+        whole model, convert that with `parts`.
         """
         from safetensors.torch import save_file
 
@@ -301,7 +301,9 @@ def _by_recipe(
 ) -> tuple[Plan, dict[str, LinearAttention]]:
     """The plan of a recipe, and its maps, fitted to the data if there are any."""
     recipe = recipe.resolved(bool(data))
-    plan = draft(recipe, shapes, getattr(model.config, "model_type", ""), seed)
+    plan = Plan.of(shapes, getattr(model.config, "model_type", ""), seed, lambda shape: fate_of(recipe, shape.is_cross))
+    for layer in plan.layers:
+        layer.trainable = recipe.trainable
     LinearAttention(plan.layers[0])  # wrong options are refused here, before anything is measured
     if not data:
         _check_needs_no_data(plan.converted)
@@ -315,13 +317,6 @@ def _by_recipe(
         _score(model, plan, recipe, samples, data)
     make_exact(plan, recipe.exact_heads)
     return plan, _build(model, plan, samples)
-
-
-def draft(recipe: Recipe, shapes: Mapping[str, Shape], model_type: str, seed: int = 0) -> Plan:
-    """The plan of a recipe before any head is chosen: all heads of a layer alike."""
-    every = enumerate(shapes.values())
-    layers = [LayerPlan.of(shape, fate_of(recipe, shape.is_cross), spawn_seed(seed, i)) for i, shape in every]
-    return Plan([replace(layer, trainable=recipe.trainable) for layer in layers], model_type)
 
 
 def _score(model: Any, plan: Plan, recipe: Recipe, samples: Mapping[str, calibrate.Samples], data: Batches) -> None:

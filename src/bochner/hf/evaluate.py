@@ -10,7 +10,6 @@ error. Quality retained is the least of a model's measures. The model is in eval
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +18,12 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from bochner._checks import BochnerError
 from bochner.hf import inputs, observe
+from bochner.hf.observe import evaluation_mode
 
 INTERVAL = 0.9  # the confidence of the intervals that are reported, two-sided
 CAUTION = 0.8  # the confidence of the lower bound that choices are made by, one-sided
@@ -109,18 +109,6 @@ class Evaluator(Protocol):
     def quality(self, run: Run) -> Quality:
         """The quality that a changed model retains; `run(batch)` gives its outputs."""
         ...
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """No dropout for a while; each module's mode comes back."""
-    training = [m for m in model.modules() if m.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def is_language_model(model: Any, shapes: dict[str, Any]) -> bool:
@@ -348,15 +336,16 @@ def rank_of_similarities(a: Tensor, b: Tensor) -> float:
 
 
 def jackknife(statistic: Callable[[Tensor], float], count: int) -> Tensor:
-    """Pseudo-values of a statistic of `count` texts, whose mean and spread are those of the statistic, (blocks,).
+    """Numbers whose mean is a statistic of `count` texts and whose spread is that of the statistic, (blocks,).
 
-    `statistic(keep)`: of the texts with these numbers. Blocks of texts are left out in turn.
+    `statistic(keep)`: of the texts with these numbers. Blocks of texts are left out in turn. The mean is not corrected
+    for bias: that of rank correlations is towards less, and a bound around the corrected one held in half of the cases
+    where it should in four fifths (MiniLM, 8 of 24 texts against 12 others).
     """
     blocks = torch.arange(count).tensor_split(min(count, BLOCKS))
-    whole = statistic(torch.arange(count))
     without = [statistic(torch.cat([b for b in blocks if b is not block])) for block in blocks]
-    n = len(blocks)
-    return torch.tensor([n * whole - (n - 1) * x for x in without], dtype=torch.float64)
+    left = torch.tensor(without, dtype=torch.float64)
+    return statistic(torch.arange(count)) + (len(blocks) - 1) * (left.mean() - left)
 
 
 def main_output(output: Any) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bochner._checks import BochnerError, lookup, positive_int
 from bochner._products import is_composed
+from bochner.attention import PreparedMap
 from bochner.hf.calls import Call, attend, attend_from, exact
 from bochner.hf.config import Recipe, check_near
 from bochner.maps import feature_map, named
@@ -39,31 +40,7 @@ ROWS_AT_ONCE = (128, 512)  # rows of a decoder's window that are computed at a t
 CAUSAL_WINDOWS, WINDOWS = (64, 128, 256, 512, 1024), (16, 32, 64, 128)  # that a search tries
 CAUSAL_SINKS, SINKS = 4, 1
 SEARCHED_MAP, SEARCHED_FEATURES = "landmark", 64  # the kernel that a search tries
-
-
-class Layer(Protocol):
-    """What a fate knows of its layer; a `LayerPlan` is one."""
-
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    is_causal: bool
-    is_cross: bool
-    limit: int
-    trainable: bool
-    exact_below: int
-
-    @property
-    def fates(self) -> Sequence[Any]:
-        """Of every key head."""
-        ...
-
-    @property
-    def group(self) -> int:
-        """Query heads per key head."""
-        ...
+Layer = Any  # a `LayerPlan`, whose module imports this one
 
 
 @dataclass(frozen=True)
@@ -365,6 +342,7 @@ class NearHeads(FateModule):
     def __init__(self, layer: Layer, heads: Sequence[int], phi: FeatureMap, near: Window | None) -> None:
         super().__init__(layer, heads)
         self.phi, self.near = phi, near
+        self._held: tuple[Any, PreparedMap] | None = None
 
     @property
     def _keywords(self) -> dict[str, Any]:
@@ -383,7 +361,7 @@ class NearHeads(FateModule):
             call = call._replace(padding=call.padding[:, -call.key.shape[-2] :])
         near = self._plain_window(call)
         if near is None:
-            return attend_from(call, self.phi, state, **self._keywords)
+            return attend_from(call, self._prepared(call), state, **self._keywords)
         # The fused rows, and beside them a state that takes their keys in.
         (q, k, v), past = call[:3], None if state is None else state.window
         _, after = attend_from(call._replace(query=q[..., -1:, :]), self.phi, state, **self._keywords)
@@ -394,6 +372,20 @@ class NearHeads(FateModule):
         assert after.window is not None
         sinks = (after.window.sinks.k, after.window.sinks.v)
         return window_rows(q, k, v, sinks, near, first, call.scale), after
+
+    def _prepared(self, call: Call) -> Any:
+        """The map with all that no token changes computed before, until its numbers change: a third of a step."""
+        tensors = [*self.phi.parameters(), *self.phi.buffers()]
+        dtype = torch.promote_types(call.query.dtype, torch.float32)
+        if call.query.shape[-2] > 1 or any(t.requires_grad or t.is_inference() for t in tensors):
+            return self.phi
+        made_for = (call.scale, dtype, *((t.data_ptr(), t._version) for t in tensors))
+        if self._held is None or self._held[0] != made_for:
+            self._held = made_for, PreparedMap(self.phi, call.scale, dtype)
+        return self._held[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": None}  # copies and files make their own
 
     def _plain_window(self, call: Call) -> Near | None:
         """The window of a decoder's heads without a kernel, where several rows can take torch's fused attention."""

@@ -14,6 +14,7 @@ What is used beyond that, and why; `tests/test_hf_interface.py` has a test for e
 | `model._keep_in_fp32_modules_strict` | maps are read in float32 into a model of lower precision |
 | `is_quantized`, `quantization_method`, `hf_quantizer`, `config._is_quantized` | a conversion is not a quantization |
 | `cache.layers`, `cache.layer_class_to_replicate` | the layer of a converted module is put into any cache |
+| the frame of `save_pretrained`, from a state-dict hook | a whole model would lose the maps of a part of it |
 | a mask with `ndim = 4` and `contiguous` | `generate` takes what our mask function makes for a tensor |
 """
 
@@ -345,6 +346,21 @@ def layers_of(model: Any) -> dict[str, LinearAttention]:
     return found
 
 
+def trainable_maps_(model: Any, *, projections: bool = False) -> list[nn.Parameter]:
+    """Make the learned parts of a converted model's maps parameters that require gradients; returns them.
+
+    Random frequencies stay buffers unless `projections`. All are named under `linear_attn.map_norm`, which trainers
+    leave out of weight decay and PEFT can be told to train by `modules_to_save=["linear_attn"]`. A model converted with
+    `trainable=True` has this done already, and is saved and loaded that way.
+    """
+    found = [p for layer in layers_of(model).values() for p in layer.unfreeze_(projections=projections)]
+    if not found:
+        raise BochnerError(
+            "The maps of this model have nothing to learn; convert it with 'calibrated' or a learned map."
+        )
+    return found
+
+
 def find_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     """The attention modules of a plan by the plan's names; a head on top or its absence does not matter."""
     modules = dict(model.named_modules())
@@ -379,6 +395,7 @@ def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention], report: d
         child.original = softmax_of(model, getattr(module, "config", None) or model.config)
         child.drift, child.cache_index = alarm, place if index is None else index
         module.add_module(CHILD, child)
+        child.register_state_dict_pre_hook(refuse_to_lose_maps)
         child.needs_hidden = any(getattr(part, "needs_hidden", False) for part in child.parts.values())
         hooks: list[Any] = [note_hidden] if child.needs_hidden else []
         if child.plan.is_causal and not child.plan.is_cross and not child.plan.untouched:
@@ -393,6 +410,21 @@ def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention], report: d
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), CHILD}
+
+
+def refuse_to_lose_maps(child: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """A state-dict hook: a whole model whose part was converted by itself is loaded without the maps of that part."""
+    frame: Any = sys._getframe()
+    while frame is not None and not (frame.f_code.co_name == "save_pretrained" and "self" in frame.f_locals):
+        frame = frame.f_back
+    model = None if frame is None else frame.f_locals["self"]
+    if isinstance(model, PreTrainedModel) and not isinstance(
+        getattr(model.config, "quantization_config", None), BochnerConfig
+    ):
+        raise BochnerError(
+            f"A part of this {type(model).__name__} was converted by itself, and would be loaded without its maps: "
+            "save the part or its Conversion alone, or revert it and convert the whole model with 'parts'."
+        )
 
 
 def detach(model: Any) -> None:

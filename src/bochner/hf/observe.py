@@ -109,14 +109,39 @@ AttentionMaskInterface.register(RECORDER, make_mask)
 
 
 @contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout for a while; each module's mode comes back."""
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextlib.contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No gradients of weights for a while."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
+
+
+@contextlib.contextmanager
 def recording(
     model: nn.Module, observer: Observer, hidden: Iterable[str] = ()
 ) -> Iterator[dict[str, tuple[Obstacle, Shape]]]:
     """Run the model's own attention, showing every call that linear attention could honour to `observer(name, call)`.
 
     An observer that returns a tensor (b, h, n, v) replaces the attention's output by it. `hidden`: names of modules
-    whose calls tell what entered them. Gives the layers with other
-    calls, by name. The model's own attention implementation and training mode come back at the end.
+    whose calls tell what entered them. Gives the layers with other calls, by name. The model's own attention
+    implementation and training mode come back at the end.
     """
     if not isinstance(model, PreTrainedModel):
         raise BochnerError(f"A transformers model is needed, got {type(model).__name__}.")
@@ -125,7 +150,6 @@ def recording(
     before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
     if any(implementation == RECORDER for _, implementation in before):
         raise BochnerError("This model is being observed already; do one thing at a time with one model.")
-    was_training = [m for m in model.modules() if m.training]
     own = {name: child.original for name, child in attached_to(model).items()}
     modules = {}
     for name, module in model.named_modules():
@@ -141,16 +165,14 @@ def recording(
     try:
         for config, _ in before:
             config._attn_implementation_internal = RECORDER
-        model.eval()
-        yield found.obstacles
+        with evaluation_mode(model):
+            yield found.obstacles
     finally:
         _recording.reset(token)
         for hook in hooks:
             hook.remove()
         for config, implementation in before:
             config._attn_implementation_internal = implementation
-        for module in was_training:
-            module.training = True
 
 
 @contextlib.contextmanager

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bochner._checks import BochnerError, is_int, positive_int
+from bochner._checks import BochnerError, is_int, positive_int, spawn_seed
 from bochner.hf.fates import EXACT, FATES, Fate, Hybrid, Kernel, Window, fate_from_dict
 from bochner.hf.selected_heads import Selected
 
@@ -145,6 +146,16 @@ class Plan:
             raise BochnerError("A plan needs at least one layer.")
         for layer in self.layers:
             layer.check()
+
+    @classmethod
+    def of(
+        cls, shapes: Mapping[str, Any], model_type: str, seed: int = 0, fate: Callable[[Any], Fate] | None = None
+    ) -> Plan:
+        """A plan for modules (`bochner.hf.observe.Shape`): all heads of one have the same fate, by default exact."""
+        every = enumerate(shapes.values())
+        return cls(
+            [LayerPlan.of(x, EXACT if fate is None else fate(x), spawn_seed(seed, i)) for i, x in every], model_type
+        )
 
     def __str__(self) -> str:
         counts = Counter(fate.name for layer in self.layers for fate in layer.fates)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,40 +23,9 @@ from bochner._checks import ArgumentError, lookup
 Parts = tuple[Tensor, ...]
 
 
-class Precision(Protocol):
-    """Rows (..., d) to codes (..., c) and a step (..., 1) with the same leading dimensions, and back.
-
-    A stored row is `step * (columns @ unpacking - zero)`: single rows are multiplied with the columns as they are.
-    """
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def zero(self) -> int:
-        """The integer that stands for 0."""
-        ...
-
-    def encode(self, x: Tensor) -> Parts:
-        """Codes, and the step if there is one."""
-        ...
-
-    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor: ...
-
-    def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
-        """Numbers that rows are linear in, one for each code in each part; `unpacking` has the parts side by side."""
-        ...
-
-    def unpacking(self, size: int) -> Tensor | None:
-        """The matrix (k, d) from columns to the channels of a row; None: they are the channels."""
-        ...
-
-
 @dataclass(frozen=True)
 class Floating:
-    """Rows in a floating-point type; `dtype` None is that of the model."""
+    """Rows in a floating-point type; `dtype` None is that of the model. They are their own columns."""
 
     name: str
     dtype: torch.dtype | None = None
@@ -93,6 +62,7 @@ class Integer:
         return 0 if self.bits == 8 else 2 ** (self.bits - 1)
 
     def encode(self, x: Tensor) -> Parts:
+        """Codes (..., c) of rows (..., d), and the step (..., 1)."""
         if self.bits < 8 and x.shape[-1] % 4:
             raise ArgumentError(
                 f"Rows of {x.shape[-1]} channels cannot be stored in {self.bits} bits, four in a row; "
@@ -126,10 +96,12 @@ class Integer:
         return (torch.cat([codes & mask, last], dim=-1).to(exact).sub_(self.zero) * step).to(dtype)
 
     def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
+        """Numbers, one for each code in each part, of which a row is `step (columns unpacking - zero)`."""
         whole = codes.to(dtype)
         return (whole,) if self.bits == 8 else (whole, (codes >> self.bits).to(dtype))
 
     def unpacking(self, size: int) -> Tensor | None:
+        """The matrix (k, d) from columns, the parts side by side, to channels; None: they are the channels."""
         if self.bits == 8:
             return None
         c, upper = self._codes(size), 8 - self.bits
@@ -142,6 +114,9 @@ class Integer:
     def _codes(self, size: int) -> int:
         """Bytes of a row."""
         return size * self.bits // 8
+
+
+Precision = Floating | Integer
 
 
 def halves(x: Tensor, border: int) -> tuple[Tensor, Tensor]:
@@ -186,10 +161,6 @@ class Basis(NamedTuple):
             return x
         return (x - self.centre[:, None].to(x.dtype)) * self.scale[:, None].to(x.dtype)
 
-    def into(self, x: Tensor) -> Tensor:
-        """Rows (b, g, n, d) as they are stored."""
-        return self.scaled(x) @ rotation(x.shape[-1]).to(x)
-
     def back(self, x: Tensor) -> Tensor:
         """Rows (b, g, n, d) of outputs, from stored values."""
         x = x @ rotation(x.shape[-1]).to(x).mT
@@ -201,11 +172,6 @@ class Basis(NamedTuple):
         """Queries (b, g, n, d) for stored keys: their products differ from the true ones by one number a row."""
         q = q if self.scale is None else q / self.scale[:, None].to(q.dtype)
         return q @ rotation(q.shape[-1]).to(q)
-
-
-def key_basis(q: Tensor, k: Tensor) -> Basis:
-    """The basis for keys k (g, s, d) that queries q (h, n, d) meet: centred, balanced with them, rotated."""
-    return Basis(*balance(q, k))
 
 
 def balance(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

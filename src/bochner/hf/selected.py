@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bochner._checks import ArgumentError, BochnerError
 from bochner.hf.precision import Basis, Floating, Parts, Precision, halves, nbytes, precision_of, rotation
 
 EMPTY = -(2**31)  # the rank of no key, of padding and of attention sinks, which have their own slots
@@ -49,16 +48,6 @@ class SelectedKeys:
     budgets: tuple[int, ...]
     sinks: int = 4
     precision: str | Precision = "model"
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ArgumentError(f"The 'window' of SelectedKeys must be a positive int, got {self.window!r}.")
-        if self.sinks < 0 or any(b < 0 for b in self.budgets) or not self.budgets:
-            raise ArgumentError(
-                "The 'sinks' and 'budgets' of SelectedKeys must be ints of at least 0, one budget for each key head, "
-                f"got {self.sinks!r} and {self.budgets!r}."
-            )
-        precision_of(self.precision)
 
 
 def sink_dtype(precision: str | Precision, dtype: torch.dtype) -> torch.dtype:
@@ -237,14 +226,6 @@ class SelectedState:
         made.rank, made.real, made.codes, made.steps, made.pending, made.going, *sinks = (f(t) for t in self.tensors)
         made.sinks = tuple(sinks)
         return made
-
-    def crop(self, tokens: int) -> None:
-        """Refuse to take tokens back."""
-        if tokens:
-            raise BochnerError(
-                f"Keys that were let go cannot come back, so that {tokens} tokens cannot be removed from this cache; "
-                "generate without an assistant."
-            )
 
     @torch.no_grad()
     def attend(

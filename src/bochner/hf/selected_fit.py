@@ -1,15 +1,13 @@
 """Which keys each head of a decoder should hold: scores fitted in closed form to a few passages, each read twice.
 
-The target is `damage` (`bochner.hf.scores`): the square of what letting a key go would do to the loss, to first order,
-summed over the rows that read it from beyond the window and from the second reading. One backward pass a passage gives
-it for all heads. Damages of all heads are in the same unit, so that one threshold for all of them gives each head its
-budget: heads differ by orders of magnitude in how many keys they need, and equal shares fail.
+The target is what letting a key go would do to the loss (`bochner.hf.scores.damages`). One backward pass a passage
+gives it for all heads. Damages of all heads are in the same unit, so that one threshold for all of them gives each
+head its budget: heads differ by orders of magnitude in how many keys they need, and equal shares fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,19 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bochner._checks import BochnerError, spawn_seed
+from bochner._checks import BochnerError
 from bochner._progress import speaker
 from bochner.hf import drift, inputs
 from bochner.hf.attention import LinearAttention
 from bochner.hf.calls import Call, exact
 from bochner.hf.config import Calibration
 from bochner.hf.evaluate import is_language_model
-from bochner.hf.fates import EXACT
 from bochner.hf.interface import unwrap
-from bochner.hf.observe import Shape, discover, recording, run
+from bochner.hf.observe import Shape, discover, frozen, recording, run
 from bochner.hf.plan import Fitted, LayerPlan, Plan
 from bochner.hf.precision import balance
-from bochner.hf.scores import Ridge, budgets, features, received, scores, target, threshold
+from bochner.hf.scores import Ridge, budgets, damages, features, logarithm, scores, threshold
 from bochner.hf.selected_heads import Selected, SelectedHeads
 
 PASSAGES, PASSAGE = 4, 768  # how many, and of how many tokens, scores are fitted to
@@ -113,14 +110,15 @@ class _Sums:
         (q, k, v), h = (x[0].detach().float() for x in call[:3]), call.hidden
         assert h is not None
         n = k.shape[1] // 2
-        got = received(q, k, call.scale, window, v=v, gradient=gradient[0].float())
+        damage = damages(q, k, v, gradient[0].float(), call.scale, window)
         if self.basis is None:
             self.basis = balance(q[:, sinks:n], k[:, sinks:n])
         root = call.scale**0.5
         self.first.append((root * q[:, : drift.PLACES].cpu(), root * k[:, : drift.PLACES].cpu()))
-        rows = (torch.arange(n, device=k.device) >= sinks) & (got.rows.to(k.device) >= min(FAR_ROWS, (n - window) // 4))
+        place = torch.arange(n, device=k.device)
+        rows = (place >= sinks) & (n - window - place >= min(FAR_ROWS, (n - window) // 4))
         mine = h[0, :n].detach()[rows]
-        self.ridge.add(features(mine).cpu(), target("damage", got).mT[rows].cpu())
+        self.ridge.add(features(mine).cpu(), logarithm(damage).mT[rows].cpu())
         self.hidden.append(mine.half().cpu())
 
     def solve(self) -> LayerScores:
@@ -152,7 +150,7 @@ def fit_scores(
     """Fit the scores of some attention modules to passages (1, n), each read twice."""
     sums: dict[str, _Sums] = {}
     window = min(window, passages[0].shape[1] // 4)
-    with _frozen(model):
+    with frozen(model):
         for i, ids in enumerate(passages):
             say(f"reading passage {i + 1} of {len(passages)} twice, {ids.shape[1]:,} tokens")
             for name, (call, gradient) in _calls(model, names, torch.cat([ids, ids], dim=1)):
@@ -199,19 +197,6 @@ def _backward(model: Any, ids: Tensor) -> None:
         rows.backward(inner.grad)
 
 
-@contextmanager
-def _frozen(model: Any) -> Iterator[None]:
-    """No gradients of weights for a while."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        p.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for p in trained:
-            p.requires_grad_(True)
-
-
 def can_select(model: Any, shapes: Mapping[str, Shape], ids: Tensor) -> bool:
     """Whether the attention of a language model tells the hidden states that enter it, and needs nothing else."""
     names = [name for name, shape in shapes.items() if shape.obstacle is None]
@@ -226,18 +211,6 @@ def can_select(model: Any, shapes: Mapping[str, Shape], ids: Tensor) -> bool:
     with recording(model, look, hidden=names):
         run(model, {"input_ids": ids})
     return all(found.get(name, False) for name in names) and model.base_model is not model
-
-
-def draft_of(shapes: Mapping[str, Shape], model_type: str, seed: int = 0) -> Plan:
-    """A plan in which all heads are exact."""
-    layers = []
-    for i, shape in enumerate(shapes.values()):
-        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim
-        fates = [EXACT] * shape.num_kv_heads
-        layer = LayerPlan(shape.name, *sizes, fates, shape.is_causal, shape.is_cross, spawn_seed(seed, i))  # type: ignore[arg-type]
-        reason, limit = shape.obstacle or ("", 0)
-        layers.append(replace(layer, reason=reason, limit=limit))
-    return Plan(layers, model_type)
 
 
 def fit_selected(
@@ -267,7 +240,7 @@ def fit_selected(
     names = [name for name, shape in shapes.items() if shape.obstacle is None]
     passages = passages_of(inner, tokens)
     fitted = fit_scores(inner, names, passages, window or window_for(length), sinks, speaker(progress))
-    draft = fitted.note(draft_of(shapes, getattr(inner.config, "model_type", "")))
+    draft = fitted.note(Plan.of(shapes, getattr(inner.config, "model_type", "")))
     plan = fitted.plan(draft, share, precision, length)
     for name, layer in fitted.build(plan).items():
         if layer.plan.has_map:

@@ -12,8 +12,9 @@ of several. Where time is saved, the heads of a layer that are not exact share o
 
 1. `options`: make every option of every layer and fit its maps (on the first texts). 2. `damage`: measure D. 3.
 `knapsack`: for sums of D and C the best choices are the corners of a convex hull, found exactly. 4. `refine`: bisect
-along them by measured quality, and improve what was found. 5. `verify`: look once at texts that nothing has used, and
-state the interval. One fallback is declared before that look, and the interval of a second look is corrected for it.
+along them by measured quality. 5. `verify`: look at texts that nothing has used, and state the interval. What is looked
+at if that fails is declared before: choices of less and less damage. They have to pass by the lower bound, because the
+texts have told something by then, and the interval is corrected for the number of looks.
 
 The memory of a decoder's cache is another matter, unless it is trained: `selected` holds the keys that matter in every
 head, and searches for how many.
@@ -44,7 +45,7 @@ from bochner.hf.search import selected
 from bochner.hf.search.damage import MeasuredProblem, measure_damages
 from bochner.hf.search.knapsack import Choice, all_exact, frontier, totals
 from bochner.hf.search.options import Space, fitted_maps
-from bochner.hf.search.refine import Candidate, Trials, best_within, cheapest_that_keeps, fallback
+from bochner.hf.search.refine import Candidate, Trials, best_within, cheapest_that_keeps, ladder
 from bochner.hf.search.report import Point, SearchReport, heads_of
 from bochner.hf.search.selected import SelectedProblem, SelectedSpace, best_of_all
 from bochner.hf.search.texts import Goal, Split, batches_for, settle, split
@@ -84,10 +85,10 @@ def search(
     problem = (_ladder if selects else _heads)(run, model, shapes, goal, texts, seed)
     trials = Trials(problem)
     with run.stage("choosing"):
-        chosen, second = _choose(problem, trials)
+        choices = _choose(problem, trials)
     with run.stage("verifying"):
         verifier = Verifier(model, texts.held, goal, shapes, run.say)
-        report = _verified(problem, trials, chosen, second, verifier)
+        report = _verified(problem, trials, choices, verifier)
     report.positions, report.fit_tokens = _positions(model), _fit_tokens(texts)
     report.training = texts.training(goal.judged) if target.train is not None else []
     report.seconds = {**run.seconds, "in all": time.monotonic() - run.began}
@@ -131,15 +132,14 @@ class _Run:
         self.seconds[name] = time.monotonic() - began
 
 
-def _choose(problem: MeasuredProblem | SelectedProblem, trials: Trials) -> tuple[Candidate, Choice | None]:
-    """The choice, and what is looked at if it fails verification; both are settled before any look."""
+def _choose(problem: MeasuredProblem | SelectedProblem, trials: Trials) -> list[Choice]:
+    """The choice, and what is looked at in turn if it fails verification; all are settled before any look."""
     goal = problem.space.goal
     if goal.memory is None:
         assert goal.keep is not None
-        chosen = cheapest_that_keeps(problem, goal.keep, trials)
-        return chosen, fallback(problem, chosen, goal.keep, trials)
+        return ladder(problem, cheapest_that_keeps(problem, goal.keep, trials))
     if isinstance(problem, SelectedProblem):
-        return best_of_all(problem, trials), None
+        return [best_of_all(problem, trials).choice]
     fixed = problem.space.original_bytes - problem.whole  # of layers that cannot change
     found = best_within(problem, goal.memory * problem.space.original_bytes - fixed, trials)
     if found is None:
@@ -148,31 +148,28 @@ def _choose(problem: MeasuredProblem | SelectedProblem, trials: Trials) -> tuple
             f"The 'memory' of Target must be at least {least:.3f} for this model at "
             f"{goal.length:,} tokens, got {goal.memory!r}: the smallest options take so much."
         )
-    return found, None
+    return [found.choice]
 
 
 def _verified(
-    problem: MeasuredProblem | SelectedProblem,
-    trials: Trials,
-    chosen: Candidate,
-    second: Choice | None,
-    verifier: Verifier,
+    problem: MeasuredProblem | SelectedProblem, trials: Trials, choices: Sequence[Choice], verifier: Verifier
 ) -> SearchReport:
     """The report of the first choice that passes; of the original if none does."""
     goal, space, failed, reasons = problem.space.goal, problem.space, list[Verdict](), list[str]()
-    original = all_exact(problem.tables)
     demanded = None if goal.memory is not None and goal.trains else goal.keep
-    for choice in [c for c in (chosen.choice, second, original) if c is not None]:
+    waiting = [*choices, all_exact(problem.tables)]
+    while waiting:
+        choice = waiting.pop(0)
         plan = space.plan_of(choice)
         layers = space.build(plan)
         found = verifier.verify(plan, layers) if plan.converted else verifier.original()
         slower = _whole_model_is_slower(goal, found) if plan.converted else ""
         if slower:
-            reasons.append(slower)
-            continue
-        if demanded is None or found.quality.retained >= demanded:
+            reasons, waiting = [slower], waiting[-1:]
+        elif demanded is None or found.passes(demanded):
             break
-        failed.append(found)
+        else:
+            failed.append(found)
     if failed and not plan.converted:
         best = max(verdict.quality.retained for verdict in failed)
         reasons.append(
@@ -245,7 +242,8 @@ def _remarks(report: SearchReport, shapes: dict[str, Any]) -> list[str]:
         found.append(f"Nothing is converted: at {goal.length:,} tokens nothing that meets the target costs less.")
     if report.failed and plan.converted:
         found.append(
-            "The first choice failed verification; this second one was declared before, and its interval is wider."
+            f"{len(report.failed)} of the choices failed verification; what comes after them was declared before, has "
+            "to pass by its lower bound, and has a wider interval."
         )
     readable, longest = (
         min(goal.length, report.positions or goal.length),

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bochner._checks import spawn_seed
 from bochner._timing import best_times
 from bochner.hf.attention import LinearAttention
 from bochner.hf.calibrate import Samples, observe
@@ -50,8 +49,7 @@ class Space:
         self.model, self.goal = model, goal
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
-        layers = [LayerPlan.of(shape, EXACT, spawn_seed(seed, i)) for i, shape in enumerate(shapes.values())]
-        self.draft = Plan(layers, getattr(model.config, "model_type", ""))
+        self.draft = Plan.of(shapes, getattr(model.config, "model_type", ""), seed)
         longest = max(shape.keys for shape in shapes.values()) or 1
         self.layers = {
             plan.name: Layer(plan, max(1, round(shapes[plan.name].keys / longest * goal.length)))

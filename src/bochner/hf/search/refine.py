@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bochner.hf.evaluate import Quality
-from bochner.hf.search.knapsack import Choice, Table, all_exact, frontier, totals
+from bochner.hf.search.knapsack import Choice, Table, frontier, totals
+
+STEPS = 4  # choices that are looked at after one that fails verification, at most
 
 
 class Problem(Protocol):
@@ -69,17 +71,16 @@ def cheapest_that_keeps(problem: Problem, keep: float, trials: Trials) -> Candid
     return trials.run(path[high])
 
 
-def fallback(problem: Problem, chosen: Candidate, keep: float, trials: Trials) -> Choice | None:
-    """What to look at if the choice fails verification: the cheapest from half-way to the original on, by ratio.
+def ladder(problem: Problem, chosen: Candidate) -> list[Choice]:
+    """The choice, and what is looked at in turn where it fails verification: half of its damage, a quarter, an eighth.
 
-    A choice that fails was far off as a rule, and so is what costs a little more. One that was measured and keeps, else
-    the next of the frontier; None if that is the original.
+    Corners of the frontier, the dearer ones later; the original is not among them.
     """
-    least = (chosen.cost * totals(problem.tables, all_exact(problem.tables))[1]) ** 0.5
-    known = [c.choice for c in trials.by_cost() if c.cost >= least and c.damage > 0 and c.quality.lower >= keep]
-    path = [c for c in frontier(problem.tables) if totals(problem.tables, c)[1] >= least]
-    found = known or path
-    return found[0] if found and totals(problem.tables, found[0])[0] > 0 else None
+    found, path = [chosen.choice], frontier(problem.tables)
+    for step in range(1, STEPS + 1):
+        below = [c for c in path if 0 < totals(problem.tables, c)[0] <= chosen.damage / 2**step]
+        found += [c for c in below[:1] if c not in found]
+    return found
 
 
 def best_within(problem: Problem, budget: float, trials: Trials) -> Candidate | None:

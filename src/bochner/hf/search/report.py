@@ -45,7 +45,7 @@ class SearchReport:
 
     `frontier`: the choices that were measured, the cheapest first; `chosen`: the place of the plan among them. `met`:
     whether the target is reached. `verified`: the plan on texts that the search never used; `further`: on longer ones;
-    `trained`: after distillation, if there was any. `failed`: choices that failed verification before, two at most.
+    `trained`: after distillation, if there was any. `failed`: choices that failed verification before.
     `positions`: the most tokens that the model has a table of positions for. `fit_tokens`: how many tokens the maps
     were fitted to. `training`: the data that distillation may use.
     """

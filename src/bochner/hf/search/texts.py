@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from bochner.hf.evaluate import Text, is_language_model
 from bochner.hf.observe import discover
 
 PIECE = 640  # tokens that a language model's texts are fitted to at a time, at least
-FIT_SHARE, CHOICE_SHARE = 0.3, 0.3  # of the texts, at most and at least; the rest verifies
+FIT_SHARE = 0.3  # of the texts, at most; half of the others choose, half verify
 TRAIN_LENGTH = 512  # tokens of the texts that a language model is trained on, at most
 Batches = list[dict[str, Any]]
 
@@ -134,28 +135,39 @@ class Split:
 
 
 def split(data: Batches, goal: Goal, most: int | None = None) -> Split:
-    """Split batches. Those of a language model are one stream of tokens.
+    """Split the data: as much as fits the maps, then two halves, so that what one promises the other can keep.
 
-    Its maps are fitted to pieces as long as the texts that measure quality, for those fitted to shorter ones are worse
-    than none; `most` is how long they can be. They need ROWS tokens: more go to the other parts.
+    Batches of a language model are one stream of tokens. Its maps are fitted to pieces as long as the texts that
+    measure quality, for those fitted to shorter ones are worse than none; `most` is how long they can be. Rows of
+    other models are drawn: bounds suppose that the parts are of one kind, and neighbours are often alike.
     """
     if goal.is_language:
         tokens = stream(data)
         size = min(max(PIECE, min(goal.judged, int(FIT_SHARE * len(tokens)))), most or goal.judged)
-        first = min(int(FIT_SHARE * len(tokens)), max(ROWS, size))
-        second = first + int((len(tokens) - first) * CHOICE_SHARE / (1 - FIT_SHARE))
+        first, second = _borders(len(tokens), max(ROWS, size))
         pieces = [{"input_ids": piece[None]} for piece in tokens[:first].split(size)]
         return Split(pieces, tokens[first:second], tokens[second:], tokens[:second])
-    if len(data) < 3:  # row by row
-        data = [{name: t[i : i + 1] for name, t in b.items()} for b in data for i in range(len(next(iter(b.values()))))]
-    if len(data) < 3:
+    sizes = [len(next(iter(batch.values()))) for batch in data]
+    if sum(sizes) < 3:
         raise BochnerError(
-            f"A target needs at least three texts, got {len(data)}: for fitting, for choosing and for verifying; give "
+            f"A target needs at least three texts, got {sum(sizes)}: for fitting, for choosing and for verifying; give "
             "more."
         )
-    first = max(1, int(FIT_SHARE * len(data)))
-    second = max(first + 1, int((FIT_SHARE + CHOICE_SHARE) * len(data)))
-    return Split(list(data[:first]), list(data[first:second]), list(data[second:]))
+    each = length_of(data[0]) if "input_ids" in data[0] else goal.judged  # tokens of a text
+    first, second = _borders(sum(sizes), -(-ROWS // each))
+    order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(0))
+    parts, ends = [], list(accumulate(sizes))
+    for chosen in (order[:first], order[first:second], order[second:]):
+        rows = [chosen[(chosen >= end - n) & (chosen < end)] - end + n for n, end in zip(sizes, ends, strict=True)]
+        pairs = [(batch, mine.sort().values) for batch, mine in zip(data, rows, strict=True) if len(mine)]
+        parts.append([{k: x[mine.to(x.device)] for k, x in batch.items()} for batch, mine in pairs])
+    return Split(parts[0], parts[1], parts[2])
+
+
+def _borders(count: int, fit: int) -> tuple[int, int]:
+    """Where the second and third part of some texts begin; `fit`: as many as maps are fitted to."""
+    first = max(1, min(int(FIT_SHARE * count), fit))
+    return first, first + max(1, (count - first) // 2)
 
 
 def stream(data: Batches) -> Tensor:

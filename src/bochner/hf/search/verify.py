@@ -34,7 +34,7 @@ ROUNDS = 5  # of timing the whole model
 class Verdict:
     """What the texts held back say of a plan. `whole`: seconds and bytes of the original and the converted model.
 
-    `confidence`: of the interval; it is higher for a second choice, since two were looked at.
+    `confidence`: of the interval; it is higher after other choices, since several were looked at.
     """
 
     quality: Quality
@@ -47,6 +47,10 @@ class Verdict:
         """The whole converted model's time as a share of the original's: of a forward pass, or of reading a text."""
         seconds = {name: found.get("seconds", found.get("prefill_seconds", 1.0)) for name, found in self.whole.items()}
         return seconds["converted"] / max(seconds["original"], 1e-12) if seconds else 1.0
+
+    def passes(self, keep: float) -> bool:
+        """Whether so much of the quality is retained; after other looks by the bound that choices are made by."""
+        return (self.quality.retained if self.confidence <= INTERVAL else self.quality.lower) >= keep
 
     def __str__(self) -> str:
         low, high = self.quality.bounds(self.confidence)
