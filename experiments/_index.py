@@ -61,7 +61,7 @@ PAPERS = (
         statement("Results 3, 4", "absolute and relative errors of sum decomposition, and their tails", "partly", "test_chebyshev_bounds_the_tails_of_polynomial_features", "test_features_for_a_tail_keep_it", why="hold with the corrected error of Result 2"),
         statement("Result 5", "TensorSketch is unbiased; a bound of its error", "partly", "test_tensor_sketch_has_its_exact_error", "test_000_eq_21_is_false_and_avrons_bound_holds", "test_000_eq_16_needs_more_than_pairwise_independent_signs", why="unbiased; the bound of eq. 21 is false beyond degree 1, and signs must be 4-wise independent"),
         statement("Results 6, 7", "absolute and relative errors of TensorSketch, and their tails", "partly", "test_chebyshev_bounds_the_tails_of_polynomial_features", "test_features_for_a_tail_keep_it", why="false as printed, for they rest on eq. 21; hold with the exact variance"),
-        statement("Results 8-12", "linearised feed-forward layers", "partly", "test_linearised_layer_has_its_error", "test_bernstein_error_stays_below_its_bound_and_reaches_half_of_it", "test_taylor_composition_is_unbiased_with_its_variance", "test_000_eq_43_is_exceeded_by_the_bernstein_polynomial", "test_000_algorithm_1_reaches_three_times_its_target", why="mean and variance hold with corrected constants; on a trained transformer the layers do not pay", page="results-attention.md"),
+        statement("Results 8-12", "linearised feed-forward layers", "partly", "test_layer_has_its_polynomial_as_mean_and_its_variance", "test_bernstein_error_stays_below_its_bound_and_reaches_half_of_it", "test_taylor_composition_is_unbiased_with_its_variance", "test_000_eq_43_is_exceeded_by_the_bernstein_polynomial", "test_000_algorithm_1_reaches_three_times_its_target", why="mean and variance hold with corrected constants; on a trained transformer the layers do not pay", page="results-attention.md"),
         Item("Section 2.1, remark", "iterated Bernstein operators", "iterated_bernstein", baseline="the plain operator; Chebyshev, least-squares and Taylor fits of the same degree"),
         statement("Result 13", "smoothed local masks", "partly", "test_000_eq_72_misses_the_normaliser", "test_000_the_spectrum_of_an_indicator_is_not_integrable", "test_000_eq_66_to_80_disagree_about_one_over_m", why="unbiased with a corrected normaliser and a mollified mask; thousands of features are needed", page="which-map.md"),
         Item("Problem 4", "masks of the queries themselves, with their cost", "query_masks", baseline="exact masked attention, the mean of the values", page="which-map.md"),
@@ -179,6 +179,7 @@ BEYOND = {
     "minilm_heads": ("features on the heads of a real model", "which-map.md"),
     "minilm_target": ("an encoder converted to a target", "speed-up-an-encoder.md"),
     "moments_frontier": ("moments, fitted to nothing", "which-map.md"),
+    "needles": ("needles found with a smaller cache", "shrink-a-cache.md"),
     "parallel_plan": ("cost of a split sequence, predicted and measured", "several-machines.md"),
     "recall": ("recall of pairs, predicted and measured", "results-attention.md"),
     "sampler_variance": ("what a draw of each sampler is worth", "sampling.md"),
@@ -198,7 +199,7 @@ PICTURES = {
     "landmark_frontier": ("landmark_frontier", "frontier"),
     "protein_attention": ("protein_heads", "protein_two_heads", "protein_attention"),
     "softmax_metrics": ("softmax_metrics", "softmax_lengths"),
-    "train_speed": ("train_speed", "train_memory"),
+    "train_speed": ("train_speed", "train_speed_papers", "train_memory"),
     "train_table": ("train_table", "listops_memory"),
 }
 # Experiments whose result is a few figures, which a picture would not show better.
