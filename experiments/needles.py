@@ -45,14 +45,14 @@ def measure(store: Store, samples: int = 8, lengths: tuple[int, ...] = LENGTHS) 
             store.cell(key, lambda made=made: ruler.evaluate(model, tokenizer, made), within=store.table(name))
 
     row("exact")
-    for name, bits in ROUNDED.items():
-        with rounding(model, bits):
-            row(name)
     for name, spec in SPECS.items():
         if len(store.table(name)) < len(asked):
             converted(model, tokenizer, spec, store, name)
             row(name)
             revert(model)
+    for name, bits in ROUNDED.items():
+        with rounding(model, bits):
+            row(name)
 
 
 def caches(found: Any) -> list[str]:

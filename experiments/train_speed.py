@@ -125,14 +125,9 @@ def megabytes(length: int) -> dict[str, float]:
     sources=("bochner.attention", "bochner.maps", "bochner.tasks", "bochner.hf"),
     needs=("transformers",),
 )
-def measure(store: Store, rounds: int = 5, lengths: tuple[int, ...] = LENGTHS, only_papers: bool = False) -> None:
-    for kind, sizes in PAPERS.items():
-        for n in sizes["lengths"]:
-            table = store.table("papers").setdefault(kind, {})
-            store.cell(str(n), lambda k=kind, n=n: seconds_of_paper(k, n, 2), table)
-    if only_papers:
-        return
-    for kind in ("time", "memory"):
+def measure(store: Store, rounds: int = 5, lengths: tuple[int, ...] = LENGTHS) -> None:
+    # Memory first: what larger steps leave to the allocator would hide it.
+    for kind in ("memory", "time"):
         table = store.table(kind)
         for n in lengths:
             small = kind == "memory" and n < FROM  # less than what an allocator keeps in stock
@@ -143,6 +138,10 @@ def measure(store: Store, rounds: int = 5, lengths: tuple[int, ...] = LENGTHS, o
                 table[attention] = dict(sorted(row.items(), key=lambda item: int(item[0])))
             store.save()
             print(f"{kind} at {n} tokens", flush=True)
+    for kind, sizes in PAPERS.items():
+        for n in sizes["lengths"]:
+            table = store.table("papers").setdefault(kind, {})
+            store.cell(str(n), lambda k=kind, n=n: seconds_of_paper(k, n, 2), table)
 
 
 def exponent(figures: dict[str, float]) -> float:
@@ -234,7 +233,9 @@ def draw_papers(papers: Any) -> None:
             style = {"exact": {"color": "0.2"}, "identity": {"color": "0.2", "linestyle": ":"}}.get(
                 attention, {"color": COLOURS[i % 7]}
             )
-            ax.plot([int(n) for n in rows], [row[attention] for row in rows.values()], "o-", label=attention, **style)
+            ax.plot(
+                [int(n) for n in rows], [row[attention] for row in rows.values()], marker="o", label=attention, **style
+            )
         log_ticks(ax, [int(n) for n in rows], base=2)
         heads, layers, inner, width = (PAPERS[kind][k] for k in ("heads", "layers", "feedforward", "width"))
         ax.set(yscale="log", xlabel="tokens", ylabel="seconds per training step")
