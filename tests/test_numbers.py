@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 import statistics
 import sys
@@ -205,10 +206,11 @@ def test_the_crossover_of_a_small_encoder_lies_where_the_page_says() -> None:
     assert "500 to 800 tokens" in page("does-it-pay.md")
     for shape in ("encoder, landmark 16", "encoder, landmark 64"):
         cases = [c for c in benchmark("windows")["windows"] if c["shape"] == shape]
-        faster = [c["length"] for c in cases if c["seconds"]["block"] < c["seconds"]["exact"]]
-        slower = [c["length"] for c in cases if c["seconds"]["block"] > c["seconds"]["exact"]]
-        assert max(slower) >= 256
-        assert min(faster) <= 800
+        lengths = [math.log(c["length"]) for c in cases]
+        ratios = [math.log(c["seconds"]["block"] / c["seconds"]["exact"]) for c in cases]
+        last = max(i for i, ratio in enumerate(ratios) if ratio > 0)  # it is faster from the next length on
+        part = ratios[last] / (ratios[last] - ratios[last + 1])
+        assert 500 <= math.exp(lengths[last] + part * (lengths[last + 1] - lengths[last])) <= 800
 
 
 def test_windows_lose_far_tokens_as_the_page_says() -> None:
