@@ -36,7 +36,7 @@ def main(steps: int = 60) -> float:
     conversion = bochner.convert(model, bochner.Recipe("gmm_prf", 16, trainable=True, options={"redraw_every": 20}))
     print(conversion.plan)
 
-    groups = bochner.hf.parameter_groups(model, 2e-3, map_lr=1e-2, weight_decay=0.01)
+    groups = bochner.nn.parameter_groups(model, 2e-3, map_lr=1e-2, weight_decay=0.01)
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             folder, max_steps=steps, per_device_train_batch_size=32, report_to=[], logging_steps=20, use_cpu=True,

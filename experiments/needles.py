@@ -13,7 +13,7 @@ from _pictures import COLOURS, figure, save
 from decoder_cache import ROUNDED
 from decoder_texts import converted, rounding
 
-from bochner import Recipe, Target, revert
+from bochner import Target, revert
 from bochner.demo import load_smollm2
 from bochner.tasks import ruler
 
@@ -21,10 +21,9 @@ TASKS = ("needle", "multikey", "multivalue")  # of chains of variables the origi
 LENGTHS = (1000, 2000)
 NOTHING_LOST = 0.05  # of what the original finds
 # Shares of float32; of bfloat16 they are twice as much.
-SPECS: dict[str, Recipe | Target] = {
+SPECS = {
     "selected keys, 12 % of float32": Target(memory=0.12, length=LENGTHS[-1]),
     "selected keys, 6 % of float32": Target(memory=0.06, length=LENGTHS[-1]),
-    "window 256, 4 sinks": Recipe(None, window=256, sinks=4),
 }
 
 

@@ -256,7 +256,8 @@ for step in range(5):
     every = [torch.zeros_like(weight) for _ in range(2)]
     dist.all_gather(every, weight)
     assert torch.equal(*every)
-print(int(maps_of(module)[0].redraw_count), float(weight.sum()))
+if dist.get_rank() == 0:
+    print(int(maps_of(module)[0].redraw_count), flush=True)
 dist.destroy_process_group()
 """
 
@@ -268,4 +269,4 @@ def test_two_processes_draw_the_same(tmp_path: Path) -> None:
     where = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len({line for line in done.stdout.splitlines() if line.startswith("5 ")}) == 1
+    assert done.stdout.split() == ["5"]  # training passes

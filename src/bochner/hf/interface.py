@@ -14,7 +14,6 @@ What is used beyond that, and why; `tests/test_hf_interface.py` has a test for e
 | `model._keep_in_fp32_modules_strict` | maps are read in float32 into a model of lower precision |
 | `is_quantized`, `quantization_method`, `hf_quantizer`, `config._is_quantized` | a conversion is not a quantization |
 | `cache.layers`, `cache.layer_class_to_replicate` | the layer of a converted module is put into any cache |
-| the frame of `save_pretrained`, from a state-dict hook | a whole model would lose the maps of a part of it |
 | a mask with `ndim = 4` and `contiguous` | `generate` takes what our mask function makes for a tensor |
 """
 
@@ -395,7 +394,6 @@ def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention], report: d
         child.original = softmax_of(model, getattr(module, "config", None) or model.config)
         child.drift, child.cache_index = alarm, place if index is None else index
         module.add_module(CHILD, child)
-        child.register_state_dict_pre_hook(refuse_to_lose_maps)
         child.needs_hidden = any(getattr(part, "needs_hidden", False) for part in child.parts.values())
         hooks: list[Any] = [note_hidden] if child.needs_hidden else []
         if child.plan.is_causal and not child.plan.is_cross and not child.plan.untouched:
@@ -410,21 +408,6 @@ def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention], report: d
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), CHILD}
-
-
-def refuse_to_lose_maps(child: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """A state-dict hook: a whole model whose part was converted by itself is loaded without the maps of that part."""
-    frame: Any = sys._getframe()
-    while frame is not None and not (frame.f_code.co_name == "save_pretrained" and "self" in frame.f_locals):
-        frame = frame.f_back
-    model = None if frame is None else frame.f_locals["self"]
-    if isinstance(model, PreTrainedModel) and not isinstance(
-        getattr(model.config, "quantization_config", None), BochnerConfig
-    ):
-        raise BochnerError(
-            f"A part of this {type(model).__name__} was converted by itself, and would be loaded without its maps: "
-            "save the part or its Conversion alone, or revert it and convert the whole model with 'parts'."
-        )
 
 
 def detach(model: Any) -> None:
