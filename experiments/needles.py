@@ -55,7 +55,8 @@ def measure(store: Store, samples: int = 8, lengths: tuple[int, ...] = LENGTHS) 
 
 
 def caches(found: Any) -> list[str]:
-    return [name for name in found if name not in ("exact", "search_seconds")]
+    """The caches that were run; a cell that was not is never guessed."""
+    return [name for name, cells in found.items() if name not in ("exact", "search_seconds") and cells]
 
 
 def scores(found: Any, name: str) -> dict[str, float]:
@@ -63,7 +64,7 @@ def scores(found: Any, name: str) -> dict[str, float]:
     means = {}
     for task in TASKS:
         rows = [x for key, row in found[name].items() if key.startswith(f"{task}/") for x in row]
-        means[task] = sum(rows) / len(rows)
+        means[task] = sum(rows) / max(1, len(rows))
     return means
 
 
