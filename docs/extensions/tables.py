@@ -178,6 +178,25 @@ BOOK = {
 }
 
 
+def needles() -> str:
+    names = {
+        "exact": "the whole cache",
+        "int8, groups of 32": "8 bits",
+        "int4, groups of 32": "4 bits",
+        "selected keys, 12 % of float32": "`Target(memory=0.12)`",
+        "selected keys, 6 % of float32": "`Target(memory=0.06)`",
+    }
+    found, rows = experiment("needles"), []
+    for name, label in names.items():
+        if found.get(name):
+            cells = []
+            for task in ("needle", "multikey", "multivalue"):
+                scores = [x for key, row in found[name].items() if key.startswith(f"{task}/") for x in row]
+                cells.append(f"{100 * statistics.mean(scores):.0f} %")
+            rows.append([label, *cells])
+    return table(["cache", "one needle", "one of four", "four values"], rows)
+
+
 def book() -> dict[str, dict[str, Any]]:
     found = experiment("long_context")
     trained = experiment("smollm_distilled")["target"]
@@ -607,6 +626,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speech": speech,
     "decoder-cache": decoder_cache,
     "decoder-texts": decoder_texts,
+    "needles": needles,
     "decoder-recipes": decoder_recipes,
     "decoder-targets": decoder_targets,
     "decoder-trained": decoder_trained,
