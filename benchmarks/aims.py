@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _timing import arguments, kept, machine, show, write
+from _timing import arguments, machine, show, write
 
 from bochner import data
 
@@ -52,7 +52,7 @@ def main() -> None:
     for aim, command in aims(options.quick).items():
         rows.append({"aim": aim, "script": command[0], **run(*command)})
         show(rows[-1:])
-    write({**kept(options.output), "machine": machine(1), "rows": rows}, options)
+    write({"machine": machine(1), "rows": rows}, options)
 
 
 if __name__ == "__main__":

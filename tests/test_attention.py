@@ -214,6 +214,12 @@ def test_exact_attention_is_torchs_for_softmax(is_causal: bool, chunk: int) -> N
     assert_same(exact_attention(q, k, v, is_causal=is_causal, chunk=chunk), want)
 
 
+def test_exact_attention_rounds_nothing_but_its_output_in_half_precision() -> None:
+    q, k, v = (3 * t.bfloat16() for t in torch.randn(3, 1, 2, 64, 48, generator=torch.Generator().manual_seed(0)))
+    wide = exact_attention(q.double(), k.double(), v.double())
+    assert (exact_attention(q, k, v).double() - wide).norm() < 2**-8 * wide.norm()
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_exact_attention_takes_gaussian_functions_and_maps(is_causal: bool) -> None:
     q, k, v = draw_qkv(20, d=4)

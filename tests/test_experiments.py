@@ -518,3 +518,17 @@ def test_reports_of_searches_are_read_in_the_form_of_this_version_and_of_the_one
         assert searches.retained(report["verified"]) == 0.98
         assert searches.tried(report) == [(0.5, 0.9)]
     assert searches.search_of({"target": before, "distillation": None}) == before
+
+
+@pytest.mark.parametrize("name", ["positive", "hyperbolic"])
+def test_the_law_of_all_classes_is_that_of_a_tree_down_to_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    from bochner import feature_map
+    from bochner.sampling import FeatureTree
+
+    classes = importlib.import_module("sampled_softmax").AllClasses
+    g = torch.Generator().manual_seed(0)
+    y, b, x = 0.3 * torch.randn(50, 64, generator=g), torch.randn(50, generator=g), torch.randn(7, 64, generator=g)
+    phi, ids = feature_map(name, 64, 32, projection="iid"), torch.arange(50).expand(7, -1)
+    tree = FeatureTree(y, b, feature_map=phi, normalize=1.0, leaf_size=1)
+    torch.testing.assert_close(classes(y, b, phi).log_prob(x, ids), tree.log_prob(x, ids), atol=1e-4, rtol=1e-4)

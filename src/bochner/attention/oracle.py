@@ -56,7 +56,8 @@ def exact_attention(
     faded = _faded(decay, k, owner, is_causal, key_padding_mask, q.shape[1])
     check_finite(owner, q, k, v)
     dtype, groups = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
-    x, y, u = q.to(dtype) * root, *(t.to(dtype).repeat_interleave(groups, dim=1) for t in (k * root, v))
+    y, u = (t.to(dtype).repeat_interleave(groups, dim=1) for t in (k, v))
+    x, y = q.to(dtype) * root, y * root  # cast first: a product in half precision would be rounded
     n, s, rows = q.shape[-2], k.shape[-2], []
     for start in range(0, n, chunk):
         part = x[..., start : start + chunk, :]
