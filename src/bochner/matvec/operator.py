@@ -22,7 +22,7 @@ from .engine import Problem
 from .exact import PlacedKeys
 from .inputs import OWNER, as_points, as_real, as_values
 from .kernels import Kernel
-from .lowrank import LowRankEngine, Preconditioner, pivoted_cholesky
+from .lowrank import LowRankEngine, Preconditioner, pivoted_cholesky, ridge_factor
 from .solve import LogDet, conjugate_gradients, logdet
 from .tiles import BLOCK
 
@@ -364,12 +364,7 @@ class KernelOperator(LinearOperator):
         return Preconditioner(factor.rows, self.shift)
 
     def _cholesky(self) -> Tensor:
-        matrix = self.kernel.block(self.keys.double())
-        matrix.diagonal().add_(self.shift)
-        lower, failed = torch.linalg.cholesky_ex(matrix)
-        if int(failed):
-            raise BochnerError(f"K + {self.shift:g} I is singular to double precision; raise the shift.")
-        return lower
+        return ridge_factor(self.kernel.block(self.keys.double()), self.shift)
 
     def _need_symmetric(self, name: str, shift: bool = True) -> None:
         if not self.symmetric:
