@@ -174,6 +174,8 @@ def times(name: str, lengths: list[int]) -> dict[str, dict[str, float]]:
 
 PATCH_ROWS = {"patches 200,000": 200_000, "patches 1,000,000": 1_000_000}
 CLASS_ROWS = {"contrast 200,000": 200_000, "contrast 1,000,000": 1_000_000}
+WORDS = "words 396,000"
+CLASS_TABLES = (*CLASS_ROWS, WORDS)
 CASP = "CASP 41,730"
 HELD = 4000
 
@@ -195,6 +197,10 @@ def large_table(name: str) -> tuple[np.ndarray, np.ndarray]:
         X, y = casp()
         order = np.random.default_rng(0).permutation(len(X))
         return X[order].astype(np.float32), y[order]
+    if name == WORDS:  # vectors of words, in 50 columns: are they common, less common or rare?
+        X = np.load(data.fetch("glove"))
+        order = np.random.default_rng(0).permutation(len(X))
+        return X[order].astype(np.float32), order * 3 // len(X)
     pixels = windows((PATCH_ROWS | CLASS_ROWS)[name] + HELD)
     rim, middle = np.delete(pixels, [6, 7, 8, 11, 12, 13, 16, 17, 18], 1), pixels[:, 12]
     if name in PATCH_ROWS:
@@ -234,7 +240,7 @@ def one_table(name: str, model: str) -> dict[str, Any]:
     """One fit: seconds, accuracy on rows held back, and the memory of the process."""
     X, y = large_table(name)
     train, test = slice(0, len(X) - HELD), slice(len(X) - HELD, None)
-    made = (CLASSIFIERS if name in CLASS_ROWS else REGRESSORS)[model](X.shape[1])
+    made = (CLASSIFIERS if name in CLASS_TABLES else REGRESSORS)[model](X.shape[1])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     began = time.process_time()
     with warnings.catch_warnings():
@@ -244,7 +250,7 @@ def one_table(name: str, model: str) -> dict[str, Any]:
     row["seconds"] = time.process_time() - began
     row["memory_gb"], row["data_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, before
     row["score"] = float(made.score(X[test], y[test]))
-    if name in CLASS_ROWS:
+    if name in CLASS_TABLES:
         row["log_loss"] = float(log_loss(y[test], made.predict_proba(X[test])))
     else:
         row["rmse"] = rmse(made, X[test], y[test])
@@ -384,7 +390,7 @@ def tables(results: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parts = ("features", "times", "tables", "process", "serving")
-    names = (*TABLES, CHECK, *CONFIRMING, CASP, *PATCH_ROWS, *CLASS_ROWS)
+    names = (*TABLES, CHECK, *CONFIRMING, CASP, *PATCH_ROWS, *CLASS_TABLES)
     parser = arguments(__doc__, "small sizes; prints, writes nothing", parts=parts)
     parser.add_argument("--data", nargs="+", choices=names, default=names, help="tables to renew")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS, help="models of `tables` to renew")
@@ -408,9 +414,9 @@ def main(argv: list[str] | None = None) -> None:
         results["times"] = results.get("times", {}) | {name: times(name, lengths) for name in small}
     if "tables" in options.part:
         found = {(r["data"], r["model"]): r for r in results.get("tables", [])}
-        order = {key: i for i, key in enumerate([CASP, *PATCH_ROWS, *CLASS_ROWS, *MODELS])}
-        for name in (CASP,) if options.quick else (CASP, *PATCH_ROWS, *CLASS_ROWS):
-            for model in CLASSIFIERS if name in CLASS_ROWS else REGRESSORS:
+        order = {key: i for i, key in enumerate([CASP, *PATCH_ROWS, *CLASS_TABLES, *MODELS])}
+        for name in (CASP,) if options.quick else (CASP, *PATCH_ROWS, *CLASS_TABLES):
+            for model in CLASSIFIERS if name in CLASS_TABLES else REGRESSORS:
                 if name in options.data and model in options.model and ((name, model) not in found or options.again):
                     found[name, model] = apart(one_table, name, model)
                     results["tables"] = sorted(found.values(), key=lambda r: (order[r["data"]], order[r["model"]]))
