@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bochner._checks import spawn_seed
 from bochner.hf.calls import Call, exact, one_by_one
 from bochner.hf.fates import FATES, FateModule, Keys, with_keys
-from bochner.hf.plan import LayerPlan
+from bochner.hf.plan import Fitted, LayerPlan
 
 if TYPE_CHECKING:
     from bochner.hf.cache import RecurrentLayer
@@ -69,6 +69,10 @@ class LinearAttention(nn.Module):
         """Calibrate all maps on what was seen of the layer."""
         for part in self.parts.values():
             part.fit(samples)
+
+    def fitted(self) -> Fitted:
+        """The maps as they are now, for a plan to bring along."""
+        return Fitted(list(self.plan.fates), {k: v.detach().cpu().clone() for k, v in self.state_dict().items()})
 
     def forward(self, call: Call, cache: RecurrentLayer | None = None) -> Tensor:
         """(b, h, n, v). With a cache, key and value are those it has not seen and `padding` is that of all keys."""

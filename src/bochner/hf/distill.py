@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from bochner._checks import BochnerError, extra
 from bochner._progress import speaker
-from bochner.hf import legacy, observe
+from bochner.hf import observe
 from bochner.hf.adapters import adapters, check_lora, note_again
 from bochner.hf.attention import CHILD, LinearAttention
 from bochner.hf.calibrate import HeadErrors, error_on
@@ -88,7 +88,7 @@ class DistillReport:
         return "\n".join(lines)
 
 
-def distill(model: Any, data: Any, how: Distillation = PLAIN, *, progress: bool | None = None, **old: Any) -> Any:
+def distill(model: Any, data: Any, how: Distillation = PLAIN, *, progress: bool | None = None) -> DistillReport:
     """Train the maps of a converted model on unlabelled data, in place; returns what it did, layer by layer.
 
     `model`: a converted one, also inside a PeftModel. `data`: texts, batches or a `Calibration`; the last eighth is
@@ -98,8 +98,6 @@ def distill(model: Any, data: Any, how: Distillation = PLAIN, *, progress: bool 
 
     Maps stay what they are in every other respect: `save_pretrained`, decoding and `revert` work as before.
     """
-    if old:
-        how, data = legacy.distillation(how, data, old)
     if not isinstance(how, Distillation):
         raise BochnerError(f"The 'how' of distill must be a bochner.Distillation, got {type(how).__name__}.")
     adapted = hasattr(model, "get_base_model")

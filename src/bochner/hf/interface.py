@@ -182,7 +182,6 @@ def attention_forward(
     own: Any = module._modules.get(CHILD)
     if own is not None:
         return converted_forward(module, query, key, value, attention_mask, **kwargs)
-    _refuse_old_files(module)
     _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
     call = read_call(module, query, key, value, attention_mask, kwargs)
     return attend(call, _default_map(call.key)).transpose(1, 2).contiguous(), None
@@ -195,7 +194,6 @@ def converted_forward(
     own: Any = module._modules.get(CHILD)
     if own is None or own.plan.untouched:
         implementation = "sdpa" if own is None else own.original
-        _refuse_old_files(module)
         return original_attention(module, implementation, query, key, value, attention_mask, kwargs)
     cache = layer_of(key) if own.plan.is_causal else None
     _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
@@ -250,14 +248,6 @@ def _default_map(key: Tensor) -> FeatureMap:
     return _default_maps.get((dim, heads, key.device)) or _make_default_map(dim, heads, key.device)
 
 
-def _refuse_old_files(module: nn.Module) -> None:
-    if getattr(getattr(module, "config", None), "bochner", None) is not None:
-        raise BochnerError(
-            "This model was saved by an older version of bochner and is read without its maps; call "
-            "bochner.hf.upgrade(directory) once, and load it again."
-        )
-
-
 def _warn_of_dropout(module: nn.Module, dropout: float) -> None:
     if dropout and not torch.compiler.is_compiling():
         warnings.warn(
@@ -294,6 +284,29 @@ def unwrap(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
     if inner is None:
         raise BochnerError("This SentenceTransformer holds no transformers model.")
     return inner, tokenizer or model.tokenizer
+
+
+def settings_of(model: Any) -> Any:
+    """What a converted model's configuration says of the conversion; None if nothing."""
+    settings = getattr(getattr(unwrap(model)[0], "config", None), "quantization_config", None)
+    return settings if getattr(settings, "quant_method", None) == NAME else None
+
+
+def check_model(model: Any) -> None:
+    """Refuse what cannot be converted, before anything is done."""
+    if not isinstance(model, nn.Module):
+        raise BochnerError(f"The 'model' of convert must be a transformers model, got {type(model).__name__}.")
+    parameter = next(iter(model.parameters()), None)
+    if parameter is None:
+        raise BochnerError("The 'model' of convert has no parameters.")
+    quantized = getattr(getattr(model, "config", None), "quantization_config", None) is not None
+    if (quantized and settings_of(model) is None) or not parameter.is_floating_point():
+        raise BochnerError(
+            f"The 'model' of convert must have floating-point weights, got {parameter.dtype}"
+            f"{' and a quantization config' if quantized else ''}; load it dequantized."
+        )
+    if parameter.device == torch.device("meta"):
+        raise BochnerError("The 'model' of convert is on the meta device, without weights; load them first.")
 
 
 def configs_of(model: nn.Module) -> list[Any]:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError
+from bochner._checks import BochnerError, one_of
+from bochner.hf import inputs
 from bochner.hf.attention import CHILD
 from bochner.hf.calls import Call
 from bochner.hf.interface import (
@@ -234,7 +235,8 @@ def discover_parts(
 
     `parts`: "encoder", "decoder" and "cross" of an encoder-decoder, or names of modules, as "vision_model".
     """
-    shapes = discover(model, {k: v[:1] for k, v in data[0].items()} if data else None, unsupported)
+    one_of(unsupported, "unsupported", "convert", ("keep", "raise"))
+    shapes = discover(model, inputs.first_row(data[0]) if data else None, unsupported)
     if parts is None:
         return shapes
     wanted = [parts] if isinstance(parts, str) else list(parts)

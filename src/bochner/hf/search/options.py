@@ -15,8 +15,7 @@ from bochner.hf.attention import LinearAttention
 from bochner.hf.calibrate import Samples, observe
 from bochner.hf.calls import Call, exact
 from bochner.hf.fates import EXACT, FATES, Fate
-from bochner.hf.observe import recording, run
-from bochner.hf.plan import Fitted, LayerPlan, Plan
+from bochner.hf.plan import LayerPlan, Plan
 from bochner.hf.search.knapsack import Choice
 from bochner.hf.search.texts import Goal
 
@@ -129,24 +128,6 @@ class Space:
             x.name: self.built(self.layers[x.name], x) if x.name in self.layers else LinearAttention(x).to(self.device)
             for x in plan.layers
         }
-
-    def output(self, layers: Mapping[str, Callable[[Call], Tensor]], batch: dict[str, Any]) -> Any:
-        """The model's output with some layers in place of its own."""
-
-        def replaced(name: str, call: Call) -> Tensor | None:
-            return layers[name](call) if name in layers else None
-
-        with recording(self.model, replaced):
-            return run(self.model, batch)
-
-
-def fitted_maps(layers: Mapping[str, LinearAttention]) -> dict[str, Fitted]:
-    """The maps of layers as they are now, for a plan to bring along."""
-    return {
-        name: Fitted(list(layer.plan.fates), {k: v.detach().cpu().clone() for k, v in layer.state_dict().items()})
-        for name, layer in layers.items()
-        if layer.plan.has_map
-    }
 
 
 def candidates(layer: Layer, samples: Samples, goal: Goal) -> list[Fate]:
