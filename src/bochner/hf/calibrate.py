@@ -145,9 +145,6 @@ def attention_weights(call: Call, allowed: Tensor) -> Tensor:
     """The softmax weights (b, h, n, s) in float32; rows that see nothing are zero."""
     key = call.key.repeat_interleave(call.group, dim=1)
     logits = ((call.query.float() @ key.float().mT) * call.scale).masked_fill(~allowed, -torch.inf)
-    if call.sink_logits is not None:
-        sink = call.sink_logits.float()[:, None, None].expand(*logits.shape[:-1], 1)
-        return torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
     return logits.softmax(-1).nan_to_num(0.0)
 
 

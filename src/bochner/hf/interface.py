@@ -61,6 +61,7 @@ REFUSED = {
     "position_bias": "a position bias added to the logits (T5) is not a kernel of query and key",
     "bias": "a bias added to the logits is not a kernel of query and key",
     "softcap": "a soft cap on the logits (Gemma-2) is not a softmax kernel",
+    "s_aux": "a learned sink logit (gpt-oss) is a key without a value",
     "sliding_window": "its own sliding window is linear already",
     "cache": "the paged cache of continuous batching is not supported",
     "indices": "sparse attention by indices is linear already",
@@ -101,8 +102,6 @@ def obstacle(mask: Any, kwargs: dict[str, Any]) -> Obstacle | None:
     if isinstance(mask, Mask):
         if mask.obstacle is not None:
             return mask.obstacle
-        if kwargs.get("s_aux") is not None and not mask.is_causal:
-            return Obstacle("it passes 's_aux', and sinks as extra logits are supported in causal attention only")
     elif mask is not None and mask.ndim != 2:
         return Obstacle(
             f"it passes a mask of shape {tuple(mask.shape)}, and only padding masks (b, s) can be honoured; pass the "
@@ -133,7 +132,7 @@ def read_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if segments is None and kwargs.get("cu_seq_lens_q") is not None:
         segments = _segments(kwargs["cu_seq_lens_q"], query, key)
-    return Call(query, key, value, bool(causal), padding, scale, kwargs.get("s_aux"), segments)
+    return Call(query, key, value, bool(causal), padding, scale, segments)
 
 
 def _segments(bounds: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bochner._timing import best_times
-from bochner.hf.attention import LinearAttention
+from bochner.hf.attention import LinearAttention, layer_seconds
 from bochner.hf.calibrate import Samples, observe
-from bochner.hf.calls import Call, exact
 from bochner.hf.fates import EXACT, FATES, Fate
 from bochner.hf.plan import LayerPlan, Plan
 from bochner.hf.search.knapsack import Choice
@@ -150,27 +147,3 @@ def _can_be_fitted(fate: Fate, layer: Layer, samples: Samples, goal: Goal) -> bo
     far = not layer.plan.is_causal or 2 * samples.length >= layer.length
     rows, window = 2 * getattr(fate, "num_features", 0), 2 * (getattr(fate, "window", None) or 0)
     return far and samples.rows >= rows and samples.length >= window
-
-
-def random_call(plan: LayerPlan, length: int, device: Any = "cpu", dtype: torch.dtype = torch.float32) -> Call:
-    """A call of one sequence of `length` tokens with the heads of a layer."""
-    g = torch.Generator().manual_seed(length)
-    heads = ((plan.num_heads, plan.head_dim), (plan.num_kv_heads, plan.head_dim), (plan.num_kv_heads, plan.value_dim))
-    q, k, v = (torch.randn(1, h, length, d, generator=g).to(device, dtype) for h, d in heads)
-    return Call(q, k, v, plan.is_causal, None, plan.head_dim**-0.5)
-
-
-@torch.no_grad()
-def layer_seconds(
-    layers: Mapping[str, LinearAttention], plan: LayerPlan, length: int, device: Any, dtype: torch.dtype
-) -> dict[str, float]:
-    """Seconds of some layers and of "exact" attention at one length, taking turns on this machine."""
-    call = random_call(plan, length, device, dtype)
-
-    def run(attention: Callable[[Call], Tensor]) -> None:
-        attention(call)
-        if call.query.is_cuda:
-            torch.cuda.synchronize(call.query.device)
-
-    runs = {"exact": partial(run, exact), **{name: partial(run, layer) for name, layer in layers.items()}}
-    return best_times(runs, repeats=3, budget=0.5)
