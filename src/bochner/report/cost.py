@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bochner._timing import best_times
-from bochner.hf.attention import LinearAttention
+from bochner.hf.attention import LinearAttention, random_call
 from bochner.hf.calls import exact
 from bochner.hf.plan import LayerPlan, Plan
-from bochner.hf.search.options import random_call
 from bochner.report import Number, Report
 from bochner.report.charts import line_chart
 
