@@ -37,27 +37,26 @@ Model = Annotated[str, typer.Argument(help="a directory with a transformers mode
 
 
 def demo(
-    model: Annotated[str, typer.Option(help="smollm2 (a decoder) or minilm (an encoder)")] = "smollm2",
     out: Annotated[Path, typer.Option(help="where to write the report")] = Path("bochner-demo.html"),
-    quick: Annotated[bool, typer.Option(help="less text and fewer steps")] = False,
+    quick: Annotated[bool, typer.Option(help="less text")] = False,
     threads: Threads = 1,
     as_json: Json = False,
 ) -> None:
-    """Convert a real pretrained model and report how good the result is.
+    """Shrink the cache of a real language model to a tenth, and report what that costs.
 
     Example: `bochner demo --quick --out report.html`
     """
     from bochner import demo as demonstration
+    from bochner.report import show as shown
 
-    if model not in KNOWN:
-        raise ArgumentError(f"The --model must be 'minilm' or 'smollm2', got {model!r}.")
     check_place(out, "--out")
     use_threads(threads)
-    head, rows, path = demonstration.run(say, out, model=model, quick=quick)
+    rows, path = demonstration.run(say, out, quick=quick)
     if as_json:
-        print_json({"model": model, "table": [dict(zip(head, row, strict=True)) for row in rows], "report": str(path)})
+        table = [dict(zip(demonstration.HEAD, row, strict=True)) for row in rows]
+        print_json({"table": table, "report": str(path)})
         return
-    show(head, rows)
+    show(demonstration.HEAD, [[shown(cell) for cell in row] for row in rows])
     console.print(f"report: {path}", highlight=False)
 
 
@@ -255,7 +254,7 @@ def write_report(path: Path, found: Any, model: Any, tokenizer: Any, source: str
     """The page of a converted model: `found` is the report of a target's search, or the texts held back of a recipe."""
     from bochner.hf.conversion import Conversion
     from bochner.hf.inputs import positions as positions_of
-    from bochner.report.cost import layer_memory, layer_times, typical_layer
+    from bochner.report.cost import layer_times, typical_layer
     from bochner.report.model import Held, head_pictures, recipe_page, target_page
 
     plan = Conversion.of(model).plan if isinstance(found, Held) else found.plan
@@ -264,11 +263,10 @@ def write_report(path: Path, found: Any, model: Any, tokenizer: Any, source: str
     shown["place"] = replace(place, loader=type(model).__name__)
     title = f"{Path(place.name).name} with linear attention"
     if isinstance(found, Held):
-        positions, typical = positions_of(model).get("input_ids"), typical_layer(plan)
+        positions = positions_of(model).get("input_ids")
         lengths = sorted({*LENGTHS[:-1], min(positions or LENGTHS[-2], LENGTHS[-2])})
-        times = layer_times({"as converted": typical}, lengths)
-        shown |= {"memory": layer_memory(typical, "as converted", lengths), "positions": positions}
-        page = recipe_page(title, plan, found.quality(model), held=found, times=times, **shown)
+        times = layer_times({"as converted": typical_layer(plan)}, lengths)
+        page = recipe_page(title, plan, found.quality(model), held=found, times=times, positions=positions, **shown)
     else:
         lengths = [n for n in LENGTHS if n <= 2 * max(found.goal.length, 1024)]
         times = layer_times({"as chosen": typical_layer(plan)}, lengths)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from dataclasses import asdict
 from typing import Annotated
 
@@ -89,7 +88,7 @@ def parallel(
 
     Example: `bochner plan parallel --length 1000000 --devices 64 --microseconds 0.5`
     """
-    from bochner.report.parallel import AttentionShape, Network, sequence_parallel_cost
+    from bochner.report.parallel import AttentionShape, Network, sequence_parallel_cost, shard_seconds
 
     for option, value in (("--gigabytes", gigabytes), ("--latency", latency), ("--microseconds", microseconds)):
         if value is not None and not 0 < value < math.inf:
@@ -97,15 +96,10 @@ def parallel(
     if kv_heads is not None and heads % kv_heads:
         raise ArgumentError(f"The --heads must be a multiple of --kv-heads {kv_heads}, got {heads}.")
     use_threads(threads)
-    shape = {"heads": heads, "kv_heads": kv_heads or heads, "dim": dim, "num_features": num_features}
-    seconds = shard_seconds(-(-length // devices), is_causal=causal, **shape) if microseconds is None else None
-    cost = sequence_parallel_cost(
-        length,
-        devices,
-        AttentionShape(heads, kv_heads, dim, num_features, is_causal=causal),
-        Network(gigabytes * 1e9, latency * 1e-6),
-        seconds_per_token=seconds if microseconds is None else microseconds * 1e-6,
-    )
+    layer = AttentionShape(heads, kv_heads, dim, num_features, is_causal=causal)
+    seconds = shard_seconds(layer, -(-length // devices)) if microseconds is None else microseconds * 1e-6
+    network = Network(gigabytes * 1e9, latency * 1e-6)
+    cost = sequence_parallel_cost(length, devices, layer, network, seconds_per_token=seconds)
     if as_json:
         print_json({**asdict(cost), "layers": layers, "memory": cost.memory, "seconds": layers * cost.seconds})
         return
@@ -122,34 +116,3 @@ def parallel(
     show(["one device", "linear", "exact, in a ring"], rows, f"{length:,} tokens on {devices} devices")
     if microseconds is None:
         print("The device's time was measured on this machine; give --microseconds for another device.")
-
-
-def shard_seconds(
-    tokens: int, *, heads: int, kv_heads: int, dim: int, num_features: int, is_causal: bool
-) -> float | None:
-    """Seconds per token of a shard on this machine, by `sequence_parallel_attention` itself in a group of one.
-
-    Attention that is not split is faster: its state need not be there before the first query is answered. None where
-    torch has no process groups, or is in one: then the shard is measured as attention that is not split.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from bochner._timing import best_times
-    from bochner.attention.parallel import sequence_parallel_attention
-    from bochner.maps import feature_map
-    from bochner.report.parallel import SAMPLE
-
-    if not dist.is_available() or dist.is_initialized() or not dist.is_gloo_available():
-        return None
-    n = min(tokens, SAMPLE)
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, h, n, dim, generator=g) for h in (heads, kv_heads, kv_heads))
-    phi = feature_map("positive", dim=dim, num_features=num_features)
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            runs = {"shard": lambda: sequence_parallel_attention(q, k, v, phi, is_causal=is_causal)}
-            return best_times(runs, repeats=3)["shard"] / n
-        finally:
-            dist.destroy_process_group()
