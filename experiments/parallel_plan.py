@@ -1,7 +1,7 @@
-"""What `bochner plan parallel` predicts, against measured runs: attention over two processes of this machine.
+"""What `sequence_parallel_cost` predicts, against measured runs: attention over two processes of this machine.
 
 One thread a process, gloo; the bandwidth and latency of the network are measured by reductions of two sizes, the
-device's time by one shard of at most 4,096 tokens in a group of one process, as `bochner plan parallel` does. Call it
+device's time by one shard of at most 4,096 tokens in a group of one process, by `shard_seconds`. Call it
 on an idle machine.
 """
 

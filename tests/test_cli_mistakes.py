@@ -156,10 +156,6 @@ def test_a_wrong_option_is_refused_before_the_model_is_measured(
         (["train", "listops", "--option", "learnable"], "An --option is NAME=VALUE"),
         (["fetch", "nothing"], "nothing"),
         (["search", "minilm", "--report", "."], "'.' is a directory; give a file"),
-        (["plan", "parallel", "--gigabytes", "0"], "The --gigabytes must be positive"),
-        (["plan", "parallel", "--microseconds", "-1"], "The --microseconds must be positive"),
-        (["plan", "parallel", "--latency", "nan"], "The --latency must be positive"),
-        (["plan", "parallel", "--kv-heads", "5"], "The --heads must be a multiple of --kv-heads 5, got 32"),
         (["plan", "features", "--error", "nan"], "The --error must be positive"),
     ],
 )
@@ -203,7 +199,6 @@ def test_absurd_numbers_of_features_stay_readable(monkeypatch: pytest.MonkeyPatc
         ["convert", "minilm", "out", "--features", "many"],
         ["convert", "minilm"],
         ["demo", "--threads", "-1"],
-        ["plan", "parallel", "--devices", "0"],
         ["convert", "minilm", "out", "--steps", "-3"],
         ["train", "listops", "--steps", "-3"],
         ["train", "listops", "--features", "0"],
