@@ -10,19 +10,19 @@ import typer
 from bochner._checks import ArgumentError
 from bochner.cli.common import Json, print_json, show
 
-app = typer.Typer(no_args_is_help=True, help="Plan before you compute: how many features an error needs.")
+app = typer.Typer(no_args_is_help=True, help="Find out how many features an error needs.")
 MAPS = ("trig", "positive", "hyperbolic", "optimal")
 
 
 @app.command()
 def features(
-    error: Annotated[float, typer.Option(help="the relative error of a kernel value, root mean square")] = 0.1,
-    norm: Annotated[float, typer.Option(help="norm of queries and keys, scaled by d^(-1/4)")] = 1.0,
-    angle: Annotated[float, typer.Option(help="angle between query and key, in degrees")] = 60.0,
+    error: Annotated[float, typer.Option(help="relative error of a kernel value (root mean square)")] = 0.1,
+    norm: Annotated[float, typer.Option(help="length of queries and keys, each times d^(-1/4)")] = 1.0,
+    angle: Annotated[float, typer.Option(help="degrees between query and key")] = 60.0,
     dim: Annotated[int, typer.Option(min=2, help="head size")] = 64,
     as_json: Json = False,
 ) -> None:
-    """The least number of features of every map with a closed form that keeps an error.
+    """Show how many features each map needs to stay below an error.
 
     Example: `bochner plan features --error 0.1 --norm 1.5 --dim 64`
     """
