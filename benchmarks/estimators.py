@@ -15,6 +15,7 @@ import csv
 import io
 import json
 import multiprocessing
+import os
 import resource
 import tarfile
 import time
@@ -261,14 +262,14 @@ def one_table(name: str, model: str) -> dict[str, Any]:
 
 
 def apart(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """The result of a function that runs in a new process, whose memory is its own."""
+    """The result of a function that runs in a new process, on one thread, whose memory is its own."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # read when the process starts
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 
 
 def process(name: str, kernel: str, peer: bool) -> dict[str, Any]:
     """Fit up to 2,000 rows, or two thirds; predict up to 4,000 others with deviations; accuracy and coverage."""
-    torch.set_num_threads(1)
     X, y = (TABLES | CONFIRMING)[name]()
     order = np.random.default_rng(0).permutation(len(X))
     n = min(2000, 2 * len(X) // 3)
