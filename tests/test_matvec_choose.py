@@ -41,7 +41,7 @@ def test_planted_problems_get_the_method_that_suits_them(points, bandwidth, prod
     assert K.method == K.plan.method == method
     predicted = {option.method: option.total(products) for option in K.plan.options}
     assert min(predicted, key=predicted.get) == method or method == "exact"
-    assert f"Method {method}:" in K.explain()
+    assert f"Method {method}:" in str(K.plan)
     rows = np.arange(0, 12_000, 60)
     x = np.cos(np.arange(12_000.0))
     error = (K @ x)[rows] - dense(points[rows], points, bandwidth) @ x

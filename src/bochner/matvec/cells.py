@@ -394,13 +394,6 @@ class CellsEngine(TileEngine):
         weight = self.index.keys.cell_sums(x.abs()[self.index.keys.order])[:, 0]
         return Certified(value, rows + (self.near.skipped @ weight)[self.queries.label] * (1.0 + 1e-9))
 
-    def describe(self) -> str:
-        share = self.near.pairs(self.queries, self.index.keys) / math.prod(self.problem.shape)
-        return (
-            f"{self.index.cells} cells; a product evaluates {share:.2%} of the matrix. What is skipped is at most "
-            f"{self.near.norm:.2g} |x|, for every x."
-        )
-
 
 def cells_engine(problem: Problem, index: Index) -> CellsEngine:
     """Cells for these queries."""

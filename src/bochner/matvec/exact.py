@@ -140,7 +140,3 @@ class ExactEngine(TileEngine):
     @property
     def norm(self) -> float:
         return self.lost
-
-    def describe(self) -> str:
-        how = "double" if self.dtype == torch.float64 else "single"
-        return f"A product evaluates {self.pairs} pairs, all of them, in {how} precision."

@@ -228,6 +228,3 @@ class LowRankEngine(Engine):
     def certified(self, x: Tensor) -> Certified:
         size = float((self.roots[1] * x.abs()[:, 0]).sum())  # |R_ij| <= sqrt(R_ii R_jj)
         return Certified(self.apply(x), self.roots[0] * size + self._entry * float(x.abs().sum()))
-
-    def describe(self) -> str:
-        return f"Rank {self.factor.rank}; what is left out is at most {self.norm:.2g} |x|, for every x."

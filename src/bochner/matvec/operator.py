@@ -141,15 +141,6 @@ class KernelOperator(LinearOperator):
         """Whether eps is kept for every x: always, but for a factor that was asked for and is too small."""
         return self._engine.certain
 
-    def explain(self) -> str:
-        """What was chosen, why, and what it costs, in words."""
-        n, s = self.shape
-        return (
-            f"{n} x {s} {self.kernel.name} kernel {self.kernel.profile.formula}, bandwidth "
-            f"{self.kernel.told_bandwidth}, eps {self.eps:g}. Built in {self.build_seconds:.2g} s.\n{self.plan}\n"
-            f"{self._engine.describe()}"
-        )
-
     def __repr__(self) -> str:
         shift = f", shift={self.shift:g}" if self.shift else ""
         return (

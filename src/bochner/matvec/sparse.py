@@ -128,7 +128,3 @@ class SparseEngine(Engine):
         tiny = self.cells._relative()[2] * float(x.abs().sum())
         rounding = self.relative * (1.0 + 2.0 * self.relative) * (y[:, 1] + lost)
         return Certified(y[:, :1], lost * float(x.abs().max()) + rounding + tiny)
-
-    def describe(self) -> str:
-        share = self.pairs / math.prod(self.problem.shape) * (2 if self.symmetric else 1)
-        return f"{share:.2%} of the matrix is kept. What is left out is at most {self.left_out:.2g} |x|, for every x."
