@@ -114,7 +114,7 @@ def absorb_keys(call: Call, sums: Sums, keys: Keys) -> Sums:
 
 
 def scan_rows(
-    call: Call, q: Tensor, keys: Keys, sinks: Sinks | None, sums: Sums, layout: Layout, *, goes_on: bool = False
+    call: Call, q: Tensor, keys: Keys, sinks: Sinks | None, sums: Sums, layout: Layout
 ) -> tuple[Tensor, Tensor | None, Sums]:
     """Rows of q (b, g, r, n, d) laid out among keys, which are bad, and the sums after them."""
     parts = layout.parts(rows_at_once(call, layout, keys.k))
@@ -131,7 +131,7 @@ def scan_rows(
         refs = torch.stack([s.ref for s in reversed(found)], dim=2)
         tensors["behind"] = torch.stack([s.value for s in reversed(found)], dim=2)
     there = {name: t for name, t in tensors.items() if t is not None}
-    scan = Scan(call, layout, parts, list(there), keys.padded, keys.far_holes, sinks, goes_on, refs)
+    scan = Scan(call, layout, parts, list(there), keys.padded, keys.far_holes, sinks, refs)
     if torch.is_grad_enabled() and call.recompute and not call.composed:
         out, bad, *after = recomputed(scan, call.map, list(there.values()), sums)
     else:
@@ -148,7 +148,7 @@ class Scan(NamedTuple):
     Tensors by their `names`: q (b, g, r, n, d); k, v (b, g, s, .); those of sinks (b, g, t, .); with decay the shifts
     of both (.., 1); of bidirectional windows the sums behind each part (b, g, parts, m, c), whose references are
     `refs_behind` (b, g, parts). `padded`, `far_holes` (b, s): keys that count for nothing, and those that the kernel
-    leaves out. `goes_on`: whether the sums after the last part are wanted.
+    leaves out.
     """
 
     call: Call
@@ -158,7 +158,6 @@ class Scan(NamedTuple):
     padded: Tensor | None
     far_holes: Tensor | None
     sinks: Sinks | None
-    goes_on: bool
     refs_behind: Tensor | None
 
     def forward(
@@ -283,7 +282,7 @@ class Scan(NamedTuple):
         if keys is None or layout.single:
             return Sums(carry.value.unsqueeze(2), carry.ref.unsqueeze(-1)), carry
         gone = max(0, min(layout.gone - part.blocks.start, t)) if part.rows.stop == layout.block else 0
-        if part.is_last and not self.goes_on:
+        if part.is_last and not self.call.goes_on:
             gone = 0
         if self.call.near.is_causal:  # references that grow, so that no later key moves a row even by rounding
             psi, scale, columns = keys.map(lambda x: x[:, :, :t])
