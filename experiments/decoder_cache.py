@@ -61,8 +61,9 @@ def rounded(x: Tensor, bits: int) -> Tensor:
 
 def read_rounded(model: Any, ids: Tensor, bits: int) -> Tensor:
     """Losses with all keys and values rounded."""
+    from _models import token_losses
+
     from bochner.hf.calls import Call, exact
-    from bochner.hf.evaluate import token_losses
     from bochner.hf.observe import recording
 
     def look(name: str, call: Call) -> Tensor:

@@ -38,7 +38,7 @@ from bochner.estimators.nystrom import (
     right_side,
     shown,
 )
-from bochner.estimators.rows import ArrayRows, Rows, StreamedRows, blockwise, dask_rows, is_dask
+from bochner.estimators.rows import Rows, array_rows, blockwise, dask_rows, is_dask, streamed_rows
 from bochner.matvec import Kernel, Preconditioner, conjugate_gradients, pivoted_cholesky
 
 MAX_PASSES = 200
@@ -58,7 +58,7 @@ class _CenterModel(BaseEstimator):
         if callable(X):
             if y is not None or weight is not None:
                 raise BochnerError(f"{owner} takes y and the weights of an iterator of blocks from its blocks alone.")
-            return StreamedRows(start=X)
+            return streamed_rows(X)
         if hasattr(X, "__next__"):
             raise BochnerError(
                 f"{owner} reads the blocks several times: give a function that returns a new iterator, not an iterator."
@@ -69,7 +69,7 @@ class _CenterModel(BaseEstimator):
             self, X, y, dtype=[np.float64, np.float32], multi_output=self._numeric, y_numeric=self._numeric
         )
         weight = None if weight is None else check_weight(weight, len(X), owner)
-        return ArrayRows(arrays=(X, y, weight))
+        return array_rows(X, y, weight)
 
     def _begin(self, X: Any, y: Any, weight: Any) -> tuple[Rows, float, float, Centers | np.ndarray | None]:
         """What every fit begins with: alpha, tol, centres, and the rows, their targets encoded and measured."""
@@ -208,7 +208,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
 
     def _fit_rows(self, rows: Rows, alpha: float, tol: float, seed: int) -> KernelRidge:
         """Every row is a centre: `(S K S + alpha I) S^-1 c = S (y - offset)`, S = diag(sqrt(weight))."""
-        if not isinstance(rows, ArrayRows) and len(rows) > EXACT:
+        if not rows.held and len(rows) > EXACT:
             raise BochnerError(
                 f"{type(self).__name__}(centers='all') would hold all {len(rows)} rows; give a number of centers."
             )
@@ -406,7 +406,7 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
         return self
 
     def _encoder(self, rows: Rows) -> Callable[[Any], np.ndarray]:
-        self.classes_ = np.unique(np.concatenate(rows.each(_labels)))
+        self.classes_ = np.unique(np.concatenate(list(rows.each(_labels))))
         if len(self.classes_) < 2:
             raise BochnerError(
                 f"{type(self).__name__}.fit needs at least two classes, got only one class, {self.classes_[0]!r}."

@@ -392,7 +392,7 @@ class NearHeads(FateModule):
         near = self.near
         if near is None or near.has_map or near.window is None or not self.is_causal or call.query.shape[-2] == 1:
             return None
-        if call.sink_logits is not None or is_composed() or (call.padding is not None and bool(call.padding.any())):
+        if is_composed() or (call.padding is not None and bool(call.padding.any())):
             return None
         return Near(True, near.window, near.sinks, near.window_kind)
 

@@ -239,6 +239,20 @@ def check(model: Any, data: Sequence[dict[str, Tensor]]) -> None:
             )
 
 
+def stream(data: Sequence[dict[str, Tensor]]) -> Tensor:
+    """The tokens of a language model's texts, one after another, without padding."""
+    if any("input_ids" not in b for b in data):
+        raise BochnerError(
+            "A language model is judged by the tokens that it predicts: give texts or 'input_ids' as data, got batches "
+            f"of {sorted(data[0])}."
+        )
+    found = []
+    for batch in data:
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        found += [row[keep.bool()] for row, keep in zip(batch["input_ids"], mask, strict=True)]
+    return torch.cat(found)
+
+
 def first_row(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The first example of a batch."""
     return {k: v[:1] for k, v in batch.items()}

@@ -288,8 +288,9 @@ def _cells_options(problem: Problem, near: float, kept: float, dtype: torch.dtyp
     overhead = GATHER / 4 * dtype.itemsize * (d + 16) * pairs * count / n + count * CELL_CALLS * call
     fact = f"about {near / (n * s):.0%} of the pairs are near"
     every = Option("cells", setup + tiles.build, SMALL_TILES * tiles.product + overhead, fact, dtype)
-    keep = setup + pairs * (LOOK + entry) + KEEP * kept * n * s + 2 * overhead
-    again = 20 * call + 1.5e-9 * kept * n * s + 4e-9 * (n + s)
+    double, _ = pair_seconds(problem.kernel.name, d, torch.float64)
+    keep = setup + pairs * (LOOK + double) + KEEP * kept * n * s + 2 * overhead
+    again = 20 * call + 3e-9 * kept * n * s + 2e-8 * (n + s)
     return [every, Option("sparse", keep, again, f"about {kept:.1%} of the entries would be kept", dtype)]
 
 
