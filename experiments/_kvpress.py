@@ -3,8 +3,8 @@
     python experiments/_kvpress.py texts.pt MODEL      (texts.pt: `{name: tokens (1, 4400)}`, saved by torch)
 
 A press compresses once, behind a text of 4,000 tokens. What it loses is measured on the next 400 tokens, and on
-passages that come again as in `decoder_texts.py`. Bytes are those of the tensors in the cache, as bfloat16. Presses that
-leave each head another number of keys free nothing: they hide keys in place, and `keys_used` says how many are left.
+passages that come again as in `decoder_texts.py`. Bytes are those of the tensors in the cache, as bfloat16. Presses
+that leave each head another number of keys free nothing: they hide keys in place, and `keys_used` says how many stay.
 """
 
 from __future__ import annotations
