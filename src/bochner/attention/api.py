@@ -150,7 +150,10 @@ def _attend(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tenso
         if not math.isfinite(given):
             refuse_values("linear_attention", q, keys.k, keys.v, decay)
         if not math.isfinite(rows) and not bool(result.out.isfinite().all()):
-            result = _smaller_values(call, q, keys, state, decay)
+            raise BochnerError(
+                f"The sums of linear_attention leave {call.map.dtype}; scale {'v' if call.normalize else 'q and k'} "
+                "down or pass float64."
+            )
         if result.bad is not None and any(count):
             _report(call.map, int(count[0]), result.bad.numel(), options.on_small_normalizer)
     if options.on_small_normalizer == "zero" and result.bad is not None and not call.map.positive:
@@ -166,16 +169,6 @@ def _total(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | 
     if sum(t.numel() for t in found) < 2**14:  # one copy is less work than several sums
         return torch.cat([t.reshape(-1) for t in found]).sum(dtype=dtype)
     return torch.stack([t.sum(dtype=dtype) for t in found]).sum()
-
-
-def _smaller_values(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None) -> Result:
-    """Attention is linear in the values: those whose sums overflow are made smaller by a power of two, exactly."""
-    if state is not None or call.goes_on or not call.normalize:
-        what = "'v'" if call.normalize else "'q' and 'k'"
-        raise BochnerError(f"The sums of linear_attention leave {call.map.dtype}; scale {what} down or pass float64.")
-    size = 2.0 ** math.ceil(math.log2(max(1.0, float(keys.v.detach().abs().amax()))))
-    result = attention(call, q, keys._replace(v=keys.v / size), None, decay)
-    return result._replace(out=result.out * size)
 
 
 def _unseen(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None) -> Result:

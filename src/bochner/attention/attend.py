@@ -83,14 +83,10 @@ def after_keys(call: Call, keys: Keys, state: State) -> State:
 
 def _lowered(state: State, decay: Tensor) -> State:
     """A state counted from the last key on, after decays that sum up to (b, g): its numbers never grow large."""
-    dtype, sums, window = state.sums.dtype, state.sums, state.window
+    dtype, sums = state.sums.dtype, state.sums
     if decay.requires_grad:
         sums = sums * (decay - decay.detach()).to(dtype).exp()[..., None, None]
-    if window is not None:
-        held, sinks = (
-            t if t.shift is None else t._replace(shift=(t.shift + decay[..., None, None]).to(dtype)) for t in window[:2]
-        )
-        window = window._replace(held=held, sinks=sinks)
+    window = None if state.window is None else _decayed(state.window, decay[..., None, None], dtype)
     return state._replace(sums=sums, log_scale=(state.log_scale + decay.detach()).to(dtype), window=window)
 
 
@@ -244,7 +240,7 @@ def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) 
     if decay is not None:  # everything is counted from this token on
         decay = decay.to(u.dtype).expand(b, g, 1)
         sums = sums._replace(ref=sums.ref + decay.squeeze(-1))
-        window = None if window is None else _decayed(window, decay.unsqueeze(-1))
+        window = None if window is None else _decayed(window, decay.unsqueeze(-1), u.dtype)
     new = pad(u, (0, 1), value=1.0)  # (b, g, 1, v + 1)
     total = state.total + (new if mask is None else new.masked_fill(spread_mask(mask), 0)).squeeze(2)
     phi, own = prepared.few_features("query", x, scaled=near.exact)
@@ -270,9 +266,9 @@ def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) 
     return Result(out, State(*sums, total, window, state.origin), bad)
 
 
-def _decayed(window: WindowState, decay: Tensor) -> WindowState:
+def _decayed(window: WindowState, decay: Tensor, dtype: torch.dtype) -> WindowState:
     """A window whose keys weigh exp(decay) of what they did, (b, g, 1, 1)."""
-    shifts = [decay.expand(*t.k.shape[:3], 1) if t.shift is None else t.shift + decay for t in window[:2]]
+    shifts = [(decay.expand(*t.k.shape[:3], 1) if t.shift is None else t.shift + decay).to(dtype) for t in window[:2]]
     held, sinks = (t._replace(shift=shift) for t, shift in zip(window[:2], shifts, strict=True))
     return window._replace(held=held, sinks=sinks)
 
