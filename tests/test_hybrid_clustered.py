@@ -203,7 +203,6 @@ def test_kmeans_finds_separated_clusters_and_does_not_depend_on_the_global_seed(
         (lambda: ClusteredFeatures(4, 8, num_clusters=(2, 2, 2)), "pair"),
         (lambda: ClusteredFeatures(4, 8, coefficients="soft"), "coefficients"),
         (lambda: ClusteredFeatures(4, 8, diagonal="dense"), "diagonal"),
-        (lambda: ClusteredFeatures(4, 8, breadth=0.0), "breadth"),
         (lambda: ClusteredFeatures(4, 8, num_clusters=3).calibrate_(torch.ones(5, 4), torch.ones(5, 4)), "distinct"),
     ],
 )

@@ -189,7 +189,7 @@ def dask_rows(X: Any, y: Any, weight: Any, owner: str) -> DaskRows:
         values = counted(values)
         if values.shape[0] != X.shape[0]:
             raise BochnerError(f"{owner} has {X.shape[0]} rows of X and {values.shape[0]} of y or sample_weight.")
-        return list(values.rechunk({0: X.chunks[0], **{axis: -1 for axis in range(1, values.ndim)}}).to_delayed().ravel())
+        return list(values.rechunk({0: X.chunks[0], **dict.fromkeys(range(1, values.ndim), -1)}).to_delayed().ravel())
 
     return DaskRows(lambda: iter(()), parts=tuple(zip(X.to_delayed().ravel(), cut(y), cut(weight), strict=True)))
 
