@@ -323,6 +323,26 @@ def test_pictures_are_drawn_from_stored_figures_alone(tmp_path: Path, framework:
     )
 
 
+FAST = ("angular_limits", "attention_output_error", "gaussian_coefficients", "hybrid_surface", "iterated_bernstein")
+FAST += ("kernel_complexity", "massive_pairs", "positive_variance")
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_small_form_runs_and_says_no_worse_than_the_stored_result(
+    name: str, tmp_path: Path, framework: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    before = framework.stored(name)["said"]["verdict"]
+    monkeypatch.setattr(framework, "RESULTS", tmp_path)
+    monkeypatch.setattr(importlib.import_module("_pictures"), "IMAGES", tmp_path)
+    declared = framework.load(name)
+    said = framework.run(declared, dict(declared.quick))
+    assert said.verdict in framework.GOOD or before not in framework.GOOD, said
+    assert json.loads((tmp_path / f"{name}.json").read_text())["made"]["options"] == json.loads(
+        json.dumps(declared.quick)
+    )
+
+
 # Experiments whose arithmetic is their own.
 
 

@@ -29,7 +29,6 @@ from bochner.estimators.nystrom import (
     Basis,
     Centers,
     CrossKernel,
-    factored,
     leave_one_out,
     logistic,
     make_basis,
@@ -39,17 +38,25 @@ from bochner.estimators.nystrom import (
     shown,
 )
 from bochner.estimators.rows import Rows, array_rows, blockwise, dask_rows, is_dask, streamed_rows
-from bochner.matvec import Kernel, Preconditioner, conjugate_gradients, pivoted_cholesky
+from bochner.matvec import Kernel, Preconditioner, conjugate_gradients, pivoted_cholesky, ridge_factor
 
 MAX_PASSES = 200
 COMPARED_ROWS, COMPARED_CENTERS = 10_000, 1000  # of leave-one-out errors
 LEARNED_ROWS = 1500  # from which bandwidths are learned
 
 
+@dataclass(eq=False, repr=False)
 class _CenterModel(BaseEstimator):
     """`f(x) = offset + sum_j c_j K(x, z_j)`: reading rows, scaling them, and evaluating f."""
 
-    _numeric = True
+    alpha: float = 0.1
+    _: KW_ONLY
+    kernel: str = "gaussian"
+    gamma: Any = "auto"
+    centers: Any = "auto"
+    standardize: bool = True
+    tol: float = 3e-3
+    random_state: Any = 0
 
     def _read(self, X: Any, y: Any, weight: Any) -> Rows:
         owner = f"{type(self).__name__}.fit"
@@ -65,9 +72,8 @@ class _CenterModel(BaseEstimator):
             )
         if is_dask(y) or is_dask(weight):
             raise BochnerError(f"The 'y' of {owner} is a Dask array and X is not; call .compute() on it, or chunk X.")
-        X, y = validate_data(
-            self, X, y, dtype=[np.float64, np.float32], multi_output=self._numeric, y_numeric=self._numeric
-        )
+        numeric = isinstance(self, KernelRidge)
+        X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], multi_output=numeric, y_numeric=numeric)
         weight = None if weight is None else check_weight(weight, len(X), owner)
         return array_rows(X, y, weight)
 
@@ -179,15 +185,8 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
     1.0
     """
 
-    alpha: float = 0.1
     _: KW_ONLY
-    kernel: str = "gaussian"
-    gamma: Any = "auto"
-    centers: Any = "auto"
-    standardize: bool = True
-    tol: float = 3e-3
     warm_start: bool = False
-    random_state: Any = 0
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelRidge:
         rows, alpha, tol, centers = self._begin(X, y, sample_weight)
@@ -218,9 +217,8 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
         root = torch.from_numpy(np.sqrt(block.weights))[:, None]
         target = root * torch.from_numpy(block.y - self.offset_)
         if len(X) <= EXACT:
-            matrix = root * kernel.block(points) * root.T
-            matrix.diagonal().add_(alpha)
-            solution, self.n_iter_, self.solver_ = torch.cholesky_solve(target, factored(matrix, alpha)), 1, "cholesky"
+            lower = ridge_factor(root * kernel.block(points) * root.T, alpha)
+            solution, self.n_iter_, self.solver_ = torch.cholesky_solve(target, lower), 1, "cholesky"
         else:
             factor = pivoted_cholesky(kernel, points, 1000, seed=seed, stop=lambda trace, r: trace <= 2 * alpha * r)
             found = conjugate_gradients(
@@ -357,7 +355,6 @@ class KernelRidgeCV(KernelRidge):
         self._set_kernel(gamma, rows, seed)
 
 
-@dataclass(eq=False, repr=False)
 class KernelClassifier(ClassifierMixin, _CenterModel):
     """Kernel logistic regression, `min_f sum_i w_i loss(y_i, f(x_i)) + alpha/2 |f|^2`; columns are standardised.
 
@@ -381,17 +378,6 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
     >>> model.predict([[0.1], [0.9]])
     array([False,  True])
     """
-
-    _numeric = False
-
-    alpha: float = 0.1
-    _: KW_ONLY
-    kernel: str = "gaussian"
-    gamma: Any = "auto"
-    centers: Any = "auto"
-    standardize: bool = True
-    tol: float = 3e-3
-    random_state: Any = 0
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelClassifier:
         rows, alpha, tol, centers = self._begin(X, y, sample_weight)

@@ -82,12 +82,12 @@ class Rows:
         parts = np.split(drawn, np.searchsorted(drawn, ends[:-1]))
         shares = [part - end + m if len(part) else None for part, end, m in zip(parts, ends, self.lengths, strict=True)]
         found = zip(*self.each(_take, shares=shares), strict=True)
-        return Block(*(None if part[0] is None else np.concatenate(part) for part in found))
+        return Block._make(None if part[0] is None else np.concatenate(part) for part in found)
 
 
 def finished(part: tuple[Any, ...], encode: Callable[[Any], np.ndarray] | None) -> Block:
     """One block with its targets; runs where the block is."""
-    X, y, weight = (None if value is None else np.asarray(value) for value in part)
+    X, y, weight = np.asarray(part[0]), *(None if value is None else np.asarray(value) for value in part[1:])
     if y is not None and len(y) != len(X):
         raise BochnerError(f"A block has {len(X)} rows of X and {len(y)} of y; they must be as many.")
     return Block(X, y if encode is None or y is None else encode(y), weight)
@@ -102,7 +102,7 @@ def add_all(parts: Iterable[Sums]) -> Sums:
 
 
 def _take(block: Block, index: np.ndarray) -> Block:
-    return Block(*(None if part is None else part[index] for part in block))
+    return Block._make(None if part is None else part[index] for part in block)
 
 
 def _whole(block: Block) -> Block:

@@ -110,13 +110,13 @@ class Text:
     Short texts have room for one or two of them: `turn`, the number of a text, says from where.
     """
 
-    def __init__(self, tokens: Tensor, turn: int = 0, passages: int = PASSAGES) -> None:
+    def __init__(self, tokens: Tensor, turn: int = 0) -> None:
         room = int(REPEATED * len(tokens))
         self.passage = min(PASSAGE, room)
         self.lead = min(LEAD, self.passage // 4)
         if self.passage < 2 * LEAD:
             raise BochnerError(f"Too little text to judge a language model by: {len(tokens)} tokens; give more texts.")
-        count = min(passages, room // self.passage)
+        count = min(PASSAGES, room // self.passage)
         self.body = tokens[: -self.passage * count]
         step = (len(self.body) - self.passage) / PASSAGES  # the last begins a quarter of the text before its end
         places = sorted((turn + i * (PASSAGES // count)) % PASSAGES for i in range(count))

@@ -14,11 +14,7 @@ from torch import Tensor, nn
 from bochner._checks import BochnerError, extra, positive_int
 
 POSITION_NAMES = ("posit", "wpe")  # of tables of positions, in all families
-SENSES = (
-    "pixel_values",
-    "input_features",
-    "input_values",
-)  # inputs beside which token ids may stand for something else
+SENSES = ("pixel_values", "input_features", "input_values")  # beside these, token ids may stand for something else
 
 
 def positions(model: Any) -> dict[str, int]:

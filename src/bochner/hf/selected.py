@@ -242,7 +242,8 @@ class SelectedState:
         else:
             there = ~padding
             position = torch.where(there, self.real[:, None] + there.cumsum(1) - 1, -1)
-        k, v = self._stored(k, v)
+        if self.basis is not None:  # values are only rotated: those of attention sinks are near zero and stay so
+            k, v = self.basis.keys(k), v @ rotation(v.shape[-1]).to(v)
         known = padding is None and self.complete  # no sink and no padding among the tokens
         if not self.complete:
             self._add_sinks(k, v, position)
@@ -255,15 +256,6 @@ class SelectedState:
         self.real = self.real + (n if padding is None else there.sum(1))
         self.seen += n
         return (out if padding is None else out.masked_fill(padding[:, None, :, None], 0)).to(dtype)
-
-    def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (b, g, n, .) in the basis in which they are stored; stacked where they are of one size."""
-        if self.basis is not None:
-            k = self.basis.scaled(k)
-        both = [torch.stack([k, v])] if k.shape == v.shape else [k, v]
-        if self.basis is not None:
-            both = [x @ rotation(x.shape[-1]).to(x) for x in both]
-        return (both[0][0], both[0][1]) if len(both) == 1 else (both[0], both[1])
 
     def _encode(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Codes (b, g, n, .) of keys and values side by side, and their steps (b, 2, g, n), which some have not."""
@@ -361,7 +353,7 @@ class SelectedState:
         """
         g, first = len(self.segments), self.kept.sinks
         rows = q.unflatten(1, (g, -1)) * scale
-        if self.basis is not None and self.basis.scale is not None:
+        if self.basis is not None:
             rows = rows / self.basis.scale[:, None].to(rows.dtype)
         # 1. Queries for sinks and for stored numbers; what stands for zero adds an offset.
         reader = reading(self.precision, q.shape[-1], self.basis is not None)
@@ -412,7 +404,8 @@ class SelectedState:
             last = torch.arange(pool.rank.shape[1] - window, pool.rank.shape[1], device=q.device)
             self._put(pool, last, after[head])
         self.moved = None
-        return out.flatten(1, 2) if self.basis is None else Basis().back(out.flatten(1, 2))
+        out = out.flatten(1, 2)
+        return out if self.basis is None else out @ rotation(out.shape[-1]).to(out).mT
 
     def _put(self, pool: Pool, source: Tensor, slots: Tensor) -> None:
         """Copy rows of a pool, (m,) or (b, m), to slots; slots left over become empty."""

@@ -22,7 +22,7 @@ from .engine import Problem
 from .exact import PlacedKeys
 from .inputs import OWNER, as_points, as_real, as_values
 from .kernels import Kernel
-from .lowrank import LowRankEngine, Preconditioner, pivoted_cholesky
+from .lowrank import LowRankEngine, Preconditioner, pivoted_cholesky, ridge_factor
 from .solve import LogDet, conjugate_gradients, logdet
 from .tiles import BLOCK
 
@@ -140,15 +140,6 @@ class KernelOperator(LinearOperator):
     def certain(self) -> bool:
         """Whether eps is kept for every x: always, but for a factor that was asked for and is too small."""
         return self._engine.certain
-
-    def explain(self) -> str:
-        """What was chosen, why, and what it costs, in words."""
-        n, s = self.shape
-        return (
-            f"{n} x {s} {self.kernel.name} kernel {self.kernel.profile.formula}, bandwidth "
-            f"{self.kernel.told_bandwidth}, eps {self.eps:g}. Built in {self.build_seconds:.2g} s.\n{self.plan}\n"
-            f"{self._engine.describe()}"
-        )
 
     def __repr__(self) -> str:
         shift = f", shift={self.shift:g}" if self.shift else ""
@@ -364,12 +355,7 @@ class KernelOperator(LinearOperator):
         return Preconditioner(factor.rows, self.shift)
 
     def _cholesky(self) -> Tensor:
-        matrix = self.kernel.block(self.keys.double())
-        matrix.diagonal().add_(self.shift)
-        lower, failed = torch.linalg.cholesky_ex(matrix)
-        if int(failed):
-            raise BochnerError(f"K + {self.shift:g} I is singular to double precision; raise the shift.")
-        return lower
+        return ridge_factor(self.kernel.block(self.keys.double()), self.shift)
 
     def _need_symmetric(self, name: str, shift: bool = True) -> None:
         if not self.symmetric:

@@ -51,32 +51,31 @@ class SparseEngine(Engine):
 
     def _threshold(self, limit: float) -> float:
         """What the most sensitive of some rows, against all their near keys, can drop."""
-        cells, near = self.cells, self.cells.tiles()
-        near.symmetric = False
+        cells, tiles = self.cells, self.cells.tiles()
         filled = (cells.queries.count > 0).nonzero()[:, 0]
         tau = 1.0
         for a in filled[torch.linspace(0, len(filled) - 1, min(PROBED_CELLS, len(filled))).long()].tolist():
             lo, hi = int(cells.queries.start[a]), int(cells.queries.start[a + 1])
-            for _, w in near.keys(a, ALL):
-                table = near(near.rows(lo, min(hi, lo + PROBED_ROWS)), w).sort(1).values
+            for _, w in cells.keys(a, ALL, False):
+                table = tiles(cells.rows(lo, min(hi, lo + PROBED_ROWS)), w).sort(1).values
                 place = (table.cumsum(1) <= 0.7 * limit).sum(1, keepdim=True).clamp_max(table.shape[1] - 1)
                 tau = min(tau, float(table.gather(1, place).min()))
         return 0.99 * tau
 
     def _collect(self, tau: float, memory: int) -> None:
         """Evaluate the near tiles, keep what is above tau, and count what is not."""
-        cells, near, (n, s) = self.cells, self.cells.tiles(), self.problem.shape
+        cells, tiles, (n, s) = self.cells, self.cells.tiles(), self.problem.shape
         queries, keys, skipped = cells.queries, cells.index.keys, cells.near.skipped
         rows = torch.zeros(n, dtype=torch.float64)  # what is dropped
         columns = rows if self.symmetric else torch.zeros(s, dtype=torch.float64)
         parts = [(np.zeros(0), np.zeros(0, np.int32), np.zeros(0, np.int32))]
         size = 0
         for a, (begin, end) in enumerate(queries.ranges()):
-            for position, w in near.keys(a, ALL) if begin < end else ():
+            for position, w in cells.keys(a, ALL, self.symmetric) if begin < end else ():
                 step = max(16, min(ROWS, ENTRIES // position.numel()))
                 for lo in range(begin, end, step):
                     hi = min(lo + step, end)
-                    tile = near(near.rows(lo, hi), w)
+                    tile = tiles(cells.rows(lo, hi), w)
                     if self.symmetric:  # of its own cell, whose keys come first, only what is above the diagonal
                         tile[:, : end - begin].triu_(lo - begin + 1)
                     keep = (tile > tau).nonzero(as_tuple=True)
@@ -129,7 +128,3 @@ class SparseEngine(Engine):
         tiny = self.cells._relative()[2] * float(x.abs().sum())
         rounding = self.relative * (1.0 + 2.0 * self.relative) * (y[:, 1] + lost)
         return Certified(y[:, :1], lost * float(x.abs().max()) + rounding + tiny)
-
-    def describe(self) -> str:
-        share = self.pairs / math.prod(self.problem.shape) * (2 if self.symmetric else 1)
-        return f"{share:.2%} of the matrix is kept. What is left out is at most {self.left_out:.2g} |x|, for every x."
