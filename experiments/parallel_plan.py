@@ -1,7 +1,7 @@
-"""What `bochner plan parallel` predicts, against measured runs: attention over two processes of this machine.
+"""What `sequence_parallel_cost` predicts, against measured runs: attention over two processes of this machine.
 
 One thread a process, gloo; the bandwidth and latency of the network are measured by reductions of two sizes, the
-device's time by one shard of at most 4,096 tokens in a group of one process, as `bochner plan parallel` does. Call it
+device's time by one shard of at most 4,096 tokens in a group of one process, by `shard_seconds`. Call it
 on an idle machine.
 """
 
@@ -60,11 +60,10 @@ def timed(call: Any, repeats: int = 4) -> float:
     claim="Ours: the predicted time of attention over a split sequence is within a factor of 1.5 of the measured one.",
     ours="two processes, 4,096 to 32,768 tokens, 4 heads of 64, 128 features",
     quick={"lengths": (2048, 4096), "limit": 5.0},  # no measurement: others may use the machine
-    sources=("bochner.attention", "bochner.cli", "bochner.report.parallel"),
+    sources=("bochner.attention", "bochner.report.parallel"),
 )
 def measure(store: Store, lengths: tuple[int, ...] = (4096, 8192, 16384, 32768), limit: float = 1.5) -> None:
-    from bochner.cli.planning import shard_seconds
-    from bochner.report.parallel import AttentionShape, Network, sequence_parallel_cost
+    from bochner.report.parallel import AttentionShape, Network, sequence_parallel_cost, shard_seconds
 
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(worker, (folder, list(lengths)), nprocs=PROCESSES)
@@ -75,8 +74,8 @@ def measure(store: Store, lengths: tuple[int, ...] = (4096, 8192, 16384, 32768),
     for kind in ("bidirectional", "causal"):
         for n in lengths:
             causal = kind == "causal"
-            per_token = shard_seconds(n // PROCESSES, is_causal=causal, kv_heads=SHAPE["heads"], **SHAPE)
             layer = AttentionShape(is_causal=causal, element_size=4, **SHAPE)
+            per_token = shard_seconds(layer, n // PROCESSES)
             cost = sequence_parallel_cost(n, PROCESSES, layer, Network(**network), seconds_per_token=per_token)
             measured = max(rank[f"{kind}/{n}"] for rank in ranks)
             rows.append({"kind": kind, "length": n, "predicted": cost.seconds, "measured": measured, "sent": cost.sent})

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-import torch
+# Before numpy and torch are imported, and for every process that a test starts: workers share the cores.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
 
-from bochner import data
-from bochner.maps import FEATURE_MAPS
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from bochner import data  # noqa: E402
+from bochner.maps import FEATURE_MAPS  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)

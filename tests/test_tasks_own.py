@@ -185,15 +185,6 @@ def test_a_map_that_cannot_be_causal_is_refused_for_a_decoder(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_old_keywords_say_the_new_call(tmp_path: Path) -> None:
-    with pytest.warns(FutureWarning, match=r"progress=False\) is now train\(..., report=None\)"):
-        bochner.train(own(), output=tmp_path, progress=False)
-    with pytest.raises(BochnerError, match="'report' of train must be one of"):
-        bochner.train(own(), output=tmp_path / "b", report="loud")
-    with pytest.raises(BochnerError, match="A preset has no 'rate'"):
-        bochner.train(own(), output=tmp_path / "b", rate=1.0)
-
-
 def test_the_time_is_estimated_without_touching_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loud, silent = (
         bochner.train(own(), "gmm_prf", output=tmp_path / str(r), report=r, steps=6, dropout=0.1) for r in ("bar", None)
@@ -232,7 +223,7 @@ def test_presets_named_after_a_paper_list_their_departures() -> None:
     for name, task in tasks.TASKS.items():
         for preset in {"paper", "medium"} & set(task.presets):
             if name != "recall" and name != "recall_causal":
-                assert tasks.preset_of(task, preset).departures or name == "speech", (name, preset)
+                assert tasks.preset_of(task, preset).departures, (name, preset)
     for name in ("image", "pathfinder", "lm", "protein", "retrieval"):
         assert "medium" in tasks.task(name).presets
     assert "manual pages" in str(tasks.preset_of(tasks.task("retrieval"), "paper"))

@@ -1,4 +1,4 @@
-"""The command line: `bochner demo`, `search`, `convert`, `train`, `reproduce`, `bench`, `plan`, `fetch`, `info`.
+"""The command line: `bochner demo`, `search`, `convert`, `train`, `plan`, `fetch`, `info`.
 
 Results go to the standard output, as text or with `--json` as one JSON document; what is being done goes to the
 standard error stream. Exit codes: 0 done, 1 refused or failed with one sentence (a model, a file), 2 wrong usage (a
@@ -18,7 +18,7 @@ import typer  # noqa: E402
 from rich.markup import escape  # noqa: E402
 
 from bochner._version import __version__  # noqa: E402
-from bochner.cli import checkout, information, models, planning  # noqa: E402
+from bochner.cli import information, models, planning  # noqa: E402
 from bochner.cli.common import log  # noqa: E402
 from bochner.tasks.command import train  # noqa: E402
 
@@ -54,11 +54,8 @@ def root(
 
 app.command()(models.demo)
 app.command()(models.search)
-app.command("advise", hidden=True)(models.search)  # its old name
 app.command()(models.convert)
 app.command("train")(train)
-app.command()(checkout.reproduce)
-app.command()(checkout.bench)
 app.add_typer(planning.app, name="plan")
 app.command()(information.fetch)
 app.command()(information.info)

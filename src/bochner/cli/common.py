@@ -26,7 +26,7 @@ console = Console()
 log = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document instead of text")]
-Threads = Annotated[int, typer.Option(min=0, help="threads; 0 is torch's choice, slow if the cores are busy")]
+Threads = Annotated[int, typer.Option(min=0, help="number of threads; 0 lets torch choose")]
 
 
 def say(text: str) -> None:

@@ -10,7 +10,7 @@ from bochner.cli.common import Json, print_json, show
 
 
 def info(as_json: Json = False) -> None:
-    """Versions, machine, extras and cache: what a bug report needs.
+    """Show versions, machine, extras and cache, as a bug report needs them.
 
     Example: `bochner info --json`
     """
@@ -30,7 +30,8 @@ def info(as_json: Json = False) -> None:
 
 
 def fetch(
-    name: Annotated[str, typer.Argument(help="an artefact; without one, list them")] = "", as_json: Json = False
+    name: Annotated[str, typer.Argument(help="name of a model or data set; leave it out for a list")] = "",
+    as_json: Json = False,
 ) -> None:
     """Fetch a pinned model or data set into the cache, and print its path.
 

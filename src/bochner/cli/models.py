@@ -28,56 +28,73 @@ from bochner.cli.common import (
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # that attention is timed at for a report
 HELD_SHARE = 4  # one of so many passages is held back for the report of a recipe
-Keep = Annotated[float | None, typer.Option(help="the share of the quality to keep; default 0.99")]
-Memory = Annotated[float | None, typer.Option(help="the share of the decoding memory to take, as 0.5 to halve it")]
-JudgeLength = Annotated[
-    int | None, typer.Option(min=1, help="with --keep: tokens of the texts that tell what is kept; default --length")
+TARGET, RECIPE, TEXT = "Target: a search chooses", "Recipe: you choose", "Text and training"
+Keep = Annotated[
+    float | None,
+    typer.Option(help="quality target: the share of the quality to retain, such as 0.99", rich_help_panel=TARGET),
 ]
-Model = Annotated[str, typer.Argument(help="a directory with a transformers model, a GGUF file, or minilm, smollm2")]
+Memory = Annotated[
+    float | None,
+    typer.Option(help="memory target: the share of the decoder's cache to use, such as 0.1", rich_help_panel=TARGET),
+]
+Minimize = Annotated[
+    str | None,
+    typer.Option(
+        help="with --keep, what to save: memory or time; by default what suits the model", rich_help_panel=TARGET
+    ),
+]
+Length = Annotated[
+    int | None, typer.Option(min=1, help="tokens of the sequences you care about", rich_help_panel=TARGET)
+]
+JudgeLength = Annotated[
+    int | None,
+    typer.Option(min=1, help="with --keep: judge by texts of so many tokens; default --length", rich_help_panel=TARGET),
+]
+ReportFile = Annotated[Path | None, typer.Option(help="write an HTML report to this file")]
+Model = Annotated[str, typer.Argument(help="a directory with a transformers model, a GGUF file, minilm or smollm2")]
 
 
 def demo(
-    model: Annotated[str, typer.Option(help="smollm2 (a decoder) or minilm (an encoder)")] = "smollm2",
     out: Annotated[Path, typer.Option(help="where to write the report")] = Path("bochner-demo.html"),
-    quick: Annotated[bool, typer.Option(help="less text and fewer steps")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="use less text")] = False,
     threads: Threads = 1,
     as_json: Json = False,
 ) -> None:
-    """Convert a real pretrained model and report how good the result is.
+    """Shrink the cache of a real language model to a tenth, and report what that costs.
 
     Example: `bochner demo --quick --out report.html`
     """
     from bochner import demo as demonstration
+    from bochner.report import show as shown
 
-    if model not in KNOWN:
-        raise ArgumentError(f"The --model must be 'minilm' or 'smollm2', got {model!r}.")
     check_place(out, "--out")
     use_threads(threads)
-    head, rows, path = demonstration.run(say, out, model=model, quick=quick)
+    rows, path = demonstration.run(say, out, quick=quick)
     if as_json:
-        print_json({"model": model, "table": [dict(zip(head, row, strict=True)) for row in rows], "report": str(path)})
+        table = [dict(zip(demonstration.HEAD, row, strict=True)) for row in rows]
+        print_json({"table": table, "report": str(path)})
         return
-    show(head, rows)
+    show(demonstration.HEAD, [[shown(cell) for cell in row] for row in rows])
     console.print(f"report: {path}", highlight=False)
 
 
 def search(
     model: Model,
-    text: Annotated[Path | None, typer.Option(help="text of the kind the model will see; default: books")] = None,
-    passages: Annotated[int, typer.Option(min=6, help="how many passages to look at")] = 48,
+    text: Annotated[Path | None, typer.Option(help="a file of text as the model will see it; default: books")] = None,
+    passages: Annotated[int, typer.Option(min=6, help="how many passages of the text to use")] = 48,
     keep: Keep = None,
     memory: Memory = None,
-    minimize: Annotated[str | None, typer.Option(help="memory (of decoding) or time; default by the model")] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="the number of tokens you care about")] = None,
+    minimize: Minimize = None,
+    length: Length = None,
     judge_length: JudgeLength = None,
-    report: Annotated[Path | None, typer.Option(help="write an HTML report here")] = None,
+    report: ReportFile = None,
     threads: Threads = 1,
     as_json: Json = False,
 ) -> None:
-    """Say what linear attention would do to a model, and whether to convert it.
+    """Say whether a model is worth converting; change nothing.
 
-    Searches for the cheapest conversion that keeps a share of the quality, verifies it on text held back, and leaves
-    the model as it is. Times are of this machine with --threads threads.
+    The search looks for the cheapest conversion that reaches the target: 99 % of the quality unless you say otherwise.
+    It verifies the result on text that it did not use before. Times are those of this machine.
 
     Example: `bochner search my-model --text sample.txt --length 8192 --report found.html`
     """
@@ -107,35 +124,60 @@ def search(
 def convert(
     model: Model,
     out: Annotated[Path, typer.Argument(help="where to save the converted model")],
-    keep: Annotated[
-        float | None, typer.Option(help="a target instead of a recipe: the share of the quality to keep, as 0.99")
-    ] = None,
+    keep: Keep = None,
     memory: Memory = None,
-    minimize: Annotated[str | None, typer.Option(help="with --keep: memory or time; default by the model")] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="with --keep: the number of tokens you care about")] = None,
+    minimize: Minimize = None,
+    length: Length = None,
     judge_length: JudgeLength = None,
+    feature_map: Annotated[
+        str, typer.Option("--feature-map", "--map", help="name of the feature map", rich_help_panel=RECIPE)
+    ] = "auto",
     num_features: Annotated[
-        int, typer.Option("--num-features", "--features", min=0, help="features per head; 0 is no kernel")
+        int,
+        typer.Option(
+            "--num-features",
+            "--features",
+            min=0,
+            help="features of every head; 0 for no kernel",
+            rich_help_panel=RECIPE,
+        ),
     ] = 64,
-    feature_map: Annotated[str, typer.Option("--feature-map", "--map", help="the feature map")] = "auto",
-    window: Annotated[int, typer.Option(min=0, help="exact local window; 0 is none")] = 0,
-    sinks: Annotated[int, typer.Option(min=0, help="first tokens kept exact")] = 0,
-    exact_heads: Annotated[float, typer.Option(help="a fraction of the key heads")] = 0.0,
-    text: Annotated[Path | None, typer.Option(help="calibration text, one passage a paragraph; default: books")] = None,
-    passages: Annotated[int, typer.Option(min=1, help="how many passages to calibrate on")] = 48,
-    steps: Annotated[int, typer.Option(min=0, help="distillation steps per layer; 0 is none")] = 0,
-    lora: Annotated[int, typer.Option(min=0, help="rank of adapters that are trained and merged; 0 is none")] = 0,
-    report: Annotated[Path | None, typer.Option(help="write an HTML report here")] = None,
+    window: Annotated[
+        int, typer.Option(min=0, help="tokens around each query that stay exact; 0 for none", rich_help_panel=RECIPE)
+    ] = 0,
+    sinks: Annotated[
+        int, typer.Option(min=0, help="first tokens that stay exact (attention sinks)", rich_help_panel=RECIPE)
+    ] = 0,
+    exact_heads: Annotated[
+        float, typer.Option(help="share of the key heads that stay exact", rich_help_panel=RECIPE)
+    ] = 0.0,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="a file of text to calibrate on, a passage a paragraph; default: books", rich_help_panel=TEXT
+        ),
+    ] = None,
+    passages: Annotated[
+        int, typer.Option(min=1, help="how many passages of the text to use", rich_help_panel=TEXT)
+    ] = 48,
+    steps: Annotated[
+        int, typer.Option(min=0, help="distillation steps of every layer; 0 for none", rich_help_panel=TEXT)
+    ] = 0,
+    lora: Annotated[
+        int, typer.Option(min=0, help="rank of adapters to train and merge; 0 for none", rich_help_panel=TEXT)
+    ] = 0,
+    report: ReportFile = None,
     threads: Threads = 1,
     as_json: Json = False,
 ) -> None:
-    """Convert a model, print its plan and save it: to a target with --keep or --memory, else by a recipe.
+    """Convert a model and save it: to a target, or by a recipe.
 
-    With --steps or --lora it is trained on the text afterwards; adapters of a language model by its own loss.
+    With --keep or --memory a search chooses for every head. Without them every head follows the recipe. With --steps
+    or --lora the converted model is trained on the text.
 
-    Example: `bochner convert my-model out --keep 0.99 --length 8192 --report report.html`,
-    `bochner convert my-model out --keep 0.99 --memory 0.2 --lora 16`, or
-    `bochner convert my-model out --features 64 --window 32 --sinks 1`
+    To a target: `bochner convert my-model out --keep 0.99 --length 8192`
+
+    By a recipe: `bochner convert my-model out --features 64 --window 32 --sinks 1`
     """
     from bochner.hf.config import Calibration, Distillation, Recipe, Target
     from bochner.hf.conversion import convert as to_linear
@@ -255,7 +297,7 @@ def write_report(path: Path, found: Any, model: Any, tokenizer: Any, source: str
     """The page of a converted model: `found` is the report of a target's search, or the texts held back of a recipe."""
     from bochner.hf.conversion import Conversion
     from bochner.hf.inputs import positions as positions_of
-    from bochner.report.cost import layer_memory, layer_times, typical_layer
+    from bochner.report.cost import layer_times, typical_layer
     from bochner.report.model import Held, head_pictures, recipe_page, target_page
 
     plan = Conversion.of(model).plan if isinstance(found, Held) else found.plan
@@ -264,11 +306,10 @@ def write_report(path: Path, found: Any, model: Any, tokenizer: Any, source: str
     shown["place"] = replace(place, loader=type(model).__name__)
     title = f"{Path(place.name).name} with linear attention"
     if isinstance(found, Held):
-        positions, typical = positions_of(model).get("input_ids"), typical_layer(plan)
+        positions = positions_of(model).get("input_ids")
         lengths = sorted({*LENGTHS[:-1], min(positions or LENGTHS[-2], LENGTHS[-2])})
-        times = layer_times({"as converted": typical}, lengths)
-        shown |= {"memory": layer_memory(typical, "as converted", lengths), "positions": positions}
-        page = recipe_page(title, plan, found.quality(model), held=found, times=times, **shown)
+        times = layer_times({"as converted": typical_layer(plan)}, lengths)
+        page = recipe_page(title, plan, found.quality(model), held=found, times=times, positions=positions, **shown)
     else:
         lengths = [n for n in LENGTHS if n <= 2 * max(found.goal.length, 1024)]
         times = layer_times({"as chosen": typical_layer(plan)}, lengths)

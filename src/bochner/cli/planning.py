@@ -1,30 +1,28 @@
-"""`bochner plan`: how many features for an error, and what a long sequence on many devices costs."""
+"""`bochner plan`: how many features for an error."""
 
 from __future__ import annotations
 
 import math
-import tempfile
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from bochner._checks import ArgumentError
-from bochner.cli.common import Json, Threads, print_json, show, use_threads
+from bochner.cli.common import Json, print_json, show
 
-app = typer.Typer(no_args_is_help=True, help="How many features for an error; what many devices cost.")
+app = typer.Typer(no_args_is_help=True, help="Find out how many features an error needs.")
 MAPS = ("trig", "positive", "hyperbolic", "optimal")
 
 
 @app.command()
 def features(
-    error: Annotated[float, typer.Option(help="the relative error of a kernel value, root mean square")] = 0.1,
-    norm: Annotated[float, typer.Option(help="norm of queries and keys, scaled by d^(-1/4)")] = 1.0,
-    angle: Annotated[float, typer.Option(help="angle between query and key, in degrees")] = 60.0,
+    error: Annotated[float, typer.Option(help="relative error of a kernel value (root mean square)")] = 0.1,
+    norm: Annotated[float, typer.Option(help="length of queries and keys, each times d^(-1/4)")] = 1.0,
+    angle: Annotated[float, typer.Option(help="degrees between query and key")] = 60.0,
     dim: Annotated[int, typer.Option(min=2, help="head size")] = 64,
     as_json: Json = False,
 ) -> None:
-    """The least number of features of every map with a closed form that keeps an error.
+    """Show how many features each map needs to stay below an error.
 
     Example: `bochner plan features --error 0.1 --norm 1.5 --dim 64`
     """
@@ -65,91 +63,3 @@ def count(features: float) -> str:
     if features == math.inf:
         return "beyond 1e308"
     return f"{features:,.0f}" if features < 1e9 else f"{features:.1e}"
-
-
-@app.command()
-def parallel(
-    length: Annotated[int, typer.Option(min=1, help="tokens of the whole sequence")] = 1_000_000,
-    devices: Annotated[int, typer.Option(min=1)] = 64,
-    heads: Annotated[int, typer.Option(min=1)] = 32,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="key heads; default as many as heads")] = None,
-    dim: Annotated[int, typer.Option(min=1, help="head size")] = 128,
-    num_features: Annotated[int, typer.Option("--num-features", "--features", min=1)] = 256,
-    layers: Annotated[int, typer.Option(min=1)] = 1,
-    causal: Annotated[bool, typer.Option(help="causal, or bidirectional")] = True,
-    gigabytes: Annotated[float, typer.Option(help="network of one device, gigabytes per second")] = 10.0,
-    latency: Annotated[float, typer.Option(help="of one message, microseconds")] = 10.0,
-    microseconds: Annotated[
-        float | None, typer.Option(help="of one device per token and layer; default: measured here")
-    ] = None,
-    threads: Threads = 1,
-    as_json: Json = False,
-) -> None:
-    """Memory, communication and time of attention over a sequence split over devices.
-
-    Example: `bochner plan parallel --length 1000000 --devices 64 --microseconds 0.5`
-    """
-    from bochner.report.parallel import AttentionShape, Network, sequence_parallel_cost
-
-    for option, value in (("--gigabytes", gigabytes), ("--latency", latency), ("--microseconds", microseconds)):
-        if value is not None and not 0 < value < math.inf:
-            raise ArgumentError(f"The {option} must be positive and finite, got {value}.")
-    if kv_heads is not None and heads % kv_heads:
-        raise ArgumentError(f"The --heads must be a multiple of --kv-heads {kv_heads}, got {heads}.")
-    use_threads(threads)
-    shape = {"heads": heads, "kv_heads": kv_heads or heads, "dim": dim, "num_features": num_features}
-    seconds = shard_seconds(-(-length // devices), is_causal=causal, **shape) if microseconds is None else None
-    cost = sequence_parallel_cost(
-        length,
-        devices,
-        AttentionShape(heads, kv_heads, dim, num_features, is_causal=causal),
-        Network(gigabytes * 1e9, latency * 1e-6),
-        seconds_per_token=seconds if microseconds is None else microseconds * 1e-6,
-    )
-    if as_json:
-        print_json({**asdict(cost), "layers": layers, "memory": cost.memory, "seconds": layers * cost.seconds})
-        return
-    mega = 1e6
-    rows = [
-        ["tokens on a device", f"{cost.tokens:,}", f"{cost.tokens:,}"],
-        ["queries, keys, values, output, MB a layer", f"{cost.shard / mega:,.1f}", f"{cost.shard / mega:,.1f}"],
-        ["states, MB a layer", f"{cost.states / mega:,.1f}", "-"],
-        ["sent by a device, MB a layer", f"{cost.sent / mega:,.1f}", f"{cost.ring_sent / mega:,.1f}"],
-        ["network, ms a layer", f"{1e3 * cost.communication:,.2f}", f"{1e3 * cost.ring_communication:,.2f}"],
-        ["attention on the device, ms a layer", f"{1e3 * cost.compute:,.1f}", "quadratic"],
-        [f"attention of {layers} layers, s", f"{layers * cost.seconds:,.2f}", "-"],
-    ]
-    show(["one device", "linear", "exact, in a ring"], rows, f"{length:,} tokens on {devices} devices")
-    if microseconds is None:
-        print("The device's time was measured on this machine; give --microseconds for another device.")
-
-
-def shard_seconds(
-    tokens: int, *, heads: int, kv_heads: int, dim: int, num_features: int, is_causal: bool
-) -> float | None:
-    """Seconds per token of a shard on this machine, by `sequence_parallel_attention` itself in a group of one.
-
-    Attention that is not split is faster: its state need not be there before the first query is answered. None where
-    torch has no process groups, or is in one: then the shard is measured as attention that is not split.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from bochner._timing import best_times
-    from bochner.attention.parallel import sequence_parallel_attention
-    from bochner.maps import feature_map
-    from bochner.report.parallel import SAMPLE
-
-    if not dist.is_available() or dist.is_initialized() or not dist.is_gloo_available():
-        return None
-    n = min(tokens, SAMPLE)
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, h, n, dim, generator=g) for h in (heads, kv_heads, kv_heads))
-    phi = feature_map("positive", dim=dim, num_features=num_features)
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            runs = {"shard": lambda: sequence_parallel_attention(q, k, v, phi, is_causal=is_causal)}
-            return best_times(runs, repeats=3)["shard"] / n
-        finally:
-            dist.destroy_process_group()

@@ -221,8 +221,7 @@ def can_select(model: Any, shapes: Mapping[str, Shape], ids: Tensor) -> bool:
     found: dict[str, bool] = {}
 
     def look(name: str, call: Call) -> None:
-        tells = call.hidden is not None and call.hidden.shape[:2] == call.query.shape[::2]
-        found[name] = tells and call.sink_logits is None
+        found[name] = call.hidden is not None and call.hidden.shape[:2] == call.query.shape[::2]
 
     with recording(model, look, hidden=names):
         run(model, {"input_ids": ids})

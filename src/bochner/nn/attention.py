@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from bochner._checks import (
     ArgumentError,
     BochnerError,
-    BochnerWarning,
     flag,
     floating,
     positive_float,
@@ -88,9 +86,16 @@ class Attention:
             raise BochnerError("The 'map_options' of Attention make a map, but 'feature_map' is one; leave them out.")
 
     @classmethod
-    def of(cls, given: Attention | MapLike | None) -> Attention:
-        """Settings as they are, a map alone with the default of everything else."""
-        return given if isinstance(given, Attention) else cls(given)
+    def of(cls, given: Attention | MapLike | None, **settings: Any) -> Attention:
+        """Settings as they are, or a map with single settings; those of the map or of the call go where they belong."""
+        if isinstance(given, Attention):
+            if settings:
+                raise BochnerError(f"'attention' says it all; put {sorted(settings)[0]!r} into it.")
+            return given
+        own = {f.name: settings.pop(f.name) for f in fields(cls) if f.name in settings}
+        for name in sorted(CALL_OPTIONS & set(settings)):
+            own["options"] = {**own.get("options", {}), name: settings.pop(name)}
+        return cls(**{"feature_map": given, **own, "map_options": {**own.get("map_options", {}), **settings}})
 
     def make_map(self, dim: int) -> FeatureMap:
         """The feature map of heads of size `dim`."""
@@ -125,8 +130,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     one sentence: dropout of attention weights, and any `attn_mask` that is not causal. One deliberate departure:
     `need_weights` is False unless asked for, since the weights are quadratic.
 
-    `attention`: an `Attention`, or a map by name, class, function `f(x, role)` or instance. `feature_map` is another
-    name of it.
+    `attention`: an `Attention`, or a map by name, class, function `f(x, role)` or instance. Its fields may also be
+    given one by one, as in `feature_map="relu", num_features=64`.
 
     >>> attention = MultiheadAttention(16, 4, batch_first=True, attention=Attention("positive", 32, window=4))
     >>> x = torch.randn(2, 10, 16)
@@ -149,7 +154,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         device: Any = None,
         dtype: torch.dtype | None = None,
         attention: Attention | MapLike = "positive",
-        **old: Any,
+        **settings: Any,
     ) -> None:
         if dropout:
             raise BochnerError(
@@ -159,20 +164,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         embed_dim, num_heads = (
             positive_int(x, n, OWNER) for x, n in ((embed_dim, "embed_dim"), (num_heads, "num_heads"))
         )
-        settings = Attention.of(attention) if not old else _from_old(attention, old, embed_dim, num_heads)
-        if settings.head_dim is None and embed_dim % num_heads:
+        how = Attention.of(attention, **settings)
+        if how.head_dim is None and embed_dim % num_heads:
             raise BochnerError(
                 f"The 'embed_dim' of {OWNER} must be a multiple of 'num_heads', got {embed_dim!r} and {num_heads!r}."
             )
-        inner = embed_dim if settings.head_dim is None else settings.head_dim * num_heads
+        inner = embed_dim if how.head_dim is None else how.head_dim * num_heads
         kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
         super().__init__(
             inner, num_heads, 0.0, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        self.embed_dim, self.attention = embed_dim, settings
+        self.embed_dim, self.attention = embed_dim, how
         if inner != embed_dim:
             self._other_head_size(inner)
-        self.feature_map = settings.make_map(self.head_dim)
+        self.feature_map = how.make_map(self.head_dim)
         if device is not None:
             self.feature_map.to(device)
         self.register_load_state_dict_pre_hook(_keep_own_map)
@@ -433,30 +438,3 @@ def _keep_own_map(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     own = f"{prefix}feature_map."
     if not any(name.startswith(own) for name in state_dict) and isinstance(module, MultiheadAttention):
         state_dict.update({own + name: t for name, t in module.feature_map.state_dict().items()})
-
-
-def _from_old(attention: Any, old: dict[str, Any], embed_dim: int, num_heads: int) -> Attention:
-    """The `Attention` that keywords of earlier versions stand for; all but `feature_map` are warned of."""
-    names = {f.name for f in fields(Attention)} | {"projection", "seed", "per_head", "rotary_base"} | CALL_OPTIONS
-    unknown = sorted(set(old) - (names - {"options", "head_dim"}))
-    if unknown:
-        raise TypeError(f"{OWNER}.__init__() got an unexpected keyword argument {unknown[0]!r}")
-    if isinstance(attention, Attention):
-        raise BochnerError(f"'attention' says it all; put {sorted(old)[0]!r} into it.")
-    left = dict(old)
-    map_options: dict[str, Any] = {name: left.pop(name) for name in ("projection", "seed") if name in left}
-    map_options |= left.pop("map_options", None) or {}
-    if left.pop("per_head", False):
-        map_options["num_heads"] = num_heads
-    base = left.pop("rotary_base", None)
-    if base is not None and left.get("rotary"):
-        left["rotary"] = base
-    call = {name: left.pop(name) for name in sorted(CALL_OPTIONS & set(left))}
-    left.setdefault("feature_map", attention)
-    if isinstance(left["feature_map"], FeatureMap):
-        map_options = {}
-    made = Attention(**left, map_options=map_options, options=call)
-    if set(old) != {"feature_map"}:
-        new = f"bochner.nn.{OWNER}({embed_dim}, {num_heads}, attention=bochner.nn.{made!r})"
-        warnings.warn(f"This call is an old one; the new one is {new}.", BochnerWarning, stacklevel=3)
-    return made

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from bochner._timing import best_times
-from bochner.hf.attention import LinearAttention
+from bochner.hf.attention import LinearAttention, random_call
 from bochner.hf.calls import exact
 from bochner.hf.plan import LayerPlan, Plan
-from bochner.hf.search.options import random_call
 from bochner.report import Number, Report
 from bochner.report.charts import line_chart
 
@@ -36,53 +31,6 @@ def layer_times(layers: Mapping[str, LayerPlan], lengths: Sequence[int], rounds:
         runs: dict[str, Any] = {"exact": partial(exact, call)}
         runs |= {name: partial(layer, call) for name, layer in made.items()}
         found[n] = best_times(runs, repeats=rounds, budget=1.0, warm_up=False)
-    return found
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of tensors made under it that are alive at once; `most` is the largest sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.held = {k: (ref, size) for k, (ref, size) in self.held.items() if not ref.expired()}
-        given = {
-            StorageWeakRef(t.untyped_storage()).cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
-        }
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                ref = StorageWeakRef(t.untyped_storage())
-                if ref.cdata not in given:  # no view of what was there before
-                    self.held[ref.cdata] = (ref, t.untyped_storage().nbytes())
-        self.most = max(self.most, sum(size for _, size in self.held.values()))
-        return out
-
-
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """The most memory that a call holds at once in tensors of its own, its result included.
-
-    >>> x = torch.ones(1000)
-    >>> peak_bytes(lambda: x + x), peak_bytes(lambda: (x + x) * x), peak_bytes(lambda: x.view(10, 100))
-    (4000, 8000, 0)
-    """
-    with Alive() as alive:
-        kept = call()
-    del kept
-    return alive.most
-
-
-@torch.no_grad()
-def layer_memory(plan: LayerPlan, name: str, lengths: Sequence[int]) -> Times:
-    """Bytes that one attention layer works with beside its inputs, by exact attention and under a plan."""
-    layer = LinearAttention(plan)
-    found: Times = {}
-    for n in lengths:
-        call = random_call(plan, n)
-        found[n] = {"exact": peak_bytes(partial(exact, call)), name: peak_bytes(partial(layer, call))}
     return found
 
 
@@ -180,23 +128,13 @@ def memory_number(plan: Plan, length: int) -> Number:
     )
 
 
-def add_memory(page: Report, plan: Plan, memory: Times | None = None) -> None:
-    """Memory against length: of a decoder the cache, by its plan; else what a layer works with, if it was measured."""
-    if any(layer.is_causal for layer in plan.layers):
-        series = {
-            "as it was": [(float(n), plan.cache_bytes(n, converted=False) / 1e6) for n in CACHE_LENGTHS],
-            "converted": [(float(n), plan.cache_bytes(n) / 1e6) for n in CACHE_LENGTHS],
-        }
-        title, caption = "memory of decoding, one sequence", "All layers, float32, computed from the plan."
-    elif memory:
-        names = list(next(iter(memory.values())))
-        series = {k: [(float(n), row[k] / 1e6) for n, row in sorted(memory.items())] for k in names}
-        title = "working memory of one attention layer"
-        caption = (
-            "Beside its inputs, one sequence, float32. torch's exact attention keeps no matrix of weights: linear "
-            "attention saves an encoder time, not memory."
-        )
-    else:
+def add_memory(page: Report, plan: Plan) -> None:
+    """The cache of a decoder against length, computed from its plan; an encoder keeps nothing."""
+    if not any(layer.is_causal for layer in plan.layers):
         return
-    chart = line_chart(title, series, x_label="tokens", y_label="megabytes", log=True)
-    page.heading("Memory against length").figure(chart, caption)
+    series = {
+        "as it was": [(float(n), plan.cache_bytes(n, converted=False) / 1e6) for n in CACHE_LENGTHS],
+        "converted": [(float(n), plan.cache_bytes(n) / 1e6) for n in CACHE_LENGTHS],
+    }
+    chart = line_chart("memory of decoding, one sequence", series, x_label="tokens", y_label="megabytes", log=True)
+    page.heading("Memory against length").figure(chart, "All layers, float32, computed from the plan.")

@@ -241,7 +241,6 @@ def recipe_page(
     held: Held,
     times: Times,
     place: Place,
-    memory: Times | None = None,
     positions: int | None = None,
     pictures: HeadPictures | None = None,
     source: str = "",
@@ -274,7 +273,7 @@ def recipe_page(
     if pictures is not None:
         page.heading("What the heads look at").heads(pictures)
     add_speed(page, times, ["as converted"], border=border, positions=positions)
-    add_memory(page, plan, memory)
+    add_memory(page, plan)
     if source:
         page.text(f"Calibrated on {source}.", note=True)
     return page.code(str(plan), "The plan, head by head")

@@ -6,13 +6,15 @@ linearly in its length, and a line for the network: latency and bandwidth.
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from bochner._checks import BochnerError, positive_float, positive_int
 from bochner._timing import best_times
-from bochner.attention import linear_attention
+from bochner.attention.parallel import sequence_parallel_attention
 from bochner.maps import feature_map
 
 FLOAT = 4  # bytes of the numbers that states are made of
@@ -95,7 +97,7 @@ def sequence_parallel_cost(
     layer: AttentionShape | None = None,
     network: Network | None = None,
     *,
-    seconds_per_token: float | None = None,
+    seconds_per_token: float,
 ) -> SequenceParallelCost:
     """Memory, communication and time of one layer of `sequence_parallel_attention`, forward.
 
@@ -103,7 +105,7 @@ def sequence_parallel_cost(
     Bidirectional attention reduces it over the devices, `2 S (P - 1) / P` bytes sent by each in a ring; causal
     attention gathers the states, `S (P - 1)` bytes, and holds P of them twice. Neither depends on the length. Ring
     attention sends `2 b g d (L / P) (P - 1)` numbers. Each sends 4 bytes more, which say whether its inputs are finite.
-    `seconds_per_token`: of one device; default: measured on this machine, on a shard of at most 4,096 tokens.
+    `seconds_per_token`: of one device, as `shard_seconds` measures it on this machine.
 
     >>> layer = AttentionShape(heads=8, dim=64, num_features=128)
     >>> cost = sequence_parallel_cost(1_000_000, 64, layer, seconds_per_token=1e-6)
@@ -124,8 +126,6 @@ def sequence_parallel_cost(
     shard = size * b * tokens * d * (2 * layer.heads + 2 * g)
     states = state * (2 * P + 1 if layer.is_causal else 2)
     # 3. How long it takes.
-    if seconds_per_token is None:
-        seconds_per_token = _measure(layer, tokens)
     steps = P - 1 if layer.is_causal else 2 * (P - 1)
     return SequenceParallelCost(
         L,
@@ -142,17 +142,24 @@ def sequence_parallel_cost(
 
 
 @torch.no_grad()
-def _measure(layer: AttentionShape, tokens: int) -> float:
-    """Seconds per token of a shard on this machine: the state of its keys, then attention that begins with a state."""
+def shard_seconds(layer: AttentionShape, tokens: int) -> float:
+    """Seconds per token of a shard on this machine, by `sequence_parallel_attention` itself in a group of one.
+
+    Attention that is not split is faster: its state need not be there before the first query is answered.
+    """
+    if not dist.is_available() or dist.is_initialized() or not dist.is_gloo_available():
+        raise BochnerError(
+            "A shard is timed in a process group of its own, which cannot be made here; give seconds_per_token."
+        )
     n = min(tokens, SAMPLE)
     generator = torch.Generator().manual_seed(0)
     counts = (layer.heads, layer.key_heads, layer.key_heads)
     q, k, v = (torch.randn(layer.batch, heads, n, layer.dim, generator=generator) for heads in counts)
     phi = feature_map("positive", dim=layer.dim, num_features=layer.num_features)
-
-    def shard() -> None:
-        if layer.is_causal:  # a first pass makes the state that is sent
-            linear_attention(q[..., :1, :], k, v, phi)
-        linear_attention(q, k, v, phi, is_causal=layer.is_causal)
-
-    return best_times({"shard": shard}, repeats=3)["shard"] / n
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            runs = {"shard": lambda: sequence_parallel_attention(q, k, v, phi, is_causal=layer.is_causal)}
+            return best_times(runs, repeats=3)["shard"] / n
+        finally:
+            dist.destroy_process_group()

@@ -10,34 +10,51 @@ import typer
 
 from bochner._checks import ArgumentError
 
+MODEL, RUN = "Changes of the preset", "The run"
+
 
 def train(
-    task: Annotated[str, typer.Argument(help="the task; without one, list tasks and attentions")] = "",
-    attention: Annotated[str, typer.Option(help="any map, window+MAP, exact, identity, or a peer")] = "exact",
-    preset: Annotated[str, typer.Option(help="small, and where there is one medium or paper")] = "small",
-    features: Annotated[int | None, typer.Option(min=1, help="features per head; default by the preset")] = None,
-    window: Annotated[int | None, typer.Option(min=1, help="block of window+MAP; default by the preset")] = None,
+    task: Annotated[str, typer.Argument(help="name of the task; leave it out for a list")] = "",
+    attention: Annotated[str, typer.Option(help="a map, window+MAP, exact, identity, or a peer")] = "exact",
+    preset: Annotated[str, typer.Option(help="sizes and settings: small, medium or paper")] = "small",
+    show: Annotated[bool, typer.Option("--show", help="print the preset and leave")] = False,
+    features: Annotated[int | None, typer.Option(min=1, help="features of every head", rich_help_panel=MODEL)] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="block of window+MAP", rich_help_panel=MODEL)] = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE for the map, as in learnable=S; may be repeated")
+        list[str] | None,
+        typer.Option(help="NAME=VALUE for the map, such as learnable=S; may be repeated", rich_help_panel=MODEL),
     ] = None,
-    rate: Annotated[float | None, typer.Option(min=0, help="learning rate; this and the next by the preset")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="sequences of a step")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="steps of the training")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="layers of the model")] = None,
-    width: Annotated[int | None, typer.Option(min=1, help="width of the model")] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, or bfloat16")] = None,
-    redraw: Annotated[int | None, typer.Option(min=0, help="steps between redraws of the features, 0 for none")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="of the model, the maps and the order of the data")] = 0,
-    output: Annotated[Path | None, typer.Option(help="default runs/TASK-ATTENTION-PRESET-SEED")] = None,
-    resume: Annotated[bool, typer.Option(help="go on where the run was stopped")] = False,
-    start: Annotated[Path | None, typer.Option(help="output of a run whose encoder is taken over")] = None,
-    tensorboard: Annotated[bool, typer.Option(help="write event files for TensorBoard too")] = False,
-    show: Annotated[bool, typer.Option("--show", help="print the preset and its departures from the paper")] = False,
-    threads: Annotated[int, typer.Option(min=0, help="threads; 0 is torch's choice, slow if the cores are busy")] = 1,
+    layers: Annotated[int | None, typer.Option(min=1, help="layers", rich_help_panel=MODEL)] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="width of the layers", rich_help_panel=MODEL)] = None,
+    rate: Annotated[float | None, typer.Option(min=0, help="learning rate", rich_help_panel=MODEL)] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="sequences in a step", rich_help_panel=MODEL)] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="training steps", rich_help_panel=MODEL)] = None,
+    redraw: Annotated[
+        int | None, typer.Option(min=0, help="steps between redraws of the features; 0 for none", rich_help_panel=MODEL)
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="float32 or bfloat16", rich_help_panel=MODEL)] = None,
+    start: Annotated[
+        Path | None, typer.Option(help="a finished run whose encoder to start from", rich_help_panel=MODEL)
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="seed of the weights, the maps and the order of the data", rich_help_panel=RUN)
+    ] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="directory; default runs/TASK-ATTENTION-PRESET-SEED", rich_help_panel=RUN)
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="continue a run that was stopped", rich_help_panel=RUN)
+    ] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="also write event files for TensorBoard", rich_help_panel=RUN)
+    ] = False,
+    threads: Annotated[
+        int, typer.Option(min=0, help="number of threads; 0 lets torch choose", rich_help_panel=RUN)
+    ] = 1,
 ) -> None:
-    """Train a fresh model on a task and test it; the result is one JSON document.
+    """Train a fresh model on a task, test it, and print the result as JSON.
 
-    Example: `bochner train listops --attention fastfood_prf`, or `bochner train` for a list
+    Example: `bochner train listops --attention fastfood_prf`
     """
     import torch
     import transformers

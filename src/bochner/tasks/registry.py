@@ -3,7 +3,7 @@
 `paper`: table 4 of paper 004 (listops, text, retrieval, image), its table 6 (pretraining, sentiment, nli) and
 appendix A of paper 003 (lm, protein, pixels); table 5 of paper 004 gives the features of learned maps. Where they
 differ from the paper, they say so themselves: `print(preset_of(task("lm"), "paper"))`, or `bochner train lm --show`.
-Where a paper has no figures (pathfinder, speech) the preset is ours.
+Where a paper has no figures (pathfinder) the preset is ours.
 `small`: the same tasks, shorter and with less data, for one core and some minutes.
 `medium`: one to three hours on one core, with sizes between the two. The rate was not tuned on it: it is that of
 `small`, tuned for exact attention and used for all, lowered with the width.
@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from torch.utils.data import Dataset
 
 from bochner._checks import ArgumentError, BochnerError, lookup, one_of, positive_float, positive_int
-from bochner.tasks import images, listops, pathfinder, protein, recall, speech, text
+from bochner.tasks import images, listops, pathfinder, protein, recall, text
 from bochner.tasks.base import Preset, Task
 
 BYTES = 256
@@ -25,6 +25,9 @@ NO_DROPOUT = "attention dropout is 0: linear attention has no weights to drop"
 SMALLER = "fewer layers, narrower, fewer steps and shorter sequences than the paper's"
 BOOKS = "sixteen books for PG-19"
 MANUAL_PAGES = "manual pages for the ACL anthology"
+MEAN_ROW = "the mean row is classified, not the first"
+OUR_SIZES = "the papers have no figures: the sizes are ours"
+BYTES_OR_PAIRS = "bytes or 4,096 byte pairs for 32,768 unigrams"
 TWENTY_THOUSAND = "20,000 sequences for TrEMBL"
 OF_TABLE_6 = (
     NO_DROPOUT,
@@ -44,420 +47,121 @@ def _arena(rate: float, warmup: int) -> dict:
     return {"learning_rate": rate / warmup**0.5, "warmup": warmup, "schedule": "inverse_sqrt", "weight_decay": 0.1}
 
 
-# Every preset by length, layers, heads, width, feedforward, batch, steps.
-SIZES = {
-    "listops, paper": (2_000, 6, 8, 512, 2_048, 32, 10_000),
-    "listops, small": (200, 2, 2, 64, 128, 32, 300),
-    "text, paper": (4_000, 4, 4, 256, 1_024, 32, 20_000),
-    "text, small": (1_024, 1, 2, 32, 64, 16, 600),
-    "retrieval, paper": (4_000, 4, 4, 128, 512, 32, 5_000),
-    "retrieval, medium": (512, 2, 4, 64, 128, 32, 4_000),
-    "retrieval, small": (256, 1, 2, 64, 128, 16, 500),
-    "image, paper": (1_025, 1, 8, 128, 128, 256, 35_156),  # 200 epochs of 45,000
-    "image, medium": (1_025, 1, 4, 64, 128, 32, 4_000),
-    "image, small": (257, 1, 2, 32, 64, 64, 600),
-    "pathfinder, paper": (1_025, 4, 8, 128, 128, 256, 62_500),  # 100 epochs
-    "pathfinder, medium": (257, 2, 4, 64, 128, 32, 12_000),
-    "pathfinder, small": (145, 2, 4, 64, 128, 32, 3_000),
-    "performer": (8_192, 6, 8, 512, 2_048, 8, 100_000),
-    "lm, medium": (512, 4, 4, 128, 512, 16, 4_000),
-    "lm, small": (256, 2, 2, 64, 256, 16, 800),
-    "protein, medium": (256, 4, 4, 128, 256, 32, 6_000),
-    "protein, small": (256, 2, 2, 64, 128, 16, 600),
-    "pixels, small": (768, 2, 2, 64, 256, 8, 1_000),
-    "table_6": (512, 3, 10, 300, 512, 64, 25_000),
-    "brief": (64, 2, 2, 64, 128, 32, 2_000),
-    "recall, small": (32, 1, 2, 64, 64, 32, 500),
-    "recall, medium": (128, 1, 2, 64, 64, 32, 3_000),
-    "copying, small": (65, 1, 2, 64, 64, 32, 800),
-    "induction, small": (48, 2, 2, 64, 64, 32, 1_500),
-    "speech, paper": (256, 17, 8, 512, 2_048, 64, 20_000),
-    "speech, small": (160, 2, 2, 64, 128, 32, 1_500),
-}
-
 # Of presets that are ours: linear attention drops nothing, and maps keep their draws.
 OURS: dict = {"dropout": 0.0, "redraw": 0}
-
+MEAN: dict = {**OURS, "pooling": "mean"}
+LEARNED: dict = {**OURS, "positions": "learned"}
+# fmt: off
+# The numbers in front: length, layers, heads, width, feedforward, batch, steps, and of ours learning rate and warm-up.
 LISTOPS = {
-    "paper": Preset(
-        *SIZES["listops, paper"],
-        **_arena(5e-3, 1_000),
-        features=256,
-        features_of=_table_5(256, 64, 256, 256, 64, 128),
-        window=64,
-        data={"low": 500, "high": 2_000},
-        departures=(NO_DROPOUT,),
-    ),
-    "small": Preset(
-        *SIZES["listops, small"],
-        **OURS,
-        learning_rate=2e-3,
-        warmup=30,
-        positions="learned",
-        pooling="mean",
-        features=32,
-        window=16,
-        train=40_000,
-        test=2_000,
-        data={"low": 50, "high": 200},
-    ),
+    "paper": Preset(2_000, 6, 8, 512, 2_048, 32, 10_000, **_arena(5e-3, 1_000), features=256, window=64,
+        features_of=_table_5(256, 64, 256, 256, 64, 128), data={"low": 500, "high": 2_000}, departures=(NO_DROPOUT,)),
+    "small": Preset(200, 2, 2, 64, 128, 32, 300, 2e-3, 30, **MEAN, positions="learned", features=32, window=16,
+        train=40_000, test=2_000, data={"low": 50, "high": 200}),
 }
-
 TEXT = {
-    "paper": Preset(
-        *SIZES["text, paper"],
-        **_arena(5e-2, 8_000),
-        features=256,
-        features_of=_table_5(128, 64, 256, 256, 64, 128),
-        window=64,
-        departures=(NO_DROPOUT,),
-    ),
-    "small": Preset(
-        *SIZES["text, small"], **OURS, learning_rate=1e-2, warmup=30, pooling="mean", features=32, test=5_000
-    ),
+    "paper": Preset(4_000, 4, 4, 256, 1_024, 32, 20_000, **_arena(5e-2, 8_000), features=256, window=64,
+        features_of=_table_5(128, 64, 256, 256, 64, 128), departures=(NO_DROPOUT,)),
+    "small": Preset(1_024, 1, 2, 32, 64, 16, 600, 1e-2, 30, **MEAN, features=32, test=5_000),
 }
-
 RETRIEVAL = {
-    "paper": Preset(
-        *SIZES["retrieval, paper"],
-        **_arena(5e-2, 8_000),
-        features=128,
-        features_of=_table_5(64, 32, 128, 128, 32, 64),
-        window=64,
-        departures=(NO_DROPOUT, MANUAL_PAGES),
-    ),
-    "medium": Preset(
-        *SIZES["retrieval, medium"],
-        **OURS,
-        learning_rate=2e-3,
-        warmup=200,
-        pooling="mean",
-        features=64,
-        test=2_000,
-        departures=(NO_DROPOUT, MANUAL_PAGES, SMALLER, "the mean row is classified, not the first"),
-    ),
-    "small": Preset(
-        *SIZES["retrieval, small"], **OURS, learning_rate=3e-3, warmup=50, pooling="mean", features=32, test=1_000
-    ),
+    "paper": Preset(4_000, 4, 4, 128, 512, 32, 5_000, **_arena(5e-2, 8_000), features=128, window=64,
+        features_of=_table_5(64, 32, 128, 128, 32, 64), departures=(NO_DROPOUT, MANUAL_PAGES)),
+    "medium": Preset(512, 2, 4, 64, 128, 32, 4_000, 2e-3, 200, **MEAN, test=2_000,
+        departures=(NO_DROPOUT, MANUAL_PAGES, SMALLER, MEAN_ROW)),
+    "small": Preset(256, 1, 2, 64, 128, 16, 500, 3e-3, 50, **MEAN, features=32, test=1_000),
 }
-
 IMAGE = {
-    "paper": Preset(
-        *SIZES["image, paper"],
-        learning_rate=5e-4,
-        warmup=175,
-        dropout=0.3,
-        positions="learned",
-        features=128,
-        features_of=_table_5(128, 8, 128, 128, 8, 8),
-        data={"side": 32},
-        departures=(NO_DROPOUT, "8 heads of 16, not of 8: transformers' BERT ties the head size to width / heads"),
-    ),
-    "medium": Preset(
-        *SIZES["image, medium"],
-        **OURS,
-        learning_rate=5e-3,
-        warmup=200,
-        positions="learned",
-        pooling="mean",
-        features=64,
-        data={"side": 32},
-        departures=(NO_DROPOUT, SMALLER, "the mean row is classified, not the first"),
-    ),
-    "small": Preset(
-        *SIZES["image, small"],
-        **OURS,
-        learning_rate=1e-2,
-        warmup=40,
-        positions="learned",
-        pooling="mean",
-        features=32,
-        window=16,
-        test=2_000,
-        data={"side": 16, "levels": 16},
-    ),
+    "paper": Preset(1_025, 1, 8, 128, 128, 256, 35_156, 5e-4, 175, dropout=0.3, positions="learned", features=128,
+        features_of=_table_5(128, 8, 128, 128, 8, 8), data={"side": 32},  # 200 epochs of 45,000
+        departures=(NO_DROPOUT, "8 heads of 16, not of 8: transformers' BERT ties the head size to width / heads")),
+    "medium": Preset(1_025, 1, 4, 64, 128, 32, 4_000, 5e-3, 200, **MEAN, positions="learned", data={"side": 32},
+        departures=(NO_DROPOUT, SMALLER, MEAN_ROW)),
+    "small": Preset(257, 1, 2, 32, 64, 64, 600, 1e-2, 40, **MEAN, positions="learned", features=32, window=16,
+        test=2_000, data={"side": 16, "levels": 16}),
 }
-
+FOLLOWED: dict = {**MEAN, "positions": "grid", "window": 16, "guess": 0.2}
 PATHFINDER = {
-    "paper": Preset(
-        *SIZES["pathfinder, paper"],
-        learning_rate=1e-3,
-        warmup=1_000,
-        positions="learned",
-        features=128,
-        departures=("the papers have no figures: the sizes are ours",),
-    ),
-    "medium": Preset(
-        *SIZES["pathfinder, medium"],
-        **OURS,
-        learning_rate=2e-3,
-        warmup=300,
-        positions="grid",
-        pooling="mean",
-        features=64,
-        window=16,
-        guess=0.2,
-        train=96_000,
-        test=4_000,
+    "paper": Preset(1_025, 4, 8, 128, 128, 256, 62_500, 1e-3, 1_000, positions="learned", features=128,
+        departures=(OUR_SIZES,)),  # 100 epochs
+    "medium": Preset(257, 2, 4, 64, 128, 32, 12_000, 2e-3, 300, **FOLLOWED, train=96_000, test=4_000,
         data={"side": 16, "levels": 4, "dashes": 4, "distractors": 1, "short": 2},
-        departures=("the papers have no figures: the sizes are ours", "hidden pixels are guessed beside the label"),
-    ),
-    "small": Preset(
-        *SIZES["pathfinder, small"],
-        **OURS,
-        learning_rate=2e-3,
-        warmup=100,
-        positions="grid",
-        pooling="mean",
-        features=32,
-        window=16,
-        guess=0.2,
-        train=48_000,
-        test=2_000,
-        data={"side": 12, "levels": 4, "dashes": 3, "distractors": 1, "short": 2},
-    ),
+        departures=(OUR_SIZES, "hidden pixels are guessed beside the label")),
+    "small": Preset(145, 2, 4, 64, 128, 32, 3_000, 2e-3, 100, **FOLLOWED, features=32, train=48_000, test=2_000,
+        data={"side": 12, "levels": 4, "dashes": 3, "distractors": 1, "short": 2}),
 }
-
 # Appendix A.2 of paper 003: Adam (0.9, 0.98, 1e-9) at a fixed rate of 1e-3 from the first step on, decay 0.1, clipping
 # at 0.5, dropout 0.1, m = 256, Linformer with k = 600.
-PERFORMER = Preset(
-    *SIZES["performer"],
-    learning_rate=1e-3,
-    warmup=0,
-    schedule="constant",
-    weight_decay=0.1,
-    eps=1e-9,
-    clip=0.5,
-    positions="learned",
-    features=256,
-    features_of={"linformer": 600},
-    window=128,
-    redraw=1_000,
-)
+PERFORMER = Preset(8_192, 6, 8, 512, 2_048, 8, 100_000, 1e-3, 0, schedule="constant", weight_decay=0.1, eps=1e-9,
+    clip=0.5, positions="learned", features=256, features_of={"linformer": 600}, window=128, redraw=1_000)
 LM = {
-    "paper": replace(PERFORMER, departures=(NO_DROPOUT, BOOKS, "bytes or 4,096 byte pairs for 32,768 unigrams")),
-    "medium": Preset(
-        *SIZES["lm, medium"],
-        **OURS,
-        learning_rate=2e-3,
-        warmup=200,
-        weight_decay=0.01,
-        positions="learned",
-        features=64,
-        window=32,
-        test=256,
-        departures=(NO_DROPOUT, BOOKS, SMALLER, "bytes or 4,096 byte pairs for 32,768 unigrams"),
-    ),
-    "small": Preset(
-        *SIZES["lm, small"],
-        **OURS,
-        learning_rate=3e-3,
-        warmup=80,
-        weight_decay=0.01,
-        positions="learned",
-        features=64,
-        window=32,
-        test=128,
-    ),
+    "paper": replace(PERFORMER, departures=(NO_DROPOUT, BOOKS, BYTES_OR_PAIRS)),
+    "medium": Preset(512, 4, 4, 128, 512, 16, 4_000, 2e-3, 200, **LEARNED, weight_decay=0.01, test=256,
+        departures=(NO_DROPOUT, BOOKS, SMALLER, BYTES_OR_PAIRS)),
+    "small": Preset(256, 2, 2, 64, 256, 16, 800, 3e-3, 80, **LEARNED, weight_decay=0.01, test=128),
 }
 PROTEIN = {
-    "paper": replace(
-        PERFORMER, length=1_024, layers=36, feedforward=1_024, batch=64, departures=(NO_DROPOUT, TWENTY_THOUSAND)
-    ),
-    "medium": Preset(
-        *SIZES["protein, medium"],
-        **OURS,
-        learning_rate=1e-3,
-        warmup=400,
-        positions="learned",
-        features=64,
-        test=2_000,
-        data={"source": "swissprot"},
-        departures=(NO_DROPOUT, SMALLER, "Swiss-Prot, 486,000 sequences, for TrEMBL"),
-    ),
-    "small": Preset(
-        *SIZES["protein, small"], **OURS, learning_rate=2e-3, warmup=60, positions="learned", features=32, test=500
-    ),
+    "paper": replace(PERFORMER, length=1_024, layers=36, feedforward=1_024, batch=64,
+        departures=(NO_DROPOUT, TWENTY_THOUSAND)),
+    "medium": Preset(256, 4, 4, 128, 256, 32, 6_000, 1e-3, 400, **LEARNED, test=2_000, data={"source": "swissprot"},
+        departures=(NO_DROPOUT, SMALLER, "Swiss-Prot, 486,000 sequences, for TrEMBL")),
+    "small": Preset(256, 2, 2, 64, 128, 16, 600, 2e-3, 60, **LEARNED, features=32, test=500),
 }
 PIXELS = {
     "paper": replace(PERFORMER, length=3_072, data={"side": 32}, departures=(NO_DROPOUT, "CIFAR-10 for ImageNet64")),
-    "small": Preset(
-        *SIZES["pixels, small"],
-        **OURS,
-        learning_rate=2e-3,
-        warmup=100,
-        positions="learned",
-        features=32,
-        test=100,
-        data={"side": 16},
-    ),
+    "small": Preset(768, 2, 2, 64, 256, 8, 1_000, 2e-3, 100, **LEARNED, features=32, test=100, data={"side": 16}),
 }
-
-TABLE_6 = Preset(
-    *SIZES["table_6"],
-    learning_rate=5e-4,
-    warmup=10_000,
-    schedule="linear",
-    weight_decay=0.01,
-    betas=(0.9, 0.999),
-    features=128,
-    departures=(*OF_TABLE_6, "sixteen books for WikiText-103, Rotten Tomatoes and SNLI for GLUE"),
-)
-BRIEF = Preset(
-    *SIZES["brief"],
-    **OURS,
-    learning_rate=2e-3,
-    warmup=200,
-    weight_decay=0.01,
-    pooling="mean",
-    features=32,
-    window=16,
-    test=2_000,
-)
-
-# The rate at which exact attention learns surest, of 3e-3 to 1e-2.
-LOOKING_UP: dict = {"learning_rate": 5e-3, "warmup": 50, "dropout": 0.0, "positions": "learned", "redraw": 0}
-LOOKING_UP["test"] = 512
+TABLE_6 = Preset(512, 3, 10, 300, 512, 64, 25_000, 5e-4, 10_000, schedule="linear", weight_decay=0.01,
+    betas=(0.9, 0.999), features=128,
+    departures=(*OF_TABLE_6, "sixteen books for WikiText-103, Rotten Tomatoes and SNLI for GLUE"))
+BRIEF = Preset(64, 2, 2, 64, 128, 32, 2_000, 2e-3, 200, **MEAN, weight_decay=0.01, features=32, window=16, test=2_000)
+PRETRAINING = {"paper": TABLE_6, "small": BRIEF}
+SENTIMENT = {"paper": replace(TABLE_6, steps=1_066, warmup=106), "small": replace(BRIEF, steps=600, warmup=60)}
+INFERENCE = {"paper": replace(TABLE_6, steps=15_296, warmup=1_529), "small": BRIEF}
+# The rate is the one at which exact attention learns surest, of 3e-3 to 1e-2.
 RECALL = {
-    "small": Preset(*SIZES["recall, small"], **LOOKING_UP, features=16, window=8, data={"pairs": 16}),
-    "medium": Preset(*SIZES["recall, medium"], **LOOKING_UP, features=64, window=16, data={"pairs": 64}),
+    "small": Preset(32, 1, 2, 64, 64, 32, 500, 5e-3, 50, **LEARNED, features=16, window=8, test=512,
+        data={"pairs": 16}),
+    "medium": Preset(128, 1, 2, 64, 64, 32, 3_000, 5e-3, 50, **LEARNED, window=16, test=512, data={"pairs": 64}),
 }
-COPYING = {"small": Preset(*SIZES["copying, small"], **LOOKING_UP, features=32, window=8, data={"symbols": 32})}
-INDUCTION = {"small": Preset(*SIZES["induction, small"], **LOOKING_UP, features=32, window=8, data={"symbols": 24})}
+COPYING = {"small": Preset(65, 1, 2, 64, 64, 32, 800, 5e-3, 50, **LEARNED, features=32, window=8, test=512,
+    data={"symbols": 32})}
+INDUCTION = {"small": Preset(48, 2, 2, 64, 64, 32, 1_500, 5e-3, 50, **LEARNED, features=32, window=8, test=512,
+    data={"symbols": 24})}
 
-SPEECH = {
-    "paper": Preset(*SIZES["speech, paper"], learning_rate=1e-3, warmup=2_000, features=128),
-    "small": Preset(*SIZES["speech, small"], **OURS, learning_rate=2e-3, warmup=150, features=32, window=8),
-}
-
+ACIDS, PIECES, BPE = (len(protein.LETTERS),) * 2, text.PIECES, (text.PAIRS,) * 2
 PAIRS, SYMBOLS = (recall.PAIR_SYMBOLS,) * 2, (recall.SYMBOLS,) * 2
-TASKS: dict[str, Task] = {
-    t.name: t
-    for t in (
-        Task("listops", "nested lists and their value", "classify", len(listops.SYMBOLS), 10, listops.load, LISTOPS),
-        Task("text", "film reviews as bytes", "classify", BYTES, 2, text.imdb, TEXT, artefacts=("imdb",)),
-        Task(
-            "retrieval",
-            "manual pages that refer to each other",
-            "match",
-            BYTES,
-            2,
-            text.retrieval,
-            RETRIEVAL,
-            artefacts=text.MANUALS,
-        ),
-        Task("image", "CIFAR-10, grey pixels", "classify", BYTES, 10, images.grey, IMAGE, artefacts=("cifar10",)),
-        Task("pathfinder", "two discs on one curve or on two", "classify", BYTES, 2, pathfinder.load, PATHFINDER),
-        Task(
-            "lm",
-            "books byte by byte",
-            "causal",
-            BYTES,
-            BYTES,
-            text.books_bytes,
-            LM,
-            metric="bits",
-            larger=False,
-            artefacts=("books",),
-        ),
-        Task(
-            "lm_bpe",
-            "books in byte pair encoding",
-            "causal",
-            text.PAIRS,
-            text.PAIRS,
-            text.books_pairs,
-            LM,
-            metric="bits",
-            larger=False,
-            artefacts=("books",),
-            sizes=text.pair_sizes,
-        ),
-        Task(
-            "protein",
-            "hidden amino acids",
-            "masked",
-            len(protein.LETTERS),
-            len(protein.LETTERS),
-            protein.masked,
-            PROTEIN,
-            artefacts=("proteins",),
-            further=("unseen",),
-            baseline=protein.masked_baseline,
-        ),
-        Task(
-            "protein_causal",
-            "the next amino acid",
-            "causal",
-            len(protein.LETTERS),
-            len(protein.LETTERS),
-            protein.causal,
-            PROTEIN,
-            metric="accuracy",
-            artefacts=("proteins",),
-            further=("unseen",),
-            baseline=protein.baseline,
-        ),
-        Task(
-            "pretraining",
-            "books with hidden word pieces",
-            "masked",
-            text.PIECES,
-            text.PIECES,
-            text.pretraining,
-            {"paper": TABLE_6, "small": BRIEF},
-            artefacts=("books",),
-        ),
-        Task(
-            "sentiment",
-            "sentences of film critics",
-            "classify",
-            text.PIECES,
-            2,
-            text.sentiment,
-            {"paper": replace(TABLE_6, steps=1_066, warmup=106), "small": replace(BRIEF, steps=600, warmup=60)},
-            artefacts=("movie_reviews", "books"),
-        ),
-        Task(
-            "nli",
-            "does one sentence follow from another",
-            "classify",
-            text.PIECES,
-            3,
-            text.inference,
-            {"paper": replace(TABLE_6, steps=15_296, warmup=1_529), "small": BRIEF},
-            artefacts=("snli", "books"),
-        ),
-        Task(
-            "speech",
-            "the symbols of spoken syllables",
-            "ctc",
-            41,
-            41,
-            speech.load,
-            SPEECH,
-            metric="error_rate",
-            larger=False,
-            artefacts=("syllables",),
-        ),
-        Task(
-            "pixels",
-            "CIFAR-10, colours one after the other",
-            "causal",
-            BYTES,
-            BYTES,
-            images.colour,
-            PIXELS,
-            metric="bits",
-            larger=False,
-            artefacts=("cifar10",),
-        ),
-        Task("recall", "the value of a key, of many pairs", "masked", *PAIRS, recall.recall, RECALL),
-        Task("recall_causal", "the same, for decoders", "causal", *PAIRS, recall.recall_causal, RECALL),
-        Task("copying", "a sequence once more", "causal", *SYMBOLS, recall.copying, COPYING),
-        Task("induction", "what came after a symbol before", "causal", *SYMBOLS, recall.induction, INDUCTION),
-    )
-}
+BITS: dict = {"metric": "bits", "larger": False}
+PROTEINS: dict = {"artefacts": ("proteins",), "further": ("unseen",)}
+# Name, what it is, kind, symbols, classes, examples, presets.
+TASKS: dict[str, Task] = {t.name: t for t in (
+    Task("listops", "nested lists and their value", "classify", len(listops.SYMBOLS), 10, listops.load, LISTOPS),
+    Task("text", "film reviews as bytes", "classify", BYTES, 2, text.imdb, TEXT, artefacts=("imdb",)),
+    Task("retrieval", "manual pages that refer to each other", "match", BYTES, 2, text.retrieval, RETRIEVAL,
+        artefacts=text.MANUALS),
+    Task("image", "CIFAR-10, grey pixels", "classify", BYTES, 10, images.grey, IMAGE, artefacts=("cifar10",)),
+    Task("pathfinder", "two discs on one curve or on two", "classify", BYTES, 2, pathfinder.load, PATHFINDER),
+    Task("lm", "books byte by byte", "causal", BYTES, BYTES, text.books_bytes, LM, **BITS, artefacts=("books",)),
+    Task("lm_bpe", "books in byte pair encoding", "causal", *BPE, text.books_pairs, LM, **BITS, artefacts=("books",),
+        sizes=text.pair_sizes),
+    Task("protein", "hidden amino acids", "masked", *ACIDS, protein.masked, PROTEIN, **PROTEINS,
+        baseline=protein.masked_baseline),
+    Task("protein_causal", "the next amino acid", "causal", *ACIDS, protein.causal, PROTEIN, **PROTEINS,
+        baseline=protein.baseline),
+    Task("pretraining", "books with hidden word pieces", "masked", PIECES, PIECES, text.pretraining, PRETRAINING,
+        artefacts=("books",)),
+    Task("sentiment", "sentences of film critics", "classify", PIECES, 2, text.sentiment, SENTIMENT,
+        artefacts=("movie_reviews", "books")),
+    Task("nli", "does one sentence follow from another", "classify", PIECES, 3, text.inference, INFERENCE,
+        artefacts=("snli", "books")),
+    Task("pixels", "CIFAR-10, colours one after the other", "causal", BYTES, BYTES, images.colour, PIXELS, **BITS,
+        artefacts=("cifar10",)),
+    Task("recall", "the value of a key, of many pairs", "masked", *PAIRS, recall.recall, RECALL),
+    Task("recall_causal", "the same, for decoders", "causal", *PAIRS, recall.recall_causal, RECALL),
+    Task("copying", "a sequence once more", "causal", *SYMBOLS, recall.copying, COPYING),
+    Task("induction", "what came after a symbol before", "causal", *SYMBOLS, recall.induction, INDUCTION),
+)}
+# fmt: on
 
 
 def task(name: str) -> Task:

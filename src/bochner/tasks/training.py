@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from bochner._checks import BochnerError, extra, is_int
+from bochner._checks import BochnerError, extra, is_int, one_of
 from bochner._progress import speaker
 from bochner.nn import maps_of, parameter_groups
 from bochner.tasks import models
-from bochner.tasks.base import PAD, Collator, Guessed, Preset, Sequences, Task, figures, label_sizes, summary
+from bochner.tasks.base import Collator, Guessed, Preset, Sequences, Task, figures, label_sizes, summary
 from bochner.tasks.checkpoints import Journal, last_checkpoint, prepare, room_named, write_json
 from bochner.tasks.checks import check_examples, check_map, map_name
 from bochner.tasks.registry import preset_of
@@ -34,11 +34,10 @@ transformers = extra("transformers", "train", "bochner.tasks")
 extra("accelerate", "train", "bochner.tasks")
 
 LOGS, SAVES = 50, 10  # per run
-FIGURES = ("loss", "accuracy", "perplexity", "bits", "error_rate", "score")
+FIGURES = ("loss", "accuracy", "perplexity", "bits", "score")
 GLIMPSE = 256  # validation examples looked at while training
 UNNAMED = {"guess": 0.0, "eps": 1e-8, "precision": "float32"}  # not written to run.json, as in runs made before them
 NOT_SAID = ("features_of", "options", "departures")
-REPORTS = ("bar", "tensorboard", None)
 
 
 def train(
@@ -64,7 +63,7 @@ def train(
     """
     if not is_int(seed) or not 0 <= seed < 2**32:
         raise BochnerError(f"The 'seed' of train must be an int from 0 to 2**32 - 1, got {seed!r}.")
-    report = _old_keywords(report, changes)
+    one_of(report, "report", "train", ("bar", "tensorboard", None))
     chosen = task if isinstance(task, Task) else task_of(task)
     name, sizes = map_name(attention), preset_of(chosen, preset, **changes)
     kind = models.choose(chosen, name, sizes, changes.get("features"), None, sizes.options)
@@ -110,18 +109,6 @@ def train(
             write_json(where / "result.json", result)
     trainer.accelerator.wait_for_everyone()
     return result
-
-
-def _old_keywords(report: str | None, changes: dict[str, Any]) -> str | None:
-    """Take `progress` and `tensorboard`, which became `report`, out of the changes."""
-    old = {k: changes.pop(k) for k in ("progress", "tensorboard") if k in changes}
-    if old:
-        report = "tensorboard" if old.get("tensorboard") else "bar" if old.get("progress", True) else None
-        said = ", ".join(f"{k}={v}" for k, v in old.items())
-        warnings.warn(f"train(..., {said}) is now train(..., report={report!r}).", FutureWarning, stacklevel=3)
-    if report not in REPORTS:
-        raise BochnerError(f"The 'report' of train must be one of {list(REPORTS)}, got {report!r}.")
-    return report
 
 
 def described(task: Task, kind: models.Attention, sizes: Preset, seed: int) -> dict[str, Any]:
@@ -307,7 +294,7 @@ def _first(logits: Any) -> Tensor:
 
 
 class TaskTrainer(transformers.Trainer):  # type: ignore[name-defined]
-    """Trainer that stops at the first loss or gradient that is not finite, with the place named, and can test."""
+    """Trainer that stops at the first loss or gradient that is not finite, and can test."""
 
     def __init__(self, *args: Any, task: Task, preset: Preset, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -318,27 +305,14 @@ class TaskTrainer(transformers.Trainer):  # type: ignore[name-defined]
         self.remove_callback(transformers.PrinterCallback)  # the journal has it all
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        try:
-            out = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        except BochnerError as error:
-            place = first_bad(model, inputs)
-            if place is None:
-                raise
-            raise BochnerError(f"Training stopped at step {self.state.global_step}: {place} {error}") from error
+        out = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         loss = out[0] if return_outputs else out
         if not torch.isfinite(loss):
-            place = first_bad(model, inputs) or "No single layer is to blame."
             raise BochnerError(
-                f"Training stopped at step {self.state.global_step}: the loss is {loss.item()}. {place} "
+                f"Training stopped at step {self.state.global_step}: the loss is {loss.item()}. "
                 "Lower the learning rate, or take another attention."
             )
         return out
-
-    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
-        if self.task.kind == "ctc":
-            logits = blank_padding(self.accelerator.unwrap_model(model), _first(logits), inputs["attention_mask"])
-        return loss, logits, labels
 
     def test(self) -> dict[str, float]:
         """Figures on the test split, and on the further ones of the task under their name."""
@@ -349,13 +323,6 @@ class TaskTrainer(transformers.Trainer):  # type: ignore[name-defined]
             kept = {k: v for k, v in kept.items() if k in FIGURES}
             out |= kept if split == "test" else {f"{split}_{k}": v for k, v in kept.items()}
         return out
-
-
-def blank_padding(model: Any, logits: Tensor, mask: Tensor) -> Tensor:
-    """The logits of a Conformer with frames that come from padding read as blanks: nothing was said there."""
-    said = model._get_output_attention_mask(mask, target_length=logits.shape[1])
-    blank = nn.functional.one_hot(torch.tensor(PAD), logits.shape[-1]).to(logits)
-    return torch.where(said[..., None], logits, blank)
 
 
 class LastDraw(transformers.TrainerCallback):  # type: ignore[name-defined]
@@ -380,34 +347,6 @@ class FiniteGradients(transformers.TrainerCallback):  # type: ignore[name-define
                     f"Training stopped at step {state.global_step}: the gradient of {name!r} is not finite. "
                     "Lower the learning rate, or take another attention."
                 )
-
-
-def first_bad(model: nn.Module, inputs: dict[str, Any]) -> str | None:
-    """A sentence that names the first weight or layer that is not finite on these inputs, or None."""
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            return f"The weight {name!r} is not finite."
-    found: list[str] = []
-
-    def look(name: str) -> Any:
-        def hook(module: nn.Module, _: Any, output: Any) -> None:
-            values = output if isinstance(output, (tuple, list)) else [output]
-            bad = any(isinstance(t, Tensor) and t.is_floating_point() and not torch.isfinite(t).all() for t in values)
-            if bad and not found:
-                found.append(f"The first layer whose output is not finite is {name!r} ({type(module).__name__}).")
-
-        return hook
-
-    handles = [m.register_forward_hook(look(n)) for n, m in model.named_modules() if n]
-    try:
-        with torch.no_grad():
-            model(**inputs)
-    except BochnerError:
-        pass  # what it refused comes from the layer that was found
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found[0] if found else None
 
 
 def finished(output: Path) -> tuple[dict[str, Any], Path]:
