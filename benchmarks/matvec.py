@@ -209,12 +209,20 @@ def density(s: int) -> list[dict[str, Any]]:
     return [compare("colours", "scott", table[:1000], table[1000:], bandwidths(table)["scott"])]
 
 
+def plane(n: int) -> list[dict[str, Any]]:
+    """Places on a map: normal points in two dimensions, at a twentieth and a fiftieth of their median distance."""
+    points = np.random.default_rng(0).normal(size=(n, 2)).astype(np.float32)
+    median = bandwidths(points)["1 medians"]
+    return [compare("plane", f"{share} medians", points, None, share * median) for share in (0.05, 0.02)]
+
+
 def many(n: int, products: int) -> list[dict[str, Any]]:
     """Several products with one K, as solvers make them."""
     rows = []
     for name, label in (
         ("patches", "0.2 medians"),
         ("casp", "1 medians"),
+        ("california", "0.08 medians"),
         ("colours", "scott"),
         ("words", "0.2 medians"),
         ("covers", "scott"),
@@ -282,6 +290,7 @@ def parts(quick: bool) -> dict[str, Callable[[], list[dict[str, Any]]]]:
         return out
     return {
         **out,
+        "plane": lambda: plane(60_000),
         "many": lambda: many(n, 20),
         "million": lambda: large("million", 1_000_000, 2.0),
         "words400k": lambda: large("words", 400_000, 0.5),
@@ -333,6 +342,7 @@ def tables(results: dict[str, Any]) -> str:
     for name, title in (
         ("rectangles", "Few queries, many keys: 2,000 x 100,000, one product."),
         ("density", "A density at 1,000 points from 300,000."),
+        ("plane", "60,000 points in the plane, one product."),
         ("many", "20 products with one K."),
     ):
         if name in found:

@@ -17,7 +17,7 @@ def main(points: int = 20_000) -> float:
     x = rng.normal(size=points)  # signed weights
 
     K = bochner.KernelOperator(X, bandwidth=1.0, eps=0.01)
-    print(K.explain())
+    print(K.plan)
     answer = K.matvec_with_certificate(x)
     print(answer)
 

@@ -170,7 +170,6 @@ PAPERS = (
 BEYOND = {
     "bandwidth_rules": ("which bandwidth each rule takes", "large-tables.md"),
     "certified_heads": ("attention with a bound, on real heads", "certificates.md"),
-    "decoder_cache": ("a decoder whose cache is a tenth", "shrink-a-cache.md"),
     "decoder_texts": ("a decoder's cache on texts that no setting was chosen by", "shrink-a-cache.md"),
     "further_models": ("four models converted at first try", "speed-up-an-encoder.md"),
     "landmark_ablations": ("what each part of the landmark fit is worth", "which-map.md"),

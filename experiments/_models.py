@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -123,3 +124,35 @@ def mean_error(attentions: Iterable[Attention], layers: list[Sequences], is_caus
     """The mean over the heads of all layers, each with its own attention."""
     each = zip(attentions, layers, strict=False)
     return float(torch.cat([head_errors(a, unseen, is_causal) for a, unseen in each]).mean())
+
+
+@torch.no_grad()
+def perplexity(model: Any, tokenizer: Any, texts: list[str], *, max_length: int = 512) -> float:
+    """exp of the mean loss per predicted token, each text on its own."""
+    total, count = 0.0, 0
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=max_length).input_ids.to(model.device)
+        loss = token_losses(model, ids)
+        total, count = total + loss.sum().item(), count + loss.numel()
+    return math.exp(total / count)
+
+
+@torch.no_grad()
+def recall(model: Any, tokenizer: Any, texts: list[str], *, tokens: int = 120) -> float:
+    """Perplexity on the repeat of a passage: the first text, another one, the first again.
+
+    Low only if attention can still reach back over the passage in between; exact attention of a good model is near 1.
+    Texts are taken in pairs; each must have at least `tokens` tokens.
+    """
+    ids = [tokenizer(t, return_tensors="pt").input_ids[:, :tokens] for t in texts]
+    total, count = 0.0, 0
+    for a, b in zip(ids[::2], ids[1::2], strict=False):
+        loss = token_losses(model, torch.cat([a, b, a], dim=1).to(model.device))[:, -(tokens - 1) :]
+        total, count = total + loss.sum().item(), count + loss.numel()
+    return math.exp(total / count)
+
+
+def token_losses(model: Any, ids: Tensor) -> Tensor:
+    """Cross-entropy of every next token, (b, n - 1)."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")

@@ -1,12 +1,16 @@
 """What SmolLM2-135M loses with a smaller key-value cache on texts that no setting was chosen by, nothing trained.
 
-A novel, newspaper reports of 1961, and a manual; scores are fitted to novels by others. Each text is read once. Behind
-it, passages of it come again, each alone, so that the distances are those that are named.
+A novel, newspaper reports of 1961, and a manual. Selected keys come from one call, `convert(model, Target(memory=...,
+length=LENGTH), texts)`, fitted to novels by others. Each text is read once. Behind it, passages of it come again, each
+alone, so that the distances are those that are named. Bytes are those of the tensors in the cache; caches rounded to 8
+and 4 bits are counted, since they are only simulated here. Figures of kvpress come from an environment of its own, by
+`_kvpress.py`.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from collections.abc import Callable
@@ -15,15 +19,25 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import HERE, Said, Store, experiment
 from _pictures import COLOURS, figure, save
-from decoder_cache import BACK, BOUNDS, GROUP, LEAD, LENGTH, PASSAGE, ROUNDED, SPECS, rounded
 from torch import Tensor
 
 from bochner import Calibration, Recipe, Target, convert, data, revert
 from bochner.demo import load_smollm2
 
+BACK = (500, 2000, 3500)
+PASSAGE, LEAD = 96, 8  # tokens of a repeat, of which the first only tell what is repeated
 PASSAGES = 6  # that come again at each distance, side by side in the text
+BOUNDS = (0, 500, 1000, 2000, 4000)
+GROUP = 32
+LENGTH = 4000
+ROUNDED = {"int8, groups of 32": 8, "int4, groups of 32": 4}
+SPECS: dict[str, Recipe | Target] = {
+    "window 128, 4 sinks": Recipe(None, window=128, sinks=4, window_kind="sliding"),
+    "selected keys, 6 % of float32": Target(memory=0.06, length=LENGTH),
+    "selected keys, 12 % of float32": Target(memory=0.12, length=LENGTH),
+}
 TEXTS = ("novel", "newspaper", "manual")
 SELECTED = "selected keys, 6 % of float32"
 
@@ -73,6 +87,14 @@ def figures(model: Any, ids: Tensor) -> dict[str, Any]:
     return row
 
 
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """Rounding between the least and the largest of each group of channels."""
+    parts = x.unflatten(-1, (-1, GROUP))
+    low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+    step = ((high - low) / (2**bits - 1)).clamp_min(1e-12)
+    return (((parts - low) / step).round() * step + low).flatten(-2)
+
+
 def rounding(model: Any, bits: int) -> AbstractContextManager[Any]:
     """A model that rounds all keys and values, for a while."""
     from bochner.hf.calls import Call, exact
@@ -113,6 +135,7 @@ def measure(store: Store, length: int = LENGTH) -> None:
             converted(model, tokenizer, spec, store, name)
             row(name)
             revert(model)
+    store.figures["kvpress"] = json.loads((HERE / "_kvpress.json").read_text(encoding="utf-8"))
 
 
 def converted(model: Any, tokenizer: Any, spec: Recipe | Target, store: Store, name: str) -> None:

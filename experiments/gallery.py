@@ -6,6 +6,7 @@ python experiments/gallery.py [--check]      (--check only says whether the page
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import Counter
 from typing import Any
@@ -15,6 +16,9 @@ from _index import BEYOND, NO_PICTURE, PAPERS, PICTURES, Item, Paper
 
 DOCS = ROOT / "docs"
 OWN = "gallery-beyond.md"
+FIGURE = r"[-+]?\d[\d.,]*(?:e[-+]\d+)?(?: ?(?:%|ms|MB|points))?"
+# A list such as "exact 934 ms, positive 44 ms".
+NAMED = re.compile(rf"(?P<name>.+?) (?P<figure>{FIGURE}(?: (?:and|±) {FIGURE})?)(?:, |$)")
 ORDER = ("reproduced", "partly", "not", "not tested", "not tried")
 HEAD = """# Gallery
 
@@ -92,16 +96,46 @@ def section(name: str, title: str, items: list[tuple[str, Item]]) -> str:
     verdict = said["verdict"] + (f": {said['why']}" if said["why"] else "")
     lines += [f"- Claim: {result['claim']}"]
     lines += [f"- Sizes of the paper: {result['paper']}."] if result["paper"] else []
-    lines += [f"- Our sizes: {result['ours']}.", f"- Found: {said['ours']}", f"- Verdict: **{verdict}**."]
+    lines += [f"- Our sizes: {result['ours']}.", f"- Verdict: **{verdict}**."]
     for key, item in items:
         if verdict_of(item)[0] != said["verdict"] or item.limits or item.why:
             lines.append(
                 f"- Verdict on {key} {item.label}, {item.title}: **{verdict_of(item)[0]}**: {item.why or item.limits}."
             )
-    lines.append("")
+    lines += ["", *findings(said["ours"]), ""]
     for picture in pictures(name):
         lines += [f"![{title}](images/gallery/{picture}.png)", ""]
     return "\n".join(lines)
+
+
+def findings(text: str) -> list[str]:
+    """What was found, a line for every clause; clauses of at least three named figures are columns of a table."""
+    lines = ["Found:", ""]
+    names: list[str] = []
+    columns: list[tuple[str, list[str]]] = []
+
+    def end_of_table() -> None:
+        if columns:
+            rows = [["", *(head for head, _ in columns)], ["---"] * (len(columns) + 1)]
+            rows += [[name, *(column[i] for _, column in columns)] for i, name in enumerate(names)]
+            if lines[-1]:
+                lines.append("")
+            lines.extend([*(f"| {' | '.join(cells)} |" for cells in rows), ""])
+            columns.clear()
+
+    for clause in re.split(r"; |\. (?=[A-Za-z`])", text.strip().rstrip(".")):
+        head, _, rest = clause.rpartition(": ")
+        found = [(m["name"], m["figure"]) for m in NAMED.finditer(rest)]
+        if not head or len(found) < 3 or ", ".join(" ".join(pair) for pair in found) != rest:
+            end_of_table()
+            lines.append(f"- {clause[0].upper() if clause[1].islower() else clause[0]}{clause[1:]}.")
+            continue
+        if [name for name, _ in found] != names or len(columns) == 4:
+            end_of_table()
+        names = [name for name, _ in found]
+        columns.append((head, [figure for _, figure in found]))
+    end_of_table()
+    return lines
 
 
 def pictures(name: str) -> list[str]:

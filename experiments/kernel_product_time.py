@@ -17,8 +17,6 @@ from _framework import Said, Store, experiment
 from _pictures import figure, log_ticks, save
 
 from bochner import KernelOperator
-from bochner.matvec.profiles import PROFILES
-from bochner.matvec.tiles import make_frame
 from bochner.papers.kernel_product import Constants, approximate_product, find_heavy
 
 DIM, EPS, TAIL = 16, 0.2, 2.0
@@ -53,10 +51,8 @@ def shares(x: torch.Tensor) -> dict[str, float]:
 def paper(x: torch.Tensor, signed: np.ndarray) -> tuple[np.ndarray, int]:
     """The product by Algorithms 1 to 3, and the kernel values that they compute."""
     constants, generator = Constants(), torch.Generator().manual_seed(0)
-    frame = make_frame(PROFILES["gaussian"], x, 1.0, "float64")
-    z = frame.place(x)
-    heavy = find_heavy(z, z, constants, generator)
-    y, pairs = approximate_product(frame, z, z, torch.from_numpy(signed), heavy, EPS, constants, generator)
+    heavy = find_heavy(x, x, constants, generator)
+    y, pairs = approximate_product(x, x, torch.from_numpy(signed), heavy, EPS, constants, generator)
     return y.numpy(), heavy.pairs + pairs
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from _framework import Said, Store, experiment
 from _pictures import COLOURS, figure, save
-from decoder_cache import ROUNDED
-from decoder_texts import converted, rounding
+from decoder_texts import ROUNDED, converted, rounding
 
 from bochner import Target, revert
 from bochner.demo import load_smollm2

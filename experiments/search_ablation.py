@@ -6,9 +6,8 @@ the share of key heads that stay exact beside windows of 64 keys, and what `exac
 "share of the layer" is the search's own. "error" is relative to the head alone, "change" the first-order change of the
 output by a backward pass, "both" the geometric mean of these two.
 
-Three constants did not pay and are gone: a least step between the costs of choices that are measured ("no step" and
-"coarse" changed it), giving up a choice that is far off before all texts are read ("whole" did not give up), and the
-number of texts with a backward pass. Their figures were measured while the search had them, by the damage "both".
+"caution" is the confidence of the lower bound that choices are made by, and "steps" is what the search looks at in turn
+where a choice fails on the texts held back: half of its damage, a quarter, an eighth and a sixteenth.
 """
 
 from __future__ import annotations
@@ -26,12 +25,14 @@ from bochner.hf.calibrate import HeadErrors
 from bochner.hf.calls import Call, exact
 from bochner.hf.conversion import make_exact
 from bochner.hf.fates import Window
+from bochner.hf.interface import attached
 from bochner.hf.observe import discover, recording, run
 from bochner.hf.search import refine
 from bochner.hf.search.damage import MeasuredProblem
 from bochner.hf.search.knapsack import Choice, frontier, totals
 from bochner.hf.search.options import Space
 from bochner.hf.search.texts import batches_for, settle, split
+from bochner.hf.search.verify import Verifier
 
 BUDGETS = (0.2, 0.35, 0.5, 0.7)  # of the original's cost
 EXACT_SHARES = (0.1, 0.2)  # of SmolLM2's key heads
@@ -39,6 +40,7 @@ KINDS = ("share of the layer", "error", "change", "both")
 ROWS = (512, 1024, 2048, 4096, 8192)  # tokens that maps are fitted to
 BATCH, LENGTH, VOCABULARY = 8, 192, 64  # of the small decoder's training
 KEPT = "share of the layer"  # the damage that the search uses
+CAUTIONS = (0.5, 0.8, 0.95)  # the confidence of the lower bound that choices are made by; 0.5 is the mean
 
 
 def words(count: int, seed: int) -> Tensor:
@@ -96,7 +98,7 @@ class Case:
         self.parts = split(batches, self.goal)
         self.model.requires_grad_(False)
         parts = (self.parts.choice, self.parts.held)
-        self.choice, self.held = (evaluate.evaluator(self.model, part, self.goal.judged) for part in parts)
+        self.choice, self.held = (Verifier(self.model, part, self.goal, self.shapes, print) for part in parts)
         self.space, self.seen = self.fitted(), dict[tuple[bool, Choice], evaluate.Quality]()
 
     def fitted(self) -> Space:
@@ -114,15 +116,16 @@ class Case:
     def damages(self) -> dict[str, dict[str, Tensor]]:
         """The damages that are compared, each (options, key heads) by layer."""
         options = {name: list(layer.made.values()) for name, layer in self.space.layers.items() if layer.made}
-        return compared(self.model, options, self.choice)
+        return compared(self.model, options, self.choice.batches)
 
     def quality(self, choice: Choice, held: bool) -> evaluate.Quality:
         """The quality of a choice on the choice texts or those held back."""
+        plan = self.space.plan_of(choice)
+        if not plan.converted:
+            return self.held.original().quality
         if (held, choice) not in self.seen:
-            built = self.space.build(self.space.plan_of(choice))
-            layers = {name: layer for name, layer in built.items() if not layer.plan.untouched}
-            texts = self.held if held else self.choice
-            self.seen[held, choice] = texts.quality(lambda batch: self.space.output(layers, batch))
+            with attached(self.model, plan, self.space.build(plan)):
+                self.seen[held, choice] = (self.held if held else self.choice).look(self.model).quality
         found = self.seen[held, choice]
         return evaluate.Quality(found.measures, found.figures)  # its bounds anew
 
@@ -138,13 +141,13 @@ class Remembered(MeasuredProblem):
         return self.case.quality(choice, False)
 
 
-def compared(model: Any, options: dict[str, list[LinearAttention]], texts: Any) -> dict[str, dict[str, Tensor]]:
-    """The damages of some options of every layer on the texts of an evaluator."""
+def compared(model: Any, options: dict[str, list[LinearAttention]], batches: Any) -> dict[str, dict[str, Tensor]]:
+    """The damages of some options of every layer on some batches."""
     errors = {name: [HeadErrors() for _ in several] for name, several in options.items()}
     change = {name: torch.zeros(len(x), x[0].plan.num_heads, dtype=torch.float64) for name, x in options.items()}
     generator = torch.Generator().manual_seed(0)
-    for i, batch in enumerate(texts.batches):
-        print(f"damages, batch {i + 1} of {len(texts.batches)}", flush=True)
+    for i, batch in enumerate(batches):
+        print(f"damages, batch {i + 1} of {len(batches)}", flush=True)
         kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
         def look(name: str, call: Call, kept: Any = kept) -> Tensor | None:
@@ -201,21 +204,23 @@ def at_budgets(case: Case, damages: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def searched(case: Case, damages: dict[str, Tensor], caution: float = evaluate.CAUTION) -> dict[str, Any]:
-    """A search that chooses by a lower bound of some confidence, and what comes after it if that fails."""
+    """A search that chooses by a lower bound of some confidence, and the steps that are looked at if it fails.
+
+    What each step costs and retains on texts held back: the first that keeps is what the search ends with.
+    """
     before, evaluate.CAUTION = evaluate.CAUTION, caution
     try:
         problem, keep = Remembered(case, damages), case.target.keep
         trials = refine.Trials(problem)
         assert keep is not None
         chosen = refine.cheapest_that_keeps(problem, keep, trials)
-        found: dict[str, Any] = {"cost": chosen.cost / problem.whole, "runs": len(trials.tried), "keep": keep}
-        found["held_back"] = case.quality(chosen.choice, True).retained
-        for second in refine.ladder(problem, chosen)[1:2]:
-            found["second_cost"] = totals(problem.tables, second)[1] / problem.whole
-            found["second_held_back"] = case.quality(second, True).retained
-        return found
+        steps = refine.ladder(problem, chosen)
+        costs = [totals(problem.tables, choice)[1] / problem.whole for choice in steps]
+        held = [case.quality(choice, True) for choice in steps]
     finally:
         evaluate.CAUTION = before
+    found = {"cost": costs[0], "runs": len(trials.tried), "keep": keep, "held_back": held[0].retained}
+    return found | {"steps": [{"cost": c, "held_back": q.retained} for c, q in zip(costs, held, strict=True)]}
 
 
 def fit_error(case: Case, rows: int) -> dict[str, float]:
@@ -246,10 +251,10 @@ def smollm(store: Store, table: dict[str, Any]) -> None:
     batches = [{"input_ids": piece[None]} for piece in tokens[:3072].split(512)]
     scores = calibrate.retrieval_scores(model, layers, batches, near)
     kinds = {"exact_heads": {name: x.view(layers[name].plan.num_kv_heads, -1).sum(-1) for name, x in scores.items()}}
-    texts = evaluate.evaluator(model, tokens, 512)
-    found = compared(model, {name: [layer] for name, layer in layers.items()}, texts)
+    goal = settle(Target(length=512), model, shapes, batches)
+    texts, held = (Verifier(model, some, goal, shapes, print) for some in (tokens, unseen))
+    found = compared(model, {name: [layer] for name, layer in layers.items()}, texts.batches)
     kinds |= {kind: {name: x[0] for name, x in by_layer.items()} for kind, by_layer in found.items()}
-    held = evaluate.evaluator(model, unseen, 512)
 
     def losses(kind: str) -> dict[str, Any]:
         rows = {}
@@ -258,13 +263,8 @@ def smollm(store: Store, table: dict[str, Any]) -> None:
             for layer in plan.layers:
                 layer.scores = kinds[kind][layer.name].tolist()
             make_exact(plan, share)
-            made = {x.name: LinearAttention(x) for x in plan.converted}
-
-            def output(batch: dict[str, Any], made: Any = made) -> Any:
-                with recording(model, lambda name, call: made[name](call) if name in made else None):
-                    return run(model, batch)
-
-            quality = held.quality(output)
+            with attached(model, plan, {x.name: LinearAttention(x) for x in plan.layers}):
+                quality = held.look(model).quality
             rows[str(share)] = {"held_back": 1 - quality.retained, **quality.figures}
         return rows
 
@@ -299,8 +299,8 @@ def cells(store: Store, table: dict[str, Any], case: Case, rows: tuple[int, ...]
     kinds = case.damages()
     for kind, damage in kinds.items():
         store.cell(kind, lambda d=damage: at_budgets(case, d), table)
-    store.cell("search", lambda: searched(case, kinds[KEPT]), table)
-    store.cell("mean", lambda: searched(case, kinds[KEPT], caution=0.5), table)
+    for caution in CAUTIONS:
+        store.cell(f"caution {caution}", lambda c=caution: searched(case, kinds[KEPT], c), table)
     for n in rows:
         store.cell(f"{n} rows", lambda n=n: fit_error(case, n), table)
 

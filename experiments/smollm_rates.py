@@ -2,7 +2,8 @@
 
 Caches are filled with random keys and values: nothing here depends on what they are. Prefill is read in pieces of 512
 tokens, whose time grows linearly with what stands before them: it is measured behind 0, 2,000 and 3,488 tokens. Plans
-are those that `smollm_target` found, and a window of 128 with 10 key heads exact. Call it on an idle machine.
+are a window of 128 with 10 key heads exact, those that `smollm_target` found, and selected keys: the three key heads of
+each layer hold very different numbers of them, as in plans that a search finds. Call it on an idle machine.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from bochner._timing import best_times
 from bochner.demo import load_smollm2
 
 PIECE, PREFILL, LENGTHS = 512, 4000, (4000, 8000)
+WHOLE = 30 * 3 * 2 * 64 * 4  # bytes of a token in float32
+SPREAD = (0.2, 0.7, 2.1)  # keys of the key heads of a layer, over their mean
+SELECTED = "selected, 6 %, int6"
 NAMED = "window 128, 10 of 90 groups exact"
 
 
@@ -55,7 +59,26 @@ def filled(model: Any, length: int) -> Any:
             continue
         held = cache.layers[i] = RecurrentLayer()
         held.seen = length
-        layer(Call(q[..., -1:, :], k, v, True, None, 0.125), held)
+        hidden = torch.randn(1, length, 576, generator=g)
+        if not any(fate.name == "selected" for fate in layer.plan.fates):
+            q = q[..., -1:, :]  # the others need no row to hold their keys
+        layer(Call(q, k, v, True, None, 0.125, hidden=hidden), held)
+    return cache
+    own = layers_of(model) if hasattr(model.model.layers[0].self_attn, "linear_attn") else {}
+    for i in range(len(model.model.layers)):
+        q, k, v = (torch.randn(1, h, length, 64, generator=g) for h in (9, 3, 3))
+        layer = own.get(f"model.layers.{i}.self_attn")
+        if layer is None or layer.plan.untouched:
+            cache.update(k, v, i)
+            continue
+        held = cache.layers[i] = RecurrentLayer()
+        held.seen = length
+        hidden = torch.randn(1, length, 576, generator=g)
+        if layer.plan.count("selected"):  # all queries are answered: what is held depends on every key
+            q = q[..., -1:, :].expand_as(q)
+        else:
+            q, hidden = q[..., -1:, :], hidden[:, -1:]
+        layer(Call(q, k, v, True, None, 0.125, hidden=hidden), held)
     return cache
 
 
@@ -73,6 +96,26 @@ def behind(models: dict[str, Any], length: int, tokens: int, rounds: int) -> dic
     return best_times({name: lambda n=name: step(n) for name in models}, repeats=rounds, budget=60.0, warm_up=False)
 
 
+def selects(memory: float, precision: str, length: int = PREFILL) -> Any:
+    """Selected keys that fill a share of the float32 cache at a length."""
+    from bochner.hf import LayerPlan, Selected
+    from bochner.hf.attention import LinearAttention
+    from bochner.hf.plan import Fitted
+
+    def layers(mean: int) -> list[LayerPlan]:
+        fates = [Selected(128, 4, round(mean * part), precision, 576) for part in SPREAD]
+        return [LayerPlan(f"model.layers.{i}.self_attn", 9, 3, 64, 64, list(fates), is_causal=True) for i in range(30)]
+
+    mean = max(n for n in range(0, length, 10) if Plan(layers(n)).cache_bytes(length) <= memory * WHOLE * length)
+    plan, g = Plan(layers(mean), "llama"), torch.Generator().manual_seed(0)
+    for layer in plan.layers:
+        state = LinearAttention(layer).state_dict()
+        for name in [name for name in state if name.endswith("weights")]:
+            state[name] = torch.randn(state[name].shape, generator=g)
+        plan.maps[layer.name] = Fitted(list(layer.fates), state)
+    return plan
+
+
 def converted_models() -> dict[str, Any]:
     """The model and its conversions, which share its weights."""
     model, tokenizer = load_smollm2()
@@ -81,20 +124,22 @@ def converted_models() -> dict[str, Any]:
     plans = {NAMED: groups_exact(10, 128)}
     names = {"512": "keep 0.99, judged at 512 tokens", "4000": "keep 0.99 at 4,000 tokens"}
     plans |= {name: Plan.from_dict(found[n]["report"]["plan"]) for n, name in names.items() if n in found}
-    for name, plan in plans.items():
+    for plan in plans.values():
         for layer in plan.layers:
             layer.exact_below = 0
+    plans |= {SELECTED: selects(0.06, "int6"), "selected, 6 %, int8": selects(0.06, "int8")}
+    for name, plan in plans.items():
         other = copy.deepcopy(model)
         for a, b in zip(other.parameters(), model.parameters(), strict=True):
             a.data = b.data
-        models[name] = convert(other, plan, Calibration(texts, tokenizer, max_length=128)).model
+        fitted = None if plan.maps else Calibration(texts, tokenizer, max_length=128)
+        models[name] = convert(other, plan, fitted).model
     return models
 
 
 @experiment(
-    claim="Ours: SmolLM2 with a window of 128 and 10 of 90 key-value groups exact reads 4,000 tokens and decodes "
-    "behind 8,000 "
-    "faster.",
+    claim="Ours: SmolLM2 with 12 % of the bfloat16 cache decodes at least 1.2 times as fast behind 4,000 tokens, and "
+    "1.5 times behind 8,000; it reads 4,000 tokens no slower.",
     ours="one sequence, one thread",
     quick="times a decoder of 135 million parameters behind 8,000 tokens",
     sources=("bochner.hf", "bochner.attention", "bochner.maps"),
@@ -111,12 +156,13 @@ def measure(store: Store, rounds: int = 3) -> None:
 
 
 def judge(found: Any) -> Said:
-    ratios = {where: row[NAMED] / row["original"] for where, row in found.items() if where != "threads"}
-    faster = ratios["prefill"] > 1.2 and ratios["decoding at 8000"] > 1.2
+    ratios = {where: row[SELECTED] / row["original"] for where, row in found.items() if where != "threads"}
+    wanted = {"prefill": 1.0, "decoding at 4000": 1.2, "decoding at 8000": 1.5}
+    slow = [where for where, least in wanted.items() if ratios[where] < least]
     return Said(
         "tokens per second over those of the original: " + ", ".join(f"{n} {x:.2f}" for n, x in ratios.items()) + ".",
-        "holds" if faster else "fails",
-        "" if faster else "not faster by a fifth",
+        "fails" if slow else "holds",
+        "too slow: " + ", ".join(slow) if slow else "",
     )
 
 
@@ -126,10 +172,10 @@ def draw(found: Any) -> None:
     fig, ax = figure(figsize=(7, 3.4))
     for i, name in enumerate(names):
         ratios = [row[name] / row["original"] for row in found.values()]
-        bars = ax.bar([x + 0.27 * (i - 1) for x in range(len(found))], ratios, 0.25, label=name, color=COLOURS[i])
-        ax.bar_label(bars, [f"{row[name]:.0f}" for row in found.values()], fontsize=8)
+        bars = ax.bar([x + 0.14 * (i - 2) for x in range(len(found))], ratios, 0.13, label=name, color=COLOURS[i])
+        ax.bar_label(bars, [f"{row[name]:.0f}" for row in found.values()], fontsize=6)
     ax.set_xticks(range(len(found)), list(found))
     ax.set(ylabel="rate over that of the original", title="above the bars: tokens a second, one thread")
     ax.set_ylim(0, 1.9)
-    ax.legend(fontsize=8, loc="upper left", ncols=3)
+    ax.legend(fontsize=7, loc="upper left", ncols=3)
     save(fig, "smollm_rates")

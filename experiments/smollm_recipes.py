@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from _framework import Said, Store, experiment
+from _models import perplexity, recall
 from _pictures import COLOURS, GREY, figure, save
 
 from bochner import Calibration, Conversion, Distillation, Recipe, convert, data, distill
@@ -45,7 +46,6 @@ RECIPES |= {
 
 def figures(model: Any, tokenizer: Any, texts: int) -> Callable[[], list[float]]:
     """Perplexity at 150 and 450 tokens, and recall."""
-    from bochner.hf.evaluate import perplexity, recall
 
     ordinary = data.paragraphs("heldout", texts)
     long = data.paragraphs("heldout", max(1, texts // 2), words=350)

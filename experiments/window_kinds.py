@@ -48,7 +48,7 @@ def encoder(texts: int, row: Callable[..., None], names: Iterable[str] = ENCODER
 
 def decoder(texts: int, row: Callable[..., None]) -> None:
     """Window 64, four sinks; texts of 450 tokens."""
-    from bochner.hf.evaluate import perplexity, recall
+    from _models import perplexity, recall
 
     model, tokenizer = load_smollm2()
     seen = data.paragraphs("calibration", 6, words=250)

@@ -11,8 +11,8 @@ from naive import assert_same, draw, draw_qkv, gradients
 from torch import Tensor
 
 from bochner import BochnerError, Features, State, absorb, empty_state, feature_map, linear_attention, merge, read
-from bochner.attention import api
-from bochner.attention.decode import step
+from bochner.attention import attend
+from bochner.attention.attend import step
 from bochner.maps.base import FeatureMap
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -238,7 +238,7 @@ def test_sequences_that_begin_apart_are_decoded_as_each_alone(
     mask = torch.arange(200)[None, :] < torch.tensor(first)[:, None]
     options: dict[str, Any] = VARIANTS[variant] | {"is_causal": True, "return_state": True}
     steps = []
-    monkeypatch.setattr(api, "step", lambda *args: steps.append(args[3].window.start) or step(*args))
+    monkeypatch.setattr(attend, "step", lambda *args: steps.append(args[3].window.start) or step(*args))
     with torch.no_grad():
         out, state = linear_attention(*(t[:, :, :70] for t in (q, k, v)), phi, key_padding_mask=mask[:, :70], **options)
         rows = [out]

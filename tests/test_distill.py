@@ -94,30 +94,6 @@ def test_a_chosen_part_is_trained_end_to_end() -> None:
         distill(model, texts_as_batches(4), Distillation(steps=1, end_to_end=1, part="nothing"))
 
 
-def test_a_checkpoint_is_taken_up(tmp_path: Path) -> None:
-    first = student()
-    report = distill(first, texts_as_batches(4), Distillation(steps=8, checkpoint=tmp_path))
-    second = student()
-    again = distill(second, texts_as_batches(4), Distillation(steps=8, checkpoint=tmp_path))
-    assert [x.after for x in again.layers] == [x.after for x in report.layers]
-    for name, layer in layers_of(first).items():
-        for key, value in layer.state_dict().items():
-            assert torch.equal(value, layers_of(second)[name].state_dict()[key])
-    # Half of it is there: only the other half is trained.
-    name = report.layers[1].name
-    for suffix in ("json", "safetensors"):
-        (tmp_path / f"{name}.{suffix}").unlink()
-    third = student()
-    distill(third, texts_as_batches(4), Distillation(steps=8, checkpoint=tmp_path))
-    assert torch.equal(
-        layers_of(third)[report.layers[0].name].map_norm["kernel"].phi.a,
-        layers_of(first)[report.layers[0].name].map_norm["kernel"].phi.a,
-    )
-    other = convert(build("bert", TEXT), Recipe(num_features=8), texts_as_batches()).model
-    with pytest.raises(BochnerError, match="other maps"):
-        distill(other, texts_as_batches(4), Distillation(steps=1, checkpoint=tmp_path))
-
-
 def test_a_time_limit_is_kept() -> None:
     report = distill(student(), texts_as_batches(4), Distillation(steps=10**6, seconds=0.5))
     assert report.seconds < 20

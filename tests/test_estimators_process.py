@@ -49,8 +49,6 @@ def test_learning_finds_what_the_data_were_drawn_from():
     found = learn("gaussian", X, y)
     assert found.bandwidth[1] > 20 * found.bandwidth[0]
     assert found.noise == pytest.approx(0.04 / 0.54, rel=0.3)
-    one = learn("gaussian", X, y, per_feature=False)
-    assert one.bandwidth[0] == one.bandwidth[1]
     held = learn("gaussian", X, y, Hyper(np.full(2, np.nan), math.nan, 0.5))
     assert held.noise == pytest.approx(0.5)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from sklearn.metrics.pairwise import rbf_kernel
 from bochner import BochnerError
 from bochner.estimators import Centers, KernelClassifier, KernelRidge, KernelRidgeCV, nystrom, ridge
 from bochner.estimators.nystrom import leave_one_out
-from bochner.estimators.rows import ArrayRows, Block
+from bochner.estimators.rows import Block, array_rows
 from bochner.matvec import Kernel
 
 torch.set_num_threads(1)
@@ -151,7 +153,7 @@ def test_the_number_of_centres_keeps_to_the_seconds():
 
 def test_a_sample_of_the_rows_is_even_and_without_repetition():
     X = np.arange(30_000.0)[:, None]
-    rows = ArrayRows(lengths=(8192, 8192, 8192, 30_000 - 3 * 8192), arrays=(X, None, None))
+    rows = replace(array_rows(X), lengths=(8192, 8192, 8192, 30_000 - 3 * 8192))
     drawn = rows.sample(3000, np.random.RandomState(0)).X[:, 0]
     assert len(np.unique(drawn)) == 3000
     assert abs(drawn.mean() - 15_000) < 5 * 30_000 / np.sqrt(12 * 3000)

@@ -15,7 +15,6 @@ from hf_models import ENCODERS, GROUPED, TEXT, build
 
 from bochner.hf import evaluate
 from bochner.hf.evaluate import (
-    Language,
     Measure,
     Outputs,
     Quality,
@@ -149,16 +148,6 @@ def decoder() -> Any:
 
 def ids(n: int, seed: int = 0) -> Tensor:
     return torch.randint(4, 50, (n,), generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("whole", [1024, 0], ids=["whole texts", "behind a cache"])
-def test_the_original_loses_nothing(whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "WHOLE", whole)
-    model = decoder()
-    judge = Language(model, ids(400), 200)
-    assert len({id(p.text) for p in judge.probes}) == 2
-    found = judge.quality(lambda batch: run(model, batch))
-    assert found.retained == pytest.approx(1, abs=1e-5)
 
 
 def test_a_language_model_is_the_worse_of_perplexity_and_recall() -> None:

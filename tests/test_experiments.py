@@ -276,6 +276,13 @@ def test_limits_and_own_verdicts_of_an_item_are_stronger_than_its_experiment(mon
     assert module.verdict_of(make("F", "x", "some"))[0] == "not tried"
 
 
+def test_named_figures_are_shown_as_a_table_and_clauses_as_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "time: exact 9 ms, m = 8 4 ms, relu 5 ms; memory: exact 1 MB, m = 8 2 MB, relu 3 MB; m = 2 wins. It is 3, 4."
+    lines = [line for line in gallery(monkeypatch).findings(said) if line]
+    table = ["|  | time | memory |", "| --- | --- | --- |", "| exact | 9 ms | 1 MB |", "| m = 8 | 4 ms | 2 MB |"]
+    assert lines == ["Found:", *table, "| relu | 5 ms | 3 MB |", "- m = 2 wins.", "- It is 3, 4."]
+
+
 def test_the_pages_have_one_section_for_every_experiment_and_are_what_the_results_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import subprocess
 import sys
 import threading
@@ -16,7 +15,6 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from hf_models import GROUPED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
 
 from bochner import BochnerError, Conversion, Recipe, convert, hf, revert  # noqa: E402
 from bochner.hf import interface  # noqa: E402
@@ -302,23 +300,6 @@ def test_switching_by_name_keeps_a_conversion_a_conversion() -> None:
     assert not torch.allclose(outputs(model), linear, atol=1e-3)
     model.set_attn_implementation("bochner")
     assert torch.equal(outputs(model), linear)
-
-
-def test_a_conversion_saved_in_the_first_format_is_refused_until_it_is_upgraded(tmp_path: Path) -> None:
-    shutil.copytree(Path(__file__).parent / "data" / "conversion_format_1", tmp_path, dirs_exist_ok=True)
-    want = load_file(tmp_path / "expected.safetensors")
-    (tmp_path / "expected.safetensors").unlink()
-    x = {k: want[k] for k in ("input_ids", "attention_mask")}
-    hf.register()
-    with pytest.raises(BochnerError, match=r"bochner.hf.upgrade\(directory\)"):
-        outputs(transformers.AutoModel.from_pretrained(tmp_path).eval(), x)
-    hf.upgrade(tmp_path)
-    loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
-    (layer,) = Conversion.of(loaded).plan.layers
-    assert [fate.name for fate in layer.fates] == ["hybrid", "exact"]
-    assert (layer.fates[0].window_kind, layer.trainable) == ("sliding", False)
-    keep = want["attention_mask"].bool()
-    torch.testing.assert_close(outputs(loaded, x)[keep], want["output"][keep], atol=1e-5, rtol=1e-4)
 
 
 WITHOUT = """

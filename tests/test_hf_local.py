@@ -78,11 +78,10 @@ def test_gradients_are_those_of_the_general_way(kind: str, monkeypatch: pytest.M
         torch.testing.assert_close(a, b)
 
 
-def test_padding_and_sink_logits_go_the_general_way() -> None:
+def test_padding_goes_the_general_way() -> None:
     own, qkv = attention(5, 2, "sliding"), inputs(12)
     call = Call(*qkv, True, None, 0.4)
     nothing, some = torch.zeros(2, 12, dtype=torch.bool), torch.arange(12).expand(2, 12) < 3
     assert own.parts["window"]._plain_window(call._replace(padding=nothing)) is not None
     assert own.parts["window"]._plain_window(call._replace(padding=some)) is None
-    assert own.parts["window"]._plain_window(call._replace(sink_logits=torch.zeros(4))) is None
     torch.testing.assert_close(own(call._replace(padding=nothing)), own(call))

@@ -19,6 +19,7 @@ from bochner import BochnerError, Conversion, Distillation, Plan, Target, conver
 from bochner.hf import Selected, cache_bytes, discover, fit_selected, selected_fit, selected_heads  # noqa: E402
 from bochner.hf.calls import Call  # noqa: E402
 from bochner.hf.fates import EXACT  # noqa: E402
+from bochner.hf.observe import frozen, recording  # noqa: E402
 from bochner.hf.plan import Fitted, LayerPlan  # noqa: E402
 from bochner.hf.search import options  # noqa: E402
 from bochner.hf.selected import SelectedKeys, SelectedState  # noqa: E402
@@ -279,6 +280,31 @@ def test_mistakes_get_a_sentence(settings: dict[str, Any], words: str) -> None:
         Selected(**settings)
 
 
+# The fit
+
+
+def test_gradients_are_taken_half_way_to_sinks_and_windows_alone() -> None:
+    model, x, window, sinks = decoder(), ids(40), 8, 2
+    row, column = torch.arange(40)[:, None], torch.arange(40)
+    outputs: dict[str, Tensor] = {}
+
+    def halfway(name: str, call: Call) -> Tensor:
+        k, v = (t.repeat_interleave(call.group, 1) for t in (call.key, call.value))
+        logits = (call.query @ k.mT * call.scale).masked_fill(column > row, -torch.inf)
+        near = logits.masked_fill((row - column >= window) & (column >= sinks), -torch.inf)
+        out = (0.5 * logits.softmax(-1) + 0.5 * near.softmax(-1)) @ v
+        outputs[name] = out if out.requires_grad else out.requires_grad_()
+        out.retain_grad()
+        return out
+
+    with frozen(model), recording(model, halfway):
+        logits = model(x, use_cache=False).logits[0, :-1]
+        torch.nn.functional.cross_entropy(logits, x[0, 1:], reduction="sum").backward()
+    with frozen(model):
+        for name, (_, gradient) in selected_fit._calls(model, list(outputs), x, window, sinks):
+            torch.testing.assert_close(gradient, outputs[name].grad, atol=1e-6, rtol=1e-4)
+
+
 # The search
 
 
@@ -297,7 +323,7 @@ def test_the_search_fills_the_memory_that_is_given() -> None:
     text = str(conversion.report)
     assert "in bfloat16" in text
     assert "4 selected: int" in text
-    assert {point.plan.layers[0].fates[0].precision for point in conversion.report.frontier} == {"int6", "int8"}
+    assert {point.plan.layers[0].fates[0].precision for point in conversion.report.frontier} == {"int6"}
 
 
 def test_the_search_finds_the_least_memory_that_keeps() -> None:

@@ -140,8 +140,6 @@ def test_nothing_is_ignored_in_silence(tmp_path: Path) -> None:
         bochner.convert(model, str(tmp_path), data)
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         bochner.convert(model, Recipe(), data, colour=1)
-    with pytest.raises(BochnerError, match="leave out 'window'"):
-        bochner.convert(model, plan=plan, window=8)
     with pytest.raises(BochnerError, match="'lora' of Distillation"):
         Distillation(lora=4, end_to_end=0)
     with pytest.raises(BochnerError, match="must be a Recipe, a Target, a Plan"):

@@ -116,7 +116,7 @@ def test_a_planted_fault_is_found(method, monkeypatch):
     K = KernelOperator(points, bandwidth=bandwidth, method=method)
     truth, x = dense(points, points, bandwidth), np.ones(len(points))
     check(K, truth, x)
-    monkeypatch.setattr(type(K._engine), "_multiply", lambda self, x, back, *rest: 0.99 * x.double())
+    monkeypatch.setattr(type(K._engine), "_multiply", lambda self, x, back, *rest: 0.99 * torch.as_tensor(x).double())
     with pytest.raises(AssertionError):
         check(K, truth, x)
 

@@ -77,7 +77,7 @@ def test_clone_demo_report_and_a_model_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "sample.txt").write_text("\n\n".join(texts[:32]), encoding="utf-8")
     command = str(clone / ".venv" / "bin" / "bochner")
     common = ["--text", "sample.txt", "--keep", "0.95", "--length", "512", "--report"]
-    advice = json.loads(call([command, "advise", "own", *common, "advice.html", "--json"], tmp_path))
+    advice = json.loads(call([command, "search", "own", *common, "advice.html", "--json"], tmp_path))
     assert advice["length"] == 512
     told = json.loads(call([command, "convert", "own", "out", *common, "report.html", "--json"], tmp_path))
     assert told["target"]["met"]

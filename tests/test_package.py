@@ -65,7 +65,7 @@ def test_no_module_is_shadowed_by_a_function_of_its_name():
         package, _, last = name.rpartition(".")
         assert not package or getattr(import_module(package), last) is module, name
     assert callable(bochner.distill)
-    assert callable(bochner.advise)
+    assert callable(bochner.diagnose)
 
 
 def test_the_reader_of_imports_sees_relative_and_lazy_ones(tmp_path):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from bochner.papers.polyfit import (
     ACTIVATIONS,
     METHODS,
     fit_polynomial,
-    second_derivative_sup,
     shift_monomials,
 )
 from bochner.theory import bernstein_bound, gelu_second_sup
@@ -81,20 +78,6 @@ def test_shifted_powers_are_the_polynomial_at_a_shifted_point() -> None:
     k = torch.arange(6)
     expected = (alpha * (z + beta)[:, None] ** k).sum(-1)
     torch.testing.assert_close((shift_monomials(alpha, beta) * z[:, None] ** k).sum(-1), expected)
-
-
-def test_second_derivative_of_smooth_activations() -> None:
-    assert second_derivative_sup("gelu", -5, 5).item() == pytest.approx(2 / math.sqrt(2 * math.pi), rel=1e-5)
-    assert second_derivative_sup("silu", -5, 5).item() == pytest.approx(0.5, rel=1e-5)
-    assert second_derivative_sup("tanh", -5, 5).item() == pytest.approx(4 / math.sqrt(27), rel=1e-4)
-    assert second_derivative_sup("relu", 0.5, 5).item() == pytest.approx(0, abs=1e-6)
-
-
-@pytest.mark.parametrize("kink", ["relu", torch.abs, lambda t: (t - 0.123).clamp_min(0)])
-def test_activation_without_a_second_derivative_is_refused_where_one_is_needed(kink: Any) -> None:
-    with pytest.raises(BochnerError, match="no second derivative on"):
-        second_derivative_sup(kink, -1, 2)
-    assert fit_polynomial(kink, -1, 2, 8, method="chebyshev").error.item() < 0.1
 
 
 def test_bad_arguments_are_one_sentence() -> None:

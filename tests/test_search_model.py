@@ -100,21 +100,17 @@ def _every_plan_within(plan: Any, share: float) -> list[list[list[Any]]]:
 
 def _quality(model: Any, plan: Any, choice: list[list[Any]]) -> float:
     from bochner.hf.attention import LinearAttention
-    from bochner.hf.evaluate import Language
     from bochner.hf.observe import recording, run
 
     changed = plan.copy()
     for layer, chosen in zip(changed.layers, choice, strict=True):
         layer.fates = list(chosen)
     layers = {x.name: LinearAttention(x) for x in changed.layers}
-    judge = Language(model, ids(1200, 5), 200)
-
-    def output(batch: dict[str, Any]) -> Any:
-        with recording(model, lambda name, call: layers[name](call)):
-            return run(model, batch)
-
-    apart = [judge._losses(i, output(b))[0] for i, b in enumerate(judge.batches)]
-    return -torch.cat(apart).mean().item()
+    batch = {"input_ids": ids(1200, 5).view(6, 200)}
+    truth = run(model, batch).logits.log_softmax(-1)
+    with recording(model, lambda name, call: layers[name](call)):
+        found = run(model, batch).logits.log_softmax(-1)
+    return -(truth.exp() * (truth - found)).sum(-1).mean().item()
 
 
 class Looked:

@@ -36,7 +36,7 @@ def test_the_chart_has_the_stored_figures() -> None:
     module = hook("frontier")
     page = module.on_page_markdown(f"text\n\n{module.MARK}\n", PAGE)
     charts = json.loads(re.search(r'json">(.*?)</script>', page)[1])  # type: ignore[index]
-    stored = module.figures("decoder_cache")
+    stored = module.figures("decoder_texts")["novel"]
     names = {point[0]: point for point in charts[0]["points"]}
     assert set(names) == set(stored)
     assert names["exact"][1:] == [200.0, 1.0]

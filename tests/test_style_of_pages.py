@@ -1,6 +1,6 @@
 """The pages are in plain English: short sentences, few figures in each, headings, one word for one thing.
 
-Tables and code are left out, and so are the gallery, which a script writes, and the errata, which are formulas.
+Tables and code are left out, and so is the gallery, which a script writes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 WRITTEN = [
     ROOT / "README.md",
-    *sorted(p for p in (ROOT / "docs").glob("*.md") if not p.name.startswith(("gallery", "errata"))),
+    *sorted(p for p in (ROOT / "docs").glob("*.md") if not p.name.startswith("gallery")),
 ]
 LONGEST, MEAN = 25, 15.0  # words of a sentence, and of the mean sentence of a page
 FIGURES = 2  # in a sentence
@@ -116,8 +116,8 @@ def test_the_first_screen_of_the_readme_is_one_screen() -> None:
 def test_there_are_few_pages_with_few_words() -> None:
     # Rules and borders of tables are no words.
     words = {p.name: len(re.findall(r"\S*\w\S*", p.read_text(encoding="utf-8"))) for p in WRITTEN}
-    assert len(words) <= 32
-    assert sum(words.values()) <= 16_000
+    assert len(words) <= 33
+    assert sum(words.values()) <= 17_500
 
 
 def test_every_term_is_in_the_glossary() -> None:

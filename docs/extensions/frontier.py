@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[2] / "experiments" / "results"
+TEXTS = ("novel", "newspaper", "manual")
 MARK = "<!-- chart: frontier -->"
 
 
@@ -19,14 +20,17 @@ def figures(name: str) -> Any:
 
 def charts() -> list[dict[str, Any]]:
     """Title, axes and points (name, x, y) of every chart; the best corner is the lower left one."""
-    caches, speech = figures("decoder_cache"), figures("speech_encoder")
-    exact, whole = caches["exact"], caches["exact"]["bytes"] / 2  # of bfloat16
+    texts, speech = [figures("decoder_texts")[kind] for kind in TEXTS], figures("speech_encoder")
+    whole = texts[0]["exact"]["bytes"] / 2  # of bfloat16
     found = []
     for kind, place, title in (
-        ("perplexity", "2000-4000", "a decoder's cache: perplexity at 2,000 to 4,000 tokens"),
-        ("recall", "2000", "a decoder's cache: recall of a passage 2,000 tokens back"),
+        ("perplexity", "2000-4000", "a decoder's cache: perplexity at 2,000 to 4,000 tokens, mean of three texts"),
+        ("recall", "2000", "a decoder's cache: recall of passages 2,000 tokens back, mean of three texts"),
     ):
-        points = [[n, 100 * row["bytes"] / whole, row[kind][place] / exact[kind][place]] for n, row in caches.items()]
+        points = []
+        for n, row in texts[0].items():
+            ratios = [text[n][kind][place] / text["exact"][kind][place] for text in texts]
+            points.append([n, 100 * row["bytes"] / whole, sum(ratios) / len(ratios)])
         found.append(
             {"title": title, "x": "% of the bfloat16 cache", "y": "relative to the original", "points": points}
         )

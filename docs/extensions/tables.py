@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 import statistics
 import sys
@@ -119,33 +120,6 @@ def decoder_recipes() -> str:
     return table(["recipe", "ratio, 150 tokens", "ratio, 450 tokens", "recall", "cache at 4,000"], rows)
 
 
-def cache_share(found: Any, name: str) -> float:
-    """Of the whole bfloat16 cache at 4,000 tokens; caches that grow were measured behind the repeats as well."""
-    read = 1.0 if name.startswith(("exact", "int")) else 4000 / 4288
-    return float(2 * found[name]["bytes"] / (read * found["exact"]["bytes"]))
-
-
-def decoder_cache() -> str:
-    names = {
-        "exact": "whole, float32",
-        "int8, groups of 32": "whole, 8 bits in groups of 32",
-        "int4, groups of 32": "whole, 4 bits in groups of 32",
-        "window 128, 4 sinks": "window 128, 4 sinks",
-        "selected keys, 12 % of float32": "selected keys, `Target(memory=0.12)`",
-        "selected keys, 6 % of float32": "selected keys, `Target(memory=0.06)`",
-    }
-    found = experiment("decoder_cache")
-    whole, rows = found["exact"], []
-    for key, label in names.items():
-        row = found[key]
-        ratio = row["perplexity"]["2000-4000"] / whole["perplexity"]["2000-4000"]
-        held = cache_share(found, key)
-        rows.append(
-            [label, share(held), f"{ratio:.3f}", *(short(row["recall"][back]) for back in ("500", "2000", "3500"))]
-        )
-    return table(["cache", "of bfloat16", "perplexity ratio", "recall, 500 back", "2,000 back", "3,500 back"], rows)
-
-
 def decoder_texts() -> str:
     names = {
         "int8, groups of 32": "8 bits",
@@ -165,6 +139,24 @@ def decoder_texts() -> str:
         held = 2 * found["novel"][key]["bytes"] / found["novel"]["exact"]["bytes"]
         rows.append([label, share(held), *cells])
     return table(["cache", "of bfloat16", "novel", "newspaper", "manual"], rows)
+
+
+def kvpress() -> str:
+    found, rows = experiment("decoder_texts")["kvpress"], []
+    for key in found["novel"]:
+        cells = []
+        for kind in ("novel", "newspaper", "manual"):
+            row, whole = found[kind].get(key), found[kind]["exact"]
+            if row is None:
+                cells.append("not run")
+                continue
+            worst = max(row["recall"][back] / whole["recall"][back] for back in whole["recall"])
+            cells.append(f"{math.exp(row['next'] - whole['next']):.3f} and {worst:.2f}")
+        row, whole = found["novel"][key], found["novel"]["exact"]
+        if key != "exact":
+            held = row["bytes_bfloat16"] / whole["bytes_bfloat16"]
+            rows.append([key, share(held * row["keys_used"]), share(held), *cells])
+    return table(["press", "keys used", "memory held", "novel", "newspaper", "manual"], rows)
 
 
 BOOK = {
@@ -260,7 +252,7 @@ def decoder_rates() -> str:
         rows.append(
             [label, f"{first:.1f}", *(f"{found[key][n]:.1f} ({found[key][n] / first:.2f}x)" for n in names[1:])]
         )
-    heads = ["tokens per second", "original", "window 128, 10 of 90 exact", "judged at 512", "at 4,000"]
+    heads = ["tokens per second", "original", "window 128, 10 of 90 exact", "judged at 512", "at 4,000", *names[4:]]
     return table(heads, rows)
 
 
@@ -624,7 +616,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "large-tables": large_tables,
     "models": models,
     "speech": speech,
-    "decoder-cache": decoder_cache,
+    "kvpress": kvpress,
     "decoder-texts": decoder_texts,
     "needles": needles,
     "decoder-recipes": decoder_recipes,

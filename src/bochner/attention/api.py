@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bochner._checks import BochnerError, BochnerWarning, floating
+from bochner._checks import BochnerError, BochnerWarning, accumulation_dtype, floating
 from bochner.attention.attend import attention
-from bochner.attention.checks import Options, check_call, check_origin, refuse_values, total_of
-from bochner.attention.decode import step
+from bochner.attention.checks import Options, check_call, check_origin, refuse_values
 from bochner.attention.features import PreparedMap
 from bochner.attention.layout import Near
 from bochner.attention.scan import Call, Result
@@ -81,9 +80,8 @@ def linear_attention(
     torch.Size([1, 2, 10, 4])
     """
     made = phi if isinstance(phi, PreparedMap) else None
-    if isinstance(phi, PreparedMap):
-        phi = phi.phi
-    elif not isinstance(phi, FeatureMap):
+    phi = phi.phi if isinstance(phi, PreparedMap) else phi
+    if not isinstance(phi, FeatureMap):
         phi = feature_map(phi, dim=floating(q, "q", "linear_attention").shape[-1])
     how = (normalize, on_small_normalizer, return_state, recompute, diagnostics)
     options = Options(is_causal, scale, window, sinks, window_kind, *how)
@@ -96,23 +94,27 @@ def linear_attention(
         return q.new_empty(*q.shape[:-1], v.shape[-1])
     if made is None and phi.redraw_every is not None:
         phi.begin_pass_()
-    made = made or PreparedMap(phi, options.scale, torch.float64 if q.dtype == torch.float64 else torch.float32)
-    near = Near(options.is_causal, options.window or 0, window_kind, options.sinks)
-    call = Call.of(near, made, q, k, options.normalize, options.recompute, options.return_state)
-    goes_on = return_state or state is not None
+    made = made or PreparedMap(phi, options.scale, accumulation_dtype(q.dtype))
+    return checked_attention(made, q, Keys(k, v, key_padding_mask), state, fade, options)
+
+
+def checked_attention(
+    prepared: PreparedMap, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None, options: Options
+) -> Any:
+    """What `linear_attention` returns, from arguments that were checked."""
+    phi, goes_on = prepared.phi, options.return_state or state is not None
+    near = Near(options.is_causal, options.window or 0, options.window_kind, options.sinks)
+    call = Call.of(near, prepared, q, keys.k, options.normalize, options.recompute, options.return_state)
     origin = None if call.composed or not goes_on else (type(phi).__name__, phi.fingerprint(), options.scale)
     if state is not None and state.origin != origin:
         check_origin(state, origin)
-    given = q, Keys(k, v, key_padding_mask), state, fade
     is_mixed = torch.is_autocast_enabled(q.device.type)
     with torch.autocast(q.device.type, enabled=False) if is_mixed else nullcontext():
-        result = _attend(call, *given, options)
-    out = result.out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+        out, after, _ = _attend(call, q, keys, state, decay, options)
+    out = out.reshape(*q.shape[:-1], keys.v.shape[-1]).to(q.dtype)
     if phi.redraw_every is not None:
         out = phi.end_pass(out)
-    if result.state is None or not return_state:
-        return out
-    return out, result.state._replace(origin=origin)
+    return (out, after._replace(origin=origin)) if options.return_state and after is not None else out
 
 
 def _packed(
@@ -139,39 +141,34 @@ def _attend(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tenso
             decay = None if decay is None else decay.expand(*k.shape[:3]).masked_fill(mask[:, None], 0)
     if call.composed:
         return _unseen(call, q, keys, state, decay)
-    given = q, keys.k, keys.v, decay
-    looks = options.diagnostics and call.looks
-    if looks and not math.isfinite(total_of(*given).item()):
-        refuse_values("linear_attention", *given)
-    result = _result(call, q, keys, state, decay)
-    if looks and not math.isfinite(result.out.detach().sum().item()) and not bool(result.out.isfinite().all()):
-        result = _smaller_values(call, q, keys, state, decay)
-    if options.diagnostics and not looks:  # one look at everything, when all is done
-        bad = torch.zeros((), device=q.device) if result.bad is None else result.bad.sum()
-        total, count = torch.stack([total_of(*given), bad.to(call.map.dtype)]).tolist()
-        if not math.isfinite(total):
-            refuse_values("linear_attention", *given)
-        report(call.map, result, int(count), options.on_small_normalizer, stacklevel=4)
-    elif looks and result.bad is not None:
-        report(call.map, result, int(result.bad.sum()), options.on_small_normalizer, stacklevel=4)
+    result = attention(call, q, keys, state, decay)
+    if options.diagnostics:  # one look at everything, when all is done
+        found = [_total(call.map.dtype, q, keys.k, keys.v, decay), result.out.detach().sum()]
+        if result.bad is not None:
+            found.append(result.bad.sum().to(call.map.dtype))
+        given, rows, *count = torch.stack(found).tolist()
+        if not math.isfinite(given):
+            refuse_values("linear_attention", q, keys.k, keys.v, decay)
+        if not math.isfinite(rows) and not bool(result.out.isfinite().all()):
+            raise BochnerError(
+                f"The sums of linear_attention leave {call.map.dtype}; scale {'v' if call.normalize else 'q and k'} "
+                "down or pass float64."
+            )
+        if result.bad is not None and any(count):
+            _report(call.map, int(count[0]), result.bad.numel(), options.on_small_normalizer)
     if options.on_small_normalizer == "zero" and result.bad is not None and not call.map.positive:
         return result._replace(out=result.out.masked_fill(result.bad, 0))
     return result
 
 
-def _result(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None) -> Result:
-    result = None if state is None else step(call, q, keys, state, decay)
-    return attention(call, q, keys, state, decay) if result is None else result
-
-
-def _smaller_values(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None) -> Result:
-    """Attention is linear in the values: those whose sums overflow are made smaller by a power of two, exactly."""
-    if state is not None or call.goes_on or not call.normalize:
-        what = "'v'" if call.normalize else "'q' and 'k'"
-        raise BochnerError(f"The sums of linear_attention leave {call.map.dtype}; scale {what} down or pass float64.")
-    size = 2.0 ** math.ceil(math.log2(max(1.0, float(keys.v.detach().abs().amax()))))
-    result = _result(call, q, keys._replace(v=keys.v / size), None, decay)
-    return result._replace(out=result.out * size)
+def _total(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> Tensor:
+    """One number that is not finite where any of the tensors is not or a log decay is positive."""
+    found = [t.detach() for t in (q, k, v)]
+    if decay is not None:
+        found.append(torch.where(decay <= 0, decay, torch.nan).detach())
+    if sum(t.numel() for t in found) < 2**14:  # one copy is less work than several sums
+        return torch.cat([t.reshape(-1) for t in found]).sum(dtype=dtype)
+    return torch.stack([t.sum(dtype=dtype) for t in found]).sum()
 
 
 def _unseen(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None) -> Result:
@@ -191,22 +188,20 @@ def _unseen(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tenso
     return Result(out.masked_fill(wrong, torch.nan), after, small)
 
 
-def report(prepared: PreparedMap, result: Result, count: int, policy: str, stacklevel: int) -> None:
+def _report(prepared: PreparedMap, count: int, rows: int, policy: str) -> None:
     """Say how many rows could not be divided; refuse them if that is the policy."""
-    if not count or result.bad is None:
-        return
-    name, rows = type(prepared.phi).__name__, f"{count} of {result.bad.numel()} attention rows"
+    name, said = type(prepared.phi).__name__, f"{count} of {rows} attention rows"
     if prepared.positive:
         message = (
-            f"{rows} got the mean of the values they see: their terms span more than {prepared.dtype} holds with "
+            f"{said} got the mean of the values they see: their terms span more than {prepared.dtype} holds with "
             f"{name}; scale q and k down or pass float64."
         )
     else:
         message = (
-            f"{rows} have a normaliser near or below zero: the signed map {name} is too noisy here; use a positive map "
+            f"{said} have a normaliser near or below zero: the signed map {name} is too noisy here; use a positive map "
             "or more features"
         )
         if policy == "raise":
             raise BochnerError(f"{message}, or on_small_normalizer='mean'.")
         message += f" (policy: {policy})."
-    warnings.warn(message, BochnerWarning, stacklevel=stacklevel)
+    warnings.warn(message, BochnerWarning, stacklevel=5)

@@ -1,4 +1,8 @@
-"""Attention of one call: the path it takes, the state after it, and the rows that could not be divided."""
+"""Attention of one call: the path it takes, the state after it, and the rows that could not be divided.
+
+One token after a state is one `absorb` and one `read` in as few operations as they take. Its numbers are those of the
+scan.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,21 @@ from torch import Tensor
 from bochner.attention.features import EMPTY, MASKED, PreparedMap
 from bochner.attention.layout import Layout, Near, moved, starts
 from bochner.attention.scan import Call, Result, Sinks, absorb_keys, scan_rows
-from bochner.attention.softmax import attend
-from bochner.attention.state import Keys, State, Sums, WindowState, mean_of, spread_mask, value_sums
+from bochner.attention.softmax import attend, attend_zones
+from bochner.attention.state import (
+    Keys,
+    State,
+    Sums,
+    WindowState,
+    add_key,
+    finished,
+    read_sums,
+    spread_mask,
+    value_sums,
+    with_means,
+)
+
+pad = torch.nn.functional.pad
 
 
 def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None = None) -> Result:
@@ -17,10 +34,12 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
 
     `decay` (b, g, s) or less: the logarithm of what every token leaves of the weight of those before it.
     """
+    if state is not None and _is_step(call, q, keys, state):
+        return step(call, q, keys, state, decay)
     (b, g, s, d), n, near, prepared = keys.k.shape, q.shape[-2], call.near, call.map
     k, v, mask = keys[:3]
     fuses = prepared.phi.is_exponential and (call.looks or call.composed)
-    if fuses and call.normalize and not (near.is_causal or near.exact):
+    if fuses and call.normalize and state is None and not (near.is_causal or near.exact):
         return Result(_by_softmax(prepared, q.reshape(b, g, -1, d), k, v, mask))
     if near.is_causal:
         prepared.phi.check_causal()
@@ -35,7 +54,7 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
         decay = decay.expand(b, g, s).cumsum(-1)
         keys = keys._replace(shift=-decay.unsqueeze(-1))
     if near.is_causal and n < s:
-        _, _, state = _rows(call._replace(goes_on=True), None, keys.part(slice(0, s - n)), state)
+        state = after_keys(call, keys.part(slice(0, s - n)), state)
         keys = keys.part(slice(s - n, s))
     before = state.total
     rows, bad, state = _rows(call, q, keys, state)
@@ -52,20 +71,22 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
         seen = torch.cat([values, count.to(values.dtype).expand_as(values[..., :1])], dim=-1).cumsum(-2)
         seen = (seen + before.unsqueeze(-2)).repeat(1, 1, call.groups, 1)
     else:
-        seen = value_sums(values, mask)[:, :, None]
-    return Result(torch.where(bad, mean_of(seen), out), after, bad & (seen[..., -1:] > 0))
+        seen = (value_sums(values, mask) + before)[:, :, None]
+    out, bad = with_means(out, bad, seen)
+    return Result(out, after, bad)
+
+
+def after_keys(call: Call, keys: Keys, state: State) -> State:
+    """The state after more keys (b, g, s, .), at which no row looks."""
+    return _rows(call._replace(goes_on=True), None, keys, state)[2]
 
 
 def _lowered(state: State, decay: Tensor) -> State:
     """A state counted from the last key on, after decays that sum up to (b, g): its numbers never grow large."""
-    dtype, sums, window = state.sums.dtype, state.sums, state.window
+    dtype, sums = state.sums.dtype, state.sums
     if decay.requires_grad:
         sums = sums * (decay - decay.detach()).to(dtype).exp()[..., None, None]
-    if window is not None:
-        held, sinks = (
-            t if t.shift is None else t._replace(shift=(t.shift + decay[..., None, None]).to(dtype)) for t in window[:2]
-        )
-        window = window._replace(held=held, sinks=sinks)
+    window = None if state.window is None else _decayed(state.window, decay[..., None, None], dtype)
     return state._replace(sums=sums, log_scale=(state.log_scale + decay.detach()).to(dtype), window=window)
 
 
@@ -119,7 +140,7 @@ def _rows(call: Call, q: Tensor | None, new: Keys, state: State) -> tuple[Tensor
     bad: Tensor | None = None
     if q is not None and (start is None or seen <= near.window):  # no key has left, wherever blocks begin
         layout = Layout.of(near, q.shape[3], past.seen, past.held.k.shape[2], keys.k.shape[2])
-        out, bad, sums = scan_rows(call, q, keys, sinks, sums, layout, goes_on=call.goes_on)
+        out, bad, sums = scan_rows(call, q, keys, sinks, sums, layout)
         done = layout.done if start is None else 0
     elif q is not None and start is not None:
         out, bad = _moved_rows(call, q, keys, sinks, sums, start, past.seen)
@@ -152,7 +173,7 @@ def _moved_rows(
     if sinks is not None:
         sinks = sinks._replace(place=sinks.place + lead[:, None])
     layout = Layout(near, blocks * w, length, 0, w, w, 0)
-    out, bad, _ = scan_rows(call, moved(q, lead, blocks * w, 3), there, sinks, sums, layout)
+    out, bad, _ = scan_rows(call._replace(goes_on=False), moved(q, lead, blocks * w, 3), there, sinks, sums, layout)
     return moved(out, -lead, n, 3), None if bad is None else moved(bad, -lead, n, 3, True)
 
 
@@ -201,3 +222,73 @@ def find_sinks(near: Near, past: WindowState, new: Keys) -> tuple[Sinks | None, 
     keys = keys.each(lambda t, _: t.gather(2, at.expand(-1, t.shape[1], -1, t.shape[-1])))
     sinks = Sinks(keys, place.gather(1, chosen), is_sink.gather(1, chosen))
     return sinks, new._replace(sink=is_sink[:, known.shape[1] :])
+
+
+def _is_step(call: Call, q: Tensor, keys: Keys, state: State) -> bool:
+    """Whether `step` will do: one token, no gradients, and sinks that are all there."""
+    if not (q.shape[2] == keys.k.shape[2] == 1 and call.near.is_causal and call.normalize):
+        return False
+    has_sinks = not call.near.sinks or (state.window is not None and state.window.complete)
+    return has_sinks and not (call.composed or torch.is_grad_enabled())
+
+
+def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) -> Result:
+    """Attention of one query (b, h, 1, d) after one more key and value (b, g, 1, .)."""
+    k, v, mask, *_ = keys
+    prepared, near, (b, g, _, d) = call.map, call.near, k.shape
+    x, u, sums, window = q.reshape(b, g, -1, d), v.to(prepared.dtype), Sums(state.sums, state.log_scale), state.window
+    if decay is not None:  # everything is counted from this token on
+        decay = decay.to(u.dtype).expand(b, g, 1)
+        sums = sums._replace(ref=sums.ref + decay.squeeze(-1))
+        window = None if window is None else _decayed(window, decay.unsqueeze(-1), u.dtype)
+    new = pad(u, (0, 1), value=1.0)  # (b, g, 1, v + 1)
+    total = state.total + (new if mask is None else new.masked_fill(spread_mask(mask), 0)).squeeze(2)
+    phi, own = prepared.few_features("query", x, scaled=near.exact)
+    if window is None or not near.exact:
+        features = prepared.few_features("key", k)
+        columns = prepared.reader.columns(features, u) if prepared.reader else None
+        sums = add_key(sums, features, new if columns is None else columns, mask, looks=call.looks)
+        rows, _, bound = read_sums(phi, sums, prepared.reader, positive=prepared.positive)
+        out, bad, _ = finished(rows, own, bound, (), prepared.floor, looks=call.looks)
+    else:
+        start = starts(near, mask, window.start, window.seen)
+        window = window._replace(held=window.held.then(keys), seen=window.seen + 1, start=start)
+        if not near.in_blocks:  # a key leaves before the token is read, a block behind the row that ends one
+            sums, window = leave(call, sums, window)
+        rows, factor, bound = read_sums(phi, sums, prepared.reader, positive=prepared.positive)
+        log_weight = sums.ref[..., None, None] + (own if factor is None else own + factor)
+        exact = _exact_rows(call, x, window)
+        out, bad, _ = finished(rows, log_weight, bound, [exact], prepared.floor, looks=call.looks)
+        if near.in_blocks:
+            sums, window = leave(call, sums, window)
+    if bad is not None:
+        out, bad = with_means(out, bad, total.unsqueeze(-2))
+    return Result(out, State(*sums, total, window, state.origin), bad)
+
+
+def _decayed(window: WindowState, decay: Tensor, dtype: torch.dtype) -> WindowState:
+    """A window whose keys weigh exp(decay) of what they did, (b, g, 1, 1)."""
+    shifts = [(decay.expand(*t.k.shape[:3], 1) if t.shift is None else t.shift + decay).to(dtype) for t in window[:2]]
+    held, sinks = (t._replace(shift=shift) for t, shift in zip(window[:2], shifts, strict=True))
+    return window._replace(held=held, sinks=sinks)
+
+
+def _exact_rows(call: Call, x: Tensor, window: WindowState) -> tuple[Tensor, Tensor]:
+    """Rows by the exact terms alone, (b, g, r, v), and the logarithm of their normalisers."""
+    near, keys, begin, dtype = call.near, window.held, window.seen - window.held.k.shape[2], call.map.dtype
+    hidden = keys.padded
+    sinks = min(begin, near.sinks) if window.unpadded else near.sinks
+    if sinks:
+        if not window.unpadded:  # those that the window holds are seen there
+            first = begin if window.start is None else near.held_places(window.start, window.seen - 1)[:, None]
+            twice = window.sink_position >= first
+            none = twice.new_zeros(keys.k.shape[::2])
+            hidden = torch.cat([twice, none if hidden is None else hidden], dim=1)
+        keys = window.sinks.part(slice(0, sinks)).then(keys)
+    bias = None if keys.shift is None else keys.shift.mT.unsqueeze(2)
+    if hidden is not None:
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=x.device).masked_fill(hidden, MASKED)[:, None, None, None]
+        bias = mask if bias is None else bias + mask
+    x, k, v = (t.unsqueeze(2).to(dtype) for t in (x, keys.k, keys.v))
+    rows, log_norm = attend_zones(x, k, v, bias, call.map.scale, call.map.phi.kernel)
+    return rows.squeeze(2), log_norm.squeeze(2)

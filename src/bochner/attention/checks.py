@@ -1,7 +1,4 @@
-"""What the functions of attention accept: one sentence for a mistake, at the entry.
-
-What is right is seen by a few comparisons; what is wrong is looked at again to say what it is.
-"""
+"""What the functions of attention accept: one sentence for a mistake, at the entry."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bochner import _checks
-from bochner._checks import DTYPES, BochnerError, flag, is_int, one_of
+from bochner._checks import DTYPES, BochnerError, accumulation_dtype, flag, is_int, one_of
 from bochner._products import is_composed
 from bochner.attention.features import PreparedMap
 from bochner.attention.state import State
@@ -22,6 +19,7 @@ from bochner.maps.base import FeatureMap
 
 POLICIES = ("mean", "zero", "raise")
 WINDOW_KINDS = ("block", "sliding")
+FLAGS = ("is_causal", "normalize", "return_state", "recompute", "diagnostics")
 LONGEST = 2**31  # no sequence is longer
 
 
@@ -41,10 +39,8 @@ class Options(NamedTuple):
 
     def checked(self, q: Tensor, k: Tensor, owner: str, *, goes_on: bool = False) -> Options:
         """Each of its own type and within bounds."""
-        o = self
-        if not (type(o[0]) is type(o[5]) is type(o[7]) is type(o[8]) is type(o[9]) is bool):
-            flags = ("is_causal", "normalize", "return_state", "recompute", "diagnostics")
-            o = o._replace(**{name: flag(getattr(o, name), name, owner) for name in flags})
+        found = {name: x for name in FLAGS if type(x := getattr(self, name)) is not bool}
+        o = self._replace(**{name: flag(x, name, owner) for name, x in found.items()})
         if o.on_small_normalizer not in POLICIES:
             one_of(o.on_small_normalizer, "on_small_normalizer", owner, POLICIES)
         n, s = q.shape[-2], k.shape[-2]
@@ -53,15 +49,12 @@ class Options(NamedTuple):
             raise BochnerError(
                 f"Causal attention needs at least as many keys as queries, got n={n} and s={s}; {remedy}"
             )
-        if o.window is not None and n != s and not o.is_causal:
+        window, sinks = check_window(o.window, o.sinks, o.window_kind, owner, None if goes_on else s)
+        if window is not None and n != s and not o.is_causal:
             raise BochnerError(
                 f"A 'window' that is not causal needs as many queries as keys, got n={n} and s={s}; use window=None."
             )
-        if o.window is not None or o.sinks or type(o.sinks) is not int or o.window_kind not in WINDOW_KINDS:
-            length = None if goes_on else k.shape[2]
-            window, sinks, _ = check_window(o.window, o.sinks, o.window_kind, owner, length)
-            o = o._replace(window=window, sinks=sinks)
-        return o._replace(scale=check_scale(o.scale, q, owner))
+        return o._replace(window=window, sinks=sinks, scale=check_scale(o.scale, q, owner))
 
 
 def check_call(
@@ -78,13 +71,10 @@ def check_call(
 ) -> tuple[Options, Tensor | None]:
     """Refuse what `linear_attention` cannot do; returns the options and log decays as they are used."""
     owner = "linear_attention"
-    check_qkv(q, k, v, owner)
+    check_qkv(q, k, v, owner, mask, phi)
     if made is not None and options.scale is None:
         options = options._replace(scale=made.scale)
-    goes_on = bool(options.return_state) or state is not None
-    o = options.checked(q, k, owner, goes_on=goes_on)
-    check_map(phi, q, k)
-    check_mask(mask, k, owner)
+    o = options.checked(q, k, owner, goes_on=bool(options.return_state) or state is not None)
     if o.return_state and (not o.is_causal or cu_seqlens is not None):
         raise BochnerError(
             "'return_state' needs is_causal=True and no 'cu_seqlens'; for bidirectional attention use absorb and read."
@@ -93,8 +83,7 @@ def check_call(
         _check_resumed(q, k, v, phi, state, o)
     if cu_seqlens is not None:
         _check_packing(q, k, mask, state, cu_seqlens)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if made is not None and (made.scale, made.dtype) != (o.scale, dtype):
+    if made is not None and (made.scale, made.dtype) != (o.scale, dtype := accumulation_dtype(q.dtype)):
         raise BochnerError(
             f"The 'phi' of {owner} was prepared for scale={made.scale:.6g} and {made.dtype}, this call has scale="
             f"{o.scale:.6g} and {dtype}; prepare it for these."
@@ -104,18 +93,17 @@ def check_call(
     return o, check_decay(decay, k, owner, is_causal=o.is_causal)
 
 
-def check_window(
-    window: Any, sinks: Any, kind: Any, owner: str, length: int | None = None
-) -> tuple[int | None, int, str]:
+def check_window(window: Any, sinks: Any, kind: Any, owner: str, length: int | None = None) -> tuple[int | None, int]:
     """The exact terms that are asked for; beyond all lengths they are cut down, to `length` where that is known."""
     if window is not None and (not is_int(window) or window < 1):
         raise BochnerError(f"The 'window' of {owner} must be a positive int or None, got {window!r}.")
-    if not is_int(sinks) or sinks < 0:
+    if not (type(sinks) is int or is_int(sinks)) or sinks < 0:
         raise BochnerError(f"The 'sinks' of {owner} must be an int >= 0, got {sinks!r}.")
-    one_of(kind, "window_kind", owner, WINDOW_KINDS)
+    if kind not in WINDOW_KINDS:
+        one_of(kind, "window_kind", owner, WINDOW_KINDS)
     most = LONGEST if length is None else length
     window, sinks = (x if x is None or x <= LONGEST else most for x in (window, sinks))
-    return None if window is None else int(window), int(sinks), kind
+    return None if window is None else int(window), int(sinks)
 
 
 def check_decay(decay: Any, k: Tensor, owner: str, *, is_causal: bool) -> Tensor | None:
@@ -139,7 +127,9 @@ def check_decay(decay: Any, k: Tensor, owner: str, *, is_causal: bool) -> Tensor
 
 
 def refuse_values(owner: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None) -> None:
-    """Say what is not finite, if anything is."""
+    """Say what is not finite, if anything is and may be looked at."""
+    if is_composed() or q.is_meta:
+        return
     for name, x in (("q", q), ("k", k), ("v", v)):
         _checks.finite(x, name, owner)
     if decay is not None and not bool((good := (decay <= 0) & decay.isfinite()).all()):
@@ -147,35 +137,6 @@ def refuse_values(owner: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | N
         raise BochnerError(
             f"The 'decay' of {owner} must be finite logarithms of at most 0, got {worst:.6g}; pass the log of a factor "
             "in (0, 1]."
-        )
-
-
-def check_finite(owner: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse NaN and infinity wherever values may be looked at: one look at all, then one for the tensor at fault."""
-    if not (is_composed() or q.is_meta or math.isfinite(float(total_of(q, k, v)))):
-        refuse_values(owner, q, k, v)
-
-
-def total_of(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None) -> Tensor:
-    """One number that is not finite where any of the tensors is not or a log decay is positive."""
-    found = [t.detach() for t in (q, k, v)]
-    if decay is not None:
-        found.append(torch.where(decay <= 0, decay, torch.nan).detach())
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if sum(t.numel() for t in found) < 2**14:  # one copy is less work than several sums
-        return torch.cat([t.reshape(-1) for t in found]).sum(dtype=dtype)
-    return torch.stack([t.sum(dtype=dtype) for t in found]).sum()
-
-
-def check_map(phi: FeatureMap, q: Tensor, k: Tensor) -> None:
-    heads = phi.num_heads
-    if phi.dim != q.shape[-1] or heads is not None:
-        for x, name in ((q, "q"), (k, "k")):
-            phi.check_input(x, name)
-    if heads is not None and heads != k.shape[1]:
-        raise BochnerError(
-            f"The map has num_heads={heads} but 'k' has {k.shape[1]} heads; build it with num_heads={k.shape[1]} "
-            "(query heads of a group share their key head's map) or num_heads=None."
         )
 
 
@@ -190,7 +151,7 @@ def _check_resumed(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: Any,
             f"The 'state' has sums of shape {tuple(have)}, this call needs {want}: it belongs to another map, batch or "
             "value size."
         )
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(q.dtype)
     if state.sums.dtype != dtype or state.sums.device != q.device:
         raise BochnerError(
             f"The 'state' is {state.sums.dtype} on {state.sums.device}, this call needs {dtype} on {q.device}; "
@@ -235,8 +196,10 @@ def check_scale(scale: Any, q: Tensor, owner: str) -> float:
     return scale if type(scale) is float and 0 < scale < math.inf else _checks.positive_float(scale, "scale", owner)
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, owner: str) -> None:
-    """Shapes, heads, dtypes and devices of the three tensors of attention."""
+def check_qkv(
+    q: Tensor, k: Tensor, v: Tensor, owner: str, mask: Tensor | None = None, phi: FeatureMap | None = None
+) -> None:
+    """Shapes, heads, dtypes and devices of the tensors of attention, and whether a map fits them."""
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         if not isinstance(x, Tensor) or x.dtype not in DTYPES:
             _checks.floating(x, name, owner)
@@ -261,14 +224,19 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, owner: str) -> None:
             f"'q' and 'k' of {owner} must agree in batch and head size, with q's heads a multiple of k's, got "
             f"{tuple(q.shape)} and {tuple(k.shape)}."
         )
-
-
-def check_mask(mask: Tensor | None, k: Tensor, owner: str) -> None:
     if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != (k.shape[0], k.shape[2]):
+        pass
+    elif not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != (k.shape[0], k.shape[2]):
         got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise BochnerError(
             f"The 'key_padding_mask' of {owner} must be a bool tensor of shape {(k.shape[0], k.shape[2])}, True for "
             f"keys to ignore, got {got}."
         )
+    if phi is not None and (phi.dim != q.shape[-1] or phi.num_heads is not None):
+        for x, name in ((q, "q"), (k, "k")):
+            phi.check_input(x, name)
+        if phi.num_heads not in (None, k.shape[1]):
+            raise BochnerError(
+                f"The map has num_heads={phi.num_heads} but 'k' has {k.shape[1]} heads; build it with num_heads="
+                f"{k.shape[1]} (query heads of a group share their key head's map) or num_heads=None."
+            )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype, positive_int
 from bochner.attention.api import linear_attention
-from bochner.attention.checks import Options, check_decay, check_finite, check_mask, check_qkv, refuse_values
+from bochner.attention.checks import Options, check_decay, check_qkv, refuse_values
 from bochner.attention.layout import leading
 from bochner.attention.softmax import exact_logits
 from bochner.attention.state import unmasked
@@ -47,37 +47,34 @@ def exact_attention(
     True
     """
     owner = "exact_attention"
-    check_qkv(q, k, v, owner)
-    check_mask(key_padding_mask, k, owner)
+    check_qkv(q, k, v, owner, key_padding_mask)
     chunk, asked = positive_int(chunk, "chunk", owner), Options(is_causal, scale, window, sinks, window_kind, normalize)
-    is_causal, scale, window, sinks, *_ = asked.checked(q, k, owner)
-    root = math.sqrt(scale)
-    k, v = unmasked(key_padding_mask, k, v)
-    faded = _faded(decay, k, owner, is_causal, key_padding_mask, q.shape[1])
-    check_finite(owner, q, k, v)
-    dtype, groups = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
+    asked = asked.checked(q, k, owner)
+    if not (kernel in KERNELS or callable(kernel)):
+        raise BochnerError(f"The 'kernel' of {owner} must be one of {KERNELS}, a function or a map, got {kernel!r}.")
+    function = kernel.kernel_matrix if isinstance(kernel, FeatureMap) else kernel
+    n, (b, _, s, _), groups, dtype = q.shape[2], k.shape, q.shape[1] // k.shape[1], accumulation_dtype(q.dtype)
+    padded = torch.zeros(b, s, dtype=torch.bool, device=q.device) if key_padding_mask is None else key_padding_mask
+    k, v = unmasked(padded, k, v)
+    faded = check_decay(decay, k, owner, is_causal=asked.is_causal)
+    faded = None if faded is None else faded.expand(k.shape[:3]).masked_fill(padded[:, None], 0)
+    refuse_values(owner, q, k, v, faded)
     y, u = (t.to(dtype).repeat_interleave(groups, dim=1) for t in (k, v))
+    root = math.sqrt(asked.scale)
     x, y = q.to(dtype) * root, y * root  # cast first: a product in half precision would be rounded
-    n, s, rows = q.shape[-2], k.shape[-2], []
-    for start in range(0, n, chunk):
-        part = x[..., start : start + chunk, :]
-        i = torch.arange(start, start + part.shape[-2], device=x.device) + (s - n if is_causal else 0)
-        hidden = (torch.arange(s, device=x.device) > i[:, None]) & is_causal  # (.., n, s)
-        if key_padding_mask is not None:
-            hidden = hidden | key_padding_mask[:, None, None, :]
-        if window or sinks:
-            hidden = hidden | ~_near(i, s, window, sinks, window_kind, key_padding_mask)
-        # The log decay from each key to the queries, (b, h, n, s); 0 for later keys.
-        lost = 0.0 if faded is None else (faded[..., i, None] - faded.unsqueeze(-2)).clamp_max(0).to(x.dtype)
-        if kernel in KERNELS:
-            weights = (exact_logits(part, y, 1.0, kernel) + lost).masked_fill(hidden, -torch.inf)
-            if normalize:
-                peak = weights.amax(-1, keepdim=True)
-                weights = weights - torch.where(peak > -torch.inf, peak, 0)
-            weights = weights.exp()
+    lost, rows = torch.zeros((), dtype=dtype, device=q.device), []
+    for row in torch.arange(n, device=q.device).split(chunk):
+        part, place = x[..., row, :], row + (s - n if asked.is_causal else 0)
+        hidden = ~_seen(place, padded, asked)
+        if faded is not None:  # the log decay from each key to the queries, (b, h, n, s); 0 for later keys
+            total = faded.cumsum(-1).repeat_interleave(groups, dim=1)
+            lost = (total[..., place, None] - total.unsqueeze(-2)).clamp_max(0).to(dtype)
+        if callable(function):
+            weights = function(part, y).masked_fill(hidden, 0) * lost.exp()
         else:
-            weights = _kernel_function(kernel)(part, y).masked_fill(hidden, 0)
-            weights = weights if faded is None else weights * torch.as_tensor(lost).exp()
+            logits = (exact_logits(part, y, 1.0, function) + lost).masked_fill(hidden, -torch.inf)
+            peak = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
+            weights = (logits - peak).exp() if normalize else logits.exp()
         if normalize:
             total = weights.sum(-1, keepdim=True)
             weights = torch.where(total != 0, weights / torch.where(total != 0, total, 1), 0)
@@ -108,46 +105,26 @@ def attention_matrix(
     tensor([[[1., 1., 1.]]])
     """
     owner = "attention_matrix"
-    check_qkv(q, k, k, owner)
+    check_qkv(q, k, k, owner, key_padding_mask)
     asked = Options(is_causal, scale, window, sinks, window_kind, normalize, diagnostics=False).checked(q, k, owner)
     # What attention does to values that are 1 for one key. In float64: terms can span more than other dtypes hold.
     ones = torch.eye(k.shape[-2], dtype=torch.float64, device=q.device).expand(*k.shape[:-1], -1)
     how: Any = asked._asdict() | {"key_padding_mask": key_padding_mask, "decay": decay}
-    check_mask(key_padding_mask, k, owner)
-    check_finite(owner, q, *unmasked(key_padding_mask, k, k))
+    refuse_values(owner, q, *unmasked(key_padding_mask, k, k))
     return linear_attention(q.double(), k.double(), ones, phi, **how).to(q.dtype)
 
 
-def _faded(decay: Any, k: Tensor, owner: str, is_causal: bool, mask: Tensor | None, heads: int) -> Tensor | None:
-    """The running sums of log decays, (b, h, s); None without."""
-    found = check_decay(decay, k, owner, is_causal=is_causal)
-    if found is None:
-        return None
-    found = found.expand(k.shape[:3]) if mask is None else found.expand(k.shape[:3]).masked_fill(mask[:, None], 0)
-    refuse_values(owner, k, k, k, found)
-    return found.cumsum(-1).repeat_interleave(heads // k.shape[1], dim=1)
-
-
-def _kernel_function(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
-    if isinstance(kernel, FeatureMap):
-        return kernel.kernel_matrix
-    if callable(kernel):
-        return kernel
-    raise BochnerError(
-        f"The 'kernel' of exact_attention must be one of {KERNELS}, a function or a map, got {kernel!r}."
-    )
-
-
-def _near(i: Tensor, s: int, window: int | None, sinks: int, kind: str, mask: Tensor | None) -> Tensor:
-    """(b or 1, 1, n, s), True where attention is exact."""
-    i, j = i[:, None], torch.arange(s, device=i.device)[None, :]
-    near = torch.zeros(1, 1, i.shape[0], s, dtype=torch.bool, device=i.device)
-    if window and kind == "block":  # counted from the first unpadded key
-        lead = 0 if mask is None else leading(mask)[:, None, None, None]
-        near = near | (((i - lead) // window - (j - lead) // window).abs() <= 1)
-    elif window:
-        near = near | ((i - j).abs() < window)
-    if sinks:
-        valid = torch.ones(1, s, dtype=torch.bool, device=i.device) if mask is None else ~mask
-        near = near | (valid & (valid.cumsum(1) <= sinks))[:, None, None, :]
-    return near
+def _seen(i: Tensor, padded: Tensor, asked: Options) -> Tensor:
+    """Which keys the rows at the places i (n,) see, (b, 1, n, s)."""
+    i, j, w = i[:, None], torch.arange(padded.shape[1], device=i.device), asked.window
+    seen, near = ~padded[:, None], torch.zeros_like(padded[:, None])  # (b, 1, s)
+    if asked.is_causal:
+        seen = seen & (j <= i)
+    if asked.sinks:
+        near = (~padded & ((~padded).cumsum(1) <= asked.sinks))[:, None]
+    if w and asked.window_kind == "block":  # counted from the first unpadded key
+        lead = leading(padded)[:, None, None]
+        near = near | (((i - lead) // w - (j - lead) // w).abs() <= 1)
+    elif w:
+        near = near | ((i - j).abs() < w)
+    return (seen & near if w or asked.sinks else seen).unsqueeze(1)

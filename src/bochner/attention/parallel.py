@@ -1,9 +1,9 @@
 """Sequences split over the ranks of `torch.distributed`: only states cross the wire, whatever the length.
 
-Every rank holds a contiguous shard of the sequence, of any length (shards may differ). Bidirectional attention is one
-reduction of the states, causal attention an exclusive scan. Gradients flow through the communication: if every rank
-calls backward on its own part of the loss, each gets the gradient of the sum. Parameters used on all ranks then hold
-partial gradients; DistributedDataParallel (over all ranks) or one all-reduce adds them up.
+Every rank holds a contiguous shard of the sequence, of any length (shards may differ). It attends to its own keys after
+the merged states of the others, for causal attention of the lower ranks. Gradients flow through the communication: if
+every rank calls backward on its own part of the loss, each gets the gradient of the sum. Parameters used on all ranks
+then hold partial gradients; DistributedDataParallel (over all ranks) or one all-reduce adds them up.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype, floating
-from bochner.attention.api import linear_attention, report
-from bochner.attention.attend import nothing_seen
-from bochner.attention.checks import Options, check_finite, check_map, check_mask, check_qkv
+from bochner.attention.api import checked_attention
+from bochner.attention.attend import after_keys, nothing_seen
+from bochner.attention.checks import Options, check_qkv, refuse_values
 from bochner.attention.features import EMPTY, PreparedMap
-from bochner.attention.layout import Layout, Near
-from bochner.attention.scan import Call, Result, absorb_keys, scan_rows
-from bochner.attention.state import Keys, State, Sums, mean_of, merge, unmasked, value_sums
+from bochner.attention.layout import Near
+from bochner.attention.scan import Call
+from bochner.attention.state import Keys, State, merge, unmasked
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap
 
@@ -52,32 +52,18 @@ def sequence_parallel_attention(
         raise BochnerError("sequence_parallel_attention needs torch.distributed; call init_process_group first.")
     with _together(q, group):
         phi = feature_map(phi, dim=floating(q, "q", OWNER).shape[-1])
-        check_qkv(q, k, v, OWNER)
+        check_qkv(q, k, v, OWNER, key_padding_mask, phi)
         options = Options(is_causal, scale, on_small_normalizer=on_small_normalizer).checked(q, k, OWNER)
-        check_map(phi, q, k)
-        check_mask(key_padding_mask, k, OWNER)
         k, v = unmasked(key_padding_mask, k, v)
-        check_finite(OWNER, q, k, v)
+        refuse_values(OWNER, q, k, v)
     phi.begin_pass_()
     prepared = PreparedMap(phi, options.scale, accumulation_dtype(q.dtype))
-    call = Call.of(Near(is_causal=False), prepared, q, k)
+    keys = Keys(k, v, key_padding_mask)
     with torch.autocast(q.device.type, enabled=False):
-        empty = nothing_seen(prepared, k, v)
-        sums = absorb_keys(call, Sums(empty.sums, empty.log_scale), Keys(k, v, key_padding_mask))
-        local = State(*sums, value_sums(v.to(prepared.dtype), key_padding_mask))
-        if options.is_causal:
-            how: Any = {"is_causal": True, "key_padding_mask": key_padding_mask, "scale": options.scale}
-            how["on_small_normalizer"] = on_small_normalizer
-            return linear_attention(q, k, v, phi, state=exclusive_scan(local, group), **how)
-        total = all_reduce(local, group)
-        rows = q.reshape(*k.shape[:2], call.groups, *q.shape[-2:])
-        none, layout = Keys(k[:, :, :0], v[:, :, :0]), Layout.of(call.near, q.shape[-2], 0, 0, 0)
-        out, bad, _ = scan_rows(call, rows, none, None, Sums(total.sums, total.log_scale), layout)
-        if bad is not None:
-            seen = total.total[:, :, None, None]
-            report(prepared, Result(out, None, bad & (seen[..., -1:] > 0)), int(bad.sum()), on_small_normalizer, 2)
-            out = out.masked_fill(bad, 0) if on_small_normalizer == "zero" else torch.where(bad, mean_of(seen), out)
-    return phi.end_pass(out.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype))
+        local = after_keys(Call.of(Near(is_causal=False), prepared, q, k), keys, nothing_seen(prepared, k, v))
+        others = of_others(local, group, only_before=options.is_causal)
+    out: Tensor = checked_attention(prepared, q, keys, others, None, options)
+    return out
 
 
 @contextmanager
@@ -95,24 +81,17 @@ def _together(q: Any, group: Any) -> Iterator[None]:
         raise problem or BochnerError(f"The arguments of {OWNER} were refused on another rank, whose error says why.")
 
 
-def all_reduce(state: State, group: Any = None) -> State:
-    """The merge of all ranks' states, on every rank: one maximum and one sum."""
-    ref = state.log_scale.detach().clone()
-    dist.all_reduce(ref, op=dist.ReduceOp.MAX, group=group)
-    sums = state.sums * (state.log_scale - ref).exp()[..., None, None]
-    return _unpacked(_Across.apply(_packed(state._replace(sums=sums)), group, False), ref, state)
-
-
-def exclusive_scan(state: State, group: Any = None) -> State:
-    """The merge of the states of all lower ranks; empty on rank 0."""
-    gathered = _Across.apply(_packed(state), group, True)
+def of_others(state: State, group: Any, *, only_before: bool) -> State:
+    """The merge of the states of all other ranks, or of the lower ones alone."""
+    gathered = _Gathered.apply(_packed(state), group)
     scales = [torch.empty_like(state.log_scale) for _ in range(dist.get_world_size(group))]
     dist.all_gather(scales, state.log_scale.detach().contiguous(), group=group)
     # Every rank touches the whole gathered tensor, so that all of them take part in its backward.
-    before = _unpacked(gathered[0] * 0, torch.full_like(state.log_scale, EMPTY), state)
-    for i in range(dist.get_rank(group)):
-        before = merge(before, _unpacked(gathered[i], scales[i], state))
-    return before
+    found, rank = _unpacked(gathered[0] * 0, torch.full_like(state.log_scale, EMPTY), state), dist.get_rank(group)
+    for i, scale in enumerate(scales):
+        if i < rank or (i > rank and not only_before):
+            found = merge(found, _unpacked(gathered[i], scale, state))
+    return found
 
 
 def _packed(state: State) -> Tensor:
@@ -125,22 +104,18 @@ def _unpacked(x: Tensor, log_scale: Tensor, like: State) -> State:
     return State(sums.unflatten(-1, like.sums.shape[2:]), log_scale, total)
 
 
-class _Across(torch.autograd.Function):
-    """All ranks' tensors, added up or stacked; the adjoint adds up what all ranks say of this rank's tensor."""
+class _Gathered(torch.autograd.Function):
+    """All ranks' tensors; the adjoint adds up what all ranks say of this rank's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, stacks: bool) -> Tensor:
-        ctx.group, ctx.stacks = group, stacks
-        x = x.contiguous().clone()
-        if not stacks:
-            dist.all_reduce(x, group=group)
-            return x
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group, x = group, x.contiguous()
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x, group=group)
         return torch.stack(parts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous().clone()
         dist.all_reduce(grad, group=ctx.group)
-        return grad[dist.get_rank(ctx.group)] if ctx.stacks else grad, None, None
+        return grad[dist.get_rank(ctx.group)], None

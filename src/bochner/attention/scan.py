@@ -114,24 +114,22 @@ def absorb_keys(call: Call, sums: Sums, keys: Keys) -> Sums:
 
 
 def scan_rows(
-    call: Call, q: Tensor, keys: Keys, sinks: Sinks | None, sums: Sums, layout: Layout, *, goes_on: bool = False
+    call: Call, q: Tensor, keys: Keys, sinks: Sinks | None, sums: Sums, layout: Layout
 ) -> tuple[Tensor, Tensor | None, Sums]:
     """Rows of q (b, g, r, n, d) laid out among keys, which are bad, and the sums after them."""
     parts = layout.parts(rows_at_once(call, layout, keys.k))
     first = keys.part(slice(0, 0)) if sinks is None else sinks.keys
     tensors: dict[str, Any] = {"q": q, "k": keys.k, "v": keys.v, "sink_k": first.k, "sink_v": first.v}
     tensors |= {"shift": keys.shift, "sink_shift": first.shift}
-    refs = None
     if call.near.window and not call.near.is_causal and len(parts) > 1:
         # What lies behind the keys of each part, from the last to the first.
         bounds = [min(max(part.span.stop - layout.front, 0), layout.keys) for part in parts]
         found = [Sums(torch.zeros_like(sums.value), torch.full_like(sums.ref, EMPTY))]
         for i, j in reversed(list(pairwise(bounds))):
             found.append(absorb_keys(call, found[-1], keys.part(slice(i, j))))
-        refs = torch.stack([s.ref for s in reversed(found)], dim=2)
-        tensors["behind"] = torch.stack([s.value for s in reversed(found)], dim=2)
+        tensors["behind"], tensors["behind_ref"] = (torch.stack(t[::-1], dim=2) for t in zip(*found, strict=True))
     there = {name: t for name, t in tensors.items() if t is not None}
-    scan = Scan(call, layout, parts, list(there), keys.padded, keys.far_holes, sinks, goes_on, refs)
+    scan = Scan(call, layout, parts, list(there), keys.padded, keys.far_holes, sinks)
     if torch.is_grad_enabled() and call.recompute and not call.composed:
         out, bad, *after = recomputed(scan, call.map, list(there.values()), sums)
     else:
@@ -146,9 +144,8 @@ class Scan(NamedTuple):
     blocks before its zones, which are carried from part to part. `put` adds up the gradients of what was taken.
 
     Tensors by their `names`: q (b, g, r, n, d); k, v (b, g, s, .); those of sinks (b, g, t, .); with decay the shifts
-    of both (.., 1); of bidirectional windows the sums behind each part (b, g, parts, m, c), whose references are
-    `refs_behind` (b, g, parts). `padded`, `far_holes` (b, s): keys that count for nothing, and those that the kernel
-    leaves out. `goes_on`: whether the sums after the last part are wanted.
+    of both (.., 1); of bidirectional windows the sums behind each part (b, g, parts, m, c) and their references
+    (b, g, parts). `padded`, `far_holes` (b, s): keys that count for nothing, and those that the kernel leaves out.
     """
 
     call: Call
@@ -158,8 +155,6 @@ class Scan(NamedTuple):
     padded: Tensor | None
     far_holes: Tensor | None
     sinks: Sinks | None
-    goes_on: bool
-    refs_behind: Tensor | None
 
     def forward(
         self, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums, before: list[Any] | None = None
@@ -187,7 +182,7 @@ class Scan(NamedTuple):
                 found[i] = layout.take_rows(t, part)
             elif name in ("k", "v", "shift"):
                 found[i] = layout.take(t, part)
-            elif name == "behind":
+            elif name in ("behind", "behind_ref"):
                 found[i] = t[:, :, part.number]
         return found
 
@@ -220,7 +215,7 @@ class Scan(NamedTuple):
         base = None if shift is None else self.layout.own(shift, part)[..., :1, :].detach()
         # 1. The keys that the kernel sees of the zones, and the sums of all others.
         keys = self._kernel_keys(prepared, part, given)
-        far, carry = self._far(part, keys, carry, given.get("behind"))
+        far, carry = self._far(part, keys, carry, given)
         phi, own = (t.unflatten(2, x.shape[2:4]) for t in prepared.features("query", x.flatten(2, 3)))
         if known is not None and near.exact:  # the gradient of the log scale goes the way of the values
             phi = phi * (own - own.detach()).exp()
@@ -277,13 +272,13 @@ class Scan(NamedTuple):
         scale = scale if bias is None else scale + bias
         return KernelKeys(psi, scale, columns_of(prepared.reader, features, v)).map(lambda t: t.unflatten(2, (-1, c)))
 
-    def _far(self, part: Part, keys: KernelKeys | None, carry: Sums, behind: Tensor | None) -> tuple[Sums, Sums]:
+    def _far(self, part: Part, keys: KernelKeys | None, carry: Sums, given: dict[str, Tensor]) -> tuple[Sums, Sums]:
         """The sums outside the zone of each block of rows, (b, g, t, m, c), and those carried on."""
         layout, t = self.layout, part.blocks.stop - part.blocks.start
         if keys is None or layout.single:
             return Sums(carry.value.unsqueeze(2), carry.ref.unsqueeze(-1)), carry
         gone = max(0, min(layout.gone - part.blocks.start, t)) if part.rows.stop == layout.block else 0
-        if part.is_last and not self.goes_on:
+        if part.is_last and not self.call.goes_on:
             gone = 0
         if self.call.near.is_causal:  # references that grow, so that no later key moves a row even by rounding
             psi, scale, columns = keys.map(lambda x: x[:, :, :t])
@@ -294,16 +289,18 @@ class Scan(NamedTuple):
             carry = Sums(states[:, :, gone].clone(), refs[..., gone].clone()) if gone else carry
             return Sums(states[:, :, :t], refs[..., :t]), carry
         ref = torch.maximum(keys.scale.detach().amax((-3, -2, -1)), carry.ref)
-        if behind is not None and self.refs_behind is not None:
-            refs = self.refs_behind[:, :, part.number]
-            ref = torch.maximum(ref, refs)
+        if "behind" in given:
+            ref = torch.maximum(ref, given["behind_ref"])
         sums = key_sums(*keys, ref.unsqueeze(-1))
         row = torch.arange(t, device=sums.device)[:, None]
         block = torch.arange(sums.shape[2], device=sums.device)[None, :] + part.kernel.start
         far = mixed((block < row) | (block > row + layout.neighbours), sums)
-        if behind is not None:
-            before = carry.value * (carry.ref - ref).exp()[..., None, None]
-            far = far + (before + behind * (refs - ref).exp()[..., None, None]).unsqueeze(2)
+        if "behind" in given:
+            before, behind = (
+                value * (old - ref).exp()[..., None, None]
+                for value, old in (carry, (given["behind"], given["behind_ref"]))
+            )
+            far = far + (before + behind).unsqueeze(2)
             if gone:
                 carry = Sums(mixed(block < gone, sums).squeeze(2) + before, ref)
         return Sums(far, ref.unsqueeze(-1)), carry

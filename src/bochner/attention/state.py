@@ -195,8 +195,9 @@ def read(state: State, features: Features, *, positive: bool = True, phi: Featur
     _check_size(features.values, state, "read")
     positive = positive if phi is None else phi.has_positive_sums
     rows, _, bound = read_sums(features.values, Sums(state.sums, state.log_scale), phi, positive=positive)
-    den, bad = normaliser(rows[..., -1:], bound, BOUNDED_FLOOR[rows.dtype], looks=may_look(rows))
-    return divided(rows[..., :-1], den, bad, state.total.unsqueeze(-2))
+    floor, log_weight = BOUNDED_FLOOR[rows.dtype], state.log_scale[..., None, None]
+    out, bad, _ = finished(rows, log_weight, bound, (), floor, looks=may_look(rows))
+    return out if bad is None else with_means(out, bad, state.total.unsqueeze(-2))[0]
 
 
 def _check_size(values: Tensor, state: State, owner: str) -> None:
@@ -268,18 +269,13 @@ def value_sums(v: Tensor, mask: Tensor | None) -> Tensor:
     return torch.cat([total, torch.zeros_like(total[..., :1]) + count], dim=-1)
 
 
-def divided(num: Tensor, den: Tensor, bad: Tensor | None, seen: Tensor | None = None) -> Tensor:
-    """Rows (..., n, v) over their normalisers; bad ones are zero or, by the sums `seen` (..., v + 1), the mean."""
-    if bad is None:
-        return num / den
-    # Masked before the division: not infinity times zero, which would send NaN to the gradients.
-    rows = num.masked_fill(bad, 0) / den
-    return rows if seen is None else torch.where(bad, mean_of(seen), rows)
+def with_means(out: Tensor, bad: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (..., n, v) with the mean of the values seen in place of bad ones, and which of those see any.
 
-
-def mean_of(total: Tensor) -> Tensor:
-    """The mean of values from their sum and number, (..., v + 1) to (..., v); 0 of none."""
-    return total[..., :-1] / total[..., -1:].clamp_min(1)
+    `seen` (..., n or 1, v + 1): the sum of the values, and their number.
+    """
+    count = seen[..., -1:]
+    return torch.where(bad, seen[..., :-1] / count.clamp_min(1), out), bad & (count > 0)
 
 
 def normaliser(den: Tensor, bound: Tensor | None, floor: float, *, looks: bool) -> tuple[Tensor, Tensor | None]:
@@ -321,7 +317,8 @@ def finished(
         num, overwrites = num * share, in_place(num)
         for (rows, _), weight in zip(exact, weights, strict=True):
             num = torch.addcmul(num, rows, weight, out=num if overwrites else None)
-    return num if floor is None else divided(num, den, bad), bad, (den, ref)
+    out = num if floor is None else num / den
+    return out if bad is None else out.masked_fill(bad, 0), bad, (den, ref)
 
 
 def cauchy_schwarz(values: Tensor, norm: Tensor) -> Tensor:

@@ -54,7 +54,6 @@ def root(
 
 app.command()(models.demo)
 app.command()(models.search)
-app.command("advise", hidden=True)(models.search)  # its old name
 app.command()(models.convert)
 app.command("train")(train)
 app.add_typer(planning.app, name="plan")

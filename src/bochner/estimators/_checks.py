@@ -15,16 +15,6 @@ def draw_seed(rng: np.random.RandomState) -> int:
     return int(rng.randint(np.iinfo(np.int32).max))
 
 
-def positive(value: Any, name: str, owner: str, *, zero: bool = False) -> float:
-    """A number above zero, infinity among them; `zero`: or zero."""
-    plain = value.item() if isinstance(value, np.generic) else value
-    fits = isinstance(plain, (int, float)) and not isinstance(plain, bool) and (plain > 0 or (zero and plain == 0))
-    if not fits:
-        wanted = "a number that is not negative" if zero else "a positive number"
-        raise BochnerError(f"The {name!r} of {owner} must be {wanted}, got {value!r}.")
-    return float(plain)
-
-
 def resolve_gamma(gamma: Any, X: Any, owner: str, weight: np.ndarray | None = None, *, centred: bool = True) -> float:
     """A number, or `"scale"`: 1 / (d var(X)) with rows counted by weight, one where X does not vary.
 

@@ -69,15 +69,12 @@ def _factored(name: str, X: Tensor, hyper: Hyper) -> tuple[Kernel, Tensor, Tenso
     return kernel, K, None if int(failed) else lower
 
 
-def learn(
-    name: str, X: np.ndarray, y: Any, given: Hyper | None = None, per_feature: bool = True, seed: int = 0
-) -> Hyper:
+def learn(name: str, X: np.ndarray, y: Any, given: Hyper | None = None, seed: int = 0) -> Hyper:
     """The most likely hyperparameters of rows X with columns of unit variance and targets y (n, c).
 
     The likelihood has several maxima: little noise and short bandwidths explain a table as much noise and long ones
     do. Two searches on 400 and then 1,000 rows start at either. The one with which rows are predicted better from all
-    the others goes on, with all rows. `given`: those that are not NaN stay. Not
-    `per_feature`: one bandwidth.
+    the others goes on, with all rows. `given`: those that are not NaN stay.
     """
     d = X.shape[1]
     x, t = torch.from_numpy(np.array(X, dtype=np.float64)), torch.as_tensor(y)
@@ -85,21 +82,23 @@ def learn(
     free = np.isnan(held)
     if not free.any():
         return Hyper.unpack(held)
-    tie = np.eye(d + 2)[:, free] if per_feature else _tied(d, free)
     low, high = (np.log([*[BOUNDS["bandwidth"][k]] * d, BOUNDS["amplitude"][k], BOUNDS["noise"][k]]) for k in (0, 1))
 
     def search(start: np.ndarray, rows: Tensor, steps: int) -> np.ndarray:
         x_part, t_part = x[rows], t[rows]
 
         def objective(p: np.ndarray) -> tuple[float, np.ndarray]:
-            theta = start + tie @ p
+            theta = start.copy()
+            theta[free] += p
             value, gradient = evidence(name, x_part, t_part, Hyper.unpack(np.clip(theta, low, high)))
             inside = (theta > low) & (theta < high)
-            return value / len(x_part), tie.T @ np.where(inside, gradient, 0.0) / len(x_part)
+            return value / len(x_part), np.where(inside, gradient, 0.0)[free] / len(x_part)
 
         options = {"maxiter": steps, "ftol": 1e-8}
-        found = minimize(objective, np.zeros(tie.shape[1]), jac=True, method="L-BFGS-B", options=options)
-        return np.clip(start + tie @ found.x, low, high)
+        found = minimize(objective, np.zeros(free.sum()), jac=True, method="L-BFGS-B", options=options)
+        end = start.copy()
+        end[free] += found.x
+        return np.clip(end, low, high)
 
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     starts = [Hyper(np.full(d, math.sqrt(d)), 1.0, 0.1), Hyper(np.ones(d), 1.0, 0.5)]
@@ -108,9 +107,3 @@ def learn(
         found = [search(theta, order[:SOME], 20 if len(x) > SOME else 60) for theta in found]
     best = min(found, key=lambda theta: left_out(name, x, t, Hyper.unpack(theta)))
     return Hyper.unpack(search(best, order, 60) if len(x) > SOME else best)
-
-
-def _tied(d: int, free: np.ndarray) -> np.ndarray:
-    """Directions in which all bandwidths move alike."""
-    columns: list[Any] = [np.r_[np.ones(d), 0, 0]] if free[:d].all() else []
-    return np.stack([*columns, *(np.eye(d + 2)[k] for k in (d, d + 1) if free[k])], 1)

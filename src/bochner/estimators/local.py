@@ -14,11 +14,12 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from bochner._checks import BochnerError, positive_float
-from bochner.estimators._checks import check_weight, draw_seed, positive, resolve_bandwidth
+from bochner.estimators._checks import check_weight, draw_seed, resolve_bandwidth
 from bochner.estimators.rows import blockwise, refuse_dask
 from bochner.matvec import KernelOperator
 
 PAIRS = 1 << 20  # in one block of exact rows; so few in all are exact at once
+FEW = 1.0  # kernel mass, in neighbours of the largest weight, below which a row is exact
 
 
 @dataclass(eq=False, repr=False)
@@ -28,7 +29,6 @@ class _Neighbours(BaseEstimator):
     bandwidth: float | str = 1.0
     _: KW_ONLY
     eps: float = 0.01
-    exact_below: float = 1.0
     method: str = "auto"
     random_state: Any = 0
 
@@ -36,7 +36,6 @@ class _Neighbours(BaseEstimator):
         owner = type(self).__name__
         self.weight_ = check_weight(weight, len(X), f"{owner}.fit", signed=signed)
         self.bandwidth_ = resolve_bandwidth(self.bandwidth, X.shape, self.weight_, owner)
-        self._exact_below = positive(self.exact_below, "exact_below", owner)
         eps, seed = positive_float(self.eps, "eps", owner), draw_seed(check_random_state(self.random_state))
         self._counted = self.weight_ != 0  # a row without weight is no neighbour, however near
         self._rows = X[self._counted]
@@ -47,7 +46,7 @@ class _Neighbours(BaseEstimator):
     def _sums(self, X: Any, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For each row of X: `sums * exp(log_scale)` of K table, (n, r) and (n,).
 
-        Rows whose mass, |first column|, is below `exact_below` have their nearest neighbour as scale, so that nothing
+        Rows whose mass, |first column|, is below that of one neighbour have their nearest one as scale, so that nothing
         underflows.
         """
         check_is_fitted(self)
@@ -57,7 +56,7 @@ class _Neighbours(BaseEstimator):
         else:
             operator = self.operator_.with_queries(X.astype(self._rows.dtype, copy=False))
             sums = np.asarray(operator @ table, dtype=np.float64)
-            few = np.flatnonzero(np.abs(sums[:, 0]) < self._exact_below)
+            few = np.flatnonzero(np.abs(sums[:, 0]) < FEW)
         log_scale = np.zeros(len(X))
         rows, columns = torch.from_numpy(self._rows).double(), torch.from_numpy(table)
         for part in np.array_split(few, max(1, -(-len(few) * len(rows) // PAIRS))):
@@ -77,14 +76,13 @@ class KernelDensity(_Neighbours):
     """Density of X with columns of similar spread: `p(q) = sum_j w_j N(q; x_j, sigma^2 I) / sum_j |w_j|`.
 
     `score_samples` is the log density, as in scikit-learn; `density` also serves signed weights (differences of
-    densities, residuals). Rows whose kernel mass is below `exact_below` are computed exactly in log space, so that a
-    far query has its true log density and not -inf. One bandwidth serves all columns: standardise them first.
+    densities, residuals). Rows whose kernel mass is below that of one neighbour are computed exactly in log space, so
+    that a far query has its true log density and not -inf. One bandwidth serves all columns: standardise them first.
 
     Args:
         bandwidth: sigma, or `"scott"`: n^(-1/(d+4)), or `"silverman"`: (n (d+2)/4)^(-1/(d+4)), for columns of unit
             variance, n being the number of rows: sum |w| of whole weights, (sum |w|)^2 / sum w^2 of others.
         eps: error allowed in a kernel product, relative to |w|.
-        exact_below: kernel mass, in units of the largest |w|, below which a row is exact.
         method: of `KernelOperator`.
         random_state: of approximate products.
 
@@ -142,13 +140,12 @@ class KernelDensity(_Neighbours):
 class NadarayaWatson(MultiOutputMixin, RegressorMixin, _Neighbours):
     """Local averages of X with columns of similar spread: `f(q) = sum_j w_j K(q, x_j) y_j / sum_j w_j K(q, x_j)`.
 
-    A quotient is only as good as its denominator: rows whose kernel mass is below `exact_below` are computed
+    A quotient is only as good as its denominator: rows whose kernel mass is below that of one neighbour are computed
     exactly, in log space, so that a far query gets the mean of its nearest neighbours and never 0/0.
 
     Args:
         bandwidth: sigma in `exp(-|x-y|^2 / (2 sigma^2))`, or `"scott"`, `"silverman"` as in `KernelDensity`.
         eps: error allowed in a kernel product, relative to |x|.
-        exact_below: kernel mass, in neighbours, below which a row is exact.
         method: of `KernelOperator`.
         random_state: of approximate products.
 

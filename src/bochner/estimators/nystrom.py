@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bochner._checks import BochnerError, is_int, one_of, positive_float, positive_int
 from bochner.estimators.rows import Block, Rows
-from bochner.matvec import Kernel, pivoted_cholesky
+from bochner.matvec import Kernel, pivoted_cholesky, ridge_factor
 from bochner.matvec.profiles import ALIASES, PROFILES
 from bochner.matvec.tiles import Tiles, left, right
 
@@ -204,16 +204,7 @@ class Basis:
 
     def preconditioner(self, alpha: float, curvature: float = 1.0) -> Tensor:
         """The Cholesky factor of `curvature G + alpha I`."""
-        matrix = curvature * self.gram
-        matrix.diagonal().add_(alpha)
-        return factored(matrix, alpha)
-
-
-def factored(matrix: Tensor, alpha: float) -> Tensor:
-    lower, failed = torch.linalg.cholesky_ex(matrix)
-    if int(failed):
-        raise BochnerError(f"The kernel matrix plus alpha={alpha:g} is singular to double precision; raise 'alpha'.")
-    return lower
+        return ridge_factor(curvature * self.gram, alpha)
 
 
 def sample_size(n: int, m: int) -> int:
@@ -251,9 +242,8 @@ def make_basis(
     single = n > EXACT and kernel.profile.convex  # the peak of the Laplace kernel magnifies rounding
     precise = kernel.precise if n <= EXACT else "float64"
     cross = CrossKernel(name, bandwidth, points, "float32" if single else precise)
-    own = kernel.block(points)
-    own.diagonal().add_(min(1e-2, max(1e-6, n * NOISE**2 / alpha)) if single else 1e-13 * len(points))
-    lower = factored(own, alpha)
+    jitter = min(1e-2, max(1e-6, n * NOISE**2 / alpha)) if single else 1e-13 * len(points)
+    lower = ridge_factor(kernel.block(points), jitter)
     gram = torch.zeros_like(lower)
     for x, w in zip(X.split(2048), weight.split(2048), strict=True):
         phi = torch.linalg.solve_triangular(lower, kernel.block(points, x), upper=False)
@@ -272,14 +262,11 @@ def _chosen(kernel: Kernel, X: Tensor, m: int, rule: str, seed: int) -> Tensor:
     if rule != "leverage":
         return first
     # Ridge leverage scores at the ridge that leaves about m of them, from features on random centres.
-    own = kernel.block(X[first])
-    own.diagonal().add_(1e-10 * m)
-    phi = torch.linalg.solve_triangular(factored(own, 1e-10), kernel.block(X[first], X), upper=False)
-    ridge = float((1 - phi.square().sum(0)).clamp_min(0).sum()) / m + 1e-8
-    gram = phi @ phi.T
-    gram.diagonal().add_(ridge)
-    inside = (phi * torch.cholesky_solve(phi, factored(gram, ridge))).sum(0)
-    score = inside + (1 - phi.square().sum(0)).clamp_min(0) / ridge
+    lower = ridge_factor(kernel.block(X[first]), 1e-10 * m)
+    phi = torch.linalg.solve_triangular(lower, kernel.block(X[first], X), upper=False)
+    left_out = (1 - phi.square().sum(0)).clamp_min(0)
+    ridge = float(left_out.sum()) / m + 1e-8
+    score = (phi * torch.cholesky_solve(phi, ridge_factor(phi @ phi.T, ridge))).sum(0) + left_out / ridge
     return torch.multinomial(score.clamp_min(1e-12), m, generator=generator)
 
 

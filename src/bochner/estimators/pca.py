@@ -14,7 +14,7 @@ from sklearn.utils.extmath import svd_flip
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from bochner._checks import positive_float, positive_int
-from bochner.estimators._checks import draw_seed, positive, resolve_gamma
+from bochner.estimators._checks import draw_seed, resolve_gamma
 from bochner.estimators.nystrom import CrossKernel
 from bochner.estimators.rows import blockwise, refuse_dask
 from bochner.matvec import Kernel, KernelOperator
@@ -61,7 +61,8 @@ class KernelPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         X = validate_data(self, X, dtype=[np.float64, np.float32], ensure_min_samples=2)
         owner, n = type(self).__name__, X.shape[0]
         k = min(positive_int(self.n_components, "n_components", owner), n)
-        eps, tol = positive_float(self.eps, "eps", owner), positive(self.tol, "tol", owner, zero=True)
+        eps = positive_float(self.eps, "eps", owner)
+        tol = 0.0 if self.tol == 0 else positive_float(self.tol, "tol", owner)
         self.gamma_ = resolve_gamma(self.gamma, X, owner)
         sigma = float((0.5 / self.gamma_) ** 0.5)
         rng = check_random_state(self.random_state)

@@ -17,9 +17,9 @@ from torch import Tensor
 from bochner._checks import BochnerError, flag, one_of, positive_float
 from bochner.estimators._checks import draw_seed
 from bochner.estimators.evidence import Hyper, learn
-from bochner.estimators.nystrom import EXACT, KERNELS, Centers, factored
+from bochner.estimators.nystrom import EXACT, KERNELS, Centers
 from bochner.estimators.rows import blockwise, is_dask, refuse_dask
-from bochner.matvec import Kernel, pivoted_cholesky
+from bochner.matvec import Kernel, pivoted_cholesky, ridge_factor
 
 LEARNED_ROWS = 2000  # of which the marginal likelihood is computed
 CENTERS = 1024
@@ -41,7 +41,6 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         gamma: 1 / (2 bandwidth^2) of the standardised columns, one number or one for each; None: learned.
         kernel: "gaussian", "laplace", "matern32", "matern52" or "student".
         centers: `"auto"`, a number, `"all"` rows, or `Centers(count, rule)`.
-        per_feature: whether each column has a bandwidth of its own.
         standardize: whether columns of X and y are brought to mean 0 and variance 1.
         random_state: of the rows that are learned from, and of the centres.
 
@@ -62,7 +61,6 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     gamma: Any = None
     kernel: str = "matern32"
     centers: Any = "auto"
-    per_feature: bool = True
     standardize: bool = True
     random_state: Any = 0
 
@@ -81,9 +79,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         rng = check_random_state(self.random_state)
         seed = draw_seed(rng)
         chosen = rng.permutation(len(X))[:LEARNED_ROWS]
-        hyper = learn(
-            self.kernel, self._place(X[chosen]).numpy(), target[chosen], self._given(d), bool(self.per_feature), seed
-        )
+        hyper = learn(self.kernel, self._place(X[chosen]).numpy(), target[chosen], self._given(d), seed)
         self._hyper, self._bandwidth = hyper, hyper.bandwidth
         few = centers is None or (isinstance(centers, Centers) and centers.count is None and len(X) <= EXACT)
         if few or (isinstance(centers, Centers) and centers.number(len(X), 1) >= len(X)):
@@ -113,9 +109,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     def _fit_exact(self, x: Tensor, y: Tensor) -> None:
         kernel, hyper = Kernel(self.kernel, self._bandwidth), self._hyper
-        matrix = hyper.amplitude * kernel.block(x)
-        matrix.diagonal().add_(hyper.noise)
-        self._points, self._lower = x, factored(matrix, hyper.noise)
+        self._points, self._lower = x, ridge_factor(hyper.amplitude * kernel.block(x), hyper.noise)
         self._inner: Tensor | None = None
         self._dual = torch.cholesky_solve(y, self._lower)
         if self.alpha is None and self.amplitude is None:
@@ -134,9 +128,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             points = sample[pivoted_cholesky(kernel, sample, m, seed=seed).pivots]
         else:
             points = self._place(centers)
-        own = kernel.block(points)
-        own.diagonal().add_(1e-9)
-        lower = factored(own, 1e-9)
+        lower = ridge_factor(kernel.block(points), 1e-9)
         gram = torch.zeros_like(lower)
         right = torch.zeros(len(points), y.shape[1], dtype=torch.float64)
         for i in range(0, n, BLOCK):
@@ -144,9 +136,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             gram.addmm_(phi, phi.T)
             right.addmm_(phi, y[i : i + BLOCK])
         self._relearn(gram, right, y)
-        ridge = self._hyper.noise / self._hyper.amplitude
-        gram.diagonal().add_(ridge)
-        inner = factored(gram, ridge)
+        inner = ridge_factor(gram, self._hyper.noise / self._hyper.amplitude)
         self._points, self._lower, self._inner = points, lower, inner
         inside = torch.cholesky_solve(right, inner)
         self._dual = torch.linalg.solve_triangular(lower.T, inside, upper=True)

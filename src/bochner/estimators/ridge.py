@@ -29,7 +29,6 @@ from bochner.estimators.nystrom import (
     Basis,
     Centers,
     CrossKernel,
-    factored,
     leave_one_out,
     logistic,
     make_basis,
@@ -38,18 +37,26 @@ from bochner.estimators.nystrom import (
     right_side,
     shown,
 )
-from bochner.estimators.rows import ArrayRows, Rows, StreamedRows, blockwise, dask_rows, is_dask
-from bochner.matvec import Kernel, Preconditioner, conjugate_gradients, pivoted_cholesky
+from bochner.estimators.rows import Rows, array_rows, blockwise, dask_rows, is_dask, streamed_rows
+from bochner.matvec import Kernel, Preconditioner, conjugate_gradients, pivoted_cholesky, ridge_factor
 
 MAX_PASSES = 200
 COMPARED_ROWS, COMPARED_CENTERS = 10_000, 1000  # of leave-one-out errors
 LEARNED_ROWS = 1500  # from which bandwidths are learned
 
 
+@dataclass(eq=False, repr=False)
 class _CenterModel(BaseEstimator):
     """`f(x) = offset + sum_j c_j K(x, z_j)`: reading rows, scaling them, and evaluating f."""
 
-    _numeric = True
+    alpha: float = 0.1
+    _: KW_ONLY
+    kernel: str = "gaussian"
+    gamma: Any = "auto"
+    centers: Any = "auto"
+    standardize: bool = True
+    tol: float = 3e-3
+    random_state: Any = 0
 
     def _read(self, X: Any, y: Any, weight: Any) -> Rows:
         owner = f"{type(self).__name__}.fit"
@@ -58,18 +65,17 @@ class _CenterModel(BaseEstimator):
         if callable(X):
             if y is not None or weight is not None:
                 raise BochnerError(f"{owner} takes y and the weights of an iterator of blocks from its blocks alone.")
-            return StreamedRows(start=X)
+            return streamed_rows(X)
         if hasattr(X, "__next__"):
             raise BochnerError(
                 f"{owner} reads the blocks several times: give a function that returns a new iterator, not an iterator."
             )
         if is_dask(y) or is_dask(weight):
             raise BochnerError(f"The 'y' of {owner} is a Dask array and X is not; call .compute() on it, or chunk X.")
-        X, y = validate_data(
-            self, X, y, dtype=[np.float64, np.float32], multi_output=self._numeric, y_numeric=self._numeric
-        )
+        numeric = isinstance(self, KernelRidge)
+        X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], multi_output=numeric, y_numeric=numeric)
         weight = None if weight is None else check_weight(weight, len(X), owner)
-        return ArrayRows(arrays=(X, y, weight))
+        return array_rows(X, y, weight)
 
     def _begin(self, X: Any, y: Any, weight: Any) -> tuple[Rows, float, float, Centers | np.ndarray | None]:
         """What every fit begins with: alpha, tol, centres, and the rows, their targets encoded and measured."""
@@ -179,15 +185,8 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
     1.0
     """
 
-    alpha: float = 0.1
     _: KW_ONLY
-    kernel: str = "gaussian"
-    gamma: Any = "auto"
-    centers: Any = "auto"
-    standardize: bool = True
-    tol: float = 3e-3
     warm_start: bool = False
-    random_state: Any = 0
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelRidge:
         rows, alpha, tol, centers = self._begin(X, y, sample_weight)
@@ -208,7 +207,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
 
     def _fit_rows(self, rows: Rows, alpha: float, tol: float, seed: int) -> KernelRidge:
         """Every row is a centre: `(S K S + alpha I) S^-1 c = S (y - offset)`, S = diag(sqrt(weight))."""
-        if not isinstance(rows, ArrayRows) and len(rows) > EXACT:
+        if not rows.held and len(rows) > EXACT:
             raise BochnerError(
                 f"{type(self).__name__}(centers='all') would hold all {len(rows)} rows; give a number of centers."
             )
@@ -218,9 +217,8 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
         root = torch.from_numpy(np.sqrt(block.weights))[:, None]
         target = root * torch.from_numpy(block.y - self.offset_)
         if len(X) <= EXACT:
-            matrix = root * kernel.block(points) * root.T
-            matrix.diagonal().add_(alpha)
-            solution, self.n_iter_, self.solver_ = torch.cholesky_solve(target, factored(matrix, alpha)), 1, "cholesky"
+            lower = ridge_factor(root * kernel.block(points) * root.T, alpha)
+            solution, self.n_iter_, self.solver_ = torch.cholesky_solve(target, lower), 1, "cholesky"
         else:
             factor = pivoted_cholesky(kernel, points, 1000, seed=seed, stop=lambda trace, r: trace <= 2 * alpha * r)
             found = conjugate_gradients(
@@ -357,7 +355,6 @@ class KernelRidgeCV(KernelRidge):
         self._set_kernel(gamma, rows, seed)
 
 
-@dataclass(eq=False, repr=False)
 class KernelClassifier(ClassifierMixin, _CenterModel):
     """Kernel logistic regression, `min_f sum_i w_i loss(y_i, f(x_i)) + alpha/2 |f|^2`; columns are standardised.
 
@@ -382,17 +379,6 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
     array([False,  True])
     """
 
-    _numeric = False
-
-    alpha: float = 0.1
-    _: KW_ONLY
-    kernel: str = "gaussian"
-    gamma: Any = "auto"
-    centers: Any = "auto"
-    standardize: bool = True
-    tol: float = 3e-3
-    random_state: Any = 0
-
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelClassifier:
         rows, alpha, tol, centers = self._begin(X, y, sample_weight)
         seed = draw_seed(check_random_state(self.random_state))
@@ -406,7 +392,7 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
         return self
 
     def _encoder(self, rows: Rows) -> Callable[[Any], np.ndarray]:
-        self.classes_ = np.unique(np.concatenate(rows.each(_labels)))
+        self.classes_ = np.unique(np.concatenate(list(rows.each(_labels))))
         if len(self.classes_) < 2:
             raise BochnerError(
                 f"{type(self).__name__}.fit needs at least two classes, got only one class, {self.classes_[0]!r}."

@@ -6,7 +6,7 @@ the blocks and only its sums come back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce, wraps
 from typing import Any, NamedTuple
@@ -45,98 +45,90 @@ Sums = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """Blocks of rows; `encode` turns the y of a block into targets (b, c)."""
+    """The blocks (X, y, weight) of an iterator that `start()` begins anew for every pass.
 
+    `encode` turns the y of a block into targets (b, c). `lengths`: rows of each block, once they were counted. `held`:
+    whether all rows are at hand as one array.
+    """
+
+    start: Callable[[], Iterator[tuple[Any, ...]]]
     encode: Callable[[Any], np.ndarray] | None = None
-    lengths: tuple[int, ...] = ()  # rows of each block, once they were counted
+    lengths: tuple[int, ...] = ()
+    held: bool = False
 
     def __len__(self) -> int:
         return sum(self.lengths)
 
     def head(self) -> Block:
         """The first block."""
-        for block in self._blocks():
-            return block
+        for part in self.start():
+            return finished(part, self.encode)
         raise BochnerError("There are no blocks of rows.")
 
-    def each(self, function: Callable[..., Any], *state: Any, shares: list[Any] | None = None) -> list[Any]:
-        """`function(block, *state)` of every block; `shares`: one more argument for each of them."""
-        shares = shares or []
-        return [
-            function(block, *state, *([shares[i]] if shares else []))
-            for i, block in enumerate(self._blocks())
-            if not shares or shares[i] is not None
-        ]
+    def each(self, function: Callable[..., Any], *state: Any, shares: list[Any] | None = None) -> Iterable[Any]:
+        """`function(block, *state)` of every block; `shares`: one more argument for each of them, None to leave out."""
+        for i, part in enumerate(self.start()):
+            if shares is None or shares[i] is not None:
+                yield run(function, self.encode, part, *state, *([] if shares is None else [shares[i]]))
 
     def total(self, function: Callable[..., Sums], *state: Any) -> Sums:
         """The sum of `function(block, *state)` over the blocks, term by term."""
-        return reduce(_add, (function(block, *state) for block in self._blocks()))
+        return add_all(self.each(function, *state))
 
     def sample(self, count: int, rng: np.random.RandomState) -> Block:
         """`count` rows at random, without repetition; all if there are no more."""
-        n = len(self)
+        n, ends = len(self), np.cumsum(self.lengths)
         drawn = np.arange(n) if count >= n else np.sort(rng.choice(n, count, replace=False))
-        ends = np.cumsum(self.lengths)
-        shares = [
-            part - start
-            for part, start in zip(np.split(drawn, np.searchsorted(drawn, ends[:-1])), ends - self.lengths, strict=True)
-        ]
-        parts = self.each(_take, shares=[share if len(share) else None for share in shares])
-        first = parts[0]
-        y, weight = (None if first[k] is None else np.concatenate([p[k] for p in parts]) for k in (1, 2))
-        return Block(np.concatenate([p.X for p in parts]), y, weight)
-
-    def _blocks(self) -> Iterator[Block]:
-        raise NotImplementedError
-
-    def _finish(self, X: Any, y: Any, weight: Any) -> Block:
-        return finished(X, y, weight, self.encode)
+        parts = np.split(drawn, np.searchsorted(drawn, ends[:-1]))
+        shares = [part - end + m if len(part) else None for part, end, m in zip(parts, ends, self.lengths, strict=True)]
+        found = zip(*self.each(_take, shares=shares), strict=True)
+        return Block._make(None if part[0] is None else np.concatenate(part) for part in found)
 
 
-def finished(X: Any, y: Any, weight: Any, encode: Callable[[Any], np.ndarray] | None) -> Block:
+def finished(part: tuple[Any, ...], encode: Callable[[Any], np.ndarray] | None) -> Block:
     """One block with its targets; runs where the block is."""
+    X, y, weight = np.asarray(part[0]), *(None if value is None else np.asarray(value) for value in part[1:])
     if y is not None and len(y) != len(X):
         raise BochnerError(f"A block has {len(X)} rows of X and {len(y)} of y; they must be as many.")
     return Block(X, y if encode is None or y is None else encode(y), weight)
 
 
-def _add(a: Sums, b: Sums) -> Sums:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
+def run(function: Callable[..., Any], encode: Any, part: tuple[Any, ...], *state: Any) -> Any:
+    return function(finished(part, encode), *state)
+
+
+def add_all(parts: Iterable[Sums]) -> Sums:
+    return reduce(lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), parts)
 
 
 def _take(block: Block, index: np.ndarray) -> Block:
-    X, y, weight = (None if part is None else np.asarray(part)[index] for part in block)
-    return Block(np.asarray(X), y, weight)
+    return Block._make(None if part is None else part[index] for part in block)
 
 
 def _whole(block: Block) -> Block:
     return block
 
 
-@dataclass(frozen=True)
-class ArrayRows(Rows):
+def array_rows(X: Any, y: Any = None, weight: Any = None) -> Rows:
     """Rows of arrays, in memory or memory-mapped."""
 
-    arrays: tuple[Any, Any, Any] = (None, None, None)
-
-    def _blocks(self) -> Iterator[Block]:
-        X, y, weight = self.arrays
+    def blocks() -> Iterator[tuple[Any, ...]]:
         for i in range(0, len(X), BLOCK):
-            part = slice(i, i + BLOCK)
-            yield self._finish(X[part], None if y is None else y[part], None if weight is None else weight[part])
+            yield tuple(None if part is None else part[i : i + BLOCK] for part in (X, y, weight))
+
+    return Rows(blocks, held=True)
 
 
-@dataclass(frozen=True)
-class StreamedRows(Rows):
+def streamed_rows(start: Callable[[], Iterator[tuple[Any, ...]]]) -> Rows:
     """Rows of a function that returns an iterator of (X, y) or (X, y, weight), called once for every pass."""
 
-    start: Callable[[], Iterator[tuple[Any, ...]]] = lambda: iter(())
-
-    def _blocks(self) -> Iterator[Block]:
-        for part in self.start():
+    def blocks() -> Iterator[tuple[Any, ...]]:
+        for part in start():
             if not isinstance(part, tuple) or not 2 <= len(part) <= 3:
                 raise BochnerError("An iterator of blocks must yield (X, y) or (X, y, weight).")
-            yield self._finish(np.asarray(part[0]), np.asarray(part[1]), np.asarray(part[2]) if part[2:] else None)
+            yield (*part, None)[:3]
+
+    return Rows(blocks)
 
 
 @dataclass(frozen=True)
@@ -145,35 +137,26 @@ class DaskRows(Rows):
 
     parts: tuple[tuple[Any, Any, Any], ...] = ()
 
-    def _tasks(self, function: Callable[..., Any], state: tuple[Any, ...], shares: list[Any]) -> list[Any]:
-        delayed = extra("dask", "dask", "a Dask array").delayed
-        run, constants = delayed(_run, pure=False), [delayed(s, traverse=False) for s in state]
-        return [
-            run(function, self.encode, part, *constants, *([shares[i]] if shares else []))
-            for i, part in enumerate(self.parts)
-            if not shares or shares[i] is not None
-        ]
-
     def head(self) -> Block:
-        return replace(self, parts=self.parts[:1]).each(_whole)[0]
+        return next(iter(replace(self, parts=self.parts[:1]).each(_whole)))
 
-    def each(self, function: Callable[..., Any], *state: Any, shares: list[Any] | None = None) -> list[Any]:
-        return list(extra("dask", "dask", "a Dask array").compute(*self._tasks(function, state, shares or [])))
+    def each(self, function: Callable[..., Any], *state: Any, shares: list[Any] | None = None) -> Iterable[Any]:
+        return list(extra("dask", "dask", "a Dask array").compute(*self._tasks(function, state, shares)))
 
     def total(self, function: Callable[..., Sums], *state: Any) -> Sums:
         dask = extra("dask", "dask", "a Dask array")
-        tasks, add = self._tasks(function, state, []), dask.delayed(_add_all, pure=False)
+        tasks, add = self._tasks(function, state, None), dask.delayed(add_all, pure=False)
         while len(tasks) > 1:
             tasks = [add(tasks[i : i + FAN_IN]) for i in range(0, len(tasks), FAN_IN)]
         return dask.compute(tasks[0])[0]
 
-
-def _run(function: Callable[..., Any], encode: Any, part: tuple[Any, Any, Any], *state: Any) -> Any:
-    return function(finished(*part, encode), *state)
-
-
-def _add_all(parts: list[Sums]) -> Sums:
-    return reduce(_add, parts)
+    def _tasks(self, function: Callable[..., Any], state: tuple[Any, ...], shares: list[Any] | None) -> list[Any]:
+        delayed = extra("dask", "dask", "a Dask array").delayed
+        call, constants = delayed(run, pure=False), [delayed(s, traverse=False) for s in state]
+        if shares is None:
+            return [call(function, self.encode, part, *constants) for part in self.parts]
+        chosen = [(part, share) for part, share in zip(self.parts, shares, strict=True) if share is not None]
+        return [call(function, self.encode, part, *constants, share) for part, share in chosen]
 
 
 def is_dask(X: Any) -> bool:
@@ -192,23 +175,23 @@ def dask_rows(X: Any, y: Any, weight: Any, owner: str) -> DaskRows:
     """Blocks of whole rows; y and weight are cut where X is."""
     if X.ndim != 2:
         raise BochnerError(f"The 'X' of {owner} must have two dimensions, got {X.ndim}.")
-    if np.isnan(X.shape[0]):
-        X = X.copy().compute_chunk_sizes()
-    X = X.rechunk({1: -1})
     array = extra("dask.array", "dask", owner)
+
+    def counted(values: Any) -> Any:
+        values = values if is_dask(values) else array.from_array(np.asarray(values), chunks=-1)
+        return values.copy().compute_chunk_sizes() if np.isnan(values.shape[0]) else values
+
+    X = counted(X).rechunk({1: -1})
 
     def cut(values: Any) -> list[Any]:
         if values is None:
             return [None] * X.numblocks[0]
-        values = values if is_dask(values) else array.from_array(np.asarray(values), chunks=-1)
-        if np.isnan(values.shape[0]):
-            values = values.copy().compute_chunk_sizes()
+        values = counted(values)
         if values.shape[0] != X.shape[0]:
             raise BochnerError(f"{owner} has {X.shape[0]} rows of X and {values.shape[0]} of y or sample_weight.")
-        chunks = {0: X.chunks[0], **({1: -1} if values.ndim == 2 else {})}
-        return list(values.rechunk(chunks).to_delayed().ravel())
+        return list(values.rechunk({0: X.chunks[0], **dict.fromkeys(range(1, values.ndim), -1)}).to_delayed().ravel())
 
-    return DaskRows(parts=tuple(zip(X.to_delayed().ravel(), cut(y), cut(weight), strict=True)))
+    return DaskRows(lambda: iter(()), parts=tuple(zip(X.to_delayed().ravel(), cut(y), cut(weight), strict=True)))
 
 
 def blockwise(result: Callable[[Any], tuple[int, Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -39,7 +39,6 @@ _LAZY = {
     "revert": "conversion",
     "supported": "interface",
     "trainable_maps_": "interface",
-    "upgrade": "legacy",
 }
 _PLACES = {name: f"bochner.hf.{module}:{name}" for name, module in _LAZY.items()}
 _PLACES["parameter_groups"] = "bochner.nn:parameter_groups"

@@ -1,21 +1,17 @@
-"""Adapters for training a converted model's weights: made by peft, merged at the end, and what they change noted."""
+"""Adapters for training a converted model's weights: made by peft, merged at the end."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bochner._checks import BochnerError, extra
 from bochner.hf.attention import CHILD
-from bochner.hf.calibrate import observe
-from bochner.hf.drift import note
 from bochner.hf.interface import layers_of
-
-NOTED = 16  # batches whose queries and keys are noted again after weights were trained
 
 
 def check_lora(lora: int, adapted: bool) -> None:
@@ -62,14 +58,3 @@ def adapters(model: Any, rank: int) -> Iterator[None]:
     finally:
         for name, p in model.named_parameters():  # peft has frozen them
             p.requires_grad_(wanted.get(name, p.requires_grad))
-
-
-def note_again(model: Any, batches: Sequence[dict[str, Tensor]]) -> None:
-    """What queries and keys look like that trained weights make, for the alarm; maps stay fitted to their lengths."""
-    layers = {name: layer for name, layer in layers_of(model).items() if layer.plan.seen is not None}
-    samples = observe(model, layers, batches[:NOTED])
-    for name, layer in layers.items():
-        before: dict[str, Any] = layer.plan.seen or {}
-        note(layer.plan, samples[name].q, samples[name].k)
-        if layer.plan.seen is not None:
-            layer.plan.seen |= {"length": before["length"]} if "length" in before else {}

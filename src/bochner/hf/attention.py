@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from bochner._checks import spawn_seed
+from bochner._timing import best_times
 from bochner.hf.calls import Call, exact, one_by_one
 from bochner.hf.fates import FATES, FateModule, Keys, with_keys
-from bochner.hf.plan import LayerPlan
+from bochner.hf.plan import Fitted, LayerPlan
 
 if TYPE_CHECKING:
     from bochner.hf.cache import RecurrentLayer
@@ -70,6 +73,10 @@ class LinearAttention(nn.Module):
         for part in self.parts.values():
             part.fit(samples)
 
+    def fitted(self) -> Fitted:
+        """The maps as they are now, for a plan to bring along."""
+        return Fitted(list(self.plan.fates), {k: v.detach().cpu().clone() for k, v in self.state_dict().items()})
+
     def forward(self, call: Call, cache: RecurrentLayer | None = None) -> Tensor:
         """(b, h, n, v). With a cache, key and value are those it has not seen and `padding` is that of all keys."""
         if call.segments is not None:
@@ -126,8 +133,7 @@ class LinearAttention(nn.Module):
         query = call.query.index_select(1, self._index(rows, call.query.device))
         mine = self._index(tuple(heads), call.key.device)
         key, value = call.key.index_select(1, mine), call.value.index_select(1, mine)
-        sinks = None if call.sink_logits is None else call.sink_logits[self._index(rows, call.query.device)]
-        return call._replace(query=query, key=key, value=value, sink_logits=sinks)
+        return call._replace(query=query, key=key, value=value)
 
     def _together(self, outs: list[Tensor]) -> Tensor:
         """The heads of all parts in the model's order."""
@@ -143,3 +149,27 @@ class LinearAttention(nn.Module):
         if key not in self._indices:
             self._indices[key] = torch.tensor(places, device=device)
         return self._indices[key]
+
+
+def random_call(plan: LayerPlan, length: int, device: Any = "cpu", dtype: torch.dtype = torch.float32) -> Call:
+    """A call of one sequence of `length` tokens with the heads of a layer."""
+    g = torch.Generator().manual_seed(length)
+    heads = ((plan.num_heads, plan.head_dim), (plan.num_kv_heads, plan.head_dim), (plan.num_kv_heads, plan.value_dim))
+    q, k, v = (torch.randn(1, h, length, d, generator=g).to(device, dtype) for h, d in heads)
+    return Call(q, k, v, plan.is_causal, None, plan.head_dim**-0.5)
+
+
+@torch.no_grad()
+def layer_seconds(
+    layers: Mapping[str, LinearAttention], plan: LayerPlan, length: int, device: Any, dtype: torch.dtype
+) -> dict[str, float]:
+    """Seconds of some layers and of "exact" attention at one length, taking turns on this machine."""
+    call = random_call(plan, length, device, dtype)
+
+    def run(attention: Callable[[Call], Tensor]) -> None:
+        attention(call)
+        if call.query.is_cuda:
+            torch.cuda.synchronize(call.query.device)
+
+    runs = {"exact": partial(run, exact), **{name: partial(run, layer) for name, layer in layers.items()}}
+    return best_times(runs, repeats=3, budget=0.5)

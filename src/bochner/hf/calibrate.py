@@ -145,31 +145,7 @@ def attention_weights(call: Call, allowed: Tensor) -> Tensor:
     """The softmax weights (b, h, n, s) in float32; rows that see nothing are zero."""
     key = call.key.repeat_interleave(call.group, dim=1)
     logits = ((call.query.float() @ key.float().mT) * call.scale).masked_fill(~allowed, -torch.inf)
-    if call.sink_logits is not None:
-        sink = call.sink_logits.float()[:, None, None].expand(*logits.shape[:-1], 1)
-        return torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
     return logits.softmax(-1).nan_to_num(0.0)
-
-
-def far_pairs(call: Call, weights: Tensor, far: Far) -> PairMoments:
-    """Moments of the pairs outside the window, half by attention and half uniform, per key head.
-
-    As in `CalibratedFeatures.calibrate_`, but under the call's own masks.
-    """
-    b, h, n, d = call.query.shape
-    g, root = call.key.shape[1], call.scale**0.5
-    q = (call.query.float() * root).reshape(b, g, -1, d)  # the query heads of a group, one after another
-    k = call.key.float() * root
-    uniform = far.far.expand(b, h, n, -1)
-    attended = weights * uniform
-    share = attended.sum((0, 2, 3), keepdim=True) / uniform.sum((0, 2, 3), keepdim=True).clamp_min(1)
-    w = (attended + share * uniform).reshape(b, g, -1, k.shape[-2])  # (b, g, h/g n, s)
-    sums = [PairMoments.of(x, y, u) for x, y, u in zip(q, k, w, strict=True)]
-    first = sums[0]
-    for other in sums[1:]:
-        first = first + other
-    weight, x, y, xx, yy, xy = (t.double() for t in first[:-1])
-    return PairMoments(weight, x, y, xx, yy, xy, int(far.allowed.any(-1).sum()))
 
 
 @dataclass
@@ -212,7 +188,10 @@ class Samples:
 
     @torch.no_grad()
     def moments_of(self, heads: Sequence[int], *, is_causal: bool, **near: Any) -> PairMoments:
-        """The moments of the pairs outside a window (`near`: `window`, `sinks`, `window_kind`) of some key heads."""
+        """The moments of the pairs outside a window (`near`: `window`, `sinks`, `window_kind`) of some key heads.
+
+        Half by attention and half uniform, as in `CalibratedFeatures.calibrate_`.
+        """
         total: PairMoments | None = None
         for q, k, v in zip(self.q, self.k, self.v, strict=True):
             group, n = len(q) // len(k), q.shape[1]
@@ -221,7 +200,12 @@ class Samples:
             rows = torch.linspace(0, n - 1, min(n, LOOKED), device=q.device).round().long()
             far = Far.of(call, **near, rows=rows)
             call = call._replace(query=call.query[..., rows, :])
-            found = far_pairs(call, attention_weights(call, far.allowed), far)
+            attended = (attention_weights(call, far.allowed) * far.far)[0]  # (h, n, s)
+            count = far.far.sum().clamp_min(1)
+            w = attended + attended.sum((1, 2), keepdim=True) / count * far.far[0]
+            x = call.query[0].reshape(len(heads), -1, q.shape[-1])  # the query heads of a group, one after another
+            sums = [t.double() for t in PairMoments.of(x, call.key[0], w.reshape(*x.shape[:2], -1))[:-1]]
+            found = PairMoments(*sums, rows=int(far.allowed.any(-1).sum()))  # type: ignore[arg-type, misc]
             total = found if total is None else total + found
         assert total is not None
         return total
@@ -310,7 +294,7 @@ def retrieval_scores(
     Probes are made of the calibration tokens: a passage, another, the first again; the loss is that on the repeat.
     `layers`: the attention of each module without exact heads, a `LinearAttention`, with window and sinks `near`.
     """
-    tokens = torch.cat([row[mask.bool()] for b in data for row, mask in zip(b["input_ids"], _mask_of(b), strict=True)])
+    tokens = inputs.stream(data)
     reach = (near.get("window") or 0) * (2 if near.get("window_kind", "block") == "block" else 1)
     length = min(max(PROBE, reach // 2 + 32), len(tokens) // 2, inputs.positions(model).get("input_ids", 2**31) // 3)
     pieces = [tokens[start : start + 2 * length].split(length) for start in range(0, len(tokens), 2 * length)]
@@ -332,8 +316,3 @@ def peak_scores(samples: Samples, is_causal: bool, **near: Any) -> Tensor:
         total = total + (attention_weights(call, far.allowed) * far.far).amax(-1).double().sum((0, 2)).cpu()
         rows += q.shape[1]
     return total / max(rows, 1)
-
-
-def _mask_of(batch: dict[str, Any]) -> Tensor:
-    mask = batch.get("attention_mask")
-    return torch.ones_like(batch["input_ids"]) if mask is None else mask

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from bochner.attention import linear_attention
-from bochner.attention.layout import leading
 from bochner.attention.state import State
 from bochner.maps.base import FeatureMap
 
@@ -21,9 +20,9 @@ from bochner.maps.base import FeatureMap
 class Call(NamedTuple):
     """One attention call; `padding` (b, s) is True at padding.
 
-    With fewer queries than keys in causal attention, the queries are the last ones. `sink_logits` (h,): the logit of a
-    key without a value, which enters each row's normaliser and nothing else. `segments` (b, n): the sequence that each
-    token of a packed batch belongs to. `hidden` (b, n, width): what entered the attention module, where it is known.
+    With fewer queries than keys in causal attention, the queries are the last ones. `segments` (b, n): the sequence
+    that each token of a packed batch belongs to. `hidden` (b, n, width): what entered the attention module, where it is
+    known.
     """
 
     query: Tensor
@@ -32,7 +31,6 @@ class Call(NamedTuple):
     is_causal: bool
     padding: Tensor | None
     scale: float
-    sink_logits: Tensor | None = None
     segments: Tensor | None = None
     hidden: Tensor | None = None
 
@@ -54,8 +52,6 @@ def exact(call: Call, dropout: float = 0.0) -> Tensor:
     """Softmax attention of a call, (b, h, n, v)."""
     if call.segments is not None:
         return one_by_one(call, exact)
-    if call.sink_logits is not None:
-        return without_sink(exact(with_sink(call, {}), dropout), call.sink_logits)
     n, s = call.query.shape[-2], call.key.shape[-2]
     causal = call.is_causal and n > 1
     allowed = None
@@ -82,32 +78,17 @@ def attend(call: Call, phi: FeatureMap, **near: Any) -> Tensor:
     """Linear attention of a call, (b, h, n, v); `near`: window and sinks."""
     if call.segments is not None:
         return one_by_one(call, lambda part: attend(part, phi, **near))
-    if call.sink_logits is not None:
-        return without_sink(attend(with_sink(call, near), phi, **one_more(near)), call.sink_logits)
     options: dict[str, Any] = {"is_causal": call.is_causal, "key_padding_mask": call.padding, "scale": call.scale}
     return linear_attention(call.query, call.key, call.value, phi, **options, **near)
 
 
 def attend_from(call: Call, phi: FeatureMap, state: State | None, **near: Any) -> tuple[Tensor, State]:
     """Linear attention of new tokens behind a state, and the state after them; `padding` is that of the new keys."""
-    new = call
-    if call.sink_logits is not None:
-        near = one_more(near)
-        state = after_sink(call, phi, near) if state is None else state
-        new = with_sink(call, None)
-    out, state = linear_attention(
-        new.query,
-        new.key,
-        new.value,
-        phi,
-        is_causal=True,
-        key_padding_mask=new.padding,
-        state=state,
-        return_state=True,
-        scale=new.scale,
-        **near,
+    options: dict[str, Any] = {"is_causal": True, "key_padding_mask": call.padding, "scale": call.scale}
+    out, after = linear_attention(
+        call.query, call.key, call.value, phi, **options, **near, state=state, return_state=True
     )
-    return (out if call.sink_logits is None else without_sink(out, call.sink_logits)), state
+    return out, after
 
 
 def one_by_one(call: Call, attention: Callable[[Call], Tensor]) -> Tensor:
@@ -121,54 +102,3 @@ def one_by_one(call: Call, attention: Callable[[Call], Tensor]) -> Tensor:
         alone = call._replace(padding=None, segments=None)
         rows.append(torch.cat([attention(alone._replace(**dict(zip(names, x, strict=True)))) for x in parts], dim=-2))
     return torch.cat(rows)
-
-
-def with_sink(call: Call, near: dict[str, Any] | None) -> Call:
-    """The call with a key 0 in front, whose value is 1 in a new column where all others are 0.
-
-    Seen exactly its weight is exp(0) = 1, so that the new column of the output is 1 over the normaliser of a row. It
-    lies one place before a sequence's first key, or one block, so that no block is moved by it. `near`: window and
-    sinks, None if the key is in the cache already.
-    """
-    key, value, padding = call.key, pad(call.value, (0, 1)), call.padding
-    if near is None:
-        return call._replace(value=value, sink_logits=None)
-    more = min(near["window"], key.shape[2]) if near.get("window_kind") == "block" and near.get("window") else 1
-    key, value = pad(key, (0, 0, more, 0)), pad(value, (0, 0, more, 0))
-    if padding is None and more > 1:
-        padding = torch.zeros(key.shape[0], call.key.shape[2], dtype=torch.bool, device=key.device)
-    first = 0 if padding is None else leading(padding)[:, None]
-    here = (torch.arange(key.shape[2], device=key.device) == first).expand(key.shape[0], -1)
-    padding = None if padding is None else pad(padding, (more, 0), value=True) & ~here
-    here = here[:, None, :, None]
-    ones = here.expand_as(value[..., :1]).to(value.dtype)
-    value = torch.cat([value[..., :-1].masked_fill(here, 0), ones], dim=-1)
-    return call._replace(key=key.masked_fill(here, 0), value=value, padding=padding, sink_logits=None)
-
-
-def after_sink(call: Call, phi: FeatureMap, near: dict[str, Any]) -> State:
-    """The state after the key of `with_sink` and before any token, from which blocks are counted."""
-    key, value = (t[..., :0, :] for t in (call.key, call.value))
-    alone = with_sink(call._replace(query=call.query[..., :1, :], key=key, value=value, padding=None), {})
-    options: dict[str, Any] = {"is_causal": True, "scale": call.scale, "return_state": True}
-    state: State = linear_attention(alone.query, alone.key, alone.value, phi, **options, **near)[1]
-    if state.window is None or near.get("window_kind") != "block":
-        return state
-    start = torch.ones(key.shape[0], dtype=torch.int64, device=key.device)
-    return state._replace(window=state.window._replace(start=start))
-
-
-def without_sink(out: Tensor, sink_logits: Tensor) -> Tensor:
-    """The output of `with_sink` with the weight exp(sink logit) in its normaliser in place of 1, the column dropped.
-
-    With Z the sum of all other weights and p = 1 / (Z + 1), it is `(Z + 1) / (Z + e^s) = 1 / (1 + p (e^s - 1))` times
-    what was computed.
-    """
-    share = out[..., -1:].float()
-    raised = 1 + share * torch.expm1(sink_logits.float())[:, None, None]
-    return (out[..., :-1].float() / raised).to(out.dtype)
-
-
-def one_more(near: dict[str, Any]) -> dict[str, Any]:
-    """Window and sinks with one sink more, the key of `with_sink`."""
-    return {**near, "sinks": near.get("sinks", 0) + 1}

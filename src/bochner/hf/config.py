@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from bochner._checks import BochnerError, flag, is_int, one_of, positive_float, positive_int
@@ -108,7 +107,7 @@ class Distillation(Config):
     its `"outputs"` from the original's, or the `"model"`'s own loss.
     `part`: what it trains besides the maps, a regular expression over parameter names; default nothing, or the adapters
     of a PeftModel. `lora`: the rank of adapters that are made for it beside the attention's projections, and merged.
-    `seconds`: a time limit. `checkpoint`: a directory; finished layers are written to it and taken up from it.
+    `seconds`: a time limit.
     """
 
     steps: int = 60
@@ -118,7 +117,6 @@ class Distillation(Config):
     part: str | None = None
     lora: int = 0
     seconds: float | None = None
-    checkpoint: str | Path | None = None
 
     def __post_init__(self) -> None:
         positive_int(self.steps, "steps", "Distillation")
@@ -133,9 +131,6 @@ class Distillation(Config):
         if self.lora and (self.part is not None or not self.end_to_end):
             why = "'part' names what is trained" if self.part is not None else "'end_to_end' is 0"
             raise BochnerError(f"The 'lora' of Distillation makes adapters to train end to end, but {why}.")
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "checkpoint": None if self.checkpoint is None else str(self.checkpoint)}
 
     @property
     def trains_weights(self) -> bool:

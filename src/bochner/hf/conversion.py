@@ -10,18 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from bochner._checks import BochnerError, BochnerWarning, is_int
 from bochner._progress import speaker
-from bochner.hf import calibrate, drift, inputs, legacy
+from bochner.hf import calibrate, drift, inputs
 from bochner.hf.attention import LinearAttention
-from bochner.hf.checks import check_arguments, check_model, settings_of
 from bochner.hf.config import Calibration, Distillation, Recipe, Target
-from bochner.hf.diagnose import diagnose
 from bochner.hf.evaluate import is_language_model
 from bochner.hf.fates import EXACT, Window, fate_of
-from bochner.hf.interface import MISFIT, attach, detach, layers_of, unwrap
+from bochner.hf.interface import MISFIT, attach, check_model, detach, layers_of, settings_of, unwrap
 from bochner.hf.observe import Shape, discover, discover_parts
 from bochner.hf.plan import Fitted, LayerPlan, Plan
 from bochner.nn.torch_layers import convert_torch, is_torch_model
@@ -31,6 +29,7 @@ MAX_LENGTH = 256  # tokens that calibration texts are cut to, unless their Calib
 NEED_DATA = ("landmark", "calibrated", "optimal")  # maps that are nothing without calibration
 PLAN, MAPS, REPORT = "plan.json", "maps.safetensors", "report.json"  # the files of a saved conversion
 Batches = Sequence[dict[str, Tensor]]
+Say = Callable[[str], None]
 AUTO = Recipe()
 
 
@@ -44,7 +43,6 @@ def convert(
     exact_below: int = 0,
     seed: int = 0,
     progress: bool | None = None,
-    **old: Any,
 ) -> Any:
     """Replace a model's attention by linear attention, in place; returns a `Conversion`.
 
@@ -68,28 +66,25 @@ def convert(
     """
     if is_torch_model(model):
         return convert_torch(model, spec, data)
-    if legacy.is_old_convert(spec, data, old):
-        new: dict[str, Any] = {"parts": parts, "unsupported": unsupported, "exact_below": exact_below, "seed": seed}
-        return _as_before(model, legacy.read_convert(model, spec, data, {**old, **new, "progress": progress}))
     inner, tokenizer = unwrap(model)
     check_model(inner)
-    check_arguments(spec, parts, unsupported, exact_below, seed)
+    _check_spec(spec, parts, exact_below, seed)
     calibration = None if data is None else Calibration.of(data, tokenizer)
-    say = speaker(progress)
     if isinstance(spec, Target):
-        return _to_target(model, spec, calibration, parts, unsupported, exact_below, seed, progress)
+        asked: dict[str, Any] = {"parts": parts, "unsupported": unsupported, "seed": seed, "progress": progress}
+        return _to_target(model, spec, calibration, exact_below, asked)
     if isinstance(spec, (str, Path)):
         if data is not None:
             raise BochnerError("A saved conversion brings its maps: leave out 'data', or convert by a Recipe or Plan.")
         return Conversion.from_pretrained(model, spec)
     fit_length = getattr(spec, "fit_length", 0)
     batches = [] if calibration is None else calibration.batches(inner, fit_length or MAX_LENGTH)
-    shapes = discover_parts(inner, batches, unsupported, parts)
+    shapes, say = discover_parts(inner, batches, unsupported, parts), speaker(progress)
     if isinstance(spec, Plan):
         plan, layers = _by_plan(inner, spec, shapes, batches, say)
     else:
         plan, layers = _by_recipe(inner, spec, shapes, batches, seed, say)
-        _set_border(inner, plan, exact_below)
+    _set_border(inner, plan, exact_below)
     attach(inner, plan, layers)
     return Conversion(model)
 
@@ -124,9 +119,7 @@ class Conversion:
         plan = Plan([replace(layer.plan, name=name) for name, layer in layers.items()]).copy()
         plan.model_type = getattr(inner.config, "model_type", "")
         plan.fit_length = getattr(getattr(settings_of(inner), "plan", None), "fit_length", 0)
-        for name, layer in layers.items():
-            tensors = {key: value.detach().clone() for key, value in layer.state_dict().items()}
-            plan.maps[name] = Fitted(list(layer.plan.fates), tensors)
+        plan.maps = {name: layer.fitted() for name, layer in layers.items()}
         return plan
 
     def errors(self, data: Any) -> dict[str, Tensor]:
@@ -153,14 +146,11 @@ class Conversion:
 
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        self.plan.save(folder / PLAN)
+        plan = self.plan
+        plan.save(folder / PLAN)
         if self.report is not None:
             (folder / REPORT).write_text(json.dumps(self.report.to_dict(), indent=1), encoding="utf-8")
-        tensors = {
-            f"{name}.{key}": value.detach().cpu().contiguous().clone()
-            for name, layer in layers_of(self.model).items()
-            for key, value in layer.state_dict().items()
-        }
+        tensors = {f"{n}.{key}": x.contiguous() for n, maps in plan.maps.items() for key, x in maps.tensors.items()}
         save_file(tensors, folder / MAPS, metadata={"format": "pt"})
 
     @classmethod
@@ -182,13 +172,9 @@ class Conversion:
             plan.maps[layer.name] = Fitted(list(layer.fates), mine)
         with contextlib.suppress(BochnerError):  # made-up inputs may not do; files of another model are refused below
             plan = _fitting(plan, discover(inner))
-        layers = {layer.name: LinearAttention(layer) for layer in plan.layers}
-        for name, attention in layers.items():
-            _load(attention, plan.maps[name].tensors)
-        device = next(inner.parameters()).device
         found = folder / REPORT
         report = json.loads(found.read_text(encoding="utf-8")) if found.exists() else None
-        attach(inner, plan, {name: layer.to(device) for name, layer in layers.items()}, report)
+        attach(inner, plan, _build(inner, plan, {}), report)
         return cls(model)
 
     def __repr__(self) -> str:
@@ -211,41 +197,10 @@ def revert(model: Any, attn_implementation: str | None = None) -> Any:
     return model
 
 
-def _as_before(model: Any, call: legacy.OldCall) -> Any:
-    """An old call of `convert`; returns the model."""
-    from bochner.hf.distill import distill
-
-    conversion = convert(model, call.spec, call.data, **call.rest)
-    if call.train is not None:
-        try:
-            distill(model, call.data, call.train)
-        except BaseException:
-            conversion.revert()
-            raise
-    return model
-
-
-def advise(model: Any, calibration: Any, values: Tensor | None = None, **old: Any) -> Any:
-    """The old name of `search`, for a model, and of `diagnose`, for one layer's tensors."""
-    from bochner.hf.search import search
-
-    if not isinstance(model, nn.Module):
-        return diagnose(model, calibration, values, **legacy.read_diagnosis(old))
-    call = legacy.read_search(calibration, old)
-    return search(model, call.spec, call.data, **call.rest)
-
-
 def _to_target(
-    model: Any,
-    target: Target,
-    data: Calibration | None,
-    parts: Sequence[str] | None,
-    unsupported: str,
-    exact_below: int,
-    seed: int,
-    progress: bool | None,
+    model: Any, target: Target, data: Calibration | None, exact_below: int, asked: dict[str, Any]
 ) -> Conversion:
-    """Search, change the model, train what the target allows, and say what was reached."""
+    """Search, change the model, train what the target allows, and say what was reached; `asked`: of `search`."""
     from bochner.hf.distill import DistillReport
     from bochner.hf.search import search
 
@@ -256,7 +211,7 @@ def _to_target(
                 "The training of a Target uses no 'labels': convert without 'train', then call bochner.distill(model, "
                 "data, bochner.Distillation(loss='model'))."
             )
-    report = search(model, target, data, parts=parts, unsupported=unsupported, seed=seed, progress=progress)
+    report = search(model, target, data, **asked)
     inner, _ = unwrap(model)
     plan: Plan = report.plan
     _set_border(inner, plan, exact_below)
@@ -265,7 +220,7 @@ def _to_target(
     if target.train is not None:
         distilled = DistillReport(note="Nothing was distilled: nothing is converted.")
         if plan.converted:
-            distilled = _trained(model, report, target.train, progress)
+            distilled = _trained(model, report, target.train, asked["progress"])
     if not report.met:
         warnings.warn(report.reasons[0], BochnerWarning, stacklevel=3)
     settings = settings_of(inner)
@@ -297,7 +252,7 @@ def _by_recipe(
     shapes: Mapping[str, Shape],
     data: Batches,
     seed: int,
-    say: Callable[[str], None],
+    say: Say,
 ) -> tuple[Plan, dict[str, LinearAttention]]:
     """The plan of a recipe, and its maps, fitted to the data if there are any."""
     recipe = recipe.resolved(bool(data))
@@ -360,7 +315,7 @@ def make_exact(plan: Plan, wanted: Any) -> None:
 
 
 def _by_plan(
-    model: Any, plan: Plan, shapes: Mapping[str, Shape], data: Batches, say: Callable[[str], None]
+    model: Any, plan: Plan, shapes: Mapping[str, Shape], data: Batches, say: Say
 ) -> tuple[Plan, dict[str, LinearAttention]]:
     """A plan for this model, and its maps: those it brings, the others fitted to the data."""
     plan = _fitting(plan, shapes)
@@ -393,9 +348,7 @@ def _fitting(plan: Plan, shapes: Mapping[str, Shape]) -> Plan:
     return plan
 
 
-def _observed(
-    model: Any, layers: Sequence[LayerPlan], data: Batches, say: Callable[[str], None]
-) -> dict[str, calibrate.Samples]:
+def _observed(model: Any, layers: Sequence[LayerPlan], data: Batches, say: Say) -> dict[str, calibrate.Samples]:
     """What the exact attention of some layers looks like; it is noted in their plans as well."""
     found = calibrate.observe(model, [layer.name for layer in layers], data, say)
     for layer in layers:
@@ -417,17 +370,13 @@ def _build(model: Any, plan: Plan, samples: Mapping[str, calibrate.Samples]) -> 
     for name, layer in layers.items():
         known = plan.fitted(layer.plan)
         if known is not None:
-            _load(layer, known)
+            try:
+                layer.load_state_dict(known)
+            except RuntimeError as error:
+                raise BochnerError(MISFIT) from error
         elif name in samples and not layer.plan.untouched:
             layer.fit(samples[name])
     return {name: layer.to(device) for name, layer in layers.items()}
-
-
-def _load(layer: LinearAttention, tensors: dict[str, Tensor]) -> None:
-    try:
-        layer.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise BochnerError(MISFIT) from error
 
 
 def _set_border(model: Any, plan: Plan, border: int) -> None:
@@ -446,7 +395,19 @@ def _set_border(model: Any, plan: Plan, border: int) -> None:
         layer.exact_below = border
 
 
-# Refusals
+def _check_spec(spec: Any, parts: Any, exact_below: Any, seed: Any) -> None:
+    """Refuse what cannot be, and what does not go with the spec."""
+    if not isinstance(spec, (Recipe, Target, Plan, str, Path)):
+        raise BochnerError(
+            f"The 'spec' of convert must be a Recipe, a Target, a Plan or the directory of a saved conversion, got "
+            f"{type(spec).__name__}."
+        )
+    if not is_int(exact_below) or exact_below < 0:
+        raise BochnerError(f"The 'exact_below' of convert must be an int >= 0, got {exact_below!r}.")
+    for name, given in {"parts": parts is not None, "exact_below": exact_below != 0, "seed": seed != 0}.items():
+        if given and not isinstance(spec, (Recipe, Target)):
+            what = "A plan" if isinstance(spec, Plan) else "A saved conversion"
+            raise BochnerError(f"{what} says it all, for every layer: leave out {name!r}, or edit the plan.")
 
 
 def _check_needs_no_data(layers: Sequence[LayerPlan]) -> None:

@@ -1,33 +1,30 @@
 """Attention transfer: teach the feature maps of a converted model what its original attention computed.
 
 First layer by layer: the model is run with exact attention, and each layer's maps are trained so that its linear
-attention gives the same outputs on the same queries, keys and values. Layers do not depend on each other, so that this
-can be stopped and resumed at any layer. Then end to end: the hidden states of the whole converted model are fitted to
-those of the original, so that errors are weighed by what they do later. No labels are needed, only text. In place of
-that the second stage can lower the model's own loss, of the maps and of the adapters of PEFT together. All of it is
-done with every row converted, also those that stay exact otherwise (`exact_below`).
+attention gives the same outputs on the same queries, keys and values. Then end to end: the hidden states of the whole
+converted model are fitted to those of the original, so that errors are weighed by what they do later. No labels are
+needed, only text. In place of that the second stage can lower the model's own loss, of the maps and of the adapters of
+PEFT together. All of it is done with every row converted, also those that stay exact otherwise (`exact_below`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bochner._checks import BochnerError, extra
+from bochner._checks import BochnerError
 from bochner._progress import speaker
-from bochner.hf import legacy, observe
-from bochner.hf.adapters import adapters, check_lora, note_again
+from bochner.hf import observe
+from bochner.hf.adapters import adapters, check_lora
 from bochner.hf.attention import CHILD, LinearAttention
 from bochner.hf.calibrate import HeadErrors, error_on
 from bochner.hf.calls import Call
@@ -88,7 +85,7 @@ class DistillReport:
         return "\n".join(lines)
 
 
-def distill(model: Any, data: Any, how: Distillation = PLAIN, *, progress: bool | None = None, **old: Any) -> Any:
+def distill(model: Any, data: Any, how: Distillation = PLAIN, *, progress: bool | None = None) -> DistillReport:
     """Train the maps of a converted model on unlabelled data, in place; returns what it did, layer by layer.
 
     `model`: a converted one, also inside a PeftModel. `data`: texts, batches or a `Calibration`; the last eighth is
@@ -98,8 +95,6 @@ def distill(model: Any, data: Any, how: Distillation = PLAIN, *, progress: bool 
 
     Maps stay what they are in every other respect: `save_pretrained`, decoding and `revert` work as before.
     """
-    if old:
-        how, data = legacy.distillation(how, data, old)
     if not isinstance(how, Distillation):
         raise BochnerError(f"The 'how' of distill must be a bochner.Distillation, got {type(how).__name__}.")
     adapted = hasattr(model, "get_base_model")
@@ -203,8 +198,8 @@ class _Run:
         finally:
             for p in model.parameters():
                 p.requires_grad_(wanted.get(id(p), p.requires_grad))
-        if trained:
-            note_again(model, self.batches)
+        for layer in layers_of(model).values() if trained else ():
+            layer.plan.seen = None  # other weights make other queries and keys
         after = self._quality(pairs[-self.held :])
         for name in before:
             report.quality[name] = {"before": before[name], "after": after[name]}
@@ -214,21 +209,14 @@ class _Run:
         return report
 
     def _fit_layers(self, names: Sequence[str]) -> Iterator[LayerReport]:
-        """Fit layer by layer, those of a checkpoint as they are there, until the time for it is over."""
+        """Fit layer by layer, until the time for it is over."""
         attached, share = layers_of(self.model), 0.5 if self.how.end_to_end else 1.0
-        store = _Checkpoint(self.how.checkpoint, attached)
         for group in _groups(names, attached, self.batches):
-            restored = {name: store.restore(name) for name in group}
-            yield from (done for done in restored.values() if done is not None)
-            pending = [name for name, done in restored.items() if done is None]
-            if not pending or self.is_over(share):
-                continue
-            records = _records(self.model, pending, self.batches)
-            for name in pending:
+            records = {} if self.is_over(share) else _records(self.model, group, self.batches)
+            for name, calls in records.items():
                 if self.is_over(share):
-                    break
-                done = self._fit_layer(name, attached[name], records[name])
-                store.keep(done)
+                    return
+                done = self._fit_layer(name, attached[name], calls)
                 self.say(f"distilled {name}: error {done.before:.3f} to {done.after:.3f} in {done.seconds:.0f} s")
                 yield done
 
@@ -430,31 +418,3 @@ def _distance(out: _Outputs, target: _Outputs, batch: Batch) -> Tensor:
         return layers + divergence(a, b, None).mean()
     a, b = (pooled(t.final, target.seen) for t in (out, target))
     return layers + (1 - F.cosine_similarity(a, b, dim=-1)).mean()
-
-
-class _Checkpoint:
-    """Finished layers in a directory: tensors as safetensors, figures as JSON."""
-
-    def __init__(self, path: str | Path | None, layers: dict[str, LinearAttention]) -> None:
-        self.path, self.layers = None if path is None else Path(path), layers
-        if self.path is not None:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.files = extra("safetensors.torch", "hf", "A checkpoint of bochner.distill")
-
-    def keep(self, done: LayerReport) -> None:
-        if self.path is None:
-            return
-        tensors = {k: v.contiguous() for k, v in self.layers[done.name].state_dict().items()}
-        self.files.save_file(tensors, self.path / f"{done.name}.safetensors")
-        (self.path / f"{done.name}.json").write_text(json.dumps(asdict(done)), encoding="utf-8")
-
-    def restore(self, name: str) -> LayerReport | None:
-        if self.path is None or not (self.path / f"{name}.json").exists():
-            return None
-        tensors, own = self.files.load_file(self.path / f"{name}.safetensors"), self.layers[name].state_dict()
-        if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in tensors.items()}:
-            raise BochnerError(
-                f"The checkpoint of {name!r} in {str(self.path)!r} belongs to other maps; use another directory."
-            )
-        self.layers[name].load_state_dict(tensors)
-        return LayerReport(**json.loads((self.path / f"{name}.json").read_text(encoding="utf-8")))

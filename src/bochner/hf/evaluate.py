@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,11 +30,7 @@ CAUTION = 0.8  # the confidence of the lower bound that choices are made by, one
 PASSAGE, PASSAGES = 120, 4  # tokens of a passage that comes again, and how many do, from all over the text
 REPEATED = 0.25  # the share of a text that they may take
 LEAD = 8  # of these tokens only tell which passage it is
-ORDINARY = 128  # tokens of ordinary text that a probe of a long text runs
-PLACES = (0.25, 0.5, 0.75, 1.0)  # where in long texts, as shares of their length
 STRETCH = 256  # tokens of ordinary text whose mean loss counts as one text
-TOKENS = 3072  # of text to measure by, at least one text
-WHOLE = 1024  # tokens: texts up to so many are run whole
 PIECE = 512  # tokens that a long text is read at a time
 LEAST_GAIN = 0.3  # nats on a repeated passage: models that gain less do not look it up
 STEPS = 4  # tokens at its end that are read and timed one at a time
@@ -101,16 +97,6 @@ class Quality:
         return cls(measures, data["figures"])
 
 
-class Evaluator(Protocol):
-    """Texts with the original's answers to them."""
-
-    batches: list[Batch]
-
-    def quality(self, run: Run) -> Quality:
-        """The quality that a changed model retains; `run(batch)` gives its outputs."""
-        ...
-
-
 def is_language_model(model: Any, shapes: dict[str, Any]) -> bool:
     """Whether it predicts the next token and nothing else."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -124,13 +110,13 @@ class Text:
     Short texts have room for one or two of them: `turn`, the number of a text, says from where.
     """
 
-    def __init__(self, tokens: Tensor, turn: int = 0, passages: int = PASSAGES) -> None:
+    def __init__(self, tokens: Tensor, turn: int = 0) -> None:
         room = int(REPEATED * len(tokens))
         self.passage = min(PASSAGE, room)
         self.lead = min(LEAD, self.passage // 4)
         if self.passage < 2 * LEAD:
             raise BochnerError(f"Too little text to judge a language model by: {len(tokens)} tokens; give more texts.")
-        count = min(passages, room // self.passage)
+        count = min(PASSAGES, room // self.passage)
         self.body = tokens[: -self.passage * count]
         step = (len(self.body) - self.passage) / PASSAGES  # the last begins a quarter of the text before its end
         places = sorted((turn + i * (PASSAGES // count)) % PASSAGES for i in range(count))
@@ -159,89 +145,6 @@ class Text:
 def stretches(rows: Tensor) -> Tensor:
     """The means of equal stretches of about STRETCH tokens."""
     return torch.stack([part.mean() for part in rows.tensor_split(max(1, round(len(rows) / STRETCH)))])
-
-
-class Probe(NamedTuple):
-    """Tokens of a text, behind a cache of what the original has read before: `ordinary` ones, then passages of it.
-
-    The first token is there to predict the second.
-    """
-
-    batch: Batch
-    ordinary: int
-    text: Text
-
-    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Means of what there is for each token but the first: of stretches of ordinary text, and of the repeats."""
-        again = rows[self.ordinary :]
-        return stretches(rows[: self.ordinary]), self.text.recalled(again) if len(again) else again
-
-
-class Language:
-    """Probes of a causal language model in texts of `length` tokens.
-
-    Short texts are run whole. A long one is read once by the original; a choice is run on the last tokens before
-    several places only, behind the original's keys. That is a little kinder than to read all of it by the choice, and
-    several times as fast. On ordinary text the loss is the rise of the loss, or the divergence from the original's
-    predictions where its bound is lower: that is the expected rise if the original is right, and far less noisy.
-    """
-
-    def __init__(self, model: Any, tokens: Tensor, length: int) -> None:
-        size = min(length, len(tokens))
-        count = max(1, min(TOKENS if size <= WHOLE else 2 * size, len(tokens)) // size)
-        self.probes: list[Probe] = []
-        self.truth: list[Tensor] = []
-        first, again = [], []
-        with evaluation_mode(model):
-            for i, piece in enumerate(tokens[: count * size].split(size)):
-                text = Text(piece, i, PASSAGES if size <= WHOLE else PASSAGES // count)
-                probes, body = _probes(model, text, PLACES[i % count :: count] if count < len(PLACES) else PLACES[-1:])
-                with torch.no_grad():
-                    truth = [observe.run(model, p.batch).logits[0, :-1].float().log_softmax(-1) for p in probes]
-                losses = _next_losses(truth[-1], probes[-1].batch["input_ids"])
-                again.append(probes[-1].split(losses)[1].cpu())
-                first.append(text.first((losses if body is None else body).cpu()))
-                self.probes, self.truth = [*self.probes, *probes], [*self.truth, *truth]
-        self.again = torch.cat(again).mean().item()
-        self.gain = torch.cat(first).mean().item() - self.again
-        self.batches = [probe.batch for probe in self.probes]
-
-    def _losses(self, index: int, output: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Divergence and rise of the loss on stretches of ordinary text, and the rise on each repeat."""
-        probe, now = self.probes[index], output.logits[0, :-1].float().log_softmax(-1)
-        truth = self.truth[index].to(now.device)
-        tokens = probe.batch["input_ids"][0, 1:, None].to(now.device)
-        apart, _ = probe.split((truth.exp() * (truth - now)).sum(-1))
-        return apart, *probe.split((truth - now).gather(-1, tokens)[:, 0])
-
-    @torch.no_grad()
-    def quality(self, run: Run) -> Quality:
-        found = [self._losses(i, run(batch)) for i, batch in enumerate(self.batches)]
-        apart, rise, again = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
-        by = max((Measure(apart, True), Measure(rise, True)), key=lambda m: m.bounds(2 * CAUTION - 1)[0])
-        return language_quality(by.losses, again, self.gain, self.again)
-
-
-def _probes(model: Any, text: Text, places: Sequence[float]) -> tuple[list[Probe], Tensor | None]:
-    """The whole of a short text; of a long one the tokens before some places and its end, behind the original's keys.
-
-    Also the original's losses on the body of a long one.
-    """
-    n, ordinary = len(text.body), min(ORDINARY, len(text.body) // 8)
-    if n + len(text.again) <= WHOLE:
-        return [Probe({"input_ids": text.ids}, n - 1, text)], None
-    ends = sorted({*(round(share * n) for share in places), n})
-    stops = [end - ordinary - 1 for end in ends]
-    contexts, losses = [], []
-    for reading in pieces(model, text.body[None], stops):
-        losses.append(reading.losses)
-        if reading.read in stops:
-            contexts.append(observe.snapshot(reading.cache))
-    probes = []
-    for start, end, context in zip(stops, ends, contexts, strict=True):
-        ids = torch.cat([text.body[start:end], text.again if end == n else text.again[:0]])
-        probes.append(Probe({"input_ids": ids[None], "past_key_values": context}, ordinary, text))
-    return probes, torch.cat(losses)
 
 
 def language_quality(rise: Tensor, again: Tensor, gain: float, again_before: float) -> Quality:
@@ -293,11 +196,6 @@ class Outputs:
             measures["neighbours"] = Measure(1 - jackknife(lambda keep: rank_of_similarities(a[keep], b[keep]), len(a)))
             figures |= compare_embeddings(a, b)._asdict()
         return Quality(measures, figures)
-
-
-def evaluator(model: Any, data: Any, length: int) -> Evaluator:
-    """The evaluator of a language model by tokens (n,), of any other model by batches."""
-    return Language(model, data, length) if isinstance(data, Tensor) else Outputs(model, data)
 
 
 def score_quality(truth: Tensor, found: Tensor) -> Quality:
@@ -436,6 +334,10 @@ class Reading:
     step_seconds: float
     cache_bytes: int
 
+    @property
+    def costs(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in ("prefill_seconds", "step_seconds", "cache_bytes")}
+
 
 def read(model: Any, ids: Tensor) -> Reading:
     """Read ids (1, n) piece by piece, the last tokens one at a time."""
@@ -488,37 +390,3 @@ def compare_embeddings(original: Tensor, converted: Tensor) -> EmbeddingQuality:
     agree = (nearest[0] == nearest[1]).float().mean().item()
     cosine = (original * converted).sum(-1).mean().item()
     return EmbeddingQuality(cosine, rank_of_similarities(original, converted), agree)
-
-
-@torch.no_grad()
-def perplexity(model: Any, tokenizer: Any, texts: Sequence[str], *, max_length: int = 512) -> float:
-    """exp of the mean loss per predicted token, each text on its own."""
-    total, count = 0.0, 0
-    for text in texts:
-        ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=max_length).input_ids.to(model.device)
-        loss = token_losses(model, ids)
-        total, count = total + loss.sum().item(), count + loss.numel()
-    return math.exp(total / count)
-
-
-@torch.no_grad()
-def recall(model: Any, tokenizer: Any, texts: Sequence[str], *, tokens: int = 120) -> float:
-    """Perplexity on the repeat of a passage: the first text, another one, the first again.
-
-    Low only if attention can still reach back over the passage in between; exact attention of a good model is near 1.
-    Texts are taken in pairs; each must have at least `tokens` tokens.
-    """
-    ids = [tokenizer(t, return_tensors="pt").input_ids[:, :tokens] for t in texts]
-    if len(ids) < 2 or any(x.shape[1] < tokens for x in ids):
-        raise BochnerError(f"recall needs at least two texts of {tokens} tokens; give longer ones.")
-    total, count = 0.0, 0
-    for a, b in zip(ids[::2], ids[1::2], strict=False):
-        loss = token_losses(model, torch.cat([a, b, a], dim=1).to(model.device))[:, -(tokens - 1) :]
-        total, count = total + loss.sum().item(), count + loss.numel()
-    return math.exp(total / count)
-
-
-def token_losses(model: Any, ids: Tensor) -> Tensor:
-    """Cross-entropy of every next token, (b, n - 1)."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-    return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")

@@ -228,25 +228,50 @@ def searched_windows(layer: Layer, length: int) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Kernel(Fate):
-    """Linear attention by a feature map over all keys."""
+class Mapped(Fate):
+    """What fates with a feature map share; `options`: of the map, plain and hashable."""
 
     feature_map: str = "calibrated"
     num_features: int = 128
     options: tuple[tuple[str, Any], ...] = ()
 
-    name = "kernel"
-    letter = "K"
     has_map = True
 
     def __post_init__(self) -> None:
-        check_map(self)
+        owner = f"the fate {self.name!r}"
+        named(self.feature_map, owner)
+        positive_int(self.num_features, "num_features", owner)
+        items = self.options.items() if isinstance(self.options, dict) else self.options
+        plain = tuple(sorted((str(key), function_name(value) or value) for key, value in items))
+        functions = [key for key, value in plain if callable(value)]
+        if functions:
+            raise BochnerError(
+                f"The option {functions[0]!r} of {owner} is a function, which no file can hold; give the name of one "
+                "of torch.nn.functional, or use the map in bochner.nn."
+            )
+        object.__setattr__(self, "options", plain)
 
     def cache_bytes(self, layer: Layer, length: int, element_size: int) -> int:
-        return state_numbers(self, layer) * 4
+        """Of the kernel's state, in float32."""
+        if self.feature_map == "moments":
+            groups = dict(self.options).get("num_groups", 1)
+            return int((layer.head_dim + 1) * groups * (layer.value_dim + 1 + layer.head_dim)) * 4
+        return self.num_features * (layer.value_dim + 1) * 4
 
     def build(self, layer: Layer, heads: Sequence[int], seed: int) -> FateModule:
-        return NearHeads(layer, heads, make_map(self, layer, heads, seed), None)
+        sizes = {"dim": layer.head_dim, "num_features": self.num_features, "num_heads": len(heads)}
+        made = feature_map(self.feature_map, **sizes, seed=seed, **dict(self.options))
+        if isinstance(made, LandmarkFeatures):
+            made.warns = False  # it is going to be fitted, or only timed
+        return NearHeads(layer, heads, made, self if isinstance(self, Window) else None)
+
+
+@dataclass(frozen=True)
+class Kernel(Mapped):
+    """Linear attention by a feature map over all keys."""
+
+    name = "kernel"
+    letter = "K"
 
     @classmethod
     def candidates(cls, layer: Layer, length: int) -> list[Fate]:
@@ -254,26 +279,19 @@ class Kernel(Fate):
 
 
 @dataclass(frozen=True)
-class Hybrid(Window):
+class Hybrid(Mapped, Window):
     """A window and sinks as in `Window`, and a kernel for all other keys, with one normaliser."""
-
-    feature_map: str = "calibrated"
-    num_features: int = 128
-    options: tuple[tuple[str, Any], ...] = ()
 
     name = "hybrid"
     letter = "H"
-    has_map = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_map(self)
+        Window.__post_init__(self)
+        Mapped.__post_init__(self)
 
     def cache_bytes(self, layer: Layer, length: int, element_size: int) -> int:
-        return super().cache_bytes(layer, length, element_size) + state_numbers(self, layer) * 4
-
-    def build(self, layer: Layer, heads: Sequence[int], seed: int) -> FateModule:
-        return NearHeads(layer, heads, make_map(self, layer, heads, seed), self)
+        near = Window.cache_bytes(self, layer, length, element_size)
+        return near + Mapped.cache_bytes(self, layer, length, element_size)
 
     @classmethod
     def candidates(cls, layer: Layer, length: int) -> list[Fate]:
@@ -281,9 +299,6 @@ class Hybrid(Window):
         near = searched_windows(layer, length)
         tried = near[1:2] or near[:1] if layer.is_causal else near[::-1][::2][::-1]
         return [cls(**x, feature_map=SEARCHED_MAP, num_features=SEARCHED_FEATURES) for x in tried]
-
-
-Mapped = Kernel | Hybrid
 
 
 def fate_of(recipe: Recipe, is_cross: bool) -> Fate:
@@ -295,45 +310,6 @@ def fate_of(recipe: Recipe, is_cross: bool) -> Fate:
     mapped: dict[str, Any] = {"feature_map": recipe.feature_map, "num_features": recipe.num_features}
     mapped["options"] = dict(recipe.options)
     return Hybrid(**near, **mapped) if local else Kernel(**mapped)
-
-
-def check_map(fate: Mapped) -> None:
-    """Check the map of a fate, and make its options plain and hashable."""
-    owner = f"the fate {fate.name!r}"
-    named(fate.feature_map, owner)
-    positive_int(fate.num_features, "num_features", owner)
-    items = fate.options.items() if isinstance(fate.options, dict) else fate.options
-    plain = tuple(sorted((str(key), function_name(value) or value) for key, value in items))
-    functions = [key for key, value in plain if callable(value)]
-    if functions:
-        raise BochnerError(
-            f"The option {functions[0]!r} of {owner} is a function, which no file can hold; give the name of one of "
-            "torch.nn.functional, or use the map in bochner.nn."
-        )
-    object.__setattr__(fate, "options", plain)
-
-
-def make_map(fate: Mapped, layer: Layer, heads: Sequence[int], seed: int) -> FeatureMap:
-    """The map of a fate, one per key head."""
-    made = feature_map(
-        fate.feature_map,
-        dim=layer.head_dim,
-        num_features=fate.num_features,
-        num_heads=len(heads),
-        seed=seed,
-        **dict(fate.options),
-    )
-    if isinstance(made, LandmarkFeatures):
-        made.warns = False  # it is going to be fitted, or only timed
-    return made
-
-
-def state_numbers(fate: Mapped, layer: Layer) -> int:
-    """Numbers in the kernel's state of one key head."""
-    if fate.feature_map == "moments":
-        groups = dict(fate.options).get("num_groups", 1)
-        return int((layer.head_dim + 1) * groups * (layer.value_dim + 1 + layer.head_dim))
-    return fate.num_features * (layer.value_dim + 1)
 
 
 class NearHeads(FateModule):
@@ -392,7 +368,7 @@ class NearHeads(FateModule):
         near = self.near
         if near is None or near.has_map or near.window is None or not self.is_causal or call.query.shape[-2] == 1:
             return None
-        if call.sink_logits is not None or is_composed() or (call.padding is not None and bool(call.padding.any())):
+        if is_composed() or (call.padding is not None and bool(call.padding.any())):
             return None
         return Near(True, near.window, near.sinks, near.window_kind)
 

@@ -14,11 +14,7 @@ from torch import Tensor, nn
 from bochner._checks import BochnerError, extra, positive_int
 
 POSITION_NAMES = ("posit", "wpe")  # of tables of positions, in all families
-SENSES = (
-    "pixel_values",
-    "input_features",
-    "input_values",
-)  # inputs beside which token ids may stand for something else
+SENSES = ("pixel_values", "input_features", "input_values")  # beside these, token ids may stand for something else
 
 
 def positions(model: Any) -> dict[str, int]:
@@ -237,6 +233,20 @@ def check(model: Any, data: Sequence[dict[str, Tensor]]) -> None:
                 f"The 'input_ids' of a batch of 'data' must be in [0, {words.num_embeddings}), the tokens of "
                 f"{type(model).__name__}, got {low} to {high}: take the model's own tokenizer."
             )
+
+
+def stream(data: Sequence[dict[str, Tensor]]) -> Tensor:
+    """The tokens of a language model's texts, one after another, without padding."""
+    if any("input_ids" not in b for b in data):
+        raise BochnerError(
+            "A language model is judged by the tokens that it predicts: give texts or 'input_ids' as data, got batches "
+            f"of {sorted(data[0])}."
+        )
+    found = []
+    for batch in data:
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        found += [row[keep.bool()] for row, keep in zip(batch["input_ids"], mask, strict=True)]
+    return torch.cat(found)
 
 
 def first_row(batch: dict[str, Tensor]) -> dict[str, Tensor]:

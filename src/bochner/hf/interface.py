@@ -61,6 +61,7 @@ REFUSED = {
     "position_bias": "a position bias added to the logits (T5) is not a kernel of query and key",
     "bias": "a bias added to the logits is not a kernel of query and key",
     "softcap": "a soft cap on the logits (Gemma-2) is not a softmax kernel",
+    "s_aux": "a learned sink logit (gpt-oss) is a key without a value",
     "sliding_window": "its own sliding window is linear already",
     "cache": "the paged cache of continuous batching is not supported",
     "indices": "sparse attention by indices is linear already",
@@ -101,8 +102,6 @@ def obstacle(mask: Any, kwargs: dict[str, Any]) -> Obstacle | None:
     if isinstance(mask, Mask):
         if mask.obstacle is not None:
             return mask.obstacle
-        if kwargs.get("s_aux") is not None and not mask.is_causal:
-            return Obstacle("it passes 's_aux', and sinks as extra logits are supported in causal attention only")
     elif mask is not None and mask.ndim != 2:
         return Obstacle(
             f"it passes a mask of shape {tuple(mask.shape)}, and only padding masks (b, s) can be honoured; pass the "
@@ -133,7 +132,7 @@ def read_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if segments is None and kwargs.get("cu_seq_lens_q") is not None:
         segments = _segments(kwargs["cu_seq_lens_q"], query, key)
-    return Call(query, key, value, bool(causal), padding, scale, kwargs.get("s_aux"), segments)
+    return Call(query, key, value, bool(causal), padding, scale, segments)
 
 
 def _segments(bounds: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -182,7 +181,6 @@ def attention_forward(
     own: Any = module._modules.get(CHILD)
     if own is not None:
         return converted_forward(module, query, key, value, attention_mask, **kwargs)
-    _refuse_old_files(module)
     _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
     call = read_call(module, query, key, value, attention_mask, kwargs)
     return attend(call, _default_map(call.key)).transpose(1, 2).contiguous(), None
@@ -195,7 +193,6 @@ def converted_forward(
     own: Any = module._modules.get(CHILD)
     if own is None or own.plan.untouched:
         implementation = "sdpa" if own is None else own.original
-        _refuse_old_files(module)
         return original_attention(module, implementation, query, key, value, attention_mask, kwargs)
     cache = layer_of(key) if own.plan.is_causal else None
     _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
@@ -250,14 +247,6 @@ def _default_map(key: Tensor) -> FeatureMap:
     return _default_maps.get((dim, heads, key.device)) or _make_default_map(dim, heads, key.device)
 
 
-def _refuse_old_files(module: nn.Module) -> None:
-    if getattr(getattr(module, "config", None), "bochner", None) is not None:
-        raise BochnerError(
-            "This model was saved by an older version of bochner and is read without its maps; call "
-            "bochner.hf.upgrade(directory) once, and load it again."
-        )
-
-
 def _warn_of_dropout(module: nn.Module, dropout: float) -> None:
     if dropout and not torch.compiler.is_compiling():
         warnings.warn(
@@ -294,6 +283,29 @@ def unwrap(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
     if inner is None:
         raise BochnerError("This SentenceTransformer holds no transformers model.")
     return inner, tokenizer or model.tokenizer
+
+
+def settings_of(model: Any) -> Any:
+    """What a converted model's configuration says of the conversion; None if nothing."""
+    settings = getattr(getattr(unwrap(model)[0], "config", None), "quantization_config", None)
+    return settings if getattr(settings, "quant_method", None) == NAME else None
+
+
+def check_model(model: Any) -> None:
+    """Refuse what cannot be converted, before anything is done."""
+    if not isinstance(model, nn.Module):
+        raise BochnerError(f"The 'model' of convert must be a transformers model, got {type(model).__name__}.")
+    parameter = next(iter(model.parameters()), None)
+    if parameter is None:
+        raise BochnerError("The 'model' of convert has no parameters.")
+    quantized = getattr(getattr(model, "config", None), "quantization_config", None) is not None
+    if (quantized and settings_of(model) is None) or not parameter.is_floating_point():
+        raise BochnerError(
+            f"The 'model' of convert must have floating-point weights, got {parameter.dtype}"
+            f"{' and a quantization config' if quantized else ''}; load it dequantized."
+        )
+    if parameter.device == torch.device("meta"):
+        raise BochnerError("The 'model' of convert is on the meta device, without weights; load them first.")
 
 
 def configs_of(model: nn.Module) -> list[Any]:

@@ -8,7 +8,6 @@ under a recording attention function, never by the names of attributes.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -18,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError
+from bochner._checks import BochnerError, one_of
+from bochner.hf import inputs
 from bochner.hf.attention import CHILD
 from bochner.hf.calls import Call
 from bochner.hf.interface import (
@@ -183,10 +183,9 @@ def softmax(model: nn.Module) -> Iterator[None]:
 
 
 def run(model: nn.Module, batch: dict[str, Any], *, gradient: bool = False) -> Any:
-    """One forward pass on the model's device; no cache is made, and one that is given stays as it is."""
+    """One forward pass on the model's device, without a cache."""
     device = next(model.parameters()).device
-    moved = {k: snapshot(v) if hasattr(v, "layers") else v for k, v in batch.items()}
-    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()}
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
     with torch.set_grad_enabled(gradient):
         try:
             return model(**moved, use_cache=False)
@@ -194,13 +193,6 @@ def run(model: nn.Module, batch: dict[str, Any], *, gradient: bool = False) -> A
             if "use_cache" not in str(error):
                 raise
             return model(**moved)
-
-
-def snapshot(cache: Any) -> Any:
-    """A cache as it is now: its layers replace their keys and values when they grow, and never write into them."""
-    copied = copy.copy(cache)
-    copied.layers = [copy.copy(layer) for layer in cache.layers]
-    return copied
 
 
 def discover(model: nn.Module, batch: dict[str, Tensor] | None = None, unsupported: str = "keep") -> dict[str, Shape]:
@@ -234,7 +226,8 @@ def discover_parts(
 
     `parts`: "encoder", "decoder" and "cross" of an encoder-decoder, or names of modules, as "vision_model".
     """
-    shapes = discover(model, {k: v[:1] for k, v in data[0].items()} if data else None, unsupported)
+    one_of(unsupported, "unsupported", "convert", ("keep", "raise"))
+    shapes = discover(model, inputs.first_row(data[0]) if data else None, unsupported)
     if parts is None:
         return shapes
     wanted = [parts] if isinstance(parts, str) else list(parts)

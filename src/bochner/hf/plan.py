@@ -152,6 +152,8 @@ class Plan:
         cls, shapes: Mapping[str, Any], model_type: str, seed: int = 0, fate: Callable[[Any], Fate] | None = None
     ) -> Plan:
         """A plan for modules (`bochner.hf.observe.Shape`): all heads of one have the same fate, by default exact."""
+        if not is_int(seed) or seed < 0:
+            raise BochnerError(f"The 'seed' of convert must be an int >= 0, got {seed!r}.")
         every = enumerate(shapes.values())
         return cls(
             [LayerPlan.of(x, EXACT if fate is None else fate(x), spawn_seed(seed, i)) for i, x in every], model_type
@@ -204,16 +206,13 @@ class Plan:
     def from_dict(cls, data: Any) -> Plan:
         if not isinstance(data, dict) or "layers" not in data:
             raise BochnerError("This is not a plan: it has no 'layers'. Plans are made by convert and search.")
-        if data.get("format") not in range(1, FORMAT + 1):
+        if data.get("format") != FORMAT:
             raise BochnerError(
-                f"The plan has format {data.get('format')!r}, this version reads formats 1 to {FORMAT}; convert the "
-                "original model again."
+                f"The plan has format {data.get('format')!r}, this version reads format {FORMAT}; convert the original "
+                "model again."
             )
-        layers = data["layers"]
         try:
-            if data["format"] < FORMAT:
-                layers = [_of_old_format(layer, data["format"]) for layer in layers]
-            made = [LayerPlan.from_dict(layer) for layer in layers]
+            made = [LayerPlan.from_dict(layer) for layer in data["layers"]]
         except (KeyError, TypeError, IndexError) as error:
             raise BochnerError(f"The plan has unknown or missing fields: {error}.") from error
         return cls(made, data.get("model_type", ""), data.get("fit_length", 0))
@@ -242,33 +241,3 @@ def _described(fate: Fate) -> str:
     if type(fate) is Window:
         words.append("no kernel")
     return ", ".join(words) or str(fate)
-
-
-def _of_old_format(layer: dict[str, Any], version: int) -> dict[str, Any]:
-    """A layer of formats 1 to 3, which had one kind for each query head and one window and map for the layer."""
-    layer = dict(layer)
-    group = layer["num_heads"] // layer["num_kv_heads"]
-    kinds = layer.pop("kinds")
-    near = {name: layer.pop(name, default) for name, default in (("window", None), ("sinks", 0))}
-    near["window_kind"] = "sliding" if version == 1 else layer.pop("window_kind", "block")
-    layer.pop("window_kind", None)
-    mapped: dict[str, Any] = {name: layer.pop(name) for name in ("feature_map", "num_features") if name in layer}
-    mapped["options"] = tuple(sorted(layer.pop("options", {}).items()))
-    made = {
-        "exact": lambda: EXACT,
-        "window": lambda: Window(**near),
-        "hybrid": lambda: Hybrid(**near, **mapped),
-        "kernel": lambda: Kernel(**mapped),
-    }
-    if any(len(set(kinds[g * group : (g + 1) * group])) > 1 for g in range(layer["num_kv_heads"])):
-        raise BochnerError(
-            f"The plan of {layer['name']!r} comes from an older version and mixes kinds within a group of query heads, "
-            "which share their keys; convert the original model again."
-        )
-    if layer.get("scores"):
-        layer["scores"] = [sum(layer["scores"][g * group : (g + 1) * group]) for g in range(layer["num_kv_heads"])]
-    layer["trainable"] = layer.pop("train", False)
-    names = list(dict.fromkeys(kinds[::group]))
-    layer["fates"] = [made[name]().to_dict() for name in names]
-    layer["heads"] = [names.index(name) for name in kinds[::group]]
-    return layer

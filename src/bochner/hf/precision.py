@@ -147,31 +147,19 @@ def nbytes(parts: Parts) -> int:
 
 
 class Basis(NamedTuple):
-    """How rows of each key head are turned before they are stored: a centre and scales (g, d), then a rotation.
+    """How keys of each key head are turned before they are stored: a centre and scales (g, d), then a rotation."""
 
-    Without a centre rows are only rotated: the values of attention sinks are near zero and must stay so.
-    """
+    centre: Tensor
+    scale: Tensor
 
-    centre: Tensor | None = None
-    scale: Tensor | None = None
-
-    def scaled(self, x: Tensor) -> Tensor:
-        """Rows (b, g, n, d) centred and scaled."""
-        if self.centre is None or self.scale is None:
-            return x
-        return (x - self.centre[:, None].to(x.dtype)) * self.scale[:, None].to(x.dtype)
-
-    def back(self, x: Tensor) -> Tensor:
-        """Rows (b, g, n, d) of outputs, from stored values."""
-        x = x @ rotation(x.shape[-1]).to(x).mT
-        if self.centre is None or self.scale is None:
-            return x
-        return x / self.scale[:, None].to(x.dtype) + self.centre[:, None].to(x.dtype)
+    def keys(self, k: Tensor) -> Tensor:
+        """Keys (b, g, n, d) as they are stored."""
+        k = (k - self.centre[:, None].to(k.dtype)) * self.scale[:, None].to(k.dtype)
+        return k @ rotation(k.shape[-1]).to(k)
 
     def queries(self, q: Tensor) -> Tensor:
         """Queries (b, g, n, d) for stored keys: their products differ from the true ones by one number a row."""
-        q = q if self.scale is None else q / self.scale[:, None].to(q.dtype)
-        return q @ rotation(q.shape[-1]).to(q)
+        return (q / self.scale[:, None].to(q.dtype)) @ rotation(q.shape[-1]).to(q)
 
 
 def balance(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

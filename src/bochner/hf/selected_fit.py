@@ -3,6 +3,9 @@
 The target is what letting a key go would do to the loss (`bochner.hf.scores.damages`). One backward pass a passage
 gives it for all heads. Damages of all heads are in the same unit, so that one threshold for all of them gives each
 head its budget: heads differ by orders of magnitude in how many keys they need, and equal shares fail.
+
+The gradient is taken half-way between the original and a model that sees sinks and windows alone. The original is so
+sure of a passage that comes again that its loss has hardly a slope there, and the heads that recall would seem idle.
 """
 
 from __future__ import annotations
@@ -153,7 +156,7 @@ def fit_scores(
     with frozen(model):
         for i, ids in enumerate(passages):
             say(f"reading passage {i + 1} of {len(passages)} twice, {ids.shape[1]:,} tokens")
-            for name, (call, gradient) in _calls(model, names, torch.cat([ids, ids], dim=1)):
+            for name, (call, gradient) in _calls(model, names, torch.cat([ids, ids], dim=1), window, sinks):
                 if name not in sums:
                     assert call.hidden is not None
                     sums[name] = _Sums(call.hidden.shape[-1])
@@ -162,14 +165,21 @@ def fit_scores(
     return FittedScores(layers, window, sinks, passages[0].shape[1])
 
 
-def _calls(model: Any, names: Sequence[str], ids: Tensor) -> Iterator[tuple[str, tuple[Call, Tensor]]]:
-    """The attention calls of one pass, with the gradient of the loss by their outputs; each is let go after use."""
+def _calls(
+    model: Any, names: Sequence[str], ids: Tensor, window: int, sinks: int
+) -> Iterator[tuple[str, tuple[Call, Tensor]]]:
+    """The attention calls of one pass, with the gradient of the loss by their outputs; each is let go after use.
+
+    The outputs are half-way between those of all keys and those of sinks and windows alone.
+    """
     seen: dict[str, tuple[Call, Tensor]] = {}
+    row, column = torch.arange(ids.shape[1])[:, None], torch.arange(ids.shape[1])
+    near = ((row - column < window) | (column < sinks)) & (column <= row)
 
     def look(name: str, call: Call) -> Tensor | None:
         if name not in names:
             return None
-        out = exact(call)
+        out = 0.5 * (exact(call) + _seen_alone(call, near.to(call.key.device)))
         out = out if out.requires_grad else out.requires_grad_()
         out.retain_grad()
         hidden = None if call.hidden is None else call.hidden.detach()
@@ -183,6 +193,12 @@ def _calls(model: Any, names: Sequence[str], ids: Tensor) -> Iterator[tuple[str,
         call, out = seen.pop(name)
         assert out.grad is not None
         yield name, (call, out.grad)
+
+
+def _seen_alone(call: Call, near: Tensor) -> Tensor:
+    """Attention to some of the keys, `near` (n, s)."""
+    grouped = call.group != 1
+    return F.scaled_dot_product_attention(*call[:3], attn_mask=near, scale=call.scale, enable_gqa=grouped)
 
 
 def _backward(model: Any, ids: Tensor) -> None:
@@ -205,8 +221,7 @@ def can_select(model: Any, shapes: Mapping[str, Shape], ids: Tensor) -> bool:
     found: dict[str, bool] = {}
 
     def look(name: str, call: Call) -> None:
-        tells = call.hidden is not None and call.hidden.shape[:2] == call.query.shape[::2]
-        found[name] = tells and call.sink_logits is None
+        found[name] = call.hidden is not None and call.hidden.shape[:2] == call.query.shape[::2]
 
     with recording(model, look, hidden=names):
         run(model, {"input_ids": ids})

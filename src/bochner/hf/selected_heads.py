@@ -139,8 +139,6 @@ class SelectedHeads(FateModule):
                 f"Keys are selected by the hidden states (b, {n}, {self.width}) that enter the attention module, and "
                 f"there are {found}; leave such layers exact."
             )
-        if call.sink_logits is not None:
-            raise BochnerError("Heads with a learned sink logit cannot select keys; leave them exact.")
 
 
 class _WithoutGradient(torch.autograd.Function):

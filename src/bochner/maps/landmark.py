@@ -14,6 +14,7 @@ from torch.nn.functional import one_hot, pad
 from bochner._checks import (
     BochnerError,
     BochnerWarning,
+    accumulation_dtype,
     finite,
     flag,
     floating,
@@ -22,11 +23,10 @@ from bochner._checks import (
     one_of,
     positive_int,
 )
-from bochner._products import is_composed, product
+from bochner._products import product
 from bochner._progress import track
 from bochner.maps.base import FeatureMap, Features
-from bochner.maps.landmark_fast import key_features, query_features
-from bochner.maps.landmark_fit import WINDOW_KINDS, Head, Near, Rows, fit_head, query_floor, rectified
+from bochner.maps.landmark_fit import WINDOW_KINDS, Head, Near, Rows, fit_head, rectified
 
 LEARNED = ("key_landmarks", "key_log_weights", "query_landmarks", "offsets", "mix_query", "mix_key", "bias_key")
 ENOUGH = 64  # landmarks, unless there are more features
@@ -102,10 +102,8 @@ class LandmarkFeatures(FeatureMap):
                 f"The 'num_features' of LandmarkFeatures must be at least 2, one being constant, got {num_features}."
             )
         self.positive = flag(positive, "positive", "LandmarkFeatures")
-        M, m = (
-            max(num_features, min(2 * num_features, ENOUGH)) if num_landmarks is None else num_landmarks,
-            num_features,
-        )
+        m = num_features
+        M = max(m, min(2 * m, ENOUGH)) if num_landmarks is None else num_landmarks
         self.num_landmarks = positive_int(M, "num_landmarks", "LandmarkFeatures")
         shapes: dict[str, tuple[int, ...]] = {
             "key_landmarks": (M, dim),
@@ -194,38 +192,40 @@ class LandmarkFeatures(FeatureMap):
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _features(self, x: Tensor, role: str) -> Features:
-        if role == "query":
-            logits = product("landmarks", x, self.key_landmarks.to(x.dtype).mT)
-            logits = _added(logits, self._spread(self.key_log_weights, x))
-            peak = logits.detach().amax(-1, keepdim=True)
-            weights = _added(logits, -peak).exp_()
-            total = weights.sum(-1, keepdim=True)
-            values = (weights @ self.mix_query.to(x.dtype)).div_(total)
-            return Features(rectified(values) if self.positive else values, peak + total.log())
-        logits = product("landmarks", x, self.query_landmarks.to(x.dtype).mT)
-        logits, caps = _added(logits, -self._spread(self.offsets, x)), self._spread(self.caps, x)
-        hidden = (
-            torch.minimum(logits, caps).exp()
-            if logits.requires_grad or caps.requires_grad
-            else logits.clamp_(max=caps).exp_()
-        )
-        mix, bias = self._key_mix()
-        values = _added(hidden @ mix.to(x.dtype), self._spread(bias, x))
-        return Features(values.clamp_min_(0) if self.positive else values, torch.zeros_like(x[..., :1]))
+    def prepare(self, role: str) -> Callable[[Tensor], Features]:
+        return lambda x: self._prepared(role, 1.0, accumulation_dtype(x.dtype))(x)
 
     def prepare_scaled(self, role: str, root: float, dtype: torch.dtype) -> Callable[[Tensor], Features]:
         if self.warns and not torch.compiler.is_compiling():
             self._warn_once()
-        if torch.is_grad_enabled() or is_composed() or self.error.device.type != "cpu":
-            return super().prepare_scaled(role, root, dtype)
-        names = ("key_landmarks", "key_log_weights", "mix_query", "query_landmarks", "offsets", "caps")
-        c, log_w, p, b, t, cap = (self._by_head(getattr(self, name), dtype) for name in names)
-        if role == "query":
-            least = query_floor(self.num_features, dtype) if self.positive else None
-            return query_features(c, log_w, p, least, root)
-        mix, bias = (self._by_head(x, dtype) for x in self._key_mix())
-        return key_features(b, t, cap, mix, bias, self.positive, root)
+        return self._prepared(role, root, dtype)
+
+    def _prepared(self, role: str, root: float, dtype: torch.dtype) -> Callable[[Tensor], Features]:
+        """The features of `root * x`: the factor goes into the landmarks."""
+        own, start, caps, mix, bias = (self.key_landmarks, self.key_log_weights, None, self.mix_query, None)
+        if role == "key":  # the last feature is 1 whatever training does to the coefficients
+            own, start, caps = self.query_landmarks, -self.offsets, self._by_row(self.caps, dtype)
+            mix, bias = pad(self.mix_key, (0, 1)), self._by_row(pad(self.bias_key, (0, 1), value=1.0), dtype)
+        landmarks, start, mix = (own * root).to(dtype).mT, self._by_row(start, dtype), mix.to(dtype)
+
+        def query(x: Tensor) -> Features:
+            logits = _added(product("landmarks", x.to(dtype), landmarks), start)
+            peak = logits.detach().amax(-1, keepdim=True)
+            weights = _added(logits, -peak).exp_()
+            total = weights.sum(-1, keepdim=True)
+            values = product("query", weights, mix).div_(total)
+            return Features(rectified(values) if self.positive else values, peak + total.log())
+
+        def key(x: Tensor) -> Features:
+            assert caps is not None
+            assert bias is not None
+            logits = _added(product("landmarks", x.to(dtype), landmarks), start)
+            has_graph = logits.requires_grad or caps.requires_grad
+            hidden = torch.minimum(logits, caps).exp() if has_graph else logits.clamp_(max=caps).exp_()
+            values = _added(product("key", hidden, mix), bias)
+            return Features(values.clamp_min_(0) if self.positive else values, torch.zeros_like(values[..., :1]))
+
+        return query if role == "query" else key
 
     def _warn_once(self) -> None:
         """If the map was neither fitted nor is trained; on other devices reading the count at every call would wait."""
@@ -238,14 +238,9 @@ class LandmarkFeatures(FeatureMap):
                 stacklevel=2,
             )
 
-    def _by_head(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """A buffer of vectors or matrices as matrices, (h or 1, ., .)."""
-        own = buffer.to(dtype) if self.num_heads is not None else buffer.to(dtype).unsqueeze(0)
-        return own if own.dim() == 3 else own.unsqueeze(1)
-
-    def _key_mix(self) -> tuple[Tensor, Tensor]:
-        """R and r with the last feature, which is 1 whatever training does to the coefficients."""
-        return pad(self.mix_key, (0, 1)), pad(self.bias_key, (0, 1), value=1.0)
+    def _by_row(self, vector: Tensor, dtype: torch.dtype) -> Tensor:
+        """A vector, of each head if there are several, as it broadcasts against rows (..., h?, n, .)."""
+        return vector.to(dtype) if self.num_heads is None else vector.to(dtype).unsqueeze(-2)
 
     def _draw(self, seed: int | None, generator: Generator | None) -> int:
         """Random landmarks and coefficients that sort them into features; returns the seed of the next calibration."""

@@ -187,12 +187,7 @@ def choose(wrong: Tensor, some: Tensor | None = None) -> int:
 
 def rectified(phi: Tensor) -> Tensor:
     """Non-negative query features, the last of them, which all keys share, at least `FLOOR`."""
-    return torch.maximum(phi, query_floor(phi.shape[-1], phi.dtype).to(phi.device))
-
-
-def query_floor(m: int, dtype: torch.dtype) -> Tensor:
-    """The least value of each feature of a query, (m,)."""
-    return torch.nn.functional.pad(torch.zeros(m - 1, dtype=dtype, device="cpu"), (0, 1), value=FLOOR)
+    return torch.maximum(phi, pad(phi.new_zeros(phi.shape[-1] - 1), (0, 1), value=FLOOR))
 
 
 def landmarks(rows: Tensor, metric: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

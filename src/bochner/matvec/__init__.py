@@ -3,7 +3,7 @@
 from .certificate import Estimate
 from .choose import Plan
 from .kernels import Gradients, Kernel
-from .lowrank import Factor, Preconditioner, pivoted_cholesky
+from .lowrank import Factor, Preconditioner, pivoted_cholesky, ridge_factor
 from .operator import KernelOperator
 from .solve import LogDet, Solution, conjugate_gradients, logdet
 
@@ -20,4 +20,5 @@ __all__ = [
     "conjugate_gradients",
     "logdet",
     "pivoted_cholesky",
+    "ridge_factor",
 ]

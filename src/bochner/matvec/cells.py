@@ -248,42 +248,6 @@ def _skippable(sums: Tensor, limit: float) -> Tensor:
 # ---- products ------------------------------------------------------------------------------------------------------
 
 
-class NearTiles:
-    """Tiles of the near blocks, one query cell at a time, as seen from that cell's origin."""
-
-    def __init__(self, index: Index, queries: Side, near: Near, symmetric: bool) -> None:
-        self.index, self.queries, self.near, self.symmetric = index, queries, near, symmetric
-        self.tiles = Tiles(index.frame._replace(scale=torch.ones_like(index.frame.scale)))  # coordinates are scaled
-
-    def rows(self, lo: int, hi: int) -> Tensor:
-        """Augmented (`left`) queries at these sorted positions."""
-        return swapped(self.queries.rows[lo:hi])
-
-    def keys(self, a: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Sorted positions and augmented (`right`) keys of the near blocks of query cell a, at most `most` at once.
-
-        Of a symmetric matrix only the blocks from a onwards: the others are their mirror images.
-        """
-        near = self.near.blocks[a].nonzero()[:, 0]
-        if self.symmetric:
-            near = near[near >= a]
-        if near.numel() == 0:
-            return
-        keys = self.index.keys
-        begin, count = keys.start[near], keys.count[near]
-        which = torch.repeat_interleave(torch.arange(near.numel()), count)
-        position = torch.arange(which.numel()) + (begin - count.cumsum(0) + count)[which]
-        offsets = self.index.offsets(a, near)
-        for part, cell in zip(position.split(most), which.split(most), strict=True):
-            w = keys.rows.index_select(0, part)
-            w[:, :-2] += offsets.index_select(0, cell)
-            w[:, -1] = norms(w[:, :-2]).square_().mul_(-0.5)
-            yield part, w
-
-    def __call__(self, z: Tensor, w: Tensor) -> Tensor:
-        return self.tiles(z, w)
-
-
 class CellsEngine(TileEngine):
     """Near blocks pair by pair, the others not at all."""
 
@@ -299,8 +263,34 @@ class CellsEngine(TileEngine):
     def dtype(self) -> torch.dtype:
         return self.index.frame.dtype
 
-    def tiles(self) -> NearTiles:
-        return NearTiles(self.index, self.queries, self.near, self.symmetric)
+    def tiles(self) -> Tiles:
+        """Of rows whose coordinates are scaled already."""
+        frame = self.index.frame
+        return Tiles(frame._replace(scale=torch.ones_like(frame.scale)))
+
+    def rows(self, lo: int, hi: int) -> Tensor:
+        """Augmented (`left`) queries at these sorted positions."""
+        return swapped(self.queries.rows[lo:hi])
+
+    def keys(self, a: int, most: int, mirrored: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Sorted positions and augmented (`right`) keys of the near blocks of query cell a, as seen from its origin.
+
+        At most `most` at once. `mirrored`: only the blocks from a onwards, the others are their mirror images.
+        """
+        near = self.near.blocks[a].nonzero()[:, 0]
+        if mirrored:
+            near = near[near >= a]
+        keys = self.index.keys
+        begin, count = keys.start[near], keys.count[near]
+        which = torch.repeat_interleave(torch.arange(near.numel()), count)
+        position = torch.arange(which.numel()) + (begin - count.cumsum(0) + count)[which]
+        offsets = self.index.offsets(a, near)
+        for part, cell in zip(position.split(most), which.split(most), strict=True):
+            if part.numel():
+                w = keys.rows.index_select(0, part)
+                w[:, :-2] += offsets.index_select(0, cell)
+                w[:, -1] = norms(w[:, :-2]).square_().mul_(-0.5)
+                yield part, w
 
     def _multiply(self, x: Tensor, adjoint: bool, sums: Sums | None) -> Tensor:
         keys, queries = self.index.keys.order, self.queries.order
@@ -309,26 +299,26 @@ class CellsEngine(TileEngine):
         x = x.to(self.dtype)[inward]
         y = torch.zeros(outward.numel(), x.shape[1], dtype=torch.float64)  # sums of tiles, as in `exact`
         own = None if sums is None else (torch.zeros_like(sums[0]), torch.zeros_like(sums[1]))
-        near, blocks = self.tiles(), range(self.index.cells)
+        tiles, blocks = self.tiles(), range(self.index.cells)
         for a in track(blocks, len(blocks), "near cells", self.progress):
-            self._cell(near, x, y, a, back, own)
+            self._cell(tiles, x, y, a, back, own)
         if sums is not None and own is not None:
             sums[0].index_add_(0, queries, own[0])
             if not self.symmetric:
                 sums[1].index_add_(0, keys, own[1])
         return torch.empty(y.shape, dtype=torch.float64).index_copy_(0, outward, y)
 
-    def _cell(self, near: NearTiles, x: Tensor, y: Tensor, a: int, back: bool, sums: Sums | None) -> None:
+    def _cell(self, tiles: Tiles, x: Tensor, y: Tensor, a: int, back: bool, sums: Sums | None) -> None:
         """Add the near blocks of query cell `a`; a symmetric block serves its mirror image too."""
         lo, hi = int(self.queries.start[a]), int(self.queries.start[a + 1])
         if lo == hi:
             return
         rows = [(i, min(i + ROWS, hi)) for i in range(lo, hi, ROWS)]
-        queries = [near.rows(i, j) for i, j in rows]
-        for part, w in near.keys(a, NEAR_KEYS):
+        queries = [self.rows(i, j) for i, j in rows]
+        for part, w in self.keys(a, NEAR_KEYS, self.symmetric):
             inside = int((part < hi).sum()) if self.symmetric else 0  # keys of cell a: their block is its own mirror
             for (i, j), z in zip(rows, queries, strict=True):
-                tile = near(z, w)
+                tile = tiles(z, w)
                 if not back:
                     y[i:j] += times(tile, x.index_select(0, part))
                 if back or (inside < part.numel() and self.symmetric):
@@ -403,13 +393,6 @@ class CellsEngine(TileEngine):
         value, rows = super().certified(x)
         weight = self.index.keys.cell_sums(x.abs()[self.index.keys.order])[:, 0]
         return Certified(value, rows + (self.near.skipped @ weight)[self.queries.label] * (1.0 + 1e-9))
-
-    def describe(self) -> str:
-        share = self.near.pairs(self.queries, self.index.keys) / math.prod(self.problem.shape)
-        return (
-            f"{self.index.cells} cells; a product evaluates {share:.2%} of the matrix. What is skipped is at most "
-            f"{self.near.norm:.2g} |x|, for every x."
-        )
 
 
 def cells_engine(problem: Problem, index: Index) -> CellsEngine:

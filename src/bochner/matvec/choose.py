@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -96,7 +95,7 @@ def choose(problem: Problem, method: str, products: int, memory: int, known: Kno
     first = _tile_option("exact", problem, problem.pairs, exact.dtype, exact.wide, exact.settled)
     options = [first]
     limit = TRIAL_SHARE * first.total(products)
-    options += cells_trial(problem, products, limit, known)
+    options += cells_trial(problem, products, limit, memory, known)
     options += factor_trial(problem, memory, 1.5 * limit)  # a hopeless one ends after its first columns
     best = min(options, key=lambda option: option.total(products))
     if best is first or best.total(products) > WORTHWHILE * first.total(products):
@@ -167,23 +166,16 @@ def _settle(problem: Problem, engine: cells.CellsEngine) -> None:
 # ---- seconds of this machine -----------------------------------------------------------------------------------------
 
 
-class PairSeconds(NamedTuple):
-    """Of one pair: to evaluate its entry, and to multiply it once."""
-
-    entry: float
-    times: float
-
-
 @lru_cache(maxsize=256)
-def pair_seconds(name: str, d: int, dtype: torch.dtype) -> PairSeconds:
-    """By tiles of the usual size."""
+def pair_seconds(name: str, d: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Of one pair: to evaluate its entry, and to multiply it once; by tiles of the usual size."""
     generator = torch.Generator().manual_seed(0)
     z, w = (torch.randn(m, d, generator=generator).to(dtype) for m in (ROWS, COLUMNS))
     frame = make_frame(PROFILES[name], w, math.sqrt(d), "float32" if dtype == torch.float32 else "float64")
     a, b, x, tiles = left(frame.place(z)), right(frame.place(w)), torch.ones(COLUMNS, 1, dtype=dtype), Tiles(frame)
     tile = tiles(a, b).clone()
     pairs = ROWS * COLUMNS
-    return PairSeconds(_fastest(lambda: tiles(a, b)) / pairs, _fastest(lambda: tile @ x) / pairs)
+    return _fastest(lambda: tiles(a, b)) / pairs, _fastest(lambda: tile @ x) / pairs
 
 
 def _tile_option(method: str, problem: Problem, pairs: float, dtype: torch.dtype, wide: bool, settled: bool) -> Option:
@@ -222,7 +214,7 @@ def _fastest(call: Callable[[], object]) -> float:
 # ---- the trial of cells ----------------------------------------------------------------------------------------------
 
 
-def cells_trial(problem: Problem, products: int, limit: float, known: Known) -> list[Option]:
+def cells_trial(problem: Problem, products: int, limit: float, memory: int, known: Known) -> list[Option]:
     """Cells of a sample of the points: which share of the pairs would be near. Empty if that takes beyond `limit`."""
     (n, s), d = problem.shape, problem.keys.shape[1]
     count = cells.number_of_cells(n, s)
@@ -250,7 +242,8 @@ def cells_trial(problem: Problem, products: int, limit: float, known: Known) -> 
     kept = float((rows[:24].sort(1).values.cumsum(1) > 0.4 * problem.eps).double().mean()) if products > 1 else 0.0
     pairs = float((near.double() * query_count[:, None] * key_count).sum())
     found = _cells_options(problem, pairs, kept, torch.float32 if single else torch.float64, known.index)
-    return found if products > 1 else found[:1]
+    fits = sparse.BYTES * kept * problem.pairs <= memory
+    return found if products > 1 and fits else found[:1]
 
 
 def _middles(points: Tensor, centres: Tensor, distances: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -288,8 +281,9 @@ def _cells_options(problem: Problem, near: float, kept: float, dtype: torch.dtyp
     overhead = GATHER / 4 * dtype.itemsize * (d + 16) * pairs * count / n + count * CELL_CALLS * call
     fact = f"about {near / (n * s):.0%} of the pairs are near"
     every = Option("cells", setup + tiles.build, SMALL_TILES * tiles.product + overhead, fact, dtype)
-    keep = setup + pairs * (LOOK + entry) + KEEP * kept * n * s + 2 * overhead
-    again = 20 * call + 1.5e-9 * kept * n * s + 4e-9 * (n + s)
+    double, _ = pair_seconds(problem.kernel.name, d, torch.float64)
+    keep = setup + pairs * (LOOK + double) + KEEP * kept * n * s + 2 * overhead
+    again = 20 * call + 3e-9 * kept * n * s + 2e-8 * (n + s)
     return [every, Option("sparse", keep, again, f"about {kept:.1%} of the entries would be kept", dtype)]
 
 

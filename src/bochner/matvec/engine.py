@@ -74,10 +74,6 @@ class Engine:
         """Whether the error of every product is within eps."""
         return self.norm <= self.problem.eps
 
-    def describe(self) -> str:
-        """One line on what a product costs."""
-        raise NotImplementedError
-
 
 class TileEngine(Engine):
     """Evaluates kernel tiles in every product, in the cheapest arithmetic whose rounding leaves room for eps.

@@ -15,7 +15,6 @@ from .tiles import (
     Tiles,
     argument_error,
     exact_product,
-    exact_symmetric,
     extent,
     left,
     norms,
@@ -124,13 +123,10 @@ class ExactEngine(TileEngine):
 
     def _multiply(self, x: Tensor, adjoint: bool, sums: Sums | None) -> Tensor:
         x = x.to(torch.float64 if self.wide else self.dtype)
-        tiles = Tiles(self.frame)
-        if self.symmetric:
-            return exact_symmetric(tiles, self.z, self.w, x, self.progress, sums)
-        if adjoint:
-            back = None if sums is None else (sums[1], sums[0])
-            return exact_product(tiles, swapped(self.w), swapped(self.z), x, self.progress, back)
-        return exact_product(tiles, self.z, self.w, x, self.progress, sums)
+        z, w = self.z, self.w
+        if adjoint and not self.symmetric:
+            z, w, sums = swapped(w), swapped(z), None if sums is None else (sums[1], sums[0])
+        return exact_product(Tiles(self.frame), z, w, x, symmetric=self.symmetric, progress=self.progress, sums=sums)
 
     def _relative(self) -> tuple[Tensor, Tensor, float]:
         rows, columns = self.lengths
@@ -144,7 +140,3 @@ class ExactEngine(TileEngine):
     @property
     def norm(self) -> float:
         return self.lost
-
-    def describe(self) -> str:
-        how = "double" if self.dtype == torch.float64 else "single"
-        return f"A product evaluates {self.pairs} pairs, all of them, in {how} precision."

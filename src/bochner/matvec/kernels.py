@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._checks import BochnerError, lookup, positive_float
 from .profiles import ALIASES, PROFILES, Profile
-from .tiles import Frame, Tiles, exact_product, exact_symmetric, left, make_frame, point_gradients, right
+from .tiles import Frame, Tiles, exact_product, left, make_frame, point_gradients, right
 
 BANDWIDTHS = (1e-140, 1e140)  # squares of distances must neither vanish nor overflow in double precision
 
@@ -89,8 +89,8 @@ class Kernel:
         """
         frame, z, w = self._placed(X, Y)
         table = V.reshape(w.shape[0], -1).to(frame.dtype)
-        tiles, multiply = Tiles(frame), exact_symmetric if Y is None else exact_product
-        return multiply(tiles, left(z), right(w), table, progress).reshape(len(X), *V.shape[1:])
+        product = exact_product(Tiles(frame), left(z), right(w), table, symmetric=Y is None, progress=progress)
+        return product.reshape(len(X), *V.shape[1:])
 
     def gradients(self, X: Tensor, Y: Tensor | None, G: Tensor | tuple[Tensor, Tensor]) -> Gradients:
         """Gradients of sum_ij G_ij K(x_i, y_j); G (n, s), or a pair A (n, r), B (s, r) that means A B'.

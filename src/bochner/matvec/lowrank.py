@@ -134,6 +134,15 @@ def _accepted(core: np.ndarray, proposed: np.ndarray, generator: torch.Generator
     return torch.from_numpy(keep)
 
 
+def ridge_factor(matrix: Tensor, alpha: float) -> Tensor:
+    """The Cholesky factor of `matrix + alpha I`; alpha is added in place."""
+    matrix.diagonal().add_(alpha)
+    lower, failed = torch.linalg.cholesky_ex(matrix)
+    if int(failed):
+        raise BochnerError(f"The kernel matrix plus alpha={alpha:g} is singular to double precision; raise 'alpha'.")
+    return lower
+
+
 class Preconditioner(LinearOperator):
     """`(F F' + alpha I)^-1` by Woodbury's identity, in float64; called with a tensor (n, r), or as scipy's `M`.
 
@@ -146,14 +155,7 @@ class Preconditioner(LinearOperator):
 
     def __init__(self, rows: Tensor, alpha: float) -> None:
         super().__init__(np.dtype(np.float64), (rows.shape[0], rows.shape[0]))
-        gram = rows.T @ rows
-        gram.diagonal().add_(alpha)
-        lower, failed = torch.linalg.cholesky_ex(gram)
-        if int(failed):
-            raise BochnerError(
-                f"The kernel matrix plus alpha={alpha:g} is singular to double precision; raise 'alpha'."
-            )
-        self.rows, self.alpha, self.lower = rows, alpha, lower
+        self.rows, self.alpha, self.lower = rows, alpha, ridge_factor(rows.T @ rows, alpha)
 
     def __call__(self, x: Tensor) -> Tensor:
         inner = torch.cholesky_solve(self.rows.T @ x, self.lower)
@@ -226,6 +228,3 @@ class LowRankEngine(Engine):
     def certified(self, x: Tensor) -> Certified:
         size = float((self.roots[1] * x.abs()[:, 0]).sum())  # |R_ij| <= sqrt(R_ii R_jj)
         return Certified(self.apply(x), self.roots[0] * size + self._entry * float(x.abs().sum()))
-
-    def describe(self) -> str:
-        return f"Rank {self.factor.rank}; what is left out is at most {self.norm:.2g} |x|, for every x."

@@ -22,7 +22,7 @@ from .engine import Problem
 from .exact import PlacedKeys
 from .inputs import OWNER, as_points, as_real, as_values
 from .kernels import Kernel
-from .lowrank import LowRankEngine, Preconditioner, pivoted_cholesky
+from .lowrank import LowRankEngine, Preconditioner, pivoted_cholesky, ridge_factor
 from .solve import LogDet, conjugate_gradients, logdet
 from .tiles import BLOCK
 
@@ -68,6 +68,13 @@ class KernelOperator(LinearOperator):
     shift = 0.0
     plan: Plan
     build_seconds: float
+    kernel: Kernel
+    bandwidth: float | Tensor
+    eps: float
+    seed: int
+    symmetric: bool  # whether the queries are the keys
+    queries: Tensor
+    keys: Tensor
 
     def __init__(
         self,
@@ -118,6 +125,7 @@ class KernelOperator(LinearOperator):
         numpy_dtype = np.float32 if problem.dtype == torch.float32 else np.float64
         super().__init__(np.dtype(numpy_dtype), problem.shape)
         self._problem, self._known = problem, known
+        self.__dict__.update(vars(problem), bandwidth=problem.kernel.bandwidth)
         self._engine, self.plan = choose(problem, self._method, self._products, self.memory, known)
         self.build_seconds = time.perf_counter() - begun
 
@@ -129,47 +137,9 @@ class KernelOperator(LinearOperator):
         return self._engine.name
 
     @property
-    def kernel(self) -> Kernel:
-        return self._problem.kernel
-
-    @property
-    def bandwidth(self) -> float | Tensor:
-        return self._problem.kernel.bandwidth
-
-    @property
-    def eps(self) -> float:
-        return self._problem.eps
-
-    @property
-    def seed(self) -> int:
-        return self._problem.seed
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether the queries are the keys."""
-        return self._problem.symmetric
-
-    @property
-    def queries(self) -> Tensor:
-        return self._problem.queries
-
-    @property
-    def keys(self) -> Tensor:
-        return self._problem.keys
-
-    @property
     def certain(self) -> bool:
         """Whether eps is kept for every x: always, but for a factor that was asked for and is too small."""
         return self._engine.certain
-
-    def explain(self) -> str:
-        """What was chosen, why, and what it costs, in words."""
-        n, s = self.shape
-        return (
-            f"{n} x {s} {self.kernel.name} kernel {self.kernel.profile.formula}, bandwidth "
-            f"{self.kernel.told_bandwidth}, eps {self.eps:g}. Built in {self.build_seconds:.2g} s.\n{self.plan}\n"
-            f"{self._engine.describe()}"
-        )
 
     def __repr__(self) -> str:
         shift = f", shift={self.shift:g}" if self.shift else ""
@@ -255,9 +225,9 @@ class KernelOperator(LinearOperator):
         y = self._engine.apply(table, adjoint)
         return y.add_(table, alpha=self.shift) if self.shift else y
 
-    def _shows_progress(self) -> bool:
-        long = self._engine.pairs * PAIR * (1 + self.keys.shape[1] / 64) > LONG
-        return long and self.method != "lowrank" if self.progress is None else self.progress
+    def _shows_progress(self, products: int = 1) -> bool:
+        seconds = self._engine.pairs * PAIR * (1 + self.keys.shape[1] / 64) * products
+        return seconds > LONG and self.method != "lowrank" if self.progress is None else self.progress
 
     def matvec_with_certificate(self, x: Any) -> Estimate:
         """`K x` for one x of shape (s,), with bounds on |Kx - y| for the whole and for every row.
@@ -332,7 +302,7 @@ class KernelOperator(LinearOperator):
             >>> bool(np.linalg.norm(A @ c - X[:, 0]) < 1e-5)
             True
         """
-        self._need_symmetric("shifted")
+        self._need_symmetric("shifted", shift=False)
         other = object.__new__(KernelOperator)
         other.__dict__.update(self.__dict__)
         other.shift = self.shift + positive_float(alpha, "alpha", f"{OWNER}.shifted")
@@ -344,13 +314,13 @@ class KernelOperator(LinearOperator):
         Up to 2,048 rows by Cholesky factorisation, beyond by preconditioned conjugate gradients on this operator, whose
         eps must be below alpha: K as it multiplies is off by at most eps, which moves x by at most eps / alpha of it.
         """
-        self._need_shift("solve")
+        self._need_precise("solve")
         columns = getattr(y, "ndim", 1) == 2
         table, restore, _ = as_values(y, self.shape[0], columns, self._problem.dtype)
         if self.shape[0] <= DIRECT:
             return restore(torch.cholesky_solve(table, self._cholesky()))
         found = conjugate_gradients(
-            self._multiply, table, self.preconditioner(), tol=tol, max_iter=max_iter, progress=self._long_run(50)
+            self._multiply, table, self.preconditioner(), tol=tol, max_iter=max_iter, progress=self._shows_progress(50)
         )
         if found.residual > tol:
             raise BochnerError(
@@ -364,7 +334,7 @@ class KernelOperator(LinearOperator):
 
         Up to 2,048 rows exactly, beyond by stochastic Lanczos quadrature with `probes` random vectors.
         """
-        self._need_shift("logdet")
+        self._need_precise("logdet")
         if self.shape[0] <= DIRECT:
             return LogDet(2.0 * float(self._cholesky().diagonal().log().sum()), 0.0)
         return logdet(self._multiply, self.shape[0], self.preconditioner(), probes=probes, steps=steps, seed=self.seed)
@@ -375,8 +345,6 @@ class KernelOperator(LinearOperator):
         It serves as `M` of scipy's `cg`. `rank`: at most; None: 10 sqrt(n).
         """
         self._need_symmetric("preconditioner")
-        if not self.shift:
-            raise BochnerError(f"{OWNER}.preconditioner needs K + alpha I: call shifted(alpha) first.")
         if isinstance(self._engine, LowRankEngine) and rank is None:
             return Preconditioner(self._engine.factor.rows, self.shift)
         n = self.shape[0]
@@ -387,29 +355,21 @@ class KernelOperator(LinearOperator):
         return Preconditioner(factor.rows, self.shift)
 
     def _cholesky(self) -> Tensor:
-        matrix = self.kernel.block(self.keys.double())
-        matrix.diagonal().add_(self.shift)
-        lower, failed = torch.linalg.cholesky_ex(matrix)
-        if int(failed):
-            raise BochnerError(f"K + {self.shift:g} I is singular to double precision; raise the shift.")
-        return lower
+        return ridge_factor(self.kernel.block(self.keys.double()), self.shift)
 
-    def _need_symmetric(self, name: str) -> None:
+    def _need_symmetric(self, name: str, shift: bool = True) -> None:
         if not self.symmetric:
             raise BochnerError(f"{OWNER}.{name} needs a symmetric kernel matrix: build it with keys=None.")
-
-    def _need_shift(self, name: str) -> None:
-        self._need_symmetric(name)
-        if not self.shift:
+        if shift and not self.shift:
             raise BochnerError(f"{OWNER}.{name} needs K + alpha I, which can be inverted: call shifted(alpha) first.")
+
+    def _need_precise(self, name: str) -> None:
+        self._need_symmetric(name)
         if self.shape[0] > DIRECT and self.eps >= self.shift:
             raise BochnerError(
                 f"{OWNER}.{name} needs eps below the shift, got eps={self.eps:g} and a shift of {self.shift:g}; build "
                 f"the operator with eps={self.shift / 10:.1g}."
             )
-
-    def _long_run(self, products: int) -> bool:
-        return self._engine.pairs * PAIR * products > LONG if self.progress is None else self.progress
 
     # ---- other queries, saving --------------------------------------------------------------------------------------
 

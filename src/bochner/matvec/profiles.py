@@ -31,7 +31,6 @@ class Profile:
     """
 
     name: str
-    formula: str
     unit: float
     value: Callable[[Tensor], Tensor]
     change: Callable[[float], float]
@@ -86,8 +85,7 @@ PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
         Profile(
-            "gaussian",
-            "exp(-|q-k|^2 / (2 sigma^2))",
+            "gaussian",  # exp(-|q-k|^2 / (2 sigma^2))
             math.sqrt(LOG2E),
             torch.Tensor.exp2_,
             lambda delta: _expm1(LN2 * delta),
@@ -96,8 +94,7 @@ PROFILES: dict[str, Profile] = {
             steepest=32.0,
         ),
         Profile(
-            "laplace",  # Matern 1/2
-            "exp(-|q-k| / sigma)",
+            "laplace",  # exp(-|q-k| / sigma)
             LOG2E,
             lambda t: _length(t).neg_().exp2_(),
             lambda delta: _expm1(LN2 * math.sqrt(2.0 * delta)),
@@ -106,8 +103,7 @@ PROFILES: dict[str, Profile] = {
             convex=False,
         ),
         Profile(
-            "matern32",
-            "(1 + a) exp(-a), a = sqrt(3) |q-k| / sigma",
+            "matern32",  # (1 + a) exp(-a), a = sqrt(3) |q-k| / sigma
             math.sqrt(3.0),
             _matern32,
             _expm1,
@@ -115,8 +111,7 @@ PROFILES: dict[str, Profile] = {
             lambda t: torch.exp(-_length(t.clone())),
         ),
         Profile(
-            "matern52",
-            "(1 + a + a^2/3) exp(-a), a = sqrt(5) |q-k| / sigma",
+            "matern52",  # (1 + a + a^2/3) exp(-a), a = sqrt(5) |q-k| / sigma
             math.sqrt(5.0),
             _matern52,
             lambda delta: _expm1(delta / 3.0),
@@ -124,8 +119,7 @@ PROFILES: dict[str, Profile] = {
             _matern52_derivative,
         ),
         Profile(
-            "student",
-            "1 / (1 + |q-k|^2 / sigma^2)",
+            "student",  # 1 / (1 + |q-k|^2 / sigma^2)
             1.0,
             lambda t: t.mul_(-2.0).add_(1.0).reciprocal_(),
             lambda delta: _expm1(2.0 * delta),

@@ -8,12 +8,12 @@ s_i >= sum_light x_j^2 K_ij^2 asks for, and the median of several averages is ta
 Three departures, none of which changes the guarantee on the error. The hash functions are concatenated Gaussian
 projections with a random shift (p-stable hashing) in place of ball carving, which nobody runs: they find the heavy
 keys with the same probability, but far pairs collide more often than in the paper's analysis, so its exponent of the
-running time is not claimed here. The density
-estimate of the squared kernel samples the hash buckets (a hashing-based estimator, unbiased for the light keys
-directly, so nothing has to be subtracted and x need not be rounded to powers). A row that asks for more draws
-than there are keys is summed exactly.
+running time is not claimed here. The density estimate of the squared kernel samples the hash buckets (a hashing-based
+estimator, unbiased for the light keys directly, so nothing has to be subtracted and x need not be rounded to powers).
+A row that asks for more draws than there are keys is summed exactly.
 
-In practice `KernelOperator` is faster everywhere and bounds its error. This is here to be studied.
+Points z (queries) and w (keys) are in units of the bandwidth. In practice `KernelOperator` is faster everywhere and
+bounds its error. This is here to be studied.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ import torch
 from torch import Tensor
 
 from .._checks import BochnerError, make_generator, positive_float, positive_int
-from ..matvec import KernelOperator
+from ..matvec import Kernel, KernelOperator
 from ..matvec.inputs import as_points
-from ..matvec.profiles import PROFILES
-from ..matvec.tiles import Frame, Tiles, exact_product, extent, left, make_frame, right
 
 PAIRS_AT_ONCE = 1 << 17
-WIDEST = 1e15  # bandwidths, of the points: their squares still fit single precision, their hashes 64 bits
+WIDEST = 1e15  # bandwidths, of the points: their hashes still fit 64 bits
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def collision_probability(distance: Tensor, width: float, depth: int) -> Tensor:
 
 def hash_shape(n: int, alpha: float) -> tuple[float, int]:
     """Width and number of projections with P[collision] >= n^-alpha where K = n^-alpha (lemma 2.1, item 1)."""
-    near = math.sqrt(2.0 * alpha * math.log2(max(n, 2)))  # 2^(-near^2/2) = n^-alpha in the frame's units
+    near = math.sqrt(2.0 * alpha * math.log(max(n, 2)))  # exp(-near^2/2) = n^-alpha
     width = 4.0 * near
     one = float(collision_probability(torch.tensor(near, dtype=torch.float64), width, 1))
     return width, max(1, int(alpha * math.log(max(n, 2)) / -math.log(one)))
@@ -81,13 +79,8 @@ def hash_shape(n: int, alpha: float) -> tuple[float, int]:
 
 def kernel_pairs(z: Tensor, w: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """K between listed pairs, by differences."""
-    return torch.cat(
-        [
-            (z[i] - w[j]).square().sum(1).mul_(-0.5).exp2_()
-            for i, j in zip(rows.split(PAIRS_AT_ONCE), columns.split(PAIRS_AT_ONCE), strict=True)
-        ]
-        or [z.new_zeros(0)]
-    )
+    parts = zip(rows.split(PAIRS_AT_ONCE), columns.split(PAIRS_AT_ONCE), strict=True)
+    return torch.cat([(z[i] - w[j]).square().sum(1).mul_(-0.5).exp_() for i, j in parts])
 
 
 def find_heavy(z: Tensor, w: Tensor, constants: Constants, generator: torch.Generator) -> Heavy:
@@ -95,10 +88,10 @@ def find_heavy(z: Tensor, w: Tensor, constants: Constants, generator: torch.Gene
 
     Cost: n tables hashes and as many pairs as collide; the paper bounds them by about n^(1 + 2 alpha) for ball carving.
     """
-    n, s, d = z.shape[0], w.shape[0], z.shape[1]
-    size = max(n, s)
+    (n, d), s = z.shape, w.shape[0]
+    size = max(n, s, 2)
     threshold = size**-constants.alpha
-    tables = max(1, math.ceil(constants.tables * size**constants.alpha * math.log(max(size, 2))))
+    tables = max(1, math.ceil(constants.tables * size**constants.alpha * math.log(size)))
     width, depth = hash_shape(size, constants.alpha)
     found: list[Tensor] = []
     values: list[Tensor] = []
@@ -107,11 +100,10 @@ def find_heavy(z: Tensor, w: Tensor, constants: Constants, generator: torch.Gene
     pairs = 0
     for t in range(tables):
         # 1. One table: `depth` shifted projections, mixed into one 64-bit key.
-        projection = torch.randn(d, depth, generator=generator, dtype=torch.float64).to(z.dtype)
-        shift = torch.rand(depth, generator=generator, dtype=torch.float64).to(z.dtype)
+        projection = torch.randn(d, depth, generator=generator, dtype=torch.float64)
+        shift = torch.rand(depth, generator=generator, dtype=torch.float64)
         mixer = torch.randint(-(2**62), 2**62, (depth,), generator=generator)
-        key_hash = (((w @ projection) / width + shift).floor().long() * mixer).sum(1)
-        query_hash = (((z @ projection) / width + shift).floor().long() * mixer).sum(1)
+        key_hash, query_hash = (((p @ projection / width + shift).floor().long() * mixer).sum(1) for p in (w, z))
         key_hash, order = key_hash.sort()
         first = torch.searchsorted(key_hash, query_hash)
         count = torch.searchsorted(key_hash, query_hash, right=True) - first
@@ -129,12 +121,11 @@ def find_heavy(z: Tensor, w: Tensor, constants: Constants, generator: torch.Gene
         if t < sampled.shape[1]:
             pick = (torch.rand(n, generator=generator, dtype=torch.float64) * count).long()
             j = order[(first + pick).clamp_max(s - 1)]
-            distance = (z - w[j]).square().sum(1).sqrt()
-            k = distance.square().mul(-0.5).exp2()
-            p = collision_probability(distance.double(), width, depth).clamp_min(1e-30)
-            usable = (count > 0) & (k < threshold)
+            distance = (z - w[j]).norm(dim=1)
+            k = distance.square().mul(-0.5).exp()
+            p = collision_probability(distance, width, depth).clamp_min(1e-30)
             sampled[:, t] = j
-            weight[:, t] = torch.where(usable, (k.double().square() * count / p), 0.0).to(z.dtype)
+            weight[:, t] = torch.where((count > 0) & (k < threshold), k.square() * count / p, 0.0)
             pairs += n
     codes, inverse = torch.cat(found).unique(return_inverse=True)
     value = z.new_zeros(codes.numel())
@@ -143,38 +134,29 @@ def find_heavy(z: Tensor, w: Tensor, constants: Constants, generator: torch.Gene
 
 
 def approximate_product(
-    frame: Frame,
-    z: Tensor,
-    w: Tensor,
-    x: Tensor,
-    heavy: Heavy,
-    eps: float,
-    constants: Constants,
-    generator: torch.Generator,
+    z: Tensor, w: Tensor, x: Tensor, heavy: Heavy, eps: float, constants: Constants, generator: torch.Generator
 ) -> tuple[Tensor, int]:
     """Algorithm 3, with Algorithm 2 for the light keys: `y` with |Kx - y| <= eps |x|, and the pairs evaluated.
 
     Not linear in x: what is sampled depends on it. The same x and seed give the same y.
     """
-    n, s = z.shape[0], w.shape[0]
-    norm = float(x.double().norm())
+    n, s = len(z), len(w)
+    norm, size = float(x.norm()), max(n, s, 2)
     y = z.new_zeros(n)
     if norm == 0.0:
         return y, 0
-    size = max(n, s)
-    x = x * (math.sqrt(n) / norm)
-    tiles = Tiles(frame)
+    x, kernel = x * (math.sqrt(n) / norm), Kernel("gaussian")
 
-    # 1. Definition 3.1: large entries exactly, tiny ones dropped, T the rest.
+    # 1. Definition 3.1: large entries exactly, tiny ones dropped, x_t the rest.
     large = x.square() >= size**constants.gamma
     kept = ~large & (x.square() > float(size) ** -4)
-    if large.any():
-        y += exact_product(tiles, left(z), right(w[large]), x[large, None])[:, 0]
-    x_t = torch.where(kept, x, torch.zeros_like(x))
+    pairs = n * int(large.sum())
+    if pairs:
+        y += kernel.product(z, w[large], x[large])
+    x_t = torch.where(kept, x, 0.0)
 
     # 2. Heavy keys of every row, exactly.
-    rows, columns = heavy.codes // s, heavy.codes % s
-    y.index_add_(0, rows, heavy.values * x_t[columns])
+    y.index_add_(0, heavy.codes // s, heavy.values * x_t[heavy.codes % s])
 
     # 3. s_i: an over-estimate of the light variance: mean over tables, its own noise and the paper's slack added.
     draws = heavy.weight * x_t.square()[heavy.sampled]
@@ -182,28 +164,22 @@ def approximate_product(
     if draws.shape[1] > 1:
         variance = variance + 2.0 * draws.std(1) / draws.shape[1] ** 0.5
     variance = variance.clamp_min(float(variance.mean()))  # an empty bucket is no evidence of an empty tail
-    groups = max(3, math.ceil(constants.medians * math.log(max(size, 2)))) | 1
+    groups = max(3, math.ceil(constants.medians * math.log(size))) | 1
     repetitions = (constants.samples * s * variance / eps**2).ceil().clamp_min(1.0)
 
     # 4. Rows that ask for more draws than keys are summed exactly.
-    full = (repetitions * groups >= s).nonzero()[:, 0]
-    light = (repetitions * groups < s).nonzero()[:, 0]
-    if full.numel():
-        rest = torch.where(large | kept, x, 0.0)[:, None]
-        y[full] = exact_product(tiles, left(z[full]), right(w), rest)[:, 0].to(y.dtype)
+    full = repetitions * groups >= s
+    if full.any():
+        y[full] = kernel.product(z[full], w, torch.where(large | kept, x, 0.0))
+        pairs += int(full.sum()) * s
 
     # 5. The others: each repetition keeps every key with probability 1/s; medians of averages.
-    pairs = tiles.pairs
-    for part in light.split(max(1, PAIRS_AT_ONCE // groups)):
+    for part in (~full).nonzero()[:, 0].split(max(1, PAIRS_AT_ONCE // groups)):
         repeat = repetitions[part].repeat_interleave(groups)
         drawn = torch.poisson(repeat.float(), generator=generator).long()
         owner = torch.repeat_interleave(torch.arange(drawn.numel()), drawn)
-        i = part[owner // groups]
-        j = torch.randint(0, s, (owner.numel(),), generator=generator)
-        code = i * s + j
-        place = torch.searchsorted(heavy.codes, code).clamp_max(max(0, heavy.codes.numel() - 1))
-        is_heavy = heavy.codes[place] == code if heavy.codes.numel() else torch.zeros_like(code, dtype=torch.bool)
-        term = kernel_pairs(z, w, i, j) * x_t[j] * ~is_heavy
+        i, j = part[owner // groups], torch.randint(0, s, (owner.numel(),), generator=generator)
+        term = kernel_pairs(z, w, i, j) * x_t[j] * ~torch.isin(i * s + j, heavy.codes)
         pairs += owner.numel()
         sums = z.new_zeros(drawn.numel()).index_add_(0, owner, term)
         y[part] += (sums * s / repeat).view(-1, groups).median(1).values
@@ -228,20 +204,20 @@ def kernel_product(
     True
     """
     q, k = (as_points(points, name).double() for points, name in ((queries, "queries"), (keys, "keys")))
-    frame = make_frame(PROFILES["gaussian"], k, positive_float(bandwidth, "bandwidth", "kernel_product"), "float64")
-    wide = max(extent(frame, q), extent(frame, k))
+    sigma, centre = positive_float(bandwidth, "bandwidth", "kernel_product"), k.mean(0)
+    z, w = ((points - centre) / sigma for points in (q, k))
+    wide = max(float(z.norm(dim=1).max()), float(w.norm(dim=1).max()))
     if not wide < WIDEST:
         raise BochnerError(
             f"The points of kernel_product lie up to {wide:.2g} bandwidths apart, more than its hashes can tell "
             f"({WIDEST:g}); use KernelOperator."
         )
-    constants, generator = constants or Constants(), make_generator(seed)
-    z, w = frame.place(q), frame.place(k)
-    heavy = find_heavy(z, w, constants, generator)
     vector = torch.as_tensor(np.asarray(x, dtype=np.float64))
     if vector.shape != (len(k),):
         raise BochnerError(f"The 'x' of kernel_product must have shape ({len(k)},), got {tuple(vector.shape)}.")
-    return approximate_product(frame, z, w, vector, heavy, eps, constants, generator)[0].numpy()
+    constants, generator = constants or Constants(), make_generator(seed)
+    heavy = find_heavy(z, w, constants, generator)
+    return approximate_product(z, w, vector, heavy, eps, constants, generator)[0].numpy()
 
 
 def noisy_power_method(

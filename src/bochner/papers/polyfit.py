@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from bochner._checks import BochnerError, lookup, one_of, positive_int
 
@@ -37,15 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def activation_function(activation: Activation) -> Callable[[Tensor], Tensor]:
     """A named activation, or any elementwise function or module."""
-    if isinstance(activation, str):
-        return lookup(ACTIVATIONS, activation, "activation")
-    if not callable(activation):
-        raise BochnerError(
-            f"The 'activation' must be a name in {sorted(ACTIVATIONS)} or a function of a tensor, got {activation!r}."
-        )
-    if isinstance(activation, nn.GELU):
-        return ACTIVATIONS["gelu" if activation.approximate == "none" else "gelu_tanh"]
-    return activation
+    return activation if callable(activation) else lookup(ACTIVATIONS, activation, "activation")
 
 
 class PolynomialFit(NamedTuple):
@@ -86,9 +78,9 @@ class PolynomialFit(NamedTuple):
 
     def monomials(self) -> Tensor:
         """alpha (u, n + 1) with `p_i = sum_k alpha_ik theta^k`, each correctly rounded from exact arithmetic."""
-        rows, shift = (_bernstein_powers if self.method == "bernstein" else _chebyshev_powers)(self.degree)
+        shift = self.degree if self.method == "bernstein" else 0
         whole = np.frompyfunc(lambda v: int(math.ldexp(v, SCALE)), 1, 1)(self.coefficients.double().cpu().numpy())
-        exact = whole @ np.array(rows, dtype=object)
+        exact = whole @ _basis_powers(self.method, self.degree)
         return torch.from_numpy(np.frompyfunc(lambda v: v / (1 << (SCALE + shift)), 1, 1)(exact).astype(np.float64))
 
 
@@ -111,26 +103,24 @@ def fit_polynomial(
     >>> bool(fit.error < 0.01)
     True
     """
-    owner = "fit_polynomial"
-    f = activation_function(activation)
-    n = positive_int(degree, "degree", owner)
-    one_of(method, "method", owner, METHODS)
-    low, high = check_intervals(lower, upper, owner)
+    f, n = activation_function(activation), positive_int(degree, "degree", "fit_polynomial")
+    one_of(method, "method", "fit_polynomial", METHODS)
+    low, high = _intervals(lower, upper)
     middle, half = (low + high)[:, None] / 2, (high - low)[:, None] / 2
     grid = torch.linspace(-1, 1, max(GRID, 8 * n), dtype=torch.float64)
     if method == "bernstein":
         c = _values(f, middle + half * torch.linspace(-1, 1, n + 1, dtype=torch.float64))
     elif method == "chebyshev":
-        angle = math.pi * (torch.arange(n + 1, dtype=torch.float64) + 0.5) / (n + 1)
-        k = torch.arange(n + 1, dtype=torch.float64)[:, None]
-        table = torch.cos(k * angle) * torch.where(k == 0, 1.0, 2.0) / (n + 1)
-        c = _values(f, middle + half * angle.cos()) @ table.mT
+        k = torch.arange(n + 1, dtype=torch.float64)
+        angle = math.pi * (k + 0.5) / (n + 1)
+        c = _values(f, middle + half * angle.cos()) @ torch.cos(angle[:, None] * k) * (2 / (n + 1))
+        c[:, 0] /= 2
     else:
         t = middle + half * grid if samples is None else samples.to(torch.float64).mT
-        if samples is not None and (t.shape[0] != len(low) or t.shape[1] < n + 1):
+        if t.shape[0] != len(low) or t.shape[1] < n + 1:
             raise BochnerError(
-                f"The 'samples' of {owner} must have shape (N, {len(low)}) with N > degree = {n}, got "
-                f"{tuple(samples.shape)}."
+                f"The 'samples' of fit_polynomial must have shape (N, {len(low)}) with N > degree = {n}, got "
+                f"{tuple(t.mT.shape)}."
             )
         columns = [torch.ones_like(t), ((t - middle) / half).clamp(-1, 1)]
         for _ in range(n - 1):
@@ -142,46 +132,6 @@ def fit_polynomial(
     return fit._replace(error=(fit(points) - _values(f, points)).abs().amax(0))
 
 
-def check_intervals(lower: Any, upper: Any, owner: str) -> tuple[Tensor, Tensor]:
-    """Intervals as two float64 vectors; refuses an empty or zero-width one."""
-    low, high = (torch.as_tensor(v, dtype=torch.float64).detach().cpu().reshape(-1) for v in (lower, upper))
-    low, high = torch.broadcast_tensors(low, high)
-    bad = ~(torch.isfinite(low) & torch.isfinite(high) & (low < high))
-    if bad.any():
-        i = int(bad.nonzero()[0])
-        raise BochnerError(
-            f"The interval of {owner} must have lower < upper, both finite, got [{low[i].item()}, {high[i].item()}] "
-            f"for unit {i}; calibrate on data that varies, or widen it."
-        )
-    return low.contiguous(), high.contiguous()
-
-
-def second_derivative_sup(activation: Activation, lower: Any, upper: Any) -> Tensor:
-    """`max |f''|` on each interval, by second differences; refuses a function that has none, such as ReLU at its kink.
-
-    >>> round(second_derivative_sup("gelu", -1.0, 1.0).item(), 4)
-    0.7979
-    """
-    f = activation_function(activation)
-    low, high = check_intervals(lower, upper, "second_derivative_sup")
-
-    def differences(steps: int) -> Tensor:
-        h = ((high - low) / steps)[:, None]
-        t = low[:, None] + h * torch.arange(steps + 1)
-        return ((_values(f, t - h) - 2 * _values(f, t) + _values(f, t + h)).abs() / h**2).amax(-1)
-
-    coarse, fine = differences(1024), differences(4096)
-    # At a kink the quotient grows like 1/h, fourfold here; where there is a second derivative it settles.
-    rough = fine > 2 * coarse + 1e-3
-    if rough.any():
-        i = int(rough.nonzero()[0])
-        raise BochnerError(
-            f"The activation has no second derivative on [{low[i].item():.4g}, {high[i].item():.4g}], so Bernstein's "
-            "error bound does not apply; use method='chebyshev' or 'least_squares', or fix the degree."
-        )
-    return fine
-
-
 def shift_monomials(alpha: Tensor, beta: Tensor) -> Tensor:
     """Coefficients of `z -> p_i(z + beta_i)`, from alpha (u, n + 1) and beta (u,)."""
     out = torch.zeros_like(alpha)
@@ -189,6 +139,19 @@ def shift_monomials(alpha: Tensor, beta: Tensor) -> Tensor:
         out = F.pad(out[:, :-1], (1, 0)) + beta[:, None] * out
         out[:, 0] += alpha[:, k]
     return out
+
+
+def _intervals(lower: Any, upper: Any) -> tuple[Tensor, Tensor]:
+    low, high = (torch.as_tensor(v, dtype=torch.float64).detach().cpu().reshape(-1) for v in (lower, upper))
+    low, high = torch.broadcast_tensors(low, high)
+    bad = ~(torch.isfinite(low) & torch.isfinite(high) & (low < high))
+    if bad.any():
+        i = int(bad.nonzero()[0])
+        raise BochnerError(
+            f"The interval of fit_polynomial must have lower < upper, both finite, got [{low[i].item()}, "
+            f"{high[i].item()}] for unit {i}; calibrate on data that varies, or widen it."
+        )
+    return low.contiguous(), high.contiguous()
 
 
 def _values(f: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
@@ -202,21 +165,14 @@ def _values(f: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
     return y.to(torch.float64)
 
 
-def _chebyshev_powers(n: int) -> tuple[list[list[int]], int]:
-    """T_k in powers of theta as rows of integers; the denominator is 2^0."""
+def _basis_powers(method: str, n: int) -> np.ndarray:
+    """Row k: the k-th basis polynomial in powers of theta, whole numbers; Bernstein's over 2^n."""
+    if method == "bernstein":  # C(n, k) (1 + theta)^k (1 - theta)^(n - k)
+        ones = [[math.comb(k, i) for i in range(k + 1)] for k in range(n + 1)]
+        signed = [[(-1) ** i * value for i, value in enumerate(row)] for row in ones]
+        products = [np.convolve(np.array(ones[k], dtype=object), signed[n - k]) for k in range(n + 1)]
+        return np.array([math.comb(n, k) * row for k, row in enumerate(products)], dtype=object)
     rows = [[1] + [0] * n, [0, 1] + [0] * (n - 1)]
-    for _ in range(n - 1):
+    for _ in range(n - 1):  # T_(k+1) = 2 theta T_k - T_(k-1)
         rows.append([2 * a - b for a, b in zip([0, *rows[-1][:-1]], rows[-2], strict=True)])
-    return rows, 0
-
-
-def _bernstein_powers(n: int) -> tuple[list[list[int]], int]:
-    """`C(n,k) (1 + theta)^k (1 - theta)^(n-k)` in powers of theta; the denominator is 2^n."""
-    rows = []
-    for k in range(n + 1):
-        row = [0] * (n + 1)
-        for i in range(k + 1):
-            for j in range(n - k + 1):
-                row[i + j] += math.comb(n, k) * math.comb(k, i) * math.comb(n - k, j) * (-1) ** j
-        rows.append(row)
-    return rows, n
+    return np.array(rows, dtype=object)

@@ -8,14 +8,13 @@
    weights beforehand, so that the hidden layer is never formed.
 
 The variance of a sketched power is about `(|w||x|/r)^(2k)/m_k`, and on real layers |w||x| is ten to twenty times the
-standard deviation of w.x: `LinearizedMLP.report` says whether it pays.
+standard deviation of w.x: `benchmarks/feedforward.py` says whether it pays.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,6 @@ from bochner._checks import (
     positive_float,
     positive_int,
 )
-from bochner._timing import best_times
 from bochner.maps.polynomial import TensorSketchFeatures
 from bochner.moments import balancing_basis, floored_moment
 from bochner.papers.polyfit import (
@@ -39,11 +37,9 @@ from bochner.papers.polyfit import (
     PolynomialFit,
     activation_function,
     fit_polynomial,
-    second_derivative_sup,
     shift_monomials,
 )
-from bochner.projections import FullPrecisionModule
-from bochner.theory import allocate_features, bernstein_bound, mse_tensor_sketch_matrix, tensor_sketch_bound
+from bochner.theory import allocate_features, mse_tensor_sketch_matrix, tensor_sketch_bound
 
 MAX_DEGREE = 64  # beyond it no sketch is affordable and powers stop being usable
 TRIED_DEGREE = 8  # the largest that a plan for a budget tries
@@ -83,10 +79,8 @@ class LayerPlan(NamedTuple):
         return sum(self.counts)
 
 
-def calibrate_layer(
-    weight: Tensor, bias: Tensor | None, calibration: Tensor, *, balance: bool = True, margin: float = 0.0
-) -> Calibration:
-    """Centre, balance and intervals from rows x (N, d), widened by `margin` times their width on both sides.
+def calibrate_layer(weight: Tensor, bias: Tensor | None, calibration: Tensor, *, balance: bool = True) -> Calibration:
+    """Centre, balance and intervals from rows x (N, d).
 
     `w.x = (M^-1 w).(M x)` for any M; the balancing one equalises the second moments of rows and weights and makes the
     product of their lengths, which is what sketches pay for, as small as it gets.
@@ -110,7 +104,6 @@ def calibrate_layer(
             f"The interval of unit {i} has zero width: its pre-activation is {low[i].item():.6g} on all {len(x)} "
             "calibration rows; give rows that vary, or drop the unit."
         )
-    low, high = low - margin * (high - low), high + margin * (high - low)
     middle, half = (low + high) / 2, (high - low) / 2
     mean = x.mean(0)
     rows, scaled = x - mean, w / half[:, None]
@@ -132,68 +125,50 @@ def plan_layer(
 ) -> tuple[LayerPlan, PolynomialFit]:
     """Degree and feature counts for a target `eps` or a budget `num_features`: Algorithm 1, its constants corrected.
 
-    `eps`: half of it for the squared bias and half for the variance, by Avron's bound, summed over the units, at every
-    calibration row; the counts are the cheapest that reach it. The document's version spends eps on the bias alone,
-    splits the variance evenly over the degrees and uses a bound that is false. The counts get very large: that is
-    the finding, not a defect. `num_features`: the degree up to 8 and the split of this many features with the least
-    expected error. `degree` fixes the degree in both.
+    `eps`: half of it for the squared bias, by the measured error of the least degree that has it, and half for the
+    variance, by Avron's bound, summed over the units, at every calibration row; the counts are the cheapest that reach
+    it. The document's version spends eps on the bias alone, splits the variance evenly over the degrees and uses a
+    bound that is false. The counts get very large: that is the finding, not a defect. `num_features`: the degree up to
+    8 and the split of this many features with the least expected error. `degree` fixes the degree in both.
     """
     owner = "plan_layer"
     one_of(method, "method", owner, METHODS)
     if (eps is None) == (num_features is None):
         raise BochnerError(f"Give {owner} either a target 'eps' or a budget 'num_features', not both or neither.")
-    if degree is not None:
-        positive_int(degree, "degree", owner)
-    if eps is not None:
-        return _plan_for_target(data, activation, method, degree, positive_float(eps, "eps", owner))
-    budget = positive_int(num_features, "num_features", owner)
+    budget = 0 if num_features is None else positive_int(num_features, "num_features", owner)
+    target = math.nan if eps is None else positive_float(eps, "eps", owner)
+    most = MAX_DEGREE if eps is not None else min(TRIED_DEGREE, budget + 1)
+    degrees = range(1, most + 1) if degree is None else [positive_int(degree, "degree", owner)]
+    if eps is None and degrees[0] - 1 > budget:
+        raise BochnerError(f"The 'num_features' of {owner} must be at least degree - 1 = {degrees[0] - 1}.")
+    # A guarantee is for the whole interval: a least-squares fit for a target weighs all of it, not the samples.
+    samples = data.preactivation if method == "least_squares" and eps is None else None
     some = data.preactivation[:: max(1, len(data.preactivation) // 512)]
-    target = activation_function(activation)(some)
-    samples = data.preactivation if method == "least_squares" else None
     plans = []
-    for n in range(1, min(TRIED_DEGREE, budget + 1) + 1) if degree is None else [degree]:
+    for n in degrees:
         fit = fit_polynomial(activation, data.lower, data.upper, n, method=method, samples=samples)
-        each = _variances(data, fit)
-        counts = _split(each, budget)
+        each = _variances(data, fit, bound=eps is not None)
+        if eps is None:
+            bias = float((fit(some) - activation_function(activation)(some)).square().mean(0).sum())
+            counts = _split(each, budget)
+        else:
+            bias = float(fit.error.square().sum())
+            if bias > target / 2:
+                continue
+            counts = [int(m) for m in allocate_features(torch.tensor(each), target / 2)] if each else []
         variance = sum(v / max(1, m) for v, m in zip(each, counts, strict=True))
-        bias = float((fit(some) - target).square().mean(0).sum())
         plans.append((LayerPlan(n, tuple(counts), bias, variance), fit))
-    if degree is not None and degree - 1 > budget:
-        raise BochnerError(f"The 'num_features' of {owner} must be at least degree - 1 = {degree - 1}.")
+        if eps is not None:
+            break
+    if not plans:
+        raise BochnerError(
+            f"eps={eps:g} is not reached: the squared error of the degree-{n} {method} fit is {bias:.3g} over all "
+            f"units, above eps/2; use another method, a higher degree (at most {MAX_DEGREE}) or a larger eps."
+        )
     return min(plans, key=lambda plan: plan[0].bias + plan[0].variance)
 
 
-def _plan_for_target(
-    data: Calibration, activation: Activation, method: str, degree: int | None, eps: float
-) -> tuple[LayerPlan, PolynomialFit]:
-    # 1. The degree at which the squared polynomial error, summed over the units, is at most eps / 2.
-    if degree is None and method == "bernstein":
-        second = second_derivative_sup(activation, data.lower, data.upper)
-        total = float(bernstein_bound(data.lower, data.upper, 1, second).square().sum())
-        degree = max(1, math.ceil(math.sqrt(2 * total / eps)))
-        if degree > MAX_DEGREE:
-            raise BochnerError(
-                f"eps={eps:g} needs a Bernstein polynomial of degree {degree}, more than {MAX_DEGREE}; use "
-                "method='chebyshev', which needs far fewer, or a larger eps."
-            )
-    for n in range(1, MAX_DEGREE + 1) if degree is None else [degree]:
-        # The guarantee is for the whole interval: a least-squares fit weighs all of it, not the samples.
-        fit = fit_polynomial(activation, data.lower, data.upper, n, method=method)
-        bias = float(fit.error.square().sum())
-        if bias <= eps / 2:
-            break
-    else:
-        raise BochnerError(
-            f"eps={eps:g} is not reached: the squared error of the degree-{n} {method} fit is {bias:.3g} over all "
-            f"units, above eps/2; use a higher degree (at most {MAX_DEGREE}) or a larger eps."
-        )
-    # 2. The counts of least sum with a variance of at most eps / 2 on every row.
-    each = _variances(data, fit, bound=True)
-    counts = [int(m) for m in allocate_features(torch.tensor(each), eps / 2)] if each else []
-    return LayerPlan(n, tuple(counts), bias, sum(v / m for v, m in zip(each, counts, strict=True))), fit
-
-
-def _variances(data: Calibration, fit: PolynomialFit, *, bound: bool = False) -> list[float]:
+def _variances(data: Calibration, fit: PolynomialFit, *, bound: bool) -> list[float]:
     """For k = 2 ... n, the variance of one feature summed over units: mean over rows, or Avron's bound at every row."""
     alpha, w, m = shift_monomials(fit.monomials(), data.beta), data.weight, 1024
     rows = data.rows[:: max(1, len(data.rows) // 128)]
@@ -205,7 +180,7 @@ def _variances(data: Calibration, fit: PolynomialFit, *, bound: bool = False) ->
     return each
 
 
-def _split(variances: Sequence[float], budget: int) -> list[int]:
+def _split(variances: list[float], budget: int) -> list[int]:
     """Counts proportional to the standard deviations, at least one each, `budget` in all."""
     root = [math.sqrt(v) for v in variances]
     counts = [max(1, math.floor(budget * r / (sum(root) or 1.0))) for r in root]
@@ -214,191 +189,88 @@ def _split(variances: Sequence[float], budget: int) -> list[int]:
     return counts
 
 
-class LinearizedLayer(FullPrecisionModule):
-    """`f(W x + b)` as `L x + c + Phi psi(x)`: a polynomial of the pre-activation with sketched powers.
+class LinearizedLayer:
+    """`f(W x + b)` as `A [x, psi(x)] + c`: a polynomial of the pre-activation with sketched powers psi.
 
     Its mean over the sketches is the polynomial (`polynomial(x)`), its variance `variance(x)`, exactly; the error is
     the polynomial's plus that. Lucyszyn 2025, problem 3, eqs. (36)-(38), with the first two degrees exact.
 
-    `data`: of `calibrate_layer(weight, bias, rows)`. `method`: of `fit_polynomial`. `num_features` (256 unless `eps` is
-    given): the budget of sketch features; `eps`: a target for the total squared error instead; see `plan_layer`.
+    `data`: of `calibrate_layer(weight, bias, rows)`. `second`: a linear layer that follows, multiplied into A and c, so
+    that the hidden layer is never formed. `method`: of `fit_polynomial`. `num_features` (256 unless `eps` is given):
+    the budget of sketch features; `eps`: a target for the total squared error instead; see `plan_layer`.
 
     >>> data = calibrate_layer(torch.eye(3), None, torch.randn(50, 3))
     >>> LinearizedLayer(data, "gelu", num_features=64)(torch.zeros(2, 3)).shape
     torch.Size([2, 3])
     """
 
-    mean: Tensor
-    basis: Tensor
-    linear: Tensor
-    offset: Tensor
-    matrix: Tensor
-    weight: Tensor
-    alpha: Tensor
-
     def __init__(
         self,
         data: Calibration,
         activation: Activation,
         *,
+        second: nn.Linear | None = None,
         method: str = "chebyshev",
         degree: int | None = None,
         num_features: int | None = None,
         eps: float | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        if second is not None and second.in_features != len(data.weight):
+            raise BochnerError(
+                f"The layers do not fit: the first has {len(data.weight)} outputs, the second {second.in_features} "
+                "inputs."
+            )
         budget = 256 if num_features is None and eps is None else num_features
         self.plan, self.fit = plan_layer(data, activation, method=method, degree=degree, num_features=budget, eps=eps)
-        alpha, generator = shift_monomials(self.fit.monomials(), data.beta), make_generator(seed)
-        self.maps = nn.ModuleList(
-            TensorSketchFeatures(len(data.mean), m, degree=k, seed=None, generator=generator)
-            for k, m in enumerate(self.plan.counts, start=2)
-        )
-        linear = alpha[:, 1, None] * (data.weight @ data.basis)
-        parts = {"mean": data.mean, "basis": data.basis, "linear": linear, "offset": alpha[:, 0] - linear @ data.mean}
-        parts |= {"matrix": self._matrix(data.weight, alpha), "weight": data.weight, "alpha": alpha}
-        for name, value in parts.items():
-            self.register_buffer(name, value.float())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The estimate of f(W x + b), (..., o), for x (..., d)."""
-        y = x.to(accumulation_dtype(x.dtype))
-        out = y @ self.linear.to(y.dtype).mT + self.offset.to(y.dtype)
-        return (out + self.sketches(y) @ self.matrix.to(y.dtype).mT).to(x.dtype)
-
-    def sketches(self, x: Tensor) -> Tensor:
-        """Features (..., sum m_k) of x (..., d): rows centred and balanced, then one TensorSketch for each degree."""
-        y = self._rows(x)
-        flat = y.reshape(-1, y.shape[-1])
-        parts = [phi.prepare("query")(flat).dense() for phi in self.maps]  # type: ignore[operator]
-        return torch.cat([flat[:, :0], *parts], dim=-1).reshape(*y.shape[:-1], -1 if parts else 0)
-
-    @torch.no_grad()
-    def polynomial(self, x: Tensor) -> Tensor:
-        """The mean of the estimate over its sketches, (..., o), in float64."""
-        z = self._rows(x.double()) @ self.weight.double().mT
-        total = torch.zeros_like(z)
-        for k in range(self.plan.degree, -1, -1):
-            total = total * z + self.alpha[:, k].double()
-        return total
-
-    @torch.no_grad()
-    def variance(self, x: Tensor) -> Tensor:
-        """The exact variance of each output over its sketches, (N, o), for x (N, d)."""
-        y, w = self._rows(x.double()), self.weight.double()
-        total = torch.zeros(len(y), len(w), dtype=torch.float64, device=y.device)
-        for k, m in enumerate(self.plan.counts, start=2):
-            total += self.alpha[:, k].double().square() * mse_tensor_sketch_matrix(y, w, m, k)
-        return total
+        self.alpha = shift_monomials(self.fit.monomials(), data.beta)
+        self.mean, self.basis, self.weight, self.second = data.mean, data.basis, data.weight, second
+        self.redraw_(seed)
 
     @torch.no_grad()
     def redraw_(self, seed: int | None = None) -> LinearizedLayer:
-        """New sketches in place; the polynomial stays."""
-        generator = make_generator(seed)
-        for phi in self.maps:
-            phi.redraw_(generator=generator)  # type: ignore[operator]
-        self.matrix.copy_(self._matrix(self.weight.double(), self.alpha.double()))
+        """New sketches; the polynomial stays."""
+        generator, d = make_generator(seed), len(self.mean)
+        self.maps = [
+            TensorSketchFeatures(d, m, degree=k, seed=None, generator=generator)
+            for k, m in enumerate(self.plan.counts, start=2)
+        ]
+        linear = self.alpha[:, 1, None] * (self.weight @ self.basis)
+        powers = [
+            self.alpha[:, k, None] * phi.prepare("key")(self.weight).dense() for k, phi in enumerate(self.maps, start=2)
+        ]
+        matrix, offset = torch.cat([linear, *powers], -1), self.alpha[:, 0] - linear @ self.mean
+        if self.second is not None:
+            w = self.second.weight.detach().double().cpu()
+            b = 0.0 if self.second.bias is None else self.second.bias.detach().double().cpu()
+            matrix, offset = w @ matrix, w @ offset + b
+        self.matrix, self.offset = matrix, offset
+        self._cast: dict[torch.dtype, list[Tensor]] = {}
         return self
 
-    def _matrix(self, weight: Tensor, alpha: Tensor) -> Tensor:
-        """`[alpha_2 phi_2(w), ..., alpha_n phi_n(w)]`, (o, sum m_k), in float64."""
-        parts = [
-            alpha[:, k, None] * phi.prepare("key")(weight).dense()  # type: ignore[operator]
-            for k, phi in enumerate(self.maps, start=2)
-        ]
-        return torch.cat([weight[:, :0], *parts], dim=-1)
+    def __call__(self, x: Tensor) -> Tensor:
+        """The estimate, (..., o), for x (..., d)."""
+        dtype = accumulation_dtype(x.dtype)
+        if dtype not in self._cast:
+            self._cast[dtype] = [part.to(dtype) for part in (self.mean, self.basis, self.matrix, self.offset)]
+        mean, basis, matrix, offset = self._cast[dtype]
+        flat = x.to(dtype).reshape(-1, x.shape[-1])
+        rows = (flat - mean) @ basis.mT
+        features = torch.cat([flat, *(phi.prepare("query")(rows).dense() for phi in self.maps)], -1)
+        return nn.functional.linear(features, matrix, offset).reshape(*x.shape[:-1], -1).to(x.dtype)
 
-    def _rows(self, x: Tensor) -> Tensor:
-        return (x - self.mean.to(x.dtype)) @ self.basis.to(x.dtype).mT
+    def polynomial(self, x: Tensor) -> Tensor:
+        """The mean of the estimate of the first layer over its sketches, (..., o), in float64."""
+        z = (x.double() - self.mean) @ self.basis.mT @ self.weight.mT
+        total = torch.zeros_like(z)
+        for k in range(self.plan.degree, -1, -1):
+            total = total * z + self.alpha[:, k]
+        return total
 
-
-class MLPReport(NamedTuple):
-    """What a linearised block costs and how far off it is, on rows it was not fitted to.
-
-    `error`: root of the squared error over the variance of the exact output: 1 is as bad as its mean. `memory`: numbers
-    stored, over the block's. `speed`: rows per second, over the block's, measured in one run.
-    """
-
-    error: float
-    memory: float
-    speed: float
-
-
-class LinearizedMLP(FullPrecisionModule):
-    """A two-layer block `W2 f(W1 x + b1) + b2` as one product `A [x, psi(x)] + c`; the hidden layer is never formed.
-
-    W2 is multiplied into the linearised first layer; `method`, `degree` and `num_features` are those of it.
-
-    >>> first, second = nn.Linear(4, 16), nn.Linear(16, 4)
-    >>> block = LinearizedMLP(first, "gelu", second, torch.randn(200, 4), num_features=32)
-    >>> block(torch.zeros(3, 4)).shape
-    torch.Size([3, 4])
-    """
-
-    matrix: Tensor
-    offset: Tensor
-
-    def __init__(
-        self,
-        first: nn.Linear,
-        activation: Activation,
-        second: nn.Linear,
-        calibration: Tensor,
-        *,
-        method: str = "chebyshev",
-        degree: int | None = None,
-        num_features: int = 256,
-        seed: int = 0,
-    ) -> None:
-        super().__init__()
-        _check_block(first, second, type(self).__name__)
-        data = calibrate_layer(first.weight, first.bias, calibration)
-        hidden = LinearizedLayer(data, activation, method=method, degree=degree, num_features=num_features, seed=seed)
-        self.plan, self.hidden = hidden.plan, hidden
-        w2 = second.weight.detach().double().cpu()
-        matrix = w2 @ torch.cat([hidden.linear, hidden.matrix], dim=-1).double()
-        offset = w2 @ hidden.offset.double()
-        offset += 0 if second.bias is None else second.bias.detach().double().cpu()
-        for name in ("linear", "offset", "matrix", "weight", "alpha"):  # the block needs the sketches alone
-            setattr(hidden, name, None)
-        self.register_buffer("matrix", matrix.float())
-        self.register_buffer("offset", offset.float())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., d) to (..., v)."""
-        y = x.to(accumulation_dtype(x.dtype))
-        y = torch.cat([y, self.hidden.sketches(y)], dim=-1)
-        return nn.functional.linear(y, self.matrix.to(y.dtype), self.offset.to(y.dtype)).to(x.dtype)
-
-    @torch.no_grad()
-    def report(self, first: nn.Linear, activation: Activation, second: nn.Linear, x: Tensor) -> MLPReport:
-        """Error, memory and speed against the block itself, on rows x (N, d)."""
-        f = activation_function(activation)
-        x = x.detach().reshape(-1, first.in_features)
-        exact = block_output(first, activation, second, x)
-        rows = x.to(first.weight.dtype)
-        error = (self(rows).double() - exact).square().sum() / (exact - exact.mean(0)).square().sum()
-        ours = sum(b.numel() for b in self.buffers())
-        theirs = sum(p.numel() for layer in (first, second) for p in layer.parameters())
-        seconds = best_times({"exact": lambda: second(f(first(rows))), "ours": lambda: self(rows)}, repeats=5)
-        return MLPReport(math.sqrt(float(error)), ours / theirs, seconds["exact"] / seconds["ours"])
-
-
-@torch.no_grad()
-def block_output(first: nn.Linear, activation: Activation, second: nn.Linear, x: Tensor) -> Tensor:
-    """`W2 f(W1 x + b1) + b2` in float64."""
-    f, linear = activation_function(activation), nn.functional.linear
-    weights = [(m.weight.double(), None if m.bias is None else m.bias.double()) for m in (first, second)]
-    return linear(f(linear(x.double(), *weights[0])), *weights[1])
-
-
-def _check_block(first: Any, second: Any, owner: str) -> None:
-    for layer, name in ((first, "first"), (second, "second")):
-        if not isinstance(layer, nn.Linear):
-            raise BochnerError(f"The {name!r} layer of {owner} must be an nn.Linear, got {type(layer).__name__}.")
-    if first.out_features != second.in_features:
-        raise BochnerError(
-            f"The layers of {owner} do not fit: the first has {first.out_features} outputs, the second "
-            f"{second.in_features} inputs."
-        )
+    def variance(self, x: Tensor) -> Tensor:
+        """The exact variance of each output of the first layer over its sketches, (N, o), for x (N, d)."""
+        y = (x.double() - self.mean) @ self.basis.mT
+        total = torch.zeros(len(y), len(self.weight), dtype=torch.float64)
+        for k, m in enumerate(self.plan.counts, start=2):
+            total += self.alpha[:, k].square() * mse_tensor_sketch_matrix(y, self.weight, m, k)
+        return total

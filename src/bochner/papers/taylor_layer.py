@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from bochner._checks import (
     BochnerError,
@@ -19,13 +19,11 @@ from bochner._checks import (
     positive_int,
 )
 from bochner.maps.polynomial import draw_count_sketches, tensor_sketch, unit_rows
-from bochner.projections import FullPrecisionModule
 from bochner.theory import gelu_taylor, geometric_law, mse_tensor_sketch_matrix, optimal_law, poisson_law
 
 LAWS = ("optimal", "geometric", "poisson")
 TERMS = 200  # the longest series considered
 TAIL = 1e-9  # what may be cut off it
-
 
 TAYLOR: dict[str, Callable[[int], Tensor]] = {
     "gelu": gelu_taylor,
@@ -33,7 +31,7 @@ TAYLOR: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-class TaylorComposition(FullPrecisionModule):
+class TaylorComposition:
     """An unbiased estimate of `f(W x + b)`: `a_0 + a_1 t + mean_r a_K/p_K phi_K(w) . phi_K(x)` with K ~ p, t = w.x + b.
 
     phi_k is a TensorSketch of degree k of `[x, 1]` and `[w, b]` with m features; the first two terms need none. Each of
@@ -51,13 +49,6 @@ class TaylorComposition(FullPrecisionModule):
     tensor([[0., 0.]])
     """
 
-    weight: Tensor
-    degrees: Tensor
-    slot: Tensor
-    sign: Tensor
-    coefficients: Tensor
-    probabilities: Tensor
-
     def __init__(
         self,
         weight: Tensor,
@@ -70,88 +61,72 @@ class TaylorComposition(FullPrecisionModule):
         num_features: int = 64,
         seed: int = 0,
     ) -> None:
-        super().__init__()
         owner = type(self).__name__
         self.draws = positive_int(draws, "draws", owner)
         self.num_features = positive_int(num_features, "num_features", owner)
-        self.law = one_of(law, "law", owner, LAWS)
-        w = finite(floating(weight, "weight", owner), "weight", owner).detach().double().cpu()
-        x = finite(floating(calibration, "calibration", owner), "calibration", owner).detach().double().cpu()
-        if w.ndim != 2 or x.shape[-1] != w.shape[-1]:
+        one_of(law, "law", owner, LAWS)
+        w = finite(floating(weight, "weight", owner), "weight", owner).detach().double()
+        x = finite(floating(calibration, "calibration", owner), "calibration", owner).detach().double()
+        if w.ndim != 2 or x.ndim != 2 or x.shape[1] != w.shape[1]:
             raise BochnerError(
                 f"The 'weight' of {owner} must be (o, d) and 'calibration' (N, d), got {tuple(w.shape)} and "
                 f"{tuple(x.shape)}."
             )
-        self.has_bias = bias is not None
-        x = self._input(x.reshape(-1, x.shape[-1]))
-        if bias is not None:
-            b = finite(floating(bias, "bias", owner), "bias", owner).detach().double().cpu()
-            w = torch.cat([w, b[:, None]], dim=-1)
-        # 1. The series, as long as the data needs it.
-        a = series_for(activation, float((x @ w.mT).abs().max()), owner)
-        # 2. The law of the index, on the powers above the first that occur.
-        p = self._law(a, w, x)
-        self.register_buffer("weight", w.float())
-        self.register_buffer("coefficients", a)
-        self.register_buffer("probabilities", p)
-        for name, value in self._draw(make_generator(seed)).items():
-            self.register_buffer(name, value)
+        if bias is not None:  # one more weight, of a coordinate that is always 1
+            b = finite(floating(bias, "bias", owner), "bias", owner).detach().double()
+            w = torch.cat([w, b[:, None]], -1)
+        self.weight = w
+        x = self._input(x)
+        self.coefficients = series_for(activation, float((x @ self.weight.mT).abs().max()), owner)
+        self.probabilities = self._law(law, x)
+        self.redraw_(seed)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The estimate of f(W x + b), (..., o), for x (..., d)."""
-        out_dtype = x.dtype
-        x = self._input(x.to(accumulation_dtype(x.dtype)))
-        w = self.weight.to(x.dtype)
-        a = self.coefficients.to(x.dtype)
-        out = a[0] + a[1] * (x @ w.mT) if len(a) > 1 else a[0].expand(*x.shape[:-1], len(w))
-        if not self.probabilities.any():
-            return out.to(out_dtype)
-        u, log_x = unit_rows(x)
-        v, log_w = unit_rows(w)
-        typical = log_w.mean()  # lengths are split between the two sides so that neither overflows
-        for r in range(self.draws):
-            k = int(self.degrees[r])
-            phi_x = self._sketch(u, r, k) * (k * (log_x + typical)).exp()
-            phi_w = self._sketch(v, r, k) * (k * (log_w - typical)).exp()
-            factor = self.coefficients[k] / (self.probabilities[k] * self.draws)
-            out = out + phi_x @ (phi_w * factor.to(x.dtype)).mT
-        return out.to(out_dtype)
-
-    @torch.no_grad()
-    def variance(self, x: Tensor) -> Tensor:
-        """The exact variance of each output, (N, o), for x (N, d): `[sum a_k^2/p_k E[sketch_k^2] - rest^2] / R`."""
-        x, w = self._input(x.double()), self.weight.double()
-        t = x @ w.mT
-        second, rest = torch.zeros_like(t), torch.zeros_like(t)
-        for k in range(2, len(self.coefficients)):
-            a, p = float(self.coefficients[k]), float(self.probabilities[k])
-            if a:
-                power = t**k
-                second += a**2 / p * (power.square() + mse_tensor_sketch_matrix(x, w, self.num_features, k))
-                rest += a * power
-        return (second - rest.square()) / self.draws
-
-    @torch.no_grad()
     def redraw_(self, seed: int | None = None) -> TaylorComposition:
-        """New indices and sketches in place; the law stays."""
-        for name, value in self._draw(make_generator(seed)).items():
-            getattr(self, name).copy_(value)
+        """New indices and sketches; the law stays."""
+        generator, p = make_generator(seed), self.probabilities
+        drawn = torch.multinomial(p, self.draws, replacement=True, generator=generator).tolist() if p.any() else []
+        width = self.weight.shape[1]
+        self.sketches = [(k, draw_count_sketches(k, width, self.num_features, generator)) for k in drawn]
         return self
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """The estimate of f(W x + b), (..., o), for x (..., d)."""
+        y = self._input(x.to(accumulation_dtype(x.dtype)))
+        w, a, p = (part.to(y.dtype) for part in (self.weight, self.coefficients, self.probabilities))
+        out = a[0] + a[1] * (y @ w.mT) if len(a) > 1 else a[0].expand(*y.shape[:-1], len(w))
+        u, log_x = unit_rows(y)
+        v, log_w = unit_rows(w)
+        typical = log_w.mean()  # lengths are split between the two sides so that neither overflows
+        for k, sketch in self.sketches:
+            slot, sign = sketch["slot"], sketch["sign"].to(y.dtype)
+            phi_x = tensor_sketch(u, slot, sign, self.num_features) * (k * (log_x + typical)).exp()
+            phi_w = tensor_sketch(v, slot, sign, self.num_features) * (k * (log_w - typical)).exp()
+            out = out + phi_x @ (phi_w * (a[k] / (p[k] * self.draws))).mT
+        return out.to(x.dtype)
+
+    def variance(self, x: Tensor) -> Tensor:
+        """The exact variance of each output, (N, o), for x (N, d): `[sum a_k^2/p_k E[sketch_k^2] - rest^2] / R`."""
+        x = self._input(x.double())
+        t = x @ self.weight.mT
+        second, rest = torch.zeros_like(t), torch.zeros_like(t)
+        for k in self.probabilities.nonzero().flatten().tolist():
+            a, power = self.coefficients[k], t**k
+            sketched = power.square() + mse_tensor_sketch_matrix(x, self.weight, self.num_features, k)
+            second += a**2 / self.probabilities[k] * sketched
+            rest += a * power
+        return (second - rest.square()) / self.draws
+
     def _input(self, x: Tensor) -> Tensor:
-        """The bias is one more weight, of a coordinate that is always 1."""
-        return torch.cat([x, torch.ones_like(x[..., :1])], dim=-1) if self.has_bias else x
+        return x if x.shape[-1] == self.weight.shape[1] else torch.cat([x, torch.ones_like(x[..., :1])], -1)
 
-    def _sketch(self, x: Tensor, r: int, k: int) -> Tensor:
-        return tensor_sketch(x, self.slot[r, :k], self.sign[r, :k], self.num_features)
-
-    def _law(self, a: Tensor, w: Tensor, x: Tensor) -> Tensor:
-        owner, terms = type(self).__name__, len(a)
+    def _law(self, law: str, x: Tensor) -> Tensor:
+        """Of the index, on the powers above the first that occur."""
+        a, w = self.coefficients, self.weight
         used = a != 0
         used[:2] = False
         if not used.any():
             return torch.zeros_like(a)
-        if self.law == "optimal":
+        if law == "optimal":
             rows = x[:: max(1, len(x) // 256)]
             moments = torch.ones_like(a)
             for k in used.nonzero().flatten().tolist():
@@ -165,27 +140,14 @@ class TaylorComposition(FullPrecisionModule):
                 )
             p = optimal_law(torch.where(used, a, 0.0), moments)
         else:
-            p = geometric_law(0.5, terms) if self.law == "geometric" else poisson_law(2.0, terms)
+            p = geometric_law(0.5, len(a)) if law == "geometric" else poisson_law(2.0, len(a))
         p = torch.where(used, p, 0.0)
         if (p[used] == 0).any():
-            k = int((used & (p == 0)).nonzero()[0])
             raise BochnerError(
-                f"The 'law' of {owner} gives the power {k} probability zero in double precision although the series "
-                "needs it; use law='optimal'."
+                f"The law {law!r} gives a power that the series needs probability zero in double precision; use "
+                "law='optimal'."
             )
         return p / p.sum()
-
-    def _draw(self, g: Generator) -> dict[str, Tensor]:
-        terms, width, r = len(self.coefficients), self.weight.shape[-1], self.draws
-        p = self.probabilities.cpu()
-        degrees = torch.multinomial(p, r, replacement=True, generator=g) if p.any() else torch.zeros(r).long()
-        # Sketches as long as the longest power, so that a redraw fits the same buffers.
-        parts = [draw_count_sketches(max(terms - 1, 1), width, self.num_features, g) for _ in range(r)]
-        return {
-            "degrees": degrees,
-            "slot": torch.stack([part["slot"] for part in parts]),
-            "sign": torch.stack([part["sign"] for part in parts]).float(),
-        }
 
 
 def series_for(activation: str | Sequence[float], reach: float, owner: str) -> Tensor:
@@ -206,5 +168,4 @@ def series_for(activation: str | Sequence[float], reach: float, owner: str) -> T
             f"The Taylor series of {activation!r} needs more than {TERMS} terms at |w.x + b| = {reach:.4g}; use "
             "LinearizedLayer."
         )
-    keep = int((tail > TAIL).sum())
-    return a[: max(keep, 2)]
+    return a[: max(int((tail > TAIL).sum()), 2)]

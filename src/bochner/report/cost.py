@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from bochner._timing import best_times
-from bochner.hf.attention import LinearAttention
+from bochner.hf.attention import LinearAttention, random_call
 from bochner.hf.calls import exact
 from bochner.hf.plan import LayerPlan, Plan
-from bochner.hf.search.options import random_call
 from bochner.report import Number, Report
 from bochner.report.charts import line_chart
 

@@ -65,26 +65,43 @@ class Sampler(nn.Module):
         return f"num_classes={self.num_classes}"
 
 
-class UniformSampler(Sampler):
+class _FixedSampler(Sampler):
+    """A law that does not depend on the query: `_share(ids)` is the log probability of each class."""
+
+    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
+        check_queries(x, None, type(self).__name__)
+        positive_int(num_samples, "num_samples", type(self).__name__)
+        ids = self._ids(torch.rand(len(x), num_samples, generator=generator, dtype=torch.float64)).to(x.device)
+        return Draws(ids, self.log_prob(x, ids))
+
+    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        check_queries(x, None, type(self).__name__)
+        check_ids(ids, self.num_classes, "log_prob", len(x))
+        return self._log_share(ids.double()).to(x.device, torch.float32)
+
+    def _ids(self, u: Tensor) -> Tensor:
+        """Classes by inversion of u in [0, 1)."""
+        raise NotImplementedError
+
+    def _log_share(self, ids: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class UniformSampler(_FixedSampler):
     """Every class alike.
 
     >>> UniformSampler(4).log_prob(torch.zeros(1, 2), torch.tensor([[0, 3]])).exp()
     tensor([[0.2500, 0.2500]])
     """
 
-    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
-        check_queries(x, None, type(self).__name__)
-        positive_int(num_samples, "num_samples", type(self).__name__)
-        ids = torch.randint(self.num_classes, (len(x), num_samples), generator=generator).to(x.device)
-        return Draws(ids, self.log_prob(x, ids))
+    def _ids(self, u: Tensor) -> Tensor:
+        return (u * self.num_classes).long()
 
-    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
-        check_queries(x, None, type(self).__name__)
-        check_ids(ids, self.num_classes, "log_prob", len(x))
-        return torch.full(ids.shape, -math.log(self.num_classes), device=x.device)
+    def _log_share(self, ids: Tensor) -> Tensor:
+        return torch.full_like(ids, -math.log(self.num_classes))
 
 
-class LogUniformSampler(Sampler):
+class LogUniformSampler(_FixedSampler):
     """`p(j) = log((j + 2) / (j + 1)) / log(n + 1)`: Zipf's law for classes numbered by descending frequency.
 
     >>> p = LogUniformSampler(3).log_prob(torch.zeros(1, 2), torch.arange(3)[None]).exp()
@@ -92,18 +109,11 @@ class LogUniformSampler(Sampler):
     (1.0, True)
     """
 
-    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
-        check_queries(x, None, type(self).__name__)
-        positive_int(num_samples, "num_samples", type(self).__name__)
-        u = torch.rand(len(x), num_samples, generator=generator, dtype=torch.float64)
-        ids = (torch.expm1(u * math.log1p(self.num_classes))).long().clamp_(max=self.num_classes - 1).to(x.device)
-        return Draws(ids, self.log_prob(x, ids))
+    def _ids(self, u: Tensor) -> Tensor:
+        return torch.expm1(u * math.log1p(self.num_classes)).long().clamp_(max=self.num_classes - 1)
 
-    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
-        check_queries(x, None, type(self).__name__)
-        check_ids(ids, self.num_classes, "log_prob", len(x))
-        share = torch.log1p(1 / (ids.double() + 1)) / math.log1p(self.num_classes)
-        return share.log().to(x.device, torch.float32)
+    def _log_share(self, ids: Tensor) -> Tensor:
+        return (torch.log1p(1 / (ids + 1)) / math.log1p(self.num_classes)).log()
 
 
 class ExactSampler(Sampler):
@@ -113,17 +123,17 @@ class ExactSampler(Sampler):
     bias: Tensor
 
     def __init__(self, vectors: Tensor, bias: Tensor | None = None) -> None:
-        vectors = check_vectors(vectors, type(self).__name__)
+        vectors, bias = check_classes(vectors, bias, type(self).__name__)
         super().__init__(len(vectors))
         self.register_buffer("vectors", vectors, persistent=False)
-        self.register_buffer("bias", check_bias(bias, vectors, type(self).__name__), persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
 
     @in_full_precision
     def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
         x = check_queries(x, self.vectors.shape[1], type(self).__name__)
         positive_int(num_samples, "num_samples", type(self).__name__)
         parts = []
-        for block in x.split(max(1, BLOCK // self.num_classes)):
+        for block in x.split(self._rows):
             logs = self._log_softmax(block)
             # Inversion in float64: torch.multinomial is limited to 2^24 classes and slower.
             u = torch.rand(len(block), num_samples, generator=generator, dtype=torch.float64).to(x.device)
@@ -135,17 +145,11 @@ class ExactSampler(Sampler):
     def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
         x = check_queries(x, self.vectors.shape[1], type(self).__name__)
         check_ids(ids, self.num_classes, "log_prob", len(x))
-        rows = max(1, BLOCK // self.num_classes)
-        parts = [self._log_softmax(b).gather(1, i.long()) for b, i in zip(x.split(rows), ids.split(rows), strict=True)]
-        return torch.cat(parts)
+        parts = zip(x.split(self._rows), ids.long().split(self._rows), strict=True)
+        return torch.cat([self._log_softmax(block).gather(1, i) for block, i in parts])
 
-    @torch.no_grad()
     def set_classes_(self, vectors: Tensor, bias: Tensor | None = None) -> ExactSampler:
-        vectors, bias = check_rows(vectors, bias, tuple(self.vectors.shape), "set_classes_")
-        self.vectors.copy_(vectors)
-        if bias is not None:
-            self.bias.copy_(bias)
-        return self
+        return self.update_(torch.arange(self.num_classes, device=self.vectors.device), vectors, bias)
 
     @torch.no_grad()
     def update_(self, ids: Tensor, vectors: Tensor, bias: Tensor | None = None) -> ExactSampler:
@@ -155,6 +159,11 @@ class ExactSampler(Sampler):
         if bias is not None:
             self.bias[ids] = bias.to(self.bias.dtype)
         return self
+
+    @property
+    def _rows(self) -> int:
+        """Queries whose logits are held at a time."""
+        return max(1, BLOCK // self.num_classes)
 
     def _log_softmax(self, x: Tensor) -> Tensor:
         return torch.log_softmax(torch.addmm(self.bias, x.to(self.vectors.dtype), self.vectors.T), 1)
@@ -168,12 +177,12 @@ def check_queries(x: Any, width: int | None, owner: str) -> Tensor:
     return finite(x, "x", owner)
 
 
-def check_vectors(vectors: Tensor, owner: str) -> Tensor:
-    """A copy of the class vectors (n, d), detached."""
-    vectors = finite(floating(vectors, "vectors", owner).detach(), "vectors", owner)
-    if vectors.ndim != 2 or 0 in vectors.shape:
+def check_classes(vectors: Tensor, bias: Tensor | None, owner: str) -> tuple[Tensor, Tensor]:
+    """Copies of the class vectors (n, d) and of their bias (n,), zeros if there is none; detached."""
+    if floating(vectors, "vectors", owner).ndim != 2 or 0 in vectors.shape:
         raise BochnerError(f"The 'vectors' of {owner} must have shape (n, d), got {tuple(vectors.shape)}.")
-    return vectors.clone()
+    vectors, bias = check_rows(vectors, bias, tuple(vectors.shape), owner)
+    return vectors.clone(), vectors.new_zeros(len(vectors)) if bias is None else bias.to(vectors.dtype, copy=True)
 
 
 def check_ids(ids: Tensor, num_classes: int, owner: str, queries: int | None = None) -> None:
@@ -198,12 +207,3 @@ def check_rows(
             raise BochnerError(f"The {name!r} of {owner} must have shape {wanted}, got {tuple(value.shape)}.")
     vectors = finite(floating(vectors, "vectors", owner).detach(), "vectors", owner)
     return vectors, None if bias is None else finite(floating(bias, "bias", owner).detach(), "bias", owner)
-
-
-def check_bias(bias: Tensor | None, vectors: Tensor, owner: str) -> Tensor:
-    """A copy of the bias (n,), zeros if there is none."""
-    if bias is None:
-        return vectors.new_zeros(len(vectors))
-    if bias.shape != vectors.shape[:1]:
-        raise BochnerError(f"The 'bias' of {owner} must have shape ({len(vectors)},), got {tuple(bias.shape)}.")
-    return finite(floating(bias, "bias", owner).detach(), "bias", owner).to(vectors.dtype, copy=True)

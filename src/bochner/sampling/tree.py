@@ -14,11 +14,10 @@ from bochner.maps import FeatureMap, Features, MapLike, feature_map
 from bochner.sampling.samplers import (
     Draws,
     Sampler,
-    check_bias,
+    check_classes,
     check_ids,
     check_queries,
     check_rows,
-    check_vectors,
     in_full_precision,
 )
 
@@ -44,7 +43,6 @@ class FeatureTree(Sampler):
         bias: b, (n,).
         feature_map: a name, a class or an instance for the softmax kernel; `num_features` m as there.
         leaf_size: classes in a leaf.
-        scale: the logits are `scale x . y + b`.
         normalize: a length to which x and y are brought for sampling alone, as appendix I of the paper does: another
             distribution with less variance, whose probabilities are still known.
         seed: of the feature map.
@@ -73,32 +71,20 @@ class FeatureTree(Sampler):
         feature_map: MapLike = "calibrated",
         num_features: int = 64,
         leaf_size: int = 16,
-        scale: float = 1.0,
         normalize: float | None = None,
         seed: int = 0,
     ) -> None:
         owner = type(self).__name__
-        y = check_vectors(vectors, owner)
+        y, b = check_classes(vectors, bias, owner)
         super().__init__(len(y))
         self.leaf_size = positive_int(leaf_size, "leaf_size", owner)
-        self.scale = positive_float(scale, "scale", owner)
         self.normalize = None if normalize is None else positive_float(normalize, "normalize", owner)
         self.phi = _softmax_map(feature_map, y.shape[1], num_features, seed)
         self.uniform = 0.0 if self.phi.positive else 0.1  # the share of uniform draws
-        order = similar_order(y)
-        y, b = y[order], check_bias(bias, y, owner)[order]
-        self.register_buffer("order", order, persistent=False)  # the class at each place
-        self.register_buffer(
-            "place", torch.empty_like(order).scatter_(0, order, torch.arange(len(y))), persistent=False
-        )
-        self.register_buffer("vectors", y, persistent=False)  # by place
-        self.register_buffer("bias", b, persistent=False)
-        self._shift = 0.0
-        self._sums: list[Tensor] = []  # leaves first; each level a multiple of FAN rows, the last the root's children
         self._prepared: Callable[[Tensor], Features] | None = None  # the map of queries, as it was at the last build
-        self._build()
+        self._group(y, b)
         # The sums are those of the map: one that was read from a file makes new ones.
-        self.register_load_state_dict_post_hook(FeatureTree._rebuild)
+        self.register_load_state_dict_post_hook(FeatureTree._build)
 
     # ---- building -------------------------------------------------------------------------------------------------
 
@@ -115,15 +101,20 @@ class FeatureTree(Sampler):
     def set_classes_(self, vectors: Tensor, bias: Tensor | None = None) -> FeatureTree:
         """New vectors of all classes, grouped anew: the tree is then what a new one would be, its map apart."""
         vectors, bias = check_rows(vectors, bias, tuple(self.vectors.shape), "set_classes_")
-        vectors = vectors.to(self.vectors.dtype)
-        bias = self.bias[self.place] if bias is None else bias.to(self.bias.dtype)
-        order = similar_order(vectors)
-        self.order.copy_(order)
-        self.place.scatter_(0, order, torch.arange(len(order)))
-        self.vectors.copy_(vectors[order])
-        self.bias.copy_(bias[order])
-        self._build()
+        self._group(vectors.to(self.vectors.dtype), self.bias[self.place] if bias is None else bias.to(self.bias.dtype))
         return self
+
+    def _group(self, vectors: Tensor, bias: Tensor) -> None:
+        """Put like classes next to each other, and build."""
+        order = similar_order(vectors)
+        for name, value in (
+            ("order", order),  # the class at each place
+            ("place", order.argsort()),
+            ("vectors", vectors[order]),  # by place
+            ("bias", bias[order]),
+        ):
+            self.register_buffer(name, value, persistent=False)
+        self._build()
 
     @torch.no_grad()
     def update_(self, ids: Tensor, vectors: Tensor, bias: Tensor | None = None) -> FeatureTree:
@@ -149,27 +140,18 @@ class FeatureTree(Sampler):
             self._sums[level][node] = self._sums[level - 1].view(-1, FAN, sums.shape[1])[node].sum(1)
         return self
 
-    def _rebuild(self, *_: object) -> None:
-        self._build()
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared": None}
 
-    def _build(self) -> None:
-        self._prepared = None
-        self._shift = -math.inf
-        for i in range(0, self.num_classes, ROWS):
-            self._shift = max(self._shift, float(self._log_scales(i, i + ROWS).max()))
-        leaves = -(-self.num_classes // self.leaf_size)
-        sums = torch.zeros(_padded(leaves), self.phi.feature_dim, dtype=self._dtype)
-        step = max(1, ROWS // self.leaf_size)
-        for i in range(0, leaves, step):
-            members = torch.arange(i * self.leaf_size, min(i + step, leaves) * self.leaf_size)
-            sums[i : i + step][: len(members) // self.leaf_size] = self._leaf_sums(members)[0]
+    def _build(self, *_: object) -> None:
+        """The sums of every level: leaves first, each level a multiple of FAN rows, the last the root's children."""
+        self._prepared, n, size = None, self.num_classes, self.leaf_size
+        self._shift = max(float(self._logs(place).max()) for place in torch.arange(n).split(ROWS))
+        leaves = torch.arange(-(-n // size) * size).split(max(1, ROWS // size) * size)
+        sums = _padded(torch.cat([self._leaf_sums(members)[0] for members in leaves]))
         self._sums = [sums]
         while len(sums) > FAN:
-            sums = sums.view(-1, FAN, sums.shape[1]).sum(1)
-            sums = torch.cat([sums, sums.new_zeros(_padded(len(sums)) - len(sums), sums.shape[1])])
+            sums = _padded(sums.view(-1, FAN, sums.shape[1]).sum(1))
             self._sums.append(sums)
         if not bool(sums.isfinite().all()):
             longest = float(self.vectors.abs().max())
@@ -182,9 +164,8 @@ class FeatureTree(Sampler):
     def _dtype(self) -> torch.dtype:
         return torch.float64 if self.vectors.dtype == torch.float64 else torch.float32
 
-    def _log_scales(self, start: int, stop: int) -> Tensor:
-        features = self._key_features(self.vectors[start:stop])
-        return features.log_scale[:, 0] + self.bias[start:stop]
+    def _logs(self, place: Tensor) -> Tensor:
+        return self._key_features(self.vectors[place]).log_scale[:, 0] + self.bias[place]
 
     def _leaf_sums(self, members: Tensor) -> tuple[Tensor, float]:
         """The sums of whole leaves, given all their places (those beyond n are empty), and the largest log scale."""
@@ -202,46 +183,40 @@ class FeatureTree(Sampler):
     def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
         x = self._check(x)
         positive_int(num_samples, "num_samples", type(self).__name__)
-        rows = max(1, BLOCK // (num_samples * FAN * self.phi.feature_dim))
-        if len(x) <= rows:
-            return Draws(*self._draw(x, num_samples, generator))
-        parts = [self._draw(block, num_samples, generator) for block in x.split(rows)]
-        return Draws(*(torch.cat(p) for p in zip(*parts, strict=True)))
+        parts = [self._draw(block, num_samples, generator) for block in x.split(self._rows(num_samples))]
+        return Draws(*(p[0] if len(p) == 1 else torch.cat(p) for p in zip(*parts, strict=True)))
 
     def _draw(self, x: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
         f = self._features(x).values
         u = torch.rand(len(self._sums) + 1, len(x), k, generator=generator, dtype=f.dtype).to(x.device)
-        node, logs = self._go_down(x, f, u)
-        if self.uniform > 0:
-            other = torch.rand(len(x), k, generator=generator).to(x.device) < self.uniform
-            anywhere = torch.randint(self.num_classes, (len(x), k), generator=generator).to(x.device)
-            node = torch.where(other, anywhere, node)
-            if bool(other.any()):  # what was not walked to has a probability to be found
-                rows = other.nonzero()[:, 0]
-                logs[other] = self._walk(x[rows], node[other][:, None])[:, 0]
-            logs = self._mixed(logs)
-        return self.order[node], logs
-
-    def _go_down(self, x: Tensor, f: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Places (b, k) drawn by inversion of u (levels and leaf, b, k), and their log probabilities."""
-        node = torch.zeros(u.shape[1:], dtype=torch.long, device=x.device)
-        logs = torch.zeros_like(u[0])
+        node, logs = torch.zeros(len(x), k, dtype=torch.long, device=x.device), torch.zeros_like(u[0])
         for level in reversed(range(len(self._sums))):
             child, log = choose(self._shares(level, node, f), u[level])
             node, logs = node * FAN + child, logs + log
         if self.leaf_size > 1:
             child, log = choose(self._leaf(node, x), u[-1])
             node, logs = node * self.leaf_size + child, logs + log
-        return node, logs
+        if self.uniform > 0:
+            other = torch.rand(len(x), k, generator=generator).to(x.device) < self.uniform
+            anywhere = torch.randint(self.num_classes, (len(x), k), generator=generator).to(x.device)
+            node = torch.where(other, anywhere, node)
+            if bool(other.any()):  # what was not walked to has a probability to be found
+                logs[other] = self._walk(x[other.nonzero()[:, 0]], node[other][:, None])[:, 0]
+            logs = self._mixed(logs)
+        return self.order[node], logs
 
     @in_full_precision
     def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
         x = self._check(x)
         check_ids(ids, self.num_classes, "log_prob", len(x))
-        rows = max(1, BLOCK // (max(1, ids.shape[1]) * FAN * self.phi.feature_dim))
-        place = self.place[ids]
-        logs = torch.cat([self._walk(b, p) for b, p in zip(x.split(rows), place.split(rows), strict=True)])
+        rows = self._rows(max(1, ids.shape[1]))
+        parts = zip(x.split(rows), self.place[ids].split(rows), strict=True)
+        logs = torch.cat([self._walk(block, place) for block, place in parts])
         return self._mixed(logs) if self.uniform > 0 else logs
+
+    def _rows(self, k: int) -> int:
+        """Queries at a time, each with k walks down the tree."""
+        return max(1, BLOCK // (k * FAN * self.phi.feature_dim))
 
     def _walk(self, x: Tensor, place: Tensor) -> Tensor:
         """The log probability of going down to each place (b, k)."""
@@ -267,14 +242,10 @@ class FeatureTree(Sampler):
         mass = torch.bmm(children, f.unsqueeze(-1)).view(b, k, FAN).clamp_(min=0)
         lost = mass.sum(-1) <= 0
         if bool(lost.any()):
-            mass[lost] = self._counts(level, parent[lost]).to(mass.dtype)
+            size = self.leaf_size * FAN**level  # classes under a child
+            first = (parent[lost][:, None] * FAN + torch.arange(FAN, device=parent.device)) * size
+            mass[lost] = (self.num_classes - first).clamp(0, size).to(mass.dtype)
         return mass
-
-    def _counts(self, level: int, parent: Tensor) -> Tensor:
-        """Classes under each child of the nodes (t,), (t, FAN)."""
-        size = self.leaf_size * FAN**level
-        first = (parent[:, None] * FAN + torch.arange(FAN, device=parent.device)) * size
-        return (self.num_classes - first).clamp(0, size)
 
     def _leaf(self, leaf: Tensor, x: Tensor) -> Tensor:
         """The softmax of the classes of leaves (b, k) up to a factor, (b, k, leaf_size)."""
@@ -306,11 +277,11 @@ class FeatureTree(Sampler):
         return (values @ self._sums[-1].sum(0)).clamp_min(0).log() + log_scale[:, 0] + self._shift
 
     def logits(self, x: Tensor, ids: Tensor) -> Tensor:
-        """`scale x . y_j + b_j` for ids (b, k), without gradient."""
+        """`x . y_j + b_j` for ids (b, k), without gradient."""
         check_ids(ids, self.num_classes, "logits", len(x))
         place = self.place[ids]
         y = self.vectors[place.flatten()].view(*place.shape, x.shape[1])
-        return self.scale * torch.bmm(y, x.to(y.dtype).unsqueeze(-1)).squeeze(-1) + self.bias[place]
+        return torch.bmm(y, x.to(y.dtype).unsqueeze(-1)).squeeze(-1) + self.bias[place]
 
     # ---- inputs ---------------------------------------------------------------------------------------------------
 
@@ -319,9 +290,7 @@ class FeatureTree(Sampler):
 
     def _scaled(self, x: Tensor) -> Tensor:
         """x or y as the kernel `exp(x . y)` takes it."""
-        if self.normalize is not None:
-            x = torch.nn.functional.normalize(x, dim=-1) * self.normalize
-        return x * math.sqrt(self.scale)
+        return x if self.normalize is None else torch.nn.functional.normalize(x, dim=-1) * self.normalize
 
     def _features(self, x: Tensor) -> Features:
         """Of queries. The map is prepared once: for a query alone that takes longer than all else."""
@@ -358,8 +327,9 @@ def log_share(mass: Tensor, child: Tensor) -> Tensor:
     return (mass.gather(-1, child.unsqueeze(-1)).squeeze(-1) / mass.sum(-1)).log()
 
 
-def _padded(count: int) -> int:
-    return max(1, -(-count // FAN)) * FAN
+def _padded(sums: Tensor) -> Tensor:
+    """With rows of zeros, to a multiple of FAN of them."""
+    return torch.nn.functional.pad(sums, (0, 0, 0, -len(sums) % FAN))
 
 
 def similar_order(y: Tensor, smallest: int = 64) -> Tensor:

@@ -35,21 +35,19 @@ import torch
 from bochner._checks import BochnerError, BochnerWarning
 from bochner._progress import speaker
 from bochner.hf import inputs
-from bochner.hf.checks import check_arguments, check_model
 from bochner.hf.config import Calibration, Target
-from bochner.hf.evaluate import evaluator
-from bochner.hf.interface import unwrap
+from bochner.hf.interface import check_model, unwrap
 from bochner.hf.observe import discover_parts
 from bochner.hf.plan import Plan
 from bochner.hf.search import selected
 from bochner.hf.search.damage import MeasuredProblem, measure_damages
 from bochner.hf.search.knapsack import Choice, all_exact, frontier, totals
-from bochner.hf.search.options import Space, fitted_maps
+from bochner.hf.search.options import Space
 from bochner.hf.search.refine import Candidate, Trials, best_within, cheapest_that_keeps, ladder
 from bochner.hf.search.report import Point, SearchReport, heads_of
 from bochner.hf.search.selected import SelectedProblem, SelectedSpace, best_of_all
 from bochner.hf.search.texts import Goal, Split, batches_for, settle, split
-from bochner.hf.search.verify import Verdict, Verifier
+from bochner.hf.search.verify import TOKENS, Verdict, Verifier
 
 __all__ = ["SearchReport", "search"]
 
@@ -72,16 +70,15 @@ def search(
     check_model(model)
     if not isinstance(target, Target):
         raise BochnerError(f"The 'target' of search must be a bochner.Target, got {type(target).__name__}.")
-    check_arguments(target, parts, unsupported, 0, seed)
     if data is None:
         raise BochnerError("A Target needs 'data': texts to search on and texts to verify on.")
     run = _Run(speaker(progress))
     batches = batches_for(model, Calibration.of(data, tokenizer), target)
     shapes = discover_parts(model, batches, unsupported, parts)
-    _warn_if_nothing_can_change(model, shapes)
+    obstacle, most = _obstacle(model, shapes), inputs.positions(model).get("input_ids")
     goal = settle(target, model, shapes, batches)
     selects = selected.applies(model, goal, shapes, batches)
-    texts = selected.split_for(model, batches, goal) if selects else split(batches, goal, _positions(model))
+    texts = selected.split_for(model, batches, goal) if selects else split(batches, goal, most)
     problem = (_ladder if selects else _heads)(run, model, shapes, goal, texts, seed)
     trials = Trials(problem)
     with run.stage("choosing"):
@@ -89,10 +86,10 @@ def search(
     with run.stage("verifying"):
         verifier = Verifier(model, texts.held, goal, shapes, run.say)
         report = _verified(problem, trials, choices, verifier)
-    report.positions, report.fit_tokens = _positions(model), _fit_tokens(texts)
+    report.positions = most
     report.training = texts.training(goal.judged) if target.train is not None else []
     report.seconds = {**run.seconds, "in all": time.monotonic() - run.began}
-    report.reasons += _remarks(report, shapes)
+    report.reasons += _remarks(report, obstacle)
     run.say(f"\n{report}")
     return report
 
@@ -106,8 +103,9 @@ def _heads(run: _Run, model: Any, shapes: Any, goal: Goal, texts: Split, seed: i
         space.price(run.say)
     with run.stage("damages"):
         run.say("running the original on the choice texts")
-        judge = evaluator(model, texts.choice, goal.judged)
-        return MeasuredProblem(space, judge, measure_damages(space, judge, run.say), run.say)
+        choice = texts.choice[: max(goal.judged, TOKENS // 2)] if goal.is_language else texts.choice
+        known = Verifier(model, choice, goal, shapes, run.say)
+        return MeasuredProblem(space, known, measure_damages(space, known, run.say), run.say)
 
 
 def _ladder(run: _Run, model: Any, shapes: Any, goal: Goal, texts: Split, seed: int) -> SelectedProblem:
@@ -163,9 +161,12 @@ def _verified(
         plan = space.plan_of(choice)
         layers = space.build(plan)
         found = verifier.verify(plan, layers) if plan.converted else verifier.original()
-        slower = _whole_model_is_slower(goal, found) if plan.converted else ""
-        if slower:
-            reasons, waiting = [slower], waiting[-1:]
+        if plan.converted and not goal.by_memory and found.length >= goal.length and found.time_share >= 1:
+            waiting = waiting[-1:]  # what is nearer to the original is no faster
+            reasons = [
+                f"Nothing is converted: attention would be faster at {goal.length:,} tokens, but the whole model takes "
+                f"{found.time_share:.0%} of the original's time."
+            ]
         elif demanded is None or found.passes(demanded):
             break
         else:
@@ -177,12 +178,12 @@ def _verified(
             f"the quality, and {goal.keep:.2%} was asked for. Ask for less, give more texts, or train it "
             "(Target(train=Distillation()))."
         )
-    plan.maps = fitted_maps(layers)
+    if plan.converted and goal.by_memory:
+        reasons.append(_bytes(space, plan))
+    plan.maps = {name: layer.fitted() for name, layer in layers.items() if layer.plan.has_map}
     points, place = _frontier(problem, trials, trials.run(choice))
     points[place].plan = plan
     report = SearchReport(goal, plan, points, place, bool(plan.converted) or not failed, found, failed)
-    if plan.converted and goal.by_memory:
-        reasons.append(_bytes(space, plan))
     report.further, report.reasons, report.verifier = verifier.further(plan, layers), reasons, verifier
     return report
 
@@ -198,16 +199,6 @@ def _bytes(space: Space, plan: Plan) -> str:
     )
 
 
-def _whole_model_is_slower(goal: Goal, found: Verdict) -> str:
-    """Why a plan is not taken whose attention is faster, if the whole model is not."""
-    if goal.by_memory or found.length < goal.length or found.time_share < 1:
-        return ""
-    return (
-        f"Nothing is converted: attention would be faster at {goal.length:,} tokens, but the whole model takes "
-        f"{found.time_share:.0%} of the original's time."
-    )
-
-
 def _frontier(problem: MeasuredProblem | SelectedProblem, trials: Trials, chosen: Candidate) -> tuple[list[Point], int]:
     """All that was measured, the cheapest first, and the place of the choice."""
     space, candidates = problem.space, trials.by_cost()
@@ -220,52 +211,42 @@ def _frontier(problem: MeasuredProblem | SelectedProblem, trials: Trials, chosen
     return points, candidates.index(chosen)
 
 
-def _positions(model: Any) -> int | None:
-    return inputs.positions(model).get("input_ids")
-
-
-def _fit_tokens(texts: Split) -> int:
-    first = texts.fit[0]
-    return sum(batch["input_ids"].numel() for batch in texts.fit) if "input_ids" in first else 0
-
-
-def _remarks(report: SearchReport, shapes: dict[str, Any]) -> list[str]:
-    """Sentences for people."""
-    goal, plan, found = report.goal, report.plan, list[str]()
-    obstacles = [shape.obstacle.reason for shape in shapes.values() if shape.obstacle is not None]
-    if len(obstacles) == len(shapes):
-        found.append(f"Nothing can be converted: {obstacles[0]}.")
-    elif plan.converted and not goal.by_memory:
+def _remarks(report: SearchReport, obstacle: str) -> list[str]:
+    """Sentences for people; `obstacle`: why nothing can be converted at all."""
+    goal, verified, found = report.goal, report.verified, list[str]()
+    if obstacle:
+        found.append(f"Nothing can be converted: {obstacle}.")
+    elif report.plan.converted and not goal.by_memory:
         found.append(f"Attention takes {report.time_share:.1%} of the original's time at {goal.length:,} tokens.")
-        found.append(f"The whole model takes {report.verified.time_share:.1%} at {report.verified.length:,} tokens.")
+        found.append(f"The whole model takes {verified.time_share:.1%} at {verified.length:,} tokens.")
     elif not report.reasons:
         found.append(f"Nothing is converted: at {goal.length:,} tokens nothing that meets the target costs less.")
-    if report.failed and plan.converted:
+    if report.failed and report.plan.converted:
         found.append(
             f"{len(report.failed)} of the choices failed verification; what comes after them was declared before, has "
             "to pass by its lower bound, and has a wider interval."
         )
-    readable, longest = (
-        min(goal.length, report.positions or goal.length),
-        max([report.verified.length, *report.further]),
-    )
+    readable, longest = min(goal.length, report.positions or goal.length), max([verified.length, *report.further])
     if longest < readable:
         found.append(f"The texts held back have {longest:,} tokens only: give more of them to verify at {readable:,}.")
-    keep = report.verified.quality.retained if goal.keep is None else goal.keep
-    worst = min(report.further.items(), key=lambda item: item[1].quality.retained, default=None)
-    if worst is not None and worst[1].quality.retained < keep:
-        found.append(
-            f"Quality was judged at {report.verified.length:,} tokens; at {worst[0]:,} it is "
-            f"{worst[1].quality.retained:.2%}. Name a longer 'judge_length' if your texts are longer."
-        )
+    keep = verified.quality.retained if goal.keep is None else goal.keep
+    for n, longer in report.further.items():
+        if longer.quality.retained < keep:
+            found.append(
+                f"Quality was judged at {verified.length:,} tokens; at {n:,} it is {longer.quality.retained:.2%}. Name "
+                "a longer 'judge_length' if your texts are longer."
+            )
     return [*found, *goal.notes]
 
 
-def _warn_if_nothing_can_change(model: Any, shapes: dict[str, Any]) -> None:
+def _obstacle(model: Any, shapes: dict[str, Any]) -> str:
+    """Why nothing of a model can be converted, of which it warns; "" if something can."""
     reasons = [shape.obstacle.reason for shape in shapes.values() if shape.obstacle is not None]
-    if len(reasons) == len(shapes):
-        warnings.warn(
-            f"Nothing of this {type(model).__name__} can be converted, it stays as it was: {reasons[0]}.",
-            BochnerWarning,
-            stacklevel=4,
-        )
+    if len(reasons) < len(shapes):
+        return ""
+    warnings.warn(
+        f"Nothing of this {type(model).__name__} can be converted, it stays as it was: {reasons[0]}.",
+        BochnerWarning,
+        stacklevel=4,
+    )
+    return str(reasons[0])

@@ -16,46 +16,42 @@ import torch
 from torch import Tensor
 
 from bochner.hf.calibrate import option_errors
-from bochner.hf.evaluate import Evaluator, Quality
+from bochner.hf.evaluate import Quality
+from bochner.hf.interface import attached
 from bochner.hf.search.knapsack import Choice, Table, all_exact, totals
 from bochner.hf.search.options import Say, Space
+from bochner.hf.search.verify import Verifier
 
 
-def measure_damages(space: Space, evaluator: Evaluator, say: Say) -> dict[str, Tensor]:
+def measure_damages(space: Space, texts: Verifier, say: Say) -> dict[str, Tensor]:
     """The damage of each option but exact to each key head, (options, g), by the layer's name."""
     options = {name: layer.made for name, layer in space.layers.items() if layer.made}
     found = {}
-    for name, errors in option_errors(space.model, options, evaluator.batches, say).items():
+    for name, errors in option_errors(space.model, options, texts.batches, say).items():
         shares = torch.stack([(e.error / e.size.sum().clamp_min(1e-30)).cpu() for e in errors.values()])
         found[name] = shares.view(len(shares), space.layers[name].plan.num_kv_heads, -1).sum(-1)
-    return found
-
-
-def tables(space: Space, damages: dict[str, Tensor]) -> list[Table]:
-    """The knapsack's tables, one for each layer that may change."""
-    found = []
-    for name, layer in space.layers.items():
-        g = layer.plan.num_kv_heads
-        damage = torch.zeros(len(layer.fates), g, dtype=torch.float64)
-        if name in damages:
-            damage[1:] = damages[name]
-        cost = layer.cost[:, None].expand(-1, g).contiguous()
-        found.append(Table(damage, cost, not space.goal.by_memory, layer.split))
     return found
 
 
 class MeasuredProblem:
     """The search problem of a model: damages and costs from its options, quality by running a choice end to end."""
 
-    def __init__(self, space: Space, evaluator: Evaluator, damages: dict[str, Tensor], say: Say) -> None:
-        self.space, self.evaluator, self.say = space, evaluator, say
-        self.tables = tables(space, damages)
+    def __init__(self, space: Space, texts: Verifier, damages: dict[str, Tensor], say: Say) -> None:
+        self.space, self.texts, self.say, self.tables = space, texts, say, list[Table]()
+        for name, layer in space.layers.items():
+            damage = torch.zeros(len(layer.fates), layer.plan.num_kv_heads, dtype=torch.float64)
+            if name in damages:
+                damage[1:] = damages[name]
+            cost = layer.cost[:, None].expand_as(damage).contiguous()
+            self.tables.append(Table(damage, cost, not space.goal.by_memory, layer.split))
         self.whole = totals(self.tables, all_exact(self.tables))[1]
 
     def measure(self, choice: Choice) -> Quality:
-        built = self.space.build(self.space.plan_of(choice))
-        layers = {name: layer for name, layer in built.items() if not layer.plan.untouched}
-        found = self.evaluator.quality(lambda batch: self.space.output(layers, batch))
+        plan = self.space.plan_of(choice)
+        if not plan.converted:
+            return self.texts.original().quality
+        with attached(self.space.model, plan, self.space.build(plan)):
+            found = self.texts.look(self.space.model).quality
         share = totals(self.tables, choice)[1] / max(self.whole, 1e-30)
         self.say(f"quality {found.retained:.2%} with {share:.1%} of the {self.space.goal.minimize}")
         return found

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bochner._timing import best_times
-from bochner.hf.attention import LinearAttention
+from bochner.hf.attention import LinearAttention, layer_seconds
 from bochner.hf.calibrate import Samples, observe
-from bochner.hf.calls import Call, exact
 from bochner.hf.fates import EXACT, FATES, Fate
-from bochner.hf.observe import recording, run
-from bochner.hf.plan import Fitted, LayerPlan, Plan
+from bochner.hf.plan import LayerPlan, Plan
 from bochner.hf.search.knapsack import Choice
 from bochner.hf.search.texts import Goal
 
@@ -130,24 +126,6 @@ class Space:
             for x in plan.layers
         }
 
-    def output(self, layers: Mapping[str, Callable[[Call], Tensor]], batch: dict[str, Any]) -> Any:
-        """The model's output with some layers in place of its own."""
-
-        def replaced(name: str, call: Call) -> Tensor | None:
-            return layers[name](call) if name in layers else None
-
-        with recording(self.model, replaced):
-            return run(self.model, batch)
-
-
-def fitted_maps(layers: Mapping[str, LinearAttention]) -> dict[str, Fitted]:
-    """The maps of layers as they are now, for a plan to bring along."""
-    return {
-        name: Fitted(list(layer.plan.fates), {k: v.detach().cpu().clone() for k, v in layer.state_dict().items()})
-        for name, layer in layers.items()
-        if layer.plan.has_map
-    }
-
 
 def candidates(layer: Layer, samples: Samples, goal: Goal) -> list[Fate]:
     """What the registered fates propose for a layer, if its samples are enough to fit their maps.
@@ -169,27 +147,3 @@ def _can_be_fitted(fate: Fate, layer: Layer, samples: Samples, goal: Goal) -> bo
     far = not layer.plan.is_causal or 2 * samples.length >= layer.length
     rows, window = 2 * getattr(fate, "num_features", 0), 2 * (getattr(fate, "window", None) or 0)
     return far and samples.rows >= rows and samples.length >= window
-
-
-def random_call(plan: LayerPlan, length: int, device: Any = "cpu", dtype: torch.dtype = torch.float32) -> Call:
-    """A call of one sequence of `length` tokens with the heads of a layer."""
-    g = torch.Generator().manual_seed(length)
-    heads = ((plan.num_heads, plan.head_dim), (plan.num_kv_heads, plan.head_dim), (plan.num_kv_heads, plan.value_dim))
-    q, k, v = (torch.randn(1, h, length, d, generator=g).to(device, dtype) for h, d in heads)
-    return Call(q, k, v, plan.is_causal, None, plan.head_dim**-0.5)
-
-
-@torch.no_grad()
-def layer_seconds(
-    layers: Mapping[str, LinearAttention], plan: LayerPlan, length: int, device: Any, dtype: torch.dtype
-) -> dict[str, float]:
-    """Seconds of some layers and of "exact" attention at one length, taking turns on this machine."""
-    call = random_call(plan, length, device, dtype)
-
-    def run(attention: Callable[[Call], Tensor]) -> None:
-        attention(call)
-        if call.query.is_cuda:
-            torch.cuda.synchronize(call.query.device)
-
-    runs = {"exact": partial(run, exact), **{name: partial(run, layer) for name, layer in layers.items()}}
-    return best_times(runs, repeats=3, budget=0.5)

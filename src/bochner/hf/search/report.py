@@ -46,8 +46,8 @@ class SearchReport:
     `frontier`: the choices that were measured, the cheapest first; `chosen`: the place of the plan among them. `met`:
     whether the target is reached. `verified`: the plan on texts that the search never used; `further`: on longer ones;
     `trained`: after distillation, if there was any. `failed`: choices that failed verification before.
-    `positions`: the most tokens that the model has a table of positions for. `fit_tokens`: how many tokens the maps
-    were fitted to. `training`: the data that distillation may use.
+    `positions`: the most tokens that the model has a table of positions for. `training`: the data that distillation may
+    use.
     """
 
     goal: Goal
@@ -62,7 +62,6 @@ class SearchReport:
     reasons: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     positions: int | None = None
-    fit_tokens: int = 0
     training: list[dict[str, Any]] = field(default_factory=list, repr=False)
     verifier: Verifier | None = field(default=None, repr=False, compare=False)
 
@@ -104,32 +103,25 @@ class SearchReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON and for reports."""
-        return {
-            "goal": asdict(self.goal),
-            "met": self.met,
-            "chosen": self.chosen,
-            "frontier": [point.to_dict() for point in self.frontier],
-            "verified": _plain(self.verified),
-            "failed": [_plain(verdict) for verdict in self.failed],
-            "further": {str(n): _plain(v) for n, v in self.further.items()},
-            "trained": {str(n): _plain(v) for n, v in self.trained.items()},
-            "plan": self.plan.to_dict(),
-            "reasons": self.reasons,
-            "seconds": self.seconds,
-            "positions": self.positions,
-            "fit_tokens": self.fit_tokens,
+        plain = {name: getattr(self, name) for name in ("met", "chosen", "reasons", "seconds", "positions")}
+        verdicts = {
+            name: {str(n): verdict.to_dict() for n, verdict in getattr(self, name).items()}
+            for name in ("further", "trained")
         }
+        points, failed = [point.to_dict() for point in self.frontier], [verdict.to_dict() for verdict in self.failed]
+        found = {"goal": asdict(self.goal), "plan": self.plan.to_dict(), "frontier": points}
+        return {**plain, **found, "verified": self.verified.to_dict(), "failed": failed, **verdicts}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SearchReport:
         """A report that was saved; of its choices it has the plan of the one that was taken."""
-        made = {name: data[name] for name in ("chosen", "met", "reasons", "seconds", "positions", "fit_tokens")}
-        made |= {name: {int(n): _verdict(v) for n, v in data[name].items()} for name in ("further", "trained")}
+        made = {name: data[name] for name in ("chosen", "met", "reasons", "seconds", "positions")}
+        made |= {name: {int(n): Verdict.from_dict(v) for n, v in data[name].items()} for name in ("further", "trained")}
         goal = Goal(**{**data["goal"], "notes": tuple(data["goal"]["notes"])})
         points, plan = [Point.from_dict(point) for point in data["frontier"]], Plan.from_dict(data["plan"])
         points[data["chosen"]].plan = plan
-        failed = [_verdict(v) for v in data["failed"]]
-        return cls(goal, plan, points, verified=_verdict(data["verified"]), failed=failed, **made)
+        failed = [Verdict.from_dict(verdict) for verdict in data["failed"]]
+        return cls(goal, plan, points, verified=Verdict.from_dict(data["verified"]), failed=failed, **made)
 
     def __str__(self) -> str:
         timed = not self.goal.by_memory
@@ -140,17 +132,13 @@ class SearchReport:
             f"    quality  lower bound  {'  time' if timed else 'memory'}  key heads",
         ]
         for i, point in enumerate(self.frontier):
-            cost = point.attention if timed else point.memory
+            cost, found = point.attention if timed else point.memory, point.quality
             mark = ">" if i == self.chosen else " "
-            found = point.quality
             lines.append(f"{mark}   {found.retained:7.2%}  {found.lower:11.2%}  {cost:6.1%}  {point.heads}")
         lines += [f"A choice failed verification: {verdict}." for verdict in self.failed]
-        if self.plan.converted:
-            lines.append(f"Verified: {self.verified}.")
-        for n, verdict in self.further.items():
-            lines.append(f"At {n:,} tokens: {verdict}.")
-        for verdict in self.trained.values():
-            lines.append(f"After training: {verdict}.")
+        lines += [f"Verified: {self.verified}."] if self.plan.converted else []
+        lines += [f"At {n:,} tokens: {verdict}." for n, verdict in self.further.items()]
+        lines += [f"After training: {verdict}." for verdict in self.trained.values()]
         for name, whole in self.verified.whole.items() if self.plan.converted else ():
             lines.append(f"{name} model: " + ", ".join(f"{k.replace('_', ' ')} {x:.4g}" for k, x in whole.items()))
         lines += self.reasons
@@ -170,12 +158,3 @@ def heads_of(plan: Plan) -> str:
         return shown
     mean = sum(fate.budget for fate in chosen) / len(chosen)
     return f"{shown}: {chosen[0].precision}, last {chosen[0].window} and about {mean:.0f} older keys"
-
-
-def _plain(verdict: Verdict) -> dict[str, Any]:
-    quality = verdict.quality.to_dict(verdict.confidence)
-    return {**quality, "texts": verdict.quality.texts, "length": verdict.length, "whole": verdict.whole}
-
-
-def _verdict(data: dict[str, Any]) -> Verdict:
-    return Verdict(Quality.from_dict(data), data["length"], data["confidence"], data["whole"])

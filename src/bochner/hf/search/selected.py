@@ -82,9 +82,8 @@ class SelectedSpace(Space):
                 f"The 'memory' of Target must be at least {least:.3f} for this model at {self.goal.length:,} tokens, "
                 f"got {self.goal.memory!r}: windows and sinks alone take so much."
             )
-        # Where all keys fit, a finer precision has room; two that differ are measured.
-        spare = sum(rung.share >= MOST for rung in full[:-1])
-        return full[spare : spare + 2]
+        # The coarsest holds the most keys. Where it holds all of them, a finer one has room.
+        return [full[sum(rung.share >= MOST for rung in full[:-1])]]
 
     def _within(self, memory: float, precision: str) -> Rung | None:
         """The rung with the most keys within a share of the memory; None if the least are too many."""
@@ -139,6 +138,5 @@ class SelectedProblem:
 
 
 def best_of_all(problem: SelectedProblem, trials: Trials) -> Candidate:
-    """Of rungs that fill the memory, one for each precision, the one with the best lower bound."""
-    tried = [trials.run(((i + 1,),)) for i in range(len(problem.space.rungs))]
-    return max(tried, key=lambda c: c.quality.lower)
+    """The rung that fills the memory."""
+    return trials.run(((1,),))

@@ -15,6 +15,7 @@ from bochner.hf import inputs
 from bochner.hf.calibrate import ROWS
 from bochner.hf.config import Calibration, Target
 from bochner.hf.evaluate import Text, is_language_model
+from bochner.hf.inputs import stream
 from bochner.hf.observe import discover
 
 PIECE = 640  # tokens that a language model's texts are fitted to at a time, at least
@@ -168,17 +169,3 @@ def _borders(count: int, fit: int) -> tuple[int, int]:
     """Where the second and third part of some texts begin; `fit`: as many as maps are fitted to."""
     first = max(1, min(int(FIT_SHARE * count), fit))
     return first, first + max(1, (count - first) // 2)
-
-
-def stream(data: Batches) -> Tensor:
-    """The tokens of a language model's texts, one after another, without padding."""
-    if any("input_ids" not in b for b in data):
-        raise BochnerError(
-            "A language model is judged by the tokens that it predicts: give texts or 'input_ids' as data, got batches "
-            f"of {sorted(data[0])}."
-        )
-    found = []
-    for batch in data:
-        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-        found += [row[keep.bool()] for row, keep in zip(batch["input_ids"], mask, strict=True)]
-    return torch.cat(found)

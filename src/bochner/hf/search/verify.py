@@ -1,4 +1,4 @@
-"""Verification: a choice on texts that had no part in it, once, by the whole model as it would be used."""
+"""The quality of a converted model on some texts, as the whole model would be used: for choosing and for verifying."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from bochner.hf.plan import Plan
 from bochner.hf.search.options import Say
 from bochner.hf.search.texts import Goal, longest
 
-TOKENS = 6144  # of held-back text, at least one sequence of the goal's length
+TOKENS = 6144  # of a language model's text that verifies, at least one sequence of the goal's length; half choose
 ROUNDS = 5  # of timing the whole model
 
 
 @dataclass
 class Verdict:
-    """What the texts held back say of a plan. `whole`: seconds and bytes of the original and the converted model.
+    """What some texts say of a plan. `whole`: seconds and bytes of the original and the converted model.
 
     `confidence`: of the interval; it is higher after other choices, since several were looked at.
     """
@@ -52,6 +52,14 @@ class Verdict:
         """Whether so much of the quality is retained; after other looks by the bound that choices are made by."""
         return (self.quality.retained if self.confidence <= INTERVAL else self.quality.lower) >= keep
 
+    def to_dict(self) -> dict[str, Any]:
+        texts = {"texts": self.quality.texts, "length": self.length, "whole": self.whole}
+        return {**self.quality.to_dict(self.confidence), **texts}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Verdict:
+        return cls(Quality.from_dict(data), data["length"], data["confidence"], data["whole"])
+
     def __str__(self) -> str:
         low, high = self.quality.bounds(self.confidence)
         texts = "one text" if self.quality.texts == 1 else f"{self.quality.texts} texts or stretches of text"
@@ -62,16 +70,16 @@ class Verdict:
 
 
 class Verifier:
-    """The texts held back, as the original answers to them."""
+    """Texts with the original's answers to them: tokens of a language model, batches of any other."""
 
     def __init__(self, model: Any, held: Any, goal: Goal, shapes: dict[str, Any], say: Say) -> None:
         self.model, self.held, self.goal, self.say, self.looks = model, held, goal, say, 0
         if goal.is_language:
             self.length = min(goal.judged, len(held))
             self.readings = {self.length: self._read(self.length, TOKENS)}
+            self.batches = [{"input_ids": text.ids} for text, _ in self.readings[self.length]]
         else:
-            self.length = longest(held, shapes)
-            self.outputs = Outputs(model, held)
+            self.length, self.outputs, self.batches = longest(held, shapes), Outputs(model, held), held
 
     def _read(self, length: int, tokens: int) -> list[tuple[Text, Reading]]:
         count = max(1, min(tokens, len(self.held)) // length)
@@ -99,11 +107,10 @@ class Verifier:
         if not self.goal.is_language:
             with evaluation_mode(model):
                 return Verdict(self.outputs.quality(lambda batch: run(model, batch)), length)
-        before = self.readings[length]
-        after = [read(model, text.ids) for text, _ in before]
-        quality = compare_readings([text for text, _ in before], [r for _, r in before], after)
-        whole = {"original": _figures(before[0][1]), "converted": _figures(after[0])}
-        return Verdict(quality, length, whole=whole)
+        texts, before = zip(*self.readings[length], strict=True)
+        after = [read(model, text.ids) for text in texts]
+        whole = {"original": before[0].costs, "converted": after[0].costs}
+        return Verdict(compare_readings(texts, before, after), length, whole=whole)
 
     def further(self, plan: Plan, layers: dict[str, LinearAttention]) -> dict[int, Verdict]:
         """What a plan that was judged by short texts does on longer ones, up to the goal's length."""
@@ -117,28 +124,18 @@ class Verifier:
         return found
 
     def _times(self, plan: Plan, layers: dict[str, LinearAttention]) -> dict[str, dict[str, float]]:
-        """Seconds of a whole forward pass on one text, original and converted taking turns."""
-        batch = {k: v[:1] for k, v in self.outputs.batches[0].items()}
-        best = {"original": float("inf"), "converted": float("inf")}
+        """The least seconds of a whole forward pass on one text, original and converted taking turns."""
+        batch, times = {k: v[:1] for k, v in self.batches[0].items()}, list[tuple[float, float]]()
         with evaluation_mode(self.model):
-            for i in range(ROUNDS + 1):
+            for _ in range(ROUNDS + 1):
                 original = _seconds(self.model, batch)
                 with attached(self.model, plan, layers):
-                    converted = _seconds(self.model, batch)
-                if i:  # the first warms up
-                    best = {"original": min(best["original"], original), "converted": min(best["converted"], converted)}
-        return {name: {"seconds": x} for name, x in best.items()}
+                    times.append((original, _seconds(self.model, batch)))
+        best = [min(seconds) for seconds in zip(*times[1:], strict=True)]  # the first warms up
+        return {"original": {"seconds": best[0]}, "converted": {"seconds": best[1]}}
 
 
 def _seconds(model: Any, batch: dict[str, Any]) -> float:
     began = time.perf_counter()
     run(model, batch)
     return time.perf_counter() - began
-
-
-def _figures(reading: Reading) -> dict[str, float]:
-    return {
-        "prefill_seconds": reading.prefill_seconds,
-        "step_seconds": reading.step_seconds,
-        "cache_bytes": float(reading.cache_bytes),
-    }
