@@ -473,6 +473,7 @@ def feedforward() -> str:
 WORDS = {
     "patches": "image patches", "casp": "proteins", "california": "houses", "colours": "pixels", "covers": "forests",
     "rims": "rims of patches", "words": "word vectors", "normal": "normal points", "mixture": "clusters",
+    "plane": "points in a plane",
 }  # fmt: skip
 UNMEASURED = "Not measured with this version yet: run `make bench`."
 
@@ -608,7 +609,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "you-get": you_get,
     "aims": aims,
     "kernels": lambda: kernel_products(WORDS, other_methods=True),
-    "kernel-shapes": lambda: kernel_products(("rectangles", "density", "many")),
+    "kernel-shapes": lambda: kernel_products(("rectangles", "density", "plane", "many")),
     "many-points": many_points,
     "keops": keops,
     "processes": processes,
