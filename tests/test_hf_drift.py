@@ -119,9 +119,10 @@ def test_the_mean_of_all_layers_tells_and_one_layer_alone_does_not() -> None:
     for name in [*names, *names[:3]]:  # the second pass is not complete
         alarm.hear(name, 3.0 if name == names[0] else 1.0)  # warnings are errors here
     assert not alarm.warned
-    with pytest.warns(BochnerWarning, match="2.0 spreads"):
-        for name in names:
-            alarm.hear(name, 2.0)
+    for name in names[:-1]:
+        alarm.hear(name, 2.0)
+    with pytest.warns(BochnerWarning, match=r"2\.0 spreads"):
+        alarm.hear(names[-1], 2.0)
     assert alarm.warned
     with pytest.warns(BochnerWarning, match="unlike"):
         Alarm(names[:1]).hear(names[0], FAR + 0.1)

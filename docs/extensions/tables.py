@@ -305,6 +305,23 @@ def moments() -> str:
     return table(heads, rows)
 
 
+def fits() -> str:
+    found = experiment("fits_that_travel")
+    several = "books, newspaper, manual"
+    names = {
+        ("books", "landmark 64"): "`landmark`, m = 64, fitted to books",
+        (several, "landmark 64"): "`landmark`, m = 64, fitted to three kinds",
+        ("books", "calibrated 128"): "`calibrated`, m = 128, fitted to books",
+        (several, "calibrated 128"): "`calibrated`, m = 128, fitted to three kinds",
+        ("nothing", "moments"): "`moments`, 1 group, not fitted",
+        ("nothing", "moments of 4 groups"): "`moments`, 4 groups, not fitted",
+        ("nothing", "no kernel"): "no kernel",
+    }
+    kinds = list(found["nothing"]["no kernel"])
+    rows = [[label, *(f"{found[a][b][k]['lost']:.3f}" for k in kinds)] for (a, b), label in names.items()]
+    return table(["kernel", *(kind.partition(",")[0] for kind in kinds)], rows)
+
+
 def frontier() -> str:
     case, near = (experiment("landmark_frontier")[name] for name in ("minilm", "minilm, window"))
     sizes = ("16", "32", "64", "128")
@@ -628,6 +645,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "book-recall": book_recall,
     "further": further,
     "window-kinds": window_kinds,
+    "fits": fits,
     "moments": moments,
     "frontier": frontier,
     "projections": projections,
