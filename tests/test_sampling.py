@@ -193,9 +193,10 @@ def test_queries_that_overflow_the_precision_of_the_tree_are_refused(k):
         tree.draw(torch.full((1, DIM), 2e38, dtype=torch.float64) * 10, k)
 
 
-def test_queries_without_any_mass_are_drawn_by_number():
+@pytest.mark.parametrize("leaf_size", [1, 16])
+def test_queries_without_any_mass_are_drawn_by_number(leaf_size):
     y = torch.full((50, DIM), 20.0)
-    tree = FeatureTree(y, feature_map="trig", num_features=4)
+    tree = FeatureTree(y, feature_map="trig", num_features=4, leaf_size=leaf_size)
     tree.uniform = 0.0
     tree._sums = [s.zero_() for s in tree._sums]
     p = tree.log_prob(torch.ones(1, DIM), torch.arange(50)[None]).exp()
