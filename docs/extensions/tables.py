@@ -62,16 +62,14 @@ def verified(report: Any) -> dict[str, float]:
 
 def models() -> str:
     speech, further = (experiment("speech_encoder")["keep 0.98"], experiment("further_models"))
-    rates, target = experiment("smollm_rates"), experiment("smollm_target")
+    target = experiment("smollm_target")
     rows = [
         ["Whisper tiny, encoder", "1,500", quality(speech["kept"]), "", times(speech["time"]), "`Target(keep=0.98)`"]
     ]
     for name, what in (("512", "judged at 512 tokens"), ("4000", "at 4,000 tokens")):
         found = target[name]
-        key = f"keep 0.99, {what}" if name == "512" else f"keep 0.99 {what}"
-        speed = rates["prefill"]["original"] / rates["prefill"][key]
         kept, memory = (quality(verified(found["report"])["retained"]), share(found["row"]["memory"]))
-        rows.append(["SmolLM2-135M", f"{int(name):,}", kept, memory, times(speed), f"`keep=0.99`, {what}"])
+        rows.append(["SmolLM2-135M", f"{int(name):,}", kept, memory, "", f"`keep=0.99`, {what}"])
     trained = experiment("smollm_distilled")["target"]
     kept, memory = (quality(trained["report"]["target"]["trained"]["4000"]["kept"]), share(trained["memory"]))
     rows.append(["SmolLM2-135M, adapters trained", "4,000", kept, memory, "", "`keep=0.99, memory=0.15`"])
@@ -252,8 +250,7 @@ def decoder_rates() -> str:
         rows.append(
             [label, f"{first:.1f}", *(f"{found[key][n]:.1f} ({found[key][n] / first:.2f}x)" for n in names[1:])]
         )
-    heads = ["tokens per second", "original", "window 128, 10 of 90 exact", "judged at 512", "at 4,000", *names[4:]]
-    return table(heads, rows)
+    return table(["tokens per second", *names], rows)
 
 
 def further() -> str:
