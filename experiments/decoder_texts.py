@@ -3,14 +3,12 @@
 A novel, newspaper reports of 1961, and a manual. Selected keys come from one call, `convert(model, Target(memory=...,
 length=LENGTH), texts)`, fitted to novels by others. Each text is read once. Behind it, passages of it come again, each
 alone, so that the distances are those that are named. Bytes are those of the tensors in the cache; caches rounded to 8
-and 4 bits are counted, since they are only simulated here. Figures of kvpress come from an environment of its own, by
-`_kvpress.py`.
+and 4 bits are counted, since they are only simulated here.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import math
 import re
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from _framework import HERE, Said, Store, experiment
+from _framework import Said, Store, experiment
 from _pictures import COLOURS, figure, save
 from torch import Tensor
 
@@ -135,7 +133,6 @@ def measure(store: Store, length: int = LENGTH) -> None:
             converted(model, tokenizer, spec, store, name)
             row(name)
             revert(model)
-    store.figures["kvpress"] = json.loads((HERE / "_kvpress.json").read_text(encoding="utf-8"))
 
 
 def converted(model: Any, tokenizer: Any, spec: Recipe | Target, store: Store, name: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import re
 import statistics
 import sys
@@ -137,24 +136,6 @@ def decoder_texts() -> str:
         held = 2 * found["novel"][key]["bytes"] / found["novel"]["exact"]["bytes"]
         rows.append([label, share(held), *cells])
     return table(["cache", "of bfloat16", "novel", "newspaper", "manual"], rows)
-
-
-def kvpress() -> str:
-    found, rows = experiment("decoder_texts")["kvpress"], []
-    for key in found["novel"]:
-        cells = []
-        for kind in ("novel", "newspaper", "manual"):
-            row, whole = found[kind].get(key), found[kind]["exact"]
-            if row is None:
-                cells.append("not run")
-                continue
-            worst = max(row["recall"][back] / whole["recall"][back] for back in whole["recall"])
-            cells.append(f"{math.exp(row['next'] - whole['next']):.3f} and {worst:.2f}")
-        row, whole = found["novel"][key], found["novel"]["exact"]
-        if key != "exact":
-            held = row["bytes_bfloat16"] / whole["bytes_bfloat16"]
-            rows.append([key, share(held * row["keys_used"]), share(held), *cells])
-    return table(["press", "keys used", "memory held", "novel", "newspaper", "manual"], rows)
 
 
 BOOK = {
@@ -613,7 +594,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "large-tables": large_tables,
     "models": models,
     "speech": speech,
-    "kvpress": kvpress,
     "decoder-texts": decoder_texts,
     "needles": needles,
     "decoder-recipes": decoder_recipes,
