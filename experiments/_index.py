@@ -182,6 +182,7 @@ BEYOND = {
     "parallel_plan": ("cost of a split sequence, predicted and measured", "several-machines.md"),
     "recall": ("recall of pairs, predicted and measured", "results-attention.md"),
     "sampler_variance": ("what a draw of each sampler is worth", "sampling.md"),
+    "fits_that_travel": ("maps fitted to one kind of text, or to three", "which-map.md"),
     "search_ablation": ("which damage of a head chooses best", "how-it-works.md"),
     "smollm_distilled": ("a small decoder, distilled", "results-models.md"),
     "smollm_rates": ("rates of a converted decoder", "results-models.md"),
@@ -204,6 +205,7 @@ PICTURES = {
 # Experiments whose result is a few figures, which a picture would not show better.
 NO_PICTURE = (
     "certified_heads",
+    "fits_that_travel",
     "further_models",
     "minilm_target",
     "search_ablation",

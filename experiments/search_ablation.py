@@ -28,7 +28,7 @@ from bochner.hf.fates import Window
 from bochner.hf.interface import attached
 from bochner.hf.observe import discover, recording, run
 from bochner.hf.search import refine
-from bochner.hf.search.damage import MeasuredProblem
+from bochner.hf.search.damage import MeasuredProblem, tables
 from bochner.hf.search.knapsack import Choice, frontier, totals
 from bochner.hf.search.options import Space
 from bochner.hf.search.texts import batches_for, settle, split
@@ -134,7 +134,7 @@ class Remembered(MeasuredProblem):
     """A problem whose qualities are measured once for all damages."""
 
     def __init__(self, case: Case, damages: dict[str, Tensor]) -> None:
-        super().__init__(case.space, case.choice, damages, print)
+        super().__init__(case.space, case.choice, tables(case.space, damages), print)
         self.case = case
 
     def measure(self, choice: Choice) -> evaluate.Quality:

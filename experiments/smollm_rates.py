@@ -106,7 +106,8 @@ def selects(memory: float, precision: str, length: int = PREFILL) -> Any:
         fates = [Selected(128, 4, round(mean * part), precision, 576) for part in SPREAD]
         return [LayerPlan(f"model.layers.{i}.self_attn", 9, 3, 64, 64, list(fates), is_causal=True) for i in range(30)]
 
-    mean = max(n for n in range(0, length, 10) if Plan(layers(n)).cache_bytes(length) <= memory * WHOLE * length)
+    least, more = (Plan(layers(n)).cache_bytes(length) for n in (0, 1000))
+    mean = int(1000 * (memory * WHOLE * length - least) / (more - least))
     plan, g = Plan(layers(mean), "llama"), torch.Generator().manual_seed(0)
     for layer in plan.layers:
         state = LinearAttention(layer).state_dict()

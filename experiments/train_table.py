@@ -39,13 +39,14 @@ SEVERAL = (
 OTHERS = {
     "sentiment": "50 %",
     "nli": "a third",
+    "speech": "100 % error",
     "pixels": "7.82 bits per dimension (frequencies), 6.57 (difference to the pixel before)",
     "protein_causal": "9.8 %, perplexity 18.3",
     "lm_bpe": "3.07 bits per byte (frequencies of symbols)",
     "pretraining": "5.3 % (the commonest piece), 14.2 % (copying what is shown)",
 }
-UNITS = {"accuracy": "{:.1%}", "bits": "{:.2f} bits"}
-KEPT = ("accuracy", "loss", "bits", "perplexity", "unseen_accuracy")
+UNITS = {"accuracy": "{:.1%}", "error_rate": "{:.1%} error", "bits": "{:.2f} bits"}
+KEPT = ("accuracy", "loss", "bits", "perplexity", "error_rate", "unseen_accuracy")
 NOT_NEEDED = "attention is not needed here"
 Runs = dict[str, dict[str, Any]]
 

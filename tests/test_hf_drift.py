@@ -16,7 +16,7 @@ from hf_models import GROUPED, TEXT, build, texts_as_batches  # noqa: E402
 from bochner import BochnerWarning, Conversion, Recipe, Target, convert  # noqa: E402
 from bochner.hf import layers_of  # noqa: E402
 from bochner.hf.calls import Call  # noqa: E402
-from bochner.hf.drift import FAR, LONGER, distance, note  # noqa: E402
+from bochner.hf.drift import FAR, LONGER, Alarm, distance, note  # noqa: E402
 from bochner.hf.fates import Kernel  # noqa: E402
 from bochner.hf.observe import recording  # noqa: E402
 from bochner.hf.plan import LayerPlan  # noqa: E402
@@ -111,6 +111,22 @@ def test_the_alarm_of_few_sequences_knows_a_shift_from_chance(count: int) -> Non
         missed += (distance(plan, far) or 0.0) <= FAR
     assert (like, false) == (60, 0)
     assert missed <= 6
+
+
+def test_the_mean_of_all_layers_tells_and_one_layer_alone_does_not() -> None:
+    names = [f"layer {i}" for i in range(6)]
+    alarm = Alarm(names)
+    for name in [*names, *names[:3]]:  # the second pass is not complete
+        alarm.hear(name, 3.0 if name == names[0] else 1.0)  # warnings are errors here
+    assert not alarm.warned
+    for name in names[:-1]:
+        alarm.hear(name, 2.0)
+    with pytest.warns(BochnerWarning, match=r"2\.0 spreads"):
+        alarm.hear(names[-1], 2.0)
+    assert alarm.warned
+    with pytest.warns(BochnerWarning, match="unlike"):
+        Alarm(names[:1]).hear(names[0], FAR + 0.1)
+    Alarm(names[:1]).hear(names[0], FAR - 0.1)
 
 
 def test_a_target_of_a_language_model_notes_what_it_saw() -> None:

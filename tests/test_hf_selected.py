@@ -121,8 +121,8 @@ def held_ranks(kept: SelectedKeys, inputs: tuple[Tensor, ...], pieces: list[int]
     for x in zip(*(t.split(pieces, dim=2) for t in (q, k, v, scores)), strict=True):
         state.attend(*x[:3], scores=x[3], scale=1.0)
     state._settle()
-    parts = [state.rank[:, a + state.ring : a + n].sort(1).values for a, n in state.segments]
-    return torch.cat(parts, 1)
+    older = zip((state.first + state.ring).tolist(), kept.budgets, strict=True)
+    return torch.cat([state.rank[:, a : a + n].sort(1).values for a, n in older], 1)
 
 
 def test_selection_is_the_same_to_the_bit_however_a_text_is_cut() -> None:

@@ -93,7 +93,7 @@ def test_the_matrices_minimise_the_mean_square_of_the_sum_they_make():
 
 @pytest.mark.parametrize("diagonal", ["complex", "real"])
 def test_gaussian_coefficients_are_those_of_the_length_of_u(diagonal):
-    options = {"coefficients": "gaussian", "diagonal": diagonal, "breadth": 1.5, "num_coefficients": 2}
+    options = {"coefficients": "gaussian", "diagonal": diagonal, "num_coefficients": 2}
     single = ClusteredFeatures(4, 4, **options).double().calibrate_(X, Y)
     phi = in_heads(single, 8_000, **options)
     x, y = X[::150], Y[::150]
@@ -102,7 +102,7 @@ def test_gaussian_coefficients_are_those_of_the_length_of_u(diagonal):
     for pair, (f, g) in enumerate(zip(q, k, strict=True)):
         samples = f.values @ g.values.mT * (f.log_scale + g.log_scale.mT).exp()
         u = (A[pair] * x)[:, None] + (y / A[pair])[None]
-        t2 = 1.5**2 * single.spread.flatten()[pair]
+        t2 = single.spread.flatten()[pair]
         check_mean(samples, torch.exp(-u.abs().square().sum(-1) / (2 * t2)), scale=1.0)
 
 
@@ -203,7 +203,6 @@ def test_kmeans_finds_separated_clusters_and_does_not_depend_on_the_global_seed(
         (lambda: ClusteredFeatures(4, 8, num_clusters=(2, 2, 2)), "pair"),
         (lambda: ClusteredFeatures(4, 8, coefficients="soft"), "coefficients"),
         (lambda: ClusteredFeatures(4, 8, diagonal="dense"), "diagonal"),
-        (lambda: ClusteredFeatures(4, 8, breadth=0.0), "breadth"),
         (lambda: ClusteredFeatures(4, 8, num_clusters=3).calibrate_(torch.ones(5, 4), torch.ones(5, 4)), "distinct"),
     ],
 )

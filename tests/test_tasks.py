@@ -21,7 +21,7 @@ import torch
 from scipy import ndimage, stats
 
 from bochner import BochnerError, data, tasks
-from bochner.tasks import base, images, listops, pathfinder, protein, text
+from bochner.tasks import base, images, listops, pathfinder, protein, registry, speech, text
 
 
 @pytest.fixture
@@ -234,6 +234,14 @@ def test_figures_agree_with_a_loop(kind: str) -> None:
     assert out["accuracy"] == pytest.approx(statistics.mean(hits))
     if kind != "classify":
         assert out["bits"] == pytest.approx(statistics.mean(losses) / math.log(2), rel=1e-5)
+
+
+def test_error_rate_counts_edits_of_the_greedy_reading() -> None:
+    path = torch.tensor([[1, 1, 0, 1, 2, 2, 0], [3, 0, 0, 0, 0, 0, 0]])  # reads 1 1 2, and 3
+    labels = torch.tensor([[1, 2, -100], [4, 3, 5]])
+    found = base.figures("ctc", torch.nn.functional.one_hot(path, 6).float(), labels).numpy()
+    assert found[:, 0].tolist() == [[1.0, 2.0], [2.0, 3.0]]
+    assert base.summary("ctc", found) == {"error_rate": 3 / 5}
 
 
 def test_the_arena_schedule_is_its_own() -> None:
@@ -538,3 +546,17 @@ def test_inference_pairs_keep_their_sentences_apart() -> None:
     words = text.wordpieces().decode(ids[1:], skip_special_tokens=True)
     assert "church choir" in words
     assert rows[0]["labels"] == text.LABELS.index("neutral")
+
+
+@pytest.mark.model
+def test_syllables_tested_on_were_never_heard() -> None:
+    needs("syllables")
+    pytest.importorskip("soundfile")
+    parts = {s: tasks.dataset("speech", s) for s in base.SPLITS}
+    assert sum(map(len, parts.values())) == 2_358  # type: ignore[arg-type]
+    spelled = [{tuple(parts[s][i]["labels"].tolist()) for i in range(len(parts[s]))} for s in base.SPLITS]  # type: ignore[arg-type]
+    assert not spelled[0] & spelled[2]
+    assert len(speech.alphabet()) == registry.TASKS["speech"].classes
+    frames = parts["test"][0]["input_features"]
+    assert frames.shape[1] == speech.BANDS
+    assert abs(frames.mean().item()) < 1e-3

@@ -305,6 +305,23 @@ def moments() -> str:
     return table(heads, rows)
 
 
+def fits() -> str:
+    found = experiment("fits_that_travel")
+    several = "books, newspaper, manual"
+    names = {
+        ("books", "landmark 64"): "`landmark`, m = 64, fitted to books",
+        (several, "landmark 64"): "`landmark`, m = 64, fitted to three kinds",
+        ("books", "calibrated 128"): "`calibrated`, m = 128, fitted to books",
+        (several, "calibrated 128"): "`calibrated`, m = 128, fitted to three kinds",
+        ("nothing", "moments"): "`moments`, 1 group, not fitted",
+        ("nothing", "moments of 4 groups"): "`moments`, 4 groups, not fitted",
+        ("nothing", "no kernel"): "no kernel",
+    }
+    kinds = list(found["nothing"]["no kernel"])
+    rows = [[label, *(f"{found[a][b][k]['lost']:.3f}" for k in kinds)] for (a, b), label in names.items()]
+    return table(["kernel", *(kind.partition(",")[0] for kind in kinds)], rows)
+
+
 def frontier() -> str:
     case, near = (experiment("landmark_frontier")[name] for name in ("minilm", "minilm, window"))
     sizes = ("16", "32", "64", "128")
@@ -473,6 +490,7 @@ def feedforward() -> str:
 WORDS = {
     "patches": "image patches", "casp": "proteins", "california": "houses", "colours": "pixels", "covers": "forests",
     "rims": "rims of patches", "words": "word vectors", "normal": "normal points", "mixture": "clusters",
+    "plane": "points in a plane",
 }  # fmt: skip
 UNMEASURED = "Not measured with this version yet: run `make bench`."
 
@@ -608,7 +626,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "you-get": you_get,
     "aims": aims,
     "kernels": lambda: kernel_products(WORDS, other_methods=True),
-    "kernel-shapes": lambda: kernel_products(("rectangles", "density", "many")),
+    "kernel-shapes": lambda: kernel_products(("rectangles", "density", "plane", "many")),
     "many-points": many_points,
     "keops": keops,
     "processes": processes,
@@ -627,6 +645,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "book-recall": book_recall,
     "further": further,
     "window-kinds": window_kinds,
+    "fits": fits,
     "moments": moments,
     "frontier": frontier,
     "projections": projections,

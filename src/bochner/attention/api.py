@@ -146,7 +146,7 @@ def _attend(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tenso
         found = [_total(call.map.dtype, q, keys.k, keys.v, decay), result.out.detach().sum()]
         if result.bad is not None:
             found.append(result.bad.sum().to(call.map.dtype))
-        given, rows, *count = torch.stack(found).tolist()
+        given, rows, *count = map(float, found) if call.looks else torch.stack(found).tolist()
         if not math.isfinite(given):
             refuse_values("linear_attention", q, keys.k, keys.v, decay)
         if not math.isfinite(rows) and not bool(result.out.isfinite().all()):

@@ -39,8 +39,9 @@ class Options(NamedTuple):
 
     def checked(self, q: Tensor, k: Tensor, owner: str, *, goes_on: bool = False) -> Options:
         """Each of its own type and within bounds."""
-        found = {name: x for name in FLAGS if type(x := getattr(self, name)) is not bool}
-        o = self._replace(**{name: flag(x, name, owner) for name, x in found.items()})
+        o = self
+        if unusual := [name for name in FLAGS if type(getattr(o, name)) is not bool]:
+            o = o._replace(**{name: flag(getattr(o, name), name, owner) for name in unusual})
         if o.on_small_normalizer not in POLICIES:
             one_of(o.on_small_normalizer, "on_small_normalizer", owner, POLICIES)
         n, s = q.shape[-2], k.shape[-2]

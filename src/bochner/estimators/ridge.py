@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -284,6 +284,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
         return scores[:, 0] if self._flat else scores
 
 
+@dataclass(eq=False, repr=False)
 class KernelRidgeCV(KernelRidge):
     """`KernelRidge` with `alpha` and `gamma` chosen by leave-one-out errors; the columns of X are standardised.
 
@@ -305,26 +306,12 @@ class KernelRidgeCV(KernelRidge):
     True
     """
 
-    def __init__(
-        self,
-        alphas: Any = (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
-        *,
-        gammas: Any = None,
-        kernel: str = "gaussian",
-        centers: Any = "auto",
-        standardize: bool = True,
-        tol: float = 3e-3,
-        random_state: Any = 0,
-    ) -> None:
-        self.alphas = alphas
-        self.gammas = gammas
-        self.kernel = kernel
-        self.centers = centers
-        self.standardize = standardize
-        self.tol = tol
-        self.random_state = random_state
-
-    alpha, warm_start = 1.0, False  # what `KernelRidge` reads before alpha is chosen
+    alpha: float = field(default=1.0, init=False)  # what `KernelRidge` reads before alpha is chosen
+    gamma: Any = field(default="auto", init=False)
+    warm_start: bool = field(default=False, init=False)
+    alphas: Any = (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+    _: KW_ONLY
+    gammas: Any = None
 
     def _choose(self, rows: Rows, seed: int) -> None:
         owner = type(self).__name__

@@ -356,7 +356,7 @@ def _observed(model: Any, layers: Sequence[LayerPlan], data: Batches, say: Say) 
         if samples.rows < wanted:
             raise BochnerError(
                 f"Too little calibration text: {samples.rows} tokens for heads of size {layer.head_dim}, at least "
-                f"{wanted} are needed and some thousands are better; give more texts."
+                f"{wanted} are needed and 2,000 are enough; give more texts, of every kind that the model will see."
             )
         if layer.has_map:
             drift.note(layer, samples.q, samples.k)

@@ -3,7 +3,9 @@
 Maps are fitted to the queries and keys of the calibration texts, and can be far off for others. A sequence's signature
 is the mean of its first queries and keys, over a fixed number of places so that rotary positions are the same, in a few
 random directions. Its mean and spread over the calibration sequences are noted in the plan; a call whose signatures lie
-many spreads away is unlike all that was seen.
+many spreads away is unlike all that was seen. One layer tells little: the mean over all layers of a pass is about 1 for
+texts of the same kind, whoever wrote them, and about 2 for kinds on which maps lose half as much again
+(experiments/fits_that_travel.py).
 
 With c sequences the variance of a new signature about their mean is estimated by
 
@@ -20,7 +22,7 @@ back than any it was fitted to is as good as random, and there are more of them 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,22 +37,33 @@ DIRECTIONS = 8
 PLACES = 64  # places of a sequence that its signature is the mean of, at most
 CORRELATION = 1.4  # of tokens: by how much means vary more than those of independent ones, in models of text 0.5 to 7
 WEIGHT = 2.0  # w above, in sequences
-FAR = 3.5  # spreads beyond which a call is unlike the calibration
+FAR, FAR_TOGETHER = 3.5, 1.8  # spreads beyond which inputs are strange: of one layer, and of the mean of many
 LONGER = 2  # times the longest calibration sequence: beyond that a text is too long for a decoder's maps
 
 
 class Alarm:
-    """Shared by all layers of a converted model: it warns once of strange inputs, and once of long ones."""
+    """Shared by the layers of a converted model: it warns once of strange inputs, and once of long ones.
 
-    def __init__(self) -> None:
-        self.warned = False
-        self.warned_of_length = False
+    `names`: the layers that have notes; each tells its distance, and the last of a pass makes their mean complete.
+    """
 
-    def warn(self, name: str, distance: float) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names, self.distances = frozenset(names), dict[str, float]()
+        self.warned = self.warned_of_length = False
+
+    def hear(self, name: str, distance: float) -> None:
+        """The distance of one layer's inputs; the first one again begins another pass."""
+        if name in self.distances:
+            self.distances.clear()
+        self.distances[name] = distance
+        count, mean = len(self.distances), sum(self.distances.values()) / len(self.distances)
+        if count < len(self.names) or mean <= max(FAR / count**0.5, FAR_TOGETHER):
+            return
         self.warned = True
         warnings.warn(
-            f"These inputs are unlike the calibration data: in {name} queries and keys lie {distance:.0f} spreads from "
-            "their mean there, and the maps were fitted to others; calibrate on inputs of this kind, or expect worse.",
+            f"These inputs are unlike the calibration data: their queries and keys lie {mean:.1f} spreads from what "
+            "was seen, and the maps were fitted to others; add inputs of this kind to the calibration data, or expect "
+            "worse.",
             BochnerWarning,
             stacklevel=6,
         )
@@ -111,10 +124,8 @@ def warn(layer: LinearAttention, call: Call, seen: int | None) -> None:
     tokens = new if seen is None else seen
     if not alarm.warned_of_length and (fitted := fitted_length(layer.plan, tokens)) is not None:
         alarm.warn_of_length(layer.plan.name, tokens, fitted)
-    if not alarm.warned and tokens == new:
-        far = distance(layer.plan, call)
-        if far is not None and far > FAR:
-            alarm.warn(layer.plan.name, far)
+    if not alarm.warned and tokens == new and (far := distance(layer.plan, call)) is not None:
+        alarm.hear(layer.plan.name, far)
 
 
 def fitted_length(plan: LayerPlan, tokens: int) -> int | None:

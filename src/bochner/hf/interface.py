@@ -399,12 +399,15 @@ def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention], report: d
     for module in model.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config = copy.deepcopy(module.config, memo)
-    alarm = drift.Alarm()
+    alarms = {
+        kind: drift.Alarm(x.name for x in plan.converted if x.seen is not None and x.is_causal == kind)
+        for kind in (False, True)
+    }
     for place, (name, module) in enumerate(find_modules(model, plan).items()):
         child: Any = layers[name]
         index = getattr(module, "layer_idx", None)
         child.original = softmax_of(model, getattr(module, "config", None) or model.config)
-        child.drift, child.cache_index = alarm, place if index is None else index
+        child.drift, child.cache_index = alarms[child.plan.is_causal], place if index is None else index
         module.add_module(CHILD, child)
         child.needs_hidden = any(getattr(part, "needs_hidden", False) for part in child.parts.values())
         hooks: list[Any] = [note_hidden] if child.needs_hidden else []

@@ -94,6 +94,15 @@ def counters(window: int) -> int:
     return 12 * min(SPARE, window) + 18
 
 
+@lru_cache(maxsize=1024)
+def layout(kept: SelectedKeys, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first slot (g,) of each key head, and the slots (g, 1, slots) that are not its own; all caches share them."""
+    sizes = torch.tensor(kept.budgets) + ring_of(kept.window)
+    heads = torch.arange(len(sizes))
+    owner = heads.repeat_interleave(sizes)
+    return (sizes.cumsum(0) - sizes).to(device), (owner != heads[:, None, None]).to(device)
+
+
 class New(NamedTuple):
     """Tokens to be added: ranks (b, g, n), codes (b, g, n, .), steps (b, ., g, n), positions (b, n)."""
 
@@ -179,16 +188,12 @@ class SelectedState:
         self.precision = precision_of(kept.precision)
         if self.precision.name == "model":
             self.precision = Floating("model", dtype)
-        g, sizes = len(kept.budgets), torch.tensor(kept.budgets)
+        g = len(kept.budgets)
         # 1. Where the slots of each head are: a ring, then older keys.
         self.ring = ring_of(kept.window)
         self.spare = self.ring - kept.window
-        self.slots = g * self.ring + int(sizes.sum())
-        first = (sizes + self.ring).cumsum(0) - sizes - self.ring
-        self.segments = list(zip(first.tolist(), (sizes + self.ring).tolist(), strict=True))
-        self.first = first.to(device)
-        self.owner = torch.arange(g, dtype=torch.uint8).repeat_interleave(sizes + self.ring).to(device)
-        self.heads = torch.arange(g, dtype=torch.uint8, device=device)[:, None, None]
+        self.slots = g * self.ring + sum(kept.budgets)
+        self.first, self.others = layout(kept, torch.device(device))
         # 2. Empty slots.
         size = torch.zeros(1, 1, key_size, dtype=dtype), torch.zeros(1, 1, value_size, dtype=dtype)
         parts = [self.precision.encode(x) for x in size]
@@ -351,7 +356,7 @@ class SelectedState:
         All heads meet all slots of the layer at once, and slots of other heads are hidden: one product of three times
         the size is quicker than three products with what surrounds them.
         """
-        g, first = len(self.segments), self.kept.sinks
+        g, first = len(self.first), self.kept.sinks
         rows = q.unflatten(1, (g, -1)) * scale
         if self.basis is not None:
             rows = rows / self.basis.scale[:, None].to(rows.dtype)
@@ -371,7 +376,7 @@ class SelectedState:
         assert found is not None
         added = steps[:, -1]
         found = torch.addcmul(added, found, steps[:, 0]) if self.scaled else found + added
-        found = found.unflatten(1, (g, -1)).masked_fill(self.owner != self.heads, HIDDEN)
+        found = found.unflatten(1, (g, -1)).masked_fill(self.others, HIDDEN)
         # 3. Weights, values, and back from stored numbers.
         weight = torch.cat([near, found], dim=-1).softmax(-1)
         near, rest = weight[..., :first] @ sink_values, weight[..., first:].flatten(1, 2)
@@ -391,8 +396,8 @@ class SelectedState:
             q = self.basis.queries(q.flatten(2, 3)).view(q.shape)
         out = q.new_empty(*q.shape[:-1], self.sinks[1].shape[-1])
         ring, after = self._ring_slots(self.seen - window, window), self._ring_slots(self.seen + n - window, self.ring)
-        for head, (start, count) in enumerate(self.segments):
-            older = torch.arange(start + self.ring, start + count, device=q.device)
+        for head, (start, budget) in enumerate(zip(self.first.tolist(), self.kept.budgets, strict=True)):
+            older = torch.arange(start + self.ring, start + self.ring + budget, device=q.device)
             before = torch.cat([older, ring[head]])
             pool = Pool(
                 torch.cat([self.rank[:, before], new.rank[:, head]], dim=1),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from bochner._checks import BochnerError, accumulation_dtype, make_generator, one_of, positive_float, positive_int
+from bochner._checks import BochnerError, accumulation_dtype, make_generator, one_of, positive_int
 from bochner.maps.base import Features, ProjectedFeatures, exponential
 from bochner.maps.hybrid import _row_factor, another_projection, compose
 from bochner.projections import Projection
@@ -33,8 +33,8 @@ class ClusteredFeatures(ProjectedFeatures):
     length `I J m` (complex: twice), of which a row fills `J m` or `I m`; O(J m d) per query. `"gaussian"` (Definition
     H.1): `lam_ij = exp(-|u|^2/(2 t^2))`, smooth in x and y, estimated by n cosines, the rest taken by `positive`.
     `diagonal`: `"complex"`, or `"real"` for half the length and, with indicators, positive features.
-    `num_clusters`: I and J, or one number for both. `num_coefficients`: n; `breadth`: t, relative to the root of the
-    clusters' own mean `|u|^2`; both for `"gaussian"` only.
+    `num_clusters`: I and J, or one number for both. `num_coefficients`: n, for `"gaussian"` only, with t the root of
+    the clusters' own mean `|u|^2`.
 
     >>> x = torch.randn(100, 4, generator=torch.Generator().manual_seed(0)) * 0.1 + torch.tensor([1.0, 0, 0, -1])
     >>> phi = ClusteredFeatures(dim=4, num_features=8, num_clusters=2, seed=0).calibrate_(x, -x)
@@ -57,7 +57,6 @@ class ClusteredFeatures(ProjectedFeatures):
         coefficients: str = "indicator",
         diagonal: str = "complex",
         num_coefficients: int = 8,
-        breadth: float = 1.0,
         projection: str | Projection = "orthogonal",
         seed: int | None = 0,
         generator: Generator | None = None,
@@ -73,7 +72,6 @@ class ClusteredFeatures(ProjectedFeatures):
         self.num_clusters = (I, J)
         self.coefficients = one_of(coefficients, "coefficients", owner, ("indicator", "gaussian"))
         self.diagonal = one_of(diagonal, "diagonal", owner, ("complex", "real"))
-        self.breadth = positive_float(breadth, "breadth", owner)
         self.num_coefficients = positive_int(num_coefficients, "num_coefficients", owner)
         one = torch.ones(*self._lead, I, J, dim, device="cpu")
         self._keep(centres_query=0 * one[..., 0, :], centres_key=0 * one[..., 0, :, :])
@@ -150,7 +148,7 @@ class ClusteredFeatures(ProjectedFeatures):
         imaginary entries (lam would grow without bound), and SM(x/t, y/t) where its expansion gives SM(x/t, -y/t).
         """
         changed, imaginary = self._all_pairs(x, role)
-        t = self.breadth * self._rows(self.spread.to(x.dtype).flatten(-2).sqrt().unsqueeze(-1))
+        t = self._rows(self.spread.to(x.dtype).flatten(-2).sqrt().unsqueeze(-1))
         sign = 1.0 if role == "query" else 2 * imaginary - 1
         angle = self._project(self.coefficient_projection, changed * sign / t)
         scale = torch.full_like(x[..., :1], -0.5 * math.log(self.num_coefficients))

@@ -131,8 +131,6 @@ class CalibratedFeatures(ExponentialFeatures):
     Unbiased and positive whatever the statistics; without `calibrate_` it is `positive`. MSE: `theory.mse_dense`.
     For the Gaussian kernel centring moves both by the same vector and M is the identity: only these leave
     |x - y| alone. O(m d + d^2) per row.
-
-    `balance`, `dense`: switch a move off, for study.
     """
 
     centre_query: Tensor
@@ -141,17 +139,8 @@ class CalibratedFeatures(ExponentialFeatures):
     basis_key: Tensor
     a: Tensor
 
-    def __init__(
-        self,
-        dim: int,
-        num_features: int,
-        *,
-        balance: bool = True,
-        dense: bool = True,
-        **options: Any,
-    ) -> None:
+    def __init__(self, dim: int, num_features: int, **options: Any) -> None:
         super().__init__(dim, num_features, **options)
-        self.balance, self.dense = balance, dense
         zero, eye = torch.zeros(*self._lead, dim, device="cpu"), torch.eye(dim, device="cpu")
         eye = eye.expand(*self._lead, dim, dim)
         self._keep(centre_query=zero, centre_key=zero.clone())
@@ -181,15 +170,13 @@ class CalibratedFeatures(ExponentialFeatures):
         # 2. The balanced basis, from second moments floored so that no direction is blown up by lack of data.
         eye = torch.eye(self.dim, dtype=a.dtype, device=a.device).expand_as(m.xx)
         basis, inverse = eye, eye
-        if self.balance and self.kernel == "softmax":
+        if self.kernel == "softmax":
             basis, inverse = balancing_basis(floored(m.xx, m.rows), floored(m.yy, m.rows))
         # 3. The eigenbasis of z = x + y and its optimal a.
-        u, alpha = eye, torch.zeros_like(a)
-        if self.dense:
-            cross = basis @ m.xy @ inverse.mT
-            z = basis @ m.xx @ basis.mT + inverse @ m.yy @ inverse.mT + cross + cross.mT
-            eigenvalues, u = torch.linalg.eigh((z + z.mT) / 2)
-            alpha = optimal_a(eigenvalues.clamp_min(0))
+        cross = basis @ m.xy @ inverse.mT
+        z = basis @ m.xx @ basis.mT + inverse @ m.yy @ inverse.mT + cross + cross.mT
+        eigenvalues, u = torch.linalg.eigh((z + z.mT) / 2)
+        alpha = optimal_a(eigenvalues.clamp_min(0))
         self._keep(centre_query=a, centre_key=b, basis_query=u.mT @ basis, basis_key=u.mT @ inverse, a=alpha)
         return self
 

@@ -67,59 +67,26 @@ class ExpFeatures(GeneralizedFeatures):
         return (0.5 * (x2 + y2) + x @ y.mT).exp() + eps * ((0.5 * x2).exp() + (0.5 * y2).exp()) + eps**2
 
 
-class ReluFeatures(GeneralizedFeatures):
-    """`f = relu`, the default generalised attention of Performers: the arc-cosine kernel of order 1, half of it."""
-
-    positive = True
-    function = staticmethod(F.relu)
-
-
-class SigmoidFeatures(GeneralizedFeatures):
-    """`f = sigmoid`."""
-
-    positive = True
-    function = staticmethod(torch.sigmoid)
+def _named(name: str, function: Callable[[Tensor], Tensor], *, positive: bool) -> type[GeneralizedFeatures]:
+    """The class of one f, under its own name."""
+    own = {"function": staticmethod(function), "positive": positive, "__module__": __name__}
+    sign = "never negative" if positive else "signed"
+    doc = f"`phi(x) = (f(w . x) + kernel_epsilon) / sqrt(m)` with f = {name}, {sign}."
+    return type(f"{name.title()}Features", (GeneralizedFeatures,), own | {"__doc__": doc})
 
 
-class AbsFeatures(GeneralizedFeatures):
-    """`f = abs`."""
-
-    positive = True
-    function = staticmethod(torch.abs)
-
-
-class EluFeatures(GeneralizedFeatures):
-    """`f(t) = elu(t) + 1`."""
-
-    positive = True
-    function = staticmethod(lambda t: F.elu(t) + 1)
+# The functions of the paper; relu is the default generalised attention of Performers.
+ReluFeatures = _named("relu", F.relu, positive=True)
+SigmoidFeatures = _named("sigmoid", torch.sigmoid, positive=True)
+AbsFeatures = _named("abs", torch.abs, positive=True)
+EluFeatures = _named("elu", lambda t: F.elu(t) + 1, positive=True)
+GeluFeatures = _named("gelu", F.gelu, positive=False)
+CosFeatures = _named("cos", torch.cos, positive=False)
+TanhFeatures = _named("tanh", torch.tanh, positive=False)
+IdentityFeatures = _named("identity", lambda t: t, positive=False)
 
 
-class GeluFeatures(GeneralizedFeatures):
-    """`f = gelu`, signed."""
-
-    function = staticmethod(F.gelu)
-
-
-class CosFeatures(GeneralizedFeatures):
-    """`f = cos`, signed."""
-
-    function = staticmethod(torch.cos)
-
-
-class TanhFeatures(GeneralizedFeatures):
-    """`f = tanh`, signed."""
-
-    function = staticmethod(torch.tanh)
-
-
-class IdentityFeatures(GeneralizedFeatures):
-    """`f(t) = t`: the linear kernel x . y, signed."""
-
-    function = staticmethod(lambda t: t)
-
-
-class LinearEluFeatures(EluFeatures):
+class LinearEluFeatures(GeneralizedFeatures):
     """The linear transformer: `phi(x) = elu(x) + 1`, d features of x itself, nothing drawn and nothing added.
 
     `num_features` and `seed` are those of every map and mean nothing here. The paper does not divide `q . k` by
@@ -128,6 +95,9 @@ class LinearEluFeatures(EluFeatures):
     >>> (LinearEluFeatures(2)(torch.tensor([[0.0, 1.0]])).dense() * 2**0.5).round(decimals=3)
     tensor([[1., 2.]])
     """
+
+    positive = True
+    function = staticmethod(lambda t: F.elu(t) + 1)
 
     def __init__(
         self,

@@ -214,7 +214,9 @@ class LandmarkFeatures(FeatureMap):
             weights = _added(logits, -peak).exp_()
             total = weights.sum(-1, keepdim=True)
             values = product("query", weights, mix).div_(total)
-            return Features(rectified(values) if self.positive else values, peak + total.log())
+            if self.positive:
+                values = rectified(values, out=None if values.requires_grad else values)
+            return Features(values, total.log().add_(peak))
 
         def key(x: Tensor) -> Features:
             assert caps is not None

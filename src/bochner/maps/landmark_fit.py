@@ -185,9 +185,9 @@ def choose(wrong: Tensor, some: Tensor | None = None) -> int:
     return int((error <= SLACK**2 * error.min()).nonzero()[0])
 
 
-def rectified(phi: Tensor) -> Tensor:
+def rectified(phi: Tensor, out: Tensor | None = None) -> Tensor:
     """Non-negative query features, the last of them, which all keys share, at least `FLOOR`."""
-    return torch.maximum(phi, pad(phi.new_zeros(phi.shape[-1] - 1), (0, 1), value=FLOOR))
+    return torch.maximum(phi, pad(phi.new_zeros(phi.shape[-1] - 1), (0, 1), value=FLOOR), out=out)
 
 
 def landmarks(rows: Tensor, metric: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -24,11 +23,10 @@ from bochner._checks import (
     accumulation_dtype,
     make_generator,
     one_of,
-    positive_float,
     positive_int,
     spawn_seed,
 )
-from bochner.maps.base import KERNELS, Exponent, FeatureMap, Features
+from bochner.maps.base import KERNELS, ROLES, Exponent, FeatureMap, Features
 from bochner.projections import (
     Projection,
     chi,
@@ -264,16 +262,16 @@ class GMMPositiveFeatures(GMMFeatures):
 
 
 class FastfoodFeatures(SpectralFeatures):
-    """Frequencies `V = S H G P H B / (sigma sqrt p)` with learned diagonals: O(M log d) per row, O(M) parameters.
+    """Frequencies `V = S H G P H B / sqrt p` with learned diagonals: O(M log d) per row, O(M) parameters.
 
     H is the Walsh-Hadamard matrix of size p, the power of two that holds d; M is reached by blocks, the last cut off.
     Here S, G and B are products of a random part and a learned factor that starts at 1: the lengths of the rows, a
-    Gaussian direction, signs. A length times the direction is a Gaussian vector, so with `U = G P H B / (sigma sqrt p)`
+    Gaussian direction, signs. A length times the direction is a Gaussian vector, so with `U = G P H B / sqrt p`
     in learned factors and signs alone, row i is `N(0, S_i^2 U'U)` and the kernel is the mean over the rows of
     `exp(-S_i^2 |U (x - y)|^2 / 2)` (kitchen sinks) or `exp(S_i^2 |U (x + y)|^2 / 2)`, in closed form at every moment of
     training. Signs and permutation are fixed once for all; directions and lengths are the noise that is redrawn.
 
-    `learnable`: `"SGB"` (the paper's main variant), `"S"`, or None. `sigma`: a bandwidth.
+    `learnable`: `"SGB"` (the paper's main variant), `"S"`, or None.
     """
 
     signs: Tensor
@@ -290,14 +288,11 @@ class FastfoodFeatures(SpectralFeatures):
         num_features: int,
         *,
         learnable: str | None = "SGB",
-        sigma: float = 1.0,
         num_heads: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(dim, num_features, num_heads=num_heads, **options)
-        owner = type(self).__name__
-        self.learnable = one_of(learnable, "learnable", owner, ("SGB", "S", None))
-        self.sigma = positive_float(sigma, "sigma", owner)
+        self.learnable = one_of(learnable, "learnable", type(self).__name__, ("SGB", "S", None))
         self.padded = p = padded_dim(dim)
         self.blocks = blocks = -(-num_features // p)
         g = make_generator(0)  # any signs and any permutation will do: one choice for all seeds, kept by redraws
@@ -321,7 +316,7 @@ class FastfoodFeatures(SpectralFeatures):
 
     def _projector(self) -> Callable[[Tensor], Tensor]:
         b, order, g = self.signs * self.B, self.order, self.direction * self.G
-        s = self.lengths * self.S / (self.sigma * math.sqrt(self.padded))
+        s = self.lengths * self.S / math.sqrt(self.padded)
         b, g, s, order = (self._rows(t) for t in (b, g, s, order))
 
         def project(x: Tensor) -> Tensor:
@@ -337,7 +332,7 @@ class FastfoodFeatures(SpectralFeatures):
 
         def shape(t: Tensor) -> Tensor:
             t = mixed(in_blocks(t, self.blocks, self.padded), b, order)
-            return t * g / (self.sigma * math.sqrt(self.padded))
+            return t * g / math.sqrt(self.padded)
 
         px, py = shape(x), shape(y)
         total = x.new_zeros(())
@@ -387,17 +382,16 @@ class FastfoodPositiveFeatures(FastfoodFeatures):
 
 
 class GenerativeFeatures(SpectralFeatures):
-    """Frequencies from a generator network, `w = n + reach * tanh(W_5 f(n))`, f four layers with batch norm.
+    """Frequencies from a generator network, `w = n + tanh(W_5 f(n))`, f four layers with batch norm.
 
     Each of the four is fully connected, batch norm, LeakyReLU. The paper has `w = tanh(W_5 f(n))`, which is
     `residual=False`; here the network moves the noise instead of replacing it, and `W_5` starts at zero, so that the
     initial frequencies are exactly normal and the initial kernel is the softmax or the Gaussian. Without the residual
-    `W_5` starts at random, no kernel is aimed at, and frequencies stay within `reach` in every coordinate. Batch norm
+    `W_5` starts at random, no kernel is aimed at, and frequencies stay within 1 in every coordinate. Batch norm
     is over the M noise vectors of a head, in training and in evaluation: a running average would change with the number
     of forward passes.
 
-    `hidden_dim`: width of the layers, default d. `reach`: how far a coordinate can be moved. `residual`: add the noise
-    itself. `projection`: the law of n.
+    The layers have width d. `residual`: add the noise itself. `projection`: the law of n.
     """
 
     SLOPE: ClassVar[float] = 0.2
@@ -407,37 +401,30 @@ class GenerativeFeatures(SpectralFeatures):
         dim: int,
         num_features: int,
         *,
-        hidden_dim: int | None = None,
-        reach: float = 1.0,
         residual: bool = True,
         projection: str | Projection = "orthogonal",
         num_heads: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(dim, num_features, num_heads=num_heads, **options)
-        owner = type(self).__name__
-        hidden = self.hidden_dim = dim if hidden_dim is None else positive_int(hidden_dim, "hidden_dim", owner)
-        self.reach = positive_float(reach, "reach", owner)
         self.residual = bool(residual)
         if num_features < 2:
             raise BochnerError(
-                f"The 'num_features' of {owner} must be at least 2 (batch norm is over the noise vectors), got "
-                f"{num_features}."
+                f"The 'num_features' of {type(self).__name__} must be at least 2 (batch norm is over the noise "
+                f"vectors), got {num_features}."
             )
         noise = self._noise_generator()
         self.projection = make_projection(
             projection, dim, num_features, num_heads=num_heads, seed=None, generator=noise
         )
-        g = self._noise_generator(1)
-        widths = [dim, hidden, hidden, hidden, hidden]
-        lead = self._lead
+        g, lead = self._noise_generator(1), self._lead
         self.layers = nn.ParameterList(
-            nn.Parameter((gaussian(*lead, b, a, g=g) * math.sqrt(2 / a)).float()) for a, b in pairwise(widths)
+            nn.Parameter((gaussian(*lead, dim, dim, g=g) * math.sqrt(2 / dim)).float()) for _ in range(4)
         )
-        ones, zeros = (f(*lead, 1, hidden, dtype=torch.float32, device="cpu") for f in (torch.ones, torch.zeros))
+        ones, zeros = (f(*lead, 1, dim, dtype=torch.float32, device="cpu") for f in (torch.ones, torch.zeros))
         self.gains = nn.ParameterList(nn.Parameter(ones.clone()) for _ in range(4))
         self.shifts = nn.ParameterList(nn.Parameter(zeros.clone()) for _ in range(4))
-        last = gaussian(*lead, dim, hidden, g=g) * (0.0 if self.residual else hidden**-0.5)
+        last = gaussian(*lead, dim, dim, g=g) * (0.0 if self.residual else dim**-0.5)
         self.last = nn.Parameter(last.float())
         self.last_bias = nn.Parameter(torch.zeros(*lead, 1, dim, dtype=torch.float32, device="cpu"))
 
@@ -450,7 +437,7 @@ class GenerativeFeatures(SpectralFeatures):
             t = t @ weight.mT
             t = (t - t.mean(-2, keepdim=True)) / (t.var(-2, keepdim=True, unbiased=False) + 1e-5).sqrt()
             t = nn.functional.leaky_relu(t * gain + shift, self.SLOPE)
-        moved = self.reach * torch.tanh(t @ self.last.mT + self.last_bias)
+        moved = torch.tanh(t @ self.last.mT + self.last_bias)
         return n + moved if self.residual else moved
 
     def _expectation(self, x: Tensor, y: Tensor, draws: int = 256) -> Tensor:
@@ -502,7 +489,7 @@ class HedgehogFeatures(FeatureMap):
 
     Deterministic and positive; it estimates no kernel but has its own, `phi(x).psi(y)`, trained (usually distilled) to
     resemble a softmax. `W` starts at the identity, repeated or cut to `num_features` (m) rows. `feature_dim` is 2 m.
-    `tied`: one W for both roles. O(m d) per row. Zhang et al. 2024, *The Hedgehog & the Porcupine*.
+    O(m d) per row. Zhang et al. 2024, *The Hedgehog & the Porcupine*.
 
     >>> phi = HedgehogFeatures(dim=4, num_features=4)
     >>> phi(torch.zeros(1, 4)).values.detach()
@@ -517,23 +504,20 @@ class HedgehogFeatures(FeatureMap):
         dim: int,
         num_features: int,
         *,
-        tied: bool = False,
         num_heads: int | None = None,
         seed: int | None = 0,
         generator: Generator | None = None,
     ) -> None:
         super().__init__(dim, num_features, num_heads=num_heads, kernel="hedgehog")
-        self.tied = bool(tied)
         self.feature_dim = 2 * num_features
         lead = self._lead
         rows = torch.eye(dim, device="cpu").repeat(-(-num_features // dim), 1)[:num_features]
-        for name in ("query",) if self.tied else ("query", "key"):
-            self.register_parameter(f"weight_{name}", nn.Parameter(rows.expand(*lead, -1, -1).clone()))
-            self.register_parameter(f"bias_{name}", nn.Parameter(torch.zeros(*lead, num_features, device="cpu")))
+        for role in ROLES:
+            self.register_parameter(f"weight_{role}", nn.Parameter(rows.expand(*lead, -1, -1).clone()))
+            self.register_parameter(f"bias_{role}", nn.Parameter(torch.zeros(*lead, num_features, device="cpu")))
 
     def _features(self, x: Tensor, role: str) -> Features:
-        name = "query" if self.tied else role
-        weight, bias = getattr(self, f"weight_{name}"), getattr(self, f"bias_{name}")
+        weight, bias = getattr(self, f"weight_{role}"), getattr(self, f"bias_{role}")
         t = x @ weight.to(x.dtype).mT + self._spread(bias, x)
         return Features(torch.cat([t, -t], dim=-1).softmax(-1), torch.zeros_like(x[..., :1]))
 

@@ -65,43 +65,26 @@ class Sampler(nn.Module):
         return f"num_classes={self.num_classes}"
 
 
-class _FixedSampler(Sampler):
-    """A law that does not depend on the query: `_share(ids)` is the log probability of each class."""
-
-    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
-        check_queries(x, None, type(self).__name__)
-        positive_int(num_samples, "num_samples", type(self).__name__)
-        ids = self._ids(torch.rand(len(x), num_samples, generator=generator, dtype=torch.float64)).to(x.device)
-        return Draws(ids, self.log_prob(x, ids))
-
-    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
-        check_queries(x, None, type(self).__name__)
-        check_ids(ids, self.num_classes, "log_prob", len(x))
-        return self._log_share(ids.double()).to(x.device, torch.float32)
-
-    def _ids(self, u: Tensor) -> Tensor:
-        """Classes by inversion of u in [0, 1)."""
-        raise NotImplementedError
-
-    def _log_share(self, ids: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class UniformSampler(_FixedSampler):
+class UniformSampler(Sampler):
     """Every class alike.
 
     >>> UniformSampler(4).log_prob(torch.zeros(1, 2), torch.tensor([[0, 3]])).exp()
     tensor([[0.2500, 0.2500]])
     """
 
-    def _ids(self, u: Tensor) -> Tensor:
-        return (u * self.num_classes).long()
+    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
+        check_queries(x, None, type(self).__name__)
+        positive_int(num_samples, "num_samples", type(self).__name__)
+        ids = torch.randint(self.num_classes, (len(x), num_samples), generator=generator).to(x.device)
+        return Draws(ids, self.log_prob(x, ids))
 
-    def _log_share(self, ids: Tensor) -> Tensor:
-        return torch.full_like(ids, -math.log(self.num_classes))
+    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        check_queries(x, None, type(self).__name__)
+        check_ids(ids, self.num_classes, "log_prob", len(x))
+        return torch.full(ids.shape, -math.log(self.num_classes), device=x.device)
 
 
-class LogUniformSampler(_FixedSampler):
+class LogUniformSampler(Sampler):
     """`p(j) = log((j + 2) / (j + 1)) / log(n + 1)`: Zipf's law for classes numbered by descending frequency.
 
     >>> p = LogUniformSampler(3).log_prob(torch.zeros(1, 2), torch.arange(3)[None]).exp()
@@ -109,11 +92,18 @@ class LogUniformSampler(_FixedSampler):
     (1.0, True)
     """
 
-    def _ids(self, u: Tensor) -> Tensor:
-        return torch.expm1(u * math.log1p(self.num_classes)).long().clamp_(max=self.num_classes - 1)
+    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
+        check_queries(x, None, type(self).__name__)
+        positive_int(num_samples, "num_samples", type(self).__name__)
+        u = torch.rand(len(x), num_samples, generator=generator, dtype=torch.float64)
+        ids = (torch.expm1(u * math.log1p(self.num_classes))).long().clamp_(max=self.num_classes - 1).to(x.device)
+        return Draws(ids, self.log_prob(x, ids))
 
-    def _log_share(self, ids: Tensor) -> Tensor:
-        return (torch.log1p(1 / (ids + 1)) / math.log1p(self.num_classes)).log()
+    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        check_queries(x, None, type(self).__name__)
+        check_ids(ids, self.num_classes, "log_prob", len(x))
+        share = torch.log1p(1 / (ids.double() + 1)) / math.log1p(self.num_classes)
+        return share.log().to(x.device, torch.float32)
 
 
 class ExactSampler(Sampler):

@@ -27,10 +27,9 @@ PAD, CLS, SEP, MASK = range(4)
 SPECIAL = 4  # token ids of a task's own symbols start here
 IGNORE = -100  # label of positions that do not count
 SPLITS = ("train", "validation", "test")
-METRICS = {  # the figures of a kind, see `summary`
-    **dict.fromkeys(("classify", "match"), ("accuracy", "loss")),
-    **dict.fromkeys(("masked", "causal"), ("accuracy", "loss", "perplexity", "bits")),
-}
+_OF_TOKENS = ("accuracy", "loss", "perplexity", "bits")
+METRICS = {"classify": ("accuracy", "loss"), "match": ("accuracy", "loss"), "ctc": ("error_rate",)}
+METRICS |= {"masked": _OF_TOKENS, "causal": _OF_TOKENS}  # the figures of a kind, see `summary`
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,13 @@ class Preset:
 class Task:
     """One task: how its examples are had, what the model must do with them and the figure that counts.
 
-    `kind`: `"classify"`, `"match"` (two sequences that do not see each other), `"masked"`, `"causal"`, or `"own"`: the
-    model of the task says its loss. `vocabulary`: symbols of its own; their ids begin at `SPECIAL`, 4.
+    `kind`: `"classify"`, `"match"` (two sequences that do not see each other), `"masked"`, `"causal"`, `"ctc"`, or
+    `"own"`: the model of the task says its loss. `vocabulary`: symbols of its own; their ids begin at `SPECIAL`, 4.
     `load(preset, split)`: the data set of `"train"`, `"validation"` or `"test"`; an example is a dict with `input_ids`
     and `labels`. `presets`: one, or several by name.
     `metric`: the figure a run is judged by, or a function of logits and labels that returns one figure for each
     example; `larger`: whether more of it is better. `collate`: makes a batch of a list of examples. `model(preset)`: a
-    configuration of transformers or a torch module, else BERT or GPT-2 by the kind. `sizes`: bytes that
+    configuration of transformers or a torch module, else BERT, GPT-2 or a Conformer by the kind. `sizes`: bytes that
     each symbol stands for, where bits are to be counted per byte and symbols are more than that.
     """
 
@@ -271,6 +270,8 @@ class Collator:
         self.length, self.masks = -(-length // multiple) * multiple, masks
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        if "input_features" in items[0]:
+            return self._speech(items)
         batch: dict[str, Tensor] = {}
         for name, mask in (("input_ids", "attention_mask"), ("other_ids", "other_mask")):
             if name in items[0]:
@@ -289,12 +290,27 @@ class Collator:
             out[i, : len(row)] = row[: self.length]
         return out
 
+    def _speech(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        pad = torch.nn.utils.rnn.pad_sequence
+        features = [x["input_features"][: self.length] for x in items]
+        width = max(len(x["labels"]) for x in items)
+        labels = torch.full((len(items), width), IGNORE)
+        for i, x in enumerate(items):
+            labels[i, : len(x["labels"])] = x["labels"]
+        return {
+            "input_features": pad(features, batch_first=True),
+            "attention_mask": pad([torch.ones(len(f), dtype=torch.int64) for f in features], batch_first=True),
+            "labels": labels,
+        }
+
 
 def figures(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
     """What `summary` needs of a batch, small enough to keep: (b, n, 2), the loss and the hit of every position.
 
-    Positions that do not count have loss NaN.
+    Positions that do not count have loss NaN. For `"ctc"` it is (b, 1, 2): edits and symbols.
     """
+    if kind == "ctc":
+        return _edits(logits, labels)
     if logits.ndim == 2:
         logits, labels = logits[:, None], labels[:, None]
     if kind == "causal":
@@ -305,11 +321,38 @@ def figures(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([loss.masked_fill(~counts, math.nan), hit.masked_fill(~counts, math.nan)], dim=-1)
 
 
+def _edits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Edit distance between the greedy reading of CTC logits and the labels, and the number of labels."""
+    rows = []
+    for path, wanted in zip(logits.argmax(-1).tolist(), labels.tolist(), strict=True):
+        read = [x for i, x in enumerate(path) if x != PAD and (i == 0 or x != path[i - 1])]
+        wanted = [x for x in wanted if x >= 0]
+        rows.append([[float(edit_distance(read, wanted)), float(len(wanted))]])
+    return torch.tensor(rows)
+
+
+def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
+    """Insertions, deletions and substitutions that turn a into b.
+
+    >>> edit_distance([1, 2, 3], [2, 3, 4])
+    2
+    """
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        previous, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (x != y))
+    return row[-1]
+
+
 def summary(kind: str, found: np.ndarray, sizes: np.ndarray | None = None) -> dict[str, float]:
-    """Figures of a data set from the `figures` of its batches: loss, accuracy, perplexity, bits.
+    """Figures of a data set from the `figures` of its batches: loss, accuracy, perplexity, bits; error rate for CTC.
 
     `sizes` (b, n): bytes that the label of every position stands for; bits are then per byte, else per symbol.
     """
+    if kind == "ctc":
+        edits, symbols = found.reshape(-1, 2).astype(np.float64).sum(0)
+        return {"error_rate": float(edits / symbols)}
     found = found.astype(np.float64)
     loss, accuracy = np.nanmean(found.reshape(-1, 2), axis=0)
     out = {"loss": float(loss), "accuracy": float(accuracy)}

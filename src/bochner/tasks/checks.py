@@ -80,13 +80,13 @@ def check_examples(task: Task, preset: Preset, data: Any, collate: Any) -> None:
             "'input_ids' and 'labels', or the task needs a 'collate' of its own."
         ) from error
     rows = {k: len(v) for k, v in batch.items() if isinstance(v, Tensor) and v.ndim}
-    needed = {"labels"} if task.kind == "own" else {"input_ids", "labels"}
+    needed = {"labels"} | ({"own": set(), "ctc": {"input_features"}}.get(task.kind, {"input_ids"}))
     if len(set(rows.values())) != 1 or needed - set(rows):
         raise BochnerError(
             f"A batch of the task {task.name!r} must have {' and '.join(map(repr, sorted(needed)))}, and as many rows "
             f"of all, got {rows}."
         )
-    if task.kind == "own":
+    if task.kind in ("own", "ctc"):
         return
     ids, labels = batch["input_ids"], batch["labels"]
     wanted = (1,) if task.kind in ("classify", "match") else (2,)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bochner._checks import ArgumentError, extra, positive_int
 from bochner.hf.config import Recipe
 from bochner.hf.conversion import convert
+from bochner.hf.masks import Mask
 from bochner.maps import FEATURE_MAPS, feature_map
 from bochner.tasks import peers
 from bochner.tasks.base import IGNORE, PAD, Preset, Task
@@ -22,11 +23,12 @@ transformers = extra("transformers", "train", "bochner.tasks")
 
 REPLACED = ("identity", "linformer", "performer_pytorch")
 RENAMED = {"identity_kernel": "identity"}  # the generalised kernel f(x) = x; "identity" is attention that returns v
-BASE = {"classify": "bert", "match": "bert", "masked": "bert", "causal": "gpt2"}
+BASE = {"classify": "bert", "match": "bert", "masked": "bert", "causal": "gpt2", "ctc": "conformer"}
 AUTO = {
     "classify": "AutoModelForSequenceClassification",
     "masked": "AutoModelForMaskedLM",
     "causal": "AutoModelForCausalLM",
+    "ctc": "AutoModelForCTC",
 }
 
 
@@ -85,15 +87,16 @@ def choose(
     if name not in attentions():
         short = [a for a in attentions() if not a.startswith("window+")]
         raise ArgumentError(f"Unknown attention {name!r}; the valid names are {short}, and 'window+' before any map.")
-    able: tuple[str, ...] = (*peers.BOTH_WAYS, "causal")
+    able: tuple[str, ...] = (*peers.BOTH_WAYS, "causal", "ctc")
     if name in peers.PEERS:
         able = peers.PEERS[name].kinds
     elif name == "linformer":
         able = peers.BOTH_WAYS
+    elif name == "performer_pytorch":
+        able = (*peers.BOTH_WAYS, "causal")
     if task.kind not in able and task.kind != "own":
-        raise ArgumentError(
-            f"The task {task.name!r} needs causal attention, which {name!r} has not; take 'exact' or a map."
-        )
+        wanted = {"causal": "causal attention", "ctc": "a Conformer"}[task.kind]
+        raise ArgumentError(f"The task {task.name!r} needs {wanted}, which {name!r} has not; take 'exact' or a map.")
     chosen = Attention(name)
     m = preset.features_of.get(chosen.feature_map or name, preset.features) if features is None else features
     needs = chosen.feature_map is not None or name in ("linformer", "performer_pytorch")
@@ -264,7 +267,7 @@ def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: 
     if pooled and peer is None:
         options["add_pooling_layer"] = False
     model = getattr(transformers, "AutoModel" if pooled else AUTO[task.kind]).from_config(config, **options)
-    if preset.positions == "sinusoidal":
+    if preset.positions == "sinusoidal" and task.kind != "ctc":
         sinusoids_(model, preset.width**-0.5)
     elif preset.positions == "grid":
         grid_(model, preset.width**-0.5, preset.length, length)
@@ -282,7 +285,11 @@ def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: 
             trainable=True,
             options={**redrawn, **attention.options},
         )
-        convert(model, recipe, seed=seed)
+        inputs = None
+        if task.kind == "ctc":  # what goes in cannot be told from the config
+            inputs = {"input_features": torch.randn(8, 512, config.encoder_config.num_mel_bins)}
+            plain_masks_(model)
+        convert(model, recipe, inputs, seed=seed)
     if pooled:
         width = preset.width * (2 if attention.name == "reformer" else 1)  # its two streams side by side
         common: tuple[Any, ...] = (model, preset.pooling, width, task.classes)
@@ -291,6 +298,21 @@ def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: 
         symbols = task.symbols if preset.guess else 0
         return Classifier(*common, symbols=symbols, takes_mask=attention.takes_mask)
     return model
+
+
+def plain_masks_(model: nn.Module) -> None:
+    """Give the convolutions of a Conformer, which see the mask of its attention too, the mask they understand."""
+
+    def unpack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Mask):
+            keep = None if mask.keep is None else mask.keep.bool()[:, None, None, :]
+            kwargs = {**kwargs, "attention_mask": keep}
+        return args, kwargs
+
+    for module in model.modules():
+        if type(module).__name__ == "LasrEncoderConvolutionModule":
+            module.register_forward_pre_hook(unpack, with_kwargs=True)
 
 
 def sinusoids_(model: nn.Module, size: float) -> None:

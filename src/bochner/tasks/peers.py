@@ -1,6 +1,6 @@
 """Attentions that are not ours, for comparison: none at all, Linformer, performer-pytorch, and five of transformers.
 
-The first three replace the attention function of transformers' BERT or GPT-2; the others are models of their
+The first three replace the attention function of transformers' BERT, GPT-2 or Conformer; the others are models of their
 own, given the same sizes.
 """
 
@@ -117,6 +117,25 @@ def gpt2(task: Task, p: Preset, length: int) -> Any:
         eos_token_id=PAD,
         use_cache=False,
     )
+
+
+def conformer(task: Task, p: Preset, length: int) -> Any:
+    from bochner.tasks.speech import BANDS
+
+    encoder = {
+        "hidden_size": p.width,
+        "num_hidden_layers": p.layers,
+        "num_attention_heads": p.heads,
+        "intermediate_size": p.feedforward,
+        "num_mel_bins": BANDS,
+        "subsampling_conv_channels": p.width,
+        "conv_kernel_size": 9,
+        "dropout": p.dropout,
+        "activation_dropout": p.dropout,
+        "attention_dropout": 0.0,
+        "layerdrop": 0.0,
+    }
+    return transformers.LasrCTCConfig(vocab_size=task.classes + 1, pad_token_id=PAD, encoder_config=encoder)
 
 
 def nystromformer(task: Task, p: Preset, length: int) -> Any:

@@ -3,7 +3,7 @@
 `paper`: table 4 of paper 004 (listops, text, retrieval, image), its table 6 (pretraining, sentiment, nli) and
 appendix A of paper 003 (lm, protein, pixels); table 5 of paper 004 gives the features of learned maps. Where they
 differ from the paper, they say so themselves: `print(preset_of(task("lm"), "paper"))`, or `bochner train lm --show`.
-Where a paper has no figures (pathfinder) the preset is ours.
+Where a paper has no figures (pathfinder, speech) the preset is ours.
 `small`: the same tasks, shorter and with less data, for one core and some minutes.
 `medium`: one to three hours on one core, with sizes between the two. The rate was not tuned on it: it is that of
 `small`, tuned for exact attention and used for all, lowered with the width.
@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from torch.utils.data import Dataset
 
 from bochner._checks import ArgumentError, BochnerError, lookup, one_of, positive_float, positive_int
-from bochner.tasks import images, listops, pathfinder, protein, recall, text
+from bochner.tasks import images, listops, pathfinder, protein, recall, speech, text
 from bochner.tasks.base import Preset, Task
 
 BYTES = 256
@@ -128,6 +128,10 @@ COPYING = {"small": Preset(65, 1, 2, 64, 64, 32, 800, 5e-3, 50, **LEARNED, featu
     data={"symbols": 32})}
 INDUCTION = {"small": Preset(48, 2, 2, 64, 64, 32, 1_500, 5e-3, 50, **LEARNED, features=32, window=8, test=512,
     data={"symbols": 24})}
+SPEECH = {
+    "paper": Preset(256, 17, 8, 512, 2_048, 64, 20_000, 1e-3, 2_000, features=128),
+    "small": Preset(160, 2, 2, 64, 128, 32, 1_500, 2e-3, 150, **OURS, features=32, window=8),
+}
 
 ACIDS, PIECES, BPE = (len(protein.LETTERS),) * 2, text.PIECES, (text.PAIRS,) * 2
 PAIRS, SYMBOLS = (recall.PAIR_SYMBOLS,) * 2, (recall.SYMBOLS,) * 2
@@ -154,6 +158,8 @@ TASKS: dict[str, Task] = {t.name: t for t in (
         artefacts=("movie_reviews", "books")),
     Task("nli", "does one sentence follow from another", "classify", PIECES, 3, text.inference, INFERENCE,
         artefacts=("snli", "books")),
+    Task("speech", "the symbols of spoken syllables", "ctc", 41, 41, speech.load, SPEECH, metric="error_rate",
+        larger=False, artefacts=("syllables",)),
     Task("pixels", "CIFAR-10, colours one after the other", "causal", BYTES, BYTES, images.colour, PIXELS, **BITS,
         artefacts=("cifar10",)),
     Task("recall", "the value of a key, of many pairs", "masked", *PAIRS, recall.recall, RECALL),

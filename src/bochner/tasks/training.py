@@ -24,7 +24,7 @@ from bochner._checks import BochnerError, extra, is_int, one_of
 from bochner._progress import speaker
 from bochner.nn import maps_of, parameter_groups
 from bochner.tasks import models
-from bochner.tasks.base import Collator, Guessed, Preset, Sequences, Task, figures, label_sizes, summary
+from bochner.tasks.base import PAD, Collator, Guessed, Preset, Sequences, Task, figures, label_sizes, summary
 from bochner.tasks.checkpoints import Journal, last_checkpoint, prepare, room_named, write_json
 from bochner.tasks.checks import check_examples, check_map, map_name
 from bochner.tasks.registry import preset_of
@@ -34,7 +34,7 @@ transformers = extra("transformers", "train", "bochner.tasks")
 extra("accelerate", "train", "bochner.tasks")
 
 LOGS, SAVES = 50, 10  # per run
-FIGURES = ("loss", "accuracy", "perplexity", "bits", "score")
+FIGURES = ("loss", "accuracy", "perplexity", "bits", "error_rate", "score")
 GLIMPSE = 256  # validation examples looked at while training
 UNNAMED = {"guess": 0.0, "eps": 1e-8, "precision": "float32"}  # not written to run.json, as in runs made before them
 NOT_SAID = ("features_of", "options", "departures")
@@ -314,6 +314,12 @@ class TaskTrainer(transformers.Trainer):  # type: ignore[name-defined]
             )
         return out
 
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        if self.task.kind == "ctc":
+            logits = blank_padding(self.accelerator.unwrap_model(model), _first(logits), inputs["attention_mask"])
+        return loss, logits, labels
+
     def test(self) -> dict[str, float]:
         """Figures on the test split, and on the further ones of the task under their name."""
         out: dict[str, float] = {}
@@ -323,6 +329,13 @@ class TaskTrainer(transformers.Trainer):  # type: ignore[name-defined]
             kept = {k: v for k, v in kept.items() if k in FIGURES}
             out |= kept if split == "test" else {f"{split}_{k}": v for k, v in kept.items()}
         return out
+
+
+def blank_padding(model: Any, logits: Tensor, mask: Tensor) -> Tensor:
+    """The logits of a Conformer with frames that come from padding read as blanks: nothing was said there."""
+    said = model._get_output_attention_mask(mask, target_length=logits.shape[1])
+    blank = nn.functional.one_hot(torch.tensor(PAD), logits.shape[-1]).to(logits)
+    return torch.where(said[..., None], logits, blank)
 
 
 class LastDraw(transformers.TrainerCallback):  # type: ignore[name-defined]

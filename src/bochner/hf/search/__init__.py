@@ -40,12 +40,12 @@ from bochner.hf.interface import check_model, unwrap
 from bochner.hf.observe import discover_parts
 from bochner.hf.plan import Plan
 from bochner.hf.search import selected
-from bochner.hf.search.damage import MeasuredProblem, measure_damages
+from bochner.hf.search.damage import MeasuredProblem, measure_damages, tables
 from bochner.hf.search.knapsack import Choice, all_exact, frontier, totals
 from bochner.hf.search.options import Space
 from bochner.hf.search.refine import Candidate, Trials, best_within, cheapest_that_keeps, ladder
 from bochner.hf.search.report import Point, SearchReport, heads_of
-from bochner.hf.search.selected import SelectedProblem, SelectedSpace, best_of_all
+from bochner.hf.search.selected import SelectedSpace
 from bochner.hf.search.texts import Goal, Split, batches_for, settle, split
 from bochner.hf.search.verify import TOKENS, Verdict, Verifier
 
@@ -105,16 +105,18 @@ def _heads(run: _Run, model: Any, shapes: Any, goal: Goal, texts: Split, seed: i
         run.say("running the original on the choice texts")
         choice = texts.choice[: max(goal.judged, TOKENS // 2)] if goal.is_language else texts.choice
         known = Verifier(model, choice, goal, shapes, run.say)
-        return MeasuredProblem(space, known, measure_damages(space, known, run.say), run.say)
+        return MeasuredProblem(space, known, tables(space, measure_damages(space, known, run.say)), run.say)
 
 
-def _ladder(run: _Run, model: Any, shapes: Any, goal: Goal, texts: Split, seed: int) -> SelectedProblem:
+def _ladder(run: _Run, model: Any, shapes: Any, goal: Goal, texts: Split, seed: int) -> MeasuredProblem:
     """How many keys all heads of a decoder hold; see `selected`."""
     space = SelectedSpace(model, shapes, goal, seed)
     with run.stage("fitting"):
         space.fit(texts.fit, run.say)
     with run.stage("original"):
-        return SelectedProblem(space, texts.choice, run.say)
+        run.say("running the original on the choice texts")
+        known = Verifier(model, texts.choice, goal, shapes, run.say)
+        return MeasuredProblem(space, known, selected.tables(space), run.say)
 
 
 class _Run:
@@ -130,14 +132,14 @@ class _Run:
         self.seconds[name] = time.monotonic() - began
 
 
-def _choose(problem: MeasuredProblem | SelectedProblem, trials: Trials) -> list[Choice]:
+def _choose(problem: MeasuredProblem, trials: Trials) -> list[Choice]:
     """The choice, and what is looked at in turn if it fails verification; all are settled before any look."""
     goal = problem.space.goal
     if goal.memory is None:
         assert goal.keep is not None
         return ladder(problem, cheapest_that_keeps(problem, goal.keep, trials))
-    if isinstance(problem, SelectedProblem):
-        return [best_of_all(problem, trials).choice]
+    if isinstance(problem.space, SelectedSpace):
+        return [((1,),)]  # the rung that fills the memory
     fixed = problem.space.original_bytes - problem.whole  # of layers that cannot change
     found = best_within(problem, goal.memory * problem.space.original_bytes - fixed, trials)
     if found is None:
@@ -149,9 +151,7 @@ def _choose(problem: MeasuredProblem | SelectedProblem, trials: Trials) -> list[
     return [found.choice]
 
 
-def _verified(
-    problem: MeasuredProblem | SelectedProblem, trials: Trials, choices: Sequence[Choice], verifier: Verifier
-) -> SearchReport:
+def _verified(problem: MeasuredProblem, trials: Trials, choices: Sequence[Choice], verifier: Verifier) -> SearchReport:
     """The report of the first choice that passes; of the original if none does."""
     goal, space, failed, reasons = problem.space.goal, problem.space, list[Verdict](), list[str]()
     demanded = None if goal.memory is not None and goal.trains else goal.keep
@@ -199,7 +199,7 @@ def _bytes(space: Space, plan: Plan) -> str:
     )
 
 
-def _frontier(problem: MeasuredProblem | SelectedProblem, trials: Trials, chosen: Candidate) -> tuple[list[Point], int]:
+def _frontier(problem: MeasuredProblem, trials: Trials, chosen: Candidate) -> tuple[list[Point], int]:
     """All that was measured, the cheapest first, and the place of the choice."""
     space, candidates = problem.space, trials.by_cost()
     points = []

@@ -33,18 +33,24 @@ def measure_damages(space: Space, texts: Verifier, say: Say) -> dict[str, Tensor
     return found
 
 
-class MeasuredProblem:
-    """The search problem of a model: damages and costs from its options, quality by running a choice end to end."""
+def tables(space: Space, damages: dict[str, Tensor]) -> list[Table]:
+    """The knapsack's tables, one for each layer that may change."""
+    found = []
+    for name, layer in space.layers.items():
+        damage = torch.zeros(len(layer.fates), layer.plan.num_kv_heads, dtype=torch.float64)
+        if name in damages:
+            damage[1:] = damages[name]
+        cost = layer.cost[:, None].expand_as(damage).contiguous()
+        found.append(Table(damage, cost, not space.goal.by_memory, layer.split))
+    return found
 
-    def __init__(self, space: Space, texts: Verifier, damages: dict[str, Tensor], say: Say) -> None:
-        self.space, self.texts, self.say, self.tables = space, texts, say, list[Table]()
-        for name, layer in space.layers.items():
-            damage = torch.zeros(len(layer.fates), layer.plan.num_kv_heads, dtype=torch.float64)
-            if name in damages:
-                damage[1:] = damages[name]
-            cost = layer.cost[:, None].expand_as(damage).contiguous()
-            self.tables.append(Table(damage, cost, not space.goal.by_memory, layer.split))
-        self.whole = totals(self.tables, all_exact(self.tables))[1]
+
+class MeasuredProblem:
+    """The search problem of a model: damages and costs in tables, quality by running a choice end to end."""
+
+    def __init__(self, space: Space, texts: Verifier, tables: list[Table], say: Say) -> None:
+        self.space, self.texts, self.tables, self.say = space, texts, tables, say
+        self.whole = totals(tables, all_exact(tables))[1]
 
     def measure(self, choice: Choice) -> Quality:
         plan = self.space.plan_of(choice)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bochner.hf import drift
 from bochner.hf.attention import LinearAttention, layer_seconds
 from bochner.hf.calibrate import Samples, observe
 from bochner.hf.fates import EXACT, FATES, Fate
@@ -66,6 +67,7 @@ class Space:
         for i, (name, layer) in enumerate(self.layers.items()):
             say(f"fitting maps, layer {i + 1} of {len(self.layers)}")
             found = samples.pop(name)
+            drift.note(layer.plan, found.q, found.k)
             for fate in candidates(layer, found, self.goal):
                 made = LinearAttention(replace(layer.plan, fates=[fate] * layer.plan.num_kv_heads)).to(self.device)
                 made.fit(found)

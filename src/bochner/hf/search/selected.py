@@ -13,19 +13,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner.hf.evaluate import Quality
-from bochner.hf.interface import attached
 from bochner.hf.observe import Shape
 from bochner.hf.plan import Plan
 from bochner.hf.search import options
-from bochner.hf.search.knapsack import Choice, Table, all_exact, totals
+from bochner.hf.search.knapsack import Choice, Table
 from bochner.hf.search.options import Say, Space
-from bochner.hf.search.refine import Candidate, Trials
 from bochner.hf.search.texts import Batches, Goal, Split, stream
-from bochner.hf.search.verify import TOKENS, Verifier
+from bochner.hf.search.verify import TOKENS
 from bochner.hf.selected_fit import FittedScores, can_select, fit_scores, passages_of, window_for
 
 SHARES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.45, 0.6, 0.8)  # of the older keys, the ladder
@@ -110,33 +106,12 @@ class SelectedSpace(Space):
         return dict(self.scores.build(plan, self.device))
 
 
-class SelectedProblem:
-    """The search problem of a ladder: quality by reading whole texts with a rung."""
-
-    def __init__(self, space: SelectedSpace, tokens: Tensor, say: Say) -> None:
-        self.space, self.say = space, say
-        say("running the original on the choice texts")
-        self.texts = Verifier(space.model, tokens, space.goal, {}, say)
-        damage = [0.0, *(space.scores.damage(rung.share) for rung in space.rungs)]
-        size = space.dtype.itemsize
-        original = sum(x.plan.cache_bytes(space.goal.length, element_size=size) for x in space.layers.values())
-        fixed = space.original_bytes - original
-        cost = [float(original), *(float(space.bytes_of(space.plan(rung)) - fixed) for rung in space.rungs)]
-        columns = torch.tensor([damage, cost], dtype=torch.float64).unsqueeze(-1)
-        self.tables = [Table(columns[0], columns[1])]
-        self.whole = totals(self.tables, all_exact(self.tables))[1]
-
-    def measure(self, choice: Choice) -> Quality:
-        plan = self.space.plan_of(choice)
-        if not plan.converted:
-            return self.texts.original().quality
-        with attached(self.space.model, plan, self.space.build(plan)):
-            found = self.texts.look(self.space.model).quality
-        share = totals(self.tables, choice)[1] / max(self.whole, 1e-30)
-        self.say(f"quality {found.retained:.2%} with {share:.1%} of the memory")
-        return found
-
-
-def best_of_all(problem: SelectedProblem, trials: Trials) -> Candidate:
-    """The rung that fills the memory."""
-    return trials.run(((1,),))
+def tables(space: SelectedSpace) -> list[Table]:
+    """One table of one head: its options are the original and the rungs."""
+    damage = [0.0, *(space.scores.damage(rung.share) for rung in space.rungs)]
+    size = space.dtype.itemsize
+    original = sum(x.plan.cache_bytes(space.goal.length, element_size=size) for x in space.layers.values())
+    fixed = space.original_bytes - original
+    cost = [float(original), *(float(space.bytes_of(space.plan(rung)) - fixed) for rung in space.rungs)]
+    columns = torch.tensor([damage, cost], dtype=torch.float64).unsqueeze(-1)
+    return [Table(columns[0], columns[1])]
