@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import re
 import statistics
 import sys
@@ -62,16 +61,14 @@ def verified(report: Any) -> dict[str, float]:
 
 def models() -> str:
     speech, further = (experiment("speech_encoder")["keep 0.98"], experiment("further_models"))
-    rates, target = experiment("smollm_rates"), experiment("smollm_target")
+    target = experiment("smollm_target")
     rows = [
         ["Whisper tiny, encoder", "1,500", quality(speech["kept"]), "", times(speech["time"]), "`Target(keep=0.98)`"]
     ]
     for name, what in (("512", "judged at 512 tokens"), ("4000", "at 4,000 tokens")):
         found = target[name]
-        key = f"keep 0.99, {what}" if name == "512" else f"keep 0.99 {what}"
-        speed = rates["prefill"]["original"] / rates["prefill"][key]
         kept, memory = (quality(verified(found["report"])["retained"]), share(found["row"]["memory"]))
-        rows.append(["SmolLM2-135M", f"{int(name):,}", kept, memory, times(speed), f"`keep=0.99`, {what}"])
+        rows.append(["SmolLM2-135M", f"{int(name):,}", kept, memory, "", f"`keep=0.99`, {what}"])
     trained = experiment("smollm_distilled")["target"]
     kept, memory = (quality(trained["report"]["target"]["trained"]["4000"]["kept"]), share(trained["memory"]))
     rows.append(["SmolLM2-135M, adapters trained", "4,000", kept, memory, "", "`keep=0.99, memory=0.15`"])
@@ -139,24 +136,6 @@ def decoder_texts() -> str:
         held = 2 * found["novel"][key]["bytes"] / found["novel"]["exact"]["bytes"]
         rows.append([label, share(held), *cells])
     return table(["cache", "of bfloat16", "novel", "newspaper", "manual"], rows)
-
-
-def kvpress() -> str:
-    found, rows = experiment("decoder_texts")["kvpress"], []
-    for key in found["novel"]:
-        cells = []
-        for kind in ("novel", "newspaper", "manual"):
-            row, whole = found[kind].get(key), found[kind]["exact"]
-            if row is None:
-                cells.append("not run")
-                continue
-            worst = max(row["recall"][back] / whole["recall"][back] for back in whole["recall"])
-            cells.append(f"{math.exp(row['next'] - whole['next']):.3f} and {worst:.2f}")
-        row, whole = found["novel"][key], found["novel"]["exact"]
-        if key != "exact":
-            held = row["bytes_bfloat16"] / whole["bytes_bfloat16"]
-            rows.append([key, share(held * row["keys_used"]), share(held), *cells])
-    return table(["press", "keys used", "memory held", "novel", "newspaper", "manual"], rows)
 
 
 BOOK = {
@@ -252,8 +231,7 @@ def decoder_rates() -> str:
         rows.append(
             [label, f"{first:.1f}", *(f"{found[key][n]:.1f} ({found[key][n] / first:.2f}x)" for n in names[1:])]
         )
-    heads = ["tokens per second", "original", "window 128, 10 of 90 exact", "judged at 512", "at 4,000", *names[4:]]
-    return table(heads, rows)
+    return table(["tokens per second", *names], rows)
 
 
 def further() -> str:
@@ -634,7 +612,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "large-tables": large_tables,
     "models": models,
     "speech": speech,
-    "kvpress": kvpress,
     "decoder-texts": decoder_texts,
     "needles": needles,
     "decoder-recipes": decoder_recipes,
