@@ -7,7 +7,7 @@ and 4 bits are counted, since they are only simulated here.
 
 How scores are fitted was chosen on two other texts of 2,048 tokens, learned prose and another manual, with a quarter of
 the older keys and no rounding. Recall 400 and 1,500 tokens back, over the original's, on the first of them: gradients
-of the original 1.49 and 1.36; half-way to windows alone 1.04 and 0.97; by six passages 1.01 and 1.00.
+of the original 1.49 and 1.36; half-way to windows alone, by the same two passages, 1.04 and 0.97; by six 1.01, 1.00.
 Tried there and left out: absolute changes in place of squares (perplexity 1.031 and 1.054 on the two texts, for 1.015
 and 1.014), a tenth of the weight for rows of the second reading (1.012 and 1.019), and attention alone as the target
 (perplexity 1.007, but recall 2.9 and 5.2). On other passages, a correction of each head's mean left as much damage

@@ -64,22 +64,6 @@ def filled(model: Any, length: int) -> Any:
             q = q[..., -1:, :]  # the others need no row to hold their keys
         layer(Call(q, k, v, True, None, 0.125, hidden=hidden), held)
     return cache
-    own = layers_of(model) if hasattr(model.model.layers[0].self_attn, "linear_attn") else {}
-    for i in range(len(model.model.layers)):
-        q, k, v = (torch.randn(1, h, length, 64, generator=g) for h in (9, 3, 3))
-        layer = own.get(f"model.layers.{i}.self_attn")
-        if layer is None or layer.plan.untouched:
-            cache.update(k, v, i)
-            continue
-        held = cache.layers[i] = RecurrentLayer()
-        held.seen = length
-        hidden = torch.randn(1, length, 576, generator=g)
-        if layer.plan.count("selected"):  # all queries are answered: what is held depends on every key
-            q = q[..., -1:, :].expand_as(q)
-        else:
-            q, hidden = q[..., -1:, :], hidden[:, -1:]
-        layer(Call(q, k, v, True, None, 0.125, hidden=hidden), held)
-    return cache
 
 
 @torch.no_grad()
