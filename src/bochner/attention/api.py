@@ -150,15 +150,22 @@ def _attend(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tenso
         if not math.isfinite(given):
             refuse_values("linear_attention", q, keys.k, keys.v, decay)
         if not math.isfinite(rows) and not bool(result.out.isfinite().all()):
-            raise BochnerError(
-                f"The sums of linear_attention leave {call.map.dtype}; scale {'v' if call.normalize else 'q and k'} "
-                "down or pass float64."
-            )
+            result = _smaller_values(call, q, keys, state, decay)
         if result.bad is not None and any(count):
             _report(call.map, int(count[0]), result.bad.numel(), options.on_small_normalizer)
     if options.on_small_normalizer == "zero" and result.bad is not None and not call.map.positive:
         return result._replace(out=result.out.masked_fill(result.bad, 0))
     return result
+
+
+def _smaller_values(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None) -> Result:
+    """Attention is linear in the values: those whose sums overflow are made smaller by a power of two, exactly."""
+    if state is not None or call.goes_on or not call.normalize:
+        what = "'v'" if call.normalize else "'q' and 'k'"
+        raise BochnerError(f"The sums of linear_attention leave {call.map.dtype}; scale {what} down or pass float64.")
+    size = 2.0 ** math.ceil(math.log2(max(1.0, float(keys.v.detach().abs().amax()))))
+    result = attention(call, q, keys._replace(v=keys.v / size), None, decay)
+    return result._replace(out=result.out * size)
 
 
 def _total(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> Tensor:

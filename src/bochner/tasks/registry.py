@@ -129,7 +129,8 @@ COPYING = {"small": Preset(65, 1, 2, 64, 64, 32, 800, 5e-3, 50, **LEARNED, featu
 INDUCTION = {"small": Preset(48, 2, 2, 64, 64, 32, 1_500, 5e-3, 50, **LEARNED, features=32, window=8, test=512,
     data={"symbols": 24})}
 SPEECH = {
-    "paper": Preset(256, 17, 8, 512, 2_048, 64, 20_000, 1e-3, 2_000, features=128),
+    "paper": Preset(256, 17, 8, 512, 2_048, 64, 20_000, 1e-3, 2_000, features=128,
+        departures=("Mandarin syllables for LibriSpeech", "CTC for a transducer", "steps and rate are ours")),
     "small": Preset(160, 2, 2, 64, 128, 32, 1_500, 2e-3, 150, **OURS, features=32, window=8),
 }
 
