@@ -134,8 +134,8 @@ def fitted_length(plan: LayerPlan, tokens: int) -> int | None:
         return None
     if not any(getattr(fate, "feature_map", None) == "landmark" for fate in plan.fates):
         return None
-    length = plan.seen.get("length")  # plans of older versions have none
-    return length if length is not None and tokens > LONGER * length else None
+    length: int = plan.seen["length"]
+    return length if tokens > LONGER * length else None
 
 
 def distance(plan: LayerPlan, call: Call) -> float | None:
