@@ -1,4 +1,4 @@
-"""The gallery of the documentation, made from the stored results: an index, and for every paper its experiments.
+"""The gallery of the documentation, made from the stored results: an index, and for every paper items and experiments.
 
 python experiments/gallery.py [--check]      (--check only says whether the pages are up to date)
 """
@@ -35,9 +35,7 @@ A verdict means:
 - **not tested**: we ran it, but on a task in which the method under test does nothing;
 - **not tried**: for the reason given.
 
-The papers: 000 is the problem set on kernel attention and linear layers, 001 *Hybrid Random Features*, 002 the kernel
-products under sparsity, 003 *Rethinking Attention with Performers*, 004 *On Learning the Transformer Kernel*. What is
-wrong in them is on the page of [errata](errata.md).
+What is wrong in the papers is on the page of [errata](errata.md).
 """
 
 
@@ -73,14 +71,15 @@ def where(item: Item, homes: dict[str, str]) -> str:
 
 
 def row(item: Item, homes: dict[str, str]) -> str:
-    """One line of the index; `homes`: the page of each experiment."""
+    """One line of the table of items; `homes`: the page of each experiment."""
     verdict = verdict_of(item)[0]
     paper, ours = sizes_of(item)
     sizes = f"{paper}; **ours** {ours}" if paper else ""
     # The reason of an experiment stands with its result; here that of the item itself.
     reason = item.why or item.limits
-    told = f"**{verdict}**" + (f": {reason}" if reason else "")
-    return f"| {item.label} | {item.title} | {told} | {item.baseline} | {sizes} | {where(item, homes)} |"
+    told = badge(verdict) + (f" {reason}" if reason else "")
+    cells = (item.label, item.title, told, item.baseline, sizes, where(item, homes))
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
 def section(name: str, title: str, items: list[tuple[str, Item]]) -> str:
@@ -157,40 +156,32 @@ def pages() -> dict[str, str]:
     for paper in PAPERS:
         name = f"gallery-{paper.key}.md"
         sections = [section(e, served[e][0][1].title, served[e]) for e, home in homes.items() if home == name]
-        head = f"# {paper.title}\n\nThe experiments of paper {paper.key}. All papers: [gallery](gallery.md).\n"
-        found[name] = "\n".join([head, *sections]).rstrip() + "\n"
-        found[f"gallery-{paper.key}-items.md"] = items_page(paper, homes)
+        head = f"# {paper.title}\n\nEvery item of paper {paper.key}, then its experiments. [All papers](gallery.md).\n"
+        found[name] = "\n".join([head, *items(paper, homes), *sections]).rstrip() + "\n"
     head = "# Beyond the papers\n\nClaims of our own, which hold or fail. Those of the papers: [gallery](gallery.md).\n"
     found[OWN] = "\n".join([head, *(section(e, title, []) for e, (title, _) in BEYOND.items())]).rstrip() + "\n"
     return found
 
 
 def index(homes: dict[str, str]) -> str:
-    """The verdicts on one page; reasons, baselines, sizes and tests are on the pages of the items."""
-    counts: Counter[str] = Counter()
+    """How many verdicts of each kind a paper has, and the pictures."""
+    total: Counter[str] = Counter()
+    table = [f"| paper | {' | '.join(ORDER)} |", "|---" * (len(ORDER) + 1) + "|"]
     parts = []
     for paper in PAPERS:
-        parts += [
-            f"## {paper.key}: {paper.title}",
-            "",
-            f"[Reasons, baselines and sizes](gallery-{paper.key}-items.md)",
-            "",
-        ]
-        parts += ["| item | what | verdict | where |", "|---|---|---|---|"]
-        for item in paper.items:
-            verdict = verdict_of(item)[0]
-            link = f"[result]({homes[item.experiment]}#{item.experiment})" if item.experiment else ""
-            parts.append(f"| {item.label} | {item.title} | {badge(verdict)} | {link} |")
-            counts[verdict] += 1
-        here = {i.experiment: i.title for i in paper.items if homes.get(i.experiment) == f"gallery-{paper.key}.md"}
-        parts += ["", *thumbnails(f"gallery-{paper.key}.md", here)]
+        page = f"gallery-{paper.key}.md"
+        counts = Counter(verdict_of(item)[0] for item in paper.items)
+        total += counts
+        table.append(f"| [{paper.key}: {paper.title}]({page}) | {' | '.join(str(counts[v]) for v in ORDER)} |")
+        here = {i.experiment: i.title for i in paper.items if homes.get(i.experiment) == page}
+        parts += [f"## {paper.key}: {paper.title}", "", *thumbnails(page, here)]
     parts += ["## Beyond the papers", "", "| experiment | verdict | where |", "|---|---|---|"]
     for name, (title, page) in BEYOND.items():
         result = result_of(name)
         verdict = result["said"]["verdict"] if result else "not run"
         parts.append(f"| {title} | {badge(verdict)} | [result]({OWN}#{name}) [more]({page}) |")
     parts += ["", *thumbnails(OWN, {name: title for name, (title, _) in BEYOND.items()})]
-    return "\n".join([HEAD, summary(counts), *parts]).rstrip() + "\n"
+    return "\n".join([HEAD, summary(total), *table, "", *parts]).rstrip() + "\n"
 
 
 def badge(verdict: str) -> str:
@@ -208,11 +199,10 @@ def thumbnails(page: str, titles: dict[str, str]) -> list[str]:
     return ['<div class="thumbnails" markdown>\n', *cards, "</div>\n"] if cards else []
 
 
-def items_page(paper: Paper, homes: dict[str, str]) -> str:
+def items(paper: Paper, homes: dict[str, str]) -> list[str]:
     """Every item of a paper with the reason of its verdict, its baseline, its sizes and its evidence."""
-    head = f"# {paper.key}: every item\n\nThe items of *{paper.title}*. All papers: [gallery](gallery.md).\n"
-    table = ["| item | what | verdict | baseline | sizes | where |", "|---|---|---|---|---|---|"]
-    return "\n".join([head, *table, *(row(item, homes) for item in paper.items)]) + "\n"
+    table = ["| item | what | verdict | baseline | sizes | evidence |", "|---|---|---|---|---|---|"]
+    return [*table, *(row(item, homes) for item in paper.items), ""]
 
 
 def summary(counts: Counter[str]) -> str:
