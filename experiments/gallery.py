@@ -67,18 +67,17 @@ def sizes_of(item: Item) -> tuple[str, str]:
 def where(item: Item, homes: dict[str, str]) -> str:
     found = [f"[result]({homes[item.experiment]}#{item.experiment})"] if item.experiment else []
     found += [f"[more]({item.page})"] if item.page else []
-    return " ".join(found) + (f" tests: {', '.join(f'`{t}`' for t in item.tests)}" if item.tests else "")
+    found += [f"{len(item.tests)} test{'s' * (len(item.tests) > 1)}"] if item.tests else []
+    return ", ".join(found)
 
 
 def row(item: Item, homes: dict[str, str]) -> str:
     """One line of the table of items; `homes`: the page of each experiment."""
     verdict = verdict_of(item)[0]
-    paper, ours = sizes_of(item)
-    sizes = f"{paper}; **ours** {ours}" if paper else ""
     # The reason of an experiment stands with its result; here that of the item itself.
     reason = item.why or item.limits
     told = badge(verdict) + (f" {reason}" if reason else "")
-    cells = (item.label, item.title, told, item.baseline, sizes, where(item, homes))
+    cells = (item.label, item.title, told, item.baseline, where(item, homes))
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
@@ -92,14 +91,14 @@ def section(name: str, title: str, items: list[tuple[str, Item]]) -> str:
     if result is None:
         return "\n".join([*lines, "Not run yet.", ""])
     said = result["said"]
-    verdict = said["verdict"] + (f": {said['why']}" if said["why"] else "")
+    verdict = badge(said["verdict"]) + (f" {said['why']}" if said["why"] else "")
     lines += [f"- Claim: {result['claim']}"]
     lines += [f"- Sizes of the paper: {result['paper']}."] if result["paper"] else []
-    lines += [f"- Our sizes: {result['ours']}.", f"- Verdict: **{verdict}**."]
+    lines += [f"- Our sizes: {result['ours']}.", f"- Verdict: {verdict}."]
     for key, item in items:
         if verdict_of(item)[0] != said["verdict"] or item.limits or item.why:
             lines.append(
-                f"- Verdict on {key} {item.label}, {item.title}: **{verdict_of(item)[0]}**: {item.why or item.limits}."
+                f"- Verdict on {key} {item.label}, {item.title}: {badge(verdict_of(item)[0])} {item.why or item.limits}."
             )
     lines += ["", *findings(said["ours"]), ""]
     for picture in pictures(name):
@@ -200,9 +199,23 @@ def thumbnails(page: str, titles: dict[str, str]) -> list[str]:
 
 
 def items(paper: Paper, homes: dict[str, str]) -> list[str]:
-    """Every item of a paper with the reason of its verdict, its baseline, its sizes and its evidence."""
-    table = ["| item | what | verdict | baseline | sizes | evidence |", "|---|---|---|---|---|---|"]
-    return [*table, *(row(item, homes) for item in paper.items), ""]
+    """Every item of a paper with the reason of its verdict, its baseline and its evidence."""
+    table = ["| item | what | verdict | baseline | evidence |", "|---|---|---|---|---|"]
+    lines = [*table, *(row(item, homes) for item in paper.items), ""]
+    tested = [f"- {item.label}: {', '.join(f'`{t}`' for t in item.tests)}" for item in paper.items if item.tests]
+    if tested:
+        head = "Statements are simulated or enumerated in few dimensions, against the printed formula."
+        lines += [
+            "<details markdown><summary>Tests of the statements</summary>",
+            "",
+            head,
+            "",
+            *tested,
+            "",
+            "</details>",
+        ]
+        lines += [""]
+    return lines
 
 
 def summary(counts: Counter[str]) -> str:
