@@ -22,11 +22,11 @@ from bochner.hf.search.knapsack import Choice, Table
 from bochner.hf.search.options import Say, Space
 from bochner.hf.search.texts import Batches, Goal, Split, stream
 from bochner.hf.search.verify import TOKENS
-from bochner.hf.selected_fit import FittedScores, can_select, fit_scores, passages_of, window_for
+from bochner.hf.selected_fit import MIXED, FittedScores, can_select, fit_scores, passages_of, window_for
 
 SHARES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.45, 0.6, 0.8)  # of the older keys, the ladder
 LEAST, MOST = 0.002, 0.95  # shares
-PRECISIONS = ("int6", "int8", "bfloat16", "model")  # the coarsest first; four bits lose recall
+PRECISIONS = (MIXED, "int8", "bfloat16", "model")  # the coarsest first
 BITS = 4  # channels that are packed together
 
 
