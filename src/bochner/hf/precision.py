@@ -42,119 +42,83 @@ class Floating:
     def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
         return (codes.to(dtype),)
 
-    def unpacking(self, size: int) -> Tensor:
-        return torch.cat([torch.eye(size), torch.zeros(1, size)])
+    def zeros(self, size: int) -> Tensor:
+        return torch.zeros(size)
 
 
 @dataclass(frozen=True)
 class Integer:
-    """Rows `x ~ step * (n - zero)`: n integers of 8, 6 or 4 bits, and one float16 step a row.
+    """Rows `x ~ step * n`: n integers of 8 bits with a sign, and one float16 step a row, in `d + 2` bytes."""
 
-    A row of d channels takes `d * bits / 8 + 2` bytes. A byte holds one integer of 6 bits, and 2 bits of every fourth
-    one above it; or two integers of 4 bits. So a byte and its upper bits are all that it takes to multiply rows, see
-    `unpacking`.
+    name: str
+
+    def encode(self, x: Tensor) -> Parts:
+        """Codes (..., c) of rows (..., d), and the step (..., 1)."""
+        x, step = _scaled(x, x, 127)
+        return (x / step).round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8), step
+
+    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        exact = torch.promote_types(dtype, torch.float32)
+        return (self.columns(parts[0], exact)[0] * parts[1]).to(dtype)
+
+    def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
+        """Numbers n, one for each channel, in one part or two."""
+        return (codes.view(torch.int8).to(dtype),)
+
+    def zeros(self, size: int) -> Tensor:
+        """What is taken from the numbers n of each channel before the step multiplies them."""
+        return torch.zeros(size)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows `x ~ step * (n - zero)` of two halves, in `d / 2 + 2` bytes.
+
+    A byte has `bits` for a channel of the first half, and the others for one of the second. `weak`: the step of the second half is 1. Keys in their basis are of this kind: the first half of the channels
+    carries nearly all that queries ask for. Integers lie on both sides of zero and use all their values.
     """
 
     name: str
     bits: int
-
-    @property
-    def zero(self) -> float:
-        """What stands for 0: packed integers lie on both sides of it and use all their values."""
-        return 0.0 if self.bits == 8 else (2**self.bits - 1) / 2
-
-    def encode(self, x: Tensor) -> Parts:
-        """Codes (..., c) of rows (..., d), and the step (..., 1)."""
-        if self.bits < 8 and x.shape[-1] % 4:
-            raise ArgumentError(
-                f"Rows of {x.shape[-1]} channels cannot be stored in {self.bits} bits, four in a row; "
-                "use precision='int8'."
-            )
-        top = 127.0 if self.bits == 8 else self.zero
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        # The step is rounded first, so that what is divided by is what will be multiplied by.
-        step = (x.abs().amax(-1, keepdim=True) / top).clamp_(2.0**-24, 65504.0).half()
-        whole = (x / step + self.zero).round_().clamp_(self.zero - top, self.zero + top)
-        if self.bits == 8:
-            return whole.to(torch.int8).view(torch.uint8), step
-        # Digits of the last channels lie above the integers of the others.
-        whole, upper, c = whole.to(torch.uint8), 8 - self.bits, self._codes(x.shape[-1])
-        places = torch.arange(0, self.bits, upper, dtype=torch.uint8, device=x.device)[:, None]
-        digits = ((whole[..., c:].unsqueeze(-2) >> places) << self.bits).flatten(-2)  # above a digit: falls off a byte
-        return whole[..., :c] | digits, step
-
-    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        exact = torch.promote_types(dtype, torch.float32)
-        codes, step = parts
-        if self.bits == 8:
-            return (codes.view(torch.int8).to(exact) * step).to(dtype)
-        upper, mask = 8 - self.bits, 2**self.bits - 1
-        digits = (codes >> self.bits).unflatten(-1, (self.bits // upper, -1)).unbind(-2)
-        last = digits[0]
-        for i, digit in enumerate(digits[1:], start=1):
-            last = last | (digit << upper * i)
-        return (torch.cat([codes & mask, last], dim=-1).to(exact).sub_(self.zero) * step).to(dtype)
-
-    def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
-        """Numbers, one for each code in each part, of which a row is `step ([columns, 1] unpacking)`."""
-        if self.bits == 8:
-            return (codes.view(torch.int8).to(dtype),)
-        return codes.to(dtype), (codes >> self.bits).to(dtype)
-
-    def unpacking(self, size: int) -> Tensor:
-        """The matrix (k + 1, d) from columns, the parts side by side, and a one, to channels."""
-        if self.bits == 8:
-            return torch.cat([torch.eye(size), torch.zeros(1, size)])
-        c, upper = self._codes(size), 8 - self.bits
-        whole, last = torch.eye(c, size), torch.zeros(c, size)
-        for i in range(c):
-            digit, channel = divmod(i, size - c)
-            last[i, c + channel] = 2.0 ** (upper * digit)
-        return torch.cat([whole, last - 2.0**self.bits * whole, torch.full((1, size), -self.zero)])
-
-    def _codes(self, size: int) -> int:
-        """Bytes of a row."""
-        return size * self.bits // 8
-
-
-@dataclass(frozen=True)
-class Split:
-    """Rows of two halves: 6 bits for the strong channels, times a step a row, and 2 for the weak, whose step is 1.
-
-    Keys in their basis are of this kind: the first half of the channels carries nearly all that queries ask for. A byte
-    holds a strong channel and a weak one above it. A row of d channels takes `d / 2 + 2` bytes.
-    """
-
-    name: str
+    weak: bool = False
 
     def encode(self, x: Tensor) -> Parts:
         if x.shape[-1] % 2:
             raise ArgumentError(f"Rows of {x.shape[-1]} channels have no halves; use precision='int8'.")
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        strong, weak = x.chunk(2, dim=-1)
-        step = (strong.abs().amax(-1, keepdim=True) / 31.5).clamp_(2.0**-24, 65504.0).half()
-        low = (strong / step + 31.5).round_().clamp_(0, 63).to(torch.uint8)
-        return low | ((weak + 1.5).round_().clamp_(0, 3).to(torch.uint8) << 6), step
+        x, step = _scaled(x, x.chunk(2, dim=-1)[0] if self.weak else x, self._zero(self.bits))
+        first, second = x.chunk(2, dim=-1)
+        low = self._rounded(first / step, self.bits)
+        return low | (self._rounded(second if self.weak else second / step, 8 - self.bits) << self.bits), step
+
+    def _rounded(self, x: Tensor, bits: int) -> Tensor:
+        return (x + self._zero(bits)).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        codes, step = parts
         exact = torch.promote_types(dtype, torch.float32)
-        low, high = (x.to(exact) for x in self._fields(parts[0]))
-        return torch.cat([(low - 31.5) * parts[1], high - 1.5], dim=-1).to(dtype)
+        x = torch.cat(self.columns(codes, exact), dim=-1) - self.zeros(2 * codes.shape[-1]).to(codes.device, exact)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * step, second if self.weak else second * step], dim=-1).to(dtype)
 
     def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
-        """The numbers of the strong channels, and those of the weak."""
-        low, high = self._fields(codes)
-        return low.to(dtype), high.to(dtype)
+        return (codes & (2**self.bits - 1)).to(dtype), (codes >> self.bits).to(dtype)
 
-    def unpacking(self, size: int) -> Tensor:
-        """As that of integers, but for the step, which only the first of the columns take."""
-        return torch.cat([torch.eye(size), torch.tensor([[-31.5, -1.5]]).repeat_interleave(size // 2, 1)])
+    def zeros(self, size: int) -> Tensor:
+        each = torch.tensor([self._zero(self.bits), self._zero(8 - self.bits)])
+        return each.repeat_interleave(size // 2)
 
-    def _fields(self, codes: Tensor) -> Parts:
-        return codes & 63, codes >> 6
+    def _zero(self, bits: int) -> float:
+        return (2**bits - 1) / 2
 
 
-Precision = Floating | Integer | Split
+def _scaled(x: Tensor, strong: Tensor, top: float) -> Parts:
+    """Rows in at least float32, and their step: rounded first, so that what divides is what will multiply."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    step = (strong.to(exact).abs().amax(-1, keepdim=True) / top).clamp_(2.0**-24, 65504.0).half()
+    return x.to(exact), step
+
+
+Precision = Floating | Integer | Pairs
 
 
 def halves(x: Tensor, border: int) -> tuple[Tensor, Tensor]:
@@ -164,17 +128,16 @@ def halves(x: Tensor, border: int) -> tuple[Tensor, Tensor]:
 PRECISIONS: dict[str, Precision] = {
     "model": Floating("model"),
     "bfloat16": Floating("bfloat16", torch.bfloat16),
-    "int8": Integer("int8", 8),
-    "int6": Integer("int6", 6),
-    "int4": Integer("int4", 4),
+    "int8": Integer("int8"),
+    "int4": Pairs("int4", 4),
 }
-KEYS: dict[str, Precision] = {**PRECISIONS, "split": Split("split")}
+KEYS: dict[str, Precision] = {**PRECISIONS, "split": Pairs("split", 6, weak=True)}
 
 
 class Stored(NamedTuple):
     """How a head stores its older keys, its older values, and both in its window: by a name, "keys/values".
 
-    One word is for both: "int6". Whole and half precision is for everything. The window has 8 bits where the older
+    One word is for both: "int8". Whole and half precision is for everything. The window has 8 bits where the older
     tokens have fewer: most of the attention is there, and so is most of what rounding costs.
     """
 

@@ -116,44 +116,21 @@ class Rows(NamedTuple):
     steps: Tensor
 
 
-class Reading(NamedTuple):
-    """How single rows are read from stored numbers: a matrix (g, d, k + 1) from channels to them and a one.
+def asked(precision: Precision, turn: Tensor) -> Parts:
+    """Matrices (g, d, k + 1) from rows to what meets stored numbers and a one: of those with a step, and those without.
 
-    `plain`: that of columns which the step does not multiply, if there are any.
+    `turn` (g, d, d): from rows as they are to rows in the basis.
     """
-
-    scaled: Tensor
-    plain: Tensor | None
-
-    @classmethod
-    def of(cls, precision: Precision, turn: Tensor) -> Reading:
-        """`turn` (g, d, d): from rows as they are to rows in their basis."""
-        size = turn.shape[-1]
-        every = unpacking(precision, size).to(turn)
-        if precision.name != "split":
-            return cls(turn @ every.mT, None)
-        first, second = turn.chunk(2, dim=-1)
-        parts = every[:, : size // 2], every[:, size // 2 :]
-        scaled, plain = (
-            x @ torch.cat([y[i * size // 2 : (i + 1) * size // 2], y[-1:]]).mT
-            for i, (x, y) in enumerate(zip((first, second), parts, strict=True))
-        )
-        return cls(scaled, plain)
-
-
-@lru_cache(maxsize=16)
-def unpacking(precision: Precision, size: int) -> Tensor:
-    """The matrix of a precision; all layers of a model have few of them."""
-    return precision.unpacking(size)
+    parts = 2 if precision.name == "split" else 1
+    turns, zeros = turn.chunk(parts, dim=-1), precision.zeros(turn.shape[-1]).to(turn).chunk(parts)
+    return tuple(torch.cat([x, -x @ zero[:, None]], dim=-1) for x, zero in zip(turns, zeros, strict=True))
 
 
 def _products(x: Tensor, columns: Parts) -> Tensor:
-    """`[columns, 1] x` (b, n, m) of rows x (b, n, k + 1) and columns (b, m, k) in parts."""
-    found, at = x[..., -1:], 0
-    for part in columns:
-        size = part.shape[-1]
-        found = torch.baddbmm(found, x[..., at : at + size], part.mT)
-        at += size
+    """`x [columns, 1]` (b, n, m) of rows x (b, n, k + 1) and columns (b, m, k) in parts."""
+    found = x[..., -1:]
+    for mine, part in zip(x[..., :-1].chunk(len(columns), dim=-1), columns, strict=True):
+        found = torch.baddbmm(found, mine, part.mT)
     return found
 
 
@@ -212,8 +189,8 @@ class SelectedState:
         # 3. How stored rows are turned back, and how single queries and outputs are turned.
         turns = [torch.eye(size, device=device).expand(g, -1, -1) for size in sizes] if basis is None else None
         self.back: Parts = tuple(turns) if turns else basis.inverse()  # type: ignore[union-attr]
-        self.ask, self.ask_near = (Reading.of(x, self.back[0].mT) for x in (self.stored.keys, near))
-        self.tell, self.tell_near = (Reading.of(x, self.back[1].mT).scaled.mT for x in (self.stored.values, near))
+        self.ask, self.ask_near = (asked(x, self.back[0].mT) for x in (self.stored.keys, near))
+        self.tell, self.tell_near = (asked(x, self.back[1].mT)[0].mT for x in (self.stored.values, near))
         # 4. The scores of single tokens since the last move, and the slots that are let go at each step.
         self.pending = torch.zeros(batch, g, self.spare, device=device)
         self.going = torch.zeros(batch, g, self.spare, dtype=torch.int64, device=device)
@@ -403,12 +380,12 @@ class SelectedState:
             )
         )
         steps = self.steps[..., None, :-1].to(q.dtype)
-        to_ring, to_older = ((rows @ x.scaled.to(q)).flatten(1, 2) for x in (self.ask_near, self.ask))
-        strong, weak = (keys[:1], keys[1:]) if self.ask.plain is not None else (keys, ())
+        to_ring, to_older = ((rows @ x.to(q)).flatten(1, 2) for x in (self.ask_near[0], self.ask[0]))
+        strong, weak = (keys[:1], keys[1:]) if self.ask[1:] else (keys, ())
         found = torch.cat([_products(to_ring, ring_keys), _products(to_older, strong)], dim=-1)
         found = torch.addcmul(steps[:, -1], found, steps[:, 0]) if self.scaled else found + steps[:, -1]
-        if self.ask.plain is not None:
-            found[..., rings:] += _products((rows @ self.ask.plain.to(q)).flatten(1, 2), weak)
+        if self.ask[1:]:
+            found[..., rings:] += _products((rows @ self.ask[1].to(q)).flatten(1, 2), weak)
         found = found.unflatten(1, (g, -1)).masked_fill(self.others, HIDDEN)
         # 3. Weights, values, and back from stored numbers.
         weight = torch.cat([near, found], dim=-1).softmax(-1)

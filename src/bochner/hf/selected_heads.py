@@ -33,7 +33,7 @@ class Selected(Fate):
     """Softmax over the first keys (`sinks`), the last ones (`window`), and the best older ones (`budget` at most).
 
     `precision`: how older keys and values are stored, as "keys/values" or by one word for both: `"model"`,
-    `"bfloat16"`, `"int8"`, `"int6"`, `"int4"`, and `"split"` for keys alone; see `bochner.hf.precision`. `width`: the
+    `"bfloat16"`, `"int8"`, `"int4"`, and `"split"` for keys alone; see `bochner.hf.precision`. `width`: the
     size of the hidden states that scores are computed from.
     """
 
