@@ -74,8 +74,9 @@ class Integer:
 class Pairs:
     """Rows `x ~ step * (n - zero)` of two halves, in `d / 2 + 2` bytes.
 
-    A byte has `bits` for a channel of the first half, and the others for one of the second. `weak`: the step of the second half is 1. Keys in their basis are of this kind: the first half of the channels
-    carries nearly all that queries ask for. Integers lie on both sides of zero and use all their values.
+    A byte has `bits` for a channel of the first half, and the others for one of the second. Integers lie on both sides
+    of zero and use all their values. `weak`: the step of the second half is 1. Keys in their basis are of this kind:
+    the first half of the channels carries nearly all that queries ask for.
     """
 
     name: str
