@@ -31,8 +31,8 @@ def oracle(
     stored = Stored.of(kept.precision)
     near, far = [k, v], [k, v]
     for i in range(2):  # what leaves the window is rounded again
-        near[i] = stored.near.decode(stored.near.encode(near[i]), k.dtype)
-        far[i] = stored[i].decode(stored[i].encode(near[i]), k.dtype)
+        near[i] = stored.window[i].decode(stored.window[i].encode(near[i]), k.dtype)
+        far[i] = stored.older[i].decode(stored.older[i].encode(near[i]), k.dtype)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=v.dtype)
     r = q.shape[1] // k.shape[1]
     for b in range(len(q)):

@@ -136,30 +136,28 @@ KEYS: dict[str, Precision] = {**PRECISIONS, "split": Pairs("split", 6, weak=True
 
 
 class Stored(NamedTuple):
-    """How a head stores its older keys, its older values, and both in its window: by a name, "keys/values".
+    """How a head stores keys and values, those of its window and the older ones: by a name, "keys/values" of the older.
 
     One word is for both: "int8". Whole and half precision is for everything. The window has 8 bits where the older
     tokens have fewer: most of the attention is there, and so is most of what rounding costs.
     """
 
-    keys: Precision
-    values: Precision
-    near: Precision
+    window: tuple[Precision, Precision]
+    older: tuple[Precision, Precision]
+    scaled: bool  # whether rows have steps
 
     @classmethod
-    def of(cls, name: str) -> Stored:
+    def of(cls, name: str, dtype: torch.dtype | None = None) -> Stored:
+        """`dtype`: that of the model, for what is stored whole."""
         first, _, second = name.partition("/")
         keys, values = lookup(KEYS, first, "precision"), lookup(PRECISIONS, second or first, "precision")
-        if isinstance(keys, Floating) or isinstance(values, Floating):
-            if keys is not values:
-                raise ArgumentError(f"A precision of integers and one of floats do not go together, got {name!r}.")
-            return cls(keys, values, keys)
-        return cls(keys, values, PRECISIONS["int8"])
-
-    @property
-    def scaled(self) -> bool:
-        """Whether rows have steps."""
-        return not isinstance(self.keys, Floating)
+        floating = [isinstance(x, Floating) for x in (keys, values)]
+        if any(floating) and keys is not values:
+            raise ArgumentError(f"A precision of integers and one of floats do not go together, got {name!r}.")
+        if all(floating):
+            whole = Floating(name, dtype if name == "model" else torch.bfloat16)
+            return cls((whole, whole), (whole, whole), False)
+        return cls((PRECISIONS["int8"], PRECISIONS["int8"]), (keys, values), True)
 
 
 def row_bytes(precision: Precision, size: int, dtype: torch.dtype) -> int:

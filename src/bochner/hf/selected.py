@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bochner.hf.precision import Basis, Floating, Parts, Precision, Stored, halves, nbytes
+from bochner.hf.precision import Basis, Parts, Precision, Stored, halves, nbytes
 
 EMPTY = -(2**31)  # the rank of no key, of padding and of attention sinks, which have their own slots
 NEVER = 2**31 - 1  # the rank of what is never let go: places beyond a head's budget
@@ -159,9 +159,7 @@ class SelectedState:
         basis: Basis | None = None,
     ) -> None:
         self.kept, self.basis = kept, basis
-        self.stored = Stored.of(kept.precision)
-        if kept.precision == "model":
-            self.stored = Stored(*[Floating("model", dtype)] * 3)
+        self.stored = Stored.of(kept.precision, dtype)
         self.exact = torch.promote_types(dtype, torch.float32)  # what is computed in
         self.scaled = self.stored.scaled  # whether there are steps
         g = len(kept.budgets)
@@ -171,11 +169,9 @@ class SelectedState:
         self.slots = g * kept.window + others
         self.first, self.leaving, self.older, self.others = layout(kept, torch.device(device))
         # 2. Empty slots.
-        sizes, near = (key_size, value_size), self.stored.near
+        sizes = (key_size, value_size)
         zeros = [torch.zeros(1, 1, size, dtype=dtype) for size in sizes]
-        rings, older = (
-            [x.encode(zero)[0] for x, zero in zip(each, zeros, strict=True)] for each in ((near, near), self.stored[:2])
-        )
+        rings, older = ([x.encode(zero)[0] for x, zero in zip(each, zeros, strict=True)] for each in self.stored[:2])
         self.key_codes = rings[0].shape[-1], older[0].shape[-1]
         self.near, self.codes = (
             torch.cat(each, dim=-1).new_zeros(batch, slots, sum(x.shape[-1] for x in each)).to(device)
@@ -187,10 +183,10 @@ class SelectedState:
         whole = sink_dtype(kept.precision, dtype)
         self.sinks: Parts = tuple(torch.zeros(batch, g, kept.sinks, size, dtype=whole, device=device) for size in sizes)
         # 3. How stored rows are turned back, and how single queries and outputs are turned.
-        turns = [torch.eye(size, device=device).expand(g, -1, -1) for size in sizes] if basis is None else None
-        self.back: Parts = tuple(turns) if turns else basis.inverse()  # type: ignore[union-attr]
-        self.ask, self.ask_near = (asked(x, self.back[0].mT) for x in (self.stored.keys, near))
-        self.tell, self.tell_near = (asked(x, self.back[1].mT)[0].mT for x in (self.stored.values, near))
+        plain = tuple(torch.eye(size, device=device).expand(g, -1, -1) for size in sizes)
+        self.back: Parts = plain if basis is None else basis.inverse()
+        self.ask_near, self.ask = (asked(each[0], self.back[0].mT) for each in self.stored[:2])
+        self.tell_near, self.tell = (asked(each[1], self.back[1].mT)[0].mT for each in self.stored[:2])
         # 4. The scores of single tokens since the last move, and the slots that are let go at each step.
         self.pending = torch.zeros(batch, g, self.spare, device=device)
         self.going = torch.zeros(batch, g, self.spare, dtype=torch.int64, device=device)
@@ -238,7 +234,7 @@ class SelectedState:
             self._add_sinks(k, v, position)
         if self.basis is not None:
             k, v = k @ self.basis.keys.to(k), v @ self.basis.values.to(v)
-        new = self._encode(k, v, (self.stored.near, self.stored.near))
+        new = self._encode(k, v, self.stored.window)
         if n == 1:
             self._add(new, scores, position, known)
             out = self._row(q[:, :, 0], position, scale, known).unsqueeze(2)
@@ -259,7 +255,7 @@ class SelectedState:
     def _decode(self, rows: Rows, stored: tuple[Precision, ...], dtype: torch.dtype) -> Parts:
         """Keys and values of stored rows, in their basis."""
         steps = [x.unsqueeze(-1) for x in rows.steps.unbind(1)] or [None, None]
-        codes = halves(rows.codes, self.key_codes[stored == self.stored[:2]])
+        codes = halves(rows.codes, self.key_codes[stored == self.stored.older])
         return tuple(
             x.decode((y,) if step is None else (y, step), dtype)
             for x, y, step in zip(stored, codes, steps, strict=True)
@@ -267,8 +263,8 @@ class SelectedState:
 
     def _again(self, rows: Rows, dtype: torch.dtype) -> Rows:
         """Rows of a window as they are stored when they have left it."""
-        near, older = (self.stored.near, self.stored.near), self.stored[:2]
-        return rows if near == older else self._encode(*self._decode(rows, near, dtype), older)
+        window, older, _ = self.stored
+        return rows if window == older else self._encode(*self._decode(rows, window, dtype), older)
 
     def _add_sinks(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Store the tokens at the first positions whole; each position comes once."""
@@ -375,8 +371,8 @@ class SelectedState:
         (ring_keys, ring_values), (keys, values) = (
             [precision.columns(part, q.dtype) for precision, part in zip(each, halves(codes, border), strict=True)]
             for each, codes, border in (
-                ((self.stored.near, self.stored.near), self.near, self.key_codes[0]),
-                (self.stored[:2], self.codes, self.key_codes[1]),
+                (self.stored.window, self.near, self.key_codes[0]),
+                (self.stored.older, self.codes, self.key_codes[1]),
             )
         )
         steps = self.steps[..., None, :-1].to(q.dtype)
@@ -449,7 +445,7 @@ class SelectedState:
         back = [x[head].to(q) for x in self.back]
         near, far = (
             [x @ turn for x, turn in zip(self._decode(rows, stored, q.dtype), back, strict=True)]
-            for rows, stored in zip(pool, ((self.stored.near, self.stored.near), self.stored[:2]), strict=False)
+            for rows, stored in zip(pool[:2], self.stored[:2], strict=True)
         )
         rank = pool[2]
         first = tuple(x[:, head].to(q.dtype) for x in self.sinks)

@@ -79,7 +79,7 @@ class Selected(Fate):
         stored, sizes = Stored.of(self.precision), (layer.head_dim, layer.value_dim)
         near, older = (
             sum(row_bytes(x, size, dtype) for x, size in zip(each, sizes, strict=True)) + SLOT_BYTES
-            for each in ((stored.near, stored.near), stored[:2])
+            for each in stored[:2]
         )
         return self.window * near + (spare_of(self.window) + self.budget) * older
 
