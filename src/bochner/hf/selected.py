@@ -254,7 +254,8 @@ class SelectedState:
 
     def _decode(self, rows: Rows, stored: tuple[Precision, ...], dtype: torch.dtype) -> Parts:
         """Keys and values of stored rows, in their basis."""
-        steps = [x.unsqueeze(-1) for x in rows.steps.unbind(1)] or [None, None]
+        steps: list[Tensor | None] = [x.unsqueeze(-1) for x in rows.steps.unbind(1)]
+        steps = steps or [None, None]
         codes = halves(rows.codes, self.key_codes[stored == self.stored.older])
         return tuple(
             x.decode((y,) if step is None else (y, step), dtype)
@@ -264,7 +265,8 @@ class SelectedState:
     def _again(self, rows: Rows, dtype: torch.dtype) -> Rows:
         """Rows of a window as they are stored when they have left it."""
         window, older, _ = self.stored
-        return rows if window == older else self._encode(*self._decode(rows, window, dtype), older)
+        k, v = self._decode(rows, window, dtype)
+        return rows if window == older else self._encode(k, v, older)
 
     def _add_sinks(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Store the tokens at the first positions whole; each position comes once."""
