@@ -15,16 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from bochner._checks import (
-    BochnerError,
-    accumulation_dtype,
-    finite,
-    floating,
-    lookup,
-    one_of,
-    positive_int,
-)
-from bochner._products import is_composed
+from bochner._checks import BochnerError, accumulation_dtype, finite, floating, lookup, one_of, positive_int
 from bochner.maps.redraw import RedrawnModule
 from bochner.projections import Projection, make_projection
 
@@ -100,10 +91,8 @@ class Exponent(NamedTuple):
         return logits if self.offset is None else logits + self.offset.to(z.dtype).unsqueeze(-2)
 
 
-def exponential(logits: Tensor, log_row: Tensor | float, *, antithetic: bool = False) -> Features:
+def exponential(logits: Tensor, log_row: Tensor | float) -> Features:
     """`exp(logits)` with the largest logit of each row moved into the log scale."""
-    if antithetic:
-        logits = torch.cat([logits, -logits], dim=-1)
     peak = logits.detach().amax(-1, keepdim=True)
     return Features((logits - peak).exp(), log_row + peak)
 
@@ -392,27 +381,10 @@ class NoFeatures(FeatureMap):
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """|x|^2 of each row, (..., n, 1)."""
-    if not x.requires_grad:
-        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
-    if is_composed():
+    """|x|^2 of each row, (..., n, 1); where no gradient is needed in one pass, without the squares in memory."""
+    if x.requires_grad:
         return x.square().sum(-1, keepdim=True)
-    result: Tensor = _SquaredNorm.apply(x)
-    return result
-
-
-class _SquaredNorm(torch.autograd.Function):
-    """In one pass each way, without the squares in memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return x * (2 * grad)
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
 
 
 def pooled(x: Tensor) -> Tensor:
