@@ -97,6 +97,16 @@ def exponential(logits: Tensor, log_row: Tensor | float) -> Features:
     return Features((logits - peak).exp(), log_row + peak)
 
 
+def fourier(t: Tensor, x: Tensor) -> Features:
+    """`[sin t, cos t] / sqrt(n)` of n products t with rows x: the features of a mean of n cosines."""
+    return Features(torch.cat([t.sin(), t.cos()], dim=-1), constant_scale(x, t.shape[-1]))
+
+
+def constant_scale(x: Tensor, n: int) -> Tensor:
+    """The log of 1 / sqrt(n) for each row, (..., 1)."""
+    return torch.full_like(x[..., :1], -0.5 * math.log(n))
+
+
 def to_features(t: Tensor) -> Features:
     """Plain features (..., n, m) as `Features`, with the size of each row moved into the log scale.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype, make_generator, one_of, positive_int
-from bochner.maps.base import Features, ProjectedFeatures, exponential
+from bochner.maps.base import Features, ProjectedFeatures, exponential, fourier
 from bochner.maps.hybrid import _row_factor, another_projection, compose
 from bochner.projections import Projection
 
@@ -115,8 +115,7 @@ class ClusteredFeatures(ProjectedFeatures):
         logits, phase = self._exponents(x.unsqueeze(-2) * modulus, imaginary)
         log_norm = 0.5 * math.log(self.num_features)
         size = exponential(logits.flatten(-2), _row_factor(x, self.kernel) - log_norm)
-        values = size.values.unflatten(-1, (other, -1))
-        values = _real_parts(values, phase)
+        values = _real_parts(size.values.unflatten(-1, (other, -1)), phase)
         # 4. Zeros in all other pairs.
         if role == "query":
             values = hot[..., :, None, None] * values[..., None, :, :]
@@ -151,8 +150,7 @@ class ClusteredFeatures(ProjectedFeatures):
         t = self._rows(self.spread.to(x.dtype).flatten(-2).sqrt().unsqueeze(-1))
         sign = 1.0 if role == "query" else 2 * imaginary - 1
         angle = self._project(self.coefficient_projection, changed * sign / t)
-        scale = torch.full_like(x[..., :1], -0.5 * math.log(self.num_coefficients))
-        return [Features(torch.cat([a.cos(), a.sin()], dim=-1), scale) for a in angle.unbind(-2)]
+        return [fourier(a, x) for a in angle.unbind(-2)]
 
     def _all_pairs(self, x: Tensor, role: str) -> tuple[Tensor, Tensor]:
         """x times the moduli of all pairs, (..., n, I J, d), and the imaginary masks that broadcast against it."""

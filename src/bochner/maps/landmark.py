@@ -27,6 +27,7 @@ from bochner._products import product
 from bochner._progress import track
 from bochner.maps.base import FeatureMap, Features
 from bochner.maps.landmark_fit import WINDOW_KINDS, Head, Near, Rows, fit_head, rectified
+from bochner.projections import some_seed
 
 LEARNED = ("key_landmarks", "key_log_weights", "query_landmarks", "offsets", "mix_query", "mix_key", "bias_key")
 ENOUGH = 64  # landmarks, unless there are more features
@@ -120,7 +121,8 @@ class LandmarkFeatures(FeatureMap):
         }
         self._keep(**{name: torch.zeros((*self._lead, *shape)) for name, shape in shapes.items()})
         self.register_buffer("rows_seen", torch.zeros((), dtype=torch.long))
-        self.seed = self._draw(seed, generator)
+        self.seed = some_seed(make_generator(seed, generator))
+        self._fill(make_generator(self.seed))
 
     @property
     def top_up(self) -> Tensor | None:
@@ -129,8 +131,9 @@ class LandmarkFeatures(FeatureMap):
 
     def _redraw(self, g: Generator) -> None:
         """Other random landmarks; once calibrated or learned, only another sample for the next calibration."""
-        fixed = int(self.rows_seen) or next(self.parameters(), None) is not None
-        self.seed = _some_seed(None, g) if fixed else self._draw(None, g)
+        self.seed = some_seed(g)
+        if not int(self.rows_seen) and next(self.parameters(), None) is None:
+            self._fill(make_generator(self.seed))
 
     @torch.no_grad()
     def calibrate_(
@@ -244,10 +247,9 @@ class LandmarkFeatures(FeatureMap):
         """A vector, of each head if there are several, as it broadcasts against rows (..., h?, n, .)."""
         return vector.to(dtype) if self.num_heads is None else vector.to(dtype).unsqueeze(-2)
 
-    def _draw(self, seed: int | None, generator: Generator | None) -> int:
-        """Random landmarks and coefficients that sort them into features; returns the seed of the next calibration."""
-        seed = _some_seed(seed, generator)
-        g, M, m = make_generator(seed), self.num_landmarks, self.num_features
+    def _fill(self, g: Generator) -> None:
+        """Random landmarks, and coefficients that sort them into features."""
+        M, m = self.num_landmarks, self.num_features
         for buffer in (self.key_landmarks, self.query_landmarks):
             buffer.copy_(torch.randn(buffer.shape, generator=g, dtype=torch.float64, device="cpu"))
         group = one_hot(torch.arange(M, device="cpu") % m, m).double()
@@ -257,7 +259,6 @@ class LandmarkFeatures(FeatureMap):
         self.caps.fill_(2.0)
         self.error.fill_(torch.inf)
         self.error_interval.copy_(torch.tensor([0.0, torch.inf]))
-        return seed
 
     def _given(self, q: Any, k: Any, v: Any) -> list[Given]:
         """What calibrate_ was given, checked, without sequences of one key."""
@@ -337,10 +338,6 @@ class LandmarkFeatures(FeatureMap):
 def _added(x: Tensor, y: Tensor) -> Tensor:
     """x + y, in the memory of x where no gradient needs it."""
     return x + y if x.requires_grad or y.requires_grad else x.add_(y)
-
-
-def _some_seed(seed: int | None, generator: Generator | None) -> int:
-    return int(torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu"))
 
 
 def _near(is_causal: bool, window: int | None, sinks: int, window_kind: str, given: list[Given]) -> Near:
