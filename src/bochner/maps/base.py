@@ -255,14 +255,13 @@ class FeatureMap(RedrawnModule):
         if len(qs) != len(ks) or not qs:
             raise BochnerError(f"calibrate_ needs as many 'k' as 'q', and at least one, got {len(ks)} and {len(qs)}.")
         pairs = [(self._sequences(x, "q"), self._sequences(y, "k")) for x, y in zip(qs, ks, strict=True)]
-        pairs = [(x, y) for x, y in pairs if x.numel() and y.numel()]
-        qs, ks = [x for x, _ in pairs], [y for _, y in pairs]
-        for found, name in ((qs, "q"), (ks, "k")):
-            if (rows := sum(t.shape[0] * t.shape[2] for t in found)) < 2:
+        found = {name: [p[i] for p in pairs if p[0].numel() and p[1].numel()] for i, name in enumerate("qk")}
+        for name, parts in found.items():
+            if (rows := sum(t.shape[0] * t.shape[2] for t in parts)) < 2:
                 raise BochnerError(
                     f"calibrate_ needs at least 2 rows of {name!r} per head, got {rows}; give more samples."
                 )
-        self._calibrate_sequences(qs, ks)
+        self._calibrate_sequences(found["q"], found["k"])
         self._fingerprint = None
         return self
 
@@ -327,11 +326,12 @@ class FeatureMap(RedrawnModule):
     def _keep(self, **values: Tensor) -> None:
         """Register buffers, or fill those there are, whatever the axis of heads."""
         for name, value in values.items():
-            if name not in self._buffers and name not in self._parameters:
-                self.register_buffer(name, value)
-            else:
+            if name in self._buffers or name in self._parameters:
                 own = getattr(self, name)
                 own.copy_(value.reshape(own.shape))
+            else:
+                dtype = torch.get_default_dtype() if value.is_floating_point() else value.dtype
+                self.register_buffer(name, value.to(dtype).clone(memory_format=torch.contiguous_format))
 
     def _spread(self, b: Tensor, x: Tensor) -> Tensor:
         """A per-head buffer (h, ...) as it broadcasts against (..., h, n, ...), in x's dtype."""

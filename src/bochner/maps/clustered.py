@@ -65,7 +65,7 @@ class ClusteredFeatures(ProjectedFeatures):
         g = make_generator(seed, generator)
         super().__init__(dim, num_features, projection=projection, seed=None, generator=g, **options)
         owner = type(self).__name__
-        pair = num_clusters if isinstance(num_clusters, (tuple, list)) else (num_clusters, num_clusters)
+        pair = num_clusters if isinstance(num_clusters, (tuple, list)) else (num_clusters,) * 2
         if len(pair) != 2:
             raise BochnerError(f"The 'num_clusters' of {owner} must be one number or a pair, got {num_clusters!r}.")
         I, J = (positive_int(c, "num_clusters", owner) for c in pair)
@@ -76,7 +76,7 @@ class ClusteredFeatures(ProjectedFeatures):
         one = torch.ones(*self._lead, I, J, dim, device="cpu")
         self._keep(centres_query=0 * one[..., 0, :], centres_key=0 * one[..., 0, :, :])
         # 1 where the entry of A is imaginary; the mean |u|^2 of the pair.
-        self._keep(modulus=one, imaginary=0 * one, spread=one[..., 0].clone())
+        self._keep(modulus=one, imaginary=0 * one, spread=one[..., 0])
         length = num_features * (2 if self.diagonal == "complex" else 1)
         if self.coefficients == "indicator":
             self.feature_dim = I * J * length

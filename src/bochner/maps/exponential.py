@@ -150,11 +150,10 @@ class CalibratedFeatures(ExponentialFeatures):
 
     def __init__(self, dim: int, num_features: int, **options: Any) -> None:
         super().__init__(dim, num_features, **options)
-        zero, eye = torch.zeros(*self._lead, dim, device="cpu"), torch.eye(dim, device="cpu")
-        eye = eye.expand(*self._lead, dim, dim)
-        self._keep(centre_query=zero, centre_key=zero.clone())
-        # U'M, so that a changed query is U'M (x - a), and U'M^-1.
-        self._keep(basis_query=eye.clone(), basis_key=eye.clone(), a=zero.clone())
+        zero = torch.zeros(*self._lead, dim, device="cpu")
+        eye = torch.eye(dim, device="cpu").expand(*self._lead, dim, dim)
+        # The bases are U'M, so that a changed query is U'M (x - a), and U'M^-1.
+        self._keep(centre_query=zero, centre_key=zero, basis_query=eye, basis_key=eye, a=zero)
 
     def _calibrate_sequences(self, q: list[Tensor], k: list[Tensor]) -> None:
         # Of different sequences any query may meet any key.

@@ -285,26 +285,18 @@ class FastfoodFeatures(SpectralFeatures):
         return self._projector()(eye.expand(*self._lead, -1, -1)).mT
 
     def _projector(self) -> Callable[[Tensor], Tensor]:
-        b, order, g = self.signs * self.B, self.order, self.direction * self.G
-        s = self.lengths * self.S / math.sqrt(self.padded)
-        b, g, s, order = (self._rows(t) for t in (b, g, s, order))
+        transform = self._transform(self.direction * self.G)
+        s = self._rows(self.lengths * self.S / math.sqrt(self.padded))
+        return lambda x: hadamard_transform(transform(x)).flatten(-2)[..., : self.num_features] * s.to(x.dtype)
 
-        def project(x: Tensor) -> Tensor:
-            t = mixed(in_blocks(x, self.blocks, self.padded), b.to(x.dtype), order)
-            t = hadamard_transform(t * g.to(x.dtype)).flatten(-2)
-            return t[..., : self.num_features] * s.to(x.dtype)
-
-        return project
+    def _transform(self, g: Tensor) -> Callable[[Tensor], Tensor]:
+        """`g P H B x` of rows x, in blocks: (..., n, d) to (..., n, blocks, p)."""
+        b, g, order = (self._rows(t) for t in (self.signs * self.B, g, self.order))
+        return lambda x: mixed(in_blocks(x, self.blocks, self.padded), b.to(x.dtype), order) * g.to(x.dtype)
 
     def _expectation(self, x: Tensor, y: Tensor) -> Tensor:
-        b, g = (self._rows(t).to(x.dtype) for t in (self.signs * self.B, self.G))
-        order = self._rows(self.order)
-
-        def shape(t: Tensor) -> Tensor:
-            t = mixed(in_blocks(t, self.blocks, self.padded), b, order)
-            return t * g / math.sqrt(self.padded)
-
-        px, py = shape(x), shape(y)
+        transform = self._transform(self.G / math.sqrt(self.padded))
+        px, py = transform(x), transform(y)
         total = x.new_zeros(())
         for i, s in enumerate(self.S.to(x.dtype).split(self.padded, dim=-1)):
             norms = self._pair_norms(px[..., i, :], py[..., i, :]).unsqueeze(-3)

@@ -8,6 +8,7 @@ from torch.nn.functional import one_hot
 
 from bochner._checks import BochnerError, make_generator, positive_float, positive_int
 from bochner.maps.base import NOTHING, FeatureMap, Features, pooled
+from bochner.projections import some_seed
 
 ROUNDS = 4  # of k-means; more change the error of attention by less than 1 %
 
@@ -58,9 +59,9 @@ class MomentsFeatures(FeatureMap):
         super().__init__(dim, dim + 1, num_heads=num_heads)
         self.num_groups = positive_int(num_groups, "num_groups", "MomentsFeatures")
         self.clamp = positive_float(clamp, "clamp", "MomentsFeatures")
-        self.seed = int(torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu"))
-        self._keep(anchors=torch.zeros(*self._lead, num_groups, dim, device="cpu"))
-        self._keep(is_fitted=torch.zeros((), dtype=torch.bool, device="cpu"))
+        self.seed = some_seed(make_generator(seed, generator))
+        anchors = torch.zeros(*self._lead, num_groups, dim, device="cpu")
+        self._keep(anchors=anchors, is_fitted=torch.zeros((), dtype=torch.bool, device="cpu"))
 
     def _features(self, x: Tensor, role: str) -> Features:
         last = torch.zeros_like(x[..., :1]) if role == "query" else torch.ones_like(x[..., :1])
