@@ -73,14 +73,10 @@ class ComplexExponentialFeatures(ProjectedFeatures):
 
     def _change(self, role: str) -> tuple[Tensor, Tensor | None]:
         """A for queries, its inverse transpose for keys: real and imaginary part."""
-        real, imag = self.A_real, self.A_imag
-        if role == "query":
-            return real, imag
-        if self.diagonal:
-            size = real.square() if imag is None else real.square() + imag.square()
-            return real / size, None if imag is None else -imag / size
-        inverse = torch.linalg.inv(real if imag is None else torch.complex(real, imag)).mT
-        return (inverse, None) if imag is None else (inverse.real, inverse.imag)
+        A = self.A_real if self.A_imag is None else torch.complex(self.A_real, self.A_imag)
+        if role == "key":
+            A = 1 / A if self.diagonal else torch.linalg.inv(A).mT
+        return (A, None) if self.A_imag is None else (A.real, A.imag)
 
     def _apply_change(self, a: Tensor, x: Tensor) -> Tensor:
         return x * self._spread(a, x) if self.diagonal else x @ a.to(x.dtype).mT
