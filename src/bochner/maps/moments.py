@@ -24,9 +24,9 @@ class MomentsFeatures(FeatureMap):
     with `q'S q / 2` cut off at `clamp` and `C'q` made smaller by as much. The sums of `[k, 1] [v, 1, k]'` hold it all.
     They are a monoid, as the sums of features are, but a row is not linear in them: `answer` reads them.
 
-    Biased, deterministic. The moments are those of the sequence that is read, so that nothing is fitted and nothing can
-    drift. It is the map to put beside an exact window where there is no calibration data. Not for models trained from
-    scratch.
+    Biased, deterministic; signed, with positive normalisers. The moments are those of the sequence that is read, so that
+    nothing is fitted and nothing can drift. It is the map to put beside an exact window where there is no calibration
+    data. Not for models trained from scratch.
 
     `num_groups`: G. With several the keys are divided among anchors: of `calibrate_`, else k-means of the sequence
     itself, which causal attention cannot see. Cost O(G d (d + v)) per row, as of 2 d features per group.
