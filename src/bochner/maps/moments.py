@@ -24,7 +24,7 @@ class MomentsFeatures(FeatureMap):
     with `q'S q / 2` cut off at `clamp` and `C'q` made smaller by as much. The sums of `[k, 1] [v, 1, k]'` hold it all.
     They are a monoid, as the sums of features are, but a row is not linear in them: `answer` reads them.
 
-    Biased, deterministic; signed, with positive normalisers. The moments are those of the sequence that is read, so that
+    Biased, deterministic; signed, with positive normalisers. The moments are those of the sequence that is read:
     nothing is fitted and nothing can drift. It is the map to put beside an exact window where there is no calibration
     data. Not for models trained from scratch.
 
