@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from bochner._checks import BochnerError, accumulation_dtype, make_generator, one_of, positive_int
-from bochner.maps.base import Features, ProjectedFeatures, exponential, fourier
+from bochner._checks import BochnerError, make_generator, one_of, positive_int
+from bochner.maps.base import Features, ProjectedFeatures, constant_scale, exponential
 from bochner.maps.hybrid import _row_factor, another_projection, compose
 from bochner.projections import Projection
 
@@ -98,9 +97,8 @@ class ClusteredFeatures(ProjectedFeatures):
         spread = spread.sum(-1).clamp_min(1e-6)
         self._keep(centres_query=rq, centres_key=rk, modulus=modulus, imaginary=same, spread=spread)
 
-    def prepare(self, role: str) -> Callable[[Tensor], Features]:
-        features = self._indicator if self.coefficients == "indicator" else self._mixture
-        return lambda x: features(x.to(accumulation_dtype(x.dtype)), role)
+    def _features(self, x: Tensor, role: str) -> Features:
+        return (self._indicator if self.coefficients == "indicator" else self._mixture)(x, role)
 
     def _indicator(self, x: Tensor, role: str) -> Features:
         # 1. The cluster of each row, as a one-hot vector.
@@ -150,7 +148,8 @@ class ClusteredFeatures(ProjectedFeatures):
         t = self._rows(self.spread.to(x.dtype).flatten(-2).sqrt().unsqueeze(-1))
         sign = 1.0 if role == "query" else 2 * imaginary - 1
         angle = self._project(self.coefficient_projection, changed * sign / t)
-        return [fourier(a, x) for a in angle.unbind(-2)]
+        scale = constant_scale(x, self.num_coefficients)
+        return [Features(torch.cat([a.cos(), a.sin()], dim=-1), scale) for a in angle.unbind(-2)]
 
     def _all_pairs(self, x: Tensor, role: str) -> tuple[Tensor, Tensor]:
         """x times the moduli of all pairs, (..., n, I J, d), and the imaginary masks that broadcast against it."""

@@ -124,10 +124,8 @@ class HybridFeatures(FeatureMap):
                 )
         for base in bases:
             if base.kernel != first.kernel:
-                raise BochnerError(
-                    f"The bases of HybridFeatures must estimate one kernel, got {base.kernel!r} beside "
-                    f"{first.kernel!r}."
-                )
+                got = f"{base.kernel!r} beside {first.kernel!r}"
+                raise BochnerError(f"The bases of HybridFeatures must estimate one kernel, got {got}.")
         super().__init__(first.dim, sum(b.num_features for b in bases), num_heads=first.num_heads, kernel=first.kernel)
         self.bases = nn.ModuleList(bases)
         self.coefficients = nn.ModuleList(c.features for c in coefficients)
@@ -135,10 +133,9 @@ class HybridFeatures(FeatureMap):
         self.weights = [float(c.weight) for c in coefficients]
         self._check_independent()
         lengths = [c.features.feature_dim for c in coefficients]
-        self.feature_dim = sum(
-            b.feature_dim * (n + (a != 0)) for b, n, a in zip(bases, lengths, self.constants, strict=False)
-        )
-        self.feature_dim += bases[-1].feature_dim * (sum(lengths) + (sum(self.constants) != 1))
+        sizes = [n + (a != 0) for n, a in zip(lengths, self.constants, strict=True)]
+        sizes.append(sum(lengths) + (sum(self.constants) != 1))
+        self.feature_dim = sum(b.feature_dim * n for b, n in zip(bases, sizes, strict=True))
 
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         bases = [b.prepare(role) for b in self.bases]  # type: ignore[operator]
@@ -282,19 +279,15 @@ class BipolarFeatures(ProjectedFeatures):
         self.trig_projection = None if shared else another_projection(self, projection, m, g)
         self.feature_dim = 4 * m * (self.width * n + 1)
 
-    def prepare(self, role: str) -> Callable[[Tensor], Features]:
-        def features(x: Tensor) -> Features:
-            x = x.to(accumulation_dtype(x.dtype))
-            t = self.projection(x)
-            u = t if self.trig_projection is None else self.trig_projection(x)
-            half = 0.5 * x.square().sum(-1, keepdim=True)
-            row = _row_factor(x, self.kernel) - 0.5 * math.log(self.num_projections)
-            trig = Features(torch.cat([u.sin(), u.cos()], dim=-1), row + half)
-            hyp = exponential(torch.cat([t, -t], dim=-1), row - half - 0.5 * math.log(2))
-            xi, constant, weight = self._coefficient(x)
-            return compose([hyp, trig], [xi], [constant], [weight], role)
-
-        return features
+    def _features(self, x: Tensor, role: str) -> Features:
+        t = self.projection(x)
+        u = t if self.trig_projection is None else self.trig_projection(x)
+        half = 0.5 * x.square().sum(-1, keepdim=True)
+        row = _row_factor(x, self.kernel) - 0.5 * math.log(self.num_projections)
+        trig = Features(torch.cat([u.sin(), u.cos()], dim=-1), row + half)
+        hyp = exponential(torch.cat([t, -t], dim=-1), row - half - 0.5 * math.log(2))
+        xi, constant, weight = self._coefficient(x)
+        return compose([hyp, trig], [xi], [constant], [weight], role)
 
     def _coefficient(self, x: Tensor) -> tuple[Features, float | Tensor, float | Tensor]:
         """The features of the coefficient, its constant and its weight."""
