@@ -39,8 +39,9 @@ class PairMoments(NamedTuple):
     def mean(self) -> PairMoments:
         """The moments for a total weight of one."""
         total = self.weight.clamp_min(1e-300)
-        sums = (t / total.view(-1, *[1] * (t.dim() - 1)) for t in self[1:6])
-        return PairMoments(torch.ones_like(total), *sums, self.rows)
+        sums = (self.x, self.y, self.xx, self.yy, self.xy)
+        x, y, xx, yy, xy = (t / total.view(-1, *[1] * (t.dim() - 1)) for t in sums)
+        return PairMoments(torch.ones_like(total), x, y, xx, yy, xy, self.rows)
 
     def centred(self, a: Tensor, b: Tensor) -> PairMoments:
         """The mean moments of (x - a, y - b)."""

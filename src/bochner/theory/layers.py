@@ -138,9 +138,9 @@ def variance_taylor(
     return (second - (a * t**k).sum(-1).square()) / draws
 
 
-def _interval(low: Number, high: Number, owner: str) -> tuple[Tensor, Tensor]:
-    a, b = torch.as_tensor(low, dtype=torch.float64), torch.as_tensor(high, dtype=torch.float64)
+def _interval(a: Tensor, b: Tensor, owner: str) -> tuple[Tensor, Tensor]:
     if not (torch.isfinite(a).all() and torch.isfinite(b).all() and (a < b).all()):
-        raise BochnerError(f"The interval of {owner} must have low < high, both finite, got {low!r} and {high!r}.")
+        got = f"{a.tolist()} and {b.tolist()}"
+        raise BochnerError(f"The interval of {owner} must have low < high, both finite, got {got}.")
     a, b = torch.broadcast_tensors(a, b)
     return a, b

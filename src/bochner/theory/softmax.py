@@ -244,7 +244,8 @@ def optimal_A(mean_square: Number, dim: Number) -> Tensor:
     ``A = (1 - u)/8``, ``u = [(1 + 2l) + sqrt((1 + 2l)^2 + 8l)]/2``, ``l = mean_square / dim``.
     """
     if not (torch.isfinite(mean_square).all() and (mean_square >= 0).all()):
-        raise BochnerError(f"The 'mean_square' of optimal_A must be finite and not negative, got {mean_square}.")
+        got = mean_square.tolist()
+        raise BochnerError(f"The 'mean_square' of optimal_A must be finite and not negative, got {got}.")
     return optimal_a(mean_square / dim)
 
 
