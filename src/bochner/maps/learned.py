@@ -21,7 +21,6 @@ from torch import Generator, Tensor, nn
 from bochner._checks import BochnerError, accumulation_dtype, make_generator, one_of, positive_int, spawn_seed
 from bochner.maps.base import KERNELS, ROLES, Exponent, FeatureMap, Features
 from bochner.projections import (
-    DrawnModule,
     Projection,
     chi,
     gaussian,
@@ -272,7 +271,7 @@ class FastfoodFeatures(SpectralFeatures):
         g = make_generator(0)  # any signs and any permutation will do: one choice for all seeds, kept by redraws
         order = permutations(math.prod(self._lead) * blocks, p, g).view(*self._lead, blocks, p)
         self._keep(order=order, signs=rademacher(*self._lead, blocks, p, g=g).float())
-        DrawnModule._redraw(self, self._noise_generator())
+        FeatureMap._redraw(self, self._noise_generator())
         for name, shape in (("S", (num_features,)), ("G", (blocks, p)), ("B", (blocks, p))):
             one = torch.ones(*self._lead, *shape, device="cpu")
             if name in (self.learnable or ""):
