@@ -18,8 +18,7 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from .._checks import BochnerError, spawn_seed
-from .engine import Certified, Engine, Problem
-from .kernels import Kernel
+from .kernels import Kernel, Problem
 from .tiles import PRECISE, Frame, Tiles, argument_error, differences_error, extent, left, precise_frame, right
 
 BLOCK = 128  # pivots drawn at once
@@ -181,10 +180,11 @@ class Preconditioner(LinearOperator):
         return self
 
 
-class LowRankEngine(Engine):
+class LowRankEngine:
     """Products by the factor. Where queries are keys the rest of the diagonal is added back, which costs nothing."""
 
     name = "lowrank"
+    progress = False
 
     def __init__(self, problem: Problem, rank: int, stop: Callable[[float, int], bool] | None = None) -> None:
         self.problem = problem
@@ -225,6 +225,10 @@ class LowRankEngine(Engine):
             math.prod(self.problem.shape)
         )
 
-    def certified(self, x: Tensor) -> Certified:
+    @property
+    def certain(self) -> bool:
+        return self.norm <= self.problem.eps
+
+    def certified(self, x: Tensor) -> tuple[Tensor, Tensor]:
         size = float((self.roots[1] * x.abs()[:, 0]).sum())  # |R_ij| <= sqrt(R_ii R_jj)
-        return Certified(self.apply(x), self.roots[0] * size + self._entry * float(x.abs().sum()))
+        return self.apply(x), self.roots[0] * size + self._entry * float(x.abs().sum())
