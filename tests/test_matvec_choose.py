@@ -10,6 +10,7 @@ from kernel_sets import dense
 
 from bochner.matvec import KernelOperator, Plan, choose
 from bochner.matvec.choose import Option
+from bochner.matvec.exact import PlacedKeys
 
 torch.set_num_threads(1)
 
@@ -62,7 +63,7 @@ def test_the_choice_is_the_least_predicted_sum_of_build_and_products(monkeypatch
         monkeypatch.setattr(choose, "factor_trial", lambda *rest, o=options: o[1:])
         monkeypatch.setattr(choose, "_tile_option", lambda *rest: Option("exact", 0.0, 0.2))
         asked.clear()
-        choose.choose(K._problem, "auto", products, 1 << 31, K._placed)
+        choose.choose(K._problem, "auto", products, 1 << 31, PlacedKeys(K._problem))
         totals = [option.build + products * option.product for option in options]
         if min(totals) <= choose.WORTHWHILE * 0.2 * products:
             assert asked == [options[int(np.argmin(totals))]]
