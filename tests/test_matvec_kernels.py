@@ -64,17 +64,13 @@ def test_a_changed_argument_changes_the_kernel_by_less_than_its_bound(kernel):
 
 
 @pytest.mark.parametrize("kernel", list(PROFILES))
-def test_a_relative_error_of_the_argument_or_of_a_distance_changes_the_kernel_no_more_than_is_said(kernel):
+def test_a_relative_error_of_the_argument_changes_the_kernel_no_more_than_is_said(kernel):
     entry = PROFILES[kernel]
     t = -torch.logspace(-8, math.log10(-entry.floors[1]), 300, dtype=torch.float64)
     value = entry.value(t.clone())
     for relative in (1e-6, 1e-3):
         for moved in (t * (1 + relative), t * (1 - relative)):
             assert float((entry.value(moved) - value).abs().max()) <= 0.51 * relative
-    distance = (-2 * t).sqrt()
-    for step in (1e-9, 1e-4):
-        ratio = entry.value((distance + step).square().mul(-0.5)) / value
-        assert float((ratio - 1).abs().max()) <= entry.steepest * step * 1.01 + 1e-12
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -21,6 +21,7 @@ from .tiles import (
     extent,
     left,
     norms,
+    precise_frame,
     right,
     summation_error,
     swapped,
@@ -70,6 +71,8 @@ class ExactEngine:
         self.problem, self.symmetric, self.placed, self.wide = problem, problem.symmetric, placed, False
         self.limit = self.rounding_share * problem.eps
         self.pairs = int(problem.pairs)  # kernel entries evaluated by one product
+        furthest = placed.extent if self.symmetric else extent(placed.frame, problem.queries)
+        self.reach = placed.extent + furthest  # |z| + |w| of placed points, at most
         if not single or placed.coarse or not self._try_single():
             self._precise()
 
@@ -129,9 +132,8 @@ class ExactEngine:
 
     def _try_single(self) -> bool:
         """Single precision, unless it is plainly too coarse; a few rows and columns say whether sums must be wide."""
-        problem, frame = self.problem, self.placed.frame._replace(arithmetic="float32")
-        reach = self.placed.extent + (self.placed.extent if self.symmetric else extent(frame, problem.queries))
-        if not math.isfinite(reach) or argument_error(reach, problem.keys.shape[1], frame) > COARSE:
+        frame = self.placed.frame._replace(arithmetic="float32")
+        if not argument_error(self.reach, len(frame.centre), frame) <= COARSE:
             return False
         self._place(frame)
         for self.wide in (False, True):
@@ -166,14 +168,9 @@ class ExactEngine:
 
     def _precise(self) -> None:
         """Double precision, by differences where matrix products would lose too much."""
-        problem, frame = self.problem, self.placed.frame._replace(arithmetic="float64")
-        tolerance = min(PRECISE, 0.25 * problem.eps / math.sqrt(math.prod(problem.shape)))
-        reach = self.placed.extent + (self.placed.extent if self.symmetric else extent(frame, problem.queries))
-        lost = math.inf
-        if math.isfinite(reach):
-            lost = problem.kernel.profile.change(argument_error(reach, problem.keys.shape[1], frame))
+        tolerance = min(PRECISE, 0.25 * self.problem.eps / math.sqrt(math.prod(self.problem.shape)))
         self.wide = False
-        self._place(frame if lost <= tolerance else frame._replace(arithmetic="difference"))
+        self._place(precise_frame(self.placed.frame, self.reach, tolerance))
         self.lost = self._lost(*self._ones())
         self.limit = max(self.limit, self.lost)  # there is nothing finer
 

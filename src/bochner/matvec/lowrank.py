@@ -75,7 +75,8 @@ def pivoted_cholesky(
     and n r kernel entries.
     """
     n, generator = len(X), torch.Generator().manual_seed(seed)
-    frame = precise_frame(kernel.profile, X, X, kernel.bandwidth)
+    frame = kernel.frame(X, "float64")
+    frame = precise_frame(frame, 2 * extent(frame, X))
     z, tiles = left(frame.place(X)), Tiles(frame)
     columns = torch.empty(min(rank, n), n, dtype=torch.float64)  # F', so that unused columns are never touched
     rest = torch.ones(n, dtype=torch.float64)
@@ -210,10 +211,10 @@ class LowRankEngine:
     def _entry(self) -> float:
         """How far an entry may be off by rounding: of the kernel, of the factor, and of sums of n + r terms."""
         problem, unit = self.problem, torch.finfo(torch.float64).eps
-        frame = precise_frame(problem.kernel.profile, problem.queries, problem.keys, problem.kernel.bandwidth)
+        frame = problem.kernel.frame(problem.keys, "float64")
+        reach = 2 * max(extent(frame, problem.queries), extent(frame, problem.keys))
         lost = differences_error(problem.keys.shape[1])
-        if frame.arithmetic != "difference":
-            reach = 2 * max(extent(frame, problem.queries), extent(frame, problem.keys))
+        if precise_frame(frame, reach).arithmetic != "difference":
             lost = problem.kernel.profile.change(argument_error(reach, problem.keys.shape[1], frame))
         return (
             10 * min(PRECISE, lost + 8 * unit) + self.factor.rounding + unit * (max(problem.shape) + self.factor.rank)
