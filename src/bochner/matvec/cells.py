@@ -95,7 +95,7 @@ class Index:
         return self.origin.shape[0]
 
     def _flat(self, points: Tensor) -> Tensor:
-        """Points placed in single precision, of about unit size: clustering does not mind the scale, numbers do."""
+        """Points placed in single precision, of about unit size: clustering does not mind the scale."""
         flat = torch.empty(points.shape, dtype=torch.float32)
         for part, target in zip(points.split(BLOCK), flat.split(BLOCK), strict=True):
             target.copy_(self.frame.place(part).div_(self.unit).nan_to_num_(0.0))
@@ -195,11 +195,8 @@ class CellsEngine(ExactEngine):
     def _multiply(self, x: Tensor, adjoint: bool, sums: Sums | None) -> Tensor:
         x = x.to(torch.float64 if self.wide else self.dtype)
         back = adjoint and not self.symmetric
-        y = torch.zeros(
-            len(self.w if back else self.z), x.shape[1], dtype=torch.float64
-        )  # sums of tiles, as in `exact`
-        tiles, cells = Tiles(self.frame), self.queries.members()
-        keys = self.keys.members()
+        y = torch.zeros(len(self.w if back else self.z), x.shape[1], dtype=torch.float64)
+        tiles, cells, keys = Tiles(self.frame), self.queries.members(), self.keys.members()
         for a in track(range(len(cells)), len(cells), "near cells", self.progress):
             # A symmetric block serves its mirror image too: the own cell first, then those beyond it.
             near = [b for b in self.near.blocks[a].nonzero()[:, 0].tolist() if b >= a or not self.symmetric]
