@@ -33,6 +33,16 @@ def test_the_kernel_between_cells_is_below_its_bound(name, symmetric):
     assert np.sqrt(skipped.sum(0).max() * skipped.sum(1).max()) <= near.norm * (1 + 1e-6) <= 0.05 * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("sizes", [(900, 60), (60, 900)])
+def test_rows_and_columns_are_counted_both_where_they_are_not_as_many(sizes):
+    points, bandwidth = SETS["mixture"]
+    q, k = points[: sizes[0]], points[-sizes[1] :]
+    engine = KernelOperator(q, k, bandwidth=3 * bandwidth, eps=0.5, method="cells")._engine
+    skipped = engine.near.skipped[engine.queries.label][:, engine.keys.label]
+    most = skipped.sum(0).max() * skipped.sum(1).max()
+    assert 0 < most**0.5 <= engine.near.norm <= 0.25 * (1 + 1e-6)
+
+
 @pytest.mark.parametrize("method", ["exact", "cells"])
 @pytest.mark.parametrize("bandwidth", [1e-10, 1e-30, 1e-120])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

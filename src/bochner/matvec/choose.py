@@ -26,11 +26,10 @@ Engine = ExactEngine | lowrank.LowRankEngine
 METHODS = ("auto", "exact", "cells", "lowrank")
 SMALL = 1 << 23  # pairs, of all products together, that are not worth a thought
 TRIAL_SHARE = 0.02  # of the exact products, for each trial at most
-WORTHWHILE = 0.75  # of the exact products: predictions are not exact
+WORTHWHILE = 0.8  # of the exact products: predictions are not exact
 SINGLE = 1e-3  # eps from which double precision points may be multiplied in single precision
-CELL_CALLS, PLAN_CALLS = 40, 12  # calls of torch for a query cell of a product, and of a plan
-SMALL_TILES = 1.3  # what tiles of a cell take, in tiles of the usual size
-GATHER = 3.5e-9  # seconds of moving one coordinate of a near key to where a query cell wants it
+CELL_CALLS, PLAN_CALLS = 40, 12  # calls of torch for a query cell against COLUMNS keys, and for a cell of a plan
+SMALL_TILES = 1.3  # what tiles of a cell take, their keys gathered, in tiles of the usual size
 TRIED = 10  # points of the sample for every cell
 MARGIN = 6  # points of a sample for every column of its factor, at least: fewer say nothing about the rest
 
@@ -216,8 +215,7 @@ def _cells_option(problem: Problem, near: float, exact: ExactEngine) -> Option:
     setup = clustering + (n + s) / 2 * sides * (count * entry + 1e-8 * d) + sides * count * PLAN_CALLS * call
     pairs = near / (3 - sides)
     tiles = _tile_option("cells", problem, pairs, exact)
-    # Every query cell gathers its near keys; and it takes some calls.
-    overhead = GATHER / 4 * exact.dtype.itemsize * (d + 16) * pairs * count / n + count * CELL_CALLS * call
+    overhead = (count + pairs * count / n / COLUMNS) * CELL_CALLS * call
     fact = f"about {near / (n * s):.0%} of the pairs are near"
     return Option("cells", setup + tiles.build, SMALL_TILES * tiles.product + overhead, fact)
 
