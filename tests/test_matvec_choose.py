@@ -108,13 +108,16 @@ def test_planning_takes_a_small_share_of_an_exact_product():
     assert best["auto"] <= 1.3 * best["exact"]  # 1.1 on a quiet machine, see benchmarks/matvec.py
 
 
-def test_the_trial_of_cells_sees_the_share_of_near_pairs():
-    points = torch.from_numpy(clusters(12_000))
-    K = KernelOperator(points, bandwidth=0.5, method="cells")
+@pytest.mark.parametrize("d", [0, 3, 5])
+def test_the_trial_of_cells_sees_the_share_of_near_pairs(d):
+    normal = np.random.default_rng(0).normal(size=(12_000, d))
+    points = torch.from_numpy(normal if d else clusters(12_000))
+    K = KernelOperator(points, bandwidth=0.1 if d else 0.5, method="cells")
     (option,) = choose.cells_trial(K._problem, math.inf, K._engine)
     found = K._engine.near.pairs(K._engine.queries, K._engine.keys) / 12_000**2
     said = float(option.fact.split("%")[0].split()[-1]) / 100
     assert 0.3 * found - 0.01 <= said <= 3 * found + 0.01
+    assert 0.6 * found <= said <= 1.6 * found or not d
 
 
 def test_a_factor_that_does_not_come_down_in_time_is_given_up():

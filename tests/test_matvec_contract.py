@@ -109,6 +109,13 @@ def test_indicators_of_far_clusters_keep_the_contract(distance, eps, method, ker
     assert K.certain or method != "exact"
 
 
+def test_the_arithmetic_is_chosen_by_the_points_furthest_out_on_either_side():
+    near, far = np.random.default_rng(0).normal(size=(2, 50, 3)) * [[[1.0]], [[3000.0]]]
+    for q, k in ((near, far), (far, near), (far, None)):
+        assert KernelOperator(q, k, method="exact", eps=1e-6)._engine.frame.arithmetic == "difference"
+    assert KernelOperator(near, method="exact", eps=1e-6)._engine.frame.arithmetic == "float64"
+
+
 def test_a_cluster_among_many_points_keeps_the_contract():
     X = 3.0 * far_cluster(20_000, 600, 20.0 / 3.0, spread=0.2 / 3.0)
     x = np.zeros(20_000)
