@@ -17,6 +17,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "bidirectional": ({}, False),
     "causal": ({}, True),
     "window": ({"window": 8, "sinks": 1}, True),
+    "window both ways": ({"window": 8, "sinks": 1}, False),
     "calibrated": ({"feature_map": "calibrated", "map_options": {"num_heads": 2}}, True),
     "signed": ({"feature_map": "trig"}, False),
     "structured": ({"map_options": {"projection": "hadamard"}}, False),
@@ -53,9 +54,14 @@ def check(compiled: Any, block: Block, x: Tensor, mask: Tensor) -> None:
     assert_same(results[0], results[1], tol=1e-5)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_the_whole_call_is_one_graph_with_the_same_gradients(name: str) -> None:
+def test_the_whole_call_is_one_graph_with_the_same_gradients(
+    name: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.compiler.reset()
+    if parts > 1:
+        monkeypatch.setattr("bochner.attention.scan.ELEMENTS", 1)  # 64 rows at a time
     block, x, mask = make(name)
     check(torch.compile(block, fullgraph=True, backend="aot_eager"), block, x, mask)
 

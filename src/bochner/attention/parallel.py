@@ -83,17 +83,39 @@ def _together(q: Any, group: Any) -> Iterator[None]:
 
 def of_others(state: State, group: Any, *, only_before: bool) -> State:
     """The merge of the states of all other ranks, or of the lower ones alone."""
-    from torch.distributed.nn.functional import all_gather  # not in builds of torch without torch.distributed
-
-    def unpacked(x: Tensor, log_scale: Tensor) -> State:
-        sums, total = x.split([state.sums[0, 0].numel(), state.total.shape[-1]], dim=-1)
-        return State(sums.unflatten(-1, state.sums.shape[2:]), log_scale, total)
-
-    message = torch.cat([state.sums.flatten(2), state.total], dim=-1)  # (b, h, m c + v + 1)
-    gathered, scales = (all_gather(t, group) for t in (message, state.log_scale.detach()))
-    # Every rank touches all that was gathered, so that all of them take part in its backward.
-    found, rank = unpacked(gathered[0] * 0, torch.full_like(state.log_scale, EMPTY)), dist.get_rank(group)
-    for i, other in enumerate(map(unpacked, gathered, scales)):
+    gathered = _Gathered.apply(_packed(state), group)
+    scales = [torch.empty_like(state.log_scale) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(scales, state.log_scale.detach().contiguous(), group=group)
+    # Every rank touches the whole gathered tensor, so that all of them take part in its backward.
+    found, rank = _unpacked(gathered[0] * 0, torch.full_like(state.log_scale, EMPTY), state), dist.get_rank(group)
+    for i, scale in enumerate(scales):
         if i < rank or (i > rank and not only_before):
-            found = merge(found, other)
+            found = merge(found, _unpacked(gathered[i], scale, state))
     return found
+
+
+def _packed(state: State) -> Tensor:
+    """What a state sums, in one message (b, h, m c + v + 1)."""
+    return torch.cat([state.sums.flatten(2), state.total], dim=-1)
+
+
+def _unpacked(x: Tensor, log_scale: Tensor, like: State) -> State:
+    sums, total = x.split([like.sums[0, 0].numel(), like.total.shape[-1]], dim=-1)
+    return State(sums.unflatten(-1, like.sums.shape[2:]), log_scale, total)
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' tensors; the adjoint adds up what all ranks say of this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group, x = group, x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x, group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad[dist.get_rank(ctx.group)], None

@@ -25,6 +25,7 @@ from bochner.attention.state import Keys, State, Sums, add_keys, cauchy_schwarz,
 
 ELEMENTS = 5 * 2**20  # features and logits of one part on the CPU: 20 MB in float32
 ELSEWHERE = 64  # times as many on other devices
+UNROLLED = 16  # parts of a compiled graph, at most: each takes time to compile
 OUTER = 64  # blocks whose sums are added up at a time, where all are
 pad = torch.nn.functional.pad
 # The C library keeps freed memory up to twice the largest block that it has seen freed, 32 MB at most. What is beyond
@@ -75,9 +76,9 @@ class Sinks(NamedTuple):
 def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
     """How many rows of all sequences and heads make a part, or keys without a layout: what they need stays in cache.
 
-    None for all of them, where there is one graph.
+    None for all of them, where there is one graph. A compiled graph of a known length has some parts one after another.
     """
-    if call.composed:
+    if call.composed and (layout is None or not _products.is_known(layout.rows * like.shape[0])):
         return None
     phi, r, width = call.map.phi, call.groups, 0 if layout is None else layout.width
     m = phi.feature_dim
@@ -88,7 +89,8 @@ def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
         # Most maps hold several temporaries as large as their features, the exponential ones none; so does a backward.
         share = (1 if phi.is_exponential else 4) * (2 if torch.is_grad_enabled() else 1)
     elements = ELEMENTS // share * (1 if like.device.type == "cpu" else ELSEWHERE)
-    return max(64, elements // (like.shape[0] * like.shape[1] * row))
+    rows = max(64, elements // (like.shape[0] * like.shape[1] * row))
+    return max(rows, -(-layout.rows // UNROLLED)) if call.composed and layout is not None else rows
 
 
 def absorb_keys(call: Call, sums: Sums, keys: Keys) -> Sums:
