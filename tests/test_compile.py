@@ -138,6 +138,26 @@ def test_many_lengths_are_few_graphs(name: str) -> None:
     assert 0 < len(graphs) < 9 < len(lengths)
 
 
+def test_a_graph_of_a_known_length_takes_its_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what a part needs stays in cache; never in more than `UNROLLED`."""
+    monkeypatch.setattr("bochner.attention.scan.ELEMENTS", 1)  # 64 rows at a time
+    reads = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        reads.append(sum("addcmul" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    attend = Attend(is_causal=True)
+    for n in (64, 256, 64 * 16, 64 * 32):
+        torch.compiler.reset()
+        with torch.no_grad():
+            assert_same_at(torch.compile(attend, fullgraph=True, backend=count), attend, n)
+    one, four, most, still = reads
+    assert four >= 3 * one
+    assert most >= 3 * four
+    assert still == most
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_length_can_be_exported_as_a_symbol(name: str) -> None:
     how, unit = KINDS[name]
