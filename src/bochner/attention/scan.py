@@ -285,12 +285,12 @@ class Scan(NamedTuple):
             psi, scale, columns = keys.map(lambda x: x[:, :, :t])
             refs = torch.cat([carry.ref.unsqueeze(-1), scale.detach().amax((-2, -1))], dim=-1).cummax(-1).values
             sums = key_sums(psi, scale, columns, refs[..., 1:])
-            far = Sums(prefix(sums, refs, carry.value, overwrites=not self._has_graph()), refs[..., :t])
+            found = Sums(prefix(sums, refs, carry.value, overwrites=not self._has_graph()), refs[..., :t])
             if gone == t:
-                carry = add(Sums(far.value[:, :, -1], far.ref[..., -1]), Sums(sums[:, :, -1], refs[..., -1]))
+                carry = add(Sums(found.value[:, :, -1], found.ref[..., -1]), Sums(sums[:, :, -1], refs[..., -1]))
             elif gone:  # of all the memory, what is carried on alone
-                carry = Sums(far.value[:, :, gone].clone(), refs[..., gone].clone())
-            return far, carry
+                carry = Sums(found.value[:, :, gone].clone(), refs[..., gone].clone())
+            return found, carry
         ref = torch.maximum(keys.scale.detach().amax((-3, -2, -1)), carry.ref)
         if "behind" in given:
             ref = torch.maximum(ref, given["behind_ref"])
