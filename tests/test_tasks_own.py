@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from bochner import tasks
-from bochner.tasks import base, checks, recall, training
+from bochner.tasks import base, models, recall, training
 from bochner.tasks.base import IGNORE, PAD, SEP, SPECIAL, Preset, Task
 
 SIZES = Preset(12, 1, 2, 16, 16, 8, 4, learning_rate=3e-3, warmup=0, dropout=0.0, pooling="mean", features=8, redraw=0)
@@ -76,7 +76,7 @@ def test_a_task_and_a_map_of_ones_own_are_trained_by_one_call(tmp_path: Path) ->
 def test_an_instance_is_copied_into_every_layer(tmp_path: Path) -> None:
     phi = bochner.feature_map("positive", dim=8, num_features=16, seed=5)
     kept = phi.projection.weight.clone()
-    name = checks.map_name(phi)
+    name = models.map_name(phi)
     preset = replace(SIZES, layers=2)
     model = tasks.build(own(), preset, tasks.choose(own(), name, preset))
     found = [m for m in model.modules() if type(m).__name__ == "PositiveFeaturesCopy"]
