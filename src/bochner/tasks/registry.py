@@ -152,7 +152,7 @@ TASKS: dict[str, Task] = {t.name: t for t in (
         sizes=text.pair_sizes),
     Task("protein", "hidden amino acids", "masked", *ACIDS, protein.masked, PROTEIN, **PROTEINS,
         baseline=protein.masked_baseline),
-    Task("protein_causal", "the next amino acid", "causal", *ACIDS, protein.causal, PROTEIN, **PROTEINS,
+    Task("protein_causal", "the next amino acid", "causal", *ACIDS, protein.sequences, PROTEIN, **PROTEINS,
         baseline=protein.baseline),
     Task("pretraining", "books with hidden word pieces", "masked", PIECES, PIECES, text.pretraining, PRETRAINING,
         artefacts=("books",)),
