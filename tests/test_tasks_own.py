@@ -141,6 +141,19 @@ def test_a_configuration_of_transformers_is_a_model(tmp_path: Path) -> None:
     assert 0 <= bochner.train(own(model=config), "relu", output=tmp_path, report=None)["score"] <= 1
 
 
+def test_options_of_a_map_reach_a_torch_model_of_ones_own() -> None:
+    def encoder(preset: Preset) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(preset.width, preset.heads, 16, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    task = own(kind="own", model=encoder, metric=lambda logits, labels: labels)
+    preset = replace(SIZES, redraw=3, options={"num_components": 3})
+    model = tasks.build(task, preset, tasks.choose(task, "gmm_prf", preset))
+    (phi,) = (m for m in model.modules() if isinstance(m, bochner.FeatureMap))
+    assert phi.num_components == 3
+    assert phi.redraw_every == 3
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -6,7 +6,6 @@ import errno
 import functools
 import math
 import os
-import statistics
 import sys
 import tempfile
 import zipfile
@@ -14,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -363,34 +362,6 @@ def summary(kind: str, found: np.ndarray, sizes: np.ndarray | None = None) -> di
         counts = ~np.isnan(found[..., 0])
         out["bits"] *= counts.sum() / sizes[counts].sum()
     return out
-
-
-class Gate(NamedTuple):
-    """Whether attention decides a task: `margin`, what exact attention has over the best without, and the `spread`."""
-
-    is_open: bool
-    margin: float
-    spread: float
-
-
-def gate(exact: Sequence[float], none: Sequence[float], trivial: float | None = None, *, larger: bool = True) -> Gate:
-    """Exact attention must beat a model without attention, and the best trivial answer, by over 3 deviations of seeds.
-
-    `exact`, `none`: figures of the seeds; the spread is the larger of the two. A single seed of exact attention never
-    opens the gate: its spread is not known.
-
-    >>> gate([0.99, 1.0, 1.0], [0.25, 0.26], 0.25).is_open, gate([33.2, 34.1], [32.0, 32.1], 17.0).is_open
-    (True, False)
-    """
-    sign = 1.0 if larger else -1.0
-    if not exact or not none:
-        return Gate(False, math.nan, math.nan)
-    others = [sign * statistics.mean(none), *([] if trivial is None else [sign * trivial])]
-    margin = sign * statistics.mean(exact) - max(others)
-    if len(exact) < 2:
-        return Gate(False, margin, math.nan)
-    spread = max(statistics.stdev(x) for x in (exact, none) if len(x) > 1)
-    return Gate(margin > 3 * spread, margin, spread)
 
 
 def label_sizes(task: Task, labels: np.ndarray) -> np.ndarray | None:

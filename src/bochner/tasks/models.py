@@ -150,12 +150,12 @@ def copies_of(phi: FeatureMap) -> type[FeatureMap]:
 class Pooled(nn.Module):
     """An encoder whose rows are made one: the first, or the mean of those that are not padding."""
 
-    def __init__(self, encoder: Any, pooling: str, *, takes_mask: bool = True) -> None:
+    def __init__(self, encoder: Any, pooling: str) -> None:
         super().__init__()
-        self.encoder, self.pooling, self.takes_mask = encoder, pooling, takes_mask
+        self.encoder, self.pooling = encoder, pooling
 
     def rows(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        masked = {"attention_mask": mask} if self.takes_mask else {}
+        masked = {} if mask is None else {"attention_mask": mask}  # a batch has none for models that take none
         rows: Tensor = self.encoder(input_ids=ids, **masked).last_hidden_state
         return rows
 
@@ -206,10 +206,8 @@ def over_processes(x: Tensor) -> Tensor:
 class Classifier(Pooled):
     """One sequence and a linear classifier on its pooled rows, standardised; `symbols` that are hidden are guessed."""
 
-    def __init__(
-        self, encoder: Any, pooling: str, width: int, classes: int, *, symbols: int = 0, takes_mask: bool = True
-    ) -> None:
-        super().__init__(encoder, pooling, takes_mask=takes_mask)
+    def __init__(self, encoder: Any, pooling: str, width: int, classes: int, symbols: int = 0) -> None:
+        super().__init__(encoder, pooling)
         self.head = nn.Sequential(Standardized(width), nn.Linear(width, classes))
         self.guess = nn.Linear(width, symbols) if symbols else None
 
@@ -234,8 +232,8 @@ class Matcher(Pooled):
     Mean rows are standardised, as those of `Classifier`.
     """
 
-    def __init__(self, encoder: Any, pooling: str, width: int, classes: int, *, takes_mask: bool = True) -> None:
-        super().__init__(encoder, pooling, takes_mask=takes_mask)
+    def __init__(self, encoder: Any, pooling: str, width: int, classes: int) -> None:
+        super().__init__(encoder, pooling)
         self.standard = Standardized(width) if pooling == "mean" else nn.Identity()
         self.head = nn.Sequential(nn.Linear(4 * width, width), nn.GELU(), nn.Linear(width, classes))
 
@@ -300,8 +298,8 @@ def _build(task: Task, preset: Preset, attention: Attention, own: Any, seed: int
     width = preset.width * (2 if attention.name == "reformer" else 1)  # its two streams side by side
     common: tuple[Any, ...] = (model, preset.pooling, width, task.classes)
     if task.kind == "match":
-        return Matcher(*common, takes_mask=peer.takes_mask)
-    return Classifier(*common, symbols=task.symbols if preset.guess else 0, takes_mask=peer.takes_mask)
+        return Matcher(*common)
+    return Classifier(*common, task.symbols if preset.guess else 0)
 
 
 def _recipe(attention: Attention, preset: Preset) -> Recipe:

