@@ -96,7 +96,7 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     (tmp_path / "short.txt").write_text("\n\n".join(passages[:3]))
     short = ["convert", common[0], str(tmp_path / "out3"), "--text", str(tmp_path / "short.txt"), "--report", str(page)]
     refused = runner.invoke(cli.app, short)
-    assert "The --report needs text that is not calibrated on: 3 passages" in str(refused.exception)
+    assert "The --report needs validation texts: 3 passages" in str(refused.exception)
 
 
 def test_a_decoder_within_a_share_of_its_memory_is_trained_and_reported(tmp_path: Path) -> None:

@@ -115,12 +115,12 @@ def load(name: str) -> tuple[Any, Any]:
 
 
 def _tokenizer(path: Path, name: str) -> Any:
-    """The tokenizer beside a model: transformers makes an empty one up where the files are missing."""
+    """The tokenizer saved with a model: transformers makes an empty one up where the files are missing."""
     import transformers
 
     if not any(list(path.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise BochnerError(
-            f"There is no tokenizer in {name!r}; save it beside the model: tokenizer.save_pretrained({name!r})."
+            f"There is no tokenizer in {name!r}; save it with the model: tokenizer.save_pretrained({name!r})."
         )
     try:
         return transformers.AutoTokenizer.from_pretrained(path)
@@ -160,7 +160,7 @@ def check_place(path: Path | None, option: str) -> None:
 
 
 def books(split: str, count: int) -> tuple[list[str], str]:
-    """Passages of the books, to calibrate on or to validate; and what they are."""
+    """Passages of the books, for calibration or validation; and what they are."""
     from bochner import data
 
     try:

@@ -258,7 +258,7 @@ def refuse(options: dict[str, Any], why: str) -> None:
 
 
 def hold_back(model: Any, tokenizer: Any, found: list[str], *, own: bool) -> tuple[list[str], Any]:
-    """Passages to calibrate on, and validation texts with the original's answers, for the report of a recipe.
+    """Calibration texts, and validation texts with the original's answers, for the report of a recipe.
 
     Of the user's `own` passages every fourth validates; for the books there are others.
     """
@@ -269,8 +269,8 @@ def hold_back(model: Any, tokenizer: Any, found: list[str], *, own: bool) -> tup
     held = found[HELD_SHARE - 1 :: HELD_SHARE]
     if not held:
         raise BochnerError(
-            f"The --report needs text that is not calibrated on: {len(found)} passages, {HELD_SHARE} are the least; "
-            "give more, parted by empty lines."
+            f"The --report needs validation texts: {len(found)} passages were given, {HELD_SHARE} are the least; give "
+            "more, parted by empty lines."
         )
     rest = [text for i, text in enumerate(found) if i % HELD_SHARE != HELD_SHARE - 1]
     say(f"{len(held)} of {len(found)} passages are validation texts for the report")
