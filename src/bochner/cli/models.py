@@ -305,7 +305,7 @@ def write_report(path: Path, found: Any, model: Any, tokenizer: Any, source: str
 
 
 def save(model: Any, tokenizer: Any, out: Path) -> None:
-    """Write beside and move into place at the end: what is stopped half way leaves nothing half written."""
+    """Write elsewhere and move into place at the end: what is stopped half way leaves nothing half written."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as tmp:
         model.save_pretrained(tmp)
