@@ -18,7 +18,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor, nn
 
-from bochner._checks import BochnerError, accumulation_dtype, make_generator, one_of, positive_int, spawn_seed
+from bochner._checks import (
+    BochnerError,
+    accumulation_dtype,
+    make_generator,
+    non_negative,
+    one_of,
+    positive_int,
+    spawn_seed,
+)
 from bochner.maps.base import KERNELS, ROLES, Exponent, FeatureMap, Features
 from bochner.projections import (
     Projection,
@@ -176,8 +184,7 @@ class GMMFeatures(SpectralFeatures):
             )
         default = "full" if self.sinks else "diagonal"
         self.factors = one_of(default if factors is None else factors, "factors", owner, ("full", "diagonal"))
-        if not isinstance(init_std, (int, float)) or not 0 <= init_std < math.inf:
-            raise BochnerError(f"The 'init_std' of {owner} must be a number >= 0, got {init_std!r}.")
+        init_std = non_negative(init_std, "init_std", owner)
         self.projection = self._noise(projection)
         if self.shared_noise:
             self.num_frequencies = C * num_features
