@@ -52,7 +52,7 @@ def positive_float(value: Any, name: str, owner: str) -> float:
 
 def non_negative(value: Any, name: str, owner: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-        raise ArgumentError(f"The {name!r} of {owner} must be a number >= 0 and finite, got {value!r}.")
+        raise ArgumentError(f"The {name!r} of {owner} must be a number >= 0, got {value!r}; give a finite one.")
     return float(value)
 
 
