@@ -452,3 +452,30 @@ def test_modules_have_one_place() -> None:
     short = {"clustered", "generalized", "hybrid", "learned", "local", "parallel", "polyfit", "sketches", "taylor"}
     assert not short & {*bochner.__all__, *dir(bochner)}
     assert not {f"bochner.{name}" for name in short} & set(sys.modules)
+
+
+class Drawn(FeatureMap):
+    """Random parts by name: what the page on maps of one's own describes."""
+
+    def __init__(self, dim: int, num_features: int, *, seed: int = 0, **options: Any) -> None:
+        super().__init__(dim, num_features, **options)
+        self._redraw(torch.Generator().manual_seed(seed))
+
+    def _draw(self, g: torch.Generator) -> dict[str, Tensor]:
+        return {"w": torch.randn(self.num_features, self.dim, generator=g)}
+
+    def _features(self, x: Tensor, role: str) -> Features:
+        return to_features((x @ self.w.to(x.dtype).mT).cos())
+
+
+def test_drawn_parts_are_buffers_of_each_head_and_drawn_again() -> None:
+    phi, other = (feature_map(Drawn, dim=D, num_features=M, num_heads=2, seed=seed) for seed in (0, 1))
+    assert [*phi.state_dict()] == ["w"]
+    assert phi.w.shape == (2, M, D)
+    assert not torch.equal(phi.w[0], phi.w[1])
+    before = phi.w.clone()
+    assert not torch.equal(phi.redraw_(3).w, before)
+    assert torch.equal(other.redraw_(3).w, phi.w)
+    phi.trainable_()
+    learned = phi.w.clone()
+    assert torch.equal(phi.redraw_(4).w, learned)
