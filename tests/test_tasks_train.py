@@ -611,6 +611,8 @@ def test_the_command_lists_tasks_and_runs_one(tmp_path: Path, monkeypatch: pytes
     listed = CliRunner().invoke(app, [])
     assert "pathfinder" in listed.output
     assert "fastfood_prf" in listed.output
+    for wrong_option in (["--layers", "0"], ["--seed", "-1"], ["--no-resume"]):
+        assert CliRunner().invoke(app, ["listops", *wrong_option]).exit_code == 2
     where = str(tmp_path / "run")
     wrong = CliRunner().invoke(app, ["chess", "--output", where])
     assert isinstance(wrong.exception, BochnerError)
