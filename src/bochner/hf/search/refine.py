@@ -12,7 +12,7 @@ from typing import Protocol
 from bochner.hf.evaluate import Quality
 from bochner.hf.search.knapsack import Choice, Table, frontier, totals
 
-STEPS = 2  # choices that are looked at after one that fails verification: one was enough in experiments/search_ablation.py
+STEPS = 2  # choices that are looked at after a failure; one was enough in experiments/search_ablation.py
 
 
 class Problem(Protocol):
