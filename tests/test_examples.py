@@ -40,7 +40,7 @@ def needs_data() -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
 def test_an_example_is_short_and_says_what_it_is(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 60
+    assert len(text.splitlines()) <= (39 if path.stem in ("own_fate", "own_map") else 60)
     assert text.startswith('"""')
     assert "__main__" in text
     assert f"test_{path.stem}" in Path(__file__).read_text(encoding="utf-8") or path.stem == "own_map"

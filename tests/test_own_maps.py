@@ -439,13 +439,12 @@ def test_a_registered_name_is_an_attention_of_the_tasks_and_a_map_of_the_estimat
 
 def test_the_example_runs_and_says_what_it_found() -> None:
     script = Path(__file__).parent.parent / "examples" / "own_map.py"
-    assert len(script.read_text().splitlines()) < 60
+    assert len(script.read_text().splitlines()) < 40
     done = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [[float(x) for x in re.findall(r"\d\.\d+", line)] for line in done.stdout.splitlines()[1:]]
-    assert len(rows) == 4
     assert all(series < positive for _, series, positive in rows[:3])
-    assert rows[3][1] < rows[3][0] / 2
+    assert "log_weights has a gradient, True" in done.stdout
 
 
 def test_modules_have_one_place() -> None:
