@@ -193,7 +193,6 @@ def train(phi: Any, seed: int, generations: int) -> dict[str, Any]:
     paper="quadruped locomotion, two 32 x 24 depth images, the 5 best runs",
     ours="MiniGrid's lava gap, 49 cells, 3 seeds, 80 generations",
     quick={"seeds": 1, "generations": 10},
-    sources=("bochner.maps", "bochner.projections"),
     needs=("cma", "gymnasium", "minigrid"),
 )
 def measure(store: Store, seeds: int = 3, generations: int = 80) -> None:

@@ -25,7 +25,6 @@ PLACES = {"all-MiniLM-L6": load_minilm, "SmolLM2": load_smollm2}
     "certified attention gains nothing. On clustered keys it skips most pairs.",
     ours="MiniLM's 72 heads at 512 tokens, 6 heads of SmolLM2 at 8,192, and 8,192 keys in 64 clusters",
     quick={"tokens": (128, 256), "heads": (2, 1), "clustered": 1024},
-    sources=("bochner.certified",),
     needs=("transformers",),
 )
 def measure(

@@ -37,7 +37,6 @@ def closed_forms(r: float) -> dict[str, torch.Tensor]:
     paper="m = 10, n = 1, lengths up to 5",
     ours="the same; simulation with d = 8",
     quick={"draws": 4_000},
-    sources=("bochner.maps", "bochner.theory", "bochner.projections"),
 )
 def measure(store: Store, draws: int = 40_000) -> None:
     options: dict[str, Any] = {"projection": "iid", "num_heads": 1000}

@@ -190,7 +190,6 @@ def coverage(variant: Variant, calibration: list[Sequences], sets: dict[str, lis
     "50,000 do.",
     ours="two layers of MiniLM, 40 texts to fit, 16 to measure",
     quick="fits maps to hundreds of texts, for each of its parts anew",
-    sources=("bochner.maps",),
     needs=("transformers",),
 )
 def measure(store: Store, layers: int = 2, only: str = "") -> None:

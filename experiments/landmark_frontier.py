@@ -84,7 +84,6 @@ def floor(sequences: Sequences, near: Near, m: int) -> float:
     "beside a window 16 of them leave less than half of the error of the window alone.",
     ours="MiniLM, SmolLM2 and AntiBERTy, six layers each, 4 to 8 held-out texts",
     quick={"cases": ("minilm",), "layers": 1, "sizes": (32, 256)},
-    sources=("bochner.attention", "bochner.maps", "bochner.projections", "bochner.theory"),
     needs=("transformers",),
 )
 def measure(

@@ -24,7 +24,6 @@ MAPS = {"positive": "positive (FAVOR+)", "optimal": "optimal (FAVOR++)", "calibr
     "than 1,024 plain ones.",
     ours="72 heads, 16 held-out paragraphs of up to 150 tokens, two seeds",
     quick={"sizes": (64, 1024), "seeds": 1, "texts": (24, 8)},
-    sources=("bochner.attention", "bochner.maps", "bochner.projections"),
     needs=("transformers",),
 )
 def measure(store: Store, sizes: tuple[int, ...] = SIZES, seeds: int = 2, texts: tuple[int, int] = (24, 16)) -> None:

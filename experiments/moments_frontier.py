@@ -111,7 +111,6 @@ def times(maps: dict[str, FeatureMap], sequences: Sequences, near: Near) -> dict
     "calibrated features, and closer than 64 landmark features or within 10 % of them.",
     ours="MiniLM and SmolLM2, three layers each, 6 texts of each domain",
     quick={"cases": ("minilm, window",), "layers": 1, "texts": 2},
-    sources=("bochner.attention", "bochner.maps", "bochner.projections"),
     needs=("transformers",),
 )
 def measure(store: Store, cases: tuple[str, ...] = tuple(CASES), layers: int = 3, texts: int = 6) -> None:

@@ -189,7 +189,6 @@ def measured(model: Any, rows: list[Tensor]) -> tuple[dict[str, Any], dict[str, 
     paper="36 layers, 500,000 steps on TrEMBL",
     ours="four layers of eight heads, 3,000 steps on 20,000 proteins",
     quick="looks at a model that is trained first",
-    sources=("bochner.tasks", "bochner.maps", "bochner.attention", "bochner.hf"),
     needs=("transformers", "accelerate"),
 )
 def measure(store: Store, proteins: int = 800) -> None:

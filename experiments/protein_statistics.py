@@ -49,7 +49,6 @@ def sequences(folder: Path) -> Iterator[str]:
     paper="TrEMBL, 106 million sequences",
     ours="Swiss-Prot, 486,000 sequences",
     quick={"source": "proteins"},
-    sources=("bochner.data",),
 )
 def measure(store: Store, source: str = "swissprot") -> None:
     lengths: list[int] = []

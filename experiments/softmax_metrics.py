@@ -100,7 +100,6 @@ def model_figures(steps: int, runs: int, corpus: str, regularised: bool) -> dict
     paper="LSTM of width 200 (650), Penn Treebank (WikiText-2), trained to its end, 10 runs",
     ours="LSTM of width 128, keys of 64, Brown corpus, 500 steps, 10 runs",
     quick={"steps": 60, "runs": 2, "regularised": False},
-    sources=("bochner.maps", "bochner.projections", "bochner.theory"),
 )
 def measure(store: Store, steps: int = 500, runs: int = 10, corpus: str = "", regularised: bool = True) -> None:
     """`corpus`: a text file in place of the Brown corpus, the Penn Treebank for one."""
