@@ -330,6 +330,21 @@ def test_every_figure_and_table_of_the_papers_has_an_entry(monkeypatch: pytest.M
         assert wanted in theorems
 
 
+def test_what_a_run_would_take_rests_on_a_stored_time(monkeypatch: pytest.MonkeyPatch, framework: ModuleType) -> None:
+    """Items that were not tried for their cost: seconds of a step, scaled up to the run that the paper made."""
+    step = {n: t["positive"] for n, t in framework.figures_of("train_speed")["papers"]["regular"].items()}
+    untried = {i.label: i.why for p in gallery(monkeypatch).PAPERS for i in p.items if i.verdict == "not tried"}
+    days = 24 * 3600
+    for item, length, told, taken, close in (
+        ("Figure 6", "1024", "eleven days", 36 / 6 * 1e5 * step["1024"] / days, 11),
+        ("Figure 7", "4096", "two weeks", 2 * 1e5 * step["4096"] / days, 14),
+        ("Table 3", "4096", "two to three days", 1.3 * 103e6 / 4096 * step["4096"] / days, 2.5),
+    ):
+        assert f"{step[length]:.1f} s" in untried[item]
+        assert told in untried[item]
+        assert taken == pytest.approx(close, rel=0.15)
+
+
 def unfounded(item: Any, tests: set[str], results: set[str]) -> str:
     """Why an item's verdict has no evidence; empty if it has."""
     if item.verdict == "not tried":
