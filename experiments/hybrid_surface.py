@@ -30,9 +30,8 @@ def closed_forms(r: float) -> dict[str, torch.Tensor]:
 
 
 @experiment(
-    claim="The error of trigonometric features vanishes at angle 0, that of hyperbolic ones at pi, and only that "
-    "of the "
-    "angular hybrid at both.",
+    claim="The error of trigonometric features vanishes at angle 0, that of hyperbolic ones at pi, and only that of "
+    "the angular hybrid at both.",
     items=("001 Figure 1",),
     paper="m = 10, n = 1, lengths up to 5",
     ours="the same; simulation with d = 8",

@@ -19,9 +19,8 @@ MAPS = {"positive": "positive (FAVOR+)", "optimal": "optimal (FAVOR++)", "calibr
 
 
 @experiment(
-    claim="Ours: plain positive features hardly beat averaging the values on real heads; 64 calibrated features "
-    "are closer "
-    "than 1,024 plain ones.",
+    claim="Ours: plain positive features hardly beat averaging the values on real heads; 64 calibrated features are "
+    "closer than 1,024 plain ones.",
     ours="72 heads, 16 held-out paragraphs of up to 150 tokens, two seeds",
     quick={"sizes": (64, 1024), "seeds": 1, "texts": (24, 8)},
     needs=("transformers",),

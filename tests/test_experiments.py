@@ -1,5 +1,4 @@
-"""Experiments: the runner, results that know their sources, verdicts that have evidence, and the gallery made of "
-"them."""
+"""Experiments: the runner, results that know their sources, verdicts with evidence, and the gallery."""
 
 from __future__ import annotations
 
