@@ -67,6 +67,7 @@ PRESUPPOSED: dict[str, Callable[[], dict[str, Any]]] = {
     "shrink-a-cache.md": decoder,
     "README.md": lambda: decoder(SMALL),
     "start.md": lambda: decoder(SMALL),
+    "distil.md": lambda: decoder(SMALL),
 }
 NEEDS_A_MODEL = {"README.md", "shrink-a-cache.md", "start.md", "speed-up-an-encoder.md", "distil.md"}
 

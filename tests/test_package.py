@@ -140,6 +140,23 @@ def test_importing_the_package_imports_neither_extras_nor_the_larger_half_of_sci
     assert {name.partition(".")[0] for name in added} & (OPTIONAL | {"scipy", "pandas"}) == set()
 
 
+@pytest.mark.parametrize(
+    ("package", "line", "name"),
+    [
+        ("sklearn", "from bochner.estimators import KernelRidge", "sklearn"),
+        ("transformers", "import bochner; bochner.convert", "hf"),
+        ("sklearn", "import bochner; bochner.estimators", "sklearn"),
+    ],
+)
+def test_what_needs_an_extra_says_which(package: str, line: str, name: str) -> None:
+    """However it is imported: one sentence that ends with what to install, in place of a module that is not found."""
+    code = f"import sys; sys.modules[{package!r}] = None; {line}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith("bochner._checks.MissingExtraError: ")
+    assert re.search(rf"pip install 'bochner\[[\w,]*{name}", said)
+
+
 def test_names_that_are_imported_late_are_the_real_ones():
     code = "import bochner as b; print(b.KernelOperator is b.matvec.KernelOperator, 'KernelOperator' in dir(b))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
