@@ -23,9 +23,10 @@ ORDER = ("reproduced", "partly", "not", "not tested", "not tried")
 HEAD = """# Gallery
 
 Every figure, table and numbered statement of the five papers, with a verdict. These pages are made from the stored
-results by `python experiments/gallery.py`. `make reproduce` measures what is missing or older than the sources it
+results by `python experiments/gallery.py`. `make reproduce` measures what is missing or older than the functions it
 depends on; `make reproduce QUICK=1` takes the small forms in under 15 minutes and changes no result.
-`python experiments/run.py --status` says which results are older than the library.
+`python experiments/run.py --status` says which results are older, and by which functions: a result records those that
+were executed, so that an edit elsewhere leaves it fresh.
 
 A verdict means:
 

@@ -43,13 +43,11 @@ def sequences(folder: Path) -> Iterator[str]:
 
 @experiment(
     claim="Sequences of mean length 353 and median 289; leucine is the most frequent amino acid; the empirical "
-    "baseline "
-    "has 9.92 % accuracy and perplexity 17.80.",
+    "baseline has 9.92 % accuracy and perplexity 17.80.",
     items=("003 Table 1", "003 Figure 9"),
     paper="TrEMBL, 106 million sequences",
     ours="Swiss-Prot, 486,000 sequences",
     quick={"source": "proteins"},
-    sources=("bochner.data",),
 )
 def measure(store: Store, source: str = "swissprot") -> None:
     lengths: list[int] = []

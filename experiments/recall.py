@@ -242,7 +242,6 @@ def fit(cell: str, steps: int) -> dict[str, Any]:
     "attention are the limit: exact attention makes no error.",
     ours="16 pairs, 2 to 32 features a head, one layer of width 32, 300 steps, three seeds",
     quick={"cells": "quick", "minutes": 7.0},
-    sources=("bochner.tasks", "bochner.maps", "bochner.attention"),
     needs=("transformers", "accelerate"),
 )
 def measure(store: Store, cells: str = "all", steps: int = STEPS, minutes: float = math.inf) -> None:

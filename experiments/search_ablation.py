@@ -278,7 +278,6 @@ def smollm(store: Store, table: dict[str, Any]) -> None:
     "in the mean of three models, than the error of the head alone or first-order changes of the model's output.",
     ours="a small decoder, MiniLM at 512 tokens, SmolLM2-135M at 512 tokens",
     quick="the claim is about the mean of three models, two of them pretrained",
-    sources=("bochner.hf.search", "bochner.hf.evaluate", "bochner.hf.calibrate"),
     needs=("transformers",),
 )
 def measure(

@@ -77,7 +77,6 @@ def error_rate(name: str, seed: int, steps: int) -> float:
     ours="2 layers of width 64, 2,358 Mandarin syllables, features of length 64 to 72, clusters after 500 of 1,500 "
     "steps, three seeds",
     quick="trains models",
-    sources=("bochner.tasks", "bochner.maps", "bochner.attention", "bochner.hf"),
     needs=("transformers", "accelerate", "soundfile"),
 )
 def measure(store: Store, steps: int = STEPS, seeds: int = SEEDS) -> None:

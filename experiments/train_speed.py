@@ -122,7 +122,6 @@ def megabytes(length: int) -> dict[str, float]:
     ours="the sizes of 003 (6 layers of width 64 to 8,192 tokens, of width 512 to 4,096, 256 features), and one layer "
     "of width 64 with 32 features up to 16,384 tokens; one sequence, one thread",
     quick="its claim is about lengths that take minutes, on an idle machine",
-    sources=("bochner.attention", "bochner.maps", "bochner.tasks", "bochner.hf"),
     needs=("transformers",),
 )
 def measure(store: Store, rounds: int = 5, lengths: tuple[int, ...] = LENGTHS) -> None:

@@ -89,7 +89,6 @@ def known() -> Runs:
     paper="Long Range Arena and TrEMBL at full size, 4 to 36 layers",
     ours="one or two layers of width 32 to 64, hundreds of steps, 1 to 3 seeds",
     quick="trains models",
-    sources=("bochner.tasks", "bochner.maps", "bochner.attention", "bochner.hf"),
     needs=("transformers", "accelerate"),
 )
 def measure(store: Store, only: str = "", minutes: float = float("inf")) -> None:
