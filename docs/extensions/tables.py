@@ -478,7 +478,7 @@ def kernel_rows(parts: dict[str, Any], names: Iterable[str]) -> list[list[str]]:
     for row in (row for name in names for row in parts.get(name, [])):
         label = f"{WORDS.get(row['data'], row['data'])}, d = {row['d']}"
         took = [f"{row[k]:.2f}" for k in ("exact_s", "auto_s")]
-        change = "" if row["change"] is None else f"{row['change']:.2g}"
+        change = "" if row["change"] is None else f"{row['change']:,.0f}" if row["change"] > 99 else f"{row['change']:.2g}"
         rows.append([label, row["bandwidth"], change, *took, row["method"]])
     return rows
 
