@@ -97,9 +97,8 @@ def section(name: str, title: str, items: list[tuple[str, Item]]) -> str:
     lines += [f"- Our sizes: {result['ours']}.", f"- Verdict: {verdict}."]
     for key, item in items:
         if verdict_of(item)[0] != said["verdict"] or item.limits or item.why:
-            lines.append(
-                f"- Verdict on {key} {item.label}, {item.title}: {badge(verdict_of(item)[0])} {item.why or item.limits}."
-            )
+            why = item.why or item.limits
+            lines.append(f"- Verdict on {key} {item.label}, {item.title}: {badge(verdict_of(item)[0])} {why}.")
     lines += ["", *findings(said["ours"]), ""]
     for picture in pictures(name):
         lines += [f"![{title}](images/gallery/{picture}.png)", ""]

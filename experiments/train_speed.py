@@ -49,7 +49,7 @@ class Step:
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad])
         g = torch.Generator().manual_seed(0)
         self.batch = {"input_ids": torch.randint(4, 260, (1, length), generator=g), "labels": torch.tensor([1])}
-        if chosen.takes_mask:
+        if chosen.peer.takes_mask:
             self.batch["attention_mask"] = torch.ones(1, length, dtype=torch.long)
 
     def __call__(self) -> float:

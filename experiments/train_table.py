@@ -12,9 +12,7 @@ from typing import Any
 
 from _framework import Said, Store, experiment, figures_of
 from _pictures import COLOURS, by_name, dots, figure, save
-from _training import SAME, of_preset, trained
-
-from bochner.tasks.base import Gate, gate
+from _training import SAME, Gate, gate, of_preset, trained
 
 FLOOR = {"listops": 0.17, "text": 0.60, "image": 0.30}  # what must be beaten; protein has a baseline of its own
 CHANCE = {"pathfinder": 0.5, "retrieval": 0.5}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import re
 import warnings
 
 import pytest
@@ -49,6 +51,14 @@ def test_every_map_takes_every_projection(name, projection):
     estimate = kernel_estimate(phi, inputs(1, 2, 3), inputs(1, 2, 4, seed=1))
     assert estimate.shape == (1, 2, 3, 4)
     assert torch.isfinite(estimate).all()
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_a_docstring_says_what_a_stranger_asks(name):
+    """The cost of a row, whether the estimate is biased, the sign of the features, and an example that runs."""
+    doc = inspect.getdoc(FEATURE_MAPS[name]) or ""
+    for what in (r"O\(", "(?i)biased|estimates no kernel", "(?i)positive|signed", ">>> "):
+        assert re.search(what, doc), what
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)

@@ -41,14 +41,12 @@ TINY: dict[str, Any] = {
 }
 KINDS = [
     "exact",
-    "identity",
     "positive",
     "fastfood_prf",
     "gmm_rks",
     "elu",
     "window+positive",
-    "linformer",
-    *peers.PEERS,
+    *(p for p in peers.PEERS if p != "performer_pytorch"),
 ]
 
 
@@ -421,6 +419,23 @@ def test_identity_lets_nothing_through_and_attention_does() -> None:
         assert outputs_after_a_change(attention).gt(0).all()
 
 
+@pytest.mark.parametrize("attention", ["exact", "relu", *(p for p in peers.PEERS if p != "performer_pytorch")])
+def test_every_attention_stands_in_a_model_of_the_sizes_of_the_preset(attention: str) -> None:
+    for name in ("listops", "copying", "speech"):
+        task = tasks.task(name)
+        sizes = {"layers": 3, "width": 24, "heads": 3, "feedforward": 40, "dropout": 0.25, "features": 8}
+        preset = tasks.preset_of(task, "small", **sizes)
+        if task.kind not in (*models.Attention(attention).peer.kinds, "own"):
+            continue
+        model = models.build(task, preset, models.choose(task, attention, preset))
+        wide = [m for m in model.modules() if 40 in getattr(getattr(m, "weight", None), "shape", ())]
+        first = [m for m in wide if sorted(m.weight.shape) in ([24, 40], [40, 48])]  # type: ignore[union-attr,arg-type]
+        assert len(first) == 2 * 3 * (2 if name == "speech" else 1), name  # a Conformer has two in each layer
+        assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} <= {0.0, 0.25}
+        assert 0.25 in {m.p for m in model.modules() if isinstance(m, nn.Dropout)} or attention == "reformer"
+        assert not any(m.weight.shape[-1] == 3072 for m in wide)  # type: ignore[union-attr]
+
+
 def test_the_extra_that_has_a_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "performer_pytorch", None)
     with pytest.raises(MissingExtraError, match=r"'performer_pytorch' needs performer_pytorch.*bochner\[train\]"):
@@ -549,7 +564,7 @@ def test_positions_on_a_grid_tell_rows_and_columns(attention: str) -> None:
     (table,) = tables
     assert not table.weight.requires_grad
     table.register_forward_hook(lambda module, args, out: seen.append(out.reshape(-1, 64)))
-    length = -(-preset.length // chosen.multiple) * chosen.multiple
+    length = -(-preset.length // chosen.peer.multiple) * chosen.peer.multiple
     ids = torch.randint(4, 8, (1, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model.eval()(input_ids=ids)
