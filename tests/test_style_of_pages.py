@@ -55,7 +55,6 @@ WORDS_OF_DOCSTRINGS = {
 }  # fmt: skip
 UNPLAIN = {
     "A Target needs 'data': texts to search on and texts to verify on.",
-    "verifying at Value tokens on texts held back",
     "The parts of HybridFeatures must agree in (dim, num_heads), got Value of Value beside Value.",
     "The bases of HybridFeatures must estimate one kernel, got Value beside Value.",
     "The task Value has no examples to train on; its 'load' must return a data set.",
