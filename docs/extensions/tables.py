@@ -72,7 +72,7 @@ def models() -> str:
             quality(speech["kept"]),
             NO_CACHE,
             times(speech["time"]),
-            "`Target(keep=0.98)`",
+            "`keep=0.98`",
         ]
     ]
     for name, what in (("512", "judged at 512 tokens"), ("4000", "at 4,000 tokens")):
@@ -87,7 +87,7 @@ def models() -> str:
         took = row["whole"]["converted"]["seconds"] / row["whole"]["original"]["seconds"]
         done = bool(row["converted_layers"])
         figures = [quality(row["kept"]) if done else "100 %", NO_CACHE, times(took) if done else "1x"]
-        rows.append([name, length, *figures, "`Target(keep=0.98)`" if done else "left as it was"])
+        rows.append([name, length, *figures, "`keep=0.98`" if done else "left as it was"])
     return table(["model", "tokens", "quality retained", "cache at 4,000", "time to read", "how"], rows)
 
 
