@@ -16,6 +16,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from bochner._checks import BochnerError, accumulation_dtype, finite, floating, lookup, one_of, positive_int
+from bochner._products import is_composed
 from bochner.maps.redraw import RedrawnModule
 from bochner.projections import Projection, make_projection
 
