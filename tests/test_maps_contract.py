@@ -258,3 +258,20 @@ def test_a_projection_instance_can_be_given():
     assert isinstance(phi.projection, Projection)
     assert phi.projection is p
     assert feature_map(phi) is phi
+
+
+def test_calibrated_features_are_exact_where_queries_and_keys_hardly_vary():
+    """Centred by their own means, not by each other's, the vectors are near zero and so is the error."""
+    q, k = (0.01 * inputs(1, 40, seed=s).double() + shift for s, shift in ((0, 1.5), (1, -0.5)))
+    phi = build("calibrated").double().calibrate_(q, k)
+    torch.testing.assert_close(kernel_estimate(phi, q, k), (q @ k.mT).exp(), rtol=1e-2, atol=0)
+
+
+def test_a_redraw_leaves_a_fitted_landmark_map_alone():
+    q, k = inputs(4, 40), inputs(4, 40, seed=1)
+    phi = build("landmark", seed=1).calibrate_(q, k)
+    before, sample = {n: t.clone() for n, t in phi.state_dict().items()}, phi.seed
+    phi.redraw_(5)
+    assert phi.seed != sample
+    for n, t in phi.state_dict().items():
+        assert torch.equal(t, before[n]), n

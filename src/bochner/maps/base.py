@@ -16,6 +16,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from bochner._checks import BochnerError, accumulation_dtype, finite, floating, lookup, one_of, positive_int
+from bochner._products import is_composed
 from bochner.maps.redraw import RedrawnModule
 from bochner.projections import Projection, make_projection
 
@@ -391,10 +392,27 @@ class NoFeatures(FeatureMap):
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """|x|^2 of each row, (..., n, 1); where no gradient is needed in one pass, without the squares in memory."""
-    if x.requires_grad:
+    """|x|^2 of each row, (..., n, 1): the same bits whether a gradient is needed or not."""
+    if not x.requires_grad:
+        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+    if is_composed():
         return x.square().sum(-1, keepdim=True)
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+    result: Tensor = _SquaredNorm.apply(x)
+    return result
+
+
+class _SquaredNorm(torch.autograd.Function):
+    """In one pass each way, without the squares in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return x * (2 * grad)
 
 
 def pooled(x: Tensor) -> Tensor:
