@@ -367,29 +367,6 @@ def crossover() -> str:
     return table(["crossover length", *(f"m = {m}" for m in sizes)], rows)
 
 
-def attention_memory() -> str:
-    rows = []
-    for case in benchmark("attention")["memory"]:
-        cells = [f"{case['bytes'][n] / case['qkv_bytes']:.1f}x" for n in ("bochner", "exact") if n in case["bytes"]]
-        kind = "causal" if case["is_causal"] else "both ways"
-        rows.append([kind, f"{case['length']:,}", *cells, *["not run"] * (2 - len(cells))])
-    return table(["direction", "tokens", "Bochner", "exact"], rows)
-
-
-def decoding_step() -> str:
-    took = benchmark("attention")["decoding"]["step"]
-    return table(["what", "microseconds"], [[name, f"{1e6 * s:.0f}"] for name, s in took.items()])
-
-
-def compiled() -> str:
-    rows = []
-    for case in benchmark("attention")["compiled"]:
-        eager, fast = (case["seconds"][name] for name in ("eager", "compiled"))
-        times = [f"{1000 * s:,.0f}" for s in (eager, fast)]
-        rows.append([case["passes"].replace("+", " and "), f"{case['length']:,}", *times, f"{fast / eager:.2f}x"])
-    return table(["pass", "tokens", "eager", "compiled", "ratio"], rows)
-
-
 def windows() -> str:
     found = benchmark("windows")["windows"]
     names = {"encoder, landmark 64": "encoder, `landmark` m = 64", "encoder, landmark 16": "encoder, `landmark` m = 16"}
@@ -670,9 +647,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "projections": projections,
     "attention": lambda: attention(False),
     "attention-causal": lambda: attention(True),
-    "attention-memory": attention_memory,
-    "decoding-step": decoding_step,
-    "compiled": compiled,
     "crossover": crossover,
     "windows": windows,
     "training": training,

@@ -82,26 +82,36 @@ def exact_attention(
     return torch.cat(rows, dim=-2).to(q.dtype)
 
 
-def attention_matrix(q: Tensor, k: Tensor, phi: FeatureMap | str, **how: Any) -> Tensor:
+def attention_matrix(
+    q: Tensor,
+    k: Tensor,
+    phi: FeatureMap | str,
+    *,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    window_kind: str = "block",
+    decay: Tensor | float | Sequence[float] | None = None,
+    normalize: bool = True,
+) -> Tensor:
     """What a map attends to: the (b, h, n, s) weights that `linear_attention` applies without forming them.
 
-    `how`: `is_causal`, `key_padding_mask`, `scale`, `window`, `sinks`, `window_kind`, `decay` and `normalize`, as in
-    `linear_attention`. Rows of a signed map whose normaliser is below a tenth of its bound attend to all keys alike, as
-    they do there.
+    Rows of a signed map whose normaliser is below a tenth of its bound attend to all keys alike, as they do there.
 
     >>> q = torch.randn(1, 1, 3, 4)
     >>> attention_matrix(q, q, "positive").sum(-1)
     tensor([[[1., 1., 1.]]])
     """
     owner = "attention_matrix"
-    mask, decay = (how.pop(name, None) for name in ("key_padding_mask", "decay"))
-    check_qkv(q, k, k, owner, mask)
-    refuse_values(owner, q, *unmasked(mask, k, k))
-    asked: Any = Options(**how, diagnostics=False).checked(q, k, owner)._asdict()
+    check_qkv(q, k, k, owner, key_padding_mask)
+    asked = Options(is_causal, scale, window, sinks, window_kind, normalize, diagnostics=False).checked(q, k, owner)
     # What attention does to values that are 1 for one key. In float64: terms can span more than other dtypes hold.
     ones = torch.eye(k.shape[-2], dtype=torch.float64, device=q.device).expand(*k.shape[:-1], -1)
-    out = linear_attention(q.double(), k.double(), ones, phi, key_padding_mask=mask, decay=decay, **asked)
-    return out.to(q.dtype)
+    how: Any = asked._asdict() | {"key_padding_mask": key_padding_mask, "decay": decay}
+    refuse_values(owner, q, *unmasked(key_padding_mask, k, k))
+    return linear_attention(q.double(), k.double(), ones, phi, **how).to(q.dtype)
 
 
 def _seen(i: Tensor, padded: Tensor, asked: Options) -> Tensor:
