@@ -76,9 +76,11 @@ def test_a_layer_without_progress_stops_early() -> None:
 def test_the_end_to_end_stage_brings_the_outputs_closer() -> None:
     for family in ("bert", "llama"):
         model = student(family=family)
+        weights = {k: v.clone() for k, v in model.state_dict().items() if "linear_attn" not in k}
         report = distill(model, texts_as_batches(6), Distillation(steps=1, end_to_end=25, rate=2 * 1e-2))
         assert report.end_to_end is not None
         assert report.end_to_end[1] < 0.9 * report.end_to_end[0]
+        assert all(torch.equal(model.state_dict()[k], v) for k, v in weights.items())
 
 
 def test_a_time_limit_is_kept() -> None:
@@ -175,7 +177,7 @@ def test_the_report_says_what_was_bought_on_data_held_back() -> None:
     report = distill(model, data, Distillation(steps=20, rate=2e-2, end_to_end=20))
     found = report.quality
     apart = 1 - torch.cosine_similarity(read(), truth, dim=-1).mean().item()
-    assert 1 - found["cosine"]["after"] == pytest.approx(apart, rel=0.01)
+    assert 1 - found["cosine"]["after"] == pytest.approx(apart, rel=0.05, abs=3e-7)
     assert found["cosine"]["before"] < found["cosine"]["after"] <= 1 + 1e-6
 
 

@@ -139,7 +139,9 @@ def _examine(plan: LayerPlan, calls: list[Call], near: Window | None, sizes: Seq
     return [
         HeadDiagnosis(
             head=i,
-            **{name: values[i].item() for name, values in seen.items()},
+            entropy=seen["entropy"][i].item(),
+            outside=seen["outside"][i].item(),
+            rank_floor=seen["rank_floor"][i].item(),
             measured={label: e[i].item() for label, e in measured.items()},
             predicted={label: e[i].item() for label, e in predicted.items()},
         )
