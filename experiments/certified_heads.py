@@ -41,7 +41,7 @@ def measure(
     shorter: tuple[int, ...] = (512, 1024, 2048, 4096),
 ) -> None:
     store.cell("cases", lambda: held(cases))
-    store.cell("SmolLM2, shorter", lambda: shares(shorter, heads[1], tokens[1]))
+    store.cell("SmolLM2, shorter", lambda: shares(shorter, heads[1]))
     for (name, load), length, most in zip(PLACES.items(), tokens, heads, strict=True):
         rows = store.table(name)
         if len(rows) < len(ERRORS):
@@ -69,9 +69,9 @@ def held(count: int) -> dict[str, float]:
     return {"cases": count, "beyond": sum(x > 1 for x in largest), "largest share": max(largest)}
 
 
-def shares(lengths: tuple[int, ...], most: int, longest: int) -> dict[str, float]:
+def shares(lengths: tuple[int, ...], most: int) -> dict[str, float]:
     """The share of pairs visited at the smallest error, by length; what comes first does not depend on what follows."""
-    heads = drawn(load_smollm2, longest, most)
+    heads = drawn(load_smollm2, max(lengths), most)
     options: dict[str, Any] = {"error": ERRORS[-1], "is_causal": True, "scale": 1.0}
 
     def visited(n: int) -> float:
