@@ -76,7 +76,7 @@ def check_budgets() -> None:
     model = decoder()
     names = list(discover(model))
     fitted = fit_scores(model, names, passages_of(model, ids(400)[0]), 8, say=lambda text: None)
-    plan = fitted.plan(Plan.of(discover(model), "llama"), 0.25, "int6", 1008)
+    plan = fitted.plan(Plan.of(discover(model), "llama"), 0.25, "int8", 1008)
     every = torch.cat([fitted.layers[name].found for name in names])
     border = every.flatten().sort(descending=True).values[round(0.25 * every.numel()) - 1]
     want = [round((row >= border).float().mean().item() * 1000) for row in every]
@@ -103,7 +103,20 @@ def check_quality() -> None:
     assert found[0] < 0.9 * found[1]
 
 
-CHECKS = {"oracle": check_oracle, "budgets": check_budgets, "quality": check_quality}
+def check_precisions() -> None:
+    """A layer that holds most of what coarse keys cost has keys of 8 bits."""
+    model = decoder()
+    names = list(discover(model))
+    fitted = fit_scores(model, names, passages_of(model, ids(400)[0]), 8, say=lambda text: None)
+    costs = dict(zip(names, (90.0, *[1.0] * len(names)), strict=False))
+    fitted.layers = {name: x._replace(lost=costs[name] / len(names)) for name, x in fitted.layers.items()}
+    fitted.layers |= {f"other {i}": fitted.layers[names[-1]] for i in range(3)}
+    plan = fitted.plan(Plan.of(discover(model), "llama"), 0.25, "split/int4", 1008)
+    stored = [fate.precision for layer in plan.layers for fate in layer.fates]
+    assert stored == ["int8/int4"] * 2 + ["split/int4"] * (len(stored) - 2)
+
+
+CHECKS = {"oracle": check_oracle, "budgets": check_budgets, "quality": check_quality, "precisions": check_precisions}
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -114,6 +127,10 @@ def test_what_is_held_is_what_the_scores_say(name: str) -> None:
 def reverse_scores(patch: Any) -> None:
     real = selected_heads.scores
     patch.setattr(selected_heads, "scores", lambda h, w: -real(h, w))
+
+
+def store_all_layers_alike(patch: Any) -> None:
+    patch.setattr(selected_fit, "MUCH", float("inf"))
 
 
 def ignore_the_threshold(patch: Any) -> None:
@@ -138,6 +155,7 @@ def fit_to_the_wrong_end(patch: Any) -> None:
         (reverse_scores, check_oracle),
         (drop_sinks, check_oracle),
         (ignore_the_threshold, check_budgets),
+        (store_all_layers_alike, check_precisions),
         (fit_to_the_wrong_end, check_quality),
     ],
 )
@@ -147,7 +165,7 @@ def test_a_planted_fault_is_noticed(fault: Callable[[Any], None], check: Any, mo
         check()
 
 
-@pytest.mark.parametrize("precision", ["model", "bfloat16", "int8", "int6"])
+@pytest.mark.parametrize("precision", ["model", "bfloat16", "int8", "split/int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_counted_bytes_are_those_of_the_tensors(precision: str, dtype: torch.dtype) -> None:
     model = converted(precision=precision).to(dtype)
@@ -170,7 +188,7 @@ def test_pieces_give_what_the_whole_text_gives(family: str) -> None:
     assert not torch.equal(revert(model)(ids(60, 2, seed=3)).logits, whole)
 
 
-@pytest.mark.parametrize("precision", ["model", "int6"])
+@pytest.mark.parametrize("precision", ["model", "split/int4"])
 def test_greedy_generation_is_recomputation(precision: str) -> None:
     model = converted(precision=precision)
     prompt = ids(40, 2, seed=4)
@@ -220,7 +238,7 @@ def test_heads_beside_exact_ones_select_as_before() -> None:
     tensors = plan.maps[plan.layers[0].name].tensors
     plan.maps[plan.layers[0].name] = Fitted([EXACT, want], {name: x[1:] for name, x in tensors.items()})
     made = convert(model, plan).plan
-    assert str(made).splitlines()[1].endswith(f"ES  window 8, sinks 4, int6, older keys {want.budget}")
+    assert str(made).splitlines()[1].endswith(f"ES  window 8, sinks 4, split/int4, older keys {want.budget}")
     assert Plan.from_dict(made.to_dict()) == made
     cache = transformers.DynamicCache(config=model.config)
     whole, parts = whole_and_pieces(model, ids(60, 2, seed=3), [17, 18, 40], cache)
@@ -254,7 +272,7 @@ def test_training_is_refused_in_one_sentence() -> None:
         ({"is_causal": False}, "self-attention of a decoder"),
         ({"is_cross": True}, "self-attention of a decoder"),
         ({"exact_below": 9}, "exact_below=9"),
-        ({"head_dim": 6}, "use precision='int8'"),
+        ({"head_dim": 7}, "use precision='int8'"),
         ({"fates": [Selected(8)] * 2}, "no 'width'"),
     ],
 )
@@ -273,7 +291,13 @@ def test_models_that_are_no_decoders_are_refused(model: str) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"window": 0}, "'window'"), ({"budget": -1}, "'budget'"), ({"precision": "int3"}, "precision 'int3'")],
+    [
+        ({"window": 0}, "'window'"),
+        ({"budget": -1}, "'budget'"),
+        ({"precision": "int3"}, "precision 'int3'"),
+        ({"precision": "int8/split"}, "precision 'split'"),
+        ({"precision": "int8/model"}, "do not go together"),
+    ],
 )
 def test_mistakes_get_a_sentence(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(BochnerError, match=words):
@@ -322,8 +346,9 @@ def test_the_search_fills_the_memory_that_is_given() -> None:
     assert 0.28 < share <= 0.3
     text = str(conversion.report)
     assert "in bfloat16" in text
-    assert "4 selected: int" in text
-    assert {point.plan.layers[0].fates[0].precision for point in conversion.report.frontier} == {"int6"}
+    assert "4 selected: split/int4" in text
+    found = {layer.fates[0].precision for point in conversion.report.frontier for layer in point.plan.layers}
+    assert found <= {"split/int4", "int8/int4"}
 
 
 def test_the_search_finds_the_least_memory_that_keeps() -> None:

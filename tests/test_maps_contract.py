@@ -130,6 +130,14 @@ def test_gradients_of_the_estimate_are_right(name):
     assert torch.autograd.gradcheck(lambda a, b: kernel_estimate(phi, a, b), (x, y), atol=1e-6)
 
 
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_features_are_the_same_where_gradients_are_needed(name):
+    phi, x = build(name, num_heads=2, seed=2), inputs(2, 2, 5)
+    for role in ("query", "key"):
+        plain, tracked = phi(x, role), phi(x.clone().requires_grad_(), role)
+        torch.testing.assert_close(plain.dense(), tracked.dense(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", [name for name in FEATURE_MAPS if name != "moments"])  # that is no sum over pairs
 def test_attention_through_every_map_is_its_own_matrix(name):
     phi = build(name, num_heads=2).double()

@@ -431,9 +431,10 @@ def test_every_attention_stands_in_a_model_of_the_sizes_of_the_preset(attention:
         wide = [m for m in model.modules() if 40 in getattr(getattr(m, "weight", None), "shape", ())]
         first = [m for m in wide if sorted(m.weight.shape) in ([24, 40], [40, 48])]  # type: ignore[union-attr,arg-type]
         assert len(first) == 2 * 3 * (2 if name == "speech" else 1), name  # a Conformer has two in each layer
-        assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} <= {0.0, 0.25}
-        assert 0.25 in {m.p for m in model.modules() if isinstance(m, nn.Dropout)} or attention == "reformer"
-        assert not any(m.weight.shape[-1] == 3072 for m in wide)  # type: ignore[union-attr]
+        dropout = {m.p for m in model.modules() if isinstance(m, nn.Dropout)}
+        if attention != "reformer" and name != "speech":  # these have it as a function
+            assert 0.25 in dropout
+        assert dropout <= {0.0, 0.25}
 
 
 def test_the_extra_that_has_a_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,6 +611,8 @@ def test_the_command_lists_tasks_and_runs_one(tmp_path: Path, monkeypatch: pytes
     listed = CliRunner().invoke(app, [])
     assert "pathfinder" in listed.output
     assert "fastfood_prf" in listed.output
+    for wrong_option in (["--layers", "0"], ["--seed", "-1"], ["--no-resume"]):
+        assert CliRunner().invoke(app, ["listops", *wrong_option]).exit_code == 2
     where = str(tmp_path / "run")
     wrong = CliRunner().invoke(app, ["chess", "--output", where])
     assert isinstance(wrong.exception, BochnerError)

@@ -1,8 +1,8 @@
 """The frequencies w: m random directions in R^d, one class per law.
 
 Every projection draws on the CPU in float64 from a seed and is then cast, so that one seed gives one projection on
-every device and in every dtype. `projection(x)` is `x @ matrix().T`. The last three laws apply it without the matrix,
-which pays from thousands of coordinates on; maps of exponentials and learned ones ask for the matrix.
+every device and in every dtype. `projection(x)` is `x @ matrix().T`. The last three laws apply it without the matrix:
+that serves maps of plain products, such as `trig` and `relu`. Exponential and learned maps ask for the matrix.
 
 | name         | rows                                      | marginal law of a row | projection(x) |
 |--------------|-------------------------------------------|-----------------------|---------------|

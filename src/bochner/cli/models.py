@@ -235,7 +235,7 @@ def convert(
     console.print(f"saved to {out}; call bochner.hf.register() before from_pretrained", highlight=False)
 
 
-def target_of(keep: float | None, memory: float | None, minimize: str | None, *lengths: int | None) -> Any:
+def target_of(keep: float | None, memory: float | None, minimize: str | None, *lengths: Any) -> Any:
     """The target that the options ask for; what is refused is told by the names of the options."""
     from bochner.hf.config import Target
 

@@ -1,12 +1,14 @@
-"""How keys and values are stored: whole, in bfloat16, or as integers of 8, 6 or 4 bits.
+"""How keys and values are stored: whole, in bfloat16, or as integers of few bits.
 
 A precision turns rows (..., d) into codes with a step, one of each per token, and back. A row never depends on its
 neighbours: tokens can be added, moved and replaced one at a time, and a text read in pieces is stored as it is when
 read whole.
 
-A basis makes rows easier to round. Keys are stored as `(k - c) S R`, S diagonal and R a rotation, and queries are
-multiplied by `S^-1 R`. The centre c adds the same number to every logit of a row and cancels in softmax. Values are
-stored as `v R` and the output is turned back once.
+A basis makes rows easier to round. Keys are stored as `(k - c) T`, and queries are multiplied by the inverse of T,
+transposed. The centre c adds the same number to every logit of a row and cancels in softmax. Values are stored as
+`v U`, and outputs are turned back. T and U come from second moments: of the rows C, and of what an error in a channel
+does to the loss M. In the balanced basis `T' C T` and `T^-1 M T^-T` are the same diagonal matrix s: the damage of a
+step of fixed relative size is least there, `(sum s)^2 / d`. A rotation then gives all channels of a part one size.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 from bochner._checks import ArgumentError, lookup
 
 Parts = tuple[Tensor, ...]
+WEAK_STEP = 1.1 * 0.9957  # the best for Gaussian numbers of size 1 in two bits, and a tenth to spare for tails
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,6 @@ class Floating:
 
     name: str
     dtype: torch.dtype | None = None
-    zero = 0
 
     def encode(self, x: Tensor) -> Parts:
         return (x.to(self.dtype or x.dtype),)
@@ -40,83 +42,84 @@ class Floating:
     def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
         return (codes.to(dtype),)
 
-    def unpacking(self, size: int) -> Tensor | None:
-        return None
+    def zeros(self, size: int) -> Tensor:
+        return torch.zeros(size)
 
 
 @dataclass(frozen=True)
 class Integer:
-    """Rows `x ~ step * n`: n signed integers of 8, 6 or 4 bits, and one float16 step a row.
+    """Rows `x ~ step * n`: n integers of 8 bits with a sign, and one float16 step a row, in `d + 2` bytes."""
 
-    A row of d channels takes `d * bits / 8 + 2` bytes. A byte holds one integer of 6 bits, and 2 bits of every fourth
-    one above it; or two integers of 4 bits. So a byte and the same byte without its lower bits are all that it takes to
-    multiply rows, see `unpacking`.
+    name: str
+
+    def encode(self, x: Tensor) -> Parts:
+        """Codes (..., c) of rows (..., d), and the step (..., 1)."""
+        x, step = _scaled(x, x, 127)
+        return (x / step).round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8), step
+
+    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        exact = torch.promote_types(dtype, torch.float32)
+        return (self.columns(parts[0], exact)[0] * parts[1]).to(dtype)
+
+    def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
+        """Numbers n, one for each channel, in one part or two."""
+        return (codes.view(torch.int8).to(dtype),)
+
+    def zeros(self, size: int) -> Tensor:
+        """What is taken from the numbers n of each channel before the step multiplies them."""
+        return torch.zeros(size)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows `x ~ step * (n - zero)` of two halves, in `d / 2 + 2` bytes.
+
+    A byte has `bits` for a channel of the first half, and the others for one of the second. Integers lie on both sides
+    of zero and use all their values. `weak`: the step of the second half is 1. Keys in their basis are of this kind:
+    the first half of the channels carries nearly all that queries ask for.
     """
 
     name: str
     bits: int
-
-    @property
-    def zero(self) -> int:
-        """The integer that stands for 0: packed ones are not negative."""
-        return 0 if self.bits == 8 else 2 ** (self.bits - 1)
+    weak: bool = False
 
     def encode(self, x: Tensor) -> Parts:
-        """Codes (..., c) of rows (..., d), and the step (..., 1)."""
-        if self.bits < 8 and x.shape[-1] % 4:
-            raise ArgumentError(
-                f"Rows of {x.shape[-1]} channels cannot be stored in {self.bits} bits, four in a row; "
-                "use precision='int8'."
-            )
-        top = 2 ** (self.bits - 1) - 1
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        # The step is rounded first, so that what is divided by is what will be multiplied by.
-        step = (x.abs().amax(-1, keepdim=True) / top).clamp_(2.0**-24, 65504.0).half()
-        whole = (x / step).round_().clamp_(-top, top)
-        if self.bits == 8:
-            return whole.to(torch.int8), step
-        # Digits of the last channels lie above the integers of the others.
-        shifted = (whole + self.zero).to(torch.uint8)
-        upper = 8 - self.bits
-        low, last = shifted.split([self._codes(x.shape[-1]), x.shape[-1] - self._codes(x.shape[-1])], dim=-1)
-        places = torch.arange(0, self.bits, upper, dtype=torch.uint8, device=x.device)[:, None]
-        digits = ((last.unsqueeze(-2) >> places) << self.bits).flatten(-2)  # what is above a digit falls off a byte
-        return low | digits, step
+        if x.shape[-1] % 2:
+            raise ArgumentError(f"Rows of {x.shape[-1]} channels have no halves; use precision='int8'.")
+        x, step = _scaled(x, x.chunk(2, dim=-1)[0] if self.weak else x, self._zero(self.bits))
+        first, second = x.chunk(2, dim=-1)
+        low = self._rounded(first / step, self.bits)
+        return low | (self._rounded(second if self.weak else second / step, 8 - self.bits) << self.bits), step
+
+    def _rounded(self, x: Tensor, bits: int) -> Tensor:
+        return (x + self._zero(bits)).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        exact = torch.promote_types(dtype, torch.float32)
         codes, step = parts
-        if self.bits == 8:
-            return (codes.to(exact) * step).to(dtype)
-        upper, mask = 8 - self.bits, 2**self.bits - 1
-        digits = (codes >> self.bits).unflatten(-1, (self.bits // upper, -1)).unbind(-2)
-        last = digits[0]
-        for i, digit in enumerate(digits[1:], start=1):
-            last = last | (digit << upper * i)
-        return (torch.cat([codes & mask, last], dim=-1).to(exact).sub_(self.zero) * step).to(dtype)
+        exact = torch.promote_types(dtype, torch.float32)
+        x = torch.cat(self.columns(codes, exact), dim=-1) - self.zeros(2 * codes.shape[-1]).to(codes.device, exact)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * step, second if self.weak else second * step], dim=-1).to(dtype)
 
     def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
-        """Numbers, one for each code in each part, of which a row is `step (columns unpacking - zero)`."""
-        whole = codes.to(dtype)
-        return (whole,) if self.bits == 8 else (whole, (codes >> self.bits).to(dtype))
+        return (codes & (2**self.bits - 1)).to(dtype), (codes >> self.bits).to(dtype)
 
-    def unpacking(self, size: int) -> Tensor | None:
-        """The matrix (k, d) from columns, the parts side by side, to channels; None: they are the channels."""
-        if self.bits == 8:
-            return None
-        c, upper = self._codes(size), 8 - self.bits
-        whole, last = torch.eye(c, size), torch.zeros(c, size)
-        for i in range(c):
-            digit, channel = divmod(i, size - c)
-            last[i, c + channel] = 2.0 ** (upper * digit)
-        return torch.cat([whole, last - 2.0**self.bits * whole])
+    def zeros(self, size: int) -> Tensor:
+        each = torch.tensor([self._zero(self.bits), self._zero(8 - self.bits)])
+        return each.repeat_interleave(size // 2)
 
-    def _codes(self, size: int) -> int:
-        """Bytes of a row."""
-        return size * self.bits // 8
+    def _zero(self, bits: int) -> float:
+        return (2**bits - 1) / 2
 
 
-Precision = Floating | Integer
+def _scaled(x: Tensor, strong: Tensor, top: float) -> Parts:
+    """Rows in at least float32, and their step: rounded first, so that what divides is what will multiply."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    step = (strong.to(exact).abs().amax(-1, keepdim=True) / top).clamp_(2.0**-24, 65504.0).half()
+    return x.to(exact), step
+
+
+Precision = Floating | Integer | Pairs
 
 
 def halves(x: Tensor, border: int) -> tuple[Tensor, Tensor]:
@@ -126,20 +129,40 @@ def halves(x: Tensor, border: int) -> tuple[Tensor, Tensor]:
 PRECISIONS: dict[str, Precision] = {
     "model": Floating("model"),
     "bfloat16": Floating("bfloat16", torch.bfloat16),
-    "int8": Integer("int8", 8),
-    "int6": Integer("int6", 6),
-    "int4": Integer("int4", 4),
+    "int8": Integer("int8"),
+    "int4": Pairs("int4", 4),
 }
+KEYS: dict[str, Precision] = {**PRECISIONS, "split": Pairs("split", 6, weak=True)}
 
 
-def precision_of(name: str | Precision) -> Precision:
-    """A precision by its name; an instance is taken as it is."""
-    return lookup(PRECISIONS, name, "precision") if isinstance(name, str) else name
+class Stored(NamedTuple):
+    """How a head stores keys and values, those of its window and the older ones: by a name, "keys/values" of the older.
+
+    One word is for both: "int8". Whole and half precision is for everything. The window has 8 bits where the older
+    tokens have fewer: most of the attention is there, and so is most of what rounding costs.
+    """
+
+    window: tuple[Precision, Precision]
+    older: tuple[Precision, Precision]
+    scaled: bool  # whether rows have steps
+
+    @classmethod
+    def of(cls, name: str, dtype: torch.dtype | None = None) -> Stored:
+        """`dtype`: that of the model, for what is stored whole."""
+        first, _, second = name.partition("/")
+        keys, values = lookup(KEYS, first, "precision"), lookup(PRECISIONS, second or first, "precision")
+        floating = [isinstance(x, Floating) for x in (keys, values)]
+        if any(floating) and keys is not values:
+            raise ArgumentError(f"A precision of integers and one of floats do not go together, got {name!r}.")
+        if all(floating):
+            whole = Floating(name, dtype if name == "model" else torch.bfloat16)
+            return cls((whole, whole), (whole, whole), False)
+        return cls((PRECISIONS["int8"], PRECISIONS["int8"]), (keys, values), True)
 
 
-def row_bytes(precision: str | Precision, size: int, dtype: torch.dtype) -> int:
+def row_bytes(precision: Precision, size: int, dtype: torch.dtype) -> int:
     """Bytes of one stored row of `size` channels, counted from the tensors themselves."""
-    return nbytes(precision_of(precision).encode(torch.zeros(1, size, dtype=dtype)))
+    return nbytes(precision.encode(torch.zeros(1, size, dtype=dtype)))
 
 
 def nbytes(parts: Parts) -> int:
@@ -147,32 +170,42 @@ def nbytes(parts: Parts) -> int:
 
 
 class Basis(NamedTuple):
-    """How keys of each key head are turned before they are stored: a centre and scales (g, d), then a rotation."""
+    """How rows of each key head are turned before they are stored, by a centre (g, d) and matrices (g, d, d)."""
 
     centre: Tensor
-    scale: Tensor
+    keys: Tensor
+    values: Tensor
 
-    def keys(self, k: Tensor) -> Tensor:
-        """Keys (b, g, n, d) as they are stored."""
-        k = (k - self.centre[:, None].to(k.dtype)) * self.scale[:, None].to(k.dtype)
-        return k @ rotation(k.shape[-1]).to(k)
-
-    def queries(self, q: Tensor) -> Tensor:
-        """Queries (b, g, n, d) for stored keys: their products differ from the true ones by one number a row."""
-        return (q / self.scale[:, None].to(q.dtype)) @ rotation(q.shape[-1]).to(q)
+    def inverse(self) -> tuple[Tensor, Tensor]:
+        """The matrices that turn stored keys and values back."""
+        a, b = (torch.linalg.inv(x.to(torch.promote_types(x.dtype, torch.float32))) for x in self[1:])
+        return a, b
 
 
-def balance(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """The centre of keys k (g, s, d), and scales for them, (g, d) each, given the queries q (h, n, d) that they meet.
+def balance(rows: Tensor, damage: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:
+    """The matrix (g, d, d) that balances rows with second moments (g, d, d) against the damage of errors in them.
 
-    Channels are scaled until keys and queries have the same size in each, so that no channel is rounded more finely
-    than it is needed. The rotation spreads what is left of large channels.
+    The strongest channels come first, in `parts` that are rotated each by itself. The size of all is such that the last
+    part of Gaussian rows is rounded best with a step of 1 and 2 bits. Gives the damage of that, too: what 6 bits for
+    the first part and 2 for the last do to the loss.
     """
-    g = k.shape[0]
-    centre = k.float().mean(1)
-    size_k = (k.float() - centre[:, None]).square().mean(1)
-    size_q = q.float().unflatten(0, (g, -1)).flatten(1, 2).square().mean(1)
-    return centre, ((size_q + 1e-12) / (size_k + 1e-12)) ** 0.25
+    d = rows.shape[-1]
+    (a, _), (b, inverse) = (_roots(x.double()) for x in (damage, rows))
+    _, s, v = torch.linalg.svd(a @ b)
+    s = s.clamp_min(1e-12 * s[..., :1] + 1e-30)
+    sums = s.unflatten(-1, (parts, -1)).mean(-1)  # the size of channels after the rotation, squared
+    turn = torch.block_diag(*[rotation(d // parts).double()] * parts)
+    made = inverse @ v.mT * s.sqrt()[..., None, :] @ turn
+    made = made / (WEAK_STEP * sums[..., -1].sqrt()[..., None, None])
+    lost = (0.00104 * sums[..., 0] ** 2 + 0.1188 * sums[..., -1] ** 2) * d / 2  # of a Gaussian in 6 and in 2 bits
+    return made.float(), lost
+
+
+def _roots(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The square root of positive matrices, and its inverse where they are not nearly zero."""
+    size, u = torch.linalg.eigh(x)
+    size = size.clamp_min(1e-7 * size[..., -1:] + 1e-30).sqrt()[..., None, :]
+    return u * size @ u.mT, u / size @ u.mT
 
 
 @lru_cache(maxsize=16)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,16 +24,28 @@ RIDGE = 0.03  # of the mean diagonal of the features' second moments
 ROWS = 256  # queries at a time
 
 
+class Damages(NamedTuple):
+    """What is done to the loss, squared: by letting each key go (g, n), and by an error in a key or a value.
+
+    `keys`, `values` (g, d, d): an independent error e in each of them does `e' keys e` and `e' values e` in all.
+    """
+
+    dropped: Tensor
+    keys: Tensor
+    values: Tensor
+
+
 @torch.no_grad()
-def damages(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, scale: float, window: int) -> Tensor:
-    """What letting each key of a passage go would do to the loss, (g, n), of causal attention to it read twice.
+def damages(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, scale: float, window: int, sinks: int = 0) -> Damages:
+    """What losing or rounding the keys of a passage would do to the loss, of causal attention to it read twice.
 
     The square of the change, to first order, summed over the queries of a group, the rows of the first reading beyond
     the window and all of the second. q (h, 2n, d), k, v (g, 2n, .); `gradient` (h, 2n, v): of the loss by the outputs.
+    The first `sinks` keys are never rounded.
     """
     g, length, _ = k.shape
     n = length // 2
-    found = q.new_zeros(g, n)
+    found = Damages(q.new_zeros(g, n), *(q.new_zeros(g, x.shape[-1], x.shape[-1]) for x in (k, v)))
     for start in range(0, length, ROWS):
         rows = torch.arange(start, min(start + ROWS, length), device=q.device)[:, None]
         columns = torch.arange(int(rows[-1]) + 1, device=q.device)
@@ -45,7 +58,13 @@ def damages(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, scale: float, win
         change = weight * (worth - (weight * worth).sum(-1, keepdim=True))
         keys = columns[:n]
         counts = (rows >= n) | (rows - keys >= window)
-        found[:, : len(keys)] += (change[..., :n].square().sum(1) * counts).sum(1)
+        change = change[..., :n].square() * counts
+        found.dropped[:, : len(keys)] += change.sum((1, 2))
+        # 3. An error e in key j changes its logit by `q_i e`, and one in its value the output by `a e`.
+        weight = weight[..., :n].square() * counts
+        for x, size, total in ((mine, change, found.keys), (by_output, weight, found.values)):
+            x = (x * size[..., sinks:].sum(-1, keepdim=True).sqrt()).flatten(1, 2)
+            total += x.mT @ x
     return found
 
 

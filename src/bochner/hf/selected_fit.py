@@ -27,8 +27,8 @@ from bochner.hf.config import Calibration
 from bochner.hf.evaluate import is_language_model
 from bochner.hf.interface import unwrap
 from bochner.hf.observe import Shape, discover, frozen, recording, run
-from bochner.hf.plan import Fitted, LayerPlan, Plan
-from bochner.hf.precision import balance
+from bochner.hf.plan import Fitted, Plan
+from bochner.hf.precision import Basis, balance
 from bochner.hf.scores import Ridge, budgets, damages, features, logarithm, scores, threshold
 from bochner.hf.selected_heads import Selected, SelectedHeads
 
@@ -37,18 +37,21 @@ LEAST = 32  # tokens of a passage
 WINDOW, SINKS = 128, 4
 FAR_ROWS = 64  # rows beyond the window that a key needs to be fitted to
 LOGITS = 256  # rows whose logits are there at a time
+MIXED, FINE = "split/int4", "int8/int4"  # how older keys and values are stored, and how in layers that need more
+MUCH = 2  # times the mean of what coarse keys do to the loss: a layer with more needs more bits
 Say = Callable[[str], None]
 
 
 class LayerScores(NamedTuple):
-    """What was fitted for a layer: score weights (g, 2 D + 1), the basis of its keys, and scores (g, n) of its keys.
+    """What was fitted for a layer: score weights (g, 2 D + 1), its basis, and scores (g, n) of its keys.
 
-    `first`: the first queries and keys of each passage, scaled, to tell inputs of another kind.
+    `lost`: what rounding older keys coarsely does to the loss. `first`: the first queries and keys of each passage,
+    scaled, to tell inputs of another kind.
     """
 
     weights: Tensor
-    centre: Tensor
-    scale: Tensor
+    basis: Basis
+    lost: float
     found: Tensor
     first: list[tuple[Tensor, Tensor]]
 
@@ -63,18 +66,25 @@ class FittedScores:
     tokens: int
 
     def plan(self, draft: Plan, share: float, precision: str, length: int) -> Plan:
-        """A plan that holds a share of the older keys of a text of `length` tokens, counted over all heads."""
+        """A plan that holds a share of the older keys of a text of `length` tokens, counted over all heads.
+
+        With the precision `MIXED`, keys have 8 bits in the few layers that hold most of what rounding them costs.
+        """
         names = list(self.layers)
+        mean = sum(x.lost for x in self.layers.values()) / len(names)
         found = budgets([self.layers[name].found for name in names], share, length, self.window)
         made = dict(zip(names, found, strict=True))
-        layers = [
-            replace(x, fates=self._fates(x, made[x.name], precision)) if x.name in made else x for x in draft.layers
-        ]
+        layers = []
+        for layer in draft.layers:
+            if layer.name in made:
+                mine = self.layers[layer.name]
+                width = (mine.weights.shape[-1] - 1) // 2
+                fine = precision == MIXED and mine.lost > MUCH * mean
+                stored = FINE if fine else precision
+                fates = [Selected(self.window, self.sinks, budget, stored, width) for budget in made[layer.name]]
+                layer = replace(layer, fates=fates)
+            layers.append(layer)
         return Plan(layers, draft.model_type, self.tokens)
-
-    def _fates(self, layer: LayerPlan, each: Sequence[int], precision: str) -> list[Any]:
-        width = (self.layers[layer.name].weights.shape[-1] - 1) // 2
-        return [Selected(self.window, self.sinks, budget, precision, width) for budget in each]
 
     def note(self, draft: Plan) -> Plan:
         """Note in a plan what the passages looked like (`bochner.hf.drift`)."""
@@ -95,17 +105,18 @@ class FittedScores:
             for part in layer.parts.values():
                 if isinstance(part, SelectedHeads):
                     mine = self.layers[name]
-                    for key in ("weights", "centre", "scale"):
-                        getattr(part, key).copy_(getattr(mine, key)[part.heads])
+                    part.weights.copy_(mine.weights[part.heads])
+                    for key, x in mine.basis._asdict().items():
+                        getattr(part, key).copy_(x[part.heads])
         return built
 
 
 class _Sums:
-    """What the passages add up to for one layer."""
+    """What the passages add up to for one layer; second moments are of rows (d + 1) that end with a one."""
 
     def __init__(self, width: int) -> None:
         self.ridge, self.hidden = Ridge(2 * width + 1), list[Tensor]()
-        self.basis: tuple[Tensor, Tensor] | None = None
+        self.moments: list[Tensor] | None = None
         self.first: list[tuple[Tensor, Tensor]] = []
 
     def add(self, call: Call, gradient: Tensor, window: int, sinks: int) -> None:
@@ -113,22 +124,30 @@ class _Sums:
         (q, k, v), h = (x[0].detach().float() for x in call[:3]), call.hidden
         assert h is not None
         n = k.shape[1] // 2
-        damage = damages(q, k, v, gradient[0].float(), call.scale, window)
-        if self.basis is None:
-            self.basis = balance(q[:, sinks:n], k[:, sinks:n])
+        damage = damages(q, k, v, gradient[0].float(), call.scale, window, sinks)
+        rows = [F.pad(x[:, sinks:n], (0, 1), value=1.0) for x in (k, v)]
+        new = [*damage[1:], *(x.mT @ x for x in rows)]
+        self.moments = new if self.moments is None else [a + b for a, b in zip(self.moments, new, strict=True)]
         root = call.scale**0.5
         self.first.append((root * q[:, : drift.PLACES].cpu(), root * k[:, : drift.PLACES].cpu()))
         place = torch.arange(n, device=k.device)
-        rows = (place >= sinks) & (n - window - place >= min(FAR_ROWS, (n - window) // 4))
-        mine = h[0, :n].detach()[rows]
-        self.ridge.add(features(mine).cpu(), logarithm(damage).mT[rows].cpu())
+        known = (place >= sinks) & (n - window - place >= min(FAR_ROWS, (n - window) // 4))
+        mine = h[0, :n].detach()[known]
+        self.ridge.add(features(mine).cpu(), logarithm(damage.dropped).mT[known].cpu())
         self.hidden.append(mine.half().cpu())
 
     def solve(self) -> LayerScores:
         weights = self.ridge.solve()
-        assert self.basis is not None
-        centre, scale = (x.cpu() for x in self.basis)
-        return LayerScores(weights, centre, scale, scores(torch.cat(self.hidden)[None], weights)[0], self.first)
+        assert self.moments is not None
+        by_key, by_value, k, v = (x.cpu().double() for x in self.moments)
+        k, v = (x / x[:, -1:, -1:] for x in (k, v))
+        centre = k[:, :-1, -1]
+        spread = k[:, :-1, :-1] - centre[:, :, None] * centre[:, None]
+        keys, lost = balance(spread, by_key, 2 - centre.shape[-1] % 2)
+        values, _ = balance(v[:, :-1, :-1], by_value)
+        basis = Basis(centre.float(), keys, values)
+        found = scores(torch.cat(self.hidden)[None], weights)[0]
+        return LayerScores(weights, basis, float(lost.sum()), found, self.first)
 
 
 def window_for(length: int) -> int:
@@ -234,7 +253,7 @@ def fit_selected(
     *,
     share: float = 0.25,
     length: int = 4096,
-    precision: str = "int6",
+    precision: str = MIXED,
     window: int | None = None,
     sinks: int = SINKS,
     progress: bool | None = None,

@@ -4,7 +4,7 @@ Scores are linear in the hidden state that enters the attention module (`bochner
 the cache itself. `bochner.hf.fit_selected` fits them, and a search for memory does. There is no gradient.
 
 >>> Selected(budget=300, width=64)
-Selected(window=128, sinks=4, budget=300, precision='int6', width=64)
+Selected(window=128, sinks=4, budget=300, precision='split/int4', width=64)
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from bochner._checks import BochnerError, is_int, positive_int
 from bochner.hf.calls import Call
 from bochner.hf.fates import Fate, FateModule, Layer, register_fate
-from bochner.hf.precision import Basis, precision_of, row_bytes
+from bochner.hf.precision import Basis, Stored, row_bytes
 from bochner.hf.scores import scores
-from bochner.hf.selected import SLOT_BYTES, SelectedKeys, SelectedState, counters, ring_of, sink_dtype
+from bochner.hf.selected import SLOT_BYTES, SelectedKeys, SelectedState, counters, sink_dtype, spare_of
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by the bytes of an element
 NO_GRADIENT = "Heads that select their keys are for inference and have no gradient; train the model before converting."
@@ -32,14 +32,15 @@ NO_GRADIENT = "Heads that select their keys are for inference and have no gradie
 class Selected(Fate):
     """Softmax over the first keys (`sinks`), the last ones (`window`), and the best older ones (`budget` at most).
 
-    `precision`: how keys and values are stored, `"model"`, `"bfloat16"`, `"int8"`, `"int6"` or `"int4"`; see
-    `bochner.hf.precision`. `width`: the size of the hidden states that scores are computed from.
+    `precision`: how older keys and values are stored, as "keys/values" or by one word for both: `"model"`,
+    `"bfloat16"`, `"int8"`, `"int4"`, and `"split"` for keys alone; see `bochner.hf.precision`. `width`: the
+    size of the hidden states that scores are computed from.
     """
 
     window: int = 128
     sinks: int = 4
     budget: int = 0
-    precision: str = "int6"
+    precision: str = "split/int4"
     width: int = 0
 
     name = "selected"
@@ -53,7 +54,7 @@ class Selected(Fate):
             value = getattr(self, name)
             if not is_int(value) or value < 0:
                 raise BochnerError(f"The {name!r} of {owner} must be an int >= 0, got {value!r}.")
-        precision_of(self.precision)
+        Stored.of(self.precision)
 
     def check(self, layer: Layer) -> None:
         owner = f"The plan of {layer.name!r}"
@@ -68,20 +69,25 @@ class Selected(Fate):
             )
         if not self.width:
             raise BochnerError(f"{owner} has no 'width' of hidden states; bochner.hf.fit_selected makes such plans.")
-        self._bytes_of_a_key(layer, torch.float32)  # refuses head sizes that cannot be packed
+        self._bytes_of_keys(layer, torch.float32)  # refuses head sizes that cannot be packed
 
     def shared(self) -> Fate:
         return replace(self, budget=0)
 
-    def _bytes_of_a_key(self, layer: Layer, dtype: torch.dtype) -> int:
-        return sum(row_bytes(self.precision, size, dtype) for size in (layer.head_dim, layer.value_dim)) + SLOT_BYTES
+    def _bytes_of_keys(self, layer: Layer, dtype: torch.dtype) -> int:
+        """Of all slots of a head, those of its window and those of older keys."""
+        stored, sizes = Stored.of(self.precision), (layer.head_dim, layer.value_dim)
+        near, older = (
+            sum(row_bytes(x, size, dtype) for x, size in zip(each, sizes, strict=True)) + SLOT_BYTES
+            for each in stored[:2]
+        )
+        return self.window * near + (spare_of(self.window) + self.budget) * older
 
     def cache_bytes(self, layer: Layer, length: int, element_size: int) -> int:
         """All slots are there from the first token on. The counters of a layer are counted for every head."""
         dtype = DTYPES[element_size]
         first = self.sinks * (layer.head_dim + layer.value_dim) * sink_dtype(self.precision, dtype).itemsize
-        slots = ring_of(self.window) + self.budget
-        return slots * self._bytes_of_a_key(layer, dtype) + first + counters(self.window)
+        return self._bytes_of_keys(layer, dtype) + first + counters(self.window)
 
     def build(self, layer: Layer, heads: Sequence[int], seed: int) -> FateModule:
         return SelectedHeads(layer, heads, self)
@@ -93,13 +99,14 @@ class Selected(Fate):
 class SelectedHeads(FateModule):
     """Heads that select their keys, all of a layer in one cache.
 
-    `weights` (g, 2 width + 1): of the scores. `centre`, `scale` (g, d): the basis in which keys are rounded.
+    `weights` (g, 2 width + 1): of the scores. `centre` (g, d), `keys`, `values` (g, d, d): the basis of what is stored.
     """
 
     needs_hidden = True
     weights: Tensor
     centre: Tensor
-    scale: Tensor
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, layer: Layer, heads: Sequence[int], fate: Selected) -> None:
         super().__init__(layer, heads)
@@ -108,7 +115,8 @@ class SelectedHeads(FateModule):
         self.width = fate.width
         self.register_buffer("weights", torch.zeros(len(heads), 2 * fate.width + 1))
         self.register_buffer("centre", torch.zeros(len(heads), layer.head_dim))
-        self.register_buffer("scale", torch.ones(len(heads), layer.head_dim))
+        for name, size in (("keys", layer.head_dim), ("values", layer.value_dim)):
+            self.register_buffer(name, torch.eye(size).repeat(len(heads), 1, 1))
 
     def forward(self, call: Call) -> Tensor:
         return self.decode(call, None)[0]
@@ -127,7 +135,7 @@ class SelectedHeads(FateModule):
         return out, state
 
     def _empty(self, key: Tensor, value: Tensor) -> SelectedState:
-        basis = None if self.kept.precision in ("model", "bfloat16") else Basis(self.centre, self.scale)
+        basis = Basis(self.centre, self.keys, self.values) if Stored.of(self.kept.precision).scaled else None
         sizes = key.shape[-1], value.shape[-1]
         return SelectedState(self.kept, key.shape[0], *sizes, key.dtype, device=key.device, basis=basis)
 

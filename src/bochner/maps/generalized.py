@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from bochner._checks import BochnerError
+from bochner._checks import BochnerError, non_negative
 from bochner.maps.base import Features, ProjectedFeatures, to_features
 
 # Functions of torch that are never negative.
@@ -30,11 +30,7 @@ class GeneralizedFeatures(ProjectedFeatures):
 
     def __init__(self, dim: int, num_features: int | None, *, kernel_epsilon: float = 1e-3, **options: Any) -> None:
         super().__init__(dim, num_features, **options)
-        if not isinstance(kernel_epsilon, (int, float)) or not 0 <= kernel_epsilon < math.inf:
-            raise BochnerError(
-                f"The 'kernel_epsilon' of {type(self).__name__} must be a number >= 0, got {kernel_epsilon!r}."
-            )
-        self.kernel_epsilon = float(kernel_epsilon)
+        self.kernel_epsilon = non_negative(kernel_epsilon, "kernel_epsilon", type(self).__name__)
 
     def _features(self, x: Tensor, role: str) -> Features:
         values, log_size = to_features(self.function(self.projection(x)) + self.kernel_epsilon)

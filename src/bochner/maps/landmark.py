@@ -310,8 +310,8 @@ class LandmarkFeatures(FeatureMap):
 
     def _take(self, heads: list[Head]) -> None:
         """Fitted heads into the buffers."""
-        names = ("key_landmarks", "key_log_weights", "query_landmarks", "offsets", "caps")
-        names += ("mix_query", "mix_key", "bias_key", "least", "error", "error_interval")
+        hidden = ("key_landmarks", "key_log_weights", "query_landmarks", "offsets", "caps")
+        names = (*hidden, "mix_query", "mix_key", "bias_key", "least", "error", "error_interval")
         found = [(*h.hidden, h.p, h.r, h.bias, *map(torch.tensor, (h.top_up, h.error, h.interval))) for h in heads]
         self._keep(**{name: torch.stack(parts) for name, *parts in zip(names, *found, strict=True)})
 

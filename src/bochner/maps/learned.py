@@ -18,7 +18,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor, nn
 
-from bochner._checks import BochnerError, accumulation_dtype, make_generator, one_of, positive_int, spawn_seed
+from bochner._checks import (
+    BochnerError,
+    accumulation_dtype,
+    make_generator,
+    non_negative,
+    one_of,
+    positive_int,
+    spawn_seed,
+)
 from bochner.maps.base import KERNELS, ROLES, Exponent, FeatureMap, Features
 from bochner.projections import (
     Projection,
@@ -132,11 +140,11 @@ class SpectralFeatures(FeatureMap):
         m, g = self.num_features, self._noise_generator()
         return make_projection(law, self.dim, m, num_heads=self.num_heads, seed=None, generator=g)
 
-    def _pair_norms(self, px: Tensor, py: Tensor) -> Tensor:
-        """`|px - py|^2` for kitchen sinks, `|px + py|^2` for positive features, (..., n, s)."""
-        cross = px @ py.mT
+    def _half_square(self, px: Tensor, py: Tensor) -> Tensor:
+        """`-|px - py|^2 / 2` for kitchen sinks, `|px + py|^2 / 2` for positive features, (..., n, s)."""
         sums = px.square().sum(-1, keepdim=True) + py.square().sum(-1, keepdim=True).mT
-        return (sums + (-2 if self.sinks else 2) * cross).clamp_min(0)
+        sign = -1.0 if self.sinks else 1.0
+        return 0.5 * sign * (sums + 2 * sign * (px @ py.mT)).clamp_min(0)
 
 
 class GMMFeatures(SpectralFeatures):
@@ -176,8 +184,7 @@ class GMMFeatures(SpectralFeatures):
             )
         default = "full" if self.sinks else "diagonal"
         self.factors = one_of(default if factors is None else factors, "factors", owner, ("full", "diagonal"))
-        if not isinstance(init_std, (int, float)) or not 0 <= init_std < math.inf:
-            raise BochnerError(f"The 'init_std' of {owner} must be a number >= 0, got {init_std!r}.")
+        init_std = non_negative(init_std, "init_std", owner)
         self.projection = self._noise(projection)
         if self.shared_noise:
             self.num_frequencies = C * num_features
@@ -207,10 +214,8 @@ class GMMFeatures(SpectralFeatures):
         total = x.new_zeros(())
         for c in range(self.num_components):
             mx, my = (t @ self.mu[..., c, :, None].to(t.dtype) for t in (x, y))
-            norms = self._pair_norms(*(self._turned(t, c, transposed=True) for t in (x, y)))
-            total = total + (
-                (-0.5 * norms).exp() * (mx - my.mT).cos() if self.sinks else (0.5 * norms + mx + my.mT).exp()
-            )
+            half = self._half_square(*(self._turned(t, c, transposed=True) for t in (x, y)))
+            total = total + (half.exp() * (mx - my.mT).cos() if self.sinks else (half + mx + my.mT).exp())
         return total / self.num_components
 
 
@@ -298,9 +303,8 @@ class FastfoodFeatures(SpectralFeatures):
         px, py = transform(x), transform(y)
         total = x.new_zeros(())
         for i, s in enumerate(self.S.to(x.dtype).split(self.padded, dim=-1)):
-            norms = self._pair_norms(px[..., i, :], py[..., i, :]).unsqueeze(-3)
-            scale = s.square()[..., None, None] * (-0.5 if self.sinks else 0.5)
-            total = total + (scale * norms).exp().sum(-3)
+            half = self._half_square(px[..., i, :], py[..., i, :]).unsqueeze(-3)
+            total = total + (s.square()[..., None, None] * half).exp().sum(-3)
         return total / self.num_features
 
     def _rows(self, t: Tensor) -> Tensor:
@@ -397,8 +401,7 @@ class GenerativeFeatures(SpectralFeatures):
     def _expectation(self, x: Tensor, y: Tensor, draws: int = 256) -> Tensor:
         # A network that does not move the noise yet has a closed form.
         if self.residual and not bool(self.last.any()) and not bool(self.last_bias.any()):
-            norms = self._pair_norms(x, y)
-            return (-0.5 * norms).exp() if self.sinks else (0.5 * norms).exp()
+            return self._half_square(x, y).exp()
         # The implicit law has none: the mean over fresh noise, the same at every call.
         g = make_generator(0)
         total = x.new_zeros(())

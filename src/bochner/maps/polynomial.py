@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor
 
-from bochner._checks import BochnerError, make_generator, positive_int
+from bochner._checks import BochnerError, make_generator, non_negative, positive_int
 from bochner.maps.base import FeatureMap, Features, to_features
 from bochner.projections import rademacher
 from bochner.theory import mse_maclaurin, mse_tensor_sketch_matrix
@@ -54,7 +54,7 @@ class PolynomialFeatures(DrawnFeatures):
 
     def __init__(self, dim: int, num_features: int, *, degree: int = 2, coef: float = 0.0, **options: Any) -> None:
         owner = type(self).__name__
-        self.degree, self.coef = positive_int(degree, "degree", owner), _non_negative(coef, "coef", owner)
+        self.degree, self.coef = positive_int(degree, "degree", owner), non_negative(coef, "coef", owner)
         super().__init__(dim, num_features, **options)
 
     @property
@@ -158,9 +158,9 @@ class MaclaurinFeatures(DrawnFeatures):
         m = positive_int(num_features, "num_features", owner)
         if degree is not None:
             positive_int(degree, "degree", owner)
-        self.coefficients = dot_product_series(series, degree, _non_negative(coef, "coef", owner), owner)
+        self.coefficients = dot_product_series(series, degree, non_negative(coef, "coef", owner), owner)
         self.degree = len(self.coefficients) - 1
-        self.counts = deal_features(self.coefficients, m, _non_negative(radius, "radius", owner), owner)
+        self.counts = deal_features(self.coefficients, m, non_negative(radius, "radius", owner), owner)
         # Features of degree above t all need a sum number t: `rows[t]` of them.
         self.rows = [sum(self.counts[t + 1 :]) for t in range(self.degree)]
         super().__init__(dim, m, **options)
@@ -373,9 +373,3 @@ def deal_features(a: Sequence[float], m: int, radius: float, owner: str) -> list
     whole = [math.floor(e) for e in exact]
     last = sorted(range(len(a)), key=lambda k: whole[k] - exact[k])[: free - sum(whole)]
     return [(v > 0) + whole[k] + (k in last) for k, v in enumerate(a)]
-
-
-def _non_negative(value: Any, name: str, owner: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise BochnerError(f"The {name!r} of {owner} must be a finite number >= 0, got {value!r}.")
-    return float(value)

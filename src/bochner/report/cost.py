@@ -83,7 +83,7 @@ def add_costs(
     if positions is not None and positions < max(times):
         marks[f"its positions end: {positions:,}"] = positions
         caption += f" The model has positions for {positions:,} tokens: beyond them its attention alone was timed."
-    series = {k: [(n, 1e3 * t[k]) for n, t in sorted(times.items())] for k in ("exact", name)}
+    series = {k: [(float(n), 1e3 * t[k]) for n, t in sorted(times.items())] for k in ("exact", name)}
     axes = {"x_label": "tokens", "y_label": "milliseconds"}
     colours = {"exact": 0, name: 1}
     chart = line_chart("time of one attention layer", series, **axes, log=True, colours=colours, marks=marks)

@@ -285,9 +285,10 @@ def _steps(report: SearchReport, place: Place) -> list[tuple[str, str]]:
     if report.beyond:
         ask = ("Ask at a length that the model has positions for.", again.format(asked, report.positions))
         return [ask, ("Or extend its positions first, by training it on longer texts.", "")]
-    if not report.worthwhile and goal.keep is None:
-        return [("Allow more memory.", again.format(f"--memory {min(0.9, 2 * (goal.memory or 0.1)):.2g}", goal.length))]
     if not report.worthwhile:
+        if goal.keep is None:
+            more = f"--memory {min(0.9, 2 * (goal.memory or 0.1)):.2g}"
+            return [("Allow more memory.", again.format(more, goal.length))]
         less = again.format(f"--keep {max(0.5, goal.keep - 0.02):.2f}", goal.length)
         return [
             ("Ask for a lower quality.", less),

@@ -157,4 +157,5 @@ def heads_of(plan: Plan) -> str:
     if not chosen:
         return shown
     mean = sum(fate.budget for fate in chosen) / len(chosen)
-    return f"{shown}: {chosen[0].precision}, last {chosen[0].window} and about {mean:.0f} older keys"
+    stored = " and ".join(sorted({fate.precision for fate in chosen}, reverse=True))
+    return f"{shown}: {stored}, last {chosen[0].window} and about {mean:.0f} older keys"

@@ -22,12 +22,12 @@ from bochner.hf.search.knapsack import Choice, Table
 from bochner.hf.search.options import Say, Space
 from bochner.hf.search.texts import Batches, Goal, Split, stream
 from bochner.hf.search.verify import TOKENS
-from bochner.hf.selected_fit import FittedScores, can_select, fit_scores, passages_of, window_for
+from bochner.hf.selected_fit import MIXED, FittedScores, can_select, fit_scores, passages_of, window_for
 
 SHARES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.45, 0.6, 0.8)  # of the older keys, the ladder
 LEAST, MOST = 0.002, 0.95  # shares
-PRECISIONS = ("int6", "int8", "bfloat16", "model")  # the coarsest first; four bits lose recall
-BITS = 4  # channels that are packed together
+PRECISIONS = (MIXED, "int8", "bfloat16", "model")  # the coarsest first
+PACKED = 2  # channels in a byte
 
 
 class Rung(NamedTuple):
@@ -64,7 +64,7 @@ class SelectedSpace(Space):
         self.scores = fit_scores(self.model, list(self.layers), passages, window_for(self.goal.judged), say=say)
         self.scores.note(self.draft)
         sizes = [size for layer in self.layers.values() for size in (layer.plan.head_dim, layer.plan.value_dim)]
-        names = PRECISIONS if all(size % BITS == 0 for size in sizes) else PRECISIONS[1:]
+        names = PRECISIONS if all(size % PACKED == 0 for size in sizes) else PRECISIONS[1:]
         self.precisions = [name for name in names if name != "bfloat16" or self.dtype == torch.float32]
         self.rungs = self._ladder()
 
