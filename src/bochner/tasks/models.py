@@ -296,10 +296,9 @@ def _build(task: Task, preset: Preset, attention: Attention, own: Any, seed: int
     if not pooled:
         return model
     width = preset.width * (2 if attention.name == "reformer" else 1)  # its two streams side by side
-    common: tuple[Any, ...] = (model, preset.pooling, width, task.classes)
     if task.kind == "match":
-        return Matcher(*common)
-    return Classifier(*common, task.symbols if preset.guess else 0)
+        return Matcher(model, preset.pooling, width, task.classes)
+    return Classifier(model, preset.pooling, width, task.classes, task.symbols if preset.guess else 0)
 
 
 def _recipe(attention: Attention, preset: Preset) -> Recipe:

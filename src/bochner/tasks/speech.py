@@ -54,7 +54,7 @@ def _read() -> dict[str, np.ndarray]:
     soundfile = extra("soundfile", "train", "The task 'speech', which reads Ogg files,")
     from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
-    range_ = {"min_frequency": 80.0, "max_frequency": 8_000.0, "sampling_rate": RATE}
+    range_: dict[str, Any] = {"min_frequency": 80.0, "max_frequency": 8_000.0, "sampling_rate": RATE}
     filters = mel_filter_bank(num_frequency_bins=BINS // 2 + 1, num_mel_filters=BANDS, **range_)
     window = window_function(FRAME, "hann")
     names = sorted(p.name for p in data.fetch("syllables").iterdir() if p.is_dir())
