@@ -82,6 +82,10 @@ class Size(Base):
         return OTHER
 
 
+class Limit:
+    most = 100
+
+
 ONES = table(2)
 OTHER = 5
 
@@ -89,6 +93,7 @@ OTHER = 5
 @kept
 def times_one(x):
     # A comment.
+    x = min(x, Limit.most)
     product = Size().times(x)
     return int(product * ONES[1])
 
@@ -200,6 +205,7 @@ def test_an_edit_that_no_figure_depends_on_leaves_a_result_fresh(folder: Path, b
         ("    product = Size().times(x)", "    product = Size().times(x) + 0", "times_one"),
         ("unit: int = 1", "unit: int = 2", "Size.times"),  # a field of a class that a function makes
         ("factor = 1", "factor = 2", "Size.times"),  # and of its base
+        ("most = 100", "most = 101", "times_one"),  # the body of a class that has no methods
         ("ONES = table(2)", "ONES = table(3)", "times_one"),  # a constant that a function names
         ("for i in range(size)", "for i in reversed(range(size))", "times_one"),  # what the constant is made by
         ("return float(i)", "return float(i * i)", "times_one"),
