@@ -1,4 +1,4 @@
-"""A feature map of your own, from its class to a trained layer: exp(x . y) by the first terms of its series."""
+"""A feature map of your own, from its class to the gradient of a layer: exp(x . y) by the first terms of its series."""
 
 import math
 
