@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import bochner.hf
 
@@ -32,8 +32,7 @@ class Uniform(bochner.hf.Fate):  # settings would make it a frozen dataclass
 
 
 if __name__ == "__main__":
-    config = transformers.LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    model = transformers.LlamaForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4))
     plan = bochner.convert(model, bochner.Recipe(None, window=8)).plan
     plan.layers[0].fates[1] = Uniform()
     print(bochner.convert(bochner.revert(model), plan).plan)

@@ -1,7 +1,6 @@
 """What an experiment is: a declaration, a function that measures, one that judges, one that draws, and one JSON file.
 
-    @experiment(claim="...", items=("003 Figure 4",), paper="15 draws", ours="the same", quick={"samples": 5},
-                sources=("bochner.maps", "bochner.attention"))
+    @experiment(claim="...", items=("003 Figure 4",), paper="15 draws", ours="the same", quick={"samples": 5})
     def measure(store, samples=15):          # fills store.figures; its keyword arguments are the options
         store.figures["errors"] = ...
 
@@ -10,24 +9,23 @@
 
     def draw(found): ...                     # optional: the picture, from the stored figures alone
 
-`run.py NAME` calls them. A result file says what was claimed, found and judged, by which options, and by which sources
-of the library: when one of these changes, the result is reported as stale. It is never redrawn in silence.
+`run.py NAME` calls them. A result file says what was claimed, found and judged, by which options, and which functions
+were executed: when one of these changes, the result is reported as stale. It is never redrawn in silence.
 """
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import importlib
 import json
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from _sources import Recording, changed
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -35,7 +33,6 @@ OUT = Path(os.environ.get("BOCHNER_EXPERIMENTS_OUT", ROOT))  # where results and
 RESULTS = OUT / "experiments" / "results"
 OF_PAPERS, OF_OURS = ("reproduced", "partly", "not", "not tested"), ("holds", "fails")
 GOOD = ("reproduced", "holds")
-JUDGING = re.compile(r"judge|draw|say|picture|plot")  # functions of an experiment that no figure depends on
 
 
 class Said(NamedTuple):
@@ -57,7 +54,7 @@ class Experiment:
     paper: str  # the sizes of the paper
     ours: str  # and ours
     quick: dict[str, Any] | str  # options of the small form, or the reason for which there is none
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # modules that run in processes of their own, where no function is recorded
     needs: tuple[str, ...]  # packages beyond the library's own
 
     @property
@@ -76,7 +73,7 @@ class Experiment:
 
 def experiment(**declared: Any) -> Callable[[Callable[..., None]], Experiment]:
     """Declare an experiment; it is named after its module."""
-    usual = {"items": (), "paper": "", "ours": "", "needs": ()}
+    usual = {"items": (), "paper": "", "ours": "", "sources": (), "needs": ()}
 
     def made(measure: Callable[..., None]) -> Experiment:
         name = Path(sys.modules[measure.__module__].__file__ or "").stem
@@ -95,63 +92,9 @@ def load(name: str) -> Experiment:
     return next(x for x in found if isinstance(x, Experiment) and x.name == name)
 
 
-# Sources.
-
-
-def code_of(text: str, leave_out: re.Pattern[str] | None = None) -> str:
-    """Python without comments, docstrings and blank lines, and without some of its functions."""
-    gone: set[int] = set()
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and body:
-            first = body[0]
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                gone.update(range(first.lineno, (first.end_lineno or 0) + 1))
-    for node in tree.body:
-        if leave_out and isinstance(node, ast.FunctionDef) and leave_out.match(node.name):
-            gone.update(range(node.lineno, (node.end_lineno or 0) + 1))
-    lines = (line.strip() for i, line in enumerate(text.splitlines(), 1) if i not in gone)
-    return "\n".join(line for line in lines if line and not line.startswith("#"))
-
-
-def fingerprint(texts: Iterable[str]) -> str:
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
-
-
-def files_of(module: str, root: Path = ROOT) -> list[Path]:
-    """The files of a module or package of the library."""
-    path = root / "src" / Path(*module.split("."))
-    return sorted(path.rglob("*.py")) if path.is_dir() else [p for p in [path.with_suffix(".py")] if p.exists()]
-
-
-def own_files(name: str, folder: Path = HERE) -> list[Path]:
-    """An experiment's file and those of this folder that it imports, but for this one and the drawing."""
-    found, todo = [], [name]
-    while todo:
-        path = folder / f"{todo.pop()}.py"
-        if path not in found and path.exists() and path.stem not in ("_framework", "_pictures"):
-            found.append(path)
-            todo += re.findall(r"^(?:from|import) (\w+)", path.read_text(encoding="utf-8"), re.M)
-    return sorted(found)
-
-
-def sources_of(declared: Experiment) -> dict[str, str]:
-    """A fingerprint of every source that the figures depend on."""
-    read: Callable[[Path], str] = lambda p: p.read_text(encoding="utf-8")  # noqa: E731
-    found = {m: fingerprint(code_of(read(p)) for p in files_of(m)) for m in declared.sources}
-    own = fingerprint(code_of(read(p), JUDGING) for p in own_files(declared.name))
-    return {**found, "experiment": own}
-
-
-def stale(declared: Experiment) -> list[str]:
-    """The sources that have changed since a stored result was made."""
-    recorded = stored(declared.name)["made"]["sources"]
-    return [m for m, now in sources_of(declared).items() if recorded.get(m) != now]
+def stale(name: str) -> list[str]:
+    """The functions that have changed since a stored result was made."""
+    return changed(stored(name)["made"]["sources"])
 
 
 # Results.
@@ -184,8 +127,8 @@ def write(path: Path, content: Any) -> None:
 class Store:
     """The figures of a run, kept while it goes on."""
 
-    def __init__(self, name: str, made: dict[str, Any] | None = None) -> None:
-        self.name, self.made = name, made or {}
+    def __init__(self, name: str, made: Callable[[], dict[str, Any]] = dict) -> None:
+        self.name, self.made = name, made
         self.figures: dict[str, Any] = {}
 
     @property
@@ -193,7 +136,7 @@ class Store:
         return RESULTS / f"{self.name}.part.json"
 
     def save(self) -> None:
-        write(self.part, {"made": self.made, "figures": self.figures})
+        write(self.part, {"made": self.made(), "figures": self.figures})
 
     def cell(self, key: str, make: Callable[[], Any], within: dict[str, Any] | None = None) -> Any:
         """One figure: measured, kept and shown unless it is there already."""
@@ -214,20 +157,27 @@ class Store:
 def run(declared: Experiment, options: dict[str, Any], *, resume: bool = False) -> Said:
     """Measure, judge, store and draw.
 
-    A run that was stopped goes on if options and sources are the same. With `resume` it goes on whatever they are,
-    and the figures of the last result are kept, too; they stay recorded with the sources that they were made by.
+    A run that was stopped goes on if the options and what it executed are the same. With `resume` it goes on whatever
+    they are, and the figures of the last result are kept, too; they stay recorded with the sources they were made by.
     """
-    made = {"options": options, "sources": sources_of(declared)}
-    store = Store(declared.name, made)
+    store = Store(declared.name)
     before = [json.loads(p.read_text(encoding="utf-8")) for p in (store.part, path_of(declared.name)) if p.exists()]
-    usable = [b for b in before if resume or (b is before[0] and store.part.exists() and b["made"] == made)]
-    if usable:
-        store.figures = usable[0]["figures"]
-        store.made = {"options": options, "sources": usable[0]["made"]["sources"]}
-    began = time.monotonic()
-    declared.measure(store, **options)
-    figures = json.loads(json.dumps(store.figures))
-    said = conclude(declared, figures, {**store.made, "seconds": round(time.monotonic() - began, 1)})
+    earlier: dict[str, Any] = before[0]["made"] if before else {"sources": {}}
+    fresh = not changed(earlier["sources"])
+    if before and (resume or (store.part.exists() and fresh and earlier["options"] == options)):
+        store.figures = before[0]["figures"]
+    else:
+        earlier, fresh = {"sources": {}}, True
+    began = time.monotonic() - earlier.get("seconds", 0)
+    with Recording(earlier["sources"] if fresh else {}, declared.sources) as recording:
+        store.made = lambda: {
+            "options": options,
+            "sources": recording.sources() | ({} if fresh else earlier["sources"]),
+            "seconds": round(time.monotonic() - began, 1),
+        }
+        declared.measure(store, **options)
+        made = store.made()
+    said = conclude(declared, json.loads(json.dumps(store.figures)), made)
     store.part.unlink(missing_ok=True)
     return said
 

@@ -61,8 +61,8 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def layers_of(model: Any, inputs: list[Inputs], layers: int = 0) -> list[Sequences]:
-    """Of some layers, spread evenly, or of all: queries and keys with the scale in them, and values, in half "
-    "precision."""
+    """Of some layers, spread evenly, or of all: queries and keys with the scale in them, and values, as
+    half-precision tensors."""
     found: list[Sequences] = []
     for one in inputs:
         for i, (q, k, v, scale) in enumerate(heads_of(model, one)):

@@ -66,7 +66,6 @@ def drawn(m: int, n: int, draws: int) -> float:
     paper="a statement for r of at least 1",
     ours="r = 1 to 12, four splits (m, n), angles down to 1e-6; draws at r = 0.5, d = 4",
     quick={"draws": 20_000},
-    sources=("bochner.theory.hybrid", "bochner.maps.hybrid"),
 )
 def measure(store: Store, draws: int = 200_000) -> None:
     rows = [

@@ -44,7 +44,6 @@ def errors(length: int, samples: int, norm: float) -> Errors:
     paper="L = 4,096, d = 16, 15 draws, norms not given",
     ours="the same, with two norms",
     quick={"length": 1024, "samples": 5},
-    sources=("bochner.attention", "bochner.maps", "bochner.projections"),
 )
 def measure(store: Store, length: int = 4096, samples: int = 15) -> None:
     warnings.simplefilter("ignore")  # normalisers near zero of trigonometric features are part of what is measured

@@ -186,14 +186,12 @@ def train(phi: Any, seed: int, generations: int) -> dict[str, Any]:
 
 
 @experiment(
-    claim="An implicit-attention policy with the angular hybrid of m = n = 8 trains as well as with FAVOR+ of m = "
-    "256, at "
-    "fewer FLOPs.",
+    claim="An implicit-attention policy with the angular hybrid of m = n = 8 trains as well as with FAVOR+ of m = 256, "
+    "at fewer FLOPs.",
     items=("001 Figure 4, left",),
     paper="quadruped locomotion, two 32 x 24 depth images, the 5 best runs",
     ours="MiniGrid's lava gap, 49 cells, 3 seeds, 80 generations",
     quick={"seeds": 1, "generations": 10},
-    sources=("bochner.maps", "bochner.projections"),
     needs=("cma", "gymnasium", "minigrid"),
 )
 def measure(store: Store, seeds: int = 3, generations: int = 80) -> None:
@@ -216,8 +214,7 @@ def judge(found: Any) -> Said:
         f"mean return on {TESTS} unseen worlds over {len(returns['exact'])} seeds: {shown}.",
         "not" if best < SOLVED or not alike else "partly",
         f"exact attention itself solves {best:.0%}, which a fixed path does: no policy learned to look, so that "
-        "none can be "
-        "told from another"
+        "none can be told from another"
         if best < SOLVED
         else "a small world instead of locomotion" + ("" if alike else "; the hybrid is behind"),
     )

@@ -38,7 +38,6 @@ def houses(rows: int) -> tuple[np.ndarray, np.ndarray]:
     "wide for a density. Raw columns need no scaling by hand.",
     ours="2,000 rows of California houses to fit, 2,000 others to measure",
     quick={"rows": 600, "sigmas": (0.5, 1.5, 4.0)},
-    sources=("bochner.estimators",),
     needs=("sklearn",),
 )
 def measure(store: Store, rows: int = 4000, sigmas: tuple[float, ...] = SIGMAS) -> None:

@@ -1,14 +1,17 @@
 """Certified attention on the heads of trained models: how many pairs its bounds let it skip, and what that costs.
 
-MiniLM's heads at 512 tokens, SmolLM2's at 8,192, and clustered keys of that length, where it ought to pay.
+MiniLM's heads at 512 tokens, the most that it reads, SmolLM2's at 8,192, and clustered keys, where it ought to pay. The
+certificate is held against exact attention in double precision, in the random and hostile cases of its test.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import ROOT, Said, Store, experiment
 from _models import heads_of, tokenised
 from torch import Tensor
 
@@ -21,16 +24,21 @@ PLACES = {"all-MiniLM-L6": load_minilm, "SmolLM2": load_smollm2}
 
 
 @experiment(
-    claim="Ours: on the heads of trained transformers no bound on blocks of keys is tight enough to skip any, and "
-    "certified attention gains nothing. On clustered keys it skips most pairs.",
-    ours="MiniLM's 72 heads at 512 tokens, 6 heads of SmolLM2 at 8,192, and 8,192 keys in 64 clusters",
-    quick={"tokens": (128, 256), "heads": (2, 1), "clustered": 1024},
-    sources=("bochner.certified",),
-    needs=("transformers",),
+    claim="Ours: no row is beyond its certificate. On the heads of trained transformers no bound on blocks of keys is "
+    "tight enough to skip any, and certified attention gains nothing. On clustered keys it skips most pairs.",
+    ours="10,000 random and hostile cases; MiniLM's 72 heads at 512 tokens, 6 heads of SmolLM2 at 8,192, and "
+    "8,192 keys in 64 clusters",
+    quick={"tokens": (128, 256), "heads": (2, 1), "clustered": 1024, "cases": 100},
+    needs=("transformers", "pytest"),
 )
 def measure(
-    store: Store, tokens: tuple[int, int] = (512, 8192), heads: tuple[int, int] = (12, 2), clustered: int = 8192
+    store: Store,
+    tokens: tuple[int, int] = (512, 8192),
+    heads: tuple[int, int] = (12, 2),
+    clustered: int = 8192,
+    cases: int = 10_000,
 ) -> None:
+    store.cell("cases", lambda: held(cases))
     for (name, load), length, most in zip(PLACES.items(), tokens, heads, strict=True):
         rows = store.table(name)
         if len(rows) < len(ERRORS):
@@ -43,6 +51,19 @@ def measure(
     v = torch.randn(k.shape, generator=generator)
     for error in ERRORS:
         store.cell(str(error), lambda e=error: total([(k, k, v)], e, False), store.table("clusters"))
+
+
+def held(count: int) -> dict[str, float]:
+    """How many cases have a row beyond its certificate, and the largest error as a share of what is certified."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    test = importlib.import_module("test_certified")
+    largest = []
+    for seed in range(count):
+        q, k, v, error, is_causal = test.case(seed)
+        out, bound, _ = certified_attention(q, k, v, error=error, is_causal=is_causal)
+        apart = (out.double() - test.exact(q, k, v, is_causal)).norm(dim=-1)
+        largest.append(float((apart / bound.double()).nan_to_num(0).max()))  # 0 / 0: exact, and certified to be
+    return {"cases": count, "beyond": sum(x > 1 for x in largest), "largest share": max(largest)}
 
 
 def drawn(load: Any, length: int, most: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -82,14 +103,17 @@ def total(heads: list[tuple[Tensor, Tensor, Tensor]], error: float, is_causal: b
 
 
 def judge(found: Any) -> Said:
-    parts = []
-    for name, rows in found.items():
-        row = rows["0.01"]
-        parts.append(f"{name} {row['visited']:.0%} of the pairs at {row['time']:.1f} times the time of exact attention")
-    real = [row for name in PLACES for row in found[name].values()]
-    holds = min(row["visited"] for row in real) > 0.99 and found["clusters"]["0.01"]["visited"] < 0.5
+    cases, places = found["cases"], (*PLACES, "clusters")
+    parts = [
+        f"{name} {found[name]['0.01']['visited']:.0%} of the pairs at {found[name]['0.01']['time']:.1f} times the time "
+        "of exact attention"
+        for name in places
+    ]
+    real = [row["visited"] for name in PLACES for row in found[name].values()]
+    holds = not cases["beyond"] and min(real) > 0.99 and found["clusters"]["0.01"]["visited"] < 0.5
     return Said(
-        f"at an error of 0.01: {'; '.join(parts)}.",
+        f"{cases['cases']:,} cases, {cases['beyond']} of them with a row beyond its certificate, the largest error "
+        f"{cases['largest share']:.0%} of it; at an error of 0.01: {'; '.join(parts)}.",
         "holds" if holds else "fails",
-        "" if holds else "it skips pairs of some heads, or too few of clusters",
+        "" if holds else "a row is beyond its certificate, or it skips pairs of some heads, or too few of clusters",
     )

@@ -86,7 +86,6 @@ def maps(m: int, q: Tensor, k: Tensor) -> dict[str, FeatureMap]:
     paper="d = 50, 4 x 1,000 rows, l(A) = 0.02 to 0.11, m = 20 to 200, 20 repetitions",
     ours="the same",
     quick={"repetitions": 3, "sizes": (20, 100)},
-    sources=("bochner.maps", "bochner.projections"),
 )
 def measure(store: Store, repetitions: int = 20, sizes: tuple[int, ...] = SIZES) -> None:
     store.figures |= {"repetitions": repetitions, "losses": {}, "rows": []}

@@ -127,7 +127,6 @@ def rounding(model: Any, bits: int) -> AbstractContextManager[Any]:
     ours="SmolLM2-135M; a novel, newspaper reports, a manual; 4,000 tokens of each, recall of 528 tokens at each "
     "distance",
     quick="reads 4,000 tokens with a decoder of 135 million parameters many times and searches for minutes",
-    sources=("bochner.hf",),
     needs=("transformers",),
 )
 def measure(store: Store, length: int = LENGTH) -> None:

@@ -47,14 +47,12 @@ def relative(a: list[Tensor], b: list[Tensor]) -> list[float]:
 
 
 @experiment(
-    claim="The error of FAVOR+ in a pretrained transformer grows with the number of layers; the weights cannot be "
-    "used as "
-    "they are.",
+    claim="The error of FAVOR+ in a pretrained transformer grows with the number of layers; the weights cannot be used "
+    "as they are.",
     items=("003 Figure 14",),
     paper="a Transformer of up to 12 layers on LM1B, orthogonal features",
     ours="all-MiniLM-L6, 6 layers, m = 64 to 1,024, 16 texts of up to 128 tokens",
     quick={"sizes": (64, 256), "texts": 4},
-    sources=("bochner.attention", "bochner.maps", "bochner.data"),
     needs=("transformers",),
 )
 def measure(store: Store, sizes: tuple[int, ...] = (64, 256, 1024), texts: int = 16) -> None:

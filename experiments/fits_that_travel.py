@@ -118,7 +118,6 @@ def drifted(model: Any, tokenizer: Any, kinds: dict[str, tuple[list[str], Any]])
     "those fitted to as many passages of books alone, and less than moments, which are fitted to nothing.",
     ours="all-MiniLM-L6, window 32 and a sink, 48 calibration passages, 16 passages of each of five kinds",
     quick="the claim is about a pretrained model",
-    sources=("bochner.hf", "bochner.attention", "bochner.maps"),
     needs=("transformers",),
 )
 def measure(store: Store, passages: int = 48, texts: int = 16) -> None:

@@ -176,7 +176,6 @@ MODELS = {"AntiBERTy": antibodies, "RXNMapper": mapper, "rxnfp": fingerprints, "
     "development.",
     ours="four models, 9 sequences of up to 512 tokens each",
     quick="searches a target for each of four models",
-    sources=("bochner.hf", "bochner.attention", "bochner.maps"),
     needs=("transformers",),
 )
 def measure(store: Store, texts: int = 9) -> None:

@@ -23,9 +23,10 @@ ORDER = ("reproduced", "partly", "not", "not tested", "not tried")
 HEAD = """# Gallery
 
 Every figure, table and numbered statement of the five papers, with a verdict. These pages are made from the stored
-results by `python experiments/gallery.py`. `make reproduce` measures what is missing or older than the sources it
+results by `python experiments/gallery.py`. `make reproduce` measures what is missing or older than the functions it
 depends on; `make reproduce QUICK=1` takes the small forms in under 15 minutes and changes no result.
-`python experiments/run.py --status` says which results are older than the library.
+`python experiments/run.py --status` says which results are older, and by which functions: a result records those that
+were executed, so that an edit elsewhere leaves it fresh.
 
 A verdict means:
 
@@ -97,9 +98,8 @@ def section(name: str, title: str, items: list[tuple[str, Item]]) -> str:
     lines += [f"- Our sizes: {result['ours']}.", f"- Verdict: {verdict}."]
     for key, item in items:
         if verdict_of(item)[0] != said["verdict"] or item.limits or item.why:
-            lines.append(
-                f"- Verdict on {key} {item.label}, {item.title}: {badge(verdict_of(item)[0])} {item.why or item.limits}."
-            )
+            why = item.why or item.limits
+            lines.append(f"- Verdict on {key} {item.label}, {item.title}: {badge(verdict_of(item)[0])} {why}.")
     lines += ["", *findings(said["ours"]), ""]
     for picture in pictures(name):
         lines += [f"![{title}](images/gallery/{picture}.png)", ""]

@@ -108,7 +108,6 @@ def length_of(kind: str, count: int) -> int:
     paper="a statement",
     ours="one and two dense real A, d = 4, m = n = 8, tau = 0.5 (cosines) and 1.5 (positive features), 200,000 draws",
     quick={"draws": 20_000},
-    sources=("bochner.theory.hybrid", "bochner.theory.softmax"),
 )
 def measure(store: Store, draws: int = 200_000) -> None:
     x, y = points()

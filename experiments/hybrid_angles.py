@@ -78,7 +78,6 @@ def row(name: str, phi: Any, radius: float, angles: torch.Tensor, count: int) ->
     paper="d = 64, m = 128, lengths 1, 1.25 and 1.5, 10,000 estimates",
     ours="the same",
     quick={"count": 300},
-    sources=("bochner.maps", "bochner.theory", "bochner.projections"),
 )
 def measure(store: Store, count: int = 10_000) -> None:
     angles = torch.linspace(0, math.pi, 17, dtype=torch.float64)

@@ -30,14 +30,12 @@ def closed_forms(r: float) -> dict[str, torch.Tensor]:
 
 
 @experiment(
-    claim="The error of trigonometric features vanishes at angle 0, that of hyperbolic ones at pi, and only that "
-    "of the "
-    "angular hybrid at both.",
+    claim="The error of trigonometric features vanishes at angle 0, that of hyperbolic ones at pi, and only that of "
+    "the angular hybrid at both.",
     items=("001 Figure 1",),
     paper="m = 10, n = 1, lengths up to 5",
     ours="the same; simulation with d = 8",
     quick={"draws": 4_000},
-    sources=("bochner.maps", "bochner.theory", "bochner.projections"),
 )
 def measure(store: Store, draws: int = 40_000) -> None:
     options: dict[str, Any] = {"projection": "iid", "num_heads": 1000}

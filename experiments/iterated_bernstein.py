@@ -67,7 +67,6 @@ def taylor(degree: int) -> Any:
     paper="no sizes; a reference",
     ours="GELU and ReLU on [-4, 4], degrees 4 to 64, 1 to 100 iterations",
     quick={"degrees": (16, 32, 64)},
-    sources=("bochner.papers.polyfit",),
 )
 def measure(store: Store, degrees: tuple[int, ...] = DEGREES) -> None:
     for name in ("gelu", "relu"):

@@ -120,7 +120,6 @@ def doubled(name: str) -> dict[str, Any]:
     paper="orders of growth",
     ours="one head, L = 2,048, M = 128, d = 64, C = 2, each doubled; operations and bytes counted",
     quick={"names": ("softmax", "positive", "gmm_rks")},
-    sources=("bochner.maps.learned", "bochner.maps.exponential", "bochner.maps.generalized"),
 )
 def measure(store: Store, names: tuple[str, ...] = tuple(STATED)) -> None:
     for name in names:

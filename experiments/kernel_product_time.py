@@ -83,7 +83,6 @@ def row(kind: str, n: int) -> dict[str, Any]:
     paper="no run times",
     ours="n = 512 to 65,536, d = 16, eps = 0.2; with a real tail up to 8,192",
     quick={"sizes": {"clusters": (512, 1024, 2048), "tail": (512, 1024, 2048)}},
-    sources=("bochner.matvec", "bochner.papers.kernel_product"),
 )
 def measure(store: Store, sizes: dict[str, tuple[int, ...]] | None = None) -> None:
     wanted = {"clusters": (2048, 4096, 8192, 16384, 32768, 65536), "tail": (1024, 2048, 4096, 8192)}

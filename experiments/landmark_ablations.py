@@ -183,14 +183,11 @@ def coverage(variant: Variant, calibration: list[Sequences], sets: dict[str, lis
 
 
 @experiment(
-    claim="Ours: landmarks must lie at the data, and count more than features; beside a window the far pairs must "
-    "be fitted "
-    "alone; a strong ridge hurts; the metric of k-means and a weight on outputs are not worth much; 2,000 tokens "
-    "do what "
-    "50,000 do.",
+    claim="Ours: landmarks must lie at the data, and count more than features; beside a window the far pairs must be "
+    "fitted alone; a strong ridge hurts; the metric of k-means and a weight on outputs are not worth much; 2,000 "
+    "tokens do what 50,000 do.",
     ours="two layers of MiniLM, 40 texts to fit, 16 to measure",
     quick="fits maps to hundreds of texts, for each of its parts anew",
-    sources=("bochner.maps",),
     needs=("transformers",),
 )
 def measure(store: Store, layers: int = 2, only: str = "") -> None:

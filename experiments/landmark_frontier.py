@@ -79,12 +79,10 @@ def floor(sequences: Sequences, near: Near, m: int) -> float:
 
 
 @experiment(
-    claim="Ours: on real heads 32 landmark features, fitted without a gradient step, are closer than 256 "
-    "calibrated ones, and "
-    "beside a window 16 of them leave less than half of the error of the window alone.",
+    claim="Ours: on real heads 32 landmark features, fitted without a gradient step, are closer than 256 calibrated "
+    "ones, and beside a window 16 of them leave less than half of the error of the window alone.",
     ours="MiniLM, SmolLM2 and AntiBERTy, six layers each, 4 to 8 held-out texts",
     quick={"cases": ("minilm",), "layers": 1, "sizes": (32, 256)},
-    sources=("bochner.attention", "bochner.maps", "bochner.projections", "bochner.theory"),
     needs=("transformers",),
 )
 def measure(

@@ -69,7 +69,6 @@ def largest(attention: Attention, layers: list[Sequences]) -> float:
     paper="rank 600 for sequences of 1,024 and more, models trained from scratch, delta = 1e-6",
     ours="72 heads of all-MiniLM-L6 at 128 tokens, ranks 16 to 128, 4 draws, 8 held-out texts",
     quick={"ranks": (75,), "draws": 1, "texts": (4, 2), "steps": 30},
-    sources=("bochner.attention", "bochner.maps.exponential", "bochner.projections"),
     needs=("transformers",),
 )
 def measure(

@@ -88,7 +88,6 @@ def converted(model: Any, tokenizer: Any, recipe: Recipe | str, length: int) -> 
     claim="Ours: what windows lose is far away; whole books show it, short texts do not.",
     ours="one book of 6,500 tokens, eleven recipes",
     quick="reads a book with a decoder of 135 million parameters, several times",
-    sources=("bochner.hf", "bochner.attention", "bochner.maps"),
     needs=("transformers",),
 )
 def measure(store: Store, length: int = 6500, only: str = "") -> None:

@@ -108,7 +108,6 @@ def drawn(q: list[Tensor], k: list[Tensor], draws: int) -> float:
     paper="a remark without sizes",
     ours="4 x 4 clusters of masses 0.5 to 0.1, d = 50, rows of length 0.7, m = 100, closed forms",
     quick={"draws": 4_000},
-    sources=("bochner.theory.hybrid", "bochner.theory.softmax"),
 )
 def measure(store: Store, draws: int = 20_000) -> None:
     for name, spread in SPREADS.items():

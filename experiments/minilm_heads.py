@@ -19,12 +19,10 @@ MAPS = {"positive": "positive (FAVOR+)", "optimal": "optimal (FAVOR++)", "calibr
 
 
 @experiment(
-    claim="Ours: plain positive features hardly beat averaging the values on real heads; 64 calibrated features "
-    "are closer "
-    "than 1,024 plain ones.",
+    claim="Ours: plain positive features hardly beat averaging the values on real heads; 64 calibrated features are "
+    "closer than 1,024 plain ones.",
     ours="72 heads, 16 held-out paragraphs of up to 150 tokens, two seeds",
     quick={"sizes": (64, 1024), "seeds": 1, "texts": (24, 8)},
-    sources=("bochner.attention", "bochner.maps", "bochner.projections"),
     needs=("transformers",),
 )
 def measure(store: Store, sizes: tuple[int, ...] = SIZES, seeds: int = 2, texts: tuple[int, int] = (24, 16)) -> None:

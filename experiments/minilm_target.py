@@ -85,7 +85,6 @@ def timed(model: Any, tokenizer: Any, plan: dict[str, Any], lengths: tuple[int, 
     "to 4,096.",
     ours="the whole model, one thread, up to 4,096 tokens",
     quick="two searches, and what they find depends on the time they are given",
-    sources=("bochner.hf", "bochner.attention", "bochner.maps"),
     needs=("transformers",),
 )
 def measure(store: Store, keep: float = 0.98) -> None:

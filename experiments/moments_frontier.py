@@ -106,12 +106,10 @@ def times(maps: dict[str, FeatureMap], sequences: Sequences, near: Near) -> dict
 
 
 @experiment(
-    claim="Ours: in an encoder, beside a window and out of domain, moments of 4 groups, fitted to nothing, are "
-    "closer than 128 "
-    "calibrated features, and closer than 64 landmark features or within 10 % of them.",
+    claim="Ours: in an encoder, beside a window and out of domain, moments of 4 groups, fitted to nothing, are closer "
+    "than 128 calibrated features, and closer than 64 landmark features or within 10 % of them.",
     ours="MiniLM and SmolLM2, three layers each, 6 texts of each domain",
     quick={"cases": ("minilm, window",), "layers": 1, "texts": 2},
-    sources=("bochner.attention", "bochner.maps", "bochner.projections"),
     needs=("transformers",),
 )
 def measure(store: Store, cases: tuple[str, ...] = tuple(CASES), layers: int = 3, texts: int = 6) -> None:

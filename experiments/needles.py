@@ -31,7 +31,6 @@ SPECS = {
     "the original finds is lost.",
     ours="SmolLM2-135M; needle, multikey, multivalue at 1,000 and 2,000 tokens, eight samples each",
     quick="writes answers behind 2,000 tokens with a decoder of 135 million parameters, and searches for minutes",
-    sources=("bochner.hf", "bochner.tasks.ruler"),
     needs=("transformers",),
 )
 def measure(store: Store, samples: int = 8, lengths: tuple[int, ...] = LENGTHS) -> None:

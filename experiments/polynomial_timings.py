@@ -41,7 +41,6 @@ def by_features(phi: Any, q: Tensor, k: Tensor) -> Tensor:
     paper="orders of growth only",
     ours="d = 64, degree 3, m = 32 and 256, L up to 8,192, one thread",
     quick={"lengths": (256, 1024, 2048), "repeats": 3},
-    sources=("bochner.attention", "bochner.maps"),
 )
 def measure(store: Store, lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192), repeats: int = 5) -> None:
     found: dict[str, dict[str, dict[str, float]]] = {"matrix": {}, "attention": {}}

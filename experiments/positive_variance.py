@@ -32,7 +32,6 @@ def log_ratio(angles: torch.Tensor, length: float) -> torch.Tensor:
     paper="angles in [-pi, pi], lengths in [-2, 2]",
     ours="the same; simulation with d = 8, m = 64",
     quick={"draws": 2_000},
-    sources=("bochner.maps", "bochner.theory", "bochner.projections"),
 )
 def measure(store: Store, draws: int = 20_000) -> None:
     angles = torch.linspace(0.02, math.pi - 1e-3, 60, dtype=torch.float64)

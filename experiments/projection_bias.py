@@ -55,7 +55,6 @@ def bias(projection: str, d: int, draws: int) -> tuple[float, float]:
     paper="no figure; m <= d",
     ours="d = 3 to 32, m = d, 20,000 draws",
     quick={"draws": 8_000},
-    sources=("bochner.maps", "bochner.projections"),
 )
 def measure(store: Store, draws: int = 20_000) -> None:
     for name in [*PROJECTIONS, UNSIGNED]:

@@ -183,13 +183,11 @@ def measured(model: Any, rows: list[Tensor]) -> tuple[dict[str, Any], dict[str, 
 
 @experiment(
     claim="Heads of a trained protein Performer are diagonal or vertical, and similar amino acids are attended to "
-    "alike: "
-    "(D, E), (F, Y), as in BLOSUM62.",
+    "alike: (D, E), (F, Y), as in BLOSUM62.",
     items=("003 Figure 10", "003 Figure 11", "003 Figure 12", "003 Figure 13"),
     paper="36 layers, 500,000 steps on TrEMBL",
     ours="four layers of eight heads, 3,000 steps on 20,000 proteins",
     quick="looks at a model that is trained first",
-    sources=("bochner.tasks", "bochner.maps", "bochner.attention", "bochner.hf"),
     needs=("transformers", "accelerate"),
 )
 def measure(store: Store, proteins: int = 800) -> None:

@@ -73,7 +73,6 @@ def compare(table: torch.Tensor, draws: int) -> dict[str, list[float]]:
     paper="512 features, 100 pairs; scaling of the rows not given",
     ours="512 projections, 100 pairs, 100 draws, rows of length 0.5 and 1",
     quick={"draws": 5},
-    sources=("bochner.maps", "bochner.projections"),
     needs=("sklearn",),
 )
 def measure(store: Store, draws: int = 100) -> None:

@@ -102,7 +102,6 @@ def multiplications(d: int, m: int) -> dict[str, int]:
     paper="a statement, any d and L",
     ours="96 uniform queries of length at most 1, a quarter of the pairs in the ball, d = 1 to 8, up to 4,096 features",
     quick={"dims": (1, 4), "sizes": (256, 1024), "draws": 4},
-    sources=("bochner.maps.local", "bochner.maps.exponential"),
 )
 def measure(store: Store, dims: tuple[int, ...] = DIMS, sizes: tuple[int, ...] = SIZES, draws: int = 8) -> None:
     store.figures |= {"length": LENGTH, "sizes": list(sizes), "draws": draws}

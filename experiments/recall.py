@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from _framework import Said, Store, experiment
 from _pictures import COLOURS, GREY, figure, log_ticks, name_lines, save
+from _training import gate, trained
 from torch import Tensor, nn
 
 from bochner import BochnerError, feature_map, linear_attention, tasks, theory
 from bochner.tasks import recall as data
-from bochner.tasks.base import IGNORE, PAD, SPECIAL, gate
+from bochner.tasks.base import IGNORE, PAD, SPECIAL
 
 PAIRS, VALUES, HEADS, SIZE = 16, data.VALUES, 2, 16
 FEATURES = (2, 4, 8, 16, 32)
@@ -227,8 +228,6 @@ def fit(cell: str, steps: int) -> dict[str, Any]:
     began = time.process_time()
     try:
         if name in OF_TRANSFORMERS:
-            from _training import trained
-
             runs = [trained("recall", name, f"recall/{steps}/{cell}/{s}", seed=s, steps=steps) for s in range(SEEDS)]
             accuracy = [r["metrics"]["accuracy"] for r in runs]
         else:
@@ -243,7 +242,6 @@ def fit(cell: str, steps: int) -> dict[str, Any]:
     "attention are the limit: exact attention makes no error.",
     ours="16 pairs, 2 to 32 features a head, one layer of width 32, 300 steps, three seeds",
     quick={"cells": "quick", "minutes": 7.0},
-    sources=("bochner.tasks", "bochner.maps", "bochner.attention"),
     needs=("transformers", "accelerate"),
 )
 def measure(store: Store, cells: str = "all", steps: int = STEPS, minutes: float = math.inf) -> None:

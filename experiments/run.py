@@ -5,7 +5,7 @@
     python experiments/run.py --quick             small forms, under 15 minutes, in a folder of their own: `.quick`
     python experiments/run.py NAME --resume       goes on with the stored figures: measures only what is missing
     python experiments/run.py NAME --judge        says anew what the stored figures mean; --draw only draws them
-    python experiments/run.py --status            verdicts, and which results are older than the library's sources
+    python experiments/run.py --status            verdicts, and which results are older than the functions they executed
 
 A run that was stopped goes on where it was. The exit code is 0 if every experiment ran and no claim fails that the
 stored result says is good, 1 if not, 2 for wrong usage.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import json
 import os
 import subprocess
 import sys
@@ -43,7 +42,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", dest="options")
     made.add_argument("--judge", action="store_true", help="judge and draw the stored figures; measure nothing")
     made.add_argument("--draw", action="store_true", help="draw the stored figures; measure nothing")
-    made.add_argument("--adopt", metavar="FILE", help="take the figures of a JSON file as the result of one experiment")
     made.add_argument("--status", action="store_true", help="verdicts and stale results")
     made.add_argument("--list", action="store_true", help="the experiments, their options and small forms")
     made.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # a process of its own, made by this one
@@ -70,11 +68,7 @@ def one(name: str, options: argparse.Namespace) -> int:
     """Run one experiment in this process."""
     try:
         declared = framework.load(name)
-        if options.adopt:
-            content = json.loads(Path(options.adopt).read_text(encoding="utf-8"))
-            made = {"options": {}, "sources": framework.sources_of(declared), "adopted": True}
-            said = framework.conclude(declared, content.get("figures", content), made)
-        elif options.judge:
+        if options.judge:
             said = framework.judge_again(declared)
         elif options.draw:
             framework.draw(declared)
@@ -109,10 +103,10 @@ def expected(name: str) -> bool:
 
 
 def up_to_date(name: str) -> bool:
-    """Whether there is a result, made by the sources as they are."""
+    """Whether there is a result, made by the code as it is."""
     try:
-        return not framework.stale(framework.load(name))
-    except (OSError, KeyError, ImportError):
+        return not framework.stale(name)
+    except (OSError, KeyError):
         return False
 
 
@@ -146,21 +140,18 @@ def several(names: list[str], options: argparse.Namespace) -> int:
 
 
 def status(names: list[str]) -> int:
-    """Print the verdict of every result, and the sources that have changed since; 0 whatever they are."""
+    """Print the verdict of every result, and the functions that have changed since; 0 whatever they are."""
     old = 0
     for name in names:
         try:
-            verdict = framework.stored(name)["said"]["verdict"]
-            changed = framework.stale(framework.load(name))
+            verdict, changed = framework.stored(name)["said"]["verdict"], framework.stale(name)
         except OSError:
             print(f"{name:24s} not run")
             continue
-        except ImportError as reason:
-            print(f"{name:24s} {verdict:11s} {reason}")
-            continue
         old += bool(changed)
-        print(f"{name:24s} {verdict:11s} {'stale: ' + ', '.join(changed) + ' changed' if changed else ''}".rstrip())
-    print(f"{old} of {len(names)} results are older than the sources they depend on")
+        told = f"stale: {', '.join(changed[:3])}" + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+        print(f"{name:24s} {verdict:11s} {told if changed else ''}".rstrip())
+    print(f"{old} of {len(names)} results are older than the functions they depend on")
     return 0
 
 
@@ -183,14 +174,12 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = sorted(set(options.names) - set(known))
     if unknown:
         made.error(f"unknown experiment {', '.join(unknown)}; there are {', '.join(known)}")
-    if options.adopt and len(options.names) != 1:
-        made.error("--adopt takes the figures of one experiment: name it")
     if options.options and not options.names:
         made.error("--set needs the name of an experiment")
     chosen = options.names or known
     if options.list or options.status:
         return listed(chosen) if options.list else status(chosen)
-    if options.here or options.adopt:
+    if options.here:
         return one(chosen[0], options)
     left_out = {}
     if options.quick:

@@ -119,7 +119,6 @@ def divergence(one: Model, other: Model, held: Tensor, count: int = 2000) -> flo
     paper="Penn Treebank, LSTM of width 200, 1,024 features, hybrids 128 x 8, 40 draws, 80 epochs, 25 runs",
     ours="Brown corpus, keys of 64, 64 features, hybrids 8 x 8, 20 draws, 0.1 epoch, 3 runs",
     quick={"steps": 100, "seeds": 1, "names": ("uniform", "tree", "FAVOR+, as the paper")},
-    sources=("bochner.sampling", "bochner.maps", "bochner.projections"),
 )
 def measure(
     store: Store, steps: int = 500, seeds: int = 3, names: tuple[str, ...] = (), size: str = "small", path: str = ""

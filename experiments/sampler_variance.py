@@ -25,7 +25,6 @@ QUERIES = 50
     "and log-uniform draws, and 10 times below the samplers of *Hybrid Random Features*.",
     ours="LSTM on the Brown corpus, 500 steps, 10,000 classes, 50 hidden states",
     quick={"steps": 60},
-    sources=("bochner.sampling", "bochner.maps", "bochner.projections"),
 )
 def measure(store: Store, steps: int = 500) -> None:
     model, words, held = trained(steps)

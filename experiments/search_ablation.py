@@ -7,8 +7,8 @@ the share of key heads that stay exact beside windows of 64 keys, and what `exac
 output by a backward pass, "both" the geometric mean of these two.
 
 "caution" is the confidence of the lower bound that choices are made by, and "steps" is what the search looks at in turn
-where a choice fails on the texts held back: half of its damage, a quarter, an eighth and a sixteenth. For MiniLM the
-bound ("search") and the mean were compared by the damage "both".
+where a choice fails on the texts held back: half of its damage, a quarter, an eighth and a sixteenth. No case needed
+more than one of these steps. For MiniLM the bound ("search") and the mean were also compared by the damage "both".
 """
 
 from __future__ import annotations
@@ -278,7 +278,6 @@ def smollm(store: Store, table: dict[str, Any]) -> None:
     "in the mean of three models, than the error of the head alone or first-order changes of the model's output.",
     ours="a small decoder, MiniLM at 512 tokens, SmolLM2-135M at 512 tokens",
     quick="the claim is about the mean of three models, two of them pretrained",
-    sources=("bochner.hf.search", "bochner.hf.evaluate", "bochner.hf.calibrate"),
     needs=("transformers",),
 )
 def measure(

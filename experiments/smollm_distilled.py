@@ -115,7 +115,6 @@ def by_target(model: Any, tokenizer: Any) -> dict[str, Any]:
     "adapters are trained for ten minutes.",
     ours="8 texts of 512 and 2 of 4,000 tokens, a book of 6,500",
     quick="distills a decoder of 135 million parameters",
-    sources=("bochner.hf", "bochner.attention", "bochner.maps"),
     needs=("transformers", "peft"),
 )
 def measure(store: Store, stages: tuple[str, ...] = (*STAGES, "target"), texts: int = 8) -> None:

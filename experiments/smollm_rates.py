@@ -122,7 +122,6 @@ def converted_models() -> dict[str, Any]:
     "1.5 times behind 8,000; it reads 4,000 tokens no slower.",
     ours="one sequence, one thread",
     quick="times a decoder of 135 million parameters behind 8,000 tokens",
-    sources=("bochner.hf", "bochner.attention", "bochner.maps"),
     needs=("transformers",),
 )
 def measure(store: Store, rounds: int = 3) -> None:

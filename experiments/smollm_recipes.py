@@ -85,7 +85,6 @@ def converted(model: Any, name: str, calibration: Calibration) -> tuple[Any, flo
     "loses recall; with a tenth of the heads exact it keeps both, in a third of the memory, without training.",
     ours="SmolLM2-135M, 21 recipes, no fine-tuning, texts of up to 450 tokens",
     quick="converts a decoder of 135 million parameters by 21 recipes",
-    sources=("bochner.hf", "bochner.attention", "bochner.maps"),
     needs=("transformers",),
 )
 def measure(store: Store, texts: int = 8, only: str = "") -> None:

@@ -94,13 +94,11 @@ def model_figures(steps: int, runs: int, corpus: str, regularised: bool) -> dict
 
 @experiment(
     claim="Hybrids are closer to the softmax of a language model than FAVOR+ and trigonometric features of equal "
-    "FLOPs, in "
-    "Wasserstein and Kolmogorov-Smirnov distance, and have fewer negative estimates than trigonometric ones.",
+    "FLOPs, in Wasserstein and Kolmogorov-Smirnov distance, and have fewer negative estimates than trigonometric ones.",
     items=("001 Figure 3", "001 Table 4", "001 Figure 7", "001 Figure 8", "001 Table 5", "001 Figure 9"),
     paper="LSTM of width 200 (650), Penn Treebank (WikiText-2), trained to its end, 10 runs",
     ours="LSTM of width 128, keys of 64, Brown corpus, 500 steps, 10 runs",
     quick={"steps": 60, "runs": 2, "regularised": False},
-    sources=("bochner.maps", "bochner.projections", "bochner.theory"),
 )
 def measure(store: Store, steps: int = 500, runs: int = 10, corpus: str = "", regularised: bool = True) -> None:
     """`corpus`: a text file in place of the Brown corpus, the Penn Treebank for one."""

@@ -97,7 +97,6 @@ def add_text(entry: dict[str, Any], model: Any, inputs: Inputs) -> None:
     paper="BERT, GPT and RoBERTa, 1,000 texts of up to 512 tokens",
     ours="six other models, 16 to 40 texts of up to 512 tokens",
     quick={"texts": 2, "models": ("minilm",)},
-    sources=("bochner.data", "bochner.demo"),
     needs=("transformers",),
 )
 def measure(store: Store, texts: int = 0, models: tuple[str, ...] = tuple(TEXTS)) -> None:

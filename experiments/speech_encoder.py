@@ -174,7 +174,6 @@ class Speech:
     "finds such a choice by itself.",
     ours="Whisper tiny, 82 seconds of speech, 66 words",
     quick="fits maps to 1,500 frames of thirteen pieces, four times",
-    sources=("bochner.hf", "bochner.attention", "bochner.maps"),
     needs=("transformers", "onnx"),
 )
 def measure(store: Store) -> None:

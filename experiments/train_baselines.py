@@ -39,7 +39,6 @@ def copied(task: str) -> dict[str, float]:
     claim="Ours: copying the letters that are shown beats the commonest letter on hidden proteins and books.",
     ours="the test splits of preset `small`",
     quick="loads every data set in full",
-    sources=("bochner.tasks",),
 )
 def measure(store: Store) -> None:
     presets = {t: tasks.preset_of(tasks.task(t), "small") for t in ("lm_bpe", "pixels", "protein_causal", "retrieval")}

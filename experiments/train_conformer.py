@@ -58,8 +58,9 @@ def error_rate(name: str, seed: int, steps: int) -> float:
     """The error rate of one run on syllables that were never heard."""
     attention, m, options = ROWS[name]
     task = tasks.task(TASK)
-    preset = tasks.preset_of(task, "small", steps=steps)
-    chosen = models.choose(task, attention, preset, None if attention in ("exact", "identity") else m, None, options)
+    sizes = {} if attention in ("exact", "identity") else {"features": m}
+    preset = tasks.preset_of(task, "small", steps=steps, options=options or {}, **sizes)
+    chosen = models.choose(task, attention, preset)
     model = models.build(task, preset, chosen, seed=seed)
     trainer = training.make_trainer(task, preset, chosen, model, folder(f"conformer/{name}/{seed}"), seed=seed)
     if attention == "clustered":
@@ -76,7 +77,6 @@ def error_rate(name: str, seed: int, steps: int) -> float:
     ours="2 layers of width 64, 2,358 Mandarin syllables, features of length 64 to 72, clusters after 500 of 1,500 "
     "steps, three seeds",
     quick="trains models",
-    sources=("bochner.tasks", "bochner.maps", "bochner.attention", "bochner.hf"),
     needs=("transformers", "accelerate", "soundfile"),
 )
 def measure(store: Store, steps: int = STEPS, seeds: int = SEEDS) -> None:

@@ -44,7 +44,6 @@ def frequencies() -> float:
     claim="Ours: at the same steps a linear attention reads books within 5 % of exact attention's bits per byte.",
     ours="books byte by byte, two layers, 800 steps, one seed",
     quick="trains models",
-    sources=("bochner.tasks", "bochner.maps", "bochner.attention", "bochner.hf"),
     needs=("transformers", "accelerate"),
 )
 def measure(store: Store) -> None:

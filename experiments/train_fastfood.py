@@ -28,7 +28,6 @@ Scores = dict[str, list[float]]
     paper="GLUE after pre-training on WikiText-103",
     ours="five tasks of preset `small`, three seeds",
     quick="trains models",
-    sources=("bochner.tasks", "bochner.maps", "bochner.attention", "bochner.hf"),
     needs=("transformers", "accelerate"),
 )
 def measure(store: Store, only: str = "") -> None:

@@ -71,7 +71,6 @@ def fit(name: str, seed: int, task: str) -> dict[str, Any]:
     paper="36 layers on TrEMBL, 16 x 16 TPU-v2, 10^5 steps and more",
     ours="two layers of width 32 on 128 letters, 150 steps, two seeds",
     quick="trains models",
-    sources=("bochner.tasks", "bochner.maps", "bochner.attention", "bochner.hf"),
     needs=("transformers", "accelerate"),
 )
 def measure(store: Store, seeds: int = 2, task: str = "protein") -> None:

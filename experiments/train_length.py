@@ -59,7 +59,6 @@ def counts_alone(length: int) -> float:
     paper="Text and Retrieval of the Long Range Arena, 4,000 bytes, 4 layers",
     ours="film reviews of up to 2,048 bytes, one layer, one seed",
     quick="trains models",
-    sources=("bochner.tasks", "bochner.maps", "bochner.attention", "bochner.hf"),
     needs=("transformers", "accelerate", "sklearn"),
 )
 def measure(store: Store, only: str = "") -> None:

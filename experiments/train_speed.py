@@ -49,7 +49,7 @@ class Step:
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad])
         g = torch.Generator().manual_seed(0)
         self.batch = {"input_ids": torch.randint(4, 260, (1, length), generator=g), "labels": torch.tensor([1])}
-        if chosen.takes_mask:
+        if chosen.peer.takes_mask:
             self.batch["attention_mask"] = torch.ones(1, length, dtype=torch.long)
 
     def __call__(self) -> float:
@@ -122,7 +122,6 @@ def megabytes(length: int) -> dict[str, float]:
     ours="the sizes of 003 (6 layers of width 64 to 8,192 tokens, of width 512 to 4,096, 256 features), and one layer "
     "of width 64 with 32 features up to 16,384 tokens; one sequence, one thread",
     quick="its claim is about lengths that take minutes, on an idle machine",
-    sources=("bochner.attention", "bochner.maps", "bochner.tasks", "bochner.hf"),
     needs=("transformers",),
 )
 def measure(store: Store, rounds: int = 5, lengths: tuple[int, ...] = LENGTHS) -> None:

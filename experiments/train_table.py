@@ -12,9 +12,7 @@ from typing import Any
 
 from _framework import Said, Store, experiment, figures_of
 from _pictures import COLOURS, by_name, dots, figure, save
-from _training import SAME, of_preset, trained
-
-from bochner.tasks.base import Gate, gate
+from _training import SAME, Gate, gate, of_preset, trained
 
 FLOOR = {"listops": 0.17, "text": 0.60, "image": 0.30}  # what must be beaten; protein has a baseline of its own
 CHANCE = {"pathfinder": 0.5, "retrieval": 0.5}
@@ -61,6 +59,7 @@ def wanted() -> list[str]:
     ]
     # Where attention decides, three seeds of every kind of kernel.
     decided = [(task, a, s) for a in SEVERAL for task in ("lm", "image") for s in range(3)]
+    decided += [("lm", "reformer", s) for s in range(3)]  # the only peer that is causal in bearable time
     goals = [("protein", "fastfood_prf", 0), ("lm", "exact", 0), ("lm", "window+calibrated", 0)]
     names = (*BRIEF, *PEERS[:3], "gmm_prf", "linear_elu", "identity")
     first = [(task, a, 0) for a in names for task in FLOOR]
@@ -90,7 +89,6 @@ def known() -> Runs:
     paper="Long Range Arena and TrEMBL at full size, 4 to 36 layers",
     ours="one or two layers of width 32 to 64, hundreds of steps, 1 to 3 seeds",
     quick="trains models",
-    sources=("bochner.tasks", "bochner.maps", "bochner.attention", "bochner.hf"),
     needs=("transformers", "accelerate"),
 )
 def measure(store: Store, only: str = "", minutes: float = float("inf")) -> None:

@@ -60,7 +60,6 @@ def transcripts(seed: int = 0) -> list[Tensor]:
     claim="Ours: a published, trained Performer keeps its outputs with our attention inside, probabilities to 1e-4.",
     ours="five human folds, random transcripts of up to 3,000 nucleotides",
     quick="runs five models of eight layers over whole transcripts, twice",
-    sources=("bochner.migrate", "bochner.attention", "bochner.maps"),
     needs=("performer_pytorch",),
 )
 def measure(store: Store) -> None:

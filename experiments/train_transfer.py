@@ -54,7 +54,6 @@ def at_once(attention: str, changes: dict[str, Any], parent: Path | None) -> dic
     paper="a Transformer on LM1B and proteins, 36 layers",
     ours="books byte by byte, two layers, 800 steps and 200 more, one seed",
     quick="trains models",
-    sources=("bochner.tasks", "bochner.maps", "bochner.attention", "bochner.hf"),
     needs=("transformers", "accelerate"),
 )
 def measure(store: Store) -> None:

@@ -36,7 +36,6 @@ def correct_steps(machine: Machine, word: str, attention: Attention, limit: int 
     paper="a proof",
     ours="its construction run on two machines, up to some hundred steps",
     quick={"sizes": (2, 4, 6)},
-    sources=("bochner.attention", "bochner.maps"),
 )
 def measure(store: Store, sizes: tuple[int, ...] = (2, 4, 6, 8, 10, 12)) -> None:
     words = {f"a^{n} b^{n}": (BALANCED, "<" + "a" * n + "b" * n) for n in sizes} | MACHINES

@@ -76,7 +76,6 @@ def decoder(texts: int, row: Callable[..., None]) -> None:
     "not lower for any map, the perplexity ratio of SmolLM2 not higher.",
     ours="16 texts; windows of 32 and 64",
     quick={"texts": 4, "names": ("alone", "landmark m=16"), "models": ("encoder",)},
-    sources=("bochner.hf", "bochner.attention", "bochner.maps"),
     needs=("transformers",),
 )
 def measure(

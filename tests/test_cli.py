@@ -79,8 +79,8 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     again = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "out2"), *recipe])
     assert again.exit_code == 0, again.output
     text = page.read_text(encoding="utf-8")
-    assert "8 of 8 heads are linear" in text
-    assert "on 2 texts, up to" in text  # every fourth of ten
+    assert "8 of 8 key heads are approximate" in text
+    assert "on 2 validation texts of up to" in text  # every fourth of ten
     # What is stated is what the saved model keeps on those two, measured here by hand.
     original = transformers.BertModel.from_pretrained(tmp_path / "model").eval()
     converted = transformers.AutoModel.from_pretrained(tmp_path / "out2").eval()
@@ -96,7 +96,7 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     (tmp_path / "short.txt").write_text("\n\n".join(passages[:3]))
     short = ["convert", common[0], str(tmp_path / "out3"), "--text", str(tmp_path / "short.txt"), "--report", str(page)]
     refused = runner.invoke(cli.app, short)
-    assert "The --report needs text that is not calibrated on: 3 passages" in str(refused.exception)
+    assert "The --report needs validation texts: 3 passages" in str(refused.exception)
 
 
 def test_a_decoder_within_a_share_of_its_memory_is_trained_and_reported(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_decoder_within_a_share_of_its_memory_is_trained_and_reported(tmp_path
     done = runner.invoke(cli.app, ["convert", *place, *goal, *train, "--report", str(page)])
     assert done.exit_code == 0, done.output
     text = page.read_text(encoding="utf-8")
-    assert "the model keeps, trained," in text
+    assert "Trained, the model retains" in text
     assert "retain the most quality with at most 50.0% of the decoding memory at 400 tokens" in html.unescape(text)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     plan = Conversion.of(loaded).plan

@@ -87,7 +87,7 @@ def broken(directory: Path, tmp_path: Path, how: str) -> Path:
         ("unknown type", "transformers cannot load the model"),
         ("no weights", "no weights"),
         ("damaged weights", "transformers cannot load the model"),
-        ("no tokenizer", r"no tokenizer .* save it beside the model"),
+        ("no tokenizer", r"no tokenizer .* save it with the model"),
         ("another tokenizer", r"knows \d+% of the tokens"),
         ("vision", "takes pixel_values, not text"),
     ],

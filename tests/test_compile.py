@@ -17,6 +17,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "bidirectional": ({}, False),
     "causal": ({}, True),
     "window": ({"window": 8, "sinks": 1}, True),
+    "window both ways": ({"window": 8, "sinks": 1}, False),
     "calibrated": ({"feature_map": "calibrated", "map_options": {"num_heads": 2}}, True),
     "signed": ({"feature_map": "trig"}, False),
     "structured": ({"map_options": {"projection": "hadamard"}}, False),
@@ -53,9 +54,14 @@ def check(compiled: Any, block: Block, x: Tensor, mask: Tensor) -> None:
     assert_same(results[0], results[1], tol=1e-5)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_the_whole_call_is_one_graph_with_the_same_gradients(name: str) -> None:
+def test_the_whole_call_is_one_graph_with_the_same_gradients(
+    name: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.compiler.reset()
+    if parts > 1:
+        monkeypatch.setattr("bochner.attention.scan.ELEMENTS", 1)  # 64 rows at a time
     block, x, mask = make(name)
     check(torch.compile(block, fullgraph=True, backend="aot_eager"), block, x, mask)
 
@@ -130,6 +136,26 @@ def test_many_lengths_are_few_graphs(name: str) -> None:
     for n in lengths:
         assert_same_at(compiled, attend, n)
     assert 0 < len(graphs) < 9 < len(lengths)
+
+
+def test_a_graph_of_a_known_length_takes_its_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what a part needs stays in cache; never in more than `UNROLLED`."""
+    monkeypatch.setattr("bochner.attention.scan.ELEMENTS", 1)  # 64 rows at a time
+    reads = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        reads.append(sum("addcmul" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    attend = Attend(is_causal=True)
+    for n in (64, 256, 64 * 16, 64 * 32):
+        torch.compiler.reset()
+        with torch.no_grad():
+            assert_same_at(torch.compile(attend, fullgraph=True, backend=count), attend, n)
+    one, four, most, still = reads
+    assert four >= 3 * one
+    assert most >= 3 * four
+    assert still == most
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -76,22 +76,11 @@ def test_a_layer_without_progress_stops_early() -> None:
 def test_the_end_to_end_stage_brings_the_outputs_closer() -> None:
     for family in ("bert", "llama"):
         model = student(family=family)
+        weights = {k: v.clone() for k, v in model.state_dict().items() if "linear_attn" not in k}
         report = distill(model, texts_as_batches(6), Distillation(steps=1, end_to_end=25, rate=2 * 1e-2))
         assert report.end_to_end is not None
         assert report.end_to_end[1] < 0.9 * report.end_to_end[0]
-
-
-def test_a_chosen_part_is_trained_end_to_end() -> None:
-    model = student()
-    key = model.encoder.layer[0].attention.self.key
-    before, other = key.weight.clone(), model.encoder.layer[0].intermediate.dense.weight.clone()
-    distill(
-        model, texts_as_batches(4), Distillation(steps=1, end_to_end=5, part=r"attention\.self\.(query|key)\.weight")
-    )
-    assert not torch.equal(key.weight, before)
-    assert torch.equal(model.encoder.layer[0].intermediate.dense.weight, other)
-    with pytest.raises(BochnerError, match="matches no parameter"):
-        distill(model, texts_as_batches(4), Distillation(steps=1, end_to_end=1, part="nothing"))
+        assert all(torch.equal(model.state_dict()[k], v) for k, v in weights.items())
 
 
 def test_a_time_limit_is_kept() -> None:
@@ -160,13 +149,6 @@ def test_adapters_and_maps_of_a_peft_model_are_trained_together(saved: list[str]
     assert "seconds in all" in str(report)
 
 
-def test_maps_alone_are_trained_if_that_is_asked_for() -> None:
-    _, wrapped = adapted()
-    before = {n: p.detach().clone() for n, p in wrapped.named_parameters()}
-    distill(wrapped, texts_as_batches(4), Distillation(steps=2, end_to_end=6, part="maps"))
-    assert all(torch.equal(p, before[n]) for n, p in wrapped.named_parameters() if "linear_attn" not in n)
-
-
 def test_the_loss_of_the_model_uses_labels_and_asks_for_them() -> None:
     model = build("bert", TEXT, head="AutoModelForSequenceClassification")
     convert(model, Recipe(num_features=16), texts_as_batches())
@@ -174,7 +156,7 @@ def test_the_loss_of_the_model_uses_labels_and_asks_for_them() -> None:
     with pytest.raises(BochnerError, match="'labels'"):
         distill(model, data, Distillation(loss="model"))
     labelled = [{**batch, "labels": batch["input_ids"][:, 3] % 2} for batch in data]
-    report = distill(model, labelled, Distillation(steps=2, end_to_end=10, loss="model", part="classifier"))
+    report = distill(model, labelled, Distillation(steps=2, end_to_end=10, loss="model"))
     with torch.no_grad():
         now = model(**labelled[-1]).loss.item()
     assert report.end_to_end is not None
@@ -185,14 +167,17 @@ def test_the_loss_of_the_model_uses_labels_and_asks_for_them() -> None:
 
 def test_the_report_says_what_was_bought_on_data_held_back() -> None:
     model, data = student(), texts_as_batches(8)
-    with recording(model, lambda name, call: None), torch.no_grad():
-        truth = model(**data[-1])[0]
+
+    def read() -> torch.Tensor:
+        with torch.no_grad():
+            return model(**data[-1])[0].mean(1)
+
+    with recording(model, lambda name, call: None):
+        truth = read()
     report = distill(model, data, Distillation(steps=20, rate=2e-2, end_to_end=20))
-    with torch.no_grad():
-        error = ((model(**data[-1])[0] - truth).norm() / truth.norm()).item()
     found = report.quality
-    assert found["relative_error"]["after"] == pytest.approx(error, rel=1e-4)
-    assert found["relative_error"]["after"] < found["relative_error"]["before"]
+    apart = 1 - torch.cosine_similarity(read(), truth, dim=-1).mean().item()
+    assert 1 - found["cosine"]["after"] == pytest.approx(apart, rel=0.05, abs=3e-7)
     assert found["cosine"]["before"] < found["cosine"]["after"] <= 1 + 1e-6
 
 

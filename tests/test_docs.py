@@ -59,14 +59,30 @@ def decoder(folder: str | None = None) -> dict[str, Any]:
     return {}
 
 
-SMALL = "small-decoder"  # stands in for SmolLM2
+def encoder(folder: str) -> dict[str, Any]:
+    """A small encoder with the tokenizer of MiniLM, saved where a page loads it from."""
+    transformers = pytest.importorskip("transformers")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(bochner.data.fetch("minilm", quiet=True))
+    except bochner.data.ArtefactUnavailable as reason:
+        pytest.skip(str(reason))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=len(tokenizer))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {}
+
+
+SMALL = {"smollm2": "small-decoder", "minilm": "small-encoder"}  # what stands in for the models of the pages
 
 # What the code of a page presupposes; pages that are not here presuppose nothing.
 PRESUPPOSED: dict[str, Callable[[], dict[str, Any]]] = {
     "several-machines.md": attention_inputs,
     "shrink-a-cache.md": decoder,
-    "README.md": lambda: decoder(SMALL),
-    "start.md": lambda: decoder(SMALL),
+    "README.md": lambda: decoder(SMALL["smollm2"]),
+    "start.md": lambda: decoder(SMALL["smollm2"]) | encoder(SMALL["minilm"]),
+    "distil.md": lambda: decoder(SMALL["smollm2"]) | encoder(SMALL["minilm"]),
+    "speed-up-an-encoder.md": lambda: encoder(SMALL["minilm"]),
 }
 NEEDS_A_MODEL = {"README.md", "shrink-a-cache.md", "start.md", "speed-up-an-encoder.md", "distil.md"}
 
@@ -95,8 +111,8 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     names = {"__name__": page.stem} | PRESUPPOSED.get(page.name, dict)()
-    fetch = bochner.data.fetch  # a search on the real decoder takes minutes
-    monkeypatch.setattr(bochner.data, "fetch", lambda name, **how: SMALL if name == "smollm2" else fetch(name, **how))
+    fetch = bochner.data.fetch  # searches and fits on the real models take minutes
+    monkeypatch.setattr(bochner.data, "fetch", lambda name, **how: SMALL.get(name) or fetch(name, **how))
     for number, (code, why) in enumerate(snippets(page), start=1):
         if why is None:
             try:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +32,15 @@ def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return load
 
 
+@contextmanager
+def a_new_user_waits_at_most(seconds: float) -> Iterator[None]:
+    """Processor time of this process, so that a busy machine changes nothing; about four times what it takes."""
+    began = time.process_time()
+    yield
+    took = time.process_time() - began
+    assert took < seconds, f"{took:.1f} s of processor time"
+
+
 def needs_data() -> None:
     try:
         bochner.data.fetch("minilm", quiet=True)
@@ -40,7 +52,7 @@ def needs_data() -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
 def test_an_example_is_short_and_says_what_it_is(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 60
+    assert len(text.splitlines()) <= (39 if path.stem in ("own_fate", "own_map") else 60)
     assert text.startswith('"""')
     assert "__main__" in text
     assert f"test_{path.stem}" in Path(__file__).read_text(encoding="utf-8") or path.stem == "own_map"
@@ -50,13 +62,15 @@ def test_an_example_is_short_and_says_what_it_is(path: Path) -> None:
 def test_shrink_a_cache(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     needs_data()
-    assert example("shrink_a_cache").main() < 0.15
+    with a_new_user_waits_at_most(60):
+        assert example("shrink_a_cache").main() < 0.15
     assert "4,000 tokens" in capsys.readouterr().out
 
 
 def test_speed_up_an_encoder(example: Any) -> None:
     pytest.importorskip("transformers")
-    assert example("speed_up_an_encoder").main(200) < 0.1
+    with a_new_user_waits_at_most(10):
+        assert example("speed_up_an_encoder").main(200) < 0.1
 
 
 @pytest.mark.model
@@ -68,7 +82,8 @@ def test_sentence_encoder(example: Any, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_performer(example: Any) -> None:
-    losses = example("performer").main(30)
+    with a_new_user_waits_at_most(10):
+        losses = example("performer").main(30)
     assert losses[-1] < losses[0]
 
 
@@ -79,7 +94,8 @@ def test_fine_tune(example: Any) -> None:
 
 def test_many_rows(example: Any) -> None:
     pytest.importorskip("sklearn")
-    assert example("many_rows").main(8000, 300) > 0.85
+    with a_new_user_waits_at_most(15):
+        assert example("many_rows").main(8000, 300) > 0.85
 
 
 def test_certified_product(example: Any) -> None:

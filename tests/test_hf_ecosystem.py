@@ -83,8 +83,8 @@ def test_distillation_trains_adapters_and_maps_through_the_outputs_of_the_model(
     convert(model, Recipe(num_features=16), texts_as_batches())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2), model)
-    report = distill(model, texts_as_batches(6), Distillation(steps=2, end_to_end=30, rate=4e-3, part="lora_"))
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    report = distill(wrapped, texts_as_batches(6), Distillation(steps=2, end_to_end=30, rate=4e-3))
     assert report.end_to_end is not None
     assert report.end_to_end[1] < report.end_to_end[0]
     adapters = [p for n, p in model.named_parameters() if "lora_B" in n]

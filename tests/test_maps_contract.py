@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import re
 import warnings
 
 import pytest
@@ -49,6 +51,14 @@ def test_every_map_takes_every_projection(name, projection):
     estimate = kernel_estimate(phi, inputs(1, 2, 3), inputs(1, 2, 4, seed=1))
     assert estimate.shape == (1, 2, 3, 4)
     assert torch.isfinite(estimate).all()
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_a_docstring_says_what_a_stranger_asks(name):
+    """The cost of a row, whether the estimate is biased, the sign of the features, and an example that runs."""
+    doc = inspect.getdoc(FEATURE_MAPS[name]) or ""
+    for what in (r"O\(", "(?i)biased|estimates no kernel", "(?i)positive|signed", ">>> "):
+        assert re.search(what, doc), what
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
@@ -118,6 +128,14 @@ def test_gradients_of_the_estimate_are_right(name):
     phi = build(name, seed=2).double()
     x, y = (inputs(n, seed=n).double().requires_grad_() for n in (2, 3))
     assert torch.autograd.gradcheck(lambda a, b: kernel_estimate(phi, a, b), (x, y), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_features_are_the_same_where_gradients_are_needed(name):
+    phi, x = build(name, num_heads=2, seed=2), inputs(2, 2, 5)
+    for role in ("query", "key"):
+        plain, tracked = phi(x, role), phi(x.clone().requires_grad_(), role)
+        torch.testing.assert_close(plain.dense(), tracked.dense(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in FEATURE_MAPS if name != "moments"])  # that is no sum over pairs
@@ -240,3 +258,20 @@ def test_a_projection_instance_can_be_given():
     assert isinstance(phi.projection, Projection)
     assert phi.projection is p
     assert feature_map(phi) is phi
+
+
+def test_calibrated_features_are_exact_where_queries_and_keys_hardly_vary():
+    """Centred by their own means, not by each other's, the vectors are near zero and so is the error."""
+    q, k = (0.01 * inputs(1, 40, seed=s).double() + shift for s, shift in ((0, 1.5), (1, -0.5)))
+    phi = build("calibrated").double().calibrate_(q, k)
+    torch.testing.assert_close(kernel_estimate(phi, q, k), (q @ k.mT).exp(), rtol=1e-2, atol=0)
+
+
+def test_a_redraw_leaves_a_fitted_landmark_map_alone():
+    q, k = inputs(4, 40), inputs(4, 40, seed=1)
+    phi = build("landmark", seed=1).calibrate_(q, k)
+    before, sample = {n: t.clone() for n, t in phi.state_dict().items()}, phi.seed
+    phi.redraw_(5)
+    assert phi.seed != sample
+    for n, t in phi.state_dict().items():
+        assert torch.equal(t, before[n]), n

@@ -11,7 +11,7 @@ from bochner.matvec import KernelOperator
 torch.set_num_threads(1)
 SETS = hostile_sets(1200)
 N = 600  # of an enemy's points, who asks for the whole error matrix
-METHODS = ["exact", "cells", "sparse", "lowrank"]
+METHODS = ["exact", "cells", "lowrank"]
 
 
 def check(K, truth, x):
@@ -33,14 +33,13 @@ def test_no_vector_breaks_the_contract(name, dtype, eps):
     points, bandwidth = SETS[name]
     X = points[:: len(points) // N].astype(dtype)
     truth = dense(X, X, bandwidth)
-    for method in ("cells", "sparse"):
-        K = KernelOperator(X, bandwidth=bandwidth, eps=eps, method=method)
-        error = truth - np.asarray(K @ np.eye(N), dtype=np.float64)
-        assert np.linalg.norm(error, 2) <= eps
-        assert K.certain
-        x = adversaries(error, keys=X)
-        assert np.linalg.norm(K @ x - truth @ x, axis=0).max() <= eps
-        assert all(check(K, truth, column) for column in x.T[::7])
+    K = KernelOperator(X, bandwidth=bandwidth, eps=eps, method="cells")
+    error = truth - np.asarray(K @ np.eye(N), dtype=np.float64)
+    assert np.linalg.norm(error, 2) <= eps
+    assert K.certain
+    x = adversaries(error, keys=X)
+    assert np.linalg.norm(K @ x - truth @ x, axis=0).max() <= eps
+    assert all(check(K, truth, column) for column in x.T[::7])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -109,7 +108,7 @@ def test_a_bound_of_a_row_says_more_than_the_bound_of_all():
     assert f"{said.method}:" in str(said)
 
 
-@pytest.mark.parametrize("method", ["exact", "cells", "sparse"])
+@pytest.mark.parametrize("method", ["exact", "cells"])
 def test_a_planted_fault_is_found(method, monkeypatch):
     """The checks of this file see what they are for: entries that are skipped without being counted."""
     points, bandwidth = SETS["heavy tails"]

@@ -40,7 +40,7 @@ def dense(q, k, bandwidth, kernel):
 
 @pytest.mark.parametrize("eps", [0.1, 1e-4])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("method", ["exact", "cells", "sparse"])
+@pytest.mark.parametrize("method", ["exact", "cells"])
 @pytest.mark.parametrize("kernel", list(FORMULAS))
 def test_products_are_those_of_the_formula(kernel, method, dtype, eps):
     q, k = clusters(300).astype(dtype), clusters(500, seed=1).astype(dtype)
@@ -64,17 +64,13 @@ def test_a_changed_argument_changes_the_kernel_by_less_than_its_bound(kernel):
 
 
 @pytest.mark.parametrize("kernel", list(PROFILES))
-def test_a_relative_error_of_the_argument_or_of_a_distance_changes_the_kernel_no_more_than_is_said(kernel):
+def test_a_relative_error_of_the_argument_changes_the_kernel_no_more_than_is_said(kernel):
     entry = PROFILES[kernel]
     t = -torch.logspace(-8, math.log10(-entry.floors[1]), 300, dtype=torch.float64)
     value = entry.value(t.clone())
     for relative in (1e-6, 1e-3):
         for moved in (t * (1 + relative), t * (1 - relative)):
             assert float((entry.value(moved) - value).abs().max()) <= 0.51 * relative
-    distance = (-2 * t).sqrt()
-    for step in (1e-9, 1e-4):
-        ratio = entry.value((distance + step).square().mul(-0.5)) / value
-        assert float((ratio - 1).abs().max()) <= entry.steepest * step * 1.01 + 1e-12
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -94,7 +90,7 @@ def test_unknown_kernels_list_the_known_ones():
 
 
 @pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("method", ["exact", "cells", "sparse", "lowrank"])
+@pytest.mark.parametrize("method", ["exact", "cells", "lowrank"])
 @pytest.mark.parametrize("kernel", list(PROFILES))
 def test_gradients_of_x_points_and_bandwidths_are_right(kernel, method, separate):
     x = torch.randn(60, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)

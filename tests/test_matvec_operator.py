@@ -31,7 +31,7 @@ def points():
     return clusters(900)
 
 
-@pytest.mark.parametrize("method", ["exact", "cells", "sparse", "lowrank"])
+@pytest.mark.parametrize("method", ["exact", "cells", "lowrank"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_answer_has_the_form_and_dtype_of_the_question(points, method, dtype):
     q, k = points[:300].astype(dtype), points[300:].astype(dtype)
@@ -53,7 +53,7 @@ def test_the_answer_has_the_form_and_dtype_of_the_question(points, method, dtype
     assert (K.T @ np.ones((300, 2), dtype)).shape == (600, 2)
 
 
-@pytest.mark.parametrize("method", ["exact", "cells", "sparse", "lowrank"])
+@pytest.mark.parametrize("method", ["exact", "cells", "lowrank"])
 def test_products_agree_with_the_dense_matrix(points, method):
     q, k = points[:350], points[300:]
     truth = dense(q, k, 1.3)
@@ -66,7 +66,7 @@ def test_products_agree_with_the_dense_matrix(points, method):
         assert error.max() <= allowed
 
 
-@pytest.mark.parametrize("method", ["exact", "cells", "sparse", "lowrank"])
+@pytest.mark.parametrize("method", ["exact", "cells", "lowrank"])
 def test_products_are_linear_and_repeatable(points, method):
     K = KernelOperator(points, bandwidth=1.0, method=method)
     rng = np.random.default_rng(0)
@@ -197,7 +197,7 @@ def test_statements_hold_for_numbers_at_the_end_of_their_dtype(dtype):
     assert K.matvec_with_certificate(0 * x).bound == 0
 
 
-@pytest.mark.parametrize("method", ["exact", "cells", "sparse", "lowrank"])
+@pytest.mark.parametrize("method", ["exact", "cells", "lowrank"])
 @pytest.mark.parametrize(
     "X",
     [
@@ -234,19 +234,16 @@ def test_the_scale_of_x_does_not_matter(points, scale):
     assert not np.any(K @ (0 * x))
 
 
-@pytest.mark.parametrize("method", ["exact", "cells", "sparse", "lowrank"])
+@pytest.mark.parametrize("method", ["exact", "cells", "lowrank"])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_saved_and_pickled_operators_multiply_the_same(tmp_path, points, method, symmetric):
+def test_pickled_operators_multiply_the_same(points, method, symmetric):
     bandwidth = np.linspace(0.8, 1.2, 8)
     K = KernelOperator(points[:400], None if symmetric else points, bandwidth=bandwidth, method=method)
     K = K.shifted(0.25) if symmetric else K
     x = np.random.default_rng(0).normal(size=K.shape[1]).astype(np.float32)
-    K.save(tmp_path / "operator.npz")
-    with np.load(tmp_path / "operator.npz", allow_pickle=False) as file:
-        assert "queries" in file
-    for copy in (KernelOperator.load(tmp_path / "operator.npz"), pickle.loads(pickle.dumps(K))):
-        assert repr(copy) == repr(K)
-        np.testing.assert_array_equal(copy @ x, K @ x)
+    copy = pickle.loads(pickle.dumps(K))
+    assert repr(copy) == repr(K)
+    np.testing.assert_array_equal(copy @ x, K @ x)
 
 
 def test_other_queries_share_the_index_of_the_keys(points):
@@ -259,21 +256,21 @@ def test_other_queries_share_the_index_of_the_keys(points):
     assert error <= 0.05
 
 
+def test_rows_without_any_near_key_are_zero(points):
+    K = KernelOperator(np.concatenate([points[:50], np.full((3, 8), 1e4, np.float32)]), points, method="cells")
+    assert np.abs((K @ np.ones(900))[-3:]).max() < 1e-25
+    assert np.abs(K.T @ np.eye(53)[-1]).max() < 1e-25
+
+
 def test_the_global_random_state_is_left_alone(points):
     before, numpy_before = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    for method in ("cells", "sparse", "lowrank"):
+    for method in ("cells", "lowrank"):
         KernelOperator(points, bandwidth=1.0, method=method).matvec_with_certificate(np.ones(900))
     assert torch.equal(before, torch.random.get_rng_state())
     assert np.array_equal(numpy_before, np.random.get_state()[1])  # noqa: NPY002
 
 
-def test_operators_of_an_earlier_version_are_refused_in_one_sentence(points, tmp_path):
-    np.savez(tmp_path / "old.npz", queries=points, settings=np.array('{"bandwidth": 1.0}'))
-    with pytest.raises(BochnerError, match="earlier version; build it again"):
-        KernelOperator.load(tmp_path / "old.npz")
-
-
-@pytest.mark.parametrize("method", ["exact", "cells", "sparse", "lowrank"])
+@pytest.mark.parametrize("method", ["exact", "cells", "lowrank"])
 def test_a_matrix_without_columns_has_a_product_without_columns(method):
     q, k = np.random.default_rng(0).normal(size=(2, 60, 3))
     K = KernelOperator(q[:40], k, bandwidth=1.0, method=method)

@@ -60,15 +60,17 @@ def test_clone_demo_report_and_a_model_of_ones_own(tmp_path: Path) -> None:
     said = call(["make", "demo", f"PYTHON={sys.executable}"], clone)
     where = call([str(clone / ".venv/bin/python"), "-c", "import bochner; print(bochner.__file__)"], tmp_path)
     assert where.startswith(str(clone)), "not the clone was tried"
-    best = max(float(x) for x in re.findall(r"\b0\.9\d\d\b", said))
-    assert best > 0.99
+    row = re.search(r"converted\W+([\d.]+)\W+([\d.]+)", said)  # megabytes, percent of the quality
+    assert row is not None
+    assert float(row[1]) < 10
+    assert float(row[2]) > 98
     # 2. The report in a browser: the verdict first, charts there, nothing said on the console.
     report = (clone / "bochner-demo.html").read_text(encoding="utf-8")
     for width in (1280, 480):
         dom, console = shown(report, tmp_path, width)
         assert console == ""
-        assert re.search(r'class="verdict[^"]*">\d+ of 72 heads', dom)
-        assert dom.count("<svg") >= 3
+        assert re.search(r'class="verdict[^"]*">The cache of a real language model', dom)
+        assert dom.count("<svg") == 1
         assert dom.count('class="asked"') == 2
     # 3. A model of one's own, as transformers saves it, and text of one's own.
     own = tmp_path / "own"
@@ -78,7 +80,7 @@ def test_clone_demo_report_and_a_model_of_ones_own(tmp_path: Path) -> None:
     command = str(clone / ".venv" / "bin" / "bochner")
     common = ["--text", "sample.txt", "--keep", "0.95", "--length", "512", "--report"]
     advice = json.loads(call([command, "search", "own", *common, "advice.html", "--json"], tmp_path))
-    assert advice["length"] == 512
+    assert advice["goal"]["length"] == 512
     told = json.loads(call([command, "convert", "own", "out", *common, "report.html", "--json"], tmp_path))
     assert told["target"]["met"]
     for name in ("advice.html", "report.html"):

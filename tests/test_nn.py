@@ -146,6 +146,17 @@ def test_with_a_window_over_everything_it_is_torchs_module(batch_first: bool, is
             assert_same(got, want)
 
 
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_an_input_without_a_batch_is_a_batch_of_one(batch_first: bool) -> None:
+    module, x, mask = make(batch_first=batch_first), draw(10, E), torch.arange(10) >= 7
+    whole = x.unsqueeze(0 if batch_first else 1)
+    got, weights = module(x, x, x, key_padding_mask=mask, need_weights=True)
+    want, same = module(whole, whole, whole, key_padding_mask=mask[None], need_weights=True)
+    assert torch.equal(got, want.squeeze(0 if batch_first else 1))
+    assert torch.equal(weights, same[0])
+    assert not torch.allclose(got, module(x, x, x)[0], atol=1e-3)
+
+
 class Recorder(MultiheadAttention):
     """Counts its calls, so that a layer that goes past the module is seen."""
 

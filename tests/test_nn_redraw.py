@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import bochner
-from bochner import BochnerError, BochnerWarning, feature_map, linear_attention
+from bochner import BochnerError, feature_map, linear_attention
 from bochner.maps import FEATURE_MAPS
 from bochner.maps.redraw import in_backward
 from bochner.nn import Attention, MultiheadAttention, Performer, maps_of, redraw_
@@ -230,14 +230,6 @@ def test_every_map_takes_a_schedule(name: str) -> None:
     assert phi.redraw_every == 5
     with pytest.raises(BochnerError, match=r"'redraw_every' of .* must be a positive int, got 0"):
         feature_map(name, 4, 16, redraw_every=0)
-
-
-def test_the_old_keyword_is_taken_with_a_warning() -> None:
-    with pytest.warns(BochnerWarning, match="redraw_every=7"):
-        phi = feature_map("gmm_prf", 4, 8, redraw_interval=7)
-    assert phi.redraw_every == 7
-    old = {**phi.state_dict(), "noise_seed": torch.zeros((), dtype=torch.int64), "steps": torch.tensor(5)}
-    assert feature_map("gmm_prf", 4, 8).load_state_dict(old).unexpected_keys == []
 
 
 PROCESS = """

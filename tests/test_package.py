@@ -140,6 +140,23 @@ def test_importing_the_package_imports_neither_extras_nor_the_larger_half_of_sci
     assert {name.partition(".")[0] for name in added} & (OPTIONAL | {"scipy", "pandas"}) == set()
 
 
+def test_what_needs_an_extra_says_which():
+    """However it is imported: one sentence that ends with what to install, in place of a module that is not found."""
+    lines = {
+        "from bochner.estimators import KernelRidge": "sklearn",
+        "import bochner; bochner.estimators": "sklearn",
+        "import bochner; bochner.convert": "hf",
+    }
+    code = "import sys, bochner\nfor name in ('sklearn', 'transformers'): sys.modules[name] = None\n"
+    for line in lines:
+        code += f"try: exec({line!r})\nexcept bochner.MissingExtraError as error: print(error)\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = done.stdout.strip().splitlines()
+    assert len(said) == len(lines)
+    for sentence, name in zip(said, lines.values(), strict=True):
+        assert re.search(rf"pip install 'bochner\[[\w,]*{name}", sentence), sentence
+
+
 def test_names_that_are_imported_late_are_the_real_ones():
     code = "import bochner as b; print(b.KernelOperator is b.matvec.KernelOperator, 'KernelOperator' in dir(b))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -17,7 +17,7 @@ from bochner.papers.sketched_layer import (
     plan_layer,
 )
 from bochner.papers.taylor_layer import TAYLOR, TaylorComposition, series_for
-from bochner.theory import geometric_law, mse_tensor_sketch, variance_taylor
+from bochner.theory import geometric_law, mse_tensor_sketch, poisson_law, variance_taylor
 
 
 def rows(*shape: int, seed: int = 0) -> Tensor:
@@ -158,11 +158,8 @@ def test_squares_earn_their_place_in_a_wide_block_of_short_inputs() -> None:
     assert errors[1] < errors[0] < 0.5 * float((exact - exact.mean(0)).norm())
 
 
-@pytest.mark.parametrize(
-    "law", ["optimal", *(pytest.param(x, marks=pytest.mark.slow) for x in ("geometric", "poisson"))]
-)
-def test_taylor_composition_of_gelu_is_unbiased_with_its_variance(law: str) -> None:
-    layer = TaylorComposition(W, B, "gelu", CALIBRATION, law=law, draws=8, num_features=16)
+def test_taylor_composition_of_gelu_is_unbiased_with_its_variance() -> None:
+    layer = TaylorComposition(W, B, "gelu", CALIBRATION, draws=8, num_features=16)
     exact = nn.functional.gelu(POINTS @ W.mT + B)
     samples = redraws(layer, POINTS, 2500)
     check_mean(samples, exact, scale=0.2, detect=0.05)
@@ -180,13 +177,15 @@ def test_taylor_variance_is_the_one_of_the_theory() -> None:
 
 
 def test_the_optimal_law_has_the_least_variance_and_averaging_divides_it() -> None:
-    variance = {}
-    for law in ("optimal", "geometric", "poisson"):
-        layer = TaylorComposition(W, B, "gelu", CALIBRATION, law=law, draws=1, num_features=16)
-        variance[law] = float(layer.variance(CALIBRATION).mean())
-    assert variance["optimal"] < min(variance["geometric"], variance["poisson"])
+    layer = TaylorComposition(W, B, "gelu", CALIBRATION, draws=1, num_features=16)
+    own, size = layer.probabilities, len(layer.probabilities)
+    variance = float(layer.variance(CALIBRATION).mean())
+    for law in (geometric_law(0.5, size), poisson_law(2.0, size)):
+        p = torch.where(own > 0, law, 0.0)
+        layer.probabilities = p / p.sum()
+        assert variance < float(layer.variance(CALIBRATION).mean())
     many = TaylorComposition(W, B, "gelu", CALIBRATION, draws=10, num_features=16)
-    assert float(many.variance(CALIBRATION).mean()) == pytest.approx(variance["optimal"] / 10)
+    assert float(many.variance(CALIBRATION).mean()) == pytest.approx(variance / 10)
 
 
 def test_geometric_index_has_mean_one_over_rho_less_one() -> None:

@@ -31,3 +31,20 @@ def test_another_handler_hears_every_message() -> None:
     finally:
         logger.removeHandler(handler)
     assert heard == ["searching"]
+
+
+def test_a_search_names_every_text_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text takes seconds: silence ends with each of them."""
+    pytest.importorskip("transformers")
+    from types import SimpleNamespace
+    from typing import Any
+
+    from bochner.hf.search import verify
+
+    said: list[str] = []
+    verifier = verify.Verifier.__new__(verify.Verifier)
+    verifier.say = said.append
+    monkeypatch.setattr(verify, "read", lambda model, ids: (model, ids))
+    texts: Any = [SimpleNamespace(ids=i) for i in range(3)]
+    assert verifier._answers("model", texts) == [("model", 0), ("model", 1), ("model", 2)]
+    assert said == ["reading text 2 of 3", "reading text 3 of 3"]

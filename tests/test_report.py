@@ -26,7 +26,7 @@ def pictures(layers: int = 2, heads: int = 3, n: int = 6) -> HeadPictures:
 
 def page() -> Report:
     times = {512: 1.0, 1024: 4.0, 2048: 16.0}
-    report = Report("a < b").verdict("It is worth it.", [Number("kept", "99 %", "of all")])
+    report = Report("a < b").verdict("It is worth it.", [Number("quality retained", "99 %", "of all")])
     report.steps([("Convert.", "bochner convert x y --keep 0.99")])
     report.heads(pictures())
     lines = {"exact": list(times.items()), "linear": [(512, 3.0), (1024, 6.0), (2048, 12.0)]}
@@ -250,7 +250,7 @@ def test_the_page_of_a_target_compares_with_exact_attention_and_shows_every_poin
     assert "bochner search a --keep 0.5 --length 512" in beyond
     assert "beyond them its attention alone was timed" in beyond
     within = target_page("t", replace(found, positions=None), times=times, place=Place("a")).html()
-    assert re.search(r"Convert it: .* on held-back texts of 48 tokens", within)
+    assert re.search(r"Convert it. .* on validation texts of 48 tokens", within)
     assert found.time_share == found.frontier[found.chosen].attention
     # Two choices with as many approximate heads, the dearer one last.
     first = replace(found.frontier[found.chosen], attention=0.02)
@@ -259,6 +259,24 @@ def test_the_page_of_a_target_compares_with_exact_attention_and_shows_every_poin
     chart = html[html.index("what is lost, by cost") :].partition("</svg>")[0]
     assert chart.count("<circle") == 2
     assert chart.count('r="11"') == 1
+
+
+def test_after_a_loss_the_page_asks_for_what_may_help() -> None:
+    """Longer texts and a lower quality after a loss on speed; more memory where memory was the limit; never shorter."""
+    pytest.importorskip("transformers")
+    from types import SimpleNamespace
+
+    from bochner.report.model import Place, _steps
+
+    def told(keep: float | None, memory: float | None) -> str:
+        goal = SimpleNamespace(keep=keep, memory=memory, length=2000)
+        found: Any = SimpleNamespace(goal=goal, beyond=False, worthwhile=False)
+        return " ".join(f"{sentence} {code}" for sentence, code in _steps(found, Place("m")))
+
+    assert "longer sequences" in told(0.99, None)
+    assert "bochner search m --keep 0.99 --length 4000" in told(0.99, None)
+    assert "bochner search m --keep 0.97 --length 2000" in told(0.99, None)
+    assert told(None, 0.1) == "Allow more memory. bochner search m --memory 0.2 --length 2000"
 
 
 def test_what_a_page_says_to_do_next_names_where_the_model_is() -> None:
@@ -291,8 +309,8 @@ def test_a_recipe_is_judged_by_lengths_that_the_model_can_read() -> None:
     shown: dict[str, Any] = {"held": held, "times": times, "positions": 512}
     html = recipe_page("t", plan, quality, place=Place("a", "b"), **shown).html()
     verdict = html.partition('<p class="verdict">')[2].partition("</p>")[0]
-    assert "by cosine alone on 3 texts, up to 129 tokens at a time," in verdict
-    assert "takes 0.90 of the time of exact attention at 512 tokens, the most it has positions for" in verdict
+    assert "by cosine alone on 3 validation texts of up to 129 tokens" in verdict
+    assert "takes 90% of the exact time at 512 tokens, the most it has positions for" in verdict
     assert "4,096" not in verdict
     # One number for the border, in the chart, in its caption, and nowhere another.
     assert "converted from 600 tokens on" in html

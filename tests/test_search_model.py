@@ -238,6 +238,21 @@ def test_verification_reads_texts_that_nothing_else_has_seen() -> None:
     assert abs(len(parts.choice) - len(parts.held)) <= 1
 
 
+def test_a_search_chooses_on_one_part_and_verifies_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows_only(monkeypatch, 64, 128)
+    plain, read = Verifier.__init__, list[Tensor]()
+
+    def noted(self: Verifier, model: Any, held: Tensor, *rest: Any) -> None:
+        read.append(held)
+        plain(self, model, held, *rest)
+
+    monkeypatch.setattr(Verifier, "__init__", noted)
+    model, data, target = llama(), stream(), Target(keep=0.9, length=300)
+    parts = split(data, settle(target, model, discover(model), data))
+    search(model, target, data)
+    assert [torch.equal(a, b[: len(a)]) for a, b in zip(read, (parts.choice, parts.held), strict=True)] == [True, True]
+
+
 def test_rows_of_batches_are_drawn_for_each_part_and_nothing_is_lost() -> None:
     """As many rows choose as verify, however large the batches are, and texts that come in order of kinds are mixed."""
     model, data = build("bert", ENCODERS["bert"]), texts_as_batches(6, 4, 32)

@@ -278,3 +278,10 @@ def test_bad_arguments_are_one_sentence() -> None:
         MaclaurinFeatures(4, 8, series="exp")
     with pytest.raises(BochnerError, match="'series' of MaclaurinFeatures"):
         MaclaurinFeatures(4, 8, series="cosh")
+
+
+def test_a_square_with_room_for_every_product_is_exact():
+    phi = NonnegativePolyFeatures(4, 30, degree=2)  # ten products are all there are
+    x, y = (torch.randn(5, 4, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(2))
+    assert phi.feature_dim == 10
+    torch.testing.assert_close(kernel_estimate(phi.double(), x, y), (x @ y.mT) ** 2)

@@ -203,6 +203,13 @@ def test_masks_hide_as_many_symbols_as_they_should_and_always_the_same() -> None
     assert not torch.equal(hidden[207]["input_ids"], items[7]["input_ids"])
 
 
+def test_rows_to_train_on_are_not_those_to_validate() -> None:
+    preset = tasks.preset_of(tasks.task("text"), "small", train=4, test=3)
+    found = {s: base.part(np.arange(10), preset, s, 2).tolist() for s in base.SPLITS}
+    assert found == {"train": [0, 1, 2, 3], "validation": [8, 9], "test": [0, 1, 2]}
+    assert base.ends(["ab", "", "cde"]).tolist() == [0, 2, 2, 5]
+
+
 def test_blocks_are_the_text_in_order() -> None:
     blocks = base.Blocks(np.arange(23, dtype=np.uint8), 5)
     assert len(blocks) == 4
@@ -402,6 +409,8 @@ def test_the_performer_presets_have_the_optimizer_of_their_paper() -> None:
     protein_preset = tasks.task("protein").presets["paper"]
     assert tasks.choose(tasks.task("protein"), "linformer", protein_preset).features == 600
     assert tasks.choose(tasks.task("protein"), "positive", protein_preset).features == 256
+    asked = tasks.preset_of(tasks.task("protein"), "paper", features=32)  # what is asked for comes before a table
+    assert tasks.choose(tasks.task("protein"), "linformer", asked).features == 32
 
 
 @pytest.mark.model
@@ -425,6 +434,33 @@ def test_held_out_protein_families_are_not_trained_on() -> None:
     assert baseline["accuracy"] == test[counts.argmax()] / test.sum()
     assert 9 < 100 * baseline["accuracy"] < 11  # leucine; the paper has 9.92 %
     assert 17 < baseline["perplexity"] < 19  # the paper has 17.80
+
+
+def test_swiss_prot_is_read_once_from_all_its_databases(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    standard = rng.choice([i for i, x in enumerate(protein.BLAST) if x in "ACDEFGHIKLMNPQRSTVWY"], (300, 9))
+    rows = [bytes(r.astype(np.uint8)) for r in standard]
+    rows.append(bytes(protein.BLAST.index(x) for x in "MOU*XBZJ"))
+    for name, some in (("BPO", rows[:200]), ("MFO", rows[100:])):  # they overlap
+        (own_cache / name).mkdir()
+        (own_cache / name / "goasp.fasta.psq").write_bytes(b"\0" + b"".join(r + b"\0" for r in some))
+    monkeypatch.setattr(data, "fetch", lambda name: own_cache)
+    preset = tasks.preset_of(tasks.task("protein"), "medium", test=None)
+    assert preset.data["source"] == "swissprot"
+    parts = {s: protein.sequences(preset, s) for s in (*base.SPLITS, "unseen")}
+    found = ["".join(protein.LETTERS[c] for c in p.raw(i)) for p in parts.values() for i in range(len(p))]
+    assert sorted(found) == sorted("".join(protein.BLAST[c] for c in r).replace("*", "X") for r in rows)
+    assert 0 < len(parts["unseen"]) < 40  # one in twenty of 301
+    assert len(parts["test"]) == len(parts["validation"]) == (301 - len(parts["unseen"])) // 20
+    hidden, next_one = (tasks.task(n).load(preset, "test") for n in ("protein", "protein_causal"))
+    assert hidden[0]["labels"].shape == next_one[0]["input_ids"].shape
+    assert torch.equal(next_one[0]["labels"], next_one[0]["input_ids"])
+
+
+def test_swiss_prot_without_databases_is_refused(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "fetch", lambda name: own_cache)
+    with pytest.raises(BochnerError, match="Swiss-Prot has no sequences"):
+        protein.sequences(tasks.task("protein").presets["medium"], "train")
 
 
 @pytest.mark.model

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from bochner import tasks
-from bochner.tasks import base, checks, recall, training
+from bochner.tasks import base, models, recall, training
 from bochner.tasks.base import IGNORE, PAD, SEP, SPECIAL, Preset, Task
 
 SIZES = Preset(12, 1, 2, 16, 16, 8, 4, learning_rate=3e-3, warmup=0, dropout=0.0, pooling="mean", features=8, redraw=0)
@@ -76,7 +76,7 @@ def test_a_task_and_a_map_of_ones_own_are_trained_by_one_call(tmp_path: Path) ->
 def test_an_instance_is_copied_into_every_layer(tmp_path: Path) -> None:
     phi = bochner.feature_map("positive", dim=8, num_features=16, seed=5)
     kept = phi.projection.weight.clone()
-    name = checks.map_name(phi)
+    name = models.map_name(phi)
     preset = replace(SIZES, layers=2)
     model = tasks.build(own(), preset, tasks.choose(own(), name, preset))
     found = [m for m in model.modules() if type(m).__name__ == "PositiveFeaturesCopy"]
@@ -139,6 +139,19 @@ def test_a_configuration_of_transformers_is_a_model(tmp_path: Path) -> None:
     chosen = tasks.choose(own(model=config), "relu", SIZES)
     assert type(tasks.build(own(model=config), SIZES, chosen)).__name__ == "RobertaForSequenceClassification"
     assert 0 <= bochner.train(own(model=config), "relu", output=tmp_path, report=None)["score"] <= 1
+
+
+def test_options_of_a_map_reach_a_torch_model_of_ones_own() -> None:
+    def encoder(preset: Preset) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(preset.width, preset.heads, 16, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    task = own(kind="own", model=encoder, metric=lambda logits, labels: labels)
+    preset = replace(SIZES, redraw=3, options={"num_components": 3})
+    model = tasks.build(task, preset, tasks.choose(task, "gmm_prf", preset))
+    (phi,) = (m for m in model.modules() if isinstance(m, bochner.FeatureMap))
+    assert phi.num_components == 3
+    assert phi.redraw_every == 3
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ ARTEFACTS: dict[str, Artefact] = {
     "proteins": Artefact("apt", "mmseqs2-examples", "14-7e284+ds-1", 10,
         "20,000 protein sequences, and substitution matrices",
         "usr/share/doc/mmseqs2/example-data", "ad2a14a4ca48735eff75de49b702ba969187c4e3b7814b8ae4ec0073f17cd4d2"),
-    "swissprot": Artefact("apt", "metastudent-data", "2.0.1-8", 225, "Swiss-Prot, 486,000 protein sequences",
+    "swissprot": Artefact("apt", "metastudent-data", "2.0.1-8", 225, "Swiss-Prot, 435,000 distinct protein sequences",
         "usr/share/metastudent-data", "020ed0c560a5ba96f39c434399b3ecf0fa790a4776c4aac24458f837969ae54b"),
     "molecules": Artefact("apt", "rdkit-data", "202209.3-1", 13,
         "5,000 molecules of the NCI as SMILES, and what else RDKit comes with",

@@ -50,6 +50,12 @@ def positive_float(value: Any, name: str, owner: str) -> float:
     return float(value)
 
 
+def non_negative(value: Any, name: str, owner: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        raise ArgumentError(f"The {name!r} of {owner} must be a number >= 0, got {value!r}; give a finite one.")
+    return float(value)
+
+
 def flag(value: Any, name: str, owner: str) -> bool:
     """A yes or no: a bool of Python, numpy or torch's tracing."""
     if not isinstance(value, (bool, np.bool_, torch.SymBool)):

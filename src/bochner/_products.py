@@ -26,6 +26,15 @@ def is_exporting() -> bool:
     return bool(getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)())
 
 
+def is_known(size: int) -> bool:
+    """Whether a graph is compiled for this size alone, so that it may have parts one after another."""
+    if not torch.compiler.is_compiling() or is_exporting():
+        return False
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return statically_known_true(size < 2**40)
+
+
 def may_look(x: Tensor) -> bool:
     """Whether asking for a value is cheap and possible: not on other devices, not while tracing or transforming."""
     return LOOKS and x.device.type == "cpu" and not is_composed()

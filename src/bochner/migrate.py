@@ -39,10 +39,9 @@ class PerformerAttention(nn.Module):
         if projection.ndim != 2:
             raise BochnerError(f"The 'projection' must be a matrix (m, d), got shape {tuple(projection.shape)}.")
         m, d = projection.shape
-        self.causal, self.epsilon = causal, epsilon
+        self.kernel, self.causal, self.epsilon = kernel, causal, epsilon
         options: dict[str, Any] = {} if kernel == "positive" else {"kernel_epsilon": epsilon}
         self.feature_map = feature_map(kernel, d, m, projection="iid", **options)
-        self.kernel = kernel
         with torch.no_grad():
             self.feature_map.get_submodule("projection").get_buffer("weight").copy_(projection)
 
@@ -83,13 +82,8 @@ def fast_attention(source: Any, *, epsilon: float | None = None) -> PerformerAtt
             )
         kernel = FUNCTIONS[function]
     default = SOFTMAX_EPSILON if kernel == "positive" else GENERALIZED_EPSILON
-    made = PerformerAttention(
-        source.projection_matrix.detach(),
-        kernel=kernel,
-        causal=bool(source.causal),
-        epsilon=default if epsilon is None else epsilon,
-    )
-    return made.to(source.projection_matrix.device)
+    w, added = source.projection_matrix.detach(), default if epsilon is None else epsilon
+    return PerformerAttention(w, kernel=kernel, causal=bool(source.causal), epsilon=added).to(w.device)
 
 
 def performer_(model: nn.Module, *, epsilon: float | None = None) -> nn.Module:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -30,30 +33,25 @@ class PairMoments(NamedTuple):
     def of(cls, x: Tensor, y: Tensor, w: Tensor) -> PairMoments:
         """The moments of x (h, n, d) and y (h, s, d) with pair weights w (h, n, s)."""
         row, column = w.sum(-1, keepdim=True), w.sum(-2).unsqueeze(-1)
-        return cls(
-            row.sum((-2, -1)),
-            (row * x).sum(-2),
-            (column * y).sum(-2),
-            (row * x).mT @ x,
-            (column * y).mT @ y,
-            x.mT @ (w @ y),
-            x.shape[-2],
-        )
+        first = row.sum((-2, -1)), (row * x).sum(-2), (column * y).sum(-2)
+        return cls(*first, (row * x).mT @ x, (column * y).mT @ y, x.mT @ (w @ y), x.shape[-2])
 
     def mean(self) -> PairMoments:
         """The moments for a total weight of one."""
         total = self.weight.clamp_min(1e-300)
-        x, y = (t / total[:, None] for t in (self.x, self.y))
-        xx, yy, xy = (t / total[:, None, None] for t in (self.xx, self.yy, self.xy))
+        sums = (self.x, self.y, self.xx, self.yy, self.xy)
+        x, y, xx, yy, xy = (t / total.view(-1, *[1] * (t.dim() - 1)) for t in sums)
         return PairMoments(torch.ones_like(total), x, y, xx, yy, xy, self.rows)
 
     def centred(self, a: Tensor, b: Tensor) -> PairMoments:
         """The mean moments of (x - a, y - b)."""
         m = self.mean()
-        xx = m.xx - outer(m.x, a) - outer(a, m.x) + outer(a, a)
-        yy = m.yy - outer(m.y, b) - outer(b, m.y) + outer(b, b)
-        xy = m.xy - outer(m.x, b) - outer(a, m.y) + outer(a, b)
-        return PairMoments(m.weight, m.x - a, m.y - b, xx, yy, xy, m.rows)
+
+        def about(second: Tensor, x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> Tensor:
+            return second - outer(x, b) - outer(a, y) + outer(a, b)
+
+        seconds = about(m.xx, m.x, a, m.x, a), about(m.yy, m.y, b, m.y, b), about(m.xy, m.x, a, m.y, b)
+        return PairMoments(m.weight, m.x - a, m.y - b, *seconds, m.rows)
 
 
 def attended_pairs(q: Tensor, k: Tensor, kernel: str = "softmax") -> PairMoments:
@@ -62,19 +60,17 @@ def attended_pairs(q: Tensor, k: Tensor, kernel: str = "softmax") -> PairMoments
     The error of attention is `sum_j A_ij^2 relvar(x_i + y_j)`: pairs that are attended to count most, yet a pair that
     is not must not be given a wild estimate either.
     """
-    _, h, n, d = q.shape
+    _, h, n, _ = q.shape
     s = k.shape[-2]
-    step = max(1, n * s // MAX_PAIRS)
-    q = q[..., ::step, :]
-    zero = q.new_zeros
-    total = PairMoments(zero(h), zero(h, d), zero(h, d), zero(h, d, d), zero(h, d, d), zero(h, d, d), 0)
-    for x, y in zip(q, k, strict=True):
-        for rows in x.split(max(1, 2**22 // (h * s)), dim=-2):
-            logits = rows @ y.mT
-            if kernel == "gaussian":
-                logits = logits - 0.5 * y.square().sum(-1).unsqueeze(-2)
-            total = total + PairMoments.of(rows, y, ATTENDED * logits.softmax(-1) + (1 - ATTENDED) / s)
-    return total
+
+    def parts() -> Iterator[PairMoments]:
+        for x, y in zip(q[..., :: max(1, n * s // MAX_PAIRS), :], k, strict=True):
+            row = 0.5 * y.square().sum(-1).unsqueeze(-2) if kernel == "gaussian" else 0.0
+            for rows in x.split(max(1, 2**22 // (h * s)), dim=-2):
+                attention = (rows @ y.mT - row).softmax(-1)
+                yield PairMoments.of(rows, y, ATTENDED * attention + (1 - ATTENDED) / s)
+
+    return reduce(add, parts())
 
 
 def optimal_a(l: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """The frequencies w: m random directions in R^d, one class per law.
 
-Every projection draws on the CPU in float64 from a seed and is then cast, so that one seed gives one
-projection on every device and in every dtype. ``projection(x)`` is ``x @ matrix().T``; structured laws
-apply it without forming the matrix.
+Every projection draws on the CPU in float64 from a seed and is then cast, so that one seed gives one projection on
+every device and in every dtype. `projection(x)` is `x @ matrix().T`. The last three laws apply it without the matrix:
+that serves maps of plain products, such as `trig` and `relu`. Exponential and learned maps ask for the matrix.
 
-| name         | rows                                      | marginal law of a row | product       |
+| name         | rows                                      | marginal law of a row | projection(x) |
 |--------------|-------------------------------------------|-----------------------|---------------|
 | `iid`        | independent                               | N(0, I), exactly      | O(m d)        |
 | `orthogonal` | Haar blocks, chi norms                    | N(0, I), exactly      | O(m d)        |
@@ -19,7 +19,7 @@ apply it without forming the matrix.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,8 +31,8 @@ from bochner._checks import BochnerError, lookup, make_generator, one_of, positi
 class FullPrecisionModule(nn.Module):
     """A module whose floating-point state never drops below float32.
 
-    ``model.to(torch.bfloat16)`` would round the frequencies and the exponents built from them; here such a
-    cast only moves the device. float64 and float32 casts go through.
+    `model.to(torch.bfloat16)` would round the frequencies and the exponents built from them; here such a cast only
+    moves the device. float64 and float32 casts go through.
     """
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -45,7 +45,36 @@ class FullPrecisionModule(nn.Module):
         return super()._apply(keep, recurse)
 
 
-class Projection(FullPrecisionModule):
+class DrawnModule(FullPrecisionModule):
+    """A module with random parts: buffers, drawn by `_draw`, one head after another."""
+
+    num_heads: int | None = None
+
+    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> Any:
+        """Draw new random parts in place; learned parameters and calibration stay."""
+        with torch.no_grad():
+            self._redraw(make_generator(seed, generator))
+        return self
+
+    def _redraw(self, g: Generator) -> None:
+        for name, value in self._draw_heads(g).items():
+            if name in self._buffers:
+                getattr(self, name).copy_(value)
+            elif name not in self._parameters:
+                self.register_buffer(name, value.float() if value.is_floating_point() else value)
+
+    def _draw_heads(self, g: Generator) -> dict[str, Tensor]:
+        if self.num_heads is None:
+            return self._draw(g)
+        draws = [self._draw(g) for _ in range(self.num_heads)]
+        return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+
+    def _draw(self, g: Generator) -> dict[str, Tensor]:
+        """The random parts of one head by name, drawn on the CPU in float64."""
+        return {}
+
+
+class Projection(DrawnModule):
     """Base of all projections: `num_features` (m) directions in R^`dim` (d), per head if `num_heads` is given.
 
     `norms`: `"chi"` gives each row the length of a Gaussian vector; `"fixed"` the length sqrt(d), as the
@@ -68,15 +97,7 @@ class Projection(FullPrecisionModule):
         self.num_features = positive_int(num_features, "num_features", owner)
         self.num_heads = None if num_heads is None else positive_int(num_heads, "num_heads", owner)
         self.norms = one_of(norms, "norms", owner, ("chi", "fixed"))
-        for name, value in self._draw_heads(make_generator(seed, generator)).items():
-            dtype = torch.float32 if value.is_floating_point() else value.dtype
-            self.register_buffer(name, value.to(dtype))
-
-    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> Projection:
-        """Draw new frequencies in place."""
-        for name, value in self._draw_heads(make_generator(seed, generator)).items():
-            getattr(self, name).copy_(value)
-        return self
+        self._redraw(make_generator(seed, generator))
 
     def matrix(self) -> Tensor:
         """The frequencies as rows: (m, d), or (h, m, d) with heads."""
@@ -85,16 +106,6 @@ class Projection(FullPrecisionModule):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., n, d), with heads (..., h, n, d), to x @ matrix().T (..., n, m)."""
         raise NotImplementedError
-
-    def _draw(self, g: Generator) -> dict[str, Tensor]:
-        """One head's draw, in float64 on the CPU."""
-        raise NotImplementedError
-
-    def _draw_heads(self, g: Generator) -> dict[str, Tensor]:
-        if self.num_heads is None:
-            return self._draw(g)
-        draws = [self._draw(g) for _ in range(self.num_heads)]
-        return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
 
     def extra_repr(self) -> str:
         heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
@@ -147,71 +158,52 @@ class SimplexProjection(DenseProjection):
         return gaussian_blocks(self.num_features, self.dim, g=g, directions=simplex_vertices(self.dim))
 
 
-class QuasiProjection(DenseProjection):
-    """Scrambled low-discrepancy points pushed through the normal quantile; each row is marginally N(0, I)."""
-
-    def _points(self, d: int, m: int, seed: int) -> np.ndarray:
-        raise NotImplementedError
+class HaltonProjection(DenseProjection):
+    """Scrambled Halton points pushed through the normal quantile; each row is marginally N(0, I)."""
 
     def _rows(self, g: Generator) -> Tensor:
-        seed = int(torch.randint(2**31, (), generator=g, device="cpu"))
-        u = self._points(self.dim, self.num_features, seed)
-        return torch.special.ndtri(torch.from_numpy(np.clip(u, 1e-15, 1 - 1e-15)))
-
-
-class HaltonProjection(QuasiProjection):
-    """Scrambled Halton points."""
-
-    def _points(self, d: int, m: int, seed: int) -> np.ndarray:
         from scipy.stats import qmc
 
-        return qmc.Halton(d, scramble=True, seed=np.random.default_rng(seed)).random(m)
+        return normal_quantile(qmc.Halton(self.dim, scramble=True, seed=numpy_generator(g)).random(self.num_features))
 
 
-class SobolProjection(QuasiProjection):
-    """Scrambled Sobol points; balanced best when m is a power of two."""
+class SobolProjection(DenseProjection):
+    """Scrambled Sobol points, as `HaltonProjection`; balanced best when m is a power of two."""
 
-    def _points(self, d: int, m: int, seed: int) -> np.ndarray:
+    def _rows(self, g: Generator) -> Tensor:
         from scipy.stats import qmc
 
-        sobol = qmc.Sobol(d, scramble=True, bits=52, seed=np.random.default_rng(seed))
-        return sobol.random_base2((m - 1).bit_length())[:m]
+        sobol, m = qmc.Sobol(self.dim, scramble=True, bits=52, seed=numpy_generator(g)), self.num_features
+        return normal_quantile(sobol.random_base2((m - 1).bit_length())[:m])
 
 
 class StructuredProjection(Projection):
-    """A projection applied in O(m log d) without its matrix: blocks of p rows, `p = padded_dim(d)`.
+    """A projection applied in O(m log d) without its matrix, by blocks of p rows.
 
-    A subclass gives `_rotate(x)`, which takes (..., n, blocks, p) through its random operator, and a row `scale`.
+    A subclass gives `_parts(g)`, the draw with a row `scale`, and `_rotate(x, parts)`, which takes (..., n, blocks, p)
+    through its random operator. p is the power of two that holds d, or d itself where `pads` is False.
     """
 
+    pads: ClassVar[bool] = True
     scale: Tensor
 
     @property
     def padded(self) -> int:
-        return self.dim
+        return padded_dim(self.dim) if self.pads else self.dim
 
     @property
     def blocks(self) -> int:
         return -(-self.num_features // self.padded)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = in_blocks(x, self.blocks, self.padded)
-        out = self._rotate(x, self._state(x)).flatten(-2)
-        return out[..., : self.num_features] * self._spread(self.scale).to(out.dtype)
+        parts = {name: b if self.num_heads is None else b.unsqueeze(1) for name, b in self.named_buffers()}
+        parts = {name: b.to(x.dtype) if b.is_floating_point() else b for name, b in parts.items()}
+        out = self._rotate(in_blocks(x, self.blocks, self.padded), parts).flatten(-2)
+        return out[..., : self.num_features] * parts["scale"]
 
     def matrix(self) -> Tensor:
         eye = torch.eye(self.dim, dtype=self.scale.dtype, device=self.scale.device)
-        if self.num_heads is not None:
-            eye = eye.expand(self.num_heads, -1, -1)
-        return self(eye).mT
-
-    def _state(self, x: Tensor) -> dict[str, Tensor]:
-        """The random parts, shaped to broadcast against (..., n, blocks, p)."""
-        parts = {name: self._spread(b) for name, b in self.named_buffers() if name != "scale"}
-        return {k: v.to(x.dtype) if v.is_floating_point() else v for k, v in parts.items()}
-
-    def _spread(self, b: Tensor) -> Tensor:
-        return b if self.num_heads is None else b.unsqueeze(1)
+        return self(eye if self.num_heads is None else eye.expand(self.num_heads, -1, -1)).mT
 
     def _rotate(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
         raise NotImplementedError
@@ -221,15 +213,11 @@ class StructuredProjection(Projection):
 
     def _draw(self, g: Generator) -> dict[str, Tensor]:
         parts = self._parts(g)
-        scale = parts.pop("scale")
-        if self.norms == "fixed":
-            rows = self._rows(parts)
-            while not (lengths := rows.norm(dim=-1)).all():  # a padded transform can have a row of zeros: draw again
-                parts = self._parts(g)
-                del parts["scale"]
-                rows = self._rows(parts)
-            scale = math.sqrt(self.dim) / lengths
-        return {**parts, "scale": scale}
+        if self.norms == "chi":
+            return parts
+        while not (lengths := self._rows(parts).norm(dim=-1)).all():
+            parts = self._parts(g)  # a padded transform can have a row of zeros: draw again
+        return {**parts, "scale": math.sqrt(self.dim) / lengths}
 
     def _rows(self, parts: dict[str, Tensor]) -> Tensor:
         """The unscaled rows (m, d) of one head's parts."""
@@ -244,22 +232,12 @@ class HadamardProjection(StructuredProjection):
     the projections page of the documentation).
     """
 
-    @property
-    def padded(self) -> int:
-        return padded_dim(self.dim)
-
     def _parts(self, g: Generator) -> dict[str, Tensor]:
         p = self.padded
-        signs = rademacher(3, self.blocks, p, g=g)
+        signs = dict(zip(("signs_a", "signs_b", "signs_c"), rademacher(3, self.blocks, p, g=g), strict=True))
         # The rows of the plain transform are visited in random order, so that a truncated block has no fixed row.
-        order = torch.stack([permutation(p, g) for _ in range(self.blocks)])
-        return {
-            "signs_a": signs[0],
-            "signs_b": signs[1],
-            "signs_c": signs[2],
-            "order": order,
-            "scale": chi(self.num_features, dof=p, g=g) * p**-1.5,
-        }
+        order = permutations(self.blocks, p, g)
+        return {**signs, "order": order, "scale": chi(self.num_features, dof=p, g=g) * p**-1.5}
 
     def _rotate(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
         for name in ("signs_a", "signs_b", "signs_c"):
@@ -274,14 +252,10 @@ class FastfoodProjection(StructuredProjection):
     share g and are not independent.
     """
 
-    @property
-    def padded(self) -> int:
-        return padded_dim(self.dim)
-
     def _parts(self, g: Generator) -> dict[str, Tensor]:
         p = self.padded
         gauss = gaussian(self.blocks, p, g=g)
-        order = torch.stack([permutation(p, g) for _ in range(self.blocks)])
+        order = permutations(self.blocks, p, g)
         row_norms = chi(self.num_features, dof=p, g=g)
         block_norms = gauss.norm(dim=-1).repeat_interleave(p)[: self.num_features]
         return {
@@ -302,13 +276,15 @@ class GivensProjection(StructuredProjection):
     its own uniform angle. A first diagonal of random signs makes both orientations reachable.
     """
 
+    pads = False
+
     @property
     def rounds(self) -> int:
         return 0 if self.dim == 1 else 2 * math.ceil(math.log2(self.dim)) + 2
 
     def _parts(self, g: Generator) -> dict[str, Tensor]:
         k, nb, d = self.rounds, self.blocks, self.dim
-        order = torch.stack([permutation(d, g) for _ in range(max(k, 1) * nb)]).view(max(k, 1), nb, d)
+        order = permutations(max(k, 1) * nb, d, g).view(max(k, 1), nb, d)
         angle = 2 * math.pi * torch.rand(max(k, 1), nb, d // 2, dtype=torch.float64, generator=g, device="cpu")
         # Round-major parts are stored last-axis flat so that heads can lead.
         return {
@@ -339,8 +315,22 @@ def rademacher(*shape: int, g: Generator) -> Tensor:
     return torch.randint(2, shape, generator=g, device="cpu").to(torch.float64) * 2 - 1
 
 
-def permutation(n: int, g: Generator) -> Tensor:
-    return torch.randperm(n, generator=g, device="cpu")
+def permutations(count: int, n: int, g: Generator) -> Tensor:
+    return torch.stack([torch.randperm(n, generator=g, device="cpu") for _ in range(count)])
+
+
+def some_seed(g: Generator) -> int:
+    """A seed from a generator, for random parts that must not depend on what else is drawn from it."""
+    return int(torch.randint(2**62, (), generator=g, device="cpu"))
+
+
+def numpy_generator(g: Generator) -> np.random.Generator:
+    return np.random.default_rng(int(torch.randint(2**31, (), generator=g, device="cpu")))
+
+
+def normal_quantile(u: np.ndarray) -> Tensor:
+    """Points of the unit cube to normal ones."""
+    return torch.special.ndtri(torch.from_numpy(np.clip(u, 1e-15, 1 - 1e-15)))
 
 
 def chi(m: int, *, dof: int, g: Generator) -> Tensor:

@@ -143,14 +143,14 @@ def _attend(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tenso
         return _unseen(call, q, keys, state, decay)
     result = attention(call, q, keys, state, decay)
     if options.diagnostics:  # one look at everything, when all is done
-        found = [_total(call.map.dtype, q, keys.k, keys.v, decay), result.out.detach().sum()]
+        found = [_total(call.map.dtype, q, keys.k, keys.v, result.out, decay)]
         if result.bad is not None:
             found.append(result.bad.sum().to(call.map.dtype))
-        given, rows, *count = map(float, found) if call.looks else torch.stack(found).tolist()
-        if not math.isfinite(given):
+        total, *count = map(float, found) if call.looks else torch.stack(found).tolist()
+        if not math.isfinite(total):
             refuse_values("linear_attention", q, keys.k, keys.v, decay)
-        if not math.isfinite(rows) and not bool(result.out.isfinite().all()):
-            result = _smaller_values(call, q, keys, state, decay)
+            if not bool(result.out.isfinite().all()):
+                result = _smaller_values(call, q, keys, state, decay)
         if result.bad is not None and any(count):
             _report(call.map, int(count[0]), result.bad.numel(), options.on_small_normalizer)
     if options.on_small_normalizer == "zero" and result.bad is not None and not call.map.positive:
@@ -168,11 +168,10 @@ def _smaller_values(call: Call, q: Tensor, keys: Keys, state: State | None, deca
     return result._replace(out=result.out * size)
 
 
-def _total(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> Tensor:
+def _total(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, out: Tensor, decay: Tensor | None) -> Tensor:
     """One number that is not finite where any of the tensors is not or a log decay is positive."""
-    found = [t.detach() for t in (q, k, v)]
-    if decay is not None:
-        found.append(torch.where(decay <= 0, decay, torch.nan).detach())
+    found = [q, k, v, out] if decay is None else [q, k, v, out, torch.where(decay <= 0, decay, torch.nan)]
+    found = [t.detach() for t in found]
     if sum(t.numel() for t in found) < 2**14:  # one copy is less work than several sums
         return torch.cat([t.reshape(-1) for t in found]).sum(dtype=dtype)
     return torch.stack([t.sum(dtype=dtype) for t in found]).sum()

@@ -26,8 +26,6 @@ from bochner.attention.state import (
     with_means,
 )
 
-pad = torch.nn.functional.pad
-
 
 def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None = None) -> Result:
     """Attention of q (b, h, n, d) over keys (b, g, s, .), zero where padded, after those of `state`.
@@ -150,9 +148,8 @@ def _rows(call: Call, q: Tensor | None, new: Keys, state: State) -> tuple[Tensor
     window = past._replace(held=keys, seen=seen, start=start, complete=not near.sinks)
     if sinks is not None:
         _, place, there = sinks
-        complete = past.complete or seen >= near.sinks
-        if complete and not past.complete and not window.unpadded:
-            complete = call.looks and place.shape[1] == near.sinks and bool(there.all())
+        told = window.unpadded or (call.looks and place.shape[1] == near.sinks and bool(there.all()))
+        complete = past.complete or (seen >= near.sinks and told)
         place = torch.where(there, place + past.seen, -1).expand(new.k.shape[0], -1)
         window = window._replace(sinks=sinks.keys, sink_position=place, complete=complete)
     sums, window = leave(call, sums, window, done)
@@ -241,7 +238,7 @@ def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) 
         decay = decay.to(u.dtype).expand(b, g, 1)
         sums = sums._replace(ref=sums.ref + decay.squeeze(-1))
         window = None if window is None else _decayed(window, decay.unsqueeze(-1), u.dtype)
-    new = pad(u, (0, 1), value=1.0)  # (b, g, 1, v + 1)
+    new = torch.cat([u, u.new_ones(b, g, 1, 1)], dim=-1)
     total = state.total + (new if mask is None else new.masked_fill(spread_mask(mask), 0)).squeeze(2)
     phi, own = prepared.few_features("query", x, scaled=near.exact)
     if window is None or not near.exact:

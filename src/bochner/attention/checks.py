@@ -225,12 +225,11 @@ def check_qkv(
             f"'q' and 'k' of {owner} must agree in batch and head size, with q's heads a multiple of k's, got "
             f"{tuple(q.shape)} and {tuple(k.shape)}."
         )
-    if mask is None:
-        pass
-    elif not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != (k.shape[0], k.shape[2]):
+    wanted = (torch.bool, (k.shape[0], k.shape[2]))
+    if mask is not None and (not isinstance(mask, Tensor) or (mask.dtype, tuple(mask.shape)) != wanted):
         got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise BochnerError(
-            f"The 'key_padding_mask' of {owner} must be a bool tensor of shape {(k.shape[0], k.shape[2])}, True for "
+            f"The 'key_padding_mask' of {owner} must be a bool tensor of shape {wanted[1]}, True for "
             f"keys to ignore, got {got}."
         )
     if phi is not None and (phi.dim != q.shape[-1] or phi.num_heads is not None):

@@ -21,10 +21,11 @@ from bochner.attention.autograd import Known, Output, Scanned, random_state, rec
 from bochner.attention.features import EMPTY, MASKED, PreparedMap
 from bochner.attention.layout import Layout, Near, Part, by_head
 from bochner.attention.softmax import attend_zones, exact_logits
-from bochner.attention.state import Keys, State, Sums, add_keys, cauchy_schwarz, columns_of, finished, key_sums
+from bochner.attention.state import Keys, State, Sums, add, add_keys, cauchy_schwarz, columns_of, finished, key_sums
 
 ELEMENTS = 5 * 2**20  # features and logits of one part on the CPU: 20 MB in float32
 ELSEWHERE = 64  # times as many on other devices
+UNROLLED = 16  # parts of a compiled graph, at most: each takes time to compile
 OUTER = 64  # blocks whose sums are added up at a time, where all are
 pad = torch.nn.functional.pad
 # The C library keeps freed memory up to twice the largest block that it has seen freed, 32 MB at most. What is beyond
@@ -75,9 +76,9 @@ class Sinks(NamedTuple):
 def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
     """How many rows of all sequences and heads make a part, or keys without a layout: what they need stays in cache.
 
-    None for all of them, where there is one graph.
+    None for all of them, where there is one graph. A compiled graph of a known length has some parts one after another.
     """
-    if call.composed:
+    if call.composed and (layout is None or not _products.is_known(layout.rows * like.shape[0])):
         return None
     phi, r, width = call.map.phi, call.groups, 0 if layout is None else layout.width
     m = phi.feature_dim
@@ -88,7 +89,8 @@ def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
         # Most maps hold several temporaries as large as their features, the exponential ones none; so does a backward.
         share = (1 if phi.is_exponential else 4) * (2 if torch.is_grad_enabled() else 1)
     elements = ELEMENTS // share * (1 if like.device.type == "cpu" else ELSEWHERE)
-    return max(64, elements // (like.shape[0] * like.shape[1] * row))
+    rows = max(64, elements // (like.shape[0] * like.shape[1] * row))
+    return max(rows, -(-layout.rows // UNROLLED)) if call.composed and layout is not None else rows
 
 
 def absorb_keys(call: Call, sums: Sums, keys: Keys) -> Sums:
@@ -176,15 +178,14 @@ class Scan(NamedTuple):
         return rows, bad, *carry
 
     def take(self, part: Part, tensors: Sequence[Tensor]) -> list[Tensor]:
-        found, layout = list(tensors), self.layout
-        for i, (name, t) in enumerate(zip(self.names, tensors, strict=True)):
+        def taken(name: str, t: Tensor) -> Tensor:
             if name == "q":
-                found[i] = layout.take_rows(t, part)
-            elif name in ("k", "v", "shift"):
-                found[i] = layout.take(t, part)
-            elif name in ("behind", "behind_ref"):
-                found[i] = t[:, :, part.number]
-        return found
+                return self.layout.take_rows(t, part)
+            if name in ("behind", "behind_ref"):
+                return t[:, :, part.number]
+            return self.layout.take(t, part) if name in ("k", "v", "shift") else t
+
+        return list(map(taken, self.names, tensors))
 
     def put(self, part: Part, totals: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         for name, total, grad in zip(self.names, totals, grads, strict=True):
@@ -284,10 +285,12 @@ class Scan(NamedTuple):
             psi, scale, columns = keys.map(lambda x: x[:, :, :t])
             refs = torch.cat([carry.ref.unsqueeze(-1), scale.detach().amax((-2, -1))], dim=-1).cummax(-1).values
             sums = key_sums(psi, scale, columns, refs[..., 1:])
-            states = prefix(sums, refs, carry.value, t + (gone == t), overwrites=not self._has_graph())
-            # Of all the memory, what is carried on alone.
-            carry = Sums(states[:, :, gone].clone(), refs[..., gone].clone()) if gone else carry
-            return Sums(states[:, :, :t], refs[..., :t]), carry
+            found = Sums(prefix(sums, refs, carry.value, overwrites=not self._has_graph()), refs[..., :t])
+            if gone == t:
+                carry = add(Sums(found.value[:, :, -1], found.ref[..., -1]), Sums(sums[:, :, -1], refs[..., -1]))
+            elif gone:  # of all the memory, what is carried on alone
+                carry = Sums(found.value[:, :, gone].clone(), refs[..., gone].clone())
+            return found, carry
         ref = torch.maximum(keys.scale.detach().amax((-3, -2, -1)), carry.ref)
         if "behind" in given:
             ref = torch.maximum(ref, given["behind_ref"])
@@ -433,18 +436,18 @@ def mixed(weight: Tensor, sums: Tensor) -> Tensor:
     return (weight.to(sums.dtype) @ sums.flatten(3)).unflatten(-1, sums.shape[3:])
 
 
-def prefix(sums: Tensor, refs: Tensor, first: Tensor, count: int, *, overwrites: bool) -> Tensor:
-    """What precedes each of t blocks and the end, the first so many of them, (b, g, count, m, c).
+def prefix(sums: Tensor, refs: Tensor, first: Tensor, *, overwrites: bool) -> Tensor:
+    """What precedes each of t blocks, (b, g, t, m, c).
 
     The sums of block i are relative to refs[i + 1], `first` to refs[0]. One product with a triangle of weights:
     quadratic in t, with a small constant; while compiling, when all blocks are taken at once, in two levels.
     """
     if torch.compiler.is_compiling() and (_products.is_exporting() or sums.shape[2] > OUTER):
         return _nested_prefix(sums, refs, first)
-    states = mixed(_fading(refs)[..., :count, :], sums)
+    states = mixed(_fading(refs)[..., :-1, :], sums)
     if first.stride(-1) == 0:  # the zero before all keys
         return states
-    fade = (refs[..., :1] - refs[..., :count]).to(sums.dtype).exp()[..., None, None]
+    fade = (refs[..., :1] - refs[..., :-1]).to(sums.dtype).exp()[..., None, None]
     return torch.addcmul(states, first.unsqueeze(2), fade, out=states if overwrites else None)
 
 
@@ -466,8 +469,7 @@ def _nested_prefix(sums: Tensor, refs: Tensor, first: Tensor) -> Tensor:
     fade = (outer[..., :1] - outer).to(sums.dtype).exp().unsqueeze(-1)
     before = _fading(outer).to(sums.dtype) @ inside[..., -1, :] + fade * first.flatten(2)[:, :, None]
     states = inside + before[..., :-1, None, :] * (refs[..., :1] - refs).to(sums.dtype).exp().unsqueeze(-1)
-    ends = torch.cat([states[..., :-1, :].flatten(2, 3), states[:, :, -1, -1:]], dim=2)[:, :, : t + 1]
-    return ends.unflatten(-1, sums.shape[3:])
+    return states[..., :-1, :].flatten(2, 3)[:, :, :t].unflatten(-1, sums.shape[3:])
 
 
 def per_row(x: Tensor, r: int) -> Tensor:

@@ -115,12 +115,12 @@ def load(name: str) -> tuple[Any, Any]:
 
 
 def _tokenizer(path: Path, name: str) -> Any:
-    """The tokenizer beside a model: transformers makes an empty one up where the files are missing."""
+    """The tokenizer saved with a model: transformers makes an empty one up where the files are missing."""
     import transformers
 
     if not any(list(path.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise BochnerError(
-            f"There is no tokenizer in {name!r}; save it beside the model: tokenizer.save_pretrained({name!r})."
+            f"There is no tokenizer in {name!r}; save it with the model: tokenizer.save_pretrained({name!r})."
         )
     try:
         return transformers.AutoTokenizer.from_pretrained(path)
@@ -159,18 +159,21 @@ def check_place(path: Path | None, option: str) -> None:
         raise BochnerError(f"The {option} {str(path)!r} cannot be written: {str(there)!r} does not permit it.")
 
 
-def texts(path: Path | None, count: int) -> tuple[list[str], str]:
-    """Passages of a text file, or of the books; and what they are."""
+def books(split: str, count: int) -> tuple[list[str], str]:
+    """Passages of the books, for calibration or validation; and what they are."""
     from bochner import data
 
+    try:
+        return data.paragraphs(split, count, source="books"), "public-domain books"
+    except data.ArtefactUnavailable as reason:
+        say(f"the books cannot be had, Python's language reference stands in for them ({reason})")
+        return data.paragraphs(split, count, source="python"), "Python's language reference, for want of books"
+
+
+def texts(path: Path | None, count: int) -> tuple[list[str], str]:
+    """Passages of a text file, or of the books; and what they are."""
     if path is None:
-        try:
-            return data.paragraphs("calibration", count, source="books"), "public-domain books"
-        except data.ArtefactUnavailable as reason:
-            say(f"the books cannot be had, Python's language reference stands in for them ({reason})")
-            return data.paragraphs(
-                "calibration", count, source="python"
-            ), "Python's language reference, for want of books"
+        return books("calibration", count)
     if not path.is_file():
         raise BochnerError(f"There is no text file {str(path)!r}.")
     try:

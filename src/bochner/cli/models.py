@@ -15,6 +15,7 @@ from bochner.cli.common import (
     KNOWN,
     Json,
     Threads,
+    books,
     check_place,
     check_tokenizer,
     console,
@@ -28,7 +29,7 @@ from bochner.cli.common import (
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # that attention is timed at for a report
 HELD_SHARE = 4  # one of so many passages is held back for the report of a recipe
-TARGET, RECIPE, TEXT = "Target: a search chooses", "Recipe: you choose", "Text and training"
+TARGET, RECIPE, TRAINING = "Target: a search chooses", "Recipe: you choose", "Training"
 Keep = Annotated[
     float | None,
     typer.Option(help="quality target: the share of the quality to retain, such as 0.99", rich_help_panel=TARGET),
@@ -50,6 +51,11 @@ JudgeLength = Annotated[
     int | None,
     typer.Option(min=1, help="with --keep: judge by texts of so many tokens; default --length", rich_help_panel=TARGET),
 ]
+TextFile = Annotated[
+    Path | None,
+    typer.Option(help="a file of text as the model will read it, a passage a paragraph; default: books"),
+]
+Passages = Annotated[int, typer.Option(min=1, help="how many passages of the text to use")]
 ReportFile = Annotated[Path | None, typer.Option(help="write an HTML report to this file")]
 Model = Annotated[str, typer.Argument(help="a directory with a transformers model, a GGUF file, minilm or smollm2")]
 
@@ -80,8 +86,8 @@ def demo(
 
 def search(
     model: Model,
-    text: Annotated[Path | None, typer.Option(help="a file of text as the model will see it; default: books")] = None,
-    passages: Annotated[int, typer.Option(min=6, help="how many passages of the text to use")] = 48,
+    text: TextFile = None,
+    passages: Passages = 48,
     keep: Keep = None,
     memory: Memory = None,
     minimize: Minimize = None,
@@ -98,23 +104,20 @@ def search(
 
     Example: `bochner search my-model --text sample.txt --length 8192 --report found.html`
     """
-    from bochner.hf.config import Calibration, Target
+    from bochner.hf.config import Calibration
     from bochner.hf.conversion import convert as to_linear
     from bochner.hf.search import search as find
 
-    check_goal(keep, minimize, memory)
+    target = target_of(keep, memory, minimize, length, judge_length)
     check_place(report, "--report")
     use_threads(threads)
     texts_found, source = texts(text, passages)
     loaded, tokenizer = load(model)
     check_tokenizer(loaded, tokenizer, texts_found)
-    target = Target(keep, memory, minimize, length, judge_length)
     found = find(loaded, target, Calibration(texts_found, tokenizer), progress=not as_json)
     if report is not None:
-        from bochner.report.model import Place
-
         to_linear(loaded, found.plan)
-        write_report(report, found, loaded, tokenizer, source, Place(model, text=str(text or "")))
+        write_report(report, found, loaded, tokenizer, source, (model, "", str(text or "")))
     if as_json:
         print_json(found.to_dict())
     else:
@@ -151,21 +154,14 @@ def convert(
     exact_heads: Annotated[
         float, typer.Option(help="share of the key heads that stay exact", rich_help_panel=RECIPE)
     ] = 0.0,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            help="a file of text to calibrate on, a passage a paragraph; default: books", rich_help_panel=TEXT
-        ),
-    ] = None,
-    passages: Annotated[
-        int, typer.Option(min=1, help="how many passages of the text to use", rich_help_panel=TEXT)
-    ] = 48,
     steps: Annotated[
-        int, typer.Option(min=0, help="distillation steps of every layer; 0 for none", rich_help_panel=TEXT)
+        int, typer.Option(min=0, help="distillation steps of every layer; 0 for none", rich_help_panel=TRAINING)
     ] = 0,
     lora: Annotated[
-        int, typer.Option(min=0, help="rank of adapters to train and merge; 0 for none", rich_help_panel=TEXT)
+        int, typer.Option(min=0, help="rank of adapters to train and merge; 0 for none", rich_help_panel=TRAINING)
     ] = 0,
+    text: TextFile = None,
+    passages: Passages = 48,
     report: ReportFile = None,
     threads: Threads = 1,
     as_json: Json = False,
@@ -179,33 +175,33 @@ def convert(
 
     By a recipe: `bochner convert my-model out --features 64 --window 32 --sinks 1`
     """
-    from bochner.hf.config import Calibration, Distillation, Recipe, Target
+    from bochner.hf.config import Calibration, Distillation, Recipe
     from bochner.hf.conversion import convert as to_linear
     from bochner.hf.distill import distill
-    from bochner.maps import named
 
     use_threads(threads)
     # What can be refused is refused before anything is loaded or measured.
-    if num_features and feature_map != "auto":
-        named(feature_map, "convert")
-    if not 0 <= exact_heads <= 1:
-        raise ArgumentError(f"The --exact-heads must be a fraction between 0 and 1, got {exact_heads}.")
-    check_goal(keep, minimize, memory)
-    aims = keep is not None or memory is not None
-    if not aims:
-        goal = {"--minimize": minimize, "--length": length, "--judge-length": judge_length}
-        refuse(goal, "needs a target; give --keep or --memory too, as --keep 0.99")
-    else:
+    spec: Any = None
+    if keep is not None or memory is not None:
         recipe_only = {"--map": None if feature_map == "auto" else feature_map, "--exact-heads": exact_heads or None}
         recipe_only |= {"--window": window or None, "--sinks": sinks or None}
         refuse(recipe_only, "is chosen by the search; drop it, or drop --keep and --memory")
+        spec = target_of(keep, memory, minimize, length, judge_length)
+    else:
+        goal = {"--minimize": minimize, "--length": length, "--judge-length": judge_length}
+        refuse(goal, "needs a target; give --keep or --memory too, as --keep 0.99")
+        if not 0 <= exact_heads <= 1:
+            raise ArgumentError(f"The --exact-heads must be a fraction between 0 and 1, got {exact_heads}.")
+        if not (num_features or window or sinks):
+            raise ArgumentError("Without features (--features 0) there must be a --window or --sinks.")
+        name = feature_map if num_features else None
+        spec = Recipe(name, num_features or None, window or None, sinks, exact_heads=exact_heads)
+    by_recipe = isinstance(spec, Recipe)
     if str(out) in KNOWN:
         raise ArgumentError(
             f"The place to save to, {str(out)!r}, has the name of a built-in model, which the commands would take "
             f"instead of it; give another, as {str(out) + '-linear'!r}."
         )
-    if not aims and not (num_features or window or sinks):
-        raise ArgumentError("Without features (--features 0) there must be a --window or --sinks.")
     if out.is_file():
         raise BochnerError(f"The place to save to, {str(out)!r}, is a file; give a directory.")
     check_place(out / "config.json", "place to save to")
@@ -213,28 +209,22 @@ def convert(
     found, source = texts(text, passages)
     loaded, tokenizer = load(model)
     check_tokenizer(loaded, tokenizer, found)
-    training = None
+    training = held = None
     if steps or lora:
         loss = "model" if lora and type(loaded).__name__.endswith("ForCausalLM") else "outputs"
         training = Distillation(steps=steps or 60, lora=lora, loss=loss)
-    held = None
-    if report is not None and not aims:
+    if report is not None and by_recipe:
         found, held = hold_back(loaded, tokenizer, found, own=text is not None)
     calibration = Calibration(found, tokenizer)
-    if aims:
-        spec: Any = Target(keep, memory, minimize, length, judge_length, training)
-    else:
-        name = feature_map if num_features else None
-        spec = Recipe(name, num_features or None, window or None, sinks, exact_heads=exact_heads)
-    conversion = to_linear(loaded, spec, calibration, progress=not as_json)
-    if training is not None and not aims:
+    conversion = to_linear(
+        loaded, spec if by_recipe else replace(spec, train=training), calibration, progress=not as_json
+    )
+    if training is not None and by_recipe:
         distill(loaded, calibration, training, progress=not as_json)
     plan, target = conversion.plan, conversion.report
     save(loaded, tokenizer, out)
     if report is not None:
-        from bochner.report.model import Place
-
-        write_report(report, target or held, loaded, tokenizer, source, Place(model, str(out), str(text or "")))
+        write_report(report, target or held, loaded, tokenizer, source, (model, str(out), str(text or "")))
     if as_json:
         print_json(
             {"plan": plan.to_dict(), "calibration": source, "saved": str(out), "target": target and target.to_dict()}
@@ -245,7 +235,10 @@ def convert(
     console.print(f"saved to {out}; call bochner.hf.register() before from_pretrained", highlight=False)
 
 
-def check_goal(keep: float | None, minimize: str | None, memory: float | None) -> None:
+def target_of(keep: float | None, memory: float | None, minimize: str | None, *lengths: Any) -> Any:
+    """The target that the options ask for; what is refused is told by the names of the options."""
+    from bochner.hf.config import Target
+
     if memory is not None and not 0 < memory < 1:
         raise ArgumentError(f"The --memory must be a share in (0, 1), as 0.5, got {memory}.")
     if memory is not None and minimize is not None:
@@ -254,6 +247,7 @@ def check_goal(keep: float | None, minimize: str | None, memory: float | None) -
         raise ArgumentError(f"The --keep must be a share in [0.5, 1), as 0.99, got {keep}.")
     if minimize not in (None, "memory", "time"):
         raise ArgumentError(f"The --minimize must be memory or time, got {minimize!r}.")
+    return Target(keep, memory, minimize, *lengths)
 
 
 def refuse(options: dict[str, Any], why: str) -> None:
@@ -264,47 +258,40 @@ def refuse(options: dict[str, Any], why: str) -> None:
 
 
 def hold_back(model: Any, tokenizer: Any, found: list[str], *, own: bool) -> tuple[list[str], Any]:
-    """Passages to calibrate on, and others with the original's answers, for the report of a recipe.
+    """Calibration texts, and validation texts with the original's answers, for the report of a recipe.
 
-    Of the user's `own` passages every fourth is held back; beside the books there are others.
+    Of the user's `own` passages every fourth validates; for the books there are others.
     """
     from bochner.report.model import Held
 
     if not own:
-        return found, Held(model, tokenizer, heldout(12))
+        return found, Held(model, tokenizer, books("heldout", 12)[0])
     held = found[HELD_SHARE - 1 :: HELD_SHARE]
     if not held:
         raise BochnerError(
-            f"The --report needs text that is not calibrated on: {len(found)} passages, {HELD_SHARE} are the least; "
-            "give more, parted by empty lines."
+            f"The --report needs validation texts: {len(found)} passages were given, {HELD_SHARE} are the least; give "
+            "more, parted by empty lines."
         )
     rest = [text for i, text in enumerate(found) if i % HELD_SHARE != HELD_SHARE - 1]
-    say(f"{len(held)} of {len(found)} passages are held back for the report")
+    say(f"{len(held)} of {len(found)} passages are validation texts for the report")
     return rest, Held(model, tokenizer, held)
 
 
-def heldout(count: int) -> list[str]:
-    """Passages by authors that nothing is calibrated on."""
-    from bochner import data
+def write_report(path: Path, found: Any, model: Any, tokenizer: Any, source: str, place: tuple[str, str, str]) -> None:
+    """The page of a converted model. `found`: a search's report, or the validation texts of a recipe.
 
-    try:
-        return data.paragraphs("heldout", count, source="books")
-    except data.ArtefactUnavailable:
-        return data.paragraphs("heldout", count, source="python")
-
-
-def write_report(path: Path, found: Any, model: Any, tokenizer: Any, source: str, place: Any) -> None:
-    """The page of a converted model: `found` is the report of a target's search, or the texts held back of a recipe."""
+    `place`: the model's name, where it was saved, and the file of the text.
+    """
     from bochner.hf.conversion import Conversion
     from bochner.hf.inputs import positions as positions_of
     from bochner.report.cost import layer_times, typical_layer
-    from bochner.report.model import Held, head_pictures, recipe_page, target_page
+    from bochner.report.model import Held, Place, head_pictures, recipe_page, target_page
 
     plan = Conversion.of(model).plan if isinstance(found, Held) else found.plan
-    pictures = head_pictures(model, tokenizer, heldout(1)[0]) if plan.converted else None
+    pictures = head_pictures(model, tokenizer, books("heldout", 1)[0][0]) if plan.converted else None
     shown: dict[str, Any] = {"pictures": pictures, "source": source}
-    shown["place"] = replace(place, loader=type(model).__name__)
-    title = f"{Path(place.name).name} with linear attention"
+    shown["place"] = Place(*place, loader=type(model).__name__)
+    title = f"{Path(place[0]).name} with linear attention"
     if isinstance(found, Held):
         positions = positions_of(model).get("input_ids")
         lengths = sorted({*LENGTHS[:-1], min(positions or LENGTHS[-2], LENGTHS[-2])})
@@ -318,7 +305,7 @@ def write_report(path: Path, found: Any, model: Any, tokenizer: Any, source: str
 
 
 def save(model: Any, tokenizer: Any, out: Path) -> None:
-    """Write beside and move into place at the end: what is stopped half way leaves nothing half written."""
+    """Write elsewhere and move into place at the end: what is stopped half way leaves nothing half written."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as tmp:
         model.save_pretrained(tmp)

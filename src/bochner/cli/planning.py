@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bochner._checks import ArgumentError
-from bochner.cli.common import Json, print_json, show
+from bochner.cli.common import Json, print_json, say, show
 
 app = typer.Typer(no_args_is_help=True, help="Find out how many features an error needs.")
 MAPS = ("trig", "positive", "hyperbolic", "optimal")
@@ -56,6 +56,7 @@ def features(
         cells,
         f"features for a relative error of {error:g} at exp(x.y) = {kernel:.3g}",
     )
+    say("this is the error of kernel values; attention divides by their sum, so prefer a positive map to trig there")
 
 
 def count(features: float) -> str:

@@ -4,6 +4,10 @@ They take part in pipelines, `clone`, `GridSearchCV` and pickling like scikit-le
 `bochner[sklearn]`.
 """
 
+# ruff: noqa: E402
+from bochner._checks import extra
+
+extra("sklearn", "sklearn", "bochner.estimators")  # before anything here imports it
 from bochner.estimators.features import RandomFeatures, components_needed
 from bochner.estimators.local import KernelDensity, NadarayaWatson
 from bochner.estimators.nystrom import Centers

@@ -382,7 +382,7 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
         self.classes_ = np.unique(np.concatenate(list(rows.each(_labels))))
         if len(self.classes_) < 2:
             raise BochnerError(
-                f"{type(self).__name__}.fit needs at least two classes, got only one class, {self.classes_[0]!r}."
+                f"{type(self).__name__}.fit needs at least two classes, got only one class, {self.classes_[0]}."
             )
         return Indicators(self.classes_)
 

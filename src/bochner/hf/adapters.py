@@ -39,7 +39,7 @@ def adapters(model: Any, rank: int) -> Iterator[None]:
     ]
     if not names:
         raise BochnerError(
-            "The 'lora' of Distillation finds no projections in the attention modules: use 'part' instead."
+            "The 'lora' of Distillation finds no projections in the attention modules: make adapters by peft instead."
         )
     wanted = {name: p.requires_grad for name, p in model.named_parameters()}
     transposed = all(isinstance(model.get_submodule(name), Conv1D) for name in names)

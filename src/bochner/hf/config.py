@@ -105,16 +105,14 @@ class Distillation(Config):
     `steps`, `rate`: Adam steps of each layer and their rate; a layer ends early when nothing improves.
     `end_to_end`: steps of the second stage, 0 for none, at half of the rate. `loss`: what that lowers, the distance of
     its `"outputs"` from the original's, or the `"model"`'s own loss.
-    `part`: what it trains besides the maps, a regular expression over parameter names; default nothing, or the adapters
-    of a PeftModel. `lora`: the rank of adapters that are made for it beside the attention's projections, and merged.
-    `seconds`: a time limit.
+    `lora`: the rank of adapters that are made for it beside the attention's projections, and merged. `seconds`: a time
+    limit.
     """
 
     steps: int = 60
     rate: float = 2e-3
     end_to_end: int = 60
     loss: str = "outputs"
-    part: str | None = None
     lora: int = 0
     seconds: float | None = None
 
@@ -128,14 +126,8 @@ class Distillation(Config):
         one_of(self.loss, "loss", "Distillation", ("outputs", "model"))
         if self.seconds is not None:
             positive_float(self.seconds, "seconds", "Distillation")
-        if self.lora and (self.part is not None or not self.end_to_end):
-            why = "'part' names what is trained" if self.part is not None else "'end_to_end' is 0"
-            raise BochnerError(f"The 'lora' of Distillation makes adapters to train end to end, but {why}.")
-
-    @property
-    def trains_weights(self) -> bool:
-        """Whether weights of the model are trained, and not its maps alone."""
-        return bool(self.lora) or self.part not in (None, "maps")
+        if self.lora and not self.end_to_end:
+            raise BochnerError("The 'lora' of Distillation makes adapters to train end to end, but 'end_to_end' is 0.")
 
 
 @dataclass(frozen=True, repr=False)

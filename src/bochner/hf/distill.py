@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from bochner.hf.attention import CHILD, LinearAttention
 from bochner.hf.calibrate import HeadErrors, error_on
 from bochner.hf.calls import Call
 from bochner.hf.config import Calibration, Distillation
-from bochner.hf.evaluate import divergence, is_language_model, kind_of, pooled, rows_of
+from bochner.hf.evaluate import Outputs, divergence, is_language_model, kind_of, pooled, rows_of
 from bochner.hf.interface import layers_of, unwrap
 from bochner.maps.landmark import LandmarkFeatures
 
@@ -55,9 +54,9 @@ class LayerReport:
 class DistillReport:
     """What distillation did: per layer, the loss of the end-to-end stage if there was one, and what it bought.
 
-    `quality`: figures of the whole model on the part of the data held back, `before` and `after`, and of the
-    `original` where they are not distances from it: the `relative_error` of the outputs; of embeddings the `cosine`, of
-    language models the `perplexity`, of other distributions their `divergence` in nats. `note`: why nothing was done.
+    `quality`: figures of the whole model on the part of the data held back, `before` and `after`, of language models
+    their `perplexity`, also that of the `original`; else how far the outputs are from the original's, as in
+    `bochner.hf.evaluate`. `note`: why nothing was done.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -88,10 +87,10 @@ class DistillReport:
 def distill(model: Any, data: Any, how: Distillation = PLAIN, *, progress: bool | None = None) -> DistillReport:
     """Train the maps of a converted model on unlabelled data, in place; returns what it did, layer by layer.
 
-    `model`: a converted one, also inside a PeftModel. `data`: texts, batches or a `Calibration`; the last eighth is
-    held back for validation, and each layer keeps the state that was best on it. `how`: a `Distillation`. With
-    `loss="model"` the second stage lowers the model's own loss, by the `labels` of the batches or, in a causal language
-    model without any, of the next tokens. What is trained besides the maps is not restored by `revert`.
+    `model`: a converted one; the adapters of a PeftModel are trained with its maps, and `revert` leaves them. `data`:
+    texts, batches or a `Calibration`; the last eighth is held back for validation, and each layer keeps the state that
+    was best on it. `how`: a `Distillation`. With `loss="model"` the second stage lowers the model's own loss, by the
+    `labels` of the batches or, in a causal language model without any, of the next tokens.
 
     Maps stay what they are in every other respect: `save_pretrained`, decoding and `revert` work as before.
     """
@@ -104,17 +103,16 @@ def distill(model: Any, data: Any, how: Distillation = PLAIN, *, progress: bool 
     batches = Calibration.of(data, tokenizer).batches(model, MAX_LENGTH, labels=True)
     if len(batches) < 2:
         raise BochnerError("distill needs at least two batches, one of them for validation; give more texts.")
-    labels = [batch.pop("labels", None) for batch in batches]
     run = _Run(model, batches, how, speaker(progress))
-    labelled = _labelled(model, batches, labels) if how.loss == "model" and how.end_to_end else None
     with all_converted(attached), adapters(model, how.lora):
-        trained = _trained(model, how.part, adapted or how.lora > 0)
+        own = (p for n, p in model.named_parameters() if f".{CHILD}." not in n and p.requires_grad)
+        trained = list(own) if adapted or how.lora else []
         mapped = [name for name, layer in attached.items() if layer.plan.has_map]
         if not mapped and not (how.end_to_end and trained):
             return DistillReport(
                 note="Nothing was distilled: no head of the model has a map, and nothing else is trained."
             )
-        return run.both_stages(mapped, trained, labelled)
+        return run.both_stages(mapped, trained)
 
 
 @contextlib.contextmanager
@@ -130,83 +128,79 @@ def all_converted(layers: Mapping[str, LinearAttention]) -> Iterator[None]:
             layer.plan.exact_below = borders[name]
 
 
-def _trained(model: Any, part: str | None, adapted: bool) -> list[nn.Parameter]:
-    """The parameters beside those of the maps that the second stage trains."""
-    own = {n: p for n, p in model.named_parameters() if f".{CHILD}." not in n}
-    if part is None:
-        return [p for p in own.values() if p.requires_grad] if adapted else []
-    if part == "maps":
-        return []
-    found = [p for n, p in own.items() if re.search(part, n)]
-    if not found:
-        raise BochnerError(f"The 'part' of Distillation, {part!r}, matches no parameter of the model.")
-    return found
-
-
-def _labelled(model: Any, batches: Sequence[Batch], labels: Sequence[Tensor | None]) -> list[Batch]:
-    """Batches for the model's own loss."""
-    if any(x is None for x in labels) and not _predicts_next_tokens(model):
-        raise BochnerError(
-            f"The 'loss' of Distillation is the model's, and {type(model).__name__} needs 'labels' for it: put "
-            "them into the batches of 'data', or take loss='outputs'."
-        )
-    own = [_next_labels(b) if x is None else x for b, x in zip(batches, labels, strict=True)]
-    return [{**b, "labels": x} for b, x in zip(batches, own, strict=True)]
-
-
-def _predicts_next_tokens(model: Any) -> bool:
-    return is_language_model(model, {name: layer.plan for name, layer in layers_of(model).items()})
-
-
-def _next_labels(batch: Batch) -> Tensor:
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
-    return ids if mask is None else ids.masked_fill(mask == 0, -100)
-
-
 class _Run:
-    """One distillation: the model, its data, the last `held` batches of which validate, and the time it has."""
+    """One distillation: the model, its data, the last `held` batches of which validate, and the time it has.
+
+    `labels`: of each batch for the model's own loss, None where there are none.
+    """
 
     def __init__(self, model: Any, batches: list[Batch], how: Distillation, say: Callable[[str], None]) -> None:
         self.model, self.batches, self.how, self.say = model, batches, how, say
         self.held, self.began = max(1, len(batches) // 8), time.monotonic()
+        self.predicts = is_language_model(model, {name: layer.plan for name, layer in layers_of(model).items()})
+        self.labels = [batch.pop("labels", None) for batch in batches]
+        self.by_labels = how.loss == "model" and how.end_to_end > 0
+        if self.by_labels and not self.predicts and any(x is None for x in self.labels):
+            raise BochnerError(
+                f"The 'loss' of Distillation is the model's, and {type(model).__name__} needs 'labels' for it: put "
+                "them into the batches of 'data', or take loss='outputs'."
+            )
 
     def is_over(self, share: float = 1.0) -> bool:
         return self.how.seconds is not None and time.monotonic() - self.began > share * self.how.seconds
 
-    def both_stages(
-        self, names: Sequence[str], trained: Sequence[nn.Parameter], labelled: list[Batch] | None
-    ) -> DistillReport:
+    def both_stages(self, names: Sequence[str], trained: Sequence[nn.Parameter]) -> DistillReport:
         """Layer by layer, and end to end if there is a second stage; with figures before and after."""
-        model, report, second = self.model, DistillReport(), self.how.end_to_end
-        # The teacher's outputs, before anything changes: of all data only if they are to be fitted.
-        unasked = 0 if second and labelled is None else len(self.batches) - self.held
-        targets = [None] * unasked + [_outputs(model, b, original=True) for b in self.batches[unasked:]]
-        pairs: list[Any] = list(zip(self.batches, targets, strict=True))
-        original, before = (self._quality(pairs[-self.held :], original=x) for x in (True, False))
+        model, report, held = self.model, DistillReport(), self.batches[-self.held :]
+        with observe.softmax(model), torch.no_grad():  # the teacher, before anything changes
+            fits = self.how.end_to_end and not self.by_labels
+            targets = [_outputs(model, batch) for batch in self.batches] if fits else []
+            truth = None if self.predicts else Outputs(model, held)
+            original = self._figures(truth)
+        before = self._figures(truth)
         wanted = {id(p): p.requires_grad for p in model.parameters()}
 
         def objective(i: int) -> Tensor:
-            if labelled is not None:
-                own: Tensor = observe.run(model, labelled[i], gradient=torch.is_grad_enabled()).loss
-                return own
-            return _distance(_outputs(model, pairs[i][0]), pairs[i][1], pairs[i][0])
+            if self.by_labels:
+                return self._own_loss(i, self.labels[i])
+            return _distance(_outputs(model, self.batches[i]), targets[i], self.batches[i])
 
         try:
             report.layers = list(self._fit_layers(names))
-            if second and not self.is_over():
+            if self.how.end_to_end and not self.is_over():
                 report.end_to_end = self._fit_model(objective, trained)
         finally:
             for p in model.parameters():
                 p.requires_grad_(wanted.get(id(p), p.requires_grad))
         for layer in layers_of(model).values() if trained else ():
             layer.plan.seen = None  # other weights make other queries and keys
-        after = self._quality(pairs[-self.held :])
-        for name in before:
-            report.quality[name] = {"before": before[name], "after": after[name]}
-            if name == "perplexity":
+        for name, after in self._figures(truth).items():
+            report.quality[name] = {"before": before[name], "after": after}
+            if truth is None:
                 report.quality[name]["original"] = original[name]
         report.seconds = time.monotonic() - self.began
         return report
+
+    def _own_loss(self, i: int, labels: Tensor | None) -> Tensor:
+        """The model's own loss on a batch, by labels or else of the next tokens."""
+        batch = self.batches[i]
+        if labels is None:
+            padding = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 0
+            labels = batch["input_ids"].masked_fill(padding, -100)
+        asked = {**batch, "labels": labels}
+        found: Tensor = observe.run(self.model, asked, gradient=torch.is_grad_enabled()).loss
+        return found
+
+    @torch.no_grad()
+    def _figures(self, truth: Outputs | None) -> dict[str, float]:
+        """Of the whole model as it is now, on the batches held back; `truth`: the original's outputs."""
+        if truth is not None:
+            with observe.evaluation_mode(self.model):
+                return truth.quality(lambda batch: observe.run(self.model, batch)).figures
+        count = len(self.batches)
+        with observe.evaluation_mode(self.model):
+            losses = [self._own_loss(i, None).item() for i in range(count - self.held, count)]
+        return {"perplexity": math.exp(sum(losses) / self.held)}
 
     def _fit_layers(self, names: Sequence[str]) -> Iterator[LayerReport]:
         """Fit layer by layer, until the time for it is over."""
@@ -263,27 +257,6 @@ class _Run:
             for layer in layers_of(model).values():
                 layer.freeze_()
             model.train(was_training)
-
-    @torch.no_grad()
-    def _quality(self, pairs: Sequence[tuple[Batch, _Outputs]], *, original: bool = False) -> dict[str, float]:
-        """Figures of the whole model as it is now, or as it was, against the original's outputs; means over batches."""
-        found: dict[str, list[float]] = {}
-        for batch, target in pairs:
-            out, seen = target.final if original else _outputs(self.model, batch).final, target.seen
-            a, b = (t[seen].float() for t in (out, target.final))
-            figures = {"relative_error": ((a - b).norm() / b.norm().clamp_min(1e-30)).item()}
-            if not target.is_logits:
-                x, y = (pooled(t.float(), seen) for t in (out, target.final))
-                figures["cosine"] = F.cosine_similarity(x, y, dim=-1).mean().item()
-            elif _predicts_next_tokens(self.model):
-                labels = _next_labels(batch)[:, 1:].to(out.device)
-                figures["perplexity"] = F.cross_entropy(out[:, :-1].float().mT, labels).item()
-            else:
-                figures["divergence"] = divergence(a, b, None).mean().item()
-            for name, figure in figures.items():
-                found.setdefault(name, []).append(figure)
-        means = {name: sum(x) / len(x) for name, x in found.items()}
-        return {name: math.exp(x) if name == "perplexity" else x for name, x in means.items()}
 
 
 class _Descent(NamedTuple):
@@ -388,11 +361,10 @@ class _Outputs(NamedTuple):
     is_logits: bool
 
 
-def _outputs(model: Any, batch: Batch, *, original: bool = False) -> _Outputs:
-    """The outputs of a converted model; with `original`, those of exact attention."""
+def _outputs(model: Any, batch: Batch) -> _Outputs:
+    """The outputs of a model as it is."""
     asked: dict[str, Any] = {**batch, "output_hidden_states": True}
-    with observe.softmax(model) if original else contextlib.nullcontext():
-        out = observe.run(model, asked, gradient=torch.is_grad_enabled() and not original)
+    out = observe.run(model, asked, gradient=torch.is_grad_enabled())
     names = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
     hidden = tuple(h for name in names for h in (getattr(out, name, None) or ())[1:])
     rows = rows_of(model, batch, out[0])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from bochner._checks import ArgumentError, BochnerError, BochnerWarning, lookup
+from bochner._checks import ArgumentError, BochnerError, lookup
 from bochner._products import is_fake
 from bochner.maps import (
     clustered,
@@ -158,15 +157,7 @@ def feature_map(
         cls = _known(name)
     if dim is None:
         raise BochnerError(f"The 'dim' of feature map {label} is missing; give the head size d.")
-    every = options.pop("redraw_every", None)
-    if "redraw_interval" in options:
-        every = options.pop("redraw_interval")
-        warnings.warn(
-            f"'redraw_interval' is an old name; the new one is feature_map({label}, ..., redraw_every={every!r}).",
-            BochnerWarning,
-            stacklevel=2,
-        )
-    valid = options_of(cls)
+    every, valid = options.pop("redraw_every", None), options_of(cls)
     if "projection" in valid:
         options["projection"] = projection
     elif projection != "orthogonal":

@@ -15,15 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from bochner._checks import (
-    BochnerError,
-    accumulation_dtype,
-    finite,
-    floating,
-    lookup,
-    one_of,
-    positive_int,
-)
+from bochner._checks import BochnerError, accumulation_dtype, finite, floating, lookup, one_of, positive_int
 from bochner._products import is_composed
 from bochner.maps.redraw import RedrawnModule
 from bochner.projections import Projection, make_projection
@@ -100,12 +92,20 @@ class Exponent(NamedTuple):
         return logits if self.offset is None else logits + self.offset.to(z.dtype).unsqueeze(-2)
 
 
-def exponential(logits: Tensor, log_row: Tensor | float, *, antithetic: bool = False) -> Features:
+def exponential(logits: Tensor, log_row: Tensor | float) -> Features:
     """`exp(logits)` with the largest logit of each row moved into the log scale."""
-    if antithetic:
-        logits = torch.cat([logits, -logits], dim=-1)
     peak = logits.detach().amax(-1, keepdim=True)
     return Features((logits - peak).exp(), log_row + peak)
+
+
+def fourier(t: Tensor, x: Tensor) -> Features:
+    """`[sin t, cos t] / sqrt(n)` of n products t with rows x: the features of a mean of n cosines."""
+    return Features(torch.cat([t.sin(), t.cos()], dim=-1), constant_scale(x, t.shape[-1]))
+
+
+def constant_scale(x: Tensor, n: int) -> Tensor:
+    """The log of 1 / sqrt(n) for each row, (..., 1)."""
+    return torch.full_like(x[..., :1], -0.5 * math.log(n))
 
 
 def to_features(t: Tensor) -> Features:
@@ -256,14 +256,13 @@ class FeatureMap(RedrawnModule):
         if len(qs) != len(ks) or not qs:
             raise BochnerError(f"calibrate_ needs as many 'k' as 'q', and at least one, got {len(ks)} and {len(qs)}.")
         pairs = [(self._sequences(x, "q"), self._sequences(y, "k")) for x, y in zip(qs, ks, strict=True)]
-        pairs = [(x, y) for x, y in pairs if x.numel() and y.numel()]
-        qs, ks = [x for x, _ in pairs], [y for _, y in pairs]
-        for found, name in ((qs, "q"), (ks, "k")):
-            if (rows := sum(t.shape[0] * t.shape[2] for t in found)) < 2:
+        found = {name: [p[i] for p in pairs if p[0].numel() and p[1].numel()] for i, name in enumerate("qk")}
+        for name, parts in found.items():
+            if (rows := sum(t.shape[0] * t.shape[2] for t in parts)) < 2:
                 raise BochnerError(
                     f"calibrate_ needs at least 2 rows of {name!r} per head, got {rows}; give more samples."
                 )
-        self._calibrate_sequences(qs, ks)
+        self._calibrate_sequences(found["q"], found["k"])
         self._fingerprint = None
         return self
 
@@ -328,11 +327,12 @@ class FeatureMap(RedrawnModule):
     def _keep(self, **values: Tensor) -> None:
         """Register buffers, or fill those there are, whatever the axis of heads."""
         for name, value in values.items():
-            if name not in self._buffers and name not in self._parameters:
-                self.register_buffer(name, value)
-            else:
+            if name in self._buffers or name in self._parameters:
                 own = getattr(self, name)
                 own.copy_(value.reshape(own.shape))
+            else:
+                dtype = torch.get_default_dtype() if value.is_floating_point() else value.dtype
+                self.register_buffer(name, value.to(dtype).clone(memory_format=torch.contiguous_format))
 
     def _spread(self, b: Tensor, x: Tensor) -> Tensor:
         """A per-head buffer (h, ...) as it broadcasts against (..., h, n, ...), in x's dtype."""
@@ -392,7 +392,7 @@ class NoFeatures(FeatureMap):
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """|x|^2 of each row, (..., n, 1)."""
+    """|x|^2 of each row, (..., n, 1): the same bits whether a gradient is needed or not."""
     if not x.requires_grad:
         return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
     if is_composed():

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from bochner._checks import BochnerError, accumulation_dtype, make_generator, one_of, positive_int
-from bochner.maps.base import Features, ProjectedFeatures, exponential
+from bochner._checks import BochnerError, make_generator, one_of, positive_int
+from bochner.maps.base import Features, ProjectedFeatures, constant_scale, exponential
 from bochner.maps.hybrid import _row_factor, another_projection, compose
 from bochner.projections import Projection
 
@@ -65,7 +64,7 @@ class ClusteredFeatures(ProjectedFeatures):
         g = make_generator(seed, generator)
         super().__init__(dim, num_features, projection=projection, seed=None, generator=g, **options)
         owner = type(self).__name__
-        pair = num_clusters if isinstance(num_clusters, (tuple, list)) else (num_clusters, num_clusters)
+        pair = num_clusters if isinstance(num_clusters, (tuple, list)) else (num_clusters,) * 2
         if len(pair) != 2:
             raise BochnerError(f"The 'num_clusters' of {owner} must be one number or a pair, got {num_clusters!r}.")
         I, J = (positive_int(c, "num_clusters", owner) for c in pair)
@@ -76,7 +75,7 @@ class ClusteredFeatures(ProjectedFeatures):
         one = torch.ones(*self._lead, I, J, dim, device="cpu")
         self._keep(centres_query=0 * one[..., 0, :], centres_key=0 * one[..., 0, :, :])
         # 1 where the entry of A is imaginary; the mean |u|^2 of the pair.
-        self._keep(modulus=one, imaginary=0 * one, spread=one[..., 0].clone())
+        self._keep(modulus=one, imaginary=0 * one, spread=one[..., 0])
         length = num_features * (2 if self.diagonal == "complex" else 1)
         if self.coefficients == "indicator":
             self.feature_dim = I * J * length
@@ -98,9 +97,8 @@ class ClusteredFeatures(ProjectedFeatures):
         spread = spread.sum(-1).clamp_min(1e-6)
         self._keep(centres_query=rq, centres_key=rk, modulus=modulus, imaginary=same, spread=spread)
 
-    def prepare(self, role: str) -> Callable[[Tensor], Features]:
-        features = self._indicator if self.coefficients == "indicator" else self._mixture
-        return lambda x: features(x.to(accumulation_dtype(x.dtype)), role)
+    def _features(self, x: Tensor, role: str) -> Features:
+        return (self._indicator if self.coefficients == "indicator" else self._mixture)(x, role)
 
     def _indicator(self, x: Tensor, role: str) -> Features:
         # 1. The cluster of each row, as a one-hot vector.
@@ -115,8 +113,7 @@ class ClusteredFeatures(ProjectedFeatures):
         logits, phase = self._exponents(x.unsqueeze(-2) * modulus, imaginary)
         log_norm = 0.5 * math.log(self.num_features)
         size = exponential(logits.flatten(-2), _row_factor(x, self.kernel) - log_norm)
-        values = size.values.unflatten(-1, (other, -1))
-        values = _real_parts(values, phase)
+        values = _real_parts(size.values.unflatten(-1, (other, -1)), phase)
         # 4. Zeros in all other pairs.
         if role == "query":
             values = hot[..., :, None, None] * values[..., None, :, :]
@@ -151,7 +148,7 @@ class ClusteredFeatures(ProjectedFeatures):
         t = self._rows(self.spread.to(x.dtype).flatten(-2).sqrt().unsqueeze(-1))
         sign = 1.0 if role == "query" else 2 * imaginary - 1
         angle = self._project(self.coefficient_projection, changed * sign / t)
-        scale = torch.full_like(x[..., :1], -0.5 * math.log(self.num_coefficients))
+        scale = constant_scale(x, self.num_coefficients)
         return [Features(torch.cat([a.cos(), a.sin()], dim=-1), scale) for a in angle.unbind(-2)]
 
     def _all_pairs(self, x: Tensor, role: str) -> tuple[Tensor, Tensor]:

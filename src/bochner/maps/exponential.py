@@ -12,22 +12,15 @@ from torch import Tensor
 
 from bochner._checks import BochnerError
 from bochner.maps.base import Exponent, ProjectedFeatures, pooled
-from bochner.moments import (
-    PairMoments,
-    attended_pairs,
-    balancing_basis,
-    floored,
-    optimal_a,
-    second_moment_of_sum,
-)
+from bochner.moments import PairMoments, attended_pairs, balancing_basis, floored, optimal_a, second_moment_of_sum
 
 
 class ExponentialFeatures(ProjectedFeatures):
     """The positive family, `phi(x) = exp(g(w) + w . C (x - c) - |P (x - c)|^2 / 2 + l . x + r) / sqrt(m)`.
 
-    Every positive map of the theory is this one function with different constants: an importance weight `g(w)` for
-    the proposal the frequencies stand for, a linear change of variables, a centre, and a row factor. Subclasses say
-    which constants. Unbiased, positive; MSE in `theory`. Cost O(m d) per row.
+    Every positive map of the theory is this one function with other constants: an importance weight `g(w)` for the
+    proposal that the frequencies stand for, a linear change of variables, a centre, and a row factor. Subclasses say
+    which. Unbiased, positive; MSE in `theory`. Cost O(m d) per row.
     """
 
     positive = True
@@ -70,17 +63,23 @@ class HyperbolicFeatures(ExponentialFeatures):
     """Positive features in antithetic pairs, `exp(-|x|^2/2) [exp(w.x), exp(-w.x)] / sqrt(2 m)`.
 
     Unbiased, positive, variance at most half of `positive` at twice the features. MSE: `theory.mse_hyperbolic`.
-    `feature_dim` is 2 m. Choromanski et al. 2021, Lemma 1 (hyp+).
+    `feature_dim` is 2 m. O(m d) per row. Choromanski et al. 2021, Lemma 1 (hyp+).
+
+    >>> HyperbolicFeatures(dim=4, num_features=16, seed=0)(torch.zeros(3, 4)).values.shape
+    torch.Size([3, 32])
     """
 
     antithetic = True
 
 
 class RegularizedFeatures(ExponentialFeatures):
-    """SMREG: positive features with every |w| = sqrt(d).
+    """SMREG: `phi(x) = exp(w . x - |x|^2/2) / sqrt(m)` with every |w| = sqrt(d).
 
-    Biased, by the factor `theory.regularized_ratio` in (0, 1], in exchange for bounded features. Positive.
-    Choromanski et al. 2021, Theorem 1.
+    Biased, by the factor `theory.regularized_ratio` in (0, 1], in exchange for bounded features. Positive. MSE:
+    `theory.mse_regularized`. O(m d) per row. Choromanski et al. 2021, Theorem 1.
+
+    >>> RegularizedFeatures(dim=4, num_features=16, seed=0).projection.matrix().norm(dim=-1).amax().round()
+    tensor(2.)
     """
 
     unbiased = False
@@ -91,9 +90,14 @@ class OptimalFeatures(ExponentialFeatures):
     """OPRF (FAVOR++), `(1-4A)^(d/4) exp(A |w|^2 + sqrt(1-4A) w . x - |x|^2/2) / sqrt(m)` with one scalar A.
 
     Unbiased, positive. `A=0` is `positive`; `calibrate_` takes the A that minimises the variance at the mean of
-    |x + y|^2 over the calibration pairs (per head). MSE: `theory.mse_optimal`. Likhosherstov et al. 2022.
+    |x + y|^2 over the calibration pairs (per head). MSE: `theory.mse_optimal`. O(m d) per row.
+    Likhosherstov et al. 2022.
 
     `A`: a number below 1/8, to fix it without data.
+
+    >>> x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    >>> float(OptimalFeatures(dim=4, num_features=16).calibrate_(x, x).A) < 0
+    True
     """
 
     A: Tensor
@@ -130,7 +134,12 @@ class CalibratedFeatures(ExponentialFeatures):
 
     Unbiased and positive whatever the statistics; without `calibrate_` it is `positive`. MSE: `theory.mse_dense`.
     For the Gaussian kernel centring moves both by the same vector and M is the identity: only these leave
-    |x - y| alone. O(m d + d^2) per row.
+    |x - y| alone. O(m d + d^2) per row. Likhosherstov et al. 2023 (FAVOR#) for the third move.
+
+    >>> x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    >>> phi = CalibratedFeatures(dim=4, num_features=16).calibrate_(x + 1, x)
+    >>> bool((phi.centre_query > phi.centre_key).all())
+    True
     """
 
     centre_query: Tensor
@@ -141,11 +150,10 @@ class CalibratedFeatures(ExponentialFeatures):
 
     def __init__(self, dim: int, num_features: int, **options: Any) -> None:
         super().__init__(dim, num_features, **options)
-        zero, eye = torch.zeros(*self._lead, dim, device="cpu"), torch.eye(dim, device="cpu")
-        eye = eye.expand(*self._lead, dim, dim)
-        self._keep(centre_query=zero, centre_key=zero.clone())
-        # U'M, so that a changed query is U'M (x - a), and U'M^-1.
-        self._keep(basis_query=eye.clone(), basis_key=eye.clone(), a=zero.clone())
+        zero = torch.zeros(*self._lead, dim, device="cpu")
+        eye = torch.eye(dim, device="cpu").expand(*self._lead, dim, dim)
+        # The bases are U'M, so that a changed query is U'M (x - a), and U'M^-1.
+        self._keep(centre_query=zero, centre_key=zero, basis_query=eye, basis_key=eye, a=zero)
 
     def _calibrate_sequences(self, q: list[Tensor], k: list[Tensor]) -> None:
         # Of different sequences any query may meet any key.

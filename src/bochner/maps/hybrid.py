@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
 
 from bochner._checks import BochnerError, accumulation_dtype, make_generator, positive_float, positive_int
-from bochner.maps.base import FeatureMap, Features, ProjectedFeatures, exponential
-from bochner.projections import Projection, make_projection
+from bochner.maps.base import FeatureMap, Features, ProjectedFeatures, constant_scale, exponential, fourier
+from bochner.projections import Projection, make_projection, some_seed
 from bochner.theory import Moments, angular_moments, gaussian_moments, hybrid_split
 
 
@@ -61,46 +60,26 @@ class ComplexExponentialFeatures(ProjectedFeatures):
             x = x.to(accumulation_dtype(x.dtype))
             re, im = self._apply_change(real, x), None if imag is None else self._apply_change(imag, x)
             row = _row_factor(x, self.kernel) - 0.5 * math.log(self.num_features)
-            logits = self.projection(re)
-            phase = None if im is None else self.projection(im)
-            return complex_exponential(logits, phase, re, im, row, role)
+            row = row - 0.5 * re.square().sum(-1, keepdim=True)
+            if im is None:
+                return exponential(self.projection(re), row)
+            size = exponential(self.projection(re), row + 0.5 * im.square().sum(-1, keepdim=True))
+            phase = self.projection(im) - (re * im).sum(-1, keepdim=True)
+            # [Re, Im] of queries, [Re, -Im] of keys: their inner product is the real part of the bilinear one.
+            sine = phase.sin() if role == "query" else -phase.sin()
+            return Features(torch.cat([size.values * phase.cos(), size.values * sine], dim=-1), size.log_scale)
 
         return features
 
     def _change(self, role: str) -> tuple[Tensor, Tensor | None]:
         """A for queries, its inverse transpose for keys: real and imaginary part."""
-        real, imag = self.A_real, self.A_imag
-        if role == "query":
-            return real, imag
-        if self.diagonal:
-            size = real.square() if imag is None else real.square() + imag.square()
-            return real / size, None if imag is None else -imag / size
-        inverse = torch.linalg.inv(real if imag is None else torch.complex(real, imag)).mT
-        return (inverse, None) if imag is None else (inverse.real, inverse.imag)
+        A = self.A_real if self.A_imag is None else torch.complex(self.A_real, self.A_imag)
+        if role == "key":
+            A = 1 / A if self.diagonal else torch.linalg.inv(A).mT
+        return (A, None) if self.A_imag is None else (A.real, A.imag)
 
     def _apply_change(self, a: Tensor, x: Tensor) -> Tensor:
         return x * self._spread(a, x) if self.diagonal else x @ a.to(x.dtype).mT
-
-
-def complex_exponential(
-    logits: Tensor,
-    phase: Tensor | None,
-    re: Tensor,
-    im: Tensor | None,
-    log_row: Tensor,
-    role: str,
-) -> Features:
-    """The features `exp(w.t - t.t/2)` of `t = re + i im` as real numbers; `logits = w.re` is consumed, `phase = w.im`.
-
-    Queries get `[Re, Im]`, keys `[Re, -Im]`, so that the plain inner product is the real part of the bilinear one.
-    """
-    log_row = log_row - 0.5 * re.square().sum(-1, keepdim=True)
-    if im is None or phase is None:
-        return exponential(logits, log_row)
-    size = exponential(logits, log_row + 0.5 * im.square().sum(-1, keepdim=True))
-    phase = phase - (re * im).sum(-1, keepdim=True)
-    sine = phase.sin() if role == "query" else -phase.sin()
-    return Features(torch.cat([size.values * phase.cos(), size.values * sine], dim=-1), size.log_scale)
 
 
 class Coefficient(NamedTuple):
@@ -145,10 +124,8 @@ class HybridFeatures(FeatureMap):
                 )
         for base in bases:
             if base.kernel != first.kernel:
-                raise BochnerError(
-                    f"The bases of HybridFeatures must estimate one kernel, got {base.kernel!r} beside "
-                    f"{first.kernel!r}."
-                )
+                got = f"{base.kernel!r} beside {first.kernel!r}"
+                raise BochnerError(f"The bases of HybridFeatures must estimate one kernel, got {got}.")
         super().__init__(first.dim, sum(b.num_features for b in bases), num_heads=first.num_heads, kernel=first.kernel)
         self.bases = nn.ModuleList(bases)
         self.coefficients = nn.ModuleList(c.features for c in coefficients)
@@ -156,10 +133,9 @@ class HybridFeatures(FeatureMap):
         self.weights = [float(c.weight) for c in coefficients]
         self._check_independent()
         lengths = [c.features.feature_dim for c in coefficients]
-        self.feature_dim = sum(
-            b.feature_dim * (n + (a != 0)) for b, n, a in zip(bases, lengths, self.constants, strict=False)
-        )
-        self.feature_dim += bases[-1].feature_dim * (sum(lengths) + (sum(self.constants) != 1))
+        sizes = [n + (a != 0) for n, a in zip(lengths, self.constants, strict=True)]
+        sizes.append(sum(lengths) + (sum(self.constants) != 1))
+        self.feature_dim = sum(b.feature_dim * n for b, n in zip(bases, sizes, strict=True))
 
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         bases = [b.prepare(role) for b in self.bases]  # type: ignore[operator]
@@ -181,11 +157,8 @@ class HybridFeatures(FeatureMap):
         """Coefficients that reuse the randomness of a base make the product biased: refuse the two likely ways."""
         for base in _projections(self.bases):
             for coefficient in _projections(self.coefficients):
-                same = base is coefficient
-                if not same:
-                    a, b = (nn.functional.normalize(p.matrix()[..., 0, :], dim=-1) for p in (base, coefficient))
-                    same = torch.allclose(a, b, atol=1e-5)
-                if same:
+                a, b = (nn.functional.normalize(p.matrix()[..., 0, :], dim=-1) for p in (base, coefficient))
+                if torch.allclose(a, b, atol=1e-5):
                     raise BochnerError(
                         "A coefficient of HybridFeatures has the random directions of a base, which biases the "
                         "product; give its map a 'seed' of its own."
@@ -204,9 +177,7 @@ def compose(
     A negative constant or weight goes into the sign of the key's features. A constant that is the number 0 costs no
     feature.
     """
-    rest: float | Tensor = 1.0
-    for a in constants:
-        rest = rest - a
+    rest = 1.0 - sum(constants)
     one = torch.ones_like(bases[0].log_scale)
     terms = []
     for base, xi, a, b in zip(bases, coefficients, constants, weights, strict=False):
@@ -261,23 +232,18 @@ class SignFeatures(ProjectedFeatures):
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
         x, y = (nn.functional.normalize(t, dim=-1) for t in (x, y))
         # The angle from half chords: acos loses half the digits at 0 and pi.
-        sine, cosine = (
-            (x.unsqueeze(-2) - y.unsqueeze(-3)).norm(dim=-1),
-            (x.unsqueeze(-2) + y.unsqueeze(-3)).norm(dim=-1),
-        )
-        return 1 - 4 / math.pi * torch.atan2(sine, cosine)
+        x, y = x.unsqueeze(-2), y.unsqueeze(-3)
+        return 1 - 4 / math.pi * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
 
 
 def _signs(t: Tensor, x: Tensor) -> Features:
-    return Features(
-        torch.where(t < 0, -1.0, 1.0).to(x.dtype), torch.full_like(x[..., :1], -0.5 * math.log(t.shape[-1]))
-    )
+    return Features(torch.where(t < 0, -1.0, 1.0).to(x.dtype), constant_scale(x, t.shape[-1]))
 
 
 class BipolarFeatures(ProjectedFeatures):
     """`lam K_hyp + (1 - lam) K_trig`: hyperbolic features for small kernel values, trigonometric for large ones.
 
-    A subclass says what lam is; `moments(x, y, n)` are those of its estimate. `num_coefficients` (n): given,
+    A subclass says what lam is, and the moments of its estimate from n projections. `num_coefficients` (n): given,
     `num_features` is the m of the paper, the number of projections of each base, and the features have length
     `4 m (q n + 1)`, q features for each coefficient projection. None: `num_features` is a budget, and (m, n) is the
     split with the smallest worst relative error on the unit sphere (`theory.hybrid_split`) among those whose features
@@ -292,7 +258,6 @@ class BipolarFeatures(ProjectedFeatures):
         self,
         dim: int,
         num_features: int,
-        moments: Callable[[Tensor, Tensor, int], Moments],
         *,
         num_coefficients: int | None = None,
         shared: bool = True,
@@ -304,7 +269,7 @@ class BipolarFeatures(ProjectedFeatures):
         owner = type(self).__name__
         budget = positive_int(num_features, "num_features", owner)
         if num_coefficients is None:
-            m, n = hybrid_split(moments, budget, self.width)
+            m, n = hybrid_split(self._moments, budget, self.width)
         else:
             m, n = budget, positive_int(num_coefficients, "num_coefficients", owner)
         g = make_generator(seed, generator)
@@ -314,22 +279,22 @@ class BipolarFeatures(ProjectedFeatures):
         self.trig_projection = None if shared else another_projection(self, projection, m, g)
         self.feature_dim = 4 * m * (self.width * n + 1)
 
-    def prepare(self, role: str) -> Callable[[Tensor], Features]:
-        def features(x: Tensor) -> Features:
-            x = x.to(accumulation_dtype(x.dtype))
-            t = self.projection(x)
-            u = t if self.trig_projection is None else self.trig_projection(x)
-            half = 0.5 * x.square().sum(-1, keepdim=True)
-            row = _row_factor(x, self.kernel) - 0.5 * math.log(self.num_projections)
-            trig = Features(torch.cat([u.sin(), u.cos()], dim=-1), row + half)
-            hyp = exponential(t, row - half - 0.5 * math.log(2), antithetic=True)
-            xi, constant, weight = self._coefficient(x)
-            return compose([hyp, trig], [xi], [constant], [weight], role)
-
-        return features
+    def _features(self, x: Tensor, role: str) -> Features:
+        t = self.projection(x)
+        u = t if self.trig_projection is None else self.trig_projection(x)
+        half = 0.5 * x.square().sum(-1, keepdim=True)
+        row = _row_factor(x, self.kernel) - 0.5 * math.log(self.num_projections)
+        trig = Features(torch.cat([u.sin(), u.cos()], dim=-1), row + half)
+        hyp = exponential(torch.cat([t, -t], dim=-1), row - half - 0.5 * math.log(2))
+        xi, constant, weight = self._coefficient(x)
+        return compose([hyp, trig], [xi], [constant], [weight], role)
 
     def _coefficient(self, x: Tensor) -> tuple[Features, float | Tensor, float | Tensor]:
         """The features of the coefficient, its constant and its weight."""
+        raise NotImplementedError
+
+    def _moments(self, x: Tensor, y: Tensor, n: int) -> Moments:
+        """Those of the coefficient, for unit vectors."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -342,7 +307,7 @@ class AngularHybridFeatures(BipolarFeatures):
     Unbiased, signed. With `a = theta/pi` the MSE is `E[lam^2] MSE(hyp) + E[(1-lam)^2] MSE(trig)`,
     `E[lam^2] = a (a - a/n + 1/n)` (the same in 1 - a for the other), less
     `(2/m) K^2 (1 - cos(|x|^2 - |y|^2)) E[lam (1 - lam)]` with shared projections: zero at angle 0 and pi for vectors of
-    equal length (`theory.mse_angular_hybrid`). Features of length 4 m (n + 1).
+    equal length (`theory.mse_angular_hybrid`). Features of length 4 m (n + 1), O(n d + m d + m n) per row.
     Choromanski et al. 2022, eq. (12), (19), Theorem 3.1, D.1 and 3.5.
 
     >>> phi = AngularHybridFeatures(dim=64, num_features=256, seed=0)
@@ -354,8 +319,8 @@ class AngularHybridFeatures(BipolarFeatures):
 
     width = 1
 
-    def __init__(self, dim: int, num_features: int, **options: Any) -> None:
-        super().__init__(dim, num_features, angular_moments, **options)
+    def _moments(self, x: Tensor, y: Tensor, n: int) -> Moments:
+        return angular_moments(x, y, n)
 
     def _coefficient(self, x: Tensor) -> tuple[Features, float | Tensor, float | Tensor]:
         return _signs(self.coefficient_projection(x), x), 0.5, -0.5
@@ -367,10 +332,14 @@ class GaussianHybridFeatures(BipolarFeatures):
     Unbiased whatever the lengths of the inputs, signed; lam is 0 at angle 0 and 1 at angle pi for vectors of length r,
     and the variance vanishes at angle 0. With `e = exp(-s^2 |x - y|^2 / 2)` the MSE is that of `angular_hybrid` with
     `E[lam^2] = [(1-e)^2 + (1-e^2)^2/(2n)] / rho^2` and `E[(1-lam)^2] = [(rho-1+e)^2 + (1-e^2)^2/(2n)] / rho^2`.
-    See `theory.mse_gaussian_hybrid`. Features of length 4 m (2 n + 1). Choromanski et al. 2022, eq. (67)-(75), F.1.
+    See `theory.mse_gaussian_hybrid`. Features of length 4 m (2 n + 1), O(n d + m d + m n) per row.
+    Choromanski et al. 2022, eq. (67)-(75), F.1.
 
     `radius`: r; `calibrate_` takes the root mean square length of queries and keys (per head). `smoothness`: s r, the
     sharpness of the coefficient relative to the radius.
+
+    >>> GaussianHybridFeatures(dim=64, num_features=16, num_coefficients=8).feature_dim  # m = 16, n = 8
+    1088
     """
 
     width = 2
@@ -380,17 +349,17 @@ class GaussianHybridFeatures(BipolarFeatures):
         self, dim: int, num_features: int, *, radius: float = 1.0, smoothness: float = 1.0, **options: Any
     ) -> None:
         owner = type(self).__name__
-        s = positive_float(smoothness, "smoothness", owner)
-        super().__init__(dim, num_features, partial(gaussian_moments, radius=1.0, bandwidth=s), **options)
-        self.smoothness = s
+        self.smoothness = positive_float(smoothness, "smoothness", owner)
+        super().__init__(dim, num_features, **options)
         self._keep(radius=torch.full(self._lead, positive_float(radius, "radius", owner), device="cpu"))
+
+    def _moments(self, x: Tensor, y: Tensor, n: int) -> Moments:
+        return gaussian_moments(x, y, n, radius=1.0, bandwidth=self.smoothness)
 
     def _coefficient(self, x: Tensor) -> tuple[Features, float | Tensor, float | Tensor]:
         s = self.smoothness / self.radius.to(x.dtype)[..., None, None]
-        t = self.coefficient_projection(x * s)
         inverse_rho = -1 / math.expm1(-2 * self.smoothness**2)
-        scale = torch.full_like(x[..., :1], -0.5 * math.log(self.num_coefficients))
-        return Features(torch.cat([t.sin(), t.cos()], dim=-1), scale), inverse_rho, -inverse_rho
+        return fourier(self.coefficient_projection(x * s), x), inverse_rho, -inverse_rho
 
     def _calibrate(self, q: Tensor, k: Tensor) -> None:
         r2 = (q.square().sum(-1).mean(-1) + k.square().sum(-1).mean(-1)) / 2
@@ -410,8 +379,7 @@ def another_projection(phi: FeatureMap, like: str | Projection, m: int, g: Gener
     Their seed is their own, so that a ready-made projection drawn from the map's seed is independent of them as well.
     """
     law = "orthogonal" if isinstance(like, Projection) else like
-    seed = int(torch.randint(2**62, (), generator=g, device="cpu"))
-    return make_projection(law, phi.dim, m, num_heads=phi.num_heads, seed=seed)
+    return make_projection(law, phi.dim, m, num_heads=phi.num_heads, seed=some_seed(g))
 
 
 def _projections(parts: nn.ModuleList) -> list[Projection]:

@@ -27,6 +27,7 @@ from bochner._products import product
 from bochner._progress import track
 from bochner.maps.base import FeatureMap, Features
 from bochner.maps.landmark_fit import WINDOW_KINDS, Head, Near, Rows, fit_head, rectified
+from bochner.projections import gaussian, some_seed
 
 LEARNED = ("key_landmarks", "key_log_weights", "query_landmarks", "offsets", "mix_query", "mix_key", "bias_key")
 ENOUGH = 64  # landmarks, unless there are more features
@@ -105,22 +106,9 @@ class LandmarkFeatures(FeatureMap):
         m = num_features
         M = max(m, min(2 * m, ENOUGH)) if num_landmarks is None else num_landmarks
         self.num_landmarks = positive_int(M, "num_landmarks", "LandmarkFeatures")
-        shapes: dict[str, tuple[int, ...]] = {
-            "key_landmarks": (M, dim),
-            "key_log_weights": (M,),
-            "query_landmarks": (M, dim),
-            "offsets": (M,),
-            "caps": (M,),
-            "mix_query": (M, m),
-            "mix_key": (M, m - 1),
-            "bias_key": (m - 1,),
-            "least": (),
-            "error": (),
-            "error_interval": (2,),
-        }
-        self._keep(**{name: torch.zeros((*self._lead, *shape)) for name, shape in shapes.items()})
-        self.register_buffer("rows_seen", torch.zeros((), dtype=torch.long))
-        self.seed = self._draw(seed, generator)
+        self.seed = some_seed(make_generator(seed, generator))
+        self._fill(make_generator(self.seed))
+        self._keep(rows_seen=torch.zeros((), dtype=torch.long, device="cpu"))
 
     @property
     def top_up(self) -> Tensor | None:
@@ -129,8 +117,9 @@ class LandmarkFeatures(FeatureMap):
 
     def _redraw(self, g: Generator) -> None:
         """Other random landmarks; once calibrated or learned, only another sample for the next calibration."""
-        fixed = int(self.rows_seen) or next(self.parameters(), None) is not None
-        self.seed = _some_seed(None, g) if fixed else self._draw(None, g)
+        self.seed = some_seed(g)
+        if not int(self.rows_seen) and next(self.parameters(), None) is None:
+            self._fill(make_generator(self.seed))
 
     @torch.no_grad()
     def calibrate_(
@@ -157,18 +146,13 @@ class LandmarkFeatures(FeatureMap):
         given = self._given(q, k, v)
         near = _near(is_causal, window, sinks, window_kind, given)
         g = make_generator(self.seed)
-        heads = [
-            fit_head(
-                self._rows(head, given, g),
-                self.num_features,
-                self.num_landmarks,
-                near,
-                positive=self.positive,
-                generator=g,
-            )
-            for head in track(range(self.num_heads or 1), self.num_heads or 1, "fitting heads", progress)
-        ]
-        self._take(heads)
+        m, M, count = self.num_features, self.num_landmarks, self.num_heads or 1
+        self._take(
+            [
+                fit_head(self._rows(head, given, g), m, M, near, positive=self.positive, generator=g)
+                for head in track(range(count), count, "fitting heads", progress)
+            ]
+        )
         self.rows_seen.fill_(sum(t.k.shape[0] * t.k.shape[2] for t in given))
         self._fingerprint = None
         return self
@@ -202,11 +186,11 @@ class LandmarkFeatures(FeatureMap):
 
     def _prepared(self, role: str, root: float, dtype: torch.dtype) -> Callable[[Tensor], Features]:
         """The features of `root * x`: the factor goes into the landmarks."""
-        own, start, caps, mix, bias = (self.key_landmarks, self.key_log_weights, None, self.mix_query, None)
+        own, start, mix = self.key_landmarks, self.key_log_weights, self.mix_query
         if role == "key":  # the last feature is 1 whatever training does to the coefficients
-            own, start, caps = self.query_landmarks, -self.offsets, self._by_row(self.caps, dtype)
-            mix, bias = pad(self.mix_key, (0, 1)), self._by_row(pad(self.bias_key, (0, 1), value=1.0), dtype)
+            own, start, mix = self.query_landmarks, -self.offsets, pad(self.mix_key, (0, 1))
         landmarks, start, mix = (own * root).to(dtype).mT, self._by_row(start, dtype), mix.to(dtype)
+        caps, bias = (self._by_row(t, dtype) for t in (self.caps, pad(self.bias_key, (0, 1), value=1.0)))
 
         def query(x: Tensor) -> Features:
             logits = _added(product("landmarks", x.to(dtype), landmarks), start)
@@ -219,8 +203,6 @@ class LandmarkFeatures(FeatureMap):
             return Features(values, total.log().add_(peak))
 
         def key(x: Tensor) -> Features:
-            assert caps is not None
-            assert bias is not None
             logits = _added(product("landmarks", x.to(dtype), landmarks), start)
             has_graph = logits.requires_grad or caps.requires_grad
             hidden = torch.minimum(logits, caps).exp() if has_graph else logits.clamp_(max=caps).exp_()
@@ -244,20 +226,25 @@ class LandmarkFeatures(FeatureMap):
         """A vector, of each head if there are several, as it broadcasts against rows (..., h?, n, .)."""
         return vector.to(dtype) if self.num_heads is None else vector.to(dtype).unsqueeze(-2)
 
-    def _draw(self, seed: int | None, generator: Generator | None) -> int:
-        """Random landmarks and coefficients that sort them into features; returns the seed of the next calibration."""
-        seed = _some_seed(seed, generator)
-        g, M, m = make_generator(seed), self.num_landmarks, self.num_features
-        for buffer in (self.key_landmarks, self.query_landmarks):
-            buffer.copy_(torch.randn(buffer.shape, generator=g, dtype=torch.float64, device="cpu"))
-        group = one_hot(torch.arange(M, device="cpu") % m, m).double()
-        self.mix_query.copy_(group)
-        self.mix_key.copy_((group / group.sum(0).clamp_min(1))[:, : m - 1])
-        self.key_log_weights.fill_(-math.log(M))
-        self.caps.fill_(2.0)
-        self.error.fill_(torch.inf)
-        self.error_interval.copy_(torch.tensor([0.0, torch.inf]))
-        return seed
+    def _fill(self, g: Generator) -> None:
+        """Random landmarks, and coefficients that sort them into features."""
+        M, m, cpu = self.num_landmarks, self.num_features, torch.device("cpu")
+        group = one_hot(torch.arange(M, device=cpu) % m, m).double()
+        none = torch.zeros(max(M, m), device=cpu)
+        for name, value in {
+            "key_landmarks": gaussian(*self._lead, M, self.dim, g=g),
+            "key_log_weights": none[:M] - math.log(M),
+            "query_landmarks": gaussian(*self._lead, M, self.dim, g=g),
+            "offsets": none[:M],
+            "caps": none[:M] + 2.0,
+            "mix_query": group,
+            "mix_key": (group / group.sum(0).clamp_min(1))[:, : m - 1],
+            "bias_key": none[: m - 1],
+            "least": none[0],
+            "error": none[0] + torch.inf,
+            "error_interval": torch.tensor([0.0, torch.inf], device=cpu),
+        }.items():
+            self._keep(**{name: value if name.endswith("_landmarks") else value.expand((*self._lead, *value.shape))})
 
     def _given(self, q: Any, k: Any, v: Any) -> list[Given]:
         """What calibrate_ was given, checked, without sequences of one key."""
@@ -324,11 +311,9 @@ class LandmarkFeatures(FeatureMap):
     def _take(self, heads: list[Head]) -> None:
         """Fitted heads into the buffers."""
         hidden = ("key_landmarks", "key_log_weights", "query_landmarks", "offsets", "caps")
-        found = [dict(zip(hidden, h.hidden, strict=True)) for h in heads]
-        for own, h in zip(found, heads, strict=True):
-            own |= {"mix_query": h.p, "mix_key": h.r, "bias_key": h.bias, "least": torch.tensor(h.top_up)}
-            own |= {"error": torch.tensor(h.error), "error_interval": torch.tensor(h.interval)}
-        self._keep(**{name: torch.stack([own[name] for own in found]) for name in found[0]})
+        names = (*hidden, "mix_query", "mix_key", "bias_key", "least", "error", "error_interval")
+        found = [(*h.hidden, h.p, h.r, h.bias, *map(torch.tensor, (h.top_up, h.error, h.interval))) for h in heads]
+        self._keep(**{name: torch.stack(parts) for name, *parts in zip(names, *found, strict=True)})
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, positive={self.positive}, num_landmarks={self.num_landmarks}"
@@ -337,10 +322,6 @@ class LandmarkFeatures(FeatureMap):
 def _added(x: Tensor, y: Tensor) -> Tensor:
     """x + y, in the memory of x where no gradient needs it."""
     return x + y if x.requires_grad or y.requires_grad else x.add_(y)
-
-
-def _some_seed(seed: int | None, generator: Generator | None) -> int:
-    return int(torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu"))
 
 
 def _near(is_causal: bool, window: int | None, sinks: int, window_kind: str, given: list[Given]) -> Near:

@@ -22,6 +22,7 @@ from bochner._checks import (
     BochnerError,
     accumulation_dtype,
     make_generator,
+    non_negative,
     one_of,
     positive_int,
     spawn_seed,
@@ -36,8 +37,9 @@ from bochner.projections import (
     make_projection,
     mixed,
     padded_dim,
-    permutation,
+    permutations,
     rademacher,
+    some_seed,
 )
 
 
@@ -53,7 +55,8 @@ class SpectralFeatures(FeatureMap):
     may be given.
     """
 
-    sinks: ClassVar[bool]
+    positive = True
+    sinks: ClassVar[bool] = False
     weights: Tensor | None  # of the features, (M,), where they are not all 1
 
     def __init__(
@@ -79,13 +82,13 @@ class SpectralFeatures(FeatureMap):
         self.num_frequencies = num_features
         self.is_exponential = not self.sinks
         self.feature_dim = (2 if self.sinks else 1) * num_features
-        self.noise_seed = int(torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu"))
+        self.noise_seed = some_seed(make_generator(seed, generator))
         self.register_buffer("weights", None, persistent=False)
 
     def _redraw(self, g: Generator) -> None:
         """New noise, as a map of another seed would have it; learned parameters stay."""
-        self.noise_seed = int(torch.randint(2**62, (), generator=g, device="cpu"))
-        self._draw_noise(self._noise_generator())
+        self.noise_seed = some_seed(g)
+        super()._redraw(self._noise_generator())
 
     def exponent(self, role: str) -> Exponent | None:
         if self.sinks:
@@ -128,23 +131,20 @@ class SpectralFeatures(FeatureMap):
         """`E cos(w.(x - y))` or `E exp(w.(x + y))`."""
         raise NotImplementedError
 
-    def _draw_noise(self, g: Generator) -> None:
-        super()._redraw(g)
-
     def _noise_generator(self, stream: int = 0) -> Generator:
         """The stream of the noise, or another one of the same seed."""
         return make_generator(spawn_seed(self.noise_seed, 0, stream))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in ("noise_seed", "steps"):  # buffers of earlier versions
-            state_dict.pop(prefix + name, None)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _noise(self, law: str | Projection) -> Projection:
+        """Noise vectors, one for each of the M features."""
+        m, g = self.num_features, self._noise_generator()
+        return make_projection(law, self.dim, m, num_heads=self.num_heads, seed=None, generator=g)
 
-    def _pair_norms(self, px: Tensor, py: Tensor) -> Tensor:
-        """`|px - py|^2` for kitchen sinks, `|px + py|^2` for positive features, (..., n, s)."""
-        cross = px @ py.mT
+    def _half_square(self, px: Tensor, py: Tensor) -> Tensor:
+        """`-|px - py|^2 / 2` for kitchen sinks, `|px + py|^2 / 2` for positive features, (..., n, s)."""
         sums = px.square().sum(-1, keepdim=True) + py.square().sum(-1, keepdim=True).mT
-        return (sums + (-2 if self.sinks else 2) * cross).clamp_min(0)
+        sign = -1.0 if self.sinks else 1.0
+        return 0.5 * sign * (sums + 2 * sign * (px @ py.mT)).clamp_min(0)
 
 
 class GMMFeatures(SpectralFeatures):
@@ -171,10 +171,9 @@ class GMMFeatures(SpectralFeatures):
         factors: str | None = None,
         init_std: float = 0.0,
         projection: str | Projection = "orthogonal",
-        num_heads: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(dim, num_features, num_heads=num_heads, **options)
+        super().__init__(dim, num_features, **options)
         owner = type(self).__name__
         C = self.num_components = positive_int(num_components, "num_components", owner)
         self.shared_noise = bool(shared_noise)
@@ -185,12 +184,8 @@ class GMMFeatures(SpectralFeatures):
             )
         default = "full" if self.sinks else "diagonal"
         self.factors = one_of(default if factors is None else factors, "factors", owner, ("full", "diagonal"))
-        if not isinstance(init_std, (int, float)) or not 0 <= init_std < math.inf:
-            raise BochnerError(f"The 'init_std' of {owner} must be a number >= 0, got {init_std!r}.")
-        noise = self._noise_generator()
-        self.projection = make_projection(
-            projection, dim, num_features, num_heads=num_heads, seed=None, generator=noise
-        )
+        init_std = non_negative(init_std, "init_std", owner)
+        self.projection = self._noise(projection)
         if self.shared_noise:
             self.num_frequencies = C * num_features
             self.feature_dim *= C
@@ -199,35 +194,28 @@ class GMMFeatures(SpectralFeatures):
         self.factor = nn.Parameter(one.expand(*self._lead, C, *one.shape).clone())
         self.mu = nn.Parameter(init_std * gaussian(*self._lead, C, dim, g=self._noise_generator(1)).float())
         # A component with fewer features has heavier ones.
-        share = torch.tensor(
-            [self.num_frequencies / (C * size) for size in self.sizes for _ in range(size)], device="cpu"
-        )
-        weights = None if len(set(self.sizes)) == 1 else share.sqrt()
-        self.register_buffer("weights", weights, persistent=False)
+        if len(set(self.sizes)) > 1:
+            share = [self.num_frequencies / (C * size) for size in self.sizes for _ in range(size)]
+            self.weights = torch.tensor(share, device="cpu").sqrt()
 
     def frequencies(self) -> Tensor:
-        noise = self.projection.matrix()
+        noise = self.projection.matrix().to(self.factor.dtype)
         own = [noise] * self.num_components if self.shared_noise else noise.split(self.sizes, dim=-2)
-        parts = []
-        for c, n in enumerate(own):
-            n = n.to(self.factor.dtype)
-            w = n * self._factor(c).unsqueeze(-2) if self.factors == "diagonal" else n @ self._factor(c).mT
-            parts.append(w + self.mu[..., c, None, :])
-        return torch.cat(parts, dim=-2)
+        return torch.cat([self._turned(n, c) + self.mu[..., c, None, :] for c, n in enumerate(own)], dim=-2)
 
-    def _factor(self, c: int) -> Tensor:
-        return self.factor[..., c, :] if self.factors == "diagonal" else self.factor[..., c, :, :]
+    def _turned(self, t: Tensor, c: int, *, transposed: bool = False) -> Tensor:
+        """`L_c t` or `L_c' t` of rows t (..., n, d)."""
+        if self.factors == "diagonal":
+            return t * self.factor[..., c, None, :].to(t.dtype)
+        L = self.factor[..., c, :, :].to(t.dtype)
+        return t @ (L if transposed else L.mT)
 
     def _expectation(self, x: Tensor, y: Tensor) -> Tensor:
         total = x.new_zeros(())
         for c in range(self.num_components):
-            L = self._factor(c).to(x.dtype)
-            px, py = (t * L.unsqueeze(-2) if self.factors == "diagonal" else t @ L for t in (x, y))
             mx, my = (t @ self.mu[..., c, :, None].to(t.dtype) for t in (x, y))
-            norms = self._pair_norms(px, py)
-            total = total + (
-                (-0.5 * norms).exp() * (mx - my.mT).cos() if self.sinks else (0.5 * norms + mx + my.mT).exp()
-            )
+            half = self._half_square(*(self._turned(t, c, transposed=True) for t in (x, y)))
+            total = total + (half.exp() * (mx - my.mT).cos() if self.sinks else (half + mx + my.mT).exp())
         return total / self.num_components
 
 
@@ -244,6 +232,7 @@ class GMMSinkFeatures(GMMFeatures):
     """
 
     sinks = True
+    positive = False
 
 
 class GMMPositiveFeatures(GMMFeatures):
@@ -256,9 +245,6 @@ class GMMPositiveFeatures(GMMFeatures):
     >>> phi(torch.zeros(3, 4)).values.shape
     torch.Size([3, 8])
     """
-
-    sinks = False
-    positive = True
 
 
 class FastfoodFeatures(SpectralFeatures):
@@ -282,27 +268,15 @@ class FastfoodFeatures(SpectralFeatures):
     G: Tensor
     B: Tensor
 
-    def __init__(
-        self,
-        dim: int,
-        num_features: int,
-        *,
-        learnable: str | None = "SGB",
-        num_heads: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(dim, num_features, num_heads=num_heads, **options)
+    def __init__(self, dim: int, num_features: int, *, learnable: str | None = "SGB", **options: Any) -> None:
+        super().__init__(dim, num_features, **options)
         self.learnable = one_of(learnable, "learnable", type(self).__name__, ("SGB", "S", None))
         self.padded = p = padded_dim(dim)
         self.blocks = blocks = -(-num_features // p)
         g = make_generator(0)  # any signs and any permutation will do: one choice for all seeds, kept by redraws
-        count = math.prod(self._lead) * blocks
-        order = torch.stack([permutation(p, g) for _ in range(count)]).view(*self._lead, blocks, p)
-        self.register_buffer("order", order)
-        self.register_buffer("signs", rademacher(*self._lead, blocks, p, g=g).float())
-        self.register_buffer("direction", torch.empty(*self._lead, blocks, p, device="cpu"))
-        self.register_buffer("lengths", torch.empty(*self._lead, num_features, device="cpu"))
-        self._draw_noise(self._noise_generator())
+        order = permutations(math.prod(self._lead) * blocks, p, g).view(*self._lead, blocks, p)
+        self._keep(order=order, signs=rademacher(*self._lead, blocks, p, g=g).float())
+        FeatureMap._redraw(self, self._noise_generator())
         for name, shape in (("S", (num_features,)), ("G", (blocks, p)), ("B", (blocks, p))):
             one = torch.ones(*self._lead, *shape, device="cpu")
             if name in (self.learnable or ""):
@@ -315,42 +289,32 @@ class FastfoodFeatures(SpectralFeatures):
         return self._projector()(eye.expand(*self._lead, -1, -1)).mT
 
     def _projector(self) -> Callable[[Tensor], Tensor]:
-        b, order, g = self.signs * self.B, self.order, self.direction * self.G
-        s = self.lengths * self.S / math.sqrt(self.padded)
-        b, g, s, order = (self._rows(t) for t in (b, g, s, order))
+        transform = self._transform(self.direction * self.G)
+        s = self._rows(self.lengths * self.S / math.sqrt(self.padded))
+        return lambda x: hadamard_transform(transform(x)).flatten(-2)[..., : self.num_features] * s.to(x.dtype)
 
-        def project(x: Tensor) -> Tensor:
-            t = mixed(in_blocks(x, self.blocks, self.padded), b.to(x.dtype), order)
-            t = hadamard_transform(t * g.to(x.dtype)).flatten(-2)
-            return t[..., : self.num_features] * s.to(x.dtype)
-
-        return project
+    def _transform(self, g: Tensor) -> Callable[[Tensor], Tensor]:
+        """`g P H B x` of rows x, in blocks: (..., n, d) to (..., n, blocks, p)."""
+        b, g, order = (self._rows(t) for t in (self.signs * self.B, g, self.order))
+        return lambda x: mixed(in_blocks(x, self.blocks, self.padded), b.to(x.dtype), order) * g.to(x.dtype)
 
     def _expectation(self, x: Tensor, y: Tensor) -> Tensor:
-        b, g = (self._rows(t).to(x.dtype) for t in (self.signs * self.B, self.G))
-        order = self._rows(self.order)
-
-        def shape(t: Tensor) -> Tensor:
-            t = mixed(in_blocks(t, self.blocks, self.padded), b, order)
-            return t * g / math.sqrt(self.padded)
-
-        px, py = shape(x), shape(y)
+        transform = self._transform(self.G / math.sqrt(self.padded))
+        px, py = transform(x), transform(y)
         total = x.new_zeros(())
         for i, s in enumerate(self.S.to(x.dtype).split(self.padded, dim=-1)):
-            norms = self._pair_norms(px[..., i, :], py[..., i, :]).unsqueeze(-3)
-            scale = s.square()[..., None, None] * (-0.5 if self.sinks else 0.5)
-            total = total + (scale * norms).exp().sum(-3)
+            half = self._half_square(px[..., i, :], py[..., i, :]).unsqueeze(-3)
+            total = total + (s.square()[..., None, None] * half).exp().sum(-3)
         return total / self.num_features
 
     def _rows(self, t: Tensor) -> Tensor:
         """A part (h?, ...) as it broadcasts against (..., h?, n, ...)."""
         return t if self.num_heads is None else t.unsqueeze(1)
 
-    def _draw_noise(self, g: Generator) -> None:
-        direction = gaussian(*self.direction.shape, g=g)
-        self.direction.copy_(direction / direction.norm(dim=-1, keepdim=True))
-        lengths = chi(self.lengths.numel(), dof=self.padded, g=g)
-        self.lengths.copy_(lengths.view(self.lengths.shape))
+    def _draw_heads(self, g: Generator) -> dict[str, Tensor]:
+        direction = gaussian(*self._lead, self.blocks, self.padded, g=g)
+        lengths = chi(math.prod(self._lead) * self.num_features, dof=self.padded, g=g).view(*self._lead, -1)
+        return {"direction": direction / direction.norm(dim=-1, keepdim=True), "lengths": lengths}
 
 
 class FastfoodSinkFeatures(FastfoodFeatures):
@@ -365,6 +329,7 @@ class FastfoodSinkFeatures(FastfoodFeatures):
     """
 
     sinks = True
+    positive = False
 
 
 class FastfoodPositiveFeatures(FastfoodFeatures):
@@ -376,9 +341,6 @@ class FastfoodPositiveFeatures(FastfoodFeatures):
     >>> phi(torch.zeros(3, 6)).values.shape
     torch.Size([3, 10])
     """
-
-    sinks = False
-    positive = True
 
 
 class GenerativeFeatures(SpectralFeatures):
@@ -403,30 +365,26 @@ class GenerativeFeatures(SpectralFeatures):
         *,
         residual: bool = True,
         projection: str | Projection = "orthogonal",
-        num_heads: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(dim, num_features, num_heads=num_heads, **options)
+        super().__init__(dim, num_features, **options)
         self.residual = bool(residual)
         if num_features < 2:
             raise BochnerError(
                 f"The 'num_features' of {type(self).__name__} must be at least 2 (batch norm is over the noise "
                 f"vectors), got {num_features}."
             )
-        noise = self._noise_generator()
-        self.projection = make_projection(
-            projection, dim, num_features, num_heads=num_heads, seed=None, generator=noise
-        )
-        g, lead = self._noise_generator(1), self._lead
-        self.layers = nn.ParameterList(
-            nn.Parameter((gaussian(*lead, dim, dim, g=g) * math.sqrt(2 / dim)).float()) for _ in range(4)
-        )
-        ones, zeros = (f(*lead, 1, dim, dtype=torch.float32, device="cpu") for f in (torch.ones, torch.zeros))
-        self.gains = nn.ParameterList(nn.Parameter(ones.clone()) for _ in range(4))
+        self.projection = self._noise(projection)
+        g, zeros = self._noise_generator(1), torch.zeros(*self._lead, 1, dim, dtype=torch.float32, device="cpu")
+
+        def square(scale: float) -> nn.Parameter:
+            return nn.Parameter((gaussian(*self._lead, dim, dim, g=g) * scale).float())
+
+        self.layers = nn.ParameterList(square(math.sqrt(2 / dim)) for _ in range(4))
+        self.gains = nn.ParameterList(nn.Parameter(zeros + 1) for _ in range(4))
         self.shifts = nn.ParameterList(nn.Parameter(zeros.clone()) for _ in range(4))
-        last = gaussian(*lead, dim, dim, g=g) * (0.0 if self.residual else dim**-0.5)
-        self.last = nn.Parameter(last.float())
-        self.last_bias = nn.Parameter(torch.zeros(*lead, 1, dim, dtype=torch.float32, device="cpu"))
+        self.last = square(0.0 if self.residual else dim**-0.5)
+        self.last_bias = nn.Parameter(zeros.clone())
 
     def frequencies(self) -> Tensor:
         return self._generate(self.projection.matrix().to(self.last.dtype))
@@ -443,8 +401,7 @@ class GenerativeFeatures(SpectralFeatures):
     def _expectation(self, x: Tensor, y: Tensor, draws: int = 256) -> Tensor:
         # A network that does not move the noise yet has a closed form.
         if self.residual and not bool(self.last.any()) and not bool(self.last_bias.any()):
-            norms = self._pair_norms(x, y)
-            return (-0.5 * norms).exp() if self.sinks else (0.5 * norms).exp()
+            return self._half_square(x, y).exp()
         # The implicit law has none: the mean over fresh noise, the same at every call.
         g = make_generator(0)
         total = x.new_zeros(())
@@ -471,17 +428,19 @@ class GenerativeSinkFeatures(GenerativeFeatures):
     """
 
     sinks = True
+    positive = False
 
 
 class GenerativePositiveFeatures(GenerativeFeatures):
     """Generative-PRF: frequencies from a generator network, in exponentials.
 
-    Unbiased for the kernel of the network's law, positive; `kernel_matrix` as for `generative_rks`.
-    Chowdhury et al. 2022, eq. (11).
-    """
+    Unbiased for the kernel of the network's law, positive; `kernel_matrix` as for `generative_rks`. O(M d) per row and
+    O(M d^2) once per call. Chowdhury et al. 2022, eq. (11).
 
-    sinks = False
-    positive = True
+    >>> phi = GenerativePositiveFeatures(dim=4, num_features=8, seed=0)
+    >>> phi(torch.zeros(3, 4)).values.shape
+    torch.Size([3, 8])
+    """
 
 
 class HedgehogFeatures(FeatureMap):
@@ -510,11 +469,10 @@ class HedgehogFeatures(FeatureMap):
     ) -> None:
         super().__init__(dim, num_features, num_heads=num_heads, kernel="hedgehog")
         self.feature_dim = 2 * num_features
-        lead = self._lead
         rows = torch.eye(dim, device="cpu").repeat(-(-num_features // dim), 1)[:num_features]
         for role in ROLES:
-            self.register_parameter(f"weight_{role}", nn.Parameter(rows.expand(*lead, -1, -1).clone()))
-            self.register_parameter(f"bias_{role}", nn.Parameter(torch.zeros(*lead, num_features, device="cpu")))
+            self.register_parameter(f"weight_{role}", nn.Parameter(rows.expand(*self._lead, -1, -1).clone()))
+            self.register_parameter(f"bias_{role}", nn.Parameter(torch.zeros(*self._lead, num_features, device="cpu")))
 
     def _features(self, x: Tensor, role: str) -> Features:
         weight, bias = getattr(self, f"weight_{role}"), getattr(self, f"bias_{role}")

@@ -27,9 +27,10 @@ import torch
 from torch import Generator, Tensor
 
 from bochner._checks import BochnerError, floating, one_of, positive_float
-from bochner.maps.base import FeatureMap, Features
+from bochner.maps.base import FeatureMap, Features, constant_scale
 from bochner.maps.exponential import ExponentialFeatures
 from bochner.maps.generalized import GeneralizedFeatures
+from bochner.maps.hybrid import outer
 from bochner.maps.polynomial import SumPolyFeatures
 from bochner.maps.trig import TrigFeatures
 from bochner.projections import DenseProjection, Projection, gaussian, make_projection
@@ -100,14 +101,11 @@ class LocalFeatures(FeatureMap):
 
     def _features(self, x: Tensor, role: str) -> Features:
         t = self.projection(x / self.delta)
-        return Features(torch.cat([t.cos(), t.sin()], dim=-1), self._log_scale(x, 1.0))
+        return Features(torch.cat([t.cos(), t.sin()], dim=-1), constant_scale(x, self.num_features))
 
     def error_bound(self) -> float:
         """An upper bound of the root mean squared error at any pair, `sqrt(E[c^2] / m)`."""
         return self.num_features**-0.5
-
-    def _log_scale(self, x: Tensor, size: float) -> Tensor:
-        return torch.full_like(x[..., :1], math.log(size) - 0.5 * math.log(self.num_features))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, delta={self.delta}"
@@ -174,19 +172,17 @@ class LocalL1Features(LocalFeatures):
     def __init__(
         self, dim: int, num_features: int, *, delta: float = 1.0, smooth: float | None = None, **options: Any
     ) -> None:
-        width = positive_float(delta, "delta", type(self).__name__)
-        width = width / (2 * dim + 2) if smooth is None else positive_float(smooth, "smooth", type(self).__name__)
-        law = partial(L1BallProjection, smooth=width / delta)
+        width = positive_float(delta, "delta", type(self).__name__) / (2 * dim + 2)
+        self.smooth = width if smooth is None else positive_float(smooth, "smooth", type(self).__name__)
+        law = partial(L1BallProjection, smooth=self.smooth / delta)
         super().__init__(dim, num_features, law, delta=delta, **options)
-        self.smooth = width
 
     def _features(self, x: Tensor, role: str) -> Features:
         t = self.projection(x / self.delta)
         c = self.projection.importance
         size = c.detach().abs().amax().sqrt()
-        amplitude = c.abs().sqrt() / size * (c.sign() if role == "key" else 1)
-        amplitude = self._spread(amplitude, x)
-        log_scale = (size.log() - 0.5 * math.log(self.num_features)).to(x.dtype).expand(x[..., :1].shape)
+        amplitude = self._spread(c.abs().sqrt() / size * (c.sign() if role == "key" else 1), x)
+        log_scale = constant_scale(x, self.num_features) + size.log().to(x.dtype)
         return Features(torch.cat([t.cos() * amplitude, t.sin() * amplitude], dim=-1), log_scale)
 
     def error_bound(self) -> float:
@@ -265,17 +261,15 @@ class ProductFeatures(FeatureMap):
     def prepare(self, role: str) -> Callable[[Tensor], Features]:
         attend, mask = self.attention.prepare(role), self.mask.prepare(role)
         d, m = self.attention.dim, self.num_features
-        log_norm = 0.5 * math.log(m) if self.rule == "paired" else 0.0
 
         def features(x: Tensor) -> Features:
             a, p = attend(x[..., :d]), mask(x[..., d:])
             if self.rule == "outer":
-                values = p.values.unsqueeze(-1) * a.values.unsqueeze(-2)
-                return Features(values.flatten(-2), a.log_scale + p.log_scale)
+                return outer(p, a)
             # A map's features are blocks of m (cosines, then sines): every block with every block, index by index.
             left = p.values.unflatten(-1, (-1, 1, m))
             right = a.values.unflatten(-1, (1, -1, m))
-            return Features((left * right).flatten(-3), a.log_scale + p.log_scale + log_norm)
+            return Features((left * right).flatten(-3), a.log_scale + p.log_scale + 0.5 * math.log(m))
 
         return features
 

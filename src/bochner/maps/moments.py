@@ -8,6 +8,7 @@ from torch.nn.functional import one_hot
 
 from bochner._checks import BochnerError, make_generator, positive_float, positive_int
 from bochner.maps.base import NOTHING, FeatureMap, Features, pooled
+from bochner.projections import some_seed
 
 ROUNDS = 4  # of k-means; more change the error of attention by less than 1 %
 
@@ -23,9 +24,9 @@ class MomentsFeatures(FeatureMap):
     with `q'S q / 2` cut off at `clamp` and `C'q` made smaller by as much. The sums of `[k, 1] [v, 1, k]'` hold it all.
     They are a monoid, as the sums of features are, but a row is not linear in them: `answer` reads them.
 
-    Biased, deterministic. The moments are those of the sequence that is read, so that nothing is fitted and nothing can
-    drift. It is the map to put beside an exact window where there is no calibration data. Not for models trained from
-    scratch.
+    Biased, deterministic; signed, with positive normalisers. The moments are those of the sequence that is read:
+    nothing is fitted and nothing can drift. It is the map to put beside an exact window where there is no calibration
+    data. Not for models trained from scratch.
 
     `num_groups`: G. With several the keys are divided among anchors: of `calibrate_`, else k-means of the sequence
     itself, which causal attention cannot see. Cost O(G d (d + v)) per row, as of 2 d features per group.
@@ -58,9 +59,9 @@ class MomentsFeatures(FeatureMap):
         super().__init__(dim, dim + 1, num_heads=num_heads)
         self.num_groups = positive_int(num_groups, "num_groups", "MomentsFeatures")
         self.clamp = positive_float(clamp, "clamp", "MomentsFeatures")
-        self.seed = int(torch.randint(2**62, (), generator=make_generator(seed, generator), device="cpu"))
-        self._keep(anchors=torch.zeros(*self._lead, num_groups, dim, device="cpu"))
-        self._keep(is_fitted=torch.zeros((), dtype=torch.bool, device="cpu"))
+        self.seed = some_seed(make_generator(seed, generator))
+        anchors = torch.zeros(*self._lead, num_groups, dim, device="cpu")
+        self._keep(anchors=anchors, is_fitted=torch.zeros((), dtype=torch.bool, device="cpu"))
 
     def _features(self, x: Tensor, role: str) -> Features:
         last = torch.zeros_like(x[..., :1]) if role == "query" else torch.ones_like(x[..., :1])

@@ -16,62 +16,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import reduce
+from operator import mul
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor
 
-from bochner._checks import BochnerError, make_generator, positive_int
+from bochner._checks import BochnerError, make_generator, non_negative, positive_int
 from bochner.maps.base import FeatureMap, Features, to_features
 from bochner.projections import rademacher
 from bochner.theory import mse_maclaurin, mse_tensor_sketch_matrix
 
 
 class DrawnFeatures(FeatureMap):
-    """A map whose random parts are buffers of its own: a subclass gives `_draw(g)`, one head's parts by name."""
+    """A map whose random parts are buffers of its own; a subclass says how one head's are drawn, `_draw(g)`."""
 
-    def _register_draws(self, seed: int | None, generator: Generator | None) -> None:
-        for name, value in self._draw_heads(make_generator(seed, generator)).items():
-            self.register_buffer(name, value.to(torch.float32) if value.is_floating_point() else value)
-
-    def _redraw(self, g: Generator) -> None:
-        for name, value in self._draw_heads(g).items():
-            if name in self._buffers:
-                getattr(self, name).copy_(value)
-
-    def _draw_heads(self, g: Generator) -> dict[str, Tensor]:
-        if self.num_heads is None:
-            return self._draw(g)
-        draws = [self._draw(g) for _ in range(self.num_heads)]
-        return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
-
-    def _draw(self, g: Generator) -> dict[str, Tensor]:
-        raise NotImplementedError
-
-
-class PolynomialFeatures(DrawnFeatures):
-    """Base of the sketches of `(x . y + c)^n`: `degree` n >= 1, `coef` c >= 0, `num_features` m."""
+    kernels: ClassVar[Sequence[str]]
 
     def __init__(
         self,
         dim: int,
         num_features: int,
         *,
-        degree: int = 2,
-        coef: float = 0.0,
         num_heads: int | None = None,
         seed: int | None = 0,
         generator: Generator | None = None,
     ) -> None:
-        super().__init__(dim, num_features, num_heads=num_heads, kernel="polynomial")
-        owner = type(self).__name__
-        self.degree = positive_int(degree, "degree", owner)
-        self.coef = _non_negative(coef, "coef", owner)
-        self._build()
-        self._register_draws(seed, generator)
+        super().__init__(dim, num_features, num_heads=num_heads, kernel=self.kernels[0])
+        self._redraw(make_generator(seed, generator))
 
-    def _build(self) -> None:
-        """Sizes that the draw needs."""
+
+class PolynomialFeatures(DrawnFeatures):
+    """Base of the sketches of `(x . y + c)^n`: `degree` n >= 1, `coef` c >= 0, `num_features` m."""
+
+    kernels = ("polynomial",)
+
+    def __init__(self, dim: int, num_features: int, *, degree: int = 2, coef: float = 0.0, **options: Any) -> None:
+        owner = type(self).__name__
+        self.degree, self.coef = positive_int(degree, "degree", owner), non_negative(coef, "coef", owner)
+        super().__init__(dim, num_features, **options)
 
     @property
     def width(self) -> int:
@@ -108,15 +92,9 @@ class SumPolyFeatures(PolynomialFeatures):
 
     def _features(self, x: Tensor, role: str) -> Features:
         u, log_length = self._units(x)
-        values: Tensor | None = None
-        for t in range(self.degree):
-            index = self.index[..., t, :]
-            if self.num_heads is None:
-                factor = u.index_select(-1, index)
-            else:
-                factor = torch.take_along_dim(u, index.unsqueeze(-2).expand(*u.shape[:-1], -1), dim=-1)
-            values = factor if values is None else values * factor
-        assert values is not None
+        rows = (*u.shape[:-1], -1)
+        index = (t.unsqueeze(-2) if self.num_heads else t for t in self.index.unbind(-2))
+        values = reduce(mul, (torch.take_along_dim(u, i.expand(rows), dim=-1) for i in index))
         constant = 0.5 * (self.degree * math.log(self.width) - math.log(self.num_features))
         return rescaled(values, self.degree * log_length + constant)
 
@@ -162,6 +140,7 @@ class MaclaurinFeatures(DrawnFeatures):
     tensor([[1.]])
     """
 
+    kernels = ("maclaurin",)
     signs: Tensor
 
     def __init__(
@@ -173,37 +152,28 @@ class MaclaurinFeatures(DrawnFeatures):
         degree: int | None = None,
         coef: float = 0.0,
         radius: float = 1.0,
-        num_heads: int | None = None,
-        seed: int | None = 0,
-        generator: Generator | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(dim, num_features, num_heads=num_heads, kernel="maclaurin")
         owner = type(self).__name__
+        m = positive_int(num_features, "num_features", owner)
         if degree is not None:
             positive_int(degree, "degree", owner)
-        self.coefficients = dot_product_series(series, degree, _non_negative(coef, "coef", owner), owner)
+        self.coefficients = dot_product_series(series, degree, non_negative(coef, "coef", owner), owner)
         self.degree = len(self.coefficients) - 1
-        self.counts = deal_features(self.coefficients, num_features, _non_negative(radius, "radius", owner), owner)
+        self.counts = deal_features(self.coefficients, m, non_negative(radius, "radius", owner), owner)
         # Features of degree above t all need a sum number t: `rows[t]` of them.
         self.rows = [sum(self.counts[t + 1 :]) for t in range(self.degree)]
-        self._register_draws(seed, generator)
+        super().__init__(dim, m, **options)
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
         p = x @ y.mT
-        total = torch.zeros_like(p)
-        for a in reversed(self.coefficients):
-            total = total * p + a
-        return total
+        return reduce(lambda total, a: total * p + a, reversed(self.coefficients), torch.zeros_like(p))
 
     def mse(self, x: Tensor, y: Tensor) -> Tensor:
         """The MSE for pairs (..., d): `theory.mse_maclaurin` degree by degree, each with its own m_k features."""
-        total = torch.zeros((), dtype=torch.float64)
-        for k, count in enumerate(self.counts):
-            if count:
-                only = torch.zeros(k + 1, dtype=torch.float64)
-                only[k] = 1
-                total = total + mse_maclaurin(x, y, count, self.coefficients[k] * only, only)
-        return total
+        only = torch.eye(self.degree + 1, dtype=torch.float64)
+        dealt = [(k, a, m) for k, (a, m) in enumerate(zip(self.coefficients, self.counts, strict=True)) if m]
+        return torch.stack([mse_maclaurin(x, y, m, a * only[k], only[k]) for k, a, m in dealt]).sum(0)
 
     def _draw(self, g: Generator) -> dict[str, Tensor]:
         return {"signs": rademacher(sum(self.rows), self.dim, g=g)}
@@ -216,15 +186,12 @@ class MaclaurinFeatures(DrawnFeatures):
         log_weight = {k: 0.5 * math.log(self.coefficients[k] / self.counts[k]) + k * log_length for k in kept}
         top = torch.cat(list(log_weight.values()), dim=-1).amax(-1, keepdim=True)
         # 2. Products of one more sum at each degree; a degree hands out its features and the rest goes on.
-        parts = []
-        if self.counts[0]:
-            parts.append((log_weight[0] - top).exp().expand(*u.shape[:-1], self.counts[0]))
-        product = None
-        for t, s in enumerate(sums):
-            product = s if product is None else product * s
-            done, product = product.split([self.counts[t + 1], product.shape[-1] - self.counts[t + 1]], dim=-1)
-            if self.counts[t + 1]:
-                parts.append(done * (log_weight[t + 1] - top).exp())
+        parts, product = [], torch.ones_like(u[..., :1]).expand(*u.shape[:-1], self.num_features)
+        for k, count in enumerate(self.counts):
+            product = product if k == 0 else product * sums[k - 1]
+            done, product = product.split([count, product.shape[-1] - count], dim=-1)
+            if count:
+                parts.append(done * (log_weight[k] - top).exp())
         return rescaled(torch.cat(parts, dim=-1), top)
 
     def extra_repr(self) -> str:
@@ -250,16 +217,24 @@ class NonnegativePolyFeatures(PolynomialFeatures):
     slot: Tensor
     sign: Tensor
 
-    def _build(self) -> None:
+    def __init__(self, dim: int, num_features: int, **options: Any) -> None:
+        super().__init__(dim, num_features, **options)
         if self.degree % 2:
             raise BochnerError(
                 f"The 'degree' of {type(self).__name__} must be even, got {self.degree}; an odd power of x . y is "
                 "negative where x . y is: use degree + 1, or 'tensor_sketch'."
             )
-        r = (math.isqrt(8 * self.num_features + 1) - 1) // 2
-        self.exact = self.degree == 2 and r >= self.width
-        self.rank = self.width if self.exact else r
         self.feature_dim = self.rank * (self.rank + 1) // 2
+
+    @property
+    def rank(self) -> int:
+        """r, the slots of psi, or the coordinates of x where they fit: then the map is exact."""
+        r = (math.isqrt(8 * self.num_features + 1) - 1) // 2
+        return min(r, self.width) if self.degree == 2 else r
+
+    @property
+    def exact(self) -> bool:
+        return self.degree == 2 and self.rank == self.width
 
     def _draw(self, g: Generator) -> dict[str, Tensor]:
         return {} if self.exact else draw_count_sketches(self.degree // 2, self.width, self.rank, g)
@@ -316,33 +291,22 @@ def draw_count_sketches(degree: int, width: int, m: int, g: Generator) -> dict[s
 
 def count_sketch(x: Tensor, slot: Tensor, sign: Tensor, m: int, *, heads: bool = False) -> Tensor:
     """`sum of sign_i x_i over slot_i = j`, (..., n, d) to (..., n, m); with heads slot and sign are (h, d)."""
-    signed = x * (sign.to(x.dtype).unsqueeze(-2) if heads else sign.to(x.dtype))
-    if heads:
-        # All heads side by side, each with slots of its own: one scatter for all.
-        h = slot.shape[0]
-        signed = signed.transpose(-3, -2).flatten(-2)
-        slot = (slot + m * torch.arange(h, device=slot.device).unsqueeze(-1)).flatten()
-        total = m * h
-    else:
-        total = m
-    rows = signed.reshape(-1, signed.shape[-1])
-    out = rows.new_zeros(rows.shape[0], total).index_add(1, slot, rows)
-    out = out.view(*signed.shape[:-1], total)
-    return out.unflatten(-1, (-1, m)).transpose(-3, -2) if heads else out
+    if heads:  # side by side, each with slots of its own: one scatter for all
+        count = len(slot)
+        slot = slot + m * torch.arange(count, device=slot.device).unsqueeze(-1)
+        out = count_sketch(x.transpose(-3, -2).flatten(-2), slot.flatten(), sign.flatten(), m * count)
+        return out.unflatten(-1, (-1, m)).transpose(-3, -2)
+    rows = (x * sign.to(x.dtype)).reshape(-1, x.shape[-1])
+    return rows.new_zeros(len(rows), m).index_add(1, slot, rows).view(*x.shape[:-1], m)
 
 
 def tensor_sketch(x: Tensor, slot: Tensor, sign: Tensor, m: int, *, heads: bool = False) -> Tensor:
     """The TensorSketch of x^(tensor n), (..., n, m), from slots and signs (h?, n, d)."""
-    degree = slot.shape[-2]
-    if degree == 1:
-        return count_sketch(x, slot[..., 0, :], sign[..., 0, :], m, heads=heads)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and slot.shape[-2] > 1:
         return tensor_sketch_real(x, slot, sign, m)
-    spectrum = None
-    for t in range(degree):
-        f = torch.fft.rfft(count_sketch(x, slot[..., t, :], sign[..., t, :], m, heads=heads))
-        spectrum = f if spectrum is None else spectrum * f
-    return torch.fft.irfft(spectrum, n=m)
+    pairs = zip(slot.unbind(-2), sign.unbind(-2), strict=True)
+    sketches = [count_sketch(x, *pair, m, heads=heads) for pair in pairs]
+    return sketches[0] if len(sketches) == 1 else torch.fft.irfft(reduce(mul, map(torch.fft.rfft, sketches)), n=m)
 
 
 def tensor_sketch_real(x: Tensor, slot: Tensor, sign: Tensor, m: int) -> Tensor:
@@ -351,14 +315,11 @@ def tensor_sketch_real(x: Tensor, slot: Tensor, sign: Tensor, m: int) -> Tensor:
     turn = torch.arange(m, dtype=torch.float64, device=slot.device) * (2 * math.pi / m)
     cos, sin = turn.cos().to(x.dtype), turn.sin().to(x.dtype)
     half = k[: m // 2 + 1]
-    re, im = None, None
-    for t in range(slot.shape[-2]):
-        phase = (slot[..., t, :, None] * half) % m  # (h?, d, m/2 + 1)
-        s = sign[..., t, :, None].to(x.dtype)
-        a, b = x @ (s * cos[phase]), -(x @ (s * sin[phase]))
-        re, im = (a, b) if re is None or im is None else (re * a - im * b, re * b + im * a)
-    assert re is not None
-    assert im is not None
+    re, im = torch.ones((), dtype=x.dtype, device=x.device), torch.zeros((), dtype=x.dtype, device=x.device)
+    for h, s in zip(slot.unbind(-2), sign.to(x.dtype).unbind(-2), strict=True):
+        phase = (h[..., None] * half) % m  # (h?, d, m/2 + 1)
+        a, b = x @ (s[..., None] * cos[phase]), -(x @ (s[..., None] * sin[phase]))
+        re, im = re * a - im * b, re * b + im * a
     # The inverse transform: frequencies other than 0 and m/2 stand for two.
     weight = torch.where((half == 0) | (2 * half == m), 1.0, 2.0).to(x.dtype)[:, None] / m
     phase = (half[:, None] * k) % m
@@ -369,16 +330,15 @@ def dot_product_series(
     series: str | Sequence[float] | Callable[[int], float], degree: int | None, coef: float, owner: str
 ) -> list[float]:
     """a_0, ..., a_n of a dot-product kernel, checked: finite, not negative, not all zero."""
+    n = degree or (2 if series == "polynomial" else 12)
     if series == "polynomial":
-        n = 2 if degree is None else degree
         a = [math.comb(n, k) * coef ** (n - k) for k in range(n + 1)]
     elif series == "exp":
-        a = [1 / math.factorial(k) for k in range((12 if degree is None else degree) + 1)]
+        a = [1 / math.factorial(k) for k in range(n + 1)]
     elif callable(series):
-        a = [float(series(k)) for k in range((12 if degree is None else degree) + 1)]
+        a = [float(series(k)) for k in range(n + 1)]
     elif isinstance(series, Sequence) and not isinstance(series, str):
-        a = [float(v) for v in series]
-        a = a if degree is None else a[: degree + 1]
+        a = [float(v) for v in series][: None if degree is None else degree + 1]
     else:
         raise BochnerError(
             f"The 'series' of {owner} must be 'polynomial', 'exp', a sequence of coefficients or a function of the "
@@ -407,21 +367,9 @@ def deal_features(a: Sequence[float], m: int, radius: float, owner: str) -> list
             f"The 'num_features' of {owner} must be at least {len(used)}, one for each degree of the series, got {m}; "
             "raise it or lower 'degree'."
         )
-    counts = [0] * len(a)
-    for k in used:
-        counts[k] = 1
     free = m - len(used)
     share = [0.0 if k == 0 else v * radius ** (2 * k) for k, v in enumerate(a)]
-    total = sum(share)
-    exact = [free * s / total if total else 0.0 for s in share]
+    exact = [free * s / (sum(share) or 1.0) for s in share]
     whole = [math.floor(e) for e in exact]
-    order = sorted(range(len(a)), key=lambda k: whole[k] - exact[k])
-    for k in order[: free - sum(whole)]:
-        whole[k] += 1
-    return [c + w for c, w in zip(counts, whole, strict=True)]
-
-
-def _non_negative(value: Any, name: str, owner: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise BochnerError(f"The {name!r} of {owner} must be a finite number >= 0, got {value!r}.")
-    return float(value)
+    last = sorted(range(len(a)), key=lambda k: whole[k] - exact[k])[: free - sum(whole)]
+    return [(v > 0) + whole[k] + (k in last) for k, v in enumerate(a)]

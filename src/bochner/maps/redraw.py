@@ -15,13 +15,13 @@ from torch import Generator, Tensor
 
 from bochner._checks import make_generator, positive_int, spawn_seed
 from bochner._products import is_composed
-from bochner.projections import FullPrecisionModule, Projection
+from bochner.projections import DrawnModule, Projection
 
 COUNT, SEED = "redraw_count", "redraw_seed"  # the buffers of a schedule
 
 
-class RedrawnModule(FullPrecisionModule):
-    """A module with random parts, which `redraw_` draws anew and `schedule_redraws_` at regular intervals.
+class RedrawnModule(DrawnModule):
+    """A module whose random parts, and those of the projections in it, may be redrawn at regular intervals.
 
     A draw is a function of the schedule's seed and the number of training passes, which are saved with the module:
     processes and resumed runs agree. Parameters are learned parts and are never redrawn.
@@ -33,12 +33,6 @@ class RedrawnModule(FullPrecisionModule):
     _count: int | None = None  # `redraw_count` as an int, for devices that make the host wait; None if not known
     _drawn_at: int = 0  # the count at the last draw of the schedule
     _is_open: bool = False  # whether a forward pass waits for its backward pass
-
-    def redraw_(self, seed: int | None = None, *, generator: Generator | None = None) -> Any:
-        """Draw new random parts in place; learned parameters and calibration stay."""
-        with torch.no_grad():
-            self._redraw(make_generator(seed, generator))
-        return self
 
     def schedule_redraws_(self, every: int | None, seed: int | None = 0, *, generator: Generator | None = None) -> Any:
         """Redraw after every so many training passes, None for never; `feature_map(..., redraw_every=100)` does it.
@@ -77,9 +71,10 @@ class RedrawnModule(FullPrecisionModule):
             self.redraw_count = torch.full_like(self.redraw_count, self._count)
 
     def _redraw(self, g: Generator) -> None:
+        super()._redraw(g)
         for module in self.modules():
             if isinstance(module, Projection) and next(module.parameters(), None) is None:
-                module.redraw_(generator=g)
+                module._redraw(g)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """A schedule may begin or end between saving and loading."""

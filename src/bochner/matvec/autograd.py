@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .engine import Problem
+from .kernels import Problem
 
 
 class KernelProduct(Function):

@@ -10,8 +10,8 @@ from typing import Any
 class Estimate:
     """A product y and bounds on its error: |Kx - y|_2 <= `bound`, and |Kx - y|_i <= `row_bounds[i]` for every row.
 
-    `relative` divides the bound by |x|_2, which is what `eps` limits. `pairs`: kernel entries evaluated, or kept
-    entries read, of `all_pairs` in the matrix.
+    `relative` divides the bound by |x|_2, which is what `eps` limits. `pairs`: kernel entries evaluated, or
+    numbers of the factor read, of `all_pairs` in the matrix.
     """
 
     value: Any

@@ -13,30 +13,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from . import cells, lowrank, sparse
-from .cells import Index
-from .engine import Engine, Problem
+from . import cells, lowrank
 from .exact import ExactEngine, PlacedKeys
+from .kernels import Problem
 from .profiles import PROFILES
 from .tiles import COLUMNS, ROWS, Tiles, left, make_frame, right
 
-METHODS = ("auto", "exact", "cells", "sparse", "lowrank")
+Engine = ExactEngine | lowrank.LowRankEngine
+METHODS = ("auto", "exact", "cells", "lowrank")
 SMALL = 1 << 23  # pairs, of all products together, that are not worth a thought
 TRIAL_SHARE = 0.02  # of the exact products, for each trial at most
-WORTHWHILE = 0.75  # of the exact products: predictions are not exact
+WORTHWHILE = 0.8  # of the exact products: predictions are not exact
 SINGLE = 1e-3  # eps from which double precision points may be multiplied in single precision
-ROUNDED = 2e-4  # of the sum of a row, by products by cells in single precision
-CELL_CALLS, PLAN_CALLS = 40, 12  # calls of torch for a query cell of a product, and of a plan
-SMALL_TILES = 1.3  # what tiles of a cell take, in tiles of the usual size
-GATHER = 3.5e-9  # seconds of moving one coordinate of a near key to where a query cell wants it
-LOOK, KEEP = 1.2e-8, 4e-8  # seconds of looking at a near entry, and of keeping it
+CELL_CALLS, PLAN_CALLS = 40, 12  # calls of torch for a query cell against COLUMNS keys, and for a cell of a plan
+SMALL_TILES = 1.3  # what tiles of a cell take, their keys gathered, in tiles of the usual size
 TRIED = 10  # points of the sample for every cell
 MARGIN = 6  # points of a sample for every column of its factor, at least: fewer say nothing about the rest
-SAMPLED_ROWS = 192
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,6 @@ class Option:
     build: float
     product: float
     fact: str = ""
-    dtype: torch.dtype = torch.float32
 
     def total(self, products: int) -> float:
         return self.build + products * self.product
@@ -71,57 +65,41 @@ class Plan:
         return "\n".join(lines)
 
 
-@dataclass
-class Known:
-    """What is known of the keys and serves other queries too."""
-
-    placed: PlacedKeys
-    index: Index | None = None
-    exact_for: tuple[int, int] = (0, 0)  # queries and products for which nothing was faster: fewer are not tried again
-
-
-def choose(problem: Problem, method: str, products: int, memory: int, known: Known) -> tuple[Engine, Plan]:
+def choose(problem: Problem, method: str, products: int, memory: int, placed: PlacedKeys) -> tuple[Engine, Plan]:
     """Build the engine that `method` asks for."""
     if method != "auto":
-        return build(problem, method, memory, known), Plan(method, "as asked", products)
+        return build(problem, method, memory, placed), Plan(method, "as asked", products)
     n, s = problem.shape
     if math.prod(problem.shape) * products <= SMALL:
-        return ExactEngine(problem, problem.dtype == torch.float32, known.placed), Plan(
+        return ExactEngine(problem, problem.dtype == torch.float32, placed), Plan(
             "exact", f"{n} x {s} is small", products
         )
-    exact = ExactEngine(problem, _single(problem), known.placed)
-    if n <= known.exact_for[0] and products <= known.exact_for[1]:
+    exact = ExactEngine(problem, _single(problem), placed)
+    if n <= placed.exact_for[0] and products <= placed.exact_for[1]:
         return exact, Plan("exact", "nothing was faster for as many queries before", products)
-    first = _tile_option("exact", problem, problem.pairs, exact.dtype, exact.wide, exact.settled)
+    first = _tile_option("exact", problem, problem.pairs, exact)
     options = [first]
     limit = TRIAL_SHARE * first.total(products)
-    options += cells_trial(problem, products, limit, memory, known)
+    options += cells_trial(problem, limit, exact)
     options += factor_trial(problem, memory, 1.5 * limit)  # a hopeless one ends after its first columns
     best = min(options, key=lambda option: option.total(products))
     if best is first or best.total(products) > WORTHWHILE * first.total(products):
-        known.exact_for = n, products
+        placed.exact_for = n, products
         others = "the other methods would not be faster" if len(options) > 1 else "trying others would cost too much"
         return exact, Plan("exact", others, products, tuple(options))
-    engine = _attempt(problem, best, first, products, memory, known)
+    engine = _attempt(problem, best, first, products, memory, placed)
     if engine is None:
         return exact, Plan("exact", f"{best.method} turned out slower than predicted", products, tuple(options))
     return engine, Plan(engine.name, "predicted to be the fastest", products, tuple(options))
 
 
-def build(problem: Problem, method: str, memory: int, known: Known) -> Engine:
+def build(problem: Problem, method: str, memory: int, placed: PlacedKeys) -> Engine:
     """The engine of this name."""
     if method == "exact":
-        return ExactEngine(problem, problem.dtype == torch.float32, known.placed)
+        return ExactEngine(problem, problem.dtype == torch.float32, placed)
     if method == "lowrank":
         return lowrank.LowRankEngine(problem, most_rank(problem, memory))
-    engine = cells.cells_engine(problem, make_index(problem, known, _single(problem)))
-    return sparse.SparseEngine(engine, memory) if method == "sparse" else engine
-
-
-def make_index(problem: Problem, known: Known, single: bool) -> Index:
-    """The cells of the keys: known ones, or new ones, from then on known."""
-    known.index = known.index or cells.build_index(problem, cells.number_of_cells(*problem.shape), single)
-    return known.index
+    return cells.CellsEngine(problem, _single(problem), placed)
 
 
 def _single(problem: Problem) -> bool:
@@ -136,31 +114,16 @@ def most_rank(problem: Problem, memory: int) -> int:
     return max(1, min(total, memory // (16 * total)))
 
 
-def _attempt(problem: Problem, best: Option, exact: Option, products: int, memory: int, known: Known) -> Engine | None:
+def _attempt(
+    problem: Problem, best: Option, exact: Option, products: int, memory: int, placed: PlacedKeys
+) -> Engine | None:
     """The engine of an option; None if building shows that it is slower than exact products after all."""
     if best.method == "lowrank":
         return _factor(problem, best, exact, products, memory)
-    engine = cells.cells_engine(problem, make_index(problem, known, best.dtype == torch.float32))
-    _settle(problem, engine)
-    near = engine.near.pairs(engine.queries, engine.index.keys)
-    every = _cells_options(problem, near, 0.0, engine.dtype, engine.index)[0]
-    faster = engine if products * every.product < exact.total(products) else None
-    if best.method == "cells":
-        return faster
-    try:
-        return sparse.SparseEngine(engine, memory)
-    except sparse.TooLarge:
-        return faster
-
-
-def _settle(problem: Problem, engine: cells.CellsEngine) -> None:
-    """Finer arithmetic at once, if the sums of some rows say that a first product would ask for it."""
-    n, s = problem.shape
-    generator = torch.Generator().manual_seed(problem.seed)
-    rows, columns = (torch.randint(m, (min(m, most),), generator=generator) for m, most in ((n, 128), (s, 4096)))
-    sums = problem.kernel.block(problem.queries[rows], problem.keys[columns]).sum(1) * (s / len(columns))
-    if float((engine._relative()[0][rows] * sums).max()) > 0.8 * engine.limit:
-        engine.refine()
+    engine = cells.CellsEngine(problem, _single(problem), placed)
+    near = engine.near.pairs(engine.queries, engine.keys)
+    now = _cells_option(problem, near, engine)
+    return engine if products * now.product < exact.total(products) else None
 
 
 # ---- seconds of this machine -----------------------------------------------------------------------------------------
@@ -178,13 +141,12 @@ def pair_seconds(name: str, d: int, dtype: torch.dtype) -> tuple[float, float]:
     return _fastest(lambda: tiles(a, b)) / pairs, _fastest(lambda: tile @ x) / pairs
 
 
-def _tile_option(method: str, problem: Problem, pairs: float, dtype: torch.dtype, wide: bool, settled: bool) -> Option:
+def _tile_option(method: str, problem: Problem, pairs: float, exact: ExactEngine) -> Option:
     """Seconds of evaluating so many pairs in every product; the first product also forms sums of rows and columns."""
-    entry, times = pair_seconds(problem.kernel.name, problem.keys.shape[1], dtype)
-    times *= 3 if wide else 1  # by a copy in double precision
-    sides = 2 if problem.symmetric else 1
-    first = 0.0 if settled else pairs * times * 2
-    return Option(method, first, pairs * (entry + sides * times))
+    entry, times = pair_seconds(problem.kernel.name, problem.keys.shape[1], exact.dtype)
+    times *= 3 if exact.wide else 1  # by a copy in double precision
+    first = 0.0 if exact.settled else pairs * times * 2
+    return Option(method, first, pairs * (entry + (2 if problem.symmetric else 1) * times))
 
 
 @lru_cache(maxsize=1)
@@ -214,7 +176,7 @@ def _fastest(call: Callable[[], object]) -> float:
 # ---- the trial of cells ----------------------------------------------------------------------------------------------
 
 
-def cells_trial(problem: Problem, products: int, limit: float, memory: int, known: Known) -> list[Option]:
+def cells_trial(problem: Problem, limit: float, exact: ExactEngine) -> list[Option]:
     """Cells of a sample of the points: which share of the pairs would be near. Empty if that takes beyond `limit`."""
     (n, s), d = problem.shape, problem.keys.shape[1]
     count = cells.number_of_cells(n, s)
@@ -222,69 +184,40 @@ def cells_trial(problem: Problem, products: int, limit: float, memory: int, know
     entry, _ = pair_seconds(problem.kernel.name, d, torch.float32)
     if most * count * ((cells.ROUNDS + 1) * entry + 5e-9) * (1 if problem.symmetric else 2) > limit:
         return []
-    frame = known.placed.frame._replace(arithmetic="float32")
-    generator = torch.Generator().manual_seed(problem.seed)
+    generator, placed = torch.Generator().manual_seed(problem.seed), exact.placed
+
+    def drawn(points: Tensor) -> Tensor:
+        return points[torch.randint(len(points), (most,), generator=generator)]
+
     # Cells are tighter around the points that made them: others are looked at.
-    made, keys = frame.place(problem.keys[torch.randint(s, (2 * most,), generator=generator)]).chunk(2)
-    queries = (
-        keys if problem.symmetric else frame.place(problem.queries[torch.randint(n, (most,), generator=generator)])
+    index = cells.Index(placed.frame, placed.extent, drawn(problem.keys), count, problem.seed)
+    keys = index.sort(drawn(problem.keys))
+    queries = keys if problem.symmetric else index.sort(drawn(problem.queries))
+    # The largest of m deviations grows like sqrt(log m).
+    key_count, query_count = keys.count.double() * s / most, queries.count.double() * n / most
+    more = math.sqrt(math.log(2 + s / count) / math.log(2 + most / count))
+    near = cells.needed(
+        cells.entry_bounds(index, queries, keys, more),
+        key_count if problem.symmetric else query_count,
+        key_count,
+        cells.SKIP_SHARE * problem.eps,
     )
-    if not bool(torch.isfinite(keys.norm() + queries.norm())):
-        return []
-    centres = cells.k_means(made, min(count, len(made)), generator)
-    distances = torch.cdist(centres, centres)
-    theirs, key_count = _middles(keys, centres, distances, s)
-    ours, query_count = (theirs, key_count) if problem.symmetric else _middles(queries, centres, distances, n)
-    gap = (ours + theirs.T).clamp_min_(0.0).masked_fill_(distances == 0, 0.0).nan_to_num_(nan=0.0)
-    near = cells.needed(frame.profile.at_distance(gap.double()), query_count, key_count, cells.SKIP_SHARE * problem.eps)
-    rows = Tiles(frame)(left(queries[:SAMPLED_ROWS]), right(keys)).double().mul_(s / len(keys))
-    single = float(rows.sum(1).max()) * ROUNDED <= cells.ROUNDING_SHARE * problem.eps
-    kept = float((rows[:24].sort(1).values.cumsum(1) > 0.4 * problem.eps).double().mean()) if products > 1 else 0.0
     pairs = float((near.double() * query_count[:, None] * key_count).sum())
-    found = _cells_options(problem, pairs, kept, torch.float32 if single else torch.float64, known.index)
-    fits = sparse.BYTES * kept * problem.pairs <= memory
-    return found if products > 1 and fits else found[:1]
+    return [_cells_option(problem, pairs, exact)]
 
 
-def _middles(points: Tensor, centres: Tensor, distances: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """`cells.nearest_to_middle` for a sample, corrected for the points that are not in it; and the size of each cell.
-
-    The largest of m deviations grows like sqrt(log m).
-    """
-    inner = points @ centres.T
-    half = 0.5 * centres.square().sum(1)
-    label = torch.from_numpy((half - inner).numpy().argmin(1))
-    label, order = label.sort(stable=True)
-    inner, gram = inner[order], centres @ centres.T
-    towards = inner - inner.gather(1, label[:, None]) - gram[label] + 2.0 * half[label, None]
-    count = torch.bincount(label, minlength=len(centres))
-    filled = count > 0
-    start = (count.cumsum(0) - count)[filled].numpy()
-    largest = torch.full_like(distances, -torch.inf)
-    largest[filled] = torch.from_numpy(np.maximum.reduceat(towards.numpy(), start, axis=0))
-    more = total / len(points)
-    typical = len(points) / len(centres)
-    grown = math.sqrt(math.log(2 + more * typical) / math.log(2 + typical))
-    return 0.5 * distances - grown * largest / distances.clamp_min(1e-30), count.double() * more
-
-
-def _cells_options(problem: Problem, near: float, kept: float, dtype: torch.dtype, index: Index | None) -> list[Option]:
-    """Seconds of cells with so many near pairs, and of keeping this share of all entries."""
+def _cells_option(problem: Problem, near: float, exact: ExactEngine) -> Option:
+    """Seconds of cells with so many near pairs, in the arithmetic of exact products."""
     (n, s), d = problem.shape, problem.keys.shape[1]
     count, sides, call = cells.number_of_cells(n, s), 1 if problem.symmetric else 2, call_seconds()
     entry, _ = pair_seconds(problem.kernel.name, d, torch.float32)
-    clustering = 0.0 if index is not None else (s * count + cells.ROUNDS * cells.SAMPLED * count**2) * entry
+    clustering = 0.0 if exact.placed.cells else (s * count + cells.ROUNDS * cells.SAMPLED * count**2) * entry
     setup = clustering + (n + s) / 2 * sides * (count * entry + 1e-8 * d) + sides * count * PLAN_CALLS * call
     pairs = near / (3 - sides)
-    tiles = _tile_option("cells", problem, pairs, dtype, False, False)
-    # Every query cell gathers its near keys; and it takes some calls.
-    overhead = GATHER / 4 * dtype.itemsize * (d + 16) * pairs * count / n + count * CELL_CALLS * call
+    tiles = _tile_option("cells", problem, pairs, exact)
+    overhead = (count + pairs * count / n / COLUMNS) * CELL_CALLS * call
     fact = f"about {near / (n * s):.0%} of the pairs are near"
-    every = Option("cells", setup + tiles.build, SMALL_TILES * tiles.product + overhead, fact, dtype)
-    double, _ = pair_seconds(problem.kernel.name, d, torch.float64)
-    keep = setup + pairs * (LOOK + double) + KEEP * kept * n * s + 2 * overhead
-    again = 20 * call + 3e-9 * kept * n * s + 2e-8 * (n + s)
-    return [every, Option("sparse", keep, again, f"about {kept:.1%} of the entries would be kept", dtype)]
+    return Option("cells", setup + tiles.build, SMALL_TILES * tiles.product + overhead, fact)
 
 
 # ---- the trial of a factor -------------------------------------------------------------------------------------------

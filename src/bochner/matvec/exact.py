@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .engine import COARSE, Problem, TileEngine, entry_rounding
+from .kernels import Problem
+from .profiles import Profile
 from .tiles import (
     PRECISE,
     Frame,
     Sums,
     Tiles,
     argument_error,
+    differences_error,
     exact_product,
     extent,
     left,
     norms,
+    precise_frame,
     right,
     summation_error,
     swapped,
 )
 
+COARSE = 0.25  # an error of the argument above which an arithmetic is not considered
 LOOKED_AT = 32  # rows, and columns, that can say at once that single precision is too coarse
-ROUNDING_SHARE = 0.5  # of eps
 
 
 class PlacedKeys:
-    """The keys in the frame of each arithmetic, placed once: operators with other queries share them."""
+    """The keys in the frame of each arithmetic, placed once, and what else was found out about them.
+
+    Operators with other queries share it.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.keys, self.frame = problem.keys, problem.kernel.frame(problem.keys, "float64")
         self.extent = extent(self.frame, self.keys)
         self._rows: dict[str, tuple[Tensor, Tensor]] = {}
         self.coarse = False  # whether single precision was found too coarse for them, with any queries
+        self.cells: Any = None  # an index and the keys in it
+        self.exact_for = 0, 0  # queries and products for which nothing was faster: fewer are not tried again
 
     def rows(self, arithmetic: str) -> tuple[Tensor, Tensor]:
         """Augmented (`right`) keys, and their lengths."""
@@ -44,18 +53,76 @@ class PlacedKeys:
         return self._rows[arithmetic]
 
 
-class ExactEngine(TileEngine):
-    """`wide`: entries in single precision, sums over them in double precision."""
+class ExactEngine:
+    """Evaluates kernel tiles in every product. Linear, and repeatable.
+
+    `wide`: entries in single precision, sums over them in double precision. What rounding can take from any x follows
+    from the sums of K over rows and columns (Schur's test): |E|_2 <= sqrt(largest row sum * largest column sum) of the
+    error matrix E. Where they are not known to be small, the first product forms them beside its own sums; if they are
+    too large, it is repeated in finer arithmetic.
+    """
 
     name = "exact"
+    rounding_share = 0.5  # of eps
+    progress = False
+    lost = math.inf  # a bound on what rounding takes from any x, relative to |x|, once it is settled
 
-    def __init__(self, problem: Problem, single: bool, placed: PlacedKeys | None = None) -> None:
-        self.problem, self.symmetric, self.wide = problem, problem.symmetric, False
-        self.limit = ROUNDING_SHARE * problem.eps
-        self.pairs = int(problem.pairs)
-        self.placed = placed or PlacedKeys(problem)
-        if not single or self.placed.coarse or not self._try_single():
+    def __init__(self, problem: Problem, single: bool, placed: PlacedKeys) -> None:
+        self.problem, self.symmetric, self.placed, self.wide = problem, problem.symmetric, placed, False
+        self.limit = self.rounding_share * problem.eps
+        self.pairs = int(problem.pairs)  # kernel entries evaluated by one product
+        furthest = placed.extent if self.symmetric else extent(placed.frame, problem.queries)
+        self.reach = placed.extent + furthest  # |z| + |w| of placed points, at most
+        if not single or placed.coarse or not self._try_single():
             self._precise()
+
+    @property
+    def settled(self) -> bool:
+        return self.lost <= self.limit
+
+    @property
+    def norm(self) -> float:
+        """Bound on |K - what this multiplies by|_2; known after the first product at the latest."""
+        return self.lost
+
+    @property
+    def certain(self) -> bool:
+        """Whether the error of every product is within eps."""
+        return not self.settled or self.norm <= self.problem.eps
+
+    def apply(self, x: Tensor, adjoint: bool = False) -> Tensor:
+        """The product with x (s, r), or for the adjoint (n, r), in float64."""
+        return self._multiply(x, adjoint, None) if self.settled else self._first(x, adjoint)
+
+    def _first(self, x: Tensor, adjoint: bool) -> Tensor:
+        """The product, with the sums of the rows and columns of K beside it; finer arithmetic if they ask for it."""
+        rows = torch.zeros(self.problem.shape[0], dtype=torch.float64)
+        columns = rows if self.symmetric else torch.zeros(self.problem.shape[1], dtype=torch.float64)
+        y = self._multiply(x, adjoint, (rows, columns))
+        self.lost = self._lost(rows, columns)
+        if self.settled:
+            return y
+        margin = 1.0 + 2.0 * max(float(side.max()) for side in self._relative()[:2])
+        if margin > 2.0 and self.refine():  # the sums themselves cannot be trusted
+            return self._first(x, adjoint)
+        while not self.settled and self.refine():
+            self.lost = self._lost(margin * rows, margin * columns)
+        self.limit = max(self.limit, self.lost)  # there is nothing finer
+        return self._multiply(x, adjoint, None)
+
+    def _lost(self, rows: Tensor, columns: Tensor) -> float:
+        """Schur's test; the sums of K themselves were rounded too."""
+        by_row, by_column, absolute = self._relative()
+        margin = 1.0 + 2.0 * float(torch.maximum(by_row.max(), by_column.max()))
+        most = float((by_row * rows).max()) * float((by_column * columns).max())
+        return margin * math.sqrt(most) + absolute * math.sqrt(rows.numel() * columns.numel())
+
+    def certified(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The product with one column (s, 1), and bounds on |Kx - y| for each of its rows (n,)."""
+        y = self.apply(torch.cat([x, x.abs()], 1))
+        by_row, _, absolute = self._relative()
+        margin = 1.0 + 2.0 * float(by_row.max())
+        return y[:, :1], margin * by_row * y[:, 1] + absolute * float(x.abs().sum())
 
     def _place(self, frame: Frame) -> None:
         self.frame, self.dtype = frame, frame.dtype
@@ -65,9 +132,8 @@ class ExactEngine(TileEngine):
 
     def _try_single(self) -> bool:
         """Single precision, unless it is plainly too coarse; a few rows and columns say whether sums must be wide."""
-        problem, frame = self.problem, self.placed.frame._replace(arithmetic="float32")
-        reach = self.placed.extent + (self.placed.extent if self.symmetric else extent(frame, problem.queries))
-        if not math.isfinite(reach) or argument_error(reach, problem.keys.shape[1], frame) > COARSE:
+        frame = self.placed.frame._replace(arithmetic="float32")
+        if not argument_error(self.reach, len(frame.centre), frame) <= COARSE:
             return False
         self._place(frame)
         for self.wide in (False, True):
@@ -102,18 +168,14 @@ class ExactEngine(TileEngine):
 
     def _precise(self) -> None:
         """Double precision, by differences where matrix products would lose too much."""
-        problem, frame = self.problem, self.placed.frame._replace(arithmetic="float64")
-        tolerance = min(PRECISE, 0.25 * problem.eps / math.sqrt(math.prod(problem.shape)))
-        reach = self.placed.extent + (self.placed.extent if self.symmetric else extent(frame, problem.queries))
-        lost = math.inf
-        if math.isfinite(reach):
-            lost = problem.kernel.profile.change(argument_error(reach, problem.keys.shape[1], frame))
+        tolerance = min(PRECISE, 0.25 * self.problem.eps / math.sqrt(math.prod(self.problem.shape)))
         self.wide = False
-        self._place(frame if lost <= tolerance else frame._replace(arithmetic="difference"))
+        self._place(precise_frame(self.placed.frame, self.reach, tolerance))
         self.lost = self._lost(*self._ones())
         self.limit = max(self.limit, self.lost)  # there is nothing finer
 
     def refine(self) -> bool:
+        """Go on to finer arithmetic; False if there is none."""
         if self.dtype == torch.float64:
             return False
         if self.wide:
@@ -122,6 +184,7 @@ class ExactEngine(TileEngine):
         return True
 
     def _multiply(self, x: Tensor, adjoint: bool, sums: Sums | None) -> Tensor:
+        """The product; the sums of the rows and columns of K are added to `sums`."""
         x = x.to(torch.float64 if self.wide else self.dtype)
         z, w = self.z, self.w
         if adjoint and not self.symmetric:
@@ -129,6 +192,10 @@ class ExactEngine(TileEngine):
         return exact_product(Tiles(self.frame), z, w, x, symmetric=self.symmetric, progress=self.progress, sums=sums)
 
     def _relative(self) -> tuple[Tensor, Tensor, float]:
+        """Bounds on the relative rounding of the terms of a row (n,) and of a column (s,), and of an entry, absolute.
+
+        The last is for entries too small for the first two.
+        """
         rows, columns = self.lengths
         n, s = self.problem.shape
         tiny = min(1e-3 * torch.finfo(self.dtype).eps, 0.02 * self.limit / math.sqrt(n * s))
@@ -137,6 +204,27 @@ class ExactEngine(TileEngine):
         sums = summation_error(max(n, s), self.dtype, self.wide)
         return by_row + sums, by_column + sums, floor
 
-    @property
-    def norm(self) -> float:
-        return self.lost
+
+def entry_rounding(frame: Frame, own: Tensor, other: float, tiny: float) -> tuple[Tensor, float]:
+    """Bounds on the relative error of the entries of rows with placed lengths `own`, others at most `other` long.
+
+    Where entries beyond some distance are all below `tiny`, they may be off by that, the second result; the others
+    lie within that distance of the row, which limits |z| + |w|.
+    """
+    profile, d, longest = frame.profile, frame.centre.shape[0], float(own.max()) + other
+    if frame.arithmetic == "difference":
+        return torch.zeros(own.shape, dtype=torch.float64), differences_error(d) + profile.floor_value(frame.dtype)
+    worst = profile.change(argument_error(longest, d, frame))
+    far = _beyond(profile, longest, tiny)
+    if not profile.convex or not 0 < longest < math.inf:
+        return torch.full(own.shape, min(worst, 1e30), dtype=torch.float64), profile.floor_value(frame.dtype)
+    reach = own.double() + (own.double() + far).clamp_max(other)
+    # `change` is convex: half the error of an argument does at most half the harm.
+    return min(worst, 1e30) * (reach / longest).square(), tiny + profile.floor_value(frame.dtype)
+
+
+def _beyond(profile: Profile, longest: float, tiny: float) -> float:
+    """A distance beyond which the kernel, its argument off by at most COARSE, is below `tiny`; inf if there is none."""
+    distance = torch.linspace(0.0, min(longest, 1e4), 512, dtype=torch.float64)
+    small = profile.value(distance.square().mul_(-0.5).add_(COARSE).clamp_max_(0.0)) <= tiny
+    return float(distance[small][0]) if bool(small.any()) else math.inf

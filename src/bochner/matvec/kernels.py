@@ -1,8 +1,9 @@
-"""`Kernel`: a radial kernel with its bandwidth; dense blocks, products in tiles, gradients."""
+"""`Kernel`: a radial kernel with its bandwidth; dense blocks, products in tiles, gradients. `Problem`: its matrix."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,3 +133,29 @@ def _bandwidth(value: Any) -> float | Tensor:
             "rescale the points."
         )
     return sigma
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The kernel matrix between `queries` (n, d) and `keys` (s, d), and how well it must be multiplied."""
+
+    kernel: Kernel
+    queries: Tensor
+    keys: Tensor
+    symmetric: bool  # the queries are the keys
+    eps: float
+    seed: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.queries.shape[0], self.keys.shape[0]
+
+    @property
+    def pairs(self) -> float:
+        """Kernel entries that an exact product evaluates."""
+        return math.prod(self.shape) / (2 if self.symmetric else 1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the points, and so of the answers."""
+        return self.queries.dtype

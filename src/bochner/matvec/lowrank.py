@@ -18,8 +18,7 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from .._checks import BochnerError, spawn_seed
-from .engine import Certified, Engine, Problem
-from .kernels import Kernel
+from .kernels import Kernel, Problem
 from .tiles import PRECISE, Frame, Tiles, argument_error, differences_error, extent, left, precise_frame, right
 
 BLOCK = 128  # pivots drawn at once
@@ -76,7 +75,8 @@ def pivoted_cholesky(
     and n r kernel entries.
     """
     n, generator = len(X), torch.Generator().manual_seed(seed)
-    frame = precise_frame(kernel.profile, X, X, kernel.bandwidth)
+    frame = kernel.frame(X, "float64")
+    frame = precise_frame(frame, 2 * extent(frame, X))
     z, tiles = left(frame.place(X)), Tiles(frame)
     columns = torch.empty(min(rank, n), n, dtype=torch.float64)  # F', so that unused columns are never touched
     rest = torch.ones(n, dtype=torch.float64)
@@ -181,10 +181,11 @@ class Preconditioner(LinearOperator):
         return self
 
 
-class LowRankEngine(Engine):
+class LowRankEngine:
     """Products by the factor. Where queries are keys the rest of the diagonal is added back, which costs nothing."""
 
     name = "lowrank"
+    progress = False
 
     def __init__(self, problem: Problem, rank: int, stop: Callable[[float, int], bool] | None = None) -> None:
         self.problem = problem
@@ -210,10 +211,10 @@ class LowRankEngine(Engine):
     def _entry(self) -> float:
         """How far an entry may be off by rounding: of the kernel, of the factor, and of sums of n + r terms."""
         problem, unit = self.problem, torch.finfo(torch.float64).eps
-        frame = precise_frame(problem.kernel.profile, problem.queries, problem.keys, problem.kernel.bandwidth)
+        frame = problem.kernel.frame(problem.keys, "float64")
+        reach = 2 * max(extent(frame, problem.queries), extent(frame, problem.keys))
         lost = differences_error(problem.keys.shape[1])
-        if frame.arithmetic != "difference":
-            reach = 2 * max(extent(frame, problem.queries), extent(frame, problem.keys))
+        if precise_frame(frame, reach).arithmetic != "difference":
             lost = problem.kernel.profile.change(argument_error(reach, problem.keys.shape[1], frame))
         return (
             10 * min(PRECISE, lost + 8 * unit) + self.factor.rounding + unit * (max(problem.shape) + self.factor.rank)
@@ -225,6 +226,10 @@ class LowRankEngine(Engine):
             math.prod(self.problem.shape)
         )
 
-    def certified(self, x: Tensor) -> Certified:
+    @property
+    def certain(self) -> bool:
+        return self.norm <= self.problem.eps
+
+    def certified(self, x: Tensor) -> tuple[Tensor, Tensor]:
         size = float((self.roots[1] * x.abs()[:, 0]).sum())  # |R_ij| <= sqrt(R_ii R_jj)
-        return Certified(self.apply(x), self.roots[0] * size + self._entry * float(x.abs().sum()))
+        return self.apply(x), self.roots[0] * size + self._entry * float(x.abs().sum())

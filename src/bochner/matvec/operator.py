@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import replace
-from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -17,11 +15,10 @@ from torch import Tensor
 from .._checks import BochnerError, make_generator, one_of, positive_float, positive_int
 from .autograd import KernelProduct
 from .certificate import Estimate
-from .choose import METHODS, Known, Plan, choose
-from .engine import Problem
+from .choose import METHODS, Plan, choose
 from .exact import PlacedKeys
 from .inputs import OWNER, as_points, as_real, as_values
-from .kernels import Kernel
+from .kernels import Kernel, Problem
 from .lowrank import LowRankEngine, Preconditioner, pivoted_cholesky, ridge_factor
 from .solve import LogDet, conjugate_gradients, logdet
 from .tiles import BLOCK
@@ -47,10 +44,10 @@ class KernelOperator(LinearOperator):
         seed: of clusters and pivots.
         kernel: "gaussian", or "laplace" (= "matern12"), "matern32", "matern52", "student".
         method: "auto" takes the fastest by prediction; "exact" every pair, in tiles; "cells" blocks of near pairs;
-            "sparse" near entries, kept; "lowrank" a factor by pivoted Cholesky.
-        products: how many products are expected. Keeping entries, or a factor, pays for several.
+            "lowrank" a factor by pivoted Cholesky.
+        products: how many products are expected. A factor pays for several.
 
-    `memory`: bytes that kept entries, or a factor, may take (2 GB). `progress`: whether products show a bar; None:
+    `memory`: bytes that a factor may take (2 GB). `progress`: whether products show a bar; None:
     those that take more than five seconds.
 
     Example:
@@ -118,15 +115,15 @@ class KernelOperator(LinearOperator):
         if any(value is not None for value in self._learned):  # an optimizer would change them under our hands
             copy = problem.queries.clone()
             problem = replace(problem, queries=copy, keys=copy if symmetric else problem.keys.clone())
-        self._build(problem, Known(PlacedKeys(problem)))
+        self._build(problem, PlacedKeys(problem))
 
-    def _build(self, problem: Problem, known: Known) -> None:
+    def _build(self, problem: Problem, placed: PlacedKeys) -> None:
         begun = time.perf_counter()
         numpy_dtype = np.float32 if problem.dtype == torch.float32 else np.float64
         super().__init__(np.dtype(numpy_dtype), problem.shape)
-        self._problem, self._known = problem, known
+        self._problem, self._placed = problem, placed
         self.__dict__.update(vars(problem), bandwidth=problem.kernel.bandwidth)
-        self._engine, self.plan = choose(problem, self._method, self._products, self.memory, known)
+        self._engine, self.plan = choose(problem, self._method, self._products, self.memory, placed)
         self.build_seconds = time.perf_counter() - begun
 
     # ---- what it is -------------------------------------------------------------------------------------------------
@@ -371,7 +368,7 @@ class KernelOperator(LinearOperator):
                 f"the operator with eps={self.shift / 10:.1g}."
             )
 
-    # ---- other queries, saving --------------------------------------------------------------------------------------
+    # ---- other queries, copies --------------------------------------------------------------------------------------
 
     def with_queries(self, queries: Any) -> KernelOperator:
         """The operator for other queries and the same keys; what is known of the keys is shared, not rebuilt."""
@@ -385,42 +382,17 @@ class KernelOperator(LinearOperator):
         other.shift = 0.0
         own = queries if isinstance(queries, Tensor) and queries.requires_grad else None
         other._learned = (own, self._learned[0] if self.symmetric else self._learned[1], self._learned[2])
-        other._build(replace(self._problem, queries=points, symmetric=False), self._known)
+        other._build(replace(self._problem, queries=points, symmetric=False), self._placed)
         return other
 
-    def _state(self) -> dict[str, np.ndarray]:
-        bandwidth = self.bandwidth.tolist() if isinstance(self.bandwidth, Tensor) else self.bandwidth
-        settings = {
-            "bandwidth": bandwidth,
-            "eps": self.eps,
-            "seed": self.seed,
-            "kernel": self.kernel.name,
-            "method": self.method,
-            "products": self._products,
-            "shift": self.shift,
-        }
-        arrays = {"queries": self.queries.numpy(), "settings": np.array(json.dumps(settings))}
-        return arrays if self.symmetric else {**arrays, "keys": self.keys.numpy()}
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the points and the settings, the chosen method among them, as .npz; nothing in it is pickled."""
-        with open(path, "wb") as file:
-            np.savez(file, **self._state())  # type: ignore[arg-type]
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> KernelOperator:
-        """Read what `save` wrote, and build it again: the same products."""
-        with np.load(path, allow_pickle=False) as file:
-            return _restore(dict(file))
-
     def __reduce__(self) -> Any:
-        return _restore, (self._state(),)
+        """The points and the settings, the chosen method among them: a copy is built again, with the same products."""
+        settings = {name: getattr(self, name) for name in ("bandwidth", "eps", "seed", "method", "shift")}
+        settings |= {"kernel": self.kernel.name, "products": self._products}
+        return _restore, (self.queries.numpy(), None if self.symmetric else self.keys.numpy(), settings)
 
 
-def _restore(arrays: dict[str, np.ndarray]) -> KernelOperator:
-    settings = json.loads(str(arrays["settings"]))
-    shift = settings.pop("shift", None)
-    if shift is None:
-        raise BochnerError("This kernel operator was saved by an earlier version; build it again and save it.")
-    K = KernelOperator(arrays["queries"], arrays.get("keys"), **settings)
+def _restore(queries: np.ndarray, keys: np.ndarray | None, settings: dict[str, Any]) -> KernelOperator:
+    shift = settings.pop("shift")
+    K = KernelOperator(queries, keys, **settings)
     return K.shifted(shift) if shift else K

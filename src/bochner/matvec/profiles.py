@@ -26,7 +26,6 @@ class Profile:
     `floors`: t below which a profile is evaluated at the floor instead, in float32 and in float64; denormal numbers are
     3 to 30 times slower than others, and the kernel there is below 1e-30 (or 1e-290).
     `derivative(t)`: dK/dt, and 0 where a kernel with a peak has none.
-    `steepest`: bound on |d log K / d|z - w|| down to the floor, in double precision.
     `convex`: whether `change` is, so that half the error of t does at most half the harm.
     """
 
@@ -36,7 +35,6 @@ class Profile:
     change: Callable[[float], float]
     floors: tuple[float, float]
     derivative: Callable[[Tensor], Tensor]
-    steepest: float = 1.0
     convex: bool = True
 
     def floor(self, dtype: torch.dtype) -> float:
@@ -91,7 +89,6 @@ PROFILES: dict[str, Profile] = {
             lambda delta: _expm1(LN2 * delta),
             (-100.0, -1000.0),
             lambda t: torch.exp2(t).mul_(LN2),
-            steepest=32.0,
         ),
         Profile(
             "laplace",  # exp(-|q-k| / sigma)

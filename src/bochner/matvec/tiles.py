@@ -59,13 +59,13 @@ def make_frame(profile: Profile, keys: Tensor, bandwidth: float | Tensor, arithm
     return Frame(profile, keys.mean(0, dtype=torch.float64), scale.expand(keys.shape[1]), arithmetic)
 
 
-def precise_frame(
-    profile: Profile, queries: Tensor, keys: Tensor, bandwidth: float | Tensor, tolerance: float = PRECISE
-) -> Frame:
-    """Double precision by matrix products, or by differences where those lose more than `tolerance` of an entry."""
-    frame = make_frame(profile, keys, bandwidth, "float64")
-    reach = extent(frame, keys) + extent(frame, queries)
-    lost = profile.change(argument_error(reach, keys.shape[1], frame)) if math.isfinite(reach) else math.inf
+def precise_frame(frame: Frame, reach: float, tolerance: float = PRECISE) -> Frame:
+    """The frame in double precision, or by differences where that loses more than `tolerance` of an entry.
+
+    `reach`: |z| + |w| of placed points, at most.
+    """
+    frame = frame._replace(arithmetic="float64")
+    lost = frame.profile.change(argument_error(reach, len(frame.centre), frame)) if math.isfinite(reach) else math.inf
     return frame if lost <= tolerance else frame._replace(arithmetic="difference")
 
 
@@ -129,18 +129,16 @@ def swapped(w: Tensor) -> Tensor:
 
 
 class Tiles:
-    """Evaluates kernel tiles into one reused buffer and counts the pairs."""
+    """Evaluates kernel tiles into one reused buffer."""
 
     def __init__(self, frame: Frame) -> None:
         self.frame, self.profile = frame, frame.profile
         self.floor = frame.profile.floor(frame.dtype)
         self.buffer = torch.empty(0, dtype=frame.dtype)
-        self.pairs = 0
 
     def arguments(self, z: Tensor, w: Tensor) -> Tensor:
         """-|z - w|^2/2 between augmented rows `z` (`left`) and `w` (`right`); overwritten by the next call."""
         n, s = z.shape[0], w.shape[0]
-        self.pairs += n * s
         if self.buffer.numel() < n * s:
             self.buffer = torch.empty(n * s, dtype=z.dtype)
         tile = self.buffer[: n * s].view(n, s)

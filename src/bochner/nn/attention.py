@@ -206,16 +206,14 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As `torch.nn.MultiheadAttention.forward`; returns (output, weights or None)."""
         self._check_inputs(query=query, key=key, value=value)
-        axis, batched = -2 if query.ndim == 2 or self.batch_first else 0, query.ndim == 3
-        rows = self.num_heads * (query.shape[0 if self.batch_first else 1] if batched else 1)
-        shape = (rows, query.shape[axis], key.shape[axis])
-        is_causal = _is_causal_mask(attn_mask, shape, flag(is_causal, "is_causal", OWNER))
-        padding = _bool_padding(key_padding_mask)
+        batched, padding = query.ndim == 3, _bool_padding(key_padding_mask)
         if not batched:
-            query, key, value = (t.unsqueeze(0 if self.batch_first else 1) for t in (query, key, value))
+            query, key, value = (t.unsqueeze(0) for t in (query, key, value))
             padding = None if padding is None else padding.unsqueeze(0)
-        if not self.batch_first:
+        elif not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        shape = (self.num_heads * query.shape[0], query.shape[1], key.shape[1])
+        is_causal = _is_causal_mask(attn_mask, shape, flag(is_causal, "is_causal", OWNER))
         q, k, v = self._heads(query, key, value)
         q, k = self._rotated(q), self._rotated(k)
         k, v, padding = self._extra_keys(k, v, padding, is_causal)
@@ -229,10 +227,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             known = {name: value for name, value in options.items() if name in WEIGHT_OPTIONS}
             weights = attention_matrix(q, k, self.feature_map, **known)
             weights = weights.mean(1) if average_attn_weights else weights
-            weights = weights if batched else weights.squeeze(0)
-        if not self.batch_first:
-            out = out.transpose(0, 1)
-        return (out if batched else out.squeeze(0 if self.batch_first else 1)), weights
+        if not batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (out if self.batch_first else out.transpose(0, 1)), weights
 
     def step(self, x: Tensor, state: DecodingState | None = None) -> tuple[Tensor, DecodingState]:
         """Causal self-attention of the next tokens x (b, n, e), n usually 1; memory does not grow with the position.
@@ -261,13 +258,12 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Lists hold sequences of different lengths.
         """
-        heads: list[list[Tensor]] = []
+        heads: tuple[list[Tensor], list[Tensor]] = ([], [])
         for which, (given, name) in enumerate(((query, "query"), (query if key is None else key, "key"))):
-            parts = [given] if isinstance(given, Tensor) else list(given)
-            for x in parts:
+            for x in [given] if isinstance(given, Tensor) else given:
                 self._check_inputs(**{name: x})
-            made = [self._head(x, which) for x in parts]
-            heads.append([self._rotated(x) * self._root(x) for x in made])
+                head = self._head(x, which)
+                heads[which].append(self._rotated(head) * self._root(head))
         self.feature_map.calibrate_(*heads)
         return self
 

@@ -139,10 +139,7 @@ class PerformerLayer(nn.Module):
         if self.chunk is None or x.shape[1] <= self.chunk:
             return x + self.dropout(self.feed(self.feed_norm(x)))
         parts = x.split(self.chunk, dim=1)
-        if torch.is_grad_enabled():
-            more = [checkpoint(lambda t: self.feed(self.feed_norm(t)), part, use_reentrant=False) for part in parts]
-        else:
-            more = [self.feed(self.feed_norm(part)) for part in parts]
+        more = [checkpoint(lambda t: self.feed(self.feed_norm(t)), part, use_reentrant=False) for part in parts]
         return x + self.dropout(torch.cat(more, dim=1))
 
 

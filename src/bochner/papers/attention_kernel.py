@@ -42,13 +42,6 @@ def reduce_attention(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([q, torch.zeros_like(q[..., :1])], -1), torch.cat([k, extra], -1)
 
 
-def kernel_of_attention(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-    """The Gaussian kernel matrix of lemma 4.1, (..., n, s), in float64."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    a, b = reduce_attention(q.double(), k.double())
-    return torch.exp(-0.5 * scale * torch.cdist(a, b).square())
-
-
 def head_to_tail(kernel: Tensor) -> Tensor:
     """sum of all but the n largest entries / sum of the n largest, for (..., n, s) kernels: shape (...)."""
     flat = kernel.flatten(-2)

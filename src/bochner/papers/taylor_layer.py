@@ -15,13 +15,11 @@ from bochner._checks import (
     floating,
     lookup,
     make_generator,
-    one_of,
     positive_int,
 )
 from bochner.maps.polynomial import draw_count_sketches, tensor_sketch, unit_rows
-from bochner.theory import gelu_taylor, geometric_law, mse_tensor_sketch_matrix, optimal_law, poisson_law
+from bochner.theory import gelu_taylor, mse_tensor_sketch_matrix, optimal_law
 
-LAWS = ("optimal", "geometric", "poisson")
 TERMS = 200  # the longest series considered
 TAIL = 1e-9  # what may be cut off it
 
@@ -40,9 +38,9 @@ class TaylorComposition:
     grows like `exp(|w|^2 |x|^2)` for GELU: useful for short vectors only. Cost O(R (K (d + m log m) + m o)) per row.
 
     `weight` (o, d), `bias` (o,) or None. `activation`: one of `TAYLOR`, or a sequence of Taylor coefficients (then a
-    polynomial). `calibration` (N, d): rows that fix the tail and the optimal law. `law`: `"optimal"`, `p_k`
-    proportional to `|a_k| sqrt(second moment)`; `"geometric"` with rho = 1/2; `"poisson"` with rate 2. A law is
-    restricted to the powers k >= 2 that occur; unrestricted, the geometric one has mean 1/rho - 1.
+    polynomial). `calibration` (N, d): rows that fix the tail and the law, the optimal one: `p_k` proportional to
+    `|a_k| sqrt(second moment)`, on the powers k >= 2 that occur. The geometric and Poisson laws of the document have a
+    larger variance; they are in `bochner.theory`.
 
     >>> layer = TaylorComposition(torch.eye(2) / 2, None, "gelu", torch.randn(10, 2), draws=4, num_features=8)
     >>> layer(torch.zeros(1, 2))
@@ -56,7 +54,6 @@ class TaylorComposition:
         activation: str | Sequence[float],
         calibration: Tensor,
         *,
-        law: str = "optimal",
         draws: int = 16,
         num_features: int = 64,
         seed: int = 0,
@@ -64,7 +61,6 @@ class TaylorComposition:
         owner = type(self).__name__
         self.draws = positive_int(draws, "draws", owner)
         self.num_features = positive_int(num_features, "num_features", owner)
-        one_of(law, "law", owner, LAWS)
         w = finite(floating(weight, "weight", owner), "weight", owner).detach().double()
         x = finite(floating(calibration, "calibration", owner), "calibration", owner).detach().double()
         if w.ndim != 2 or x.ndim != 2 or x.shape[1] != w.shape[1]:
@@ -78,7 +74,7 @@ class TaylorComposition:
         self.weight = w
         x = self._input(x)
         self.coefficients = series_for(activation, float((x @ self.weight.mT).abs().max()), owner)
-        self.probabilities = self._law(law, x)
+        self.probabilities = self._law(x)
         self.redraw_(seed)
 
     def redraw_(self, seed: int | None = None) -> TaylorComposition:
@@ -119,34 +115,24 @@ class TaylorComposition:
     def _input(self, x: Tensor) -> Tensor:
         return x if x.shape[-1] == self.weight.shape[1] else torch.cat([x, torch.ones_like(x[..., :1])], -1)
 
-    def _law(self, law: str, x: Tensor) -> Tensor:
-        """Of the index, on the powers above the first that occur."""
+    def _law(self, x: Tensor) -> Tensor:
+        """Of the index: least variance on these rows."""
         a, w = self.coefficients, self.weight
         used = a != 0
         used[:2] = False
         if not used.any():
             return torch.zeros_like(a)
-        if law == "optimal":
-            rows = x[:: max(1, len(x) // 256)]
-            moments = torch.ones_like(a)
-            for k in used.nonzero().flatten().tolist():
-                variance = mse_tensor_sketch_matrix(rows, w, self.num_features, k)
-                moments[k] = ((rows @ w.mT) ** (2 * k) + variance).mean()
-            if not torch.isfinite(moments).all():
-                longest = float(rows.norm(dim=-1).max() * w.norm(dim=-1).max())
-                raise BochnerError(
-                    f"Taylor composition is useless for this layer: at |w||x| = {longest:.4g} the variance of its "
-                    "sketched powers overflows double precision; use LinearizedLayer, or keep the layer."
-                )
-            p = optimal_law(torch.where(used, a, 0.0), moments)
-        else:
-            p = geometric_law(0.5, len(a)) if law == "geometric" else poisson_law(2.0, len(a))
-        p = torch.where(used, p, 0.0)
-        if (p[used] == 0).any():
+        rows, moments = x[:: max(1, len(x) // 256)], torch.ones_like(a)
+        for k in used.nonzero().flatten().tolist():
+            variance = mse_tensor_sketch_matrix(rows, w, self.num_features, k)
+            moments[k] = ((rows @ w.mT) ** (2 * k) + variance).mean()
+        if not torch.isfinite(moments).all():
+            longest = float(rows.norm(dim=-1).max() * w.norm(dim=-1).max())
             raise BochnerError(
-                f"The law {law!r} gives a power that the series needs probability zero in double precision; use "
-                "law='optimal'."
+                f"Taylor composition is useless for this layer: at |w||x| = {longest:.4g} the variance of its sketched "
+                "powers overflows double precision; use LinearizedLayer, or keep the layer."
             )
+        p = optimal_law(torch.where(used, a, 0.0), moments)
         return p / p.sum()
 
 

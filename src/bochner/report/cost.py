@@ -60,45 +60,43 @@ def typical_layer(plan: Plan) -> LayerPlan:
     return layers[max(range(len(layers)), key=lambda i: counts.count(counts[i]))]
 
 
-def add_speed(
-    page: Report,
-    times: Times,
-    names: Sequence[str],
-    *,
-    border: int = 0,
-    positions: int | None = None,
-    what: str = "one attention layer",
-) -> float | None:
-    """The chart of times against length, with the crossing of the first name; returns the crossing.
+def add_costs(
+    page: Report, plan: Plan, times: Times, name: str, *, positions: int | None = None, source: str = ""
+) -> None:
+    """Time and memory against length, and where the text came from.
 
-    `border`: from which length on the model is converted ('exact_below'), where that is settled: a second measurement
-    of the same thing would be another number. `positions`: what the model has, marked where times go beyond them.
+    Where the plan has a border (`exact_below`) it is marked, else the crossing that was measured. `positions`: what the
+    model has, marked where times go beyond them.
     """
-    where = crossing(times, names[0])
-    colours = {"exact": 0, names[0]: 1} | {name: 2 + i for i, name in enumerate(names[1:])}
-    series = {k: [(n, 1e3 * t[k]) for n, t in sorted(times.items())] for k in ("exact", *names)}
+    border = max((layer.exact_below for layer in plan.converted), default=0)
+    where = crossing(times, name)
     marks: dict[str, float] = {}
     if border:
         marks[f"converted from {border:,} tokens on"] = border
-    elif where is not None and where > min(times):
-        marks[f"faster from about {round_length(where):,} tokens"] = where
-    caption = border_sentence(border) if border else crossing_sentence(where, times, names[0])
+        caption = (
+            f"Rows that see fewer than {border:,} keys ('exact_below') stay exact; quality was measured without it."
+        )
+    else:
+        caption = crossing_sentence(where, times, name)
+        if where is not None and where > min(times):
+            marks[f"faster from about {round_length(where):,} tokens"] = where
     if positions is not None and positions < max(times):
         marks[f"its positions end: {positions:,}"] = positions
-        caption += f" {positions_sentence(positions)}"
-    chart = line_chart(
-        f"time of {what}", series, x_label="tokens", y_label="milliseconds", log=True, colours=colours, marks=marks
-    )
+        caption += f" The model has positions for {positions:,} tokens: beyond them its attention alone was timed."
+    series = {k: [(float(n), 1e3 * t[k]) for n, t in sorted(times.items())] for k in ("exact", name)}
+    axes = {"x_label": "tokens", "y_label": "milliseconds"}
+    colours = {"exact": 0, name: 1}
+    chart = line_chart("time of one attention layer", series, **axes, log=True, colours=colours, marks=marks)
     page.heading("Speed against length").figure(chart, caption)
-    return where
-
-
-def positions_sentence(positions: int) -> str:
-    return f"The model has positions for {positions:,} tokens: beyond them its attention alone was timed."
-
-
-def border_sentence(border: int) -> str:
-    return f"Rows that see fewer than {border:,} keys ('exact_below') stay exact; quality was measured without it."
+    if any(layer.is_causal for layer in plan.layers):
+        series = {
+            label: [(float(n), plan.cache_bytes(n, converted=done) / 1e6) for n in CACHE_LENGTHS]
+            for label, done in (("as it was", False), ("converted", True))
+        }
+        chart = line_chart("memory of decoding, one sequence", series, x_label="tokens", y_label="megabytes", log=True)
+        page.heading("Memory against length").figure(chart, "All layers, float32, computed from the plan.")
+    if source:
+        page.text(f"Text: {source}.", note=True)
 
 
 def crossing_sentence(where: float | None, times: Times, name: str) -> str:
@@ -126,15 +124,3 @@ def memory_number(plan: Plan, length: int) -> Number:
         f"{after / before:.0%}",
         f"of the cache at {length:,} tokens: {after / 1e6:.1f} of {before / 1e6:.1f} MB",
     )
-
-
-def add_memory(page: Report, plan: Plan) -> None:
-    """The cache of a decoder against length, computed from its plan; an encoder keeps nothing."""
-    if not any(layer.is_causal for layer in plan.layers):
-        return
-    series = {
-        "as it was": [(float(n), plan.cache_bytes(n, converted=False) / 1e6) for n in CACHE_LENGTHS],
-        "converted": [(float(n), plan.cache_bytes(n) / 1e6) for n in CACHE_LENGTHS],
-    }
-    chart = line_chart("memory of decoding, one sequence", series, x_label="tokens", y_label="megabytes", log=True)
-    page.heading("Memory against length").figure(chart, "All layers, float32, computed from the plan.")

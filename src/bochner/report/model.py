@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from bochner.hf.search.texts import batches_for, settle
 from bochner.hf.search.verify import Verifier
 from bochner.report import Number, Report
 from bochner.report.charts import frontier_chart
-from bochner.report.cost import Times, add_memory, add_speed, memory_number
+from bochner.report.cost import Times, add_costs, memory_number
 from bochner.report.viewer import HeadPictures
 
 MOST_TOKENS, MOST_HEADS = 96, 300  # of the text whose attention is shown; heads on one page
@@ -143,43 +143,36 @@ def target_page(
     source: str = "",
 ) -> Report:
     """What a search for a target found, as a page."""
-    page = Report(title)
     plan, length, verdict = report.plan, report.goal.length, report.final
-    quality = verdict.quality
-    meant = f"of the quality at {verdict.length:,} tokens, {_figures(quality.figures)}"
-    timed = f"the original's: the whole model at {verdict.length:,} tokens"
+    timed = f"of the original's, the whole model at {verdict.length:,} tokens"
     numbers = [
-        Number("kept", f"{quality.retained:.1%}", meant),
+        _quality_number(verdict.quality, verdict.length),
         memory_number(plan, length),
-        Number("time", _times(verdict.time_share), timed),
+        Number("time", f"{verdict.time_share:.0%}", timed),
     ]
-    page.verdict(_target_verdict(report), numbers, good=report.worthwhile and not report.beyond)
+    page = Report(title).verdict(_target_verdict(report), numbers, good=report.worthwhile and not report.beyond)
     page.steps(_steps(report, place))
     if pictures is not None:
         page.heading("What the heads look at").heads(pictures)
     page.heading("Loss against cost")
     # Candidates may have as many heads of each kind as another: the number tells them apart.
     points = {f"{i}: {c.heads}": c for i, c in enumerate(report.frontier, 1)}
-    chosen = list(points)[report.chosen]
-    by_memory = any(layer.is_causal for layer in plan.layers)
-    costs = (
-        {f"memory of the cache at {length:,} tokens, share": [c.memory for c in report.frontier]} if by_memory else {}
-    )
+    costs = {}
+    if any(layer.is_causal for layer in plan.layers):
+        costs["memory of the cache"] = [c.memory for c in report.frontier]
     if all(c.attention is not None for c in report.frontier):
-        costs[f"time of all attention at {length:,} tokens, share"] = [c.attention or 0.0 for c in report.frontier]
+        costs["time of all attention"] = [c.attention or 0.0 for c in report.frontier]
     for label, cost in costs.items():
         lost = [1 - c.quality.retained for c in report.frontier]
+        axes = {"x_label": f"{label} at {length:,} tokens, share of the original's", "y_label": "share of quality lost"}
         found = dict(zip(points, zip(cost, lost, strict=True), strict=True))
-        page.figure(frontier_chart("what is lost, by cost", found, x_label=label, y_label="share lost", chosen=chosen))
+        page.figure(frontier_chart("what is lost, by cost", found, **axes, chosen=list(points)[report.chosen]))
     page.text(
-        "Every point was measured on the choice texts; the chosen one again on texts that the search never used. They "
-        "are numbered in the order of the table under All figures.",
+        "Every choice was measured on one set of texts. The one that was taken was measured again on validation texts, "
+        "which the search never used. The numbers are those of the table under All figures.",
         note=True,
     )
-    add_speed(page, times, ["as chosen"], border=_border(plan), positions=report.positions)
-    add_memory(page, plan)
-    if source:
-        page.text(f"Text: {source}.", note=True)
+    add_costs(page, plan, times, "as chosen", positions=report.positions, source=source)
     for reason in report.reasons:
         page.text(reason, note=True)
     return page.code(str(plan), "The plan, head by head").code(str(report), "All figures")
@@ -187,29 +180,25 @@ def target_page(
 
 def _target_verdict(report: SearchReport) -> str:
     if not report.worthwhile:
-        return "Do not convert it as it is: " + (
-            report.reasons[0] if report.reasons else "nothing cheaper keeps the target."
+        return "Leave it as it is. " + (
+            report.reasons[0] if report.reasons else "No cheaper choice reaches the quality target."
         )
     plan, goal, final = report.plan, report.goal, report.final
-    linear = plan.num_heads - plan.count("exact")
-    saves = f"its attention takes {report.time_share:.0%} of the time at {goal.length:,} tokens"
+    saves = f"attention takes {report.time_share:.0%} of the original's time at {goal.length:,} tokens"
     if goal.by_memory:
         saves = f"decoding takes {report.memory:.0%} of the memory at {goal.length:,} tokens"
         if final.time_share > 1:
-            saves += f", and {final.time_share:.2f} times the time"
+            saves += f", and {final.time_share:.2f}x the time"
     asked = "" if goal.keep is None else f" (asked: {goal.keep:.1%})"
-    keeps = "keeps, trained," if report.trained else "keeps"
     found = (
-        f"{linear} of {plan.num_heads} heads can be linear and the model {keeps} {final.quality.retained:.1%} of its "
-        f"quality{asked}, verified{_alone(final.quality.figures)} on held-back texts of "
-        f"{final.length:,} tokens; {saves}."
+        f"{plan.num_heads - plan.count('exact')} of {plan.num_heads} key heads are approximate. "
+        f"{'Trained, the' if report.trained else 'The'} model retains {final.quality.retained:.1%} of its quality"
+        f"{asked}{_alone(final.quality)} on validation texts of {final.length:,} tokens, and {saves}."
     )
     if report.beyond:
-        return (
-            f"Not at {goal.length:,} tokens as it is: the model has positions for {report.positions:,}. With more of "
-            f"them, {found}"
-        )
-    return f"Convert it: {found}"
+        few = f"the model has positions for {report.positions:,}"
+        return f"Not at {goal.length:,} tokens as it is: {few}. With more of them: {found}"
+    return f"Convert it. {found}"
 
 
 class Held:
@@ -225,12 +214,12 @@ class Held:
         self.length = self.verifier.length
 
     def quality(self, model: Any) -> Quality:
-        """What the converted model keeps, every row of it converted."""
+        """The quality that the converted model retains, with every row converted."""
         with all_converted(layers_of(model)):
             return self.verifier.look(model).quality
 
     def __str__(self) -> str:
-        return f"{self.count} texts, up to {self.length:,} tokens at a time,"
+        return f"{self.count} validation texts of up to {self.length:,} tokens"
 
 
 def recipe_page(
@@ -249,68 +238,61 @@ def recipe_page(
 
     Speed is stated at the longest of the `times` that the model has `positions` for.
     """
-    page = Report(title)
-    linear, kept = plan.num_heads - plan.count("exact"), max(0.0, quality.retained)
+    approximate = plan.num_heads - plan.count("exact")
     length = max((n for n in times if positions is None or n <= positions), default=min(times))
-    ratio, border = times[length]["as converted"] / times[length]["exact"], _border(plan)
-    speed = f"one layer of attention takes {ratio:.2f} of the time of exact attention at {length:,} tokens"
+    ratio = times[length]["as converted"] / times[length]["exact"]
+    speed = f"One layer of attention takes {ratio:.0%} of the exact time at {length:,} tokens"
     if positions is not None and length == positions:
         speed += ", the most it has positions for"
-    page.verdict(
-        f"{linear} of {plan.num_heads} heads are linear, and the model keeps {kept:.1%} of its quality"
-        f"{_alone(quality.figures)} on {held} that it was not calibrated on; {speed}.",
+    page = Report(title).verdict(
+        f"{approximate} of {plan.num_heads} key heads are approximate. The model retains {_retained(quality)} of its "
+        f"quality{_alone(quality)} on {held}. {speed}.",
         [
-            Number("kept", f"{kept:.1%}", f"of the quality up to {held.length:,} tokens, {_figures(quality.figures)}"),
+            _quality_number(quality, held.length),
             memory_number(plan, length),
-            Number("time", _times(ratio), f"exact attention's, one layer at {length:,} tokens"),
+            Number("time", f"{ratio:.0%}", f"of exact attention's, one layer at {length:,} tokens"),
         ],
-        good=quality.retained >= GOOD and bool(linear) and ratio < 1,
+        good=quality.retained >= GOOD and bool(approximate) and ratio < 1,
     )
     steps = [place.load(), place.distill()]
-    if quality.retained < GOOD or not linear:
-        steps.insert(0, ("Let a search find what keeps more, head by head.", place.convert("--keep 0.99")))
+    if quality.retained < GOOD or not approximate:
+        steps.insert(0, ("Let a search choose for every head.", place.convert("--keep 0.99")))
     page.steps(steps)
     if pictures is not None:
         page.heading("What the heads look at").heads(pictures)
-    add_speed(page, times, ["as converted"], border=border, positions=positions)
-    add_memory(page, plan)
-    if source:
-        page.text(f"Calibrated on {source}.", note=True)
+    add_costs(page, plan, times, "as converted", positions=positions, source=source)
     return page.code(str(plan), "The plan, head by head")
 
 
-def _border(plan: Plan) -> int:
-    return max((layer.exact_below for layer in plan.converted), default=0)
+def _retained(quality: Quality) -> str:
+    return f"{max(0.0, quality.retained):.1%}"
 
 
-def _times(share: float) -> str:
-    """Two digits at least.
-
-    >>> _times(0.0263), _times(1.5)
-    ('0.026 x', '1.50 x')
-    """
-    return f"{share:.2f} x" if share >= 0.1 else f"{share:.2g} x"
+def _quality_number(quality: Quality, length: int) -> Number:
+    figures = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in quality.figures.items())
+    return Number("quality retained", _retained(quality), f"on validation texts of {length:,} tokens: {figures}")
 
 
-def _figures(figures: Mapping[str, float]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
-
-
-def _alone(figures: Mapping[str, float]) -> str:
-    return " by cosine alone" if set(figures) == {"cosine"} else ""
+def _alone(quality: Quality) -> str:
+    return " by cosine alone" if set(quality.figures) == {"cosine"} else ""
 
 
 def _steps(report: SearchReport, place: Place) -> list[tuple[str, str]]:
+    goal = report.goal
     again = f"bochner search {shlex.quote(place.name)} {{}} --length {{}}{place.options}"
-    shares, length = {"keep": report.goal.keep, "memory": report.goal.memory}, report.goal.length
+    shares = {"keep": goal.keep, "memory": goal.memory}
     asked = " ".join(f"--{name} {share:g}" for name, share in shares.items() if share is not None)
     if report.beyond:
         ask = ("Ask at a length that the model has positions for.", again.format(asked, report.positions))
-        longer = ("Or extend its positions first, by training it on longer texts.", "")
-        return [ask, longer]
+        return [ask, ("Or extend its positions first, by training it on longer texts.", "")]
     if not report.worthwhile:
-        less = again.format(f"--keep {max(0.5, (report.goal.keep or 1) - 0.02):.2f}", length)
-        return [("Ask for less, or for shorter sequences.", less)]
+        if goal.keep is None:
+            more = f"--memory {min(0.9, 2 * (goal.memory or 0.1)):.2g}"
+            return [("Allow more memory.", again.format(more, goal.length))]
+        less = again.format(f"--keep {max(0.5, goal.keep - 0.02):.2f}", goal.length)
+        return [
+            ("Ask for a lower quality.", less),
+            ("Or ask for longer sequences, where approximate heads save more.", again.format(asked, 2 * goal.length)),
+        ]
     done = [place.load(), place.distill()]
-    goal = f"{asked} --length {length}"
-    return done if place.out else [("Convert it and save it.", place.convert(goal)), *done]
+    return done if place.out else [("Convert it and save it.", place.convert(f"{asked} --length {goal.length}")), *done]

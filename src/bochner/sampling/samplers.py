@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
 
 from bochner._checks import BochnerError, finite, floating, positive_int
 
-T = TypeVar("T")
 BLOCK = 1 << 22  # logits held at a time by the exact sampler
 
 
@@ -23,22 +20,13 @@ class Draws(NamedTuple):
     log_prob: Tensor
 
 
-def in_full_precision(method: Callable[..., T]) -> Callable[..., T]:
-    """A method of a sampler with vectors, without gradient and without autocast: a law in half precision is another."""
-
-    @wraps(method)
-    def run(self: Any, *args: Any, **kwargs: Any) -> T:
-        with torch.no_grad(), torch.autocast(self.vectors.device.type, enabled=False):
-            return method(self, *args, **kwargs)
-
-    return run
-
-
 class Sampler(nn.Module):
     """Draws classes for queries, with replacement, and knows the probability of every class.
 
-    `draw(x, k, generator=g)` and `log_prob(x, ids)` are without gradient. Samplers that follow the class vectors take
-    them by `set_classes_(vectors, bias)`, and single rows by `update_(ids, vectors, bias)`.
+    `draw(x, k, generator=g)` and `log_prob(x, ids)` are without gradient, and in the dtype of the class vectors also
+    under autocast: a law in half precision is another. Samplers that follow the class vectors take them by
+    `set_classes_(vectors, bias)`, and single rows by `update_(ids, vectors, bias)`. A sampler of your own gives `_draw`
+    and `_log_prob` for checked arguments.
     """
 
     def __init__(self, num_classes: int) -> None:
@@ -47,11 +35,30 @@ class Sampler(nn.Module):
 
     def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
         """`num_samples` classes for each row of x (b, d), independent and with replacement."""
-        raise NotImplementedError
+        x = self._check(x)
+        k = positive_int(num_samples, "num_samples", type(self).__name__)
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            parts = [self._draw(block, k, generator) for block in x.split(self._rows(k))]
+        return Draws(*(p[0] if len(p) == 1 else torch.cat(p) for p in zip(*parts, strict=True)))
 
     def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
         """The log probability with which each of ids (b, k) is drawn for the rows of x (b, d)."""
+        x = self._check(x)
+        check_ids(ids, self.num_classes, "log_prob", len(x))
+        rows = self._rows(max(1, ids.shape[1]))
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            parts = zip(x.split(rows), ids.long().split(rows), strict=True)
+            return torch.cat([self._log_prob(block, i) for block, i in parts])
+
+    def _draw(self, x: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
+
+    def _log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _rows(self, k: int) -> int:
+        """Queries at a time, each with k classes."""
+        return 1 << 20
 
     def set_classes_(self, vectors: Tensor, bias: Tensor | None = None) -> Sampler:
         """All class vectors (n, d) and their bias (n,) anew; nothing for samplers that do not look at them."""
@@ -60,6 +67,15 @@ class Sampler(nn.Module):
     def update_(self, ids: Tensor, vectors: Tensor, bias: Tensor | None = None) -> Sampler:
         """New vectors (u, d) and bias (u,) of the classes ids (u,)."""
         return self
+
+    def _check(self, x: Any) -> Tensor:
+        """Queries (b, d), finite and detached."""
+        owner, vectors = type(self).__name__, getattr(self, "vectors", None)
+        width = None if vectors is None else vectors.shape[1]
+        x = floating(x, "x", owner).detach()
+        if x.ndim != 2 or (width is not None and x.shape[1] != width):
+            raise BochnerError(f"The 'x' of {owner} must have shape (b, {width or 'd'}), got {tuple(x.shape)}.")
+        return finite(x, "x", owner)
 
     def extra_repr(self) -> str:
         return f"num_classes={self.num_classes}"
@@ -72,15 +88,11 @@ class UniformSampler(Sampler):
     tensor([[0.2500, 0.2500]])
     """
 
-    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
-        check_queries(x, None, type(self).__name__)
-        positive_int(num_samples, "num_samples", type(self).__name__)
-        ids = torch.randint(self.num_classes, (len(x), num_samples), generator=generator).to(x.device)
-        return Draws(ids, self.log_prob(x, ids))
+    def _draw(self, x: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
+        ids = torch.randint(self.num_classes, (len(x), k), generator=generator).to(x.device)
+        return ids, self._log_prob(x, ids)
 
-    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
-        check_queries(x, None, type(self).__name__)
-        check_ids(ids, self.num_classes, "log_prob", len(x))
+    def _log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
         return torch.full(ids.shape, -math.log(self.num_classes), device=x.device)
 
 
@@ -92,16 +104,12 @@ class LogUniformSampler(Sampler):
     (1.0, True)
     """
 
-    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
-        check_queries(x, None, type(self).__name__)
-        positive_int(num_samples, "num_samples", type(self).__name__)
-        u = torch.rand(len(x), num_samples, generator=generator, dtype=torch.float64)
+    def _draw(self, x: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
+        u = torch.rand(len(x), k, generator=generator, dtype=torch.float64)
         ids = (torch.expm1(u * math.log1p(self.num_classes))).long().clamp_(max=self.num_classes - 1).to(x.device)
-        return Draws(ids, self.log_prob(x, ids))
+        return ids, self._log_prob(x, ids)
 
-    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
-        check_queries(x, None, type(self).__name__)
-        check_ids(ids, self.num_classes, "log_prob", len(x))
+    def _log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
         share = torch.log1p(1 / (ids.double() + 1)) / math.log1p(self.num_classes)
         return share.log().to(x.device, torch.float32)
 
@@ -118,25 +126,15 @@ class ExactSampler(Sampler):
         self.register_buffer("vectors", vectors, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
 
-    @in_full_precision
-    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
-        x = check_queries(x, self.vectors.shape[1], type(self).__name__)
-        positive_int(num_samples, "num_samples", type(self).__name__)
-        parts = []
-        for block in x.split(self._rows):
-            logs = self._log_softmax(block)
-            # Inversion in float64: torch.multinomial is limited to 2^24 classes and slower.
-            u = torch.rand(len(block), num_samples, generator=generator, dtype=torch.float64).to(x.device)
-            ids = torch.searchsorted(logs.double().exp().cumsum_(1), u).clamp_(max=self.num_classes - 1)
-            parts.append((ids, logs.gather(1, ids)))
-        return Draws(*(torch.cat(p) for p in zip(*parts, strict=True)))
+    def _draw(self, x: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
+        logs = self._log_softmax(x)
+        # Inversion in float64: torch.multinomial is limited to 2^24 classes and slower.
+        u = torch.rand(len(x), k, generator=generator, dtype=torch.float64).to(x.device)
+        ids = torch.searchsorted(logs.double().exp().cumsum_(1), u).clamp_(max=self.num_classes - 1)
+        return ids, logs.gather(1, ids)
 
-    @in_full_precision
-    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
-        x = check_queries(x, self.vectors.shape[1], type(self).__name__)
-        check_ids(ids, self.num_classes, "log_prob", len(x))
-        parts = zip(x.split(self._rows), ids.long().split(self._rows), strict=True)
-        return torch.cat([self._log_softmax(block).gather(1, i) for block, i in parts])
+    def _log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self._log_softmax(x).gather(1, ids)
 
     def set_classes_(self, vectors: Tensor, bias: Tensor | None = None) -> ExactSampler:
         return self.update_(torch.arange(self.num_classes, device=self.vectors.device), vectors, bias)
@@ -150,21 +148,11 @@ class ExactSampler(Sampler):
             self.bias[ids] = bias.to(self.bias.dtype)
         return self
 
-    @property
-    def _rows(self) -> int:
-        """Queries whose logits are held at a time."""
+    def _rows(self, k: int) -> int:
         return max(1, BLOCK // self.num_classes)
 
     def _log_softmax(self, x: Tensor) -> Tensor:
         return torch.log_softmax(torch.addmm(self.bias, x.to(self.vectors.dtype), self.vectors.T), 1)
-
-
-def check_queries(x: Any, width: int | None, owner: str) -> Tensor:
-    """Queries (b, d), finite and detached; `width`: d, None if any will do."""
-    x = floating(x, "x", owner).detach()
-    if x.ndim != 2 or (width is not None and x.shape[1] != width):
-        raise BochnerError(f"The 'x' of {owner} must have shape (b, {width or 'd'}), got {tuple(x.shape)}.")
-    return finite(x, "x", owner)
 
 
 def check_classes(vectors: Tensor, bias: Tensor | None, owner: str) -> tuple[Tensor, Tensor]:

@@ -11,15 +11,7 @@ from torch import Generator, Tensor
 
 from bochner._checks import BochnerError, finite, positive_float, positive_int
 from bochner.maps import FeatureMap, Features, MapLike, feature_map
-from bochner.sampling.samplers import (
-    Draws,
-    Sampler,
-    check_classes,
-    check_ids,
-    check_queries,
-    check_rows,
-    in_full_precision,
-)
+from bochner.sampling.samplers import Sampler, check_classes, check_ids, check_rows
 
 FAN = 8  # children of a node
 BLOCK = 1 << 20  # numbers gathered at a time: they stay in cache
@@ -179,13 +171,6 @@ class FeatureTree(Sampler):
 
     # ---- drawing --------------------------------------------------------------------------------------------------
 
-    @in_full_precision
-    def draw(self, x: Tensor, num_samples: int, *, generator: Generator | None = None) -> Draws:
-        x = self._check(x)
-        positive_int(num_samples, "num_samples", type(self).__name__)
-        parts = [self._draw(block, num_samples, generator) for block in x.split(self._rows(num_samples))]
-        return Draws(*(p[0] if len(p) == 1 else torch.cat(p) for p in zip(*parts, strict=True)))
-
     def _draw(self, x: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
         f = self._features(x).values
         u = torch.rand(len(self._sums) + 1, len(x), k, generator=generator, dtype=f.dtype).to(x.device)
@@ -205,17 +190,11 @@ class FeatureTree(Sampler):
             logs = self._mixed(logs)
         return self.order[node], logs
 
-    @in_full_precision
-    def log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
-        x = self._check(x)
-        check_ids(ids, self.num_classes, "log_prob", len(x))
-        rows = self._rows(max(1, ids.shape[1]))
-        parts = zip(x.split(rows), self.place[ids].split(rows), strict=True)
-        logs = torch.cat([self._walk(block, place) for block, place in parts])
+    def _log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
+        logs = self._walk(x, self.place[ids])
         return self._mixed(logs) if self.uniform > 0 else logs
 
     def _rows(self, k: int) -> int:
-        """Queries at a time, each with k walks down the tree."""
         return max(1, BLOCK // (k * FAN * self.phi.feature_dim))
 
     def _walk(self, x: Tensor, place: Tensor) -> Tensor:
@@ -260,7 +239,7 @@ class FeatureTree(Sampler):
 
     # ---- estimates ------------------------------------------------------------------------------------------------
 
-    @in_full_precision
+    @torch.no_grad()
     def log_partition(self, x: Tensor) -> Tensor:
         """`log Z(x)` by features alone, (b,): O(m) a query, with the error of the map.
 
@@ -273,8 +252,9 @@ class FeatureTree(Sampler):
                 f"The features of this {type(self).__name__} are those of vectors brought to length normalize="
                 f"{self.normalize:g}, which say nothing of log Z(x); use draws, or a tree without 'normalize'."
             )
-        values, log_scale = self._features(self._check(x))
-        return (values @ self._sums[-1].sum(0)).clamp_min(0).log() + log_scale[:, 0] + self._shift
+        with torch.autocast(self.vectors.device.type, enabled=False):
+            values, log_scale = self._features(self._check(x))
+            return (values @ self._sums[-1].sum(0)).clamp_min(0).log() + log_scale[:, 0] + self._shift
 
     def logits(self, x: Tensor, ids: Tensor) -> Tensor:
         """`x . y_j + b_j` for ids (b, k), without gradient."""
@@ -284,9 +264,6 @@ class FeatureTree(Sampler):
         return torch.bmm(y, x.to(y.dtype).unsqueeze(-1)).squeeze(-1) + self.bias[place]
 
     # ---- inputs ---------------------------------------------------------------------------------------------------
-
-    def _check(self, x: Any) -> Tensor:
-        return check_queries(x, self.vectors.shape[1], type(self).__name__)
 
     def _scaled(self, x: Tensor) -> Tensor:
         """x or y as the kernel `exp(x . y)` takes it."""

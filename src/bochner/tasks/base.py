@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
+import functools
 import math
 import os
-import statistics
 import sys
 import tempfile
 import zipfile
@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -141,23 +141,23 @@ class Task:
         return self.vocabulary + SPECIAL
 
 
+@dataclass(eq=False)
 class Sequences(Dataset):
-    """Token sequences of any length in one array, with a label each.
+    """Token sequences of any length in one array, with a label each, or without: to be continued symbol by symbol.
 
     `tokens[offsets[i]:offsets[i + 1]]` is sequence i, in the task's own numbers from 0; items have `SPECIAL` added, CLS
-    in front where `cls`, and at most `length` tokens.
+    in front, and at most `length` tokens.
     """
 
-    def __init__(
-        self, tokens: np.ndarray, offsets: np.ndarray, labels: np.ndarray | None, length: int, *, cls: bool = True
-    ) -> None:
-        self.tokens, self.offsets, self.labels, self.length, self.cls = tokens, offsets, labels, length, cls
+    tokens: np.ndarray
+    offsets: np.ndarray
+    labels: np.ndarray | None
+    length: int
 
     @classmethod
-    def of(cls, parts: Sequence[np.ndarray], labels: Sequence[int] | np.ndarray, length: int) -> Sequences:
-        offsets = np.cumsum([0, *(len(p) for p in parts)])
+    def of(cls, parts: Sequence[np.ndarray], labels: Sequence[int] | np.ndarray | None, length: int) -> Sequences:
         tokens = np.concatenate(parts) if len(parts) else np.zeros(0, np.uint8)
-        return cls(tokens, offsets, np.asarray(labels), length)
+        return cls(tokens, ends(parts), None if labels is None else np.asarray(labels), length)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -167,24 +167,24 @@ class Sequences(Dataset):
         return self.tokens[self.offsets[i] : self.offsets[i + 1]]
 
     def ids(self, i: int) -> Tensor:
-        room = self.length - self.cls
-        ids = torch.from_numpy(self.raw(i)[:room].astype(np.int64)) + SPECIAL
-        return torch.cat([torch.tensor([CLS]), ids]) if self.cls else ids
+        ids = torch.from_numpy(self.raw(i)[: self.length - 1].astype(np.int64)) + SPECIAL
+        return torch.cat([torch.tensor([CLS]), ids])
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        item: dict[str, Any] = {"input_ids": self.ids(i)}
-        if self.labels is not None:
-            item["labels"] = int(self.labels[i])
-        return item
+        ids = self.ids(i)
+        return {"input_ids": ids, "labels": ids if self.labels is None else int(self.labels[i])}
 
-    def take(self, which: np.ndarray | Sequence[int]) -> Sequences:
-        parts = [self.raw(int(i)) for i in which]
-        offsets = np.cumsum([0, *(len(p) for p in parts)])
-        tokens = np.concatenate(parts) if parts else self.tokens[:0]
-        labels = None if self.labels is None else self.labels[np.asarray(which, dtype=np.int64)]
-        return Sequences(tokens, offsets, labels, self.length, cls=self.cls)
+    def take(self, which: np.ndarray) -> Sequences:
+        labels = None if self.labels is None else self.labels[which]
+        return Sequences.of([self.raw(int(i)) for i in which], labels, self.length)
 
 
+def ends(parts: Sequence[Any]) -> np.ndarray:
+    """Where each part begins when all stand in one array, and where the last one ends."""
+    return np.cumsum([0, *map(len, parts)])
+
+
+@dataclass(eq=False)
 class Masked(Dataset):
     """Sequences with 15 % of their symbols to be guessed: of these 80 % masked, 10 % replaced, 10 % left.
 
@@ -192,8 +192,10 @@ class Masked(Dataset):
     often the data set is gone through before it counts as one epoch, each time with other masks.
     """
 
-    def __init__(self, sequences: Sequences, symbols: int, *, seed: int = 0, passes: int = 1) -> None:
-        self.sequences, self.symbols, self.seed, self.passes = sequences, symbols, seed, passes
+    sequences: Sequences
+    symbols: int
+    seed: int = 0
+    passes: int = 1
 
     def __len__(self) -> int:
         return len(self.sequences) * self.passes
@@ -213,14 +215,15 @@ class Masked(Dataset):
         return {"input_ids": ids, "labels": labels}
 
 
+@dataclass(eq=False)
 class Guessed(Dataset):
     """Labelled sequences with a share of their symbols masked, to be guessed beside the label.
 
     What is masked depends on the sequence's number only, so that a resumed run meets the same masks.
     """
 
-    def __init__(self, sequences: Sequences, share: float) -> None:
-        self.sequences, self.share = sequences, share
+    sequences: Sequences
+    share: float
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -232,11 +235,12 @@ class Guessed(Dataset):
         return {**item, "input_ids": ids.masked_fill(hidden, MASK), "hidden": ids.masked_fill(~hidden, IGNORE)}
 
 
+@dataclass(eq=False)
 class Blocks(Dataset):
     """A long text in consecutive blocks, each to be continued symbol by symbol."""
 
-    def __init__(self, tokens: np.ndarray, length: int) -> None:
-        self.tokens, self.length = tokens, length
+    tokens: np.ndarray
+    length: int
 
     def __len__(self) -> int:
         return len(self.tokens) // self.length
@@ -246,11 +250,13 @@ class Blocks(Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
+@dataclass(eq=False)
 class Pairs(Dataset):
     """Two sequences and whether they belong together."""
 
-    def __init__(self, sequences: Sequences, pairs: np.ndarray, labels: np.ndarray) -> None:
-        self.sequences, self.pairs, self.labels = sequences, pairs, labels
+    sequences: Sequences
+    pairs: np.ndarray
+    labels: np.ndarray
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -291,17 +297,11 @@ class Collator:
         return out
 
     def _speech(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        pad = torch.nn.utils.rnn.pad_sequence
+        pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
         features = [x["input_features"][: self.length] for x in items]
-        width = max(len(x["labels"]) for x in items)
-        labels = torch.full((len(items), width), IGNORE)
-        for i, x in enumerate(items):
-            labels[i, : len(x["labels"])] = x["labels"]
-        return {
-            "input_features": pad(features, batch_first=True),
-            "attention_mask": pad([torch.ones(len(f), dtype=torch.int64) for f in features], batch_first=True),
-            "labels": labels,
-        }
+        masks = [torch.ones(len(f), dtype=torch.int64) for f in features]
+        labels = pad([x["labels"] for x in items], padding_value=IGNORE)
+        return {"input_features": pad(features), "attention_mask": pad(masks), "labels": labels}
 
 
 def figures(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
@@ -364,34 +364,6 @@ def summary(kind: str, found: np.ndarray, sizes: np.ndarray | None = None) -> di
     return out
 
 
-class Gate(NamedTuple):
-    """Whether attention decides a task: `margin`, what exact attention has over the best without, and the `spread`."""
-
-    is_open: bool
-    margin: float
-    spread: float
-
-
-def gate(exact: Sequence[float], none: Sequence[float], trivial: float | None = None, *, larger: bool = True) -> Gate:
-    """Exact attention must beat a model without attention, and the best trivial answer, by over 3 deviations of seeds.
-
-    `exact`, `none`: figures of the seeds; the spread is the larger of the two. A single seed of exact attention never
-    opens the gate: its spread is not known.
-
-    >>> gate([0.99, 1.0, 1.0], [0.25, 0.26], 0.25).is_open, gate([33.2, 34.1], [32.0, 32.1], 17.0).is_open
-    (True, False)
-    """
-    sign = 1.0 if larger else -1.0
-    if not exact or not none:
-        return Gate(False, math.nan, math.nan)
-    others = [sign * statistics.mean(none), *([] if trivial is None else [sign * trivial])]
-    margin = sign * statistics.mean(exact) - max(others)
-    if len(exact) < 2:
-        return Gate(False, margin, math.nan)
-    spread = max(statistics.stdev(x) for x in (exact, none) if len(x) > 1)
-    return Gate(margin > 3 * spread, margin, spread)
-
-
 def label_sizes(task: Task, labels: np.ndarray) -> np.ndarray | None:
     """Bytes that the next symbols of blocks stand for, (b, n - 1), where the task counts by bytes."""
     if task.sizes is None:
@@ -433,3 +405,10 @@ def stored(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np
 def shuffled(count: int, seed: int) -> np.ndarray:
     """A fixed order of `count` examples."""
     return np.random.default_rng(seed).permutation(count)
+
+
+def part(rows: Sequence[Any] | np.ndarray, preset: Preset, split: str, held: int) -> Any:
+    """Of rows to test on the first; of those to train on the last `held` to validate; as many as the preset wants."""
+    if split == "test":
+        return rows[: preset.test]
+    return rows[-held:] if split == "validation" else rows[:-held][: preset.train]

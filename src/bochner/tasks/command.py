@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,13 @@ import typer
 
 from bochner._checks import ArgumentError
 
-MODEL, RUN = "Changes of the preset", "The run"
+
+def model(help: str, *names: str, panel: str = "Changes of the preset", **limits: Any) -> Any:
+    """An option in a panel of the help."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **limits)
+
+
+of_run = partial(model, panel="The run")
 
 
 def train(
@@ -18,39 +25,22 @@ def train(
     attention: Annotated[str, typer.Option(help="a map, window+MAP, exact, identity, or a peer")] = "exact",
     preset: Annotated[str, typer.Option(help="sizes and settings: small, medium or paper")] = "small",
     show: Annotated[bool, typer.Option("--show", help="print the preset and leave")] = False,
-    features: Annotated[int | None, typer.Option(min=1, help="features of every head", rich_help_panel=MODEL)] = None,
-    window: Annotated[int | None, typer.Option(min=1, help="block of window+MAP", rich_help_panel=MODEL)] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=VALUE for the map, such as learnable=S; may be repeated", rich_help_panel=MODEL),
-    ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="layers", rich_help_panel=MODEL)] = None,
-    width: Annotated[int | None, typer.Option(min=1, help="width of the layers", rich_help_panel=MODEL)] = None,
-    rate: Annotated[float | None, typer.Option(min=0, help="learning rate", rich_help_panel=MODEL)] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="sequences in a step", rich_help_panel=MODEL)] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="training steps", rich_help_panel=MODEL)] = None,
-    redraw: Annotated[
-        int | None, typer.Option(min=0, help="steps between redraws of the features; 0 for none", rich_help_panel=MODEL)
-    ] = None,
-    precision: Annotated[str | None, typer.Option(help="float32 or bfloat16", rich_help_panel=MODEL)] = None,
-    start: Annotated[
-        Path | None, typer.Option(help="a finished run whose encoder to start from", rich_help_panel=MODEL)
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, help="seed of the weights, the maps and the order of the data", rich_help_panel=RUN)
-    ] = 0,
-    output: Annotated[
-        Path | None, typer.Option(help="directory; default runs/TASK-ATTENTION-PRESET-SEED", rich_help_panel=RUN)
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="continue a run that was stopped", rich_help_panel=RUN)
-    ] = False,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="also write event files for TensorBoard", rich_help_panel=RUN)
-    ] = False,
-    threads: Annotated[
-        int, typer.Option(min=0, help="number of threads; 0 lets torch choose", rich_help_panel=RUN)
-    ] = 1,
+    features: Annotated[int | None, model("features of every head", min=1)] = None,
+    window: Annotated[int | None, model("block of window+MAP", min=1)] = None,
+    option: Annotated[list[str] | None, model("NAME=VALUE for the map, such as learnable=S; may be repeated")] = None,
+    layers: Annotated[int | None, model("layers", min=1)] = None,
+    width: Annotated[int | None, model("width of the layers", min=1)] = None,
+    rate: Annotated[float | None, model("learning rate", min=0)] = None,
+    batch: Annotated[int | None, model("sequences in a step", min=1)] = None,
+    steps: Annotated[int | None, model("training steps", min=1)] = None,
+    redraw: Annotated[int | None, model("steps between redraws of the features; 0 for none", min=0)] = None,
+    precision: Annotated[str | None, model("float32 or bfloat16")] = None,
+    start: Annotated[Path | None, model("a finished run whose encoder to start from")] = None,
+    seed: Annotated[int, of_run("seed of the weights, the maps and the order of the data", min=0)] = 0,
+    output: Annotated[Path | None, of_run("directory; default runs/TASK-ATTENTION-PRESET-SEED")] = None,
+    resume: Annotated[bool, of_run("continue a run that was stopped", "--resume")] = False,
+    tensorboard: Annotated[bool, of_run("also write event files for TensorBoard", "--tensorboard")] = False,
+    threads: Annotated[int, of_run("number of threads; 0 lets torch choose", min=0)] = 1,
 ) -> None:
     """Train a fresh model on a task, test it, and print the result as JSON.
 

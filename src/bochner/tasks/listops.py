@@ -14,7 +14,7 @@ import numpy as np
 
 from bochner._checks import BochnerError
 from bochner._progress import track
-from bochner.tasks.base import SPLITS, Preset, Sequences, stored
+from bochner.tasks.base import SPLITS, Preset, Sequences, ends, stored
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")
 SYMBOLS = (*"0123456789", *(f"[{name}" for name in OPERATORS), "]")
@@ -92,9 +92,9 @@ def load(preset: Preset, split: str) -> Sequences:
         stream = expressions(0, low, high)
         total = train + 2 * test
         rows = list(track(islice(stream, total), total, "making listops, once"))
-        offsets = np.cumsum([0, *(len(text) for text, _ in rows)])
-        tokens = np.frombuffer(b"".join(text for text, _ in rows), np.uint8)
-        return {"tokens": tokens, "offsets": offsets, "labels": np.array([value for _, value in rows], np.int8)}
+        texts, values = zip(*rows, strict=True)
+        tokens = np.frombuffer(b"".join(texts), np.uint8)
+        return {"tokens": tokens, "offsets": ends(texts), "labels": np.array(values, np.int8)}
 
     arrays = stored(f"listops-1-{low}-{high}-{train}-{test}", make)
     everything = Sequences(arrays["tokens"], arrays["offsets"], arrays["labels"], preset.length)

@@ -1,7 +1,8 @@
-"""The model of a task with a given attention: transformers' own, freshly initialised."""
+"""What `attention` may be, and the model of a task with it: transformers' own, freshly initialised."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -11,19 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import ArgumentError, extra, positive_int
+from bochner._checks import ArgumentError, BochnerError, extra, positive_int
 from bochner.hf.config import Recipe
 from bochner.hf.conversion import convert
 from bochner.hf.masks import Mask
-from bochner.maps import FEATURE_MAPS, feature_map
-from bochner.tasks import peers
+from bochner.maps import FEATURE_MAPS, FeatureMap, feature_map, register_map
 from bochner.tasks.base import IGNORE, PAD, Preset, Task
+from bochner.tasks.peers import PEERS, Peer, attach, bert, conformer, gpt2, register
 
 transformers = extra("transformers", "train", "bochner.tasks")
 
-REPLACED = ("identity", "linformer", "performer_pytorch")
 RENAMED = {"identity_kernel": "identity"}  # the generalised kernel f(x) = x; "identity" is attention that returns v
-BASE = {"classify": "bert", "match": "bert", "masked": "bert", "causal": "gpt2", "ctc": "conformer"}
+CONFIGS = {"classify": bert, "match": bert, "masked": bert, "causal": gpt2, "ctc": conformer}
 AUTO = {
     "classify": "AutoModelForSequenceClassification",
     "masked": "AutoModelForMaskedLM",
@@ -35,7 +35,7 @@ AUTO = {
 def attentions() -> list[str]:
     """Every name that `train` takes; with `window+` before a map, exact attention near and the kernel elsewhere."""
     maps = sorted({*FEATURE_MAPS, *RENAMED} - {"identity"})
-    return ["exact", *REPLACED, "window", *maps, *(f"window+{m}" for m in maps), *peers.PEERS]
+    return ["exact", *PEERS, "window", *maps, *(f"window+{m}" for m in maps)]
 
 
 @dataclass(frozen=True)
@@ -52,92 +52,110 @@ class Attention:
 
     @property
     def feature_map(self) -> str | None:
+        """The name of the map, if there is any."""
+        if not self.is_ours or self.name == "window":
+            return None
         base = self.name.removeprefix("window+")
-        base = RENAMED.get(base, base)
-        taken = self.name in ("exact", "window", *REPLACED, *peers.PEERS)
-        return base if base in FEATURE_MAPS and not taken else None
-
-    @property
-    def leaves_weights_out(self) -> bool:
-        """Whether a step may use some parameters of the model not at all; Reformer's passes cannot be asked."""
-        return not self.is_ours and self.name not in ("exact", "reformer")
+        return RENAMED.get(base, base)
 
     @property
     def is_ours(self) -> bool:
-        return self.name == "window" or self.feature_map is not None
+        return self.name not in ("exact", *PEERS)
 
     @property
-    def multiple(self) -> int:
-        return peers.PEERS[self.name].multiple if self.name in peers.PEERS else 1
-
-    @property
-    def takes_mask(self) -> bool:
-        return self.name not in peers.PEERS or peers.PEERS[self.name].takes_mask
+    def peer(self) -> Peer:
+        """What it can do and needs, by the words for attentions of others; all tasks and nothing if it is not one."""
+        return PEERS.get(self.name, Peer(tuple(CONFIGS)))
 
 
-def choose(
-    task: Task,
-    name: str,
-    preset: Preset,
-    features: int | None = None,
-    window: int | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Attention:
+def choose(task: Task, name: str, preset: Preset) -> Attention:
     """The attention of that name with the preset's sizes; refused if it cannot do the task or take the options."""
     if name not in attentions():
         short = [a for a in attentions() if not a.startswith("window+")]
         raise ArgumentError(f"Unknown attention {name!r}; the valid names are {short}, and 'window+' before any map.")
-    able: tuple[str, ...] = (*peers.BOTH_WAYS, "causal", "ctc")
-    if name in peers.PEERS:
-        able = peers.PEERS[name].kinds
-    elif name == "linformer":
-        able = peers.BOTH_WAYS
-    elif name == "performer_pytorch":
-        able = (*peers.BOTH_WAYS, "causal")
-    if task.kind not in able and task.kind != "own":
+    chosen, options = Attention(name), dict(preset.options)
+    if task.kind not in (*chosen.peer.kinds, "own"):
         wanted = {"causal": "causal attention", "ctc": "a Conformer"}[task.kind]
         raise ArgumentError(f"The task {task.name!r} needs {wanted}, which {name!r} has not; take 'exact' or a map.")
-    chosen = Attention(name)
-    m = preset.features_of.get(chosen.feature_map or name, preset.features) if features is None else features
-    needs = chosen.feature_map is not None or name in ("linformer", "performer_pytorch")
-    near = name.startswith("window")
-    if options:
-        _check_options(chosen, options, preset, m)
-    return Attention(
-        name,
-        positive_int(m, "features", "train") if needs else 0,
-        positive_int(preset.window if window is None else window, "window", "train") if near else 0,
-        dict(options or {}),
-    )
+    if options and chosen.feature_map is None:
+        raise ArgumentError(f"The attention {name!r} has no feature map that could take the options {sorted(options)}.")
+    m = window = 0
+    if chosen.feature_map or chosen.peer.module:
+        m = positive_int(preset.features_of.get(chosen.feature_map or name, preset.features), "features", "train")
+    if name.startswith("window"):
+        window = positive_int(preset.window, "window", "train")
+    if chosen.feature_map:
+        _check_map(task, chosen.feature_map, preset.width // preset.heads, m, options)
+    return Attention(name, m, window, options)
 
 
-def _check_options(attention: Attention, options: Mapping[str, Any], preset: Preset, m: int) -> None:
-    """Refuse options that the map does not take, by making one."""
-    if attention.feature_map is None:
-        raise ArgumentError(
-            f"The attention {attention.name!r} has no feature map that could take the options {sorted(options)}."
-        )
+def _check_map(task: Task, name: str, size: int, m: int, options: dict[str, Any]) -> None:
+    """Refuse by making one: options that a map does not take, another head size, keys to come in a causal task."""
     ours = sorted({"num_heads", "seed", "generator"} & set(options))
     if ours:
         raise ArgumentError(f"The option {ours[0]!r} of a map is set by the training; leave it out.")
     try:
-        json.dumps(dict(options))
+        json.dumps(options)
     except TypeError as error:
         raise ArgumentError(
             f"The options of a map are kept in the run's file: numbers, strings, true or null only ({error})."
         ) from error
-    feature_map(attention.feature_map, preset.width // preset.heads, m, **options)
+    phi = feature_map(name, size, m, **options)
+    if not task.is_causal:
+        return
+    try:
+        phi.check_causal()
+    except BochnerError as error:
+        raise BochnerError(f"The task {task.name!r} is causal, and {name!r} cannot be: {error}") from error
+
+
+def map_name(attention: Any) -> str:
+    """The name of an attention; a map's class, or an instance that every layer gets a copy of, is registered first."""
+    if isinstance(attention, str):
+        return attention
+    if isinstance(attention, FeatureMap):
+        name = f"{type(attention).__name__}Copy"
+        FEATURE_MAPS[name] = copies_of(attention)
+        return name
+    if not (isinstance(attention, type) and issubclass(attention, FeatureMap)):
+        raise ArgumentError(
+            "The 'attention' of train must be a name, a subclass of bochner.FeatureMap or an instance of one, got "
+            f"{type(attention).__name__}."
+        )
+    for name, known in FEATURE_MAPS.items():
+        if known is attention:
+            return name
+    FEATURE_MAPS.pop(attention.__name__, None)  # the same class defined anew, as in a notebook
+    register_map(attention.__name__, attention)
+    return attention.__name__
+
+
+def copies_of(phi: FeatureMap) -> type[FeatureMap]:
+    """A class whose instances are copies of a map, whatever number of features they are asked for."""
+
+    class Copy(type(phi)):  # type: ignore[misc]
+        def __init__(self, dim: int, num_features: int, *, num_heads: int | None = None) -> None:
+            if dim != phi.dim:
+                raise BochnerError(
+                    f"The map given to train has 'dim' {phi.dim} and the heads of the model have size {dim}; make it "
+                    f"with dim={dim}, or change 'width' or 'heads'."
+                )
+            nn.Module.__init__(self)
+            self.__dict__.update(copy.deepcopy(phi.__dict__))
+
+    Copy.__name__ = f"{type(phi).__name__}Copy"
+    return Copy
 
 
 class Pooled(nn.Module):
     """An encoder whose rows are made one: the first, or the mean of those that are not padding."""
 
-    def __init__(self, encoder: Any, pooling: str, *, takes_mask: bool = True) -> None:
+    def __init__(self, encoder: Any, pooling: str) -> None:
         super().__init__()
-        self.encoder, self.pooling, self.takes_mask = encoder, pooling, takes_mask
+        self.encoder, self.pooling = encoder, pooling
 
     def rows(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        masked = {"attention_mask": mask} if self.takes_mask else {}
+        masked = {} if mask is None else {"attention_mask": mask}  # a batch has none for models that take none
         rows: Tensor = self.encoder(input_ids=ids, **masked).last_hidden_state
         return rows
 
@@ -188,10 +206,8 @@ def over_processes(x: Tensor) -> Tensor:
 class Classifier(Pooled):
     """One sequence and a linear classifier on its pooled rows, standardised; `symbols` that are hidden are guessed."""
 
-    def __init__(
-        self, encoder: Any, pooling: str, width: int, classes: int, *, symbols: int = 0, takes_mask: bool = True
-    ) -> None:
-        super().__init__(encoder, pooling, takes_mask=takes_mask)
+    def __init__(self, encoder: Any, pooling: str, width: int, classes: int, symbols: int = 0) -> None:
+        super().__init__(encoder, pooling)
         self.head = nn.Sequential(Standardized(width), nn.Linear(width, classes))
         self.guess = nn.Linear(width, symbols) if symbols else None
 
@@ -216,8 +232,8 @@ class Matcher(Pooled):
     Mean rows are standardised, as those of `Classifier`.
     """
 
-    def __init__(self, encoder: Any, pooling: str, width: int, classes: int, *, takes_mask: bool = True) -> None:
-        super().__init__(encoder, pooling, takes_mask=takes_mask)
+    def __init__(self, encoder: Any, pooling: str, width: int, classes: int) -> None:
+        super().__init__(encoder, pooling)
         self.standard = Standardized(width) if pooling == "mean" else nn.Identity()
         self.head = nn.Sequential(nn.Linear(4 * width, width), nn.GELU(), nn.Linear(width, classes))
 
@@ -243,61 +259,52 @@ def _judged(logits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
 
 def build(task: Task, preset: Preset, attention: Attention, *, seed: int = 0) -> nn.Module:
     """A fresh model for the task; the global random state is as before."""
-    length = -(-preset.length // attention.multiple) * attention.multiple
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _build(task, preset, attention, length, seed)
+        own = None if task.model is None else task.model(preset)
+        if isinstance(own, nn.Module):
+            if attention.is_ours:
+                convert(own, _recipe(attention, preset), seed=seed)
+            return own
+        return _build(task, preset, attention, own, seed)
 
 
-def _build(task: Task, preset: Preset, attention: Attention, length: int, seed: int) -> nn.Module:
-    peer = peers.PEERS.get(attention.name)
-    own = None if task.model is None else task.model(preset)
-    if isinstance(own, nn.Module):
-        if attention.is_ours:
-            convert(
-                own, Recipe(attention.feature_map, attention.features or 1, window=attention.window or None), seed=seed
-            )
-        return own
-    config = own or (peer.config if peer else getattr(peers, BASE[task.kind]))(task, preset, length)
-    options: dict[str, Any] = {}
-    if attention.name in REPLACED:
-        peers.register()
-        options["attn_implementation"] = "bochner_peer"
+def _build(task: Task, preset: Preset, attention: Attention, own: Any, seed: int) -> nn.Module:
+    """The body of the model and its positions; its attention; and what pools its rows, if anything does."""
+    peer = attention.peer
+    length = -(-preset.length // peer.multiple) * peer.multiple
+    config = own or (peer.config or CONFIGS[task.kind])(task, preset, length)
     pooled = task.kind == "match" or (task.kind == "classify" and preset.pooling == "mean" and own is None)
-    if pooled and peer is None:
-        options["add_pooling_layer"] = False
+    options: dict[str, Any] = {"add_pooling_layer": False} if pooled and not peer.config else {}
+    if attention.name in PEERS and not peer.config:
+        register()
+        options["attn_implementation"] = "bochner_peer"
     model = getattr(transformers, "AutoModel" if pooled else AUTO[task.kind]).from_config(config, **options)
     if preset.positions == "sinusoidal" and task.kind != "ctc":
         sinusoids_(model, preset.width**-0.5)
     elif preset.positions == "grid":
         grid_(model, preset.width**-0.5, preset.length, length)
-    if attention.name == "linformer":
-        peers.attach(model, lambda _: peers.Linformer(length, attention.features))
-    elif attention.name == "performer_pytorch":
-        size = preset.width // preset.heads
-        peers.attach(model, lambda _: peers.Favor(size, attention.features, task.is_causal))
+    if peer.module is not None:
+        put, size = peer.module, preset.width // preset.heads
+        attach(model, lambda: put(length, size, attention.features, task.is_causal))
     elif attention.is_ours:
-        redrawn = {"redraw_every": preset.redraw} if attention.feature_map and preset.redraw else {}
-        recipe = Recipe(
-            attention.feature_map,
-            attention.features or 1,
-            window=attention.window or None,
-            trainable=True,
-            options={**redrawn, **attention.options},
-        )
         inputs = None
         if task.kind == "ctc":  # what goes in cannot be told from the config
             inputs = {"input_features": torch.randn(8, 512, config.encoder_config.num_mel_bins)}
             plain_masks_(model)
-        convert(model, recipe, inputs, seed=seed)
-    if pooled:
-        width = preset.width * (2 if attention.name == "reformer" else 1)  # its two streams side by side
-        common: tuple[Any, ...] = (model, preset.pooling, width, task.classes)
-        if task.kind == "match":
-            return Matcher(*common, takes_mask=attention.takes_mask)
-        symbols = task.symbols if preset.guess else 0
-        return Classifier(*common, symbols=symbols, takes_mask=attention.takes_mask)
-    return model
+        convert(model, _recipe(attention, preset), inputs, seed=seed)
+    if not pooled:
+        return model
+    width = preset.width * (2 if attention.name == "reformer" else 1)  # its two streams side by side
+    if task.kind == "match":
+        return Matcher(model, preset.pooling, width, task.classes)
+    return Classifier(model, preset.pooling, width, task.classes, task.symbols if preset.guess else 0)
+
+
+def _recipe(attention: Attention, preset: Preset) -> Recipe:
+    redrawn = {"redraw_every": preset.redraw} if attention.feature_map and preset.redraw else {}
+    how: dict[str, Any] = {"window": attention.window or None, "options": {**redrawn, **attention.options}}
+    return Recipe(attention.feature_map, attention.features or 1, trainable=True, **how)
 
 
 def plain_masks_(model: nn.Module) -> None:

@@ -70,16 +70,17 @@ def register() -> None:
     AttentionMaskInterface.register("bochner_peer", sdpa_mask)
 
 
-def attach(model: nn.Module, make: Callable[[nn.Module], nn.Module]) -> None:
+def attach(model: nn.Module, make: Callable[[], nn.Module]) -> None:
     """Give every attention module of a model a `peer` of its own."""
     found = [m for m in model.modules() if type(m).__name__ in ("BertSelfAttention", "GPT2Attention")]
     if not found:
         raise BochnerError(f"The model {type(model).__name__} has no attention that a peer could replace.")
     for module in found:
-        module.add_module("peer", make(module))
+        module.add_module("peer", make())
 
 
-def _bert_like(task: Task, p: Preset, length: int) -> dict[str, Any]:
+def sizes(task: Task, p: Preset, length: int) -> dict[str, Any]:
+    """A preset in the words of transformers' configurations; what a model does not know it ignores."""
     return {
         "vocab_size": task.symbols,
         "hidden_size": p.width,
@@ -97,109 +98,75 @@ def _bert_like(task: Task, p: Preset, length: int) -> dict[str, Any]:
 
 
 def bert(task: Task, p: Preset, length: int) -> Any:
-    return transformers.BertConfig(**_bert_like(task, p, length))
+    return transformers.BertConfig(**sizes(task, p, length))
 
 
 def gpt2(task: Task, p: Preset, length: int) -> Any:
-    return transformers.GPT2Config(
-        vocab_size=task.symbols,
-        n_embd=p.width,
-        n_layer=p.layers,
-        n_head=p.heads,
-        n_inner=p.feedforward,
-        n_positions=length,
-        resid_pdrop=p.dropout,
-        embd_pdrop=p.dropout,
-        attn_pdrop=0.0,
-        initializer_range=p.width**-0.5,
-        pad_token_id=PAD,
-        bos_token_id=PAD,
-        eos_token_id=PAD,
-        use_cache=False,
-    )
+    own = {"n_inner": p.feedforward, "resid_pdrop": p.dropout, "embd_pdrop": p.dropout, "attn_pdrop": 0.0}
+    ends = {"bos_token_id": PAD, "eos_token_id": PAD}
+    return transformers.GPT2Config(**sizes(task, p, length), **own, **ends, use_cache=False)
 
 
 def conformer(task: Task, p: Preset, length: int) -> Any:
     from bochner.tasks.speech import BANDS
 
-    encoder = {
-        "hidden_size": p.width,
-        "num_hidden_layers": p.layers,
-        "num_attention_heads": p.heads,
-        "intermediate_size": p.feedforward,
-        "num_mel_bins": BANDS,
-        "subsampling_conv_channels": p.width,
-        "conv_kernel_size": 9,
-        "dropout": p.dropout,
-        "activation_dropout": p.dropout,
-        "attention_dropout": 0.0,
-        "layerdrop": 0.0,
-    }
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    own = {"num_mel_bins": BANDS, "subsampling_conv_channels": p.width, "conv_kernel_size": 9}
+    dropout = {"dropout": p.dropout, "activation_dropout": p.dropout, "attention_dropout": 0.0, "layerdrop": 0.0}
+    encoder = {name: sizes(task, p, length)[name] for name in names} | own | dropout
     return transformers.LasrCTCConfig(vocab_size=task.classes + 1, pad_token_id=PAD, encoder_config=encoder)
 
 
 def nystromformer(task: Task, p: Preset, length: int) -> Any:
-    return transformers.NystromformerConfig(
-        **_bert_like(task, p, length), num_landmarks=LANDMARKS, segment_means_seq_len=length, conv_kernel_size=33
-    )
+    own = {"num_landmarks": LANDMARKS, "segment_means_seq_len": length, "conv_kernel_size": 33}
+    return transformers.NystromformerConfig(**sizes(task, p, length), **own)
 
 
 def longformer(task: Task, p: Preset, length: int) -> Any:
-    sizes = _bert_like(task, p, length + PAD + 1)  # positions are counted from the padding index
-    return transformers.LongformerConfig(**sizes, attention_window=[2 * BLOCK] * p.layers)
+    given = sizes(task, p, length + PAD + 1)  # positions are counted from the padding index
+    return transformers.LongformerConfig(**given, attention_window=[2 * BLOCK] * p.layers)
 
 
 def big_bird(task: Task, p: Preset, length: int) -> Any:
-    sizes = _bert_like(task, p, length)
-    return transformers.BigBirdConfig(**sizes, sep_token_id=SEP, block_size=BLOCK, num_random_blocks=1, use_cache=False)
+    own = {"sep_token_id": SEP, "block_size": BLOCK, "num_random_blocks": 1, "use_cache": False}
+    return transformers.BigBirdConfig(**sizes(task, p, length), **own)
 
 
 def fnet(task: Task, p: Preset, length: int) -> Any:
-    sizes = _bert_like(task, p, length)
-    del sizes["num_attention_heads"], sizes["attention_probs_dropout_prob"]
-    return transformers.FNetConfig(**sizes)
+    return transformers.FNetConfig(**sizes(task, p, length))
 
 
 def reformer(task: Task, p: Preset, length: int) -> Any:
+    chunks = {"lsh_attn_chunk_length": BLOCK, "local_attn_chunk_length": BLOCK, "axial_pos_embds": False}
+    own = {"attention_head_size": p.width // p.heads, "feed_forward_size": p.feedforward, "num_hashes": 2}
     kinds = [("lsh", "local")[i % 2] for i in range(p.layers)]
-    return transformers.ReformerConfig(
-        vocab_size=task.symbols,
-        hidden_size=p.width,
-        attn_layers=kinds,
-        num_attention_heads=p.heads,
-        attention_head_size=p.width // p.heads,
-        feed_forward_size=p.feedforward,
-        hidden_dropout_prob=p.dropout,
-        max_position_embeddings=length,
-        axial_pos_embds=False,
-        lsh_attn_chunk_length=BLOCK,
-        local_attn_chunk_length=BLOCK,
-        num_hashes=2,
-        hash_seed=0,
-        initializer_range=p.width**-0.5,
-        is_decoder=task.is_causal,
-        num_labels=task.classes,
-        pad_token_id=PAD,
-        eos_token_id=PAD,
-        use_cache=False,
-    )
+    how = {"attn_layers": kinds, "hash_seed": 0, "is_decoder": task.is_causal, "eos_token_id": PAD, "use_cache": False}
+    return transformers.ReformerConfig(**sizes(task, p, length), **own, **chunks, **how)
 
 
 class Peer(NamedTuple):
-    """A model of transformers with an attention of its own: its config, what it can do, what its batches need."""
+    """An attention that is not ours: the tasks it can do, and how it comes into a model.
 
-    config: Callable[[Task, Preset, int], Any]
+    `config`: of a model of its own in transformers. Else `module(length, head size, m, causal)` is put into each
+    attention of the usual model. `multiple`, `takes_mask`: what its batches need.
+    """
+
     kinds: tuple[str, ...]
+    config: Callable[[Task, Preset, int], Any] | None = None
+    module: Callable[[int, int, int, bool], nn.Module] | None = None
     multiple: int = 1
     takes_mask: bool = True
 
 
 BOTH_WAYS = ("classify", "masked", "match")
 PEERS: dict[str, Peer] = {
+    "identity": Peer((*BOTH_WAYS, "causal", "ctc")),
+    "linformer": Peer(BOTH_WAYS, module=lambda length, size, m, causal: Linformer(length, m)),
+    "performer_pytorch": Peer((*BOTH_WAYS, "causal"), module=lambda length, size, m, causal: Favor(size, m, causal)),
     # transformers makes it a mask of a shape its attention cannot take: it sees the padding.
-    "nystromformer": Peer(nystromformer, BOTH_WAYS, LANDMARKS, takes_mask=False),
-    "longformer": Peer(longformer, BOTH_WAYS, 2 * BLOCK),
-    "big_bird": Peer(big_bird, BOTH_WAYS, BLOCK),
-    "reformer": Peer(reformer, (*BOTH_WAYS, "causal"), BLOCK),
-    "fnet": Peer(fnet, BOTH_WAYS, takes_mask=False),
+    "nystromformer": Peer(BOTH_WAYS, nystromformer, multiple=LANDMARKS, takes_mask=False),
+    "longformer": Peer(BOTH_WAYS, longformer, multiple=2 * BLOCK),
+    "big_bird": Peer(BOTH_WAYS, big_bird, multiple=BLOCK),
+    "reformer": Peer((*BOTH_WAYS, "causal"), reformer, multiple=BLOCK),
+    "fnet": Peer(BOTH_WAYS, fnet, takes_mask=False),
 }

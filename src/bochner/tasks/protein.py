@@ -6,12 +6,13 @@ import gzip
 import hashlib
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from bochner import data
-from bochner.tasks.base import IGNORE, MASK, SPECIAL, SPLITS, Masked, Preset, Sequences, shuffled, stored
+from bochner._checks import BochnerError
+from bochner.tasks.base import IGNORE, MASK, SPECIAL, SPLITS, Masked, Preset, Sequences, ends, shuffled, stored
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWYBJOUXZ"  # the 20 standard amino acids, then the rare and the unsure
 NAMELESS = re.compile(r"uncharacterized|predicted|hypothetical|unknown")
@@ -35,7 +36,7 @@ def held_out(name: str) -> bool:
 def sequences(preset: Preset, split: str) -> Sequences:
     """`"train"`, `"validation"`, `"test"` of the same families, and `"unseen"`: families that were held out.
 
-    `data["source"]`: `"proteins"`, 20,000 sequences with the names of their families, or `"swissprot"`, 486,000
+    `data["source"]`: `"proteins"`, 20,000 sequences with the names of their families, or `"swissprot"`, 435,000
     without: there every twentieth sequence counts as a family of its own and is held out.
     """
     is_large = preset.data.get("source", "proteins") == "swissprot"
@@ -45,30 +46,25 @@ def sequences(preset: Preset, split: str) -> Sequences:
     known = np.flatnonzero(~arrays["held_out"])
     known = known[shuffled(len(known), 0)]
     tenth = len(known) // 20
-    rows = {
-        "unseen": unseen,
-        "test": known[:tenth],
-        "validation": known[tenth : 2 * tenth],
-        "train": known[2 * tenth :],
-    }[split]
+    kept = {"test": known[:tenth], "validation": known[tenth : 2 * tenth], "train": known[2 * tenth :]}
+    rows = {**kept, "unseen": unseen}[split]
     return every.take(rows[: preset.train if split == "train" else preset.test])
 
 
 def _read() -> dict[str, np.ndarray]:
-    number = np.full(256, LETTERS.index("X"), np.uint8)
-    number[np.frombuffer(LETTERS.encode(), np.uint8)] = np.arange(len(LETTERS))
-    rows: list[np.ndarray] = []
-    out: list[bool] = []
     with gzip.open(data.fetch("proteins") / "DB.fasta.gz", "rt", encoding="ascii") as file:
-        for record in re.split(r"^>", file.read(), flags=re.MULTILINE)[1:]:
-            header, _, letters = record.partition("\n")
-            rows.append(number[np.frombuffer(letters.replace("\n", "").encode(), np.uint8)])
-            out.append(held_out(family(header)))
-    return {
-        "tokens": np.concatenate(rows),
-        "offsets": np.cumsum([0, *map(len, rows)]),
-        "held_out": np.array(out),
-    }
+        records = [r.partition("\n") for r in re.split(r"^>", file.read(), flags=re.MULTILINE)[1:]]
+    written = "".join(chr(i) for i in range(256))
+    return _packed(
+        [r.replace("\n", "").encode() for _, _, r in records], written, [held_out(family(h)) for h, _, _ in records]
+    )
+
+
+def _packed(sequences: Sequence[bytes], written: str, out: Sequence[bool]) -> dict[str, np.ndarray]:
+    """Sequences, and which of them are held out; `written`: the letter that each byte stands for."""
+    number = np.array([LETTERS.index(x if x in LETTERS else "X") for x in written.ljust(256, "X")], np.uint8)
+    tokens = number[np.frombuffer(b"".join(sequences), np.uint8)]
+    return {"tokens": tokens, "offsets": ends(sequences), "held_out": np.array(out)}
 
 
 BLAST = "-ABCDEFGHIKLMNPQRSTVWXYZU*OJ"  # the order of residues in BLAST databases
@@ -76,44 +72,18 @@ BLAST = "-ABCDEFGHIKLMNPQRSTVWXYZU*OJ"  # the order of residues in BLAST databas
 
 def _read_large() -> dict[str, np.ndarray]:
     """Swiss-Prot from its BLAST databases: one byte a residue, a zero between sequences."""
-    number = np.array(
-        [LETTERS.find(x) if x in LETTERS else LETTERS.index("X") for x in BLAST.ljust(256, "X")], np.uint8
-    )
     found: dict[bytes, None] = {}
     for path in sorted(data.fetch("swissprot").rglob("*.psq")):
         found |= dict.fromkeys(part for part in path.read_bytes().split(b"\0") if part)
-    rows = [number[np.frombuffer(part, np.uint8)] for part in found]
-    return {
-        "tokens": np.concatenate(rows),
-        "offsets": np.cumsum([0, *map(len, rows)]),
-        "held_out": np.array([hashlib.sha256(part).digest()[0] % 20 == 0 for part in found]),
-    }
+    if not found:
+        raise BochnerError("Swiss-Prot has no sequences: its BLAST databases were not unpacked as expected.")
+    return _packed([*found], BLAST, [hashlib.sha256(part).digest()[0] % 20 == 0 for part in found])
 
 
-def masked(preset: Preset, split: str) -> Dataset:
+def masked(preset: Preset, split: str) -> Masked:
     rows = sequences(preset, split)
     passes = 1 + preset.steps * preset.batch // len(rows) if split == "train" else 1
     return Masked(rows, 20, seed=(*SPLITS, "unseen").index(split), passes=passes)
-
-
-class Continued(Dataset):
-    """Sequences to be continued: CLS, then the letters."""
-
-    def __init__(self, rows: Sequences) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict:
-        ids = self.rows.ids(i)
-        labels = ids.clone()
-        labels[0] = IGNORE
-        return {"input_ids": ids, "labels": labels}
-
-
-def causal(preset: Preset, split: str) -> Dataset:
-    return Continued(sequences(preset, split))
 
 
 def baseline(preset: Preset) -> dict[str, float]:
@@ -132,7 +102,7 @@ def masked_baseline(preset: Preset) -> dict[str, float]:
     commonest = SPECIAL + int(np.bincount(sequences(preset, "train").tokens, minlength=len(LETTERS)).argmax())
     hits = total = 0
     test = masked(preset, "test")
-    for i in range(len(test)):  # type: ignore[arg-type]
+    for i in range(len(test)):
         item = test[i]
         asked = item["labels"] != IGNORE
         shown = item["input_ids"].masked_fill(item["input_ids"] == MASK, commonest)

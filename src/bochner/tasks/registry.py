@@ -104,7 +104,7 @@ PROTEIN = {
     "paper": replace(PERFORMER, length=1_024, layers=36, feedforward=1_024, batch=64,
         departures=(NO_DROPOUT, TWENTY_THOUSAND)),
     "medium": Preset(256, 4, 4, 128, 256, 32, 6_000, 1e-3, 400, **LEARNED, test=2_000, data={"source": "swissprot"},
-        departures=(NO_DROPOUT, SMALLER, "Swiss-Prot, 486,000 sequences, for TrEMBL")),
+        departures=(NO_DROPOUT, SMALLER, "Swiss-Prot, 435,000 sequences, for TrEMBL")),
     "small": Preset(256, 2, 2, 64, 128, 16, 600, 2e-3, 60, **LEARNED, features=32, test=500),
 }
 PIXELS = {
@@ -126,7 +126,8 @@ RECALL = {
 }
 COPYING = {"small": Preset(65, 1, 2, 64, 64, 32, 800, 5e-3, 50, **LEARNED, features=32, window=8, test=512,
     data={"symbols": 32})}
-INDUCTION = {"small": Preset(48, 2, 2, 64, 64, 32, 1_500, 5e-3, 50, **LEARNED, features=32, window=8, test=512,
+# Two layers find each other at a lower rate only: at 5e-3 exact attention had 14 % after 1,500 steps.
+INDUCTION = {"small": Preset(48, 2, 2, 64, 64, 32, 3_000, 2e-3, 200, **LEARNED, features=32, window=8, test=512,
     data={"symbols": 24})}
 SPEECH = {
     "paper": Preset(256, 17, 8, 512, 2_048, 64, 20_000, 1e-3, 2_000, features=128,
@@ -151,7 +152,7 @@ TASKS: dict[str, Task] = {t.name: t for t in (
         sizes=text.pair_sizes),
     Task("protein", "hidden amino acids", "masked", *ACIDS, protein.masked, PROTEIN, **PROTEINS,
         baseline=protein.masked_baseline),
-    Task("protein_causal", "the next amino acid", "causal", *ACIDS, protein.causal, PROTEIN, **PROTEINS,
+    Task("protein_causal", "the next amino acid", "causal", *ACIDS, protein.sequences, PROTEIN, **PROTEINS,
         baseline=protein.baseline),
     Task("pretraining", "books with hidden word pieces", "masked", PIECES, PIECES, text.pretraining, PRETRAINING,
         artefacts=("books",)),
@@ -187,6 +188,8 @@ def preset_of(chosen: Task, name: str | Preset, **changes: object) -> Preset:
     unknown = sorted(set(changes) - set(known))
     if unknown:
         raise ArgumentError(f"A preset has no {unknown[0]!r}; it has {sorted(known)}.")
+    if "features" in changes:
+        changes = {"features_of": {}, **changes}  # asked for, whatever the map
     changed = replace(found, **changes)  # type: ignore[arg-type]
     check(changed)
     if changed.guess and (chosen.kind != "classify" or changed.pooling != "mean"):

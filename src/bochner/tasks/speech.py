@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,45 +11,38 @@ from torch.utils.data import Dataset
 
 from bochner import data
 from bochner._checks import BochnerError, extra
-from bochner.tasks.base import Preset, shuffled, stored
+from bochner.tasks.base import Preset, ends, shuffled, stored
 
 BANDS = 64
 RATE = 44_100
 HOP, FRAME, BINS = 220, 1024, 1024  # 5 ms
 
 
+@dataclass(eq=False)
 class Syllables(Dataset):
     """Logarithmic mel spectra (n, bands) and symbols (k,), numbered from 1: 0 is the blank."""
 
-    def __init__(self, frames: np.ndarray, starts: np.ndarray, symbols: np.ndarray, ends: np.ndarray) -> None:
-        self.frames, self.starts, self.symbols, self.ends = frames, starts, symbols, ends
+    frames: list[np.ndarray]
+    symbols: list[np.ndarray]
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
+        return len(self.frames)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return {
-            "input_features": torch.from_numpy(self.frames[self.starts[i] : self.starts[i + 1]]),
-            "labels": torch.from_numpy(self.symbols[self.ends[i] : self.ends[i + 1]].astype(np.int64)),
-        }
+        labels = torch.from_numpy(self.symbols[i].astype(np.int64))
+        return {"input_features": torch.from_numpy(self.frames[i]), "labels": labels}
 
 
 def load(preset: Preset, split: str) -> Syllables:
     """Both recordings of a syllable are in the same split: those tested on were never heard."""
     arrays = stored("speech-1", _read)
-    syllable, starts, ends = arrays["syllable"], arrays["starts"], arrays["ends"]
+    syllable = arrays["syllable"]
     order = shuffled(int(syllable.max()) + 1, 0)
     tenth = len(order) // 10
     bounds = {"test": (0, tenth), "validation": (tenth, 2 * tenth), "train": (2 * tenth, len(order))}[split]
     chosen = np.flatnonzero(np.isin(syllable, order[slice(*bounds)]))
-    frames = [arrays["frames"][starts[i] : starts[i + 1]] for i in chosen]
-    symbols = [arrays["symbols"][ends[i] : ends[i + 1]] for i in chosen]
-    return Syllables(
-        np.concatenate(frames),
-        np.cumsum([0, *map(len, frames)]),
-        np.concatenate(symbols),
-        np.cumsum([0, *map(len, symbols)]),
-    )
+    frames, symbols = (np.split(arrays[a], arrays[b][1:-1]) for a, b in (("frames", "starts"), ("symbols", "ends")))
+    return Syllables([frames[i] for i in chosen], [symbols[i] for i in chosen])
 
 
 def alphabet() -> list[str]:
@@ -60,13 +54,8 @@ def _read() -> dict[str, np.ndarray]:
     soundfile = extra("soundfile", "train", "The task 'speech', which reads Ogg files,")
     from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
-    filters = mel_filter_bank(
-        num_frequency_bins=BINS // 2 + 1,
-        num_mel_filters=BANDS,
-        min_frequency=80.0,
-        max_frequency=8_000.0,
-        sampling_rate=RATE,
-    )
+    range_: dict[str, Any] = {"min_frequency": 80.0, "max_frequency": 8_000.0, "sampling_rate": RATE}
+    filters = mel_filter_bank(num_frequency_bins=BINS // 2 + 1, num_mel_filters=BANDS, **range_)
     window = window_function(FRAME, "hann")
     names = sorted(p.name for p in data.fetch("syllables").iterdir() if p.is_dir())
     letters = sorted({c for name in names for c in name})
@@ -83,9 +72,9 @@ def _read() -> dict[str, np.ndarray]:
             syllable.append(number)
     return {
         "frames": np.concatenate(frames),
-        "starts": np.cumsum([0, *map(len, frames)]),
+        "starts": ends(frames),
         "symbols": np.concatenate(symbols),
-        "ends": np.cumsum([0, *map(len, symbols)]),
+        "ends": ends(symbols),
         "syllable": np.array(syllable),
         "alphabet": np.array([ord(c) for c in letters]),
     }

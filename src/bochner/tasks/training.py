@@ -24,9 +24,9 @@ from bochner._checks import BochnerError, extra, is_int, one_of
 from bochner._progress import speaker
 from bochner.nn import maps_of, parameter_groups
 from bochner.tasks import models
-from bochner.tasks.base import PAD, Collator, Guessed, Preset, Sequences, Task, figures, label_sizes, summary
+from bochner.tasks.base import IGNORE, PAD, Collator, Guessed, Preset, Sequences, Task, figures, label_sizes, summary
 from bochner.tasks.checkpoints import Journal, last_checkpoint, prepare, room_named, write_json
-from bochner.tasks.checks import check_examples, check_map, map_name
+from bochner.tasks.peers import PEERS
 from bochner.tasks.registry import preset_of
 from bochner.tasks.registry import task as task_of
 
@@ -65,9 +65,8 @@ def train(
         raise BochnerError(f"The 'seed' of train must be an int from 0 to 2**32 - 1, got {seed!r}.")
     one_of(report, "report", "train", ("bar", "tensorboard", None))
     chosen = task if isinstance(task, Task) else task_of(task)
-    name, sizes = map_name(attention), preset_of(chosen, preset, **changes)
-    kind = models.choose(chosen, name, sizes, changes.get("features"), None, sizes.options)
-    check_map(chosen, kind.feature_map or "", sizes, kind.options, kind.features)
+    name, sizes = models.map_name(attention), preset_of(chosen, preset, **changes)
+    kind = models.choose(chosen, name, sizes)
     configuration = described(chosen, kind, sizes, seed)
     where = Path(output) if output else Path("runs") / run_name(chosen, kind, preset, seed)
     if sizes.start is not None:
@@ -231,7 +230,8 @@ def make_trainer(
         bf16=preset.precision == "bfloat16",
         remove_unused_columns=False,
         label_names=["labels"],
-        ddp_find_unused_parameters=attention.leaves_weights_out,
+        # A peer may leave weights of the model out of a step; Reformer's passes cannot be asked.
+        ddp_find_unused_parameters=attention.name in PEERS and attention.name != "reformer",
     )
     callbacks: list[Any] = [Journal(output / "metrics.jsonl")]
     if attention.feature_map is not None and preset.redraw:
@@ -243,7 +243,8 @@ def make_trainer(
     validation, examples = (task.load(preset, split) for split in ("validation", "train"))
     if preset.guess:
         examples = Guessed(cast(Sequences, examples), preset.guess)
-    collate = task.collate or Collator(preset.length, attention.multiple, masks=attention.takes_mask)
+    peer = attention.peer
+    collate = task.collate or Collator(preset.length, peer.multiple, masks=peer.takes_mask)
     check_examples(task, preset, examples, collate)
     return TaskTrainer(
         model=model,
@@ -258,6 +259,43 @@ def make_trainer(
         task=task,
         preset=preset,
     )
+
+
+def check_examples(task: Task, preset: Preset, data: Any, collate: Any) -> None:
+    """Refuse a first batch that the model could not take, in one sentence."""
+    if not hasattr(data, "__len__") or not len(data):
+        raise BochnerError(f"The task {task.name!r} has no examples to train on; its 'load' must return a data set.")
+    try:
+        batch = collate([data[i] for i in range(min(2, len(data)))])
+    except (KeyError, TypeError, IndexError, RuntimeError, ValueError) as error:
+        raise BochnerError(
+            f"The examples of the task {task.name!r} cannot be made a batch: {error!r}; each must be a dict with "
+            "'input_ids' and 'labels', or the task needs a 'collate' of its own."
+        ) from error
+    rows = {k: len(v) for k, v in batch.items() if isinstance(v, Tensor) and v.ndim}
+    needed = {"labels"} | ({"own": set(), "ctc": {"input_features"}}.get(task.kind, {"input_ids"}))
+    if len(set(rows.values())) != 1 or needed - set(rows):
+        raise BochnerError(
+            f"A batch of the task {task.name!r} must have {' and '.join(map(repr, sorted(needed)))}, and as many rows "
+            f"of all, got {rows}."
+        )
+    if task.kind in ("own", "ctc"):
+        return
+    ids, labels = batch["input_ids"], batch["labels"]
+    wanted = (1,) if task.kind in ("classify", "match") else (2,)
+    if ids.ndim != 2 or labels.ndim not in wanted or (labels.ndim == 2 and labels.shape != ids.shape):
+        raise BochnerError(
+            f"A batch of the {task.kind} task {task.name!r} needs 'input_ids' (b, n) and 'labels' "
+            f"{'(b,)' if wanted == (1,) else '(b, n)'}, got {tuple(ids.shape)} and {tuple(labels.shape)}."
+        )
+    top = task.classes if labels.ndim == 1 else task.symbols
+    wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= top))]
+    if int(ids.max()) >= task.symbols or int(ids.min()) < 0 or len(wrong):
+        raise BochnerError(
+            f"The examples of the task {task.name!r} have ids up to {int(ids.max())} and labels up to "
+            f"{int(labels.max())}; with its 'vocabulary' of {task.vocabulary} and 4 special tokens before it ids end "
+            f"at {task.symbols - 1}, and labels at {top - 1}."
+        )
 
 
 def scored(task: Task, logits: Tensor, labels: Tensor) -> Tensor:
@@ -376,9 +414,9 @@ def load(output: str | Path) -> nn.Module:
     from safetensors.torch import load_model
 
     said, path = finished(Path(output))
-    sizes = Preset(**{f.name: said[f.name] for f in fields(Preset) if f.name in said})
+    sizes = Preset(**{f.name: said[f.name] for f in fields(Preset) if f.name in said})  # its features are the map's own
     chosen = task_of(said["task"])
-    kind = models.choose(chosen, said["attention"], sizes, said["features"], said["window"], said.get("options"))
+    kind = models.choose(chosen, said["attention"], sizes)
     model = models.build(chosen, sizes, kind, seed=said["seed"])
     load_model(model, path)  # weights that are tied are stored once
     return model.eval()

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError, finite, floating
 
-Number = int | float | Tensor
-"""A scalar, or a tensor that broadcasts against the batch shape of the vectors."""
+Number = Any  # int | float | Tensor: a scalar, or a tensor that broadcasts against the batch shape of the vectors
+Formula = TypeVar("Formula", bound=Callable[..., Any])
 
 _BLOCK = 1 << 20  # entries of a series table held at once
 
 
-def vector(x: Tensor, name: str, owner: str) -> Tensor:
+def closed_form(formula: Formula) -> Formula:
+    """Check the arguments of a formula by their names; it gets tensors in float64. What is None stays None."""
+    signature, owner = inspect.signature(formula), formula.__name__
+
+    @wraps(formula)
+    def checked(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options)
+        given.apply_defaults()
+        for name, value in given.arguments.items():
+            if name in CHECKS and value is not None:
+                given.arguments[name] = CHECKS[name](value, name, owner)
+        x, y = (given.arguments.get(name) for name in ("x", "y"))
+        if x is not None and y is not None and x.shape[-1] != y.shape[-1]:
+            raise BochnerError(
+                f"The 'x' and 'y' of {owner} must have the same last dimension, got {x.shape[-1]} and {y.shape[-1]}."
+            )
+        return formula(*given.args, **given.kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+def vector(x: Any, name: str, owner: str) -> Tensor:
     """A finite floating-point tensor of shape (..., d), in float64."""
     x = floating(x, name, owner)
     if x.ndim == 0 or x.shape[-1] == 0:
@@ -25,30 +48,35 @@ def vector(x: Tensor, name: str, owner: str) -> Tensor:
     return finite(x, name, owner).double()
 
 
-def pair(x: Tensor, y: Tensor, owner: str) -> tuple[Tensor, Tensor]:
-    """Two vectors of one dimension whose batch shapes broadcast."""
-    x, y = vector(x, "x", owner), vector(y, "y", owner)
-    if x.shape[-1] != y.shape[-1]:
-        raise BochnerError(
-            f"The 'x' and 'y' of {owner} must have the same last dimension, got {x.shape[-1]} and {y.shape[-1]}."
-        )
-    return x, y
+def number(value: Any, name: str, owner: str) -> Tensor:
+    """Any number or tensor, in float64."""
+    return torch.as_tensor(value, dtype=torch.float64)
 
 
 def positive(value: Any, name: str, owner: str) -> Tensor:
     """A positive number or tensor, in float64."""
-    t = torch.as_tensor(value, dtype=torch.float64)
+    t = number(value, name, owner)
     if not (torch.isfinite(t).all() and (t > 0).all()):
         raise BochnerError(f"The {name!r} of {owner} must be positive and finite, got {value!r}.")
     return t
 
 
-def whole(value: Any, name: str, owner: str, least: int = 1) -> Tensor:
-    """A count of at least ``least``, in float64."""
-    t = torch.as_tensor(value, dtype=torch.float64)
-    if not (torch.isfinite(t).all() and (t >= least).all() and (t == t.round()).all()):
-        raise BochnerError(f"The {name!r} of {owner} must be whole and at least {least}, got {value!r}.")
+def whole(value: Any, name: str, owner: str) -> Tensor:
+    """A count of at least 1, in float64."""
+    t = number(value, name, owner)
+    if not (torch.isfinite(t).all() and (t >= 1).all() and (t == t.round()).all()):
+        raise BochnerError(f"The {name!r} of {owner} must be whole and at least 1, got {value!r}.")
     return t
+
+
+CHECKS: dict[str, Callable[[Any, str, str], Tensor]] = {
+    **dict.fromkeys(("x", "y", "means", "factors", "variances", "coefficients", "probabilities"), vector),
+    **dict.fromkeys(("second_moment", "second_moments"), vector),
+    **dict.fromkeys(("num_features", "num_coefficients", "num_pairs", "dim", "degree", "terms", "draws"), whole),
+    **dict.fromkeys(("target", "radius", "bandwidth", "delta", "eps", "failure", "constant", "rate"), positive),
+    "threshold": positive,
+    **dict.fromkeys(("theta", "t", "value", "doubled", "second_sup", "mean_square", "low", "high"), number),
+}
 
 
 def log1mexp(t: Tensor) -> Tensor:
@@ -70,7 +98,7 @@ def log_subtract(a: Tensor, b: Tensor) -> Tensor:
     return a + torch.log1p(torch.where(some, (-b * torch.exp(-torch.where(some, a, 0.0))).clamp(min=-1.0), 0.0))
 
 
-def _in_blocks(f: Callable[[Tensor], Tensor], t: Tensor, width: int) -> Tensor:
+def in_blocks(f: Callable[[Tensor], Tensor], t: Tensor, width: int) -> Tensor:
     """Apply ``f`` (which makes a table of ``width`` columns per entry) without holding the whole table."""
     flat = t.reshape(-1)
     rows = max(1, _BLOCK // width)
@@ -88,7 +116,7 @@ def poisson_mean(values: Callable[[int], Tensor], rate: Tensor) -> Tensor:
         r = r[:, None]
         return (torch.exp(torch.special.xlogy(k, r) - r - log_factorial) * table).sum(-1)
 
-    return _in_blocks(mean, rate, count)
+    return in_blocks(mean, rate, count)
 
 
 def log_hyp0f1(b: float, q: Tensor) -> Tensor:
@@ -108,7 +136,7 @@ def log_hyp0f1(b: float, q: Tensor) -> Tensor:
         tail = torch.logsumexp(torch.where(valid, terms, -math.inf), -1)
         return torch.logaddexp(torch.zeros_like(tail), tail)
 
-    return _in_blocks(series, q, 2 * reach + 1)
+    return in_blocks(series, q, 2 * reach + 1)
 
 
 def angle(x: Tensor, y: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner.theory._common import Number, angle, pair, positive, whole
+from bochner.theory._common import Number, angle, closed_form
 from bochner.theory.softmax import _log_kernel, log_mse
 
 
@@ -27,6 +27,7 @@ class Moments(NamedTuple):
     cross: Tensor
 
 
+@closed_form
 def mse_complex(x: Tensor, y: Tensor, num_features: Number, A: Tensor, *, kernel: str = "softmax") -> Tensor:
     """Mean squared error of the real part of the complex exponential estimator (HRF, eq. 16) for an invertible A.
 
@@ -42,8 +43,6 @@ def mse_complex(x: Tensor, y: Tensor, num_features: Number, A: Tensor, *, kernel
     >>> torch.allclose(mse_complex(x, y, 4, torch.tensor(1j)), mse_trig(x, y, 4))
     True
     """
-    x, y = pair(x, y, "mse_complex")
-    m = whole(num_features, "num_features", "mse_complex")
     u = _complex_sum(x, y, A)
     alpha, beta, q = u.real.square().sum(-1), u.imag.square().sum(-1), 2 * (u.real * u.imag).sum(-1)
     total = alpha + beta
@@ -54,9 +53,10 @@ def mse_complex(x: Tensor, y: Tensor, num_features: Number, A: Tensor, *, kernel
     near = near - torch.exp(a - b) * torch.sin(q / 2).square()
     far = total + torch.log((1 + torch.exp(-2 * beta) * torch.cos(q)) / 2 - torch.exp(-total))
     log_rel = torch.where(small, torch.log(near.clamp(min=0.0)), far)
-    return torch.exp(log_rel - torch.log(m) + 2 * _log_kernel(x, y, kernel))
+    return torch.exp(log_rel - torch.log(num_features) + 2 * _log_kernel(x, y, kernel))
 
 
+@closed_form
 def angular_moments(x: Tensor, y: Tensor, num_coefficients: Number) -> Moments:
     """Moments of the angular coefficient estimated by n signs (HRF, Lemma 3.2): with ``a = theta/pi``,
     ``E l = a``, ``E l^2 = a (a - a/n + 1/n)``.
@@ -64,12 +64,11 @@ def angular_moments(x: Tensor, y: Tensor, num_coefficients: Number) -> Moments:
     >>> angular_moments(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), 1).square.item()
     0.5
     """
-    x, y = pair(x, y, "angular_moments")
-    n = whole(num_coefficients, "num_coefficients", "angular_moments")
     # The complement is an angle too: 1 - a would cancel.
-    return _angular(angle(x, y) / math.pi, angle(x, -y) / math.pi, n)
+    return _angular(angle(x, y) / math.pi, angle(x, -y) / math.pi, num_coefficients)
 
 
+@closed_form
 def gaussian_moments(
     x: Tensor, y: Tensor, num_coefficients: Number, *, radius: Number, bandwidth: Number = 1.0
 ) -> Moments:
@@ -79,18 +78,16 @@ def gaussian_moments(
     s and ``radius`` r: 0 at angle 0 and 1 at angle pi for inputs of norm r. The estimate has variance
     ``(1 - e^2)^2 / (2 n rho^2)``.
     """
-    x, y = pair(x, y, "gaussian_moments")
-    n = whole(num_coefficients, "num_coefficients", "gaussian_moments")
-    s2 = positive(bandwidth, "bandwidth", "gaussian_moments").square()
-    r2 = positive(radius, "radius", "gaussian_moments").square()
+    s2, r2 = bandwidth.square(), radius.square()
     t = s2 * (x - y).square().sum(-1) / 2
     rho = -torch.expm1(-2 * s2 * r2)
     lam = -torch.expm1(-t) / rho
     rest = torch.exp(-t) * -torch.expm1(t - 2 * s2 * r2) / rho  # 1 - lam
-    var = torch.expm1(-2 * t).square() / (2 * n * rho.square())
+    var = torch.expm1(-2 * t).square() / (2 * num_coefficients * rho.square())
     return Moments(lam, lam.square() + var, rest.square() + var, lam * rest - var)
 
 
+@closed_form
 def mse_hybrid(
     x: Tensor, y: Tensor, num_features: Number, moments: Moments, *, shared: bool = False, kernel: str = "softmax"
 ) -> Tensor:
@@ -105,14 +102,12 @@ def mse_hybrid(
     >>> bool(mse_hybrid(x, y, 8, c, shared=True) < mse_hybrid(x, y, 8, c))
     True
     """
-    x, y = pair(x, y, "mse_hybrid")
     out = moments.square * log_mse(x, y, num_features, map="hyperbolic", kernel=kernel).exp()
     out = out + moments.complement * log_mse(x, y, num_features, map="trig", kernel=kernel).exp()
     if shared:
-        m = whole(num_features, "num_features", "mse_hybrid")
         half = (x.square().sum(-1) - y.square().sum(-1)) / 2
         scale = torch.exp(2 * _log_kernel(x, y, kernel))
-        out = out - 4 / m * scale * torch.sin(half).square() * moments.cross
+        out = out - 4 / num_features * scale * torch.sin(half).square() * moments.cross
     return out
 
 
@@ -159,6 +154,7 @@ def mse_mixture(squares: Sequence[Number], mses: Sequence[Number]) -> Tensor:
     return torch.stack(torch.broadcast_tensors(*terms)).sum(0)
 
 
+@closed_form
 def max_relative_error(radius: Number, num_features: Number) -> Tensor:
     """Largest relative error on the sphere of trig and of hyperbolic features (HRF, Lemma 3.4, eq. 26).
 
@@ -168,29 +164,27 @@ def max_relative_error(radius: Number, num_features: Number) -> Tensor:
     >>> round(max_relative_error(1.0, 2).item(), 4)
     3.6269
     """
-    r = positive(radius, "radius", "max_relative_error")
-    m = whole(num_features, "num_features", "max_relative_error")
-    return 2 * torch.sinh(2 * r.square()) / torch.sqrt(2 * m)
+    return 2 * torch.sinh(2 * radius.square()) / torch.sqrt(2 * num_features)
 
 
+@closed_form
 def radius_for(num_features: Number, target: Number) -> Tensor:
     """The largest norm at which :func:`max_relative_error` is at most ``target``: its inverse in the radius.
 
     >>> torch.allclose(max_relative_error(radius_for(64, 0.5), 64), torch.tensor(0.5, dtype=torch.float64))
     True
     """
-    m = whole(num_features, "num_features", "radius_for")
-    t = positive(target, "target", "radius_for")
-    return torch.sqrt(torch.asinh(t * torch.sqrt(m / 2)) / 2)
+    return torch.sqrt(torch.asinh(target * torch.sqrt(num_features / 2)) / 2)
 
 
+@closed_form
 def relative_error_angular(theta: Tensor, radius: Number, num_features: Number, num_coefficients: Number) -> Tensor:
     """Relative error of the angular hybrid for two inputs of norm r at angle ``theta`` (HRF, eq. 47)."""
-    t = torch.as_tensor(theta, dtype=torch.float64)
-    n = whole(num_coefficients, "num_coefficients", "relative_error_angular")
-    return relative_error_hybrid(t, radius, num_features, _angular(t / math.pi, 1 - t / math.pi, n))
+    a = theta / math.pi
+    return relative_error_hybrid(theta, radius, num_features, _angular(a, 1 - a, num_coefficients))
 
 
+@closed_form
 def relative_error_hybrid(theta: Tensor, radius: Number, num_features: Number, moments: Moments) -> Tensor:
     """Relative error of a bipolar hybrid for two inputs of norm r at angle ``theta``, from its coefficient's moments.
 
@@ -202,14 +196,12 @@ def relative_error_hybrid(theta: Tensor, radius: Number, num_features: Number, m
     >>> torch.allclose(both, relative_error_angular(torch.tensor(1.0), 2.0, 8, 4))
     True
     """
-    t = torch.as_tensor(theta, dtype=torch.float64)
-    r2 = positive(radius, "radius", "relative_error_hybrid").square()
-    m = whole(num_features, "num_features", "relative_error_hybrid")
-    plus, minus = 2 * r2 * torch.cos(t / 2).square(), 2 * r2 * torch.sin(t / 2).square()
+    plus, minus = (2 * radius.square() * f(theta / 2).square() for f in (torch.cos, torch.sin))
     square = moments.square * torch.sinh(plus).square() + moments.complement * torch.sinh(minus).square()
-    return torch.sqrt(2 * square / m)
+    return torch.sqrt(2 * square / num_features)
 
 
+@closed_form
 def sphere_pair(theta: Tensor, radius: Number = 1.0) -> tuple[Tensor, Tensor]:
     """Two vectors of norm r at angle ``theta``, (..., 2) each.
 
@@ -217,9 +209,7 @@ def sphere_pair(theta: Tensor, radius: Number = 1.0) -> tuple[Tensor, Tensor]:
     >>> round((x @ y).item(), 6) == round(math.cos(0.5), 6)
     True
     """
-    half = torch.as_tensor(theta, dtype=torch.float64) / 2
-    r = positive(radius, "radius", "sphere_pair")
-    c, s = r * torch.cos(half), r * torch.sin(half)
+    c, s = radius * torch.cos(theta / 2), radius * torch.sin(theta / 2)
     return torch.stack([c, s], -1), torch.stack([c, -s], -1)
 
 
@@ -259,6 +249,7 @@ def max_relative_error_angular(radius: float, num_features: int, num_coefficient
     return best
 
 
+@closed_form
 def max_relative_error_angular_bound(radius: Number, num_features: Number, num_coefficients: Number) -> Tensor:
     """An upper bound of :func:`max_relative_error_angular` (HRF, Theorem 3.5).
 
@@ -269,8 +260,7 @@ def max_relative_error_angular_bound(radius: Number, num_features: Number, num_c
     >>> bool(max_relative_error_angular_bound(2.0, 8, 4) >= max_relative_error_angular(2.0, 8, 4))
     True
     """
-    r = positive(radius, "radius", "max_relative_error_angular_bound")
-    n = whole(num_coefficients, "num_coefficients", "max_relative_error_angular_bound")
+    r, n = radius, num_coefficients
     share = (1 - 1 / n) / (math.pi * r.square()) + 1 / (n * math.sqrt(math.pi) * r)
     return max_relative_error(r, num_features) * torch.sqrt(share)
 

@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner.theory._common import Number, positive, vector, whole
+from bochner.theory._common import Number, closed_form
 from bochner.theory.polynomial import square_over
 
 
+@closed_form
 def gelu_second_derivative(t: Tensor) -> Tensor:
     """``GELU''(t) = (2 - t^2) exp(-t^2/2) / sqrt(2 pi)``: twice Problem 3's eq. 45.
 
     >>> round(gelu_second_derivative(torch.tensor(0.0)).item(), 6)
     0.797885
     """
-    t = torch.as_tensor(t, dtype=torch.float64)
     return (2 - t.square()) * torch.exp(-t.square() / 2) / math.sqrt(2 * math.pi)
 
 
+@closed_form
 def gelu_second_sup(low: Number, high: Number) -> Tensor:
     """``max |GELU''|`` on [low, high], exactly: at an end, at 0 or at +-2, where the third derivative vanishes.
 
@@ -36,6 +37,7 @@ def gelu_second_sup(low: Number, high: Number) -> Tensor:
     return gelu_second_derivative(torch.stack(points)).abs().amax(0)
 
 
+@closed_form
 def bernstein_bound(low: Number, high: Number, degree: Number, second_sup: Number) -> Tensor:
     """``(b - a)^2 sup|f''| / (8n)``: largest error of the Bernstein polynomial of degree n (Problem 3, eq. 42).
 
@@ -43,10 +45,10 @@ def bernstein_bound(low: Number, high: Number, degree: Number, second_sup: Numbe
     0.125
     """
     a, b = _interval(low, high, "bernstein_bound")
-    n = whole(degree, "degree", "bernstein_bound")
-    return (b - a).square() * torch.as_tensor(second_sup, dtype=torch.float64) / (8 * n)
+    return (b - a).square() * second_sup / (8 * degree)
 
 
+@closed_form
 def allocate_features(variances: Tensor, target: Number) -> Tensor:
     """The counts ``m_k`` of least sum with ``sum_k v_k / m_k <= target``, rounded up.
 
@@ -57,14 +59,15 @@ def allocate_features(variances: Tensor, target: Number) -> Tensor:
     >>> allocate_features(torch.tensor([1.0, 4.0]), 0.5).tolist()
     [6.0, 12.0]
     """
-    v = vector(variances, "variances", "allocate_features")
-    if (v < 0).any():
-        raise BochnerError(f"The 'variances' of allocate_features must not be negative, got {v.min().item():.6g}.")
-    root = torch.sqrt(v)
-    return torch.ceil(root * root.sum() / positive(target, "target", "allocate_features")).clamp(min=1)
+    if (variances < 0).any():
+        least = variances.min().item()
+        raise BochnerError(f"The 'variances' of allocate_features must not be negative, got {least:.6g}.")
+    root = torch.sqrt(variances)
+    return torch.ceil(root * root.sum() / target).clamp(min=1)
 
 
-def gelu_taylor(terms: int) -> Tensor:
+@closed_form
+def gelu_taylor(terms: Number) -> Tensor:
     """Coefficients ``a_0 .. a_{terms-1}`` of GELU at zero (Problem 3, eq. 52).
 
     ``a_1 = 1/2``, ``a_{2j+2} = (-1)^j / (sqrt(2 pi) (2j+1) 2^j j!)``, the others zero.
@@ -72,7 +75,7 @@ def gelu_taylor(terms: int) -> Tensor:
     >>> gelu_taylor(3).tolist()[:2]
     [0.0, 0.5]
     """
-    a = torch.zeros(int(whole(terms, "terms", "gelu_taylor")), dtype=torch.float64)
+    a = torch.zeros(int(terms), dtype=torch.float64)
     if len(a) > 1:
         a[1] = 0.5
     for j in range((len(a) - 1) // 2):
@@ -81,7 +84,8 @@ def gelu_taylor(terms: int) -> Tensor:
     return a
 
 
-def geometric_law(rho: float, terms: int) -> Tensor:
+@closed_form
+def geometric_law(rho: float, terms: Number) -> Tensor:
     """``p_k = (1 - rho)^k rho``, k < terms; its mean over all k is ``1/rho - 1`` (Problem 3 says ``1/rho + 1``).
 
     >>> geometric_law(0.5, 3).tolist()
@@ -89,35 +93,35 @@ def geometric_law(rho: float, terms: int) -> Tensor:
     """
     if not 0 < rho < 1:
         raise BochnerError(f"The 'rho' of geometric_law must lie strictly between 0 and 1, got {rho!r}.")
-    k = torch.arange(int(whole(terms, "terms", "geometric_law")), dtype=torch.float64)
+    k = torch.arange(int(terms), dtype=torch.float64)
     return torch.exp(k * math.log1p(-rho)) * rho
 
 
-def poisson_law(rate: float, terms: int) -> Tensor:
+@closed_form
+def poisson_law(rate: Number, terms: Number) -> Tensor:
     """``p_k = exp(-rate) rate^k / k!``, k < terms.
 
     >>> round(poisson_law(1.0, 2).tolist()[1], 6)
     0.367879
     """
-    r = float(positive(rate, "rate", "poisson_law"))
-    k = torch.arange(int(whole(terms, "terms", "poisson_law")), dtype=torch.float64)
-    return torch.exp(k * math.log(r) - r - torch.lgamma(k + 1))
+    k = torch.arange(int(terms), dtype=torch.float64)
+    return torch.exp(k * torch.log(rate) - rate - torch.lgamma(k + 1))
 
 
+@closed_form
 def optimal_law(coefficients: Tensor, second_moments: Tensor) -> Tensor:
     """The index law of least variance: ``p_k`` proportional to ``|a_k| sqrt(E[(phi_k(w).phi_k(x))^2])``.
 
     >>> optimal_law(torch.tensor([1.0, -3.0]), torch.tensor([1.0, 1.0])).tolist()
     [0.25, 0.75]
     """
-    a = vector(coefficients, "coefficients", "optimal_law")
-    s = vector(second_moments, "second_moments", "optimal_law")
-    p = a.abs() * torch.sqrt(s)
+    p = coefficients.abs() * torch.sqrt(second_moments)
     if not float(p.sum()) > 0:
         raise BochnerError("The 'coefficients' of optimal_law must not all vanish.")
     return p / p.sum()
 
 
+@closed_form
 def variance_taylor(
     t: Number, coefficients: Tensor, probabilities: Tensor, variances: Tensor | None = None, *, draws: Number = 1
 ) -> Tensor:
@@ -127,18 +131,16 @@ def variance_taylor(
     each degree (zero if the powers are exact), for instance from :func:`~bochner.theory.mse_tensor_sketch`.
     The terms given must be all that matter: a series cut short understates the variance.
     """
-    owner = "variance_taylor"
-    a, p = vector(coefficients, "coefficients", owner), vector(probabilities, "probabilities", owner)
-    v = torch.zeros_like(a) if variances is None else vector(variances, "variances", owner)
-    point = torch.as_tensor(t, dtype=torch.float64)[..., None]
+    a, t = coefficients, t[..., None]
+    v = torch.zeros_like(a) if variances is None else variances
     k = torch.arange(a.shape[-1], dtype=torch.float64)
-    second = (square_over(a, p, owner) * (point ** (2 * k) + v)).sum(-1)
-    return (second - (a * point**k).sum(-1).square()) / whole(draws, "draws", owner)
+    second = (square_over(a, probabilities, "variance_taylor") * (t ** (2 * k) + v)).sum(-1)
+    return (second - (a * t**k).sum(-1).square()) / draws
 
 
-def _interval(low: Number, high: Number, owner: str) -> tuple[Tensor, Tensor]:
-    a, b = torch.as_tensor(low, dtype=torch.float64), torch.as_tensor(high, dtype=torch.float64)
+def _interval(a: Tensor, b: Tensor, owner: str) -> tuple[Tensor, Tensor]:
     if not (torch.isfinite(a).all() and torch.isfinite(b).all() and (a < b).all()):
-        raise BochnerError(f"The interval of {owner} must have low < high, both finite, got {low!r} and {high!r}.")
+        got = f"{a.tolist()} and {b.tolist()}"
+        raise BochnerError(f"The interval of {owner} must have low < high, both finite, got {got}.")
     a, b = torch.broadcast_tensors(a, b)
     return a, b

@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError
-from bochner.theory._common import Number, pair, positive, vector, whole
+from bochner.theory._common import Number, closed_form
 
 
+@closed_form
 def gmm_rks(x: Tensor, y: Tensor, means: Tensor, factors: Tensor) -> Tensor:
     """The kernel of GMM-RKS: ``mean_c cos(mu_c.D) exp(-|L_c'D|^2 / 2)``, ``D = x - y`` (Learned kernels, eq. 4).
 
     ``means`` (C, d); ``factors`` (C, d, d), or (C, d) for diagonal ones.
     """
-    x, y = pair(x, y, "gmm_rks")
     mu, proj = _project(x - y, means, factors, "gmm_rks")
     return (torch.cos(mu) * torch.exp(-proj.square().sum(-1) / 2)).mean(-1)
 
 
+@closed_form
 def gmm_prf(x: Tensor, y: Tensor, means: Tensor, factors: Tensor, *, g: float = 0.5) -> Tensor:
     """The kernel of GMM-PRF: ``mean_c exp(mu_c.z + |L_c'z|^2 / 2 - g (|x|^2 + |y|^2))``, ``z = x + y``.
 
@@ -35,12 +36,12 @@ def gmm_prf(x: Tensor, y: Tensor, means: Tensor, factors: Tensor, *, g: float = 
     >>> torch.allclose(k, torch.exp(x @ y).double())
     True
     """
-    x, y = pair(x, y, "gmm_prf")
     mu, proj = _project(x + y, means, factors, "gmm_prf")
     norms = (x.square().sum(-1) + y.square().sum(-1))[..., None]
     return torch.exp(mu + proj.square().sum(-1) / 2 - g * norms).mean(-1)
 
 
+@closed_form
 def mse_gmm_rks(
     x: Tensor, y: Tensor, means: Tensor, factors: Tensor, num_features: Number, *, shared_noise: bool = True
 ) -> Tensor:
@@ -49,7 +50,6 @@ def mse_gmm_rks(
     ``shared_noise`` (Learned kernels, eq. 5): every component transforms the same noise, and the covariances
     of components count; otherwise each draws its own.
     """
-    x, y = pair(x, y, "mse_gmm_rks")
     mu, proj = _project(x - y, means, factors, "mse_gmm_rks")
     k = torch.cos(mu) * torch.exp(-proj.square().sum(-1) / 2)
 
@@ -59,9 +59,10 @@ def mse_gmm_rks(
         return torch.cos(shift) * torch.exp(-width / 2)
 
     cov = (half(1) + half(-1)) / 2 - k[..., :, None] * k[..., None, :]
-    return _average(cov, num_features, shared_noise, "mse_gmm_rks")
+    return _average(cov, num_features, shared_noise)
 
 
+@closed_form
 def mse_gmm_prf(
     x: Tensor,
     y: Tensor,
@@ -80,46 +81,38 @@ def mse_gmm_prf(
     >>> torch.allclose(e, mse_positive(x, y, 8))
     True
     """
-    x, y = pair(x, y, "mse_gmm_prf")
     mu, proj = _project(x + y, means, factors, "mse_gmm_prf")
     norms = (x.square().sum(-1) + y.square().sum(-1))[..., None]
     log_k = mu + proj.square().sum(-1) / 2 - g * norms
     inner = (proj[..., :, None, :] * proj[..., None, :, :]).sum(-1)
     cov = torch.exp(log_k[..., :, None] + log_k[..., None, :]) * torch.expm1(inner)
-    return _average(cov, num_features, shared_noise, "mse_gmm_prf")
+    return _average(cov, num_features, shared_noise)
 
 
+@closed_form
 def mse_fourier(value: Number, doubled: Number, num_features: Number) -> Tensor:
     """Mean squared error of m cosines for any shift-invariant kernel: ``[ (1 + k(2r))/2 - k(r)^2 ] / m``.
 
     ``value`` is k(r) and ``doubled`` k(2r). Covers random kitchen sinks with any spectrum, and the Laplace
     and Gaussian local masks.
     """
-    k = torch.as_tensor(value, dtype=torch.float64)
-    return ((1 + torch.as_tensor(doubled, dtype=torch.float64)) / 2 - k.square()) / whole(
-        num_features, "num_features", "mse_fourier"
-    )
+    return ((1 + doubled) / 2 - value.square()) / num_features
 
 
+@closed_form
 def mse_local_laplace(x: Tensor, y: Tensor, num_features: Number, *, delta: Number = 1.0) -> Tensor:
     """Mean squared error of the Laplace mask ``k = exp(-|x - y|_1 / delta)``: ``(1 - k^2) / (2m)``."""
-    x, y = pair(x, y, "mse_local_laplace")
-    scale = positive(delta, "delta", "mse_local_laplace")
-    m = whole(num_features, "num_features", "mse_local_laplace")
-    return -torch.expm1(-2 * (x - y).abs().sum(-1) / scale) / (2 * m)
+    return -torch.expm1(-2 * (x - y).abs().sum(-1) / delta) / (2 * num_features)
 
 
+@closed_form
 def mse_local_gaussian(x: Tensor, y: Tensor, num_features: Number, *, delta: Number = 1.0) -> Tensor:
     """Mean squared error of the Gaussian mask ``k = exp(-|x - y|^2 / (2 delta^2))``, iid: ``(1 - k^2)^2 / (2m)``."""
-    x, y = pair(x, y, "mse_local_gaussian")
-    scale = positive(delta, "delta", "mse_local_gaussian").square()
-    m = whole(num_features, "num_features", "mse_local_gaussian")
-    return torch.expm1(-(x - y).square().sum(-1) / scale).square() / (2 * m)
+    return torch.expm1(-(x - y).square().sum(-1) / delta.square()).square() / (2 * num_features)
 
 
-def _project(v: Tensor, means: Tensor, factors: Tensor, owner: str) -> tuple[Tensor, Tensor]:
+def _project(v: Tensor, mu: Tensor, L: Tensor, owner: str) -> tuple[Tensor, Tensor]:
     """``mu_c.v`` (..., C) and ``L_c'v`` (..., C, d)."""
-    mu, L = vector(means, "means", owner), vector(factors, "factors", owner)
     d = v.shape[-1]
     if mu.ndim != 2 or mu.shape[1] != d:
         raise BochnerError(f"The 'means' of {owner} must have shape (C, {d}), got {tuple(mu.shape)}.")
@@ -132,7 +125,6 @@ def _project(v: Tensor, means: Tensor, factors: Tensor, owner: str) -> tuple[Ten
     return (mu * v[..., None, :]).sum(-1), proj
 
 
-def _average(cov: Tensor, num_features: Number, shared: bool, owner: str) -> Tensor:
-    m, count = whole(num_features, "num_features", owner), cov.shape[-1]
+def _average(cov: Tensor, m: Tensor, shared: bool) -> Tensor:
     total = cov.sum((-1, -2)) if shared else cov.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return total / (m * count**2)
+    return total / (m * cov.shape[-1] ** 2)

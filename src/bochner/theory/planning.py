@@ -7,10 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from bochner.theory._common import Number, pair, positive, whole
+from bochner.theory._common import Number, closed_form
 from bochner.theory.softmax import Estimator, log_mse
 
 
+@closed_form
 def features_needed(
     x: Tensor,
     y: Tensor,
@@ -33,9 +34,8 @@ def features_needed(
     >>> bool(relative_error(x, y, m) <= 0.1 < relative_error(x, y, m - 1))
     True
     """
-    x, y = pair(x, y, "features_needed")
     x, y = torch.broadcast_tensors(x, y)
-    goal = 2 * torch.log(positive(target, "target", "features_needed"))
+    goal = 2 * torch.log(target)
 
     def short(m: Tensor) -> Tensor:
         return log_mse(x, y, m, map, kernel=kernel, projection=projection, relative=relative) > goal
@@ -54,7 +54,8 @@ def features_needed(
     return torch.where(todo, math.inf, high)
 
 
-def features_uniform(dim: int, radius: float, eps: float, *, constant: float = 1.0) -> int:
+@closed_form
+def features_uniform(dim: Number, radius: Number, eps: Number, *, constant: Number = 1.0) -> int:
     """Projections for ``max_ij |A_hat - A| <= eps`` with orthogonal trig features (Performers, Theorem 4).
 
     ``constant * d / delta^2 * log(4 d^(3/4) R / delta)`` with ``delta = eps exp(-R^2 / sqrt d)``; ``radius``
@@ -65,15 +66,14 @@ def features_uniform(dim: int, radius: float, eps: float, *, constant: float = 1
     >>> features_uniform(4, 1.0, 0.5) > features_uniform(4, 1.0, 1.0)
     True
     """
-    owner = "features_uniform"
-    d, R = float(whole(dim, "dim", owner)), float(positive(radius, "radius", owner))
-    log_delta = math.log(float(positive(eps, "eps", owner))) - R * R / math.sqrt(d)
+    d, R = float(dim), float(radius)
+    log_delta = math.log(eps) - R * R / math.sqrt(d)
     log_term = math.log(4 * d**0.75 * R) - log_delta
-    c = float(positive(constant, "constant", owner))
-    return max(1, math.ceil(c * d * math.exp(-2 * log_delta) * max(log_term, 0.0)))
+    return max(1, math.ceil(float(constant) * d * math.exp(-2 * log_delta) * max(log_term, 0.0)))
 
 
-def features_pairs(num_pairs: int, radius: float, eps: float, *, failure: float = 0.01) -> int:
+@closed_form
+def features_pairs(num_pairs: Number, radius: Number, eps: Number, *, failure: Number = 0.01) -> int:
     """Projections with which iid trig features have ``|A_hat - A| <= eps`` on all pairs, except with ``failure``.
 
     Hoeffding's inequality and a union bound: ``2 / delta^2 * log(2 N / p)``, ``delta = eps exp(-r^2)``, for
@@ -83,7 +83,5 @@ def features_pairs(num_pairs: int, radius: float, eps: float, *, failure: float 
     >>> features_pairs(100, 0.5, 0.5)
     131
     """
-    owner = "features_pairs"
-    n, r = float(whole(num_pairs, "num_pairs", owner)), float(positive(radius, "radius", owner))
-    p, e = float(positive(failure, "failure", owner)), float(positive(eps, "eps", owner))
-    return max(1, math.ceil(2 * math.exp(2 * r * r) / e**2 * math.log(2 * n / p)))
+    N, r, e, p = float(num_pairs), float(radius), float(eps), float(failure)
+    return max(1, math.ceil(2 * math.exp(2 * r * r) / e**2 * math.log(2 * N / p)))

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError, one_of
-from bochner.theory._common import Number, pair, positive, vector, whole
+from bochner.theory._common import Number, closed_form
 
 
+@closed_form
 def mse_sum_poly(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> Tensor:
     """Mean squared error of sum decomposition (m uniform index tuples) for ``(x.y)^n``.
 
@@ -26,13 +27,12 @@ def mse_sum_poly(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> 
     >>> round(mse_sum_poly(x, x, 1, 1).item(), 4)
     0.0784
     """
-    x, y = pair(x, y, "mse_sum_poly")
-    m, n = whole(num_features, "num_features", "mse_sum_poly"), whole(degree, "degree", "mse_sum_poly")
     p = x * y
     first, second = x.shape[-1] * p.square().sum(-1), p.sum(-1).square()
-    return ((first**n) - torch.minimum(first, second) ** n) / m
+    return (first**degree - torch.minimum(first, second) ** degree) / num_features
 
 
+@closed_form
 def mse_tensor_sketch(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> Tensor:
     """Mean squared error of TensorSketch with m buckets for ``(x.y)^n``, exactly.
 
@@ -46,11 +46,10 @@ def mse_tensor_sketch(x: Tensor, y: Tensor, num_features: Number, degree: Number
     >>> bool(256 * mse_tensor_sketch(x, x, 256, 3) > 2)      # what eq. 21 allows
     True
     """
-    x, y = pair(x, y, "mse_tensor_sketch")
-    m, n = (whole(num_features, "num_features", "mse_tensor_sketch"), whole(degree, "degree", "mse_tensor_sketch"))
-    return _sketch_mse(_pairs(x, y), m, n)
+    return _sketch_mse(_pairs(x, y), num_features, degree)
 
 
+@closed_form
 def mse_tensor_sketch_matrix(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> Tensor:
     """:func:`mse_tensor_sketch` for all pairs of rows of x (..., n, d) and y (..., s, d), by products: (..., n, s).
 
@@ -59,21 +58,18 @@ def mse_tensor_sketch_matrix(x: Tensor, y: Tensor, num_features: Number, degree:
     >>> torch.allclose(mse_tensor_sketch_matrix(x, y, 8, 3)[2, 1], one)
     True
     """
-    owner = "mse_tensor_sketch_matrix"
-    x, y = pair(x, y, owner)
-    m, n = whole(num_features, "num_features", owner), whole(degree, "degree", owner)
     x2, y2 = x.square(), y.square()
     lengths = x2.sum(-1, keepdim=True) * y2.sum(-1, keepdim=True).mT
-    return _sketch_mse(_Products((x @ y.mT).square(), x2 @ y2.mT, lengths), m, n)
+    return _sketch_mse(_Products((x @ y.mT).square(), x2 @ y2.mT, lengths), num_features, degree)
 
 
+@closed_form
 def tensor_sketch_bound(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> Tensor:
     """``(2 + 3^n) |x|^(2n) |y|^(2n) / m``: Avron et al. 2014; in place of Problem 2, eq. 21."""
-    x, y = pair(x, y, "tensor_sketch_bound")
-    m, n = (whole(num_features, "num_features", "tensor_sketch_bound"), whole(degree, "degree", "tensor_sketch_bound"))
-    return (2 + 3**n) * (x.square().sum(-1) * y.square().sum(-1)) ** n / m
+    return (2 + 3**degree) * (x.square().sum(-1) * y.square().sum(-1)) ** degree / num_features
 
 
+@closed_form
 def polynomial_tail_bound(
     x: Tensor,
     y: Tensor,
@@ -93,15 +89,13 @@ def polynomial_tail_bound(
     >>> round(polynomial_tail_bound(x, x, 1000, 0.5, 2).item(), 4)
     0.0091
     """
-    owner = "polynomial_tail_bound"
-    one_of(map, "map", owner, ["sum_poly", "tensor_sketch"])
+    one_of(map, "map", "polynomial_tail_bound", ["sum_poly", "tensor_sketch"])
     mse = (mse_sum_poly if map == "sum_poly" else mse_tensor_sketch)(x, y, num_features, degree)
-    x, y = pair(x, y, owner)
-    n, t = whole(degree, "degree", owner), positive(target, "target", owner)
-    goal = t.square() * ((x * y).sum(-1).square() ** n if relative else 1.0)
+    goal = target.square() * ((x * y).sum(-1).square() ** degree if relative else 1.0)
     return (mse / goal).clamp(max=1.0)
 
 
+@closed_form
 def polynomial_features_needed(
     x: Tensor,
     y: Tensor,
@@ -123,21 +117,19 @@ def polynomial_features_needed(
     >>> bool(mse_tensor_sketch(x, x, m, 2) <= 0.01)
     True
     """
-    owner = "polynomial_features_needed"
-    one_of(map, "map", owner, ["sum_poly", "tensor_sketch"])
-    n, t = whole(degree, "degree", owner), positive(target, "target", owner)
-    x, y = pair(x, y, owner)
-    goal = t.square() * ((x * y).sum(-1).square() ** n if relative else 1.0)
+    one_of(map, "map", "polynomial_features_needed", ["sum_poly", "tensor_sketch"])
+    goal = target.square() * ((x * y).sum(-1).square() ** degree if relative else 1.0)
     if failure is not None:
-        goal = goal * positive(failure, "failure", owner)
+        goal = goal * failure
     if map == "sum_poly":
         return torch.ceil(mse_sum_poly(x, y, 1, degree) / goal).clamp(min=1)
     # first / m + 2 second / m^2 <= goal: a quadratic, with the larger (even) second term.
-    first, second = _sketch_terms(_pairs(x, y), n)
+    first, second = _sketch_terms(_pairs(x, y), degree)
     root = torch.sqrt(first.square() + 8 * goal * second.clamp(min=0))
     return torch.ceil((first + root) / (2 * goal)).clamp(min=1)
 
 
+@closed_form
 def mse_maclaurin(x: Tensor, y: Tensor, num_features: Number, coefficients: Tensor, probabilities: Tensor) -> Tensor:
     """Mean squared error of random Maclaurin features (Kar and Karnick 2012) for ``sum_k a_k (x.y)^k``.
 
@@ -145,15 +137,11 @@ def mse_maclaurin(x: Tensor, y: Tensor, num_features: Number, coefficients: Tens
     ``[ sum_k a_k^2/p_k (|x|^2 |y|^2 + 2 (x.y)^2 - 2 sum_i x_i^2 y_i^2)^k - K^2 ] / m``. Coefficients must be
     zero where probabilities are.
     """
-    owner = "mse_maclaurin"
-    x, y = pair(x, y, owner)
-    m = whole(num_features, "num_features", owner)
-    a, p = vector(coefficients, "coefficients", owner), vector(probabilities, "probabilities", owner)
-    dot = (x * y).sum(-1)
-    second = x.square().sum(-1) * y.square().sum(-1) + 2 * dot.square() - 2 * (x * y).square().sum(-1)
-    k = torch.arange(a.shape[-1], dtype=torch.float64)
-    weights = square_over(a, p, owner)
-    return ((weights * second[..., None] ** k).sum(-1) - (a * dot[..., None] ** k).sum(-1).square()) / m
+    q, s, lengths = _pairs(x, y)
+    k = torch.arange(coefficients.shape[-1], dtype=torch.float64)
+    weights = square_over(coefficients, probabilities, "mse_maclaurin")
+    second = (weights * (lengths + 2 * q - 2 * s)[..., None] ** k).sum(-1)
+    return (second - (coefficients * (x * y).sum(-1, keepdim=True) ** k).sum(-1).square()) / num_features
 
 
 def square_over(a: Tensor, p: Tensor, owner: str) -> Tensor:

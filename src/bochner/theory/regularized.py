@@ -9,20 +9,21 @@ import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError, one_of
-from bochner.theory._common import Number, logexpm1, pair, positive, whole
+from bochner.theory._common import Number, closed_form, logexpm1
 from bochner.theory.softmax import PROJECTIONS, _log_ratio
 
 
+@closed_form
 def regularized_ratio(x: Tensor, y: Tensor) -> Tensor:
     """``SMREG / SM``: the mean of regularised features over the kernel (Performers, eq. 30).
 
     ``exp(-u) sum_k u^k/k! prod_{j<k} d/(d+2j)``, ``u = |z|^2/2``; in (0, 1], at least
     :func:`regularized_ratio_bound`.
     """
-    x, y = pair(x, y, "regularized_ratio")
     return _log_ratio((x + y).square().sum(-1), x.shape[-1]).exp()
 
 
+@closed_form
 def regularized_ratio_bound(x: Tensor, y: Tensor, *, method: str = "jensen") -> Tensor:
     """A lower bound of :func:`regularized_ratio`.
 
@@ -35,7 +36,6 @@ def regularized_ratio_bound(x: Tensor, y: Tensor, *, method: str = "jensen") -> 
     >>> bool(regularized_ratio_bound(x, x) <= regularized_ratio(x, x))
     True
     """
-    x, y = pair(x, y, "regularized_ratio_bound")
     u, d = (x + y).square().sum(-1) / 2, x.shape[-1]
     if one_of(method, "method", "regularized_ratio_bound", ["jensen", "theorem1"]) == "jensen":
         return torch.exp(-u.square() / d)
@@ -44,8 +44,9 @@ def regularized_ratio_bound(x: Tensor, y: Tensor, *, method: str = "jensen") -> 
     return math.exp(log_f) * torch.special.gammaincc(torch.full_like(u, l + 1.0), u)
 
 
+@closed_form
 def regularized_tail_bound(
-    x: Tensor, y: Tensor, threshold: Number, num_features: int, *, projection: str = "iid", num_nodes: int = 256
+    x: Tensor, y: Tensor, threshold: Number, num_features: Number, *, projection: str = "iid", num_nodes: int = 256
 ) -> Tensor:
     """An upper bound of ``P[SMREG_m(x, y) > threshold]`` for ``threshold > SMREG(x, y)`` (Performers, Theorem 3).
 
@@ -59,17 +60,14 @@ def regularized_tail_bound(
     >>> bool(regularized_tail_bound(x, x, 2.0, 2) < 1)
     True
     """
-    owner = "regularized_tail_bound"
-    x, y = pair(x, y, owner)
-    d = x.shape[-1]
-    m = float(whole(num_features, "num_features", owner))
+    owner, d, m = "regularized_tail_bound", x.shape[-1], float(num_features)
     if one_of(projection, "projection", owner, PROJECTIONS) == "orthogonal" and m > d:
         raise BochnerError(f"The 'num_features' of {owner} must be at most d = {d} when orthogonal, got {int(m)}.")
     log_x0 = -(x.square().sum(-1) + y.square().sum(-1)) / 2
     nodes, weights = _sphere_rule(d, num_nodes)
     # Work with X / X_0 >= 0: values exp(s t_i), threshold a / X_0.
     s = math.sqrt(d) * (x + y).norm(dim=-1)
-    a = positive(threshold, "threshold", owner) * torch.exp(-log_x0)
+    a = threshold * torch.exp(-log_x0)
     s, a = torch.broadcast_tensors(s, a)
     values = torch.exp(s[..., None] * nodes)
     log_w = torch.log(weights)

@@ -20,14 +20,13 @@ from bochner._checks import BochnerError, one_of
 from bochner.moments import optimal_a, second_moment_of_sum
 from bochner.theory._common import (
     Number,
+    closed_form,
     log1mexp,
     log_hyp0f1,
     log_subtract,
     logexpm1,
-    pair,
     poisson_mean,
     vector,
-    whole,
 )
 
 KERNELS = ("softmax", "gaussian")
@@ -35,9 +34,9 @@ MAPS = ("trig", "positive", "hyperbolic", "regularized", "optimal", "dense")
 PROJECTIONS = ("iid", "orthogonal")
 
 
+@closed_form
 def kernel_value(x: Tensor, y: Tensor, *, kernel: str = "softmax") -> Tensor:
     """The kernel itself: ``exp(x.y)`` or ``exp(-|x - y|^2 / 2)``."""
-    x, y = pair(x, y, "kernel_value")
     return _log_kernel(x, y, kernel).exp()
 
 
@@ -140,6 +139,7 @@ def mse_regularized(
     return log_mse(x, y, num_features, law, kernel=kernel, projection=projection).exp()
 
 
+@closed_form
 def log_mse(
     x: Tensor,
     y: Tensor,
@@ -158,9 +158,7 @@ def log_mse(
     >>> bool(torch.isfinite(log_mse(x, x, 64)))
     True
     """
-    law = map if isinstance(map, Estimator) else Estimator(map)
-    x, y = pair(x, y, "log_mse")
-    m = whole(num_features, "num_features", "log_mse")
+    law, m = map if isinstance(map, Estimator) else Estimator(map), num_features
     one_of(law.name, "map", "log_mse", MAPS)
     one_of(projection, "projection", "log_mse", PROJECTIONS)
     log_k = _log_kernel(x, y, kernel)
@@ -196,17 +194,18 @@ def relative_error(
     return torch.exp(log_mse(x, y, num_features, map, projection=projection, relative=True) / 2)
 
 
-def block_pairs(num_features: Number, dim: int) -> Tensor:
+@closed_form
+def block_pairs(num_features: Number, dim: Number) -> Tensor:
     """Ordered pairs of projections in one orthogonal block: ``sum_blocks b (b - 1)``, blocks of ``dim`` rows.
 
     >>> block_pairs(5, 4).item()
     12.0
     """
-    m = whole(num_features, "num_features", "block_pairs")
-    full, rest = torch.floor(m / dim), m % dim
+    full, rest = torch.floor(num_features / dim), num_features % dim
     return full * dim * (dim - 1) + rest * (rest - 1)
 
 
+@closed_form
 def orthogonal_gap(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softmax") -> Tensor:
     """What orthogonality takes off the mean squared error of positive, hyperbolic and OPRF features, exactly.
 
@@ -219,12 +218,12 @@ def orthogonal_gap(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = 
     >>> bool(orthogonal_gap(x, y, 2) >= orthogonal_gap_bound(x, y, 2))
     True
     """
-    x, y = pair(x, y, "orthogonal_gap")
-    m = whole(num_features, "num_features", "orthogonal_gap")
+    m = num_features
     gap = _positive_gap((x + y).square().sum(-1), x.shape[-1])
     return block_pairs(m, x.shape[-1]) / m.square() * gap * torch.exp(2 * _log_kernel(x, y, kernel))
 
 
+@closed_form
 def orthogonal_gap_bound(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softmax") -> Tensor:
     """A lower bound of :func:`orthogonal_gap`: ``(1 - 1/m) 2/(d+2) (K - K_0)^2`` for m <= d.
 
@@ -232,25 +231,25 @@ def orthogonal_gap_bound(x: Tensor, y: Tensor, num_features: Number, *, kernel: 
     10) with its proof repaired. The printed bound, with ``SM^2`` for ``(SM - K_0)^2``, exceeds the whole
     error near ``y = -x``.
     """
-    x, y = pair(x, y, "orthogonal_gap_bound")
-    m, d = whole(num_features, "num_features", "orthogonal_gap_bound"), x.shape[-1]
+    m, d = num_features, x.shape[-1]
     share = -torch.expm1(-(x + y).square().sum(-1) / 2)  # (K - K_0) / K
     scale = torch.exp(2 * _log_kernel(x, y, kernel))
     return block_pairs(m, d) / m.square() * 2 / (d + 2) * share.square() * scale
 
 
-def optimal_A(mean_square: Number, dim: int) -> Tensor:
+@closed_form
+def optimal_A(mean_square: Number, dim: Number) -> Tensor:
     """OPRF's best ``A <= 0`` for ``mean_square = mean |x + y|^2`` over the pairs (Chefs' random tables).
 
     ``A = (1 - u)/8``, ``u = [(1 + 2l) + sqrt((1 + 2l)^2 + 8l)]/2``, ``l = mean_square / dim``.
     """
-    d = float(whole(dim, "dim", "optimal_A"))
-    l = torch.as_tensor(mean_square, dtype=torch.float64) / d
-    if not (torch.isfinite(l).all() and (l >= 0).all()):
-        raise BochnerError(f"The 'mean_square' of optimal_A must be finite and not negative, got {mean_square!r}.")
-    return optimal_a(l)
+    if not (torch.isfinite(mean_square).all() and (mean_square >= 0).all()):
+        got = mean_square.tolist()
+        raise BochnerError(f"The 'mean_square' of optimal_A must be finite and not negative, got {got}.")
+    return optimal_a(mean_square / dim)
 
 
+@closed_form
 def dense_a(second_moment: Tensor) -> tuple[Tensor, Tensor]:
     """SDERF's best ``a`` and basis ``U`` for the second moment ``mean z z'`` (FAVOR#): OPRF along each eigenvector.
 
@@ -258,13 +257,14 @@ def dense_a(second_moment: Tensor) -> tuple[Tensor, Tensor]:
     >>> torch.allclose(a, optimal_A(3.0, 3))
     True
     """
-    C = vector(second_moment, "second_moment", "dense_a")
+    C = second_moment
     if C.ndim < 2 or C.shape[-1] != C.shape[-2]:
         raise BochnerError(f"The 'second_moment' of dense_a must have shape (..., d, d), got {tuple(C.shape)}.")
     l, U = torch.linalg.eigh((C + C.mT) / 2)
     return optimal_a(l.clamp(min=0)), U
 
 
+@closed_form
 def pair_second_moment(x: Tensor, y: Tensor) -> Tensor:
     """``mean (x_i + y_j)(x_i + y_j)'`` over all pairs of rows of (..., n, d) and (..., s, d), in O((n + s) d^2).
 
@@ -272,9 +272,10 @@ def pair_second_moment(x: Tensor, y: Tensor) -> Tensor:
     >>> pair_second_moment(x, -x)[0, 0].item()
     0.5
     """
-    return second_moment_of_sum(*pair(x, y, "pair_second_moment"))
+    return second_moment_of_sum(x, y)
 
 
+@closed_form
 def centre(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``x - a``, ``y - b`` and the log of the factor that makes centring exact.
 
@@ -286,7 +287,6 @@ def centre(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, 
     >>> torch.allclose(log_factor, (x @ y).double())
     True
     """
-    x, y = pair(x, y, "centre")
     a, b = vector(a, "a", "centre"), vector(b, "b", "centre")
     return x - a, y - b, (a * y).sum(-1) + ((x - a) * b).sum(-1)
 

@@ -37,7 +37,7 @@ from bochner._progress import speaker
 from bochner.hf import inputs
 from bochner.hf.config import Calibration, Target
 from bochner.hf.interface import check_model, unwrap
-from bochner.hf.observe import discover_parts
+from bochner.hf.observe import Shape, discover_parts
 from bochner.hf.plan import Plan
 from bochner.hf.search import selected
 from bochner.hf.search.damage import MeasuredProblem, measure_damages, tables
@@ -46,7 +46,7 @@ from bochner.hf.search.options import Space
 from bochner.hf.search.refine import Candidate, Trials, best_within, cheapest_that_keeps, ladder
 from bochner.hf.search.report import Point, SearchReport, heads_of
 from bochner.hf.search.selected import SelectedSpace
-from bochner.hf.search.texts import Goal, Split, batches_for, settle, split
+from bochner.hf.search.texts import Split, batches_for, settle, split
 from bochner.hf.search.verify import TOKENS, Verdict, Verifier
 
 __all__ = ["SearchReport", "search"]
@@ -79,7 +79,8 @@ def search(
     goal = settle(target, model, shapes, batches)
     selects = selected.applies(model, goal, shapes, batches)
     texts = selected.split_for(model, batches, goal) if selects else split(batches, goal, most)
-    problem = (_ladder if selects else _heads)(run, model, shapes, goal, texts, seed)
+    space = (SelectedSpace if selects else Space)(model, shapes, goal, seed)
+    problem = _problem(run, space, texts, shapes)
     trials = Trials(problem)
     with run.stage("choosing"):
         choices = _choose(problem, trials)
@@ -94,9 +95,9 @@ def search(
     return report
 
 
-def _heads(run: _Run, model: Any, shapes: Any, goal: Goal, texts: Split, seed: int) -> MeasuredProblem:
-    """What becomes of each head, by measured damages."""
-    space = Space(model, shapes, goal, seed)
+def _problem(run: _Run, space: Space, texts: Split, shapes: dict[str, Shape]) -> MeasuredProblem:
+    """What each head can become, or how many keys all of them hold, with measured costs and damages."""
+    goal = space.goal
     with run.stage("fitting"):
         space.fit(texts.fit, run.say)
     with run.stage("costs"):
@@ -104,19 +105,10 @@ def _heads(run: _Run, model: Any, shapes: Any, goal: Goal, texts: Split, seed: i
     with run.stage("damages"):
         run.say("running the original on the choice texts")
         choice = texts.choice[: max(goal.judged, TOKENS // 2)] if goal.is_language else texts.choice
-        known = Verifier(model, choice, goal, shapes, run.say)
+        known = Verifier(space.model, choice, goal, shapes, run.say)
+        if isinstance(space, SelectedSpace):
+            return MeasuredProblem(space, known, selected.tables(space), run.say)
         return MeasuredProblem(space, known, tables(space, measure_damages(space, known, run.say)), run.say)
-
-
-def _ladder(run: _Run, model: Any, shapes: Any, goal: Goal, texts: Split, seed: int) -> MeasuredProblem:
-    """How many keys all heads of a decoder hold; see `selected`."""
-    space = SelectedSpace(model, shapes, goal, seed)
-    with run.stage("fitting"):
-        space.fit(texts.fit, run.say)
-    with run.stage("original"):
-        run.say("running the original on the choice texts")
-        known = Verifier(model, texts.choice, goal, shapes, run.say)
-        return MeasuredProblem(space, known, selected.tables(space), run.say)
 
 
 class _Run:

@@ -12,7 +12,7 @@ from typing import Protocol
 from bochner.hf.evaluate import Quality
 from bochner.hf.search.knapsack import Choice, Table, frontier, totals
 
-STEPS = 4  # choices that are looked at after one that fails verification, at most
+STEPS = 4  # choices that are looked at after a failure, at most; experiments/search_ablation.py needed one
 
 
 class Problem(Protocol):

@@ -74,7 +74,7 @@ def settle(target: Target, model: Any, shapes: dict[str, Any], data: Batches) ->
         )
     minimize = "memory" if asks_memory or (language and target.minimize is None) else "time"
     trains = target.train is not None
-    weights = target.train is not None and target.train.trains_weights
+    weights = target.train is not None and target.train.lora > 0
     return Goal(target.keep, target.memory, minimize, length, judged, language, trains, weights, tuple(notes))
 
 

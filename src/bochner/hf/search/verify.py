@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,12 +85,21 @@ class Verifier:
     def _read(self, length: int, tokens: int) -> list[tuple[Text, Reading]]:
         count = max(1, min(tokens, len(self.held)) // length)
         texts = [Text(piece, i) for i, piece in enumerate(self.held[: count * length].split(length))]
-        return [(text, read(self.model, text.ids)) for text in texts]
+        return list(zip(texts, self._answers(self.model, texts), strict=True))
+
+    def _answers(self, model: Any, texts: Sequence[Text]) -> list[Reading]:
+        """What a model makes of each text; a long one takes seconds, so that each is announced."""
+        found = []
+        for i, text in enumerate(texts, 1):
+            if i > 1:
+                self.say(f"reading text {i} of {len(texts)}")
+            found.append(read(model, text.ids))
+        return found
 
     def verify(self, plan: Plan, layers: dict[str, LinearAttention]) -> Verdict:
         """Look at a plan; the interval is that of as many looks as there have been."""
         self.looks += 1
-        self.say(f"verifying at {self.length:,} tokens on texts held back")
+        self.say(f"verifying at {self.length:,} tokens on validation texts")
         with attached(self.model, plan, layers):
             found = self.look(self.model)
         if not self.goal.is_language:
@@ -108,7 +118,7 @@ class Verifier:
             with evaluation_mode(model):
                 return Verdict(self.outputs.quality(lambda batch: run(model, batch)), length)
         texts, before = zip(*self.readings[length], strict=True)
-        after = [read(model, text.ids) for text in texts]
+        after = self._answers(model, texts)
         whole = {"original": before[0].costs, "converted": after[0].costs}
         return Verdict(compare_readings(texts, before, after), length, whole=whole)
 
