@@ -116,6 +116,32 @@ def check_precisions() -> None:
     assert stored == ["int8/int4"] * 2 + ["split/int4"] * (len(stored) - 2)
 
 
+@pytest.mark.parametrize(("family", "length", "starts"), [("llama", 400, [0, 86, 172, 258]), ("gpt2", 400, [0] * 4)])
+def test_passages_lie_at_places_from_all_over_the_length_where_positions_rotate(
+    family: str, length: int, starts: list[int]
+) -> None:
+    """Rotated keys far from the places that a basis was fitted to would be rounded badly."""
+    model = decoder(family)
+    found = []
+
+    def look(_: Any, args: Any, given: dict[str, Any]) -> None:
+        place = given.get("position_ids")
+        assert place is None or torch.equal(place[0] - place[0, 0], torch.arange(given["input_ids"].shape[1]))
+        found.append(0 if place is None else int(place[0, 0]))
+
+    hook = model.base_model.register_forward_pre_hook(look, with_kwargs=True)
+    names, passages = list(discover(model)), list(ids(284).view(4, 1, 71))
+    found.clear()
+    far = fit_scores(model, names, passages, 8, length=length, say=lambda text: None)
+    hook.remove()
+    assert found == starts
+    near = fit_scores(model, names, passages, 8, say=lambda text: None)
+    moved = [not torch.allclose(far.layers[n].basis.centre, near.layers[n].basis.centre, atol=1e-4) for n in names]
+    same = [torch.allclose(far.layers[n].found, near.layers[n].found, atol=1e-2) for n in names]
+    assert all(moved) == (family == "llama")
+    assert all(same), "attention sees distances alone, so the scores are the same"
+
+
 CHECKS = {"oracle": check_oracle, "budgets": check_budgets, "quality": check_quality, "precisions": check_precisions}
 
 

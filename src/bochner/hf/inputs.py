@@ -55,6 +55,12 @@ def trained_positions(model: Any) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
+def has_rotary_positions(model: Any) -> bool:
+    """Whether queries and keys are rotated by positions that can be given, so that attention sees distances alone."""
+    rotates = any("RotaryEmbedding" in type(module).__name__ for module in model.modules())
+    return rotates and "position_ids" in inspect.signature(model.base_model.forward).parameters
+
+
 def batches(
     calibration: Any,
     tokenizer: Any,

@@ -125,7 +125,7 @@ class _Sums:
         assert h is not None
         n = k.shape[1] // 2
         damage = damages(q, k, v, gradient[0].float(), call.scale, window, sinks)
-        rows = [F.pad(x[:, sinks:n], (0, 1), value=1.0) for x in (k, v)]
+        rows = [F.pad(x[:, sinks:], (0, 1), value=1.0) for x in (k, v)]
         new = [*damage[1:], *(x.mT @ x for x in rows)]
         self.moments = new if self.moments is None else [a + b for a, b in zip(self.moments, new, strict=True)]
         root = call.scale**0.5
@@ -167,15 +167,28 @@ def passages_of(model: Any, tokens: Tensor) -> list[Tensor]:
 
 
 def fit_scores(
-    model: Any, names: Sequence[str], passages: Sequence[Tensor], window: int, sinks: int = SINKS, say: Say = print
+    model: Any,
+    names: Sequence[str],
+    passages: Sequence[Tensor],
+    window: int,
+    sinks: int = SINKS,
+    *,
+    length: int = 0,
+    say: Say = print,
 ) -> FittedScores:
-    """Fit the scores of some attention modules to passages (1, n), each read twice."""
+    """Fit the scores of some attention modules to passages (1, n), each read twice.
+
+    With rotary positions the passages lie at places from all over a text of `length` tokens: keys are stored after
+    they were rotated, and what is far from the places that a basis was fitted to would be rounded badly.
+    """
     sums: dict[str, _Sums] = {}
-    window = min(window, passages[0].shape[1] // 4)
+    window, size = min(window, passages[0].shape[1] // 4), 2 * passages[0].shape[1]
+    last = max(0, length - size) if inputs.has_rotary_positions(model) else 0
+    starts = torch.linspace(0, last, len(passages)).long().tolist()
     with frozen(model):
-        for i, ids in enumerate(passages):
+        for i, (ids, start) in enumerate(zip(passages, starts, strict=True)):
             say(f"reading passage {i + 1} of {len(passages)} twice, {ids.shape[1]:,} tokens")
-            for name, (call, gradient) in _calls(model, names, torch.cat([ids, ids], dim=1), window, sinks):
+            for name, (call, gradient) in _calls(model, names, torch.cat([ids, ids], dim=1), start, window, sinks):
                 if name not in sums:
                     assert call.hidden is not None
                     sums[name] = _Sums(call.hidden.shape[-1])
@@ -185,9 +198,11 @@ def fit_scores(
 
 
 def _calls(
-    model: Any, names: Sequence[str], ids: Tensor, window: int, sinks: int
+    model: Any, names: Sequence[str], ids: Tensor, start: int, window: int, sinks: int
 ) -> Iterator[tuple[str, tuple[Call, Tensor]]]:
     """The attention calls of one pass, with the gradient of the loss by their outputs; each is let go after use.
+
+    Positions count from `start`.
 
     The outputs are half-way between those of all keys and those of sinks and windows alone.
     """
@@ -207,7 +222,7 @@ def _calls(
         return out
 
     with recording(model, look, hidden=names):
-        _backward(model, ids)
+        _backward(model, ids, start)
     for name in names:
         call, out = seen.pop(name)
         assert out.grad is not None
@@ -220,12 +235,13 @@ def _seen_alone(call: Call, near: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(*call[:3], attn_mask=near, scale=call.scale, enable_gqa=grouped)
 
 
-def _backward(model: Any, ids: Tensor) -> None:
+def _backward(model: Any, ids: Tensor, start: int) -> None:
     """Differentiate the sum of the losses of all tokens, with few rows of logits at a time."""
     ids = ids.to(next(model.parameters()).device)
     base, head = model.base_model, model.get_output_embeddings()
     with torch.enable_grad():
-        rows = base(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+        places = {"position_ids": start + torch.arange(ids.shape[1], device=ids.device)[None]} if start else {}
+        rows = base(input_ids=ids, use_cache=False, **places).last_hidden_state[0, :-1]
         inner = rows.detach().requires_grad_()
         for part, wanted in zip(inner.split(LOGITS), ids[0, 1:].split(LOGITS), strict=True):
             F.cross_entropy(head(part).float(), wanted, reduction="sum").backward()
@@ -273,7 +289,9 @@ def fit_selected(
         raise BochnerError(f"{type(inner).__name__} is no decoder whose attention can select keys; use a Recipe.")
     names = [name for name, shape in shapes.items() if shape.obstacle is None]
     passages = passages_of(inner, tokens)
-    fitted = fit_scores(inner, names, passages, window or window_for(length), sinks, speaker(progress))
+    fitted = fit_scores(
+        inner, names, passages, window or window_for(length), sinks, length=length, say=speaker(progress)
+    )
     draft = fitted.note(Plan.of(shapes, getattr(inner.config, "model_type", "")))
     plan = fitted.plan(draft, share, precision, length)
     for name, layer in fitted.build(plan).items():

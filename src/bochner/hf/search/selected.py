@@ -61,7 +61,9 @@ class SelectedSpace(Space):
 
     def fit(self, data: Sequence[dict[str, Any]], say: Say) -> None:
         passages = [batch["input_ids"] for batch in data]
-        self.scores = fit_scores(self.model, list(self.layers), passages, window_for(self.goal.judged), say=say)
+        self.scores = fit_scores(
+            self.model, list(self.layers), passages, window_for(self.goal.judged), length=self.goal.length, say=say
+        )
         self.scores.note(self.draft)
         sizes = [size for layer in self.layers.values() for size in (layer.plan.head_dim, layer.plan.value_dim)]
         names = PRECISIONS if all(size % PACKED == 0 for size in sizes) else PRECISIONS[1:]
