@@ -25,6 +25,7 @@ from bochner.hf.attention import LinearAttention
 from bochner.hf.calls import Call, exact
 from bochner.hf.config import Calibration
 from bochner.hf.evaluate import is_language_model
+from bochner.hf.fates import Fate
 from bochner.hf.interface import unwrap
 from bochner.hf.observe import Shape, discover, frozen, recording, run
 from bochner.hf.plan import Fitted, Plan
@@ -81,7 +82,7 @@ class FittedScores:
                 width = (mine.weights.shape[-1] - 1) // 2
                 fine = precision == MIXED and mine.lost > MUCH * mean
                 stored = FINE if fine else precision
-                fates = [Selected(self.window, self.sinks, budget, stored, width) for budget in made[layer.name]]
+                fates: list[Fate] = [Selected(self.window, self.sinks, n, stored, width) for n in made[layer.name]]
                 layer = replace(layer, fates=fates)
             layers.append(layer)
         return Plan(layers, draft.model_type, self.tokens)
