@@ -20,6 +20,9 @@ bits 25.3; in the balanced basis 1.2 and 24.3; the same with 8 bits in the windo
 4, 8 in the window, 2.4. So keys that are let go cost most, and of rounding that of the window. Damage to first order of
 rounded keys beyond the window, all heads, passages that nothing was fitted to: 4 bits without a centre 833, with one
 492, balanced 254, in 6 and 2 bits with one step 60 to 120. Two layers of thirty hold 86 % of it.
+
+A first form had bases fitted to positions near the beginning alone, and lost a tenth of the perplexity beyond 2,000
+tokens. The fault was seen on the novel and the newspaper, and mended on 4,000 tokens of the learned prose.
 """
 
 from __future__ import annotations
