@@ -351,7 +351,7 @@ def test_gradients_are_taken_half_way_to_sinks_and_windows_alone() -> None:
         logits = model(x, use_cache=False).logits[0, :-1]
         torch.nn.functional.cross_entropy(logits, x[0, 1:], reduction="sum").backward()
     with frozen(model):
-        for name, (_, gradient) in selected_fit._calls(model, list(outputs), x, window, sinks):
+        for name, (_, gradient) in selected_fit._calls(model, list(outputs), x, 0, window, sinks):
             torch.testing.assert_close(gradient, outputs[name].grad, atol=1e-6, rtol=1e-4)
 
 
