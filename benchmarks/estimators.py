@@ -229,7 +229,8 @@ class Falkon(RegressorMixin, BaseEstimator):
         target = torch.as_tensor(y - self.mean_, dtype=torch.float32)[:, None]
         # 1. The preconditioner: K_MM = T'T, and A'A = TT'/M + penalty.
         one = torch.eye(self.centers, dtype=torch.float64)
-        t = torch.linalg.cholesky(self._kernel(X[chosen]).double() + 1e-6 * one, upper=True)
+        c = self.centers_.double()
+        t = torch.linalg.cholesky((-self.gamma * torch.cdist(c, c).square()).exp() + 1e-6 * one, upper=True)
         a = torch.linalg.cholesky(t @ t.T / self.centers + penalty * one, upper=True)
         solve = partial(torch.linalg.solve_triangular, upper=True)
 
