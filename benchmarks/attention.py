@@ -342,7 +342,7 @@ def claims(results: Row) -> list[Row]:
             ">=",
             3,
         ),
-        ("causal forward at 4,096, of the floor", ratio(True, 4096, "bochner", "floor"), "<=", 2.3),
+        ("causal forward at 4,096, of the floor", ratio(True, 4096, "bochner", "floor"), "<=", 2.0),
         ("causal forward at 4,096, faster than performer", ratio(True, 4096, "performer", "bochner"), ">=", 15),
     ]
     for causal, kind in ((False, "bidirectional"), (True, "causal")):

@@ -97,7 +97,6 @@ def draw_case(seed: int) -> Case:
         "mask": r.choice(["none", "none", "left", "right", "scattered", "whole"]),
         "nan": r.random() < 0.3,
         "zeros": r.random() < 0.05,
-        "normalize": r.random() < 0.85,
         "policy": r.choice(["mean", "mean", "mean", "zero"]),
         "recompute": r.random() < 0.7,
         "diagnostics": r.random() < 0.7,
@@ -258,14 +257,10 @@ def define(
         rounding = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-5}[case["dtype"]]
         unsure = ((den.detach() - least).abs() <= rounding * size) & (size > 0)
         bad = (den.detach() < least) | (den.detach() == 0)
-    if case["normalize"]:
-        out = torch.where(bad[..., None], mean, num / torch.where(bad, 1, den)[..., None])
-        if case["policy"] == "zero" and not phi.positive and phi.top_up is None:
-            out = torch.where((bad & (count > 0))[..., None], 0, out)
-        size = torch.where(bad, 1, size / torch.where(bad, 1, den.detach()))
-    else:
-        out, bad = num, torch.zeros_like(bad)
-        unsure = unsure & (case["map"] == "relu")  # signs may turn here, too
+    out = torch.where(bad[..., None], mean, num / torch.where(bad, 1, den)[..., None])
+    if case["policy"] == "zero" and not phi.positive and phi.top_up is None:
+        out = torch.where((bad & (count > 0))[..., None], 0, out)
+    size = torch.where(bad, 1, size / torch.where(bad, 1, den.detach()))
     size = size * v.detach().abs().max()
     shape = (b, h, n)
     bad = bad & (count > 0)
@@ -330,7 +325,7 @@ def attend(
     case: Case, phi: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, decay: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Rows of a call, in one piece or in parts, and their places among the queries."""
-    names = ("is_causal", "window", "window_kind", "sinks", "scale", "normalize", "recompute", "diagnostics")
+    names = ("is_causal", "window", "window_kind", "sinks", "scale", "recompute", "diagnostics")
     how: dict[str, Any] = {name: case[name] for name in names} | {"on_small_normalizer": case["policy"]}
     if not case["cuts"]:
         return linear_attention(q, k, v, phi, key_padding_mask=mask, decay=decay, **how), torch.arange(q.shape[2])
@@ -507,7 +502,7 @@ def check_warnings(
             raise Failure("warning", f"{w.category.__name__}: {w.message}")
         said += int(found[1])
     counts["warnings"] = len(caught)
-    if case["diagnostics"] and case["normalize"]:
+    if case["diagnostics"]:
         may_be = want.bad | want.unsure
         if phi.positive:
             may_be |= (got - want.mean.detach()).abs().amax(-1) <= TOLERANCE[case["dtype"]] * want.size

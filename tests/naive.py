@@ -80,11 +80,10 @@ def naive_weights(
     return weights
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, *, normalize: bool = True, **how: Any) -> Tensor:
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, **how: Any) -> Tensor:
     weights = naive_weights(q, k, phi, **how)
     total = weights.sum(-1, keepdim=True)
-    if normalize:
-        weights = weights / torch.where(total == 0, 1.0, total)
+    weights = weights / torch.where(total == 0, 1.0, total)
     return weights @ v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 
@@ -99,7 +98,7 @@ def signed_attention(
     seen = ones.tril() if is_causal else ones
     weights = (fx @ fy.mT) * seen
     total, bound = weights.sum(-1, keepdim=True), fx.norm(dim=-1, keepdim=True) * (seen @ fy).norm(dim=-1, keepdim=True)
-    small = total < 0.1 * bound
+    small = (total < 0.1 * bound) & (not phi.has_positive_sums)
     weights = torch.where(small, seen / seen.sum(-1, keepdim=True), weights / total)
     return weights @ v, small
 

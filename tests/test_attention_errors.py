@@ -27,9 +27,9 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "no tensor": ({"q": [1.0]}, "'q' of linear_attention must be a torch.Tensor, got list"),
     "integers": ({"k": K.long()}, "'k' of linear_attention must be a floating-point tensor, got torch.int64"),
     "three axes": ({"v": V[0]}, r"'v' of linear_attention must have 4 axes \(b, h, n, d\)"),
-    "no batch": ({"q": Q[:0], "k": K[:0], "v": V[:0]}, "at least one sequence, head, query and key"),
-    "no heads": ({"k": K[:, :0], "v": V[:, :0]}, "at least one sequence, head, query and key"),
-    "no keys": ({"k": K[:, :, :0], "v": V[:, :, :0]}, "at least one sequence, head, query and key"),
+    "no batch": ({"q": Q[:0], "k": K[:0], "v": V[:0]}, "must have 4 axes .b, h, n, d., none of them empty"),
+    "no heads": ({"k": K[:, :0], "v": V[:, :0]}, "must have 4 axes .b, h, n, d., none of them empty"),
+    "no keys": ({"k": K[:, :, :0], "v": V[:, :, :0]}, "must have 4 axes .b, h, n, d., none of them empty"),
     "heads": ({"q": Q[:, :1].repeat(1, 3, 1, 1)}, "q's heads a multiple of k's"),
     "head size": ({"k": K[..., :3]}, "must agree in batch and head size"),
     "batch": ({"q": Q[:1]}, "must agree in batch and head size"),
@@ -82,18 +82,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "state not causal": ({"state": STATE}, "can be resumed only with is_causal=True"),
     "return_state": ({"return_state": True}, "'return_state' needs is_causal=True"),
 }
-PACKED: dict[str, tuple[dict[str, Any], str]] = {
-    "list": ({"cu_seqlens": [0, 10]}, "must be an int tensor"),
-    "float": ({"cu_seqlens": torch.tensor([0.0, 10.0])}, "must be an int tensor"),
-    "falling": ({"cu_seqlens": torch.tensor([0, 7, 3, 10])}, r"must rise from 0 to n=10, got \[0, 7, 3, 10\]"),
-    "short": ({"cu_seqlens": torch.tensor([0, 7])}, "must rise from 0 to n=10"),
-    "empty": ({"cu_seqlens": torch.tensor([], dtype=torch.long)}, "must rise from 0 to n=10"),
-    "mask": (
-        {"cu_seqlens": torch.tensor([0, 10]), "key_padding_mask": torch.zeros(1, 10, dtype=torch.bool)},
-        "needs a batch of 1, n = s, and neither 'key_padding_mask' nor 'state'",
-    ),
-    "state": ({"cu_seqlens": torch.tensor([0, 10]), "is_causal": True, "return_state": True}, "no 'cu_seqlens'"),
-}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -104,22 +92,10 @@ def test_bad_input_is_refused_in_one_sentence(case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("case", PACKED)
-def test_bad_packing_is_refused_in_one_sentence(case: str) -> None:
-    change, message = PACKED[case]
-    with pytest.raises(BochnerError, match=message):
-        linear_attention(Q[:1], K[:1], V[:1], PHI, **change)
-
-
-def test_packing_needs_a_batch_of_one() -> None:
-    with pytest.raises(BochnerError, match="needs a batch of 1"):
-        linear_attention(Q, K, V, PHI, cu_seqlens=torch.tensor([0, 10]))
-
-
 @pytest.mark.parametrize("name", "qkv")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("options", [{}, {"normalize": False}, {"window": 3}, {"sinks": 2}])
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"sinks": 2}])
 def test_values_that_are_not_finite_are_found(name: str, bad: float, is_causal: bool, options: dict[str, Any]) -> None:
     inputs = {"q": Q, "k": K, "v": V}
     inputs[name] = inputs[name].clone()
@@ -141,7 +117,6 @@ def test_the_oracles_refuse_the_same(owner: Any) -> None:
 
 ORACLE_MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "is_causal": ({"is_causal": "no"}, "'is_causal' of OWNER must be True or False, got 'no'"),
-    "normalize": ({"normalize": "no"}, "'normalize' of OWNER must be True or False, got 'no'"),
     "kind": ({"window": 2, "window_kind": "blocks"}, r"'window_kind' of OWNER must be one of .*, got 'blocks'"),
     "window -2": ({"window": -2}, "'window' of OWNER must be a positive int or None, got -2"),
     "window 0": ({"window": 0}, "'window' of OWNER must be a positive int or None, got 0"),
@@ -188,7 +163,7 @@ def test_flags_may_be_those_of_numpy() -> None:
     want = linear_attention(Q, K, V, PHI, is_causal=True)
     assert torch.equal(linear_attention(Q, K, V, PHI, is_causal=yes, recompute=no, diagnostics=yes), want)
     assert torch.equal(exact_attention(Q, K, V, is_causal=yes), exact_attention(Q, K, V, is_causal=True))
-    assert torch.equal(attention_matrix(Q, K, PHI, normalize=no), attention_matrix(Q, K, PHI, normalize=False))
+    assert torch.equal(attention_matrix(Q, K, PHI, is_causal=no), attention_matrix(Q, K, PHI))
 
 
 @pytest.mark.parametrize("how", [{"window": 10**30}, {"sinks": 10**30}, {"window": 10**30, "window_kind": "block"}])

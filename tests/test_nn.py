@@ -17,7 +17,7 @@ E, H, D = 12, 3, 4
 
 
 MAP = ("projection", "seed", "num_heads", "redraw_every")
-CALL = ("scale", "normalize", "window_kind")
+CALL = ("scale", "window_kind")
 OURS = ("feature_map", "num_features", "window", "sinks", "rotary", "head_dim")
 
 
@@ -280,11 +280,11 @@ def test_calibration_from_module_inputs_changes_the_map_and_lowers_the_error() -
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_scale_and_normalize_reach_output_weights_and_steps(is_causal: bool) -> None:
-    module, x = make(scale=0.2, normalize=False, feature_map="relu"), draw(2, 9, E)
+def test_scale_reaches_output_weights_and_steps(is_causal: bool) -> None:
+    module, x = make(scale=0.2, feature_map="positive"), draw(2, 9, E)
     out, weights = module(x, x, x, is_causal=is_causal, need_weights=True, average_attn_weights=False)
-    assert_same(out, through_weights(module, x, x, x, scale=0.2, normalize=False, is_causal=is_causal))
-    assert not torch.allclose(out, make(feature_map="relu")(x, x, x, is_causal=is_causal)[0], atol=1e-3)
+    assert_same(out, through_weights(module, x, x, x, scale=0.2, is_causal=is_causal))
+    assert not torch.allclose(out, make()(x, x, x, is_causal=is_causal)[0], atol=1e-4)
     values = (x @ module.in_proj_weight[2 * E :].T + module.in_proj_bias[2 * E :]).view(2, 9, H, D).transpose(1, 2)
     assert_same(module.out_proj((weights @ values).transpose(1, 2).flatten(-2)), out)
     if is_causal:
@@ -338,7 +338,6 @@ def test_a_map_of_ones_own_is_taken() -> None:
         ({"window_kind": "x"}, "'window_kind' of MultiheadAttention must be one of .* got 'x'"),
         ({"sinks": -1}, "'sinks' of MultiheadAttention must be an int >= 0, got -1"),
         ({"scale": -1}, "'scale' of MultiheadAttention must be a positive finite number, got -1"),
-        ({"normalize": "no"}, "'normalize' of MultiheadAttention must be True or False, got 'no'"),
         ({"feature_map": "nope"}, "Unknown feature map 'nope'"),
         ({"feature_map": None}, "without a map needs a 'window' or 'sinks'"),
         ({"head_dim": 0}, "'head_dim' of MultiheadAttention must be a positive int, got 0"),

@@ -79,13 +79,10 @@ def test_signed_maps_follow_the_definition(kind: str, window: int, is_causal: bo
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("g", [1, 2, 4])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_masks_and_grouped_heads_follow_the_definition(
-    is_causal: bool, window: int | None, g: int, normalize: bool
-) -> None:
+def test_masks_and_grouped_heads_follow_the_definition(is_causal: bool, window: int | None, g: int) -> None:
     phi = make(num_heads=g)
     q, k, v = (t.requires_grad_() for t in draw_qkv(140, h=4, g=g))
-    options: dict[str, Any] = {"is_causal": is_causal, "window": window, "sinks": 2, "normalize": normalize}
+    options: dict[str, Any] = {"is_causal": is_causal, "window": window, "sinks": 2}
     options |= {"key_padding_mask": padding(2, 140)}
     want = naive_attention(q, k, v, phi, **options)
     got = linear_attention(q, k, v, phi, **options)

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,59 +34,41 @@ def linear_attention(
     sinks: int = 0,
     window_kind: str = "block",
     decay: Tensor | float | Sequence[float] | None = None,
-    cu_seqlens: Tensor | None = None,
     state: State | None = None,
     return_state: bool = False,
-    normalize: bool = True,
     on_small_normalizer: str = "mean",
     recompute: bool = True,
     diagnostics: bool = True,
 ) -> Any:
     """Attention in linear time, `out_i = sum_j K(q_i, k_j) v_j / sum_j K(q_i, k_j)` with `K ~ phi . psi`.
 
+    q (b, h, n, d), k (b, g, s, d), v (b, g, s, v) to (b, h, n, v), as in torch; h / g query heads share a key head.
     Cost O(L m (d + v)) time, O(L (d + v) + m v) memory, also under autograd: features are recomputed.
 
-    q (b, h, n, d); k (b, g, s, d) and v (b, g, s, v) with g = h or, for grouped heads, a divisor of h: query heads
-    `i * h/g ... (i+1) * h/g - 1` share key head i, as in transformers. Returns (b, h, n, v) in q's dtype;
-    accumulation is in float32 (float64 for float64 inputs).
-
-    - `phi`: a feature map, its name or class, a function `f(x, role)`, or a `PreparedMap`. With heads of its own it has
-      `num_heads = g`.
+    - `phi`: a feature map, its name or class, a function `f(x, role)`, or a `PreparedMap`.
     - `is_causal`: row i sees keys up to its own; with n < s the queries are the last n.
-    - `key_padding_mask` (b, s) bool, True = ignore: such keys enter neither sum. A row with no key gives zeros.
+    - `key_padding_mask` (b, s) bool, True = ignore. A row with no key gives zeros.
     - `scale`: multiplies q . k; default d^-1/2.
-    - `window=w`, `sinks=t`: exact softmax near a row and on the first t unpadded keys, the kernel elsewhere, one
-      normaliser for all. `window_kind="block"`: exact on the row's own and the neighbouring blocks of w keys (causal:
-      its own up to the row, and the one before), the fast kind; `"sliding"`: on `i - w < j <= i` (not causal:
-      `|i - j| < w`). Blocks are counted from a sequence's first unpadded key.
-    - `decay`, causal: log decays, at most 0, one for each key head (g,) or computed for each token (b, g, s). A token
-      multiplies the weights of all keys before it, exact ones too, by exp(decay): `K(q_i, k_j)` becomes
-      `exp(decay_{j+1} + ... + decay_i) K(q_i, k_j)`. Padding does not decay.
-    - `cu_seqlens` (B + 1,) int: several sequences packed along n in a batch of 1, as in flash-attention.
+    - `window=w`, `sinks=t`: exact softmax near a row and on the first t unpadded keys. Kind `"block"`: its block of w
+      keys and the neighbouring ones, from the first unpadded key on; `"sliding"`: where `|i - j| < w`.
+    - `decay`, causal: log decays (g,) or (b, g, s); K(q_i, k_j) is multiplied by `exp(decay_{j+1} + ... + decay_i)`.
     - `state`, `return_state`: resume causal attention after the keys of `state`; returns (out, state).
-    - `normalize=False`: the numerator alone.
-    - `on_small_normalizer`: signed maps can have a normaliser near or below zero. Below a tenth of its bound, `"mean"`
-      gives the row the mean of the values that it may see, `"zero"` zeroes it, both with a `BochnerWarning` that counts
-      the rows; `"raise"` refuses.
-    - A row of a positive map whose terms leave the range of the dtype gets the mean too, with a warning.
-    - `recompute=False` keeps features for the backward pass: O(L m) memory. Second derivatives work either way.
-    - `diagnostics=False`: inputs are trusted to be finite and nothing is counted, so that no device waits for the host.
-    - Compiled, exported and under torch.func nothing can be refused or counted: a row that sees what is not finite is
-      NaN.
+    - `on_small_normalizer`, below a tenth of its bound, of signed maps: `"mean"` gives the row the mean of what it may
+      see, `"zero"` zeroes it, `"raise"` refuses. Terms out of a dtype's range give the mean. A warning counts the rows.
+    - `recompute=False` keeps features for the backward pass, O(L m) memory; second derivatives need it.
+    - `diagnostics=False`: inputs are trusted, nothing is counted, and no device waits for the host. Nothing is counted
+      while compiling, exporting or in torch.func either: there a row that sees what is not finite is NaN.
 
     >>> q, k, v = (torch.randn(1, 2, 10, 4) for _ in range(3))
     >>> linear_attention(q, k, v, feature_map("positive", dim=4, num_features=16), is_causal=True).shape
     torch.Size([1, 2, 10, 4])
     """
-    made = phi if isinstance(phi, PreparedMap) else None
-    phi = phi.phi if isinstance(phi, PreparedMap) else phi
+    made, phi = (phi, phi.phi) if isinstance(phi, PreparedMap) else (None, phi)
     if not isinstance(phi, FeatureMap):
         phi = feature_map(phi, dim=floating(q, "q", "linear_attention").shape[-1])
-    how = (normalize, on_small_normalizer, return_state, recompute, diagnostics)
+    how = (on_small_normalizer, return_state, recompute, diagnostics)
     options = Options(is_causal, scale, window, sinks, window_kind, *how)
-    options, fade = check_call(q, k, v, phi, key_padding_mask, state, cu_seqlens, decay, options, made)
-    if cu_seqlens is not None:
-        return _packed(q, k, v, phi, fade, cu_seqlens.tolist(), options)
+    options, fade = check_call(q, k, v, phi, key_padding_mask, state, decay, options, made)
     if q.is_meta:  # only shapes are asked for
         if return_state:
             raise BochnerError("A 'state' cannot be returned for tensors on the meta device; use real tensors.")
@@ -104,7 +85,7 @@ def checked_attention(
     """What `linear_attention` returns, from arguments that were checked."""
     phi, goes_on = prepared.phi, options.return_state or state is not None
     near = Near(options.is_causal, options.window or 0, options.window_kind, options.sinks)
-    call = Call.of(near, prepared, q, keys.k, options.normalize, options.recompute, options.return_state)
+    call = Call.of(near, prepared, q, keys.k, options.recompute, options.return_state)
     origin = None if call.composed or not goes_on else (type(phi).__name__, phi.fingerprint(), options.scale)
     if state is not None and state.origin != origin:
         check_origin(state, origin)
@@ -117,28 +98,13 @@ def checked_attention(
     return (out, after._replace(origin=origin)) if options.return_state and after is not None else out
 
 
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, decay: Tensor | None, bounds: list[int], options: Options
-) -> Tensor:
-    """Attention of several sequences that lie one behind another, each by itself."""
-    parts, alike = [], options._asdict()
-    for i, j in pairwise(bounds):
-        own = decay if decay is None or decay.shape[-1] == 1 else decay[..., i:j]
-        if j > i:
-            cut = (t[..., i:j, :] for t in (q, k, v))
-            parts.append(linear_attention(*cut, phi, decay=own, **alike))  # type: ignore[call-arg,arg-type]
-    return torch.cat(parts, dim=-2)
-
-
 def _attend(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None, options: Options) -> Result:
-    mask = keys.padded
-    if mask is not None:
-        if call.looks and not bool(mask.any()):
-            keys = Keys(keys.k, keys.v)
-        else:  # what they hold there must not matter, not even NaN
-            k, v = unmasked(mask, keys.k, keys.v)
-            keys = Keys(k, v, mask)
-            decay = None if decay is None else decay.expand(*k.shape[:3]).masked_fill(mask[:, None], 0)
+    if (mask := keys.padded) is not None and call.looks and not bool(mask.any()):
+        keys = keys._replace(padded=None)
+    elif mask is not None:  # what they hold there must not matter, not even NaN
+        k, v = unmasked(mask, keys.k, keys.v)
+        keys = Keys(k, v, mask)
+        decay = None if decay is None else decay.expand(*keys.k.shape[:3]).masked_fill(mask[:, None], 0)
     if call.composed:
         return _unseen(call, q, keys, state, decay)
     result = attention(call, q, keys, state, decay)
@@ -160,9 +126,8 @@ def _attend(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tenso
 
 def _smaller_values(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None) -> Result:
     """Attention is linear in the values: those whose sums overflow are made smaller by a power of two, exactly."""
-    if state is not None or call.goes_on or not call.normalize:
-        what = "'v'" if call.normalize else "'q' and 'k'"
-        raise BochnerError(f"The sums of linear_attention leave {call.map.dtype}; scale {what} down or pass float64.")
+    if state is not None or call.goes_on:
+        raise BochnerError(f"The sums of linear_attention leave {call.map.dtype}; scale 'v' down or pass float64.")
     size = 2.0 ** math.ceil(math.log2(max(1.0, float(keys.v.detach().abs().amax()))))
     result = attention(call, q, keys._replace(v=keys.v / size), None, decay)
     return result._replace(out=result.out * size)
@@ -179,35 +144,28 @@ def _total(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dec
 
 def _unseen(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Tensor | None) -> Result:
     """Attention where nothing can be refused: NaN for rows that see what is not finite."""
-    bad_query, bad = (~t.isfinite().all(-1) for t in (q, keys.k))
-    bad = bad | ~keys.v.isfinite().all(-1)
-    q = q.masked_fill(bad_query.unsqueeze(-1), 0)
+    bad_query, bad = ~q.isfinite().all(-1, keepdim=True), ~(keys.k.isfinite().all(-1) & keys.v.isfinite().all(-1))
     k, v = (t.masked_fill(bad.unsqueeze(-1), 0) for t in keys[:2])
-    out, after, small = attention(call, q, Keys(k, v, keys.padded), state, decay)
-    if call.near.is_causal:
-        seen = (bad.cumsum(-1) > 0)[..., -q.shape[-2] :].repeat(1, 1, call.groups)
-    else:
-        seen = bad.any(-1, keepdim=True)
-    wrong = (seen | bad_query.reshape(*k.shape[:2], -1)).unsqueeze(-1)
+    out, after, small = attention(call, q.masked_fill(bad_query, 0), Keys(k, v, keys.padded), state, decay)
+    last = (bad.cumsum(-1) > 0)[..., -q.shape[-2] :] if call.near.is_causal else bad.any(-1, keepdim=True)
+    seen = last.repeat_interleave(call.groups, dim=1).unsqueeze(-1)
     if after is not None:
         after = after._replace(sums=after.sums.masked_fill(bad.any(-1)[..., None, None], torch.nan))
-    return Result(out.masked_fill(wrong, torch.nan), after, small)
+    return Result(out.masked_fill((seen | bad_query).reshape(*out.shape[:-1], 1), torch.nan), after, small)
 
 
 def _report(prepared: PreparedMap, count: int, rows: int, policy: str) -> None:
     """Say how many rows could not be divided; refuse them if that is the policy."""
     name, said = type(prepared.phi).__name__, f"{count} of {rows} attention rows"
     if prepared.positive:
-        message = (
-            f"{said} got the mean of the values they see: their terms span more than {prepared.dtype} holds with "
-            f"{name}; scale q and k down or pass float64."
-        )
+        said += f" got the mean of the values they see: their terms span more than {prepared.dtype} holds with {name}; "
+        said += "scale q and k down or pass float64."
     else:
-        message = (
-            f"{said} have a normaliser near or below zero: the signed map {name} is too noisy here; use a positive map "
-            "or more features"
+        said += (
+            f" have a normaliser near or below zero: the signed map {name} is too noisy here; use a positive map or "
         )
+        said += "more features"
         if policy == "raise":
-            raise BochnerError(f"{message}, or on_small_normalizer='mean'.")
-        message += f" (policy: {policy})."
-    warnings.warn(message, BochnerWarning, stacklevel=5)
+            raise BochnerError(f"{said}, or on_small_normalizer='mean'.")
+        said += f" (policy: {policy})."
+    warnings.warn(said, BochnerWarning, stacklevel=5)

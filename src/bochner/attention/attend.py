@@ -12,7 +12,7 @@ from torch import Tensor
 from bochner.attention.features import EMPTY, MASKED, PreparedMap
 from bochner.attention.layout import Layout, Near, moved, starts
 from bochner.attention.scan import Call, Result, Sinks, absorb_keys, scan_rows
-from bochner.attention.softmax import attend, attend_zones
+from bochner.attention.softmax import attend_zones, plain_softmax, softmax
 from bochner.attention.state import (
     Keys,
     State,
@@ -32,13 +32,15 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
 
     `decay` (b, g, s) or less: the logarithm of what every token leaves of the weight of those before it.
     """
-    if state is not None and _is_step(call, q, keys, state):
-        return step(call, q, keys, state, decay)
     (b, g, s, d), n, near, prepared = keys.k.shape, q.shape[-2], call.near, call.map
     k, v, mask = keys[:3]
+    has_sinks = not near.sinks or (state is not None and state.window is not None and state.window.complete)
+    one = near.is_causal and n == s == 1 and not (call.composed or torch.is_grad_enabled())
+    if state is not None and one and has_sinks:
+        return step(call, q, keys, state, decay)
     fuses = prepared.phi.is_exponential and (call.looks or call.composed)
-    if fuses and call.normalize and state is None and not (near.is_causal or near.exact):
-        return Result(_by_softmax(prepared, q.reshape(b, g, -1, d), k, v, mask))
+    if fuses and state is None and not (near.is_causal or near.exact):
+        return Result(_by_softmax(call, q.reshape(b, g, -1, d), k, v, mask))
     if near.is_causal:
         prepared.phi.check_causal()
     else:
@@ -65,9 +67,9 @@ def attention(call: Call, q: Tensor, keys: Keys, state: State | None, decay: Ten
     # Rows that cannot be divided get the mean of the values that they may see.
     bad, values = bad.flatten(2, 3), keys.v.to(out.dtype)
     if near.is_causal:
-        count = torch.ones_like(values[..., :1]) if keys.padded is None else ~spread_mask(keys.padded)
-        seen = torch.cat([values, count.to(values.dtype).expand_as(values[..., :1])], dim=-1).cumsum(-2)
-        seen = (seen + before.unsqueeze(-2)).repeat(1, 1, call.groups, 1)
+        seen = torch.nn.functional.pad(values, (0, 1), value=1.0)
+        seen = seen if keys.padded is None else seen.masked_fill(spread_mask(keys.padded), 0)
+        seen = (seen.cumsum(-2) + before.unsqueeze(-2)).repeat(1, 1, call.groups, 1)
     else:
         seen = (value_sums(values, mask) + before)[:, :, None]
     out, bad = with_means(out, bad, seen)
@@ -100,13 +102,15 @@ def nothing_seen(prepared: PreparedMap, k: Tensor, v: Tensor) -> State:
     )
 
 
-def _by_softmax(prepared: PreparedMap, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _by_softmax(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """All keys, by an exponential map: one absorb and one read, both as softmax attention, stable at any scale.
 
     With the frequencies w_i as queries the keys are summed up, `kv_i / norm_i = softmax_j(w_i . y_j + row_j) v_j`; with
     the w_i as keys they are read, `out = softmax_i(w_i . x + log norm_i) kv_i / norm_i`.
     """
-    query, key, dtype = prepared.exponent("query"), prepared.exponent("key"), prepared.dtype
+    query, key, dtype = call.map.exponent("query"), call.map.exponent("key"), call.map.dtype
+    plain = call.composed or (torch.is_grad_enabled() and not call.recompute)
+    attend = plain_softmax if plain else softmax
     y, row = key.at(k.to(dtype))
     if mask is not None:
         row = row.masked_fill(spread_mask(mask), MASKED)
@@ -219,14 +223,6 @@ def find_sinks(near: Near, past: WindowState, new: Keys) -> tuple[Sinks | None, 
     keys = keys.each(lambda t, _: t.gather(2, at.expand(-1, t.shape[1], -1, t.shape[-1])))
     sinks = Sinks(keys, place.gather(1, chosen), is_sink.gather(1, chosen))
     return sinks, new._replace(sink=is_sink[:, known.shape[1] :])
-
-
-def _is_step(call: Call, q: Tensor, keys: Keys, state: State) -> bool:
-    """Whether `step` will do: one token, no gradients, and sinks that are all there."""
-    if not (q.shape[2] == keys.k.shape[2] == 1 and call.near.is_causal and call.normalize):
-        return False
-    has_sinks = not call.near.sinks or (state.window is not None and state.window.complete)
-    return has_sinks and not (call.composed or torch.is_grad_enabled())
 
 
 def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) -> Result:

@@ -1,13 +1,12 @@
 """Backward passes that recompute: inputs are saved, everything else is made again part by part, memory O(L d).
 
 A `Scan` carries sums from one part to the next. Its backward pass goes over the parts from the last to the first: each
-is computed again with a graph, from the sums that were carried into it, and differentiated by autograd. Where a second
-derivative or a transformation is asked for, the same parts run as plain differentiable operations.
+is computed again with a graph, from the sums that were carried into it, and differentiated by autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,8 +22,7 @@ from bochner.attention.state import Sums
 class Output(NamedTuple):
     """Of one part: the sums carried on; rows (b, g, t, r c, v) and which of them cannot be divided (.., 1), or None.
 
-    `kept` (.., 1): the normaliser of each row (1 where it cannot be divided) and the reference it is relative to; with
-    them the rows need not be computed again. None where they must.
+    `kept` (.., 1): each row's normaliser and its reference, with which rows need not be computed again; or None.
     """
 
     carry: Sums
@@ -64,6 +62,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor | None, _: Any, grad_sums: Tensor | None, __: Any) -> Any:
+        refuse_second()
         try:
             saved = ctx.saved_tensors
         except RuntimeError as error:
@@ -74,16 +73,6 @@ class _Recomputed(torch.autograd.Function):
         count, learned = ctx.count, ctx.learned
         inputs = saved[: count + 2 + learned]
         rest = (None,) * (len(ctx.needs_input_grad) - 4 - len(inputs))
-        if torch.is_grad_enabled():  # a second derivative will be wanted
-            grads = [g for g in (grad_rows, grad_sums) if g is not None]
-
-            def run(*others: Tensor) -> list[Tensor]:
-                prepared = ctx.prepared.computed_from(others[count + 2 :])
-                out = ctx.scan.forward(prepared, others[:count], Sums(*others[count : count + 2]), None)
-                return [t for t, g in ((out[0], grad_rows), (out[2], grad_sums)) if g is not None]
-
-            fixed = 0 if ctx.prepared.phi.is_exponential else learned
-            return (None, None, None, None, *differentiate(run, inputs, grads, fixed), *rest)
         return (None, None, None, None, *_backward(ctx, inputs, saved[-1], grad_rows, grad_sums), *rest)
 
 
@@ -136,20 +125,7 @@ def _random(state: tuple[Tensor, Any] | None, like: Tensor) -> Iterator[None]:
         yield
 
 
-def differentiate(
-    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], grads: Sequence[Tensor], fixed: int = 0
-) -> list[Tensor | None]:
-    """The gradients of all inputs of `run` that have one, themselves differentiable.
-
-    Each is that of one input with the others held, also where one was computed from another: `run` gets stand-ins, but
-    for the last `fixed` inputs, which it finds by itself.
-    """
-    with torch.enable_grad():
-        last = len(inputs) - fixed
-        inputs = [t.view_as(t) if i < last else t for i, t in enumerate(inputs)]
-        outputs = run(*inputs)
-    pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
-    wanted = [t for t in inputs if t.requires_grad]
-    outs, grads = [y for y, _ in pairs], [g for _, g in pairs]
-    found = iter(torch.autograd.grad(outs, wanted, grads, create_graph=True, materialize_grads=True))
-    return [next(found) if t.requires_grad else None for t in inputs]
+def refuse_second() -> None:
+    """Say at the start of a backward pass that it cannot itself be differentiated."""
+    if torch.is_grad_enabled():
+        raise BochnerError("Second derivatives of linear_attention need recompute=False.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from bochner.maps.base import FeatureMap
 
 POLICIES = ("mean", "zero", "raise")
 WINDOW_KINDS = ("block", "sliding")
-FLAGS = ("is_causal", "normalize", "return_state", "recompute", "diagnostics")
+FLAGS = ("is_causal", "return_state", "recompute", "diagnostics")
 LONGEST = 2**31  # no sequence is longer
 
 
@@ -31,7 +30,6 @@ class Options(NamedTuple):
     window: Any = None
     sinks: Any = 0
     window_kind: Any = "block"
-    normalize: Any = True
     on_small_normalizer: Any = "mean"
     return_state: Any = False
     recompute: Any = True
@@ -39,16 +37,15 @@ class Options(NamedTuple):
 
     def checked(self, q: Tensor, k: Tensor, owner: str, *, goes_on: bool = False) -> Options:
         """Each of its own type and within bounds."""
-        o = self
+        o, n, s = self, q.shape[-2], k.shape[-2]
         if unusual := [name for name in FLAGS if type(getattr(o, name)) is not bool]:
             o = o._replace(**{name: flag(getattr(o, name), name, owner) for name in unusual})
         if o.on_small_normalizer not in POLICIES:
             one_of(o.on_small_normalizer, "on_small_normalizer", owner, POLICIES)
-        n, s = q.shape[-2], k.shape[-2]
         if o.is_causal and n > s:
-            remedy = "pass earlier keys by 'state'." if owner == "linear_attention" else "pass the earlier keys too."
             raise BochnerError(
-                f"Causal attention needs at least as many keys as queries, got n={n} and s={s}; {remedy}"
+                f"Causal attention needs at least as many keys as queries, got n={n} and s={s}; pass the earlier keys "
+                "too, or 'state' where there is one."
             )
         window, sinks = check_window(o.window, o.sinks, o.window_kind, owner, None if goes_on else s)
         if window is not None and n != s and not o.is_causal:
@@ -65,7 +62,6 @@ def check_call(
     phi: FeatureMap,
     mask: Tensor | None,
     state: State | None,
-    cu_seqlens: Tensor | None,
     decay: Any,
     options: Options,
     made: PreparedMap | None = None,
@@ -76,14 +72,10 @@ def check_call(
     if made is not None and options.scale is None:
         options = options._replace(scale=made.scale)
     o = options.checked(q, k, owner, goes_on=bool(options.return_state) or state is not None)
-    if o.return_state and (not o.is_causal or cu_seqlens is not None):
-        raise BochnerError(
-            "'return_state' needs is_causal=True and no 'cu_seqlens'; for bidirectional attention use absorb and read."
-        )
+    if o.return_state and not o.is_causal:
+        raise BochnerError("'return_state' needs is_causal=True; for bidirectional attention use absorb and read.")
     if state is not None:
         _check_resumed(q, k, v, phi, state, o)
-    if cu_seqlens is not None:
-        _check_packing(q, k, mask, state, cu_seqlens)
     if made is not None and (made.scale, made.dtype) != (o.scale, dtype := accumulation_dtype(q.dtype)):
         raise BochnerError(
             f"The 'phi' of {owner} was prepared for scale={made.scale:.6g} and {made.dtype}, this call has scale="
@@ -152,16 +144,16 @@ def _check_resumed(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, state: Any,
             f"The 'state' has sums of shape {tuple(have)}, this call needs {want}: it belongs to another map, batch or "
             "value size."
         )
-    dtype = accumulation_dtype(q.dtype)
+    dtype, made = accumulation_dtype(q.dtype), (0, 0, "") if state.window is None else state.window.setting
     if state.sums.dtype != dtype or state.sums.device != q.device:
         raise BochnerError(
             f"The 'state' is {state.sums.dtype} on {state.sums.device}, this call needs {dtype} on {q.device}; "
             "resume with the dtype and device that the state was made with."
         )
-    settings = (0, 0, "") if state.window is None else state.window.setting, (o.window or 0, o.sinks, o.window_kind)
-    made, asked = (f"window={w}, sinks={t}" + f", window_kind={kind!r}" * bool(w) for w, t, kind in settings)
-    if made != asked:
-        raise BochnerError(f"The 'state' was made with {made}, this call has {asked}; use the same.")
+    near = made, (o.window or 0, o.sinks, o.window_kind)
+    one, other = (f"window={w}, sinks={t}" + f", window_kind={kind!r}" * bool(w) for w, t, kind in near)
+    if one != other:
+        raise BochnerError(f"The 'state' was made with {one}, this call has {other}; use the same.")
 
 
 def check_origin(state: State, now: tuple[str, int, float] | None) -> None:
@@ -170,24 +162,11 @@ def check_origin(state: State, now: tuple[str, int, float] | None) -> None:
         return
     name, _, made = state.origin
     if made != now[2]:
-        raise BochnerError(
-            f"The 'state' was made with scale={made:.6g}, this call has scale={now[2]:.6g}; use the same."
-        )
+        raise BochnerError(f"The 'state' was made with scale={made:.6g}, this call has scale={now[2]:.6g}; use that.")
     raise BochnerError(
         f"The 'state' was made by another map ({name}) or before this one was redrawn or calibrated; resume with the "
         "map that made it, or start again."
     )
-
-
-def _check_packing(q: Tensor, k: Tensor, mask: Tensor | None, state: State | None, cu_seqlens: Any) -> None:
-    n = q.shape[-2]
-    if mask is not None or state is not None or q.shape[0] != 1 or n != k.shape[-2]:
-        raise BochnerError("'cu_seqlens' needs a batch of 1, n = s, and neither 'key_padding_mask' nor 'state'.")
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
-        raise BochnerError("'cu_seqlens' must be an int tensor of shape (B + 1,), the bounds of the sequences.")
-    bounds = cu_seqlens.tolist()
-    if bounds[:1] != [0] or bounds[-1] != n or any(i > j for i, j in pairwise(bounds)):
-        raise BochnerError(f"'cu_seqlens' must rise from 0 to n={n}, got {bounds}.")
 
 
 def check_scale(scale: Any, q: Tensor, owner: str) -> float:
@@ -204,18 +183,14 @@ def check_qkv(
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         if not isinstance(x, Tensor) or x.dtype not in DTYPES:
             _checks.floating(x, name, owner)
-        if x.ndim != 4:
-            raise BochnerError(f"The {name!r} of {owner} must have 4 axes (b, h, n, d), got shape {tuple(x.shape)}.")
+        if x.ndim != 4 or 0 in x.shape:
+            what = "4 axes (b, h, n, d)" + ", none of them empty" * (x.ndim == 4)
+            raise BochnerError(f"The {name!r} of {owner} must have {what}, got shape {tuple(x.shape)}.")
         if x.dtype != q.dtype or x.device != q.device:
             raise BochnerError(
                 f"q, k and v of {owner} must share dtype and device, got {q.dtype} on {q.device} for 'q' and {x.dtype} "
                 f"on {x.device} for {name!r}; cast or move one."
             )
-    if 0 in (*q.shape, *k.shape, *v.shape):
-        raise BochnerError(
-            f"{owner} needs at least one sequence, head, query and key, got shapes {tuple(q.shape)}, {tuple(k.shape)} "
-            f"and {tuple(v.shape)}."
-        )
     if k.shape[:3] != v.shape[:3]:
         raise BochnerError(
             f"'k' and 'v' of {owner} must agree in batch, heads and length, got {tuple(k.shape)} and {tuple(v.shape)}."

@@ -1,21 +1,21 @@
 """A map made ready for attention: its features, kept in range.
 
-A feature of an exponential map is `exp(w.z + row)`. Rows whose logits are known to be small (`|w| |z|` bounds them) are
-exponentiated as they are, all others relative to their largest logit. Either way the choice for a row depends on that
-row alone, so that no later row can move it even by rounding.
+A feature of an exponential map is `exp(w.z + row)`. Rows with small logits, bounded by `|w| |z|`, are exponentiated as
+they are, all others relative to their largest logit: no later row moves an earlier one even by rounding.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from bochner._products import may_look
-from bochner.maps.base import Exponent, FeatureMap, Features
+from bochner.maps.base import ROLES, Exponent, FeatureMap, Features
 
 EMPTY = -1e30  # the log scale of nothing: finite, so that differences are never NaN
 MASKED = -2e30  # below EMPTY, so that exp(MASKED - EMPTY) is 0
@@ -23,16 +23,11 @@ BOUNDED_FLOOR = {torch.float32: 1e-30, torch.float64: 1e-200}  # of the normalis
 
 
 class Range(NamedTuple):
-    """What a dtype holds, in powers of e.
+    """What a dtype holds, in powers of e: twice `calm` or `peak` is below the largest exponent."""
 
-    `calm`: logits up to here are exponentiated as they are; `peak`: where the largest logit of any other row is put.
-    Twice either is below the largest exponent. `floor`: the least normaliser of exponential features from which no term
-    that mattered has underflowed.
-    """
-
-    calm: float
-    peak: float
-    floor: float
+    calm: float  # logits up to here are exponentiated as they are
+    peak: float  # where the largest logit of any other row is put
+    floor: float  # the least normaliser of exponential features from which no term that mattered has underflowed
 
 
 RANGES = {torch.float32: Range(43.0, 30.0, 6e-6), torch.float64: Range(340.0, 250.0, 1e-80)}
@@ -81,10 +76,8 @@ class PreparedMap:
         return self._functions[role]
 
     def few_features(self, role: str, x: Tensor, *, scaled: bool = True) -> Features:
-        """The same for so few rows that a bound of their logits costs more than it saves.
-
-        `scaled=False` where a factor of each row cancels: the log scale is then anything.
-        """
+        """The same for so few rows that a bound of their logits costs more than it saves; where a factor of each row
+        cancels (not `scaled`), the log scale is anything."""
         if not self.phi.is_exponential:
             return self.features(role, x)
         exponent, x = self.exponent(role), x.to(self.dtype)
@@ -149,25 +142,9 @@ class PreparedMap:
         """Whether no gradient leaves by another way than `tensors()`: of maps that a network outside of them feeds."""
         if self.phi.is_exponential:
             return True
-        known = {id(t) for t in self.tensors() if t.is_leaf}
+        own = {name: t.detach() for name, t in (*self.phi.named_parameters(), *self.phi.named_buffers())}
+        probes = [torch.zeros_like(t[:, :, :1]) for t in (q, k)]
         devices = [] if q.device.type == "cpu" else [q.device]
         with torch.enable_grad(), torch.random.fork_rng(devices, device_type=q.device.type):
-            probes = [t[:, :, :1].detach() for t in (q, k)]
-            found = [f for role, x in zip(("query", "key"), probes, strict=True) for f in self._general(role)(x)]
-        return {id(t) for t in leaves(found)} <= known
-
-
-def leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors without a history that outputs were computed from and that require a gradient."""
-    found = [t for t in outputs if t.requires_grad and t.grad_fn is None]
-    nodes: list[Any] = [t.grad_fn for t in outputs]
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        nodes += [parent for parent, _ in node.next_functions]
-    return found
+            pairs = [functional_call(self.phi, own, x) for x in zip(probes, ROLES, strict=True)]
+        return all(t.is_leaf for t in self.tensors()) and not any(f.requires_grad for pair in pairs for f in pair)

@@ -40,10 +40,7 @@ class Near:
         return max(0, (seen // w - 1) * w if self.in_blocks else seen - w)
 
     def held_places(self, start: Tensor, seen: int) -> Tensor:
-        """The same for sequences whose blocks begin at the places `start` (b,).
-
-        Of a sequence that has not begun: the first place that it may see so, wherever it will begin.
-        """
+        """The same for sequences whose blocks begin at the places `start` (b,), wherever those not begun will begin."""
         w = self.window
         begun = ((seen - start) // w - 1) * w + start
         return torch.where(start < seen, begun, seen - 2 * w + 1).clamp_min(0)
@@ -231,10 +228,8 @@ def _add_at(total: Tensor, dim: int, start: int, more: Tensor) -> None:
 
 
 def starts(near: Near, mask: Tensor | None, known: Tensor | None, seen: int) -> Tensor | None:
-    """The place of the first unpadded key of each sequence, (b,), or that behind the last where there is none yet.
-
-    `known`: what is known from the keys before. None where blocks counted from the first place are the same.
-    """
+    """The place of each sequence's first unpadded key, (b,), or that behind the last; `known` from the keys before.
+    None where blocks counted from the first place are the same."""
     if not near.in_blocks:
         return None
     if known is not None:

@@ -33,7 +33,6 @@ def exact_attention(
     sinks: int = 0,
     window_kind: str = "block",
     decay: Tensor | float | Sequence[float] | None = None,
-    normalize: bool = True,
     chunk: int = 512,
 ) -> Tensor:
     """Attention with every kernel value formed, `chunk` query rows at a time: O(L^2) time, O(chunk L) memory.
@@ -48,7 +47,7 @@ def exact_attention(
     """
     owner = "exact_attention"
     check_qkv(q, k, v, owner, key_padding_mask)
-    chunk, asked = positive_int(chunk, "chunk", owner), Options(is_causal, scale, window, sinks, window_kind, normalize)
+    chunk, asked = positive_int(chunk, "chunk", owner), Options(is_causal, scale, window, sinks, window_kind)
     asked = asked.checked(q, k, owner)
     if not (kernel in KERNELS or callable(kernel)):
         raise BochnerError(f"The 'kernel' of {owner} must be one of {KERNELS}, a function or a map, got {kernel!r}.")
@@ -74,11 +73,9 @@ def exact_attention(
         else:
             logits = (exact_logits(part, y, 1.0, function) + lost).masked_fill(hidden, -torch.inf)
             peak = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
-            weights = (logits - peak).exp() if normalize else logits.exp()
-        if normalize:
-            total = weights.sum(-1, keepdim=True)
-            weights = torch.where(total != 0, weights / torch.where(total != 0, total, 1), 0)
-        rows.append(weights @ u)
+            weights = (logits - peak).exp()
+        total = weights.sum(-1, keepdim=True)
+        rows.append(torch.where(total != 0, weights / torch.where(total != 0, total, 1), 0) @ u)
     return torch.cat(rows, dim=-2).to(q.dtype)
 
 
@@ -94,7 +91,6 @@ def attention_matrix(
     sinks: int = 0,
     window_kind: str = "block",
     decay: Tensor | float | Sequence[float] | None = None,
-    normalize: bool = True,
 ) -> Tensor:
     """What a map attends to: the (b, h, n, s) weights that `linear_attention` applies without forming them.
 
@@ -106,7 +102,9 @@ def attention_matrix(
     """
     owner = "attention_matrix"
     check_qkv(q, k, k, owner, key_padding_mask)
-    asked = Options(is_causal, scale, window, sinks, window_kind, normalize, diagnostics=False).checked(q, k, owner)
+    asked = Options(is_causal, scale, window, sinks, window_kind, recompute=False, diagnostics=False).checked(
+        q, k, owner
+    )
     # What attention does to values that are 1 for one key. In float64: terms can span more than other dtypes hold.
     ones = torch.eye(k.shape[-2], dtype=torch.float64, device=q.device).expand(*k.shape[:-1], -1)
     how: Any = asked._asdict() | {"key_padding_mask": key_padding_mask, "decay": decay}

@@ -1,9 +1,8 @@
 """Sequences split over the ranks of `torch.distributed`: only states cross the wire, whatever the length.
 
-Every rank holds a contiguous shard of the sequence, of any length (shards may differ). It attends to its own keys after
-the merged states of the others, for causal attention of the lower ranks. Gradients flow through the communication: if
-every rank calls backward on its own part of the loss, each gets the gradient of the sum. Parameters used on all ranks
-then hold partial gradients; DistributedDataParallel (over all ranks) or one all-reduce adds them up.
+Every rank attends to the keys of its own shard after the merged states of the others, of the lower ones if causal.
+Every rank calls backward on its own part of the loss and gets the gradient of the sum; those of parameters are partial:
+DistributedDataParallel over all ranks or one all-reduce adds them up.
 """
 
 from __future__ import annotations
@@ -83,29 +82,25 @@ def _together(q: Any, group: Any) -> Iterator[None]:
 
 def of_others(state: State, group: Any, *, only_before: bool) -> State:
     """The merge of the states of all other ranks, or of the lower ones alone."""
-    gathered = _Gathered.apply(_packed(state), group)
-    scales = [torch.empty_like(state.log_scale) for _ in range(dist.get_world_size(group))]
+    message = torch.cat([state.sums.flatten(2), state.total], dim=-1)
+    gathered = _Gathered.apply(message, group)
+    scales = [torch.empty_like(state.log_scale) for _ in gathered]
     dist.all_gather(scales, state.log_scale.detach().contiguous(), group=group)
+
+    def unpacked(x: Tensor, log_scale: Tensor) -> State:
+        sums, total = x.split([message.shape[-1] - state.total.shape[-1], state.total.shape[-1]], dim=-1)
+        return State(sums.unflatten(-1, state.sums.shape[2:]), log_scale, total)
+
     # Every rank touches the whole gathered tensor, so that all of them take part in its backward.
-    found, rank = _unpacked(gathered[0] * 0, torch.full_like(state.log_scale, EMPTY), state), dist.get_rank(group)
+    found, rank = unpacked(gathered[0] * 0, torch.full_like(state.log_scale, EMPTY)), dist.get_rank(group)
     for i, scale in enumerate(scales):
         if i < rank or (i > rank and not only_before):
-            found = merge(found, _unpacked(gathered[i], scale, state))
+            found = merge(found, unpacked(gathered[i], scale))
     return found
 
 
-def _packed(state: State) -> Tensor:
-    """What a state sums, in one message (b, h, m c + v + 1)."""
-    return torch.cat([state.sums.flatten(2), state.total], dim=-1)
-
-
-def _unpacked(x: Tensor, log_scale: Tensor, like: State) -> State:
-    sums, total = x.split([like.sums[0, 0].numel(), like.total.shape[-1]], dim=-1)
-    return State(sums.unflatten(-1, like.sums.shape[2:]), log_scale, total)
-
-
 class _Gathered(torch.autograd.Function):
-    """All ranks' tensors; the adjoint adds up what all ranks say of this rank's."""
+    """All ranks' tensors; the adjoint adds up what all ranks say of this rank's. Torch's own wants the whole world."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

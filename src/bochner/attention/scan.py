@@ -8,7 +8,7 @@ arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,10 +23,9 @@ from bochner.attention.layout import Layout, Near, Part, by_head
 from bochner.attention.softmax import attend_zones, exact_logits
 from bochner.attention.state import Keys, State, Sums, add, add_keys, cauchy_schwarz, columns_of, finished, key_sums
 
-ELEMENTS = 5 * 2**20  # features and logits of one part on the CPU: 20 MB in float32
+ELEMENTS = 5 * 2**19  # features and logits of one part on the CPU: 10 MB in float32
 ELSEWHERE = 64  # times as many on other devices
 UNROLLED = 16  # parts of a compiled graph, at most: each takes time to compile
-OUTER = 64  # blocks whose sums are added up at a time, where all are
 pad = torch.nn.functional.pad
 # The C library keeps freed memory up to twice the largest block that it has seen freed, 32 MB at most. What is beyond
 # goes back and comes again page by page: windows of 4,096 tokens take 1.4 to 1.7 times as long. This shows it one.
@@ -45,13 +44,12 @@ class Call(NamedTuple):
     groups: int
     composed: bool
     looks: bool
-    normalize: bool = True
     recompute: bool = True
     goes_on: bool = False
 
     @classmethod
     def of(cls, near: Near, prepared: PreparedMap, q: Tensor, k: Tensor, *how: bool) -> Call:
-        """For q (b, h, n, d) and k (b, g, s, d); then whether to normalise, to recompute and to go on."""
+        """For q (b, h, n, d) and k (b, g, s, d); then whether to recompute and to go on."""
         composed = _products.is_composed()
         looks = _products.LOOKS and not composed and q.device.type == "cpu"
         return cls(near, prepared, q.shape[1] // k.shape[1], composed, looks, *how)
@@ -86,8 +84,7 @@ def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
         row, share = r * (m + (width if torch.is_grad_enabled() or layout.near.is_causal else 0)), 1
     else:
         row = 2 * ((1 + r) * m + r * width) if width else (m if layout is None else r * m)
-        # Most maps hold several temporaries as large as their features, the exponential ones none; so does a backward.
-        share = (1 if phi.is_exponential else 4) * (2 if torch.is_grad_enabled() else 1)
+        share = 1 if phi.is_exponential else 4  # most maps hold several temporaries as large as their features
     elements = ELEMENTS // share * (1 if like.device.type == "cpu" else ELSEWHERE)
     rows = max(64, elements // (like.shape[0] * like.shape[1] * row))
     return max(rows, -(-layout.rows // UNROLLED)) if call.composed and layout is not None else rows
@@ -145,26 +142,23 @@ class Scan(NamedTuple):
     `take` finds in the tensors what a part needs, and `body` computes its rows from that and from the sums of all
     blocks before its zones, which are carried from part to part. `put` adds up the gradients of what was taken.
 
-    Tensors by their `names`: q (b, g, r, n, d); k, v (b, g, s, .); those of sinks (b, g, t, .); with decay the shifts
-    of both (.., 1); of bidirectional windows the sums behind each part (b, g, parts, m, c) and their references
-    (b, g, parts). `padded`, `far_holes` (b, s): keys that count for nothing, and those that the kernel leaves out.
+    Tensors by their `names`: q (b, g, r, n, d); k, v (b, g, s, .); those of sinks (b, g, t, .); shifts of both (.., 1);
+    the sums behind each part of a bidirectional window (b, g, parts, m, c), and their references (b, g, parts).
     """
 
     call: Call
     layout: Layout
     parts: list[Part]
     names: list[str]
-    padded: Tensor | None
-    far_holes: Tensor | None
+    padded: Tensor | None  # (b, s), keys that count for nothing
+    far_holes: Tensor | None  # (b, s), those that the kernel leaves out
     sinks: Sinks | None
 
     def forward(
         self, prepared: PreparedMap, tensors: Sequence[Tensor], carry: Sums, before: list[Any] | None = None
     ) -> Scanned:
-        """Rows, which are bad, and the sums after the last part, by plain operations.
-
-        `before` gets of each part the carry, the random state and what is kept.
-        """
+        """Rows, which are bad, and the sums after the last part; `before` gets each part's carry, random state and what
+        is kept."""
         found = []
         for part in self.parts:
             random = None if before is None or prepared.phi.is_exponential else random_state(carry.value)
@@ -178,14 +172,13 @@ class Scan(NamedTuple):
         return rows, bad, *carry
 
     def take(self, part: Part, tensors: Sequence[Tensor]) -> list[Tensor]:
-        def taken(name: str, t: Tensor) -> Tensor:
-            if name == "q":
-                return self.layout.take_rows(t, part)
-            if name in ("behind", "behind_ref"):
-                return t[:, :, part.number]
-            return self.layout.take(t, part) if name in ("k", "v", "shift") else t
-
-        return list(map(taken, self.names, tensors))
+        found = dict(zip(self.names, tensors, strict=True)) | {"q": self.layout.take_rows(tensors[0], part)}
+        for name, t in found.items():
+            if name in ("k", "v", "shift"):
+                found[name] = self.layout.take(t, part)
+            elif name in ("behind", "behind_ref"):
+                found[name] = t[:, :, part.number]
+        return list(found.values())
 
     def put(self, part: Part, totals: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         for name, total, grad in zip(self.names, totals, grads, strict=True):
@@ -211,7 +204,7 @@ class Scan(NamedTuple):
         backward pass by that graph saves a fifth of forward and backward, with windows a third."""
         given = dict(zip(self.names, taken, strict=True))
         x, shift = given["q"].to(prepared.dtype), given.get("shift")
-        near, r, normalize = self.call.near, self.call.groups, self.call.normalize
+        near, r = self.call.near, self.call.groups
         # Decay counts from a key on. Exact terms and what they are compared with count from the first row of a block.
         base = None if shift is None else self.layout.own(shift, part)[..., :1, :].detach()
         # 1. The keys that the kernel sees of the zones, and the sums of all others.
@@ -223,7 +216,7 @@ class Scan(NamedTuple):
 
         def relative(log: Tensor) -> Tensor:
             """A log weight of the kernel as exact ones are counted; where all are the kernel's, factors cancel."""
-            if normalize and not near.exact:
+            if not near.exact:
                 return log
             return own + (log if base is None else (log - base).to(own.dtype))
 
@@ -231,9 +224,10 @@ class Scan(NamedTuple):
         terms, pairs = [(phi, far.value, far.ref[..., None, None])], None
         if keys is not None and self.layout.has_kernel_pairs:
             pairs = self._pairs(keys, part, far)
-            scores, weight = (phi @ pairs.psi.mT).unflatten(3, (r, -1)), pairs.weight.unsqueeze(3)
+            psi, columns, top, weight = pairs
+            scores, weight = (phi @ psi.mT).unflatten(3, (r, -1)), weight.unsqueeze(3)
             scores = scores * weight if self._has_graph() else scores.mul_(weight)
-            terms.append((scores.flatten(3, 4), pairs.columns, per_row(pairs.ref, r)))
+            terms.append((scores.flatten(3, 4), columns, per_row(top, r)))
         zones = self._exact_zones(part, given, base, x.dtype)
         if known is not None:
             rows, den, ref = known
@@ -243,24 +237,19 @@ class Scan(NamedTuple):
                 products.append(
                     ((logits - ref if mask is None else logits + mask - ref).exp(), pad(v, (0, 1), value=1.0), None)
                 )
-            return Output(carry, replayed(rows, den, products))
+            flat = [t for a, b, _ in products for t in (a, b)]
+            return Output(carry, _Replayed.apply(rows, den, [factor for *_, factor in products], *flat))
         total, log_weight, bound = self._kernel(prepared, far, terms, pairs)
         # 3. The exact terms, with one normaliser for all.
         exact = [attend_zones(x, *zone, prepared.scale, prepared.phi.kernel) for zone in zones]
-        floor = prepared.floor if normalize else None
-        rows, bad, (den, ref) = finished(total, relative(log_weight), bound, exact, floor, looks=self.call.looks)
-        if normalize:
-            return Output(carry, rows, bad, None if prepared.reader else (den if exact else den.clone(), ref))
-        if base is not None and shift is not None:  # to the places of the rows; not of those beyond the last
-            left = (base - self.layout.own(shift, part)[..., part.rows, :]).clamp_max(0)
-            ref = ref + per_row(left, r).to(ref.dtype)
-        half = (0.5 * ref).exp()
-        return Output(carry, rows * half * half)  # in two steps: each alone may underflow
+        looks, log_weight = self.call.looks, relative(log_weight)
+        rows, bad, (den, ref) = finished(total, log_weight, bound, exact, prepared.floor, looks=looks)
+        return Output(carry, rows, bad, None if prepared.reader else (den if exact else den.clone(), ref))
 
     # The kernel.
 
-    def _kernel_keys(self, prepared: PreparedMap, part: Part, given: dict[str, Tensor]) -> KernelKeys | None:
-        """Features of the keys laid out around a part that the kernel needs, by blocks (b, g, l, c, .), with values."""
+    def _kernel_keys(self, prepared: PreparedMap, part: Part, given: dict[str, Tensor]) -> list[Tensor] | None:
+        """Features, log scales and columns of keys around a part that the kernel needs, in blocks (b, g, l, c, .)."""
         layout, k, v, shift = self.layout, given["k"], given["v"], given.get("shift")
         if layout.single and not layout.has_kernel_pairs:
             return None
@@ -271,9 +260,9 @@ class Scan(NamedTuple):
         psi, scale = features
         bias = layout.bias(self.far_holes, slice(part.span.start + some.start, part.span.start + some.stop), scale)
         scale = scale if bias is None else scale + bias
-        return KernelKeys(psi, scale, columns_of(prepared.reader, features, v)).map(lambda t: t.unflatten(2, (-1, c)))
+        return [t.unflatten(2, (-1, c)) for t in (psi, scale, columns_of(prepared.reader, features, v))]
 
-    def _far(self, part: Part, keys: KernelKeys | None, carry: Sums, given: dict[str, Tensor]) -> tuple[Sums, Sums]:
+    def _far(self, part: Part, keys: list[Tensor] | None, carry: Sums, given: dict[str, Tensor]) -> tuple[Sums, Sums]:
         """The sums outside the zone of each block of rows, (b, g, t, m, c), and those carried on."""
         layout, t = self.layout, part.blocks.stop - part.blocks.start
         if keys is None or layout.single:
@@ -282,7 +271,7 @@ class Scan(NamedTuple):
         if part.is_last and not self.call.goes_on:
             gone = 0
         if self.call.near.is_causal:  # references that grow, so that no later key moves a row even by rounding
-            psi, scale, columns = keys.map(lambda x: x[:, :, :t])
+            psi, scale, columns = (x[:, :, :t] for x in keys)
             refs = torch.cat([carry.ref.unsqueeze(-1), scale.detach().amax((-2, -1))], dim=-1).cummax(-1).values
             sums = key_sums(psi, scale, columns, refs[..., 1:])
             found = Sums(prefix(sums, refs, carry.value, overwrites=not self._has_graph()), refs[..., :t])
@@ -291,10 +280,10 @@ class Scan(NamedTuple):
             elif gone:  # of all the memory, what is carried on alone
                 carry = Sums(found.value[:, :, gone].clone(), refs[..., gone].clone())
             return found, carry
-        ref = torch.maximum(keys.scale.detach().amax((-3, -2, -1)), carry.ref)
+        ref = torch.maximum(keys[1].detach().amax((-3, -2, -1)), carry.ref)
         if "behind" in given:
             ref = torch.maximum(ref, given["behind_ref"])
-        sums = key_sums(*keys, ref.unsqueeze(-1))
+        sums = key_sums(keys[0], keys[1], keys[2], ref.unsqueeze(-1))
         row = torch.arange(t, device=sums.device)[:, None]
         block = torch.arange(sums.shape[2], device=sums.device)[None, :] + part.kernel.start
         far = mixed((block < row) | (block > row + layout.neighbours), sums)
@@ -308,28 +297,27 @@ class Scan(NamedTuple):
                 carry = Sums(mixed(block < gone, sums).squeeze(2) + before, ref)
         return Sums(far, ref.unsqueeze(-1)), carry
 
-    def _pairs(self, keys: KernelKeys, part: Part, far: Sums) -> Pairs:
-        """What the kernel sees of each zone pair by pair."""
+    def _pairs(self, keys: list[Tensor], part: Part, far: Sums) -> tuple[Tensor, ...]:
+        """What the kernel sees of each zone pair by pair: features, columns (b, g, t, z, .) of keys, the reference of
+        each row (b, g, t, c, 1), and the weights of the keys relative to it (b, g, t, c, z)."""
         layout, ref, dtype = self.layout, far.ref[..., None, None], self.call.map.dtype
         if layout.is_triangle:
-            keys = keys.map(lambda x: x[:, :, : part.blocks.stop - part.blocks.start])
+            keys = [x[:, :, : part.blocks.stop - part.blocks.start] for x in keys]
         elif not layout.single:
-            keys = keys.map(lambda x: layout.zones(x.flatten(2, 3)))
-        columns, scale = keys.columns, keys.scale.mT
+            keys = [layout.zones(x.flatten(2, 3)) for x in keys]
+        psi, scale, columns = keys[0], keys[1].mT, keys[2]
         if not layout.is_triangle:
             scale = scale.masked_fill(layout.kernel_mask(part, scale.device), MASKED)
             top = torch.maximum(ref, scale.detach().amax(-1, keepdim=True))
-            return Pairs(keys.psi, columns, top, (scale - top).to(dtype).exp())
+            return psi, columns, top, (scale - top).to(dtype).exp()
         top = torch.maximum(ref, scale.detach().cummax(-1).values.mT[..., part.rows, :])
         weight = (scale - top).to(dtype)
         if self._has_graph():
-            weight = weight.clamp_max(0).exp().tril(part.rows.start)
-        else:
-            weight.exp_().tril_(part.rows.start)  # infinite perhaps where it is cut off
-        return Pairs(keys.psi, columns, top, weight)
+            return psi, columns, top, weight.clamp_max(0).exp().tril(part.rows.start)
+        return psi, columns, top, weight.exp_().tril_(part.rows.start)  # infinite perhaps where it is cut off
 
     def _kernel(
-        self, prepared: PreparedMap, far: Sums, terms: Sequence[tuple[Tensor, Tensor, Tensor]], pairs: Pairs | None
+        self, prepared: PreparedMap, far: Sums, terms: Sequence[tuple[Tensor, Tensor, Tensor]], pairs: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Values and normaliser (b, g, t, r c, v + 1) by the kernel, relative to exp(log_weight), and their bound."""
         r, (phi, b, ref) = self.call.groups, terms[0]
@@ -337,12 +325,13 @@ class Scan(NamedTuple):
         last = far.value[..., -1:, :] if prepared.reader else None
         norm = None if prepared.positive else far.value[..., -1].unsqueeze(-2)
         if pairs is not None:
-            fade, (a, b, ref) = per_row((ref - pairs.ref).to(phi.dtype).exp(), r), terms[1]
+            (psi, columns, top, weight), (a, b, new) = pairs, terms[1]
+            fade, ref = per_row((ref - top).to(phi.dtype).exp(), r), new
             total = torch.addcmul(a @ b, total, fade)
             if last is not None:
-                last = last * fade + per_row((pairs.weight * pairs.psi[..., -1:].mT) @ pairs.columns, r)
+                last = last * fade + per_row((weight * psi[..., -1:].mT) @ columns, r)
             if norm is not None:
-                norm = norm * fade + per_row(pairs.weight @ pairs.psi, r)
+                norm = norm * fade + per_row(weight @ psi, r)
         bound = None if norm is None else cauchy_schwarz(phi, norm)
         if prepared.reader is not None:
             total, factor = prepared.reader.answer(total, last, phi)
@@ -356,63 +345,35 @@ class Scan(NamedTuple):
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         """What the rows of a part see exactly, the keys of their zone and the sinks that are not in it: keys and values
         (b, g, t, z, .), and what is added to the logits of their rows, (b, g, t, r c, z) or less."""
-        layout, r, found = self.layout, self.call.groups, []
-
-        def add(tensors: Sequence[Any], mask: Tensor | None) -> None:
-            k, v, shift = tensors
-            mask = None if mask is None else per_row(mask, r)
-            faded = None if shift is None or base is None else (shift.mT - base).to(dtype)
-            found.append((k.to(dtype), v.to(dtype), plus(faded, mask)))
-
+        layout, r = self.layout, self.call.groups
+        found: list[Any] = []
         if self.call.near.window and layout.width:
             near = [None if (t := given.get(name)) is None else layout.zones(t) for name in ("k", "v", "shift")]
             bias = layout.bias(self.padded, part.span, given["k"].new_zeros((), dtype=dtype))
             bias = None if bias is None else layout.zones(bias).mT
-            add(near, plus(bias, layout.exact_mask(part, dtype, given["k"].device)))
+            found.append((*near, plus(bias, layout.exact_mask(part, dtype, given["k"].device))))
         if self.sinks is not None:
-            sees = layout.sees_sinks(*self.sinks[1:], part)[:, None]
+            hidden = ~layout.sees_sinks(*self.sinks[1:], part)[:, None]
             names = ("sink_k", "sink_v", "sink_shift")
             first = [None if (t := given.get(name)) is None else t.unsqueeze(2) for name in names]
-            add(first, torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, MASKED))
-        return found
+            found.append((*first, torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, MASKED)))
+        zones = []
+        for k, v, shift, mask in found:
+            faded = None if shift is None or base is None else (shift.mT - base).to(dtype)
+            zones.append((k.to(dtype), v.to(dtype), plus(faded, None if mask is None else per_row(mask, r))))
+        return zones
 
     def _has_graph(self) -> bool:
         """Whether a gradient may need what is computed, so that none of it may be overwritten."""
         return self.call.composed or torch.is_grad_enabled()
 
 
-class KernelKeys(NamedTuple):
-    """Features and log scales of keys, and what is summed beside them, by blocks (b, g, l, c, .)."""
-
-    psi: Tensor
-    scale: Tensor
-    columns: Tensor
-
-    def map(self, f: Callable[[Tensor], Tensor]) -> KernelKeys:
-        return KernelKeys(*map(f, self))
-
-
-class Pairs(NamedTuple):
-    """Features and columns (b, g, t, z, .) of keys that the kernel sees pair by pair, the reference of each row
-    (b, g, t, c, 1), and the weights of the keys relative to it (b, g, t, c, z)."""
-
-    psi: Tensor
-    columns: Tensor
-    ref: Tensor
-    weight: Tensor
-
-
-def replayed(rows: Tensor, den: Tensor, products: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
-    """Known rows as `sum_i factor_i a_i b_i` divided by its last column, for autograd; products are (a, b, factor).
-
-    den (..., n, 1): the last column; rows that could not be divided are zero, and get no gradient.
-    """
-    factors = [factor for *_, factor in products]
-    out: Tensor = _Replayed.apply(rows, den, factors, *(t for a, b, _ in products for t in (a, b)))
-    return out
-
-
 class _Replayed(torch.autograd.Function):
+    """Known rows as the sum of `factor a b` over terms (a, b), divided by its last column, den (..., n, 1).
+
+    Rows that could not be divided are zero, and get no gradient.
+    """
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, den: Tensor, factors: Sequence[Tensor | None], *terms: Tensor) -> Tensor:
         ctx.factors = factors
@@ -440,36 +401,15 @@ def prefix(sums: Tensor, refs: Tensor, first: Tensor, *, overwrites: bool) -> Te
     """What precedes each of t blocks, (b, g, t, m, c).
 
     The sums of block i are relative to refs[i + 1], `first` to refs[0]. One product with a triangle of weights:
-    quadratic in t, with a small constant; while compiling, when all blocks are taken at once, in two levels.
+    quadratic in t, with a small constant.
     """
-    if torch.compiler.is_compiling() and (_products.is_exporting() or sums.shape[2] > OUTER):
-        return _nested_prefix(sums, refs, first)
-    states = mixed(_fading(refs)[..., :-1, :], sums)
+    # What a sum relative to refs[j + 1] weighs relative to refs[i].
+    weight = (refs[..., None, 1:] - refs[..., :-1, None]).clamp_max(0).exp().tril(-1)
+    states = mixed(weight, sums)
     if first.stride(-1) == 0:  # the zero before all keys
         return states
     fade = (refs[..., :1] - refs[..., :-1]).to(sums.dtype).exp()[..., None, None]
     return torch.addcmul(states, first.unsqueeze(2), fade, out=states if overwrites else None)
-
-
-def _fading(refs: Tensor) -> Tensor:
-    """What a sum relative to refs[j + 1] weighs relative to refs[i], (..., t + 1, t); 0 for i <= j."""
-    return (refs[..., None, 1:] - refs[..., :, None]).clamp_max(0).exp().tril(-1)
-
-
-def _nested_prefix(sums: Tensor, refs: Tensor, first: Tensor) -> Tensor:
-    """The same in two levels: within groups of `OUTER` blocks, and over the sums of the groups."""
-    t = sums.shape[2]
-    extra = 2 * OUTER + -t % OUTER  # so many groups that none is a special case to the compiler
-    sums, last = pad(sums, (0, 0, 0, 0, 0, extra)), refs[..., -1:]
-    ends = torch.cat([refs[..., 1:], last.expand(*last.shape[:-1], extra)], dim=-1).unflatten(-1, (-1, OUTER))
-    starts = torch.cat([refs[..., :1], ends[..., :-1, -1]], dim=-1)  # before each group
-    refs = torch.cat([starts.unsqueeze(-1), ends], dim=-1)  # (b, g, groups, OUTER + 1)
-    inside = _fading(refs).to(sums.dtype) @ sums.flatten(3).unflatten(2, (-1, OUTER))  # (b, g, groups, OUTER + 1, m c)
-    outer = torch.cat([starts, refs[..., -1, -1:]], dim=-1)
-    fade = (outer[..., :1] - outer).to(sums.dtype).exp().unsqueeze(-1)
-    before = _fading(outer).to(sums.dtype) @ inside[..., -1, :] + fade * first.flatten(2)[:, :, None]
-    states = inside + before[..., :-1, None, :] * (refs[..., :1] - refs).to(sums.dtype).exp().unsqueeze(-1)
-    return states[..., :-1, :].flatten(2, 3)[:, :, :t].unflatten(-1, sums.shape[3:])
 
 
 def per_row(x: Tensor, r: int) -> Tensor:

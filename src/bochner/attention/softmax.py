@@ -1,8 +1,7 @@
 """Softmax attention that also says its normaliser: the one primitive of positive exponential features.
 
-`attend(q, k, v, bias)` returns `softmax(q k' + bias) v` and the logarithm of every row's normaliser, with gradients of
-both, in memory O(L d). On the CPU it is torch's fused kernel; elsewhere, and where a second derivative or a
-transformation is asked for, plain operations.
+`softmax(q, k, v, bias)` returns `softmax(q k' + bias) v` and the logarithm of every row's normaliser, with gradients of
+both, in memory O(L d), by torch's fused kernel of the CPU.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bochner._products import in_place, is_composed
-from bochner.attention.autograd import differentiate
+from bochner._products import in_place
+from bochner.attention.autograd import refuse_second
 from bochner.maps.base import squared_norm
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -22,15 +21,13 @@ BLOCK = 2048  # rows or keys at a time in a backward pass: 1.2 times as fast at 
 pad = torch.nn.functional.pad
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """`softmax(q k' + bias) v` (b, h, n, v) and `logsumexp(q k' + bias)` (b, h, n, 1); bias (b, h, 1, s), no scale."""
-    if q.device.type != "cpu" or is_composed():
-        return composed(q, k, v, bias)
     out, log_norm = _Attend.apply(q, k, v, bias)
     return out, log_norm
 
 
-def composed(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def plain_softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """The same by plain operations, in O(n s) memory."""
     return _softmax(q @ k.mT, v, bias)
 
@@ -62,10 +59,9 @@ def exact_logits(x: Tensor, y: Tensor, scale: float, kernel: str) -> Tensor:
 def attend_zones(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    """Attention by the exact kernel to many small pieces: rows q (b, g, t, n, d) over k, v (b, g, t or 1, z, .).
+    """Rows of q (b, g, t, n, d) over k, v (b, g, t or 1, z, .), exact, and the logarithm of their normalisers.
 
-    k and v may be overlapping views. `mask` (b, g, t, n, z) or less is added to the logits. Returns the rows and the
-    logarithm of their normalisers (b, g, t, n, 1); that of a row that sees nothing is at most EMPTY.
+    `mask` (b, g, t, n, z) or less is added to the logits. A row that sees nothing has at most EMPTY.
     """
     if kernel == "gaussian" or k.shape[2] < q.shape[2] or not in_place(q):  # a few keys for all rows: nothing to fuse
         return _softmax(exact_logits(q, k, scale, kernel), v, mask)
@@ -86,9 +82,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second()
         q, k, v, bias, out, log_norm = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative will be wanted
-            return tuple(differentiate(composed, (q, k, v, bias), grads))
         (n, d), s, size = q.shape[-2:], k.shape[-2], v.shape[-1]
         width, one = max(d, size) + 1, q.new_ones(())
         dq, dk, dv, dbias = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, bias.mT))

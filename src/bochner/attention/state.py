@@ -37,9 +37,8 @@ class Keys(NamedTuple):
     @property
     def far_holes(self) -> Tensor | None:
         """Those that the kernel leaves out."""
-        if self.sink is None or self.padded is None:
-            return self.padded if self.sink is None else self.sink
-        return self.padded | self.sink
+        both = [t for t in (self.padded, self.sink) if t is not None]
+        return both[0] | both[1] if len(both) == 2 else both[0] if both else None
 
     def each(self, f: Callable[[Tensor, int], Tensor]) -> Keys:
         """Every tensor there is through f, which is also told the dimension of its places."""
@@ -65,21 +64,19 @@ class Keys(NamedTuple):
 
 
 class WindowState(NamedTuple):
-    """The exact keys of windowed attention: the last ones, and the first t unpadded ones.
+    """The exact keys of windowed attention, the last and the first t unpadded ones, with shifts since they were seen.
 
-    `sink_position` (b, t): the place of each sink in the sequence, or -1 for one not seen yet. `seen`: keys so far.
-    `setting`: (window, sinks, kind). `start` (b,): where the sequences of a batch begin, if that moves their blocks; of
-    the keys held, those that a sequence has left behind are padding to it. `complete`: whether all sinks are known to
-    be there. The shifts of keys are the log decays since they were seen.
+    `sink_position` (b, t): places in the sequence, -1 for one not seen. `setting`: (window, sinks, kind). `start`
+    (b,): where sequences begin, if that moves their blocks; what a sequence has left behind is padding to it.
     """
 
     held: Keys
     sinks: Keys
     sink_position: Tensor
-    seen: int
+    seen: int  # keys so far
     setting: tuple[int, int, str]
     start: Tensor | None = None
-    complete: bool = False
+    complete: bool = False  # whether all sinks are known to be there
 
     @property
     def unpadded(self) -> bool:
@@ -90,9 +87,8 @@ class WindowState(NamedTuple):
 class State(NamedTuple):
     """Everything attention needs to know of the keys seen.
 
-    `sums` (b, h, m, v + 1): the sums of `psi(k) [v, 1]'` relative to `exp(log_scale)`, log_scale (b, h); maps of their
-    own kind sum other columns. `total` (b, h, v + 1): the sum of the values, and the number of keys. `window` holds the
-    exact keys of windowed attention; `origin` tells which map and scale made it.
+    `sums` (b, h, m, v + 1): those of `psi(k) [v, 1]'` relative to `exp(log_scale)`; some maps sum others.
+    `total` (b, h, v + 1): sum of the values and number of keys. `origin`: the map that made it.
     """
 
     sums: Tensor
@@ -120,14 +116,13 @@ class State(NamedTuple):
 
     def map(self, f: Any) -> State:
         """Every tensor through f; all have the batch in front."""
+        return _through(self, f)
 
-        def through(x: Any) -> Any:
-            if isinstance(x, Keys | WindowState | State):
-                return type(x)(*(through(t) for t in x))
-            return f(x) if isinstance(x, Tensor) else x
 
-        found: State = through(self)
-        return found
+def _through(x: Any, f: Any) -> Any:
+    if isinstance(x, Keys | WindowState | State):
+        return type(x)(*(_through(t, f) for t in x))
+    return f(x) if isinstance(x, Tensor) else x
 
 
 class Sums(NamedTuple):
@@ -156,9 +151,9 @@ def absorb(
     *,
     phi: FeatureMap | None = None,
 ) -> State:
-    """Add keys (their features (..., s, m)) with values v (..., s, v) to a state; masked keys add nothing.
+    """Add keys, features (..., s, m) and values (..., s, v), to a state; masked ones add nothing.
 
-    `phi`: the map of the features, needed where it sums keys in its own way.
+    `phi`: the map, needed where it sums keys in its own way.
     """
     _check_size(features.values, state, "absorb")
     v = v.to(features.values.dtype)
@@ -186,12 +181,10 @@ def read(state: State, features: Features, *, positive: bool = True, phi: Featur
     """Normalised attention of queries (their features (..., n, m)) over the keys of a state, (..., n, v).
 
     `positive=False` for signed maps: a row whose normaliser is below a tenth of its bound gets the mean of all values.
-    `phi`: the map of the features, needed where it reads its sums in its own way.
+    `phi`: the map, needed where it reads its sums in its own way.
     """
     if state.window is not None:
-        raise BochnerError(
-            "read answers from the kernel's sums alone, this state has an exact window; resume it instead."
-        )
+        raise BochnerError("read answers from the kernel's sums alone; resume a state with an exact window instead.")
     _check_size(features.values, state, "read")
     positive = positive if phi is None else phi.has_positive_sums
     rows, _, bound = read_sums(features.values, Sums(state.sums, state.log_scale), phi, positive=positive)
@@ -233,11 +226,8 @@ def add_key(sums: Sums, features: Features, columns: Tensor, mask: Tensor | None
 
 
 def read_sums(values: Tensor, sums: Sums, phi: FeatureMap | None, *, positive: bool) -> tuple[Tensor, Any, Any]:
-    """Values and normaliser (..., n, v + 1) of rows by their features (..., n, m), relative to exp(ref).
-
-    The second is the log of a factor of each row, None for 1; the third bounds the normaliser of a signed map, None for
-    positive ones.
-    """
+    """Values and normaliser (..., n, v + 1) of rows by their features (..., n, m), relative to exp(ref); the log of a
+    factor of each row, None for 1; a bound of the normaliser, None for positive maps."""
     rows, factor = values @ sums.value, None
     if phi is not None:
         rows, factor = phi.answer(rows, sums.value[..., -1:, :], values)
@@ -270,7 +260,7 @@ def value_sums(v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def with_means(out: Tensor, bad: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (..., n, v) with the mean of the values seen in place of bad ones, and which of those see any.
+    """Rows (..., n, v) with the mean in place of bad ones, and which of those see any value.
 
     `seen` (..., n or 1, v + 1): the sum of the values, and their number.
     """
@@ -282,7 +272,6 @@ def normaliser(den: Tensor, bound: Tensor | None, floor: float, *, looks: bool) 
     """Normalisers (..., n, 1) to divide by, 1 for those that cannot be, and which those are; None where all can be.
 
     A positive map's must be at least `floor`; one with a `bound` (..., n, 1) at least `SMALL` of that.
-    `looks`: whether asking for a value is cheap.
     """
     least = floor if bound is None else (SMALL * bound).clamp_min(torch.finfo(den.dtype).tiny)
     if looks and bound is None:  # the usual case, in one pass
@@ -294,30 +283,26 @@ def normaliser(den: Tensor, bound: Tensor | None, floor: float, *, looks: bool) 
 
 
 def finished(
-    total: Tensor, log_weight: Tensor, bound: Tensor | None, exact: Sequence[Any], floor: float | None, *, looks: bool
+    total: Tensor, log_weight: Tensor, bound: Tensor | None, exact: Sequence[Any], floor: float, *, looks: bool
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
     """Rows (..., n, v) of the kernel's sums (..., n, v + 1), relative to exp(log_weight), and of exact rows (..., n, v)
-    with the logarithms of their normalisers; which cannot be divided and are zero; the normaliser and its reference.
-
-    Exact terms are their own bound. Without a floor nothing is divided.
-    """
-    num, den, ref, bad, weights = total[..., :-1], total[..., -1:], log_weight.detach(), None, []
-    if exact or floor is None:
+    with the logarithms of their normalisers; which cannot be divided and are zero; the normaliser and its reference."""
+    num, den, ref = total[..., :-1], total[..., -1:], log_weight.detach()
+    if exact:
         for _, log in exact:
             ref = torch.maximum(ref, log.detach())
         ref = ref.clamp_min(EMPTY)
         share, weights = (log_weight - ref).exp(), [(log - ref).exp() for _, log in exact]
-        near = sum(weights[1:], weights[0]) if weights else torch.zeros_like(ref)
+        near = sum(weights[1:], weights[0])
         den = torch.addcmul(near, den, share)
-        bound = None if bound is None else torch.addcmul(near, bound, share).detach()
-    if floor is not None:
-        den, bad = normaliser(den, bound, floor, looks=looks)
-        num = num if bad is None else num.masked_fill(bad, 0)  # not infinity times zero, NaN in the gradients
-    if exact or floor is None:
+        bound = None if bound is None else torch.addcmul(near, bound, share).detach()  # exact terms are their own
+    den, bad = normaliser(den, bound, floor, looks=looks)
+    num = num if bad is None else num.masked_fill(bad, 0)  # not infinity times zero, NaN in the gradients
+    if exact:
         num, overwrites = num * share, in_place(num)
         for (rows, _), weight in zip(exact, weights, strict=True):
             num = torch.addcmul(num, rows, weight, out=num if overwrites else None)
-    out = num if floor is None else num / den
+    out = num / den
     return out if bad is None else out.masked_fill(bad, 0), bad, (den, ref)
 
 

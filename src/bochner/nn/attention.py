@@ -27,7 +27,7 @@ from bochner.maps import feature_map as make_feature_map
 from bochner.maps.base import FeatureMap, NoFeatures
 
 OWNER = "MultiheadAttention"
-SET_BY_LAYER = {"is_causal", "key_padding_mask", "window", "sinks", "cu_seqlens", "state", "return_state"}
+SET_BY_LAYER = {"is_causal", "key_padding_mask", "window", "sinks", "state", "return_state"}
 CALL_OPTIONS = {
     p.name for p in inspect.signature(linear_attention).parameters.values() if p.kind is p.KEYWORD_ONLY
 } - SET_BY_LAYER
@@ -47,7 +47,7 @@ class Attention:
     - `rotary`: rotate queries and keys by their positions, Su et al. 2021. A number is the base, True is 10,000.
     - `map_options`: keywords of `bochner.feature_map`, such as `projection`, `seed`, `num_heads` for a map of its own
       in every head, and `redraw_every`.
-    - `options`: further keywords of `linear_attention`, such as `scale`, `normalize` and `window_kind`.
+    - `options`: further keywords of `linear_attention`, such as `scale` and `window_kind`.
 
     >>> Attention("relu", 64, window=32, map_options={"redraw_every": 100})
     Attention('relu', 64, window=32, map_options={'redraw_every': 100})
@@ -77,7 +77,6 @@ class Attention:
             )
         if self.options.get("scale") is not None:
             positive_float(self.options["scale"], "scale", OWNER)
-        flag(self.options.get("normalize", True), "normalize", OWNER)
         if self.feature_map is None and self.window is None and not self.sinks:
             raise BochnerError(
                 "Attention without a map needs a 'window' or 'sinks': nothing else would be attended to."
@@ -284,11 +283,11 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _check_plain(self, method: str) -> None:
         a = self.attention
-        extra = self.bias_k is not None or self.add_zero_attn or not a.options.get("normalize", True)
+        extra = self.bias_k is not None or self.add_zero_attn
         if a.window is not None or a.sinks or a.rotary or extra:
             raise BochnerError(
-                f"{OWNER}.{method} sums keys up in the kernel alone; build the module with a normaliser and without a "
-                "window, sinks, rotary positions and extra keys."
+                f"{OWNER}.{method} sums keys up in the kernel alone; build the module without a window, "
+                "sinks, rotary positions and extra keys."
             )
 
     def _root(self, q: Tensor) -> float:
