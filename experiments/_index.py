@@ -180,7 +180,6 @@ BEYOND = {
     "minilm_target": ("an encoder converted to a target", "speed-up-an-encoder.md"),
     "moments_frontier": ("moments, fitted to nothing", "which-map.md"),
     "needles": ("needles found with a smaller cache", "shrink-a-cache.md"),
-    "parallel_plan": ("cost of a split sequence, predicted and measured", "several-machines.md"),
     "recall": ("recall of pairs, predicted and measured", "results-attention.md"),
     "sampler_variance": ("what a draw of each sampler is worth", "sampling.md"),
     "fits_that_travel": ("maps fitted to one kind of text, or to three", "which-map.md"),

@@ -18,7 +18,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from bochner import BochnerError, cli
+from bochner import cli
 
 runner = CliRunner()
 
@@ -208,20 +208,3 @@ def test_the_demonstration_runs(tmp_path: Path) -> None:
     done = runner.invoke(cli.app, ["demo", "--quick", "--out", str(tmp_path / "r.html")])
     assert done.exit_code == 0, done.output
     assert "of its quality" in (tmp_path / "r.html").read_text()
-
-
-def test_the_time_of_a_shard_is_measured_by_the_split_attention(tmp_path: Path) -> None:
-    """In a group of one process, which is gone afterwards; inside a group of the user's nothing is measured."""
-    import torch.distributed as dist
-
-    from bochner.report.parallel import AttentionShape, shard_seconds
-
-    seconds = [shard_seconds(AttentionShape(2, 1, 8, 16, is_causal=causal), 64) for causal in (False, True)]
-    assert all(0 < s < 1 for s in seconds)
-    assert not dist.is_initialized()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        with pytest.raises(BochnerError, match="give seconds_per_token"):
-            shard_seconds(AttentionShape(2, 1, 8, 16), 64)
-    finally:
-        dist.destroy_process_group()
