@@ -109,11 +109,6 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ),
     (
         "results-models.md",
-        "A recipe with a kernel keeps N to N % everywhere",
-        lambda: [f(further(FITTED)) for f in (min, max)],
-    ),
-    (
-        "results-models.md",
         "The longest search took N minutes on one core, the shortest N seconds",
         lambda: [max(search_seconds()) / 60, min(search_seconds())],
     ),
