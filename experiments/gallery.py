@@ -158,7 +158,9 @@ def pages() -> dict[str, str]:
         head = f"# {paper.title}\n\nEvery item of paper {paper.key}, then its experiments. [All papers](gallery.md).\n"
         found[name] = "\n".join([head, *items(paper, homes), *sections]).rstrip() + "\n"
     head = "# Beyond the papers\n\nClaims of our own, which hold or fail. Those of the papers: [gallery](gallery.md).\n"
-    found[OWN] = "\n".join([head, *(section(e, title, [], page) for e, (title, page) in BEYOND.items())]).rstrip() + "\n"
+    found[OWN] = (
+        "\n".join([head, *(section(e, title, [], page) for e, (title, page) in BEYOND.items())]).rstrip() + "\n"
+    )
     return found
 
 
