@@ -45,7 +45,7 @@ def untried(label: str, title: str, why: str, page: str = "") -> Item:
     return Item(label, title, verdict="not tried", why=why, page=page)
 
 
-DRAWING = "a drawing of the method; the library's own is in the architecture and on the page about attention"
+DRAWING = "a drawing of the method; ours is on the page How it works"
 # Seconds of a step of six layers of width 512 with positive features, one sequence and one thread: `train_speed`.
 DAYS = "a step of six layers of its width over one sequence of {} tokens takes {} s of a core here (Figure {}): {}"
 NO_MODEL = "the model or the data is not in a package registry: {}"

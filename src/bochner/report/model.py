@@ -22,7 +22,6 @@ from bochner.hf.search import SearchReport
 from bochner.hf.search.texts import batches_for, settle
 from bochner.hf.search.verify import Verifier
 from bochner.report import Number, Report
-from bochner.report.charts import frontier_chart
 from bochner.report.cost import Times, add_costs, memory_number
 from bochner.report.viewer import HeadPictures
 
@@ -154,22 +153,18 @@ def target_page(
     page.steps(_steps(report, place))
     if pictures is not None:
         page.heading("What the heads look at").heads(pictures)
-    page.heading("Loss against cost")
     # Candidates may have as many heads of each kind as another: the number tells them apart.
-    points = {f"{i}: {c.heads}": c for i, c in enumerate(report.frontier, 1)}
-    costs = {}
+    names = [f"{i}: {c.heads}" for i, c in enumerate(report.frontier, 1)]
+    costs: dict[str, list[float]] = {"quality lost": [1 - c.quality.retained for c in report.frontier]}
     if any(layer.is_causal for layer in plan.layers):
-        costs["memory of the cache"] = [c.memory for c in report.frontier]
+        costs["cache"] = [c.memory for c in report.frontier]
     if all(c.attention is not None for c in report.frontier):
         costs["time of all attention"] = [c.attention or 0.0 for c in report.frontier]
-    for label, cost in costs.items():
-        lost = [1 - c.quality.retained for c in report.frontier]
-        axes = {"x_label": f"{label} at {length:,} tokens, share of the original's", "y_label": "share of quality lost"}
-        found = dict(zip(points, zip(cost, lost, strict=True), strict=True))
-        page.figure(frontier_chart("what is lost, by cost", found, **axes, chosen=list(points)[report.chosen]))
+    rows = [[name, *(f"{column[i]:.1%}" for column in costs.values())] for i, name in enumerate(names)]
+    page.heading("What was measured").table(["choice", *costs], rows, chosen=names[report.chosen])
     page.text(
-        "Every choice was measured on one set of texts. The one that was taken was measured again on validation texts, "
-        "which the search never used. The numbers are those of the table under All figures.",
+        f"Costs are shares of the original's at {length:,} tokens. Every choice was measured on one set of texts. The "
+        "one that was taken was measured again on validation texts, which the search never used.",
         note=True,
     )
     add_costs(page, plan, times, "as chosen", positions=report.positions, source=source)
