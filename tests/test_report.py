@@ -180,11 +180,11 @@ def test_the_crossing_is_where_the_lines_cross_and_the_sentence_agrees() -> None
 
     never = {512: {"exact": 1.0, "a": 2.0}, 1024: {"exact": 2.0, "a": 3.0}}
     assert crossing(never, "a") is None
-    assert "faster than a at every length" in crossing_sentence(None, never, "a")
+    assert "Exact attention is faster at every length" in crossing_sentence(None, never)
     later = {512: {"exact": 1.0, "a": 2.0}, 2048: {"exact": 16.0, "a": 8.0}}
     where = crossing(later, "a")
     assert where == pytest.approx(1024, rel=1e-6)
-    assert "Below about 1,000 tokens" in crossing_sentence(where, later, "a")
+    assert "Below about 1,000 tokens" in crossing_sentence(where, later)
     assert round_length(937) == 940
 
 

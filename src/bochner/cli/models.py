@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from bochner._checks import ArgumentError, BochnerError
+from bochner._progress import quietly
 from bochner.cli.common import (
     KNOWN,
     Json,
@@ -202,9 +203,9 @@ def convert(
             }
         )
         return
-    console.print(str(plan), highlight=False)
+    console.print(str(plan), highlight=False, soft_wrap=True)
     console.print(f"calibrated on {len(found)} passages of {source}", highlight=False)
-    console.print(f"saved to {out}; call bochner.hf.register() before from_pretrained", highlight=False)
+    console.print(f"saved to {out}; import bochner.hf before from_pretrained", highlight=False)
 
 
 def inputs(model: str, text: Path | None, passages: int, memory: float | None) -> tuple[Any, Any, list[str], str]:
@@ -290,8 +291,9 @@ def save(model: Any, tokenizer: Any, out: Path) -> None:
     """Write elsewhere and move into place at the end: what is stopped half way leaves nothing half written."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as tmp:
-        model.save_pretrained(tmp)
-        tokenizer.save_pretrained(tmp)
+        with quietly():
+            model.save_pretrained(tmp)
+            tokenizer.save_pretrained(tmp)
         out.mkdir(exist_ok=True)
         for file in sorted(Path(tmp).iterdir()):
             os.replace(file, out / file.name)

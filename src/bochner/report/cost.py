@@ -78,7 +78,7 @@ def add_costs(
     if border:
         told += f"Rows that see fewer than {border:,} keys ('exact_below') stay exact; quality was measured without it."
     else:
-        told += crossing_sentence(crossing(times, name), times, name)
+        told += crossing_sentence(crossing(times, name), times)
     if positions is not None and positions < max(times):
         told += f" The model has positions for {positions:,} tokens: beyond them its attention alone was timed."
     if decodes:
@@ -88,12 +88,12 @@ def add_costs(
         page.text(f"Text: {source}.", note=True)
 
 
-def crossing_sentence(where: float | None, times: Times, name: str) -> str:
+def crossing_sentence(where: float | None, times: Times) -> str:
     low, high = min(times), max(times)
     if where is None:
-        return f"Exact attention is faster than {name} at every length measured, up to {high:,} tokens."
+        return f"Exact attention is faster at every length measured, up to {high:,} tokens."
     if where <= low:
-        return f"{name} is faster at every length measured, from {low:,} tokens on."
+        return f"The converted layer is faster at every length measured, from {low:,} tokens on."
     return f"Below about {round_length(where):,} tokens exact attention is faster: keep it there ('exact_below')."
 
 

@@ -26,6 +26,7 @@ from bochner.report.cost import Times, add_costs, memory_number
 from bochner.report.viewer import HeadPictures
 
 MOST_TOKENS, MOST_HEADS = 96, 300  # of the text whose attention is shown; heads on one page
+DISTILL = ("If a little more quality matters, convert with --steps 60, which distills the maps.", "")
 GOOD = 0.98  # what a recipe keeps of the quality to be called good
 
 
@@ -118,17 +119,6 @@ class Place:
             "import transformers\nimport bochner\n\nbochner.hf.register()\n"
             f"model = transformers.{self.loader}.from_pretrained({self.saved!r})\n"
             f"tokenizer = transformers.AutoTokenizer.from_pretrained({self.saved!r})",
-        )
-
-    def distill(self) -> tuple[str, str]:
-        """Goes on where `load` ends."""
-        texts = 'texts = bochner.data.paragraphs("calibration", 48)'
-        if self.text:
-            texts = f'import pathlib\n\ntexts = pathlib.Path({self.text!r}).read_text(encoding="utf-8").split("\\n\\n")'
-        return (
-            "If a little more quality matters, distill it, and save it again.",
-            f"{texts}\nbochner.distill(model, bochner.Calibration(texts, tokenizer, batch_size=4))\n"
-            f"model.save_pretrained({self.saved!r})",
         )
 
 
@@ -249,7 +239,7 @@ def recipe_page(
         ],
         good=quality.retained >= GOOD and bool(approximate) and ratio < 1,
     )
-    steps = [place.load(), place.distill()]
+    steps = [place.load(), DISTILL]
     if quality.retained < GOOD or not approximate:
         steps.insert(0, ("Let a search choose for every head.", place.convert("--keep 0.99")))
     page.steps(steps)
@@ -289,5 +279,5 @@ def _steps(report: SearchReport, place: Place) -> list[tuple[str, str]]:
             ("Ask for a lower quality.", less),
             ("Or ask for longer sequences, where approximate heads save more.", again.format(asked, 2 * goal.length)),
         ]
-    done = [place.load(), place.distill()]
+    done = [place.load(), DISTILL]
     return done if place.out else [("Convert it and save it.", place.convert(f"{asked} --length {goal.length}")), *done]
