@@ -113,7 +113,7 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float]]]] = [
         lambda: [max(search_seconds()) / 60, min(search_seconds())],
     ),
     (
-        "results-models.md",
+        "speed-up-an-encoder.md",
         "transcript of N words, so one word is N %",
         lambda: [experiment("speech_encoder")[FITTED]["words"], 100 / experiment("speech_encoder")[FITTED]["words"]],
     ),
