@@ -22,11 +22,11 @@ from bochner.hf.search.knapsack import Choice, Table
 from bochner.hf.search.options import Say, Space
 from bochner.hf.search.texts import Batches, Goal, Split, stream
 from bochner.hf.search.verify import TOKENS
-from bochner.hf.selected_fit import MIXED, FittedScores, can_select, fit_scores, passages_of, window_for
+from bochner.hf.selected_fit import COARSE, FINE, FittedScores, can_select, fit_scores, passages_of, window_for
 
 SHARES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.45, 0.6, 0.8)  # of the older keys, the ladder
 LEAST, MOST = 0.002, 0.95  # shares
-PRECISIONS = (MIXED, "int8", "bfloat16", "model")  # the coarsest first
+PRECISIONS = (COARSE, FINE)  # the coarsest first
 PACKED = 2  # channels in a byte
 
 
@@ -66,8 +66,7 @@ class SelectedSpace(Space):
         )
         self.scores.note(self.draft)
         sizes = [size for layer in self.layers.values() for size in (layer.plan.head_dim, layer.plan.value_dim)]
-        names = PRECISIONS if all(size % PACKED == 0 for size in sizes) else PRECISIONS[1:]
-        self.precisions = [name for name in names if name != "bfloat16" or self.dtype == torch.float32]
+        self.precisions = PRECISIONS if all(size % PACKED == 0 for size in sizes) else PRECISIONS[1:]
         self.rungs = self._ladder()
 
     def _ladder(self) -> list[Rung]:
