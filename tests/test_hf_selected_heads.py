@@ -322,7 +322,6 @@ def test_models_that_are_no_decoders_are_refused(model: str) -> None:
         ({"window": 0}, "'window'"),
         ({"budget": -1}, "'budget'"),
         ({"precision": "int3"}, "precision 'int3'"),
-        ({"precision": "int3"}, "precision 'int3'"),
     ],
 )
 def test_mistakes_get_a_sentence(settings: dict[str, Any], words: str) -> None:

@@ -33,7 +33,8 @@ class Rows(NamedTuple):
 
     def at(self, *place: Any) -> Rows:
         """Some of them, by the axes behind those of batch and keys or values."""
-        return Rows(*(x[:, :, *place] for x in self))
+        where = (slice(None), slice(None), *place)
+        return Rows(self.codes[where], self.steps[where])
 
     def then(self, others: Rows) -> Rows:
         return Rows(*(torch.cat([x, y], dim=2) for x, y in zip(self, others, strict=True)))
@@ -107,7 +108,7 @@ def _bits(dimensions: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _step(x: Tensor, top: float) -> Tensor:
     """The steps (..., 1) of rows: rounded first, so that what divides is what will multiply."""
-    return (torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True) / top).clamp_(2.0**-24, 65504.0).half()
+    return (x.abs().amax(-1, keepdim=True) / top).clamp_(2.0**-24, 65504.0).half()
 
 
 Precision = Int8 | Int4

@@ -20,7 +20,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,7 +76,7 @@ def alive(held: Tensor, arriving: Tensor, capacity: int) -> Tensor:
     m, c = held.shape[-1], arriving.shape[-1]
     every = torch.cat([held, arriving], dim=-1)
     there = (every > EMPTY).unsqueeze(-2).expand(*every.shape[:-1], c, -1)
-    arrived = torch.ones(c, m + c, dtype=torch.bool, device=held.device).tril(m)
+    arrived = torch.arange(m + c, device=held.device) <= torch.arange(m, m + c, device=held.device)[:, None]
     if m + c <= capacity:
         return there & arrived
     ordered = held.sort(dim=-1).values
@@ -328,7 +327,7 @@ class SelectedState:
         met = torch.cat([torch.bmm(near_asked, near[:, 0].mT), strong], dim=-1).unflatten(1, (g, -1))
         logits = torch.addcmul(torch.add(added, self.others, alpha=HIDDEN), met, key_step)
         if weak:  # they have no step
-            logits[..., border:] += weak[0].unflatten(1, (g, -1))
+            logits[..., border:].add_(weak[0].unflatten(1, (g, -1)))
         # 2. Weights, values, and back from stored numbers.
         weight = (logits.softmax(-1) * value_step).flatten(1, 2)
         older = weight[..., border:]
@@ -384,7 +383,7 @@ class SelectedState:
         )
         rank = pool[2]
         rows = torch.arange(b, device=q.device)[:, None]
-        filled = (rank[:, :capacity] > EMPTY).any(0)  # slots that are empty in all sequences are left out
+        filled = rank[:, :capacity].amax(0) > EMPTY  # slots that are empty in all sequences are left out
         held = torch.arange(capacity, device=q.device)[filled].expand(b, -1)
         out = []
         for start in range(0, n, BLOCK):

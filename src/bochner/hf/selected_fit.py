@@ -69,7 +69,7 @@ class FittedScores:
     def plan(self, draft: Plan, share: float, precision: str, length: int) -> Plan:
         """A plan that holds a share of the older keys of a text of `length` tokens, counted over all heads.
 
-        With the precision `COARSE`, older keys and values have 8 bits in the few layers that hold most of what rounding them costs.
+        With the precision `COARSE`, they have 8 bits in the few layers that hold most of what rounding them costs.
         """
         names = list(self.layers)
         mean = sum(x.lost for x in self.layers.values()) / len(names)
