@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from bochner import BochnerError, Conversion, Distillation, Plan, Target, conver
 from bochner.hf import Selected, cache_bytes, discover, fit_selected, selected_fit, selected_heads  # noqa: E402
 from bochner.hf.calls import Call  # noqa: E402
 from bochner.hf.fates import EXACT  # noqa: E402
+from bochner.hf.interface import attached  # noqa: E402
 from bochner.hf.observe import frozen, recording  # noqa: E402
 from bochner.hf.plan import Fitted, LayerPlan  # noqa: E402
 from bochner.hf.search import options  # noqa: E402
+from bochner.hf.search import selected as search_selected  # noqa: E402
 from bochner.hf.selected import SelectedKeys, SelectedState  # noqa: E402
 from bochner.hf.selected_fit import fit_scores, passages_of  # noqa: E402
 
@@ -372,8 +375,33 @@ def test_the_search_fills_the_memory_that_is_given() -> None:
     text = str(conversion.report)
     assert "in bfloat16" in text
     assert "4 selected: int4" in text
+    parts = conversion.report.ablations
+    assert list(parts) == ["windows alone", "no attention"]
+    assert f"windows alone {parts['windows alone']:.2%}, no attention {parts['no attention']:.2%}" in text
     found = {layer.fates[0].precision for point in conversion.report.frontier for layer in point.plan.layers}
     assert found <= {"int4", "int8"}
+
+
+def test_ablations_are_the_model_without_older_keys_and_without_attention() -> None:
+    model, x = decoder(), ids(60)
+    names = list(discover(model))
+    fitted = fit_scores(model, names, passages_of(model, ids(400)[0]), 8, say=lambda text: None)
+    plan = fitted.plan(Plan.of(discover(model), "llama"), 0.25, "int4", 200)
+
+    def look(changed: Any) -> Any:
+        with torch.no_grad():
+            return SimpleNamespace(quality=SimpleNamespace(retained=changed(x, use_cache=False).logits))
+
+    space = SimpleNamespace(model=model, build=fitted.build)
+    problem = SimpleNamespace(space=space, texts=SimpleNamespace(look=look), say=lambda text: None)
+    found = search_selected.ablations(problem, plan)
+    small = fitted.plan(Plan.of(discover(model), "llama"), 0.25, "int4", 8)
+    assert all(fate.budget == 0 for layer in small.layers for fate in layer.fates)
+    with attached(model, small, fitted.build(small)):
+        torch.testing.assert_close(found["windows alone"], look(model).quality.retained)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+    torch.testing.assert_close(found["no attention"], look(model).quality.retained)
 
 
 def test_the_search_finds_the_least_memory_that_keeps() -> None:
