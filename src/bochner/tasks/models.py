@@ -145,6 +145,16 @@ def copies_of(phi: FeatureMap) -> type[FeatureMap]:
     return Copy
 
 
+class MaskedBert(transformers.BertForMaskedLM):  # type: ignore[name-defined]
+    """BERT that guesses hidden symbols; in training its head, wide where symbols are many, sees their rows alone."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        if labels is None or not self.training:
+            return super().forward(input_ids, attention_mask=attention_mask, labels=labels)
+        rows, asked = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state, labels != IGNORE
+        return {"loss": nn.functional.cross_entropy(self.cls(rows[asked]), labels[asked])}
+
+
 class Pooled(nn.Module):
     """An encoder whose rows are made one: the first, or the mean of those that are not padding."""
 
@@ -277,7 +287,13 @@ def _build(task: Task, preset: Preset, attention: Attention, own: Any, seed: int
     if attention.name in PEERS and not peer.config:
         register()
         options["attn_implementation"] = "bochner_peer"
-    model = getattr(transformers, "AutoModel" if pooled else AUTO[task.kind]).from_config(config, **options)
+    is_bert = task.kind == "masked" and isinstance(config, transformers.BertConfig)
+    kind = (
+        MaskedBert._from_config
+        if is_bert
+        else getattr(transformers, "AutoModel" if pooled else AUTO[task.kind]).from_config
+    )
+    model = kind(config, **options)
     if preset.positions == "sinusoidal" and task.kind != "ctc":
         sinusoids_(model, preset.width**-0.5)
     elif preset.positions == "grid":
