@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,45 @@ def test_importing_bochner_does_not_import_the_extras() -> None:
     script = "import sys, bochner; print([m for m in ('transformers', 'rich', 'typer', 'sklearn') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.model
+def test_the_demonstration_shows_a_picture_first_and_says_what_was_gained(tmp_path: Path, monkeypatch: Any) -> None:
+    """With a small decoder of random weights, which nothing is learned from."""
+    transformers = pytest.importorskip("transformers")
+    from bochner import data, demo
+
+    try:
+        path = data.fetch("minilm", quiet=True)
+    except data.ArtefactUnavailable as error:
+        pytest.skip(str(error))
+    names = ["input_ids", "attention_mask"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, model_input_names=names)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=len(tokenizer))).eval()
+    monkeypatch.setattr(demo, "load_smollm2", lambda: (model, tokenizer))
+    monkeypatch.setattr(demo, "LENGTH", 600)
+    monkeypatch.setattr(data, "paragraphs", partial(data.paragraphs, source="python"))
+    convert, pages = demo.convert, []
+
+    def watched(model: Any, spec: Any, *rest: Any, **how: Any) -> Any:
+        pages.append((tmp_path / "r.html").read_text(encoding="utf-8") if (tmp_path / "r.html").exists() else "")
+        return convert(model, spec, *rest, **how)
+
+    monkeypatch.setattr(demo, "convert", watched)
+    rows, path = demo.run(lambda text: None, tmp_path / "r.html", quick=True)
+    assert pages[0] == ""  # the recipe of the first look
+    assert "a first look" in pages[1]  # there when the search begins
+    (name, before, whole, _), (converted, after, retained, rate) = rows
+    assert (name, whole, converted) == ("as it is", 100.0, "converted")
+    assert before == pytest.approx(
+        2 * 2 * 600 * 64 * 4 / 1e6, rel=0.05
+    )  # layers, keys and values, tokens, width, bytes
+    assert after < 0.12 * before
+    assert retained > 0
+    assert rate > 0
+    assert f"takes {after:.1f} MB in place of {before:.1f} MB after 600 tokens" in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.model

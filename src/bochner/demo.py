@@ -39,10 +39,9 @@ def run(say: Say, out: str | Path, *, quick: bool = False) -> tuple[list[list[An
     conversion = convert(model, target, Calibration(texts, tokenizer), progress=True)
     written.append(("converted", write(model, tokenizer)))
     final = conversion.report.final
-    retained = {"original": 100.0, "converted": 100 * final.quality.retained}
     rows: list[list[Any]] = [
-        [name, cost["cache_bytes"] / 1e6, retained[name], 1 / cost["step_seconds"]]
-        for name, cost in final.whole.items()
+        [name, final.whole[key]["cache_bytes"] / 1e6, 100 * quality, 1 / final.whole[key]["step_seconds"]]
+        for name, key, quality in (("as it is", "original", 1.0), ("converted", "converted", final.quality.retained))
     ]
     page = report_page(conversion, rows, written).heading(FIRST_LOOK).heads(pictures)
     return rows, page.save(out)
