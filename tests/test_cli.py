@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from bochner import BochnerError, cli
+from bochner import cli
 
 runner = CliRunner()
 
@@ -160,13 +159,12 @@ def test_what_a_report_says_to_do_next_can_be_done(tmp_path: Path, monkeypatch: 
     done = runner.invoke(cli.app, [*shlex.split(command)[1:], "--report", "page.html"])
     assert done.exit_code == 0, done.output
     steps = [step for step in code_of(Path("page.html")) if not step.startswith("bochner convert")]
-    assert len(steps) == 2
-    short = bochner.Distillation(steps=1, end_to_end=0)
-    monkeypatch.setattr(bochner, "distill", partial(bochner.distill, how=short))
+    assert len(steps) == 1
     names: dict[str, Any] = {}
-    for step in steps:
-        exec(step, names)
+    exec(steps[0], names)
     assert bochner.Conversion.of(names["model"]).plan.num_heads == 8
+    assert "convert with --steps 60" in Path("page.html").read_text(encoding="utf-8")
+    assert runner.invoke(cli.app, [*shlex.split(command)[1:], "--steps", "1"]).exit_code == 0
     # A target of a length that the model cannot read: the page asks for one that it can.
     goal = ["--keep", "0.9", "--length", "600", "--text", "my text.txt", "--report", "page.html"]
     assert runner.invoke(cli.app, ["search", "a model", *goal]).exit_code == 1  # three texts of 512 tokens are needed
@@ -208,20 +206,3 @@ def test_the_demonstration_runs(tmp_path: Path) -> None:
     done = runner.invoke(cli.app, ["demo", "--quick", "--out", str(tmp_path / "r.html")])
     assert done.exit_code == 0, done.output
     assert "of its quality" in (tmp_path / "r.html").read_text()
-
-
-def test_the_time_of_a_shard_is_measured_by_the_split_attention(tmp_path: Path) -> None:
-    """In a group of one process, which is gone afterwards; inside a group of the user's nothing is measured."""
-    import torch.distributed as dist
-
-    from bochner.report.parallel import AttentionShape, shard_seconds
-
-    seconds = [shard_seconds(AttentionShape(2, 1, 8, 16, is_causal=causal), 64) for causal in (False, True)]
-    assert all(0 < s < 1 for s in seconds)
-    assert not dist.is_initialized()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        with pytest.raises(BochnerError, match="give seconds_per_token"):
-            shard_seconds(AttentionShape(2, 1, 8, 16), 64)
-    finally:
-        dist.destroy_process_group()

@@ -141,6 +141,7 @@ PACKAGES = (
     "theory",
 )
 SPEAKERS = {"warn", "say", "info", "Option", "Argument", "verdict", "steps", "heading", "text", "Number"}
+SPEAKERS |= {"option", "target", "recipe", "training", "model", "of_run"}  # options of commands
 COMMANDS = ("cli/information.py", "cli/models.py", "cli/planning.py", "tasks/command.py")
 
 
