@@ -382,6 +382,25 @@ def test_the_model_of_a_run_comes_back_from_its_directory(
         tasks.load(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("attention", ["exact", "identity", "positive"])
+def test_a_head_that_sees_hidden_symbols_alone_has_the_loss_of_all(attention: str) -> None:
+    task = tasks.task("protein")
+    preset = tasks.preset_of(task, "small", length=40, width=32, feedforward=32, dropout=0.0)
+    model = tasks.build(task, preset, tasks.choose(task, attention, preset))
+    ids = torch.randint(base.SPECIAL, 24, (3, 40), generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(torch.arange(40) % 6 != 1, base.IGNORE)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    found = []
+    for mode in (True, False):
+        model.zero_grad()
+        out = model.train(mode)(**inputs)
+        out["loss"].backward()
+        found.append([out["loss"], *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1]) > 10
+    for one, all_ in zip(*found, strict=True):
+        torch.testing.assert_close(one, all_, rtol=1e-4, atol=1e-6)
+
+
 def test_linformer_with_every_position_is_softmax() -> None:
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, 10, 4, generator=g) for _ in range(3))

@@ -254,6 +254,24 @@ def further() -> str:
     return table(["model", "`Target(keep=0.98)`", "time", "window 32, one sink", "and `landmark`, m = 64"], rows)
 
 
+def certified() -> str:
+    heads = ["heads", "tokens", "pairs visited", "keys needed", "time"]
+    found = [
+        (name, key, row)
+        for name in ("all-MiniLM-L6", "SmolLM2")
+        for key, row in experiment("certified_heads")[name].items()
+    ]
+    return table(
+        heads,
+        [
+            [name, f"{int(tokens):,}", share(row["visited"]), share(row["needed"]), f"{row['time']:.1f}x"]
+            for name, key, row in found
+            for tokens, error in [key.split("/")]
+            if error == "0.01"
+        ],
+    )
+
+
 def window_kinds() -> str:
     found = {
         (r["beside"], r["kind"]): r for r in experiment("window_kinds")["rows"] if r["model"].startswith("SmolLM2")
@@ -640,6 +658,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "book-perplexity": book_perplexity,
     "book-recall": book_recall,
     "further": further,
+    "certified": certified,
     "window-kinds": window_kinds,
     "fits": fits,
     "moments": moments,

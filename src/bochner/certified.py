@@ -57,9 +57,8 @@ def certified_attention(
 
     `q` (..., n, d), `k` (..., s, d), `v` (..., s, v), as in `torch.nn.functional.scaled_dot_product_attention`; heads
     are not grouped. Keys that provably carry too little mass are not visited. How many those are depends on the data:
-    `visited` tells. It pays for keys in tight clusters. On heads of pretrained transformers it does not: |q| r is about
-    20 there, the bounds are that far above the true masses, all pairs are visited, and exact attention is faster. Not
-    differentiable.
+    `visited` tells. It pays for keys in tight clusters. On heads of pretrained transformers it does not: |q| r is 8 to
+    19 there, the bounds are that far above the true masses, and all pairs are visited. Not differentiable.
 
     >>> g = torch.Generator().manual_seed(0)
     >>> k = 8 * torch.randn(16, 8, generator=g).repeat(64, 1)  # few distinct keys

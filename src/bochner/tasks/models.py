@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import ArgumentError, BochnerError, extra, positive_int
+from bochner._checks import ArgumentError, BochnerError, extra, lookup, positive_int
 from bochner.hf.config import Recipe
 from bochner.hf.conversion import convert
 from bochner.hf.masks import Mask
@@ -70,9 +70,7 @@ class Attention:
 
 def choose(task: Task, name: str, preset: Preset) -> Attention:
     """The attention of that name with the preset's sizes; refused if it cannot do the task or take the options."""
-    if name not in attentions():
-        short = [a for a in attentions() if not a.startswith("window+")]
-        raise ArgumentError(f"Unknown attention {name!r}; the valid names are {short}, and 'window+' before any map.")
+    lookup(dict.fromkeys(attentions()), name, "attention")
     chosen, options = Attention(name), dict(preset.options)
     if task.kind not in (*chosen.peer.kinds, "own"):
         wanted = {"causal": "causal attention", "ctc": "a Conformer"}[task.kind]
@@ -145,6 +143,16 @@ def copies_of(phi: FeatureMap) -> type[FeatureMap]:
 
     Copy.__name__ = f"{type(phi).__name__}Copy"
     return Copy
+
+
+class MaskedBert(transformers.BertForMaskedLM):  # type: ignore[name-defined]
+    """BERT that guesses hidden symbols; in training its head, wide where symbols are many, sees their rows alone."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        if labels is None or not self.training:
+            return super().forward(input_ids, attention_mask=attention_mask, labels=labels)
+        rows, asked = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state, labels != IGNORE
+        return {"loss": nn.functional.cross_entropy(self.cls(rows[asked]), labels[asked])}
 
 
 class Pooled(nn.Module):
@@ -279,7 +287,13 @@ def _build(task: Task, preset: Preset, attention: Attention, own: Any, seed: int
     if attention.name in PEERS and not peer.config:
         register()
         options["attn_implementation"] = "bochner_peer"
-    model = getattr(transformers, "AutoModel" if pooled else AUTO[task.kind]).from_config(config, **options)
+    is_bert = task.kind == "masked" and isinstance(config, transformers.BertConfig)
+    kind = (
+        MaskedBert._from_config
+        if is_bert
+        else getattr(transformers, "AutoModel" if pooled else AUTO[task.kind]).from_config
+    )
+    model = kind(config, **options)
     if preset.positions == "sinusoidal" and task.kind != "ctc":
         sinusoids_(model, preset.width**-0.5)
     elif preset.positions == "grid":
