@@ -258,13 +258,13 @@ BLIND = {"compiled": compiled, "vmap": mapped, "jvp": differentiated}
 def test_where_nothing_can_be_refused_rows_that_see_nan_are_nan_and_no_others(name: str, kind: str, way: str) -> None:
     how = KINDS.get(kind, {"window": 8, "is_causal": True})
     phi = feature_map("positive", dim=4, num_features=8)
-    inputs = dict(zip("qkv", draw_qkv(40, dtype=torch.float32), strict=True))
+    inputs = dict(zip("qkv", draw_qkv(40, h=4, g=2, dtype=torch.float32), strict=True))
     want = linear_attention(*inputs.values(), phi, **how)
     inputs[name] = inputs[name].clone()
     inputs[name][1, 1, 30] = torch.nan
     out = BLIND[way](lambda q, k, v: linear_attention(q, k, v, phi, **how))(*inputs.values())
-    sees = torch.zeros(2, 2, 40, dtype=torch.bool)
-    sees[1, 1, slice(30, 31) if name == "q" else slice(30, None) if how.get("is_causal") else slice(None)] = True
+    sees, heads = torch.zeros(2, 4, 40, dtype=torch.bool), slice(1, 2) if name == "q" else slice(2, 4)
+    sees[1, heads, slice(30, 31) if name == "q" else slice(30, None) if how.get("is_causal") else slice(None)] = True
     assert torch.equal(out.isnan().all(-1), sees)
     assert_same(out[~sees], want[~sees], tol=1e-5)
 

@@ -183,12 +183,23 @@ class Fed(FeatureMap):
         return to_features((x @ self.w.to(x.dtype).mT).exp())
 
 
+class FedBuffer(Fed):
+    """Weights that another network computes, in a buffer."""
+
+    def __init__(self, dim: int, num_features: int) -> None:
+        super().__init__(dim, num_features)
+        self.register_buffer("w", torch.zeros(num_features, dim))
+
+
+@pytest.mark.parametrize("kind", [Fed, FedBuffer])
 @pytest.mark.parametrize("wanted", [True, False], ids=["inputs too", "weights alone"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("exact", WINDOWS)
-def test_gradients_reach_a_network_that_feeds_the_map(exact: str, is_causal: bool, wanted: bool) -> None:
+def test_gradients_reach_a_network_that_feeds_the_map(
+    exact: str, is_causal: bool, wanted: bool, kind: type[Fed]
+) -> None:
     net, z = nn.Linear(3, 4).double(), torch.ones(6, 3, dtype=torch.float64).cumsum(0) / 6
-    phi = Fed(4, 6)
+    phi = kind(4, 6)
     q, k, v = (t.requires_grad_(wanted) for t in draw_qkv(90))
     leaves = [*net.parameters(), *([q, k, v] if wanted else [])]
     found = []
