@@ -94,6 +94,19 @@ def smollm2(steps: int) -> tuple[Any, Calibration, Target]:
 MODELS = {"small": small, "minilm": minilm, "smollm": smollm2}
 
 
+class Priced(Space):
+    """Options of an encoder cost the keys that they see, on every machine."""
+
+    def price(self, say: Any) -> None:
+        if self.goal.by_memory:
+            super().price(say)
+            return
+        for layer in self.layers.values():
+            seen = [3 * (getattr(f, "window", 0) or 0) + 1 + 2 * getattr(f, "num_features", 0) for f in layer.made]
+            layer.cost = torch.tensor([layer.length, *seen], dtype=torch.float64)
+            layer.split = 0.1 * layer.length
+
+
 class Case:
     """A model with its options, costs and texts, as the search has them before it chooses."""
 
@@ -112,15 +125,8 @@ class Case:
         return split(batches, self.goal)
 
     def fitted(self) -> Space:
-        space = Space(self.model, self.shapes, self.goal)
+        space = Priced(self.model, self.shapes, self.goal)
         space.fit(self.parts.fit, lambda text: print(text, flush=True))
-        if self.goal.by_memory:
-            space.price(print)
-            return space
-        for layer in space.layers.values():
-            seen = [3 * (getattr(f, "window", 0) or 0) + 1 + 2 * getattr(f, "num_features", 0) for f in layer.made]
-            layer.cost = torch.tensor([layer.length, *seen], dtype=torch.float64)
-            layer.split = 0.1 * layer.length
         return space
 
     def tables(self, damages: dict[str, Tensor]) -> list[Table]:

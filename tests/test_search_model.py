@@ -347,6 +347,21 @@ def test_an_encoder_is_searched_by_measured_time(monkeypatch: pytest.MonkeyPatch
         assert len(set(layer.fates) - {EXACT}) == 1
 
 
+def test_maps_that_take_longer_than_exact_attention_are_not_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted = []
+
+    def seconds(layers: Any, plan: Any, length: int, device: Any, dtype: Any) -> dict[str, float]:
+        return {"exact": 4.0, **{name: 5.0 if name.startswith("Hybrid") else 1.0 for name in layers}}
+
+    monkeypatch.setattr(options, "layer_seconds", seconds)
+    monkeypatch.setattr(fates.NearHeads, "fit", lambda self, samples: fitted.append(type(self.phi).__name__))
+    whole_model_takes(monkeypatch, 0.5)
+    report = search(build("bert", ENCODERS["bert"], std=0.05), Target(keep=0.8), texts_as_batches(6, 2, 128))
+    assert {*fitted} == {"NoFeatures", "LandmarkFeatures"}
+    assert fitted.count("LandmarkFeatures") == 2  # the kernel alone of each layer, and no hybrid
+    assert all(x.name in ("exact", "window", "kernel") for layer in report.plan.layers for x in layer.fates)
+
+
 def test_a_model_that_is_slower_as_a_whole_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(layers: Any, plan: Any, length: int, device: Any, dtype: Any) -> dict[str, float]:
         return {"exact": 4.0, **dict.fromkeys(layers, 1.0)}

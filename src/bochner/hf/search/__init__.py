@@ -10,7 +10,7 @@ or, where the memory is given, to maximise quality(c) subject to sum_u C[u, c(u)
 to end on the choice texts, and its lower confidence bound over them has to reach `keep`, because a choice is the best
 of several. Where time is saved, the heads of a layer that are not exact share one option and a mixture has a price.
 
-1. `options`: make every option of every layer and fit its maps (on the first texts). 2. `damage`: measure D. 3.
+1. `options`: make every option of every layer, measure C, and fit maps (on the first texts). 2. `damage`: measure D. 3.
 `knapsack`: for sums of D and C the best choices are the corners of a convex hull, found exactly. 4. `refine`: bisect
 along them by measured quality. 5. `verify`: look at texts that nothing has used, and state the interval. What is looked
 at if that fails is declared before: choices of less and less damage. They have to pass by the lower bound, because the
@@ -99,8 +99,6 @@ def _problem(run: _Run, space: Space, texts: Split, shapes: dict[str, Shape]) ->
     goal = space.goal
     with run.stage("fitting"):
         space.fit(texts.fit, run.say)
-    with run.stage("costs"):
-        space.price(run.say)
     with run.stage("damages"):
         run.say("running the original on the choice texts")
         choice = texts.choice[: max(goal.judged, TOKENS // 2)] if goal.is_language else texts.choice

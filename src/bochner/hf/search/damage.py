@@ -27,7 +27,7 @@ def measure_damages(space: Space, texts: Verifier, say: Say) -> dict[str, Tensor
     """The damage of each option but exact to each key head, (options, g), by the layer's name."""
     options = {name: layer.made for name, layer in space.layers.items() if layer.made}
     found = {}
-    for name, errors in option_errors(space.model, options, texts.batches, say).items():
+    for name, errors in option_errors(space.model, options, texts.batches if options else [], say).items():
         shares = torch.stack([(e.error / e.size.sum().clamp_min(1e-30)).cpu() for e in errors.values()])
         found[name] = shares.view(len(shares), space.layers[name].plan.num_kv_heads, -1).sum(-1)
     return found

@@ -38,6 +38,12 @@ class Layer:
     def fates(self) -> list[Fate]:
         return [EXACT, *self.made]
 
+    def drop_dear(self) -> None:
+        """Leave out options that cost as much as exact attention, which does no damage."""
+        cheap = (self.cost < self.cost[0]).tolist()
+        self.cost = self.cost[[True, *cheap[1:]]]
+        self.made = {fate: made for (fate, made), less in zip(self.made.items(), cheap[1:], strict=True) if less}
+
 
 class Space:
     """All layers of a model with the options of their heads."""
@@ -62,17 +68,21 @@ class Space:
         return plan.cache_bytes(self.goal.length, element_size=self.dtype.itemsize)
 
     def fit(self, data: Sequence[dict[str, Any]], say: Say) -> None:
-        """Make every option and fit its maps to the data."""
+        """Make and price every option, and fit the maps of those that cost less than exact attention."""
         samples = observe(self.model, self.layers, data, say)
+        for name, layer in self.layers.items():
+            drift.note(layer.plan, samples[name].q, samples[name].k)
+            for fate in candidates(layer, samples[name], self.goal):
+                plan = replace(layer.plan, fates=[fate] * layer.plan.num_kv_heads)
+                layer.made[fate] = LinearAttention(plan).to(self.device)
+            self.draft.fit_length = max(self.draft.fit_length, samples[name].length if layer.plan.is_causal else 0)
+        self.price(say)
         for i, (name, layer) in enumerate(self.layers.items()):
             say(f"fitting maps, layer {i + 1} of {len(self.layers)}")
+            layer.drop_dear()
             found = samples.pop(name)
-            drift.note(layer.plan, found.q, found.k)
-            for fate in candidates(layer, found, self.goal):
-                made = LinearAttention(replace(layer.plan, fates=[fate] * layer.plan.num_kv_heads)).to(self.device)
+            for made in layer.made.values():
                 made.fit(found)
-                layer.made[fate] = made
-            self.draft.fit_length = max(self.draft.fit_length, found.length if layer.plan.is_causal else 0)
 
     def price(self, say: Say) -> None:
         """What each option costs: bytes by their plans; seconds by measurement, layers that are alike once."""
