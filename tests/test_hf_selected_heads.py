@@ -377,6 +377,8 @@ def texts() -> list[dict[str, Tensor]]:
 def test_the_search_fills_the_memory_that_is_given() -> None:
     model = decoder()
     conversion = convert(model, Target(memory=0.3, length=200), texts())
+    report = conversion.report
+    assert report.frontier[report.chosen].quality is report.verified.quality, "one choice is measured once"
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids(200), past_key_values=cache)

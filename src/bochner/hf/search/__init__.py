@@ -84,7 +84,8 @@ def search(
     with run.stage("choosing"):
         choices = _choose(problem, trials)
     with run.stage("verifying"):
-        verifier = Verifier(model, texts.held, goal, shapes, run.say)
+        one = problem.texts.held is texts.held
+        verifier = problem.texts if one else Verifier(model, texts.held, goal, shapes, run.say)
         report = _verified(problem, trials, choices, verifier)
     report.positions = most
     report.training = texts.training(goal.judged) if target.train is not None else []
@@ -102,6 +103,8 @@ def _problem(run: _Run, space: Space, texts: Split, shapes: dict[str, Shape]) ->
     with run.stage("damages"):
         run.say("running the original on the choice texts")
         choice = texts.choice[: max(goal.judged, TOKENS // 2)] if goal.is_language else texts.choice
+        if isinstance(space, SelectedSpace) and goal.memory is not None:
+            choice = texts.held  # there is one choice: it is verified at once
         known = Verifier(space.model, choice, goal, shapes, run.say)
         if isinstance(space, SelectedSpace):
             return MeasuredProblem(space, known, selected.tables(space), run.say)
@@ -170,7 +173,8 @@ def _verified(problem: MeasuredProblem, trials: Trials, choices: Sequence[Choice
     if plan.converted and goal.by_memory:
         reasons.append(_bytes(space, plan))
     plan.maps = {name: layer.fitted() for name, layer in layers.items() if layer.plan.has_map}
-    points, place = _frontier(problem, trials, trials.run(choice))
+    known = found.quality if verifier is problem.texts else None
+    points, place = _frontier(problem, trials, trials.run(choice, known))
     points[place].plan = plan
     report = SearchReport(goal, plan, points, place, bool(plan.converted) or not failed, found, failed)
     report.further, report.reasons, report.verifier = verifier.further(plan, layers), reasons, verifier

@@ -45,11 +45,11 @@ class Trials:
         self.problem = problem
         self.tried: dict[Choice, Candidate] = {}
 
-    def run(self, choice: Choice) -> Candidate:
-        """Measure a choice, unless that was done."""
+    def run(self, choice: Choice, quality: Quality | None = None) -> Candidate:
+        """Measure a choice, unless that was done or its quality is known."""
         if choice not in self.tried:
             damage, cost = totals(self.problem.tables, choice)
-            self.tried[choice] = Candidate(choice, damage, cost, self.problem.measure(choice))
+            self.tried[choice] = Candidate(choice, damage, cost, quality or self.problem.measure(choice))
         return self.tried[choice]
 
     def by_cost(self) -> list[Candidate]:

@@ -15,7 +15,7 @@ from bochner.hf.selected_heads import Selected
 
 @dataclass
 class Point:
-    """One choice that was measured on the choice texts.
+    """One choice that was measured, on the choice texts; a single one on those that verify it.
 
     `memory`: of decoding at the goal's length, as a share of the original's; `attention`: seconds of all attention
     there, as a share of the original's, None where memory is saved; `damage`: what the search predicted for it;
@@ -46,7 +46,7 @@ class SearchReport:
     `frontier`: the choices that were measured, the cheapest first; `chosen`: the place of the plan among them. `met`:
     whether the target is reached. `verified`: the plan on texts that the search never used; `further`: on longer ones;
     `trained`: after distillation, if there was any. `failed`: choices that failed verification before. `ablations`:
-    the quality of parts of a plan that selects keys, on the choice texts. `positions`: the most tokens that the model
+    the quality of parts of a plan that selects keys, on the texts of choices. `positions`: the most tokens the model
     has a table of positions for. `training`: the data that distillation may use.
     """
 
@@ -130,7 +130,7 @@ class SearchReport:
         timed = not self.goal.by_memory
         lines = [
             f"Search: {self.goal}",
-            f"Choices measured on the choice texts ({'attention time' if timed else 'memory'} as a share of the "
+            f"Choices measured ({'attention time' if timed else 'memory'} as a share of the "
             "original's; > is the plan):",
             f"    quality  lower bound  {'  time' if timed else 'memory'}  key heads",
         ]
@@ -145,7 +145,7 @@ class SearchReport:
         if self.ablations:
             parts = {"as converted": self.frontier[self.chosen].quality.retained, **self.ablations}
             told = ", ".join(f"{name} {share:.2%}" for name, share in parts.items())
-            lines.append(f"Ablations, quality retained on the choice texts: {told}; there is no kernel.")
+            lines.append(f"Ablations, quality retained on the same texts: {told}; there is no kernel.")
         for name, whole in self.verified.whole.items() if self.plan.converted else ():
             lines.append(f"{name} model: " + ", ".join(f"{k.replace('_', ' ')} {x:.4g}" for k, x in whole.items()))
         lines += self.reasons

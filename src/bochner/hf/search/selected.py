@@ -124,7 +124,7 @@ def tables(space: SelectedSpace) -> list[Table]:
 
 
 def ablations(problem: MeasuredProblem, plan: Plan) -> dict[str, float]:
-    """The quality retained on the choice texts by windows and sinks alone, and without any attention."""
+    """The quality retained on the texts of the choices by windows and sinks alone, and without any attention."""
     space, texts = problem.space, problem.texts
     problem.say("ablations: windows alone, no attention")
     bare = plan.copy()
