@@ -22,6 +22,7 @@ def table(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def main(rows: int = 200_000, centers: int = 1000) -> float:
     X, y = table(rows)
     new, truth = table(2000, seed=1)
+    print(f"fitting {rows:,} rows of {X.shape[1]} columns", flush=True)
     began = time.perf_counter()
     model = KernelRidge(alpha=0.1, gamma="learn", centers=centers).fit(X, y)
     took = time.perf_counter() - began

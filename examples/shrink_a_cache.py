@@ -24,7 +24,7 @@ def load(directory: str | None):
 
 def main(directory: str | None = None) -> float:
     model, tokenizer = load(directory)
-    texts = bochner.data.paragraphs("calibration", 6, words=3000)  # better: texts of the kind that you will read
+    texts = bochner.data.paragraphs("calibration", 4, words=1500)  # better: texts of the kind that you will read
     target = bochner.Target(memory=0.1, length=1000)  # the length that your texts have
     conversion = bochner.convert(model, target, bochner.Calibration(texts, tokenizer), progress=True)
 

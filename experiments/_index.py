@@ -45,7 +45,7 @@ def untried(label: str, title: str, why: str, page: str = "") -> Item:
     return Item(label, title, verdict="not tried", why=why, page=page)
 
 
-DRAWING = "a drawing of the method; the library's own is in the architecture and on the page about attention"
+DRAWING = "a drawing of the method; ours is on the page How it works"
 # Seconds of a step of six layers of width 512 with positive features, one sequence and one thread: `train_speed`.
 DAYS = "a step of six layers of its width over one sequence of {} tokens takes {} s of a core here (Figure {}): {}"
 NO_MODEL = "the model or the data is not in a package registry: {}"
@@ -180,7 +180,6 @@ BEYOND = {
     "minilm_target": ("an encoder converted to a target", "speed-up-an-encoder.md"),
     "moments_frontier": ("moments, fitted to nothing", "which-map.md"),
     "needles": ("needles found with a smaller cache", "shrink-a-cache.md"),
-    "parallel_plan": ("cost of a split sequence, predicted and measured", "several-machines.md"),
     "recall": ("recall of pairs, predicted and measured", "results-attention.md"),
     "sampler_variance": ("what a draw of each sampler is worth", "sampling.md"),
     "fits_that_travel": ("maps fitted to one kind of text, or to three", "which-map.md"),

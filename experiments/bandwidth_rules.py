@@ -88,7 +88,7 @@ def judge(found: Any) -> Said:
 
 
 def draw(found: Any) -> None:
-    fig, axes = figure(1, 2, figsize=(8.4, 3.2))
+    fig, axes = figure(1, 2, figsize=(8.4, 5.6))
     labels = {"regression": "R2 of KernelRidge", "density": "mean log density"}
     for ax, (name, label) in zip(axes, labels.items(), strict=True):
         sigmas, values = [float(s) for s in found[name]], list(found[name].values())

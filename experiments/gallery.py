@@ -19,24 +19,23 @@ OWN = "gallery-beyond.md"
 FIGURE = r"[-+]?\d[\d.,]*(?:e[-+]\d+)?(?: ?(?:%|ms|MB|points))?"
 # A list such as "exact 934 ms, positive 44 ms".
 NAMED = re.compile(rf"(?P<name>.+?) (?P<figure>{FIGURE}(?: (?:and|±) {FIGURE})?)(?:, |$)")
+NO_NAME = re.compile(r"\b(?:at|of|by|to|from)$|[-+]?\d+\.\d+|\d ?%")  # "recall -0.3 % at" is half a sentence
 ORDER = ("reproduced", "partly", "not", "not tested", "not tried")
 HEAD = """# Gallery
 
-Every figure, table and numbered statement of the five papers, with a verdict. These pages are made from the stored
-results by `python experiments/gallery.py`. `make reproduce` measures what is missing or older than the functions it
-depends on; `make reproduce QUICK=1` takes the small forms in under 15 minutes and changes no result.
-`python experiments/run.py --status` says which results are older, and by which functions: a result records those that
-were executed, so that an edit elsewhere leaves it fresh.
+Every figure, table and numbered statement of the five papers, with a verdict. `python experiments/gallery.py` makes
+these pages from the stored results. `make reproduce` measures what is missing or stale, `make reproduce QUICK=1` takes
+small forms in 15 minutes and stores nothing. One experiment: `python experiments/run.py NAME`.
 
-A verdict means:
+| verdict | the claim |
+|---|---|
+| reproduced | holds at the paper's sizes, against the paper's own baseline |
+| partly | holds with a correction, in part, or at smaller sizes |
+| not | fails here |
+| not tested | was run on a task in which the method under test does nothing |
+| not tried | was not run, for the reason given |
 
-- **reproduced**: the claim holds at the paper's sizes, against the paper's own baseline;
-- **partly**: it holds with a correction, in part, or at sizes that fall short of the paper's;
-- **not**: it fails here;
-- **not tested**: we ran it, but on a task in which the method under test does nothing;
-- **not tried**: for the reason given.
-
-What is wrong in the papers is on the page of [errata](errata.md).
+The [errata](errata.md) say what is wrong in the papers.
 """
 
 
@@ -82,24 +81,24 @@ def row(item: Item, homes: dict[str, str]) -> str:
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
-def section(name: str, title: str, items: list[tuple[str, Item]]) -> str:
-    """What one experiment found, and the verdict on each item that it serves."""
-    labels = "; ".join(f"{key} {item.label}" for key, item in items)
-    head = [f'<a id="{name}"></a>', "", f"## {title[0].upper()}{title[1:]}", ""]
+def section(name: str, title: str, items: list[tuple[str, Item]], page: str = "") -> str:
+    """What one experiment found: the verdict, a table of claim and sizes, the findings and the pictures.
+
+    `page`: of the documentation, that says more.
+    """
+    labels = f": {'; '.join(f'{key} {item.label}' for key, item in items)}" if items else ""
+    lines = [f'<a id="{name}"></a>', "", f"## {title[0].upper()}{title[1:]}", ""]
     result = result_of(name)
-    command = f"`python experiments/run.py {name}`, result in `experiments/results/{name}.json`."
-    lines = [*head, f"*{labels}.* {command}" if labels else command, ""]
     if result is None:
         return "\n".join([*lines, "Not run yet.", ""])
     said = result["said"]
-    verdict = badge(said["verdict"]) + (f" {said['why']}" if said["why"] else "")
-    lines += [f"- Claim: {result['claim']}"]
-    lines += [f"- Sizes of the paper: {result['paper']}."] if result["paper"] else []
-    lines += [f"- Our sizes: {result['ours']}.", f"- Verdict: {verdict}."]
-    for key, item in items:
-        if verdict_of(item)[0] != said["verdict"] or item.limits or item.why:
-            why = item.why or item.limits
-            lines.append(f"- Verdict on {key} {item.label}, {item.title}: {badge(verdict_of(item)[0])} {why}.")
+    rows = [("experiment", f"`{name}`{labels}" + (f", [more]({page})" if page else ""))]
+    rows += [("claim", result["claim"].removeprefix("Ours: "))]
+    rows += [("paper", result["paper"])] if result["paper"] else []
+    rows += [("here", result["ours"])]
+    rows += [("but", said["why"])] if said["why"] else []
+    told = (f"| {head} | {text[0].upper() + text[1:] if head == 'claim' else text} |" for head, text in rows)
+    lines += [f"| | {badge(said['verdict'])} |", "|---|---|", *told]
     lines += ["", *findings(said["ours"]), ""]
     for picture in pictures(name):
         lines += [f"![{title}](images/gallery/{picture}.png)", ""]
@@ -108,7 +107,7 @@ def section(name: str, title: str, items: list[tuple[str, Item]]) -> str:
 
 def findings(text: str) -> list[str]:
     """What was found, a line for every clause; clauses of at least three named figures are columns of a table."""
-    lines = ["Found:", ""]
+    lines: list[str] = []
     names: list[str] = []
     columns: list[tuple[str, list[str]]] = []
 
@@ -116,7 +115,7 @@ def findings(text: str) -> list[str]:
         if columns:
             rows = [["", *(head for head, _ in columns)], ["---"] * (len(columns) + 1)]
             rows += [[name, *(column[i] for _, column in columns)] for i, name in enumerate(names)]
-            if lines[-1]:
+            if lines and lines[-1]:
                 lines.append("")
             lines.extend([*(f"| {' | '.join(cells)} |" for cells in rows), ""])
             columns.clear()
@@ -124,7 +123,8 @@ def findings(text: str) -> list[str]:
     for clause in re.split(r"; |\. (?=[A-Za-z`])", text.strip().rstrip(".")):
         head, _, rest = clause.rpartition(": ")
         found = [(m["name"], m["figure"]) for m in NAMED.finditer(rest)]
-        if not head or len(found) < 3 or ", ".join(" ".join(pair) for pair in found) != rest:
+        whole = ", ".join(" ".join(pair) for pair in found) == rest
+        if not head or len(found) < 3 or not whole or any(NO_NAME.search(name) for name, _ in found):
             end_of_table()
             lines.append(f"- {clause[0].upper() if clause[1].islower() else clause[0]}{clause[1:]}.")
             continue
@@ -158,7 +158,9 @@ def pages() -> dict[str, str]:
         head = f"# {paper.title}\n\nEvery item of paper {paper.key}, then its experiments. [All papers](gallery.md).\n"
         found[name] = "\n".join([head, *items(paper, homes), *sections]).rstrip() + "\n"
     head = "# Beyond the papers\n\nClaims of our own, which hold or fail. Those of the papers: [gallery](gallery.md).\n"
-    found[OWN] = "\n".join([head, *(section(e, title, []) for e, (title, _) in BEYOND.items())]).rstrip() + "\n"
+    found[OWN] = (
+        "\n".join([head, *(section(e, title, [], page) for e, (title, page) in BEYOND.items())]).rstrip() + "\n"
+    )
     return found
 
 
@@ -174,12 +176,7 @@ def index(homes: dict[str, str]) -> str:
         table.append(f"| [{paper.key}: {paper.title}]({page}) | {' | '.join(str(counts[v]) for v in ORDER)} |")
         here = {i.experiment: i.title for i in paper.items if homes.get(i.experiment) == page}
         parts += [f"## {paper.key}: {paper.title}", "", *thumbnails(page, here)]
-    parts += ["## Beyond the papers", "", "| experiment | verdict | where |", "|---|---|---|"]
-    for name, (title, page) in BEYOND.items():
-        result = result_of(name)
-        verdict = result["said"]["verdict"] if result else "not run"
-        parts.append(f"| {title} | {badge(verdict)} | [result]({OWN}#{name}) [more]({page}) |")
-    parts += ["", *thumbnails(OWN, {name: title for name, (title, _) in BEYOND.items()})]
+    parts += ["## Beyond the papers", "", *thumbnails(OWN, {name: title for name, (title, _) in BEYOND.items()})]
     return "\n".join([HEAD, summary(total), *table, "", *parts]).rstrip() + "\n"
 
 
@@ -189,33 +186,21 @@ def badge(verdict: str) -> str:
 
 
 def thumbnails(page: str, titles: dict[str, str]) -> list[str]:
-    """The first picture of each experiment of a page, small, with a link to its result."""
-    cards = [
-        f"[![](images/gallery/{shown[0]}.png){{ loading=lazy }}{title}]({page}#{name})\n"
-        for name, title in titles.items()
-        if (shown := pictures(name))
-    ]
+    """A card for each experiment of a page: its first picture, small, its title and its verdict."""
+    cards = []
+    for name, title in titles.items():
+        result, shown = result_of(name), pictures(name)
+        image = f"![](images/gallery/{shown[0]}.png){{ loading=lazy }}" if shown else ""
+        verdict = badge(result["said"]["verdict"]) if result else "not run"
+        cards.append(f"[{image}{title} {verdict}]({page}#{name})\n")
     return ['<div class="thumbnails" markdown>\n', *cards, "</div>\n"] if cards else []
 
 
 def items(paper: Paper, homes: dict[str, str]) -> list[str]:
     """Every item of a paper with the reason of its verdict, its baseline and its evidence."""
+    head = "Statements are simulated or enumerated in few dimensions; `experiments/_index.py` names their tests."
     table = ["| item | what | verdict | baseline | evidence |", "|---|---|---|---|---|"]
-    lines = [*table, *(row(item, homes) for item in paper.items), ""]
-    tested = [f"- {item.label}: {', '.join(f'`{t}`' for t in item.tests)}" for item in paper.items if item.tests]
-    if tested:
-        head = "Statements are simulated or enumerated in few dimensions, against the printed formula."
-        lines += [
-            "<details markdown><summary>Tests of the statements</summary>",
-            "",
-            head,
-            "",
-            *tested,
-            "",
-            "</details>",
-        ]
-        lines += [""]
-    return lines
+    return [head, "", *table, *(row(item, homes) for item in paper.items), ""]
 
 
 def summary(counts: Counter[str]) -> str:

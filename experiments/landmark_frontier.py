@@ -164,7 +164,7 @@ def draw_home(found: Any) -> None:
     """The picture of the README and of the home page, in large type."""
     fig, axes = figure(2, figsize=(9, 4.4))
     names = {"FAVOR+": COLOURS[1], "calibrated": COLOURS[4], "landmark": COLOURS[0]}
-    panels = {"minilm": "a kernel alone, sentence encoder", "smollm2, window": "beside a window, decoder"}
+    panels = {"minilm": "a kernel alone, sentence encoder", "smollm2, window": "with a window, decoder"}
     for ax, (case, title) in zip(axes, panels.items(), strict=True):
         rows = found[case]
         for name, colour in names.items():

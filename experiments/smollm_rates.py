@@ -105,7 +105,7 @@ def converted_models() -> dict[str, Any]:
     model, _ = load_smollm2()
     plans = {
         NAMED: groups_exact(10, 128),
-        "selected, 6 %, split/int4": selects(0.06, "split/int4"),
+        "selected, 6 %, int4": selects(0.06, "int4"),
         "selected, 6 %, int8": selects(0.06, "int8"),
     }
     models = {"original": model}

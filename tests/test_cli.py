@@ -18,7 +18,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from bochner import BochnerError, cli
+from bochner import cli
 
 runner = CliRunner()
 
@@ -160,13 +160,12 @@ def test_what_a_report_says_to_do_next_can_be_done(tmp_path: Path, monkeypatch: 
     done = runner.invoke(cli.app, [*shlex.split(command)[1:], "--report", "page.html"])
     assert done.exit_code == 0, done.output
     steps = [step for step in code_of(Path("page.html")) if not step.startswith("bochner convert")]
-    assert len(steps) == 2
-    short = bochner.Distillation(steps=1, end_to_end=0)
-    monkeypatch.setattr(bochner, "distill", partial(bochner.distill, how=short))
+    assert len(steps) == 1
     names: dict[str, Any] = {}
-    for step in steps:
-        exec(step, names)
+    exec(steps[0], names)
     assert bochner.Conversion.of(names["model"]).plan.num_heads == 8
+    assert "convert with --steps 60" in Path("page.html").read_text(encoding="utf-8")
+    assert runner.invoke(cli.app, [*shlex.split(command)[1:], "--steps", "1"]).exit_code == 0
     # A target of a length that the model cannot read: the page asks for one that it can.
     goal = ["--keep", "0.9", "--length", "600", "--text", "my text.txt", "--report", "page.html"]
     assert runner.invoke(cli.app, ["search", "a model", *goal]).exit_code == 1  # three texts of 512 tokens are needed
@@ -197,6 +196,45 @@ def test_importing_bochner_does_not_import_the_extras() -> None:
 
 
 @pytest.mark.model
+def test_the_demonstration_shows_a_picture_first_and_says_what_was_gained(tmp_path: Path, monkeypatch: Any) -> None:
+    """With a small decoder of random weights, which nothing is learned from."""
+    transformers = pytest.importorskip("transformers")
+    from bochner import data, demo
+
+    try:
+        path = data.fetch("minilm", quiet=True)
+    except data.ArtefactUnavailable as error:
+        pytest.skip(str(error))
+    names = ["input_ids", "attention_mask"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, model_input_names=names)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=len(tokenizer))).eval()
+    monkeypatch.setattr(demo, "load_smollm2", lambda: (model, tokenizer))
+    monkeypatch.setattr(demo, "LENGTH", 600)
+    monkeypatch.setattr(data, "paragraphs", partial(data.paragraphs, source="python"))
+    convert, pages = demo.convert, []
+
+    def watched(model: Any, spec: Any, *rest: Any, **how: Any) -> Any:
+        pages.append((tmp_path / "r.html").read_text(encoding="utf-8") if (tmp_path / "r.html").exists() else "")
+        return convert(model, spec, *rest, **how)
+
+    monkeypatch.setattr(demo, "convert", watched)
+    rows, path = demo.run(lambda text: None, tmp_path / "r.html", quick=True)
+    assert pages[0] == ""  # the recipe of the first look
+    assert "a first look" in pages[1]  # there when the search begins
+    (name, before, whole, _), (converted, after, retained, rate) = rows
+    assert (name, whole, converted) == ("as it is", 100.0, "converted")
+    assert before == pytest.approx(
+        2 * 2 * 600 * 64 * 4 / 1e6, rel=0.05
+    )  # layers, keys and values, tokens, width, bytes
+    assert after < 0.12 * before
+    assert retained > 0
+    assert rate > 0
+    assert f"takes {after:.1f} MB in place of {before:.1f} MB after 600 tokens" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.model
 @pytest.mark.slow
 def test_the_demonstration_runs(tmp_path: Path) -> None:
     from bochner import data
@@ -208,20 +246,3 @@ def test_the_demonstration_runs(tmp_path: Path) -> None:
     done = runner.invoke(cli.app, ["demo", "--quick", "--out", str(tmp_path / "r.html")])
     assert done.exit_code == 0, done.output
     assert "of its quality" in (tmp_path / "r.html").read_text()
-
-
-def test_the_time_of_a_shard_is_measured_by_the_split_attention(tmp_path: Path) -> None:
-    """In a group of one process, which is gone afterwards; inside a group of the user's nothing is measured."""
-    import torch.distributed as dist
-
-    from bochner.report.parallel import AttentionShape, shard_seconds
-
-    seconds = [shard_seconds(AttentionShape(2, 1, 8, 16, is_causal=causal), 64) for causal in (False, True)]
-    assert all(0 < s < 1 for s in seconds)
-    assert not dist.is_initialized()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        with pytest.raises(BochnerError, match="give seconds_per_token"):
-            shard_seconds(AttentionShape(2, 1, 8, 16), 64)
-    finally:
-        dist.destroy_process_group()

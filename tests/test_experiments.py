@@ -449,7 +449,9 @@ def test_named_figures_are_shown_as_a_table_and_clauses_as_a_list(monkeypatch: p
     said = "time: exact 9 ms, m = 8 4 ms, relu 5 ms; memory: exact 1 MB, m = 8 2 MB, relu 3 MB; m = 2 wins. It is 3, 4."
     lines = [line for line in gallery(monkeypatch).findings(said) if line]
     table = ["|  | time | memory |", "| --- | --- | --- |", "| exact | 9 ms | 1 MB |", "| m = 8 | 4 ms | 2 MB |"]
-    assert lines == ["Found:", *table, "| relu | 5 ms | 3 MB |", "- m = 2 wins.", "- It is 3, 4."]
+    assert lines == [*table, "| relu | 5 ms | 3 MB |", "- m = 2 wins.", "- It is 3, 4."]
+    half = "novel: 1.01 of exact, recall -0.3 % at 500, -3.5 % at 2,000, -8.7 % at 3,500."
+    assert gallery(monkeypatch).findings(half) == [f"- N{half[1:]}"]  # no names, and no table
 
 
 def test_the_pages_have_one_section_for_every_experiment_and_are_what_the_results_say(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
 
-from _models import perplexity, recall  # noqa: E402
+from _models import embed, perplexity, recall  # noqa: E402
 
-from bochner import Calibration, Conversion, Distillation, Recipe, convert, data, distill, revert  # noqa: E402
-from bochner.demo import decoding_cost, load_minilm, load_smollm2, write  # noqa: E402
+from bochner import BochnerWarning, Calibration, Conversion, Distillation, Recipe, convert, data, distill, revert  # noqa: E402
+from bochner.demo import load_minilm, load_smollm2, write  # noqa: E402
 from bochner.hf import RecurrentLayer, cache_bytes  # noqa: E402
-from bochner.hf.evaluate import compare_embeddings, embed  # noqa: E402
+from bochner.hf.evaluate import compare_embeddings  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -29,6 +30,30 @@ def loaded(load: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
         return load()
     except data.ArtefactUnavailable as error:
         pytest.skip(str(error))
+
+
+def decoding_cost(
+    model: Any,
+    length: int,
+    *,
+    steps: int = 8,
+    prefill: int = 512,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[float, int]:
+    """Seconds per token (the best of some) after `length` tokens of context, and the bytes of the cache."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(10, model.config.vocab_size - 10, (1, length + steps), generator=g)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", BochnerWarning)  # random tokens are unlike any text
+        for start in range(0, length, prefill):
+            model(ids[:, start : min(start + prefill, length)], past_key_values=cache, logits_to_keep=1)
+        seconds = []
+        for i in range(steps):
+            before = clock()
+            model(ids[:, length + i : length + i + 1], past_key_values=cache)
+            seconds.append(clock() - before)
+    return min(seconds), cache_bytes(cache)
 
 
 def minilm_quality(model: Any, tokenizer: Any, texts: int = 16, **recipe: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from bochner import BochnerError, Conversion, Distillation, Plan, Target, conver
 from bochner.hf import Selected, cache_bytes, discover, fit_selected, selected_fit, selected_heads  # noqa: E402
 from bochner.hf.calls import Call  # noqa: E402
 from bochner.hf.fates import EXACT  # noqa: E402
+from bochner.hf.interface import attached  # noqa: E402
 from bochner.hf.observe import frozen, recording  # noqa: E402
 from bochner.hf.plan import Fitted, LayerPlan  # noqa: E402
 from bochner.hf.search import options  # noqa: E402
+from bochner.hf.search import selected as search_selected  # noqa: E402
 from bochner.hf.selected import SelectedKeys, SelectedState  # noqa: E402
 from bochner.hf.selected_fit import fit_scores, passages_of  # noqa: E402
 
@@ -63,12 +66,23 @@ def random_call(g: int = 2, n: int = 60, width: int = 12, d: int = 8) -> Call:
 
 def check_oracle() -> None:
     """The module's rows are those of the keys with the highest scores, replayed one by one."""
-    part = make_heads([Selected(8, 4, budget, "model", 12) for budget in (5, 20)])
+    part = make_heads([Selected(8, 4, budget, "int8", 12) for budget in (5, 20)])
     call = random_call()
+    call = call._replace(query=call.query.double(), key=call.key.double(), value=call.value.double())
     h = call.hidden * call.hidden.square().mean(-1, keepdim=True).rsqrt()
     worth = torch.cat([h, h.abs(), torch.ones_like(h[..., :1])], -1) @ part.weights.T
-    want = oracle(SelectedKeys(8, (5, 20), 4, "model"), *call[:3], worth.mT, 0.5)
+    want = oracle(SelectedKeys(8, (5, 20), 4, "int8"), *call[:3], worth.mT, 0.5)
     torch.testing.assert_close(part(call), want)
+
+
+def test_a_basis_that_changes_is_used_from_then_on() -> None:
+    fates, call = [Selected(8, 4, 5, "int8", 12)] * 2, random_call()
+    part, fresh = make_heads(fates), make_heads(fates)
+    before = part(call)
+    for x in (part, fresh):
+        x.keys.copy_(torch.linalg.qr(torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(3))).Q)
+    assert not torch.equal(part(call), before)
+    assert torch.equal(part(call), fresh(call))
 
 
 def check_budgets() -> None:
@@ -92,7 +106,7 @@ def check_quality() -> None:
         before = model(x).logits
         found = []
         for sign in (1, -1):
-            plan = plan_for(model, precision="model")
+            plan = plan_for(model, precision="int8")
             for fitted in plan.maps.values():
                 for name, tensor in fitted.tensors.items():
                     if name.endswith("weights"):
@@ -111,9 +125,9 @@ def check_precisions() -> None:
     costs = dict(zip(names, (90.0, *[1.0] * len(names)), strict=False))
     fitted.layers = {name: x._replace(lost=costs[name] / len(names)) for name, x in fitted.layers.items()}
     fitted.layers |= {f"other {i}": fitted.layers[names[-1]] for i in range(3)}
-    plan = fitted.plan(Plan.of(discover(model), "llama"), 0.25, "split/int4", 1008)
+    plan = fitted.plan(Plan.of(discover(model), "llama"), 0.25, "int4", 1008)
     stored = [fate.precision for layer in plan.layers for fate in layer.fates]
-    assert stored == ["int8/int4"] * 2 + ["split/int4"] * (len(stored) - 2)
+    assert stored == ["int8"] * 2 + ["int4"] * (len(stored) - 2)
 
 
 @pytest.mark.parametrize(("family", "length", "starts"), [("llama", 400, [0, 86, 172, 258]), ("gpt2", 400, [0] * 4)])
@@ -167,7 +181,7 @@ def ignore_the_threshold(patch: Any) -> None:
 
 
 def drop_sinks(patch: Any) -> None:
-    patch.setattr(SelectedState, "_add_sinks", lambda self, k, v, position: None)
+    patch.setattr(SelectedState, "_add_sinks", lambda self, rows, position: None)
 
 
 def fit_to_the_wrong_end(patch: Any) -> None:
@@ -191,7 +205,7 @@ def test_a_planted_fault_is_noticed(fault: Callable[[Any], None], check: Any, mo
         check()
 
 
-@pytest.mark.parametrize("precision", ["model", "bfloat16", "int8", "split/int4"])
+@pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_counted_bytes_are_those_of_the_tensors(precision: str, dtype: torch.dtype) -> None:
     model = converted(precision=precision).to(dtype)
@@ -214,7 +228,7 @@ def test_pieces_give_what_the_whole_text_gives(family: str) -> None:
     assert not torch.equal(revert(model)(ids(60, 2, seed=3)).logits, whole)
 
 
-@pytest.mark.parametrize("precision", ["model", "split/int4"])
+@pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_greedy_generation_is_recomputation(precision: str) -> None:
     model = converted(precision=precision)
     prompt = ids(40, 2, seed=4)
@@ -264,7 +278,7 @@ def test_heads_beside_exact_ones_select_as_before() -> None:
     tensors = plan.maps[plan.layers[0].name].tensors
     plan.maps[plan.layers[0].name] = Fitted([EXACT, want], {name: x[1:] for name, x in tensors.items()})
     made = convert(model, plan).plan
-    assert str(made).splitlines()[1].endswith(f"ES  window 8, sinks 4, split/int4, older keys {want.budget}")
+    assert str(made).splitlines()[1].endswith(f"ES  window 8, sinks 4, int4, older keys {want.budget}")
     assert Plan.from_dict(made.to_dict()) == made
     cache = transformers.DynamicCache(config=model.config)
     whole, parts = whole_and_pieces(model, ids(60, 2, seed=3), [17, 18, 40], cache)
@@ -298,7 +312,7 @@ def test_training_is_refused_in_one_sentence() -> None:
         ({"is_causal": False}, "self-attention of a decoder"),
         ({"is_cross": True}, "self-attention of a decoder"),
         ({"exact_below": 9}, "exact_below=9"),
-        ({"head_dim": 7}, "use precision='int8'"),
+        ({"head_dim": 7, "value_dim": 7}, "use precision='int8'"),
         ({"fates": [Selected(8)] * 2}, "no 'width'"),
     ],
 )
@@ -321,8 +335,6 @@ def test_models_that_are_no_decoders_are_refused(model: str) -> None:
         ({"window": 0}, "'window'"),
         ({"budget": -1}, "'budget'"),
         ({"precision": "int3"}, "precision 'int3'"),
-        ({"precision": "int8/split"}, "precision 'split'"),
-        ({"precision": "int8/model"}, "do not go together"),
     ],
 )
 def test_mistakes_get_a_sentence(settings: dict[str, Any], words: str) -> None:
@@ -372,9 +384,34 @@ def test_the_search_fills_the_memory_that_is_given() -> None:
     assert 0.28 < share <= 0.3
     text = str(conversion.report)
     assert "in bfloat16" in text
-    assert "4 selected: split/int4" in text
+    assert "4 selected: int4" in text
+    parts = conversion.report.ablations
+    assert list(parts) == ["windows alone", "no attention"]
+    assert f"windows alone {parts['windows alone']:.2%}, no attention {parts['no attention']:.2%}" in text
     found = {layer.fates[0].precision for point in conversion.report.frontier for layer in point.plan.layers}
-    assert found <= {"split/int4", "int8/int4"}
+    assert found <= {"int4", "int8"}
+
+
+def test_ablations_are_the_model_without_older_keys_and_without_attention() -> None:
+    model, x = decoder(), ids(60)
+    names = list(discover(model))
+    fitted = fit_scores(model, names, passages_of(model, ids(400)[0]), 8, say=lambda text: None)
+    plan = fitted.plan(Plan.of(discover(model), "llama"), 0.25, "int4", 200)
+
+    def look(changed: Any) -> Any:
+        with torch.no_grad():
+            return SimpleNamespace(quality=SimpleNamespace(retained=changed(x, use_cache=False).logits))
+
+    space = SimpleNamespace(model=model, build=fitted.build)
+    problem = SimpleNamespace(space=space, texts=SimpleNamespace(look=look), say=lambda text: None)
+    found = search_selected.ablations(problem, plan)
+    small = fitted.plan(Plan.of(discover(model), "llama"), 0.25, "int4", 8)
+    assert all(fate.budget == 0 for layer in small.layers for fate in layer.fates)
+    with attached(model, small, fitted.build(small)):
+        torch.testing.assert_close(found["windows alone"], look(model).quality.retained)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+    torch.testing.assert_close(found["no attention"], look(model).quality.retained)
 
 
 def test_the_search_finds_the_least_memory_that_keeps() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +202,35 @@ def test_a_mistake_on_one_rank_is_refused_on_all(name: str, ranks: list[dict[str
 def test_without_a_process_group_it_says_what_to_do() -> None:
     with pytest.raises(BochnerError, match="call init_process_group first"):
         sequence_parallel_attention(*draw_qkv(5), "positive")
+
+
+@pytest.fixture
+def handed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A process group of one, and the bytes that it hands to each collective."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    sizes: list[int] = []
+    for name, place in (("all_reduce", 0), ("all_gather", 1)):
+        plain = getattr(dist, name)
+
+        def counted(*args: Any, _plain: Any = plain, _place: int = place, **kwargs: Any) -> Any:
+            sizes.append(args[_place].numel() * args[_place].element_size())
+            return _plain(*args, **kwargs)
+
+        monkeypatch.setattr(dist, name, counted)
+    yield sizes
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("h", "g", "d", "m", "b"), [(4, 4, 8, 16, 1), (6, 2, 4, 10, 3)])
+def test_a_device_hands_over_one_state_of_the_size_that_the_page_says(
+    is_causal: bool, h: int, g: int, d: int, m: int, b: int, handed: list[int]
+) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "several-machines.md").read_text(encoding="utf-8")
+    formula = re.search(r"\$S = (.+?)\$ bytes", page)
+    assert formula is not None
+    assert formula[1] == "4 b g ((m + 1)(v + 1) + 1)"
+    q, k, v = (torch.randn(b, heads, 40, d) for heads in (h, g, g))
+    sequence_parallel_attention(q, k, v, feature_map("positive", dim=d, num_features=m, seed=0), is_causal=is_causal)
+    assert min(handed) == 4  # whether all inputs are finite
+    assert sum(handed) - 4 == 4 * b * g * ((m + 1) * (d + 1) + 1)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from browser import shown
 
-from bochner.report import HeadPictures, Number, Report, error_map, frontier_chart, line_chart
-from bochner.report.charts import log_ticks, number, round_ticks
+from bochner.report import HeadPictures, Number, Report, error_map
 from bochner.report.viewer import packed
 
 
@@ -25,13 +24,9 @@ def pictures(layers: int = 2, heads: int = 3, n: int = 6) -> HeadPictures:
 
 
 def page() -> Report:
-    times = {512: 1.0, 1024: 4.0, 2048: 16.0}
     report = Report("a < b").verdict("It is worth it.", [Number("quality retained", "99 %", "of all")])
     report.steps([("Convert.", "bochner convert x y --keep 0.99")])
     report.heads(pictures())
-    lines = {"exact": list(times.items()), "linear": [(512, 3.0), (1024, 6.0), (2048, 12.0)]}
-    report.figure(line_chart("time", lines, log=True, x_label="tokens", y_label="ms", marks={"from here": 1500.0}))
-    report.figure(frontier_chart("loss", {"a": (1.0, 0.1), "b": (2.0, 0.01), "c": (3.0, 0.2)}, chosen="b"))
     return report.table(["n", "v"], [["a", 0.12345], [3, 1e-9]], chosen="a").code("<pre>", "More")
 
 
@@ -46,42 +41,10 @@ def test_a_report_is_self_contained_and_escaped(tmp_path: Path) -> None:
         assert said in text.partition("<footer>")[2]
 
 
-def test_ticks_are_round_and_cover_the_range() -> None:
-    for low, high in ((0.0, 0.265), (0.0, 1.06), (-3.0, 7.0), (0.61, 0.987), (0.0, 31000.0)):
-        ticks = round_ticks(low, high)
-        assert ticks[0] <= low
-        assert ticks[-1] >= high
-        assert 3 <= len(ticks) <= 9
-        assert all(len(number(t).replace(",", "").replace("-", "")) <= 5 for t in ticks), ticks
-    assert log_ticks(1, 1000) == [1, 10, 100, 1000]
-    assert 0.265 not in round_ticks(0, 0.53)
-
-
-def test_the_frontier_joins_what_nothing_beats() -> None:
-    chart = frontier_chart("t", {"a": (1.0, 0.1), "b": (2.0, 0.01), "beaten": (3.0, 0.2)}, chosen="b")
-    joined = re.search(r'<polyline class="mark" points="([^"]*)"', chart)
-    assert joined is not None
-    assert len(joined[1].split()) == 2
-    assert re.search(r"color:var\(--c7\)\"><b>c</b> beaten<", chart)
-    assert chart.count('r="11"') == 1
-
-
-def test_every_line_and_every_mark_is_named_below_its_chart() -> None:
-    names = ["window 32 + sink + calibrated m=128", "another"]
-    chart = line_chart("t", {n: [(512.0, 2.0), (1024.0, 3.0)] for n in names}, marks={"here": 700.0, "beyond": 9e9})
-    drawing, listed = chart.split("</svg>")
-    assert [n in drawing for n in names] == [False, False]
-    assert re.findall(r"</b> (.*?)</li>", listed) == [*names, "here"]
-    assert drawing.count('class="mark"') == 1
+def test_the_map_of_errors_has_a_number_in_every_cell() -> None:
     errors = error_map("t", [[0.25] * 16], rows=[7])
     assert errors.count(">.25</text>") == 16
     assert "layer 7</text>" in errors
-
-
-def test_empty_and_single_charts_do_not_fail() -> None:
-    assert line_chart("t", {}) == ""
-    assert "<circle" in line_chart("t", {"a": [(1.0, 2.0)]})
-    assert frontier_chart("t", {}) == ""
     assert error_map("t", []) == ""
 
 
@@ -93,7 +56,7 @@ def test_weights_survive_packing() -> None:
     assert torch.allclose(back.square(), w.flatten(), atol=0.004)
 
 
-def test_in_a_browser_the_plots_are_there_and_choosing_a_head_works(tmp_path: Path) -> None:
+def test_in_a_browser_the_map_is_there_and_choosing_a_head_works(tmp_path: Path) -> None:
     # What a reader does: choose a cell of the map, then a token, then another head in the list.
     clicks = """<script>
     const box = document.querySelector("section.viewer"), log = [];
@@ -129,7 +92,7 @@ def test_in_a_browser_the_plots_are_there_and_choosing_a_head_works(tmp_path: Pa
         page_width, window, canvas, charts, numbers, unreadable = map(int, size[1].split(","))
         assert page_width <= window, f"the page is wider than a screen of {window}"
         assert canvas == 6
-        assert charts == 3
+        assert charts == 1
         assert numbers == 6  # of the map of heads
         assert unreadable == 0, "a text of a chart is cut off or smaller than 9 pixels"
 
@@ -217,11 +180,11 @@ def test_the_crossing_is_where_the_lines_cross_and_the_sentence_agrees() -> None
 
     never = {512: {"exact": 1.0, "a": 2.0}, 1024: {"exact": 2.0, "a": 3.0}}
     assert crossing(never, "a") is None
-    assert "faster than a at every length" in crossing_sentence(None, never, "a")
+    assert "Exact attention is faster at every length" in crossing_sentence(None, never)
     later = {512: {"exact": 1.0, "a": 2.0}, 2048: {"exact": 16.0, "a": 8.0}}
     where = crossing(later, "a")
     assert where == pytest.approx(1024, rel=1e-6)
-    assert "Below about 1,000 tokens" in crossing_sentence(where, later, "a")
+    assert "Below about 1,000 tokens" in crossing_sentence(where, later)
     assert round_length(937) == 940
 
 
@@ -256,9 +219,9 @@ def test_the_page_of_a_target_compares_with_exact_attention_and_shows_every_poin
     first = replace(found.frontier[found.chosen], attention=0.02)
     found = replace(found, frontier=[first, replace(first, attention=0.04)], chosen=0)
     html = target_page("t", found, times={512: {"exact": 1.0, "as chosen": 0.5}}, place=Place("a")).html()
-    chart = html[html.index("what is lost, by cost") :].partition("</svg>")[0]
-    assert chart.count("<circle") == 2
-    assert chart.count('r="11"') == 1
+    table = html[html.index("What was measured") :].partition("</table>")[0]
+    assert re.findall(r"<tr( class=chosen)?><td>(\d):", table) == [(" class=chosen", "1"), ("", "2")]
+    assert re.findall(r"<td>([\d.]+)%</td></tr>", table) == ["2.0", "4.0"]
 
 
 def test_after_a_loss_the_page_asks_for_what_may_help() -> None:
@@ -312,7 +275,7 @@ def test_a_recipe_is_judged_by_lengths_that_the_model_can_read() -> None:
     assert "by cosine alone on 3 validation texts of up to 129 tokens" in verdict
     assert "takes 90% of the exact time at 512 tokens, the most it has positions for" in verdict
     assert "4,096" not in verdict
-    # One number for the border, in the chart, in its caption, and nowhere another.
-    assert "converted from 600 tokens on" in html
-    assert "fewer than 600 keys" in html
-    assert "faster from about" not in html
+    assert "fewer than 600 keys" in html  # one number for the border
+    assert "exact attention is faster" not in html
+    table = html[html.index("What it costs, by length") :].partition("</table>")[0]
+    assert [row.split("</td><td>")[0] for row in table.split("<tr><td>")[1:]] == ["512", "4,096"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import logging
 import os
@@ -109,8 +110,10 @@ def from_gguf(source: str | Path) -> Path:
     if not damage(copy):
         return copy
     transformers = extra("transformers", "hf", "Reading a GGUF file")
-    logger.info("unpacking %s, about a minute", source.name)
-    with quietly():
+    logger.info("unpacking %s, about half a minute", source.name)
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    bars = sys.stderr if sys.stderr.isatty() else io.StringIO()  # transformers' own
+    with quietly(), contextlib.redirect_stderr(bars), tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
         how = {"gguf_file": source.name, "quantization_config": transformers.GgufConfig(dequantize=True)}
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(source.parent, dtype="float32", **how)
@@ -118,10 +121,8 @@ def from_gguf(source: str | Path) -> Path:
         except Exception as error:  # transformers raises whatever its reader raises
             reason = " ".join(str(error).split())
             raise BochnerError(f"transformers cannot read the GGUF file {str(source)!r}: {reason}") from error
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=copy.parent) as tmp:
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
         made = Path(tmp) / "made"
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)

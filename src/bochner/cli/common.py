@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -78,8 +79,10 @@ def load(name: str) -> tuple[Any, Any]:
         return demo.load_minilm() if name == "minilm" else demo.load_smollm2()
     path = data.from_gguf(name) if name.endswith(".gguf") else Path(name)
     if not (path / "config.json").is_file():
-        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.exists()
+        hub = re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not path.exists()
         how = f" A model of a hub is downloaded first, as by: hf download {name} --local-dir {path.name}" if hub else ""
+        like = difflib.get_close_matches(name, KNOWN)
+        how = f" Did you mean {like[0]}?" if like else how
         raise BochnerError(
             f"There is no model in {name!r}: give a directory with config.json, a GGUF file, or "
             f"{' or '.join(KNOWN)}.{how}"

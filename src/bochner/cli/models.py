@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from bochner._checks import ArgumentError, BochnerError
+from bochner._progress import quietly
 from bochner.cli.common import (
     KNOWN,
     Json,
@@ -29,34 +31,25 @@ from bochner.cli.common import (
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # that attention is timed at for a report
 HELD_SHARE = 4  # one of so many passages is held back for the report of a recipe
-TARGET, RECIPE, TRAINING = "Target: a search chooses", "Recipe: you choose", "Training"
-Keep = Annotated[
-    float | None,
-    typer.Option(help="quality target: the share of the quality to retain, such as 0.99", rich_help_panel=TARGET),
-]
-Memory = Annotated[
-    float | None,
-    typer.Option(help="memory target: the share of the decoder's cache to use, such as 0.1", rich_help_panel=TARGET),
-]
-Minimize = Annotated[
-    str | None,
-    typer.Option(
-        help="with --keep, what to save: memory or time; by default what suits the model", rich_help_panel=TARGET
-    ),
-]
-Length = Annotated[
-    int | None, typer.Option(min=1, help="tokens of the sequences you care about", rich_help_panel=TARGET)
-]
-JudgeLength = Annotated[
-    int | None,
-    typer.Option(min=1, help="with --keep: judge by texts of so many tokens; default --length", rich_help_panel=TARGET),
-]
+
+
+def option(help: str, *names: str, panel: str | None = None, **limits: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **limits)
+
+
+target = partial(option, panel="Target: a search chooses")
+recipe = partial(option, panel="Recipe: you choose")
+training = partial(option, panel="Training")
+Keep = Annotated[float | None, target("quality target: the share of the quality to retain, such as 0.99")]
+Memory = Annotated[float | None, target("memory target: the share of the decoder's cache to use, such as 0.1")]
+Minimize = Annotated[str | None, target("with --keep, what to save: memory or time; by default what suits the model")]
+Length = Annotated[int | None, target("tokens of the sequences you care about", min=1)]
+JudgeLength = Annotated[int | None, target("with --keep: judge by texts of so many tokens; default --length", min=1)]
 TextFile = Annotated[
-    Path | None,
-    typer.Option(help="a file of text as the model will read it, a passage a paragraph; default: books"),
+    Path | None, option("a file of text as the model will read it, a passage a paragraph; default: books")
 ]
-Passages = Annotated[int, typer.Option(min=1, help="how many passages of the text to use")]
-ReportFile = Annotated[Path | None, typer.Option(help="write an HTML report to this file")]
+Passages = Annotated[int, option("how many passages of the text to use", min=1)]
+ReportFile = Annotated[Path | None, option("write an HTML report to this file")]
 Model = Annotated[str, typer.Argument(help="a directory with a transformers model, a GGUF file, minilm or smollm2")]
 
 
@@ -108,13 +101,11 @@ def search(
     from bochner.hf.conversion import convert as to_linear
     from bochner.hf.search import search as find
 
-    target = target_of(keep, memory, minimize, length, judge_length)
+    goal = target_of(keep, memory, minimize, length, judge_length)
     check_place(report, "--report")
     use_threads(threads)
-    texts_found, source = texts(text, passages)
-    loaded, tokenizer = load(model)
-    check_tokenizer(loaded, tokenizer, texts_found)
-    found = find(loaded, target, Calibration(texts_found, tokenizer), progress=not as_json)
+    loaded, tokenizer, read, source = inputs(model, text, passages, memory)
+    found = find(loaded, goal, Calibration(read, tokenizer), progress=not as_json)
     if report is not None:
         to_linear(loaded, found.plan)
         write_report(report, found, loaded, tokenizer, source, (model, "", str(text or "")))
@@ -132,34 +123,15 @@ def convert(
     minimize: Minimize = None,
     length: Length = None,
     judge_length: JudgeLength = None,
-    feature_map: Annotated[
-        str, typer.Option("--feature-map", "--map", help="name of the feature map", rich_help_panel=RECIPE)
-    ] = "auto",
+    feature_map: Annotated[str, recipe("name of the feature map", "--feature-map", "--map")] = "auto",
     num_features: Annotated[
-        int,
-        typer.Option(
-            "--num-features",
-            "--features",
-            min=0,
-            help="features of every head; 0 for no kernel",
-            rich_help_panel=RECIPE,
-        ),
+        int, recipe("features of every head; 0 for no kernel", "--num-features", "--features", min=0)
     ] = 64,
-    window: Annotated[
-        int, typer.Option(min=0, help="tokens around each query that stay exact; 0 for none", rich_help_panel=RECIPE)
-    ] = 0,
-    sinks: Annotated[
-        int, typer.Option(min=0, help="first tokens that stay exact (attention sinks)", rich_help_panel=RECIPE)
-    ] = 0,
-    exact_heads: Annotated[
-        float, typer.Option(help="share of the key heads that stay exact", rich_help_panel=RECIPE)
-    ] = 0.0,
-    steps: Annotated[
-        int, typer.Option(min=0, help="distillation steps of every layer; 0 for none", rich_help_panel=TRAINING)
-    ] = 0,
-    lora: Annotated[
-        int, typer.Option(min=0, help="rank of adapters to train and merge; 0 for none", rich_help_panel=TRAINING)
-    ] = 0,
+    window: Annotated[int, recipe("tokens around each query that stay exact; 0 for none", min=0)] = 0,
+    sinks: Annotated[int, recipe("first tokens that stay exact (attention sinks)", min=0)] = 0,
+    exact_heads: Annotated[float, recipe("share of the key heads that stay exact")] = 0.0,
+    steps: Annotated[int, training("distillation steps of every layer; 0 for none", min=0)] = 0,
+    lora: Annotated[int, training("rank of adapters to train and merge; 0 for none", min=0)] = 0,
     text: TextFile = None,
     passages: Passages = 48,
     report: ReportFile = None,
@@ -206,33 +178,44 @@ def convert(
         raise BochnerError(f"The place to save to, {str(out)!r}, is a file; give a directory.")
     check_place(out / "config.json", "place to save to")
     check_place(report, "--report")
-    found, source = texts(text, passages)
-    loaded, tokenizer = load(model)
-    check_tokenizer(loaded, tokenizer, found)
-    training = held = None
+    loaded, tokenizer, found, source = inputs(model, text, passages, memory)
+    how = held = None
     if steps or lora:
         loss = "model" if lora and type(loaded).__name__.endswith("ForCausalLM") else "outputs"
-        training = Distillation(steps=steps or 60, lora=lora, loss=loss)
+        how = Distillation(steps=steps or 60, lora=lora, loss=loss)
     if report is not None and by_recipe:
         found, held = hold_back(loaded, tokenizer, found, own=text is not None)
     calibration = Calibration(found, tokenizer)
-    conversion = to_linear(
-        loaded, spec if by_recipe else replace(spec, train=training), calibration, progress=not as_json
-    )
-    if training is not None and by_recipe:
-        distill(loaded, calibration, training, progress=not as_json)
-    plan, target = conversion.plan, conversion.report
+    conversion = to_linear(loaded, spec if by_recipe else replace(spec, train=how), calibration, progress=not as_json)
+    if how is not None and by_recipe:
+        distill(loaded, calibration, how, progress=not as_json)
+    plan, searched = conversion.plan, conversion.report
     save(loaded, tokenizer, out)
     if report is not None:
-        write_report(report, target or held, loaded, tokenizer, source, (model, str(out), str(text or "")))
+        write_report(report, searched or held, loaded, tokenizer, source, (model, str(out), str(text or "")))
     if as_json:
         print_json(
-            {"plan": plan.to_dict(), "calibration": source, "saved": str(out), "target": target and target.to_dict()}
+            {
+                "plan": plan.to_dict(),
+                "calibration": source,
+                "saved": str(out),
+                "target": searched and searched.to_dict(),
+            }
         )
         return
-    console.print(str(plan), highlight=False)
+    console.print(str(plan), highlight=False, soft_wrap=True)
     console.print(f"calibrated on {len(found)} passages of {source}", highlight=False)
-    console.print(f"saved to {out}; call bochner.hf.register() before from_pretrained", highlight=False)
+    console.print(f"saved to {out}; import bochner.hf before from_pretrained", highlight=False)
+
+
+def inputs(model: str, text: Path | None, passages: int, memory: float | None) -> tuple[Any, Any, list[str], str]:
+    """The model, its tokenizer, passages, and what these are; refused where they do not belong together."""
+    found, source = texts(text, passages)
+    loaded, tokenizer = load(model)
+    check_tokenizer(loaded, tokenizer, found)
+    if memory is not None and not loaded.can_generate():
+        raise ArgumentError(f"The --memory is that of decoding, and {model!r} does not decode: give --keep instead.")
+    return loaded, tokenizer, found, source
 
 
 def target_of(keep: float | None, memory: float | None, minimize: str | None, *lengths: Any) -> Any:
@@ -308,8 +291,9 @@ def save(model: Any, tokenizer: Any, out: Path) -> None:
     """Write elsewhere and move into place at the end: what is stopped half way leaves nothing half written."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as tmp:
-        model.save_pretrained(tmp)
-        tokenizer.save_pretrained(tmp)
+        with quietly():
+            model.save_pretrained(tmp)
+            tokenizer.save_pretrained(tmp)
         out.mkdir(exist_ok=True)
         for file in sorted(Path(tmp).iterdir()):
             os.replace(file, out / file.name)

@@ -1,8 +1,7 @@
-"""How keys and values are stored: whole, in bfloat16, or as integers of few bits.
+"""How keys and values are stored: side by side, as integers of few bits with one step a row.
 
-A precision turns rows (..., d) into codes with a step, one of each per token, and back. A row never depends on its
-neighbours: tokens can be added, moved and replaced one at a time, and a text read in pieces is stored as it is when
-read whole.
+A row never depends on its neighbours: tokens can be added, moved and replaced one at a time, and a text read in pieces
+is stored as it is when read whole.
 
 A basis makes rows easier to round. Keys are stored as `(k - c) T`, and queries are multiplied by the inverse of T,
 transposed. The centre c adds the same number to every logit of a row and cancels in softmax. Values are stored as
@@ -13,156 +12,113 @@ step of fixed relative size is least there, `(sum s)^2 / d`. A rotation then giv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from bochner._checks import ArgumentError, lookup
+from bochner._checks import ArgumentError
 
 Parts = tuple[Tensor, ...]
 WEAK_STEP = 1.1 * 0.9957  # the best for Gaussian numbers of size 1 in two bits, and a tenth to spare for tails
 
 
-@dataclass(frozen=True)
-class Floating:
-    """Rows in a floating-point type; `dtype` None is that of the model. They are their own columns."""
+class Rows(NamedTuple):
+    """Tokens as stored: `codes` (b, 2, ..., .) of keys and values, and the float16 `steps` (b, 2, ...) of both."""
 
-    name: str
-    dtype: torch.dtype | None = None
+    codes: Tensor
+    steps: Tensor
 
-    def encode(self, x: Tensor) -> Parts:
-        return (x.to(self.dtype or x.dtype),)
+    def at(self, *place: Any) -> Rows:
+        """Some of them, by the axes behind those of batch and keys or values."""
+        where = (slice(None), slice(None), *place)
+        return Rows(self.codes[where], self.steps[where])
 
-    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        return parts[0].to(dtype)
+    def then(self, others: Rows) -> Rows:
+        return Rows(*(torch.cat([x, y], dim=2) for x, y in zip(self, others, strict=True)))
+
+
+class Int8:
+    """8 bits with a sign for a channel, `x ~ step * n`: `d + 2` bytes a row."""
+
+    zero = ((0.0,), (0.0,))  # of the parts of keys and of values: what is taken from n before the step multiplies it
+
+    def encode(self, x: Tensor) -> Rows:
+        """Rows (b, 2, ..., d) of keys and values as they are stored."""
+        step = _step(x, 127)
+        return Rows((x / step).round_().clamp_(-127, 127).to(torch.int8), step.squeeze(-1))
 
     def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
+        """Numbers n (b, 2, ..., .), one for each channel, part by part."""
         return (codes.to(dtype),)
 
-    def zeros(self, size: int) -> Tensor:
-        return torch.zeros(size)
+    def decode(self, rows: Rows, dtype: torch.dtype) -> Tensor:
+        """Rows (b, 2, ..., d) in their basis."""
+        return rows.codes.to(dtype) * rows.steps.unsqueeze(-1)
 
 
-@dataclass(frozen=True)
-class Integer:
-    """Rows `x ~ step * n`: n integers of 8 bits with a sign, and one float16 step a row, in `d + 2` bytes."""
+class Int4:
+    """Two halves of a row in `d / 2 + 2` bytes: keys have 6 and 2 bits a channel, values 4.
 
-    name: str
-
-    def encode(self, x: Tensor) -> Parts:
-        """Codes (..., c) of rows (..., d), and the step (..., 1)."""
-        x, step = _scaled(x, x, 127)
-        return (x / step).round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8), step
-
-    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        exact = torch.promote_types(dtype, torch.float32)
-        return (self.columns(parts[0], exact)[0] * parts[1]).to(dtype)
-
-    def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
-        """Numbers n, one for each channel, in one part or two."""
-        return (codes.view(torch.int8).to(dtype),)
-
-    def zeros(self, size: int) -> Tensor:
-        """What is taken from the numbers n of each channel before the step multiplies them."""
-        return torch.zeros(size)
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Rows `x ~ step * (n - zero)` of two halves, in `d / 2 + 2` bytes.
-
-    A byte has `bits` for a channel of the first half, and the others for one of the second. Integers lie on both sides
-    of zero and use all their values. `weak`: the step of the second half is 1. Keys in their basis are of this kind:
-    the first half of the channels carries nearly all that queries ask for.
+    Integers lie on both sides of zero and use all their values, `x ~ step * (n - zero)`. In their basis the first half
+    of the keys' channels carries nearly all that queries ask for; the step of the second half is 1.
     """
 
-    name: str
-    bits: int
-    weak: bool = False
+    bits = ((6, 2), (4, 4))
+    zero = tuple(tuple((2**n - 1) / 2 for n in each) for each in bits)
 
-    def encode(self, x: Tensor) -> Parts:
+    def encode(self, x: Tensor) -> Rows:
         if x.shape[-1] % 2:
             raise ArgumentError(f"Rows of {x.shape[-1]} channels have no halves; use precision='int8'.")
-        x, step = _scaled(x, x.chunk(2, dim=-1)[0] if self.weak else x, self._zero(self.bits))
-        first, second = x.chunk(2, dim=-1)
-        low = self._rounded(first / step, self.bits)
-        return low | (self._rounded(second if self.weak else second / step, 8 - self.bits) << self.bits), step
-
-    def _rounded(self, x: Tensor, bits: int) -> Tensor:
-        return (x + self._zero(bits)).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
-
-    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        codes, step = parts
-        exact = torch.promote_types(dtype, torch.float32)
-        x = torch.cat(self.columns(codes, exact), dim=-1) - self.zeros(2 * codes.shape[-1]).to(codes.device, exact)
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * step, second if self.weak else second * step], dim=-1).to(dtype)
+        strong, values = x[:, 0].chunk(2, dim=-1)[0], x[:, 1]
+        steps = [_step(y, zero[0]) for y, zero in zip((strong, values), self.zero, strict=True)]
+        codes = []
+        for y, step, bits, zeros in zip(x.unbind(1), steps, self.bits, self.zero, strict=True):
+            first, second = y.chunk(2, dim=-1)
+            second = second if bits[1] == 2 else second / step
+            low, high = (
+                (z + zero).round_().clamp_(0, 2 * zero).to(torch.uint8)
+                for z, zero in zip((first / step, second), zeros, strict=True)
+            )
+            codes.append(low | (high << bits[0]))
+        return Rows(torch.stack(codes, dim=1), torch.stack(steps, dim=1).squeeze(-1))
 
     def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
-        return (codes & (2**self.bits - 1)).to(dtype), (codes >> self.bits).to(dtype)
+        masks, shifts = _bits(codes.ndim, codes.device)
+        return (codes & masks).to(dtype), (codes >> shifts).to(dtype)
 
-    def zeros(self, size: int) -> Tensor:
-        each = torch.tensor([self._zero(self.bits), self._zero(8 - self.bits)])
-        return each.repeat_interleave(size // 2)
-
-    def _zero(self, bits: int) -> float:
-        return (2**bits - 1) / 2
-
-
-def _scaled(x: Tensor, strong: Tensor, top: float) -> Parts:
-    """Rows in at least float32, and their step: rounded first, so that what divides is what will multiply."""
-    exact = torch.promote_types(x.dtype, torch.float32)
-    step = (strong.to(exact).abs().amax(-1, keepdim=True) / top).clamp_(2.0**-24, 65504.0).half()
-    return x.to(exact), step
+    def decode(self, rows: Rows, dtype: torch.dtype) -> Tensor:
+        steps, found = rows.steps.unsqueeze(-1), []
+        for i, part in enumerate(self.columns(rows.codes, dtype)):
+            found.append(torch.stack([part[:, j] - self.zero[j][i] for j in (0, 1)], dim=1))
+        found[0] *= steps
+        found[1][:, 1] *= steps[:, 1]
+        return torch.cat(found, dim=-1)
 
 
-Precision = Floating | Integer | Pairs
+@lru_cache(maxsize=64)
+def _bits(dimensions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the first half of codes is masked with, and how far the second half is shifted; for keys and for values."""
+    first = torch.tensor([bits[0] for bits in Int4.bits], dtype=torch.uint8, device=device)
+    first = first.view(2, *[1] * (dimensions - 2))
+    return (1 << first) - 1, first
 
 
-def halves(x: Tensor, border: int) -> tuple[Tensor, Tensor]:
-    return x[..., :border], x[..., border:]
+def _step(x: Tensor, top: float) -> Tensor:
+    """The steps (..., 1) of rows: rounded first, so that what divides is what will multiply."""
+    return (x.abs().amax(-1, keepdim=True) / top).clamp_(2.0**-24, 65504.0).half()
 
 
-PRECISIONS: dict[str, Precision] = {
-    "model": Floating("model"),
-    "bfloat16": Floating("bfloat16", torch.bfloat16),
-    "int8": Integer("int8"),
-    "int4": Pairs("int4", 4),
-}
-KEYS: dict[str, Precision] = {**PRECISIONS, "split": Pairs("split", 6, weak=True)}
+Precision = Int8 | Int4
+INT8 = Int8()
+PRECISIONS: dict[str, Precision] = {"int8": INT8, "int4": Int4()}
 
 
-class Stored(NamedTuple):
-    """How a head stores keys and values, those of its window and the older ones: by a name, "keys/values" of the older.
-
-    One word is for both: "int8". Whole and half precision is for everything. The window has 8 bits where the older
-    tokens have fewer: most of the attention is there, and so is most of what rounding costs.
-    """
-
-    window: tuple[Precision, Precision]
-    older: tuple[Precision, Precision]
-    scaled: bool  # whether rows have steps
-
-    @classmethod
-    def of(cls, name: str, dtype: torch.dtype | None = None) -> Stored:
-        """`dtype`: that of the model, for what is stored whole."""
-        first, _, second = name.partition("/")
-        keys, values = lookup(KEYS, first, "precision"), lookup(PRECISIONS, second or first, "precision")
-        floating = [isinstance(x, Floating) for x in (keys, values)]
-        if any(floating) and keys is not values:
-            raise ArgumentError(f"A precision of integers and one of floats do not go together, got {name!r}.")
-        if all(floating):
-            whole = Floating(name, dtype if name == "model" else torch.bfloat16)
-            return cls((whole, whole), (whole, whole), False)
-        return cls((PRECISIONS["int8"], PRECISIONS["int8"]), (keys, values), True)
-
-
-def row_bytes(precision: Precision, size: int, dtype: torch.dtype) -> int:
-    """Bytes of one stored row of `size` channels, counted from the tensors themselves."""
-    return nbytes(precision.encode(torch.zeros(1, size, dtype=dtype)))
+def row_bytes(precision: Precision, size: int) -> int:
+    """Bytes of the stored key and value of a token, with `size` channels each, counted from the tensors themselves."""
+    return nbytes(precision.encode(torch.zeros(1, 2, size)))
 
 
 def nbytes(parts: Parts) -> int:
@@ -176,10 +132,52 @@ class Basis(NamedTuple):
     keys: Tensor
     values: Tensor
 
-    def inverse(self) -> tuple[Tensor, Tensor]:
-        """The matrices that turn stored keys and values back."""
-        a, b = (torch.linalg.inv(x.to(torch.promote_types(x.dtype, torch.float32))) for x in self[1:])
-        return a, b
+    @classmethod
+    def plain(cls, heads: int, key_size: int, value_size: int, device: Any = None) -> Basis:
+        """That of rows as they are."""
+        turns = (torch.eye(size, device=device).repeat(heads, 1, 1) for size in (key_size, value_size))
+        return cls(torch.zeros(heads, key_size, device=device), *turns)
+
+
+class Turns(NamedTuple):
+    """What a basis and the stored numbers of older tokens make of rows, queries and outputs.
+
+    Keys and values are stored with d channels, as many as the wider of them has. `into`, `back` (2, g, d, d), `start`
+    (2, g, 1, d): rows x are stored as `x into + start`, and turned `back`. `ask` (g, key size, .): what queries are
+    multiplied by to meet the keys of the window, then each part of older ones and what its zero takes away. `tell`
+    (g, ., value size): from sums of the stored values of the window, of older ones, and of the weights of these.
+    """
+
+    into: Tensor
+    start: Tensor
+    back: Tensor
+    ask: Tensor
+    tell: Tensor
+
+    @classmethod
+    def of(cls, basis: Basis, precision: Precision, dtype: torch.dtype) -> Turns:
+        centre, keys, values = (x.to(dtype) for x in basis)
+        d = max(keys.shape[-1], values.shape[-1])
+        into = torch.stack([_widened(x, d) for x in (keys, values)])
+        back = torch.linalg.inv(into)
+        start = torch.zeros_like(into[..., :1, :])
+        start[0] = -pad(centre, (0, d - centre.shape[-1]))[:, None] @ into[0]
+        ask, tell = back[0].mT[:, : keys.shape[-1]], back[1][..., : values.shape[-1]]
+        asked, less = [ask], torch.zeros_like(tell[:, :1])
+        for i, zero in enumerate(precision.zero[0]):
+            x = ask.chunk(len(precision.zero[0]), dim=-1)[i]
+            asked += [x, -zero * x.sum(-1, keepdim=True)]
+        for x, zero in zip(tell.chunk(len(precision.zero[1]), dim=-2), precision.zero[1], strict=True):
+            less -= zero * x.sum(-2, keepdim=True)
+        return cls(into, start, back, torch.cat(asked, dim=-1), torch.cat([tell, tell, less], dim=-2))
+
+
+def _widened(x: Tensor, d: int) -> Tensor:
+    """Matrices (g, n, n) with further channels that stay as they are."""
+    more = d - x.shape[-1]
+    x = pad(x, (0, more, 0, more))
+    x.diagonal(dim1=-2, dim2=-1)[:, d - more :] = 1
+    return x
 
 
 def balance(rows: Tensor, damage: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:

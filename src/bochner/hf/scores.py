@@ -82,13 +82,19 @@ def features(h: Tensor) -> Tensor:
 def without_size(h: Tensor) -> Tensor:
     """Hidden states divided by their root mean square, in float32."""
     h = h.float()
-    return h * (h.shape[-1] ** 0.5 / (torch.linalg.vector_norm(h, dim=-1, keepdim=True) + 1e-6))
+    return h * _over_size(h)
+
+
+def _over_size(h: Tensor) -> Tensor:
+    """One over the root mean square (..., 1)."""
+    return h.shape[-1] ** 0.5 / (torch.linalg.vector_norm(h, dim=-1, keepdim=True) + 1e-6)
 
 
 def scores(h: Tensor, weights: Tensor) -> Tensor:
     """The score (b, g, n) of every token for every key head: hidden states (b, n, D), weights (g, 2 D + 1)."""
-    h = without_size(h)
-    return linear(torch.cat([h, h.abs()], dim=-1), weights[:, :-1].float(), weights[:, -1].float()).mT
+    h, weights = h.float(), weights.float()
+    found = linear(torch.cat([h, h.abs()], dim=-1), weights[:, :-1])
+    return torch.addcmul(weights[:, -1], found, _over_size(h)).mT
 
 
 class Ridge:

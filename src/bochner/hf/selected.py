@@ -20,13 +20,13 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from bochner.hf.precision import Basis, Parts, Precision, Stored, halves, nbytes
+from bochner._checks import lookup
+from bochner.hf.precision import INT8, PRECISIONS, Basis, Parts, Rows, Turns, nbytes
 
 EMPTY = -(2**31)  # the rank of no key, of padding and of attention sinks, which have their own slots
 NEVER = 2**31 - 1  # the rank of what is never let go: places beyond a head's budget
@@ -42,18 +42,18 @@ class SelectedKeys:
     """What the key heads of one layer hold.
 
     `window`: the last keys, of all heads. `budgets`: the most older keys of each key head. `sinks`: the first keys.
-    `precision`: how keys and values are stored, see `Stored`; sinks in bfloat16 where that is less than the model's.
+    `precision`: how older keys and values are stored, a name in `PRECISIONS`; windows hold 8 bits.
     """
 
     window: int
     budgets: tuple[int, ...]
     sinks: int = 4
-    precision: str = "model"
+    precision: str = "int4"
 
 
-def sink_dtype(precision: str, dtype: torch.dtype) -> torch.dtype:
-    """How attention sinks are stored: in bfloat16 where that is less, unless the model's own precision is asked for."""
-    return torch.bfloat16 if precision != "model" and dtype == torch.float32 else dtype
+def sink_dtype(dtype: torch.dtype) -> torch.dtype:
+    """How attention sinks are stored: as the model computes, but in bfloat16 for float32."""
+    return torch.bfloat16 if dtype == torch.float32 else dtype
 
 
 def ranks(scores: Tensor, position: Tensor, sinks: int) -> Tensor:
@@ -76,7 +76,7 @@ def alive(held: Tensor, arriving: Tensor, capacity: int) -> Tensor:
     m, c = held.shape[-1], arriving.shape[-1]
     every = torch.cat([held, arriving], dim=-1)
     there = (every > EMPTY).unsqueeze(-2).expand(*every.shape[:-1], c, -1)
-    arrived = torch.ones(c, m + c, dtype=torch.bool, device=held.device).tril(m)
+    arrived = torch.arange(m + c, device=held.device) <= torch.arange(m, m + c, device=held.device)[:, None]
     if m + c <= capacity:
         return there & arrived
     ordered = held.sort(dim=-1).values
@@ -99,53 +99,29 @@ def counters(window: int) -> int:
 def layout(kept: SelectedKeys, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The first slot (g,) of each key head: of its ring, of the keys that leave it, and of its older keys.
 
-    And the slots (g, 1, slots) that are not its own. All caches share them.
+    And the slots (g, 1, slots) that are not its own. All caches share them. Sinks come first.
     """
     heads = torch.arange(len(kept.budgets))
-    sizes = [torch.full_like(heads, n) for n in (kept.window, spare_of(kept.window))] + [torch.tensor(kept.budgets)]
+    sizes = [torch.full_like(heads, n) for n in (kept.sinks, kept.window, spare_of(kept.window))]
+    sizes.append(torch.tensor(kept.budgets))
     owner = torch.cat([heads.repeat_interleave(n) for n in sizes])
     every = torch.cat(sizes)
-    first, leaving, older = (every.cumsum(0) - every).to(device).chunk(3)
+    _, first, leaving, older = (every.cumsum(0) - every).to(device).chunk(4)
     return first, leaving, older, (owner != heads[:, None, None]).to(device)
-
-
-class Rows(NamedTuple):
-    """Tokens as stored: codes (b, ..., .) of keys and values side by side, and their steps (b, ., ...)."""
-
-    codes: Tensor
-    steps: Tensor
-
-
-def asked(precision: Precision, turn: Tensor) -> Parts:
-    """Matrices (g, d, k + 1) from rows to what meets stored numbers and a one: of those with a step, and those without.
-
-    `turn` (g, d, d): from rows as they are to rows in the basis.
-    """
-    parts = 2 if precision.name == "split" else 1
-    turns, zeros = turn.chunk(parts, dim=-1), precision.zeros(turn.shape[-1]).to(turn).chunk(parts)
-    return tuple(torch.cat([x, -x @ zero[:, None]], dim=-1) for x, zero in zip(turns, zeros, strict=True))
-
-
-def _products(x: Tensor, columns: Parts) -> Tensor:
-    """`x [columns, 1]` (b, n, m) of rows x (b, n, k + 1) and columns (b, m, k) in parts."""
-    found = x[..., -1:]
-    for mine, part in zip(x[..., :-1].chunk(len(columns), dim=-1), columns, strict=True):
-        found = torch.baddbmm(found, mine, part.mT)
-    return found
 
 
 class SelectedState:
     """The keys and values that one layer holds for a batch, and attention to them.
 
-    `near` (b, rings, .), `codes` (b, others, .): keys and values of each slot side by side. `steps` (b, .,
-    slots + 1): the step of the key, that of the value, and what is added to the logit. `rank` (b, slots + 1). The last
-    place is that of no key. Keys and values are in their basis; the sinks are not, but for the centre of the keys.
+    Slots are those of the sinks, of the rings, and of older keys. Side by side, for keys and values in their basis:
+    `sinks` (b, 2, ., d) and the codes `near` (b, 2, ., d), `far` (b, 2, ., .). `steps` (b, 3, slots + 1): of keys, of
+    values, and what is added to logits. `rank` (b, slots + 1). The last place is that of no key.
 
     >>> state = SelectedState(SelectedKeys(window=2, budgets=(1,), sinks=0), 1, 4, 4, torch.float32)
     >>> x = torch.eye(4).expand(1, 1, 4, 4)
-    >>> out = state.attend(x, x, x, scores=torch.tensor([[[2.0, 3.0, 1.0, 0.0]]]), scale=0.0)
-    >>> out[0, 0, 3]
-    tensor([0.0000, 0.3333, 0.3333, 0.3333])
+    >>> out = state.attend(x, x, 15 * x, scores=torch.tensor([[[2.0, 3.0, 1.0, 0.0]]]), scale=0.0)
+    >>> out[0, 0, 3].round().tolist()
+    [0.0, 5.0, 5.0, 5.0]
     """
 
     def __init__(
@@ -156,49 +132,39 @@ class SelectedState:
         value_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        basis: Basis | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        self.kept, self.basis = kept, basis
-        self.stored = Stored.of(kept.precision, dtype)
+        self.kept, self.value_size = kept, value_size
+        self.older_as = lookup(PRECISIONS, kept.precision, "precision")
         self.exact = torch.promote_types(dtype, torch.float32)  # what is computed in
-        self.scaled = self.stored.scaled  # whether there are steps
         g = len(kept.budgets)
-        # 1. Where the slots of each head are: rings, then older keys.
+        self.turns = turns or Turns.of(Basis.plain(g, key_size, value_size, device), self.older_as, self.exact)
+        # 1. Where the slots of each head are: sinks, rings, then older keys.
         self.spare = spare_of(kept.window)
-        others = g * self.spare + sum(kept.budgets)
-        self.slots = g * kept.window + others
+        self.near_from, self.far_from = g * kept.sinks, g * (kept.sinks + kept.window)
+        self.slots = self.far_from + g * self.spare + sum(kept.budgets)
         self.first, self.leaving, self.older, self.others = layout(kept, torch.device(device))
         # 2. Empty slots.
-        sizes = (key_size, value_size)
-        zeros = [torch.zeros(1, 1, size, dtype=dtype) for size in sizes]
-        rings, older = ([x.encode(zero)[0] for x, zero in zip(each, zeros, strict=True)] for each in self.stored[:2])
-        self.key_codes = rings[0].shape[-1], older[0].shape[-1]
-        self.near, self.codes = (
-            torch.cat(each, dim=-1).new_zeros(batch, slots, sum(x.shape[-1] for x in each)).to(device)
-            for each, slots in ((rings, g * kept.window), (older, others))
-        )
-        self.steps = torch.zeros(batch, 2 * self.scaled + 1, self.slots + 1, dtype=torch.float16, device=device)
+        empty = torch.zeros(batch, 2, 1, max(key_size, value_size), device=device)
+        self.sinks = empty.to(sink_dtype(dtype)).repeat(1, 1, self.near_from, 1)
+        self.near = INT8.encode(empty).codes.repeat(1, 1, self.far_from - self.near_from, 1)
+        self.far = self.older_as.encode(empty).codes.repeat(1, 1, self.slots - self.far_from, 1)
+        self.steps = torch.ones(batch, 3, self.slots + 1, dtype=torch.float16, device=device)
+        self.steps[:, 2] = HIDDEN
         self.rank = torch.full((batch, self.slots + 1), EMPTY, dtype=torch.int32, device=device)
         self.rank[:, -1] = NEVER
-        whole = sink_dtype(kept.precision, dtype)
-        self.sinks: Parts = tuple(torch.zeros(batch, g, kept.sinks, size, dtype=whole, device=device) for size in sizes)
-        # 3. How stored rows are turned back, and how single queries and outputs are turned.
-        plain = tuple(torch.eye(size, device=device).expand(g, -1, -1) for size in sizes)
-        self.back: Parts = plain if basis is None else basis.inverse()
-        self.ask_near, self.ask = (asked(each[0], self.back[0].mT) for each in self.stored[:2])
-        self.tell_near, self.tell = (asked(each[1], self.back[1].mT)[0].mT for each in self.stored[:2])
-        # 4. The scores of single tokens since the last move, and the slots that are let go at each step.
+        # 3. The scores of single tokens since the last move, and the slots that are let go at each step.
         self.pending = torch.zeros(batch, g, self.spare, device=device)
         self.going = torch.zeros(batch, g, self.spare, dtype=torch.int64, device=device)
         self.moved: int | None = None  # tokens that were seen when `going` was made
         self.seen = 0
-        self.real = torch.zeros(batch, dtype=torch.int64, device=device)  # tokens that were not padding
+        self.padded = torch.zeros(batch, dtype=torch.int64, device=device)  # tokens that were padding
         self.complete = kept.sinks == 0  # whether all sinks are there
 
     @property
     def tensors(self) -> Parts:
         """All tensors that belong to the batch."""
-        return (self.rank, self.real, self.near, self.codes, self.steps, self.pending, self.going, *self.sinks)
+        return self.sinks, self.near, self.far, self.steps, self.rank, self.pending, self.going, self.padded
 
     @property
     def nbytes(self) -> int:
@@ -207,8 +173,9 @@ class SelectedState:
     def map(self, f: Callable[[Tensor], Tensor]) -> SelectedState:
         """A state with f applied to every tensor; all have the batch in front."""
         made = copy.copy(self)
-        made.rank, made.real, made.near, made.codes, made.steps, made.pending, made.going, *sinks = map(f, self.tensors)
-        made.sinks = tuple(sinks)
+        made.sinks, made.near, made.far, made.steps, made.rank, made.pending, made.going, made.padded = map(
+            f, self.tensors
+        )
         return made
 
     @torch.no_grad()
@@ -220,76 +187,62 @@ class SelectedState:
         `padding` (b, n): True at tokens that are none; they are in front of all others. Their rows are zeros.
         """
         n, dtype = k.shape[-2], q.dtype
-        least = torch.promote_types(dtype, torch.float32)
-        q, k, v, self.exact = q.to(least), k.to(least), v.to(least), least
-        if padding is None:
-            position = self.real[:, None] + torch.arange(n, device=k.device) if n > 1 else self.real[:, None]
-        else:
-            there = ~padding
-            position = torch.where(there, self.real[:, None] + there.cumsum(1) - 1, -1)
-        if self.basis is not None:
-            k = k - self.basis.centre[:, None].to(k)
-        known = padding is None and self.complete  # no sink and no padding among the tokens
-        if not self.complete:
-            self._add_sinks(k, v, position)
-        if self.basis is not None:
-            k, v = k @ self.basis.keys.to(k), v @ self.basis.values.to(v)
-        new = self._encode(k, v, self.stored.window)
+        # 1. Keys and values in their basis, and the place of each token; single ones need it at the beginning alone.
+        k, v = (pad(x, (0, self.sinks.shape[-1] - x.shape[-1])) for x in (k, v)) if k.shape != v.shape else (k, v)
+        rows = torch.stack([k, v], dim=1).to(self.exact) @ self.turns.into + self.turns.start
+        position = None
+        if n > 1 or padding is not None or not self.complete:
+            position = self.seen - self.padded[:, None] + torch.arange(n, device=k.device)
+            if padding is not None:
+                position = torch.where(padding, -1, position - padding.sum(1, keepdim=True))
+            if not self.complete:
+                self._add_sinks(rows, position)
+        # 2. What is seen of them.
+        q, new = q.to(self.exact), INT8.encode(rows)
         if n == 1:
-            self._add(new, scores, position, known)
-            out = self._row(q[:, :, 0], position, scale, known).unsqueeze(2)
+            self._add(new, scores, position)
+            out = self._row(q[:, :, 0] * scale).unsqueeze(2)
         else:
+            assert position is not None
             out = self._read(q, new, ranks(scores, position, self.kept.sinks), position, scale)
-        self.real = self.real + (n if padding is None else there.sum(1))
+        if padding is not None:
+            self.padded = self.padded + padding.sum(1)
+            out = out.masked_fill(padding[:, None, :, None], 0)
         self.seen += n
-        return (out if padding is None else out.masked_fill(padding[:, None, :, None], 0)).to(dtype)
+        return out.to(dtype)
 
-    def _encode(self, k: Tensor, v: Tensor, stored: tuple[Precision, ...]) -> Rows:
-        """Keys and values (b, g, n, .) as they are stored."""
-        parts = [x.encode(y) for x, y in zip(stored, (k, v), strict=True)]
-        codes = torch.cat([part[0] for part in parts], dim=-1)
-        if not self.scaled:
-            return Rows(codes, self.steps.new_zeros(len(codes), 0, *codes.shape[1:-1]))
-        return Rows(codes, torch.stack([part[1].squeeze(-1) for part in parts], dim=1))
-
-    def _decode(self, rows: Rows, stored: tuple[Precision, ...], dtype: torch.dtype) -> Parts:
-        """Keys and values of stored rows, in their basis."""
-        steps: list[Tensor | None] = [x.unsqueeze(-1) for x in rows.steps.unbind(1)]
-        steps = steps or [None, None]
-        codes = halves(rows.codes, self.key_codes[stored == self.stored.older])
-        return tuple(
-            x.decode((y,) if step is None else (y, step), dtype)
-            for x, y, step in zip(stored, codes, steps, strict=True)
-        )
-
-    def _again(self, rows: Rows, dtype: torch.dtype) -> Rows:
-        """Rows of a window as they are stored when they have left it."""
-        window, older, _ = self.stored
-        k, v = self._decode(rows, window, dtype)
-        return rows if window == older else self._encode(k, v, older)
-
-    def _add_sinks(self, k: Tensor, v: Tensor, position: Tensor) -> None:
+    def _add_sinks(self, rows: Tensor, position: Tensor) -> None:
         """Store the tokens at the first positions whole; each position comes once."""
-        place = torch.arange(self.kept.sinks, device=k.device)
-        chosen = (position[:, None, :] == place[:, None]).to(k.dtype)[:, None]  # (b, 1, sinks, n)
-        self.sinks = tuple(old + (chosen @ x).to(old.dtype) for old, x in zip(self.sinks, (k, v), strict=True))
+        place = torch.arange(self.kept.sinks, device=rows.device)
+        chosen = (position[:, None, :] == place[:, None]).to(rows.dtype)[:, None, None]  # (b, 1, 1, sinks, n)
+        self.sinks = self.sinks + (chosen @ rows).flatten(2, 3).to(self.sinks.dtype)
+        there = (place <= position[:, -1:]).repeat(1, len(self.first))
+        self.rank[:, : self.near_from] = torch.where(there, NEVER, EMPTY).to(torch.int32)
+        self.steps[:, 2, : self.near_from] = torch.where(there, 0.0, HIDDEN).to(self.steps.dtype)
         self.complete = bool((position[:, -1] >= self.kept.sinks - 1).all())
+
+    def _of_ring(self, slots: Tensor) -> Rows:
+        return Rows(self.near[:, :, slots - self.near_from], self.steps[:, :2, slots])
+
+    def _again(self, rows: Rows) -> Rows:
+        """Rows of a window as they are stored when they have left it."""
+        return rows if self.older_as is INT8 else self.older_as.encode(INT8.decode(rows, self.exact))
 
     # One token
 
-    def _add(self, new: Rows, scores: Tensor, position: Tensor, known: bool) -> None:
+    def _add(self, new: Rows, scores: Tensor, position: Tensor | None) -> None:
         """Put a token into the ring, and let the key go that goes at this step."""
         if self.moved is None or self.seen - self.moved == self.spare:
             self._settle()
             self._look_ahead()
         assert self.moved is not None
-        t, added = self.seen - self.moved, self.steps[:, -1]
+        t, added = self.seen - self.moved, self.steps[:, 2]
         place = self.first + self.seen % self.kept.window
-        self.near.index_copy_(1, place, new.codes[:, :, 0])
-        self.steps[:, :-1].index_copy_(2, place, new.steps[..., 0])
+        self.near.index_copy_(2, place - self.near_from, new.codes[..., 0, :])
+        self.steps[:, :2].index_copy_(2, place, new.steps[..., 0])
         added.index_fill_(1, self.leaving + t, 0.0)
         added.scatter_(1, self.going[..., t], HIDDEN)
-        if known:
+        if position is None:
             added.index_fill_(1, place, 0.0)
         else:  # sinks have their own slots
             shown = torch.where(position < self.kept.sinks, HIDDEN, 0.0).to(added.dtype)
@@ -311,7 +264,7 @@ class SelectedState:
             return
         count = self.seen - self.moved
         # Padding is in front of all tokens: its positions are negative.
-        position = self.real[:, None] + torch.arange(-count, 0, device=self.real.device)
+        position = self.seen - self.padded[:, None] + torch.arange(-count, 0, device=self.padded.device)
         new = self._ring_slots(self.moved, count)
         self.rank[:, new] = ranks(self.pending[..., :count], position, self.kept.sinks)
         # The best of those that leave meets the least of those that are held, the second best the second least, ...
@@ -321,8 +274,8 @@ class SelectedState:
         better, source = leaving > least, left.expand_as(order).gather(2, order)
         batch = torch.arange(len(self.rank), device=left.device)[:, None, None].expand_as(source)[better]
         source, target = source[better], older[better]
-        rings, steps = self.near.shape[1], self.steps.mT
-        self.codes[batch, target - rings] = self.codes[batch, source - rings]
+        far, steps = self.far.transpose(1, 2), self.steps.mT
+        far[batch, target - self.far_from] = far[batch, source - self.far_from]
         steps[batch, target] = steps[batch, source]
         self.rank[batch, target] = leaving[better]
         self.rank[:, self._leaving_slots(self.spare)] = EMPTY
@@ -341,9 +294,8 @@ class SelectedState:
         """Round the keys that will leave the window, and tell which of each head goes at each of the next steps."""
         count, device = self.spare, self.rank.device
         coming, slots = self._ring_slots(self.seen - self.kept.window, count), self._leaving_slots(count)
-        left = self._again(Rows(self.near[:, coming], self.steps[:, :-1, coming]), self.exact)
-        self.codes[:, slots - self.near.shape[1]] = left.codes
-        self.steps[:, :-1, slots] = left.steps
+        left = self._again(self._of_ring(coming))
+        self.far[:, :, slots - self.far_from], self.steps[:, :2, slots] = left
         arriving, (least, older) = self.rank[:, coming], self._least(count)
         # Only the least can go: to the others, as many have to come as there are of the least.
         until = alive(least, arriving, count).sum(-2)
@@ -352,76 +304,55 @@ class SelectedState:
         every = torch.cat([older, slots.expand_as(arriving)], dim=-1)
         going = every.new_full((*arriving.shape[:2], count + 1), self.slots)
         self.going = going.scatter_(2, torch.where(goes, until, count), every)[..., :count].contiguous()
-        self.steps[:, -1] = torch.where(self.rank > EMPTY, 0.0, HIDDEN)
+        self.steps[:, 2] = torch.where(self.rank > EMPTY, 0.0, HIDDEN)
         self.rank[:, slots] = arriving
         self.moved = self.seen
 
-    def _row(self, q: Tensor, position: Tensor, scale: float, known: bool) -> Tensor:
-        """A single row (b, h, v) for queries (b, h, d): products with the stored numbers as they are.
+    def _row(self, q: Tensor) -> Tensor:
+        """A single row (b, h, v) for scaled queries (b, h, d): products with the stored numbers as they are.
 
         All heads meet all slots of the layer at once, and slots of other heads are hidden: one product of three times
         the size is quicker than three products with what surrounds them.
         """
-        g, first, rings = len(self.first), self.kept.sinks, self.near.shape[1]
-        rows = q.unflatten(1, (g, -1)) * scale
-        # 1. Logits of sinks.
-        sink_keys, sink_values = (x.to(q.dtype) for x in self.sinks)
-        near = rows @ sink_keys.mT
-        if not known:
-            near = near.masked_fill(~self._sinks_seen(position[..., None])[:, None], HIDDEN)
-        # 2. Logits of all slots: stored numbers come in one part or two.
-        (ring_keys, ring_values), (keys, values) = (
-            [precision.columns(part, q.dtype) for precision, part in zip(each, halves(codes, border), strict=True)]
-            for each, codes, border in (
-                (self.stored.window, self.near, self.key_codes[0]),
-                (self.stored.older, self.codes, self.key_codes[1]),
-            )
+        g, border = len(self.first), self.far_from
+        rows = q.unflatten(1, (g, -1))
+        near = torch.cat([self.sinks.to(q.dtype), self.near], dim=2)
+        far = self.older_as.columns(self.far, q.dtype)
+        key_step, value_step, added = (x[:, None, None] for x in self.steps[..., :-1].to(q.dtype).unbind(1))
+        # 1. What queries ask of the stored numbers, and the logits; slots of other heads are hidden.
+        near_asked, *asked = (
+            (rows @ self.turns.ask).flatten(1, 2).split([near.shape[-1], *(x.shape[-1] + 1 for x in far)], dim=-1)
         )
-        steps = self.steps[..., None, :-1].to(q.dtype)
-        to_ring, to_older = ((rows @ x.to(q)).flatten(1, 2) for x in (self.ask_near[0], self.ask[0]))
-        strong, weak = (keys[:1], keys[1:]) if self.ask[1:] else (keys, ())
-        found = torch.cat([_products(to_ring, ring_keys), _products(to_older, strong)], dim=-1)
-        found = torch.addcmul(steps[:, -1], found, steps[:, 0]) if self.scaled else found + steps[:, -1]
-        if self.ask[1:]:
-            found[..., rings:] += _products((rows @ self.ask[1].to(q)).flatten(1, 2), weak)
-        found = found.unflatten(1, (g, -1)).masked_fill(self.others, HIDDEN)
-        # 3. Weights, values, and back from stored numbers.
-        weight = torch.cat([near, found], dim=-1).softmax(-1)
-        out, rest = weight[..., :first] @ sink_values, weight[..., first:].flatten(1, 2)
-        rest = rest * steps[:, 1] if self.scaled else rest
-        for part, columns, turn in (
-            (rest[..., :rings], ring_values, self.tell_near),
-            (rest[..., rings:], values, self.tell),
-        ):
-            sums = torch.cat([*(torch.bmm(part, x) for x in columns), part.sum(-1, keepdim=True)], dim=-1)
-            out = out + sums.unflatten(1, (g, -1)) @ turn.to(q)
-        return out.flatten(1, 2)
+        strong, *weak = (torch.baddbmm(x[..., -1:], x[..., :-1], y[:, 0].mT) for x, y in zip(asked, far, strict=True))
+        met = torch.cat([torch.bmm(near_asked, near[:, 0].mT), strong], dim=-1).unflatten(1, (g, -1))
+        logits = torch.addcmul(torch.add(added, self.others, alpha=HIDDEN), met, key_step)
+        if weak:  # they have no step
+            logits[..., border:].add_(weak[0].unflatten(1, (g, -1)))
+        # 2. Weights, values, and back from stored numbers.
+        weight = (logits.softmax(-1) * value_step).flatten(1, 2)
+        older = weight[..., border:]
+        sums = [torch.bmm(weight[..., :border], near[:, 1]), *(torch.bmm(older, x[:, 1]) for x in far)]
+        told = torch.cat([*sums, older.sum(-1, keepdim=True)], dim=-1).unflatten(1, (g, -1))
+        return (told @ self.turns.tell).flatten(1, 2)
 
     # Many tokens
 
     def _read(self, q: Tensor, new: Rows, rank: Tensor, position: Tensor, scale: float) -> Tensor:
         """Rows in blocks, head by head."""
         self._settle()
-        g, n, window, rings = len(self.first), q.shape[2], self.kept.window, self.near.shape[1]
+        g, n, window = len(self.first), q.shape[2], self.kept.window
         q = q.unflatten(1, (g, -1))
-        out = q.new_empty(*q.shape[:-1], self.sinks[1].shape[-1])
+        out = q.new_empty(*q.shape[:-1], self.value_size)
         ring, after = self._ring_slots(self.seen - window, window), self._ring_slots(self.seen + n - window, window)
         for head, (start, budget) in enumerate(zip(self.older.tolist(), self.kept.budgets, strict=True)):
             older = torch.arange(start, start + budget, device=q.device)
             ranked = torch.cat([self.rank[:, older], self.rank[:, ring[head]], rank[:, head]], dim=1)
-            near = Rows(
-                torch.cat([self.near[:, ring[head]], new.codes[:, head]], dim=1),
-                torch.cat([self.steps[:, :-1, ring[head]], new.steps[:, :, head]], dim=2),
-            )
-            left = self._again(near, q.dtype)
-            far = Rows(
-                torch.cat([self.codes[:, older - rings], left.codes], dim=1),
-                torch.cat([self.steps[:, :-1, older], left.steps], dim=2),
-            )
+            near = self._of_ring(ring[head]).then(new.at(head))
+            far = Rows(self.far[:, :, older - self.far_from], self.steps[:, :2, older]).then(self._again(near))
             out[:, head], held = self._read_head(q[:, head], (near, far, ranked), head, position, scale)
-            self._put(self.codes, far, ranked, held, older, rings)
-            last = torch.arange(near.codes.shape[1] - window, near.codes.shape[1], device=q.device)
-            self._put(self.near, near, ranked[:, budget:], last, after[head], 0)
+            self._put(self.far, far, ranked, held, older, self.far_from)
+            last = torch.arange(near.codes.shape[2] - window, near.codes.shape[2], device=q.device)
+            self._put(self.near, near, ranked[:, budget:], last, after[head], self.near_from)
         self.moved = None
         return out.flatten(1, 2)
 
@@ -429,8 +360,8 @@ class SelectedState:
         """Copy rows, (m,) or (b, m), to slots; slots left over become empty; `codes` begin at slot `before`."""
         batch = torch.arange(len(ranked), device=source.device)[:, None]
         slots, left = slots[: source.shape[-1]], slots[source.shape[-1] :]
-        codes[:, slots - before] = rows.codes[batch, source]
-        self.steps[:, :-1, slots] = rows.steps.mT[batch, source].mT
+        codes.transpose(1, 2)[:, slots - before] = rows.codes.transpose(1, 2)[batch, source]
+        self.steps.mT[:, slots, :2] = rows.steps.mT[batch, source]
         self.rank[:, slots] = ranked[batch, source]
         self.rank[:, left] = EMPTY
 
@@ -443,16 +374,16 @@ class SelectedState:
         stored in a window, which the older ones are not, and when they have left it, with their ranks.
         """
         b, r, n, _ = q.shape
+        sizes = q.shape[-1], self.value_size
         window, capacity = self.kept.window, self.kept.budgets[head]
-        back = [x[head].to(q) for x in self.back]
-        near, far = (
-            [x @ turn for x, turn in zip(self._decode(rows, stored, q.dtype), back, strict=True)]
-            for rows, stored in zip(pool[:2], self.stored[:2], strict=True)
+        sinks = self.sinks.unflatten(2, (len(self.first), -1))[:, :, head].to(q.dtype)
+        first, near, far = (
+            [y[..., :size] for y, size in zip((x @ self.turns.back[:, head]).unbind(1), sizes, strict=True)]
+            for x in (sinks, INT8.decode(pool[0], q.dtype), self.older_as.decode(pool[1], q.dtype))
         )
         rank = pool[2]
-        first = tuple(x[:, head].to(q.dtype) for x in self.sinks)
         rows = torch.arange(b, device=q.device)[:, None]
-        filled = (rank[:, :capacity] > EMPTY).any(0)  # slots that are empty in all sequences are left out
+        filled = rank[:, :capacity].amax(0) > EMPTY  # slots that are empty in all sequences are left out
         held = torch.arange(capacity, device=q.device)[filled].expand(b, -1)
         out = []
         for start in range(0, n, BLOCK):

@@ -38,7 +38,7 @@ LEAST = 32  # tokens of a passage
 WINDOW, SINKS = 128, 4
 FAR_ROWS = 64  # rows beyond the window that a key needs to be fitted to
 LOGITS = 256  # rows whose logits are there at a time
-MIXED, FINE = "split/int4", "int8/int4"  # how older keys and values are stored, and how in layers that need more
+COARSE, FINE = "int4", "int8"  # how older keys and values are stored, and how in layers that need more
 MUCH = 2  # times the mean of what coarse keys do to the loss: a layer with more needs more bits
 Say = Callable[[str], None]
 
@@ -69,7 +69,7 @@ class FittedScores:
     def plan(self, draft: Plan, share: float, precision: str, length: int) -> Plan:
         """A plan that holds a share of the older keys of a text of `length` tokens, counted over all heads.
 
-        With the precision `MIXED`, keys have 8 bits in the few layers that hold most of what rounding them costs.
+        With the precision `COARSE`, they have 8 bits in the few layers that hold most of what rounding them costs.
         """
         names = list(self.layers)
         mean = sum(x.lost for x in self.layers.values()) / len(names)
@@ -80,7 +80,7 @@ class FittedScores:
             if layer.name in made:
                 mine = self.layers[layer.name]
                 width = (mine.weights.shape[-1] - 1) // 2
-                fine = precision == MIXED and mine.lost > MUCH * mean
+                fine = precision == COARSE and mine.lost > MUCH * mean
                 stored = FINE if fine else precision
                 fates: list[Fate] = [Selected(self.window, self.sinks, n, stored, width) for n in made[layer.name]]
                 layer = replace(layer, fates=fates)
@@ -270,7 +270,7 @@ def fit_selected(
     *,
     share: float = 0.25,
     length: int = 4096,
-    precision: str = MIXED,
+    precision: str = COARSE,
     window: int | None = None,
     sinks: int = SINKS,
     progress: bool | None = None,

@@ -4,7 +4,7 @@ Scores are linear in the hidden state that enters the attention module (`bochner
 the cache itself. `bochner.hf.fit_selected` fits them, and a search for memory does. There is no gradient.
 
 >>> Selected(budget=300, width=64)
-Selected(window=128, sinks=4, budget=300, precision='split/int4', width=64)
+Selected(window=128, sinks=4, budget=300, precision='int4', width=64)
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bochner._checks import BochnerError, is_int, positive_int
+from bochner._checks import BochnerError, is_int, lookup, positive_int
 from bochner.hf.calls import Call
 from bochner.hf.fates import Fate, FateModule, Layer, register_fate
-from bochner.hf.precision import Basis, Stored, row_bytes
+from bochner.hf.precision import INT8, PRECISIONS, Basis, Turns, row_bytes
 from bochner.hf.scores import scores
 from bochner.hf.selected import SLOT_BYTES, SelectedKeys, SelectedState, counters, sink_dtype, spare_of
 
@@ -32,15 +32,14 @@ NO_GRADIENT = "Heads that select their keys are for inference and have no gradie
 class Selected(Fate):
     """Softmax over the first keys (`sinks`), the last ones (`window`), and the best older ones (`budget` at most).
 
-    `precision`: how older keys and values are stored, as "keys/values" or by one word for both: `"model"`,
-    `"bfloat16"`, `"int8"`, `"int4"`, and `"split"` for keys alone; see `bochner.hf.precision`. `width`: the
+    `precision`: how older keys and values are stored, `"int4"` or `"int8"`; see `bochner.hf.precision`. `width`: the
     size of the hidden states that scores are computed from.
     """
 
     window: int = 128
     sinks: int = 4
     budget: int = 0
-    precision: str = "split/int4"
+    precision: str = "int4"
     width: int = 0
 
     name = "selected"
@@ -54,7 +53,7 @@ class Selected(Fate):
             value = getattr(self, name)
             if not is_int(value) or value < 0:
                 raise BochnerError(f"The {name!r} of {owner} must be an int >= 0, got {value!r}.")
-        Stored.of(self.precision)
+        lookup(PRECISIONS, self.precision, "precision")
 
     def check(self, layer: Layer) -> None:
         owner = f"The plan of {layer.name!r}"
@@ -69,25 +68,22 @@ class Selected(Fate):
             )
         if not self.width:
             raise BochnerError(f"{owner} has no 'width' of hidden states; bochner.hf.fit_selected makes such plans.")
-        self._bytes_of_keys(layer, torch.float32)  # refuses head sizes that cannot be packed
+        self._bytes_of_keys(layer)  # refuses head sizes that cannot be packed
 
     def shared(self) -> Fate:
         return replace(self, budget=0)
 
-    def _bytes_of_keys(self, layer: Layer, dtype: torch.dtype) -> int:
+    def _bytes_of_keys(self, layer: Layer) -> int:
         """Of all slots of a head, those of its window and those of older keys."""
-        stored, sizes = Stored.of(self.precision), (layer.head_dim, layer.value_dim)
-        near, older = (
-            sum(row_bytes(x, size, dtype) for x, size in zip(each, sizes, strict=True)) + SLOT_BYTES
-            for each in stored[:2]
-        )
+        size = max(layer.head_dim, layer.value_dim)
+        near, older = (row_bytes(x, size) + SLOT_BYTES for x in (INT8, PRECISIONS[self.precision]))
         return self.window * near + (spare_of(self.window) + self.budget) * older
 
     def cache_bytes(self, layer: Layer, length: int, element_size: int) -> int:
         """All slots are there from the first token on. The counters of a layer are counted for every head."""
         dtype = DTYPES[element_size]
-        first = self.sinks * (layer.head_dim + layer.value_dim) * sink_dtype(self.precision, dtype).itemsize
-        return self._bytes_of_keys(layer, dtype) + first + counters(self.window)
+        first = self.sinks * (2 * max(layer.head_dim, layer.value_dim) * sink_dtype(dtype).itemsize + SLOT_BYTES + 4)
+        return self._bytes_of_keys(layer) + first + counters(self.window)
 
     def build(self, layer: Layer, heads: Sequence[int], seed: int) -> FateModule:
         return SelectedHeads(layer, heads, self)
@@ -113,6 +109,7 @@ class SelectedHeads(FateModule):
         budgets = tuple(layer.fates[g].budget for g in heads)
         self.kept = SelectedKeys(fate.window, budgets, fate.sinks, fate.precision)
         self.width = fate.width
+        self._held: tuple[Any, Turns] | None = None
         self.register_buffer("weights", torch.zeros(len(heads), 2 * fate.width + 1))
         self.register_buffer("centre", torch.zeros(len(heads), layer.head_dim))
         for name, size in (("keys", layer.head_dim), ("values", layer.value_dim)):
@@ -135,9 +132,22 @@ class SelectedHeads(FateModule):
         return out, state
 
     def _empty(self, key: Tensor, value: Tensor) -> SelectedState:
-        basis = Basis(self.centre, self.keys, self.values) if Stored.of(self.kept.precision).scaled else None
         sizes = key.shape[-1], value.shape[-1]
-        return SelectedState(self.kept, key.shape[0], *sizes, key.dtype, device=key.device, basis=basis)
+        return SelectedState(
+            self.kept, key.shape[0], *sizes, key.dtype, device=key.device, turns=self._turns(key.dtype)
+        )
+
+    def _turns(self, dtype: torch.dtype) -> Turns:
+        """What the basis makes of queries and outputs: all caches share it, until its numbers change."""
+        basis = Basis(self.centre, self.keys, self.values)
+        made_for = (dtype, *((x.data_ptr(), x._version, x.dtype) for x in basis))
+        if self._held is None or self._held[0] != made_for:
+            exact = torch.promote_types(dtype, torch.float32)
+            self._held = made_for, Turns.of(basis, PRECISIONS[self.kept.precision], exact)
+        return self._held[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": None}  # copies and files make their own
 
     def _check(self, call: Call, n: int) -> None:
         hidden = call.hidden

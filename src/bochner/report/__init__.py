@@ -1,6 +1,6 @@
-"""A self-contained HTML report: the verdict and its numbers first, then what to do, then pictures; no network.
+"""A self-contained HTML report: the verdict and its numbers first, then what to do, then tables and heads; no network.
 
-`Report` is a page built section by section; `charts` draws, `viewer` shows the attention of a chosen head.
+`Report` is a page built section by section; `viewer` shows the attention of a chosen head.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
-from bochner.report.charts import error_map, frontier_chart, line_chart
 from bochner.report.machine import facts
-from bochner.report.viewer import HeadPictures, head_viewer
+from bochner.report.viewer import HeadPictures, error_map, head_viewer
 
 __all__ = [
     "HeadPictures",
@@ -22,9 +21,7 @@ __all__ = [
     "Report",
     "error_map",
     "facts",
-    "frontier_chart",
     "head_viewer",
-    "line_chart",
     "show",
 ]
 
@@ -91,12 +88,6 @@ class Report:
             for row in rows
         ]
         self.parts.append(f'<div class="wide"><table><tr>{cells}</tr>{"".join(lines)}</table></div>')
-        return self
-
-    def figure(self, svg: str, caption: str = "") -> Report:
-        """A chart of `charts`."""
-        below = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
-        self.parts.append(f"<figure>{svg}{below}</figure>")
         return self
 
     def heads(self, pictures: HeadPictures) -> Report:

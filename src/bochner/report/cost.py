@@ -1,4 +1,4 @@
-"""What attention costs against length, on a page: seconds, memory, and where the lines cross."""
+"""What attention costs against length, on a page: seconds, memory, and where it begins to pay."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from bochner.hf.attention import LinearAttention, random_call
 from bochner.hf.calls import exact
 from bochner.hf.plan import LayerPlan, Plan
 from bochner.report import Number, Report
-from bochner.report.charts import line_chart
 
 Times = dict[int, dict[str, float]]
-CACHE_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 @torch.no_grad()
@@ -63,48 +61,39 @@ def typical_layer(plan: Plan) -> LayerPlan:
 def add_costs(
     page: Report, plan: Plan, times: Times, name: str, *, positions: int | None = None, source: str = ""
 ) -> None:
-    """Time and memory against length, and where the text came from.
+    """Time and memory by length, and where the text came from.
 
-    Where the plan has a border (`exact_below`) it is marked, else the crossing that was measured. `positions`: what the
-    model has, marked where times go beyond them.
+    Where the plan has a border (`exact_below`) it is named, else the crossing that was measured. `positions`: what the
+    model has, named where times go beyond them.
     """
+    head, decodes = ["tokens", "exact (ms)", f"{name} (ms)"], any(layer.is_causal for layer in plan.layers)
+    rows: list[list[object]] = [[f"{n:,}", 1e3 * times[n]["exact"], 1e3 * times[n][name]] for n in sorted(times)]
+    if decodes:
+        head += ["cache as it was (MB)", f"cache {name} (MB)"]
+        for row, n in zip(rows, sorted(times), strict=True):
+            row += [plan.cache_bytes(n, converted=done) / 1e6 for done in (False, True)]
+    page.heading("What it costs, by length").table(head, rows)
     border = max((layer.exact_below for layer in plan.converted), default=0)
-    where = crossing(times, name)
-    marks: dict[str, float] = {}
+    told = "Times are those of one attention layer. "
     if border:
-        marks[f"converted from {border:,} tokens on"] = border
-        caption = (
-            f"Rows that see fewer than {border:,} keys ('exact_below') stay exact; quality was measured without it."
-        )
+        told += f"Rows that see fewer than {border:,} keys ('exact_below') stay exact; quality was measured without it."
     else:
-        caption = crossing_sentence(where, times, name)
-        if where is not None and where > min(times):
-            marks[f"faster from about {round_length(where):,} tokens"] = where
+        told += crossing_sentence(crossing(times, name), times)
     if positions is not None and positions < max(times):
-        marks[f"its positions end: {positions:,}"] = positions
-        caption += f" The model has positions for {positions:,} tokens: beyond them its attention alone was timed."
-    series = {k: [(float(n), 1e3 * t[k]) for n, t in sorted(times.items())] for k in ("exact", name)}
-    axes = {"x_label": "tokens", "y_label": "milliseconds"}
-    colours = {"exact": 0, name: 1}
-    chart = line_chart("time of one attention layer", series, **axes, log=True, colours=colours, marks=marks)
-    page.heading("Speed against length").figure(chart, caption)
-    if any(layer.is_causal for layer in plan.layers):
-        series = {
-            label: [(float(n), plan.cache_bytes(n, converted=done) / 1e6) for n in CACHE_LENGTHS]
-            for label, done in (("as it was", False), ("converted", True))
-        }
-        chart = line_chart("memory of decoding, one sequence", series, x_label="tokens", y_label="megabytes", log=True)
-        page.heading("Memory against length").figure(chart, "All layers, float32, computed from the plan.")
+        told += f" The model has positions for {positions:,} tokens: beyond them its attention alone was timed."
+    if decodes:
+        told += " The cache is that of all layers in float32, computed from the plan."
+    page.text(told, note=True)
     if source:
         page.text(f"Text: {source}.", note=True)
 
 
-def crossing_sentence(where: float | None, times: Times, name: str) -> str:
+def crossing_sentence(where: float | None, times: Times) -> str:
     low, high = min(times), max(times)
     if where is None:
-        return f"Exact attention is faster than {name} at every length measured, up to {high:,} tokens."
+        return f"Exact attention is faster at every length measured, up to {high:,} tokens."
     if where <= low:
-        return f"{name} is faster at every length measured, from {low:,} tokens on."
+        return f"The converted layer is faster at every length measured, from {low:,} tokens on."
     return f"Below about {round_length(where):,} tokens exact attention is faster: keep it there ('exact_below')."
 
 

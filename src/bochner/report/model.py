@@ -22,11 +22,11 @@ from bochner.hf.search import SearchReport
 from bochner.hf.search.texts import batches_for, settle
 from bochner.hf.search.verify import Verifier
 from bochner.report import Number, Report
-from bochner.report.charts import frontier_chart
 from bochner.report.cost import Times, add_costs, memory_number
 from bochner.report.viewer import HeadPictures
 
 MOST_TOKENS, MOST_HEADS = 96, 300  # of the text whose attention is shown; heads on one page
+DISTILL = ("If a little more quality matters, convert with --steps 60, which distills the maps.", "")
 GOOD = 0.98  # what a recipe keeps of the quality to be called good
 
 
@@ -121,17 +121,6 @@ class Place:
             f"tokenizer = transformers.AutoTokenizer.from_pretrained({self.saved!r})",
         )
 
-    def distill(self) -> tuple[str, str]:
-        """Goes on where `load` ends."""
-        texts = 'texts = bochner.data.paragraphs("calibration", 48)'
-        if self.text:
-            texts = f'import pathlib\n\ntexts = pathlib.Path({self.text!r}).read_text(encoding="utf-8").split("\\n\\n")'
-        return (
-            "If a little more quality matters, distill it, and save it again.",
-            f"{texts}\nbochner.distill(model, bochner.Calibration(texts, tokenizer, batch_size=4))\n"
-            f"model.save_pretrained({self.saved!r})",
-        )
-
 
 def target_page(
     title: str,
@@ -154,22 +143,18 @@ def target_page(
     page.steps(_steps(report, place))
     if pictures is not None:
         page.heading("What the heads look at").heads(pictures)
-    page.heading("Loss against cost")
     # Candidates may have as many heads of each kind as another: the number tells them apart.
-    points = {f"{i}: {c.heads}": c for i, c in enumerate(report.frontier, 1)}
-    costs = {}
+    names = [f"{i}: {c.heads}" for i, c in enumerate(report.frontier, 1)]
+    costs: dict[str, list[float]] = {"quality lost": [1 - c.quality.retained for c in report.frontier]}
     if any(layer.is_causal for layer in plan.layers):
-        costs["memory of the cache"] = [c.memory for c in report.frontier]
+        costs["cache"] = [c.memory for c in report.frontier]
     if all(c.attention is not None for c in report.frontier):
         costs["time of all attention"] = [c.attention or 0.0 for c in report.frontier]
-    for label, cost in costs.items():
-        lost = [1 - c.quality.retained for c in report.frontier]
-        axes = {"x_label": f"{label} at {length:,} tokens, share of the original's", "y_label": "share of quality lost"}
-        found = dict(zip(points, zip(cost, lost, strict=True), strict=True))
-        page.figure(frontier_chart("what is lost, by cost", found, **axes, chosen=list(points)[report.chosen]))
+    rows = [[name, *(f"{column[i]:.1%}" for column in costs.values())] for i, name in enumerate(names)]
+    page.heading("What was measured").table(["choice", *costs], rows, chosen=names[report.chosen])
     page.text(
-        "Every choice was measured on one set of texts. The one that was taken was measured again on validation texts, "
-        "which the search never used. The numbers are those of the table under All figures.",
+        f"Costs are shares of the original's at {length:,} tokens. Every choice was measured on one set of texts. The "
+        "one that was taken was measured again on validation texts, which the search never used.",
         note=True,
     )
     add_costs(page, plan, times, "as chosen", positions=report.positions, source=source)
@@ -254,7 +239,7 @@ def recipe_page(
         ],
         good=quality.retained >= GOOD and bool(approximate) and ratio < 1,
     )
-    steps = [place.load(), place.distill()]
+    steps = [place.load(), DISTILL]
     if quality.retained < GOOD or not approximate:
         steps.insert(0, ("Let a search choose for every head.", place.convert("--keep 0.99")))
     page.steps(steps)
@@ -294,5 +279,5 @@ def _steps(report: SearchReport, place: Place) -> list[tuple[str, str]]:
             ("Ask for a lower quality.", less),
             ("Or ask for longer sequences, where approximate heads save more.", again.format(asked, 2 * goal.length)),
         ]
-    done = [place.load(), place.distill()]
+    done = [place.load(), DISTILL]
     return done if place.out else [("Convert it and save it.", place.convert(f"{asked} --length {goal.length}")), *done]

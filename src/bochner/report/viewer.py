@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import html
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bochner.report.charts import error_map
+WIDTH, LEFT, TOP = 560, 64, 34  # of the map of errors: narrow enough for a phone, enlarged on a wide screen
 
 
 @dataclass
@@ -60,3 +61,42 @@ def head_viewer(pictures: HeadPictures) -> str:
         f"{panel.format('exact')}{panel.format('converted')}</div>"
         f'<script type="application/json">{text}</script></section>'
     )
+
+
+def error_map(title: str, errors: Sequence[Sequence[float]], *, rows: Sequence[int] | None = None) -> str:
+    """Errors by layer and head as shades, each with its number; the cells carry the head's number for the viewer.
+
+    `rows`: the numbers of the layers, if some are left out.
+    """
+    columns = max((len(r) for r in errors), default=0)
+    if not columns:
+        return ""
+    places = list(range(len(errors))) if rows is None else list(rows)
+    cell_width = min(52.0, (WIDTH - LEFT - 4) / columns)
+    cell_height = min(28.0, max(15.0, 520 / len(places)))
+    height = TOP + len(places) * cell_height + 44
+    top = max(max(r) for r in errors if r) or 1.0
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{html.escape(title, quote=True)}">',
+        f'<text x="{LEFT}" y="16" font-weight="600">{html.escape(title)}</text>',
+    ]
+    place = 0
+    for i, row in enumerate(errors):
+        y = TOP + i * cell_height
+        at = f'x="{LEFT - 6}" y="{y + 0.7 * cell_height:.1f}" text-anchor="end"'
+        parts.append(f'<text class="quiet" {at}>layer {places[i]}</text>')
+        for j, error in enumerate(row):
+            x, share = LEFT + j * cell_width, error / top
+            box = f'x="{x:.1f}" y="{y:.1f}" width="{cell_width:.1f}" height="{cell_height:.1f}"'
+            style = f"fill:rgba(var(--hot),{0.04 + 0.9 * share:.3f})"
+            name = f"<title>layer {places[i]}, head {j}: {error:.3f}</title>"
+            parts.append(f'<rect class="cell" data-head="{place}" {box} style="{style}">{name}</rect>')
+            if cell_width > 22:  # room for a number; the zero before its point is left out
+                ink = "var(--paper)" if share > 0.65 else "var(--ink)"
+                middle = f'x="{x + cell_width / 2:.1f}" y="{y + 0.68 * cell_height:.1f}" text-anchor="middle"'
+                shown = f"{error:.2f}".removeprefix("0")
+                parts.append(f'<text class="value" {middle} style="fill:{ink}">{shown}</text>')
+            place += 1
+    foot = f"head 0 .. {columns - 1}, left to right"
+    parts.append(f'<text x="{LEFT}" y="{height - 14:.0f}" class="quiet">{foot}</text>')
+    return "".join(parts) + "</svg>"

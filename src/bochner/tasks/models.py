@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import ArgumentError, BochnerError, extra, positive_int
+from bochner._checks import ArgumentError, BochnerError, extra, lookup, positive_int
 from bochner.hf.config import Recipe
 from bochner.hf.conversion import convert
 from bochner.hf.masks import Mask
@@ -70,9 +70,7 @@ class Attention:
 
 def choose(task: Task, name: str, preset: Preset) -> Attention:
     """The attention of that name with the preset's sizes; refused if it cannot do the task or take the options."""
-    if name not in attentions():
-        short = [a for a in attentions() if not a.startswith("window+")]
-        raise ArgumentError(f"Unknown attention {name!r}; the valid names are {short}, and 'window+' before any map.")
+    lookup(dict.fromkeys(attentions()), name, "attention")
     chosen, options = Attention(name), dict(preset.options)
     if task.kind not in (*chosen.peer.kinds, "own"):
         wanted = {"causal": "causal attention", "ctc": "a Conformer"}[task.kind]

@@ -45,9 +45,9 @@ class SearchReport:
 
     `frontier`: the choices that were measured, the cheapest first; `chosen`: the place of the plan among them. `met`:
     whether the target is reached. `verified`: the plan on texts that the search never used; `further`: on longer ones;
-    `trained`: after distillation, if there was any. `failed`: choices that failed verification before.
-    `positions`: the most tokens that the model has a table of positions for. `training`: the data that distillation may
-    use.
+    `trained`: after distillation, if there was any. `failed`: choices that failed verification before. `ablations`:
+    the quality of parts of a plan that selects keys, on the choice texts. `positions`: the most tokens that the model
+    has a table of positions for. `training`: the data that distillation may use.
     """
 
     goal: Goal
@@ -59,6 +59,7 @@ class SearchReport:
     failed: list[Verdict] = field(default_factory=list)
     further: dict[int, Verdict] = field(default_factory=dict)
     trained: dict[int, Verdict] = field(default_factory=dict)
+    ablations: dict[str, float] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     positions: int | None = None
@@ -103,7 +104,9 @@ class SearchReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON and for reports."""
-        plain = {name: getattr(self, name) for name in ("met", "chosen", "reasons", "seconds", "positions")}
+        plain = {
+            name: getattr(self, name) for name in ("met", "chosen", "ablations", "reasons", "seconds", "positions")
+        }
         verdicts = {
             name: {str(n): verdict.to_dict() for n, verdict in getattr(self, name).items()}
             for name in ("further", "trained")
@@ -115,7 +118,7 @@ class SearchReport:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SearchReport:
         """A report that was saved; of its choices it has the plan of the one that was taken."""
-        made = {name: data[name] for name in ("chosen", "met", "reasons", "seconds", "positions")}
+        made = {name: data[name] for name in ("chosen", "met", "ablations", "reasons", "seconds", "positions")}
         made |= {name: {int(n): Verdict.from_dict(v) for n, v in data[name].items()} for name in ("further", "trained")}
         goal = Goal(**{**data["goal"], "notes": tuple(data["goal"]["notes"])})
         points, plan = [Point.from_dict(point) for point in data["frontier"]], Plan.from_dict(data["plan"])
@@ -139,6 +142,10 @@ class SearchReport:
         lines += [f"Verified: {self.verified}."] if self.plan.converted else []
         lines += [f"At {n:,} tokens: {verdict}." for n, verdict in self.further.items()]
         lines += [f"After training: {verdict}." for verdict in self.trained.values()]
+        if self.ablations:
+            parts = {"as converted": self.frontier[self.chosen].quality.retained, **self.ablations}
+            told = ", ".join(f"{name} {share:.2%}" for name, share in parts.items())
+            lines.append(f"Ablations, quality retained on the choice texts: {told}; there is no kernel.")
         for name, whole in self.verified.whole.items() if self.plan.converted else ():
             lines.append(f"{name} model: " + ", ".join(f"{k.replace('_', ' ')} {x:.4g}" for k, x in whole.items()))
         lines += self.reasons

@@ -10,23 +10,28 @@ over heads: a rung is an option of one table, whose predicted damage is that of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from bochner._checks import BochnerError
-from bochner.hf.observe import Shape
+from bochner.hf.calls import Call
+from bochner.hf.interface import attached
+from bochner.hf.observe import Shape, recording
 from bochner.hf.plan import Plan
 from bochner.hf.search import options
+from bochner.hf.search.damage import MeasuredProblem
 from bochner.hf.search.knapsack import Choice, Table
 from bochner.hf.search.options import Say, Space
 from bochner.hf.search.texts import Batches, Goal, Split, stream
 from bochner.hf.search.verify import TOKENS
-from bochner.hf.selected_fit import MIXED, FittedScores, can_select, fit_scores, passages_of, window_for
+from bochner.hf.selected_fit import COARSE, FINE, FittedScores, can_select, fit_scores, passages_of, window_for
+from bochner.hf.selected_heads import Selected
 
 SHARES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.45, 0.6, 0.8)  # of the older keys, the ladder
 LEAST, MOST = 0.002, 0.95  # shares
-PRECISIONS = (MIXED, "int8", "bfloat16", "model")  # the coarsest first
+PRECISIONS = (COARSE, FINE)  # the coarsest first
 PACKED = 2  # channels in a byte
 
 
@@ -66,8 +71,7 @@ class SelectedSpace(Space):
         )
         self.scores.note(self.draft)
         sizes = [size for layer in self.layers.values() for size in (layer.plan.head_dim, layer.plan.value_dim)]
-        names = PRECISIONS if all(size % PACKED == 0 for size in sizes) else PRECISIONS[1:]
-        self.precisions = [name for name in names if name != "bfloat16" or self.dtype == torch.float32]
+        self.precisions = PRECISIONS if all(size % PACKED == 0 for size in sizes) else PRECISIONS[1:]
         self.rungs = self._ladder()
 
     def _ladder(self) -> list[Rung]:
@@ -117,3 +121,20 @@ def tables(space: SelectedSpace) -> list[Table]:
     cost = [float(original), *(float(space.bytes_of(space.plan(rung)) - fixed) for rung in space.rungs)]
     columns = torch.tensor([damage, cost], dtype=torch.float64).unsqueeze(-1)
     return [Table(columns[0], columns[1])]
+
+
+def ablations(problem: MeasuredProblem, plan: Plan) -> dict[str, float]:
+    """The quality retained on the choice texts by windows and sinks alone, and without any attention."""
+    space, texts = problem.space, problem.texts
+    problem.say("ablations: windows alone, no attention")
+    bare = plan.copy()
+    for layer in bare.layers:
+        layer.fates = [replace(fate, budget=0) if isinstance(fate, Selected) else fate for fate in layer.fates]
+    with attached(space.model, bare, space.build(bare)):
+        windows = texts.look(space.model).quality.retained
+
+    def nothing(_: str, call: Call) -> torch.Tensor:
+        return call.query.new_zeros(*call.query.shape[:-1], call.value.shape[-1])
+
+    with recording(space.model, nothing):
+        return {"windows alone": windows, "no attention": texts.look(space.model).quality.retained}
