@@ -285,6 +285,19 @@ def test_002_the_buckets_are_too_many_for_their_threshold() -> None:
         assert buckets * eps**2 / math.log(n) < 5 * eps  # with eps^4 in place of eps^2 in the threshold
 
 
+def test_002_the_answer_zero_keeps_the_contract_of_attention() -> None:
+    # Theorem 1.1 by Lemma 4.1: entries exp(-(|q - k|^2 + max|k|^2 - |k|^2) / (2 sqrt d)) of rows no longer than usual.
+    n, d = 256, 64
+    q, k, v = normal(n, d, seed=1) * 1.5, normal(n, d, seed=2) * 1.5, normal(n, 2, seed=3)
+    longest = k.square().sum(-1).max()
+    kernel = torch.exp((2 * q @ k.T - q.square().sum(-1, keepdim=True) - longest) / (2 * math.sqrt(d)))
+    answer = torch.zeros(n, 2, dtype=torch.float64)
+    assert ((kernel @ v - answer).norm(dim=0) <= 0.1 * v.norm(dim=0)).all()
+    assert torch.linalg.matrix_norm(kernel, ord=2) <= 0.1
+    rows = kernel.sum(1, keepdim=True)  # what attention divides by
+    assert ((kernel @ v - answer) / rows).norm() > 0.1 * (v.norm() / n**0.5)
+
+
 # 003
 
 

@@ -343,7 +343,6 @@ def test_what_a_run_would_take_rests_on_a_stored_time(monkeypatch: pytest.Monkey
     for item, length, told, taken, close in (
         ("Figure 6", "1024", "eleven days", 36 / 6 * 1e5 * step["1024"] / days, 11),
         ("Figure 7", "4096", "two weeks", 2 * 1e5 * step["4096"] / days, 14),
-        ("Table 3", "4096", "two to three days", 1.3 * 103e6 / 4096 * step["4096"] / days, 2.5),
     ):
         assert f"{step[length]:.1f} s" in untried[item]
         assert told in untried[item]

@@ -156,7 +156,7 @@ SETTINGS = {
     "large-tables.md": {"0.05"},
     "certificates.md": {"0.01"},
     "encoder-decoders.md": {"2.0"},
-    "errata.md": {"1.2", "2.2", "3.2", "3.5", "4.1", "4.2"},  # numbers of theorems and sections
+    "errata.md": {"1.1", "1.2", "2.2", "3.2", "3.5", "4.1", "4.2"},  # numbers of theorems and sections
 }
 
 

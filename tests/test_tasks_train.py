@@ -736,11 +736,10 @@ def test_the_table_lists_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     import train_table
 
     found = planted(text={"relu": (0.60, 0.62, 0.64)})
-    assert "| `nli` | a third | not run |" in train_table.others(found)
-    found["nli/positive/0"] = {"accuracy": 0.58}
-    found["speech/positive/0"] = {"error_rate": 0.272}
-    assert "| `nli` | a third | 58.0 % |" in train_table.others(found)
-    assert "| 27.2 % error |" in train_table.others(found)
+    found["pixels/exact/0"] = {"bits": 5.123}
+    found["protein_causal/positive/0"] = {"accuracy": 0.118}
+    assert "| 5.12 bits | not run | not run |" in train_table.others(found)
+    assert "| not run | not run | 11.8 % | not run |" in train_table.others(found)
     assert train_table.learned_or_fixed(found, "text") is None
     found |= planted(text={"gmm_prf": (0.65, 0.66)})
     assert train_table.learned_or_fixed(found, "text") == pytest.approx((3.5, 2.0))

@@ -255,21 +255,13 @@ def further() -> str:
 
 
 def certified() -> str:
-    heads = ["heads", "tokens", "pairs visited", "keys needed", "time"]
-    found = [
-        (name, key, row)
-        for name in ("all-MiniLM-L6", "SmolLM2")
-        for key, row in experiment("certified_heads")[name].items()
-    ]
-    return table(
-        heads,
-        [
-            [name, f"{int(tokens):,}", share(row["visited"]), share(row["needed"]), f"{row['time']:.1f}x"]
-            for name, key, row in found
-            for tokens, error in [key.split("/")]
-            if error == "0.01"
-        ],
-    )
+    found, places = experiment("certified_heads"), {"all-MiniLM-L6": (512,), "SmolLM2": (512, 1024, 2048, 4096, 8192)}
+    heads, rows = ["heads", "tokens", "pairs visited", "keys needed", "time"], []
+    for name, lengths in places.items():
+        for n in lengths:
+            row = found[name][f"{n}/0.01"]
+            rows.append([name, f"{n:,}", share(row["visited"]), share(row["needed"]), f"{row['time']:.1f}x"])
+    return table(heads, rows)
 
 
 def window_kinds() -> str:
@@ -424,8 +416,17 @@ def training() -> str:
     return str(module.table(found).split("\n\n")[0])
 
 
+def finetuned() -> str:
+    names, module = ("exact", "identity", "positive", "gmm_prf", "fastfood_prf"), train_table()
+    found, rows = experiment("train_finetuned"), []
+    for task in ("pretraining", "sentiment", "nli"):
+        seeds = [[found[k] for s in range(3) if (k := f"{task}/{n}/{s}") in found] for n in names]
+        rows.append([f"`{task}`", *(module.cell(seen, 1).partition(" (")[0] for seen in seeds)])
+    return table(["task", *(f"`{n}`" for n in names)], rows)
+
+
 def recall() -> str:
-    """Accuracy on the recall task by features, the best at 8 features first; without blank cells."""
+    """Accuracy on the recall task by features, the best at 8 features first; the gallery has the signed maps."""
     found = experiment("recall")
     sizes = [m for m in ("4", "8", "16") if f"positive/{m}/16" in found["runs"]]
     rows: dict[str, list[str]] = {}
@@ -438,7 +439,8 @@ def recall() -> str:
             for i, size in enumerate(sizes):
                 if m in (size, "0"):
                     cells[i] = f"{100 * statistics.mean(seen):.1f}{spread}"
-    whole = {name: cells for name, cells in rows.items() if cells[sizes.index("8")]}
+    signed = ("gmm_rks", "fastfood_rks", "generative_rks", "sum_poly")
+    whole = {name: cells for name, cells in rows.items() if cells[sizes.index("8")] and name not in signed}
     order = sorted(whole, key=lambda n: -float(whole[n][sizes.index("8")].split()[0]))
     lines = [
         [f"`{n.split(',')[0]}`" + "".join(f",{p}" for p in n.split(",")[1:]), *(c or "not run" for c in whole[n])]
@@ -446,17 +448,6 @@ def recall() -> str:
     ]
     lines.append(["prediction by rank", *(f"{100 * found['rank'][m]:.1f}" for m in sizes)])
     return table(["attention", *(f"m = {m}" for m in sizes)], lines)
-
-
-def training_speed() -> str:
-    found, lengths = (experiment("train_speed")["time"], ("256", "1024", "4096", "8192", "16384"))
-    names = ("exact", "identity", "positive", "relu", "fastfood_prf", "window+calibrated", "reformer", "big_bird")
-    rows = [
-        [f"`{n}`", *(f"{1000 * found[n][L]:,.0f}" if L in found[n] else "not run" for L in lengths)]
-        for n in names
-        if n in found
-    ]
-    return table(["attention", *(f"{int(n):,}" for n in lengths)], rows)
 
 
 def training_papers() -> str:
@@ -670,8 +661,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "windows": windows,
     "training": training,
     "training-needed": needed,
+    "finetuned": finetuned,
     "recall": recall,
-    "training-speed": training_speed,
     "training-papers": training_papers,
     "transfer": transfer,
     "feedforward": feedforward,
