@@ -31,6 +31,20 @@ def tokenised(tokenizer: Any, texts: list[str], tokens: int) -> list[Inputs]:
     return [dict(tokenizer(text, return_tensors="pt", truncation=True, max_length=tokens)) for text in texts]
 
 
+@torch.no_grad()
+def embed(model: Any, tokenizer: Any, texts: list[str], *, max_length: int = 256, batch_size: int = 8) -> Tensor:
+    """Mean-pooled, normalised embeddings (texts, hidden)."""
+    from bochner.hf.evaluate import pooled
+    from bochner.hf.inputs import batches
+
+    found = []
+    for batch in batches(list(texts), tokenizer, model=model, max_length=max_length, batch_size=batch_size):
+        batch = {k: v.to(model.device) for k, v in batch.items()}
+        hidden = model(**batch).last_hidden_state.float()
+        found.append(torch.nn.functional.normalize(pooled(hidden, batch["attention_mask"].bool()), dim=-1))
+    return torch.cat(found)
+
+
 def heads_of(model: Any, inputs: Inputs) -> list[Heads]:
     """What every attention layer of a transformers model multiplies on one text, after rotations and norms."""
     from transformers import AttentionInterface

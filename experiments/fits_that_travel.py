@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from _framework import Said, Store, experiment
+from _models import embed
 
 from bochner import Calibration, Conversion, Recipe, convert, data, revert
 from bochner.demo import load_minilm
 from bochner.hf import drift
 from bochner.hf.calls import Call
-from bochner.hf.evaluate import compare_embeddings, embed
+from bochner.hf.evaluate import compare_embeddings
 from bochner.hf.observe import recording
 
 BOOKS, SEVERAL = "books", "books, newspaper, manual"

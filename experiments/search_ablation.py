@@ -7,8 +7,8 @@ the share of key heads that stay exact beside windows of 64 keys, and what `exac
 output by a backward pass, "both" the geometric mean of these two.
 
 "caution" is the confidence of the lower bound that choices are made by, and "steps" is what the search looks at in turn
-where a choice fails on the texts held back: half of its damage, a quarter, an eighth and a sixteenth. No case needed
-more than one of these steps. For MiniLM the bound ("search") and the mean were also compared by the damage "both".
+where a choice fails on the texts held back: half of its damage, a quarter, an eighth and a sixteenth. SmolLM2's are
+those of its own search, for how many keys it holds.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from bochner.hf.conversion import make_exact
 from bochner.hf.fates import Window
 from bochner.hf.interface import attached
 from bochner.hf.observe import discover, recording, run
-from bochner.hf.search import refine
+from bochner.hf.search import refine, selected
 from bochner.hf.search.damage import MeasuredProblem, tables
-from bochner.hf.search.knapsack import Choice, frontier, totals
+from bochner.hf.search.knapsack import Choice, Table, frontier, totals
 from bochner.hf.search.options import Space
 from bochner.hf.search.texts import batches_for, settle, split
 from bochner.hf.search.verify import Verifier
@@ -85,7 +85,13 @@ def minilm(steps: int) -> tuple[Any, Calibration, Target]:
     return model, Calibration(texts, tokenizer, batch_size=4), Target(keep=0.95, length=512)
 
 
-MODELS = {"small": small, "minilm": minilm}
+def smollm2(steps: int) -> tuple[Any, Calibration, Target]:
+    model, tokenizer = demo.load_smollm2()
+    texts = data.paragraphs("calibration", 39, words=384)
+    return model, Calibration(texts, tokenizer), Target(keep=0.99, minimize="memory", length=4000, judge_length=512)
+
+
+MODELS = {"small": small, "minilm": minilm, "smollm": smollm2}
 
 
 class Case:
@@ -96,11 +102,14 @@ class Case:
         batches = batches_for(self.model, calibration, self.target)
         self.shapes = discover(self.model, {k: v[:1] for k, v in batches[0].items()})
         self.goal = settle(self.target, self.model, self.shapes, batches)
-        self.parts = split(batches, self.goal)
+        self.parts = self.split(batches)
         self.model.requires_grad_(False)
         parts = (self.parts.choice, self.parts.held)
         self.choice, self.held = (Verifier(self.model, part, self.goal, self.shapes, print) for part in parts)
         self.space, self.seen = self.fitted(), dict[tuple[bool, Choice], evaluate.Quality]()
+
+    def split(self, batches: Any) -> Any:
+        return split(batches, self.goal)
 
     def fitted(self) -> Space:
         space = Space(self.model, self.shapes, self.goal)
@@ -113,6 +122,9 @@ class Case:
             layer.cost = torch.tensor([layer.length, *seen], dtype=torch.float64)
             layer.split = 0.1 * layer.length
         return space
+
+    def tables(self, damages: dict[str, Tensor]) -> list[Table]:
+        return tables(self.space, damages)
 
     def damages(self) -> dict[str, dict[str, Tensor]]:
         """The damages that are compared, each (options, key heads) by layer."""
@@ -131,11 +143,27 @@ class Case:
         return evaluate.Quality(found.measures, found.figures)  # its bounds anew
 
 
+class Rungs(Case):
+    """How many keys a decoder holds, which is what its search chooses."""
+
+    def split(self, batches: Any) -> Any:
+        return selected.split_for(self.model, batches, self.goal)
+
+    def fitted(self) -> Space:
+        space = selected.SelectedSpace(self.model, self.shapes, self.goal)
+        space.fit(self.parts.fit, lambda text: print(text, flush=True))
+        return space
+
+    def tables(self, damages: dict[str, Tensor]) -> list[Table]:
+        assert isinstance(self.space, selected.SelectedSpace)
+        return selected.tables(self.space)
+
+
 class Remembered(MeasuredProblem):
     """A problem whose qualities are measured once for all damages."""
 
     def __init__(self, case: Case, damages: dict[str, Tensor]) -> None:
-        super().__init__(case.space, case.choice, tables(case.space, damages), print)
+        super().__init__(case.space, case.choice, case.tables(damages), print)
         self.case = case
 
     def measure(self, choice: Choice) -> evaluate.Quality:
@@ -290,6 +318,7 @@ def measure(
         table = store.table(name)
         if name == "smollm":
             smollm(store, table)
+            cautions(store, table, Rungs(name, steps), {})
             continue
         cells(store, table, Case(name, steps), rows)
 
@@ -299,10 +328,14 @@ def cells(store: Store, table: dict[str, Any], case: Case, rows: tuple[int, ...]
     kinds = case.damages()
     for kind, damage in kinds.items():
         store.cell(kind, lambda d=damage: at_budgets(case, d), table)
-    for caution in CAUTIONS:
-        store.cell(f"caution {caution}", lambda c=caution: searched(case, kinds[KEPT], c), table)
+    cautions(store, table, case, kinds[KEPT])
     for n in rows:
         store.cell(f"{n} rows", lambda n=n: fit_error(case, n), table)
+
+
+def cautions(store: Store, table: dict[str, Any], case: Case, damages: dict[str, Tensor]) -> None:
+    for caution in CAUTIONS:
+        store.cell(f"caution {caution}", lambda c=caution: searched(case, damages, c), table)
 
 
 def lost(table: dict[str, Any], kind: str) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from _framework import Said, Store, experiment
+from _models import embed
 from _pictures import COLOURS, figure, save
 
 from bochner import Calibration, Recipe, convert, data
@@ -27,7 +28,7 @@ def recipe(chosen: tuple[str, int] | None, **near: Any) -> Recipe:
 
 def encoder(texts: int, row: Callable[..., None], names: Iterable[str] = ENCODER) -> None:
     """Window 32, one sink; texts of 150 to 256 tokens."""
-    from bochner.hf.evaluate import compare_embeddings, embed
+    from bochner.hf.evaluate import compare_embeddings
 
     model, tokenizer = load_minilm()
     seen, unseen = (data.paragraphs(split, texts, words=220) for split in ("calibration", "heldout"))

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import GROUPED, SEQ2SEQ, TEXT, build, inputs, texts_as_batches  # noqa: E402
+from hf_models import DECODERS, GROUPED, SEQ2SEQ, SUPPORTED, TEXT, build, inputs, texts_as_batches  # noqa: E402
 
-from bochner import BochnerError, Conversion, Recipe, convert, hf, revert  # noqa: E402
+from bochner import BochnerError, BochnerWarning, Conversion, Recipe, convert, hf, revert  # noqa: E402
 from bochner.hf import interface  # noqa: E402
 
 
@@ -268,6 +269,68 @@ def test_a_tower_converted_alone_is_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(type(tower).from_pretrained(tmp_path / "tower")(**x).last_hidden_state, after)
     before = revert(tower)(**x).last_hidden_state
     assert not torch.equal(before, after)
+
+
+WHOLES = [("bert", "AutoModelForSequenceClassification", "bert"), ("whisper", "AutoModelForSpeechSeq2Seq", "encoder")]
+
+
+@pytest.mark.parametrize(("family", "head", "part"), WHOLES)
+def test_a_part_that_was_converted_alone_is_loaded_with_the_whole_model(
+    family: str, head: str, part: str, tmp_path: Path
+) -> None:
+    model = build(family, SUPPORTED[family], head=head)
+    tower, x = model.bert if part == "bert" else model.model.encoder, inputs(model)
+    before = outputs(model, x)
+    convert(tower, Recipe("positive", 16, window=4))
+    after = outputs(model, x)
+    assert not torch.allclose(after, before, atol=1e-3)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(outputs(loaded, x), after, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(outputs(revert(loaded), x), before, atol=1e-6, rtol=1e-5)
+    # A model that is not converted, and only has the same configuration, is saved and loaded as it is.
+    other = type(model)(model.config).eval()
+    other.load_state_dict(loaded.state_dict())
+    other.save_pretrained(tmp_path / "other")
+    again = type(model).from_pretrained(tmp_path / "other").eval()
+    torch.testing.assert_close(outputs(again, x), before, atol=1e-6, rtol=1e-5)
+    assert not hasattr(again.config, "quantization_config")
+    revert(tower)
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_a_part_whose_place_no_file_tells_is_refused_with_the_whole_model(tmp_path: Path) -> None:
+    model = build("bert", SUPPORTED["bert"], head="AutoModelForSequenceClassification")
+    convert(model.bert, Recipe(None, window=4))  # without maps
+    model.save_pretrained(tmp_path)
+    with pytest.raises(BochnerError, match=r"A part of this model was converted by itself.*'parts'"):
+        type(model).from_pretrained(tmp_path)
+
+
+def test_saving_a_whole_model_warns_of_a_part_that_no_loading_would_find(tmp_path: Path) -> None:
+    image = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    vision = {**image, "image_size": 16, "patch_size": 4}
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=TEXT, vision_config=vision, projection_dim=16))
+    convert(model.vision_model, Recipe("positive", 16))
+    with pytest.warns(BochnerWarning, match=r"The vision part of this model was converted by itself.*'parts'"):
+        model.save_pretrained(tmp_path / "whole")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.vision_model.save_pretrained(tmp_path / "tower")
+        revert(model.vision_model)
+        model.save_pretrained(tmp_path / "reverted")
+
+
+def test_sequences_packed_by_bounds_alone_are_refused() -> None:
+    model = build("llama", DECODERS["llama"])
+    convert(model, Recipe("positive", 16, exact_heads=[(0, 0), (0, 1)]))  # one layer stays as it was
+    ids, bounds = torch.arange(4, 24)[None], torch.tensor([0, 8, 20], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 12, "max_length_k": 12}
+    with pytest.raises(BochnerError, match=r"'cu_seq_lens_q'; pack by 'position_ids'"):
+        model(ids, **packed)
+    places = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    out = model(ids, position_ids=places, use_cache=False, **packed)[0]
+    torch.testing.assert_close(out[:, 8:], model(ids[:, 8:])[0], atol=1e-5, rtol=1e-4)
 
 
 def test_parts_that_share_a_configuration_are_converted_and_reverted_in_any_order() -> None:

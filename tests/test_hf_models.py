@@ -15,12 +15,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
 
-from _models import perplexity, recall  # noqa: E402
+from _models import embed, perplexity, recall  # noqa: E402
 
 from bochner import BochnerWarning, Calibration, Conversion, Distillation, Recipe, convert, data, distill, revert  # noqa: E402
 from bochner.demo import load_minilm, load_smollm2, write  # noqa: E402
 from bochner.hf import RecurrentLayer, cache_bytes  # noqa: E402
-from bochner.hf.evaluate import compare_embeddings, embed  # noqa: E402
+from bochner.hf.evaluate import compare_embeddings  # noqa: E402
 
 pytestmark = pytest.mark.model
 

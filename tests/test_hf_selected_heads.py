@@ -75,6 +75,16 @@ def check_oracle() -> None:
     torch.testing.assert_close(part(call), want)
 
 
+def test_a_basis_that_changes_is_used_from_then_on() -> None:
+    fates, call = [Selected(8, 4, 5, "int8", 12)] * 2, random_call()
+    part, fresh = make_heads(fates), make_heads(fates)
+    before = part(call)
+    for x in (part, fresh):
+        x.keys.copy_(torch.linalg.qr(torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(3))).Q)
+    assert not torch.equal(part(call), before)
+    assert torch.equal(part(call), fresh(call))
+
+
 def check_budgets() -> None:
     """One threshold: the keys above it are as many as the share says, and give each head its own number."""
     model = decoder()

@@ -20,8 +20,14 @@ from bochner.hf import layers_of  # noqa: E402
 
 TEXT_ENCODERS = ["bert", "roberta", "distilbert", "electra", "esm"]
 LANGUAGE = ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "opt", "phi3"]
+TEXT = [*TEXT_ENCODERS, *LANGUAGE]
 REST = ["vit", "dinov2", "bart", "whisper", "wav2vec2"]
-FAMILIES = [*TEXT_ENCODERS, *LANGUAGE, *REST]
+WRITERS = {
+    **dict.fromkeys([*LANGUAGE, "mistral", "gemma", "granite", "stablelm"], "AutoModelForCausalLM"),
+    "bart": "AutoModelForSeq2SeqLM",
+    "whisper": "AutoModelForSpeechSeq2Seq",
+}
+FAMILIES = [*TEXT, *REST]
 ALL = {**ENCODERS, **DECODERS, **OTHERS}
 RECIPE = Recipe("positive", 8, window=4, sinks=1)
 NO_DROPOUT = ("dropout", "attention_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "attn_pdrop")
@@ -97,13 +103,15 @@ def test_torch_compile(family: str) -> None:
     torch.testing.assert_close(compiled, out, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", LANGUAGE)
+@pytest.mark.parametrize("family", WRITERS)
 def test_generate(family: str) -> None:
-    model = converted(family, "AutoModelForCausalLM")
-    x = inputs(model)["input_ids"]
+    model = converted(family, WRITERS[family])
+    x = inputs(model)
+    x.pop("decoder_input_ids", None)
+    if "attention_mask" in x:
+        x["attention_mask"] = torch.ones_like(x["input_ids"])
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    options["attention_mask"] = torch.ones_like(x)
-    assert torch.equal(model.generate(x, **options), model.generate(x, use_cache=False, **options))
+    assert torch.equal(model.generate(**x, **options), model.generate(**x, use_cache=False, **options))
 
 
 def words() -> Any:
@@ -116,7 +124,7 @@ def words() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
-@pytest.mark.parametrize("family", [*TEXT_ENCODERS, *LANGUAGE])
+@pytest.mark.parametrize("family", TEXT)
 def test_pipeline(family: str) -> None:
     task = "feature-extraction" if family in TEXT_ENCODERS else "text-generation"
     model = converted(family, "AutoModel" if family in TEXT_ENCODERS else "AutoModelForCausalLM")
@@ -131,9 +139,10 @@ def test_pipeline(family: str) -> None:
         assert len(found["generated_text"]) > len(text)
 
 
-@pytest.mark.parametrize("family", TEXT_ENCODERS)
+@pytest.mark.parametrize("family", TEXT)
 def test_trainer(family: str, tmp_path: Path) -> None:
-    model = build(family, settings_of(family), head="AutoModelForSequenceClassification")
+    settings = {**settings_of(family), "pad_token_id": 0}
+    model = build(family, settings, head="AutoModelForSequenceClassification")
     convert(model, Recipe("gmm_prf", 8, trainable=True))
     arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True,
@@ -156,7 +165,7 @@ def test_trainer(family: str, tmp_path: Path) -> None:
 PROJECTIONS = {"gpt2": ["c_attn"], "gpt_neox": ["query_key_value"], "phi3": ["qkv_proj"], "distilbert": ["q_lin"]}
 
 
-@pytest.mark.parametrize("family", [*TEXT_ENCODERS, *LANGUAGE])
+@pytest.mark.parametrize("family", TEXT)
 def test_peft(family: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = converted(family)
@@ -177,7 +186,7 @@ def test_peft(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(outputs(adapted.merge_and_unload(), x), out, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "electra"])
+@pytest.mark.parametrize("family", TEXT)
 def test_sentence_transformers(family: str, tmp_path: Path) -> None:
     package = pytest.importorskip("sentence_transformers")
     build(family, settings_of(family)).save_pretrained(tmp_path)
@@ -194,5 +203,8 @@ def test_sentence_transformers(family: str, tmp_path: Path) -> None:
     assert torch.allclose(torch.from_numpy(revert(model).encode(texts)), before, atol=1e-6)
 
 
-def test_there_are_at_least_twelve_families() -> None:
-    assert len(FAMILIES) >= 12
+def test_every_use_is_seen_with_at_least_twelve_families() -> None:
+    uses = [test for name, test in globals().items() if name.startswith("test_") and hasattr(test, "pytestmark")]
+    counts = {test.__name__: len(list(test.pytestmark[0].args[1])) for test in uses}
+    assert len(counts) == 8, counts  # copies and pickles are one test
+    assert min(counts.values()) >= 12, counts

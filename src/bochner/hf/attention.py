@@ -33,6 +33,7 @@ class LinearAttention(nn.Module):
         super().__init__()
         self.plan, self.original = plan.check(), original
         self.drift: Any = None  # a `drift.Alarm`, that of the model it is attached to
+        self.given: Any = None  # the model's configuration before, if that says that a part of it is converted
         groups: dict[Any, list[int]] = {}
         for g, fate in enumerate(plan.fates):
             groups.setdefault(fate.shared(), []).append(g)

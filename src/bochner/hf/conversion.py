@@ -39,7 +39,6 @@ def convert(
     data: Any = None,
     *,
     parts: Sequence[str] | None = None,
-    unsupported: str = "keep",
     exact_below: int = 0,
     seed: int = 0,
     progress: bool | None = None,
@@ -53,8 +52,8 @@ def convert(
     `data`: texts, batches of the model's inputs, or a `Calibration` with its tokenizer and lengths. Maps are fitted to
     them. A plan that brings its maps needs none.
     `parts`: what to convert, default all: "encoder", "decoder" and "cross" of an encoder-decoder, or names of modules.
-    `unsupported`: layers that linear attention cannot honour (windows and chunks of their own, soft caps, position
-    biases, other masks) stay as they were and the plan says why, or with `"raise"` the model is refused.
+    Layers that linear attention cannot honour (windows and chunks of their own, soft caps, position biases, other
+    masks) stay as they were, and the plan says why.
     `exact_below`: rows that see fewer keys than this stay exact. In encoders these are sequences with fewer keys.
     `progress`: say what is being done, on the standard error stream; default if that is a terminal.
 
@@ -71,7 +70,7 @@ def convert(
     _check_spec(spec, parts, exact_below, seed)
     calibration = None if data is None else Calibration.of(data, tokenizer)
     if isinstance(spec, Target):
-        asked: dict[str, Any] = {"parts": parts, "unsupported": unsupported, "seed": seed, "progress": progress}
+        asked: dict[str, Any] = {"parts": parts, "seed": seed, "progress": progress}
         return _to_target(model, spec, calibration, exact_below, asked)
     if isinstance(spec, (str, Path)):
         if data is not None:
@@ -79,7 +78,7 @@ def convert(
         return Conversion.from_pretrained(model, spec)
     fit_length = getattr(spec, "fit_length", 0)
     batches = [] if calibration is None else calibration.batches(inner, fit_length or MAX_LENGTH)
-    shapes, say = discover_parts(inner, batches, unsupported, parts), speaker(progress)
+    shapes, say = discover_parts(inner, batches, parts), speaker(progress)
     if isinstance(spec, Plan):
         plan, layers = _by_plan(inner, spec, shapes, batches, say)
     else:
@@ -139,8 +138,7 @@ class Conversion:
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the plan, the fitted maps and the report, a hundredth of the model, to be loaded beside the original.
 
-        A part that was converted by itself, as `convert(model.vision_model, ...)`, is saved alone: to save it with the
-        whole model, convert that with `parts`.
+        A part that was converted by itself, as `convert(model.vision_model, ...)`, is saved alone.
         """
         from safetensors.torch import save_file
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bochner._checks import BochnerError
-from bochner.hf import inputs, observe
+from bochner.hf import observe
 from bochner.hf.observe import evaluation_mode
 
 INTERVAL = 0.9  # the confidence of the intervals that are reported, two-sided
@@ -358,17 +358,6 @@ def compare_readings(texts: Sequence[Text], before: Sequence[Reading], after: Se
     first = torch.cat([text.first(r.losses) for text, r in zip(texts, before, strict=True)]).mean().item()
     body, again = (torch.cat(parts) for parts in zip(*rise, strict=True))
     return language_quality(body, again, first - held, held)
-
-
-@torch.no_grad()
-def embed(model: Any, tokenizer: Any, texts: Sequence[str], *, max_length: int = 256, batch_size: int = 8) -> Tensor:
-    """Mean-pooled, normalised embeddings (texts, hidden)."""
-    found = []
-    for batch in inputs.batches(list(texts), tokenizer, model=model, max_length=max_length, batch_size=batch_size):
-        batch = {k: v.to(model.device) for k, v in batch.items()}
-        hidden = model(**batch).last_hidden_state.float()
-        found.append(F.normalize(pooled(hidden, batch["attention_mask"].bool()), dim=-1))
-    return torch.cat(found)
 
 
 class EmbeddingQuality(NamedTuple):

@@ -36,7 +36,7 @@ from bochner._checks import BochnerError, BochnerWarning, extra
 from bochner.hf import drift
 from bochner.hf.attention import CHILD, LinearAttention
 from bochner.hf.calls import Call, attend
-from bochner.hf.masks import Mask, Obstacle, cannot_pack, make_mask
+from bochner.hf.masks import Mask, Obstacle, make_mask
 from bochner.hf.plan import Plan
 from bochner.maps import feature_map
 from bochner.maps.base import FeatureMap
@@ -130,37 +130,27 @@ def read_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask
             padding = None
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    if segments is None and kwargs.get("cu_seq_lens_q") is not None:
-        segments = _segments(kwargs["cu_seq_lens_q"], query, key)
+    _check_packing(module, segments, kwargs)
     return Call(query, key, value, bool(causal), padding, scale, segments)
 
 
-def _segments(bounds: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The sequence of each token, (1, n), from the bounds that flash-attention takes."""
-    n = query.shape[-2]
-    if query.shape[0] != 1 or key.shape[-2] != n or int(bounds[-1]) != n:
+def _check_packing(module: nn.Module, segments: Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Refuse a batch whose sequences only flash-attention would tell apart."""
+    if segments is None and kwargs.get("cu_seq_lens_q") is not None:
         raise BochnerError(
-            f"'cu_seq_lens_q' bounds {int(bounds[-1])} tokens, the call has {tuple(query.shape)} queries and "
-            f"{key.shape[-2]} keys; pack the sequences into a batch of one."
+            f"{type(module).__name__} cannot honour 'cu_seq_lens_q'; pack by 'position_ids' that begin again at 0 with "
+            "every sequence."
         )
-    places = torch.arange(n, device=query.device)
-    return torch.bucketize(places, bounds.to(query.device), right=True)[None]
 
 
 def original_attention(
     module: nn.Module, implementation: str, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """The call through the attention function that the module had before.
-
-    Of all attention functions only those of flash-attention read `cu_seq_lens_q`; the others get it as a mask.
-    """
-    bounds, segments = kwargs.get("cu_seq_lens_q"), None
-    if bounds is not None and "flash" not in implementation:
-        if not isinstance(mask, Mask):
-            raise BochnerError(cannot_pack(type(module).__name__))
-        segments = _segments(bounds, query, key) if mask.segments is None else None
+    """The call through the attention function that the module had before."""
+    if "flash" not in implementation:
+        _check_packing(module, getattr(mask, "segments", None), kwargs)
     if isinstance(mask, Mask):
-        mask = mask.original(implementation, key.shape[-2], segments)
+        mask = mask.original(implementation, key.shape[-2])
     return _function(module, implementation)(module, query, key, value, mask, **kwargs)
 
 
@@ -394,8 +384,12 @@ def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention], report: d
 
     The model gets configurations of its own, so that no other model is switched with it. A plan that converts nothing
     leaves them alone. `report`: plain data of the search that found the plan, to be saved with it.
+
+    Whether the model is a part of a larger one cannot be known here. That one would be saved with the configuration as
+    it was given, which is why that says which part was converted.
     """
     memo: dict[int, Any] = {}
+    given = model.config if getattr(model.config, "quantization_config", None) is None else None
     for module in model.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config = copy.deepcopy(module.config, memo)
@@ -416,6 +410,9 @@ def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention], report: d
         child.hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for hook in hooks]
     if not plan.converted:
         return
+    if given is not None:
+        given.quantization_config = BochnerConfig(plan=plan, part=getattr(given, "base_config_key", "") or "its own")
+        child.given = given
     for config in _configs_above_maps(model):
         config._attn_implementation_internal = CONVERTED
     model.config.quantization_config = BochnerConfig(plan=plan, report=report)
@@ -440,6 +437,8 @@ def detach(model: Any) -> None:
             above[id(own)] = (own, child.original)
         for hook in child.hooks:
             hook.remove()
+        if child.given is not None:
+            child.given.__dict__.pop("quantization_config", None)
         delattr(module, CHILD)
     for config, implementation in above.values():
         config._attn_implementation_internal = implementation or first
@@ -478,15 +477,31 @@ def _configs_above_maps(model: nn.Module) -> list[Any]:
 
 @register_quantization_config(NAME)
 class BochnerConfig(QuantizationConfigMixin):
-    """What config.json says of a conversion: its plan, from which `from_pretrained` builds the maps, and its report."""
+    """What config.json says of a conversion: its plan, from which `from_pretrained` builds the maps, and its report.
 
-    def __init__(self, quant_method: str = NAME, plan: Any = None, report: Any = None, **unknown: Any) -> None:
+    `part`: the model was converted by itself, and may be saved inside a larger one whose configuration has it under
+    this name. transformers asks for it only if it is that of the whole or of its text.
+    """
+
+    def __init__(
+        self, quant_method: str = NAME, plan: Any = None, report: Any = None, part: str = "", **unknown: Any
+    ) -> None:
         self.quant_method: Any = quant_method
         self.plan, self.report = plan if isinstance(plan, Plan) else Plan.from_dict(plan), report
+        self.part = part
 
     @torch.compiler.disable  # an encoder-decoder asks for it while it makes a cache
     def to_dict(self) -> dict[str, Any]:
-        return {"quant_method": self.quant_method, "plan": self.plan.to_dict(), "report": self.report}
+        if self.part not in ("", "its own", "text_config"):
+            warnings.warn(
+                f"The {self.part.removesuffix('_config')} part of this model was converted by itself: loading a saved "
+                "copy of the whole model leaves its maps out. Convert the whole model with 'parts' to save it.",
+                BochnerWarning,
+                stacklevel=2,
+            )
+        return {"quant_method": self.quant_method, "plan": self.plan.to_dict(), "report": self.report} | (
+            {"part": self.part} if self.part else {}
+        )
 
 
 @register_quantizer(NAME)
@@ -497,9 +512,15 @@ class MapLoader(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         config: Any = self.quantization_config
+        maps = _maps_in(checkpoint_files)
         plan: Plan = config.plan
+        if config.part and not maps and any(layer.has_map for layer in plan.layers):
+            return  # another model with the configuration of one that was converted
+        if config.part:
+            _place(plan, maps)
+            config.part = ""
         layers = {layer.name: LinearAttention(layer) for layer in plan.layers}
-        _check_files(layers, checkpoint_files)
+        _check_files(layers, maps)
         attach(model, plan, layers, config.report)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -507,9 +528,9 @@ class MapLoader(HfQuantizer):
             model.__dict__.pop(name, None)
         for config in configs_of(model):
             config.__dict__.pop("_is_quantized", None)
-        for layer in attached_to(
-            model
-        ).values():  # tensors of a file lie anywhere in memory, which changes the rounding
+            if config is not model.config or not attached_to(model):
+                config.__dict__.pop("quantization_config", None)
+        for layer in attached_to(model).values():  # tensors of a file lie anywhere in memory, which changes rounding
             for tensor in (*layer.parameters(), *layer.buffers()):
                 tensor.data = tensor.data.clone()
         return model
@@ -522,18 +543,45 @@ class MapLoader(HfQuantizer):
         return True
 
 
-def _check_files(layers: dict[str, LinearAttention], files: Any) -> None:
-    """Refuse a checkpoint whose maps are not those of its plan; transformers would leave them without values."""
+def _maps_in(files: Any) -> list[tuple[str, str, tuple[int, ...]]] | None:
+    """The module, name and shape of every tensor of a checkpoint that belongs to a map; None if it cannot be read."""
     from safetensors import safe_open
 
     if not files or not all(str(file).endswith(".safetensors") for file in files):
-        return
-    found: Counter[Any] = Counter()  # without the names of modules, which some families change in files
+        return None
+    found = []
     for file in files:
         with safe_open(Path(file), framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118
-                if f".{CHILD}." in key:
-                    found[key.partition(f".{CHILD}.")[2], tuple(opened.get_slice(key).get_shape())] += 1
+                module, inside, name = key.partition(f".{CHILD}.")
+                if inside:
+                    found.append((module, name, tuple(opened.get_slice(key).get_shape())))
+    return found
+
+
+def _place(plan: Plan, maps: list[tuple[str, str, tuple[int, ...]]] | None) -> None:
+    """Name the layers of a part's plan as the whole model does, by where its checkpoint has maps."""
+    modules = {module for module, _, _ in maps or ()}
+    places = {
+        module.removesuffix(layer.name)
+        for layer in plan.layers
+        for module in modules
+        if layer.has_map and f".{module}".endswith(f".{layer.name}")
+    }
+    if len(places) != 1:
+        raise BochnerError(
+            "A part of this model was converted by itself, and the checkpoint does not tell which: load the original "
+            "model and convert it with 'parts'."
+        )
+    for layer in plan.layers:
+        layer.name = f"{next(iter(places))}{layer.name}"
+
+
+def _check_files(layers: dict[str, LinearAttention], maps: list[tuple[str, str, tuple[int, ...]]] | None) -> None:
+    """Refuse a checkpoint whose maps are not those of its plan; transformers would leave them without values."""
+    if maps is None:
+        return
+    found = Counter((name, shape) for _, name, shape in maps)  # some families change names of modules in files
     wanted = Counter((key, tuple(x.shape)) for layer in layers.values() for key, x in layer.state_dict().items())
     if found != wanted:
         raise BochnerError(MISFIT)

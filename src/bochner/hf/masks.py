@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bochner._checks import BochnerError, extra
+from bochner._checks import extra
 
 extra("transformers.masking_utils", "hf", "bochner.hf")
 from transformers import masking_utils  # noqa: E402
@@ -57,25 +57,17 @@ class Mask:
     def contiguous(self) -> Mask:
         return self
 
-    def original(self, implementation: str, keys: int, segments: Tensor | None = None) -> Any:
+    def original(self, implementation: str, keys: int) -> Any:
         """The mask that an attention implementation would have got for so many keys.
 
         Before a static cache becomes states, a mask is asked for as long as its slots; the attention gets the keys that
-        there are. `segments` (b, n): the sequences of a packed batch, if the mask function does not know of them.
+        there are.
         """
-        place = (implementation, keys, segments is None)
-        if place not in self.made:
+        if (implementation, keys) not in self.made:
             function = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
             asked = {**self.asked, "kv_length": min(keys, self.asked["kv_length"])}
-            if segments is not None:
-                if function is None:
-                    raise BochnerError(cannot_pack(f"{implementation!r} attention"))
-                alone = masking_utils.packed_sequence_mask_function(segments)
-                asked["mask_function"] = masking_utils.and_masks(asked["mask_function"], alone)
-                skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
-                asked.update({name: False for name in skips if name in asked})
-            self.made[place] = None if function is None else function(**asked)
-        return self.made[place]
+            self.made[implementation, keys] = None if function is None else function(**asked)
+        return self.made[implementation, keys]
 
 
 def make_mask(
@@ -129,7 +121,3 @@ def _read(
         if not torch.equal(shown.expand_as(wanted), wanted):
             return True, None, other
     return True, segments, None
-
-
-def cannot_pack(who: str) -> str:
-    return f"{who} cannot honour 'cu_seq_lens_q'; pack by 'position_ids' that begin again at 0 with every sequence."

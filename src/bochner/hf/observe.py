@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, one_of
+from bochner._checks import BochnerError
 from bochner.hf import inputs
 from bochner.hf.attention import CHILD
 from bochner.hf.calls import Call
@@ -195,11 +195,10 @@ def run(model: nn.Module, batch: dict[str, Any], *, gradient: bool = False) -> A
             return model(**moved)
 
 
-def discover(model: nn.Module, batch: dict[str, Tensor] | None = None, unsupported: str = "keep") -> dict[str, Shape]:
+def discover(model: nn.Module, batch: dict[str, Tensor] | None = None) -> dict[str, Shape]:
     """The attention modules that go through transformers' interface, in the order in which the model holds them.
 
-    Those that ask for something linear attention cannot honour have an `obstacle`, or with `unsupported="raise"` are
-    refused. Raises when there is none at all.
+    Those that ask for something linear attention cannot honour have an `obstacle`. Raises when there is none at all.
     """
     if any(CHILD in m._modules for m in model.modules()):
         raise BochnerError("This model is converted already; call bochner.revert(model) first.")
@@ -211,8 +210,6 @@ def discover(model: nn.Module, batch: dict[str, Tensor] | None = None, unsupport
         found = {name: _told_apart(shape, other[name]) for name, shape in found.items()}
         obstacles = {name: (why, _told_apart(shape, other[name])) for name, (why, shape) in obstacles.items()}
     for name, (reason, shape) in obstacles.items():
-        if unsupported == "raise":
-            raise BochnerError(f"{name} cannot use linear attention: {reason.reason}; pass unsupported='keep'.")
         found[name] = shape._replace(obstacle=reason)
     if not found:
         raise BochnerError(unsupported_message(model))
@@ -220,14 +217,13 @@ def discover(model: nn.Module, batch: dict[str, Tensor] | None = None, unsupport
 
 
 def discover_parts(
-    model: Any, data: Sequence[dict[str, Tensor]], unsupported: str = "keep", parts: Sequence[str] | None = None
+    model: Any, data: Sequence[dict[str, Tensor]], parts: Sequence[str] | None = None
 ) -> dict[str, Shape]:
     """The attention modules of a model, those outside `parts` with an obstacle: they stay as they are.
 
     `parts`: "encoder", "decoder" and "cross" of an encoder-decoder, or names of modules, as "vision_model".
     """
-    one_of(unsupported, "unsupported", "convert", ("keep", "raise"))
-    shapes = discover(model, inputs.first_row(data[0]) if data else None, unsupported)
+    shapes = discover(model, inputs.first_row(data[0]) if data else None)
     if parts is None:
         return shapes
     wanted = [parts] if isinstance(parts, str) else list(parts)

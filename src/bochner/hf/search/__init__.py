@@ -58,7 +58,6 @@ def search(
     data: Any,
     *,
     parts: Sequence[str] | None = None,
-    unsupported: str = "keep",
     seed: int = 0,
     progress: bool | None = None,
 ) -> SearchReport:
@@ -74,7 +73,7 @@ def search(
         raise BochnerError("A Target needs 'data': texts to search on and texts to verify on.")
     run = _Run(speaker(progress))
     batches = batches_for(model, Calibration.of(data, tokenizer), target)
-    shapes = discover_parts(model, batches, unsupported, parts)
+    shapes = discover_parts(model, batches, parts)
     obstacle, most = _obstacle(model, shapes), inputs.positions(model).get("input_ids")
     goal = settle(target, model, shapes, batches)
     selects = selected.applies(model, goal, shapes, batches)
