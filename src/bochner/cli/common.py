@@ -77,7 +77,9 @@ def load(name: str) -> tuple[Any, Any]:
 
     if name in KNOWN:
         return demo.load_minilm() if name == "minilm" else demo.load_smollm2()
-    path = data.from_gguf(name) if name.endswith(".gguf") else Path(name)
+    path = Path(name)
+    if path.suffix == ".gguf" and path.is_file():
+        path = data.from_gguf(path)
     if not (path / "config.json").is_file():
         hub = re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not path.exists()
         how = f" A model of a hub is downloaded first, as by: hf download {name} --local-dir {path.name}" if hub else ""
