@@ -33,7 +33,7 @@ SEVERAL = (
     *("window+calibrated", "positive", "relu", "gmm_prf", "hyperbolic", "angular_hybrid", "fastfood_prf"),
     *("generative_prf", "window+positive", "window", "gmm_prf, paper"),
 )
-# Tasks with one seed, and what a model that learned nothing would have; `train_finetuned` and `train_conformer` have
+# Tasks with one seed, and what a model that learned nothing would have; `train_conformer` has
 # the others.
 OTHERS = {
     "pixels": "7.82 bits per dimension (frequencies), 6.57 (difference to the pixel before)",

@@ -416,15 +416,6 @@ def training() -> str:
     return str(module.table(found).split("\n\n")[0])
 
 
-def finetuned() -> str:
-    names, module = ("exact", "identity", "positive", "gmm_prf", "fastfood_prf"), train_table()
-    found, rows = experiment("train_finetuned"), []
-    for task in ("pretraining", "sentiment", "nli"):
-        seeds = [[found[k] for s in range(3) if (k := f"{task}/{n}/{s}") in found] for n in names]
-        rows.append([f"`{task}`", *(module.cell(seen, 1).partition(" (")[0] for seen in seeds)])
-    return table(["task", *(f"`{n}`" for n in names)], rows)
-
-
 def recall() -> str:
     """Accuracy on the recall task by features, the best at 8 features first; the gallery has the signed maps."""
     found = experiment("recall")
@@ -661,7 +652,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "windows": windows,
     "training": training,
     "training-needed": needed,
-    "finetuned": finetuned,
     "recall": recall,
     "training-papers": training_papers,
     "transfer": transfer,

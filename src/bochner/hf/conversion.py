@@ -55,6 +55,7 @@ def convert(
     Layers that linear attention cannot honour (windows and chunks of their own, soft caps, position biases, other
     masks) stay as they were, and the plan says why.
     `exact_below`: rows that see fewer keys than this stay exact. In encoders these are sequences with fewer keys.
+    `seed`: of random projections, and of what a search draws.
     `progress`: say what is being done, on the standard error stream; default if that is a terminal.
 
     >>> from transformers import BertConfig, BertModel
