@@ -192,7 +192,7 @@ def test_sentence_transformers(family: str, tmp_path: Path) -> None:
     build(family, settings_of(family)).save_pretrained(tmp_path)
     words().save_pretrained(tmp_path)
     model = package.SentenceTransformer(str(tmp_path), device="cpu")
-    model.tokenizer = words()  # transformers takes Qwen2's own tokenizer for its models, whatever was saved
+    model[0].processor = words()  # transformers takes Qwen2's own tokenizer for its models, whatever was saved
     texts = ["w5 w9 w11 w7 w20 w21 w33 w8 w9 w40 w41 w50", "w30 w31 w9"]
     before = torch.from_numpy(model.encode(texts))
     convert(model, RECIPE)
@@ -200,7 +200,7 @@ def test_sentence_transformers(family: str, tmp_path: Path) -> None:
     assert not torch.allclose(after, before, atol=1e-4)
     model.save(str(tmp_path / "saved"))
     loaded = package.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
-    loaded.tokenizer = words()
+    loaded[0].processor = words()
     assert torch.equal(torch.from_numpy(loaded.encode(texts)), after)
     assert torch.allclose(torch.from_numpy(revert(model).encode(texts)), before, atol=1e-6)
 
