@@ -26,11 +26,10 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from bochner._checks import BochnerError, floating, one_of, positive_float
+from bochner._checks import BochnerError, floating, positive_float
 from bochner.maps.base import FeatureMap, Features, constant_scale
 from bochner.maps.exponential import ExponentialFeatures
 from bochner.maps.generalized import GeneralizedFeatures
-from bochner.maps.hybrid import outer
 from bochner.maps.polynomial import SumPolyFeatures
 from bochner.maps.trig import TrigFeatures
 from bochner.projections import DenseProjection, Projection, gaussian, make_projection
@@ -181,7 +180,7 @@ class LocalL1Features(LocalFeatures):
         t = self.projection(x / self.delta)
         c = self.projection.importance
         size = c.detach().abs().amax().sqrt()
-        amplitude = self._spread(c.abs().sqrt() / size * (c.sign() if role == "key" else 1), x)
+        amplitude = self._spread(c.abs().sqrt() / size * (c.sign() if role == "key" else 1), x.dtype)
         log_scale = constant_scale(x, self.num_features) + size.log().to(x.dtype)
         return Features(torch.cat([t.cos() * amplitude, t.sin() * amplitude], dim=-1), log_scale)
 
@@ -202,12 +201,10 @@ class ProductFeatures(FeatureMap):
     `with_positions(q, p)` scales and joins them; then call `linear_attention(..., scale=1.0)`, since a default scale
     would shrink the positions.
 
-    `rule="paired"` multiplies feature by feature, `sqrt(m) phi_k(x) chi_k(p)`: m frequencies of each map in, m
-    products out (times 2 for the cosine and sine of a mask). It needs maps whose every feature is an estimate by itself
-    (softmax, trigonometric, generalised, `sum_poly` and local maps). `rule="outer"` takes all products: any two maps,
-    `feature_dim` the product of theirs, smaller variance. Both are unbiased when the maps are; the two maps must be
-    independent, so both are redrawn here from one `seed` (pass `redraw=False` to keep maps that already are).
-    Positive when both maps are. Lucyszyn 2025, problem 4, eqs. (79)-(82).
+    Features are multiplied one by one, `sqrt(m) phi_k(x) chi_k(p)`: m of each map in, m products out (times 2 for the
+    cosine and sine of a mask). That needs maps whose every feature is an estimate by itself: softmax, trigonometric,
+    generalised, `sum_poly` and local maps. The two must be independent, so both are redrawn here from one `seed`.
+    Unbiased and positive when both maps are. Lucyszyn 2025, problem 4, eqs. (79)-(82).
 
     >>> mask = LocalGaussianFeatures(dim=1, num_features=16, delta=8.0)
     >>> phi = ProductFeatures(mask, TrigFeatures(dim=4, num_features=16))
@@ -216,14 +213,7 @@ class ProductFeatures(FeatureMap):
     """
 
     def __init__(
-        self,
-        mask: FeatureMap,
-        attention: FeatureMap,
-        *,
-        rule: str = "paired",
-        redraw: bool = True,
-        seed: int | None = 0,
-        generator: Generator | None = None,
+        self, mask: FeatureMap, attention: FeatureMap, *, seed: int | None = 0, generator: Generator | None = None
     ) -> None:
         owner = type(self).__name__
         for value, name in ((mask, "mask"), (attention, "attention")):
@@ -232,27 +222,25 @@ class ProductFeatures(FeatureMap):
                     f"The {name!r} of {owner} must be a FeatureMap, got {type(value).__name__}; "
                     "build it with bochner.feature_map."
                 )
+            if not isinstance(value, SINGLE) or value.feature_dim % value.num_features:
+                raise BochnerError(
+                    f"{owner} cannot pair the features of {type(value).__name__}, which estimate the kernel only "
+                    "together; take a softmax, trigonometric, generalised, sum_poly or local map."
+                )
         heads = {m.num_heads for m in (mask, attention)} - {None}
         if len(heads) > 1:
             raise BochnerError(f"The maps of {owner} must have the same num_heads, got {sorted(heads, key=str)}.")
-        super().__init__(
-            attention.dim + mask.dim, attention.num_features, num_heads=heads.pop() if heads else None, kernel="product"
-        )
-        self.rule = one_of(rule, "rule", owner, ("paired", "outer"))
+        m, n = mask.num_features, attention.num_features
+        if m != n:
+            raise BochnerError(
+                f"{owner} needs one num_features for both maps, got {m} for the mask and {n} for attention."
+            )
+        super().__init__(attention.dim + mask.dim, m, num_heads=heads.pop() if heads else None, kernel="product")
         self.mask, self.attention = mask, attention
         self.unbiased = mask.unbiased and attention.unbiased  # type: ignore[misc]
         self.positive = mask.positive and attention.positive
-        if rule == "outer":
-            self.feature_dim = mask.feature_dim * attention.feature_dim
-        else:
-            if mask.num_features != attention.num_features:
-                raise BochnerError(
-                    f"rule='paired' of {owner} needs one num_features for both maps, got {mask.num_features} for the "
-                    f"mask and {attention.num_features} for attention; make them equal or use rule='outer'."
-                )
-            self.feature_dim = _blocks(mask) * _blocks(attention) * self.num_features
-        if redraw:
-            self.redraw_(seed, generator=generator)
+        self.feature_dim = mask.feature_dim * attention.feature_dim // m
+        self.redraw_(seed, generator=generator)
 
     def _redraw(self, g: Generator) -> None:
         self.mask.redraw_(generator=g)
@@ -264,8 +252,6 @@ class ProductFeatures(FeatureMap):
 
         def features(x: Tensor) -> Features:
             a, p = attend(x[..., :d]), mask(x[..., d:])
-            if self.rule == "outer":
-                return outer(p, a)
             # A map's features are blocks of m (cosines, then sines): every block with every block, index by index.
             left = p.values.unflatten(-1, (-1, 1, m))
             right = a.values.unflatten(-1, (1, -1, m))
@@ -285,8 +271,9 @@ class ProductFeatures(FeatureMap):
                 x, y = x.flatten(0, 1).unsqueeze(0), y.flatten(0, 1).unsqueeze(0)
             part._calibrate(x, y)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rule={self.rule!r}"
+
+# Maps whose features are blocks of m, each feature of a block being an estimate, or half of one, by itself.
+SINGLE = (ExponentialFeatures, TrigFeatures, GeneralizedFeatures, SumPolyFeatures, LocalFeatures)
 
 
 def with_positions(x: Tensor, positions: Tensor, *, scale: float | None = None) -> Tensor:
@@ -382,14 +369,3 @@ def _l1_probability(r: Tensor, s: float, size: int) -> Tensor:
 
 def _differences(x: Tensor, y: Tensor) -> Tensor:
     return x.unsqueeze(-2) - y.unsqueeze(-3)
-
-
-def _blocks(phi: FeatureMap) -> int:
-    """How many blocks of m features the map has, each feature of a block being an estimate (or half of one) itself."""
-    single = (ExponentialFeatures, TrigFeatures, GeneralizedFeatures, SumPolyFeatures, LocalFeatures)
-    if not isinstance(phi, single) or phi.feature_dim % phi.num_features:
-        raise BochnerError(
-            f"rule='paired' of ProductFeatures cannot pair the features of {type(phi).__name__}, which estimate the "
-            "kernel only together; use rule='outer'."
-        )
-    return phi.feature_dim // phi.num_features
