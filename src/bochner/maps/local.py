@@ -332,39 +332,20 @@ def mollified_l1_ball(r: Tensor, delta: float, smooth: float) -> Tensor:
 
 def _l1_probability(r: Tensor, s: float, size: int) -> Tensor:
     """P(|r + s g|_1 <= 1) for r (p, d)."""
-
-    def cdf(j: int, t: Tensor) -> Tensor:
-        x = r[:, j].reshape(-1, *[1] * t.ndim)
-        return torch.special.ndtr((t - x) / s) - torch.special.ndtr((-t - x) / s)
-
-    def density(j: int, t: Tensor) -> Tensor:
-        x = r[:, j].reshape(-1, *[1] * t.ndim)
-        folded = (-0.5 * ((t - x) / s) ** 2).exp() + (-0.5 * ((t + x) / s) ** 2).exp()
-        return folded / (s * math.sqrt(2 * math.pi))
-
-    d = r.shape[-1]
-    if d == 1:
-        return cdf(0, r.new_ones(()))
-    xi, omega = (torch.from_numpy(a).to(r.device) for a in np.polynomial.legendre.leggauss(size))
-    xi, omega = (xi + 1) / 2, omega / 2
-    # 1. F_1 in closed form; F_2 ... F_(d-1) on Chebyshev nodes t, from values between them.
-    nodes = np.cos(np.pi * (np.arange(size) + 0.5) / size)
-    inverse = np.linalg.inv(np.polynomial.chebyshev.chebvander(nodes, size - 1))
-    t = torch.from_numpy((nodes + 1) / 2).to(r.device)
-    u = t[:, None] * xi
-
-    def between(points: Tensor) -> Tensor:
-        table = np.polynomial.chebyshev.chebvander(2 * points.cpu().numpy() - 1, size - 1) @ inverse
-        return torch.from_numpy(table).to(r.device)
-
-    inner, at_end = cdf(0, u), cdf(0, xi)
-    for j in range(1, d - 1):
-        f = (density(j, t[:, None] - u) * inner * omega).sum(-1) * t
-        at_end = f @ between(xi).mT
-        if j < d - 2:
-            inner = torch.einsum("tqn,pn->ptq", between(u), f)
-    # 2. The last convolution, at t = 1 alone.
-    return (density(d - 1, 1 - xi) * at_end * omega).sum(-1).clamp(0, 1)
+    chebyshev = np.polynomial.chebyshev.chebvander
+    nodes = np.cos(np.pi * np.arange(size)[::-1] / (size - 1))  # of t in [0, 1], the last one 1
+    inverse = np.linalg.inv(chebyshev(nodes, size - 1))
+    xi, omega = ((torch.from_numpy(a) / 2).to(r.device) for a in np.polynomial.legendre.leggauss(size))
+    xi, t, x = xi + 0.5, torch.from_numpy((nodes + 1) / 2).to(r.device), r.unsqueeze(-1)
+    f = torch.special.ndtr((t - x[:, 0]) / s) - torch.special.ndtr((-t - x[:, 0]) / s)  # F_1 on the nodes
+    for j in range(1, r.shape[-1]):
+        t = t if j < r.shape[-1] - 1 else t[-1:]
+        u = t[:, None] * xi
+        between = torch.from_numpy(chebyshev(2 * u.cpu().numpy() - 1, size - 1) @ inverse).to(r.device)
+        v, centre = t[:, None] - u, x[:, j, :, None]
+        folded = (-0.5 * ((v - centre) / s) ** 2).exp() + (-0.5 * ((v + centre) / s) ** 2).exp()
+        f = (folded * torch.einsum("tqn,pn->ptq", between, f) * omega).sum(-1) * t / (s * math.sqrt(2 * math.pi))
+    return f[:, -1].clamp(0, 1)
 
 
 def _differences(x: Tensor, y: Tensor) -> Tensor:
