@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,6 +34,7 @@ from bochner.maps.polynomial import SumPolyFeatures
 from bochner.maps.trig import TrigFeatures
 from bochner.projections import DenseProjection, Projection, gaussian, make_projection
 
+gauss_legendre = lru_cache(np.polynomial.legendre.leggauss)
 SCALES = 8  # Gaussians in the proposal of the L1 ball
 
 
@@ -332,19 +333,21 @@ def mollified_l1_ball(r: Tensor, delta: float, smooth: float) -> Tensor:
 
 def _l1_probability(r: Tensor, s: float, size: int) -> Tensor:
     """P(|r + s g|_1 <= 1) for r (p, d)."""
-    chebyshev = np.polynomial.chebyshev.chebvander
-    nodes = np.cos(np.pi * np.arange(size)[::-1] / (size - 1))  # of t in [0, 1], the last one 1
-    inverse = np.linalg.inv(chebyshev(nodes, size - 1))
-    xi, omega = ((torch.from_numpy(a) / 2).to(r.device) for a in np.polynomial.legendre.leggauss(size))
-    xi, t, x = xi + 0.5, torch.from_numpy((nodes + 1) / 2).to(r.device), r.unsqueeze(-1)
-    f = torch.special.ndtr((t - x[:, 0]) / s) - torch.special.ndtr((-t - x[:, 0]) / s)  # F_1 on the nodes
-    for j in range(1, r.shape[-1]):
-        t = t if j < r.shape[-1] - 1 else t[-1:]
-        u = t[:, None] * xi
-        between = torch.from_numpy(chebyshev(2 * u.cpu().numpy() - 1, size - 1) @ inverse).to(r.device)
+    d, chebyshev = r.shape[-1], np.polynomial.chebyshev.chebvander
+    nodes = np.cos(np.pi * np.arange(size)[::-1] / (size - 1))  # of t in [0, 1]; the last one, 1, is asked for
+    every, x = torch.from_numpy((nodes + 1) / 2).to(r.device), r.unsqueeze(-1)
+    for j in range(d):
+        t = every if j < d - 1 else every[-1:]
+        if j == 0:
+            f = torch.special.ndtr((t - x[:, 0]) / s) - torch.special.ndtr((-t - x[:, 0]) / s)
+            continue
+        xi, omega = ((torch.from_numpy(a) / 2).to(r.device) for a in gauss_legendre(size))
+        u = t[:, None] * (xi + 0.5)
+        between = chebyshev(2 * u.cpu().numpy() - 1, size - 1) @ np.linalg.inv(chebyshev(nodes, size - 1))
+        inner = torch.einsum("tqn,pn->ptq", torch.from_numpy(between).to(r.device), f)
         v, centre = t[:, None] - u, x[:, j, :, None]
         folded = (-0.5 * ((v - centre) / s) ** 2).exp() + (-0.5 * ((v + centre) / s) ** 2).exp()
-        f = (folded * torch.einsum("tqn,pn->ptq", between, f) * omega).sum(-1) * t / (s * math.sqrt(2 * math.pi))
+        f = (folded * inner * omega).sum(-1) * t / (s * math.sqrt(2 * math.pi))
     return f[:, -1].clamp(0, 1)
 
 
