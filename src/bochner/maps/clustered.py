@@ -103,7 +103,8 @@ class ClusteredFeatures(ProjectedFeatures):
 
     def _project(self, t: Tensor) -> Tensor:
         """(..., n, pairs, d) through the projection, which takes (..., n, d)."""
-        return self.projection(t.flatten(-3, -2)).unflatten(-2, t.shape[-3:-1])  # type: ignore[no-any-return]
+        out: Tensor = self.projection(t.flatten(-3, -2))
+        return out.unflatten(-2, t.shape[-3:-1])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.pop(f"{prefix}spread", None)  # maps saved by earlier versions have it

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def kernel_value(x: Tensor, y: Tensor, *, kernel: str = "softmax") -> Tensor:
 # Each is `log_mse` of one map, and takes its `kernel` and `projection`.
 
 
-def mse_trig(x: Tensor, y: Tensor, num_features: Number, **how: str) -> Tensor:
+def mse_trig(x: Tensor, y: Tensor, num_features: Number, **how: Any) -> Tensor:
     """Mean squared error of the trigonometric estimator.
 
     ``exp(|x|^2 + |y|^2) (1 - exp(-|D|^2))^2 / (2m)`` (Performers, Lemma 2, eq. 8). Orthogonal projections:
@@ -67,7 +68,7 @@ def mse_trig(x: Tensor, y: Tensor, num_features: Number, **how: str) -> Tensor:
     return log_mse(x, y, num_features, "trig", **how).exp()
 
 
-def mse_positive(x: Tensor, y: Tensor, num_features: Number, **how: str) -> Tensor:
+def mse_positive(x: Tensor, y: Tensor, num_features: Number, **how: Any) -> Tensor:
     """Mean squared error of positive features (FAVOR+).
 
     ``exp(|z|^2) SM^2 (1 - exp(-|z|^2)) / m`` (Performers, Lemma 2, eq. 8); it vanishes at ``y = -x``.
@@ -80,7 +81,7 @@ def mse_positive(x: Tensor, y: Tensor, num_features: Number, **how: str) -> Tens
     return log_mse(x, y, num_features, "positive", **how).exp()
 
 
-def mse_hyperbolic(x: Tensor, y: Tensor, num_features: Number, **how: str) -> Tensor:
+def mse_hyperbolic(x: Tensor, y: Tensor, num_features: Number, **how: Any) -> Tensor:
     """Mean squared error of hyperbolic features, two exponentials a projection.
 
     ``exp(|z|^2) SM^2 (1 - exp(-|z|^2))^2 / (2m)`` (Performers, Lemma 2, eq. 8).
@@ -88,7 +89,7 @@ def mse_hyperbolic(x: Tensor, y: Tensor, num_features: Number, **how: str) -> Te
     return log_mse(x, y, num_features, "hyperbolic", **how).exp()
 
 
-def mse_optimal(x: Tensor, y: Tensor, num_features: Number, A: Number, **how: str) -> Tensor:
+def mse_optimal(x: Tensor, y: Tensor, num_features: Number, A: Number, **how: Any) -> Tensor:
     """Mean squared error of OPRF (FAVOR++) with parameter ``A < 1/8``; ``A = 0`` is positive features.
 
     ``SM^2 [ (1-4A)^d (1-8A)^(-d/2) exp(|z|^2 / (1-8A)) - 1 ] / m`` (Chefs' random tables).
@@ -112,7 +113,7 @@ def mse_dense(
     return log_mse(x, y, num_features, Estimator("dense", a=a, U=U), kernel=kernel).exp()
 
 
-def mse_regularized(x: Tensor, y: Tensor, num_features: Number, *, about: str = "kernel", **how: str) -> Tensor:
+def mse_regularized(x: Tensor, y: Tensor, num_features: Number, *, about: str = "kernel", **how: Any) -> Tensor:
     """Mean squared error of regularised features (frequencies on the sphere of radius sqrt(d)).
 
     ``about="kernel"``: about the softmax or Gaussian kernel, the squared bias included; ``"mean"``: the
