@@ -81,8 +81,9 @@ def convert_torch(model: nn.Module, attention: Any = "positive", data: Any = Non
 def _replacement(old: nn.MultiheadAttention, settings: Attention) -> MultiheadAttention:
     weight = old.out_proj.weight
     module = MultiheadAttention(
-        old.embed_dim, old.num_heads, bias=old.in_proj_bias is not None, kdim=old.kdim, vdim=old.vdim,
-        batch_first=old.batch_first, device=weight.device, dtype=weight.dtype, attention=settings,
+        old.embed_dim, old.num_heads, bias=old.in_proj_bias is not None, add_bias_kv=old.bias_k is not None,
+        add_zero_attn=old.add_zero_attn, kdim=old.kdim, vdim=old.vdim, batch_first=old.batch_first,
+        device=weight.device, dtype=weight.dtype, attention=settings,
     )  # fmt: skip
     module.load_state_dict(old.state_dict())
     return module.train(old.training)
