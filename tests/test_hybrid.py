@@ -8,15 +8,13 @@ from naive import said_of, signed_attention
 from stats import check_mean, check_mse, check_mse_at_most
 
 from bochner import BochnerError, attention_matrix, kernel_estimate, linear_attention, theory
-from bochner.maps.base import gaussian_kernel, softmax_kernel
+from bochner.maps.base import Features, gaussian_kernel, softmax_kernel
 from bochner.maps.exponential import HyperbolicFeatures, PositiveFeatures
 from bochner.maps.hybrid import (
     AngularHybridFeatures,
-    Coefficient,
     ComplexExponentialFeatures,
     GaussianHybridFeatures,
-    HybridFeatures,
-    SignFeatures,
+    compose,
 )
 from bochner.maps.trig import TrigFeatures
 from bochner.projections import make_projection
@@ -103,13 +101,12 @@ def test_matrices_per_head_are_those_of_the_heads_alone():
         torch.testing.assert_close(both[h], alone)
 
 
-@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_angular_hybrid_is_unbiased_with_the_mse_of_theorem_3_1(kernel, shared):
+def test_the_angular_hybrid_is_unbiased_with_the_mse_of_theorem_3_1(kernel):
     x, y = UNEQUAL
     samples = draws(
         lambda k: AngularHybridFeatures(
-            3, 8, num_coefficients=6, shared=shared, projection="iid", kernel=kernel, num_heads=k, seed=4
+            3, 8, num_coefficients=6, projection="iid", kernel=kernel, num_heads=k, seed=4
         ).double(),
         40_000,
         x,
@@ -117,7 +114,7 @@ def test_the_angular_hybrid_is_unbiased_with_the_mse_of_theorem_3_1(kernel, shar
     )
     truth = KERNELS[kernel](x, y)
     check_mean(samples, truth)
-    mse = theory.mse_angular_hybrid(*pairs(x, y), 8, 6, shared=shared, kernel=kernel)
+    mse = theory.mse_angular_hybrid(*pairs(x, y), 8, 6, shared=True, kernel=kernel)
     check_mse(samples, truth, mse, detect=0.2)  # sharing changes it by more
 
 
@@ -207,66 +204,60 @@ def test_splits_differ_with_the_smoothness():
     )
 
 
+def signs(projection):
+    """The map `sgn(w.x) / sqrt(n)`, which estimates `1 - 2 theta / pi`."""
+    n = projection.num_features
+    return lambda x, role: Features(projection(x).sign() * n**-0.5, torch.zeros_like(x[..., :1]))
+
+
+def general(bases, coefficients, constants, weights):
+    """The pair of maps that `compose` makes of others."""
+
+    def estimate(x, y):
+        q, k = (
+            compose([b(t, r) for b in bases], [c(t, r) for c in coefficients], constants, weights, r).dense()
+            for t, r in ((x, "query"), (y, "key"))
+        )
+        return q @ k.mT
+
+    return estimate
+
+
 def test_the_general_hybrid_of_two_bases_is_the_bipolar_one():
     x, y = 0.5 * torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     w, t = make_projection("iid", 4, 6, seed=1), make_projection("iid", 4, 3, seed=2)
-    general = HybridFeatures(
-        [HyperbolicFeatures(4, 6, projection=w), TrigFeatures(4, 6, projection=w)],
-        [Coefficient(SignFeatures(4, 3, projection=t), constant=0.5, weight=-0.5)],
-    )
+    bases = [HyperbolicFeatures(4, 6, projection=w), TrigFeatures(4, 6, projection=w)]
     ours = AngularHybridFeatures(4, 6, num_coefficients=3, projection=w)
     ours.coefficient_projection.weight.copy_(t.weight)
-    assert general.feature_dim == ours.feature_dim == general(x).values.shape[-1]
-    torch.testing.assert_close(kernel_estimate(general, x, y), kernel_estimate(ours, x, y))
+    torch.testing.assert_close(general(bases, [signs(t)], [0.5], [-0.5])(x, y), kernel_estimate(ours, x, y))
 
 
 def test_a_hybrid_of_three_bases_is_unbiased_and_the_sum_of_its_parts():
     def make(heads):
-        return HybridFeatures(
-            [
-                PositiveFeatures(3, 3, num_heads=heads, seed=1),
-                ComplexExponentialFeatures(3, 2, A=MATRICES["complex diagonal"], num_heads=heads, seed=2),
-                TrigFeatures(3, 3, num_heads=heads, seed=3),
-            ],
-            [
-                Coefficient(SignFeatures(3, 2, num_heads=heads, seed=4), constant=0.5, weight=-0.5),
-                Coefficient(TrigFeatures(3, 2, kernel="gaussian", num_heads=heads, seed=5), weight=0.3),
-            ],
-        ).double()
+        bases = [
+            PositiveFeatures(3, 3, num_heads=heads, seed=1).double(),
+            ComplexExponentialFeatures(3, 2, A=MATRICES["complex diagonal"], num_heads=heads, seed=2).double(),
+            TrigFeatures(3, 3, num_heads=heads, seed=3).double(),
+        ]
+        sign = signs(make_projection("orthogonal", 3, 2, num_heads=heads, seed=4).double())
+        return bases, [sign, TrigFeatures(3, 2, kernel="gaussian", num_heads=heads, seed=5).double()]
 
-    check_mean(draws(make, 10_000), softmax_kernel(X, Y))
-    phi = make(None)
-    base = [kernel_estimate(b, X, Y) for b in phi.bases]
-    lam = [
-        a + w * kernel_estimate(c, X, Y) for a, w, c in zip(phi.constants, phi.weights, phi.coefficients, strict=True)
-    ]
+    constants, weights = [0.5, 0.0], [-0.5, 0.3]
+    x, y = (t.expand(10_000, -1, -1) for t in (X, Y))
+    check_mean(general(*make(10_000), constants, weights)(x, y), softmax_kernel(X, Y))
+    bases, coefficients = make(None)
+    base = [kernel_estimate(b, X, Y) for b in bases]
+    products = [c(X, "query").dense() @ c(Y, "key").dense().mT for c in coefficients]
+    lam = [a + w * p for a, w, p in zip(constants, weights, products, strict=True)]
     expected = lam[0] * base[0] + lam[1] * base[1] + (1 - lam[0] - lam[1]) * base[2]
-    torch.testing.assert_close(kernel_estimate(phi, X, Y), expected)
-    assert phi(X).values.shape[-1] == phi.feature_dim
-
-
-def test_coefficients_that_reuse_the_draw_of_a_base_are_refused():
-    bases = [PositiveFeatures(3, 4, seed=1), TrigFeatures(3, 4, seed=2)]
-    with pytest.raises(BochnerError, match="seed"):
-        HybridFeatures(bases, [Coefficient(SignFeatures(3, 4, seed=2))])
-    with pytest.raises(BochnerError, match="seed"):
-        HybridFeatures(bases, [Coefficient(SignFeatures(3, 4, projection=bases[0].projection))])
-
-
-def test_the_sign_map_estimates_the_angle():
-    samples = draws(lambda k: SignFeatures(3, 4, projection="iid", num_heads=k, seed=0).double(), 16_000)
-    truth = SignFeatures(3, 4).kernel_matrix(X, Y)
-    angle = torch.acos(torch.cosine_similarity(*pairs(), dim=-1))
-    torch.testing.assert_close(truth, 1 - 2 * angle / math.pi)
-    check_mean(samples, truth, scale=0.5)
-    check_mse(samples, truth, 4 * angle / math.pi * (1 - angle / math.pi) / 4)
+    torch.testing.assert_close(general(bases, coefficients, constants, weights)(X, Y), expected)
 
 
 MAPS = [
     lambda **o: ComplexExponentialFeatures(3, 5, A=MATRICES["complex dense"], **o),
     lambda **o: ComplexExponentialFeatures(3, 5, A=MATRICES["real diagonal"], **o),
     lambda **o: AngularHybridFeatures(3, 16, **o),
-    lambda **o: AngularHybridFeatures(3, 4, num_coefficients=3, shared=False, **o),
+    lambda **o: AngularHybridFeatures(3, 4, num_coefficients=3, **o),
     lambda **o: GaussianHybridFeatures(3, 16, **o),
 ]
 
@@ -328,21 +319,6 @@ def test_calibration_sets_the_radius_of_the_gaussian_hybrid():
         (lambda: AngularHybridFeatures(3, -1), "num_features"),
         (lambda: AngularHybridFeatures(3, 4, kernel="laplace"), "kernel"),
         (lambda: GaussianHybridFeatures(3, 4, radius=0.0), "radius"),
-        (lambda: HybridFeatures([], []), "coefficient"),
-        (lambda: HybridFeatures([PositiveFeatures(3, 4), TrigFeatures(3, 4)], []), "coefficient"),
-        (
-            lambda: HybridFeatures(
-                [PositiveFeatures(3, 4), TrigFeatures(2, 4)], [Coefficient(SignFeatures(3, 4, seed=9))]
-            ),
-            "agree",
-        ),
-        (
-            lambda: HybridFeatures(
-                [PositiveFeatures(3, 4), TrigFeatures(3, 4, kernel="gaussian")],
-                [Coefficient(SignFeatures(3, 4, seed=9))],
-            ),
-            "one kernel",
-        ),
     ],
 )
 def test_bad_input_is_one_sentence(call, match):

@@ -83,10 +83,9 @@ def test_before_training_positive_features_of_a_mixture_are_those_of_favor():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("factors", ["full", "diagonal"])
 @pytest.mark.parametrize("name", GMM)
-def test_a_mixture_is_unbiased_with_the_mse_of_its_closed_form(name, factors, shared):
-    options = {"num_components": 2, "factors": factors, "projection": "iid", "init_std": 0.3, "shared_noise": shared}
+def test_a_mixture_is_unbiased_with_the_mse_of_its_closed_form(name, shared):
+    options = {"num_components": 2, "projection": "iid", "init_std": 0.3, "shared_noise": shared}
     M = 2 if shared else 4  # two noise vectors a component, the same ones or not
     single = move_(GMM[name](3, M, **options))
     phi = GMM[name](3, M, num_heads=50_000, **options)
@@ -113,10 +112,11 @@ def test_components_of_unequal_size_still_make_a_uniform_mixture(name):
 @pytest.mark.parametrize("name", GMM)
 def test_shared_noise_is_transformed_by_every_component(name):
     C, M = 3, 2
-    phi = move_(GMM[name](3, M, num_components=C, shared_noise=True, factors="full", init_std=0.4)).double()
+    phi = move_(GMM[name](3, M, num_components=C, shared_noise=True, init_std=0.4)).double()
     noise = phi.projection.matrix()
     assert noise.shape == (M, 3)
-    wanted = [phi.factor[c] @ noise[i] + phi.mu[c] for c in range(C) for i in range(M)]
+    factor = phi.factor if phi.sinks else phi.factor.diag_embed()
+    wanted = [factor[c] @ noise[i] + phi.mu[c] for c in range(C) for i in range(M)]
     torch.testing.assert_close(phi.frequencies(), torch.stack(wanted))
     with torch.no_grad():
         t = X @ torch.stack(wanted).mT
@@ -226,8 +226,6 @@ def test_the_generator_without_residual_is_the_network_of_the_paper(name):
 
 LEARNED = {
     **{name: (cls, {}) for name, cls in MAPS.items()},
-    "gmm_rks diagonal": (GMMSinkFeatures, {"factors": "diagonal"}),
-    "gmm_prf full": (GMMPositiveFeatures, {"factors": "full"}),
     "gmm_prf shared": (GMMPositiveFeatures, {"shared_noise": True}),
     "generative_prf without residual": (GenerativePositiveFeatures, {"residual": False}),
     "fastfood_rks S": (FastfoodSinkFeatures, {"learnable": "S"}),
@@ -330,7 +328,6 @@ def test_hedgehog_starts_as_a_softmax_of_the_coordinates_and_their_negation():
     [
         (lambda: GMMSinkFeatures(3, 2, num_components=3), "at least its 'num_components'"),
         (lambda: GMMSinkFeatures(3, 2, num_components=0), "num_components"),
-        (lambda: GMMPositiveFeatures(3, 4, factors="low-rank"), "factors"),
         (lambda: GMMPositiveFeatures(3, 4, g=math.inf), "'g'"),
         (lambda: GMMPositiveFeatures(3, 4, init_std=-1.0), "init_std"),
         (lambda: GMMPositiveFeatures(3, 4, kernel="laplace"), "kernel"),

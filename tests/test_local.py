@@ -48,14 +48,6 @@ def offsets(d: int) -> Tensor:
     return torch.tensor([0.0, 0.4, 0.9, 1.5], dtype=torch.float64)[:, None] * direction / direction.sum()
 
 
-def draws(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
-    """One estimate of K(x_i, y_i) per head: (draws, pairs)."""
-    h = phi.num_heads
-    assert h is not None
-    q, k = phi(x.expand(h, *x.shape)), phi(y.expand(h, *y.shape), "key")
-    return (q.values * k.values).sum(-1) * (q.log_scale + k.log_scale).exp()[..., 0]
-
-
 def single_draws(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
     """The estimates of K(x_i, y_i) by each of the m frequencies alone, iid ones: (m, pairs)."""
     q, k, m = phi(x), phi(y, "key"), phi.num_features
@@ -167,19 +159,11 @@ def test_paired_product_of_a_mask_and_an_attention_map_is_unbiased(mask: str, at
     check_mean(single_draws(phi, *PAIR), torch.diagonal(phi.kernel_matrix(*PAIR)), scale=0.6)
 
 
-@pytest.mark.parametrize("mask", MAPS)
-@pytest.mark.parametrize("attention", [PositiveFeatures, TensorSketchFeatures])
-def test_outer_product_of_a_mask_and_an_attention_map_is_unbiased(mask: str, attention: Any) -> None:
-    h, m, n = 2000, 8, 12
-    phi = ProductFeatures(MAPS[mask](1, m, num_heads=h), attention(2, n, num_heads=h), rule="outer")
-    assert phi.feature_dim == 2 * m * n
-    check_mean(draws(phi, *PAIR), torch.diagonal(phi.kernel_matrix(*PAIR)), detect=0.3, scale=0.6)
-
-
 def test_a_product_of_maps_that_share_their_draws_would_be_biased() -> None:
     mask, attention = (cls(2, 50_000, projection="iid") for cls in (LocalGaussianFeatures, TrigFeatures))
     x, y = torch.tensor([[0.9, 0.3, 0.9, 0.3]], dtype=torch.float64), torch.zeros(1, 4, dtype=torch.float64)
-    shared = ProductFeatures(mask, attention, redraw=False)
+    shared = ProductFeatures(mask, attention)
+    attention.projection.weight.copy_(mask.projection.weight)
     with pytest.raises(AssertionError, match="claimed"):
         check_mean(single_draws(shared, x, y), shared.kernel_matrix(x, y).flatten())
     redrawn = ProductFeatures(mask, attention)
@@ -191,7 +175,7 @@ def test_masked_attention_in_linear_time_is_the_quadratic_one(is_causal: bool) -
     q, k, v = (rows(1, 2, 40, 4, seed=s) for s in range(3))
     p = torch.arange(40, dtype=torch.float64)
     mask = LocalGaussianFeatures(1, 64, delta=12.0)
-    phi = ProductFeatures(mask, PositiveFeatures(4, 64), rule="outer")
+    phi = ProductFeatures(mask, PositiveFeatures(4, 64))
     qp, kp = with_positions(q, p), with_positions(k, p)
     expected, small = signed_attention(qp, kp, v, phi, is_causal=is_causal)
     with said_of(small):
@@ -280,7 +264,7 @@ def test_bad_arguments_are_one_sentence() -> None:
         LocalLaplaceFeatures(1, 8, delta=0)
     with pytest.raises(BochnerError, match=r"'smooth' .* positive finite number, got -1"):
         LocalL1Features(1, 8, smooth=-1.0)
-    with pytest.raises(BochnerError, match=r"cannot pair the features of TensorSketchFeatures.*rule='outer'"):
+    with pytest.raises(BochnerError, match=r"cannot pair the features of TensorSketchFeatures"):
         ProductFeatures(LocalGaussianFeatures(1, 8), TensorSketchFeatures(2, 8))
     with pytest.raises(BochnerError, match="8 for the mask and 9 for attention"):
         ProductFeatures(LocalGaussianFeatures(1, 8), PositiveFeatures(2, 9))

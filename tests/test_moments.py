@@ -13,7 +13,7 @@ from torch import Tensor
 from bochner import BochnerError, absorb, attention_matrix, exact_attention, feature_map, linear_attention, merge, read
 from bochner.attention.attend import nothing_seen
 from bochner.attention.features import PreparedMap
-from bochner.maps.moments import MomentsFeatures, nearest
+from bochner.maps.moments import CLAMP, MomentsFeatures, nearest
 
 NEAR: dict[str, dict[str, Any]] = {
     "kernel": {},
@@ -50,8 +50,8 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, phi: MomentsFeatures, **how: 
             along, mean = y[some] @ x, u[some].mean(0)
             half = along.var(correction=0) / 2
             tilt = ((along - along.mean())[:, None] * u[some]).mean(0)
-            weights.append((along.mean() + half.clamp_max(phi.clamp)).exp()[None] * some.sum())
-            values.append((mean + tilt * (phi.clamp / half.clamp_min(phi.clamp)))[None])
+            weights.append((along.mean() + half.clamp_max(CLAMP)).exp()[None] * some.sum())
+            values.append((mean + tilt * (CLAMP / half.clamp_min(CLAMP)))[None])
         w = torch.cat(weights)
         out[i, j, t] = w @ torch.cat(values) / w.sum() if len(w) else 0
     return out

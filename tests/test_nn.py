@@ -64,7 +64,7 @@ def test_signature_starts_with_that_of_torch() -> None:
         assert ours[: len(theirs)] == theirs
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 5, "vdim": 7}, {"add_bias_kv": True}])
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 5, "vdim": 7}])
 def test_a_torch_state_dict_loads_and_saves_under_its_own_names(options: dict[str, Any]) -> None:
     ours, theirs = make(**options), torch_module(**options)
     own_map = {name: t.clone() for name, t in ours.feature_map.state_dict().items()}
@@ -114,21 +114,6 @@ def test_cross_attention_takes_other_sizes_and_lengths() -> None:
     module = make(kdim=5, vdim=7)
     q, k, v = draw(2, 6, E), draw(2, 9, 5, seed=1), draw(2, 9, 7, seed=2)
     assert_same(module(q, k, v)[0], through_weights(module, q, k, v))
-
-
-def test_extra_keys_are_those_of_torch() -> None:
-    module = make(add_bias_kv=True, add_zero_attn=True)
-    theirs = torch_module(add_bias_kv=True, add_zero_attn=True)
-    theirs.load_state_dict({k: t for k, t in module.state_dict().items() if not k.startswith("feature_map")})
-    module.attention = Attention(window=100)  # exact everywhere: softmax attention with torch's extra keys
-    x = draw(2, 8, E)
-    with pytest.raises(BochnerError, match="as many queries as keys"):
-        module(x, x, x)
-    module.attention = Attention(sinks=100)
-    mask = torch.arange(8).expand(2, -1) >= 6
-    assert_same(module(x, x, x, key_padding_mask=mask)[0], theirs(x, x, x, key_padding_mask=mask)[0])
-    with pytest.raises(BochnerError, match="cannot be combined with causal"):
-        module(x, x, x, is_causal=True)
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -342,6 +327,7 @@ def test_a_map_of_ones_own_is_taken() -> None:
         ({"feature_map": None}, "without a map needs a 'window' or 'sinks'"),
         ({"head_dim": 0}, "'head_dim' of MultiheadAttention must be a positive int, got 0"),
         ({"rotary": -1.0}, "'rotary' of MultiheadAttention must be a positive finite number"),
+        ({"add_bias_kv": True}, "'add_bias_kv' and 'add_zero_attn' of MultiheadAttention must be False"),
         ({"num_features": 0}, "'num_features' of MultiheadAttention must be a positive int, got 0"),
         ({"feature_map": feature_map("positive", dim=5)}, "has dim=5, but embed_dim / num_heads is 4"),
     ],

@@ -197,11 +197,6 @@ def test_angular_error_has_the_limits_of_theorem_3_5() -> None:
         assert value / math.sqrt(min(t, math.pi - t)) == pytest.approx(limit, rel=1e-3)
 
 
-def test_radius_inverts_the_largest_error() -> None:
-    r = theory.radius_for(torch.tensor([16, 256]), 0.3)
-    assert torch.allclose(theory.max_relative_error(r, torch.tensor([16, 256])), torch.tensor(0.3).double())
-
-
 # Learned kernels
 
 MEANS = torch.tensor([[0.4, -0.3, 0.2, 0.0], [-0.5, 0.2, 0.3, 0.1]], dtype=torch.float64)

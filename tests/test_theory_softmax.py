@@ -10,6 +10,7 @@ from stats import check_mean, check_mse, check_mse_at_most
 
 from bochner import feature_map, kernel_estimate, theory
 from bochner._checks import BochnerError
+from bochner.moments import second_moment_of_sum
 
 X = torch.tensor([[0.3, -0.2, 0.4, 0.1], [0.1, 0.5, -0.3, 0.2], [0.4, 0.0, 0.2, -0.3]], dtype=torch.float64)
 Y = torch.tensor([[0.2, 0.1, -0.1, 0.3], [0.2, 0.3, 0.1, 0.0], [-0.3, 0.4, 0.1, 0.2]], dtype=torch.float64)
@@ -96,7 +97,7 @@ def test_optimal_features_have_their_error(projection: str) -> None:
 
 
 def test_dense_features_have_their_error() -> None:
-    a, U = theory.dense_a(theory.pair_second_moment(X, Y))
+    a, U = theory.dense_a(second_moment_of_sum(X, Y))
     samples = dense(draw("iid"), a, U)
     check_mean(samples, SM)
     check_mse(samples, SM, theory.mse_dense(X, Y, M, a, U), detect=0.1)
@@ -111,16 +112,6 @@ def test_regularized_features_have_their_mean_and_error(projection: str) -> None
     check_mse(samples, mean, variance, detect=0.1)
     check_mse(samples, SM, error, detect=0.1)
     torch.testing.assert_close(error, variance + (mean - SM).square())
-
-
-def test_centring_is_exact_and_its_error_known() -> None:
-    a, b = X.mean(0), Y.mean(0)
-    p, q, log_factor = theory.centre(X, Y, a, b)
-    assert torch.allclose(torch.exp((p * q).sum(-1) + log_factor), SM)
-    scale = torch.exp(log_factor - (p.square().sum(-1) + q.square().sum(-1)) / 2)
-    samples = torch.exp(draw("iid") @ (p + q).T).mean(-2) * scale
-    check_mean(samples, SM)
-    check_mse(samples, SM, theory.mse_centred(X, Y, M, a, b), detect=0.1)
 
 
 def test_orthogonal_gap_is_the_difference_of_the_errors() -> None:
@@ -225,12 +216,6 @@ def test_features_needed_is_infinite_below_a_bias() -> None:
     assert torch.isinf(theory.features_needed(X[0], X[0], 1e-4, map="regularized"))
 
 
-def test_features_pairs_keeps_its_promise() -> None:
-    m = theory.features_pairs(3, 0.6, 0.4, failure=0.05)
-    errors = (trig(normal(2000, m, D)) - SM).abs().amax(-1)
-    assert (errors > 0.4).double().mean() < 0.05
-
-
 @pytest.mark.parametrize(("d", "radius", "eps"), [(4, 0.8, 0.3), (8, 1.2, 0.25), (8, 0.6, 0.2)])
 def test_the_uniform_planner_is_enough_at_any_length(d: int, radius: float, eps: float) -> None:
     """Theorem 4 of Performers, simulated: the largest error over all pairs of 50 and of 400 rows stays below eps."""
@@ -271,7 +256,7 @@ def test_optimal_A_minimises_the_error() -> None:
 
 def test_dense_a_minimises_the_mean_log_second_moment_in_each_direction() -> None:
     x, y = 2 * normal(50, D, seed=3) @ torch.diag(torch.tensor([1.5, 1.0, 0.3, 0.1]).double()), normal(40, D, seed=4)
-    C = theory.pair_second_moment(x, y)
+    C = second_moment_of_sum(x, y)
     z = (x[:, None] + y).reshape(-1, D)
     assert torch.allclose(C, z.T @ z / len(z))
     a, U = theory.dense_a(C)

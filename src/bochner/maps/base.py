@@ -334,9 +334,9 @@ class FeatureMap(RedrawnModule):
                 dtype = torch.get_default_dtype() if value.is_floating_point() else value.dtype
                 self.register_buffer(name, value.to(dtype).clone(memory_format=torch.contiguous_format))
 
-    def _spread(self, b: Tensor, x: Tensor) -> Tensor:
-        """A per-head buffer (h, ...) as it broadcasts against (..., h, n, ...), in x's dtype."""
-        return b.to(x.dtype) if self.num_heads is None else b.to(x.dtype).unsqueeze(-2)
+    def _spread(self, b: Tensor, dtype: torch.dtype) -> Tensor:
+        """A vector, of each head if there are several, as it broadcasts against rows (..., h?, n, .)."""
+        return b.to(dtype) if self.num_heads is None else b.to(dtype).unsqueeze(-2)
 
     def extra_repr(self) -> str:
         heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"

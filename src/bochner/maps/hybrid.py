@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from bochner._checks import BochnerError, accumulation_dtype, make_generator, positive_float, positive_int
-from bochner.maps.base import FeatureMap, Features, ProjectedFeatures, constant_scale, exponential, fourier
+from bochner.maps.base import Features, ProjectedFeatures, constant_scale, exponential, fourier
 from bochner.projections import Projection, make_projection, some_seed
 from bochner.theory import Moments, angular_moments, gaussian_moments, hybrid_split
 
@@ -59,7 +59,7 @@ class ComplexExponentialFeatures(ProjectedFeatures):
         def features(x: Tensor) -> Features:
             x = x.to(accumulation_dtype(x.dtype))
             re, im = self._apply_change(real, x), None if imag is None else self._apply_change(imag, x)
-            row = _row_factor(x, self.kernel) - 0.5 * math.log(self.num_features)
+            row = row_factor(x, self.kernel) - 0.5 * math.log(self.num_features)
             row = row - 0.5 * re.square().sum(-1, keepdim=True)
             if im is None:
                 return exponential(self.projection(re), row)
@@ -79,113 +79,34 @@ class ComplexExponentialFeatures(ProjectedFeatures):
         return (A, None) if self.A_imag is None else (A.real, A.imag)
 
     def _apply_change(self, a: Tensor, x: Tensor) -> Tensor:
-        return x * self._spread(a, x) if self.diagonal else x @ a.to(x.dtype).mT
-
-
-class Coefficient(NamedTuple):
-    """A linearised coefficient `lam(x, y) = constant + weight * K(x, y)`, K the kernel of `features`."""
-
-    features: FeatureMap
-    constant: float = 0.0
-    weight: float = 1.0
-
-
-class HybridFeatures(FeatureMap):
-    """The general hybrid, `sum_k lam_k K_k + (1 - sum_k lam_k) K_last`, of any base maps and coefficients.
-
-    Each `K_k` is the estimate of a base map, each `lam_k = a_k + b_k xi_k(x).eta_k(y)` that of a `Coefficient`.
-    Unbiased when the bases are, whatever the coefficients, provided these are drawn independently of the bases; signed.
-    Bases may share a `Projection` instance. The last base takes the rest. With base features of length m_k and
-    coefficient features of length n_k the features have length `sum_k m_k (n_k + [a_k != 0]) + m_last (1 + sum n_k)`;
-    making them from the base and coefficient features costs as much. MSE: `theory.mse_mixture`, `theory.mse_hybrid`.
-    Choromanski et al. 2022, eq. (8)-(11), Lemma 2.3.
-
-    >>> from bochner.maps.exponential import PositiveFeatures
-    >>> from bochner.maps.trig import TrigFeatures
-    >>> bases = [PositiveFeatures(4, 8, seed=0), TrigFeatures(4, 8, seed=1)]
-    >>> phi = HybridFeatures(bases, [Coefficient(SignFeatures(4, 3, seed=2), constant=0.5, weight=-0.5)])
-    >>> phi.feature_dim
-    96
-    """
-
-    def __init__(self, bases: Sequence[FeatureMap], coefficients: Sequence[Coefficient]) -> None:
-        bases, coefficients = list(bases), [Coefficient(*c) for c in coefficients]
-        if not bases or len(coefficients) != len(bases) - 1:
-            raise BochnerError(
-                f"HybridFeatures needs one coefficient fewer than bases (the last takes the rest), got "
-                f"{len(bases)} bases and {len(coefficients)} coefficients."
-            )
-        first = bases[0]
-        for part in [*bases, *(c.features for c in coefficients)]:
-            if (part.dim, part.num_heads) != (first.dim, first.num_heads):
-                raise BochnerError(
-                    f"The parts of HybridFeatures must agree in (dim, num_heads), got {(part.dim, part.num_heads)} of "
-                    f"{type(part).__name__} beside {(first.dim, first.num_heads)}."
-                )
-        for base in bases:
-            if base.kernel != first.kernel:
-                got = f"{base.kernel!r} beside {first.kernel!r}"
-                raise BochnerError(f"The bases of HybridFeatures must estimate one kernel, got {got}.")
-        super().__init__(first.dim, sum(b.num_features for b in bases), num_heads=first.num_heads, kernel=first.kernel)
-        self.bases = nn.ModuleList(bases)
-        self.coefficients = nn.ModuleList(c.features for c in coefficients)
-        self.constants = [float(c.constant) for c in coefficients]
-        self.weights = [float(c.weight) for c in coefficients]
-        self._check_independent()
-        lengths = [c.features.feature_dim for c in coefficients]
-        sizes = [n + (a != 0) for n, a in zip(lengths, self.constants, strict=True)]
-        sizes.append(sum(lengths) + (sum(self.constants) != 1))
-        self.feature_dim = sum(b.feature_dim * n for b, n in zip(bases, sizes, strict=True))
-
-    def prepare(self, role: str) -> Callable[[Tensor], Features]:
-        bases = [b.prepare(role) for b in self.bases]  # type: ignore[operator]
-        coefficients = [c.prepare(role) for c in self.coefficients]  # type: ignore[operator]
-
-        def features(x: Tensor) -> Features:
-            return compose([b(x) for b in bases], [c(x) for c in coefficients], self.constants, self.weights, role)
-
-        return features
-
-    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.bases[0].kernel_matrix(x, y)  # type: ignore[operator]
-
-    def _calibrate(self, q: Tensor, k: Tensor) -> None:
-        for part in [*self.bases, *self.coefficients]:
-            part._calibrate(q, k)
-
-    def _check_independent(self) -> None:
-        """Coefficients that reuse the randomness of a base make the product biased: refuse the two likely ways."""
-        for base in _projections(self.bases):
-            for coefficient in _projections(self.coefficients):
-                a, b = (nn.functional.normalize(p.matrix()[..., 0, :], dim=-1) for p in (base, coefficient))
-                if torch.allclose(a, b, atol=1e-5):
-                    raise BochnerError(
-                        "A coefficient of HybridFeatures has the random directions of a base, which biases the "
-                        "product; give its map a 'seed' of its own."
-                    )
+        return x * self._spread(a, x.dtype) if self.diagonal else x @ a.to(x.dtype).mT
 
 
 def compose(
     bases: Sequence[Features],
     coefficients: Sequence[Features],
-    constants: Sequence[float | Tensor],
-    weights: Sequence[float | Tensor],
+    constants: Sequence[float],
+    weights: Sequence[float],
     role: str,
 ) -> Features:
-    """Lemma 2.3: the features of `sum_k lam_k K_k + (1 - sum lam_k) K_last` from those of the parts, in one role.
+    """Lemma 2.3: the features of `sum_k lam_k K_k + (1 - sum_k lam_k) K_last` from those of the parts, in one role.
 
-    A negative constant or weight goes into the sign of the key's features. A constant that is the number 0 costs no
-    feature.
+    `K_k` is the estimate of a base, `lam_k = a_k + b_k xi_k(x).eta_k(y)` with constants a_k, weights b_k and the
+    features xi_k, eta_k of a coefficient. Unbiased when the bases are, if the coefficients are drawn independently of
+    them. A negative constant or weight goes into the sign of the key's features; the constant 0 costs no feature.
     """
-    rest = 1.0 - sum(constants)
     one = torch.ones_like(bases[0].log_scale)
-    terms = []
-    for base, xi, a, b in zip(bases, coefficients, constants, weights, strict=False):
-        lam = concatenate([*_constant(a, one, role), _weighted(xi, b, role)])
-        terms.append(outer(lam, base))
-    minus = [_weighted(xi, -b, role) for xi, b in zip(coefficients, weights, strict=True)]
-    terms.append(outer(concatenate([*_constant(rest, one, role), *minus]), bases[-1]))
-    return concatenate(terms)
+
+    def linear(constant: float, parts: Sequence[tuple[Features, float]]) -> Features:
+        """The features of `constant + sum_k weight_k xi_k.eta_k`."""
+        terms = [*([(Features(one, torch.zeros_like(one)), constant)] if constant else []), *parts]
+        roots = [(f, math.sqrt(abs(w)) * (1 if role == "query" or w > 0 else -1)) for f, w in terms]
+        return concatenate([Features(f.values * root, f.log_scale) for f, root in roots])
+
+    first = zip(bases[:-1], coefficients, constants, weights, strict=True)
+    terms = [outer(linear(a, [(xi, b)]), base) for base, xi, a, b in first]
+    minus = [(xi, -b) for xi, b in zip(coefficients, weights, strict=True)]
+    return concatenate([*terms, outer(linear(1.0 - sum(constants), minus), bases[-1])])
 
 
 def concatenate(parts: Sequence[Features]) -> Features:
@@ -202,54 +123,15 @@ def outer(f: Features, g: Features) -> Features:
     return Features(values, f.log_scale + g.log_scale)
 
 
-def _weighted(f: Features, weight: float | Tensor, role: str) -> Features:
-    return Features(f.values * _signed_root(weight, f.values, role), f.log_scale)
-
-
-def _constant(value: float | Tensor, one: Tensor, role: str) -> list[Features]:
-    if isinstance(value, float) and value == 0:
-        return []
-    return [Features(one * _signed_root(value, one, role), torch.zeros_like(one))]
-
-
-def _signed_root(value: float | Tensor, like: Tensor, role: str) -> Tensor:
-    v = torch.as_tensor(value, dtype=like.dtype, device=like.device)
-    return v.abs().sqrt() if role == "query" else v.sign() * v.abs().sqrt()
-
-
-class SignFeatures(ProjectedFeatures):
-    """`phi(x) = sgn(w.x) / sqrt(n)`: the angular kernel `1 - 2 theta / pi` (Goemans and Williamson).
-
-    Unbiased, signed, constant along rays; variance `4 a (1 - a) / n` with `a = theta / pi`, so none at angle 0 and pi.
-    O(n d) per row. Choromanski et al. 2022, eq. (19).
-    """
-
-    kernels = ("angular",)
-
-    def _features(self, x: Tensor, role: str) -> Features:
-        return _signs(self.projection(x), x)
-
-    def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
-        x, y = (nn.functional.normalize(t, dim=-1) for t in (x, y))
-        # The angle from half chords: acos loses half the digits at 0 and pi.
-        x, y = x.unsqueeze(-2), y.unsqueeze(-3)
-        return 1 - 4 / math.pi * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
-
-
-def _signs(t: Tensor, x: Tensor) -> Features:
-    return Features(torch.where(t < 0, -1.0, 1.0).to(x.dtype), constant_scale(x, t.shape[-1]))
-
-
 class BipolarFeatures(ProjectedFeatures):
     """`lam K_hyp + (1 - lam) K_trig`: hyperbolic features for small kernel values, trigonometric for large ones.
 
-    A subclass says what lam is, and the moments of its estimate from n projections. `num_coefficients` (n): given,
-    `num_features` is the m of the paper, the number of projections of each base, and the features have length
-    `4 m (q n + 1)`, q features for each coefficient projection. None: `num_features` is a budget, and (m, n) is the
-    split with the smallest worst relative error on the unit sphere (`theory.hybrid_split`) among those whose features
-    are no longer than the `2 num_features` of `trig` and `hyperbolic`.
-    `shared`: both bases on one set of projections, which is cheaper and never worse (Theorem 3.1). Cost
-    O(n d + m d + m n) per row.
+    Both bases have the same projections, which is cheaper than two sets and never worse (Theorem 3.1). A subclass says
+    what lam is, and the moments of its estimate from n projections. `num_coefficients` (n): given, `num_features` is
+    the m of the paper, the number of projections of each base, and the features have length `4 m (q n + 1)`, q features
+    for each coefficient projection. None: `num_features` is a budget, and (m, n) is the split with the smallest worst
+    relative error on the unit sphere (`theory.hybrid_split`) among those whose features are no longer than the
+    `2 num_features` of `trig` and `hyperbolic`. Cost O(n d + m d + m n) per row.
     """
 
     width: ClassVar[int]  # q
@@ -260,7 +142,6 @@ class BipolarFeatures(ProjectedFeatures):
         num_features: int,
         *,
         num_coefficients: int | None = None,
-        shared: bool = True,
         projection: str | Projection = "orthogonal",
         seed: int | None = 0,
         generator: Generator | None = None,
@@ -274,22 +155,21 @@ class BipolarFeatures(ProjectedFeatures):
             m, n = budget, positive_int(num_coefficients, "num_coefficients", owner)
         g = make_generator(seed, generator)
         super().__init__(dim, m, projection=projection, seed=None, generator=g, **options)
-        self.num_features, self.num_projections, self.num_coefficients, self.shared = budget, m, n, bool(shared)
-        self.coefficient_projection = another_projection(self, projection, n, g)
-        self.trig_projection = None if shared else another_projection(self, projection, m, g)
+        self.num_features, self.num_projections, self.num_coefficients = budget, m, n
+        # A seed of its own: independent also of a ready-made projection that was drawn from the map's seed.
+        law = "orthogonal" if isinstance(projection, Projection) else projection
+        self.coefficient_projection = make_projection(law, dim, n, num_heads=self.num_heads, seed=some_seed(g))
         self.feature_dim = 4 * m * (self.width * n + 1)
 
     def _features(self, x: Tensor, role: str) -> Features:
-        t = self.projection(x)
-        u = t if self.trig_projection is None else self.trig_projection(x)
-        half = 0.5 * x.square().sum(-1, keepdim=True)
-        row = _row_factor(x, self.kernel) - 0.5 * math.log(self.num_projections)
-        trig = Features(torch.cat([u.sin(), u.cos()], dim=-1), row + half)
+        t, half = self.projection(x), 0.5 * x.square().sum(-1, keepdim=True)
+        row = row_factor(x, self.kernel) - 0.5 * math.log(self.num_projections)
+        trig = Features(torch.cat([t.sin(), t.cos()], dim=-1), row + half)
         hyp = exponential(torch.cat([t, -t], dim=-1), row - half - 0.5 * math.log(2))
         xi, constant, weight = self._coefficient(x)
         return compose([hyp, trig], [xi], [constant], [weight], role)
 
-    def _coefficient(self, x: Tensor) -> tuple[Features, float | Tensor, float | Tensor]:
+    def _coefficient(self, x: Tensor) -> tuple[Features, float, float]:
         """The features of the coefficient, its constant and its weight."""
         raise NotImplementedError
 
@@ -322,8 +202,9 @@ class AngularHybridFeatures(BipolarFeatures):
     def _moments(self, x: Tensor, y: Tensor, n: int) -> Moments:
         return angular_moments(x, y, n)
 
-    def _coefficient(self, x: Tensor) -> tuple[Features, float | Tensor, float | Tensor]:
-        return _signs(self.coefficient_projection(x), x), 0.5, -0.5
+    def _coefficient(self, x: Tensor) -> tuple[Features, float, float]:
+        t = self.coefficient_projection(x)
+        return Features(torch.where(t < 0, -1.0, 1.0).to(x.dtype), constant_scale(x, t.shape[-1])), 0.5, -0.5
 
 
 class GaussianHybridFeatures(BipolarFeatures):
@@ -356,7 +237,7 @@ class GaussianHybridFeatures(BipolarFeatures):
     def _moments(self, x: Tensor, y: Tensor, n: int) -> Moments:
         return gaussian_moments(x, y, n, radius=1.0, bandwidth=self.smoothness)
 
-    def _coefficient(self, x: Tensor) -> tuple[Features, float | Tensor, float | Tensor]:
+    def _coefficient(self, x: Tensor) -> tuple[Features, float, float]:
         s = self.smoothness / self.radius.to(x.dtype)[..., None, None]
         inverse_rho = -1 / math.expm1(-2 * self.smoothness**2)
         return fourier(self.coefficient_projection(x * s), x), inverse_rho, -inverse_rho
@@ -366,24 +247,11 @@ class GaussianHybridFeatures(BipolarFeatures):
         self._keep(radius=r2.sqrt().clamp_min(1e-6))
 
 
-def _row_factor(x: Tensor, kernel: str) -> Tensor:
+def row_factor(x: Tensor, kernel: str) -> Tensor:
     """What turns softmax features into those of `kernel`, as a logarithm (..., n, 1)."""
     if kernel == "softmax":
         return torch.zeros_like(x[..., :1])
     return -0.5 * x.square().sum(-1, keepdim=True)
-
-
-def another_projection(phi: FeatureMap, like: str | Projection, m: int, g: Generator) -> Projection:
-    """m more directions of the same law, or orthogonal ones beside a ready-made projection, independent of the first.
-
-    Their seed is their own, so that a ready-made projection drawn from the map's seed is independent of them as well.
-    """
-    law = "orthogonal" if isinstance(like, Projection) else like
-    return make_projection(law, phi.dim, m, num_heads=phi.num_heads, seed=some_seed(g))
-
-
-def _projections(parts: nn.ModuleList) -> list[Projection]:
-    return [module for part in parts for module in part.modules() if isinstance(module, Projection)]
 
 
 def _invertible(A: Any, dim: int, num_heads: int | None, owner: str) -> Tensor:

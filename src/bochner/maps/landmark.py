@@ -189,8 +189,8 @@ class LandmarkFeatures(FeatureMap):
         own, start, mix = self.key_landmarks, self.key_log_weights, self.mix_query
         if role == "key":  # the last feature is 1 whatever training does to the coefficients
             own, start, mix = self.query_landmarks, -self.offsets, pad(self.mix_key, (0, 1))
-        landmarks, start, mix = (own * root).to(dtype).mT, self._by_row(start, dtype), mix.to(dtype)
-        caps, bias = (self._by_row(t, dtype) for t in (self.caps, pad(self.bias_key, (0, 1), value=1.0)))
+        landmarks, start, mix = (own * root).to(dtype).mT, self._spread(start, dtype), mix.to(dtype)
+        caps, bias = (self._spread(t, dtype) for t in (self.caps, pad(self.bias_key, (0, 1), value=1.0)))
 
         def query(x: Tensor) -> Features:
             logits = _added(product("landmarks", x.to(dtype), landmarks), start)
@@ -222,10 +222,6 @@ class LandmarkFeatures(FeatureMap):
                 stacklevel=2,
             )
 
-    def _by_row(self, vector: Tensor, dtype: torch.dtype) -> Tensor:
-        """A vector, of each head if there are several, as it broadcasts against rows (..., h?, n, .)."""
-        return vector.to(dtype) if self.num_heads is None else vector.to(dtype).unsqueeze(-2)
-
     def _fill(self, g: Generator) -> None:
         """Random landmarks, and coefficients that sort them into features."""
         M, m, cpu = self.num_landmarks, self.num_features, torch.device("cpu")
@@ -248,14 +244,13 @@ class LandmarkFeatures(FeatureMap):
 
     def _given(self, q: Any, k: Any, v: Any) -> list[Given]:
         """What calibrate_ was given, checked, without sequences of one key."""
-        qs, ks = ([t] if isinstance(t, Tensor) else list(t) for t in (q, k))
-        vs = ks if v is None else [v] if isinstance(v, Tensor) else list(v)
-        if not qs or not len(qs) == len(ks) == len(vs):
+        parts = [[t] if isinstance(t, Tensor) else list(t) for t in (q, k, *(() if v is None else (v,)))]
+        sizes = [len(part) for part in parts]
+        if not sizes[0] or len(set(sizes)) > 1:
             raise BochnerError(
-                f"calibrate_ needs as many 'k' (and 'v') as 'q', and at least one, got {len(ks)}, {len(vs)}, {len(qs)}."
+                f"calibrate_ needs as many 'k' (and 'v') as 'q', and at least one, got {sizes} of q, k and v."
             )
-        every = [self._one(x, y, None if v is None else u) for x, y, u in zip(qs, ks, vs, strict=True)]
-        found = [t for t in every if t is not None]
+        found = [t for t in map(self._one, *parts) if t is not None]
         rows = sum(t.k.shape[0] * t.k.shape[2] for t in found)
         if not rows:
             raise BochnerError(
@@ -271,7 +266,7 @@ class LandmarkFeatures(FeatureMap):
             )
         return found
 
-    def _one(self, q: Any, k: Any, v: Any) -> Given | None:
+    def _one(self, q: Any, k: Any, v: Any = None) -> Given | None:
         """One entry of q, k and v, checked; None if there is nothing to fit."""
         owner = "calibrate_"
         q, k = self.check_input(q, "q"), self.check_input(k, "k")

@@ -50,9 +50,8 @@ class SpectralFeatures(FeatureMap):
     `E cos(w.(x - y)) exp(-g (|x|^2 + |y|^2))`. Positive features: `phi(x) = exp(w.x - g |x|^2) / sqrt(M)`, the kernel
     `E exp(w.(x + y)) exp(-g (|x|^2 + |y|^2))`. A subclass says how w comes about.
 
-    `num_features`: M. `kernel`: the kernel before training; it sets g. `g`: 1/2 makes positive features start at the
-    softmax kernel, 1 (the paper's eq. 8 and 9) at the Gaussian; for kitchen sinks these are -1/2 and 0. Any other value
-    may be given.
+    `num_features`: M. `kernel`: the kernel before training; it sets g: 1/2 makes positive features start at the softmax
+    kernel, 1 (the paper's eq. 8 and 9) at the Gaussian; for kitchen sinks these are -1/2 and 0. `g`: any other value.
     """
 
     positive = True
@@ -71,15 +70,13 @@ class SpectralFeatures(FeatureMap):
         generator: Generator | None = None,
     ) -> None:
         owner = type(self).__name__
-        if kernel is None:
-            kernel = "gaussian" if self.sinks else "softmax"
-        super().__init__(dim, num_features, num_heads=num_heads, kernel=one_of(kernel, "kernel", owner, KERNELS))
+        kernel = one_of(kernel or ("gaussian" if self.sinks else "softmax"), "kernel", owner, KERNELS)
+        super().__init__(dim, num_features, num_heads=num_heads, kernel=kernel)
         if g is None:
             g = (0.5 if kernel == "softmax" else 1.0) - (1.0 if self.sinks else 0.0)
         if isinstance(g, bool) or not isinstance(g, (int, float)) or not math.isfinite(g):
             raise BochnerError(f"The 'g' of {owner} must be a finite number, got {g!r}.")
-        self.g = float(g)
-        self.num_frequencies = num_features
+        self.g, self.num_frequencies = float(g), num_features
         self.is_exponential = not self.sinks
         self.feature_dim = (2 if self.sinks else 1) * num_features
         self.noise_seed = some_seed(make_generator(seed, generator))
@@ -150,12 +147,13 @@ class SpectralFeatures(FeatureMap):
 class GMMFeatures(SpectralFeatures):
     """Frequencies from a mixture of C Gaussians, `w = L_c n + mu_c`, with learned factors `L_c` and means `mu_c`.
 
+    As in the paper the factors are full matrices for kitchen sinks and diagonal for positive features.
+
     `num_components`: C; each has M/C of the M features (give or take one, weighted so that the mixture is uniform).
     `shared_noise`: as eq. (5) of the paper has it, M noise vectors that every component transforms, C M frequencies;
     off by default, because C M independent ones cost the same and their errors do not add up across components.
-    `factors`: `"full"` or `"diagonal"`, or None for what the paper uses. `init_std`: spread of the initial means; 0
-    makes the initial kernel exact, a little more tells the components apart from the first step. `projection`: the law
-    of n.
+    `init_std`: spread of the initial means; 0 makes the initial kernel exact, a little more tells the components apart
+    from the first step. `projection`: the law of n.
     """
 
     mu: Tensor
@@ -168,7 +166,6 @@ class GMMFeatures(SpectralFeatures):
         *,
         num_components: int = 2,
         shared_noise: bool = False,
-        factors: str | None = None,
         init_std: float = 0.0,
         projection: str | Projection = "orthogonal",
         **options: Any,
@@ -182,19 +179,16 @@ class GMMFeatures(SpectralFeatures):
                 f"The 'num_features' of {owner} must be at least its 'num_components', got {num_features} features for "
                 f"{C} components; give every component a feature, or use shared_noise=True."
             )
-        default = "full" if self.sinks else "diagonal"
-        self.factors = one_of(default if factors is None else factors, "factors", owner, ("full", "diagonal"))
-        init_std = non_negative(init_std, "init_std", owner)
         self.projection = self._noise(projection)
         if self.shared_noise:
             self.num_frequencies = C * num_features
             self.feature_dim *= C
         self.sizes = [self.num_frequencies // C + (c < self.num_frequencies % C) for c in range(C)]
-        one = torch.ones(dim, device="cpu") if self.factors == "diagonal" else torch.eye(dim, device="cpu")
+        one = torch.eye(dim, device="cpu") if self.sinks else torch.ones(dim, device="cpu")
         self.factor = nn.Parameter(one.expand(*self._lead, C, *one.shape).clone())
+        init_std = non_negative(init_std, "init_std", owner)
         self.mu = nn.Parameter(init_std * gaussian(*self._lead, C, dim, g=self._noise_generator(1)).float())
-        # A component with fewer features has heavier ones.
-        if len(set(self.sizes)) > 1:
+        if len(set(self.sizes)) > 1:  # a component with fewer features has heavier ones
             share = [self.num_frequencies / (C * size) for size in self.sizes for _ in range(size)]
             self.weights = torch.tensor(share, device="cpu").sqrt()
 
@@ -205,10 +199,8 @@ class GMMFeatures(SpectralFeatures):
 
     def _turned(self, t: Tensor, c: int, *, transposed: bool = False) -> Tensor:
         """`L_c t` or `L_c' t` of rows t (..., n, d)."""
-        if self.factors == "diagonal":
-            return t * self.factor[..., c, None, :].to(t.dtype)
-        L = self.factor[..., c, :, :].to(t.dtype)
-        return t @ (L if transposed else L.mT)
+        L = self.factor.to(t.dtype).select(len(self._lead), c)
+        return t @ (L if transposed else L.mT) if self.sinks else t * L.unsqueeze(-2)
 
     def _expectation(self, x: Tensor, y: Tensor) -> Tensor:
         total = x.new_zeros(())
@@ -220,7 +212,7 @@ class GMMFeatures(SpectralFeatures):
 
 
 class GMMSinkFeatures(GMMFeatures):
-    """GMM-RKS: the kernel `mean_c cos(mu_c.(x-y)) exp(-|L_c'(x-y)|^2 / 2)`, full factors by default.
+    """GMM-RKS: the kernel `mean_c cos(mu_c.(x-y)) exp(-|L_c'(x-y)|^2 / 2)`.
 
     Unbiased for that kernel, signed; MSE: `theory.mse_gmm_rks` with M/C noise vectors a component, or M and
     `shared_noise=True`. O(M d) per row and O(M d^2) once per call. Chowdhury et al. 2022, eq. (4)-(5), where Sigma_c
@@ -236,7 +228,7 @@ class GMMSinkFeatures(GMMFeatures):
 
 
 class GMMPositiveFeatures(GMMFeatures):
-    """GMM-PRF: the kernel `mean_c exp(mu_c.z + |L_c'z|^2 / 2 - g (|x|^2+|y|^2))`, `z = x + y`, diagonal by default.
+    """GMM-PRF: the kernel `mean_c exp(mu_c.z + |L_c'z|^2 / 2 - g (|x|^2+|y|^2))`, `z = x + y`.
 
     Unbiased for that kernel, positive; MSE: `theory.mse_gmm_prf`, as for `gmm_rks`. O(M d) per row.
     Chowdhury et al. 2022, eq. (8)-(10).
@@ -356,8 +348,6 @@ class GenerativeFeatures(SpectralFeatures):
     The layers have width d. `residual`: add the noise itself. `projection`: the law of n.
     """
 
-    SLOPE: ClassVar[float] = 0.2
-
     def __init__(
         self,
         dim: int,
@@ -394,7 +384,7 @@ class GenerativeFeatures(SpectralFeatures):
         for weight, gain, shift in zip(self.layers, self.gains, self.shifts, strict=True):
             t = t @ weight.mT
             t = (t - t.mean(-2, keepdim=True)) / (t.var(-2, keepdim=True, unbiased=False) + 1e-5).sqrt()
-            t = nn.functional.leaky_relu(t * gain + shift, self.SLOPE)
+            t = nn.functional.leaky_relu(t * gain + shift, 0.2)
         moved = torch.tanh(t @ self.last.mT + self.last_bias)
         return n + moved if self.residual else moved
 
@@ -476,7 +466,7 @@ class HedgehogFeatures(FeatureMap):
 
     def _features(self, x: Tensor, role: str) -> Features:
         weight, bias = getattr(self, f"weight_{role}"), getattr(self, f"bias_{role}")
-        t = x @ weight.to(x.dtype).mT + self._spread(bias, x)
+        t = x @ weight.to(x.dtype).mT + self._spread(bias, x.dtype)
         return Features(torch.cat([t, -t], dim=-1).softmax(-1), torch.zeros_like(x[..., :1]))
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:

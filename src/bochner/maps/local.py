@@ -19,22 +19,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from bochner._checks import BochnerError, floating, one_of, positive_float
+from bochner._checks import BochnerError, floating, positive_float
 from bochner.maps.base import FeatureMap, Features, constant_scale
 from bochner.maps.exponential import ExponentialFeatures
 from bochner.maps.generalized import GeneralizedFeatures
-from bochner.maps.hybrid import outer
 from bochner.maps.polynomial import SumPolyFeatures
 from bochner.maps.trig import TrigFeatures
 from bochner.projections import DenseProjection, Projection, gaussian, make_projection
 
+gauss_legendre = lru_cache(np.polynomial.legendre.leggauss)
 SCALES = 8  # Gaussians in the proposal of the L1 ball
 
 
@@ -181,7 +181,7 @@ class LocalL1Features(LocalFeatures):
         t = self.projection(x / self.delta)
         c = self.projection.importance
         size = c.detach().abs().amax().sqrt()
-        amplitude = self._spread(c.abs().sqrt() / size * (c.sign() if role == "key" else 1), x)
+        amplitude = self._spread(c.abs().sqrt() / size * (c.sign() if role == "key" else 1), x.dtype)
         log_scale = constant_scale(x, self.num_features) + size.log().to(x.dtype)
         return Features(torch.cat([t.cos() * amplitude, t.sin() * amplitude], dim=-1), log_scale)
 
@@ -202,12 +202,10 @@ class ProductFeatures(FeatureMap):
     `with_positions(q, p)` scales and joins them; then call `linear_attention(..., scale=1.0)`, since a default scale
     would shrink the positions.
 
-    `rule="paired"` multiplies feature by feature, `sqrt(m) phi_k(x) chi_k(p)`: m frequencies of each map in, m
-    products out (times 2 for the cosine and sine of a mask). It needs maps whose every feature is an estimate by itself
-    (softmax, trigonometric, generalised, `sum_poly` and local maps). `rule="outer"` takes all products: any two maps,
-    `feature_dim` the product of theirs, smaller variance. Both are unbiased when the maps are; the two maps must be
-    independent, so both are redrawn here from one `seed` (pass `redraw=False` to keep maps that already are).
-    Positive when both maps are. Lucyszyn 2025, problem 4, eqs. (79)-(82).
+    Features are multiplied one by one, `sqrt(m) phi_k(x) chi_k(p)`: m of each map in, m products out (times 2 for the
+    cosine and sine of a mask). That needs maps whose every feature is an estimate by itself: softmax, trigonometric,
+    generalised, `sum_poly` and local maps. The two must be independent, so both are redrawn here from one `seed`.
+    Unbiased and positive when both maps are. Lucyszyn 2025, problem 4, eqs. (79)-(82).
 
     >>> mask = LocalGaussianFeatures(dim=1, num_features=16, delta=8.0)
     >>> phi = ProductFeatures(mask, TrigFeatures(dim=4, num_features=16))
@@ -216,14 +214,7 @@ class ProductFeatures(FeatureMap):
     """
 
     def __init__(
-        self,
-        mask: FeatureMap,
-        attention: FeatureMap,
-        *,
-        rule: str = "paired",
-        redraw: bool = True,
-        seed: int | None = 0,
-        generator: Generator | None = None,
+        self, mask: FeatureMap, attention: FeatureMap, *, seed: int | None = 0, generator: Generator | None = None
     ) -> None:
         owner = type(self).__name__
         for value, name in ((mask, "mask"), (attention, "attention")):
@@ -232,27 +223,25 @@ class ProductFeatures(FeatureMap):
                     f"The {name!r} of {owner} must be a FeatureMap, got {type(value).__name__}; "
                     "build it with bochner.feature_map."
                 )
+            if not isinstance(value, SINGLE) or value.feature_dim % value.num_features:
+                raise BochnerError(
+                    f"{owner} cannot pair the features of {type(value).__name__}, which estimate the kernel only "
+                    "together; take a softmax, trigonometric, generalised, sum_poly or local map."
+                )
         heads = {m.num_heads for m in (mask, attention)} - {None}
         if len(heads) > 1:
             raise BochnerError(f"The maps of {owner} must have the same num_heads, got {sorted(heads, key=str)}.")
-        super().__init__(
-            attention.dim + mask.dim, attention.num_features, num_heads=heads.pop() if heads else None, kernel="product"
-        )
-        self.rule = one_of(rule, "rule", owner, ("paired", "outer"))
+        m, n = mask.num_features, attention.num_features
+        if m != n:
+            raise BochnerError(
+                f"{owner} needs one num_features for both maps, got {m} for the mask and {n} for attention."
+            )
+        super().__init__(attention.dim + mask.dim, m, num_heads=heads.pop() if heads else None, kernel="product")
         self.mask, self.attention = mask, attention
         self.unbiased = mask.unbiased and attention.unbiased  # type: ignore[misc]
         self.positive = mask.positive and attention.positive
-        if rule == "outer":
-            self.feature_dim = mask.feature_dim * attention.feature_dim
-        else:
-            if mask.num_features != attention.num_features:
-                raise BochnerError(
-                    f"rule='paired' of {owner} needs one num_features for both maps, got {mask.num_features} for the "
-                    f"mask and {attention.num_features} for attention; make them equal or use rule='outer'."
-                )
-            self.feature_dim = _blocks(mask) * _blocks(attention) * self.num_features
-        if redraw:
-            self.redraw_(seed, generator=generator)
+        self.feature_dim = mask.feature_dim * attention.feature_dim // m
+        self.redraw_(seed, generator=generator)
 
     def _redraw(self, g: Generator) -> None:
         self.mask.redraw_(generator=g)
@@ -264,8 +253,6 @@ class ProductFeatures(FeatureMap):
 
         def features(x: Tensor) -> Features:
             a, p = attend(x[..., :d]), mask(x[..., d:])
-            if self.rule == "outer":
-                return outer(p, a)
             # A map's features are blocks of m (cosines, then sines): every block with every block, index by index.
             left = p.values.unflatten(-1, (-1, 1, m))
             right = a.values.unflatten(-1, (1, -1, m))
@@ -285,8 +272,9 @@ class ProductFeatures(FeatureMap):
                 x, y = x.flatten(0, 1).unsqueeze(0), y.flatten(0, 1).unsqueeze(0)
             part._calibrate(x, y)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rule={self.rule!r}"
+
+# Maps whose features are blocks of m, each feature of a block being an estimate, or half of one, by itself.
+SINGLE = (ExponentialFeatures, TrigFeatures, GeneralizedFeatures, SumPolyFeatures, LocalFeatures)
 
 
 def with_positions(x: Tensor, positions: Tensor, *, scale: float | None = None) -> Tensor:
@@ -345,51 +333,23 @@ def mollified_l1_ball(r: Tensor, delta: float, smooth: float) -> Tensor:
 
 def _l1_probability(r: Tensor, s: float, size: int) -> Tensor:
     """P(|r + s g|_1 <= 1) for r (p, d)."""
-
-    def cdf(j: int, t: Tensor) -> Tensor:
-        x = r[:, j].reshape(-1, *[1] * t.ndim)
-        return torch.special.ndtr((t - x) / s) - torch.special.ndtr((-t - x) / s)
-
-    def density(j: int, t: Tensor) -> Tensor:
-        x = r[:, j].reshape(-1, *[1] * t.ndim)
-        folded = (-0.5 * ((t - x) / s) ** 2).exp() + (-0.5 * ((t + x) / s) ** 2).exp()
-        return folded / (s * math.sqrt(2 * math.pi))
-
-    d = r.shape[-1]
-    if d == 1:
-        return cdf(0, r.new_ones(()))
-    xi, omega = (torch.from_numpy(a).to(r.device) for a in np.polynomial.legendre.leggauss(size))
-    xi, omega = (xi + 1) / 2, omega / 2
-    # 1. F_1 in closed form; F_2 ... F_(d-1) on Chebyshev nodes t, from values between them.
-    nodes = np.cos(np.pi * (np.arange(size) + 0.5) / size)
-    inverse = np.linalg.inv(np.polynomial.chebyshev.chebvander(nodes, size - 1))
-    t = torch.from_numpy((nodes + 1) / 2).to(r.device)
-    u = t[:, None] * xi
-
-    def between(points: Tensor) -> Tensor:
-        table = np.polynomial.chebyshev.chebvander(2 * points.cpu().numpy() - 1, size - 1) @ inverse
-        return torch.from_numpy(table).to(r.device)
-
-    inner, at_end = cdf(0, u), cdf(0, xi)
-    for j in range(1, d - 1):
-        f = (density(j, t[:, None] - u) * inner * omega).sum(-1) * t
-        at_end = f @ between(xi).mT
-        if j < d - 2:
-            inner = torch.einsum("tqn,pn->ptq", between(u), f)
-    # 2. The last convolution, at t = 1 alone.
-    return (density(d - 1, 1 - xi) * at_end * omega).sum(-1).clamp(0, 1)
+    d, chebyshev = r.shape[-1], np.polynomial.chebyshev.chebvander
+    nodes = np.cos(np.pi * np.arange(size)[::-1] / (size - 1))  # of t in [0, 1]; the last one, 1, is asked for
+    every, x = torch.from_numpy((nodes + 1) / 2).to(r.device), r.unsqueeze(-1)
+    for j in range(d):
+        t = every if j < d - 1 else every[-1:]
+        if j == 0:
+            f = torch.special.ndtr((t - x[:, 0]) / s) - torch.special.ndtr((-t - x[:, 0]) / s)
+            continue
+        xi, omega = ((torch.from_numpy(a) / 2).to(r.device) for a in gauss_legendre(size))
+        u = t[:, None] * (xi + 0.5)
+        between = chebyshev(2 * u.cpu().numpy() - 1, size - 1) @ np.linalg.inv(chebyshev(nodes, size - 1))
+        inner = torch.einsum("tqn,pn->ptq", torch.from_numpy(between).to(r.device), f)
+        v, centre = t[:, None] - u, x[:, j, :, None]
+        folded = (-0.5 * ((v - centre) / s) ** 2).exp() + (-0.5 * ((v + centre) / s) ** 2).exp()
+        f = (folded * inner * omega).sum(-1) * t / (s * math.sqrt(2 * math.pi))
+    return f[:, -1].clamp(0, 1)
 
 
 def _differences(x: Tensor, y: Tensor) -> Tensor:
     return x.unsqueeze(-2) - y.unsqueeze(-3)
-
-
-def _blocks(phi: FeatureMap) -> int:
-    """How many blocks of m features the map has, each feature of a block being an estimate (or half of one) itself."""
-    single = (ExponentialFeatures, TrigFeatures, GeneralizedFeatures, SumPolyFeatures, LocalFeatures)
-    if not isinstance(phi, single) or phi.feature_dim % phi.num_features:
-        raise BochnerError(
-            f"rule='paired' of ProductFeatures cannot pair the features of {type(phi).__name__}, which estimate the "
-            "kernel only together; use rule='outer'."
-        )
-    return phi.feature_dim // phi.num_features

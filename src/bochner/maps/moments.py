@@ -6,10 +6,11 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import one_hot
 
-from bochner._checks import BochnerError, make_generator, positive_float, positive_int
+from bochner._checks import BochnerError, make_generator, positive_int
 from bochner.maps.base import NOTHING, FeatureMap, Features, pooled
 from bochner.projections import some_seed
 
+CLAMP = 4.0  # the most that the variance of a group's keys along a query adds to its logarithm
 ROUNDS = 4  # of k-means; more change the error of attention by less than 1 %
 
 
@@ -21,7 +22,7 @@ class MomentsFeatures(FeatureMap):
 
         sum_j exp(q . k_j) ~ n exp(q . k + q'S q / 2),        u + C'q,
 
-    with `q'S q / 2` cut off at `clamp` and `C'q` made smaller by as much. The sums of `[k, 1] [v, 1, k]'` hold it all.
+    with `q'S q / 2` cut off at 4 and `C'q` made smaller by as much. The sums of `[k, 1] [v, 1, k]'` hold it all.
     They are a monoid, as the sums of features are, but a row is not linear in them: `answer` reads them.
 
     Biased, deterministic; signed, with positive normalisers. The moments are those of the sequence that is read:
@@ -51,14 +52,12 @@ class MomentsFeatures(FeatureMap):
         num_features: int | None = None,
         *,
         num_groups: int = 1,
-        clamp: float = 4.0,
         num_heads: int | None = None,
         seed: int | None = 0,
         generator: Generator | None = None,
     ) -> None:
         super().__init__(dim, dim + 1, num_heads=num_heads)
         self.num_groups = positive_int(num_groups, "num_groups", "MomentsFeatures")
-        self.clamp = positive_float(clamp, "clamp", "MomentsFeatures")
         self.seed = some_seed(make_generator(seed, generator))
         anchors = torch.zeros(*self._lead, num_groups, dim, device="cpu")
         self._keep(anchors=anchors, is_fitted=torch.zeros((), dtype=torch.bool, device="cpu"))
@@ -90,8 +89,8 @@ class MomentsFeatures(FeatureMap):
         half = (((total[..., size + 1 :] * q).sum(-1, keepdim=True) / n - mean.square()) / 2).clamp_min(0)
         tilt = total[..., :size] / n - mean * value
         # 2. The weight of each group and its mean value.
-        kept = self.clamp / half.clamp_min(self.clamp)
-        log_weight = torch.where(count > 0, n.log() + mean + half.clamp_max(self.clamp), NOTHING)
+        kept = CLAMP / half.clamp_min(CLAMP)
+        log_weight = torch.where(count > 0, n.log() + mean + half.clamp_max(CLAMP), NOTHING)
         rows = torch.cat([value + kept * tilt, torch.ones_like(mean)], dim=-1)
         # 3. All groups.
         ref = log_weight.detach().amax(-2)
@@ -103,7 +102,7 @@ class MomentsFeatures(FeatureMap):
         if self.num_groups == 1 or bool(self.is_fitted):
             return self
         anchors = k_means(k.detach(), mask, self.num_groups, self.seed)
-        other = MomentsFeatures(self.dim, num_groups=self.num_groups, clamp=self.clamp, num_heads=self.num_heads)
+        other = MomentsFeatures(self.dim, num_groups=self.num_groups, num_heads=self.num_heads)
         other.anchors = anchors
         return other
 
@@ -123,9 +122,8 @@ class MomentsFeatures(FeatureMap):
         self._calibrate(q[0], torch.cat([pooled(t) for t in k], dim=1))
 
     def extra_repr(self) -> str:
-        return f"dim={self.dim}, num_groups={self.num_groups}, clamp={self.clamp}" + (
-            "" if self.num_heads is None else f", num_heads={self.num_heads}"
-        )
+        heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
+        return f"dim={self.dim}, num_groups={self.num_groups}{heads}"
 
 
 def nearest(k: Tensor, anchors: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ class TensorSketchFeatures(PolynomialFeatures):
 
     def _features(self, x: Tensor, role: str) -> Features:
         u, log_length = self._units(x)
-        values = tensor_sketch(u, self.slot, self.sign, self.num_features, heads=self.num_heads is not None)
+        values = tensor_sketch(u, self.slot, self.sign, self.num_features)
         return Features(values, self.degree * log_length)
 
 
@@ -131,9 +131,9 @@ class MaclaurinFeatures(DrawnFeatures):
     the method `mse`. O(sum_k k m_k d) per row. Kar and Karnick 2012, Algorithm 1; there the degree of each feature is
     drawn at random, here the features are dealt to the degrees beforehand, which removes that part of the variance.
 
-    `series`: `"polynomial"` for `(x . y + coef)^degree`, `"exp"` for exp(x . y), a sequence of a_0, a_1, ..., or a
-    function k -> a_k. `degree`: the last degree kept (2 for `"polynomial"`, 12 otherwise); a longer series is cut
-    there, and `kernel_matrix` is the cut one. `radius`: the length of x that the dealing assumes.
+    `series`: `"polynomial"` for `(x . y + coef)^degree`, `"exp"` for exp(x . y), a sequence of a_k or a function of k.
+    `degree`: the last degree kept (2 for `"polynomial"`, 12 otherwise); a longer series is cut there, and
+    `kernel_matrix` is the cut one. `radius`: the length of x that the dealing assumes.
 
     >>> phi = MaclaurinFeatures(dim=4, num_features=32, series="exp")
     >>> phi.kernel_matrix(torch.zeros(1, 4), torch.zeros(1, 4))
@@ -249,7 +249,7 @@ class NonnegativePolyFeatures(PolynomialFeatures):
     def _features(self, x: Tensor, role: str) -> Features:
         u, log_length = self._units(x)
         if not self.exact:
-            u = tensor_sketch(u, self.slot, self.sign, self.rank, heads=self.num_heads is not None)
+            u = tensor_sketch(u, self.slot, self.sign, self.rank)
         row, column = torch.triu_indices(self.rank, self.rank, device=u.device).unbind()
         weight = (1 + (row != column).to(u.dtype)).sqrt()
         values = u.index_select(-1, row) * u.index_select(-1, column) * weight
@@ -289,23 +289,21 @@ def draw_count_sketches(degree: int, width: int, m: int, g: Generator) -> dict[s
     }
 
 
-def count_sketch(x: Tensor, slot: Tensor, sign: Tensor, m: int, *, heads: bool = False) -> Tensor:
-    """`sum of sign_i x_i over slot_i = j`, (..., n, d) to (..., n, m); with heads slot and sign are (h, d)."""
-    if heads:  # side by side, each with slots of its own: one scatter for all
-        count = len(slot)
-        slot = slot + m * torch.arange(count, device=slot.device).unsqueeze(-1)
-        out = count_sketch(x.transpose(-3, -2).flatten(-2), slot.flatten(), sign.flatten(), m * count)
+def count_sketch(x: Tensor, slot: Tensor, sign: Tensor, m: int) -> Tensor:
+    """`sum of sign_i x_i over slot_i = j`, (..., h?, n, d) to (..., h?, n, m), by slots and signs (h?, d)."""
+    if slot.ndim > 1:  # heads side by side, each with slots of its own: one scatter for all
+        own = slot + m * torch.arange(len(slot), device=slot.device).unsqueeze(-1)
+        out = count_sketch(x.transpose(-3, -2).flatten(-2), own.flatten(), sign.flatten(), m * len(slot))
         return out.unflatten(-1, (-1, m)).transpose(-3, -2)
     rows = (x * sign.to(x.dtype)).reshape(-1, x.shape[-1])
     return rows.new_zeros(len(rows), m).index_add(1, slot, rows).view(*x.shape[:-1], m)
 
 
-def tensor_sketch(x: Tensor, slot: Tensor, sign: Tensor, m: int, *, heads: bool = False) -> Tensor:
+def tensor_sketch(x: Tensor, slot: Tensor, sign: Tensor, m: int) -> Tensor:
     """The TensorSketch of x^(tensor n), (..., n, m), from slots and signs (h?, n, d)."""
     if torch.compiler.is_compiling() and slot.shape[-2] > 1:
         return tensor_sketch_real(x, slot, sign, m)
-    pairs = zip(slot.unbind(-2), sign.unbind(-2), strict=True)
-    sketches = [count_sketch(x, *pair, m, heads=heads) for pair in pairs]
+    sketches = [count_sketch(x, *pair, m) for pair in zip(slot.unbind(-2), sign.unbind(-2), strict=True)]
     return sketches[0] if len(sketches) == 1 else torch.fft.irfft(reduce(mul, map(torch.fft.rfft, sketches)), n=m)
 
 

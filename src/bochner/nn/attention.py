@@ -126,7 +126,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     A torch state_dict loads (the feature map keeps its own state), and the module can take the place of `self_attn` in
     `torch.nn.TransformerEncoderLayer` and `TransformerDecoderLayer`. What linear attention cannot honour is refused in
-    one sentence: dropout of attention weights, and any `attn_mask` that is not causal. One deliberate departure:
+    one sentence: dropout of attention weights, extra keys, and any `attn_mask` that is not causal. One departure:
     `need_weights` is False unless asked for, since the weights are quadratic.
 
     `attention`: an `Attention`, or a map by name, class, function `f(x, role)` or instance. Its fields may also be
@@ -160,6 +160,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"The 'dropout' of MultiheadAttention must be 0, got {dropout!r}: linear attention never forms the "
                 "weights to be dropped; put dropout after the module."
             )
+        if add_bias_kv or add_zero_attn:
+            raise BochnerError(f"The 'add_bias_kv' and 'add_zero_attn' of {OWNER} must be False; leave them out.")
         embed_dim, num_heads = (
             positive_int(x, n, OWNER) for x, n in ((embed_dim, "embed_dim"), (num_heads, "num_heads"))
         )
@@ -170,9 +172,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         inner = embed_dim if how.head_dim is None else how.head_dim * num_heads
         kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
-        super().__init__(
-            inner, num_heads, 0.0, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
-        )
+        super().__init__(inner, num_heads, 0.0, bias, False, False, kdim, vdim, batch_first, device, dtype)
         self.embed_dim, self.attention = embed_dim, how
         if inner != embed_dim:
             self._other_head_size(inner)
@@ -215,7 +215,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal = _is_causal_mask(attn_mask, shape, flag(is_causal, "is_causal", OWNER))
         q, k, v = self._heads(query, key, value)
         q, k = self._rotated(q), self._rotated(k)
-        k, v, padding = self._extra_keys(k, v, padding, is_causal)
         options = self._options() | {"is_causal": is_causal, "key_padding_mask": padding}
         if self.attention.feature_map is None and padding is not None:
             options["diagnostics"] = False  # padding may see nothing but padding in its window: no reason for a warning
@@ -283,11 +282,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _check_plain(self, method: str) -> None:
         a = self.attention
-        extra = self.bias_k is not None or self.add_zero_attn
-        if a.window is not None or a.sinks or a.rotary or extra:
+        if a.window is not None or a.sinks or a.rotary:
             raise BochnerError(
-                f"{OWNER}.{method} sums keys up in the kernel alone; build the module without a window, "
-                "sinks, rotary positions and extra keys."
+                f"{OWNER}.{method} sums keys up in the kernel alone; build the module without a window, sinks and "
+                "rotary positions."
             )
 
     def _root(self, q: Tensor) -> float:
@@ -350,22 +348,6 @@ class MultiheadAttention(nn.MultiheadAttention):
             weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)[which]
         bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[which]
         return nn.functional.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-
-    def _extra_keys(
-        self, k: Tensor, v: Tensor, padding: Tensor | None, is_causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The learned bias key and the zero key of torch's module, appended."""
-        extra = []
-        if self.bias_k is not None and self.bias_v is not None:
-            extra.append(tuple(t.view(1, self.num_heads, 1, self.head_dim) for t in (self.bias_k, self.bias_v)))
-        if self.add_zero_attn:
-            extra.append((torch.zeros_like(k[:1, :, :1]), torch.zeros_like(v[:1, :, :1])))
-        if extra and is_causal:
-            raise BochnerError("'add_bias_kv' and 'add_zero_attn' cannot be combined with causal attention here.")
-        for a, c in extra:
-            k, v = (torch.cat([t, e.expand(t.shape[0], -1, -1, -1)], dim=2) for t, e in ((k, a), (v, c)))
-            padding = None if padding is None else nn.functional.pad(padding, (0, 1))
-        return k, v, padding
 
 
 def rotate(x: Tensor, position: int = 0, base: float = 10_000.0) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,9 +60,6 @@ def mse_complex(x: Tensor, y: Tensor, num_features: Number, A: Tensor, *, kernel
 def angular_moments(x: Tensor, y: Tensor, num_coefficients: Number) -> Moments:
     """Moments of the angular coefficient estimated by n signs (HRF, Lemma 3.2): with ``a = theta/pi``,
     ``E l = a``, ``E l^2 = a (a - a/n + 1/n)``.
-
-    >>> angular_moments(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), 1).square.item()
-    0.5
     """
     # The complement is an angle too: 1 - a would cancel.
     return _angular(angle(x, y) / math.pi, angle(x, -y) / math.pi, num_coefficients)
@@ -111,18 +108,12 @@ def mse_hybrid(
     return out
 
 
-def mse_angular_hybrid(
-    x: Tensor,
-    y: Tensor,
-    num_features: Number,
-    num_coefficients: Number,
-    *,
-    shared: bool = False,
-    kernel: str = "softmax",
-) -> Tensor:
-    """Mean squared error of the angular hybrid (HRF, Theorem D.1): zero at angles 0 and pi for equal norms."""
-    moments = angular_moments(x, y, num_coefficients)
-    return mse_hybrid(x, y, num_features, moments, shared=shared, kernel=kernel)
+def mse_angular_hybrid(x: Tensor, y: Tensor, num_features: Number, num_coefficients: Number, **how: Any) -> Tensor:
+    """Mean squared error of the angular hybrid (HRF, Theorem D.1): zero at angles 0 and pi for equal norms.
+
+    ``how``: ``shared`` and ``kernel`` of :func:`mse_hybrid`.
+    """
+    return mse_hybrid(x, y, num_features, angular_moments(x, y, num_coefficients), **how)
 
 
 def mse_gaussian_hybrid(
@@ -133,12 +124,11 @@ def mse_gaussian_hybrid(
     *,
     radius: Number,
     bandwidth: Number = 1.0,
-    shared: bool = False,
-    kernel: str = "softmax",
+    **how: Any,
 ) -> Tensor:
-    """Mean squared error of the normalised Gaussian hybrid (HRF, Theorems F.1 and F.2)."""
+    """Mean squared error of the normalised Gaussian hybrid (HRF, Theorems F.1 and F.2); ``how`` as there."""
     moments = gaussian_moments(x, y, num_coefficients, radius=radius, bandwidth=bandwidth)
-    return mse_hybrid(x, y, num_features, moments, shared=shared, kernel=kernel)
+    return mse_hybrid(x, y, num_features, moments, **how)
 
 
 def mse_mixture(squares: Sequence[Number], mses: Sequence[Number]) -> Tensor:
@@ -168,16 +158,6 @@ def max_relative_error(radius: Number, num_features: Number) -> Tensor:
 
 
 @closed_form
-def radius_for(num_features: Number, target: Number) -> Tensor:
-    """The largest norm at which :func:`max_relative_error` is at most ``target``: its inverse in the radius.
-
-    >>> torch.allclose(max_relative_error(radius_for(64, 0.5), 64), torch.tensor(0.5, dtype=torch.float64))
-    True
-    """
-    return torch.sqrt(torch.asinh(target * torch.sqrt(num_features / 2)) / 2)
-
-
-@closed_form
 def relative_error_angular(theta: Tensor, radius: Number, num_features: Number, num_coefficients: Number) -> Tensor:
     """Relative error of the angular hybrid for two inputs of norm r at angle ``theta`` (HRF, eq. 47)."""
     a = theta / math.pi
@@ -190,27 +170,10 @@ def relative_error_hybrid(theta: Tensor, radius: Number, num_features: Number, m
 
     ``sqrt( 2/m [ E[l^2] sinh^2(2 r^2 cos^2(theta/2)) + E[(1-l)^2] sinh^2(2 r^2 sin^2(theta/2)) ] )``: HRF, Theorem
     3.1 on the sphere, where shared projections change nothing.
-
-    >>> x, y = sphere_pair(torch.tensor(1.0), 2.0)
-    >>> both = relative_error_hybrid(torch.tensor(1.0), 2.0, 8, angular_moments(x, y, 4))
-    >>> torch.allclose(both, relative_error_angular(torch.tensor(1.0), 2.0, 8, 4))
-    True
     """
     plus, minus = (2 * radius.square() * f(theta / 2).square() for f in (torch.cos, torch.sin))
     square = moments.square * torch.sinh(plus).square() + moments.complement * torch.sinh(minus).square()
     return torch.sqrt(2 * square / num_features)
-
-
-@closed_form
-def sphere_pair(theta: Tensor, radius: Number = 1.0) -> tuple[Tensor, Tensor]:
-    """Two vectors of norm r at angle ``theta``, (..., 2) each.
-
-    >>> x, y = sphere_pair(torch.tensor(0.5))
-    >>> round((x @ y).item(), 6) == round(math.cos(0.5), 6)
-    True
-    """
-    c, s = radius * torch.cos(theta / 2), radius * torch.sin(theta / 2)
-    return torch.stack([c, s], -1), torch.stack([c, -s], -1)
 
 
 def hybrid_split(moments: Callable[[Tensor, Tensor, int], Moments], num_features: int, width: int) -> tuple[int, int]:
@@ -226,17 +189,14 @@ def hybrid_split(moments: Callable[[Tensor, Tensor, int], Moments], num_features
     candidates = [(m, n) for m, n in candidates if m > 0] or [(1, 1)]
     with torch.device("cpu"):  # a plan is a pair of numbers, also for a map that is built on no device
         theta = torch.linspace(0, math.pi, 513, dtype=torch.float64)
-        x, y = sphere_pair(theta)
+        c, s = torch.cos(theta / 2), torch.sin(theta / 2)
+        x, y = torch.stack([c, s], -1), torch.stack([c, -s], -1)
         worst = [float(relative_error_hybrid(theta, 1.0, m, moments(x, y, n)).max()) for m, n in candidates]
     return candidates[worst.index(min(worst))]
 
 
 def max_relative_error_angular(radius: float, num_features: int, num_coefficients: int) -> float:
-    """Largest relative error of the angular hybrid on the sphere, by maximising eq. 47 of HRF over the angle.
-
-    >>> max_relative_error_angular(1.5, 8, 8) < max_relative_error(1.5, 8).item()
-    True
-    """
+    """Largest relative error of the angular hybrid on the sphere, by maximising eq. 47 of HRF over the angle."""
     # By symmetry about pi/2 the left half suffices; a fine grid, then two refinements.
     low, high = 0.0, math.pi / 2
     best = 0.0
@@ -256,9 +216,6 @@ def max_relative_error_angular_bound(radius: Number, num_features: Number, num_c
     ``W(r) / sqrt(2m) * sqrt( (1 - 1/n)/(pi r^2) + 1/(n sqrt(pi) r) )``, ``W(r) = 2 sinh(2 r^2)``: what the
     paper's proof gives (its eq. 63-65). The statement takes ``1/r`` out of both terms, which is too small
     once r exceeds about 4 at n = 1.
-
-    >>> bool(max_relative_error_angular_bound(2.0, 8, 4) >= max_relative_error_angular(2.0, 8, 4))
-    True
     """
     r, n = radius, num_coefficients
     share = (1 - 1 / n) / (math.pi * r.square()) + 1 / (n * math.sqrt(math.pi) * r)

@@ -17,21 +17,13 @@ from bochner.theory.polynomial import square_over
 
 @closed_form
 def gelu_second_derivative(t: Tensor) -> Tensor:
-    """``GELU''(t) = (2 - t^2) exp(-t^2/2) / sqrt(2 pi)``: twice Problem 3's eq. 45.
-
-    >>> round(gelu_second_derivative(torch.tensor(0.0)).item(), 6)
-    0.797885
-    """
+    """``GELU''(t) = (2 - t^2) exp(-t^2/2) / sqrt(2 pi)``: twice Problem 3's eq. 45."""
     return (2 - t.square()) * torch.exp(-t.square() / 2) / math.sqrt(2 * math.pi)
 
 
 @closed_form
 def gelu_second_sup(low: Number, high: Number) -> Tensor:
-    """``max |GELU''|`` on [low, high], exactly: at an end, at 0 or at +-2, where the third derivative vanishes.
-
-    >>> gelu_second_sup(-1.0, 1.0).item() == gelu_second_derivative(0.0).item()
-    True
-    """
+    """``max |GELU''|`` on [low, high], exactly: at an end, at 0 or at +-2, where the third derivative vanishes."""
     a, b = _interval(low, high, "gelu_second_sup")
     points = [a, b] + [torch.minimum(torch.maximum(torch.full_like(a, c), a), b) for c in (-2.0, 0.0, 2.0)]
     return gelu_second_derivative(torch.stack(points)).abs().amax(0)
@@ -39,11 +31,7 @@ def gelu_second_sup(low: Number, high: Number) -> Tensor:
 
 @closed_form
 def bernstein_bound(low: Number, high: Number, degree: Number, second_sup: Number) -> Tensor:
-    """``(b - a)^2 sup|f''| / (8n)``: largest error of the Bernstein polynomial of degree n (Problem 3, eq. 42).
-
-    >>> bernstein_bound(0.0, 2.0, 4, 1.0).item()
-    0.125
-    """
+    """``(b - a)^2 sup|f''| / (8n)``: largest error of the Bernstein polynomial of degree n (Problem 3, eq. 42)."""
     a, b = _interval(low, high, "bernstein_bound")
     return (b - a).square() * second_sup / (8 * degree)
 
@@ -55,9 +43,6 @@ def allocate_features(variances: Tensor, target: Number) -> Tensor:
     ``m_k = sqrt(v_k) sum_j sqrt(v_j) / target``. ``variances`` (n,) holds the variance of one feature for
     each degree, summed over the rows. Replaces step 6 of Problem 3's Algorithm 1, whose equal split reaches
     three times its target.
-
-    >>> allocate_features(torch.tensor([1.0, 4.0]), 0.5).tolist()
-    [6.0, 12.0]
     """
     if (variances < 0).any():
         least = variances.min().item()
@@ -86,11 +71,7 @@ def gelu_taylor(terms: Number) -> Tensor:
 
 @closed_form
 def geometric_law(rho: float, terms: Number) -> Tensor:
-    """``p_k = (1 - rho)^k rho``, k < terms; its mean over all k is ``1/rho - 1`` (Problem 3 says ``1/rho + 1``).
-
-    >>> geometric_law(0.5, 3).tolist()
-    [0.5, 0.25, 0.125]
-    """
+    """``p_k = (1 - rho)^k rho``, k < terms; its mean over all k is ``1/rho - 1`` (Problem 3 says ``1/rho + 1``)."""
     if not 0 < rho < 1:
         raise BochnerError(f"The 'rho' of geometric_law must lie strictly between 0 and 1, got {rho!r}.")
     k = torch.arange(int(terms), dtype=torch.float64)
@@ -99,22 +80,14 @@ def geometric_law(rho: float, terms: Number) -> Tensor:
 
 @closed_form
 def poisson_law(rate: Number, terms: Number) -> Tensor:
-    """``p_k = exp(-rate) rate^k / k!``, k < terms.
-
-    >>> round(poisson_law(1.0, 2).tolist()[1], 6)
-    0.367879
-    """
+    """``p_k = exp(-rate) rate^k / k!``, k < terms."""
     k = torch.arange(int(terms), dtype=torch.float64)
     return torch.exp(k * torch.log(rate) - rate - torch.lgamma(k + 1))
 
 
 @closed_form
 def optimal_law(coefficients: Tensor, second_moments: Tensor) -> Tensor:
-    """The index law of least variance: ``p_k`` proportional to ``|a_k| sqrt(E[(phi_k(w).phi_k(x))^2])``.
-
-    >>> optimal_law(torch.tensor([1.0, -3.0]), torch.tensor([1.0, 1.0])).tolist()
-    [0.25, 0.75]
-    """
+    """The index law of least variance: ``p_k`` proportional to ``|a_k| sqrt(E[(phi_k(w).phi_k(x))^2])``."""
     p = coefficients.abs() * torch.sqrt(second_moments)
     if not float(p.sum()) > 0:
         raise BochnerError("The 'coefficients' of optimal_law must not all vanish.")

@@ -30,11 +30,6 @@ def gmm_prf(x: Tensor, y: Tensor, means: Tensor, factors: Tensor, *, g: float = 
 
     Learned kernels, eq. 8-10, print ``g = 1``; at ``L = I, mu = 0`` the softmax kernel needs ``g = 1/2``, the
     default.
-
-    >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
-    >>> k = gmm_prf(x, y, torch.zeros(1, 2), torch.ones(1, 2))
-    >>> torch.allclose(k, torch.exp(x @ y).double())
-    True
     """
     mu, proj = _project(x + y, means, factors, "gmm_prf")
     norms = (x.square().sum(-1) + y.square().sum(-1))[..., None]

@@ -55,10 +55,6 @@ def regularized_tail_bound(
     repaired bound is ``min_t exp(-t m a) [ d M^m + 2 (b^m + m b^(m-1) (M - b)) ] / (d+2)``, with
     ``M = E exp(t X)`` and ``b = exp(t X_0)``, ``X_0 = exp(-(|x|^2+|y|^2)/2)``. Expectations by
     Gauss-Gegenbauer quadrature with ``num_nodes`` nodes.
-
-    >>> x = torch.tensor([0.3, -0.1])
-    >>> bool(regularized_tail_bound(x, x, 2.0, 2) < 1)
-    True
     """
     owner, d, m = "regularized_tail_bound", x.shape[-1], float(num_features)
     if one_of(projection, "projection", owner, PROJECTIONS) == "orthogonal" and m > d:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bochner._checks import BochnerError, one_of
-from bochner.moments import optimal_a, second_moment_of_sum
+from bochner.moments import optimal_a
 from bochner.theory._common import (
     Number,
     closed_form,
@@ -32,12 +33,6 @@ from bochner.theory._common import (
 KERNELS = ("softmax", "gaussian")
 MAPS = ("trig", "positive", "hyperbolic", "regularized", "optimal", "dense")
 PROJECTIONS = ("iid", "orthogonal")
-
-
-@closed_form
-def kernel_value(x: Tensor, y: Tensor, *, kernel: str = "softmax") -> Tensor:
-    """The kernel itself: ``exp(x.y)`` or ``exp(-|x - y|^2 / 2)``."""
-    return _log_kernel(x, y, kernel).exp()
 
 
 @dataclass(frozen=True)
@@ -55,18 +50,25 @@ class Estimator:
     about: str = "kernel"
 
 
-def mse_trig(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softmax", projection: str = "iid") -> Tensor:
+@closed_form
+def kernel_value(x: Tensor, y: Tensor, *, kernel: str = "softmax") -> Tensor:
+    """The kernel itself: ``exp(x.y)`` or ``exp(-|x - y|^2 / 2)``."""
+    return _log_kernel(x, y, kernel).exp()
+
+
+# Each is `log_mse` of one map, and takes its `kernel` and `projection`.
+
+
+def mse_trig(x: Tensor, y: Tensor, num_features: Number, **how: Any) -> Tensor:
     """Mean squared error of the trigonometric estimator.
 
     ``exp(|x|^2 + |y|^2) (1 - exp(-|D|^2))^2 / (2m)`` (Performers, Lemma 2, eq. 8). Orthogonal projections:
     exact, the pairs of one block contribute ``1F1(d; d/2; -|D|^2/2)`` instead of ``exp(-|D|^2)``.
     """
-    return log_mse(x, y, num_features, "trig", kernel=kernel, projection=projection).exp()
+    return log_mse(x, y, num_features, "trig", **how).exp()
 
 
-def mse_positive(
-    x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softmax", projection: str = "iid"
-) -> Tensor:
+def mse_positive(x: Tensor, y: Tensor, num_features: Number, **how: Any) -> Tensor:
     """Mean squared error of positive features (FAVOR+).
 
     ``exp(|z|^2) SM^2 (1 - exp(-|z|^2)) / m`` (Performers, Lemma 2, eq. 8); it vanishes at ``y = -x``.
@@ -76,32 +78,23 @@ def mse_positive(
     >>> bool(mse_positive(x, y, 2, projection="orthogonal") < mse_positive(x, y, 2))
     True
     """
-    return log_mse(x, y, num_features, "positive", kernel=kernel, projection=projection).exp()
+    return log_mse(x, y, num_features, "positive", **how).exp()
 
 
-def mse_hyperbolic(
-    x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softmax", projection: str = "iid"
-) -> Tensor:
+def mse_hyperbolic(x: Tensor, y: Tensor, num_features: Number, **how: Any) -> Tensor:
     """Mean squared error of hyperbolic features, two exponentials a projection.
 
     ``exp(|z|^2) SM^2 (1 - exp(-|z|^2))^2 / (2m)`` (Performers, Lemma 2, eq. 8).
     """
-    return log_mse(x, y, num_features, "hyperbolic", kernel=kernel, projection=projection).exp()
+    return log_mse(x, y, num_features, "hyperbolic", **how).exp()
 
 
-def mse_optimal(
-    x: Tensor, y: Tensor, num_features: Number, A: Number, *, kernel: str = "softmax", projection: str = "iid"
-) -> Tensor:
+def mse_optimal(x: Tensor, y: Tensor, num_features: Number, A: Number, **how: Any) -> Tensor:
     """Mean squared error of OPRF (FAVOR++) with parameter ``A < 1/8``; ``A = 0`` is positive features.
 
     ``SM^2 [ (1-4A)^d (1-8A)^(-d/2) exp(|z|^2 / (1-8A)) - 1 ] / m`` (Chefs' random tables).
-
-    >>> x = torch.tensor([1.0, -0.5])
-    >>> A = optimal_A(4 * (x @ x), 2)
-    >>> bool(mse_optimal(x, x, 8, A) < mse_positive(x, x, 8))
-    True
     """
-    return log_mse(x, y, num_features, Estimator("optimal", A=A), kernel=kernel, projection=projection).exp()
+    return log_mse(x, y, num_features, Estimator("optimal", A=A), **how).exp()
 
 
 def mse_dense(
@@ -114,29 +107,20 @@ def mse_dense(
 
     >>> x = torch.tensor([1.0, 0.0])
     >>> a, U = dense_a(4 * torch.outer(x, x))
-    >>> bool(mse_dense(x, x, 8, a, U) < mse_optimal(x, x, 8, optimal_A(4.0, 2)))
+    >>> bool(mse_dense(x, x, 8, a, U) < mse_optimal(x, x, 8, optimal_A(4.0, 2)) < mse_positive(x, x, 8))
     True
     """
     return log_mse(x, y, num_features, Estimator("dense", a=a, U=U), kernel=kernel).exp()
 
 
-def mse_regularized(
-    x: Tensor,
-    y: Tensor,
-    num_features: Number,
-    *,
-    kernel: str = "softmax",
-    projection: str = "iid",
-    about: str = "kernel",
-) -> Tensor:
+def mse_regularized(x: Tensor, y: Tensor, num_features: Number, *, about: str = "kernel", **how: Any) -> Tensor:
     """Mean squared error of regularised features (frequencies on the sphere of radius sqrt(d)).
 
     ``about="kernel"``: about the softmax or Gaussian kernel, the squared bias included; ``"mean"``: the
     variance about the estimator's own mean, ``SMREG``. With ``F(q) = 0F1(; d/2; q)`` one projection has
     relative second moment ``exp(-|z|^2) F(d |z|^2)``, an orthogonal pair ``exp(-|z|^2) F(d |z|^2 / 2)``.
     """
-    law = Estimator("regularized", about=about)
-    return log_mse(x, y, num_features, law, kernel=kernel, projection=projection).exp()
+    return log_mse(x, y, num_features, Estimator("regularized", about=about), **how).exp()
 
 
 @closed_form
@@ -158,29 +142,28 @@ def log_mse(
     >>> bool(torch.isfinite(log_mse(x, x, 64)))
     True
     """
-    law, m = map if isinstance(map, Estimator) else Estimator(map), num_features
+    law, m, d = map if isinstance(map, Estimator) else Estimator(map), num_features, x.shape[-1]
     one_of(law.name, "map", "log_mse", MAPS)
-    one_of(projection, "projection", "log_mse", PROJECTIONS)
+    orthogonal = one_of(projection, "projection", "log_mse", PROJECTIONS) == "orthogonal"
     log_k = _log_kernel(x, y, kernel)
-    d = x.shape[-1]
     if law.name == "trig":
         # In units of the Gaussian kernel, where everything is at most 1.
         delta = (x - y).square().sum(-1)
         out = 2 * log1mexp(delta) - math.log(2.0)
-        if projection == "orthogonal":
+        if orthogonal:
             out = log_subtract(out, block_pairs(m, d) / m * _trig_gap(delta, d))
         return out - torch.log(m) + (delta if relative else 2 * log_k + delta)
     if law.name == "regularized":
-        out = _log_relative_regularized(x, y, m, projection, law.about)
+        out = _log_relative_regularized(x, y, m, orthogonal, law.about)
     else:
-        lam = (x + y).square().sum(-1)
-        out = _log_relative_positive(law, x, y, lam) - torch.log(m)
-        if projection == "orthogonal":
-            if law.name == "dense":
-                raise BochnerError(
-                    "The 'dense' map has no closed form for projection='orthogonal'; use 'iid' as an upper estimate."
-                )
-            out = log_subtract(out, block_pairs(m, d) / m.square() * _positive_gap(lam, d))
+        out = _log_relative_positive(law, x + y) - torch.log(m)
+        if orthogonal and law.name == "dense":
+            raise BochnerError(
+                "The 'dense' map has no closed form for projection='orthogonal'; use 'iid' as an upper estimate."
+            )
+        if orthogonal:
+            gap = _positive_gap((x + y).square().sum(-1), d)
+            out = log_subtract(out, block_pairs(m, d) / m.square() * gap)
     return out if relative else out + 2 * log_k
 
 
@@ -195,12 +178,64 @@ def relative_error(
 
 
 @closed_form
-def block_pairs(num_features: Number, dim: Number) -> Tensor:
-    """Ordered pairs of projections in one orthogonal block: ``sum_blocks b (b - 1)``, blocks of ``dim`` rows.
+def features_needed(
+    x: Tensor,
+    y: Tensor,
+    target: Number,
+    *,
+    map: str | Estimator = "positive",
+    relative: bool = True,
+    kernel: str = "softmax",
+    projection: str = "iid",
+) -> Tensor:
+    """The least number of projections whose root mean squared error is at most ``target``, for every pair.
 
-    >>> block_pairs(5, 4).item()
-    12.0
+    ``relative``: the error is measured against the kernel value. The inverse of :func:`log_mse`; whole
+    numbers in float64 (infinite where even 2^1000 would not do, as for the biased ``regularized`` map beyond
+    its bias).
+
+    >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
+    >>> m = features_needed(x, y, 0.1)
+    >>> bool(relative_error(x, y, m) <= 0.1 < relative_error(x, y, m - 1))
+    True
     """
+    x, y = torch.broadcast_tensors(x, y)
+    goal = 2 * torch.log(target)
+
+    def short(m: Tensor) -> Tensor:
+        return log_mse(x, y, m, map, kernel=kernel, projection=projection, relative=relative) > goal
+
+    # Double until it is enough, then bisect: the error falls with m for every map and projection here.
+    high = torch.ones(x.shape[:-1], dtype=torch.float64)
+    todo = short(high)
+    while todo.any() and bool((high[todo] < 2.0**1000).any()):
+        high = torch.where(todo, 2 * high, high)
+        todo = short(high)
+    low = torch.where(high > 1, high / 2, torch.zeros_like(high))
+    while bool(((high - low > 1) & (high - low > high * 2.0**-51)).any()):
+        mid = torch.floor((low + high) / 2).clamp(min=1)
+        bad = short(mid)
+        low, high = torch.where(bad, mid, low), torch.where(bad, high, torch.minimum(high, mid))
+    return torch.where(todo, math.inf, high)
+
+
+@closed_form
+def features_uniform(dim: Number, radius: Number, eps: Number, *, constant: Number = 1.0) -> int:
+    """Projections for ``max_ij |A_hat - A| <= eps`` with orthogonal trig features (Performers, Theorem 4).
+
+    ``constant * d / delta^2 * log(4 d^(3/4) R / delta)`` with ``delta = eps exp(-R^2 / sqrt d)``; ``radius``
+    R bounds the norms of the queries and keys before scaling. The theorem leaves the constant open: this is
+    the scaling law, independent of the sequence length.
+    """
+    d, R = float(dim), float(radius)
+    log_delta = math.log(eps) - R * R / math.sqrt(d)
+    log_term = math.log(4 * d**0.75 * R) - log_delta
+    return max(1, math.ceil(float(constant) * d * math.exp(-2 * log_delta) * max(log_term, 0.0)))
+
+
+@closed_form
+def block_pairs(num_features: Number, dim: Number) -> Tensor:
+    """Ordered pairs of projections in one orthogonal block: ``sum_blocks b (b - 1)``, blocks of ``dim`` rows."""
     full, rest = torch.floor(num_features / dim), num_features % dim
     return full * dim * (dim - 1) + rest * (rest - 1)
 
@@ -213,10 +248,6 @@ def orthogonal_gap(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = 
     ``r_n = prod_{j<n} (d+j)/(d+2j)``; for m > d the factor counts the pairs inside blocks. It comes from the
     product of two orthogonal exponentials having mean ``exp(-|x|^2-|y|^2) 1F1(d; d/2; |z|^2/2)`` (the moments
     of eq. 54-63 of Performers, summed by Vandermonde).
-
-    >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
-    >>> bool(orthogonal_gap(x, y, 2) >= orthogonal_gap_bound(x, y, 2))
-    True
     """
     m = num_features
     gap = _positive_gap((x + y).square().sum(-1), x.shape[-1])
@@ -251,62 +282,12 @@ def optimal_A(mean_square: Number, dim: Number) -> Tensor:
 
 @closed_form
 def dense_a(second_moment: Tensor) -> tuple[Tensor, Tensor]:
-    """SDERF's best ``a`` and basis ``U`` for the second moment ``mean z z'`` (FAVOR#): OPRF along each eigenvector.
-
-    >>> a, U = dense_a(torch.eye(3))
-    >>> torch.allclose(a, optimal_A(3.0, 3))
-    True
-    """
+    """SDERF's best ``a`` and basis ``U`` for the second moment ``mean z z'`` (FAVOR#): OPRF along each eigenvector."""
     C = second_moment
     if C.ndim < 2 or C.shape[-1] != C.shape[-2]:
         raise BochnerError(f"The 'second_moment' of dense_a must have shape (..., d, d), got {tuple(C.shape)}.")
     l, U = torch.linalg.eigh((C + C.mT) / 2)
     return optimal_a(l.clamp(min=0)), U
-
-
-@closed_form
-def pair_second_moment(x: Tensor, y: Tensor) -> Tensor:
-    """``mean (x_i + y_j)(x_i + y_j)'`` over all pairs of rows of (..., n, d) and (..., s, d), in O((n + s) d^2).
-
-    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    >>> pair_second_moment(x, -x)[0, 0].item()
-    0.5
-    """
-    return second_moment_of_sum(x, y)
-
-
-@closed_form
-def centre(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``x - a``, ``y - b`` and the log of the factor that makes centring exact.
-
-    ``exp(x.y) = exp((x-a).(y-b)) exp(a.y + (x-a).b)``: of the factor, ``exp(a.y)`` belongs to the key and
-    ``exp((x-a).b)`` to the query.
-
-    >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
-    >>> p, q, log_factor = centre(x, y, x, y)
-    >>> torch.allclose(log_factor, (x @ y).double())
-    True
-    """
-    a, b = vector(a, "a", "centre"), vector(b, "b", "centre")
-    return x - a, y - b, (a * y).sum(-1) + ((x - a) * b).sum(-1)
-
-
-def mse_centred(
-    x: Tensor,
-    y: Tensor,
-    num_features: Number,
-    a: Tensor,
-    b: Tensor,
-    *,
-    map: str | Estimator = "positive",
-    projection: str = "iid",
-) -> Tensor:
-    """Mean squared error of a softmax estimator applied to centred inputs and multiplied back.
-
-    ``exp(2 log_factor) MSE(x - a, y - b)``; the relative error is that of the centred pair.
-    """
-    p, q, log_factor = centre(x, y, a, b)
-    return torch.exp(log_mse(p, q, num_features, map, projection=projection) + 2 * log_factor)
 
 
 def _log_kernel(x: Tensor, y: Tensor, kernel: str) -> Tensor:
@@ -315,22 +296,19 @@ def _log_kernel(x: Tensor, y: Tensor, kernel: str) -> Tensor:
     return -(x - y).square().sum(-1) / 2
 
 
-def _log_relative_positive(law: Estimator, x: Tensor, y: Tensor, lam: Tensor) -> Tensor:
+def _log_relative_positive(law: Estimator, z: Tensor) -> Tensor:
     """log of m MSE / K^2 for the exponential family: a second moment exp(e), minus one."""
-    if law.name == "positive":
-        return logexpm1(lam)
     if law.name == "hyperbolic":
+        lam = z.square().sum(-1)
         return lam + 2 * log1mexp(lam) - math.log(2.0)
+    t = torch.zeros(1, dtype=torch.float64)
     if law.name == "optimal":
-        t = _below_eighth(torch.as_tensor(law.A, dtype=torch.float64), "A")
-        d = x.shape[-1]
-        return logexpm1(d * _log_weight(t) + lam / (1 - 8 * t))
-    if law.a is None:
-        raise BochnerError("The 'dense' map needs its 'a' (d,) and, unless it is diagonal, its basis 'U' (d, d).")
-    z = x + y
-    if law.U is not None:
-        z = (vector(law.U, "U", "theory").mT @ z[..., None]).squeeze(-1)
-    t = _below_eighth(vector(law.a, "a", "theory"), "a")
+        t = _below_eighth(torch.as_tensor(law.A, dtype=torch.float64), "A")[..., None]
+    elif law.name == "dense":
+        if law.a is None:
+            raise BochnerError("The 'dense' map needs its 'a' (d,) and, unless it is diagonal, its basis 'U' (d, d).")
+        t = _below_eighth(vector(law.a, "a", "theory"), "a")
+        z = z if law.U is None else (vector(law.U, "U", "theory").mT @ z[..., None]).squeeze(-1)
     return logexpm1((_log_weight(t) + z.square() / (1 - 8 * t)).sum(-1).clamp(min=0))
 
 
@@ -345,13 +323,13 @@ def _below_eighth(t: Tensor, name: str) -> Tensor:
     return t
 
 
-def _log_relative_regularized(x: Tensor, y: Tensor, m: Tensor, projection: str, about: str) -> Tensor:
+def _log_relative_regularized(x: Tensor, y: Tensor, m: Tensor, orthogonal: bool, about: str) -> Tensor:
     one_of(about, "about", "mse_regularized", ["kernel", "mean"])
     lam, d = (x + y).square().sum(-1), x.shape[-1]
     log_r = _log_ratio(lam, d)
     log_second = log_hyp0f1(d / 2, d * lam) - lam
     out = 2 * log_r + logexpm1((log_second - 2 * log_r).clamp(min=0)) - torch.log(m)
-    if projection == "orthogonal":
+    if orthogonal:
         log_pair = log_hyp0f1(d / 2, d * lam / 2) - lam
         log_gap = 2 * log_r + log1mexp((2 * log_r - log_pair).clamp(min=0)) + torch.log(block_pairs(m, d) / m.square())
         some = log_gap > -math.inf
