@@ -45,7 +45,7 @@ class Options(NamedTuple):
         if o.is_causal and n > s:
             raise BochnerError(
                 f"Causal attention needs at least as many keys as queries, got n={n} and s={s}; pass the earlier keys "
-                "too, or 'state' where there is one."
+                "as well, or 'state' where there is one."
             )
         window, sinks = check_window(o.window, o.sinks, o.window_kind, owner, None if goes_on else s)
         if window is not None and n != s and not o.is_causal:
