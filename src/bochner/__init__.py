@@ -30,6 +30,7 @@ _LAZY = {
     "KernelOperator": "bochner.matvec:KernelOperator",
     "Estimate": "bochner.matvec:Estimate",
     "hf": "bochner.hf",
+    "migrate": "bochner.migrate",
     "cli": "bochner.cli",
     "estimators": "bochner.estimators",
     "sampling": "bochner.sampling",
