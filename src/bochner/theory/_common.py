@@ -54,7 +54,6 @@ def number(value: Any, name: str, owner: str) -> Tensor:
 
 
 def positive(value: Any, name: str, owner: str) -> Tensor:
-    """A positive number or tensor, in float64."""
     t = number(value, name, owner)
     if not (torch.isfinite(t).all() and (t > 0).all()):
         raise BochnerError(f"The {name!r} of {owner} must be positive and finite, got {value!r}.")
@@ -62,10 +61,9 @@ def positive(value: Any, name: str, owner: str) -> Tensor:
 
 
 def whole(value: Any, name: str, owner: str) -> Tensor:
-    """A count of at least 1, in float64."""
-    t = number(value, name, owner)
-    if not (torch.isfinite(t).all() and (t >= 1).all() and (t == t.round()).all()):
-        raise BochnerError(f"The {name!r} of {owner} must be whole and at least 1, got {value!r}.")
+    t = positive(value, name, owner)
+    if not (t == t.round()).all():
+        raise BochnerError(f"The {name!r} of {owner} must be whole, got {value!r}.")
     return t
 
 
