@@ -1,8 +1,4 @@
-"""What long work says while it runs: messages by `logging`, and progress bars.
-
-Messages go through the logger "bochner" to the standard error stream. `logging.getLogger("bochner").setLevel("ERROR")`
-silences them; another handler or formatter on that logger adds times or sends them elsewhere.
-"""
+"""What long work says while it runs: messages of the logger "bochner" on the error stream, and progress bars."""
 
 from __future__ import annotations
 

