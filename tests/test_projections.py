@@ -144,7 +144,7 @@ def test_projections_are_real_inside_a_meta_device_context(name):
 
 def test_fast_transform_is_the_hadamard_matrix():
     h = torch.tensor([[1.0]], dtype=torch.float64)
-    for _ in range(9):
+    for _ in range(10):
         x = torch.randn(3, len(h), dtype=torch.float64)
         torch.testing.assert_close(hadamard_transform(x), x @ h)
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])

@@ -12,8 +12,8 @@ where d is at least `LONG`: that serves maps of plain products, such as `trig`. 
 | `halton`     | scrambled Halton points, normal quantile  | N(0, I), exactly      | O(m d)        |
 | `sobol`      | scrambled Sobol points, normal quantile   | N(0, I), exactly      | O(m d)        |
 | `givens`     | products of random rotations, chi norms   | N(0, I), nearly       | O(m d)        |
-| `fastfood`   | S H G P H B blocks                        | N(0, I), exactly      | O(m sqrt d)   |
-| `hadamard`   | H D H D H D blocks, chi norms             | N(0, I), nearly       | O(m sqrt d)   |
+| `fastfood`   | S H G P H B blocks                        | N(0, I), exactly      | O(m log d)    |
+| `hadamard`   | H D H D H D blocks, chi norms             | N(0, I), nearly       | O(m log d)    |
 """
 
 from __future__ import annotations
@@ -28,15 +28,11 @@ from torch import Generator, Tensor, nn
 
 from bochner._checks import BochnerError, lookup, make_generator, one_of, positive_int
 
-LONG = 256  # from here on two transforms of a vector are faster than its product with the matrix
+LONG = 256  # from here on transforms of a vector are faster than its product with the matrix
 
 
 class FullPrecisionModule(nn.Module):
-    """A module whose floating-point state never drops below float32.
-
-    `model.to(torch.bfloat16)` would round the frequencies and the exponents built from them; here such a cast only
-    moves the device. float64 and float32 casts go through.
-    """
+    """A module whose floating-point state never drops below float32: `model.to(torch.bfloat16)` only moves it."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         def keep(t: Tensor) -> Tensor:
@@ -80,8 +76,7 @@ class DrawnModule(FullPrecisionModule):
 class Projection(DrawnModule):
     """Base of all projections: `num_features` (m) directions in R^`dim` (d), per head if `num_heads` is given.
 
-    `norms`: `"chi"` gives each row the length of a Gaussian vector; `"fixed"` the length sqrt(d), as the
-    regularised softmax kernel wants it.
+    `norms`: `"chi"` gives each row the length of a Gaussian vector, `"fixed"` the length sqrt(d).
     """
 
     def __init__(
@@ -153,8 +148,7 @@ class OrthogonalProjection(DenseProjection):
 class SimplexProjection(DenseProjection):
     """Rows towards the vertices of a randomly rotated simplex: pairwise angles beyond 90 degrees.
 
-    Reid et al. 2023, *Simplex Random Features*: of all fixed couplings of directions with independent norms, the
-    one with the smallest variance for positive features.
+    Reid et al. 2023: of all fixed couplings of directions, the one with the smallest variance for positive features.
     """
 
     def _rows(self, g: Generator) -> Tensor:
@@ -181,10 +175,9 @@ class SobolProjection(DenseProjection):
 
 
 class GivensProjection(DenseProjection):
-    """Rounds of Givens rotations on random disjoint pairs: rows exactly orthogonal, nearly Haar.
+    """Random signs, then `2 ceil(log2 d) + 2` rounds of Givens rotations of random disjoint pairs by uniform angles.
 
-    `2 ceil(log2 d) + 2` rounds; in each every coordinate (but one when d is odd) is rotated once with another, by
-    its own uniform angle. A first diagonal of random signs makes both orientations reachable.
+    Rows exactly orthogonal, nearly Haar; the signs make both orientations reachable.
     """
 
     def _rows(self, g: Generator) -> Tensor:
@@ -313,10 +306,9 @@ def chi(m: int, *, dof: int, g: Generator) -> Tensor:
 
 
 def haar(d: int, g: Generator) -> Tensor:
-    """A uniformly distributed orthogonal matrix.
+    """A uniformly distributed orthogonal matrix: QR with the sign of R's diagonal fixed (Mezzadri 2007).
 
-    QR alone is not uniform: LAPACK's signs make R's diagonal what it happens to be, and positive features built on
-    such rows are biased. Fixing the diagonal's sign restores the Haar measure (Mezzadri 2007).
+    Without it LAPACK's signs bias positive features.
     """
     q, r = torch.linalg.qr(gaussian(d, d, g=g))
     return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
@@ -347,15 +339,21 @@ def padded_dim(d: int) -> int:
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
-    """The unnormalised Walsh-Hadamard transform of the last axis, of p entries, a power of two.
+    """The unnormalised Walsh-Hadamard transform of the last axis, of p entries, a power of two: O(p log p).
 
-    `H_(a b) = H_a (x) H_b`: products with two matrices of about sqrt(p), faster than log2(p) passes over memory.
+    `H_(a b) = H_a (x) H_b`: products with matrices of at most 64 are faster than log2(p) passes over memory.
     """
     bits = x.shape[-1].bit_length() - 1
-    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=x.dtype, device=x.device)
-    one = torch.ones(1, 1, dtype=x.dtype, device=x.device)
-    left, right = (reduce(torch.kron, [two] * n, one) for n in (bits // 2, bits - bits // 2))
-    return (left @ (x.unflatten(-1, (len(left), len(right))) @ right)).flatten(-2)
+    if bits <= 6:
+        return x @ sylvester(bits, x)
+    left = sylvester(min(bits // 2, 6), x)
+    return (left @ hadamard_transform(x.unflatten(-1, (len(left), -1)))).flatten(-2)
+
+
+def sylvester(bits: int, like: Tensor) -> Tensor:
+    """The Hadamard matrix of 2^bits rows."""
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=like.dtype, device=like.device)
+    return reduce(torch.kron, [two] * bits, two.new_ones(1, 1))
 
 
 def in_blocks(x: Tensor, blocks: int, padded: int) -> Tensor:
