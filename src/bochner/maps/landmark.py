@@ -311,14 +311,12 @@ def _near(is_causal: bool, window: int | None, sinks: int, window_kind: str, giv
     owner = "calibrate_"
     one_of(window_kind, "window_kind", owner, WINDOW_KINDS)
     is_causal = flag(is_causal, "is_causal", owner)
-    if window is not None:
-        window = positive_int(window, "window", owner)
+    window = None if window is None else positive_int(window, "window", owner)
     if not is_int(sinks) or sinks < 0:
         raise BochnerError(f"The 'sinks' of {owner} must be an int >= 0, got {sinks!r}.")
-    for t in given:
-        if (is_causal or window is not None) and t.n != t.k.shape[2]:
-            raise BochnerError(
-                f"With is_causal or a window {owner} needs as many queries as keys in every sequence, got "
-                f"{t.n} and {t.k.shape[2]}."
-            )
+    uneven = [f"{t.n} and {t.k.shape[2]}" for t in given if t.n != t.k.shape[2]]
+    if uneven and (is_causal or window):
+        raise BochnerError(
+            f"With is_causal or a window {owner} needs as many queries as keys in every sequence, got {uneven[0]}."
+        )
     return Near(is_causal, window, int(sinks), window_kind)

@@ -42,9 +42,6 @@ def allocate_features(variances: Tensor, target: Number) -> Tensor:
 
     ``variances``: of one feature of each degree. For step 6 of Problem 3's Algorithm 1, which misses its target.
     """
-    if (variances < 0).any():
-        least = variances.min().item()
-        raise BochnerError(f"The 'variances' of allocate_features must not be negative, got {least:.6g}.")
     root = torch.sqrt(variances)
     return torch.ceil(root * root.sum() / target).clamp(min=1)
 

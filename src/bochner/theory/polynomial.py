@@ -130,8 +130,8 @@ def square_over(a: Tensor, p: Tensor, owner: str) -> Tensor:
     """``a_k^2 / p_k`` with ``0 / 0 = 0``; refuses a term that is never drawn and a p that is no law."""
     if a.shape != p.shape:
         raise BochnerError(f"The coefficients and probabilities of {owner} must be as many, got {a.shape}, {p.shape}.")
-    if (p < 0).any() or float(p.sum()) > 1 + 1e-6:
-        raise BochnerError(f"The 'probabilities' of {owner} must be >= 0 with sum <= 1, got sum {p.sum().item():.6g}.")
+    if float(p.sum()) > 1 + 1e-6:
+        raise BochnerError(f"The 'probabilities' of {owner} must have a sum <= 1, got {p.sum().item():.6g}.")
     if ((p == 0) & (a != 0)).any():
         raise BochnerError(f"The 'probabilities' of {owner} must be positive wherever a coefficient is not zero.")
     return torch.where(a == 0, 0.0, a.square() / torch.where(p > 0, p, 1.0))
