@@ -18,10 +18,8 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import warnings
-import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,14 +54,8 @@ class ArtefactUnavailable(BochnerError):
 
 # The two sets share no book and no author, so that nothing measured was calibrated on.
 BOOKS = {
-    "calibration": (
-        "austen-emma.txt",
-        "chesterton-brown.txt",
-        "edgeworth-parents.txt",
-        "austen-persuasion.txt",
-        "chesterton-thursday.txt",
-    ),
-    "heldout": ("carroll-alice.txt", "melville-moby_dick.txt", "bryant-stories.txt", "burgess-busterbrown.txt"),
+    "calibration": ("austen-emma", "chesterton-brown", "edgeworth-parents", "austen-persuasion", "chesterton-thursday"),
+    "heldout": ("carroll-alice", "melville-moby_dick", "bryant-stories", "burgess-busterbrown"),
 }
 
 
@@ -93,8 +85,7 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
     # The hash is part of the path: another pin never meets an old copy.
     home = cache_dir() / f"{name}-{artefact.version}-{artefact.sha256[:12]}"
     path = home / artefact.member
-    fault = damage(home, artefact.member)
-    if fault:
+    if fault := damage(home, artefact.member):
         if home.exists() and not quiet:
             logger.info("%s in the cache is fetched again: %s", name, fault)
         try:
@@ -106,10 +97,7 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
                 f"The artefact {name!r} needs {artefact.megabytes} MB and room to unpack them, and the disk of "
                 f"{home.parent} is full; free some space, or set BOCHNER_CACHE to another place."
             ) from error
-    if not path.exists():
-        raise BochnerError(
-            f"The artefact {name!r} has no {artefact.member!r} in it: the pin and the path do not agree."
-        )
+    assert path.exists(), f"{name} has no {artefact.member}: the pin and the path do not agree"
     return from_gguf(path) if path.suffix == ".gguf" else path
 
 
@@ -249,13 +237,11 @@ def _digest(file: Path) -> str:
 
 def _unpack(archive: Path, into: Path) -> None:
     if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as z:
-            z.extractall(into)
+        shutil.unpack_archive(archive, into, "zip")
     elif archive.suffix == ".deb":
         subprocess.run(["dpkg-deb", "-x", str(archive), str(into)], check=True, capture_output=True)
     else:
-        with tarfile.open(archive) as t:
-            t.extractall(into, filter="data")
+        shutil.unpack_archive(archive, into, "gztar", filter="data")
 
 
 def paragraphs(split: str, count: int = 64, *, words: int = 110, source: str | None = None) -> list[str]:
@@ -291,8 +277,8 @@ def paragraphs(split: str, count: int = 64, *, words: int = 110, source: str | N
     mixed = [p[i] for i in range(share) for p in strided if i < len(p)]
     if len(mixed) < count:
         raise BochnerError(
-            f"There are only {len(mixed)} passages of {words} words in the {split} set of {source!r}, "
-            f"{count} were asked for; ask for fewer or shorter ones."
+            f"There are only {len(mixed)} passages of {words} words in the {split} set of {source!r}; ask for fewer or "
+            "shorter ones."
         )
     return mixed[:count]
 
@@ -300,7 +286,7 @@ def paragraphs(split: str, count: int = 64, *, words: int = 110, source: str | N
 def _texts(split: str, source: str) -> list[str]:
     if source == "books":
         folder = fetch("books")
-        return [(folder / name).read_text(encoding="latin-1") for name in BOOKS[split]]
+        return [(folder / f"{name}.txt").read_text(encoding="latin-1") for name in BOOKS[split]]
     from pydoc_data.topics import topics
 
     # Topics repeat each other: the held-out set drops every paragraph with an 8-word run of the other set.
