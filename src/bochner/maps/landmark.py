@@ -245,10 +245,7 @@ class LandmarkFeatures(FeatureMap):
         found = [t for t in map(self._one, *parts) if t is not None]
         rows = sum(t.k.shape[0] * t.k.shape[2] for t in found)
         if not rows:
-            raise BochnerError(
-                "calibrate_ needs at least one sequence with a query and 2 keys, got none: attention over one key is "
-                "known without a map."
-            )
+            raise BochnerError("calibrate_ needs at least one sequence with a query and 2 keys, got none.")
         if rows < self.num_features:
             warnings.warn(
                 f"calibrate_ was given {rows} keys per head for {self.num_features} features: give more keys than "
@@ -260,14 +257,12 @@ class LandmarkFeatures(FeatureMap):
 
     def _one(self, q: Any, k: Any, v: Any = None) -> Given | None:
         """One entry of q, k and v, checked; None if there is nothing to fit."""
-        owner = "calibrate_"
-        q, k = self.check_input(q, "q"), self.check_input(k, "k")
+        owner, x, y = "calibrate_", self._sequences(q, "q"), self._sequences(k, "k")
         if v is not None and finite(floating(v, "v", owner), "v", owner).shape[:-1] != k.shape[:-1]:
             raise BochnerError(
                 f"The 'v' of {owner} must have the shape of 'k' up to its last axis, got {tuple(v.shape)} for "
                 f"{tuple(k.shape)}."
             )
-        x, y = self._sequences(q, "q"), self._sequences(k, "k")
         if len(x) != len(y) or self._group(k) != 1:
             raise BochnerError(
                 f"{owner} needs as many sequences of 'q' as of 'k', and as many key heads as the map has, got "
@@ -284,11 +279,10 @@ class LandmarkFeatures(FeatureMap):
         """The sequences of one key head. Without values, random ones: their mean square is that of the weights."""
         found = []
         for q, k, v, n in given:
-            s = k.shape[2]
-            i, j = torch.arange(n).repeat(q.shape[2] // n), torch.arange(s)
-            for b in range(k.shape[0]):
-                u = torch.randn(s, 32, generator=g, dtype=torch.float32) if v is None else v[b, head]
-                found.append(Rows(q[b, head].float().cpu(), k[b, head].float().cpu(), u.float().cpu(), i, j))
+            (b, _, s, _), i = k.shape, torch.arange(n).repeat(q.shape[2] // n)
+            u = torch.randn(b, s, 32, generator=g, dtype=torch.float32) if v is None else v[:, head]
+            x, y, u = (t.float().cpu() for t in (q[:, head], k[:, head], u))
+            found += [Rows(*rows, i, torch.arange(s)) for rows in zip(x, y, u, strict=True)]
         return found
 
     def _take(self, heads: list[Head]) -> None:

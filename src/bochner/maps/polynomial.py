@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor
 
-from bochner._checks import BochnerError, make_generator, non_negative, positive_int
+from bochner._checks import BochnerError, make_generator, non_negative, one_of, positive_int
 from bochner.maps.base import FeatureMap, Features, to_features
 from bochner.projections import rademacher
 from bochner.theory import mse_maclaurin, mse_tensor_sketch_matrix
@@ -124,7 +124,7 @@ class MaclaurinFeatures(DrawnFeatures):
     feature; features dealt to the degrees beforehand have less variance.
 
     `series`: `"polynomial"` for `(x . y + coef)^degree`, `"exp"` for exp(x . y), a sequence of a_k or a function of k,
-    cut after `degree` (2 for `"polynomial"`, else 12). `radius`: the length of x that the dealing assumes.
+    cut after `degree` (2 for `"polynomial"`, else 12).
 
     >>> phi = MaclaurinFeatures(dim=4, num_features=32, series="exp")
     >>> phi.kernel_matrix(torch.zeros(1, 4), torch.zeros(1, 4))
@@ -142,16 +142,14 @@ class MaclaurinFeatures(DrawnFeatures):
         series: str | Sequence[float] | Callable[[int], float] = "polynomial",
         degree: int | None = None,
         coef: float = 0.0,
-        radius: float = 1.0,
         **options: Any,
     ) -> None:
         owner = type(self).__name__
         m = positive_int(num_features, "num_features", owner)
-        if degree is not None:
-            positive_int(degree, "degree", owner)
+        degree = None if degree is None else positive_int(degree, "degree", owner)
         self.coefficients = dot_product_series(series, degree, non_negative(coef, "coef", owner), owner)
         self.degree = len(self.coefficients) - 1
-        self.counts = deal_features(self.coefficients, m, non_negative(radius, "radius", owner), owner)
+        self.counts = deal_features(self.coefficients, m, owner)
         # Features of degree above t all need a sum number t: `rows[t]` of them.
         self.rows = [sum(self.counts[t + 1 :]) for t in range(self.degree)]
         super().__init__(dim, m, **options)
@@ -210,10 +208,7 @@ class NonnegativePolyFeatures(PolynomialFeatures):
     def __init__(self, dim: int, num_features: int, **options: Any) -> None:
         super().__init__(dim, num_features, **options)
         if self.degree % 2:
-            raise BochnerError(
-                f"The 'degree' of {type(self).__name__} must be even, got {self.degree}; an odd power of x . y is "
-                "negative where x . y is: use degree + 1, or 'tensor_sketch'."
-            )
+            raise BochnerError(f"The 'degree' of {type(self).__name__} must be even, got {self.degree}.")
         self.feature_dim = self.rank * (self.rank + 1) // 2
 
     @property
@@ -318,45 +313,34 @@ def dot_product_series(
 ) -> list[float]:
     """a_0, ..., a_n of a dot-product kernel, checked: finite, not negative, not all zero."""
     n = degree or (2 if series == "polynomial" else 12)
-    if series == "polynomial":
-        a = [math.comb(n, k) * coef ** (n - k) for k in range(n + 1)]
-    elif series == "exp":
-        a = [1 / math.factorial(k) for k in range(n + 1)]
+    if isinstance(series, str):
+        name = one_of(series, "series", owner, ("polynomial", "exp"))
+        a = [math.comb(n, k) * coef ** (n - k) if name == "polynomial" else 1 / math.factorial(k) for k in range(n + 1)]
     elif callable(series):
         a = [float(series(k)) for k in range(n + 1)]
-    elif isinstance(series, Sequence) and not isinstance(series, str):
-        a = [float(v) for v in series][: None if degree is None else degree + 1]
     else:
-        raise BochnerError(
-            f"The 'series' of {owner} must be 'polynomial', 'exp', a sequence of coefficients or a function of the "
-            f"degree, got {series!r}."
-        )
+        a = [float(v) for v in series][: None if degree is None else degree + 1]
     bad = [k for k, v in enumerate(a) if not 0 <= v < math.inf]
     if bad or not any(a[1:]):
         what = f"coefficient {a[bad[0]]} at degree {bad[0]}" if bad else "no positive coefficient above degree 0"
-        raise BochnerError(
-            f"The 'series' of {owner} needs finite coefficients >= 0 and a positive one above degree 0, got {what}; "
-            "a negative coefficient is not a positive-definite kernel."
-        )
+        raise BochnerError(f"The 'series' of {owner} needs finite coefficients >= 0, not all of degree 0, got {what}.")
     while not a[-1]:
         a.pop()
     return a
 
 
-def deal_features(a: Sequence[float], m: int, radius: float, owner: str) -> list[int]:
-    """m features over the degrees with a_k > 0: one for degree 0, the rest as `a_k radius^(2k)`, at least one each.
+def deal_features(a: Sequence[float], m: int, owner: str) -> list[int]:
+    """m features over the degrees with a_k > 0: one for degree 0, the rest as a_k, at least one each.
 
-    The standard deviation of one feature of degree k is about `a_k (|x||y|)^k`: the best split is proportional to it.
+    The standard deviation of one feature of degree k is about a_k for unit rows: the best split is proportional to it.
     """
-    used = [k for k, v in enumerate(a) if v > 0]
-    if m < len(used):
+    least = sum(v > 0 for v in a)
+    if m < least:
         raise BochnerError(
-            f"The 'num_features' of {owner} must be at least {len(used)}, one for each degree of the series, got {m}; "
-            "raise it or lower 'degree'."
+            f"The 'num_features' of {owner} must be at least {least}, the degrees of its series, got {m}."
         )
-    free = m - len(used)
-    share = [0.0 if k == 0 else v * radius ** (2 * k) for k, v in enumerate(a)]
-    exact = [free * s / (sum(share) or 1.0) for s in share]
+    free = m - least
+    exact = [0.0, *(free * v / sum(a[1:]) for v in a[1:])]
     whole = [math.floor(e) for e in exact]
     last = sorted(range(len(a)), key=lambda k: whole[k] - exact[k])[: free - sum(whole)]
     return [(v > 0) + whole[k] + (k in last) for k, v in enumerate(a)]
