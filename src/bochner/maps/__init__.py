@@ -186,7 +186,3 @@ def options_of(cls: type[FeatureMap]) -> set[str]:
                 break
     alone = issubclass(cls, ProjectedFeatures) and len(cls.kernels) == 1
     return names - {"dim", "num_features"} - ({"kernel"} if alone else set())
-
-
-# Of ours, those that draw something other than directions.
-WITHOUT_PROJECTION = frozenset(name for name, cls in FEATURE_MAPS.items() if "projection" not in options_of(cls))
