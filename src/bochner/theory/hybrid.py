@@ -208,7 +208,7 @@ def _complex_sum(x: Tensor, y: Tensor, A: Tensor) -> Tensor:
     if A.shape not in ((), (d,), (d, d)):
         raise BochnerError(f"The 'A' of mse_complex must be a number, ({d},) or ({d}, {d}), got {tuple(A.shape)}.")
     A = A if A.ndim == 2 else A.expand(d).diag()
-    solved, info = torch.linalg.solve_ex(A.mT, y.to(A.dtype)[..., None])
-    if (info != 0).any() or not torch.isfinite(solved.abs()).all():
+    inverse, info = torch.linalg.inv_ex(A)
+    if (info != 0).any() or not torch.isfinite(inverse.abs()).all():
         raise BochnerError("The 'A' of mse_complex must be invertible, got a singular matrix or a zero entry.")
-    return (A @ x.to(A.dtype)[..., None] + solved).squeeze(-1)
+    return x.to(A.dtype) @ A.mT + y.to(A.dtype) @ inverse
