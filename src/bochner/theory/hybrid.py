@@ -206,7 +206,7 @@ def _complex_sum(x: Tensor, y: Tensor, A: Tensor) -> Tensor:
     """``A x + (A')^-1 y`` for a scalar, a diagonal or a matrix."""
     A, d = torch.as_tensor(A).to(torch.complex128), x.shape[-1]
     if A.shape not in ((), (d,), (d, d)):
-        raise BochnerError(f"The 'A' of mse_complex must be a number, ({d},) or ({d}, {d}), got {tuple(A.shape)}.")
+        raise BochnerError(f"The 'A' of mse_complex must be a number, {d} entries or ({d}, {d}), got {tuple(A.shape)}.")
     A = A if A.ndim == 2 else A.expand(d).diag()
     inverse, info = torch.linalg.inv_ex(A)
     if (info != 0).any() or not torch.isfinite(inverse.abs()).all():
