@@ -322,15 +322,11 @@ def gaussian_blocks(m: int, d: int, *, g: Generator, directions: Tensor | None =
 
 
 def simplex_vertices(d: int) -> Tensor:
-    """d unit vectors in R^d with pairwise inner products -1/(d-1), as rows."""
+    """d unit vectors in R^d with pairwise inner products -1/(d-1), as rows: the basis less its mean."""
     if d == 1:
         return torch.ones(1, 1, dtype=torch.float64, device="cpu")
-    s = math.sqrt(d / (d - 1)) * torch.eye(d, dtype=torch.float64, device="cpu")
-    s[:, : d - 1] -= (math.sqrt(d) + 1) / (d - 1) ** 1.5
-    s[d - 1] = 0
-    s[d - 1, : d - 1] = 1 / math.sqrt(d - 1)
-    s[:, d - 1] = 0
-    return s
+    eye = torch.eye(d, dtype=torch.float64, device="cpu")
+    return (eye - 1 / d) * math.sqrt(d / (d - 1))
 
 
 def padded_dim(d: int) -> int:
