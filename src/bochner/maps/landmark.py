@@ -248,8 +248,8 @@ class LandmarkFeatures(FeatureMap):
             raise BochnerError("calibrate_ needs at least one sequence with a query and 2 keys, got none.")
         if rows < self.num_features:
             warnings.warn(
-                f"calibrate_ was given {rows} keys per head for {self.num_features} features: give more keys than "
-                "features, better 2,000.",
+                f"calibrate_ was given {rows} keys per head for {self.num_features} features, too few: give more keys, "
+                "better 2,000.",
                 BochnerWarning,
                 stacklevel=3,
             )
