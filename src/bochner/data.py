@@ -45,7 +45,7 @@ class Artefact(NamedTuple):
 
 
 with Path(__file__).with_name("artefacts.csv").open(encoding="utf-8", newline="") as _table:
-    ARTEFACTS = {name: Artefact(*pin[:3], int(pin[3]), *pin[4:]) for name, *pin in list(csv.reader(_table))[1:]}
+    ARTEFACTS = {name: Artefact._make([*pin[:3], int(pin[3]), *pin[4:]]) for name, *pin in list(csv.reader(_table))[1:]}
 
 
 class ArtefactUnavailable(BochnerError):

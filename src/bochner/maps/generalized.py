@@ -142,7 +142,7 @@ class FunctionFeatures(GeneralizedFeatures):
     ) -> None:
         super().__init__(dim, num_features, **options)
         owner = type(self).__name__
-        named = getattr(F, f, None) or getattr(torch, f, None) if isinstance(f, str) else f
+        named: Any = getattr(F, f, None) or getattr(torch, f, None) if isinstance(f, str) else f
         probe = torch.linspace(-3, 3, 12, device="cpu").view(3, 4)
         try:
             with torch.no_grad():
