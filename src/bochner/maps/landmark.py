@@ -266,13 +266,17 @@ class LandmarkFeatures(FeatureMap):
         if len(x) != len(y) or self._group(k) != 1:
             raise BochnerError(
                 f"{owner} needs as many sequences of 'q' as of 'k', and as many key heads as the map has, got "
-                f"{tuple(q.shape)} and {tuple(k.shape)} with num_heads={self.num_heads}."
+                f"{tuple(q.shape)} and {tuple(k.shape)} with num_heads={self.num_heads}; give a map of fewer key heads "
+                "than query heads num_heads."
             )
         if x.numel() == 0 or y.numel() == 0 or y.shape[2] < 2:
             return None
         for t, name in ((x, "q"), (y, "k")):
             if (size := float(t.abs().amax())) > LARGEST:
-                raise BochnerError(f"The {name!r} of {owner} must have entries of at most {LARGEST:g}, got {size:.3g}.")
+                raise BochnerError(
+                    f"The {name!r} of {owner} must have entries of at most {LARGEST:g}, got {size:.3g}; give queries "
+                    "and keys as attention scales them."
+                )
         return Given(x, y, None if v is None else v.detach().reshape(*y.shape[:3], -1), q.shape[-2])
 
     def _rows(self, head: int, given: list[Given], g: Generator) -> list[Rows]:

@@ -214,7 +214,8 @@ class ProductFeatures(FeatureMap):
         owner = type(self).__name__
         for value, name in ((mask, "mask"), (attention, "attention")):
             if not isinstance(value, FeatureMap):
-                raise BochnerError(f"The {name!r} of {owner} must be a FeatureMap, got {type(value).__name__}.")
+                got = type(value).__name__
+                raise BochnerError(f"The {name!r} of {owner} must be a FeatureMap, got {got}; see bochner.feature_map.")
             if not isinstance(value, SINGLE) or value.feature_dim % value.num_features:
                 raise BochnerError(
                     f"{owner} cannot pair the features of {type(value).__name__}, which estimate the kernel only "

@@ -208,7 +208,8 @@ class NonnegativePolyFeatures(PolynomialFeatures):
     def __init__(self, dim: int, num_features: int, **options: Any) -> None:
         super().__init__(dim, num_features, **options)
         if self.degree % 2:
-            raise BochnerError(f"The 'degree' of {type(self).__name__} must be even, got {self.degree}.")
+            owner = type(self).__name__
+            raise BochnerError(f"The 'degree' of {owner} must be even, got {self.degree}; or take 'tensor_sketch'.")
         self.feature_dim = self.rank * (self.rank + 1) // 2
 
     @property
@@ -337,7 +338,7 @@ def deal_features(a: Sequence[float], m: int, owner: str) -> list[int]:
     least = sum(v > 0 for v in a)
     if m < least:
         raise BochnerError(
-            f"The 'num_features' of {owner} must be at least {least}, the degrees of its series, got {m}."
+            f"The 'num_features' of {owner} must be at least {least}, got {m}; raise it or lower 'degree'."
         )
     free = m - least
     exact = [0.0, *(free * v / sum(a[1:]) for v in a[1:])]
