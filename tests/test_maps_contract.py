@@ -12,11 +12,11 @@ from naive import said_of, signed_attention
 
 import bochner
 from bochner import BochnerError, feature_map, kernel_estimate
-from bochner.maps import FEATURE_MAPS, WITHOUT_PROJECTION
+from bochner.maps import FEATURE_MAPS, options_of
 from bochner.projections import PROJECTIONS, Projection
 
 D, M = 4, 12
-PROJECTED = [name for name in FEATURE_MAPS if name not in WITHOUT_PROJECTION]
+PROJECTED = [name for name, cls in FEATURE_MAPS.items() if "projection" in options_of(cls)]
 SOFTMAX_FAMILY = ["trig", "positive", "hyperbolic", "regularized", "optimal", "calibrated"]
 
 

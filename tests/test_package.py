@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "bochner"
 
 # A module may import from its own row and the rows above it.
 LAYERS = [
-    ["_artefacts", "_checks", "_lazy", "_products", "_progress", "_timing", "_version"],
+    ["_checks", "_lazy", "_products", "_progress", "_timing", "_version"],
     ["projections", "moments", "data", "theory"],
     ["maps"],
     ["attention"],

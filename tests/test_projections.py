@@ -11,6 +11,7 @@ from stats import check_mean
 
 from bochner import BochnerError, feature_map
 from bochner.projections import (
+    LONG,
     PROJECTIONS,
     Projection,
     haar,
@@ -36,6 +37,15 @@ def test_applying_equals_multiplying_by_the_matrix(name, d):
         x = torch.randn(2, 3, 4, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         assert p.matrix().shape == ((m, d) if heads is None else (heads, m, d))
         torch.testing.assert_close(p(x), x @ p.matrix().mT)
+
+
+@pytest.mark.parametrize("name", ["hadamard", "fastfood"])
+@pytest.mark.parametrize("heads", [None, 2])
+def test_long_vectors_are_transformed_without_the_matrix(name, heads, monkeypatch):
+    p = PROJECTIONS[name](LONG + 1, LONG + 3, num_heads=heads, seed=0).double()
+    x, w = torch.randn(2, heads or 1, 4, LONG + 1, dtype=torch.float64), p.matrix()
+    monkeypatch.setattr(p, "_matrix", None)
+    torch.testing.assert_close(p(x), x @ w.mT)
 
 
 @pytest.mark.parametrize("name", GAUSSIAN_ROWS)
@@ -133,11 +143,11 @@ def test_projections_are_real_inside_a_meta_device_context(name):
 
 
 def test_fast_transform_is_the_hadamard_matrix():
-    h = torch.tensor([[1.0]])
-    for _ in range(4):
+    h = torch.tensor([[1.0]], dtype=torch.float64)
+    for _ in range(10):
+        x = torch.randn(3, len(h), dtype=torch.float64)
+        torch.testing.assert_close(hadamard_transform(x), x @ h)
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    x = torch.randn(3, 16)
-    torch.testing.assert_close(hadamard_transform(x), x @ h)
 
 
 def test_bad_projections_are_refused_in_one_sentence():

@@ -27,7 +27,7 @@ def test_bidirectional_attention_is_the_same(function: nn.Module | None) -> None
     q, k, v = inputs()
     if isinstance(function, (nn.Tanh, nn.GELU)):  # signed features: keep the normaliser away from zero
         q, k = q.abs() * source.projection_matrix.mean(0).sign(), k.abs() * source.projection_matrix.mean(0).sign()
-    ours = migrate.fast_attention(source)(q, k, v)
+    ours = migrate.PerformerAttention(source)(q, k, v)
     torch.testing.assert_close(ours, source(q, k, v), rtol=1e-4, atol=1e-5)
     other = performer_pytorch.FastAttention(16, 80, **options)  # another draw: the comparison can fail
     assert (ours - other(q, k, v)).abs().max() > 1e-3
@@ -36,7 +36,7 @@ def test_bidirectional_attention_is_the_same(function: nn.Module | None) -> None
 def test_causal_generalised_attention_is_the_same(capsys: pytest.CaptureFixture) -> None:
     source = performer_pytorch.FastAttention(16, 32, causal=True, generalized_attention=True)
     q, k, v = inputs(40)
-    torch.testing.assert_close(migrate.fast_attention(source)(q, k, v), source(q, k, v), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(migrate.PerformerAttention(source)(q, k, v), source(q, k, v), rtol=1e-4, atol=1e-5)
 
 
 def test_without_epsilon_the_softmax_kernel_is_our_positive_map() -> None:
@@ -44,7 +44,7 @@ def test_without_epsilon_the_softmax_kernel_is_our_positive_map() -> None:
 
     source = performer_pytorch.FastAttention(16, 64)
     q, k, v = inputs()
-    ours = migrate.fast_attention(source, epsilon=0.0)
+    ours = migrate.PerformerAttention(source, epsilon=0.0)
     torch.testing.assert_close(ours(q, k, v), linear_attention(q, k, v, ours.feature_map))
     assert torch.equal(ours.feature_map.get_submodule("projection").get_buffer("weight"), source.projection_matrix)
     assert (ours(q, k, v) - source(q, k, v)).abs().max() > 1e-4  # the epsilon is not nothing
@@ -73,12 +73,12 @@ def test_what_is_not_a_performer_is_refused() -> None:
     with pytest.raises(BochnerError, match="no FastAttention"):
         migrate.performer_(nn.Linear(3, 3))
     with pytest.raises(BochnerError, match="Linear has no 'projection_matrix'"):
-        migrate.fast_attention(nn.Linear(3, 3))
+        migrate.PerformerAttention(nn.Linear(3, 3))
     with pytest.raises(BochnerError, match="'no_projection'"):
-        migrate.fast_attention(performer_pytorch.FastAttention(8, 16, no_projection=True))
+        migrate.PerformerAttention(performer_pytorch.FastAttention(8, 16, no_projection=True))
     source = performer_pytorch.FastAttention(8, 16, generalized_attention=True, kernel_fn=nn.Softplus())
     with pytest.raises(BochnerError, match="'Softplus' has no counterpart"):
-        migrate.fast_attention(source)
+        migrate.PerformerAttention(source)
 
 
 @pytest.mark.model

@@ -11,10 +11,7 @@ from bochner._checks import MissingExtraError
 
 
 def lazy(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package; `places`: name to `module` or `module:member`.
-
-    A package that is not installed raises `MissingExtraError` with the name that needed it.
-    """
+    """`__getattr__` and `__dir__` of a package; `places`: name to `module` or `module:member`."""
 
     def find(name: str) -> Any:
         if name not in places:

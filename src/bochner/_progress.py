@@ -1,8 +1,4 @@
-"""What long work says while it runs: messages by `logging`, and progress bars.
-
-Messages go through the logger "bochner" to the standard error stream. `logging.getLogger("bochner").setLevel("ERROR")`
-silences them; another handler or formatter on that logger adds times or sends them elsewhere.
-"""
+"""What long work says while it runs: messages of the logger "bochner", on the error stream unless told otherwise."""
 
 from __future__ import annotations
 
@@ -35,20 +31,11 @@ if logger.level == logging.NOTSET:
 
 
 def track(items: Iterable[T], total: int, what: str, shown: bool = True) -> Iterator[T]:
-    """The items, with a bar on the standard error stream: rich's if it is installed, else a line per tenth."""
-    if not (shown and logger.isEnabledFor(logging.INFO)):
-        yield from items
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import track as bar
-    except ImportError:
-        for i, item in enumerate(items):
-            yield item
-            if (i + 1) * 10 // total > i * 10 // total:
-                logger.info("%s: %d %%", what, (i + 1) * 100 // total)
-        return
-    yield from bar(items, description=what, total=total, console=Console(stderr=True))
+    """The items, with a message after every tenth of them."""
+    for i, item in enumerate(items):
+        yield item
+        if shown and (i + 1) * 10 // total > i * 10 // total:
+            logger.info("%s: %d %%", what, (i + 1) * 100 // total)
 
 
 def speaker(shown: bool | None = True) -> Callable[[str], None]:

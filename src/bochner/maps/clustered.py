@@ -24,14 +24,12 @@ class ClusteredFeatures(ProjectedFeatures):
     `calibrate_(q, k)` runs k-means on queries and keys (per head) and gives pair (i, j) a diagonal `A_ij`. With
     `u = A_ij x + A_ij^-1 y` the relative second moment of the estimator is `exp(|u|^2)`, so each entry minimises
     `E|u_k|^2` over the two clusters: modulus `(E[y_k^2]/E[x_k^2])^(1/4)`, real where the centres differ in sign,
-    imaginary where they agree. For tight clusters this is the paper's `sqrt(-r_jk/r_ik)`, which makes u = 0 at the
-    centres, and a centre with a zero coordinate needs no special case. A row picks its cluster and so its estimators:
-    of features of length `I J m` (complex: twice) it fills `J m` or `I m`. Unbiased with or without `calibrate_`
-    (without, it is `positive`), signed. MSE of a pair: `theory.mse_complex`. O(J m d) per query.
-    Choromanski et al. 2022, section 2.4, Definition H.2.
+    imaginary where they agree; for tight clusters the paper's `sqrt(-r_jk/r_ik)`. A row fills the features of its
+    cluster's pairs alone. Unbiased, signed; before `calibrate_` it is `positive`. MSE of a pair: `theory.mse_complex`.
+    Features of length `2 I J m`, O(J m d) per query. Choromanski et al. 2022, section 2.4, Definition H.2.
 
-    `num_clusters`: I and J, or one number for both. `diagonal`: `"complex"`, or `"real"` for half the length and
-    positive features.
+    `num_clusters`: (I, J), or one number for both. `diagonal`: `"complex"`, or `"real"` for positive features of half
+    the length.
 
     >>> x = torch.randn(100, 4, generator=torch.Generator().manual_seed(0)) * 0.1 + torch.tensor([1.0, 0, 0, -1])
     >>> phi = ClusteredFeatures(dim=4, num_features=8, num_clusters=2, seed=0).calibrate_(x, -x)
@@ -126,20 +124,16 @@ def kmeans(x: Tensor, count: int, *, restarts: int = 4, iterations: int = 50, se
     """Lloyd's algorithm (scipy's) from k-means++ starts, the best of several: x (h, N, d) to centres (h, c, d)."""
     from scipy.cluster.vq import kmeans2, vq
 
-    rng = np.random.default_rng(seed)
-    found = []
+    rng, found = np.random.default_rng(seed), []
     for rows in x.cpu().numpy():
-        distinct = len(np.unique(rows, axis=0))
-        if distinct < count:
+        if (distinct := len(np.unique(rows, axis=0))) < count:
             raise BochnerError(
                 f"The {name!r} of calibrate_ has only {distinct} distinct rows for {count} clusters; give more data "
                 "or a smaller 'num_clusters'."
             )
-        runs = []
-        for _ in range(restarts):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a cluster that lost all its rows: another start may do better
-                centres, _ = kmeans2(rows, count, iter=iterations, minit="++", seed=rng)
-            runs.append((np.square(vq(rows, centres)[1]).sum(), centres))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a cluster that lost all its rows: another start may do better
+            starts = [kmeans2(rows, count, iter=iterations, minit="++", seed=rng)[0] for _ in range(restarts)]
+        runs = [(np.square(vq(rows, centres)[1]).sum(), centres) for centres in starts]
         found.append(min(runs, key=lambda run: run[0])[1])
     return torch.from_numpy(np.stack(found)).to(x)

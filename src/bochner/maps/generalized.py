@@ -20,8 +20,8 @@ NON_NEGATIVE = ("relu", "relu6", "softplus", "sigmoid", "hardsigmoid", "exp", "a
 class GeneralizedFeatures(ProjectedFeatures):
     """`phi(x) = (f(w . x) + kernel_epsilon) / sqrt(m)`: the kernel `E[(f(w.x) + eps)(f(w.y) + eps)]`.
 
-    Unbiased for that kernel (`kernel_matrix`), positive when f is. Choromanski et al. 2021, section 2.2 and
-    appendix; the names are those of f. `num_features=None` applies f to x itself.
+    Unbiased for that kernel (`kernel_matrix`), positive when f is. `num_features=None` applies f to x itself.
+    Choromanski et al. 2021, section 2.2.
     """
 
     kernels = ("generalized",)
@@ -76,8 +76,7 @@ def _named(name: str, function: Callable[[Tensor], Tensor], *, positive: bool) -
 
     Unbiased for its own kernel, `kernel_matrix`. O(m d) per row. Choromanski et al. 2021, section 2.2.
 
-    >>> from bochner import feature_map
-    >>> feature_map("{name}", dim=4, num_features=16)(torch.zeros(3, 4)).values.shape
+    >>> {name.title()}Features(dim=4, num_features=16)(torch.zeros(3, 4)).values.shape
     torch.Size([3, 16])
     """
     own = {"function": staticmethod(function), "positive": positive, "__module__": __name__, "__doc__": doc}
@@ -98,9 +97,8 @@ IdentityFeatures = _named("identity", lambda t: t, positive=False)
 class LinearEluFeatures(GeneralizedFeatures):
     """The linear transformer: `phi(x) = elu(x) + 1`, d features of x itself, nothing drawn and nothing added.
 
-    Positive, unbiased for its own kernel: nothing is random. O(d) per row. `num_features` and `seed` are those of every
-    map and mean nothing here. The paper does not divide `q . k` by `sqrt(d)`: for its attention pass `scale=1`.
-    Katharopoulos et al. 2020.
+    Positive, unbiased for its own kernel: nothing is random. O(d) per row. `num_features` and `seed` mean nothing here.
+    Its attention does not divide `q . k` by `sqrt(d)`: pass `scale=1`. Katharopoulos et al. 2020.
 
     >>> (LinearEluFeatures(2)(torch.tensor([[0.0, 1.0]])).dense() * 2**0.5).round(decimals=3)
     tensor([[1., 2.]])
@@ -124,10 +122,9 @@ class LinearEluFeatures(GeneralizedFeatures):
 class FunctionFeatures(GeneralizedFeatures):
     """`phi(x) = (f(w . x) + kernel_epsilon) / sqrt(m)` for an f of your own, an `nn.Module` if it is to be learned.
 
-    `f`: takes a tensor and gives one of the same shape, elementwise; default relu. A name is that of a function of
-    `torch.nn.functional` or of torch. `positive`: whether f is never negative, which attention may then rely on.
-    Unbiased for `kernel_matrix`, a quadrature for f of polynomial growth. O(m d) per row. Choromanski et al. 2021,
-    section 2.2.
+    `f`: an elementwise function of a tensor, or its name in `torch.nn.functional` or torch. `positive`: whether f is
+    never negative. Unbiased for `kernel_matrix`, a quadrature for f of polynomial growth. O(m d) per row.
+    Choromanski et al. 2021, section 2.2.
 
     >>> phi = FunctionFeatures(2, 8, f="softplus")
     >>> phi(torch.zeros(3, 2)).values.shape
@@ -145,18 +142,16 @@ class FunctionFeatures(GeneralizedFeatures):
     ) -> None:
         super().__init__(dim, num_features, **options)
         owner = type(self).__name__
-        named = getattr(F, f, None) or getattr(torch, f, None) if isinstance(f, str) else f
-        if not callable(named):
-            raise BochnerError(
-                f"The 'f' of {owner} must be a function of a tensor, or the name of one of torch.nn.functional or "
-                f"torch, got {f!r}."
-            )
+        named: Any = getattr(F, f, None) or getattr(torch, f, None) if isinstance(f, str) else f
         probe = torch.linspace(-3, 3, 12, device="cpu").view(3, 4)
         try:
             with torch.no_grad():
                 seen = named(probe)
         except (TypeError, RuntimeError) as error:
-            raise BochnerError(f"The 'f' of {owner}, {f!r}, does not take a tensor alone: {error}") from error
+            raise BochnerError(
+                f"The 'f' of {owner} must be a function of one tensor, or its name in torch.nn.functional or torch, "
+                f"got {f!r}: {error}"
+            ) from error
         if not isinstance(seen, Tensor) or seen.shape != probe.shape:
             raise BochnerError(f"The 'f' of {owner} must be elementwise and keep the shape of its tensor, got {f!r}.")
         if positive and bool((seen < 0).any()):
@@ -172,10 +167,9 @@ def function_name(f: Any) -> str | None:
 
 
 def expected_product(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, nodes: int = 400) -> Tensor:
-    """`E[f(w.x) f(w.y)]`, w ~ N(0, I), by quadrature in the plane of x and y; (..., n, s).
+    """`E[f(w.x) f(w.y)]`, w ~ N(0, I), (..., n, s), for f of polynomial growth: the rule ends at |w| = 10.
 
-    Polar coordinates: a kink of f at 0 is a ray, which the angular rule places between two nodes. For f of polynomial
-    growth: the rule ends at |w| = 10.
+    In polar coordinates of the plane of x and y a kink of f at 0 is a ray, which lies between two nodes.
     """
     nx, ny = x.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True)
     cos = (x @ y.mT) / (nx * ny.mT).clamp_min(torch.finfo(x.dtype).tiny)

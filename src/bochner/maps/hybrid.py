@@ -1,10 +1,9 @@
 """Complex exponential and hybrid maps: estimators that are accurate where the data are.
 
 Two ideas of *Hybrid Random Features* (Choromanski et al. 2022). A complex exponential estimator has an invertible
-matrix A of its own, and no variance where `A x + (A')^-1 y = 0`. A hybrid mixes several unbiased estimators with
-coefficients that depend on x and y and are themselves estimated by features; the product of two linear forms is a
-linear form in the outer product of the features (Lemma 2.3), so the mixture is again a pair of feature maps. All
-arithmetic is real: the real part of a complex product is a product of real features of twice the length.
+matrix A of its own, and no variance where `A x + (A')^-1 y = 0`. A hybrid mixes unbiased estimators with coefficients
+that are themselves estimated by features: again a pair of feature maps (Lemma 2.3). All arithmetic is real: the real
+part of a complex product is a product of real features of twice the length.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ from bochner.theory import Moments, angular_moments, gaussian_moments, hybrid_sp
 class ComplexExponentialFeatures(ProjectedFeatures):
     """`phi(x) = exp(-(Ax).(Ax)/2) exp(w.Ax) / sqrt(m)`, keys with `B = (A')^-1` in place of A; no conjugates.
 
-    Unbiased for every invertible A; the real part of the product is kept. Real A: m positive features. Complex A: 2 m
-    signed features, `[Re, Im]` for queries and `[Re, -Im]` for keys. `A = 1` is `positive`, `A = 1j` is `trig`.
-    With `u = Ax + By` and c the product of the two prefactors the MSE is
-    `[(|c|^2 exp(2 |Re u|^2) + Re(c^2 exp(2 u.u)))/2 - K^2] / m` (`theory.mse_complex`), zero where u = 0. O(m d) per
-    row, plus O(d^2) for a dense A. Choromanski et al. 2022, eq. (13)-(18).
+    Unbiased for every invertible A. Real A: m positive features. Complex A: 2 m signed ones, `[Re, Im]` for queries and
+    `[Re, -Im]` for keys. `A = 1` is `positive`, `A = 1j` is `trig`. MSE: `theory.mse_complex`, zero where Ax + By = 0.
+    O(m d) per row, plus O(d^2) for a dense A. Choromanski et al. 2022, eq. (13)-(18).
 
     `A`: a number, a vector of d (diagonal) or a (d, d) matrix, real or complex; with `num_heads` also (h, d, d).
 
@@ -91,9 +88,9 @@ def compose(
 ) -> Features:
     """Lemma 2.3: the features of `sum_k lam_k K_k + (1 - sum_k lam_k) K_last` from those of the parts, in one role.
 
-    `K_k` is the estimate of a base, `lam_k = a_k + b_k xi_k(x).eta_k(y)` with constants a_k, weights b_k and the
-    features xi_k, eta_k of a coefficient. Unbiased when the bases are, if the coefficients are drawn independently of
-    them. A negative constant or weight goes into the sign of the key's features; the constant 0 costs no feature.
+    `K_k` is the estimate of a base and `lam_k = a_k + b_k xi_k(x).eta_k(y)`, with constants a_k, weights b_k and the
+    features of a coefficient. Unbiased when the bases are, if the coefficients are drawn independently of them. A
+    negative constant or weight goes into the sign of the key's features; the constant 0 costs no feature.
     """
     one = torch.ones_like(bases[0].log_scale)
 
@@ -127,11 +124,9 @@ class BipolarFeatures(ProjectedFeatures):
     """`lam K_hyp + (1 - lam) K_trig`: hyperbolic features for small kernel values, trigonometric for large ones.
 
     Both bases have the same projections, which is cheaper than two sets and never worse (Theorem 3.1). A subclass says
-    what lam is, and the moments of its estimate from n projections. `num_coefficients` (n): given, `num_features` is
-    the m of the paper, the number of projections of each base, and the features have length `4 m (q n + 1)`, q features
-    for each coefficient projection. None: `num_features` is a budget, and (m, n) is the split with the smallest worst
-    relative error on the unit sphere (`theory.hybrid_split`) among those whose features are no longer than the
-    `2 num_features` of `trig` and `hyperbolic`. Cost O(n d + m d + m n) per row.
+    what lam is, and the moments of its estimate from n projections of q features each. Features of length
+    `4 m (q n + 1)`, O(n d + m d + m n) per row. `num_coefficients`: n, and then `num_features` is m. None: the best
+    (m, n) whose features are no longer than the `2 num_features` of `trig`, by `theory.hybrid_split`.
     """
 
     width: ClassVar[int]  # q
@@ -184,17 +179,12 @@ class BipolarFeatures(ProjectedFeatures):
 class AngularHybridFeatures(BipolarFeatures):
     """The angular hybrid: `lam = theta / pi`, estimated by n signs, `(1 - mean_i sgn(t_i.x) sgn(t_i.y)) / 2`.
 
-    Unbiased, signed. With `a = theta/pi` the MSE is `E[lam^2] MSE(hyp) + E[(1-lam)^2] MSE(trig)`,
-    `E[lam^2] = a (a - a/n + 1/n)` (the same in 1 - a for the other), less
-    `(2/m) K^2 (1 - cos(|x|^2 - |y|^2)) E[lam (1 - lam)]` with shared projections: zero at angle 0 and pi for vectors of
-    equal length (`theory.mse_angular_hybrid`). Features of length 4 m (n + 1), O(n d + m d + m n) per row.
-    Choromanski et al. 2022, eq. (12), (19), Theorem 3.1, D.1 and 3.5.
+    Unbiased, signed. MSE: `theory.mse_angular_hybrid`, zero at angle 0 and pi for vectors of equal length. Features of
+    length 4 m (n + 1), O(n d + m d + m n) per row. Choromanski et al. 2022, eq. (12), (19), Theorem 3.1, D.1 and 3.5.
 
     >>> phi = AngularHybridFeatures(dim=64, num_features=256, seed=0)
     >>> phi.num_projections, phi.num_coefficients, phi.feature_dim
     (42, 2, 504)
-    >>> AngularHybridFeatures(dim=64, num_features=16, num_coefficients=8).feature_dim  # m = 16, n = 8
-    576
     """
 
     width = 1
@@ -210,14 +200,11 @@ class AngularHybridFeatures(BipolarFeatures):
 class GaussianHybridFeatures(BipolarFeatures):
     """The Gaussian hybrid: `lam = (1 - exp(-s^2 |x - y|^2 / 2)) / rho`, `rho = 1 - exp(-2 s^2 r^2)`, by n cosines.
 
-    Unbiased whatever the lengths of the inputs, signed; lam is 0 at angle 0 and 1 at angle pi for vectors of length r,
-    and the variance vanishes at angle 0. With `e = exp(-s^2 |x - y|^2 / 2)` the MSE is that of `angular_hybrid` with
-    `E[lam^2] = [(1-e)^2 + (1-e^2)^2/(2n)] / rho^2` and `E[(1-lam)^2] = [(rho-1+e)^2 + (1-e^2)^2/(2n)] / rho^2`.
-    See `theory.mse_gaussian_hybrid`. Features of length 4 m (2 n + 1), O(n d + m d + m n) per row.
-    Choromanski et al. 2022, eq. (67)-(75), F.1.
+    Unbiased, signed; for vectors of length r lam is 0 at angle 0 and 1 at angle pi. MSE: `theory.mse_gaussian_hybrid`,
+    zero at angle 0. Features of length 4 m (2 n + 1), O(n d + m d + m n) per row. Choromanski et al. 2022, eq.
+    (67)-(75), F.1.
 
-    `radius`: r; `calibrate_` takes the root mean square length of queries and keys (per head). `smoothness`: s r, the
-    sharpness of the coefficient relative to the radius.
+    `radius`: r; `calibrate_` takes the root mean square length of queries and keys (per head). `smoothness`: s r.
 
     >>> GaussianHybridFeatures(dim=64, num_features=16, num_coefficients=8).feature_dim  # m = 16, n = 8
     1088
@@ -263,18 +250,15 @@ def _invertible(A: Any, dim: int, num_heads: int | None, owner: str) -> Tensor:
     if a.ndim == 0:
         a = a.expand(dim)
     shapes = [(dim,), (dim, dim)] + ([] if num_heads is None else [(num_heads, dim, dim)])
-    if tuple(a.shape) not in shapes:
+    if tuple(a.shape) not in shapes or not torch.isfinite(torch.view_as_real(a)).all():
         raise BochnerError(
-            f"The 'A' of {owner} must be a number or have one of the shapes {shapes}, got {tuple(a.shape)}."
+            f"The 'A' of {owner} must be finite, and a number or of one of the shapes {shapes}, got {tuple(a.shape)}."
         )
-    if not torch.isfinite(torch.view_as_real(a)).all():
-        raise BochnerError(f"The 'A' of {owner} must be finite.")
     singular = a.abs() if a.ndim == 1 else torch.linalg.svdvals(a)
-    smallest, largest = singular.amin(-1), singular.amax(-1)
-    if bool((smallest <= 1e-6 * largest).any()):
+    if bool((singular.amin(-1) <= 1e-6 * singular.amax(-1)).any()):
         raise BochnerError(
-            f"The 'A' of {owner} must be invertible, but its smallest singular value is {smallest.min():.3g} and its "
-            f"largest {largest.max():.3g}; add a multiple of the identity."
+            f"The 'A' of {owner} must be invertible, but its singular values go down to {singular.min():.3g}; add a "
+            "multiple of the identity."
         )
     if num_heads is not None and a.ndim < 3:
         a = a.expand(num_heads, *a.shape)

@@ -54,16 +54,13 @@ class LandmarkFeatures(FeatureMap):
 
     `calibrate_` puts the landmarks where the queries and keys are and finds P and R by reduced-rank ridge regression:
     `phi(q) . psi(k)` is near exp(q . k) on the pairs that matter. `positive=True` rectifies both features.
-    `positive=False` is closer, but its normaliser may vanish: attention tops every row up to at least `top_up` times
-    the weight of uniform attention, what is missing being given to all keys alike. That is what the last feature of a
-    key, the constant 1, is for.
+    `positive=False` is closer, but its normaliser may vanish: through the last feature of a key, the constant 1,
+    attention tops every row up to at least `top_up` times the weight of uniform attention.
 
-    Biased and deterministic: its error is measured, `error` per head on held-back sequences; a new sequence of the same
-    kind has an error in `error_interval` with probability 95 % (0 to infinity if fewer than two were held back, that
-    is of fewer than six). Before `calibrate_` the landmarks are random, and the map estimates nothing in particular.
+    Biased and deterministic. Its error is measured on sequences that the fit has not seen: `error` per head, and
+    `error_interval`, which holds that of a new sequence of the same kind with probability 95 %. O(M (d + m)) per row.
 
-    `num_features`: m, the constant among them. `num_landmarks`: M, default 2 m up to 64, but at least m. Cost
-    O(M (d + m)) per row.
+    `num_features`: m, the constant among them. `num_landmarks`: M, default 2 m up to 64, but at least m.
 
     >>> q, k = (0.7 * torch.randn(12, 40, 4, generator=torch.Generator().manual_seed(i)) for i in range(2))
     >>> phi = LandmarkFeatures(dim=4, num_features=16).calibrate_(q, k)
@@ -118,8 +115,12 @@ class LandmarkFeatures(FeatureMap):
     def _redraw(self, g: Generator) -> None:
         """Other random landmarks; once calibrated or learned, only another sample for the next calibration."""
         self.seed = some_seed(g)
-        if not int(self.rows_seen) and next(self.parameters(), None) is None:
+        if self._is_fresh():
             self._fill(make_generator(self.seed))
+
+    def _is_fresh(self) -> bool:
+        """Whether the map was neither fitted nor is trained."""
+        return not int(self.rows_seen) and next(self.parameters(), None) is None
 
     @torch.no_grad()
     def calibrate_(
@@ -136,12 +137,10 @@ class LandmarkFeatures(FeatureMap):
     ) -> LandmarkFeatures:
         """Fit the map to scaled queries and keys of whole sequences, per key head; see `FeatureMap.calibrate_`.
 
-        The last quarter of the sequences is held back to choose the ridge and to measure the error. Of a single one
-        it is the last quarter of its queries, which then attend to all of its keys: an error on the same text, not on
-        another. `v`: values (..., s, v), for the error of the attention output; without them it is the error of the
-        attention weights. `is_causal`, `window`, `sinks`, `window_kind`: how attention will be called; the map is then
-        fitted to the pairs that are left to it. Sequences of one key say nothing and are left out. 4,000 rows per head
-        are plenty, fewer than `num_features` too few.
+        The last quarter of the sequences chooses the ridge and measures the error; of a single one the last quarter of
+        its queries. `v`: values (..., s, v), for the error of the attention output in place of its weights.
+        `is_causal`, `window`, `sinks`, `window_kind`: how attention will be called; the map is fitted to the pairs that
+        are left to it. 4,000 rows per head are plenty.
         """
         given = self._given(q, k, v)
         near = _near(is_causal, window, sinks, window_kind, given)
@@ -159,10 +158,8 @@ class LandmarkFeatures(FeatureMap):
 
     def trainable_(self, names: Sequence[str] | None = None) -> FeatureMap:
         """Turn named buffers into parameters; by default the landmarks and all that is linear in their features."""
-        names = LEARNED if names is None else [names] if isinstance(names, str) else list(names)
-        for name in names:
-            one_of(name, "names", "trainable_", (*LEARNED, "caps"))
-        return super().trainable_(names)
+        names = LEARNED if names is None else [names] if isinstance(names, str) else names
+        return super().trainable_([one_of(name, "names", "trainable_", (*LEARNED, "caps")) for name in names])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Refuse the fit of a map of the other sign: a signed one has a top-up in every head, a positive one none."""
@@ -181,7 +178,14 @@ class LandmarkFeatures(FeatureMap):
 
     def prepare_scaled(self, role: str, root: float, dtype: torch.dtype) -> Callable[[Tensor], Features]:
         if self.warns and not torch.compiler.is_compiling():
-            self._warn_once()
+            self.warns = False  # on other devices reading the count at every call would wait
+            if self._is_fresh():
+                warnings.warn(
+                    "These LandmarkFeatures were never fitted, their attention means nothing: call calibrate_(q, k) "
+                    "with scaled queries and keys first, or use the map 'positive', which needs no data.",
+                    BochnerWarning,
+                    stacklevel=2,
+                )
         return self._prepared(role, root, dtype)
 
     def _prepared(self, role: str, root: float, dtype: torch.dtype) -> Callable[[Tensor], Features]:
@@ -211,26 +215,13 @@ class LandmarkFeatures(FeatureMap):
 
         return query if role == "query" else key
 
-    def _warn_once(self) -> None:
-        """If the map was neither fitted nor is trained; on other devices reading the count at every call would wait."""
-        self.warns = False
-        if not int(self.rows_seen) and next(self.parameters(), None) is None:
-            warnings.warn(
-                "These LandmarkFeatures were never fitted, their attention means nothing: call calibrate_(q, k) with "
-                "scaled queries and keys first, or use the map 'positive', which needs no data.",
-                BochnerWarning,
-                stacklevel=2,
-            )
-
     def _fill(self, g: Generator) -> None:
         """Random landmarks, and coefficients that sort them into features."""
         M, m, cpu = self.num_landmarks, self.num_features, torch.device("cpu")
         group = one_hot(torch.arange(M, device=cpu) % m, m).double()
         none = torch.zeros(max(M, m), device=cpu)
-        for name, value in {
-            "key_landmarks": gaussian(*self._lead, M, self.dim, g=g),
+        same = {
             "key_log_weights": none[:M] - math.log(M),
-            "query_landmarks": gaussian(*self._lead, M, self.dim, g=g),
             "offsets": none[:M],
             "caps": none[:M] + 2.0,
             "mix_query": group,
@@ -239,28 +230,26 @@ class LandmarkFeatures(FeatureMap):
             "least": none[0],
             "error": none[0] + torch.inf,
             "error_interval": torch.tensor([0.0, torch.inf], device=cpu),
-        }.items():
-            self._keep(**{name: value if name.endswith("_landmarks") else value.expand((*self._lead, *value.shape))})
+        }
+        landmarks = {name: gaussian(*self._lead, M, self.dim, g=g) for name in ("key_landmarks", "query_landmarks")}
+        self._keep(**landmarks, **{name: value.expand((*self._lead, *value.shape)) for name, value in same.items()})
 
     def _given(self, q: Any, k: Any, v: Any) -> list[Given]:
         """What calibrate_ was given, checked, without sequences of one key."""
         parts = [[t] if isinstance(t, Tensor) else list(t) for t in (q, k, *(() if v is None else (v,)))]
-        sizes = [len(part) for part in parts]
-        if not sizes[0] or len(set(sizes)) > 1:
+        if not parts[0] or len({len(part) for part in parts}) > 1:
+            got = [len(part) for part in parts]
             raise BochnerError(
-                f"calibrate_ needs as many 'k' (and 'v') as 'q', and at least one, got {sizes} of q, k and v."
+                f"calibrate_ needs as many 'k' (and 'v') as 'q', and at least one, got {got} of q, k, v."
             )
         found = [t for t in map(self._one, *parts) if t is not None]
         rows = sum(t.k.shape[0] * t.k.shape[2] for t in found)
         if not rows:
-            raise BochnerError(
-                "calibrate_ needs at least one sequence with a query and 2 keys, got none: attention over one key is "
-                "known without a map."
-            )
+            raise BochnerError("calibrate_ needs at least one sequence with a query and 2 keys, got none.")
         if rows < self.num_features:
             warnings.warn(
-                f"calibrate_ was given {rows} keys per head for {self.num_features} features, which can be fitted to "
-                "anything: give more keys than features, better 2,000.",
+                f"calibrate_ was given {rows} keys per head for {self.num_features} features, too few: give more keys, "
+                "better 2,000.",
                 BochnerWarning,
                 stacklevel=3,
             )
@@ -268,14 +257,12 @@ class LandmarkFeatures(FeatureMap):
 
     def _one(self, q: Any, k: Any, v: Any = None) -> Given | None:
         """One entry of q, k and v, checked; None if there is nothing to fit."""
-        owner = "calibrate_"
-        q, k = self.check_input(q, "q"), self.check_input(k, "k")
+        owner, x, y = "calibrate_", self._sequences(q, "q"), self._sequences(k, "k")
         if v is not None and finite(floating(v, "v", owner), "v", owner).shape[:-1] != k.shape[:-1]:
             raise BochnerError(
                 f"The 'v' of {owner} must have the shape of 'k' up to its last axis, got {tuple(v.shape)} for "
                 f"{tuple(k.shape)}."
             )
-        x, y = self._sequences(q, "q"), self._sequences(k, "k")
         if len(x) != len(y) or self._group(k) != 1:
             raise BochnerError(
                 f"{owner} needs as many sequences of 'q' as of 'k', and as many key heads as the map has, got "
@@ -296,11 +283,10 @@ class LandmarkFeatures(FeatureMap):
         """The sequences of one key head. Without values, random ones: their mean square is that of the weights."""
         found = []
         for q, k, v, n in given:
-            s = k.shape[2]
-            i, j = torch.arange(n).repeat(q.shape[2] // n), torch.arange(s)
-            for b in range(k.shape[0]):
-                u = torch.randn(s, 32, generator=g, dtype=torch.float32) if v is None else v[b, head]
-                found.append(Rows(q[b, head].float().cpu(), k[b, head].float().cpu(), u.float().cpu(), i, j))
+            (b, _, s, _), i = k.shape, torch.arange(n).repeat(q.shape[2] // n)
+            u = torch.randn(b, s, 32, generator=g, dtype=torch.float32) if v is None else v[:, head]
+            x, y, u = (t.float().cpu() for t in (q[:, head], k[:, head], u))
+            found += [Rows(*rows, i, torch.arange(s)) for rows in zip(x, y, u, strict=True)]
         return found
 
     def _take(self, heads: list[Head]) -> None:
@@ -323,14 +309,12 @@ def _near(is_causal: bool, window: int | None, sinks: int, window_kind: str, giv
     owner = "calibrate_"
     one_of(window_kind, "window_kind", owner, WINDOW_KINDS)
     is_causal = flag(is_causal, "is_causal", owner)
-    if window is not None:
-        window = positive_int(window, "window", owner)
+    window = None if window is None else positive_int(window, "window", owner)
     if not is_int(sinks) or sinks < 0:
         raise BochnerError(f"The 'sinks' of {owner} must be an int >= 0, got {sinks!r}.")
-    for t in given:
-        if (is_causal or window is not None) and t.n != t.k.shape[2]:
-            raise BochnerError(
-                f"With is_causal or a window {owner} needs as many queries as keys in every sequence, got "
-                f"{t.n} and {t.k.shape[2]}."
-            )
+    uneven = [f"{t.n} and {t.k.shape[2]}" for t in given if t.n != t.k.shape[2]]
+    if uneven and (is_causal or window):
+        raise BochnerError(
+            f"With is_causal or a window {owner} needs as many queries as keys in every sequence, got {uneven[0]}."
+        )
     return Near(is_causal, window, int(sinks), window_kind)

@@ -72,11 +72,7 @@ class Rows(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """Of a query the attention it gives to M key landmarks, of a key M capped exponentials.
-
-    `f_a(x) = w_a exp(x . c_a - z(x))` with `exp(z(x)) = sum_a w_a exp(x . c_a)`;
-    `g_a(y) = exp(min(y . b_a - t_a, cap_a))`.
-    """
+    """The hidden features f of a query and g of a key; see `LandmarkFeatures`."""
 
     c: Tensor  # (M, d)
     log_w: Tensor  # (M,)
@@ -128,10 +124,7 @@ class Problem(NamedTuple):
 def fit_head(
     sequences: list[Rows], m: int, num_landmarks: int, near: Near, *, positive: bool, generator: torch.Generator
 ) -> Head:
-    """Fit one head to its first sequences, choose the ridge on the others and measure the error there.
-
-    Without any to hold back the error is infinite: what was fitted says nothing about itself.
-    """
+    """Fit one head to its first sequences, choose the ridge on the others and measure the error there."""
     several = sequences if len(sequences) > 1 else divided(sequences[0])
     n = len(several)
     held = min(HELD_BACK, max(n // 4, min(n // 3, 2), min(n // 2, 1)))
@@ -193,8 +186,7 @@ def rectified(phi: Tensor, out: Tensor | None = None) -> Tensor:
 def landmarks(rows: Tensor, metric: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Centres (count, d) of rows (N, d) by k-means in a metric (d, d), and the share of rows of each (count,).
 
-    A metric C, the second moment of the vectors u that the centres will meet, makes the squared distance of two rows
-    the mean square of the difference of their products with u.
+    The metric is the second moment of what the centres will meet: a distance is the difference of products with that.
     """
     largest = torch.linalg.matrix_norm(metric, 2).clamp_min(1e-12)
     metric = metric + 1e-4 * largest * torch.eye(len(metric), dtype=metric.dtype)
@@ -213,8 +205,8 @@ def low_rank(problem: Problem, m: int, ridge: float, fills: int) -> tuple[Tensor
     """P (M, m) and R (M + 1, m) that minimise `|T - f P R' g'|^2` with a ridge, the last key feature being 1.
 
     Whitened by both second moments this is the best approximation of a matrix by one of rank m whose right space holds
-    a given vector: its projection on that, and the leading m - 1 singular vectors of the rest. Missing pairs are
-    filled in by the fit, `fills` times; the problem is returned with them.
+    a given vector: its projection on that, and the leading m - 1 singular vectors of the rest. The fit fills in missing
+    pairs `fills` times; the problem is returned with them.
     """
     f, g, target, missing, _, _ = problem
     wf, wg = _whitening(f, ridge), _whitening(g, ridge)
@@ -273,8 +265,7 @@ def nonnegative(problem: Problem, p: Tensor, r: Tensor, ridge: float) -> tuple[T
 def measure(head: Head, sequences: list[Rows], near: Near, top_ups: tuple[float, ...]) -> tuple[Tensor, Tensor]:
     """Squared errors of the attention output, (top-ups, sequences), and squared outputs (sequences,).
 
-    The map on far pairs and the exponential on near ones in one normaliser. The map's share of it is at least
-    `top_up` times the number of far keys, what is missing being given to all of them alike.
+    The map on far pairs, topped up, and the exponential on near ones in one normaliser.
     """
     wrong, total = [], []
     for rows in sequences:
@@ -302,8 +293,8 @@ def measure(head: Head, sequences: list[Rows], near: Near, top_ups: tuple[float,
 def relative_error(wrong: Tensor, total: Tensor) -> tuple[float, tuple[float, float]]:
     """The root of a ratio of sums over sequences, and the prediction interval for the error on one new sequence.
 
-    With l the logarithms of the sequences' own errors, `mean(l) +- t std(l) sqrt(1 + 1/n)`, t the quantile of Student's
-    law with n - 1 degrees: exact if they are normal. Sequences too short to leave the map a pair do not count.
+    With l the logarithms of the sequences' own errors, `mean(l) +- t std(l) sqrt(1 + 1/n)` by Student's law. Sequences
+    too short to leave the map a pair do not count.
     """
     from scipy.special import stdtrit
 

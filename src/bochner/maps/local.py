@@ -50,8 +50,8 @@ class L1BallProjection(DenseProjection):
     """Frequencies for the mollified unit L1 ball and their signed importance `c(w) = k_hat_s(w) / ((2 pi)^d p(w))`.
 
     The proposal p is a mixture of isotropic Gaussians, with scales in geometric progression from the width of the
-    spectrum's core, about (d + 1)/2, to 1/s, where the mollifier ends it. The last one alone bounds c; the mixture
-    keeps E[c^2] within a factor of two of its least value for a 1/s of up to ten.
+    spectrum's core, about (d + 1)/2, to 1/s, where the mollifier ends it: for 1/s up to ten E[c^2] is at most twice its
+    least value.
     """
 
     importance: Tensor
@@ -153,14 +153,11 @@ class LocalGaussianFeatures(LocalFeatures):
 
 
 class LocalL1Features(LocalFeatures):
-    """The mollified L1-ball mask `k(r) = P(|r + s g|_1 <= delta)`, g ~ N(0, I).
+    """The mollified L1-ball mask `k(r) = P(|r + s g|_1 <= delta)`, g ~ N(0, I): a step of width s.
 
-    One well inside the ball, zero well outside, with a step of width s. Unbiased for this mask, signed. MSE at most
-    `E[c^2] / m` (`error_bound`), which grows with delta / s and fast with d: the documentation's table says where it
-    is useless. O(m d) per row; the draw costs one (2d + 1)-dimensional matrix exponential per frequency.
-    Lucyszyn 2025, problem 4, eqs. (69)-(74), corrected.
-
-    `smooth`: s, by default delta / (2 d + 2), at which k(0) is about 1.
+    Unbiased for this mask, signed. MSE at most `E[c^2] / m` (`error_bound`), which grows with delta / s and fast with
+    d. O(m d) per row; the draw costs one (2d + 1)-dimensional matrix exponential per frequency. Lucyszyn 2025,
+    problem 4, eqs. (69)-(74), corrected. `smooth`: s, by default delta / (2 d + 2), at which k(0) is about 1.
 
     >>> phi = LocalL1Features(dim=1, num_features=8, delta=4.0, smooth=0.5)
     >>> phi.kernel_matrix(torch.zeros(1, 1), torch.tensor([[0.0], [4.0]]))
@@ -198,14 +195,12 @@ class LocalL1Features(LocalFeatures):
 class ProductFeatures(FeatureMap):
     """The Hadamard rule: a map for `k(p, q) K(x, y)` from a `mask` of positions and an `attention` map of vectors.
 
-    The input is the row `[x, p]`, the attention vector followed by its position: `dim` is the sum of the two.
-    `with_positions(q, p)` scales and joins them; then call `linear_attention(..., scale=1.0)`, since a default scale
-    would shrink the positions.
+    The input is the row `[x, p]`: `with_positions(q, p)` scales and joins them; then call
+    `linear_attention(..., scale=1.0)`, since a default scale would shrink the positions.
 
-    Features are multiplied one by one, `sqrt(m) phi_k(x) chi_k(p)`: m of each map in, m products out (times 2 for the
-    cosine and sine of a mask). That needs maps whose every feature is an estimate by itself: softmax, trigonometric,
-    generalised, `sum_poly` and local maps. The two must be independent, so both are redrawn here from one `seed`.
-    Unbiased and positive when both maps are. Lucyszyn 2025, problem 4, eqs. (79)-(82).
+    Features are multiplied one by one, `sqrt(m) phi_k(x) chi_k(p)`, which needs maps whose every feature is an estimate
+    by itself: softmax, trigonometric, generalised, `sum_poly` and local maps. Both are redrawn from one `seed`, so that
+    they are independent. Unbiased and positive when both maps are. Lucyszyn 2025, problem 4, eqs. (79)-(82).
 
     >>> mask = LocalGaussianFeatures(dim=1, num_features=16, delta=8.0)
     >>> phi = ProductFeatures(mask, TrigFeatures(dim=4, num_features=16))
@@ -219,22 +214,19 @@ class ProductFeatures(FeatureMap):
         owner = type(self).__name__
         for value, name in ((mask, "mask"), (attention, "attention")):
             if not isinstance(value, FeatureMap):
-                raise BochnerError(
-                    f"The {name!r} of {owner} must be a FeatureMap, got {type(value).__name__}; "
-                    "build it with bochner.feature_map."
-                )
+                got = type(value).__name__
+                raise BochnerError(f"The {name!r} of {owner} must be a FeatureMap, got {got}; see bochner.feature_map.")
             if not isinstance(value, SINGLE) or value.feature_dim % value.num_features:
                 raise BochnerError(
                     f"{owner} cannot pair the features of {type(value).__name__}, which estimate the kernel only "
                     "together; take a softmax, trigonometric, generalised, sum_poly or local map."
                 )
         heads = {m.num_heads for m in (mask, attention)} - {None}
-        if len(heads) > 1:
-            raise BochnerError(f"The maps of {owner} must have the same num_heads, got {sorted(heads, key=str)}.")
         m, n = mask.num_features, attention.num_features
-        if m != n:
+        if len(heads) > 1 or m != n:
             raise BochnerError(
-                f"{owner} needs one num_features for both maps, got {m} for the mask and {n} for attention."
+                f"The maps of {owner} must have the same num_heads and num_features, got {sorted(heads, key=str)} "
+                f"heads, {m} for the mask and {n} for attention."
             )
         super().__init__(attention.dim + mask.dim, m, num_heads=heads.pop() if heads else None, kernel="product")
         self.mask, self.attention = mask, attention
@@ -280,10 +272,7 @@ SINGLE = (ExponentialFeatures, TrigFeatures, GeneralizedFeatures, SumPolyFeature
 def with_positions(x: Tensor, positions: Tensor, *, scale: float | None = None) -> Tensor:
     """Rows `[x scale^(1/2), p]` for `ProductFeatures`; x (..., n, d), positions (n,) or (..., n, d_p).
 
-    `scale`: of the dot products, d^-1/2 unless given, as in attention; queries and keys take its square root each.
-
-    >>> with_positions(torch.ones(2, 3, 4), torch.arange(3.0)).shape
-    torch.Size([2, 3, 5])
+    `scale`: of the dot products, d^-1/2 unless given, as in attention.
     """
     x, positions = floating(x, "x", "with_positions"), floating(positions, "positions", "with_positions")
     if positions.ndim == 1:
@@ -301,10 +290,9 @@ def with_positions(x: Tensor, positions: Tensor, *, scale: float | None = None) 
 def l1_ball_spectrum(w: Tensor) -> Tensor:
     """`k_hat(w)`, the integral of exp(-i w.r) over |r|_1 <= 1, for w (..., d) in float64: (...).
 
-    It is the inverse Laplace transform at 1 of `(1/s) prod_j 2s/(s^2 + w_j^2)`. Its residues are a divided difference
-    that cancels where frequencies nearly coincide; here it is read off the chain of oscillators with that transfer
-    function, `u_j' = 2 u_(j-1) - w_j v_j`, `v_j' = w_j u_j`, driven by a constant: one matrix exponential, in which
-    coinciding frequencies are nothing special.
+    It is the inverse Laplace transform at 1 of `(1/s) prod_j 2s/(s^2 + w_j^2)`, read off the chain of oscillators with
+    that transfer function, `u_j' = 2 u_(j-1) - w_j v_j`, `v_j' = w_j u_j`, driven by a constant: one matrix
+    exponential, in which coinciding frequencies are nothing special.
     """
     w = w.to(torch.float64)
     d = w.shape[-1]

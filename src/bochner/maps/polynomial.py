@@ -1,15 +1,7 @@
 """Polynomial and dot-product kernels in linear time: `(x . y + c)^n` and `sum_k a_k (x . y)^k`.
 
-| name               | feature of x                                        | size of one row's work |
-|--------------------|-----------------------------------------------------|------------------------|
-| `sum_poly`         | products of n randomly chosen coordinates           | O(n m)                 |
-| `tensor_sketch`    | circular convolution of n count sketches            | O(n (d + m log m))     |
-| `maclaurin`        | products of random signed sums, degree by degree    | O(sum_k k m_k d)       |
-| `nonnegative_poly` | a sketch of half the degree times itself            | that of the sketch + m |
-
-All are signed except the last, whose kernel estimate is a square. The constant c enters as one more coordinate
-`sqrt(c)`. Rows are scaled to length one before anything is multiplied, and the length goes into the log scale, so
-no degree over- or underflows. Errors: `theory.polynomial`.
+The constant c enters as one more coordinate `sqrt(c)`. Rows are scaled to length one before anything is multiplied, and
+the length goes into the log scale, so that no degree over- or underflows. Errors: `theory.polynomial`.
 """
 
 from __future__ import annotations
@@ -23,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor
 
-from bochner._checks import BochnerError, make_generator, non_negative, positive_int
+from bochner._checks import BochnerError, make_generator, non_negative, one_of, positive_int
 from bochner.maps.base import FeatureMap, Features, to_features
 from bochner.projections import rademacher
 from bochner.theory import mse_maclaurin, mse_tensor_sketch_matrix
@@ -128,12 +120,11 @@ class MaclaurinFeatures(DrawnFeatures):
     """Random Maclaurin features of `sum_k a_k (x . y)^k`, all `a_k >= 0`: `sqrt(a_k/m_k) (s_1 . x) ... (s_k . x)`.
 
     Degree k has its own m_k of the m features, each a product of k random signed sums s . x. Unbiased, signed. MSE:
-    the method `mse`. O(sum_k k m_k d) per row. Kar and Karnick 2012, Algorithm 1; there the degree of each feature is
-    drawn at random, here the features are dealt to the degrees beforehand, which removes that part of the variance.
+    the method `mse`. O(sum_k k m_k d) per row. Kar and Karnick 2012, Algorithm 1, which draws the degree of each
+    feature; features dealt to the degrees beforehand have less variance.
 
-    `series`: `"polynomial"` for `(x . y + coef)^degree`, `"exp"` for exp(x . y), a sequence of a_k or a function of k.
-    `degree`: the last degree kept (2 for `"polynomial"`, 12 otherwise); a longer series is cut there, and
-    `kernel_matrix` is the cut one. `radius`: the length of x that the dealing assumes.
+    `series`: `"polynomial"` for `(x . y + coef)^degree`, `"exp"` for exp(x . y), a sequence of a_k or a function of k,
+    cut after `degree` (2 for `"polynomial"`, else 12).
 
     >>> phi = MaclaurinFeatures(dim=4, num_features=32, series="exp")
     >>> phi.kernel_matrix(torch.zeros(1, 4), torch.zeros(1, 4))
@@ -151,16 +142,14 @@ class MaclaurinFeatures(DrawnFeatures):
         series: str | Sequence[float] | Callable[[int], float] = "polynomial",
         degree: int | None = None,
         coef: float = 0.0,
-        radius: float = 1.0,
         **options: Any,
     ) -> None:
         owner = type(self).__name__
         m = positive_int(num_features, "num_features", owner)
-        if degree is not None:
-            positive_int(degree, "degree", owner)
+        degree = None if degree is None else positive_int(degree, "degree", owner)
         self.coefficients = dot_product_series(series, degree, non_negative(coef, "coef", owner), owner)
         self.degree = len(self.coefficients) - 1
-        self.counts = deal_features(self.coefficients, m, non_negative(radius, "radius", owner), owner)
+        self.counts = deal_features(self.coefficients, m, owner)
         # Features of degree above t all need a sum number t: `rows[t]` of them.
         self.rows = [sum(self.counts[t + 1 :]) for t in range(self.degree)]
         super().__init__(dim, m, **options)
@@ -201,11 +190,10 @@ class MaclaurinFeatures(DrawnFeatures):
 class NonnegativePolyFeatures(PolynomialFeatures):
     """A polynomial kernel of even degree as a square, `(psi(x) . psi(y))^2`: the estimate is never negative.
 
-    `psi` is a TensorSketch of degree n/2 with r slots (x itself when n = 2 and r holds it: then the map is exact), and
-    the features are the r (r + 1)/2 different entries of `psi psi'`, off-diagonal ones times sqrt 2. r is the largest
-    with r (r + 1)/2 <= `num_features`, and `feature_dim` that number. A normaliser is a sum of squares and cannot
-    vanish or change sign. Biased upwards by the variance of psi: the mean is `mean_matrix`, the second moment of
-    TensorSketch. Features signed, kernel not. O((n/2)(d + r log r) + m) per row.
+    `psi` is a TensorSketch of degree n/2 with r slots, or x itself when n = 2 and r holds it: then the map is exact.
+    The features are the r (r + 1)/2 <= `num_features` entries of `psi psi'`, off-diagonal ones times sqrt 2: signed,
+    but a normaliser is a sum of squares. Biased upwards by the variance of psi: the mean is `mean_matrix`.
+    O((n/2)(d + r log r) + m) per row.
 
     >>> phi = NonnegativePolyFeatures(dim=4, num_features=10, degree=2)
     >>> x = torch.tensor([[1.0, 2.0, 0.0, 1.0]])
@@ -220,10 +208,8 @@ class NonnegativePolyFeatures(PolynomialFeatures):
     def __init__(self, dim: int, num_features: int, **options: Any) -> None:
         super().__init__(dim, num_features, **options)
         if self.degree % 2:
-            raise BochnerError(
-                f"The 'degree' of {type(self).__name__} must be even, got {self.degree}; an odd power of x . y is "
-                "negative where x . y is: use degree + 1, or 'tensor_sketch'."
-            )
+            owner = type(self).__name__
+            raise BochnerError(f"The 'degree' of {owner} must be even, got {self.degree}; or take 'tensor_sketch'.")
         self.feature_dim = self.rank * (self.rank + 1) // 2
 
     @property
@@ -262,10 +248,9 @@ def with_constant(x: Tensor, coef: float) -> Tensor:
 
 
 def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of length one (a zero row stays zero) and the log of the length, which carries no gradient.
+    """Rows of length one (a zero row stays zero) and the log of the length.
 
-    A homogeneous feature may be evaluated at `x / c` and multiplied by `c^n` for any constant c, so the length counts
-    as a constant and the derivative stays right.
+    A homogeneous feature at `x / c` times `c^n` is the same for any c: the length may count as a constant.
     """
     # Twice, so that the square of a very long or very short row neither over- nor underflows.
     size = x.detach().abs().amax(-1, keepdim=True)
@@ -329,45 +314,34 @@ def dot_product_series(
 ) -> list[float]:
     """a_0, ..., a_n of a dot-product kernel, checked: finite, not negative, not all zero."""
     n = degree or (2 if series == "polynomial" else 12)
-    if series == "polynomial":
-        a = [math.comb(n, k) * coef ** (n - k) for k in range(n + 1)]
-    elif series == "exp":
-        a = [1 / math.factorial(k) for k in range(n + 1)]
+    if isinstance(series, str):
+        name = one_of(series, "series", owner, ("polynomial", "exp"))
+        a = [math.comb(n, k) * coef ** (n - k) if name == "polynomial" else 1 / math.factorial(k) for k in range(n + 1)]
     elif callable(series):
         a = [float(series(k)) for k in range(n + 1)]
-    elif isinstance(series, Sequence) and not isinstance(series, str):
-        a = [float(v) for v in series][: None if degree is None else degree + 1]
     else:
-        raise BochnerError(
-            f"The 'series' of {owner} must be 'polynomial', 'exp', a sequence of coefficients or a function of the "
-            f"degree, got {series!r}."
-        )
+        a = [float(v) for v in series][: None if degree is None else degree + 1]
     bad = [k for k, v in enumerate(a) if not 0 <= v < math.inf]
     if bad or not any(a[1:]):
         what = f"coefficient {a[bad[0]]} at degree {bad[0]}" if bad else "no positive coefficient above degree 0"
-        raise BochnerError(
-            f"The 'series' of {owner} needs finite coefficients >= 0 and a positive one above degree 0, got {what}; "
-            "a negative coefficient is not a positive-definite kernel."
-        )
+        raise BochnerError(f"The 'series' of {owner} needs finite coefficients >= 0, not all of degree 0, got {what}.")
     while not a[-1]:
         a.pop()
     return a
 
 
-def deal_features(a: Sequence[float], m: int, radius: float, owner: str) -> list[int]:
-    """m features over the degrees with a_k > 0: one for degree 0, the rest as `a_k radius^(2k)`, at least one each.
+def deal_features(a: Sequence[float], m: int, owner: str) -> list[int]:
+    """m features over the degrees with a_k > 0: one for degree 0, the rest as a_k, at least one each.
 
-    The standard deviation of one feature of degree k is about `a_k (|x||y|)^k`: the best split is proportional to it.
+    The standard deviation of one feature of degree k is about a_k for unit rows: the best split is proportional to it.
     """
-    used = [k for k, v in enumerate(a) if v > 0]
-    if m < len(used):
+    least = sum(v > 0 for v in a)
+    if m < least:
         raise BochnerError(
-            f"The 'num_features' of {owner} must be at least {len(used)}, one for each degree of the series, got {m}; "
-            "raise it or lower 'degree'."
+            f"The 'num_features' of {owner} must be at least {least}, got {m}; raise it or lower 'degree'."
         )
-    free = m - len(used)
-    share = [0.0 if k == 0 else v * radius ** (2 * k) for k, v in enumerate(a)]
-    exact = [free * s / (sum(share) or 1.0) for s in share]
+    free = m - least
+    exact = [0.0, *(free * v / sum(a[1:]) for v in a[1:])]
     whole = [math.floor(e) for e in exact]
     last = sorted(range(len(a)), key=lambda k: whole[k] - exact[k])[: free - sum(whole)]
     return [(v > 0) + whole[k] + (k in last) for k, v in enumerate(a)]

@@ -54,28 +54,34 @@ def number(value: Any, name: str, owner: str) -> Tensor:
 
 
 def positive(value: Any, name: str, owner: str) -> Tensor:
-    """A positive number or tensor, in float64."""
     t = number(value, name, owner)
     if not (torch.isfinite(t).all() and (t > 0).all()):
         raise BochnerError(f"The {name!r} of {owner} must be positive and finite, got {value!r}.")
     return t
 
 
-def whole(value: Any, name: str, owner: str) -> Tensor:
-    """A count of at least 1, in float64."""
+def non_negative(value: Any, name: str, owner: str) -> Tensor:
     t = number(value, name, owner)
-    if not (torch.isfinite(t).all() and (t >= 1).all() and (t == t.round()).all()):
-        raise BochnerError(f"The {name!r} of {owner} must be whole and at least 1, got {value!r}.")
+    if not (torch.isfinite(t).all() and (t >= 0).all()):
+        raise BochnerError(f"The {name!r} of {owner} must be finite and not negative, got {t.tolist()}.")
+    return t
+
+
+def whole(value: Any, name: str, owner: str) -> Tensor:
+    t = positive(value, name, owner)
+    if not (t == t.round()).all():
+        raise BochnerError(f"The {name!r} of {owner} must be whole, got {value!r}.")
     return t
 
 
 CHECKS: dict[str, Callable[[Any, str, str], Tensor]] = {
-    **dict.fromkeys(("x", "y", "means", "factors", "variances", "coefficients", "probabilities"), vector),
-    **dict.fromkeys(("second_moment", "second_moments"), vector),
-    **dict.fromkeys(("num_features", "num_coefficients", "num_pairs", "dim", "degree", "terms", "draws"), whole),
-    **dict.fromkeys(("target", "radius", "bandwidth", "delta", "eps", "failure", "constant", "rate"), positive),
-    "threshold": positive,
-    **dict.fromkeys(("theta", "t", "value", "doubled", "second_sup", "mean_square", "low", "high"), number),
+    **dict.fromkeys(("x", "y", "means", "factors", "coefficients", "second_moment", "second_moments"), vector),
+    **dict.fromkeys(("variances", "probabilities", "mean_square"), non_negative),
+    **dict.fromkeys(("num_features", "num_coefficients", "dim", "degree", "terms", "draws"), whole),
+    **dict.fromkeys(
+        ("target", "radius", "bandwidth", "delta", "eps", "failure", "constant", "rate", "threshold"), positive
+    ),
+    **dict.fromkeys(("theta", "t", "value", "doubled", "second_sup", "low", "high"), number),
 }
 
 

@@ -1,7 +1,6 @@
-"""Errors of the complex exponential and the hybrid estimators.
+"""Errors of the complex exponential and the hybrid estimators; notation as in :mod:`bochner.theory.softmax`.
 
-Reference: Choromanski et al., *Hybrid random features*, 2022 ("HRF"). Notation as in
-:mod:`bochner.theory.softmax`.
+Reference: Choromanski et al., *Hybrid random features*, 2022 ("HRF").
 """
 
 from __future__ import annotations
@@ -32,14 +31,11 @@ def mse_complex(x: Tensor, y: Tensor, num_features: Number, A: Tensor, *, kernel
     """Mean squared error of the real part of the complex exponential estimator (HRF, eq. 16) for an invertible A.
 
     With ``u = A x + (A')^-1 y = p + iq``, bilinear products throughout,
-    ``K^2 [ (exp(|u|^2) + exp(|p|^2 - |q|^2) cos(2 p.q)) / 2 - 1 ] / m``: zero exactly where ``u = 0`` (HRF,
-    eq. 17). ``A``: a real or complex scalar, a diagonal (d,), or a matrix (d, d). ``A = 1`` is positive,
-    ``A = i`` is trig.
+    ``K^2 [ (exp(|u|^2) + exp(|p|^2 - |q|^2) cos(2 p.q)) / 2 - 1 ] / m``: zero exactly where ``u = 0`` (eq. 17).
+    ``A``: a real or complex scalar, a diagonal (d,), or a matrix (d, d); 1 is positive, i is trig.
 
-    >>> from bochner.theory import mse_positive, mse_trig
+    >>> from bochner.theory import mse_trig
     >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
-    >>> torch.allclose(mse_complex(x, y, 4, torch.tensor(1.0)), mse_positive(x, y, 4))
-    True
     >>> torch.allclose(mse_complex(x, y, 4, torch.tensor(1j)), mse_trig(x, y, 4))
     True
     """
@@ -71,9 +67,8 @@ def gaussian_moments(
 ) -> Moments:
     """Moments of the normalised Gaussian coefficient estimated by n cosines (HRF, Theorem F.1, eq. 67-75).
 
-    ``l = (1 - e)/rho``, ``e = exp(-s^2 |x-y|^2 / 2)``, ``rho = 1 - exp(-2 s^2 r^2)``, where ``bandwidth`` is
-    s and ``radius`` r: 0 at angle 0 and 1 at angle pi for inputs of norm r. The estimate has variance
-    ``(1 - e^2)^2 / (2 n rho^2)``.
+    ``l = (1 - e)/rho`` of variance ``(1 - e^2)^2 / (2 n rho^2)``, ``e = exp(-s^2 |x-y|^2 / 2)``,
+    ``rho = 1 - exp(-2 s^2 r^2)``; ``bandwidth``: s, ``radius``: r.
     """
     s2, r2 = bandwidth.square(), radius.square()
     t = s2 * (x - y).square().sum(-1) / 2
@@ -90,14 +85,8 @@ def mse_hybrid(
 ) -> Tensor:
     """Mean squared error of the bipolar hybrid ``l hyp+ + (1 - l) trig`` (HRF, Theorem 3.1).
 
-    ``E[l^2] MSE(hyp+) + E[(1-l)^2] MSE(trig)`` with independent projections (eq. 22). ``shared`` projections
-    subtract ``(2/m) K^2 (1 - cos(|x|^2 - |y|^2)) E[l(1-l)]`` (eq. 23). The coefficient is independent of
-    both.
-
-    >>> x, y = torch.tensor([0.9, 0.0]), torch.tensor([0.0, 0.5])
-    >>> c = angular_moments(x, y, 4)
-    >>> bool(mse_hybrid(x, y, 8, c, shared=True) < mse_hybrid(x, y, 8, c))
-    True
+    ``E[l^2] MSE(hyp+) + E[(1-l)^2] MSE(trig)``, l being independent of both (eq. 22). ``shared`` projections
+    subtract ``(2/m) K^2 (1 - cos(|x|^2 - |y|^2)) E[l(1-l)]`` (eq. 23).
     """
     out = moments.square * log_mse(x, y, num_features, map="hyperbolic", kernel=kernel).exp()
     out = out + moments.complement * log_mse(x, y, num_features, map="trig", kernel=kernel).exp()
@@ -108,11 +97,11 @@ def mse_hybrid(
     return out
 
 
-def mse_angular_hybrid(x: Tensor, y: Tensor, num_features: Number, num_coefficients: Number, **how: Any) -> Tensor:
-    """Mean squared error of the angular hybrid (HRF, Theorem D.1): zero at angles 0 and pi for equal norms.
+# `how` of the next two: `shared` and `kernel` of `mse_hybrid`.
 
-    ``how``: ``shared`` and ``kernel`` of :func:`mse_hybrid`.
-    """
+
+def mse_angular_hybrid(x: Tensor, y: Tensor, num_features: Number, num_coefficients: Number, **how: Any) -> Tensor:
+    """Mean squared error of the angular hybrid (HRF, Theorem D.1): zero at angles 0 and pi for equal norms."""
     return mse_hybrid(x, y, num_features, angular_moments(x, y, num_coefficients), **how)
 
 
@@ -132,14 +121,9 @@ def mse_gaussian_hybrid(
 
 
 def mse_mixture(squares: Sequence[Number], mses: Sequence[Number]) -> Tensor:
-    """``sum_k E[l_k^2] MSE_k``: a hybrid of independent unbiased estimators whose coefficients sum to one (HRF, eq. 8).
-
-    The coefficients may depend on one another; they are independent of the estimators.
-    """
+    """``sum_k E[l_k^2] MSE_k``: independent unbiased estimators, coefficients that sum to one without them (eq. 8)."""
     if len(squares) != len(mses) or not squares:
-        raise BochnerError(
-            f"The 'squares' and 'mses' of mse_mixture must be as many, got {len(squares)} and {len(mses)}."
-        )
+        raise BochnerError(f"The 'squares' and 'mses' of mse_mixture must be as many, got {len(squares)}, {len(mses)}.")
     terms = [torch.as_tensor(s, dtype=torch.float64) * e for s, e in zip(squares, mses, strict=True)]
     return torch.stack(torch.broadcast_tensors(*terms)).sum(0)
 
@@ -148,11 +132,7 @@ def mse_mixture(squares: Sequence[Number], mses: Sequence[Number]) -> Tensor:
 def max_relative_error(radius: Number, num_features: Number) -> Tensor:
     """Largest relative error on the sphere of trig and of hyperbolic features (HRF, Lemma 3.4, eq. 26).
 
-    ``exp(2 r^2) (1 - exp(-4 r^2)) / sqrt(2m) = 2 sinh(2 r^2) / sqrt(2m)``, reached at angle pi (trig) and 0
-    (hyp+).
-
-    >>> round(max_relative_error(1.0, 2).item(), 4)
-    3.6269
+    ``exp(2 r^2) (1 - exp(-4 r^2)) / sqrt(2m) = 2 sinh(2 r^2) / sqrt(2m)``, at angle pi (trig) and 0 (hyp+).
     """
     return 2 * torch.sinh(2 * radius.square()) / torch.sqrt(2 * num_features)
 
@@ -166,10 +146,9 @@ def relative_error_angular(theta: Tensor, radius: Number, num_features: Number, 
 
 @closed_form
 def relative_error_hybrid(theta: Tensor, radius: Number, num_features: Number, moments: Moments) -> Tensor:
-    """Relative error of a bipolar hybrid for two inputs of norm r at angle ``theta``, from its coefficient's moments.
+    """Relative error of any bipolar hybrid there (HRF, Theorem 3.1), where shared projections change nothing.
 
-    ``sqrt( 2/m [ E[l^2] sinh^2(2 r^2 cos^2(theta/2)) + E[(1-l)^2] sinh^2(2 r^2 sin^2(theta/2)) ] )``: HRF, Theorem
-    3.1 on the sphere, where shared projections change nothing.
+    ``sqrt( 2/m [ E[l^2] sinh^2(2 r^2 cos^2(theta/2)) + E[(1-l)^2] sinh^2(2 r^2 sin^2(theta/2)) ] )``.
     """
     plus, minus = (2 * radius.square() * f(theta / 2).square() for f in (torch.cos, torch.sin))
     square = moments.square * torch.sinh(plus).square() + moments.complement * torch.sinh(minus).square()
@@ -197,25 +176,21 @@ def hybrid_split(moments: Callable[[Tensor, Tensor, int], Moments], num_features
 
 def max_relative_error_angular(radius: float, num_features: int, num_coefficients: int) -> float:
     """Largest relative error of the angular hybrid on the sphere, by maximising eq. 47 of HRF over the angle."""
-    # By symmetry about pi/2 the left half suffices; a fine grid, then two refinements.
-    low, high = 0.0, math.pi / 2
-    best = 0.0
-    for _ in range(3):
+    low, high = 0.0, math.pi / 2  # it is symmetric about pi/2
+    for _ in range(3):  # a fine grid, and two refinements
         grid = torch.linspace(low, high, 2001, dtype=torch.float64)
         errors = relative_error_angular(grid, radius, num_features, num_coefficients)
         i = int(errors.argmax())
-        best = float(errors[i])
         low, high = float(grid[max(i - 1, 0)]), float(grid[min(i + 1, 2000)])
-    return best
+    return float(errors.max())
 
 
 @closed_form
 def max_relative_error_angular_bound(radius: Number, num_features: Number, num_coefficients: Number) -> Tensor:
-    """An upper bound of :func:`max_relative_error_angular` (HRF, Theorem 3.5).
+    """An upper bound of it, ``2 sinh(2 r^2) / sqrt(2m) * sqrt( (1 - 1/n)/(pi r^2) + 1/(n sqrt(pi) r) )``.
 
-    ``W(r) / sqrt(2m) * sqrt( (1 - 1/n)/(pi r^2) + 1/(n sqrt(pi) r) )``, ``W(r) = 2 sinh(2 r^2)``: what the
-    paper's proof gives (its eq. 63-65). The statement takes ``1/r`` out of both terms, which is too small
-    once r exceeds about 4 at n = 1.
+    HRF, Theorem 3.5 as its proof gives it (eq. 63-65); the statement takes ``1/r`` out of both terms, which is too
+    small once r exceeds about 4 at n = 1.
     """
     r, n = radius, num_coefficients
     share = (1 - 1 / n) / (math.pi * r.square()) + 1 / (n * math.sqrt(math.pi) * r)
@@ -229,16 +204,11 @@ def _angular(a: Tensor, c: Tensor, n: Tensor) -> Moments:
 
 def _complex_sum(x: Tensor, y: Tensor, A: Tensor) -> Tensor:
     """``A x + (A')^-1 y`` for a scalar, a diagonal or a matrix."""
-    A = torch.as_tensor(A).to(torch.complex128)
-    if A.ndim < 2:
-        if A.ndim == 1 and A.shape[0] != x.shape[-1]:
-            raise BochnerError(f"The diagonal 'A' must have {x.shape[-1]} entries, got {A.shape[0]}.")
-        if (A == 0).any():
-            raise BochnerError("The 'A' of a complex exponential estimator must be invertible, got a zero entry.")
-        return A * x + y / A
-    if A.shape[-2:] != (x.shape[-1], x.shape[-1]):
-        raise BochnerError(f"The 'A' must have shape ({x.shape[-1]}, {x.shape[-1]}), got {tuple(A.shape)}.")
-    solved, info = torch.linalg.solve_ex(A.mT, y.to(A.dtype)[..., None])
-    if (info != 0).any() or not torch.isfinite(solved.abs()).all():
-        raise BochnerError("The 'A' of a complex exponential estimator must be invertible, got a singular matrix.")
-    return (A @ x.to(A.dtype)[..., None] + solved).squeeze(-1)
+    A, d = torch.as_tensor(A).to(torch.complex128), x.shape[-1]
+    if A.shape not in ((), (d,), (d, d)):
+        raise BochnerError(f"The 'A' of mse_complex must be a number, {d} entries or ({d}, {d}), got {tuple(A.shape)}.")
+    A = A if A.ndim == 2 else A.expand(d).diag()
+    inverse, info = torch.linalg.inv_ex(A)
+    if (info != 0).any() or not torch.isfinite(inverse.abs()).all():
+        raise BochnerError("The 'A' of mse_complex must be invertible, got a singular matrix or a zero entry.")
+    return x.to(A.dtype) @ A.mT + y.to(A.dtype) @ inverse

@@ -38,27 +38,19 @@ def bernstein_bound(low: Number, high: Number, degree: Number, second_sup: Numbe
 
 @closed_form
 def allocate_features(variances: Tensor, target: Number) -> Tensor:
-    """The counts ``m_k`` of least sum with ``sum_k v_k / m_k <= target``, rounded up.
+    """The counts ``m_k = sqrt(v_k) sum_j sqrt(v_j) / target`` of least sum with ``sum_k v_k / m_k <= target``.
 
-    ``m_k = sqrt(v_k) sum_j sqrt(v_j) / target``. ``variances`` (n,) holds the variance of one feature for
-    each degree, summed over the rows. Replaces step 6 of Problem 3's Algorithm 1, whose equal split reaches
-    three times its target.
+    ``variances``: of one feature of each degree. For step 6 of Problem 3's Algorithm 1, which misses its target.
     """
-    if (variances < 0).any():
-        least = variances.min().item()
-        raise BochnerError(f"The 'variances' of allocate_features must not be negative, got {least:.6g}.")
     root = torch.sqrt(variances)
     return torch.ceil(root * root.sum() / target).clamp(min=1)
 
 
 @closed_form
 def gelu_taylor(terms: Number) -> Tensor:
-    """Coefficients ``a_0 .. a_{terms-1}`` of GELU at zero (Problem 3, eq. 52).
+    """Coefficients of GELU at zero (Problem 3, eq. 52).
 
     ``a_1 = 1/2``, ``a_{2j+2} = (-1)^j / (sqrt(2 pi) (2j+1) 2^j j!)``, the others zero.
-
-    >>> gelu_taylor(3).tolist()[:2]
-    [0.0, 0.5]
     """
     a = torch.zeros(int(terms), dtype=torch.float64)
     if len(a) > 1:
@@ -100,9 +92,8 @@ def variance_taylor(
 ) -> Tensor:
     """Variance of the Taylor-composition estimator ``a_K/p_K phi_K(w).phi_K(x)`` at ``t = w.x`` (Problem 3, eq. 57).
 
-    ``[ sum_k a_k^2/p_k (t^(2k) + Var_k) - f(t)^2 ] / draws``. ``variances`` (n,): those of the features of
-    each degree (zero if the powers are exact), for instance from :func:`~bochner.theory.mse_tensor_sketch`.
-    The terms given must be all that matter: a series cut short understates the variance.
+    ``[ sum_k a_k^2/p_k (t^(2k) + Var_k) - f(t)^2 ] / draws``. ``variances`` (n,): Var_k, of the features of each
+    degree, zero if the powers are exact. A series cut short understates the variance.
     """
     a, t = coefficients, t[..., None]
     v = torch.zeros_like(a) if variances is None else variances

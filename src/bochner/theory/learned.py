@@ -1,8 +1,7 @@
 """Closed forms of kernels from their spectrum: Gaussian mixtures of frequencies, and local masks.
 
-Reference: Chowdhury et al., *On learning the Transformer kernel*, 2022 ("Learned kernels"). A frequency of
-component c is ``w = L_c n + mu_c`` with ``n ~ N(0, I)``: ``L_c`` is a factor of the covariance ``L_c L_c'``
-(the paper writes ``Sigma_c n`` in eq. 5 and 10 and calls ``Sigma_c`` the covariance in eq. 4).
+Reference: Chowdhury et al., *On learning the Transformer kernel*, 2022 ("Learned kernels"). A frequency of component c
+is ``w = L_c n + mu_c`` with ``n ~ N(0, I)``: ``L_c`` is a factor of the covariance ``L_c L_c'``.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ def gmm_rks(x: Tensor, y: Tensor, means: Tensor, factors: Tensor) -> Tensor:
 def gmm_prf(x: Tensor, y: Tensor, means: Tensor, factors: Tensor, *, g: float = 0.5) -> Tensor:
     """The kernel of GMM-PRF: ``mean_c exp(mu_c.z + |L_c'z|^2 / 2 - g (|x|^2 + |y|^2))``, ``z = x + y``.
 
-    Learned kernels, eq. 8-10, print ``g = 1``; at ``L = I, mu = 0`` the softmax kernel needs ``g = 1/2``, the
-    default.
+    Learned kernels, eq. 8-10, print ``g = 1``; at ``L = I, mu = 0`` the softmax kernel needs ``g = 1/2``.
     """
     mu, proj = _project(x + y, means, factors, "gmm_prf")
     norms = (x.square().sum(-1) + y.square().sum(-1))[..., None]
@@ -42,8 +40,7 @@ def mse_gmm_rks(
 ) -> Tensor:
     """Mean squared error of GMM-RKS with ``num_features`` noise vectors a component.
 
-    ``shared_noise`` (Learned kernels, eq. 5): every component transforms the same noise, and the covariances
-    of components count; otherwise each draws its own.
+    ``shared_noise``: all components transform the same noise (Learned kernels, eq. 5), so that covariances count.
     """
     mu, proj = _project(x - y, means, factors, "mse_gmm_rks")
     k = torch.cos(mu) * torch.exp(-proj.square().sum(-1) / 2)
@@ -86,10 +83,9 @@ def mse_gmm_prf(
 
 @closed_form
 def mse_fourier(value: Number, doubled: Number, num_features: Number) -> Tensor:
-    """Mean squared error of m cosines for any shift-invariant kernel: ``[ (1 + k(2r))/2 - k(r)^2 ] / m``.
+    """Mean squared error of m cosines of any spectrum: ``[ (1 + k(2r))/2 - k(r)^2 ] / m``.
 
-    ``value`` is k(r) and ``doubled`` k(2r). Covers random kitchen sinks with any spectrum, and the Laplace
-    and Gaussian local masks.
+    ``value``: k(r), ``doubled``: k(2r).
     """
     return ((1 + doubled) / 2 - value.square()) / num_features
 
@@ -109,12 +105,10 @@ def mse_local_gaussian(x: Tensor, y: Tensor, num_features: Number, *, delta: Num
 def _project(v: Tensor, mu: Tensor, L: Tensor, owner: str) -> tuple[Tensor, Tensor]:
     """``mu_c.v`` (..., C) and ``L_c'v`` (..., C, d)."""
     d = v.shape[-1]
-    if mu.ndim != 2 or mu.shape[1] != d:
-        raise BochnerError(f"The 'means' of {owner} must have shape (C, {d}), got {tuple(mu.shape)}.")
-    if L.shape not in ((mu.shape[0], d), (mu.shape[0], d, d)):
+    if mu.ndim != 2 or mu.shape[1] != d or L.shape not in ((len(mu), d), (len(mu), d, d)):
         raise BochnerError(
-            f"The 'factors' of {owner} must have shape ({mu.shape[0]}, {d}) or ({mu.shape[0]}, {d}, {d}), "
-            f"got {tuple(L.shape)}."
+            f"The 'means' and 'factors' of {owner} must have shapes (C, {d}) and (C, {d}) or (C, {d}, {d}), got "
+            f"{tuple(mu.shape)} and {tuple(L.shape)}."
         )
     proj = L * v[..., None, :] if L.ndim == 2 else torch.einsum("cij,...i->...cj", L, v)
     return (mu * v[..., None, :]).sum(-1), proj

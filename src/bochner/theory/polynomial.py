@@ -15,13 +15,14 @@ from torch import Tensor
 from bochner._checks import BochnerError, one_of
 from bochner.theory._common import Number, closed_form
 
+SKETCHES = ("sum_poly", "tensor_sketch")
+
 
 @closed_form
 def mse_sum_poly(x: Tensor, y: Tensor, num_features: Number, degree: Number) -> Tensor:
     """Mean squared error of sum decomposition (m uniform index tuples) for ``(x.y)^n``.
 
-    ``[ d^n (sum_i x_i^2 y_i^2)^n - (x.y)^(2n) ] / m``: Problem 2, eq. 7, with the square its second term
-    lacks.
+    ``[ d^n (sum_i x_i^2 y_i^2)^n - (x.y)^(2n) ] / m``: Problem 2, eq. 7, with the square its second term lacks.
     """
     p = x * y
     first, second = x.shape[-1] * p.square().sum(-1), p.sum(-1).square()
@@ -33,10 +34,8 @@ def mse_tensor_sketch(x: Tensor, y: Tensor, num_features: Number, degree: Number
     """Mean squared error of TensorSketch with m buckets for ``(x.y)^n``, exactly.
 
     With ``q = (x.y)^2``, ``s = sum_i x_i^2 y_i^2``, ``b = |x|^2 |y|^2 - s``, ``c = q - s``:
-    ``[ (q+b)^n + (q+c)^n - 2 q^n ] / m + gcd(2, m) [ (q+b+c)^n - (q+b)^n - (q+c)^n + q^n ] / m^2``. Bucket
-    hashes pairwise and signs 4-wise independent. Counting sign patterns coordinate by coordinate: a
-    coordinate is matched, or swaps its indices in step with or against the others. At most
-    :func:`tensor_sketch_bound`; Problem 2's eq. 21 is below it for n >= 2.
+    ``[ (q+b)^n + (q+c)^n - 2 q^n ] / m + gcd(2, m) [ (q+b+c)^n - (q+b)^n - (q+c)^n + q^n ] / m^2``, for bucket
+    hashes pairwise and signs 4-wise independent. Problem 2's eq. 21 is below it for n >= 2.
 
     >>> x = torch.full((8,), 8 ** -0.5)
     >>> bool(256 * mse_tensor_sketch(x, x, 256, 3) > 2)      # what eq. 21 allows
@@ -75,10 +74,9 @@ def polynomial_tail_bound(
     ``MSE / target^2``, no more than 1; ``relative``: the error is measured against ``|x.y|^n``. Problem 2,
     Results 4 and 7, with the exact mean squared errors in place of eq. 7 and 21.
     """
-    one_of(map, "map", "polynomial_tail_bound", ["sum_poly", "tensor_sketch"])
+    one_of(map, "map", "polynomial_tail_bound", SKETCHES)
     mse = (mse_sum_poly if map == "sum_poly" else mse_tensor_sketch)(x, y, num_features, degree)
-    goal = target.square() * ((x * y).sum(-1).square() ** degree if relative else 1.0)
-    return (mse / goal).clamp(max=1.0)
+    return (mse / _goal(x, y, target, degree, relative)).clamp(max=1.0)
 
 
 @closed_form
@@ -94,20 +92,16 @@ def polynomial_features_needed(
 ) -> Tensor:
     """Features with which ``sum_poly`` or ``tensor_sketch`` has root mean squared error at most ``target``.
 
-    ``relative``: against ``|x.y|^n`` (infinite where x.y = 0). ``failure``: instead, features with which the
-    error exceeds ``target`` with at most this probability (:func:`polynomial_tail_bound`). For TensorSketch
-    the count is safe for either parity.
+    ``relative``: against ``|x.y|^n``, infinite where x.y = 0. ``failure``: features with which the error exceeds
+    ``target`` with at most this probability (:func:`polynomial_tail_bound`). The count is safe for either parity.
 
     >>> x = torch.tensor([0.6, 0.8])
     >>> m = polynomial_features_needed(x, x, 0.1, 2)
     >>> bool(mse_tensor_sketch(x, x, m, 2) <= 0.01)
     True
     """
-    one_of(map, "map", "polynomial_features_needed", ["sum_poly", "tensor_sketch"])
-    goal = target.square() * ((x * y).sum(-1).square() ** degree if relative else 1.0)
-    if failure is not None:
-        goal = goal * failure
-    if map == "sum_poly":
+    goal = _goal(x, y, target, degree, relative) * (1.0 if failure is None else failure)
+    if one_of(map, "map", "polynomial_features_needed", SKETCHES) == "sum_poly":
         return torch.ceil(mse_sum_poly(x, y, 1, degree) / goal).clamp(min=1)
     # first / m + 2 second / m^2 <= goal: a quadratic, with the larger (even) second term.
     first, second = _sketch_terms(_pairs(x, y), degree)
@@ -119,9 +113,7 @@ def polynomial_features_needed(
 def mse_maclaurin(x: Tensor, y: Tensor, num_features: Number, coefficients: Tensor, probabilities: Tensor) -> Tensor:
     """Mean squared error of random Maclaurin features (Kar and Karnick 2012) for ``sum_k a_k (x.y)^k``.
 
-    Each feature draws a degree k with probability p_k and k sign vectors:
-    ``[ sum_k a_k^2/p_k (|x|^2 |y|^2 + 2 (x.y)^2 - 2 sum_i x_i^2 y_i^2)^k - K^2 ] / m``. Coefficients must be
-    zero where probabilities are.
+    ``[ sum_k a_k^2/p_k (|x|^2 |y|^2 + 2 (x.y)^2 - 2 sum_i x_i^2 y_i^2)^k - K^2 ] / m``; p_k: of drawing degree k.
     """
     q, s, lengths = _pairs(x, y)
     k = torch.arange(coefficients.shape[-1], dtype=torch.float64)
@@ -130,12 +122,16 @@ def mse_maclaurin(x: Tensor, y: Tensor, num_features: Number, coefficients: Tens
     return (second - (coefficients * (x * y).sum(-1, keepdim=True) ** k).sum(-1).square()) / num_features
 
 
+def _goal(x: Tensor, y: Tensor, target: Tensor, degree: Tensor, relative: bool) -> Tensor:
+    return target.square() * ((x * y).sum(-1).square() ** degree if relative else 1.0)
+
+
 def square_over(a: Tensor, p: Tensor, owner: str) -> Tensor:
     """``a_k^2 / p_k`` with ``0 / 0 = 0``; refuses a term that is never drawn and a p that is no law."""
     if a.shape != p.shape:
         raise BochnerError(f"The coefficients and probabilities of {owner} must be as many, got {a.shape}, {p.shape}.")
-    if (p < 0).any() or float(p.sum()) > 1 + 1e-6:
-        raise BochnerError(f"The 'probabilities' of {owner} must be >= 0 with sum <= 1, got sum {p.sum().item():.6g}.")
+    if float(p.sum()) > 1 + 1e-6:
+        raise BochnerError(f"The 'probabilities' of {owner} must have a sum <= 1, got {p.sum().item():.6g}.")
     if ((p == 0) & (a != 0)).any():
         raise BochnerError(f"The 'probabilities' of {owner} must be positive wherever a coefficient is not zero.")
     return torch.where(a == 0, 0.0, a.square() / torch.where(p > 0, p, 1.0))

@@ -13,13 +13,11 @@ from bochner._checks import BochnerError, finite, floating, positive_int
 def rank_floor(weights: Tensor, num_features: int, far: Tensor | None = None) -> Tensor:
     """A lower bound on the relative error |A' - A| / |A| (Frobenius) of attention weights through m features.
 
-    Whatever the map, its unnormalised weights are a product of two matrices with m columns, and dividing rows keeps
-    the rank: over any rectangle of pairs that are all left to the map, A' has rank at most m and by Eckart and Young
-    misses A by at least the root of `sum_{i > m} sigma_i^2`. Over all pairs that bound is attained by the singular
-    vectors of A, which no map knows; under a mask it is the sum over disjoint squares inside it.
+    Over any rectangle of pairs that are left to the map, A' has rank at most m. There, by Eckart and Young, it misses A
+    by at least the root of `sum_{i > m} sigma_i^2`. Under a mask the squares of disjoint rectangles add up.
 
-    `weights`: A, exact attention weights (..., n, s), one sequence each; the ratio is of sums over n and s alone.
-    `num_features`: m. `far`: (n, s) bool, the pairs left to the map, default all; the others may be exact.
+    `weights`: A, exact attention weights (..., n, s), one sequence each. `num_features`: m. `far`: (n, s) bool, the
+    pairs that are left to the map, all of them by default.
 
     >>> rank_floor(torch.eye(4), 3)
     tensor(0.5000, dtype=torch.float64)
@@ -27,14 +25,13 @@ def rank_floor(weights: Tensor, num_features: int, far: Tensor | None = None) ->
     owner = "rank_floor"
     a = finite(floating(weights, "weights", owner), "weights", owner).double()
     m = positive_int(num_features, "num_features", owner)
-    is_mask = far is None or (isinstance(far, Tensor) and far.dtype == torch.bool and far.shape == a.shape[-2:])
-    if a.ndim < 2 or not is_mask:
+    whole = torch.ones(a.shape[-2:], dtype=torch.bool) if far is None else far
+    if a.ndim < 2 or not isinstance(whole, Tensor) or whole.dtype != torch.bool or whole.shape != a.shape[-2:]:
         got = tuple(far.shape) if isinstance(far, Tensor) else type(far).__name__
         raise BochnerError(
             f"The 'weights' of {owner} must be (..., n, s) and 'far' None or a bool tensor (n, s), got "
             f"{tuple(a.shape)} and {got}."
         )
-    whole = torch.ones(a.shape[-2:], dtype=torch.bool) if far is None else far
     left = a.new_zeros(a.shape[:-2])
     for rows, columns in _rectangles(whole, m):
         left = left + torch.linalg.svdvals(a[..., rows, columns])[..., m:].square().sum(-1)

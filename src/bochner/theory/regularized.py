@@ -17,8 +17,7 @@ from bochner.theory.softmax import PROJECTIONS, _log_ratio
 def regularized_ratio(x: Tensor, y: Tensor) -> Tensor:
     """``SMREG / SM``: the mean of regularised features over the kernel (Performers, eq. 30).
 
-    ``exp(-u) sum_k u^k/k! prod_{j<k} d/(d+2j)``, ``u = |z|^2/2``; in (0, 1], at least
-    :func:`regularized_ratio_bound`.
+    ``exp(-u) sum_k u^k/k! prod_{j<k} d/(d+2j)``, ``u = |z|^2/2``; in (0, 1].
     """
     return _log_ratio((x + y).square().sum(-1), x.shape[-1]).exp()
 
@@ -28,13 +27,8 @@ def regularized_ratio_bound(x: Tensor, y: Tensor, *, method: str = "jensen") -> 
     """A lower bound of :func:`regularized_ratio`.
 
     ``"jensen"``: ``exp(-|z|^4 / (4d))``, from Jensen's inequality applied to eq. 30 of Performers.
-    ``"theorem1"``: the last exact step of that paper's proof of Theorem 1 (eq. 32),
-    ``f(l, d) P[Poisson(|z|^2/2) <= l]`` with ``l = floor(d^(1/3))``; it tends to ``1 - 2 d^(-1/3)`` and is
-    the weaker of the two unless |z| is large.
-
-    >>> x = torch.tensor([0.3, -0.1, 0.2, 0.0])
-    >>> bool(regularized_ratio_bound(x, x) <= regularized_ratio(x, x))
-    True
+    ``"theorem1"``: the last exact step of its proof of Theorem 1 (eq. 32), ``f(l, d) P[Poisson(|z|^2/2) <= l]`` with
+    ``l = floor(d^(1/3))``; it tends to ``1 - 2 d^(-1/3)`` and is the weaker of the two unless |z| is large.
     """
     u, d = (x + y).square().sum(-1) / 2, x.shape[-1]
     if one_of(method, "method", "regularized_ratio_bound", ["jensen", "theorem1"]) == "jensen":
@@ -50,11 +44,10 @@ def regularized_tail_bound(
 ) -> Tensor:
     """An upper bound of ``P[SMREG_m(x, y) > threshold]`` for ``threshold > SMREG(x, y)`` (Performers, Theorem 3).
 
-    iid: Chernoff's ``exp(-m L(a))`` with the Legendre transform of one projection. Orthogonal, m <= d: the
-    printed factor ``d/(d+2)`` is not valid for every threshold (its proof counts terms that cancel); the
-    repaired bound is ``min_t exp(-t m a) [ d M^m + 2 (b^m + m b^(m-1) (M - b)) ] / (d+2)``, with
-    ``M = E exp(t X)`` and ``b = exp(t X_0)``, ``X_0 = exp(-(|x|^2+|y|^2)/2)``. Expectations by
-    Gauss-Gegenbauer quadrature with ``num_nodes`` nodes.
+    iid: Chernoff's ``exp(-m L(a))`` with the Legendre transform of one projection. Orthogonal, m <= d: the printed
+    factor ``d/(d+2)`` fails for some thresholds; the repaired bound is
+    ``min_t exp(-t m a) [ d M^m + 2 (b^m + m b^(m-1) (M - b)) ] / (d+2)``, with ``M = E exp(t X)`` and
+    ``b = exp(t X_0)``, ``X_0 = exp(-(|x|^2+|y|^2)/2)``. Expectations by Gauss-Gegenbauer quadrature.
     """
     owner, d, m = "regularized_tail_bound", x.shape[-1], float(num_features)
     if one_of(projection, "projection", owner, PROJECTIONS) == "orthogonal" and m > d:

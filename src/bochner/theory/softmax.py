@@ -1,11 +1,8 @@
 """Errors of the trigonometric and positive estimators of the softmax and Gaussian kernels.
 
-Throughout, ``x`` and ``y`` are already scaled (softmax kernel ``exp(x.y)``, Gaussian
-``exp(-|x - y|^2 / 2)``), ``z = x + y``, ``D = x - y``, and ``m`` is the number of projections. Every error is
-computed in the log domain in float64: it is infinite only where the true value exceeds float64.
-
-References: Choromanski et al., *Rethinking attention with Performers*, 2021 ("Performers"); Likhosherstov et
-al., *Chefs' random tables*, 2022 (OPRF); Likhosherstov et al., *FAVOR#*, 2023 (dense A).
+Throughout, ``x`` and ``y`` are already scaled, ``z = x + y``, ``D = x - y``, and ``m`` is the number of projections.
+References: Choromanski et al., *Rethinking attention with Performers*, 2021 ("Performers"); Likhosherstov et al.,
+*Chefs' random tables*, 2022 (OPRF), and *FAVOR#*, 2023 (dense A).
 """
 
 from __future__ import annotations
@@ -37,11 +34,7 @@ PROJECTIONS = ("iid", "orthogonal")
 
 @dataclass(frozen=True)
 class Estimator:
-    """A feature map by name, and the numbers that some of them have.
-
-    ``A``: of ``optimal``, below 1/8. ``a`` (d,) and the basis ``U`` (d, d), None if diagonal: of ``dense``. ``about``:
-    of ``regularized``, whether its error is ``"kernel"``, about the kernel, or ``"mean"``, about its own mean.
-    """
+    """A feature map by name, and what some have: ``A`` of ``optimal``, ``a`` and ``U`` of ``dense``, ``about``."""
 
     name: str
     A: Number = 0.0
@@ -62,8 +55,8 @@ def kernel_value(x: Tensor, y: Tensor, *, kernel: str = "softmax") -> Tensor:
 def mse_trig(x: Tensor, y: Tensor, num_features: Number, **how: Any) -> Tensor:
     """Mean squared error of the trigonometric estimator.
 
-    ``exp(|x|^2 + |y|^2) (1 - exp(-|D|^2))^2 / (2m)`` (Performers, Lemma 2, eq. 8). Orthogonal projections:
-    exact, the pairs of one block contribute ``1F1(d; d/2; -|D|^2/2)`` instead of ``exp(-|D|^2)``.
+    ``exp(|x|^2 + |y|^2) (1 - exp(-|D|^2))^2 / (2m)`` (Performers, Lemma 2, eq. 8). With orthogonal projections the
+    pairs of one block contribute ``1F1(d; d/2; -|D|^2/2)`` in place of ``exp(-|D|^2)``, exactly.
     """
     return log_mse(x, y, num_features, "trig", **how).exp()
 
@@ -82,10 +75,7 @@ def mse_positive(x: Tensor, y: Tensor, num_features: Number, **how: Any) -> Tens
 
 
 def mse_hyperbolic(x: Tensor, y: Tensor, num_features: Number, **how: Any) -> Tensor:
-    """Mean squared error of hyperbolic features, two exponentials a projection.
-
-    ``exp(|z|^2) SM^2 (1 - exp(-|z|^2))^2 / (2m)`` (Performers, Lemma 2, eq. 8).
-    """
+    """Mean squared error of hyperbolic features: ``exp(|z|^2) SM^2 (1 - exp(-|z|^2))^2 / (2m)`` (Lemma 2, eq. 8)."""
     return log_mse(x, y, num_features, "hyperbolic", **how).exp()
 
 
@@ -102,23 +92,17 @@ def mse_dense(
 ) -> Tensor:
     """Mean squared error of dense-A features (SDERF, FAVOR#) with ``A = U diag(a) U'``, every ``a_i < 1/8``.
 
-    ``SM^2 [ prod_i (1-4a_i)(1-8a_i)^(-1/2) exp((U'z)_i^2 / (1-8a_i)) - 1 ] / m``: the OPRF factor, coordinate
-    by coordinate. There is no closed form for orthogonal projections, the weight not being isotropic.
-
-    >>> x = torch.tensor([1.0, 0.0])
-    >>> a, U = dense_a(4 * torch.outer(x, x))
-    >>> bool(mse_dense(x, x, 8, a, U) < mse_optimal(x, x, 8, optimal_A(4.0, 2)) < mse_positive(x, x, 8))
-    True
+    ``SM^2 [ prod_i (1-4a_i)(1-8a_i)^(-1/2) exp((U'z)_i^2 / (1-8a_i)) - 1 ] / m``; none for orthogonal projections.
     """
     return log_mse(x, y, num_features, Estimator("dense", a=a, U=U), kernel=kernel).exp()
 
 
 def mse_regularized(x: Tensor, y: Tensor, num_features: Number, *, about: str = "kernel", **how: Any) -> Tensor:
-    """Mean squared error of regularised features (frequencies on the sphere of radius sqrt(d)).
+    """Mean squared error of regularised features, whose frequencies lie on the sphere of radius sqrt(d).
 
-    ``about="kernel"``: about the softmax or Gaussian kernel, the squared bias included; ``"mean"``: the
-    variance about the estimator's own mean, ``SMREG``. With ``F(q) = 0F1(; d/2; q)`` one projection has
-    relative second moment ``exp(-|z|^2) F(d |z|^2)``, an orthogonal pair ``exp(-|z|^2) F(d |z|^2 / 2)``.
+    ``about="kernel"``: with the squared bias; ``"mean"``: the variance about the mean, ``SMREG``. With
+    ``F(q) = 0F1(; d/2; q)`` one projection has relative second moment ``exp(-|z|^2) F(d |z|^2)``, an orthogonal pair
+    ``exp(-|z|^2) F(d |z|^2 / 2)``.
     """
     return log_mse(x, y, num_features, Estimator("regularized", about=about), **how).exp()
 
@@ -134,14 +118,7 @@ def log_mse(
     projection: str = "iid",
     relative: bool = False,
 ) -> Tensor:
-    """Logarithm of the mean squared error of any map of this module; of the error over K^2 if ``relative``.
-
-    Finite where the error itself overflows.
-
-    >>> x = torch.full((4,), 100.0)
-    >>> bool(torch.isfinite(log_mse(x, x, 64)))
-    True
-    """
+    """Logarithm of the mean squared error, or of that over K^2: finite where the error itself overflows."""
     law, m, d = map if isinstance(map, Estimator) else Estimator(map), num_features, x.shape[-1]
     one_of(law.name, "map", "log_mse", MAPS)
     orthogonal = one_of(projection, "projection", "log_mse", PROJECTIONS) == "orthogonal"
@@ -170,10 +147,7 @@ def log_mse(
 def relative_error(
     x: Tensor, y: Tensor, num_features: Number, map: str | Estimator = "positive", *, projection: str = "iid"
 ) -> Tensor:
-    """Root mean squared error over the kernel, ``sqrt(MSE) / K`` (Definition 3.3 of Hybrid random features).
-
-    The same for the softmax and the Gaussian kernel.
-    """
+    """``sqrt(MSE) / K``, the same for both kernels (Definition 3.3 of Hybrid random features)."""
     return torch.exp(log_mse(x, y, num_features, map, projection=projection, relative=True) / 2)
 
 
@@ -190,9 +164,7 @@ def features_needed(
 ) -> Tensor:
     """The least number of projections whose root mean squared error is at most ``target``, for every pair.
 
-    ``relative``: the error is measured against the kernel value. The inverse of :func:`log_mse`; whole
-    numbers in float64 (infinite where even 2^1000 would not do, as for the biased ``regularized`` map beyond
-    its bias).
+    ``relative``: the error over the kernel. Infinite where no number will do, as below the bias of ``regularized``.
 
     >>> x, y = torch.tensor([0.3, -0.1]), torch.tensor([0.2, 0.4])
     >>> m = features_needed(x, y, 0.1)
@@ -223,9 +195,8 @@ def features_needed(
 def features_uniform(dim: Number, radius: Number, eps: Number, *, constant: Number = 1.0) -> int:
     """Projections for ``max_ij |A_hat - A| <= eps`` with orthogonal trig features (Performers, Theorem 4).
 
-    ``constant * d / delta^2 * log(4 d^(3/4) R / delta)`` with ``delta = eps exp(-R^2 / sqrt d)``; ``radius``
-    R bounds the norms of the queries and keys before scaling. The theorem leaves the constant open: this is
-    the scaling law, independent of the sequence length.
+    ``constant * d / delta^2 * log(4 d^(3/4) R / delta)`` with ``delta = eps exp(-R^2 / sqrt d)``, whatever the length;
+    ``radius`` R bounds queries and keys before scaling. The theorem leaves the constant open.
     """
     d, R = float(dim), float(radius)
     log_delta = math.log(eps) - R * R / math.sqrt(d)
@@ -244,10 +215,9 @@ def block_pairs(num_features: Number, dim: Number) -> Tensor:
 def orthogonal_gap(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softmax") -> Tensor:
     """What orthogonality takes off the mean squared error of positive, hyperbolic and OPRF features, exactly.
 
-    ``(1 - 1/m) K^2 E[1 - r_N]`` for m <= d, with ``N ~ Poisson(|z|^2)`` and
-    ``r_n = prod_{j<n} (d+j)/(d+2j)``; for m > d the factor counts the pairs inside blocks. It comes from the
-    product of two orthogonal exponentials having mean ``exp(-|x|^2-|y|^2) 1F1(d; d/2; |z|^2/2)`` (the moments
-    of eq. 54-63 of Performers, summed by Vandermonde).
+    ``(1 - 1/m) K^2 E[1 - r_N]`` for m <= d, ``N ~ Poisson(|z|^2)``, ``r_n = prod_{j<n} (d+j)/(d+2j)``; for m > d the
+    factor counts the pairs inside blocks. The product of two orthogonal exponentials has mean
+    ``exp(-|x|^2-|y|^2) 1F1(d; d/2; |z|^2/2)`` (eq. 54-63 of Performers, summed by Vandermonde).
     """
     m = num_features
     gap = _positive_gap((x + y).square().sum(-1), x.shape[-1])
@@ -258,9 +228,8 @@ def orthogonal_gap(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = 
 def orthogonal_gap_bound(x: Tensor, y: Tensor, num_features: Number, *, kernel: str = "softmax") -> Tensor:
     """A lower bound of :func:`orthogonal_gap`: ``(1 - 1/m) 2/(d+2) (K - K_0)^2`` for m <= d.
 
-    ``K_0`` is the kernel's constant term, ``exp(-(|x|^2+|y|^2)/2)`` for softmax: Theorem 2 of Performers (eq.
-    10) with its proof repaired. The printed bound, with ``SM^2`` for ``(SM - K_0)^2``, exceeds the whole
-    error near ``y = -x``.
+    ``K_0 = exp(-(|x|^2+|y|^2)/2)`` for softmax: Theorem 2 of Performers (eq. 10) with its proof repaired. The printed
+    bound, with ``SM^2`` for ``(SM - K_0)^2``, exceeds the whole error near ``y = -x``.
     """
     m, d = num_features, x.shape[-1]
     share = -torch.expm1(-(x + y).square().sum(-1) / 2)  # (K - K_0) / K
@@ -274,9 +243,6 @@ def optimal_A(mean_square: Number, dim: Number) -> Tensor:
 
     ``A = (1 - u)/8``, ``u = [(1 + 2l) + sqrt((1 + 2l)^2 + 8l)]/2``, ``l = mean_square / dim``.
     """
-    if not (torch.isfinite(mean_square).all() and (mean_square >= 0).all()):
-        got = mean_square.tolist()
-        raise BochnerError(f"The 'mean_square' of optimal_A must be finite and not negative, got {got}.")
     return optimal_a(mean_square / dim)
 
 
@@ -309,12 +275,8 @@ def _log_relative_positive(law: Estimator, z: Tensor) -> Tensor:
             raise BochnerError("The 'dense' map needs its 'a' (d,) and, unless it is diagonal, its basis 'U' (d, d).")
         t = _below_eighth(vector(law.a, "a", "theory"), "a")
         z = z if law.U is None else (vector(law.U, "U", "theory").mT @ z[..., None]).squeeze(-1)
-    return logexpm1((_log_weight(t) + z.square() / (1 - 8 * t)).sum(-1).clamp(min=0))
-
-
-def _log_weight(t: Tensor) -> Tensor:
-    """``log[(1-4t) (1-8t)^(-1/2)]``, not negative; ``(1-4t)^2 / (1-8t) = 1 + 16 t^2 / (1-8t)``."""
-    return torch.log1p(16 * t.square() / (1 - 8 * t)) / 2
+    log_weight = torch.log1p(16 * t.square() / (1 - 8 * t)) / 2  # (1-4t)^2 / (1-8t) = 1 + 16 t^2 / (1-8t)
+    return logexpm1((log_weight + z.square() / (1 - 8 * t)).sum(-1).clamp(min=0))
 
 
 def _below_eighth(t: Tensor, name: str) -> Tensor:
