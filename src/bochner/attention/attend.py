@@ -12,7 +12,7 @@ from torch import Tensor
 from bochner.attention.features import EMPTY, MASKED, PreparedMap
 from bochner.attention.layout import Layout, Near, moved, starts
 from bochner.attention.scan import Call, Result, Sinks, absorb_keys, scan_rows
-from bochner.attention.softmax import attend_zones, plain_softmax, softmax
+from bochner.attention.softmax import attend_zones, softmax
 from bochner.attention.state import (
     Keys,
     State,
@@ -111,16 +111,15 @@ def _by_softmax(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     """
     query, key, dtype = call.map.exponent("query"), call.map.exponent("key"), call.map.dtype
     plain = call.composed or (torch.is_grad_enabled() and not call.recompute)
-    attend = plain_softmax if plain else softmax
     y, row = key.at(k.to(dtype))
     if mask is not None:
         row = row.masked_fill(spread_mask(mask), MASKED)
-    kv, log_norm = attend(key.weight.expand(*k.shape[:2], -1, -1), y, v.to(dtype), row.mT)
+    kv, log_norm = softmax(key.weight.expand(*k.shape[:2], -1, -1), y, v.to(dtype), row.mT, plain=plain)
     for offset in (key.offset, query.offset):
         if offset is not None:
             log_norm = log_norm + offset.unsqueeze(-1)
     x, _ = query.at(q.to(dtype))
-    return attend(x, query.weight.expand(*k.shape[:2], -1, -1), kv, log_norm.mT)[0]
+    return softmax(x, query.weight.expand(*k.shape[:2], -1, -1), kv, log_norm.mT, plain=plain)[0]
 
 
 def _rows(call: Call, q: Tensor | None, new: Keys, state: State) -> tuple[Tensor | None, Tensor | None, State]:

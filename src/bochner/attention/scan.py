@@ -141,20 +141,6 @@ def scan_rows(
     return out, bad, Sums(*after)
 
 
-class Pairs(NamedTuple):
-    """What the kernel sees of zones pair by pair.
-
-    Features, columns (b, g, t, z, .) and log scales (b, g, t, 1, z) of keys; the reference of each row (b, g, t, c, 1),
-    and the weights of the keys relative to it (b, g, t, c, z).
-    """
-
-    psi: Tensor
-    columns: Tensor
-    scale: Tensor
-    ref: Tensor
-    weight: Tensor
-
-
 class Scan(NamedTuple):
     """Rows (b, g, r, n, v) over keys laid out around them, part by part.
 
@@ -241,16 +227,17 @@ class Scan(NamedTuple):
         pairs = None if keys is None or not self.layout.has_kernel_pairs else self._pairs(keys, part, far, known)
         zones = self._exact_zones(part, given, base, x.dtype)
         if known is not None:
-            rows, den, ref = known
-            logs = [far.ref[..., None, None]] + ([] if pairs is None else [per_row(pairs.ref, r)])
-            factors = [(relative(log).detach() - ref).to(x.dtype).exp() for log in logs]
-            terms = [] if pairs is None else [pairs.psi, pairs.columns, pairs.scale]
+            (rows, den, ref), weight = known, None
+            logs, terms = [far.ref[..., None, None]], []
+            if pairs is not None:
+                psi, columns, scale, top, weight = pairs
+                logs, terms = [*logs, per_row(top, r)], [psi, columns, scale]
             for k, v, mask in zones:
                 logits = exact_logits(x, k, prepared.scale, prepared.phi.kernel)
                 terms += [(logits - ref if mask is None else logits + mask - ref).exp(), pad(v, (0, 1), value=1.0)]
-            weight = None if pairs is None else pairs.weight
-            given_own = own if near.exact else None
-            return Output(carry, _Replayed.apply(rows, den, factors, weight, phi, given_own, far.value, *terms))
+            factors = [(relative(log).detach() - ref).to(x.dtype).exp() for log in logs]
+            moves = own if near.exact else None
+            return Output(carry, _Replayed.apply(rows, den, factors, weight, phi, moves, far.value, *terms))
         total, log_weight, bound = self._kernel(prepared, phi, far, pairs)
         # 3. All, with one normaliser.
         exact = [attend_zones(x, *zone, prepared.scale, prepared.phi.kernel) for zone in zones]
@@ -311,8 +298,9 @@ class Scan(NamedTuple):
                 carry = Sums(mixed(block < gone, sums).squeeze(2) + before, ref)
         return Sums(far, ref.unsqueeze(-1)), carry
 
-    def _pairs(self, keys: list[Tensor], part: Part, far: Sums, known: Known | None) -> Pairs:
-        """What the kernel sees of each zone pair by pair."""
+    def _pairs(self, keys: list[Tensor], part: Part, far: Sums, known: Known | None) -> tuple[Tensor, ...]:
+        """What the kernel sees of each zone pair by pair: features, columns (b, g, t, z, .) and log scales
+        (b, g, t, 1, z) of keys; the reference of each row (b, g, t, c, 1); the weights relative to it (.., c, z)."""
         layout, ref, dtype = self.layout, far.ref[..., None, None], self.call.map.dtype
         if layout.is_triangle:
             keys = [x[:, :, : part.blocks.stop - part.blocks.start] for x in keys]
@@ -324,14 +312,14 @@ class Scan(NamedTuple):
         if not layout.is_triangle:
             log = log.masked_fill(layout.kernel_mask(part, scale.device), MASKED)
             top = torch.maximum(ref, log.detach().amax(-1, keepdim=True))
-            return Pairs(psi, columns, scale, top, (log - top).to(dtype).exp())
+            return psi, columns, scale, top, (log - top).to(dtype).exp()
         top = torch.maximum(ref, log.detach().cummax(-1).values.mT[..., part.rows, :])
         weight = (log - top).to(dtype)  # the exponential may be infinite where it is cut off
         weight = weight.clamp_max(0).exp().tril(part.rows.start) if plain else weight.exp_().tril_(part.rows.start)
-        return Pairs(psi, columns, scale, top, weight)
+        return psi, columns, scale, top, weight
 
     def _kernel(
-        self, prepared: PreparedMap, phi: Tensor, far: Sums, pairs: Pairs | None
+        self, prepared: PreparedMap, phi: Tensor, far: Sums, pairs: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Values and normaliser (b, g, t, r c, v + 1) by the kernel, relative to exp(log_weight), and their bound."""
         r, ref, total = self.call.groups, far.ref[..., None, None], phi @ far.value
