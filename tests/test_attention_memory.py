@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -82,6 +83,23 @@ def test_nothing_waits_for_a_garbage_collection(options: dict[str, Any], backwar
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("n", [256, 512])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_training_on_a_short_sequence_takes_at_most_six_times_its_inputs(is_causal: bool, n: int) -> None:
+    inputs = [t.requires_grad_() for t in draw_qkv(n, b=1, h=8, d=64, v=64, dtype=torch.float32)]
+    phi = feature_map("positive", dim=64, num_features=256)
+
+    def call() -> None:
+        torch.autograd.grad(linear_attention(*inputs, phi, is_causal=is_causal).sum(), inputs)
+
+    call()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = list(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    assert max(held) <= 6 * sum(t.nbytes for t in inputs)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -105,6 +105,10 @@ def test_a_step_asks_for_few_operators_and_fewer_without_diagnostics(how: dict[s
     assert trusted.work <= plain.work
 
 
+def test_sinks_are_copied_with_the_window_of_a_step() -> None:
+    assert counted(a_step(**WINDOW)).work <= counted(a_step(window=16)).work
+
+
 @pytest.mark.parametrize("how", [{}, {"is_causal": True}, WINDOW, WINDOW | {"is_causal": True}], ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 def test_another_device_never_waits_for_the_host_without_diagnostics(

@@ -172,3 +172,41 @@ def test_exact_terms_count_in_the_bound_of_a_small_normaliser(is_causal: bool, s
     with said_of(small):
         got = linear_attention(q, k, v, phi, **how)
     assert_same(got, want, 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["block", "sliding"])
+@pytest.mark.parametrize("padding", [None, [0, 5], [1, 2, 6]], ids=str)
+def test_steps_without_a_graph_follow_the_whole_from_the_first_sinks_on(kind: str, padding: list[int] | None) -> None:
+    """While the window still holds sinks, and when they leave it one by one."""
+    q, k, v = draw_qkv(40, b=2)
+    phi = feature_map("positive", dim=q.shape[-1], num_features=16).double()
+    mask = None if padding is None else torch.zeros(2, 40, dtype=torch.bool)
+    if mask is not None:
+        mask[0, padding] = True
+    how = {"is_causal": True, "window": 8, "sinks": 3, "window_kind": kind}
+    with torch.no_grad():
+        want = linear_attention(q, k, v, phi, key_padding_mask=mask, **how)
+        state, rows = None, []
+        for i in range(40):
+            x, y, u = (t[:, :, i : i + 1] for t in (q, k, v))
+            hole = None if mask is None else mask[:, i : i + 1]
+            out, state = linear_attention(x, y, u, phi, key_padding_mask=hole, state=state, return_state=True, **how)
+            rows.append(out)
+    assert_same(torch.cat(rows, dim=2), want, 1e-9)
+
+
+@pytest.mark.parametrize("window", [None, 2, 8])
+@pytest.mark.parametrize("kind", ["block", "sliding"])
+def test_padding_that_has_left_is_not_forgotten_by_steps_without_a_mask(window: int | None, kind: str) -> None:
+    q, k, v = draw_qkv(30, b=2)
+    phi = feature_map("positive", dim=q.shape[-1], num_features=16).double()
+    mask = (torch.arange(30) < 4).expand(2, 30)
+    how = {"is_causal": True, "window": window, "sinks": 3, "window_kind": kind}
+    with torch.no_grad():
+        want = linear_attention(q, k, v, phi, key_padding_mask=mask, **how)
+        first = [t[:, :, :4] for t in (q, k, v)]
+        _, state = linear_attention(*first, phi, key_padding_mask=mask[:, :4], return_state=True, **how)
+        for i in range(4, 30):
+            token = [t[:, :, i : i + 1] for t in (q, k, v)]
+            out, state = linear_attention(*token, phi, state=state, return_state=True, **how)
+            assert_same(out, want[:, :, i : i + 1], 1e-9)

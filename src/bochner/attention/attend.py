@@ -12,7 +12,7 @@ from torch import Tensor
 from bochner.attention.features import EMPTY, MASKED, PreparedMap
 from bochner.attention.layout import Layout, Near, moved, starts
 from bochner.attention.scan import Call, Result, Sinks, absorb_keys, scan_rows
-from bochner.attention.softmax import attend_zones, plain_softmax, softmax
+from bochner.attention.softmax import attend_zones, softmax
 from bochner.attention.state import (
     Keys,
     State,
@@ -20,6 +20,7 @@ from bochner.attention.state import (
     WindowState,
     add_key,
     finished,
+    joined,
     read_sums,
     spread_mask,
     value_sums,
@@ -110,16 +111,15 @@ def _by_softmax(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     """
     query, key, dtype = call.map.exponent("query"), call.map.exponent("key"), call.map.dtype
     plain = call.composed or (torch.is_grad_enabled() and not call.recompute)
-    attend = plain_softmax if plain else softmax
     y, row = key.at(k.to(dtype))
     if mask is not None:
         row = row.masked_fill(spread_mask(mask), MASKED)
-    kv, log_norm = attend(key.weight.expand(*k.shape[:2], -1, -1), y, v.to(dtype), row.mT)
+    kv, log_norm = softmax(key.weight.expand(*k.shape[:2], -1, -1), y, v.to(dtype), row.mT, plain=plain)
     for offset in (key.offset, query.offset):
         if offset is not None:
             log_norm = log_norm + offset.unsqueeze(-1)
     x, _ = query.at(q.to(dtype))
-    return attend(x, query.weight.expand(*k.shape[:2], -1, -1), kv, log_norm.mT)[0]
+    return softmax(x, query.weight.expand(*k.shape[:2], -1, -1), kv, log_norm.mT, plain=plain)[0]
 
 
 def _rows(call: Call, q: Tensor | None, new: Keys, state: State) -> tuple[Tensor | None, Tensor | None, State]:
@@ -137,7 +137,7 @@ def _rows(call: Call, q: Tensor | None, new: Keys, state: State) -> tuple[Tensor
         sums = absorb_keys(call, sums, new)
         layout = Layout.of(near, q.shape[3], 0, 0, 0)
         return *scan_rows(call, q, new.part(slice(0, 0)), sinks, sums, layout)[:2], state
-    keys, seen, done = past.held.then(new) if past.seen else new, past.seen + new.k.shape[2], 0
+    keys, seen, done = joined(past.held, new) if past.seen else new, past.seen + new.k.shape[2], 0
     out: Tensor | None = None
     bad: Tensor | None = None
     if q is not None and (start is None or seen <= near.window):  # no key has left, wherever blocks begin
@@ -219,7 +219,7 @@ def find_sinks(near: Near, past: WindowState, new: Keys) -> tuple[Sinks | None, 
     is_sink = there & (there.cumsum(1) <= near.sinks)
     chosen = is_sink.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : near.sinks]
     at = chosen[:, None, :, None]
-    keys = past.sinks.then(new)._replace(padded=None, sink=None)
+    keys = joined(past.sinks, new)._replace(padded=None, sink=None)
     keys = keys.each(lambda t, _: t.gather(2, at.expand(-1, t.shape[1], -1, t.shape[-1])))
     sinks = Sinks(keys, place.gather(1, chosen), is_sink.gather(1, chosen))
     return sinks, new._replace(sink=is_sink[:, known.shape[1] :])
@@ -244,13 +244,17 @@ def step(call: Call, q: Tensor, keys: Keys, state: State, decay: Tensor | None) 
         rows, _, bound = read_sums(phi, sums, prepared.reader, positive=prepared.positive)
         out, bad, _ = finished(rows, own, bound, (), prepared.floor, looks=call.looks)
     else:
-        start = starts(near, mask, window.start, window.seen)
-        window = window._replace(held=window.held.then(keys), seen=window.seen + 1, start=start)
-        if not near.in_blocks:  # a key leaves before the token is read, a block behind the row that ends one
+        window = window._replace(start=starts(near, mask, window.start, window.seen))
+        if near.in_blocks:  # copied once
+            seen = joined(first := _beside(near, window), window.held, keys)
+            window = window._replace(held=seen.part(slice(first.k.shape[2], None)), seen=window.seen + 1)
+        else:  # a key leaves before the token is read, a block behind the row that ends one
+            window = window._replace(held=joined(window.held, keys), seen=window.seen + 1)
             sums, window = leave(call, sums, window)
+            seen = joined(_beside(near, window), window.held)
         rows, factor, bound = read_sums(phi, sums, prepared.reader, positive=prepared.positive)
         log_weight = sums.ref[..., None, None] + (own if factor is None else own + factor)
-        exact = _exact_rows(call, x, window)
+        exact = _exact_rows(call, x, seen)
         out, bad, _ = finished(rows, log_weight, bound, [exact], prepared.floor, looks=call.looks)
         if near.in_blocks:
             sums, window = leave(call, sums, window)
@@ -266,20 +270,19 @@ def _decayed(window: WindowState, decay: Tensor, dtype: torch.dtype) -> WindowSt
     return window._replace(held=held, sinks=sinks)
 
 
-def _exact_rows(call: Call, x: Tensor, window: WindowState) -> tuple[Tensor, Tensor]:
+def _beside(near: Near, window: WindowState) -> Keys:
+    """The sinks that a row sees beside the keys that a window holds; those that it holds are padding."""
+    begin = window.seen - window.held.k.shape[2]
+    if window.unpadded or not near.sinks:
+        return window.sinks.part(slice(0, min(begin, near.sinks)))
+    first = begin if window.start is None else near.held_places(window.start, window.seen)[:, None]
+    return window.sinks._replace(padded=window.sink_position >= first)
+
+
+def _exact_rows(call: Call, x: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
     """Rows by the exact terms alone, (b, g, r, v), and the logarithm of their normalisers."""
-    near, keys, begin, dtype = call.near, window.held, window.seen - window.held.k.shape[2], call.map.dtype
-    hidden = keys.padded
-    sinks = min(begin, near.sinks) if window.unpadded else near.sinks
-    if sinks:
-        if not window.unpadded:  # those that the window holds are seen there
-            first = begin if window.start is None else near.held_places(window.start, window.seen - 1)[:, None]
-            twice = window.sink_position >= first
-            none = twice.new_zeros(keys.k.shape[::2])
-            hidden = torch.cat([twice, none if hidden is None else hidden], dim=1)
-        keys = window.sinks.part(slice(0, sinks)).then(keys)
-    bias = None if keys.shift is None else keys.shift.mT.unsqueeze(2)
-    if hidden is not None:
+    dtype, bias = call.map.dtype, None if keys.shift is None else keys.shift.mT.unsqueeze(2)
+    if (hidden := keys.padded) is not None:
         mask = torch.zeros(hidden.shape, dtype=dtype, device=x.device).masked_fill(hidden, MASKED)[:, None, None, None]
         bias = mask if bias is None else bias + mask
     x, k, v = (t.unsqueeze(2).to(dtype) for t in (x, keys.k, keys.v))

@@ -72,7 +72,8 @@ class PreparedMap:
     def function(self, role: str) -> Callable[[Tensor], Features]:
         """The map of one role as a function, made once."""
         if role not in self._functions:
-            self._functions[role] = self._exponential(role) if self.phi.is_exponential else self._general(role)
+            made = self._exponential(role) if self.phi.is_exponential else None
+            self._functions[role] = made or self.phi.prepare_scaled(role, self.root, self.dtype)
         return self._functions[role]
 
     def few_features(self, role: str, x: Tensor, *, scaled: bool = True) -> Features:
@@ -87,9 +88,6 @@ class PreparedMap:
             logits = logits + exponent.offset.unsqueeze(-2)
         shift = logits.amax(-1, keepdim=True) - RANGES[self.dtype].peak
         return Features((logits - shift).exp_(), shift if row is None else row + shift)
-
-    def _general(self, role: str) -> Callable[[Tensor], Features]:
-        return self.phi.prepare_scaled(role, self.root, self.dtype)
 
     def _exponential(self, role: str) -> Callable[[Tensor], Features]:
         exponent, limits, dtype = self.exponent(role), RANGES[self.dtype], self.dtype

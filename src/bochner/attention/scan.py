@@ -21,9 +21,12 @@ from bochner.attention.autograd import Known, Output, Scanned, random_state, rec
 from bochner.attention.features import EMPTY, MASKED, PreparedMap
 from bochner.attention.layout import Layout, Near, Part, by_head
 from bochner.attention.softmax import attend_zones, exact_logits
-from bochner.attention.state import Keys, State, Sums, add, add_keys, cauchy_schwarz, columns_of, finished, key_sums
+from bochner.attention.state import Keys, State, Sums, add_keys, cauchy_schwarz, columns_of, finished, key_sums
 
 ELEMENTS = 5 * 2**19  # features and logits of one part on the CPU: 10 MB in float32
+# Short causal sequences are differentiated in four parts of at least so many features: at 256 tokens (8 heads, d = 64,
+# m = 256) that takes 5.5 times the memory of q, k and v instead of 12, and a tenth more time.
+FEWEST = 3 * 2**16
 ELSEWHERE = 64  # times as many on other devices
 UNROLLED = 16  # parts of a compiled graph, at most: each takes time to compile
 pad = torch.nn.functional.pad
@@ -87,6 +90,8 @@ def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
         share = 1 if phi.is_exponential else 4  # most maps hold several temporaries as large as their features
     elements = ELEMENTS // share * (1 if like.device.type == "cpu" else ELSEWHERE)
     rows = max(64, elements // (like.shape[0] * like.shape[1] * row))
+    if layout is not None and layout.is_triangle and torch.is_grad_enabled() and not call.composed:
+        rows = min(rows, max(64, layout.rows // 4, FEWEST // (like.shape[0] * like.shape[1] * m)))
     return max(rows, -(-layout.rows // UNROLLED)) if call.composed and layout is not None else rows
 
 
@@ -211,8 +216,6 @@ class Scan(NamedTuple):
         keys = self._kernel_keys(prepared, part, given)
         far, carry = self._far(part, keys, carry, given)
         phi, own = (t.unflatten(2, x.shape[2:4]) for t in prepared.features("query", x.flatten(2, 3)))
-        if known is not None and near.exact:  # the gradient of the log scale goes the way of the values
-            phi = phi * (own - own.detach()).exp()
 
         def relative(log: Tensor) -> Tensor:
             """A log weight of the kernel as exact ones are counted; where all are the kernel's, factors cancel."""
@@ -220,27 +223,23 @@ class Scan(NamedTuple):
                 return log
             return own + (log if base is None else (log - base).to(own.dtype))
 
-        # 2. What the kernel says of each row: sums of products a b exp(log).
-        terms, pairs = [(phi, far.value, far.ref[..., None, None])], None
-        if keys is not None and self.layout.has_kernel_pairs:
-            pairs = self._pairs(keys, part, far)
-            psi, columns, top, weight = pairs
-            scores, weight = (phi @ psi.mT).unflatten(3, (r, -1)), weight.unsqueeze(3)
-            scores = scores * weight if self._has_graph() else scores.mul_(weight)
-            terms.append((scores.flatten(3, 4), columns, per_row(top, r)))
+        # 2. The pairs of each zone, by the kernel and exact.
+        pairs = None if keys is None or not self.layout.has_kernel_pairs else self._pairs(keys, part, far, known)
         zones = self._exact_zones(part, given, base, x.dtype)
         if known is not None:
-            rows, den, ref = known
-            products: list[Any] = [(a, b, (relative(log) - ref).to(x.dtype).exp()) for a, b, log in terms]
+            (rows, den, ref), weight = known, None
+            logs, terms = [far.ref[..., None, None]], []
+            if pairs is not None:
+                psi, columns, scale, top, weight = pairs
+                logs, terms = [*logs, per_row(top, r)], [psi, columns, scale]
             for k, v, mask in zones:
                 logits = exact_logits(x, k, prepared.scale, prepared.phi.kernel)
-                products.append(
-                    ((logits - ref if mask is None else logits + mask - ref).exp(), pad(v, (0, 1), value=1.0), None)
-                )
-            flat = [t for a, b, _ in products for t in (a, b)]
-            return Output(carry, _Replayed.apply(rows, den, [factor for *_, factor in products], *flat))
-        total, log_weight, bound = self._kernel(prepared, far, terms, pairs)
-        # 3. The exact terms, with one normaliser for all.
+                terms += [(logits - ref if mask is None else logits + mask - ref).exp(), pad(v, (0, 1), value=1.0)]
+            factors = [(relative(log).detach() - ref).to(x.dtype).exp() for log in logs]
+            moves = own if near.exact else None
+            return Output(carry, _Replayed.apply(rows, den, factors, weight, phi, moves, far.value, *terms))
+        total, log_weight, bound = self._kernel(prepared, phi, far, pairs)
+        # 3. All, with one normaliser.
         exact = [attend_zones(x, *zone, prepared.scale, prepared.phi.kernel) for zone in zones]
         looks, log_weight = self.call.looks, relative(log_weight)
         rows, bad, (den, ref) = finished(total, log_weight, bound, exact, prepared.floor, looks=looks)
@@ -276,7 +275,9 @@ class Scan(NamedTuple):
             sums = key_sums(psi, scale, columns, refs[..., 1:])
             found = Sums(prefix(sums, refs, carry.value, overwrites=not self._has_graph()), refs[..., :t])
             if gone == t:
-                carry = add(Sums(found.value[:, :, -1], found.ref[..., -1]), Sums(sums[:, :, -1], refs[..., -1]))
+                fade = (refs[..., -2] - refs[..., -1]).to(sums.dtype).exp()[..., None, None]
+                last, before = (x.squeeze(2) if t == 1 else x[:, :, -1] for x in (sums, found.value))
+                carry = Sums(torch.addcmul(last, before, fade), refs[..., -1].clone())
             elif gone:  # of all the memory, what is carried on alone
                 carry = Sums(found.value[:, :, gone].clone(), refs[..., gone].clone())
             return found, carry
@@ -297,37 +298,38 @@ class Scan(NamedTuple):
                 carry = Sums(mixed(block < gone, sums).squeeze(2) + before, ref)
         return Sums(far, ref.unsqueeze(-1)), carry
 
-    def _pairs(self, keys: list[Tensor], part: Part, far: Sums) -> tuple[Tensor, ...]:
-        """What the kernel sees of each zone pair by pair: features, columns (b, g, t, z, .) of keys, the reference of
-        each row (b, g, t, c, 1), and the weights of the keys relative to it (b, g, t, c, z)."""
+    def _pairs(self, keys: list[Tensor], part: Part, far: Sums, known: Known | None) -> tuple[Tensor, ...]:
+        """What the kernel sees of each zone pair by pair: features, columns (b, g, t, z, .) and log scales
+        (b, g, t, 1, z) of keys; the reference of each row (b, g, t, c, 1); the weights relative to it (.., c, z)."""
         layout, ref, dtype = self.layout, far.ref[..., None, None], self.call.map.dtype
         if layout.is_triangle:
             keys = [x[:, :, : part.blocks.stop - part.blocks.start] for x in keys]
         elif not layout.single:
             keys = [layout.zones(x.flatten(2, 3)) for x in keys]
         psi, scale, columns = keys[0], keys[1].mT, keys[2]
+        plain = known is None and self._has_graph()  # where rows are known the scales' gradient comes from the scores
+        log = scale if plain else scale.detach()
         if not layout.is_triangle:
-            scale = scale.masked_fill(layout.kernel_mask(part, scale.device), MASKED)
-            top = torch.maximum(ref, scale.detach().amax(-1, keepdim=True))
-            return psi, columns, top, (scale - top).to(dtype).exp()
-        top = torch.maximum(ref, scale.detach().cummax(-1).values.mT[..., part.rows, :])
-        weight = (scale - top).to(dtype)
-        if self._has_graph():
-            return psi, columns, top, weight.clamp_max(0).exp().tril(part.rows.start)
-        return psi, columns, top, weight.exp_().tril_(part.rows.start)  # infinite perhaps where it is cut off
+            log = log.masked_fill(layout.kernel_mask(part, scale.device), MASKED)
+            top = torch.maximum(ref, log.detach().amax(-1, keepdim=True))
+            return psi, columns, scale, top, (log - top).to(dtype).exp()
+        top = torch.maximum(ref, log.detach().cummax(-1).values.mT[..., part.rows, :])
+        weight = (log - top).to(dtype)  # the exponential may be infinite where it is cut off
+        weight = weight.clamp_max(0).exp().tril(part.rows.start) if plain else weight.exp_().tril_(part.rows.start)
+        return psi, columns, scale, top, weight
 
     def _kernel(
-        self, prepared: PreparedMap, far: Sums, terms: Sequence[tuple[Tensor, Tensor, Tensor]], pairs: Any
+        self, prepared: PreparedMap, phi: Tensor, far: Sums, pairs: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Values and normaliser (b, g, t, r c, v + 1) by the kernel, relative to exp(log_weight), and their bound."""
-        r, (phi, b, ref) = self.call.groups, terms[0]
-        total = phi @ b
+        r, ref, total = self.call.groups, far.ref[..., None, None], phi @ far.value
         last = far.value[..., -1:, :] if prepared.reader else None
         norm = None if prepared.positive else far.value[..., -1].unsqueeze(-2)
         if pairs is not None:
-            (psi, columns, top, weight), (a, b, new) = pairs, terms[1]
-            fade, ref = per_row((ref - top).to(phi.dtype).exp(), r), new
-            total = torch.addcmul(a @ b, total, fade)
+            psi, columns, _, top, weight = pairs
+            fade, ref = per_row((ref - top).to(phi.dtype).exp(), r), per_row(top, r)
+            scores = weighted(phi @ psi.mT, weight, overwrites=not self._has_graph())
+            total = torch.addcmul(scores @ columns, total, fade)
             if last is not None:
                 last = last * fade + per_row((weight * psi[..., -1:].mT) @ columns, r)
             if norm is not None:
@@ -369,27 +371,48 @@ class Scan(NamedTuple):
 
 
 class _Replayed(torch.autograd.Function):
-    """Known rows as the sum of `factor a b` over terms (a, b), divided by its last column, den (..., n, 1).
+    """Known rows as a sum of products, divided by its last column, den (..., n, 1).
 
-    Rows that could not be divided are zero, and get no gradient.
+    The products are `phi far`, with a `weight` the pairs of a zone, and those a b of exact terms (a, b). The kernel's
+    count `factors` times, whose gradient reaches `own`, the log scale of phi. Rows that could not be divided are zero,
+    and get no gradient. Autograd would hold the gradient of phi three times, for each product and for their sum.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, den: Tensor, factors: Sequence[Tensor | None], *terms: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, den: Tensor, factors: Sequence[Tensor], weight: Tensor | None, phi: Tensor, *rest: Any
+    ) -> Tensor:
         ctx.factors = factors
-        ctx.save_for_backward(rows, den, *terms)
+        scores = None if weight is None else weighted(phi @ rest[2].mT, weight, overwrites=True)
+        ctx.save_for_backward(rows, den, weight, scores, phi, *rest)
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        rows, den, *terms = ctx.saved_tensors
+        rows, den, weight, scores, phi, own, far, *terms = ctx.saved_tensors
         total = torch.cat([grad, -(grad * rows).sum(-1, keepdim=True)], dim=-1) / den
-        found: list[Tensor] = []
-        for a, b, factor in zip(terms[::2], terms[1::2], ctx.factors, strict=True):
-            g = total if factor is None else total * factor
-            db = a.mT @ g
-            found += [g @ b.mT, db.sum(2, keepdim=True) if b.shape[2] == 1 < db.shape[2] else db]
-        return None, None, None, *found
+        g, *others = (total * factor for factor in ctx.factors)
+        dphi, dfar = g @ far.mT, phi.mT @ g
+        found: list[Any] = [dfar.sum(2, keepdim=True) if far.shape[2] == 1 < dfar.shape[2] else dfar]
+        if weight is not None:
+            psi, columns, scale, *terms = terms
+            (g,) = others
+            dscores = g @ columns.mT
+            dscale = (dscores * scores).sum(-2, keepdim=True, dtype=scale.dtype)
+            dscores = weighted(dscores, weight, overwrites=True)
+            dphi.flatten(0, 2).baddbmm_(dscores.flatten(0, 2), psi.flatten(0, 2))
+            found += [dscores.mT @ phi, scores.mT @ g, dscale]
+        for a, b in zip(terms[::2], terms[1::2], strict=True):
+            db = a.mT @ total
+            found += [total @ b.mT, db.sum(2, keepdim=True) if b.shape[2] == 1 < db.shape[2] else db]
+        down = None if own is None else (dphi * phi).sum(-1, keepdim=True)
+        return None, None, None, None, dphi, down, *found
+
+
+def weighted(scores: Tensor, weight: Tensor, *, overwrites: bool) -> Tensor:
+    """Scores (b, g, t, r c, z) times what each key weighs in a row, (b, g, t, c, z)."""
+    each = scores.unflatten(3, (-1, weight.shape[3]))
+    return (each.mul_(weight.unsqueeze(3)) if overwrites else each * weight.unsqueeze(3)).flatten(3, 4)
 
 
 def mixed(weight: Tensor, sums: Tensor) -> Tensor:
@@ -403,6 +426,8 @@ def prefix(sums: Tensor, refs: Tensor, first: Tensor, *, overwrites: bool) -> Te
     The sums of block i are relative to refs[i + 1], `first` to refs[0]. One product with a triangle of weights:
     quadratic in t, with a small constant.
     """
+    if sums.shape[2] == 1:
+        return first.unsqueeze(2)
     # What a sum relative to refs[j + 1] weighs relative to refs[i].
     weight = (refs[..., None, 1:] - refs[..., :-1, None]).clamp_max(0).exp().tril(-1)
     states = mixed(weight, sums)

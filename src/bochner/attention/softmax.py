@@ -21,15 +21,13 @@ BLOCK = 2048  # rows or keys at a time in a backward pass: 1.2 times as fast at 
 pad = torch.nn.functional.pad
 
 
-def softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """`softmax(q k' + bias) v` (b, h, n, v) and `logsumexp(q k' + bias)` (b, h, n, 1); bias (b, h, 1, s), no scale."""
-    out, log_norm = _Attend.apply(q, k, v, bias)
+def softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, plain: bool) -> tuple[Tensor, Tensor]:
+    """`softmax(q k' + bias) v` (b, h, n, v) and `logsumexp(q k' + bias)` (b, h, n, 1); bias (b, h, 1, s), no scale.
+
+    `plain`: by plain operations, in O(n s) memory.
+    """
+    out, log_norm = _softmax(q @ k.mT, v, bias) if plain else _Attend.apply(q, k, v, bias)
     return out, log_norm
-
-
-def plain_softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by plain operations, in O(n s) memory."""
-    return _softmax(q @ k.mT, v, bias)
 
 
 def _softmax(logits: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

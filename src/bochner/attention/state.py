@@ -47,20 +47,24 @@ class Keys(NamedTuple):
     def part(self, span: slice) -> Keys:
         return self.each(lambda t, dim: t[:, span] if dim == 1 else t[:, :, span])
 
-    def then(self, new: Keys) -> Keys:
-        """These keys and others behind them."""
-        if not self.k.shape[2] and self.padded is self.sink is self.shift is None:
-            return new
-        found = []
-        for pair in zip(self, new, strict=True):
-            like = pair[1] if pair[0] is None else pair[0]
-            if like is not None:
-                dim, counts = min(like.dim(), 3) - 1, (self.k.shape[2], new.k.shape[2])
-                shapes = [(*like.shape[:dim], n, *like.shape[dim + 1 :]) for n in counts]
-                both = [like.new_zeros(shape) if t is None else t for t, shape in zip(pair, shapes, strict=True)]
-                like = torch.cat(both, dim=dim)
-            found.append(like)
-        return Keys(*found)  # type: ignore[arg-type]
+
+def joined(*parts: Keys) -> Keys:
+    """Keys one behind the other."""
+    parts = tuple(p for p in parts if p.k.shape[2] or p.padded is not None or p.shift is not None) or parts[-1:]
+    if len(parts) == 1:
+        return parts[0]
+    found: list[Tensor | None] = []
+    for each in zip(*parts, strict=True):
+        like = next((t for t in each if t is not None), None)
+        if like is not None:
+            dim, shape = min(like.dim(), 3) - 1, list(like.shape)
+            for i, t in enumerate(each):
+                if t is None:
+                    shape[dim] = parts[i].k.shape[2]
+                    each = (*each[:i], like.new_zeros(shape), *each[i + 1 :])
+            like = torch.cat(each, dim=dim)
+        found.append(like)
+    return Keys(*found)  # type: ignore[arg-type]
 
 
 class WindowState(NamedTuple):
