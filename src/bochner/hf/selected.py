@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -189,7 +189,8 @@ class SelectedState:
         n, dtype = k.shape[-2], q.dtype
         # 1. Keys and values in their basis, and the place of each token; single ones need it at the beginning alone.
         k, v = (pad(x, (0, self.sinks.shape[-1] - x.shape[-1])) for x in (k, v)) if k.shape != v.shape else (k, v)
-        rows = torch.stack([k, v], dim=1).to(self.exact) @ self.turns.into + self.turns.start
+        rows = torch.stack([k, v], dim=1).to(self.exact) @ self.turns.into
+        rows += self.turns.start
         position = None
         if n > 1 or padding is not None or not self.complete:
             position = self.seen - self.padded[:, None] + torch.arange(n, device=k.device)
@@ -236,17 +237,15 @@ class SelectedState:
             self._settle()
             self._look_ahead()
         assert self.moved is not None
-        t, added = self.seen - self.moved, self.steps[:, 2]
-        place = self.first + self.seen % self.kept.window
-        self.near.index_copy_(2, place - self.near_from, new.codes[..., 0, :])
-        self.steps[:, :2].index_copy_(2, place, new.steps[..., 0])
-        added.index_fill_(1, self.leaving + t, 0.0)
+        t, place, added = self.seen - self.moved, self.seen % self.kept.window, self.steps[:, 2]
+        b, g = self.pending.shape[:2]
+        self.near.view(b, 2, g, self.kept.window, -1)[:, :, :, place] = new.codes[..., 0, :]
+        ring = self.steps[..., self.near_from : self.far_from].unflatten(-1, (g, -1))[..., place]
+        ring[:, :2] = new.steps[..., 0]
+        # Sinks have their own slots.
+        ring[:, 2] = 0.0 if position is None else torch.where(position < self.kept.sinks, HIDDEN, 0.0)
+        added[:, self.far_from : self.far_from + g * self.spare].unflatten(-1, (g, -1))[..., t] = 0.0
         added.scatter_(1, self.going[..., t], HIDDEN)
-        if position is None:
-            added.index_fill_(1, place, 0.0)
-        else:  # sinks have their own slots
-            shown = torch.where(position < self.kept.sinks, HIDDEN, 0.0).to(added.dtype)
-            added.index_copy_(1, place, shown.expand(-1, len(place)))
         self.pending[..., t] = scores[..., 0]
 
     def _ring_slots(self, start: int, count: int) -> Tensor:
@@ -314,26 +313,24 @@ class SelectedState:
         All heads meet all slots of the layer at once, and slots of other heads are hidden: one product of three times
         the size is quicker than three products with what surrounds them.
         """
-        g, border = len(self.first), self.far_from
-        rows = q.unflatten(1, (g, -1))
-        near = torch.cat([self.sinks.to(q.dtype), self.near], dim=2)
-        far = self.older_as.columns(self.far, q.dtype)
-        key_step, value_step, added = (x[:, None, None] for x in self.steps[..., :-1].to(q.dtype).unbind(1))
+        g, d, border, dtype = len(self.first), self.near.shape[-1], self.far_from, q.dtype
+        keys, values = self.far.unbind(1)
+        near = torch.cat([self.sinks.to(dtype), self.near.to(dtype)], dim=2)
+        key_step, value_step, added = (x[:, None, None] for x in self.steps[..., :-1].to(dtype).unbind(1))
         # 1. What queries ask of the stored numbers, and the logits; slots of other heads are hidden.
-        near_asked, *asked = (
-            (rows @ self.turns.ask).flatten(1, 2).split([near.shape[-1], *(x.shape[-1] + 1 for x in far)], dim=-1)
-        )
-        strong, *weak = (torch.baddbmm(x[..., -1:], x[..., :-1], y[:, 0].mT) for x, y in zip(asked, far, strict=True))
+        sizes = [d, *(d // len(self.older_as.zero[0]) + 1 for _ in self.older_as.zero[0])]
+        near_asked, *asked = (q.unflatten(1, (g, -1)) @ self.turns.ask).flatten(1, 2).split(sizes, dim=-1)
+        strong, *weak = map(_meet, asked, self.older_as.columns(keys, 0, dtype))
         met = torch.cat([torch.bmm(near_asked, near[:, 0].mT), strong], dim=-1).unflatten(1, (g, -1))
-        logits = torch.addcmul(torch.add(added, self.others, alpha=HIDDEN), met, key_step)
+        logits = torch.where(self.others, HIDDEN, added).addcmul(met, key_step)
         if weak:  # they have no step
             logits[..., border:].add_(weak[0].unflatten(1, (g, -1)))
         # 2. Weights, values, and back from stored numbers.
-        weight = (logits.softmax(-1) * value_step).flatten(1, 2)
+        weight = logits.softmax(-1).mul_(value_step).flatten(1, 2)
         older = weight[..., border:]
-        sums = [torch.bmm(weight[..., :border], near[:, 1]), *(torch.bmm(older, x[:, 1]) for x in far)]
-        told = torch.cat([*sums, older.sum(-1, keepdim=True)], dim=-1).unflatten(1, (g, -1))
-        return (told @ self.turns.tell).flatten(1, 2)
+        told = map(partial(torch.bmm, older), self.older_as.columns(values, 1, dtype))
+        sums = [torch.bmm(weight[..., :border], near[:, 1]), *told, older.sum(-1, keepdim=True)]
+        return (torch.cat(sums, dim=-1).unflatten(1, (g, -1)) @ self.turns.tell).flatten(1, 2)
 
     # Many tokens
 
@@ -421,3 +418,8 @@ class SelectedState:
         near = (column > row) & (column <= row + window)
         seen = near & (ranked[:, None, m:] > EMPTY)
         return torch.cat([alive(ranked[:, :m], ranked[:, m : m + c], capacity), seen], dim=-1)
+
+
+def _meet(asked: Tensor, numbers: Tensor) -> Tensor:
+    """Products of what queries ask (b, h, . + 1), the last for the zero, with stored numbers (b, slots, .)."""
+    return torch.baddbmm(asked[..., -1:], asked[..., :-1], numbers.mT)
