@@ -54,14 +54,14 @@ def damages(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, scale: float, win
         weight = (mine @ k[:, None, : len(columns)].mT).masked_fill_(columns > rows, -math.inf).softmax(-1)
         # 2. Without key j row i changes by about `-a (v_j - o_i)`; its gradient says what that does to the loss.
         by_output = gradient[:, start : start + ROWS].unflatten(0, (g, -1))
-        worth = by_output @ v[:, None, : len(columns)].mT
-        change = weight * (worth - (weight * worth).sum(-1, keepdim=True))
-        keys = columns[:n]
+        out = weight @ v[:, None, : len(columns)]
+        keys, weight = columns[:n], weight[..., :n]
+        change = by_output @ v[:, None, : len(keys)].mT
+        change.sub_((by_output * out).sum(-1, keepdim=True)).mul_(weight)
         counts = (rows >= n) | (rows - keys >= window)
-        change = change[..., :n].square() * counts
-        found.dropped[:, : len(keys)] += change.sum((1, 2))
+        found.dropped[:, : len(keys)] += change.square_().mul_(counts).sum((1, 2))
         # 3. An error e in key j changes its logit by `q_i e`, and one in its value the output by `a e`.
-        weight = weight[..., :n].square() * counts
+        weight = weight.square().mul_(counts)
         for x, size, total in ((mine, change, found.keys), (by_output, weight, found.values)):
             x = (x * size[..., sinks:].sum(-1, keepdim=True).sqrt()).flatten(1, 2)
             total += x.mT @ x
