@@ -75,14 +75,8 @@ def logarithm(damage: Tensor) -> Tensor:
 
 def features(h: Tensor) -> Tensor:
     """`[h, |h|, 1]` (..., 2 D + 1) of hidden states (..., D), divided by their root mean square, in float32."""
-    h = without_size(h)
+    h = h.float() * _over_size(h.float())
     return torch.cat([h, h.abs(), torch.ones_like(h[..., :1])], dim=-1)
-
-
-def without_size(h: Tensor) -> Tensor:
-    """Hidden states divided by their root mean square, in float32."""
-    h = h.float()
-    return h * _over_size(h)
 
 
 def _over_size(h: Tensor) -> Tensor:
