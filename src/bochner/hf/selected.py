@@ -31,7 +31,7 @@ from bochner.hf.precision import INT8, PRECISIONS, Basis, Parts, Rows, Turns, nb
 EMPTY = -(2**31)  # the rank of no key, of padding and of attention sinks, which have their own slots
 NEVER = 2**31 - 1  # the rank of what is never let go: places beyond a head's budget
 PLACES = 65536  # positions that ranks tell apart
-BLOCK = 256  # rows that are read at a time
+BLOCK = 128  # rows that are read at a time
 SPARE = 16  # keys that are rounded ahead, and steps after which those that have left the window are moved
 HIDDEN = -60000.0  # what is added to logits of keys that no row sees; float16 holds it
 SLOT_BYTES = 6  # of a key's rank, and of what is added to its logits
@@ -343,13 +343,14 @@ class SelectedState:
         ring, after = self._ring_slots(self.seen - window, window), self._ring_slots(self.seen + n - window, window)
         for head, (start, budget) in enumerate(zip(self.older.tolist(), self.kept.budgets, strict=True)):
             older = torch.arange(start, start + budget, device=q.device)
-            ranked = torch.cat([self.rank[:, older], self.rank[:, ring[head]], rank[:, head]], dim=1)
+            full = older[(self.rank[:, older] > EMPTY).any(0)]  # slots that are empty in all sequences are left out
+            ranked = torch.cat([self.rank[:, full], self.rank[:, ring[head]], rank[:, head]], dim=1)
             near = self._of_ring(ring[head]).then(new.at(head))
-            far = Rows(self.far[:, :, older - self.far_from], self.steps[:, :2, older]).then(self._again(near))
+            far = Rows(self.far[:, :, full - self.far_from], self.steps[:, :2, full]).then(self._again(near))
             out[:, head], held = self._read_head(q[:, head], (near, far, ranked), head, position, scale)
             self._put(self.far, far, ranked, held, older, self.far_from)
             last = torch.arange(near.codes.shape[2] - window, near.codes.shape[2], device=q.device)
-            self._put(self.near, near, ranked[:, budget:], last, after[head], self.near_from)
+            self._put(self.near, near, ranked[:, len(full) :], last, after[head], self.near_from)
         self.moved = None
         return out.flatten(1, 2)
 
@@ -380,12 +381,12 @@ class SelectedState:
         )
         rank = pool[2]
         rows = torch.arange(b, device=q.device)[:, None]
-        filled = rank[:, :capacity].amax(0) > EMPTY  # slots that are empty in all sequences are left out
-        held = torch.arange(capacity, device=q.device)[filled].expand(b, -1)
+        older = rank.shape[1] - window - n
+        held = torch.arange(older, device=q.device).expand(b, -1)
         out = []
         for start in range(0, n, BLOCK):
             c, m = min(BLOCK, n - start), held.shape[1]
-            leaves = capacity + start  # the key that leaves the window at the first row of the block
+            leaves = older + start  # the key that leaves the window at the first row of the block
             band = slice(leaves, leaves + window + c)
             # 1. What each row of the block sees: sinks, held keys, then keys in and just behind the window.
             ranked = torch.cat([rank[rows, held], rank[:, band]], dim=1)
@@ -415,9 +416,14 @@ class SelectedState:
         """
         window = self.kept.window
         row, column = torch.arange(c, device=ranked.device)[:, None], torch.arange(window + c, device=ranked.device)
-        near = (column > row) & (column <= row + window)
-        seen = near & (ranked[:, None, m:] > EMPTY)
-        return torch.cat([alive(ranked[:, :m], ranked[:, m : m + c], capacity), seen], dim=-1)
+        near = (column > row) & (column <= row + window) & (ranked[:, None, m:] > EMPTY)
+        if m <= c:
+            return torch.cat([alive(ranked[:, :m], ranked[:, m : m + c], capacity), near], dim=-1)
+        # Only the c least can go: to the others, as many have to come as there are of the least.
+        rank, least = ranked[:, :m].topk(c, dim=1, largest=False)
+        some, arriving = alive(rank, ranked[:, m : m + c], capacity - m + c).split(c, dim=-1)
+        held = (ranked[:, None, :m] > EMPTY).repeat(1, c, 1).scatter_(2, least[:, None].expand(-1, c, -1), some)
+        return torch.cat([held, arriving, near], dim=-1)
 
 
 def _meet(asked: Tensor, numbers: Tensor) -> Tensor:
