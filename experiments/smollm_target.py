@@ -1,8 +1,8 @@
 """SmolLM2-135M converted to a target: keep 99 % of perplexity and of recall with the least memory at 4,000 tokens.
 
-No recipe is needed: the search finds which key heads must stay exact and which windows the others need. How much must
-stay exact depends on how long the texts are that tell what is kept: each length is a search of its own. The best choice
-on the frontier with at most 0.15 of the memory, if it keeps less, is measured on other authors' texts, too.
+No recipe is needed: the search finds how many older keys all heads hold, and each head gets its share of them. How many
+depends on how long the texts are that tell what is kept: each length is a search of its own. The best choice on the
+frontier with at most 0.15 of the memory, if it brings all that it needs, is measured on other authors' texts as well.
 """
 
 from __future__ import annotations

@@ -208,9 +208,9 @@ def test_the_second_half_of_keys_has_two_bits_and_a_step_of_one() -> None:
 def test_stored_rows_are_linear_in_their_columns(name: str, size: int) -> None:
     code, x = PRECISIONS[name], rows_of(size)
     rows = code.encode(x)
-    columns = code.columns(rows.codes, x.dtype)
     for i, want in enumerate(code.decode(rows, x.dtype).unbind(1)):
-        parts = [part[:, i] - zero for part, zero in zip(columns, code.zero[i], strict=True)]
+        columns = code.columns(rows.codes[:, i], i, x.dtype)
+        parts = [part - zero for part, zero in zip(columns, code.zero[i], strict=True)]
         steps = [rows.steps[:, i, :, None]] * len(parts)
         if name == "int4" and i == 0:
             steps[1] = torch.ones_like(steps[1])

@@ -346,8 +346,9 @@ def test_mistakes_get_a_sentence(settings: dict[str, Any], words: str) -> None:
 
 
 def test_gradients_are_taken_half_way_to_sinks_and_windows_alone() -> None:
-    model, x, window, sinks = decoder(), ids(40), 8, 2
-    row, column = torch.arange(40)[:, None], torch.arange(40)
+    n, window, sinks = 150, 8, 2  # more rows than windows take at once
+    model, x = decoder().double(), ids(n)
+    row, column = torch.arange(n)[:, None], torch.arange(n)
     outputs: dict[str, Tensor] = {}
 
     def halfway(name: str, call: Call) -> Tensor:

@@ -123,6 +123,11 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float]]]] = [
         lambda: [max(search_seconds()) / 60, min(search_seconds())],
     ),
     (
+        "results-models.md",
+        "At N tokens the plan holds N % of the same cache in bfloat16",
+        lambda: [4000, 200 * experiment("smollm_target")["4000"]["row"]["memory"]],
+    ),
+    (
         "speed-up-an-encoder.md",
         "transcript of N words, so one word is N %",
         lambda: [experiment("speech_encoder")[FITTED]["words"], 100 / experiment("speech_encoder")[FITTED]["words"]],

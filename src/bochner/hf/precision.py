@@ -12,6 +12,7 @@ step of fixed relative size is least there, `(sum s)^2 / d`. A rotation then giv
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -50,9 +51,9 @@ class Int8:
         step = _step(x, 127)
         return Rows((x / step).round_().clamp_(-127, 127).to(torch.int8), step.squeeze(-1))
 
-    def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
-        """Numbers n (b, 2, ..., .), one for each channel, part by part."""
-        return (codes.to(dtype),)
+    def columns(self, codes: Tensor, side: int, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The numbers n of keys (side 0) or values (1), part by part; each part is made when it is asked for."""
+        yield codes.to(dtype)
 
     def decode(self, rows: Rows, dtype: torch.dtype) -> Tensor:
         """Rows (b, 2, ..., d) in their basis."""
@@ -85,25 +86,19 @@ class Int4:
             codes.append(low | (high << bits[0]))
         return Rows(torch.stack(codes, dim=1), torch.stack(steps, dim=1).squeeze(-1))
 
-    def columns(self, codes: Tensor, dtype: torch.dtype) -> Parts:
-        masks, shifts = _bits(codes.ndim, codes.device)
-        return (codes & masks).to(dtype), (codes >> shifts).to(dtype)
+    def columns(self, codes: Tensor, side: int, dtype: torch.dtype) -> Iterator[Tensor]:
+        bits = self.bits[side][0]
+        yield (codes & (2**bits - 1)).to(dtype)
+        yield (codes >> bits).to(dtype)
 
     def decode(self, rows: Rows, dtype: torch.dtype) -> Tensor:
-        steps, found = rows.steps.unsqueeze(-1), []
-        for i, part in enumerate(self.columns(rows.codes, dtype)):
-            found.append(torch.stack([part[:, j] - self.zero[j][i] for j in (0, 1)], dim=1))
-        found[0] *= steps
-        found[1][:, 1] *= steps[:, 1]
-        return torch.cat(found, dim=-1)
-
-
-@lru_cache(maxsize=64)
-def _bits(dimensions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What the first half of codes is masked with, and how far the second half is shifted; for keys and for values."""
-    first = torch.tensor([bits[0] for bits in Int4.bits], dtype=torch.uint8, device=device)
-    first = first.view(2, *[1] * (dimensions - 2))
-    return (1 << first) - 1, first
+        found = []
+        for side, zero in enumerate(self.zero):
+            steps = rows.steps[:, side, ..., None]
+            parts = zip(self.columns(rows.codes[:, side], side, dtype), zero, strict=True)
+            first, second = (n.sub_(zero) for n, zero in parts)
+            found.append(torch.cat([first * steps, second * steps if side else second], dim=-1))
+        return torch.stack(found, dim=1)
 
 
 def _step(x: Tensor, top: float) -> Tensor:

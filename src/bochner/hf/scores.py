@@ -54,14 +54,14 @@ def damages(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, scale: float, win
         weight = (mine @ k[:, None, : len(columns)].mT).masked_fill_(columns > rows, -math.inf).softmax(-1)
         # 2. Without key j row i changes by about `-a (v_j - o_i)`; its gradient says what that does to the loss.
         by_output = gradient[:, start : start + ROWS].unflatten(0, (g, -1))
-        worth = by_output @ v[:, None, : len(columns)].mT
-        change = weight * (worth - (weight * worth).sum(-1, keepdim=True))
-        keys = columns[:n]
+        out = weight @ v[:, None, : len(columns)]
+        keys, weight = columns[:n], weight[..., :n]
+        change = by_output @ v[:, None, : len(keys)].mT
+        change.sub_((by_output * out).sum(-1, keepdim=True)).mul_(weight)
         counts = (rows >= n) | (rows - keys >= window)
-        change = change[..., :n].square() * counts
-        found.dropped[:, : len(keys)] += change.sum((1, 2))
+        found.dropped[:, : len(keys)] += change.square_().mul_(counts).sum((1, 2))
         # 3. An error e in key j changes its logit by `q_i e`, and one in its value the output by `a e`.
-        weight = weight[..., :n].square() * counts
+        weight = weight.square().mul_(counts)
         for x, size, total in ((mine, change, found.keys), (by_output, weight, found.values)):
             x = (x * size[..., sinks:].sum(-1, keepdim=True).sqrt()).flatten(1, 2)
             total += x.mT @ x
@@ -75,14 +75,8 @@ def logarithm(damage: Tensor) -> Tensor:
 
 def features(h: Tensor) -> Tensor:
     """`[h, |h|, 1]` (..., 2 D + 1) of hidden states (..., D), divided by their root mean square, in float32."""
-    h = without_size(h)
+    h = h.float() * _over_size(h.float())
     return torch.cat([h, h.abs(), torch.ones_like(h[..., :1])], dim=-1)
-
-
-def without_size(h: Tensor) -> Tensor:
-    """Hidden states divided by their root mean square, in float32."""
-    h = h.float()
-    return h * _over_size(h)
 
 
 def _over_size(h: Tensor) -> Tensor:

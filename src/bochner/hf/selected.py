@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from bochner.hf.precision import INT8, PRECISIONS, Basis, Parts, Rows, Turns, nb
 EMPTY = -(2**31)  # the rank of no key, of padding and of attention sinks, which have their own slots
 NEVER = 2**31 - 1  # the rank of what is never let go: places beyond a head's budget
 PLACES = 65536  # positions that ranks tell apart
-BLOCK = 256  # rows that are read at a time
+BLOCK = 128  # rows that are read at a time
 SPARE = 16  # keys that are rounded ahead, and steps after which those that have left the window are moved
 HIDDEN = -60000.0  # what is added to logits of keys that no row sees; float16 holds it
 SLOT_BYTES = 6  # of a key's rank, and of what is added to its logits
@@ -189,7 +189,8 @@ class SelectedState:
         n, dtype = k.shape[-2], q.dtype
         # 1. Keys and values in their basis, and the place of each token; single ones need it at the beginning alone.
         k, v = (pad(x, (0, self.sinks.shape[-1] - x.shape[-1])) for x in (k, v)) if k.shape != v.shape else (k, v)
-        rows = torch.stack([k, v], dim=1).to(self.exact) @ self.turns.into + self.turns.start
+        rows = torch.stack([k, v], dim=1).to(self.exact) @ self.turns.into
+        rows += self.turns.start
         position = None
         if n > 1 or padding is not None or not self.complete:
             position = self.seen - self.padded[:, None] + torch.arange(n, device=k.device)
@@ -236,17 +237,15 @@ class SelectedState:
             self._settle()
             self._look_ahead()
         assert self.moved is not None
-        t, added = self.seen - self.moved, self.steps[:, 2]
-        place = self.first + self.seen % self.kept.window
-        self.near.index_copy_(2, place - self.near_from, new.codes[..., 0, :])
-        self.steps[:, :2].index_copy_(2, place, new.steps[..., 0])
-        added.index_fill_(1, self.leaving + t, 0.0)
+        t, place, added = self.seen - self.moved, self.seen % self.kept.window, self.steps[:, 2]
+        b, g = self.pending.shape[:2]
+        self.near.view(b, 2, g, self.kept.window, -1)[:, :, :, place] = new.codes[..., 0, :]
+        ring = self.steps[..., self.near_from : self.far_from].unflatten(-1, (g, -1))[..., place]
+        ring[:, :2] = new.steps[..., 0]
+        # Sinks have their own slots.
+        ring[:, 2] = 0.0 if position is None else torch.where(position < self.kept.sinks, HIDDEN, 0.0)
+        added[:, self.far_from : self.far_from + g * self.spare].unflatten(-1, (g, -1))[..., t] = 0.0
         added.scatter_(1, self.going[..., t], HIDDEN)
-        if position is None:
-            added.index_fill_(1, place, 0.0)
-        else:  # sinks have their own slots
-            shown = torch.where(position < self.kept.sinks, HIDDEN, 0.0).to(added.dtype)
-            added.index_copy_(1, place, shown.expand(-1, len(place)))
         self.pending[..., t] = scores[..., 0]
 
     def _ring_slots(self, start: int, count: int) -> Tensor:
@@ -314,26 +313,24 @@ class SelectedState:
         All heads meet all slots of the layer at once, and slots of other heads are hidden: one product of three times
         the size is quicker than three products with what surrounds them.
         """
-        g, border = len(self.first), self.far_from
-        rows = q.unflatten(1, (g, -1))
-        near = torch.cat([self.sinks.to(q.dtype), self.near], dim=2)
-        far = self.older_as.columns(self.far, q.dtype)
-        key_step, value_step, added = (x[:, None, None] for x in self.steps[..., :-1].to(q.dtype).unbind(1))
+        g, d, border, dtype = len(self.first), self.near.shape[-1], self.far_from, q.dtype
+        keys, values = self.far.unbind(1)
+        near = torch.cat([self.sinks.to(dtype), self.near.to(dtype)], dim=2)
+        key_step, value_step, added = (x[:, None, None] for x in self.steps[..., :-1].to(dtype).unbind(1))
         # 1. What queries ask of the stored numbers, and the logits; slots of other heads are hidden.
-        near_asked, *asked = (
-            (rows @ self.turns.ask).flatten(1, 2).split([near.shape[-1], *(x.shape[-1] + 1 for x in far)], dim=-1)
-        )
-        strong, *weak = (torch.baddbmm(x[..., -1:], x[..., :-1], y[:, 0].mT) for x, y in zip(asked, far, strict=True))
+        sizes = [d, *(d // len(self.older_as.zero[0]) + 1 for _ in self.older_as.zero[0])]
+        near_asked, *asked = (q.unflatten(1, (g, -1)) @ self.turns.ask).flatten(1, 2).split(sizes, dim=-1)
+        strong, *weak = map(_meet, asked, self.older_as.columns(keys, 0, dtype))
         met = torch.cat([torch.bmm(near_asked, near[:, 0].mT), strong], dim=-1).unflatten(1, (g, -1))
-        logits = torch.addcmul(torch.add(added, self.others, alpha=HIDDEN), met, key_step)
+        logits = torch.where(self.others, HIDDEN, added).addcmul(met, key_step)
         if weak:  # they have no step
             logits[..., border:].add_(weak[0].unflatten(1, (g, -1)))
         # 2. Weights, values, and back from stored numbers.
-        weight = (logits.softmax(-1) * value_step).flatten(1, 2)
+        weight = logits.softmax(-1).mul_(value_step).flatten(1, 2)
         older = weight[..., border:]
-        sums = [torch.bmm(weight[..., :border], near[:, 1]), *(torch.bmm(older, x[:, 1]) for x in far)]
-        told = torch.cat([*sums, older.sum(-1, keepdim=True)], dim=-1).unflatten(1, (g, -1))
-        return (told @ self.turns.tell).flatten(1, 2)
+        told = map(partial(torch.bmm, older), self.older_as.columns(values, 1, dtype))
+        sums = [torch.bmm(weight[..., :border], near[:, 1]), *told, older.sum(-1, keepdim=True)]
+        return (torch.cat(sums, dim=-1).unflatten(1, (g, -1)) @ self.turns.tell).flatten(1, 2)
 
     # Many tokens
 
@@ -346,13 +343,14 @@ class SelectedState:
         ring, after = self._ring_slots(self.seen - window, window), self._ring_slots(self.seen + n - window, window)
         for head, (start, budget) in enumerate(zip(self.older.tolist(), self.kept.budgets, strict=True)):
             older = torch.arange(start, start + budget, device=q.device)
-            ranked = torch.cat([self.rank[:, older], self.rank[:, ring[head]], rank[:, head]], dim=1)
+            full = older[(self.rank[:, older] > EMPTY).any(0)]  # slots that are empty in all sequences are left out
+            ranked = torch.cat([self.rank[:, full], self.rank[:, ring[head]], rank[:, head]], dim=1)
             near = self._of_ring(ring[head]).then(new.at(head))
-            far = Rows(self.far[:, :, older - self.far_from], self.steps[:, :2, older]).then(self._again(near))
+            far = Rows(self.far[:, :, full - self.far_from], self.steps[:, :2, full]).then(self._again(near))
             out[:, head], held = self._read_head(q[:, head], (near, far, ranked), head, position, scale)
             self._put(self.far, far, ranked, held, older, self.far_from)
             last = torch.arange(near.codes.shape[2] - window, near.codes.shape[2], device=q.device)
-            self._put(self.near, near, ranked[:, budget:], last, after[head], self.near_from)
+            self._put(self.near, near, ranked[:, len(full) :], last, after[head], self.near_from)
         self.moved = None
         return out.flatten(1, 2)
 
@@ -383,12 +381,12 @@ class SelectedState:
         )
         rank = pool[2]
         rows = torch.arange(b, device=q.device)[:, None]
-        filled = rank[:, :capacity].amax(0) > EMPTY  # slots that are empty in all sequences are left out
-        held = torch.arange(capacity, device=q.device)[filled].expand(b, -1)
+        older = rank.shape[1] - window - n
+        held = torch.arange(older, device=q.device).expand(b, -1)
         out = []
         for start in range(0, n, BLOCK):
             c, m = min(BLOCK, n - start), held.shape[1]
-            leaves = capacity + start  # the key that leaves the window at the first row of the block
+            leaves = older + start  # the key that leaves the window at the first row of the block
             band = slice(leaves, leaves + window + c)
             # 1. What each row of the block sees: sinks, held keys, then keys in and just behind the window.
             ranked = torch.cat([rank[rows, held], rank[:, band]], dim=1)
@@ -418,6 +416,16 @@ class SelectedState:
         """
         window = self.kept.window
         row, column = torch.arange(c, device=ranked.device)[:, None], torch.arange(window + c, device=ranked.device)
-        near = (column > row) & (column <= row + window)
-        seen = near & (ranked[:, None, m:] > EMPTY)
-        return torch.cat([alive(ranked[:, :m], ranked[:, m : m + c], capacity), seen], dim=-1)
+        near = (column > row) & (column <= row + window) & (ranked[:, None, m:] > EMPTY)
+        if m <= c:
+            return torch.cat([alive(ranked[:, :m], ranked[:, m : m + c], capacity), near], dim=-1)
+        # Only the c least can go: to the others, as many have to come as there are of the least.
+        rank, least = ranked[:, :m].topk(c, dim=1, largest=False)
+        some, arriving = alive(rank, ranked[:, m : m + c], capacity - m + c).split(c, dim=-1)
+        held = (ranked[:, None, :m] > EMPTY).repeat(1, c, 1).scatter_(2, least[:, None].expand(-1, c, -1), some)
+        return torch.cat([held, arriving, near], dim=-1)
+
+
+def _meet(asked: Tensor, numbers: Tensor) -> Tensor:
+    """Products of what queries ask (b, h, . + 1), the last for the zero, with stored numbers (b, slots, .)."""
+    return torch.baddbmm(asked[..., -1:], asked[..., :-1], numbers.mT)

@@ -25,13 +25,14 @@ from bochner.hf.attention import LinearAttention
 from bochner.hf.calls import Call, exact
 from bochner.hf.config import Calibration
 from bochner.hf.evaluate import is_language_model
-from bochner.hf.fates import Fate
+from bochner.hf.fates import Fate, window_rows
 from bochner.hf.interface import unwrap
 from bochner.hf.observe import Shape, discover, frozen, recording, run
 from bochner.hf.plan import Fitted, Plan
 from bochner.hf.precision import Basis, balance
 from bochner.hf.scores import Ridge, budgets, damages, features, logarithm, scores, threshold
 from bochner.hf.selected_heads import Selected, SelectedHeads
+from bochner.maps.landmark_fit import Near
 
 PASSAGES, PASSAGE = 4, 768  # how many, and of how many tokens, scores are fitted to
 LEAST = 32  # tokens of a passage
@@ -208,18 +209,18 @@ def _calls(
     The outputs are half-way between those of all keys and those of sinks and windows alone.
     """
     seen: dict[str, tuple[Call, Tensor]] = {}
-    row, column = torch.arange(ids.shape[1])[:, None], torch.arange(ids.shape[1])
-    near = ((row - column < window) | (column < sinks)) & (column <= row)
+    near = Near(True, window, sinks, "sliding")
 
     def look(name: str, call: Call) -> Tensor | None:
         if name not in names:
             return None
-        out = 0.5 * (exact(call) + _seen_alone(call, near.to(call.key.device)))
+        q, k, v = call[:3]
+        first = k[..., :sinks, :], v[..., :sinks, :]
+        out = 0.5 * (exact(call) + window_rows(q, k, v, first, near, 0, call.scale))
         out = out if out.requires_grad else out.requires_grad_()
         out.retain_grad()
         hidden = None if call.hidden is None else call.hidden.detach()
-        q, k, v = (x.detach() for x in call[:3])
-        seen[name] = (call._replace(query=q, key=k, value=v, hidden=hidden), out)
+        seen[name] = (Call(q.detach(), k.detach(), v.detach(), *call[3:-1], hidden), out)
         return out
 
     with recording(model, look, hidden=names):
@@ -228,12 +229,6 @@ def _calls(
         call, out = seen.pop(name)
         assert out.grad is not None
         yield name, (call, out.grad)
-
-
-def _seen_alone(call: Call, near: Tensor) -> Tensor:
-    """Attention to some of the keys, `near` (n, s)."""
-    grouped = call.group != 1
-    return F.scaled_dot_product_attention(*call[:3], attn_mask=near, scale=call.scale, enable_gqa=grouped)
 
 
 def _backward(model: Any, ids: Tensor, start: int) -> None:
