@@ -16,6 +16,7 @@ Ours are the bytes of its tensors in both, its sinks and steps as they are.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -23,14 +24,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from functools import cache as once
 from pathlib import Path
 from typing import Any
 
 import torch
 from _framework import ROOT, Said, Store, experiment
 from _peers import WHOLE, behind
-from decoder_texts import GROUP, LEAD, LENGTH, ROUNDED, TEXTS, converted, passages, rounding, text
+from decoder_texts import GROUP, LEAD, LENGTH, ROUNDED, TEXTS, converted, passages, rounded, text
 
 from bochner import Conversion, Recipe, Target, convert, data, revert
 from bochner.demo import load_smollm2
@@ -72,11 +73,9 @@ def environment() -> Path:
     return python
 
 
-def asked() -> dict[str, Any]:
+def asked(tokenizer: Any, texts: dict[str, Any]) -> dict[str, Any]:
     """What kvpress is asked: texts as tokens, and ratios."""
-    tokenizer = load_smollm2()[1]
     check = tokenizer(data.paragraphs("calibration", 1, words=CHECKED)[0]).input_ids[:CHECKED]
-    texts = {name: parts(text(tokenizer, name, LENGTH)) for name in TEXTS}
     return {"model": str(data.fetch("smollm2")), "check": check, "texts": texts, "ratios": RATIOS, "lead": LEAD}
 
 
@@ -87,9 +86,9 @@ def parts(ids: torch.Tensor) -> dict[str, Any]:
     return {"prefix": first[0].tolist(), "tail": ids[0, PREFIX:].tolist(), "again": again}
 
 
-def theirs() -> dict[str, Any]:
+def theirs(given: dict[str, Any]) -> dict[str, Any]:
     """The figures of kvpress; what was found before is taken if the question and its answer's code are the same."""
-    python, script, question = environment(), Path(__file__).with_name("_peers.py"), json.dumps(asked())
+    python, script, question = environment(), Path(__file__).with_name("_peers.py"), json.dumps(given)
     name = hashlib.sha256((question + script.read_text(encoding="utf-8")).encode()).hexdigest()[:12]
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{name}.asked.json"
@@ -104,14 +103,22 @@ def theirs() -> dict[str, Any]:
 
 
 @torch.no_grad()
-def figures(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Perplexity and recall behind the first tokens of a text, and the bytes of the cache."""
+def read(model: Any, given: dict[str, Any]) -> Any:
+    """The cache behind the first tokens of a text, read piece by piece."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
     for piece in torch.tensor([given["prefix"]]).split(PIECE, dim=1):
         model(piece, past_key_values=cache, logits_to_keep=1)
-    return {"bytes": cache_bytes(cache), **behind(model, cache, given, LEAD)}
+    return cache
+
+
+def with_bits(cache: Any, bits: int) -> Any:
+    """A copy of a cache whose keys and values are rounded."""
+    copied = copy.deepcopy(cache)
+    for layer in copied.layers:
+        layer.keys, layer.values = rounded(layer.keys, bits), rounded(layer.values, bits)
+    return copied
 
 
 def prepared(model: Any, tokenizer: Any, name: str, store: Store) -> None:
@@ -135,30 +142,36 @@ def prepared(model: Any, tokenizer: Any, name: str, store: Store) -> None:
     sources=("_peers",),
     needs=("transformers",),
 )
-def measure(store: Store) -> None:
+def measure(store: Store, texts: tuple[str, ...] = TEXTS) -> None:
     model, tokenizer = load_smollm2()
-    texts = {name: parts(text(tokenizer, name, LENGTH)) for name in TEXTS}
+    asks = {name: parts(text(tokenizer, name, LENGTH)) for name in texts}
 
-    def row(name: str, held: float, during: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+    def row(name: str, kind: str, held: float, cache: Callable[[], Any]) -> None:
         """`held`: 1 for tensors that would be in bfloat16, 2 for those that stay as they are, else by the bits."""
-        for kind, given in texts.items():
-            with during():
-                found = store.cell(name, lambda given=given: figures(model, given), within=store.table(kind))
-            found["held"] = found["tensors"] = held * found["bytes"] / store.table(kind)["exact"]["bytes"]
 
-    row("exact", 1)
-    for name, window in WINDOWS.items():
-        convert(model, Recipe(None, window=window, sinks=4, window_kind="sliding"), progress=False)
-        row(name, 1)
-        revert(model)
-    for name in OURS:
-        if any(name not in store.table(kind) for kind in TEXTS):
+        def found() -> dict[str, Any]:
+            made = cache()
+            return {"bytes": cache_bytes(made), **behind(model, made, asks[kind], LEAD)}
+
+        own = store.cell(name, found, within=store.table(kind))
+        own["held"] = own["tensors"] = held * own["bytes"] / store.table(kind)["exact"]["bytes"]
+
+    for kind, given in asks.items():
+        whole = once(lambda given=given: read(model, given))
+        row("exact", kind, 1, lambda whole=whole: copy.deepcopy(whole()))
+        for name, bits in ROUNDED.items():
+            row(name, kind, (bits + 32 / GROUP) / 16, lambda whole=whole, bits=bits: with_bits(whole(), bits))
+    for name in (*OURS, *WINDOWS):
+        if all(name in store.table(kind) for kind in texts):
+            continue
+        if name in OURS:
             prepared(model, tokenizer, name, store)
-        row(name, 2)
+        else:
+            convert(model, Recipe(None, window=WINDOWS[name], sinks=4, window_kind="sliding"), progress=False)
+        for kind, given in asks.items():
+            row(name, kind, 2 if name in OURS else 1, lambda given=given: read(model, given))
         revert(model)
-    for name, bits in ROUNDED.items():
-        row(name, (bits + 32 / GROUP) / 16, lambda bits=bits: rounding(model, bits))
-    found = theirs()
+    found = theirs(asked(tokenizer, asks))
     checks = store.figures["checks"] = found.pop("checks")
     for kind, made in found.items():
         store.table(kind).update(made)
