@@ -144,12 +144,26 @@ torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(**json.loads(sys.argv[2]))).eval()
 with tempfile.TemporaryDirectory() as folder:
     _peers.without_template(model, sys.argv[1], Path(folder))
-    print(json.dumps(_peers.checks(model, torch.randint(49152, (1, 300)), 200)))
+    ids = torch.randint(49152, (1, 300))
+    found = _peers.checks(model, ids, 200)
+    cache, calls, _ = _peers.read(model, ids[:, :200], [0.5])
+    for method in _peers.SCORED:
+        held = _peers.compressed(model, cache, calls, method, 0.5)
+        pairs = [(a.keys[0], b.keys[0]) for a, b in zip(cache.layers, held.layers)]
+        masks = [~(a[:, :, None] == b[:, None]).all(-1).any(-1) for a, b in pairs]
+        assert all(mask.sum(1).tolist() == [100, 100] for mask in masks)
+        with _peers.evicting(model, masks):
+            masked = _peers.next_losses(model, cache, ids[:, 200:], 200)
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[:, :, :200], layer.values[:, :, :200]
+        left = _peers.next_losses(model, held, ids[:, 200:], 200)
+        found[method + " as by masks"] = _peers.apart(left, masked)
+    print(json.dumps(found))
 """
 
 
 @pytest.mark.model
-def test_kvpress_sees_no_later_token_and_compresses(module: ModuleType) -> None:
+def test_kvpress_sees_no_later_token_and_compresses_as_masks_do(module: ModuleType) -> None:
     python = module.PEERS / "bin" / "python"
     if not (module.PEERS / f"kvpress-{module.VERSION}").exists():
         pytest.skip("kvpress has no environment here: python experiments/run.py decoder_peers makes it")
