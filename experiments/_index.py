@@ -171,6 +171,7 @@ PAPERS = (
 BEYOND = {
     "bandwidth_rules": ("which bandwidth each rule takes", "large-tables.md"),
     "certified_heads": ("attention with a bound, on real heads", "certificates.md"),
+    "decoder_peers": ("a decoder's cache beside those of others", "shrink-a-cache.md"),
     "decoder_texts": ("a decoder's cache on texts that no setting was chosen by", "shrink-a-cache.md"),
     "further_models": ("four models converted at first try", "speed-up-an-encoder.md"),
     "landmark_ablations": ("what each part of the landmark fit is worth", "which-map.md"),
@@ -204,6 +205,7 @@ PICTURES = {
 # Experiments whose result is a few figures, which a picture would not show better.
 NO_PICTURE = (
     "certified_heads",
+    "decoder_peers",
     "fits_that_travel",
     "further_models",
     "minilm_target",

@@ -148,6 +148,53 @@ def decoder_texts() -> str:
     return table(["cache", "of bfloat16", "novel", "newspaper", "manual"], rows)
 
 
+PEERS = {
+    "int8, groups of 32": "8 bits",
+    "int4, groups of 32": "4 bits",
+    "window 860, 4 sinks": "window 860",
+    "window 428, 4 sinks": "window 428",
+    **{
+        f"{press} {ratio}": f"{press}, {ratio}"
+        for press in ("SnapKV", "Expected Attention")
+        for ratio in (0.5, 0.76, 0.88)
+    },
+    **{f"KVzip {ratio}": f"KVzip, {ratio}" for ratio in (0.75, 0.88, 0.9)},
+    "selected keys, 12 % of float32": "`memory=0.12`",
+    "selected keys, 6 % of float32": "`memory=0.06`",
+}
+
+
+def beside(name: str) -> dict[str, tuple[float, float]]:
+    """Perplexity, and recall at the worst distance, over the original's: on each text, and their geometric means."""
+    found, ratios = experiment("decoder_peers"), {}
+    for kind in ("novel", "newspaper", "manual"):
+        row, whole = found[kind][name], found[kind]["exact"]
+        worst = max(row["recall"][back] / whole["recall"][back] for back in whole["recall"])
+        ratios[kind] = (row["perplexity"] / whole["perplexity"], worst)
+    means = [statistics.geometric_mean(column) for column in zip(*ratios.values(), strict=True)]
+    return {**ratios, "mean": (means[0], means[1])}
+
+
+def decoder_peers() -> str:
+    found, rows = experiment("decoder_peers")["novel"], []
+    for name, label in PEERS.items():
+        kinds = beside(name)
+        cells = [f"{kinds[kind][0]:.3f} and {kinds[kind][1]:.2f}" for kind in ("novel", "newspaper", "manual")]
+        rows.append([label, share(found[name]["held"]), share(found[name]["tensors"]), *cells])
+    return table(["cache", "to store", "in tensors", "novel", "newspaper", "manual"], rows)
+
+
+def decoder_peers_short() -> str:
+    """Means over the texts, of the caches that come near to ours in bytes."""
+    names = ("int4, groups of 32", "window 428, 4 sinks", "SnapKV 0.76", "Expected Attention 0.76", "KVzip 0.75")
+    names += ("KVzip 0.88", "selected keys, 12 % of float32", "selected keys, 6 % of float32")
+    found, rows = experiment("decoder_peers")["novel"], []
+    for name in names:
+        perplexity, recall = beside(name)["mean"]
+        rows.append([PEERS[name], share(found[name]["held"]), f"{perplexity:.3f}", f"{recall:.2f}"])
+    return table(["cache", "of bfloat16", "perplexity", "recall"], rows)
+
+
 BOOK = {
     "exact": "original",
     "window 128": "window 128",
@@ -632,6 +679,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "models": models,
     "speech": speech,
     "decoder-texts": decoder_texts,
+    "decoder-peers": decoder_peers,
+    "decoder-peers-short": decoder_peers_short,
     "needles": needles,
     "decoder-recipes": decoder_recipes,
     "decoder-targets": decoder_targets,
