@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 from .._progress import track
 from .exact import ExactEngine, PlacedKeys
 from .kernels import Problem
-from .tiles import BLOCK, COLUMNS, ROWS, Frame, Sums, Tiles, norms, times
+from .tiles import BLOCK, COLUMNS, ROWS, Block, Frame, norms
 
 SKIP_SHARE = 0.5  # of eps, for what is skipped
 CELLS = 1.5  # times the square root of the number of points
@@ -192,36 +193,17 @@ class CellsEngine(ExactEngine):
         self.near = near_blocks(self.index, self.queries, self.keys, SKIP_SHARE * problem.eps)
         self.pairs = self.near.pairs(self.queries, self.keys) // (2 if self.symmetric else 1)
 
-    def _multiply(self, x: Tensor, adjoint: bool, sums: Sums | None) -> Tensor:
-        x = x.to(torch.float64 if self.wide else self.dtype)
-        back = adjoint and not self.symmetric
-        y = torch.zeros(len(self.w if back else self.z), x.shape[1], dtype=torch.float64)
-        tiles, cells, keys = Tiles(self.frame), self.queries.members(), self.keys.members()
+    def _blocks(self) -> Iterator[Block]:
+        """Near blocks. A symmetric one serves its mirror image too: the own cell first, then those beyond it."""
+        cells, keys = self.queries.members(), self.keys.members()
         for a in track(range(len(cells)), len(cells), "near cells", self.progress):
-            # A symmetric block serves its mirror image too: the own cell first, then those beyond it.
             near = [b for b in self.near.blocks[a].nonzero()[:, 0].tolist() if b >= a or not self.symmetric]
-            if len(cells[a]) and near:
-                theirs = torch.cat([keys[b] for b in near])
-                own = len(cells[a]) if self.symmetric and near[0] == a else 0
-                self._block(tiles, x, y, cells[a], theirs, own, back, sums)
-        return y
-
-    def _block(
-        self, tiles: Tiles, x: Tensor, y: Tensor, rows: Tensor, keys: Tensor, own: int, back: bool, sums: Sums | None
-    ) -> None:
-        """Add these rows against these keys, of which the first `own` are the rows themselves."""
-        for j, k in enumerate(keys.split(COLUMNS)):
-            w, inside = self.w.index_select(0, k), min(max(own - j * COLUMNS, 0), len(k))
-            for q in rows.split(ROWS):
-                tile = tiles(self.z.index_select(0, q), w)
-                if sums is not None:
-                    sums[0].index_add_(0, q, tile.sum(1).double())
-                    sums[0 if self.symmetric else 1].index_add_(0, k[inside:], tile[:, inside:].sum(0).double())
-                tile = tile.to(x.dtype)
-                if not back:
-                    y.index_add_(0, q, times(tile, x.index_select(0, k)).double())
-                if back or (inside < len(k) and self.symmetric):
-                    y.index_add_(0, k[inside:], times(tile[:, inside:].T, x.index_select(0, q)).double())
+            if not (len(cells[a]) and near):
+                continue
+            own = len(cells[a]) if self.symmetric and near[0] == a else 0
+            for j, columns in enumerate(torch.cat([keys[b] for b in near]).split(COLUMNS)):
+                for rows in cells[a].split(ROWS):
+                    yield rows, columns, min(max(own - j * COLUMNS, 0), len(columns))
 
     def _relative(self) -> tuple[Tensor, Tensor, float]:
         """As of exact tiles; a row adds up in a tile for each near cell."""

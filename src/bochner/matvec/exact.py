@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from .kernels import Problem
 from .profiles import Profile
 from .tiles import (
     PRECISE,
+    Block,
     Frame,
     Sums,
     Tiles,
+    all_blocks,
     argument_error,
+    block_product,
     differences_error,
-    exact_product,
     extent,
     left,
     norms,
@@ -162,7 +165,8 @@ class ExactEngine:
         for rows, others, length in sides:
             ids = length.argsort()[:: max(1, length.numel() // LOOKED_AT)]
             ones, sums = torch.ones(len(others), 1, dtype=self.dtype), torch.zeros(len(rows), dtype=torch.float64)
-            sums[ids] = exact_product(Tiles(self.frame), rows[ids], others, ones)[:, 0]
+            blocks = all_blocks(len(ids), len(others), False)
+            sums[ids] = block_product(Tiles(self.frame), rows[ids], others, ones, blocks)[:, 0]
             out.append(sums)
         return out[0], out[-1]
 
@@ -185,11 +189,16 @@ class ExactEngine:
 
     def _multiply(self, x: Tensor, adjoint: bool, sums: Sums | None) -> Tensor:
         """The product; the sums of the rows and columns of K are added to `sums`."""
-        x = x.to(torch.float64 if self.wide else self.dtype)
-        z, w = self.z, self.w
+        z, w, blocks = self.z, self.w, self._blocks()
         if adjoint and not self.symmetric:
             z, w, sums = swapped(w), swapped(z), None if sums is None else (sums[1], sums[0])
-        return exact_product(Tiles(self.frame), z, w, x, symmetric=self.symmetric, progress=self.progress, sums=sums)
+            blocks = ((columns, rows, own) for rows, columns, own in blocks)
+        x = x.to(torch.float64 if self.wide else self.dtype)
+        return block_product(Tiles(self.frame), z, w, x, blocks, self.symmetric, sums)
+
+    def _blocks(self) -> Iterator[Block]:
+        """What is evaluated."""
+        return all_blocks(*self.problem.shape, self.symmetric, self.progress)
 
     def _relative(self) -> tuple[Tensor, Tensor, float]:
         """Bounds on the relative rounding of the terms of a row (n,) and of a column (s,), and of an entry, absolute.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._checks import BochnerError, lookup, positive_float
 from .profiles import ALIASES, PROFILES, Profile
-from .tiles import Frame, Tiles, exact_product, left, make_frame, point_gradients, right
+from .tiles import Frame, Tiles, all_blocks, block_product, left, make_frame, point_gradients, right
 
 BANDWIDTHS = (1e-140, 1e140)  # squares of distances must neither vanish nor overflow in double precision
 
@@ -83,14 +83,15 @@ class Kernel:
             block.fill_diagonal_(1.0)
         return block
 
-    def product(self, X: Tensor, Y: Tensor | None, V: Tensor, progress: bool = False) -> Tensor:
+    def product(self, X: Tensor, Y: Tensor | None, V: Tensor) -> Tensor:
         """K(X, Y) V in float64, V (s,) or (s, r): tile by tile, no more than a tile of K in memory.
 
         Y None: K(X, X), half the pairs. The transposed product is `product(Y, X, U)`.
         """
         frame, z, w = self._placed(X, Y)
         table = V.reshape(w.shape[0], -1).to(frame.dtype)
-        product = exact_product(Tiles(frame), left(z), right(w), table, symmetric=Y is None, progress=progress)
+        blocks = all_blocks(len(z), len(w), Y is None)
+        product = block_product(Tiles(frame), left(z), right(w), table, blocks, Y is None)
         return product.reshape(len(X), *V.shape[1:])
 
     def gradients(self, X: Tensor, Y: Tensor | None, G: Tensor | tuple[Tensor, Tensor]) -> Gradients:
