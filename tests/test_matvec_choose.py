@@ -114,7 +114,7 @@ def test_the_trial_of_cells_sees_the_share_of_near_pairs(d):
     points = torch.from_numpy(normal if d else clusters(12_000))
     K = KernelOperator(points, bandwidth=0.1 if d else 0.5, method="cells")
     (option,) = choose.cells_trial(K._problem, math.inf, K._engine)
-    found = K._engine.near.pairs(K._engine.queries, K._engine.keys) / 12_000**2
+    found = K._engine.near.pairs / 12_000**2
     said = float(option.fact.split("%")[0].split()[-1]) / 100
     assert 0.3 * found - 0.01 <= said <= 3 * found + 0.01
     assert 0.6 * found <= said <= 1.6 * found or not d
@@ -125,7 +125,7 @@ def test_a_factor_that_does_not_come_down_in_time_is_given_up():
     K = KernelOperator(points, bandwidth=2.0)
     assert choose.factor_trial(K._problem, 1 << 31, 0.01) == []
     slow, exact = Option("lowrank", 0.0, 0.0), Option("exact", 0.0, 1e-9)
-    assert choose._factor(K._problem, slow, exact, 1, 1 << 31) is None
+    assert choose._attempt(K._problem, slow, exact, 1, 1 << 31, K._placed) is None
 
 
 def test_other_queries_share_what_is_known_of_the_keys():

@@ -8,7 +8,7 @@ They take part in pipelines, `clone`, `GridSearchCV` and pickling like scikit-le
 from bochner._checks import extra
 
 extra("sklearn", "sklearn", "bochner.estimators")  # before anything here imports it
-from bochner.estimators.features import RandomFeatures, components_needed
+from bochner.estimators.features import RandomFeatures
 from bochner.estimators.local import KernelDensity, NadarayaWatson
 from bochner.estimators.nystrom import Centers
 from bochner.estimators.pca import KernelPCA
@@ -25,5 +25,4 @@ __all__ = [
     "KernelRidgeCV",
     "NadarayaWatson",
     "RandomFeatures",
-    "components_needed",
 ]

@@ -236,7 +236,7 @@ def make_basis(
     X = torch.from_numpy(np.array(block.X, dtype=np.float64))
     weight = torch.from_numpy(block.weights)
     if isinstance(centers, Centers):
-        points = X[_chosen(kernel, X, m, centers.rule, seed)]
+        points = X[chosen_centers(kernel, X, m, centers.rule, seed)]
     else:
         points = torch.from_numpy(centers.astype(np.float64))
     single = n > EXACT and kernel.profile.convex  # the peak of the Laplace kernel magnifies rounding
@@ -245,13 +245,19 @@ def make_basis(
     jitter = min(1e-2, max(1e-6, n * NOISE**2 / alpha)) if single else 1e-13 * len(points)
     lower = ridge_factor(kernel.block(points), jitter)
     gram = torch.zeros_like(lower)
-    for x, w in zip(X.split(2048), weight.split(2048), strict=True):
-        phi = torch.linalg.solve_triangular(lower, kernel.block(points, x), upper=False)
-        gram.addmm_(phi * w, phi.T)
+    for part, phi in features(kernel, points, lower, X):
+        gram.addmm_(phi * weight[part], phi.T)
     return Basis(cross, lower, gram.div_(share))
 
 
-def _chosen(kernel: Kernel, X: Tensor, m: int, rule: str, seed: int) -> Tensor:
+def features(kernel: Kernel, points: Tensor, lower: Tensor, X: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """`phi(x) = L^-1 K(Z, x)` of the rows of X, (M, b) for some of them at a time."""
+    for i in range(0, len(X), 2048):
+        part = slice(i, i + 2048)
+        yield part, torch.linalg.solve_triangular(lower, kernel.block(points, X[part]), upper=False)
+
+
+def chosen_centers(kernel: Kernel, X: Tensor, m: int, rule: str, seed: int) -> Tensor:
     """Which rows of the sample are centres; all of few rows."""
     generator = torch.Generator().manual_seed(seed)
     if m >= len(X):

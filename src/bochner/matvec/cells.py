@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -60,8 +60,7 @@ def number_of_cells(n: int, s: int) -> int:
     return max(1, math.ceil(CELLS * math.sqrt(min(n, s))))
 
 
-@dataclass
-class Side:
+class Side(NamedTuple):
     """Queries or keys by cell."""
 
     label: Tensor  # (n,) the cell of each
@@ -71,7 +70,7 @@ class Side:
     reach: Tensor  # (cells, cells) how far points of cell a go from its origin towards that of cell b, at most
 
     @property
-    def count(self) -> Tensor:
+    def sizes(self) -> Tensor:
         return self.start.diff()
 
     def members(self) -> list[Tensor]:
@@ -123,17 +122,13 @@ class Index:
 # ---- which blocks are near -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Near:
+class Near(NamedTuple):
     """Which blocks are evaluated, and what the others hold at most."""
 
     blocks: Tensor  # (cells, cells) bool: query cell x key cell
     skipped: Tensor  # (cells, cells) float64: bound on every entry of a skipped block, 0 for near ones
     norm: float  # bound on |E|_2 of what is skipped
-
-    def pairs(self, queries: Side, keys: Side) -> int:
-        """Entries in near blocks."""
-        return int((self.blocks.double() * queries.count.double()[:, None] * keys.count.double()).sum())
+    pairs: int  # entries in near blocks
 
 
 def entry_bounds(index: Index, queries: Side, keys: Side, more: float = 1.0) -> Tensor:
@@ -153,12 +148,13 @@ def entry_bounds(index: Index, queries: Side, keys: Side, more: float = 1.0) -> 
 def near_blocks(index: Index, queries: Side, keys: Side, limit: float) -> Near:
     """Skip blocks, those of the least kernel first, while no row's and no column's sum exceeds `limit`."""
     bound = entry_bounds(index, queries, keys)
-    count = keys.count.double()
-    many = count if queries is keys else queries.count.double()
-    near = needed(bound, many, count, limit) & (queries.count > 0)[:, None]
+    count = keys.sizes.double()
+    many = count if queries is keys else queries.sizes.double()
+    near = needed(bound, many, count, limit) & (queries.sizes > 0)[:, None]
     skipped = torch.where(near, 0.0, bound)
-    rows, columns = (skipped @ count)[queries.count > 0].max(), (skipped.T @ many)[keys.count > 0].max()
-    return Near(near, skipped, math.sqrt(float(rows) * float(columns)) * (1.0 + 1e-9))
+    rows, columns = (skipped @ count)[queries.sizes > 0].max(), (skipped.T @ many)[keys.sizes > 0].max()
+    pairs = int((near.double() * many[:, None] * count).sum())
+    return Near(near, skipped, math.sqrt(float(rows) * float(columns)) * (1.0 + 1e-9), pairs)
 
 
 def needed(bound: Tensor, queries: Tensor, keys: Tensor, limit: float) -> Tensor:
@@ -191,7 +187,7 @@ class CellsEngine(ExactEngine):
         self.queries = self.keys if problem.symmetric else self.index.sort(problem.queries)
         super().__init__(problem, single, placed)
         self.near = near_blocks(self.index, self.queries, self.keys, SKIP_SHARE * problem.eps)
-        self.pairs = self.near.pairs(self.queries, self.keys) // (2 if self.symmetric else 1)
+        self.pairs = self.near.pairs // (2 if self.symmetric else 1)
 
     def _blocks(self) -> Iterator[Block]:
         """Near blocks. A symmetric one serves its mirror image too: the own cell first, then those beyond it."""

@@ -24,9 +24,6 @@ class Estimate:
     all_pairs: int
     seconds: float
 
-    kind = "deterministic"
-    confidence = 1.0
-
     @property
     def relative(self) -> float:
         return self.bound / self.norm_x if self.norm_x > 0 else 0.0
@@ -38,7 +35,6 @@ class Estimate:
 
     @property
     def statement(self) -> str:
-        """The statement in words."""
         return (
             f"|Kx - y| <= {self.bound:.3g} = {self.relative:.3g} |x|, and no row is off by more than "
             f"{float(self.row_bounds.max()):.3g}: deterministically, rounding included."

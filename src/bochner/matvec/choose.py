@@ -71,9 +71,7 @@ def choose(problem: Problem, method: str, products: int, memory: int, placed: Pl
         return build(problem, method, memory, placed), Plan(method, "as asked", products)
     n, s = problem.shape
     if math.prod(problem.shape) * products <= SMALL:
-        return ExactEngine(problem, problem.dtype == torch.float32, placed), Plan(
-            "exact", f"{n} x {s} is small", products
-        )
+        return build(problem, "exact", memory, placed), Plan("exact", f"{n} x {s} is small", products)
     exact = ExactEngine(problem, _single(problem), placed)
     if n <= placed.exact_for[0] and products <= placed.exact_for[1]:
         return exact, Plan("exact", "nothing was faster for as many queries before", products)
@@ -83,14 +81,15 @@ def choose(problem: Problem, method: str, products: int, memory: int, placed: Pl
     options += cells_trial(problem, limit, exact)
     options += factor_trial(problem, memory, 1.5 * limit)  # a hopeless one ends after its first columns
     best = min(options, key=lambda option: option.total(products))
+    engine: Engine | None = exact
     if best is first or best.total(products) > WORTHWHILE * first.total(products):
         placed.exact_for = n, products
-        others = "the other methods would not be faster" if len(options) > 1 else "trying others would cost too much"
-        return exact, Plan("exact", others, products, tuple(options))
-    engine = _attempt(problem, best, first, products, memory, placed)
-    if engine is None:
-        return exact, Plan("exact", f"{best.method} turned out slower than predicted", products, tuple(options))
-    return engine, Plan(engine.name, "predicted to be the fastest", products, tuple(options))
+        reason = "the other methods would not be faster" if len(options) > 1 else "trying others would cost too much"
+    else:
+        engine = _attempt(problem, best, first, products, memory, placed)
+        reason = "predicted to be the fastest" if engine else f"{best.method} turned out slower than predicted"
+    engine = engine or exact
+    return engine, Plan(engine.name, reason, products, tuple(options))
 
 
 def build(problem: Problem, method: str, memory: int, placed: PlacedKeys) -> Engine:
@@ -118,12 +117,15 @@ def _attempt(
     problem: Problem, best: Option, exact: Option, products: int, memory: int, placed: PlacedKeys
 ) -> Engine | None:
     """The engine of an option; None if building shows that it is slower than exact products after all."""
-    if best.method == "lowrank":
-        return _factor(problem, best, exact, products, memory)
-    engine = cells.CellsEngine(problem, _single(problem), placed)
-    near = engine.near.pairs(engine.queries, engine.keys)
-    now = _cells_option(problem, near, engine)
-    return engine if products * now.product < exact.total(products) else None
+    whole = exact.total(products)
+    if best.method == "cells":
+        engine = cells.CellsEngine(problem, _single(problem), placed)
+        return engine if products * _cells_option(problem, engine.near.pairs, engine).product < whole else None
+    # Waiting for the machine is not counted.
+    begun, allowed = time.thread_time(), min(2.0 * best.build + 0.1 * whole, 0.7 * whole)
+    rank = most_rank(problem, memory)
+    factor = lowrank.LowRankEngine(problem, rank, stop=lambda trace, r: time.thread_time() - begun > allowed)
+    return factor if factor.certain else None
 
 
 # ---- seconds of this machine -----------------------------------------------------------------------------------------
@@ -194,7 +196,7 @@ def cells_trial(problem: Problem, limit: float, exact: ExactEngine) -> list[Opti
     keys = index.sort(drawn(problem.keys))
     queries = keys if problem.symmetric else index.sort(drawn(problem.queries))
     # The largest of m deviations grows like sqrt(log m).
-    key_count, query_count = keys.count.double() * s / most, queries.count.double() * n / most
+    key_count, query_count = keys.sizes.double() * s / most, queries.sizes.double() * n / most
     more = math.sqrt(math.log(2 + s / count) / math.log(2 + most / count))
     near = cells.needed(
         cells.entry_bounds(index, queries, keys, more),
@@ -263,13 +265,3 @@ def _factor_option(problem: Problem, rank: float) -> Option:
     entry, _ = pair_seconds(problem.kernel.name, problem.keys.shape[1], torch.float64)
     setup = total * rank * (2.5 * rank * flop_seconds() + 1.5 * entry)
     return Option("lowrank", setup, total * rank * 1.2e-9 * (2 if problem.symmetric else 1), f"rank about {rank:.0f}")
-
-
-def _factor(problem: Problem, best: Option, exact: Option, products: int, memory: int) -> Engine | None:
-    """The factor, unless it takes much longer than it was predicted to, waiting for the machine not counted."""
-    whole = exact.total(products)
-    begun, allowed = time.thread_time(), min(2.0 * best.build + 0.1 * whole, 0.7 * whole)
-    engine = lowrank.LowRankEngine(
-        problem, most_rank(problem, memory), stop=lambda trace, r: time.thread_time() - begun > allowed
-    )
-    return engine if engine.norm <= problem.eps else None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._checks import BochnerError, lookup, positive_float
 from .profiles import ALIASES, PROFILES, Profile
-from .tiles import Frame, Tiles, all_blocks, block_product, left, make_frame, point_gradients, right
+from .tiles import Frame, Tiles, left, make_frame, point_gradients, right
 
 BANDWIDTHS = (1e-140, 1e140)  # squares of distances must neither vanish nor overflow in double precision
 
@@ -70,7 +70,7 @@ class Kernel:
         """The arithmetic in which copies of a point have the kernel 1: a peak magnifies what matrix products round."""
         return "float64" if self.profile.convex else "difference"
 
-    def _placed(self, X: Tensor, Y: Tensor | None, precise: str = "float64") -> tuple[Frame, Tensor, Tensor]:
+    def _placed(self, X: Tensor, Y: Tensor | None, precise: str) -> tuple[Frame, Tensor, Tensor]:
         frame = self.frame(X if Y is None else Y, "float32" if X.dtype == torch.float32 else precise)
         z = frame.place(X)
         return frame, z, z if Y is None else frame.place(Y)
@@ -83,23 +83,12 @@ class Kernel:
             block.fill_diagonal_(1.0)
         return block
 
-    def product(self, X: Tensor, Y: Tensor | None, V: Tensor) -> Tensor:
-        """K(X, Y) V in float64, V (s,) or (s, r): tile by tile, no more than a tile of K in memory.
-
-        Y None: K(X, X), half the pairs. The transposed product is `product(Y, X, U)`.
-        """
-        frame, z, w = self._placed(X, Y)
-        table = V.reshape(w.shape[0], -1).to(frame.dtype)
-        blocks = all_blocks(len(z), len(w), Y is None)
-        product = block_product(Tiles(frame), left(z), right(w), table, blocks, Y is None)
-        return product.reshape(len(X), *V.shape[1:])
-
     def gradients(self, X: Tensor, Y: Tensor | None, G: Tensor | tuple[Tensor, Tensor]) -> Gradients:
         """Gradients of sum_ij G_ij K(x_i, y_j); G (n, s), or a pair A (n, r), B (s, r) that means A B'.
 
         Where one number is the bandwidth of all features, its gradient is the sum over them. Cost: about five products.
         """
-        frame, z, w = self._placed(X, Y)
+        frame, z, w = self._placed(X, Y, "float64")
         weight = (lambda a, b: G[a, b]) if isinstance(G, Tensor) else (lambda a, b: G[0][a] @ G[1][b].T)
         for_z, for_w = point_gradients(Tiles(frame), z, w, weight)
         # z = (x - centre) scale: the bandwidth h scales z by 1/h, and moving the centre changes nothing.

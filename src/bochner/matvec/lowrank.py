@@ -97,7 +97,8 @@ def pivoted_cholesky(
         # 2. Their columns of what is left, and the Cholesky factor of their own block.
         new = _columns(frame, tiles, z, X[drawn])
         new.addmm_(columns[:r].T, known, alpha=-1)
-        lower, failed = torch.linalg.cholesky_ex(_symmetric(new[drawn]))
+        own = new[drawn]
+        lower, failed = torch.linalg.cholesky_ex((own + own.T) / 2.0)
         if int(failed):
             break
         new = torch.linalg.solve_triangular(lower, new.T, upper=False)
@@ -116,10 +117,6 @@ def pivoted_cholesky(
 def _columns(frame: Frame, tiles: Tiles, z: Tensor, points: Tensor) -> Tensor:
     w = right(frame.place(points))
     return torch.cat([tiles(part, w).clone() for part in z.split(2048)])
-
-
-def _symmetric(block: Tensor) -> Tensor:
-    return (block + block.T).div_(2.0)
 
 
 def _accepted(core: np.ndarray, proposed: np.ndarray, generator: torch.Generator) -> Tensor:
@@ -216,15 +213,13 @@ class LowRankEngine:
         lost = differences_error(problem.keys.shape[1])
         if precise_frame(frame, reach).arithmetic != "difference":
             lost = problem.kernel.profile.change(argument_error(reach, problem.keys.shape[1], frame))
-        return (
-            10 * min(PRECISE, lost + 8 * unit) + self.factor.rounding + unit * (max(problem.shape) + self.factor.rank)
-        )
+        terms = max(problem.shape) + self.factor.rank
+        return 10 * min(PRECISE, lost + 8 * unit) + self.factor.rounding + unit * terms
 
     @property
     def norm(self) -> float:
-        return float(self.roots[0].norm() * self.roots[1].norm()) + self._entry * math.sqrt(
-            math.prod(self.problem.shape)
-        )
+        size = math.sqrt(math.prod(self.problem.shape))
+        return float(self.roots[0].norm() * self.roots[1].norm()) + self._entry * size
 
     @property
     def certain(self) -> bool:

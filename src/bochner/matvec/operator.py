@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from .inputs import OWNER, as_points, as_real, as_values
 from .kernels import Kernel, Problem
 from .lowrank import LowRankEngine, Preconditioner, pivoted_cholesky, ridge_factor
 from .solve import LogDet, conjugate_gradients, logdet
-from .tiles import BLOCK
+from .tiles import BLOCK, norms
 
 FLOORS = {torch.float32: 1e-6, torch.float64: 1e-13}
 DIRECT = 2048  # rows up to which solving and determinants are by factorisation
@@ -192,10 +194,7 @@ class KernelOperator(LinearOperator):
         self._refuse_stale()
         learns = isinstance(x, Tensor) and (x.requires_grad or any(t is not None for t in self._learned))
         if learns and torch.is_grad_enabled():
-
-            def product(v: Tensor, back: bool) -> Tensor:
-                return self._product(v, back, columns)
-
+            product = partial(self._product, columns=columns)
             return KernelProduct.apply(x, *self._learned, product, self._problem, adjoint)
         return self._product(x, adjoint, columns)
 
@@ -277,16 +276,13 @@ class KernelOperator(LinearOperator):
 
     def diagonal(self) -> np.ndarray:
         """The diagonal of K, exactly; the shift included."""
-        n = min(self.shape)
+        n, profile = min(self.shape), self.kernel.profile
         if self.symmetric:
             return np.full(n, 1.0 + self.shift, dtype=self.dtype)
-        scale = self.kernel.profile.unit / torch.as_tensor(self.bandwidth, dtype=torch.float64)
-        parts = [
-            ((q.double() - k.double()) * scale).square().sum(1)
-            for q, k in zip(self.queries[:n].split(BLOCK), self.keys[:n].split(BLOCK), strict=True)
-        ]
-        floor = self.kernel.profile.floor(torch.float64)
-        return self.kernel.profile.value(torch.cat(parts).mul_(-0.5).clamp_min_(floor)).numpy().astype(self.dtype)
+        scale = profile.unit / torch.as_tensor(self.bandwidth, dtype=torch.float64)
+        pairs = zip(self.queries[:n].split(BLOCK), self.keys[:n].split(BLOCK), strict=True)
+        distances = torch.cat([norms((q.double() - k.double()) * scale) for q, k in pairs])
+        return profile.at_distance(distances).numpy().astype(self.dtype)
 
     def shifted(self, alpha: float) -> KernelOperator:
         """`K + alpha I`, with the same plan; K must be symmetric.
@@ -300,8 +296,7 @@ class KernelOperator(LinearOperator):
             True
         """
         self._need_symmetric("shifted", shift=False)
-        other = object.__new__(KernelOperator)
-        other.__dict__.update(self.__dict__)
+        other = copy(self)
         other.shift = self.shift + positive_float(alpha, "alpha", f"{OWNER}.shifted")
         return other
 
@@ -368,7 +363,7 @@ class KernelOperator(LinearOperator):
                 f"the operator with eps={self.shift / 10:.1g}."
             )
 
-    # ---- other queries, copies --------------------------------------------------------------------------------------
+    # ---- other queries ----------------------------------------------------------------------------------------------
 
     def with_queries(self, queries: Any) -> KernelOperator:
         """The operator for other queries and the same keys; what is known of the keys is shared, not rebuilt."""
@@ -377,22 +372,9 @@ class KernelOperator(LinearOperator):
             raise BochnerError(
                 f"The 'queries' of {OWNER}.with_queries must have {self.keys.shape[1]} columns, got {points.shape[1]}."
             )
-        other = object.__new__(KernelOperator)
-        other.__dict__.update(self.__dict__)
+        other = copy(self)
         other.shift = 0.0
         own = queries if isinstance(queries, Tensor) and queries.requires_grad else None
         other._learned = (own, self._learned[0] if self.symmetric else self._learned[1], self._learned[2])
         other._build(replace(self._problem, queries=points, symmetric=False), self._placed)
         return other
-
-    def __reduce__(self) -> Any:
-        """The points and the settings, the chosen method among them: a copy is built again, with the same products."""
-        settings = {name: getattr(self, name) for name in ("bandwidth", "eps", "seed", "method", "shift")}
-        settings |= {"kernel": self.kernel.name, "products": self._products}
-        return _restore, (self.queries.numpy(), None if self.symmetric else self.keys.numpy(), settings)
-
-
-def _restore(queries: np.ndarray, keys: np.ndarray | None, settings: dict[str, Any]) -> KernelOperator:
-    shift = settings.pop("shift")
-    K = KernelOperator(queries, keys, **settings)
-    return K.shifted(shift) if shift else K

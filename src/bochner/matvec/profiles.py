@@ -37,6 +37,9 @@ class Profile:
     derivative: Callable[[Tensor], Tensor]
     convex: bool = True
 
+    def __reduce__(self) -> tuple[Callable[[str], Profile], tuple[str]]:
+        return PROFILES.__getitem__, (self.name,)
+
     def floor(self, dtype: torch.dtype) -> float:
         return self.floors[0] if dtype == torch.float32 else self.floors[1]
 
@@ -74,11 +77,6 @@ def _laplace_derivative(t: Tensor) -> Tensor:
     return torch.where(a > 0, LN2 * torch.exp2(-a) / a, 0.0)
 
 
-def _matern52_derivative(t: Tensor) -> Tensor:
-    a = _length(t.clone())
-    return torch.exp(-a).mul_(1.0 + a).div_(3.0)
-
-
 PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
@@ -113,7 +111,7 @@ PROFILES: dict[str, Profile] = {
             _matern52,
             lambda delta: _expm1(delta / 3.0),
             (-2.4e3, -2.4e5),
-            _matern52_derivative,
+            lambda t: _matern32(t.clone()).div_(3.0),
         ),
         Profile(
             "student",  # 1 / (1 + |q-k|^2 / sigma^2)
