@@ -71,18 +71,6 @@ def test_the_choice_is_the_least_predicted_sum_of_build_and_products(monkeypatch
             assert not asked
 
 
-def test_what_was_not_worth_it_is_not_tried_again_for_as_many_queries(monkeypatch):
-    keys = np.random.default_rng(0).normal(size=(6000, 20)).astype(np.float32)
-    K = KernelOperator(keys[:1], keys, bandwidth=5.0).with_queries(keys[:3000])
-    assert K.method == "exact"
-    trials = []
-    monkeypatch.setattr(choose, "cells_trial", lambda *rest: trials.append(1) or [])
-    assert K.with_queries(keys[1000:3000]).method == "exact"
-    assert not trials
-    K.with_queries(keys[:5000])
-    assert len(trials) == 1
-
-
 def test_a_trial_that_would_cost_too_much_is_not_made(monkeypatch):
     def forbidden(*rest):
         raise AssertionError("looked at the points")

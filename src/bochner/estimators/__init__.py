@@ -1,8 +1,4 @@
-"""Kernel methods as scikit-learn estimators: regression, classification, densities, components, random features.
-
-They take part in pipelines, `clone`, `GridSearchCV` and pickling like scikit-learn's own, and need the extra
-`bochner[sklearn]`.
-"""
+"""Kernel methods as scikit-learn estimators; they need the extra `bochner[sklearn]`."""
 
 # ruff: noqa: E402
 from bochner._checks import extra

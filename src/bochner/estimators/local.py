@@ -11,7 +11,6 @@ import torch
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
-from torch import Tensor
 
 from bochner._checks import BochnerError, positive_float
 from bochner.estimators._checks import check_weight, draw_seed, resolve_bandwidth
@@ -61,15 +60,13 @@ class _Neighbours(BaseEstimator):
         rows, columns = torch.from_numpy(self._rows).double(), torch.from_numpy(table)
         for part in np.array_split(few, max(1, -(-len(few) * len(rows) // PAIRS))):
             if len(part):
-                exponent = self._exponents(torch.from_numpy(np.array(X[part], dtype=np.float64)), rows)
+                queries = torch.from_numpy(np.array(X[part], dtype=np.float64))
+                distance = torch.cdist(queries, rows, compute_mode="donot_use_mm_for_euclid_dist")
+                exponent = distance.square_().mul_(-0.5 / self.bandwidth_**2)
                 top = exponent.amax(1, keepdim=True)
                 sums[part] = (exponent.sub_(top).exp_() @ columns).numpy()
                 log_scale[part] = top[:, 0].numpy()
         return sums, log_scale
-
-    def _exponents(self, queries: Tensor, rows: Tensor) -> Tensor:
-        distance = torch.cdist(queries, rows, compute_mode="donot_use_mm_for_euclid_dist")
-        return distance.square_().mul_(-0.5 / self.bandwidth_**2)
 
 
 class KernelDensity(_Neighbours):

@@ -18,13 +18,12 @@ from torch import Tensor
 from bochner._checks import BochnerError, flag, one_of, positive_float
 from bochner.estimators._checks import draw_seed, given_gamma
 from bochner.estimators.evidence import Hyper, learn
-from bochner.estimators.nystrom import EXACT, KERNELS, Centers, chosen_centers, features
+from bochner.estimators.nystrom import KERNELS, Centers, chosen_centers, features
 from bochner.estimators.rows import blockwise, is_dask, refuse_dask
 from bochner.matvec import Kernel, ridge_factor
 
 LEARNED_ROWS = 2000  # of which the marginal likelihood is computed
 CENTERS = 1024
-BLOCK = 1024
 
 
 @dataclass(eq=False, repr=False)
@@ -81,8 +80,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         chosen = rng.permutation(len(X))[:LEARNED_ROWS]
         hyper = learn(self.kernel, self._place(X[chosen]).numpy(), target[chosen], self._given(d), seed)
         self._hyper, self._bandwidth = hyper, hyper.bandwidth
-        few = centers is None or (isinstance(centers, Centers) and centers.count is None and len(X) <= EXACT)
-        if few or (isinstance(centers, Centers) and centers.number(len(X), 1) >= len(X)):
+        if isinstance(centers, Centers) and centers.number(len(X), 1) >= len(X):
             self._fit_exact(self._place(X), target)
         else:
             self._fit_centers(X, target, centers, seed)
@@ -93,10 +91,8 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def _given(self, d: int) -> Hyper:
         """The hyperparameters that the caller fixed; the others are NaN."""
         owner = type(self).__name__
-        noise, amplitude = (
-            math.nan if value is None else positive_float(value, name, owner)
-            for name, value in (("alpha", self.alpha), ("amplitude", self.amplitude))
-        )
+        noise = math.nan if self.alpha is None else positive_float(self.alpha, "alpha", owner)
+        amplitude = math.nan if self.amplitude is None else positive_float(self.amplitude, "amplitude", owner)
         gamma = math.nan if self.gamma is None else given_gamma(self.gamma, d, owner)
         return Hyper(np.sqrt(0.5 / (gamma * np.ones(d))), amplitude, noise)
 
@@ -220,11 +216,9 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         return [(-level, phi), (self._hyper.noise, torch.linalg.solve_triangular(self._inner, phi, upper=False))]
 
     def _variance(self, K: Tensor) -> np.ndarray:
-        parts = []
-        for block in K.split(BLOCK):
-            squares = [sign * Z.square().sum(0) for sign, Z in self._halves(block)]
-            parts.append(self._hyper.amplitude + torch.stack(squares).sum(0))
-        return torch.cat(parts).clamp_min_(1e-12 * self._hyper.amplitude).numpy()
+        level = self._hyper.amplitude
+        known = torch.stack([sign * Z.square().sum(0) for sign, Z in self._halves(K)]).sum(0)
+        return (level + known).clamp_min_(1e-12 * level).numpy()
 
     def _covariance(self, x: Tensor, K: Tensor, noise: bool) -> np.ndarray:
         cov = self._hyper.amplitude * Kernel(self.kernel, self._bandwidth).block(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,17 +64,15 @@ class _CenterModel(BaseEstimator):
         weight = None if weight is None else check_weight(weight, len(X), owner)
         return array_rows(X, y, weight)
 
-    def _begin(self, X: Any, y: Any, weight: Any) -> tuple[Rows, float, float, Centers | np.ndarray | None]:
+    def _begin(
+        self, X: Any, y: Any, weight: Any, encoder: Callable[[Rows], Callable[[np.ndarray], np.ndarray]]
+    ) -> tuple[Rows, float, float, Centers | np.ndarray]:
         """What every fit begins with: alpha, tol, centres, and the rows, their targets encoded and measured."""
         owner = type(self).__name__
         alpha, tol = positive_float(self.alpha, "alpha", owner), positive_float(self.tol, "tol", owner)
         centers = Centers.of(self.centers, owner)
         rows = self._read(X, y, weight)
-        return self._measure(replace(rows, encode=self._encoder(rows))), alpha, tol, centers
-
-    def _encoder(self, rows: Rows) -> Callable[[Any], np.ndarray]:
-        """The function that turns the y of a block into targets (b, c)."""
-        raise NotImplementedError
+        return self._measure(replace(rows, encode=encoder(rows))), alpha, tol, centers
 
     def _measure(self, rows: Rows) -> Rows:
         """Count the rows, and find the scale of the columns and the mean of the targets."""
@@ -160,13 +159,13 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
     warm_start: bool = False
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelRidge:
-        rows, alpha, tol, centers = self._begin(X, y, sample_weight)
+        rows, alpha, tol, centers = self._begin(X, y, sample_weight, self._encoder)
         basis: Basis | None = getattr(self, "_basis", None) if self.warm_start else None
         if basis is not None and len(self.bandwidth_) == self.n_features_in_:
             return self._fit_centers(rows, basis, alpha, tol)
         seed = draw_seed(check_random_state(self.random_state))
         alpha = self._choose(rows, alpha, seed)
-        if centers is None or (isinstance(centers, Centers) and centers.number(len(rows), 1) >= len(rows)):
+        if isinstance(centers, Centers) and centers.number(len(rows), 1) >= len(rows):
             return self._fit_rows(rows, alpha, seed)
         basis = nystrom.make_basis(self.kernel, self.bandwidth_, rows, centers, alpha, len(self.offset_), seed)
         return self._fit_centers(rows, basis, alpha, tol)
@@ -189,7 +188,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
             )
         block, kernel = rows.sample(n, np.random.RandomState(seed)), Kernel(self.kernel, self.bandwidth_)
         points = torch.from_numpy(np.array(block.X, dtype=np.float64))
-        root = torch.from_numpy(np.sqrt(block.weights))[:, None]
+        root = torch.from_numpy(np.sqrt(block.weight))[:, None]
         lower = ridge_factor(root * kernel.block(points) * root.T, alpha)
         c = root * torch.cholesky_solve(root * torch.from_numpy(block.y - self.offset_), lower)
         self._cross = CrossKernel(self.kernel, self.bandwidth_, points, kernel.precise if precise else "float32")
@@ -321,13 +320,12 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
     """
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelClassifier:
-        rows, alpha, tol, centers = self._begin(X, y, sample_weight)
+        rows, alpha, tol, centers = self._begin(X, y, sample_weight, self._encoder)
         seed = draw_seed(check_random_state(self.random_state))
         self._set_kernel(self.gamma, rows, seed)
         share = np.clip(self.offset_, 1e-12, 1 - 1e-12)
         two = len(self.classes_) == 2
         self.offset_ = np.log(share / (1 - share) if two else share) if self.standardize else 0.0 * share
-        centers = Centers(count=len(rows)) if centers is None else centers
         basis = nystrom.make_basis(self.kernel, self.bandwidth_, rows, centers, alpha, len(self.offset_), seed)
         self._fit_logistic(rows, basis, alpha, tol)
         return self
@@ -338,7 +336,7 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
             raise BochnerError(
                 f"{type(self).__name__}.fit needs at least two classes, got only one class, {self.classes_[0]}."
             )
-        return Indicators(self.classes_)
+        return partial(_indicators, self.classes_)
 
     def _fit_logistic(self, rows: Rows, basis: Basis, alpha: float, tol: float) -> None:
         """L-BFGS in the coordinates u = R' a, in which the Hessian at the start is about I."""
@@ -389,21 +387,14 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
         return self.classes_[(scores[:, 0] > 0).astype(int) if scores.shape[1] == 1 else scores.argmax(1)]
 
 
-class Indicators:
+def _indicators(classes: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Labels as targets: (b, 1) of 0 and 1 for two classes, (b, c) for more."""
-
-    def __init__(self, classes: np.ndarray) -> None:
-        self.classes = classes
-
-    def __call__(self, y: Any) -> np.ndarray:
-        place = np.searchsorted(self.classes, np.asarray(y))
-        if len(self.classes) == 2:
-            return place[:, None].astype(np.float64)
-        return np.eye(len(self.classes))[place]
+    place = np.searchsorted(classes, y)
+    return place[:, None].astype(np.float64) if len(classes) == 2 else np.eye(len(classes))[place]
 
 
-def _as_columns(y: Any) -> np.ndarray:
-    y = np.asarray(y, dtype=np.float64)
+def _as_columns(y: np.ndarray) -> np.ndarray:
+    y = y.astype(np.float64)
     if not np.isfinite(y).all():
         raise BochnerError("The targets y must be finite; a block has NaN or infinity in it.")
     return y.reshape(len(y), -1)

@@ -30,9 +30,6 @@ SORTED = 1024  # points at once whose distances to all origins stay in cache
 ROUNDS, SAMPLED = 3, 20  # of k-means, and points per cell that it looks at
 
 
-# ---- cells ---------------------------------------------------------------------------------------------------------
-
-
 def nearest(points: Tensor, centres: Tensor) -> Tensor:
     """The index of the nearest centre of each point."""
     half = centres.square().sum(1).mul_(0.5)
@@ -119,9 +116,6 @@ class Index:
         return Side(label, order, start, radius, furthest / self.distances.clamp_min(torch.finfo(self.dtype).tiny))
 
 
-# ---- which blocks are near -----------------------------------------------------------------------------------------
-
-
 class Near(NamedTuple):
     """Which blocks are evaluated, and what the others hold at most."""
 
@@ -168,9 +162,6 @@ def _skippable(sums: Tensor, limit: float) -> Tensor:
     """Which entries of each row, the smallest first, add up to at most `limit`."""
     ordered, order = sums.sort(1)
     return torch.zeros_like(sums, dtype=torch.bool).scatter_(1, order, ordered.cumsum(1) <= limit * (1.0 - 1e-9))
-
-
-# ---- products ------------------------------------------------------------------------------------------------------
 
 
 class CellsEngine(ExactEngine):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -73,8 +74,6 @@ def choose(problem: Problem, method: str, products: int, memory: int, placed: Pl
     if math.prod(problem.shape) * products <= SMALL:
         return build(problem, "exact", memory, placed), Plan("exact", f"{n} x {s} is small", products)
     exact = ExactEngine(problem, _single(problem), placed)
-    if n <= placed.exact_for[0] and products <= placed.exact_for[1]:
-        return exact, Plan("exact", "nothing was faster for as many queries before", products)
     first = _tile_option("exact", problem, problem.pairs, exact)
     options = [first]
     limit = TRIAL_SHARE * first.total(products)
@@ -83,7 +82,6 @@ def choose(problem: Problem, method: str, products: int, memory: int, placed: Pl
     best = min(options, key=lambda option: option.total(products))
     engine: Engine | None = exact
     if best is first or best.total(products) > WORTHWHILE * first.total(products):
-        placed.exact_for = n, products
         reason = "the other methods would not be faster" if len(options) > 1 else "trying others would cost too much"
     else:
         engine = _attempt(problem, best, first, products, memory, placed)
@@ -108,9 +106,7 @@ def _single(problem: Problem) -> bool:
 
 def most_rank(problem: Problem, memory: int) -> int:
     """The largest rank that fits into memory."""
-    n, s = problem.shape
-    total = s if problem.symmetric else n + s
-    return max(1, min(total, memory // (16 * total)))
+    return max(1, min(problem.points, memory // (16 * problem.points)))
 
 
 def _attempt(
@@ -126,9 +122,6 @@ def _attempt(
     rank = most_rank(problem, memory)
     factor = lowrank.LowRankEngine(problem, rank, stop=lambda trace, r: time.thread_time() - begun > allowed)
     return factor if factor.certain else None
-
-
-# ---- seconds of this machine -----------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)
@@ -166,16 +159,7 @@ def flop_seconds() -> float:
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    call()
-    times = []
-    for _ in range(4):
-        begun = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begun)
-    return min(times)
-
-
-# ---- the trial of cells ----------------------------------------------------------------------------------------------
+    return min(timeit.repeat(call, number=1, repeat=5))
 
 
 def cells_trial(problem: Problem, limit: float, exact: ExactEngine) -> list[Option]:
@@ -222,14 +206,9 @@ def _cells_option(problem: Problem, near: float, exact: ExactEngine) -> Option:
     return Option("cells", setup + tiles.build, SMALL_TILES * tiles.product + overhead, fact)
 
 
-# ---- the trial of a factor -------------------------------------------------------------------------------------------
-
-
 def factor_trial(problem: Problem, memory: int, limit: float) -> list[Option]:
     """The rank that a sample of the points needs, if a factor of it can tell."""
-    n, s = problem.shape
-    total = s if problem.symmetric else n + s
-    flop = flop_seconds()
+    s, total, flop = len(problem.keys), problem.points, flop_seconds()
     # A factor of rank r of 6 r points takes about 6 r^3 multiplications, and each block of columns some calls.
     most = int((limit / (5 * MARGIN * flop)) ** (1 / 3))
     most = min(most, most_rank(problem, memory), total // MARGIN)
@@ -256,12 +235,7 @@ def factor_trial(problem: Problem, memory: int, limit: float) -> list[Option]:
     rest = (1.0 - factor.extend(drawn()).square().sum(1)).clamp_min_(0.0)
     smooth = max(0.0, math.log(float(rest.mean()) / share + 1e-300) / math.log(1.0 / share))
     alone = float((rest > 0.05).double().mean()) * total
-    return [_factor_option(problem, factor.rank * (1.1 + smooth) + alone)]
-
-
-def _factor_option(problem: Problem, rank: float) -> Option:
-    n, s = problem.shape
-    total = s if problem.symmetric else n + s
+    rank = factor.rank * (1.1 + smooth) + alone
     entry, _ = pair_seconds(problem.kernel.name, problem.keys.shape[1], torch.float64)
-    setup = total * rank * (2.5 * rank * flop_seconds() + 1.5 * entry)
-    return Option("lowrank", setup, total * rank * 1.2e-9 * (2 if problem.symmetric else 1), f"rank about {rank:.0f}")
+    setup = total * rank * (2.5 * rank * flop + 1.5 * entry)
+    return [Option("lowrank", setup, total * rank * 1.2e-9 * (2 if problem.symmetric else 1), f"rank about {rank:.0f}")]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from .._checks import BochnerError, lookup, positive_float
 from .profiles import ALIASES, PROFILES, Profile
@@ -101,28 +104,22 @@ class Kernel:
 
 def _bandwidth(value: Any) -> float | Tensor:
     """A positive number in range, or a float64 tensor (d,) of such."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-    table = np.asarray(value)
+    table = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+    numbers = table.dtype.kind in "fiu"
     if table.ndim == 0:
-        plain = table.item() if table.dtype.kind in "fiu" else value
-        smallest = largest = positive_float(plain, "bandwidth", "KernelOperator")
-        sigma: float | Tensor = smallest
-    elif table.ndim == 1 and table.size and table.dtype.kind in "fiu":
-        smallest, largest = float(table.min()), float(table.max())
-        if not (smallest > 0 and math.isfinite(largest)):
-            raise BochnerError(f"The 'bandwidth' of every feature must be positive and finite, got {table.tolist()}.")
-        sigma = torch.from_numpy(table.astype(np.float64))
-    else:
+        table = np.float64(positive_float(table.item() if numbers else value, "bandwidth", "KernelOperator"))
+    elif table.ndim > 1 or not (numbers and table.size):
         raise BochnerError(
             f"The 'bandwidth' must be a positive number or one for each feature, got an array of shape {table.shape}."
         )
-    if not (BANDWIDTHS[0] <= smallest and largest <= BANDWIDTHS[1]):
+    elif not ((table > 0) & np.isfinite(table)).all():
+        raise BochnerError(f"The 'bandwidth' of every feature must be positive and finite, got {table.tolist()}.")
+    if not (BANDWIDTHS[0] <= table.min() and table.max() <= BANDWIDTHS[1]):
         raise BochnerError(
-            f"The 'bandwidth' must be between {BANDWIDTHS[0]:g} and {BANDWIDTHS[1]:g}, got {smallest:g}; "
+            f"The 'bandwidth' must be between {BANDWIDTHS[0]:g} and {BANDWIDTHS[1]:g}, got {table.min():g}; "
             "rescale the points."
         )
-    return sigma
+    return torch.from_numpy(table.astype(np.float64)) if table.ndim else float(table)
 
 
 @dataclass(frozen=True)
@@ -146,6 +143,50 @@ class Problem:
         return math.prod(self.shape) / (2 if self.symmetric else 1)
 
     @property
+    def points(self) -> int:
+        """Keys, and queries where they are others."""
+        return len(self.keys) + (0 if self.symmetric else len(self.queries))
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the points, and so of the answers."""
         return self.queries.dtype
+
+
+class KernelProduct(Function):
+    """y = K x, or K' x. The gradient of x is K' g; those of points and bandwidth follow from G = g x'."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        queries: Tensor | None,
+        keys: Tensor | None,
+        bandwidth: Tensor | None,
+        product: Callable[[Tensor, bool], Tensor],
+        problem: Problem,
+        adjoint: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.like = queries, keys, bandwidth
+        ctx.product, ctx.problem, ctx.adjoint = product, problem, adjoint
+        return product(x.detach(), adjoint).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        needs, problem = ctx.needs_input_grad, ctx.problem
+        for_x = ctx.product(gradient, not ctx.adjoint).to(x.dtype) if needs[0] else None
+        if not any(needs[1:4]):
+            return for_x, *[None] * 6
+        pair = [t.detach().double().reshape(len(t), -1) for t in (gradient, x)]
+        queries, keys = problem.queries.double(), None if problem.symmetric else problem.keys.double()
+        found = problem.kernel.gradients(queries, keys, (pair[1], pair[0]) if ctx.adjoint else (pair[0], pair[1]))
+        out: list[Tensor | None] = []
+        for need, like, value in zip(needs[1:4], ctx.like, found, strict=True):
+            if need and value is not None:
+                value = value.sum() if like.numel() == 1 else value
+                value = value.reshape(like.shape).to(like.dtype)
+            out.append(value if need else None)
+        return for_x, *out, None, None, None

@@ -19,23 +19,15 @@ LN2 = math.log(2.0)
 
 @dataclass(frozen=True)
 class Profile:
-    """One radial function of t; `value` works in place.
-
-    `unit`: length of one bandwidth in the frame (`exp2` wants log2 e folded into the coordinates).
-    `change(delta)`: bound on |K(t')/K(t) - 1| for |t' - t| <= delta.
-    `floors`: t below which a profile is evaluated at the floor instead, in float32 and in float64; denormal numbers are
-    3 to 30 times slower than others, and the kernel there is below 1e-30 (or 1e-290).
-    `derivative(t)`: dK/dt, and 0 where a kernel with a peak has none.
-    `convex`: whether `change` is, so that half the error of t does at most half the harm.
-    """
+    """One radial function of t."""
 
     name: str
-    unit: float
-    value: Callable[[Tensor], Tensor]
-    change: Callable[[float], float]
-    floors: tuple[float, float]
-    derivative: Callable[[Tensor], Tensor]
-    convex: bool = True
+    unit: float  # length of one bandwidth in the frame: `exp2` wants log2 e folded into the coordinates
+    value: Callable[[Tensor], Tensor]  # in place
+    change: Callable[[float], float]  # of delta: bound on |K(t')/K(t) - 1| for |t' - t| <= delta
+    floors: tuple[float, float]  # of t, in float32 and float64: denormal numbers are 3 to 30 times slower than others
+    derivative: Callable[[Tensor], Tensor]  # dK/dt, and 0 where a kernel with a peak has none
+    convex: bool = True  # `change`: half the error of t does at most half the harm
 
     def __reduce__(self) -> tuple[Callable[[str], Profile], tuple[str]]:
         return PROFILES.__getitem__, (self.name,)

@@ -60,10 +60,7 @@ def make_frame(profile: Profile, keys: Tensor, bandwidth: float | Tensor, arithm
 
 
 def precise_frame(frame: Frame, reach: float, tolerance: float = PRECISE) -> Frame:
-    """The frame in double precision, or by differences where that loses more than `tolerance` of an entry.
-
-    `reach`: |z| + |w| of placed points, at most.
-    """
+    """In double precision, or by differences where that loses over `tolerance` of an entry; |z| + |w| <= reach."""
     frame = frame._replace(arithmetic="float64")
     lost = frame.profile.change(argument_error(reach, len(frame.centre), frame)) if math.isfinite(reach) else math.inf
     return frame if lost <= tolerance else frame._replace(arithmetic="difference")
@@ -96,10 +93,7 @@ def differences_error(d: int) -> float:
 
 
 def summation_error(terms: int, dtype: torch.dtype, wide: bool = False) -> float:
-    """Bound on the relative rounding of x, of a profile and of sums of `terms` non-negative products, tile by tile.
-
-    Sums over a tile are of its dtype, or in float64 if `wide`; sums of tiles are in float64.
-    """
+    """Bound on the relative rounding of x, of a profile and of sums of `terms` non-negative products, tile by tile."""
     double = torch.finfo(torch.float64).eps / 2
     unit, inside = torch.finfo(dtype).eps / 2, min(terms, COLUMNS)
     return unit * 8 + (double if wide else unit) * inside + double * math.ceil(terms / COLUMNS)
@@ -217,10 +211,9 @@ def _take(table: Tensor, part: Part) -> Tensor:
 def point_gradients(
     tiles: Tiles, z: Tensor, w: Tensor, weight: Callable[[slice, slice], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of sum_ij G_ij K(z_i, w_j) to the placed points z (n, d) and w (s, d), float64.
+    """Gradients of sum_ij G_ij K(z_i, w_j) to the placed points z (n, d) and w (s, d), float64; `weight`: blocks of G.
 
-    With M_ij = G_ij dK/dt: for z_i sum_j M_ij (w_j - z_i), for w_j sum_i M_ij (z_i - w_j). `weight(rows, columns)`: a
-    block of G.
+    With M_ij = G_ij dK/dt: for z_i sum_j M_ij (w_j - z_i), for w_j sum_i M_ij (z_i - w_j).
     """
     left_z, right_w = left(z), right(w)
     for_z, for_w = (torch.zeros(points.shape, dtype=torch.float64) for points in (z, w))

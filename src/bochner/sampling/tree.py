@@ -76,8 +76,6 @@ class FeatureTree(Sampler):
         # The sums are those of the map: one that was read from a file makes new ones.
         self.register_load_state_dict_post_hook(FeatureTree._build)
 
-    # ---- building -------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def calibrate_(self, queries: Tensor) -> FeatureTree:
         """Fit the statistics of the map to queries (b, d) like those to come, and to the classes; builds anew."""
@@ -163,8 +161,6 @@ class FeatureTree(Sampler):
         sums = (values * weight[:, None]).view(-1, self.leaf_size, values.shape[1]).sum(1)
         return sums.to(accumulation_dtype(self.vectors.dtype)), float(torch.where(real, logs, -math.inf).max())
 
-    # ---- drawing --------------------------------------------------------------------------------------------------
-
     def _draw(self, x: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
         f = self._features(x).values
         u = torch.rand(len(self._sums) + 1, len(x), k, generator=generator, dtype=f.dtype).to(x.device)
@@ -232,8 +228,6 @@ class FeatureTree(Sampler):
         logits = logits.view(real.shape).masked_fill_(~real, -math.inf)
         return (logits - logits.amax(-1, keepdim=True)).exp_()
 
-    # ---- estimates ------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def log_partition(self, x: Tensor) -> Tensor:
         """`log Z(x)` by features alone, (b,): O(m) a query, with the error of the map.
@@ -249,8 +243,6 @@ class FeatureTree(Sampler):
         with torch.autocast(self.vectors.device.type, enabled=False):
             values, log_scale = self._features(self._check(x))
             return (values @ self._sums[-1].sum(0)).clamp_min(0).log() + log_scale[:, 0] + self._shift
-
-    # ---- inputs ---------------------------------------------------------------------------------------------------
 
     def _scaled(self, x: Tensor) -> Tensor:
         """x or y as the kernel `exp(x . y)` takes it."""
