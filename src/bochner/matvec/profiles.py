@@ -30,7 +30,7 @@ class Profile:
     convex: bool = True  # `change`: half the error of t does at most half the harm
 
     def __reduce__(self) -> tuple[Callable[[str], Profile], tuple[str]]:
-        return PROFILES.__getitem__, (self.name,)
+        return _named, (self.name,)
 
     def floor(self, dtype: torch.dtype) -> float:
         return self.floors[0] if dtype == torch.float32 else self.floors[1]
@@ -43,6 +43,10 @@ class Profile:
         """The kernel at distances in the frame, in place."""
         floor = self.floor(distance.dtype)
         return self.value(distance.square_().mul_(-0.5).clamp_min_(floor))
+
+
+def _named(name: str) -> Profile:
+    return PROFILES[name]
 
 
 def _expm1(x: float) -> float:
