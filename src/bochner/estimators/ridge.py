@@ -25,7 +25,15 @@ from bochner.estimators._checks import check_weight, draw_seed, given_gamma, sca
 from bochner.estimators.evidence import learn
 from bochner.estimators.nystrom import Basis, Centers, CrossKernel
 from bochner.estimators.rows import Rows, array_rows, blockwise, dask_rows, is_dask, streamed_rows
-from bochner.matvec import Kernel, conjugate_gradients, ridge_factor
+from bochner.matvec import (
+    Kernel,
+    KernelOperator,
+    Preconditioner,
+    Solution,
+    conjugate_gradients,
+    pivoted_cholesky,
+    ridge_factor,
+)
 
 MAX_PASSES = 200
 COMPARED_ROWS, COMPARED_CENTERS = 10_000, 1000  # of leave-one-out errors
@@ -146,7 +154,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
         random_state: of the centres.
 
     Attributes: `dual_coef_`, `centers_`, `bandwidth_` (of every column, in the units of X), `gamma_`, `n_iter_`,
-    `solver_` ("cholesky" or "centers").
+    `solver_` ("cholesky", "centers" or "all").
 
     >>> import numpy as np
     >>> X = np.linspace(0, 1, 50)[:, None]
@@ -166,7 +174,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
         seed = draw_seed(check_random_state(self.random_state))
         alpha = self._choose(rows, alpha, seed)
         if isinstance(centers, Centers) and centers.number(len(rows), 1) >= len(rows):
-            return self._fit_rows(rows, alpha, seed)
+            return self._fit_rows(rows, alpha, tol, seed)
         basis = nystrom.make_basis(self.kernel, self.bandwidth_, rows, centers, alpha, len(self.offset_), seed)
         return self._fit_centers(rows, basis, alpha, tol)
 
@@ -179,7 +187,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
         self._flat = rows.head().y.ndim == 1
         return _as_columns
 
-    def _fit_rows(self, rows: Rows, alpha: float, seed: int) -> KernelRidge:
+    def _fit_rows(self, rows: Rows, alpha: float, tol: float, seed: int) -> KernelRidge:
         """Every row is a centre: `(S K S + alpha I) S^-1 c = S (y - offset)`, S = diag(sqrt(weight))."""
         n, precise = len(rows), len(rows) <= nystrom.EXACT
         if not (precise or rows.held):
@@ -189,10 +197,25 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
         block, kernel = rows.sample(n, np.random.RandomState(seed)), Kernel(self.kernel, self.bandwidth_)
         points = torch.from_numpy(np.array(block.X, dtype=np.float64))
         root = torch.from_numpy(np.sqrt(block.weight))[:, None]
-        lower = ridge_factor(root * kernel.block(points) * root.T, alpha)
-        c = root * torch.cholesky_solve(root * torch.from_numpy(block.y - self.offset_), lower)
+        target = root * torch.from_numpy(block.y - self.offset_)
+        if precise:
+            lower = ridge_factor(root * kernel.block(points) * root.T, alpha)
+            found = Solution(torch.cholesky_solve(target, lower), 1, 0.0)
+        else:
+            K = KernelOperator(points, bandwidth=self.bandwidth_, eps=1e-9, kernel=self.kernel, method="exact")
+            factor = pivoted_cholesky(kernel, points, 1000, seed=seed, stop=lambda trace, r: trace <= 2 * alpha * r)
+            found = conjugate_gradients(
+                lambda x: root * (K @ (root * x)) + alpha * x,
+                target,
+                Preconditioner(root * factor.rows, alpha),
+                tol=0.1 * tol,
+                max_iter=MAX_PASSES,
+                progress=nystrom.shown(nystrom.PAIR * n**2 * 10),
+            )
+            self._warn(found.residual, 0.1 * tol)
         self._cross = CrossKernel(self.kernel, self.bandwidth_, points, kernel.precise if precise else "float32")
-        self._coefficients, self.n_iter_, self.solver_ = c.T.contiguous(), 1, "cholesky"
+        self._coefficients = (root * found.value).T.contiguous()
+        self.n_iter_, self.solver_ = found.steps, "cholesky" if precise else "all"
         return self
 
     def _fit_centers(self, rows: Rows, basis: Basis, alpha: float, tol: float) -> KernelRidge:
@@ -216,18 +239,17 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
             left=lambda x, r, rz: (rz / scale).sqrt(),
             progress=nystrom.shown(15 * len(rows) * len(cross) * (nystrom.PAIR + nystrom.COLUMN * (y.shape[1] - 1))),
         )
-        if found.residual > tol:
-            warnings.warn(
-                f"{type(self).__name__} stopped after {MAX_PASSES} steps at a residual of {found.residual:.2g}, above "
-                f"{tol:g}; raise alpha (now {alpha:g}), tol or gamma.",
-                ConvergenceWarning,
-                stacklevel=3,
-            )
+        self._warn(found.residual, tol)
         self.n_iter_, self.solver_ = found.steps, "centers"
         self._cross, self._coefficients = cross, basis.coefficients(found.value.T)
         if self.warm_start:
             self._basis, self._start = basis, found.value
         return self
+
+    def _warn(self, residual: float, tol: float) -> None:
+        if residual > tol:
+            said = f"{type(self).__name__} stopped after {MAX_PASSES} steps at a residual of {residual:.2g}"
+            warnings.warn(f"{said}, above {tol:g}; raise alpha, tol or gamma.", ConvergenceWarning, stacklevel=4)
 
     @property
     def dual_coef_(self) -> np.ndarray:

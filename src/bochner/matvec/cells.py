@@ -9,7 +9,6 @@ error matrix E is below it too (Schur's test), for every x.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -62,17 +61,13 @@ class Side(NamedTuple):
 
     label: Tensor  # (n,) the cell of each
     order: Tensor  # (n,) their numbers, sorted by cell
-    start: Tensor  # (cells+1,) where each cell begins in `order`
+    sizes: Tensor  # (cells,) how many points each has
     radius: Tensor  # (cells,) largest distance from the origin
     reach: Tensor  # (cells, cells) how far points of cell a go from its origin towards that of cell b, at most
 
-    @property
-    def sizes(self) -> Tensor:
-        return self.start.diff()
-
-    def members(self) -> list[Tensor]:
+    def members(self) -> tuple[Tensor, ...]:
         """The numbers of the points of each cell."""
-        return [self.order[lo:hi] for lo, hi in itertools.pairwise(self.start.tolist())]
+        return self.order.split(self.sizes.tolist())
 
 
 class Index:
@@ -112,8 +107,8 @@ class Index:
             most = np.maximum.reduceat(towards.numpy(), (count.cumsum(0) - count).numpy(), axis=0)
             furthest[which] = torch.maximum(furthest[which], torch.from_numpy(most))
             radius.scatter_reduce_(0, cell, norms(own), "amax")
-        start = torch.cat([label.new_zeros(1), torch.bincount(label, minlength=self.cells).cumsum(0)])
-        return Side(label, order, start, radius, furthest / self.distances.clamp_min(torch.finfo(self.dtype).tiny))
+        sizes = torch.bincount(label, minlength=self.cells)
+        return Side(label, order, sizes, radius, furthest / self.distances.clamp_min(torch.finfo(self.dtype).tiny))
 
 
 class Near(NamedTuple):

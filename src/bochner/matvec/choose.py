@@ -74,7 +74,7 @@ def choose(problem: Problem, method: str, products: int, memory: int, placed: Pl
     if math.prod(problem.shape) * products <= SMALL:
         return build(problem, "exact", memory, placed), Plan("exact", f"{n} x {s} is small", products)
     exact = ExactEngine(problem, _single(problem), placed)
-    first = _tile_option("exact", problem, problem.pairs, exact)
+    first = _tile_option("exact", problem, exact.pairs, exact)
     options = [first]
     limit = TRIAL_SHARE * first.total(products)
     options += cells_trial(problem, limit, exact)

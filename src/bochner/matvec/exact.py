@@ -52,7 +52,7 @@ class ExactEngine:
     def __init__(self, problem: Problem, single: bool, placed: PlacedKeys) -> None:
         self.problem, self.symmetric, self.placed, self.wide = problem, problem.symmetric, placed, False
         self.limit = self.rounding_share * problem.eps
-        self.pairs = int(problem.pairs)  # kernel entries evaluated by one product
+        self.pairs = math.prod(problem.shape) // (2 if self.symmetric else 1)  # kernel entries evaluated by one product
         furthest = placed.extent if self.symmetric else tiles.extent(placed.frame, problem.queries)
         self.reach = placed.extent + furthest  # |z| + |w| of placed points, at most
         if not single or placed.coarse or not self._try_single():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -136,11 +135,6 @@ class Problem:
     @property
     def shape(self) -> tuple[int, int]:
         return self.queries.shape[0], self.keys.shape[0]
-
-    @property
-    def pairs(self) -> float:
-        """Kernel entries that an exact product evaluates."""
-        return math.prod(self.shape) / (2 if self.symmetric else 1)
 
     @property
     def points(self) -> int:

@@ -140,14 +140,7 @@ def ridge_factor(matrix: Tensor, alpha: float) -> Tensor:
 
 
 class Preconditioner(LinearOperator):
-    """`(F F' + alpha I)^-1` by Woodbury's identity, in float64; called with a tensor (n, r), or as scipy's `M`.
-
-    Example:
-        >>> import torch
-        >>> F = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
-        >>> Preconditioner(F, 1.0)(torch.ones(2, 1, dtype=torch.float64))[:, 0]
-        tensor([0.5000, 1.0000], dtype=torch.float64)
-    """
+    """`(F F' + alpha I)^-1` by Woodbury's identity, in float64; called with a tensor (n, r), or as scipy's `M`."""
 
     def __init__(self, rows: Tensor, alpha: float) -> None:
         super().__init__(np.dtype(np.float64), (rows.shape[0], rows.shape[0]))
