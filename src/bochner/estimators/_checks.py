@@ -39,10 +39,10 @@ def given_gamma(gamma: Any, d: int, owner: str) -> Any:
     """One positive number, or an array of one for each column."""
     if np.ndim(gamma) == 0:
         return positive_float(gamma.item() if isinstance(gamma, np.generic) else gamma, "gamma", owner)
-    table = np.asarray(gamma, dtype=np.float64)
-    if table.shape != (d,) or not ((table > 0) & np.isfinite(table)).all():
+    table = np.asarray(gamma)
+    if table.dtype.kind not in "fiu" or table.shape != (d,) or not ((table > 0) & np.isfinite(table)).all():
         raise BochnerError(f"The 'gamma' of {owner} must be one positive number, or {d}, got {gamma}.")
-    return table
+    return table.astype(np.float64)
 
 
 def resolve_bandwidth(bandwidth: Any, shape: tuple[int, int], weight: np.ndarray, owner: str) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.utils import check_array
 from torch import Tensor
 
 from bochner._checks import BochnerError, is_int, one_of, positive_float, positive_int
@@ -62,17 +63,19 @@ class Centers:
         positive_float(self.seconds, "seconds", "Centers")
 
     @staticmethod
-    def of(value: Any, owner: str) -> Centers | np.ndarray:
+    def of(value: Any, d: int, owner: str) -> Centers | np.ndarray:
         """From what an estimator was given: "auto", "all", a number, an array of centres, or `Centers`."""
-        if isinstance(value, Centers) or (isinstance(value, np.ndarray) and value.ndim == 2 and len(value)):
+        if isinstance(value, Centers):
             return value
+        if isinstance(value, np.ndarray) and value.ndim == 2 and len(value) and value.shape[1] == d:
+            return check_array(value, dtype=np.float64, input_name="centers")
         if isinstance(value, str) and value in ("auto", "all"):
             return Centers(None if value == "auto" else sys.maxsize)
         if is_int(value):
             return Centers(positive_int(value, "centers", owner))
         raise BochnerError(
-            f"The 'centers' of {owner} must be 'auto', 'all', a positive int, an array (M, d) or Centers(...), got "
-            f"{value!r}."
+            f"The 'centers' of {owner} must be 'auto', 'all', a positive int, an array (M, {d}) or Centers(...), got "
+            f"{f'one of shape {value.shape}' if isinstance(value, np.ndarray) else repr(value)}."
         )
 
     def number(self, n: int, columns: int) -> int:
@@ -128,7 +131,9 @@ class CrossKernel:
 
 def moments(block: Block, shift: np.ndarray) -> tuple[Any, ...]:
     """Rows, weight, and weighted sums of x - shift, of its modulus, of its squares, and of y."""
-    X = np.asarray(block.X, dtype=np.float64) - shift
+    if block.X.shape[1] != len(shift):
+        raise BochnerError(f"A block of rows X has {block.X.shape[1]} columns, another {len(shift)}.")
+    X = block.X.astype(np.float64) - shift
     if not np.isfinite(X).all():
         raise BochnerError("The rows of X must be finite; a block has NaN or infinity in it.")
     w = block.weight
@@ -220,7 +225,7 @@ def make_basis(
     if isinstance(centers, Centers):
         points = X[chosen_centers(kernel, X, m, centers.rule, seed)]
     else:
-        points = torch.from_numpy(centers.astype(np.float64))
+        points = torch.from_numpy(centers.copy())
     single = n > EXACT and kernel.profile.convex  # the peak of the Laplace kernel magnifies rounding
     precise = kernel.precise if n <= EXACT else "float64"
     cross = CrossKernel(name, bandwidth, points, "float32" if single else precise)

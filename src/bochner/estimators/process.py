@@ -68,7 +68,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], multi_output=True, y_numeric=True)
         owner = type(self).__name__
         one_of(self.kernel, "kernel", owner, KERNELS)
-        centers = Centers.of(self.centers, owner)
+        centers = Centers.of(self.centers, X.shape[1], owner)
         y = np.asarray(y, dtype=np.float64)
         self._flat, y = y.ndim == 1, y.reshape(len(y), -1)
         standardize, d = flag(self.standardize, "standardize", owner), X.shape[1]

@@ -78,20 +78,18 @@ class _CenterModel(BaseEstimator):
         """What every fit begins with: alpha, tol, centres, and the rows, their targets encoded and measured."""
         owner = type(self).__name__
         alpha, tol = positive_float(self.alpha, "alpha", owner), positive_float(self.tol, "tol", owner)
-        centers = Centers.of(self.centers, owner)
         rows = self._read(X, y, weight)
-        return self._measure(replace(rows, encode=encoder(rows))), alpha, tol, centers
+        rows = self._measure(replace(rows, encode=encoder(rows)))
+        return rows, alpha, tol, Centers.of(self.centers, self.n_features_in_, owner)
 
     def _measure(self, rows: Rows) -> Rows:
         """Count the rows, and find the scale of the columns and the mean of the targets."""
         first = rows.head()
-        if first.X.ndim != 2:
-            raise BochnerError(f"The 'X' of {type(self).__name__}.fit must have two dimensions, got {first.X.ndim}.")
-        shift = np.asarray(first.X, dtype=np.float64).mean(0)
+        shift = first.X.mean(0, dtype=np.float64) if len(first.X) else np.zeros(first.X.shape[1])
         lengths, weight, s, moduli, squares, y = rows.total(nystrom.moments, shift)
         self.n_features_in_ = len(shift)
         if not weight > 0:
-            raise BochnerError(f"The 'sample_weight' of {type(self).__name__}.fit is zero everywhere.")
+            raise BochnerError(f"{type(self).__name__}.fit got no rows, or 'sample_weight' is zero everywhere.")
         with np.errstate(over="ignore", invalid="ignore"):
             mean, variance = shift + s / weight, np.maximum(squares / weight - np.square(s / weight), 0.0)
             self._spread = (mean, np.where(variance > 1e-28 * np.square(mean), variance, 0.0))
@@ -184,8 +182,9 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
         return alpha
 
     def _encoder(self, rows: Rows) -> Callable[[Any], np.ndarray]:
-        self._flat = rows.head().y.ndim == 1
-        return _as_columns
+        y = rows.head().y
+        self._flat = y.ndim == 1
+        return partial(_as_columns, y.shape[1:])
 
     def _fit_rows(self, rows: Rows, alpha: float, tol: float, seed: int) -> KernelRidge:
         """Every row is a centre: `(S K S + alpha I) S^-1 c = S (y - offset)`, S = diag(sqrt(weight))."""
@@ -295,6 +294,8 @@ class KernelRidgeCV(KernelRidge):
     def _choose(self, rows: Rows, alpha: float, seed: int) -> float:
         owner = type(self).__name__
         alphas = np.array([positive_float(alpha, "alphas", owner) for alpha in np.ravel(self.alphas)])
+        if not len(alphas) or (self.gammas is not None and not len(self.gammas)):
+            raise BochnerError(f"{owner} needs at least one of 'alphas' and of 'gammas' to compare.")
         block = rows.sample(COMPARED_ROWS, np.random.RandomState(seed)).merged()
         self.errors_: list[tuple[Any, np.ndarray]] = []
 
@@ -415,11 +416,11 @@ def _indicators(classes: np.ndarray, y: np.ndarray) -> np.ndarray:
     return place[:, None].astype(np.float64) if len(classes) == 2 else np.eye(len(classes))[place]
 
 
-def _as_columns(y: np.ndarray) -> np.ndarray:
-    y = y.astype(np.float64)
-    if not np.isfinite(y).all():
-        raise BochnerError("The targets y must be finite; a block has NaN or infinity in it.")
-    return y.reshape(len(y), -1)
+def _as_columns(columns: tuple[int, ...], y: np.ndarray) -> np.ndarray:
+    if y.dtype.kind not in "fiub" or y.shape[1:] != columns or not np.isfinite(y).all():
+        wanted = ("b", *columns)
+        raise BochnerError(f"The targets y must be finite numbers {wanted}; a block has {y.dtype} of shape {y.shape}.")
+    return y.astype(np.float64).reshape(len(y), *(columns or (1,)))
 
 
 def _labels(block: Any) -> np.ndarray:

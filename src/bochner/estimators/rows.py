@@ -55,9 +55,7 @@ class Rows:
 
     def head(self) -> Block:
         """The first block."""
-        for part in self.start():
-            return finished(part, self.encode)
-        raise BochnerError("There are no blocks of rows.")
+        return finished(next(self.start(), None) or _none(), self.encode)
 
     def each(self, function: Callable[..., Any], *state: Any, shares: list[Any] | None = None) -> Iterable[Any]:
         """`function(block, *state)` of every block; `shares`: one more argument for each of them, None to leave out."""
@@ -85,7 +83,11 @@ def finished(part: tuple[Any, ...], encode: Callable[[Any], np.ndarray] | None) 
     if y is None:
         raise BochnerError("A fit needs targets y beside the rows X; there are none.")
     X, y = np.asarray(X), np.asarray(y)
+    if X.ndim != 2 or X.dtype.kind not in "fiub":
+        raise BochnerError(f"A block of rows X must be a table of numbers, got {X.dtype} of shape {X.shape}.")
     weight = np.ones(len(X)) if weight is None else np.array(weight, dtype=np.float64)
+    if not (weight >= 0).all() or not np.isfinite(weight).all():
+        raise BochnerError("The weights of a block must be finite and not negative.")
     for name, values in (("y", y), ("sample_weight", weight)):
         if len(values) != len(X):
             raise BochnerError(f"A block has {len(X)} rows of X and {len(values)} of {name}; they must be as many.")
@@ -97,7 +99,13 @@ def run(function: Callable[..., Any], encode: Any, part: tuple[Any, ...], *state
 
 
 def add_all(parts: Iterable[Sums]) -> Sums:
-    return reduce(lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), parts)
+    parts = iter(parts)
+    first = next(parts, None) or _none()
+    return reduce(lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), parts, first)
+
+
+def _none() -> Any:
+    raise BochnerError("There are no blocks of rows; the function must return a new iterator every time.")
 
 
 def _take(block: Block, index: np.ndarray) -> Block:
@@ -122,7 +130,7 @@ def streamed_rows(start: Callable[[], Iterator[tuple[Any, ...]]]) -> Rows:
     """Rows of a function that returns an iterator of (X, y) or (X, y, weight), called once for every pass."""
 
     def blocks() -> Iterator[tuple[Any, ...]]:
-        for part in start():
+        for part in iter(start()):
             if not isinstance(part, tuple) or not 2 <= len(part) <= 3:
                 raise BochnerError("An iterator of blocks must yield (X, y) or (X, y, weight).")
             yield (*part, None)[:3]
