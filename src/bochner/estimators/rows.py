@@ -81,7 +81,7 @@ def finished(part: tuple[Any, ...], encode: Callable[[Any], np.ndarray] | None) 
     """One block with its targets; runs where the block is."""
     X, y, weight = part
     if y is None:
-        raise BochnerError("A fit needs targets y beside the rows X; there are none.")
+        raise BochnerError("A fit needs targets y as well as rows X, got no y.")
     X, y = np.asarray(X), np.asarray(y)
     if X.ndim != 2 or X.dtype.kind not in "fiub":
         raise BochnerError(f"A block of rows X must be a table of numbers, got {X.dtype} of shape {X.shape}.")
