@@ -24,13 +24,13 @@ def arguments(
     doc: str | None, quick: str, *, parts: tuple[str, ...] = (), page: bool = True
 ) -> argparse.ArgumentParser:
     """The arguments that benchmarks have in common; `quick` says what is left out, `parts` what can be chosen."""
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--output", type=Path, default=None, help="write the numbers as JSON; parts in it are kept")
     if page:
         parser.add_argument("--page", type=Path, default=None, help="replace the tables between the page's markers")
     if parts:
-        parser.add_argument("--part", nargs="*", choices=parts, default=list(parts))
+        parser.add_argument("--part", nargs="*", choices=parts, default=list(parts), help="only these")
     return parser
 
 

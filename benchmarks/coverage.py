@@ -1,6 +1,7 @@
 """How often statements about kernel products are false: random operators of every kind, enemies among the vectors.
 
-    python benchmarks/coverage.py [--quick] [--output FILE.json] [--page PAGE.md]
+    python benchmarks/coverage.py              2,000 operators
+    python benchmarks/coverage.py --quick      100 of them
 
 Operators of every kernel, method and dtype, bandwidths from 1e-12 to 1e12, one or one per feature, clouds up to 1e9
 from the origin, scales from 1e-3 to 1e3 in one table. x: Gaussian, ones, unit vectors, signs, heavy-tailed, sparse, at
@@ -53,12 +54,12 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    options = arguments(__doc__, "100 operators").parse_args(argv)
+    options = arguments(__doc__, "100 operators", page=False).parse_args(argv)
     torch.set_num_threads(1)
     results = kept(options.output)
     results["hostile"] = count(range(100 if options.quick else 2000))
     print(tables(results))
-    write(results, options, "coverage", tables(results))
+    write(results, options)
     return results
 
 

@@ -1,12 +1,17 @@
 """Estimators against scikit-learn and GPyTorch on real tables, from 2,000 to 1,000,000 rows.
 
+    python benchmarks/estimators.py --part tables --data "patches 1,000,000" --model KernelRidge
+    python benchmarks/estimators.py --part process --data california casp --peer
+    python benchmarks/estimators.py --part features serving --output results.json
+
+Without `--output` nothing stored is read; with it, rows in the file are kept, and `--again` measures them again.
+
 `features`: `RandomFeatures` and `RBFSampler` at equal `n_components`, error of the kernel, and of a ridge regression
 after them; on two tables, and on a third that no default was chosen by. `times`: of their `transform`. `tables`:
-regression and classification, each model on each table in a process of its own, so that its memory can be told;
-`--data` and `--model` choose. `process`: Gaussian processes from up to 2,000 rows; the recipe was chosen on two of the
-tables, the others confirm it. `serving`: one row against 15,000 keys, and densities at 1,000 points. Seconds of
-`tables` and `process` are those of the processor, on one thread. `--again` measures
-rows that are stored.
+regression and classification, each model on each table in a process of its own, so that its memory can be told.
+`process`: Gaussian processes from up to 2,000 rows; the recipe was chosen on two of the tables, the others confirm it.
+`serving`: one row against 15,000 keys, and densities at 1,000 points. Seconds of `tables` and `process` are those of
+the processor, on one thread.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import json
 import multiprocessing
 import os
 import resource
+import sys
 import tarfile
 import time
 import warnings
@@ -316,6 +322,7 @@ def one_table(name: str, model: str) -> dict[str, Any]:
 
 def apart(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """The result of a function that runs in a new process, on one thread, whose memory is its own."""
+    print(f"{time.strftime('%H:%M:%S')} {', '.join(str(arg) for arg in args[:2])} ...", file=sys.stderr, flush=True)
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # read when the process starts
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
@@ -415,22 +422,26 @@ def tables(results: dict[str, Any]) -> str:
         s = results.get("times", {}).get(r["data"], {}).get(str(r["n_components"]))
         cells += [f"{d['mean']:+.4f} ± {d['standard_error']:.4f}", f"{s[OURS] / s[THEIRS]:.2f}" if s else ""]
         rows.append(cells)
-    text = (
-        '`RandomFeatures` and `RBFSampler`, gamma = "scale", means over seeds; differences with their standard errors:'
-    )
-    text += "\n\n" + table([*head, "difference", "time, of theirs"], rows)
-    text += "\n\nLarge tables, one core, `score` on 4,000 rows held back (R2, or the share of right classes):\n\n"
+    sections = [
+        (
+            '`RandomFeatures` and `RBFSampler`, gamma = "scale", means over seeds; differences with standard errors:',
+            [*head, "difference", "time, of theirs"],
+            rows,
+        )
+    ]
     rows = []
     for r in results.get("tables", []):
-        cells = [r["data"], f"`{r['model']}`", f"{r['seconds']:.0f} s", f"{r['memory_gb']:.1f} GB", f"{r['score']:.4f}"]
+        cells = [r["data"], f"`{r['model']}`", f"{r['seconds']:.0f} s", f"{r['memory_gb']:.2f} GB", f"{r['score']:.4f}"]
         rows.append([*cells, f"RMSE {r['rmse']:.4f}" if "rmse" in r else f"log loss {r['log_loss']:.4f}"])
-    text += table(["table", "model", "fit", "memory", "score", "error"], rows)
-    text += "\n\nGaussian processes from 2,000 rows, a bandwidth for each column, 4,000 rows held back:\n\n"
+    title = "Large tables, one core, `score` on 4,000 rows held back (R2, or the share of right classes):"
+    sections.append((title, ["table", "model", "fit", "memory", "score", "error"], rows))
     rows = []
     for r in results.get("process", []):
         cells = [r["data"], r["kernel"], r["model"], f"{r['fit']:.0f} s", f"{r['predict']:.1f} s"]
         rows.append([*cells, f"{r['r2']:.3f}", f"{r['nll']:.3f}", f"{100 * r['coverage']:.1f} %"])
-    text += table(["table", "kernel", "model", "fit", "predict", "R2", "NLL", "coverage of 95 %"], rows)
+    title = "Gaussian processes from 2,000 rows, a bandwidth for each column, 4,000 rows held back:"
+    sections.append((title, ["table", "kernel", "model", "fit", "predict", "R2", "NLL", "coverage of 95 %"], rows))
+    text = "\n\n".join(f"{title}\n\n{table(head, rows)}" for title, head, rows in sections if rows)
     if "serving" in results:
         ms, s = results["serving"]["row_ms"], results["serving"]["density_s"]
         text += (
@@ -444,7 +455,7 @@ def tables(results: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parts = ("features", "times", "tables", "process", "serving")
     names = (*TABLES, CHECK, *CONFIRMING, CASP, *PATCH_ROWS, *CLASS_TABLES)
-    parser = arguments(__doc__, "small sizes; prints, writes nothing", parts=parts)
+    parser = arguments(__doc__, "small sizes; prints, writes nothing", parts=parts, page=False)
     parser.add_argument("--data", nargs="+", choices=names, default=names, help="tables to renew")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS, help="models of `tables` to renew")
     parser.add_argument("--again", action="store_true", help="measure rows of `tables` and `process` that are stored")
@@ -462,7 +473,7 @@ def main(argv: list[str] | None = None) -> None:
                 if rows.get((name, m), {}).get("seeds", 0) < SEEDS[m]:  # an interrupted run goes on
                     rows[name, m] = features(name, m)
                     results["features"] = list(rows.values())
-                    write(results, options, "estimators", tables(results))
+                    write(results, options)
     if "times" in options.part:
         results["times"] = results.get("times", {}) | {name: times(name, lengths) for name in small}
     if "tables" in options.part:
@@ -486,7 +497,8 @@ def main(argv: list[str] | None = None) -> None:
                         write(results, options)
     if "serving" in options.part:
         results["serving"] = serving()
-    write(results, options, "estimators", tables(results))
+    print(tables(results))
+    write(results, options)
 
 
 if __name__ == "__main__":

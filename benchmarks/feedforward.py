@@ -1,6 +1,6 @@
 """MiniLM's feed-forward blocks linearised: error, memory and speed against features for each method, and a verdict.
 
-    python benchmarks/feedforward.py [--quick] [--output FILE.json] [--page PAGE.md]
+    python benchmarks/feedforward.py [--quick] [--output FILE.json]
 
 Calibrated on prose from one set of books, measured on rows from another. Errors are relative to the spread of the
 exact output (1 is as bad as answering its mean); memory and speed relative to the exact block in the same run.
@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import torch
-from _timing import arguments, best_times, machine, show, table, write
+from _timing import arguments, best_times, machine, show, write
 from torch import Tensor, nn
 
 from bochner._checks import BochnerError
@@ -133,30 +133,8 @@ def verdict(table: list[dict[str, Any]]) -> str:
     return " ".join(lines)
 
 
-def tables(results: dict[str, Any]) -> str:
-    """Errors by layer, with memory and the range of speeds, one row for a method and a number of features."""
-    found = results["blocks"]
-    layers = sorted({r["layer"] for r in found})
-    lines = []
-    for m in sorted({r["features"] for r in found}):
-        for method in METHODS:
-            rows = {r["layer"]: r for r in found if r["features"] == m and r["method"] == method}
-            speeds = [r["speed"] for r in rows.values()]
-            errors = [f"{rows[layer]['error']:.2f}" for layer in layers]
-            share = f"{rows[layers[0]]['memory']:.2f}"
-            name = method.replace("_", " ")
-            lines.append([f"{m:,}", name, *errors, share, f"{min(speeds):.1f} - {max(speeds):.1f}"])
-    head = ["features", "method", *(f"layer {layer}" for layer in layers), "memory", "speed"]
-    needed = [r for r in results["targets"] if r["method"] == "chebyshev"]
-    asked = ", ".join(f"{r['target']:g}: {float(r['features']):.1e}" for r in needed)
-    return (
-        table(head, lines)
-        + f"\n\n{results['verdict']} Features that Algorithm 1 asks for, by the relative squared error: {asked}."
-    )
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    options = arguments(__doc__, "one layer, two sizes").parse_args(argv)
+    options = arguments(__doc__, "one layer, two sizes", page=False).parse_args(argv)
     torch.set_num_threads(1)
     found = measure([0, 256], [3], 16) if options.quick else measure([0, 64, 256, 1024], [0, 3, 5], 32)
     plans = targets(3, 8 if options.quick else 24)
@@ -165,7 +143,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     show([{**r, "features": f"{r['features']:.3g}" if math.isfinite(r["features"]) else "inf"} for r in plans])
     print("\n" + verdict(found))
     results = {"machine": machine(1), "blocks": found, "targets": plans, "verdict": verdict(found)}
-    write(results, options, "feedforward", tables(results) if options.page else "")
+    write(results, options)
     return results
 
 

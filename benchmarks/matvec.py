@@ -1,8 +1,9 @@
 """Kernel products by `auto` against exact products: nine data sets, six bandwidths each; build included.
 
-    python benchmarks/matvec.py --quick                                  n = 5,000, three data sets
-    python benchmarks/matvec.py --output results.json                    n = 20,000, some minutes
-    python benchmarks/matvec.py --output results.json --part patches     one part; others in the file stay
+    python benchmarks/matvec.py --quick                            n = 5,000, three data sets
+    python benchmarks/matvec.py --part scan                        the 54 cases, n = 20,000, 10 minutes on a quiet core
+    python benchmarks/matvec.py --part patches many                some parts
+    python benchmarks/matvec.py --output results.json              all that is not in the file yet
 
 The baseline is `method="exact"`: tiles of one matrix product and `exp2` each, every pair once where queries are keys.
 Both operators are built and multiply one x (or as many as `products` says), in turns, on one thread; the best of six
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _timing import arguments, best_times, machine, table, write_page
+from _timing import arguments, best_times, kept, machine, table, write
 
 from bochner.data import fetch
 from bochner.matvec import KernelOperator
@@ -369,22 +370,19 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = arguments(__doc__, "n = 5,000, three data sets")
-    parser.add_argument("--part", default=None, help="one part only; others in the file stay")
+    parser = arguments(__doc__, "n = 5,000, three data sets", page=False)
+    choices = ("scan", *parts(False))
+    parser.add_argument("--part", nargs="+", choices=choices, help="only these, again; others in the file stay")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"eps": EPS, "machine": machine(1), "parts": {}}
-    if options.output and options.output.exists():
-        results["parts"] = json.loads(options.output.read_text()).get("parts", {})
+    results: dict[str, Any] = {"eps": EPS, "machine": machine(1), "parts": kept(options.output).get("parts", {})}
     available = parts(options.quick)
-    if options.part is not None and options.part not in available:
-        parser.error(f"unknown part {options.part!r}; there are {list(available)}")
-    for name in [options.part] if options.part else [n for n in available if n not in results["parts"]]:
+    scanned = [f.__name__ for f in SCANNED]
+    asked = [n for part in options.part or () for n in (scanned if part == "scan" else [part])]
+    for name in [n for n in available if n in asked or (not asked and n not in results["parts"])]:
         results["parts"][name] = available[name]()
-        if options.output:
-            options.output.write_text(json.dumps(results, indent=1) + "\n")
-    if options.page:
-        write_page(options.page, "matvec", tables(results))
+        write(results, options)
+    print(tables(results))
     return results
 
 

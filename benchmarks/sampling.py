@@ -91,7 +91,7 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = arguments(__doc__, "small sizes; prints, writes nothing", parts=("speed", "quality"))
+    parser = arguments(__doc__, "small sizes; prints, writes nothing", parts=("speed", "quality"), page=False)
     parser.add_argument("--classes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="whose speed")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -103,7 +103,8 @@ def main(argv: list[str] | None = None) -> None:
         results["speed"] = [rows[n] for n in sorted(rows)]
     if "quality" in options.part:
         results["quality"] = [quality(10_000, length=length) for length in (1.0, 3.0)]
-    write(results, options, "sampling", tables(results))
+    print(tables(results))
+    write(results, options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Polynomial maps and local masks: speed against scikit-learn, error at equal size, growth in L, use of masks.
 
-python benchmarks/sketches.py [--quick] [--output FILE.json] [--page PAGE.md]
+python benchmarks/sketches.py [--quick] [--output FILE.json]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _timing import arguments, best_times, machine, show, table, write
+from _timing import arguments, best_times, machine, show, write
 from torch import Tensor
 
 from bochner._checks import BochnerWarning
@@ -140,34 +140,8 @@ def masked_attention(length: int, counts: list[int]) -> list[dict[str, Any]]:
     return found
 
 
-def tables(results: dict[str, Any]) -> str:
-    """Speed and error beside scikit-learn's, the error at equal size, and the exponents of time in L."""
-    sizes = [
-        [f"{r['n']:,}", str(r["d"]), f"{r['m']:,}", str(r["degree"])]
-        + [f"{r[k]:.3g}" for k in ("rmse", "rmse_sklearn", "rmse_predicted")]
-        + [f"{r['speedup']:.1f}"]
-        for r in results["against_sklearn"]
-    ]
-    head = ["rows", "d", "m", "degree", "RMSE", "theirs", "predicted", "times as fast"]
-    maps = list(dict.fromkeys(r["map"] for r in results["equal_size"]))
-    kinds = list(dict.fromkeys(r["data"] for r in results["equal_size"]))
-    errors = {(r["data"], r["map"]): r["relative_rmse"] for r in results["equal_size"]}
-    equal = [[f"{kind} directions", *(f"{errors[kind, name]:.2f}" for name in maps)] for kind in kinds]
-    grown = ", ".join(f"`{r['map']}` {r['exponent']:.2f}" for r in results["growth"])
-    lengths = results["growth"][0]["lengths"]
-    return "\n\n".join(
-        [
-            "`tensor_sketch` and `PolynomialCountSketch`, one core:",
-            table(head, sizes),
-            "Relative RMSE of (x.y)^2, 256 features, d = 32:",
-            table(["", *(f"`{name}`" for name in maps)], equal),
-            f"Exponent of the time of attention in L, {lengths[0]:,} to {lengths[-1]:,} tokens: {grown}.",
-        ]
-    )
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    options = arguments(__doc__, "smaller sizes, seconds").parse_args(argv)
+    options = arguments(__doc__, "smaller sizes, seconds", page=False).parse_args(argv)
     quick = options.quick
     torch.set_num_threads(1)
     results = {
@@ -183,7 +157,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     show(results["growth"], "Polynomial attention, time against L")
     show(results["mask_noise"], "Noise of the L1-ball mask")
     show(results["masked_attention"], "Masked attention, L = 512, d = 16")
-    write(results, options, "sketches", tables(results) if options.page else "")
+    write(results, options)
     return results
 
 

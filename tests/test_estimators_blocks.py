@@ -18,7 +18,6 @@ from bochner.estimators import (
     NadarayaWatson,
     RandomFeatures,
     nystrom,
-    ridge,
 )
 
 torch.set_num_threads(1)
@@ -26,8 +25,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def few_exact(monkeypatch):
-    for module in (nystrom, ridge):
-        monkeypatch.setattr(module, "EXACT", 100)
+    monkeypatch.setattr(nystrom, "EXACT", 100)
 
 
 def table(n=1200, d=3, seed=0):
@@ -85,6 +83,36 @@ def test_what_cannot_be_read_twice_is_refused():
     bad[7, 1] = np.nan
     with pytest.raises(BochnerError, match="must be finite"):
         KernelRidge().fit(lambda: iter([(bad, y)]))
+
+
+def test_blocks_that_cannot_be_are_named():
+    X, y, w = table(60)
+    first = (X[:30], y[:30], w[:30])
+    for second, words in (
+        ((X[30:, :1], y[30:]), "1 columns, another 3"),
+        ((X[None, 30:], y[30:]), r"a table of numbers, got float64 of shape \(1, 30, 3\)"),
+        ((X[30:].astype(str), y[30:]), "a table of numbers, got <U"),
+        ((X[30:], X[30:]), r"targets y must be finite numbers \('b',\).*\(30, 3\)"),
+        ((X[30:], np.full(30, np.nan)), "targets y must be finite"),
+        ((X[30:], None), "no"),
+        ((X[30:], y[30:], -w[30:]), "weights of a block must be finite and not negative"),
+        ((X[30:], y[30:], np.full(30, np.inf)), "weights of a block must be finite"),
+        ((X[30:], y[30:], w[:3]), "30 rows of X and 3 of sample_weight"),
+    ):
+        with pytest.raises(BochnerError, match=words):
+            KernelRidge().fit(lambda: iter([first, second]))  # noqa: B023
+    once = iter([(X, y)])
+    with pytest.raises(BochnerError, match="a new iterator every time"):
+        KernelRidge().fit(lambda: once)
+
+
+def test_blocks_without_rows_are_passed_over():
+    X, y, _ = table(60)
+    whole = KernelRidge().fit(X, y)
+    blocks = [(X[:0], y[:0]), (X[:30], y[:30]), (X[:0], y[:0]), (X[30:], y[30:])]
+    np.testing.assert_allclose(KernelRidge().fit(lambda: iter(blocks)).predict(X), whole.predict(X), atol=1e-9)
+    with pytest.raises(BochnerError, match="got no rows"):
+        KernelRidge().fit(lambda: iter(blocks[:1]))
 
 
 @pytest.mark.parametrize("model", MODELS, ids=IDS)

@@ -15,7 +15,7 @@ from sklearn.gaussian_process import GaussianProcessRegressor as TheirProcess
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, Matern, WhiteKernel
 
 from bochner import BochnerError
-from bochner.estimators import GaussianProcessRegressor
+from bochner.estimators import Centers, GaussianProcessRegressor
 from bochner.estimators.evidence import Hyper, evidence, learn, left_out
 
 torch.set_num_threads(1)
@@ -117,6 +117,19 @@ def test_intervals_cover_what_they_say(centers):
     assert std[1] > 2 * std[0]  # far away, nothing is known
     with pytest.raises(BochnerError, match=r"'level'.*1.5"):
         model.interval(Q, 1.5)
+
+
+def test_centres_follow_the_rule_that_was_asked_for():
+    X, y = wave(200)
+    given = {"alpha": 0.1, "amplitude": 1.0, "gamma": 0.5}
+    random, pivoted = (
+        GaussianProcessRegressor(centers=Centers(12, rule), **given).fit(X, y).centers_
+        for rule in ("random", "pivoted")
+    )
+    assert random.shape == pivoted.shape == (12, 2)
+    assert not np.isin(random[:, 0], pivoted[:, 0]).all()
+    nearest = [np.sort(np.linalg.norm((c[:, None] - c) / X.std(0), axis=-1), 1)[:, 1].min() for c in (random, pivoted)]
+    assert nearest[0] < nearest[1]  # pivots keep apart
 
 
 def test_noise_is_learned_again_from_all_rows():

@@ -71,18 +71,6 @@ def test_the_choice_is_the_least_predicted_sum_of_build_and_products(monkeypatch
             assert not asked
 
 
-def test_what_was_not_worth_it_is_not_tried_again_for_as_many_queries(monkeypatch):
-    keys = np.random.default_rng(0).normal(size=(6000, 20)).astype(np.float32)
-    K = KernelOperator(keys[:1], keys, bandwidth=5.0).with_queries(keys[:3000])
-    assert K.method == "exact"
-    trials = []
-    monkeypatch.setattr(choose, "cells_trial", lambda *rest: trials.append(1) or [])
-    assert K.with_queries(keys[1000:3000]).method == "exact"
-    assert not trials
-    K.with_queries(keys[:5000])
-    assert len(trials) == 1
-
-
 def test_a_trial_that_would_cost_too_much_is_not_made(monkeypatch):
     def forbidden(*rest):
         raise AssertionError("looked at the points")
@@ -114,7 +102,7 @@ def test_the_trial_of_cells_sees_the_share_of_near_pairs(d):
     points = torch.from_numpy(normal if d else clusters(12_000))
     K = KernelOperator(points, bandwidth=0.1 if d else 0.5, method="cells")
     (option,) = choose.cells_trial(K._problem, math.inf, K._engine)
-    found = K._engine.near.pairs(K._engine.queries, K._engine.keys) / 12_000**2
+    found = K._engine.near.pairs / 12_000**2
     said = float(option.fact.split("%")[0].split()[-1]) / 100
     assert 0.3 * found - 0.01 <= said <= 3 * found + 0.01
     assert 0.6 * found <= said <= 1.6 * found or not d
@@ -125,7 +113,7 @@ def test_a_factor_that_does_not_come_down_in_time_is_given_up():
     K = KernelOperator(points, bandwidth=2.0)
     assert choose.factor_trial(K._problem, 1 << 31, 0.01) == []
     slow, exact = Option("lowrank", 0.0, 0.0), Option("exact", 0.0, 1e-9)
-    assert choose._factor(K._problem, slow, exact, 1, 1 << 31) is None
+    assert choose._attempt(K._problem, slow, exact, 1, 1 << 31, K._placed) is None
 
 
 def test_other_queries_share_what_is_known_of_the_keys():

@@ -102,11 +102,11 @@ def test_the_preconditioner_is_the_inverse_and_speeds_up_conjugate_gradients():
         Preconditioner(torch.ones(4, 2, dtype=torch.float64), 1e-30)
 
 
-@pytest.mark.parametrize("with_factor", [True, False])
-def test_the_error_of_a_determinant_is_that_of_its_draws(with_factor):
+@pytest.mark.parametrize("rank", [60, 5])
+def test_the_error_of_a_determinant_is_that_of_its_draws(rank):
     k = Kernel("matern32", 1.0)
     K = k.block(X) + 0.1 * torch.eye(700, dtype=torch.float64)
-    P = Preconditioner(pivoted_cholesky(k, X, 60).rows, 0.1) if with_factor else None
+    P = Preconditioner(pivoted_cholesky(k, X, rank).rows, 0.1)
     truth = float(torch.logdet(K))
     found = [logdet(lambda v: K @ v, 700, P, seed=seed, steps=40) for seed in range(20)]
     misses = sum(abs(one.value - truth) > one.error for one in found)

@@ -577,10 +577,10 @@ def keops() -> str:
 
 def processes() -> str:
     rows = []
-    for row in benchmark("estimators")["process"]:
+    for row in (row for row in benchmark("estimators")["process"] if row["kernel"] == "matern32"):
         figures = [f"{row['fit']:.0f} s", f"{row['r2']:.2f}", f"{row['nll']:.2f}", f"{row['coverage']:.1%}"]
-        rows.append([f"{row['data']}, {row['kernel']}", row["model"], *figures])
-    return table(["table, kernel", "model", "fit", "R2", "NLL", "coverage of 95 %"], rows)
+        rows.append([row["data"], row["model"], *figures])
+    return table(["table", "model", "fit", "R2", "NLL", "coverage of 95 %"], rows)
 
 
 def random_features() -> str:
@@ -595,7 +595,7 @@ def random_features() -> str:
 
 def large_tables() -> str:
     rows = []
-    for case in benchmark("estimators")["tables"]:
+    for case in (case for case in benchmark("estimators")["tables"] if case["rows"] != 200_000):
         figures = [f"{case['seconds']:.1f} s", f"{case['memory_gb']:.1f} GB", f"{case['score']:.3f}"]
         rows.append([case["data"], f"`{case['model']}`", *figures])
     return table(["table, rows", "model", "fit", "memory", "score"], rows)
@@ -670,7 +670,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "you-get": you_get,
     "aims": aims,
     "kernels": lambda: kernel_products((k for k in WORDS if k != "plane"), other_methods=True),
-    "kernel-shapes": lambda: kernel_products(("rectangles", "density", "plane", "many")),
+    "kernel-shapes": lambda: kernel_products(("plane", "many"), other_methods=True),
     "many-points": many_points,
     "keops": keops,
     "processes": processes,

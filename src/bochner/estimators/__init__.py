@@ -1,14 +1,10 @@
-"""Kernel methods as scikit-learn estimators: regression, classification, densities, components, random features.
-
-They take part in pipelines, `clone`, `GridSearchCV` and pickling like scikit-learn's own, and need the extra
-`bochner[sklearn]`.
-"""
+"""Kernel methods as scikit-learn estimators; they need the extra `bochner[sklearn]`."""
 
 # ruff: noqa: E402
 from bochner._checks import extra
 
 extra("sklearn", "sklearn", "bochner.estimators")  # before anything here imports it
-from bochner.estimators.features import RandomFeatures, components_needed
+from bochner.estimators.features import RandomFeatures
 from bochner.estimators.local import KernelDensity, NadarayaWatson
 from bochner.estimators.nystrom import Centers
 from bochner.estimators.pca import KernelPCA
@@ -25,5 +21,4 @@ __all__ = [
     "KernelRidgeCV",
     "NadarayaWatson",
     "RandomFeatures",
-    "components_needed",
 ]

@@ -15,25 +15,34 @@ def draw_seed(rng: np.random.RandomState) -> int:
     return int(rng.randint(np.iinfo(np.int32).max))
 
 
-def resolve_gamma(gamma: Any, X: Any, owner: str, weight: np.ndarray | None = None, *, centred: bool = True) -> float:
-    """A number, or `"scale"`: 1 / (d var(X)) with rows counted by weight, one where X does not vary.
+def scale_gamma(variance: float, d: int, owner: str) -> float:
+    """The rule `"scale"`: 1 / (d variance); one where nothing varies."""
+    if not np.isfinite(variance) or not np.isfinite(1.0 / variance if variance > 0 else 1.0):
+        raise BochnerError(f"The variance of the X of {owner}, for gamma='scale', is out of range; rescale X.")
+    return float(1.0 / (d * variance)) if variance > 0 else 1.0
 
-    Not `centred`, for kernels that see where X is: 1 / (d mean(X^2)).
-    """
-    if isinstance(gamma, str):
-        if gamma != "scale":
-            raise BochnerError(f"The 'gamma' of {owner} must be a positive number or 'scale', got {gamma!r}.")
-        with np.errstate(over="ignore"):
-            if sparse.issparse(X):
-                variance = X.multiply(X).mean() - (X.mean() ** 2 if centred else 0.0)
-            else:
-                middle = np.average(X.mean(1, dtype=np.float64), weights=weight) if centred else 0.0
-                variance = np.average(np.square(X - middle).mean(1), weights=weight)
-        counted = X if weight is None else X[weight > 0]
-        if not np.isfinite(variance) or (variance == 0 and counted.min() < counted.max()):
-            raise BochnerError(f"The variance of the X of {owner}, for gamma='scale', is out of range; rescale X.")
-        return 1.0 / (X.shape[1] * variance) if variance > 0 else 1.0
-    return positive_float(gamma.item() if isinstance(gamma, np.generic) else gamma, "gamma", owner)
+
+def resolve_gamma(gamma: Any, X: Any, owner: str, *, centred: bool = True) -> float:
+    """A number, or `"scale"`: 1 / (d var(X)); not `centred`, for kernels that see where X is: 1 / (d mean(X^2))."""
+    if not isinstance(gamma, str):
+        return positive_float(gamma.item() if isinstance(gamma, np.generic) else gamma, "gamma", owner)
+    if gamma != "scale":
+        raise BochnerError(f"The 'gamma' of {owner} must be a positive number or 'scale', got {gamma!r}.")
+    with np.errstate(over="ignore"):
+        middle = X.mean(dtype=np.float64) if centred else 0.0
+        squares = X.multiply(X).mean() - middle**2 if sparse.issparse(X) else np.square(X - middle).mean()
+    lost = squares == 0 and X.min() < X.max()  # too small for a number
+    return scale_gamma(np.nan if lost else squares, X.shape[1], owner)
+
+
+def given_gamma(gamma: Any, d: int, owner: str) -> Any:
+    """One positive number, or an array of one for each column."""
+    if np.ndim(gamma) == 0:
+        return positive_float(gamma.item() if isinstance(gamma, np.generic) else gamma, "gamma", owner)
+    table = np.asarray(gamma)
+    if table.dtype.kind not in "fiu" or table.shape != (d,) or not ((table > 0) & np.isfinite(table)).all():
+        raise BochnerError(f"The 'gamma' of {owner} must be one positive number, or {d}, got {gamma}.")
+    return table.astype(np.float64)
 
 
 def resolve_bandwidth(bandwidth: Any, shape: tuple[int, int], weight: np.ndarray, owner: str) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -14,17 +13,13 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from bochner import theory
-from bochner._checks import BochnerError, one_of, positive_float, positive_int
+from bochner._checks import BochnerError, one_of, positive_int
 from bochner.estimators._checks import draw_seed, resolve_gamma
 from bochner.estimators.rows import blockwise, refuse_dask
 from bochner.maps import FeatureMap, feature_map, named, options_of
 
 KERNELS = ("gaussian", "softmax")
-PLANNED = {"trig": 2, "positive": 1, "hyperbolic": 2, "optimal": 1}  # features a projection, for closed forms
-MOST = 1 << 24  # projections that are considered
 CALIBRATION_ROWS = 2048
-PAIRS = 4096
 BLOCK = 1 << 16  # features computed at a time: they stay in the second-level cache
 EVEN = 16  # columns up to which low-discrepancy points are more even than random ones
 LEAST = {"gmm_prf": 2, "gmm_rks": 2, "generative_prf": 2, "generative_rks": 2, "landmark": 2}  # of projections
@@ -37,29 +32,22 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     """Features whose inner products estimate a kernel, `phi(x) . phi(y) ~ K(x, y)`, for any linear model after it.
 
     `kernel="gaussian"` is `exp(-gamma |x - y|^2)`, `"softmax"` is `exp(2 gamma x.y)`, the same without its row factors:
-    the map sees `sqrt(2 gamma) x`. Unlike `sklearn.kernel_approximation.RBFSampler` the frequencies depend on each
-    other and each gives a sine and a cosine: a smaller error from half the projections. Maps of other kernels
-    (`tensor_sketch`, `relu`, ...) estimate their own, and `kernel` is not used; learned ones start at `kernel`.
+    the map sees `sqrt(2 gamma) x`. Maps of other kernels (`tensor_sketch`, `relu`, ...) estimate their own. Maps with
+    data statistics are calibrated on the training rows.
 
     Args:
-        n_components: length of the features, rounded down to what the map can have, or up to its least
-            (`n_components_`; a sine and a cosine are the least of `trig`). `"auto"` takes the least with which the root
-            mean squared error of the kernel, over pairs of training rows, is at most `target`, by the closed forms of
-            `bochner.theory`; for `trig`, `positive`, `hyperbolic` and `optimal`.
+        n_components: length of the features, rounded down to what the map can have, or up to its least;
+            `bochner.theory.features_needed` says which length an error takes.
         feature_map: a name of `bochner.maps.FEATURE_MAPS`, those of `bochner.register_map` among them.
         kernel: `"gaussian"` or `"softmax"`, for the maps that estimate both; `landmark` wants `"softmax"`.
         gamma: a positive number, or `"scale"`: 1 / (d var(X)), as in `RBFSampler`; for all kernels but the Gaussian,
             which see where X is, 1 / (d mean(X^2)).
-        target: for `n_components="auto"`.
         projection: the law of the frequencies; `"auto"` is `"halton"` for `trig` in up to 16 columns, where evenly
             spread points serve a regression best, else `"orthogonal"`.
         map_params: further keywords of the map, such as `{"degree": 3}`.
         random_state: of the frequencies.
 
-    Maps with data statistics (`optimal`, `calibrated`, `clustered`) are calibrated on the training rows. `transform`
-    gives the features of queries; for the maps whose keys have others (hybrids, clustered, calibrated softmax)
-    `transform(X, role="key")` gives those. Values of `trig`, and of all maps for float32 X, are computed in single
-    precision where it is fine enough (their sampling error is 10^4 times its rounding) and returned in the dtype of X.
+    `transform` gives the features of queries; for maps whose keys have others, `transform(X, role="key")` gives those.
     Sparse X is read in blocks of rows.
 
     >>> import numpy as np
@@ -68,12 +56,11 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     (100, 64)
     """
 
-    n_components: int | str = 256
+    n_components: int = 256
     _: KW_ONLY
     feature_map: str = "trig"
     kernel: str = "gaussian"
     gamma: float | str = "scale"
-    target: float = 0.05
     projection: str = "auto"
     map_params: dict[str, Any] | None = None
     random_state: Any = None
@@ -92,9 +79,11 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         shift = self._probe(X.shape[1]).kernel == "gaussian"
         self.gamma_ = resolve_gamma(self.gamma, X, owner, centred=shift)
         self.mean_ = np.asarray(X.mean(0, dtype=np.float64)).reshape(-1) if shift else np.zeros(X.shape[1])
-        length = self._plan(X, rng) if self.n_components == "auto" else self.n_components
-        self.feature_map_ = self._build(X.shape[1], positive_int(length, "n_components", owner), seed)
-        self._calibrate(X, rng)
+        length = positive_int(self.n_components, "n_components", owner)
+        self.feature_map_ = self._build(X.shape[1], length, seed)
+        if len(rows := rng.permutation(X.shape[0])[:CALIBRATION_ROWS]) > 1:
+            x = self._place(X[rows])
+            self.feature_map_.calibrate_(x, x)
         self.n_components_ = self._n_features_out = self.feature_map_.feature_dim
         return self
 
@@ -141,9 +130,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         """The map whose features are at most `length` long, with one projection at least."""
         factor = max(1, round(self._probe(d).feature_dim / 16))
         options = self._options()
-        least = LEAST.get(self.feature_map, 1)
-        if self.feature_map in ("gmm_prf", "gmm_rks"):  # a feature for every component
-            least = int(options.get("num_components", least))
+        least = int(options.get("num_components", LEAST.get(self.feature_map, 1)))  # a feature for every component
         return feature_map(self.feature_map, dim=d, num_features=max(least, length // factor), seed=seed, **options)
 
     def _probe(self, d: int) -> FeatureMap:
@@ -173,61 +160,3 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
             options.setdefault("kernel", self.kernel)
         options.setdefault("projection", self.projection_)
         return options
-
-    def _calibrate(self, X: Any, rng: np.random.RandomState) -> None:
-        if X.shape[0] < 2:
-            return
-        rows = rng.choice(X.shape[0], min(X.shape[0], CALIBRATION_ROWS), replace=False)
-        x = self._place(X[rows])
-        self.feature_map_.calibrate_(x, x)
-
-    def _plan(self, X: Any, rng: np.random.RandomState) -> int:
-        """The length for `target`."""
-        left, right = rng.randint(X.shape[0], size=(2, PAIRS))
-        x, y = self._place(X[left]), self._place(X[right])
-        how: dict[str, Any] = {"kernel": self.kernel, "projection": self.projection_}
-        return components_needed(x, y, self.target, feature_map=self.feature_map, **how)
-
-
-def components_needed(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    target: float,
-    *,
-    feature_map: str = "trig",
-    kernel: str = "gaussian",
-    projection: str = "orthogonal",
-) -> int:
-    """The least length of features whose root mean squared kernel error over the pairs (x_i, y_i) is at most `target`.
-
-    x, y: (n, d), scaled so that the kernels are `exp(-|x-y|^2/2)` and `exp(x.y)`. By the closed forms of
-    `theory.log_mse`; projections without one of their own are planned as `iid`. `optimal` is taken at its best A.
-
-    >>> x = torch.zeros(8, 4)
-    >>> components_needed(x + 1, x, 0.1) < components_needed(x + 1, x, 0.05)
-    True
-    """
-    owner = "components_needed"
-    if feature_map not in PLANNED:
-        raise BochnerError(
-            f"There is no closed form for the error of the feature map {feature_map!r}; use one of {sorted(PLANNED)}, "
-            "or give a number of components."
-        )
-    goal = 2 * math.log(positive_float(target, "target", owner))
-    law = theory.Estimator(feature_map)
-    if feature_map == "optimal":
-        law = theory.Estimator("optimal", A=theory.optimal_A(float((x + y).square().sum(1).mean()), x.shape[1]))
-    projection = "orthogonal" if projection == "orthogonal" else "iid"
-
-    def enough(m: int) -> bool:
-        logs = theory.log_mse(x, y, m, law, kernel=kernel, projection=projection)
-        return float(torch.logsumexp(logs, 0)) - math.log(len(logs)) <= goal
-
-    least = 1 + bisect_left(range(1, MOST), True, key=enough)  # the error falls with m
-    if least == MOST:
-        other = "" if feature_map == "trig" else ", or take feature_map='trig'"
-        raise BochnerError(
-            f"No length of features up to {MOST * PLANNED[feature_map]} reaches the target error {target:g} with "
-            f"{feature_map!r}; raise 'target', or lower 'gamma'{other}."
-        )
-    return least * PLANNED[feature_map]

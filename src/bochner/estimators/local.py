@@ -11,7 +11,6 @@ import torch
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
-from torch import Tensor
 
 from bochner._checks import BochnerError, positive_float
 from bochner.estimators._checks import check_weight, draw_seed, resolve_bandwidth
@@ -61,27 +60,25 @@ class _Neighbours(BaseEstimator):
         rows, columns = torch.from_numpy(self._rows).double(), torch.from_numpy(table)
         for part in np.array_split(few, max(1, -(-len(few) * len(rows) // PAIRS))):
             if len(part):
-                exponent = self._exponents(torch.from_numpy(np.array(X[part], dtype=np.float64)), rows)
+                queries = torch.from_numpy(np.array(X[part], dtype=np.float64))
+                distance = torch.cdist(queries, rows, compute_mode="donot_use_mm_for_euclid_dist")
+                exponent = distance.square_().mul_(-0.5 / self.bandwidth_**2)
                 top = exponent.amax(1, keepdim=True)
                 sums[part] = (exponent.sub_(top).exp_() @ columns).numpy()
                 log_scale[part] = top[:, 0].numpy()
         return sums, log_scale
 
-    def _exponents(self, queries: Tensor, rows: Tensor) -> Tensor:
-        distance = torch.cdist(queries, rows, compute_mode="donot_use_mm_for_euclid_dist")
-        return distance.square_().mul_(-0.5 / self.bandwidth_**2)
-
 
 class KernelDensity(_Neighbours):
     """Density of X with columns of similar spread: `p(q) = sum_j w_j N(q; x_j, sigma^2 I) / sum_j |w_j|`.
 
-    `score_samples` is the log density, as in scikit-learn; `density` also serves signed weights (differences of
-    densities, residuals). Rows whose kernel mass is below that of one neighbour are computed exactly in log space, so
-    that a far query has its true log density and not -inf. One bandwidth serves all columns: standardise them first.
+    `score_samples` is the log density, as in scikit-learn; `density` also serves signed weights. Rows with a kernel
+    mass below one neighbour are computed exactly in log space, so that a far query has its true log density and not
+    -inf. One bandwidth serves all columns: standardise them first.
 
     Args:
         bandwidth: sigma, or `"scott"`: n^(-1/(d+4)), or `"silverman"`: (n (d+2)/4)^(-1/(d+4)), for columns of unit
-            variance, n being the number of rows: sum |w| of whole weights, (sum |w|)^2 / sum w^2 of others.
+            variance and n rows.
         eps: error allowed in a kernel product, relative to |w|.
         method: of `KernelOperator`.
         random_state: of approximate products.
@@ -113,7 +110,6 @@ class KernelDensity(_Neighbours):
         return self._log_density(X)[1]
 
     def score(self, X: Any, y: Any = None) -> float:
-        """The log likelihood of X."""
         return float(self.score_samples(X).sum())
 
     def sample(self, n_samples: int = 1, random_state: Any = None) -> np.ndarray:
@@ -140,14 +136,11 @@ class KernelDensity(_Neighbours):
 class NadarayaWatson(MultiOutputMixin, RegressorMixin, _Neighbours):
     """Local averages of X with columns of similar spread: `f(q) = sum_j w_j K(q, x_j) y_j / sum_j w_j K(q, x_j)`.
 
-    A quotient is only as good as its denominator: rows whose kernel mass is below that of one neighbour are computed
-    exactly, in log space, so that a far query gets the mean of its nearest neighbours and never 0/0.
+    Rows with a kernel mass below one neighbour are computed exactly in log space, so that a far query gets the mean of
+    its nearest neighbours and never 0/0.
 
     Args:
-        bandwidth: sigma in `exp(-|x-y|^2 / (2 sigma^2))`, or `"scott"`, `"silverman"` as in `KernelDensity`.
-        eps: error allowed in a kernel product, relative to |x|.
-        method: of `KernelOperator`.
-        random_state: of approximate products.
+        bandwidth, eps, method, random_state: as in `KernelDensity`; K is `exp(-|x-y|^2 / (2 bandwidth^2))`.
 
     >>> import numpy as np
     >>> float(NadarayaWatson(bandwidth=1.0).fit([[0.0], [2.0]], [0.0, 1.0]).predict([[1.0]])[0])

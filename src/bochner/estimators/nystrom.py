@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.utils import check_array
 from torch import Tensor
 
 from bochner._checks import BochnerError, is_int, one_of, positive_float, positive_int
@@ -42,7 +43,7 @@ class Centers:
     """How the centres of a kernel method are chosen.
 
     Args:
-        count: how many. None: 4,096, halved until the work fits into `seconds`; up to 4,096 rows all of them.
+        count: how many. None: all of up to 4,096 rows; else 4,096, halved until the work fits into `seconds`.
         rule: `"random"` rows; `"pivoted"` by randomly pivoted Cholesky, a row in proportion to what the others leave of
             it; `"leverage"` in proportion to ridge leverage scores. `"auto"`: pivoted up to 2,048 centres, else random.
         seconds: what a ridge may take on one core, about; a classifier takes three times as long.
@@ -62,19 +63,19 @@ class Centers:
         positive_float(self.seconds, "seconds", "Centers")
 
     @staticmethod
-    def of(value: Any, owner: str) -> Centers | np.ndarray | None:
-        """From what an estimator was given: "auto", "all" (None), a number, an array of centres, or `Centers`."""
+    def of(value: Any, d: int, owner: str) -> Centers | np.ndarray:
+        """From what an estimator was given: "auto", "all", a number, an array of centres, or `Centers`."""
         if isinstance(value, Centers):
             return value
+        if isinstance(value, np.ndarray) and value.ndim == 2 and len(value) and value.shape[1] == d:
+            return check_array(value, dtype=np.float64, input_name="centers")
         if isinstance(value, str) and value in ("auto", "all"):
-            return Centers() if value == "auto" else None
+            return Centers(None if value == "auto" else sys.maxsize)
         if is_int(value):
             return Centers(positive_int(value, "centers", owner))
-        if isinstance(value, np.ndarray) and value.ndim == 2 and len(value):
-            return value
         raise BochnerError(
-            f"The 'centers' of {owner} must be 'auto', 'all', a positive int, an array (M, d) or Centers(...), got "
-            f"{value!r}."
+            f"The 'centers' of {owner} must be 'auto', 'all', a positive int, an array (M, {d}) or Centers(...), got "
+            f"{f'one of shape {value.shape}' if isinstance(value, np.ndarray) else repr(value)}."
         )
 
     def number(self, n: int, columns: int) -> int:
@@ -110,18 +111,14 @@ class CrossKernel:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def tile(self, X: np.ndarray) -> Tensor:
-        """K(X, centres); overwritten by the next call in the same thread."""
-        points = torch.from_numpy(np.array(X, dtype=np.float64))
+    def tiles(self, X: np.ndarray) -> Iterator[tuple[slice, Tensor]]:
+        """K(X, centres) for some rows at a time; overwritten by the next in the same thread."""
         if not hasattr(self._own, "tiles"):
             self._own.tiles = Tiles(self.frame)
-        tile: Tensor = self._own.tiles(left(self.frame.place(points)), self.keys)
-        return tile
-
-    def tiles(self, X: np.ndarray) -> Iterator[tuple[slice, Tensor]]:
         for i in range(0, len(X), TILE):
-            part = slice(i, min(i + TILE, len(X)))
-            yield part, self.tile(X[part])
+            part = slice(i, i + TILE)
+            points = torch.from_numpy(np.array(X[part], dtype=np.float64))
+            yield part, self._own.tiles(left(self.frame.place(points)), self.keys)
 
     def predict(self, X: np.ndarray, coefficients: Tensor) -> np.ndarray:
         """`K(X, centres) coefficients'` for coefficients (c, M), float64 (n, c)."""
@@ -132,18 +129,16 @@ class CrossKernel:
         return out
 
 
-# ---- sums over a block of rows; vectors are rows (c, M), which small matrix products like best -------------------
-
-
 def moments(block: Block, shift: np.ndarray) -> tuple[Any, ...]:
     """Rows, weight, and weighted sums of x - shift, of its modulus, of its squares, and of y."""
-    X = np.asarray(block.X, dtype=np.float64) - shift
+    if block.X.shape[1] != len(shift):
+        raise BochnerError(f"A block of rows X has {block.X.shape[1]} columns, another {len(shift)}.")
+    X = block.X.astype(np.float64) - shift
     if not np.isfinite(X).all():
         raise BochnerError("The rows of X must be finite; a block has NaN or infinity in it.")
-    w = block.weights
-    y = 0.0 if block.y is None else w @ block.y
+    w = block.weight
     with np.errstate(over="ignore"):
-        return (len(X),), w.sum(), w @ X, w @ np.abs(X), w @ np.square(X), y
+        return (len(X),), w.sum(), w @ X, w @ np.abs(X), w @ np.square(X), w @ block.y
 
 
 def normal_product(block: Block, cross: CrossKernel, v: Tensor) -> tuple[Tensor]:
@@ -180,10 +175,7 @@ def logistic(block: Block, cross: CrossKernel, v: Tensor, offset: np.ndarray) ->
 
 
 def _weight(block: Block, cross: CrossKernel) -> Tensor:
-    return torch.from_numpy(block.weights).to(cross.dtype)
-
-
-# ---- the factor --------------------------------------------------------------------------------------------------
+    return torch.from_numpy(block.weight).to(cross.dtype)
 
 
 @dataclass(frozen=True)
@@ -210,8 +202,7 @@ class Basis:
 def sample_size(n: int, m: int) -> int:
     """Rows of the sample that G is estimated from: their cost against that of the passes they save.
 
-    From k M rows the eigenvalues of the preconditioned G are between (1 - 1/sqrt(k))^2 and (1 + 1/sqrt(k))^2, and
-    conjugate gradients take about 4 (sqrt(k) + 1) / (sqrt(k) - 1) passes.
+    From k M rows conjugate gradients take about 4 (sqrt(k) + 1) / (sqrt(k) - 1) passes.
     """
     if n <= max(EXACT, 2 * m):
         return n
@@ -222,11 +213,7 @@ def sample_size(n: int, m: int) -> int:
 def make_basis(
     name: str, bandwidth: Any, rows: Rows, centers: Centers | np.ndarray, alpha: float, columns: int, seed: int
 ) -> Basis:
-    """Centres chosen from a sample of the rows, their factor, and G of the sample.
-
-    Rounding of single precision acts like noise in the kernel, for which n noise^2 / alpha on the diagonal of K(Z, Z)
-    is the right ridge: it keeps the coefficients so small that the noise does not show.
-    """
+    """Centres chosen from a sample of the rows, their factor, and G of the sample."""
     n, kernel = len(rows), Kernel(name, bandwidth)
     m = centers.number(n, columns) if isinstance(centers, Centers) else len(centers)
     block = rows.sample(sample_size(n, m), np.random.RandomState(seed))
@@ -234,24 +221,31 @@ def make_basis(
     if share == 1:  # a row of weight two is two rows, also where centres are chosen
         block = block.merged()
     X = torch.from_numpy(np.array(block.X, dtype=np.float64))
-    weight = torch.from_numpy(block.weights)
+    weight = torch.from_numpy(block.weight)
     if isinstance(centers, Centers):
-        points = X[_chosen(kernel, X, m, centers.rule, seed)]
+        points = X[chosen_centers(kernel, X, m, centers.rule, seed)]
     else:
-        points = torch.from_numpy(centers.astype(np.float64))
+        points = torch.from_numpy(centers.copy())
     single = n > EXACT and kernel.profile.convex  # the peak of the Laplace kernel magnifies rounding
     precise = kernel.precise if n <= EXACT else "float64"
     cross = CrossKernel(name, bandwidth, points, "float32" if single else precise)
+    # Rounding of single precision is noise in the kernel: this ridge keeps coefficients so small that it does not show.
     jitter = min(1e-2, max(1e-6, n * NOISE**2 / alpha)) if single else 1e-13 * len(points)
     lower = ridge_factor(kernel.block(points), jitter)
     gram = torch.zeros_like(lower)
-    for x, w in zip(X.split(2048), weight.split(2048), strict=True):
-        phi = torch.linalg.solve_triangular(lower, kernel.block(points, x), upper=False)
-        gram.addmm_(phi * w, phi.T)
+    for part, phi in features(kernel, points, lower, X):
+        gram.addmm_(phi * weight[part], phi.T)
     return Basis(cross, lower, gram.div_(share))
 
 
-def _chosen(kernel: Kernel, X: Tensor, m: int, rule: str, seed: int) -> Tensor:
+def features(kernel: Kernel, points: Tensor, lower: Tensor, X: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """`phi(x) = L^-1 K(Z, x)` of the rows of X, (M, b) for some of them at a time."""
+    for i in range(0, len(X), 2048):
+        part = slice(i, i + 2048)
+        yield part, torch.linalg.solve_triangular(lower, kernel.block(points, X[part]), upper=False)
+
+
+def chosen_centers(kernel: Kernel, X: Tensor, m: int, rule: str, seed: int) -> Tensor:
     """Which rows of the sample are centres; all of few rows."""
     generator = torch.Generator().manual_seed(seed)
     if m >= len(X):
@@ -283,7 +277,7 @@ def leave_one_out(kernel: Kernel, block: Block, m: int, alphas: np.ndarray, seed
     """
     X = torch.from_numpy(np.array(block.X, dtype=np.float64))
     y = torch.from_numpy(block.y - np.average(block.y, axis=0, weights=block.weight))
-    w = torch.from_numpy(block.weights)[:, None]
+    w = torch.from_numpy(block.weight)[:, None]
     phi = pivoted_cholesky(kernel, X, min(m, len(X)), seed=seed).rows
     values, vectors = torch.linalg.eigh((phi * w).T @ phi)
     psi = phi @ vectors

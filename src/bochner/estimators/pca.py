@@ -27,10 +27,8 @@ PRODUCTS = 30  # to expect of Lanczos iteration
 class KernelPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """Principal components of X with columns of similar spread, in the feature space of the Gaussian kernel.
 
-    The top of `H K H`, H = I - 11'/n, by Lanczos iteration on `KernelOperator`: n x n is never held. By Weyl's
-    inequality every eigenvalue is within `eps` of the true one. Up to 512 rows, and for more than a quarter as many
-    components as rows, the whole spectrum is computed from the dense matrix (n^2 numbers, O(n^3)) unless `method` says
-    otherwise.
+    The top of `H K H`, H = I - 11'/n, by Lanczos iteration on `KernelOperator`; every eigenvalue is within `eps` of the
+    true one (Weyl). Up to 512 rows, and for more than a quarter as many components as rows, from the dense matrix.
 
     Args:
         n_components: how many, at most n.

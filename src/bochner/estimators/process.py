@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.optimize import minimize_scalar
+from scipy.special import ndtri
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from bochner._checks import BochnerError, flag, one_of, positive_float
-from bochner.estimators._checks import draw_seed
+from bochner.estimators._checks import draw_seed, given_gamma
 from bochner.estimators.evidence import Hyper, learn
-from bochner.estimators.nystrom import EXACT, KERNELS, Centers
+from bochner.estimators.nystrom import KERNELS, Centers, chosen_centers, features
 from bochner.estimators.rows import blockwise, is_dask, refuse_dask
-from bochner.matvec import Kernel, pivoted_cholesky, ridge_factor
+from bochner.matvec import Kernel, ridge_factor
 
 LEARNED_ROWS = 2000  # of which the marginal likelihood is computed
 CENTERS = 1024
-BLOCK = 1024
 
 
 @dataclass(eq=False, repr=False)
@@ -32,8 +32,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     What is not given is learned by marginal likelihood: a bandwidth for each column, the amplitude and the noise, from
     up to 2,000 rows. Up to 4,096 rows the posterior is exact, and its variances are scaled to those of rows predicted
-    from the others. Beyond, it lives on 1,024 centres (Titsias 2009), and
-    amplitude and noise are learned again from all rows.
+    from the others. Beyond, it lives on 1,024 centres (Titsias 2009): amplitude and noise are learned again from all.
 
     Args:
         alpha: variance of the noise, in the units of standardised y; None: learned.
@@ -69,7 +68,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], multi_output=True, y_numeric=True)
         owner = type(self).__name__
         one_of(self.kernel, "kernel", owner, KERNELS)
-        centers = Centers.of(self.centers, owner)
+        centers = Centers.of(self.centers, X.shape[1], owner)
         y = np.asarray(y, dtype=np.float64)
         self._flat, y = y.ndim == 1, y.reshape(len(y), -1)
         standardize, d = flag(self.standardize, "standardize", owner), X.shape[1]
@@ -81,8 +80,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         chosen = rng.permutation(len(X))[:LEARNED_ROWS]
         hyper = learn(self.kernel, self._place(X[chosen]).numpy(), target[chosen], self._given(d), seed)
         self._hyper, self._bandwidth = hyper, hyper.bandwidth
-        few = centers is None or (isinstance(centers, Centers) and centers.count is None and len(X) <= EXACT)
-        if few or (isinstance(centers, Centers) and centers.number(len(X), 1) >= len(X)):
+        if isinstance(centers, Centers) and centers.number(len(X), 1) >= len(X):
             self._fit_exact(self._place(X), target)
         else:
             self._fit_centers(X, target, centers, seed)
@@ -93,15 +91,9 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def _given(self, d: int) -> Hyper:
         """The hyperparameters that the caller fixed; the others are NaN."""
         owner = type(self).__name__
-        noise, amplitude = (
-            math.nan if value is None else positive_float(value, name, owner)
-            for name, value in (("alpha", self.alpha), ("amplitude", self.amplitude))
-        )
-        gamma = np.asarray(np.nan if self.gamma is None else self.gamma, dtype=np.float64)
-        if self.gamma is not None and not (
-            np.isfinite(gamma).all() and (gamma > 0).all() and gamma.shape in ((), (d,))
-        ):
-            raise BochnerError(f"The 'gamma' of {owner} must be None, a positive number, or {d} of them, got {gamma}.")
+        noise = math.nan if self.alpha is None else positive_float(self.alpha, "alpha", owner)
+        amplitude = math.nan if self.amplitude is None else positive_float(self.amplitude, "amplitude", owner)
+        gamma = math.nan if self.gamma is None else given_gamma(self.gamma, d, owner)
         return Hyper(np.sqrt(0.5 / (gamma * np.ones(d))), amplitude, noise)
 
     def _place(self, X: np.ndarray) -> Tensor:
@@ -121,25 +113,23 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     def _fit_centers(self, X: np.ndarray, y: Tensor, centers: Any, seed: int) -> None:
         """Sums over blocks of rows of `phi phi'` and `phi y`, then the amplitude and the noise they make likely."""
-        kernel, n = Kernel(self.kernel, self._bandwidth), len(X)
+        kernel, x, n = Kernel(self.kernel, self._bandwidth), self._place(X), len(X)
         if isinstance(centers, Centers):
             m = min(n, centers.count or CENTERS)
-            sample = self._place(X[np.random.RandomState(seed).permutation(n)[: 8 * m]])
-            points = sample[pivoted_cholesky(kernel, sample, m, seed=seed).pivots]
+            sample = x[np.random.RandomState(seed).permutation(n)[: 8 * m]]
+            points = sample[chosen_centers(kernel, sample, m, centers.rule, seed)]
         else:
             points = self._place(centers)
         lower = ridge_factor(kernel.block(points), 1e-9)
         gram = torch.zeros_like(lower)
         right = torch.zeros(len(points), y.shape[1], dtype=torch.float64)
-        for i in range(0, n, BLOCK):
-            phi = torch.linalg.solve_triangular(lower, kernel.block(points, self._place(X[i : i + BLOCK])), upper=False)
+        for part, phi in features(kernel, points, lower, x):
             gram.addmm_(phi, phi.T)
-            right.addmm_(phi, y[i : i + BLOCK])
+            right.addmm_(phi, y[part])
         self._relearn(gram, right, y)
         inner = ridge_factor(gram, self._hyper.noise / self._hyper.amplitude)
         self._points, self._lower, self._inner = points, lower, inner
-        inside = torch.cholesky_solve(right, inner)
-        self._dual = torch.linalg.solve_triangular(lower.T, inside, upper=True)
+        self._dual = torch.linalg.solve_triangular(lower.T, torch.cholesky_solve(right, inner), upper=True)
 
     def _relearn(self, gram: Tensor, right: Tensor, y: Tensor) -> None:
         """The likeliest ratio of noise to amplitude, and amplitude, of all rows; what is fixed stays."""
@@ -204,35 +194,31 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         if not 0 < level < 1:
             raise BochnerError(f"The 'level' of {type(self).__name__}.interval must be between 0 and 1, got {level!r}.")
         mean, std = self.predict(X, return_std=True)
-        width = math.sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
+        width = ndtri(0.5 + 0.5 * level)
         return mean - width * std, mean + width * std
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
         """Functions drawn from the posterior, at the rows of X: (n, n_samples), or (n, c, n_samples)."""
         x, K, mean = self._posterior(X)
-        cov = torch.from_numpy(self._covariance(x, K, False))
-        cov.diagonal().add_(1e-9 * self._hyper.amplitude)
-        values, vectors = torch.linalg.eigh(cov)
-        root = vectors * values.clamp_min(0.0).sqrt()
+        values, vectors = np.linalg.eigh(self._covariance(x, K, False))
         drawn = check_random_state(random_state).normal(size=(len(x), mean.shape[1] * n_samples))
-        paths = mean.numpy()[..., None] + (root.numpy() @ drawn).reshape(len(x), -1, n_samples)
+        drawn = (vectors * np.sqrt(np.maximum(values, 0.0))) @ drawn
+        paths = mean.numpy()[..., None] + drawn.reshape(len(x), -1, n_samples)
         paths = paths * self._y_scale[:, None] + self._y_mean[:, None]
         return paths[:, 0] if self._flat else paths
 
     def _halves(self, K: Tensor) -> list[tuple[float, Tensor]]:
         """Parts (sign, Z) of the posterior: its covariance is `amplitude K(x, x) + sum sign Z'Z`."""
         level = self._hyper.amplitude
-        if self._inner is None:
-            return [(-(level**2), torch.linalg.solve_triangular(self._lower, K.T, upper=False))]
         phi = torch.linalg.solve_triangular(self._lower, K.T, upper=False)
+        if self._inner is None:
+            return [(-(level**2), phi)]
         return [(-level, phi), (self._hyper.noise, torch.linalg.solve_triangular(self._inner, phi, upper=False))]
 
     def _variance(self, K: Tensor) -> np.ndarray:
-        parts = []
-        for block in K.split(BLOCK):
-            squares = [sign * Z.square().sum(0) for sign, Z in self._halves(block)]
-            parts.append(self._hyper.amplitude + torch.stack(squares).sum(0))
-        return torch.cat(parts).clamp_min_(1e-12 * self._hyper.amplitude).numpy()
+        level = self._hyper.amplitude
+        known = torch.stack([sign * Z.square().sum(0) for sign, Z in self._halves(K)]).sum(0)
+        return (level + known).clamp_min_(1e-12 * level).numpy()
 
     def _covariance(self, x: Tensor, K: Tensor, noise: bool) -> np.ndarray:
         cov = self._hyper.amplitude * Kernel(self.kernel, self._bandwidth).block(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,26 +20,20 @@ from torch import Tensor
 
 from bochner._checks import BochnerError, flag, one_of, positive_float
 from bochner._progress import speaker
-from bochner.estimators._checks import check_weight, draw_seed
+from bochner.estimators import nystrom
+from bochner.estimators._checks import check_weight, draw_seed, given_gamma, scale_gamma
 from bochner.estimators.evidence import learn
-from bochner.estimators.nystrom import (
-    COLUMN,
-    EXACT,
-    KERNELS,
-    PAIR,
-    Basis,
-    Centers,
-    CrossKernel,
-    leave_one_out,
-    logistic,
-    make_basis,
-    moments,
-    normal_product,
-    right_side,
-    shown,
-)
+from bochner.estimators.nystrom import Basis, Centers, CrossKernel
 from bochner.estimators.rows import Rows, array_rows, blockwise, dask_rows, is_dask, streamed_rows
-from bochner.matvec import Kernel, Preconditioner, conjugate_gradients, pivoted_cholesky, ridge_factor
+from bochner.matvec import (
+    Kernel,
+    KernelOperator,
+    Preconditioner,
+    Solution,
+    conjugate_gradients,
+    pivoted_cholesky,
+    ridge_factor,
+)
 
 MAX_PASSES = 200
 COMPARED_ROWS, COMPARED_CENTERS = 10_000, 1000  # of leave-one-out errors
@@ -77,28 +72,24 @@ class _CenterModel(BaseEstimator):
         weight = None if weight is None else check_weight(weight, len(X), owner)
         return array_rows(X, y, weight)
 
-    def _begin(self, X: Any, y: Any, weight: Any) -> tuple[Rows, float, float, Centers | np.ndarray | None]:
+    def _begin(
+        self, X: Any, y: Any, weight: Any, encoder: Callable[[Rows], Callable[[np.ndarray], np.ndarray]]
+    ) -> tuple[Rows, float, float, Centers | np.ndarray]:
         """What every fit begins with: alpha, tol, centres, and the rows, their targets encoded and measured."""
         owner = type(self).__name__
         alpha, tol = positive_float(self.alpha, "alpha", owner), positive_float(self.tol, "tol", owner)
-        centers = Centers.of(self.centers, owner)
         rows = self._read(X, y, weight)
-        return self._measure(replace(rows, encode=self._encoder(rows))), alpha, tol, centers
-
-    def _encoder(self, rows: Rows) -> Callable[[Any], np.ndarray]:
-        """The function that turns the y of a block into targets (b, c)."""
-        raise NotImplementedError
+        rows = self._measure(replace(rows, encode=encoder(rows)))
+        return rows, alpha, tol, Centers.of(self.centers, self.n_features_in_, owner)
 
     def _measure(self, rows: Rows) -> Rows:
         """Count the rows, and find the scale of the columns and the mean of the targets."""
         first = rows.head()
-        if first.X.ndim != 2:
-            raise BochnerError(f"The 'X' of {type(self).__name__}.fit must have two dimensions, got {first.X.ndim}.")
-        shift = np.asarray(first.X, dtype=np.float64).mean(0)
-        lengths, weight, s, moduli, squares, y = rows.total(moments, shift)
+        shift = first.X.mean(0, dtype=np.float64) if len(first.X) else np.zeros(first.X.shape[1])
+        lengths, weight, s, moduli, squares, y = rows.total(nystrom.moments, shift)
         self.n_features_in_ = len(shift)
         if not weight > 0:
-            raise BochnerError(f"The 'sample_weight' of {type(self).__name__}.fit is zero everywhere.")
+            raise BochnerError(f"{type(self).__name__}.fit got no rows, or 'sample_weight' is zero everywhere.")
         with np.errstate(over="ignore", invalid="ignore"):
             mean, variance = shift + s / weight, np.maximum(squares / weight - np.square(s / weight), 0.0)
             self._spread = (mean, np.where(variance > 1e-28 * np.square(mean), variance, 0.0))
@@ -109,36 +100,24 @@ class _CenterModel(BaseEstimator):
         self._total_weight = float(weight)
         return replace(rows, lengths=lengths)
 
-    def _choose(self, rows: Rows, seed: int) -> None:
-        """The bandwidth of every column, before the fit."""
-        self._set_kernel(self.gamma, rows, seed)
-
     def _set_kernel(self, given: Any, rows: Rows, seed: int) -> None:
         """The bandwidth of every column, in the units of X, from what `gamma` can be."""
         owner = type(self).__name__
-        one_of(self.kernel, "kernel", owner, KERNELS)
+        one_of(self.kernel, "kernel", owner, nystrom.KERNELS)
         mean, variance = self._spread
-        scale = np.sqrt(np.where(variance > 0, variance, 1.0)) if flag(self.standardize, "standardize", owner) else 1.0
-        scale = scale * np.ones(len(mean))
-        if isinstance(given, str):
-            one_of(given, "gamma", owner, ("auto", "scale", "learn"))
-            inner = variance / scale**2
-            pooled = float(inner.mean() + (0.0 if self.standardize else np.var(mean)))
-            gamma: Any = 1.0 / (len(mean) * pooled) if pooled > 0 else 1.0
-            if not np.isfinite(gamma):
-                raise BochnerError(f"The variance of the X of {owner}, for gamma='scale', is out of range; rescale X.")
-            gamma = 2 * gamma if given == "auto" else gamma
-            if given == "learn":
-                block = rows.sample(LEARNED_ROWS, np.random.RandomState(seed)).merged()
-                y = block.y - block.y.mean(0)
-                y /= np.maximum(y.std(0), 1e-12 * max(1.0, np.abs(block.y).max()))
-                gamma = 0.5 / learn(self.kernel, (block.X - mean) / scale, y, seed=seed).bandwidth ** 2
-                gamma = np.exp(np.round(np.log(gamma), 3))  # further digits are rounding of the search
+        standardize = flag(self.standardize, "standardize", owner)
+        scale = np.sqrt(np.where((variance > 0) & standardize, variance, 1.0))
+        if not isinstance(given, str):
+            gamma = given_gamma(given, len(mean), owner)
+        elif one_of(given, "gamma", owner, ("auto", "scale", "learn")) == "learn":
+            block = rows.sample(LEARNED_ROWS, np.random.RandomState(seed)).merged()
+            y = block.y - block.y.mean(0)
+            y /= np.maximum(y.std(0), 1e-12 * max(1.0, np.abs(block.y).max()))
+            gamma = 0.5 / learn(self.kernel, (block.X - mean) / scale, y, seed=seed).bandwidth ** 2
+            gamma = np.exp(np.round(np.log(gamma), 3))  # further digits are rounding of the search
         else:
-            gamma = np.asarray(given, dtype=np.float64) if np.ndim(given) else given
-            gamma = gamma if np.ndim(gamma) else positive_float(gamma, "gamma", owner)
-            if np.ndim(gamma) and (gamma.shape != mean.shape or not (gamma > 0).all() or not np.isfinite(gamma).all()):
-                raise BochnerError(f"The 'gamma' of {owner} must be one positive number, or {len(mean)}, got {gamma}.")
+            pooled = np.mean(variance / scale**2) + (0.0 if standardize else np.var(mean))
+            gamma = scale_gamma(pooled, len(mean), owner) * (2 if given == "auto" else 1)
         self.gamma_ = gamma
         self.bandwidth_ = scale / np.sqrt(2 * np.asarray(gamma))
 
@@ -146,9 +125,6 @@ class _CenterModel(BaseEstimator):
         check_is_fitted(self)
         X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
         return self._cross.predict(X, self._coefficients) + self.offset_
-
-    def _keep(self, cross: CrossKernel, coefficients: Tensor) -> None:
-        self._cross, self._coefficients = cross, coefficients
 
     @property
     def centers_(self) -> np.ndarray:
@@ -189,62 +165,68 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
     warm_start: bool = False
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelRidge:
-        rows, alpha, tol, centers = self._begin(X, y, sample_weight)
+        rows, alpha, tol, centers = self._begin(X, y, sample_weight, self._encoder)
         basis: Basis | None = getattr(self, "_basis", None) if self.warm_start else None
         if basis is not None and len(self.bandwidth_) == self.n_features_in_:
             return self._fit_centers(rows, basis, alpha, tol)
         seed = draw_seed(check_random_state(self.random_state))
-        self._choose(rows, seed)
-        alpha = getattr(self, "alpha_", alpha)
-        if centers is None or (isinstance(centers, Centers) and centers.number(len(rows), 1) >= len(rows)):
+        alpha = self._choose(rows, alpha, seed)
+        if isinstance(centers, Centers) and centers.number(len(rows), 1) >= len(rows):
             return self._fit_rows(rows, alpha, tol, seed)
-        basis = make_basis(self.kernel, self.bandwidth_, rows, centers, alpha, len(self.offset_), seed)
+        basis = nystrom.make_basis(self.kernel, self.bandwidth_, rows, centers, alpha, len(self.offset_), seed)
         return self._fit_centers(rows, basis, alpha, tol)
 
+    def _choose(self, rows: Rows, alpha: float, seed: int) -> float:
+        """The bandwidth of every column, before the fit, and alpha."""
+        self._set_kernel(self.gamma, rows, seed)
+        return alpha
+
     def _encoder(self, rows: Rows) -> Callable[[Any], np.ndarray]:
-        self._flat = rows.head().y.ndim == 1
-        return _as_columns
+        y = rows.head().y
+        self._flat = y.ndim == 1
+        return partial(_as_columns, y.shape[1:])
 
     def _fit_rows(self, rows: Rows, alpha: float, tol: float, seed: int) -> KernelRidge:
         """Every row is a centre: `(S K S + alpha I) S^-1 c = S (y - offset)`, S = diag(sqrt(weight))."""
-        if not rows.held and len(rows) > EXACT:
+        n, precise = len(rows), len(rows) <= nystrom.EXACT
+        if not (precise or rows.held):
             raise BochnerError(
-                f"{type(self).__name__}(centers='all') would hold all {len(rows)} rows; give a number of centers."
+                f"{type(self).__name__}(centers='all') would hold all {n} rows; give a number of centers."
             )
-        block = rows.sample(len(rows), np.random.RandomState(seed))
-        X, kernel = block.X, Kernel(self.kernel, self.bandwidth_)
-        points = torch.from_numpy(np.array(X, dtype=np.float64))
-        root = torch.from_numpy(np.sqrt(block.weights))[:, None]
+        block, kernel = rows.sample(n, np.random.RandomState(seed)), Kernel(self.kernel, self.bandwidth_)
+        points = torch.from_numpy(np.array(block.X, dtype=np.float64))
+        root = torch.from_numpy(np.sqrt(block.weight))[:, None]
         target = root * torch.from_numpy(block.y - self.offset_)
-        if len(X) <= EXACT:
+        if precise:
             lower = ridge_factor(root * kernel.block(points) * root.T, alpha)
-            solution, self.n_iter_, self.solver_ = torch.cholesky_solve(target, lower), 1, "cholesky"
+            found = Solution(torch.cholesky_solve(target, lower), 1, 0.0)
         else:
+            K = KernelOperator(points, bandwidth=self.bandwidth_, eps=1e-9, kernel=self.kernel, method="exact")
             factor = pivoted_cholesky(kernel, points, 1000, seed=seed, stop=lambda trace, r: trace <= 2 * alpha * r)
             found = conjugate_gradients(
-                lambda x: root * kernel.product(points, None, root * x) + alpha * x,
+                lambda x: root * (K @ (root * x)) + alpha * x,
                 target,
                 Preconditioner(root * factor.rows, alpha),
                 tol=0.1 * tol,
                 max_iter=MAX_PASSES,
-                progress=shown(PAIR * len(X) ** 2 * 10),
+                progress=nystrom.shown(nystrom.PAIR * n**2 * 10),
             )
-            solution, self.n_iter_, self.solver_ = found.value, found.steps, "all"
             self._warn(found.residual, 0.1 * tol)
-        arithmetic = kernel.precise if len(X) <= EXACT else "float32"
-        self._keep(CrossKernel(self.kernel, self.bandwidth_, points, arithmetic), (root * solution).T.contiguous())
+        self._cross = CrossKernel(self.kernel, self.bandwidth_, points, kernel.precise if precise else "float32")
+        self._coefficients = (root * found.value).T.contiguous()
+        self.n_iter_, self.solver_ = found.steps, "cholesky" if precise else "all"
         return self
 
     def _fit_centers(self, rows: Rows, basis: Basis, alpha: float, tol: float) -> KernelRidge:
         """`(G + alpha I) a = L^-1 K' W (y - offset)` by conjugate gradients, each a pass over the rows."""
         cross, lower = basis.cross, basis.preconditioner(alpha)
-        y = basis.gradient(rows.total(right_side, cross, self.offset_)[0]).T
+        y = basis.gradient(rows.total(nystrom.right_side, cross, self.offset_)[0]).T
         scale = (y * torch.cholesky_solve(y, lower)).sum(0).clamp_min(1e-300)
         start = getattr(self, "_start", None) if self.warm_start else None
 
         def product(a: Tensor) -> Tensor:
             v = basis.coefficients(a.T).to(cross.dtype)
-            return basis.gradient(rows.total(normal_product, cross, v)[0]).T + alpha * a
+            return basis.gradient(rows.total(nystrom.normal_product, cross, v)[0]).T + alpha * a
 
         found = conjugate_gradients(
             product,
@@ -254,23 +236,19 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
             max_iter=MAX_PASSES,
             start=start if start is not None and start.shape == y.shape else None,
             left=lambda x, r, rz: (rz / scale).sqrt(),
-            progress=shown(15 * len(rows) * len(cross) * (PAIR + COLUMN * (y.shape[1] - 1))),
+            progress=nystrom.shown(15 * len(rows) * len(cross) * (nystrom.PAIR + nystrom.COLUMN * (y.shape[1] - 1))),
         )
         self._warn(found.residual, tol)
         self.n_iter_, self.solver_ = found.steps, "centers"
-        self._keep(cross, basis.coefficients(found.value.T))
+        self._cross, self._coefficients = cross, basis.coefficients(found.value.T)
         if self.warm_start:
             self._basis, self._start = basis, found.value
         return self
 
     def _warn(self, residual: float, tol: float) -> None:
         if residual > tol:
-            warnings.warn(
-                f"{type(self).__name__} stopped after {MAX_PASSES} steps at a residual of {residual:.2g}, above "
-                f"{tol:g}; raise alpha (now {self.alpha:g}), tol or gamma.",
-                ConvergenceWarning,
-                stacklevel=4,
-            )
+            said = f"{type(self).__name__} stopped after {MAX_PASSES} steps at a residual of {residual:.2g}"
+            warnings.warn(f"{said}, above {tol:g}; raise alpha, tol or gamma.", ConvergenceWarning, stacklevel=4)
 
     @property
     def dual_coef_(self) -> np.ndarray:
@@ -295,10 +273,10 @@ class KernelRidgeCV(KernelRidge):
         alphas: those that are compared.
         gammas: those that are compared, each a number or one for each column; None: `"auto"` and `"learn"` of
             `KernelRidge`, each also wider and narrower as long as that helps.
-        kernel, centers, standardize, tol, random_state: as in `KernelRidge`.
+        others: as in `KernelRidge`.
 
-    Attributes: `alpha_`, `gamma_`, `errors_` (one pair for each gamma that was tried: gamma, mean squared error of
-    every alpha), and those of `KernelRidge`.
+    Attributes: `alpha_`, `errors_` (for each gamma that was tried, gamma and the mean squared error of every alpha),
+    and those of `KernelRidge`.
 
     >>> import numpy as np
     >>> X = np.linspace(0, 1, 60)[:, None]
@@ -306,40 +284,39 @@ class KernelRidgeCV(KernelRidge):
     True
     """
 
-    alpha: float = field(default=1.0, init=False)  # what `KernelRidge` reads before alpha is chosen
+    alpha: float = field(default=1.0, init=False)  # chosen
     gamma: Any = field(default="auto", init=False)
     warm_start: bool = field(default=False, init=False)
     alphas: Any = (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
     _: KW_ONLY
     gammas: Any = None
 
-    def _choose(self, rows: Rows, seed: int) -> None:
+    def _choose(self, rows: Rows, alpha: float, seed: int) -> float:
         owner = type(self).__name__
         alphas = np.array([positive_float(alpha, "alphas", owner) for alpha in np.ravel(self.alphas)])
+        if not len(alphas) or (self.gammas is not None and not len(self.gammas)):
+            raise BochnerError(f"{owner} needs at least one of 'alphas' and of 'gammas' to compare.")
         block = rows.sample(COMPARED_ROWS, np.random.RandomState(seed)).merged()
         self.errors_: list[tuple[Any, np.ndarray]] = []
 
         def error(gamma: Any) -> float:
             self._set_kernel(gamma, rows, seed)
-            found = leave_one_out(Kernel(self.kernel, self.bandwidth_), block, COMPARED_CENTERS, alphas, seed)
+            found = nystrom.leave_one_out(Kernel(self.kernel, self.bandwidth_), block, COMPARED_CENTERS, alphas, seed)
             self.errors_.append((self.gamma_, found))
             return float(found.min())
 
-        if self.gammas is not None:
-            for gamma in self.gammas:
-                error(gamma)
-        else:
-            for start in ("auto", "learn"):
-                best, middle = error(start), self.gamma_
-                for step in (2.0, 0.5):
-                    factor = step
-                    while (now := error(middle * factor)) < best:
-                        best, factor = now, factor * step
-                    if factor != step:
-                        break
+        for gamma in ("auto", "learn") if self.gammas is None else self.gammas:
+            best, middle = error(gamma), self.gamma_
+            for step in (2.0, 0.5) if self.gammas is None else ():
+                factor = step
+                while (now := error(middle * factor)) < best:
+                    best, factor = now, factor * step
+                if factor != step:
+                    break
         gamma, errors = min(self.errors_, key=lambda pair: pair[1].min())
         self.alpha_ = float(alphas[errors.argmin()])
         self._set_kernel(gamma, rows, seed)
+        return self.alpha_
 
 
 class KernelClassifier(ClassifierMixin, _CenterModel):
@@ -350,9 +327,8 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
 
     Args:
         alpha: the weight of the penalty, 1 / C of scikit-learn.
-        kernel, gamma, centers, standardize, random_state: as in `KernelRidge`; `gamma="learn"` learns from indicators
-            of the classes.
-        tol: the decrease of the loss, relative to it, at which passes end is tol^2.
+        tol: passes end when the loss decreases by less than tol^2 of itself.
+        others: as in `KernelRidge`; `gamma="learn"` learns from indicators of the classes.
 
     The penalty draws probabilities towards the shares of the classes: with the default alpha they are right more often
     than they say. A weight counts as copies of its row; of more than 4,096 rows the centres are drawn by number.
@@ -367,14 +343,13 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
     """
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelClassifier:
-        rows, alpha, tol, centers = self._begin(X, y, sample_weight)
+        rows, alpha, tol, centers = self._begin(X, y, sample_weight, self._encoder)
         seed = draw_seed(check_random_state(self.random_state))
-        self._choose(rows, seed)
+        self._set_kernel(self.gamma, rows, seed)
         share = np.clip(self.offset_, 1e-12, 1 - 1e-12)
         two = len(self.classes_) == 2
         self.offset_ = np.log(share / (1 - share) if two else share) if self.standardize else 0.0 * share
-        centers = Centers(count=len(rows)) if centers is None else centers
-        basis = make_basis(self.kernel, self.bandwidth_, rows, centers, alpha, len(self.offset_), seed)
+        basis = nystrom.make_basis(self.kernel, self.bandwidth_, rows, centers, alpha, len(self.offset_), seed)
         self._fit_logistic(rows, basis, alpha, tol)
         return self
 
@@ -384,34 +359,35 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
             raise BochnerError(
                 f"{type(self).__name__}.fit needs at least two classes, got only one class, {self.classes_[0]}."
             )
-        return Indicators(self.classes_)
+        return partial(_indicators, self.classes_)
 
     def _fit_logistic(self, rows: Rows, basis: Basis, alpha: float, tol: float) -> None:
         """L-BFGS in the coordinates u = R' a, in which the Hessian at the start is about I."""
         cross, columns = basis.cross, len(self.offset_)
         lower = basis.preconditioner(alpha, 0.25 if columns == 1 else (1 - 1 / columns) / columns)
-        seconds = 30 * len(rows) * len(cross) * (PAIR + COLUMN * (columns - 1))
-        say, passes = speaker(shown(seconds)), 0
+        seconds = 30 * len(rows) * len(cross) * (nystrom.PAIR + nystrom.COLUMN * (columns - 1))
+        say, passes = speaker(nystrom.shown(seconds)), 0
+
+        def inside(u: np.ndarray) -> Tensor:
+            return torch.linalg.solve_triangular(lower.T, torch.from_numpy(u).reshape(columns, -1).T, upper=True)
 
         def objective(u: np.ndarray) -> tuple[float, np.ndarray]:
             nonlocal passes
             passes += 1
-            a = torch.linalg.solve_triangular(lower.T, torch.from_numpy(u).reshape(columns, -1).T, upper=True)
+            a = inside(u)
             v = basis.coefficients(a.T).to(cross.dtype)
-            loss, g = rows.total(logistic, cross, v, self.offset_)
+            loss, g = rows.total(nystrom.logistic, cross, v, self.offset_)
             gradient = basis.gradient(g).T + alpha * a
             loss += 0.5 * alpha * float(a.square().sum())
             say(f"pass {passes}: loss {loss / self._total_weight:.6f} a row")
             scaled = torch.linalg.solve_triangular(lower, gradient, upper=False)
             return loss / self._total_weight, (scaled.T / self._total_weight).numpy().ravel()
 
-        ends = {"ftol": tol**2, "gtol": 1e-9} if len(rows) > EXACT else {"ftol": 1e-15, "gtol": 1e-12}
+        ends = {"ftol": tol**2, "gtol": 1e-9} if len(rows) > nystrom.EXACT else {"ftol": 1e-15, "gtol": 1e-12}
         start = np.zeros(columns * len(cross))
         found = minimize(objective, start, jac=True, method="L-BFGS-B", options={"maxiter": MAX_PASSES, **ends})
-        u = torch.from_numpy(found.x).reshape(columns, -1)
-        a = torch.linalg.solve_triangular(lower.T, u.T, upper=True)
         self.n_iter_ = passes
-        self._keep(cross, basis.coefficients(a.T))
+        self._cross, self._coefficients = cross, basis.coefficients(inside(found.x).T)
 
     @blockwise(lambda model: (0 if len(model.classes_) == 2 else len(model.classes_), np.float64))
     def decision_function(self, X: Any) -> np.ndarray:
@@ -434,24 +410,17 @@ class KernelClassifier(ClassifierMixin, _CenterModel):
         return self.classes_[(scores[:, 0] > 0).astype(int) if scores.shape[1] == 1 else scores.argmax(1)]
 
 
-class Indicators:
+def _indicators(classes: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Labels as targets: (b, 1) of 0 and 1 for two classes, (b, c) for more."""
-
-    def __init__(self, classes: np.ndarray) -> None:
-        self.classes = classes
-
-    def __call__(self, y: Any) -> np.ndarray:
-        place = np.searchsorted(self.classes, np.asarray(y))
-        if len(self.classes) == 2:
-            return place[:, None].astype(np.float64)
-        return np.eye(len(self.classes))[place]
+    place = np.searchsorted(classes, y)
+    return place[:, None].astype(np.float64) if len(classes) == 2 else np.eye(len(classes))[place]
 
 
-def _as_columns(y: Any) -> np.ndarray:
-    y = np.asarray(y, dtype=np.float64)
-    if not np.isfinite(y).all():
-        raise BochnerError("The targets y must be finite; a block has NaN or infinity in it.")
-    return y.reshape(len(y), -1)
+def _as_columns(columns: tuple[int, ...], y: np.ndarray) -> np.ndarray:
+    if y.dtype.kind not in "fiub" or y.shape[1:] != columns or not np.isfinite(y).all():
+        wanted = ("b", *columns)
+        raise BochnerError(f"The targets y must be finite numbers {wanted}; a block has {y.dtype} of shape {y.shape}.")
+    return y.astype(np.float64).reshape(len(y), *(columns or (1,)))
 
 
 def _labels(block: Any) -> np.ndarray:

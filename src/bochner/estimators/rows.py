@@ -20,24 +20,18 @@ FAN_IN = 8  # sums that Dask adds in one task
 
 
 class Block(NamedTuple):
-    """Some rows: X (b, d), the targets (b, c) or labels (b,) or None, and the weights (b,) or None."""
+    """Some rows: X (b, d), the targets (b, c) or labels (b,), and the weights (b,), float64."""
 
     X: np.ndarray
     y: Any
-    weight: Any
-
-    @property
-    def weights(self) -> np.ndarray:
-        """The weights (b,), float64: ones if there are none."""
-        return np.ones(len(self.X)) if self.weight is None else np.array(self.weight, dtype=np.float64)
+    weight: np.ndarray
 
     def merged(self) -> Block:
         """In a canonical order, copies of a row as one of their whole weight, rows without weight left out."""
-        w = self.weights
-        table = np.concatenate([self.X, self.y], 1)[w > 0]
-        rows, place = np.unique(table, axis=0, return_inverse=True)
-        weight = np.bincount(place.ravel(), w[w > 0])
-        return Block(rows[:, : self.X.shape[1]], rows[:, self.X.shape[1] :], weight)
+        counted = self.weight > 0
+        table, place = np.unique(np.concatenate([self.X, self.y], 1)[counted], axis=0, return_inverse=True)
+        X, y = np.split(table, [self.X.shape[1]], axis=1)
+        return Block(X, y, np.bincount(place.ravel(), self.weight[counted]))
 
 
 Sums = tuple[Any, ...]
@@ -61,9 +55,7 @@ class Rows:
 
     def head(self) -> Block:
         """The first block."""
-        for part in self.start():
-            return finished(part, self.encode)
-        raise BochnerError("There are no blocks of rows.")
+        return finished(next(self.start(), None) or _none(), self.encode)
 
     def each(self, function: Callable[..., Any], *state: Any, shares: list[Any] | None = None) -> Iterable[Any]:
         """`function(block, *state)` of every block; `shares`: one more argument for each of them, None to leave out."""
@@ -82,15 +74,24 @@ class Rows:
         parts = np.split(drawn, np.searchsorted(drawn, ends[:-1]))
         shares = [part - end + m if len(part) else None for part, end, m in zip(parts, ends, self.lengths, strict=True)]
         found = zip(*self.each(_take, shares=shares), strict=True)
-        return Block._make(None if part[0] is None else np.concatenate(part) for part in found)
+        return Block._make(map(np.concatenate, found))
 
 
 def finished(part: tuple[Any, ...], encode: Callable[[Any], np.ndarray] | None) -> Block:
     """One block with its targets; runs where the block is."""
-    X, y, weight = np.asarray(part[0]), *(None if value is None else np.asarray(value) for value in part[1:])
-    if y is not None and len(y) != len(X):
-        raise BochnerError(f"A block has {len(X)} rows of X and {len(y)} of y; they must be as many.")
-    return Block(X, y if encode is None or y is None else encode(y), weight)
+    X, y, weight = part
+    if y is None:
+        raise BochnerError("A fit needs targets y as well as rows X, got no y.")
+    X, y = np.asarray(X), np.asarray(y)
+    if X.ndim != 2 or X.dtype.kind not in "fiub":
+        raise BochnerError(f"A block of rows X must be a table of numbers, got {X.dtype} of shape {X.shape}.")
+    weight = np.ones(len(X)) if weight is None else np.array(weight, dtype=np.float64)
+    if not (weight >= 0).all() or not np.isfinite(weight).all():
+        raise BochnerError("The weights of a block must be finite and not negative.")
+    for name, values in (("y", y), ("sample_weight", weight)):
+        if len(values) != len(X):
+            raise BochnerError(f"A block has {len(X)} rows of X and {len(values)} of {name}; they must be as many.")
+    return Block(X, y if encode is None else encode(y), weight)
 
 
 def run(function: Callable[..., Any], encode: Any, part: tuple[Any, ...], *state: Any) -> Any:
@@ -98,11 +99,17 @@ def run(function: Callable[..., Any], encode: Any, part: tuple[Any, ...], *state
 
 
 def add_all(parts: Iterable[Sums]) -> Sums:
-    return reduce(lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), parts)
+    parts = iter(parts)
+    first = next(parts, None) or _none()
+    return reduce(lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), parts, first)
+
+
+def _none() -> Any:
+    raise BochnerError("There are no blocks of rows; the function must return a new iterator every time.")
 
 
 def _take(block: Block, index: np.ndarray) -> Block:
-    return Block._make(None if part is None else part[index] for part in block)
+    return Block._make(part[index] for part in block)
 
 
 def _whole(block: Block) -> Block:
@@ -123,7 +130,7 @@ def streamed_rows(start: Callable[[], Iterator[tuple[Any, ...]]]) -> Rows:
     """Rows of a function that returns an iterator of (X, y) or (X, y, weight), called once for every pass."""
 
     def blocks() -> Iterator[tuple[Any, ...]]:
-        for part in start():
+        for part in iter(start()):
             if not isinstance(part, tuple) or not 2 <= len(part) <= 3:
                 raise BochnerError("An iterator of blocks must yield (X, y) or (X, y, weight).")
             yield (*part, None)[:3]

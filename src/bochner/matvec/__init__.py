@@ -1,10 +1,9 @@
 """Kernel matrix-vector products with a stated error: `KernelOperator` and what it is made of."""
 
-from .certificate import Estimate
 from .choose import Plan
 from .kernels import Gradients, Kernel
 from .lowrank import Factor, Preconditioner, pivoted_cholesky, ridge_factor
-from .operator import KernelOperator
+from .operator import Estimate, KernelOperator
 from .solve import LogDet, Solution, conjugate_gradients, logdet
 
 __all__ = [

@@ -9,9 +9,9 @@ error matrix E is below it too (Schur's test), for every x.
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,16 +20,13 @@ from torch import Tensor
 from .._progress import track
 from .exact import ExactEngine, PlacedKeys
 from .kernels import Problem
-from .tiles import BLOCK, COLUMNS, ROWS, Frame, Sums, Tiles, norms, times
+from .tiles import BLOCK, COLUMNS, ROWS, Block, Frame, norms
 
 SKIP_SHARE = 0.5  # of eps, for what is skipped
 CELLS = 1.5  # times the square root of the number of points
 WIDEST = 1e3  # units across which single precision tells cells apart
 SORTED = 1024  # points at once whose distances to all origins stay in cache
 ROUNDS, SAMPLED = 3, 20  # of k-means, and points per cell that it looks at
-
-
-# ---- cells ---------------------------------------------------------------------------------------------------------
 
 
 def nearest(points: Tensor, centres: Tensor) -> Tensor:
@@ -59,23 +56,18 @@ def number_of_cells(n: int, s: int) -> int:
     return max(1, math.ceil(CELLS * math.sqrt(min(n, s))))
 
 
-@dataclass
-class Side:
+class Side(NamedTuple):
     """Queries or keys by cell."""
 
     label: Tensor  # (n,) the cell of each
     order: Tensor  # (n,) their numbers, sorted by cell
-    start: Tensor  # (cells+1,) where each cell begins in `order`
+    sizes: Tensor  # (cells,) how many points each has
     radius: Tensor  # (cells,) largest distance from the origin
     reach: Tensor  # (cells, cells) how far points of cell a go from its origin towards that of cell b, at most
 
-    @property
-    def count(self) -> Tensor:
-        return self.start.diff()
-
-    def members(self) -> list[Tensor]:
+    def members(self) -> tuple[Tensor, ...]:
         """The numbers of the points of each cell."""
-        return [self.order[lo:hi] for lo, hi in itertools.pairwise(self.start.tolist())]
+        return self.order.split(self.sizes.tolist())
 
 
 class Index:
@@ -115,24 +107,17 @@ class Index:
             most = np.maximum.reduceat(towards.numpy(), (count.cumsum(0) - count).numpy(), axis=0)
             furthest[which] = torch.maximum(furthest[which], torch.from_numpy(most))
             radius.scatter_reduce_(0, cell, norms(own), "amax")
-        start = torch.cat([label.new_zeros(1), torch.bincount(label, minlength=self.cells).cumsum(0)])
-        return Side(label, order, start, radius, furthest / self.distances.clamp_min(torch.finfo(self.dtype).tiny))
+        sizes = torch.bincount(label, minlength=self.cells)
+        return Side(label, order, sizes, radius, furthest / self.distances.clamp_min(torch.finfo(self.dtype).tiny))
 
 
-# ---- which blocks are near -----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Near:
+class Near(NamedTuple):
     """Which blocks are evaluated, and what the others hold at most."""
 
     blocks: Tensor  # (cells, cells) bool: query cell x key cell
     skipped: Tensor  # (cells, cells) float64: bound on every entry of a skipped block, 0 for near ones
     norm: float  # bound on |E|_2 of what is skipped
-
-    def pairs(self, queries: Side, keys: Side) -> int:
-        """Entries in near blocks."""
-        return int((self.blocks.double() * queries.count.double()[:, None] * keys.count.double()).sum())
+    pairs: int  # entries in near blocks
 
 
 def entry_bounds(index: Index, queries: Side, keys: Side, more: float = 1.0) -> Tensor:
@@ -152,12 +137,13 @@ def entry_bounds(index: Index, queries: Side, keys: Side, more: float = 1.0) -> 
 def near_blocks(index: Index, queries: Side, keys: Side, limit: float) -> Near:
     """Skip blocks, those of the least kernel first, while no row's and no column's sum exceeds `limit`."""
     bound = entry_bounds(index, queries, keys)
-    count = keys.count.double()
-    many = count if queries is keys else queries.count.double()
-    near = needed(bound, many, count, limit) & (queries.count > 0)[:, None]
+    count = keys.sizes.double()
+    many = count if queries is keys else queries.sizes.double()
+    near = needed(bound, many, count, limit) & (queries.sizes > 0)[:, None]
     skipped = torch.where(near, 0.0, bound)
-    rows, columns = (skipped @ count)[queries.count > 0].max(), (skipped.T @ many)[keys.count > 0].max()
-    return Near(near, skipped, math.sqrt(float(rows) * float(columns)) * (1.0 + 1e-9))
+    rows, columns = (skipped @ count)[queries.sizes > 0].max(), (skipped.T @ many)[keys.sizes > 0].max()
+    pairs = int((near.double() * many[:, None] * count).sum())
+    return Near(near, skipped, math.sqrt(float(rows) * float(columns)) * (1.0 + 1e-9), pairs)
 
 
 def needed(bound: Tensor, queries: Tensor, keys: Tensor, limit: float) -> Tensor:
@@ -171,9 +157,6 @@ def _skippable(sums: Tensor, limit: float) -> Tensor:
     """Which entries of each row, the smallest first, add up to at most `limit`."""
     ordered, order = sums.sort(1)
     return torch.zeros_like(sums, dtype=torch.bool).scatter_(1, order, ordered.cumsum(1) <= limit * (1.0 - 1e-9))
-
-
-# ---- products ------------------------------------------------------------------------------------------------------
 
 
 class CellsEngine(ExactEngine):
@@ -190,38 +173,19 @@ class CellsEngine(ExactEngine):
         self.queries = self.keys if problem.symmetric else self.index.sort(problem.queries)
         super().__init__(problem, single, placed)
         self.near = near_blocks(self.index, self.queries, self.keys, SKIP_SHARE * problem.eps)
-        self.pairs = self.near.pairs(self.queries, self.keys) // (2 if self.symmetric else 1)
+        self.pairs = self.near.pairs // (2 if self.symmetric else 1)
 
-    def _multiply(self, x: Tensor, adjoint: bool, sums: Sums | None) -> Tensor:
-        x = x.to(torch.float64 if self.wide else self.dtype)
-        back = adjoint and not self.symmetric
-        y = torch.zeros(len(self.w if back else self.z), x.shape[1], dtype=torch.float64)
-        tiles, cells, keys = Tiles(self.frame), self.queries.members(), self.keys.members()
+    def _blocks(self) -> Iterator[Block]:
+        """Near blocks. A symmetric one serves its mirror image too: the own cell first, then those beyond it."""
+        cells, keys = self.queries.members(), self.keys.members()
         for a in track(range(len(cells)), len(cells), "near cells", self.progress):
-            # A symmetric block serves its mirror image too: the own cell first, then those beyond it.
             near = [b for b in self.near.blocks[a].nonzero()[:, 0].tolist() if b >= a or not self.symmetric]
-            if len(cells[a]) and near:
-                theirs = torch.cat([keys[b] for b in near])
-                own = len(cells[a]) if self.symmetric and near[0] == a else 0
-                self._block(tiles, x, y, cells[a], theirs, own, back, sums)
-        return y
-
-    def _block(
-        self, tiles: Tiles, x: Tensor, y: Tensor, rows: Tensor, keys: Tensor, own: int, back: bool, sums: Sums | None
-    ) -> None:
-        """Add these rows against these keys, of which the first `own` are the rows themselves."""
-        for j, k in enumerate(keys.split(COLUMNS)):
-            w, inside = self.w.index_select(0, k), min(max(own - j * COLUMNS, 0), len(k))
-            for q in rows.split(ROWS):
-                tile = tiles(self.z.index_select(0, q), w)
-                if sums is not None:
-                    sums[0].index_add_(0, q, tile.sum(1).double())
-                    sums[0 if self.symmetric else 1].index_add_(0, k[inside:], tile[:, inside:].sum(0).double())
-                tile = tile.to(x.dtype)
-                if not back:
-                    y.index_add_(0, q, times(tile, x.index_select(0, k)).double())
-                if back or (inside < len(k) and self.symmetric):
-                    y.index_add_(0, k[inside:], times(tile[:, inside:].T, x.index_select(0, q)).double())
+            if not (len(cells[a]) and near):
+                continue
+            own = len(cells[a]) if self.symmetric and near[0] == a else 0
+            for j, columns in enumerate(torch.cat([keys[b] for b in near]).split(COLUMNS)):
+                for rows in cells[a].split(ROWS):
+                    yield rows, columns, min(max(own - j * COLUMNS, 0), len(columns))
 
     def _relative(self) -> tuple[Tensor, Tensor, float]:
         """As of exact tiles; a row adds up in a tile for each near cell."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -71,26 +72,22 @@ def choose(problem: Problem, method: str, products: int, memory: int, placed: Pl
         return build(problem, method, memory, placed), Plan(method, "as asked", products)
     n, s = problem.shape
     if math.prod(problem.shape) * products <= SMALL:
-        return ExactEngine(problem, problem.dtype == torch.float32, placed), Plan(
-            "exact", f"{n} x {s} is small", products
-        )
+        return build(problem, "exact", memory, placed), Plan("exact", f"{n} x {s} is small", products)
     exact = ExactEngine(problem, _single(problem), placed)
-    if n <= placed.exact_for[0] and products <= placed.exact_for[1]:
-        return exact, Plan("exact", "nothing was faster for as many queries before", products)
-    first = _tile_option("exact", problem, problem.pairs, exact)
+    first = _tile_option("exact", problem, exact.pairs, exact)
     options = [first]
     limit = TRIAL_SHARE * first.total(products)
     options += cells_trial(problem, limit, exact)
     options += factor_trial(problem, memory, 1.5 * limit)  # a hopeless one ends after its first columns
     best = min(options, key=lambda option: option.total(products))
+    engine: Engine | None = exact
     if best is first or best.total(products) > WORTHWHILE * first.total(products):
-        placed.exact_for = n, products
-        others = "the other methods would not be faster" if len(options) > 1 else "trying others would cost too much"
-        return exact, Plan("exact", others, products, tuple(options))
-    engine = _attempt(problem, best, first, products, memory, placed)
-    if engine is None:
-        return exact, Plan("exact", f"{best.method} turned out slower than predicted", products, tuple(options))
-    return engine, Plan(engine.name, "predicted to be the fastest", products, tuple(options))
+        reason = "the other methods would not be faster" if len(options) > 1 else "trying others would cost too much"
+    else:
+        engine = _attempt(problem, best, first, products, memory, placed)
+        reason = "predicted to be the fastest" if engine else f"{best.method} turned out slower than predicted"
+    engine = engine or exact
+    return engine, Plan(engine.name, reason, products, tuple(options))
 
 
 def build(problem: Problem, method: str, memory: int, placed: PlacedKeys) -> Engine:
@@ -109,24 +106,22 @@ def _single(problem: Problem) -> bool:
 
 def most_rank(problem: Problem, memory: int) -> int:
     """The largest rank that fits into memory."""
-    n, s = problem.shape
-    total = s if problem.symmetric else n + s
-    return max(1, min(total, memory // (16 * total)))
+    return max(1, min(problem.points, memory // (16 * problem.points)))
 
 
 def _attempt(
     problem: Problem, best: Option, exact: Option, products: int, memory: int, placed: PlacedKeys
 ) -> Engine | None:
     """The engine of an option; None if building shows that it is slower than exact products after all."""
-    if best.method == "lowrank":
-        return _factor(problem, best, exact, products, memory)
-    engine = cells.CellsEngine(problem, _single(problem), placed)
-    near = engine.near.pairs(engine.queries, engine.keys)
-    now = _cells_option(problem, near, engine)
-    return engine if products * now.product < exact.total(products) else None
-
-
-# ---- seconds of this machine -----------------------------------------------------------------------------------------
+    whole = exact.total(products)
+    if best.method == "cells":
+        engine = cells.CellsEngine(problem, _single(problem), placed)
+        return engine if products * _cells_option(problem, engine.near.pairs, engine).product < whole else None
+    # Waiting for the machine is not counted.
+    begun, allowed = time.thread_time(), min(2.0 * best.build + 0.1 * whole, 0.7 * whole)
+    rank = most_rank(problem, memory)
+    factor = lowrank.LowRankEngine(problem, rank, stop=lambda trace, r: time.thread_time() - begun > allowed)
+    return factor if factor.certain else None
 
 
 @lru_cache(maxsize=256)
@@ -164,16 +159,7 @@ def flop_seconds() -> float:
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    call()
-    times = []
-    for _ in range(4):
-        begun = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begun)
-    return min(times)
-
-
-# ---- the trial of cells ----------------------------------------------------------------------------------------------
+    return min(timeit.repeat(call, number=1, repeat=5))
 
 
 def cells_trial(problem: Problem, limit: float, exact: ExactEngine) -> list[Option]:
@@ -194,7 +180,7 @@ def cells_trial(problem: Problem, limit: float, exact: ExactEngine) -> list[Opti
     keys = index.sort(drawn(problem.keys))
     queries = keys if problem.symmetric else index.sort(drawn(problem.queries))
     # The largest of m deviations grows like sqrt(log m).
-    key_count, query_count = keys.count.double() * s / most, queries.count.double() * n / most
+    key_count, query_count = keys.sizes.double() * s / most, queries.sizes.double() * n / most
     more = math.sqrt(math.log(2 + s / count) / math.log(2 + most / count))
     near = cells.needed(
         cells.entry_bounds(index, queries, keys, more),
@@ -220,14 +206,9 @@ def _cells_option(problem: Problem, near: float, exact: ExactEngine) -> Option:
     return Option("cells", setup + tiles.build, SMALL_TILES * tiles.product + overhead, fact)
 
 
-# ---- the trial of a factor -------------------------------------------------------------------------------------------
-
-
 def factor_trial(problem: Problem, memory: int, limit: float) -> list[Option]:
     """The rank that a sample of the points needs, if a factor of it can tell."""
-    n, s = problem.shape
-    total = s if problem.symmetric else n + s
-    flop = flop_seconds()
+    s, total, flop = len(problem.keys), problem.points, flop_seconds()
     # A factor of rank r of 6 r points takes about 6 r^3 multiplications, and each block of columns some calls.
     most = int((limit / (5 * MARGIN * flop)) ** (1 / 3))
     most = min(most, most_rank(problem, memory), total // MARGIN)
@@ -254,22 +235,7 @@ def factor_trial(problem: Problem, memory: int, limit: float) -> list[Option]:
     rest = (1.0 - factor.extend(drawn()).square().sum(1)).clamp_min_(0.0)
     smooth = max(0.0, math.log(float(rest.mean()) / share + 1e-300) / math.log(1.0 / share))
     alone = float((rest > 0.05).double().mean()) * total
-    return [_factor_option(problem, factor.rank * (1.1 + smooth) + alone)]
-
-
-def _factor_option(problem: Problem, rank: float) -> Option:
-    n, s = problem.shape
-    total = s if problem.symmetric else n + s
+    rank = factor.rank * (1.1 + smooth) + alone
     entry, _ = pair_seconds(problem.kernel.name, problem.keys.shape[1], torch.float64)
-    setup = total * rank * (2.5 * rank * flop_seconds() + 1.5 * entry)
-    return Option("lowrank", setup, total * rank * 1.2e-9 * (2 if problem.symmetric else 1), f"rank about {rank:.0f}")
-
-
-def _factor(problem: Problem, best: Option, exact: Option, products: int, memory: int) -> Engine | None:
-    """The factor, unless it takes much longer than it was predicted to, waiting for the machine not counted."""
-    whole = exact.total(products)
-    begun, allowed = time.thread_time(), min(2.0 * best.build + 0.1 * whole, 0.7 * whole)
-    engine = lowrank.LowRankEngine(
-        problem, most_rank(problem, memory), stop=lambda trace, r: time.thread_time() - begun > allowed
-    )
-    return engine if engine.norm <= problem.eps else None
+    setup = total * rank * (2.5 * rank * flop + 1.5 * entry)
+    return [Option("lowrank", setup, total * rank * 1.2e-9 * (2 if problem.symmetric else 1), f"rank about {rank:.0f}")]

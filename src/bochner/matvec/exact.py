@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import tiles
 from .kernels import Problem
 from .profiles import Profile
-from .tiles import (
-    PRECISE,
-    Frame,
-    Sums,
-    Tiles,
-    argument_error,
-    differences_error,
-    exact_product,
-    extent,
-    left,
-    norms,
-    precise_frame,
-    right,
-    summation_error,
-    swapped,
-)
+from .tiles import PRECISE, Block, Frame, Sums, Tiles, all_blocks, argument_error, block_product, left, norms, right
 
 COARSE = 0.25  # an error of the argument above which an arithmetic is not considered
 LOOKED_AT = 32  # rows, and columns, that can say at once that single precision is too coarse
 
 
 class PlacedKeys:
-    """The keys in the frame of each arithmetic, placed once, and what else was found out about them.
-
-    Operators with other queries share it.
-    """
+    """The keys in the frame of each arithmetic, and what is known of them; operators with other queries share it."""
 
     def __init__(self, problem: Problem) -> None:
         self.keys, self.frame = problem.keys, problem.kernel.frame(problem.keys, "float64")
-        self.extent = extent(self.frame, self.keys)
+        self.extent = tiles.extent(self.frame, self.keys)
         self._rows: dict[str, tuple[Tensor, Tensor]] = {}
         self.coarse = False  # whether single precision was found too coarse for them, with any queries
         self.cells: Any = None  # an index and the keys in it
-        self.exact_for = 0, 0  # queries and products for which nothing was faster: fewer are not tried again
 
     def rows(self, arithmetic: str) -> tuple[Tensor, Tensor]:
         """Augmented (`right`) keys, and their lengths."""
@@ -54,12 +37,11 @@ class PlacedKeys:
 
 
 class ExactEngine:
-    """Evaluates kernel tiles in every product. Linear, and repeatable.
+    """Evaluates kernel tiles in every product. `wide`: entries in single precision, sums over them in double precision.
 
-    `wide`: entries in single precision, sums over them in double precision. What rounding can take from any x follows
-    from the sums of K over rows and columns (Schur's test): |E|_2 <= sqrt(largest row sum * largest column sum) of the
-    error matrix E. Where they are not known to be small, the first product forms them beside its own sums; if they are
-    too large, it is repeated in finer arithmetic.
+    What rounding can take from any x follows from the sums of K over rows and columns (Schur's test): |E|_2 <=
+    sqrt(largest row sum * largest column sum) of the error matrix E. Where they are not known to be small, the first
+    product forms them beside its own sums; if they are too large, it is repeated in finer arithmetic.
     """
 
     name = "exact"
@@ -70,8 +52,8 @@ class ExactEngine:
     def __init__(self, problem: Problem, single: bool, placed: PlacedKeys) -> None:
         self.problem, self.symmetric, self.placed, self.wide = problem, problem.symmetric, placed, False
         self.limit = self.rounding_share * problem.eps
-        self.pairs = int(problem.pairs)  # kernel entries evaluated by one product
-        furthest = placed.extent if self.symmetric else extent(placed.frame, problem.queries)
+        self.pairs = math.prod(problem.shape) // (2 if self.symmetric else 1)  # kernel entries evaluated by one product
+        furthest = placed.extent if self.symmetric else tiles.extent(placed.frame, problem.queries)
         self.reach = placed.extent + furthest  # |z| + |w| of placed points, at most
         if not single or placed.coarse or not self._try_single():
             self._precise()
@@ -127,7 +109,7 @@ class ExactEngine:
     def _place(self, frame: Frame) -> None:
         self.frame, self.dtype = frame, frame.dtype
         self.w, keys = self.placed.rows(frame.arithmetic)
-        self.z = swapped(self.w) if self.symmetric else left(frame.place(self.problem.queries))
+        self.z = tiles.swapped(self.w) if self.symmetric else left(frame.place(self.problem.queries))
         self.lengths = (keys if self.symmetric else norms(self.z[:, :-2]).double(), keys)
 
     def _try_single(self) -> bool:
@@ -157,12 +139,13 @@ class ExactEngine:
         """Sums of some rows and columns, the longest and the shortest points among them; zero elsewhere."""
         sides = [(self.z, self.w, self.lengths[0])]
         if not self.symmetric:
-            sides.append((swapped(self.w), swapped(self.z), self.lengths[1]))
+            sides.append((tiles.swapped(self.w), tiles.swapped(self.z), self.lengths[1]))
         out = []
         for rows, others, length in sides:
             ids = length.argsort()[:: max(1, length.numel() // LOOKED_AT)]
             ones, sums = torch.ones(len(others), 1, dtype=self.dtype), torch.zeros(len(rows), dtype=torch.float64)
-            sums[ids] = exact_product(Tiles(self.frame), rows[ids], others, ones)[:, 0]
+            blocks = all_blocks(len(ids), len(others), False)
+            sums[ids] = block_product(Tiles(self.frame), rows[ids], others, ones, blocks)[:, 0]
             out.append(sums)
         return out[0], out[-1]
 
@@ -170,7 +153,7 @@ class ExactEngine:
         """Double precision, by differences where matrix products would lose too much."""
         tolerance = min(PRECISE, 0.25 * self.problem.eps / math.sqrt(math.prod(self.problem.shape)))
         self.wide = False
-        self._place(precise_frame(self.placed.frame, self.reach, tolerance))
+        self._place(tiles.precise_frame(self.placed.frame, self.reach, tolerance))
         self.lost = self._lost(*self._ones())
         self.limit = max(self.limit, self.lost)  # there is nothing finer
 
@@ -185,42 +168,44 @@ class ExactEngine:
 
     def _multiply(self, x: Tensor, adjoint: bool, sums: Sums | None) -> Tensor:
         """The product; the sums of the rows and columns of K are added to `sums`."""
-        x = x.to(torch.float64 if self.wide else self.dtype)
-        z, w = self.z, self.w
+        z, w, blocks = self.z, self.w, self._blocks()
         if adjoint and not self.symmetric:
-            z, w, sums = swapped(w), swapped(z), None if sums is None else (sums[1], sums[0])
-        return exact_product(Tiles(self.frame), z, w, x, symmetric=self.symmetric, progress=self.progress, sums=sums)
+            z, w, sums = tiles.swapped(w), tiles.swapped(z), None if sums is None else (sums[1], sums[0])
+            blocks = ((columns, rows, own) for rows, columns, own in blocks)
+        x = x.to(torch.float64 if self.wide else self.dtype)
+        return block_product(Tiles(self.frame), z, w, x, blocks, self.symmetric, sums)
+
+    def _blocks(self) -> Iterator[Block]:
+        """What is evaluated."""
+        return all_blocks(*self.problem.shape, self.symmetric, self.progress)
 
     def _relative(self) -> tuple[Tensor, Tensor, float]:
-        """Bounds on the relative rounding of the terms of a row (n,) and of a column (s,), and of an entry, absolute.
-
-        The last is for entries too small for the first two.
-        """
+        """Bounds on the relative rounding of the terms of a row (n,) and a column (s,); of tiny entries, absolute."""
         rows, columns = self.lengths
         n, s = self.problem.shape
         tiny = min(1e-3 * torch.finfo(self.dtype).eps, 0.02 * self.limit / math.sqrt(n * s))
         by_row, floor = entry_rounding(self.frame, rows, float(columns.max()), tiny)
         by_column, _ = entry_rounding(self.frame, columns, float(rows.max()), tiny)
-        sums = summation_error(max(n, s), self.dtype, self.wide)
+        sums = tiles.summation_error(max(n, s), self.dtype, self.wide)
         return by_row + sums, by_column + sums, floor
 
 
 def entry_rounding(frame: Frame, own: Tensor, other: float, tiny: float) -> tuple[Tensor, float]:
     """Bounds on the relative error of the entries of rows with placed lengths `own`, others at most `other` long.
 
-    Where entries beyond some distance are all below `tiny`, they may be off by that, the second result; the others
-    lie within that distance of the row, which limits |z| + |w|.
+    Entries that are all below `tiny` may be off by that, the second result; the others lie so near to the row that
+    |z| + |w| is limited.
     """
     profile, d, longest = frame.profile, frame.centre.shape[0], float(own.max()) + other
+    floor = profile.floor_value(frame.dtype)
     if frame.arithmetic == "difference":
-        return torch.zeros(own.shape, dtype=torch.float64), differences_error(d) + profile.floor_value(frame.dtype)
-    worst = profile.change(argument_error(longest, d, frame))
-    far = _beyond(profile, longest, tiny)
+        return torch.zeros_like(own), tiles.differences_error(d) + floor
+    worst = min(1e30, profile.change(argument_error(longest, d, frame)))
     if not profile.convex or not 0 < longest < math.inf:
-        return torch.full(own.shape, min(worst, 1e30), dtype=torch.float64), profile.floor_value(frame.dtype)
-    reach = own.double() + (own.double() + far).clamp_max(other)
+        return torch.full_like(own, worst), floor
+    reach = own + (own + _beyond(profile, longest, tiny)).clamp_max(other)
     # `change` is convex: half the error of an argument does at most half the harm.
-    return min(worst, 1e30) * (reach / longest).square(), tiny + profile.floor_value(frame.dtype)
+    return worst * (reach / longest).square(), tiny + floor
 
 
 def _beyond(profile: Profile, longest: float, tiny: float) -> float:

@@ -16,18 +16,13 @@ OWNER = "KernelOperator"
 EXACT = 2**53  # the largest range of whole numbers that double precision holds
 
 
-def refuse_dask(x: Any, name: str) -> None:
-    """A Dask array is never read into memory in silence."""
-    if hasattr(x, "__dask_graph__"):
+def as_real(x: Any, name: str) -> Tensor:
+    """A real tensor from numpy or torch, shared where it can be, or one sentence saying what is wrong."""
+    if hasattr(x, "__dask_graph__"):  # never read into memory in silence
         raise BochnerError(
             f"The {name!r} of {OWNER} is a Dask array; multiply block by block: "
             f"Q.map_blocks(lambda q: {OWNER}(q, keys, bandwidth=1.0) @ x, drop_axis=1, dtype=x.dtype)."
         )
-
-
-def as_real(x: Any, name: str) -> Tensor:
-    """A real tensor from numpy or torch, shared where it can be, or one sentence saying what is wrong."""
-    refuse_dask(x, name)
     values: Any = x
     if isinstance(x, Tensor):
         if x.device.type != "cpu":

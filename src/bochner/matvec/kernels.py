@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from .._checks import BochnerError, lookup, positive_float
 from .profiles import ALIASES, PROFILES, Profile
-from .tiles import Frame, Tiles, exact_product, left, make_frame, point_gradients, right
+from .tiles import Frame, Tiles, left, make_frame, point_gradients, right
 
 BANDWIDTHS = (1e-140, 1e140)  # squares of distances must neither vanish nor overflow in double precision
 
@@ -70,7 +72,7 @@ class Kernel:
         """The arithmetic in which copies of a point have the kernel 1: a peak magnifies what matrix products round."""
         return "float64" if self.profile.convex else "difference"
 
-    def _placed(self, X: Tensor, Y: Tensor | None, precise: str = "float64") -> tuple[Frame, Tensor, Tensor]:
+    def _placed(self, X: Tensor, Y: Tensor | None, precise: str) -> tuple[Frame, Tensor, Tensor]:
         frame = self.frame(X if Y is None else Y, "float32" if X.dtype == torch.float32 else precise)
         z = frame.place(X)
         return frame, z, z if Y is None else frame.place(Y)
@@ -83,22 +85,12 @@ class Kernel:
             block.fill_diagonal_(1.0)
         return block
 
-    def product(self, X: Tensor, Y: Tensor | None, V: Tensor, progress: bool = False) -> Tensor:
-        """K(X, Y) V in float64, V (s,) or (s, r): tile by tile, no more than a tile of K in memory.
-
-        Y None: K(X, X), half the pairs. The transposed product is `product(Y, X, U)`.
-        """
-        frame, z, w = self._placed(X, Y)
-        table = V.reshape(w.shape[0], -1).to(frame.dtype)
-        product = exact_product(Tiles(frame), left(z), right(w), table, symmetric=Y is None, progress=progress)
-        return product.reshape(len(X), *V.shape[1:])
-
     def gradients(self, X: Tensor, Y: Tensor | None, G: Tensor | tuple[Tensor, Tensor]) -> Gradients:
         """Gradients of sum_ij G_ij K(x_i, y_j); G (n, s), or a pair A (n, r), B (s, r) that means A B'.
 
         Where one number is the bandwidth of all features, its gradient is the sum over them. Cost: about five products.
         """
-        frame, z, w = self._placed(X, Y)
+        frame, z, w = self._placed(X, Y, "float64")
         weight = (lambda a, b: G[a, b]) if isinstance(G, Tensor) else (lambda a, b: G[0][a] @ G[1][b].T)
         for_z, for_w = point_gradients(Tiles(frame), z, w, weight)
         # z = (x - centre) scale: the bandwidth h scales z by 1/h, and moving the centre changes nothing.
@@ -111,28 +103,22 @@ class Kernel:
 
 def _bandwidth(value: Any) -> float | Tensor:
     """A positive number in range, or a float64 tensor (d,) of such."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-    table = np.asarray(value)
+    table = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+    numbers = table.dtype.kind in "fiu"
     if table.ndim == 0:
-        plain = table.item() if table.dtype.kind in "fiu" else value
-        smallest = largest = positive_float(plain, "bandwidth", "KernelOperator")
-        sigma: float | Tensor = smallest
-    elif table.ndim == 1 and table.size and table.dtype.kind in "fiu":
-        smallest, largest = float(table.min()), float(table.max())
-        if not (smallest > 0 and math.isfinite(largest)):
-            raise BochnerError(f"The 'bandwidth' of every feature must be positive and finite, got {table.tolist()}.")
-        sigma = torch.from_numpy(table.astype(np.float64))
-    else:
+        table = np.float64(positive_float(table.item() if numbers else value, "bandwidth", "KernelOperator"))
+    elif table.ndim > 1 or not (numbers and table.size):
         raise BochnerError(
             f"The 'bandwidth' must be a positive number or one for each feature, got an array of shape {table.shape}."
         )
-    if not (BANDWIDTHS[0] <= smallest and largest <= BANDWIDTHS[1]):
+    elif not ((table > 0) & np.isfinite(table)).all():
+        raise BochnerError(f"The 'bandwidth' of every feature must be positive and finite, got {table.tolist()}.")
+    if not (BANDWIDTHS[0] <= table.min() and table.max() <= BANDWIDTHS[1]):
         raise BochnerError(
-            f"The 'bandwidth' must be between {BANDWIDTHS[0]:g} and {BANDWIDTHS[1]:g}, got {smallest:g}; "
+            f"The 'bandwidth' must be between {BANDWIDTHS[0]:g} and {BANDWIDTHS[1]:g}, got {table.min():g}; "
             "rescale the points."
         )
-    return sigma
+    return torch.from_numpy(table.astype(np.float64)) if table.ndim else float(table)
 
 
 @dataclass(frozen=True)
@@ -151,11 +137,50 @@ class Problem:
         return self.queries.shape[0], self.keys.shape[0]
 
     @property
-    def pairs(self) -> float:
-        """Kernel entries that an exact product evaluates."""
-        return math.prod(self.shape) / (2 if self.symmetric else 1)
+    def points(self) -> int:
+        """Keys, and queries where they are others."""
+        return len(self.keys) + (0 if self.symmetric else len(self.queries))
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the points, and so of the answers."""
         return self.queries.dtype
+
+
+class KernelProduct(Function):
+    """y = K x, or K' x. The gradient of x is K' g; those of points and bandwidth follow from G = g x'."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        queries: Tensor | None,
+        keys: Tensor | None,
+        bandwidth: Tensor | None,
+        product: Callable[[Tensor, bool], Tensor],
+        problem: Problem,
+        adjoint: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.like = queries, keys, bandwidth
+        ctx.product, ctx.problem, ctx.adjoint = product, problem, adjoint
+        return product(x.detach(), adjoint).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        needs, problem = ctx.needs_input_grad, ctx.problem
+        for_x = ctx.product(gradient, not ctx.adjoint).to(x.dtype) if needs[0] else None
+        if not any(needs[1:4]):
+            return for_x, *[None] * 6
+        pair = [t.detach().double().reshape(len(t), -1) for t in (gradient, x)]
+        queries, keys = problem.queries.double(), None if problem.symmetric else problem.keys.double()
+        found = problem.kernel.gradients(queries, keys, (pair[1], pair[0]) if ctx.adjoint else (pair[0], pair[1]))
+        out: list[Tensor | None] = []
+        for need, like, value in zip(needs[1:4], ctx.like, found, strict=True):
+            if need and value is not None:
+                value = value.sum() if like.numel() == 1 else value
+                value = value.reshape(like.shape).to(like.dtype)
+            out.append(value if need else None)
+        return for_x, *out, None, None, None

@@ -71,8 +71,7 @@ def pivoted_cholesky(
     """At most `rank` columns; fewer once the trace of what is left is at most `tolerance`, or `stop(trace, r)`.
 
     Pivots are drawn in proportion to the diagonal of what is left, a block at a time with rejection, which has the law
-    of drawing them one by one (Chen, Epperly, Tropp and Webber 2023; Epperly, Tropp and Webber 2024). Cost: O(n r^2),
-    and n r kernel entries.
+    of drawing them one by one (Chen, Epperly, Tropp and Webber 2023; Epperly, Tropp and Webber 2024). Cost: O(n r^2).
     """
     n, generator = len(X), torch.Generator().manual_seed(seed)
     frame = kernel.frame(X, "float64")
@@ -97,7 +96,8 @@ def pivoted_cholesky(
         # 2. Their columns of what is left, and the Cholesky factor of their own block.
         new = _columns(frame, tiles, z, X[drawn])
         new.addmm_(columns[:r].T, known, alpha=-1)
-        lower, failed = torch.linalg.cholesky_ex(_symmetric(new[drawn]))
+        own = new[drawn]
+        lower, failed = torch.linalg.cholesky_ex((own + own.T) / 2.0)
         if int(failed):
             break
         new = torch.linalg.solve_triangular(lower, new.T, upper=False)
@@ -116,10 +116,6 @@ def pivoted_cholesky(
 def _columns(frame: Frame, tiles: Tiles, z: Tensor, points: Tensor) -> Tensor:
     w = right(frame.place(points))
     return torch.cat([tiles(part, w).clone() for part in z.split(2048)])
-
-
-def _symmetric(block: Tensor) -> Tensor:
-    return (block + block.T).div_(2.0)
 
 
 def _accepted(core: np.ndarray, proposed: np.ndarray, generator: torch.Generator) -> Tensor:
@@ -144,14 +140,7 @@ def ridge_factor(matrix: Tensor, alpha: float) -> Tensor:
 
 
 class Preconditioner(LinearOperator):
-    """`(F F' + alpha I)^-1` by Woodbury's identity, in float64; called with a tensor (n, r), or as scipy's `M`.
-
-    Example:
-        >>> import torch
-        >>> F = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
-        >>> Preconditioner(F, 1.0)(torch.ones(2, 1, dtype=torch.float64))[:, 0]
-        tensor([0.5000, 1.0000], dtype=torch.float64)
-    """
+    """`(F F' + alpha I)^-1` by Woodbury's identity, in float64; called with a tensor (n, r), or as scipy's `M`."""
 
     def __init__(self, rows: Tensor, alpha: float) -> None:
         super().__init__(np.dtype(np.float64), (rows.shape[0], rows.shape[0]))
@@ -216,15 +205,13 @@ class LowRankEngine:
         lost = differences_error(problem.keys.shape[1])
         if precise_frame(frame, reach).arithmetic != "difference":
             lost = problem.kernel.profile.change(argument_error(reach, problem.keys.shape[1], frame))
-        return (
-            10 * min(PRECISE, lost + 8 * unit) + self.factor.rounding + unit * (max(problem.shape) + self.factor.rank)
-        )
+        terms = max(problem.shape) + self.factor.rank
+        return 10 * min(PRECISE, lost + 8 * unit) + self.factor.rounding + unit * terms
 
     @property
     def norm(self) -> float:
-        return float(self.roots[0].norm() * self.roots[1].norm()) + self._entry * math.sqrt(
-            math.prod(self.problem.shape)
-        )
+        size = math.sqrt(math.prod(self.problem.shape))
+        return float(self.roots[0].norm() * self.roots[1].norm()) + self._entry * size
 
     @property
     def certain(self) -> bool:

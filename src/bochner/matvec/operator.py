@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,15 +15,13 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from .._checks import BochnerError, make_generator, one_of, positive_float, positive_int
-from .autograd import KernelProduct
-from .certificate import Estimate
 from .choose import METHODS, Plan, choose
 from .exact import PlacedKeys
 from .inputs import OWNER, as_points, as_real, as_values
-from .kernels import Kernel, Problem
+from .kernels import Kernel, KernelProduct, Problem
 from .lowrank import LowRankEngine, Preconditioner, pivoted_cholesky, ridge_factor
 from .solve import LogDet, conjugate_gradients, logdet
-from .tiles import BLOCK
+from .tiles import BLOCK, norms
 
 FLOORS = {torch.float32: 1e-6, torch.float64: 1e-13}
 DIRECT = 2048  # rows up to which solving and determinants are by factorisation
@@ -29,12 +29,50 @@ LONG = 5.0  # seconds from which a product shows its progress
 PAIR = 2e-9  # seconds of a pair, roughly
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """A product y and bounds on its error: |Kx - y|_2 <= `bound`, and |Kx - y|_i <= `row_bounds[i]` for every row.
+
+    `relative` divides the bound by |x|_2, which is what `eps` limits. `pairs`: kernel entries evaluated, or
+    numbers of the factor read, of `all_pairs` in the matrix.
+    """
+
+    value: Any
+    bound: float
+    row_bounds: Any
+    norm_x: float
+    eps: float
+    method: str
+    pairs: int
+    all_pairs: int
+    seconds: float
+
+    @property
+    def relative(self) -> float:
+        return self.bound / self.norm_x if self.norm_x > 0 else 0.0
+
+    @property
+    def met(self) -> bool:
+        """Whether the bound is within eps |x|."""
+        return self.bound <= self.eps * self.norm_x
+
+    @property
+    def statement(self) -> str:
+        return (
+            f"|Kx - y| <= {self.bound:.3g} = {self.relative:.3g} |x|, and no row is off by more than "
+            f"{float(self.row_bounds.max()):.3g}: deterministically, rounding included."
+        )
+
+    def __str__(self) -> str:
+        share = self.pairs / max(1, self.all_pairs)
+        return f"{self.statement} {self.method}: {share:.1%} of the pairs, {self.seconds:.3g} s."
+
+
 class KernelOperator(LinearOperator):
     """The matrix `K_ij = exp(-|q_i - k_j|^2 / (2 sigma^2))` as an operator: `y = K @ x` for any signed x.
 
-    The contract is |Kx - y|_2 <= eps |x|_2 for every x. It holds by construction: what is skipped, dropped or rounded
-    is bounded before x is known. `matvec_with_certificate` says how large the error of one product can be, row by row.
-    Products are linear and repeatable. Gradients reach x, the points and the bandwidth where they are tensors.
+    The contract is |Kx - y|_2 <= eps |x|_2 for every x: what is skipped, dropped or rounded is bounded before x is
+    known. Products are linear and repeatable. Gradients reach x, the points and the bandwidth where they are tensors.
 
     Args:
         queries: (n, d) array, numpy or torch (on the CPU), float32 or float64; shared, not copied, where it can be.
@@ -47,8 +85,7 @@ class KernelOperator(LinearOperator):
             "lowrank" a factor by pivoted Cholesky.
         products: how many products are expected. A factor pays for several.
 
-    `memory`: bytes that a factor may take (2 GB). `progress`: whether products show a bar; None:
-    those that take more than five seconds.
+    `memory`: bytes that a factor may take. `progress`: whether products show a bar; None: those of over five seconds.
 
     Example:
         >>> import torch, bochner
@@ -126,11 +163,9 @@ class KernelOperator(LinearOperator):
         self._engine, self.plan = choose(problem, self._method, self._products, self.memory, placed)
         self.build_seconds = time.perf_counter() - begun
 
-    # ---- what it is -------------------------------------------------------------------------------------------------
-
     @property
     def method(self) -> str:
-        """The method in use; differs from the one asked for only if that was "auto"."""
+        """The method in use."""
         return self._engine.name
 
     @property
@@ -144,8 +179,6 @@ class KernelOperator(LinearOperator):
             f"KernelOperator(shape={self.shape}, kernel={self.kernel.name!r}, bandwidth={self.kernel.told_bandwidth}, "
             f"eps={self.eps:g}, method={self.method!r}, dtype={self.dtype}{shift})"
         )
-
-    # ---- products ---------------------------------------------------------------------------------------------------
 
     def matvec(self, x: Any) -> Any:
         """`K x` for x of shape (s,) or (s, 1)."""
@@ -185,17 +218,13 @@ class KernelOperator(LinearOperator):
     def _adjoint(self) -> LinearOperator:
         return self if self.symmetric else super()._adjoint()
 
-    def _transpose(self) -> LinearOperator:
-        return self._adjoint()
+    _transpose = _adjoint
 
     def _public(self, x: Any, adjoint: bool, columns: bool) -> Any:
         self._refuse_stale()
         learns = isinstance(x, Tensor) and (x.requires_grad or any(t is not None for t in self._learned))
         if learns and torch.is_grad_enabled():
-
-            def product(v: Tensor, back: bool) -> Tensor:
-                return self._product(v, back, columns)
-
+            product = partial(self._product, columns=columns)
             return KernelProduct.apply(x, *self._learned, product, self._problem, adjoint)
         return self._product(x, adjoint, columns)
 
@@ -227,14 +256,11 @@ class KernelOperator(LinearOperator):
         return seconds > LONG and self.method != "lowrank" if self.progress is None else self.progress
 
     def matvec_with_certificate(self, x: Any) -> Estimate:
-        """`K x` for one x of shape (s,), with bounds on |Kx - y| for the whole and for every row.
-
-        Cost: a little more than a product.
+        """`K x` for one x of shape (s,), with bounds on |Kx - y| for the whole and for every row; a little slower.
 
         Example:
             >>> import torch, bochner
-            >>> points = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
-            >>> K = bochner.KernelOperator(points, bandwidth=1.0)
+            >>> K = bochner.KernelOperator(torch.zeros(300, 4), bandwidth=1.0)
             >>> K.matvec_with_certificate(torch.ones(300)).met
             True
         """
@@ -266,8 +292,6 @@ class KernelOperator(LinearOperator):
             seconds=time.perf_counter() - begun,
         )
 
-    # ---- K as a matrix ----------------------------------------------------------------------------------------------
-
     def to_dense(self) -> np.ndarray:
         """K itself, (n, s), every entry by itself; the shift included."""
         block = self.kernel.block(self.queries.double(), None if self.symmetric else self.keys.double())
@@ -277,31 +301,18 @@ class KernelOperator(LinearOperator):
 
     def diagonal(self) -> np.ndarray:
         """The diagonal of K, exactly; the shift included."""
-        n = min(self.shape)
+        n, profile = min(self.shape), self.kernel.profile
         if self.symmetric:
             return np.full(n, 1.0 + self.shift, dtype=self.dtype)
-        scale = self.kernel.profile.unit / torch.as_tensor(self.bandwidth, dtype=torch.float64)
-        parts = [
-            ((q.double() - k.double()) * scale).square().sum(1)
-            for q, k in zip(self.queries[:n].split(BLOCK), self.keys[:n].split(BLOCK), strict=True)
-        ]
-        floor = self.kernel.profile.floor(torch.float64)
-        return self.kernel.profile.value(torch.cat(parts).mul_(-0.5).clamp_min_(floor)).numpy().astype(self.dtype)
+        scale = profile.unit / torch.as_tensor(self.bandwidth, dtype=torch.float64)
+        pairs = zip(self.queries[:n].split(BLOCK), self.keys[:n].split(BLOCK), strict=True)
+        distances = torch.cat([norms((q.double() - k.double()) * scale) for q, k in pairs])
+        return profile.at_distance(distances).numpy().astype(self.dtype)
 
     def shifted(self, alpha: float) -> KernelOperator:
-        """`K + alpha I`, with the same plan; K must be symmetric.
-
-        Example:
-            >>> import numpy as np, bochner
-            >>> X = np.random.default_rng(0).normal(size=(600, 3))
-            >>> A = bochner.KernelOperator(X, bandwidth=2.0, eps=1e-6).shifted(0.1)
-            >>> c = A.solve(X[:, 0])
-            >>> bool(np.linalg.norm(A @ c - X[:, 0]) < 1e-5)
-            True
-        """
+        """`K + alpha I`, with the same plan; K must be symmetric."""
         self._need_symmetric("shifted", shift=False)
-        other = object.__new__(KernelOperator)
-        other.__dict__.update(self.__dict__)
+        other = copy(self)
         other.shift = self.shift + positive_float(alpha, "alpha", f"{OWNER}.shifted")
         return other
 
@@ -336,18 +347,14 @@ class KernelOperator(LinearOperator):
             return LogDet(2.0 * float(self._cholesky().diagonal().log().sum()), 0.0)
         return logdet(self._multiply, self.shape[0], self.preconditioner(), probes=probes, steps=steps, seed=self.seed)
 
-    def preconditioner(self, rank: int | None = None) -> Preconditioner:
-        """`(F F' + alpha I)^-1` from a factor of K, for an operator that was `shifted(alpha)`.
-
-        It serves as `M` of scipy's `cg`. `rank`: at most; None: 10 sqrt(n).
-        """
+    def preconditioner(self) -> Preconditioner:
+        """`(F F' + alpha I)^-1` of an operator that was `shifted(alpha)`, F of rank 10 sqrt(n); `M` of scipy's `cg`."""
         self._need_symmetric("preconditioner")
-        if isinstance(self._engine, LowRankEngine) and rank is None:
+        if isinstance(self._engine, LowRankEngine):
             return Preconditioner(self._engine.factor.rows, self.shift)
-        n = self.shape[0]
-        most = min(n, 10 * math.isqrt(n)) if rank is None else positive_int(rank, "rank", "preconditioner")
+        rank = min(self.shape[0], 10 * math.isqrt(self.shape[0]))
         factor = pivoted_cholesky(
-            self.kernel, self.keys, most, seed=self.seed, stop=lambda trace, r: trace <= 2 * self.shift * r
+            self.kernel, self.keys, rank, seed=self.seed, stop=lambda trace, r: trace <= 2 * self.shift * r
         )
         return Preconditioner(factor.rows, self.shift)
 
@@ -368,8 +375,6 @@ class KernelOperator(LinearOperator):
                 f"the operator with eps={self.shift / 10:.1g}."
             )
 
-    # ---- other queries, copies --------------------------------------------------------------------------------------
-
     def with_queries(self, queries: Any) -> KernelOperator:
         """The operator for other queries and the same keys; what is known of the keys is shared, not rebuilt."""
         points = as_points(queries, "queries").to(self._problem.dtype)
@@ -377,22 +382,9 @@ class KernelOperator(LinearOperator):
             raise BochnerError(
                 f"The 'queries' of {OWNER}.with_queries must have {self.keys.shape[1]} columns, got {points.shape[1]}."
             )
-        other = object.__new__(KernelOperator)
-        other.__dict__.update(self.__dict__)
+        other = copy(self)
         other.shift = 0.0
         own = queries if isinstance(queries, Tensor) and queries.requires_grad else None
         other._learned = (own, self._learned[0] if self.symmetric else self._learned[1], self._learned[2])
         other._build(replace(self._problem, queries=points, symmetric=False), self._placed)
         return other
-
-    def __reduce__(self) -> Any:
-        """The points and the settings, the chosen method among them: a copy is built again, with the same products."""
-        settings = {name: getattr(self, name) for name in ("bandwidth", "eps", "seed", "method", "shift")}
-        settings |= {"kernel": self.kernel.name, "products": self._products}
-        return _restore, (self.queries.numpy(), None if self.symmetric else self.keys.numpy(), settings)
-
-
-def _restore(queries: np.ndarray, keys: np.ndarray | None, settings: dict[str, Any]) -> KernelOperator:
-    shift = settings.pop("shift")
-    K = KernelOperator(queries, keys, **settings)
-    return K.shifted(shift) if shift else K

@@ -19,23 +19,23 @@ LN2 = math.log(2.0)
 
 @dataclass(frozen=True)
 class Profile:
-    """One radial function of t; `value` works in place.
-
-    `unit`: length of one bandwidth in the frame (`exp2` wants log2 e folded into the coordinates).
-    `change(delta)`: bound on |K(t')/K(t) - 1| for |t' - t| <= delta.
-    `floors`: t below which a profile is evaluated at the floor instead, in float32 and in float64; denormal numbers are
-    3 to 30 times slower than others, and the kernel there is below 1e-30 (or 1e-290).
-    `derivative(t)`: dK/dt, and 0 where a kernel with a peak has none.
-    `convex`: whether `change` is, so that half the error of t does at most half the harm.
-    """
+    """One radial function of t."""
 
     name: str
-    unit: float
-    value: Callable[[Tensor], Tensor]
-    change: Callable[[float], float]
-    floors: tuple[float, float]
-    derivative: Callable[[Tensor], Tensor]
-    convex: bool = True
+    unit: float  # length of one bandwidth in the frame: `exp2` wants log2 e folded into the coordinates
+    rate: float  # how fast errors of t grow, see `change`
+    floors: tuple[float, float]  # of t, in float32 and float64: denormal numbers are 3 to 30 times slower than others
+    value: Callable[[Tensor], Tensor]  # in place
+    derivative: Callable[[Tensor], Tensor]  # dK/dt, and 0 where a kernel with a peak has none
+    convex: bool = True  # `change`: half the error of t does at most half the harm; not of a kernel with a peak
+
+    def __reduce__(self) -> tuple[Callable[[str], Profile], tuple[str]]:
+        return _named, (self.name,)
+
+    def change(self, delta: float) -> float:
+        """Bound on |K(t')/K(t) - 1| for |t' - t| <= delta."""
+        x = self.rate * (delta if self.convex else math.sqrt(2.0 * delta))
+        return math.expm1(x) if x < 700 else math.inf
 
     def floor(self, dtype: torch.dtype) -> float:
         return self.floors[0] if dtype == torch.float32 else self.floors[1]
@@ -50,8 +50,8 @@ class Profile:
         return self.value(distance.square_().mul_(-0.5).clamp_min_(floor))
 
 
-def _expm1(x: float) -> float:
-    return math.expm1(x) if x < 700 else math.inf
+def _named(name: str) -> Profile:
+    return PROFILES[name]
 
 
 def _length(t: Tensor) -> Tensor:
@@ -69,60 +69,28 @@ def _matern52(t: Tensor) -> Tensor:
     return t.add_(t.square() / 3.0).add_(1.0).mul_(decay)
 
 
+def _student(t: Tensor) -> Tensor:
+    return t.mul_(-2.0).add_(1.0).reciprocal_()
+
+
 def _laplace_derivative(t: Tensor) -> Tensor:
     a = _length(t.clone())
     return torch.where(a > 0, LN2 * torch.exp2(-a) / a, 0.0)
 
 
-def _matern52_derivative(t: Tensor) -> Tensor:
-    a = _length(t.clone())
-    return torch.exp(-a).mul_(1.0 + a).div_(3.0)
-
-
-PROFILES: dict[str, Profile] = {
-    profile.name: profile
-    for profile in (
-        Profile(
-            "gaussian",  # exp(-|q-k|^2 / (2 sigma^2))
-            math.sqrt(LOG2E),
-            torch.Tensor.exp2_,
-            lambda delta: _expm1(LN2 * delta),
-            (-100.0, -1000.0),
-            lambda t: torch.exp2(t).mul_(LN2),
-        ),
-        Profile(
-            "laplace",  # exp(-|q-k| / sigma)
-            LOG2E,
-            lambda t: _length(t).neg_().exp2_(),
-            lambda delta: _expm1(LN2 * math.sqrt(2.0 * delta)),
-            (-5e3, -5e5),
-            _laplace_derivative,
-            convex=False,
-        ),
-        Profile(
-            "matern32",  # (1 + a) exp(-a), a = sqrt(3) |q-k| / sigma
-            math.sqrt(3.0),
-            _matern32,
-            _expm1,
-            (-2.4e3, -2.4e5),
-            lambda t: torch.exp(-_length(t.clone())),
-        ),
-        Profile(
-            "matern52",  # (1 + a + a^2/3) exp(-a), a = sqrt(5) |q-k| / sigma
-            math.sqrt(5.0),
-            _matern52,
-            lambda delta: _expm1(delta / 3.0),
-            (-2.4e3, -2.4e5),
-            _matern52_derivative,
-        ),
-        Profile(
-            "student",  # 1 / (1 + |q-k|^2 / sigma^2)
-            1.0,
-            lambda t: t.mul_(-2.0).add_(1.0).reciprocal_(),
-            lambda delta: _expm1(2.0 * delta),
-            (-1e30, -1e290),
-            lambda t: 2.0 / (1.0 - 2.0 * t).square_(),
-        ),
-    )
-}
+TABLE = (
+    # exp(-|q-k|^2 / (2 sigma^2))
+    Profile("gaussian", math.sqrt(LOG2E), LN2, (-1e2, -1e3), torch.Tensor.exp2_, lambda t: torch.exp2(t).mul_(LN2)),
+    # exp(-|q-k| / sigma)
+    Profile(
+        "laplace", LOG2E, LN2, (-5e3, -5e5), lambda t: _length(t).neg_().exp2_(), _laplace_derivative, convex=False
+    ),
+    # (1 + a) exp(-a), a = sqrt(3) |q-k| / sigma
+    Profile("matern32", 3.0**0.5, 1.0, (-2.4e3, -2.4e5), _matern32, lambda t: torch.exp(-_length(t.clone()))),
+    # (1 + a + a^2/3) exp(-a), a = sqrt(5) |q-k| / sigma
+    Profile("matern52", 5.0**0.5, 1 / 3, (-2.4e3, -2.4e5), _matern52, lambda t: _matern32(t.clone()).div_(3.0)),
+    # 1 / (1 + |q-k|^2 / sigma^2)
+    Profile("student", 1.0, 2.0, (-1e30, -1e290), _student, lambda t: _student(t.clone()).square_().mul_(2.0)),
+)
+PROFILES = {profile.name: profile for profile in TABLE}
 ALIASES = {"rbf": "gaussian", "matern12": "laplace"}

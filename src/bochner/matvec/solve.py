@@ -74,7 +74,7 @@ class LogDet(NamedTuple):
 def logdet(
     product: Product,
     n: int,
-    precondition: Preconditioner | None = None,
+    precondition: Preconditioner,
     *,
     probes: int = 16,
     steps: int = 50,
@@ -85,16 +85,9 @@ def logdet(
     log det A = log det M + tr log(M^-1/2 A M^-1/2): the closer the preconditioner M is to A, the less is left to
     chance. Lanczos runs on M^-1 A in the inner product of M (Gardner et al. 2018), all probes in lockstep.
     """
-    generator = torch.Generator().manual_seed(seed)
-    if precondition is None:
-        z = torch.randn(n, probes, generator=generator, dtype=torch.float64)
-        known, solve = 0.0, lambda x: x
-    else:
-        z = precondition.draw(probes, generator)
-        known, solve = precondition.logdet, precondition
     # Lanczos on the pencil (A, M): vectors v with v' M v = 1, and u = M v.
-    u = z
-    v = solve(u)
+    u = precondition.draw(probes, torch.Generator().manual_seed(seed))
+    v = precondition(u)
     size = (u * v).sum(0).clamp_min(1e-300)
     u, v = u / size.sqrt(), v / size.sqrt()
     before, beta = torch.zeros_like(u), torch.zeros(probes, dtype=torch.float64)
@@ -106,7 +99,7 @@ def logdet(
         w = w - alpha * u
         for old_u, old_v in zip(basis_u, basis_v, strict=True):  # against the loss of orthogonality
             w -= old_u * (old_v * w).sum(0)
-        s = solve(w)
+        s = precondition(w)
         beta = (w * s).sum(0).clamp_min(0.0).sqrt()
         betas.append(beta)
         if float(beta.max()) < 1e-10:
@@ -117,7 +110,7 @@ def logdet(
     values = torch.stack([_log_moment(torch.stack(alphas)[:, c], torch.stack(betas)[:-1, c]) for c in range(probes)])
     sample = n * values  # of directions: the lengths of the random vectors would only add noise
     spread = float(sample.std()) / math.sqrt(probes) if probes > 1 else math.inf
-    return LogDet(known + float(sample.mean()), 2.0 * spread)
+    return LogDet(precondition.logdet + float(sample.mean()), 2.0 * spread)
 
 
 def _log_moment(alpha: Tensor, beta: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ would become denormal, and from above at 0, where rounding could make a kernel l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -60,10 +60,7 @@ def make_frame(profile: Profile, keys: Tensor, bandwidth: float | Tensor, arithm
 
 
 def precise_frame(frame: Frame, reach: float, tolerance: float = PRECISE) -> Frame:
-    """The frame in double precision, or by differences where that loses more than `tolerance` of an entry.
-
-    `reach`: |z| + |w| of placed points, at most.
-    """
+    """In double precision, or by differences where that loses over `tolerance` of an entry; |z| + |w| <= reach."""
     frame = frame._replace(arithmetic="float64")
     lost = frame.profile.change(argument_error(reach, len(frame.centre), frame)) if math.isfinite(reach) else math.inf
     return frame if lost <= tolerance else frame._replace(arithmetic="difference")
@@ -96,10 +93,7 @@ def differences_error(d: int) -> float:
 
 
 def summation_error(terms: int, dtype: torch.dtype, wide: bool = False) -> float:
-    """Bound on the relative rounding of x, of a profile and of sums of `terms` non-negative products, tile by tile.
-
-    Sums over a tile are of its dtype, or in float64 if `wide`; sums of tiles are in float64.
-    """
+    """Bound on the relative rounding of x, of a profile and of sums of `terms` non-negative products, tile by tile."""
     double = torch.finfo(torch.float64).eps / 2
     unit, inside = torch.finfo(dtype).eps / 2, min(terms, COLUMNS)
     return unit * 8 + (double if wide else unit) * inside + double * math.ceil(terms / COLUMNS)
@@ -164,51 +158,62 @@ def times(tile: Tensor, x: Tensor) -> Tensor:
 
 
 Sums = tuple[Tensor, Tensor]  # float64: of the entries of each row (n,) and of each column (s,)
+Part = slice | Tensor  # rows, by their place or by their numbers
+Block = tuple[Part, Part, int]  # rows, columns, and how many of the first columns are these rows themselves
 
 
-def exact_product(
+def all_blocks(n: int, s: int, symmetric: bool, progress: bool = False) -> Iterator[Block]:
+    """Blocks of every pair; of a symmetric matrix those on and above the diagonal."""
+    high, wide = (SQUARE, SQUARE) if symmetric else (ROWS, COLUMNS)
+    starts = range(0, n, high)
+    for i in track(starts, len(starts), "exact product", progress):
+        rows = slice(i, i + high)
+        for j in range(i if symmetric else 0, s, wide):
+            yield (rows, rows, wide) if symmetric and i == j else (rows, slice(j, j + wide), 0)
+
+
+def block_product(
     tiles: Tiles,
     z: Tensor,
     w: Tensor,
     x: Tensor,
-    *,
+    blocks: Iterable[Block],
     symmetric: bool = False,
-    progress: bool = False,
     sums: Sums | None = None,
 ) -> Tensor:
-    """`K x` in float64 for augmented queries `z` (n, d+2), keys `w` (s, d+2) and `x` (s, r): n s pairs, O(1) memory.
+    """`K x` over these blocks, in float64, for augmented queries `z` (n, d+2), keys `w` (s, d+2) and `x` (s, r).
 
-    `symmetric`: queries are keys; a tile serves its mirror image too, n^2/2 pairs. The sums of the rows and columns of
-    K are added to `sums`, of a symmetric matrix to the first of them.
+    `symmetric`: queries are keys, and a block serves its mirror image too, its own rows left out. The sums of the rows
+    and columns of K are added to `sums`, of a symmetric matrix to the first of them.
     """
     y = torch.zeros(z.shape[0], x.shape[1], dtype=torch.float64)  # long sums of one sign would drown in float32
-    high, wide = (SQUARE, SQUARE) if symmetric else (ROWS, COLUMNS)
-    starts = range(0, z.shape[0], high)
-    for i in track(starts, len(starts), "exact product", progress):
-        rows = slice(i, i + high)
-        for j in range(i if symmetric else 0, w.shape[0], wide):
-            columns = slice(j, j + wide)
-            tile = tiles(z[rows], w[columns])
-            if symmetric and i == j:
-                tile.fill_diagonal_(1.0)
-            if sums is not None:
-                sums[0][rows] += tile.sum(1)
-                if not (symmetric and i == j):
-                    sums[0 if symmetric else 1][columns] += tile.sum(0)
-            tile = tile.to(x.dtype)
-            y[rows] += times(tile, x[columns])
-            if symmetric and j > i:
-                y[columns] += times(tile.T, x[rows])
+    for rows, columns, own in blocks:
+        tile = tiles(_take(z, rows), _take(w, columns))
+        if rows is columns:
+            tile.fill_diagonal_(1.0)
+        mirror = own < tile.shape[1] if symmetric else sums is not None
+        others = columns if isinstance(columns, slice) else columns[own:]
+        if sums is not None:
+            sums[0][rows] += tile.sum(1)
+            if mirror:
+                sums[0 if symmetric else 1][others] += tile[:, own:].sum(0)
+        tile = tile.to(x.dtype)
+        y[rows] += times(tile, _take(x, columns))
+        if symmetric and mirror:
+            y[others] += times(tile[:, own:].T, _take(x, rows))
     return y
+
+
+def _take(table: Tensor, part: Part) -> Tensor:
+    return table[part] if isinstance(part, slice) else table.index_select(0, part)
 
 
 def point_gradients(
     tiles: Tiles, z: Tensor, w: Tensor, weight: Callable[[slice, slice], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of sum_ij G_ij K(z_i, w_j) to the placed points z (n, d) and w (s, d), float64.
+    """Gradients of sum_ij G_ij K(z_i, w_j) to the placed points z (n, d) and w (s, d), float64; `weight`: blocks of G.
 
-    With M_ij = G_ij dK/dt: for z_i sum_j M_ij (w_j - z_i), for w_j sum_i M_ij (z_i - w_j). `weight(rows, columns)`: a
-    block of G.
+    With M_ij = G_ij dK/dt: for z_i sum_j M_ij (w_j - z_i), for w_j sum_i M_ij (z_i - w_j).
     """
     left_z, right_w = left(z), right(w)
     for_z, for_w = (torch.zeros(points.shape, dtype=torch.float64) for points in (z, w))

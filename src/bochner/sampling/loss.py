@@ -23,15 +23,13 @@ class SampledSoftmaxLoss(nn.Module):
     on average by no more than the relative variance of Z (Jensen), so that a q near the softmax needs few draws.
     In `eval()` the loss is exact.
 
-    The class vectors belong to the caller (they may be tied to an embedding). After `optimizer.step()` call
-    `refresh_(weight, bias)`: the sampler then learns the rows that took part since the last time. Optimizers that move
+    The class vectors belong to the caller. After `optimizer.step()` call `refresh_(weight, bias)`. Optimizers that move
     every row (Adam on dense gradients, weight decay) want `refresh_(weight, bias, all_classes=True)` now and then.
 
     Args:
         sampler: any `Sampler`.
         num_samples: k.
-        sparse: gradients of `weight` as sparse tensors, for SGD and SparseAdam; with very many classes dense ones cost
-            more than everything else.
+        sparse: gradients of `weight` as sparse tensors, for SGD and SparseAdam; dense ones cost more than the rest.
         reduction: "mean", "sum" or "none".
         ignore_index: targets that do not count; where none does, the loss is zero.
         seed: of the draws.
@@ -127,6 +125,3 @@ class SampledSoftmaxLoss(nn.Module):
         if target.dtype not in (torch.int64, torch.int32):
             raise BochnerError(f"The 'target' of {owner} must be integers, got {target.dtype}; call .long() on it.")
         return hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
-
-    def extra_repr(self) -> str:
-        return f"num_samples={self.num_samples}, reduction={self.reduction!r}"

@@ -23,10 +23,8 @@ class Draws(NamedTuple):
 class Sampler(nn.Module):
     """Draws classes for queries, with replacement, and knows the probability of every class.
 
-    `draw(x, k, generator=g)` and `log_prob(x, ids)` are without gradient, and in the dtype of the class vectors also
-    under autocast: a law in half precision is another. Samplers that follow the class vectors take them by
-    `set_classes_(vectors, bias)`, and single rows by `update_(ids, vectors, bias)`. A sampler of your own gives `_draw`
-    and `_log_prob` for checked arguments.
+    Draws are without gradient, and in the dtype of the class vectors also under autocast: a law in half precision is
+    another. A sampler of your own gives `_draw` and `_log_prob` for checked arguments.
     """
 
     def __init__(self, num_classes: int) -> None:
@@ -76,9 +74,6 @@ class Sampler(nn.Module):
         if x.ndim != 2 or (width is not None and x.shape[1] != width):
             raise BochnerError(f"The 'x' of {owner} must have shape (b, {width or 'd'}), got {tuple(x.shape)}.")
         return finite(x, "x", owner)
-
-    def extra_repr(self) -> str:
-        return f"num_classes={self.num_classes}"
 
 
 class UniformSampler(Sampler):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from bochner._checks import BochnerError, finite, positive_float, positive_int
+from bochner._checks import BochnerError, accumulation_dtype, finite, positive_float, positive_int
 from bochner.maps import FeatureMap, Features, MapLike, feature_map
 from bochner.sampling.samplers import Sampler, check_classes, check_ids, check_rows
 
@@ -26,17 +26,15 @@ class FeatureTree(Sampler):
 
     A leaf holds `leaf_size` classes, a node 8 children, and each the sum S of the features `psi(y_j) exp(b_j)` of the
     classes under it: `phi(x) . S` estimates their share of the partition function, and a draw goes down by these
-    shares. In the leaf it takes the exact softmax of the few classes there (`leaf_size=1`: features to the last class,
-    the method of the papers). With positive features every share is positive; with signed ones negative shares count
-    as zero, and one draw in ten is uniform, so that no class is out of reach.
+    shares. In the leaf it takes the exact softmax (`leaf_size=1`: features to the last class, the method of the
+    papers). Of signed features negative shares count as zero, and one draw in ten is uniform.
 
     Args:
-        vectors: y, (n, d). The tree keeps its own copy.
-        bias: b, (n,).
+        vectors, bias: y (n, d), of which the tree keeps a copy, and b (n,).
         feature_map: a name, a class or an instance for the softmax kernel; `num_features` m as there.
         leaf_size: classes in a leaf.
         normalize: a length to which x and y are brought for sampling alone, as appendix I of the paper does: another
-            distribution with less variance, whose probabilities are still known.
+            law with less variance.
         seed: of the feature map.
 
     Cost: a draw O(m log n + leaf_size d); `update_` of u classes O(u m (d leaf_size + log n)); memory n d for the
@@ -77,8 +75,6 @@ class FeatureTree(Sampler):
         self._group(y, b)
         # The sums are those of the map: one that was read from a file makes new ones.
         self.register_load_state_dict_post_hook(FeatureTree._build)
-
-    # ---- building -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def calibrate_(self, queries: Tensor) -> FeatureTree:
@@ -152,10 +148,6 @@ class FeatureTree(Sampler):
                 "overflow; scale them down, or give 'normalize'."
             )
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.float64 if self.vectors.dtype == torch.float64 else torch.float32
-
     def _logs(self, place: Tensor) -> Tensor:
         return self._key_features(self.vectors[place]).log_scale[:, 0] + self.bias[place]
 
@@ -167,9 +159,7 @@ class FeatureTree(Sampler):
         logs = log_scale[:, 0] + self.bias[place]
         weight = torch.where(real, (logs - self._shift).exp(), 0.0)
         sums = (values * weight[:, None]).view(-1, self.leaf_size, values.shape[1]).sum(1)
-        return sums.to(self._dtype), float(torch.where(real, logs, -math.inf).max())
-
-    # ---- drawing --------------------------------------------------------------------------------------------------
+        return sums.to(accumulation_dtype(self.vectors.dtype)), float(torch.where(real, logs, -math.inf).max())
 
     def _draw(self, x: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
         f = self._features(x).values
@@ -187,12 +177,10 @@ class FeatureTree(Sampler):
             node = torch.where(other, anywhere, node)
             if bool(other.any()):  # what was not walked to has a probability to be found
                 logs[other] = self._walk(x[other.nonzero()[:, 0]], node[other][:, None])[:, 0]
-            logs = self._mixed(logs)
-        return self.order[node], logs
+        return self.order[node], self._mixed(logs)
 
     def _log_prob(self, x: Tensor, ids: Tensor) -> Tensor:
-        logs = self._walk(x, self.place[ids])
-        return self._mixed(logs) if self.uniform > 0 else logs
+        return self._mixed(self._walk(x, self.place[ids]))
 
     def _rows(self, k: int) -> int:
         return max(1, BLOCK // (k * FAN * self.phi.feature_dim))
@@ -210,8 +198,11 @@ class FeatureTree(Sampler):
         return logs
 
     def _mixed(self, logs: Tensor) -> Tensor:
+        """With the share of uniform draws, if there is one."""
+        if self.uniform == 0:
+            return logs
         flat = torch.full_like(logs, math.log(self.uniform / self.num_classes))
-        return flat if self.uniform == 1 else torch.logaddexp(logs + math.log1p(-self.uniform), flat)
+        return torch.logaddexp(logs + math.log1p(-self.uniform), flat)
 
     def _shares(self, level: int, parent: Tensor, f: Tensor) -> Tensor:
         """The masses of the children of nodes (b, k), not negative, (b, k, FAN); by number where all vanish."""
@@ -237,15 +228,12 @@ class FeatureTree(Sampler):
         logits = logits.view(real.shape).masked_fill_(~real, -math.inf)
         return (logits - logits.amax(-1, keepdim=True)).exp_()
 
-    # ---- estimates ------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def log_partition(self, x: Tensor) -> Tensor:
         """`log Z(x)` by features alone, (b,): O(m) a query, with the error of the map.
 
-        Where a signed map (`trig`) estimates a Z that is not positive, -inf. With `normalize` the features do not know
-        the lengths of x and y, and this is refused. From k draws, `(logits(x, ids) - log_prob).logsumexp(1) - log(k)`
-        is the log of an unbiased estimate of Z.
+        Where a signed map (`trig`) estimates a Z that is not positive, -inf. From k draws with logits o,
+        `(o - log_prob).logsumexp(1) - log(k)` is the log of an unbiased estimate of Z.
         """
         if self.normalize is not None:
             raise BochnerError(
@@ -256,15 +244,6 @@ class FeatureTree(Sampler):
             values, log_scale = self._features(self._check(x))
             return (values @ self._sums[-1].sum(0)).clamp_min(0).log() + log_scale[:, 0] + self._shift
 
-    def logits(self, x: Tensor, ids: Tensor) -> Tensor:
-        """`x . y_j + b_j` for ids (b, k), without gradient."""
-        check_ids(ids, self.num_classes, "logits", len(x))
-        place = self.place[ids]
-        y = self.vectors[place.flatten()].view(*place.shape, x.shape[1])
-        return torch.bmm(y, x.to(y.dtype).unsqueeze(-1)).squeeze(-1) + self.bias[place]
-
-    # ---- inputs ---------------------------------------------------------------------------------------------------
-
     def _scaled(self, x: Tensor) -> Tensor:
         """x or y as the kernel `exp(x . y)` takes it."""
         return x if self.normalize is None else torch.nn.functional.normalize(x, dim=-1) * self.normalize
@@ -273,13 +252,13 @@ class FeatureTree(Sampler):
         """Of queries. The map is prepared once: for a query alone that takes longer than all else."""
         if self._prepared is None:
             self._prepared = self.phi.prepare("query")
-        return self._prepared(finite(self._scaled(x).to(self._dtype), "x", type(self).__name__))
+        return self._prepared(finite(self._cast(x), "x", type(self).__name__))
 
     def _key_features(self, y: Tensor) -> Features:
-        return self.phi(self._scaled(y).to(self._dtype), "key")
+        return self.phi(self._cast(y), "key")
 
-    def extra_repr(self) -> str:
-        return f"num_classes={self.num_classes}, leaf_size={self.leaf_size}, levels={len(self._sums)}"
+    def _cast(self, x: Tensor) -> Tensor:
+        return self._scaled(x).to(accumulation_dtype(self.vectors.dtype))
 
 
 def _softmax_map(name: MapLike, d: int, m: int, seed: int) -> FeatureMap:
