@@ -8,8 +8,8 @@ from typing import Any
 
 
 def best_times(
-    calls: Mapping[str, Callable[[], Any]], *, repeats: int = 20, budget: float = 3.0, warm_up: bool = True
-) -> dict[str, float]:
+    calls: Mapping[Any, Callable[[], Any]], *, repeats: int = 20, budget: float = 3.0, warm_up: bool = True
+) -> dict[Any, float]:
     """Seconds of each call: the best of several rounds in which the calls take turns.
 
     Taking turns lets all of them see the same disturbances, the minimum discards most of these. A call takes part in at
