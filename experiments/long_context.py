@@ -76,10 +76,11 @@ def converted(model: Any, tokenizer: Any, recipe: Recipe | str, length: int) -> 
     """The conversion by a recipe, fitted to texts of some tokens, or by a plan that `smollm_target` found."""
     spec: Any = recipe
     if isinstance(recipe, str):
-        spec = Plan.from_dict(figures_of("smollm_target")[recipe]["report"]["plan"])
+        stored = figures_of("smollm_target")[recipe]["report"]["plan"]
+        for layer in stored["layers"]:
+            layer.pop("exact_below", None)  # of an older version
+        spec = Plan.from_dict(stored)
         length = max(length, spec.fit_length)
-        for layer in spec.layers:
-            layer.exact_below = 0
     texts = data.paragraphs("calibration", 6, words=max(250, 3 * length // 4))
     return convert(model, spec, Calibration(texts, tokenizer, max_length=length, batch_size=1), progress=True)
 

@@ -63,10 +63,10 @@ def searched(model: Any, tokenizer: Any, keep: float, length: int, read: int) ->
     """The report of a search; the model is as before."""
     texts = data.paragraphs("calibration", 48, words=110 * read // 256)
     calibration = Calibration(texts, tokenizer, max_length=read, batch_size=4)
+    began = time.process_time()
     report = search(model, Target(keep=keep, length=length), calibration, progress=True)
     print(report.plan, flush=True)
-    found: dict[str, Any] = report.to_dict()
-    return found
+    return {**report.to_dict(), "processor_seconds": time.process_time() - began}
 
 
 def timed(model: Any, tokenizer: Any, plan: dict[str, Any], lengths: tuple[int, ...]) -> dict[str, dict[str, float]]:

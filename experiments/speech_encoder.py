@@ -156,9 +156,9 @@ class Speech:
     def row(self, recipe: Recipe | Target) -> dict[str, Any]:
         """Convert, measure, and take it back."""
         plain = self.seconds()
-        began = time.monotonic()
+        began = time.process_time()
         conversion = convert(self.model, recipe, self.calibration, parts=["encoder"])
-        spent = time.monotonic() - began
+        spent = time.process_time() - began
         row: dict[str, Any] = {**self.figures(), "convert_seconds": spent, "plan": str(conversion.plan)}
         row["time"] = self.seconds() / plain
         report = conversion.report

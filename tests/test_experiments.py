@@ -702,7 +702,7 @@ def test_every_name_and_keyword_that_a_script_asks_for_exists(path: Path) -> Non
 def test_planted_names_and_keywords_of_an_older_version_are_found(planted: str, found: str) -> None:
     pytest.importorskip("transformers")
     assert outdated(planted) == [found]
-    assert outdated("import torch\nfrom bochner import Recipe, convert\nconvert(1, Recipe(None), exact_below=3)") == []
+    assert outdated("import torch\nfrom bochner import Recipe, convert\nconvert(1, Recipe(None), seed=3)") == []
 
 
 def test_reports_of_searches_are_read_in_the_form_of_this_version_and_of_the_one_before(

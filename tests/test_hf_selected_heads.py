@@ -311,7 +311,6 @@ def test_training_is_refused_in_one_sentence() -> None:
     [
         ({"is_causal": False}, "self-attention of a decoder"),
         ({"is_cross": True}, "self-attention of a decoder"),
-        ({"exact_below": 9}, "exact_below=9"),
         ({"head_dim": 7, "value_dim": 7}, "use precision='int8'"),
         ({"fates": [Selected(8)] * 2}, "no 'width'"),
     ],

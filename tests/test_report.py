@@ -161,11 +161,10 @@ def test_a_model_with_many_heads_shows_some_layers_and_says_so() -> None:
             return f"w{ids[0]}"
 
     model = build("bert", TEXT)
-    bochner.convert(model, bochner.Recipe("positive", 16), exact_below=512)
+    bochner.convert(model, bochner.Recipe("positive", 16))
     whole = head_pictures(model, Words(), "any")
     assert whole.layers == [0, 1]
     assert "layers are shown" not in whole.caption
-    # Twelve tokens lie below the border, and yet it is the converted attention that is shown.
     assert not torch.allclose(whole.exact[0], whole.converted[0], atol=1e-2)
     some = head_pictures(model, Words(), "any", most_heads=4)
     assert len(some.exact) == 1
@@ -178,11 +177,11 @@ def test_the_crossing_is_where_the_lines_cross_and_the_sentence_agrees() -> None
     pytest.importorskip("transformers")
     from bochner.report.cost import crossing, crossing_sentence, round_length
 
-    never = {512: {"exact": 1.0, "a": 2.0}, 1024: {"exact": 2.0, "a": 3.0}}
-    assert crossing(never, "a") is None
+    never = {512: {"exact": 1.0, "plan": 2.0}, 1024: {"exact": 2.0, "plan": 3.0}}
+    assert crossing(never) is None
     assert "Exact attention is faster at every length" in crossing_sentence(None, never)
-    later = {512: {"exact": 1.0, "a": 2.0}, 2048: {"exact": 16.0, "a": 8.0}}
-    where = crossing(later, "a")
+    later = {512: {"exact": 1.0, "plan": 2.0}, 2048: {"exact": 16.0, "plan": 8.0}}
+    where = crossing(later)
     assert where == pytest.approx(1024, rel=1e-6)
     assert "Below about 1,000 tokens" in crossing_sentence(where, later)
     assert round_length(937) == 940
@@ -206,7 +205,7 @@ def test_the_page_of_a_target_compares_with_exact_attention_and_shows_every_poin
     assert found.beyond  # the model has 512 positions
     assert any("has positions for 512 tokens: at 8,192" in reason for reason in found.reasons)
     assert not any("to verify at 8,192" in reason for reason in found.reasons)
-    times = {512: {"exact": 1.0, "as chosen": 0.5}, 8192: {"exact": 9.0, "as chosen": 1.0}}
+    times = {512: {"exact": 1.0, "plan": 0.5}, 8192: {"exact": 9.0, "plan": 1.0}}
     beyond = target_page("t", found, times=times, place=Place("a")).html()
     assert "Not at 8,192 tokens as it is: the model has positions for 512." in beyond
     assert 'class="verdict no"' in beyond
@@ -218,7 +217,7 @@ def test_the_page_of_a_target_compares_with_exact_attention_and_shows_every_poin
     # Two choices with as many approximate heads, the dearer one last.
     first = replace(found.frontier[found.chosen], attention=0.02)
     found = replace(found, frontier=[first, replace(first, attention=0.04)], chosen=0)
-    html = target_page("t", found, times={512: {"exact": 1.0, "as chosen": 0.5}}, place=Place("a")).html()
+    html = target_page("t", found, times={512: {"exact": 1.0, "plan": 0.5}}, place=Place("a")).html()
     table = html[html.index("What was measured") :].partition("</table>")[0]
     assert re.findall(r"<tr( class=chosen)?><td>(\d):", table) == [(" class=chosen", "1"), ("", "2")]
     assert re.findall(r"<td>([\d.]+)%</td></tr>", table) == ["2.0", "4.0"]
@@ -251,31 +250,3 @@ def test_what_a_page_says_to_do_next_names_where_the_model_is() -> None:
     assert "transformers.BertModel.from_pretrained('my model-linear')" in here.load()[1]
     assert Place("a/b/", "out").saved == "out"
     assert Place("a/b/").saved == "b-linear"
-
-
-@pytest.mark.filterwarnings("ignore:The model has .* positions:bochner.BochnerWarning")
-def test_a_recipe_is_judged_by_lengths_that_the_model_can_read() -> None:
-    pytest.importorskip("transformers")
-    from hf_models import TEXT, build
-
-    import bochner
-    from bochner.hf.evaluate import Measure, Quality
-    from bochner.report.model import Held, Place, recipe_page
-
-    model = build("bert", TEXT)
-    bochner.convert(model, bochner.Recipe("positive", 16), exact_below=600)
-    plan = bochner.Conversion.of(model).plan
-    held = Held.__new__(Held)
-    held.count, held.length = 3, 129
-    times = {512: {"exact": 1.0, "as converted": 0.9}, 4096: {"exact": 9.0, "as converted": 1.0}}
-    quality = Quality({"cosine": Measure(torch.tensor([0.01]))}, {"cosine": 0.99})
-    shown: dict[str, Any] = {"held": held, "times": times, "positions": 512}
-    html = recipe_page("t", plan, quality, place=Place("a", "b"), **shown).html()
-    verdict = html.partition('<p class="verdict">')[2].partition("</p>")[0]
-    assert "by cosine alone on 3 validation texts of up to 129 tokens" in verdict
-    assert "takes 90% of the exact time at 512 tokens, the most it has positions for" in verdict
-    assert "4,096" not in verdict
-    assert "fewer than 600 keys" in html  # one number for the border
-    assert "exact attention is faster" not in html
-    table = html[html.index("What it costs, by length") :].partition("</table>")[0]
-    assert [row.split("</td><td>")[0] for row in table.split("<tr><td>")[1:]] == ["512", "4,096"]

@@ -36,7 +36,6 @@ FORBIDDEN = {
     r"\bbeside\b": "with",
     r"\bkept at\b": "quality retained",
     r"\bfamiliar\b": "unlike the calibration data",
-    r"\b(the|its) border of\b": "exact_below",
     r"\bholes?\b": "padding",
     r"\bhonest": "nothing: say the caveat",
     r"\bsee above\b": "the place",
@@ -56,8 +55,6 @@ WORDS_OF_DOCSTRINGS = {
 UNPLAIN = {
     "A Target needs 'data': texts to search on and texts to verify on.",
     "The task Value has no examples to train on; its 'load' must return a data set.",
-    "Value selects keys from the first token on, which does not go with exact_below=Value; leave that out: all keys "
-    "are held while there is room for them.",
 }
 TERMS = (
     "quality retained",

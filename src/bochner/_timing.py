@@ -8,8 +8,8 @@ from typing import Any
 
 
 def best_times(
-    calls: Mapping[str, Callable[[], Any]], *, repeats: int = 20, budget: float = 3.0, warm_up: bool = True
-) -> dict[str, float]:
+    calls: Mapping[Any, Callable[[], Any]], *, repeats: int = 20, budget: float = 3.0, warm_up: bool = True
+) -> dict[Any, float]:
     """Seconds of each call: the best of several rounds in which the calls take turns, and see the same disturbances.
 
     A call takes part in at least two rounds, at most `repeats`, and in none after its `budget` of seconds.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,6 @@ from bochner.cli.common import (
 )
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # that attention is timed at for a report
-HELD_SHARE = 4  # one of so many passages is held back for the report of a recipe
 
 
 def option(help: str, *names: str, panel: str | None = None, **limits: Any) -> Any:
@@ -49,7 +49,7 @@ TextFile = Annotated[
     Path | None, option("a file of text as the model will read it, a passage a paragraph; default: books")
 ]
 Passages = Annotated[int, option("how many passages of the text to use", min=1)]
-ReportFile = Annotated[Path | None, option("write an HTML report to this file")]
+ReportFile = Annotated[Path | None, option("write an HTML report of the search to this file")]
 Model = Annotated[str, typer.Argument(help="a directory with a transformers model, a GGUF file, minilm or smollm2")]
 
 
@@ -97,11 +97,11 @@ def search(
 
     Example: `bochner search my-model --text sample.txt --length 8192 --report found.html`
     """
-    from bochner.hf.config import Calibration
+    from bochner.hf.config import Calibration, Target
     from bochner.hf.conversion import convert as to_linear
     from bochner.hf.search import search as find
 
-    goal = target_of(keep, memory, minimize, length, judge_length)
+    goal = by_options(Target, keep, memory, minimize, length, judge_length)
     check_place(report, "--report")
     use_threads(threads)
     loaded, tokenizer, read, source = inputs(model, text, passages, memory)
@@ -147,7 +147,7 @@ def convert(
 
     By a recipe: `bochner convert my-model out --features 64 --window 32 --sinks 1`
     """
-    from bochner.hf.config import Calibration, Distillation, Recipe
+    from bochner.hf.config import Calibration, Distillation, Recipe, Target
     from bochner.hf.conversion import convert as to_linear
     from bochner.hf.distill import distill
 
@@ -158,16 +158,13 @@ def convert(
         recipe_only = {"--map": None if feature_map == "auto" else feature_map, "--exact-heads": exact_heads or None}
         recipe_only |= {"--window": window or None, "--sinks": sinks or None}
         refuse(recipe_only, "is chosen by the search; drop it, or drop --keep and --memory")
-        spec = target_of(keep, memory, minimize, length, judge_length)
+        spec = by_options(Target, keep, memory, minimize, length, judge_length)
     else:
         goal = {"--minimize": minimize, "--length": length, "--judge-length": judge_length}
-        refuse(goal, "needs a target; give --keep or --memory too, as --keep 0.99")
-        if not 0 <= exact_heads <= 1:
-            raise ArgumentError(f"The --exact-heads must be a fraction between 0 and 1, got {exact_heads}.")
-        if not (num_features or window or sinks):
-            raise ArgumentError("Without features (--features 0) there must be a --window or --sinks.")
-        name = feature_map if num_features else None
-        spec = Recipe(name, num_features or None, window or None, sinks, exact_heads=exact_heads)
+        refuse(goal | {"--report": report}, "needs a target; give --keep or --memory too, as --keep 0.99")
+        near = {"window": window or None, "sinks": sinks, "exact_heads": exact_heads}
+        kernel = (feature_map, num_features) if num_features else (None,)
+        spec = by_options(Recipe, *kernel, **near)
     by_recipe = isinstance(spec, Recipe)
     if str(out) in KNOWN:
         raise ArgumentError(
@@ -179,12 +176,10 @@ def convert(
     check_place(out / "config.json", "place to save to")
     check_place(report, "--report")
     loaded, tokenizer, found, source = inputs(model, text, passages, memory)
-    how = held = None
+    how = None
     if steps or lora:
         loss = "model" if lora and type(loaded).__name__.endswith("ForCausalLM") else "outputs"
         how = Distillation(steps=steps or 60, lora=lora, loss=loss)
-    if report is not None and by_recipe:
-        found, held = hold_back(loaded, tokenizer, found, own=text is not None)
     calibration = Calibration(found, tokenizer)
     conversion = to_linear(loaded, spec if by_recipe else replace(spec, train=how), calibration, progress=not as_json)
     if how is not None and by_recipe:
@@ -192,7 +187,7 @@ def convert(
     plan, searched = conversion.plan, conversion.report
     save(loaded, tokenizer, out)
     if report is not None:
-        write_report(report, searched or held, loaded, tokenizer, source, (model, str(out), str(text or "")))
+        write_report(report, searched, loaded, tokenizer, source, (model, str(out), str(text or "")))
     if as_json:
         print_json(
             {
@@ -218,19 +213,13 @@ def inputs(model: str, text: Path | None, passages: int, memory: float | None) -
     return loaded, tokenizer, found, source
 
 
-def target_of(keep: float | None, memory: float | None, minimize: str | None, *lengths: Any) -> Any:
-    """The target that the options ask for; what is refused is told by the names of the options."""
-    from bochner.hf.config import Target
-
-    if memory is not None and not 0 < memory < 1:
-        raise ArgumentError(f"The --memory must be a share in (0, 1), as 0.5, got {memory}.")
-    if memory is not None and minimize is not None:
-        raise ArgumentError("The --memory says what may be taken: drop --minimize.")
-    if keep is not None and not 0.5 <= keep < 1:
-        raise ArgumentError(f"The --keep must be a share in [0.5, 1), as 0.99, got {keep}.")
-    if minimize not in (None, "memory", "time"):
-        raise ArgumentError(f"The --minimize must be memory or time, got {minimize!r}.")
-    return Target(keep, memory, minimize, *lengths)
+def by_options(config: Any, *settings: Any, **more: Any) -> Any:
+    """A Target or Recipe of what the options say; what is refused is told by the names of the options."""
+    try:
+        return config(*settings, **more)
+    except BochnerError as error:
+        named = r"'(\w+)' of (?:Target|Recipe)"
+        raise ArgumentError(re.sub(named, lambda m: "--" + m[1].replace("_", "-"), str(error))) from None
 
 
 def refuse(options: dict[str, Any], why: str) -> None:
@@ -240,50 +229,20 @@ def refuse(options: dict[str, Any], why: str) -> None:
             raise ArgumentError(f"The option {name} {why}.")
 
 
-def hold_back(model: Any, tokenizer: Any, found: list[str], *, own: bool) -> tuple[list[str], Any]:
-    """Calibration texts, and validation texts with the original's answers, for the report of a recipe.
-
-    Of the user's `own` passages every fourth validates; for the books there are others.
-    """
-    from bochner.report.model import Held
-
-    if not own:
-        return found, Held(model, tokenizer, books("heldout", 12)[0])
-    held = found[HELD_SHARE - 1 :: HELD_SHARE]
-    if not held:
-        raise BochnerError(
-            f"The --report needs validation texts: {len(found)} passages were given, {HELD_SHARE} are the least; give "
-            "more, parted by empty lines."
-        )
-    rest = [text for i, text in enumerate(found) if i % HELD_SHARE != HELD_SHARE - 1]
-    say(f"{len(held)} of {len(found)} passages are validation texts for the report")
-    return rest, Held(model, tokenizer, held)
-
-
 def write_report(path: Path, found: Any, model: Any, tokenizer: Any, source: str, place: tuple[str, str, str]) -> None:
-    """The page of a converted model. `found`: a search's report, or the validation texts of a recipe.
-
-    `place`: the model's name, where it was saved, and the file of the text.
-    """
-    from bochner.hf.conversion import Conversion
-    from bochner.hf.inputs import positions as positions_of
+    """The page of a search. `place`: the model's name, where it was saved, and the file of the text."""
     from bochner.report.cost import layer_times, typical_layer
-    from bochner.report.model import Held, Place, head_pictures, recipe_page, target_page
+    from bochner.report.model import Place, head_pictures, target_page
 
-    plan = Conversion.of(model).plan if isinstance(found, Held) else found.plan
-    pictures = head_pictures(model, tokenizer, books("heldout", 1)[0][0]) if plan.converted else None
-    shown: dict[str, Any] = {"pictures": pictures, "source": source}
-    shown["place"] = Place(*place, loader=type(model).__name__)
-    title = f"{Path(place[0]).name} with linear attention"
-    if isinstance(found, Held):
-        positions = positions_of(model).get("input_ids")
-        lengths = sorted({*LENGTHS[:-1], min(positions or LENGTHS[-2], LENGTHS[-2])})
-        times = layer_times({"as converted": typical_layer(plan)}, lengths)
-        page = recipe_page(title, plan, found.quality(model), held=found, times=times, positions=positions, **shown)
-    else:
-        lengths = [n for n in LENGTHS if n <= 2 * max(found.goal.length, 1024)]
-        times = layer_times({"as chosen": typical_layer(plan)}, lengths)
-        page = target_page(title, found, times=times, **shown)
+    plan = found.plan
+    page = target_page(
+        f"{Path(place[0]).name} with linear attention",
+        found,
+        times=layer_times(typical_layer(plan), [n for n in LENGTHS if n <= 2 * max(found.goal.length, 1024)]),
+        place=Place(*place, loader=type(model).__name__),
+        pictures=head_pictures(model, tokenizer, books("heldout", 1)[0][0]) if plan.converted else None,
+        source=source,
+    )
     say(f"report: {page.save(path)}")
 
 

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from bochner._checks import spawn_seed
 from bochner._timing import best_times
 from bochner.hf.calls import Call, exact, one_by_one
-from bochner.hf.fates import FATES, FateModule, Keys, with_keys
+from bochner.hf.fates import FATES, FateModule
 from bochner.hf.plan import Fitted, LayerPlan
 
 if TYPE_CHECKING:
     from bochner.hf.cache import RecurrentLayer
 
 CHILD = "linear_attn"  # the name under which an attention module holds its `LinearAttention`
-PENDING = "pending"  # in a cache: the keys of a sequence that is still below `exact_below`
 
 
 class LinearAttention(nn.Module):
@@ -33,7 +32,6 @@ class LinearAttention(nn.Module):
         super().__init__()
         self.plan, self.original = plan.check(), original
         self.drift: Any = None  # a `drift.Alarm`, that of the model it is attached to
-        self.given: Any = None  # the model's configuration before, if that says that a part of it is converted
         groups: dict[Any, list[int]] = {}
         for g, fate in enumerate(plan.fates):
             groups.setdefault(fate.shared(), []).append(g)
@@ -82,48 +80,15 @@ class LinearAttention(nn.Module):
         """(b, h, n, v). With a cache, key and value are those it has not seen and `padding` is that of all keys."""
         if call.segments is not None:
             return one_by_one(call, self)
-        if cache is not None:
-            return self._decode(call, cache)
-        out = self._together([part(self._of(call, part.heads)) for part in self.parts.values()])
-        return self._exact_where_few(call, out) if self.plan.exact_below and not self.trained else out
-
-    def _exact_where_few(self, call: Call, out: Tensor) -> Tensor:
-        """Exact rows where fewer keys than `exact_below` are seen."""
-        border, n = self.plan.exact_below, call.query.shape[-2]
-        first = call.key.shape[-2] - n  # rows before these queries
-        if call.padding is None and call.is_causal:
-            rows = max(0, min(n, border - 1 - first))
-            seen = slice(0, first + rows)
-            key, value = call.key[..., seen, :], call.value[..., seen, :]
-            short = call._replace(query=call.query[..., :rows, :], key=key, value=value)
-            return out if not rows else torch.cat([exact(short), out[..., rows:, :]], dim=-2)
-        if call.padding is None:
-            return exact(call) if call.key.shape[-2] < border else out
-        return torch.where((call.counts() < border)[:, None, :, None], exact(call), out)
-
-    def _decode(self, call: Call, cache: RecurrentLayer) -> Tensor:
-        if self.plan.exact_below and (cache.states.get(PENDING) is not None or not cache.states):
-            return self._decode_below(call, cache)
-        return self._advance(call, cache)
-
-    def _advance(self, call: Call, cache: RecurrentLayer) -> Tensor:
         outs = []
         for name, part in self.parts.items():
-            out, cache.states[name] = part.decode(self._of(call, part.heads), cache.states.get(name))
+            mine = self._of(call, part.heads)
+            if cache is None:
+                out = part(mine)
+            else:
+                out, cache.states[name] = part.decode(mine, cache.states.get(name))
             outs.append(out)
         return self._together(outs)
-
-    def _decode_below(self, call: Call, cache: RecurrentLayer) -> Tensor:
-        """Rows behind all keys, which are absorbed when every sequence of the batch has reached `exact_below`."""
-        keys: Keys = with_keys(cache.states.get(PENDING), call.key, call.value)
-        key, value = keys.held
-        whole = call._replace(key=key, value=value)
-        out = self(whole)
-        cache.states[PENDING] = keys
-        if int(whole.counts()[:, -1].min()) >= self.plan.exact_below - 1:
-            del cache.states[PENDING]
-            self._advance(whole._replace(query=whole.query[..., -1:, :]), cache)
-        return out
 
     def _of(self, call: Call, heads: list[int]) -> Call:
         """The call with some key heads and their query heads."""
@@ -152,20 +117,15 @@ class LinearAttention(nn.Module):
         return self._indices[key]
 
 
-def random_call(plan: LayerPlan, length: int, device: Any = "cpu", dtype: torch.dtype = torch.float32) -> Call:
-    """A call of one sequence of `length` tokens with the heads of a layer."""
+@torch.no_grad()
+def layer_seconds(
+    layers: Mapping[Any, LinearAttention], plan: LayerPlan, length: int, device: Any, dtype: torch.dtype
+) -> dict[Any, float]:
+    """Seconds of some layers and of "exact" attention at one length, taking turns on this machine."""
     g = torch.Generator().manual_seed(length)
     heads = ((plan.num_heads, plan.head_dim), (plan.num_kv_heads, plan.head_dim), (plan.num_kv_heads, plan.value_dim))
     q, k, v = (torch.randn(1, h, length, d, generator=g).to(device, dtype) for h, d in heads)
-    return Call(q, k, v, plan.is_causal, None, plan.head_dim**-0.5)
-
-
-@torch.no_grad()
-def layer_seconds(
-    layers: Mapping[str, LinearAttention], plan: LayerPlan, length: int, device: Any, dtype: torch.dtype
-) -> dict[str, float]:
-    """Seconds of some layers and of "exact" attention at one length, taking turns on this machine."""
-    call = random_call(plan, length, device, dtype)
+    call = Call(q, k, v, plan.is_causal, None, plan.head_dim**-0.5)
 
     def run(attention: Callable[[Call], Tensor]) -> None:
         attention(call)

@@ -18,12 +18,7 @@ from torch import Tensor
 from bochner._checks import BochnerError, extra
 
 extra("transformers", "hf", "bochner.hf")
-from transformers.cache_utils import (  # noqa: E402
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    StaticLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer  # noqa: E402
 
 
 class Waiting:
@@ -132,7 +127,6 @@ class RecurrentLayer(CacheLayerMixin):
         """There is nothing to bring back."""
 
     def _select(self, f: Any) -> None:
-        """Apply f to every tensor; all have the batch in front."""
         self.states = {name: state.map(f) for name, state in self.states.items()}
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bochner.attention.layout import leading
 from bochner.hf import inputs
 from bochner.hf.calls import Call, exact
+from bochner.maps.landmark_fit import Near
 from bochner.moments import PairMoments
 
 ROWS = 4096  # keys of each head that maps are fitted to; with 2,048 errors of MiniLM are 2 % higher, with 1,024 10 %
@@ -69,19 +70,13 @@ def error_on(calls: Iterable[Call], attention: Attention) -> Tensor:
     return found.relative()
 
 
-def head_errors(model: Any, layers: Mapping[str, Attention], data: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Relative error of each head of some modules, on the inputs that exact attention sees."""
-    found = option_errors(model, {name: {"": layer} for name, layer in layers.items()}, data)
-    return {name: errors[""].relative().cpu() for name, errors in found.items()}
-
-
 def option_errors(
     model: Any,
     options: Mapping[str, Mapping[Any, Attention]],
     data: Sequence[dict[str, Any]],
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, dict[Any, HeadErrors]]:
-    """Errors of each head of some modules under each of several attentions, by the module's name; one pass."""
+    """Errors of each head of some modules under each of several attentions, on the inputs that exact attention sees."""
     from bochner.hf.observe import recording, run
 
     found = {name: {key: HeadErrors() for key in several} for name, several in options.items()}
@@ -118,27 +113,16 @@ class Far:
         window_kind: str = "block",
         rows: Tensor | None = None,
     ) -> Far:
-        """Of all queries of a call, or of some `rows` of them."""
+        """Of all queries of a call, or of some `rows` of them; places are counted from the first unpadded key."""
         n, s = call.query.shape[-2], call.key.shape[-2]
         rows = torch.arange(n, device=call.key.device) if rows is None else rows
-        i = (s - n + rows)[:, None]
-        j = torch.arange(s, device=call.key.device)[None, :]
-        allowed = (j <= i if call.is_causal else torch.ones_like(j <= i))[None, None]
+        near, i, j = Near(call.is_causal, window, sinks, window_kind), s - n + rows, torch.arange(s, device=rows.device)
+        allowed, starts = near.allowed(i, j)[None, None], [0]
         if call.padding is not None:
-            keep = ~call.padding[:, None, None, :]
-            live = keep.mT[..., rows, :] if n == s else torch.ones_like(keep[..., :1])
-            allowed = allowed & keep & live
+            keep, starts = ~call.padding[:, None, None, :], leading(call.padding).tolist()
+            allowed = allowed & keep & (keep.mT[..., rows, :] if n == s else torch.ones_like(keep[..., :1]))
         allowed = allowed.expand(call.query.shape[0], 1, len(rows), s)
-        far = allowed
-        if window is not None and window_kind == "block":  # counted from the first unpadded key
-            lead = 0 if call.padding is None else leading(call.padding)[:, None, None, None]
-            far = far & (((i - lead) // window - (j - lead) // window).abs() > 1)
-        elif window is not None:
-            far = far & ((i - j).abs() >= window)
-        if sinks:
-            first = (allowed.any(-2, keepdim=True).cumsum(-1) <= sinks) & allowed.any(-2, keepdim=True)
-            far = far & ~first
-        return cls(allowed, far)
+        return cls(allowed, allowed & torch.stack([near.far(i - first, j - first) for first in starts])[:, None])
 
 
 def attention_weights(call: Call, allowed: Tensor) -> Tensor:
@@ -150,15 +134,11 @@ def attention_weights(call: Call, allowed: Tensor) -> Tensor:
 
 @dataclass
 class Samples:
-    """Sequences of queries (h, n, d), keys and values (g, n, d) of a layer, scaled: what its maps are fitted to.
-
-    `hidden` (n, width): what entered the attention module, where a call tells.
-    """
+    """Sequences of queries (h, n, d), keys and values (g, n, d) of a layer, scaled: what its maps are fitted to."""
 
     q: list[Tensor] = field(default_factory=list)
     k: list[Tensor] = field(default_factory=list)
     v: list[Tensor] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
     rows: int = 0
 
     @property
@@ -173,14 +153,10 @@ class Samples:
             if self.rows >= ROWS:
                 return
             q, k, v = call.query[b], call.key[b], call.value[b]
-            hidden = None if call.hidden is None else call.hidden[b]
             if call.padding is not None:
                 keep = ~call.padding[b]
                 k, v = k[:, keep], v[:, keep]
                 q = q[:, keep] if q.shape[1] == keep.shape[0] else q
-                hidden = hidden[keep] if hidden is not None and len(hidden) == len(keep) else hidden
-            if hidden is not None:
-                self.hidden.append(hidden.float())
             self.q.append(q.float() * root)
             self.k.append(k.float() * root)
             self.v.append(v.float())
@@ -249,62 +225,44 @@ def _all_over(count: int) -> list[int]:
     return [i for i in spread if i < count]
 
 
-def gate_gradients(
-    model: Any,
-    layers: Mapping[str, Any],
-    batches: Sequence[dict[str, Any]],
-    loss: Callable[[int, Any], Tensor],
-) -> dict[str, Tensor]:
-    """How much a loss falls per query head, (h,), along gates of all heads from 0 to 1, which is exact attention.
-
-    0 is the head of `layers`, each a `LinearAttention`. `loss(index, output)`: of the model's output for one of the
-    batches. Layers whose gates have no influence are left out.
-    """
-    from bochner.hf.observe import frozen, recording, run
-
-    device, gates, total = next(model.parameters()).device, dict[str, Tensor](), dict[str, Tensor]()
-
-    def look(name: str, call: Call) -> Tensor | None:
-        if name not in layers:
-            return None
-        near = layers[name](call)
-        g = gates[name][None, :, None, None].to(near.dtype)
-        return g * exact(call) + (1 - g) * near
-
-    with frozen(model):
-        for level, (j, batch) in itertools.product(GATES, enumerate(batches)):
-            for name, layer in layers.items():
-                gates[name] = torch.full((layer.plan.num_heads,), level, device=device, requires_grad=True)
-            with recording(model, look):
-                output = run(model, batch, gradient=True)
-                with torch.enable_grad():
-                    loss(j, output).backward()
-            for name, g in gates.items():
-                if g.grad is not None:
-                    total[name] = total.get(name, 0) - g.grad.double().cpu() / (len(GATES) * len(batches))
-    return total
-
-
 def retrieval_scores(
     model: Any, layers: Mapping[str, Any], data: Sequence[dict[str, Any]], near: dict[str, Any]
 ) -> dict[str, Tensor]:
     """Which query heads of a language model look something up, (h,) by module name: the fall of a loss as they become
     exact.
 
-    Probes are made of the calibration tokens: a passage, another, the first again; the loss is that on the repeat.
-    `layers`: the attention of each module without exact heads, a `LinearAttention`, with window and sinks `near`.
+    Probes are made of the calibration tokens: a passage, another, the first again; the loss is that on the repeat. Its
+    gradient is taken along gates of all heads, from 0, the attention of `layers` with window and sinks `near`, to 1,
+    exact attention. Layers whose gates have no influence are left out.
     """
+    from bochner.hf.observe import frozen, recording, run
+
     tokens = inputs.stream(data)
     reach = (near.get("window") or 0) * (2 if near.get("window_kind", "block") == "block" else 1)
     length = min(max(PROBE, reach // 2 + 32), len(tokens) // 2, inputs.positions(model).get("input_ids", 2**31) // 3)
     pieces = [tokens[start : start + 2 * length].split(length) for start in range(0, len(tokens), 2 * length)]
     probes = [torch.cat([p[0], p[1], p[0]])[None] for p in pieces[:PROBES] if len(p) == 2 and len(p[1]) == length]
+    device, gates, total = next(model.parameters()).device, dict[str, Tensor](), dict[str, Tensor]()
 
-    def loss(index: int, output: Any) -> Tensor:
-        target = probes[index][:, -length + 1 :].to(output.logits.device)
-        return nn.functional.cross_entropy(output.logits[:, -length:-1].float().transpose(1, 2), target)
+    def look(name: str, call: Call) -> Tensor | None:
+        if name not in layers:
+            return None
+        approximate = layers[name](call)
+        g = gates[name][None, :, None, None].to(approximate.dtype)
+        return g * exact(call) + (1 - g) * approximate
 
-    return gate_gradients(model, layers, [{"input_ids": ids} for ids in probes], loss)
+    with frozen(model):
+        for level, ids in itertools.product(GATES, probes):
+            for name, layer in layers.items():
+                gates[name] = torch.full((layer.plan.num_heads,), level, device=device, requires_grad=True)
+            with recording(model, look), torch.enable_grad():
+                logits = run(model, {"input_ids": ids}, gradient=True).logits[:, -length:-1]
+                target = ids[:, -length + 1 :].to(logits.device)
+                nn.functional.cross_entropy(logits.float().transpose(1, 2), target).backward()
+            for name, g in gates.items():
+                if g.grad is not None:
+                    total[name] = total.get(name, 0) - g.grad.double().cpu() / (len(GATES) * len(probes))
+    return total
 
 
 def peak_scores(samples: Samples, is_causal: bool, **near: Any) -> Tensor:

@@ -39,14 +39,6 @@ class Call(NamedTuple):
         """Query heads per key head."""
         return self.query.shape[1] // self.key.shape[1]
 
-    def counts(self) -> Tensor:
-        """How many unpadded keys each row may see, (b, n)."""
-        n, s = self.query.shape[-2], self.key.shape[-2]
-        keep = torch.ones(1, s, dtype=torch.long, device=self.key.device)
-        if self.padding is not None:
-            keep = (~self.padding).long()
-        return keep.cumsum(-1)[:, s - n :] if self.is_causal else keep.sum(-1, keepdim=True).expand(-1, n)
-
 
 def exact(call: Call, dropout: float = 0.0) -> Tensor:
     """Softmax attention of a call, (b, h, n, v)."""

@@ -177,9 +177,9 @@ class Target(Config):
 class Calibration(Config):
     """Data of the kind that the model will see: texts with their tokenizer, or batches of its inputs.
 
-    `data`: a list of texts; or one batch or an iterable of them, dicts by the names of the model's inputs, as a
-    tokenizer or processor makes them. `tokenizer`: default the one stored beside the model. `max_length`: the tokens
-    that each text is cut to; default 256, for a `Target` none. `batch_size`: texts that are run at a time.
+    `data`: texts; or one batch or an iterable of them, dicts by the names of the model's inputs. `tokenizer`: default
+    the one stored beside the model. `max_length`: the tokens that each text is cut to; default 256, for a `Target`
+    none. `batch_size`: texts that are run at a time.
     """
 
     data: Any

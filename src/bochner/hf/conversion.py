@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from bochner._checks import BochnerError, BochnerWarning, is_int
+from bochner._checks import BochnerError, BochnerWarning
 from bochner._progress import speaker
-from bochner.hf import calibrate, drift, inputs
+from bochner.hf import calibrate, drift
 from bochner.hf.attention import LinearAttention
-from bochner.hf.config import Calibration, Distillation, Recipe, Target
+from bochner.hf.config import Calibration, Recipe, Target
 from bochner.hf.evaluate import is_language_model
 from bochner.hf.fates import EXACT, Window, fate_of
 from bochner.hf.interface import MISFIT, attach, check_model, detach, layers_of, settings_of, unwrap
@@ -39,7 +39,6 @@ def convert(
     data: Any = None,
     *,
     parts: Sequence[str] | None = None,
-    exact_below: int = 0,
     seed: int = 0,
     progress: bool | None = None,
 ) -> Any:
@@ -54,7 +53,6 @@ def convert(
     `parts`: what to convert, default all: "encoder", "decoder" and "cross" of an encoder-decoder, or names of modules.
     Layers that linear attention cannot honour (windows and chunks of their own, soft caps, position biases, other
     masks) stay as they were, and the plan says why.
-    `exact_below`: rows that see fewer keys than this stay exact. In encoders these are sequences with fewer keys.
     `seed`: of random projections, and of what a search draws.
     `progress`: say what is being done, on the standard error stream; default if that is a terminal.
 
@@ -68,24 +66,19 @@ def convert(
         return convert_torch(model, spec, data)
     inner, tokenizer = unwrap(model)
     check_model(inner)
-    _check_spec(spec, parts, exact_below, seed)
+    _check_spec(spec, parts, seed)
     calibration = None if data is None else Calibration.of(data, tokenizer)
     if isinstance(spec, Target):
         asked: dict[str, Any] = {"parts": parts, "seed": seed, "progress": progress}
-        return _to_target(model, spec, calibration, exact_below, asked)
+        return _to_target(model, spec, calibration, asked)
     if isinstance(spec, (str, Path)):
-        if data is not None:
+        if data is not None and Path(spec).is_dir():
             raise BochnerError("A saved conversion brings its maps: leave out 'data', or convert by a Recipe or Plan.")
         return Conversion.from_pretrained(model, spec)
     fit_length = getattr(spec, "fit_length", 0)
     batches = [] if calibration is None else calibration.batches(inner, fit_length or MAX_LENGTH)
     shapes, say = discover_parts(inner, batches, parts), speaker(progress)
-    if isinstance(spec, Plan):
-        plan, layers = _by_plan(inner, spec, shapes, batches, say)
-    else:
-        plan, layers = _by_recipe(inner, spec, shapes, batches, seed, say)
-    _set_border(inner, plan, exact_below)
-    attach(inner, plan, layers)
+    attach(inner, *_planned(inner, spec, shapes, batches, seed, say))
     return Conversion(model)
 
 
@@ -93,18 +86,12 @@ class Conversion:
     """A converted model, and what can be done with the conversion.
 
     `model`: the model, as it was given. `plan`: what every head became, a copy that brings the fitted maps.
-    `report`: of the search for a `Target`, else None; it is saved and loaded with the model or the conversion.
-    `distillation`: of the training that followed the search, until the model is loaded again.
+    `report`: of the search for a `Target`; `distillation`: of the training that followed. A loaded conversion has none.
     """
 
     def __init__(self, model: Any, report: Any = None, distillation: Any = None) -> None:
         self.model, self.report, self.distillation = model, report, distillation
         layers_of(model)
-        stored = getattr(settings_of(model), "report", None)
-        if report is None and stored is not None:
-            from bochner.hf.search import SearchReport
-
-            self.report = SearchReport.from_dict(stored)
 
     @classmethod
     def of(cls, model: Any) -> Conversion:
@@ -130,7 +117,8 @@ class Conversion:
         """
         inner, tokenizer = unwrap(self.model)
         batches = Calibration.of(data, tokenizer).batches(inner, MAX_LENGTH)
-        return calibrate.head_errors(inner, layers_of(inner), batches)
+        found = calibrate.option_errors(inner, {n: {"": layer} for n, layer in layers_of(inner).items()}, batches)
+        return {name: errors[""].relative().cpu() for name, errors in found.items()}
 
     def revert(self) -> Any:
         """Undo the conversion; returns the model with the attention it had."""
@@ -139,7 +127,7 @@ class Conversion:
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the plan, the fitted maps and the report, a hundredth of the model, to be loaded beside the original.
 
-        A part that was converted by itself, as `convert(model.vision_model, ...)`, is saved alone.
+        A part that was converted by itself is saved alone; to save it in the whole model, convert that with `parts`.
         """
         from safetensors.torch import save_file
 
@@ -171,9 +159,7 @@ class Conversion:
             plan.maps[layer.name] = Fitted(list(layer.fates), mine)
         with contextlib.suppress(BochnerError):  # made-up inputs may not do; files of another model are refused below
             plan = _fitting(plan, discover(inner))
-        found = folder / REPORT
-        report = json.loads(found.read_text(encoding="utf-8")) if found.exists() else None
-        attach(inner, plan, _build(inner, plan, {}), report)
+        attach(inner, plan, _build(inner, plan, {}))
         return cls(model)
 
     def __repr__(self) -> str:
@@ -196,11 +182,9 @@ def revert(model: Any, attn_implementation: str | None = None) -> Any:
     return model
 
 
-def _to_target(
-    model: Any, target: Target, data: Calibration | None, exact_below: int, asked: dict[str, Any]
-) -> Conversion:
+def _to_target(model: Any, target: Target, data: Calibration | None, asked: dict[str, Any]) -> Conversion:
     """Search, change the model, train what the target allows, and say what was reached; `asked`: of `search`."""
-    from bochner.hf.distill import DistillReport
+    from bochner.hf.distill import DistillReport, distill
     from bochner.hf.search import search
 
     if target.train is not None and target.train.loss == "model" and data is not None:
@@ -212,64 +196,53 @@ def _to_target(
             )
     report = search(model, target, data, **asked)
     inner, _ = unwrap(model)
-    plan: Plan = report.plan
-    _set_border(inner, plan, exact_below)
-    attach(inner, plan, _build(inner, plan, {}))
+    attach(inner, report.plan, _build(inner, report.plan, {}))
     distilled = None
-    if target.train is not None:
+    if target.train is not None and not report.plan.converted:
         distilled = DistillReport(note="Nothing was distilled: nothing is converted.")
-        if plan.converted:
-            distilled = _trained(model, report, target.train, asked["progress"])
+    elif target.train is not None:
+        try:
+            distilled = distill(model, report.training, target.train, progress=asked["progress"])
+        except BaseException:
+            revert(model)
+            raise
+        if not distilled.note:
+            report.verify_again(inner)
     if not report.met:
         warnings.warn(report.reasons[0], BochnerWarning, stacklevel=3)
-    settings = settings_of(inner)
-    if settings is not None:
-        settings.report = report.to_dict()
     return Conversion(model, report, distilled)
-
-
-def _trained(model: Any, report: Any, how: Distillation, progress: bool | None) -> Any:
-    """Distillation after converting; a failure undoes the conversion."""
-    from bochner.hf.distill import distill
-
-    try:
-        found = distill(model, report.training, how, progress=progress)
-    except BaseException:
-        revert(model)
-        raise
-    if not found.note:
-        report.verify_again(unwrap(model)[0])
-    return found
 
 
 # What every head becomes
 
 
-def _by_recipe(
-    model: Any,
-    recipe: Recipe,
-    shapes: Mapping[str, Shape],
-    data: Batches,
-    seed: int,
-    say: Say,
+def _planned(
+    model: Any, spec: Recipe | Plan, shapes: Mapping[str, Shape], data: Batches, seed: int, say: Say
 ) -> tuple[Plan, dict[str, LinearAttention]]:
-    """The plan of a recipe, and its maps, fitted to the data if there are any."""
-    recipe = recipe.resolved(bool(data))
-    plan = Plan.of(shapes, getattr(model.config, "model_type", ""), seed, lambda shape: fate_of(recipe, shape.is_cross))
-    for layer in plan.layers:
-        layer.trainable = recipe.trainable
-    LinearAttention(plan.layers[0])  # wrong options are refused here, before anything is measured
+    """The plan of a recipe, or one for this model, and its maps: those that it brings, others fitted to the data."""
+    ranks = isinstance(spec, Recipe) and spec.ranks_heads
+    if isinstance(spec, Plan):
+        plan = _fitting(spec, shapes)
+    else:
+        recipe = spec.resolved(bool(data))
+        kind = getattr(model.config, "model_type", "")
+        plan = Plan.of(shapes, kind, seed, lambda shape: fate_of(recipe, shape.is_cross))
+        for layer in plan.layers:
+            layer.trainable = recipe.trainable
+        LinearAttention(plan.layers[0])  # wrong options are refused here, before anything is measured
+    new = [layer for layer in plan.layers if layer.has_map and plan.fitted(layer) is None]
+    samples: dict[str, calibrate.Samples] = {}
     if not data:
-        _check_needs_no_data(plan.converted)
-        if recipe.ranks_heads:
+        _check_needs_no_data(new)
+        if ranks:
             raise BochnerError("Choosing 'exact_heads' needs 'data': the heads are chosen by what they attend to.")
+    elif new or ranks:
+        samples = _observed(model, plan.converted if ranks else new, data, say)
+    if isinstance(spec, Recipe):
+        if ranks:
+            say("measuring which heads retrieve")
+            _score(model, plan, recipe, samples, data)
         make_exact(plan, recipe.exact_heads)
-        return plan, _build(model, plan, {})
-    samples = _observed(model, plan.converted, data, say)
-    if recipe.ranks_heads:
-        say("measuring which heads retrieve")
-        _score(model, plan, recipe, samples, data)
-    make_exact(plan, recipe.exact_heads)
     return plan, _build(model, plan, samples)
 
 
@@ -311,18 +284,6 @@ def make_exact(plan: Plan, wanted: Any) -> None:
                 "(layer, key head)."
             )
         plan.layers[i].fates[g] = EXACT
-
-
-def _by_plan(
-    model: Any, plan: Plan, shapes: Mapping[str, Shape], data: Batches, say: Say
-) -> tuple[Plan, dict[str, LinearAttention]]:
-    """A plan for this model, and its maps: those it brings, the others fitted to the data."""
-    plan = _fitting(plan, shapes)
-    missing = [layer for layer in plan.layers if layer.has_map and plan.fitted(layer) is None]
-    if missing and not data:
-        _check_needs_no_data(missing)
-    samples = _observed(model, missing, data, say) if missing and data else {}
-    return plan, _build(model, plan, samples)
 
 
 def _fitting(plan: Plan, shapes: Mapping[str, Shape]) -> Plan:
@@ -378,32 +339,14 @@ def _build(model: Any, plan: Plan, samples: Mapping[str, calibrate.Samples]) -> 
     return {name: layer.to(device) for name, layer in layers.items()}
 
 
-def _set_border(model: Any, plan: Plan, border: int) -> None:
-    """Say below how many keys rows stay exact, and warn if that is always."""
-    if not border:
-        return
-    positions: Any = inputs.positions(model).get("input_ids") or inputs.trained_positions(model)
-    if is_int(positions) and 0 < positions < border and plan.converted:
-        warnings.warn(
-            f"The model has {positions} positions and stays exact below exact_below={border} keys: its conversion "
-            "never acts. Give a smaller 'exact_below', or leave the model as it is.",
-            BochnerWarning,
-            stacklevel=4,
-        )
-    for layer in plan.converted:
-        layer.exact_below = border
-
-
-def _check_spec(spec: Any, parts: Any, exact_below: Any, seed: Any) -> None:
+def _check_spec(spec: Any, parts: Any, seed: Any) -> None:
     """Refuse what cannot be, and what does not go with the spec."""
     if not isinstance(spec, (Recipe, Target, Plan, str, Path)):
         raise BochnerError(
             f"The 'spec' of convert must be a Recipe, a Target, a Plan or the directory of a saved conversion, got "
             f"{type(spec).__name__}."
         )
-    if not is_int(exact_below) or exact_below < 0:
-        raise BochnerError(f"The 'exact_below' of convert must be an int >= 0, got {exact_below!r}.")
-    for name, given in {"parts": parts is not None, "exact_below": exact_below != 0, "seed": seed != 0}.items():
+    for name, given in {"parts": parts is not None, "seed": seed != 0}.items():
         if given and not isinstance(spec, (Recipe, Target)):
             what = "A plan" if isinstance(spec, Plan) else "A saved conversion"
             raise BochnerError(f"{what} says it all, for every layer: leave out {name!r}, or edit the plan.")

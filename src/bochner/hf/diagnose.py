@@ -7,7 +7,6 @@ this machine. The diagnosis says when conversion is not worth it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from bochner.hf.attention import LinearAttention, layer_seconds
 from bochner.hf.calibrate import Far, Samples, attention_weights, error_on
 from bochner.hf.calls import Call
 from bochner.hf.config import Recipe
-from bochner.hf.fates import EXACT, Fate, Hybrid, Kernel, Window, fate_of
+from bochner.hf.fates import EXACT, Hybrid, Kernel, Window, fate_of
 from bochner.hf.plan import LayerPlan
 from bochner.maps.base import FeatureMap
 from bochner.maps.exponential import CalibratedFeatures
@@ -35,10 +34,10 @@ TIMED = (2048, 8192)  # tokens at which attention is timed where no length is na
 
 @dataclass
 class HeadDiagnosis:
-    """One head: its attention, the error of every candidate, and what to do with it.
+    """One head: its attention, the measured and the predicted error of every map, and what to do with it.
 
     `entropy`: of its weights, in nats; `outside`: their sum outside window and sinks; means over rows. `rank_floor`:
-    what no map of the largest size can be below there, see `theory.rank_floor`.
+    what no map can be below there, see `theory.rank_floor`.
     """
 
     head: int
@@ -60,21 +59,23 @@ class Diagnosis:
     reasons: list[str]
 
     def __str__(self) -> str:
-        first = self.heads[0]
-        lines = ["head  entropy  outside  floor  " + "  ".join(f"{name:>7}" for name in first.measured) + "  verdict"]
+        names = list(self.heads[0].measured)
+        lines = ["head  entropy  outside  floor  " + "  ".join(f"{name:>7}" for name in names) + "  verdict"]
         for h in self.heads:
-            cells = "  ".join(f"{h.measured[name]:{max(len(name), 7)}.3f}" for name in first.measured)
+            cells = "  ".join(f"{h.measured[name]:{max(len(name), 7)}.3f}" for name in names)
             lines.append(f"{h.head:4d}  {h.entropy:7.2f}  {h.outside:7.2f}  {h.rank_floor:5.3f}  {cells}  {h.verdict}")
-        means = {n: sum(h.predicted[n] for h in self.heads) / len(self.heads) for n in first.predicted}
+        told = (f"{n} {sum(h.predicted[n] for h in self.heads) / len(self.heads):.2f}" for n in self.heads[0].predicted)
         floors = sorted(h.rank_floor for h in self.heads)
-        lines += [
-            "predicted by theory for iid projections (1 is hopeless): "
-            + ", ".join(f"{name} {mean:.2f}" for name, mean in means.items()),
-            f"rank floor, which no map of {self.recipe.num_features} features is below: median "
-            f"{floors[len(floors) // 2]:.3f}, largest {floors[-1]:.3f}",
-        ]
-        recommended = f"recommended: bochner.convert(model, bochner.{self.recipe!r}, texts)"
-        return "\n".join([*lines, *self.reasons, recommended])
+        return "\n".join(
+            [
+                *lines,
+                f"predicted by theory for iid projections (1 is hopeless): {', '.join(told)}",
+                f"rank floor, which no map of {self.recipe.num_features} features is below: median "
+                f"{floors[len(floors) // 2]:.3f}, largest {floors[-1]:.3f}",
+                *self.reasons,
+                f"recommended: bochner.convert(model, bochner.{self.recipe!r}, texts)",
+            ]
+        )
 
 
 def diagnose(
@@ -85,26 +86,23 @@ def diagnose(
     is_causal: bool = False,
     scale: float | None = None,
     near: Window | None = None,
-    num_features: Sequence[int] = (64, 128),
+    num_features: int = 128,
     length: int | None = None,
 ) -> Diagnosis:
     """Measure one layer's attention and say what to convert it to, head by head; transformers is not needed.
 
     `q` (b, h, n, d), `k`, `v` (b, g, s, d): queries, keys and values before scaling; without v, random values stand in.
-    Half of the sequences calibrate the maps, the other half measures them. Every head has its rank floor, below which
-    no map of the largest size can be. `near`: the window and sinks to consider; default `Window(32, 1)`, for causal
-    attention `Window(128, 4)`. `num_features`: the sizes of maps to try. `length`: the number of tokens you care about,
-    for speed.
+    Half of the sequences calibrate the maps, the other half measures them. `near`: the window and sinks to consider;
+    default `Window(32, 1)`, for causal attention `Window(128, 4)`. `num_features`: the size of the maps to try.
+    `length`: the number of tokens you care about, for speed.
 
     >>> q = torch.randn(4, 2, 40, 8, generator=torch.Generator().manual_seed(0))
-    >>> diagnose(q, q, num_features=(32,), length=64).recipe.num_features
+    >>> diagnose(q, q, num_features=32, length=64).recipe.num_features
     32
     """
+    m = positive_int(num_features, "num_features", "diagnose")
     if length is not None:
         positive_int(length, "length", "diagnose")
-    sizes = [positive_int(m, "num_features", "diagnose") for m in num_features]
-    if not sizes:
-        raise BochnerError("The 'num_features' of diagnose is empty; give at least one number of features.")
     near = near or (Window(128, 4) if is_causal else Window(32, 1))
     if not isinstance(near, Window):
         raise BochnerError(f"The 'near' of diagnose must be a bochner.hf.Window, got {near!r}.")
@@ -114,57 +112,42 @@ def diagnose(
     assert v is not None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     calls = [Call(q[i : i + 1], k[i : i + 1], v[i : i + 1], is_causal, None, scale) for i in range(len(q))]
-    is_cross = q.shape[-2] != k.shape[-2]
     plan = LayerPlan("attention", q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], [EXACT] * k.shape[1], is_causal)
-    plan.is_cross = is_cross
-    heads = _examine(plan, calls, None if is_cross else near, sizes)
-    return _recommend(heads, plan, None if is_cross else near, max(sizes), length, calls[0])
+    plan.is_cross = q.shape[-2] != k.shape[-2]  # which has no window
+    local = None if plan.is_cross else near
+    return _recommend(_examine(plan, calls, local, m), plan, local, m, length, calls[0])
 
 
-def _examine(plan: LayerPlan, calls: list[Call], near: Window | None, sizes: Sequence[int]) -> list[HeadDiagnosis]:
-    """Every candidate on every head of one layer; `near`: none for cross-attention."""
+def _examine(plan: LayerPlan, calls: list[Call], near: Window | None, m: int) -> list[HeadDiagnosis]:
+    """Every map on every head of one layer, and the window if there is one."""
     half = len(calls) // 2
-    calibration, held = calls[:half] or calls, calls[half:]  # one sequence alone has to serve for both
-    samples, m = Samples(), max(sizes)
-    for call in calibration:
+    samples, held = Samples(), calls[half:]
+    for call in calls[:half] or calls:  # one sequence alone has to serve for both
         samples.add(call)
+    fates: dict[str, Any] = {} if near is None else {"window": near}
+    fates |= {name: Kernel(name, m) for name in ("positive", "calibrated")}
+    if near is not None:
+        fates["window+calibrated"] = Hybrid(**near.near, num_features=m)
+    if samples.rows >= m:  # enough for the fit of landmarks
+        mapped: dict[str, Any] = {"feature_map": "landmark", "num_features": m}
+        fates |= {"landmark": Kernel(**mapped)} if near is None else {"window+landmark": Hybrid(**near.near, **mapped)}
     measured, predicted = {"uniform": error_on(held, uniform)}, dict[str, Tensor]()
-    for label, fate in _candidates(near, sizes, fits=samples.rows >= m).items():
+    for name, fate in fates.items():
         attention = LinearAttention(replace(plan, fates=[fate] * plan.num_kv_heads))
         attention.fit(samples)
-        measured[label] = error_on(held, attention)
-        if isinstance(fate, Kernel) and fate.feature_map != "landmark":
-            predicted[label] = _predict(attention.parts["kernel"].phi, held[0])  # type: ignore[arg-type]
+        measured[name] = error_on(held, attention)
+        if name in ("positive", "calibrated"):
+            predicted[name] = _predict(attention.parts["kernel"].phi, held[0])  # type: ignore[arg-type]
     seen = _statistics(held[0], {} if near is None else near.near, m)
     return [
         HeadDiagnosis(
-            head=i,
-            entropy=seen["entropy"][i].item(),
-            outside=seen["outside"][i].item(),
-            rank_floor=seen["rank_floor"][i].item(),
-            measured={label: e[i].item() for label, e in measured.items()},
-            predicted={label: e[i].item() for label, e in predicted.items()},
+            i,
+            *(values[i].item() for values in seen.values()),
+            measured={name: e[i].item() for name, e in measured.items()},
+            predicted={name: e[i].item() for name, e in predicted.items()},
         )
         for i in range(plan.num_heads)
     ]
-
-
-def _candidates(near: Window | None, sizes: Sequence[int], fits: bool) -> dict[str, Fate]:
-    """The fates that are tried. A fit of every head takes a while: that of the largest size, beside the window if any.
-
-    `fits`: whether there are rows enough for it.
-    """
-    found: dict[str, Fate] = {} if near is None else {"window": near}
-    for size in sizes:
-        found |= {f"{name} {size}": Kernel(name, size) for name in ("positive", "calibrated")}
-        if near is not None:
-            found[f"window+calibrated {size}"] = Hybrid(**near.near, num_features=size)
-    mapped: dict[str, Any] = {"feature_map": "landmark", "num_features": max(sizes)}
-    if fits and near is None:
-        found[f"landmark {max(sizes)}"] = Kernel(**mapped)
-    elif fits and near is not None:
-        found[f"window+landmark {max(sizes)}"] = Hybrid(**near.near, **mapped)
-    return found
 
 
 def _statistics(call: Call, near: dict[str, Any], m: int) -> dict[str, Tensor]:
@@ -227,10 +210,10 @@ def _recommend(
     def mean(name: str) -> float:
         return sum(h.measured[name] for h in heads) / len(heads)
 
-    names = [f"{'' if near is None else 'window+'}{name} {m}" for name in ("landmark", "calibrated")]
+    names = [f"{'' if near is None else 'window+'}{name}" for name in ("landmark", "calibrated")]
     best = min((n for n in names if n in heads[0].measured), key=mean)
     for h in heads:
-        h.verdict = _verdict(h.measured, f"calibrated {m}", best)
+        h.verdict = _verdict(h.measured, best)
     # A key head stays exact if one of its query heads should. Beside a window the landmark map was not measured alone.
     exact_heads = sorted({(0, h.head // plan.group) for h in heads if "keep exact" in h.verdict})
     alone = near is not None and all(h.verdict == "kernel is enough" for h in heads)
@@ -246,8 +229,8 @@ def _recommend(
     slower = length is not None and length < crossover
     share = sum("keep exact" in h.verdict for h in heads) / len(heads)
     reasons = [
-        f"error of the attention output: uniform averaging {mean('uniform'):.2f}, plain FAVOR+ m={m} "
-        f"{mean(f'positive {m}'):.2f}, {best} {mean(best):.2f}.",
+        f"error of the attention output with m={m}: uniform averaging {mean('uniform'):.2f}, plain FAVOR+ "
+        f"{mean('positive'):.2f}, {best} {mean(best):.2f}.",
         f"attention of the layer at {n:,} tokens: exact {times['exact'] * 1e3:.1f} ms, linear "
         f"{times['linear'] * 1e3:.1f} ms; linear attention is faster from about {crossover:,} tokens on.",
     ]
@@ -262,13 +245,13 @@ def _recommend(
     return Diagnosis(heads, recipe, share <= 0.5 and not slower, reasons)
 
 
-def _verdict(measured: dict[str, float], kernel: str, best: str) -> str:
+def _verdict(measured: dict[str, float], best: str) -> str:
     """What to do with a head, by its measured errors."""
-    if measured[kernel] <= GOOD:
+    if measured["calibrated"] <= GOOD:
         return "kernel is enough"
     if measured.get("window", math.inf) <= GOOD:
         return "window is enough"
     if measured[best] <= GOOD:
         return "window and kernel"
-    hopeless = measured[kernel] > HOPELESS * measured["uniform"]
+    hopeless = measured["calibrated"] > HOPELESS * measured["uniform"]
     return "hopeless for kernels, keep exact" if hopeless else "above target, keep exact"

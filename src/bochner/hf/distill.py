@@ -4,7 +4,7 @@ First layer by layer: the model is run with exact attention, and each layer's ma
 attention gives the same outputs on the same queries, keys and values. Then end to end: the hidden states of the whole
 converted model are fitted to those of the original, so that errors are weighed by what they do later. No labels are
 needed, only text. In place of that the second stage can lower the model's own loss, of the maps and of the adapters of
-PEFT together. All of it is done with every row converted, also those that stay exact otherwise (`exact_below`).
+PEFT together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bochner._checks import BochnerError
+from bochner._checks import BochnerError, extra
 from bochner._progress import speaker
 from bochner.hf import observe
-from bochner.hf.adapters import adapters, check_lora
 from bochner.hf.attention import CHILD, LinearAttention
 from bochner.hf.calibrate import HeadErrors, error_on
 from bochner.hf.calls import Call
@@ -54,9 +53,8 @@ class LayerReport:
 class DistillReport:
     """What distillation did: per layer, the loss of the end-to-end stage if there was one, and what it bought.
 
-    `quality`: figures of the whole model on the part of the data held back, `before` and `after`, of language models
-    their `perplexity`, also that of the `original`; else how far the outputs are from the original's, as in
-    `bochner.hf.evaluate`. `note`: why nothing was done.
+    `quality`: figures of the whole model on the data held back, `before` and `after`: perplexity of language models,
+    also that of the `original`; else as in `bochner.hf.evaluate`. `note`: why nothing was done.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -97,14 +95,15 @@ def distill(model: Any, data: Any, how: Distillation = PLAIN, *, progress: bool 
     if not isinstance(how, Distillation):
         raise BochnerError(f"The 'how' of distill must be a bochner.Distillation, got {type(how).__name__}.")
     adapted = hasattr(model, "get_base_model")
-    check_lora(how.lora, adapted)
+    if how.lora and adapted:
+        raise BochnerError("The model has adapters already: leave out the 'lora' of Distillation, which makes others.")
     model, tokenizer = unwrap(model)
     attached = layers_of(model)
     batches = Calibration.of(data, tokenizer).batches(model, MAX_LENGTH, labels=True)
     if len(batches) < 2:
         raise BochnerError("distill needs at least two batches, one of them for validation; give more texts.")
     run = _Run(model, batches, how, speaker(progress))
-    with all_converted(attached), adapters(model, how.lora):
+    with adapters(model, how.lora):
         own = (p for n, p in model.named_parameters() if f".{CHILD}." not in n and p.requires_grad)
         trained = list(own) if adapted or how.lora else []
         mapped = [name for name, layer in attached.items() if layer.plan.has_map]
@@ -116,16 +115,37 @@ def distill(model: Any, data: Any, how: Distillation = PLAIN, *, progress: bool 
 
 
 @contextlib.contextmanager
-def all_converted(layers: Mapping[str, LinearAttention]) -> Iterator[None]:
-    """No row stays exact for a while: short texts would train nothing."""
-    borders = {name: layer.plan.exact_below for name, layer in layers.items()}
-    for layer in layers.values():
-        layer.plan.exact_below = 0
-    try:
+def adapters(model: Any, rank: int) -> Iterator[None]:
+    """PEFT's adapters of some rank beside the projections of all attention modules, at the end merged into them."""
+    if not rank:
         yield
-    finally:
-        for name, layer in layers.items():
-            layer.plan.exact_below = borders[name]
+        return
+    from transformers.pytorch_utils import Conv1D
+
+    peft = extra("peft", "train", "The 'lora' of bochner.Distillation")
+    names = [
+        f"{name}.{inner}"
+        for name in layers_of(model)
+        for inner, module in model.get_submodule(name).named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and CHILD not in inner.split(".")
+    ]
+    if not names:
+        raise BochnerError(
+            "The 'lora' of Distillation finds no projections in the attention modules: make adapters by peft instead."
+        )
+    transposed = all(isinstance(model.get_submodule(name), Conv1D) for name in names)
+    with observe.frozen(model):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=names, fan_in_fan_out=transposed)
+            wrapped = peft.get_peft_model(model, config)
+        wrapped.train(model.training)
+        try:
+            yield
+        except BaseException:
+            wrapped.unload()
+            raise
+        wrapped.merge_and_unload()
 
 
 class _Run:
@@ -151,27 +171,23 @@ class _Run:
 
     def both_stages(self, names: Sequence[str], trained: Sequence[nn.Parameter]) -> DistillReport:
         """Layer by layer, and end to end if there is a second stage; with figures before and after."""
-        model, report, held = self.model, DistillReport(), self.batches[-self.held :]
+        model, report = self.model, DistillReport()
         with observe.softmax(model), torch.no_grad():  # the teacher, before anything changes
             fits = self.how.end_to_end and not self.by_labels
             targets = [_outputs(model, batch) for batch in self.batches] if fits else []
-            truth = None if self.predicts else Outputs(model, held)
+            truth = None if self.predicts else Outputs(model, self.batches[-self.held :])
             original = self._figures(truth)
         before = self._figures(truth)
-        wanted = {id(p): p.requires_grad for p in model.parameters()}
 
         def objective(i: int) -> Tensor:
             if self.by_labels:
                 return self._own_loss(i, self.labels[i])
             return _distance(_outputs(model, self.batches[i]), targets[i], self.batches[i])
 
-        try:
+        with observe.frozen(model), observe.evaluation_mode(model):
             report.layers = list(self._fit_layers(names))
             if self.how.end_to_end and not self.is_over():
                 report.end_to_end = self._fit_model(objective, trained)
-        finally:
-            for p in model.parameters():
-                p.requires_grad_(wanted.get(id(p), p.requires_grad))
         for layer in layers_of(model).values() if trained else ():
             layer.plan.seen = None  # other weights make other queries and keys
         for name, after in self._figures(truth).items():
@@ -187,26 +203,28 @@ class _Run:
         if labels is None:
             padding = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 0
             labels = batch["input_ids"].masked_fill(padding, -100)
-        asked = {**batch, "labels": labels}
-        found: Tensor = observe.run(self.model, asked, gradient=torch.is_grad_enabled()).loss
+        found: Tensor = observe.run(self.model, {**batch, "labels": labels}, gradient=torch.is_grad_enabled()).loss
         return found
 
     @torch.no_grad()
     def _figures(self, truth: Outputs | None) -> dict[str, float]:
         """Of the whole model as it is now, on the batches held back; `truth`: the original's outputs."""
-        if truth is not None:
-            with observe.evaluation_mode(self.model):
-                return truth.quality(lambda batch: observe.run(self.model, batch)).figures
-        count = len(self.batches)
         with observe.evaluation_mode(self.model):
+            if truth is not None:
+                return truth.quality(lambda batch: observe.run(self.model, batch)).figures
+            count = len(self.batches)
             losses = [self._own_loss(i, None).item() for i in range(count - self.held, count)]
         return {"perplexity": math.exp(sum(losses) / self.held)}
 
     def _fit_layers(self, names: Sequence[str]) -> Iterator[LayerReport]:
         """Fit layer by layer, until the time for it is over."""
         attached, share = layers_of(self.model), 0.5 if self.how.end_to_end else 1.0
-        for group in _groups(names, attached, self.batches):
-            records = {} if self.is_over(share) else _records(self.model, group, self.batches)
+        tokens = sum(next(iter(b.values())).shape[:2].numel() for b in self.batches)
+        plans = [attached[name].plan for name in names]
+        most = max((4 * tokens * p.head_dim * (p.num_heads + 2 * p.num_kv_heads) for p in plans), default=1)
+        size = max(1, MEMORY // most)  # of layers whose calls fit into memory together
+        for start in range(0, len(names), size):
+            records = {} if self.is_over(share) else _records(self.model, names[start : start + size], self.batches)
             for name, calls in records.items():
                 if self.is_over(share):
                     return
@@ -221,10 +239,12 @@ class _Run:
             call = train[step % len(train)]
             return HeadErrors().add(call, layer(call)).squared().mean()
 
+        def measure() -> float:
+            return error_on(validation, layer).mean().item()
+
         parameters = layer.unfreeze_(projections=True)
         descent = _Descent(self.how.steps, self.how.rate, PATIENCE, self.is_over)
         try:
-            measure = lambda: error_on(validation, layer).mean().item()  # noqa: E731
             before, after, steps = descent.run(parameters, _units(layer, parameters), loss, measure)
         finally:
             layer.freeze_()
@@ -232,13 +252,13 @@ class _Run:
 
     def _fit_model(self, objective: Callable[[int], Tensor], trained: Sequence[nn.Parameter]) -> tuple[float, float]:
         """Lower an objective of each batch by the maps and other parameters; its value on held-back batches, twice."""
-        model, count, steps = self.model, len(self.batches), self.how.end_to_end
-        parameters, units = list(trained), [row_sizes(p) for p in trained]
-        for layer in layers_of(model).values():
+        count, steps, attached = len(self.batches), self.how.end_to_end, layers_of(self.model).values()
+        self.model.requires_grad_(False)
+        parameters, units = [p.requires_grad_() for p in trained], [row_sizes(p) for p in trained]
+        for layer in attached:
             own = layer.unfreeze_(projections=True)
             parameters += own
             units += _units(layer, own)
-        opened = {id(p) for p in parameters}
 
         @torch.no_grad()
         def measure() -> float:
@@ -246,17 +266,12 @@ class _Run:
             self.say(f"end to end: loss {mean:.5f}")
             return mean
 
-        was_training = model.training
-        model.eval()
+        descent = _Descent(steps, self.how.rate / 2, steps, self.is_over)
         try:
-            for p in model.parameters():
-                p.requires_grad_(id(p) in opened)
-            descent = _Descent(steps, self.how.rate / 2, steps, self.is_over)
             return descent.run(parameters, units, lambda step: objective(step % (count - self.held)), measure)[:2]
         finally:
-            for layer in layers_of(model).values():
+            for layer in attached:
                 layer.freeze_()
-            model.train(was_training)
 
 
 class _Descent(NamedTuple):
@@ -324,7 +339,7 @@ def row_sizes(p: Tensor) -> Tensor:
     return torch.where(size > 0, size, 1.0)
 
 
-def _records(model: Any, names: Iterable[str], batches: Sequence[Batch]) -> dict[str, list[Call]]:
+def _records(model: Any, names: Sequence[str], batches: Sequence[Batch]) -> dict[str, list[Call]]:
     """Every call of some modules under exact attention."""
     found: dict[str, list[Call]] = {name: [] for name in names}
 
@@ -336,17 +351,6 @@ def _records(model: Any, names: Iterable[str], batches: Sequence[Batch]) -> dict
         for batch in batches:
             observe.run(model, batch)
     return found
-
-
-def _groups(
-    names: Sequence[str], layers: Mapping[str, LinearAttention], batches: Sequence[Batch]
-) -> Iterator[Sequence[str]]:
-    """Modules whose recorded calls fit into memory together."""
-    tokens = sum(next(iter(b.values())).shape[:2].numel() for b in batches)
-    plans = [layers[name].plan for name in names]
-    most = max((4 * tokens * p.head_dim * (p.num_heads + 2 * p.num_kv_heads) for p in plans), default=1)
-    size = max(1, MEMORY // most)
-    return (names[i : i + size] for i in range(0, len(names), size))
 
 
 class _Outputs(NamedTuple):

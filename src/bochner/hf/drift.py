@@ -13,10 +13,9 @@ With c sequences the variance of a new signature about their mean is estimated b
 
 s being the variance of the c signatures and t what the tokens within them let expect, their variance over the number of
 places, times a factor for their correlation: one sequence is enough, and many speak for themselves.
-The first factor is that of their mean, 1 + 1/c, and a half more for what one sequence does not tell of the spread.
 
-And whether texts are of the length that they were calibrated on: what a decoder's landmark map gives to keys farther
-back than any it was fitted to is as good as random, and there are more of them the longer the text is.
+A decoder's landmark map is as good as random for keys farther back than any it was fitted to, so that texts much longer
+than the calibration's are warned of as well.
 """
 
 from __future__ import annotations
@@ -68,28 +67,28 @@ class Alarm:
             stacklevel=6,
         )
 
-    def warn_of_length(self, name: str, tokens: int, fitted: int) -> None:
-        self.warned_of_length = True
+
+def warn(layer: LinearAttention, call: Call, seen: int | None) -> None:
+    """Warn of inputs unlike the calibration data; pieces of a sequence after its first for their length alone.
+
+    `seen`: the tokens that a cache has seen with this call, None without a cache.
+    """
+    alarm, plan, new = layer.drift, layer.plan, call.key.shape[-2]
+    if alarm is None or layer.trained or not plan.has_map or plan.seen is None or torch.compiler.is_compiling():
+        return
+    tokens, fitted = new if seen is None else seen, plan.seen["length"]
+    landmarks = plan.is_causal and any(getattr(fate, "feature_map", None) == "landmark" for fate in plan.fates)
+    if landmarks and tokens > LONGER * fitted and not alarm.warned_of_length:
+        alarm.warned_of_length = True
         warnings.warn(
-            f"A text of {tokens} tokens is too long for the maps of {name}, which were fitted to {fitted} tokens: they "
-            "are as good as random for keys farther back; calibrate on texts as long as yours (the 'max_length' of "
-            "Calibration), or leave the far ones out (Recipe(None, window=...)).",
+            f"A text of {tokens} tokens is too long for the maps of {plan.name}, which were fitted to {fitted} tokens: "
+            "they are as good as random for keys farther back; calibrate on texts as long as yours (the 'max_length' "
+            "of Calibration), or leave the far ones out (Recipe(None, window=...)).",
             BochnerWarning,
-            stacklevel=6,
+            stacklevel=5,
         )
-
-
-def signature(q: Tensor, k: Tensor, places: int, seed: int) -> Tensor:
-    """Mean queries (..., h, n, d) and keys (..., g, n, d) of the first places in random directions, (..., r)."""
-    return _rows(q, k, places, seed).mean(-2)
-
-
-def _rows(q: Tensor, k: Tensor, places: int, seed: int) -> Tensor:
-    """Queries and keys of each of the first places in random directions, (..., places, r)."""
-    row = torch.cat([t[..., :places, :].float().movedim(-2, -3).flatten(-2) for t in (q, k)], dim=-1)
-    g = torch.Generator().manual_seed(seed)
-    directions = torch.randn(DIRECTIONS, row.shape[-1], generator=g) / row.shape[-1] ** 0.5
-    return row @ directions.to(row).mT
+    if not alarm.warned and tokens == new and (far := distance(plan, call)) is not None:
+        alarm.hear(plan.name, far)
 
 
 def note(plan: LayerPlan, q: Sequence[Tensor], k: Sequence[Tensor]) -> None:
@@ -104,38 +103,9 @@ def note(plan: LayerPlan, q: Sequence[Tensor], k: Sequence[Tensor]) -> None:
     expected = CORRELATION * rows.var(1).mean(0) / places
     measured = found.var(0) if more else torch.zeros_like(expected)
     variance = (1 + 1.5 / len(rows)) * (WEIGHT * expected + more * measured) / (WEIGHT + more)
-    spread = variance.sqrt().clamp_min(1e-12)
-    plan.seen = {
-        "places": places,
-        "mean": found.mean(0).tolist(),
-        "spread": spread.tolist(),
-        "length": max(y.shape[-2] for y in k),
-    }
-
-
-def warn(layer: LinearAttention, call: Call, seen: int | None) -> None:
-    """Warn of inputs unlike the calibration data; pieces of a sequence after its first for their length alone.
-
-    `seen`: the tokens that a cache has seen with this call, None without a cache.
-    """
-    alarm, new = layer.drift, call.key.shape[-2]
-    if alarm is None or layer.trained or not layer.plan.has_map or torch.compiler.is_compiling():
-        return
-    tokens = new if seen is None else seen
-    if not alarm.warned_of_length and (fitted := fitted_length(layer.plan, tokens)) is not None:
-        alarm.warn_of_length(layer.plan.name, tokens, fitted)
-    if not alarm.warned and tokens == new and (far := distance(layer.plan, call)) is not None:
-        alarm.hear(layer.plan.name, far)
-
-
-def fitted_length(plan: LayerPlan, tokens: int) -> int | None:
-    """The tokens of the longest text that a decoder's landmarks were fitted to, if so many are too many for them."""
-    if plan.seen is None or not plan.is_causal:
-        return None
-    if not any(getattr(fate, "feature_map", None) == "landmark" for fate in plan.fates):
-        return None
-    length: int = plan.seen["length"]
-    return length if tokens > LONGER * length else None
+    spread = variance.sqrt().clamp_min(1e-12).tolist()
+    longest = max(y.shape[-2] for y in k)
+    plan.seen = {"places": places, "mean": found.mean(0).tolist(), "spread": spread, "length": longest}
 
 
 def distance(plan: LayerPlan, call: Call) -> float | None:
@@ -150,6 +120,14 @@ def distance(plan: LayerPlan, call: Call) -> float | None:
         q, k = q[whole], k[whole]
         if not len(q):
             return None
-    found = signature(q * root, k * root, seen["places"], plan.seed)
+    found = _rows(q * root, k * root, seen["places"], plan.seed).mean(-2)
     mean, spread = (torch.tensor(seen[name], dtype=found.dtype, device=found.device) for name in ("mean", "spread"))
     return ((found - mean) / spread).square().mean(-1).sqrt().mean().item()
+
+
+def _rows(q: Tensor, k: Tensor, places: int, seed: int) -> Tensor:
+    """Queries (..., h, n, d) and keys of each of the first places in random directions, (..., places, r)."""
+    row = torch.cat([t[..., :places, :].float().movedim(-2, -3).flatten(-2) for t in (q, k)], dim=-1)
+    g = torch.Generator().manual_seed(seed)
+    directions = torch.randn(DIRECTIONS, row.shape[-1], generator=g) / row.shape[-1] ** 0.5
+    return row @ directions.to(row).mT

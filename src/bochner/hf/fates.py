@@ -208,6 +208,12 @@ class Window(Fate):
     def cache_bytes(self, layer: Layer, length: int, element_size: int) -> int:
         return (layer.head_dim + layer.value_dim) * element_size * min(length, self.reach + self.sinks)
 
+    def __str__(self) -> str:
+        return f"{self._near_in_words()}, no kernel"
+
+    def _near_in_words(self) -> str:
+        return (f"{self.window_kind} window {self.window}, " if self.window else "") + f"sinks {self.sinks}"
+
     def build(self, layer: Layer, heads: Sequence[int], seed: int) -> FateModule:
         return NearHeads(layer, heads, NoFeatures(layer.head_dim), self)
 
@@ -250,6 +256,10 @@ class Mapped(Fate):
                 "of torch.nn.functional, or use the map in bochner.nn."
             )
         object.__setattr__(self, "options", plain)
+
+    def __str__(self) -> str:
+        near = f"{self._near_in_words()}, " if isinstance(self, Window) else ""
+        return f"{near}{self.feature_map} m={self.num_features}"
 
     def cache_bytes(self, layer: Layer, length: int, element_size: int) -> int:
         """Of the kernel's state, in float32."""

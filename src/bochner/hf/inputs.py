@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bochner._checks import BochnerError, extra, positive_int
+from bochner._checks import BochnerError, extra
 
 POSITION_NAMES = ("posit", "wpe")  # of tables of positions, in all families
 SENSES = ("pixel_values", "input_features", "input_values")  # beside these, token ids may stand for something else
@@ -75,8 +74,6 @@ def batches(
     `model`: texts are cut to its positions, and without a tokenizer take the one stored beside it; its decoder, if it
     has an encoder too, gets inputs from the labels. `labels`: leave them in their batches.
     """
-    positive_int(max_length, "max_length", "calibration")
-    positive_int(batch_size, "batch_size", "calibration")
     items = listed(calibration, model)
     if all(isinstance(t, str) for t in items):
         most = positions(model).get("input_ids", max_length)
@@ -85,28 +82,26 @@ def batches(
         kinds = sorted({type(b).__name__ for b in items})
         raise BochnerError(f"The 'data' must be texts or batches (dicts of tensors), got {', '.join(kinds)}.")
     found = [with_decoder_inputs(model, as_tensors(model, dict(b))) for b in items]
-    check(model, found)
+    for batch in found:
+        check(model, batch)
     return [{k: v for k, v in b.items() if labels or k != "labels"} for b in found]
 
 
 def listed(calibration: Any, model: Any = None) -> list[Any]:
     """Calibration data as a list of texts or of batches."""
-    if isinstance(calibration, str):
-        calibration = [calibration]
-    if hasattr(calibration, "keys"):
-        calibration = [calibration]
-    items = None
-    if not isinstance(calibration, (Tensor, np.ndarray)) and hasattr(calibration, "__iter__"):
+    one = isinstance(calibration, str) or hasattr(calibration, "keys")
+    items, shown = [calibration], type(calibration).__name__
+    if not one and not isinstance(calibration, (Tensor, np.ndarray)) and hasattr(calibration, "__iter__"):
         items = list(calibration)
-    if items is None or any(isinstance(x, (Tensor, np.ndarray)) for x in items):
-        shown = type(calibration).__name__ if items is None else f"a list of {type(items[0]).__name__}s"
+        if not items:
+            raise BochnerError("The 'data' is empty; give some texts of the kind the model will see.")
+        one, shown = True, f"a list of {type(items[0]).__name__}s"
+    if not one or any(isinstance(x, (Tensor, np.ndarray)) for x in items):
         name = getattr(model, "main_input_name", "input_ids")
         raise BochnerError(
             f"The 'data' must be texts or batches, dicts of tensors by the names of the model's inputs, got "
             f"{shown}: name them, as in {{{name!r}: x}}."
         )
-    if not items:
-        raise BochnerError("The 'data' is empty; give some texts of the kind the model will see.")
     return items
 
 
@@ -125,8 +120,7 @@ def tokenized(
     for start in range(0, len(texts), size):
         some = list(texts[start : start + size])
         encoded = tokenizer(some, return_tensors="pt", truncation=True, max_length=max_length, padding=size > 1)
-        batch = {k: v for k, v in encoded.items() if isinstance(v, Tensor)}
-        found.append(with_decoder_inputs(model, batch))
+        found.append(with_decoder_inputs(model, {k: v for k, v in encoded.items() if isinstance(v, Tensor)}))
     return found
 
 
@@ -138,35 +132,25 @@ def as_tensors(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
     found = {}
     for name, value in batch.items():
         if isinstance(value, (np.ndarray, list, tuple)):
-            value = _as_tensor(value)
-            if value is None and name in _parameters(model):
-                raise BochnerError(
-                    f"The {name!r} of a batch of 'data' must be a tensor or an array of numbers: pad its rows "
-                    "to one length, as a tokenizer does with padding=True."
-                )
+            try:
+                value = torch.as_tensor(value)
+            except (ValueError, TypeError):
+                if name in _parameters(model):
+                    raise BochnerError(
+                        f"The {name!r} of a batch of 'data' must be a tensor or an array of numbers: pad its rows "
+                        "to one length, as a tokenizer does with padding=True."
+                    ) from None
+            else:
+                value = value.to(torch.get_default_dtype()) if value.is_floating_point() else value
         if isinstance(value, Tensor):
             found[name] = value
-    inputs = [value for name, value in found.items() if name != "labels"]
-    if not inputs:
+    if not found.keys() - {"labels"}:
         raise BochnerError(
             f"A batch of 'data' holds no inputs, but {sorted(batch)}: give dicts of tensors, as in "
             f"{{{getattr(model, 'main_input_name', 'input_ids')!r}: x}}."
         )
-    return {name: x[None] if x.ndim == 1 and inputs[0].ndim == 1 else x for name, x in found.items()}
-
-
-def _as_tensor(value: Any) -> Tensor | None:
-    """Numbers as a tensor, floating-point ones in torch's default precision; None if they are none."""
-    try:
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-            return torch.stack(list(value))
-        array = np.asarray(value)
-    except (ValueError, RuntimeError):
-        return None
-    if array.dtype.kind not in "biuf" or not array.size:
-        return None
-    x = torch.from_numpy(np.ascontiguousarray(array))
-    return x.to(torch.get_default_dtype()) if x.is_floating_point() else x
+    alone = all(x.ndim == 1 for name, x in found.items() if name != "labels")
+    return {name: x[None] if alone and x.ndim == 1 else x for name, x in found.items()}
 
 
 def _parameters(model: Any) -> set[str]:
@@ -183,62 +167,49 @@ def with_decoder_inputs(model: Any, batch: dict[str, Tensor]) -> dict[str, Tenso
     asked = _parameters(model)
     if "decoder_input_ids" not in asked or {"decoder_input_ids", "decoder_inputs_embeds"} & batch.keys():
         return batch
+    configs = (model.config, getattr(model, "generation_config", None))
+    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    tokens = (getattr(config, name, None) for config in configs for name in names)
+    start = next((int(token) for token in tokens if token is not None), None)
+    if start is None:
+        raise BochnerError(
+            f"The batches of 'data' need inputs for the decoder of {type(model).__name__}: add 'decoder_input_ids'."
+        )
     labels = batch.get("labels")
     if labels is not None and (labels.ndim != 2 or labels.is_floating_point()):
         labels = None
     source = batch.get("input_ids") if labels is None else labels
     if source is None:
-        rows = len(next(iter(batch.values())))
-        return {**batch, "decoder_input_ids": torch.full((rows, 1), _start_token(model))}
-    moved = {**batch, "decoder_input_ids": _moved_on(model, source)}
+        return {**batch, "decoder_input_ids": torch.full((len(next(iter(batch.values()))), 1), start)}
+    own = getattr(model, "prepare_decoder_input_ids_from_labels", None) or getattr(model, "_shift_right", None)
+    if own is None:
+        known = source[:, :-1].masked_fill(source[:, :-1] == -100, getattr(model.config, "pad_token_id", None) or 0)
+        shifted = torch.cat([torch.full_like(source[:, :1], start), known], dim=1)
+    else:
+        shifted = own(source)
+    moved = {**batch, "decoder_input_ids": shifted}
     if labels is not None and "decoder_attention_mask" in asked and (labels == -100).any():
         moved.setdefault("decoder_attention_mask", (labels != -100).long())
     return moved
 
 
-def _moved_on(model: Any, tokens: Tensor) -> Tensor:
-    for name in ("prepare_decoder_input_ids_from_labels", "_shift_right"):
-        own = getattr(model, name, None)
-        if own is not None:
-            with contextlib.suppress(AttributeError, ValueError):  # a configuration that names no token to begin with
-                moved: Tensor = own(tokens)
-                return moved
-    first = torch.full_like(tokens[:, :1], _start_token(model))
-    padding = getattr(model.config, "pad_token_id", None) or 0
-    return torch.cat([first, tokens[:, :-1].masked_fill(tokens[:, :-1] == -100, padding)], dim=1)
-
-
-def _start_token(model: Any) -> int:
-    for config in (model.config, getattr(model, "generation_config", None)):
-        for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
-            token = getattr(config, name, None)
-            if token is not None:
-                return int(token)
-    raise BochnerError(
-        f"The batches of 'data' need inputs for the decoder of {type(model).__name__}: add 'decoder_input_ids' "
-        "or 'labels'."
-    )
-
-
-def check(model: Any, data: Sequence[dict[str, Tensor]]) -> None:
+def check(model: Any, batch: dict[str, Tensor]) -> None:
     """Refuse token ids that the model does not know and sequences that it has no positions for."""
-    limits, words = positions(model), _words(model)
-    for batch in data:
-        for name, most in limits.items():
-            if name in batch and batch[name].ndim == 2 and batch[name].shape[1] > most:
-                raise BochnerError(
-                    f"The {name!r} of a batch of 'data' have {batch[name].shape[1]} tokens, and "
-                    f"{type(model).__name__} has positions for {most}: cut them."
-                )
-        ids = batch.get("input_ids")
-        if words is None or ids is None or not ids.numel() or any(name in batch for name in SENSES):
-            continue
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= words.num_embeddings:
+    for name, most in positions(model).items():
+        if name in batch and batch[name].ndim == 2 and batch[name].shape[1] > most:
             raise BochnerError(
-                f"The 'input_ids' of a batch of 'data' must be in [0, {words.num_embeddings}), the tokens of "
-                f"{type(model).__name__}, got {low} to {high}: take the model's own tokenizer."
+                f"The {name!r} of a batch of 'data' have {batch[name].shape[1]} tokens, and "
+                f"{type(model).__name__} has positions for {most}: cut them."
             )
+    ids, words = batch.get("input_ids"), _words(model)
+    if words is None or ids is None or not ids.numel() or any(name in batch for name in SENSES):
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= words.num_embeddings:
+        raise BochnerError(
+            f"The 'input_ids' of a batch of 'data' must be in [0, {words.num_embeddings}), the tokens of "
+            f"{type(model).__name__}, got {low} to {high}: take the model's own tokenizer."
+        )
 
 
 def stream(data: Sequence[dict[str, Tensor]]) -> Tensor:

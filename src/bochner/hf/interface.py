@@ -72,22 +72,17 @@ _default_maps: dict[tuple[int, int, torch.device], FeatureMap] = {}
 _hidden: ContextVar[Tensor | None] = ContextVar("hidden", default=None)  # what entered the attention module at work
 
 
-def register(*settings: Any, **options: Any) -> None:
+def register() -> None:
     """Make `attn_implementation="bochner"` known to transformers; importing `bochner.hf.interface` does the same.
 
     Every attention module of such a model uses one frozen map, `positive` with 256 features, drawn from seed 0: the
-    same in every layer, copy and process. For other maps convert the model.
+    same in every layer, copy and process. For other maps load the model and convert it.
 
     >>> register()
     >>> from transformers import BertConfig, BertModel
     >>> config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     >>> model = BertModel._from_config(config, attn_implementation="bochner")
     """
-    if settings or options:
-        raise BochnerError(
-            'attn_implementation="bochner" has one map; for another one load the model and use '
-            "bochner.convert(model, bochner.Recipe(...))."
-        )
 
 
 # The attention call
@@ -168,8 +163,7 @@ def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
     """Attention in linear time under transformers' calling convention; returns (b, n, h, v) and no weights."""
-    own: Any = module._modules.get(CHILD)
-    if own is not None:
+    if CHILD in module._modules:
         return converted_forward(module, query, key, value, attention_mask, **kwargs)
     _warn_of_dropout(module, kwargs.pop("dropout", 0.0))
     call = read_call(module, query, key, value, attention_mask, kwargs)
@@ -208,10 +202,9 @@ def note_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def prepare_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before each call of an attention module, make the cache layer that it will use a recurrent one.
+    """A forward pre-hook of attention modules that makes the cache layer they will use a recurrent one.
 
-    A forward pre-hook. It is a function of the module and what the module holds, so that copies and pickles of a
-    converted model decode by their own plans.
+    A function of what the module holds, so that copies and pickles of a converted model decode by their own plans.
     """
     child: Any = module._modules[CHILD]
     cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, (Cache, EncoderDecoderCache))), None)
@@ -232,7 +225,6 @@ def _make_default_map(dim: int, heads: int, device: torch.device) -> FeatureMap:
 
 
 def _default_map(key: Tensor) -> FeatureMap:
-    """The map of modules that `convert` has not seen: a function of their heads and nothing else."""
     dim, heads = key.shape[-1], key.shape[1]
     return _default_maps.get((dim, heads, key.device)) or _make_default_map(dim, heads, key.device)
 
@@ -298,19 +290,20 @@ def check_model(model: Any) -> None:
         raise BochnerError("The 'model' of convert is on the meta device, without weights; load them first.")
 
 
-def configs_of(model: nn.Module) -> list[Any]:
-    """Every configuration of the model and its parts, once."""
+def configs_of(model: nn.Module, only_above_maps: bool = False) -> list[Any]:
+    """Every configuration of the model and its parts, once; or those of the modules that hold an attached one."""
     found: dict[int, Any] = {}
 
     def add(config: Any) -> None:
         if id(config) in found or not isinstance(config, PreTrainedConfig):
             return
         found[id(config)] = config
-        for name in getattr(config, "sub_configs", {}):
+        for name in () if only_above_maps else getattr(config, "sub_configs", {}):
             add(getattr(config, name, None))
 
     for module in model.modules():
-        add(getattr(module, "config", None))
+        if not only_above_maps or any(CHILD in m._modules for m in module.modules()):
+            add(getattr(module, "config", None))
     return list(found.values())
 
 
@@ -379,17 +372,13 @@ def find_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     return found
 
 
-def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention], report: dict[str, Any] | None = None) -> None:
+def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention]) -> None:
     """Give every attention module of a plan its `LinearAttention`, and switch the configurations above them.
 
     The model gets configurations of its own, so that no other model is switched with it. A plan that converts nothing
-    leaves them alone. `report`: plain data of the search that found the plan, to be saved with it.
-
-    Whether the model is a part of a larger one cannot be known here. That one would be saved with the configuration as
-    it was given, which is why that says which part was converted.
+    leaves them alone.
     """
     memo: dict[int, Any] = {}
-    given = model.config if getattr(model.config, "quantization_config", None) is None else None
     for module in model.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config = copy.deepcopy(module.config, memo)
@@ -410,22 +399,18 @@ def attach(model: Any, plan: Plan, layers: dict[str, LinearAttention], report: d
         child.hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for hook in hooks]
     if not plan.converted:
         return
-    if given is not None:
-        given.quantization_config = BochnerConfig(plan=plan, part=getattr(given, "base_config_key", "") or "its own")
-        child.given = given
-    for config in _configs_above_maps(model):
+    for config in configs_of(model, only_above_maps=True):
         config._attn_implementation_internal = CONVERTED
-    model.config.quantization_config = BochnerConfig(plan=plan, report=report)
+    model.config.quantization_config = BochnerConfig(plan=plan)
     model.config.attn_implementation = CONVERTED  # in config.json, where softmax would not tell that maps are missing
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), CHILD}
+    for module in _transformers_in(model):
+        module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), CHILD}
 
 
 def detach(model: Any) -> None:
     """Remove what `attach` gave a model, and give its configurations their implementations back."""
     layers_of(model)
-    above = {id(config): (config, "") for config in _configs_above_maps(model)}
+    above = {id(config): (config, "") for config in configs_of(model, only_above_maps=True)}
     first = ""
     for module in list(model.modules()):
         child: Any = module._modules.get(CHILD)
@@ -437,16 +422,17 @@ def detach(model: Any) -> None:
             above[id(own)] = (own, child.original)
         for hook in child.hooks:
             hook.remove()
-        if child.given is not None:
-            child.given.__dict__.pop("quantization_config", None)
         delattr(module, CHILD)
     for config, implementation in above.values():
         config._attn_implementation_internal = implementation or first
         for name in ("quantization_config", "attn_implementation"):
             config.__dict__.pop(name, None)
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ())} - {CHILD}
+    for module in _transformers_in(model):
+        module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ())} - {CHILD}
+
+
+def _transformers_in(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 @contextlib.contextmanager
@@ -462,46 +448,20 @@ def attached(model: Any, plan: Plan, layers: dict[str, LinearAttention]) -> Iter
             module.config = config
 
 
-def _configs_above_maps(model: nn.Module) -> list[Any]:
-    """The configurations of the modules that hold an attached one."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig) and any(CHILD in m._modules for m in module.modules()):
-            found[id(config)] = config
-    return list(found.values())
-
-
 # Saving and loading by transformers' own methods
 
 
 @register_quantization_config(NAME)
 class BochnerConfig(QuantizationConfigMixin):
-    """What config.json says of a conversion: its plan, from which `from_pretrained` builds the maps, and its report.
+    """What config.json says of a conversion: its plan, from which `from_pretrained` builds the maps."""
 
-    `part`: the model was converted by itself, and may be saved inside a larger one whose configuration has it under
-    this name. transformers asks for it only if it is that of the whole or of its text.
-    """
-
-    def __init__(
-        self, quant_method: str = NAME, plan: Any = None, report: Any = None, part: str = "", **unknown: Any
-    ) -> None:
+    def __init__(self, quant_method: str = NAME, plan: Any = None, **unknown: Any) -> None:
         self.quant_method: Any = quant_method
-        self.plan, self.report = plan if isinstance(plan, Plan) else Plan.from_dict(plan), report
-        self.part = part
+        self.plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
 
     @torch.compiler.disable  # an encoder-decoder asks for it while it makes a cache
     def to_dict(self) -> dict[str, Any]:
-        if self.part not in ("", "its own", "text_config"):
-            warnings.warn(
-                f"The {self.part.removesuffix('_config')} part of this model was converted by itself: loading a saved "
-                "copy of the whole model leaves its maps out. Convert the whole model with 'parts' to save it.",
-                BochnerWarning,
-                stacklevel=2,
-            )
-        return {"quant_method": self.quant_method, "plan": self.plan.to_dict(), "report": self.report} | (
-            {"part": self.part} if self.part else {}
-        )
+        return {"quant_method": self.quant_method, "plan": self.plan.to_dict()}
 
 
 @register_quantizer(NAME)
@@ -512,16 +472,9 @@ class MapLoader(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         config: Any = self.quantization_config
-        maps = _maps_in(checkpoint_files)
-        plan: Plan = config.plan
-        if config.part and not maps and any(layer.has_map for layer in plan.layers):
-            return  # another model with the configuration of one that was converted
-        if config.part:
-            _place(plan, maps)
-            config.part = ""
-        layers = {layer.name: LinearAttention(layer) for layer in plan.layers}
-        _check_files(layers, maps)
-        attach(model, plan, layers, config.report)
+        layers = {layer.name: LinearAttention(layer) for layer in config.plan.layers}
+        _check_files(layers, checkpoint_files)
+        attach(model, config.plan, layers)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name in ("hf_quantizer", "quantization_method", "is_quantized"):
@@ -543,47 +496,21 @@ class MapLoader(HfQuantizer):
         return True
 
 
-def _maps_in(files: Any) -> list[tuple[str, str, tuple[int, ...]]] | None:
-    """The module, name and shape of every tensor of a checkpoint that belongs to a map; None if it cannot be read."""
+def _check_files(layers: dict[str, LinearAttention], files: Any) -> None:
+    """Refuse a checkpoint whose maps are not those of its plan; transformers would leave them without values.
+
+    Names of modules are left out: some families change them in files.
+    """
     from safetensors import safe_open
 
     if not files or not all(str(file).endswith(".safetensors") for file in files):
-        return None
-    found = []
+        return
+    found: Counter[Any] = Counter()
     for file in files:
         with safe_open(Path(file), framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118
-                module, inside, name = key.partition(f".{CHILD}.")
-                if inside:
-                    found.append((module, name, tuple(opened.get_slice(key).get_shape())))
-    return found
-
-
-def _place(plan: Plan, maps: list[tuple[str, str, tuple[int, ...]]] | None) -> None:
-    """Name the layers of a part's plan as the whole model does, by where its checkpoint has maps."""
-    modules = {module for module, _, _ in maps or ()}
-    places = {
-        module.removesuffix(layer.name)
-        for layer in plan.layers
-        for module in modules
-        if layer.has_map and f".{module}".endswith(f".{layer.name}")
-    }
-    if len(places) != 1:
-        raise BochnerError(
-            "A part of this model was converted by itself, and the checkpoint does not tell which: load the original "
-            "model and convert it with 'parts'."
-        )
-    for layer in plan.layers:
-        layer.name = f"{next(iter(places))}{layer.name}"
-
-
-def _check_files(layers: dict[str, LinearAttention], maps: list[tuple[str, str, tuple[int, ...]]] | None) -> None:
-    """Refuse a checkpoint whose maps are not those of its plan; transformers would leave them without values."""
-    if maps is None:
-        return
-    found = Counter((name, shape) for _, name, shape in maps)  # some families change names of modules in files
-    wanted = Counter((key, tuple(x.shape)) for layer in layers.values() for key, x in layer.state_dict().items())
-    if found != wanted:
+            names = [(key, key.partition(f".{CHILD}.")[2]) for key in opened.keys()]  # noqa: SIM118
+            found.update((name, tuple(opened.get_slice(key).get_shape())) for key, name in names if name)
+    if found != Counter((key, tuple(x.shape)) for layer in layers.values() for key, x in layer.state_dict().items()):
         raise BochnerError(MISFIT)
 
 

@@ -122,15 +122,14 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No gradients of weights for a while."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        p.requires_grad_(False)
+    """No parameter requires gradients for a while; at the end the same ones as before do, whoever was asked between."""
+    wanted = {name: p.requires_grad for name, p in model.named_parameters()}
+    model.requires_grad_(False)
     try:
         yield
     finally:
-        for p in trained:
-            p.requires_grad_(True)
+        for name, p in model.named_parameters():
+            p.requires_grad_(wanted.get(name, p.requires_grad))
 
 
 @contextlib.contextmanager
@@ -202,15 +201,13 @@ def discover(model: nn.Module, batch: dict[str, Tensor] | None = None) -> dict[s
     """
     if any(CHILD in m._modules for m in model.modules()):
         raise BochnerError("This model is converted already; call bochner.revert(model) first.")
-    found, obstacles = _shapes(model, batch)
+    found = _shapes(model, batch)
     if batch is not None and "decoder_input_ids" in batch:
         # Both sides may have one length: cross-attention is where other queries meet as many keys.
-        other, hindered = _shapes(model, _other_queries(batch))
-        other |= {name: shape for name, (_, shape) in hindered.items()}
-        found = {name: _told_apart(shape, other[name]) for name, shape in found.items()}
-        obstacles = {name: (why, _told_apart(shape, other[name])) for name, (why, shape) in obstacles.items()}
-    for name, (reason, shape) in obstacles.items():
-        found[name] = shape._replace(obstacle=reason)
+        other = _shapes(model, _other_queries(batch))
+        for name, shape in found.items():
+            fixed = shape.queries != other[name].queries and shape.keys == other[name].keys
+            found[name] = shape._replace(is_cross=shape.is_cross or fixed)
     if not found:
         raise BochnerError(unsupported_message(model))
     return {name: found[name] for name, _ in model.named_modules() if name in found}
@@ -238,68 +235,48 @@ def discover_parts(
     return {n: s if n in chosen or s.obstacle else s._replace(obstacle=left_out) for n, s in shapes.items()}
 
 
-def _shapes(
-    model: nn.Module, batch: dict[str, Tensor] | None
-) -> tuple[dict[str, Shape], dict[str, tuple[Obstacle, Shape]]]:
-    """What one pass shows of the attention modules, and of those that ask for something else."""
+def _shapes(model: nn.Module, batch: dict[str, Tensor] | None) -> dict[str, Shape]:
+    """What one pass over a batch, or over made-up inputs, shows of the attention modules."""
     found: dict[str, Shape] = {}
 
     def observe(name: str, call: Call) -> None:
         found.setdefault(name, Shape.of(name, call))
 
     with recording(model, observe) as obstacles:
-        _run_first(model, batch)
-    return found, obstacles
+        try:
+            run(model, dummy_inputs(model) if batch is None else batch)
+        except BochnerError:
+            raise
+        except Exception as error:  # whatever it is, the inputs are not those that the model needs
+            shown = "made-up inputs"
+            if batch is not None:
+                shown = "the first of 'data' with " + ", ".join(f"{k} {tuple(x.shape)}" for k, x in batch.items())
+            raise BochnerError(
+                f"{type(model).__name__} could not be run on {shown} ({type(error).__name__}: "
+                f"{' '.join(str(error).split())}); pass 'data', batches with the inputs it needs."
+            ) from error
+    return found | {name: shape._replace(obstacle=why) for name, (why, shape) in obstacles.items()}
 
 
 def _other_queries(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """A batch whose decoder reads a token less, or one more if there is one alone."""
     n = batch["decoder_input_ids"].shape[1]
-    changed = dict(batch)
-    for name, x in batch.items():
-        if name.startswith("decoder_") and x.ndim > 1 and x.shape[1] == n:
-            changed[name] = x[:, :-1] if n > 1 else torch.cat([x, x], dim=1)
-    return changed
-
-
-def _told_apart(shape: Shape, other: Shape) -> Shape:
-    fixed = shape.queries != other.queries and shape.keys == other.keys
-    return shape._replace(is_cross=shape.is_cross or fixed)
-
-
-def _run_first(model: Any, batch: dict[str, Tensor] | None) -> None:
-    """Run a model on a batch, or on made-up inputs, for the first time; what it says to them in one sentence."""
-    try:
-        run(model, dummy_inputs(model) if batch is None else batch)
-    except BochnerError:
-        raise
-    except Exception as error:  # whatever it is, the inputs are not those that the model needs
-        shown = "made-up inputs"
-        if batch is not None:
-            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
-            shown = f"the first of 'data' with {shapes}"
-        told = " ".join(str(error).split())
-        raise BochnerError(
-            f"{type(model).__name__} could not be run on {shown} ({type(error).__name__}: {told}); pass 'data', "
-            "batches with the inputs it needs."
-        ) from error
+    wide = {k: x for k, x in batch.items() if k.startswith("decoder_") and x.ndim > 1 and x.shape[1] == n}
+    return batch | {k: x[:, :-1] if n > 1 else torch.cat([x, x], dim=1) for k, x in wide.items()}
 
 
 def dummy_inputs(model: Any) -> dict[str, Tensor]:
     """Small inputs that the model's forward accepts, by its main input."""
-    config = model.config
-    main = model.main_input_name
-    inner = getattr(config, "vision_config", None) if main == "pixel_values" else None
-    source = inner or config
+    main, source = model.main_input_name, model.config
     if main == "pixel_values":
+        source = getattr(source, "vision_config", None) or source
         size = source.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        batch: dict[str, Tensor] = {"pixel_values": torch.zeros(1, source.num_channels, height, width)}
+        batch = {main: torch.zeros(1, source.num_channels, *((size, size) if isinstance(size, int) else size))}
     elif main == "input_features":  # log-mel frames, twice as many as positions after the strided convolution
-        bins = getattr(source, "num_mel_bins", 80)
-        batch = {"input_features": torch.zeros(1, bins, 2 * getattr(source, "max_source_positions", 50))}
+        frames = 2 * getattr(source, "max_source_positions", 50)
+        batch = {main: torch.zeros(1, getattr(source, "num_mel_bins", 80), frames)}
     elif main == "input_values":
-        batch = {"input_values": torch.zeros(1, 4000)}
+        batch = {main: torch.zeros(1, 4000)}
     else:
         batch = {"input_ids": torch.arange(1, 13).view(1, 12) % min(source.get_text_config().vocab_size, 50)}
     if "decoder_input_ids" in inspect.signature(model.forward).parameters:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from bochner._checks import BochnerError, is_int, positive_int, spawn_seed
-from bochner.hf.fates import EXACT, FATES, Fate, Hybrid, Kernel, Window, fate_from_dict
+from bochner.hf.fates import EXACT, FATES, Fate, fate_from_dict
 from bochner.hf.selected_heads import Selected
 
 FORMAT = 4
@@ -24,9 +24,8 @@ class LayerPlan:
     """One attention module: its shape, and the fate of each key head.
 
     `reason`: why a layer stays as it was, where it must; `limit`: how many keys it holds if it has a window of its own.
-    `trainable`: the learned parts of the maps are parameters that are to be trained. `exact_below`: rows that see fewer
-    keys stay exact; those of encoders count the keys of their sequence. `scores`: how much each key head retrieves,
-    where it was measured. `seen`: what the calibration data looked like (`bochner.hf.drift`).
+    `trainable`: the learned parts of the maps are parameters that are to be trained. `scores`: how much each key head
+    retrieves, where it was measured. `seen`: what the calibration data looked like (`bochner.hf.drift`).
     """
 
     name: str
@@ -39,7 +38,6 @@ class LayerPlan:
     is_cross: bool = False
     seed: int = 0
     trainable: bool = False
-    exact_below: int = 0
     reason: str = ""
     limit: int = 0
     scores: list[float] | None = None
@@ -60,8 +58,6 @@ class LayerPlan:
             positive_int(getattr(self, name), name, owner)
         if len(self.fates) != self.num_kv_heads or not all(isinstance(fate, Fate) for fate in self.fates):
             raise BochnerError(f"The 'fates' of {owner} must be {self.num_kv_heads} fates, one for each key head.")
-        if not is_int(self.exact_below) or self.exact_below < 0:
-            raise BochnerError(f"The 'exact_below' of {owner} must be an int >= 0, got {self.exact_below!r}.")
         if self.reason and not self.untouched:
             raise BochnerError(f"The heads of {self.name!r} must stay exact: {self.reason}.")
         for fate in self.fates:
@@ -93,8 +89,7 @@ class LayerPlan:
         """
         if not self.is_causal and not self.is_cross:
             return 0
-        plain = not converted or self.is_cross or length < self.exact_below
-        fates = [EXACT] * self.num_kv_heads if plain else self.fates
+        fates = self.fates if converted and not self.is_cross else [EXACT] * self.num_kv_heads
         return sum(fate.cache_bytes(self, length, element_size) for fate in fates)
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,7 +107,7 @@ class LayerPlan:
         if self.untouched:
             return "as it was" + (f": {self.reason}" if self.reason else "")
         chosen = [fate.budget for fate in self.fates if isinstance(fate, Selected)]
-        words = dict.fromkeys(_described(fate.shared()) for fate in self.fates if fate != EXACT)
+        words = dict.fromkeys(str(fate.shared()) for fate in self.fates if fate != EXACT)
         return "; ".join(words) + (f", older keys {' '.join(map(str, chosen))}" if chosen else "")
 
 
@@ -130,6 +125,7 @@ class Plan:
     `fit_length`: the tokens of the texts that a search has fitted maps to; `maps`: these maps, by the layer's name,
     which are not saved with the plan.
 
+    >>> from bochner.hf import Hybrid
     >>> fates = [EXACT, Hybrid(8, 1, num_features=16)]
     >>> print(Plan([LayerPlan("layers.0.self_attn", 2, 2, 4, 4, fates)]))
     Plan: 1 layer, 2 key heads: 1 exact, 1 hybrid
@@ -168,9 +164,6 @@ class Plan:
         for layer in self.layers:
             heads = "".join(fate.letter for fate in layer.fates)
             lines.append(f"  {layer.name.ljust(width)}  {heads}  {layer}" + (" (cross)" if layer.is_cross else ""))
-        lengths = sorted({layer.exact_below for layer in self.converted} - {0})
-        if lengths:
-            lines.append(f"  rows that see fewer than {' or '.join(map(str, lengths))} keys stay exact")
         return "\n".join(lines)
 
     def count(self, name: str) -> int:
@@ -228,16 +221,3 @@ class Plan:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, json.JSONDecodeError) as error:
             raise BochnerError(f"No plan could be read from {str(path)!r}: {error}.") from error
-
-
-def _described(fate: Fate) -> str:
-    """The settings of a fate in words."""
-    words = []
-    if isinstance(fate, Window):
-        kind = f"{fate.window_kind} window {fate.window}, " if fate.window else ""
-        words.append(f"{kind}sinks {fate.sinks}")
-    if isinstance(fate, (Kernel, Hybrid)):
-        words.append(f"{fate.feature_map} m={fate.num_features}")
-    if type(fate) is Window:
-        words.append("no kernel")
-    return ", ".join(words) or str(fate)

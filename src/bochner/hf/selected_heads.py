@@ -61,11 +61,6 @@ class Selected(Fate):
             raise BochnerError(f"{owner} is not self-attention of a decoder, which alone selects keys; use 'exact'.")
         if layer.trainable:
             raise BochnerError(f"{owner} is to be trained. {NO_GRADIENT}")
-        if layer.exact_below:
-            raise BochnerError(
-                f"{owner} selects keys from the first token on, which does not go with exact_below="
-                f"{layer.exact_below}; leave that out: all keys are held while there is room for them."
-            )
         if not self.width:
             raise BochnerError(f"{owner} has no 'width' of hidden states; bochner.hf.fit_selected makes such plans.")
         self._bytes_of_keys(layer)  # refuses head sizes that cannot be packed

@@ -4,44 +4,33 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from bochner._timing import best_times
-from bochner.hf.attention import LinearAttention, random_call
-from bochner.hf.calls import exact
+from bochner.hf.attention import LinearAttention, layer_seconds
 from bochner.hf.plan import LayerPlan, Plan
 from bochner.report import Number, Report
 
 Times = dict[int, dict[str, float]]
 
 
-@torch.no_grad()
-def layer_times(layers: Mapping[str, LayerPlan], lengths: Sequence[int], rounds: int = 3) -> Times:
-    """Seconds of one attention layer by exact attention and under each plan, taking turns, at some lengths."""
-    made = {name: LinearAttention(plan) for name, plan in layers.items()}
-    found: Times = {}
-    for n in lengths:
-        call = random_call(next(iter(layers.values())), n)
-        runs: dict[str, Any] = {"exact": partial(exact, call)}
-        runs |= {name: partial(layer, call) for name, layer in made.items()}
-        found[n] = best_times(runs, repeats=rounds, budget=1.0, warm_up=False)
-    return found
+def layer_times(plan: LayerPlan, lengths: Sequence[int]) -> Times:
+    """Seconds of one attention layer, "exact" and by its "plan", taking turns, at some lengths."""
+    layers = {"plan": LinearAttention(plan)}
+    return {n: layer_seconds(layers, plan, n, "cpu", torch.float32) for n in lengths}
 
 
-def crossing(times: Times, name: str) -> float | None:
-    """The length from which `name` is faster than exact attention, between measured lengths; None if it never is.
+def crossing(times: Times) -> float | None:
+    """The length from which the plan is faster than exact attention, between measured lengths; None if it never is.
 
-    >>> crossing({100: {"exact": 1.0, "a": 2.0}, 200: {"exact": 4.0, "a": 2.0}}, "a")
+    >>> crossing({100: {"exact": 1.0, "plan": 2.0}, 200: {"exact": 4.0, "plan": 2.0}})
     141.4213562373095
-    >>> crossing({100: {"exact": 1.0, "a": 0.5}}, "a"), crossing({100: {"exact": 1.0, "a": 2.0}}, "a")
+    >>> crossing({100: {"exact": 1.0, "plan": 0.5}}), crossing({100: {"exact": 1.0, "plan": 2.0}})
     (100.0, None)
     """
     lengths = sorted(times)
-    ratios = [math.log(times[n][name] / times[n]["exact"]) for n in lengths]
+    ratios = [math.log(times[n]["plan"] / times[n]["exact"]) for n in lengths]
     if ratios[-1] > 0:
         return None
     last = max((i for i, r in enumerate(ratios) if r > 0), default=-1)
@@ -58,27 +47,19 @@ def typical_layer(plan: Plan) -> LayerPlan:
     return layers[max(range(len(layers)), key=lambda i: counts.count(counts[i]))]
 
 
-def add_costs(
-    page: Report, plan: Plan, times: Times, name: str, *, positions: int | None = None, source: str = ""
-) -> None:
+def add_costs(page: Report, plan: Plan, times: Times, *, positions: int | None = None, source: str = "") -> None:
     """Time and memory by length, and where the text came from.
 
-    Where the plan has a border (`exact_below`) it is named, else the crossing that was measured. `positions`: what the
-    model has, named where times go beyond them.
+    `positions`: what the model has, named where times go beyond them.
     """
-    head, decodes = ["tokens", "exact (ms)", f"{name} (ms)"], any(layer.is_causal for layer in plan.layers)
-    rows: list[list[object]] = [[f"{n:,}", 1e3 * times[n]["exact"], 1e3 * times[n][name]] for n in sorted(times)]
+    head, decodes = ["tokens", "exact (ms)", "as chosen (ms)"], any(layer.is_causal for layer in plan.layers)
+    rows: list[list[object]] = [[f"{n:,}", 1e3 * times[n]["exact"], 1e3 * times[n]["plan"]] for n in sorted(times)]
     if decodes:
-        head += ["cache as it was (MB)", f"cache {name} (MB)"]
+        head += ["cache as it was (MB)", "cache as chosen (MB)"]
         for row, n in zip(rows, sorted(times), strict=True):
             row += [plan.cache_bytes(n, converted=done) / 1e6 for done in (False, True)]
     page.heading("What it costs, by length").table(head, rows)
-    border = max((layer.exact_below for layer in plan.converted), default=0)
-    told = "Times are those of one attention layer. "
-    if border:
-        told += f"Rows that see fewer than {border:,} keys ('exact_below') stay exact; quality was measured without it."
-    else:
-        told += crossing_sentence(crossing(times, name), times)
+    told = "Times are those of one attention layer. " + crossing_sentence(crossing(times), times)
     if positions is not None and positions < max(times):
         told += f" The model has positions for {positions:,} tokens: beyond them its attention alone was timed."
     if decodes:
@@ -94,7 +75,7 @@ def crossing_sentence(where: float | None, times: Times) -> str:
         return f"Exact attention is faster at every length measured, up to {high:,} tokens."
     if where <= low:
         return f"The converted layer is faster at every length measured, from {low:,} tokens on."
-    return f"Below about {round_length(where):,} tokens exact attention is faster: keep it there ('exact_below')."
+    return f"Below about {round_length(where):,} tokens exact attention is faster."
 
 
 def round_length(value: float) -> int:

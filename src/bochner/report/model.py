@@ -1,4 +1,4 @@
-"""Pages about a converted model: what a search for a target found, and what a recipe did."""
+"""Pages about a converted model: what a search for a target found, and what its heads look at."""
 
 from __future__ import annotations
 
@@ -12,22 +12,16 @@ import torch
 from bochner.hf import inputs
 from bochner.hf.calibrate import Far, HeadErrors, attention_weights
 from bochner.hf.calls import Call
-from bochner.hf.config import Calibration, Target
-from bochner.hf.distill import all_converted
 from bochner.hf.evaluate import Quality
 from bochner.hf.interface import layers_of
-from bochner.hf.observe import discover, recording, run
-from bochner.hf.plan import Plan
+from bochner.hf.observe import recording, run
 from bochner.hf.search import SearchReport
-from bochner.hf.search.texts import batches_for, settle
-from bochner.hf.search.verify import Verifier
 from bochner.report import Number, Report
 from bochner.report.cost import Times, add_costs, memory_number
 from bochner.report.viewer import HeadPictures
 
 MOST_TOKENS, MOST_HEADS = 96, 300  # of the text whose attention is shown; heads on one page
 DISTILL = ("If a little more quality matters, convert with --steps 60, which distills the maps.", "")
-GOOD = 0.98  # what a recipe keeps of the quality to be called good
 
 
 @torch.no_grad()
@@ -56,8 +50,7 @@ def head_pictures(
         found.errors.append(HeadErrors().add(call, layers[name](call)).relative().tolist())
         numbers.append(places[name])
 
-    # The rows of a short text may stay exact, and would show the original twice.
-    with all_converted(layers), recording(model, look):
+    with recording(model, look):
         run(model, batch)
     ids = batch["input_ids"][0].tolist()
     pieces = tokenizer.convert_ids_to_tokens(ids)
@@ -157,7 +150,7 @@ def target_page(
         "one that was taken was measured again on validation texts, which the search never used.",
         note=True,
     )
-    add_costs(page, plan, times, "as chosen", positions=report.positions, source=source)
+    add_costs(page, plan, times, positions=report.positions, source=source)
     for reason in report.reasons:
         page.text(reason, note=True)
     return page.code(str(plan), "The plan, head by head").code(str(report), "All figures")
@@ -186,76 +179,10 @@ def _target_verdict(report: SearchReport) -> str:
     return f"Convert it. {found}"
 
 
-class Held:
-    """Texts that are not calibrated on, with the original's answers: made before a conversion, asked after it."""
-
-    def __init__(self, model: Any, tokenizer: Any, texts: Sequence[str]) -> None:
-        self.count = len(texts)
-        data = batches_for(model, Calibration(texts, tokenizer, batch_size=4), Target())
-        shapes = discover(model, inputs.first_row(data[0]))
-        goal = settle(Target(length=sum(batch["input_ids"].numel() for batch in data)), model, shapes, data)
-        held = torch.cat([batch["input_ids"][0] for batch in data]) if goal.is_language else data
-        self.verifier = Verifier(model, held, goal, shapes, lambda text: None)
-        self.length = self.verifier.length
-
-    def quality(self, model: Any) -> Quality:
-        """The quality that the converted model retains, with every row converted."""
-        with all_converted(layers_of(model)):
-            return self.verifier.look(model).quality
-
-    def __str__(self) -> str:
-        return f"{self.count} validation texts of up to {self.length:,} tokens"
-
-
-def recipe_page(
-    title: str,
-    plan: Plan,
-    quality: Quality,
-    *,
-    held: Held,
-    times: Times,
-    place: Place,
-    positions: int | None = None,
-    pictures: HeadPictures | None = None,
-    source: str = "",
-) -> Report:
-    """What a conversion by a recipe did to a model, as a page: `quality` was measured on the texts `held` back.
-
-    Speed is stated at the longest of the `times` that the model has `positions` for.
-    """
-    approximate = plan.num_heads - plan.count("exact")
-    length = max((n for n in times if positions is None or n <= positions), default=min(times))
-    ratio = times[length]["as converted"] / times[length]["exact"]
-    speed = f"One layer of attention takes {ratio:.0%} of the exact time at {length:,} tokens"
-    if positions is not None and length == positions:
-        speed += ", the most it has positions for"
-    page = Report(title).verdict(
-        f"{approximate} of {plan.num_heads} key heads are approximate. The model retains {_retained(quality)} of its "
-        f"quality{_alone(quality)} on {held}. {speed}.",
-        [
-            _quality_number(quality, held.length),
-            memory_number(plan, length),
-            Number("time", f"{ratio:.0%}", f"of exact attention's, one layer at {length:,} tokens"),
-        ],
-        good=quality.retained >= GOOD and bool(approximate) and ratio < 1,
-    )
-    steps = [place.load(), DISTILL]
-    if quality.retained < GOOD or not approximate:
-        steps.insert(0, ("Let a search choose for every head.", place.convert("--keep 0.99")))
-    page.steps(steps)
-    if pictures is not None:
-        page.heading("What the heads look at").heads(pictures)
-    add_costs(page, plan, times, "as converted", positions=positions, source=source)
-    return page.code(str(plan), "The plan, head by head")
-
-
-def _retained(quality: Quality) -> str:
-    return f"{max(0.0, quality.retained):.1%}"
-
-
 def _quality_number(quality: Quality, length: int) -> Number:
     figures = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in quality.figures.items())
-    return Number("quality retained", _retained(quality), f"on validation texts of {length:,} tokens: {figures}")
+    told = f"on validation texts of {length:,} tokens: {figures}"
+    return Number("quality retained", f"{max(0.0, quality.retained):.1%}", told)
 
 
 def _alone(quality: Quality) -> str:

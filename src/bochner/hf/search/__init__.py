@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,11 +38,10 @@ from bochner.hf import inputs
 from bochner.hf.config import Calibration, Target
 from bochner.hf.interface import check_model, unwrap
 from bochner.hf.observe import Shape, discover_parts
-from bochner.hf.plan import Plan
 from bochner.hf.search import selected
 from bochner.hf.search.damage import MeasuredProblem, measure_damages, tables
 from bochner.hf.search.knapsack import Choice, all_exact, frontier, totals
-from bochner.hf.search.options import Space
+from bochner.hf.search.options import Say, Space
 from bochner.hf.search.refine import Candidate, Trials, best_within, cheapest_that_keeps, ladder
 from bochner.hf.search.report import Point, SearchReport, heads_of
 from bochner.hf.search.selected import SelectedSpace
@@ -71,7 +70,7 @@ def search(
         raise BochnerError(f"The 'target' of search must be a bochner.Target, got {type(target).__name__}.")
     if data is None:
         raise BochnerError("A Target needs 'data': texts to search on and texts to verify on.")
-    run = _Run(speaker(progress))
+    say, seconds, began = speaker(progress), dict[str, float](), time.monotonic()
     batches = batches_for(model, Calibration.of(data, tokenizer), target)
     shapes = discover_parts(model, batches, parts)
     obstacle, most = _obstacle(model, shapes), inputs.positions(model).get("input_ids")
@@ -79,49 +78,43 @@ def search(
     selects = selected.applies(model, goal, shapes, batches)
     texts = selected.split_for(model, batches, goal) if selects else split(batches, goal, most)
     space = (SelectedSpace if selects else Space)(model, shapes, goal, seed)
-    problem = _problem(run, space, texts, shapes)
+    with _timed("fitting", seconds):
+        space.fit(texts.fit, say)
+    with _timed("damages", seconds):
+        problem = _problem(space, texts, shapes, say)
     trials = Trials(problem)
-    with run.stage("choosing"):
+    with _timed("choosing", seconds):
         choices = _choose(problem, trials)
-    with run.stage("verifying"):
+    with _timed("verifying", seconds):
         one = problem.texts.held is texts.held
-        verifier = problem.texts if one else Verifier(model, texts.held, goal, shapes, run.say)
+        verifier = problem.texts if one else Verifier(model, texts.held, goal, shapes, say)
         report = _verified(problem, trials, choices, verifier)
     report.positions = most
     report.training = texts.training(goal.judged) if target.train is not None else []
-    report.seconds = {**run.seconds, "in all": time.monotonic() - run.began}
+    report.seconds = {**seconds, "in all": time.monotonic() - began}
     report.reasons += _remarks(report, obstacle)
-    run.say(f"\n{report}")
+    say(f"\n{report}")
     return report
 
 
-def _problem(run: _Run, space: Space, texts: Split, shapes: dict[str, Shape]) -> MeasuredProblem:
+@contextmanager
+def _timed(stage: str, seconds: dict[str, float]) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    seconds[stage] = time.monotonic() - began
+
+
+def _problem(space: Space, texts: Split, shapes: dict[str, Shape], say: Say) -> MeasuredProblem:
     """What each head can become, or how many keys all of them hold, with measured costs and damages."""
     goal = space.goal
-    with run.stage("fitting"):
-        space.fit(texts.fit, run.say)
-    with run.stage("damages"):
-        run.say("running the original on the choice texts")
-        choice = texts.choice[: max(goal.judged, TOKENS // 2)] if goal.is_language else texts.choice
-        if isinstance(space, SelectedSpace) and goal.memory is not None:
-            choice = texts.held  # there is one choice: it is verified at once
-        known = Verifier(space.model, choice, goal, shapes, run.say)
-        if isinstance(space, SelectedSpace):
-            return MeasuredProblem(space, known, selected.tables(space), run.say)
-        return MeasuredProblem(space, known, tables(space, measure_damages(space, known, run.say)), run.say)
-
-
-class _Run:
-    """What a search says, and the seconds of its stages."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say, self.began, self.seconds = say, time.monotonic(), dict[str, float]()
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.seconds[name] = time.monotonic() - began
+    say("running the original on the choice texts")
+    choice = texts.choice[: max(goal.judged, TOKENS // 2)] if goal.is_language else texts.choice
+    if isinstance(space, SelectedSpace):
+        # Within a memory there is one choice: it is verified at once.
+        known = Verifier(space.model, choice if goal.memory is None else texts.held, goal, shapes, say)
+        return MeasuredProblem(space, known, selected.tables(space), say)
+    known = Verifier(space.model, choice, goal, shapes, say)
+    return MeasuredProblem(space, known, tables(space, measure_damages(space, known, say)), say)
 
 
 def _choose(problem: MeasuredProblem, trials: Trials) -> list[Choice]:
@@ -171,10 +164,16 @@ def _verified(problem: MeasuredProblem, trials: Trials, choices: Sequence[Choice
             "(Target(train=Distillation()))."
         )
     if plan.converted and goal.by_memory:
-        reasons.append(_bytes(space, plan))
+        before, after = space.original_bytes, space.bytes_of(plan)
+        usual = before * torch.bfloat16.itemsize / space.dtype.itemsize
+        reasons.append(
+            f"Decoding one text of {goal.length:,} tokens holds {after / 1e6:,.3g} MB in place of {before / 1e6:,.3g} "
+            f"MB: {after / before:.1%} of the original's cache, {after / usual:.1%} of the same cache in bfloat16."
+        )
     plan.maps = {name: layer.fitted() for name, layer in layers.items() if layer.plan.has_map}
     known = found.quality if verifier is problem.texts else None
-    points, place = _frontier(problem, trials, trials.run(choice, known))
+    chosen = trials.run(choice, known)
+    place, points = trials.by_cost().index(chosen), [_point(problem, c) for c in trials.by_cost()]
     points[place].plan = plan
     report = SearchReport(goal, plan, points, place, bool(plan.converted) or not failed, found, failed)
     report.further, report.reasons, report.verifier = verifier.further(plan, layers), reasons, verifier
@@ -183,27 +182,12 @@ def _verified(problem: MeasuredProblem, trials: Trials, choices: Sequence[Choice
     return report
 
 
-def _bytes(space: Space, plan: Plan) -> str:
-    """The memory of decoding in bytes, and against the cache that most people would have."""
-    before, after = space.original_bytes, space.bytes_of(plan)
-    usual = before * torch.bfloat16.itemsize / space.dtype.itemsize
-    return (
-        f"Decoding one text of {space.goal.length:,} tokens holds {after / 1e6:,.3g} MB in place of "
-        f"{before / 1e6:,.3g} MB: {after / before:.1%} of the original's cache, {after / usual:.1%} of the same cache "
-        "in bfloat16."
-    )
-
-
-def _frontier(problem: MeasuredProblem, trials: Trials, chosen: Candidate) -> tuple[list[Point], int]:
-    """All that was measured, the cheapest first, and the place of the choice."""
-    space, candidates = problem.space, trials.by_cost()
-    points = []
-    for c in candidates:
-        plan = space.plan_of(c.choice)
-        memory = space.bytes_of(plan) / space.original_bytes if space.original_bytes else 1.0
-        attention = None if space.goal.by_memory else c.cost / max(problem.whole, 1e-30)
-        points.append(Point(plan, c.quality, c.damage, memory, attention, heads_of(plan)))
-    return points, candidates.index(chosen)
+def _point(problem: MeasuredProblem, c: Candidate) -> Point:
+    """What was measured of a choice, for the report."""
+    space, plan = problem.space, problem.space.plan_of(c.choice)
+    memory = space.bytes_of(plan) / space.original_bytes if space.original_bytes else 1.0
+    attention = None if space.goal.by_memory else c.cost / max(problem.whole, 1e-30)
+    return Point(plan, c.quality, c.damage, memory, attention, heads_of(plan))
 
 
 def _remarks(report: SearchReport, obstacle: str) -> list[str]:

@@ -102,16 +102,13 @@ class Space:
 
     def _seconds(self, layer: Layer) -> tuple[Tensor, float]:
         """Seconds of each option, by key head, and what one exact key head beside the others takes more."""
-        count, mixed = layer.plan.num_kv_heads, dict[str, LinearAttention]()
+        count, runs, middle = layer.plan.num_kv_heads, dict[Any, LinearAttention](layer.made), len(layer.fates) // 2
         if layer.made and count > 1:
-            middle = layer.fates[len(layer.fates) // 2]
-            mixed["mixed"] = self.built(layer, replace(layer.plan, fates=[EXACT, *[middle] * (count - 1)]))
-        every = {**{str(fate): made for fate, made in layer.made.items()}, **mixed}
-        found = layer_seconds(every, layer.plan, layer.length, self.device, self.dtype)
-        seconds = (
-            torch.tensor([found["exact"], *(found[str(fate)] for fate in layer.made)], dtype=torch.float64) / count
-        )
-        extra = found["mixed"] - seconds[0] - (count - 1) * seconds[len(layer.fates) // 2] if mixed else 0.0
+            mixed = [EXACT, *[layer.fates[middle]] * (count - 1)]
+            runs["mixed"] = self.built(layer, replace(layer.plan, fates=mixed))
+        found = layer_seconds(runs, layer.plan, layer.length, self.device, self.dtype)
+        seconds = torch.tensor([found["exact"], *(found[fate] for fate in layer.made)], dtype=torch.float64) / count
+        extra = found["mixed"] - seconds[0] - (count - 1) * seconds[middle] if "mixed" in runs else 0.0
         return seconds, max(0.0, float(extra))
 
     def plan_of(self, choice: Choice) -> Plan:

@@ -19,10 +19,10 @@ class Point:
 
     `memory`: of decoding at the goal's length, as a share of the original's; `attention`: seconds of all attention
     there, as a share of the original's, None where memory is saved; `damage`: what the search predicted for it;
-    `heads`: how many became what. A report that was saved has the plan of the choice alone.
+    `heads`: how many became what.
     """
 
-    plan: Plan | None
+    plan: Plan
     quality: Quality
     damage: float
     memory: float
@@ -32,11 +32,6 @@ class Point:
     def to_dict(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in ("damage", "memory", "attention", "heads")}
         return {**kept, "quality": self.quality.to_dict(), "lower_bound": self.quality.lower}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Point:
-        kept = {name: data[name] for name in ("damage", "memory", "attention", "heads")}
-        return cls(plan=None, quality=Quality.from_dict(data["quality"]), **kept)
 
 
 @dataclass
@@ -104,27 +99,17 @@ class SearchReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON and for reports."""
-        plain = {
-            name: getattr(self, name) for name in ("met", "chosen", "ablations", "reasons", "seconds", "positions")
+        names = ("met", "chosen", "ablations", "reasons", "seconds", "positions")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "goal": asdict(self.goal),
+            "plan": self.plan.to_dict(),
+            "frontier": [point.to_dict() for point in self.frontier],
+            "verified": self.verified.to_dict(),
+            "failed": [verdict.to_dict() for verdict in self.failed],
+            "further": {str(n): verdict.to_dict() for n, verdict in self.further.items()},
+            "trained": {str(n): verdict.to_dict() for n, verdict in self.trained.items()},
         }
-        verdicts = {
-            name: {str(n): verdict.to_dict() for n, verdict in getattr(self, name).items()}
-            for name in ("further", "trained")
-        }
-        points, failed = [point.to_dict() for point in self.frontier], [verdict.to_dict() for verdict in self.failed]
-        found = {"goal": asdict(self.goal), "plan": self.plan.to_dict(), "frontier": points}
-        return {**plain, **found, "verified": self.verified.to_dict(), "failed": failed, **verdicts}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> SearchReport:
-        """A report that was saved; of its choices it has the plan of the one that was taken."""
-        made = {name: data[name] for name in ("chosen", "met", "ablations", "reasons", "seconds", "positions")}
-        made |= {name: {int(n): Verdict.from_dict(v) for n, v in data[name].items()} for name in ("further", "trained")}
-        goal = Goal(**{**data["goal"], "notes": tuple(data["goal"]["notes"])})
-        points, plan = [Point.from_dict(point) for point in data["frontier"]], Plan.from_dict(data["plan"])
-        points[data["chosen"]].plan = plan
-        failed = [Verdict.from_dict(verdict) for verdict in data["failed"]]
-        return cls(goal, plan, points, verified=Verdict.from_dict(data["verified"]), failed=failed, **made)
 
     def __str__(self) -> str:
         timed = not self.goal.by_memory

@@ -57,10 +57,6 @@ class Verdict:
         texts = {"texts": self.quality.texts, "length": self.length, "whole": self.whole}
         return {**self.quality.to_dict(self.confidence), **texts}
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Verdict:
-        return cls(Quality.from_dict(data), data["length"], data["confidence"], data["whole"])
-
     def __str__(self) -> str:
         low, high = self.quality.bounds(self.confidence)
         texts = "one text" if self.quality.texts == 1 else f"{self.quality.texts} texts or stretches of text"
