@@ -122,7 +122,8 @@ INFERENCE = {"paper": replace(TABLE_6, steps=15_296, warmup=1_529), "small": BRI
 RECALL = {
     "small": Preset(32, 1, 2, 64, 64, 32, 500, 5e-3, 50, **LEARNED, features=16, window=8, test=512,
         data={"pairs": 16}),
-    "medium": Preset(128, 1, 2, 64, 64, 32, 3_000, 5e-3, 50, **LEARNED, window=16, test=512, data={"pairs": 64}),
+    "medium": Preset(128, 1, 2, 64, 64, 32, 1_000, 5e-3, 50, **LEARNED, features=16, window=8, test=512,
+        data={"pairs": 64}),
 }
 COPYING = {"small": Preset(65, 1, 2, 64, 64, 32, 800, 5e-3, 50, **LEARNED, features=32, window=8, test=512,
     data={"symbols": 32})}
