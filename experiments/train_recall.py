@@ -31,16 +31,24 @@ LEARNED = ("gmm_prf", "hedgehog")
 NEAR = ("window", "window+positive")
 PEERS = ("linformer", "performer_pytorch", "nystromformer", "fnet", "reformer")
 CAUSAL_PEERS = ("performer_pytorch", "reformer")  # no other one is causal
+MAIN = ("positive", "hyperbolic", "gmm_prf", "relu", "angular_hybrid", "window+positive", *PEERS[:3], "reformer")
 ATTENTIONS = ("exact", "identity", *FIXED, *LEARNED, *NEAR, *PEERS)
 Figures = dict[str, Any]
 
 
 def wanted() -> list[str]:
-    """Every cell as task/attention/seed: first whether attention decides, then one seed of all, then the others."""
+    """Every cell as task/attention/seed: first whether attention decides, then seed by seed."""
     levels = [(task, a, s) for task in TASKS for s in range(SEEDS) for a in ("exact", "identity")]
-    rest = [(task, a, s) for s in range(SEEDS) for a in ATTENTIONS[2:] for task in TASKS if can(task, a)]
+    rest = [
+        (task, a, s)
+        for names in (MAIN, ATTENTIONS)
+        for s in range(SEEDS)
+        for a in names
+        for task in TASKS
+        if can(task, a)
+    ]
     last = [(task, a, s) for a in ATTENTIONS if can("induction", a) for task in LAST for s in range(SEEDS)]
-    return ["/".join(map(str, cell)) for cell in (*levels, *rest, *last)]
+    return list(dict.fromkeys("/".join(map(str, cell)) for cell in (*levels, *rest, *last)))
 
 
 def can(task: str, attention: str) -> bool:
