@@ -16,7 +16,16 @@ from dataclasses import fields, replace
 
 from torch.utils.data import Dataset
 
-from bochner._checks import ArgumentError, BochnerError, lookup, one_of, positive_float, positive_int
+from bochner._checks import (
+    ArgumentError,
+    BochnerError,
+    is_int,
+    lookup,
+    non_negative,
+    one_of,
+    positive_float,
+    positive_int,
+)
 from bochner.tasks import images, listops, pathfinder, protein, recall, speech, text
 from bochner.tasks.base import Preset, Task
 
@@ -162,7 +171,7 @@ TASKS: dict[str, Task] = {t.name: t for t in (
     Task("nli", "does one sentence follow from another", "classify", PIECES, 3, text.inference, INFERENCE,
         artefacts=("snli", "books")),
     Task("speech", "the symbols of spoken syllables", "ctc", 41, 41, speech.load, SPEECH, metric="error_rate",
-        larger=False, artefacts=("syllables",)),
+        larger=False, artefacts=("syllables",), collate=speech.collate),
     Task("pixels", "CIFAR-10, colours one after the other", "causal", BYTES, BYTES, images.colour, PIXELS, **BITS,
         artefacts=("cifar10",)),
     Task("recall", "the value of a key, of many pairs", "masked", *PAIRS, recall.recall, RECALL),
@@ -201,6 +210,12 @@ def preset_of(chosen: Task, name: str | Preset, **changes: object) -> Preset:
     return changed
 
 
+WORDS = {
+    "precision": ("float32", "bfloat16"),
+    "pooling": ("first", "mean"),
+    "positions": ("sinusoidal", "grid", "learned"),
+    "schedule": ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt"),
+}
 COUNTS = ("length", "layers", "heads", "width", "feedforward", "batch", "steps", "features", "window")
 
 
@@ -208,12 +223,16 @@ def check(preset: Preset) -> None:
     """Refuse sizes with which no model can be made or trained."""
     for name in COUNTS:
         positive_int(getattr(preset, name), name, "train")
-    positive_float(preset.learning_rate, "learning_rate", "train")
-    if not 0 <= preset.guess < 1:
-        raise BochnerError(f"The 'guess' of train must be a share from 0 to 1, 1 excluded, got {preset.guess!r}.")
-    one_of(preset.precision, "precision", "train", ("float32", "bfloat16"))
-    one_of(preset.pooling, "pooling", "train", ("first", "mean"))
-    one_of(preset.positions, "positions", "train", ("sinusoidal", "grid", "learned"))
+    for name in ("learning_rate", "eps", "clip"):
+        positive_float(getattr(preset, name), name, "train")
+    for name in ("warmup", "redraw"):
+        if not is_int(steps := getattr(preset, name)) or steps < 0:
+            raise BochnerError(f"The {name!r} of train must be a number of steps, 0 for none, got {steps!r}.")
+    for name in ("weight_decay", "guess", "dropout"):
+        if non_negative(share := getattr(preset, name), name, "train") >= 1 and name != "weight_decay":
+            raise BochnerError(f"The {name!r} of train must be a share from 0 to 1, 1 excluded, got {share!r}.")
+    for name, valid in WORDS.items():
+        one_of(getattr(preset, name), name, "train", valid)
     if preset.positions == "grid" and (math.isqrt(preset.length - 1) ** 2 != preset.length - 1 or preset.width % 4):
         raise BochnerError(
             "Positions on a 'grid' need a 'length' of a square and one and a 'width' that is a multiple of 4, "
