@@ -39,7 +39,7 @@ Figures = dict[str, Any]
 def wanted() -> list[str]:
     """Every cell as task/attention/seed: first whether attention decides, then the shorter tasks."""
     levels = [(task, a, s) for task in TASKS for s in range(SEEDS) for a in ("exact", "identity")]
-    short = [(task, a, s) for a in MAIN for task in ("copying", "recall_causal") for s in range(SEEDS)]
+    short = [(task, a, s) for task in ("copying", "recall_causal") for a in MAIN for s in range(SEEDS)]
     rest = [(task, a, s) for names in (MAIN, ATTENTIONS[2:]) for a in names for task in TASKS for s in range(SEEDS)]
     rest = [cell for cell in (*short, *rest) if can(*cell[:2])]
     last = [(task, a, s) for a in ATTENTIONS if can("induction", a) for task in LAST for s in range(SEEDS)]
