@@ -55,7 +55,6 @@ WORDS_OF_DOCSTRINGS = {
 }  # fmt: skip
 UNPLAIN = {
     "A Target needs 'data': texts to search on and texts to verify on.",
-    "The task Value has no examples to train on; its 'load' must return a data set.",
     "Value selects keys from the first token on, which does not go with exact_below=Value; leave that out: all keys "
     "are held while there is room for them.",
 }
