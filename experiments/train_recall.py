@@ -113,7 +113,7 @@ def learned_or_fixed(found: Figures, task: str) -> tuple[float, float] | None:
 
 
 def judge(found: Any) -> Said:
-    told, beaten, closed = [], [], []
+    told, beaten, closed, open_ = [], [], [], []
     for task in (*TASKS, *LAST):
         row = {a: statistics.mean(s) for a in ATTENTIONS if (s := seeds_of(found, task, a))}
         if not row:
@@ -121,7 +121,9 @@ def judge(found: Any) -> Said:
         if not opened(found, task):
             closed.append(task)
         worth = learned_or_fixed(found, task)
-        if worth is not None and worth[0] > worth[1]:
+        if worth is None:
+            open_.append(task)
+        elif worth[0] > worth[1]:
             beaten.append(task)
         text = ", ".join(f"{a} {row[a]:.1f} %" for a in sorted(row, key=lambda a: -row[a]))
         told.append(f"{task}: {text}" + (f"; learned - fixed {worth[0]:+.1f}, spread {worth[1]:.1f}" if worth else ""))
@@ -129,6 +131,7 @@ def judge(found: Any) -> Said:
     says = f"{len(found)} runs: " + "; ".join(told) + f". {missing} cells were not run."
     why = [f"attention does not decide {' and '.join(closed)}"] if closed else []
     why += [f"a learned kernel beats the best fixed one in {' and '.join(beaten)}"] if beaten else []
+    why += [f"learned kernels have not run with all seeds in {' and '.join(open_)}"] if open_ else []
     return Said(says, "fails" if why else "holds", "; ".join(why))
 
 

@@ -442,6 +442,11 @@ def recall() -> str:
     return table(["attention", *(f"m = {m}" for m in sizes)], lines)
 
 
+def trained_recall() -> str:
+    train_table()  # its folder can be imported from
+    return str(importlib.import_module("train_recall").table(experiment("train_recall")))
+
+
 def training_papers() -> str:
     rows = []
     for kind, lengths in experiment("train_speed")["papers"].items():
@@ -654,6 +659,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "training-needed": needed,
     "recall": recall,
+    "training-recall": trained_recall,
     "training-papers": training_papers,
     "transfer": transfer,
     "feedforward": feedforward,
