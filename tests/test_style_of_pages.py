@@ -54,7 +54,6 @@ WORDS_OF_DOCSTRINGS = {
 }  # fmt: skip
 UNPLAIN = {
     "A Target needs 'data': texts to search on and texts to verify on.",
-    "The task Value has no examples to train on; its 'load' must return a data set.",
 }
 TERMS = (
     "quality retained",

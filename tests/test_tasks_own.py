@@ -154,6 +154,71 @@ def test_options_of_a_map_reach_a_torch_model_of_ones_own() -> None:
     assert phi.redraw_every == 3
 
 
+def right(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.argmax(-1) == labels
+
+
+class Masked(Mean):
+    """`Mean`, which takes the mask that the usual collator makes, and drops nothing."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(input_ids, labels)
+
+
+def test_a_module_itself_is_a_model_and_stays_as_it_was(tmp_path: Path) -> None:
+    given = Masked(SIZES)
+    before = {k: v.clone() for k, v in given.state_dict().items()}
+    result = bochner.train(own(kind="own", model=given, metric=right), output=tmp_path, report=None)
+    assert result["parameters"] == sum(p.numel() for p in given.parameters())
+    assert all(torch.equal(v, before[k]) for k, v in given.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("model", "attention", "said"),
+    [
+        (Mean, "exact", r"cannot be trained on a batch of input_ids \(8, 12\), .*unexpected keyword.*'attention_mask'"),
+        (
+            Masked,
+            "linformer",
+            "'first' has a model of its own, in which .linformer. cannot stand",
+        ),
+        (lambda preset: 3, "exact", "must be or make a torch module, as its kind is own, got int"),
+        (lambda preset: nn.Linear(2, 2), "exact", "must take these and return a scalar 'loss' and 'logits'"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_named_before_the_first_step(
+    model: Any, attention: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BochnerError, match=said):
+        bochner.train(own(kind="own", model=model, metric=right), attention, output=tmp_path / "a", report=None)
+    assert not (tmp_path / "a" / "metrics.jsonl").exists()
+
+
+class Doubled(nn.Module):
+    """Features with a weight to be learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, role: str) -> Tensor:
+        return self.linear(x).exp()
+
+
+def test_a_function_is_a_map_and_a_module_learns_in_every_layer(tmp_path: Path) -> None:
+    def growing(x: Tensor, role: str) -> Tensor:
+        return torch.cat([x.exp(), (-x).exp()], dim=-1)
+
+    result = bochner.train(own(), growing, output=tmp_path, report=None)
+    assert result["attention"] == "growing"
+    assert bochner.train(own(), growing, output=tmp_path, report=None, resume=True) == result
+    preset, shared = replace(SIZES, layers=2), Doubled()
+    model = tasks.build(own(), preset, tasks.choose(own(), models.map_name(shared), preset))
+    parts = [m for m in model.modules() if isinstance(m, Doubled)]
+    assert len({id(p) for m in (*parts, shared) for p in m.parameters()}) == 6
+    assert all(torch.equal(m.linear.weight, shared.linear.weight) for m in parts)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -172,16 +237,37 @@ def test_a_task_that_cannot_be_judged_is_refused_when_it_is_made(changes: dict[s
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ([], "has no examples"),
+        ([], "has no examples in its split 'train'"),
         ([{"labels": 1}] * 4, "must have 'input_ids' and 'labels', and as many rows"),
         ([[1, 2]] * 4, "cannot be made a batch"),
         (Parity(label=torch.tensor([1, 2, 3])), r"'labels' \(b,\), got \(2, 12\) and \(2, 12\)"),
         (Parity(label=2), "labels up to 2.*labels at 1"),
+        (Parity(label=0.5), "must be ints, got torch.int64 and torch.float32"),
     ],
 )
 def test_a_batch_of_the_wrong_shape_is_named_before_the_first_step(data: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(BochnerError, match=said):
         bochner.train(own(load=lambda preset, split: data), output=tmp_path / "a", report=None)
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+@pytest.mark.parametrize("found", [[], None])
+def test_a_split_without_examples_is_named_before_the_first_step(found: Any, split: str, tmp_path: Path) -> None:
+    task = own(load=lambda preset, which: found if which == split else Parity())
+    with pytest.raises(BochnerError, match=f"'first' has no examples in its split '{split}'"):
+        bochner.train(task, output=tmp_path / "a", report=None)
+    assert not (tmp_path / "a" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("kind", [list, np.asarray])
+def test_examples_may_be_lists_and_arrays(kind: Any, tmp_path: Path) -> None:
+    plain = [Parity()[i] for i in range(32)]
+    other = [{**x, "input_ids": kind(x["input_ids"].tolist())} for x in plain]
+    results = [
+        bochner.train(own(load=lambda preset, split, d=data: d), output=tmp_path / str(i), report=None)["metrics"]
+        for i, data in enumerate((plain, other))
+    ]
+    assert results[0] == results[1]
 
 
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:

@@ -213,3 +213,29 @@ def test_models_are_trained_without_a_normaliser_only_where_said(experiments: No
     assert torch.equal(found[True], plain)
     assert not torch.allclose(found[False], plain, rtol=0.1)
     assert sum(n.endswith(train_kernels.BARE) for n in train_kernels.RUNS) == 4
+
+
+def test_recall_by_the_trainer_is_judged_by_its_seeds(experiments: None) -> None:
+    import train_recall
+
+    def runs(**rows: tuple[float, ...]) -> dict[str, Any]:
+        return {f"copying/{name}/{s}": {"accuracy": x} for name, seeds in rows.items() for s, x in enumerate(seeds)}
+
+    levels: Any = {"exact": (1.0, 0.99, 1.0), "identity": (0.02, 0.01, 0.02)}
+    fixed: Any = {"relu": (0.50, 0.52, 0.54), "positive": (0.2, 0.2, 0.2)}
+    tie = runs(**levels, **fixed, gmm_prf=(0.51, 0.53, 0.55))
+    assert train_recall.learned_or_fixed(tie, "copying") == pytest.approx((1.0, 2.0))
+    assert train_recall.judge(tie).verdict == "holds"
+    better = train_recall.judge(runs(**levels, **fixed, gmm_prf=(0.71, 0.73, 0.75), hedgehog=(0.9, 0.9)))
+    assert better[1:] == ("fails", "a learned kernel beats the best fixed one in copying")
+    closed = train_recall.judge(runs(exact=(0.2, 0.5, 0.9), identity=(0.02, 0.01, 0.02), **fixed))
+    assert closed.why.startswith("attention does not decide copying; learned kernels have not run")
+    assert train_recall.judge(runs(**levels, **fixed, gmm_prf=(0.5, 0.5))).verdict == "fails"  # two seeds are not all
+    shown = train_recall.table(tie | {"recall/exact/0": {"accuracy": 1.0}, "copying/fnet/0": {"accuracy": 0.5}})
+    assert shown.splitlines()[0] == "| attention | copying |"  # the others are not decided
+    assert "| `gmm_prf` | 53.0 ± 2.0 |" in shown
+    assert "fnet" not in shown
+    assert train_recall.seeds_of({"copying/trig/0": {"stopped": "nan"}}, "copying", "trig") == [100 / 64]
+    cells = train_recall.wanted()
+    assert len(cells) == len(set(cells))
+    assert "recall_causal/linformer/0" not in cells

@@ -405,7 +405,8 @@ def attention(is_causal: bool) -> str:
     found = benchmark("attention")
     rows = []
     for case in found["times"]:
-        if (case["dtype"], case["is_causal"], case["passes"]) == ("float32", is_causal, "forward"):
+        this = (case["dtype"], case["is_causal"], case["passes"]) == ("float32", is_causal, "forward")
+        if this and case["length"] in (256, 1024, 4096, 16_384, 65_536):
             took = case["seconds"]
             cells = [
                 f"{1000 * took[n]:,.1f}" if n in took else "not run" for n in ("bochner", "exact", "performer", "floor")
@@ -486,6 +487,11 @@ def recall() -> str:
     ]
     lines.append(["prediction by rank", *(f"{100 * found['rank'][m]:.1f}" for m in sizes)])
     return table(["attention", *(f"m = {m}" for m in sizes)], lines)
+
+
+def trained_recall() -> str:
+    train_table()  # its folder can be imported from
+    return str(importlib.import_module("train_recall").table(experiment("train_recall")))
 
 
 def training_papers() -> str:
@@ -702,6 +708,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "training-needed": needed,
     "recall": recall,
+    "training-recall": trained_recall,
     "training-papers": training_papers,
     "transfer": transfer,
     "feedforward": feedforward,

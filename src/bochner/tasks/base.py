@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import math
 import os
 import sys
@@ -92,8 +91,8 @@ class Task:
     and `labels`. `presets`: one, or several by name.
     `metric`: the figure a run is judged by, or a function of logits and labels that returns one figure for each
     example; `larger`: whether more of it is better. `collate`: makes a batch of a list of examples. `model(preset)`: a
-    configuration of transformers or a torch module, else BERT, GPT-2 or a Conformer by the kind. `sizes`: bytes that
-    each symbol stands for, where bits are to be counted per byte and symbols are more than that.
+    configuration of transformers or a torch module, or such a thing itself, else BERT, GPT-2 or a Conformer by the
+    kind. `sizes`: bytes that each symbol stands for, where bits are to be counted per byte and symbols are more.
     """
 
     name: str
@@ -110,7 +109,7 @@ class Task:
     baseline: Callable[[Preset], dict[str, float]] | None = None
     sizes: Callable[[], np.ndarray] | None = None
     collate: Callable[[Sequence[Any]], dict[str, Tensor]] | None = None
-    model: Callable[[Preset], Any] | None = None
+    model: Any = None
 
     def __post_init__(self) -> None:
         if isinstance(self.presets, Preset):
@@ -276,8 +275,6 @@ class Collator:
         self.length, self.masks = -(-length // multiple) * multiple, masks
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        if "input_features" in items[0]:
-            return self._speech(items)
         batch: dict[str, Tensor] = {}
         for name, mask in (("input_ids", "attention_mask"), ("other_ids", "other_mask")):
             if name in items[0]:
@@ -287,21 +284,14 @@ class Collator:
         if "hidden" in items[0]:
             batch["hidden"] = self._pad([x["hidden"] for x in items], IGNORE)
         labels = [x["labels"] for x in items]
-        batch["labels"] = self._pad(labels, IGNORE) if isinstance(labels[0], Tensor) else torch.tensor(labels)
+        batch["labels"] = self._pad(labels, IGNORE) if np.ndim(labels[0]) else torch.tensor(labels)
         return batch
 
     def _pad(self, rows: Sequence[Tensor], value: int) -> Tensor:
         out = torch.full((len(rows), self.length), value, dtype=torch.int64)
         for i, row in enumerate(rows):
-            out[i, : len(row)] = row[: self.length]
+            out[i, : len(row)] = torch.as_tensor(row)[: self.length]
         return out
-
-    def _speech(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-        features = [x["input_features"][: self.length] for x in items]
-        masks = [torch.ones(len(f), dtype=torch.int64) for f in features]
-        labels = pad([x["labels"] for x in items], padding_value=IGNORE)
-        return {"input_features": pad(features), "attention_mask": pad(masks), "labels": labels}
 
 
 def figures(kind: str, logits: Tensor, labels: Tensor) -> Tensor:

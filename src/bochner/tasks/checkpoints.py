@@ -19,11 +19,15 @@ from bochner._checks import BochnerError
 COMPLETE = "complete"  # the hashes of the files, written last: a checkpoint without it was interrupted
 
 
-def write_json(path: Path, content: Any) -> None:
+def write(path: Path, text: str) -> None:
     """All of it or nothing."""
     tmp = path.with_suffix(".tmp")
-    tmp.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    tmp.write_text(text, encoding="utf-8")
     tmp.replace(path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    write(path, json.dumps(content, indent=1) + "\n")
 
 
 def prepare(output: Path, configuration: dict[str, Any], *, resume: bool) -> None:
@@ -32,9 +36,7 @@ def prepare(output: Path, configuration: dict[str, Any], *, resume: bool) -> Non
     A run that never got as far as a measurement or a checkpoint is no run.
     """
     path = output / "run.json"
-    begun = any((output / name).exists() for name in ("result.json", "metrics.jsonl")) or any(
-        output.glob("checkpoint-*")
-    )
+    begun = any(found for name in ("result.json", "metrics.jsonl", "checkpoint-*") for found in output.glob(name))
     if path.exists() and begun:
         there = json.loads(path.read_text(encoding="utf-8"))
         differ = sorted(k for k in {*there, *configuration} if there.get(k) != configuration.get(k))
@@ -105,25 +107,15 @@ def hashes(checkpoint: Path) -> dict[str, str]:
 
 
 class Journal(TrainerCallback):
-    """Marks checkpoints as complete and writes metrics as JSON lines; those after the checkpoint are written again."""
+    """Writes the metrics so far, which Trainer keeps in its checkpoints, as JSON lines; marks complete checkpoints."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self.path.exists():
-            kept = [x for x in lines(self.path) if x["step"] <= state.global_step]
-            tmp = self.path.with_suffix(".tmp")
-            tmp.write_text("".join(json.dumps(x) + "\n" for x in kept), encoding="utf-8")
-            tmp.replace(self.path)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or not logs or "train_runtime" in logs:
-            return
-        timing = ("_runtime", "_per_second")
-        kept = {k: v for k, v in logs.items() if not k.endswith(timing) and k != "epoch"}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": state.global_step, **kept}) + "\n")
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            rows = [x for x in state.log_history if "train_runtime" not in x]
+            write(self.path, "".join(json.dumps(dict(sorted(x.items()))) + "\n" for x in map(timeless, rows)))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -131,12 +123,11 @@ class Journal(TrainerCallback):
             write_json(checkpoint / COMPLETE, hashes(checkpoint))
 
 
+def timeless(logged: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, without how long it took."""
+    return {k: v for k, v in logged.items() if not k.endswith(("_runtime", "_per_second")) and k != "epoch"}
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The entries of a JSON-lines file; a last line that was cut off is left out."""
-    out = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            out.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return out
+    """The entries of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

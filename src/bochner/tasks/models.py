@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from bochner.hf.config import Recipe
 from bochner.hf.conversion import convert
 from bochner.hf.masks import Mask
 from bochner.maps import FEATURE_MAPS, FeatureMap, feature_map, register_map
+from bochner.maps.own import FunctionMap
 from bochner.tasks.base import IGNORE, PAD, Preset, Task
 from bochner.tasks.peers import PEERS, Peer, attach, bert, conformer, gpt2, register
 
@@ -108,17 +109,24 @@ def _check_map(task: Task, name: str, size: int, m: int, options: dict[str, Any]
 
 
 def map_name(attention: Any) -> str:
-    """The name of an attention; a map's class, or an instance that every layer gets a copy of, is registered first."""
+    """The name of an attention; a map's class, or an instance that every layer gets a copy of, is registered first.
+
+    A function `f(x, role)` gives features; an `nn.Module` does so with parameters of its own in every layer.
+    """
     if isinstance(attention, str):
         return attention
     if isinstance(attention, FeatureMap):
         name = f"{type(attention).__name__}Copy"
         FEATURE_MAPS[name] = copies_of(attention)
         return name
+    if not isinstance(attention, type) and callable(attention):
+        name = getattr(attention, "__name__", type(attention).__name__)
+        FEATURE_MAPS[name] = calls_of(attention)
+        return name
     if not (isinstance(attention, type) and issubclass(attention, FeatureMap)):
         raise ArgumentError(
-            "The 'attention' of train must be a name, a subclass of bochner.FeatureMap or an instance of one, got "
-            f"{type(attention).__name__}."
+            "The 'attention' of train must be a name, a subclass of bochner.FeatureMap, an instance of one or a "
+            f"function f(x, role), got {type(attention).__name__}."
         )
     for name, known in FEATURE_MAPS.items():
         if known is attention:
@@ -143,6 +151,16 @@ def copies_of(phi: FeatureMap) -> type[FeatureMap]:
 
     Copy.__name__ = f"{type(phi).__name__}Copy"
     return Copy
+
+
+def calls_of(function: Callable[..., Any]) -> type[FeatureMap]:
+    """A class of maps whose features are those of a function."""
+
+    class Call(FunctionMap):
+        def __init__(self, dim: int, num_features: int, *, num_heads: int | None = None) -> None:
+            super().__init__(dim, function=copy.deepcopy(function))
+
+    return Call
 
 
 class MaskedBert(transformers.BertForMaskedLM):  # type: ignore[name-defined]
@@ -269,12 +287,32 @@ def build(task: Task, preset: Preset, attention: Attention, *, seed: int = 0) ->
     """A fresh model for the task; the global random state is as before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        own = None if task.model is None else task.model(preset)
-        if isinstance(own, nn.Module):
-            if attention.is_ours:
-                convert(own, _recipe(attention, preset), seed=seed)
-            return own
-        return _build(task, preset, attention, own, seed)
+        own = own_model(task, preset)
+        if not isinstance(own, nn.Module):
+            return _build(task, preset, attention, own, seed)
+        if attention.is_ours:
+            convert(own, _recipe(attention, preset), seed=seed)
+        elif attention.name != "exact":
+            raise BochnerError(
+                f"The task {task.name!r} has a model of its own, in which {attention.name!r} cannot stand; take a map, "
+                "or 'exact' for the model as it is."
+            )
+        return own
+
+
+def own_model(task: Task, preset: Preset) -> Any:
+    """The torch module or the configuration that a task brings, None if it brings none."""
+    given, config = task.model, transformers.PretrainedConfig
+    if given is None:
+        return None
+    own = copy.deepcopy(given) if isinstance(given, (nn.Module, config)) else given(preset)
+    if isinstance(own, nn.Module) or (isinstance(own, config) and task.kind != "own"):
+        return own
+    raise BochnerError(
+        f"The 'model' of the task {task.name!r} must be or make a torch module"
+        f"{', as its kind is own' if task.kind == 'own' else ' or a configuration of transformers'}, got "
+        f"{type(own).__name__}."
+    )
 
 
 def _build(task: Task, preset: Preset, attention: Attention, own: Any, seed: int) -> nn.Module:
@@ -294,10 +332,8 @@ def _build(task: Task, preset: Preset, attention: Attention, own: Any, seed: int
         else getattr(transformers, "AutoModel" if pooled else AUTO[task.kind]).from_config
     )
     model = kind(config, **options)
-    if preset.positions == "sinusoidal" and task.kind != "ctc":
-        sinusoids_(model, preset.width**-0.5)
-    elif preset.positions == "grid":
-        grid_(model, preset.width**-0.5, preset.length, length)
+    if preset.positions != "learned" and task.kind != "ctc":
+        fix_positions_(model, preset, length)
     if peer.module is not None:
         put, size = peer.module, preset.width // preset.heads
         attach(model, lambda: put(length, size, attention.features, task.is_causal))
@@ -336,38 +372,30 @@ def plain_masks_(model: nn.Module) -> None:
             module.register_forward_pre_hook(unpack, with_kwargs=True)
 
 
-def sinusoids_(model: nn.Module, size: float) -> None:
-    """Fixed sinusoidal positions of about the size of the other embeddings (Vaswani et al. 2017)."""
-    for table in _positions(model):
-        n, d = table.shape
-        rate = torch.exp(torch.arange(0, d, 2) * (-math.log(10_000.0) / d))
-        angle = torch.arange(n)[:, None] * rate
-        with torch.no_grad():
-            table[:, 0::2] = size * math.sqrt(2) * angle.sin()
-            table[:, 1::2] = size * math.sqrt(2) * angle.cos()[:, : d // 2]
+def fix_positions_(model: nn.Module, preset: Preset, padded: int) -> None:
+    """Positions that are not trained, of about the size of the other embeddings.
 
-
-def grid_(model: nn.Module, size: float, length: int, padded: int) -> None:
-    """Fixed positions of a square picture read row by row after CLS: sinusoids of the row, then of the column.
-
-    Wavelengths go from 8 pixels to 4 sides. `padded`: the length of a batch; some models count positions from 1 or 2.
+    `"sinusoidal"`: those of Vaswani et al. 2017. `"grid"`: of a square picture read row by row after CLS, sinusoids of
+    the row and of the column with wavelengths from 8 pixels to 4 sides; `padded` is the length of a batch, as some
+    models count positions from 1 or 2.
     """
-    side = math.isqrt(length - 1)
-    for table in _positions(model):
-        n, d = table.shape
-        rate = torch.logspace(math.log10(math.pi / 4), math.log10(math.pi / (2 * side)), d // 4)
-        angle = torch.arange(side)[:, None] * rate
-        line = size * math.sqrt(2) * torch.cat([angle.sin(), angle.cos()], dim=1)
-        begin = n - padded + 1
-        with torch.no_grad():
-            table.zero_()
-            pixels = table[begin : begin + side * side].view(side, side, d)
-            pixels[:, :, : d // 2] = line[:, None]
-            pixels[:, :, d // 2 :] = line
-
-
-def _positions(model: nn.Module) -> Iterator[Tensor]:
-    """The tables of positions, which are not to be trained."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and ("position_embeddings" in name or name.endswith("wpe")):
-            yield module.weight.requires_grad_(False)
+        if not isinstance(module, nn.Embedding) or not ("position_embeddings" in name or name.endswith("wpe")):
+            continue
+        table = module.weight.requires_grad_(False)
+        n, d = table.shape
+        if preset.positions == "sinusoidal":
+            rate = torch.exp(torch.arange(0, d, 2) * (-math.log(10_000.0) / d))
+            table.copy_(sinusoids(n, rate, preset.width).transpose(1, 2).flatten(1)[:, :d])  # sine, cosine, sine, ...
+        else:
+            side, begin = math.isqrt(preset.length - 1), n - padded + 1
+            rate = torch.logspace(math.log10(math.pi / 4), math.log10(math.pi / (2 * side)), d // 4)
+            line = sinusoids(side, rate, preset.width).flatten(1)
+            pixels = torch.cat([line.repeat_interleave(side, 0), line.repeat(side, 1)], dim=1)
+            table.zero_()[begin : begin + side * side] = pixels
+
+
+def sinusoids(n: int, rate: Tensor, width: int) -> Tensor:
+    """The sines and the cosines of places 0 to n - 1, (n, 2, rates), with mean square 1 / width."""
+    angle = torch.arange(n)[:, None] * rate
+    return (2 / width) ** 0.5 * torch.stack([angle.sin(), angle.cos()], dim=1)

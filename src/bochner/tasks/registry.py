@@ -5,8 +5,8 @@ appendix A of paper 003 (lm, protein, pixels); table 5 of paper 004 gives the fe
 differ from the paper, they say so themselves: `print(preset_of(task("lm"), "paper"))`, or `bochner train lm --show`.
 Where a paper has no figures (pathfinder, speech) the preset is ours.
 `small`: the same tasks, shorter and with less data, for one core and some minutes.
-`medium`: one to three hours on one core, with sizes between the two. The rate was not tuned on it: it is that of
-`small`, tuned for exact attention and used for all, lowered with the width.
+`medium`: one to three hours on one core, with sizes between the two, and less than a minute for recall. The rate was
+not tuned on it: it is that of `small`, tuned for exact attention and used for all, lowered with the width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from dataclasses import fields, replace
 
 from torch.utils.data import Dataset
 
-from bochner._checks import ArgumentError, BochnerError, lookup, one_of, positive_float, positive_int
+from bochner._checks import (
+    ArgumentError,
+    BochnerError,
+    is_int,
+    lookup,
+    non_negative,
+    one_of,
+    positive_float,
+    positive_int,
+)
 from bochner.tasks import images, listops, pathfinder, protein, recall, speech, text
 from bochner.tasks.base import Preset, Task
 
@@ -80,15 +89,15 @@ IMAGE = {
     "small": Preset(257, 1, 2, 32, 64, 64, 600, 1e-2, 40, **MEAN, positions="learned", features=32, window=16,
         test=2_000, data={"side": 16, "levels": 16}),
 }
-FOLLOWED: dict = {**MEAN, "positions": "grid", "window": 16, "guess": 0.2}
+FOLLOWED = Preset(145, 2, 4, 64, 128, 32, 3_000, 2e-3, 100, **{**MEAN, "positions": "grid"}, window=16, guess=0.2,
+    features=32, train=48_000, test=2_000, data={"side": 12, "levels": 4, "dashes": 3, "distractors": 1, "short": 2})
 PATHFINDER = {
     "paper": Preset(1_025, 4, 8, 128, 128, 256, 62_500, 1e-3, 1_000, positions="learned", features=128,
         departures=(OUR_SIZES,)),  # 100 epochs
-    "medium": Preset(257, 2, 4, 64, 128, 32, 12_000, 2e-3, 300, **FOLLOWED, train=96_000, test=4_000,
-        data={"side": 16, "levels": 4, "dashes": 4, "distractors": 1, "short": 2},
+    "medium": replace(FOLLOWED, length=257, steps=12_000, warmup=300, features=64, train=96_000, test=4_000,
+        data={**FOLLOWED.data, "side": 16, "dashes": 4},
         departures=(OUR_SIZES, "hidden pixels are guessed beside the label")),
-    "small": Preset(145, 2, 4, 64, 128, 32, 3_000, 2e-3, 100, **FOLLOWED, features=32, train=48_000, test=2_000,
-        data={"side": 12, "levels": 4, "dashes": 3, "distractors": 1, "short": 2}),
+    "small": FOLLOWED,
 }
 # Appendix A.2 of paper 003: Adam (0.9, 0.98, 1e-9) at a fixed rate of 1e-3 from the first step on, decay 0.1, clipping
 # at 0.5, dropout 0.1, m = 256, Linformer with k = 600.
@@ -119,15 +128,11 @@ PRETRAINING = {"paper": TABLE_6, "small": BRIEF}
 SENTIMENT = {"paper": replace(TABLE_6, steps=1_066, warmup=106), "small": replace(BRIEF, steps=600, warmup=60)}
 INFERENCE = {"paper": replace(TABLE_6, steps=15_296, warmup=1_529), "small": BRIEF}
 # The rate is the one at which exact attention learns surest, of 3e-3 to 1e-2.
-RECALL = {
-    "small": Preset(32, 1, 2, 64, 64, 32, 500, 5e-3, 50, **LEARNED, features=16, window=8, test=512,
-        data={"pairs": 16}),
-    "medium": Preset(128, 1, 2, 64, 64, 32, 3_000, 5e-3, 50, **LEARNED, window=16, test=512, data={"pairs": 64}),
-}
-COPYING = {"small": Preset(65, 1, 2, 64, 64, 32, 800, 5e-3, 50, **LEARNED, features=32, window=8, test=512,
-    data={"symbols": 32})}
+ASKED = Preset(32, 1, 2, 64, 64, 32, 500, 5e-3, 50, **LEARNED, features=16, window=8, test=512, data={"pairs": 16})
+RECALL = {"small": ASKED, "medium": replace(ASKED, length=128, steps=1_000, data={"pairs": 64})}
+COPYING = {"small": replace(ASKED, length=65, steps=800, features=32, data={"symbols": 32})}
 # Two layers find each other at a lower rate only: at 5e-3 exact attention had 14 % after 1,500 steps.
-INDUCTION = {"small": Preset(48, 2, 2, 64, 64, 32, 3_000, 2e-3, 200, **LEARNED, features=32, window=8, test=512,
+INDUCTION = {"small": replace(ASKED, length=48, layers=2, steps=3_000, learning_rate=2e-3, warmup=200, features=32,
     data={"symbols": 24})}
 SPEECH = {
     "paper": Preset(256, 17, 8, 512, 2_048, 64, 20_000, 1e-3, 2_000, features=128,
@@ -161,7 +166,7 @@ TASKS: dict[str, Task] = {t.name: t for t in (
     Task("nli", "does one sentence follow from another", "classify", PIECES, 3, text.inference, INFERENCE,
         artefacts=("snli", "books")),
     Task("speech", "the symbols of spoken syllables", "ctc", 41, 41, speech.load, SPEECH, metric="error_rate",
-        larger=False, artefacts=("syllables",)),
+        larger=False, artefacts=("syllables",), collate=speech.collate),
     Task("pixels", "CIFAR-10, colours one after the other", "causal", BYTES, BYTES, images.colour, PIXELS, **BITS,
         artefacts=("cifar10",)),
     Task("recall", "the value of a key, of many pairs", "masked", *PAIRS, recall.recall, RECALL),
@@ -200,6 +205,12 @@ def preset_of(chosen: Task, name: str | Preset, **changes: object) -> Preset:
     return changed
 
 
+WORDS = {
+    "precision": ("float32", "bfloat16"),
+    "pooling": ("first", "mean"),
+    "positions": ("sinusoidal", "grid", "learned"),
+    "schedule": ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt"),
+}
 COUNTS = ("length", "layers", "heads", "width", "feedforward", "batch", "steps", "features", "window")
 
 
@@ -207,12 +218,16 @@ def check(preset: Preset) -> None:
     """Refuse sizes with which no model can be made or trained."""
     for name in COUNTS:
         positive_int(getattr(preset, name), name, "train")
-    positive_float(preset.learning_rate, "learning_rate", "train")
-    if not 0 <= preset.guess < 1:
-        raise BochnerError(f"The 'guess' of train must be a share from 0 to 1, 1 excluded, got {preset.guess!r}.")
-    one_of(preset.precision, "precision", "train", ("float32", "bfloat16"))
-    one_of(preset.pooling, "pooling", "train", ("first", "mean"))
-    one_of(preset.positions, "positions", "train", ("sinusoidal", "grid", "learned"))
+    for name in ("learning_rate", "eps", "clip"):
+        positive_float(getattr(preset, name), name, "train")
+    for name in ("warmup", "redraw"):
+        if not is_int(steps := getattr(preset, name)) or steps < 0:
+            raise BochnerError(f"The {name!r} of train must be a number of steps, 0 for none, got {steps!r}.")
+    for name in ("weight_decay", "guess", "dropout"):
+        if non_negative(share := getattr(preset, name), name, "train") >= 1 and name != "weight_decay":
+            raise BochnerError(f"The {name!r} of train must be a share from 0 to 1, 1 excluded, got {share!r}.")
+    for name, valid in WORDS.items():
+        one_of(getattr(preset, name), name, "train", valid)
     if preset.positions == "grid" and (math.isqrt(preset.length - 1) ** 2 != preset.length - 1 or preset.width % 4):
         raise BochnerError(
             "Positions on a 'grid' need a 'length' of a square and one and a 'width' that is a multiple of 4, "

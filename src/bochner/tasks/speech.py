@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from bochner import data
 from bochner._checks import BochnerError, extra
-from bochner.tasks.base import Preset, ends, shuffled, stored
+from bochner.tasks.base import IGNORE, Preset, ends, shuffled, stored
 
 BANDS = 64
 RATE = 44_100
@@ -42,12 +45,23 @@ def load(preset: Preset, split: str) -> Syllables:
     bounds = {"test": (0, tenth), "validation": (tenth, 2 * tenth), "train": (2 * tenth, len(order))}[split]
     chosen = np.flatnonzero(np.isin(syllable, order[slice(*bounds)]))
     frames, symbols = (np.split(arrays[a], arrays[b][1:-1]) for a, b in (("frames", "starts"), ("symbols", "ends")))
-    return Syllables([frames[i] for i in chosen], [symbols[i] for i in chosen])
+    return Syllables([frames[i][: preset.length] for i in chosen], [symbols[i] for i in chosen])
 
 
 def alphabet() -> list[str]:
     """The symbols, in the order of their numbers from 1."""
     return [chr(c) for c in stored("speech-1", _read)["alphabet"]]
+
+
+def collate(items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """A batch of recordings, padded to the longest."""
+    features, labels = ([x[name] for x in items] for name in ("input_features", "labels"))
+    mask = [torch.ones(len(x), dtype=torch.int64) for x in features]
+    return {
+        "input_features": pad_sequence(features, batch_first=True),
+        "attention_mask": pad_sequence(mask, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE),
+    }
 
 
 def _read() -> dict[str, np.ndarray]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import json
 import os
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -24,11 +23,12 @@ from bochner._checks import BochnerError, extra, is_int, one_of
 from bochner._progress import speaker
 from bochner.nn import maps_of, parameter_groups
 from bochner.tasks import models
-from bochner.tasks.base import IGNORE, PAD, Collator, Guessed, Preset, Sequences, Task, figures, label_sizes, summary
+from bochner.tasks.base import PAD, Collator, Guessed, Preset, Sequences, Task, label_sizes, summary
 from bochner.tasks.checkpoints import Journal, last_checkpoint, prepare, room_named, write_json
 from bochner.tasks.peers import PEERS
 from bochner.tasks.registry import preset_of
 from bochner.tasks.registry import task as task_of
+from bochner.tasks.rehearsal import first, rehearse, scored, splits
 
 transformers = extra("transformers", "train", "bochner.tasks")
 extra("accelerate", "train", "bochner.tasks")
@@ -36,8 +36,7 @@ extra("accelerate", "train", "bochner.tasks")
 LOGS, SAVES = 50, 10  # per run
 FIGURES = ("loss", "accuracy", "perplexity", "bits", "error_rate", "score")
 GLIMPSE = 256  # validation examples looked at while training
-UNNAMED = {"guess": 0.0, "eps": 1e-8, "precision": "float32"}  # not written to run.json, as in runs made before them
-NOT_SAID = ("features_of", "options", "departures")
+NOT_SAID = ("features_of", "departures")  # of a preset in `run.json`: what the attention has of it stands there
 
 
 def train(
@@ -83,13 +82,13 @@ def train(
     if sizes.start is not None:
         take_over_(model, Path(sizes.start))
     trainer = make_trainer(chosen, sizes, kind, model, where, seed=seed, report=report)
-    if report is not None and is_first():
-        say(f"about {duration(sizes.steps * step_seconds(model, trainer))} for {sizes.steps:,} steps")
     checkpoint = last_checkpoint(where, tidy=is_first())
     with room_named(where), each_warning_once():
         # Trainer warns of tensors it gathers from one process; nothing is lost.
         warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        seconds = rehearse(chosen, model, trainer)  # by every process, as they wait for each other
+        say(f"about {duration(sizes.steps * seconds)} for {sizes.steps:,} steps")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         metrics = trainer.test()
     result = {
@@ -112,16 +111,10 @@ def train(
 
 def described(task: Task, kind: models.Attention, sizes: Preset, seed: int) -> dict[str, Any]:
     """What tells a run from others, as it will be read back."""
-    said = {
-        "task": task.name,
-        "attention": kind.name,
-        "seed": seed,
-        **{k: v for k, v in asdict(sizes).items() if k not in NOT_SAID and UNNAMED.get(k) != v},
-        "features": kind.features,
-        "window": kind.window,
-        "start": None if sizes.start is None else str(sizes.start),
-        **({"options": dict(kind.options)} if kind.options else {}),
-    }
+    start = None if sizes.start is None else str(sizes.start)
+    said = {"task": task.name, "attention": kind.name, "seed": seed}
+    said |= {k: v for k, v in asdict(sizes).items() if k not in NOT_SAID}
+    said |= {"features": kind.features, "window": kind.window, "options": dict(kind.options), "start": start}
     found: dict[str, Any] = json.loads(json.dumps(said))
     return found
 
@@ -130,22 +123,6 @@ def run_name(task: Task, kind: models.Attention, preset: str | Preset, seed: int
     """The directory of a run that was given none."""
     named = "".join(f",{k}={v}" for k, v in sorted(kind.options.items()))
     return f"{task.name}-{kind.name}{named}-{preset if isinstance(preset, str) else 'own'}-{seed}"
-
-
-def step_seconds(model: nn.Module, trainer: TaskTrainer) -> float:
-    """Seconds of a training step, by two steps of a copy: the model and the random state stay as they are."""
-    with torch.random.fork_rng(devices=[]):
-        loader = torch.utils.data.DataLoader(
-            trainer.train_dataset, batch_size=trainer.args.per_device_train_batch_size, collate_fn=trainer.data_collator
-        )
-        batch, trial = next(iter(loader)), copy.deepcopy(model).train()
-        took = []
-        for _ in range(2):
-            begin = time.perf_counter()
-            out = trial(**batch)
-            (out["loss"] if isinstance(out, dict) else out.loss).backward()
-            took.append(time.perf_counter() - begin)
-    return min(took)
 
 
 def duration(seconds: float) -> str:
@@ -240,12 +217,12 @@ def make_trainer(
         callbacks.append(events(output / "tensorboard"))
     groups = parameter_groups(model, preset.learning_rate, weight_decay=preset.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=preset.learning_rate, betas=preset.betas, eps=preset.eps)
-    validation, examples = (task.load(preset, split) for split in ("validation", "train"))
-    if preset.guess:
-        examples = Guessed(cast(Sequences, examples), preset.guess)
     peer = attention.peer
     collate = task.collate or Collator(preset.length, peer.multiple, masks=peer.takes_mask)
-    check_examples(task, preset, examples, collate)
+    data = splits(task, preset, collate)
+    validation, examples = data.pop("validation"), data.pop("train")
+    if preset.guess:
+        examples = Guessed(cast(Sequences, examples), preset.guess)
     return TaskTrainer(
         model=model,
         args=arguments,
@@ -253,62 +230,12 @@ def make_trainer(
         eval_dataset=Subset(validation, range(min(GLIMPSE, len(validation)))),  # type: ignore[arg-type]
         data_collator=collate,
         compute_metrics=lambda found: judged(task, found),
-        preprocess_logits_for_metrics=lambda logits, labels: scored(task, _first(logits), labels),
+        preprocess_logits_for_metrics=lambda logits, labels: scored(task, logits, labels),
         optimizers=(optimizer, None),
         callbacks=callbacks,
         task=task,
-        preset=preset,
+        tests=data,
     )
-
-
-def check_examples(task: Task, preset: Preset, data: Any, collate: Any) -> None:
-    """Refuse a first batch that the model could not take, in one sentence."""
-    if not hasattr(data, "__len__") or not len(data):
-        raise BochnerError(f"The task {task.name!r} has no examples to train on; its 'load' must return a data set.")
-    try:
-        batch = collate([data[i] for i in range(min(2, len(data)))])
-    except (KeyError, TypeError, IndexError, RuntimeError, ValueError) as error:
-        raise BochnerError(
-            f"The examples of the task {task.name!r} cannot be made a batch: {error!r}; each must be a dict with "
-            "'input_ids' and 'labels', or the task needs a 'collate' of its own."
-        ) from error
-    rows = {k: len(v) for k, v in batch.items() if isinstance(v, Tensor) and v.ndim}
-    needed = {"labels"} | ({"own": set(), "ctc": {"input_features"}}.get(task.kind, {"input_ids"}))
-    if len(set(rows.values())) != 1 or needed - set(rows):
-        raise BochnerError(
-            f"A batch of the task {task.name!r} must have {' and '.join(map(repr, sorted(needed)))}, and as many rows "
-            f"of all, got {rows}."
-        )
-    if task.kind in ("own", "ctc"):
-        return
-    ids, labels = batch["input_ids"], batch["labels"]
-    wanted = (1,) if task.kind in ("classify", "match") else (2,)
-    if ids.ndim != 2 or labels.ndim not in wanted or (labels.ndim == 2 and labels.shape != ids.shape):
-        raise BochnerError(
-            f"A batch of the {task.kind} task {task.name!r} needs 'input_ids' (b, n) and 'labels' "
-            f"{'(b,)' if wanted == (1,) else '(b, n)'}, got {tuple(ids.shape)} and {tuple(labels.shape)}."
-        )
-    top = task.classes if labels.ndim == 1 else task.symbols
-    wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= top))]
-    if int(ids.max()) >= task.symbols or int(ids.min()) < 0 or len(wrong):
-        raise BochnerError(
-            f"The examples of the task {task.name!r} have ids up to {int(ids.max())} and labels up to "
-            f"{int(labels.max())}; with its 'vocabulary' of {task.vocabulary} and 4 special tokens before it ids end "
-            f"at {task.symbols - 1}, and labels at {top - 1}."
-        )
-
-
-def scored(task: Task, logits: Tensor, labels: Tensor) -> Tensor:
-    """What `judged` needs of a batch: the figures of its kind, or the task's own, one for each example."""
-    if isinstance(task.metric, str):
-        return figures(task.kind, logits, labels)
-    own = torch.as_tensor(task.metric(logits, labels))
-    if own.shape != (len(logits),):
-        raise BochnerError(
-            f"The metric of the task {task.name!r} must return one figure for each of the {len(logits)} examples of a "
-            f"batch, got shape {tuple(own.shape)}."
-        )
-    return own.float()
 
 
 def judged(task: Task, found: Any) -> dict[str, float]:
@@ -327,42 +254,42 @@ def events(folder: Path) -> Any:
     return TensorBoardCallback(SummaryWriter(str(folder)))
 
 
-def _first(logits: Any) -> Tensor:
-    return logits[0] if isinstance(logits, tuple) else logits
-
-
 class TaskTrainer(transformers.Trainer):  # type: ignore[name-defined]
-    """Trainer that stops at the first loss or gradient that is not finite, and can test."""
+    """Trainer that stops before a loss or gradient that is not finite reaches the weights, and can test."""
 
-    def __init__(self, *args: Any, task: Task, preset: Preset, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, task: Task, tests: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.task, self.preset = task, preset
+        self.task, self.tests = task, tests
         # The losses of these models are means over the batch of a process: Trainer must not scale them again.
         self.model_accepts_loss_kwargs = False
-        self.add_callback(FiniteGradients())
         self.remove_callback(transformers.PrinterCallback)  # the journal has it all
 
-    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        out = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        loss = out[0] if return_outputs else out
-        if not torch.isfinite(loss):
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        gradients = {
+            n: p.grad for n, p in self.accelerator.unwrap_model(model).named_parameters() if p.grad is not None
+        }
+        wrong = [f"the gradient of {n!r} is not finite" for n, g in gradients.items() if not g.sum().isfinite()]
+        if not loss.isfinite():
+            wrong = [f"the loss is {loss.item()}"]
+        if wrong:
             raise BochnerError(
-                f"Training stopped at step {self.state.global_step}: the loss is {loss.item()}. "
+                f"Training stopped at step {self.state.global_step}: {wrong[0]}. "
                 "Lower the learning rate, or take another attention."
             )
-        return out
+        return loss
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if self.task.kind == "ctc":
-            logits = blank_padding(self.accelerator.unwrap_model(model), _first(logits), inputs["attention_mask"])
+            logits = blank_padding(self.accelerator.unwrap_model(model), first(logits), inputs["attention_mask"])
         return loss, logits, labels
 
     def test(self) -> dict[str, float]:
         """Figures on the test split, and on the further ones of the task under their name."""
         out: dict[str, float] = {}
-        for split in ("test", *self.task.further):
-            found = self.evaluate(self.task.load(self.preset, split), metric_key_prefix=split)
+        for split, examples in self.tests.items():
+            found = self.evaluate(examples, metric_key_prefix=split)
             kept = {k.removeprefix(f"{split}_"): v for k, v in found.items() if np.isfinite(v)}
             kept = {k: v for k, v in kept.items() if k in FIGURES}
             out |= kept if split == "test" else {f"{split}_{k}": v for k, v in kept.items()}
@@ -386,18 +313,6 @@ class LastDraw(transformers.TrainerCallback):  # type: ignore[name-defined]
         if state.global_step + self.every > state.max_steps:
             for phi in maps_of(model):
                 phi.schedule_redraws_(None)
-
-
-class FiniteGradients(transformers.TrainerCallback):  # type: ignore[name-defined]
-    """Stops before a gradient that is not finite reaches the weights."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not torch.isfinite(parameter.grad.sum()):
-                raise BochnerError(
-                    f"Training stopped at step {state.global_step}: the gradient of {name!r} is not finite. "
-                    "Lower the learning rate, or take another attention."
-                )
 
 
 def finished(output: Path) -> tuple[dict[str, Any], Path]:
