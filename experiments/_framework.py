@@ -97,6 +97,11 @@ def stale(name: str) -> list[str]:
     return changed(stored(name)["made"]["sources"])
 
 
+def named(figures: dict[str, float], form: str, unit: str = "") -> str:
+    """Named figures in a row, `a 1.0, b 2.0`: the gallery makes a column of a table of it."""
+    return ", ".join(f"{name} {value:{form}}{unit}" for name, value in figures.items())
+
+
 # Results.
 
 
