@@ -106,7 +106,13 @@ def section(name: str, title: str, items: list[tuple[str, Item]], page: str = ""
 
 
 def findings(text: str) -> list[str]:
-    """What was found, a line for every clause; clauses of at least three named figures are columns of a table."""
+    """What was found: tables as they are, of the rest a list."""
+    parts = [part.strip() for part in text.split("\n\n") if part.strip()]
+    return [line for p in parts for line in (["", p, ""] if p.startswith("|") else clauses(p))]
+
+
+def clauses(text: str) -> list[str]:
+    """A line for every clause; clauses of at least three named figures are columns of a table."""
     lines: list[str] = []
     names: list[str] = []
     columns: list[tuple[str, list[str]]] = []

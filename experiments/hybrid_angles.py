@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from _angles import estimates, pairs
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, table
 from _pictures import figure, save
 
 from bochner import FeatureMap, feature_map, theory
@@ -86,20 +86,17 @@ def measure(store: Store, count: int = 10_000) -> None:
 
 
 def judge(found: Any) -> Said:
-    said, holds = [], True
+    shown, holds = {}, True
+    named_as = {HYBRID: "angular hybrid", "angular, equal length": "the same, at the plain maps' feature length"}
+    named_as |= {"trig": "trig", "hyperbolic": "FAVOR+, hyperbolic", "gaussian, equal FLOPs": "Gaussian hybrid"}
     for radius in RADII:
         rows = {r["map"]: r for r in found["rows"] if r["radius"] == radius}
         holds &= all(rows[HYBRID][k] < min(rows[p][k] for p in PLAIN) for k in ("worst", "worst_theory"))
-        said.append(
-            f"length {radius}: {rows[HYBRID]['worst']:.2f} against {rows['trig']['worst']:.2f} (trig) and "
-            f"{rows['hyperbolic']['worst']:.2f} (FAVOR+, hyperbolic), Gaussian hybrid "
-            f"{rows['gaussian, equal FLOPs']['worst']:.2f}; at the plain maps' feature length "
-            f"{rows['angular, equal length']['worst']:.2f}"
-        )
+        shown[f"length {radius}"] = {told: f"{rows[name]['worst']:.2f}" for name, told in named_as.items()}
     return Said(
-        "worst relative error of the angular hybrid, " + "; ".join(said) + ".",
-        "reproduced" if holds else "partly",
-        "" if holds else "a plain map has a smaller worst error at one of the lengths",
+        "Worst relative error over the angles:" + table(shown),
+        graded(holds, True),
+        "a plain map has a smaller worst error at one of the lengths",
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, table
 from _pictures import figure, save
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -151,16 +151,18 @@ def slower(found: Any) -> list[str]:
 def judge(found: Any) -> Said:
     over, under = beyond(found), slower(found)
     cells = 2 * len(BASE) * len(found["kernels"])
-    soft = found["kernels"]["softmax"]["base"]
-    told = ", ".join(
-        f"{name} {row['base']['time'] / soft['time']:.2f} and {row['base']['space'] / soft['space']:.2f}"
-        for name, row in found["kernels"].items()
-    )
+    bases = {name: row["base"] for name, row in found["kernels"].items()}
+    soft = bases["softmax"]
+    told = {
+        name: {what: f"{base[key] / soft[key]:.2f}" for what, key in (("operations", "time"), ("bytes", "space"))}
+        for name, base in bases.items()
+    }
     return Said(
-        f"{cells - len(over)} of {cells} counts grow by no more than the table says; operations and bytes, softmax = 1 "
-        f"and 1: {told}. Smaller than stated: {'; '.join(under) or 'none'}.",
-        "reproduced" if not over else "partly" if len(over) < cells / 2 else "not",
-        "" if not over else "faster than stated: " + "; ".join(over),
+        f"{cells - len(over)} of {cells} counts grow by no more than the table says. Softmax = 1:"
+        + table(told, "kernel")
+        + f"Smaller than stated: {'; '.join(under) or 'none'}.",
+        graded(not over, len(over) < cells / 2),
+        "faster than stated: " + "; ".join(over),
     )
 
 

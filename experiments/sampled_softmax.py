@@ -14,7 +14,7 @@ import statistics
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment, named
+from _framework import Said, Store, experiment, graded, named
 from _language import CLASSES, DIM, Model, corpus, hidden_states, train, validation_loss
 from _pictures import COLOURS, GREY, by_name, dots, figure, save
 from torch import Tensor
@@ -168,17 +168,20 @@ def measure(
 
 def judge(found: Any) -> Said:
     told = []
-    for size, table in TABLES.items():
-        if table in found:
-            means = {k: statistics.mean(v) for k, v in by_name(found[table], "loss").items()}
-            steps = found["sizes"][size]["steps"]
-            told.append(f"held-out cross entropy, {table}, {steps:,} steps: " + named(means, ".2f"))
+    for size, runs in TABLES.items():
+        if runs in found:
+            means = {k: statistics.mean(v) for k, v in by_name(found[runs], "loss").items()}
+            told.append(
+                f"Held-out cross entropy, {runs}, {found['sizes'][size]['steps']:,} steps: {named(means, '.2f')}"
+            )
     # By the last table: that of the paper's sizes, if it was made.
     paper = [v for k, v in means.items() if k.endswith("as the paper") and not k.startswith("positive")]
     below, close = max(paper) < means["uniform"], max(paper) < means["exact"] + 0.1
-    good = below and close
-    why = f"samplers on vectors of length 1 end {min(paper) - means['exact']:.2f} or more above exact training"
-    return Said("; ".join(told), "reproduced" if good else "partly" if below or close else "not", "" if good else why)
+    return Said(
+        "; ".join(told),
+        graded(below and close, below or close),
+        f"samplers on vectors of length 1 end {min(paper) - means['exact']:.2f} or more above exact training",
+    )
 
 
 def draw(found: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, kept, missed, named
 from _language import CLASSES, hidden_states, trained
 from _pictures import dots, figure, save
 from sampled_softmax import samplers
@@ -21,8 +21,7 @@ QUERIES = 50
 
 @experiment(
     claim="Ours: the partition function from draws of the calibrated tree has a variance 100 times below that of "
-    "uniform "
-    "and log-uniform draws, and 10 times below the samplers of *Hybrid Random Features*.",
+    "uniform and log-uniform draws. It is 10 times below the samplers of *Hybrid Random Features*.",
     ours="LSTM on the Brown corpus, 500 steps, 10,000 classes, 50 hidden states",
     quick={"steps": 60},
 )
@@ -49,21 +48,15 @@ def measure(store: Store, steps: int = 500) -> None:
 
 def judge(found: Any) -> Said:
     v = {k: row[0] for k, row in found["variance"].items()}
-    paper = min(x for k, x in v.items() if k.endswith("paper"))
-    failed = [
-        part
-        for part, held in {
+    failed = missed(
+        {
             "100 times below uniform draws": 100 * v["tree"] < v["uniform"],
             "100 times below log-uniform draws": 100 * v["tree"] < v["log-uniform"],
-            "10 times below the samplers of the paper": 10 * v["tree"] < paper,
-        }.items()
-        if not held
-    ]
-    shown = ", ".join(f"{k} {x:.3g}" for k, x in v.items())
+            "10 times below the samplers of the paper": 10 * v["tree"] < min(v[k] for k in v if k.endswith("paper")),
+        }
+    )
     return Said(
-        f"relative variance of the partition function from one draw: {shown}.",
-        "fails" if failed else "holds",
-        "; ".join(f"not {part}" for part in failed),
+        f"relative variance of the partition function from one draw: {named(v, '.3g')}.", kept(not failed), failed
     )
 
 

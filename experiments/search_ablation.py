@@ -308,8 +308,8 @@ def smollm(store: Store, table: dict[str, Any]) -> None:
 
 
 @experiment(
-    claim="Ours: the share of a layer's output that an option changes leads to choices that lose less on unseen texts, "
-    "in the mean of three models, than the error of the head alone or first-order changes of the model's output.",
+    claim="Ours: the share of a layer's output that an option changes leads to choices that lose less on unseen texts. "
+    "It beats the error of the head alone and first-order changes of the model's output, in the mean of three models.",
     ours="a small decoder, MiniLM at 512 tokens, SmolLM2-135M at 512 tokens",
     quick="the claim is about the mean of three models, two of them pretrained",
     needs=("transformers",),

@@ -80,9 +80,9 @@ def converted(model: Any, name: str, calibration: Calibration) -> tuple[Any, flo
 
 
 @experiment(
-    claim="Ours: FAVOR+ alone destroys a decoder (perplexity ratio above 10); a window of 64 with sinks keeps its "
-    "perplexity and "
-    "loses recall; with a tenth of the heads exact it keeps both, in a third of the memory, without training.",
+    claim="Ours: FAVOR+ alone destroys a decoder (perplexity ratio above 10). A window of 64 with sinks keeps its "
+    "perplexity and loses recall. With a tenth of the heads exact it keeps both, in a third of the memory, without "
+    "training.",
     ours="SmolLM2-135M, 21 recipes, no fine-tuning, texts of up to 450 tokens",
     quick="converts a decoder of 135 million parameters by 21 recipes",
     needs=("transformers",),

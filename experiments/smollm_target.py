@@ -53,7 +53,7 @@ def small(model: Any, report: Any, measure: Any, exact: list[float]) -> dict[str
 
 
 @experiment(
-    claim="Ours: a search keeps 0.99 of perplexity and recall of SmolLM2 with at most 0.15 of the key-value memory.",
+    claim="Ours: a search keeps 99 % of perplexity and recall of SmolLM2 with at most 15 % of the key-value memory.",
     ours="texts of 512, 1,000 and 4,000 tokens, memory counted at 4,000",
     quick="searches a target for a decoder of 135 million parameters",
     needs=("transformers",),

@@ -170,8 +170,7 @@ class Speech:
 
 @experiment(
     claim="Ours: with a kernel beside a window the encoder of a speech model is linear, and its transcripts stay; "
-    "`keep=0.98` "
-    "finds such a choice by itself.",
+    "`keep=0.98` finds such a choice by itself.",
     ours="Whisper tiny, 82 seconds of speech, 66 words",
     quick="fits maps to 1,500 frames of thirteen pieces, four times",
     needs=("transformers", "onnx"),

@@ -258,7 +258,16 @@ def test_quick_runs_small_forms_elsewhere_and_says_what_it_leaves_out(folder: Pa
     assert runs(folder, "holds") == ["1"]
     assert "left out, fails: takes hours" in done.stdout
     assert list((folder / "results").iterdir()) == []
-    assert json.loads((folder.parent / ".quick/experiments/results/holds.json").read_text())["figures"] == {"value": 1}
+    small = folder.parent / ".quick/experiments/results/holds.json"
+    assert json.loads(small.read_text())["figures"] == {"value": 1}
+    assert re.search(r"^1 experiments +\d+ +\d+$", done.stdout, re.MULTILINE)
+    assert "up to date: holds" in run(folder, "--quick").stdout
+    assert runs(folder, "holds") == ["1"]  # a run that was stopped goes on behind what is done
+    edit(folder, "self.unit * self.factor * x", "self.factor * self.unit * x")
+    run(folder, "--quick")
+    (folder / "holds.py").write_text((folder / "holds.py").read_text().replace('{"number": 1}', '{"number": 2}'))
+    run(folder, "--quick")
+    assert runs(folder, "holds") == ["1", "1", "2"]
 
 
 def test_options_and_resuming(folder: Path) -> None:
