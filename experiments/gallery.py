@@ -132,7 +132,8 @@ def clauses(text: str) -> list[str]:
         whole = ", ".join(" ".join(pair) for pair in found) == rest
         if not head or len(found) < 3 or not whole or any(NO_NAME.search(name) for name, _ in found):
             end_of_table()
-            lines.append(f"- {clause[0].upper() if clause[1].islower() else clause[0]}{clause[1:]}.")
+            end = "" if clause.endswith(":") else "."
+            lines.append(f"- {clause[0].upper() if clause[1].islower() else clause[0]}{clause[1:]}{end}")
             continue
         if [name for name, _ in found] != names or len(columns) == 4:
             end_of_table()

@@ -358,7 +358,7 @@ def judge(found: Any) -> Said:
         means = {kind: means[kind] + x / len(found) for kind, x in mean.items()}
     best = min(means, key=lambda kind: means[kind])
     return Said(
-        "lost of the quality on texts held back, mean of the budgets: " + "; ".join(told) + ".",
+        "lost of the quality on validation texts, mean of the budgets: " + "; ".join(told) + ".",
         "holds" if best == KEPT else "fails",
         "" if best == KEPT else f"{best} loses less",
     )

@@ -113,7 +113,7 @@ def judge(found: Any) -> Said:
     holds = plain["ratio"] > 10 and bare["recall"] > 10 and best["ratio"] <= 1.03 and best["recall"] <= 2.0
     told = "; ".join(f"{n}: ratio {rows[n]['ratio']:.2f}, recall {rows[n]['recall']:.2f}" for n in names)
     return Said(
-        f"{told} (exact {found['exact'][2]:.2f}), with {best['memory']:.2f} of the memory.",
+        f"{told} (exact {found['exact'][2]:.2f}), with {best['memory']:.0%} of the memory.",
         "holds" if holds and best["memory"] <= 1 / 3 else "fails",
         "" if holds and best["memory"] <= 1 / 3 else "perplexity or recall is lost, or the memory is larger",
     )

@@ -189,7 +189,8 @@ class SelectedState:
         n, dtype = k.shape[-2], q.dtype
         # 1. Keys and values in their basis, and the place of each token; single ones need it at the beginning alone.
         k, v = (pad(x, (0, self.sinks.shape[-1] - x.shape[-1])) for x in (k, v)) if k.shape != v.shape else (k, v)
-        rows = torch.stack([k, v], dim=1).to(self.exact) @ self.turns.into + self.turns.start
+        rows = torch.stack([k, v], dim=1).to(self.exact) @ self.turns.into
+        rows += self.turns.start
         position = None
         if n > 1 or padding is not None or not self.complete:
             position = self.seen - self.padded[:, None] + torch.arange(n, device=k.device)
@@ -236,17 +237,15 @@ class SelectedState:
             self._settle()
             self._look_ahead()
         assert self.moved is not None
-        t, added = self.seen - self.moved, self.steps[:, 2]
-        place = self.first + self.seen % self.kept.window
-        self.near.index_copy_(2, place - self.near_from, new.codes[..., 0, :])
-        self.steps[:, :2].index_copy_(2, place, new.steps[..., 0])
-        added.index_fill_(1, self.leaving + t, 0.0)
+        t, place, added = self.seen - self.moved, self.seen % self.kept.window, self.steps[:, 2]
+        b, g = self.pending.shape[:2]
+        self.near.view(b, 2, g, self.kept.window, -1)[:, :, :, place] = new.codes[..., 0, :]
+        ring = self.steps[..., self.near_from : self.far_from].unflatten(-1, (g, -1))[..., place]
+        ring[:, :2] = new.steps[..., 0]
+        # Sinks have their own slots.
+        ring[:, 2] = 0.0 if position is None else torch.where(position < self.kept.sinks, HIDDEN, 0.0)
+        added[:, self.far_from : self.far_from + g * self.spare].unflatten(-1, (g, -1))[..., t] = 0.0
         added.scatter_(1, self.going[..., t], HIDDEN)
-        if position is None:
-            added.index_fill_(1, place, 0.0)
-        else:  # sinks have their own slots
-            shown = torch.where(position < self.kept.sinks, HIDDEN, 0.0).to(added.dtype)
-            added.index_copy_(1, place, shown.expand(-1, len(place)))
         self.pending[..., t] = scores[..., 0]
 
     def _ring_slots(self, start: int, count: int) -> Tensor:
