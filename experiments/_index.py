@@ -201,15 +201,3 @@ PICTURES = {
     "train_speed": ("train_speed", "train_speed_papers", "train_memory"),
     "train_table": ("train_table", "listops_memory"),
 }
-# Experiments whose result is a few figures, which a picture would not show better.
-NO_PICTURE = (
-    "certified_heads",
-    "fits_that_travel",
-    "further_models",
-    "minilm_target",
-    "search_ablation",
-    "smollm_distilled",
-    "speech_encoder",
-    "train_baselines",
-    "train_tis",
-)

@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Any
 
 from _framework import ROOT, path_of, stored
-from _index import BEYOND, NO_PICTURE, PAPERS, PICTURES, Item, Paper
+from _index import BEYOND, PAPERS, PICTURES, Item, Paper
 
 DOCS = ROOT / "docs"
 OWN = "gallery-beyond.md"
@@ -145,8 +145,7 @@ def clauses(text: str) -> list[str]:
 
 def pictures(name: str) -> list[str]:
     """The pictures of an experiment that exist."""
-    wanted = () if name in NO_PICTURE else PICTURES.get(name, (name,))
-    return [p for p in wanted if (DOCS / "images" / "gallery" / f"{p}.png").exists()]
+    return [p for p in PICTURES.get(name, (name,)) if (DOCS / "images" / "gallery" / f"{p}.png").exists()]
 
 
 def pages() -> dict[str, str]:

@@ -189,7 +189,7 @@ def judge(found: Any) -> Said:
     return Said(
         "word error rate to the original's transcript: "
         + ", ".join(f"{n} {row['word_error_rate']:.3f}" for n, row in rates.items())
-        + f"; the target keeps {target['kept']:.3f} on pieces held back.",
+        + f"; the target retains {target['kept']:.1%} on validation pieces.",
         "holds" if good else "fails",
         "" if good else "the kernel does not pay, or the target is missed",
     )
