@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 import torch
-from _angles import estimates, pairs
+from _angles import equal_flops, estimates, pairs
 from _framework import Said, Store, experiment, graded, table
 from _pictures import figure, save
 
@@ -21,19 +21,13 @@ DIM, M, RADII = 64, 128, (1.0, 1.25, 1.5)
 HYBRID, PLAIN = "angular, equal FLOPs", ("trig", "hyperbolic")
 
 
-def equal_flops(width: int, n: int) -> int:
-    """The m at which making a bipolar hybrid costs as many multiplications as making 128 plain projections."""
-    budget = M * DIM + 2 * M
-    return max(m for m in range(1, M) if (m + n) * DIM + 4 * m * (width * n + 1) <= budget)
-
-
 def maps(radius: float) -> dict[str, FeatureMap]:
     options: dict[str, Any] = {"projection": "iid", "num_heads": 250}
     gaussian = {"num_coefficients": 4, "radius": radius, **options}
     return {
         **{name: feature_map(name, dim=DIM, num_features=M, **options) for name in PLAIN},
-        HYBRID: AngularHybridFeatures(DIM, equal_flops(1, 8), num_coefficients=8, **options),
-        "gaussian, equal FLOPs": GaussianHybridFeatures(DIM, equal_flops(2, 4), **gaussian),
+        HYBRID: AngularHybridFeatures(DIM, equal_flops(M, DIM, 1, 8), num_coefficients=8, **options),
+        "gaussian, equal FLOPs": GaussianHybridFeatures(DIM, equal_flops(M, DIM, 2, 4), **gaussian),
         "angular, equal length": AngularHybridFeatures(DIM, M, **options),
     }
 

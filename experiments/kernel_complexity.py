@@ -126,30 +126,20 @@ def measure(store: Store, names: tuple[str, ...] = tuple(STATED)) -> None:
         store.cell(name, lambda n=name: doubled(n), store.table("kernels"))
 
 
-def beyond(found: Any) -> list[str]:
-    """Counts that grow faster than the table says."""
+def factors(found: Any, chosen: Callable[[float], bool]) -> list[str]:
+    """Counts whose growth, as a share of what the table says, is one that is chosen."""
     return [
         f"{name}, {kind} in {size}: {row[size][kind]:.2f} for {row[size][f'stated {kind}']:.2f}"
         for name, row in found["kernels"].items()
         for size in BASE
         for kind in ("time", "space")
-        if row[size][kind] > SLACK * row[size][f"stated {kind}"]
-    ]
-
-
-def slower(found: Any) -> list[str]:
-    """Counts that grow by less than 0.8 of what the table says: orders that are not tight here."""
-    return [
-        f"{name}, {kind} in {size}: {row[size][kind]:.2f} for {row[size][f'stated {kind}']:.2f}"
-        for name, row in found["kernels"].items()
-        for size in BASE
-        for kind in ("time", "space")
-        if row[size][kind] < 0.8 * row[size][f"stated {kind}"]
+        if chosen(row[size][kind] / row[size][f"stated {kind}"])
     ]
 
 
 def judge(found: Any) -> Said:
-    over, under = beyond(found), slower(found)
+    over = factors(found, lambda growth: growth > SLACK)
+    under = factors(found, lambda growth: growth < 0.8)  # orders that are not tight here
     cells = 2 * len(BASE) * len(found["kernels"])
     bases = {name: row["base"] for name, row in found["kernels"].items()}
     soft = bases["softmax"]

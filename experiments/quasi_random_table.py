@@ -13,6 +13,7 @@ import statistics
 from typing import Any
 
 import torch
+from _angles import equal_flops
 from _framework import Said, Store, experiment, graded, named
 from _pictures import COLOURS, figure, save
 
@@ -36,12 +37,6 @@ def rows(name: str) -> torch.Tensor:
     return torch.nn.functional.normalize(table, dim=1)
 
 
-def equal_flops(d: int, n: int) -> int:
-    """The m at which an angular hybrid costs what 512 projections with sine and cosine cost."""
-    budget = M * d + 2 * M
-    return max(m for m in range(1, M) if (m + n) * d + 4 * m * (n + 1) <= budget)
-
-
 def error(phi: Any, x: torch.Tensor, y: torch.Tensor, draws: int) -> list[float]:
     """Mean squared error over pairs and draws, and its standard error over the draws, in thousandths."""
     truth = (x * y).sum(1).exp()
@@ -58,7 +53,7 @@ def compare(table: torch.Tensor, draws: int) -> dict[str, list[float]]:
     d = table.shape[1]
     found: dict[str, list[float]] = {}
     for projection, n in itertools.product(("orthogonal", "iid"), COEFFICIENTS):
-        phi: Any = AngularHybridFeatures(d, equal_flops(d, n), num_coefficients=n, projection=projection)
+        phi: Any = AngularHybridFeatures(d, equal_flops(M, d, 1, n), num_coefficients=n, projection=projection)
         found[f"angular hybrid, n = {n}, {projection}"] = error(phi.double(), x, y, draws)
     for base, projection in itertools.product(BASES, PROJECTIONS):
         phi = feature_map(base, dim=d, num_features=M, projection=projection)
