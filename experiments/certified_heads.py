@@ -157,7 +157,7 @@ def judge(found: Any) -> Said:
     holds = not cases["beyond"] and min(r["visited"] for r in heads.values()) > 0.99 and clusters["visited"] < 0.5
     rows = {place: {**shares(row), "keys a row needs": f"{row['needed']:.0%}"} for place, row in heads.items()}
     rows["64 clusters"] = {**shares(clusters), "keys a row needs": "not measured"}
-    said = [f"{r['empty']} of {r['heads']} heads of {name}" for name, r in found["empty"].items()]
+    said = [f"{r['empty']} of {r['heads']} of {name}" for name, r in found["empty"].items()]
     return Said(
         f"{cases['cases']:,} cases, {cases['beyond']} of them with a row beyond its certificate. The largest error is "
         f"{cases['largest share']:.0%} of it. At an error of 0.01:"
@@ -165,7 +165,7 @@ def judge(found: Any) -> Said:
         + "SmolLM2's last row with keys drawn to the centres of their blocks:"
         + table({f"{times} times nearer": shares(row) for times, row in found["nearer"].items()})
         + f"Its |q| r falls by {per_doubling(found):.2f} with each doubling of the length: no length makes it pay. "
-        f"By |Kx - y| <= 0.1 |x| the answer 0 would do for {' and '.join(said)}.",
+        f"The answer 0 keeps |Kx - y| <= 0.1 |x| for most heads, {' and '.join(said)}.",
         kept(holds),
         "a row is beyond its certificate, or it skips pairs of some heads, or too few of clusters",
     )
