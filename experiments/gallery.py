@@ -24,8 +24,9 @@ ORDER = ("reproduced", "partly", "not", "not tested", "not tried")
 HEAD = """# Gallery
 
 Every figure, table and numbered statement of the five papers, with a verdict. `python experiments/gallery.py` makes
-these pages from the stored results. `make reproduce` measures what is missing or stale, `make reproduce QUICK=1` takes
-small forms in 15 minutes and stores nothing. One experiment: `python experiments/run.py NAME`.
+these pages from the stored results. `make reproduce` measures what is missing or stale. `make reproduce QUICK=1` takes
+small forms in 15 minutes, in the folder `.quick`. Stop either, call it again, and it goes on where it was. One
+experiment: `python experiments/run.py NAME`.
 
 | verdict | the claim |
 |---|---|
