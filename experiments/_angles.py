@@ -20,6 +20,12 @@ def pairs(angles: Tensor, length: float, dim: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+def equal_flops(projections: int, dim: int, width: int, n: int) -> int:
+    """The m at which making a bipolar hybrid costs as many multiplications as sines and cosines of some projections."""
+    budget = projections * (dim + 2)
+    return max(m for m in range(1, projections) if (m + n) * dim + 4 * m * (width * n + 1) <= budget)
+
+
 def estimates(phi: FeatureMap, x: Tensor, y: Tensor, draws: int) -> Tensor:
     """(draws, n) estimates of the kernel of every pair; the heads of a map are draws."""
 

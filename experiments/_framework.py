@@ -5,7 +5,7 @@
         store.figures["errors"] = ...
 
     def judge(found):                        # found: the figures as JSON has them
-        return Said("what was found, with figures", "reproduced")
+        return Said("what was found, with figures", graded(whole, part), "why, unless the claim is good")
 
     def draw(found): ...                     # optional: the picture, from the stored figures alone
 
@@ -36,9 +36,9 @@ GOOD = ("reproduced", "holds")
 
 
 class Said(NamedTuple):
-    """What is said of an experiment's figures; `why`: the reason, unless the claim is reproduced or holds."""
+    """What is said of an experiment's figures; `why`: the reason, dropped if the claim is reproduced or holds."""
 
-    ours: str
+    ours: str  # sentences, and tables as Markdown has them
     verdict: str
     why: str = ""
 
@@ -63,6 +63,8 @@ class Experiment:
 
     def judge(self, found: Any) -> Said:
         said: Said = self.module.judge(found)
+        if said.verdict in GOOD:
+            said = said._replace(why="")
         allowed = OF_PAPERS if self.items else OF_OURS
         if said.verdict not in allowed or not (said.why or said.verdict in GOOD):
             raise ValueError(
@@ -95,6 +97,34 @@ def load(name: str) -> Experiment:
 def stale(name: str) -> list[str]:
     """The functions that have changed since a stored result was made."""
     return changed(stored(name)["made"]["sources"])
+
+
+def graded(whole: Any, part: Any = False) -> str:
+    """The verdict on a claim of a paper."""
+    return "reproduced" if whole else "partly" if part else "not"
+
+
+def kept(whole: Any) -> str:
+    """The verdict on a claim of ours."""
+    return "holds" if whole else "fails"
+
+
+def missed(parts: dict[str, Any]) -> str:
+    """Which parts of a claim fail."""
+    return "; ".join(f"not: {part}" for part, holds in parts.items() if not holds)
+
+
+def named(figures: dict[str, float], form: str, unit: str = "") -> str:
+    """Named figures in a row, `a 1.0, b 2.0`: the gallery makes a column of a table of it."""
+    return ", ".join(f"{name} {value:{form}}{unit}" for name, value in figures.items())
+
+
+def table(rows: dict[str, dict[str, str]], head: str = "") -> str:
+    """A table of what was found, a column for every key of its rows."""
+    columns = list(next(iter(rows.values())))
+    lines = [[head, *columns], ["---"] * (len(columns) + 1)]
+    lines += [[name, *(row[c] for c in columns)] for name, row in rows.items()]
+    return "\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n\n"
 
 
 # Results.

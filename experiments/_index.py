@@ -47,7 +47,7 @@ def untried(label: str, title: str, why: str, page: str = "") -> Item:
 
 DRAWING = "a drawing of the method; ours is on the page How it works"
 # Seconds of a step of six layers of width 512 with positive features, one sequence and one thread: `train_speed`.
-DAYS = "a step of six layers of its width over one sequence of {} tokens takes {} s of a core here (Figure {}): {}"
+DAYS = "a step of six layers of its width over one sequence of {} tokens takes {} s of a core here (Figure {}). {}"
 NO_MODEL = "the model or the data is not in a package registry: {}"
 PARAMETERS = "a list of settings, not a result; ours are the presets of `bochner train`"
 SPEED, TABLE, PROTEINS = "results-attention.md", "results-attention.md", "results-attention.md"
@@ -95,7 +95,7 @@ PAPERS = (
         Item("Figure 8", "softmax of a language model, WikiText-2", "softmax_metrics", baseline="trig, FAVOR+ of eq. (3)"),
         Item("Table 5", "softmax of a language model, WikiText-2", "softmax_metrics", baseline="trig, FAVOR+ of eq. (3)"),
         Item("Figure 9", "lengths of keys and queries held near 1 by eq. (105)", "softmax_metrics", "partly", "histograms of another model on another corpus; the paper claims no figure", baseline="the histograms that the paper shows"),
-        Item("Figure 10", "training with a sampled softmax", "sampled_softmax", baseline="exact training, uniform sampling", page="sampling.md", limits="64 features for 1,024, 20 draws for 40, 0.1 epoch for 80: at the paper's sizes, `--set size=paper`, one epoch of all samplers takes three hours of a core"),
+        Item("Figure 10", "training with a sampled softmax", "sampled_softmax", baseline="exact training, uniform sampling", page="sampling.md", limits="one epoch for 80, one run for 25, width 64 for 200, another corpus"),
         untried("Figure 11", "camera image of the manipulation task", "an illustration of the task"),
     )),
     Paper("002", "Improved algorithms for kernel matrix-vector multiplication under sparsity assumptions (2025)", (
@@ -123,8 +123,8 @@ PAPERS = (
         Item("Figure 3", "time of forward and backward passes", "train_speed", baseline=VALUES, page=SPEED, limits=ONE_THREAD),
         Item("Figure 4", "error of the attention output against m", "attention_output_error", baseline="trig, independent features"),
         Item("Figure 5", "weights of a Transformer in a Performer, then fine-tuned", "train_transfer", baseline="exact attention, a fresh Performer", page=TABLE),
-        untried("Figure 6", "36-layer protein models", DAYS.format("1,024", "1.6", "20", "36 layers and 100,000 such steps would take eleven days for each kernel"), TABLE),
-        untried("Figure 7", "ImageNet64 and proteins of 8,192 tokens", DAYS.format("4,096", "6.7", "20", "100,000 steps over 8,192 letters would take two weeks for each kernel; small models do not yet need attention for proteins (Table 2), and ImageNet64 is in no package registry")),
+        untried("Figure 6", "36-layer protein models", DAYS.format("1,024", "1.6", "20", "With 36 layers 100,000 such steps would take eleven days for each kernel"), TABLE),
+        untried("Figure 7", "ImageNet64 and proteins of 8,192 tokens", DAYS.format("4,096", "6.7", "20", "For 8,192 letters 100,000 steps would take two weeks for each kernel. Small models do not yet need attention for proteins (Table 2). ImageNet64 is in no package registry")),
         untried("Figure 8", "the prefix sum", DRAWING, "how-it-works.md"),
         Item("Table 1", "statistics of the proteins", "protein_statistics", baseline="the printed statistics", limits="Swiss-Prot for TrEMBL"),
         Item("Figure 9", "distribution of the amino acids", "protein_statistics", baseline="the printed frequencies", limits="Swiss-Prot for TrEMBL"),
@@ -140,7 +140,7 @@ PAPERS = (
         Item("Figure 18", "gradients of the Linear Transformer", "train_kernels", baseline="exact attention, no attention, ReLU", page=PROTEINS),
         Item("Figure 19", "Long Range Arena", "train_table", baseline="exact attention, seven peers", page=TABLE),
         Item("Figure 20", "time against layers and length", "train_speed", baseline=VALUES, page=SPEED, limits=ONE_THREAD),
-        untried("Section 6", "attention outside transformers (GAT, HAN)", "the paper names graph attention as an outlook and gives no method, data or result that could be compared; over the few neighbours of a node exact attention is linear already"),
+        untried("Section 6", "attention outside transformers (GAT, HAN)", "the paper names graph attention as an outlook and gives no method, data or result that could be compared. Over the few neighbours of a node exact attention is linear already"),
         Item("Section A.6", "Linformer with random projections, redrawn", "linformer_random", baseline="learned projections, positive features, the mean of the values"),
     )),
     Paper("004", "On Learning the Transformer Kernel (Chowdhury et al., 2022)", (
@@ -156,7 +156,7 @@ PAPERS = (
         Item("Figure 3, memory and speed", "the learned kernels", "train_speed", baseline=VALUES, page=SPEED, limits=ONE_THREAD),
         Item("Figure 3, accuracy", "the learned kernels against length", "train_length", baseline="exact attention, counts of bytes", page=SPEED),
         Item("Figure 4", "memory against length", "train_speed", baseline=VALUES, page=SPEED, limits=ONE_THREAD),
-        untried("Table 3", "GLUE after pre-training on WikiText-103", NO_MODEL.format("GLUE and WikiText-103; a smaller form, `pretraining` and then `sentiment` or `nli`, can be run by `bochner train`")),
+        untried("Table 3", "GLUE after pre-training on WikiText-103", NO_MODEL.format("GLUE and WikiText-103. A smaller form, `pretraining` and then `sentiment` or `nli`, can be run by `bochner train`")),
         untried("Table 4", "settings of the Long Range Arena", PARAMETERS),
         untried("Table 5", "numbers of random samples", PARAMETERS),
         Item("Figure 5", "memory across data sets", "train_speed", baseline=VALUES, page=SPEED, limits="one task at eight lengths"),
@@ -203,17 +203,3 @@ PICTURES = {
     "train_speed": ("train_speed", "train_speed_papers", "train_memory"),
     "train_table": ("train_table", "listops_memory"),
 }
-# Experiments whose result is a few figures, which a picture would not show better.
-NO_PICTURE = (
-    "certified_heads",
-    "decoder_peers",
-    "fits_that_travel",
-    "further_models",
-    "minilm_target",
-    "search_ablation",
-    "smollm_distilled",
-    "speech_encoder",
-    "train_baselines",
-    "train_recall",
-    "train_tis",
-)

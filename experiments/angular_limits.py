@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from _angles import estimates, mean_square, pairs
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, named
 from _pictures import figure, log_ticks, save
 
 from bochner import theory
@@ -60,8 +60,8 @@ def drawn(m: int, n: int, draws: int) -> float:
 
 
 @experiment(
-    claim="The relative error of the angular hybrid tends to W(r) sqrt(angle / (2 pi m n)) at both ends, while those "
-    "of trigonometric and hyperbolic features vanish at one; its largest value grows more slowly with r than theirs.",
+    claim="The relative error of the angular hybrid tends to W(r) sqrt(angle / (2 pi m n)) at both ends. Those of "
+    "trigonometric and hyperbolic features vanish at one end. Its largest value grows more slowly with r than theirs.",
     items=("001 Theorem 3.5, limits",),
     paper="a statement for r of at least 1",
     ours="r = 1 to 12, four splits (m, n), angles down to 1e-6; draws at r = 0.5, d = 4",
@@ -82,21 +82,20 @@ def measure(store: Store, draws: int = 200_000) -> None:
 
 def judge(found: Any) -> Said:
     apart = {a: max(abs(r["over limit"] - 1) for r in found["rows"] if r["angle"] == a) for a in ANGLES}
-    far = [s for s in found["largest"] if s["r"] == RADII[-1]]
-    one = next(s for s in far if s["n"] == 1)
-    many = next(s for s in far if s["n"] == MANY)
+    far = {s["n"]: s for s in found["largest"] if s["r"] == RADII[-1]}
+    one, many = far[1], far[MANY]
     ratios = one["measured"] / one["large r"], many["measured"] / many["large n"]
     below = all(s["measured"] < 1 and s["measured"] <= s["proof"] for s in found["largest"])
     off = max(found["standard_errors_off"].values())
     holds = apart[ANGLES[-1]] < 2e-3 and below and off < 5 and all(abs(x - 1) < 0.05 for x in ratios)
     return Said(
-        "error over its limit at both ends, largest deviation "
-        + ", ".join(f"{x:.0e} at angle {a:.0e}" for a, x in apart.items())
-        + f"; the largest error over all angles is {one['measured']:.3f} of that of trigonometric and hyperbolic "
-        f"features at r = {RADII[-1]:g} and n = 1, {ratios[0]:.2f} times its limit for large r, and {ratios[1]:.2f} "
-        f"times that for large n. Draws lie within {off:.1f} standard errors of the closed form.",
-        "reproduced" if holds else "not",
-        "" if holds else "a limit or a bound fails, or simulation differs from the closed form",
+        "Largest deviation of the error from its limit at both ends: "
+        + named({f"angle {a:.0e}": x for a, x in apart.items()}, ".0e")
+        + f". The largest error over all angles, as a share of that of trigonometric and hyperbolic features: "
+        f"{one['measured']:.3f} at r = {RADII[-1]:g} and n = 1. It is {ratios[0]:.2f} times its limit for large r, and "
+        f"{ratios[1]:.2f} times that for large n. Draws lie within {off:.1f} standard errors of the closed form",
+        graded(holds),
+        "a limit or a bound fails, or simulation differs from the closed form",
     )
 
 

@@ -12,7 +12,7 @@ import warnings
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, table
 from _pictures import figure, log_ticks, name_lines, save
 
 from bochner import exact_attention, feature_map, linear_attention
@@ -52,34 +52,33 @@ def measure(store: Store, length: int = 4096, samples: int = 15) -> None:
 
 
 def judge(found: Any) -> Said:
-    said, holds, cells = [], True, 2 * len(SIZES)
-    for square, table in found["errors"].items():
+    rows, holds, cells, sizes = {}, True, 2 * len(SIZES), [str(m) for m in SIZES]
+    for square, errors in found["errors"].items():
         # Medians: trigonometric features have draws with an error of any size.
-        t = {name: {m: statistics.median(e) for m, e in row.items()} for name, row in table.items()}
-        sizes = [str(m) for m in SIZES]
+        t = {name: {m: statistics.median(e) for m, e in row.items()} for name, row in errors.items()}
         positive = sum(t[f"{p}, positive"][m] < t[f"{p}, trig"][m] for p in ("orthogonal", "iid") for m in sizes)
         orthogonal = sum(t[f"orthogonal, {n}"][m] < t[f"iid, {n}"][m] for n in ("positive", "trig") for m in sizes)
         ratio = statistics.median(t["orthogonal, trig"][m] / t["orthogonal, positive"][m] for m in sizes)
         holds &= positive == orthogonal == cells
-        said.append(
-            f"mean square length {square}: positive below trigonometric in {positive} of {cells} cases (the error of "
-            f"trig is {ratio:.2g} times that of positive), orthogonal below independent in {orthogonal} of {cells}"
-        )
+        rows[str(square)] = {
+            "positive below trig": f"{positive} of {cells}",
+            "error of trig over positive": f"{ratio:.2g}",
+            "orthogonal below independent": f"{orthogonal} of {cells}",
+        }
     return Said(
-        "; ".join(said) + f"; m = 16 .. 256, medians of {found['samples']} draws.",
-        "reproduced" if holds else "partly",
-        ""
-        if holds
-        else "the order depends on the norm, which the paper does not give: for short vectors no kernel value is small "
-        "and trigonometric features are better, for long ones tails swamp the gain of orthogonality",
+        f"Cases by mean square length, m = 16 to 256, medians of {found['samples']} draws:"
+        + table(rows, "mean square length"),
+        graded(holds, True),
+        "the order depends on the norm, which the paper does not give. For short vectors no kernel value is small and "
+        "trigonometric features are better. For long ones tails swamp the gain of orthogonality",
     )
 
 
 def draw(found: Any) -> None:
     fig, axes = figure(2, figsize=(11, 3.8))
-    for ax, (square, table) in zip(axes, found["errors"].items(), strict=True):
+    for ax, (square, errors) in zip(axes, found["errors"].items(), strict=True):
         ends = {}
-        for name, row in table.items():
+        for name, row in errors.items():
             ordered = [sorted(row[str(m)]) for m in SIZES]
             middle = [statistics.median(e) for e in ordered]
             (line,) = ax.plot(SIZES, middle, "o-")

@@ -19,7 +19,7 @@ import gymnasium
 import minigrid  # noqa: F401  (registers its worlds)
 import numpy as np
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, table
 from _pictures import by_name, dots, figure, save
 from torch import Tensor
 
@@ -186,8 +186,8 @@ def train(phi: Any, seed: int, generations: int) -> dict[str, Any]:
 
 
 @experiment(
-    claim="An implicit-attention policy with the angular hybrid of m = n = 8 trains as well as with FAVOR+ of m = 256, "
-    "at fewer FLOPs.",
+    claim="An implicit-attention policy with the angular hybrid of m = n = 8 trains as well as with FAVOR+ of m = 256. "
+    "It takes fewer FLOPs.",
     items=("001 Figure 4, left",),
     paper="quadruped locomotion, two 32 x 24 depth images, the 5 best runs",
     ours="MiniGrid's lava gap, 49 cells, 3 seeds, 80 generations",
@@ -204,16 +204,21 @@ def measure(store: Store, seeds: int = 3, generations: int = 80) -> None:
 def judge(found: Any) -> Said:
     returns, solved = (by_name(found["runs"], k) for k in ("return", "solved"))
     mean = {n: statistics.mean(x) for n, x in returns.items()}
-    shown = "; ".join(
-        f"{n} {mean[n]:.2f} ({statistics.mean(solved[n]):.0%} solved, {flops(n):.0f} kFLOP)" for n in returns
-    )
+    shown = {
+        n: {
+            "mean return": f"{mean[n]:.2f}",
+            "solved": f"{statistics.mean(solved[n]):.0%}",
+            "kFLOP": f"{flops(n):.0f}",
+        }
+        for n in returns
+    }
     best = max(solved["exact"])
     spread = max(statistics.stdev(x) if len(x) > 1 else 0.0 for x in returns.values())
     alike = mean[HYBRID] >= mean[FAVOR] - spread and flops(HYBRID) < flops(FAVOR)
     return Said(
-        f"mean return on {TESTS} unseen worlds over {len(returns['exact'])} seeds: {shown}.",
+        f"{TESTS} unseen worlds, {len(returns['exact'])} seeds:" + table(shown, "attention"),
         "not" if best < SOLVED or not alike else "partly",
-        f"exact attention itself solves {best:.0%}, which a fixed path does: no policy learned to look, so that "
+        f"exact attention itself solves {best:.0%}, which a fixed path does. No policy learned to look, so that "
         "none can be told from another"
         if best < SOLVED
         else "a small world instead of locomotion" + ("" if alike else "; the hybrid is behind"),

@@ -12,7 +12,7 @@ import tarfile
 from typing import Any
 
 import numpy as np
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, kept, named
 from _pictures import COLOURS, figure, save
 
 from bochner import data
@@ -77,13 +77,11 @@ def judge(found: Any) -> Said:
     rules = found["rules"]
     near = abs(np.log(best["regression"] / rules["auto"])) < 1 and abs(np.log(best["density"] / rules["scott"])) < 1
     ours, theirs = found["raw, KernelRidge()"], found["raw, scikit-learn"]
-    holds = near and ours > 0.6
-    shown = ", ".join(f"{name} {value:.2f}" for name, value in rules.items())
     return Said(
-        f"in standard deviations: {shown}; regression is best at {best['regression']:.2f}, the density at "
-        f"{best['density']:.2f}. Raw columns: R2 {ours:.2f}, scikit-learn's KernelRidge {theirs:.2f}.",
-        "holds" if holds else "fails",
-        "" if holds else "a rule is far from the best bandwidth, or raw columns fail",
+        f"in standard deviations: {named(rules, '.2f')}; regression is best at {best['regression']:.2f}, the density "
+        f"at {best['density']:.2f}. Raw columns: R2 {ours:.2f}, scikit-learn's KernelRidge {theirs:.2f}.",
+        kept(near and ours > 0.6),
+        "a rule is far from the best bandwidth, or raw columns fail",
     )
 
 

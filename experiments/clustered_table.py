@@ -13,7 +13,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, named, table
 from _pictures import figure, save
 from torch import Tensor
 
@@ -110,22 +110,15 @@ def judge(found: Any) -> Said:
     cells = [means(found, name, m) for name in DATA for m in sizes]
     wins = {b: sum(c[CLUSTERED] < c[b] for c in cells) for b in (FAVOR, "trig", "positive", f"{FAVOR}, equal length")}
     both = sum(c[CLUSTERED] < min(c[FAVOR], c["trig"]) for c in cells)
-    told = []
-    for name in DATA:
-        c = means(found, name, 100)
-        shown = ", ".join(f"{b} {c[b]:.4f}" for b in (CLUSTERED, "clustered, complex A", FAVOR, "trig", "positive"))
-        told.append(f"{name}: {shown}")
+    shown = {name: means(found, name, 100) for name in DATA}
+    names = (CLUSTERED, "clustered, complex A", FAVOR, "trig", "positive")
     return Said(
-        "MSE at m = 100, "
-        + "; ".join(told)
-        + f". Of {len(cells)} cells the clustered hybrid is below "
-        + ", ".join(f"{b} in {n}" for b, n in wins.items())
-        + ".",
-        "reproduced" if both == len(cells) else "partly" if both else "not",
-        ""
-        if both == len(cells)
-        else f"below both FAVOR+ as eq. (3) has it and trigonometric features in {both} of {len(cells)} cells only; "
-        "the paper's own figures of FAVOR+ fit plain positive features",
+        "MSE at m = 100:"
+        + table({b: {name: f"{c[b]:.4f}" for name, c in shown.items()} for b in names})
+        + f"Cells of {len(cells)} in which the clustered hybrid is below: {named(wins, 'd')}",
+        graded(both == len(cells), both),
+        f"below both FAVOR+ as eq. (3) has it and trigonometric features in {both} of {len(cells)} cells only. "
+        "The paper's own figures of FAVOR+ fit plain positive features",
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded
 from _models import tokenised
 from _pictures import figure, save
 from torch import Tensor
@@ -75,11 +75,10 @@ def judge(found: Any) -> Said:
     m = max(every, key=int)
     holds = all(row[-1] > row[0] and row[-1] > max(alone[k]) for k, row in every.items())
     return Said(
-        f"with {m} features the hidden states are off by {every[m][0]:.2f} after one layer and {every[m][-1]:.2f} "
-        "after "
-        f"six; no single replaced layer does more than {max(alone[m]):.2f}.",
-        "reproduced" if holds else "partly",
-        "" if holds else "the error does not grow with every number of features",
+        f"with {m} features the hidden states are off by {every[m][0]:.2f} after one layer. They are off by "
+        f"{every[m][-1]:.2f} after six; no single replaced layer does more than {max(alone[m]):.2f}.",
+        graded(holds, True),
+        "the error does not grow with every number of features",
     )
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Any
 
 from _framework import ROOT, path_of, stored
-from _index import BEYOND, NO_PICTURE, PAPERS, PICTURES, Item, Paper
+from _index import BEYOND, PAPERS, PICTURES, Item, Paper
 
 DOCS = ROOT / "docs"
 OWN = "gallery-beyond.md"
@@ -24,8 +24,9 @@ ORDER = ("reproduced", "partly", "not", "not tested", "not tried")
 HEAD = """# Gallery
 
 Every figure, table and numbered statement of the five papers, with a verdict. `python experiments/gallery.py` makes
-these pages from the stored results. `make reproduce` measures what is missing or stale, `make reproduce QUICK=1` takes
-small forms in 15 minutes and stores nothing. One experiment: `python experiments/run.py NAME`.
+these pages from the stored results. `make reproduce` measures what is missing or stale. `make reproduce QUICK=1` takes
+small forms in 15 minutes, in the folder `.quick`. Stop either, call it again, and it goes on where it was. One
+experiment: `python experiments/run.py NAME`.
 
 | verdict | the claim |
 |---|---|
@@ -106,7 +107,13 @@ def section(name: str, title: str, items: list[tuple[str, Item]], page: str = ""
 
 
 def findings(text: str) -> list[str]:
-    """What was found, a line for every clause; clauses of at least three named figures are columns of a table."""
+    """What was found: tables as they are, of the rest a list."""
+    parts = [part.strip() for part in text.split("\n\n") if part.strip()]
+    return [line for p in parts for line in (["", p, ""] if p.startswith("|") else clauses(p))]
+
+
+def clauses(text: str) -> list[str]:
+    """A line for every clause; clauses of at least three named figures are columns of a table."""
     lines: list[str] = []
     names: list[str] = []
     columns: list[tuple[str, list[str]]] = []
@@ -126,7 +133,8 @@ def findings(text: str) -> list[str]:
         whole = ", ".join(" ".join(pair) for pair in found) == rest
         if not head or len(found) < 3 or not whole or any(NO_NAME.search(name) for name, _ in found):
             end_of_table()
-            lines.append(f"- {clause[0].upper() if clause[1].islower() else clause[0]}{clause[1:]}.")
+            end = "" if clause.endswith(":") else "."
+            lines.append(f"- {clause[0].upper() if clause[1].islower() else clause[0]}{clause[1:]}{end}")
             continue
         if [name for name, _ in found] != names or len(columns) == 4:
             end_of_table()
@@ -138,8 +146,7 @@ def findings(text: str) -> list[str]:
 
 def pictures(name: str) -> list[str]:
     """The pictures of an experiment that exist."""
-    wanted = () if name in NO_PICTURE else PICTURES.get(name, (name,))
-    return [p for p in wanted if (DOCS / "images" / "gallery" / f"{p}.png").exists()]
+    return [p for p in PICTURES.get(name, (name,)) if (DOCS / "images" / "gallery" / f"{p}.png").exists()]
 
 
 def pages() -> dict[str, str]:

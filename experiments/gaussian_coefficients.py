@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, table
 from _pictures import figure, save
 from torch import Tensor
 
@@ -134,19 +134,17 @@ def judge(found: Any) -> Said:
     rows = {named(*case): found[named(*case)] for case in CASES}
     off = max(max(row[key]) for row in rows.values() for key in ("bias off", "mse off"))
     worth = [name for name, row in rows.items() if row["mse"][0] < row["FAVOR+, same length"][0]]
-    told = "; ".join(
-        f"{name}: {row['mse'][0]:.1e}, FAVOR+ {row['FAVOR+, same projections'][0]:.1e} with as many projections and "
-        f"{row['FAVOR+, same length'][0]:.1e} at the same length of {row['length']}"
+    told = {
+        name: {"hybrid": f"{row['mse'][0]:.1e}", "length": f"{row['length']}"}
+        | {f"FAVOR+, {same}": f"{row[f'FAVOR+, {same}'][0]:.1e}" for same in ("same projections", "same length")}
         for name, row in rows.items()
-    )
+    }
     return Said(
-        f"{found['draws']:,} draws lie within {off:.1f} standard errors of the mean and of the closed form; relative "
-        f"squared error where the first coefficient is 1, {told}.",
-        "not" if off > 5 or not worth else "reproduced" if len(worth) == len(rows) else "partly",
-        ""
-        if off <= 5 and len(worth) == len(rows)
-        else f"unbiased with its closed form; at equal length better than FAVOR+ in {len(worth)} of {len(rows)} cases "
-        f"({', '.join(worth)}): the variance of a coefficient that is not 1 brings in the error of its estimator"
+        f"{found['draws']:,} draws lie within {off:.1f} standard errors of the mean and of the closed form. Relative "
+        "squared error where the first coefficient is 1:" + table(told),
+        graded(off <= 5 and len(worth) == len(rows), off <= 5 and worth),
+        f"unbiased with its closed form. At equal length it is better than FAVOR+ in {len(worth)} of {len(rows)} cases "
+        f"({', '.join(worth)}). The variance of a coefficient that is not 1 brings in the error of its estimator"
         if off <= 5 and worth
         else "simulation differs from the closed form, or the hybrid is nowhere better",
     )

@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 import torch
-from _angles import estimates, pairs
-from _framework import Said, Store, experiment
+from _angles import equal_flops, estimates, pairs
+from _framework import Said, Store, experiment, graded, table
 from _pictures import figure, save
 
 from bochner import FeatureMap, feature_map, theory
@@ -21,19 +21,13 @@ DIM, M, RADII = 64, 128, (1.0, 1.25, 1.5)
 HYBRID, PLAIN = "angular, equal FLOPs", ("trig", "hyperbolic")
 
 
-def equal_flops(width: int, n: int) -> int:
-    """The m at which making a bipolar hybrid costs as many multiplications as making 128 plain projections."""
-    budget = M * DIM + 2 * M
-    return max(m for m in range(1, M) if (m + n) * DIM + 4 * m * (width * n + 1) <= budget)
-
-
 def maps(radius: float) -> dict[str, FeatureMap]:
     options: dict[str, Any] = {"projection": "iid", "num_heads": 250}
     gaussian = {"num_coefficients": 4, "radius": radius, **options}
     return {
         **{name: feature_map(name, dim=DIM, num_features=M, **options) for name in PLAIN},
-        HYBRID: AngularHybridFeatures(DIM, equal_flops(1, 8), num_coefficients=8, **options),
-        "gaussian, equal FLOPs": GaussianHybridFeatures(DIM, equal_flops(2, 4), **gaussian),
+        HYBRID: AngularHybridFeatures(DIM, equal_flops(M, DIM, 1, 8), num_coefficients=8, **options),
+        "gaussian, equal FLOPs": GaussianHybridFeatures(DIM, equal_flops(M, DIM, 2, 4), **gaussian),
         "angular, equal length": AngularHybridFeatures(DIM, M, **options),
     }
 
@@ -86,20 +80,17 @@ def measure(store: Store, count: int = 10_000) -> None:
 
 
 def judge(found: Any) -> Said:
-    said, holds = [], True
+    shown, holds = {}, True
+    named_as = {HYBRID: "angular hybrid", "angular, equal length": "the same, at the plain maps' feature length"}
+    named_as |= {"trig": "trig", "hyperbolic": "FAVOR+, hyperbolic", "gaussian, equal FLOPs": "Gaussian hybrid"}
     for radius in RADII:
         rows = {r["map"]: r for r in found["rows"] if r["radius"] == radius}
         holds &= all(rows[HYBRID][k] < min(rows[p][k] for p in PLAIN) for k in ("worst", "worst_theory"))
-        said.append(
-            f"length {radius}: {rows[HYBRID]['worst']:.2f} against {rows['trig']['worst']:.2f} (trig) and "
-            f"{rows['hyperbolic']['worst']:.2f} (FAVOR+, hyperbolic), Gaussian hybrid "
-            f"{rows['gaussian, equal FLOPs']['worst']:.2f}; at the plain maps' feature length "
-            f"{rows['angular, equal length']['worst']:.2f}"
-        )
+        shown[f"length {radius}"] = {told: f"{rows[name]['worst']:.2f}" for name, told in named_as.items()}
     return Said(
-        "worst relative error of the angular hybrid, " + "; ".join(said) + ".",
-        "reproduced" if holds else "partly",
-        "" if holds else "a plain map has a smaller worst error at one of the lengths",
+        "Worst relative error over the angles:" + table(shown),
+        graded(holds, True),
+        "a plain map has a smaller worst error at one of the lengths",
     )
 
 

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, table
 from _pictures import figure, log_ticks, save
 from torch import Tensor
 
@@ -88,24 +88,26 @@ def order(row: dict[str, float]) -> float:
 
 def judge(found: Any) -> Said:
     last = list(found["gelu"]["chebyshev"])[-1]
-    told, better, faster, beaten = [], True, {}, 0
+    told, better, faster, beaten = {}, True, {}, 0
     for name in ("gelu", "relu"):
         rows = {k: found[name][f"bernstein x {k}"] for k in ITERATIONS}
         better &= all(rows[10][n] < rows[1][n] for n in rows[1])
         faster[name] = order(rows[10]) > order(rows[1]) + 0.5
         best = {n: min(row[n] for row in rows.values()) for n in rows[1]}
         beaten += sum(found[name]["chebyshev"][n] < best[n] for n in best)
-        told.append(
-            f"{name.upper()} at degree {last}: plain {rows[1][last]:.1e}, 10 times {rows[10][last]:.1e}, 100 times "
-            f"{rows[100][last]:.1e}, Chebyshev {found[name]['chebyshev'][last]:.1e}; order in 1/n {order(rows[1]):.2f} "
-            f"plain, {order(rows[10]):.2f} at 10 iterations"
-        )
+        told[name.upper()] = {
+            **{f"{k} times": f"{rows[k][last]:.1e}" for k in (1, 10, 100)},
+            "Chebyshev": f"{found[name]['chebyshev'][last]:.1e}",
+            "order in 1/n, once and 10 times": f"{order(rows[1]):.2f}, {order(rows[10]):.2f}",
+        }
     cells = 2 * len(found["gelu"]["chebyshev"])
     why = "iterating lowers the error, but of ReLU, for which the paper offers it, not the order"
     return Said(
-        ". ".join(told) + f". Chebyshev interpolation is below every iterate in {beaten} of {cells} cells.",
-        "not" if not better else "reproduced" if faster["relu"] else "partly",
-        "" if better and faster["relu"] else why if better else "iterating does not lower the error everywhere",
+        f"Largest error at degree {last}, the operator iterated:"
+        + table(told)
+        + f"Chebyshev interpolation is below every iterate in {beaten} of {cells} cells.",
+        graded(better and faster["relu"], better),
+        why if better else "iterating does not lower the error everywhere",
     )
 
 

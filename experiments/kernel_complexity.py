@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, table
 from _pictures import figure, save
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -126,41 +126,33 @@ def measure(store: Store, names: tuple[str, ...] = tuple(STATED)) -> None:
         store.cell(name, lambda n=name: doubled(n), store.table("kernels"))
 
 
-def beyond(found: Any) -> list[str]:
-    """Counts that grow faster than the table says."""
+def factors(found: Any, chosen: Callable[[float], bool]) -> list[str]:
+    """Counts whose growth, as a share of what the table says, is one that is chosen."""
     return [
         f"{name}, {kind} in {size}: {row[size][kind]:.2f} for {row[size][f'stated {kind}']:.2f}"
         for name, row in found["kernels"].items()
         for size in BASE
         for kind in ("time", "space")
-        if row[size][kind] > SLACK * row[size][f"stated {kind}"]
-    ]
-
-
-def slower(found: Any) -> list[str]:
-    """Counts that grow by less than 0.8 of what the table says: orders that are not tight here."""
-    return [
-        f"{name}, {kind} in {size}: {row[size][kind]:.2f} for {row[size][f'stated {kind}']:.2f}"
-        for name, row in found["kernels"].items()
-        for size in BASE
-        for kind in ("time", "space")
-        if row[size][kind] < 0.8 * row[size][f"stated {kind}"]
+        if chosen(row[size][kind] / row[size][f"stated {kind}"])
     ]
 
 
 def judge(found: Any) -> Said:
-    over, under = beyond(found), slower(found)
+    over = factors(found, lambda growth: growth > SLACK)
+    under = factors(found, lambda growth: growth < 0.8)  # orders that are not tight here
     cells = 2 * len(BASE) * len(found["kernels"])
-    soft = found["kernels"]["softmax"]["base"]
-    told = ", ".join(
-        f"{name} {row['base']['time'] / soft['time']:.2f} and {row['base']['space'] / soft['space']:.2f}"
-        for name, row in found["kernels"].items()
-    )
+    bases = {name: row["base"] for name, row in found["kernels"].items()}
+    soft = bases["softmax"]
+    told = {
+        name: {what: f"{base[key] / soft[key]:.2f}" for what, key in (("operations", "time"), ("bytes", "space"))}
+        for name, base in bases.items()
+    }
     return Said(
-        f"{cells - len(over)} of {cells} counts grow by no more than the table says; operations and bytes, softmax = 1 "
-        f"and 1: {told}. Smaller than stated: {'; '.join(under) or 'none'}.",
-        "reproduced" if not over else "partly" if len(over) < cells / 2 else "not",
-        "" if not over else "faster than stated: " + "; ".join(over),
+        f"{cells - len(over)} of {cells} counts grow by no more than the table says. Softmax = 1:"
+        + table(told, "kernel")
+        + f"Smaller than stated: {'; '.join(under) or 'none'}.",
+        graded(not over, len(over) < cells / 2),
+        "faster than stated: " + "; ".join(over),
     )
 
 

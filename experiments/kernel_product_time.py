@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, table
 from _pictures import figure, log_ticks, save
 
 from bochner import KernelOperator
@@ -100,25 +100,22 @@ def exponent(rows: dict[str, Any], method: str) -> float:
 
 def judge(found: Any) -> Said:
     few, many = found["clusters"], found["tail"]
-    kept = all(r["paper"]["error"] <= EPS for rows in (few, many) for r in rows.values())
+    within = all(r["paper"]["error"] <= EPS for rows in (few, many) for r in rows.values())
     slower = {n: rows[n]["paper"]["seconds"] / rows[n]["exact"]["seconds"] for rows in (few, many) for n in rows}
     last, end = list(few)[-1], list(many)[-1]
     shares = {n: r["paper"]["share"] for n, r in many.items()}
     grows = exponent(few, "paper")
     fast = slower[last] < 1 and grows < 1.9 and max(shares.values()) < 1
     return Said(
-        f"clusters, next to no tail: error at most {max(r['paper']['error'] for r in few.values()):.3f}, time as "
-        f"n^{grows:.2f}, at n = {int(last):,} {slower[last]:.1f} times that of the exact product. With a real tail "
-        f"({many[end]['tail over head']:.1f} times the head, {many[end]['light']:.0%} of the mass in light entries) it "
-        f"computes {', '.join(f'{x:.2f} n^2' for x in shares.values())} kernel values at n = "
-        f"{', '.join(f'{int(n):,}' for n in shares)}, more than the exact product, and takes {slower[end]:.0f} "
-        "times as long.",
-        "reproduced" if kept and fast else "partly" if kept else "not",
-        ""
-        if kept and fast
-        else "the error is kept, the time is not: with a real tail every row asks for more draws than there are keys "
-        "and is summed exactly, which is quadratic. Only without one is the exponent below 2, and n^(1/3) log n hash "
-        "tables put "
+        f"Clusters, next to no tail: the error is at most {max(r['paper']['error'] for r in few.values()):.3f}. "
+        f"The time grows as n^{grows:.2f}; at n = {int(last):,} it is {slower[last]:.1f} times that of the exact "
+        f"product. With a real tail, {many[end]['light']:.0%} of the mass is in light entries, "
+        f"{many[end]['tail over head']:.1f} times the head. There it computes more kernel values than the exact "
+        f"product and takes {slower[end]:.0f} times as long:"
+        + table({f"{int(n):,}": {"kernel values over n^2": f"{x:.2f}"} for n, x in shares.items()}, "n"),
+        graded(within and fast, within),
+        "the error is kept, the time is not. With a real tail every row asks for more draws than there are keys and is "
+        "summed exactly, which is quadratic. Only without one is the exponent below 2. n^(1/3) log n hash tables put "
         "the gain beyond the sizes tried",
     )
 

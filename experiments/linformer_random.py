@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, named
 from _models import Attention, Sequences, average, layers_of, mean_error, of_books
 from _pictures import figure, log_ticks, save
 from torch import Tensor
@@ -105,21 +105,16 @@ def measure(
 
 
 def judge(found: Any) -> Said:
-    rank = "75"
-    names = (*DELTAS, "learned", "positive features")
-    entries = {n: found[f"largest entry, {n}"][rank] for n in DELTAS}
+    rank, key = "75", "largest entry, "
+    entries = {n: found[key + n][rank] for n in DELTAS}
+    errors = {n: found[n][rank] for n in (*DELTAS, "learned", "positive features")}
+    errors |= {n: found[n] for n in ("mean of the values", "zero")}
     within = min(entries.values()) <= 0.02
-    useful = min(found[n][rank] for n in DELTAS) < found["mean of the values"]
     return Said(
-        f"relative error of the output at rank {rank}: "
-        + ", ".join(f"{n} {found[n][rank]:.2f}" for n in names)
-        + f", mean of the values {found['mean of the values']:.2f}, zero {found['zero']:.2f}; largest error of entry "
-        + ", ".join(f"{n} {x:.2f}" for n, x in entries.items())
-        + f", zero {found['largest entry, zero']:.2f}.",
-        "reproduced" if within and useful else "not",
-        ""
-        if within and useful
-        else "random projections are worse than the mean of the values; with delta = 1e-6 the logits are all alike and "
+        f"Relative error of the output at rank {rank}: {named(errors, '.2f')}; largest error of an entry: "
+        + named(entries | {"zero": found[key + "zero"]}, ".2f"),
+        graded(within and min(errors[n] for n in DELTAS) < errors["mean of the values"]),
+        "random projections are worse than the mean of the values. With delta = 1e-6 the logits are all alike and "
         "the output is near zero, which is within 0.02 only where the exact output is",
     )
 

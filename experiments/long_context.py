@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment, figures_of
+from _framework import Said, Store, experiment, figures_of, table
 from _pictures import COLOURS, figure, save
 
 from bochner import Calibration, Plan, Recipe, convert, data
@@ -118,10 +118,10 @@ def judge(found: Any) -> Said:
     exact, window = found["exact"], found["window 128"]
     *_, last = exact["perplexity"]
     ratios = {n: row["perplexity"][last] / exact["perplexity"][last] for n, row in found.items() if n != "exact"}
-    told = ", ".join(f"{n}: {x:.3f}" for n, x in ratios.items())
+    told = table({n: {"perplexity ratio": f"{x:.3f}"} for n, x in ratios.items()}, "cache")
     grows = ratios["window 128"] > 1.05 and window["recall"]["2000"] > 3 * exact["recall"]["2000"]
     return Said(
-        f"perplexity ratio of SmolLM2 at positions {last} of a book, {told}.",
+        f"SmolLM2 at positions {last} of a book:{told}",
         "holds" if grows else "fails",
         "" if grows else "the window alone loses less than 5 %",
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import repeat
 from typing import Any
 
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, kept, table
 from _models import NOTHING_EXACT, average, calibrated, layers_of, mean_error, of_books, through
 from _pictures import COLOURS, figure, log_ticks, save
 
@@ -44,12 +44,11 @@ def measure(store: Store, sizes: tuple[int, ...] = SIZES, seeds: int = 2, texts:
 
 def judge(found: Any) -> Said:
     last = max(found["positive"], key=int)
-    holds = found["calibrated"]["64"] < found["positive"][last]
-    shown = "; ".join(f"{n} m = 64 {found[n]['64']:.2f}, m = {last} {found[n][last]:.2f}" for n in MAPS if n in found)
+    told = {n: {f"m = {m}": f"{found[n][m]:.2f}" for m in ("64", last)} for n in MAPS if n in found}
     return Said(
-        f"error of the output: {shown}; averaging the values {found['uniform']:.2f}.",
-        "holds" if holds else "fails",
-        "" if holds else "calibrated features are not closer",
+        f"Error of the output; averaging the values {found['uniform']:.2f}:" + table(told, "map"),
+        kept(found["calibrated"]["64"] < found["positive"][last]),
+        "calibrated features are not closer",
     )
 
 

@@ -81,8 +81,7 @@ def timed(model: Any, tokenizer: Any, plan: dict[str, Any], lengths: tuple[int, 
 
 @experiment(
     claim="Ours: all-MiniLM-L6 converted to keep 98 % is never slower at its own 512 tokens, and faster with its "
-    "positions tiled "
-    "to 4,096.",
+    "positions tiled to 4,096.",
     ours="the whole model, one thread, up to 4,096 tokens",
     quick="two searches, and what they find depends on the time they are given",
     needs=("transformers",),

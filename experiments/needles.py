@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, table
 from _pictures import COLOURS, figure, save
 from decoder_texts import ROUNDED, converted, rounding
 
@@ -80,9 +80,8 @@ def judge(found: Any) -> Said:
     said = ", ".join(f"{task} {score:.0%}" for task, score in scores(found, "exact").items())
     good = shares[chosen] <= NOTHING_LOST
     return Said(
-        f"the original scores {said}; of what it finds is lost: "
-        + ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-        + ".",
+        f"the original scores {said}."
+        + table({name: {"lost of what it finds": f"{share:.0%}"} for name, share in shares.items()}, "cache"),
         "holds" if good else "fails",
         "" if good else f"{shares[chosen]:.0%} of what the original finds is lost with {chosen}",
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from _angles import estimates, mean_square, pairs
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded
 from _pictures import COLOURS, figure, save
 
 from bochner import feature_map, theory
@@ -57,11 +57,11 @@ def judge(found: Any) -> Said:
     # 12 comparisons with a normal tail of 5 standard errors: alpha below 1e-5.
     holds = all(a < b for a, b in pairwise(near)) and off < 5
     return Said(
-        f"at length 1 the ratio of the errors passes 1 at an angle of {found['crossing']:.2f} and reaches "
-        f"10^{near[-1]:.1f} at pi - 10^-6, still growing; below that angle trigonometric features are better. "
+        f"at length 1 the ratio of the errors passes 1 at an angle of {found['crossing']:.2f}. It reaches "
+        f"10^{near[-1]:.1f} at pi - 10^-6, still growing. Below that angle trigonometric features are better. "
         f"Simulation agrees with the closed forms within {off:.1f} standard errors.",
-        "reproduced" if holds else "not",
-        "" if holds else "the ratio does not grow, or simulation and closed form differ",
+        graded(holds),
+        "the ratio does not grow, or simulation and closed form differ",
     )
 
 

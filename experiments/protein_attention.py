@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, missed, table
 from _pictures import figure, save
 from _training import folder, trained
 from torch import Tensor
@@ -215,37 +215,37 @@ def judge(found: Any) -> Said:
     patterns = after["diagonal heads"] > before["diagonal heads"] and after["vertical heads"] > before["vertical heads"]
     similar = after["heads"]["correlation"] > before["heads"]["correlation"] and after["heads"]["p"] < 0.01
     top = all(after["heads"]["ranks"][pair] <= 19 for pair in PAIRS)  # in the first tenth
+    rows = {
+        f"{kind} of {heads}": {"before": f"{before[kind]}", "after": f"{after[kind]}"}
+        for kind in ("diagonal heads", "vertical heads")
+    }
+    rows |= {
+        f"correlation with BLOSUM62, {what}": {
+            when: f"{seen[k]['correlation']:.2f} (p = {seen[k]['p']:.1g})"
+            for when, seen in (("before", before), ("after", after))
+        }
+        for k, what in KINDS.items()
+    }
     ours = (
-        f"{heads} heads after {sizes['steps']:,} steps ({100 * metrics['accuracy']:.1f} % of hidden letters, "
-        f"copying those that are shown {100 * baseline['copying']:.1f} %): diagonal heads {after['diagonal heads']}, "
-        f"vertical heads {after['vertical heads']} (before training {before['diagonal heads']} and "
-        f"{before['vertical heads']}). "
-        "Correlation with BLOSUM62 over the 190 pairs, after and before training: "
-        + "; ".join(
-            f"{what} {after[k]['correlation']:.2f} (p = {after[k]['p']:.1g}) and {before[k]['correlation']:.2f} "
-            f"(p = {before[k]['p']:.1g})"
-            for k, what in KINDS.items()
-        )
-        + ". Place among the 190 by shares over heads: "
+        f"Before and after {sizes['steps']:,} steps:"
+        + table(rows)
+        + f"It finds {100 * metrics['accuracy']:.1f} % of hidden letters, copying those that are shown "
+        f"{100 * baseline['copying']:.1f} %. Place among the 190 pairs by shares over heads: "
         + ", ".join(f"({p[0]}, {p[1]}) {after['heads']['ranks'][p]}" for p in PAIRS)
         + "."
     )
-    missed = [
-        said
-        for good, said in (
-            (patterns, "not both patterns are learned"),
-            (similar, "similarity by attention does not follow BLOSUM62 beyond chance"),
-            (top, "the two pairs are not both in the first tenth"),
-        )
-        if not good
-    ]
+    failed = missed(
+        {
+            "both patterns are learned": patterns,
+            "similarity by attention follows BLOSUM62 beyond chance": similar,
+            "both pairs are in the first tenth": top,
+        }
+    )
     learned = metrics["accuracy"] - baseline["copying"]
-    if missed and learned < LEARNED:
-        said = (
-            f"the model is {100 * learned:.1f} points above copying letters that are shown: it has nothing to show yet"
-        )
-        return Said(ours, "not tested", "; ".join([said, *missed]))
-    return Said(ours, "reproduced" if not missed else "partly" if patterns or similar else "not", "; ".join(missed))
+    if failed and learned < LEARNED:
+        said = f"the model is {100 * learned:.1f} points above copying the letters shown: it has nothing to show yet"
+        return Said(ours, "not tested", f"{said}. {failed[0].upper()}{failed[1:]}")
+    return Said(ours, graded(not failed, patterns or similar), failed)
 
 
 def draw_heads(model: Any, seen: dict[str, np.ndarray], sizes: dict[str, Any]) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, named
 from _pictures import COLOURS, figure, save
 
 from bochner.data import fetch
@@ -72,11 +72,11 @@ def judge(found: Any) -> Said:
     most = max(found["shares"], key=found["shares"].__getitem__)
     near = abs(found["baseline_perplexity"] - 17.8) < 0.6 and abs(found["baseline_accuracy"] - 0.099) < 0.01
     close = most == "L" and near
+    lengths = {name: found[name] for name in ("mean", "deviation", "median")}
     return Said(
-        f"{found['sequences']:,} distinct sequences of mean length {found['mean']:.0f}, deviation "
-        f"{found['deviation']:.0f}, median {found['median']:.0f}; {most} is the most frequent, "
+        f"Lengths of {found['sequences']:,} distinct sequences: {named(lengths, '.0f')}. {most} is the most frequent, "
         f"{found['baseline_accuracy']:.2%}; perplexity of the frequencies {found['baseline_perplexity']:.2f}.",
-        "partly" if close else "not",
+        graded(False, close),
         "Swiss-Prot instead of TrEMBL, whose 106 million sequences are shorter: "
         + ("the frequencies agree, the lengths do not" if close else "the frequencies differ"),
     )

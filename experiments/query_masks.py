@@ -13,7 +13,7 @@ import statistics
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, table
 from _pictures import figure, log_ticks, save
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -121,24 +121,28 @@ def crossover(found: Any, d: str) -> float:
 
 
 def judge(found: Any) -> Said:
-    last, dims = str(found["sizes"][-1]), list(found["errors"])
-    apart = [e[str(m)]["of the mean"] for e in found["errors"].values() for m in found["sizes"]]
+    last, errors = str(found["sizes"][-1]), found["errors"]
+    apart = [e[str(m)]["of the mean"] for e in errors.values() for m in found["sizes"]]
     unbiased = max(apart) < 1.5
-    told = "; ".join(
-        f"d = {d}: {found['errors'][d][last]['error']:.2f} for A, {found['errors'][d][last]['attention']:.2f} for "
-        f"attention (mean of the values {found['errors'][d]['mean of the values']:.2f}, mollifier alone "
-        f"{found['errors'][d]['mollifier, attention']:.2f}), 10 % needs {found['errors'][d]['features needed']:,.0f} "
-        f"features and pays from {crossover(found, d):,.0f} tokens on"
-        for d in dims
-    )
-    useless = [d for d in dims if found["errors"][d][last]["attention"] > found["errors"][d]["mean of the values"]]
+    told = {
+        f"{d}": {
+            "A": f"{e[last]['error']:.2f}",
+            "attention": f"{e[last]['attention']:.2f}",
+            "mollifier; mean of the values": f"{e['mollifier, attention']:.2f}; {e['mean of the values']:.2f}",
+            "features for 10 %": f"{e['features needed']:,.0f}",
+            "pays from, tokens": f"{crossover(found, d):,.0f}",
+        }
+        for d, e in errors.items()
+    }
+    useless = [d for d, e in errors.items() if e[last]["attention"] > e["mean of the values"]]
     return Said(
-        f"relative errors with {int(last):,} features, {told}. The mean of the draws errs by {min(apart):.2f} to "
-        f"{max(apart):.2f} of what an unbiased estimate would.",
-        "partly" if unbiased else "not",
-        "unbiased for a mollified mask only; "
-        + (f"at d = {', '.join(useless)} the attention is worse than the mean of the values, " if useless else "")
-        + "and the features needed make it slower than exact attention below the lengths given"
+        f"Relative errors with {int(last):,} features; of the mollifier and of the mean of the values, in attention:"
+        + table(told, "d")
+        + f"The mean of the draws errs by {min(apart):.2f} to {max(apart):.2f} of what an unbiased estimate would.",
+        graded(False, unbiased),
+        "unbiased for a mollified mask only. "
+        + (f"At d = {', '.join(useless)} the attention is worse than the mean of the values. " if useless else "")
+        + "The features needed make it slower than exact attention below the lengths given"
         if unbiased
         else "biased for the mollified mask",
     )

@@ -238,8 +238,8 @@ def fit(cell: str, steps: int) -> dict[str, Any]:
 
 
 @experiment(
-    claim="Kernels differ in how many pairs they can tell apart, as rank and variance predict, and features of "
-    "attention are the limit: exact attention makes no error.",
+    claim="Kernels differ in how many pairs they can tell apart, as rank and variance predict. Features of attention "
+    "are the limit: exact attention makes no error.",
     ours="16 pairs, 2 to 32 features a head, one layer of width 32, 300 steps, three seeds",
     quick={"cells": "quick", "minutes": 7.0},
     needs=("transformers", "accelerate"),

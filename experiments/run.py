@@ -2,13 +2,13 @@
 
     python experiments/run.py                     every experiment without a result, or whose result is stale
     python experiments/run.py NAME ...            these; --set steps=100 changes an option, --list shows them
-    python experiments/run.py --quick             small forms, under 15 minutes, in a folder of their own: `.quick`
+    python experiments/run.py --quick             small forms, under 15 minutes; their results are in `.quick`
     python experiments/run.py NAME --resume       goes on with the stored figures: measures only what is missing
     python experiments/run.py NAME --judge        says anew what the stored figures mean; --draw only draws them
     python experiments/run.py --status            verdicts, and which results are older than the functions they executed
 
-A run that was stopped goes on where it was. The exit code is 0 if every experiment ran and no claim fails that the
-stored result says is good, 1 if not, 2 for wrong usage.
+A run that was stopped goes on where it was; `--again` also runs what is up to date. The exit code is 0 if every
+experiment ran and no claim fails that the stored result says is good, 1 if not, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -23,12 +24,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import _framework as framework
-from _framework import GOOD, Experiment
-
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")  # before torch is imported: times of one thread can be compared
+if "--quick" in sys.argv[1:]:
+    os.environ["BOCHNER_EXPERIMENTS_OUT"] = str(Path(__file__).resolve().parent.parent / ".quick")
+
+import _framework as framework  # noqa: E402
+from _framework import GOOD, Experiment  # noqa: E402
+
 BAD, SKIPPED = 3, 77  # exit codes: the claim is not good; data or packages are not there
+RAN, WORSE, BROKEN = "ran", "fail, though the gallery says they do not", "broke down"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,59 +89,44 @@ def one(name: str, options: argparse.Namespace) -> int:
     return 0 if said.verdict in GOOD else BAD
 
 
-def in_process(name: str, folder: Path | None, arguments: list[str]) -> tuple[int, float]:
-    """The exit code of one experiment in a process of its own, and the processor time it took."""
-    environment = {**os.environ, "BOCHNER_EXPERIMENTS_OUT": str(folder)} if folder else dict(os.environ)
-    before = os.times()
-    done = subprocess.run([sys.executable, __file__, name, "--here", *arguments], check=False, env=environment)
-    after = os.times()
-    busy = after.children_user + after.children_system - before.children_user - before.children_system
-    return done.returncode, busy
-
-
 def expected(name: str) -> bool:
     """Whether the stored result says that the claim is good."""
-    try:
-        return bool(framework.stored(name)["said"]["verdict"] in GOOD)
-    except (OSError, KeyError):
-        return True
+    path = framework.HERE / "results" / f"{name}.json"
+    return not path.exists() or json.loads(path.read_text(encoding="utf-8"))["said"]["verdict"] in GOOD
 
 
-def up_to_date(name: str) -> bool:
-    """Whether there is a result, made by the code as it is."""
-    try:
-        return not framework.stale(name)
-    except (OSError, KeyError):
+def up_to_date(name: str, quick: bool) -> bool:
+    """Whether there is a result, made by the code as it is; in its small form if that is asked for."""
+    if not framework.path_of(name).exists() or framework.stale(name):
         return False
+    small = json.loads(json.dumps(quick_of(name)))
+    return not quick or bool(framework.stored(name)["made"]["options"] == small)
 
 
 def several(names: list[str], options: argparse.Namespace) -> int:
-    """Run experiments one after the other, each in a process of its own."""
-    folder = framework.ROOT / ".quick" if options.quick else None
+    """Run experiments one after the other, each in a process of its own, and print a table of them."""
     # What a process of its own is told: the flags as they came, without the names.
     flags = [f"--{x}" for x in ("quick", "resume", "judge", "draw") if getattr(options, x)]
     flags += [part for text in options.options for part in ("--set", text)]
-    broken, bad, skipped = [], [], []
+    rows = []
     for i, name in enumerate(names, 1):
         print(f"[{i}/{len(names)}] {name}", flush=True)
-        began = time.monotonic()
-        code, busy = in_process(name, folder, flags)
-        print(f"[{i}/{len(names)}] {name}: {time.monotonic() - began:.0f} s, {busy:.0f} s of a processor", flush=True)
-        if code == SKIPPED:
-            skipped.append(name)
-        elif code == BAD and expected(name):
-            bad.append(name)
-        elif code not in (0, BAD):
-            broken.append(name)
-    print(f"{len(names) - len(skipped) - len(broken)} experiments ran")
-    for what, which in (
-        ("skipped", skipped),
-        ("fail, though the gallery says they do not", bad),
-        ("broke down", broken),
-    ):
+        began, before = time.monotonic(), os.times()
+        code = subprocess.run([sys.executable, __file__, name, "--here", *flags], check=False).returncode
+        seconds, after = time.monotonic() - began, os.times()
+        busy = after.children_user + after.children_system - before.children_user - before.children_system
+        print(f"[{i}/{len(names)}] {name}: {seconds:.0f} s, {busy:.0f} s of a processor", flush=True)
+        outcome = {0: RAN, BAD: WORSE if expected(name) else RAN, SKIPPED: "skipped"}.get(code, BROKEN)
+        rows.append((name, outcome, seconds, busy))
+    total = (f"{len(rows)} experiments", "", sum(r[2] for r in rows), sum(r[3] for r in rows))
+    print(f"\n{'experiment':24s} {'s':>5s} {'s of a processor':>17s}")
+    for name, outcome, seconds, busy in (*rows, total):
+        print(f"{name:24s} {seconds:5.0f} {busy:17.0f}  {outcome}".rstrip())
+    found = {outcome: [r[0] for r in rows if r[1] == outcome] for outcome in ("skipped", WORSE, BROKEN)}
+    for outcome, which in found.items():
         if which:
-            print(f"{what}: {', '.join(which)}")
-    return int(bool(broken or bad))
+            print(f"{outcome}: {', '.join(which)}")
+    return int(bool(found[WORSE] or found[BROKEN]))
 
 
 def status(names: list[str]) -> int:
@@ -181,13 +171,14 @@ def main(arguments: list[str] | None = None) -> int:
         return listed(chosen) if options.list else status(chosen)
     if options.here:
         return one(chosen[0], options)
-    left_out = {}
-    if options.quick:
-        left_out = {n: q for n in chosen if isinstance(q := quick_of(n), str)}
-        chosen = [n for n in chosen if n not in left_out]
-    elif not (options.names or options.again or options.judge or options.draw):
-        chosen = [n for n in chosen if not up_to_date(n)]
-    code = several(chosen, options)
+    left_out = {n: q for n in chosen if isinstance(q := quick_of(n), str)} if options.quick else {}
+    chosen = [n for n in chosen if n not in left_out]
+    fresh = []
+    if not (options.names or options.again or options.judge or options.draw):
+        fresh = [n for n in chosen if up_to_date(n, options.quick)]
+    code = several([n for n in chosen if n not in fresh], options)
+    if fresh:
+        print(f"up to date: {', '.join(fresh)}")
     for name, reason in left_out.items():
         print(f"left out, {name}: {reason}")
     return code

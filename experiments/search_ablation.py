@@ -308,8 +308,8 @@ def smollm(store: Store, table: dict[str, Any]) -> None:
 
 
 @experiment(
-    claim="Ours: the share of a layer's output that an option changes leads to choices that lose less on unseen texts, "
-    "in the mean of three models, than the error of the head alone or first-order changes of the model's output.",
+    claim="Ours: the share of a layer's output that an option changes leads to choices that lose less on unseen texts. "
+    "It beats the error of the head alone and first-order changes of the model's output, in the mean of three models.",
     ours="a small decoder, MiniLM at 512 tokens, SmolLM2-135M at 512 tokens",
     quick="the claim is about the mean of three models, two of them pretrained",
     needs=("transformers",),
@@ -358,7 +358,7 @@ def judge(found: Any) -> Said:
         means = {kind: means[kind] + x / len(found) for kind, x in mean.items()}
     best = min(means, key=lambda kind: means[kind])
     return Said(
-        "lost of the quality on texts held back, mean of the budgets: " + "; ".join(told) + ".",
+        "lost of the quality on validation texts, mean of the budgets: " + "; ".join(told) + ".",
         "holds" if best == KEPT else "fails",
         "" if best == KEPT else f"{best} loses less",
     )

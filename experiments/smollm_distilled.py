@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import long_context
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, table
 from _searches import retained, search_of
 from smollm_recipes import figures, row_of
 
@@ -110,9 +110,8 @@ def by_target(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 @experiment(
-    claim="Ours: with 0.15 of the memory a decoder keeps 0.99 of perplexity and recall at 512 and at 4,000 tokens, "
-    "once "
-    "adapters are trained for ten minutes.",
+    claim="Ours: with 15 % of the memory a decoder keeps 99 % of perplexity and recall at 512 and at 4,000 tokens. "
+    "Adapters are trained for ten minutes.",
     ours="8 texts of 512 and 2 of 4,000 tokens, a book of 6,500",
     quick="distills a decoder of 135 million parameters",
     needs=("transformers", "peft"),
@@ -145,18 +144,17 @@ def judge(found: Any) -> Said:
     report = search_of(called["report"])
     small = max(now["ratio"], now["ratio_long"]) <= 1.01 and now["recall"] <= 1.35
     good = small and min(now["512"]["kept"], now["4000"]["kept"]) >= 0.99 and report["met"]
-    stages = ", ".join(
-        f"{name} {row['512']['kept']:.3f} and {row['4000']['kept']:.2f}"
-        for name, row in found.items()
+    stages = {
+        name: {f"retained at {n} tokens": f"{row[n]['kept']:.3f}" for n in ("512", "4000")}
+        for name, row in (("before", before), *found.items())
         if name not in ("exact", "converted")
-    )
+    }
     return Said(
-        f"{now['memory']:.3f} of the memory at 4,000 tokens; kept at 512 and at 4,000 tokens "
-        f"{before['512']['kept']:.3f} and "
-        f"{before['4000']['kept']:.2f} before, {stages}; other authors, trained: ratios {now['ratio']:.3f} and "
-        f"{now['ratio_long']:.3f}, recall {now['recall']:.3f} (exact {found['exact'][2]:.3f}). By one call: "
-        f"{called['memory']:.3f} of the memory, {retained(report['trained']['4000']):.3f} on texts that "
-        "it held back.",
+        f"{now['memory']:.1%} of the memory at 4,000 tokens:"
+        + table(stages)
+        + f"Other authors, trained: ratios {now['ratio']:.3f} and {now['ratio_long']:.3f}, recall {now['recall']:.3f} "
+        f"(exact {found['exact'][2]:.3f}). By one call: {called['memory']:.1%} of the memory, "
+        f"{retained(report['trained']['4000']):.1%} retained on its validation texts.",
         "holds" if good else "fails",
         "" if good else "less than 0.99 is kept" if small else "perplexity or recall is lost",
     )

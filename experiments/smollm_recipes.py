@@ -80,9 +80,9 @@ def converted(model: Any, name: str, calibration: Calibration) -> tuple[Any, flo
 
 
 @experiment(
-    claim="Ours: FAVOR+ alone destroys a decoder (perplexity ratio above 10); a window of 64 with sinks keeps its "
-    "perplexity and "
-    "loses recall; with a tenth of the heads exact it keeps both, in a third of the memory, without training.",
+    claim="Ours: FAVOR+ alone destroys a decoder (perplexity ratio above 10). A window of 64 with sinks keeps its "
+    "perplexity and loses recall. With a tenth of the heads exact it keeps both, in a third of the memory, without "
+    "training.",
     ours="SmolLM2-135M, 21 recipes, no fine-tuning, texts of up to 450 tokens",
     quick="converts a decoder of 135 million parameters by 21 recipes",
     needs=("transformers",),
@@ -113,7 +113,7 @@ def judge(found: Any) -> Said:
     holds = plain["ratio"] > 10 and bare["recall"] > 10 and best["ratio"] <= 1.03 and best["recall"] <= 2.0
     told = "; ".join(f"{n}: ratio {rows[n]['ratio']:.2f}, recall {rows[n]['recall']:.2f}" for n in names)
     return Said(
-        f"{told} (exact {found['exact'][2]:.2f}), with {best['memory']:.2f} of the memory.",
+        f"{told} (exact {found['exact'][2]:.2f}), with {best['memory']:.0%} of the memory.",
         "holds" if holds and best["memory"] <= 1 / 3 else "fails",
         "" if holds and best["memory"] <= 1 / 3 else "perplexity or recall is lost, or the memory is larger",
     )

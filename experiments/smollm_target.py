@@ -11,7 +11,7 @@ import time
 import warnings
 from typing import Any
 
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, table
 from _pictures import COLOURS, GREY, figure, save
 from _searches import retained, tried
 from smollm_recipes import figures, row_of
@@ -53,7 +53,7 @@ def small(model: Any, report: Any, measure: Any, exact: list[float]) -> dict[str
 
 
 @experiment(
-    claim="Ours: a search keeps 0.99 of perplexity and recall of SmolLM2 with at most 0.15 of the key-value memory.",
+    claim="Ours: a search keeps 99 % of perplexity and recall of SmolLM2 with at most 15 % of the key-value memory.",
     ours="texts of 512, 1,000 and 4,000 tokens, memory counted at 4,000",
     quick="searches a target for a decoder of 135 million parameters",
     needs=("transformers",),
@@ -75,16 +75,17 @@ def measure(store: Store, keep: float = 0.99, judged: tuple[int, ...] = (512, 10
 
 def judge(found: Any) -> Said:
     reports = {n: found[n]["report"] for n in ("1000", "4000") if n in found}
-    told = "; ".join(
-        f"kept {retained(report['verified']):.3f} on held-back texts of {n} tokens, with "
-        f"{found[n]['row']['memory']:.2f} of the "
-        "memory at 4,000"
+    told = {
+        f"{int(n):,} tokens": {
+            "quality retained": f"{retained(report['verified']):.1%}",
+            "memory at 4,000 tokens": f"{found[n]['row']['memory']:.0%}",
+        }
         for n, report in reports.items()
-    )
+    }
     met = all(report["met"] for report in reports.values())
     little = any(found[n]["row"]["memory"] <= SMALL for n in reports)
     return Said(
-        f"{told}.",
+        "On validation texts:" + table(told),
         "holds" if met and little else "fails",
         ""
         if met and little

@@ -11,7 +11,7 @@ import statistics
 from typing import Any
 
 import torch
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, table
 from _language import DIM, hidden_states, trained, validation_loss
 from _pictures import COLOURS, figure, log_ticks, save
 from torch import Tensor
@@ -93,8 +93,9 @@ def model_figures(steps: int, runs: int, corpus: str, regularised: bool) -> dict
 
 
 @experiment(
-    claim="Hybrids are closer to the softmax of a language model than FAVOR+ and trigonometric features of equal "
-    "FLOPs, in Wasserstein and Kolmogorov-Smirnov distance, and have fewer negative estimates than trigonometric ones.",
+    claim="At equal FLOPs hybrids are closer to the softmax of a language model than FAVOR+ and trigonometric "
+    "features. That is so in Wasserstein and Kolmogorov-Smirnov distance. They have fewer negative estimates than "
+    "trigonometric ones.",
     items=("001 Figure 3", "001 Table 4", "001 Figure 7", "001 Figure 8", "001 Table 5", "001 Figure 9"),
     paper="LSTM of width 200 (650), Penn Treebank (WikiText-2), trained to its end, 10 runs",
     ours="LSTM of width 128, keys of 64, Brown corpus, 500 steps, 10 runs",
@@ -124,22 +125,20 @@ def wins(found: Any) -> dict[str, int]:
 
 
 def judge(found: Any) -> Said:
-    told, parts = [], []
+    told, parts = {}, []
     for name, case in (("as trained", found), ("regularised", found.get("regularised"))):
-        if case is None:
-            continue
-        won = wins(case)
-        parts += won.items()
-        lengths = ", ".join(f"{k} {v:.1f}" for k, v in case["lengths"].items())
-        sizes = "; ".join(f"{k} at {n} of {len(SIZES)} sizes" for k, n in won.items())
-        told.append(f"{name}, mean lengths {lengths}, cross entropy {case['cross_entropy']:.2f}: {sizes}")
+        if case is not None:
+            won = wins(case)
+            parts += won.items()
+            told[name] = {f"mean length of {k}": f"{v:.1f}" for k, v in case["lengths"].items()}
+            told[name] |= {"cross entropy": f"{case['cross_entropy']:.2f}"}
+            told[name] |= {f"{k}, of {len(SIZES)} sizes": f"{n}" for k, n in won.items()}
     whole = all(n == len(SIZES) for _, n in parts)
     return Said(
-        ". ".join(told) + ".",
-        "reproduced" if whole else "partly" if any(n for k, n in parts if "below" in k) else "not",
-        ""
-        if whole
-        else "another corpus and a smaller model; where its vectors are long, positive features are closer, and "
+        "The model, and the sizes at which a claim holds:"
+        + table({what: {name: row[what] for name, row in told.items()} for what in told["as trained"]}),
+        graded(whole, any(n for k, n in parts if "below" in k)),
+        "another corpus and a smaller model. Where its vectors are long, positive features are closer, and "
         "fitted ones by far",
     )
 

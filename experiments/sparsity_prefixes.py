@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded, table
 from _models import Heads, Inputs, heads_of, tokenised
 from _pictures import COLOURS, figure, save
 
@@ -89,10 +89,9 @@ def add_text(entry: dict[str, Any], model: Any, inputs: Inputs) -> None:
 
 
 @experiment(
-    claim="The entries beyond the n largest of a head's kernel matrix sum to at most 5.39 times the n largest, for "
-    "every "
-    "head, text and prefix, and the ratio does not grow with the length. The n-th largest entry is about as large as "
-    "the next, and at most about 20 times the 2n-th.",
+    claim="The entries beyond the n largest of a head's kernel matrix sum to at most 5.39 times the n largest. That "
+    "holds for every head, text and prefix, and the ratio does not grow with the length. The n-th largest entry is "
+    "about as large as the next, and at most about 20 times the 2n-th.",
     items=("002 Figure 1", "002 Figure 2", "002 Figure 3", "002 Figure 4"),
     paper="BERT, GPT and RoBERTa, 1,000 texts of up to 512 tokens",
     ours="six other models, 16 to 40 texts of up to 512 tokens",
@@ -122,21 +121,21 @@ def growth(entry: dict[str, Any]) -> float:
 
 
 def judge(found: Any) -> Said:
-    told, holds = [], []
-    for name, e in found["models"].items():
-        within = np.mean([h <= CLAIM for h in e["heads"]])
-        told.append(
-            f"{name} ({e['texts']} texts): largest ratio {max(e['heads']):.1f}, median head "
-            f"{np.median(e['heads']):.2g}, "
-            f"{within:.0%} of {len(e['heads'])} heads within {CLAIM}, growing as n^{growth(e):.2f}; n-th entry "
-            "over the "
-            f"next {np.median(e['next']):.3f}, over the 2n-th {np.median(e['double']):.1f}"
-        )
-        holds += [name] if max(e["heads"]) <= CLAIM else []
+    rows = {
+        name: {
+            "largest ratio": f"{max(e['heads']):.1f}",
+            "median head": f"{np.median(e['heads']):.2g}",
+            f"heads within {CLAIM}": f"{np.mean([h <= CLAIM for h in e['heads']]):.0%} of {len(e['heads'])}",
+            "growth": f"n^{growth(e):.2f}",
+            "n-th entry over the next; over the 2n-th": f"{np.median(e['next']):.3f}; {np.median(e['double']):.1f}",
+        }
+        for name, e in found["models"].items()
+    }
+    texts = ", ".join(f"{e['texts']} of {name}" for name, e in found["models"].items())
     return Said(
-        "; ".join(told) + ".",
-        "not" if not holds else "partly",
-        "not tried on the paper's models, which no package registry has; fails on these "
+        f"Texts: {texts}.{table(rows, 'model')}",
+        graded(False, any(max(e["heads"]) <= CLAIM for e in found["models"].values())),
+        "not tried on the paper's models, which no package registry has. It fails on these "
         f"{len(found['models'])}: heads that attend broadly have a ratio that grows with the length",
     )
 

@@ -170,8 +170,7 @@ class Speech:
 
 @experiment(
     claim="Ours: with a kernel beside a window the encoder of a speech model is linear, and its transcripts stay; "
-    "`keep=0.98` "
-    "finds such a choice by itself.",
+    "`keep=0.98` finds such a choice by itself.",
     ours="Whisper tiny, 82 seconds of speech, 66 words",
     quick="fits maps to 1,500 frames of thirteen pieces, four times",
     needs=("transformers", "onnx"),
@@ -190,7 +189,7 @@ def judge(found: Any) -> Said:
     return Said(
         "word error rate to the original's transcript: "
         + ", ".join(f"{n} {row['word_error_rate']:.3f}" for n, row in rates.items())
-        + f"; the target keeps {target['kept']:.3f} on pieces held back.",
+        + f"; the target retains {target['kept']:.1%} on validation pieces.",
         "holds" if good else "fails",
         "" if good else "the kernel does not pay, or the target is missed",
     )

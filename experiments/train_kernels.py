@@ -101,8 +101,8 @@ def judge(found: Any) -> Said:
     return Said(
         f"accuracy in percent on proteins, {len(found)} runs: {shown}; stopped: {', '.join(stopped) or 'none'}.",
         "partly" if best > copying else "not tested",
-        f"copying the letters that are shown gives {100 * copying:.1f} %, the best run {100 * best:.1f} %: "
-        + ("a small model" if best > copying else "attention does nothing yet, so no kernel was put to the test"),
+        f"copying the letters that are shown gives {100 * copying:.1f} %, the best run {100 * best:.1f} %. "
+        + ("A small model" if best > copying else "Attention does nothing yet, so no kernel was put to the test"),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import train_table
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, table
 from _pictures import figure, log_ticks, save
 from _training import trained
 
@@ -102,16 +102,16 @@ def judge(found: Any) -> Said:
     accuracy = found["accuracy"]
     lost = behind(accuracy, tasks.task("text").presets["small"].test or 1)
     shown = {a: [accuracy.get(f"{a}/{n}") for n in LENGTHS] for a in ATTENTIONS}
-    told = ", ".join(f"{a} {' '.join('-' if x is None else f'{100 * x:.1f}' for x in row)}" for a, row in shown.items())
+    cells = {a: ["not run" if x is None else f"{100 * x:.1f} %" for x in row] for a, row in shown.items()}
+    heads = [f"{n:,} bytes" for n in LENGTHS]
+    told = table({a: dict(zip(heads, row, strict=True)) for a, row in cells.items()}, "accuracy")
     missing = [c for c in wanted() if c not in accuracy]
     return Said(
-        f"accuracy in percent at {', '.join(map(str, LENGTHS))} bytes of text: {told}; learned behind exact by "
-        "more than "
-        f"two standard errors at: {', '.join(lost) or 'no length'}.",
+        f"{told}Learned behind exact by more than two standard errors at: {', '.join(lost) or 'no length'}.",
         "not" if lost else "partly" if needed(accuracy) else "not tested",
         "one task, one small layer and one seed"
-        + ("" if needed(accuracy) else "; a model without attention does as well at every length")
-        + (f"; not run: {', '.join(missing)}" if missing else ""),
+        + ("" if needed(accuracy) else ". A model without attention does as well at every length")
+        + (f". Not run: {', '.join(missing)}" if missing else ""),
     )
 
 

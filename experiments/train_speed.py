@@ -112,15 +112,14 @@ def megabytes(length: int) -> dict[str, float]:
 
 @experiment(
     claim="Time and memory of a training step are linear in the length, and close to those of attention that only "
-    "returns "
-    "the values.",
+    "returns the values.",
     items=(
         *("003 Figure 3", "003 Figure 20", "004 Figure 1", "004 Figure 3, memory and speed"),
         *("004 Figure 4", "004 Figure 5"),
     ),
     paper="4 to 6 layers of width 64 to 512 with 256 features, up to 32,768 tokens, on accelerators",
-    ours="the sizes of 003 (6 layers of width 64 to 8,192 tokens, of width 512 to 4,096, 256 features), and one layer "
-    "of width 64 with 32 features up to 16,384 tokens; one sequence, one thread",
+    ours="the sizes of 003: 256 features, 6 layers of width 64 to 8,192 tokens, of width 512 to 4,096. One layer of "
+    "width 64 with 32 features up to 16,384 tokens. One sequence, one thread",
     quick="its claim is about lengths that take minutes, on an idle machine",
     needs=("transformers",),
 )
@@ -163,7 +162,7 @@ def at_papers_sizes(found: Any) -> str:
         n = max(rows, key=int)
         gains = {a: rows[n]["exact"] / rows[n][a] for a in OF_PAPERS if a != "exact"}
         said.append(
-            f"at the paper's {kind} size and {int(n):,} tokens a step is faster than with exact attention by "
+            f"times faster than with exact attention, the paper's {kind} size at {int(n):,} tokens: "
             + ", ".join(f"{a} {x:.1f}" for a, x in gains.items())
         )
     return "; ".join(said)
@@ -187,7 +186,7 @@ def judge(found: Any) -> Said:
         "exact attention, which torch computes without its matrix, needs hardly more memory": memory["exact"][n]
         < 1.5 * memory["positive"][n],
     }
-    missed = [reason for reason, so in reasons.items() if so]
+    missed = [f"{reason[0].upper()}{reason[1:]}" for reason, so in reasons.items() if so]
     from_exact = crossover(times["positive"], times["exact"])
     return Said(
         f"a training step at {int(n):,} tokens: "
@@ -195,10 +194,10 @@ def judge(found: Any) -> Said:
         + "; peak memory: "
         + ", ".join(f"{k} {memory[k][n]:.0f} MB" for k in names if n in memory.get(k, {}))
         + f"; {at_papers_sizes(found)}; largest exponent from 1,024 tokens on {steepest:.2f}; "
-        f"`positive` is faster than exact from {from_exact} "
-        f"tokens on, {times['exact'][n] / times['positive'][n]:.1f} times at {int(n):,}.",
+        f"`positive` is faster than exact from {from_exact} tokens, "
+        f"{times['exact'][n] / times['positive'][n]:.1f} times at {int(n):,}.",
         "not" if steepest > LINEAR_GROWTH else "partly" if missed else "reproduced",
-        "; ".join(missed),
+        ". ".join(missed),
     )
 
 

@@ -178,10 +178,10 @@ def judge(found: Any) -> Said:
     return Said(
         f"{len(found)} runs of small presets: " + "; ".join(told) + ".",
         "partly" if any(par.values()) else "not" if par else "not tested",
-        "small models and few steps; of the tasks that attention decides, learned kernels are level with exact "
+        "small models and few steps. Of the tasks that attention decides, learned kernels are level with exact "
         f"attention on {' and '.join(t for t, x in par.items() if x) or 'none'}, behind it on "
-        f"{' and '.join(t for t, x in par.items() if not x) or 'none'}; {missing} cells were not trained, and are not "
-        "guessed",
+        f"{' and '.join(t for t, x in par.items() if not x) or 'none'}. The {missing} "
+        "cells that were not trained are not guessed",
     )
 
 

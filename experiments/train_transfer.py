@@ -47,9 +47,8 @@ def at_once(attention: str, changes: dict[str, Any], parent: Path | None) -> dic
 
 
 @experiment(
-    claim="A Performer with the weights of a Transformer has some accuracy at once and recovers the rest in a "
-    "small fraction "
-    "of the original steps; positive features match it if redrawn, trigonometric ones are unstable.",
+    claim="A Performer with the weights of a Transformer has some accuracy at once and recovers the rest in a small "
+    "fraction of the original steps. Positive features match it if redrawn, trigonometric ones are unstable.",
     items=("003 Figure 5",),
     paper="a Transformer on LM1B and proteins, 36 layers",
     ours="books byte by byte, two layers, 800 steps and 200 more, one seed",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from _framework import Said, Store, experiment
+from _framework import Said, Store, experiment, graded
 from _pictures import COLOURS, figure, save
 from _turing import BALANCED, MACHINES, Attention, Machine, Transformer, features, gaussian, hard, simulate
 
@@ -58,13 +58,13 @@ def judge(found: Any) -> Said:
     good = exact and enough is not None
     return Said(
         f"hard attention follows {len(found['hard'])} runs of two machines exactly, {found['total']} steps in the "
-        f"longest; the Gaussian kernel follows it from a precision of {enough:.0e} on; random features with up to "
+        f"longest; the Gaussian kernel follows it from a precision of {enough:.0e}; random features with up to "
         f"{max(map(int, found['features'])):,} frequencies follow {max(found['features'].values())} steps."
         if good
         else f"hard attention: {found['hard']}; kernel: {found['kernel']}.",
-        "partly" if good else "not",
-        "the proof is about hard attention: a kernel of fixed precision follows a bounded number of steps, for the gap "
-        "between visits falls with the cube of time, and random features do not even copy the input",
+        graded(False, good),
+        "the proof is about hard attention. A kernel of fixed precision follows a bounded number of steps, for the gap "
+        "between visits falls with the cube of time. Random features do not even copy the input",
     )
 
 

@@ -258,7 +258,16 @@ def test_quick_runs_small_forms_elsewhere_and_says_what_it_leaves_out(folder: Pa
     assert runs(folder, "holds") == ["1"]
     assert "left out, fails: takes hours" in done.stdout
     assert list((folder / "results").iterdir()) == []
-    assert json.loads((folder.parent / ".quick/experiments/results/holds.json").read_text())["figures"] == {"value": 1}
+    small = folder.parent / ".quick/experiments/results/holds.json"
+    assert json.loads(small.read_text())["figures"] == {"value": 1}
+    assert re.search(r"^1 experiments +\d+ +\d+$", done.stdout, re.MULTILINE)
+    assert "up to date: holds" in run(folder, "--quick").stdout
+    assert runs(folder, "holds") == ["1"]  # a run that was stopped goes on behind what is done
+    edit(folder, "self.unit * self.factor * x", "self.factor * self.unit * x")
+    run(folder, "--quick")
+    (folder / "holds.py").write_text((folder / "holds.py").read_text().replace('{"number": 1}', '{"number": 2}'))
+    run(folder, "--quick")
+    assert runs(folder, "holds") == ["1", "1", "2"]
 
 
 def test_options_and_resuming(folder: Path) -> None:
@@ -315,6 +324,15 @@ def test_a_verdict_of_the_wrong_kind_or_without_a_reason_is_refused(folder: Path
     for verdict in ('"reproduced"', '"fails"'):
         declare(folder, "holds", items="", quick="{}", body="", verdict=verdict)
         assert "the verdict must be one of ('holds', 'fails')" in run(folder, "holds").stderr
+
+
+def test_verdicts_name_the_parts_that_fail_and_a_good_one_has_no_reason(folder: Path, framework: ModuleType) -> None:
+    assert [framework.graded(*x) for x in ((1, 1), (0, 2), (0,))] == ["reproduced", "partly", "not"]
+    assert [framework.kept(x) for x in (True, 0)] == ["holds", "fails"]
+    assert framework.missed({"a": 1, "b": 0, "c": False}) == "not: b; not: c"
+    declare(folder, "holds", items="", quick="{}", body="", verdict='"holds", "a reason"')
+    run(folder, "holds")
+    assert json.loads((folder / "results" / "holds.json").read_text())["said"]["why"] == ""
 
 
 def gallery(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -450,6 +468,11 @@ def test_named_figures_are_shown_as_a_table_and_clauses_as_a_list(monkeypatch: p
     lines = [line for line in gallery(monkeypatch).findings(said) if line]
     table = ["|  | time | memory |", "| --- | --- | --- |", "| exact | 9 ms | 1 MB |", "| m = 8 | 4 ms | 2 MB |"]
     assert lines == [*table, "| relu | 5 ms | 3 MB |", "- m = 2 wins.", "- It is 3, 4."]
+    framework = importlib.import_module("_framework")
+    told = "what follows:" + framework.table({"a": {"x": "1", "y": "2"}}, "name") + "it ends"
+    assert gallery(monkeypatch).findings(told) == [
+        *("- What follows:", "", "| name | x | y |\n| --- | --- | --- |\n| a | 1 | 2 |", "", "- It ends.")
+    ]
     half = "novel: 1.01 of exact, recall -0.3 % at 500, -3.5 % at 2,000, -8.7 % at 3,500."
     assert gallery(monkeypatch).findings(half) == [f"- N{half[1:]}"]  # no names, and no table
 
@@ -478,7 +501,8 @@ def test_every_experiment_has_its_pictures_and_none_is_older_than_its_result(mon
     pictures = importlib.import_module("_pictures")
     drawn = json.loads((ROOT / "docs" / "images" / "gallery" / "drawn.json").read_text())
     for name in importlib.import_module("_framework").names():
-        wanted = () if name in module.NO_PICTURE else module.PICTURES.get(name, (name,))
+        draws = "\ndef draw(" in (EXPERIMENTS / f"{name}.py").read_text(encoding="utf-8")
+        wanted = module.PICTURES.get(name, (name,) if draws else ())
         assert module.pictures(name) == list(wanted), name
     stale = [picture for picture, entry in drawn.items() if pictures.digest(entry["results"]) != entry["sha256"]]
     assert stale == [], f"run python experiments/run.py NAME --draw for {stale}"
@@ -577,8 +601,11 @@ def test_verdicts_say_what_the_figures_say(monkeypatch: pytest.MonkeyPatch) -> N
     sampled = importlib.import_module("sampled_softmax")
     losses = {"exact": 6.0, "tree": 6.1, "uniform": 9.0}
     for paper, verdict in ((6.05, "reproduced"), (8.0, "partly"), (9.5, "not")):
-        found = {f"{k}/0": {"loss": v} for k, v in {**losses, "trig, as the paper": paper}.items()}
-        assert sampled.judge({"runs": found}).verdict == verdict
+        runs = {f"{k}/0": {"loss": v} for k, v in {**losses, "trig, as the paper": paper}.items()}
+        found = {"sizes": {"small": {"steps": 500}, "paper": {"steps": 5200}}, "runs": runs}
+        assert sampled.judge(found).verdict == verdict
+        found["runs at the paper's sizes"] = runs | {"trig, as the paper/0": {"loss": 9.5}}
+        assert sampled.judge(found).verdict == "not"  # the paper's sizes decide
     policies = importlib.util.find_spec("cma") and importlib.import_module("attention_policies")
     for solved, verdict in ((0.36, "not"), (0.95, "partly")) if policies else ():
         found = {f"{n}/0": {"return": solved, "solved": solved} for n in policies.attentions(0)}
@@ -719,7 +746,7 @@ def test_reports_of_searches_are_read_in_the_form_of_this_version_and_of_the_one
     assert searches.search_of({"target": before, "distillation": None}) == before
 
 
-@pytest.mark.parametrize("name", ["positive", "hyperbolic"])
+@pytest.mark.parametrize("name", ["positive", "hyperbolic", "angular_hybrid", "gaussian_hybrid"])
 def test_the_law_of_all_classes_is_that_of_a_tree_down_to_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
     from bochner import feature_map
@@ -728,6 +755,7 @@ def test_the_law_of_all_classes_is_that_of_a_tree_down_to_them(name: str, monkey
     classes = importlib.import_module("sampled_softmax").AllClasses
     g = torch.Generator().manual_seed(0)
     y, b, x = 0.3 * torch.randn(50, 64, generator=g), torch.randn(50, generator=g), torch.randn(7, 64, generator=g)
-    phi, ids = feature_map(name, 64, 32, projection="iid"), torch.arange(50).expand(7, -1)
+    split = {"num_coefficients": 4} if name.endswith("hybrid") else {}
+    phi, ids = feature_map(name, 64, 32, projection="iid", **split), torch.arange(50).expand(7, -1)
     tree = FeatureTree(y, b, feature_map=phi, normalize=1.0, leaf_size=1)
     torch.testing.assert_close(classes(y, b, phi).log_prob(x, ids), tree.log_prob(x, ids), atol=1e-4, rtol=1e-4)
