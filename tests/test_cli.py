@@ -72,10 +72,30 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     aimed = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "aimed"), *goal, "--report", str(page)])
     assert aimed.exit_code == 0, aimed.output
     assert "with linear attention" in page.read_text(encoding="utf-8")
-    recipe = ["--features", "16", "--map", "positive", "--json"]
+    page = tmp_path / "recipe.html"
+    recipe = ["--features", "16", "--map", "positive", "--report", str(page), "--json"]
     again = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "out2"), *recipe])
     assert again.exit_code == 0, again.output
-    assert "8 kernel" in str(Conversion.of(transformers.AutoModel.from_pretrained(tmp_path / "out2")).plan)
+    text = page.read_text(encoding="utf-8")
+    assert "8 of 8 key heads are approximate" in text
+    assert "on 2 validation texts of up to" in text  # every fourth of ten
+    # What is stated is what the saved model keeps on those two, measured here by hand.
+    original = transformers.BertModel.from_pretrained(tmp_path / "model").eval()
+    converted = transformers.AutoModel.from_pretrained(tmp_path / "out2").eval()
+    assert "8 kernel" in str(Conversion.of(converted).plan)
+    cosines = []
+    for passage in passages[3::4]:
+        ids = tokenizer(passage, return_tensors="pt")
+        with torch.no_grad():
+            a, b = (m(**ids).last_hidden_state.mean(1) for m in (original, converted))
+        cosines.append(float(torch.nn.functional.cosine_similarity(a, b)))
+    stated = re.search(r"cosine ([\d.]+)", text)
+    assert stated is not None
+    assert abs(float(stated[1]) - sum(cosines) / 2) < 2e-3
+    (tmp_path / "short.txt").write_text("\n\n".join(passages[:3]))
+    short = ["convert", common[0], str(tmp_path / "out3"), "--text", str(tmp_path / "short.txt"), "--report", str(page)]
+    refused = runner.invoke(cli.app, short)
+    assert "The --report needs validation texts: 3 passages" in str(refused.exception)
 
 
 def test_a_decoder_within_a_share_of_its_memory_is_trained_and_reported(tmp_path: Path) -> None:

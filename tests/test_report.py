@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,28 @@ def test_what_a_page_says_to_do_next_names_where_the_model_is() -> None:
     assert "transformers.BertModel.from_pretrained('my model-linear')" in here.load()[1]
     assert Place("a/b/", "out").saved == "out"
     assert Place("a/b/").saved == "b-linear"
+
+
+@pytest.mark.filterwarnings("ignore:The model has .* positions:bochner.BochnerWarning")
+def test_a_recipe_is_judged_by_lengths_that_the_model_can_read() -> None:
+    pytest.importorskip("transformers")
+    from hf_models import TEXT, build
+
+    import bochner
+    from bochner.hf.evaluate import Measure, Quality
+    from bochner.report.model import Held, Place, recipe_page
+
+    model = build("bert", TEXT)
+    bochner.convert(model, bochner.Recipe("positive", 16))
+    held = Held.__new__(Held)
+    held.count, held.verifier = 3, types.SimpleNamespace(length=129)
+    times = {512: {"exact": 1.0, "plan": 0.9}, 4096: {"exact": 9.0, "plan": 1.0}}
+    quality = Quality({"cosine": Measure(torch.tensor([0.01]))}, {"cosine": 0.99})
+    plan = bochner.Conversion.of(model).plan
+    html = recipe_page("t", plan, quality, held, times, Place("a", "b"), positions=512).html()
+    verdict = html.partition('<p class="verdict">')[2].partition("</p>")[0]
+    assert "by cosine alone on 3 validation texts of up to 129 tokens" in verdict
+    assert "takes 90% of the exact time at 512 tokens" in verdict
+    assert "4,096" not in verdict
+    table = html[html.index("What it costs, by length") :].partition("</table>")[0]
+    assert [row.split("</td><td>")[0] for row in table.split("<tr><td>")[1:]] == ["512", "4,096"]

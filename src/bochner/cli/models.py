@@ -31,6 +31,7 @@ from bochner.cli.common import (
 )
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # that attention is timed at for a report
+HELD_SHARE = 4  # one of so many passages validates the report of a recipe
 
 
 def option(help: str, *names: str, panel: str | None = None, **limits: Any) -> Any:
@@ -49,7 +50,7 @@ TextFile = Annotated[
     Path | None, option("a file of text as the model will read it, a passage a paragraph; default: books")
 ]
 Passages = Annotated[int, option("how many passages of the text to use", min=1)]
-ReportFile = Annotated[Path | None, option("write an HTML report of the search to this file")]
+ReportFile = Annotated[Path | None, option("write an HTML report to this file")]
 Model = Annotated[str, typer.Argument(help="a directory with a transformers model, a GGUF file, minilm or smollm2")]
 
 
@@ -161,7 +162,7 @@ def convert(
         spec = by_options(Target, keep, memory, minimize, length, judge_length)
     else:
         goal = {"--minimize": minimize, "--length": length, "--judge-length": judge_length}
-        refuse(goal | {"--report": report}, "needs a target; give --keep or --memory too, as --keep 0.99")
+        refuse(goal, "needs a target; give --keep or --memory too, as --keep 0.99")
         near = {"window": window or None, "sinks": sinks, "exact_heads": exact_heads}
         kernel = (feature_map, num_features) if num_features else (None,)
         spec = by_options(Recipe, *kernel, **near)
@@ -176,10 +177,12 @@ def convert(
     check_place(out / "config.json", "place to save to")
     check_place(report, "--report")
     loaded, tokenizer, found, source = inputs(model, text, passages, memory)
-    how = None
+    how = held = None
     if steps or lora:
         loss = "model" if lora and type(loaded).__name__.endswith("ForCausalLM") else "outputs"
         how = Distillation(steps=steps or 60, lora=lora, loss=loss)
+    if report is not None and by_recipe:
+        found, held = hold_back(loaded, tokenizer, found, own=text is not None)
     calibration = Calibration(found, tokenizer)
     conversion = to_linear(loaded, spec if by_recipe else replace(spec, train=how), calibration, progress=not as_json)
     if how is not None and by_recipe:
@@ -187,7 +190,7 @@ def convert(
     plan, searched = conversion.plan, conversion.report
     save(loaded, tokenizer, out)
     if report is not None:
-        write_report(report, searched, loaded, tokenizer, source, (model, str(out), str(text or "")))
+        write_report(report, searched or held, loaded, tokenizer, source, (model, str(out), str(text or "")))
     if as_json:
         print_json(
             {
@@ -229,20 +232,49 @@ def refuse(options: dict[str, Any], why: str) -> None:
             raise ArgumentError(f"The option {name} {why}.")
 
 
-def write_report(path: Path, found: Any, model: Any, tokenizer: Any, source: str, place: tuple[str, str, str]) -> None:
-    """The page of a search. `place`: the model's name, where it was saved, and the file of the text."""
-    from bochner.report.cost import layer_times, typical_layer
-    from bochner.report.model import Place, head_pictures, target_page
+def hold_back(model: Any, tokenizer: Any, found: list[str], *, own: bool) -> tuple[list[str], Any]:
+    """Calibration texts, and validation texts with the original's answers, for the report of a recipe.
 
-    plan = found.plan
-    page = target_page(
-        f"{Path(place[0]).name} with linear attention",
-        found,
-        times=layer_times(typical_layer(plan), [n for n in LENGTHS if n <= 2 * max(found.goal.length, 1024)]),
-        place=Place(*place, loader=type(model).__name__),
-        pictures=head_pictures(model, tokenizer, books("heldout", 1)[0][0]) if plan.converted else None,
-        source=source,
-    )
+    Of the user's `own` passages every fourth validates; for the books there are others.
+    """
+    from bochner.report.model import Held
+
+    if not own:
+        return found, Held(model, tokenizer, books("heldout", 12)[0])
+    held = found[HELD_SHARE - 1 :: HELD_SHARE]
+    if not held:
+        raise BochnerError(
+            f"The --report needs validation texts: {len(found)} passages were given, {HELD_SHARE} are the least; give "
+            "more, parted by empty lines."
+        )
+    say(f"{len(held)} of {len(found)} passages are validation texts for the report")
+    rest = [text for i, text in enumerate(found) if i % HELD_SHARE != HELD_SHARE - 1]
+    return rest, Held(model, tokenizer, held)
+
+
+def write_report(path: Path, found: Any, model: Any, tokenizer: Any, source: str, place: tuple[str, str, str]) -> None:
+    """The page of a converted model. `found`: a search's report, or the validation texts of a recipe.
+
+    `place`: the model's name, where it was saved, and the file of the text.
+    """
+    from bochner.hf.conversion import Conversion
+    from bochner.hf.inputs import positions
+    from bochner.report.cost import layer_times, typical_layer
+    from bochner.report.model import Held, Place, head_pictures, recipe_page, target_page
+
+    title = f"{Path(place[0]).name} with linear attention"
+    plan = Conversion.of(model).plan if isinstance(found, Held) else found.plan
+    pictures = head_pictures(model, tokenizer, books("heldout", 1)[0][0]) if plan.converted else None
+    shown: dict[str, Any] = {"pictures": pictures, "source": source}
+    where = Place(*place, loader=type(model).__name__)
+    if isinstance(found, Held):
+        most = positions(model).get("input_ids")
+        lengths = sorted({*LENGTHS[:-1], min(most or LENGTHS[-2], LENGTHS[-2])})
+        times = layer_times(typical_layer(plan), lengths)
+        page = recipe_page(title, plan, found.quality(model), found, times, where, positions=most, **shown)
+    else:
+        lengths = [n for n in LENGTHS if n <= 2 * max(found.goal.length, 1024)]
+        page = target_page(title, found, times=layer_times(typical_layer(plan), lengths), place=where, **shown)
     say(f"report: {page.save(path)}")
 
 

@@ -52,10 +52,10 @@ def add_costs(page: Report, plan: Plan, times: Times, *, positions: int | None =
 
     `positions`: what the model has, named where times go beyond them.
     """
-    head, decodes = ["tokens", "exact (ms)", "as chosen (ms)"], any(layer.is_causal for layer in plan.layers)
+    head, decodes = ["tokens", "exact (ms)", "converted (ms)"], any(layer.is_causal for layer in plan.layers)
     rows: list[list[object]] = [[f"{n:,}", 1e3 * times[n]["exact"], 1e3 * times[n]["plan"]] for n in sorted(times)]
     if decodes:
-        head += ["cache as it was (MB)", "cache as chosen (MB)"]
+        head += ["cache as it was (MB)", "cache converted (MB)"]
         for row, n in zip(rows, sorted(times), strict=True):
             row += [plan.cache_bytes(n, converted=done) / 1e6 for done in (False, True)]
     page.heading("What it costs, by length").table(head, rows)

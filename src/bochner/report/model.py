@@ -1,4 +1,4 @@
-"""Pages about a converted model: what a search for a target found, and what its heads look at."""
+"""Pages about a converted model: what a search for a target found, and what a recipe did."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ import torch
 from bochner.hf import inputs
 from bochner.hf.calibrate import Far, HeadErrors, attention_weights
 from bochner.hf.calls import Call
+from bochner.hf.config import Calibration, Target
 from bochner.hf.evaluate import Quality
 from bochner.hf.interface import layers_of
-from bochner.hf.observe import recording, run
+from bochner.hf.observe import discover, recording, run
+from bochner.hf.plan import Plan
 from bochner.hf.search import SearchReport
+from bochner.hf.search.texts import batches_for, settle
+from bochner.hf.search.verify import Verifier
 from bochner.report import Number, Report
 from bochner.report.cost import Times, add_costs, memory_number
 from bochner.report.viewer import HeadPictures
 
 MOST_TOKENS, MOST_HEADS = 96, 300  # of the text whose attention is shown; heads on one page
+GOOD = 0.98  # of the quality: what a recipe must retain to be called good
 DISTILL = ("If a little more quality matters, convert with --steps 60, which distills the maps.", "")
 
 
@@ -177,6 +182,57 @@ def _target_verdict(report: SearchReport) -> str:
         few = f"the model has positions for {report.positions:,}"
         return f"Not at {goal.length:,} tokens as it is: {few}. With more of them: {found}"
     return f"Convert it. {found}"
+
+
+class Held:
+    """Validation texts of a recipe, with the original's answers: made before a conversion, asked after it."""
+
+    def __init__(self, model: Any, tokenizer: Any, texts: Sequence[str]) -> None:
+        data = batches_for(model, Calibration(texts, tokenizer, batch_size=4), Target())
+        shapes = discover(model, inputs.first_row(data[0]))
+        goal = settle(Target(length=sum(batch["input_ids"].numel() for batch in data)), model, shapes, data)
+        held = torch.cat([batch["input_ids"][0] for batch in data]) if goal.is_language else data
+        self.count, self.verifier = len(texts), Verifier(model, held, goal, shapes, lambda text: None)
+
+    def quality(self, model: Any) -> Quality:
+        """The quality that the converted model retains."""
+        return self.verifier.look(model).quality
+
+    def __str__(self) -> str:
+        return f"{self.count} validation texts of up to {self.verifier.length:,} tokens"
+
+
+def recipe_page(
+    title: str, plan: Plan, quality: Quality, held: Held, times: Times, place: Place, **shown: Any
+) -> Report:
+    """What a recipe did to a model, as a page: `quality` was measured on the texts `held`.
+
+    Speed is stated at the longest of the `times` that the model has positions for. `shown`: `positions`, `pictures`
+    and `source`, as for `target_page`.
+    """
+    positions, pictures = shown.get("positions"), shown.get("pictures")
+    approximate = plan.num_heads - plan.count("exact")
+    length = max((n for n in times if positions is None or n <= positions), default=min(times))
+    ratio = times[length]["plan"] / times[length]["exact"]
+    page = Report(title).verdict(
+        f"{approximate} of {plan.num_heads} key heads are approximate. The model retains {quality.retained:.1%} of its "
+        f"quality{_alone(quality)} on {held}. One layer of attention takes {ratio:.0%} of the exact time at "
+        f"{length:,} tokens.",
+        [
+            _quality_number(quality, held.verifier.length),
+            memory_number(plan, length),
+            Number("time", f"{ratio:.0%}", f"of exact attention's, one layer at {length:,} tokens"),
+        ],
+        good=quality.retained >= GOOD and bool(approximate) and ratio < 1,
+    )
+    steps = [place.load(), DISTILL]
+    if quality.retained < GOOD or not approximate:
+        steps.insert(0, ("Let a search choose for every head.", place.convert("--keep 0.99")))
+    page.steps(steps)
+    if pictures is not None:
+        page.heading("What the heads look at").heads(pictures)
+    add_costs(page, plan, times, positions=positions, source=shown.get("source", ""))
+    return page.code(str(plan), "The plan, head by head")
 
 
 def _quality_number(quality: Quality, length: int) -> Number:
