@@ -149,6 +149,20 @@ def test_adapters_and_maps_of_a_peft_model_are_trained_together(saved: list[str]
     assert "seconds in all" in str(report)
 
 
+def test_adapters_made_for_the_training_end_in_the_weights() -> None:
+    pytest.importorskip("peft")
+    model = student(family="llama", window=6, sinks=1)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    wanted = {n: p.requires_grad for n, p in model.named_parameters()}
+    how = Distillation(steps=1, end_to_end=10, rate=4e-2, lora=2, loss="model")
+    report = distill(model, texts_as_batches(4), how)
+    assert report.quality["perplexity"]["after"] < report.quality["perplexity"]["before"]
+    assert {n: p.requires_grad for n, p in model.named_parameters() if n in wanted} == wanted
+    moved = {n for n, p in model.named_parameters() if n in before and not torch.equal(p, before[n])}
+    assert len(moved) == 8  # queries, keys, values and outputs of two layers
+    assert all(n.endswith("_proj.weight") for n in moved)
+
+
 def test_the_loss_of_the_model_uses_labels_and_asks_for_them() -> None:
     model = build("bert", TEXT, head="AutoModelForSequenceClassification")
     convert(model, Recipe(num_features=16), texts_as_batches())

@@ -189,6 +189,24 @@ def test_a_fraction_of_the_key_heads_stays_exact() -> None:
     assert sum(len(layer.heads_of("exact")) for layer in plan.layers) == 2
 
 
+def test_a_plan_that_brings_fitted_maps_needs_no_data() -> None:
+    first, second = build("bert", TEXT), build("bert", TEXT)
+    plan = convert(first, Recipe("landmark", 16, window=4), texts_as_batches()).plan
+    convert(second, plan)
+    assert torch.equal(outputs(second), outputs(first))
+    plan.maps.clear()
+    with pytest.raises(BochnerError, match="'landmark' needs 'data'"):
+        convert(build("bert", TEXT), plan)
+
+
+def test_windows_alone_of_an_encoder_are_ranked_by_what_they_leave_out() -> None:
+    model = build("bert", TEXT)
+    convert(model, Recipe(None, window=4, exact_heads=2 / 8), texts_as_batches())
+    plan = Conversion.of(model).plan
+    scores = sorted((s, fate == Exact()) for x in plan.layers for s, fate in zip(x.scores, x.fates, strict=True))
+    assert [exact for _, exact in scores] == [False] * 6 + [True] * 2
+
+
 def test_redrawing_is_the_same_on_every_rank_and_keeps_calibration() -> None:
     a, b = (convert_bert(feature_map="calibrated") for _ in range(2))
     before = {n: x.map_norm["kernel"].phi.basis_query.clone() for n, x in layers_of(a).items()}

@@ -80,9 +80,16 @@ def test_one_warning_for_texts_longer_than_a_decoder_was_fitted_to(at_once: bool
     assert f"fitted to {length}" in str(told[0].message)
 
 
-@pytest.mark.parametrize("options", [{"feature_map": "positive"}, {"feature_map": None, "window": 8}])
-def test_no_warning_of_length_where_nothing_was_fitted(options: dict[str, Any]) -> None:
-    converted = model("llama", **options)
+OTHERS: list[dict[str, Any]] = [
+    {"family": "llama", "feature_map": "positive"},
+    {"family": "llama", "feature_map": None, "window": 8},
+    {"family": "bert", "feature_map": "landmark", "window": 8},
+]
+
+
+@pytest.mark.parametrize("options", OTHERS)
+def test_no_warning_of_length_for_encoders_and_where_nothing_was_fitted(options: dict[str, Any]) -> None:
+    converted = model(**options)
     with torch.no_grad(), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         converted(texts_as_batches(1, batch=1, length=200, seed=9)[0]["input_ids"])

@@ -321,6 +321,25 @@ def test_too_little_memory_is_refused_with_the_least(monkeypatch: pytest.MonkeyP
         search(build("bert", ENCODERS["bert"]), Target(memory=0.5), texts_as_batches(6, 2, 64))
 
 
+def test_measured_seconds_are_those_of_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[Any, float] = {}
+
+    def seconds(layers: Any, plan: Any, length: int, device: Any, dtype: Any) -> dict[Any, float]:
+        told.update({"exact": 4.0, **{name: 1.0 + 0.1 * i for i, name in enumerate(layers)}})
+        return dict(told)
+
+    monkeypatch.setattr(options, "layer_seconds", seconds)
+    monkeypatch.setattr(fates.NearHeads, "fit", lambda self, samples: None)
+    model, data = build("bert", ENCODERS["bert"]), texts_as_batches(6, 2, 128)
+    shapes = discover(model, data[0])
+    space = Space(model, shapes, settle(Target(keep=0.9), model, shapes, data))
+    space.fit(data, lambda text: None)
+    for layer in space.layers.values():
+        heads = layer.plan.num_kv_heads
+        assert len(layer.made) > 2
+        assert (heads * layer.cost).tolist() == pytest.approx([4.0, *(told[fate] for fate in layer.made)])
+
+
 def test_an_encoder_is_searched_by_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an option is cheaper and keeps, it is taken; all heads of a layer that change share it."""
     told = {"exact": 4.0, "mixed": 4.0}

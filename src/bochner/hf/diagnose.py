@@ -141,8 +141,10 @@ def _examine(plan: LayerPlan, calls: list[Call], near: Window | None, m: int) ->
     seen = _statistics(held[0], {} if near is None else near.near, m)
     return [
         HeadDiagnosis(
-            i,
-            *(values[i].item() for values in seen.values()),
+            head=i,
+            entropy=seen["entropy"][i].item(),
+            outside=seen["outside"][i].item(),
+            rank_floor=seen["rank_floor"][i].item(),
             measured={name: e[i].item() for name, e in measured.items()},
             predicted={name: e[i].item() for name, e in predicted.items()},
         )
