@@ -110,6 +110,7 @@ class KernelDensity(_Neighbours):
         return self._log_density(X)[1]
 
     def score(self, X: Any, y: Any = None) -> float:
+        """The log likelihood of X."""
         return float(self.score_samples(X).sum())
 
     def sample(self, n_samples: int = 1, random_state: Any = None) -> np.ndarray:
