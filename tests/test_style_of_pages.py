@@ -45,7 +45,7 @@ FORBIDDEN = {
 }
 # Not in plain English yet. Nothing is added here; a name goes when its text is rewritten.
 LONG_DOCSTRINGS = {
-    "FeatureMap", "KernelDensity", "KernelPCA", "KernelRidge", "NadarayaWatson", "RandomFeatures", "Recipe",
+    "FeatureMap", "KernelDensity", "KernelRidge", "NadarayaWatson", "Recipe",
     "SampledSoftmaxLoss", "convert", "distill", "linear_attention", "pivoted_cholesky", "rank_floor",
 }  # fmt: skip
 WORDS_OF_DOCSTRINGS = {
