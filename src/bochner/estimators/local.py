@@ -110,6 +110,7 @@ class KernelDensity(_Neighbours):
         return self._log_density(X)[1]
 
     def score(self, X: Any, y: Any = None) -> float:
+        """The log likelihood of X."""
         return float(self.score_samples(X).sum())
 
     def sample(self, n_samples: int = 1, random_state: Any = None) -> np.ndarray:
@@ -156,6 +157,7 @@ class NadarayaWatson(MultiOutputMixin, RegressorMixin, _Neighbours):
 
     @blockwise(lambda model: (model.y_.shape[1] if model.y_.ndim == 2 else 0, np.float64))
     def predict(self, X: Any) -> np.ndarray:
+        """The local average at each row of X; of a Dask array, a Dask array."""
         check_is_fitted(self)
         # Weights are scaled to a largest of 1, so that the mass counts neighbours; y is centred, so that what the
         # products round is its variation.

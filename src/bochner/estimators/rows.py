@@ -55,7 +55,8 @@ class Rows:
 
     def head(self) -> Block:
         """The first block."""
-        return finished(next(self.start(), None) or _none(), self.encode)
+        first: tuple[Any, ...] | None = next(self.start(), None)
+        return finished(first or _none(), self.encode)
 
     def each(self, function: Callable[..., Any], *state: Any, shares: list[Any] | None = None) -> Iterable[Any]:
         """`function(block, *state)` of every block; `shares`: one more argument for each of them, None to leave out."""

@@ -58,6 +58,7 @@ class Estimate:
 
     @property
     def statement(self) -> str:
+        """The statement in words."""
         return (
             f"|Kx - y| <= {self.bound:.3g} = {self.relative:.3g} |x|, and no row is off by more than "
             f"{float(self.row_bounds.max()):.3g}: deterministically, rounding included."
