@@ -24,8 +24,8 @@ from bochner.attention.softmax import attend_zones, exact_logits
 from bochner.attention.state import Keys, State, Sums, add_keys, cauchy_schwarz, columns_of, finished, key_sums
 
 ELEMENTS = 5 * 2**19  # features and logits of one part on the CPU: 10 MB in float32
-# Short causal sequences are differentiated in four parts of at least so many features: at 256 tokens (8 heads, d = 64,
-# m = 256) that takes 5.5 times the memory of q, k and v instead of 12, and a tenth more time.
+# Short causal sequences of more than 2 d features are differentiated in four parts of at least so many: at 256 tokens
+# (8 heads, d = 64, m = 256) that takes 5.5 times the memory of q, k and v instead of 12, and a tenth more time.
 FEWEST = 3 * 2**16
 ELSEWHERE = 64  # times as many on other devices
 UNROLLED = 16  # parts of a compiled graph, at most: each takes time to compile
@@ -90,7 +90,8 @@ def rows_at_once(call: Call, layout: Layout | None, like: Tensor) -> int | None:
         share = 1 if phi.is_exponential else 4  # most maps hold several temporaries as large as their features
     elements = ELEMENTS // share * (1 if like.device.type == "cpu" else ELSEWHERE)
     rows = max(64, elements // (like.shape[0] * like.shape[1] * row))
-    if layout is not None and layout.is_triangle and torch.is_grad_enabled() and not call.composed:
+    learns = torch.is_grad_enabled() and not call.composed
+    if learns and layout is not None and layout.is_triangle and not layout.near.window and m > 2 * like.shape[-1]:
         rows = min(rows, max(64, layout.rows // 4, FEWEST // (like.shape[0] * like.shape[1] * m)))
     return max(rows, -(-layout.rows // UNROLLED)) if call.composed and layout is not None else rows
 

@@ -21,7 +21,7 @@ BLOCK = 2048  # rows or keys at a time in a backward pass: 1.2 times as fast at 
 pad = torch.nn.functional.pad
 
 
-def softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, plain: bool) -> tuple[Tensor, Tensor]:
+def softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, plain: bool = False) -> tuple[Tensor, Tensor]:
     """`softmax(q k' + bias) v` (b, h, n, v) and `logsumexp(q k' + bias)` (b, h, n, 1); bias (b, h, 1, s), no scale.
 
     `plain`: by plain operations, in O(n s) memory.
