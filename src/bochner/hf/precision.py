@@ -32,11 +32,6 @@ class Rows(NamedTuple):
     codes: Tensor
     steps: Tensor
 
-    def at(self, *place: Any) -> Rows:
-        """Some of them, by the axes behind those of batch and keys or values."""
-        where = (slice(None), slice(None), *place)
-        return Rows(self.codes[where], self.steps[where])
-
     def then(self, others: Rows) -> Rows:
         return Rows(*(torch.cat([x, y], dim=2) for x, y in zip(self, others, strict=True)))
 
