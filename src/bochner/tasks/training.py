@@ -227,7 +227,7 @@ def make_trainer(
         model=model,
         args=arguments,
         train_dataset=examples,
-        eval_dataset=Subset(validation, range(min(GLIMPSE, len(validation)))),  # type: ignore[arg-type]
+        eval_dataset=Subset(validation, range(min(GLIMPSE, len(validation)))),
         data_collator=collate,
         compute_metrics=lambda found: judged(task, found),
         preprocess_logits_for_metrics=lambda logits, labels: scored(task, logits, labels),
