@@ -17,7 +17,9 @@ DOCS = HERE.parent / "docs"
 
 
 def names() -> list[str]:
-    return sorted(p.stem for p in HERE.glob("*.py") if not p.stem.startswith("_") and p.stem not in ("run", "history", "sources"))
+    return sorted(
+        p.stem for p in HERE.glob("*.py") if not p.stem.startswith("_") and p.stem not in ("run", "history", "sources")
+    )
 
 
 def command(name: str, quick: bool) -> list[str]:
