@@ -50,7 +50,7 @@ def linear_attention(
     - `key_padding_mask` (b, s) bool, True = ignore. A row with no key gives zeros.
     - `scale`: multiplies q . k; default d^-1/2.
     - `window=w`, `sinks=t`: exact softmax near a row and on the first t unpadded keys. Kind `"block"`: its block of w
-      keys and the neighbouring ones, from the first unpadded key on; `"sliding"`: where `|i - j| < w`.
+      keys and the neighbouring ones, counted from the first unpadded key; `"sliding"`: where `|i - j| < w`.
     - `decay`, causal: log decays (g,) or (b, g, s); K(q_i, k_j) is multiplied by `exp(decay_{j+1} + ... + decay_i)`.
     - `state`, `return_state`: resume causal attention after the keys of `state`; returns (out, state).
     - `on_small_normalizer`, below a tenth of its bound, of signed maps: `"mean"` gives the row the mean of what it may

@@ -73,7 +73,7 @@ class KernelDensity(_Neighbours):
     """Density of X with columns of similar spread: `p(q) = sum_j w_j N(q; x_j, sigma^2 I) / sum_j |w_j|`.
 
     `score_samples` is the log density, as in scikit-learn; `density` also serves signed weights. Rows with a kernel
-    mass below one neighbour are computed exactly in log space, so that a far query has its true log density and not
+    mass below one neighbour are computed exactly in log space. So a far query has its true log density and not
     -inf. One bandwidth serves all columns: standardise them first.
 
     Args:
@@ -137,8 +137,8 @@ class KernelDensity(_Neighbours):
 class NadarayaWatson(MultiOutputMixin, RegressorMixin, _Neighbours):
     """Local averages of X with columns of similar spread: `f(q) = sum_j w_j K(q, x_j) y_j / sum_j w_j K(q, x_j)`.
 
-    Rows with a kernel mass below one neighbour are computed exactly in log space, so that a far query gets the mean of
-    its nearest neighbours and never 0/0.
+    Rows with a kernel mass below one neighbour are computed exactly in log space. So a far query gets the mean of its
+    nearest neighbours and never 0/0.
 
     Args:
         bandwidth, eps, method, random_state: as in `KernelDensity`; K is `exp(-|x-y|^2 / (2 bandwidth^2))`.

@@ -138,7 +138,7 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
 
     Up to 4,096 rows by a Cholesky factorisation. Beyond, f lives on up to 4,096 centres, and preconditioned conjugate
     gradients read the rows a dozen times: memory does not grow with their number. X can be an array, a memory-mapped
-    one, a Dask array, or a function that returns an iterator of blocks (X, y) or (X, y, weight).
+    one or a Dask array. It can also be a function that returns an iterator of blocks (X, y) or (X, y, weight).
 
     Args:
         alpha: the ridge parameter, in the units of `sklearn.kernel_ridge.KernelRidge`.

@@ -51,8 +51,8 @@ class Recipe(Config):
     """What every head becomes.
 
     `feature_map`, `num_features` (m), `options`: the kernel of the approximate heads. `"auto"` is `landmark` with
-    m = 64, `calibrated` for models that are going to be trained, and `moments` beside a window of 32 where there is no
-    calibration data. `None` is no kernel: a window and attention sinks alone.
+    m = 64, and `calibrated` for models that are going to be trained. Without calibration data it is `moments` with a
+    window of 32. `None` is no kernel: a window and attention sinks alone.
     `window`, `sinks`, `window_kind`: exact softmax on near keys and on the first ones, normalised together with the
     kernel, as in `linear_attention`. Cross-attention has none.
     `exact_heads`: key heads that stay softmax. A fraction takes the heads that retrieve; pairs (layer, key head) name
@@ -105,7 +105,7 @@ class Distillation(Config):
     `steps`, `rate`: Adam steps of each layer and their rate; a layer ends early when nothing improves.
     `end_to_end`: steps of the second stage, 0 for none, at half of the rate. `loss`: what that lowers, the distance of
     its `"outputs"` from the original's, or the `"model"`'s own loss.
-    `lora`: the rank of adapters that are made for it beside the attention's projections, and merged. `seconds`: a time
+    `lora`: the rank of adapters that are made for it at the attention's projections, and merged. `seconds`: a time
     limit.
     """
 
@@ -178,7 +178,7 @@ class Calibration(Config):
     """Data of the kind that the model will see: texts with their tokenizer, or batches of its inputs.
 
     `data`: texts; or one batch or an iterable of them, dicts by the names of the model's inputs. `tokenizer`: default
-    the one stored beside the model. `max_length`: the tokens that each text is cut to; default 256, for a `Target`
+    the one stored with the model. `max_length`: the tokens that each text is cut to; default 256, for a `Target`
     none. `batch_size`: texts that are run at a time.
     """
 

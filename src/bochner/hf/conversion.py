@@ -51,8 +51,8 @@ def convert(
     `data`: texts, batches of the model's inputs, or a `Calibration` with its tokenizer and lengths. Maps are fitted to
     them. A plan that brings its maps needs none.
     `parts`: what to convert, default all: "encoder", "decoder" and "cross" of an encoder-decoder, or names of modules.
-    Layers that linear attention cannot honour (windows and chunks of their own, soft caps, position biases, other
-    masks) stay as they were, and the plan says why.
+    Layers with windows and chunks of their own, soft caps, position biases or other masks stay as they were. The plan
+    says why.
     `seed`: of random projections, and of what a search draws.
     `progress`: say what is being done, on the standard error stream; default if that is a terminal.
 
@@ -125,7 +125,7 @@ class Conversion:
         return revert(self.model)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the plan, the fitted maps and the report, a hundredth of the model, to be loaded beside the original.
+        """Write the plan, the fitted maps and the report, a hundredth of the model, to be loaded onto the original.
 
         A part that was converted by itself is saved alone; to save it in the whole model, convert that with `parts`.
         """

@@ -86,9 +86,9 @@ def distill(model: Any, data: Any, how: Distillation = PLAIN, *, progress: bool 
     """Train the maps of a converted model on unlabelled data, in place; returns what it did, layer by layer.
 
     `model`: a converted one; the adapters of a PeftModel are trained with its maps, and `revert` leaves them. `data`:
-    texts, batches or a `Calibration`; the last eighth is held back for validation, and each layer keeps the state that
-    was best on it. `how`: a `Distillation`. With `loss="model"` the second stage lowers the model's own loss, by the
-    `labels` of the batches or, in a causal language model without any, of the next tokens.
+    texts, batches or a `Calibration`; the last eighth is for validation, and each layer keeps the state that was best
+    on it. `how`: a `Distillation`. With `loss="model"` the second stage lowers the model's own loss, by the `labels` of
+    the batches. A causal language model without any learns the next tokens.
 
     Maps stay what they are in every other respect: `save_pretrained`, decoding and `revert` work as before.
     """

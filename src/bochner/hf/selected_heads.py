@@ -75,7 +75,7 @@ class Selected(Fate):
         return self.window * near + (spare_of(self.window) + self.budget) * older
 
     def cache_bytes(self, layer: Layer, length: int, element_size: int) -> int:
-        """All slots are there from the first token on. The counters of a layer are counted for every head."""
+        """All slots are there before the first token. The counters of a layer are counted for every head."""
         dtype = DTYPES[element_size]
         first = self.sinks * (2 * max(layer.head_dim, layer.value_dim) * sink_dtype(dtype).itemsize + SLOT_BYTES + 4)
         return self._bytes_of_keys(layer) + first + counters(self.window)

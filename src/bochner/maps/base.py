@@ -122,8 +122,8 @@ def to_features(t: Tensor) -> Features:
 class FeatureMap(RedrawnModule):
     """Base of all feature maps: validation, roles, seeds, calibration.
 
-    A subclass sets `feature_dim`, the length of its features, states `positive` (features never negative) and
-    `unbiased` (for projections whose rows are exactly Gaussian), and gives `_features(x, role)` on inputs in the
+    A subclass sets `feature_dim`, the length of its features. It states `positive` (features never negative) and
+    `unbiased` (for projections whose rows are exactly Gaussian). It gives `_features(x, role)` on inputs in the
     accumulation dtype; one that is a single exponential says `is_exponential` and gives `exponent(role)` instead.
     `kernel_matrix` is what it estimates.
 
@@ -206,7 +206,7 @@ class FeatureMap(RedrawnModule):
         return value_dim + 1
 
     def columns(self, features: Features, v: Tensor) -> Tensor | None:
-        """What is summed beside the features of a key, (..., s, columns); None for its value and 1."""
+        """What is summed with the features of a key, (..., s, columns); None for its value and 1."""
         return None
 
     def answer(self, total: Tensor, last: Tensor | None, query: Tensor) -> tuple[Tensor, Tensor | None]:

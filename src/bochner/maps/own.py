@@ -20,7 +20,7 @@ class FunctionMap(FeatureMap):
     """A plain function `f(x, role)` as a map: x (..., n, d) to features, a tensor (..., n, m) or `Features`.
 
     m is the length of what `function` gives for a few rows; `num_features` means nothing here. `positive`: whether its
-    features are never negative, which attention may then rely on. The parameters of an `nn.Module` are the map's own.
+    features are never negative: attention relies on that. The parameters of an `nn.Module` are the map's own.
 
     >>> phi = FunctionMap(4, function=lambda x, role: torch.cat([x.exp(), (-x).exp()], dim=-1), positive=True)
     >>> phi.feature_dim

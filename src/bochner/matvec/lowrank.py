@@ -70,8 +70,8 @@ def pivoted_cholesky(
 ) -> Factor:
     """At most `rank` columns; fewer once the trace of what is left is at most `tolerance`, or `stop(trace, r)`.
 
-    Pivots are drawn in proportion to the diagonal of what is left, a block at a time with rejection, which has the law
-    of drawing them one by one (Chen, Epperly, Tropp and Webber 2023; Epperly, Tropp and Webber 2024). Cost: O(n r^2).
+    Pivots are drawn in proportion to the diagonal of what is left, a block at a time with rejection. That has the law
+    of drawing them one by one. Chen, Epperly, Tropp and Webber 2023; Epperly, Tropp and Webber 2024. Cost: O(n r^2).
     """
     n, generator = len(X), torch.Generator().manual_seed(seed)
     frame = kernel.frame(X, "float64")

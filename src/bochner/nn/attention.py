@@ -37,7 +37,7 @@ ROTARY_BASE = 10_000.0
 
 @dataclass(frozen=True, repr=False)
 class Attention:
-    """How a layer attends: its map, what is exact beside it, its heads.
+    """How a layer attends: its map, what is exact, its heads.
 
     - `feature_map`: a name, a class, a function `f(x, role)` or an instance. None is no kernel: each row attends
       exactly to its window and to the sinks, and to nothing else.

@@ -18,7 +18,7 @@ from bochner.nn.attention import Attention, DecodingState, MultiheadAttention
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What a layer has beside its attention.
+    """What a layer has besides its attention.
 
     - `hidden`: width of the feed-forward part, default four times that of the layer.
     - `dropout`: after attention and after the feed-forward part.

@@ -19,8 +19,8 @@ class SampledSoftmaxLoss(nn.Module):
     """Cross entropy `log Z(x) - (x . y_t + b_t)` with Z estimated from `num_samples` classes of a sampler.
 
     `Z ~ exp(o_t) + (1/k) sum_{j != t} exp(o_j) / q(j | x)`, o = x . y + b: the log-q correction, which makes the
-    estimate of Z unbiased for every sampler q; draws that hit the target are left out. The loss is above the exact one
-    on average by no more than the relative variance of Z (Jensen), so that a q near the softmax needs few draws.
+    estimate of Z unbiased for every sampler q; draws that hit the target are left out. On average the loss is above the
+    exact one by no more than the relative variance of Z (Jensen). So a q near the softmax needs few draws.
     In `eval()` the loss is exact.
 
     The class vectors belong to the caller. After `optimizer.step()` call `refresh_(weight, bias)`. Optimizers that move

@@ -39,7 +39,7 @@ class Preset:
     (fixed, by row and column of a square picture) or `"learned"`. `pooling`: what a classifier sees, the `"first"` row
     or the `"mean"`. `schedule`: a scheduler of transformers; `"inverse_sqrt"` with `learning_rate` the peak. `betas`,
     `eps`: of Adam. `features`: m, with `features_of` for single maps and peers. `redraw`: steps between redraws, 0 for
-    none. `guess`: share of the symbols that a classifier is not shown in training and has to guess beside the class.
+    none. `guess`: share of the symbols that a classifier is not shown in training and has to guess with the class.
     `train`, `test`: at most so many examples. `data`: what the task's own loader takes. `options`: keywords of the
     feature map. `start`: the output of a finished run whose encoder is taken over. `precision`: of the arithmetic,
     `"float32"` or `"bfloat16"`. `departures`: where it differs from the paper it is named after.

@@ -57,7 +57,7 @@ def train(
     replace single values of it, as in `steps=100, features=64, options={"learnable": "S"}`.
     `output`: default `runs/TASK-ATTENTION-PRESET-SEED`, with the options behind the attention; holds `run.json`,
     `metrics.jsonl`, checkpoints and `result.json`. `resume`: go on where the run in `output` was stopped, however it
-    was; a finished run returns its result. `report`: `"bar"`, `"tensorboard"` for event files beside the bar, or None
+    was; a finished run returns its result. `report`: `"bar"`, `"tensorboard"` for event files and the bar, or None
     for silence. Under `torchrun` or `accelerate launch` the batch is shared by the processes.
     """
     if not is_int(seed) or not 0 <= seed < 2**32:

@@ -69,7 +69,7 @@ def search(
     if not isinstance(target, Target):
         raise BochnerError(f"The 'target' of search must be a bochner.Target, got {type(target).__name__}.")
     if data is None:
-        raise BochnerError("A Target needs 'data': texts to search on and texts to verify on.")
+        raise BochnerError("A Target needs 'data', of which a part is for validation.")
     say, seconds, began = speaker(progress), dict[str, float](), time.monotonic()
     batches = batches_for(model, Calibration.of(data, tokenizer), target)
     shapes = discover_parts(model, batches, parts)

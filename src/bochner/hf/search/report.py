@@ -88,7 +88,7 @@ class SearchReport:
         return self.positions is not None and self.goal.length > self.positions
 
     def verify_again(self, model: Any) -> None:
-        """After training, with the model converted: its quality now, on the same texts held back."""
+        """After training, with the model converted: its quality now, on the same validation texts."""
         assert self.verifier is not None
         lengths = [self.verified.length, *self.further]
         self.trained = {n: self.verifier.look(model, n) for n in lengths}
