@@ -84,7 +84,8 @@ def planted(module: ModuleType, **rows: tuple[float, float, float]) -> dict[str,
     """Figures by name: share, perplexity, recall; the original has 10 and 2, and ours 10 and 2.02."""
     ours = dict.fromkeys(module.OURS, (0.0, 10.0, 2.02))
     ours = {name: (share, *row[1:]) for (name, row), share in zip(ours.items(), (0.12, 0.24), strict=True)}
-    table = {"exact": (1.0, 10.0, 2.0), module.WHOLE: (1.0, 10.0, 2.0), **ours, **rows}
+    others = dict.fromkeys((*module.ROUNDED, *module.WINDOWS, *module.compressed()), (0.9, 10.0, 2.0))
+    table = {"exact": (1.0, 10.0, 2.0), module.WHOLE: (1.0, 10.0, 2.0), **ours, **others, **rows}
     made = {
         name: {"held": share, "tensors": share, "perplexity": p, "recall": {"500": 1.0, "2000": r}}
         for name, (share, p, r) in table.items()
@@ -104,6 +105,14 @@ def test_a_claim_holds_only_against_every_cache_of_at_most_twice_the_bytes(modul
     said = module.judge(planted(module, small=(0.1, 9.9, 2.5)))
     assert "perplexity at 12%: small" in said.why
     assert "perplexity at 24%: small" in said.why
+
+
+def test_no_claim_holds_while_a_cache_is_not_measured_on_every_text(module: ModuleType) -> None:
+    found = planted(module, small=(0.1, 10.5, 2.5))
+    found["manual"] = {name: row for name, row in found["manual"].items() if name != "SnapKV 0.5"}
+    said = module.judge(found)
+    assert said.verdict == "fails"
+    assert said.why == "not measured on every text: SnapKV 0.5"
 
 
 def test_figures_that_fail_a_check_are_refused(module: ModuleType) -> None:

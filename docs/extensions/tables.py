@@ -164,23 +164,31 @@ PEERS = {
 }
 
 
-def beside(name: str) -> dict[str, tuple[float, float]]:
-    """Perplexity, and recall at the worst distance, over the original's: on each text, and their geometric means."""
-    found, ratios = experiment("decoder_peers"), {}
-    for kind in ("novel", "newspaper", "manual"):
-        row, whole = found[kind][name], found[kind]["exact"]
-        worst = max(row["recall"][back] / whole["recall"][back] for back in whole["recall"])
-        ratios[kind] = (row["perplexity"] / whole["perplexity"], worst)
-    means = [statistics.geometric_mean(column) for column in zip(*ratios.values(), strict=True)]
-    return {**ratios, "mean": (means[0], means[1])}
+TEXTS = ("novel", "newspaper", "manual")
+
+
+def beside(names: Iterable[str]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Perplexity, and recall at the worst distance, over the original's: on each text, and their geometric means.
+
+    Of the caches that were measured on every text.
+    """
+    found, made = experiment("decoder_peers"), {}
+    for name in (name for name in names if all(name in found[kind] for kind in TEXTS)):
+        ratios = {}
+        for kind in TEXTS:
+            row, whole = found[kind][name], found[kind]["exact"]
+            worst = max(row["recall"][back] / whole["recall"][back] for back in whole["recall"])
+            ratios[kind] = (row["perplexity"] / whole["perplexity"], worst)
+        means = [statistics.geometric_mean(column) for column in zip(*ratios.values(), strict=True)]
+        made[name] = {**ratios, "mean": (means[0], means[1])}
+    return made
 
 
 def decoder_peers() -> str:
     found, rows = experiment("decoder_peers")["novel"], []
-    for name, label in PEERS.items():
-        kinds = beside(name)
-        cells = [f"{kinds[kind][0]:.3f} and {kinds[kind][1]:.2f}" for kind in ("novel", "newspaper", "manual")]
-        rows.append([label, share(found[name]["held"]), share(found[name]["tensors"]), *cells])
+    for name, kinds in beside(PEERS).items():
+        cells = [f"{kinds[kind][0]:.3f} and {kinds[kind][1]:.2f}" for kind in TEXTS]
+        rows.append([PEERS[name], share(found[name]["held"]), share(found[name]["tensors"]), *cells])
     return table(["cache", "to store", "in tensors", "novel", "newspaper", "manual"], rows)
 
 
@@ -189,8 +197,8 @@ def decoder_peers_short() -> str:
     names = ("int4, groups of 32", "window 428, 4 sinks", "SnapKV 0.76", "Expected Attention 0.76", "KVzip 0.75")
     names += ("KVzip 0.88", "selected keys, 12 % of float32", "selected keys, 6 % of float32")
     found, rows = experiment("decoder_peers")["novel"], []
-    for name in names:
-        perplexity, recall = beside(name)["mean"]
+    for name, kinds in beside(names).items():
+        perplexity, recall = kinds["mean"]
         rows.append([PEERS[name], share(found[name]["held"]), f"{perplexity:.3f}", f"{recall:.2f}"])
     return table(["cache", "of bfloat16", "perplexity", "recall"], rows)
 
