@@ -73,8 +73,8 @@ def fit(cell: str, steps: int | None) -> Figures:
 
 
 @experiment(
-    claim="Where only attention can know the answer, exact attention finds it and a model without attention does not; "
-    "a learned kernel is worth no more there than the best fixed one.",
+    claim="Where only attention can know the answer, exact attention finds it and a model without attention does not. "
+    "A learned kernel is worth no more there than the best fixed one.",
     ours="one layer of width 64, two heads of size 32 with 16 features, 64 to 128 tokens, three seeds",
     quick="trains models",
     needs=("transformers", "accelerate"),
