@@ -138,7 +138,7 @@ def prepared(model: Any, tokenizer: Any, name: str, store: Store) -> None:
 
 
 @experiment(
-    claim="Ours: at 12 % and at 24 % of bfloat16, selected keys lose less perplexity and recall than any "
+    claim="Ours: at 12 % and 24 % of bfloat16, selected keys lose less perplexity and recall than any "
     "other cache of at most twice the bytes. The others are KVzip, SnapKV, Expected Attention, 8 bits, 4 bits and "
     "windows. Losses are geometric means over three texts, of recall at the worst of three distances.",
     ours="SmolLM2-135M; a novel, newspaper reports, a manual. 3,600 tokens of each in the cache, settings for 4,000. "
