@@ -148,7 +148,7 @@ def test_a_graph_of_a_known_length_takes_its_rows_in_parts(monkeypatch: pytest.M
         return graph.forward
 
     attend = Attend(is_causal=True)
-    for n in (64, 256, 64 * 16, 64 * 32):
+    for n in (64, 256, 64 * 32, 64 * 48):  # a part of one block needs no sums within it
         torch.compiler.reset()
         with torch.no_grad():
             assert_same_at(torch.compile(attend, fullgraph=True, backend=count), attend, n)
