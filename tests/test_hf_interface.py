@@ -43,10 +43,21 @@ model(torch.arange(12)[None])
 model.generation_config = None
 bochner.revert(model)
 assert methods() == before
-assert {*transformers.AttentionInterface()} - known == {"bochner", "bochner_converted", "bochner_recorder"}
+from bochner.hf.interface import CONVERTED
+assert {*transformers.AttentionInterface()} - known == {"bochner", CONVERTED, "bochner_recorder"}
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_where_bochner_is_not_imported_a_saved_model_says_what_to_call(tmp_path: Path) -> None:
+    model = build("bert", TEXT)
+    convert(model, Recipe("positive", 16))
+    model.save_pretrained(tmp_path)
+    script = f"import transformers; transformers.AutoModel.from_pretrained({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "call bochner.hf.register() before loading" in done.stderr
 
 
 def test_a_model_loaded_by_name_has_one_map_in_every_layer_copy_and_thread() -> None:

@@ -50,7 +50,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin  # no
 from bochner.hf.cache import RecurrentLayer, layer_of, make_recurrent  # noqa: E402
 
 NAME = "bochner"  # the attention implementation of models that `convert` has not seen
-CONVERTED = "bochner_converted"  # that of converted models: modules without maps stay softmax
+# That of converted models: modules without maps stay softmax. Where it is not known transformers shows its name.
+CONVERTED = "bochner_converted (call bochner.hf.register() before loading)"
 DEFAULT_MAP, DEFAULT_FEATURES = "positive", 256  # of modules that `convert` has not seen
 MISFIT = (
     "The maps in this checkpoint are not those of the plan in its config.json: it was saved from another conversion, "
