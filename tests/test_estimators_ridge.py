@@ -142,6 +142,26 @@ def test_a_warm_start_takes_fewer_passes_to_the_same_answer(few_exact):
     np.testing.assert_allclose(again.predict(X), fresh.predict(X), atol=2e-2)
 
 
+def test_an_interrupted_fit_goes_on_where_it_was(few_exact):
+    X, y = table(2000)
+    passes = iter(range(1000))
+
+    def blocks(stop: int | None = None):
+        if next(passes) == stop:
+            raise KeyboardInterrupt
+        yield X[:1000], y[:1000]
+        yield X[1000:], y[1000:]
+
+    whole = KernelRidge(alpha=1e-4, gamma=0.3, centers=100, tol=1e-6).fit(blocks)
+    read = next(passes)
+    model = KernelRidge(alpha=1e-4, gamma=0.3, centers=100, tol=1e-6, warm_start=True)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(lambda: blocks(2 * read - 1))  # at the pass before the last
+    model.fit(blocks)
+    assert model.n_iter_ < whole.n_iter_ / 2
+    np.testing.assert_allclose(model.predict(X), whole.predict(X), atol=1e-3)
+
+
 def test_the_number_of_centres_keeps_to_the_seconds():
     counts = [Centers(seconds=s).number(1_000_000, 1) for s in (5, 30, 1000)]
     assert counts[0] < counts[1] < counts[2] == nystrom.EXACT

@@ -148,7 +148,8 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
         centers: `"auto"`, a number, an array of centres, `"all"` rows, or `Centers(count, rule, seconds)`.
         standardize: whether columns are divided by their deviation and the mean of y is taken off.
         tol: what conjugate gradients leave of the residual, in the norm of the preconditioner.
-        warm_start: whether `fit` keeps centres and starts from the coefficients of the last one.
+        warm_start: whether `fit` keeps centres and starts from the coefficients of the last one, also one that was
+            interrupted.
         random_state: of the centres.
 
     Attributes: `dual_coef_`, `centers_`, `bandwidth_` (of every column, in the units of X), `gamma_`, `n_iter_`,
@@ -228,6 +229,11 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
             v = basis.coefficients(a.T).to(cross.dtype)
             return basis.gradient(rows.total(nystrom.normal_product, cross, v)[0]).T + alpha * a
 
+        def left(x: Tensor, r: Tensor, rz: Tensor) -> Tensor:
+            if self.warm_start:  # a fit that is interrupted goes on from here
+                self._basis, self._start = basis, x
+            return (rz / scale).sqrt()
+
         found = conjugate_gradients(
             product,
             y,
@@ -235,14 +241,12 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
             tol=tol,
             max_iter=MAX_PASSES,
             start=start if start is not None and start.shape == y.shape else None,
-            left=lambda x, r, rz: (rz / scale).sqrt(),
+            left=left,
             progress=nystrom.shown(15 * len(rows) * len(cross) * (nystrom.PAIR + nystrom.COLUMN * (y.shape[1] - 1))),
         )
         self._warn(found.residual, tol)
         self.n_iter_, self.solver_ = found.steps, "centers"
         self._cross, self._coefficients = cross, basis.coefficients(found.value.T)
-        if self.warm_start:
-            self._basis, self._start = basis, found.value
         return self
 
     def _warn(self, residual: float, tol: float) -> None:
