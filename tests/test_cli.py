@@ -61,7 +61,7 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     advised = runner.invoke(cli.app, ["search", *common, "--length", "64", "--keep", "0.9", "--report", str(page)])
     assert advised.exit_code == 0, advised.output
     # Whether so small a model gains time is the machine's to say.
-    assert any(x in advised.output for x in ("Apply it: bochner.convert", "Nothing is converted", "cannot be met"))
+    assert any(x in advised.output for x in ("Apply it: bochner convert", "Nothing is converted", "cannot be met"))
     assert "with linear attention" in page.read_text(encoding="utf-8")
     done = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "out"), "--features", "16", "--window", "8"])
     assert done.exit_code == 0, done.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -101,6 +102,7 @@ def search(
     from bochner.hf.config import Calibration, Target
     from bochner.hf.conversion import convert as to_linear
     from bochner.hf.search import search as find
+    from bochner.hf.search.report import APPLY
 
     goal = by_options(Target, keep, memory, minimize, length, judge_length)
     check_place(report, "--report")
@@ -113,7 +115,9 @@ def search(
     if as_json:
         print_json(found.to_dict())
     else:
-        print(found)
+        given = {"--text": text, "--keep": keep, "--memory": memory, "--minimize": minimize, "--length": length}
+        options = [shlex.quote(str(x)) for pair in given.items() if pair[1] is not None for x in pair]
+        print(str(found).replace(APPLY, f"bochner convert {shlex.quote(model)} OUT {' '.join(options)}"))
 
 
 def convert(

@@ -12,6 +12,14 @@ from bochner.hf.search.texts import Goal
 from bochner.hf.search.verify import Verdict, Verifier
 from bochner.hf.selected_heads import Selected
 
+APPLY = "bochner.convert(model, report.plan)"
+MEASURED = {
+    "seconds": "{:.3g} s a batch",
+    "prefill_seconds": "{:.3g} s to read a text",
+    "step_seconds": "{:.3g} s a token",
+    "cache_bytes": "a cache of {:,.0f} bytes",
+}
+
 
 @dataclass
 class Point:
@@ -132,12 +140,12 @@ class SearchReport:
             told = ", ".join(f"{name} {share:.2%}" for name, share in parts.items())
             lines.append(f"Ablations, quality retained on the same texts: {told}; there is no kernel.")
         for name, whole in self.verified.whole.items() if self.plan.converted else ():
-            lines.append(f"{name} model: " + ", ".join(f"{k.replace('_', ' ')} {x:.4g}" for k, x in whole.items()))
+            lines.append(f"{name.capitalize()} model: {', '.join(MEASURED[k].format(x) for k, x in whole.items())}.")
         lines += self.reasons
         spent = ", ".join(f"{name} {x:.0f} s" for name, x in self.seconds.items() if name != "in all")
         lines.append(f"Search time: {self.seconds.get('in all', 0):.0f} s ({spent}).")
         if self.plan.converted and not self.trained:
-            lines.append("Apply it: bochner.convert(model, report.plan)")
+            lines.append(f"Apply it: {APPLY}")
         return "\n".join(lines)
 
 
