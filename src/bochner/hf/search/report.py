@@ -14,7 +14,7 @@ from bochner.hf.selected_heads import Selected
 
 APPLY = "bochner.convert(model, report.plan)"
 MEASURED = {
-    "seconds": "{:.3g} s a batch",
+    "seconds": "{:.3g} s a text",
     "prefill_seconds": "{:.3g} s to read a text",
     "step_seconds": "{:.3g} s a token",
     "cache_bytes": "a cache of {:,.0f} bytes",
