@@ -62,6 +62,7 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     assert advised.exit_code == 0, advised.output
     # Whether so small a model gains time is the machine's to say.
     assert any(x in advised.output for x in ("Apply it: bochner convert", "Nothing is converted", "cannot be met"))
+    assert "bochner.convert" not in advised.output  # a reader of the command line is told commands
     assert "with linear attention" in page.read_text(encoding="utf-8")
     done = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "out"), "--features", "16", "--window", "8"])
     assert done.exit_code == 0, done.output

@@ -94,6 +94,7 @@ def test_what_a_search_finds_for_a_model_is_accepted_by_convert(family: str) -> 
     # A decoder's memory always gains; whether so small an encoder gains time is the machine's to say.
     assert report.plan.converted or family == "bert"
     assert ("bochner.convert(model, report.plan)" in str(report)) == bool(report.plan.converted)
+    assert ("Original model: " in str(report)) == bool(report.plan.converted)
     assert convert(model, report.plan).plan == report.plan
 
 

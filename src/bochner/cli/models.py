@@ -116,6 +116,7 @@ def search(
         print_json(found.to_dict())
     else:
         given = {"--text": text, "--keep": keep, "--memory": memory, "--minimize": minimize, "--length": length}
+        given["--judge-length"] = judge_length
         options = [shlex.quote(str(x)) for pair in given.items() if pair[1] is not None for x in pair]
         print(str(found).replace(APPLY, f"bochner convert {shlex.quote(model)} OUT {' '.join(options)}"))
 
