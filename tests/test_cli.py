@@ -78,7 +78,7 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     again = runner.invoke(cli.app, ["convert", *common, str(tmp_path / "out2"), *recipe])
     assert again.exit_code == 0, again.output
     text = page.read_text(encoding="utf-8")
-    assert "8 of 8 key heads are approximate" in text
+    assert "8 of 8 heads are approximate" in text
     assert "on 2 validation texts of up to" in text  # every fourth of ten
     # What is stated is what the saved model keeps on those two, measured here by hand.
     original = transformers.BertModel.from_pretrained(tmp_path / "model").eval()
@@ -97,6 +97,16 @@ def test_a_model_in_a_directory_is_advised_on_and_converted(tmp_path: Path) -> N
     short = ["convert", common[0], str(tmp_path / "out3"), "--text", str(tmp_path / "short.txt"), "--report", str(page)]
     refused = runner.invoke(cli.app, short)
     assert "The --report needs validation texts: 3 passages" in str(refused.exception)
+
+
+def test_a_search_says_the_command_that_applies_its_plan() -> None:
+    pytest.importorskip("transformers")
+    from bochner.cli.models import in_commands
+    from bochner.hf.search.report import APPLY
+
+    given = {"--text": Path("my text.txt"), "--keep": 0.9, "--memory": None}
+    said = in_commands(f"Apply it: {APPLY}", "a model", given)
+    assert said == "Apply it: bochner convert 'a model' OUT --text 'my text.txt' --keep 0.9"
 
 
 def test_a_decoder_within_a_share_of_its_memory_is_trained_and_reported(tmp_path: Path) -> None:

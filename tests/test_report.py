@@ -273,6 +273,11 @@ def test_a_recipe_is_judged_by_lengths_that_the_model_can_read() -> None:
     verdict = html.partition('<p class="verdict">')[2].partition("</p>")[0]
     assert "by cosine alone on 3 validation texts of up to 129 tokens" in verdict
     assert "takes 90% of the exact time at 512 tokens" in verdict
+    assert "which distills the maps" in html
     assert "4,096" not in verdict
     table = html[html.index("What it costs, by length") :].partition("</table>")[0]
     assert [row.split("</td><td>")[0] for row in table.split("<tr><td>")[1:]] == ["512", "4,096"]
+    bochner.revert(model)
+    bochner.convert(model, bochner.Recipe(None, window=8))
+    plan = bochner.Conversion.of(model).plan
+    assert "distills" not in recipe_page("t", plan, quality, held, times, Place("a", "b")).html()  # nothing can learn

@@ -102,7 +102,6 @@ def search(
     from bochner.hf.config import Calibration, Target
     from bochner.hf.conversion import convert as to_linear
     from bochner.hf.search import search as find
-    from bochner.hf.search.report import APPLY
 
     goal = by_options(Target, keep, memory, minimize, length, judge_length)
     check_place(report, "--report")
@@ -116,9 +115,15 @@ def search(
         print_json(found.to_dict())
     else:
         given = {"--text": text, "--keep": keep, "--memory": memory, "--minimize": minimize, "--length": length}
-        given["--judge-length"] = judge_length
-        options = [shlex.quote(str(x)) for pair in given.items() if pair[1] is not None for x in pair]
-        print(str(found).replace(APPLY, f"bochner convert {shlex.quote(model)} OUT {' '.join(options)}"))
+        print(in_commands(str(found), model, given | {"--judge-length": judge_length}))
+
+
+def in_commands(said: str, model: str, given: dict[str, Any]) -> str:
+    """What a search says, with the command that applies its plan in place of the call."""
+    from bochner.hf.search.report import APPLY
+
+    options = [part for name, x in given.items() if x is not None for part in (name, str(x))]
+    return said.replace(APPLY, shlex.join(["bochner", "convert", model, "OUT", *options]))
 
 
 def convert(

@@ -174,7 +174,7 @@ def _target_verdict(report: SearchReport) -> str:
             saves += f", and {final.time_share:.2f}x the time"
     asked = "" if goal.keep is None else f" (asked: {goal.keep:.1%})"
     found = (
-        f"{plan.num_heads - plan.count('exact')} of {plan.num_heads} key heads are approximate. "
+        f"{plan.num_heads - plan.count('exact')} of {plan.num_heads} heads are approximate. "
         f"{'Trained, the' if report.trained else 'The'} model retains {final.quality.retained:.1%} of its quality"
         f"{asked}{_alone(final.quality)} on validation texts of {final.length:,} tokens, and {saves}."
     )
@@ -215,7 +215,7 @@ def recipe_page(
     length = max((n for n in times if positions is None or n <= positions), default=min(times))
     ratio = times[length]["plan"] / times[length]["exact"]
     page = Report(title).verdict(
-        f"{approximate} of {plan.num_heads} key heads are approximate. The model retains {quality.retained:.1%} of its "
+        f"{approximate} of {plan.num_heads} heads are approximate. The model retains {quality.retained:.1%} of its "
         f"quality{_alone(quality)} on {held}. One layer of attention takes {ratio:.0%} of the exact time at "
         f"{length:,} tokens.",
         [
@@ -225,7 +225,7 @@ def recipe_page(
         ],
         good=quality.retained >= GOOD and bool(approximate) and ratio < 1,
     )
-    steps = [place.load(), DISTILL]
+    steps = [place.load(), DISTILL] if plan.count("kernel") else [place.load()]  # without a kernel nothing can learn
     if quality.retained < GOOD or not approximate:
         steps.insert(0, ("Let a search choose for every head.", place.convert("--keep 0.99")))
     page.steps(steps)
