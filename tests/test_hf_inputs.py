@@ -227,3 +227,12 @@ def test_a_target_says_what_it_does_where_somebody_can_read_it(
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     convert(model, Recipe("positive", 8), texts_as_batches(4))
     assert not capsys.readouterr().err
+
+
+def test_rows_of_a_batch_may_be_tensors_in_a_list() -> None:
+    model = build("bert", TEXT)
+    one, two = ids(12), ids(12, 1)
+    (found,) = batches({"input_ids": [one[0], two[0]]}, None, model=model)
+    assert torch.equal(found["input_ids"], torch.cat([one, two]))
+    with pytest.raises(BochnerError, match="pad its rows"):
+        batches({"input_ids": [one[0], ids(5)[0]]}, None, model=model)

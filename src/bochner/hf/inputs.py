@@ -133,8 +133,9 @@ def as_tensors(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
     for name, value in batch.items():
         if isinstance(value, (np.ndarray, list, tuple)):
             try:
-                value = torch.as_tensor(value)
-            except (ValueError, TypeError):
+                rows = isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)
+                value = torch.stack(list(value)) if rows else torch.as_tensor(value)
+            except (ValueError, TypeError, RuntimeError):
                 if name in _parameters(model):
                     raise BochnerError(
                         f"The {name!r} of a batch of 'data' must be a tensor or an array of numbers: pad its rows "
