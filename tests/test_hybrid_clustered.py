@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from naive import said_of, signed_attention
 from stats import check_mean, check_mse, check_paired_less
 
-from bochner import BochnerError, kernel_estimate, linear_attention, theory
+from bochner import BochnerError, kernel_estimate, theory
 from bochner.maps.base import gaussian_kernel, softmax_kernel
 from bochner.maps.clustered import ClusteredFeatures, kmeans
-from bochner.maps.exponential import PositiveFeatures
-from bochner.maps.trig import TrigFeatures
+from bochner.maps.exponential import PositiveFeatures, TrigFeatures
 
 KERNELS = {"softmax": softmax_kernel, "gaussian": gaussian_kernel}
 CENTRES_X = torch.tensor([[0.5, -0.4, 0.25, 0.0], [-0.3, 0.5, 0.4, 0.1]], dtype=torch.float64)
@@ -142,16 +140,10 @@ def test_heads_have_clusters_of_their_own():
         torch.testing.assert_close(both, kernel_estimate(one, x, y), rtol=1e-5, atol=1e-6)
 
 
-def test_state_round_trip_and_redraw():
-    phi = ClusteredFeatures(4, 6, seed=0).calibrate_(X, Y)
-    other = ClusteredFeatures(4, 6, seed=1)
-    other.load_state_dict({**phi.state_dict(), "spread": torch.ones(2, 2)})  # as earlier versions saved it
-    before = kernel_estimate(phi, X, Y)
-    assert phi(X).values.shape[-1] == phi.feature_dim
-    assert torch.equal(kernel_estimate(other, X, Y), before)
-    drawn = kernel_estimate(phi.redraw_(3), X, Y)
-    assert not torch.equal(drawn, before)
-    assert torch.equal(kernel_estimate(other.redraw_(3), X, Y), drawn)
+def test_the_state_of_earlier_versions_loads():
+    phi, other = ClusteredFeatures(4, 6, seed=0).calibrate_(X, Y), ClusteredFeatures(4, 6, seed=1)
+    other.load_state_dict({**phi.state_dict(), "spread": torch.ones(2, 2)})
+    assert torch.equal(kernel_estimate(other, X, Y), kernel_estimate(phi, X, Y))
 
 
 def test_gradients_of_both_roles_are_those_of_finite_differences():
@@ -190,19 +182,3 @@ def test_kmeans_finds_separated_clusters_and_does_not_depend_on_the_global_seed(
 def test_bad_input_is_one_sentence(call, match):
     with pytest.raises(BochnerError, match=match):
         call()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_linear_attention_is_the_quadratic_product_of_the_same_features(causal):
-    q, k = (t[::5].expand(1, 2, -1, -1) for t in (X, Y))
-    v = torch.randn(q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    phi = ClusteredFeatures(4, 64, num_heads=2)
-    phi.calibrate_(q, k)
-    K = kernel_estimate(phi, q, k)
-    K = K.tril() if causal else K
-    given, small = signed_attention(q, k, v, phi, is_causal=causal)
-    torch.testing.assert_close(torch.where(small, given, K @ v / K.sum(-1, keepdim=True)), given)
-    assert not bool(small.any())
-    with said_of(small):
-        out = linear_attention(q, k, v, phi, is_causal=causal, scale=1.0)
-    torch.testing.assert_close(out, given, rtol=1e-5, atol=1e-6)

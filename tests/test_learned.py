@@ -266,37 +266,6 @@ def test_a_redraw_keeps_what_was_learned_and_reproduces_the_seed(name):
     assert torch.equal(phi.kernel_matrix(X, Y), kernel)
 
 
-@pytest.mark.parametrize("name", [*MAPS, "hedgehog"])
-def test_heads_are_maps_of_their_own_and_state_makes_the_round_trip(name):
-    cls = HedgehogFeatures if name == "hedgehog" else MAPS[name]
-    phi, other = (cls(3, 4, num_heads=2, seed=s) for s in (0, 1))
-    with torch.no_grad():
-        for p in phi.parameters():
-            p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
-    x, y = X.expand(5, 2, -1, -1), Y.expand(5, 2, -1, -1)
-    out = kernel_estimate(phi, x, y)
-    assert out.shape == (5, 2, 2, 2)
-    assert not torch.equal(out[:, 0], out[:, 1])
-    other.load_state_dict(phi.state_dict())
-    assert torch.equal(kernel_estimate(other, x, y), out)
-    torch.testing.assert_close(phi.kernel_matrix(x[0], y[0]).shape, torch.Size([2, 2, 2]))
-
-
-@pytest.mark.parametrize("name", MAPS)
-def test_large_inputs_neither_overflow_nor_vanish_in_single_precision(name):
-    values, log_scale = MAPS[name](3, 8)((30 * X).float())
-    assert torch.isfinite(log_scale).all()
-    assert values.detach().abs().amax(-1).min() > 0.1
-    assert values.detach().abs().max() < 2
-
-
-@pytest.mark.parametrize("name", MAPS)
-def test_positive_maps_are_positive_and_only_they_say_so(name):
-    phi = move_(MAPS[name](3, 8))
-    assert phi.positive == ("prf" in name)
-    assert bool((phi(X).values > 0).all()) == phi.positive
-
-
 def test_learning_moves_the_kernel_towards_a_target():
     target = gaussian_kernel(2 * X, 2 * Y)
     for cls in (GMMSinkFeatures, FastfoodSinkFeatures, GenerativeSinkFeatures):

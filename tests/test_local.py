@@ -15,8 +15,8 @@ from torch import Tensor
 
 from bochner._checks import BochnerError
 from bochner.attention import linear_attention
-from bochner.maps.base import FeatureMap, kernel_estimate
-from bochner.maps.exponential import CalibratedFeatures, HyperbolicFeatures, PositiveFeatures
+from bochner.maps.base import FeatureMap
+from bochner.maps.exponential import CalibratedFeatures, HyperbolicFeatures, PositiveFeatures, TrigFeatures
 from bochner.maps.local import (
     L1BallProjection,
     LocalGaussianFeatures,
@@ -28,7 +28,6 @@ from bochner.maps.local import (
     with_positions,
 )
 from bochner.maps.polynomial import SumPolyFeatures, TensorSketchFeatures
-from bochner.maps.trig import TrigFeatures
 from bochner.theory import mse_local_gaussian, mse_local_laplace
 
 MAPS: dict[str, Any] = {
@@ -208,55 +207,6 @@ def test_product_calibrates_its_attention_map() -> None:
     assert isinstance(phi.attention, CalibratedFeatures)
     torch.testing.assert_close(phi.attention.a, alone.a)
     assert phi.num_heads == 2
-
-
-def build(name: str, heads: int | None = None, seed: int = 0) -> FeatureMap:
-    if name != "product":
-        return MAPS[name](2, 6, delta=1.5, num_heads=heads, seed=seed)
-    mask = LocalL1Features(1, 6, delta=1.5, num_heads=heads)
-    return ProductFeatures(mask, PositiveFeatures(1, 6, num_heads=heads), seed=seed)
-
-
-@pytest.mark.parametrize("name", [*MAPS, "product"])
-def test_seed_state_and_redraw(name: str) -> None:
-    x = rows(4, 2)
-    a, b, c = (build(name, seed=s) for s in (1, 1, 2))
-    assert torch.equal(a(x, "key").dense(), b(x, "key").dense())
-    assert not torch.equal(a(x).dense(), c(x).dense())
-    c.load_state_dict(a.state_dict())
-    assert torch.equal(a(x, "key").dense(), c(x, "key").dense())
-    c.redraw_(seed=5)
-    assert not torch.equal(a(x).dense(), c(x).dense())
-    assert torch.equal(c(x).dense(), b.redraw_(seed=5)(x).dense())
-
-
-@pytest.mark.parametrize("name", [*MAPS, "product"])
-def test_heads_are_independent_maps(name: str) -> None:
-    phi, one = build(name, heads=3), build(name)
-    x = rows(2, 3, 5, 2)
-    for role in ("query", "key"):
-        f = phi(x, role).dense()
-        assert f.shape == (2, 3, 5, phi.feature_dim)
-        for head in range(3):
-            for key, value in one.state_dict().items():
-                value.copy_(phi.state_dict()[key][head])
-            torch.testing.assert_close(one(x[:, head], role).dense(), f[:, head])
-
-
-@pytest.mark.parametrize("heads", [None, 2])
-@pytest.mark.parametrize("name", [*MAPS, "product"])
-def test_gradients(name: str, heads: int | None) -> None:
-    phi = build(name, heads).double()
-    shape = (3, 2) if heads is None else (2, 3, 2)
-    x, y = (rows(*shape, seed=s).requires_grad_() for s in (0, 1))
-    assert torch.autograd.gradcheck(lambda a, b: kernel_estimate(phi, a, b), (x, y))
-
-
-@pytest.mark.parametrize("name", MAPS)
-def test_values_are_bounded_far_from_the_origin(name: str) -> None:
-    f = build(name)(torch.tensor([[1e4, -1e4], [0.0, 0.0]]), "key")
-    assert f.values.abs().max() <= 1 + 1e-6
-    assert torch.isfinite(f.log_scale).all()
 
 
 def test_bad_arguments_are_one_sentence() -> None:

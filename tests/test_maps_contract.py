@@ -13,15 +13,38 @@ from naive import said_of, signed_attention
 import bochner
 from bochner import BochnerError, feature_map, kernel_estimate
 from bochner.maps import FEATURE_MAPS, options_of
+from bochner.maps.exponential import PositiveFeatures
+from bochner.maps.local import LocalL1Features, ProductFeatures
 from bochner.projections import PROJECTIONS, Projection
 
 D, M = 4, 12
 PROJECTED = [name for name, cls in FEATURE_MAPS.items() if "projection" in options_of(cls)]
+# Every map as it comes, and maps whose options take them another way.
+MAPS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in FEATURE_MAPS} | {
+    "complex_exponential dense": ("complex_exponential", {"A": (torch.eye(D) + 0.2j).tolist()}),
+    "angular_hybrid with n": ("angular_hybrid", {"num_coefficients": 3}),
+    "gaussian_hybrid with n": ("gaussian_hybrid", {"num_coefficients": 3}),
+    "clustered real": ("clustered", {"diagonal": "real", "num_clusters": (2, 3)}),
+    "gmm_prf shared": ("gmm_prf", {"shared_noise": True, "init_std": 0.2}),
+    "generative_prf plain": ("generative_prf", {"residual": False}),
+    "fastfood_rks S": ("fastfood_rks", {"learnable": "S"}),
+    "landmark signed": ("landmark", {"positive": False}),
+    "moments in groups": ("moments", {"num_groups": 2}),
+    "relu of inputs": ("relu", {"num_features": None}),
+    **{f"{name} n=4": (name, {"degree": 4, "coef": 0.4}) for name in ("sum_poly", "tensor_sketch", "nonnegative_poly")},
+    "maclaurin n=4": ("maclaurin", {"series": "exp", "degree": 4}),
+}
+ALL = [*MAPS, "product"]
+FIXED = ("hedgehog", "nonnegative_poly", "linear_elu", "relu of inputs", "moments", "moments in groups")
 SOFTMAX_FAMILY = ["trig", "positive", "hyperbolic", "regularized", "optimal", "calibrated"]
 
 
 def build(name: str, **options) -> bochner.FeatureMap:
-    return feature_map(name, dim=D, num_features=M, **options).eval()
+    if name == "product":
+        seed, heads = options.get("seed", 0), {"num_heads": options.get("num_heads")}
+        return ProductFeatures(LocalL1Features(1, M, **heads), PositiveFeatures(D - 1, M, **heads), seed=seed).eval()
+    name, own = MAPS[name]
+    return feature_map(name, dim=D, **{"num_features": M, **own, **options}).eval()
 
 
 def inputs(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -29,7 +52,7 @@ def inputs(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("heads", [None, 3])
-@pytest.mark.parametrize("name", FEATURE_MAPS)
+@pytest.mark.parametrize("name", ALL)
 def test_features_have_one_scale_per_row_and_bounded_values(name, heads):
     phi = build(name, num_heads=heads)
     for role in ("query", "key"):
@@ -40,6 +63,26 @@ def test_features_have_one_scale_per_row_and_bounded_values(name, heads):
         assert torch.isfinite(f.log_scale).all()
         if phi.positive:
             assert (f.values >= 0).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_map_with_heads_is_the_maps_of_the_heads(name):
+    phi, one, x = build(name, num_heads=3), build(name), inputs(2, 3, 5)
+    for head in range(3):
+        state, own = phi.state_dict(), one.state_dict()
+        one.load_state_dict({n: t if t.shape == own[n].shape else t[head] for n, t in state.items()})
+        for role in ("query", "key"):
+            torch.testing.assert_close(one(x[:, head], role).dense(), phi(x, role).dense()[:, head])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_long_inputs_neither_overflow_nor_vanish(name):
+    for role in ("query", "key"):
+        values, log_scale = build(name)(40 * inputs(5), role)
+        assert torch.isfinite(log_scale).all()
+        assert torch.isfinite(values).all()
+        assert values.detach().abs().max() < 100
+        assert values.detach().abs().amax(-1).max() > 1e-3
 
 
 @pytest.mark.parametrize(("name", "projection"), list(itertools.product(PROJECTED, PROJECTIONS)))
@@ -61,7 +104,7 @@ def test_a_docstring_says_what_a_stranger_asks(name):
         assert re.search(what, doc), what
 
 
-@pytest.mark.parametrize("name", FEATURE_MAPS)
+@pytest.mark.parametrize("name", ALL)
 def test_one_seed_gives_one_map_and_redraw_another(name):
     x = inputs(5)
 
@@ -71,7 +114,7 @@ def test_one_seed_gives_one_map_and_redraw_another(name):
     a, b = (build(name, seed=4) for _ in range(2))
     torch.testing.assert_close(values(a), values(b), rtol=0, atol=0)
     # Hedgehog is learned from a fixed start; the square of so short a sketch is exact: nothing random to redraw.
-    if name in ("hedgehog", "nonnegative_poly", "linear_elu", "moments"):
+    if name in FIXED:
         return
     before = values(a)
     a.redraw_(5)
@@ -80,7 +123,7 @@ def test_one_seed_gives_one_map_and_redraw_another(name):
     torch.testing.assert_close(values(a), values(b), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", FEATURE_MAPS)
+@pytest.mark.parametrize("name", ALL)
 def test_state_dict_round_trip_is_exact(name):
     q, k = inputs(2, 2, 40), inputs(2, 2, 40, seed=1) + 0.3
     phi = build(name, num_heads=2, seed=1).calibrate_(q, k)
@@ -120,7 +163,8 @@ def test_estimates_agree_across_dtypes_up_to_rounding(name):
 
 
 # Functions with kinks or jumps at the drawn points are excluded: sign features are piecewise constant.
-SMOOTH = [name for name in FEATURE_MAPS if name not in ("angular_hybrid", "clustered", "relu", "abs", "generalized")]
+KINKED = ("angular_hybrid", "clustered", "relu", "abs", "generalized")
+SMOOTH = [name for name in ALL if name.split()[0] not in KINKED]
 
 
 @pytest.mark.parametrize("name", SMOOTH)
@@ -138,11 +182,11 @@ def test_features_are_the_same_where_gradients_are_needed(name):
         torch.testing.assert_close(plain.dense(), tracked.dense(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in FEATURE_MAPS if name != "moments"])  # that is no sum over pairs
+@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("moments")])  # no sum over pairs
 def test_attention_through_every_map_is_its_own_matrix(name):
     phi = build(name, num_heads=2).double()
     q, k, v = (inputs(1, 2, 70, seed=s).double() for s in range(3))
-    if name == "landmark":  # it says so when it was never fitted
+    if name.startswith("landmark"):  # it says so when it was never fitted
         phi.calibrate_(q * D**-0.25, k * D**-0.25)
     for causal in (False, True):
         want, small = signed_attention(q * D**-0.25, k * D**-0.25, v, phi, is_causal=causal)

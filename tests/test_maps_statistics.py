@@ -68,14 +68,15 @@ def test_the_error_is_the_closed_form(name, projection, kernel):
     check_mse(samples, truth, claim, detect=0.4)
 
 
-@pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
-def test_the_error_of_an_optimal_map_is_the_closed_form(kernel):
+@pytest.mark.parametrize(("kernel", "projection"), [("softmax", "iid"), ("gaussian", "iid"), ("softmax", "orthogonal")])
+def test_the_error_of_an_optimal_map_is_the_closed_form(kernel, projection):
     A, m, count = -0.04, 2, 20000
     x, y = points()
-    phi = feature_map("optimal", dim=D, num_features=m, num_heads=count, projection="iid", A=A, kernel=kernel).double()
+    options = {"num_heads": count, "projection": projection, "kernel": kernel}
+    phi = feature_map("optimal", dim=D, num_features=m, A=A, **options).double()
     phi.A.fill_(A)
     samples = kernel_estimate(phi, x.expand(count, -1, -1), y.expand(count, -1, -1))
-    claim = theory.mse_optimal(x[:, None], y[None], m, A, kernel=kernel)
+    claim = theory.mse_optimal(x[:, None], y[None], m, A, kernel=kernel, projection=projection)
     check_mse(samples, phi.kernel_matrix(x, y), claim, detect=0.3)
 
 

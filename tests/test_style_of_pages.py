@@ -135,7 +135,7 @@ PACKAGES = (
 )
 SPEAKERS = {"warn", "say", "info", "Option", "Argument", "verdict", "steps", "heading", "text", "Number"}
 SPEAKERS |= {"option", "target", "recipe", "training", "model", "of_run"}  # options of commands
-COMMANDS = ("cli/information.py", "cli/models.py", "cli/planning.py", "tasks/command.py")
+COMMANDS = ("cli/information.py", "cli/models.py", "tasks/command.py")
 
 
 def said(source: str) -> Iterator[tuple[int, str]]:

@@ -98,17 +98,18 @@ def write(model: Any, tokenizer: Any, tokens: int = 40) -> str:
 
 def load_minilm() -> tuple[Any, Any]:
     """all-MiniLM-L6-v2, a sentence-embedding BERT, and its tokenizer."""
-    from transformers import AutoModel, AutoTokenizer
-
-    path = data.fetch("minilm")
-    with quietly():
-        return AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    return _loaded("minilm", "AutoModel")
 
 
 def load_smollm2() -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct, a Llama-type decoder, in float32, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    return _loaded("smollm2", "AutoModelForCausalLM")
 
-    path = data.fetch("smollm2")
+
+def _loaded(name: str, kind: str) -> tuple[Any, Any]:
+    import transformers
+
+    path = data.fetch(name)
     with quietly():
-        return AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+        model = getattr(transformers, kind).from_pretrained(path).eval()
+        return model, transformers.AutoTokenizer.from_pretrained(path)

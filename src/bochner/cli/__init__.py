@@ -18,7 +18,7 @@ import typer  # noqa: E402
 from rich.markup import escape  # noqa: E402
 
 from bochner._version import __version__  # noqa: E402
-from bochner.cli import information, models, planning  # noqa: E402
+from bochner.cli import information, models  # noqa: E402
 from bochner.cli.common import log  # noqa: E402
 from bochner.tasks.command import train  # noqa: E402
 
@@ -56,7 +56,7 @@ app.command()(models.demo)
 app.command()(models.search)
 app.command()(models.convert)
 app.command("train")(train)
-app.add_typer(planning.app, name="plan")
+app.add_typer(information.plan, name="plan")
 app.command()(information.fetch)
 app.command()(information.info)
 

@@ -20,7 +20,6 @@ from bochner.maps import (
     local,
     moments,
     polynomial,
-    trig,
 )
 from bochner.maps.base import FeatureMap, Features, ProjectedFeatures, kernel_estimate, to_features
 from bochner.maps.own import FunctionMap, build, check_class, check_contract
@@ -39,7 +38,7 @@ __all__ = [
 ]
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
-    "trig": trig.TrigFeatures,
+    "trig": exponential.TrigFeatures,
     "positive": exponential.PositiveFeatures,
     "hyperbolic": exponential.HyperbolicFeatures,
     "regularized": exponential.RegularizedFeatures,

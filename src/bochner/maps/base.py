@@ -288,15 +288,12 @@ class FeatureMap(RedrawnModule):
                 f"The {name!r} of {owner} must have shape (..., n, {self.dim}), got {tuple(x.shape)}; "
                 f"build the map with dim={x.shape[-1] if x.ndim else 0} or pass the right tensor."
             )
-        if self.num_heads is not None and (x.ndim < 3 or x.shape[-3] % self.num_heads):
+        h = self.num_heads
+        # Query heads of a group share a head of the map, but only attention and calibration know the groups.
+        if h is not None and (x.ndim < 3 or x.shape[-3] % h or (name == "x" and x.shape[-3] != h)):
             raise BochnerError(
-                f"The {name!r} of {owner} must have shape (..., {self.num_heads}, n, {self.dim}) for a map with "
-                f"num_heads={self.num_heads}, got {tuple(x.shape)}."
-            )
-        if self.num_heads is not None and x.shape[-3] != self.num_heads and name == "x":
-            raise BochnerError(
-                f"The 'x' of {owner} has {x.shape[-3]} heads, the map num_heads={self.num_heads}; "
-                f"group them as (..., {self.num_heads}, n, {self.dim})."
+                f"The {name!r} of {owner} must have shape (..., {h}, n, {self.dim}) for a map with num_heads={h}, got "
+                f"{tuple(x.shape)}; group the heads so."
             )
         return x
 

@@ -14,6 +14,7 @@ from torch.nn.functional import one_hot
 from bochner._checks import BochnerError, one_of, positive_int
 from bochner.maps.base import Features, ProjectedFeatures, exponential
 from bochner.maps.hybrid import row_factor
+from bochner.maps.moments import nearest
 
 LARGEST = 10.0  # of the entries of A and of their inverses: beyond, one bad coordinate would rule the variance
 
@@ -76,8 +77,7 @@ class ClusteredFeatures(ProjectedFeatures):
     def _features(self, x: Tensor, role: str) -> Features:
         # 1. The cluster of each row, as a one-hot vector.
         centres = (self.centres_query if role == "query" else self.centres_key).to(x.dtype)
-        score = x @ centres.mT - 0.5 * centres.square().sum(-1).unsqueeze(-2)
-        hot = one_hot(score.argmax(-1), centres.shape[-2]).to(x.dtype)
+        hot = one_hot(nearest(x, centres), centres.shape[-2]).to(x.dtype)
         # 2. The matrices of the pairs it belongs to, (..., n, other, d): keys have the inverses.
         modulus, imaginary = self.modulus.to(x.dtype), self.imaginary.to(x.dtype)
         if role == "key":
@@ -114,17 +114,17 @@ class ClusteredFeatures(ProjectedFeatures):
 
 def _clusters(x: Tensor, count: int, name: str) -> tuple[Tensor, Tensor]:
     """Centres (h, c, d) and floored second moments of the coordinates in the clusters (h, c, d)."""
-    centres = kmeans(x, count, name=name)
-    hot = one_hot(torch.cdist(x, centres).argmin(-1), count).to(x.dtype)
+    centres = kmeans(x, count, name)
+    hot = one_hot(nearest(x, centres), count).to(x.dtype)
     moments = hot.mT @ x.square() / hot.sum(1).clamp_min(1).unsqueeze(-1)
     return centres, moments + 1e-6 * x.square().mean((1, 2))[:, None, None] + 1e-30
 
 
-def kmeans(x: Tensor, count: int, *, restarts: int = 4, iterations: int = 50, seed: int = 0, name: str = "x") -> Tensor:
-    """Lloyd's algorithm (scipy's) from k-means++ starts, the best of several: x (h, N, d) to centres (h, c, d)."""
+def kmeans(x: Tensor, count: int, name: str = "x") -> Tensor:
+    """Lloyd's algorithm (scipy's) from k-means++ starts, the best of four: x (h, N, d) to centres (h, c, d)."""
     from scipy.cluster.vq import kmeans2, vq
 
-    rng, found = np.random.default_rng(seed), []
+    rng, found = np.random.default_rng(0), []
     for rows in x.cpu().numpy():
         if (distinct := len(np.unique(rows, axis=0))) < count:
             raise BochnerError(
@@ -133,7 +133,7 @@ def kmeans(x: Tensor, count: int, *, restarts: int = 4, iterations: int = 50, se
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a cluster that lost all its rows: another start may do better
-            starts = [kmeans2(rows, count, iter=iterations, minit="++", seed=rng)[0] for _ in range(restarts)]
+            starts = [kmeans2(rows, count, iter=50, minit="++", seed=rng)[0] for _ in range(4)]
         runs = [(np.square(vq(rows, centres)[1]).sum(), centres) for centres in starts]
         found.append(min(runs, key=lambda run: run[0])[1])
     return torch.from_numpy(np.stack(found)).to(x)

@@ -28,10 +28,9 @@ from torch import Generator, Tensor
 
 from bochner._checks import BochnerError, floating, positive_float
 from bochner.maps.base import FeatureMap, Features, constant_scale
-from bochner.maps.exponential import ExponentialFeatures
+from bochner.maps.exponential import ExponentialFeatures, TrigFeatures
 from bochner.maps.generalized import GeneralizedFeatures
 from bochner.maps.polynomial import SumPolyFeatures
-from bochner.maps.trig import TrigFeatures
 from bochner.projections import DenseProjection, Projection, gaussian, make_projection
 
 gauss_legendre = lru_cache(np.polynomial.legendre.leggauss)

@@ -286,27 +286,8 @@ def count_sketch(x: Tensor, slot: Tensor, sign: Tensor, m: int) -> Tensor:
 
 def tensor_sketch(x: Tensor, slot: Tensor, sign: Tensor, m: int) -> Tensor:
     """The TensorSketch of x^(tensor n), (..., n, m), from slots and signs (h?, n, d)."""
-    if torch.compiler.is_compiling() and slot.shape[-2] > 1:
-        return tensor_sketch_real(x, slot, sign, m)
     sketches = [count_sketch(x, *pair, m) for pair in zip(slot.unbind(-2), sign.unbind(-2), strict=True)]
     return sketches[0] if len(sketches) == 1 else torch.fft.irfft(reduce(mul, map(torch.fft.rfft, sketches)), n=m)
-
-
-def tensor_sketch_real(x: Tensor, slot: Tensor, sign: Tensor, m: int) -> Tensor:
-    """`tensor_sketch` by products with tables of cosines, O(n d m + m^2): compilers generate no complex arithmetic."""
-    k = torch.arange(m, device=slot.device)
-    turn = torch.arange(m, dtype=torch.float64, device=slot.device) * (2 * math.pi / m)
-    cos, sin = turn.cos().to(x.dtype), turn.sin().to(x.dtype)
-    half = k[: m // 2 + 1]
-    re, im = torch.ones((), dtype=x.dtype, device=x.device), torch.zeros((), dtype=x.dtype, device=x.device)
-    for h, s in zip(slot.unbind(-2), sign.to(x.dtype).unbind(-2), strict=True):
-        phase = (h[..., None] * half) % m  # (h?, d, m/2 + 1)
-        a, b = x @ (s[..., None] * cos[phase]), -(x @ (s[..., None] * sin[phase]))
-        re, im = re * a - im * b, re * b + im * a
-    # The inverse transform: frequencies other than 0 and m/2 stand for two.
-    weight = torch.where((half == 0) | (2 * half == m), 1.0, 2.0).to(x.dtype)[:, None] / m
-    phase = (half[:, None] * k) % m
-    return re @ (weight * cos[phase]) - im @ (weight * sin[phase])
 
 
 def dot_product_series(

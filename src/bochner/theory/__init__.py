@@ -22,11 +22,10 @@ from bochner.theory.polynomial import (
     polynomial_tail_bound, tensor_sketch_bound,
 )  # fmt: skip
 from bochner.theory.rank import rank_floor
-from bochner.theory.regularized import regularized_ratio, regularized_ratio_bound, regularized_tail_bound
 from bochner.theory.softmax import (
     Estimator, block_pairs, dense_a, features_needed, features_uniform, kernel_value, log_mse, mse_dense,
     mse_hyperbolic, mse_optimal, mse_positive, mse_regularized, mse_trig, optimal_A, orthogonal_gap,
-    orthogonal_gap_bound, relative_error,
+    orthogonal_gap_bound, regularized_ratio, regularized_ratio_bound, regularized_tail_bound, relative_error,
 )  # fmt: skip
 
 __all__ = [
