@@ -380,7 +380,7 @@ def test_bad_arguments_get_one_clear_sentence():
     for call, message in [
         (lambda: LandmarkFeatures(D, 1), "'num_features' of LandmarkFeatures must be at least 2"),
         (lambda: LandmarkFeatures(D, 8, num_landmarks=0), "'num_landmarks' of LandmarkFeatures must be a positive int"),
-        (lambda: phi.calibrate_(q, [k, k]), "as many 'k'"),
+        (lambda: phi.calibrate_(q, [k, k]), "as many 'q' as 'k', and at least one, got 1 and 2"),
         (lambda: phi.calibrate_(q, k, v[:, :3]), "must have the shape of 'k' up to its last axis"),
         (lambda: phi.calibrate_(q, k, v * math.nan), "'v' of calibrate_ must be finite"),
         (lambda: phi.calibrate_(q, k, window=0), "'window' of calibrate_ must be a positive int"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 from collections.abc import Iterable, Mapping
@@ -48,6 +49,19 @@ def positive_float(value: Any, name: str, owner: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise ArgumentError(f"The {name!r} of {owner} must be a positive finite number, got {value!r}.")
     return float(value)
+
+
+def positive_numbers(value: Any, name: str, owner: str, count: int | None = None) -> float | np.ndarray:
+    """One positive number, or a float64 array of one for each column, `count` of them where that is known."""
+    got = repr(value)
+    with contextlib.suppress(ValueError):  # rows of unequal length
+        table = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+        fits = table.ndim == 0 or (table.ndim == 1 and table.size and count in (None, table.size))
+        if fits and table.dtype.kind in "fiu" and ((table > 0) & np.isfinite(table)).all():
+            return table.astype(np.float64) if table.ndim else float(table)
+        got = repr(table.tolist()) if table.ndim < 2 else f"an array of shape {table.shape}"
+    many = "one for each column" if count is None else f"{count}, one for each column"
+    raise ArgumentError(f"The {name!r} of {owner} must be one positive number, or {many}, got {got}.")
 
 
 def non_negative(value: Any, name: str, owner: str) -> float:

@@ -35,16 +35,6 @@ def resolve_gamma(gamma: Any, X: Any, owner: str, *, centred: bool = True) -> fl
     return scale_gamma(np.nan if lost else squares, X.shape[1], owner)
 
 
-def given_gamma(gamma: Any, d: int, owner: str) -> Any:
-    """One positive number, or an array of one for each column."""
-    if np.ndim(gamma) == 0:
-        return positive_float(gamma.item() if isinstance(gamma, np.generic) else gamma, "gamma", owner)
-    table = np.asarray(gamma)
-    if table.dtype.kind not in "fiu" or table.shape != (d,) or not ((table > 0) & np.isfinite(table)).all():
-        raise BochnerError(f"The 'gamma' of {owner} must be one positive number, or {d}, got {gamma}.")
-    return table.astype(np.float64)
-
-
 def resolve_bandwidth(bandwidth: Any, shape: tuple[int, int], weight: np.ndarray, owner: str) -> float:
     """A number, or the rule of Scott or Silverman for columns of unit variance.
 

@@ -15,8 +15,8 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from bochner._checks import BochnerError, flag, one_of, positive_float
-from bochner.estimators._checks import draw_seed, given_gamma
+from bochner._checks import BochnerError, flag, one_of, positive_float, positive_numbers
+from bochner.estimators._checks import draw_seed
 from bochner.estimators.evidence import Hyper, learn
 from bochner.estimators.nystrom import KERNELS, Centers, chosen_centers, features
 from bochner.estimators.rows import blockwise, is_dask, refuse_dask
@@ -93,7 +93,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         owner = type(self).__name__
         noise = math.nan if self.alpha is None else positive_float(self.alpha, "alpha", owner)
         amplitude = math.nan if self.amplitude is None else positive_float(self.amplitude, "amplitude", owner)
-        gamma = math.nan if self.gamma is None else given_gamma(self.gamma, d, owner)
+        gamma = math.nan if self.gamma is None else positive_numbers(self.gamma, "gamma", owner, d)
         return Hyper(np.sqrt(0.5 / (gamma * np.ones(d))), amplitude, noise)
 
     def _place(self, X: np.ndarray) -> Tensor:

@@ -18,10 +18,10 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from bochner._checks import BochnerError, flag, one_of, positive_float
+from bochner._checks import BochnerError, flag, one_of, positive_float, positive_numbers
 from bochner._progress import speaker
 from bochner.estimators import nystrom
-from bochner.estimators._checks import check_weight, draw_seed, given_gamma, scale_gamma
+from bochner.estimators._checks import check_weight, draw_seed, scale_gamma
 from bochner.estimators.evidence import learn
 from bochner.estimators.nystrom import Basis, Centers, CrossKernel
 from bochner.estimators.rows import Rows, array_rows, blockwise, dask_rows, is_dask, streamed_rows
@@ -108,7 +108,7 @@ class _CenterModel(BaseEstimator):
         standardize = flag(self.standardize, "standardize", owner)
         scale = np.sqrt(np.where((variance > 0) & standardize, variance, 1.0))
         if not isinstance(given, str):
-            gamma = given_gamma(given, len(mean), owner)
+            gamma: Any = positive_numbers(given, "gamma", owner, len(mean))
         elif one_of(given, "gamma", owner, ("auto", "scale", "learn")) == "learn":
             block = rows.sample(LEARNED_ROWS, np.random.RandomState(seed)).merged()
             y = block.y - block.y.mean(0)

@@ -252,10 +252,7 @@ class FeatureMap(RedrawnModule):
         lengths; with fewer key heads than query heads the query heads of a group are pooled. Statistics of the
         sequence being processed would leak the future, so they are taken here, once, and fixed.
         """
-        qs, ks = ([t] if isinstance(t, Tensor) else list(t) for t in (q, k))
-        if len(qs) != len(ks) or not qs:
-            raise BochnerError(f"calibrate_ needs as many 'k' as 'q', and at least one, got {len(ks)} and {len(qs)}.")
-        pairs = [(self._sequences(x, "q"), self._sequences(y, "k")) for x, y in zip(qs, ks, strict=True)]
+        pairs = [(self._sequences(x, "q"), self._sequences(y, "k")) for x, y in in_turn(q=q, k=k)]
         found = {name: [p[i] for p in pairs if p[0].numel() and p[1].numel()] for i, name in enumerate("qk")}
         for name, parts in found.items():
             if (rows := sum(t.shape[0] * t.shape[2] for t in parts)) < 2:
@@ -410,6 +407,16 @@ class _SquaredNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return x * (2 * grad)
+
+
+def in_turn(**given: Tensor | Sequence[Tensor] | None) -> list[tuple[Tensor, ...]]:
+    """Tensors, or lists of as many tensors each, one of each at a time; what is None is left out."""
+    lists = {name: [t] if isinstance(t, Tensor) else list(t) for name, t in given.items() if t is not None}
+    counts = [len(parts) for parts in lists.values()]
+    if len(set(counts)) > 1 or not counts[0]:
+        names = " as ".join(map(repr, lists))
+        raise BochnerError(f"calibrate_ needs as many {names}, and at least one, got {' and '.join(map(str, counts))}.")
+    return list(zip(*lists.values(), strict=True))
 
 
 def pooled(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from bochner._checks import (
 )
 from bochner._products import product
 from bochner._progress import track
-from bochner.maps.base import FeatureMap, Features
+from bochner.maps.base import FeatureMap, Features, in_turn
 from bochner.maps.landmark_fit import WINDOW_KINDS, Head, Near, Rows, fit_head, rectified
 from bochner.projections import gaussian, some_seed
 
@@ -236,13 +236,7 @@ class LandmarkFeatures(FeatureMap):
 
     def _given(self, q: Any, k: Any, v: Any) -> list[Given]:
         """What calibrate_ was given, checked, without sequences of one key."""
-        parts = [[t] if isinstance(t, Tensor) else list(t) for t in (q, k, *(() if v is None else (v,)))]
-        if not parts[0] or len({len(part) for part in parts}) > 1:
-            got = [len(part) for part in parts]
-            raise BochnerError(
-                f"calibrate_ needs as many 'k' (and 'v') as 'q', and at least one, got {got} of q, k, v."
-            )
-        found = [t for t in map(self._one, *parts) if t is not None]
+        found = [t for parts in in_turn(q=q, k=k, v=v) if (t := self._one(*parts)) is not None]
         rows = sum(t.k.shape[0] * t.k.shape[2] for t in found)
         if not rows:
             raise BochnerError("calibrate_ needs at least one sequence with a query and 2 keys, got none.")

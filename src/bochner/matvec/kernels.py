@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .._checks import BochnerError, lookup, positive_float
+from .._checks import BochnerError, lookup, positive_numbers
 from .profiles import ALIASES, PROFILES, Profile
 from .tiles import Frame, Tiles, left, make_frame, point_gradients, right
 
@@ -103,22 +103,13 @@ class Kernel:
 
 def _bandwidth(value: Any) -> float | Tensor:
     """A positive number in range, or a float64 tensor (d,) of such."""
-    table = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
-    numbers = table.dtype.kind in "fiu"
-    if table.ndim == 0:
-        table = np.float64(positive_float(table.item() if numbers else value, "bandwidth", "KernelOperator"))
-    elif table.ndim > 1 or not (numbers and table.size):
+    found = positive_numbers(value, "bandwidth", "KernelOperator")
+    if not (BANDWIDTHS[0] <= np.min(found) and np.max(found) <= BANDWIDTHS[1]):
         raise BochnerError(
-            f"The 'bandwidth' must be a positive number or one for each feature, got an array of shape {table.shape}."
-        )
-    elif not ((table > 0) & np.isfinite(table)).all():
-        raise BochnerError(f"The 'bandwidth' of every feature must be positive and finite, got {table.tolist()}.")
-    if not (BANDWIDTHS[0] <= table.min() and table.max() <= BANDWIDTHS[1]):
-        raise BochnerError(
-            f"The 'bandwidth' must be between {BANDWIDTHS[0]:g} and {BANDWIDTHS[1]:g}, got {table.min():g}; "
+            f"The 'bandwidth' must be between {BANDWIDTHS[0]:g} and {BANDWIDTHS[1]:g}, got {np.min(found):g}; "
             "rescale the points."
         )
-    return torch.from_numpy(table.astype(np.float64)) if table.ndim else float(table)
+    return found if isinstance(found, float) else torch.from_numpy(found)
 
 
 @dataclass(frozen=True)
