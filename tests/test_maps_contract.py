@@ -12,7 +12,7 @@ from naive import said_of, signed_attention
 
 import bochner
 from bochner import BochnerError, feature_map, kernel_estimate
-from bochner.maps import FEATURE_MAPS, options_of
+from bochner.maps import FEATURE_MAPS, options_of, to_features
 from bochner.maps.exponential import PositiveFeatures
 from bochner.maps.local import LocalL1Features, ProductFeatures
 from bochner.projections import PROJECTIONS, Projection
@@ -63,6 +63,12 @@ def test_features_have_one_scale_per_row_and_bounded_values(name, heads):
         assert torch.isfinite(f.log_scale).all()
         if phi.positive:
             assert (f.values >= 0).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_rows_have_no_features(name):
+    phi = build(name)
+    assert phi(inputs(2, 0)).values.shape == (2, 0, phi.feature_dim)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -276,6 +282,17 @@ def test_bad_input_gets_one_clear_sentence():
         (lambda: build("calibrated").calibrate_(torch.ones(0, D), torch.ones(0, D)), r"at least 2 rows of 'q' .*got 0"),
         (lambda: build("calibrated").calibrate_(torch.ones(5, D), torch.ones(5, 3)), r"'k' of CalibratedFeatures must"),
         (lambda: build("positive", num_heads=3)(torch.ones(1, 2, 5, D)), r"num_heads=3"),
+        (
+            lambda: build("calibrated").calibrate_(None, None),
+            r"'q' of CalibratedFeatures must be a torch.Tensor, got N",
+        ),
+        (
+            lambda: build("calibrated").trainable_(["b"]),
+            r"'names' of CalibratedFeatures.trainable_ must be one of \['a'",
+        ),
+        (lambda: kernel_estimate(phi, torch.ones(2, 3, D), torch.ones(5, 3, D)), r"agree in all axes but the last two"),
+        (lambda: to_features([1.0]), r"'t' of to_features must be a torch.Tensor, got list"),
+        (lambda: to_features(torch.ones(3, 0)), r"shape \(..., n, m\) with m >= 1, got \(3, 0\)"),
         (lambda: feature_map("optimal", dim=D, A=0.2), r"'A' of OptimalFeatures must be a number below 1/8, got 0.2"),
         (
             lambda: feature_map("relu", dim=D, kernel_epsilon=-1),

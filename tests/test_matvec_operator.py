@@ -129,7 +129,10 @@ X2 = np.zeros((5, 2), np.float32)
         (lambda: KernelOperator(X2.astype(complex), bandwidth=1.0), "real numpy array"),
         (lambda: KernelOperator(X2, bandwidth=1.0, method="magic"), "'method'.*'auto'.*'magic'"),
         (lambda: KernelOperator(X2, bandwidth=1.0, seed=-1), "'seed'"),
-        (lambda: KernelOperator(X2, bandwidth=[1.0, 0.0]), r"'bandwidth'.*positive number, or one for each column, got \["),
+        (
+            lambda: KernelOperator(X2, bandwidth=[1.0, 0.0]),
+            r"'bandwidth'.*positive number, or one for each column, got \[",
+        ),
         (lambda: KernelOperator(X2, bandwidth=[1.0, 1.0, 1.0]), "each of 2 features, got 3"),
         (lambda: KernelOperator(X2, bandwidth=np.ones((2, 2))), r"'bandwidth'.*shape \(2, 2\)"),
         (lambda: KernelOperator(X2, products=0), "'products'.*positive int"),

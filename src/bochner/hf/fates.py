@@ -397,7 +397,7 @@ class NearHeads(FateModule):
     def learned(self, projections: bool = False) -> list[nn.Parameter]:
         phi = self.phi
         if isinstance(phi, CalibratedFeatures):
-            phi.trainable_([*LEARNED, "weight"] if projections else LEARNED)
+            phi.trainable_([*LEARNED, "weight"] if projections and hasattr(phi.projection, "weight") else LEARNED)
         elif isinstance(phi, LandmarkFeatures) or (projections and not list(phi.parameters())):
             phi.trainable_()
         phi.requires_grad_(True)

@@ -114,6 +114,8 @@ def to_features(t: Tensor) -> Features:
     >>> to_features(torch.tensor([[1.0, 4.0]])).values
     tensor([[0.2500, 1.0000]])
     """
+    if not floating(t, "t", "to_features").ndim or not t.shape[-1]:
+        raise BochnerError(f"The 't' of to_features must have shape (..., n, m) with m >= 1, got {tuple(t.shape)}.")
     size = t.detach().abs().amax(-1, keepdim=True)
     size = torch.where(size > 0, size, torch.ones_like(size))  # a row of zeros keeps the scale 1
     return Features(t / size, size.log())
@@ -269,6 +271,10 @@ class FeatureMap(RedrawnModule):
 
     def trainable_(self, names: Sequence[str] | None = None) -> FeatureMap:
         """Turn named buffers (default: all floating-point ones) into parameters, keeping their state_dict keys."""
+        names = [names] if isinstance(names, str) else names
+        every = {name.rpartition(".")[2] for name, _ in (*self.named_buffers(), *self.named_parameters())}
+        for name in names or ():
+            one_of(name, "names", f"{type(self).__name__}.trainable_", sorted(every))
         for module in self.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if buffer is not None and buffer.is_floating_point() and (names is None or name in names):
@@ -409,9 +415,9 @@ class _SquaredNorm(torch.autograd.Function):
         return x * (2 * grad)
 
 
-def in_turn(**given: Tensor | Sequence[Tensor] | None) -> list[tuple[Tensor, ...]]:
-    """Tensors, or lists of as many tensors each, one of each at a time; what is None is left out."""
-    lists = {name: [t] if isinstance(t, Tensor) else list(t) for name, t in given.items() if t is not None}
+def in_turn(**given: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Tensors, or lists of as many tensors each, one of each at a time."""
+    lists = {name: list(t) if isinstance(t, (list, tuple)) else [t] for name, t in given.items()}
     counts = [len(parts) for parts in lists.values()]
     if len(set(counts)) > 1 or not counts[0]:
         names = " as ".join(map(repr, lists))
@@ -437,6 +443,11 @@ def kernel_estimate(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
             f"The 'phi' of kernel_estimate must be a feature map, got {phi!r}; make one by bochner.feature_map."
         )
     q, k = phi(x, "query"), phi(y, "key")
+    if any(n != s and 1 not in (n, s) for n, s in zip(x.shape[-3::-1], y.shape[-3::-1], strict=False)):
+        raise BochnerError(
+            f"The 'x' and 'y' of kernel_estimate must agree in all axes but the last two, got {tuple(x.shape)} and "
+            f"{tuple(y.shape)}."
+        )
     return (q.values @ k.values.mT) * (q.log_scale + k.log_scale.mT).exp()
 
 

@@ -236,7 +236,8 @@ class LandmarkFeatures(FeatureMap):
 
     def _given(self, q: Any, k: Any, v: Any) -> list[Given]:
         """What calibrate_ was given, checked, without sequences of one key."""
-        found = [t for parts in in_turn(q=q, k=k, v=v) if (t := self._one(*parts)) is not None]
+        given = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
+        found = [t for parts in in_turn(**given) if (t := self._one(*parts)) is not None]
         rows = sum(t.k.shape[0] * t.k.shape[2] for t in found)
         if not rows:
             raise BochnerError("calibrate_ needs at least one sequence with a query and 2 keys, got none.")

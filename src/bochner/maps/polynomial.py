@@ -286,6 +286,8 @@ def count_sketch(x: Tensor, slot: Tensor, sign: Tensor, m: int) -> Tensor:
 
 def tensor_sketch(x: Tensor, slot: Tensor, sign: Tensor, m: int) -> Tensor:
     """The TensorSketch of x^(tensor n), (..., n, m), from slots and signs (h?, n, d)."""
+    if not x.numel():
+        return x.new_zeros(*x.shape[:-1], m)
     sketches = [count_sketch(x, *pair, m) for pair in zip(slot.unbind(-2), sign.unbind(-2), strict=True)]
     return sketches[0] if len(sketches) == 1 else torch.fft.irfft(reduce(mul, map(torch.fft.rfft, sketches)), n=m)
 

@@ -20,7 +20,7 @@ _BLOCK = 1 << 20  # entries of a series table held at once
 
 
 def closed_form(formula: Formula) -> Formula:
-    """Check the arguments of a formula by their names; it gets tensors in float64. What is None stays None."""
+    """Check the arguments of a formula by their names; it gets tensors in float64. A default None stays."""
     signature, owner = inspect.signature(formula), formula.__name__
 
     @wraps(formula)
@@ -28,6 +28,8 @@ def closed_form(formula: Formula) -> Formula:
         given = signature.bind(*args, **options)
         given.apply_defaults()
         for name, value in given.arguments.items():
+            if value is None and signature.parameters[name].default is not None:
+                raise BochnerError(f"The {name!r} of {owner} is missing, got None.")
             if name in CHECKS and value is not None:
                 given.arguments[name] = CHECKS[name](value, name, owner)
         x, y = (given.arguments.get(name) for name in ("x", "y"))
@@ -35,7 +37,12 @@ def closed_form(formula: Formula) -> Formula:
             raise BochnerError(
                 f"The 'x' and 'y' of {owner} must have the same last dimension, got {x.shape[-1]} and {y.shape[-1]}."
             )
-        return formula(*given.args, **given.kwargs)
+        try:
+            return formula(*given.args, **given.kwargs)
+        except BochnerError:
+            raise
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            raise BochnerError(f"The arguments of {owner} do not fit together: {error}; check their shapes.") from error
 
     return checked  # type: ignore[return-value]
 
@@ -50,7 +57,10 @@ def vector(x: Any, name: str, owner: str) -> Tensor:
 
 def number(value: Any, name: str, owner: str) -> Tensor:
     """Any number or tensor, in float64."""
-    return torch.as_tensor(value, dtype=torch.float64)
+    try:
+        return torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BochnerError(f"The {name!r} of {owner} must be a number or a tensor, got {value!r}.") from error
 
 
 def positive(value: Any, name: str, owner: str) -> Tensor:
@@ -76,12 +86,12 @@ def whole(value: Any, name: str, owner: str) -> Tensor:
 
 CHECKS: dict[str, Callable[[Any, str, str], Tensor]] = {
     **dict.fromkeys(("x", "y", "means", "factors", "coefficients", "second_moment", "second_moments"), vector),
-    **dict.fromkeys(("variances", "probabilities", "mean_square"), non_negative),
+    **dict.fromkeys(("variances", "probabilities", "mean_square", "second_sup"), non_negative),
     **dict.fromkeys(("num_features", "num_coefficients", "dim", "degree", "terms", "draws"), whole),
     **dict.fromkeys(
-        ("target", "radius", "bandwidth", "delta", "eps", "failure", "constant", "rate", "threshold"), positive
+        ("target", "radius", "bandwidth", "delta", "eps", "failure", "constant", "rate", "rho", "threshold"), positive
     ),
-    **dict.fromkeys(("theta", "t", "value", "doubled", "second_sup", "low", "high"), number),
+    **dict.fromkeys(("theta", "t", "value", "doubled", "low", "high"), number),
 }
 
 

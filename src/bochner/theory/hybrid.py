@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bochner._checks import BochnerError
+from bochner._checks import BochnerError, positive_int
 from bochner.theory._common import Number, angle, closed_form
 from bochner.theory.softmax import _log_kernel, log_mse
 
@@ -164,6 +164,9 @@ def hybrid_split(moments: Callable[[Tensor, Tensor, int], Moments], num_features
     >>> hybrid_split(angular_moments, 256, 1)
     (42, 2)
     """
+    num_features, width = (
+        positive_int(n, s, "hybrid_split") for n, s in ((num_features, "num_features"), (width, "width"))
+    )
     candidates = [(num_features // (2 * (width * n + 1)), n) for n in range(1, 65)]
     candidates = [(m, n) for m, n in candidates if m > 0] or [(1, 1)]
     with torch.device("cpu"):  # a plan is a pair of numbers, also for a map that is built on no device

@@ -62,12 +62,12 @@ def gelu_taylor(terms: Number) -> Tensor:
 
 
 @closed_form
-def geometric_law(rho: float, terms: Number) -> Tensor:
+def geometric_law(rho: Number, terms: Number) -> Tensor:
     """``p_k = (1 - rho)^k rho``, k < terms; its mean over all k is ``1/rho - 1`` (Problem 3 says ``1/rho + 1``)."""
-    if not 0 < rho < 1:
-        raise BochnerError(f"The 'rho' of geometric_law must lie strictly between 0 and 1, got {rho!r}.")
+    if not float(rho) < 1:
+        raise BochnerError(f"The 'rho' of geometric_law must lie strictly between 0 and 1, got {float(rho)}.")
     k = torch.arange(int(terms), dtype=torch.float64)
-    return torch.exp(k * math.log1p(-rho)) * rho
+    return torch.exp(k * math.log1p(-float(rho))) * rho
 
 
 @closed_form
