@@ -9,7 +9,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator, cg, eigsh, lsqr
 
 from bochner._checks import BochnerError
-from bochner.matvec import KernelOperator
+from bochner.matvec import Kernel, KernelOperator, conjugate_gradients, pivoted_cholesky
 
 torch.set_num_threads(1)
 
@@ -111,6 +111,7 @@ def test_conjugate_gradients_and_lsqr_converge():
 
 
 X2 = np.zeros((5, 2), np.float32)
+T2 = torch.zeros(5, 2)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,14 @@ X2 = np.zeros((5, 2), np.float32)
         (lambda: KernelOperator(X2.astype(complex), bandwidth=1.0), "real numpy array"),
         (lambda: KernelOperator(X2, bandwidth=1.0, method="magic"), "'method'.*'auto'.*'magic'"),
         (lambda: KernelOperator(X2, bandwidth=1.0, seed=-1), "'seed'"),
+        (lambda: Kernel().block(X2), "'points' of Kernel must be a torch.Tensor, got ndarray"),
+        (lambda: Kernel().block(T2[0], T2), r"'points' of Kernel must have shape \(n, d\)"),
+        (lambda: pivoted_cholesky(Kernel(), T2 * np.nan, 2), "'X' of pivoted_cholesky must be finite"),
+        (lambda: pivoted_cholesky(Kernel(), T2, -1), "'rank' of pivoted_cholesky must be a positive int"),
+        (lambda: conjugate_gradients(lambda v: v, T2 * np.nan), "'y' of conjugate_gradients must be finite"),
+        (lambda: KernelOperator(T2).shifted(0.1).solve(T2[:, 0], tol="low"), "'tol' of KernelOperator.solve must be"),
+        (lambda: KernelOperator(T2).shifted(0.1).solve(T2[:, 0], max_iter=0), "'max_iter' of KernelOperator.solve"),
+        (lambda: KernelOperator(T2).shifted(0.1).logdet(probes=0), "'probes' of KernelOperator.logdet must be"),
         (
             lambda: KernelOperator(X2, bandwidth=[1.0, 0.0]),
             r"'bandwidth'.*positive number, or one for each column, got \[",

@@ -167,7 +167,8 @@ class KernelRidge(MultiOutputMixin, RegressorMixin, _CenterModel):
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KernelRidge:
         rows, alpha, tol, centers = self._begin(X, y, sample_weight, self._encoder)
-        basis: Basis | None = getattr(self, "_basis", None) if self.warm_start else None
+        warm = flag(self.warm_start, "warm_start", type(self).__name__)
+        basis: Basis | None = getattr(self, "_basis", None) if warm else None
         if basis is not None and len(self.bandwidth_) == self.n_features_in_:
             return self._fit_centers(rows, basis, alpha, tol)
         seed = draw_seed(check_random_state(self.random_state))
@@ -298,8 +299,8 @@ class KernelRidgeCV(KernelRidge):
     def _choose(self, rows: Rows, alpha: float, seed: int) -> float:
         owner = type(self).__name__
         alphas = np.array([positive_float(alpha, "alphas", owner) for alpha in np.ravel(self.alphas)])
-        if not len(alphas) or (self.gammas is not None and not len(self.gammas)):
-            raise BochnerError(f"{owner} needs at least one of 'alphas' and of 'gammas' to compare.")
+        if not len(alphas) or not (self.gammas is None or (np.iterable(self.gammas) and len(self.gammas))):
+            raise BochnerError(f"{owner} needs a list of 'alphas' and one of 'gammas' to compare, or gammas=None.")
         block = rows.sample(COMPARED_ROWS, np.random.RandomState(seed)).merged()
         self.errors_: list[tuple[Any, np.ndarray]] = []
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .._checks import BochnerError, lookup, positive_numbers
+from .._checks import BochnerError, floating, lookup, positive_numbers
 from .profiles import ALIASES, PROFILES, Profile
 from .tiles import Frame, Tiles, left, make_frame, point_gradients, right
 
@@ -60,6 +60,7 @@ class Kernel:
 
     def frame(self, keys: Tensor, arithmetic: str) -> Frame:
         """Coordinates in which one bandwidth is one unit, centred on these points."""
+        keys = _table(keys)
         if isinstance(self.bandwidth, Tensor) and self.bandwidth.numel() != keys.shape[1]:
             raise BochnerError(
                 f"The 'bandwidth' must be one number or one for each of {keys.shape[1]} features, got "
@@ -73,7 +74,7 @@ class Kernel:
         return "float64" if self.profile.convex else "difference"
 
     def _placed(self, X: Tensor, Y: Tensor | None, precise: str) -> tuple[Frame, Tensor, Tensor]:
-        frame = self.frame(X if Y is None else Y, "float32" if X.dtype == torch.float32 else precise)
+        frame = self.frame(X if Y is None else Y, "float32" if _table(X).dtype == torch.float32 else precise)
         z = frame.place(X)
         return frame, z, z if Y is None else frame.place(Y)
 
@@ -99,6 +100,12 @@ class Kernel:
         if Y is None:
             return Gradients((for_z + for_w) * frame.scale, None, bandwidth)
         return Gradients(for_z * frame.scale, for_w * frame.scale, bandwidth)
+
+
+def _table(points: Tensor) -> Tensor:
+    if floating(points, "points", "Kernel").ndim != 2:
+        raise BochnerError(f"The 'points' of Kernel must have shape (n, d), got {tuple(points.shape)}.")
+    return points
 
 
 def _bandwidth(value: Any) -> float | Tensor:

@@ -17,7 +17,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from .._checks import BochnerError, spawn_seed
+from .._checks import BochnerError, finite, positive_int, spawn_seed
 from .kernels import Kernel, Problem
 from .tiles import PRECISE, Frame, Tiles, argument_error, differences_error, extent, left, precise_frame, right
 
@@ -73,8 +73,8 @@ def pivoted_cholesky(
     Pivots are drawn in proportion to the diagonal of what is left, a block at a time with rejection. That has the law
     of drawing them one by one. Chen, Epperly, Tropp and Webber 2023; Epperly, Tropp and Webber 2024. Cost: O(n r^2).
     """
-    n, generator = len(X), torch.Generator().manual_seed(seed)
-    frame = kernel.frame(X, "float64")
+    frame, rank = kernel.frame(X, "float64"), positive_int(rank, "rank", "pivoted_cholesky")
+    n, generator = len(finite(X, "X", "pivoted_cholesky")), torch.Generator().manual_seed(seed)
     frame = precise_frame(frame, 2 * extent(frame, X))
     z, tiles = left(frame.place(X)), Tiles(frame)
     columns = torch.empty(min(rank, n), n, dtype=torch.float64)  # F', so that unused columns are never touched

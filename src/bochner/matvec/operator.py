@@ -324,6 +324,8 @@ class KernelOperator(LinearOperator):
         eps must be below alpha: K as it multiplies is off by at most eps, which moves x by at most eps / alpha of it.
         """
         self._need_precise("solve")
+        tol = positive_float(tol, "tol", f"{OWNER}.solve")
+        max_iter = positive_int(max_iter, "max_iter", f"{OWNER}.solve")
         columns = getattr(y, "ndim", 1) == 2
         table, restore, _ = as_values(y, self.shape[0], columns, self._problem.dtype)
         if self.shape[0] <= DIRECT:
@@ -344,6 +346,7 @@ class KernelOperator(LinearOperator):
         Up to 2,048 rows exactly, beyond by stochastic Lanczos quadrature with `probes` random vectors.
         """
         self._need_precise("logdet")
+        probes, steps = (positive_int(n, name, f"{OWNER}.logdet") for n, name in ((probes, "probes"), (steps, "steps")))
         if self.shape[0] <= DIRECT:
             return LogDet(2.0 * float(self._cholesky().diagonal().log().sum()), 0.0)
         return logdet(self._multiply, self.shape[0], self.preconditioner(), probes=probes, steps=steps, seed=self.seed)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._checks import finite, floating
 from .._progress import track
 from .lowrank import Preconditioner
 
@@ -40,6 +41,7 @@ def conjugate_gradients(
     The columns are independent runs of preconditioned conjugate gradients; one that has at most `tol` left stands
     still. `left(x, r, r'M^-1 r)` says how much that is, |r| / |y| by default. `start`: a first x.
     """
+    y = finite(floating(y, "y", "conjugate_gradients"), "y", "conjugate_gradients")
     x = torch.zeros_like(y) if start is None else start.clone()
     r = y.clone() if start is None else y - product(x)
     norm = y.norm(dim=0).clamp_min(1e-300)
