@@ -9,7 +9,6 @@ from typing import Any
 import mpmath
 import pytest
 import torch
-from naive import said_of, signed_attention
 from stats import check_mean, check_mse, check_mse_at_most
 from torch import Tensor
 
@@ -167,19 +166,6 @@ def test_a_product_of_maps_that_share_their_draws_would_be_biased() -> None:
         check_mean(single_draws(shared, x, y), shared.kernel_matrix(x, y).flatten())
     redrawn = ProductFeatures(mask, attention)
     check_mean(single_draws(redrawn, x, y), redrawn.kernel_matrix(x, y).flatten())
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_masked_attention_in_linear_time_is_the_quadratic_one(is_causal: bool) -> None:
-    q, k, v = (rows(1, 2, 40, 4, seed=s) for s in range(3))
-    p = torch.arange(40, dtype=torch.float64)
-    mask = LocalGaussianFeatures(1, 64, delta=12.0)
-    phi = ProductFeatures(mask, PositiveFeatures(4, 64))
-    qp, kp = with_positions(q, p), with_positions(k, p)
-    expected, small = signed_attention(qp, kp, v, phi, is_causal=is_causal)
-    with said_of(small):
-        out = linear_attention(qp, kp, v, phi, is_causal=is_causal, scale=1.0)
-    torch.testing.assert_close(out, expected)
 
 
 def test_masked_attention_approaches_exact_masked_attention() -> None:

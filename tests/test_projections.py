@@ -157,7 +157,7 @@ def test_bad_projections_are_refused_in_one_sentence():
         make_projection("gaussian", 4, 4)
     with pytest.raises(BochnerError, match=r"'num_features' of IIDProjection must be a positive int, got -3"):
         make_projection("iid", 4, -3)
-    with pytest.raises(BochnerError, match=r"needs \(4, 8, None\)"):
+    with pytest.raises(BochnerError, match=r"has num_features=4, but the feature map needs num_features=8; build it"):
         make_projection(make_projection("iid", 4, 4), 4, 8)
     with pytest.raises(BochnerError, match=r"'seed' must be a non-negative int or None, got -1"):
         make_projection("iid", 4, 4, seed=-1)
@@ -169,8 +169,8 @@ def test_bad_projections_are_refused_in_one_sentence():
 def test_a_projection_with_norms_of_another_law_is_refused():
     """Regularised features on Gaussian lengths are positive features under a wrong name, and the other way round."""
     chi, fixed = (make_projection("iid", 4, 8, norms=norms) for norms in ("chi", "fixed"))
-    with pytest.raises(BochnerError, match=r"norms='chi'.*needs 'fixed'"):
+    with pytest.raises(BochnerError, match=r"norms='chi'.*needs norms='fixed'"):
         feature_map("regularized", 4, 8, projection=chi)
-    with pytest.raises(BochnerError, match=r"norms='fixed'.*needs 'chi'"):
+    with pytest.raises(BochnerError, match=r"norms='fixed'.*needs norms='chi'"):
         feature_map("positive", 4, 8, projection=fixed)
     assert feature_map("regularized", 4, 8, projection=fixed).projection is fixed

