@@ -205,8 +205,9 @@ def test_a_gguf_file_becomes_a_directory_that_transformers_loads() -> None:
 
 def test_what_is_no_gguf_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOCHNER_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(BochnerError, match="must be a GGUF file, and there is none at"):
-        data.from_gguf(tmp_path / "model.gguf")
+    for nothing in (tmp_path / "model.gguf", None):
+        with pytest.raises(BochnerError, match="must be a GGUF file, and there is none at"):
+            data.from_gguf(nothing)  # type: ignore[arg-type]
     (tmp_path / "model.gguf").write_bytes(b"not weights")
     with pytest.raises(BochnerError, match="transformers cannot read the GGUF file"):
         data.from_gguf(tmp_path / "model.gguf")

@@ -103,8 +103,7 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
 
 def from_gguf(source: str | Path) -> Path:
     """A directory that `from_pretrained` loads, in float32, made once from a GGUF file and kept in the cache."""
-    source = Path(source)
-    if not source.is_file():
+    if not isinstance(source, (str, Path)) or not (source := Path(source)).is_file():
         raise BochnerError(f"The 'source' of from_gguf must be a GGUF file, and there is none at {str(source)!r}.")
     copy = cache_dir() / f"gguf-{_digest(source)[:12]}"
     if not damage(copy):

@@ -77,7 +77,8 @@ def performer_(model: nn.Module, *, epsilon: float | None = None) -> nn.Module:
 
     Padding is left as the model has it: performer-pytorch takes padded keys out of the values only.
     """
-    found = [name for name, m in model.named_modules() if type(m).__name__ == "FastAttention"]
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    found = [name for name, m in modules if type(m).__name__ == "FastAttention"]
     if not found:
         raise BochnerError(f"This {type(model).__name__} has no FastAttention of performer-pytorch inside.")
     for name in found:
