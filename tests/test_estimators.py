@@ -201,6 +201,7 @@ def test_a_pickled_estimator_gives_the_same_answers(make):
         (KernelRidge(centers=0), "'centers'.*0"),
         (KernelRidge(centers="some"), "'centers' of KernelRidge.*'some'"),
         (KernelRidge(gamma=[1.0, 2.0]), "'gamma' of KernelRidge must be one positive number, or 4"),
+        (KernelRidge(gamma=[1.0, np.inf, 1.0, 1.0]), "'gamma' of KernelRidge must be one positive number, or 4"),
         (KernelRidge(gamma=list("abcd")), "'gamma' of KernelRidge must be one positive number, or 4"),
         (KernelRidge(centers=np.ones((5, 2))), r"'centers' of KernelRidge.*\(M, 4\).*got one of shape \(5, 2\)"),
         (GaussianProcessRegressor(centers=np.ones((5, 2))), r"'centers' of Gaussian.*got one of shape \(5, 2\)"),
