@@ -21,33 +21,29 @@ from bochner.projections import rademacher
 from bochner.theory import mse_maclaurin, mse_tensor_sketch_matrix
 
 
-class DrawnFeatures(FeatureMap):
-    """A map whose random parts are buffers of its own; a subclass says how one head's are drawn, `_draw(g)`."""
+class PolynomialFeatures(FeatureMap):
+    """Base of the sketches of `(x . y + c)^n`: `degree` n >= 1, `coef` c >= 0, `num_features` m.
 
-    kernels: ClassVar[Sequence[str]]
+    Random parts are buffers; a subclass says how one head's are drawn, `_draw(g)`.
+    """
+
+    estimates: ClassVar[str] = "polynomial"
 
     def __init__(
         self,
         dim: int,
         num_features: int,
         *,
+        degree: int = 2,
+        coef: float = 0.0,
         num_heads: int | None = None,
         seed: int | None = 0,
         generator: Generator | None = None,
     ) -> None:
-        super().__init__(dim, num_features, num_heads=num_heads, kernel=self.kernels[0])
-        self._redraw(make_generator(seed, generator))
-
-
-class PolynomialFeatures(DrawnFeatures):
-    """Base of the sketches of `(x . y + c)^n`: `degree` n >= 1, `coef` c >= 0, `num_features` m."""
-
-    kernels = ("polynomial",)
-
-    def __init__(self, dim: int, num_features: int, *, degree: int = 2, coef: float = 0.0, **options: Any) -> None:
         owner = type(self).__name__
         self.degree, self.coef = positive_int(degree, "degree", owner), non_negative(coef, "coef", owner)
-        super().__init__(dim, num_features, **options)
+        super().__init__(dim, num_features, num_heads=num_heads, kernel=self.estimates)
+        self._redraw(make_generator(seed, generator))
 
     @property
     def width(self) -> int:
@@ -116,7 +112,7 @@ class TensorSketchFeatures(PolynomialFeatures):
         return Features(values, self.degree * log_length)
 
 
-class MaclaurinFeatures(DrawnFeatures):
+class MaclaurinFeatures(PolynomialFeatures):
     """Random Maclaurin features of `sum_k a_k (x . y)^k`, all `a_k >= 0`: `sqrt(a_k/m_k) (s_1 . x) ... (s_k . x)`.
 
     Degree k has its own m_k of the m features, each a product of k random signed sums s . x. Unbiased, signed. MSE:
@@ -131,7 +127,7 @@ class MaclaurinFeatures(DrawnFeatures):
     tensor([[1.]])
     """
 
-    kernels = ("maclaurin",)
+    estimates = "maclaurin"
     signs: Tensor
 
     def __init__(
@@ -148,11 +144,10 @@ class MaclaurinFeatures(DrawnFeatures):
         m = positive_int(num_features, "num_features", owner)
         degree = None if degree is None else positive_int(degree, "degree", owner)
         self.coefficients = dot_product_series(series, degree, non_negative(coef, "coef", owner), owner)
-        self.degree = len(self.coefficients) - 1
         self.counts = deal_features(self.coefficients, m, owner)
         # Features of degree above t all need a sum number t: `rows[t]` of them.
-        self.rows = [sum(self.counts[t + 1 :]) for t in range(self.degree)]
-        super().__init__(dim, m, **options)
+        self.rows = [sum(self.counts[t + 1 :]) for t in range(len(self.counts) - 1)]
+        super().__init__(dim, m, degree=len(self.counts) - 1, coef=coef, **options)
 
     def kernel_matrix(self, x: Tensor, y: Tensor) -> Tensor:
         p = x @ y.mT
