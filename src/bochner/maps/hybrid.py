@@ -251,7 +251,7 @@ def _invertible(A: Any, dim: int, num_heads: int | None, owner: str) -> Tensor:
     shapes = [(dim,), (dim, dim)] + ([] if num_heads is None else [(num_heads, dim, dim)])
     if tuple(a.shape) not in shapes or not torch.isfinite(torch.view_as_real(a)).all():
         raise BochnerError(
-            f"The 'A' of {owner} must be finite, a number or of a shape in {shapes}, got {tuple(a.shape)}."
+            f"The 'A' of {owner} must be finite, a number or have one of the shapes {shapes}, got {tuple(a.shape)}."
         )
     singular = a.abs() if a.ndim == 1 else torch.linalg.svdvals(a)
     if bool((singular.amin(-1) <= 1e-6 * singular.amax(-1)).any()):
