@@ -103,8 +103,9 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
 
 def from_gguf(source: str | Path) -> Path:
     """A directory that `from_pretrained` loads, in float32, made once from a GGUF file and kept in the cache."""
-    if not isinstance(source, (str, Path)) or not (source := Path(source)).is_file():
+    if not isinstance(source, (str, Path)) or not Path(source).is_file():
         raise BochnerError(f"The 'source' of from_gguf must be a GGUF file, and there is none at {str(source)!r}.")
+    source = Path(source)
     copy = cache_dir() / f"gguf-{_digest(source)[:12]}"
     if not damage(copy):
         return copy

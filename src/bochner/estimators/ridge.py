@@ -299,7 +299,7 @@ class KernelRidgeCV(KernelRidge):
     def _choose(self, rows: Rows, alpha: float, seed: int) -> float:
         owner = type(self).__name__
         alphas = np.array([positive_float(alpha, "alphas", owner) for alpha in np.ravel(self.alphas)])
-        if not len(alphas) or not (self.gammas is None or (np.iterable(self.gammas) and len(self.gammas))):
+        if not len(alphas) or not (self.gammas is None or (hasattr(self.gammas, "__len__") and len(self.gammas))):
             raise BochnerError(f"{owner} needs a list of 'alphas' and one of 'gammas' to compare, or gammas=None.")
         block = rows.sample(COMPARED_ROWS, np.random.RandomState(seed)).merged()
         self.errors_: list[tuple[Any, np.ndarray]] = []
