@@ -347,7 +347,6 @@ def hadamard_transform(x: Tensor) -> Tensor:
 
 
 def sylvester(bits: int, like: Tensor) -> Tensor:
-    """The Hadamard matrix of 2^bits rows."""
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=like.dtype, device=like.device)
     return reduce(torch.kron, [two] * bits, two.new_ones(1, 1))
 

@@ -11,7 +11,6 @@ from bochner._checks import BochnerError, positive_float
 
 
 def draw_seed(rng: np.random.RandomState) -> int:
-    """One seed from scikit-learn's random state."""
     return int(rng.randint(np.iinfo(np.int32).max))
 
 

@@ -149,7 +149,6 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return phi
 
     def _options(self) -> dict[str, Any]:
-        """Keywords of the map."""
         if self.map_params is not None and not isinstance(self.map_params, dict):
             raise BochnerError(
                 f"The 'map_params' of {type(self).__name__} must be None or a dict of keywords of the map, got "

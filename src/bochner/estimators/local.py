@@ -124,7 +124,6 @@ class KernelDensity(_Neighbours):
         return self._rows[chosen] + self.bandwidth_ * rng.normal(size=(n_samples, self._rows.shape[1]))
 
     def _log_density(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The sign and the log of the modulus."""
         check_is_fitted(self)
         weight = self.weight_[self._counted] / np.abs(self.weight_).max()
         sums, log_scale = self._sums(X, weight[:, None])

@@ -54,7 +54,6 @@ class Rows:
         return sum(self.lengths)
 
     def head(self) -> Block:
-        """The first block."""
         first: tuple[Any, ...] | None = next(self.start(), None)
         return finished(first or _none(), self.encode)
 

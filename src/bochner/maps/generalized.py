@@ -71,7 +71,6 @@ class ExpFeatures(GeneralizedFeatures):
 
 
 def _named(name: str, function: Callable[[Tensor], Tensor], *, positive: bool) -> type[GeneralizedFeatures]:
-    """The class of one f, under its own name."""
     doc = f"""`phi(x) = (f(w . x) + kernel_epsilon) / sqrt(m)` with f = {name}, {"positive" if positive else "signed"}.
 
     Unbiased for its own kernel, `kernel_matrix`. O(m d) per row. Choromanski et al. 2021, section 2.2.

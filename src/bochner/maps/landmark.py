@@ -285,7 +285,6 @@ class LandmarkFeatures(FeatureMap):
         return found
 
     def _take(self, heads: list[Head]) -> None:
-        """Fitted heads into the buffers."""
         hidden = ("key_landmarks", "key_log_weights", "query_landmarks", "offsets", "caps")
         names = (*hidden, "mix_query", "mix_key", "bias_key", "least", "error", "error_interval")
         found = [(*h.hidden, h.p, h.r, h.bias, *map(torch.tensor, (h.top_up, h.error, h.interval))) for h in heads]

@@ -107,7 +107,6 @@ class MomentsFeatures(FeatureMap):
         return other
 
     def check_causal(self) -> None:
-        """Refuse causal attention by groups of keys that lie in the future."""
         if self.num_groups > 1 and not bool(self.is_fitted):
             raise BochnerError(
                 f"MomentsFeatures with num_groups={self.num_groups} takes its groups from the whole sequence, which "

@@ -144,6 +144,5 @@ def _tried(phi: FeatureMap, x: Tensor, role: str, name: str) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """An error inside a sentence."""
     kind = "" if isinstance(error, BochnerError) else f"{type(error).__name__}: "
     return f"{kind}{error}".split("\n")[0].rstrip(".")

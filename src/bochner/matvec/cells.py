@@ -30,7 +30,6 @@ ROUNDS, SAMPLED = 3, 20  # of k-means, and points per cell that it looks at
 
 
 def nearest(points: Tensor, centres: Tensor) -> Tensor:
-    """The index of the nearest centre of each point."""
     half = centres.square().sum(1).mul_(0.5)
     label = torch.empty(points.shape[0], dtype=torch.long)
     for part, target in zip(points.split(2048), label.split(2048), strict=True):
@@ -66,7 +65,6 @@ class Side(NamedTuple):
     reach: Tensor  # (cells, cells) how far points of cell a go from its origin towards that of cell b, at most
 
     def members(self) -> tuple[Tensor, ...]:
-        """The numbers of the points of each cell."""
         return self.order.split(self.sizes.tolist())
 
 

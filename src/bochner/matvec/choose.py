@@ -91,7 +91,6 @@ def choose(problem: Problem, method: str, products: int, memory: int, placed: Pl
 
 
 def build(problem: Problem, method: str, memory: int, placed: PlacedKeys) -> Engine:
-    """The engine of this name."""
     if method == "exact":
         return ExactEngine(problem, problem.dtype == torch.float32, placed)
     if method == "lowrank":

@@ -176,7 +176,6 @@ class ExactEngine:
         return block_product(Tiles(self.frame), z, w, x, blocks, self.symmetric, sums)
 
     def _blocks(self) -> Iterator[Block]:
-        """What is evaluated."""
         return all_blocks(*self.problem.shape, self.symmetric, self.progress)
 
     def _relative(self) -> tuple[Tensor, Tensor, float]:
