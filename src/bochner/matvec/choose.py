@@ -29,8 +29,7 @@ SMALL = 1 << 23  # pairs, of all products together, that are not worth a thought
 TRIAL_SHARE = 0.02  # of the exact products, for each trial at most
 WORTHWHILE = 0.8  # of the exact products: predictions are not exact
 SINGLE = 1e-3  # eps from which double precision points may be multiplied in single precision
-CELL_CALLS, PLAN_CALLS = 40, 12  # calls of torch for a query cell against COLUMNS keys, and for a cell of a plan
-SMALL_TILES = 1.3  # what tiles of a cell take, their keys gathered, in tiles of the usual size
+CELL_CALLS = 40  # calls of torch for a query cell against COLUMNS keys; without them cells are taken at 1.26 of exact
 TRIED = 10  # points of the sample for every cell
 MARGIN = 6  # points of a sample for every column of its factor, at least: fewer say nothing about the rest
 
@@ -197,12 +196,12 @@ def _cells_option(problem: Problem, near: float, exact: ExactEngine) -> Option:
     count, sides, call = cells.number_of_cells(n, s), 1 if problem.symmetric else 2, call_seconds()
     entry, _ = pair_seconds(problem.kernel.name, d, torch.float32)
     clustering = 0.0 if exact.placed.cells else (s * count + cells.ROUNDS * cells.SAMPLED * count**2) * entry
-    setup = clustering + (n + s) / 2 * sides * (count * entry + 1e-8 * d) + sides * count * PLAN_CALLS * call
+    setup = clustering + (n + s) / 2 * sides * (count * entry + 1e-8 * d)
     pairs = near / (3 - sides)
     tiles = _tile_option("cells", problem, pairs, exact)
     overhead = (count + pairs * count / n / COLUMNS) * CELL_CALLS * call
     fact = f"about {near / (n * s):.0%} of the pairs are near"
-    return Option("cells", setup + tiles.build, SMALL_TILES * tiles.product + overhead, fact)
+    return Option("cells", setup + tiles.build, tiles.product + overhead, fact)
 
 
 def factor_trial(problem: Problem, memory: int, limit: float) -> list[Option]:
