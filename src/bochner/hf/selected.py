@@ -99,7 +99,8 @@ def counters(window: int) -> int:
 def layout(kept: SelectedKeys, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The first slot (g,) of each key head: of its ring, of the keys that leave it, and of its older keys.
 
-    And the slots (g, 1, slots) that are not its own. All caches share them. Sinks come first.
+    And what is added to logits (g, 1, slots), to hide slots that are not its own. All caches share them. Sinks come
+    first.
     """
     heads = torch.arange(len(kept.budgets))
     sizes = [torch.full_like(heads, n) for n in (kept.sinks, kept.window, spare_of(kept.window))]
@@ -107,7 +108,8 @@ def layout(kept: SelectedKeys, device: torch.device) -> tuple[Tensor, Tensor, Te
     owner = torch.cat([heads.repeat_interleave(n) for n in sizes])
     every = torch.cat(sizes)
     _, first, leaving, older = (every.cumsum(0) - every).to(device).chunk(4)
-    return first, leaving, older, (owner != heads[:, None, None]).to(device)
+    others = torch.where(owner == heads[:, None, None], 0.0, HIDDEN)
+    return first, leaving, older, others.to(device)
 
 
 class SelectedState:
@@ -316,18 +318,15 @@ class SelectedState:
         g, d, border, dtype = len(self.first), self.near.shape[-1], self.far_from, q.dtype
         keys, values = self.far.unbind(1)
         near = torch.cat([self.sinks.to(dtype), self.near.to(dtype)], dim=2)
-        key_step, value_step, added = self.steps[..., :-1].to(dtype)[:, :, None, None].unbind(1)
+        key_step, value_step, added = self.steps.to(dtype)[:, :, None, None, :-1].unbind(1)
         # 1. What queries ask of the stored numbers, and the logits; slots of other heads are hidden.
         asked = (q.unflatten(1, (g, -1)) @ self.turns.ask).flatten(1, 2)
-        parts = zip(
-            asked[..., :d].chunk(len(self.older_as.zero[0]), dim=-1),
-            asked[..., d:].split(1, dim=-1),
-            self.older_as.columns(keys, 0, dtype),
-            strict=True,
-        )
-        strong, *weak = (torch.baddbmm(less, mine, numbers.mT) for mine, less, numbers in parts)
+        parts = len(self.older_as.zero[0])
+        mine = asked.split([d // parts] * parts + [1] * parts, dim=-1)
+        columns = self.older_as.columns(keys, 0, dtype)
+        strong, *weak = (torch.baddbmm(mine[parts + i], mine[i], x.mT) for i, x in enumerate(columns))
         met = torch.cat([torch.bmm(asked[..., :d], near[:, 0].mT), strong], dim=-1).unflatten(1, (g, -1))
-        logits = torch.where(self.others, HIDDEN, added).addcmul(met, key_step)
+        logits = torch.addcmul(added + self.others, met, key_step)
         if weak:  # they have no step
             logits[..., border:].add_(weak[0].unflatten(1, (g, -1)))
         # 2. Weights, values, and back from stored numbers.
