@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -226,6 +227,19 @@ def test_pieces_give_what_the_whole_text_gives(family: str) -> None:
     whole, parts = whole_and_pieces(model, ids(60, 2, seed=3), [17, 18, 19, 40], cache)
     torch.testing.assert_close(parts, whole, atol=1e-4, rtol=1e-4)
     assert not torch.equal(revert(model)(ids(60, 2, seed=3)).logits, whole)
+
+
+def test_a_cache_goes_from_one_mode_to_another() -> None:
+    model, x = converted().double(), ids(60, 2, seed=3)
+    want = model(x, use_cache=False).logits.detach()
+    modes = (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad)
+    cache, at = transformers.DynamicCache(config=model.config), 0
+    for n, mode in zip((20, 1, 1, 30), modes, strict=True):
+        with mode():
+            got = model(x[:, at : at + n], past_key_values=cache).logits
+        torch.testing.assert_close(got.detach(), want[:, at : at + n], atol=1e-4, rtol=1e-4)
+        cache, at = copy.deepcopy(cache), at + n
+        cache.reorder_cache(torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
