@@ -17,11 +17,11 @@ transformers = pytest.importorskip("transformers")
 from hf_models import DECODERS, ENCODERS, SEQ2SEQ, build, whole_and_pieces  # noqa: E402
 from test_hf_selected import oracle  # noqa: E402
 
-from bochner import BochnerError, Conversion, Distillation, Plan, Target, convert, revert, search  # noqa: E402
+from bochner import BochnerError, Conversion, Distillation, Plan, Recipe, Target, convert, revert, search  # noqa: E402
 from bochner.hf import Selected, cache_bytes, discover, fit_selected, selected_fit, selected_heads  # noqa: E402
 from bochner.hf.calls import Call  # noqa: E402
 from bochner.hf.fates import EXACT  # noqa: E402
-from bochner.hf.interface import attached  # noqa: E402
+from bochner.hf.interface import attached, layers_of  # noqa: E402
 from bochner.hf.observe import frozen, recording  # noqa: E402
 from bochner.hf.plan import Fitted, LayerPlan  # noqa: E402
 from bochner.hf.search import options  # noqa: E402
@@ -420,7 +420,7 @@ def test_ablations_are_the_model_without_older_keys_and_without_attention() -> N
 
     space = SimpleNamespace(model=model, build=fitted.build)
     problem = SimpleNamespace(space=space, texts=SimpleNamespace(look=look), say=lambda text: None)
-    found = search_selected.ablations(problem, plan)
+    found = search_selected.ablations(problem, plan, fitted.build(plan))
     small = fitted.plan(Plan.of(discover(model), "llama"), 0.25, "int4", 8)
     assert all(fate.budget == 0 for layer in small.layers for fate in layer.fates)
     with attached(model, small, fitted.build(small)):
@@ -428,6 +428,32 @@ def test_ablations_are_the_model_without_older_keys_and_without_attention() -> N
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
     torch.testing.assert_close(found["no attention"], look(model).quality.retained)
+
+
+def test_windows_and_kernels_alone_are_what_their_recipes_make() -> None:
+    model, x = decoder(), ids(60)
+    near: dict[str, Any] = {"window": 8, "sinks": 2, "window_kind": "sliding"}
+
+    def look(changed: Any) -> Any:
+        with torch.no_grad():
+            return SimpleNamespace(quality=SimpleNamespace(retained=changed(x, use_cache=False).logits))
+
+    def converted_by(recipe: Recipe, maps: dict[str, Any] | None = None) -> tuple[Any, Plan, dict[str, Any]]:
+        plan, layers = convert(model, recipe).plan, layers_of(model)
+        for name, layer in (maps or {}).items():
+            layers[name].parts["kernel"].phi = layer.parts["hybrid"].phi
+        logits = look(model).quality.retained
+        revert(model)
+        return logits, plan, layers
+
+    _, plan, layers = converted_by(Recipe("positive", 16, **near))
+    problem = SimpleNamespace(
+        space=SimpleNamespace(model=model), texts=SimpleNamespace(look=look), say=lambda text: None
+    )
+    found = search_selected.ablations(problem, plan, layers)
+    assert list(found) == ["windows alone", "kernels alone", "no attention"]
+    torch.testing.assert_close(found["windows alone"], converted_by(Recipe(None, **near))[0])
+    torch.testing.assert_close(found["kernels alone"], converted_by(Recipe("positive", 16), layers)[0])
 
 
 def test_the_search_finds_the_least_memory_that_keeps() -> None:

@@ -153,10 +153,11 @@ class Turns(NamedTuple):
         start = torch.zeros_like(into[..., :1, :])
         start[0] = -pad(centre, (0, d - centre.shape[-1]))[:, None] @ into[0]
         ask, tell = back[0].mT[:, : keys.shape[-1]], back[1][..., : values.shape[-1]]
-        of_keys, of_values = (len(zero) for zero in precision.zero)
-        less = [-zero * x.sum(-1, keepdim=True) for x, zero in zip(ask.chunk(of_keys, -1), precision.zero[0], strict=True)]
-        more = sum(-zero * x.sum(-2, keepdim=True) for x, zero in zip(tell.chunk(of_values, -2), precision.zero[1], strict=True))
-        return cls(into, start, back, torch.cat([ask, *less], dim=-1), torch.cat([tell, more], dim=-2))
+        less, more = (
+            [x.sum(i, keepdim=True) * -zero for x, zero in zip(y.chunk(len(z), i), z, strict=True)]
+            for y, i, z in zip((ask, tell), (-1, -2), precision.zero, strict=True)
+        )
+        return cls(into, start, back, torch.cat([ask, *less], dim=-1), torch.cat([tell, sum(more)], dim=-2))
 
 
 def _widened(x: Tensor, d: int) -> Tensor:

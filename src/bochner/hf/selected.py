@@ -425,4 +425,3 @@ class SelectedState:
         some, arriving = alive(rank, ranked[:, m : m + c], capacity - m + c).split(c, dim=-1)
         held = (ranked[:, None, :m] > EMPTY).repeat(1, c, 1).scatter_(2, least[:, None].expand(-1, c, -1), some)
         return torch.cat([held, arriving, near], dim=-1)
-
