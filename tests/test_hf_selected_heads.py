@@ -355,6 +355,26 @@ def test_mistakes_get_a_sentence(settings: dict[str, Any], words: str) -> None:
         Selected(**settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"share": "a quarter"}, "'share'"),
+        ({"share": 1.5}, "'share'"),
+        ({"length": -5}, "'length'"),
+        ({"length": 3.5}, "'length'"),
+        ({"window": 0}, "'window'"),
+        ({"sinks": 1000}, "'sinks' must be at most 25"),
+        ({"precision": "int3"}, "precision 'int3'"),
+    ],
+)
+def test_mistakes_in_a_fit_are_told_before_it(
+    settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selected_fit, "fit_scores", None)
+    with pytest.raises(BochnerError, match=words):
+        plan_for(decoder(), **settings)
+
+
 # The fit
 
 
