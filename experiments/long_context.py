@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from _framework import Said, Store, experiment, figures_of, table
 from _pictures import COLOURS, figure, save
+from smollm_target import LENGTH, WORDS
 
 from bochner import Calibration, Plan, Recipe, convert, data
 from bochner.demo import load_smollm2
+from bochner.hf import Selected, fit_selected
 
 BACK = (500, 2000, 6000)
 PASSAGE, LEAD = 96, 8  # tokens of a repeat, of which the first only tell what is repeated
@@ -73,16 +75,23 @@ def figures(model: Any, ids: torch.Tensor, length: int) -> dict[str, Any]:
 
 
 def converted(model: Any, tokenizer: Any, recipe: Recipe | str, length: int) -> Any:
-    """The conversion by a recipe, fitted to texts of some tokens, or by a plan that `smollm_target` found."""
-    spec: Any = recipe
-    if isinstance(recipe, str):
-        stored = figures_of("smollm_target")[recipe]["report"]["plan"]
-        for layer in stored["layers"]:
-            layer.pop("exact_below", None)  # of an older version
-        spec = Plan.from_dict(stored)
-        length = max(length, spec.fit_length)
-    texts = data.paragraphs("calibration", 6, words=max(250, 3 * length // 4))
-    return convert(model, spec, Calibration(texts, tokenizer, max_length=length, batch_size=1), progress=True)
+    """The conversion by a recipe, fitted to texts of some tokens, or by a plan that `smollm_target` found.
+
+    The scores of selected keys are no part of a plan: they are fitted anew, by the texts of that search.
+    """
+    if isinstance(recipe, Recipe):
+        texts = data.paragraphs("calibration", 6, words=max(250, 3 * length // 4))
+        return convert(model, recipe, Calibration(texts, tokenizer, max_length=length, batch_size=1), progress=True)
+    stored = figures_of("smollm_target")[recipe]["report"]["plan"]
+    for layer in stored["layers"]:
+        layer.pop("exact_below", None)  # of an older version
+    plan = Plan.from_dict(stored)
+    words = 3 * int(recipe) // 4
+    texts = Calibration(data.paragraphs("calibration", max(5, WORDS // words), words=words), tokenizer)
+    fates = [fate for layer in plan.layers for fate in layer.fates if isinstance(fate, Selected)]
+    fitted = fit_selected(model, texts, length=LENGTH, window=fates[0].window).maps
+    plan.maps = {layer.name: fitted[layer.name]._replace(fates=list(layer.fates)) for layer in plan.layers}
+    return convert(model, plan)
 
 
 @experiment(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,11 @@ transformers = pytest.importorskip("transformers")
 from hf_models import DECODERS, ENCODERS, SEQ2SEQ, build, whole_and_pieces  # noqa: E402
 from test_hf_selected import oracle  # noqa: E402
 
-from bochner import BochnerError, Conversion, Distillation, Plan, Target, convert, revert, search  # noqa: E402
+from bochner import BochnerError, Conversion, Distillation, Plan, Recipe, Target, convert, revert, search  # noqa: E402
 from bochner.hf import Selected, cache_bytes, discover, fit_selected, selected_fit, selected_heads  # noqa: E402
 from bochner.hf.calls import Call  # noqa: E402
 from bochner.hf.fates import EXACT  # noqa: E402
-from bochner.hf.interface import attached  # noqa: E402
+from bochner.hf.interface import attached, layers_of  # noqa: E402
 from bochner.hf.observe import frozen, recording  # noqa: E402
 from bochner.hf.plan import Fitted, LayerPlan  # noqa: E402
 from bochner.hf.search import options  # noqa: E402
@@ -228,6 +229,19 @@ def test_pieces_give_what_the_whole_text_gives(family: str) -> None:
     assert not torch.equal(revert(model)(ids(60, 2, seed=3)).logits, whole)
 
 
+def test_a_cache_goes_from_one_mode_to_another() -> None:
+    model, x = converted().double(), ids(60, 2, seed=3)
+    want = model(x, use_cache=False).logits.detach()
+    modes = (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad)
+    cache, at = transformers.DynamicCache(config=model.config), 0
+    for n, mode in zip((20, 1, 1, 30), modes, strict=True):
+        with mode():
+            got = model(x[:, at : at + n], past_key_values=cache).logits
+        torch.testing.assert_close(got.detach(), want[:, at : at + n], atol=1e-4, rtol=1e-4)
+        cache, at = copy.deepcopy(cache), at + n
+        cache.reorder_cache(torch.tensor([0, 1]))
+
+
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_greedy_generation_is_recomputation(precision: str) -> None:
     model = converted(precision=precision)
@@ -341,6 +355,26 @@ def test_mistakes_get_a_sentence(settings: dict[str, Any], words: str) -> None:
         Selected(**settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"share": "a quarter"}, "'share'"),
+        ({"share": 1.5}, "'share'"),
+        ({"length": -5}, "'length'"),
+        ({"length": 3.5}, "'length'"),
+        ({"window": 0}, "'window'"),
+        ({"sinks": 1000}, "'sinks' must be at most 25"),
+        ({"precision": "int3"}, "precision 'int3'"),
+    ],
+)
+def test_mistakes_in_a_fit_are_told_before_it(
+    settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selected_fit, "fit_scores", None)
+    with pytest.raises(BochnerError, match=words):
+        plan_for(decoder(), **settings)
+
+
 # The fit
 
 
@@ -406,7 +440,7 @@ def test_ablations_are_the_model_without_older_keys_and_without_attention() -> N
 
     space = SimpleNamespace(model=model, build=fitted.build)
     problem = SimpleNamespace(space=space, texts=SimpleNamespace(look=look), say=lambda text: None)
-    found = search_selected.ablations(problem, plan)
+    found = search_selected.ablations(problem, plan, fitted.build(plan))
     small = fitted.plan(Plan.of(discover(model), "llama"), 0.25, "int4", 8)
     assert all(fate.budget == 0 for layer in small.layers for fate in layer.fates)
     with attached(model, small, fitted.build(small)):
@@ -414,6 +448,32 @@ def test_ablations_are_the_model_without_older_keys_and_without_attention() -> N
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
     torch.testing.assert_close(found["no attention"], look(model).quality.retained)
+
+
+def test_windows_and_kernels_alone_are_what_their_recipes_make() -> None:
+    model, x = decoder(), ids(60)
+    near: dict[str, Any] = {"window": 8, "sinks": 2, "window_kind": "sliding"}
+
+    def look(changed: Any) -> Any:
+        with torch.no_grad():
+            return SimpleNamespace(quality=SimpleNamespace(retained=changed(x, use_cache=False).logits))
+
+    def converted_by(recipe: Recipe, maps: dict[str, Any] | None = None) -> tuple[Any, Plan, dict[str, Any]]:
+        plan, layers = convert(model, recipe).plan, layers_of(model)
+        for name, layer in (maps or {}).items():
+            layers[name].parts["kernel"].phi = layer.parts["hybrid"].phi
+        logits = look(model).quality.retained
+        revert(model)
+        return logits, plan, layers
+
+    _, plan, layers = converted_by(Recipe("positive", 16, **near))
+    problem = SimpleNamespace(
+        space=SimpleNamespace(model=model), texts=SimpleNamespace(look=look), say=lambda text: None
+    )
+    found = search_selected.ablations(problem, plan, layers)
+    assert list(found) == ["windows alone", "kernels alone", "no attention"]
+    torch.testing.assert_close(found["windows alone"], converted_by(Recipe(None, **near))[0])
+    torch.testing.assert_close(found["kernels alone"], converted_by(Recipe("positive", 16), layers)[0])
 
 
 def test_the_search_finds_the_least_memory_that_keeps() -> None:

@@ -133,9 +133,9 @@ class Turns(NamedTuple):
     """What a basis and the stored numbers of older tokens make of rows, queries and outputs.
 
     Keys and values are stored with d channels, as many as the wider of them has. `into`, `back` (2, g, d, d), `start`
-    (2, g, 1, d): rows x are stored as `x into + start`, and turned `back`. `ask` (g, key size, .): what queries are
-    multiplied by to meet the keys of the window, then each part of older ones and what its zero takes away. `tell`
-    (g, ., value size): from sums of the stored values of the window, of older ones, and of the weights of these.
+    (2 g, 1, d): rows x are stored as `x into + start`, and turned `back`. `ask` (g, key size, d + parts): what queries
+    are multiplied by to meet stored keys, and what the zero of each part takes away. `tell` (g, d + 1, value size):
+    from sums of stored values, and of the weights of older ones, to outputs.
     """
 
     into: Tensor
@@ -153,13 +153,11 @@ class Turns(NamedTuple):
         start = torch.zeros_like(into[..., :1, :])
         start[0] = -pad(centre, (0, d - centre.shape[-1]))[:, None] @ into[0]
         ask, tell = back[0].mT[:, : keys.shape[-1]], back[1][..., : values.shape[-1]]
-        asked, less = [ask], torch.zeros_like(tell[:, :1])
-        for i, zero in enumerate(precision.zero[0]):
-            x = ask.chunk(len(precision.zero[0]), dim=-1)[i]
-            asked += [x, -zero * x.sum(-1, keepdim=True)]
-        for x, zero in zip(tell.chunk(len(precision.zero[1]), dim=-2), precision.zero[1], strict=True):
-            less -= zero * x.sum(-2, keepdim=True)
-        return cls(into, start, back, torch.cat(asked, dim=-1), torch.cat([tell, tell, less], dim=-2))
+        less, more = (
+            [x.sum(i, keepdim=True) * -zero for x, zero in zip(y.chunk(len(z), i), z, strict=True)]
+            for y, i, z in zip((ask, tell), (-1, -2), precision.zero, strict=True)
+        )
+        return cls(into, start, back, torch.cat([ask, *less], dim=-1), torch.cat([tell, sum(more)], dim=-2))
 
 
 def _widened(x: Tensor, d: int) -> Tensor:

@@ -75,20 +75,20 @@ def logarithm(damage: Tensor) -> Tensor:
 
 def features(h: Tensor) -> Tensor:
     """`[h, |h|, 1]` (..., 2 D + 1) of hidden states (..., D), divided by their root mean square, in float32."""
-    h = h.float() * _over_size(h.float())
+    h = h.float()
+    h = h * (h.shape[-1] ** 0.5 / _size(h))
     return torch.cat([h, h.abs(), torch.ones_like(h[..., :1])], dim=-1)
 
 
-def _over_size(h: Tensor) -> Tensor:
-    """One over the root mean square (..., 1)."""
-    return h.shape[-1] ** 0.5 / (torch.linalg.vector_norm(h, dim=-1, keepdim=True) + 1e-6)
+def _size(h: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(h, dim=-1, keepdim=True).add_(1e-6)
 
 
 def scores(h: Tensor, weights: Tensor) -> Tensor:
     """The score (b, g, n) of every token for every key head: hidden states (b, n, D), weights (g, 2 D + 1)."""
     h, weights = h.float(), weights.float()
     found = linear(torch.cat([h, h.abs()], dim=-1), weights[:, :-1])
-    return torch.addcmul(weights[:, -1], found, _over_size(h)).mT
+    return torch.addcdiv(weights[:, -1], found, _size(h), value=h.shape[-1] ** 0.5).mT
 
 
 class Ridge:

@@ -99,7 +99,8 @@ def counters(window: int) -> int:
 def layout(kept: SelectedKeys, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The first slot (g,) of each key head: of its ring, of the keys that leave it, and of its older keys.
 
-    And the slots (g, 1, slots) that are not its own. All caches share them. Sinks come first.
+    And what is added to logits (g, 1, slots), to hide slots that are not its own. All caches share them. Sinks come
+    first.
     """
     heads = torch.arange(len(kept.budgets))
     sizes = [torch.full_like(heads, n) for n in (kept.sinks, kept.window, spare_of(kept.window))]
@@ -107,7 +108,8 @@ def layout(kept: SelectedKeys, device: torch.device) -> tuple[Tensor, Tensor, Te
     owner = torch.cat([heads.repeat_interleave(n) for n in sizes])
     every = torch.cat(sizes)
     _, first, leaving, older = (every.cumsum(0) - every).to(device).chunk(4)
-    return first, leaving, older, (owner != heads[:, None, None]).to(device)
+    others = torch.where(owner == heads[:, None, None], 0.0, HIDDEN)
+    return first, leaving, older, others.to(device)
 
 
 class SelectedState:
@@ -237,14 +239,14 @@ class SelectedState:
             self._settle()
             self._look_ahead()
         assert self.moved is not None
-        t, place, added = self.seen - self.moved, self.seen % self.kept.window, self.steps[:, 2]
-        b, g = self.pending.shape[:2]
-        self.near.view(b, 2, g, self.kept.window, -1)[:, :, :, place] = new.codes[..., 0, :]
-        ring = self.steps[..., self.near_from : self.far_from].unflatten(-1, (g, -1))[..., place]
-        ring[:, :2] = new.steps[..., 0]
+        t, place, w, added = self.seen - self.moved, self.seen % self.kept.window, self.kept.window, self.steps[:, 2]
+        ring = slice(self.near_from + place, self.far_from, w)
+        self.near[:, :, place::w] = new.codes[..., 0, :]
+        self.steps[:, :2, ring] = new.steps[..., 0]
         # Sinks have their own slots.
-        ring[:, 2] = 0.0 if position is None else torch.where(position < self.kept.sinks, HIDDEN, 0.0)
-        added[:, self.far_from : self.far_from + g * self.spare].unflatten(-1, (g, -1))[..., t] = 0.0
+        hidden = position is not None and torch.where(position < self.kept.sinks, HIDDEN, 0.0)
+        added[:, ring] = hidden
+        added[:, self.far_from + t : self.far_from + len(self.first) * self.spare : self.spare] = 0.0
         added.scatter_(1, self.going[..., t], HIDDEN)
         self.pending[..., t] = scores[..., 0]
 
@@ -316,21 +318,24 @@ class SelectedState:
         g, d, border, dtype = len(self.first), self.near.shape[-1], self.far_from, q.dtype
         keys, values = self.far.unbind(1)
         near = torch.cat([self.sinks.to(dtype), self.near.to(dtype)], dim=2)
-        key_step, value_step, added = (x[:, None, None] for x in self.steps[..., :-1].to(dtype).unbind(1))
+        key_step, value_step, added = self.steps.to(dtype)[:, :, None, None, :-1].unbind(1)
         # 1. What queries ask of the stored numbers, and the logits; slots of other heads are hidden.
-        sizes = [d, *(d // len(self.older_as.zero[0]) + 1 for _ in self.older_as.zero[0])]
-        near_asked, *asked = (q.unflatten(1, (g, -1)) @ self.turns.ask).flatten(1, 2).split(sizes, dim=-1)
-        strong, *weak = map(_meet, asked, self.older_as.columns(keys, 0, dtype))
-        met = torch.cat([torch.bmm(near_asked, near[:, 0].mT), strong], dim=-1).unflatten(1, (g, -1))
-        logits = torch.where(self.others, HIDDEN, added).addcmul(met, key_step)
+        asked = (q.unflatten(1, (g, -1)) @ self.turns.ask).flatten(1, 2)
+        parts = len(self.older_as.zero[0])
+        mine = asked.split([d // parts] * parts + [1] * parts, dim=-1)
+        columns = self.older_as.columns(keys, 0, dtype)
+        strong, *weak = (torch.baddbmm(mine[parts + i], mine[i], x.mT) for i, x in enumerate(columns))
+        met = torch.cat([torch.bmm(asked[..., :d], near[:, 0].mT), strong], dim=-1).unflatten(1, (g, -1))
+        logits = torch.addcmul(added + self.others, met, key_step)
         if weak:  # they have no step
             logits[..., border:].add_(weak[0].unflatten(1, (g, -1)))
         # 2. Weights, values, and back from stored numbers.
         weight = logits.softmax(-1).mul_(value_step).flatten(1, 2)
         older = weight[..., border:]
         told = map(partial(torch.bmm, older), self.older_as.columns(values, 1, dtype))
-        sums = [torch.bmm(weight[..., :border], near[:, 1]), *told, older.sum(-1, keepdim=True)]
-        return (torch.cat(sums, dim=-1).unflatten(1, (g, -1)) @ self.turns.tell).flatten(1, 2)
+        sums = torch.cat([*told, older.sum(-1, keepdim=True)], dim=-1)
+        sums[..., :d].baddbmm_(weight[..., :border], near[:, 1])
+        return (sums.unflatten(1, (g, -1)) @ self.turns.tell).flatten(1, 2)
 
     # Many tokens
 
@@ -420,8 +425,3 @@ class SelectedState:
         some, arriving = alive(rank, ranked[:, m : m + c], capacity - m + c).split(c, dim=-1)
         held = (ranked[:, None, :m] > EMPTY).repeat(1, c, 1).scatter_(2, least[:, None].expand(-1, c, -1), some)
         return torch.cat([held, arriving, near], dim=-1)
-
-
-def _meet(asked: Tensor, numbers: Tensor) -> Tensor:
-    """Products of what queries ask (b, h, . + 1), the last for the zero, with stored numbers (b, slots, .)."""
-    return torch.baddbmm(asked[..., -1:], asked[..., :-1], numbers.mT)

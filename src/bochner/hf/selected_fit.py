@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bochner._checks import BochnerError
+from bochner._checks import BochnerError, positive_int
 from bochner._progress import speaker
 from bochner.hf import drift, inputs
 from bochner.hf.attention import LinearAttention
@@ -275,6 +275,11 @@ def fit_selected(
     `share`: of the keys beyond the window of a text of `length` tokens, counted over all heads; see `Selected` for
     `precision`, `window` and `sinks`. A `Target(memory=...)` finds the share, and verifies it.
     """
+    # What is wrong is said before a minute of work.
+    if not isinstance(share, (int, float)) or not 0 < share < 1:
+        raise BochnerError(f"The 'share' of keys to hold must lie between 0 and 1, got {share!r}.")
+    positive_int(length, "length", "fit_selected")
+    Selected(window_for(length) if window is None else window, sinks, 0, precision)
     inner, tokenizer = unwrap(model)
     calibration = Calibration.of(texts, tokenizer)
     size = calibration.max_length or 2**20
@@ -285,6 +290,9 @@ def fit_selected(
         raise BochnerError(f"{type(inner).__name__} is no decoder whose attention can select keys; use a Recipe.")
     names = [name for name, shape in shapes.items() if shape.obstacle is None]
     passages = passages_of(inner, tokens)
+    if sinks > passages[0].shape[1] // 4:
+        most = passages[0].shape[1] // 4
+        raise BochnerError(f"The 'sinks' must be at most {most}, a quarter of a passage of these texts, got {sinks}.")
     fitted = fit_scores(
         inner, names, passages, window or window_for(length), sinks, length=length, say=speaker(progress)
     )

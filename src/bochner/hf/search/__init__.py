@@ -177,8 +177,8 @@ def _verified(problem: MeasuredProblem, trials: Trials, choices: Sequence[Choice
     points[place].plan = plan
     report = SearchReport(goal, plan, points, place, bool(plan.converted) or not failed, found, failed)
     report.further, report.reasons, report.verifier = verifier.further(plan, layers), reasons, verifier
-    if isinstance(space, SelectedSpace) and plan.converted:
-        report.ablations = selected.ablations(problem, plan)
+    if goal.is_language and plan.converted:
+        report.ablations = selected.ablations(problem, plan, layers)
     return report
 
 

@@ -138,7 +138,8 @@ class SearchReport:
         if self.ablations:
             parts = {"as converted": self.frontier[self.chosen].quality.retained, **self.ablations}
             told = ", ".join(f"{name} {share:.2%}" for name, share in parts.items())
-            lines.append(f"Ablations, quality retained on the same texts: {told}; there is no kernel.")
+            none = "" if "kernels alone" in parts else "; there is no kernel"
+            lines.append(f"Ablations, quality retained on the same texts: {told}{none}.")
         for name, whole in self.verified.whole.items() if self.plan.converted else ():
             lines.append(f"{name.capitalize()} model: {', '.join(MEASURED[k].format(x) for k, x in whole.items())}.")
         lines += self.reasons

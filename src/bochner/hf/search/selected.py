@@ -9,14 +9,18 @@ over heads: a rung is an option of one table, whose predicted damage is that of 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from bochner._checks import BochnerError
+from bochner.hf.attention import LinearAttention
 from bochner.hf.calls import Call
+from bochner.hf.fates import FateModule, Keys, Mapped, NearHeads
 from bochner.hf.interface import attached
 from bochner.hf.observe import Shape, recording
 from bochner.hf.plan import Plan
@@ -27,7 +31,8 @@ from bochner.hf.search.options import Say, Space
 from bochner.hf.search.texts import Batches, Goal, Split, stream
 from bochner.hf.search.verify import TOKENS
 from bochner.hf.selected_fit import COARSE, FINE, FittedScores, can_select, fit_scores, passages_of, window_for
-from bochner.hf.selected_heads import Selected
+from bochner.hf.selected_heads import SelectedHeads
+from bochner.maps.base import NoFeatures
 
 SHARES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.45, 0.6, 0.8)  # of the older keys, the ladder
 LEAST, MOST = 0.002, 0.95  # shares
@@ -123,18 +128,42 @@ def tables(space: SelectedSpace) -> list[Table]:
     return [Table(columns[0], columns[1])]
 
 
-def ablations(problem: MeasuredProblem, plan: Plan) -> dict[str, float]:
-    """The quality retained on the texts of the choices by windows and sinks alone, and without any attention."""
+def nothing(call: Call) -> Tensor:
+    return call.query.new_zeros(*call.query.shape[:-1], call.value.shape[-1])
+
+
+class Silent(FateModule):
+    """Heads that attend to nothing."""
+
+    def decode(self, call: Call, state: Any) -> tuple[Tensor, Any]:
+        return nothing(call), Keys(call.key, call.value, 0)
+
+
+def _alone(layer: LinearAttention, kernels: bool) -> LinearAttention:
+    """A layer whose heads have their kernels alone, or sinks and windows alone; exact heads stay."""
+    made = copy.deepcopy(layer)
+    for name, part in made.parts.items():
+        if isinstance(part, SelectedHeads):
+            part.kept = replace(part.kept, budgets=(0,) * len(part.heads))
+        missing = kernels and isinstance(part, SelectedHeads)
+        if isinstance(part, NearHeads):
+            missing = isinstance(part.phi, NoFeatures) if kernels else part.near is None
+            part.phi, part.near = (part.phi, None) if kernels else (NoFeatures(layer.plan.head_dim), part.near)
+        if missing:
+            made.map_norm[name] = Silent(layer.plan, part.heads)
+    return made
+
+
+def ablations(problem: MeasuredProblem, plan: Plan, layers: dict[str, LinearAttention]) -> dict[str, float]:
+    """The quality that a decoder retains on the texts of the choices by parts of the conversion alone."""
     space, texts = problem.space, problem.texts
-    problem.say("ablations: windows alone, no attention")
-    bare = plan.copy()
-    for layer in bare.layers:
-        layer.fates = [replace(fate, budget=0) if isinstance(fate, Selected) else fate for fate in layer.fates]
-    with attached(space.model, bare, space.build(bare)):
-        windows = texts.look(space.model).quality.retained
-
-    def nothing(_: str, call: Call) -> torch.Tensor:
-        return call.query.new_zeros(*call.query.shape[:-1], call.value.shape[-1])
-
-    with recording(space.model, nothing):
-        return {"windows alone": windows, "no attention": texts.look(space.model).quality.retained}
+    has_kernels = any(isinstance(fate, Mapped) for layer in plan.layers for fate in layer.fates)
+    found = {}
+    for name, kernels in {"windows alone": False, **({"kernels alone": True} if has_kernels else {})}.items():
+        problem.say(f"ablation: {name}")
+        with attached(space.model, plan, {key: _alone(layer, kernels) for key, layer in layers.items()}):
+            found[name] = texts.look(space.model).quality.retained
+    problem.say("ablation: no attention")
+    with recording(space.model, lambda _, call: nothing(call)):
+        found["no attention"] = texts.look(space.model).quality.retained
+    return found
