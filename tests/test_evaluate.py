@@ -108,7 +108,7 @@ def test_embeddings_are_compared_by_cosine_and_by_neighbours() -> None:
         return (hidden + size * torch.randn(len(hidden), 1, hidden.shape[-1], generator=g),)
 
     found = [judge.quality(lambda batch, size=size: disturbed(batch, size)) for size in (0.0, 0.1, 1.0)]
-    assert [set(q.measures) for q in found] == [{"cosine", "neighbours"}] * 3
+    assert [set(q.measures) for q in found] == [{"cosine", "rank_correlation"}] * 3
     assert found[0].retained == pytest.approx(1, abs=1e-5)
     assert 1 > found[1].retained > found[2].retained
     assert found[1].lower < found[1].retained

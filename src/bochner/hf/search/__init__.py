@@ -42,8 +42,8 @@ from bochner.hf.search import selected
 from bochner.hf.search.damage import MeasuredProblem, measure_damages, tables
 from bochner.hf.search.knapsack import Choice, all_exact, frontier, totals
 from bochner.hf.search.options import Say, Space
-from bochner.hf.search.refine import Candidate, Trials, best_within, cheapest_that_keeps, ladder
-from bochner.hf.search.report import Point, SearchReport, heads_of
+from bochner.hf.search.refine import best_within, cheapest_that_keeps, ladder
+from bochner.hf.search.report import Point, SearchReport
 from bochner.hf.search.selected import SelectedSpace
 from bochner.hf.search.texts import Split, batches_for, settle, split
 from bochner.hf.search.verify import TOKENS, Verdict, Verifier
@@ -82,13 +82,12 @@ def search(
         space.fit(texts.fit, say)
     with _timed("damages", seconds):
         problem = _problem(space, texts, shapes, say)
-    trials = Trials(problem)
     with _timed("choosing", seconds):
-        choices = _choose(problem, trials)
+        choices = _choose(problem)
     with _timed("verifying", seconds):
         one = problem.texts.held is texts.held
         verifier = problem.texts if one else Verifier(model, texts.held, goal, shapes, say)
-        report = _verified(problem, trials, choices, verifier)
+        report = _verified(problem, choices, verifier)
     report.positions = most
     report.training = texts.training(goal.judged) if target.train is not None else []
     report.seconds = {**seconds, "in all": time.monotonic() - began}
@@ -108,35 +107,36 @@ def _problem(space: Space, texts: Split, shapes: dict[str, Shape], say: Say) -> 
     """What each head can become, or how many keys all of them hold, with measured costs and damages."""
     goal = space.goal
     say("running the original on the choice texts")
-    choice = texts.choice[: max(goal.judged, TOKENS // 2)] if goal.is_language else texts.choice
+    part = texts.choice[: max(goal.judged, TOKENS // 2)] if goal.is_language else texts.choice
+    if isinstance(space, SelectedSpace) and goal.memory is not None:
+        part = texts.held  # there is one choice: it is verified at once
+    known = Verifier(space.model, part, goal, shapes, say)
     if isinstance(space, SelectedSpace):
-        # Within a memory there is one choice: it is verified at once.
-        known = Verifier(space.model, choice if goal.memory is None else texts.held, goal, shapes, say)
         return MeasuredProblem(space, known, selected.tables(space), say)
-    known = Verifier(space.model, choice, goal, shapes, say)
     return MeasuredProblem(space, known, tables(space, measure_damages(space, known, say)), say)
 
 
-def _choose(problem: MeasuredProblem, trials: Trials) -> list[Choice]:
+def _choose(problem: MeasuredProblem) -> list[Choice]:
     """The choice, and what is looked at in turn if it fails verification; all are settled before any look."""
-    goal = problem.space.goal
+    goal, space = problem.space.goal, problem.space
     if goal.memory is None:
         assert goal.keep is not None
-        return ladder(problem, cheapest_that_keeps(problem, goal.keep, trials))
-    if isinstance(problem.space, SelectedSpace):
+        return ladder(problem.tables, cheapest_that_keeps(problem, goal.keep))
+    if isinstance(space, SelectedSpace):
         return [((1,),)]  # the rung that fills the memory
-    fixed = problem.space.original_bytes - problem.whole  # of layers that cannot change
-    found = best_within(problem, goal.memory * problem.space.original_bytes - fixed, trials)
+    fixed = space.original_bytes - problem.whole  # of layers that cannot change
+    found = best_within(problem.tables, goal.memory * space.original_bytes - fixed)
     if found is None:
-        least = (fixed + totals(problem.tables, frontier(problem.tables)[0])[1]) / problem.space.original_bytes
+        least = (fixed + totals(problem.tables, frontier(problem.tables)[0])[1]) / space.original_bytes
         raise BochnerError(
             f"The 'memory' of Target must be at least {least:.3f} for this model at "
             f"{goal.length:,} tokens, got {goal.memory!r}: the smallest options take so much."
         )
-    return [found.choice]
+    problem.quality(found)
+    return [found]
 
 
-def _verified(problem: MeasuredProblem, trials: Trials, choices: Sequence[Choice], verifier: Verifier) -> SearchReport:
+def _verified(problem: MeasuredProblem, choices: Sequence[Choice], verifier: Verifier) -> SearchReport:
     """The report of the first choice that passes; of the original if none does."""
     goal, space, failed, reasons = problem.space.goal, problem.space, list[Verdict](), list[str]()
     demanded = None if goal.memory is not None and goal.trains else goal.keep
@@ -171,9 +171,11 @@ def _verified(problem: MeasuredProblem, trials: Trials, choices: Sequence[Choice
             f"MB: {after / before:.1%} of the original's cache, {after / usual:.1%} of the same cache in bfloat16."
         )
     plan.maps = {name: layer.fitted() for name, layer in layers.items() if layer.plan.has_map}
-    known = found.quality if verifier is problem.texts else None
-    chosen = trials.run(choice, known)
-    place, points = trials.by_cost().index(chosen), [_point(problem, c) for c in trials.by_cost()]
+    if verifier is problem.texts:
+        problem.tried[choice] = found.quality
+    problem.quality(choice)
+    measured = sorted(problem.tried, key=problem.share)
+    place, points = measured.index(choice), [_point(problem, c) for c in measured]
     points[place].plan = plan
     report = SearchReport(goal, plan, points, place, bool(plan.converted) or not failed, found, failed)
     report.further, report.reasons, report.verifier = verifier.further(plan, layers), reasons, verifier
@@ -182,12 +184,12 @@ def _verified(problem: MeasuredProblem, trials: Trials, choices: Sequence[Choice
     return report
 
 
-def _point(problem: MeasuredProblem, c: Candidate) -> Point:
+def _point(problem: MeasuredProblem, choice: Choice) -> Point:
     """What was measured of a choice, for the report."""
-    space, plan = problem.space, problem.space.plan_of(c.choice)
+    space, plan = problem.space, problem.space.plan_of(choice)
     memory = space.bytes_of(plan) / space.original_bytes if space.original_bytes else 1.0
-    attention = None if space.goal.by_memory else c.cost / max(problem.whole, 1e-30)
-    return Point(plan, c.quality, c.damage, memory, attention, heads_of(plan))
+    attention = None if space.goal.by_memory else problem.share(choice)
+    return Point(plan, problem.quality(choice), totals(problem.tables, choice)[0], memory, attention)
 
 
 def _remarks(report: SearchReport, obstacle: str) -> list[str]:
