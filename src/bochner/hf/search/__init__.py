@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ def search(
         raise BochnerError(f"The 'target' of search must be a bochner.Target, got {type(target).__name__}.")
     if data is None:
         raise BochnerError("A Target needs 'data', of which a part is for validation.")
-    say, seconds, began = speaker(progress), dict[str, float](), time.monotonic()
+    say, began = speaker(progress), time.monotonic()
     batches = batches_for(model, Calibration.of(data, tokenizer), target)
     shapes = discover_parts(model, batches, parts)
     obstacle, most = _obstacle(model, shapes), inputs.positions(model).get("input_ids")
@@ -78,29 +77,17 @@ def search(
     selects = selected.applies(model, goal, shapes, batches)
     texts = selected.split_for(model, batches, goal) if selects else split(batches, goal, most)
     space = (SelectedSpace if selects else Space)(model, shapes, goal, seed)
-    with _timed("fitting", seconds):
-        space.fit(texts.fit, say)
-    with _timed("damages", seconds):
-        problem = _problem(space, texts, shapes, say)
-    with _timed("choosing", seconds):
-        choices = _choose(problem)
-    with _timed("verifying", seconds):
-        one = problem.texts.held is texts.held
-        verifier = problem.texts if one else Verifier(model, texts.held, goal, shapes, say)
-        report = _verified(problem, choices, verifier)
+    space.fit(texts.fit, say)
+    problem = _problem(space, texts, shapes, say)
+    choices = _choose(problem)
+    one = problem.texts.held is texts.held
+    report = _verified(problem, choices, problem.texts if one else Verifier(model, texts.held, goal, shapes, say))
     report.positions = most
     report.training = texts.training(goal.judged) if target.train is not None else []
-    report.seconds = {**seconds, "in all": time.monotonic() - began}
+    report.seconds = time.monotonic() - began
     report.reasons += _remarks(report, obstacle)
     say(f"\n{report}")
     return report
-
-
-@contextmanager
-def _timed(stage: str, seconds: dict[str, float]) -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    seconds[stage] = time.monotonic() - began
 
 
 def _problem(space: Space, texts: Split, shapes: dict[str, Shape], say: Say) -> MeasuredProblem:

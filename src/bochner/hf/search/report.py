@@ -74,7 +74,7 @@ class SearchReport:
     trained: dict[int, Verdict] = field(default_factory=dict)
     ablations: dict[str, float] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
     positions: int | None = None
     training: list[dict[str, Any]] = field(default_factory=list, repr=False)
     verifier: Verifier | None = field(default=None, repr=False, compare=False)
@@ -147,8 +147,7 @@ class SearchReport:
         for name, whole in self.verified.whole.items() if self.plan.converted else ():
             lines.append(f"{name.capitalize()} model: {', '.join(MEASURED[k].format(x) for k, x in whole.items())}.")
         lines += self.reasons
-        spent = ", ".join(f"{name} {x:.0f} s" for name, x in self.seconds.items() if name != "in all")
-        lines.append(f"Search time: {self.seconds.get('in all', 0):.0f} s ({spent}).")
+        lines.append(f"Search time: {self.seconds:.0f} s.")
         if self.plan.converted and not self.trained:
             lines.append(f"Apply it: {APPLY}")
         return "\n".join(lines)

@@ -111,7 +111,8 @@ class Verifier:
 
     def further(self, plan: Plan, layers: dict[str, LinearAttention]) -> dict[int, Verdict]:
         """What a plan that was judged by short texts does on one of the goal's length, or as long as there is text."""
-        if not (self.goal.is_language and plan.converted and self.length < (n := min(self.goal.length, len(self.held)))):
+        n = min(self.goal.length, len(self.held)) if self.goal.is_language else 0
+        if not plan.converted or n <= self.length:
             return {}
         self.say(f"looking at {n:,} tokens")
         self._read(n, n)
