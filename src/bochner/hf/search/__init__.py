@@ -85,7 +85,7 @@ def search(
     report.positions = most
     report.training = texts.training(goal.judged) if target.train is not None else []
     report.seconds = time.monotonic() - began
-    report.reasons += _remarks(report, obstacle)
+    report.reasons += _remarks(report, space, obstacle)
     say(f"\n{report}")
     return report
 
@@ -125,7 +125,7 @@ def _choose(problem: MeasuredProblem) -> list[Choice]:
 
 def _verified(problem: MeasuredProblem, choices: Sequence[Choice], verifier: Verifier) -> SearchReport:
     """The report of the first choice that passes; of the original if none does."""
-    goal, space, failed, reasons = problem.space.goal, problem.space, list[Verdict](), list[str]()
+    goal, space, failed, slow = problem.space.goal, problem.space, list[Verdict](), ""
     demanded = None if goal.memory is not None and goal.trains else goal.keep
     waiting = [*choices, all_exact(problem.tables)]
     while waiting:
@@ -135,28 +135,14 @@ def _verified(problem: MeasuredProblem, choices: Sequence[Choice], verifier: Ver
         found = verifier.verify(plan, layers) if plan.converted else verifier.original()
         if plan.converted and not goal.by_memory and found.length >= goal.length and found.time_share >= 1:
             waiting = waiting[-1:]  # what is nearer to the original is no faster
-            reasons = [
+            slow = (
                 f"Nothing is converted: attention would be faster at {goal.length:,} tokens, but the whole model takes "
                 f"{found.time_share:.0%} of the original's time."
-            ]
+            )
         elif demanded is None or found.passes(demanded):
             break
         else:
             failed.append(found)
-    if failed and not plan.converted:
-        best = max(verdict.quality.retained for verdict in failed)
-        reasons.append(
-            f"The model stays as it was: on texts that the search never used, the best choice retains {best:.2%} of "
-            f"the quality, and {goal.keep:.2%} was asked for. Ask for less, give more texts, or train it "
-            "(Target(train=Distillation()))."
-        )
-    if plan.converted and goal.by_memory:
-        before, after = space.original_bytes, space.bytes_of(plan)
-        usual = before * torch.bfloat16.itemsize / space.dtype.itemsize
-        reasons.append(
-            f"Decoding one text of {goal.length:,} tokens holds {after / 1e6:,.3g} MB in place of {before / 1e6:,.3g} "
-            f"MB: {after / before:.1%} of the original's cache, {after / usual:.1%} of the same cache in bfloat16."
-        )
     plan.maps = {name: layer.fitted() for name, layer in layers.items() if layer.plan.has_map}
     if verifier is problem.texts:
         problem.tried[choice] = found.quality
@@ -165,7 +151,8 @@ def _verified(problem: MeasuredProblem, choices: Sequence[Choice], verifier: Ver
     place, points = measured.index(choice), [_point(problem, c) for c in measured]
     points[place].plan = plan
     report = SearchReport(goal, plan, points, place, bool(plan.converted) or not failed, found, failed)
-    report.further, report.reasons, report.verifier = verifier.further(plan, layers), reasons, verifier
+    report.further, report.verifier = verifier.further(plan, layers), verifier
+    report.reasons = [slow] if slow else []
     if isinstance(space, SelectedSpace) and plan.converted:
         report.ablations = selected.ablations(problem, plan)
     return report
@@ -179,31 +166,45 @@ def _point(problem: MeasuredProblem, choice: Choice) -> Point:
     return Point(plan, problem.quality(choice), totals(problem.tables, choice)[0], memory, attention)
 
 
-def _remarks(report: SearchReport, obstacle: str) -> list[str]:
+def _remarks(report: SearchReport, space: Space, obstacle: str) -> list[str]:
     """Sentences for people; `obstacle`: why nothing can be converted at all."""
-    goal, verified, found = report.goal, report.verified, list[str]()
+    goal, verified, failed, found = report.goal, report.verified, report.failed, list[str]()
     if obstacle:
         found.append(f"Nothing can be converted: {obstacle}.")
-    elif report.plan.converted and not goal.by_memory:
+    elif report.plan.converted and goal.by_memory:
+        before, after = space.original_bytes, space.bytes_of(report.plan)
+        usual = before * torch.bfloat16.itemsize / space.dtype.itemsize
+        found.append(
+            f"Decoding one text of {goal.length:,} tokens holds {after / 1e6:,.3g} MB in place of {before / 1e6:,.3g} "
+            f"MB: {after / before:.1%} of the original's cache, {after / usual:.1%} of the same cache in bfloat16."
+        )
+    elif report.plan.converted:
         found.append(f"Attention takes {report.time_share:.1%} of the original's time at {goal.length:,} tokens.")
         found.append(f"The whole model takes {verified.time_share:.1%} at {verified.length:,} tokens.")
+    elif failed:
+        best = max(verdict.quality.retained for verdict in failed)
+        found.append(
+            f"The model stays as it was: on texts that the search never used, the best choice retains {best:.2%} of "
+            f"the quality, and {goal.keep:.2%} was asked for. Ask for less, give more texts, or train it "
+            "(Target(train=Distillation()))."
+        )
     elif not report.reasons:
         found.append(f"Nothing is converted: at {goal.length:,} tokens nothing that meets the target costs less.")
-    if report.failed and report.plan.converted:
+    if failed and report.plan.converted:
         found.append(
-            f"{len(report.failed)} of the choices failed verification; what comes after them was declared before, has "
-            "to pass by its lower bound, and has a wider interval."
+            f"{len(failed)} of the choices failed verification; what comes after them was declared before, has to pass "
+            "by its lower bound, and has a wider interval."
         )
     readable, longest = min(goal.length, report.positions or goal.length), max([verified.length, *report.further])
     if longest < readable:
         found.append(f"The texts held back have {longest:,} tokens only: give more of them to verify at {readable:,}.")
     keep = verified.quality.retained if goal.keep is None else goal.keep
-    for n, longer in report.further.items():
-        if longer.quality.retained < keep:
-            found.append(
-                f"Quality was judged at {verified.length:,} tokens; at {n:,} it is {longer.quality.retained:.2%}. Name "
-                "a longer 'judge_length' if your texts are longer."
-            )
+    found += [
+        f"Quality was judged at {verified.length:,} tokens; at {n:,} it is {longer.quality.retained:.2%}. Name a "
+        "longer 'judge_length' if your texts are longer."
+        for n, longer in report.further.items()
+        if longer.quality.retained < keep
+    ]
     return [*found, *goal.notes]
 
 
