@@ -62,6 +62,7 @@ def test_scores_are_compared_by_order_and_by_error() -> None:
     truth = torch.randn(20, 1, generator=torch.Generator().manual_seed(0))
     shifted = score_quality(truth, truth + 5)  # the order is right, the numbers are not
     assert shifted.figures["rank_correlation"] == pytest.approx(1)
+    assert shifted.figures["error"] == pytest.approx(25 / truth.var().item())
     assert shifted.retained == 0
     shuffled = score_quality(truth, truth.flip(0))
     assert shuffled.retained < 0.3

@@ -157,6 +157,27 @@ def test_a_choice_that_fails_ends_in_a_smaller_conversion_that_passes(monkeypatc
     assert any("2 of the choices failed" in reason for reason in report.reasons)
 
 
+def test_a_plan_that_short_texts_judge_is_looked_at_on_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows_only(monkeypatch, 64)
+    plain = Verifier.look
+
+    def worse(self: Verifier, model: Any, length: int | None = None) -> Verdict:
+        found = plain(self, model, length)
+        assert length is None or max(len(text.ids[0]) for text, _ in self.readings[length]) == length
+        return Verdict(Quality({"told": Measure(torch.full((3,), 0.5))}), length) if length else found
+
+    monkeypatch.setattr(Verifier, "look", worse)
+    report = search(llama(), Target(keep=0.9, length=600, judge_length=300), stream())
+    assert (report.verified.length, list(report.further)) == (300, [600])
+    assert any("at 600 it is 50.00%. Name a longer" in reason for reason in report.reasons)
+    report = search(llama(), Target(keep=0.9, length=2000, judge_length=300), stream())
+    assert report.verifier is not None
+    (longest,) = report.further  # as much as there is
+    assert longest == len(report.verifier.held) < 2000
+    assert any(f"held back have {longest:,} tokens only" in reason for reason in report.reasons)
+    assert not search(llama(), Target(keep=0.9, length=300), stream()).further
+
+
 def _unharmed() -> Quality:
     return Quality({"told": Measure(torch.zeros(3))})
 
