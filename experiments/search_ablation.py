@@ -280,13 +280,13 @@ def at_budgets(case: Case, damages: dict[str, Tensor]) -> dict[str, Any]:
 def searched(case: Case, damages: dict[str, Tensor], caution: float) -> dict[str, Any]:
     """Many searches that choose by a lower bound of some confidence, each by texts of its own; means over them.
 
-    `cost`: of what they end with; `lost`: what that loses on all texts; `failed`: the share of the first choices that
-    fail on the texts that verify; `steps`: what is looked at in turn after them, how often each is what a search ends
-    with; the last is the original.
+    `cost`: of what they end with; `lost`: what that loses on all texts; `below`: how often that is more than was allowed;
+    `failed`: the share of the first choices that fail on the texts that verify; `steps`: what is looked at in turn after
+    them, how often each is what a search ends with; the last is the original.
     """
     before, evaluate.CAUTION = evaluate.CAUTION, caution
     every, keep = [*case.rows[0], *case.rows[1]], case.target.keep
-    ends, costs, lost = [0] * (refine.STEPS + 2), 0.0, 0.0
+    ends, costs, lost = [0] * (refine.STEPS + 2), list[float](), list[float]()
     assert keep is not None
     try:
         for draw in range(DRAWS):
@@ -298,11 +298,12 @@ def searched(case: Case, damages: dict[str, Tensor], caution: float) -> dict[str
             end = passes.index(True) if any(passes) else len(steps)
             choice = [*steps, all_exact(problem.tables)][end]
             ends[end if end < len(steps) else -1] += 1
-            costs += problem.share(choice) / DRAWS
-            lost += (1 - case.quality(choice, every).retained) / DRAWS
+            costs.append(problem.share(choice))
+            lost.append(1 - case.quality(choice, every).retained)
     finally:
         evaluate.CAUTION = before
-    return {"cost": costs, "lost": lost, "failed": 1 - ends[0] / DRAWS, "steps": ends, "keep": keep}
+    found = {"cost": sum(costs) / DRAWS, "lost": sum(lost) / DRAWS, "below": sum(x > 1 - keep for x in lost) / DRAWS}
+    return found | {"failed": 1 - ends[0] / DRAWS, "steps": ends, "keep": keep}
 
 
 def fit_error(case: Case, rows: int) -> dict[str, float]:
