@@ -97,7 +97,7 @@ def newspaper(steps: int) -> tuple[Any, Calibration, Target]:
     from fits_that_travel import cut, reports
 
     model, tokenizer = demo.load_minilm()
-    return model, Calibration(cut(reports(range(1, 45)), 60), tokenizer, batch_size=4), Target(keep=0.95, length=512)
+    return model, Calibration(cut(reports(range(1, 45)), 36), tokenizer, batch_size=4), Target(keep=0.95, length=512)
 
 
 MODELS = {"small": small, "minilm": minilm, "newspaper": newspaper, "smollm": smollm2}
@@ -280,9 +280,9 @@ def at_budgets(case: Case, damages: dict[str, Tensor]) -> dict[str, Any]:
 def searched(case: Case, damages: dict[str, Tensor], caution: float) -> dict[str, Any]:
     """Many searches that choose by a lower bound of some confidence, each by texts of its own; means over them.
 
-    `cost`: of what they end with; `lost`: what that loses on all texts; `below`: how often that is more than was allowed;
-    `failed`: the share of the first choices that fail on the texts that verify; `steps`: what is looked at in turn after
-    them, how often each is what a search ends with; the last is the original.
+    `cost`: of what they end with; `lost`: what that loses on all texts; `below`: how often that is too much;
+    `failed`: the share of the first choices that fail on the texts that verify; `steps`: what is looked at in turn
+    after them, how often each is what a search ends with; the last is the original.
     """
     before, evaluate.CAUTION = evaluate.CAUTION, caution
     every, keep = [*case.rows[0], *case.rows[1]], case.target.keep
