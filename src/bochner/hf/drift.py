@@ -99,12 +99,13 @@ def note(plan: LayerPlan, q: Sequence[Tensor], k: Sequence[Tensor]) -> None:
         return
     pairs = zip(q, k, strict=True)
     rows = torch.stack([_rows(x, y, places, plan.seed) for x, y in pairs if x.shape[-2] >= places]).double()
-    found, count = rows.mean(1), len(rows)
-    mean, expected = found.mean(0), CORRELATION * rows.var(1).mean(0) / places
-    measured = (found - mean).square().sum(0)  # (c - 1) s
-    spread = ((1 + 1.5 / count) * (WEIGHT * expected + measured) / (WEIGHT + count - 1)).sqrt().clamp_min(1e-12)
+    found, more = rows.mean(1), len(rows) - 1
+    expected = CORRELATION * rows.var(1).mean(0) / places
+    measured = found.var(0) if more else torch.zeros_like(expected)
+    variance = (1 + 1.5 / len(rows)) * (WEIGHT * expected + more * measured) / (WEIGHT + more)
+    spread = variance.sqrt().clamp_min(1e-12).tolist()
     longest = max(y.shape[-2] for y in k)
-    plan.seen = {"places": places, "mean": mean.tolist(), "spread": spread.tolist(), "length": longest}
+    plan.seen = {"places": places, "mean": found.mean(0).tolist(), "spread": spread, "length": longest}
 
 
 def distance(plan: LayerPlan, call: Call) -> float | None:
