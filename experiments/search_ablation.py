@@ -330,9 +330,8 @@ def smollm(store: Store, table: dict[str, Any]) -> None:
     fate = Window(64, 4, "sliding")
     shapes = discover(model, {"input_ids": tokens[None, :16]})
     layers = {plan.name: LinearAttention(plan) for plan in Plan.of(shapes, "llama", fate=lambda shape: fate).layers}
-    near = {"window": 64, "sinks": 4, "window_kind": "sliding"}
     batches = [{"input_ids": piece[None]} for piece in tokens[:3072].split(512)]
-    scores = calibrate.retrieval_scores(model, layers, batches, near)
+    scores = calibrate.retrieval_scores(model, layers, batches)
     kinds = {"exact_heads": {name: x.view(layers[name].plan.num_kv_heads, -1).sum(-1) for name, x in scores.items()}}
     goal = settle(Target(length=512), model, shapes, batches)
     texts, held = (Verifier(model, some, goal, shapes, print) for some in (tokens, unseen))

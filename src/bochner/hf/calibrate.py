@@ -215,20 +215,18 @@ def _all_over(count: int) -> list[int]:
     return sorted(range(count), key=lambda i: i * GOLDEN % 1)
 
 
-def retrieval_scores(
-    model: Any, layers: Mapping[str, Any], data: Sequence[dict[str, Any]], near: dict[str, Any]
-) -> dict[str, Tensor]:
+def retrieval_scores(model: Any, layers: Mapping[str, Any], data: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Which query heads of a language model look something up, (h,) by module name: the fall of a loss as they become
     exact.
 
     Probes are made of the calibration tokens: a passage, another, the first again; the loss is that on the repeat. Its
-    gradient is taken along gates of all heads, from 0, the attention of `layers` with window and sinks `near`, to 1,
-    exact attention. Layers whose gates have no influence are left out.
+    gradient is taken along gates of all heads, from 0, the attention of `layers`, to 1, exact attention. Layers whose
+    gates have no influence are left out.
     """
     from bochner.hf.observe import frozen, recording, run
 
     tokens = inputs.stream(data)
-    reach = (near.get("window") or 0) * (2 if near.get("window_kind", "block") == "block" else 1)
+    reach = max(getattr(fate, "reach", 0) for layer in layers.values() for fate in layer.plan.fates)
     length = min(max(PROBE, reach // 2 + 32), len(tokens) // 2, inputs.positions(model).get("input_ids", 2**31) // 3)
     pieces = [tokens[start : start + 2 * length].split(length) for start in range(0, len(tokens), 2 * length)]
     probes = [torch.cat([p[0], p[1], p[0]])[None] for p in pieces[:PROBES] if len(p) == 2 and len(p[1]) == length]
