@@ -97,7 +97,7 @@ def newspaper(steps: int) -> tuple[Any, Calibration, Target]:
     from fits_that_travel import cut, reports
 
     model, tokenizer = demo.load_minilm()
-    return model, Calibration(cut(reports(range(1, 45)), 36), tokenizer, batch_size=4), Target(keep=0.95, length=512)
+    return model, Calibration(cut(reports(range(1, 45)), 60), tokenizer, batch_size=4), Target(keep=0.95, length=512)
 
 
 MODELS = {"small": small, "minilm": minilm, "newspaper": newspaper, "smollm": smollm2}
