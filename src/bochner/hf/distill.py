@@ -229,8 +229,10 @@ class _Run:
 
         def measure() -> dict[str, float]:
             options = {name: {"": layer} for name, layer in layers.items()}
-            found = option_errors(self.model, options, self.batches[-self.held :])
-            return {name: errors[""].relative().mean().item() for name, errors in found.items()}
+            errors = option_errors(self.model, options, self.batches[-self.held :])
+            found = {name: e[""].relative().mean().item() for name, e in errors.items()}
+            self.say(f"layer by layer: mean error {sum(found.values()) / max(len(found), 1):.4f}")
+            return found
 
         @torch.enable_grad()
         def look(name: str, call: Call) -> Tensor | None:
@@ -250,7 +252,6 @@ class _Run:
         stage = _Stage(self.how.steps, self.how.rate, PATIENCE, 0.5 if self.how.end_to_end else 1.0)
         before, after, report.steps = self._descend(groups, gradients, measure, stage)
         report.layers = [LayerReport(name, x, after[name]) for name, x in before.items()]
-        self.say(f"distilled {len(before)} layers in {report.steps} steps")
 
     def _fit_model(
         self, objective: Callable[[int], Tensor], trained: Sequence[nn.Parameter], report: DistillReport
