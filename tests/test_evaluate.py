@@ -18,6 +18,7 @@ from bochner.hf.evaluate import (
     Measure,
     Outputs,
     Quality,
+    Reading,
     Text,
     compare_readings,
     evaluation_mode,
@@ -187,6 +188,20 @@ def test_reading_in_pieces_gives_the_losses_of_the_whole(monkeypatch: pytest.Mon
         found.losses, nn.functional.cross_entropy(logits, text.ids[0, 1:], reduction="none"), atol=1e-4
     )
     assert compare_readings([text], [found], [found]).retained == 1
+
+
+def test_readings_are_compared_by_the_rise_of_the_loss_and_by_the_gain_that_is_left() -> None:
+    text = Text(torch.arange(1000))
+
+    def reading(body: float, again: float) -> Reading:
+        sizes = (len(text.body) - 1, body), (len(text.again), again)
+        return Reading(torch.cat([torch.full((n,), loss) for n, loss in sizes]), {})
+
+    figures = compare_readings([text], [reading(2.0, 0.5)], [reading(2.1, 0.7)]).figures
+    assert figures["perplexity_ratio"] == pytest.approx(math.exp(0.1), rel=1e-5)
+    assert figures["recall_retained"] == pytest.approx(1 - 0.2 / (2.0 - 0.5), rel=1e-5)
+    assert figures["recall_perplexity_original"] == pytest.approx(math.exp(0.5), rel=1e-5)
+    assert figures["recall_perplexity"] == pytest.approx(math.exp(0.7), rel=1e-5)
 
 
 def test_the_lower_bound_of_similarities_holds_on_other_texts() -> None:
