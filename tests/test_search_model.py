@@ -18,6 +18,7 @@ from hf_models import ENCODERS, GROUPED, build, texts_as_batches
 from bochner import convert
 from bochner._checks import BochnerError
 from bochner.hf import fates
+from bochner.hf.calls import Call
 from bochner.hf.config import Distillation, Target
 from bochner.hf.evaluate import Measure, Quality
 from bochner.hf.fates import EXACT, Window
@@ -366,6 +367,26 @@ def test_measured_seconds_are_those_of_their_options(monkeypatch: pytest.MonkeyP
         assert all(heads * layer.cost[fate] == pytest.approx(told[fate]) for fate in layer.made)
         beside = layer.fates[len(layer.fates) // 2]  # the mixture has one exact head among these
         assert layer.split == pytest.approx(9.0 - layer.cost[EXACT] - (heads - 1) * layer.cost[beside])
+
+
+def test_a_choice_of_some_heads_has_the_maps_that_were_fitted_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(layers: Any, plan: Any, length: int, device: Any, dtype: Any) -> dict[Any, float]:
+        return {"exact": 4.0, **dict.fromkeys(layers, 1.0)}
+
+    monkeypatch.setattr(options, "layer_seconds", seconds)
+    model, data = build("bert", ENCODERS["bert"]), texts_as_batches(6, 2, 128)
+    shapes = discover(model, data[0])
+    space = Space(model, shapes, settle(Target(keep=0.9), model, shapes, data))
+    space.fit(data, lambda text: None)
+    option = {name: next(i for i, f in enumerate(x.fates) if f.has_map) for name, x in space.layers.items()}
+    choice = tuple((0, *[option[n]] * (x.plan.num_kv_heads - 1)) for n, x in space.layers.items())
+    g = torch.Generator().manual_seed(0)
+    for name, built in space.build(space.plan_of(choice)).items():
+        layer = space.layers[name]
+        q, k, v = (torch.randn(1, layer.plan.num_heads, 40, layer.plan.head_dim, generator=g) for _ in range(3))
+        call = Call(q, k, v, False, None, 0.3)
+        fitted = layer.made[layer.fates[option[name]]]
+        torch.testing.assert_close(built(call)[:, 1:], fitted(call)[:, 1:])
 
 
 def test_an_encoder_is_searched_by_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
