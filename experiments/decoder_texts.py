@@ -91,8 +91,8 @@ def figures(model: Any, ids: Tensor) -> dict[str, Any]:
     from bochner.hf.evaluate import pieces
 
     length = ids.shape[1]
-    read = list(pieces(model, ids))
-    losses, cache = torch.cat([p.losses for p in read]), read[-1].cache
+    losses, _, caches = zip(*pieces(model, ids), strict=True)
+    losses, cache = torch.cat(losses), caches[-1]
     row: dict[str, Any] = {"bytes": cache_bytes(cache), "perplexity": {}, "recall": {}}
     for a, b in pairwise(BOUNDS):
         row["perplexity"][f"{a}-{b}"] = math.exp(losses[max(a - 1, 0) : min(b, length) - 1].mean().item())

@@ -20,7 +20,7 @@ from bochner import Calibration, Conversion, Recipe, convert, data, revert
 from bochner.demo import load_minilm
 from bochner.hf import drift
 from bochner.hf.calls import Call
-from bochner.hf.evaluate import compare_embeddings
+from bochner.hf.evaluate import embedding_quality
 from bochner.hf.observe import recording
 
 BOOKS, SEVERAL = "books", "books, newspaper, manual"
@@ -90,9 +90,9 @@ def measured(model: Any, tokenizer: Any, kinds: dict[str, tuple[list[str], Any]]
     """The converted model on each kind of text: what its embeddings lose, and the mean error of its heads."""
     found, conversion = {}, Conversion.of(model)
     for kind, (texts, original) in kinds.items():
-        quality = compare_embeddings(original, embed(model, tokenizer, texts))
+        quality = embedding_quality(original, embed(model, tokenizer, texts)).figures
         errors = [e.mean().item() for e in conversion.errors(Calibration(texts[:8], tokenizer)).values()]
-        row = {"lost": 1 - quality.cosine, "rank_correlation": quality.rank_correlation}
+        row = {"lost": 1 - quality["cosine"], "rank_correlation": quality["rank_correlation"]}
         found[kind] = {**row, "error": sum(errors) / len(errors)}
     return found
 

@@ -156,7 +156,7 @@ def measured(model: Any, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
         "layers": len(report.plan.layers),
         "reasons": report.reasons,
         "whole": report.verified.whole,
-        "seconds": report.seconds["in all"],
+        "seconds": report.seconds,
         "plan": str(conversion.plan),
     }
     conversion.revert()

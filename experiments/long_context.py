@@ -68,9 +68,7 @@ def figures(model: Any, ids: torch.Tensor, length: int) -> dict[str, Any]:
     return {
         "perplexity": by_place,
         "recall": recalled,
-        "prefill_seconds": reading.prefill_seconds,
-        "step_seconds": reading.step_seconds,
-        "cache_bytes": reading.cache_bytes,
+        **reading.costs,
     }
 
 

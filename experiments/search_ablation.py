@@ -6,13 +6,14 @@ the share of key heads that stay exact beside windows of 64 keys, and what `exac
 "share of the layer" is the search's own. "error" is relative to the head alone, "change" the first-order change of the
 output by a backward pass, "both" the geometric mean of these two.
 
-"caution" is the confidence of the lower bound that choices are made by, and "steps" is what the search looks at in turn
-where a choice fails on the texts held back: half of its damage, a quarter, an eighth and a sixteenth. SmolLM2's are
-those of its own search, for how many keys it holds.
+"caution" is the confidence of the lower bound that choices are made by. Many searches are made, each by a few texts
+that are drawn for choosing and as many for verifying. What they end with is judged by all texts. Newspaper reports
+and the small decoder's texts have no part in any other result. SmolLM2's choices are how many keys it holds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,12 +26,12 @@ from bochner.hf.attention import LinearAttention
 from bochner.hf.calibrate import HeadErrors
 from bochner.hf.calls import Call, exact
 from bochner.hf.conversion import make_exact
-from bochner.hf.fates import Window
+from bochner.hf.fates import EXACT, Window
 from bochner.hf.interface import attached
 from bochner.hf.observe import discover, recording, run
 from bochner.hf.search import refine, selected
 from bochner.hf.search.damage import MeasuredProblem, tables
-from bochner.hf.search.knapsack import Choice, Table, frontier, totals
+from bochner.hf.search.knapsack import Choice, Table, all_exact, frontier, totals
 from bochner.hf.search.options import Space
 from bochner.hf.search.texts import batches_for, settle, split
 from bochner.hf.search.verify import Verifier
@@ -41,7 +42,8 @@ KINDS = ("share of the layer", "error", "change", "both")
 ROWS = (512, 1024, 2048, 4096, 8192)  # tokens that maps are fitted to
 BATCH, LENGTH, VOCABULARY = 8, 192, 64  # of the small decoder's training
 KEPT = "share of the layer"  # the damage that the search uses
-CAUTIONS = (0.5, 0.8, 0.95)  # the confidence of the lower bound that choices are made by; 0.5 is the mean
+CAUTIONS = (0.5, 0.8, 0.9, 0.95)  # the confidence of the lower bound that choices are made by; 0.5 is the mean
+DRAWS, DRAWN = 40, 8  # searches, and the texts that are drawn for each of their two parts
 
 
 def words(count: int, seed: int) -> Tensor:
@@ -91,7 +93,14 @@ def smollm2(steps: int) -> tuple[Any, Calibration, Target]:
     return model, Calibration(texts, tokenizer), Target(keep=0.99, minimize="memory", length=4000, judge_length=512)
 
 
-MODELS = {"small": small, "minilm": minilm, "smollm": smollm2}
+def newspaper(steps: int) -> tuple[Any, Calibration, Target]:
+    from fits_that_travel import cut, reports
+
+    model, tokenizer = demo.load_minilm()
+    return model, Calibration(cut(reports(range(1, 45)), 60), tokenizer, batch_size=4), Target(keep=0.95, length=512)
+
+
+MODELS = {"small": small, "minilm": minilm, "newspaper": newspaper, "smollm": smollm2}
 
 
 class Priced(Space):
@@ -102,9 +111,39 @@ class Priced(Space):
             super().price(say)
             return
         for layer in self.layers.values():
-            seen = [3 * (getattr(f, "window", 0) or 0) + 1 + 2 * getattr(f, "num_features", 0) for f in layer.made]
-            layer.cost = torch.tensor([layer.length, *seen], dtype=torch.float64)
+            seen = {f: 3 * (getattr(f, "window", 0) or 0) + 1 + 2 * getattr(f, "num_features", 0) for f in layer.made}
+            layer.cost = {EXACT: layer.length, **seen}
             layer.split = 0.1 * layer.length
+
+
+class Texts(Verifier):
+    """Texts of a search of which some can be asked for."""
+
+    @property
+    def count(self) -> int:
+        return len(self.readings[self.length]) if self.goal.is_language else sum(len(t) for t in self.outputs.truth)
+
+    def answers(self, model: Any) -> list[Any]:
+        """Of each text: what a quality is made of."""
+        if self.goal.is_language:
+            return [(*pair, evaluate.read(model, pair[0].ids)) for pair in self.readings[self.length]]
+        found = [run(model, batch)[0].float() for batch in self.batches]
+        both = zip(self.outputs.truth, found, self.outputs.rows, strict=True)
+        return [pair for t, x, rows in both for pair in zip(*(evaluate.pooled(y, rows) for y in (t, x)), strict=True)]
+
+
+class Answers:
+    """What a converted model makes of every text."""
+
+    def __init__(self, model: Any, *parts: Texts) -> None:
+        self.is_language = parts[0].goal.is_language
+        self.every = [answer for part in parts for answer in part.answers(model)]
+
+    def quality(self, rows: Sequence[int]) -> evaluate.Quality:
+        columns = zip(*(self.every[i] for i in rows), strict=True)
+        if self.is_language:
+            return evaluate.compare_readings(*columns)
+        return evaluate.embedding_quality(*(torch.stack(column) for column in columns))
 
 
 class Case:
@@ -118,8 +157,9 @@ class Case:
         self.parts = self.split(batches)
         self.model.requires_grad_(False)
         parts = (self.parts.choice, self.parts.held)
-        self.choice, self.held = (Verifier(self.model, part, self.goal, self.shapes, print) for part in parts)
-        self.space, self.seen = self.fitted(), dict[tuple[bool, Choice], evaluate.Quality]()
+        self.choice, self.held = (Texts(self.model, part, self.goal, self.shapes, print) for part in parts)
+        self.space, self.seen = self.fitted(), dict[Choice, Answers]()
+        self.rows = [range(self.choice.count), range(self.choice.count, self.choice.count + self.held.count)]
 
     def split(self, batches: Any) -> Any:
         return split(batches, self.goal)
@@ -137,16 +177,15 @@ class Case:
         options = {name: list(layer.made.values()) for name, layer in self.space.layers.items() if layer.made}
         return compared(self.model, options, self.choice.batches)
 
-    def quality(self, choice: Choice, held: bool) -> evaluate.Quality:
-        """The quality of a choice on the choice texts or those held back."""
+    def quality(self, choice: Choice, rows: Sequence[int]) -> evaluate.Quality:
+        """The quality of a choice on some of the texts, those of the choice first and those held back behind them."""
         plan = self.space.plan_of(choice)
         if not plan.converted:
             return self.held.original().quality
-        if (held, choice) not in self.seen:
+        if choice not in self.seen:
             with attached(self.model, plan, self.space.build(plan)):
-                self.seen[held, choice] = (self.held if held else self.choice).look(self.model).quality
-        found = self.seen[held, choice]
-        return evaluate.Quality(found.measures, found.figures)  # its bounds anew
+                self.seen[choice] = Answers(self.model, self.choice, self.held)
+        return self.seen[choice].quality(rows)
 
 
 class Rungs(Case):
@@ -166,14 +205,14 @@ class Rungs(Case):
 
 
 class Remembered(MeasuredProblem):
-    """A problem whose qualities are measured once for all damages."""
+    """A problem whose qualities are those of some texts, run once for all damages and draws."""
 
-    def __init__(self, case: Case, damages: dict[str, Tensor]) -> None:
+    def __init__(self, case: Case, damages: dict[str, Tensor], rows: Sequence[int]) -> None:
         super().__init__(case.space, case.choice, case.tables(damages), print)
-        self.case = case
+        self.case, self.rows = case, rows
 
     def measure(self, choice: Choice) -> evaluate.Quality:
-        return self.case.quality(choice, False)
+        return self.case.quality(choice, self.rows)
 
 
 def compared(model: Any, options: dict[str, list[LinearAttention]], batches: Any) -> dict[str, dict[str, Tensor]]:
@@ -228,34 +267,43 @@ def direction(output: Any, generator: torch.Generator) -> Tensor:
 
 def at_budgets(case: Case, damages: dict[str, Tensor]) -> dict[str, Any]:
     """What the choice of each budget loses on texts held back."""
-    problem, found = Remembered(case, damages), {}
+    problem, found = Remembered(case, damages, case.rows[0]), {}
     for budget in BUDGETS:
         choices = [c for c in frontier(problem.tables) if totals(problem.tables, c)[1] <= budget * problem.whole]
         if choices:
             cost = totals(problem.tables, choices[-1])[1] / problem.whole
-            lost = [1 - case.quality(choices[-1], held).retained for held in (False, True)]
+            lost = [1 - case.quality(choices[-1], rows).retained for rows in case.rows]
             found[str(budget)] = {"cost": cost, "choice": lost[0], "held_back": lost[1]}
     return found
 
 
-def searched(case: Case, damages: dict[str, Tensor], caution: float = evaluate.CAUTION) -> dict[str, Any]:
-    """A search that chooses by a lower bound of some confidence, and the steps that are looked at if it fails.
+def searched(case: Case, damages: dict[str, Tensor], caution: float) -> dict[str, Any]:
+    """Many searches that choose by a lower bound of some confidence, each by texts of its own; means over them.
 
-    What each step costs and retains on texts held back: the first that keeps is what the search ends with.
+    `cost`: of what they end with; `lost`: what that loses on all texts; `below`: how often that is too much;
+    `failed`: the share of the first choices that fail on the texts that verify; `steps`: what is looked at in turn
+    after them, how often each is what a search ends with; the last is the original.
     """
     before, evaluate.CAUTION = evaluate.CAUTION, caution
+    every, keep = [*case.rows[0], *case.rows[1]], case.target.keep
+    ends, costs, lost = [0] * (refine.STEPS + 2), list[float](), list[float]()
+    assert keep is not None
     try:
-        problem, keep = Remembered(case, damages), case.target.keep
-        trials = refine.Trials(problem)
-        assert keep is not None
-        chosen = refine.cheapest_that_keeps(problem, keep, trials)
-        steps = refine.ladder(problem, chosen)
-        costs = [totals(problem.tables, choice)[1] / problem.whole for choice in steps]
-        held = [case.quality(choice, True) for choice in steps]
+        for draw in range(DRAWS):
+            order = torch.randperm(len(every), generator=torch.Generator().manual_seed(draw)).tolist()
+            problem = Remembered(case, damages, order[:DRAWN])
+            steps = refine.ladder(problem.tables, refine.cheapest_that_keeps(problem, keep))
+            found = [case.quality(c, order[DRAWN : 2 * DRAWN]) for c in steps]
+            passes = [(q.lower if i else q.retained) >= keep for i, q in enumerate(found)]
+            end = passes.index(True) if any(passes) else len(steps)
+            choice = [*steps, all_exact(problem.tables)][end]
+            ends[end if end < len(steps) else -1] += 1
+            costs.append(problem.share(choice))
+            lost.append(1 - case.quality(choice, every).retained)
     finally:
         evaluate.CAUTION = before
-    found = {"cost": costs[0], "runs": len(trials.tried), "keep": keep, "held_back": held[0].retained}
-    return found | {"steps": [{"cost": c, "held_back": q.retained} for c, q in zip(costs, held, strict=True)]}
+    found = {"cost": sum(costs) / DRAWS, "lost": sum(lost) / DRAWS, "below": sum(x > 1 - keep for x in lost) / DRAWS}
+    return found | {"failed": 1 - ends[0] / DRAWS, "steps": ends, "keep": keep}
 
 
 def fit_error(case: Case, rows: int) -> dict[str, float]:
@@ -282,9 +330,8 @@ def smollm(store: Store, table: dict[str, Any]) -> None:
     fate = Window(64, 4, "sliding")
     shapes = discover(model, {"input_ids": tokens[None, :16]})
     layers = {plan.name: LinearAttention(plan) for plan in Plan.of(shapes, "llama", fate=lambda shape: fate).layers}
-    near = {"window": 64, "sinks": 4, "window_kind": "sliding"}
     batches = [{"input_ids": piece[None]} for piece in tokens[:3072].split(512)]
-    scores = calibrate.retrieval_scores(model, layers, batches, near)
+    scores = calibrate.retrieval_scores(model, layers, batches)
     kinds = {"exact_heads": {name: x.view(layers[name].plan.num_kv_heads, -1).sum(-1) for name, x in scores.items()}}
     goal = settle(Target(length=512), model, shapes, batches)
     texts, held = (Verifier(model, some, goal, shapes, print) for some in (tokens, unseen))
@@ -316,7 +363,7 @@ def smollm(store: Store, table: dict[str, Any]) -> None:
 )
 def measure(
     store: Store,
-    models: tuple[str, ...] = ("small", "minilm", "smollm"),
+    models: tuple[str, ...] = ("small", "minilm", "newspaper", "smollm"),
     steps: int = 400,
     rows: tuple[int, ...] = ROWS,
 ) -> None:
@@ -326,17 +373,15 @@ def measure(
             smollm(store, table)
             cautions(store, table, Rungs(name, steps), {})
             continue
-        cells(store, table, Case(name, steps), rows)
-
-
-def cells(store: Store, table: dict[str, Any], case: Case, rows: tuple[int, ...]) -> None:
-    """What is measured of one model."""
-    kinds = case.damages()
-    for kind, damage in kinds.items():
-        store.cell(kind, lambda d=damage: at_budgets(case, d), table)
-    cautions(store, table, case, kinds[KEPT])
-    for n in rows:
-        store.cell(f"{n} rows", lambda n=n: fit_error(case, n), table)
+        case = Case(name, steps)
+        kinds = case.damages()
+        cautions(store, table, case, kinds[KEPT])
+        if name == "newspaper":
+            continue
+        for kind, damage in kinds.items():
+            store.cell(kind, lambda c=case, d=damage: at_budgets(c, d), table)
+        for n in rows:
+            store.cell(f"{n} rows", lambda c=case, n=n: fit_error(c, n), table)
 
 
 def cautions(store: Store, table: dict[str, Any], case: Case, damages: dict[str, Tensor]) -> None:
@@ -353,9 +398,11 @@ def lost(table: dict[str, Any], kind: str) -> float:
 def judge(found: Any) -> Said:
     told, means = [], dict.fromkeys(KINDS, 0.0)
     for name, table in found.items():
+        if KEPT not in table:
+            continue
         mean = {kind: lost(table, kind) for kind in KINDS}
         told.append(f"{name} " + ", ".join(f"{kind} {x:.3f}" for kind, x in mean.items()))
-        means = {kind: means[kind] + x / len(found) for kind, x in mean.items()}
+        means = {kind: means[kind] + x for kind, x in mean.items()}
     best = min(means, key=lambda kind: means[kind])
     return Said(
         "lost of the quality on validation texts, mean of the budgets: " + "; ".join(told) + ".",

@@ -28,7 +28,7 @@ def recipe(chosen: tuple[str, int] | None, **near: Any) -> Recipe:
 
 def encoder(texts: int, row: Callable[..., None], names: Iterable[str] = ENCODER) -> None:
     """Window 32, one sink; texts of 150 to 256 tokens."""
-    from bochner.hf.evaluate import compare_embeddings
+    from bochner.hf.evaluate import embedding_quality
 
     model, tokenizer = load_minilm()
     seen, unseen = (data.paragraphs(split, texts, words=220) for split in ("calibration", "heldout"))
@@ -40,9 +40,9 @@ def encoder(texts: int, row: Callable[..., None], names: Iterable[str] = ENCODER
             def measure(chosen: Any = chosen, kind: str = kind) -> dict[str, float]:
                 chosen_recipe = recipe(chosen, window=32, sinks=1, window_kind=kind)
                 conversion = convert(model, chosen_recipe, Calibration(seen, tokenizer))
-                quality = compare_embeddings(exact, embed(model, tokenizer, unseen))
+                quality = embedding_quality(exact, embed(model, tokenizer, unseen))
                 conversion.revert()
-                return {"cosine": float(quality.cosine), "rank_correlation": float(quality.rank_correlation)}
+                return quality.figures
 
             row("all-MiniLM-L6", name, kind, measure)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import math
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from hf_models import GROUPED, TEXT, build, inputs, texts_as_batches  # noqa: E4
 
 from bochner import BochnerError, Conversion, Distillation, Recipe, Target, convert, distill, revert  # noqa: E402
 from bochner.hf import layers_of, trainable_maps_  # noqa: E402
+from bochner.hf.fates import EXACT  # noqa: E402
 from bochner.hf.observe import recording  # noqa: E402
 
 
@@ -68,9 +72,42 @@ def test_a_step_too_far_keeps_the_best_state() -> None:
     assert all(layer.after <= layer.before for layer in report.layers)
 
 
-def test_a_layer_without_progress_stops_early() -> None:
+def test_a_stage_without_progress_in_any_layer_stops_early() -> None:
     report = distill(student(), texts_as_batches(4), Distillation(steps=200, rate=10.0, end_to_end=0))
-    assert all(layer.steps < 200 for layer in report.layers)
+    assert report.steps < 200
+
+
+def test_each_layer_is_trained_as_if_alone() -> None:
+    how = Distillation(steps=20, rate=2e-2, end_to_end=0)
+    both = Conversion.of(student())
+    alone = both.plan
+    alone.layers[1].fates = [EXACT] * alone.layers[1].num_kv_heads
+    single = convert(build("bert", TEXT), alone)
+    reports = [distill(x.model, texts_as_batches(8), how) for x in (both, single)]
+    assert [len(r.layers) for r in reports] == [2, 1]
+    assert reports[0].layers[0].after == pytest.approx(reports[1].layers[0].after, rel=1e-6)
+    first, second = (next(iter(layers_of(x.model).values())).state_dict() for x in (both, single))
+    for name, x in first.items():
+        torch.testing.assert_close(x, second[name])
+
+
+def test_each_layer_is_left_at_its_own_best_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, looks = student(), itertools.count(1)
+
+    def told(model: Any, options: Any, data: Any) -> Any:
+        """The first layer gets better with every look, the second worse, and their mean better."""
+        turn = next(looks)
+        errors = zip(options, (1 / turn, 1 + 0.1 * turn), strict=True)
+        return {name: {"": SimpleNamespace(relative=lambda x=x: torch.tensor([x]))} for name, x in errors}
+
+    monkeypatch.setattr(importlib.import_module("bochner.hf.distill"), "option_errors", told)
+    before = [{k: x.clone() for k, x in layer.state_dict().items()} for layer in layers_of(model).values()]
+    distill(model, texts_as_batches(4), Distillation(steps=5, end_to_end=0))
+    same = [
+        all(torch.equal(x, layer.state_dict()[k]) for k, x in old.items())
+        for old, layer in zip(before, layers_of(model).values(), strict=True)
+    ]
+    assert same == [False, True]
 
 
 def test_the_end_to_end_stage_brings_the_outputs_closer() -> None:

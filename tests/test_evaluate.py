@@ -18,6 +18,7 @@ from bochner.hf.evaluate import (
     Measure,
     Outputs,
     Quality,
+    Reading,
     Text,
     compare_readings,
     evaluation_mode,
@@ -62,6 +63,7 @@ def test_scores_are_compared_by_order_and_by_error() -> None:
     truth = torch.randn(20, 1, generator=torch.Generator().manual_seed(0))
     shifted = score_quality(truth, truth + 5)  # the order is right, the numbers are not
     assert shifted.figures["rank_correlation"] == pytest.approx(1)
+    assert shifted.figures["error"] == pytest.approx(25 / truth.var().item())
     assert shifted.retained == 0
     shuffled = score_quality(truth, truth.flip(0))
     assert shuffled.retained < 0.3
@@ -108,7 +110,7 @@ def test_embeddings_are_compared_by_cosine_and_by_neighbours() -> None:
         return (hidden + size * torch.randn(len(hidden), 1, hidden.shape[-1], generator=g),)
 
     found = [judge.quality(lambda batch, size=size: disturbed(batch, size)) for size in (0.0, 0.1, 1.0)]
-    assert [set(q.measures) for q in found] == [{"cosine", "neighbours"}] * 3
+    assert [set(q.measures) for q in found] == [{"cosine", "rank_correlation"}] * 3
     assert found[0].retained == pytest.approx(1, abs=1e-5)
     assert 1 > found[1].retained > found[2].retained
     assert found[1].lower < found[1].retained
@@ -186,6 +188,20 @@ def test_reading_in_pieces_gives_the_losses_of_the_whole(monkeypatch: pytest.Mon
         found.losses, nn.functional.cross_entropy(logits, text.ids[0, 1:], reduction="none"), atol=1e-4
     )
     assert compare_readings([text], [found], [found]).retained == 1
+
+
+def test_readings_are_compared_by_the_rise_of_the_loss_and_by_the_gain_that_is_left() -> None:
+    text = Text(torch.arange(1000))
+
+    def reading(body: float, again: float) -> Reading:
+        sizes = (len(text.body) - 1, body), (len(text.again), again)
+        return Reading(torch.cat([torch.full((n,), loss) for n, loss in sizes]), {})
+
+    figures = compare_readings([text], [reading(2.0, 0.5)], [reading(2.1, 0.7)]).figures
+    assert figures["perplexity_ratio"] == pytest.approx(math.exp(0.1), rel=1e-5)
+    assert figures["recall_retained"] == pytest.approx(1 - 0.2 / (2.0 - 0.5), rel=1e-5)
+    assert figures["recall_perplexity_original"] == pytest.approx(math.exp(0.5), rel=1e-5)
+    assert figures["recall_perplexity"] == pytest.approx(math.exp(0.7), rel=1e-5)
 
 
 def test_the_lower_bound_of_similarities_holds_on_other_texts() -> None:

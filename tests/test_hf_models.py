@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from _models import embed, perplexity, recall  # noqa: E402
 from bochner import BochnerWarning, Calibration, Conversion, Distillation, Recipe, convert, data, distill, revert  # noqa: E402
 from bochner.demo import load_minilm, load_smollm2, write  # noqa: E402
 from bochner.hf import RecurrentLayer, cache_bytes  # noqa: E402
-from bochner.hf.evaluate import compare_embeddings  # noqa: E402
+from bochner.hf.evaluate import embedding_quality  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -56,19 +57,23 @@ def decoding_cost(
     return min(seconds), cache_bytes(cache)
 
 
+def figures(original: Any, found: Any) -> Any:
+    return SimpleNamespace(**embedding_quality(original, found).figures)
+
+
 def minilm_quality(model: Any, tokenizer: Any, texts: int = 16, **recipe: Any) -> Any:
     held = data.paragraphs("heldout", texts)
     original = embed(model, tokenizer, held, max_length=150)
     taught = recipe.pop("taught", 0)
     calibration = data.paragraphs("calibration", 64 if taught else 24)
     convert(model, Recipe(**recipe), Calibration(calibration[:48], tokenizer=tokenizer, max_length=150))
-    before = compare_embeddings(original, embed(model, tokenizer, held, max_length=150))
+    before = figures(original, embed(model, tokenizer, held, max_length=150))
     if not taught:
         revert(model)
         return before
     texts_again = Calibration(calibration, tokenizer, max_length=150, batch_size=4)
     distill(model, texts_again, Distillation(steps=taught, seconds=600))
-    return before, compare_embeddings(original, embed(model, tokenizer, held, max_length=150))
+    return before, figures(original, embed(model, tokenizer, held, max_length=150))
 
 
 def test_minilm_keeps_its_embeddings_without_any_training() -> None:

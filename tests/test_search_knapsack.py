@@ -14,7 +14,7 @@ from bochner.hf import evaluate
 from bochner.hf.evaluate import Measure, Quality
 from bochner.hf.search import knapsack, refine
 from bochner.hf.search.knapsack import Choice, Table, all_exact, at_price, frontier, totals
-from bochner.hf.search.refine import Trials, best_within, cheapest_that_keeps, ladder
+from bochner.hf.search.refine import Problem, best_within, cheapest_that_keeps, ladder
 
 KEEP = 0.9
 
@@ -88,13 +88,14 @@ def test_heads_that_share_an_option_never_have_two() -> None:
             assert all(len(set(options) - {0}) <= 1 for options in at_price(tables, price))
 
 
-class Planted:
+class Planted(Problem):
     """A problem with a known answer: what a choice loses on each text is the planted loss of its heads."""
 
     def __init__(
         self, tables: list[Table], loss: Callable[[Choice], float], noise: float = 0.0, texts: int = 8
     ) -> None:
-        self.tables, self.loss = tables, loss
+        super().__init__(tables)
+        self.loss = loss
         spread = torch.linspace(-1, 1, texts, dtype=torch.float64)
         self.noise = noise * spread
         self.runs: list[Choice] = []
@@ -133,71 +134,70 @@ def corner_above(problem: Planted, keep: float) -> float:
 def test_the_search_finds_the_cheapest_corner_that_keeps(shared: bool, keep: float) -> None:
     problem = planted(shared)
     brute = best_by_brute_force(problem, keep)
-    found = cheapest_that_keeps(problem, keep, Trials(problem))
-    assert found.quality.lower >= keep
-    assert found.cost <= corner_above(problem, keep) + 1e-12
-    assert brute <= found.cost <= 1.35 * brute  # room for the hull's gap on six heads
+    found = cheapest_that_keeps(problem, keep)
+    assert problem.quality(found).lower >= keep
+    cost = totals(problem.tables, found)[1]
+    assert cost <= corner_above(problem, keep) + 1e-12
+    assert brute <= cost <= 1.35 * brute  # room for the hull's gap on six heads
     assert len(problem.runs) <= 2 + math.ceil(math.log2(len(frontier(problem.tables))))
 
 
 def test_redundant_heads_are_given_up_and_needed_ones_stay_exact() -> None:
-    found = cheapest_that_keeps(planted(), KEEP, Trials(planted()))
-    assert all(options[0] == 0 and options[1] != 0 and options[2] != 0 for options in found.choice)
+    found = cheapest_that_keeps(planted(), KEEP)
+    assert all(options[0] == 0 and options[1] != 0 and options[2] != 0 for options in found)
 
 
 def test_the_original_is_all_that_keeps_where_everything_does_damage() -> None:
     problem = planted()
     problem.loss = lambda choice: 0.0 if choice == all_exact(problem.tables) else 0.5
-    assert cheapest_that_keeps(problem, KEEP, Trials(problem)).choice == all_exact(problem.tables)
+    assert cheapest_that_keeps(problem, KEEP) == all_exact(problem.tables)
 
 
 def test_noise_makes_the_search_cautious() -> None:
     """The same mean quality with a spread over texts costs more, because its lower bound has to keep."""
     calm, noisy = planted(), planted(noise=0.05)
-    first, second = (cheapest_that_keeps(p, 0.97, Trials(p)) for p in (calm, noisy))
-    assert second.quality.lower >= 0.97
-    assert second.cost > first.cost
-    assert second.quality.retained > second.quality.lower
+    first, second = (cheapest_that_keeps(p, 0.97) for p in (calm, noisy))
+    quality = noisy.quality(second)
+    assert quality.retained > quality.lower >= 0.97
+    assert totals(noisy.tables, second)[1] > totals(calm.tables, first)[1]
 
 
 def test_a_choice_within_a_memory_takes_no_more_and_wastes_no_corner() -> None:
     problem = planted()
     whole = totals(problem.tables, all_exact(problem.tables))[1]
     for share in (0.6, 0.8, 0.95):
-        found = best_within(problem, share * whole, Trials(problem))
+        found = best_within(problem.tables, share * whole)
         assert found is not None
-        assert found.cost <= share * whole
-        dearer = [c for c in frontier(problem.tables) if totals(problem.tables, c)[0] < found.damage]
+        damage, cost = totals(problem.tables, found)
+        assert cost <= share * whole
+        dearer = [c for c in frontier(problem.tables) if totals(problem.tables, c)[0] < damage]
         assert all(totals(problem.tables, c)[1] > share * whole for c in dearer)
-    assert best_within(problem, 0.0, Trials(problem)) is None
+    assert best_within(problem.tables, 0.0) is None
 
 
 def test_each_step_of_the_ladder_halves_the_damage_and_costs_more() -> None:
     """Every step is the cheapest corner that does so; the original is none of them."""
     problem = planted()
-    chosen = cheapest_that_keeps(problem, 0.5, Trials(problem))
-    steps = [totals(problem.tables, c) for c in ladder(problem, chosen)]
-    assert steps[0] == (chosen.damage, chosen.cost)
+    chosen = cheapest_that_keeps(problem, 0.5)
+    steps = [totals(problem.tables, c) for c in ladder(problem.tables, chosen)]
+    assert steps[0] == totals(problem.tables, chosen)
     assert len(steps) > 2
     corners = [totals(problem.tables, c) for c in frontier(problem.tables)]
     for (damage, cost), (less, dearer) in itertools.pairwise(steps):
         assert 0 < less < damage
         assert dearer > cost
     for halvings in range(1, refine.STEPS + 1):
-        below = [x for x in corners if 0 < x[0] <= chosen.damage / 2**halvings]
+        below = [x for x in corners if 0 < x[0] <= steps[0][0] / 2**halvings]
         assert not below or min(below, key=lambda x: x[1]) in steps
-    original = Trials(problem).run(all_exact(problem.tables))
-    assert ladder(problem, original) == [original.choice]
+    original = all_exact(problem.tables)
+    assert ladder(problem.tables, original) == [original]
 
 
-def test_a_choice_is_measured_once_and_its_predicted_damage_is_its_own() -> None:
+def test_a_choice_is_measured_once() -> None:
     problem = planted()
-    trials = Trials(problem)
-    cheapest_that_keeps(problem, KEEP, trials)
-    cheapest_that_keeps(problem, KEEP, trials)
-    assert len(problem.runs) == len(set(problem.runs)) == len(trials.tried)
-    for candidate in trials.by_cost():
-        assert (candidate.damage, candidate.cost) == totals(problem.tables, candidate.choice)
+    cheapest_that_keeps(problem, KEEP)
+    cheapest_that_keeps(problem, KEEP)
+    assert problem.runs == list(problem.tried)
 
 
 # Faults, put in by hand: each must be noticed by the test that is named.

@@ -18,6 +18,7 @@ from hf_models import ENCODERS, GROUPED, build, texts_as_batches
 from bochner import convert
 from bochner._checks import BochnerError
 from bochner.hf import fates
+from bochner.hf.calls import Call
 from bochner.hf.config import Distillation, Target
 from bochner.hf.evaluate import Measure, Quality
 from bochner.hf.fates import EXACT, Window
@@ -114,20 +115,24 @@ def _quality(model: Any, plan: Any, choice: list[list[Any]]) -> float:
 
 
 class Looked:
-    """A verifier that says what it is told, and counts its looks."""
+    """Verifiers that find what they are told, and the plans that they look at; texts of choices are read as ever."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *retained: float) -> None:
         self.plans: list[Any] = []
-        looked = self
+        looked, verify_, look_ = self, Verifier.verify, Verifier.look
 
-        def verify_(self: Verifier, plan: Any, layers: Any) -> Verdict:
+        def verify(self: Verifier, plan: Any, layers: Any) -> Verdict:
             looked.plans.append(plan)
-            found = retained[min(len(looked.plans), len(retained)) - 1]
-            self.looks += 1
-            quality = Quality({"told": Measure(torch.full((3,), 1 - found))})
-            return Verdict(quality, self.length, 1 - 0.1 / self.looks)
+            return verify_(self, plan, layers)
 
-        monkeypatch.setattr(Verifier, "verify", verify_)
+        def look(self: Verifier, model: Any, length: int | None = None) -> Verdict:
+            if not self.looks:
+                return look_(self, model, length)
+            found = retained[min(len(looked.plans), len(retained)) - 1]
+            return Verdict(Quality({"told": Measure(torch.full((3,), 1 - found))}), self.length)
+
+        monkeypatch.setattr(Verifier, "verify", verify)
+        monkeypatch.setattr(Verifier, "look", look)
 
 
 def test_a_plan_that_passes_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +160,27 @@ def test_a_choice_that_fails_ends_in_a_smaller_conversion_that_passes(monkeypatc
     assert [round(verdict.quality.retained, 2) for verdict in report.failed] == [0.5, 0.7]
     assert report.verified.confidence == pytest.approx(1 - 0.1 / 3)
     assert any("2 of the choices failed" in reason for reason in report.reasons)
+
+
+def test_a_plan_that_short_texts_judge_is_looked_at_on_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows_only(monkeypatch, 64)
+    plain = Verifier.look
+
+    def worse(self: Verifier, model: Any, length: int | None = None) -> Verdict:
+        found = plain(self, model, length)
+        assert length is None or max(len(text.ids[0]) for text, _ in self.readings[length]) == length
+        return Verdict(Quality({"told": Measure(torch.full((3,), 0.5))}), length) if length else found
+
+    monkeypatch.setattr(Verifier, "look", worse)
+    report = search(llama(), Target(keep=0.9, length=600, judge_length=300), stream())
+    assert (report.verified.length, list(report.further)) == (300, [600])
+    assert any("at 600 it is 50.00%. Name a longer" in reason for reason in report.reasons)
+    report = search(llama(), Target(keep=0.9, length=2000, judge_length=300), stream())
+    assert report.verifier is not None
+    (longest,) = report.further  # as much as there is
+    assert longest == len(report.verifier.held) < 2000
+    assert any(f"held back have {longest:,} tokens only" in reason for reason in report.reasons)
+    assert not search(llama(), Target(keep=0.9, length=300), stream()).further
 
 
 def _unharmed() -> Quality:
@@ -308,7 +334,7 @@ def test_memory_counts_the_bytes_of_the_models_own_precision() -> None:
         layer = next(iter(space.layers.values()))
         layer.made = dict.fromkeys([Window(16, 1), fates.Hybrid(16, 1, feature_map="positive", num_features=64)])
         space.price(lambda text: None)
-        shares[dtype] = layer.cost / layer.cost[0]
+        shares[dtype] = [layer.cost[fate] / layer.cost[EXACT] for fate in layer.fates]
     assert shares[torch.bfloat16][1] == shares[torch.float32][1]
     assert shares[torch.bfloat16][2] > shares[torch.float32][2]
 
@@ -325,7 +351,7 @@ def test_measured_seconds_are_those_of_their_options(monkeypatch: pytest.MonkeyP
     told: dict[Any, float] = {}
 
     def seconds(layers: Any, plan: Any, length: int, device: Any, dtype: Any) -> dict[Any, float]:
-        told.update({"exact": 4.0, **{name: 1.0 + 0.1 * i for i, name in enumerate(layers)}})
+        told.update({"exact": 4.0, **{name: 1.0 + 0.1 * i for i, name in enumerate(layers)}, "mixed": 9.0})
         return dict(told)
 
     monkeypatch.setattr(options, "layer_seconds", seconds)
@@ -337,7 +363,30 @@ def test_measured_seconds_are_those_of_their_options(monkeypatch: pytest.MonkeyP
     for layer in space.layers.values():
         heads = layer.plan.num_kv_heads
         assert len(layer.made) > 2
-        assert (heads * layer.cost).tolist() == pytest.approx([4.0, *(told[fate] for fate in layer.made)])
+        assert heads * layer.cost[EXACT] == pytest.approx(4.0)
+        assert all(heads * layer.cost[fate] == pytest.approx(told[fate]) for fate in layer.made)
+        beside = layer.fates[len(layer.fates) // 2]  # the mixture has one exact head among these
+        assert layer.split == pytest.approx(9.0 - layer.cost[EXACT] - (heads - 1) * layer.cost[beside])
+
+
+def test_a_choice_of_some_heads_has_the_maps_that_were_fitted_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(layers: Any, plan: Any, length: int, device: Any, dtype: Any) -> dict[Any, float]:
+        return {"exact": 4.0, **dict.fromkeys(layers, 1.0)}
+
+    monkeypatch.setattr(options, "layer_seconds", seconds)
+    model, data = build("bert", ENCODERS["bert"]), texts_as_batches(6, 2, 128)
+    shapes = discover(model, data[0])
+    space = Space(model, shapes, settle(Target(keep=0.9), model, shapes, data))
+    space.fit(data, lambda text: None)
+    option = {name: next(i for i, f in enumerate(x.fates) if f.has_map) for name, x in space.layers.items()}
+    choice = tuple((0, *[option[n]] * (x.plan.num_kv_heads - 1)) for n, x in space.layers.items())
+    g = torch.Generator().manual_seed(0)
+    for name, built in space.build(space.plan_of(choice)).items():
+        layer = space.layers[name]
+        q, k, v = (torch.randn(1, layer.plan.num_heads, 40, layer.plan.head_dim, generator=g) for _ in range(3))
+        call = Call(q, k, v, False, None, 0.3)
+        fitted = layer.made[layer.fates[option[name]]]
+        torch.testing.assert_close(built(call)[:, 1:], fitted(call)[:, 1:])
 
 
 def test_an_encoder_is_searched_by_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:

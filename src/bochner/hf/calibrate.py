@@ -24,6 +24,7 @@ from bochner.moments import PairMoments
 ROWS = 4096  # keys of each head that maps are fitted to; with 2,048 errors of MiniLM are 2 % higher, with 1,024 10 %
 LOOKED = 1024  # queries of a sequence that are looked at, from all over it: what they attend to is (queries, keys)
 PROBE, PROBES = 120, 3  # tokens of a passage, and number of probes, for finding heads that retrieve
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it lie evenly between whole numbers
 GATES = (0.1, 0.5, 0.9)  # where the gradient of the heads' gates is taken
 Attention = Callable[[Call], Tensor]
 
@@ -59,15 +60,6 @@ class HeadErrors:
     def relative(self) -> Tensor:
         """Relative errors, (h,)."""
         return self.squared().sqrt()
-
-
-@torch.no_grad()
-def error_on(calls: Iterable[Call], attention: Attention) -> Tensor:
-    """Relative error of each head of `attention` over some calls, (h,)."""
-    found = HeadErrors()
-    for call in calls:
-        found.add(call, attention(call))
-    return found.relative()
 
 
 def option_errors(
@@ -218,27 +210,23 @@ def _all_over(count: int) -> list[int]:
     """0, 1, ..., count - 1 in an order whose every beginning is spread over all of them.
 
     >>> _all_over(6)
-    [0, 4, 2, 1, 5, 3]
+    [0, 5, 2, 4, 1, 3]
     """
-    bits = max(count - 1, 1).bit_length()
-    spread = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(2**bits))
-    return [i for i in spread if i < count]
+    return sorted(range(count), key=lambda i: i * GOLDEN % 1)
 
 
-def retrieval_scores(
-    model: Any, layers: Mapping[str, Any], data: Sequence[dict[str, Any]], near: dict[str, Any]
-) -> dict[str, Tensor]:
+def retrieval_scores(model: Any, layers: Mapping[str, Any], data: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Which query heads of a language model look something up, (h,) by module name: the fall of a loss as they become
     exact.
 
     Probes are made of the calibration tokens: a passage, another, the first again; the loss is that on the repeat. Its
-    gradient is taken along gates of all heads, from 0, the attention of `layers` with window and sinks `near`, to 1,
-    exact attention. Layers whose gates have no influence are left out.
+    gradient is taken along gates of all heads, from 0, the attention of `layers`, to 1, exact attention. Layers whose
+    gates have no influence are left out.
     """
     from bochner.hf.observe import frozen, recording, run
 
     tokens = inputs.stream(data)
-    reach = (near.get("window") or 0) * (2 if near.get("window_kind", "block") == "block" else 1)
+    reach = max(getattr(fate, "reach", 0) for layer in layers.values() for fate in layer.plan.fates)
     length = min(max(PROBE, reach // 2 + 32), len(tokens) // 2, inputs.positions(model).get("input_ids", 2**31) // 3)
     pieces = [tokens[start : start + 2 * length].split(length) for start in range(0, len(tokens), 2 * length)]
     probes = [torch.cat([p[0], p[1], p[0]])[None] for p in pieces[:PROBES] if len(p) == 2 and len(p[1]) == length]

@@ -258,7 +258,7 @@ def _score(model: Any, plan: Plan, recipe: Recipe, samples: Mapping[str, calibra
         bare = {x.name: replace(x, fates=[far or x.fates[0]] * x.num_kv_heads) for x in plan.converted}
         device = next(model.parameters()).device
         layers = {name: LinearAttention(layer).to(device) for name, layer in bare.items()}
-        scores = calibrate.retrieval_scores(model, layers, data, near)
+        scores = calibrate.retrieval_scores(model, layers, data)
     else:
         scores = {
             x.name: calibrate.peak_scores(samples[x.name], x.is_causal, **({} if x.is_cross else near))

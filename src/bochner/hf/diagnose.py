@@ -7,6 +7,7 @@ this machine. The diagnosis says when conversion is not worth it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from bochner import theory
 from bochner._checks import BochnerError, positive_int
 from bochner.attention.checks import check_qkv
 from bochner.hf.attention import LinearAttention, layer_seconds
-from bochner.hf.calibrate import Far, Samples, attention_weights, error_on
+from bochner.hf.calibrate import Far, HeadErrors, Samples, attention_weights
 from bochner.hf.calls import Call
 from bochner.hf.config import Recipe
 from bochner.hf.fates import EXACT, Hybrid, Kernel, Window, fate_of
@@ -124,36 +125,36 @@ def _examine(plan: LayerPlan, calls: list[Call], near: Window | None, m: int) ->
     samples, held = Samples(), calls[half:]
     for call in calls[:half] or calls:  # one sequence alone has to serve for both
         samples.add(call)
-    fates: dict[str, Any] = {} if near is None else {"window": near}
-    fates |= {name: Kernel(name, m) for name in ("positive", "calibrated")}
-    if near is not None:
-        fates["window+calibrated"] = Hybrid(**near.near, num_features=m)
-    if samples.rows >= m:  # enough for the fit of landmarks
-        mapped: dict[str, Any] = {"feature_map": "landmark", "num_features": m}
-        fates |= {"landmark": Kernel(**mapped)} if near is None else {"window+landmark": Hybrid(**near.near, **mapped)}
-    measured, predicted = {"uniform": error_on(held, uniform)}, dict[str, Tensor]()
+    fates: dict[str, Any] = {name: Kernel(name, m) for name in ("positive", "calibrated")}
+    fitted = ["calibrated", *["landmark"] * (samples.rows >= m)]  # landmarks need enough to be fitted to
+    if near is None:
+        fates |= {name: Kernel(name, m) for name in fitted}
+    else:
+        hybrids = {name: Hybrid(**near.near, feature_map=name, num_features=m) for name in fitted}
+        fates |= {"window": near, **{f"window+{name}": fate for name, fate in hybrids.items()}}
+    measured, predicted = {"uniform": _errors(held, uniform)}, dict[str, Tensor]()
     for name, fate in fates.items():
         attention = LinearAttention(replace(plan, fates=[fate] * plan.num_kv_heads))
         attention.fit(samples)
-        measured[name] = error_on(held, attention)
+        measured[name] = _errors(held, attention)
         if name in ("positive", "calibrated"):
             predicted[name] = _predict(attention.parts["kernel"].phi, held[0])  # type: ignore[arg-type]
     seen = _statistics(held[0], {} if near is None else near.near, m)
-    return [
-        HeadDiagnosis(
-            head=i,
-            entropy=seen["entropy"][i].item(),
-            outside=seen["outside"][i].item(),
-            rank_floor=seen["rank_floor"][i].item(),
-            measured={name: e[i].item() for name, e in measured.items()},
-            predicted={name: e[i].item() for name, e in predicted.items()},
-        )
-        for i in range(plan.num_heads)
-    ]
+    errors = [[{name: e[i].item() for name, e in x.items()} for x in (measured, predicted)] for i in range(len(seen))]
+    return [HeadDiagnosis(i, *row, *errors[i]) for i, row in enumerate(seen.tolist())]
 
 
-def _statistics(call: Call, near: dict[str, Any], m: int) -> dict[str, Tensor]:
-    """What the attention of each head looks like on one sequence, (h,).
+@torch.no_grad()
+def _errors(calls: list[Call], attention: Callable[[Call], Tensor]) -> Tensor:
+    """Relative error of each head of `attention` over some calls, (h,)."""
+    found = HeadErrors()
+    for call in calls:
+        found.add(call, attention(call))
+    return found.relative()
+
+
+def _statistics(call: Call, near: dict[str, Any], m: int) -> Tensor:
+    """Entropy, weight outside and rank floor of each head on one sequence, (h, 3).
 
     Rank floors are those of the first tokens, or of the last ones where queries belong to the last keys.
     """
@@ -163,11 +164,10 @@ def _statistics(call: Call, near: dict[str, Any], m: int) -> dict[str, Tensor]:
     part = call._replace(query=call.query[:, :, few], key=call.key[:, :, few], value=call.value[:, :, few])
     square = Far.of(part, **near)
     squares = attention_weights(part, square.allowed)[0]
-    return {
-        "entropy": torch.special.entr(weights).sum(-1).mean(-1),
-        "outside": (weights * far.far[0]).sum(-1).mean(-1),
-        "rank_floor": torch.stack([theory.rank_floor(w, m, square.far[0, 0]) for w in squares]),
-    }
+    entropy, outside = torch.special.entr(weights).sum(-1).mean(-1), (weights * far.far[0]).sum(-1).mean(-1)
+    return torch.stack(
+        [entropy, outside, torch.stack([theory.rank_floor(w, m, square.far[0, 0]) for w in squares])], -1
+    )
 
 
 def uniform(call: Call) -> Tensor:

@@ -1,10 +1,10 @@
 """Attention transfer: teach the feature maps of a converted model what its original attention computed.
 
-First layer by layer: the model is run with exact attention, and each layer's maps are trained so that its linear
-attention gives the same outputs on the same queries, keys and values. Then end to end: the hidden states of the whole
-converted model are fitted to those of the original, so that errors are weighed by what they do later. No labels are
-needed, only text. In place of that the second stage can lower the model's own loss, of the maps and of the adapters of
-PEFT together.
+First each layer by itself: the model is run with exact attention, and the maps of all layers are trained so that their
+linear attention gives the same outputs on the same queries, keys and values. Then end to end: the hidden states of the
+whole converted model are fitted to those of the original, so that errors are weighed by what they do later. No labels
+are needed, only text. In place of that the second stage can lower the model's own loss, of the maps and of the adapters
+of PEFT together.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from bochner._checks import BochnerError, extra
 from bochner._progress import speaker
 from bochner.hf import observe
 from bochner.hf.attention import CHILD, LinearAttention
-from bochner.hf.calibrate import HeadErrors, error_on
-from bochner.hf.calls import Call
+from bochner.hf.calibrate import HeadErrors, option_errors
+from bochner.hf.calls import Call, exact
 from bochner.hf.config import Calibration, Distillation
 from bochner.hf.evaluate import Outputs, divergence, is_language_model, kind_of, pooled, rows_of
 from bochner.hf.interface import layers_of, unwrap
 from bochner.maps.landmark import LandmarkFeatures
 
-PATIENCE = 3  # checks of a layer without progress after which it is left
+PATIENCE = 3  # checks without progress in any layer after which the first stage ends
 MAX_LENGTH = 256  # tokens that texts are cut to, unless their Calibration says otherwise
 PLAIN = Distillation()
-MEMORY = 2**31  # bytes of queries, keys and values held at a time
 Batch = dict[str, Tensor]
+Groups = dict[str, list[tuple[nn.Parameter, Tensor]]]  # parameters, and what their rates are relative to
 
 
 @dataclass
@@ -45,19 +45,19 @@ class LayerReport:
     name: str
     before: float
     after: float
-    steps: int
-    seconds: float
 
 
 @dataclass
 class DistillReport:
     """What distillation did: per layer, the loss of the end-to-end stage if there was one, and what it bought.
 
-    `quality`: figures of the whole model on the data held back, `before` and `after`: perplexity of language models,
-    also that of the `original`; else as in `bochner.hf.evaluate`. `note`: why nothing was done.
+    `steps`: of the first stage. `quality`: figures of the whole model on the data held back, `before` and `after`:
+    perplexity of language models, also that of the `original`; else as in `bochner.hf.evaluate`. `note`: why nothing
+    was done.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
+    steps: int = 0
     end_to_end: tuple[float, float] | None = None
     seconds: float = 0.0
     quality: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -66,13 +66,12 @@ class DistillReport:
     def __str__(self) -> str:
         if self.note:
             return self.note
-        width = max([5, *(len(layer.name) for layer in self.layers)])
-        lines = [f"{'layer'.ljust(width)}  before   after  steps  seconds"]
-        for x in self.layers:
-            lines.append(f"{x.name.ljust(width)}  {x.before:6.3f}  {x.after:6.3f}  {x.steps:5d}  {x.seconds:7.1f}")
-        if self.layers:
-            mean = [sum(getattr(x, n) for x in self.layers) / len(self.layers) for n in ("before", "after")]
-            lines.append(f"{'mean'.ljust(width)}  {mean[0]:6.3f}  {mean[1]:6.3f}")
+        count = max(len(self.layers), 1)
+        mean = LayerReport("mean", *(sum(getattr(x, n) for x in self.layers) / count for n in ("before", "after")))
+        rows = [*self.layers, mean] if self.layers else []
+        width = max([5, *(len(x.name) for x in rows)])
+        lines = [f"{'layer'.ljust(width)}  before   after"] if rows else []
+        lines += [f"{x.name.ljust(width)}  {x.before:6.3f}  {x.after:6.3f}" for x in rows]
         if self.end_to_end is not None:
             lines.append(f"end to end: loss {self.end_to_end[0]:.5f} before, {self.end_to_end[1]:.5f} after")
         for name, found in self.quality.items():
@@ -166,11 +165,8 @@ class _Run:
                 "them into the batches of 'data', or take loss='outputs'."
             )
 
-    def is_over(self, share: float = 1.0) -> bool:
-        return self.how.seconds is not None and time.monotonic() - self.began > share * self.how.seconds
-
     def both_stages(self, names: Sequence[str], trained: Sequence[nn.Parameter]) -> DistillReport:
-        """Layer by layer, and end to end if there is a second stage; with figures before and after."""
+        """Each layer by itself, and end to end if there is a second stage; with figures before and after."""
         model, report = self.model, DistillReport()
         with observe.softmax(model), torch.no_grad():  # the teacher, before anything changes
             fits = self.how.end_to_end and not self.by_labels
@@ -185,9 +181,14 @@ class _Run:
             return _distance(_outputs(model, self.batches[i]), targets[i], self.batches[i])
 
         with observe.frozen(model), observe.evaluation_mode(model):
-            report.layers = list(self._fit_layers(names))
-            if self.how.end_to_end and not self.is_over():
-                report.end_to_end = self._fit_model(objective, trained)
+            try:
+                if names:
+                    self._fit_layers(names, report)
+                if self.how.end_to_end and not self._is_over(1.0):
+                    self._fit_model(objective, trained, report)
+            finally:
+                for layer in layers_of(model).values():
+                    layer.freeze_()
         for layer in layers_of(model).values() if trained else ():
             layer.plan.seen = None  # other weights make other queries and keys
         for name, after in self._figures(truth).items():
@@ -196,6 +197,9 @@ class _Run:
                 report.quality[name]["original"] = original[name]
         report.seconds = time.monotonic() - self.began
         return report
+
+    def _is_over(self, share: float) -> bool:
+        return self.how.seconds is not None and time.monotonic() - self.began > share * self.how.seconds
 
     def _own_loss(self, i: int, labels: Tensor | None) -> Tensor:
         """The model's own loss on a batch, by labels or else of the next tokens."""
@@ -212,145 +216,127 @@ class _Run:
         with observe.evaluation_mode(self.model):
             if truth is not None:
                 return truth.quality(lambda batch: observe.run(self.model, batch)).figures
-            count = len(self.batches)
-            losses = [self._own_loss(i, None).item() for i in range(count - self.held, count)]
-        return {"perplexity": math.exp(sum(losses) / self.held)}
+            return {"perplexity": math.exp(self._mean(lambda i: self._own_loss(i, None)))}
 
-    def _fit_layers(self, names: Sequence[str]) -> Iterator[LayerReport]:
-        """Fit layer by layer, until the time for it is over."""
-        attached, share = layers_of(self.model), 0.5 if self.how.end_to_end else 1.0
-        tokens = sum(next(iter(b.values())).shape[:2].numel() for b in self.batches)
-        plans = [attached[name].plan for name in names]
-        most = max((4 * tokens * p.head_dim * (p.num_heads + 2 * p.num_kv_heads) for p in plans), default=1)
-        size = max(1, MEMORY // most)  # of layers whose calls fit into memory together
-        for start in range(0, len(names), size):
-            records = {} if self.is_over(share) else _records(self.model, names[start : start + size], self.batches)
-            for name, calls in records.items():
-                if self.is_over(share):
-                    return
-                done = self._fit_layer(name, attached[name], calls)
-                self.say(f"distilled {name}: error {done.before:.3f} to {done.after:.3f} in {done.seconds:.0f} s")
-                yield done
+    def _mean(self, objective: Callable[[int], Tensor]) -> float:
+        """Of the batches held back."""
+        count = len(self.batches)
+        return sum(objective(i).item() for i in range(count - self.held, count)) / self.held
 
-    def _fit_layer(self, name: str, layer: LinearAttention, calls: Sequence[Call]) -> LayerReport:
-        start, train, validation = time.monotonic(), calls[: -self.held], calls[-self.held :]
+    def _fit_layers(self, names: Sequence[str], report: DistillReport) -> None:
+        """Train the maps of all layers at once, each on what its exact attention does in the exact model."""
+        layers = {name: layers_of(self.model)[name] for name in names}
 
-        def loss(step: int) -> Tensor:
-            call = train[step % len(train)]
-            return HeadErrors().add(call, layer(call)).squared().mean()
+        def measure() -> dict[str, float]:
+            options = {name: {"": layer} for name, layer in layers.items()}
+            errors = option_errors(self.model, options, self.batches[-self.held :])
+            found = {name: e[""].relative().mean().item() for name, e in errors.items()}
+            self.say(f"layer by layer: mean error {sum(found.values()) / max(len(found), 1):.4f}")
+            return found
 
-        def measure() -> float:
-            return error_on(validation, layer).mean().item()
+        @torch.enable_grad()
+        def look(name: str, call: Call) -> Tensor | None:
+            if name not in layers:
+                return None
+            truth = exact(call)
+            loss = HeadErrors().add(call, layers[name](call), truth).squared().mean()
+            if loss.requires_grad:
+                loss.backward()
+            return truth
 
-        parameters = layer.unfreeze_(projections=True)
-        descent = _Descent(self.how.steps, self.how.rate, PATIENCE, self.is_over)
-        try:
-            before, after, steps = descent.run(parameters, _units(layer, parameters), loss, measure)
-        finally:
-            layer.freeze_()
-        return LayerReport(name, before, after, steps, time.monotonic() - start)
+        def gradients(i: int) -> None:
+            with observe.recording(self.model, look):
+                observe.run(self.model, self.batches[i])
 
-    def _fit_model(self, objective: Callable[[int], Tensor], trained: Sequence[nn.Parameter]) -> tuple[float, float]:
-        """Lower an objective of each batch by the maps and other parameters; its value on held-back batches, twice."""
-        count, steps, attached = len(self.batches), self.how.end_to_end, layers_of(self.model).values()
+        groups = {name: _trained(layer) for name, layer in layers.items()}
+        stage = _Stage(self.how.steps, self.how.rate, PATIENCE, 0.5 if self.how.end_to_end else 1.0)
+        before, after, report.steps = self._descend(groups, gradients, measure, stage)
+        report.layers = [LayerReport(name, x, after[name]) for name, x in before.items()]
+
+    def _fit_model(
+        self, objective: Callable[[int], Tensor], trained: Sequence[nn.Parameter], report: DistillReport
+    ) -> None:
+        """Lower an objective of each batch by the maps and other parameters."""
         self.model.requires_grad_(False)
-        parameters, units = [p.requires_grad_() for p in trained], [row_sizes(p) for p in trained]
-        for layer in attached:
-            own = layer.unfreeze_(projections=True)
-            parameters += own
-            units += _units(layer, own)
+        for p in trained:
+            p.requires_grad_()
+        group = [(p, row_sizes(p)) for p in trained]
+        group += [pair for layer in layers_of(self.model).values() for pair in _trained(layer)]
 
         @torch.no_grad()
-        def measure() -> float:
-            mean = sum(objective(i).item() for i in range(count - self.held, count)) / self.held
+        def measure() -> dict[str, float]:
+            mean = self._mean(objective)
             self.say(f"end to end: loss {mean:.5f}")
-            return mean
+            return {"": mean}
 
-        descent = _Descent(steps, self.how.rate / 2, steps, self.is_over)
+        stage = _Stage(self.how.end_to_end, self.how.rate / 2, self.how.end_to_end, 1.0)
+        before, after, _ = self._descend({"": group}, lambda i: objective(i).backward(), measure, stage)
+        report.end_to_end = before[""], after[""]
+
+    def _descend(
+        self, groups: Groups, gradients: Callable[[int], None], measure: Callable[[], dict[str, float]], stage: _Stage
+    ) -> tuple[dict[str, float], dict[str, float], int]:
+        """Adam with a falling rate: the measures before and at their best, and the steps.
+
+        `gradients(i)` adds those of one batch. Each group of parameters is left where its own `measure` was least, and
+        its gradient has at most the norm 1. The rate of each parameter is relative to its unit.
+        """
+        pairs, best = [pair for group in groups.values() for pair in group], measure()
+        before, step, waited = dict(best), 0, 0
+        if not pairs:  # maps of which nothing can be trained
+            return before, best, step
+        optimizer = torch.optim.Adam([p for p, _ in pairs], lr=stage.rate)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, stage.steps, eta_min=stage.rate / 10)
+        kept = {name: [p.detach().clone() for p, _ in group] for name, group in groups.items()}
         try:
-            return descent.run(parameters, units, lambda step: objective(step % (count - self.held)), measure)[:2]
+            while step < stage.steps and waited < stage.patience and not self._is_over(stage.share):
+                optimizer.zero_grad()
+                gradients(step % (len(self.batches) - self.held))
+                for group in groups.values():
+                    nn.utils.clip_grad_norm_([p for p, _ in group], 1.0)
+                last = [p.detach().clone() for p, _ in pairs]
+                optimizer.step()
+                schedule.step()
+                with torch.no_grad():
+                    for (p, unit), old in zip(pairs, last, strict=True):
+                        p.copy_(torch.lerp(old, p, unit.expand_as(p)))
+                step += 1
+                if step % max(5, stage.steps // 10) == 0 or step == stage.steps:
+                    better = {name: x for name, x in measure().items() if x < best[name]}
+                    waited = 0 if better else waited + 1
+                    best |= better
+                    kept |= {name: [p.detach().clone() for p, _ in groups[name]] for name in better}
         finally:
-            for layer in attached:
-                layer.freeze_()
+            with torch.no_grad():
+                for name, group in groups.items():
+                    for (p, _), value in zip(group, kept[name], strict=True):
+                        p.copy_(value)
+        return before, best, step
 
 
-class _Descent(NamedTuple):
-    """Adam with a falling rate, the best state kept, an end when nothing improves or time is over."""
+class _Stage(NamedTuple):
+    """Steps, their rate, checks without progress that end it, and the share of the time after which it ends."""
 
     steps: int
     rate: float
     patience: int
-    is_over: Callable[[], bool]
-
-    def run(
-        self,
-        parameters: Sequence[Tensor],
-        units: Sequence[Tensor],
-        loss: Callable[[int], Tensor],
-        measure: Callable[[], float],
-    ) -> tuple[float, float, int]:
-        """Minimise `loss(step)`; the measure before and at its best, where the parameters are left, and the steps.
-
-        `units`: what the rate of each parameter is relative to; Adam itself takes steps of one size.
-        """
-        if not parameters:  # maps of which nothing can be trained
-            return (now := measure()), now, 0
-        optimizer = torch.optim.Adam(parameters, lr=self.rate)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps, eta_min=self.rate / 10)
-        before = best = measure()
-        kept, waited, step = [p.detach().clone() for p in parameters], 0, 0
-        try:
-            while step < self.steps and waited < self.patience and not self.is_over():
-                optimizer.zero_grad()
-                loss(step).backward()
-                nn.utils.clip_grad_norm_(parameters, 1.0)
-                last = [p.detach().clone() for p in parameters]
-                optimizer.step()
-                schedule.step()
-                with torch.no_grad():
-                    for p, old, unit in zip(parameters, last, units, strict=True):
-                        p.copy_(torch.lerp(old, p, unit.expand_as(p)))
-                step += 1
-                if step % max(5, self.steps // 10) == 0 or step == self.steps:
-                    now = measure()
-                    waited = 0 if now < best else waited + 1
-                    if now < best:
-                        best, kept = now, [p.detach().clone() for p in parameters]
-        finally:
-            with torch.no_grad():
-                for p, value in zip(parameters, kept, strict=True):
-                    p.copy_(value)
-        return before, best, step
+    share: float
 
 
-def _units(layer: LinearAttention, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """What the rates of a layer's parameters are relative to: in landmark maps the size of each row, elsewhere 1.
+def _trained(layer: LinearAttention) -> list[tuple[nn.Parameter, Tensor]]:
+    """What of a layer's maps is trained, with its units: in landmark maps the size of each row, elsewhere 1.
 
     Coefficients of landmarks that few rows are near are larger than others by orders of magnitude.
     """
-    maps = [m for m in layer.modules() if isinstance(m, LandmarkFeatures)]
-    landmarks = {id(p) for phi in maps for p in phi.parameters()}
-    return [row_sizes(p) if id(p) in landmarks else torch.ones_like(p) for p in parameters]
+    parameters = layer.unfreeze_(projections=True)
+    landmarks = {id(p) for m in layer.modules() if isinstance(m, LandmarkFeatures) for p in m.parameters()}
+    return [(p, row_sizes(p) if id(p) in landmarks else torch.ones_like(p)) for p in parameters]
 
 
 def row_sizes(p: Tensor) -> Tensor:
     """The root mean square of each row, (..., 1), and 1 for a row of zeros."""
     size = p.detach().square().mean(-1, keepdim=True).sqrt()
     return torch.where(size > 0, size, 1.0)
-
-
-def _records(model: Any, names: Sequence[str], batches: Sequence[Batch]) -> dict[str, list[Call]]:
-    """Every call of some modules under exact attention."""
-    found: dict[str, list[Call]] = {name: [] for name in names}
-
-    def look(name: str, call: Call) -> None:
-        if name in found:
-            found[name].append(call)
-
-    with observe.recording(model, look):
-        for batch in batches:
-            observe.run(model, batch)
-    return found
 
 
 class _Outputs(NamedTuple):
@@ -367,8 +353,7 @@ class _Outputs(NamedTuple):
 
 def _outputs(model: Any, batch: Batch) -> _Outputs:
     """The outputs of a model as it is."""
-    asked: dict[str, Any] = {**batch, "output_hidden_states": True}
-    out = observe.run(model, asked, gradient=torch.is_grad_enabled())
+    out = observe.run(model, {**batch, "output_hidden_states": True}, gradient=torch.is_grad_enabled())
     names = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
     hidden = tuple(h for name in names for h in (getattr(out, name, None) or ())[1:])
     rows = rows_of(model, batch, out[0])

@@ -29,8 +29,10 @@ from bochner.hf import observe
 from bochner.hf.observe import evaluation_mode
 
 INTERVAL = 0.9  # the confidence of the intervals that are reported, two-sided
-CAUTION = 0.8  # one-sided confidence of the bound that choices are made by: for MiniLM 0.95 costs a fifth more, the
-# mean fails verification and ends dearer as well (experiments/search_ablation.py)
+# One-sided confidence of the bound that choices are made by. In 40 searches each by 8 texts the mean fails verification
+# in a third of the first choices of MiniLM, this bound in a fifth. What they end with loses half as much, and costs two
+# fifths more. With a small decoder nothing is gained (experiments/search_ablation.py).
+CAUTION = 0.8
 PASSAGE, PASSAGES = 120, 4  # tokens of a passage that comes again, and how many do, from all over the text
 REPEATED = 0.25  # the share of a text that they may take
 LEAD = 8  # of these tokens only tell which passage it is
@@ -136,14 +138,10 @@ class Text:
         return self.recalled(found.flatten())
 
     def split(self, losses: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean losses of stretches of the body, and of the passages that come again."""
-        body = len(self.body) - 1
-        return stretches(losses[:body]), self.recalled(losses[body:])
-
-
-def stretches(rows: Tensor) -> Tensor:
-    """The means of equal stretches of about STRETCH tokens."""
-    return torch.stack([part.mean() for part in rows.tensor_split(max(1, round(len(rows) / STRETCH)))])
+        """Mean losses of equal stretches of the body, and of the passages that come again."""
+        body, again = losses.tensor_split([len(self.body) - 1])
+        count = max(1, round(len(body) / STRETCH))
+        return torch.stack([part.mean() for part in body.tensor_split(count)]), self.recalled(again)
 
 
 def language_quality(rise: Tensor, again: Tensor, gain: float, again_before: float) -> Quality:
@@ -162,11 +160,6 @@ def language_quality(rise: Tensor, again: Tensor, gain: float, again_before: flo
     return Quality(measures, figures)
 
 
-def _next_losses(rows: Tensor, ids: Tensor) -> Tensor:
-    """Cross-entropy of the tokens of ids (1, n) but the first, by rows (n - 1, vocabulary) of predictions."""
-    return F.cross_entropy(rows.float(), ids[0, 1:].to(rows.device), reduction="none")
-
-
 class Outputs:
     """Batches of any other model: the original's outputs, and how far others are from them."""
 
@@ -183,36 +176,39 @@ class Outputs:
         found = [main_output(run(batch)).float() for batch in self.batches]
         if self.kind == "distributions":
             apart = torch.cat([divergence(*x) for x in zip(found, self.truth, self.rows, strict=True)]).cpu()
-            return Quality({"predictions": Measure(apart, True)}, {"divergence": apart.mean().item()})
-        if self.kind == "scores":
-            return score_quality(torch.cat(self.truth).cpu(), torch.cat(found).cpu())
-        a, b = (
-            F.normalize(torch.cat([pooled(t, rows) for t, rows in zip(ts, self.rows, strict=True)]), dim=-1).cpu()
-            for ts in (self.truth, found)
-        )
-        measures, figures = {"cosine": Measure(1 - (a * b).sum(-1))}, {"cosine": (a * b).sum(-1).mean().item()}
-        if len(a) >= RANKED:
-            measures["neighbours"] = Measure(1 - jackknife(lambda keep: rank_of_similarities(a[keep], b[keep]), len(a)))
-            figures |= compare_embeddings(a, b)._asdict()
-        return Quality(measures, figures)
+            return Quality({"divergence": Measure(apart, True)}, {"divergence": apart.mean().item()})
+        a, b = (torch.cat([pooled(*x) for x in zip(ts, self.rows, strict=True)]).cpu() for ts in (self.truth, found))
+        return score_quality(a, b) if self.kind == "scores" else embedding_quality(a, b)
 
 
 def score_quality(truth: Tensor, found: Tensor) -> Quality:
     """Scores (texts, columns) of rerankers and regressions: rank correlation, and error as a share of variance."""
-    truth, found = (t.reshape(len(t), -1).double().nan_to_num(0.0) for t in (truth, found))
+    truth, found = (t.double().nan_to_num(0.0) for t in (truth, found))
     spread = truth.var(0, keepdim=True).clamp_min(1e-12) if len(truth) > 1 else truth.square().clamp_min(1e-12)
-    errors = ((found - truth).square() / spread).mean(-1)
-    measures = {"error": Measure(errors)}
-    figures = {"error": errors.mean().item()}
-    if len(truth) >= RANKED:
-        ranks = jackknife(lambda keep: _mean_correlation(truth[keep], found[keep]), len(truth))
-        measures["order"] = Measure(1 - ranks)
-        figures["rank_correlation"] = _mean_correlation(truth, found)
-    return Quality(measures, figures)
+    error = Measure(((found - truth).square() / spread).mean(-1))
+    columns = list(zip(truth.mT, found.mT, strict=True))
+
+    def order(keep: Tensor) -> float:
+        return sum(rank_correlation(x[keep], y[keep]) for x, y in columns) / len(columns)
+
+    return _quality({"error": error} | _ranked(order, len(truth)))
 
 
-def _mean_correlation(a: Tensor, b: Tensor) -> float:
-    return sum(rank_correlation(x, y) for x, y in zip(a.mT, b.mT, strict=True)) / a.shape[1]
+def embedding_quality(truth: Tensor, found: Tensor) -> Quality:
+    """Embeddings (texts, hidden): the cosine of each text with itself, and the ranks of all pairwise similarities."""
+    a, b = (F.normalize(t, dim=-1) for t in (truth, found))
+    cosine = Measure(1 - (a * b).sum(-1))
+    return _quality({"cosine": cosine} | _ranked(lambda keep: rank_of_similarities(a[keep], b[keep]), len(a)))
+
+
+def _ranked(statistic: Callable[[Tensor], float], count: int) -> dict[str, Measure]:
+    return {"rank_correlation": Measure(1 - jackknife(statistic, count))} if count >= RANKED else {}
+
+
+def _quality(measures: dict[str, Measure]) -> Quality:
+    """With the means of all measures as its figures: errors as such, the others as what is left."""
+    means = {name: m.losses.mean().item() for name, m in measures.items()}
+    return Quality(measures, {name: x if name == "error" else 1 - x for name, x in means.items()})
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> float:
@@ -279,8 +275,8 @@ def rows_of(model: Any, batch: Batch, out: Tensor) -> Tensor | None:
 
 def pooled(out: Tensor, rows: Tensor | None) -> Tensor:
     """The mean over all tokens that are not padding, (b, hidden)."""
-    if out.ndim == 2:
-        return out
+    if out.ndim <= 2:
+        return out.reshape(len(out), -1)
     if rows is None:
         return out.flatten(1, -2).mean(1)
     weight = rows.to(out).unsqueeze(-1)
@@ -296,18 +292,12 @@ def divergence(out: Tensor, truth: Tensor, rows: Tensor | None) -> Tensor:
     return apart.flatten(1).mean(-1) if apart.ndim > 1 else apart
 
 
-class Piece(NamedTuple):
-    """A piece of a text that has been read: how many tokens there were by then, the losses of its tokens, the cache."""
-
-    read: int
-    losses: Tensor
-    seconds: float
-    cache: Any
-
-
 @torch.no_grad()
-def pieces(model: Any, ids: Tensor, stops: Sequence[int] = ()) -> Iterator[Piece]:
-    """Read ids (1, n) as generation would, piece by piece through a cache, with a pause at every stop."""
+def pieces(model: Any, ids: Tensor, stops: Sequence[int] = ()) -> Iterator[tuple[Tensor, float, Any]]:
+    """Read ids (1, n) as generation would, piece by piece through a cache, with a pause at every stop.
+
+    Of each piece: the losses of its tokens, its seconds, and the cache behind it.
+    """
     from transformers import DynamicCache
 
     cache, last = DynamicCache(config=model.config), None
@@ -319,23 +309,17 @@ def pieces(model: Any, ids: Tensor, stops: Sequence[int] = ()) -> Iterator[Piece
         logits = model(ids[:, start:end], past_key_values=cache, use_cache=True).logits[0].float()
         seconds = time.perf_counter() - began
         rows = logits if last is None else torch.cat([last, logits])
-        losses = _next_losses(rows[:-1], ids[:, max(start - 1, 0) : end])
+        truth = ids[0, max(start, 1) : end].to(rows.device)
         last = logits[-1:]
-        yield Piece(end, losses.cpu(), seconds, cache)
+        yield F.cross_entropy(rows[:-1], truth, reduction="none").cpu(), seconds, cache
 
 
 @dataclass
 class Reading:
-    """One long text read in pieces: the loss of every next token, what it took, and what the cache held at the end."""
+    """One long text read in pieces: the loss of every next token; seconds, and the bytes of the cache at the end."""
 
     losses: Tensor
-    prefill_seconds: float
-    step_seconds: float
-    cache_bytes: int
-
-    @property
-    def costs(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in ("prefill_seconds", "step_seconds", "cache_bytes")}
+    costs: dict[str, float]
 
 
 def read(model: Any, ids: Tensor) -> Reading:
@@ -344,29 +328,15 @@ def read(model: Any, ids: Tensor) -> Reading:
 
     n = ids.shape[1]
     with evaluation_mode(model):
-        found = list(pieces(model, ids, range(n - STEPS, n)))
-    prefill, step = sum(p.seconds for p in found[:-STEPS]), min(p.seconds for p in found[-STEPS:])
-    return Reading(torch.cat([p.losses for p in found]), prefill, step, cache_bytes(found[-1].cache))
+        losses, seconds, caches = zip(*pieces(model, ids, range(n - STEPS, n)), strict=True)
+    costs = {"prefill_seconds": sum(seconds[:-STEPS]), "step_seconds": min(seconds[-STEPS:])}
+    return Reading(torch.cat(losses), costs | {"cache_bytes": cache_bytes(caches[-1])})
 
 
 def compare_readings(texts: Sequence[Text], before: Sequence[Reading], after: Sequence[Reading]) -> Quality:
     """The quality over whole texts, of their original and their converted reading."""
-    rise = [text.split(b.losses - a.losses) for text, a, b in zip(texts, before, after, strict=True)]
-    held = torch.cat([text.split(r.losses)[1] for text, r in zip(texts, before, strict=True)]).mean().item()
-    first = torch.cat([text.first(r.losses) for text, r in zip(texts, before, strict=True)]).mean().item()
-    body, again = (torch.cat(parts) for parts in zip(*rise, strict=True))
-    return language_quality(body, again, first - held, held)
-
-
-class EmbeddingQuality(NamedTuple):
-    """Converted against original embeddings of the same texts."""
-
-    cosine: float  # mean cosine of each text with itself
-    rank_correlation: float  # Spearman correlation of all pairwise similarities
-
-
-def compare_embeddings(original: Tensor, converted: Tensor) -> EmbeddingQuality:
-    """Whether the converted encoder can replace the original one; embeddings are normalised."""
-    original, converted = original.cpu(), converted.cpu()
-    cosine = (original * converted).sum(-1).mean().item()
-    return EmbeddingQuality(cosine, rank_of_similarities(original, converted))
+    triples = zip(texts, before, after, strict=True)
+    parts = [(*t.split(b.losses - a.losses), t.split(a.losses)[1], t.first(a.losses)) for t, a, b in triples]
+    rise, again, repeated, first = (torch.cat(several) for several in zip(*parts, strict=True))
+    loss = repeated.mean().item()
+    return language_quality(rise, again, first.mean().item() - loss, loss)

@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,8 +41,8 @@ from bochner.hf.search import selected
 from bochner.hf.search.damage import MeasuredProblem, measure_damages, tables
 from bochner.hf.search.knapsack import Choice, all_exact, frontier, totals
 from bochner.hf.search.options import Say, Space
-from bochner.hf.search.refine import Candidate, Trials, best_within, cheapest_that_keeps, ladder
-from bochner.hf.search.report import Point, SearchReport, heads_of
+from bochner.hf.search.refine import best_within, cheapest_that_keeps, ladder
+from bochner.hf.search.report import Point, SearchReport
 from bochner.hf.search.selected import SelectedSpace
 from bochner.hf.search.texts import Split, batches_for, settle, split
 from bochner.hf.search.verify import TOKENS, Verdict, Verifier
@@ -70,7 +69,7 @@ def search(
         raise BochnerError(f"The 'target' of search must be a bochner.Target, got {type(target).__name__}.")
     if data is None:
         raise BochnerError("A Target needs 'data', of which a part is for validation.")
-    say, seconds, began = speaker(progress), dict[str, float](), time.monotonic()
+    say, began = speaker(progress), time.monotonic()
     batches = batches_for(model, Calibration.of(data, tokenizer), target)
     shapes = discover_parts(model, batches, parts)
     obstacle, most = _obstacle(model, shapes), inputs.positions(model).get("input_ids")
@@ -78,67 +77,55 @@ def search(
     selects = selected.applies(model, goal, shapes, batches)
     texts = selected.split_for(model, batches, goal) if selects else split(batches, goal, most)
     space = (SelectedSpace if selects else Space)(model, shapes, goal, seed)
-    with _timed("fitting", seconds):
-        space.fit(texts.fit, say)
-    with _timed("damages", seconds):
-        problem = _problem(space, texts, shapes, say)
-    trials = Trials(problem)
-    with _timed("choosing", seconds):
-        choices = _choose(problem, trials)
-    with _timed("verifying", seconds):
-        one = problem.texts.held is texts.held
-        verifier = problem.texts if one else Verifier(model, texts.held, goal, shapes, say)
-        report = _verified(problem, trials, choices, verifier)
+    space.fit(texts.fit, say)
+    problem = _problem(space, texts, shapes, say)
+    choices = _choose(problem)
+    one = problem.texts.held is texts.held
+    report = _verified(problem, choices, problem.texts if one else Verifier(model, texts.held, goal, shapes, say))
     report.positions = most
     report.training = texts.training(goal.judged) if target.train is not None else []
-    report.seconds = {**seconds, "in all": time.monotonic() - began}
-    report.reasons += _remarks(report, obstacle)
+    report.seconds = time.monotonic() - began
+    report.reasons += _remarks(report, space, obstacle)
     say(f"\n{report}")
     return report
-
-
-@contextmanager
-def _timed(stage: str, seconds: dict[str, float]) -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    seconds[stage] = time.monotonic() - began
 
 
 def _problem(space: Space, texts: Split, shapes: dict[str, Shape], say: Say) -> MeasuredProblem:
     """What each head can become, or how many keys all of them hold, with measured costs and damages."""
     goal = space.goal
     say("running the original on the choice texts")
-    choice = texts.choice[: max(goal.judged, TOKENS // 2)] if goal.is_language else texts.choice
+    part = texts.choice[: max(goal.judged, TOKENS // 2)] if goal.is_language else texts.choice
+    if isinstance(space, SelectedSpace) and goal.memory is not None:
+        part = texts.held  # there is one choice: it is verified at once
+    known = Verifier(space.model, part, goal, shapes, say)
     if isinstance(space, SelectedSpace):
-        # Within a memory there is one choice: it is verified at once.
-        known = Verifier(space.model, choice if goal.memory is None else texts.held, goal, shapes, say)
         return MeasuredProblem(space, known, selected.tables(space), say)
-    known = Verifier(space.model, choice, goal, shapes, say)
     return MeasuredProblem(space, known, tables(space, measure_damages(space, known, say)), say)
 
 
-def _choose(problem: MeasuredProblem, trials: Trials) -> list[Choice]:
+def _choose(problem: MeasuredProblem) -> list[Choice]:
     """The choice, and what is looked at in turn if it fails verification; all are settled before any look."""
-    goal = problem.space.goal
+    goal, space = problem.space.goal, problem.space
     if goal.memory is None:
         assert goal.keep is not None
-        return ladder(problem, cheapest_that_keeps(problem, goal.keep, trials))
-    if isinstance(problem.space, SelectedSpace):
+        return ladder(problem.tables, cheapest_that_keeps(problem, goal.keep))
+    if isinstance(space, SelectedSpace):
         return [((1,),)]  # the rung that fills the memory
-    fixed = problem.space.original_bytes - problem.whole  # of layers that cannot change
-    found = best_within(problem, goal.memory * problem.space.original_bytes - fixed, trials)
+    fixed = space.original_bytes - problem.whole  # of layers that cannot change
+    found = best_within(problem.tables, goal.memory * space.original_bytes - fixed)
     if found is None:
-        least = (fixed + totals(problem.tables, frontier(problem.tables)[0])[1]) / problem.space.original_bytes
+        least = (fixed + totals(problem.tables, frontier(problem.tables)[0])[1]) / space.original_bytes
         raise BochnerError(
             f"The 'memory' of Target must be at least {least:.3f} for this model at "
             f"{goal.length:,} tokens, got {goal.memory!r}: the smallest options take so much."
         )
-    return [found.choice]
+    problem.quality(found)
+    return [found]
 
 
-def _verified(problem: MeasuredProblem, trials: Trials, choices: Sequence[Choice], verifier: Verifier) -> SearchReport:
+def _verified(problem: MeasuredProblem, choices: Sequence[Choice], verifier: Verifier) -> SearchReport:
     """The report of the first choice that passes; of the original if none does."""
-    goal, space, failed, reasons = problem.space.goal, problem.space, list[Verdict](), list[str]()
+    goal, space, failed, slow = problem.space.goal, problem.space, list[Verdict](), ""
     demanded = None if goal.memory is not None and goal.trains else goal.keep
     waiting = [*choices, all_exact(problem.tables)]
     while waiting:
@@ -148,73 +135,76 @@ def _verified(problem: MeasuredProblem, trials: Trials, choices: Sequence[Choice
         found = verifier.verify(plan, layers) if plan.converted else verifier.original()
         if plan.converted and not goal.by_memory and found.length >= goal.length and found.time_share >= 1:
             waiting = waiting[-1:]  # what is nearer to the original is no faster
-            reasons = [
+            slow = (
                 f"Nothing is converted: attention would be faster at {goal.length:,} tokens, but the whole model takes "
                 f"{found.time_share:.0%} of the original's time."
-            ]
+            )
         elif demanded is None or found.passes(demanded):
             break
         else:
             failed.append(found)
-    if failed and not plan.converted:
-        best = max(verdict.quality.retained for verdict in failed)
-        reasons.append(
-            f"The model stays as it was: on texts that the search never used, the best choice retains {best:.2%} of "
-            f"the quality, and {goal.keep:.2%} was asked for. Ask for less, give more texts, or train it "
-            "(Target(train=Distillation()))."
-        )
-    if plan.converted and goal.by_memory:
-        before, after = space.original_bytes, space.bytes_of(plan)
-        usual = before * torch.bfloat16.itemsize / space.dtype.itemsize
-        reasons.append(
-            f"Decoding one text of {goal.length:,} tokens holds {after / 1e6:,.3g} MB in place of {before / 1e6:,.3g} "
-            f"MB: {after / before:.1%} of the original's cache, {after / usual:.1%} of the same cache in bfloat16."
-        )
     plan.maps = {name: layer.fitted() for name, layer in layers.items() if layer.plan.has_map}
-    known = found.quality if verifier is problem.texts else None
-    chosen = trials.run(choice, known)
-    place, points = trials.by_cost().index(chosen), [_point(problem, c) for c in trials.by_cost()]
+    if verifier is problem.texts:
+        problem.tried[choice] = found.quality
+    problem.quality(choice)
+    measured = sorted(problem.tried, key=problem.share)
+    place, points = measured.index(choice), [_point(problem, c) for c in measured]
     points[place].plan = plan
     report = SearchReport(goal, plan, points, place, bool(plan.converted) or not failed, found, failed)
-    report.further, report.reasons, report.verifier = verifier.further(plan, layers), reasons, verifier
+    report.further, report.verifier = verifier.further(plan, layers), verifier
+    report.reasons = [slow] if slow else []
     if goal.is_language and plan.converted:
         report.ablations = selected.ablations(problem, plan, layers)
     return report
 
 
-def _point(problem: MeasuredProblem, c: Candidate) -> Point:
+def _point(problem: MeasuredProblem, choice: Choice) -> Point:
     """What was measured of a choice, for the report."""
-    space, plan = problem.space, problem.space.plan_of(c.choice)
+    space, plan = problem.space, problem.space.plan_of(choice)
     memory = space.bytes_of(plan) / space.original_bytes if space.original_bytes else 1.0
-    attention = None if space.goal.by_memory else c.cost / max(problem.whole, 1e-30)
-    return Point(plan, c.quality, c.damage, memory, attention, heads_of(plan))
+    attention = None if space.goal.by_memory else problem.share(choice)
+    return Point(plan, problem.quality(choice), totals(problem.tables, choice)[0], memory, attention)
 
 
-def _remarks(report: SearchReport, obstacle: str) -> list[str]:
+def _remarks(report: SearchReport, space: Space, obstacle: str) -> list[str]:
     """Sentences for people; `obstacle`: why nothing can be converted at all."""
-    goal, verified, found = report.goal, report.verified, list[str]()
+    goal, verified, failed, found = report.goal, report.verified, report.failed, list[str]()
     if obstacle:
         found.append(f"Nothing can be converted: {obstacle}.")
-    elif report.plan.converted and not goal.by_memory:
+    elif report.plan.converted and goal.by_memory:
+        before, after = space.original_bytes, space.bytes_of(report.plan)
+        usual = before * torch.bfloat16.itemsize / space.dtype.itemsize
+        found.append(
+            f"Decoding one text of {goal.length:,} tokens holds {after / 1e6:,.3g} MB in place of {before / 1e6:,.3g} "
+            f"MB: {after / before:.1%} of the original's cache, {after / usual:.1%} of the same cache in bfloat16."
+        )
+    elif report.plan.converted:
         found.append(f"Attention takes {report.time_share:.1%} of the original's time at {goal.length:,} tokens.")
         found.append(f"The whole model takes {verified.time_share:.1%} at {verified.length:,} tokens.")
+    elif failed:
+        best = max(verdict.quality.retained for verdict in failed)
+        found.append(
+            f"The model stays as it was: on texts that the search never used, the best choice retains {best:.2%} of "
+            f"the quality, and {goal.keep:.2%} was asked for. Ask for less, give more texts, or train it "
+            "(Target(train=Distillation()))."
+        )
     elif not report.reasons:
         found.append(f"Nothing is converted: at {goal.length:,} tokens nothing that meets the target costs less.")
-    if report.failed and report.plan.converted:
+    if failed and report.plan.converted:
         found.append(
-            f"{len(report.failed)} of the choices failed verification; what comes after them was declared before, has "
-            "to pass by its lower bound, and has a wider interval."
+            f"{len(failed)} of the choices failed verification; what comes after them was declared before, has to pass "
+            "by its lower bound, and has a wider interval."
         )
     readable, longest = min(goal.length, report.positions or goal.length), max([verified.length, *report.further])
     if longest < readable:
         found.append(f"The texts held back have {longest:,} tokens only: give more of them to verify at {readable:,}.")
     keep = verified.quality.retained if goal.keep is None else goal.keep
-    for n, longer in report.further.items():
-        if longer.quality.retained < keep:
-            found.append(
-                f"Quality was judged at {verified.length:,} tokens; at {n:,} it is {longer.quality.retained:.2%}. Name "
-                "a longer 'judge_length' if your texts are longer."
-            )
+    found += [
+        f"Quality was judged at {verified.length:,} tokens; at {n:,} it is {longer.quality.retained:.2%}. Name a "
+        "longer 'judge_length' if your texts are longer."
+        for n, longer in report.further.items()
+        if longer.quality.retained < keep
+    ]
     return [*found, *goal.notes]
 
 

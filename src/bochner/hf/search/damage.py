@@ -20,6 +20,7 @@ from bochner.hf.evaluate import Quality
 from bochner.hf.interface import attached
 from bochner.hf.search.knapsack import Choice, Table, all_exact, totals
 from bochner.hf.search.options import Say, Space
+from bochner.hf.search.refine import Problem
 from bochner.hf.search.verify import Verifier
 
 
@@ -40,17 +41,22 @@ def tables(space: Space, damages: dict[str, Tensor]) -> list[Table]:
         damage = torch.zeros(len(layer.fates), layer.plan.num_kv_heads, dtype=torch.float64)
         if name in damages:
             damage[1:] = damages[name]
-        cost = layer.cost[:, None].expand_as(damage).contiguous()
-        found.append(Table(damage, cost, not space.goal.by_memory, layer.split))
+        cost = torch.tensor([layer.cost[fate] for fate in layer.fates], dtype=torch.float64)
+        found.append(Table(damage, cost[:, None].expand_as(damage), not space.goal.by_memory, layer.split))
     return found
 
 
-class MeasuredProblem:
+class MeasuredProblem(Problem):
     """The search problem of a model: damages and costs in tables, quality by running a choice end to end."""
 
     def __init__(self, space: Space, texts: Verifier, tables: list[Table], say: Say) -> None:
-        self.space, self.texts, self.tables, self.say = space, texts, tables, say
+        super().__init__(tables)
+        self.space, self.texts, self.say = space, texts, say
         self.whole = totals(tables, all_exact(tables))[1]
+
+    def share(self, choice: Choice) -> float:
+        """The cost of a choice as a share of the original's, of all layers that may change."""
+        return totals(self.tables, choice)[1] / max(self.whole, 1e-30)
 
     def measure(self, choice: Choice) -> Quality:
         plan = self.space.plan_of(choice)
@@ -58,6 +64,5 @@ class MeasuredProblem:
             return self.texts.original().quality
         with attached(self.space.model, plan, self.space.build(plan)):
             found = self.texts.look(self.space.model).quality
-        share = totals(self.tables, choice)[1] / max(self.whole, 1e-30)
-        self.say(f"quality {found.retained:.2%} with {share:.1%} of the {self.space.goal.minimize}")
+        self.say(f"quality {found.retained:.2%} with {self.share(choice):.1%} of the {self.space.goal.minimize}")
         return found

@@ -66,15 +66,16 @@ def _layer_at(table: Table, price: float) -> tuple[int, ...]:
     if not table.shared:
         return _least(total, table.cost)
     count, heads = total.shape
-    best, least = (EXACT,) * heads, (total[EXACT].sum().item(), table.cost[EXACT].sum().item())
+    choices = [(EXACT,) * heads]
     for option in range(1, count):
         rows = torch.tensor([EXACT, option])
-        mixed = tuple(option * i for i in _least(total[rows], table.cost[rows]))
-        for options in {mixed, (option,) * heads}:
-            damage, cost = totals([table], (options,))
-            if (damage + price * cost, cost) < least:
-                best, least = options, (damage + price * cost, cost)
-    return best
+        choices += [(option,) * heads, tuple(option * i for i in _least(total[rows], table.cost[rows]))]
+
+    def value(options: tuple[int, ...]) -> tuple[float, float]:
+        damage, cost = totals([table], (options,))
+        return damage + price * cost, cost
+
+    return min(choices, key=value)
 
 
 def _least(total: Tensor, cost: Tensor) -> tuple[int, ...]:

@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from bochner.hf import drift
 from bochner.hf.attention import LinearAttention, layer_seconds
 from bochner.hf.calibrate import Samples, observe
@@ -25,24 +22,18 @@ class Layer:
     """One attention module whose heads may change: `made` holds each option for all of its key heads, fitted.
 
     `length`: how many keys it has where the longest of all modules has as many as the goal names. `cost`: bytes or
-    seconds of one key head as each option, exact first. `split`: the seconds that exact heads beside others add.
+    seconds of one key head as each option. `split`: the seconds that exact heads beside others add.
     """
 
     plan: LayerPlan
     length: int
     made: dict[Fate, LinearAttention] = field(default_factory=dict)
-    cost: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    cost: dict[Fate, float] = field(default_factory=lambda: {EXACT: 0.0})
     split: float = 0.0
 
     @property
     def fates(self) -> list[Fate]:
         return [EXACT, *self.made]
-
-    def drop_dear(self) -> None:
-        """Leave out options that cost as much as exact attention, which does no damage."""
-        cheap = (self.cost < self.cost[0]).tolist()
-        self.cost = self.cost[[True, *cheap[1:]]]
-        self.made = {fate: made for (fate, made), less in zip(self.made.items(), cheap[1:], strict=True) if less}
 
 
 class Space:
@@ -79,19 +70,18 @@ class Space:
         self.price(say)
         for i, (name, layer) in enumerate(self.layers.items()):
             say(f"fitting maps, layer {i + 1} of {len(self.layers)}")
-            layer.drop_dear()
+            layer.made = {fate: made for fate, made in layer.made.items() if layer.cost[fate] < layer.cost[EXACT]}
             found = samples.pop(name)
             for made in layer.made.values():
                 made.fit(found)
 
     def price(self, say: Say) -> None:
         """What each option costs: bytes by their plans; seconds by measurement, layers that are alike once."""
-        known: dict[Any, tuple[Tensor, float]] = {}
+        known: dict[Any, tuple[dict[Fate, float], float]] = {}
         for layer in self.layers.values():
             plan, size = layer.plan, self.dtype.itemsize
             if self.goal.by_memory:
-                costs = [fate.cache_bytes(plan, layer.length, size) for fate in layer.fates]
-                layer.cost = torch.tensor(costs, dtype=torch.float64)
+                layer.cost = {fate: fate.cache_bytes(plan, layer.length, size) for fate in layer.fates}
                 continue
             heads = (plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.value_dim, plan.is_causal)
             alike = (*layer.fates, *heads, layer.length)
@@ -100,16 +90,16 @@ class Space:
                 known[alike] = self._seconds(layer)
             layer.cost, layer.split = known[alike]
 
-    def _seconds(self, layer: Layer) -> tuple[Tensor, float]:
-        """Seconds of each option, by key head, and what one exact key head beside the others takes more."""
+    def _seconds(self, layer: Layer) -> tuple[dict[Fate, float], float]:
+        """Seconds of one key head as each option, and what one exact key head beside the others takes more."""
         count, runs, middle = layer.plan.num_kv_heads, dict[Any, LinearAttention](layer.made), len(layer.fates) // 2
+        other = layer.fates[middle]
         if layer.made and count > 1:
-            mixed = [EXACT, *[layer.fates[middle]] * (count - 1)]
-            runs["mixed"] = self.built(layer, replace(layer.plan, fates=mixed))
+            runs["mixed"] = self.built(layer, replace(layer.plan, fates=[EXACT, *[other] * (count - 1)]))
         found = layer_seconds(runs, layer.plan, layer.length, self.device, self.dtype)
-        seconds = torch.tensor([found["exact"], *(found[fate] for fate in layer.made)], dtype=torch.float64) / count
-        extra = found["mixed"] - seconds[0] - (count - 1) * seconds[middle] if "mixed" in runs else 0.0
-        return seconds, max(0.0, float(extra))
+        cost = {fate: found["exact" if fate == EXACT else fate] / count for fate in layer.fates}
+        extra = found["mixed"] - cost[EXACT] - (count - 1) * cost[other] if "mixed" in runs else 0.0
+        return cost, max(0.0, extra)
 
     def plan_of(self, choice: Choice) -> Plan:
         """The plan of a choice, one option for each key head of each layer."""
@@ -137,7 +127,7 @@ class Space:
 
 
 def candidates(layer: Layer, samples: Samples, goal: Goal) -> list[Fate]:
-    """What the registered fates propose for a layer, if its samples are enough to fit their maps.
+    """What the registered fates propose for a layer, without maps that its samples are too few or too short to fit.
 
     A window that covers half of the texts would hide what it loses, so that decoders are asked for the length that is
     judged, encoders for that of their texts. Maps of few heads are fitted to queries and keys that training would
@@ -146,13 +136,11 @@ def candidates(layer: Layer, samples: Samples, goal: Goal) -> list[Fate]:
     """
     plan, longest = layer.plan, samples.length
     length = max(1, layer.length * goal.judged // goal.length) if plan.is_causal else min(longest, layer.length)
-    found = [fate for cls in FATES.values() for fate in cls.candidates(plan, length)]
-    return [fate for fate in found if not fate.has_map or _can_be_fitted(fate, layer, samples, goal)]
+    changes = goal.memory is not None and goal.trains_weights
+    fits = not changes and (not plan.is_causal or 2 * longest >= layer.length)
 
+    def can_be(fate: Fate) -> bool:
+        rows, window = 2 * getattr(fate, "num_features", 0), 2 * (getattr(fate, "window", None) or 0)
+        return not fate.has_map or (fits and samples.rows >= rows and longest >= window)
 
-def _can_be_fitted(fate: Fate, layer: Layer, samples: Samples, goal: Goal) -> bool:
-    if goal.memory is not None and goal.trains_weights:
-        return False
-    far = not layer.plan.is_causal or 2 * samples.length >= layer.length
-    rows, window = 2 * getattr(fate, "num_features", 0), 2 * (getattr(fate, "window", None) or 0)
-    return far and samples.rows >= rows and samples.length >= window
+    return [fate for cls in FATES.values() for fate in cls.candidates(plan, length) if can_be(fate)]

@@ -26,8 +26,7 @@ class Point:
     """One choice that was measured, on the choice texts; a single one on those that verify it.
 
     `memory`: of decoding at the goal's length, as a share of the original's; `attention`: seconds of all attention
-    there, as a share of the original's, None where memory is saved; `damage`: what the search predicted for it;
-    `heads`: how many became what.
+    there, as a share of the original's, None where memory is saved; `damage`: what the search predicted for it.
     """
 
     plan: Plan
@@ -35,11 +34,22 @@ class Point:
     damage: float
     memory: float
     attention: float | None
-    heads: str
+
+    @property
+    def heads(self) -> str:
+        """How many key heads have each fate, and what those hold that select their keys."""
+        every = [fate for layer in self.plan.layers for fate in layer.fates]
+        shown = ", ".join(f"{n} {name}" for name, n in Counter(fate.name for fate in every).items())
+        chosen = [fate for fate in every if isinstance(fate, Selected)]
+        if not chosen:
+            return shown
+        mean = sum(fate.budget for fate in chosen) / len(chosen)
+        stored = " and ".join(sorted({fate.precision for fate in chosen}, reverse=True))
+        return f"{shown}: {stored}, last {chosen[0].window} and about {mean:.0f} older keys"
 
     def to_dict(self) -> dict[str, Any]:
-        kept = {name: getattr(self, name) for name in ("damage", "memory", "attention", "heads")}
-        return {**kept, "quality": self.quality.to_dict(), "lower_bound": self.quality.lower}
+        shown = {name: getattr(self, name) for name in ("damage", "memory", "attention", "heads")}
+        return {**shown, "quality": self.quality.to_dict(), "lower_bound": self.quality.lower}
 
 
 @dataclass
@@ -64,7 +74,7 @@ class SearchReport:
     trained: dict[int, Verdict] = field(default_factory=dict)
     ablations: dict[str, float] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
     positions: int | None = None
     training: list[dict[str, Any]] = field(default_factory=list, repr=False)
     verifier: Verifier | None = field(default=None, repr=False, compare=False)
@@ -98,8 +108,7 @@ class SearchReport:
     def verify_again(self, model: Any) -> None:
         """After training, with the model converted: its quality now, on the same validation texts."""
         assert self.verifier is not None
-        lengths = [self.verified.length, *self.further]
-        self.trained = {n: self.verifier.look(model, n) for n in lengths}
+        self.trained = {n: self.verifier.look(model, n) for n in [self.verified.length, *self.further]}
         retained = self.final.quality.retained
         self.met = self.goal.keep is None or retained >= self.goal.keep
         asked = "" if self.goal.keep is None else f", {self.goal.keep:.1%} was asked for"
@@ -107,17 +116,13 @@ class SearchReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON and for reports."""
-        names = ("met", "chosen", "ablations", "reasons", "seconds", "positions")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "goal": asdict(self.goal),
-            "plan": self.plan.to_dict(),
-            "frontier": [point.to_dict() for point in self.frontier],
-            "verified": self.verified.to_dict(),
-            "failed": [verdict.to_dict() for verdict in self.failed],
-            "further": {str(n): verdict.to_dict() for n, verdict in self.further.items()},
-            "trained": {str(n): verdict.to_dict() for n, verdict in self.trained.items()},
-        }
+        plain = ("met", "chosen", "ablations", "reasons", "seconds", "positions")
+        found: dict[str, Any] = {name: getattr(self, name) for name in plain}
+        found |= {"goal": asdict(self.goal), "plan": self.plan.to_dict(), "verified": self.verified.to_dict()}
+        found |= {name: [x.to_dict() for x in getattr(self, name)] for name in ("frontier", "failed")}
+        for name in ("further", "trained"):
+            found[name] = {str(n): verdict.to_dict() for n, verdict in getattr(self, name).items()}
+        return found
 
     def __str__(self) -> str:
         timed = not self.goal.by_memory
@@ -143,20 +148,7 @@ class SearchReport:
         for name, whole in self.verified.whole.items() if self.plan.converted else ():
             lines.append(f"{name.capitalize()} model: {', '.join(MEASURED[k].format(x) for k, x in whole.items())}.")
         lines += self.reasons
-        spent = ", ".join(f"{name} {x:.0f} s" for name, x in self.seconds.items() if name != "in all")
-        lines.append(f"Search time: {self.seconds.get('in all', 0):.0f} s ({spent}).")
+        lines.append(f"Search time: {self.seconds:.0f} s.")
         if self.plan.converted and not self.trained:
             lines.append(f"Apply it: {APPLY}")
         return "\n".join(lines)
-
-
-def heads_of(plan: Plan) -> str:
-    """How many key heads have each fate, and what those hold that select their keys."""
-    every = [fate for layer in plan.layers for fate in layer.fates]
-    shown = ", ".join(f"{n} {name}" for name, n in Counter(fate.name for fate in every).items())
-    chosen = [fate for fate in every if isinstance(fate, Selected)]
-    if not chosen:
-        return shown
-    mean = sum(fate.budget for fate in chosen) / len(chosen)
-    stored = " and ".join(sorted({fate.precision for fate in chosen}, reverse=True))
-    return f"{shown}: {stored}, last {chosen[0].window} and about {mean:.0f} older keys"

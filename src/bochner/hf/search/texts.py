@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -148,21 +149,20 @@ def split(data: Batches, goal: Goal, most: int | None = None) -> Split:
         first, second = _borders(len(tokens), max(ROWS, size))
         pieces = [{"input_ids": piece[None]} for piece in tokens[:first].split(size)]
         return Split(pieces, tokens[first:second], tokens[second:], tokens[:second])
-    sizes = [len(next(iter(batch.values()))) for batch in data]
-    if sum(sizes) < 3:
+    every = [(b, i) for b, batch in enumerate(data) for i in range(len(next(iter(batch.values()))))]
+    if len(every) < 3:
         raise BochnerError(
-            f"A target needs at least three texts, got {sum(sizes)}: for fitting, for choosing and for verifying; give "
+            f"A target needs at least three texts, got {len(every)}: for fitting, for choosing and for verifying; give "
             "more."
         )
     each = length_of(data[0]) if "input_ids" in data[0] else goal.judged  # tokens of a text
-    first, second = _borders(sum(sizes), -(-ROWS // each))
-    order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(0))
-    parts, ends = [], list(accumulate(sizes))
-    for chosen in (order[:first], order[first:second], order[second:]):
-        rows = [chosen[(chosen >= end - n) & (chosen < end)] - end + n for n, end in zip(sizes, ends, strict=True)]
-        pairs = [(batch, mine.sort().values) for batch, mine in zip(data, rows, strict=True) if len(mine)]
-        parts.append([{k: x[mine.to(x.device)] for k, x in batch.items()} for batch, mine in pairs])
-    return Split(parts[0], parts[1], parts[2])
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(0))
+    parts = []
+    for chosen in order.tensor_split(_borders(len(every), -(-ROWS // each))):
+        rows = [(b, [i for _, i in mine]) for b, mine in groupby(sorted(every[j] for j in chosen), itemgetter(0))]
+        parts.append([{k: x[mine] for k, x in data[b].items()} for b, mine in rows])
+    fit, choice, held = parts
+    return Split(fit, choice, held)
 
 
 def _borders(count: int, fit: int) -> tuple[int, int]:

@@ -10,19 +10,9 @@ from typing import Any
 import torch
 
 from bochner.hf.attention import LinearAttention
-from bochner.hf.evaluate import (
-    INTERVAL,
-    Measure,
-    Outputs,
-    Quality,
-    Reading,
-    Text,
-    compare_readings,
-    evaluation_mode,
-    read,
-)
+from bochner.hf.evaluate import INTERVAL, Measure, Outputs, Quality, Reading, Text, compare_readings, read
 from bochner.hf.interface import attached
-from bochner.hf.observe import run
+from bochner.hf.observe import evaluation_mode, run
 from bochner.hf.plan import Plan
 from bochner.hf.search.options import Say
 from bochner.hf.search.texts import Goal, longest
@@ -72,16 +62,17 @@ class Verifier:
     def __init__(self, model: Any, held: Any, goal: Goal, shapes: dict[str, Any], say: Say) -> None:
         self.model, self.held, self.goal, self.say, self.looks = model, held, goal, say, 0
         if goal.is_language:
-            self.length = min(goal.judged, len(held))
-            self.readings = {self.length: self._read(self.length, TOKENS)}
+            self.length, self.readings = min(goal.judged, len(held)), dict[int, list[tuple[Text, Reading]]]()
+            self._read(self.length, TOKENS)
             self.batches = [{"input_ids": text.ids} for text, _ in self.readings[self.length]]
         else:
             self.length, self.outputs, self.batches = longest(held, shapes), Outputs(model, held), held
 
-    def _read(self, length: int, tokens: int) -> list[tuple[Text, Reading]]:
+    def _read(self, length: int, tokens: int) -> None:
+        """Have the original read texts of some length, as many as there are in so many tokens."""
         count = max(1, min(tokens, len(self.held)) // length)
         texts = [Text(piece, i) for i, piece in enumerate(self.held[: count * length].split(length))]
-        return list(zip(texts, self._answers(self.model, texts), strict=True))
+        self.readings[length] = list(zip(texts, self._answers(self.model, texts), strict=True))
 
     def _answers(self, model: Any, texts: Sequence[Text]) -> list[Reading]:
         """What a model makes of each text; a long one takes seconds, so that each is announced."""
@@ -119,15 +110,14 @@ class Verifier:
         return Verdict(compare_readings(texts, before, after), length, whole=whole)
 
     def further(self, plan: Plan, layers: dict[str, LinearAttention]) -> dict[int, Verdict]:
-        """What a plan that was judged by short texts does on longer ones, up to the goal's length."""
-        found = {}
-        for n in (self.goal.length // 2, self.goal.length):
-            if self.goal.is_language and plan.converted and self.length < n <= len(self.held):
-                self.say(f"looking at {n:,} tokens")
-                self.readings[n] = self._read(n, n)
-                with attached(self.model, plan, layers):
-                    found[n] = self.look(self.model, n)
-        return found
+        """What a plan that was judged by short texts does on one of the goal's length, or as long as there is text."""
+        n = min(self.goal.length, len(self.held)) if self.goal.is_language else 0
+        if not plan.converted or n <= self.length:
+            return {}
+        self.say(f"looking at {n:,} tokens")
+        self._read(n, n)
+        with attached(self.model, plan, layers):
+            return {n: self.look(self.model, n)}
 
     def _times(self, plan: Plan, layers: dict[str, LinearAttention]) -> dict[str, dict[str, float]]:
         """The least seconds of a whole forward pass on one text, original and converted taking turns."""
